@@ -1,0 +1,1 @@
+//! The Burn backend of Kiln: eager execution, recording, import into the graph, executors.

@@ -1,0 +1,1 @@
+//! A graph executor on candle-core, independent of Burn's kernels: the oracle of differential tests.

@@ -1,0 +1,1 @@
+//! The step compiler: transform, schedule, plan and emit C for a training step.

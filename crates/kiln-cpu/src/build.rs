@@ -1,0 +1,212 @@
+//! From a tree of C sources to one shared object.
+//!
+//! Each source becomes an object file in a compiler process of its own, as many at once as there are threads; one
+//! more process links them. The tree lives in a fresh temporary folder that disappears with the result, unless a
+//! compilation fails: then it stays, and the error says where.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use crate::abi::{RUNTIME_HEADER, RUNTIME_HEADER_NAME};
+use crate::error::{CpuError, Result};
+use crate::toolchain::Toolchain;
+
+/// One file of a generated source tree.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SourceFile {
+    /// File name without folders; `.c` files are compiled, others (headers) only written.
+    pub name: String,
+    /// Contents.
+    pub text: String,
+}
+
+impl SourceFile {
+    /// A file called `name` holding `text`.
+    pub fn new(name: impl Into<String>, text: impl Into<String>) -> Self {
+        Self { name: name.into(), text: text.into() }
+    }
+}
+
+/// How hard the C compiler tries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OptLevel {
+    /// `-O0`: for reading generated code in a debugger.
+    None,
+    /// `-O1`.
+    Quick,
+    /// `-O2`: the generated kernels are vectorised and unrolled by the generator, so this is as fast as `-O3`.
+    #[default]
+    Full,
+    /// `-O3`.
+    Most,
+}
+
+impl OptLevel {
+    /// The compiler's flag.
+    pub fn flag(self) -> &'static str {
+        match self {
+            Self::None => "-O0",
+            Self::Quick => "-O1",
+            Self::Full => "-O2",
+            Self::Most => "-O3",
+        }
+    }
+}
+
+/// Options of a build.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BuildOptions {
+    /// Optimisation level.
+    pub level: OptLevel,
+    /// Compiler processes at once.
+    pub jobs: usize,
+    /// Whether to include debug information, so that profilers show the generated lines.
+    pub debug_info: bool,
+}
+
+impl Default for BuildOptions {
+    fn default() -> Self {
+        let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+        Self { level: OptLevel::default(), jobs, debug_info: false }
+    }
+}
+
+impl BuildOptions {
+    /// What of the options the result depends on, for cache keys.
+    pub fn identity(&self) -> String {
+        format!("{} debug={}", self.level.flag(), self.debug_info)
+    }
+}
+
+/// A freshly built shared object; its folder is removed on drop.
+#[derive(Debug)]
+pub struct Built {
+    folder: TempDir,
+    library: PathBuf,
+    /// Time in compiler and linker.
+    pub elapsed: Duration,
+}
+
+impl Built {
+    /// The shared object.
+    pub fn path(&self) -> &Path {
+        &self.library
+    }
+
+    /// Keeps the source tree and the shared object; returns their folder.
+    pub fn keep(self) -> PathBuf {
+        self.folder.keep()
+    }
+}
+
+impl Toolchain {
+    /// Compiles the `.c` files of `sources` and links them into one shared object. `kiln_runtime.h` is added to the
+    /// tree.
+    ///
+    /// # Errors
+    /// [`CpuError::Compile`] with the compiler's output and the kept sources; [`CpuError::Io`] when the temporary
+    /// folder cannot be written or the compiler cannot be started.
+    pub fn build(&self, sources: &[SourceFile], options: &BuildOptions) -> Result<Built> {
+        let span = tracing::info_span!("cc", files = sources.len());
+        let _entered = span.enter();
+        let start = Instant::now();
+        let folder = tempfile::Builder::new()
+            .prefix("kiln-")
+            .tempdir()
+            .map_err(CpuError::io("creating a folder in", std::env::temp_dir()))?;
+        let write = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            fs::write(&path, text).map_err(CpuError::io("writing", path))
+        };
+        write(RUNTIME_HEADER_NAME, RUNTIME_HEADER)?;
+        for file in sources {
+            write(&file.name, &file.text)?;
+        }
+
+        // Long files first: the last process to finish is then a short one.
+        let mut units: Vec<&SourceFile> = sources.iter().filter(|file| file.name.ends_with(".c")).collect();
+        units.sort_by_key(|file| std::cmp::Reverse(file.text.len()));
+        let mut commands = Vec::new();
+        for unit in &units {
+            let mut command = self.invoke(self.flags());
+            command.args([options.level.flag(), "-fPIC", "-pipe", "-w", "-c", &unit.name, "-o"]);
+            command.arg(object_name(&unit.name));
+            if options.debug_info {
+                command.arg("-g");
+            }
+            commands.push((unit.name.clone(), command));
+        }
+        if let Err(error) = self.run_all(commands, folder.path(), options.jobs.max(1)) {
+            return Err(keep_sources(error, folder));
+        }
+
+        let library = folder.path().join("step.so");
+        let mut link = self.invoke(["-shared", "-o", "step.so"]);
+        link.args(units.iter().map(|unit| object_name(&unit.name)));
+        link.arg("-lm");
+        if let Err(error) = self.run_all(vec![("link".into(), link)], folder.path(), 1) {
+            return Err(keep_sources(error, folder));
+        }
+        let elapsed = start.elapsed();
+        tracing::debug!(?elapsed, units = units.len(), "built");
+        Ok(Built { folder, library, elapsed })
+    }
+
+    /// Runs the commands in `folder`, at most `jobs` at once, and stops at the first failure.
+    fn run_all(
+        &self,
+        commands: Vec<(String, std::process::Command)>,
+        folder: &Path,
+        jobs: usize,
+    ) -> Result<()> {
+        let mut running: Vec<(String, Child)> = Vec::new();
+        let mut first_error = None;
+        let mut waiting = commands.into_iter();
+        loop {
+            while first_error.is_none() && running.len() < jobs {
+                let Some((file, mut command)) = waiting.next() else { break };
+                command.current_dir(folder).stdout(Stdio::null()).stderr(Stdio::piped());
+                // A fixed language, so that messages do not depend on the user's locale.
+                command.env("LC_ALL", "C");
+                match command.spawn().map_err(CpuError::io("starting", self.command())) {
+                    Ok(child) => running.push((file, child)),
+                    Err(error) => first_error = Some(error),
+                }
+            }
+            if running.is_empty() {
+                return first_error.map_or(Ok(()), Err);
+            }
+            // Oldest first. The pipe of a younger child holds far more than a compiler run with `-w` prints before it
+            // fails, and draining it only later delays that child, not the result.
+            let (file, child) = running.remove(0);
+            match child.wait_with_output().map_err(CpuError::io("waiting for", self.command())) {
+                Err(error) => first_error = first_error.or(Some(error)),
+                Ok(output) if !output.status.success() => {
+                    first_error = first_error.or(Some(CpuError::Compile {
+                        compiler: self.command(),
+                        file,
+                        status: output.status.to_string(),
+                        stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+                        folder: folder.to_owned(),
+                    }));
+                }
+                Ok(_) => {}
+            }
+        }
+    }
+}
+
+fn object_name(source: &str) -> String {
+    format!("{source}.o")
+}
+
+fn keep_sources(error: CpuError, folder: TempDir) -> CpuError {
+    if matches!(error, CpuError::Compile { .. }) {
+        let _kept = folder.keep();
+    }
+    error
+}

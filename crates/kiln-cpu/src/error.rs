@@ -1,0 +1,102 @@
+//! What can go wrong between generated source and a finished step.
+
+use std::io;
+use std::path::PathBuf;
+
+/// An error of the CPU runtime.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CpuError {
+    /// No usable C compiler.
+    #[error(
+        "no C compiler found (tried {tried}): install gcc or clang, or set CC to the compiler's path; until then \
+         use the `aot_eager` backend"
+    )]
+    NoCompiler {
+        /// The commands that were tried, each with what happened.
+        tried: String,
+    },
+
+    /// The C compiler rejected a generated source.
+    #[error("{compiler} failed on {file} ({status}); the sources are kept in {}\n{stderr}", folder.display())]
+    Compile {
+        /// The compiler command.
+        compiler: String,
+        /// The file that failed, or `link` when linking did.
+        file: String,
+        /// Exit status in words.
+        status: String,
+        /// What the compiler printed.
+        stderr: String,
+        /// The source tree, left in place for inspection.
+        folder: PathBuf,
+    },
+
+    /// A file could not be read or written.
+    #[error("{action} {}: {source}", path.display())]
+    Io {
+        /// What was being done, as a verb: `writing`.
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The operating system's answer.
+        source: io::Error,
+    },
+
+    /// The shared object could not be loaded.
+    #[error("loading the compiled step {}: {source}; clear the cache with `kiln cache clear`", path.display())]
+    Load {
+        /// The shared object.
+        path: PathBuf,
+        /// The dynamic linker's answer.
+        source: libloading::Error,
+    },
+
+    /// The shared object was built for another version of the runtime's contract.
+    #[error("compiled step {} has ABI {found}, this runtime has {expected}; clear the cache", path.display())]
+    Abi {
+        /// The shared object.
+        path: PathBuf,
+        /// Its version.
+        found: u64,
+        /// Ours.
+        expected: u64,
+    },
+
+    /// A step was called with the wrong number of arguments, or an arena that is too small or not aligned.
+    #[error("compiled step expects {expected} {what}, was given {given}")]
+    Arguments {
+        /// Which argument.
+        what: &'static str,
+        /// How many (or how large) the step expects.
+        expected: u64,
+        /// What the caller passed.
+        given: u64,
+    },
+
+    /// An operation that the step runs outside its compiled code failed.
+    #[error("operation {index} outside the compiled step failed: {message}")]
+    Extern {
+        /// Index of the operation among the step's extern operations.
+        index: usize,
+        /// What it reported.
+        message: String,
+    },
+
+    /// Memory could not be allocated.
+    #[error("allocating {bytes} bytes: out of memory; set a smaller memory budget or batch")]
+    OutOfMemory {
+        /// Size of the request.
+        bytes: usize,
+    },
+}
+
+impl CpuError {
+    pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { action, path, source }
+    }
+}
+
+/// Result of the CPU runtime.
+pub type Result<T> = std::result::Result<T, CpuError>;

@@ -1,0 +1,249 @@
+//! Loading a shared object and calling its entry.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::{c_int, c_void};
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::abi::{ABI_VERSION, RawRuntime, RawStep, Signature, Task};
+use crate::buffer::{ALIGNMENT, AlignedBuffer};
+use crate::error::{CpuError, Result};
+use crate::pool::ThreadPool;
+
+/// A loaded shared object; unloaded when the last [`Step`] of it is gone.
+#[derive(Debug, Clone)]
+pub struct Library {
+    inner: Arc<Loaded>,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    entry: RawStep,
+    signature: Signature,
+    path: PathBuf,
+    /// Last, so that nothing above outlives the mapping it points into.
+    _object: libloading::Library,
+}
+
+impl Library {
+    /// Loads a shared object made by [`Toolchain::build`](crate::Toolchain::build).
+    ///
+    /// # Errors
+    /// [`CpuError::Load`] when the file is no shared object or lacks `kiln_step` or `kiln_step_signature`;
+    /// [`CpuError::Abi`] when it was built for another version of the contract.
+    pub fn load(path: &Path) -> Result<Self> {
+        let failed = |source| CpuError::Load { path: path.to_owned(), source };
+        // SAFETY: loading runs the object's initialisers; generated sources have none.
+        let object = unsafe { libloading::Library::new(path) }.map_err(failed)?;
+        // SAFETY: the build declares both symbols with exactly these types, in `kiln_runtime.h`.
+        let (entry, signature) = unsafe {
+            let entry = *object.get::<RawStep>(b"kiln_step\0").map_err(failed)?;
+            let signature = **object.get::<*const Signature>(b"kiln_step_signature\0").map_err(failed)?;
+            (entry, signature)
+        };
+        if signature.abi() != ABI_VERSION {
+            let (found, expected) = (signature.abi(), ABI_VERSION);
+            return Err(CpuError::Abi { path: path.to_owned(), found, expected });
+        }
+        let inner = Arc::new(Loaded { entry, signature, path: path.to_owned(), _object: object });
+        Ok(Self { inner })
+    }
+
+    /// Where the object was loaded from (it may be gone since).
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    /// The step inside.
+    pub fn step(&self) -> Step {
+        Step { library: self.clone() }
+    }
+}
+
+/// A compiled step, ready to be called any number of times, from one thread at a time or several.
+#[derive(Debug, Clone)]
+pub struct Step {
+    library: Library,
+}
+
+/// What a call of a step works on.
+#[derive(Debug)]
+pub struct StepArguments<'a> {
+    /// One pointer for each input, in the order of the graph's inputs.
+    pub inputs: &'a [*const u8],
+    /// One pointer for each output; an output that reuses an input's buffer has the same pointer.
+    pub outputs: &'a [*mut u8],
+    /// Working memory of at least the signature's `arena_bytes`; its contents need not survive.
+    pub arena: &'a mut AlignedBuffer,
+    /// Scalar arguments, 8 bytes each, as the generated code reads them.
+    pub scalars: &'a [u64],
+}
+
+/// Start or end of one kernel of a profiled step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KernelEvent {
+    /// The kernel is about to run.
+    Begin,
+    /// The kernel is done.
+    End,
+}
+
+/// What a step asks of its caller while it runs.
+pub trait StepHooks {
+    /// Runs operation `index` that stayed outside the compiled code. `buffers` points to the operation's input and
+    /// output pointers, as many as the compiler recorded for it. The step stops at the first error.
+    fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> std::result::Result<(), String>;
+
+    /// Whether [`kernel_event`](Self::kernel_event) wants to be called.
+    fn wants_events(&self) -> bool {
+        false
+    }
+
+    /// Called on the calling thread around each kernel.
+    fn kernel_event(&self, _kernel: usize, _event: KernelEvent) {}
+}
+
+/// Hooks of a step without operations outside its code.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoHooks;
+
+impl StepHooks for NoHooks {
+    fn call_extern(&self, _: usize, _: *mut *mut c_void) -> std::result::Result<(), String> {
+        Err("the caller gave no way to run operations outside the step".into())
+    }
+}
+
+/// What `kiln_runtime.pool` points to during a call.
+struct Context<'a> {
+    pool: &'a ThreadPool,
+    hooks: &'a dyn StepHooks,
+    failure: RefCell<Option<String>>,
+}
+
+impl Step {
+    /// What the step expects.
+    pub fn signature(&self) -> &Signature {
+        &self.library.inner.signature
+    }
+
+    /// Runs the step once on the threads of `pool`; returns when it is done.
+    ///
+    /// # Errors
+    /// [`CpuError::Arguments`] before anything ran; [`CpuError::Extern`] when an operation outside the step failed,
+    /// in which case the outputs hold no meaningful values.
+    ///
+    /// # Safety
+    /// Every pointer must be valid for the whole size of the tensor it stands for, aligned to its element (64 bytes
+    /// where the compiler was told so), and nobody else may write the inputs or touch the outputs during the call.
+    /// Buffers may only coincide where the compiled step aliases an output with an input. The shared object must come
+    /// from a source this process trusts.
+    pub unsafe fn run(
+        &self,
+        pool: &ThreadPool,
+        arguments: StepArguments<'_>,
+        hooks: &dyn StepHooks,
+    ) -> Result<()> {
+        self.check(&arguments)?;
+        let context = Context { pool, hooks, failure: RefCell::new(None) };
+        let runtime = RawRuntime {
+            pool: (&raw const context).cast_mut().cast(),
+            parallel_for,
+            threads: pool.threads() as c_int,
+            kernel_event: hooks.wants_events().then_some(kernel_event),
+            call_extern,
+        };
+        let _awake = pool.keep_awake();
+        // SAFETY: the counts were checked against the signature, the rest is this function's own contract. `runtime`
+        // and `context` outlive the call, and the callbacks below are given back exactly the context they expect.
+        let status = unsafe {
+            (self.library.inner.entry)(
+                &runtime,
+                arguments.inputs.as_ptr().cast(),
+                arguments.outputs.as_ptr().cast(),
+                arguments.arena.as_mut_ptr().cast(),
+                arguments.scalars.as_ptr(),
+            )
+        };
+        if status == 0 {
+            return Ok(());
+        }
+        let message = context.failure.take().unwrap_or_else(|| "no message".into());
+        Err(CpuError::Extern { index: (status - 1).max(0) as usize, message })
+    }
+
+    fn check(&self, arguments: &StepArguments<'_>) -> Result<()> {
+        let signature = self.signature();
+        let given = [
+            ("inputs", signature.inputs, arguments.inputs.len() as u64),
+            ("outputs", signature.outputs, arguments.outputs.len() as u64),
+            ("scalars", signature.scalars, arguments.scalars.len() as u64),
+        ];
+        for (what, expected, given) in given {
+            if expected != given {
+                return Err(CpuError::Arguments { what, expected, given });
+            }
+        }
+        let arena = arguments.arena.len() as u64;
+        if arena < signature.arena_bytes {
+            return Err(CpuError::Arguments {
+                what: "arena bytes",
+                expected: signature.arena_bytes,
+                given: arena,
+            });
+        }
+        debug_assert_eq!(arguments.arena.as_ptr() as usize % ALIGNMENT, 0);
+        Ok(())
+    }
+}
+
+/// SAFETY of the three callbacks: generated code passes `kiln_runtime.pool` back unchanged, and `Step::run` points it
+/// at a `Context` that lives until the entry returns.
+unsafe fn context<'a>(pool: *mut c_void) -> &'a Context<'a> {
+    // SAFETY: see above.
+    unsafe { &*pool.cast::<Context<'a>>() }
+}
+
+unsafe extern "C" fn parallel_for(pool: *mut c_void, n: i64, grain: i64, task: Task, ctx: *mut c_void) {
+    // SAFETY: see `context`. The task and its context come from generated code, which keeps the context alive on its
+    // stack and splits its work so that pieces do not overlap.
+    unsafe { context(pool).pool.run_task(n, grain, task, ctx) };
+}
+
+unsafe extern "C" fn kernel_event(pool: *mut c_void, kernel: c_int, begin: c_int) {
+    // SAFETY: see `context`.
+    let context = unsafe { context(pool) };
+    let event = if begin != 0 { KernelEvent::Begin } else { KernelEvent::End };
+    // A panic must not cross the C frames above; a lost profiling event is the smaller harm.
+    let _ = catch_unwind(AssertUnwindSafe(|| context.hooks.kernel_event(kernel as usize, event)));
+}
+
+unsafe extern "C" fn call_extern(pool: *mut c_void, index: c_int, buffers: *mut *mut c_void) -> c_int {
+    // SAFETY: see `context`.
+    let context = unsafe { context(pool) };
+    let outcome = catch_unwind(AssertUnwindSafe(|| context.hooks.call_extern(index as usize, buffers)));
+    let message = match outcome {
+        Ok(Ok(())) => return 0,
+        Ok(Err(message)) => message,
+        Err(payload) => format!("it panicked: {}", panic_message(payload.as_ref())),
+    };
+    *context.failure.borrow_mut() = Some(message);
+    1
+}
+
+fn panic_message(payload: &(dyn Any + Send)) -> &str {
+    payload
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+}
+
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { inputs, outputs, scalars, arena_bytes, .. } = self;
+        write!(f, "{inputs} inputs, {outputs} outputs, {scalars} scalars, arena of {arena_bytes} bytes")
+    }
+}

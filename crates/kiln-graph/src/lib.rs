@@ -1,0 +1,31 @@
+//! Kiln's graph: one training step as a small, typed program in SSA form.
+//!
+//! A [`Graph`] is a list of nodes in topological order. Each node applies one primitive ([`Op`]) to values and defines
+//! one or more new values; a value has a [`TensorType`] (dtype and static shape) that follows from the operation
+//! alone ([`infer`]). Inputs arrive through [`Op::Parameter`] (tensors) and [`Op::Scalar`] (runtime scalars such as a
+//! learning rate); [`Graph::outputs`] lists what leaves, and which input each output may take its buffer from.
+//!
+//! The crate also fixes what the primitives *mean*: the rustdoc of [`op`] states it in words, [`interpret`] is it in
+//! code (plain loops in f64), and [`philox`] is the meaning of random numbers. Every executor is compared with these.
+//!
+//! What this crate does not know: Burn, files, threads, memory, machines.
+
+pub mod dtype;
+pub mod graph;
+pub mod infer;
+
+pub mod op;
+pub mod philox;
+pub mod provenance;
+pub mod scalar;
+pub mod shape;
+pub mod tensor;
+
+pub use dtype::DType;
+pub use graph::{Graph, Node, NodeData, Output, Value, ValueData};
+pub use infer::TypeError;
+pub use op::Op;
+pub use provenance::{Phase, Provenance};
+pub use scalar::Scalar;
+pub use shape::{Shape, TensorType};
+pub use tensor::HostTensor;

@@ -1,0 +1,60 @@
+//! Where a node comes from: the Burn operation, the phase of the step, the line of the user's program.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// The part of the training step a node belongs to. Import leaves every node `Unknown`; the partitioner assigns the
+/// rest (kiln-partition says how).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord)]
+pub enum Phase {
+    /// Not assigned yet.
+    #[default]
+    Unknown,
+    /// What the forward outputs (loss, logits, metrics) need.
+    Forward,
+    /// What the gradients need and forward does not.
+    Backward,
+    /// The rest: parameter and state updates.
+    Optimizer,
+}
+
+impl Phase {
+    /// The short name in the text form: `-`, `fwd`, `bwd`, `opt`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Phase::Unknown => "-",
+            Phase::Forward => "fwd",
+            Phase::Backward => "bwd",
+            Phase::Optimizer => "opt",
+        }
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Why a node exists. Rewrites give a new node the provenance of the node it replaces.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Provenance {
+    /// The recorded operation, such as `NumericFloat.Add`; none for nodes a transform made from nothing.
+    pub operation: Option<Arc<str>>,
+    /// The phase of the step.
+    pub phase: Phase,
+    /// `file:line` of the user's call, where recording could see it cheaply.
+    pub location: Option<Arc<str>>,
+    /// Path of the Burn module the operation ran in, if known.
+    pub module: Option<Arc<str>>,
+}
+
+impl Provenance {
+    /// The provenance of a node imported from the recorded operation `operation`.
+    pub fn operation(operation: impl Into<Arc<str>>) -> Self {
+        Self {
+            operation: Some(operation.into()),
+            ..Self::default()
+        }
+    }
+}

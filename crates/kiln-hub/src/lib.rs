@@ -1,0 +1,1 @@
+//! Weights, tokenizers and data for Kiln: Hugging Face files, safetensors, datasets.
