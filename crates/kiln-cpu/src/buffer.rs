@@ -158,7 +158,13 @@ mod tests {
 
     #[test]
     fn absurd_sizes_are_errors() {
-        assert!(matches!(AlignedBuffer::zeroed(usize::MAX), Err(CpuError::OutOfMemory { .. })));
-        assert!(matches!(AlignedBuffer::zeroed(usize::MAX / 4), Err(CpuError::OutOfMemory { .. })));
+        assert!(matches!(
+            AlignedBuffer::zeroed(usize::MAX),
+            Err(CpuError::OutOfMemory { .. })
+        ));
+        assert!(matches!(
+            AlignedBuffer::zeroed(usize::MAX / 4),
+            Err(CpuError::OutOfMemory { .. })
+        ));
     }
 }

@@ -27,7 +27,10 @@ pub struct SourceFile {
 impl SourceFile {
     /// A file called `name` holding `text`.
     pub fn new(name: impl Into<String>, text: impl Into<String>) -> Self {
-        Self { name: name.into(), text: text.into() }
+        Self {
+            name: name.into(),
+            text: text.into(),
+        }
     }
 }
 
@@ -71,7 +74,11 @@ pub struct BuildOptions {
 impl Default for BuildOptions {
     fn default() -> Self {
         let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { level: OptLevel::default(), jobs, debug_info: false }
+        Self {
+            level: OptLevel::default(),
+            jobs,
+            debug_info: false,
+        }
     }
 }
 
@@ -133,7 +140,15 @@ impl Toolchain {
         let mut commands = Vec::new();
         for unit in &units {
             let mut command = self.invoke(self.flags());
-            command.args([options.level.flag(), "-fPIC", "-pipe", "-w", "-c", &unit.name, "-o"]);
+            command.args([
+                options.level.flag(),
+                "-fPIC",
+                "-pipe",
+                "-w",
+                "-c",
+                &unit.name,
+                "-o",
+            ]);
             command.arg(object_name(&unit.name));
             if options.debug_info {
                 command.arg("-g");
@@ -153,7 +168,11 @@ impl Toolchain {
         }
         let elapsed = start.elapsed();
         tracing::debug!(?elapsed, units = units.len(), "built");
-        Ok(Built { folder, library, elapsed })
+        Ok(Built {
+            folder,
+            library,
+            elapsed,
+        })
     }
 
     /// Runs the commands in `folder`, at most `jobs` at once, and stops at the first failure.
@@ -168,8 +187,13 @@ impl Toolchain {
         let mut waiting = commands.into_iter();
         loop {
             while first_error.is_none() && running.len() < jobs {
-                let Some((file, mut command)) = waiting.next() else { break };
-                command.current_dir(folder).stdout(Stdio::null()).stderr(Stdio::piped());
+                let Some((file, mut command)) = waiting.next() else {
+                    break;
+                };
+                command
+                    .current_dir(folder)
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::piped());
                 // A fixed language, so that messages do not depend on the user's locale.
                 command.env("LC_ALL", "C");
                 match command.spawn().map_err(CpuError::io("starting", self.command())) {
@@ -183,7 +207,10 @@ impl Toolchain {
             // Oldest first. The pipe of a younger child holds far more than a compiler run with `-w` prints before it
             // fails, and draining it only later delays that child, not the result.
             let (file, child) = running.remove(0);
-            match child.wait_with_output().map_err(CpuError::io("waiting for", self.command())) {
+            match child
+                .wait_with_output()
+                .map_err(CpuError::io("waiting for", self.command()))
+            {
                 Err(error) => first_error = first_error.or(Some(error)),
                 Ok(output) if !output.status.success() => {
                     first_error = first_error.or(Some(CpuError::Compile {

@@ -46,8 +46,21 @@ impl Isa {
 
     /// The widest set that the compiler's predefined macros (`#define NAME VALUE` lines) allow.
     pub(crate) fn from_macros(macros: &str) -> Self {
-        let has = |name: &str| macros.lines().any(|line| line.split_whitespace().nth(1) == Some(name));
-        if ["__AVX512F__", "__AVX512DQ__", "__AVX512BW__", "__AVX512VL__", "__FMA__"].iter().all(|m| has(m)) {
+        let has = |name: &str| {
+            macros
+                .lines()
+                .any(|line| line.split_whitespace().nth(1) == Some(name))
+        };
+        if [
+            "__AVX512F__",
+            "__AVX512DQ__",
+            "__AVX512BW__",
+            "__AVX512VL__",
+            "__FMA__",
+        ]
+        .iter()
+        .all(|m| has(m))
+        {
             Self::Avx512
         } else if has("__AVX2__") && has("__FMA__") {
             Self::Avx2
@@ -79,9 +92,19 @@ mod tests {
 
     #[test]
     fn widest_allowed_set() {
-        assert_eq!(Isa::from_macros("#define __SSE2__ 1\n#define __AVX2__ 1\n"), Isa::Sse2, "AVX2 needs FMA");
-        assert_eq!(Isa::from_macros("#define __AVX2__ 1\n#define __FMA__ 1"), Isa::Avx2);
-        assert_eq!(Isa::from_macros("#define __aarch64__ 1\n#define __ARM_NEON 1"), Isa::Neon);
+        assert_eq!(
+            Isa::from_macros("#define __SSE2__ 1\n#define __AVX2__ 1\n"),
+            Isa::Sse2,
+            "AVX2 needs FMA"
+        );
+        assert_eq!(
+            Isa::from_macros("#define __AVX2__ 1\n#define __FMA__ 1"),
+            Isa::Avx2
+        );
+        assert_eq!(
+            Isa::from_macros("#define __aarch64__ 1\n#define __ARM_NEON 1"),
+            Isa::Neon
+        );
         assert_eq!(Isa::from_macros("#define __riscv 1"), Isa::Scalar);
     }
 }

@@ -35,20 +35,33 @@ impl Library {
     /// [`CpuError::Load`] when the file is no shared object or lacks `kiln_step` or `kiln_step_signature`;
     /// [`CpuError::Abi`] when it was built for another version of the contract.
     pub fn load(path: &Path) -> Result<Self> {
-        let failed = |source| CpuError::Load { path: path.to_owned(), source };
-        // SAFETY: loading runs the object's initialisers; generated sources have none.
-        let object = unsafe { libloading::Library::new(path) }.map_err(failed)?;
+        let failed = |source| CpuError::Load {
+            path: path.to_owned(),
+            source,
+        };
+        let object = open(path).map_err(failed)?;
         // SAFETY: the build declares both symbols with exactly these types, in `kiln_runtime.h`.
         let (entry, signature) = unsafe {
             let entry = *object.get::<RawStep>(b"kiln_step\0").map_err(failed)?;
-            let signature = **object.get::<*const Signature>(b"kiln_step_signature\0").map_err(failed)?;
+            let signature = **object
+                .get::<*const Signature>(b"kiln_step_signature\0")
+                .map_err(failed)?;
             (entry, signature)
         };
         if signature.abi() != ABI_VERSION {
             let (found, expected) = (signature.abi(), ABI_VERSION);
-            return Err(CpuError::Abi { path: path.to_owned(), found, expected });
+            return Err(CpuError::Abi {
+                path: path.to_owned(),
+                found,
+                expected,
+            });
         }
-        let inner = Arc::new(Loaded { entry, signature, path: path.to_owned(), _object: object });
+        let inner = Arc::new(Loaded {
+            entry,
+            signature,
+            path: path.to_owned(),
+            _object: object,
+        });
         Ok(Self { inner })
     }
 
@@ -59,7 +72,9 @@ impl Library {
 
     /// The step inside.
     pub fn step(&self) -> Step {
-        Step { library: self.clone() }
+        Step {
+            library: self.clone(),
+        }
     }
 }
 
@@ -147,7 +162,11 @@ impl Step {
         hooks: &dyn StepHooks,
     ) -> Result<()> {
         self.check(&arguments)?;
-        let context = Context { pool, hooks, failure: RefCell::new(None) };
+        let context = Context {
+            pool,
+            hooks,
+            failure: RefCell::new(None),
+        };
         let runtime = RawRuntime {
             pool: (&raw const context).cast_mut().cast(),
             parallel_for,
@@ -171,7 +190,10 @@ impl Step {
             return Ok(());
         }
         let message = context.failure.take().unwrap_or_else(|| "no message".into());
-        Err(CpuError::Extern { index: (status - 1).max(0) as usize, message })
+        Err(CpuError::Extern {
+            index: (status - 1).max(0) as usize,
+            message,
+        })
     }
 
     fn check(&self, arguments: &StepArguments<'_>) -> Result<()> {
@@ -183,7 +205,11 @@ impl Step {
         ];
         for (what, expected, given) in given {
             if expected != given {
-                return Err(CpuError::Arguments { what, expected, given });
+                return Err(CpuError::Arguments {
+                    what,
+                    expected,
+                    given,
+                });
             }
         }
         let arena = arguments.arena.len() as u64;
@@ -197,6 +223,20 @@ impl Step {
         debug_assert_eq!(arguments.arena.as_ptr() as usize % ALIGNMENT, 0);
         Ok(())
     }
+}
+
+/// Resolves every symbol now: a missing one is an error here and not a crash in the middle of a step.
+#[cfg(unix)]
+fn open(path: &Path) -> std::result::Result<libloading::Library, libloading::Error> {
+    use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+    // SAFETY: loading runs the object's initialisers; generated sources have none.
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map(Into::into)
+}
+
+#[cfg(not(unix))]
+fn open(path: &Path) -> std::result::Result<libloading::Library, libloading::Error> {
+    // SAFETY: loading runs the object's initialisers; generated sources have none.
+    unsafe { libloading::Library::new(path) }
 }
 
 /// SAFETY of the three callbacks: generated code passes `kiln_runtime.pool` back unchanged, and `Step::run` points it
@@ -215,15 +255,23 @@ unsafe extern "C" fn parallel_for(pool: *mut c_void, n: i64, grain: i64, task: T
 unsafe extern "C" fn kernel_event(pool: *mut c_void, kernel: c_int, begin: c_int) {
     // SAFETY: see `context`.
     let context = unsafe { context(pool) };
-    let event = if begin != 0 { KernelEvent::Begin } else { KernelEvent::End };
+    let event = if begin != 0 {
+        KernelEvent::Begin
+    } else {
+        KernelEvent::End
+    };
     // A panic must not cross the C frames above; a lost profiling event is the smaller harm.
-    let _ = catch_unwind(AssertUnwindSafe(|| context.hooks.kernel_event(kernel as usize, event)));
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        context.hooks.kernel_event(kernel as usize, event)
+    }));
 }
 
 unsafe extern "C" fn call_extern(pool: *mut c_void, index: c_int, buffers: *mut *mut c_void) -> c_int {
     // SAFETY: see `context`.
     let context = unsafe { context(pool) };
-    let outcome = catch_unwind(AssertUnwindSafe(|| context.hooks.call_extern(index as usize, buffers)));
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        context.hooks.call_extern(index as usize, buffers)
+    }));
     let message = match outcome {
         Ok(Ok(())) => return 0,
         Ok(Err(message)) => message,
@@ -243,7 +291,16 @@ fn panic_message(payload: &(dyn Any + Send)) -> &str {
 
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { inputs, outputs, scalars, arena_bytes, .. } = self;
-        write!(f, "{inputs} inputs, {outputs} outputs, {scalars} scalars, arena of {arena_bytes} bytes")
+        let Self {
+            inputs,
+            outputs,
+            scalars,
+            arena_bytes,
+            ..
+        } = self;
+        write!(
+            f,
+            "{inputs} inputs, {outputs} outputs, {scalars} scalars, arena of {arena_bytes} bytes"
+        )
     }
 }

@@ -68,13 +68,17 @@ impl Toolchain {
                 Err(reason) => tried.push(format!("{}: {reason}", candidate.as_ref())),
             }
         }
-        Err(CpuError::NoCompiler { tried: tried.join("; ") })
+        Err(CpuError::NoCompiler {
+            tried: tried.join("; "),
+        })
     }
 
     fn probe(command: Vec<String>) -> std::result::Result<Self, String> {
         let mut reason = String::from("empty command");
         for native in NATIVE {
-            let Some((program, arguments)) = command.split_first() else { break };
+            let Some((program, arguments)) = command.split_first() else {
+                break;
+            };
             let output = Command::new(program)
                 .args(arguments)
                 .args(native)
@@ -94,10 +98,20 @@ impl Toolchain {
                 }
                 let version = version_of(&macros);
                 let identity = format!("{:x?}", Sha256::digest(macros.as_bytes()).as_slice());
-                return Ok(Self { command, version, flags, isa, identity });
+                return Ok(Self {
+                    command,
+                    version,
+                    flags,
+                    isa,
+                    identity,
+                });
             }
             let stderr = String::from_utf8_lossy(&output.stderr);
-            reason = stderr.lines().next().unwrap_or("it printed no predefined macros").to_owned();
+            reason = stderr
+                .lines()
+                .next()
+                .unwrap_or("it printed no predefined macros")
+                .to_owned();
         }
         Err(reason)
     }
@@ -124,12 +138,21 @@ impl Toolchain {
 
     /// Everything about compiler and machine that an executable depends on, for cache keys.
     pub fn identity(&self) -> String {
-        format!("{} {} {} {}", self.command(), self.version, self.flags.join(" "), self.identity)
+        format!(
+            "{} {} {} {}",
+            self.command(),
+            self.version,
+            self.flags.join(" "),
+            self.identity
+        )
     }
 
     pub(crate) fn invoke<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let mut command = Command::new(&self.command[0]);
-        command.args(&self.command[1..]).args(arguments).stdin(Stdio::null());
+        command
+            .args(&self.command[1..])
+            .args(arguments)
+            .stdin(Stdio::null());
         command
     }
 }

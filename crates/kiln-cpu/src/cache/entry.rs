@@ -54,7 +54,15 @@ pub(super) fn lock_path(folder: &Path, key: &str) -> PathBuf {
 pub(super) fn read(folder: &Path, key: &str) -> Result<Description, Unusable> {
     let text = match fs::read(description_path(folder, key)) {
         Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Unusable::Absent),
+        // A folder that cannot be read is as good as empty; whoever writes to it next hears why.
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::PermissionDenied
+            ) =>
+        {
+            return Err(Unusable::Absent);
+        }
         Err(error) => return Err(Unusable::Damaged(format!("reading its description: {error}"))),
     };
     let description: Description = serde_json::from_slice(&text)
@@ -88,7 +96,11 @@ pub(super) fn write(folder: &Path, key: &str, object: &Path, name: &str, payload
 
 /// Removes an entry, as far as it exists.
 pub(super) fn remove(folder: &Path, key: &str) -> io::Result<()> {
-    for path in [description_path(folder, key), object_path(folder, key), lock_path(folder, key)] {
+    for path in [
+        description_path(folder, key),
+        object_path(folder, key),
+        lock_path(folder, key),
+    ] {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -118,5 +130,8 @@ fn write_atomically(folder: &Path, target: &Path, contents: &[u8]) -> io::Result
 }
 
 fn checksum(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    Sha256::digest(bytes)
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }

@@ -95,7 +95,11 @@ struct Inner {
 impl Cache {
     /// The cache of this user, where the environment says (see the module).
     pub fn from_env() -> Self {
-        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let variable = |name| {
+            std::env::var_os(name)
+                .filter(|value| !value.is_empty())
+                .map(PathBuf::from)
+        };
         let folder = variable("KILN_CACHE_DIR")
             .or_else(|| variable("XDG_CACHE_HOME").map(|folder| folder.join("kiln")))
             .or_else(|| variable("HOME").map(|home| home.join(".cache").join("kiln")));
@@ -124,7 +128,13 @@ impl Cache {
 
     fn with(folder: Option<PathBuf>, limit: u64) -> Self {
         let folder = folder.map(|folder| folder.join("steps"));
-        Self { inner: Arc::new(Inner { folder, limit, warned: AtomicBool::new(false) }) }
+        Self {
+            inner: Arc::new(Inner {
+                folder,
+                limit,
+                warned: AtomicBool::new(false),
+            }),
+        }
     }
 
     /// The folder that holds the entries, if there is one.
@@ -187,7 +197,11 @@ impl Cache {
         if lock.is_some() {
             self.store(key, built.path(), &name, &payload);
         }
-        Ok(CachedStep { library, payload, origin: Origin::Built(built.elapsed) })
+        Ok(CachedStep {
+            library,
+            payload,
+            origin: Origin::Built(built.elapsed),
+        })
     }
 
     /// All entries, last used first.
@@ -195,7 +209,9 @@ impl Cache {
     /// # Errors
     /// [`CpuError::Io`] when the folder exists but cannot be read.
     pub fn list(&self) -> Result<Vec<CacheEntry>> {
-        let Some(folder) = self.folder() else { return Ok(Vec::new()) };
+        let Some(folder) = self.folder() else {
+            return Ok(Vec::new());
+        };
         let mut entries: Vec<CacheEntry> = Vec::new();
         for key in keys(folder).map_err(CpuError::io("reading", folder))? {
             let description = entry::description_path(folder, &key);
@@ -230,7 +246,9 @@ impl Cache {
     /// # Errors
     /// [`CpuError::Io`] when an entry cannot be removed.
     pub fn clear(&self) -> Result<(usize, u64)> {
-        let Some(folder) = self.folder() else { return Ok((0, 0)) };
+        let Some(folder) = self.folder() else {
+            return Ok((0, 0));
+        };
         let entries = self.list()?;
         for entry in &entries {
             entry::remove(folder, &entry.key).map_err(CpuError::io("removing an entry of", folder))?;
@@ -283,7 +301,9 @@ impl Cache {
 
     fn warn_once(&self, action: &str, error: &io::Error) {
         if !self.inner.warned.swap(true, Ordering::Relaxed) {
-            let folder = self.folder().map_or_else(String::new, |folder| folder.display().to_string());
+            let folder = self
+                .folder()
+                .map_or_else(String::new, |folder| folder.display().to_string());
             tracing::warn!(
                 "{action} the cache {folder}: {error}; steps are compiled for this process alone (set \
                  KILN_CACHE_DIR to a folder that can be written)"
@@ -295,7 +315,14 @@ impl Cache {
 /// Keys of the entries in `folder`, also of incomplete ones; none if there is no such folder.
 fn keys(folder: &Path) -> io::Result<Vec<String>> {
     let files = match fs::read_dir(folder) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
+        {
+            return Ok(Vec::new());
+        }
         other => other?,
     };
     let mut keys: Vec<String> = files
