@@ -44,12 +44,12 @@ pub enum CpuError {
     },
 
     /// The shared object could not be loaded.
-    #[error("loading the compiled step {}: {source}; clear the cache with `kiln cache clear`", path.display())]
+    #[error("loading the compiled step {}: {reason}; clear the cache with `kiln cache clear`", path.display())]
     Load {
         /// The shared object.
         path: PathBuf,
         /// The dynamic linker's answer.
-        source: libloading::Error,
+        reason: String,
     },
 
     /// The shared object was built for another version of the runtime's contract.

@@ -281,6 +281,14 @@ unsafe extern "C" fn call_extern(pool: *mut c_void, index: c_int, buffers: *mut 
     1
 }
 
+/// The loader's error with its cause, which is where the missing symbol is named.
+fn in_full(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
 fn panic_message(payload: &(dyn Any + Send)) -> &str {
     payload
         .downcast_ref::<&str>()
