@@ -35,9 +35,9 @@ impl Library {
     /// [`CpuError::Load`] when the file is no shared object or lacks `kiln_step` or `kiln_step_signature`;
     /// [`CpuError::Abi`] when it was built for another version of the contract.
     pub fn load(path: &Path) -> Result<Self> {
-        let failed = |source| CpuError::Load {
+        let failed = |error| CpuError::Load {
             path: path.to_owned(),
-            source,
+            reason: in_full(&error),
         };
         let object = open(path).map_err(failed)?;
         // SAFETY: the build declares both symbols with exactly these types, in `kiln_runtime.h`.
