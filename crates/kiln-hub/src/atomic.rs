@@ -27,8 +27,12 @@ pub fn write_atomic(path: &Path, write: impl FnOnce(&Path) -> Result<(), HubErro
         .into_temp_path();
     write(&temporary)?;
     make_readable(&temporary).map_err(io("set the permissions of"))?;
-    File::open(&temporary).and_then(|file| file.sync_all()).map_err(io("flush"))?;
-    temporary.persist(path).map_err(|error| HubError::io("rename a temporary file to", path, error.error))?;
+    File::open(&temporary)
+        .and_then(|file| file.sync_all())
+        .map_err(io("flush"))?;
+    temporary
+        .persist(path)
+        .map_err(|error| HubError::io("rename a temporary file to", path, error.error))?;
     // Not every file system can flush a folder; the rename has happened either way.
     if let Ok(folder) = File::open(folder) {
         let _ = folder.sync_all();

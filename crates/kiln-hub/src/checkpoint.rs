@@ -5,7 +5,7 @@
 //! index, PyTorch archives) and two origins (a folder, the hub's cache). Nothing about it is tied to a model: what the
 //! names mean is the business of a [`KeyMap`](crate::KeyMap).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use burn_tensor::{DType, TensorData};
@@ -35,8 +35,12 @@ pub fn load(repo_or_path: impl AsRef<str>) -> Result<Checkpoint, HubError> {
 }
 
 /// The weight files that are looked for, most preferred first.
-const WEIGHTS: [&str; 4] =
-    ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"];
+const WEIGHTS: [&str; 4] = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+];
 
 /// Files besides the weights that are fetched with a repository when it has them.
 const SIDE_FILES: [&str; 5] = [
@@ -83,7 +87,9 @@ impl Hub {
             return Checkpoint::open(path);
         }
         if !is_repository(name) {
-            return Err(HubError::NotFound { name: name.to_string() });
+            return Err(HubError::NotFound {
+                name: name.to_string(),
+            });
         }
         let snapshot = self.snapshot(name)?;
         for file in SIDE_FILES {
@@ -131,7 +137,10 @@ impl Source<'_> {
                 if path.is_file() {
                     Ok(path)
                 } else {
-                    Err(HubError::MissingFile { place: self.place(), file: file.to_string() })
+                    Err(HubError::MissingFile {
+                        place: self.place(),
+                        file: file.to_string(),
+                    })
                 }
             }
             Source::Repository(snapshot) => snapshot.fetch(file),
@@ -149,7 +158,9 @@ impl Source<'_> {
                 .collect(),
             Source::Repository(snapshot) => snapshot.files().to_vec(),
         };
-        let mut found = names.into_iter().filter(|n| n.ends_with(".safetensors") && !n.contains('/'));
+        let mut found = names
+            .into_iter()
+            .filter(|n| n.ends_with(".safetensors") && !n.contains('/'));
         let first = found.next()?;
         found.next().is_none().then_some(first)
     }
@@ -165,27 +176,45 @@ impl Checkpoint {
         if path.is_dir() {
             return Self::from_source(&Source::Folder(path));
         }
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
+        let folder = path
+            .parent()
+            .filter(|p| !p.as_os_str().is_empty())
+            .unwrap_or_else(|| Path::new("."));
         let Some(file) = path.file_name().and_then(|name| name.to_str()) else {
-            return Err(HubError::NotFound { name: path.display().to_string() });
+            return Err(HubError::NotFound {
+                name: path.display().to_string(),
+            });
         };
         if !path.is_file() {
-            return Err(HubError::NotFound { name: path.display().to_string() });
+            return Err(HubError::NotFound {
+                name: path.display().to_string(),
+            });
         }
         Self::from_weights(&Source::Folder(folder), file, path.display().to_string())
     }
 
     fn from_source(source: &Source<'_>) -> Result<Self, HubError> {
-        let chosen = WEIGHTS.iter().find(|file| source.has(file)).map(|file| file.to_string());
+        let chosen = WEIGHTS
+            .iter()
+            .find(|file| source.has(file))
+            .map(|file| file.to_string());
         match chosen.or_else(|| source.lone_safetensors()) {
             Some(file) => Self::from_weights(source, &file, source.place()),
-            None => Err(HubError::NoWeights { place: source.place(), looked_for: WEIGHTS.join(", ") }),
+            None => Err(HubError::NoWeights {
+                place: source.place(),
+                looked_for: WEIGHTS.join(", "),
+            }),
         }
     }
 
     /// Opens one weight file, or all files of an index.
     fn from_weights(source: &Source<'_>, file: &str, place: String) -> Result<Self, HubError> {
-        let mut checkpoint = Self { place, folder: source.folder(), files: vec![], tensors: BTreeMap::new() };
+        let mut checkpoint = Self {
+            place,
+            folder: source.folder(),
+            files: vec![],
+            tensors: BTreeMap::new(),
+        };
         if file.ends_with(".index.json") {
             let index_path = source.fetch(file)?;
             let index = ShardIndex::read(&index_path)?;
@@ -205,7 +234,9 @@ impl Checkpoint {
 
     /// Adds the wanted tensors of one file.
     fn add(&mut self, path: &Path, wanted: impl Fn(&str) -> bool) -> Result<(), HubError> {
-        let pickled = path.extension().is_some_and(|ext| ["bin", "pt", "pth", "ckpt", "tar"].iter().any(|p| ext == *p));
+        let pickled = path
+            .extension()
+            .is_some_and(|ext| ["bin", "pt", "pth", "ckpt", "tar"].iter().any(|p| ext == *p));
         if pickled {
             for (name, tensor) in pytorch::read(path)? {
                 if wanted(&name) {
@@ -218,7 +249,13 @@ impl Checkpoint {
         let number = self.files.len();
         for (name, entry) in file.tensors() {
             if wanted(name) {
-                self.tensors.insert(name.clone(), Slot::Mapped { file: number, entry: entry.clone() });
+                self.tensors.insert(
+                    name.clone(),
+                    Slot::Mapped {
+                        file: number,
+                        entry: entry.clone(),
+                    },
+                );
             }
         }
         self.files.push(file);
@@ -236,7 +273,10 @@ impl Checkpoint {
         if absent.is_empty() {
             Ok(())
         } else {
-            Err(HubError::index(path, format!("the shards lack {} tensors: {}", absent.len(), absent.join(", "))))
+            Err(HubError::index(
+                path,
+                format!("the shards lack {} tensors: {}", absent.len(), absent.join(", ")),
+            ))
         }
     }
 
@@ -264,8 +304,14 @@ impl Checkpoint {
     pub fn stored(&self, name: &str) -> Option<StoredTensor> {
         let slot = self.tensors.get(name)?;
         Some(match slot {
-            Slot::Mapped { entry, .. } => StoredTensor { dtype: entry.dtype, shape: entry.shape.clone() },
-            Slot::Owned(tensor) => StoredTensor { dtype: tensor.dtype, shape: tensor.shape.clone() },
+            Slot::Mapped { entry, .. } => StoredTensor {
+                dtype: entry.dtype,
+                shape: entry.shape.clone(),
+            },
+            Slot::Owned(tensor) => StoredTensor {
+                dtype: tensor.dtype,
+                shape: tensor.shape.clone(),
+            },
         })
     }
 
@@ -298,15 +344,24 @@ impl Checkpoint {
 
     pub(crate) fn raw(&self, name: &str) -> Result<RawTensor<'_>, HubError> {
         let Some((name, slot)) = self.tensors.get_key_value(name) else {
-            return Err(HubError::UnknownTensor { place: self.place.clone(), name: name.to_string() });
+            return Err(HubError::UnknownTensor {
+                place: self.place.clone(),
+                name: name.to_string(),
+            });
         };
         Ok(match slot {
-            Slot::Mapped { file, entry } => {
-                RawTensor { name, dtype: entry.dtype, shape: &entry.shape, bytes: self.files[*file].bytes(entry) }
-            }
-            Slot::Owned(tensor) => {
-                RawTensor { name, dtype: tensor.dtype, shape: &tensor.shape, bytes: &tensor.bytes }
-            }
+            Slot::Mapped { file, entry } => RawTensor {
+                name,
+                dtype: entry.dtype,
+                shape: &entry.shape,
+                bytes: self.files[*file].bytes(entry),
+            },
+            Slot::Owned(tensor) => RawTensor {
+                name,
+                dtype: tensor.dtype,
+                shape: &tensor.shape,
+                bytes: &tensor.bytes,
+            },
         })
     }
 
@@ -332,11 +387,5 @@ impl Checkpoint {
     /// [`HubError::MissingFile`]; [`HubError::UnsafePath`] if the name leaves the folder.
     pub fn side_file(&self, file: &str) -> Result<PathBuf, HubError> {
         Source::Folder(&self.folder).fetch(file)
-    }
-
-    /// The prefix that all given keys share in this checkpoint but that is absent from (or only present in) the
-    /// caller's names; see [`KeyMap::fit_prefix`](crate::KeyMap::fit_prefix).
-    pub(crate) fn key_set(&self) -> BTreeSet<&str> {
-        self.names().collect()
     }
 }

@@ -86,7 +86,8 @@ impl Config {
     /// # Errors
     /// [`HubError::Config`] if the key is absent, null or of another type.
     pub fn required<T: DeserializeOwned>(&self, key: &str) -> Result<T, HubError> {
-        self.optional(key)?.ok_or_else(|| HubError::config(&self.path, format!("key `{key}` is missing")))
+        self.optional(key)?
+            .ok_or_else(|| HubError::config(&self.path, format!("key `{key}` is missing")))
     }
 
     /// A value, or the default where the key is absent or null.
@@ -102,7 +103,8 @@ impl Config {
     /// # Errors
     /// [`HubError::Config`] naming the field that does not fit.
     pub fn into_struct<T: DeserializeOwned>(self) -> Result<T, HubError> {
-        serde_json::from_value(Value::Object(self.object)).map_err(|error| HubError::config(&self.path, error))
+        serde_json::from_value(Value::Object(self.object))
+            .map_err(|error| HubError::config(&self.path, error))
     }
 
     /// The family: `model_type`, such as "bert" or "llama".
@@ -120,7 +122,9 @@ fn literal_at(bytes: &[u8], error: &serde_json::Error) -> Option<&'static str> {
     let column = error.column().min(line.len());
     // The parser may stop one or more characters into the word.
     let window = &line[column.saturating_sub(9)..(column + 9).min(line.len())];
-    ["NaN", "Infinity"].into_iter().find(|word| window.windows(word.len()).any(|w| w == word.as_bytes()))
+    ["NaN", "Infinity"]
+        .into_iter()
+        .find(|word| window.windows(word.len()).any(|w| w == word.as_bytes()))
 }
 
 #[cfg(test)]
@@ -133,12 +137,16 @@ mod tests {
 
     #[test]
     fn getters_name_the_key() {
-        let config = parse(r#"{"hidden_size": 384, "rope_scaling": null, "eps": 1e-12, "layers": "six"}"#).unwrap();
+        let config =
+            parse(r#"{"hidden_size": 384, "rope_scaling": null, "eps": 1e-12, "layers": "six"}"#).unwrap();
         assert_eq!(config.required::<usize>("hidden_size").unwrap(), 384);
         assert_eq!(config.optional::<f64>("rope_scaling").unwrap(), None);
         assert_eq!(config.value_or("dropout", 0.1).unwrap(), 0.1);
         let missing = config.required::<usize>("num_layers").unwrap_err().to_string();
-        assert!(missing.contains("num_layers") && missing.contains("config.json"), "{missing}");
+        assert!(
+            missing.contains("num_layers") && missing.contains("config.json"),
+            "{missing}"
+        );
         let wrong = config.required::<usize>("layers").unwrap_err().to_string();
         assert!(wrong.contains("layers") && wrong.contains("six"), "{wrong}");
         assert!(config.required::<usize>("eps").is_err());
@@ -146,7 +154,11 @@ mod tests {
 
     #[test]
     fn numbers_that_are_none_are_errors() {
-        for text in ["{\"eps\": NaN}", "{\n\"a\": 1,\n\"eps\": -Infinity\n}", "{\"eps\": Infinity}"] {
+        for text in [
+            "{\"eps\": NaN}",
+            "{\n\"a\": 1,\n\"eps\": -Infinity\n}",
+            "{\"eps\": Infinity}",
+        ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains("finite"), "{error}");
         }

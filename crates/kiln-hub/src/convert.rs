@@ -33,9 +33,14 @@ impl Kind {
 pub(crate) fn kind_of(dtype: Dtype) -> Option<Kind> {
     match dtype {
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 => Some(Kind::Float),
-        Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 | Dtype::U64 | Dtype::U32 | Dtype::U16 | Dtype::U8 => {
-            Some(Kind::Int)
-        }
+        Dtype::I64
+        | Dtype::I32
+        | Dtype::I16
+        | Dtype::I8
+        | Dtype::U64
+        | Dtype::U32
+        | Dtype::U16
+        | Dtype::U8 => Some(Kind::Int),
         Dtype::BOOL => Some(Kind::Bool),
         _ => None,
     }
@@ -100,7 +105,11 @@ impl RawTensor<'_> {
             let bytes = self.bytes.iter().map(|&b| u8::from(b != 0)).collect();
             return Ok(TensorData::from_bytes_vec(bytes, self.shape.to_vec(), dtype));
         }
-        Ok(TensorData::from_bytes_vec(self.bytes.to_vec(), self.shape.to_vec(), dtype))
+        Ok(TensorData::from_bytes_vec(
+            self.bytes.to_vec(),
+            self.shape.to_vec(),
+            dtype,
+        ))
     }
 
     /// The tensor's floats as another float type.
@@ -124,11 +133,19 @@ impl RawTensor<'_> {
     /// Applies the conversion that fits the stored type; every narrower type is exact in f32.
     fn map<T>(self, from_f64: impl Fn(f64) -> T, from_f32: impl Fn(f32) -> T) -> Vec<T> {
         match self.dtype {
-            Dtype::F64 => elements(self.bytes).map(|b| from_f64(f64::from_le_bytes(b))).collect(),
-            Dtype::F32 => elements(self.bytes).map(|b| from_f32(f32::from_le_bytes(b))).collect(),
-            Dtype::F16 => elements(self.bytes).map(|b| from_f32(f16::from_le_bytes(b).to_f32())).collect(),
+            Dtype::F64 => elements(self.bytes)
+                .map(|b| from_f64(f64::from_le_bytes(b)))
+                .collect(),
+            Dtype::F32 => elements(self.bytes)
+                .map(|b| from_f32(f32::from_le_bytes(b)))
+                .collect(),
+            Dtype::F16 => elements(self.bytes)
+                .map(|b| from_f32(f16::from_le_bytes(b).to_f32()))
+                .collect(),
             // `to_floats` let only float types through; the one left is bf16.
-            _ => elements(self.bytes).map(|b| from_f32(bf16::from_le_bytes(b).to_f32())).collect(),
+            _ => elements(self.bytes)
+                .map(|b| from_f32(bf16::from_le_bytes(b).to_f32()))
+                .collect(),
         }
     }
 
@@ -180,7 +197,14 @@ mod tests {
 
     fn raw(dtype: Dtype, bytes: &[u8], n: usize) -> TensorData {
         let shape = [n];
-        RawTensor { name: "x", dtype, shape: &shape, bytes }.to_floats(DType::F32).unwrap()
+        RawTensor {
+            name: "x",
+            dtype,
+            shape: &shape,
+            bytes,
+        }
+        .to_floats(DType::F32)
+        .unwrap()
     }
 
     proptest! {
@@ -220,9 +244,22 @@ mod tests {
     #[test]
     fn integers_do_not_pass_for_weights() {
         let shape = [4];
-        let quantized = RawTensor { name: "w", dtype: Dtype::I8, shape: &shape, bytes: &[1, 2, 3, 4] };
-        assert!(matches!(quantized.to_floats(DType::F32), Err(HubError::DType { .. })));
-        let fp8 = RawTensor { name: "w", dtype: Dtype::F8_E4M3, shape: &shape, bytes: &[1, 2, 3, 4] };
+        let quantized = RawTensor {
+            name: "w",
+            dtype: Dtype::I8,
+            shape: &shape,
+            bytes: &[1, 2, 3, 4],
+        };
+        assert!(matches!(
+            quantized.to_floats(DType::F32),
+            Err(HubError::DType { .. })
+        ));
+        let fp8 = RawTensor {
+            name: "w",
+            dtype: Dtype::F8_E4M3,
+            shape: &shape,
+            bytes: &[1, 2, 3, 4],
+        };
         assert!(matches!(fp8.to_floats(DType::F32), Err(HubError::DType { .. })));
     }
 }

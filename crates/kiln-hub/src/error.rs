@@ -73,7 +73,9 @@ pub enum HubError {
     },
 
     /// The endpoint answered that the repository, revision or file does not exist.
-    #[error("{endpoint} has no `{repo}` at revision `{revision}` (status 404); check the name and the revision")]
+    #[error(
+        "{endpoint} has no `{repo}` at revision `{revision}` (status 404); check the name and the revision"
+    )]
     UnknownRepository {
         /// The address that was asked.
         endpoint: String,
@@ -101,7 +103,9 @@ pub enum HubError {
     },
 
     /// A download failed for another reason.
-    #[error("cannot download `{file}` of `{repo}` from {endpoint}: {reason}; what arrived is kept and will be resumed")]
+    #[error(
+        "cannot download `{file}` of `{repo}` from {endpoint}: {reason}; what arrived is kept and will be resumed"
+    )]
     Download {
         /// The address that was asked.
         endpoint: String,
@@ -114,7 +118,9 @@ pub enum HubError {
     },
 
     /// A download ended with another length than the endpoint announced; the damaged file was removed.
-    #[error("`{file}` of `{repo}` should be {expected} bytes but {actual} arrived; it was removed, load again")]
+    #[error(
+        "`{file}` of `{repo}` should be {expected} bytes but {actual} arrived; it was removed, load again"
+    )]
     Incomplete {
         /// `owner/name`.
         repo: String,
@@ -211,19 +217,32 @@ pub enum HubError {
 
 impl HubError {
     pub(crate) fn io(action: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
-        Self::Io { action, path: path.as_ref().to_path_buf(), source }
+        Self::Io {
+            action,
+            path: path.as_ref().to_path_buf(),
+            source,
+        }
     }
 
     pub(crate) fn config(path: impl AsRef<Path>, reason: impl fmt::Display) -> Self {
-        Self::Config { path: path.as_ref().to_path_buf(), reason: reason.to_string() }
+        Self::Config {
+            path: path.as_ref().to_path_buf(),
+            reason: reason.to_string(),
+        }
     }
 
     pub(crate) fn index(path: impl AsRef<Path>, reason: impl fmt::Display) -> Self {
-        Self::Index { path: path.as_ref().to_path_buf(), reason: reason.to_string() }
+        Self::Index {
+            path: path.as_ref().to_path_buf(),
+            reason: reason.to_string(),
+        }
     }
 
     pub(crate) fn safetensors(path: impl AsRef<Path>, reason: impl fmt::Display) -> Self {
-        Self::Safetensors { path: path.as_ref().to_path_buf(), reason: reason.to_string() }
+        Self::Safetensors {
+            path: path.as_ref().to_path_buf(),
+            reason: reason.to_string(),
+        }
     }
 }
 
@@ -318,11 +337,19 @@ impl fmt::Display for KeyReport {
         if !self.mistyped.is_empty() {
             write!(f, "\n  of another element type ({}):", self.mistyped.len())?;
             for m in &self.mistyped {
-                write!(f, "\n    {}: {}, but parameter {} is {}", m.key, m.found, m.param, m.expected)?;
+                write!(
+                    f,
+                    "\n    {}: {}, but parameter {} is {}",
+                    m.key, m.found, m.param, m.expected
+                )?;
             }
         }
         if !self.unmapped.is_empty() {
-            write!(f, "\n  parameters without a rule in the key map ({}):", self.unmapped.len())?;
+            write!(
+                f,
+                "\n  parameters without a rule in the key map ({}):",
+                self.unmapped.len()
+            )?;
             for param in &self.unmapped {
                 write!(f, "\n    {param}")?;
             }

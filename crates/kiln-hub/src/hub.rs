@@ -88,7 +88,10 @@ impl Hub {
         }
         let token_file = var("HF_TOKEN_PATH").map_or_else(|| home.join("token"), PathBuf::from);
         hub.token = var("HF_TOKEN").or_else(|| std::fs::read_to_string(token_file).ok());
-        hub.token = hub.token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty());
+        hub.token = hub
+            .token
+            .map(|token| token.trim().to_string())
+            .filter(|token| !token.is_empty());
         hub.offline = flag("HF_HUB_OFFLINE");
         hub.progress = !flag("HF_HUB_DISABLE_PROGRESS_BARS");
         hub
@@ -139,10 +142,15 @@ impl Hub {
     /// [`HubError::AccessDenied`], [`HubError::NotCached`], [`HubError::Download`].
     pub fn snapshot(&self, repository: &str) -> Result<Snapshot<'_>, HubError> {
         if !is_repository(repository) {
-            return Err(HubError::NotFound { name: repository.to_string() });
+            return Err(HubError::NotFound {
+                name: repository.to_string(),
+            });
         }
         if !is_plain_relative(&self.revision) {
-            return Err(HubError::UnsafePath { origin: "the revision".into(), name: self.revision.clone() });
+            return Err(HubError::UnsafePath {
+                origin: "the revision".into(),
+                name: self.revision.clone(),
+            });
         }
         if self.offline {
             return self.cached_snapshot(repository, "offline mode is on");
@@ -152,7 +160,9 @@ impl Hub {
             Err(Asked::Refused(error)) => Err(error),
             Err(Asked::Unreachable(error)) => {
                 let why = format!("{} cannot be reached", self.endpoint);
-                let Ok(snapshot) = self.cached_snapshot(repository, &why) else { return Err(error) };
+                let Ok(snapshot) = self.cached_snapshot(repository, &why) else {
+                    return Err(error);
+                };
                 tracing::warn!(repository, %error, "using the cached files");
                 Ok(snapshot)
             }
@@ -167,21 +177,35 @@ impl Hub {
             file: "the list of files".to_string(),
             reason,
         };
-        let api = self.api().map_err(|error| Asked::Refused(download(error.to_string())))?;
+        let api = self
+            .api()
+            .map_err(|error| Asked::Refused(download(error.to_string())))?;
         let named = Repo::with_revision(repository.to_string(), RepoType::Model, self.revision.clone());
         let info = match api.repo(named.clone()).info() {
             Ok(info) => info,
             Err(error) => {
                 let answered = status(&error).filter(|status| *status < 500);
                 let explained = self.explain(&error, repository, "the list of files");
-                return Err(if answered.is_some() { Asked::Refused(explained) } else { Asked::Unreachable(explained) });
+                return Err(if answered.is_some() {
+                    Asked::Refused(explained)
+                } else {
+                    Asked::Unreachable(explained)
+                });
             }
         };
         if !is_identifier(&info.sha) {
-            return Err(Asked::Refused(download(format!("it names the commit `{}`", info.sha))));
+            return Err(Asked::Refused(download(format!(
+                "it names the commit `{}`",
+                info.sha
+            ))));
         }
         // Names that would leave the folder cannot be asked for: they are not in the list.
-        let files = info.siblings.into_iter().map(|s| s.rfilename).filter(|name| is_plain_relative(name)).collect();
+        let files = info
+            .siblings
+            .into_iter()
+            .map(|s| s.rfilename)
+            .filter(|name| is_plain_relative(name))
+            .collect();
         let pinned = Repo::with_revision(repository.to_string(), RepoType::Model, info.sha.clone());
         let cache = Cache::new(self.cache.clone());
         if self.revision != info.sha {
@@ -202,12 +226,16 @@ impl Hub {
 
     /// What the cache has of the revision.
     fn cached_snapshot(&self, repository: &str, why: &str) -> Result<Snapshot<'_>, HubError> {
-        let folder = self.cache.join(format!("models--{}", repository.replace('/', "--")));
+        let folder = self
+            .cache
+            .join(format!("models--{}", repository.replace('/', "--")));
         let commit = match std::fs::read_to_string(folder.join("refs").join(&self.revision)) {
             Ok(commit) => Some(commit.trim().to_string()),
             Err(_) => Some(self.revision.clone()).filter(|revision| is_identifier(revision)),
         };
-        let snapshot = commit.filter(|c| is_identifier(c)).map(|commit| folder.join("snapshots").join(commit));
+        let snapshot = commit
+            .filter(|c| is_identifier(c))
+            .map(|commit| folder.join("snapshots").join(commit));
         match snapshot.filter(|path| path.is_dir()) {
             Some(folder) => Ok(Snapshot {
                 hub: self,
@@ -245,11 +273,23 @@ impl Hub {
     fn explain(&self, error: &ApiError, repository: &str, file: &str) -> HubError {
         let (endpoint, repo) = (self.endpoint.clone(), repository.to_string());
         match status(error) {
-            Some(404) => HubError::UnknownRepository { endpoint, repo, revision: self.revision.clone() },
-            Some(status @ (401 | 403)) => {
-                HubError::AccessDenied { endpoint, repo, status, had_token: self.token.is_some() }
-            }
-            _ => HubError::Download { endpoint, repo, file: file.to_string(), reason: error.to_string() },
+            Some(404) => HubError::UnknownRepository {
+                endpoint,
+                repo,
+                revision: self.revision.clone(),
+            },
+            Some(status @ (401 | 403)) => HubError::AccessDenied {
+                endpoint,
+                repo,
+                status,
+                had_token: self.token.is_some(),
+            },
+            _ => HubError::Download {
+                endpoint,
+                repo,
+                file: file.to_string(),
+                reason: error.to_string(),
+            },
         }
     }
 }
@@ -286,7 +326,10 @@ pub struct Snapshot<'a> {
 
 impl fmt::Debug for Snapshot<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Snapshot").field("repository", &self.repository).field("folder", &self.folder).finish()
+        f.debug_struct("Snapshot")
+            .field("repository", &self.repository)
+            .field("folder", &self.folder)
+            .finish()
     }
 }
 
@@ -322,13 +365,21 @@ impl Snapshot<'_> {
             return Ok(path);
         }
         let Some(remote) = &self.remote else {
-            return Err(self.hub.not_cached(&self.repository, &format!("{file} is"), &self.offline_because));
+            return Err(self
+                .hub
+                .not_cached(&self.repository, &format!("{file} is"), &self.offline_because));
         };
         if !self.has(file) {
-            return Err(HubError::MissingFile { place: self.place(), file: file.to_string() });
+            return Err(HubError::MissingFile {
+                place: self.place(),
+                file: file.to_string(),
+            });
         }
         let explain = |error: ApiError| match status(&error) {
-            Some(404) => HubError::MissingFile { place: self.place(), file: file.to_string() },
+            Some(404) => HubError::MissingFile {
+                place: self.place(),
+                file: file.to_string(),
+            },
             _ => self.hub.explain(&error, &self.repository, file),
         };
         let expected = self.announced(remote, file).map_err(explain)??;
@@ -355,14 +406,19 @@ impl Snapshot<'_> {
                 endpoint: self.hub.endpoint.clone(),
                 repo: self.repository.clone(),
                 file: file.to_string(),
-                reason: format!("its ETag `{}` or commit cannot name a file in the cache", announced.etag()),
+                reason: format!(
+                    "its ETag `{}` or commit cannot name a file in the cache",
+                    announced.etag()
+                ),
             })
         })
     }
 
     /// A server that ignores ranges, or a broken resume, shows as a wrong length.
     fn check_length(&self, path: &Path, file: &str, expected: u64) -> Result<(), HubError> {
-        let actual = std::fs::metadata(path).map_err(|source| HubError::io("read", path, source))?.len();
+        let actual = std::fs::metadata(path)
+            .map_err(|source| HubError::io("read", path, source))?
+            .len();
         if actual == expected {
             return Ok(());
         }
@@ -371,7 +427,12 @@ impl Snapshot<'_> {
             let _ = std::fs::remove_file(blob);
         }
         let _ = std::fs::remove_file(path);
-        Err(HubError::Incomplete { repo: self.repository.clone(), file: file.to_string(), expected, actual })
+        Err(HubError::Incomplete {
+            repo: self.repository.clone(),
+            file: file.to_string(),
+            expected,
+            actual,
+        })
     }
 }
 
@@ -379,7 +440,9 @@ impl Snapshot<'_> {
 fn list_files(folder: &Path) -> Vec<String> {
     fn walk(folder: &Path, prefix: &str, depth: usize, names: &mut Vec<String>) {
         for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-            let Ok(name) = entry.file_name().into_string() else { continue };
+            let Ok(name) = entry.file_name().into_string() else {
+                continue;
+            };
             let name = format!("{prefix}{name}");
             if entry.path().is_file() {
                 names.push(name);
@@ -436,7 +499,10 @@ mod tests {
     fn the_environment_is_read_as_python_reads_it() {
         let home = tempfile::tempdir().unwrap();
         std::fs::write(home.path().join("token"), "hf_from_file\n").unwrap();
-        let hub = from(&[("HF_HOME", home.path().to_str().unwrap()), ("HF_ENDPOINT", "https://mirror.example/")]);
+        let hub = from(&[
+            ("HF_HOME", home.path().to_str().unwrap()),
+            ("HF_ENDPOINT", "https://mirror.example/"),
+        ]);
         assert_eq!(hub.cache, home.path().join("hub"));
         assert_eq!(hub.endpoint, "https://mirror.example");
         assert_eq!(hub.token.as_deref(), Some("hf_from_file"));
@@ -451,8 +517,15 @@ mod tests {
         assert_eq!(hub.cache, PathBuf::from("/elsewhere"));
         assert_eq!(hub.token.as_deref(), Some("hf_from_env"));
         assert!(hub.offline);
-        assert!(!format!("{hub:?}").contains("hf_from_env"), "a token must not reach a log");
-        assert!(from(&[("HF_HUB_OFFLINE", "0")]).cache.ends_with("huggingface/hub"));
+        assert!(
+            !format!("{hub:?}").contains("hf_from_env"),
+            "a token must not reach a log"
+        );
+        assert!(
+            from(&[("HF_HUB_OFFLINE", "0")])
+                .cache
+                .ends_with("huggingface/hub")
+        );
         assert!(!from(&[("HF_HUB_OFFLINE", "0")]).offline);
     }
 }

@@ -15,7 +15,10 @@ pub(crate) fn join_checked(folder: &Path, name: &str, origin: &str) -> Result<Pa
     if is_plain_relative(name) {
         Ok(folder.join(name))
     } else {
-        Err(HubError::UnsafePath { origin: origin.to_string(), name: name.to_string() })
+        Err(HubError::UnsafePath {
+            origin: origin.to_string(),
+            name: name.to_string(),
+        })
     }
 }
 
@@ -27,7 +30,10 @@ pub(crate) fn is_plain_relative(name: &str) -> bool {
         && !name.chars().any(char::is_control)
         // `components` swallows these, so "a/./b" and "a//b" would be two names for one file.
         && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
-    portable && Path::new(name).components().all(|c| matches!(c, Component::Normal(_)))
+    portable
+        && Path::new(name)
+            .components()
+            .all(|c| matches!(c, Component::Normal(_)))
 }
 
 /// Whether a string has the form of a repository's name: `name` or `owner/name` in the hub's alphabet.
@@ -40,7 +46,9 @@ pub(crate) fn is_repository(name: &str) -> bool {
                 && !part.starts_with(['.', '-'])
                 && !part.contains("..")
                 && !part.contains("--")
-                && part.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
+                && part
+                    .bytes()
+                    .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
         })
 }
 
@@ -48,7 +56,9 @@ pub(crate) fn is_repository(name: &str) -> bool {
 pub(crate) fn is_identifier(text: &str) -> bool {
     !text.is_empty()
         && text.len() <= 128
-        && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_'))
+        && text
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_'))
 }
 
 #[cfg(test)]
@@ -57,12 +67,30 @@ mod tests {
 
     #[test]
     fn only_names_below_the_folder_pass() {
-        for good in ["model.safetensors", "onnx/model.onnx", "a b.txt", "model-00001-of-00002.safetensors", "..."] {
+        for good in [
+            "model.safetensors",
+            "onnx/model.onnx",
+            "a b.txt",
+            "model-00001-of-00002.safetensors",
+            "...",
+        ] {
             assert!(is_plain_relative(good), "{good}");
         }
         for bad in [
-            "", "..", ".", "../x", "a/../../x", "/etc/passwd", "a//b", "a/./b", "a/", "C:\\x", "C:x", "a\\..\\b",
-            "a\0b", "a\nb",
+            "",
+            "..",
+            ".",
+            "../x",
+            "a/../../x",
+            "/etc/passwd",
+            "a//b",
+            "a/./b",
+            "a/",
+            "C:\\x",
+            "C:x",
+            "a\\..\\b",
+            "a\0b",
+            "a\nb",
         ] {
             assert!(!is_plain_relative(bad), "{bad:?}");
         }
@@ -70,10 +98,27 @@ mod tests {
 
     #[test]
     fn repository_names() {
-        for good in ["gpt2", "bert-base-uncased", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "a_b/c.d"] {
+        for good in [
+            "gpt2",
+            "bert-base-uncased",
+            "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+            "a_b/c.d",
+        ] {
             assert!(is_repository(good), "{good}");
         }
-        for bad in ["", "a/b/c", "../x", "a/..", "./a", "/a", "a b", "~/x", "a/", "owner--x/y", "a/b?c"] {
+        for bad in [
+            "",
+            "a/b/c",
+            "../x",
+            "a/..",
+            "./a",
+            "/a",
+            "a b",
+            "~/x",
+            "a/",
+            "owner--x/y",
+            "a/b?c",
+        ] {
             assert!(!is_repository(bad), "{bad:?}");
         }
     }

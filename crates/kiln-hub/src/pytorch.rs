@@ -28,7 +28,10 @@ const NESTED: [&str; 3] = ["state_dict", "model_state_dict", "model"];
 
 /// Reads every tensor of an archive.
 pub(crate) fn read(path: &Path) -> Result<BTreeMap<String, OwnedTensor>, HubError> {
-    let fail = |reason: String| HubError::Pytorch { path: path.to_path_buf(), reason };
+    let fail = |reason: String| HubError::Pytorch {
+        path: path.to_path_buf(),
+        reason,
+    };
     // Existence and permissions first: burn-store reports them as a format error.
     std::fs::File::open(path).map_err(|source| HubError::io("open", path, source))?;
     let mut last = None;
@@ -51,9 +54,11 @@ fn read_under(path: &Path, key: Option<&str>) -> Result<BTreeMap<String, OwnedTe
     };
     let mut tensors = BTreeMap::new();
     for (name, snapshot) in reader.map_err(|error| error.to_string())?.into_tensors() {
-        let data = snapshot.to_data().map_err(|error| format!("tensor `{name}`: {error}"))?;
-        let dtype =
-            to_stored(data.dtype).ok_or_else(|| format!("tensor `{name}` has element type {:?}", data.dtype))?;
+        let data = snapshot
+            .to_data()
+            .map_err(|error| format!("tensor `{name}`: {error}"))?;
+        let dtype = to_stored(data.dtype)
+            .ok_or_else(|| format!("tensor `{name}` has element type {:?}", data.dtype))?;
         let shape = data.shape.to_vec();
         let expected = shape
             .iter()
@@ -61,7 +66,10 @@ fn read_under(path: &Path, key: Option<&str>) -> Result<BTreeMap<String, OwnedTe
             .ok_or_else(|| format!("the shape of tensor `{name}` overflows"))?;
         let bytes = data.as_bytes().to_vec();
         if bytes.len() != expected {
-            return Err(format!("tensor `{name}` of shape {shape:?} has {} bytes, not {expected}", bytes.len()));
+            return Err(format!(
+                "tensor `{name}` of shape {shape:?} has {} bytes, not {expected}",
+                bytes.len()
+            ));
         }
         tensors.insert(name, OwnedTensor { dtype, shape, bytes });
     }

@@ -35,14 +35,19 @@ impl SafetensorsFile {
     /// Maps a file and checks its header.
     pub fn open(path: &Path) -> Result<Self, HubError> {
         let file = File::open(path).map_err(|source| HubError::io("open", path, source))?;
-        let metadata = file.metadata().map_err(|source| HubError::io("read", path, source))?;
+        let metadata = file
+            .metadata()
+            .map_err(|source| HubError::io("read", path, source))?;
         if !metadata.is_file() {
             return Err(HubError::safetensors(path, "not a regular file"));
         }
         if metadata.len() < 8 {
             return Err(HubError::safetensors(
                 path,
-                format!("{} bytes, shorter than the 8 bytes of the header's length", metadata.len()),
+                format!(
+                    "{} bytes, shorter than the 8 bytes of the header's length",
+                    metadata.len()
+                ),
             ));
         }
         // SAFETY: the map is private to this struct and only read through `&[u8]`. The one way to break it is another
@@ -50,7 +55,11 @@ impl SafetensorsFile {
         // replace files by rename, which leaves the mapped inode intact.
         let bytes = unsafe { Mmap::map(&file) }.map_err(|source| HubError::io("map", path, source))?;
         let tensors = entries(&bytes).map_err(|reason| HubError::safetensors(path, reason))?;
-        Ok(Self { path: path.to_path_buf(), bytes, tensors })
+        Ok(Self {
+            path: path.to_path_buf(),
+            bytes,
+            tensors,
+        })
     }
 
     /// The file.
@@ -81,7 +90,14 @@ fn entries(bytes: &[u8]) -> Result<Vec<(String, Entry)>, String> {
         if range.start > range.end || range.end > bytes.len() {
             return Err(format!("tensor `{name}` lies outside the file"));
         }
-        tensors.push((name, Entry { dtype: info.dtype, shape: info.shape.clone(), range }));
+        tensors.push((
+            name,
+            Entry {
+                dtype: info.dtype,
+                shape: info.shape.clone(),
+                range,
+            },
+        ));
     }
     tensors.sort_by(|(a, x), (b, y)| (x.range.start, x.range.end, a).cmp(&(y.range.start, y.range.end, b)));
     Ok(tensors)
@@ -89,15 +105,25 @@ fn entries(bytes: &[u8]) -> Result<Vec<(String, Entry)>, String> {
 
 /// The format's rule in words, with the numbers at hand.
 fn explain(error: SafeTensorError, bytes: &[u8]) -> String {
-    let announced = bytes.get(..8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes);
+    let announced = bytes
+        .get(..8)
+        .and_then(|b| b.try_into().ok())
+        .map_or(0, u64::from_le_bytes);
     match error {
         SafeTensorError::HeaderTooSmall => "shorter than the 8 bytes of the header's length".into(),
-        SafeTensorError::HeaderTooLarge => format!("announces a header of {announced} bytes, above the format's limit"),
+        SafeTensorError::HeaderTooLarge => {
+            format!("announces a header of {announced} bytes, above the format's limit")
+        }
         SafeTensorError::InvalidHeaderLength => {
-            format!("announces a header of {announced} bytes but the file has {} bytes", bytes.len())
+            format!(
+                "announces a header of {announced} bytes but the file has {} bytes",
+                bytes.len()
+            )
         }
         SafeTensorError::InvalidHeader(e) => format!("the header is not UTF-8 ({e})"),
-        SafeTensorError::InvalidHeaderDeserialization(e) => format!("the header is not the expected JSON ({e})"),
+        SafeTensorError::InvalidHeaderDeserialization(e) => {
+            format!("the header is not the expected JSON ({e})")
+        }
         SafeTensorError::InvalidOffset(name) => {
             format!("the data of tensor `{name}` overlaps its neighbour or leaves a gap")
         }
@@ -105,7 +131,10 @@ fn explain(error: SafeTensorError, bytes: &[u8]) -> String {
             "a tensor's byte range does not agree with its shape and element type".into()
         }
         SafeTensorError::MetadataIncompleteBuffer => {
-            format!("the file has {} bytes, not what the header announces: truncated or padded", bytes.len())
+            format!(
+                "the file has {} bytes, not what the header announces: truncated or padded",
+                bytes.len()
+            )
         }
         SafeTensorError::ValidationOverflow => "a tensor's shape overflows".into(),
         other => other.to_string(),

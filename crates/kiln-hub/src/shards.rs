@@ -36,11 +36,14 @@ impl ShardIndex {
         }
         let mut weight_map = BTreeMap::new();
         for (tensor, file) in map {
-            let file = file
-                .as_str()
-                .ok_or_else(|| HubError::index(path, format!("the file of tensor `{tensor}` is not a string")))?;
+            let file = file.as_str().ok_or_else(|| {
+                HubError::index(path, format!("the file of tensor `{tensor}` is not a string"))
+            })?;
             if !is_plain_relative(file) {
-                return Err(HubError::UnsafePath { origin: path.display().to_string(), name: file.to_string() });
+                return Err(HubError::UnsafePath {
+                    origin: path.display().to_string(),
+                    name: file.to_string(),
+                });
             }
             weight_map.insert(tensor.clone(), file.to_string());
         }
@@ -49,6 +52,11 @@ impl ShardIndex {
 
     /// The files, each once, sorted.
     pub fn files(&self) -> Vec<&str> {
-        self.weight_map.values().map(String::as_str).collect::<BTreeSet<_>>().into_iter().collect()
+        self.weight_map
+            .values()
+            .map(String::as_str)
+            .collect::<BTreeSet<_>>()
+            .into_iter()
+            .collect()
     }
 }

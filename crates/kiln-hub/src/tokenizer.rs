@@ -1,0 +1,581 @@
+//! Tokenizers: text to ids and back.
+//!
+//! A model's `tokenizer.json` is used as it is, through the library that wrote it. Its settings for padding and
+//! truncation apply to batches only: a text that is encoded alone, to be packed into a stream, must not lose its end or
+//! gain padding. So the tokenizer itself carries neither, and [`Tokenizer::batch_encoder`] makes a second one that does.
+//!
+//! For training from scratch there are two makers: the 256 bytes as they are, and byte-level BPE trained on a corpus.
+//! Both cover every text, so there is no unknown token.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+use burn_tensor::backend::Backend;
+use burn_tensor::{Int, Tensor, TensorData};
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{
+    AddedToken, EncodeInput, PaddingDirection, PaddingParams, PaddingStrategy, TruncationDirection,
+    TruncationParams, TruncationStrategy,
+};
+
+use crate::atomic::write_bytes_atomic;
+use crate::error::HubError;
+
+/// The token that separates documents in the tokenizers that this crate makes.
+pub const END_OF_TEXT: &str = "<|endoftext|>";
+
+/// A tokenizer.
+#[derive(Clone, Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// What the file says about batches; kept apart from `inner`, see above.
+    padding: Option<PaddingParams>,
+    truncation: Option<TruncationParams>,
+    path: Option<PathBuf>,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`HubError::Io`]; [`HubError::Tokenizer`] if the file is damaged.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, HubError> {
+        let path = path.as_ref();
+        let bytes = std::fs::read(path).map_err(|source| HubError::io("read", path, source))?;
+        Self::parse(&bytes, Some(path.to_path_buf()))
+    }
+
+    /// Reads the bytes of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`HubError::Tokenizer`] if they are damaged.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, HubError> {
+        Self::parse(bytes, None)
+    }
+
+    fn parse(bytes: &[u8], path: Option<PathBuf>) -> Result<Self, HubError> {
+        // The library checks syntax; some contradictions inside a valid file make it panic.
+        let parsed = catch_unwind(AssertUnwindSafe(|| tokenizers::Tokenizer::from_bytes(bytes)));
+        match parsed {
+            Ok(Ok(inner)) => Ok(Self::from_inner(inner, path)),
+            Ok(Err(error)) => Err(HubError::Tokenizer {
+                path,
+                reason: error.to_string(),
+            }),
+            Err(_) => Err(HubError::Tokenizer {
+                path,
+                reason: "the file contradicts itself".to_string(),
+            }),
+        }
+    }
+
+    fn from_inner(mut inner: tokenizers::Tokenizer, path: Option<PathBuf>) -> Self {
+        let padding = inner.get_padding().cloned();
+        let truncation = inner.get_truncation().cloned();
+        inner.with_padding(None);
+        // Removing a setting cannot fail; the library's signature is for setting one.
+        let _ = inner.with_truncation(None);
+        Self {
+            inner,
+            padding,
+            truncation,
+            path,
+        }
+    }
+
+    /// A tokenizer whose tokens are the 256 bytes, id by byte value, and [`END_OF_TEXT`] as 256.
+    ///
+    /// # Errors
+    /// None in practice; the library's construction is fallible.
+    pub fn bytes() -> Result<Self, HubError> {
+        let characters: Vec<char> = byte_characters().collect();
+        let vocabulary: [(String, u32); 256] =
+            std::array::from_fn(|id| (characters[id].to_string(), id as u32));
+        let model = BPE::builder().vocab_and_merges(vocabulary, vec![]).build();
+        let model = model.map_err(failed)?;
+        let mut inner = byte_level(tokenizers::Tokenizer::new(model));
+        inner
+            .add_special_tokens([AddedToken::from(END_OF_TEXT, true)])
+            .map_err(failed)?;
+        Ok(Self::from_inner(inner, None))
+    }
+
+    /// Trains byte-level BPE on texts. The same texts in the same order give the same tokenizer.
+    ///
+    /// `vocabulary` counts all tokens: [`END_OF_TEXT`] (id 0), the 256 bytes, and as many merges as fit and as the texts
+    /// support.
+    ///
+    /// # Errors
+    /// [`HubError::Tokenizer`] if `vocabulary` is below 257.
+    pub fn train_bpe<S: AsRef<str> + Send>(
+        texts: impl Iterator<Item = S> + Send,
+        vocabulary: usize,
+    ) -> Result<Self, HubError> {
+        if vocabulary < 257 {
+            return Err(failed(format!(
+                "a vocabulary of {vocabulary} cannot hold the 256 bytes and {END_OF_TEXT}"
+            )));
+        }
+        let trainer = BpeTrainer::builder()
+            .vocab_size(vocabulary)
+            .min_frequency(2)
+            .show_progress(false)
+            .initial_alphabet(byte_characters().collect())
+            .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
+            .build();
+        let mut inner = byte_level(tokenizers::Tokenizer::new(BPE::default()));
+        inner
+            .train(&mut TrainerWrapper::from(trainer), texts)
+            .map_err(failed)?;
+        Ok(Self::from_inner(inner, None))
+    }
+
+    /// Writes a `tokenizer.json`, atomically.
+    ///
+    /// # Errors
+    /// [`HubError::Io`], [`HubError::Tokenizer`].
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<(), HubError> {
+        let mut whole = self.inner.clone();
+        whole.with_padding(self.padding.clone());
+        whole.with_truncation(self.truncation.clone()).map_err(failed)?;
+        let text = whole.to_string(true).map_err(failed)?;
+        write_bytes_atomic(path.as_ref(), text.as_bytes())
+    }
+
+    /// Number of tokens, added ones included. Ids are below it unless the file leaves gaps.
+    pub fn vocabulary(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// The id of a token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The token of an id.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// The token that ends a text, under the names that models use for it.
+    pub fn end_of_text(&self) -> Option<u32> {
+        [
+            END_OF_TEXT,
+            "</s>",
+            "<|end_of_text|>",
+            "<eos>",
+            "<|im_end|>",
+            "[SEP]",
+        ]
+        .iter()
+        .find_map(|t| self.id(t))
+    }
+
+    /// Encodes one text, without padding or truncation.
+    ///
+    /// # Errors
+    /// [`HubError::Tokenizer`].
+    pub fn encode(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>, HubError> {
+        let encoding = self
+            .inner
+            .encode_fast(text, special_tokens)
+            .map_err(|e| self.failed(e))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of some ids.
+    ///
+    /// # Errors
+    /// [`HubError::Tokenizer`].
+    pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, HubError> {
+        self.inner
+            .decode(ids, skip_special_tokens)
+            .map_err(|e| self.failed(e))
+    }
+
+    /// An encoder of batches, with the file's settings where `options` says nothing.
+    ///
+    /// # Errors
+    /// [`HubError::Tokenizer`] if the lengths are impossible, or padding is asked for and no padding token is known.
+    pub fn batch_encoder(&self, options: &BatchOptions) -> Result<BatchEncoder, HubError> {
+        let mut inner = self.inner.clone();
+        let mut truncation = self.truncation.clone();
+        if let Some(max_length) = options.max_length {
+            let from_file = truncation.unwrap_or_default();
+            truncation = Some(TruncationParams {
+                max_length,
+                ..from_file
+            });
+        }
+        if let Some(params) = &mut truncation {
+            params.strategy = TruncationStrategy::LongestFirst;
+            params.direction = if options.truncate_left {
+                TruncationDirection::Left
+            } else {
+                params.direction
+            };
+        }
+        inner.with_truncation(truncation).map_err(|e| self.failed(e))?;
+
+        let mut padding = match &self.padding {
+            Some(padding) => padding.clone(),
+            None => self.default_padding(),
+        };
+        match options.padding {
+            Some(Padding::Longest) => padding.strategy = PaddingStrategy::BatchLongest,
+            Some(Padding::Fixed(length)) => padding.strategy = PaddingStrategy::Fixed(length),
+            None => {}
+        }
+        if let Some(multiple) = options.multiple_of {
+            padding.pad_to_multiple_of = Some(multiple.max(1));
+        }
+        if options.pad_left {
+            padding.direction = PaddingDirection::Left;
+        }
+        let pad_id = padding.pad_id;
+        inner.with_padding(Some(padding));
+        Ok(BatchEncoder {
+            inner,
+            pad_id,
+            special_tokens: !options.no_special_tokens,
+        })
+    }
+
+    /// Padding for files that say nothing about it: the usual names of the padding token, else the end of text (it is
+    /// masked, so any id would do).
+    fn default_padding(&self) -> PaddingParams {
+        let named = ["[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>"]
+            .into_iter()
+            .find_map(|token| Some((self.id(token)?, token.to_string())));
+        let end = || self.end_of_text().and_then(|id| Some((id, self.token(id)?)));
+        let (pad_id, pad_token) = named.or_else(end).unwrap_or((0, String::new()));
+        PaddingParams {
+            pad_id,
+            pad_token,
+            ..Default::default()
+        }
+    }
+
+    fn failed(&self, error: impl ToString) -> HubError {
+        HubError::Tokenizer {
+            path: self.path.clone(),
+            reason: error.to_string(),
+        }
+    }
+}
+
+fn failed(error: impl ToString) -> HubError {
+    HubError::Tokenizer {
+        path: None,
+        reason: error.to_string(),
+    }
+}
+
+/// Byte-level splitting and decoding, with no space added in front.
+fn byte_level(mut tokenizer: tokenizers::Tokenizer) -> tokenizers::Tokenizer {
+    tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+    tokenizer.with_decoder(Some(ByteLevel::default()));
+    tokenizer
+}
+
+/// The printable stand-ins that byte-level tokenizers use for bytes, in the order of the bytes: printable Latin-1 stands
+/// for itself, the other bytes are numbered on from U+0100.
+fn byte_characters() -> impl Iterator<Item = char> {
+    let mut spare = 0x100u32;
+    (0u8..=255).map(move |byte| {
+        let printable = matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+        let code = if printable { u32::from(byte) } else { spare };
+        spare += u32::from(!printable);
+        char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
+    })
+}
+
+/// To what length the rows of a batch are padded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Padding {
+    /// The longest row of the batch.
+    Longest,
+    /// This many tokens; a compiled step then sees one shape only.
+    Fixed(usize),
+}
+
+/// How texts become a rectangular batch.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BatchOptions {
+    /// Longest row in tokens, special tokens included; longer texts are cut. By default what the file says.
+    pub max_length: Option<usize>,
+    /// Padding; by default what the file says, else the longest row.
+    pub padding: Option<Padding>,
+    /// Rounds the padded length up to a multiple.
+    pub multiple_of: Option<usize>,
+    /// Pads on the left, as generation needs it.
+    pub pad_left: bool,
+    /// Cuts on the left.
+    pub truncate_left: bool,
+    /// Leaves out `[CLS]`, `[SEP]` and the like.
+    pub no_special_tokens: bool,
+}
+
+impl BatchOptions {
+    /// What the file says.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Cuts texts to a length.
+    pub fn with_max_length(mut self, tokens: usize) -> Self {
+        self.max_length = Some(tokens);
+        self
+    }
+
+    /// Sets the padding.
+    pub fn with_padding(mut self, padding: Padding) -> Self {
+        self.padding = Some(padding);
+        self
+    }
+
+    /// Rounds the padded length up.
+    pub fn with_multiple_of(mut self, tokens: usize) -> Self {
+        self.multiple_of = Some(tokens);
+        self
+    }
+
+    /// Pads on the left.
+    pub fn with_pad_left(mut self, left: bool) -> Self {
+        self.pad_left = left;
+        self
+    }
+}
+
+/// Encodes batches; see [`Tokenizer::batch_encoder`].
+#[derive(Clone, Debug)]
+pub struct BatchEncoder {
+    inner: tokenizers::Tokenizer,
+    pad_id: u32,
+    special_tokens: bool,
+}
+
+impl BatchEncoder {
+    /// Encodes texts.
+    ///
+    /// # Errors
+    /// [`HubError::Tokenizer`].
+    pub fn encode<S: AsRef<str>>(&self, texts: &[S]) -> Result<TokenBatch, HubError> {
+        self.encode_inputs(
+            texts
+                .iter()
+                .map(|text| EncodeInput::from(text.as_ref()))
+                .collect(),
+        )
+    }
+
+    /// Encodes pairs of texts, such as question and passage.
+    ///
+    /// # Errors
+    /// [`HubError::Tokenizer`].
+    pub fn encode_pairs<S: AsRef<str>, P: AsRef<str>>(
+        &self,
+        pairs: &[(S, P)],
+    ) -> Result<TokenBatch, HubError> {
+        self.encode_inputs(
+            pairs
+                .iter()
+                .map(|(a, b)| EncodeInput::from((a.as_ref(), b.as_ref())))
+                .collect(),
+        )
+    }
+
+    pub(crate) fn encode_inputs(&self, inputs: Vec<EncodeInput<'_>>) -> Result<TokenBatch, HubError> {
+        let rows = inputs.len();
+        let encodings = self
+            .inner
+            .encode_batch_fast(inputs, self.special_tokens)
+            .map_err(failed)?;
+        let cols = encodings.iter().map(|e| e.get_ids().len()).max().unwrap_or(0);
+        let mut batch = TokenBatch {
+            rows,
+            cols,
+            ids: vec![self.pad_id as i32; rows * cols],
+            mask: vec![0; rows * cols],
+            type_ids: vec![0; rows * cols],
+        };
+        // The library has padded to one length, except where a row is longer than a fixed length and truncation is off.
+        for (row, encoding) in encodings.iter().enumerate() {
+            let start = row * cols;
+            for (to, from) in batch.ids[start..].iter_mut().zip(encoding.get_ids()) {
+                *to = *from as i32;
+            }
+            for (to, from) in batch.mask[start..].iter_mut().zip(encoding.get_attention_mask()) {
+                *to = *from as i32;
+            }
+            for (to, from) in batch.type_ids[start..].iter_mut().zip(encoding.get_type_ids()) {
+                *to = *from as i32;
+            }
+        }
+        Ok(batch)
+    }
+}
+
+/// A rectangular batch of token ids, row major.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TokenBatch {
+    /// Number of texts.
+    pub rows: usize,
+    /// Padded length in tokens.
+    pub cols: usize,
+    /// Token ids, `[rows, cols]`.
+    pub ids: Vec<i32>,
+    /// 1 for a token, 0 for padding, `[rows, cols]`.
+    pub mask: Vec<i32>,
+    /// 0 for the first text of a pair, 1 for the second, `[rows, cols]`.
+    pub type_ids: Vec<i32>,
+}
+
+impl TokenBatch {
+    /// Token ids as an int tensor `[rows, cols]`.
+    pub fn ids_tensor<B: Backend>(&self, device: &B::Device) -> Tensor<B, 2, Int> {
+        self.tensor(&self.ids, device)
+    }
+
+    /// The attention mask as an int tensor `[rows, cols]`, 1 for tokens and 0 for padding.
+    pub fn mask_tensor<B: Backend>(&self, device: &B::Device) -> Tensor<B, 2, Int> {
+        self.tensor(&self.mask, device)
+    }
+
+    /// The segment ids as an int tensor `[rows, cols]`.
+    pub fn type_ids_tensor<B: Backend>(&self, device: &B::Device) -> Tensor<B, 2, Int> {
+        self.tensor(&self.type_ids, device)
+    }
+
+    fn tensor<B: Backend>(&self, values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> {
+        Tensor::from_data(TensorData::new(values.to_vec(), [self.rows, self.cols]), device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn corpus() -> Vec<String> {
+        (0..200)
+            .map(|i| {
+                format!(
+                    "the step {i} compiles the step, the kernel runs the kernel {}\n",
+                    i * 7
+                )
+            })
+            .collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        /// Both makers cover every text: nothing is unknown and nothing is lost.
+        #[test]
+        fn byte_level_tokenizers_lose_nothing(text in "\\PC{0,60}|(\\s|\\w|😀|é){0,40}") {
+            let bytes = Tokenizer::bytes().unwrap();
+            let ids = bytes.encode(&text, false).unwrap();
+            prop_assert_eq!(ids.iter().map(|&id| id as u8).collect::<Vec<_>>(), text.as_bytes());
+            prop_assert_eq!(bytes.decode(&ids, false).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn bpe_training_is_deterministic_and_compresses() {
+        let train = || Tokenizer::train_bpe(corpus().into_iter(), 400).unwrap();
+        let (first, second) = (train(), train());
+        assert_eq!(
+            first.inner.to_string(false).unwrap(),
+            second.inner.to_string(false).unwrap()
+        );
+        let text = "the kernel runs the step — naïvely";
+        let ids = first.encode(text, true).unwrap();
+        assert!(
+            ids.len() < text.len() / 2,
+            "{} tokens for {} bytes",
+            ids.len(),
+            text.len()
+        );
+        assert_eq!(first.decode(&ids, true).unwrap(), text);
+        assert!(first.vocabulary() <= 400);
+        assert_eq!(first.end_of_text(), Some(0));
+        assert!(Tokenizer::train_bpe(corpus().into_iter(), 100).is_err());
+    }
+
+    #[test]
+    fn batches_are_padded_cut_and_masked() {
+        let tokenizer = Tokenizer::bytes().unwrap();
+        let texts = ["a", "abcdef", ""];
+        let longest = tokenizer
+            .batch_encoder(&BatchOptions::new())
+            .unwrap()
+            .encode(&texts)
+            .unwrap();
+        assert_eq!((longest.rows, longest.cols), (3, 6));
+        assert_eq!(longest.mask.iter().sum::<i32>(), 7);
+        assert_eq!(longest.ids[..2], [97, 256]);
+
+        let options = BatchOptions::new()
+            .with_max_length(4)
+            .with_padding(Padding::Fixed(8))
+            .with_pad_left(true);
+        let fixed = tokenizer.batch_encoder(&options).unwrap().encode(&texts).unwrap();
+        assert_eq!((fixed.rows, fixed.cols), (3, 8));
+        assert_eq!(fixed.ids[8..16], [256, 256, 256, 256, 97, 98, 99, 100]);
+        assert_eq!(fixed.mask[..8], [0, 0, 0, 0, 0, 0, 0, 1]);
+
+        let options = BatchOptions::new().with_multiple_of(4);
+        assert_eq!(
+            tokenizer
+                .batch_encoder(&options)
+                .unwrap()
+                .encode(&texts)
+                .unwrap()
+                .cols,
+            8
+        );
+        assert_eq!(
+            tokenizer
+                .batch_encoder(&options)
+                .unwrap()
+                .encode::<&str>(&[])
+                .unwrap()
+                .rows,
+            0
+        );
+    }
+
+    #[test]
+    fn a_saved_tokenizer_reads_back_with_its_batch_settings() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        let mut tokenizer = Tokenizer::train_bpe(corpus().into_iter(), 300).unwrap();
+        tokenizer.padding = Some(PaddingParams {
+            strategy: PaddingStrategy::Fixed(16),
+            ..Default::default()
+        });
+        tokenizer.truncation = Some(TruncationParams {
+            max_length: 16,
+            ..Default::default()
+        });
+        tokenizer.save(&path).unwrap();
+        let read = Tokenizer::open(&path).unwrap();
+        let text = corpus().concat();
+        assert!(
+            read.encode(&text, true).unwrap().len() > 100,
+            "one text alone is neither cut nor padded"
+        );
+        assert_eq!(
+            read.encode(&text, true).unwrap(),
+            tokenizer.encode(&text, true).unwrap()
+        );
+        let batch = read
+            .batch_encoder(&BatchOptions::new())
+            .unwrap()
+            .encode(&[text.as_str(), "x"])
+            .unwrap();
+        assert_eq!(batch.cols, 16);
+    }
+}
