@@ -61,11 +61,11 @@ pub struct Output {
 pub struct Graph {
     /// Name for people: the compiled region's.
     pub name: String,
-    values: PrimaryMap<Value, ValueData>,
-    nodes: PrimaryMap<Node, NodeData>,
+    pub(crate) values: PrimaryMap<Value, ValueData>,
+    pub(crate) nodes: PrimaryMap<Node, NodeData>,
     /// Values of the `Parameter` nodes, by index.
-    parameters: Vec<Value>,
-    scalars: Vec<Value>,
+    pub(crate) parameters: Vec<Value>,
+    pub(crate) scalars: Vec<Value>,
     /// What leaves the graph, in order.
     pub outputs: Vec<Output>,
 }

@@ -33,7 +33,25 @@ pub type Results = SmallVec<[TensorType; 2]>;
 /// The types of the results of `op` applied to operands of types `inputs`.
 pub fn infer(op: &Op, inputs: &[&TensorType]) -> Result<Results, TypeError> {
     let rule = Rule { op, inputs };
-    rule.results()
+    // Types an operation brings along are looked at first, so that the rules may compute sizes without care.
+    let brought: &[TensorType] = match op {
+        Op::Parameter { ty, .. } => std::slice::from_ref(ty),
+        Op::Extern(op) => &op.outputs,
+        Op::Reshape(shape) => {
+            // The element type is the operand's.
+            let dtype = inputs.first().map_or(DType::Bool, |x| x.dtype);
+            rule.fits(&TensorType {
+                dtype,
+                shape: shape.clone(),
+            })?;
+            &[]
+        }
+        _ => &[],
+    };
+    brought.iter().try_for_each(|ty| rule.fits(ty))?;
+    let results = rule.results()?;
+    results.iter().try_for_each(|ty| rule.fits(ty))?;
+    Ok(results)
 }
 
 struct Rule<'a> {
@@ -50,6 +68,10 @@ impl Rule<'_> {
 
     fn require(&self, holds: bool, reason: impl FnOnce() -> String) -> Infer<()> {
         if holds { Ok(()) } else { self.fail(reason()) }
+    }
+
+    fn fits(&self, ty: &TensorType) -> Infer<()> {
+        self.require(ty.fits_memory(), || format!("{ty} is larger than any memory"))
     }
 
     fn operands<const N: usize>(&self) -> Infer<[&TensorType; N]> {
@@ -331,11 +353,15 @@ impl Rule<'_> {
                 self.per_dimension("high", high.len(), x.shape.rank())?;
                 let mut shape = x.shape.clone();
                 for axis in 0..shape.rank() {
-                    let extent = shape[axis] as i64 + low[axis] + high[axis];
-                    self.require(extent >= 0, || {
-                        format!("dimension {axis} of {x} is cropped below nothing")
-                    })?;
-                    shape[axis] = extent as usize;
+                    let extent = (shape[axis] as i64)
+                        .checked_add(low[axis])
+                        .and_then(|n| n.checked_add(high[axis]));
+                    let Some(extent) = extent.and_then(|n| usize::try_from(n).ok()) else {
+                        return self.fail(format!(
+                            "dimension {axis} of {x} is cropped below nothing or overflows"
+                        ));
+                    };
+                    shape[axis] = extent;
                 }
                 one(x.dtype, shape)
             }
@@ -353,6 +379,10 @@ impl Rule<'_> {
                         format!("{first} and {x} differ outside dimension {axis}")
                     })?;
                     extent += x.shape[*axis];
+                    self.fits(&TensorType {
+                        dtype: x.dtype,
+                        shape: x.shape.with(*axis, extent),
+                    })?;
                 }
                 one(first.dtype, first.shape.with(*axis, extent))
             }
@@ -368,8 +398,10 @@ impl Rule<'_> {
                 self.per_dimension("starts", starts.len(), x.shape.rank())?;
                 self.per_dimension("steps", steps.len(), x.shape.rank())?;
                 for axis in 0..x.shape.rank() {
-                    let last = starts[axis] + update.shape[axis].saturating_sub(1) * steps[axis];
-                    let fits = steps[axis] >= 1 && (update.shape[axis] == 0 || last < x.shape[axis]);
+                    let reach = update.shape[axis].saturating_sub(1).checked_mul(steps[axis]);
+                    let last = reach.and_then(|reach| reach.checked_add(starts[axis]));
+                    let inside = last.is_some_and(|last| last < x.shape[axis]);
+                    let fits = steps[axis] >= 1 && (update.shape[axis] == 0 || inside);
                     self.require(fits, || {
                         format!("{update} does not fit into dimension {axis} of {x}")
                     })?;
@@ -504,7 +536,9 @@ impl Rule<'_> {
                 self.same_dtype(dy, w)?;
                 self.planes(dy, input.len())?;
                 self.planes(w, input.len())?;
-                let channels = w.shape[1] * conv.groups;
+                let Some(channels) = w.shape[1].checked_mul(conv.groups) else {
+                    return self.fail(format!("{} groups of {w} overflow", conv.groups));
+                };
                 let x = TensorType::new(
                     dy.dtype,
                     Shape::new([dy.shape[0], channels].into_iter().chain(input.iter().copied())),
@@ -598,7 +632,8 @@ impl Rule<'_> {
         }
         let positive = conv.groups >= 1 && conv.stride.iter().chain(&conv.dilation).all(|&n| n >= 1);
         self.require(positive, || "groups, strides and dilations are at least 1".into())?;
-        let grouped = x.shape[1] == w.shape[1] * conv.groups && w.shape[0] % conv.groups == 0;
+        let grouped =
+            Some(x.shape[1]) == w.shape[1].checked_mul(conv.groups) && w.shape[0] % conv.groups == 0;
         self.require(grouped, || {
             format!("{x} and weight {w} do not fit {} groups", conv.groups)
         })?;

@@ -10,22 +10,31 @@
 //!
 //! What this crate does not know: Burn, files, threads, memory, machines.
 
+pub mod alias;
+pub mod dot;
 pub mod dtype;
 pub mod graph;
 pub mod infer;
-
 pub mod op;
 pub mod philox;
 pub mod provenance;
+pub mod rewrite;
 pub mod scalar;
 pub mod shape;
 pub mod tensor;
+pub mod text;
+pub mod users;
+pub mod verify;
 
 pub use dtype::DType;
 pub use graph::{Graph, Node, NodeData, Output, Value, ValueData};
 pub use infer::TypeError;
 pub use op::Op;
 pub use provenance::{Phase, Provenance};
+pub use rewrite::Rewriter;
 pub use scalar::Scalar;
 pub use shape::{Shape, TensorType};
 pub use tensor::HostTensor;
+pub use text::ParseError;
+pub use users::{Fingerprint, Users};
+pub use verify::{VerifyError, verify};

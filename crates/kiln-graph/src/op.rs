@@ -455,8 +455,12 @@ impl ConvDims {
     /// Output extent along spatial dimension `axis` for an input of extent `input` and a kernel of extent `kernel`;
     /// none if the kernel does not fit.
     pub fn output_extent(&self, axis: usize, input: usize, kernel: usize) -> Option<usize> {
-        let reach = self.dilation[axis].checked_mul(kernel.checked_sub(1)?)? + 1;
-        let padded = input + self.pad_low[axis] + self.pad_high[axis];
+        let reach = self.dilation[axis]
+            .checked_mul(kernel.checked_sub(1)?)?
+            .checked_add(1)?;
+        let padded = input
+            .checked_add(self.pad_low[axis])?
+            .checked_add(self.pad_high[axis])?;
         Some(padded.checked_sub(reach)? / self.stride[axis] + 1)
     }
 }
@@ -482,19 +486,20 @@ impl Window {
     /// Output extent along spatial dimension `axis` for an input of extent `input`; none if the window does not fit.
     /// In ceil mode the last window must start inside the input or the padding before it.
     pub fn output_extent(&self, axis: usize, input: usize) -> Option<usize> {
-        let reach = self.dilation[axis].checked_mul(self.size[axis].checked_sub(1)?)? + 1;
-        let padded = input + self.pad_low[axis] + self.pad_high[axis];
+        let reach = self.dilation[axis]
+            .checked_mul(self.size[axis].checked_sub(1)?)?
+            .checked_add(1)?;
+        let padded = input
+            .checked_add(self.pad_low[axis])?
+            .checked_add(self.pad_high[axis])?;
         let room = padded.checked_sub(reach)?;
         let stride = self.stride[axis];
         if !self.ceil_mode {
             return Some(room / stride + 1);
         }
-        let out = room.div_ceil(stride) + 1;
-        Some(if (out - 1) * stride >= input + self.pad_low[axis] {
-            out - 1
-        } else {
-            out
-        })
+        let steps = room.div_ceil(stride);
+        let starts_inside = steps.checked_mul(stride)? < input + self.pad_low[axis];
+        Some(if starts_inside { steps + 1 } else { steps })
     }
 }
 
@@ -570,47 +575,7 @@ impl Op {
     /// The mnemonic in the text form. Families share a prefix only where their functions need it:
     /// `add`, `exp`, `compare`, `reduce`, ….
     pub fn name(&self) -> &'static str {
-        match self {
-            Op::Parameter { .. } => "parameter",
-            Op::Scalar { .. } => "scalar",
-            Op::Constant { .. } => "constant",
-            Op::Iota { .. } => "iota",
-            Op::Random { .. } => "random",
-            Op::Unary(op) => op.name(),
-            Op::Binary(op) => op.name(),
-            Op::Compare(_) => "compare",
-            Op::Select => "select",
-            Op::Cast(_) => "cast",
-            Op::Reduce { .. } => "reduce",
-            Op::ArgReduce { .. } => "arg_reduce",
-            Op::Cumulative { .. } => "cumulative",
-            Op::Reshape(_) => "reshape",
-            Op::Transpose(_) => "transpose",
-            Op::Broadcast { .. } => "broadcast",
-            Op::Slice { .. } => "slice",
-            Op::Pad { .. } => "pad",
-            Op::Concat { .. } => "concat",
-            Op::Flip(_) => "flip",
-            Op::UpdateSlice { .. } => "update_slice",
-            Op::Gather { .. } => "gather",
-            Op::Scatter { .. } => "scatter",
-            Op::IndexSelect { .. } => "index_select",
-            Op::IndexPut { .. } => "index_put",
-            Op::DotGeneral(_) => "dot_general",
-            Op::Conv(_) => "conv",
-            Op::ConvInputGrad { .. } => "conv_input_grad",
-            Op::ConvWeightGrad { .. } => "conv_weight_grad",
-            Op::MaxPool(_) => "max_pool",
-            Op::MaxPoolWithIndices { .. } => "max_pool_with_indices",
-            Op::MaxPoolGrad { .. } => "max_pool_grad",
-            Op::AvgPool { .. } => "avg_pool",
-            Op::AvgPoolGrad { .. } => "avg_pool_grad",
-            Op::Attention(_) => "attention",
-            Op::AttentionGrad(_) => "attention_grad",
-            Op::Sort { .. } => "sort",
-            Op::TopK { .. } => "top_k",
-            Op::Extern(_) => "extern",
-        }
+        crate::text::mnemonic(self)
     }
 
     /// Whether each result element depends on one element of each operand, at the same index.

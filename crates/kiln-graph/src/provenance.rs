@@ -28,6 +28,13 @@ impl Phase {
             Phase::Optimizer => "opt",
         }
     }
+
+    /// The phase of that short name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Phase::Unknown, Phase::Forward, Phase::Backward, Phase::Optimizer]
+            .into_iter()
+            .find(|phase| phase.name() == name)
+    }
 }
 
 impl fmt::Display for Phase {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
+use std::str::FromStr;
 
 use crate::DType;
 
@@ -101,10 +102,11 @@ impl Hash for Scalar {
 
 impl fmt::Display for Scalar {
     /// Floats always show a point, an exponent or a word (`1.0`, `1e-5`, `inf`, `nan`), so that the kind survives
-    /// being parsed back; unsigned integers end in `u`.
+    /// being parsed back; unsigned integers end in `u`. A NaN other than the usual one shows its bits (`nan0xfff8…`).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Scalar::Float(x) if x.is_nan() => f.write_str("nan"),
+            Scalar::Float(x) if x.to_bits() == f64::NAN.to_bits() => f.write_str("nan"),
+            Scalar::Float(x) if x.is_nan() => write!(f, "nan{:#x}", x.to_bits()),
             Scalar::Float(x) => write!(f, "{x:?}"),
             Scalar::Int(x) => write!(f, "{x}"),
             Scalar::UInt(x) => write!(f, "{x}u"),
@@ -112,6 +114,41 @@ impl fmt::Display for Scalar {
         }
     }
 }
+
+impl FromStr for Scalar {
+    type Err = NotAScalar;
+
+    /// Reads what `Display` writes.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let error = || NotAScalar(text.to_owned());
+        if let Ok(truth) = text.parse() {
+            return Ok(Scalar::Bool(truth));
+        }
+        if let Some(bits) = text.strip_prefix("nan0x") {
+            let value = u64::from_str_radix(bits, 16).map(f64::from_bits);
+            return value
+                .ok()
+                .filter(|x| x.is_nan())
+                .map(Scalar::Float)
+                .ok_or_else(error);
+        }
+        if let Some(digits) = text.strip_suffix('u') {
+            return digits.parse().map(Scalar::UInt).map_err(|_| error());
+        }
+        if text.contains(['.', 'e', 'E', 'n', 'N']) {
+            return match text {
+                "nan" => Ok(Scalar::Float(f64::NAN)),
+                _ => text.parse().map(Scalar::Float).map_err(|_| error()),
+            };
+        }
+        text.parse().map(Scalar::Int).map_err(|_| error())
+    }
+}
+
+/// A text that is no single value.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("`{0}` is no number, truth value, inf or nan")]
+pub struct NotAScalar(pub String);
 
 impl From<f64> for Scalar {
     fn from(value: f64) -> Self {

@@ -148,6 +148,16 @@ impl TensorType {
         self.shape.numel()
     }
 
+    /// Whether sizes and strides of this type can be computed without overflow: the product of the extents (0 counted
+    /// as 1) and the size of an element is at most `isize::MAX`. Every type in a graph does.
+    pub fn fits_memory(&self) -> bool {
+        let bytes = self
+            .shape
+            .iter()
+            .try_fold(self.dtype.size(), |bytes, &dim| bytes.checked_mul(dim.max(1)));
+        bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok())
+    }
+
     /// Size of the row-major buffer in bytes.
     pub fn bytes(&self) -> usize {
         self.numel() * self.dtype.size()

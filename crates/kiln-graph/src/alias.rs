@@ -1,0 +1,116 @@
+//! Which output may take over which input's buffer.
+//!
+//! An argument that the program drops during the step (a parameter replaced by its update, a moment, a running mean) leaves a buffer of
+//! just the right size behind. [`assign_aliases`] pairs such arguments with outputs of the same type. A pair is useful only if the executor
+//! can write the output while it reads the argument, so an output is paired with arguments it is computed from *elementwise*: following
+//! operands of the output's own shape through pointwise operations only. Among those the pairing is a maximum
+//! bipartite matching (augmenting paths), because an update reads several candidates (parameter and both moments) and a greedy choice would
+//! leave others without one.
+
+use crate::{Graph, Value};
+
+/// Sets [`crate::Output::alias`] of every output of `graph`. `dies[i]` says whether argument `i` is dead after the step.
+pub fn assign_aliases(graph: &mut Graph, dies: &[bool]) {
+    let candidates: Vec<Vec<usize>> = graph
+        .outputs
+        .iter()
+        .map(|output| candidates(graph, output.value, dies))
+        .collect();
+    // owner[i]: the output that has argument i's buffer.
+    let mut owner: Vec<Option<usize>> = vec![None; dies.len()];
+    for output in 0..candidates.len() {
+        let mut tried = vec![false; dies.len()];
+        augment(output, &candidates, &mut owner, &mut tried);
+    }
+    graph.outputs.iter_mut().for_each(|output| output.alias = None);
+    for (argument, output) in owner.into_iter().enumerate() {
+        if let Some(output) = output {
+            graph.outputs[output].alias = Some(argument as u32);
+        }
+    }
+}
+
+/// Finds an argument for `output`, moving others if they have a second choice.
+fn augment(
+    output: usize,
+    candidates: &[Vec<usize>],
+    owner: &mut [Option<usize>],
+    tried: &mut [bool],
+) -> bool {
+    for &argument in &candidates[output] {
+        if std::mem::replace(&mut tried[argument], true) {
+            continue;
+        }
+        let free = match owner[argument] {
+            None => true,
+            Some(other) => augment(other, candidates, owner, tried),
+        };
+        if free {
+            owner[argument] = Some(output);
+            return true;
+        }
+    }
+    false
+}
+
+/// Dying arguments of the type of `output` from which it is computed elementwise, nearest first.
+fn candidates(graph: &Graph, output: Value, dies: &[bool]) -> Vec<usize> {
+    /// An update formula is some twenty operations deep at most; the bound keeps long pointwise chains linear.
+    const REACH: usize = 64;
+    let ty = graph.ty(output);
+    let mut found = Vec::new();
+    let mut queue = vec![output];
+    let mut next = 0;
+    while next < queue.len() && next < REACH {
+        let value = queue[next];
+        next += 1;
+        let node = graph.def(value);
+        if let crate::Op::Parameter { index, .. } = node.op {
+            let index = index as usize;
+            if dies.get(index).copied().unwrap_or(false) && graph.ty(value) == ty && !found.contains(&index) {
+                found.push(index);
+            }
+        } else if node.op.is_pointwise() {
+            for &operand in &node.inputs {
+                if graph.shape(operand) == &ty.shape && !queue.contains(&operand) {
+                    queue.push(operand);
+                }
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::BinaryOp;
+    use crate::{DType, Provenance, TensorType};
+
+    /// p' = p - m', m' = m + g: the parameter's update could take either buffer, the moment's only its own.
+    #[test]
+    fn every_state_keeps_a_buffer_of_its_own() {
+        let mut graph = Graph::new("update");
+        let p = Provenance::default();
+        let ty = TensorType::new(DType::F32, [4]);
+        let [moment, parameter, gradient] = [(); 3].map(|()| graph.parameter(ty.clone()));
+        let new_moment = graph.binary(BinaryOp::Add, moment, gradient, &p).unwrap();
+        let new_parameter = graph.binary(BinaryOp::Sub, new_moment, parameter, &p).unwrap();
+        graph.output(new_parameter, None);
+        graph.output(new_moment, None);
+
+        assign_aliases(&mut graph, &[true, true, false]);
+        assert_eq!(
+            graph
+                .outputs
+                .iter()
+                .map(|output| output.alias)
+                .collect::<Vec<_>>(),
+            [Some(1), Some(0)]
+        );
+
+        assign_aliases(&mut graph, &[true, false, false]);
+        let aliases: Vec<_> = graph.outputs.iter().filter_map(|output| output.alias).collect();
+        assert_eq!(aliases, [0], "one dying argument serves one output");
+    }
+}
