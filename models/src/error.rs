@@ -66,7 +66,12 @@ impl ModelError {
         value: impl std::fmt::Display,
         remedy: impl Into<String>,
     ) -> Self {
-        Self::Invalid { family, field, value: value.to_string(), remedy: remedy.into() }
+        Self::Invalid {
+            family,
+            field,
+            value: value.to_string(),
+            remedy: remedy.into(),
+        }
     }
 
     pub(crate) fn unsupported(
@@ -75,6 +80,11 @@ impl ModelError {
         value: impl std::fmt::Display,
         supported: &'static str,
     ) -> Self {
-        Self::Unsupported { family, field, value: value.to_string(), supported }
+        Self::Unsupported {
+            family,
+            field,
+            value: value.to_string(),
+            supported,
+        }
     }
 }

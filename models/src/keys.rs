@@ -84,10 +84,11 @@ impl KeyMap {
 
     /// The entry that a key of a file belongs to, by its name or one of its aliases.
     pub fn by_key(&self, key: &str) -> Option<&KeyEntry> {
-        self.entries
-            .iter()
-            .find(|entry| entry.key == key)
-            .or_else(|| self.entries.iter().find(|entry| entry.aliases.iter().any(|alias| alias == key)))
+        self.entries.iter().find(|entry| entry.key == key).or_else(|| {
+            self.entries
+                .iter()
+                .find(|entry| entry.aliases.iter().any(|alias| alias == key))
+        })
     }
 
     /// Whether a key that belongs to no entry can be passed over in silence.
@@ -133,7 +134,11 @@ pub trait Pretrained<B: Backend>: Module<B> {
                     ("LayerNorm" | "BatchNorm2d", "beta") => "bias",
                     _ => leaf,
                 };
-                let renamed = if stem.is_empty() { leaf.to_string() } else { format!("{stem}.{leaf}") };
+                let renamed = if stem.is_empty() {
+                    leaf.to_string()
+                } else {
+                    format!("{stem}.{leaf}")
+                };
                 let key = self.original_key(&renamed);
                 KeyEntry {
                     transpose: info.container == "Linear" && leaf == "weight",
@@ -146,7 +151,11 @@ pub trait Pretrained<B: Backend>: Module<B> {
                 }
             })
             .collect();
-        KeyMap { family: self.family(), entries, ignorable: self.ignorable() }
+        KeyMap {
+            family: self.family(),
+            entries,
+            ignorable: self.ignorable(),
+        }
     }
 }
 

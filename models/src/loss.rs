@@ -58,7 +58,10 @@ impl CrossEntropy {
             Some(_) => targets.clone().clamp(0, classes as i64 - 1),
             None => targets.clone(),
         };
-        let picked = log_probs.clone().gather(1, indices.reshape([samples, 1])).reshape([samples]);
+        let picked = log_probs
+            .clone()
+            .gather(1, indices.reshape([samples, 1]))
+            .reshape([samples]);
         let gain = if self.label_smoothing > 0.0 {
             let uniform = log_probs.mean_dim(1).reshape([samples]);
             picked.mul_scalar(1.0 - self.label_smoothing) + uniform.mul_scalar(self.label_smoothing)
@@ -69,7 +72,13 @@ impl CrossEntropy {
             None => gain.mean().neg(),
             Some(index) => {
                 let ignored = targets.equal_elem(index);
-                let counted = ignored.clone().bool_not().float().cast(gain.dtype()).sum().clamp_min(1.0);
+                let counted = ignored
+                    .clone()
+                    .bool_not()
+                    .float()
+                    .cast(gain.dtype())
+                    .sum()
+                    .clamp_min(1.0);
                 gain.mask_fill(ignored, 0.0).sum().neg() / counted
             }
         }
@@ -83,7 +92,10 @@ pub fn sequence_cross_entropy<B: Backend>(
     targets: Tensor<B, 2, Int>,
 ) -> Tensor<B, 1> {
     let [batch, length, classes] = logits.dims();
-    loss.forward(logits.reshape([batch * length, classes]), targets.reshape([batch * length]))
+    loss.forward(
+        logits.reshape([batch * length, classes]),
+        targets.reshape([batch * length]),
+    )
 }
 
 /// Mean squared error over all elements; output `[1]`.

@@ -30,8 +30,13 @@ pub struct Mlp<B: Backend> {
 impl MlpConfig {
     /// Builds the model with PyTorch's default initialisation of linear layers.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Mlp<B> {
-        let layers = self.widths.windows(2).map(|pair| LinearConfig::new(pair[0], pair[1]).init(device));
-        Mlp { layers: layers.collect() }
+        let layers = self
+            .widths
+            .windows(2)
+            .map(|pair| LinearConfig::new(pair[0], pair[1]).init(device));
+        Mlp {
+            layers: layers.collect(),
+        }
     }
 }
 

@@ -65,7 +65,11 @@ pub fn assign_params<B: Backend, M: Module<B>>(
     module: M,
     source: impl FnMut(&str) -> Option<TensorData>,
 ) -> Result<M, ShapeMismatch> {
-    let mut assign = Assign { position: Position::default(), source, mismatch: None };
+    let mut assign = Assign {
+        position: Position::default(),
+        source,
+        mismatch: None,
+    };
     let module = module.map(&mut assign);
     match assign.mismatch {
         Some(mismatch) => Err(mismatch),
@@ -109,7 +113,11 @@ impl Position {
 
     /// The innermost struct: containers of other kinds (`Vec`, tuples, arrays) only add an index to the path.
     fn holder(&self) -> &str {
-        self.containers.iter().rev().find_map(|container| container.strip_prefix("Struct:")).unwrap_or("")
+        self.containers
+            .iter()
+            .rev()
+            .find_map(|container| container.strip_prefix("Struct:"))
+            .unwrap_or("")
     }
 }
 
@@ -130,11 +138,19 @@ impl<B: Backend> ModuleVisitor<B> for Walk {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let container = self.position.holder().to_string();
-        let buffer = self.position.names.last().is_some_and(|name| name.starts_with("running_"));
+        let buffer = self
+            .position
+            .names
+            .last()
+            .is_some_and(|name| name.starts_with("running_"));
         self.found.push(ParamInfo {
             path: self.position.path(),
             shape: param.lazy_shape().to_vec(),
-            kind: if buffer { TensorKind::Buffer } else { TensorKind::Parameter },
+            kind: if buffer {
+                TensorKind::Buffer
+            } else {
+                TensorKind::Parameter
+            },
             container,
         });
     }
@@ -163,7 +179,11 @@ impl<B: Backend, F: FnMut(&str) -> Option<TensorData>> ModuleMapper<B> for Assig
         let expected = param.lazy_shape().to_vec();
         let found = data.shape.to_vec();
         if expected != found {
-            self.mismatch.get_or_insert(ShapeMismatch { path, expected, found });
+            self.mismatch.get_or_insert(ShapeMismatch {
+                path,
+                expected,
+                found,
+            });
             return param;
         }
         let tensor = Tensor::from_data(data, &param.lazy_device());

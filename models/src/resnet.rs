@@ -115,8 +115,10 @@ impl ResNetConfig {
     fn block<B: Backend>(&self, input: usize, planes: usize, stride: usize, device: &B::Device) -> Block<B> {
         let output = planes * self.block.expansion();
         let norm = |channels: usize| BatchNorm2dConfig::new(channels).init(device);
-        let downsample = (stride != 1 || input != output)
-            .then(|| Downsample { conv: conv(input, output, 1, stride, 1, device), norm: norm(output) });
+        let downsample = (stride != 1 || input != output).then(|| Downsample {
+            conv: conv(input, output, 1, stride, 1, device),
+            norm: norm(output),
+        });
         match self.block {
             BlockKind::Basic => Block {
                 conv1: conv(input, planes, 3, stride, 1, device),
@@ -212,8 +214,13 @@ pub struct ResNet<B: Backend> {
 impl<B: Backend> ResNet<B> {
     /// Features before the classifier: `[batch, 3, height, width]` to `[batch, features]`.
     pub fn features(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
-        let mut hidden = self.pool.forward(relu(self.bn1.forward(self.conv1.forward(images))));
-        for block in [&self.layer1, &self.layer2, &self.layer3, &self.layer4].into_iter().flatten() {
+        let mut hidden = self
+            .pool
+            .forward(relu(self.bn1.forward(self.conv1.forward(images))));
+        for block in [&self.layer1, &self.layer2, &self.layer3, &self.layer4]
+            .into_iter()
+            .flatten()
+        {
             hidden = block.forward(hidden);
         }
         global_avg_pool(hidden)

@@ -56,13 +56,17 @@ pub fn causal_mask<B: Backend>(queries: usize, keys: usize, device: &B::Device) 
     let first = (keys - queries) as i64;
     let query = Tensor::<B, 1, Int>::arange(first..keys as i64, device).reshape([queries, 1]);
     let key = Tensor::<B, 1, Int>::arange(0..keys as i64, device).reshape([1, keys]);
-    key.expand([queries, keys]).greater(query.expand([queries, keys])).reshape([1, 1, queries, keys])
+    key.expand([queries, keys])
+        .greater(query.expand([queries, keys]))
+        .reshape([1, 1, queries, keys])
 }
 
 /// `[batch, length, heads * head_dim]` to `[batch, heads, length, head_dim]`.
 pub fn split_heads<B: Backend>(tensor: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
     let [batch, length, width] = tensor.dims();
-    tensor.reshape([batch, length, heads, width / heads]).swap_dims(1, 2)
+    tensor
+        .reshape([batch, length, heads, width / heads])
+        .swap_dims(1, 2)
 }
 
 /// `[batch, heads, length, head_dim]` to `[batch, length, heads * head_dim]`.

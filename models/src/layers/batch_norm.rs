@@ -59,7 +59,11 @@ impl<B: Backend> BatchNorm2d<B> {
     ///
     /// - input, output: `[batch, channels, height, width]`
     pub fn forward(&self, input: Tensor<B, 4>) -> Tensor<B, 4> {
-        if B::ad_enabled(&input.device()) { self.forward_train(input) } else { self.forward_inference(input) }
+        if B::ad_enabled(&input.device()) {
+            self.forward_train(input)
+        } else {
+            self.forward_inference(input)
+        }
     }
 
     fn forward_inference(&self, input: Tensor<B, 4>) -> Tensor<B, 4> {
@@ -76,11 +80,25 @@ impl<B: Backend> BatchNorm2d<B> {
         let rows = |tensor: Tensor<B, 4>| tensor.swap_dims(0, 1).reshape([channels, count]);
 
         let mean = rows(input.clone()).mean_dim(1).reshape(shape);
-        let var = rows(input.clone().sub(mean.clone()).square()).mean_dim(1).reshape(shape);
+        let var = rows(input.clone().sub(mean.clone()).square())
+            .mean_dim(1)
+            .reshape(shape);
 
-        let unbias = if count > 1 { count as f64 / (count as f64 - 1.0) } else { 1.0 };
-        self.update(&self.running_mean, mean.clone().detach().reshape([channels]), self.momentum);
-        self.update(&self.running_var, var.clone().detach().reshape([channels]), self.momentum * unbias);
+        let unbias = if count > 1 {
+            count as f64 / (count as f64 - 1.0)
+        } else {
+            1.0
+        };
+        self.update(
+            &self.running_mean,
+            mean.clone().detach().reshape([channels]),
+            self.momentum,
+        );
+        self.update(
+            &self.running_var,
+            var.clone().detach().reshape([channels]),
+            self.momentum * unbias,
+        );
         self.normalise(input, mean, var)
     }
 
@@ -93,6 +111,10 @@ impl<B: Backend> BatchNorm2d<B> {
     fn normalise(&self, input: Tensor<B, 4>, mean: Tensor<B, 4>, var: Tensor<B, 4>) -> Tensor<B, 4> {
         let shape = [1, input.dims()[1], 1, 1];
         let std = var.add_scalar(self.epsilon).sqrt();
-        input.sub(mean).div(std).mul(self.gamma.val().reshape(shape)).add(self.beta.val().reshape(shape))
+        input
+            .sub(mean)
+            .div(std)
+            .mul(self.gamma.val().reshape(shape))
+            .add(self.beta.val().reshape(shape))
     }
 }

@@ -37,7 +37,15 @@ pub struct ConvSpec {
 impl ConvSpec {
     /// A convolution from `channels[0]` to `channels[1]` with stride 1, no padding, one group and a bias.
     pub fn new(channels: [usize; 2], kernel: usize) -> Self {
-        Self { channels, kernel, stride: 1, padding: 0, groups: 1, bias: true, scheme: ConvInit::Default }
+        Self {
+            channels,
+            kernel,
+            stride: 1,
+            padding: 0,
+            groups: 1,
+            bias: true,
+            scheme: ConvInit::Default,
+        }
     }
 
     /// Sets the stride of both directions.
@@ -73,14 +81,21 @@ impl ConvSpec {
     /// Builds the convolution; its parameters are initialised when first used.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Conv2d<B> {
         let initializer = match self.scheme {
-            ConvInit::Default => Initializer::KaimingUniform { gain: 1.0 / 3f64.sqrt(), fan_out_only: false },
+            ConvInit::Default => Initializer::KaimingUniform {
+                gain: 1.0 / 3f64.sqrt(),
+                fan_out_only: false,
+            },
             ConvInit::KaimingNormalFanOut => {
                 let fan_out = self.channels[1] * self.kernel * self.kernel;
-                Initializer::Normal { mean: 0.0, std: (2.0 / fan_out as f64).sqrt() }
+                Initializer::Normal {
+                    mean: 0.0,
+                    std: (2.0 / fan_out as f64).sqrt(),
+                }
             }
-            ConvInit::KaimingUniformFanIn => {
-                Initializer::KaimingUniform { gain: 2f64.sqrt(), fan_out_only: false }
-            }
+            ConvInit::KaimingUniformFanIn => Initializer::KaimingUniform {
+                gain: 2f64.sqrt(),
+                fan_out_only: false,
+            },
             ConvInit::Normal(std) => Initializer::Normal { mean: 0.0, std },
         };
         let pad = self.padding;
@@ -110,5 +125,8 @@ pub fn max_pool2d(kernel: usize, stride: usize, padding: usize, ceil: bool) -> M
 /// Mean over height and width: `[batch, channels, height, width]` to `[batch, channels]`.
 pub fn global_avg_pool<B: Backend>(input: Tensor<B, 4>) -> Tensor<B, 2> {
     let [batch, channels, height, width] = input.dims();
-    input.reshape([batch, channels, height * width]).mean_dim(2).reshape([batch, channels])
+    input
+        .reshape([batch, channels, height * width])
+        .mean_dim(2)
+        .reshape([batch, channels])
 }

@@ -1,9 +1,13 @@
 //! Parts that several families share and that Burn's own library has not, or has with other details.
 
+mod activation;
 mod attention;
 mod batch_norm;
 mod conv;
+mod embedding;
 
+pub use activation::Activation;
 pub use attention::{attention, causal_mask, merge_heads, split_heads};
 pub use batch_norm::{BatchNorm2d, BatchNorm2dConfig};
 pub use conv::{ConvInit, ConvSpec, global_avg_pool, max_pool2d};
+pub use embedding::TokenEmbedding;

@@ -1,0 +1,126 @@
+//! Configurations of Hugging Face: what is read, what is written, what is refused.
+
+use crate::fixture::Fixture;
+use kiln_models::ModelError;
+use kiln_models::bert::BertConfig;
+use kiln_models::llama::{LlamaConfig, RopeScaling};
+
+const LLAMA: &str = r#"{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4"#;
+
+fn llama(more: &str) -> Result<LlamaConfig, ModelError> {
+    LlamaConfig::from_hf_json(&format!("{LLAMA}{more}}}"))
+}
+
+#[test]
+fn llama_reads_older_and_newer_forms() {
+    let plain = llama("").expect("the least configuration");
+    assert_eq!(
+        (plain.kv_heads(), plain.head_width(), plain.rope_theta),
+        (4, 8, 10000.0)
+    );
+    assert_eq!(plain.rms_norm_eps, 1e-6);
+
+    let older = llama(
+        r#", "num_key_value_heads": 2, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "eos_token_id": [1, 2],
+        "rope_scaling": {"type": "linear", "factor": 2.0}, "pad_token_id": -1"#,
+    )
+    .expect("an older configuration");
+    assert_eq!(older.rope_scaling, RopeScaling::Linear { factor: 2.0 });
+    assert_eq!(
+        (older.kv_heads(), older.rope_theta, older.pad_token_id),
+        (2, 500000.0, None)
+    );
+    assert_eq!(older.eos_token_ids, [1, 2]);
+
+    let newer = Fixture::load("llama3");
+    let newer = LlamaConfig::from_hf_json(&newer.config).expect("a newer configuration");
+    let expected = RopeScaling::Llama3 {
+        factor: 4.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 16,
+    };
+    assert_eq!((newer.rope_scaling, newer.rope_theta), (expected, 500.0));
+}
+
+#[test]
+fn written_configurations_read_back() {
+    for name in [
+        "llama2",
+        "llama_gqa_tied",
+        "llama3",
+        "llama_linear",
+        "llama_dynamic",
+    ] {
+        let config = LlamaConfig::from_hf_json(&Fixture::load(name).config).expect(name);
+        let again = LlamaConfig::from_hf_json(&config.to_hf_json()).expect(name);
+        // Written with every default spelled out; the meaning is the same, so a second round changes nothing.
+        assert_eq!(again.to_hf_json(), config.to_hf_json(), "{name}");
+        assert_eq!(again.rope_scaling, config.rope_scaling, "{name}");
+    }
+    for name in ["bert_classifier", "bert_masked_lm", "bert_untied"] {
+        let config = BertConfig::from_hf_json(&Fixture::load(name).config).expect(name);
+        let again = BertConfig::from_hf_json(&config.to_hf_json("BertModel")).expect(name);
+        assert_eq!(format!("{again:?}"), format!("{config:?}"), "{name}");
+    }
+}
+
+#[test]
+fn impossible_llamas_are_refused() {
+    let cases = [
+        (r#", "num_key_value_heads": 3"#, "num_key_value_heads"),
+        (r#", "num_key_value_heads": 0"#, "num_key_value_heads"),
+        (r#", "head_dim": 7"#, "head_dim"),
+        (r#", "rms_norm_eps": 0"#, "rms_norm_eps"),
+        (r#", "rope_theta": -1"#, "rope_theta"),
+        (r#", "attention_dropout": 1.5"#, "attention_dropout"),
+        (r#", "hidden_act": "gelu""#, "hidden_act"),
+        (r#", "model_type": "mamba""#, "model_type"),
+        (
+            r#", "rope_scaling": {"rope_type": "yarn", "factor": 2}"#,
+            "rope_type",
+        ),
+        (r#", "rope_scaling": {"rope_type": "linear"}"#, "factor"),
+        (
+            r#", "rope_scaling": {"rope_type": "dynamic", "factor": 0}"#,
+            "factor",
+        ),
+    ];
+    for (field, named) in cases {
+        let error = llama(field).expect_err(field).to_string();
+        assert!(error.contains(&format!("`{named}`")), "{field}: {error}");
+    }
+    assert!(matches!(
+        llama(r#", "hidden_size": NaN"#),
+        Err(ModelError::Parse { .. })
+    ));
+    assert!(matches!(
+        LlamaConfig::from_hf_json("{}"),
+        Err(ModelError::Parse { .. })
+    ));
+    assert!(matches!(
+        LlamaConfig::preset("llama-7t"),
+        Err(ModelError::UnknownModel { .. })
+    ));
+}
+
+#[test]
+fn impossible_berts_are_refused() {
+    let cases = [
+        (r#"{"num_attention_heads": 7}"#, "num_attention_heads"),
+        (r#"{"vocab_size": 0}"#, "vocab_size"),
+        (r#"{"hidden_dropout_prob": -0.1}"#, "hidden_dropout_prob"),
+        (r#"{"hidden_act": "step"}"#, "hidden_act"),
+        (
+            r#"{"position_embedding_type": "relative_key"}"#,
+            "position_embedding_type",
+        ),
+        (r#"{"is_decoder": true}"#, "is_decoder"),
+        (r#"{"id2label": {}}"#, "num_labels"),
+    ];
+    for (text, named) in cases {
+        let error = BertConfig::from_hf_json(text).expect_err(text).to_string();
+        assert!(error.contains(&format!("`{named}`")), "{text}: {error}");
+    }
+}

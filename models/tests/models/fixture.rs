@@ -1,0 +1,235 @@
+//! Reads a fixture, puts its weights into a model through the key map, and compares tensors.
+
+use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Int, Tensor, TensorData};
+use kiln_models::keys::{KeyMap, Pretrained};
+use kiln_models::params::{TensorKind, assign_params};
+use safetensors::{Dtype, SafeTensors};
+use std::collections::BTreeMap;
+
+/// Inner backend of the tests.
+pub type Inner = burn_flex::Flex;
+/// Training backend of the tests.
+pub type Ad = burn_autodiff::Autodiff<Inner>;
+
+/// Largest difference allowed, relative to the largest magnitude of the reference tensor.
+const TOLERANCE: f64 = 1e-4;
+
+/// The tensors of a fixture, and the configuration in its metadata.
+pub struct Fixture {
+    pub name: String,
+    pub config: String,
+    tensors: BTreeMap<String, TensorData>,
+}
+
+impl Fixture {
+    pub fn load(name: &str) -> Self {
+        let path = format!("{}/tests/fixtures/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
+        let bytes = std::fs::read(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+        let (_, header) = SafeTensors::read_metadata(&bytes).expect("a safetensors header");
+        let config = header.metadata().as_ref().expect("metadata")["config"].clone();
+        let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
+        let tensors = file.iter().map(|(key, view)| {
+            let shape = view.shape().to_vec();
+            let data = match view.dtype() {
+                Dtype::F32 => TensorData::new(chunks(view.data(), f32::from_le_bytes), shape),
+                Dtype::I64 => TensorData::new(chunks(view.data(), i64::from_le_bytes), shape),
+                other => panic!("{path}: {key} has dtype {other:?}"),
+            };
+            (key.to_string(), data)
+        });
+        Self {
+            name: name.into(),
+            config,
+            tensors: tensors.collect(),
+        }
+    }
+
+    pub fn data(&self, key: &str) -> TensorData {
+        self.tensors
+            .get(key)
+            .unwrap_or_else(|| panic!("{}: no tensor {key}", self.name))
+            .clone()
+    }
+
+    pub fn float<B: Backend, const D: usize>(&self, key: &str) -> Tensor<B, D> {
+        Tensor::from_data(self.data(key), &Default::default())
+    }
+
+    pub fn int<B: Backend, const D: usize>(&self, key: &str) -> Tensor<B, D, Int> {
+        Tensor::from_data(self.data(key), &Default::default())
+    }
+
+    /// Loads all weights; the file and the model must hold exactly the same tensors.
+    pub fn weights<B: Backend, M: Pretrained<B>>(&self, model: M) -> M {
+        let map = model.key_map();
+        let used: Vec<&str> = map.entries.iter().map(|entry| entry.key.as_str()).collect();
+        for key in self.tensors.keys().filter_map(|key| key.strip_prefix("weight.")) {
+            assert!(used.contains(&key), "{}: the model has no {key}", self.name);
+        }
+        assign_params(model, |path| Some(self.original(&map, "weight", path)))
+            .unwrap_or_else(|error| panic!("{}: {error}", self.name))
+    }
+
+    /// The tensor `group.key` of the original that belongs to `path`, in the layout of the module.
+    fn original(&self, map: &KeyMap, group: &str, path: &str) -> TensorData {
+        let entry = map
+            .by_path(path)
+            .unwrap_or_else(|| panic!("{}: no key for {path}", self.name));
+        let data = self.data(&format!("{group}.{}", entry.key));
+        assert_eq!(
+            data.shape.to_vec(),
+            entry.original_shape(),
+            "{}: {}",
+            self.name,
+            entry.key
+        );
+        if entry.transpose { transposed(data) } else { data }
+    }
+
+    /// Compares a training step with the original's: logits, loss, every gradient, running statistics, and the logits
+    /// of evaluation. `forward` gets logits, `loss` the loss of a model.
+    pub fn check<M, const D: usize>(
+        &self,
+        model: M,
+        forward: impl Fn(&M) -> Tensor<Ad, D>,
+        evaluate: impl Fn(&M::InnerModule) -> Tensor<Inner, D>,
+        loss: impl Fn(&M) -> Tensor<Ad, 1>,
+    ) where
+        M: Pretrained<Ad> + AutodiffModule<Ad>,
+    {
+        let model = self.weights(model);
+        let map = model.key_map();
+        self.compare(
+            "eval logits",
+            evaluate(&model.valid()).into_data(),
+            self.data("output.eval_logits"),
+        );
+        let value = loss(&model);
+        self.compare("loss", value.clone().into_data(), self.data("output.loss"));
+        let grads = value.backward();
+        let mut found = Gradients {
+            names: Vec::new(),
+            grads: &grads,
+            found: BTreeMap::new(),
+        };
+        model.visit(&mut found);
+        let found = found.found;
+        for entry in &map.entries {
+            if entry.kind == TensorKind::Parameter {
+                let expected = self.original(&map, "grad", &entry.path);
+                let actual = found.get(&entry.path).cloned();
+                // An unused parameter has no gradient here and zeros there.
+                let actual = actual.unwrap_or_else(|| TensorData::zeros::<f32, _>(expected.shape.to_vec()));
+                self.compare(&format!("gradient of {}", entry.path), actual, expected);
+            }
+        }
+        // Running statistics were updated once, by the pass of the loss.
+        let after = Values::of(&model.valid());
+        for entry in map
+            .entries
+            .iter()
+            .filter(|entry| entry.kind == TensorKind::Buffer)
+        {
+            let expected = self.original(&map, "after", &entry.path);
+            self.compare(&entry.path, after[&entry.path].clone(), expected);
+        }
+        self.compare("logits", forward(&model).into_data(), self.data("output.logits"));
+    }
+
+    pub fn compare(&self, what: &str, actual: TensorData, expected: TensorData) {
+        assert_eq!(actual.shape, expected.shape, "{}: shape of {what}", self.name);
+        let actual: Vec<f64> = actual.iter::<f64>().collect();
+        let expected: Vec<f64> = expected.iter::<f64>().collect();
+        // A gradient that is zero in exact arithmetic (of a bias before a softmax over keys, for one) is rounding noise
+        // on both sides; the floor keeps the noise from being compared with itself.
+        let scale = expected
+            .iter()
+            .fold(1e-3f64, |scale, value| scale.max(value.abs()));
+        let worst = actual
+            .iter()
+            .zip(&expected)
+            .map(|(a, e)| (a - e).abs())
+            .fold(0.0, f64::max);
+        assert!(
+            worst <= TOLERANCE * scale,
+            "{}: {what} differs by {worst:.3e}, the largest magnitude is {scale:.3e}",
+            self.name
+        );
+        // `max` passes over NaN, so it is looked for on its own.
+        assert!(
+            actual.iter().all(|value| value.is_finite()),
+            "{}: {what} is not finite",
+            self.name
+        );
+    }
+}
+
+fn chunks<T, const N: usize>(bytes: &[u8], read: impl Fn([u8; N]) -> T) -> Vec<T> {
+    bytes
+        .chunks_exact(N)
+        .map(|chunk| read(chunk.try_into().expect("a whole chunk")))
+        .collect()
+}
+
+fn transposed(data: TensorData) -> TensorData {
+    let [rows, cols] = [data.shape[0], data.shape[1]];
+    let values: Vec<f32> = data.iter::<f32>().collect();
+    let swapped: Vec<f32> = (0..rows * cols)
+        .map(|at| values[(at % rows) * cols + at / rows])
+        .collect();
+    TensorData::new(swapped, [cols, rows])
+}
+
+/// Collects the gradient of each parameter by path.
+struct Gradients<'a> {
+    names: Vec<String>,
+    grads: &'a <Ad as AutodiffBackend>::Gradients,
+    found: BTreeMap<String, TensorData>,
+}
+
+impl ModuleVisitor<Ad> for Gradients<'_> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.names.push(name.into());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.names.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Ad, D>>) {
+        if let Some(grad) = param.val().grad(self.grads) {
+            self.found.insert(self.names.join("."), grad.into_data());
+        }
+    }
+}
+
+/// Collects the value of each tensor by path.
+#[derive(Default)]
+pub struct Values {
+    names: Vec<String>,
+    found: BTreeMap<String, TensorData>,
+}
+
+impl Values {
+    pub fn of<B: Backend, M: Module<B>>(module: &M) -> BTreeMap<String, TensorData> {
+        let mut values = Self::default();
+        module.visit(&mut values);
+        values.found
+    }
+}
+
+impl<B: Backend> ModuleVisitor<B> for Values {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.names.push(name.into());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.names.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.found.insert(self.names.join("."), param.val().into_data());
+    }
+}
