@@ -1,0 +1,218 @@
+//! Eager execution: one recorded operation, run at once on burn-flex.
+//!
+//! `burn-router` describes every backend call as an [`OperationIr`] whose operands are ids. [`run`] looks the operands up in a
+//! [`TensorStore`], calls the operation of the same name on [`Flex`], and stores the results. All three tensor kinds are
+//! `FlexTensor` there, so operations that only move elements share one table of functions per kind ([`base`]).
+//!
+//! Two rules keep this safe and fast:
+//!
+//! - An operand whose status is `ReadWrite` is used for the last time and leaves the store, so that burn-flex owns its buffer
+//!   and may work in place. If the same tensor is also another operand of the operation, it leaves at the end.
+//! - Results have the element type the stream announces, even where burn-flex prefers another (it indexes with 64 bits).
+//!
+//! Random operations do not use burn-flex's generator but Philox ([`random`]), as every executor does.
+//!
+//! A panic inside burn-flex (an index out of range, say) passes through: it is the user's panic. The store lost the operands
+//! nobody else could have used, nothing more.
+
+mod base;
+mod float;
+mod int;
+mod module;
+mod numeric;
+pub(crate) mod random;
+
+use burn_backend::ops::{FloatTensorOps, IntTensorOps};
+use burn_backend::{DType, FloatDType, IntDType};
+use burn_flex::{Flex, FlexTensor};
+use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
+use smallvec::SmallVec;
+
+use crate::stream;
+
+/// Where the operands of an operation are and its results go.
+pub trait TensorStore {
+    /// The tensor `ir` names. If its status is `ReadWrite` nobody uses it again, and it leaves the store.
+    ///
+    /// Fails if the store has no such tensor or its value cannot be had.
+    fn take(&mut self, ir: &TensorIr) -> Result<FlexTensor, OperationError>;
+
+    /// Stores a result under the id of `ir`.
+    fn put(&mut self, ir: &TensorIr, tensor: FlexTensor);
+}
+
+/// Why an operation did not run.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum OperationError {
+    /// Nothing behind the backend can run it.
+    #[error("{operation} cannot run on Kiln: {reason}")]
+    Unsupported {
+        /// The operation, such as `Float.Quantize`.
+        operation: String,
+        /// What stands in the way and what to do instead.
+        reason: String,
+    },
+    /// An operand is not in the store.
+    #[error("tensor {tensor} has no value: it was dropped, or made by a step that did not finish")]
+    Missing {
+        /// Its id.
+        tensor: u64,
+    },
+    /// An operand is known but its value cannot be had.
+    #[error("tensor {tensor} has no value: {reason}")]
+    Unavailable {
+        /// Its id.
+        tensor: u64,
+        /// What happened.
+        reason: String,
+    },
+}
+
+impl OperationError {
+    /// The error for an operand the store does not know.
+    pub fn missing(tensor: TensorId) -> Self {
+        OperationError::Missing {
+            tensor: tensor.value(),
+        }
+    }
+
+    fn unsupported(operation: &OperationIr, reason: &str) -> Self {
+        OperationError::Unsupported {
+            operation: stream::name(operation),
+            reason: reason.to_owned(),
+        }
+    }
+}
+
+/// Draws the position of the next random operation: the seed of the device's generator and a stream nobody else has.
+pub type NextStream<'a> = dyn FnMut() -> (u64, u64) + 'a;
+
+/// Runs `operation` on burn-flex, operands and results in `tensors`; `random` is called once for each random operation.
+///
+/// `Drop` takes its tensor out of the store; `Init` does nothing.
+///
+/// # Errors
+///
+/// If an operand has no value, or if nothing behind the backend can run the operation.
+///
+/// # Panics
+///
+/// As the operation does on burn-flex (shapes that do not fit, indices out of range).
+pub fn run(
+    operation: &OperationIr,
+    tensors: &mut impl TensorStore,
+    random: &mut NextStream<'_>,
+) -> Result<(), OperationError> {
+    let mut operands = Operands::new(operation, tensors);
+    match operation {
+        OperationIr::BaseFloat(op) => base::run(&base::FLOAT, op, &mut operands)?,
+        OperationIr::BaseInt(op) => base::run(&base::INT, op, &mut operands)?,
+        OperationIr::BaseBool(op) => base::run(&base::BOOL, op, &mut operands)?,
+        OperationIr::NumericFloat(_, op) => numeric::run(&numeric::FLOAT, op, &mut operands, random)?,
+        OperationIr::NumericInt(_, op) => numeric::run(&numeric::INT, op, &mut operands, random)?,
+        OperationIr::Bool(op) => float::run_bool(op, &mut operands)?,
+        OperationIr::Int(op) => int::run_int(op, &mut operands)?,
+        OperationIr::Float(_, op) => float::run_float(operation, op, &mut operands, random)?,
+        OperationIr::Module(op) => module::run(op, &mut operands)?,
+        OperationIr::Init(_) => {}
+        OperationIr::Drop(tensor) => match operands.store.take(tensor) {
+            Ok(_) | Err(OperationError::Missing { .. }) => {}
+            Err(error) => return Err(error),
+        },
+        OperationIr::Custom(_) => {
+            return Err(OperationError::unsupported(
+                operation,
+                "custom operations have no implementation on this backend; express it with tensor operations",
+            ));
+        }
+        #[allow(unreachable_patterns)] // Present only if some crate enables burn-ir's `distributed` feature.
+        _ => {
+            return Err(OperationError::unsupported(
+                operation,
+                "collectives are not available on a single device; reduce the gradients on the host",
+            ));
+        }
+    }
+    operands.finish()
+}
+
+/// The operands of one operation, with care for a tensor that is more than one of them.
+struct Operands<'a, S> {
+    store: &'a mut S,
+    /// Whether some tensor is an operand twice.
+    repeats: bool,
+    /// Last uses put off until the operation has run.
+    deferred: SmallVec<[TensorIr; 2]>,
+}
+
+impl<'a, S: TensorStore> Operands<'a, S> {
+    fn new(operation: &OperationIr, store: &'a mut S) -> Self {
+        let mut seen: SmallVec<[TensorId; 6]> = SmallVec::new();
+        let mut repeats = false;
+        if !matches!(operation, OperationIr::Drop(_)) {
+            for input in operation.inputs() {
+                repeats |= seen.contains(&input.id);
+                seen.push(input.id);
+            }
+        }
+        Self {
+            store,
+            repeats,
+            deferred: SmallVec::new(),
+        }
+    }
+
+    fn take(&mut self, ir: &TensorIr) -> Result<FlexTensor, OperationError> {
+        if !(self.repeats && ir.status == TensorStatus::ReadWrite) {
+            return self.store.take(ir);
+        }
+        self.deferred.push(ir.clone());
+        self.store.take(&TensorIr {
+            status: TensorStatus::ReadOnly,
+            ..ir.clone()
+        })
+    }
+
+    fn take_optional(&mut self, ir: &Option<TensorIr>) -> Result<Option<FlexTensor>, OperationError> {
+        ir.as_ref().map(|ir| self.take(ir)).transpose()
+    }
+
+    fn put(&mut self, ir: &TensorIr, tensor: FlexTensor) {
+        let tensor = conform(tensor, ir.dtype);
+        self.store.put(ir, tensor);
+    }
+
+    fn finish(self) -> Result<(), OperationError> {
+        for ir in &self.deferred {
+            self.store.take(ir)?;
+        }
+        Ok(())
+    }
+}
+
+/// `tensor` in the element type the stream announces.
+fn conform(tensor: FlexTensor, announced: DType) -> FlexTensor {
+    let have = tensor.dtype();
+    if have == announced {
+        tensor
+    } else if is_int(have) && is_int(announced) {
+        Flex::int_cast(tensor, IntDType::from(announced))
+    } else if have.is_float() && announced.is_float() {
+        Flex::float_cast(tensor, float_dtype(announced))
+    } else {
+        tensor
+    }
+}
+
+/// Whether `dtype` is an integer type, signed or not.
+fn is_int(dtype: DType) -> bool {
+    dtype.is_int() || dtype.is_uint()
+}
+
+/// The float type burn-flex computes `dtype` in: `Flex32`, whose precision is the backend's choice, is f32.
+fn float_dtype(dtype: DType) -> FloatDType {
+    match FloatDType::from(dtype) {
+        FloatDType::Flex32 => FloatDType::F32,
+        other => other,
+    }
+}

@@ -1,0 +1,2 @@
+//! Executors.
+pub mod convert;
