@@ -633,7 +633,7 @@ impl Rule<'_> {
         let positive = conv.groups >= 1 && conv.stride.iter().chain(&conv.dilation).all(|&n| n >= 1);
         self.require(positive, || "groups, strides and dilations are at least 1".into())?;
         let grouped =
-            Some(x.shape[1]) == w.shape[1].checked_mul(conv.groups) && w.shape[0] % conv.groups == 0;
+            Some(x.shape[1]) == w.shape[1].checked_mul(conv.groups) && w.shape[0].is_multiple_of(conv.groups);
         self.require(grouped, || {
             format!("{x} and weight {w} do not fit {} groups", conv.groups)
         })?;

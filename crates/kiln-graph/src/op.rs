@@ -10,7 +10,7 @@
 //!   reassociated across primitives and nothing assumes that NaN does not occur. `f16` and `bf16` compute in f32 and round once per
 //!   primitive; fused executors may keep the f32 intermediate (they are compared with a tolerance).
 //! - **Integers** wrap on overflow. Division or remainder by zero gives 0. Shifts by the width or more give 0 (for `>>` of
-//!   negative numbers: -1); negative shift counts give 0 likewise.
+//!   negative numbers: -1); a negative count acts like one that is too large.
 //! - **Reductions** of nothing give the neutral element: sum 0, product 1, any false, all true, max the lowest value of
 //!   the type (-inf for floats), min the highest. Sums of floats may be taken in any fixed order.
 //! - **Max and min** of floats propagate NaN: if any operand is NaN the result is NaN.
@@ -208,7 +208,7 @@ pub enum Op {
     /// `(x: [n, c, s..]) -> [n, c, out..]`. Largest element of each window; padding counts as the lowest value.
     MaxPool(Window),
     /// `(x: [n, c, s..]) -> ([n, c, out..], dtype[n, c, out..])`. [`Op::MaxPool`] and where the element was: its row-major index
-    /// within the spatial extents of `x`; the first on ties, the first NaN if there is one.
+    /// within the spatial extents of `x`; the first on ties, the first NaN if there is one. A window of padding only gives 0.
     MaxPoolWithIndices {
         /// The window.
         window: Window,
@@ -221,7 +221,7 @@ pub enum Op {
         input: Dims,
     },
     /// `(x: [n, c, s..]) -> [n, c, out..]`. Mean of each window. Padding counts in the divisor if `count_include_pad`; positions beyond the
-    /// padded extent (they occur with ceil mode, as negative room at the end) never do.
+    /// padded extent (they occur with ceil mode, as negative room at the end) never do. A window that counts nothing gives 0.
     AvgPool {
         /// The window; its dilation is 1.
         window: Window,
@@ -239,7 +239,8 @@ pub enum Op {
     },
 
     /// `(q: [b, h, t, d], k: [b, g, s, d], v: [b, g, s, e], scale: d[], [mask], [seed, stream, keep]) -> ([b, h, t, e], stats: f32[b, h, t])`. Attention: `softmax(q k^T * scale + mask) v` with
-    /// `h` a multiple of `g` (query head `i` reads head `i / (h / g)`). `stats` is `max + log(sum(exp))` of each row of scores. Made by rewriting.
+    /// `h` a multiple of `g` (query head `i` reads head `i / (h / g)`). `stats` is `max + log(sum(exp))` of each row of scores.
+    /// A row of which every score is -inf gives NaN, as the formula does. Made by rewriting.
     Attention(AttentionDims),
     /// `(operands of the forward.., out, stats, d out) -> (dq, dk, dv)`. Gradient of [`Op::Attention`].
     AttentionGrad(AttentionDims),
@@ -504,7 +505,7 @@ impl Window {
 }
 
 /// What varies between attentions.
-#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct AttentionDims {
     /// Query position `i` sees key positions `j <= i + s - t` only.
     pub causal: bool,
