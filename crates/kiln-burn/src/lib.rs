@@ -1,1 +1,30 @@
-//! The Burn backend of Kiln: eager execution, recording, import into the graph, executors.
+//! Kiln as a Burn backend: everything of Kiln that knows Burn.
+//!
+//! Burn's router turns each tensor operation into a `burn_ir::OperationIr` and hands it to a client. [`client`] is ours. Outside a compiled region an
+//! operation runs at once on burn-flex ([`eager`]). Inside, it is recorded ([`record`]); when the region ends, or somebody needs a value, the recording is
+//! compared with those compiled before, imported into a [`kiln_graph::Graph`] if it is new ([`import`]), and run by an executor ([`execute`]).
+//!
+//! Global state is where Burn forces it: the table of tensors ([`table`]), the random generator ([`random`]) and the sessions of threads
+//! ([`record::session`]).
+
+pub mod channel;
+pub mod client;
+pub mod device;
+pub mod eager;
+pub mod error;
+pub mod execute;
+pub mod import;
+pub mod options;
+pub mod random;
+pub mod record;
+pub mod stream;
+pub mod table;
+
+pub use channel::{Kiln, KilnChannel};
+pub use client::KilnClient;
+pub use device::{KilnDevice, Mode};
+pub use error::Error;
+pub use options::{CompileBackend, CompileOptions, UnknownBackend};
+pub use record::{
+    BreakReason, CompiledRegion, GraphBreak, Location, Mismatch, Recompile, RegionReport, StepReport,
+};

@@ -1,0 +1,72 @@
+//! The channel: what makes burn-router a backend on Kiln's client.
+
+use burn_backend::{DType, Shape};
+use burn_flex::FlexTensor;
+use burn_ir::TensorIr;
+use burn_router::{BackendRouter, MultiBackendBridge, RouterTensor, RunnerChannel, TensorHandle};
+
+use crate::client::KilnClient;
+use crate::device::KilnDevice;
+use crate::record::BreakReason;
+use crate::record::session;
+
+/// The Kiln backend. `Autodiff<Kiln>` trains; outside compiled regions it runs each operation at once on burn-flex.
+pub type Kiln = BackendRouter<KilnChannel>;
+
+/// Burn-router's channel to [`KilnClient`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct KilnChannel;
+
+/// Moves tensors between Kiln devices: all share one memory, so nothing moves.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SharedMemory;
+
+impl MultiBackendBridge for SharedMemory {
+    type TensorHandle = FlexTensor;
+    type Device = KilnDevice;
+
+    fn change_backend_float(tensor: FlexTensor, _: Shape, _: &KilnDevice) -> FlexTensor {
+        tensor
+    }
+
+    fn change_backend_int(tensor: FlexTensor, _: Shape, _: &KilnDevice) -> FlexTensor {
+        tensor
+    }
+
+    fn change_backend_bool(tensor: FlexTensor, _: Shape, _: &KilnDevice) -> FlexTensor {
+        tensor
+    }
+}
+
+impl RunnerChannel for KilnChannel {
+    type Device = KilnDevice;
+    type Bridge = SharedMemory;
+    type Client = KilnClient;
+    type FloatElem = f32;
+    type IntElem = i32;
+    type BoolElem = bool;
+
+    fn name(device: &KilnDevice) -> String {
+        format!("kiln<{device}>")
+    }
+
+    fn init_client(device: &KilnDevice) -> KilnClient {
+        KilnClient::new(*device)
+    }
+
+    /// # Panics
+    ///
+    /// If the tensor has no value because what was to produce it failed: the trait leaves no way to return an error.
+    fn get_tensor_handle(tensor: &TensorIr, _: &KilnClient) -> TensorHandle<SharedMemory> {
+        session::fetch(tensor, BreakReason::OutsideOperation).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn register_tensor(
+        client: &KilnClient,
+        tensor: FlexTensor,
+        _: Shape,
+        _: DType,
+    ) -> RouterTensor<KilnClient> {
+        client.adopt(tensor)
+    }
+}

@@ -1,0 +1,42 @@
+//! What can go wrong between a Burn program and its executable.
+
+use std::sync::Arc;
+
+use crate::execute::ExecuteError;
+use crate::import::ImportError;
+use crate::record::GraphBreak;
+
+/// An error of a compiled region. Clones share their cause.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// The region had to be cut although it was compiled with `fullgraph`.
+    #[error("graph break in region `{region}` with fullgraph: {graph_break}")]
+    GraphBreak {
+        /// Name of the region.
+        region: String,
+        /// Why and where.
+        graph_break: Box<GraphBreak>,
+    },
+    /// The recorded operations could not be made a graph.
+    #[error("region `{region}`: {source}")]
+    Import {
+        /// Name of the region.
+        region: String,
+        /// What could not be imported.
+        source: Arc<ImportError>,
+    },
+    /// The graph could not be compiled or run.
+    #[error("region `{region}`: {source}")]
+    Execute {
+        /// Name of the region.
+        region: String,
+        /// What failed.
+        source: Arc<ExecuteError>,
+    },
+    /// A tensor that the region reads has no value, because what was to produce it failed.
+    #[error("a tensor has no value: {reason}")]
+    NoValue {
+        /// What happened to it.
+        reason: Arc<str>,
+    },
+}

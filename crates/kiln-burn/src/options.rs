@@ -1,0 +1,158 @@
+//! How a region is compiled.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// What runs a recorded step. The order is a ladder: when a result looks wrong, go down it until it is right; the step
+/// between is where the fault is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub enum CompileBackend {
+    /// Does not record: each operation runs at once on burn-flex.
+    Eager,
+    /// Records and imports, then interprets the graph operation by operation on burn-flex.
+    AotEager,
+    /// The same graph on candle-core, whose kernels share nothing with Burn's.
+    Candle,
+    /// The plain meaning of each operation in f64; slow, for tests.
+    Interpret,
+    /// Compiles the step to one shared object through C.
+    Cpu,
+}
+
+impl CompileBackend {
+    /// Every backend, in the order of the ladder.
+    pub const ALL: [Self; 5] = [
+        Self::Eager,
+        Self::AotEager,
+        Self::Candle,
+        Self::Interpret,
+        Self::Cpu,
+    ];
+
+    /// The name on command lines and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::AotEager => "aot_eager",
+            Self::Candle => "candle",
+            Self::Interpret => "interpret",
+            Self::Cpu => "cpu",
+        }
+    }
+
+    /// What it does, in one line.
+    pub const fn description(self) -> &'static str {
+        match self {
+            Self::Eager => "no recording: every operation runs at once on burn-flex",
+            Self::AotEager => "record the step, then interpret its graph operation by operation on burn-flex",
+            Self::Candle => "the recorded graph on candle-core, an executor that shares no kernel with Burn",
+            Self::Interpret => "the plain meaning of the recorded graph, in f64; slow, for tests",
+            Self::Cpu => "the recorded step compiled to one shared object through C",
+        }
+    }
+}
+
+impl Default for CompileBackend {
+    fn default() -> Self {
+        Self::Cpu
+    }
+}
+
+impl fmt::Display for CompileBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for CompileBackend {
+    type Err = UnknownBackend;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|backend| backend.name() == name)
+            .ok_or_else(|| UnknownBackend(name.to_owned()))
+    }
+}
+
+/// A name that is no backend.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("unknown backend `{0}` (expected one of eager, aot_eager, candle, interpret, cpu)")]
+pub struct UnknownBackend(pub String);
+
+/// Options of a compiled region. Build with [`CompileOptions::default`] and the `with_*` methods.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CompileOptions {
+    /// What runs the recorded step. Default: [`CompileBackend::Cpu`].
+    pub backend: CompileBackend,
+    /// Whether a graph break is an error. Default: false.
+    pub fullgraph: bool,
+    /// Upper bound in bytes of what the step allocates beyond parameters, optimizer state and inputs. Default: none.
+    pub memory_budget: Option<usize>,
+    /// How many different executables one region may have before further ones run on `aot_eager`, after one warning. Default: 8.
+    pub recompile_limit: usize,
+    /// Threads of the executable; 0 is the number of cores. Default: 0.
+    pub threads: usize,
+    /// Whether the same inputs must give the same bits whatever the number of threads. Default: true.
+    pub deterministic: bool,
+    /// Name of the region in reports, dumps and traces. Default: `step`.
+    pub name: String,
+}
+
+impl Default for CompileOptions {
+    fn default() -> Self {
+        Self {
+            backend: CompileBackend::default(),
+            fullgraph: false,
+            memory_budget: None,
+            recompile_limit: 8,
+            threads: 0,
+            deterministic: true,
+            name: "step".to_owned(),
+        }
+    }
+}
+
+impl CompileOptions {
+    /// Sets [`CompileOptions::backend`].
+    pub fn with_backend(mut self, backend: CompileBackend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// Sets [`CompileOptions::fullgraph`].
+    pub fn with_fullgraph(mut self, fullgraph: bool) -> Self {
+        self.fullgraph = fullgraph;
+        self
+    }
+
+    /// Sets [`CompileOptions::memory_budget`], in bytes.
+    pub fn with_memory_budget(mut self, bytes: usize) -> Self {
+        self.memory_budget = Some(bytes);
+        self
+    }
+
+    /// Sets [`CompileOptions::recompile_limit`].
+    pub fn with_recompile_limit(mut self, limit: usize) -> Self {
+        self.recompile_limit = limit;
+        self
+    }
+
+    /// Sets [`CompileOptions::threads`].
+    pub fn with_threads(mut self, threads: usize) -> Self {
+        self.threads = threads;
+        self
+    }
+
+    /// Sets [`CompileOptions::deterministic`].
+    pub fn with_deterministic(mut self, deterministic: bool) -> Self {
+        self.deterministic = deterministic;
+        self
+    }
+
+    /// Sets [`CompileOptions::name`].
+    pub fn with_name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+}

@@ -1,0 +1,71 @@
+//! Graph breaks: why a recording had to be run before the region was over.
+
+use std::fmt;
+
+use super::location::Location;
+
+/// What needed a value.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum BreakReason {
+    /// The program read a tensor's elements (`into_data`, `into_scalar`, printing, a data-dependent branch).
+    Read,
+    /// The program called `sync`.
+    Sync,
+    /// A thread other than the recording one used a tensor of the recording.
+    OtherThread,
+    /// An operation outside the recording used a tensor of it (a move to another device).
+    OutsideOperation,
+    /// The lazy recording reached its greatest length.
+    Length,
+}
+
+impl BreakReason {
+    /// What to do about it.
+    pub const fn remedy(&self) -> &'static str {
+        match self {
+            Self::Read => {
+                "return the tensor from the region and read it outside, or compute what depends on it with tensor operations"
+            }
+            Self::Sync => "call sync outside the region",
+            Self::OtherThread => "use the tensor on the thread that runs the region, or after the region",
+            Self::OutsideOperation => "move the tensor to its device before the region",
+            Self::Length => "read a value or call sync once a step",
+        }
+    }
+}
+
+impl fmt::Display for BreakReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Read => "a value was read",
+            Self::Sync => "sync was called",
+            Self::OtherThread => "another thread used a tensor of the recording",
+            Self::OutsideOperation => "an operation outside the recording used a tensor of it",
+            Self::Length => "the recording became too long",
+        })
+    }
+}
+
+/// One graph break.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct GraphBreak {
+    /// What needed a value.
+    pub reason: BreakReason,
+    /// The operation whose result was needed, such as `NumericFloat.Sum`; none if no single one was.
+    pub operation: Option<String>,
+    /// The line of the user's program, if it could be found.
+    pub location: Option<Location>,
+}
+
+impl fmt::Display for GraphBreak {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.reason)?;
+        if let Some(operation) = &self.operation {
+            write!(f, " (result of {operation})")?;
+        }
+        if let Some(location) = &self.location {
+            write!(f, " at {location}")?;
+        }
+        write!(f, "; {}", self.reason.remedy())
+    }
+}

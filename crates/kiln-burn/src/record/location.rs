@@ -1,0 +1,111 @@
+//! The line of the user's program that is running now.
+//!
+//! Taken from a backtrace: the innermost frame whose function belongs neither to Burn, nor to Kiln, nor to the standard library. Walking the
+//! stack costs a millisecond or so, therefore it is done for graph breaks only, not for each operation.
+
+use std::fmt;
+use std::path::PathBuf;
+
+/// A line of source.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Location {
+    /// The file, as the compiler was given it.
+    pub file: PathBuf,
+    /// The line, from 1; none if the program carries no line tables.
+    pub line: Option<u32>,
+    /// The function.
+    pub function: String,
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line {
+            Some(line) => write!(f, "{}:{line}", self.file.display()),
+            None => write!(
+                f,
+                "{} (build with debug = \"line-tables-only\" for the line)",
+                self.function
+            ),
+        }
+    }
+}
+
+/// Crates whose frames are not the user's.
+const INNER: &[&str] = &[
+    "alloc",
+    "backtrace",
+    "burn_autodiff",
+    "burn_backend",
+    "burn_core",
+    "burn_flex",
+    "burn_ir",
+    "burn_nn",
+    "burn_optim",
+    "burn_router",
+    "burn_std",
+    "burn_tensor",
+    "burn_train",
+    "core",
+    "cubecl_common",
+    "futures_lite",
+    "kiln",
+    "kiln_burn",
+    "pollster",
+    "rayon",
+    "rayon_core",
+    "std",
+];
+
+/// Where the user's program stands; none if no frame is the user's.
+pub fn user_location() -> Option<Location> {
+    let mut found = None;
+    backtrace::trace(|frame| {
+        backtrace::resolve_frame(frame, |symbol| {
+            if found.is_some() {
+                return;
+            }
+            let Some(function) = symbol.name().map(|name| format!("{name:#}")) else {
+                return;
+            };
+            if !is_inner(&function) {
+                let file = symbol.filename().map(PathBuf::from).unwrap_or_default();
+                found = Some(Location {
+                    file,
+                    line: symbol.lineno(),
+                    function,
+                });
+            }
+        });
+        found.is_none()
+    });
+    found
+}
+
+/// Whether a demangled function belongs to [`INNER`], or to no crate at all (`main` of C, `__rust_try`).
+fn is_inner(function: &str) -> bool {
+    // `<burn_tensor::Tensor<B> as core::Clone>::clone`: what counts is the type before `as`.
+    let path = function
+        .trim_start_matches(['<', '&'])
+        .trim_start_matches("dyn ")
+        .trim_start_matches("mut ");
+    match path.split_once("::") {
+        Some((krate, _)) => INNER.contains(&krate),
+        None => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_of_libraries_are_not_the_users() {
+        assert!(is_inner(
+            "<burn_tensor::tensor::api::base::Tensor<B, _> as core::clone::Clone>::clone"
+        ));
+        assert!(is_inner("std::panicking::try"));
+        assert!(is_inner("main"));
+        assert!(!is_inner("my_model::train::step::{{closure}}"));
+        assert!(!is_inner("<my_model::Net as burn_core::module::Module>::map"));
+    }
+}

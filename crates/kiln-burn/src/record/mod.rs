@@ -1,0 +1,24 @@
+//! Recording: what happens to operations inside a region.
+//!
+//! - [`recording`]: the operations of one region between two breaks, in relative form.
+//! - [`guard`]: comparing a recording with steps seen before, and saying how it differs.
+//! - [`region`]: the compiled steps of a region, and running one.
+//! - [`replay`]: running a step again without the program that recorded it.
+//! - [`session`]: which thread records into which region; graph breaks; panics.
+//! - [`breaks`], [`location`]: why and where a recording was cut.
+
+pub mod breaks;
+pub mod guard;
+pub mod location;
+pub mod recording;
+pub mod region;
+pub mod replay;
+pub mod session;
+
+pub use breaks::{BreakReason, GraphBreak};
+pub use guard::Mismatch;
+pub use location::Location;
+pub use recording::Recorded;
+pub use region::{LastRun, Recompile, RegionReport, Step, StepReport};
+pub use replay::{Replay, ReplayError};
+pub use session::{CompiledRegion, rehearse};

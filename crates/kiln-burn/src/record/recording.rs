@@ -1,0 +1,316 @@
+//! One recording: the operations of a region between two points where values are needed, in relative form.
+//!
+//! While operations arrive, three things are kept: the operations as they are (to import them if this turns out to be a new
+//! step), their *words* (the same stream without tensor ids, to compare with steps seen before), and their runtime scalars. A tensor is
+//! named by position: input number or result number. Positions follow from the order of operations alone, so two runs of a step have the same
+//! words exactly if they are the same step.
+//!
+//! Not part of the words: the scalars that are runtime arguments, the numbers of random streams, and *when* tensors die. The order in which
+//! Burn drops tensors is not stable from run to run (maps with random seeds); only what is alive at the end matters, and that is compared
+//! separately as the list of outputs.
+
+use burn_flex::FlexTensor;
+use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
+use rustc_hash::FxHashMap;
+
+use crate::random::Stream;
+use crate::stream::{self, Visitor};
+
+/// A tensor that existed before the recording and is read in it.
+#[derive(Debug)]
+pub struct Input {
+    /// Its id, type and shape.
+    pub ir: TensorIr,
+    /// Its elements. If the program dropped the tensor meanwhile this is the last reference, and the executable may
+    /// overwrite it.
+    pub tensor: FlexTensor,
+    dies: bool,
+}
+
+impl Input {
+    /// Whether the program dropped the tensor while recording.
+    pub fn tensor_dies(&self) -> bool {
+        self.dies
+    }
+}
+
+/// A result of a recorded operation.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    id: TensorId,
+    alive: bool,
+}
+
+/// Operations recorded and not run yet.
+#[derive(Debug, Default)]
+pub struct Recording {
+    /// Ids from here on may be results of this recording: `results` has the position of `id - base`.
+    base: u64,
+    /// Position plus one, by `id - base`; 0 for ids that are no results.
+    results: Vec<u32>,
+    pending: Vec<Pending>,
+    inputs: Vec<Input>,
+    input_positions: FxHashMap<TensorId, u32>,
+    consumed: Vec<TensorId>,
+    operations: Vec<OperationIr>,
+    words: Vec<u64>,
+    /// End of each operation's words.
+    ends: Vec<u32>,
+    scalars: Vec<ScalarIr>,
+    streams: Vec<Stream>,
+}
+
+/// What a tensor that died was to a recording.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Killed {
+    /// A result, pending.
+    Result,
+    /// An input, still in the table.
+    Input,
+    /// Neither.
+    Unknown,
+}
+
+/// What identifies a recorded step: operations in relative form, and which results leave.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Identity {
+    /// Relative form of the operations.
+    pub words: Vec<u64>,
+    /// Positions of the results that are alive at the end.
+    pub outputs: Vec<u32>,
+}
+
+/// A recording that is complete.
+#[derive(Debug)]
+pub struct Recorded {
+    /// The operations, in order.
+    pub operations: Vec<OperationIr>,
+    /// End of each operation's words in [`Identity::words`].
+    pub ends: Vec<u32>,
+    /// What identifies the step.
+    pub identity: Identity,
+    /// Tensors read, in order of first use.
+    pub inputs: Vec<Input>,
+    /// Ids of [`Identity::outputs`].
+    pub output_ids: Vec<TensorId>,
+    /// Runtime scalars, in order.
+    pub scalars: Vec<ScalarIr>,
+    /// Streams of the random operations, in order.
+    pub streams: Vec<Stream>,
+}
+
+impl Recording {
+    /// An empty recording. Results of its operations have ids of at least `base`.
+    pub fn new(base: u64) -> Self {
+        Self {
+            base,
+            ..Self::default()
+        }
+    }
+
+    /// Whether nothing was recorded.
+    pub fn is_empty(&self) -> bool {
+        self.operations.is_empty()
+    }
+
+    /// Number of operations.
+    pub fn len(&self) -> usize {
+        self.operations.len()
+    }
+
+    /// Position of a result of this recording.
+    fn position(&self, id: TensorId) -> Option<u32> {
+        let offset = usize::try_from(id.value().checked_sub(self.base)?).ok()?;
+        self.results.get(offset)?.checked_sub(1)
+    }
+
+    /// Whether `id` is a result of this recording that is still alive.
+    pub fn is_pending(&self, id: TensorId) -> bool {
+        self.position(id)
+            .is_some_and(|position| self.pending[position as usize].alive)
+    }
+
+    /// Whether the recording already knows where `id` comes from.
+    pub fn knows(&self, id: TensorId) -> bool {
+        self.position(id).is_some() || self.input_positions.contains_key(&id)
+    }
+
+    /// The name of the operation that defines the pending tensor `id`.
+    pub fn producer(&self, id: TensorId) -> Option<String> {
+        let defines = |operation: &&OperationIr| operation.outputs().any(|output| output.id == id);
+        self.operations.iter().rev().find(defines).map(stream::name)
+    }
+
+    /// Notes that the program will not use the tensor `id` any more, and says what it was.
+    pub fn kill(&mut self, id: TensorId) -> Killed {
+        if let Some(position) = self.position(id) {
+            self.pending[position as usize].alive = false;
+            return Killed::Result;
+        }
+        match self.input_positions.get(&id) {
+            Some(&position) => {
+                self.inputs[position as usize].dies = true;
+                Killed::Input
+            }
+            None => Killed::Unknown,
+        }
+    }
+
+    /// Inputs that died by being consumed since the last call: the table can let go of them.
+    pub fn take_consumed(&mut self) -> Vec<TensorId> {
+        std::mem::take(&mut self.consumed)
+    }
+
+    /// Makes a materialised tensor the next input.
+    pub fn add_input(&mut self, ir: &TensorIr, tensor: FlexTensor) {
+        self.input_positions.insert(ir.id, self.inputs.len() as u32);
+        self.inputs.push(Input {
+            ir: ir.clone(),
+            tensor,
+            dies: false,
+        });
+    }
+
+    /// Makes a tensor the next input without its elements: the recording will never run.
+    pub fn add_placeholder(&mut self, ir: &TensorIr) {
+        let nothing = FlexTensor::empty(burn_backend::Shape::from([0usize; 1]), ir.dtype);
+        self.add_input(ir, nothing);
+    }
+
+    /// Appends an operation all of whose operands are known ([`Recording::knows`]). `take_stream` is called once if it is random.
+    pub fn push(&mut self, operation: OperationIr, take_stream: impl FnOnce() -> Stream) {
+        let described = stream::describe(&operation);
+        self.words.push(described.code);
+        if let Some(dtype) = described.dtype {
+            self.words.push(dtype_word(dtype));
+        }
+        if stream::is_random(&operation) {
+            self.streams.push(take_stream());
+        }
+        let keep_scalars = !stream::scalars_are_static(&operation);
+        described.parts.visit(&mut Encoder {
+            recording: self,
+            keep_scalars,
+        });
+        self.ends.push(self.words.len() as u32);
+        self.operations.push(operation);
+    }
+
+    /// Ends the recording.
+    pub fn finish(self) -> Recorded {
+        let alive = self.pending.iter().enumerate().filter(|(_, result)| result.alive);
+        let (outputs, output_ids) = alive
+            .map(|(position, result)| (position as u32, result.id))
+            .unzip();
+        Recorded {
+            operations: self.operations,
+            ends: self.ends,
+            identity: Identity {
+                words: self.words,
+                outputs,
+            },
+            inputs: self.inputs,
+            output_ids,
+            scalars: self.scalars,
+            streams: self.streams,
+        }
+    }
+}
+
+/// Writes the words of one operation and keeps the books on its tensors.
+struct Encoder<'a> {
+    recording: &'a mut Recording,
+    keep_scalars: bool,
+}
+
+impl Visitor for Encoder<'_> {
+    fn input(&mut self, tensor: &TensorIr) {
+        // Results are even, inputs odd; the first mention of an input also gives its type.
+        if let Some(position) = self.recording.position(tensor.id) {
+            self.recording.words.push(u64::from(position) << 1);
+            if tensor.status == TensorStatus::ReadWrite {
+                self.recording.pending[position as usize].alive = false;
+            }
+        } else {
+            let position = self.recording.input_positions.get(&tensor.id).copied();
+            debug_assert!(
+                position.is_some(),
+                "operands are made inputs before the operation is recorded"
+            );
+            self.recording
+                .words
+                .push(u64::from(position.unwrap_or(u32::MAX)) << 1 | 1);
+            self.ty(tensor);
+            if tensor.status == TensorStatus::ReadWrite && self.recording.kill(tensor.id) == Killed::Input {
+                self.recording.consumed.push(tensor.id);
+            }
+        }
+    }
+
+    fn output(&mut self, tensor: &TensorIr) {
+        self.ty(tensor);
+        let recording = &mut *self.recording;
+        let offset = tensor.id.value().saturating_sub(recording.base) as usize;
+        if recording.results.len() <= offset {
+            recording.results.resize(offset + 1, 0);
+        }
+        recording.pending.push(Pending {
+            id: tensor.id,
+            alive: true,
+        });
+        recording.results[offset] = recording.pending.len() as u32;
+    }
+
+    fn scalar(&mut self, scalar: ScalarIr) {
+        let (kind, bits) = match scalar {
+            ScalarIr::Float(x) => (0, x.to_bits()),
+            ScalarIr::Int(x) => (1, x as u64),
+            ScalarIr::UInt(x) => (2, x),
+            ScalarIr::Bool(x) => (3, u64::from(x)),
+        };
+        self.recording.words.push(kind);
+        if self.keep_scalars {
+            self.recording.scalars.push(scalar);
+        } else {
+            self.recording.words.push(bits);
+        }
+    }
+
+    fn word(&mut self, word: u64) {
+        self.recording.words.push(word);
+    }
+}
+
+impl Encoder<'_> {
+    fn ty(&mut self, tensor: &TensorIr) {
+        let words = &mut self.recording.words;
+        words.push(dtype_word(tensor.dtype) << 8 | tensor.shape.num_dims() as u64);
+        words.extend(tensor.shape.iter().map(|&dim| dim as u64));
+    }
+}
+
+/// A number for each element type.
+fn dtype_word(dtype: burn_backend::DType) -> u64 {
+    use burn_backend::DType;
+    use burn_std::BoolStore;
+    match dtype {
+        DType::F64 => 0,
+        DType::F32 => 1,
+        DType::Flex32 => 2,
+        DType::F16 => 3,
+        DType::BF16 => 4,
+        DType::I64 => 5,
+        DType::I32 => 6,
+        DType::I16 => 7,
+        DType::I8 => 8,
+        DType::U64 => 9,
+        DType::U32 => 10,
+        DType::U16 => 11,
+        DType::U8 => 12,
+        DType::Bool(BoolStore::Native) => 13,
+        DType::Bool(BoolStore::U8) => 14,
+        DType::Bool(BoolStore::U32) => 15,
+        // Refused by import, whatever the scheme.
+        DType::QFloat(_) => 16,
+    }
+}

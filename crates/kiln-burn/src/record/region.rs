@@ -1,0 +1,515 @@
+//! A region: the steps compiled for one `run` call site, and running one.
+//!
+//! A region is cut into segments by graph breaks; usually there is one. Each segment has a list of compiled steps, most recently used
+//! first. A recording that no guard accepts is a new step: it is imported, prepared by the region's backend, and remembered with the guard that failed.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use burn_backend::DType;
+use burn_flex::FlexTensor;
+use burn_ir::{ScalarIr, TensorId, TensorIr};
+use kiln_graph::Graph;
+
+use super::breaks::GraphBreak;
+use super::guard::{Guard, Mismatch};
+use super::recording::Recorded;
+use crate::error::Error;
+use crate::execute::{self, Executable, ExecuteError};
+use crate::import::{self, ScalarSource};
+use crate::options::{CompileBackend, CompileOptions};
+use crate::random::Stream;
+use crate::{stream, table};
+
+/// A compiled step.
+pub struct Step {
+    guard: Guard,
+    graph: Arc<Graph>,
+    executable: Box<dyn Executable>,
+    /// For each argument of the graph, the position of the recording's input.
+    arguments: Vec<usize>,
+    /// For each runtime scalar of the graph, where it comes from and what it becomes.
+    scalars: Vec<(Binding, kiln_graph::DType)>,
+    /// Burn's type and shape of each output.
+    outputs: Vec<TensorIr>,
+    backend: CompileBackend,
+    /// Prepared for one run only: replaced by the region's own backend if the step comes again.
+    provisional: bool,
+    runs: AtomicU64,
+    compile_time: Duration,
+    /// Nanoseconds, over all runs.
+    run_time: AtomicU64,
+    operations: usize,
+}
+
+/// What the last run of a region did: all a replay needs to know ([`super::replay`]).
+#[derive(Clone)]
+pub struct LastRun {
+    /// The step that ran.
+    pub step: Arc<Step>,
+    /// The segment it was; a replay wants a region of one segment.
+    pub segment: usize,
+    /// Ids of the tensors it read, in order.
+    pub inputs: Vec<TensorId>,
+    /// Ids of the tensors it left behind, in order.
+    pub outputs: Vec<TensorId>,
+    /// Its runtime scalars, in order.
+    pub scalars: Vec<ScalarIr>,
+    /// Number of random operations in it.
+    pub random_operations: usize,
+}
+
+/// Where a runtime scalar comes from.
+#[derive(Clone, Copy, Debug)]
+enum Binding {
+    /// The k-th scalar of the recording.
+    Recorded(usize),
+    /// The generator's seed, as the k-th random operation found it.
+    Seed(usize),
+    /// The stream of the k-th random operation.
+    Stream(usize),
+}
+
+/// One compilation that a guard made necessary.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Recompile {
+    /// Segment of the region, from 0.
+    pub segment: usize,
+    /// How the recording differed from the nearest compiled step.
+    pub mismatch: Mismatch,
+}
+
+/// What a region has compiled.
+#[derive(Clone, Debug)]
+pub struct StepReport {
+    /// Segment of the region, from 0.
+    pub segment: usize,
+    /// The backend that runs it.
+    pub backend: CompileBackend,
+    /// Recorded operations.
+    pub operations: usize,
+    /// Nodes of the graph.
+    pub nodes: usize,
+    /// Tensor arguments.
+    pub inputs: usize,
+    /// Outputs.
+    pub outputs: usize,
+    /// Outputs that may take an argument's buffer.
+    pub aliased: usize,
+    /// Runtime scalars.
+    pub scalars: usize,
+    /// Operations kept whole, by name.
+    pub externs: Vec<String>,
+    /// Times it ran.
+    pub runs: u64,
+    /// Import and preparation.
+    pub compile_time: Duration,
+    /// Sum over all runs.
+    pub run_time: Duration,
+    /// The graph.
+    pub graph: Arc<Graph>,
+    /// What the executor says of itself.
+    pub details: String,
+}
+
+/// What happened in a region so far.
+#[derive(Clone, Debug)]
+pub struct RegionReport {
+    /// Name of the region.
+    pub name: String,
+    /// Calls of `run`.
+    pub calls: u64,
+    /// Compiled steps, by segment.
+    pub steps: Vec<StepReport>,
+    /// Distinct graph breaks with the number of times each happened.
+    pub breaks: Vec<(GraphBreak, u64)>,
+    /// Compilations after the first of a segment.
+    pub recompiles: Vec<Recompile>,
+}
+
+/// The compiled steps of one region and their history.
+pub struct Region {
+    /// How steps are compiled.
+    pub options: CompileOptions,
+    /// Greatest number of steps a segment keeps; the least recently used goes. Lazy devices use it: they have no step to come back to.
+    pub capacity: usize,
+    segments: Vec<Vec<Arc<Step>>>,
+    last: Option<LastRun>,
+    calls: u64,
+    breaks: Vec<(GraphBreak, u64)>,
+    recompiles: Vec<Recompile>,
+    warned_limit: bool,
+}
+
+impl Region {
+    /// A region that has compiled nothing.
+    pub fn new(options: CompileOptions) -> Self {
+        Self {
+            options,
+            capacity: usize::MAX,
+            segments: Vec::new(),
+            last: None,
+            calls: 0,
+            breaks: Vec::new(),
+            recompiles: Vec::new(),
+            warned_limit: false,
+        }
+    }
+
+    /// Counts a call.
+    pub fn begin(&mut self) {
+        self.calls += 1;
+        self.last = None;
+    }
+
+    /// The last step that ran in this call; none if nothing was recorded or the step failed.
+    pub fn last_run(&self) -> Option<&LastRun> {
+        self.last.as_ref()
+    }
+
+    /// Remembers a graph break.
+    pub fn note_break(&mut self, graph_break: GraphBreak) {
+        tracing::info!(target: "kiln::graph_breaks", region = %self.options.name, "{graph_break}");
+        match self.breaks.iter_mut().find(|(known, _)| *known == graph_break) {
+            Some((_, count)) => *count += 1,
+            None => self.breaks.push((graph_break, 1)),
+        }
+    }
+
+    /// Runs a recording as segment `segment` and enters its outputs into the table. If that fails, the table says why instead.
+    pub fn run(&mut self, segment: usize, recorded: Recorded) -> Result<(), Error> {
+        let ids = recorded.output_ids.clone();
+        if ids.is_empty() {
+            return Ok(());
+        }
+        match self.execute(segment, recorded) {
+            Ok(tensors) => {
+                ids.into_iter()
+                    .zip(tensors)
+                    .for_each(|(id, tensor)| table::insert(id, tensor));
+                Ok(())
+            }
+            Err(error) => {
+                let reason: Arc<str> = error.to_string().into();
+                ids.into_iter().for_each(|id| table::fail(id, reason.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    fn execute(&mut self, segment: usize, recorded: Recorded) -> Result<Vec<FlexTensor>, Error> {
+        self.last = None;
+        let index = self.find_or_compile(segment, &recorded)?;
+        // Most recently used first.
+        self.segments[segment][..=index].rotate_right(1);
+        let step = self.segments[segment][0].clone();
+        let inputs = recorded.inputs.iter().map(|input| input.ir.id).collect();
+        let tensors = step.run(
+            recorded.inputs.into_iter().map(|input| input.tensor).collect(),
+            &recorded.scalars,
+            &recorded.streams,
+        )?;
+        self.last = Some(LastRun {
+            step,
+            segment,
+            inputs,
+            outputs: recorded.output_ids,
+            scalars: recorded.scalars,
+            random_operations: recorded.streams.len(),
+        });
+        Ok(tensors)
+    }
+
+    fn find_or_compile(&mut self, segment: usize, recorded: &Recorded) -> Result<usize, Error> {
+        while self.segments.len() <= segment {
+            self.segments.push(Vec::new());
+        }
+        let known = self.segments[segment]
+            .iter()
+            .position(|step| step.guard.accepts(recorded));
+        if let Some(index) = known {
+            if !self.segments[segment][index].provisional {
+                return Ok(index);
+            }
+            self.segments[segment].remove(index);
+        } else if let Some(mismatch) = self.nearest_mismatch(segment, recorded) {
+            tracing::info!(target: "kiln::recompiles", region = %self.options.name, segment, "{mismatch}");
+            self.recompiles.push(Recompile { segment, mismatch });
+        }
+        let (backend, provisional) = self.choose_backend(segment, recorded, known.is_some());
+        let step = Step::compile(&self.options, backend, provisional, recorded)?;
+        let steps = &mut self.segments[segment];
+        steps.insert(0, Arc::new(step));
+        steps.truncate(self.capacity);
+        Ok(0)
+    }
+
+    /// The difference to the compiled step that agrees longest; none if there is no step.
+    fn nearest_mismatch(&self, segment: usize, recorded: &Recorded) -> Option<Mismatch> {
+        let nearest = self.segments[segment]
+            .iter()
+            .max_by_key(|step| step.guard.agreement(recorded))?;
+        nearest.guard.mismatch(recorded)
+    }
+
+    /// The backend for a new step, and whether it is provisional: the first call of an optimizer has a graph of its own, because the
+    /// state does not exist yet, and will not come again.
+    fn choose_backend(&mut self, segment: usize, recorded: &Recorded, seen: bool) -> (CompileBackend, bool) {
+        let backend = self.options.backend;
+        let compiled = self.segments[segment]
+            .iter()
+            .filter(|step| !step.provisional)
+            .count();
+        if compiled >= self.options.recompile_limit && backend > CompileBackend::AotEager {
+            if !std::mem::replace(&mut self.warned_limit, true) {
+                let last = self
+                    .recompiles
+                    .last()
+                    .map(|recompile| recompile.mismatch.to_string())
+                    .unwrap_or_default();
+                tracing::warn!(
+                    target: "kiln::recompiles",
+                    region = %self.options.name,
+                    "recompile limit of {} reached; further steps run on aot_eager, which is slower. Last guard that failed: {last}. \
+                     Keep shapes and control flow the same from call to call (pad batches), or raise recompile_limit",
+                    self.options.recompile_limit,
+                );
+            }
+            return (CompileBackend::AotEager, false);
+        }
+        let first = self.segments[segment].is_empty() && !seen;
+        if first && backend == CompileBackend::Cpu && creates_state(recorded) {
+            return (CompileBackend::AotEager, true);
+        }
+        (backend, false)
+    }
+
+    /// What happened so far.
+    pub fn report(&self) -> RegionReport {
+        let steps = self.segments.iter().enumerate();
+        RegionReport {
+            name: self.options.name.clone(),
+            calls: self.calls,
+            steps: steps
+                .flat_map(|(segment, steps)| steps.iter().map(move |step| step.report(segment)))
+                .collect(),
+            breaks: self.breaks.clone(),
+            recompiles: self.recompiles.clone(),
+        }
+    }
+}
+
+/// Whether the step leaves much more behind than it takes away: dying inputs are the state it replaces, and new state exceeds
+/// half of that.
+fn creates_state(recorded: &Recorded) -> bool {
+    let bytes = |ir: &TensorIr| ir.shape.num_elements() * ir.dtype.size();
+    let replaced: usize = recorded
+        .inputs
+        .iter()
+        .filter(|input| input.tensor_dies())
+        .map(|input| bytes(&input.ir))
+        .sum();
+    let outputs = recorded
+        .operations
+        .iter()
+        .flat_map(|operation| operation.outputs());
+    let kept: usize = outputs
+        .filter(|output| recorded.output_ids.contains(&output.id))
+        .map(bytes)
+        .sum();
+    replaced > 0 && kept > replaced + replaced / 2
+}
+
+impl Step {
+    fn compile(
+        options: &CompileOptions,
+        backend: CompileBackend,
+        provisional: bool,
+        recorded: &Recorded,
+    ) -> Result<Self, Error> {
+        let _span = tracing::info_span!("compile", region = %options.name, %backend).entered();
+        let start = Instant::now();
+        let outputs = output_types(recorded);
+        let imported =
+            import::import(&recorded.operations, &recorded.output_ids).map_err(|source| Error::Import {
+                region: options.name.clone(),
+                source: source.into(),
+            })?;
+        let import::Imported {
+            mut graph,
+            inputs,
+            scalars,
+        } = imported;
+        graph.name = options.name.clone();
+        let position = |ir: &TensorIr| recorded.inputs.iter().position(|input| input.ir.id == ir.id);
+        let arguments: Vec<usize> = inputs.iter().filter_map(position).collect();
+        debug_assert_eq!(
+            arguments.len(),
+            inputs.len(),
+            "import finds no inputs that recording did not"
+        );
+        let dies: Vec<bool> = arguments
+            .iter()
+            .map(|&position| recorded.inputs[position].tensor_dies())
+            .collect();
+        kiln_graph::alias::assign_aliases(&mut graph, &dies);
+        let scalars = bindings(&recorded.operations, &scalars, &graph);
+        let graph = Arc::new(graph);
+        let executable =
+            execute::prepare(backend, graph.clone(), options).map_err(|source| Error::Execute {
+                region: options.name.clone(),
+                source: source.into(),
+            })?;
+        Ok(Self {
+            guard: Guard::new(recorded),
+            graph,
+            executable,
+            arguments,
+            scalars,
+            outputs,
+            backend,
+            provisional,
+            runs: AtomicU64::new(0),
+            compile_time: start.elapsed(),
+            run_time: AtomicU64::new(0),
+            operations: recorded.operations.len(),
+        })
+    }
+
+    /// The eight bytes of each runtime scalar of the graph.
+    fn bind(&self, scalars: &[ScalarIr], streams: &[Stream]) -> Vec<u64> {
+        let bits = |(binding, dtype): &(Binding, kiln_graph::DType)| match *binding {
+            Binding::Recorded(index) => stream::to_scalar(scalars[index]).to_bits(*dtype),
+            Binding::Seed(index) => streams[index].seed,
+            Binding::Stream(index) => streams[index].stream,
+        };
+        self.scalars.iter().map(bits).collect()
+    }
+
+    /// Runs the step on `inputs`, one for each input of the recording, in order; inputs nobody else holds may be overwritten. A panic
+    /// inside becomes an error. Outputs are in the recording's order and have Burn's types.
+    pub fn run(
+        &self,
+        mut inputs: Vec<FlexTensor>,
+        scalars: &[ScalarIr],
+        streams: &[Stream],
+    ) -> Result<Vec<FlexTensor>, Error> {
+        let _span = tracing::info_span!("run", region = %self.graph.name, backend = %self.backend).entered();
+        let start = Instant::now();
+        let scalars = self.bind(scalars, streams);
+        if !self.arguments.iter().copied().eq(0..inputs.len()) {
+            inputs = self
+                .arguments
+                .iter()
+                .map(|&position| inputs[position].clone())
+                .collect();
+        }
+        let tensors = catch_unwind(AssertUnwindSafe(|| self.executable.run(inputs, &scalars)))
+            .unwrap_or_else(|payload| {
+                Err(ExecuteError::Panicked {
+                    message: panic_message(&*payload),
+                })
+            })
+            .map_err(|source| Error::Execute {
+                region: self.graph.name.clone(),
+                source: source.into(),
+            })?;
+        self.runs.fetch_add(1, Ordering::Relaxed);
+        self.run_time
+            .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(tensors
+            .into_iter()
+            .zip(&self.outputs)
+            .map(|(tensor, ir)| with_dtype(tensor, ir.dtype))
+            .collect())
+    }
+
+    /// Type and shape of each output.
+    pub fn outputs(&self) -> &[TensorIr] {
+        &self.outputs
+    }
+
+    /// Type and shape of each input.
+    pub fn inputs(&self) -> &[String] {
+        self.guard.inputs()
+    }
+
+    /// Whether the step was prepared for one run only.
+    pub fn is_provisional(&self) -> bool {
+        self.provisional
+    }
+
+    fn report(&self, segment: usize) -> StepReport {
+        let externs = self.graph.nodes().filter_map(|(_, node)| match &node.op {
+            kiln_graph::Op::Extern(op) => Some(op.name.clone()),
+            _ => None,
+        });
+        StepReport {
+            segment,
+            backend: self.backend,
+            operations: self.operations,
+            nodes: self.graph.num_nodes(),
+            inputs: self.graph.parameters().len(),
+            outputs: self.graph.outputs.len(),
+            aliased: self
+                .graph
+                .outputs
+                .iter()
+                .filter(|output| output.alias.is_some())
+                .count(),
+            scalars: self.scalars.len(),
+            externs: externs.collect(),
+            runs: self.runs.load(Ordering::Relaxed),
+            compile_time: self.compile_time,
+            run_time: Duration::from_nanos(self.run_time.load(Ordering::Relaxed)),
+            graph: self.graph.clone(),
+            details: self.executable.report(),
+        }
+    }
+}
+
+/// Burn distinguishes types that are one type here (bools of several widths); the tag is what the program expects.
+fn with_dtype(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+    if tensor.dtype() == dtype || dtype.size() != tensor.dtype().size() {
+        return tensor;
+    }
+    let layout = tensor.layout().clone();
+    FlexTensor::from_arc(tensor.data_arc(), layout, dtype)
+}
+
+fn output_types(recorded: &Recorded) -> Vec<TensorIr> {
+    let all = recorded
+        .operations
+        .iter()
+        .flat_map(|operation| operation.outputs());
+    let by_id: rustc_hash::FxHashMap<_, _> = all.map(|output| (output.id, output)).collect();
+    recorded.output_ids.iter().map(|id| by_id[id].clone()).collect()
+}
+
+/// Translates the scalar sources of an import into positions among the scalars of a recording.
+fn bindings(
+    operations: &[burn_ir::OperationIr],
+    sources: &[ScalarSource],
+    graph: &Graph,
+) -> Vec<(Binding, kiln_graph::DType)> {
+    let firsts = stream::first_dynamic_scalars(operations);
+    let bind = |source: &ScalarSource| match *source {
+        ScalarSource::Operation { op, nth } => Binding::Recorded(firsts[op] + nth),
+        ScalarSource::RandomSeed { nth } => Binding::Seed(nth),
+        ScalarSource::RandomStream { nth } => Binding::Stream(nth),
+    };
+    sources
+        .iter()
+        .map(bind)
+        .zip(graph.scalars().iter().map(|&value| graph.dtype(value)))
+        .collect()
+}
+
+/// What a panic said.
+pub fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a panic without a message".to_owned())
+}

@@ -1,0 +1,547 @@
+//! Sessions: which thread records into which region, and what ends a recording early.
+//!
+//! A [`Session`] is a region with the recording under way in it. `run` makes its session the thread's current one for the time of the closure;
+//! operations the thread issues go there, operations of other threads run eagerly. A device in lazy mode has one session a thread, current whenever no
+//! region is.
+//!
+//! A tensor that is pending in a session is not in the table. Whoever needs its elements finds the session that has it and *breaks* it: what was recorded so
+//! far is compiled and run, and recording goes on with an empty recording. A thread never waits for a session while it holds another one: operands pending
+//! elsewhere are materialised before the own session is locked.
+
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn_flex::FlexTensor;
+use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
+
+use super::breaks::{BreakReason, GraphBreak};
+use super::location::user_location;
+use super::recording::{Killed, Recorded, Recording};
+use super::region::{LastRun, Region, RegionReport, panic_message};
+use crate::device::{KilnDevice, Mode};
+use crate::error::Error;
+use crate::options::{CompileBackend, CompileOptions};
+use crate::table::{self, Slot};
+use crate::{eager, random, stream};
+
+/// A lazy recording is run when it reaches this many operations: a loop that never reads a value must not grow for ever.
+const LAZY_LENGTH: usize = 20_000;
+
+/// Steps a lazy session keeps.
+const LAZY_STEPS: usize = 64;
+
+/// A region and its recording.
+struct Session {
+    region: Region,
+    recording: Recording,
+    segment: usize,
+    /// The first error of this call; reported when `run` ends.
+    error: Option<Error>,
+    lazy: bool,
+}
+
+type Shared = Arc<Mutex<Session>>;
+
+thread_local! {
+    /// The region this thread is in.
+    static CURRENT: RefCell<Option<Shared>> = const { RefCell::new(None) };
+    /// A rehearsal under way on this thread.
+    static REHEARSAL: RefCell<Option<Recording>> = const { RefCell::new(None) };
+    /// This thread's lazy sessions.
+    static LAZY: RefCell<Vec<(CompileBackend, Shared)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Sessions that may have pending tensors, for threads that look for one.
+static SESSIONS: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic while a session is locked can only come from an invariant of ours; its recording is then discarded like any other.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a thread is unwound with when a break is an error. `run` catches it.
+struct Aborted;
+
+/// A closure that is recorded and compiled: the engine behind `kiln::compile`.
+pub struct CompiledRegion {
+    session: Shared,
+    backend: CompileBackend,
+}
+
+impl CompiledRegion {
+    /// A region that has compiled nothing yet.
+    pub fn new(options: CompileOptions) -> Self {
+        let backend = options.backend;
+        Self {
+            session: Arc::new(Mutex::new(Session::new(Region::new(options), false))),
+            backend,
+        }
+    }
+
+    /// Runs `closure` with its tensor operations recorded, then runs the compiled step. Tensors that outlive the closure have their elements
+    /// when `run` returns.
+    ///
+    /// Inside another region, or with backend `eager`, the closure just runs: the inner region joins the outer one.
+    ///
+    /// # Errors
+    ///
+    /// If a break occurs under `fullgraph`, or the step cannot be imported, compiled or run. Tensors the closure left behind then report the error when
+    /// they are used.
+    ///
+    /// # Panics
+    ///
+    /// With what `closure` panics with; what it recorded is discarded.
+    pub fn run<R>(&self, closure: impl FnOnce() -> R) -> Result<R, Error> {
+        if self.backend == CompileBackend::Eager || CURRENT.with_borrow(Option::is_some) {
+            return Ok(closure());
+        }
+        lock(&self.session).begin();
+        let result = {
+            let _entered = Entered::new(self.session.clone());
+            catch_unwind(AssertUnwindSafe(closure))
+        };
+        let mut session = lock(&self.session);
+        match result {
+            Ok(value) => {
+                session.flush();
+                session.error.take().map_or(Ok(value), Err)
+            }
+            Err(payload) => {
+                let message = format!(
+                    "the region `{}` panicked: {}",
+                    session.region.options.name,
+                    panic_message(&*payload)
+                );
+                session.discard(&message);
+                match session.error.take() {
+                    Some(error) => Err(error),
+                    None => {
+                        drop(session);
+                        resume_unwind(payload)
+                    }
+                }
+            }
+        }
+    }
+
+    /// The step the last call of [`CompiledRegion::run`] ended with; none if it recorded nothing or failed.
+    pub fn last_run(&self) -> Option<LastRun> {
+        lock(&self.session).region.last_run().cloned()
+    }
+
+    /// What the region compiled so far.
+    pub fn report(&self) -> RegionReport {
+        lock(&self.session).region.report()
+    }
+}
+
+/// Makes a session the thread's current one; undone on drop, also by a panic.
+struct Entered(Shared);
+
+impl Entered {
+    fn new(session: Shared) -> Self {
+        lock(&SESSIONS).push(session.clone());
+        CURRENT.with_borrow_mut(|current| *current = Some(session.clone()));
+        Self(session)
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        CURRENT.with_borrow_mut(|current| *current = None);
+        lock(&SESSIONS).retain(|session| !Arc::ptr_eq(session, &self.0));
+    }
+}
+
+impl Session {
+    fn new(region: Region, lazy: bool) -> Self {
+        Self {
+            region,
+            recording: Recording::new(table::id_watermark()),
+            segment: 0,
+            error: None,
+            lazy,
+        }
+    }
+
+    fn begin(&mut self) {
+        self.region.begin();
+        self.recording = Recording::new(table::id_watermark());
+        self.segment = 0;
+        self.error = None;
+    }
+
+    /// Runs what was recorded and goes on with an empty recording.
+    fn flush(&mut self) {
+        let recording = std::mem::replace(&mut self.recording, Recording::new(table::id_watermark()));
+        if recording.is_empty() {
+            return;
+        }
+        let segment = self.segment;
+        if !self.lazy {
+            self.segment += 1;
+        }
+        if let Err(error) = self.region.run(segment, recording.finish()) {
+            tracing::error!(target: "kiln", "{error}");
+            self.error.get_or_insert(error);
+        }
+    }
+
+    /// Throws away what was recorded; its tensors report `reason`.
+    fn discard(&mut self, reason: &str) {
+        let recording = std::mem::replace(&mut self.recording, Recording::new(table::id_watermark()));
+        let reason: Arc<str> = reason.into();
+        recording
+            .finish()
+            .output_ids
+            .into_iter()
+            .for_each(|id| table::fail(id, reason.clone()));
+    }
+
+    /// Cuts the recording because something needs a value. Under `fullgraph` that is an error and the recording is discarded.
+    fn cut(&mut self, reason: BreakReason, wanted: Option<TensorId>) -> Result<(), Error> {
+        if !self.lazy {
+            let operation = wanted.and_then(|id| self.recording.producer(id));
+            let graph_break = GraphBreak {
+                reason,
+                operation,
+                location: user_location(),
+            };
+            if self.region.options.fullgraph {
+                let region = self.region.options.name.clone();
+                let error = Error::GraphBreak {
+                    region,
+                    graph_break: Box::new(graph_break),
+                };
+                self.discard(&error.to_string());
+                self.error = Some(error.clone());
+                return Err(error);
+            }
+            self.region.note_break(graph_break);
+        }
+        self.flush();
+        match (self.lazy, &self.error) {
+            // A lazy session has no `run` that would report it.
+            (true, Some(_)) => self.error.take().map_or(Ok(()), Err),
+            (false, Some(error)) => Err(error.clone()),
+            (_, None) => Ok(()),
+        }
+    }
+
+    /// Appends an operation whose operands are all known.
+    fn record(&mut self, operation: OperationIr) {
+        self.recording.push(operation, random::take);
+        for id in self.recording.take_consumed() {
+            table::remove(id);
+        }
+    }
+}
+
+/// The session that operations of this thread on `device` go to; none if they run at once.
+fn current(device: KilnDevice) -> Option<Shared> {
+    // A thread that is ending has no session any more; only drops happen then.
+    if let Some(session) = CURRENT.try_with(|current| current.borrow().clone()).ok()? {
+        return Some(session);
+    }
+    match device.mode() {
+        Mode::Lazy(backend) if backend != CompileBackend::Eager => LAZY
+            .try_with(|sessions| lazy_session(&mut sessions.borrow_mut(), backend))
+            .ok(),
+        _ => None,
+    }
+}
+
+fn lazy_session(sessions: &mut Vec<(CompileBackend, Shared)>, backend: CompileBackend) -> Shared {
+    if let Some((_, session)) = sessions.iter().find(|(of, _)| *of == backend) {
+        return session.clone();
+    }
+    let options = CompileOptions::default()
+        .with_backend(backend)
+        .with_name("lazy")
+        .with_recompile_limit(usize::MAX);
+    let mut region = Region::new(options);
+    region.capacity = LAZY_STEPS;
+    let session = Arc::new(Mutex::new(Session::new(region, true)));
+    sessions.push((backend, session.clone()));
+    let mut all = lock(&SESSIONS);
+    // Sessions of threads that ended and left nothing pending.
+    all.retain(|session| {
+        Arc::strong_count(session) > 1 || session.try_lock().is_ok_and(|it| !it.recording.is_empty())
+    });
+    all.push(session.clone());
+    session
+}
+
+/// Runs `closure` with its operations recorded and never run: host code is executed for its scalars alone. Tensors it makes never get a value, operands may be
+/// such tensors of earlier rehearsals, and random operations take no streams. None if the closure read a value.
+pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
+    /// Ends the rehearsal also when the closure panics.
+    struct Ended;
+    impl Drop for Ended {
+        fn drop(&mut self) {
+            REHEARSAL.with_borrow_mut(|rehearsal| *rehearsal = None);
+        }
+    }
+    REHEARSAL.with_borrow_mut(|rehearsal| *rehearsal = Some(Recording::new(table::id_watermark())));
+    let ended = Ended;
+    let result = catch_unwind(AssertUnwindSafe(closure));
+    let recording = REHEARSAL.with_borrow_mut(Option::take);
+    drop(ended);
+    match result {
+        Ok(value) => recording.map(|recording| (value, recording.finish())),
+        Err(payload) if payload.is::<Aborted>() => None,
+        Err(payload) => resume_unwind(payload),
+    }
+}
+
+/// Hands the operation to the rehearsal under way; gives it back if there is none.
+fn offer_to_rehearsal(operation: OperationIr) -> Option<OperationIr> {
+    REHEARSAL
+        .try_with(|rehearsal| {
+            let mut rehearsal = rehearsal.borrow_mut();
+            let Some(recording) = rehearsal.as_mut() else {
+                return Some(operation);
+            };
+            if let OperationIr::Drop(tensor) = &operation {
+                let killed = recording.kill(tensor.id);
+                return (killed != Killed::Result).then_some(operation);
+            }
+            for ir in operation.inputs() {
+                if !recording.knows(ir.id) {
+                    recording.add_placeholder(ir);
+                }
+            }
+            recording.push(operation, || random::Stream { seed: 0, stream: 0 });
+            for id in recording.take_consumed() {
+                table::remove(id);
+            }
+            None
+        })
+        .unwrap_or(None)
+}
+
+/// Takes an operation from Burn: records it, or runs it at once.
+pub fn submit(device: KilnDevice, operation: OperationIr) {
+    let Some(operation) = offer_to_rehearsal(operation) else {
+        return;
+    };
+    if let OperationIr::Drop(tensor) = &operation {
+        return release(tensor.id);
+    }
+    match current(device) {
+        Some(session) => record(&session, operation),
+        None => run_now(&operation),
+    }
+}
+
+fn record(session: &Shared, operation: OperationIr) {
+    let mut guard = lock(session);
+    let unknown: Vec<TensorIr> = operation
+        .inputs()
+        .filter(|input| !guard.recording.knows(input.id))
+        .cloned()
+        .collect();
+    for ir in unknown {
+        if guard.recording.knows(ir.id) {
+            continue; // the same tensor twice among the operands
+        }
+        let slot = match table::get(ir.id) {
+            Some(slot) => slot,
+            None => {
+                drop(guard);
+                let found = wait_for(ir.id);
+                guard = lock(session);
+                found
+            }
+        };
+        match slot {
+            Slot::Ready(tensor) => guard.recording.add_input(&ir, tensor),
+            Slot::Failed(reason) => {
+                let failed = stream::name(&operation);
+                drop(guard);
+                no_value(&failed, &reason);
+            }
+        }
+    }
+    guard.record(operation);
+    if guard.lazy && guard.recording.len() >= LAZY_LENGTH {
+        // An error is with the tensors it concerns.
+        let _ = guard.cut(BreakReason::Length, None);
+    }
+}
+
+/// Stops the user's program at an operation whose operand has no value. Burn's operations return no errors.
+fn no_value(operation: &str, reason: &str) -> ! {
+    panic!("{operation}: an operand has no value: {reason}")
+}
+
+/// Runs an operation on burn-flex now.
+fn run_now(operation: &OperationIr) {
+    let mut tensors = Materialised { operation };
+    let mut streams = || {
+        let random::Stream { seed, stream } = random::take();
+        (seed, stream)
+    };
+    if let Err(error) = eager::run(operation, &mut tensors, &mut streams) {
+        panic!("{error}");
+    }
+}
+
+/// The table, as the eager executor sees it.
+struct Materialised<'a> {
+    operation: &'a OperationIr,
+}
+
+impl eager::TensorStore for Materialised<'_> {
+    fn take(&mut self, ir: &TensorIr) -> Result<FlexTensor, eager::OperationError> {
+        match fetch(ir, BreakReason::OutsideOperation) {
+            Ok(tensor) => Ok(tensor),
+            Err(error) => no_value(&stream::name(self.operation), &error.to_string()),
+        }
+    }
+
+    fn put(&mut self, ir: &TensorIr, tensor: FlexTensor) {
+        table::insert(ir.id, tensor);
+    }
+}
+
+/// The elements of a tensor, wherever it is. Takes it out of the table if `ir` is its last use.
+pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<FlexTensor, Error> {
+    if REHEARSAL
+        .try_with(|rehearsal| rehearsal.borrow().is_some())
+        .unwrap_or(false)
+    {
+        resume_unwind(Box::new(Aborted));
+    }
+    let last_use = ir.status == TensorStatus::ReadWrite;
+    let slot = || {
+        if last_use {
+            table::remove(ir.id)
+        } else {
+            table::get(ir.id)
+        }
+    };
+    let found = match slot() {
+        Some(found) => found,
+        None => {
+            cut_own(ir.id, reason)?;
+            match slot() {
+                Some(found) => found,
+                None => {
+                    let found = wait_for(ir.id);
+                    if last_use {
+                        table::remove(ir.id);
+                    }
+                    found
+                }
+            }
+        }
+    };
+    if last_use {
+        note_dead_input(ir.id);
+    }
+    match found {
+        Slot::Ready(tensor) => Ok(tensor),
+        Slot::Failed(reason) => Err(Error::NoValue { reason }),
+    }
+}
+
+/// Breaks this thread's own session if the tensor is pending in it. Under `fullgraph` the region is left at once.
+fn cut_own(id: TensorId, reason: BreakReason) -> Result<(), Error> {
+    for session in own_sessions() {
+        let mut session = lock(&session);
+        if session.recording.is_pending(id) {
+            let result = session.cut(reason, Some(id));
+            let leave = matches!(result, Err(Error::GraphBreak { .. }));
+            drop(session);
+            if leave {
+                resume_unwind(Box::new(Aborted));
+            }
+            return result;
+        }
+    }
+    Ok(())
+}
+
+/// The sessions this thread records into.
+fn own_sessions() -> Vec<Shared> {
+    let current = CURRENT
+        .try_with(|current| current.borrow().clone())
+        .ok()
+        .flatten();
+    let lazy = LAZY.try_with(|lazy| {
+        lazy.borrow()
+            .iter()
+            .map(|(_, session)| session.clone())
+            .collect::<Vec<_>>()
+    });
+    current.into_iter().chain(lazy.unwrap_or_default()).collect()
+}
+
+/// Materialises a tensor that is not in the table: some session has it pending, on this thread or another.
+fn wait_for(id: TensorId) -> Slot {
+    let own = own_sessions();
+    let all = lock(&SESSIONS).clone();
+    for session in &all {
+        let mut guard = lock(session);
+        if guard.recording.is_pending(id) {
+            let reason = match own.iter().any(|it| Arc::ptr_eq(it, session)) {
+                true => BreakReason::OutsideOperation,
+                false => BreakReason::OtherThread,
+            };
+            // The error, if any, is in the table, and `run` of that session reports it too.
+            let _ = guard.cut(reason, Some(id));
+            break;
+        }
+    }
+    // Between looking at the table and at the sessions, the owner may have run by itself.
+    table::get(id).unwrap_or_else(|| Slot::Failed("it was never computed".into()))
+}
+
+/// A tensor was dropped.
+fn release(id: TensorId) {
+    for session in own_sessions() {
+        match lock(&session).recording.kill(id) {
+            Killed::Result => return,
+            Killed::Input => break,
+            Killed::Unknown => {}
+        }
+    }
+    if table::remove(id).is_some() {
+        return;
+    }
+    let all = lock(&SESSIONS).clone();
+    for session in &all {
+        if lock(session).recording.kill(id) == Killed::Result {
+            return;
+        }
+    }
+    // Its session may have run since.
+    table::remove(id);
+}
+
+/// A tensor read for the last time outside a recording that has it as an input.
+fn note_dead_input(id: TensorId) {
+    for session in own_sessions() {
+        lock(&session).recording.kill(id);
+    }
+}
+
+/// Runs everything this thread has pending.
+pub fn sync() -> Result<(), Error> {
+    for session in own_sessions() {
+        let mut session = lock(&session);
+        if session.recording.is_empty() {
+            continue;
+        }
+        let result = session.cut(BreakReason::Sync, None);
+        let leave = matches!(result, Err(Error::GraphBreak { .. }));
+        drop(session);
+        if leave {
+            resume_unwind(Box::new(Aborted));
+        }
+        result?;
+    }
+    Ok(())
+}

@@ -1,0 +1,515 @@
+//! Walking a recorded operation: its name, tensors, scalars and attributes, in one fixed order.
+//!
+//! `burn_ir::OperationIr` has some 250 variants over some 90 structs. Two things need to look at all of them without
+//! caring which is which: the guard, which turns a stream of operations into words that do not depend on tensor ids
+//! ([`crate::record`]), and the binding of runtime scalars, which must find the k-th scalar of a stream again on the next call.
+//! Both walk with [`walk`]; the order of visits *is* the order of scalars that [`crate::import`] numbers.
+//!
+//! Which scalars are runtime arguments and which belong to the identity of the step is decided here, by
+//! [`scalars_are_static`], for guard and import alike.
+
+use burn_backend::tensor::IndexingUpdateOp;
+use burn_backend::{DType, Distribution, Slice};
+use burn_ir::*;
+use kiln_graph::Scalar;
+
+/// Receives the parts of an operation, in order.
+pub trait Visitor {
+    /// A tensor the operation reads.
+    fn input(&mut self, tensor: &TensorIr);
+    /// A tensor the operation defines.
+    fn output(&mut self, tensor: &TensorIr);
+    /// A scalar operand.
+    fn scalar(&mut self, scalar: ScalarIr);
+    /// An attribute, as a number.
+    fn word(&mut self, word: u64);
+}
+
+/// Parts of an operation that can be visited.
+pub trait Visit {
+    /// Visits the parts in order.
+    fn visit(&self, visitor: &mut dyn Visitor);
+}
+
+/// An operation taken apart: a code and a name for what it is, and its parts.
+pub struct Described<'a> {
+    /// Family, such as `NumericFloat`.
+    pub family: &'static str,
+    /// Variant, such as `Add`.
+    pub variant: &'static str,
+    /// Unique among all operations.
+    pub code: u64,
+    /// The element type the operation was issued for, where the stream carries one.
+    pub dtype: Option<DType>,
+    /// Operands, results and attributes.
+    pub parts: &'a dyn Visit,
+}
+
+/// Takes an operation apart.
+pub fn describe(operation: &OperationIr) -> Described<'_> {
+    // Families have fewer than 2^8 variants each; the family is the byte above.
+    fn of<'a>(
+        family: &'static str,
+        index: u64,
+        dtype: Option<DType>,
+        (code, variant, parts): Entry<'a>,
+    ) -> Described<'a> {
+        Described {
+            family,
+            variant,
+            code: index << 8 | code,
+            dtype,
+            parts,
+        }
+    }
+    match operation {
+        OperationIr::BaseFloat(op) => of("BaseFloat", 0, None, op.entry()),
+        OperationIr::BaseInt(op) => of("BaseInt", 1, None, op.entry()),
+        OperationIr::BaseBool(op) => of("BaseBool", 2, None, op.entry()),
+        OperationIr::NumericFloat(dtype, op) => of("NumericFloat", 3, Some(*dtype), op.entry()),
+        OperationIr::NumericInt(dtype, op) => of("NumericInt", 4, Some(*dtype), op.entry()),
+        OperationIr::Bool(op) => of("Bool", 5, None, op.entry()),
+        OperationIr::Int(op) => of("Int", 6, None, op.entry()),
+        OperationIr::Float(dtype, op) => of("Float", 7, Some(*dtype), op.entry()),
+        OperationIr::Module(op) => of("Module", 8, None, op.entry()),
+        OperationIr::Init(op) => of("Init", 9, None, (0, "Init", op)),
+        OperationIr::Custom(op) => of("Custom", 10, None, (0, "Custom", op)),
+        OperationIr::Drop(tensor) => of("Drop", 11, None, (0, "Drop", tensor)),
+        // Present only if some crate enables burn-ir's `distributed` feature; the client refuses it by name.
+        #[allow(unreachable_patterns)]
+        _ => of("Distributed", 12, None, (0, "Distributed", &Nothing)),
+    }
+}
+
+/// Code within the family, name, parts.
+type Entry<'a> = (u64, &'static str, &'a dyn Visit);
+
+/// The name shown to people: `NumericFloat.Add`.
+pub fn name(operation: &OperationIr) -> String {
+    let described = describe(operation);
+    format!("{}.{}", described.family, described.variant)
+}
+
+/// Visits the parts of an operation, in order.
+pub fn walk(operation: &OperationIr, visitor: &mut dyn Visitor) {
+    describe(operation).parts.visit(visitor);
+}
+
+/// Whether the scalars of this operation are part of the step's identity (a changed value is another step) instead of
+/// runtime arguments.
+///
+/// Exponents are: code for `x^2` and `x^0.5` differs. So are the values that masks write and that comparisons compare with: they are
+/// what rewrites look for (`-inf` in attention masks, 0 in ReLU), and no schedule changes them. Everything else is a runtime argument whatever its value, even 0 or 1:
+/// Adam's bias correction reaches exactly 1 after some hundred steps and a warm-up may start at 0, and neither may recompile.
+/// Operations that stay whole carry their scalars inside.
+pub fn scalars_are_static(operation: &OperationIr) -> bool {
+    use NumericOperationIr as N;
+    match operation {
+        OperationIr::NumericFloat(_, op) | OperationIr::NumericInt(_, op) => matches!(
+            op,
+            N::PowiScalar(_)
+                | N::GreaterElem(_)
+                | N::GreaterEqualElem(_)
+                | N::LowerElem(_)
+                | N::LowerEqualElem(_)
+        ),
+        OperationIr::Float(_, op) => matches!(op, FloatOperationIr::PowfScalar(_)),
+        OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
+            matches!(op, BaseOperationIr::MaskFill(_) | BaseOperationIr::EqualElem(_))
+        }
+        OperationIr::Int(_) => true,
+        OperationIr::Module(op) => !matches!(op, ModuleOperationIr::Attention(_)),
+        _ => false,
+    }
+}
+
+/// Whether the operation draws random numbers, and so takes a stream of the device's generator.
+pub fn is_random(operation: &OperationIr) -> bool {
+    matches!(
+        operation,
+        OperationIr::Float(_, FloatOperationIr::Random(_))
+            | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(_))
+            | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(_))
+    )
+}
+
+/// Burn's scalar as the graph's.
+pub fn to_scalar(scalar: ScalarIr) -> Scalar {
+    match scalar {
+        ScalarIr::Float(x) => Scalar::Float(x),
+        ScalarIr::Int(x) => Scalar::Int(x),
+        ScalarIr::UInt(x) => Scalar::UInt(x),
+        ScalarIr::Bool(x) => Scalar::Bool(x),
+    }
+}
+
+/// For each operation, how many runtime scalars come before it in the stream.
+pub fn first_dynamic_scalars(operations: &[OperationIr]) -> Vec<usize> {
+    struct Count(usize);
+    impl Visitor for Count {
+        fn input(&mut self, _: &TensorIr) {}
+        fn output(&mut self, _: &TensorIr) {}
+        fn scalar(&mut self, _: ScalarIr) {
+            self.0 += 1;
+        }
+        fn word(&mut self, _: u64) {}
+    }
+    let mut count = Count(0);
+    let first = |operation: &OperationIr| {
+        let before = count.0;
+        if !scalars_are_static(operation) {
+            walk(operation, &mut count);
+        }
+        before
+    };
+    operations.iter().map(first).collect()
+}
+
+/// An operation without parts.
+struct Nothing;
+
+impl Visit for Nothing {
+    fn visit(&self, _: &mut dyn Visitor) {}
+}
+
+trait Family {
+    fn entry(&self) -> Entry<'_>;
+}
+
+/// Numbers the variants of an operation enum in the order given.
+macro_rules! family {
+    ($ty:ident as $codes:ident { $($variant:ident)* }) => {
+        enum $codes { $($variant),* }
+
+        impl Family for $ty {
+            fn entry(&self) -> Entry<'_> {
+                match self { $($ty::$variant(parts) => ($codes::$variant as u64, stringify!($variant), parts)),* }
+            }
+        }
+    };
+}
+
+family!(BaseOperationIr as BaseCode {
+    Reshape SwapDims Permute Flip Expand Unfold Slice SliceAssign Select SelectAssign MaskWhere MaskFill Gather Scatter
+    ScatterNd GatherNd Equal EqualElem RepeatDim Cat Cast Empty Ones Zeros
+});
+family!(NumericOperationIr as NumericCode {
+    Add AddScalar Sub SubScalar Div DivScalar Rem RemScalar Mul MulScalar Abs Full MeanDim Mean Sum SumDim Prod ProdDim
+    Greater GreaterElem GreaterEqual GreaterEqualElem Lower LowerElem LowerEqual LowerEqualElem ArgMax ArgTopK TopK
+    ArgMin Max MaxDimWithIndices MinDimWithIndices Min MaxDim MinDim MaxAbs MaxAbsDim Clamp IntRandom Powi PowiScalar
+    CumSum CumProd CumMin CumMax
+});
+family!(BoolOperationIr as BoolCode { IntoFloat IntoInt Not And Or });
+family!(IntOperationIr as IntCode {
+    IntoFloat BitwiseAnd BitwiseAndScalar BitwiseOr BitwiseOrScalar BitwiseXor BitwiseXorScalar BitwiseNot BitwiseLeftShift
+    BitwiseLeftShiftScalar BitwiseRightShift BitwiseRightShiftScalar Matmul
+});
+family!(FloatOperationIr as FloatCode {
+    Exp Log Log1p Erf PowfScalar Sqrt Cos Cosh Sin Sinh Tan Tanh ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTanh ArcTan2 Round
+    Floor Ceil Trunc IntoInt Matmul Cross Random Recip IsNan IsInf Quantize Dequantize GridSample2d Powf
+});
+family!(ModuleOperationIr as ModuleCode {
+    Embedding EmbeddingBackward Linear LinearXBackward LinearWeightBackward LinearBiasBackward Conv1d Conv1dXBackward
+    Conv1dWeightBackward Conv1dBiasBackward Conv2d Conv2dXBackward Conv2dWeightBackward Conv2dBiasBackward Conv3d
+    Conv3dXBackward Conv3dWeightBackward Conv3dBiasBackward DeformableConv2d DeformableConv2dBackward ConvTranspose1d
+    ConvTranspose2d ConvTranspose3d AvgPool1d AvgPool2d AvgPool1dBackward AvgPool2dBackward AdaptiveAvgPool1d
+    AdaptiveAvgPool2d AdaptiveAvgPool1dBackward AdaptiveAvgPool2dBackward MaxPool1d MaxPool1dWithIndices
+    MaxPool1dWithIndicesBackward MaxPool2d MaxPool2dWithIndices MaxPool2dWithIndicesBackward Interpolate
+    InterpolateBackward Rfft IRfft Attention CtcLoss CtcLossBackward
+});
+
+/// The role of a field, as [`parts!`] spells it, and its visit.
+macro_rules! part {
+    ($visitor:ident, input, $field:expr) => {
+        $visitor.input(&$field)
+    };
+    ($visitor:ident, inputs, $field:expr) => {
+        $field.iter().for_each(|tensor| $visitor.input(tensor))
+    };
+    // An absent optional operand leaves a mark, so that streams with and without it differ.
+    ($visitor:ident, optional, $field:expr) => {
+        match &$field {
+            Some(tensor) => $visitor.input(tensor),
+            None => $visitor.word(u64::MAX),
+        }
+    };
+    ($visitor:ident, output, $field:expr) => {
+        $visitor.output(&$field)
+    };
+    ($visitor:ident, outputs, $field:expr) => {
+        $field.iter().for_each(|tensor| $visitor.output(tensor))
+    };
+    ($visitor:ident, scalar, $field:expr) => {
+        $visitor.scalar($field)
+    };
+    ($visitor:ident, attribute, $field:expr) => {
+        $field.visit($visitor)
+    };
+}
+
+/// Lists the fields of an operation struct in the order in which they are visited.
+macro_rules! parts {
+    ($($ty:ident { $($role:ident $field:ident),* $(,)? })*) => {$(
+        impl Visit for $ty {
+            fn visit(&self, visitor: &mut dyn Visitor) {
+                $(part!(visitor, $role, self.$field);)*
+            }
+        }
+    )*};
+}
+
+parts! {
+    SwapDimsOpIr { input input, attribute dim1, attribute dim2, output out }
+    PermuteOpIr { input input, attribute axes, output out }
+    ShapeOpIr { input input, output out }
+    UnfoldOpIr { input input, attribute dim, attribute size, attribute step, output out }
+    FlipOpIr { input input, attribute axes, output out }
+    RandomOpIr { attribute distribution, output out }
+    CreationOpIr { output out }
+    FullOpIr { scalar value, output out }
+    InitOperationIr { output out }
+    BinaryOpIr { input lhs, input rhs, output out }
+    MatmulOpIr { input lhs, input rhs, output out }
+    CrossOpIr { input lhs, input rhs, attribute dim, output out }
+    UnaryOpIr { input input, output out }
+    ScalarOpIr { input lhs, scalar rhs, output out }
+    ReduceOpIr { input input, output out }
+    ReduceDimOpIr { input input, attribute axis, attribute accumulator_len, output out }
+    CastOpIr { input input, output out }
+    DimOpIr { input input, attribute axis, output out }
+    GatherOpIr { input tensor, attribute dim, input indices, output out }
+    ScatterOpIr { input tensor, attribute dim, input indices, input value, attribute update, output out }
+    ScatterNdOpIr { input data, input indices, input values, attribute reduction, output out }
+    GatherNdOpIr { input data, input indices, output out }
+    SelectOpIr { input tensor, attribute dim, input indices, output out }
+    SelectAssignOpIr { input tensor, attribute dim, input indices, input value, attribute update, output out }
+    SliceOpIr { input tensor, attribute ranges, output out }
+    SliceAssignOpIr { input tensor, attribute ranges, input value, output out }
+    MaskWhereOpIr { input tensor, input mask, input value, output out }
+    MaskFillOpIr { input tensor, input mask, scalar value, output out }
+    ClampOpIr { input tensor, scalar min, scalar max, output out }
+    RepeatDimOpIr { input tensor, attribute dim, attribute times, output out }
+    CatOpIr { inputs tensors, attribute dim, output out }
+    ReduceDimWithIndicesOpIr { input tensor, attribute dim, output out, output out_indices }
+    EmbeddingOpIr { input weights, input indices, output out }
+    EmbeddingBackwardOpIr { input weights, input out_grad, input indices, output out }
+    LinearOpIr { input x, input weight, optional bias, output out }
+    LinearXBackwardOpIr { input weight, input output_grad, output out }
+    LinearWeightBackwardOpIr { input x, input output_grad, output out }
+    LinearBiasBackwardOpIr { input output_grad, output out }
+    Conv1dOpIr { input x, input weight, optional bias, attribute options, output out }
+    Conv1dXBackwardOpIr { input x, input weight, input output_grad, attribute options, output out }
+    Conv1dWeightBackwardOpIr { input x, input weight, input output_grad, attribute options, output out }
+    Conv1dBiasBackwardOpIr { input x, input bias, input output_grad, output out }
+    Conv2dOpIr { input x, input weight, optional bias, attribute options, output out }
+    Conv2dXBackwardOpIr { input x, input weight, input output_grad, attribute options, output out }
+    Conv2dWeightBackwardOpIr { input x, input weight, input output_grad, attribute options, output out }
+    Conv2dBiasBackwardOpIr { input x, input bias, input output_grad, output out }
+    Conv3dOpIr { input x, input weight, optional bias, attribute options, output out }
+    Conv3dXBackwardOpIr { input x, input weight, input output_grad, attribute options, output out }
+    Conv3dWeightBackwardOpIr { input x, input weight, input output_grad, attribute options, output out }
+    Conv3dBiasBackwardOpIr { input x, input bias, input output_grad, output out }
+    DeformConv2dOpIr { input x, input offset, input weight, optional mask, optional bias, attribute options, output out }
+    DeformConv2dBackwardOpIr {
+        input x, input offset, input weight, optional mask, optional bias, input out_grad, attribute options,
+        output input_grad, output offset_grad, output weight_grad, outputs mask_grad, outputs bias_grad
+    }
+    ConvTranspose1dOpIr { input x, input weight, optional bias, attribute options, output out }
+    ConvTranspose2dOpIr { input x, input weight, optional bias, attribute options, output out }
+    ConvTranspose3dOpIr { input x, input weight, optional bias, attribute options, output out }
+    QuantizeOpIr { input tensor, attribute qparams, output out }
+    QuantizationParametersIr { input scales }
+    DequantizeOpIr { input input, output out }
+    AvgPool1dOpIr {
+        input x, attribute kernel_size, attribute stride, attribute padding, attribute count_include_pad, attribute ceil_mode,
+        output out
+    }
+    AvgPool2dOpIr {
+        input x, attribute kernel_size, attribute stride, attribute padding, attribute count_include_pad, attribute ceil_mode,
+        output out
+    }
+    AvgPool1dBackwardOpIr {
+        input x, input grad, attribute kernel_size, attribute stride, attribute padding, attribute count_include_pad,
+        attribute ceil_mode, output out
+    }
+    AvgPool2dBackwardOpIr {
+        input x, input grad, attribute kernel_size, attribute stride, attribute padding, attribute count_include_pad,
+        attribute ceil_mode, output out
+    }
+    AdaptiveAvgPool1dOpIr { input x, attribute output_size, output out }
+    AdaptiveAvgPool2dOpIr { input x, attribute output_size, output out }
+    AdaptiveAvgPool1dBackwardOpIr { input x, input grad, output out }
+    AdaptiveAvgPool2dBackwardOpIr { input x, input grad, output out }
+    MaxPool1dOpIr {
+        input x, attribute kernel_size, attribute stride, attribute padding, attribute dilation, attribute ceil_mode, output out
+    }
+    MaxPool1dWithIndicesOpIr {
+        input x, attribute kernel_size, attribute stride, attribute padding, attribute dilation, attribute ceil_mode, output out,
+        output out_indices
+    }
+    MaxPool1dWithIndicesBackwardOpIr {
+        input x, input grad, input indices, attribute kernel_size, attribute stride, attribute padding, attribute dilation,
+        attribute ceil_mode, output out
+    }
+    MaxPool2dOpIr {
+        input x, attribute kernel_size, attribute stride, attribute padding, attribute dilation, attribute ceil_mode, output out
+    }
+    MaxPool2dWithIndicesOpIr {
+        input x, attribute kernel_size, attribute stride, attribute padding, attribute dilation, attribute ceil_mode, output out,
+        output out_indices
+    }
+    MaxPool2dWithIndicesBackwardOpIr {
+        input x, input grad, input indices, attribute kernel_size, attribute stride, attribute padding, attribute dilation,
+        attribute ceil_mode, output out
+    }
+    InterpolateOpIr { input x, attribute output_size, attribute options, output out }
+    InterpolateBackwardOpIr { input x, input grad, attribute output_size, attribute options, output out }
+    RfftOpIr { input signal, attribute dim, attribute n, output out_re, output out_im }
+    IRfftOpIr { input input_re, input input_im, attribute dim, attribute n, output out_signal }
+    AttentionOpIr { input query, input key, input value, optional mask, optional attn_bias, attribute options, output out }
+    CtcLossOpIr { input log_probs, input targets, input input_lengths, input target_lengths, attribute blank, output out }
+    CtcLossBackwardOpIr {
+        input log_probs, input targets, input input_lengths, input target_lengths, input grad_loss, attribute blank, output out
+    }
+    GridSample2dOpIr { input tensor, input grid, attribute options, output out }
+    Conv1dOptionsIr { attribute stride, attribute padding, attribute dilation, attribute groups }
+    Conv2dOptionsIr { attribute stride, attribute padding, attribute dilation, attribute groups }
+    Conv3dOptionsIr { attribute stride, attribute padding, attribute dilation, attribute groups }
+    DeformableConv2dOptionsIr {
+        attribute stride, attribute padding, attribute dilation, attribute weight_groups, attribute offset_groups
+    }
+    ConvTranspose1dOptionsIr {
+        attribute stride, attribute padding, attribute padding_out, attribute dilation, attribute groups
+    }
+    ConvTranspose2dOptionsIr {
+        attribute stride, attribute padding, attribute padding_out, attribute dilation, attribute groups
+    }
+    ConvTranspose3dOptionsIr {
+        attribute stride, attribute padding, attribute padding_out, attribute dilation, attribute groups
+    }
+    AttentionOptionsIr { attribute scale, attribute softcap, attribute is_causal }
+    InterpolateOptionsIr { attribute mode, attribute align_corners }
+    GridSampleOptionsIr { attribute mode, attribute padding_mode, attribute align_corners }
+}
+
+impl Visit for CustomOpIr {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        self.id.bytes().for_each(|byte| visitor.word(u64::from(byte)));
+        self.inputs.iter().for_each(|tensor| visitor.input(tensor));
+        self.outputs.iter().for_each(|tensor| visitor.output(tensor));
+    }
+}
+
+/// A dropped tensor is read one last time, in a way.
+impl Visit for TensorIr {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.input(self);
+    }
+}
+
+impl<T: Visit> Visit for Box<T> {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        T::visit(self, visitor);
+    }
+}
+
+impl Visit for usize {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(*self as u64);
+    }
+}
+
+impl Visit for bool {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(u64::from(*self));
+    }
+}
+
+impl Visit for isize {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(*self as u64);
+    }
+}
+
+impl Visit for ScalarIr {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.scalar(*self);
+    }
+}
+
+impl<T: Visit, const N: usize> Visit for [T; N] {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        self.iter().for_each(|item| item.visit(visitor));
+    }
+}
+
+impl<T: Visit> Visit for Vec<T> {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(self.len() as u64);
+        self.iter().for_each(|item| item.visit(visitor));
+    }
+}
+
+impl<T: Visit> Visit for Option<T> {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(u64::from(self.is_some()));
+        self.iter().for_each(|item| item.visit(visitor));
+    }
+}
+
+impl Visit for Slice {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        self.start.visit(visitor);
+        self.end.visit(visitor);
+        self.step.visit(visitor);
+    }
+}
+
+impl Visit for IndexingUpdateOp {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(match self {
+            IndexingUpdateOp::Assign => 0,
+            IndexingUpdateOp::Add => 1,
+            IndexingUpdateOp::Mul => 2,
+            IndexingUpdateOp::Min => 3,
+            IndexingUpdateOp::Max => 4,
+        });
+    }
+}
+
+impl Visit for InterpolateModeIr {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(match self {
+            InterpolateModeIr::Nearest => 0,
+            InterpolateModeIr::Bilinear => 1,
+            InterpolateModeIr::Bicubic => 2,
+            InterpolateModeIr::Lanczos3 => 3,
+        });
+    }
+}
+
+impl Visit for GridSamplePaddingModeIr {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(match self {
+            GridSamplePaddingModeIr::Zeros => 0,
+            GridSamplePaddingModeIr::Border => 1,
+            GridSamplePaddingModeIr::Reflection => 2,
+        });
+    }
+}
+
+/// The kind is an attribute; the parameters are scalars.
+impl Visit for Distribution {
+    fn visit(&self, visitor: &mut dyn Visitor) {
+        let (kind, parameters): (u64, &[f64]) = match self {
+            Distribution::Default => (0, &[]),
+            Distribution::Bernoulli(probability) => (1, &[*probability]),
+            Distribution::Uniform(low, high) => (2, &[*low, *high]),
+            Distribution::Normal(mean, deviation) => (3, &[*mean, *deviation]),
+        };
+        visitor.word(kind);
+        parameters
+            .iter()
+            .for_each(|&parameter| visitor.scalar(ScalarIr::Float(parameter)));
+    }
+}
