@@ -1,0 +1,327 @@
+/* Vectors of a fixed width, on the vector extensions that GCC and clang share.
+ *
+ * KILN_LANES is the number of f32 lanes (4, 8 or 16) and KILN_FMA says whether a fused multiply-add is one
+ * instruction; the generator defines both before it includes this file. Arithmetic and comparisons on these types are
+ * the language's own operators; what follows is only what the operators cannot say.
+ */
+#ifndef KILN_VECTOR_H
+#define KILN_VECTOR_H
+
+#include <stdint.h>
+
+typedef float vf __attribute__((vector_size(4 * KILN_LANES)));       /* KILN_LANES floats */
+typedef int32_t vi __attribute__((vector_size(4 * KILN_LANES)));     /* as many integers, or lane masks (0 or -1) */
+typedef uint32_t vu __attribute__((vector_size(4 * KILN_LANES)));
+typedef double vd __attribute__((vector_size(4 * KILN_LANES)));      /* half as many doubles */
+typedef int64_t vl __attribute__((vector_size(4 * KILN_LANES)));     /* and masks for them */
+typedef float vf_half __attribute__((vector_size(2 * KILN_LANES)));  /* the floats that convert to one vd */
+typedef int32_t vi_half __attribute__((vector_size(2 * KILN_LANES)));
+
+#define KILN_INLINE static inline __attribute__((always_inline, unused))
+
+/* A vector literal with lane l = F(l). */
+#if KILN_LANES == 16
+#define KILN_EACH(F) {F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)}
+#define KILN_EACH_HALF(F) {F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7)}
+#elif KILN_LANES == 8
+#define KILN_EACH(F) {F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7)}
+#define KILN_EACH_HALF(F) {F(0), F(1), F(2), F(3)}
+#else
+#define KILN_EACH(F) {F(0), F(1), F(2), F(3)}
+#define KILN_EACH_HALF(F) {F(0), F(1)}
+#endif
+
+/* Lanes of a and b in any order: index l < KILN_LANES is a[l], the rest b[l - KILN_LANES]. */
+#if defined(__clang__)
+#define KILN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define KILN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+#define KILN_SAME(l) x
+KILN_INLINE vf vf_set1(float x) { return (vf)KILN_EACH(KILN_SAME); }
+KILN_INLINE vi vi_set1(int32_t x) { return (vi)KILN_EACH(KILN_SAME); }
+KILN_INLINE vd vd_set1(double x) { return (vd)KILN_EACH_HALF(KILN_SAME); }
+#undef KILN_SAME
+
+#define KILN_INDEX(l) (l)
+/* 0, 1, 2, ... */
+KILN_INLINE vi vi_iota(void) { return (vi)KILN_EACH(KILN_INDEX); }
+#undef KILN_INDEX
+
+/* Loads and stores need no alignment. */
+KILN_INLINE vf vf_load(const float *p) { vf v; __builtin_memcpy(&v, p, sizeof v); return v; }
+KILN_INLINE vi vi_load(const int32_t *p) { vi v; __builtin_memcpy(&v, p, sizeof v); return v; }
+KILN_INLINE vd vd_load(const double *p) { vd v; __builtin_memcpy(&v, p, sizeof v); return v; }
+KILN_INLINE void vf_store(float *p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
+KILN_INLINE void vi_store(int32_t *p, vi v) { __builtin_memcpy(p, &v, sizeof v); }
+KILN_INLINE void vd_store(double *p, vd v) { __builtin_memcpy(p, &v, sizeof v); }
+
+/* The first n lanes (0 <= n <= KILN_LANES); the others load as 0 and are not stored. */
+#if KILN_LANES == 16 && defined(__AVX512F__) && !defined(__clang__)
+KILN_INLINE vf vf_load_n(const float *p, int64_t n) {
+    return __builtin_ia32_loadups512_mask(p, (vf){0}, (uint16_t)((1u << n) - 1));
+}
+KILN_INLINE void vf_store_n(float *p, vf v, int64_t n) {
+    __builtin_ia32_storeups512_mask(p, v, (uint16_t)((1u << n) - 1));
+}
+#else
+KILN_INLINE vf vf_load_n(const float *p, int64_t n) {
+    vf v = {0};
+    for (int64_t l = 0; l < n; l++) v[l] = p[l];
+    return v;
+}
+KILN_INLINE void vf_store_n(float *p, vf v, int64_t n) {
+    for (int64_t l = 0; l < n; l++) p[l] = v[l];
+}
+#endif
+
+/* p[0], p[stride], p[2 * stride], ... */
+KILN_INLINE vf vf_load_stride(const float *p, int64_t stride) {
+#define KILN_AT(l) p[(l) * stride]
+    return (vf)KILN_EACH(KILN_AT);
+#undef KILN_AT
+}
+KILN_INLINE void vf_store_stride(float *p, int64_t stride, vf v) {
+    for (int l = 0; l < KILN_LANES; l++) p[l * stride] = v[l];
+}
+
+/* a * b + c, rounded once where the machine can; otherwise twice (a library call would cost a hundred times more). */
+#if KILN_FMA
+KILN_INLINE float sf_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+KILN_INLINE double sd_fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#else
+KILN_INLINE float sf_fma(float a, float b, float c) { return a * b + c; }
+KILN_INLINE double sd_fma(double a, double b, double c) { return a * b + c; }
+#endif
+
+#if !KILN_FMA
+KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return a * b + c; }
+#elif defined(__clang__)
+KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return __builtin_elementwise_fma(a, b, c); }
+KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return __builtin_elementwise_fma(a, b, c); }
+#elif KILN_LANES == 16
+/* 4 is the current rounding mode, the mask selects all lanes. */
+KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return __builtin_ia32_vfmaddps512_mask(a, b, c, (uint16_t)-1, 4); }
+KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return __builtin_ia32_vfmaddpd512_mask(a, b, c, (uint8_t)-1, 4); }
+#elif KILN_LANES == 8
+KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return __builtin_ia32_vfmaddps256(a, b, c); }
+KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return __builtin_ia32_vfmaddpd256(a, b, c); }
+#elif defined(__aarch64__)
+KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return __builtin_aarch64_fmav4sf(a, b, c); }
+KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return __builtin_aarch64_fmav2df(a, b, c); }
+#else
+KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return __builtin_ia32_vfmaddps(a, b, c); }
+KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return __builtin_ia32_vfmaddpd(a, b, c); }
+#endif
+
+/* Correctly rounded square root. */
+KILN_INLINE vf vf_sqrt(vf x) {
+#if defined(__clang__)
+    return __builtin_elementwise_sqrt(x);
+#elif KILN_LANES == 16 && defined(__AVX512F__)
+    return __builtin_ia32_sqrtps512_mask(x, x, (uint16_t)-1, 4);
+#elif KILN_LANES == 8 && defined(__AVX__)
+    return __builtin_ia32_sqrtps256(x);
+#elif KILN_LANES == 4 && defined(__SSE2__)
+    return __builtin_ia32_sqrtps(x);
+#else
+    for (int l = 0; l < KILN_LANES; l++) x[l] = __builtin_sqrtf(x[l]);
+    return x;
+#endif
+}
+KILN_INLINE vd vd_sqrt(vd x) {
+    for (int l = 0; l < KILN_LANES / 2; l++) x[l] = __builtin_sqrt(x[l]);
+    return x;
+}
+
+/* mask ? a : b in each lane; the mask is what a comparison gives. */
+KILN_INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+KILN_INLINE vi vi_select(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
+KILN_INLINE vd vd_select(vl mask, vd a, vd b) { return (vd)((mask & (vl)a) | (~mask & (vl)b)); }
+
+KILN_INLINE vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
+KILN_INLINE vd vd_abs(vd x) { return (vd)((vl)x & 0x7fffffffffffffffLL); }
+/* The magnitude of x with the sign of s. */
+KILN_INLINE vf vf_copysign(vf x, vf s) { return (vf)(((vi)x & 0x7fffffff) | ((vi)s & (int32_t)0x80000000)); }
+
+/* The larger and the smaller; NaN if either is. */
+KILN_INLINE vf vf_max(vf a, vf b) { return vf_select((a > b) | (a != a), a, b); }
+KILN_INLINE vf vf_min(vf a, vf b) { return vf_select((a < b) | (a != a), a, b); }
+KILN_INLINE vd vd_max(vd a, vd b) { return vd_select((a > b) | (a != a), a, b); }
+KILN_INLINE vd vd_min(vd a, vd b) { return vd_select((a < b) | (a != a), a, b); }
+KILN_INLINE float sf_max(float a, float b) { return (a > b) | (a != a) ? a : b; }
+KILN_INLINE float sf_min(float a, float b) { return (a < b) | (a != a) ? a : b; }
+
+/* Lanes to one value, always in this order: halves onto each other until one lane is left. */
+typedef float vf4 __attribute__((vector_size(16)));
+typedef float vf8 __attribute__((vector_size(32)));
+#if KILN_LANES == 16
+#define KILN_FOLD(NAME, OP) \
+    KILN_INLINE float NAME(vf v) { \
+        vf8 h[2]; __builtin_memcpy(h, &v, sizeof v); \
+        vf8 w = {OP(h[0][0], h[1][0]), OP(h[0][1], h[1][1]), OP(h[0][2], h[1][2]), OP(h[0][3], h[1][3]), \
+                 OP(h[0][4], h[1][4]), OP(h[0][5], h[1][5]), OP(h[0][6], h[1][6]), OP(h[0][7], h[1][7])}; \
+        return OP(OP(OP(w[0], w[4]), OP(w[2], w[6])), OP(OP(w[1], w[5]), OP(w[3], w[7]))); \
+    }
+KILN_INLINE float vf_sum(vf v) {
+    vf8 h[2];
+    vf4 q[2];
+    __builtin_memcpy(h, &v, sizeof v);
+    h[0] += h[1];
+    __builtin_memcpy(q, &h[0], sizeof h[0]);
+    q[0] += q[1];
+    return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
+}
+#elif KILN_LANES == 8
+#define KILN_FOLD(NAME, OP) \
+    KILN_INLINE float NAME(vf w) { \
+        return OP(OP(OP(w[0], w[4]), OP(w[2], w[6])), OP(OP(w[1], w[5]), OP(w[3], w[7]))); \
+    }
+KILN_INLINE float vf_sum(vf v) {
+    vf4 q[2];
+    __builtin_memcpy(q, &v, sizeof v);
+    q[0] += q[1];
+    return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
+}
+#else
+#define KILN_FOLD(NAME, OP) \
+    KILN_INLINE float NAME(vf w) { return OP(OP(w[0], w[2]), OP(w[1], w[3])); }
+KILN_INLINE float vf_sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+#endif
+KILN_FOLD(vf_max_all, sf_max)
+KILN_FOLD(vf_min_all, sf_min)
+#undef KILN_FOLD
+KILN_INLINE double vd_sum(vd v) {
+#if KILN_LANES == 16
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#elif KILN_LANES == 8
+    return (v[0] + v[2]) + (v[1] + v[3]);
+#else
+    return v[0] + v[1];
+#endif
+}
+/* Whether any lane of a mask is set. */
+KILN_INLINE int vi_any(vi mask) {
+    int32_t any = 0;
+    for (int l = 0; l < KILN_LANES; l++) any |= mask[l];
+    return any != 0;
+}
+
+/* Turns KILN_LANES rows into KILN_LANES columns: each round interleaves the lower half of the rows with the upper. */
+#if KILN_LANES == 16
+#define KILN_LOW(a, b) KILN_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define KILN_HIGH(a, b) KILN_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif KILN_LANES == 8
+#define KILN_LOW(a, b) KILN_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define KILN_HIGH(a, b) KILN_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define KILN_LOW(a, b) KILN_SHUFFLE(a, b, 0, 4, 1, 5)
+#define KILN_HIGH(a, b) KILN_SHUFFLE(a, b, 2, 6, 3, 7)
+#endif
+#define KILN_PAIR(to, from, i) \
+    to[2 * (i)] = KILN_LOW(from[i], from[(i) + KILN_LANES / 2]); \
+    to[2 * (i) + 1] = KILN_HIGH(from[i], from[(i) + KILN_LANES / 2]);
+#if KILN_LANES == 16
+#define KILN_ROUND(to, from) \
+    KILN_PAIR(to, from, 0) KILN_PAIR(to, from, 1) KILN_PAIR(to, from, 2) KILN_PAIR(to, from, 3) \
+    KILN_PAIR(to, from, 4) KILN_PAIR(to, from, 5) KILN_PAIR(to, from, 6) KILN_PAIR(to, from, 7)
+#elif KILN_LANES == 8
+#define KILN_ROUND(to, from) KILN_PAIR(to, from, 0) KILN_PAIR(to, from, 1) KILN_PAIR(to, from, 2) KILN_PAIR(to, from, 3)
+#else
+#define KILN_ROUND(to, from) KILN_PAIR(to, from, 0) KILN_PAIR(to, from, 1)
+#endif
+KILN_INLINE void vf_transpose(vf row[KILN_LANES]) {
+    vf other[KILN_LANES];
+    KILN_ROUND(other, row)
+    KILN_ROUND(row, other)
+#if KILN_LANES == 16
+    KILN_ROUND(other, row)
+    KILN_ROUND(row, other)
+#elif KILN_LANES == 8
+    KILN_ROUND(other, row)
+    __builtin_memcpy(row, other, sizeof other);
+#endif
+}
+
+/* Conversions. Float to integer truncates; out of range is the caller's business. */
+KILN_INLINE vf vf_from_vi(vi x) { return __builtin_convertvector(x, vf); }
+KILN_INLINE vi vi_from_vf(vf x) { return __builtin_convertvector(x, vi); }
+typedef struct { vd low, high; } vd_pair;
+KILN_INLINE vd_pair vd_from_vf(vf x) {
+    vf_half half[2];
+    __builtin_memcpy(half, &x, sizeof x);
+    return (vd_pair){__builtin_convertvector(half[0], vd), __builtin_convertvector(half[1], vd)};
+}
+KILN_INLINE vf vf_from_vd(vd_pair x) {
+    vf_half half[2] = {__builtin_convertvector(x.low, vf_half), __builtin_convertvector(x.high, vf_half)};
+    vf v;
+    __builtin_memcpy(&v, half, sizeof v);
+    return v;
+}
+
+/* bf16 is the upper half of an f32; narrowing rounds to nearest even and keeps NaN quiet. */
+KILN_INLINE float sf_from_bf16(uint16_t h) {
+    uint32_t u = (uint32_t)h << 16;
+    float x;
+    __builtin_memcpy(&x, &u, sizeof x);
+    return x;
+}
+KILN_INLINE uint16_t bf16_from_sf(float x) {
+    uint32_t u;
+    __builtin_memcpy(&u, &x, sizeof u);
+    if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)((u >> 16) | 0x40);
+    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+/* f16, in integer arithmetic: right on every machine. */
+KILN_INLINE float sf_from_f16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, u;
+    float x;
+    if (rest >= 0x7c00) {
+        u = 0x7f800000 | (rest & 0x3ff) << 13 | (rest > 0x7c00 ? 0x400000 : 0);
+    } else if (rest >= 0x400) {
+        u = (rest << 13) + ((127 - 15) << 23);
+    } else {
+        x = (float)(int32_t)rest * 0x1p-24f; /* subnormal: an integer multiple of 2^-24 */
+        __builtin_memcpy(&u, &x, sizeof u);
+    }
+    u |= sign;
+    __builtin_memcpy(&x, &u, sizeof x);
+    return x;
+}
+KILN_INLINE uint16_t f16_from_sf(float x) {
+    uint32_t u;
+    __builtin_memcpy(&u, &x, sizeof u);
+    uint32_t sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more round to infinity */
+    if (magnitude < 0x38800000) {
+        /* Subnormal: adding 0.5 leaves the multiple of 2^-24, rounded to even, in the low bits. */
+        float m;
+        __builtin_memcpy(&m, &magnitude, sizeof m);
+        m += 0.5f;
+        __builtin_memcpy(&magnitude, &m, sizeof magnitude);
+        return (uint16_t)(sign | (magnitude - 0x3f000000));
+    }
+    magnitude += 0xfff + ((magnitude >> 13) & 1) - ((127 - 15) << 23);
+    return (uint16_t)(sign | magnitude >> 13);
+}
+KILN_INLINE vf vf_load_bf16(const uint16_t *p) {
+    vf v;
+    for (int l = 0; l < KILN_LANES; l++) v[l] = sf_from_bf16(p[l]);
+    return v;
+}
+KILN_INLINE void vf_store_bf16(uint16_t *p, vf v) {
+    for (int l = 0; l < KILN_LANES; l++) p[l] = bf16_from_sf(v[l]);
+}
+KILN_INLINE vf vf_load_f16(const uint16_t *p) {
+    vf v;
+    for (int l = 0; l < KILN_LANES; l++) v[l] = sf_from_f16(p[l]);
+    return v;
+}
+KILN_INLINE void vf_store_f16(uint16_t *p, vf v) {
+    for (int l = 0; l < KILN_LANES; l++) p[l] = f16_from_sf(v[l]);
+}
+
+#endif

@@ -1,0 +1,437 @@
+//! The source of a matrix product, after the plan is made.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+use kiln_cpu::Isa;
+
+use super::plan::{Parallel, Plan, Stream};
+use super::{Epilogue, GemmSpec, Result, pack};
+use crate::kernels::tile::{Access, Tile};
+use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack};
+
+/// Bytes between regions of the workspace.
+const REGION: usize = 64;
+
+/// What is packed where in the workspace, in bytes.
+struct Workspace {
+    /// The stationary operand, if packed.
+    stationary: usize,
+    /// Partial sums, if the depth is cut.
+    partial: usize,
+    /// First thread's streamed panels.
+    streamed: usize,
+    /// Distance between the streamed panels of two threads.
+    streamed_each: usize,
+    /// Distance between whole workspaces of two threads, when each has one of its own.
+    each: usize,
+    total: usize,
+}
+
+impl Workspace {
+    fn new(spec: &GemmSpec<'_>, plan: &Plan) -> Self {
+        // A last vector store may run over by less than a vector.
+        let floats = |count: usize| round_up(count * 4 + plan.lanes * 4, REGION);
+        let (a, b) = (spec.m * plan.depth, plan.padded_columns() * plan.depth);
+        let (stationary, streamed_each) = match plan.stream {
+            Stream::Columns => (
+                if plan.a_packed { floats(a) } else { 0 },
+                if plan.b_packed { floats(plan.group * plan.width() * plan.depth) } else { 0 },
+            ),
+            Stream::Rows => (
+                if plan.b_packed { floats(b) } else { 0 },
+                if plan.a_packed { floats(plan.group * plan.rows * plan.depth) } else { 0 },
+            ),
+        };
+        let partial = if plan.cuts > 1 { floats(spec.m * plan.padded_columns()) } else { 0 };
+        let shared = stationary + partial;
+        let (each, total) = match plan.parallel {
+            Parallel::Serial => (0, shared + streamed_each),
+            Parallel::Panels => (0, shared + streamed_each * spec.threads),
+            Parallel::Batch => (shared + streamed_each, (shared + streamed_each) * spec.threads),
+        };
+        Self { stationary: 0, partial: stationary, streamed: shared, streamed_each, each, total }
+    }
+}
+
+pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
+    let name = &spec.name;
+    let head = signature(name, &spec.params);
+    if spec.batch == 0 || spec.m == 0 || spec.n == 0 {
+        return Kernel {
+            name: name.clone(),
+            params: spec.params.clone(),
+            prototype: format!("{head};"),
+            source: format!("/* {}: no elements */\n{head} {{\n}}\n", spec.comment),
+            helpers: Vec::new(),
+            workspace_bytes: 0,
+        };
+    }
+    let plan = Plan::new(spec, isa);
+    let workspace = Workspace::new(spec, &plan);
+    let emitter = Emitter { spec, plan: &plan, workspace: &workspace, tiles: BTreeSet::new(), isa };
+    let (source, tiles) = emitter.source(&head);
+    Kernel {
+        name: name.clone(),
+        params: spec.params.clone(),
+        prototype: format!("{head};"),
+        source,
+        helpers: tiles.into_iter().collect(),
+        workspace_bytes: workspace.total,
+    }
+}
+
+struct Emitter<'a> {
+    spec: &'a GemmSpec<'a>,
+    plan: &'a Plan,
+    workspace: &'a Workspace,
+    tiles: BTreeSet<Helper>,
+    isa: Isa,
+}
+
+impl Emitter<'_> {
+    fn source(mut self, head: &str) -> (String, BTreeSet<Helper>) {
+        let GemmSpec { name, comment, batch, m, n, k, params, .. } = self.spec;
+        let plan = self.plan;
+        let mut out = String::new();
+        let packed = |is: bool| if is { "packed" } else { "in place" };
+        let products = if *batch == 1 { String::new() } else { format!("{batch} times ") };
+        let _ = writeln!(
+            out,
+            "/* {comment}\n * {products}[{m} x {k}] * [{k} x {n}], tiles of {} x {}, A {}, B {}{}{}. */",
+            plan.rows,
+            plan.width(),
+            packed(plan.a_packed),
+            packed(plan.b_packed),
+            match plan.parallel {
+                Parallel::Serial => ", one thread",
+                Parallel::Batch => ", threads share the batch",
+                Parallel::Panels if plan.stream == Stream::Rows => ", threads share the rows",
+                Parallel::Panels => ", threads share the columns",
+            },
+            if plan.cuts > 1 { format!(", depth in {} cuts", plan.cuts) } else { String::new() },
+        );
+        let _ = writeln!(
+            out,
+            "struct {name}_args {{\n{}    char *workspace;\n    int64_t batch, start, depth;\n    int first, last;\n}};",
+            fields(params)
+        );
+        if plan.a_packed {
+            out.push_str(&self.pack_rows());
+        }
+        if plan.b_packed {
+            out.push_str(&self.pack_columns());
+        }
+        out.push_str(&self.finish());
+        out.push_str(&self.stationary());
+        out.push_str(&self.panels());
+        out.push_str(&self.entry(head));
+        (out, self.tiles)
+    }
+
+    /// `name_pack_a(args, row panel, packed)`.
+    fn pack_rows(&self) -> String {
+        let GemmSpec { name, m, a, params, .. } = self.spec;
+        let plan = self.plan;
+        let copy = |rows: usize| {
+            let body = pack::panel(a, rows, plan.lanes);
+            format!("{{\n    int64_t valid = {rows};\n{}}}", indent(&body, 4))
+        };
+        let body = if plan.uneven_rows() {
+            format!("if (panel < {}) {} else {}\n", plan.tall_panels, copy(plan.rows), copy(plan.rows - 1))
+        } else {
+            copy(plan.rows) + "\n"
+        };
+        format!(
+            "/* Packs a row panel of A. */\nstatic void {name}_pack_a(const struct {name}_args *args, int64_t panel, float \
+             *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
+             {m};\n    const int64_t free = {};\n{}}}\n",
+            unpack(params),
+            self.first_row("panel"),
+            indent(&body, 4)
+        )
+    }
+
+    /// `name_pack_b(args, column panel, packed)`.
+    fn pack_columns(&self) -> String {
+        let GemmSpec { name, n, b, params, .. } = self.spec;
+        let plan = self.plan;
+        let copy = |vectors: usize| {
+            let width = vectors * plan.lanes;
+            let body = pack::panel(b, width, plan.lanes);
+            format!(
+                "{{\n    const int64_t valid = extent - free < {width} ? extent - free : {width};\n{}}}",
+                indent(&body, 4)
+            )
+        };
+        let body = if plan.uneven_columns() {
+            let last = plan.column_panels - 1;
+            format!("if (panel < {last}) {} else {}\n", copy(plan.vectors), copy(plan.last_vectors))
+        } else {
+            copy(if plan.column_panels == 1 { plan.last_vectors } else { plan.vectors }) + "\n"
+        };
+        format!(
+            "/* Packs a column panel of B. */\nstatic void {name}_pack_b(const struct {name}_args *args, int64_t panel, \
+             float *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
+             {n};\n    const int64_t free = panel * {};\n{}}}\n",
+            unpack(params),
+            plan.width(),
+            indent(&body, 4)
+        )
+    }
+
+    /// `name_finish(args, tile, ld, row, rows, col, cols)`: the epilogue of one tile.
+    fn finish(&self) -> String {
+        let GemmSpec { name, epilogue, params, .. } = self.spec;
+        let Epilogue { contiguous, consume } = epilogue;
+        let lanes = self.plan.lanes;
+        let each = |width| {
+            indent(&consume(&Result { width, batch: "batch", row: "i", col: "j", value: "sum" }), 12)
+        };
+        let vectors = if contiguous.is_some() {
+            format!(
+                "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + (i - row) * \
+                 ld + (j - col));\n{}        }}\n",
+                each(Width::Vector)
+            )
+        } else {
+            String::new()
+        };
+        format!(
+            "/* Consumes a finished tile of the result. */\nstatic __attribute__((noinline)) void {name}_finish(const \
+             struct {name}_args *args, const float *tile, int64_t ld,\n        int64_t row, int64_t rows, int64_t col, \
+             int64_t cols) {{\n{}    const int64_t batch = args->batch;\n    for (int64_t i = row; i < row + rows; i++) \
+             {{\n        int64_t j = col;\n{vectors}        for (; j < col + cols; j++) {{\n            float sum = tile[(i - \
+             row) * ld + (j - col)];\n{}        }}\n    }}\n}}\n",
+            unpack(params),
+            each(Width::Scalar)
+        )
+    }
+
+    /// First row of a row panel.
+    fn first_row(&self, panel: &str) -> String {
+        let plan = self.plan;
+        if plan.uneven_rows() {
+            let (tall, short) = (plan.tall_panels, plan.rows - 1);
+            format!("({panel} * {short} + ({panel} < {tall} ? {panel} : {tall}))")
+        } else {
+            format!("({panel} * {})", plan.rows)
+        }
+    }
+
+    fn stationary_packed(&self) -> bool {
+        match self.plan.stream {
+            Stream::Columns => self.plan.a_packed,
+            Stream::Rows => self.plan.b_packed,
+        }
+    }
+
+    fn stationary_panels(&self) -> usize {
+        match self.plan.stream {
+            Stream::Columns => self.plan.row_panels,
+            Stream::Rows => self.plan.column_panels,
+        }
+    }
+
+    fn streamed_panels(&self) -> usize {
+        match self.plan.stream {
+            Stream::Columns => self.plan.column_panels,
+            Stream::Rows => self.plan.row_panels,
+        }
+    }
+
+    /// `name_stationary(ctx, begin, end, thread)`: packs panels of the stationary operand.
+    fn stationary(&self) -> String {
+        if !self.stationary_packed() {
+            return String::new();
+        }
+        let name = &self.spec.name;
+        let (letter, offset) = match self.plan.stream {
+            Stream::Columns => ("a", self.first_row("panel")),
+            Stream::Rows => ("b", format!("(panel * {})", self.plan.width())),
+        };
+        format!(
+            "static void {name}_stationary(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
+             {name}_args *args = ctx;\n    for (int64_t panel = begin; panel < end; panel++)\n        \
+             {name}_pack_{letter}(args, panel, (float *)(args->workspace + {}) + {offset} * args->depth);\n}}\n",
+            self.workspace.stationary
+        )
+    }
+
+    /// Calls of the tile functions that differ in height and width, chosen at run time.
+    fn tile_calls(&mut self) -> String {
+        let plan = self.plan;
+        let access = |packed: bool, operand: &super::Operand<'_>| match &operand.memory {
+            Some(memory) if !packed => {
+                Access::Strided { free: memory.free_stride, depth: memory.depth_stride }
+            }
+            _ => Access::Packed,
+        };
+        let (a, b) = (access(plan.a_packed, &self.spec.a), access(plan.b_packed, &self.spec.b));
+        let mut call = |rows: usize, vectors: usize| {
+            let tile = Tile { rows, vectors, a, b, nested: false };
+            self.tiles.insert(tile.helper(self.isa));
+            format!("{}(tile_a, tile_b, args->depth, target, ldc, !args->first);", tile.name())
+        };
+        let mut heights = |vectors: usize| {
+            let tall = call(plan.rows, vectors);
+            if plan.uneven_rows() {
+                let short = call(plan.rows - 1, vectors);
+                format!("if (rp < {}) {tall}\nelse {short}\n", plan.tall_panels)
+            } else {
+                tall + "\n"
+            }
+        };
+        let full = if plan.column_panels == 1 { plan.last_vectors } else { plan.vectors };
+        if plan.uneven_columns() {
+            let last = plan.column_panels - 1;
+            let (full, narrow) = (heights(full), heights(plan.last_vectors));
+            format!(
+                "if (cp < {last}) {{\n{}}} else {{\n{}}}\n",
+                indent(&full, 4),
+                indent(&narrow, 4)
+            )
+        } else {
+            heights(full)
+        }
+    }
+
+    /// `name_panels(ctx, begin, end, thread)`: streamed panels `begin..end` against the stationary operand.
+    fn panels(&mut self) -> String {
+        let calls = self.tile_calls();
+        let GemmSpec { name, n, a, b, params, .. } = self.spec;
+        let (plan, workspace) = (self.plan, self.workspace);
+        let width = plan.width();
+        let row = self.first_row("rp");
+        let rows = if plan.uneven_rows() {
+            format!("(rp < {} ? {} : {})", plan.tall_panels, plan.rows, plan.rows - 1)
+        } else {
+            plan.rows.to_string()
+        };
+
+        // Where tiles find their operands.
+        let in_place = |operand: &super::Operand<'_>, free: &str| match &operand.memory {
+            Some(memory) => format!(
+                "{} + {free} * {} + args->start * {}",
+                (memory.base)("batch"),
+                memory.free_stride,
+                memory.depth_stride
+            ),
+            None => String::new(),
+        };
+        let (a_place, b_place) = match plan.stream {
+            Stream::Columns => {
+                ("stationary + row * args->depth".to_owned(), format!("streamed + (cp - group) * {width} * args->depth"))
+            }
+            Stream::Rows => (
+                format!("streamed + (rp - group) * {} * args->depth", plan.rows),
+                format!("stationary + cp * {width} * args->depth"),
+            ),
+        };
+        let a_place = if plan.a_packed { a_place } else { in_place(a, "row") };
+        let b_place = if plan.b_packed { b_place } else { in_place(b, "col") };
+
+        let pack_streamed = match plan.stream {
+            Stream::Columns if plan.b_packed => format!(
+                "for (int64_t cp = group; cp < group_end; cp++)\n    {name}_pack_b(args, cp, streamed + (cp - group) * \
+                 {width} * args->depth);\n"
+            ),
+            Stream::Rows if plan.a_packed => format!(
+                "for (int64_t rp = group; rp < group_end; rp++)\n    {name}_pack_a(args, rp, streamed + (rp - group) * {} \
+                 * args->depth);\n",
+                plan.rows
+            ),
+            _ => String::new(),
+        };
+        let (outer, inner) = match plan.stream {
+            Stream::Columns => (
+                format!("for (int64_t rp = 0; rp < {}; rp++)", plan.row_panels),
+                "for (int64_t cp = group; cp < group_end; cp++) {",
+            ),
+            Stream::Rows => (
+                format!("for (int64_t cp = 0; cp < {}; cp++)", plan.column_panels),
+                "for (int64_t rp = group; rp < group_end; rp++) {",
+            ),
+        };
+        let target = if plan.cuts > 1 {
+            format!(
+                "float *target = (float *)(args->workspace + {}) + row * {ldc} + col;\nconst int64_t ldc = {ldc};\n",
+                workspace.partial,
+                ldc = plan.padded_columns()
+            )
+        } else {
+            format!("float *target = tile;\nconst int64_t ldc = {width};\n")
+        };
+        let finish = format!(
+            "{name}_finish(args, target, ldc, row, rows, col, {n} - col < {width} ? {n} - col : {width});\n"
+        );
+        let finish = if plan.cuts > 1 { format!("if (args->last) {finish}") } else { finish };
+        let body = format!(
+            "const int64_t row = {row}, rows = {rows}, col = cp * {width};\nconst float *tile_a = {a_place};\nconst float \
+             *tile_b = {b_place};\n{target}{calls}{finish}"
+        );
+        let (streamed, each) = (workspace.streamed, workspace.streamed_each);
+        let own = if plan.parallel == Parallel::Panels { format!(" + thread * {each}") } else { String::new() };
+        format!(
+            "static void {name}_panels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
+             *args = ctx;\n{}    const int64_t batch = args->batch;\n    const float *stationary = (const float \
+             *)(args->workspace + {});\n    float *streamed = (float *)(args->workspace + {streamed}{own});\n    float \
+             tile[{}] __attribute__((aligned(64)));\n    for (int64_t group = begin; group < end; group += {group}) \
+             {{\n        const int64_t group_end = group + {group} < end ? group + {group} : end;\n{}        {outer}\n        \
+             {inner}\n{}        }}\n    }}\n}}\n",
+            unpack(params),
+            workspace.stationary,
+            plan.rows * width,
+            indent(&pack_streamed, 8),
+            indent(&body, 12),
+            group = plan.group,
+        )
+    }
+
+    /// The loops over batch and depth cuts, and the kernel itself.
+    fn entry(&self, head: &str) -> String {
+        let GemmSpec { name, batch, k, params, .. } = self.spec;
+        let (plan, workspace) = (self.plan, self.workspace);
+        let run = |part: &str, panels: usize| match plan.parallel {
+            Parallel::Panels => {
+                format!("rt->parallel_for(rt->pool, {panels}, 1, {name}_{part}, &args);\n")
+            }
+            _ => format!("{name}_{part}(&args, 0, {panels}, 0);\n"),
+        };
+        let mut once = String::new();
+        if self.stationary_packed() {
+            once.push_str(&run("stationary", self.stationary_panels()));
+        }
+        once.push_str(&run("panels", self.streamed_panels()));
+        if plan.cuts > 1 {
+            once = format!(
+                "for (int64_t start = 0; start < {k}; start += {depth}) {{\n    args.start = start;\n    args.depth = {k} - \
+                 start < {depth} ? {k} - start : {depth};\n    args.first = start == 0;\n    args.last = start + args.depth == \
+                 {k};\n{}}}\n",
+                indent(&once, 4),
+                depth = plan.depth
+            );
+        }
+        let initial = format!(
+            "{}.workspace = workspace, .start = 0, .depth = {}, .first = 1, .last = 1",
+            pack_fields(params),
+            plan.depth
+        );
+        if plan.parallel == Parallel::Batch {
+            return format!(
+                "static void {name}_batch(void *ctx, int64_t begin, int64_t end, int thread) {{\n    struct {name}_args args \
+                 = *(const struct {name}_args *)ctx;\n    args.workspace += thread * {};\n    for (int64_t batch = begin; \
+                 batch < end; batch++) {{\n        args.batch = batch;\n{}    }}\n}}\n{head} {{\n    struct {name}_args args = \
+                 {{{initial}}};\n    rt->parallel_for(rt->pool, {batch}, 1, {name}_batch, &args);\n}}\n",
+                workspace.each,
+                indent(&once, 8)
+            );
+        }
+        let body = if *batch == 1 {
+            once
+        } else {
+            format!("for (args.batch = 0; args.batch < {batch}; args.batch++) {{\n{}}}\n", indent(&once, 4))
+        };
+        format!("{head} {{\n    struct {name}_args args = {{{initial}}};\n{}}}\n", indent(&body, 4))
+    }
+}

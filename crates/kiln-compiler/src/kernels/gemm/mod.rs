@@ -1,0 +1,231 @@
+//! Matrix products: `c[b][i][j] = sum over k of a[b][i][k] * b[b][k][j]`, for each batch index, in f32.
+//!
+//! The caller says how an element of each operand is obtained (a strided load, or any expression: an activation, a
+//! normalisation, a gather) and what happens to each element of the result (a store, a bias, an optimizer's whole
+//! update). The first is evaluated while a panel is packed, once for each element; the second on a finished tile that
+//! is still in L1. Neither operand is ever transposed in memory: packing reads any stride.
+//!
+//! **Blocking.** The result is cut into tiles of register size ([`super::tile`]): row panels of at most 14 rows (of
+//! nearly equal height, so that no thin panel is left over) by column panels of two vectors. One operand is
+//! *stationary*: packed once, shared by all threads. The other is *streamed*: each thread packs a few of its panels,
+//! uses them against all of the stationary operand, and forgets them. The smaller one is stationary, so the larger is
+//! read once from memory and never written back in packed form. Only a very deep product (`k` beyond some thousands) is cut
+//! along the depth, with partial sums in the workspace.
+//!
+//! **Packing or not.** Where a packed element would be used too few times to pay for the copy, tiles read the operand
+//! in place with constant strides.
+//!
+//! **Threads.** The streamed panels are split; if the batch is large, whole products are. Each result element is
+//! computed by one thread in an order that depends on the shape alone, so the bits do not depend on the thread count.
+
+mod emit;
+mod pack;
+mod plan;
+
+use kiln_cpu::Isa;
+
+use super::{Kernel, Param, Width};
+
+/// A dimension of an operand or of the result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Axis {
+    /// Rows of A, columns of B; of the result, its rows.
+    Free,
+    /// The summed dimension of an operand; of the result, its columns.
+    Depth,
+}
+
+/// The place of one element of an operand, or of the first of a vector of elements along the contiguous axis. All are
+/// C expressions of type `int64_t`, safe to use as factors.
+#[derive(Debug, Clone, Copy)]
+pub struct At<'a> {
+    /// One element or a vector.
+    pub width: Width,
+    /// Batch index.
+    pub batch: &'a str,
+    /// Row of A or column of B.
+    pub free: &'a str,
+    /// Position along the sum.
+    pub depth: &'a str,
+}
+
+/// A function from a place to a C expression of that element (`float`) or vector (`vf`).
+pub type Load<'a> = Box<dyn Fn(&At<'_>) -> String + 'a>;
+
+/// An operand of a product.
+pub struct Operand<'a> {
+    /// The axis along which `load` can give vectors, if any.
+    pub contiguous: Option<Axis>,
+    /// How an element is obtained.
+    pub load: Load<'a>,
+    /// Set if the operand is plain f32 memory, so that tiles may read it in place.
+    pub memory: Option<Memory<'a>>,
+}
+
+/// Plain f32 memory.
+pub struct Memory<'a> {
+    /// C expression (`const float *`) of element (0, 0) for a batch index.
+    pub base: Box<dyn Fn(&str) -> String + 'a>,
+    /// Elements between neighbours along the free axis.
+    pub free_stride: i64,
+    /// Elements between neighbours along the depth.
+    pub depth_stride: i64,
+}
+
+impl<'a> Operand<'a> {
+    /// The f32 tensor at the C pointer `pointer`, with these strides in elements. `batch` lists extent and stride of
+    /// the batch dimensions, outermost first; a stride of 0 broadcasts.
+    pub fn strided(pointer: &str, batch: &[(usize, i64)], free_stride: i64, depth_stride: i64) -> Self {
+        let (pointer, batch) = (pointer.to_owned(), batch.to_vec());
+        let base = move |index: &str| match batch_offset(&batch, index) {
+            Some(offset) => format!("({pointer} + {offset})"),
+            None => pointer.clone(),
+        };
+        let element = base.clone();
+        let load = move |at: &At<'_>| {
+            let place = format!(
+                "{} + {} * {free_stride} + {} * {depth_stride}",
+                element(at.batch),
+                at.free,
+                at.depth
+            );
+            match at.width {
+                Width::Scalar => format!("*({place})"),
+                Width::Vector => format!("vf_load({place})"),
+            }
+        };
+        Self {
+            contiguous: contiguous_axis(free_stride, depth_stride),
+            load: Box::new(load),
+            memory: Some(Memory { base: Box::new(base), free_stride, depth_stride }),
+        }
+    }
+
+    /// An operand that is computed while it is packed. `contiguous` is the axis along which `load` is asked for
+    /// vectors.
+    pub fn computed(contiguous: Option<Axis>, load: impl Fn(&At<'_>) -> String + 'a) -> Self {
+        Self { contiguous, load: Box::new(load), memory: None }
+    }
+}
+
+/// The axis with stride 1. The depth is preferred when both qualify, which happens for extents of one only.
+fn contiguous_axis(free_stride: i64, depth_stride: i64) -> Option<Axis> {
+    match (free_stride, depth_stride) {
+        (_, 1) => Some(Axis::Depth),
+        (1, _) => Some(Axis::Free),
+        _ => None,
+    }
+}
+
+/// C expression of the offset of batch index `index`, unless it is zero. Index and strides are in row-major order.
+pub fn batch_offset(batch: &[(usize, i64)], index: &str) -> Option<String> {
+    let mut terms = Vec::new();
+    let mut inner: usize = batch.iter().map(|&(extent, _)| extent).product();
+    for (position, &(extent, stride)) in batch.iter().enumerate() {
+        if extent == 0 {
+            return None;
+        }
+        inner /= extent;
+        if stride == 0 || extent == 1 {
+            continue;
+        }
+        let quotient = if inner == 1 { index.to_owned() } else { format!("{index} / {inner}") };
+        let digit = if position == 0 { quotient } else { format!("({quotient}) % {extent}") };
+        terms.push(format!("({digit}) * {stride}"));
+    }
+    (!terms.is_empty()).then(|| format!("({})", terms.join(" + ")))
+}
+
+/// A finished element of the result, or a vector of them along the columns. The first three are C expressions of type
+/// `int64_t`.
+#[derive(Debug, Clone, Copy)]
+pub struct Result<'a> {
+    /// One element or a vector.
+    pub width: Width,
+    /// Batch index.
+    pub batch: &'a str,
+    /// Row.
+    pub row: &'a str,
+    /// Column.
+    pub col: &'a str,
+    /// C variable with the sum: `float` or `vf`.
+    pub value: &'a str,
+}
+
+/// A function from a finished element to the C statements that consume it.
+pub type Consume<'a> = Box<dyn Fn(&Result<'_>) -> String + 'a>;
+
+/// What happens to the result.
+pub struct Epilogue<'a> {
+    /// The axis along which `consume` can take vectors: [`Axis::Depth`] for the columns, [`Axis::Free`] for the rows. The
+    /// product is computed transposed where rows are the vectors.
+    pub contiguous: Option<Axis>,
+    /// Statements for each element or vector. They run in a loop over rows, with columns inside.
+    pub consume: Consume<'a>,
+}
+
+impl<'a> Epilogue<'a> {
+    /// Stores to the f32 tensor at the C pointer `pointer`, with these strides in elements.
+    pub fn store(pointer: &str, batch: &[(usize, i64)], row_stride: i64, col_stride: i64) -> Self {
+        let (pointer, batch) = (pointer.to_owned(), batch.to_vec());
+        let consume = move |result: &Result<'_>| {
+            let offset = batch_offset(&batch, result.batch).map_or_else(String::new, |o| format!("{o} + "));
+            let place =
+                format!("{pointer} + {offset}{} * {row_stride} + {} * {col_stride}", result.row, result.col);
+            match result.width {
+                Width::Scalar => format!("*({place}) = {};", result.value),
+                Width::Vector => format!("vf_store({place}, {});", result.value),
+            }
+        };
+        Self { contiguous: contiguous_axis(row_stride, col_stride), consume: Box::new(consume) }
+    }
+
+    /// Statements of the caller's own; `contiguous` is the axis along which they can take vectors.
+    pub fn custom(contiguous: Option<Axis>, consume: impl Fn(&Result<'_>) -> String + 'a) -> Self {
+        Self { contiguous, consume: Box::new(consume) }
+    }
+}
+
+/// A matrix product to generate.
+pub struct GemmSpec<'a> {
+    /// C identifier of the kernel.
+    pub name: String,
+    /// What it computes, for the comment above it.
+    pub comment: String,
+    /// Number of products.
+    pub batch: usize,
+    /// Rows of A and of the result.
+    pub m: usize,
+    /// Columns of B and of the result.
+    pub n: usize,
+    /// Length of the sums; zero gives results of zero.
+    pub k: usize,
+    /// The left operand, `[batch][m][k]`.
+    pub a: Operand<'a>,
+    /// The right operand, `[batch][k][n]`.
+    pub b: Operand<'a>,
+    /// What happens to the result.
+    pub epilogue: Epilogue<'a>,
+    /// Parameters that the snippets refer to.
+    pub params: Vec<Param>,
+    /// Most threads the kernel may meet; decides the size of the workspace, never the result.
+    pub threads: usize,
+}
+
+/// Generates the kernel.
+pub fn emit(spec: GemmSpec<'_>, isa: Isa) -> Kernel {
+    emit::emit(&columns_contiguous(spec), isa)
+}
+
+/// Exchanges the operands where the result's rows, not its columns, are contiguous (or are the only ones long enough
+/// for a vector): `c` transposed is `b` transposed times `a` transposed.
+fn columns_contiguous(spec: GemmSpec<'_>) -> GemmSpec<'_> {
+    if spec.epilogue.contiguous != Some(Axis::Free) {
+        return spec;
+    }
+    let GemmSpec { name, comment, batch, m, n, k, a, b, epilogue, params, threads } = spec;
+    let inner = epilogue.consume;
+    let consume = move |r: &Result<'_>| inner(&Result { row: r.col, col: r.row, ..*r });
+    let epilogue = Epilogue { contiguous: Some(Axis::Depth), consume: Box::new(consume) };
+    GemmSpec { name, comment, batch, m: n, n: m, k, a: b, b: a, epilogue, params, threads }
+}

@@ -1,0 +1,169 @@
+//! The decisions of a matrix product: tile, blocks, which operand is packed, what the threads share.
+
+use kiln_cpu::Isa;
+
+use super::{Axis, GemmSpec, Operand};
+use crate::kernels::{round_up, tile, vector};
+
+/// Bytes of L2 that the streamed panels of one thread may take.
+const L2_SHARE: usize = 384 << 10;
+
+/// Longest depth that is not cut.
+const MAX_DEPTH: usize = 4096;
+
+/// Below this many floating-point operations a product runs on one thread: some microseconds, about what waking and
+/// waiting for another core can cost.
+const SERIAL_FLOPS: usize = 400_000;
+
+/// Up to this many operations a product of a batch is left to one thread.
+const SMALL_FLOPS: usize = 16_000_000;
+
+/// What the threads share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Parallel {
+    /// Nothing: one thread runs it all.
+    Serial,
+    /// The batch: each product is one thread's.
+    Batch,
+    /// The streamed panels of each product.
+    Panels,
+}
+
+/// Which operand each thread takes some panels of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stream {
+    /// Row panels, of A.
+    Rows,
+    /// Column panels, of B.
+    Columns,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Plan {
+    pub lanes: usize,
+    /// Vectors in a column panel.
+    pub vectors: usize,
+    /// Vectors in the last column panel.
+    pub last_vectors: usize,
+    pub column_panels: usize,
+    /// Height of the first `tall_panels` row panels; the others have one row less.
+    pub rows: usize,
+    pub tall_panels: usize,
+    pub row_panels: usize,
+    /// Depth of each cut but the last.
+    pub depth: usize,
+    pub cuts: usize,
+    pub a_packed: bool,
+    pub b_packed: bool,
+    pub stream: Stream,
+    /// Streamed panels that a thread works on at a time.
+    pub group: usize,
+    pub parallel: Parallel,
+}
+
+impl Plan {
+    pub fn new(spec: &GemmSpec<'_>, isa: Isa) -> Self {
+        let lanes = vector::lanes(isa);
+        let (m, n, k) = (spec.m, spec.n, spec.k);
+        let vectors = choose_vectors(m, n, lanes, isa);
+        let width = vectors * lanes;
+        let column_panels = n.div_ceil(width);
+        let last_vectors = (n - (column_panels - 1) * width).div_ceil(lanes);
+        let row_panels = m.div_ceil(tile::max_rows(isa, vectors));
+        let rows = m.div_ceil(row_panels);
+        let tall_panels = m - row_panels * (rows - 1);
+        let cuts = k.div_ceil(MAX_DEPTH).max(1);
+        let depth = if cuts == 1 { k } else { round_up(k.div_ceil(cuts), lanes) };
+
+        let flops = 2 * m * n * k;
+        let parallel = if spec.threads == 1 || flops * spec.batch < SERIAL_FLOPS {
+            Parallel::Serial
+        } else if spec.batch > 1 && (flops <= SMALL_FLOPS || spec.batch >= 8 * spec.threads) {
+            Parallel::Batch
+        } else {
+            Parallel::Panels
+        };
+
+        // The longer side is streamed, unless its panels divide worse among the threads.
+        let waste = |panels: usize| {
+            let threads = if parallel == Parallel::Panels { spec.threads } else { 1 };
+            panels.div_ceil(threads) as f64 * threads as f64 / panels as f64
+        };
+        let rows_waste = waste(row_panels) - 1.0;
+        let columns_waste = waste(column_panels) - 1.0;
+        let stream = if (rows_waste - columns_waste).abs() > 0.08 {
+            if rows_waste < columns_waste { Stream::Rows } else { Stream::Columns }
+        } else if m > n {
+            Stream::Rows
+        } else {
+            Stream::Columns
+        };
+        let panel = depth * 4 * if stream == Stream::Rows { rows } else { width };
+        let group = (L2_SHARE / panel.max(1)).clamp(1, 8);
+        Self {
+            lanes,
+            vectors,
+            last_vectors,
+            column_panels,
+            rows,
+            tall_panels,
+            row_panels,
+            depth,
+            cuts,
+            a_packed: pack_a(&spec.a, n, lanes),
+            b_packed: pack_b(&spec.b, m, n, lanes),
+            stream,
+            group,
+            parallel,
+        }
+    }
+
+    /// Columns of a full column panel.
+    pub fn width(&self) -> usize {
+        self.vectors * self.lanes
+    }
+
+    /// Columns of all panels together: `n` rounded up to whole vectors.
+    pub fn padded_columns(&self) -> usize {
+        (self.column_panels - 1) * self.width() + self.last_vectors * self.lanes
+    }
+
+    /// Whether some row panels have fewer rows than `rows`.
+    pub fn uneven_rows(&self) -> bool {
+        self.tall_panels < self.row_panels
+    }
+
+    /// Whether the last column panel is narrower than the others.
+    pub fn uneven_columns(&self) -> bool {
+        self.last_vectors < self.vectors && self.column_panels > 1
+    }
+}
+
+fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
+    let needed = n.div_ceil(lanes);
+    // Few rows leave registers free: wider tiles then keep more multiply-adds in flight.
+    let wanted = if m <= tile::max_rows(isa, 4) { 4 } else { 2 };
+    match needed {
+        3 if m > tile::max_rows(isa, 4) => 3,
+        _ => needed.min(wanted),
+    }
+}
+
+/// Whether packing A pays. Each element is used once for each column panel; a tile can read A in place with any stride,
+/// at some cost in cache lines.
+fn pack_a(a: &Operand<'_>, n: usize, lanes: usize) -> bool {
+    let Some(memory) = &a.memory else { return true };
+    if n <= 4 * lanes {
+        return false;
+    }
+    // Rows whose distance is a multiple of 2 KiB fight for the same lines of L1.
+    let aliased = memory.free_stride * 4 % 2048 == 0 && memory.free_stride != 0;
+    let in_lines = a.contiguous == Some(Axis::Depth) && !aliased;
+    !(in_lines && n <= 32 * lanes)
+}
+
+/// Whether packing B pays. In place, whole vectors must be readable along the columns.
+fn pack_b(b: &Operand<'_>, m: usize, n: usize, lanes: usize) -> bool {
+    let in_place = b.memory.as_ref().is_some_and(|memory| memory.free_stride == 1) && n % lanes == 0;
+    !(in_place && m <= 48)
+}

@@ -1,0 +1,127 @@
+//! C text for the kernels that a loop nest cannot express well: vector mathematics, matrix products, convolutions,
+//! pooling.
+//!
+//! A template is a Rust function from a description (shapes, strides, snippets of C for what is fused) to a [`Kernel`]:
+//! C source of one function that the step calls. Shapes are known, so blocks, tails, packing and the split over
+//! threads are decided here and appear in the source as constants.
+//!
+//! - [`vector`]: the headers that everything generated includes: vectors of a fixed width and functions on them.
+//! - [`gemm`]: matrix products of any strides, with operands computed while they are packed and results consumed from
+//!   registers' reach.
+//! - [`tile`]: the register-tiled inner loops, shared by all matrix products and convolutions of a step.
+//! - [`mod@conv`]: convolutions and their gradients as implicit matrix products over channels-last images.
+//! - [`mod@pool`]: pooling and its gradients.
+//!
+//! What this module does not know: the graph, and which operations were fused; it is handed C expressions.
+
+pub mod gemm;
+pub mod standalone;
+pub mod tile;
+pub mod vector;
+
+use std::fmt;
+
+/// Names that generated functions use themselves; no parameter may have one of them.
+pub const RESERVED: &[&str] = &[
+    "args", "batch", "begin", "col", "cols", "cp", "ctx", "depth", "end", "extent", "free", "group", "group_end", "i", "j",
+    "k", "k0", "l", "ld", "ldc", "packed", "panel", "r", "row", "rows", "rp", "rt", "start", "stationary", "streamed", "sum",
+    "target", "thread", "tile", "tile_a", "tile_b", "valid", "workspace",
+];
+
+/// A parameter of a kernel: a C type and a name, as in `const float *x`. Snippets refer to it by its name, which must not
+/// be one of [`RESERVED`].
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Param {
+    /// C type, such as `const float *`.
+    pub ctype: String,
+    /// C identifier.
+    pub name: String,
+}
+
+impl Param {
+    /// Parameter `name` of type `ctype`.
+    pub fn new(ctype: impl Into<String>, name: impl Into<String>) -> Self {
+        let (ctype, name) = (ctype.into(), name.into());
+        debug_assert!(!RESERVED.contains(&name.as_str()), "`{name}` is a name of the generated code itself");
+        Self { ctype, name }
+    }
+}
+
+/// Declaration: `const float *x`.
+impl fmt::Display for Param {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let space = if self.ctype.ends_with('*') { "" } else { " " };
+        write!(f, "{}{space}{}", self.ctype, self.name)
+    }
+}
+
+/// A function with external linkage that several kernels may need. Equal names mean equal definitions: a step contains
+/// each once.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Helper {
+    /// C identifier.
+    pub name: String,
+    /// Its declaration, with the semicolon.
+    pub prototype: String,
+    /// Its definition.
+    pub definition: String,
+}
+
+/// A generated kernel: `void name(const kiln_runtime *rt, <params>, char *workspace)`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Kernel {
+    /// Name of the function.
+    pub name: String,
+    /// Parameters between `rt` and `workspace`, in order.
+    pub params: Vec<Param>,
+    /// Declaration of the function, with the semicolon.
+    pub prototype: String,
+    /// The function and what only it needs (all `static`). Expects [`vector::prelude`], `kiln_runtime.h` and the
+    /// prototypes of the helpers before it.
+    pub source: String,
+    /// What it calls.
+    pub helpers: Vec<Helper>,
+    /// Bytes that `workspace` (64-byte aligned) must have; may hold anything before and after.
+    pub workspace_bytes: usize,
+}
+
+/// How many elements a snippet of C is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Width {
+    /// One element; expressions have type `float`.
+    Scalar,
+    /// As many consecutive elements as a vector has lanes; expressions have type `vf`.
+    Vector,
+}
+
+/// `x` rounded up to a multiple of `to`.
+pub(crate) fn round_up(x: usize, to: usize) -> usize {
+    x.div_ceil(to) * to
+}
+
+/// The function header of a kernel, without `;` or body.
+pub(crate) fn signature(name: &str, params: &[Param]) -> String {
+    let params: String = params.iter().map(|p| format!("{p}, ")).collect();
+    format!("void {name}(const kiln_runtime *rt, {params}char *workspace)")
+}
+
+/// Fields of the structure that carries a kernel's parameters to its parallel parts.
+pub(crate) fn fields(params: &[Param]) -> String {
+    params.iter().map(|p| format!("    {p};\n")).collect()
+}
+
+/// Statements that give a parallel part the parameters under their own names.
+pub(crate) fn unpack(params: &[Param]) -> String {
+    params.iter().map(|p| format!("    {p} = args->{};\n", p.name)).collect()
+}
+
+/// Initialisers of that structure.
+pub(crate) fn pack_fields(params: &[Param]) -> String {
+    params.iter().map(|p| format!(".{0} = {0}, ", p.name)).collect()
+}
+
+/// Indents every line of `text` by `by` spaces.
+pub(crate) fn indent(text: &str, by: usize) -> String {
+    let margin = " ".repeat(by);
+    text.lines().map(|line| if line.is_empty() { "\n".into() } else { format!("{margin}{line}\n") }).collect()
+}

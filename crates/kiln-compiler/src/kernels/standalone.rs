@@ -1,0 +1,44 @@
+//! Kernels as a complete step, for tests and benchmarks of templates.
+
+use std::collections::BTreeSet;
+
+use kiln_cpu::{Isa, Signature, SourceFile};
+
+use super::{Kernel, Param, vector};
+
+/// Whether the step reads (and does not write) what a parameter points to.
+pub fn is_input(param: &Param) -> bool {
+    param.ctype.starts_with("const")
+}
+
+/// A source tree whose `kiln_step` calls each of `kernels` once, in order. All parameters are pointers: those to
+/// `const`, over all kernels in order, are the step's inputs, the others its outputs.
+pub fn step(kernels: &[Kernel], isa: Isa) -> Vec<SourceFile> {
+    let (mut inputs, mut outputs) = (0, 0);
+    let mut calls = String::new();
+    for kernel in kernels {
+        calls.push_str(&format!("    {}(rt, ", kernel.name));
+        for param in &kernel.params {
+            let (list, count) =
+                if is_input(param) { ("inputs", &mut inputs) } else { ("outputs", &mut outputs) };
+            calls.push_str(&format!("{list}[{count}], "));
+            *count += 1;
+        }
+        calls.push_str("arena);\n");
+    }
+    let arena = kernels.iter().map(|kernel| kernel.workspace_bytes).max().unwrap_or(0);
+    let signature = Signature::new(inputs, outputs, 0, arena).to_c();
+    let helpers: BTreeSet<_> = kernels.iter().flat_map(|kernel| &kernel.helpers).collect();
+    let prototypes: String = helpers.iter().map(|helper| format!("{}\n", helper.prototype)).collect();
+    let definitions: String = helpers.iter().map(|helper| format!("{}\n", helper.definition)).collect();
+    let sources: String = kernels.iter().map(|kernel| format!("{}\n", kernel.source)).collect();
+    let prelude = vector::prelude(isa);
+    let entry = format!(
+        "{prelude}{signature}{prototypes}\n{sources}\nint kiln_step(const kiln_runtime *rt, void *const *inputs, void \
+         *const *outputs, void *arena,\n              const uint64_t *scalars) {{\n{calls}    return 0;\n}}\n",
+    );
+    let mut files = vector::headers();
+    files.push(SourceFile::new("step.c", entry));
+    files.push(SourceFile::new("helpers.c", format!("{prelude}\n{definitions}")));
+    files
+}

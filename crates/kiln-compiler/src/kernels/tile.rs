@@ -1,0 +1,127 @@
+//! Register tiles: the inner loops of matrix products and convolutions.
+//!
+//! A tile keeps `rows x vectors` accumulators in registers and adds, for each step of the depth, the outer product of
+//! `rows` elements of A (each broadcast) and `vectors` vectors of B. With 32 registers that is 14 x 2: 28
+//! accumulators, two vectors of B, and the broadcast folded into the multiply-add's memory operand. Two loads and
+//! fourteen broadcasts feed 28 multiply-adds, so the multipliers are the limit as long as both panels come from L1
+//! or L2.
+//!
+//! An operand is either packed (one depth step after the other, contiguous) or read in place with strides that are
+//! constants of the generated code, so that addresses cost nothing. The result goes to memory (normally a small buffer
+//! in L1) and not straight to its consumer: the consumer's code then exists once for each kernel and not once for each
+//! accumulator, and tiles are shared by all kernels of a step.
+
+use std::fmt::Write;
+
+use kiln_cpu::Isa;
+
+use super::{Helper, vector};
+
+/// How a tile reads one of its operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// From a panel: consecutive depth steps follow each other without gaps.
+    Packed,
+    /// In place.
+    Strided {
+        /// Elements between neighbours along the rows (of A); B needs 1 along its columns and ignores this.
+        free: i64,
+        /// Elements between neighbours along the depth.
+        depth: i64,
+    },
+}
+
+/// One register tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tile {
+    /// Rows of the result.
+    pub rows: usize,
+    /// Vectors in each row of the result.
+    pub vectors: usize,
+    /// How A is read.
+    pub a: Access,
+    /// How B is read.
+    pub b: Access,
+    /// Whether the depth is two nested loops, the outer one with steps of its own through A and B.
+    pub nested: bool,
+}
+
+/// Most rows of a tile of `vectors` vectors that the registers hold.
+pub fn max_rows(isa: Isa, vectors: usize) -> usize {
+    // AVX-512 broadcasts from memory within the multiply-add; the others need a register for it.
+    let spare = if isa == Isa::Avx512 { 1 } else { 2 };
+    ((isa.registers() - spare - vectors) / vectors).clamp(1, 24)
+}
+
+impl Tile {
+    /// Name of its function.
+    pub fn name(&self) -> String {
+        let access = |access: Access| match access {
+            Access::Packed => "p".into(),
+            Access::Strided { free, depth } => format!("s{free}_{depth}").replace('-', "m"),
+        };
+        let nested = if self.nested { "_nested" } else { "" };
+        format!("kiln_tile_{}x{}_{}_{}{nested}", self.rows, self.vectors, access(self.a), access(self.b))
+    }
+
+    /// The function: `c[rows][vectors * lanes] (+)= a[rows][depth] * b[depth][vectors * lanes]`.
+    ///
+    /// ```c
+    /// void name(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate);
+    /// void name_nested(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate,
+    ///                  int64_t outer, int64_t a_step, int64_t b_step);
+    /// ```
+    /// `ldc` is the distance of rows of `c`; `accumulate` adds to what `c` holds. Nested: the product over `depth` is
+    /// summed `outer` times, `a` and `b` advancing by `a_step` and `b_step` elements each time.
+    pub fn helper(&self, isa: Isa) -> Helper {
+        let (rows, vectors, lanes) = (self.rows, self.vectors, vector::lanes(isa));
+        let nested = if self.nested { ", int64_t outer, int64_t a_step, int64_t b_step" } else { "" };
+        let head = format!(
+            "void {}(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate{nested})",
+            self.name()
+        );
+        let (a_free, a_depth) = match self.a {
+            Access::Packed => (1, rows as i64),
+            Access::Strided { free, depth } => (free, depth),
+        };
+        let b_depth = match self.b {
+            Access::Packed => (vectors * lanes) as i64,
+            Access::Strided { depth, .. } => depth,
+        };
+        let each = |template: &dyn Fn(usize, usize) -> String| -> String {
+            (0..rows).map(|r| (0..vectors).map(|v| template(r, v)).collect::<String>() + "\n").collect()
+        };
+        let mut body = String::new();
+        let declare: Vec<String> =
+            (0..rows).flat_map(|r| (0..vectors).map(move |v| format!("c{r}_{v} = {{0}}"))).collect();
+        let _ = writeln!(body, "    vf {};", declare.join(", "));
+        let _ = write!(
+            body,
+            "    if (accumulate) {{\n{}    }}\n",
+            each(&|r, v| format!("        c{r}_{v} = vf_load(c + {r} * ldc + {});", v * lanes))
+        );
+        let mut step = String::new();
+        for v in 0..vectors {
+            let _ = writeln!(step, "        vf b{v} = vf_load(b + {});", v * lanes);
+        }
+        for r in 0..rows {
+            let _ = write!(step, "        {{ vf x = vf_set1(a[{}]);", r as i64 * a_free);
+            for v in 0..vectors {
+                let _ = write!(step, " c{r}_{v} = vf_fma(x, b{v}, c{r}_{v});");
+            }
+            step.push_str(" }\n");
+        }
+        let _ = writeln!(step, "        a += {a_depth};\n        b += {b_depth};");
+        if self.nested {
+            let _ = write!(
+                body,
+                "    for (; outer > 0; outer--, a += a_step - depth * {a_depth}, b += b_step - depth * {b_depth})\n    \
+                 for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n"
+            );
+        } else {
+            let _ = write!(body, "    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n");
+        }
+        body.push_str(&each(&|r, v| format!("    vf_store(c + {r} * ldc + {}, c{r}_{v});", v * lanes)));
+        Helper { name: self.name(), prototype: format!("{head};"), definition: format!("{head} {{\n{body}}}\n") }
+    }
+}

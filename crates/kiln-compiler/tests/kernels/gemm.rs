@@ -1,0 +1,282 @@
+//! Matrix products of random shapes and layouts, with and without fused operands and results.
+
+use kiln_compiler::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
+use kiln_compiler::kernels::{Kernel, Param, Width};
+use kiln_cpu::{Isa, Toolchain};
+
+use crate::harness::{Random, distance, instruction_sets, run};
+
+/// One random product.
+#[derive(Debug, Clone)]
+struct Case {
+    batch: Vec<usize>,
+    m: usize,
+    n: usize,
+    k: usize,
+    /// Strides of A by batch dimension, row and depth; of B by column in the row's place.
+    a: Layout,
+    b: Layout,
+    c: Layout,
+    /// A is read as `2 * |a|`, computed while it is packed.
+    prologue: bool,
+    /// The result is added to what is there, with a bias for each column, where it is positive.
+    epilogue: bool,
+}
+
+/// Strides of an operand, and how many elements it spans.
+#[derive(Debug, Clone)]
+struct Layout {
+    batch: Vec<i64>,
+    free: i64,
+    depth: i64,
+    len: usize,
+}
+
+impl Layout {
+    /// Batch dimensions outermost (some broadcast), then the two others in either order, possibly with gaps.
+    fn random(random: &mut Random, batch: &[usize], free: usize, depth: usize, may_broadcast: bool) -> Self {
+        let gap = random.pick(&[0, 0, 0, 1, 5]);
+        let spread = random.pick(&[1, 1, 1, 1, 3]);
+        let (inner, outer) = if random.below(2) == 0 { (free, depth) } else { (depth, free) };
+        let inner_stride = spread as i64;
+        let outer_stride = (inner * spread + gap) as i64;
+        let transposed = inner == depth && inner_stride == spread as i64 && random.below(2) == 0;
+        let (free_stride, depth_stride, inner, outer) = if transposed || inner != free {
+            (outer_stride.max((depth * spread) as i64), inner_stride, depth, free)
+        } else {
+            (inner_stride, outer_stride, inner, outer)
+        };
+        let mut stride = (outer as i64 * free_stride.max(depth_stride)).max((inner * spread) as i64);
+        let mut strides = vec![0; batch.len()];
+        for (position, &extent) in batch.iter().enumerate().rev() {
+            if may_broadcast && random.below(4) == 0 {
+                continue;
+            }
+            strides[position] = stride;
+            stride *= extent as i64;
+        }
+        Self { batch: strides, free: free_stride, depth: depth_stride, len: stride.max(1) as usize + 64 }
+    }
+
+    fn at(&self, batch: &[usize], free: usize, depth: usize) -> usize {
+        let outer: i64 = batch.iter().zip(&self.batch).map(|(&i, &s)| i as i64 * s).sum();
+        (outer + free as i64 * self.free + depth as i64 * self.depth) as usize
+    }
+
+    fn dims(&self, batch: &[usize]) -> Vec<(usize, i64)> {
+        batch.iter().copied().zip(self.batch.iter().copied()).collect()
+    }
+}
+
+impl Case {
+    fn random(random: &mut Random) -> Self {
+        let size = |random: &mut Random| match random.below(6) {
+            0 => 1,
+            1 => 1 + random.below(8),
+            2 => random.pick(&[16, 32, 64, 14, 28]),
+            _ => 1 + random.below(90),
+        };
+        let (m, n) = (size(random), size(random));
+        let k = if random.below(8) == 0 { random.below(300) } else { size(random) };
+        let batch: Vec<usize> = (0..random.below(3)).map(|_| 1 + random.below(3)).collect();
+        Self {
+            a: Layout::random(random, &batch, m, k, true),
+            b: Layout::random(random, &batch, n, k, true),
+            c: Layout::random(random, &batch, m, n, false),
+            batch,
+            m,
+            n,
+            k,
+            prologue: random.below(3) == 0,
+            epilogue: random.below(3) == 0,
+        }
+    }
+
+    fn kernel(&self, name: String, isa: Isa, threads: usize) -> Kernel {
+        let (a, b, c) = (self.a.dims(&self.batch), self.b.dims(&self.batch), self.c.dims(&self.batch));
+        let plain = Operand::strided("a", &a, self.a.free, self.a.depth);
+        let left = if self.prologue {
+            Operand::computed(plain.contiguous, move |at| {
+                let element = (plain.load)(at);
+                match at.width {
+                    Width::Scalar => format!("2.0f * __builtin_fabsf({element})"),
+                    Width::Vector => format!("2.0f * vf_abs({element})"),
+                }
+            })
+        } else {
+            plain
+        };
+        let (row, col) = (self.c.free, self.c.depth);
+        let epilogue = if self.epilogue {
+            let along = (col == 1).then_some(Axis::Depth);
+            Epilogue::custom(along, move |r| {
+                let offset = gemm::batch_offset(&c, r.batch).unwrap_or_else(|| "0".into());
+                let place = format!("c + {offset} + {} * {row} + {} * {col}", r.row, r.col);
+                match r.width {
+                    Width::Scalar => format!(
+                        "float y = {} + bias[{}];\n*({place}) += y > 0 ? y : 0;",
+                        r.value, r.col
+                    ),
+                    Width::Vector => format!(
+                        "vf y = {} + vf_load(bias + {});\nfloat *at = {place};\nvf_store(at, vf_load(at) + \
+                         vf_select(y > 0, y, (vf){{0}}));",
+                        r.value, r.col
+                    ),
+                }
+            })
+        } else {
+            Epilogue::store("c", &c, row, col)
+        };
+        let spec = GemmSpec {
+            comment: format!("{self:?}"),
+            name,
+            batch: self.batch.iter().product(),
+            m: self.m,
+            n: self.n,
+            k: self.k,
+            a: left,
+            b: Operand::strided("b", &b, self.b.free, self.b.depth),
+            epilogue,
+            params: vec![
+                Param::new("const float *", "a"),
+                Param::new("const float *", "b"),
+                Param::new("const float *", "bias"),
+                Param::new("float *", "c"),
+            ],
+            threads,
+        };
+        gemm::emit(spec, isa)
+    }
+
+    fn reference(&self, a: &[f32], b: &[f32], bias: &[f32], before: &[f32]) -> Vec<f64> {
+        let mut out: Vec<f64> = before.iter().map(|&x| x.into()).collect();
+        for batch in indices(&self.batch) {
+            for i in 0..self.m {
+                for j in 0..self.n {
+                    let mut sum = 0.0;
+                    for k in 0..self.k {
+                        let x = f64::from(a[self.a.at(&batch, i, k)]);
+                        let x = if self.prologue { 2.0 * x.abs() } else { x };
+                        sum += x * f64::from(b[self.b.at(&batch, j, k)]);
+                    }
+                    let at = self.c.at(&batch, i, j);
+                    if self.epilogue {
+                        out[at] += (sum + f64::from(bias[j])).max(0.0);
+                    } else {
+                        out[at] = sum;
+                    }
+                }
+            }
+        }
+        out
+    }
+}
+
+/// All indices of a box.
+fn indices(extents: &[usize]) -> Vec<Vec<usize>> {
+    extents.iter().fold(vec![Vec::new()], |prefixes, &extent| {
+        prefixes
+            .iter()
+            .flat_map(|prefix| (0..extent).map(move |i| [prefix.as_slice(), &[i]].concat()))
+            .collect()
+    })
+}
+
+/// Runs the cases on every instruction set and compares each output, gaps included, with the reference.
+fn check(cases: &[Case], seed: u64) {
+    let toolchain = Toolchain::detect().unwrap();
+    let mut random = Random::new(seed);
+    let data: Vec<[Vec<f32>; 4]> = cases
+        .iter()
+        .map(|case| {
+            [case.a.len, case.b.len, case.n + 16, case.c.len].map(|count| random.floats(count))
+        })
+        .collect();
+    let inputs: Vec<&[f32]> = data.iter().flat_map(|[a, b, bias, _]| [&a[..], &b[..], &bias[..]]).collect();
+    let outputs: Vec<&[f32]> = data.iter().map(|[_, _, _, c]| &c[..]).collect();
+    for isa in instruction_sets(&toolchain) {
+        let kernels: Vec<Kernel> =
+            cases.iter().enumerate().map(|(i, case)| case.kernel(format!("gemm{i}"), isa, 3)).collect();
+        let results = run(&toolchain, isa, &kernels, &inputs, &outputs);
+        for ((case, [a, b, bias, c]), result) in cases.iter().zip(&data).zip(&results) {
+            let error = distance(result, &case.reference(a, b, bias, c));
+            // Rounding errors of a running sum grow like the square root of its length.
+            let bound = 3e-8 * (10.0 + (case.k as f64).sqrt());
+            assert!(error < bound, "{isa}: error {error} in {case:?}");
+        }
+    }
+}
+
+#[test]
+fn random_products_match_f64() {
+    let mut random = Random::new(11);
+    let cases: Vec<Case> = (0..48).map(|_| Case::random(&mut random)).collect();
+    check(&cases, 12);
+}
+
+fn dense(m: usize, n: usize, k: usize, transposed: [bool; 3]) -> Case {
+    let layout = |free: usize, depth: usize, transposed: bool| Layout {
+        batch: vec![],
+        free: if transposed { 1 } else { depth as i64 },
+        depth: if transposed { free as i64 } else { 1 },
+        len: free * depth,
+    };
+    Case {
+        batch: vec![],
+        m,
+        n,
+        k,
+        a: layout(m, k, transposed[0]),
+        b: layout(n, k, transposed[1]),
+        c: layout(m, n, transposed[2]),
+        prologue: false,
+        epilogue: false,
+    }
+}
+
+/// Sizes that are shared by threads, streamed along either side, cut along the depth, and read in place; buffers end with
+/// the last element, so that a read beyond would hit other memory.
+#[test]
+fn large_deep_and_skinny_products_match_f64() {
+    let mut cases = vec![
+        dense(150, 70, 9001, [false, true, false]),
+        dense(33, 47, 5003, [true, false, false]),
+        dense(700, 48, 40, [false, false, false]),
+        dense(45, 600, 40, [false, true, true]),
+        dense(1, 257, 129, [false, true, false]),
+        dense(257, 1, 129, [true, false, false]),
+        dense(3, 100, 1, [false, false, false]),
+        dense(128, 512, 33, [true, true, false]),
+        dense(0, 5, 7, [false, false, false]),
+        dense(5, 7, 0, [false, false, false]),
+    ];
+    for prologue in &mut cases[..4] {
+        prologue.prologue = true;
+    }
+    check(&cases, 5);
+}
+
+/// Infinity and NaN reach exactly the results whose sums contain them: padding multiplies nothing with them.
+#[test]
+fn non_finite_values_stay_in_their_rows_and_columns() {
+    let toolchain = Toolchain::detect().unwrap();
+    let case = dense(19, 37, 23, [false, false, false]);
+    let mut a = Random::new(3).floats(case.a.len);
+    let b = vec![1f32; case.b.len];
+    a[case.a.at(&[], 4, 22)] = f32::NAN;
+    a[case.a.at(&[], 18, 0)] = f32::INFINITY;
+    for isa in instruction_sets(&toolchain) {
+        let kernel = case.kernel("gemm".into(), isa, 3);
+        let c = &run(&toolchain, isa, &[kernel], &[&a, &b, &[0.0; 64]], &[&vec![0.0; case.c.len]])[0];
+        for i in 0..case.m {
+            for j in 0..case.n {
+                let value = c[case.c.at(&[], i, j)];
+                match i {
+                    4 => assert!(value.is_nan()),
+                    18 => assert_eq!(value, f32::INFINITY),
+                    _ => assert!(value.is_finite(), "{isa} {i} {j}"),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Generated kernels against plain loops in f64, on every instruction set this machine has.
+
+mod gemm;
+mod harness;
+mod math;
