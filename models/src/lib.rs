@@ -23,6 +23,6 @@ pub mod llama;
 pub mod loss;
 pub mod mlp;
 pub mod params;
-pub mod resnet;
+pub mod vision;
 
 pub use error::ModelError;

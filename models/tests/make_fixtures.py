@@ -206,7 +206,86 @@ def llama():
         save(name, net, config.to_json_string(), {"tokens": ids}, run, {"output.greedy": tokens[0, ids.shape[1]:]}, drop)
 
 
-FAMILIES = {f.__name__: f for f in [mlp, resnet, bert, llama]}
+def alexnet():
+    """The original's sequences with fewer channels; 96 pixels leave 2x2 for the 6x6 grid, so its cells overlap."""
+    from torchvision.models import AlexNet
+
+    c, hidden = [4, 6, 8, 6, 6], 16
+    net = AlexNet(num_classes=5, dropout=0.0)
+    before = 3
+    for place, width in zip([0, 3, 6, 8, 10], c):
+        old = net.features[place]
+        net.features[place] = nn.Conv2d(before, width, old.kernel_size, old.stride, old.padding)
+        before = width
+    for place, (i, o) in zip([1, 4, 6], [(before * 36, hidden), (hidden, hidden), (hidden, 5)]):
+        net.classifier[place] = nn.Linear(i, o)
+    randomize(net)
+    save("alexnet", net, {"num_classes": 5, "dropout": 0.0, "channels": c, "hidden": hidden}, image_batch(96, batch=2), classify)
+
+
+def vgg():
+    from torchvision.models.vgg import VGG, make_layers
+
+    net = VGG(make_layers([4, "M", 6, 6, "M"]), num_classes=5, dropout=0.0)
+    for place, (i, o) in zip([0, 3, 6], [(6 * 49, 16), (16, 16), (16, 5)]):
+        net.classifier[place] = nn.Linear(i, o)
+    randomize(net)
+    save("vgg", net, {"stages": [[4], [6, 6]], "num_classes": 5, "dropout": 0.0, "hidden": 16}, image_batch(32), classify)
+
+
+def squeezenet():
+    """Odd sizes before each pool, so that its last window hangs over the edge (ceil mode)."""
+    from torchvision.models.squeezenet import Fire, SqueezeNet
+
+    fires = [[2, 4], [2, 4], [3, 4], [3, 6], [4, 6], [4, 6], [4, 8], [4, 8]]
+    net = SqueezeNet("1_1", num_classes=5, dropout=0.0)
+    net.features[0] = nn.Conv2d(3, 6, 3, stride=2)
+    before = 6
+    for place, (squeeze, expand) in zip([3, 4, 6, 7, 9, 10, 11, 12], fires):
+        net.features[place] = Fire(before, squeeze, expand, expand)
+        before = 2 * expand
+    net.classifier[1] = nn.Conv2d(before, 5, 1)
+    randomize(net, scale=1.5)
+    with torch.no_grad():  # so narrow a chain of ReLUs would pass nothing
+        for key, p in net.named_parameters():
+            if p.dim() == 1:
+                p.uniform_(0.0, 0.4)
+        net.classifier[1].weight.mul_(5)
+    save("squeezenet", net, {"num_classes": 5, "dropout": 0.0, "stem_channels": 6, "fires": fires}, image_batch(75), classify)
+
+
+def mobilenet():
+    from torchvision.models import MobileNetV2
+
+    groups = [[1, 8, 1, 1], [6, 16, 2, 2], [2, 24, 1, 2]]
+    net = MobileNetV2(num_classes=5, width_mult=0.5, inverted_residual_setting=groups, dropout=0.0)
+    randomize(net)
+    save("mobilenet", net, {"num_classes": 5, "width_mult": 0.5, "groups": groups, "dropout": 0.0}, image_batch(48), classify)
+
+
+def mnasnet():
+    from torchvision.models import MNASNet
+
+    net = MNASNet(0.1, num_classes=5, dropout=0.0)
+    randomize(net)
+    save("mnasnet", net, {"num_classes": 5, "alpha": 0.1, "dropout": 0.0}, image_batch(64), classify)
+
+
+def vit():
+    from timm.models.vision_transformer import VisionTransformer
+
+    net = VisionTransformer(img_size=24, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, mlp_ratio=2.0)
+    randomize(net)
+    with torch.no_grad():
+        net.cls_token.normal_(0, 0.5)
+        for name, p in net.named_parameters():
+            if name.endswith("weight") and p.dim() == 2:
+                p.mul_(8.0)
+    config = {"embed_dim": 24, "depth": 2, "num_heads": 3, "image_size": 24, "patch_size": 8, "num_classes": 5, "mlp_ratio": 2.0}
+    save("vit", net, config, image_batch(24), classify)
+
+
+FAMILIES = {f.__name__: f for f in [mlp, resnet, bert, llama, alexnet, vgg, squeezenet, mobilenet, mnasnet, vit]}
 
 
 def architectures():

@@ -1,11 +1,12 @@
 //! Convolutions with the initialisation schemes of torchvision, and the pooling around them.
 
 use burn::module::Initializer;
-use burn::nn::PaddingConfig2d;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
+use burn::nn::{Linear, LinearConfig, PaddingConfig2d};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::module::adaptive_avg_pool2d;
 
 /// How the weight and the bias of a convolution begin.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -129,4 +130,25 @@ pub fn global_avg_pool<B: Backend>(input: Tensor<B, 4>) -> Tensor<B, 2> {
         .reshape([batch, channels, height * width])
         .mean_dim(2)
         .reshape([batch, channels])
+}
+
+/// Mean over the cells of a grid of `size` by `size`: `[batch, channels, size, size]`.
+pub fn adaptive_avg_pool<B: Backend>(input: Tensor<B, 4>, size: usize) -> Tensor<B, 4> {
+    let [_, _, height, width] = input.dims();
+    // At the size that a network is made for the grid is the image.
+    if [height, width] == [size, size] {
+        input
+    } else {
+        adaptive_avg_pool2d(input, [size, size])
+    }
+}
+
+/// A linear layer with normal weights of standard deviation `std` and a zero bias.
+pub fn normal_linear<B: Backend>(input: usize, output: usize, std: f64, device: &B::Device) -> Linear<B> {
+    let initializer = Initializer::Normal { mean: 0.0, std };
+    let mut linear = LinearConfig::new(input, output)
+        .with_initializer(initializer)
+        .init(device);
+    linear.bias = Some(Initializer::Zeros.init([output], device));
+    linear
 }

@@ -5,9 +5,11 @@ mod attention;
 mod batch_norm;
 mod conv;
 mod embedding;
+mod inverted;
 
 pub use activation::Activation;
 pub use attention::{attention, causal_mask, merge_heads, split_heads};
 pub use batch_norm::{BatchNorm2d, BatchNorm2dConfig};
-pub use conv::{ConvInit, ConvSpec, global_avg_pool, max_pool2d};
+pub use conv::{ConvInit, ConvSpec, adaptive_avg_pool, global_avg_pool, max_pool2d, normal_linear};
 pub use embedding::TokenEmbedding;
+pub use inverted::{ConvNorm, InvertedResidual, InvertedSpec, Rectifier, round_channels};

@@ -5,7 +5,7 @@ use kiln_models::bert::BertConfig;
 use kiln_models::keys::Pretrained;
 use kiln_models::llama::LlamaConfig;
 use kiln_models::params::{TensorKind, num_trainable};
-use kiln_models::resnet::ResNetConfig;
+use kiln_models::vision::VisionConfig;
 use std::collections::BTreeMap;
 
 /// One model of `architectures.txt`: number of trained elements, and shape and kind of each tensor.
@@ -72,17 +72,33 @@ fn check<M: Pretrained<Inner>>(name: &str, model: &M) {
 }
 
 #[test]
-fn resnets() {
-    let device = Default::default();
-    for (name, config) in [
-        ("resnet18", ResNetConfig::resnet18()),
-        ("resnet34", ResNetConfig::resnet34()),
-        ("resnet50", ResNetConfig::resnet50()),
-        ("resnet101", ResNetConfig::resnet101()),
-        ("resnext50_32x4d", ResNetConfig::resnext50_32x4d()),
-    ] {
-        check(name, &config.init::<Inner>(&device));
+fn image_classifiers() {
+    for name in VisionConfig::NAMES {
+        check(
+            name,
+            &VisionConfig::new(name.into())
+                .init::<Inner>(&Default::default())
+                .expect(name),
+        );
     }
+}
+
+#[test]
+fn image_classifiers_that_cannot_be_are_refused() {
+    let refused = |config: VisionConfig| {
+        config
+            .init::<Inner>(&Default::default())
+            .expect_err("no such model")
+    };
+    let unknown = refused(VisionConfig::new("resnet19".into())).to_string();
+    assert!(
+        unknown.contains("resnet19") && unknown.contains("resnet18"),
+        "{unknown}"
+    );
+    let uneven = refused(VisionConfig::new("vit_small_patch16_224".into()).with_image_size(100));
+    assert!(uneven.to_string().contains("`patch_size`"), "{uneven}");
+    let empty = refused(VisionConfig::new("alexnet".into()).with_num_classes(0));
+    assert!(empty.to_string().contains("`num_classes`"), "{empty}");
 }
 
 #[test]

@@ -7,11 +7,17 @@ use burn::tensor::backend::Backend;
 use kiln_models::bert::BertConfig;
 use kiln_models::llama::LlamaConfig;
 use kiln_models::mlp::MlpConfig;
-use kiln_models::resnet::ResNetConfig;
+use kiln_models::vision::alexnet::AlexNetConfig;
+use kiln_models::vision::mnasnet::MnasNetConfig;
+use kiln_models::vision::mobilenet::MobileNetV2Config;
+use kiln_models::vision::resnet::ResNetConfig;
+use kiln_models::vision::squeezenet::SqueezeNetConfig;
+use kiln_models::vision::vgg::VggConfig;
+use kiln_models::vision::vit::VitConfig;
 
-/// The configuration of a model of this crate, from the metadata of its fixture.
-fn config<C: Config>(fixture: &Fixture, defaults: serde_json::Value) -> C {
-    let mut value = defaults;
+/// The configuration of a model of this crate: `defaults`, changed by the metadata of the fixture.
+fn config<C: Config>(fixture: &Fixture, defaults: &C) -> C {
+    let mut value = serde_json::to_value(defaults).expect("a configuration is an object");
     let given: serde_json::Value = serde_json::from_str(&fixture.config).expect("JSON");
     let (Some(all), Some(given)) = (value.as_object_mut(), given.as_object()) else {
         panic!("{}: not an object", fixture.name)
@@ -36,7 +42,7 @@ macro_rules! check_classifier {
 #[test]
 fn mlp() {
     let fixture = Fixture::load("mlp");
-    let config: MlpConfig = config(&fixture, serde_json::json!({}));
+    let config: MlpConfig = config(&fixture, &MlpConfig::new());
     check_classifier!(fixture, config);
 }
 
@@ -44,9 +50,51 @@ fn mlp() {
 fn resnets() {
     for name in ["resnet_basic", "resnet_bottleneck", "resnext"] {
         let fixture = Fixture::load(name);
-        let config: ResNetConfig = config(&fixture, serde_json::json!({}));
+        let config = config(&fixture, &ResNetConfig::resnet18());
         check_classifier!(fixture, config);
     }
+}
+
+#[test]
+fn alexnet() {
+    let fixture = Fixture::load("alexnet");
+    let config = config(&fixture, &AlexNetConfig::new());
+    check_classifier!(fixture, config);
+}
+
+#[test]
+fn vgg() {
+    let fixture = Fixture::load("vgg");
+    let config = config(&fixture, &VggConfig::vgg16());
+    check_classifier!(fixture, config);
+}
+
+#[test]
+fn squeezenet() {
+    let fixture = Fixture::load("squeezenet");
+    let config = config(&fixture, &SqueezeNetConfig::new());
+    check_classifier!(fixture, config);
+}
+
+#[test]
+fn mobilenet() {
+    let fixture = Fixture::load("mobilenet");
+    let config = config(&fixture, &MobileNetV2Config::new());
+    check_classifier!(fixture, config);
+}
+
+#[test]
+fn mnasnet() {
+    let fixture = Fixture::load("mnasnet");
+    let config = config(&fixture, &MnasNetConfig::new());
+    check_classifier!(fixture, config);
+}
+
+#[test]
+fn vit() {
+    let fixture = Fixture::load("vit");
+    let config = config(&fixture, &VitConfig::vit_small_patch16_224());
+    check_classifier!(fixture, config);
 }
 
 #[test]
@@ -140,7 +188,7 @@ fn llamas() {
 #[should_panic(expected = "logits differs")]
 fn fixtures_notice_a_small_error() {
     let fixture = Fixture::load("mlp");
-    let config: MlpConfig = config(&fixture, serde_json::json!({}));
+    let config: MlpConfig = config(&fixture, &MlpConfig::new());
     let model = fixture.weights(config.init::<Inner>(&Default::default()));
     let logits = model.forward(fixture.float::<Inner, 2>("input.images") * 1.001);
     fixture.compare("logits", logits.into_data(), fixture.data("output.eval_logits"));

@@ -1,16 +1,45 @@
 //! What distinguishes training from evaluation: dropout, initial weights, padding.
 
 use crate::fixture::{Ad, Inner, Values};
-use burn::module::AutodiffModule;
+use burn::module::{AutodiffModule, ModuleVisitor, Param};
 use burn::tensor::{Int, Tensor};
 use kiln_models::bert::BertConfig;
 use kiln_models::llama::LlamaConfig;
 use kiln_models::loss::{CrossEntropy, binary_cross_entropy};
-use kiln_models::resnet::ResNetConfig;
+use kiln_models::vision::VisionConfig;
 
 fn spread(data: &burn::tensor::TensorData) -> f64 {
     let values: Vec<f64> = data.iter::<f64>().collect();
     (values.iter().map(|value| value * value).sum::<f64>() / values.len() as f64).sqrt()
+}
+
+/// Spread of one tensor; the others stay uninitialised.
+fn spread_of<M: burn::module::Module<Inner>>(model: &M, wanted: &str) -> f64 {
+    struct Find<'a> {
+        names: Vec<String>,
+        wanted: &'a str,
+        found: Option<f64>,
+    }
+    impl ModuleVisitor<Inner> for Find<'_> {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.names.push(name.into());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.names.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Inner, D>>) {
+            if self.names.join(".") == self.wanted {
+                self.found = Some(spread(&param.val().into_data()));
+            }
+        }
+    }
+    let mut find = Find {
+        names: Vec::new(),
+        wanted,
+        found: None,
+    };
+    model.visit(&mut find);
+    find.found.unwrap_or_else(|| panic!("no tensor {wanted}"))
 }
 
 #[test]
@@ -47,16 +76,30 @@ fn initial_weights_have_the_spread_of_the_originals() {
             "{path}: {found} where {expected} was expected"
         );
     }
-    let values = Values::of(&ResNetConfig::resnet18().init::<Inner>(&device));
-    for (path, expected) in [
-        // sqrt(2 / fan_out)
-        ("conv1.weight", (2.0 / (64.0 * 49.0f64)).sqrt()),
-        ("layer3.0.conv2.weight", (2.0 / (256.0 * 9.0f64)).sqrt()),
-        // uniform in +-1 / sqrt(fan_in)
-        ("fc.weight", (1.0 / (3.0 * 512.0f64)).sqrt()),
-        ("bn1.running_var", 1.0),
+    // A uniform draw in +-bound has spread bound / sqrt(3).
+    for (model, path, square) in [
+        ("resnet18", "ResNet.conv1.weight", 2.0 / (64.0 * 49.0)),
+        ("resnet18", "ResNet.layer3.0.conv2.weight", 2.0 / (256.0 * 9.0)),
+        ("resnet18", "ResNet.fc.weight", 1.0 / 512.0 / 3.0),
+        ("resnet18", "ResNet.bn1.running_var", 1.0),
+        // Depthwise: the fan counts all channels out.
+        (
+            "mobilenet_v2",
+            "MobileNetV2.blocks.16.depthwise.conv.weight",
+            2.0 / (960.0 * 9.0),
+        ),
+        ("mobilenet_v2", "MobileNetV2.classifier.weight", 1e-4),
+        ("mnasnet1_0", "MnasNet.classifier.weight", 3.0 / 1000.0 / 3.0),
+        (
+            "squeezenet1_1",
+            "SqueezeNet.fires.7.expand3x3.weight",
+            6.0 / (64.0 * 9.0) / 3.0,
+        ),
+        ("squeezenet1_1", "SqueezeNet.classifier.weight", 1e-4),
     ] {
-        let found = spread(&values[path]);
+        let config = VisionConfig::new(model.into());
+        let found = spread_of(&config.init::<Inner>(&device).expect(model), path);
+        let expected = f64::sqrt(square);
         assert!(
             (found / expected - 1.0).abs() < 0.05,
             "{path}: {found} where {expected} was expected"
