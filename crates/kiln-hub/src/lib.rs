@@ -36,6 +36,8 @@ mod shards;
 mod tokenizer;
 mod walk;
 
+pub mod data;
+
 pub use atomic::{write_atomic, write_bytes_atomic};
 pub use checkpoint::{Checkpoint, StoredTensor, load};
 pub use config::Config;

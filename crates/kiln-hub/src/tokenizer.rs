@@ -173,7 +173,15 @@ impl Tokenizer {
         .find_map(|t| self.id(t))
     }
 
-    /// Encodes one text, without padding or truncation.
+    /// The same tokenizer with eyes closed to special tokens: `<|endoftext|>` within a text is then eleven or so
+    /// ordinary tokens. For text that is data, such as a corpus that may contain the sources of a tokenizer.
+    pub fn literal(&self) -> Self {
+        let mut literal = self.clone();
+        literal.inner.set_encode_special_tokens(true);
+        literal
+    }
+
+    /// Encodes one text, without padding or truncation. Special tokens within the text are recognised.
     ///
     /// # Errors
     /// [`HubError::Tokenizer`].
@@ -471,7 +479,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
         /// Both makers cover every text: nothing is unknown and nothing is lost.
         #[test]
         fn byte_level_tokenizers_lose_nothing(text in "\\PC{0,60}|(\\s|\\w|😀|é){0,40}") {
@@ -502,6 +510,19 @@ mod tests {
         assert!(first.vocabulary() <= 400);
         assert_eq!(first.end_of_text(), Some(0));
         assert!(Tokenizer::train_bpe(corpus().into_iter(), 100).is_err());
+    }
+
+    #[test]
+    fn special_tokens_in_a_text_are_text_if_it_is_data() {
+        let tokenizer = Tokenizer::bytes().unwrap();
+        let text = format!("a{END_OF_TEXT}b");
+        assert_eq!(tokenizer.encode(&text, false).unwrap(), [97, 256, 98]);
+        let literal = tokenizer.literal().encode(&text, false).unwrap();
+        assert_eq!(
+            literal.iter().map(|&id| id as u8).collect::<Vec<_>>(),
+            text.as_bytes()
+        );
+        assert!(!literal.contains(&256));
     }
 
     #[test]

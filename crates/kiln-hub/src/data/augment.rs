@@ -1,0 +1,230 @@
+//! Augmentation and normalisation, with the meanings and defaults of torchvision's transforms.
+
+use super::error::DataError;
+use super::image::Picture;
+use super::rng::Rng;
+
+/// One step on a picture.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Augment {
+    /// Scales the shorter side to this many pixels, keeping the ratio.
+    Resize(usize),
+    /// The square of this many pixels in the middle; smaller pictures are padded with black.
+    CenterCrop(usize),
+    /// A square of this many pixels anywhere, after padding each side with black.
+    RandomCrop {
+        /// Pixels a side of the result.
+        size: usize,
+        /// Black pixels added on each side first.
+        padding: usize,
+    },
+    /// A rectangle of random area and ratio, scaled to a square: Inception's crop, the usual one for ImageNet.
+    RandomResizedCrop {
+        /// Pixels a side of the result.
+        size: usize,
+        /// Smallest and largest part of the area.
+        scale: (f32, f32),
+        /// Smallest and largest width divided by height.
+        ratio: (f32, f32),
+    },
+    /// Mirrors left to right with this probability.
+    HorizontalFlip(f32),
+}
+
+/// Steps in order, then normalisation by channel.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pipeline {
+    /// The steps.
+    pub steps: Vec<Augment>,
+    /// Mean of each channel, of values from 0 to 1.
+    pub mean: [f32; 3],
+    /// Standard deviation of each channel.
+    pub deviation: [f32; 3],
+}
+
+/// The statistics that torchvision and timm use for ImageNet.
+const IMAGENET: ([f32; 3], [f32; 3]) = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]);
+
+impl Pipeline {
+    /// Values from 0 to 1, nothing changed.
+    pub fn plain() -> Self {
+        Self {
+            steps: vec![],
+            mean: [0.0; 3],
+            deviation: [1.0; 3],
+        }
+    }
+
+    /// Steps, without normalisation.
+    pub fn new(steps: Vec<Augment>) -> Self {
+        Self {
+            steps,
+            ..Self::plain()
+        }
+    }
+
+    /// Sets mean and deviation of each channel.
+    pub fn with_normalisation(mut self, mean: [f32; 3], deviation: [f32; 3]) -> Self {
+        (self.mean, self.deviation) = (mean, deviation);
+        self
+    }
+
+    /// Training on CIFAR: crop of 32 with padding 4, flip, CIFAR's statistics.
+    pub fn cifar_train() -> Self {
+        let steps = vec![
+            Augment::RandomCrop { size: 32, padding: 4 },
+            Augment::HorizontalFlip(0.5),
+        ];
+        Self {
+            steps,
+            ..Self::cifar_evaluation()
+        }
+    }
+
+    /// Evaluation on CIFAR: the statistics only.
+    pub fn cifar_evaluation() -> Self {
+        Self::plain().with_normalisation([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])
+    }
+
+    /// Training on ImageNet: random resized crop, flip, ImageNet's statistics.
+    pub fn imagenet_train(size: usize) -> Self {
+        let crop = Augment::RandomResizedCrop {
+            size,
+            scale: (0.08, 1.0),
+            ratio: (3.0 / 4.0, 4.0 / 3.0),
+        };
+        Self::new(vec![crop, Augment::HorizontalFlip(0.5)]).with_normalisation(IMAGENET.0, IMAGENET.1)
+    }
+
+    /// Evaluation on ImageNet: shorter side to 8/7 of the size, centre crop, ImageNet's statistics.
+    pub fn imagenet_evaluation(size: usize) -> Self {
+        let steps = vec![Augment::Resize((size * 8).div_ceil(7)), Augment::CenterCrop(size)];
+        Self::new(steps).with_normalisation(IMAGENET.0, IMAGENET.1)
+    }
+
+    /// Applies the steps.
+    ///
+    /// # Errors
+    /// [`DataError::Shape`] for a picture without pixels or a size of 0.
+    pub fn augment(&self, mut picture: Picture, rng: &mut Rng) -> Result<Picture, DataError> {
+        for step in &self.steps {
+            picture = step.apply(picture, rng)?;
+        }
+        Ok(picture)
+    }
+
+    /// The picture as floats, `[3, height, width]`, channel by channel.
+    pub fn normalise(&self, picture: &Picture) -> Vec<f32> {
+        let mut values = Vec::with_capacity(picture.rgb.len());
+        for channel in 0..3 {
+            // (byte / 255 - mean) / deviation as one multiplication and one addition.
+            let scale = 1.0 / (255.0 * self.deviation[channel]);
+            let shift = -self.mean[channel] / self.deviation[channel];
+            values.extend(
+                picture
+                    .rgb
+                    .iter()
+                    .skip(channel)
+                    .step_by(3)
+                    .map(|&b| f32::from(b) * scale + shift),
+            );
+        }
+        values
+    }
+}
+
+impl Augment {
+    fn apply(&self, picture: Picture, rng: &mut Rng) -> Result<Picture, DataError> {
+        if picture.width == 0 || picture.height == 0 || self.size() == Some(0) {
+            let reason = format!("{self:?} of {}x{} pixels", picture.width, picture.height);
+            return Err(DataError::Shape {
+                operation: "augmentation",
+                reason,
+            });
+        }
+        match *self {
+            Augment::Resize(short) => {
+                let (width, height) = (picture.width, picture.height);
+                let scaled = |long: usize, of: usize| (long * short / of).max(1);
+                match width <= height {
+                    true => picture.resize(short, scaled(height, width)),
+                    false => picture.resize(scaled(width, height), short),
+                }
+            }
+            Augment::CenterCrop(size) => {
+                let offset = |side: usize| (side as isize - size as isize).div_euclid(2);
+                Ok(picture.crop(offset(picture.width), offset(picture.height), size, size))
+            }
+            Augment::RandomCrop { size, padding } => {
+                let mut start = |side: usize| {
+                    let room = side as isize + 2 * padding as isize - size as isize;
+                    let first = -(padding as isize);
+                    match room {
+                        // A picture that is smaller even with its padding is centred.
+                        room if room < 0 => first + room.div_euclid(2),
+                        room => first + rng.index(room as usize + 1) as isize,
+                    }
+                };
+                let (x, y) = (start(picture.width), start(picture.height));
+                Ok(picture.crop(x, y, size, size))
+            }
+            Augment::RandomResizedCrop { size, scale, ratio } => {
+                let (x, y, width, height) = random_rectangle(&picture, scale, ratio, rng);
+                picture
+                    .crop(x as isize, y as isize, width, height)
+                    .resize(size, size)
+            }
+            Augment::HorizontalFlip(probability) => Ok(if rng.chance(probability) {
+                picture.flip()
+            } else {
+                picture
+            }),
+        }
+    }
+
+    /// Pixels a side of the result, for the steps that set it.
+    fn size(&self) -> Option<usize> {
+        match *self {
+            Augment::Resize(size) | Augment::CenterCrop(size) => Some(size),
+            Augment::RandomCrop { size, .. } | Augment::RandomResizedCrop { size, .. } => Some(size),
+            Augment::HorizontalFlip(_) => None,
+        }
+    }
+}
+
+/// A rectangle of random area and ratio inside the picture: ten attempts, then the largest one in the middle whose ratio
+/// is allowed.
+fn random_rectangle(
+    picture: &Picture,
+    scale: (f32, f32),
+    ratio: (f32, f32),
+    rng: &mut Rng,
+) -> (usize, usize, usize, usize) {
+    let (width, height) = (picture.width, picture.height);
+    let area = (width * height) as f32;
+    for _ in 0..10 {
+        let target = area * rng.range(scale.0, scale.1);
+        // Uniform in the logarithm, so that a ratio and its inverse are as likely.
+        let aspect = rng
+            .range(
+                ratio.0.max(f32::MIN_POSITIVE).ln(),
+                ratio.1.max(f32::MIN_POSITIVE).ln(),
+            )
+            .exp();
+        let w = (target * aspect).sqrt().round() as usize;
+        let h = (target / aspect).sqrt().round() as usize;
+        if (1..=width).contains(&w) && (1..=height).contains(&h) {
+            return (rng.index(width - w + 1), rng.index(height - h + 1), w, h);
+        }
+    }
+    let aspect = width as f32 / height as f32;
+    let (w, h) = if aspect < ratio.0 {
+        (width, (width as f32 / ratio.0).round() as usize)
+    } else if aspect > ratio.1 {
+        ((height as f32 * ratio.1).round() as usize, height)
+    } else {
+        (width, height)
+    };
+    let (w, h) = (w.clamp(1, width), h.clamp(1, height));
+    ((width - w) / 2, (height - h) / 2, w, h)
+}

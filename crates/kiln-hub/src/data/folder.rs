@@ -1,0 +1,102 @@
+//! A folder of images: one subfolder a class, any files inside.
+//!
+//! The layout is torchvision's `ImageFolder`: `root/class/…/name.png`. Classes and files are in the order of their
+//! names. Files are found when the folder is opened and decoded when they are asked for.
+
+use std::path::{Path, PathBuf};
+
+use super::error::DataError;
+use super::image::{ImageSource, Picture};
+
+/// Image files with their classes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageFolder {
+    files: Vec<(PathBuf, usize)>,
+    classes: Vec<String>,
+}
+
+impl ImageFolder {
+    /// Finds the PNG and JPEG files below each subfolder of `root`.
+    ///
+    /// # Errors
+    /// [`DataError::Io`]; [`DataError::Empty`] if a class has no images or there is no class.
+    pub fn open(root: impl AsRef<Path>) -> Result<Self, DataError> {
+        let root = root.as_ref();
+        let mut folder = Self {
+            files: vec![],
+            classes: vec![],
+        };
+        for (path, kind) in sorted(root)? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().to_string();
+            if !kind.is_dir() || name.starts_with('.') {
+                continue;
+            }
+            let before = folder.files.len();
+            folder.add(&path, folder.classes.len())?;
+            if folder.files.len() == before {
+                return Err(DataError::empty(
+                    &path,
+                    "a class without .png, .jpg or .jpeg files",
+                ));
+            }
+            folder.classes.push(name);
+        }
+        if folder.classes.is_empty() {
+            return Err(DataError::empty(root, "no subfolders; each class is one"));
+        }
+        Ok(folder)
+    }
+
+    fn add(&mut self, folder: &Path, class: usize) -> Result<(), DataError> {
+        for (path, kind) in sorted(folder)? {
+            if kind.is_dir() {
+                self.add(&path, class)?;
+                continue;
+            }
+            let extension = path
+                .extension()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .to_lowercase();
+            if ["png", "jpg", "jpeg"].contains(&&*extension) {
+                self.files.push((path, class));
+            }
+        }
+        Ok(())
+    }
+
+    /// The files and their labels.
+    pub fn files(&self) -> &[(PathBuf, usize)] {
+        &self.files
+    }
+}
+
+/// The entries of a folder by name. Links are not followed into folders, which might have no end.
+fn sorted(folder: &Path) -> Result<Vec<(PathBuf, std::fs::FileType)>, DataError> {
+    let fail = |source| DataError::io("list", folder, source);
+    let mut entries = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        entries.push((entry.path(), entry.file_type().map_err(fail)?));
+    }
+    entries.sort_by(|(a, _), (b, _)| a.cmp(b));
+    Ok(entries)
+}
+
+impl ImageSource for ImageFolder {
+    fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    fn picture(&self, index: usize) -> Result<(Picture, usize), DataError> {
+        let (path, label) = self.files.get(index).ok_or(DataError::OutOfRange {
+            index,
+            len: self.files.len(),
+        })?;
+        Ok((Picture::open(path)?, *label))
+    }
+
+    fn classes(&self) -> &[String] {
+        &self.classes
+    }
+}

@@ -1,0 +1,275 @@
+//! Images: the picture in memory, sources of labelled pictures, and batches.
+//!
+//! A source ([`ImageFolder`](super::ImageFolder), [`Cifar`](super::Cifar), [`Shapes`](super::Shapes)) gives bytes; a
+//! [`Pipeline`] crops, flips and normalises them; [`Images`] joins the two into a dataset. Everything is RGB: grey
+//! images are widened and an alpha channel is dropped, as torchvision's loader does.
+
+use std::path::Path;
+
+use burn_tensor::backend::Backend;
+use burn_tensor::{Int, Tensor, TensorData};
+
+use super::augment::Pipeline;
+use super::error::DataError;
+use super::loader::{Collate, Dataset};
+use super::rng::Rng;
+
+/// An RGB image: rows from the top, three bytes a pixel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Picture {
+    /// Pixels a row.
+    pub width: usize,
+    /// Rows.
+    pub height: usize,
+    /// `[height, width, 3]`.
+    pub rgb: Vec<u8>,
+}
+
+impl Picture {
+    /// An image of one colour.
+    pub fn filled(width: usize, height: usize, colour: [u8; 3]) -> Self {
+        Self {
+            width,
+            height,
+            rgb: colour.repeat(width * height),
+        }
+    }
+
+    /// Reads a PNG or JPEG file, whatever its name says.
+    ///
+    /// # Errors
+    /// [`DataError::Io`]; [`DataError::Format`] if it is neither, is damaged, or is larger than 16384 pixels a side.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, DataError> {
+        let path = path.as_ref();
+        let bytes = std::fs::read(path).map_err(|source| DataError::io("read", path, source))?;
+        Self::decode(&bytes).map_err(|reason| DataError::format(path, None, reason))
+    }
+
+    /// Decodes the bytes of a PNG or JPEG file.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let mut reader = image::ImageReader::new(std::io::Cursor::new(bytes));
+        reader = reader.with_guessed_format().map_err(|error| error.to_string())?;
+        // A few bytes can announce an image that fills the memory.
+        let mut limits = image::Limits::default();
+        limits.max_image_width = Some(1 << 14);
+        limits.max_image_height = Some(1 << 14);
+        reader.limits(limits);
+        let decoded = reader.decode().map_err(|error| error.to_string())?.into_rgb8();
+        let (width, height) = (decoded.width() as usize, decoded.height() as usize);
+        if width == 0 || height == 0 {
+            return Err("an image without pixels".to_string());
+        }
+        Ok(Self {
+            width,
+            height,
+            rgb: decoded.into_raw(),
+        })
+    }
+
+    /// The colour of a pixel.
+    pub fn pixel(&self, x: usize, y: usize) -> [u8; 3] {
+        let at = (y * self.width + x) * 3;
+        [self.rgb[at], self.rgb[at + 1], self.rgb[at + 2]]
+    }
+
+    /// A part of the image; where it reaches over the edge (coordinates may be negative) it is black.
+    pub fn crop(&self, x: isize, y: isize, width: usize, height: usize) -> Self {
+        let mut cut = Self::filled(width, height, [0; 3]);
+        let from = x.max(0).min(self.width as isize);
+        let to = (x + width as isize).clamp(from, self.width as isize);
+        let len = (to - from) as usize * 3;
+        for row in 0..height {
+            let source_row = y + row as isize;
+            if source_row < 0 || source_row >= self.height as isize || len == 0 {
+                continue;
+            }
+            let source = (source_row as usize * self.width + from as usize) * 3;
+            let target = (row * width + (from - x) as usize) * 3;
+            cut.rgb[target..target + len].copy_from_slice(&self.rgb[source..source + len]);
+        }
+        cut
+    }
+
+    /// The image mirrored left to right.
+    pub fn flip(&self) -> Self {
+        let mut mirrored = self.clone();
+        let row_bytes = self.width * 3;
+        for (to, from) in mirrored
+            .rgb
+            .chunks_mut(row_bytes.max(1))
+            .zip(self.rgb.chunks(row_bytes.max(1)))
+        {
+            for (to, from) in to.chunks_mut(3).zip(from.chunks(3).rev()) {
+                to.copy_from_slice(from);
+            }
+        }
+        mirrored
+    }
+
+    /// The image at another size: bilinear, averaging over all source pixels when it shrinks.
+    ///
+    /// # Errors
+    /// [`DataError::Shape`] if either size is 0.
+    pub fn resize(&self, width: usize, height: usize) -> Result<Self, DataError> {
+        let fail = || DataError::Shape {
+            operation: "resize",
+            reason: format!("from {}x{} to {width}x{height}", self.width, self.height),
+        };
+        if (width, height) == (self.width, self.height) {
+            return Ok(self.clone());
+        }
+        let size = |n: usize| u32::try_from(n).ok().filter(|&n| n > 0).ok_or_else(fail);
+        let source = image::RgbImage::from_raw(size(self.width)?, size(self.height)?, self.rgb.clone());
+        let filter = image::imageops::FilterType::Triangle;
+        let resized = image::imageops::resize(&source.ok_or_else(fail)?, size(width)?, size(height)?, filter);
+        Ok(Self {
+            width,
+            height,
+            rgb: resized.into_raw(),
+        })
+    }
+}
+
+/// Labelled pictures by number.
+pub trait ImageSource: Send + Sync + 'static {
+    /// Number of pictures.
+    fn len(&self) -> usize;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Picture `index`, below `len()`, and its label.
+    ///
+    /// # Errors
+    /// [`DataError`] if it cannot be read.
+    fn picture(&self, index: usize) -> Result<(Picture, usize), DataError>;
+
+    /// Names of the classes; a label is an index into them.
+    fn classes(&self) -> &[String];
+}
+
+/// A source seen through a pipeline, as a dataset.
+#[derive(Clone, Debug)]
+pub struct Images<S> {
+    source: S,
+    pipeline: Pipeline,
+}
+
+impl<S: ImageSource> Images<S> {
+    /// Joins a source and a pipeline.
+    pub fn new(source: S, pipeline: Pipeline) -> Self {
+        Self { source, pipeline }
+    }
+
+    /// Names of the classes.
+    pub fn classes(&self) -> &[String] {
+        self.source.classes()
+    }
+
+    /// The source.
+    pub fn source(&self) -> &S {
+        &self.source
+    }
+}
+
+/// One picture as a training step wants it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ImageExample {
+    /// `[3, height, width]`, normalised.
+    pub pixels: Vec<f32>,
+    /// Pixels a row.
+    pub width: usize,
+    /// Rows.
+    pub height: usize,
+    /// Index into the classes.
+    pub label: usize,
+}
+
+impl<S: ImageSource> Dataset for Images<S> {
+    type Item = ImageExample;
+
+    fn len(&self) -> usize {
+        self.source.len()
+    }
+
+    fn item(&self, index: usize, rng: &mut Rng) -> Result<ImageExample, DataError> {
+        let (picture, label) = self.source.picture(index)?;
+        let picture = self.pipeline.augment(picture, rng)?;
+        let pixels = self.pipeline.normalise(&picture);
+        Ok(ImageExample {
+            pixels,
+            width: picture.width,
+            height: picture.height,
+            label,
+        })
+    }
+}
+
+/// Pictures and their labels.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ImageBatch {
+    /// `[rows, 3, height, width]`.
+    pub pixels: Vec<f32>,
+    /// `[rows]`: indices into the classes.
+    pub labels: Vec<i32>,
+    /// Pixels a row.
+    pub width: usize,
+    /// Rows of a picture.
+    pub height: usize,
+}
+
+impl ImageBatch {
+    /// Puts pictures of one size into a batch.
+    ///
+    /// # Errors
+    /// [`DataError::Shape`] if the sizes differ: the pipeline needs a crop.
+    pub fn collate(items: Vec<ImageExample>) -> Result<Self, DataError> {
+        let (width, height) = items.first().map_or((0, 0), |item| (item.width, item.height));
+        let mut batch = Self {
+            pixels: vec![],
+            labels: vec![],
+            width,
+            height,
+        };
+        for item in items {
+            if (item.width, item.height) != (width, height) {
+                let reason = format!(
+                    "{}x{} beside {width}x{height}; add a crop to the pipeline",
+                    item.width, item.height
+                );
+                return Err(DataError::Shape {
+                    operation: "batch of images",
+                    reason,
+                });
+            }
+            batch.pixels.extend(item.pixels);
+            batch.labels.push(item.label as i32);
+        }
+        Ok(batch)
+    }
+
+    /// Pixels as a float tensor `[rows, 3, height, width]` and labels as an int tensor `[rows]`.
+    pub fn tensors<B: Backend>(&self, device: &B::Device) -> (Tensor<B, 4>, Tensor<B, 1, Int>) {
+        let rows = self.labels.len();
+        let pixels = TensorData::new(self.pixels.clone(), [rows, 3, self.height, self.width]);
+        let labels = TensorData::new(self.labels.clone(), [rows]);
+        (
+            Tensor::from_data(pixels, device),
+            Tensor::from_data(labels, device),
+        )
+    }
+}
+
+/// Collates pictures into [`ImageBatch`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ImageBatcher;
+
+impl Collate<ImageExample> for ImageBatcher {
+    type Batch = ImageBatch;
+
+    fn collate(&self, items: Vec<ImageExample>) -> Result<ImageBatch, DataError> {
+        ImageBatch::collate(items)
+    }
+}

@@ -1,0 +1,404 @@
+//! The loader: order, batches, prefetch, resume.
+//!
+//! Epoch `e` of seed `s` visits the examples in the permutation that `Rng::at([s, e])` shuffles, and example `i` draws its
+//! augmentation from `Rng::at([s, e, i])`. A position is therefore two numbers, the epoch and the batch within it, and
+//! resuming is computing the permutation again and starting there.
+//!
+//! Batches are prepared on a thread of their own and handed over through a bounded channel, so that reading, decoding and
+//! augmenting overlap with the training step. The position is counted where batches are *taken*: what was prepared but
+//! not yet used does not count, and is prepared again after a resume.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::thread::JoinHandle;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::DataError;
+use super::rng::Rng;
+
+/// Examples by number.
+pub trait Dataset: Send + Sync + 'static {
+    /// One example.
+    type Item: Send + 'static;
+
+    /// Number of examples.
+    fn len(&self) -> usize;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Example `index`, below `len()`. All randomness comes from `rng`.
+    ///
+    /// # Errors
+    /// [`DataError`] if the example cannot be read.
+    fn item(&self, index: usize, rng: &mut Rng) -> Result<Self::Item, DataError>;
+}
+
+/// Puts examples into one batch. Implemented by every function of that signature.
+pub trait Collate<I>: Send + Sync + 'static {
+    /// What a training step takes.
+    type Batch: Send + 'static;
+
+    /// Makes a batch of at least one example.
+    ///
+    /// # Errors
+    /// [`DataError`] if the examples do not go together.
+    fn collate(&self, items: Vec<I>) -> Result<Self::Batch, DataError>;
+}
+
+impl<I, T: Send + 'static, F> Collate<I> for F
+where
+    F: Fn(Vec<I>) -> Result<T, DataError> + Send + Sync + 'static,
+{
+    type Batch = T;
+
+    fn collate(&self, items: Vec<I>) -> Result<T, DataError> {
+        self(items)
+    }
+}
+
+/// Where a run stands in its data, and what the data was; small enough for every checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoaderState {
+    /// The seed of order and augmentation.
+    pub seed: u64,
+    /// Complete passes over the data.
+    pub epoch: u64,
+    /// Batches taken of the current pass.
+    pub batch: u64,
+    /// Examples a batch.
+    pub batch_size: u64,
+    /// Examples in the dataset.
+    pub examples: u64,
+}
+
+/// Makes batches of a dataset.
+pub struct Loader<D, C> {
+    dataset: Arc<D>,
+    collate: Arc<C>,
+    batch_size: usize,
+    seed: u64,
+    shuffle: bool,
+    drop_last: bool,
+    epochs: Option<u64>,
+    prefetch: usize,
+}
+
+impl<D, C> Clone for Loader<D, C> {
+    fn clone(&self) -> Self {
+        Self {
+            dataset: self.dataset.clone(),
+            collate: self.collate.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
+    /// A loader that shuffles with seed 0, drops an incomplete last batch (a compiled step wants one shape), repeats for
+    /// ever, and prepares two batches ahead.
+    pub fn new(dataset: D, collate: C, batch_size: usize) -> Self {
+        Self {
+            dataset: Arc::new(dataset),
+            collate: Arc::new(collate),
+            batch_size,
+            seed: 0,
+            shuffle: true,
+            drop_last: true,
+            epochs: None,
+            prefetch: 2,
+        }
+    }
+
+    /// A loader for evaluation: one pass, in order, the last batch as large as it is.
+    pub fn evaluation(dataset: D, collate: C, batch_size: usize) -> Self {
+        Self::new(dataset, collate, batch_size)
+            .with_shuffle(false)
+            .with_drop_last(false)
+            .with_epochs(Some(1))
+    }
+
+    /// Sets the seed of order and augmentation.
+    pub fn with_seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Whether each epoch has its own order.
+    pub fn with_shuffle(mut self, shuffle: bool) -> Self {
+        self.shuffle = shuffle;
+        self
+    }
+
+    /// Whether an incomplete last batch is left out.
+    pub fn with_drop_last(mut self, drop_last: bool) -> Self {
+        self.drop_last = drop_last;
+        self
+    }
+
+    /// Ends after this many passes; `None` repeats for ever.
+    pub fn with_epochs(mut self, epochs: Option<u64>) -> Self {
+        self.epochs = epochs;
+        self
+    }
+
+    /// How many batches are prepared ahead on another thread; 0 prepares each when it is asked for, on the caller's.
+    pub fn with_prefetch(mut self, batches: usize) -> Self {
+        self.prefetch = batches;
+        self
+    }
+
+    /// The dataset.
+    pub fn dataset(&self) -> &D {
+        &self.dataset
+    }
+
+    /// Batches an epoch.
+    pub fn batches_per_epoch(&self) -> usize {
+        match (self.batch_size, self.drop_last) {
+            (0, _) => 0,
+            (size, true) => self.dataset.len() / size,
+            (size, false) => self.dataset.len().div_ceil(size),
+        }
+    }
+
+    /// The position before the first batch.
+    pub fn start_state(&self) -> LoaderState {
+        LoaderState {
+            seed: self.seed,
+            epoch: 0,
+            batch: 0,
+            batch_size: self.batch_size as u64,
+            examples: self.dataset.len() as u64,
+        }
+    }
+
+    /// Starts at the first batch.
+    ///
+    /// # Errors
+    /// [`DataError::Setting`] if no epoch would have a batch.
+    pub fn start(&self) -> Result<Batches<C::Batch>, DataError> {
+        self.resume(self.start_state())
+    }
+
+    /// Starts after the last batch that was taken when `state` was saved.
+    ///
+    /// # Errors
+    /// [`DataError::Resume`] if the state is of other data, another batch size or another seed; [`DataError::Setting`] if
+    /// no epoch would have a batch.
+    pub fn resume(&self, mut state: LoaderState) -> Result<Batches<C::Batch>, DataError> {
+        let per_epoch = self.batches_per_epoch() as u64;
+        if per_epoch == 0 {
+            return Err(DataError::Setting(format!(
+                "{} examples make no batch of {}{}",
+                self.dataset.len(),
+                self.batch_size,
+                if self.drop_last {
+                    " (incomplete batches are dropped)"
+                } else {
+                    ""
+                }
+            )));
+        }
+        let now = self.start_state();
+        let same = [
+            ("seed", state.seed, now.seed),
+            ("batch size", state.batch_size, now.batch_size),
+            ("number of examples", state.examples, now.examples),
+        ];
+        for (what, saved, now) in same {
+            if saved != now {
+                return Err(DataError::Resume { what, saved, now });
+            }
+        }
+        if state.batch > per_epoch {
+            return Err(DataError::Resume {
+                what: "batch in its epoch",
+                saved: state.batch,
+                now: per_epoch,
+            });
+        }
+        normalise(&mut state, per_epoch);
+        let producer = Producer {
+            loader: self.clone(),
+            state,
+            per_epoch,
+            order: None,
+        };
+        let source = match self.prefetch {
+            0 => Source::Inline(Box::new(producer)),
+            ahead => Source::spawn(producer, ahead)?,
+        };
+        Ok(Batches {
+            source,
+            state,
+            per_epoch,
+            epochs: self.epochs,
+            failed: false,
+        })
+    }
+
+    /// The order of an epoch.
+    fn order(&self, epoch: u64) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.dataset.len()).collect();
+        if self.shuffle {
+            Rng::at(&[self.seed, epoch]).shuffle(&mut order);
+        }
+        order
+    }
+}
+
+/// The end of an epoch is the beginning of the next.
+fn normalise(state: &mut LoaderState, per_epoch: u64) {
+    if state.batch >= per_epoch {
+        state.epoch += 1;
+        state.batch = 0;
+    }
+}
+
+/// Prepares batches one after the other.
+struct Producer<D, C> {
+    loader: Loader<D, C>,
+    state: LoaderState,
+    per_epoch: u64,
+    /// The order of an epoch, kept while it lasts.
+    order: Option<(u64, Vec<usize>)>,
+}
+
+/// The producer as the consumer sees it when there is no thread.
+trait Produce<T>: Send {
+    /// The next batch; `None` after the last.
+    fn produce(&mut self) -> Option<Result<T, DataError>>;
+}
+
+impl<D: Dataset, C: Collate<D::Item>> Produce<C::Batch> for Producer<D, C> {
+    fn produce(&mut self) -> Option<Result<C::Batch, DataError>> {
+        if self
+            .loader
+            .epochs
+            .is_some_and(|epochs| self.state.epoch >= epochs)
+        {
+            return None;
+        }
+        let epoch = self.state.epoch;
+        if self.order.as_ref().is_none_or(|(of, _)| *of != epoch) {
+            self.order = Some((epoch, self.loader.order(epoch)));
+        }
+        let order = self.order.as_ref().map_or(&[][..], |(_, order)| order);
+        let size = self.loader.batch_size;
+        let from = self.state.batch as usize * size;
+        let indices = &order[from..(from + size).min(order.len())];
+        let items = indices.iter().map(|&index| {
+            let mut rng = Rng::at(&[self.loader.seed, epoch, index as u64]);
+            self.loader.dataset.item(index, &mut rng)
+        });
+        let batch = items
+            .collect::<Result<Vec<_>, _>>()
+            .and_then(|items| self.loader.collate.collate(items));
+        self.state.batch += 1;
+        normalise(&mut self.state, self.per_epoch);
+        Some(batch)
+    }
+}
+
+enum Source<T> {
+    Inline(Box<dyn Produce<T>>),
+    /// `None` once the worker is to stop.
+    Thread(Option<Receiver<Result<T, DataError>>>, Option<JoinHandle<()>>),
+}
+
+impl<T: Send + 'static> Source<T> {
+    fn spawn(mut producer: impl Produce<T> + 'static, ahead: usize) -> Result<Self, DataError> {
+        let (sender, receiver) = sync_channel(ahead);
+        let work = move || {
+            while let Some(batch) = producer.produce() {
+                let failed = batch.is_err();
+                // An error is the last thing sent; a closed channel means that nobody wants more.
+                if sender.send(batch).is_err() || failed {
+                    break;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("kiln-data".to_string())
+            .spawn(work);
+        let thread = thread.map_err(|error| DataError::Worker(error.to_string()))?;
+        Ok(Self::Thread(Some(receiver), Some(thread)))
+    }
+
+    fn next(&mut self) -> Option<Result<T, DataError>> {
+        match self {
+            Source::Inline(producer) => producer.produce(),
+            Source::Thread(receiver, thread) => match receiver.as_ref()?.recv() {
+                Ok(batch) => Some(batch),
+                // The thread has ended: after its last batch, or in a panic.
+                Err(_) => {
+                    *receiver = None;
+                    let panic = thread.take()?.join().err()?;
+                    let text = panic.downcast_ref::<String>().map(String::as_str);
+                    let text = text
+                        .or_else(|| panic.downcast_ref::<&str>().copied())
+                        .unwrap_or("it panicked");
+                    Some(Err(DataError::Worker(text.to_string())))
+                }
+            },
+        }
+    }
+}
+
+impl<T> Drop for Source<T> {
+    fn drop(&mut self) {
+        if let Source::Thread(receiver, thread) = self {
+            // Closing the channel ends the thread's pending send.
+            drop(receiver.take());
+            if let Some(thread) = thread.take() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// The batches of a run; ends after the last epoch or the first error.
+pub struct Batches<T> {
+    source: Source<T>,
+    state: LoaderState,
+    per_epoch: u64,
+    epochs: Option<u64>,
+    failed: bool,
+}
+
+impl<T: Send + 'static> Batches<T> {
+    /// The position after the last batch that was taken: save it with the model, and
+    /// [`resume`](Loader::resume) goes on with the next one.
+    pub fn state(&self) -> LoaderState {
+        self.state
+    }
+
+    /// Batches that are still to come, if the run ends.
+    pub fn remaining(&self) -> Option<u64> {
+        let total = self.epochs?.saturating_mul(self.per_epoch);
+        Some(total.saturating_sub(self.state.epoch * self.per_epoch + self.state.batch))
+    }
+}
+
+impl<T: Send + 'static> Iterator for Batches<T> {
+    type Item = Result<T, DataError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.failed {
+            return None;
+        }
+        let batch = self.source.next()?;
+        match &batch {
+            Ok(_) => {
+                self.state.batch += 1;
+                normalise(&mut self.state, self.per_epoch);
+            }
+            Err(_) => self.failed = true,
+        }
+        Some(batch)
+    }
+}

@@ -1,0 +1,39 @@
+//! Data: from files to shuffled batches.
+//!
+//! ```text
+//! files ──► Dataset (one example by number) ──► Loader (order, batches, prefetch, resume) ──► batch
+//! ```
+//!
+//! A [`Dataset`] answers "example number `i`", with random numbers handed in for augmentation. A [`Loader`] decides which
+//! numbers come when. Nothing depends on time, threads or hash order: the same seed gives the same batches, bit for bit,
+//! and a run that stopped after batch `n` goes on with batch `n + 1`.
+//!
+//! | Source | Type | Batch |
+//! | --- | --- | --- |
+//! | text files and folders | [`Corpus`] → [`TokenStream`] → [`TokenWindows`] | [`WindowBatch`] |
+//! | JSONL and CSV tables | [`TextExamples`] | [`TextBatch`] |
+//! | image folders, CIFAR, drawn shapes | [`ImageFolder`], [`Cifar`], [`Shapes`] → [`Images`] | [`ImageBatch`] |
+
+mod augment;
+mod cifar;
+mod classify;
+mod corpus;
+mod error;
+mod folder;
+mod image;
+mod loader;
+mod rng;
+mod shapes;
+mod stream;
+
+pub use self::image::{ImageBatch, ImageBatcher, ImageExample, ImageSource, Images, Picture};
+pub use augment::{Augment, Pipeline};
+pub use cifar::{Cifar, CifarKind};
+pub use classify::{TextBatch, TextBatcher, TextExample, TextExamples, TextFields};
+pub use corpus::{Corpus, CorpusOptions, Document};
+pub use error::DataError;
+pub use folder::ImageFolder;
+pub use loader::{Batches, Collate, Dataset, Loader, LoaderState};
+pub use rng::Rng;
+pub use shapes::Shapes;
+pub use stream::{TokenStream, TokenWindows, WindowBatch, WindowBatcher};

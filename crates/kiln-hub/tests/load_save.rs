@@ -1,0 +1,342 @@
+//! Loading fills exactly what it should, saving writes what loading reads, and a misfit is reported whole.
+
+mod common;
+
+use burn_tensor::{DType, Tensor};
+use common::*;
+use half::{bf16, f16};
+use kiln_hub::*;
+use safetensors::tensor::TensorView;
+
+fn open(bytes: &[u8]) -> (tempfile::TempDir, Checkpoint) {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+    let checkpoint = load(folder.path().to_str().unwrap()).unwrap();
+    (folder, checkpoint)
+}
+
+fn values<const D: usize>(tensor: Tensor<B, D>) -> Vec<f32> {
+    tensor.into_data().convert_dtype(DType::F32).to_vec().unwrap()
+}
+
+fn net() -> Net<B> {
+    Net::new(&Default::default())
+}
+
+#[test]
+fn every_parameter_gets_its_tensor_transposed_where_the_rule_says() {
+    let (_folder, checkpoint) = open(&safetensors_of(&TORCH_SHAPES));
+    let net = load_into::<B, _>(net(), &checkpoint, torch_map()).unwrap();
+    let expected: Vec<f32> = (0..28).map(|i| element(0, i)).collect();
+    assert_eq!(values(net.embed.weight.val()), expected);
+    // [6, 4] in the file, [4, 6] in the module.
+    let transposed: Vec<f32> = (0..24).map(|i| element(1, (i % 6) * 4 + i / 6)).collect();
+    assert_eq!(values(net.layers[0].weight.val()), transposed);
+    assert_eq!(
+        values(net.norm.running_var.value()),
+        (0..4).map(|i| element(7, i)).collect::<Vec<_>>()
+    );
+    assert_eq!(
+        values(net.head.unwrap().bias.unwrap().val()),
+        (0..3).map(|i| element(9, i)).collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn half_precision_files_fill_f32_modules_and_the_other_way_round() {
+    for dtype in [Dtype::F16, Dtype::BF16, Dtype::F64] {
+        let encode = |x: f32| match dtype {
+            Dtype::F16 => f16::from_f32(x).to_le_bytes().to_vec(),
+            Dtype::BF16 => bf16::from_f32(x).to_le_bytes().to_vec(),
+            _ => f64::from(x).to_le_bytes().to_vec(),
+        };
+        let data: Vec<Vec<u8>> = TORCH_SHAPES
+            .iter()
+            .enumerate()
+            .map(|(t, (_, shape))| {
+                (0..shape.iter().product::<usize>())
+                    .flat_map(|i| encode(element(t, i)))
+                    .collect()
+            })
+            .collect();
+        let views = TORCH_SHAPES
+            .iter()
+            .zip(&data)
+            .map(|((name, shape), bytes)| (*name, TensorView::new(dtype, shape.to_vec(), bytes).unwrap()));
+        let (_folder, narrow) = open(&safetensors::serialize(views, None).unwrap());
+        let (_folder, wide) = open(&safetensors_of(&TORCH_SHAPES));
+        let from_narrow = load_into::<B, _>(net(), &narrow, torch_map()).unwrap();
+        let from_wide = load_into::<B, _>(net(), &wide, torch_map()).unwrap();
+        assert_eq!(from_narrow.layers[1].weight.val().dtype(), DType::F32);
+        assert_eq!(
+            values(from_narrow.layers[1].weight.val()),
+            values(from_wide.layers[1].weight.val())
+        );
+
+        let options = LoadOptions::new().with_dtype(DType::BF16);
+        let (narrow, loaded) = load_into_with::<B, _>(net(), &wide, torch_map(), &options).unwrap();
+        assert_eq!(loaded.filled, 10);
+        assert_eq!(narrow.embed.weight.val().dtype(), DType::BF16);
+        assert_eq!(
+            values(narrow.embed.weight.val()),
+            values(from_wide.embed.weight.val())
+        );
+    }
+}
+
+#[test]
+fn loading_keeps_ids_and_gradient_flags() {
+    let (_folder, checkpoint) = open(&safetensors_of(&TORCH_SHAPES));
+    let mut before = net();
+    before.layers[1].weight = before.layers[1].weight.clone().set_require_grad(false);
+    let (frozen, id) = (before.layers[1].weight.id, before.embed.weight.id);
+    let after = load_into::<B, _>(before, &checkpoint, torch_map()).unwrap();
+    assert_eq!(after.layers[1].weight.id, frozen);
+    assert_eq!(after.embed.weight.id, id);
+    assert!(!after.layers[1].weight.val().is_require_grad());
+}
+
+#[test]
+fn one_error_lists_everything_that_does_not_fit() {
+    let mut shapes = TORCH_SHAPES.to_vec();
+    shapes[1].0 = "mlp.0.kernel";
+    shapes[3].1 = &[6, 4];
+    shapes[9].1 = &[5];
+    shapes.push(("optimizer.step", &[1]));
+    let (_folder, checkpoint) = open(&safetensors_of(&shapes));
+    let HubError::Keys(report) = load_into::<B, _>(net(), &checkpoint, torch_map()).unwrap_err() else {
+        panic!("not a key report")
+    };
+    assert_eq!(
+        report.missing,
+        [MissingKey {
+            param: "layers.0.weight".into(),
+            key: "mlp.0.weight".into()
+        }]
+    );
+    assert_eq!(report.unexpected, ["mlp.0.kernel", "optimizer.step"]);
+    let misshapen: Vec<_> = report
+        .misshapen
+        .iter()
+        .map(|m| (&*m.key, &m.expected[..], &m.found[..]))
+        .collect();
+    assert_eq!(
+        misshapen,
+        [
+            ("mlp.2.weight", &[4, 6][..], &[6, 4][..]),
+            ("classifier.bias", &[3][..], &[5][..])
+        ]
+    );
+    let text = report.to_string();
+    for name in [
+        "mlp.0.weight",
+        "layers.0.weight",
+        "mlp.0.kernel",
+        "optimizer.step",
+        "[6, 4]",
+        "[4, 6]",
+    ] {
+        assert!(text.contains(name), "{text}");
+    }
+}
+
+#[test]
+fn a_new_head_and_spare_keys_are_allowed_when_asked_for() {
+    let mut shapes = TORCH_SHAPES.to_vec();
+    (shapes[8].1, shapes[9].1) = (&[5, 4], &[5]);
+    shapes.push(("bn.num_batches_tracked", &[1]));
+    let (_folder, checkpoint) = open(&safetensors_of(&shapes));
+    assert!(load_into::<B, _>(net(), &checkpoint, torch_map()).is_err());
+
+    let before = net();
+    let head = values(before.head.as_ref().unwrap().weight.val());
+    let map = torch_map().with_ignorable(KeyPattern::Suffix(".num_batches_tracked".into()));
+    let options = LoadOptions::new().with_skip("head");
+    let (after, loaded) = load_into_with::<B, _>(before, &checkpoint, &map, &options).unwrap();
+    assert_eq!(values(after.head.unwrap().weight.val()), head);
+    assert_eq!(loaded.kept, ["head.weight", "head.bias"]);
+    assert_eq!(loaded.filled, 8);
+
+    let (_folder, without_head) = open(&safetensors_of(&TORCH_SHAPES[..8]));
+    assert!(load_into::<B, _>(net(), &without_head, torch_map()).is_err());
+    let options = LoadOptions::new().with_allow_missing("head");
+    let (_, loaded) = load_into_with::<B, _>(net(), &without_head, torch_map(), &options).unwrap();
+    assert_eq!((loaded.filled, loaded.kept.len()), (8, 2));
+    let mut optional = torch_map();
+    optional
+        .rules
+        .iter_mut()
+        .filter(|r| r.param.starts_with("head"))
+        .for_each(|r| r.optional = true);
+    assert!(load_into::<B, _>(net(), &without_head, optional).is_ok());
+}
+
+#[test]
+fn aliases_find_tensors_under_older_names() {
+    let mut shapes = TORCH_SHAPES.to_vec();
+    (shapes[4].0, shapes[5].0) = ("bn.gamma", "bn.beta");
+    let (_folder, checkpoint) = open(&safetensors_of(&shapes));
+    let mut map = torch_map();
+    for rule in &mut map.rules {
+        rule.aliases = vec![
+            rule.key
+                .replace("bn.weight", "bn.gamma")
+                .replace("bn.bias", "bn.beta"),
+        ];
+    }
+    let net = load_into::<B, _>(net(), &checkpoint, map).unwrap();
+    assert_eq!(
+        values(net.norm.gamma.val()),
+        (0..4).map(|i| element(4, i)).collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn contradictory_maps_are_refused() {
+    let (_folder, checkpoint) = open(&safetensors_of(&TORCH_SHAPES));
+    let mut twice = torch_map();
+    twice.rules[1].key = "mlp.2.weight".into();
+    assert!(matches!(
+        load_into::<B, _>(net(), &checkpoint, twice),
+        Err(HubError::KeyMap(_))
+    ));
+    let mut bent = torch_map();
+    bent.rules[2].transform = Transform::Transpose;
+    assert!(matches!(
+        load_into::<B, _>(net(), &checkpoint, bent),
+        Err(HubError::KeyMap(_))
+    ));
+    let mut short = torch_map();
+    short.rules.pop();
+    let HubError::Keys(report) = load_into::<B, _>(net(), &checkpoint, short).unwrap_err() else {
+        panic!()
+    };
+    assert_eq!(report.unmapped, ["head.bias"]);
+    assert_eq!(report.unexpected, ["classifier.bias"]);
+}
+
+#[test]
+fn quantized_weights_are_not_taken_for_weights() {
+    let mut header = String::from("{");
+    let mut offset = 0;
+    for (name, shape) in TORCH_SHAPES {
+        let len = shape.iter().product::<usize>();
+        header += &format!(
+            r#""{name}":{{"dtype":"I8","shape":{shape:?},"data_offsets":[{offset},{}]}},"#,
+            offset + len
+        );
+        offset += len;
+    }
+    header.pop();
+    header.push('}');
+    let (_folder, checkpoint) = open(&raw_safetensors(&header, &vec![1; offset]));
+    let HubError::Keys(report) = load_into::<B, _>(net(), &checkpoint, torch_map()).unwrap_err() else {
+        panic!()
+    };
+    assert_eq!(report.mistyped.len(), 10);
+}
+
+#[test]
+fn what_is_saved_is_what_was_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let original = safetensors_of(&TORCH_SHAPES);
+    let (_origin, checkpoint) = open(&original);
+    let net = load_into::<B, _>(net(), &checkpoint, torch_map()).unwrap();
+    save_pretrained::<B, _>(&net, torch_map(), Some(r#"{"model_type": "net"}"#), folder.path()).unwrap();
+    let saved = load(folder.path().to_str().unwrap()).unwrap();
+    assert_eq!(saved.config().unwrap().model_type().unwrap(), "net");
+    assert_eq!(
+        saved.names().collect::<Vec<_>>(),
+        checkpoint.names().collect::<Vec<_>>()
+    );
+    for name in checkpoint.names() {
+        assert_eq!(saved.stored(name), checkpoint.stored(name));
+        assert_eq!(
+            saved.tensor(name).unwrap().as_bytes(),
+            checkpoint.tensor(name).unwrap().as_bytes(),
+            "{name}"
+        );
+    }
+    let header = std::fs::read(folder.path().join("model.safetensors")).unwrap();
+    assert!(
+        String::from_utf8_lossy(&header).contains(r#""format":"pt""#),
+        "transformers insists on it"
+    );
+    assert_eq!(
+        std::fs::read_dir(folder.path()).unwrap().count(),
+        2,
+        "no temporary files are left"
+    );
+}
+
+#[test]
+fn shards_and_single_files_replace_each_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let net = net();
+    let config = Some("{}");
+    let sharded = SaveOptions::new()
+        .with_max_shard_bytes(150)
+        .with_dtype(DType::BF16);
+    let count = || std::fs::read_dir(folder.path()).unwrap().count();
+    for _ in 0..2 {
+        save_pretrained_with::<B, _>(&net, torch_map(), config, path, &sharded).unwrap();
+        let checkpoint = load(path).unwrap();
+        assert!(checkpoint.files().count() > 1);
+        assert_eq!(
+            checkpoint.stored("mlp.0.weight").unwrap(),
+            StoredTensor {
+                dtype: Dtype::BF16,
+                shape: vec![6, 4]
+            }
+        );
+        assert_eq!(checkpoint.names().count(), 10);
+        assert_eq!(count(), checkpoint.files().count() + 2, "shards, index, config");
+        let back = load_into::<B, _>(self::net(), &checkpoint, torch_map()).unwrap();
+        let rounded: Vec<f32> = values(net.layers[0].weight.val())
+            .iter()
+            .map(|x| bf16::from_f32(*x).to_f32())
+            .collect();
+        assert_eq!(values(back.layers[0].weight.val()), rounded);
+
+        save_pretrained::<B, _>(&net, torch_map(), config, path).unwrap();
+        let checkpoint = load(path).unwrap();
+        assert_eq!(checkpoint.files().count(), 1);
+        assert_eq!(count(), 2, "the shards of the earlier save are gone");
+        let back = load_into::<B, _>(self::net(), &checkpoint, torch_map()).unwrap();
+        assert_eq!(
+            values(back.layers[0].weight.val()),
+            values(net.layers[0].weight.val())
+        );
+    }
+}
+
+#[test]
+fn an_identity_map_saves_and_restores_any_module() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state.safetensors");
+    let net = net();
+    let map = KeyMap::identity::<B, _>(&net);
+    save_safetensors::<B, _>(&net, &map, &path, &SaveOptions::new()).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    assert!(checkpoint.stored("norm.running_mean").is_some());
+    let other = load_into::<B, _>(self::net(), &checkpoint, &map).unwrap();
+    assert_eq!(values(other.embed.weight.val()), values(net.embed.weight.val()));
+    assert_eq!(
+        values(other.head.unwrap().weight.val()),
+        values(net.head.unwrap().weight.val())
+    );
+}
+
+#[test]
+fn saving_refuses_bad_configs_before_it_touches_the_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("out");
+    let result = save_pretrained::<B, _>(&net(), torch_map(), Some("{\"eps\": NaN}"), &target);
+    assert!(matches!(result, Err(HubError::Config { .. })));
+    let mut short = torch_map();
+    short.rules.pop();
+    let result = save_pretrained::<B, _>(&net(), short, None, &target);
+    assert!(matches!(result, Err(HubError::Keys(_))));
+    assert!(!target.exists());
+}
