@@ -1,0 +1,170 @@
+//! Matrix products and convolutions.
+//!
+//! Both come down to candle's batched matrix product, in f32 for f32 and the half types and in f64 for f64. Integers take
+//! the f64 product where that is exact and a sum of outer products otherwise. A convolution multiplies the weights with the
+//! windows of its input, one sample at a time; its gradients are the two products with one operand moved to the other
+//! side, the one for the input followed by the adjoint of reading windows.
+
+use candle_core::{DType as CandleType, Device, Result, Tensor};
+use kiln_graph::op::{ConvDims, DotDims};
+use kiln_graph::{DType, TensorType};
+
+use crate::ints;
+use crate::value::{Val, storage};
+use crate::window::{Geometry, Windows};
+
+/// `[batch, m, k] x [batch, k, n]` of tensors in the compute type of `dtype`.
+pub(crate) fn matmul(a: &Tensor, b: &Tensor, dtype: DType) -> Result<Tensor> {
+    let (batch, m, k) = a.dims3()?;
+    let n = b.dims()[2];
+    if batch * m * k * n == 0 {
+        return Tensor::zeros((batch, m, n), a.dtype(), &Device::Cpu);
+    }
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    if !dtype.is_int() {
+        return a.matmul(&b);
+    }
+    if ints::product_bound(&a, &b, k)? < 1 << 53 {
+        let product = a
+            .to_dtype(CandleType::F64)?
+            .matmul(&b.to_dtype(CandleType::F64)?)?;
+        return crate::value::wrap(&product.to_dtype(CandleType::I64)?, dtype);
+    }
+    let mut sum = Tensor::zeros((batch, m, n), CandleType::I64, &Device::Cpu)?;
+    for i in 0..k {
+        let column = a.narrow(2, i, 1)?.broadcast_as((batch, m, n))?.contiguous()?;
+        let row = b.narrow(1, i, 1)?.broadcast_as((batch, m, n))?.contiguous()?;
+        sum = ints::add(&sum, &ints::mul(&column, &row, dtype)?, dtype)?;
+    }
+    Ok(sum)
+}
+
+pub(crate) fn dot_general(a: &Val, b: &Val, dims: &DotDims, result: &TensorType) -> Result<Val> {
+    let extent = |x: &Val, axes: &[usize]| axes.iter().map(|&axis| x.dims()[axis]).product::<usize>();
+    let free_a = DotDims::free(a.dims().len(), &dims.a_batch, &dims.a_contract);
+    let free_b = DotDims::free(b.dims().len(), &dims.b_batch, &dims.b_contract);
+    let batch = extent(a, &dims.a_batch);
+    let (m, k, n) = (
+        extent(a, &free_a),
+        extent(a, &dims.a_contract),
+        extent(b, &free_b),
+    );
+    let order = |lists: [&[usize]; 3]| lists.concat();
+    let left = a
+        .compute()?
+        .permute(order([&dims.a_batch, &free_a, &dims.a_contract]))?;
+    let right = b
+        .compute()?
+        .permute(order([&dims.b_batch, &dims.b_contract, &free_b]))?;
+    let left = left.contiguous()?.reshape((batch, m, k))?;
+    let right = right.contiguous()?.reshape((batch, k, n))?;
+    let product = matmul(&left, &right, a.dtype)?;
+    Val::narrow(product.reshape(result.shape.dims())?, a.dtype)
+}
+
+/// Shapes of one convolution and the table of its windows.
+struct Conv {
+    groups: usize,
+    /// Input channels.
+    channels: usize,
+    /// Output channels of a group.
+    outputs: usize,
+    /// Input channels of a group times window elements: the contracted extent.
+    depth: usize,
+    windows: Windows,
+}
+
+impl Conv {
+    /// `x` is `[n, c, input..]`, `w` is `[o, c / groups, kernel..]`, `y` is `[n, o, output..]`.
+    fn new(conv: &ConvDims, x: &[usize], w: &[usize], y: &[usize]) -> Result<Self> {
+        let windows = Windows::new(&Geometry::of_conv(conv, &w[2..], &x[2..], &y[2..]))?;
+        Ok(Self {
+            groups: conv.groups,
+            channels: x[1],
+            outputs: w[0] / conv.groups,
+            depth: w[1] * windows.elements,
+            windows,
+        })
+    }
+
+    /// Windows of sample `i` of `x`: `[groups, depth, outputs]`.
+    fn read(&self, x: &Tensor, i: usize) -> Result<Tensor> {
+        let planes = x
+            .narrow(0, i, 1)?
+            .reshape((self.channels, self.windows.positions))?;
+        let zero = Tensor::zeros(1, x.dtype(), &Device::Cpu)?;
+        self.windows
+            .read(&planes, &zero)?
+            .reshape((self.groups, self.depth, self.windows.outputs))
+    }
+
+    /// Sample `i` of `y`: `[groups, outputs of a group, positions]`.
+    fn sample(&self, y: &Tensor, i: usize) -> Result<Tensor> {
+        y.narrow(0, i, 1)?
+            .reshape((self.groups, self.outputs, self.windows.outputs))
+    }
+
+    /// The weight as matrices: `[groups, outputs of a group, depth]`.
+    fn matrices(&self, w: &Tensor) -> Result<Tensor> {
+        w.reshape((self.groups, self.outputs, self.depth))
+    }
+}
+
+pub(crate) fn conv(x: &Val, w: &Val, dims: &ConvDims, result: &TensorType) -> Result<Val> {
+    if x.numel() * w.numel() == 0 {
+        return Val::zeros(&result.shape, x.dtype);
+    }
+    let conv = Conv::new(dims, x.dims(), w.dims(), &result.shape)?;
+    let (input, weight) = (x.compute()?, conv.matrices(&w.compute()?)?);
+    let samples = (0..x.dims()[0])
+        .map(|i| matmul(&weight, &conv.read(&input, i)?, x.dtype))
+        .collect::<Result<Vec<_>>>()?;
+    Val::narrow(Tensor::cat(&samples, 0)?.reshape(result.shape.dims())?, x.dtype)
+}
+
+pub(crate) fn conv_input_grad(dy: &Val, w: &Val, dims: &ConvDims, result: &TensorType) -> Result<Val> {
+    if dy.numel() * w.numel() == 0 {
+        return Val::zeros(&result.shape, dy.dtype);
+    }
+    let conv = Conv::new(dims, &result.shape, w.dims(), dy.dims())?;
+    let gradient = dy.compute()?;
+    let weight = conv.matrices(&w.compute()?)?.transpose(1, 2)?;
+    let accumulate = accumulator(dy.dtype);
+    let samples = (0..dy.dims()[0])
+        .map(|i| {
+            let read = matmul(&weight, &conv.sample(&gradient, i)?, dy.dtype)?;
+            let read = read.reshape((conv.channels, conv.windows.elements * conv.windows.outputs))?;
+            let read = Val::new(read.to_dtype(storage(accumulate))?, accumulate);
+            Ok(conv.windows.add_up(&read)?.tensor)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    Val::narrow(Tensor::cat(&samples, 0)?.reshape(result.shape.dims())?, dy.dtype)
+}
+
+pub(crate) fn conv_weight_grad(x: &Val, dy: &Val, dims: &ConvDims, result: &TensorType) -> Result<Val> {
+    if x.numel() * dy.numel() == 0 {
+        return Val::zeros(&result.shape, x.dtype);
+    }
+    let conv = Conv::new(dims, x.dims(), &result.shape, dy.dims())?;
+    let (input, gradient) = (x.compute()?, dy.compute()?);
+    let accumulate = storage(accumulator(x.dtype));
+    let mut sum: Option<Tensor> = None;
+    for i in 0..x.dims()[0] {
+        let read = conv.read(&input, i)?.transpose(1, 2)?;
+        let product = matmul(&conv.sample(&gradient, i)?, &read, x.dtype)?.to_dtype(accumulate)?;
+        sum = Some(match sum {
+            None => product,
+            Some(sum) if x.dtype.is_int() => ints::add(&sum, &product, x.dtype)?,
+            Some(sum) => sum.add(&product)?,
+        });
+    }
+    match sum {
+        Some(sum) => Val::narrow(sum.reshape(result.shape.dims())?, x.dtype),
+        None => Val::zeros(&result.shape, x.dtype),
+    }
+}
+
+/// The type in which products of matrices are summed up further.
+fn accumulator(dtype: DType) -> DType {
+    if dtype.is_float() { DType::F64 } else { dtype }
+}

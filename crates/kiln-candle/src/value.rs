@@ -1,0 +1,182 @@
+//! Values of the graph as candle tensors.
+//!
+//! candle has fewer element types than the graph, and its integer kernels panic on overflow in debug builds. The mapping:
+//!
+//! | graph | candle | held as |
+//! | --- | --- | --- |
+//! | f64, f32, f16, bf16 | the same | itself; arithmetic on the half types goes through f32 or f64 and rounds once |
+//! | i64, i32, i16, i8, u32, u16, u8 | i64 | the number; wrapped into the type's range after each operation |
+//! | u64 | i64 | the i64 of the same bits |
+//! | bool | u8 | 0 or 1 |
+//!
+//! What holds for every [`Val`]: its tensor has the candle type of this table and, for integers, only numbers in range.
+
+use candle_core::{DType as CandleType, Device, Result, Tensor};
+use half::{bf16, f16};
+use kiln_graph::{DType, HostTensor, Shape};
+
+/// A value of the graph: a candle tensor and the element type it stands for.
+#[derive(Clone, Debug)]
+pub(crate) struct Val {
+    pub tensor: Tensor,
+    pub dtype: DType,
+}
+
+impl Val {
+    pub fn new(tensor: Tensor, dtype: DType) -> Self {
+        Self { tensor, dtype }
+    }
+
+    /// Zeros (false for bool).
+    pub fn zeros(shape: &Shape, dtype: DType) -> Result<Self> {
+        let tensor = Tensor::zeros(shape.dims(), storage(dtype), &Device::Cpu)?;
+        Ok(Self::new(tensor, dtype))
+    }
+
+    /// The tensor in the type that carries its arithmetic: f32 for the half types, itself for the rest.
+    pub fn compute(&self) -> Result<Tensor> {
+        self.tensor.to_dtype(storage(self.dtype.compute()))
+    }
+
+    /// The tensor in the type in which sums are accumulated: f64 for floats, itself for the rest.
+    pub fn wide(&self) -> Result<Tensor> {
+        if self.dtype.is_float() {
+            self.tensor.to_dtype(CandleType::F64)
+        } else {
+            Ok(self.tensor.clone())
+        }
+    }
+
+    /// A value of type `dtype` from the result of arithmetic on [`Val::compute`] or [`Val::wide`]: floats round,
+    /// integers of fewer than 64 bits wrap.
+    pub fn narrow(tensor: Tensor, dtype: DType) -> Result<Self> {
+        let tensor = if dtype.is_int() {
+            wrap(&tensor, dtype)?
+        } else {
+            tensor.to_dtype(storage(dtype))?
+        };
+        Ok(Self::new(tensor, dtype))
+    }
+
+    pub fn dims(&self) -> &[usize] {
+        self.tensor.dims()
+    }
+
+    pub fn numel(&self) -> usize {
+        self.tensor.elem_count()
+    }
+
+    pub fn from_host(host: &HostTensor) -> Result<Self> {
+        let ty = host.ty();
+        let dims = ty.shape.dims();
+        let cpu = &Device::Cpu;
+        let tensor = match ty.dtype {
+            DType::F64 => Tensor::from_vec(host.to_f64s(), dims, cpu)?,
+            DType::F32 => Tensor::from_vec(host.to_vec::<f32>().unwrap_or_default(), dims, cpu)?,
+            DType::F16 => Tensor::from_vec(host.to_vec::<f16>().unwrap_or_default(), dims, cpu)?,
+            DType::BF16 => Tensor::from_vec(host.to_vec::<bf16>().unwrap_or_default(), dims, cpu)?,
+            DType::Bool => {
+                let bytes: Vec<u8> = host.bytes().iter().map(|&byte| u8::from(byte != 0)).collect();
+                Tensor::from_vec(bytes, dims, cpu)?
+            }
+            _ => Tensor::from_vec(host.to_i64s(), dims, cpu)?,
+        };
+        Ok(Self::new(tensor, ty.dtype))
+    }
+
+    pub fn to_host(&self) -> Result<HostTensor> {
+        let shape = Shape::from(self.dims());
+        let flat = self.tensor.flatten_all()?;
+        Ok(match self.dtype {
+            DType::F64 => HostTensor::from_vec(shape, flat.to_vec1::<f64>()?),
+            DType::F32 => HostTensor::from_vec(shape, flat.to_vec1::<f32>()?),
+            DType::F16 => HostTensor::from_vec(shape, flat.to_vec1::<f16>()?),
+            DType::BF16 => HostTensor::from_vec(shape, flat.to_vec1::<bf16>()?),
+            DType::Bool => {
+                let bools: Vec<bool> = flat.to_vec1::<u8>()?.into_iter().map(|byte| byte != 0).collect();
+                HostTensor::from_vec(shape, bools)
+            }
+            dtype => HostTensor::from_ints(dtype, shape, flat.to_vec1::<i64>()?),
+        })
+    }
+
+    /// The one element of a rank-0 integer, bits for u64.
+    pub fn to_i64(&self) -> Result<i64> {
+        self.tensor.to_scalar::<i64>()
+    }
+}
+
+/// The candle type that holds elements of `dtype`.
+pub(crate) const fn storage(dtype: DType) -> CandleType {
+    match dtype {
+        DType::F64 => CandleType::F64,
+        DType::F32 => CandleType::F32,
+        DType::F16 => CandleType::F16,
+        DType::BF16 => CandleType::BF16,
+        DType::Bool => CandleType::U8,
+        _ => CandleType::I64,
+    }
+}
+
+/// Numbers held as i64 reduced to the range of the integer type `dtype` by keeping their low bits.
+pub(crate) fn wrap(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let through = |ty| x.to_dtype(ty)?.to_dtype(CandleType::I64);
+    match dtype {
+        DType::I32 => through(CandleType::I32),
+        DType::I16 => through(CandleType::I16),
+        DType::U32 => through(CandleType::U32),
+        DType::U8 => through(CandleType::U8),
+        DType::I8 => {
+            let low = through(CandleType::U8)?;
+            select(&low.ge(&int(&low, 128)?)?, &low.sub(&int(&low, 256)?)?, &low)
+        }
+        DType::U16 => {
+            let low = through(CandleType::I16)?;
+            select(&low.lt(&int(&low, 0)?)?, &low.add(&int(&low, 65536)?)?, &low)
+        }
+        _ => Ok(x.clone()),
+    }
+}
+
+/// `value` repeated to the shape of the floating point tensor `like`, in its type.
+pub(crate) fn float(like: &Tensor, value: f64) -> Result<Tensor> {
+    Tensor::new(value, &Device::Cpu)?
+        .to_dtype(like.dtype())?
+        .broadcast_as(like.shape())
+}
+
+/// `value` repeated to the shape of `like`, as i64.
+pub(crate) fn int(like: &Tensor, value: i64) -> Result<Tensor> {
+    Tensor::new(value, &Device::Cpu)?.broadcast_as(like.shape())
+}
+
+/// `condition ? a : b`.
+pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    condition.where_cond(a, b)
+}
+
+/// Logical and of two u8 masks.
+pub(crate) fn both(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    a.minimum(b)
+}
+
+/// Logical or of two u8 masks.
+pub(crate) fn either(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    a.maximum(b)
+}
+
+/// Logical not of a u8 mask.
+pub(crate) fn not(a: &Tensor) -> Result<Tensor> {
+    a.eq(&a.zeros_like()?)
+}
+
+/// Where a float tensor is NaN.
+pub(crate) fn is_nan(x: &Tensor) -> Result<Tensor> {
+    x.ne(x)
+}
+
+/// Indices computed on the host, as a tensor.
+pub(crate) fn indices(values: Vec<i64>) -> Result<Tensor> {
+    let count = values.len();
+    Tensor::from_vec(values, count, &Device::Cpu)
+}
