@@ -8,7 +8,7 @@ use burn_router::{BackendRouter, MultiBackendBridge, RouterTensor, RunnerChannel
 use crate::client::KilnClient;
 use crate::device::KilnDevice;
 use crate::record::BreakReason;
-use crate::record::session;
+use crate::record::{exchange, session};
 
 /// The Kiln backend. `Autodiff<Kiln>` trains; outside compiled regions it runs each operation at once on burn-flex.
 pub type Kiln = BackendRouter<KilnChannel>;
@@ -52,6 +52,16 @@ impl RunnerChannel for KilnChannel {
 
     fn init_client(device: &KilnDevice) -> KilnClient {
         KilnClient::new(*device)
+    }
+
+    fn change_client_backend(tensor: RouterTensor<KilnClient>, device: &KilnDevice) -> RouterTensor<KilnClient> {
+        let tensor = match exchange::visit(tensor) {
+            Ok(exchanged) => return exchanged,
+            Err(tensor) => tensor,
+        };
+        let client = tensor.client;
+        let value = Self::get_tensor_handle(&tensor.into_ir(), &client);
+        KilnClient::new(*device).adopt(value)
     }
 
     /// # Panics

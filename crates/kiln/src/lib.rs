@@ -1,1 +1,72 @@
-//! Compiled training steps for Burn: wrap a training step, run it as one executable.
+//! Compiled training steps for Burn.
+//!
+//! Put a Burn model on the [`Kiln`] backend and wrap the body of its training loop. Kiln records what the body does (forward pass, Burn's autograd,
+//! optimizer), makes one graph of it, compiles that to one executable, and runs the executable from then on.
+//!
+//! ```no_run
+//! use burn_autodiff::Autodiff;
+//! use burn_core::module::Module;
+//! use burn_nn::{Linear, LinearConfig};
+//! use burn_optim::{AdamWConfig, GradientsParams, Optimizer};
+//! use burn_tensor::{Distribution, Tensor};
+//! use kiln::{CompileOptions, Kiln, KilnDevice};
+//!
+//! type B = Autodiff<Kiln>;
+//!
+//! # fn main() -> Result<(), kiln::Error> {
+//! let device = KilnDevice::default();
+//! let mut model: Linear<B> = LinearConfig::new(8, 1).init(&device);
+//! let mut optim = AdamWConfig::new().init();
+//!
+//! let mut step = kiln::compile(CompileOptions::default());
+//! for _ in 0..100 {
+//!     let x = Tensor::<B, 2>::random([32, 8], Distribution::Default, &device);
+//!     let loss = step.run(|| {
+//!         let loss = model.forward(x).powf_scalar(2.0).mean();
+//!         let grads = GradientsParams::from_grads(loss.backward(), &model);
+//!         model = optim.step(1e-3, model.clone(), grads);
+//!         loss
+//!     })?;
+//!     println!("{}", loss.into_scalar());
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Three ways to use it:
+//!
+//! - [`compile`] wraps a closure. The closure runs at each call (so anything it does in Rust happens), its tensor operations do not: the compiled
+//!   step does.
+//! - [`TrainStep`] owns model and optimizer. After the first calls no model code runs any more.
+//! - [`compile_fn`] wraps a function, for inference.
+//!
+//! Outside of these Kiln is an eager backend on burn-flex.
+
+mod compile;
+mod explain;
+mod function;
+mod input;
+mod train;
+
+pub use compile::{Compiled, compile};
+pub use explain::Explain;
+pub use function::{CompiledFn, compile_fn};
+pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput};
+pub use kiln_burn::{
+    BreakReason, CompileBackend, CompileOptions, Error, GraphBreak, Kiln, KilnDevice, Location, Mismatch, Mode, Recompile,
+    RegionReport, StepReport, UnknownBackend,
+};
+pub use kiln_derive::StepInput;
+pub use train::{StepOptimizer, StepOutput, TrainError, TrainStep, TrainStepBuilder};
+
+/// The backends a step can be compiled for, in the order in which to try them when a result looks wrong.
+///
+/// ```
+/// assert!(kiln::list_backends().contains(&kiln::CompileBackend::AotEager));
+/// ```
+pub fn list_backends() -> &'static [CompileBackend] {
+    &CompileBackend::ALL
+}
+
+// The derive macro names this crate as `kiln`, also in the crate's own tests and examples.
+extern crate self as kiln;

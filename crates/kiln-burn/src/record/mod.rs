@@ -5,9 +5,11 @@
 //! - [`region`]: the compiled steps of a region, and running one.
 //! - [`replay`]: running a step again without the program that recorded it.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
+//! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
 //! - [`breaks`], [`location`]: why and where a recording was cut.
 
 pub mod breaks;
+pub mod exchange;
 pub mod guard;
 pub mod location;
 pub mod recording;
@@ -21,4 +23,4 @@ pub use location::Location;
 pub use recording::Recorded;
 pub use region::{LastRun, Recompile, RegionReport, Step, StepReport};
 pub use replay::{Replay, ReplayError};
-pub use session::{CompiledRegion, rehearse};
+pub use session::{CompiledRegion, Position, position, rehearse};

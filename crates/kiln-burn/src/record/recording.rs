@@ -118,6 +118,11 @@ impl Recording {
         self.operations.len()
     }
 
+    /// Number of runtime scalars so far.
+    pub fn num_scalars(&self) -> usize {
+        self.scalars.len()
+    }
+
     /// Position of a result of this recording.
     fn position(&self, id: TensorId) -> Option<u32> {
         let offset = usize::try_from(id.value().checked_sub(self.base)?).ok()?;

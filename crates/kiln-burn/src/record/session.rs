@@ -273,6 +273,25 @@ fn lazy_session(sessions: &mut Vec<(CompileBackend, Shared)>, backend: CompileBa
     session
 }
 
+/// How far this thread's region has recorded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Position {
+    /// Segment of the region, from 0.
+    pub segment: usize,
+    /// Operations recorded in it.
+    pub operations: usize,
+    /// Runtime scalars recorded in it.
+    pub scalars: usize,
+}
+
+/// How far this thread's region has recorded; none outside a region.
+pub fn position() -> Option<Position> {
+    let session = CURRENT.with_borrow(Clone::clone)?;
+    let session = lock(&session);
+    let Session { segment, recording, .. } = &*session;
+    Some(Position { segment: *segment, operations: recording.len(), scalars: recording.num_scalars() })
+}
+
 /// Runs `closure` with its operations recorded and never run: host code is executed for its scalars alone. Tensors it makes never get a value, operands may be
 /// such tensors of earlier rehearsals, and random operations take no streams. None if the closure read a value.
 pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {

@@ -1,0 +1,205 @@
+//! Rehearsals: an optimizer's host code, run for its scalars.
+//!
+//! A replayed step needs what the optimizer's Rust code would have computed this time: learning rate, bias correction, decay. That code sees a parameter only through
+//! its shape and the optimizer's state of it, so parameters with equal operations and scalars form *classes*, and one representative of each class tells
+//! for all. The representatives' optimizer runs in a rehearsal (`kiln_burn::record::rehearse`), where operations are noted and never run; its state goes from step to step with
+//! tensors that have no elements.
+//!
+//! The real optimizer is not run meanwhile: its tensors are kept up to date by the replay, under their own ids, but host fields such as
+//! `time` stand still. [`Rehearsal::catch_up`] repairs that: each parameter's state becomes its representative's, with the parameter's own tensors put in
+//! (`kiln_burn::record::exchange`).
+
+use burn_core::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
+use burn_ir::ScalarIr;
+use burn_optim::adaptor::OptimizerAdaptor;
+use burn_optim::record::{AdaptorRecord, AdaptorRecordV1};
+use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
+use burn_tensor::Tensor;
+use kiln_burn::record::{Recorded, exchange, rehearse};
+use kiln_burn::{Kiln, KilnDevice};
+
+use super::TrainBackend;
+
+/// The parameters of `model` that have a gradient, in the order in which an optimizer visits them.
+pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(model: &M, gradients: &GradientsParams) -> Vec<ParamId> {
+    struct Visitor<'a> {
+        gradients: &'a GradientsParams,
+        found: Vec<ParamId>,
+    }
+    impl<B: TrainBackend> ModuleVisitor<B> for Visitor<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            if self.gradients.get::<Kiln, D>(param.id).is_some() {
+                self.found.push(param.id);
+            }
+        }
+    }
+    let mut visitor = Visitor { gradients, found: Vec::new() };
+    model.visit(&mut visitor);
+    visitor.found
+}
+
+/// Parameters whose update is the same program with the same scalars.
+struct Class {
+    representative: ParamId,
+    /// The operations of one update, in relative form.
+    words: Vec<u64>,
+    /// Number of those operations.
+    length: usize,
+    /// Scalars of one update.
+    scalars: usize,
+}
+
+/// A shadow of model and optimizer that takes the host's part in every step.
+pub(super) struct Rehearsal<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
+    shadow: Option<(M, OptimizerAdaptor<O, M, B>)>,
+    classes: Vec<Class>,
+    /// Class of each trained parameter, in the optimizer's order.
+    members: Vec<(ParamId, usize)>,
+    /// The words of a rehearsal of all representatives; any other means that the host code took another branch.
+    words: Vec<u64>,
+}
+
+impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Rehearsal<B, M, O> {
+    /// A rehearsal that starts from the state of `model` and `optim`, for the parameters that are trained. None if the optimizer reads tensors on the host, or
+    /// parameters cannot be told apart by class.
+    pub(super) fn new(model: &M, optim: &OptimizerAdaptor<O, M, B>, parameters: &[ParamId]) -> Option<Self> {
+        let mut classes: Vec<Class> = Vec::new();
+        let mut members = Vec::new();
+        let mut samples: Vec<Vec<ScalarIr>> = Vec::new();
+        for &parameter in parameters {
+            let ((), recorded) = rehearse_update(&mut Some((model.clone(), optim.clone())), &[parameter], SAMPLE_RATE)?;
+            let same = |index: &usize| {
+                classes[*index].words == recorded.identity.words && samples[*index] == recorded.scalars
+            };
+            let class = (0..classes.len()).find(same).unwrap_or(classes.len());
+            if class == classes.len() {
+                classes.push(Class {
+                    representative: parameter,
+                    length: recorded.operations.len(),
+                    scalars: recorded.scalars.len(),
+                    words: recorded.identity.words,
+                });
+                samples.push(recorded.scalars);
+            }
+            members.push((parameter, class));
+        }
+        // Only the representatives' state takes part from here on.
+        let mut records = optim.to_record();
+        records.retain(|parameter, _| classes.iter().any(|class| class.representative == *parameter));
+        let shadow = Some((model.clone(), optim.clone().load_record(records)));
+        Some(Self { shadow, classes, members, words: Vec::new() })
+    }
+
+    /// The optimizer's scalars of the next step with learning rate `lr`, for all parameters in order; the state moves on by one step. None if
+    /// the host code took another branch than before: the step must then be recorded. The state has moved on all the same only if there is a result.
+    pub(super) fn scalars(&mut self, lr: LearningRate) -> Option<Vec<ScalarIr>> {
+        let representatives: Vec<ParamId> = self.classes.iter().map(|class| class.representative).collect();
+        let mut next = self.shadow.clone();
+        let ((), recorded) = rehearse_update(&mut next, &representatives, lr)?;
+        if self.words.is_empty() {
+            let operations: usize = self.classes.iter().map(|class| class.length).sum();
+            if recorded.operations.len() != operations {
+                return None;
+            }
+            self.words = recorded.identity.words;
+        } else if self.words != recorded.identity.words {
+            return None;
+        }
+        self.shadow = next;
+        let mut first = 0;
+        let starts: Vec<usize> = self
+            .classes
+            .iter()
+            .map(|class| {
+                let start = first;
+                first += class.scalars;
+                start
+            })
+            .collect();
+        if recorded.scalars.len() != first {
+            return None;
+        }
+        let of = |&(_, class): &(ParamId, usize)| &recorded.scalars[starts[class]..starts[class] + self.classes[class].scalars];
+        Some(self.members.iter().flat_map(of).copied().collect())
+    }
+
+    /// `optim` with the host state of the shadow and its own tensors.
+    pub(super) fn catch_up(&self, optim: OptimizerAdaptor<O, M, B>) -> OptimizerAdaptor<O, M, B> {
+        let Some((_, shadow)) = &self.shadow else { return optim };
+        let theirs = shadow.to_record();
+        let mut records = optim.to_record();
+        for &(parameter, class) in &self.members {
+            let template = theirs.get(&self.classes[class].representative);
+            if let (Some(template), Some(own)) = (template, records.remove(&parameter)) {
+                let merged = merge::<B, O>(template.clone(), &own);
+                records.insert(parameter, merged.unwrap_or(own));
+            }
+        }
+        optim.load_record(records)
+    }
+}
+
+/// The learning rate with which classes are formed. Any will do: it is the same for all parameters.
+const SAMPLE_RATE: LearningRate = 1e-3;
+
+/// Runs the optimizer of `shadow` on `parameters` in a rehearsal, with gradients that have no elements.
+fn rehearse_update<B, M, O>(
+    shadow: &mut Option<(M, OptimizerAdaptor<O, M, B>)>,
+    parameters: &[ParamId],
+    lr: LearningRate,
+) -> Option<((), Recorded)>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B>,
+    O: SimpleOptimizer<Kiln>,
+{
+    rehearse(|| {
+        if let Some((model, mut optim)) = shadow.take() {
+            let gradients = empty_gradients(&model, parameters);
+            let model = optim.step(lr, model, gradients);
+            *shadow = Some((model, optim));
+        }
+    })
+}
+
+/// A gradient without elements for each of `parameters`.
+fn empty_gradients<B: TrainBackend, M: AutodiffModule<B>>(model: &M, parameters: &[ParamId]) -> GradientsParams {
+    struct Visitor<'a> {
+        parameters: &'a [ParamId],
+        gradients: GradientsParams,
+    }
+    impl<B: TrainBackend> ModuleVisitor<B> for Visitor<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            if self.parameters.contains(&param.id) {
+                let value = param.val();
+                let gradient = Tensor::<Kiln, D>::empty(value.shape(), (&value.device(), value.dtype()));
+                self.gradients.register(param.id, gradient);
+            }
+        }
+    }
+    let mut visitor = Visitor { parameters, gradients: GradientsParams::new() };
+    model.visit(&mut visitor);
+    visitor.gradients
+}
+
+/// `template` with the tensors of `own`; none if their numbers differ.
+fn merge<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
+    template: AdaptorRecord<O, B>,
+    own: &AdaptorRecord<O, B>,
+) -> Option<AdaptorRecord<O, B>> {
+    let AdaptorRecord::V1(template) = template;
+    let AdaptorRecord::V1(own) = own.clone();
+    macro_rules! ranks {
+        ($($rank:ident $d:literal),*) => {
+            match (template, own) {
+                $((AdaptorRecordV1::$rank(template), AdaptorRecordV1::$rank(own)) => {
+                    let tensors = exchange::collect(|device: &KilnDevice| O::to_device::<$d>(own, device));
+                    let merged = exchange::replace(tensors, |device: &KilnDevice| O::to_device::<$d>(template, device))?;
+                    Some(AdaptorRecord::V1(AdaptorRecordV1::$rank(merged)))
+                })*
+                _ => None,
+            }
+        };
+    }
+    ranks!(Rank0 0, Rank1 1, Rank2 2, Rank3 3, Rank4 4, Rank5 5, Rank6 6, Rank7 7, Rank8 8)
+}
