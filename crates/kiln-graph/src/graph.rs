@@ -57,7 +57,7 @@ pub struct Output {
 }
 
 /// A training step, or part of one, as a program in SSA form.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Default)]
 pub struct Graph {
     /// Name for people: the compiled region's.
     pub name: String,

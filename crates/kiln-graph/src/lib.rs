@@ -23,6 +23,8 @@ pub mod rewrite;
 pub mod scalar;
 pub mod shape;
 pub mod tensor;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod text;
 pub mod users;
 pub mod verify;

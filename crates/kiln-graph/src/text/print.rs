@@ -169,3 +169,11 @@ impl fmt::Display for Graph {
         self.print(f, true)
     }
 }
+
+impl fmt::Debug for Graph {
+    /// The text form: what a failed assertion should show.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("\n")?;
+        self.print(f, true)
+    }
+}

@@ -1,0 +1,218 @@
+//! Random well-typed graphs and arguments for them: the raw material of differential tests (feature `testing`).
+//!
+//! [`random_graph`] is a plain function of a seed; [`graphs`] is the same as a proptest strategy, which shrinks by taking
+//! fewer steps (a graph of fewer steps is a prefix of the larger one). Every primitive occurs, with small odd shapes,
+//! zero-sized and rank-0 tensors included.
+//!
+//! The graphs are *tame*: on the arguments that [`random_arguments`] makes, every executor that follows the rules of
+//! [`crate::op`] must agree with the interpreter to within [`RandomGraph::tolerances`]. To that end the generator keeps for
+//! each float value a bound of its size and a first-order bound of its rounding error ([`build`]). Functions that
+//! amplify errors without limit (a logarithm near 0) get operands moved away from there, and functions that are not
+//! continuous (comparisons, rounding, positions of extremes) get only values that are exact: arguments and what moves or
+//! selects among them.
+
+mod build;
+mod kernels;
+mod simple;
+
+use proptest::prelude::{Strategy, any};
+
+use crate::{DType, Graph, HostTensor, Op, Scalar, TensorType};
+use build::{Builder, Rng};
+
+/// A kind of primitive; see [`GraphConfig::families`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Family {
+    /// Unary, binary, compare, select, cast.
+    Pointwise,
+    /// Random numbers.
+    Random,
+    /// Reductions, positions of extremes, running reductions.
+    Reduce,
+    /// Shapes, slices, padding, joining.
+    Movement,
+    /// Gather, scatter and their whole-slice forms.
+    Index,
+    /// Matrix products.
+    Dot,
+    /// Convolutions and their gradients.
+    Conv,
+    /// Pooling and its gradients.
+    Pool,
+    /// Attention and its gradient.
+    Attention,
+    /// Sort and top-k.
+    Sort,
+    /// Operations kept whole; no executor here runs them, so no default configuration has them.
+    Extern,
+}
+
+impl Family {
+    /// Every family that executors run.
+    pub const ALL: [Family; 10] = [
+        Family::Pointwise,
+        Family::Random,
+        Family::Reduce,
+        Family::Movement,
+        Family::Index,
+        Family::Dot,
+        Family::Conv,
+        Family::Pool,
+        Family::Attention,
+        Family::Sort,
+    ];
+
+    /// The family of an operation; none for arguments, constants and iota.
+    pub fn of(op: &Op) -> Option<Family> {
+        Some(match op {
+            Op::Parameter { .. } | Op::Scalar { .. } | Op::Constant { .. } | Op::Iota { .. } => return None,
+            Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select | Op::Cast(_) => Family::Pointwise,
+            Op::Random { .. } => Family::Random,
+            Op::Reduce { .. } | Op::ArgReduce { .. } | Op::Cumulative { .. } => Family::Reduce,
+            Op::Gather { .. } | Op::Scatter { .. } | Op::IndexSelect { .. } | Op::IndexPut { .. } => {
+                Family::Index
+            }
+            Op::DotGeneral(_) => Family::Dot,
+            Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => Family::Conv,
+            Op::MaxPool(_)
+            | Op::MaxPoolWithIndices { .. }
+            | Op::MaxPoolGrad { .. }
+            | Op::AvgPool { .. }
+            | Op::AvgPoolGrad { .. } => Family::Pool,
+            Op::Attention(_) | Op::AttentionGrad(_) => Family::Attention,
+            Op::Sort { .. } | Op::TopK { .. } => Family::Sort,
+            Op::Extern(_) => Family::Extern,
+            _ => Family::Movement,
+        })
+    }
+}
+
+/// What random graphs look like.
+#[derive(Clone, Debug)]
+pub struct GraphConfig {
+    /// Steps of the generator; each adds one operation and what its operands need. Default 12.
+    pub steps: usize,
+    /// No tensor made on purpose is larger, in elements. Default 120.
+    pub max_elements: usize,
+    /// Which operations occur besides constants, pointwise helpers and reshapes, which always may. Default [`Family::ALL`].
+    pub families: Vec<Family>,
+    /// Float types, each as likely as it is often listed. Default f32 three times, f64 once.
+    pub floats: Vec<DType>,
+    /// Integer types. Default i64, i32, u8.
+    pub ints: Vec<DType>,
+    /// Whether extents of 0 occur. Default true.
+    pub zero_sized: bool,
+}
+
+impl Default for GraphConfig {
+    fn default() -> Self {
+        Self {
+            steps: 12,
+            max_elements: 120,
+            families: Family::ALL.to_vec(),
+            floats: vec![DType::F32, DType::F32, DType::F32, DType::F64],
+            ints: vec![DType::I64, DType::I32, DType::U8],
+            zero_sized: true,
+        }
+    }
+}
+
+/// A graph and how closely an executor must follow it.
+#[derive(Clone, Debug)]
+pub struct RandomGraph {
+    /// The graph. Its outputs are all values that nothing else uses.
+    pub graph: Graph,
+    /// For each output, the absolute difference from [`crate::interpret_f64`] that rounding may explain in any element; 0
+    /// where the result is exact (integers, moved arguments).
+    pub tolerances: Vec<f64>,
+}
+
+/// A random graph, the same for the same seed and configuration.
+pub fn random_graph(seed: u64, config: &GraphConfig) -> RandomGraph {
+    let mut builder = Builder::new(seed, config);
+    for _ in 0..config.steps {
+        builder.step();
+    }
+    builder.finish()
+}
+
+/// Random graphs of up to `config.steps` steps.
+pub fn graphs(config: GraphConfig) -> impl Strategy<Value = RandomGraph> {
+    (any::<u64>(), 1..=config.steps.max(1)).prop_map(move |(seed, steps)| {
+        random_graph(
+            seed,
+            &GraphConfig {
+                steps,
+                ..config.clone()
+            },
+        )
+    })
+}
+
+/// A tensor of exact small numbers: multiples of 1/16 in `[-2, 2]` for floats (exact in every float type, with ties), -9 to 9 for
+/// signed integers, 0 to 9 for unsigned ones.
+pub fn random_tensor(ty: &TensorType, seed: u64) -> HostTensor {
+    let mut rng = Rng::new(seed);
+    let count = ty.numel();
+    let shape = ty.shape.clone();
+    match ty.dtype {
+        DType::Bool => HostTensor::from_ints(DType::Bool, shape, (0..count).map(|_| rng.below(2) as i64)),
+        dtype if dtype.is_float() => HostTensor::from_floats(
+            dtype,
+            shape,
+            (0..count).map(|_| rng.below(65) as f64 / 16.0 - 2.0),
+        ),
+        dtype if dtype.is_unsigned_int() => {
+            HostTensor::from_ints(dtype, shape, (0..count).map(|_| rng.below(10) as i64))
+        }
+        dtype => HostTensor::from_ints(dtype, shape, (0..count).map(|_| rng.below(19) as i64 - 9)),
+    }
+}
+
+/// Arguments for any graph, [`random_tensor`]s and scalars of the same kind.
+pub fn random_arguments(graph: &Graph, seed: u64) -> (Vec<HostTensor>, Vec<Scalar>) {
+    let mut rng = Rng::new(seed);
+    let tensors = graph
+        .parameters()
+        .iter()
+        .map(|&value| random_tensor(graph.ty(value), rng.next()))
+        .collect();
+    let scalars = graph
+        .scalars()
+        .iter()
+        .map(|&value| match graph.dtype(value) {
+            DType::Bool => Scalar::Bool(rng.below(2) == 1),
+            dtype if dtype.is_float() => Scalar::Float(rng.below(65) as f64 / 16.0 - 2.0),
+            dtype if dtype.is_unsigned_int() => Scalar::UInt(rng.below(10)),
+            _ => Scalar::Int(rng.below(19) as i64 - 9),
+        })
+        .collect();
+    (tensors, scalars)
+}
+
+/// Where `actual` differs from the reference that [`crate::interpret_f64`] gave by more than `tolerance`: a sentence for
+/// an assertion, or none. NaN equals NaN, infinities equal themselves; element types may differ.
+pub fn difference(actual: &HostTensor, reference: &HostTensor, tolerance: f64) -> Option<String> {
+    if actual.ty().shape != reference.ty().shape {
+        return Some(format!("{} has not the shape of {}", actual.ty(), reference.ty()));
+    }
+    if !actual.ty().dtype.is_float() {
+        let (a, b) = (actual.to_i64s(), reference.to_i64s());
+        let at = a.iter().zip(&b).position(|(a, b)| a != b)?;
+        return Some(format!(
+            "element {at} of {} is {}, expected {}",
+            actual.ty(),
+            a[at],
+            b[at]
+        ));
+    }
+    let (a, b) = (actual.to_f64s(), reference.to_f64s());
+    let agree = |a: f64, b: f64| a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= tolerance;
+    let at = a.iter().zip(&b).position(|(&a, &b)| !agree(a, b))?;
+    Some(format!(
+        "element {at} of {} is {}, expected {} within {tolerance:e}",
+        actual.ty(),
+        a[at],
+        b[at]
+    ))
+}
