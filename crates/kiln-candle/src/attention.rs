@@ -5,7 +5,7 @@ use kiln_graph::op::{AttentionDims, RandomKind};
 use kiln_graph::{DType, Shape, philox};
 
 use crate::contract::matmul;
-use crate::value::{Val, float, select};
+use crate::value::{Val, float, repeat, select};
 
 /// Operands of the forward attention, in f64, heads of keys and values repeated for the queries that read them.
 struct Operands {
@@ -26,7 +26,7 @@ impl Operands {
     fn new(dims: &AttentionDims, inputs: &[&Val]) -> Result<Self> {
         let (batch, heads, t, _) = inputs[0].tensor.dims4()?;
         let (_, groups, s, _) = inputs[1].tensor.dims4()?;
-        let repeat = |x: &Val| {
+        let heads_of = |x: &Val| {
             let x = x.wide()?;
             let width = x.dims()[3];
             x.unsqueeze(2)?
@@ -55,7 +55,7 @@ impl Operands {
                 let shape = Shape::from([batch, heads, t, s]);
                 let draw = philox::fill(RandomKind::Uniform, inputs[0].dtype, &shape, seed, stream, (0, 0));
                 let draw = Val::from_host(&draw)?.wide()?.reshape((batch * heads, t, s))?;
-                let keep = keep.wide()?.broadcast_as(draw.shape())?;
+                let keep = repeat(&keep.wide()?, draw.shape())?;
                 Some(select(&draw.lt(&keep)?, &keep.recip()?, &float(&draw, 0.0)?)?)
             }
             _ => None,
@@ -65,8 +65,8 @@ impl Operands {
             heads,
             groups,
             q: q.reshape((batch * heads, t, width))?,
-            k: repeat(inputs[1])?,
-            v: repeat(inputs[2])?,
+            k: heads_of(inputs[1])?,
+            v: heads_of(inputs[2])?,
             scale: inputs[3].wide()?,
             mask,
             dropout,
@@ -84,14 +84,12 @@ impl Operands {
         if self.causal {
             let (_, t, s) = scores.dims3()?;
             let axis = |n: usize, dims: (usize, usize)| {
-                Tensor::arange(0, n as i64, &Device::Cpu)?
-                    .reshape(dims)?
-                    .broadcast_as((t, s))
+                repeat(&Tensor::arange(0, n as i64, &Device::Cpu)?.reshape(dims)?, (t, s))
             };
             // j <= i + s - t, without subtracting below zero.
-            let shift = Tensor::new(t as i64 - s as i64, &Device::Cpu)?.broadcast_as((t, s))?;
+            let shift = repeat(&Tensor::new(t as i64 - s as i64, &Device::Cpu)?, (t, s))?;
             let seen = axis(s, (1, s))?.add(&shift)?.le(&axis(t, (t, 1))?)?;
-            let seen = seen.broadcast_as(scores.shape())?;
+            let seen = repeat(&seen, scores.shape())?;
             scores = select(&seen, &scores, &float(&scores, f64::NEG_INFINITY)?)?;
         }
         Ok(scores)

@@ -158,6 +158,8 @@ fn acosh(x: &Tensor) -> Result<Tensor> {
     let t = x.sub(&float(x, 1.0)?)?;
     let root = t.mul(&t.add(&float(x, 2.0)?)?)?.sqrt()?;
     let small = log1p(&t.add(&root)?)?;
+    // For numbers far below 1 the sum of leg and root may not be negative.
+    let small = select(&t.lt(&float(x, 0.0)?)?, &float(x, f64::NAN)?, &small)?;
     select(&x.gt(&float(x, 1e10)?)?, &log_of_double(x)?, &small)
 }
 

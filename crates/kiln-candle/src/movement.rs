@@ -6,14 +6,14 @@ use candle_core::{Result, Tensor};
 use kiln_graph::op::{Dims, SignedDims};
 use kiln_graph::{Shape, TensorType};
 
-use crate::value::{Val, indices};
+use crate::value::{Val, indices, repeat};
 
 pub(crate) fn broadcast(x: &Val, shape: &Shape, dims: &Dims) -> Result<Val> {
     let mut aligned = vec![1; shape.rank()];
     for (from, &to) in dims.iter().enumerate() {
         aligned[to] = x.dims()[from];
     }
-    let tensor = x.tensor.reshape(aligned)?.broadcast_as(shape.dims())?;
+    let tensor = repeat(&x.tensor.reshape(aligned)?, shape.dims())?;
     Ok(Val::new(tensor, x.dtype))
 }
 
@@ -46,7 +46,7 @@ pub(crate) fn pad(x: &Val, value: &Val, low: &SignedDims, result: &TensorType) -
         let fill = |count: i64| {
             let mut dims = tensor.dims().to_vec();
             dims[axis] = count as usize;
-            value.tensor.broadcast_as(dims)
+            repeat(&value.tensor, dims)
         };
         let mut parts = Vec::with_capacity(3);
         if first > 0 {

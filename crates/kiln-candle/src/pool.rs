@@ -6,7 +6,7 @@ use kiln_graph::{DType, TensorType};
 
 use crate::ints;
 use crate::reduce::{extreme_last, full, neutral};
-use crate::value::{Val, both, either, int, is_nan, select, storage, wrap};
+use crate::value::{Val, both, either, int, is_nan, repeat, select, storage, wrap};
 use crate::window::{Geometry, Windows};
 
 /// `x` as `[n * c, positions]`.
@@ -54,7 +54,7 @@ pub(crate) fn max_pool_with_indices(
         .contiguous()?
         .reshape((count * windows.outputs, windows.elements))?;
     // The first element of the input, not of the padding, that equals the largest, or is NaN as it is; 0 if all is padding.
-    let largest_each = largest.unsqueeze(1)?.broadcast_as(rows.shape())?;
+    let largest_each = repeat(&largest.unsqueeze(1)?, rows.shape())?;
     let extreme = either(&rows.eq(&largest_each)?, &is_nan(&rows)?)?;
     let candidates = both(&extreme, &table.ne(&int(&table, windows.positions as i64)?)?)?;
     let first = table
@@ -70,7 +70,10 @@ fn divisors(geometry: &Geometry, include_padding: bool, planes: usize) -> Result
     let mut counts = geometry.counts(include_padding);
     counts.iter_mut().for_each(|count| *count = count.max(1.0));
     let outputs = counts.len();
-    Tensor::from_vec(counts, (1, outputs), &Device::Cpu)?.broadcast_as((planes, outputs))
+    repeat(
+        &Tensor::from_vec(counts, (1, outputs), &Device::Cpu)?,
+        (planes, outputs),
+    )
 }
 
 pub(crate) fn avg_pool(x: &Val, window: &Window, include_padding: bool, result: &TensorType) -> Result<Val> {

@@ -8,7 +8,7 @@ use candle_core::{Device, Result, Tensor};
 use kiln_graph::op::{ArgReduceOp, BinaryOp, ReduceOp};
 use kiln_graph::{DType, HostTensor, Scalar, Shape, TensorType};
 
-use crate::value::{Val, float, is_nan, select, wrap};
+use crate::value::{Val, float, is_nan, repeat, select, wrap};
 use crate::{float as floats, ints};
 
 /// What a reduction of nothing gives.
@@ -35,7 +35,7 @@ pub(crate) fn neutral(op: ReduceOp, dtype: DType) -> Scalar {
 /// A tensor of `ty` with every element `value`.
 pub(crate) fn full(value: Scalar, ty: &TensorType) -> Result<Val> {
     let scalar = Val::from_host(&HostTensor::scalar(ty.dtype, value))?;
-    Ok(Val::new(scalar.tensor.broadcast_as(ty.shape.dims())?, ty.dtype))
+    Ok(Val::new(repeat(&scalar.tensor, ty.shape.dims())?, ty.dtype))
 }
 
 /// `x` with `axes` moved to the end and merged into one: `[outer, reduced]`.
@@ -156,6 +156,6 @@ pub(crate) fn iota(shape: &Shape, axis: usize, dtype: DType) -> Result<Val> {
     let mut dims = vec![1; shape.rank()];
     dims[axis] = shape[axis];
     let count = Tensor::arange(0, shape[axis] as i64, &Device::Cpu)?;
-    let count = count.reshape(dims)?.broadcast_as(shape.dims())?;
+    let count = repeat(&count.reshape(dims)?, shape.dims())?;
     crate::pointwise::cast(&Val::new(count, DType::I64), dtype)
 }

@@ -138,16 +138,28 @@ pub(crate) fn wrap(x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
+/// `x` repeated to `shape` along dimensions of extent 1 (and new ones in front), as a view.
+///
+/// A view with strides of zero along dimensions of extent 1 counts as contiguous for candle, but its reductions divide by
+/// the stride; such a view gets ordinary strides here.
+pub(crate) fn repeat(x: &Tensor, shape: impl Into<candle_core::Shape>) -> Result<Tensor> {
+    let view = x.broadcast_as(shape)?;
+    if view.is_contiguous() {
+        view.reshape(view.shape())
+    } else {
+        Ok(view)
+    }
+}
+
 /// `value` repeated to the shape of the floating point tensor `like`, in its type.
 pub(crate) fn float(like: &Tensor, value: f64) -> Result<Tensor> {
-    Tensor::new(value, &Device::Cpu)?
-        .to_dtype(like.dtype())?
-        .broadcast_as(like.shape())
+    let value = Tensor::new(value, &Device::Cpu)?.to_dtype(like.dtype())?;
+    repeat(&value, like.shape())
 }
 
 /// `value` repeated to the shape of `like`, as i64.
 pub(crate) fn int(like: &Tensor, value: i64) -> Result<Tensor> {
-    Tensor::new(value, &Device::Cpu)?.broadcast_as(like.shape())
+    repeat(&Tensor::new(value, &Device::Cpu)?, like.shape())
 }
 
 /// `condition ? a : b`.

@@ -8,7 +8,7 @@
 use candle_core::{Result, Tensor};
 
 use crate::index;
-use crate::value::{Val, indices};
+use crate::value::{Val, indices, repeat};
 use kiln_graph::Shape;
 use kiln_graph::op::{ConvDims, Window};
 
@@ -135,7 +135,7 @@ impl Windows {
     /// `[planes, positions]` to `[planes, elements * outputs]`, padding reading as the one element of `padding`.
     pub fn read(&self, x: &Tensor, padding: &Tensor) -> Result<Tensor> {
         let padding = padding.to_dtype(x.dtype())?.reshape((1, 1))?;
-        let padding = padding.broadcast_as((x.dims()[0], 1))?;
+        let padding = repeat(&padding, (x.dims()[0], 1))?;
         let extended = if self.positions == 0 {
             padding.contiguous()?
         } else {
