@@ -1,1 +1,231 @@
-//! What the backward pass keeps and what it recomputes: phases, minimum cut, memory budget.
+//! What the backward pass keeps and what it recomputes.
+//!
+//! The joint graph of a training step computes values in its forward pass that its backward pass reads, much later. Each
+//! of them can be kept, which costs memory and traffic, or computed again from others, which costs arithmetic, and
+//! often nothing at all when the reader is a kernel that waits for memory anyway. This crate makes that choice. In the
+//! order in which a graph goes through it:
+//!
+//! 1. [`phase`]: which nodes are forward, backward, optimizer.
+//! 2. [`recompute`] and [`cost`]: what may be computed twice, and what that and keeping cost on a machine.
+//! 3. A minimum cut over the forward values ([`partition`]): the cheapest choice, as a graph with duplicated nodes.
+//! 4. [`budget`]: the fastest choice that a memory planner says fits ([`partition_within`], [`Frontier`]).
+//! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program.
+//!
+//! The result is a graph again, with a [`Report`] of what was done. Whoever transforms it afterwards must not merge
+//! nodes of different phases, and should run the nodes in their order, or in one that was chosen for memory.
+//!
+//! What this crate does not know: Burn, kernels, buffers. What it needs of them comes in as numbers ([`Machine`]) or through
+//! [`Planner`].
+//!
+//! ```
+//! use kiln_graph::Graph;
+//! use kiln_partition::{Options, partition};
+//!
+//! let step = Graph::parse("graph @step {
+//!   %x = parameter 0 : f32[64,64]
+//!   %w = parameter 1 : f32[64,64]
+//!   %h = dot_general %x, %w {contract=[1]x[0]} : f32[64,64]      ; fwd
+//!   %y = tanh %h : f32[64,64]                                    ; fwd
+//!   %z = exp %y : f32[64,64]                                     ; fwd
+//!   %g = mul %z, %y : f32[64,64]                                 ; bwd
+//!   %dw = dot_general %x, %g {contract=[0]x[0]} : f32[64,64]     ; bwd
+//!   return %z, %dw
+//! }");
+//! # let Ok(step) = step else { return };
+//! let partitioned = partition(&step, &Options::default())?;
+//! println!("{}", partitioned.report);
+//! # Ok::<(), kiln_partition::PartitionError>(())
+//! ```
+
+pub mod budget;
+pub mod cost;
+mod cut;
+pub mod error;
+mod flow;
+mod joint;
+pub mod liveness;
+mod order;
+pub mod phase;
+pub mod recompute;
+pub mod report;
+mod rewrite;
+pub mod split;
+mod units;
+
+use std::collections::BTreeMap;
+
+use cranelift_entity::EntitySet;
+use kiln_graph::{Graph, Node, Phase, Value};
+
+pub use budget::{Frontier, Point};
+pub use cost::Machine;
+pub use error::PartitionError;
+pub use liveness::{Liveness, Planner};
+pub use phase::{OutputRole, PhaseHints, assign_phases, find_phases};
+pub use recompute::Recompute;
+pub use report::{Origin, RecomputedOperations, Report, SavedTensor};
+pub use split::{SavedSource, Split, split};
+
+use cut::Steering;
+use joint::{Closure, Joint, Side};
+
+/// What the choice depends on besides the graph.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Options {
+    /// What to do.
+    pub strategy: Strategy,
+    /// Rates of the machine that will run the step.
+    pub machine: Machine,
+    /// Cost of holding a byte through the backward pass, in picoseconds: what it pushes out of caches, and what memory is worth
+    /// where there is no budget. The default is that of moving it once.
+    pub hold: f64,
+    /// Whether matrix products compute fused operands while they read them.
+    pub dot_prologue: bool,
+    /// Whether convolutions do.
+    pub conv_prologue: bool,
+    /// Whether optimizer updates run as soon as they can, for the least memory, rather than where they were recorded.
+    pub early_updates: bool,
+}
+
+/// How [`partition`] chooses.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Strategy {
+    /// The cheapest choice.
+    #[default]
+    MinimumCut,
+    /// Everything that the backward pass reads is kept, as an eager autograd engine does: a baseline to compare with.
+    KeepEverything,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            strategy: Strategy::default(),
+            machine: Machine::default(),
+            hold: 35.0,
+            dot_prologue: true,
+            conv_prologue: true,
+            early_updates: false,
+        }
+    }
+}
+
+/// A joint graph that keeps and recomputes as chosen.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Partition {
+    /// The graph. It computes the same outputs from the same arguments, bit for bit.
+    pub graph: Graph,
+    /// What was decided.
+    pub report: Report,
+    /// The nodes of `graph` that need not run before the backward pass begins.
+    pub backward: EntitySet<Node>,
+}
+
+/// Chooses what the backward pass keeps, for the least time, and returns the graph that does so.
+///
+/// `graph` is a joint graph after [`assign_phases`] and any transforms; where a node has no phase, all are found by their looks.
+///
+/// # Errors
+///
+/// If `graph` is not valid.
+pub fn partition(graph: &Graph, options: &Options) -> Result<Partition, PartitionError> {
+    let _span = tracing::debug_span!("partition", graph = %graph.name).entered();
+    let graph = graph.without_dead_code();
+    let joint = Joint::new(&graph, options)?;
+    let kept = match options.strategy {
+        Strategy::MinimumCut => cut::choose(&joint, &Steering::FASTEST).0,
+        Strategy::KeepEverything => joint.everything(),
+    };
+    build(&joint, &joint.closure(&kept, false), options.early_updates)
+}
+
+/// [`partition`] under a memory budget of `budget` bytes for everything that the step allocates beyond its arguments, by the
+/// account of `planner`. To ask for several budgets, make a [`Frontier`] once.
+///
+/// # Errors
+///
+/// [`PartitionError::BudgetTooSmall`], naming the smallest budget that fits, if none of the plans does.
+pub fn partition_within(
+    graph: &Graph,
+    options: &Options,
+    budget: u64,
+    planner: impl Planner,
+) -> Result<Partition, PartitionError> {
+    Frontier::new(graph, options, planner)?.fit(budget)
+}
+
+/// The graph and the report for a choice.
+fn build(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Partition, PartitionError> {
+    let rewritten = rewrite::rewrite(joint, closure)?;
+    let mut early = rewritten.hoisted.clone();
+    if early_updates {
+        let update = |data: &kiln_graph::NodeData| {
+            data.provenance.phase == Phase::Optimizer && !data.inputs.is_empty()
+        };
+        early.extend(
+            rewritten
+                .graph
+                .nodes()
+                .filter(|(_, data)| update(data))
+                .map(|(node, _)| node),
+        );
+    }
+    let ordered = order::reorder(&rewritten.graph, &early)?;
+    let mut backward = EntitySet::new();
+    backward.extend(rewritten.backward.iter().map(|node| ordered.nodes[node]));
+    let graph = ordered.graph;
+    #[cfg(debug_assertions)]
+    if let Err(error) = kiln_graph::verify(&graph) {
+        panic!("the partitioner broke a graph: {error}");
+    }
+
+    let mut report = Report {
+        graph: graph.name.clone(),
+        ..Report::default()
+    };
+    report.count(&graph);
+    let users = graph.users();
+    for &(old, new) in &rewritten.kept {
+        if joint.side_of(old) == Side::Fixed {
+            continue;
+        }
+        let value: Value = ordered.values[new];
+        let mut readers: Vec<Origin> = users
+            .of(value)
+            .iter()
+            .filter(|&&user| backward.contains(user))
+            .map(|&user| Origin::of(graph.node(user)))
+            .collect();
+        readers.sort();
+        readers.dedup();
+        report.saved.push(SavedTensor {
+            value,
+            ty: graph.ty(value).clone(),
+            bytes: cost::bytes(&graph, value),
+            is_output: joint.users.outputs(old) > 0,
+            origin: Origin::of(graph.def(value)),
+            users: readers,
+        });
+    }
+    report.saved.sort_by_key(|saved| std::cmp::Reverse(saved.bytes));
+    let mut by_op = BTreeMap::new();
+    for &(old, _) in &rewritten.duplicates {
+        let data = joint.graph.node(old);
+        let bytes = data
+            .outputs
+            .iter()
+            .map(|&value| cost::bytes(joint.graph, value))
+            .sum();
+        Report::add_recomputed(&mut by_op, data, bytes, joint.recompute(old));
+    }
+    report.recomputed = by_op.into_values().collect();
+    report.recomputed.sort_by_key(|op| std::cmp::Reverse(op.bytes));
+    report.recompute_picoseconds = report.recomputed.iter().map(|op| op.picoseconds).sum();
+    report.saved_bytes = joint.held(closure);
+    report.everything_bytes = joint.held(&joint.closure(&joint.everything(), false));
+    Ok(Partition {
+        graph,
+        report,
+        backward,
+    })
+}

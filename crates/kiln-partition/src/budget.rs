@@ -1,0 +1,313 @@
+//! The memory budget: of all plans that fit, the fastest; if none fits, what would.
+//!
+//! The trade between time and memory is explored once, without looking at any budget: a [`Frontier`] holds a fixed list of plans,
+//! fastest first, and asks the planner for the exact peak of one when it first needs to know. A budget takes
+//! the first plan that fits. From that alone follow the promises: a plan that is returned fits, exactly, because it was planned; a
+//! larger budget admits at least the plans that a smaller one does, so it never gives a slower one; and when no plan fits, every
+//! plan has been measured, so the smallest budget that would is known.
+//!
+//! The list, for a forward pass of `n` units ([`crate::units`]):
+//!
+//! - the minimum cut, fastest of all;
+//! - for several prices of a kept byte, with and without recomputing expensive operations: the cut at that price inside the first
+//!   `m` units, the fastest cut in the others. The first units are the ones whose values are kept longest, and the last
+//!   ones are needed at once. The boundaries of repriced units are kept, so that each can be recomputed by itself;
+//! - the same with only every second, third, .. boundary kept, and nothing between them: fewer kept values, longer pieces to
+//!   bring back. Around the square root of `n` this is the classic way to train in sublinear memory (Chen, Xu, Zhang and
+//!   Guestrin, 2016);
+//! - each of these once more with early optimizer updates ([`crate::order`]), where gradients do not pile up.
+//!
+//! A joint graph with few values to choose from is searched completely: every subset of them is a plan, and the
+//! reported minimum is the minimum over all.
+
+use std::collections::HashSet;
+
+use cranelift_entity::EntitySet;
+use kiln_graph::{Graph, Value};
+
+use crate::cut::{Steering, choose};
+use crate::error::PartitionError;
+use crate::joint::{Closure, Joint, Side};
+use crate::liveness::Planner;
+use crate::units::Units;
+use crate::{Options, Partition, build};
+
+/// Up to this many values to keep or recompute, every choice is tried.
+const EXHAUSTIVE: usize = 8;
+
+/// Prices of a kept byte, in picoseconds. A byte moved costs some 35; a matrix product over 1,000 terms some 2,000 for each byte of
+/// its result. The last one drops whatever can be dropped.
+const PRICES: [f64; 5] = [100.0, 400.0, 1_500.0, 6_000.0, 1e6];
+
+/// One way to run the step.
+#[derive(Debug)]
+struct Plan {
+    kept: EntitySet<Value>,
+    expensive: bool,
+    early_updates: bool,
+    /// Modelled time of the choice, in picoseconds.
+    cost: u64,
+    peak: Option<u64>,
+}
+
+/// A point of the curve of peak memory against time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Point {
+    /// Bytes that the step allocates at its peak, by the planner: the smallest budget that gets this plan.
+    pub peak: u64,
+    /// Modelled time that the backward pass spends on kept and recomputed values, in picoseconds.
+    pub cost: u64,
+    /// Bytes kept from the forward to the backward pass.
+    pub saved: u64,
+}
+
+/// Every plan considered for one joint graph, fastest first.
+#[derive(Debug)]
+pub struct Frontier<P> {
+    graph: Graph,
+    options: Options,
+    planner: P,
+    plans: Vec<Plan>,
+}
+
+impl<P: Planner> Frontier<P> {
+    /// Lists the plans for `graph`. None is planned yet.
+    ///
+    /// # Errors
+    ///
+    /// If `graph` is not valid.
+    pub fn new(graph: &Graph, options: &Options, planner: P) -> Result<Self, PartitionError> {
+        let _span = tracing::debug_span!("frontier", graph = %graph.name).entered();
+        let graph = graph.without_dead_code();
+        let plans = plans(&Joint::new(&graph, options)?);
+        Ok(Self {
+            graph,
+            options: options.clone(),
+            planner,
+            plans,
+        })
+    }
+
+    /// The fastest plan whose peak is at most `budget` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`PartitionError::BudgetTooSmall`] with the smallest budget that fits; or whatever the planner reports.
+    pub fn fit(&mut self, budget: u64) -> Result<Partition, PartitionError> {
+        let mut smallest = u64::MAX;
+        for index in 0..self.plans.len() {
+            let peak = self.peak(index)?;
+            if peak <= budget {
+                return self.partition(index, peak);
+            }
+            smallest = smallest.min(peak);
+        }
+        Err(PartitionError::BudgetTooSmall {
+            graph: self.graph.name.clone(),
+            budget,
+            smallest,
+        })
+    }
+
+    /// The smallest budget that fits, in bytes.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the planner reports.
+    pub fn smallest_budget(&mut self) -> Result<u64, PartitionError> {
+        (0..self.plans.len()).try_fold(u64::MAX, |smallest, index| Ok(smallest.min(self.peak(index)?)))
+    }
+
+    /// The plans that some budget gets, from the fastest to the smallest: cost rises, peak falls.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the planner reports.
+    pub fn curve(&mut self) -> Result<Vec<Point>, PartitionError> {
+        let mut curve: Vec<Point> = Vec::new();
+        for index in 0..self.plans.len() {
+            let peak = self.peak(index)?;
+            if curve.last().is_none_or(|last| peak < last.peak) {
+                let joint = Joint::new(&self.graph, &self.options)?;
+                let plan = &self.plans[index];
+                let closure = joint.closure(&plan.kept, plan.expensive);
+                curve.push(Point {
+                    peak,
+                    cost: plan.cost,
+                    saved: joint.held(&closure),
+                });
+            }
+        }
+        Ok(curve)
+    }
+
+    fn peak(&mut self, index: usize) -> Result<u64, PartitionError> {
+        if let Some(peak) = self.plans[index].peak {
+            return Ok(peak);
+        }
+        let partition = self.build(index)?;
+        let peak = self
+            .planner
+            .peak(&partition.graph)
+            .map_err(|reason| PartitionError::Planner {
+                graph: self.graph.name.clone(),
+                reason,
+            })?;
+        tracing::debug!(plan = index, peak, cost = self.plans[index].cost, "planned");
+        self.plans[index].peak = Some(peak);
+        Ok(peak)
+    }
+
+    fn build(&self, index: usize) -> Result<Partition, PartitionError> {
+        let joint = Joint::new(&self.graph, &self.options)?;
+        let plan = &self.plans[index];
+        build(
+            &joint,
+            &joint.closure(&plan.kept, plan.expensive),
+            plan.early_updates,
+        )
+    }
+
+    fn partition(&mut self, index: usize, peak: u64) -> Result<Partition, PartitionError> {
+        let without = self.peak(0)?;
+        let mut partition = self.build(index)?;
+        partition.report.peak = Some(peak);
+        partition.report.peak_without_budget = Some(without);
+        Ok(partition)
+    }
+}
+
+/// All plans, fastest first.
+fn plans(joint: &Joint) -> Vec<Plan> {
+    let (fastest, _) = choose(joint, &Steering::FASTEST);
+    let mut list = PlanList {
+        joint,
+        plans: Vec::new(),
+        seen: HashSet::new(),
+    };
+    list.push(fastest.clone(), false);
+    let choices = choices(joint);
+    if choices.len() <= EXHAUSTIVE {
+        for subset in 0..1usize << choices.len() {
+            let chosen = (0..choices.len()).filter(|&i| subset >> i & 1 == 1);
+            let mut kept = EntitySet::new();
+            kept.extend(chosen.map(|i| choices[i]));
+            list.push(kept, true);
+        }
+    } else {
+        list.explore(&fastest);
+    }
+    let mut plans = list.plans;
+    // Stable: at equal cost the fastest cut stays first, and recorded order comes before early updates.
+    plans.sort_by_key(|plan| plan.cost);
+    plans
+}
+
+/// The values that can be kept or recomputed: those that candidates define and the backward pass may need, but not those
+/// that cost nothing to make again, or that cannot be made again.
+fn choices(joint: &Joint) -> Vec<Value> {
+    let needed = joint.closure(&EntitySet::new(), true);
+    let values = joint
+        .graph
+        .values()
+        .filter(|(_, data)| needed.recomputed.contains(data.node));
+    values.map(|(value, _)| value).collect()
+}
+
+struct PlanList<'a> {
+    joint: &'a Joint<'a>,
+    plans: Vec<Plan>,
+    seen: HashSet<Vec<Value>>,
+}
+
+impl PlanList<'_> {
+    fn push(&mut self, kept: EntitySet<Value>, expensive: bool) {
+        let closure = self.joint.closure(&kept, expensive);
+        if !self.seen.insert(closure.kept.iter().collect()) {
+            return;
+        }
+        let cost = self.joint.cost(&closure);
+        for early_updates in [false, true] {
+            self.plans.push(Plan {
+                kept: closure.kept.clone(),
+                expensive,
+                early_updates,
+                cost,
+                peak: None,
+            });
+        }
+    }
+
+    fn explore(&mut self, fastest: &EntitySet<Value>) {
+        let units = Units::new(self.joint);
+        let count = units.count();
+        let every: EntitySet<Value> = anchors(&units, 1);
+        for expensive in [false, true] {
+            for price in PRICES {
+                let steering = Steering {
+                    expensive,
+                    price,
+                    anchors: Some(&every),
+                };
+                let (priced, _) = choose(self.joint, &steering);
+                self.mix(&units, fastest, &priced, 1, expensive);
+            }
+        }
+        let none = EntitySet::new();
+        let mut stride = 2;
+        while stride < count {
+            self.mix(&units, fastest, &none, stride, true);
+            // 2, 3, 4, 6, 8, 12, ..: neighbours differ enough to matter.
+            stride = (stride + stride / 2).max(stride + 1);
+        }
+        self.mix(&units, fastest, &none, count, true);
+    }
+
+    /// `priced` inside the first units, `fastest` in the rest, for several numbers of units.
+    fn mix(
+        &mut self,
+        units: &Units,
+        fastest: &EntitySet<Value>,
+        priced: &EntitySet<Value>,
+        stride: usize,
+        expensive: bool,
+    ) {
+        let pieces = units.count().div_ceil(stride);
+        let steps = pieces.min(8);
+        for step in 1..=steps {
+            let first_units = (pieces * step / steps * stride) as u32;
+            let mut kept = EntitySet::new();
+            let inside = |value: Value| units.of[self.joint.node_of(value)] < first_units;
+            kept.extend(priced.iter().filter(|&value| inside(value)));
+            kept.extend(fastest.iter().filter(|&value| !inside(value)));
+            for boundary in (stride - 1..units.crossing.len()).step_by(stride) {
+                if (boundary as u32) < first_units {
+                    kept.extend(units.crossing[boundary].iter());
+                }
+            }
+            // A unit that keeps its fastest choice finds what that choice was made for.
+            self.push(kept, expensive);
+        }
+    }
+}
+
+/// What crosses every `stride`-th boundary.
+fn anchors(units: &Units, stride: usize) -> EntitySet<Value> {
+    let mut anchors = EntitySet::new();
+    for crossing in units.crossing.iter().skip(stride - 1).step_by(stride) {
+        anchors.extend(crossing.iter());
+    }
+    anchors
+}
+
+impl Joint<'_> {
+    /// Bytes that a closure keeps from the forward to the backward pass, without what leaves the step anyway.
+    pub(crate) fn held(&self, closure: &Closure) -> u64 {
+        let kept = closure
+            .kept
+            .iter()
+            .filter(|&value| self.users.outputs(value) == 0);
+        let kept = kept.filter(|&value| self.side_of(value) != Side::Fixed);
+        kept.map(|value| crate::cost::bytes(self.graph, value)).sum()
+    }
+}

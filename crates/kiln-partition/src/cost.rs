@@ -1,0 +1,191 @@
+//! What things cost, in picoseconds of a machine.
+//!
+//! Moving a byte and computing an element are both time, so that keeping a value (writing and reading it) and computing
+//! it again can be compared. The model is deliberately small: a few rates of a [`Machine`], operation counts from
+//! shapes. Costs are whole picoseconds: sums do not depend on their order, and an optimum is one.
+
+use kiln_graph::op::UnaryOp;
+use kiln_graph::{Graph, NodeData, Op, Value};
+
+use crate::recompute::Recompute;
+
+/// The rates of a machine that the choice between keeping and recomputing depends on.
+///
+/// [`Machine::default`] is the project's reference machine (two cores with AVX-512, no AMX); measure your own by
+/// timing a copy, a matrix product and a loop of each kind.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Machine {
+    /// Bytes read or written per second, all cores streaming.
+    pub bytes_per_second: f64,
+    /// Floating point operations per second in matrix products and convolutions (a multiply-add is two).
+    pub flops_per_second: f64,
+    /// Elements per second through one simple operation (add, compare, select) on data in registers.
+    pub simple_per_second: f64,
+    /// Elements per second through one transcendental function (exp, tanh, erf) on data in registers.
+    pub special_per_second: f64,
+    /// Random elements per second.
+    pub random_per_second: f64,
+    /// The share of a fused kernel's arithmetic that takes no time, because the kernel waits for memory meanwhile; from
+    /// 0 to 1.
+    pub hidden: f64,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Self {
+            bytes_per_second: 28.8e9,
+            flops_per_second: 260e9,
+            simple_per_second: 70e9,
+            special_per_second: 9e9,
+            random_per_second: 6e9,
+            hidden: 0.8,
+        }
+    }
+}
+
+/// `amount / rate` seconds in picoseconds. A rate that is not positive makes the work free rather than infinite.
+fn picoseconds(amount: f64, rate: f64) -> u64 {
+    if rate > 0.0 {
+        (amount / rate * 1e12).round() as u64
+    } else {
+        0
+    }
+}
+
+impl Machine {
+    /// Time to move `bytes` to or from memory, in picoseconds.
+    pub fn moved(&self, bytes: u64) -> u64 {
+        picoseconds(bytes as f64, self.bytes_per_second)
+    }
+
+    /// Time of the arithmetic of `node` alone, in picoseconds: its operands and results are in registers or caches.
+    pub fn arithmetic(&self, graph: &Graph, node: &NodeData) -> u64 {
+        let simple = |count: f64| picoseconds(count, self.simple_per_second);
+        let special = |count: f64| picoseconds(count, self.special_per_second);
+        let out = node
+            .outputs
+            .first()
+            .map_or(0, |&value| graph.shape(value).numel()) as f64;
+        let operand = node.inputs.first().map_or(0, |&value| graph.shape(value).numel()) as f64;
+        match &node.op {
+            Op::Unary(op) if is_special(*op) => special(out),
+            Op::Unary(_) | Op::Compare(_) | Op::Select | Op::Cast(_) => simple(out),
+            Op::Binary(op) => {
+                use kiln_graph::op::BinaryOp::*;
+                match op {
+                    Pow | Atan2 => special(2.0 * out),
+                    Rem => special(out),
+                    Div => simple(4.0 * out),
+                    _ => simple(out),
+                }
+            }
+            Op::Random { .. } => picoseconds(out, self.random_per_second),
+            Op::Gather { .. } | Op::IndexSelect { .. } => simple(2.0 * out),
+            Op::Reduce { .. } | Op::Cumulative { .. } | Op::ArgReduce { .. } => simple(operand),
+            Op::MaxPool(window)
+            | Op::MaxPoolWithIndices { window, .. }
+            | Op::AvgPool { window, .. }
+            | Op::AvgPoolGrad { window, .. } => {
+                simple(operand.max(out) * window.size.iter().product::<usize>() as f64)
+            }
+            Op::Scatter { .. } | Op::IndexPut { .. } | Op::MaxPoolGrad { .. } => {
+                simple(4.0 * operand.max(out))
+            }
+            Op::Sort { axis, .. } | Op::TopK { axis, .. } => {
+                let extent = graph.shape(node.inputs[0])[*axis].max(2) as f64;
+                special(operand * extent.log2())
+            }
+            Op::DotGeneral(_)
+            | Op::Conv(_)
+            | Op::ConvInputGrad { .. }
+            | Op::ConvWeightGrad { .. }
+            | Op::Attention(_)
+            | Op::AttentionGrad(_) => picoseconds(flops(graph, node), self.flops_per_second),
+            _ => 0,
+        }
+    }
+
+    /// Time of `node` as a kernel of its own: arithmetic, or moving operands and results if that takes longer.
+    pub fn kernel(&self, graph: &Graph, node: &NodeData) -> u64 {
+        let moved = node.inputs.iter().chain(&node.outputs);
+        let moved = self.moved(moved.map(|&value| bytes(graph, value)).sum());
+        self.arithmetic(graph, node).max(moved)
+    }
+
+    /// Time of computing `node` again in the backward pass, given that its operands are there.
+    pub fn again(&self, graph: &Graph, node: &NodeData) -> u64 {
+        match Recompute::of(&node.op) {
+            Recompute::Free | Recompute::Never => 0,
+            Recompute::Fused => {
+                // A reduction or a look-up goes over its operand once more; half of it is still in a cache, because
+                // the kernel that wants a row's statistics reads the row as well.
+                let again = match &node.op {
+                    Op::Reduce { .. } => self.moved(bytes(graph, node.inputs[0])) / 2,
+                    Op::Gather { .. } | Op::IndexSelect { .. } => self.moved(bytes(graph, node.outputs[0])),
+                    _ => 0,
+                };
+                let visible = 1.0 - self.hidden.clamp(0.0, 1.0);
+                (self.arithmetic(graph, node) as f64 * visible).round() as u64 + again
+            }
+            Recompute::Kernel | Recompute::Expensive => self.kernel(graph, node),
+        }
+    }
+}
+
+/// Size of a value in bytes.
+pub(crate) fn bytes(graph: &Graph, value: Value) -> u64 {
+    graph.ty(value).bytes() as u64
+}
+
+fn is_special(op: UnaryOp) -> bool {
+    !matches!(
+        op,
+        UnaryOp::Neg
+            | UnaryOp::Abs
+            | UnaryOp::Sign
+            | UnaryOp::Not
+            | UnaryOp::Floor
+            | UnaryOp::Ceil
+            | UnaryOp::Round
+            | UnaryOp::Trunc
+            | UnaryOp::IsNan
+            | UnaryOp::IsInf
+    )
+}
+
+/// Floating point operations of a contraction; 0 for other operations.
+pub fn flops(graph: &Graph, node: &NodeData) -> f64 {
+    let numel = |value: Value| graph.shape(value).numel() as f64;
+    match &node.op {
+        Op::DotGeneral(dims) => {
+            let a = graph.shape(node.inputs[0]);
+            let depth: usize = dims.a_contract.iter().map(|&axis| a[axis]).product();
+            2.0 * numel(node.outputs[0]) * depth as f64
+        }
+        Op::Conv(_) => {
+            // w is [o, c / groups, k..]: each output element takes one channel's worth of it.
+            let w = graph.shape(node.inputs[1]);
+            2.0 * numel(node.outputs[0]) * numel(node.inputs[1]) / w[0].max(1) as f64
+        }
+        Op::ConvInputGrad { .. } => {
+            let w = graph.shape(node.inputs[1]);
+            2.0 * numel(node.inputs[0]) * numel(node.inputs[1]) / w[0].max(1) as f64
+        }
+        Op::ConvWeightGrad { .. } => {
+            let w = graph.shape(node.outputs[0]);
+            2.0 * numel(node.inputs[1]) * numel(node.outputs[0]) / w[0].max(1) as f64
+        }
+        Op::Attention(_) | Op::AttentionGrad(_) => {
+            let [q, k, v] = [0, 1, 2].map(|i| graph.shape(node.inputs[i]));
+            let scores = (q[0] * q[1] * q[2] * k[2]) as f64;
+            let products = 2.0 * scores * (q[3] + v[3]) as f64;
+            // The gradient recomputes the scores and has four products where the forward has two.
+            if matches!(node.op, Op::Attention(_)) {
+                products
+            } else {
+                2.5 * products
+            }
+        }
+        _ => 0.0,
+    }
+}

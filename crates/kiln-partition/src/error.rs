@@ -1,0 +1,71 @@
+//! What can go wrong.
+
+use kiln_graph::{Node, TypeError, Value};
+
+/// A partition that cannot be made.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum PartitionError {
+    /// No plan needs as little memory as was asked for.
+    #[error(
+        "the memory budget of {budget} bytes is too small for `{graph}`: the smallest budget that fits is {smallest} \
+         bytes; raise `memory_budget` to it, or make the batch smaller"
+    )]
+    BudgetTooSmall {
+        /// Name of the graph.
+        graph: String,
+        /// What was asked for, in bytes.
+        budget: u64,
+        /// The smallest budget that fits, in bytes.
+        smallest: u64,
+    },
+    /// The hints name a node that the graph does not have.
+    #[error("the phase hints say that a backward pass starts at {0}, which the graph does not have")]
+    UnknownStart(Node),
+    /// The hints name a value that the graph does not have.
+    #[error("the phase hints name the loss {0}, which the graph does not have")]
+    UnknownLoss(Value),
+    /// The hints do not fit the graph's outputs.
+    #[error(
+        "the phase hints give {given} output roles for a graph with {outputs} outputs; give one per output, or none"
+    )]
+    RoleCount {
+        /// Number of roles.
+        given: usize,
+        /// Number of outputs.
+        outputs: usize,
+    },
+    /// A tangent is no tensor argument of the graph.
+    #[error("tangent {index} is no tensor argument of `{graph}`, which has {parameters}")]
+    UnknownTangent {
+        /// Name of the graph.
+        graph: String,
+        /// The argument index given.
+        index: u32,
+        /// Number of tensor arguments.
+        parameters: usize,
+    },
+    /// A forward output is computed from a tangent.
+    #[error(
+        "output {output} of `{graph}` is a forward output, but depends on tangent argument {tangent}: it cannot be \
+         computed before the backward pass; give it the role `Gradient`"
+    )]
+    ForwardNeedsTangent {
+        /// Name of the graph.
+        graph: String,
+        /// Position of the output.
+        output: usize,
+        /// Argument index of a tangent that it depends on.
+        tangent: u32,
+    },
+    /// The planner could not plan a graph.
+    #[error("the memory planner failed on `{graph}`: {reason}")]
+    Planner {
+        /// Name of the graph.
+        graph: String,
+        /// What the planner says.
+        reason: String,
+    },
+    /// A rebuilt node did not type: the graph given was not valid.
+    #[error("the graph is not valid: {0}")]
+    Type(#[from] TypeError),
+}

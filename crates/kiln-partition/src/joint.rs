@@ -1,0 +1,318 @@
+//! The joint graph as the partitioner sees it: who may be kept, who may be recomputed, and at what cost.
+//!
+//! Every node has a [`Side`]. The forward nodes are those that may run twice. A backward node that depends on forward
+//! values and arguments alone through fusable operations (`1 - tanh(x)^2`, a comparison with zero, probabilities minus one-hot
+//! labels) is *primal*: it runs once wherever it is put, so it may also be put into the forward pass and its result kept,
+//! a mask of bytes in place of the floats that it compares. Everything else is *fixed*: it stays where it is, and what it
+//! reads is what the backward pass demands.
+//!
+//! The costs are times of a [`crate::Machine`]:
+//!
+//! - Keeping a value costs reading it in the backward pass; writing it, if the forward pass would otherwise have
+//!   kept it in registers; and holding its bytes ([`crate::Options::hold`]), unless it leaves the step as an output, which has a
+//!   buffer anyway. Arguments are there anyway and cost nothing.
+//! - Recomputing costs the arithmetic of the node alone when it fuses with its reader ([`crate::Recompute`]): the traffic that
+//!   its operands cause is counted where they are kept. Two things spoil the fusion and add a write and a read of
+//!   the result: readers in different kernels (before and after a product, such as a residual stream), and a reader that
+//!   takes no fused operands.
+
+use cranelift_entity::{EntitySet, SecondaryMap};
+use kiln_graph::op::Op;
+use kiln_graph::{Graph, Node, NodeData, Phase, Users, Value};
+
+use crate::cost::bytes;
+use crate::error::PartitionError;
+use crate::phase::{PhaseHints, find_phases};
+use crate::recompute::Recompute;
+use crate::{Machine, Options};
+
+/// What may happen to a node.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum Side {
+    /// Arguments and constants: there in every phase.
+    #[default]
+    Resident,
+    /// Runs in the forward pass; may run again in the backward pass.
+    Forward,
+    /// Runs in the backward pass; may run in the forward pass instead.
+    Primal,
+    /// Backward or optimizer, and stays there.
+    Fixed,
+}
+
+/// A joint graph without dead nodes, with what the partitioner knows of it.
+#[derive(Debug)]
+pub(crate) struct Joint<'a> {
+    pub(crate) graph: &'a Graph,
+    pub(crate) users: Users,
+    pub(crate) options: &'a Options,
+    pub(crate) side: SecondaryMap<Node, Side>,
+    pub(crate) phase: SecondaryMap<Node, Phase>,
+    /// Number of kernels that must have run before a forward node's kernel, and after it.
+    before: SecondaryMap<Node, u32>,
+    after: SecondaryMap<Node, u32>,
+    /// Made from scalars and coordinates alone: no memory is read to make it again.
+    generated: SecondaryMap<Node, bool>,
+}
+
+impl<'a> Joint<'a> {
+    /// Looks at `graph`, whose nodes carry phases (as [`crate::assign_phases`] writes them; found by their looks if not).
+    pub(crate) fn new(graph: &'a Graph, options: &'a Options) -> Result<Self, PartitionError> {
+        let known = graph
+            .nodes()
+            .all(|(_, data)| data.provenance.phase != Phase::Unknown);
+        let mut phase = SecondaryMap::new();
+        if known {
+            graph
+                .nodes()
+                .for_each(|(node, data)| phase[node] = data.provenance.phase);
+        } else {
+            phase = find_phases(graph, &PhaseHints::default())?;
+        }
+        let mut joint = Self {
+            graph,
+            users: graph.users(),
+            options,
+            side: SecondaryMap::new(),
+            phase,
+            before: SecondaryMap::new(),
+            after: SecondaryMap::new(),
+            generated: SecondaryMap::new(),
+        };
+        joint.sides();
+        joint.depths();
+        Ok(joint)
+    }
+
+    fn sides(&mut self) {
+        for (node, data) in self.graph.nodes() {
+            let arguments = matches!(
+                data.op,
+                Op::Parameter { .. } | Op::Scalar { .. } | Op::Constant { .. }
+            );
+            let fusable = matches!(Recompute::of(&data.op), Recompute::Free | Recompute::Fused);
+            let fixed = |&value: &Value| self.side[self.graph.value(value).node] == Side::Fixed;
+            self.side[node] = if arguments {
+                Side::Resident
+            } else if self.phase[node] == Phase::Forward {
+                Side::Forward
+            } else if self.phase[node] == Phase::Backward && fusable && !data.inputs.iter().any(fixed) {
+                Side::Primal
+            } else {
+                Side::Fixed
+            };
+        }
+        // A transform may have merged a backward node with an equal forward one: what forward needs is forward.
+        for (node, data) in self.graph.nodes().rev() {
+            if self.side[node] == Side::Primal {
+                let mut users = data.outputs.iter().flat_map(|&value| self.users.of(value));
+                if users.any(|&user| self.side[user] == Side::Forward) {
+                    self.side[node] = Side::Forward;
+                }
+            }
+        }
+    }
+
+    fn depths(&mut self) {
+        for (node, data) in self.graph.nodes() {
+            let operands = || data.inputs.iter().map(|&value| self.graph.value(value).node);
+            let class = Recompute::of(&data.op);
+            let before = operands().map(|operand| self.after[operand]).max().unwrap_or(0);
+            let generated = matches!(class, Recompute::Free | Recompute::Fused)
+                && operands().all(|operand| {
+                    let source = &self.graph.node(operand).op;
+                    self.generated[operand] || matches!(source, Op::Scalar { .. } | Op::Constant { .. })
+                });
+            self.before[node] = before;
+            let kernel = class.is_kernel() && self.side[node] != Side::Resident;
+            self.after[node] = before + u32::from(kernel);
+            self.generated[node] = generated;
+        }
+    }
+
+    pub(crate) fn machine(&self) -> &Machine {
+        &self.options.machine
+    }
+
+    pub(crate) fn node_of(&self, value: Value) -> Node {
+        self.graph.value(value).node
+    }
+
+    pub(crate) fn side_of(&self, value: Value) -> Side {
+        self.side[self.node_of(value)]
+    }
+
+    /// What is read in the backward pass whatever is kept: values that candidates define and fixed nodes take as
+    /// operands, and primal outputs of the graph.
+    pub(crate) fn demanded(&self, value: Value) -> bool {
+        match self.side_of(value) {
+            Side::Resident | Side::Fixed => false,
+            side => {
+                let fixed = |&user: &Node| self.side[user] == Side::Fixed;
+                self.users.of(value).iter().any(fixed)
+                    || side == Side::Primal && self.users.outputs(value) > 0
+            }
+        }
+    }
+
+    /// Whether the kernels of `user` compute its operands while they read them.
+    fn takes_fused_operands(&self, user: &NodeData) -> bool {
+        match user.op {
+            Op::DotGeneral(_) => self.options.dot_prologue,
+            Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => self.options.conv_prologue,
+            _ => !Recompute::of(&user.op).is_kernel(),
+        }
+    }
+
+    /// Whether the forward pass writes `value` to memory even if nobody keeps it.
+    fn is_written(&self, value: Value) -> bool {
+        let node = self.node_of(value);
+        let class = Recompute::of(&self.graph.node(node).op);
+        if self.side[node] != Side::Forward || self.generated[node] {
+            return self.side[node] == Side::Fixed;
+        }
+        if class.is_kernel() || self.users.outputs(value) > 0 {
+            return true;
+        }
+        self.users.of(value).iter().any(|&user| {
+            let forward = self.side[user] == Side::Forward;
+            let far = self.before[user] > self.after[node];
+            let whole = class != Recompute::Free && !self.takes_fused_operands(self.graph.node(user));
+            forward && (far || whole)
+        })
+    }
+
+    /// Cost of having `value` in the backward pass because it was kept, in picoseconds.
+    pub(crate) fn keep(&self, value: Value) -> u64 {
+        if self.side_of(value) == Side::Resident {
+            return 0;
+        }
+        let size = bytes(self.graph, value);
+        let moved = self.machine().moved(size);
+        let write = if self.is_written(value) { 0 } else { moved };
+        let hold = if self.users.outputs(value) > 0 {
+            0
+        } else {
+            (size as f64 * self.options.hold).round() as u64
+        };
+        moved + write + hold
+    }
+
+    /// Whether a node can run in the backward pass at all; `expensive` ones only if asked for.
+    pub(crate) fn may_recompute(&self, node: Node, expensive: bool) -> bool {
+        match self.side[node] {
+            Side::Primal => true,
+            Side::Forward => match Recompute::of(&self.graph.node(node).op) {
+                Recompute::Free | Recompute::Fused | Recompute::Kernel => true,
+                Recompute::Expensive => expensive,
+                Recompute::Never => false,
+            },
+            Side::Resident | Side::Fixed => false,
+        }
+    }
+
+    /// Cost of running a node in the backward pass (again, for forward nodes) when its operands are there, in
+    /// picoseconds.
+    pub(crate) fn recompute(&self, node: Node) -> u64 {
+        if self.side[node] != Side::Forward {
+            return 0;
+        }
+        let data = self.graph.node(node);
+        let class = Recompute::of(&data.op);
+        let mut cost = self.machine().again(self.graph, data);
+        let fused = matches!(class, Recompute::Free | Recompute::Fused);
+        let out: u64 = data.outputs.iter().map(|&value| bytes(self.graph, value)).sum();
+        if class == Recompute::Fused && !matches!(data.op, Op::Gather { .. } | Op::IndexSelect { .. }) {
+            // Kept operands are paid for where they are kept; arguments are not, and are read here.
+            let argument = |&&value: &&Value| matches!(self.graph.def(value).op, Op::Parameter { .. });
+            let read = data
+                .inputs
+                .iter()
+                .filter(argument)
+                .map(|&value| bytes(self.graph, value).min(out));
+            cost += self.machine().moved(read.sum());
+        }
+        if fused && !self.generated[node] && self.is_shared(node) {
+            cost += self.machine().moved(2 * out);
+        }
+        cost
+    }
+
+    /// Whether several kernels read what a fused node makes, or one that takes no fused operands.
+    fn is_shared(&self, node: Node) -> bool {
+        let data = self.graph.node(node);
+        let mut depth = None;
+        let free = Recompute::of(&data.op) == Recompute::Free;
+        for &user in data.outputs.iter().flat_map(|&value| self.users.of(value)) {
+            match self.side[user] {
+                Side::Forward => {
+                    if depth.is_some_and(|depth| depth != self.before[user]) {
+                        return true;
+                    }
+                    depth = Some(self.before[user]);
+                }
+                Side::Fixed if !free && !self.takes_fused_operands(self.graph.node(user)) => return true,
+                _ => {}
+            }
+        }
+        false
+    }
+
+    /// What the backward pass needs of the forward pass when only `kept` is kept: values that are read, and nodes that run
+    /// in the backward pass. A needed value that can be neither found nor recomputed counts as kept.
+    pub(crate) fn closure(&self, kept: &EntitySet<Value>, expensive: bool) -> Closure {
+        let mut closure = Closure::default();
+        let mut seen: EntitySet<Value> = EntitySet::new();
+        let mut stack: Vec<Value> = Vec::new();
+        stack.extend(
+            self.graph
+                .values()
+                .map(|(value, _)| value)
+                .filter(|&value| self.demanded(value)),
+        );
+        while let Some(value) = stack.pop() {
+            if !seen.insert(value) || self.side_of(value) == Side::Resident {
+                continue;
+            }
+            let node = self.node_of(value);
+            if kept.contains(value) || !self.may_recompute(node, expensive) {
+                closure.kept.insert(value);
+            } else if closure.recomputed.insert(node) {
+                stack.extend(self.graph.node(node).inputs.iter().copied());
+            }
+        }
+        closure
+    }
+
+    /// Cost of a closure: keeping what it keeps, running what it runs.
+    pub(crate) fn cost(&self, closure: &Closure) -> u64 {
+        let kept: u64 = closure.kept.iter().map(|value| self.keep(value)).sum();
+        kept + closure
+            .recomputed
+            .iter()
+            .map(|node| self.recompute(node))
+            .sum::<u64>()
+    }
+
+    /// What keeping everything keeps: operands as an autograd engine holds them, seen through movement.
+    pub(crate) fn everything(&self) -> EntitySet<Value> {
+        let mut kept = EntitySet::new();
+        for (value, data) in self.graph.values() {
+            if self.side[data.node] == Side::Forward
+                && Recompute::of(&self.graph.node(data.node).op) != Recompute::Free
+            {
+                kept.insert(value);
+            }
+        }
+        kept
+    }
+}
+
+/// See [`Joint::closure`].
+#[derive(Clone, Default, Debug)]
+pub(crate) struct Closure {
+    /// Values that cross from the forward to the backward pass.
+    pub(crate) kept: EntitySet<Value>,
+    /// Candidates that run in the backward pass.
+    pub(crate) recomputed: EntitySet<Node>,
+}

@@ -1,0 +1,558 @@
+//! Forward, backward and optimizer: which phase of the step each node belongs to.
+//!
+//! The joint graph is what a tracer saw: the forward pass, then what the autograd engine did, then the optimizer, with
+//! nothing marking where one ends. [`assign_phases`] finds out, right after import, while the order of the nodes is
+//! still the order of the recording, and writes it into each node's provenance, where later transforms keep it.
+//!
+//! **Rounds.** A backward pass starts from a tensor of ones of the shape of its loss, the *seed*. The recorder knows the
+//! seeds and hints them ([`PhaseHints::backward_starts`]); without hints, a node whose recorded operation is `Ones`, of
+//! one element, that no forward output needs, is a seed. The seeds divide the recording into windows: window 0 is the
+//! first forward pass; window `r` holds backward pass `r`, perhaps an optimizer update, and the forward pass of the next
+//! round, if there is one. Several rounds are gradient accumulation (backward, forward, backward, one update), or several
+//! models trained against each other (backward and update of one, then forward through it, backward and update of the
+//! other).
+//!
+//! A node is a *tangent* if it depends on a seed. Then:
+//!
+//! - Window 0 is forward. If the losses are hinted, nodes of it that no loss and no forward output needs are not: they
+//!   were recorded early for the backward pass alone.
+//! - A node of a later window that is no tangent is forward if a forward output needs it or a later round does (not by
+//!   way of this window's tangents); otherwise its users decide (primal arithmetic of a gradient formula, `1 - tanh^2`).
+//!   So a running mean, which needs no gradient, is part of the forward pass, and so is a metric computed after it.
+//! - A tangent is forward if it belongs to a later round's forward pass *through updated state*: it comes after the first
+//!   operation that does not look like an update (a product, a look-up, a reduction to more than one element) and depends
+//!   on one.
+//! - A tangent is *an update* if it combines with state: it depends on an argument that an output aliases and the forward
+//!   pass never reads (a moment), or combines an aliased argument with a tensor of its own type elementwise
+//!   (`p - delta`). What depends on an update is optimizer, what is recorded after the first update is optimizer
+//!   (optimizers run after the whole backward pass), and pointwise preparation whose only users are updates
+//!   (`(1 - beta) * g`, `g * g`, the sum of squares of clipping by norm) is, too.
+//! - The remaining tangents are backward.
+//!
+//! A graph without any seed, such as one from a text file or one that a transform has already folded, is classified by
+//! its outputs alone: forward is what the forward outputs need, state updates that share no work with the update of
+//! an argument that forward reads are forward, too, and the rest is divided into backward and optimizer as above.
+//!
+//! A wrong guess never makes a wrong program: the partitioner duplicates pure operations and orders nodes, nothing else. It
+//! can only make a worse plan or a misleading report. A node whose provenance already has a phase keeps it.
+
+use cranelift_entity::{EntityRef, SecondaryMap};
+use kiln_graph::op::Op;
+use kiln_graph::{Graph, Node, NodeData, Phase, Value};
+
+use crate::error::PartitionError;
+
+/// What an output of the step is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum OutputRole {
+    /// To be found out: state if it aliases an argument or depends on a gradient, forward otherwise.
+    #[default]
+    Auto,
+    /// A result of the forward pass: loss, logits, a metric.
+    Forward,
+    /// The next value of a parameter, a moment, a running statistic.
+    State,
+    /// A gradient that leaves the step.
+    Gradient,
+}
+
+/// What is known about a recorded step besides its graph. Everything is optional.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct PhaseHints {
+    /// For each backward pass, in order, the node that defines its seed (the tensor of ones), or the first node recorded
+    /// after the backward pass began.
+    pub backward_starts: Vec<Node>,
+    /// The values that backward passes were called on. Either all of them or none.
+    pub losses: Vec<Value>,
+    /// The role of each output, in order; empty if unknown.
+    pub outputs: Vec<OutputRole>,
+}
+
+/// Assigns a phase to every node of `graph` that has none, and writes it into the node's provenance.
+///
+/// # Errors
+///
+/// If the hints name nodes, values or outputs that `graph` does not have.
+pub fn assign_phases(graph: &mut Graph, hints: &PhaseHints) -> Result<(), PartitionError> {
+    let phases = find_phases(graph, hints)?;
+    for index in 0..graph.num_nodes() {
+        let node = Node::new(index);
+        graph.provenance_mut(node).phase = phases[node];
+    }
+    Ok(())
+}
+
+/// The phase of every node, as [`assign_phases`] would write it.
+///
+/// # Errors
+///
+/// Those of [`assign_phases`].
+pub fn find_phases(graph: &Graph, hints: &PhaseHints) -> Result<SecondaryMap<Node, Phase>, PartitionError> {
+    let mut finder = Finder::new(graph, hints)?;
+    if finder.starts.is_empty() {
+        finder.without_seeds();
+    } else {
+        finder.with_seeds(&hints.losses);
+    }
+    finder.updates();
+    finder.leaves();
+    for (node, data) in graph.nodes() {
+        if data.provenance.phase != Phase::Unknown {
+            finder.phase[node] = data.provenance.phase;
+        }
+    }
+    Ok(finder.phase)
+}
+
+struct Finder<'a> {
+    graph: &'a Graph,
+    users: kiln_graph::Users,
+    roles: Vec<OutputRole>,
+    /// The first node of each backward pass, in order.
+    starts: Vec<Node>,
+    /// For each tensor argument, whether a state output takes its buffer.
+    replaced: Vec<bool>,
+    /// Depends on a seed, other than by way of a resumed forward pass.
+    tangent: SecondaryMap<Node, bool>,
+    /// Belongs to a forward pass that runs through state updated in the same recording.
+    resumed: SecondaryMap<Node, bool>,
+    phase: SecondaryMap<Node, Phase>,
+}
+
+impl<'a> Finder<'a> {
+    fn new(graph: &'a Graph, hints: &PhaseHints) -> Result<Self, PartitionError> {
+        let exists = |node: Node| node.index() < graph.num_nodes();
+        if let Some(&node) = hints.backward_starts.iter().find(|&&node| !exists(node)) {
+            return Err(PartitionError::UnknownStart(node));
+        }
+        if let Some(&loss) = hints
+            .losses
+            .iter()
+            .find(|loss| loss.index() >= graph.num_values())
+        {
+            return Err(PartitionError::UnknownLoss(loss));
+        }
+        if !hints.outputs.is_empty() && hints.outputs.len() != graph.outputs.len() {
+            return Err(PartitionError::RoleCount {
+                given: hints.outputs.len(),
+                outputs: graph.outputs.len(),
+            });
+        }
+        let mut roles = hints.outputs.clone();
+        roles.resize(graph.outputs.len(), OutputRole::Auto);
+        let users = graph.users();
+        let mut starts = hints.backward_starts.clone();
+        if starts.is_empty() {
+            starts = find_seeds(graph, &roles);
+        }
+        starts.sort();
+        starts.dedup();
+
+        let mut replaced = vec![false; graph.parameters().len()];
+        for (output, role) in graph.outputs.iter().zip(&roles) {
+            if let (Some(index), OutputRole::State | OutputRole::Auto) = (output.alias, role) {
+                replaced[index as usize] = true;
+            }
+        }
+
+        let mut finder = Self {
+            graph,
+            replaced,
+            users,
+            roles,
+            starts,
+            tangent: SecondaryMap::new(),
+            resumed: SecondaryMap::new(),
+            phase: SecondaryMap::new(),
+        };
+        finder.tangents(&hints.losses);
+        for (role, output) in finder.roles.iter_mut().zip(&graph.outputs) {
+            if *role == OutputRole::Auto {
+                let node = graph.value(output.value).node;
+                let state = output.alias.is_some() || finder.tangent[node] && !finder.resumed[node];
+                *role = if state {
+                    OutputRole::State
+                } else {
+                    OutputRole::Forward
+                };
+            }
+        }
+        Ok(finder)
+    }
+
+    /// The window of a node: how many backward passes have begun.
+    fn window(&self, node: Node) -> usize {
+        self.starts.partition_point(|&start| start <= node)
+    }
+
+    fn operands(&self, data: &'a NodeData) -> impl Iterator<Item = Node> + 'a {
+        let graph = self.graph;
+        data.inputs.iter().map(move |&value| graph.value(value).node)
+    }
+
+    fn user_nodes<'b>(&'b self, data: &'b NodeData) -> impl Iterator<Item = Node> + 'b {
+        data.outputs
+            .iter()
+            .flat_map(|&value| self.users.of(value).iter().copied())
+    }
+
+    /// Finds the tangents, and the forward passes of later rounds that updated state leads into.
+    fn tangents(&mut self, losses: &[Value]) {
+        let leads = self.leads_forward(losses);
+        let mut updated: SecondaryMap<Node, bool> = SecondaryMap::new();
+        // Whether the forward pass that follows a window's update has begun.
+        let mut begun = vec![false; self.starts.len() + 1];
+        for (node, data) in self.graph.nodes() {
+            let window = self.window(node);
+            if window == 0 {
+                continue;
+            }
+            let seed = self.starts.binary_search(&node).is_ok();
+            let tangent = |operand: Node| self.tangent[operand] && !self.resumed[operand];
+            // A resumed forward pass is primal again, except that it goes on being one within its window.
+            let goes_on = self.operands(data).any(|operand| self.resumed[operand]) && leads[node];
+            let goes_on = goes_on && self.operands(data).all(|operand| self.window(operand) <= window);
+            let is_tangent = seed || self.operands(data).any(tangent);
+            let after = self
+                .operands(data)
+                .any(|operand| tangent(operand) && updated[operand]);
+            self.tangent[node] = is_tangent;
+            updated[node] = self.tangent[node] && (after || self.combines_with_state(data));
+            begun[window] |= after && leads[node] && !looks_like_update(self.graph, data);
+            self.resumed[node] = begun[window] && leads[node] && (after || goes_on);
+        }
+        // Movement of updated state on its way into that pass belongs to it.
+        for (node, data) in self.graph.nodes().rev() {
+            if !self.tangent[node] || !data.op.is_movement() {
+                continue;
+            }
+            let value = data.outputs[0];
+            let users = self.users.of(value);
+            if self.users.outputs(value) == 0
+                && !users.is_empty()
+                && users.iter().all(|&user| self.resumed[user])
+            {
+                self.resumed[node] = true;
+            }
+        }
+    }
+
+    /// Nodes that lead to a loss, to an output that may be a forward one, or to a tangent of a later round.
+    fn leads_forward(&self, losses: &[Value]) -> SecondaryMap<Node, bool> {
+        // The last seed that each node depends on, as its window; 0 for none.
+        let mut last: SecondaryMap<Node, usize> = SecondaryMap::new();
+        for (node, data) in self.graph.nodes() {
+            let seed = self.starts.binary_search(&node).is_ok();
+            let from = self
+                .operands(data)
+                .map(|operand| last[operand])
+                .max()
+                .unwrap_or(0);
+            last[node] = if seed { self.window(node) } else { from };
+        }
+        let mut leads: SecondaryMap<Node, bool> = SecondaryMap::new();
+        for (output, &role) in self.graph.outputs.iter().zip(&self.roles) {
+            let scalar = self.graph.shape(output.value).numel() == 1 && output.alias.is_none();
+            if role == OutputRole::Forward || role == OutputRole::Auto && scalar {
+                leads[self.graph.value(output.value).node] = true;
+            }
+        }
+        losses
+            .iter()
+            .for_each(|&loss| leads[self.graph.value(loss).node] = true);
+        for (node, data) in self.graph.nodes().rev() {
+            let window = self.window(node);
+            let later =
+                |user: Node| leads[user] || self.window(user) > window && last[user] == self.window(user);
+            if self.user_nodes(data).any(later) {
+                leads[node] = true;
+            }
+        }
+        leads
+    }
+
+    /// Nodes that lead to one of `roots`, the roots' own included, not going on beyond nodes for which `stop` holds.
+    fn ancestors(
+        &self,
+        roots: impl IntoIterator<Item = Value>,
+        stop: impl Fn(Node) -> bool,
+    ) -> SecondaryMap<Node, bool> {
+        let mut found: SecondaryMap<Node, bool> = SecondaryMap::new();
+        for root in roots {
+            let node = self.graph.value(root).node;
+            found[node] = !stop(node);
+        }
+        for (node, data) in self.graph.nodes().rev() {
+            if found[node] {
+                for operand in self.operands(data) {
+                    found[operand] |= !stop(operand);
+                }
+            }
+        }
+        found
+    }
+
+    fn outputs_with(&self, role: OutputRole) -> impl Iterator<Item = Value> + '_ {
+        let outputs = self.graph.outputs.iter().zip(&self.roles);
+        outputs
+            .filter(move |&(_, &r)| r == role)
+            .map(|(output, _)| output.value)
+    }
+
+    fn with_seeds(&mut self, losses: &[Value]) {
+        let forward_state: Vec<Value> = self
+            .outputs_with(OutputRole::State)
+            .filter(|&value| !self.tangent[self.graph.value(value).node])
+            .collect();
+        let forward_outputs: Vec<Value> = self.outputs_with(OutputRole::Forward).collect();
+
+        let blocked = |node: Node| self.tangent[node] && !self.resumed[node];
+        let roots = forward_outputs
+            .iter()
+            .chain(&forward_state)
+            .chain(losses)
+            .copied();
+        let wanted = self.ancestors(roots, blocked);
+
+        // The last round that uses a node other than by way of its own window's tangents.
+        let mut serves: SecondaryMap<Node, usize> = SecondaryMap::new();
+        for (node, data) in self.graph.nodes().rev() {
+            let window = self.window(node);
+            for user in self.user_nodes(data) {
+                let round = self.window(user);
+                let stop = blocked(user);
+                let via = if stop && round == window { 0 } else { serves[user] };
+                let direct = if stop { round } else { 0 };
+                serves[node] = serves[node].max(via).max(direct);
+            }
+        }
+        for (node, _) in self.graph.nodes() {
+            let window = self.window(node);
+            let forward = if self.resumed[node] || wanted[node] {
+                true
+            } else if self.tangent[node] {
+                false
+            } else if window == 0 {
+                losses.is_empty()
+            } else {
+                losses.is_empty() && serves[node] > window
+            };
+            if forward {
+                self.phase[node] = Phase::Forward;
+            }
+        }
+    }
+
+    /// Whether a node is where an update meets the state it updates.
+    fn combines_with_state(&self, data: &NodeData) -> bool {
+        data.op.is_pointwise()
+            && data.inputs.iter().any(|&value| {
+                let Op::Parameter { index, .. } = self.graph.def(value).op else {
+                    return false;
+                };
+                self.replaced[index as usize]
+                    && data
+                        .outputs
+                        .iter()
+                        .any(|&out| self.graph.shape(out) == self.graph.shape(value))
+            })
+    }
+
+    fn without_seeds(&mut self) {
+        let graph = self.graph;
+        let forward: Vec<Value> = self.outputs_with(OutputRole::Forward).collect();
+        let wanted = self.ancestors(forward, |_| false);
+        let reads = |index: u32, nodes: &SecondaryMap<Node, bool>| {
+            self.users
+                .of(graph.parameters()[index as usize])
+                .iter()
+                .any(|&user| nodes[user])
+        };
+        // Work shared with the update of something that forward reads is training; other state updates (running
+        // statistics) are forward.
+        let states = || {
+            graph
+                .outputs
+                .iter()
+                .zip(&self.roles)
+                .filter(|&(_, &role)| role == OutputRole::State)
+        };
+        let trained = states().filter(|(output, _)| output.alias.is_some_and(|index| reads(index, &wanted)));
+        let gradients = self.outputs_with(OutputRole::Gradient);
+        let trained = trained.map(|(output, _)| output.value).chain(gradients);
+        let training = self.ancestors(trained, |node| wanted[node]);
+        let mut roots: Vec<Value> = self.outputs_with(OutputRole::Forward).collect();
+        for (output, _) in states() {
+            if training[graph.value(output.value).node] {
+                continue;
+            }
+            let cone = self.ancestors([output.value], |node| wanted[node]);
+            let shared =
+                |(node, data): (Node, &NodeData)| cone[node] && training[node] && !data.inputs.is_empty();
+            if !graph.nodes().any(shared) {
+                roots.push(output.value);
+            }
+        }
+        let forward = self.ancestors(roots, |_| false);
+        for (node, data) in graph.nodes() {
+            if forward[node] {
+                self.phase[node] = Phase::Forward;
+            } else {
+                self.tangent[node] = !data.inputs.is_empty();
+            }
+        }
+    }
+
+    /// Divides what is not forward into backward and optimizer.
+    fn updates(&mut self) {
+        let graph = self.graph;
+        // Arguments that outputs alias and forward never reads: moments.
+        let mut moment: SecondaryMap<Node, bool> = SecondaryMap::new();
+        for (output, &role) in graph.outputs.iter().zip(&self.roles) {
+            let Some(index) = output.alias else { continue };
+            let value = graph.parameters()[index as usize];
+            let read = |&user: &Node| self.phase[user] == Phase::Forward;
+            if role == OutputRole::State && !self.users.of(value).iter().any(read) {
+                moment[graph.value(value).node] = true;
+            }
+        }
+        // The first update of each window, and what follows from updates.
+        let mut first: Vec<Option<Node>> = vec![None; self.starts.len() + 1];
+        let mut update: SecondaryMap<Node, bool> = SecondaryMap::new();
+        for (node, data) in graph.nodes() {
+            if self.phase[node] != Phase::Unknown {
+                continue;
+            }
+            let follows = self.operands(data).any(|operand| {
+                moment[operand] || update[operand] && self.window(operand) == self.window(node)
+            });
+            update[node] = follows || self.combines_with_state(data);
+            if update[node] && self.tangent[node] {
+                first[self.window(node)].get_or_insert(node);
+            }
+        }
+        for (node, _) in graph.nodes() {
+            let late = first[self.window(node)].is_some_and(|first| node >= first);
+            update[node] |= self.tangent[node] && late && self.phase[node] == Phase::Unknown;
+        }
+        // Preparation that only updates use.
+        for (node, data) in graph.nodes().rev() {
+            if update[node] || self.phase[node] != Phase::Unknown || !self.tangent[node] {
+                continue;
+            }
+            let used = data.outputs.iter().any(|&value| self.users.count(value) > 0);
+            let only_updates = used && self.user_nodes(data).all(|user| update[user]);
+            if only_updates && self.is_preparation(data) {
+                update[node] = true;
+            }
+        }
+        for (node, data) in graph.nodes() {
+            if self.phase[node] == Phase::Unknown
+                && (update[node] || self.tangent[node])
+                && !data.inputs.is_empty()
+            {
+                self.phase[node] = if update[node] {
+                    Phase::Optimizer
+                } else {
+                    Phase::Backward
+                };
+            }
+        }
+    }
+
+    /// Whether a node whose users are updates prepares one: it scales by a runtime scalar or a constant, squares, or
+    /// reduces to one element, and does not itself finish a gradient.
+    fn is_preparation(&self, data: &NodeData) -> bool {
+        let graph = self.graph;
+        let uniform = |value: Value| {
+            let node = graph.def(value);
+            let source = match node.op {
+                Op::Broadcast { .. } => graph.def(node.inputs[0]),
+                _ => node,
+            };
+            matches!(source.op, Op::Scalar { .. } | Op::Constant { .. })
+        };
+        match &data.op {
+            Op::Unary(_) | Op::Compare(_) | Op::Select | Op::Cast(_) => true,
+            Op::Binary(_) => {
+                data.inputs[0] == data.inputs[1] || data.inputs.iter().any(|&value| uniform(value))
+            }
+            Op::Reduce { .. } => graph.shape(data.outputs[0]).numel() == 1,
+            Op::Reshape(_) | Op::Broadcast { .. } => graph.shape(data.inputs[0]).numel() == 1,
+            _ => false,
+        }
+    }
+
+    /// What is left (arguments, constants, primal arithmetic of gradient formulas, dead nodes) goes where its first user
+    /// is: the forward pass if any user is there, else backward, else optimizer.
+    fn leaves(&mut self) {
+        for (node, data) in self.graph.nodes().rev() {
+            if self.phase[node] != Phase::Unknown && !data.inputs.is_empty() {
+                continue;
+            }
+            let first = self.user_nodes(data).map(|user| self.phase[user]).min();
+            let output = data.outputs.iter().any(|&value| self.users.outputs(value) > 0);
+            self.phase[node] = match first {
+                Some(phase) if phase != Phase::Unknown => phase,
+                _ if self.phase[node] != Phase::Unknown => self.phase[node],
+                _ if output || self.window(node) == 0 => Phase::Forward,
+                _ => Phase::Backward,
+            };
+        }
+    }
+}
+
+/// Seeds by their looks: recorded as `Ones`, one element, and no forward output needs them.
+fn find_seeds(graph: &Graph, roles: &[OutputRole]) -> Vec<Node> {
+    let mut forward: SecondaryMap<Node, bool> = SecondaryMap::new();
+    for (output, &role) in graph.outputs.iter().zip(roles) {
+        if role == OutputRole::Forward {
+            forward[graph.value(output.value).node] = true;
+        }
+    }
+    for (node, data) in graph.nodes().rev() {
+        if forward[node] {
+            data.inputs
+                .iter()
+                .for_each(|&value| forward[graph.value(value).node] = true);
+        }
+    }
+    let is_seed = |node: Node, data: &NodeData| {
+        let recorded = data
+            .provenance
+            .operation
+            .as_deref()
+            .is_some_and(|name| name.ends_with("Ones"));
+        let generated = match data.op {
+            Op::Constant { .. } => true,
+            Op::Broadcast { .. } => matches!(graph.def(data.inputs[0]).op, Op::Constant { .. }),
+            _ => false,
+        };
+        let one = data
+            .outputs
+            .iter()
+            .all(|&value| graph.shape(value).numel() == 1 && graph.dtype(value).is_float());
+        recorded && generated && one && !forward[node]
+    };
+    let seeds: Vec<Node> = graph
+        .nodes()
+        .filter(|&(node, data)| is_seed(node, data))
+        .map(|(node, _)| node)
+        .collect();
+    // A seed imported as a constant and its broadcast is one seed, and begins with the constant.
+    let repeats = |node: Node| {
+        let data = graph.node(node);
+        data.inputs
+            .first()
+            .is_some_and(|&value| seeds.contains(&graph.value(value).node))
+    };
+    seeds.iter().copied().filter(|&node| !repeats(node)).collect()
+}
+
+/// Whether an operation on updated state may still be part of the update: elementwise, movement, or a norm.
+fn looks_like_update(graph: &Graph, data: &NodeData) -> bool {
+    match &data.op {
+        Op::Reduce { .. } => graph.shape(data.outputs[0]).numel() == 1,
+        op => op.is_pointwise() || op.is_movement(),
+    }
+}

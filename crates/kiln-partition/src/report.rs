@@ -1,0 +1,206 @@
+//! What the partitioner decided, for people: saved tensors and who needs them, what runs twice, memory, time.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use kiln_graph::{Graph, NodeData, Phase, TensorType, Value};
+
+/// A value that is kept from the forward to the backward pass.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SavedTensor {
+    /// The value, in the partitioned graph.
+    pub value: Value,
+    /// Element type and shape.
+    pub ty: TensorType,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Whether it leaves the step as an output as well, so that keeping it takes no memory of its own.
+    pub is_output: bool,
+    /// Where it comes from.
+    pub origin: Origin,
+    /// The operations of the backward pass (and of the optimizer) that read it, recomputed ones included.
+    pub users: Vec<Origin>,
+}
+
+/// Operations of one kind that run again in the backward pass.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RecomputedOperations {
+    /// Mnemonic of the primitive.
+    pub op: String,
+    /// How many run again.
+    pub count: usize,
+    /// Bytes of their results, which are not kept.
+    pub bytes: u64,
+    /// Modelled time, in picoseconds.
+    pub picoseconds: u64,
+}
+
+/// What a node is and where it comes from.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Origin {
+    /// Mnemonic of the primitive.
+    pub op: String,
+    /// The recorded operation.
+    pub operation: Option<Arc<str>>,
+    /// `file:line` of the user's call.
+    pub location: Option<Arc<str>>,
+    /// The user's module.
+    pub module: Option<Arc<str>>,
+}
+
+impl Origin {
+    pub(crate) fn of(node: &NodeData) -> Self {
+        Self {
+            op: node.op.name().to_owned(),
+            operation: node.provenance.operation.clone(),
+            location: node.provenance.location.clone(),
+            module: node.provenance.module.clone(),
+        }
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.op)?;
+        if let Some(operation) = &self.operation {
+            write!(f, " ({operation})")?;
+        }
+        if let Some(module) = &self.module {
+            write!(f, " in {module}")?;
+        }
+        if let Some(location) = &self.location {
+            write!(f, " at {location}")?;
+        }
+        Ok(())
+    }
+}
+
+/// What [`crate::partition`] did. `Display` prints it as a page for `explain`.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Report {
+    /// Name of the graph.
+    pub graph: String,
+    /// Nodes of the forward pass, the backward pass (recomputed ones included) and the optimizer.
+    pub nodes: [usize; 3],
+    /// Kept values, largest first.
+    pub saved: Vec<SavedTensor>,
+    /// What runs again, the most bytes first.
+    pub recomputed: Vec<RecomputedOperations>,
+    /// Bytes kept, without outputs of the step.
+    pub saved_bytes: u64,
+    /// Bytes that keeping everything the backward pass reads would keep.
+    pub everything_bytes: u64,
+    /// Modelled time of running operations again, in picoseconds.
+    pub recompute_picoseconds: u64,
+    /// Peak of the step's memory, if a planner was asked.
+    pub peak: Option<u64>,
+    /// Peak without a budget, if a planner was asked.
+    pub peak_without_budget: Option<u64>,
+}
+
+impl Report {
+    /// Counts the nodes of each phase.
+    pub(crate) fn count(&mut self, graph: &Graph) {
+        for (_, node) in graph.nodes() {
+            match node.provenance.phase {
+                Phase::Forward | Phase::Unknown => self.nodes[0] += 1,
+                Phase::Backward => self.nodes[1] += 1,
+                Phase::Optimizer => self.nodes[2] += 1,
+            }
+        }
+    }
+
+    /// Adds a node that runs again.
+    pub(crate) fn add_recomputed(
+        by_op: &mut BTreeMap<String, RecomputedOperations>,
+        node: &NodeData,
+        bytes: u64,
+        picoseconds: u64,
+    ) {
+        let op = node.op.name().to_owned();
+        let entry = by_op.entry(op.clone()).or_insert(RecomputedOperations {
+            op,
+            count: 0,
+            bytes: 0,
+            picoseconds: 0,
+        });
+        entry.count += 1;
+        entry.bytes += bytes;
+        entry.picoseconds += picoseconds;
+    }
+}
+
+/// Bytes with a unit that keeps three digits.
+struct Bytes(u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut amount = self.0 as f64;
+        let mut unit = "B";
+        for next in ["KiB", "MiB", "GiB"] {
+            if amount >= 1024.0 {
+                amount /= 1024.0;
+                unit = next;
+            }
+        }
+        let text = if unit == "B" {
+            format!("{} B", self.0)
+        } else {
+            format!("{amount:.1} {unit}")
+        };
+        f.pad(&text)
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [forward, backward, optimizer] = self.nodes;
+        writeln!(
+            f,
+            "partition of {}: {forward} forward, {backward} backward, {optimizer} optimizer nodes",
+            self.graph
+        )?;
+        let share = 100.0 * self.saved_bytes as f64 / self.everything_bytes.max(1) as f64;
+        writeln!(
+            f,
+            "keeps {} for the backward pass, {share:.0} % of the {} it reads",
+            Bytes(self.saved_bytes),
+            Bytes(self.everything_bytes)
+        )?;
+        for saved in &self.saved {
+            let output = if saved.is_output { ", an output anyway" } else { "" };
+            writeln!(
+                f,
+                "  {:>10}  {} {} from {}{output}",
+                Bytes(saved.bytes),
+                saved.value,
+                saved.ty,
+                saved.origin
+            )?;
+            for user in saved.users.iter().take(4) {
+                writeln!(f, "              for {user}")?;
+            }
+            if saved.users.len() > 4 {
+                writeln!(f, "              and {} more", saved.users.len() - 4)?;
+            }
+        }
+        writeln!(
+            f,
+            "recomputes, in {:.3} ms by the cost model:",
+            self.recompute_picoseconds as f64 * 1e-9
+        )?;
+        for op in &self.recomputed {
+            writeln!(f, "  {:>10}  {} x {}", Bytes(op.bytes), op.count, op.op)?;
+        }
+        if let (Some(peak), Some(without)) = (self.peak, self.peak_without_budget) {
+            writeln!(
+                f,
+                "peak memory {} under the budget, {} without",
+                Bytes(peak),
+                Bytes(without)
+            )?;
+        }
+        Ok(())
+    }
+}
