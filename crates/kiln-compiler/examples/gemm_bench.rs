@@ -69,11 +69,11 @@ fn bench(shape: &str, toolchain: &Toolchain, pool: &ThreadPool) -> Result<(), Er
         k,
         a: Operand::strided("a", &[], a_free, a_depth),
         b: Operand::strided("b", &[], b_free, b_depth),
-        epilogue: Epilogue::store("c", &[], n as i64, 1),
+        epilogue: Epilogue::store("out", &[], n as i64, 1),
         params: vec![
             Param::new("const float *", "a"),
             Param::new("const float *", "b"),
-            Param::new("float *", "c"),
+            Param::new("float *", "out"),
         ],
         threads: pool.threads(),
     };

@@ -14,6 +14,7 @@
 //!
 //! What this module does not know: the graph, and which operations were fused; it is handed C expressions.
 
+pub mod conv;
 pub mod gemm;
 pub mod standalone;
 pub mod tile;
@@ -21,11 +22,13 @@ pub mod vector;
 
 use std::fmt;
 
-/// Names that generated functions use themselves; no parameter may have one of them.
+/// Names that generated functions use themselves, besides single letters from `c` on; no parameter may have one of them.
 pub const RESERVED: &[&str] = &[
-    "args", "batch", "begin", "col", "cols", "cp", "ctx", "depth", "end", "extent", "free", "group", "group_end", "i", "j",
-    "k", "k0", "l", "ld", "ldc", "packed", "panel", "r", "row", "rows", "rp", "rt", "start", "stationary", "streamed", "sum",
-    "target", "thread", "tile", "tile_a", "tile_b", "valid", "workspace",
+    "args", "at", "base", "batch", "begin", "block", "block_end", "channel", "col", "cols", "count", "cp", "ctx", "depth", "dy",
+    "end", "extent", "first", "free", "from", "grad", "group", "group_end", "image", "images", "k0", "last", "ld", "ldc", "line",
+    "lines", "packed", "panel", "part", "pixel", "px", "py", "pz", "r", "row", "rows", "rp", "rt", "run", "some", "start",
+    "stationary", "step", "streamed", "sum", "sums", "taps", "target", "thread", "tile", "tile_a", "tile_b", "to", "tx", "ty",
+    "tz", "unit", "valid", "width", "workspace", "y0", "z0",
 ];
 
 /// A parameter of a kernel: a C type and a name, as in `const float *x`. Snippets refer to it by its name, which must not
@@ -42,7 +45,8 @@ impl Param {
     /// Parameter `name` of type `ctype`.
     pub fn new(ctype: impl Into<String>, name: impl Into<String>) -> Self {
         let (ctype, name) = (ctype.into(), name.into());
-        debug_assert!(!RESERVED.contains(&name.as_str()), "`{name}` is a name of the generated code itself");
+        let reserved = RESERVED.contains(&name.as_str()) || (name.len() == 1 && name.as_str() >= "c");
+        debug_assert!(!reserved, "`{name}` is a name of the generated code itself");
         Self { ctype, name }
     }
 }

@@ -42,7 +42,7 @@ pub struct Tile {
     pub a: Access,
     /// How B is read.
     pub b: Access,
-    /// Whether the depth is two nested loops, the outer one with steps of its own through A and B.
+    /// Whether the depth is three nested loops, the outer two with steps of their own through A and B.
     pub nested: bool,
 }
 
@@ -68,14 +68,13 @@ impl Tile {
     ///
     /// ```c
     /// void name(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate);
-    /// void name_nested(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate,
-    ///                  int64_t outer, int64_t a_step, int64_t b_step);
+    /// void name_nested(..., const int64_t nest[6]);
     /// ```
-    /// `ldc` is the distance of rows of `c`; `accumulate` adds to what `c` holds. Nested: the product over `depth` is
-    /// summed `outer` times, `a` and `b` advancing by `a_step` and `b_step` elements each time.
+    /// `ldc` is the distance of rows of `c`; `accumulate` adds to what `c` holds. Nested: `nest` is `{count, a, b}` twice,
+    /// outermost first: how often, and the elements that A and B advance by each time.
     pub fn helper(&self, isa: Isa) -> Helper {
         let (rows, vectors, lanes) = (self.rows, self.vectors, vector::lanes(isa));
-        let nested = if self.nested { ", int64_t outer, int64_t a_step, int64_t b_step" } else { "" };
+        let nested = if self.nested { ", const int64_t nest[6]" } else { "" };
         let head = format!(
             "void {}(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate{nested})",
             self.name()
@@ -115,8 +114,10 @@ impl Tile {
         if self.nested {
             let _ = write!(
                 body,
-                "    for (; outer > 0; outer--, a += a_step - depth * {a_depth}, b += b_step - depth * {b_depth})\n    \
-                 for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n"
+                "    const float *a1 = a, *b1 = b;\n    for (int64_t n1 = 0; n1 < nest[0]; n1++, a1 += nest[1], b1 += nest[2]) \
+                 {{\n    const float *a2 = a1, *b2 = b1;\n    for (int64_t n2 = 0; n2 < nest[3]; n2++, a2 += nest[4], b2 += \
+                 nest[5]) {{\n    a = a2, b = b2;\n    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n    }}\n    \
+                 }}\n"
             );
         } else {
             let _ = write!(body, "    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n");

@@ -111,7 +111,7 @@ impl Case {
             let along = (col == 1).then_some(Axis::Depth);
             Epilogue::custom(along, move |r| {
                 let offset = gemm::batch_offset(&c, r.batch).unwrap_or_else(|| "0".into());
-                let place = format!("c + {offset} + {} * {row} + {} * {col}", r.row, r.col);
+                let place = format!("out + {offset} + {} * {row} + {} * {col}", r.row, r.col);
                 match r.width {
                     Width::Scalar => format!(
                         "float y = {} + bias[{}];\n*({place}) += y > 0 ? y : 0;",
@@ -125,7 +125,7 @@ impl Case {
                 }
             })
         } else {
-            Epilogue::store("c", &c, row, col)
+            Epilogue::store("out", &c, row, col)
         };
         let spec = GemmSpec {
             comment: format!("{self:?}"),
@@ -141,7 +141,7 @@ impl Case {
                 Param::new("const float *", "a"),
                 Param::new("const float *", "b"),
                 Param::new("const float *", "bias"),
-                Param::new("float *", "c"),
+                Param::new("float *", "out"),
             ],
             threads,
         };

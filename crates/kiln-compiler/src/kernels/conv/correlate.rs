@@ -1,0 +1,505 @@
+//! The forward convolution and the input gradient: both slide a window over an image, with the output pixels of one row
+//! as the rows of register tiles.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+use kiln_cpu::Isa;
+
+use super::image::{self, Padded};
+use super::weights::{self, Panels};
+use super::{ConvSpec, Image, ImageAxis, Place, Spatial, narrow};
+use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
+use crate::kernels::tile::{self, Access, Tile};
+use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack, vector};
+
+/// Bytes of the image that a thread works on before it goes to the next panel of weights.
+const L2_SHARE: usize = 256 << 10;
+
+/// Below this many operations one thread does it all.
+pub(super) const SERIAL_FLOPS: usize = 2_000_000;
+
+/// Which of the two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Direction {
+    Forward,
+    InputGrad,
+}
+
+/// Result pixels that use the same kernel elements: along each dimension, `start + i * step` for `i < count`.
+#[derive(Debug, Clone)]
+pub(super) struct Class {
+    /// Kernel elements along each dimension, by increasing place in the image.
+    pub taps: [Vec<usize>; 3],
+    /// Place in the padded image of the first tap of the first pixel.
+    pub origin: Spatial,
+    pub count: Spatial,
+    pub start: Spatial,
+    pub step: Spatial,
+}
+
+/// How windows move over the padded image.
+#[derive(Debug, Clone)]
+pub(super) struct Walk {
+    pub classes: Vec<Class>,
+    /// Image elements between neighbouring pixels of a class.
+    pub pixel_step: Spatial,
+    /// Image elements between taps.
+    pub tap_step: Spatial,
+    /// Zeros before the image (negative: elements that no window reaches).
+    pub before: [i64; 3],
+    /// Extents of what windows reach.
+    pub reach: Spatial,
+    /// Distance of neighbours in the padded image.
+    pub spread: Spatial,
+}
+
+/// One dimension of a [`Class`].
+struct Line {
+    taps: Vec<usize>,
+    origin: i64,
+    count: usize,
+    start: usize,
+    step: usize,
+}
+
+impl Walk {
+    pub fn new(spec: &ConvSpec<'_>, direction: Direction) -> Self {
+        let g = &spec.geometry;
+        let mut lines: [Vec<Line>; 3] = [Vec::new(), Vec::new(), Vec::new()];
+        let mut walk = Self {
+            classes: Vec::new(),
+            pixel_step: [1; 3],
+            tap_step: g.dilation,
+            before: [0; 3],
+            reach: [0; 3],
+            spread: [1; 3],
+        };
+        for d in 0..3 {
+            let (kernel, stride, dilation, pad) = (g.kernel[d], g.stride[d], g.dilation[d], g.pad[d] as i64);
+            let span = (kernel - 1) * dilation;
+            if direction == Direction::Forward {
+                walk.pixel_step[d] = stride;
+                walk.before[d] = pad;
+                walk.reach[d] = (g.output[d] - 1) * stride + span + 1;
+                let taps = (0..kernel).collect();
+                lines[d].push(Line { taps, origin: 0, count: g.output[d], start: 0, step: 1 });
+            } else if stride == 1 || dilation > 1 {
+                // With both a stride and a dilation, zeros between the elements make the stride 1.
+                walk.spread[d] = stride;
+                walk.before[d] = span as i64 - pad;
+                walk.reach[d] = g.input[d] + span;
+                let taps = (0..kernel).rev().collect();
+                lines[d].push(Line { taps, origin: 0, count: g.input[d], start: 0, step: 1 });
+            } else {
+                for residue in 0..stride.min(g.input[d] + g.pad[d]) {
+                    // Pixels q * stride - pad + residue, met by kernel elements residue, residue + stride, ...
+                    let taps: Vec<usize> = (residue..kernel).step_by(stride).collect();
+                    let first = (pad - residue as i64 + stride as i64 - 1).div_euclid(stride as i64).max(0);
+                    let start = (first * stride as i64 - pad + residue as i64) as usize;
+                    if start >= g.input[d] {
+                        continue;
+                    }
+                    let count = (g.input[d] - start).div_ceil(stride);
+                    let origin = first - taps.len() as i64 + 1;
+                    let taps = taps.into_iter().rev().collect();
+                    lines[d].push(Line { taps, origin, count, start, step: stride });
+                }
+                let met = |line: &&Line| !line.taps.is_empty();
+                walk.before[d] = lines[d].iter().filter(met).map(|line| -line.origin).max().unwrap_or(0);
+                for line in &mut lines[d] {
+                    line.origin = if line.taps.is_empty() { 0 } else { line.origin + walk.before[d] };
+                }
+                let end = |line: &Line| line.origin as usize + line.count + line.taps.len() - 1;
+                walk.reach[d] = lines[d].iter().filter(met).map(end).max().unwrap_or(1);
+            }
+        }
+        for z in &lines[0] {
+            for y in &lines[1] {
+                for x in &lines[2] {
+                    let line = [z, y, x];
+                    walk.classes.push(Class {
+                        taps: line.map(|l| l.taps.clone()),
+                        origin: line.map(|l| l.origin as usize),
+                        count: line.map(|l| l.count),
+                        start: line.map(|l| l.start),
+                        step: line.map(|l| l.step),
+                    });
+                }
+            }
+        }
+        walk
+    }
+}
+
+/// Extents and channels of the image that is read, by direction.
+pub(super) struct Sides {
+    pub extents: Spatial,
+    /// Channels of the image, and of one group.
+    pub channels: usize,
+    pub group: usize,
+    /// Result channels, and of one group.
+    pub result_channels: usize,
+    pub result_group: usize,
+}
+
+impl Sides {
+    pub fn new(spec: &ConvSpec<'_>, direction: Direction) -> Self {
+        let g = &spec.geometry;
+        let input = (g.input, g.in_channels, g.group_in());
+        let output = (g.output, g.out_channels, g.group_out());
+        let (from, to) = if direction == Direction::Forward { (input, output) } else { (output, input) };
+        Self {
+            extents: from.0,
+            channels: from.1,
+            group: from.2,
+            result_channels: to.1,
+            result_group: to.2,
+        }
+    }
+}
+
+pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
+    let g = &spec.geometry;
+    let lanes = vector::lanes(isa);
+    let result = if direction == Direction::Forward { g.output } else { g.input };
+    let sides = Sides::new(spec, direction);
+    if g.images * sides.result_channels * result.iter().product::<usize>() == 0 {
+        let head = signature(&spec.name, &spec.params);
+        return Kernel {
+            name: spec.name.clone(),
+            params: spec.params.clone(),
+            prototype: format!("{head};"),
+            source: format!("/* {}: no elements */\n{head} {{\n}}\n", spec.comment),
+            helpers: Vec::new(),
+            workspace_bytes: 0,
+        };
+    }
+    let pointwise = g.taps() == 1 && g.stride == [1; 3] && g.pad == [0; 3] && g.input == g.output;
+    if pointwise && g.groups == 1 {
+        return as_product(spec, direction, isa);
+    }
+    let walk = Walk::new(spec, direction);
+    if g.is_narrow(lanes) {
+        return narrow::correlate(spec, &walk, &sides, direction, isa);
+    }
+    Emitter { spec, direction, walk, sides, isa, lanes, tiles: BTreeSet::new() }.kernel()
+}
+
+/// A convolution that only mixes channels is a matrix product.
+fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
+    let g = &spec.geometry;
+    let [depth, height, width] = g.input;
+    let pixels = depth * height * width;
+    // Channels-first images have their pixels together within one image only.
+    let by_image = spec.image.contiguous == Some(ImageAxis::Width);
+    let place = |batch: &str, row: &str| -> [String; 4] {
+        if by_image {
+            [batch.into(), format!("({row} / {})", height * width), format!("({row} / {width} % {height})"), format!("({row} % {width})")]
+        } else {
+            [
+                format!("({row} / {pixels})"),
+                format!("({row} / {} % {depth})", height * width),
+                format!("({row} / {width} % {height})"),
+                format!("({row} % {width})"),
+            ]
+        }
+    };
+    let image = &spec.image;
+    let load = |at: &gemm::At<'_>| {
+        let [n, z, y, x] = place(at.batch, at.free);
+        (image.load)(&Place { width: at.width, image: &n, at: [&z, &y, &x], channel: at.depth })
+    };
+    let flat = dense_pixels(image, [g.images, depth, height, width]);
+    let a = match &image.memory {
+        Some((pointer, strides)) if flat => {
+            let batch = if by_image { vec![(g.images, strides[0])] } else { vec![] };
+            Operand::strided(pointer, &batch, strides[3], strides[4])
+        }
+        _ => {
+            let axis = (image.contiguous == Some(ImageAxis::Channel)).then_some(Axis::Depth);
+            Operand::computed(axis, load)
+        }
+    };
+    let (k, n) = if direction == Direction::Forward {
+        (g.in_channels, g.out_channels)
+    } else {
+        (g.out_channels, g.in_channels)
+    };
+    let b = match direction {
+        Direction::Forward => Operand::strided(&spec.weight, &[], k as i64, 1),
+        Direction::InputGrad => Operand::strided(&spec.weight, &[], 1, n as i64),
+    };
+    let consume = |r: &gemm::Result<'_>| {
+        let [image, z, y, x] = place(r.batch, r.row);
+        let place = Place { width: r.width, image: &image, at: [&z, &y, &x], channel: r.col };
+        (spec.epilogue.consume)(&place, r.value)
+    };
+    let product = GemmSpec {
+        name: spec.name.clone(),
+        comment: spec.comment.clone(),
+        batch: if by_image { g.images } else { 1 },
+        m: if by_image { pixels } else { pixels * g.images },
+        n,
+        k,
+        a,
+        b,
+        epilogue: Epilogue::custom(spec.epilogue.vectors.then_some(Axis::Depth), consume),
+        params: spec.params.clone(),
+        threads: spec.threads,
+    };
+    gemm::emit(product, isa)
+}
+
+/// Whether all pixels of an image (and all images, unless it is channels-first) follow each other at one stride.
+pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [usize; 4]) -> bool {
+    let Some((_, [n, z, y, x, _])) = image.memory else { return false };
+    let follows = |outer: i64, inner: i64, extent: usize, repeats: usize| repeats == 1 || outer == inner * extent as i64;
+    let inside = follows(y, x, width, height) && follows(z, x, width * height, depth);
+    let across = follows(n, x, width * height * depth, images);
+    inside && (across || image.contiguous == Some(ImageAxis::Width))
+}
+
+/// `name_finish(...)`: the epilogue of one tile, whose rows are pixels `x, x + step, ...`.
+pub(super) fn finish(spec: &ConvSpec<'_>, lanes: usize) -> String {
+    let ConvSpec { name, epilogue, params, .. } = spec;
+let each = |width| {
+        let place = Place { width, image: "image", at: ["z", "y", "x"], channel: "j" };
+        indent(&(epilogue.consume)(&place, "sum"), 12)
+    };
+    let vectors = if epilogue.vectors {
+        format!(
+            "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + i * ld + (j - \
+             col));\n{}        }}\n",
+            each(Width::Vector),
+            lanes = lanes
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "/* Consumes a finished tile of the result. */\nstatic __attribute__((noinline)) void {name}_finish(const struct \
+         {name}_args *args, const float *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t y, int64_t x, int64_t step, \
+         int64_t rows, int64_t col, int64_t cols) {{\n{}    for (int64_t i = 0; i < rows; i++, x += step) {{\n        int64_t j \
+         = col;\n{vectors}        for (; j < col + cols; j++) {{\n            float sum = tile[i * ld + (j - col)];\n{}        \
+         }}\n    }}\n}}\n",
+        unpack(params),
+        each(Width::Scalar)
+    )
+}
+
+struct Emitter<'a> {
+    spec: &'a ConvSpec<'a>,
+    direction: Direction,
+    walk: Walk,
+    sides: Sides,
+    isa: Isa,
+    lanes: usize,
+    tiles: BTreeSet<Helper>,
+}
+
+impl Emitter<'_> {
+    fn kernel(mut self) -> Kernel {
+        let ConvSpec { name, comment, geometry: g, image, params, threads, .. } = self.spec;
+        let lanes = self.lanes;
+        let padded = image::padded(
+            image,
+            &image::Request {
+                prefix: name,
+                suffix: "",
+                offset: 0,
+                images: g.images,
+                channels: self.sides.channels,
+                extents: self.sides.extents,
+                before: self.walk.before,
+                reach: self.walk.reach,
+                spread: self.walk.spread,
+                params,
+                lanes,
+                in_place: true,
+            },
+        );
+        let vectors = self.sides.result_group.div_ceil(lanes).min(2);
+        let panels = Panels::new(self.sides.result_group, vectors, lanes);
+        let mut workspace = padded.copy.as_ref().map_or(0, |copy| copy.bytes);
+
+        let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
+        let serial = *threads == 1 || flops < SERIAL_FLOPS;
+        let run = |function: &str, count: usize| {
+            if serial {
+                format!("    {function}(&args, 0, {count}, 0);\n")
+            } else {
+                format!("    rt->parallel_for(rt->pool, {count}, 1, {function}, &args);\n")
+            }
+        };
+
+        let mut source = String::new();
+        let _ = writeln!(
+            source,
+            "/* {comment}\n * {} images of {:?} x {} channels{}{}, {} classes of pixels. */",
+            g.images,
+            self.sides.extents,
+            self.sides.channels,
+            if g.groups > 1 { format!(" in {} groups", g.groups) } else { String::new() },
+            if padded.copy.is_some() { ", copied with padding" } else { ", read in place" },
+            self.walk.classes.len()
+        );
+        let _ = writeln!(source, "struct {name}_args {{\n{}    char *workspace;\n}};", fields(params));
+        let mut calls = String::new();
+        if let Some(copy) = &padded.copy {
+            source.push_str(&copy.source);
+            calls.push_str(&run(&copy.function, copy.rows));
+        }
+        source.push_str(&finish(self.spec, lanes));
+        for (index, class) in self.walk.classes.clone().iter().enumerate() {
+            let taps: usize = class.taps.iter().map(Vec::len).product();
+            let pack = format!("{name}_pack{index}");
+            if taps > 0 {
+                source.push_str(&weights::source(&weights::Request {
+                    prefix: name,
+                    function: &pack,
+                    geometry: g,
+                    weight: &self.spec.weight,
+                    transposed: self.direction == Direction::InputGrad,
+                    taps: &class.taps,
+                    panels,
+                    offset: workspace,
+                    params,
+                    lanes,
+                }));
+                calls.push_str(&run(&pack, g.groups * panels.count));
+            }
+            let (text, units) = self.class(index, class, &padded, panels, workspace);
+            source.push_str(&text);
+            calls.push_str(&run(&format!("{name}_class{index}"), units));
+            workspace += round_up((g.groups * panels.padded() * taps * self.sides.group + lanes) * 4, 64);
+        }
+        let head = signature(name, params);
+        let _ = write!(
+            source,
+            "{head} {{\n    struct {name}_args args = {{{}.workspace = workspace}};\n{calls}}}\n",
+            pack_fields(params)
+        );
+        Kernel {
+            name: name.clone(),
+            params: params.clone(),
+            prototype: format!("{head};"),
+            source,
+            helpers: self.tiles.into_iter().collect(),
+            workspace_bytes: workspace,
+        }
+    }
+
+    /// `name_class<index>(ctx, begin, end, thread)` over units of up to a tile's height of pixels of one row; and how many units
+    /// there are.
+    fn class(&mut self, index: usize, class: &Class, padded: &Padded, panels: Panels, weights: usize) -> (String, usize) {
+        let ConvSpec { name, geometry: g, params, .. } = self.spec;
+        let (lanes, sides, walk) = (self.lanes, &self.sides, &self.walk);
+        let [sn, sz, sy, sx] = padded.strides;
+        let vectors = panels.width / lanes;
+        let [count_z, count_y, count_x] = class.count;
+        let parts = count_x.div_ceil(tile::max_rows(self.isa, vectors));
+        let rows = count_x.div_ceil(parts);
+        let tall = count_x - parts * (rows - 1);
+        let units = g.images * count_z * count_y * parts;
+
+        let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
+        let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
+        // Neighbouring kernel elements of a row are one run if nothing lies between them.
+        let merged = g.groups == 1 && walk.tap_step[2] == 1 && sx == sides.channels as i64;
+        let (depth, along_x) = if merged { (taps_x * sides.group, 1) } else { (sides.group, taps_x) };
+        let nothing = taps_z * taps_y * taps_x == 0;
+        let a = Access::Strided { free: walk.pixel_step[2] as i64 * sx, depth: 1 };
+        let mut call = |rows: usize, width: usize| {
+            let tile = Tile { rows, vectors: width / lanes, a, b: Access::Packed, nested: true };
+            self.tiles.insert(tile.helper(self.isa));
+            let nest = [
+                if nothing { 0 } else { taps_y as i64 },
+                step(1, sy),
+                (taps_x * sides.group * width) as i64,
+                along_x as i64,
+                step(2, sx),
+                (sides.group * width) as i64,
+            ];
+            let nest = nest.map(|n| n.to_string()).join(", ");
+            let each_z = taps_y * taps_x * sides.group * width;
+            format!(
+                "for (int64_t t = 0; t < {}; t++)\n    {}(tile_a + t * {}, tile_b + t * {each_z}, {depth}, tile, {width}, t > 0, (const \
+                 int64_t[6]){{{nest}}});\n",
+                taps_z.max(1),
+                tile.name(),
+                step(0, sz)
+            )
+        };
+        let mut heights = |width: usize| {
+            if tall == parts {
+                call(rows, width)
+            } else {
+                let (first, second) = (call(rows, width), call(rows - 1, width));
+                format!("if (part < {tall}) {{\n{}}} else {{\n{}}}\n", indent(&first, 4), indent(&second, 4))
+            }
+        };
+        let full = if panels.count == 1 { panels.last } else { panels.width };
+        let calls = if panels.count > 1 && panels.last < panels.width {
+            let (wide, narrow) = (heights(full), heights(panels.last));
+            let last = panels.count - 1;
+            format!("if (cp < {last}) {{\n{}}} else {{\n{}}}\n", indent(&wide, 4), indent(&narrow, 4))
+        } else {
+            heights(full)
+        };
+        let first_x = if tall == parts {
+            format!("part * {rows}")
+        } else {
+            format!("part * {} + (part < {tall} ? part : {tall})", rows - 1)
+        };
+        let height = if tall == parts { rows.to_string() } else { format!("(part < {tall} ? {rows} : {})", rows - 1) };
+        let unit_bytes = (sy as usize * walk.pixel_step[1] * 4 / parts).max(1);
+        let block = (L2_SHARE / unit_bytes).clamp(1, units);
+        let [origin_z, origin_y, origin_x] = class.origin;
+        let [pz, py, px] = walk.pixel_step;
+        let taps = taps_z * taps_y * taps_x;
+        let body = format!(
+            "const int64_t line = unit / {parts}, part = unit % {parts}, px = {first_x}, rows = {height};\nconst int64_t image = line / \
+             {}, pz = line / {count_y} % {count_z}, py = line % {count_y};\nconst float *tile_a = {} + image * {sn} + (pz * {pz} + \
+             {origin_z}) * {sz} + (py * {py} + {origin_y}) * {sy}\n    + (px * {px} + {origin_x}) * {sx} + group * {};\nconst float \
+             *tile_b = (const float *)(args->workspace + {weights}) + (group * {} + cp * {}) * {};\n{calls}{name}_finish(args, tile, \
+             {ld}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, rows, group * {n} + cp * {w},\n    {n} - cp * {w} < {w} ? {n} - cp \
+             * {w} : {w});\n",
+            count_z * count_y,
+            padded.base,
+            sides.group,
+            panels.padded(),
+            panels.width,
+            taps * sides.group,
+            class.step[0],
+            class.start[0],
+            class.step[1],
+            class.start[1],
+            class.step[2],
+            class.start[2],
+            class.step[2],
+            ld = if panels.count > 1 && panels.last < panels.width {
+                format!("cp < {} ? {} : {}", panels.count - 1, panels.width, panels.last)
+            } else {
+                full.to_string()
+            },
+            n = sides.result_group,
+            w = panels.width,
+        );
+        let source = format!(
+            "/* Pixels {:?} + {:?} * i. */\nstatic void {name}_class{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
+             const struct {name}_args *args = ctx;\n{}    float tile[{}] __attribute__((aligned(64)));\n    for (int64_t block = begin; \
+             block < end; block += {block}) {{\n        const int64_t block_end = block + {block} < end ? block + {block} : end;\n        \
+             for (int64_t group = 0; group < {}; group++)\n        for (int64_t cp = 0; cp < {}; cp++)\n        for (int64_t unit = \
+             block; unit < block_end; unit++) {{\n{}        }}\n    }}\n}}\n",
+            class.start,
+            class.step,
+            unpack(params),
+            rows * panels.width,
+            g.groups,
+            panels.count,
+            indent(&body, 12)
+        );
+        (source, units)
+    }
+}

@@ -1,0 +1,181 @@
+//! Channels-last images with room around them, for tiles to read in place.
+
+use super::{Image, ImageAxis, Place, Spatial};
+use crate::kernels::{Param, Width, indent, round_up, unpack};
+
+/// An image as the tiles see it: channels contiguous, strides constant, zeros wherever a window reaches outside.
+#[derive(Debug, Clone)]
+pub(super) struct Padded {
+    /// C expression (`const float *`) of the element at the lowest place that any window reaches, channel 0.
+    pub base: String,
+    /// Elements between images, and between neighbours along depth, height and width.
+    pub strides: [i64; 4],
+    /// The copy to make first, unless the image is used where it lies.
+    pub copy: Option<Copy>,
+}
+
+/// A padded copy in the workspace.
+#[derive(Debug, Clone)]
+pub(super) struct Copy {
+    /// C function `name(ctx, begin, end, thread)` that fills rows `begin..end`.
+    pub function: String,
+    /// Its definition.
+    pub source: String,
+    /// Rows of all images together.
+    pub rows: usize,
+    /// Bytes of the copy.
+    pub bytes: usize,
+}
+
+/// What a copy is made for.
+pub(super) struct Request<'a> {
+    /// Prefix of the generated names; the context is `struct prefix_args`, which has a field for the workspace.
+    pub prefix: &'a str,
+    /// Distinguishes copies of one kernel.
+    pub suffix: &'a str,
+    /// Place of the copy in the workspace, in bytes.
+    pub offset: usize,
+    pub images: usize,
+    pub channels: usize,
+    /// Extents of the image.
+    pub extents: Spatial,
+    /// Zeros before it (negative: how many elements no window reaches).
+    pub before: [i64; 3],
+    /// Extents of what the windows reach, from `-before` on.
+    pub reach: Spatial,
+    /// Distance between neighbours in the copy; zeros are put between them where it is more than one.
+    pub spread: Spatial,
+    pub params: &'a [Param],
+    pub lanes: usize,
+    /// Whether the image may be used where it lies. Not if tiles read vectors that run over the end of a pixel's channels: past
+    /// the last pixel there is no memory.
+    pub in_place: bool,
+}
+
+/// The image as tiles can read it.
+pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
+    let Request { images, channels, extents, before, reach, spread, .. } = *request;
+    if let Some((pointer, [n, z, y, x, 1])) = &image.memory {
+        let inside = request.in_place && (0..3).all(|d| {
+            before[d] <= 0 && spread[d] == 1 && (reach[d] as i64 - before[d]) <= extents[d] as i64
+        });
+        if inside {
+            let skip: i64 = -(before[0] * z + before[1] * y + before[2] * x);
+            let base = if skip == 0 { pointer.clone() } else { format!("({pointer} + {skip})") };
+            return Padded { base, strides: [*n, *z, *y, *x], copy: None };
+        }
+    }
+    let width = channels as i64;
+    let x = width;
+    let y = x * reach[2] as i64;
+    let z = y * reach[1] as i64;
+    let strides = [z * reach[0] as i64, z, y, x];
+    // Room for a vector that starts at the last element.
+    let bytes = round_up((images as i64 * strides[0]) as usize * 4 + request.lanes * 4 * 4, 64);
+    let rows = images * reach[0] * reach[1];
+    let function = format!("{}_copy{}", request.prefix, request.suffix);
+    let source = copy_source(image, request, &function, strides);
+    Padded {
+        base: format!("((const float *)(args->workspace + {}))", request.offset),
+        strides,
+        copy: Some(Copy { function, source, rows, bytes }),
+    }
+}
+
+/// The function that fills rows of the copy: one row has all of the width at one image, depth and height.
+fn copy_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides: [i64; 4]) -> String {
+    let Request { prefix, channels, extents, before, reach, spread, params, lanes, offset, .. } = *request;
+    // `to` is the place in the copy of element 0 of the row.
+    let inner = if spread[2] == 1 {
+        dense_row(image, channels, lanes)
+    } else {
+        let value = load(image, Width::Scalar, "x", "c");
+        format!(
+            "for (int64_t x = first; x < last; x++)\n    for (int64_t c = 0; c < {channels}; c++)\n        to[x * {} + c] = \
+             {value};\n",
+            channels * spread[2]
+        )
+    };
+    let outside = |axis: &str, d: usize| {
+        let spread = spread[d];
+        let on_grid = if spread == 1 { String::new() } else { format!(" || {axis} % {spread} != 0") };
+        format!("{axis} < 0{on_grid} || {axis} / {spread} >= {}", extents[d])
+    };
+    // Elements of the row that the copy has room for.
+    let first = (-before[2]).max(0).div_euclid(spread[2] as i64)
+        + i64::from((-before[2]).max(0).rem_euclid(spread[2] as i64) != 0);
+    let room = (reach[2] as i64 - before[2]).max(0);
+    let last = ((room + spread[2] as i64 - 1) / spread[2] as i64).min(extents[2] as i64).max(first);
+    let zero_all = spread[2] > 1;
+    let edges = if zero_all {
+        format!("__builtin_memset(row, 0, {} * sizeof(float));\n", strides[2])
+    } else {
+        let left = (before[2] + first).max(0) * channels as i64;
+        let right = (before[2] + last).max(0) * channels as i64;
+        format!(
+            "__builtin_memset(row, 0, {left} * sizeof(float));\n__builtin_memset(row + {right}, 0, {} * \
+             sizeof(float));\n",
+            strides[2] - right
+        )
+    };
+    let body = format!(
+        "const int64_t image = r / {per_image}, z0 = r / {ey} % {ez} - {bz}, y0 = r % {ey} - {by};\nfloat *row = base + image \
+         * {sn} + (r / {ey} % {ez}) * {sz} + (r % {ey}) * {sy};\nif ({out_z} || {out_y}) {{\n    __builtin_memset(row, 0, {sy} * \
+         sizeof(float));\n    continue;\n}}\nconst int64_t z = z0 / {pz}, y = y0 / {py}, first = {first}, last = \
+         {last};\nfloat *to = row + {skip};\n{edges}{inner}",
+        per_image = reach[0] * reach[1],
+        ey = reach[1],
+        ez = reach[0],
+        bz = before[0],
+        by = before[1],
+        sn = strides[0],
+        sz = strides[1],
+        sy = strides[2],
+        out_z = outside("z0", 0),
+        out_y = outside("y0", 1),
+        pz = spread[0],
+        py = spread[1],
+        skip = before[2] * channels as i64,
+    );
+    format!(
+        "/* Copies rows of an image into channels-last order with zeros around it. */\nstatic void {function}(void *ctx, \
+         int64_t begin, int64_t end, int thread) {{\n    const struct {prefix}_args *args = ctx;\n{}    float *base = (float \
+         *)(args->workspace + {offset});\n    for (int64_t r = begin; r < end; r++) {{\n{}    }}\n}}\n",
+        unpack(params),
+        indent(&body, 8)
+    )
+}
+
+fn load(image: &Image<'_>, width: Width, x: &str, channel: &str) -> String {
+    (image.load)(&Place { width, image: "image", at: ["z", "y", x], channel })
+}
+
+/// Statements that copy elements `first..last` of a row to `to[x * channels + c]`.
+fn dense_row(image: &Image<'_>, channels: usize, lanes: usize) -> String {
+    let scalar = load(image, Width::Scalar, "x", "c");
+    match image.contiguous {
+        Some(ImageAxis::Channel) if channels >= lanes => {
+            let vector = load(image, Width::Vector, "x", "c");
+            format!(
+                "for (int64_t x = first; x < last; x++) {{\n    int64_t c = 0;\n    for (; c + {lanes} <= {channels}; c += \
+                 {lanes}) vf_store(to + x * {channels} + c, {vector});\n    for (; c < {channels}; c++) to[x * {channels} + c] = \
+                 {scalar};\n}}\n"
+            )
+        }
+        Some(ImageAxis::Width) if channels >= lanes => {
+            let vector = load(image, Width::Vector, "x", "(group + l)");
+            format!(
+                "int64_t group = 0;\nfor (; group + {lanes} <= {channels}; group += {lanes}) {{\n    int64_t x = first;\n    for \
+                 (; x + {lanes} <= last; x += {lanes}) {{\n        vf block[KILN_LANES];\n        for (int l = 0; l < {lanes}; \
+                 l++) block[l] = {vector};\n        vf_transpose(block);\n        for (int l = 0; l < {lanes}; l++) vf_store(to + \
+                 (x + l) * {channels} + group, block[l]);\n    }}\n    for (; x < last; x++)\n        for (int64_t c = group; c < \
+                 group + {lanes}; c++) to[x * {channels} + c] = {scalar};\n}}\nfor (int64_t c = group; c < {channels}; \
+                 c++)\n    for (int64_t x = first; x < last; x++) to[x * {channels} + c] = {scalar};\n"
+            )
+        }
+        _ => format!(
+            "for (int64_t x = first; x < last; x++)\n    for (int64_t c = 0; c < {channels}; c++) to[x * {channels} + c] = \
+             {scalar};\n"
+        ),
+    }
+}

@@ -1,0 +1,248 @@
+//! Convolutions and their gradients as implicit matrix products over channels-last images.
+//!
+//! In a channels-last image, the elements that one output pixel needs from one kernel row are one run of memory, and
+//! those of the next output pixel are the same run further on. A register tile whose rows are neighbouring output pixels
+//! therefore reads the image in place with constant strides; nothing like im2col is ever written. What is written, where there is padding (or the image is
+//! laid out otherwise, or computed on the fly), is one padded channels-last copy, with that computation applied.
+//!
+//! - [`forward`]: rows are output pixels, columns output channels, the depth runs over kernel and input channels.
+//! - [`input_grad`]: the same with the roles of the images exchanged and the kernel reversed. With a stride, the input
+//!   pixels fall into classes by their position within the stride; each class is a convolution of its own with those
+//!   kernel elements that reach it, so no multiplication with an inserted zero is made.
+//! - [`weight_grad`]: rows are output channels, columns kernel elements and input channels, the depth runs over all pixels.
+//!
+//! Groups wide enough for vectors are products of their own; narrow ones (depthwise, and a few channels a group) have
+//! kernels of their own with a vector across groups.
+//!
+//! One and two spatial dimensions are three with extents of one. Accumulation is in f32, in an order that depends on the
+//! shape alone.
+
+mod correlate;
+mod image;
+mod narrow;
+mod weight_grad;
+mod weights;
+
+use kiln_cpu::Isa;
+
+use super::{Kernel, Param, Width};
+
+/// The spatial dimensions: depth, height, width.
+pub type Spatial = [usize; 3];
+
+/// Shape and attributes of a convolution, as of the forward one also for gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Geometry {
+    /// Images.
+    pub images: usize,
+    /// Channel groups; divides both channel counts.
+    pub groups: usize,
+    /// Channels of the input.
+    pub in_channels: usize,
+    /// Channels of the output.
+    pub out_channels: usize,
+    /// Extents of the input.
+    pub input: Spatial,
+    /// Extents of the output.
+    pub output: Spatial,
+    /// Extents of the kernel.
+    pub kernel: Spatial,
+    /// Step of the window.
+    pub stride: Spatial,
+    /// Zeros before the first input element. Those after the last follow from `output`.
+    pub pad: Spatial,
+    /// Distance between kernel elements.
+    pub dilation: Spatial,
+}
+
+impl Geometry {
+    /// Kernel elements: the product of its extents.
+    pub fn taps(&self) -> usize {
+        self.kernel.iter().product()
+    }
+
+    /// Input channels of a group.
+    pub fn group_in(&self) -> usize {
+        self.in_channels / self.groups
+    }
+
+    /// Output channels of a group.
+    pub fn group_out(&self) -> usize {
+        self.out_channels / self.groups
+    }
+
+    /// Elements of the weight `[out, in / groups, kernel..]`.
+    pub fn weight_len(&self) -> usize {
+        self.out_channels * self.group_in() * self.taps()
+    }
+
+    /// Whether the groups are so narrow that a vector spans several whole ones.
+    fn is_narrow(&self, lanes: usize) -> bool {
+        let (cin, cout) = (self.group_in(), self.group_out());
+        self.groups > 1 && cin == cout && cout < lanes && lanes % cout == 0
+    }
+}
+
+/// The place of an element of an image. All but `width` are C expressions of type `int64_t`, safe to use as factors.
+#[derive(Debug, Clone, Copy)]
+pub struct Place<'a> {
+    /// One element, or a vector of them along the contiguous axis.
+    pub width: Width,
+    /// Image.
+    pub image: &'a str,
+    /// Depth, height and width.
+    pub at: [&'a str; 3],
+    /// Channel.
+    pub channel: &'a str,
+}
+
+/// The axis of an image along which vectors can be loaded or stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ImageAxis {
+    /// Channels last.
+    Channel,
+    /// Channels first: the width.
+    Width,
+}
+
+/// A function from a place to the C expression of the element (`float`) or vector (`vf`) there.
+pub type LoadImage<'a> = Box<dyn Fn(&Place<'_>) -> String + 'a>;
+
+/// An image that a convolution reads.
+pub struct Image<'a> {
+    /// The axis along which `load` can give vectors, if any.
+    pub contiguous: Option<ImageAxis>,
+    /// How an element is obtained; only asked for places inside the image.
+    pub load: LoadImage<'a>,
+    /// Pointer and strides (image, depth, height, width, channel; in elements) if it is plain f32 memory.
+    pub memory: Option<(String, [i64; 5])>,
+}
+
+impl<'a> Image<'a> {
+    /// The f32 tensor at the C pointer `pointer`, with strides in elements: image, depth, height, width, channel.
+    pub fn strided(pointer: &str, strides: [i64; 5]) -> Self {
+        let contiguous = match strides {
+            [_, _, _, _, 1] => Some(ImageAxis::Channel),
+            [_, _, _, 1, _] => Some(ImageAxis::Width),
+            _ => None,
+        };
+        let base = pointer.to_owned();
+        let load = move |place: &Place<'_>| {
+            let address = address(&base, strides, place);
+            match place.width {
+                Width::Scalar => format!("*({address})"),
+                Width::Vector => format!("vf_load({address})"),
+            }
+        };
+        Self { contiguous, load: Box::new(load), memory: Some((pointer.to_owned(), strides)) }
+    }
+
+    /// An image that is computed while it is read, once for each element.
+    pub fn computed(contiguous: Option<ImageAxis>, load: impl Fn(&Place<'_>) -> String + 'a) -> Self {
+        Self { contiguous, load: Box::new(load), memory: None }
+    }
+}
+
+/// C expression of the address of an element of a strided image.
+pub fn address(pointer: &str, strides: [i64; 5], place: &Place<'_>) -> String {
+    let [z, y, x] = place.at;
+    let terms = [place.image, z, y, x, place.channel];
+    let mut sum = pointer.to_owned();
+    for (term, stride) in terms.iter().zip(strides) {
+        if *term != "0" {
+            sum.push_str(&format!(" + {term} * {stride}"));
+        }
+    }
+    sum
+}
+
+/// A function from a place and the C variable with the finished value (`float` or `vf`) to the statements that consume it.
+pub type ConsumePixel<'a> = Box<dyn Fn(&Place<'_>, &str) -> String + 'a>;
+
+/// What happens to each element of the resulting image.
+pub struct PixelEpilogue<'a> {
+    /// Whether `consume` can take vectors along the channels; the width is never vectorised here.
+    pub vectors: bool,
+    /// Statements for each element or vector of channels.
+    pub consume: ConsumePixel<'a>,
+}
+
+impl<'a> PixelEpilogue<'a> {
+    /// Stores to the f32 tensor at the C pointer `pointer`, with strides as of [`Image::strided`].
+    pub fn store(pointer: &str, strides: [i64; 5]) -> Self {
+        let pointer = pointer.to_owned();
+        let consume = move |place: &Place<'_>, value: &str| {
+            let address = address(&pointer, strides, place);
+            match place.width {
+                Width::Scalar => format!("*({address}) = {value};"),
+                Width::Vector if strides[4] == 1 => format!("vf_store({address}, {value});"),
+                Width::Vector => format!("vf_store_stride({address}, {}, {value});", strides[4]),
+            }
+        };
+        Self { vectors: true, consume: Box::new(consume) }
+    }
+
+    /// Statements of the caller's own.
+    pub fn custom(vectors: bool, consume: impl Fn(&Place<'_>, &str) -> String + 'a) -> Self {
+        Self { vectors, consume: Box::new(consume) }
+    }
+}
+
+/// A convolution, or the gradient of one with respect to its input.
+pub struct ConvSpec<'a> {
+    /// C identifier of the kernel.
+    pub name: String,
+    /// What it computes, for the comment above it.
+    pub comment: String,
+    /// Shape of the forward convolution.
+    pub geometry: Geometry,
+    /// The forward input; for the gradient, the gradient of the output.
+    pub image: Image<'a>,
+    /// C expression (`const float *`) of the weight `[out, in / groups, depth, height, width]`, contiguous.
+    pub weight: String,
+    /// What happens to the forward output; for the gradient, to the gradient of the input.
+    pub epilogue: PixelEpilogue<'a>,
+    /// Parameters that the snippets refer to.
+    pub params: Vec<Param>,
+    /// Most threads the kernel may meet; decides the size of the workspace, never the result.
+    pub threads: usize,
+}
+
+/// A function from width, index into the flat weight (`int64_t`) and the C variable with the gradient to statements.
+pub type ConsumeWeight<'a> = Box<dyn Fn(Width, &str, &str) -> String + 'a>;
+
+/// The gradient of a convolution with respect to its weight.
+pub struct WeightGradSpec<'a> {
+    /// C identifier of the kernel.
+    pub name: String,
+    /// What it computes, for the comment above it.
+    pub comment: String,
+    /// Shape of the forward convolution.
+    pub geometry: Geometry,
+    /// The forward input.
+    pub input: Image<'a>,
+    /// The gradient of the output.
+    pub output_grad: Image<'a>,
+    /// What happens to each element of the gradient, in the order of the weight in memory; vectors are of consecutive elements.
+    pub consume: ConsumeWeight<'a>,
+    /// Parameters that the snippets refer to.
+    pub params: Vec<Param>,
+    /// Most threads the kernel may meet; decides the size of the workspace, never the result.
+    pub threads: usize,
+}
+
+/// `out[n, o, p] = sum over c, t of x[n, c, p * stride - pad + t * dilation] * w[o, c, t]`.
+pub fn forward(spec: ConvSpec<'_>, isa: Isa) -> Kernel {
+    correlate::emit(&spec, correlate::Direction::Forward, isa)
+}
+
+/// `dx[n, c, q] = sum over o, t of dy[n, o, (q + pad - t * dilation) / stride] * w[o, c, t]`, over those `t` for which the
+/// division is exact. With `w` read as `[in, out / groups, ..]` this is also the transposed convolution.
+pub fn input_grad(spec: ConvSpec<'_>, isa: Isa) -> Kernel {
+    correlate::emit(&spec, correlate::Direction::InputGrad, isa)
+}
+
+/// `dw[o, c, t] = sum over n, p of dy[n, o, p] * x[n, c, p * stride - pad + t * dilation]`.
+pub fn weight_grad(spec: WeightGradSpec<'_>, isa: Isa) -> Kernel {
+    weight_grad::emit(&spec, isa)
+}

@@ -1,0 +1,403 @@
+//! Convolutions whose groups are narrower than a vector: depthwise ones, and a few channels a group.
+//!
+//! A vector holds the channels of several whole groups. For each kernel element and each channel of a group, the image's
+//! vector with that channel spread over its group (a constant shuffle; none for depthwise) is multiplied with a vector of weights: every lane works, and no
+//! lane sees another group's values.
+
+use std::fmt::Write;
+
+use kiln_cpu::Isa;
+
+use super::correlate::{self, Class, Direction, Sides, Walk};
+use super::image::{self, Padded};
+use super::{ConvSpec, WeightGradSpec, weight_grad};
+use crate::kernels::{Kernel, fields, indent, pack_fields, round_up, signature, unpack, vector};
+
+/// Most pixels of a tile, and most kernel elements that a weight gradient accumulates at once.
+fn limits(isa: Isa) -> (usize, usize) {
+    if isa.registers() >= 32 { (8, 25) } else { (4, 9) }
+}
+
+/// C expression: lane `l` is the channel `s` of `x`'s group that contains `l`.
+fn spread(x: &str, s: usize, group: usize, lanes: usize) -> String {
+    if group == 1 {
+        return x.into();
+    }
+    let index: Vec<String> = (0..lanes).map(|l| (l / group * group + s).to_string()).collect();
+    format!("KILN_SHUFFLE({x}, {x}, {})", index.join(", "))
+}
+
+/// Statements that read a vector of channels `v`, the last of which may be partial, into `name`.
+fn read(name: &str, address: &str, channels: usize, lanes: usize) -> String {
+    match channels % lanes {
+        0 => format!("vf {name} = vf_load({address});"),
+        rest => format!(
+            "vf {name} = v + 1 < {} ? vf_load({address}) : vf_load_n({address}, {rest});",
+            channels.div_ceil(lanes)
+        ),
+    }
+}
+
+/// The forward convolution or the input gradient.
+pub(super) fn correlate(
+    spec: &ConvSpec<'_>,
+    walk: &Walk,
+    sides: &Sides,
+    direction: Direction,
+    isa: Isa,
+) -> Kernel {
+    let ConvSpec { name, comment, geometry: g, image, params, threads, .. } = spec;
+    let lanes = vector::lanes(isa);
+    let padded = image::padded(
+        image,
+        &image::Request {
+            prefix: name,
+            suffix: "",
+            offset: 0,
+            images: g.images,
+            channels: sides.channels,
+            extents: sides.extents,
+            before: walk.before,
+            reach: walk.reach,
+            spread: walk.spread,
+            params,
+            lanes,
+            in_place: true,
+        },
+    );
+    let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
+    let run = run(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let mut source = format!(
+        "/* {comment}\n * {} images of {:?} x {} channels in groups of {}, {} classes of pixels. */\nstruct {name}_args {{\n{}    char \
+         *workspace;\n}};\n",
+        g.images,
+        sides.extents,
+        sides.channels,
+        sides.group,
+        walk.classes.len(),
+        fields(params)
+    );
+    let mut calls = String::new();
+    let mut workspace = 0;
+    if let Some(copy) = &padded.copy {
+        source.push_str(&copy.source);
+        calls.push_str(&run(&copy.function, copy.rows));
+        workspace = copy.bytes;
+    }
+    source.push_str(&correlate::finish(spec, lanes));
+    for (index, class) in walk.classes.iter().enumerate() {
+        let taps: usize = class.taps.iter().map(Vec::len).product();
+        let (text, units) = self::class(spec, walk, sides, class, index, &padded, workspace, direction, isa);
+        source.push_str(&text);
+        if taps > 0 {
+            calls.push_str(&run(&format!("{name}_pack{index}"), sides.channels.div_ceil(lanes)));
+        }
+        calls.push_str(&run(&format!("{name}_class{index}"), units));
+        workspace += round_up(sides.channels.div_ceil(lanes) * taps * sides.group * lanes * 4, 64);
+    }
+    finish_kernel(name, params, source, &calls, workspace)
+}
+
+/// How a part of the kernel is called.
+pub(super) fn run(serial: bool) -> impl Fn(&str, usize) -> String {
+    move |function, count| {
+        if serial {
+            format!("    {function}(&args, 0, {count}, 0);\n")
+        } else {
+            format!("    rt->parallel_for(rt->pool, {count}, 1, {function}, &args);\n")
+        }
+    }
+}
+
+/// The kernel around its parts.
+pub(super) fn finish_kernel(
+    name: &str,
+    params: &[crate::kernels::Param],
+    mut source: String,
+    calls: &str,
+    workspace: usize,
+) -> Kernel {
+    let head = signature(name, params);
+    let _ = write!(
+        source,
+        "{head} {{\n    struct {name}_args args = {{{}.workspace = workspace}};\n{calls}}}\n",
+        pack_fields(params)
+    );
+    Kernel {
+        name: name.into(),
+        params: params.to_vec(),
+        prototype: format!("{head};"),
+        source,
+        helpers: Vec::new(),
+        workspace_bytes: workspace,
+    }
+}
+
+/// Packing of weights and the loops of one class of pixels; and how many units the latter has.
+#[allow(clippy::too_many_arguments)] // One call, of values that belong to different stages.
+fn class(
+    spec: &ConvSpec<'_>,
+    walk: &Walk,
+    sides: &Sides,
+    class: &Class,
+    index: usize,
+    padded: &Padded,
+    weights: usize,
+    direction: Direction,
+    isa: Isa,
+) -> (String, usize) {
+    let ConvSpec { name, geometry: g, weight, params, .. } = spec;
+    let (lanes, group, channels) = (vector::lanes(isa), sides.group, sides.channels);
+    let vectors = channels.div_ceil(lanes);
+    let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
+    let taps = taps_z * taps_y * taps_x;
+    let mut source = String::new();
+
+    // Weights as [vector][kernel element][channel of the group][lane].
+    if taps > 0 {
+        let list: Vec<String> = super::weights::flat_taps(&class.taps, g.kernel).iter().map(usize::to_string).collect();
+        let place = match direction {
+            Direction::Forward => format!("(channel * {group} + s)"),
+            Direction::InputGrad => {
+                format!("((channel / {group} * {group} + s) * {group} + channel % {group})")
+            }
+        };
+        let _ = write!(
+            source,
+            "static void {name}_pack{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
+             ctx;\n{}    static const int32_t taps[] = {{{}}};\n    float *packed = (float *)(args->workspace + {weights});\n    for \
+             (int64_t v = begin; v < end; v++)\n        for (int64_t t = 0; t < {taps}; t++)\n            for (int64_t s = 0; s < {group}; \
+             s++)\n                for (int64_t l = 0; l < {lanes}; l++) {{\n                    const int64_t channel = v * {lanes} + \
+             l;\n                    packed[((v * {taps} + t) * {group} + s) * {lanes} + l] =\n                        channel < \
+             {channels} ? {weight}[{place} * {} + taps[t]] : 0.0f;\n                }}\n}}\n",
+            unpack(params),
+            list.join(", "),
+            g.taps(),
+        );
+    }
+
+    let [count_z, count_y, count_x] = class.count;
+    let parts = count_x.div_ceil(limits(isa).0);
+    let rows = count_x.div_ceil(parts);
+    let tall = count_x - parts * (rows - 1);
+    let padded_channels = vectors * lanes;
+    let [sn, sz, sy, sx] = padded.strides;
+    let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
+    let mut heights = vec![rows];
+    if tall < parts {
+        heights.push(rows - 1);
+    }
+    for &height in &heights {
+        let mut body = String::new();
+        for r in 0..height {
+            let address = format!("at + {} + v * {lanes}", r as i64 * walk.pixel_step[2] as i64 * sx);
+            let _ = writeln!(body, "{{ {}", read("pixel", &address, channels, lanes));
+            for s in 0..group {
+                let _ = writeln!(
+                    body,
+                    "    sum{r} = vf_fma({}, vf_load(w + {}), sum{r});",
+                    spread("pixel", s, group, lanes),
+                    s * lanes
+                );
+            }
+            body.push_str("}\n");
+        }
+        let sums: Vec<String> = (0..height).map(|r| format!("sum{r} = {{0}}")).collect();
+        let stores: String = (0..height)
+            .map(|r| format!("        vf_store(tile + {} + v * {lanes}, sum{r});\n", r * padded_channels))
+            .collect();
+        let _ = write!(
+            source,
+            "/* {height} neighbouring pixels, all channels. */\nstatic __attribute__((noinline)) void {name}_row{index}_{height}(const float \
+             *from, const float *w, float *tile) {{\n    for (int64_t v = 0; v < {vectors}; v++) {{\n        vf {};\n        for \
+             (int64_t z = 0; z < {taps_z}; z++)\n        for (int64_t y = 0; y < {taps_y}; y++) {{\n            const float *at = from + z * \
+             {} + y * {};\n            for (int64_t x = 0; x < {taps_x}; x++, at += {}, w += {}) {{\n{}            }}\n        \
+             }}\n{stores}    }}\n}}\n",
+            sums.join(", "),
+            step(0, sz),
+            step(1, sy),
+            step(2, sx),
+            group * lanes,
+            indent(&body, 16)
+        );
+    }
+    let (first_x, height, call) = if heights.len() == 1 {
+        (format!("part * {rows}"), rows.to_string(), format!("{name}_row{index}_{rows}(from, w, tile);\n"))
+    } else {
+        let short = rows - 1;
+        (
+            format!("part * {short} + (part < {tall} ? part : {tall})"),
+            format!("(part < {tall} ? {rows} : {short})"),
+            format!(
+                "if (part < {tall}) {name}_row{index}_{rows}(from, w, tile);\nelse {name}_row{index}_{short}(from, w, tile);\n"
+            ),
+        )
+    };
+    let units = g.images * count_z * count_y * parts;
+    let body = format!(
+        "const int64_t line = unit / {parts}, part = unit % {parts}, px = {first_x}, rows = {height};\nconst int64_t image = line / {}, pz \
+         = line / {count_y} % {count_z}, py = line % {count_y};\nconst float *from = {} + image * {sn} + (pz * {} + {}) * {sz} + (py * {} + \
+         {}) * {sy} + (px * {} + {}) * {sx};\n{call}{name}_finish(args, tile, {padded_channels}, image, pz * {} + {}, py * {} + {}, px * {} \
+         + {}, {}, rows, 0, {channels});\n",
+        count_z * count_y,
+        padded.base,
+        walk.pixel_step[0],
+        class.origin[0],
+        walk.pixel_step[1],
+        class.origin[1],
+        walk.pixel_step[2],
+        class.origin[2],
+        class.step[0],
+        class.start[0],
+        class.step[1],
+        class.start[1],
+        class.step[2],
+        class.start[2],
+        class.step[2],
+    );
+    let _ = write!(
+        source,
+        "static void {name}_class{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
+         ctx;\n{}    const float *w = (const float *)(args->workspace + {weights});\n    float tile[{}] __attribute__((aligned(64)));\n    for \
+         (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n}}\n",
+        unpack(params),
+        rows * padded_channels,
+        indent(&body, 8)
+    );
+    (source, units)
+}
+
+/// The weight gradient: for each vector of channels and each channel of a group, sums over all pixels, as many kernel elements at a
+/// time as there are registers.
+pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
+    let WeightGradSpec { name, comment, geometry: g, params, threads, .. } = spec;
+    let lanes = vector::lanes(isa);
+    let (channels, group) = (g.in_channels, g.group_in());
+    let vectors = channels.div_ceil(lanes);
+    let images = weight_grad::Images::new(spec, lanes, true);
+    let [kz, ky, kx] = g.kernel;
+    // A unit is a vector of channels, a channel of the group, and a block of kernel elements of one depth.
+    let limit = limits(isa).1;
+    let (block_y, block_x) = if ky * kx <= limit { (ky, kx) } else { (1, kx.min(limit)) };
+    let (blocks_y, blocks_x) = (ky.div_ceil(block_y), kx.div_ceil(block_x));
+    let units = vectors * group * kz * blocks_y * blocks_x;
+    let mut source = format!(
+        "/* {comment}\n * {} images of {:?} x {channels} channels in groups of {group}. */\nstruct {name}_args {{\n{}    char \
+         *workspace;\n}};\n{}",
+        g.images,
+        g.input,
+        fields(params),
+        images.sources()
+    );
+    let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
+    let run = run(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let mut calls = images.calls(&run);
+
+    let taps = g.taps();
+    let sums_at = images.bytes;
+    let [xn, xz, xy, xx] = images.input.strides;
+    let [yn, yz, yy, yx] = images.output.strides;
+    // Kernel elements beyond the kernel (in its last block) repeat its last one; their sums are not stored.
+    let mut declare = Vec::new();
+    let mut steps = String::new();
+    let mut stores = String::new();
+    for by in 0..block_y {
+        for bx in 0..block_x {
+            declare.push(format!("sum{by}_{bx} = {{0}}"));
+            let clamp = |start: &str, offset: usize, limit: usize, blocks: usize| {
+                if blocks == 1 {
+                    offset.to_string()
+                } else {
+                    format!("({start} + {offset} < {limit} ? {start} + {offset} : {})", limit - 1)
+                }
+            };
+            let (ty, tx) = (clamp("ty", by, ky, blocks_y), clamp("tx", bx, kx, blocks_x));
+            let address = format!(
+                "from + {ty} * {} + {tx} * {}",
+                g.dilation[1] as i64 * xy,
+                g.dilation[2] as i64 * xx
+            );
+            let _ = writeln!(
+                steps,
+                "{{ {} sum{by}_{bx} = vf_fma(dy, spread(pixel, s), sum{by}_{bx}); }}",
+                read("pixel", &address, channels, lanes)
+            );
+            let inside = if blocks_y * blocks_x == 1 {
+                String::new()
+            } else {
+                format!("if (ty + {by} < {ky} && tx + {bx} < {kx}) ")
+            };
+            let _ = writeln!(stores, "{inside}vf_store(sums + ((ty + {by}) * {kx} + tx + {bx}) * {lanes}, sum{by}_{bx});");
+        }
+    }
+    let spread_cases: String = (0..group)
+        .map(|s| format!("    case {s}: return {};\n", spread("pixel", s, group, lanes)))
+        .collect();
+    let steps = if group == 1 {
+        steps.replace("spread(pixel, s)", "pixel")
+    } else {
+        steps.replace("spread(pixel, s)", &format!("{name}_spread(pixel, s)"))
+    };
+    if group > 1 {
+        let _ = write!(
+            source,
+            "/* Channel s of each group in all lanes of the group. */\nKILN_INLINE vf {name}_spread(vf pixel, const int s) {{\n    switch (s) \
+             {{\n{spread_cases}    }}\n    return pixel;\n}}\n"
+        );
+    }
+    let walk = format!(
+        "vf {};\nfor (int64_t image = 0; image < {}; image++)\nfor (int64_t pz = 0; pz < {}; pz++)\nfor (int64_t py = 0; py < {}; py++) \
+         {{\n    const float *from = {} + image * {xn} + (pz * {} + tz * {}) * {xz} + py * {} * {xy} + v * {lanes};\n    const float *grad = \
+         {} + image * {yn} + pz * {yz} + py * {yy} + v * {lanes};\n    for (int64_t px = 0; px < {}; px++, from += {}, grad += {yx}) \
+         {{\n        {}\n{}    }}\n}}\n{stores}",
+        declare.join(", "),
+        g.images,
+        g.output[0],
+        g.output[1],
+        images.input.base,
+        g.stride[0],
+        g.dilation[0],
+        g.stride[1],
+        images.output.base,
+        g.output[2],
+        g.stride[2] as i64 * xx,
+        read("dy", "grad", channels, lanes).replace("v * ", "v * "),
+        indent(&steps.replace(&format!(" + v * {lanes}"), ""), 8),
+    );
+    // The channel of the group is a constant inside each branch, so that its shuffle is.
+    let mut branches = String::new();
+    for s in 0..group {
+        let _ = write!(
+            branches,
+            "{}if (s == {s}) {{\n    enum {{ s = {s} }};\n{}}}",
+            if s == 0 { "" } else { " else " },
+            indent(&walk, 4)
+        );
+    }
+    let body = format!(
+        "const int64_t v = unit / {}, s = unit / {} % {group}, tz = unit / {} % {kz}, ty = unit / {blocks_x} % {blocks_y} * {block_y}, tx = \
+         unit % {blocks_x} * {block_x};\nfloat *sums = (float *)(args->workspace + {sums_at}) + ((v * {group} + s) * {kz} + tz) * \
+         {};\n{branches}\n",
+        group * kz * blocks_y * blocks_x,
+        kz * blocks_y * blocks_x,
+        blocks_y * blocks_x,
+        ky * kx * lanes
+    );
+    let _ = write!(
+        source,
+        "static void {name}_sum(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}    for \
+         (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n}}\n",
+        unpack(params),
+        indent(&body, 8)
+    );
+    calls.push_str(&run(&format!("{name}_sum"), units));
+
+    // Back to the order of the weight: output channel, channel of the group, kernel element.
+    let element = format!(
+        "sums[(((o / {lanes}) * {group} + c) * {taps} + t) * {lanes} + o % {lanes}]"
+    );
+    source.push_str(&weight_grad::consume_rows(spec, &element, sums_at, lanes));
+    calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
+    let bytes = sums_at + round_up(vectors * group * taps * lanes * 4, 64);
+    finish_kernel(name, params, source, &calls, bytes)
+}

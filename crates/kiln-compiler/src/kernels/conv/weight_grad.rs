@@ -1,0 +1,283 @@
+//! The gradient of a convolution with respect to its weight.
+//!
+//! A product of the output's gradient (rows: output channels) and the input (columns: a run of kernel elements and input channels), summed over all pixels.
+//! Both are read in place: neighbouring pixels are neighbouring steps of the depth. Pixels are taken in chunks that fit in L2; sums are kept in the
+//! workspace between chunks, and at the end brought into the order of the weight, where the caller consumes them.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+use kiln_cpu::Isa;
+
+use super::image::{self, Padded};
+use super::narrow::{finish_kernel, run};
+use super::weights::Panels;
+use super::{ImageAxis, WeightGradSpec, correlate, narrow};
+use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
+use crate::kernels::tile::{self, Access, Tile};
+use crate::kernels::{Helper, Kernel, Width, fields, indent, round_up, unpack, vector};
+
+/// Bytes of both images in a chunk.
+const L2_SHARE: usize = 512 << 10;
+
+/// Channels whose gradients are brought into order at a time.
+const ORDER_BLOCK: usize = 64;
+
+/// The two images, as tiles read them.
+pub(super) struct Images {
+    pub input: Padded,
+    pub output: Padded,
+    /// Bytes of the copies.
+    pub bytes: usize,
+}
+
+impl Images {
+    /// `any_run`: whether runs of channels of any length may be read in place.
+    pub fn new(spec: &WeightGradSpec<'_>, lanes: usize, any_run: bool) -> Self {
+        let g = &spec.geometry;
+        let request = |suffix, offset, channels, extents| image::Request {
+            prefix: &spec.name,
+            suffix,
+            offset,
+            images: g.images,
+            channels,
+            extents,
+            before: [0; 3],
+            reach: g.output,
+            spread: [1; 3],
+            params: &spec.params,
+            lanes,
+            in_place: true,
+        };
+        let reach = [0, 1, 2].map(|d| (g.output[d] - 1) * g.stride[d] + (g.kernel[d] - 1) * g.dilation[d] + 1);
+        let input = image::padded(
+            &spec.input,
+            &image::Request {
+                before: g.pad.map(|pad| pad as i64),
+                reach,
+                in_place: any_run || g.group_in() % lanes == 0,
+                ..request("_input", 0, g.in_channels, g.input)
+            },
+        );
+        let bytes = input.copy.as_ref().map_or(0, |copy| copy.bytes);
+        let output = image::padded(&spec.output_grad, &request("_output", bytes, g.out_channels, g.output));
+        let bytes = bytes + output.copy.as_ref().map_or(0, |copy| copy.bytes);
+        Self { input, output, bytes }
+    }
+
+    fn copies(&self) -> impl Iterator<Item = &image::Copy> {
+        [&self.input, &self.output].into_iter().filter_map(|image| image.copy.as_ref())
+    }
+
+    /// Definitions of the functions that make the copies.
+    pub fn sources(&self) -> String {
+        self.copies().map(|copy| copy.source.as_str()).collect()
+    }
+
+    /// Calls of them.
+    pub fn calls(&self, run: &dyn Fn(&str, usize) -> String) -> String {
+        self.copies().map(|copy| run(&copy.function, copy.rows)).collect()
+    }
+}
+
+pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
+    let WeightGradSpec { name, comment, geometry: g, params, threads, .. } = spec;
+    let lanes = vector::lanes(isa);
+    let pixels = g.images * g.output.iter().product::<usize>();
+    if g.weight_len() == 0 {
+        let source = format!("/* {comment}: no elements */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n", fields(params));
+        return finish_kernel(name, params, source, "", 0);
+    }
+    if pixels == 0 {
+        let source = format!(
+            "/* {comment}: no pixels */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n{}",
+            fields(params),
+            consume_rows(spec, "0.0f", 0, lanes)
+        );
+        let calls = run(true)(&format!("{name}_finish"), g.out_channels);
+        return finish_kernel(name, params, source, &calls, 0);
+    }
+    if let Some(kernel) = as_product(spec, isa) {
+        return kernel;
+    }
+    if g.is_narrow(lanes) {
+        return narrow::weight_gradient(spec, isa);
+    }
+
+    let (group_in, group_out, groups) = (g.group_in(), g.group_out(), g.groups);
+    let [kz, ky, kx] = g.kernel;
+    let images = Images::new(spec, lanes, false);
+    let [xn, xz, xy, xx] = images.input.strides;
+    let [yn, yz, yy, yx] = images.output.strides;
+    // Neighbouring kernel elements of a row are one run of columns if nothing lies between them.
+    let merged = groups == 1 && g.dilation[2] == 1 && xx == g.in_channels as i64;
+    let (run_length, runs_x) = if merged { (kx * group_in, 1) } else { (group_in, kx) };
+    let vectors = run_length.div_ceil(lanes).min(2);
+    let panels = Panels::new(run_length, vectors, lanes);
+    let row_panels = group_out.div_ceil(tile::max_rows(isa, vectors));
+    let rows = group_out.div_ceil(row_panels);
+    let tall = group_out - row_panels * (rows - 1);
+    let runs = groups * kz * ky * runs_x;
+    let units = runs * panels.count * row_panels;
+
+    // Chunks: some images, or some lines of one.
+    let line_bytes = ((yy + g.stride[1] as i64 * xy) * 4).max(1) as usize;
+    let lines = (L2_SHARE / line_bytes).clamp(1, g.output[1]);
+    let some_images = (L2_SHARE / (line_bytes * g.output[1])).clamp(1, g.images);
+
+    let mut tiles: BTreeSet<Helper> = BTreeSet::new();
+    let a = Access::Strided { free: 1, depth: yx };
+    let b = Access::Strided { free: 1, depth: g.stride[2] as i64 * xx };
+    let padded = panels.padded();
+    let nest = format!(
+        "(const int64_t[6]){{images, {yn}, {xn}, lines, {yy}, {}}}",
+        g.stride[1] as i64 * xy
+    );
+    let mut call = |rows: usize, width: usize| {
+        let tile = Tile { rows, vectors: width / lanes, a, b, nested: true };
+        tiles.insert(tile.helper(isa));
+        format!("{}(tile_a, tile_b, {}, target, {padded}, !first, {nest});", tile.name(), g.output[2])
+    };
+    let mut heights = |width: usize| {
+        let first = call(rows, width);
+        if tall == row_panels {
+            first + "\n"
+        } else {
+            let second = call(rows - 1, width);
+            format!("if (rp < {tall}) {first}\nelse {second}\n")
+        }
+    };
+    let full = if panels.count == 1 { panels.last } else { panels.width };
+    let calls_of_tiles = if panels.count > 1 && panels.last < panels.width {
+        let (wide, thin) = (heights(full), heights(panels.last));
+        format!("if (cp < {}) {{\n{}}} else {{\n{}}}\n", panels.count - 1, indent(&wide, 4), indent(&thin, 4))
+    } else {
+        heights(full)
+    };
+    let row = if tall == row_panels {
+        format!("rp * {rows}")
+    } else {
+        format!("rp * {} + (rp < {tall} ? rp : {tall})", rows - 1)
+    };
+    let tap_x = if merged { "0".to_owned() } else { format!("(run % {kx}) * {}", g.dilation[2] as i64 * xx) };
+    let body = format!(
+        "const int64_t rp = unit % {row_panels}, cp = unit / {row_panels} % {count}, run = unit / {per_run};\nconst int64_t group = run / \
+         {run_group}, tz = run / {run_z} % {kz}, ty = run / {runs_x} % {ky}, row = {row};\nconst float *tile_a = {dy} + image * {yn} + pz * \
+         {yz} + py * {yy} + group * {group_out} + row;\nconst float *tile_b = {x} + image * {xn} + (pz * {stride_z} + tz * {dilation_z}) * \
+         {xz} + (py * {stride_y} + ty * {dilation_y}) * {xy}\n    + {tap_x} + group * {group_in} + cp * {width};\nfloat *target = sums + \
+         (run * {group_out} + row) * {padded} + cp * {width};\n{calls_of_tiles}",
+        count = panels.count,
+        per_run = row_panels * panels.count,
+        run_group = kz * ky * runs_x,
+        run_z = ky * runs_x,
+        dy = images.output.base,
+        x = images.input.base,
+        stride_z = g.stride[0],
+        dilation_z = g.dilation[0],
+        stride_y = g.stride[1],
+        dilation_y = g.dilation[1],
+        width = panels.width,
+    );
+    let mut source = format!(
+        "/* {comment}\n * {} images of {:?} x {} channels to {}{}; chunks of {some_images} images, {lines} lines. */\nstruct {name}_args \
+         {{\n{}    char *workspace;\n}};\n{}",
+        g.images,
+        g.input,
+        g.in_channels,
+        g.out_channels,
+        if groups > 1 { format!(" in {groups} groups") } else { String::new() },
+        fields(params),
+        images.sources()
+    );
+    let sums_at = images.bytes;
+    let _ = write!(
+        source,
+        "/* Tiles of the gradient, all pixels of each. */\nstatic void {name}_sum(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
+         const struct {name}_args *args = ctx;\n{}    float *sums = (float *)(args->workspace + {sums_at});\n    int first = 1;\n    for \
+         (int64_t image = 0; image < {n}; image += {some_images})\n    for (int64_t pz = 0; pz < {depth}; pz++)\n    for (int64_t py = 0; py < \
+         {height}; py += {lines}) {{\n        const int64_t images = {n} - image < {some_images} ? {n} - image : {some_images};\n        const \
+         int64_t lines = {height} - py < {lines} ? {height} - py : {lines};\n        for (int64_t unit = begin; unit < end; unit++) {{\n{}        \
+         }}\n        first = 0;\n    }}\n}}\n",
+        unpack(params),
+        indent(&body, 12),
+        n = g.images,
+        depth = g.output[0],
+        height = g.output[1],
+    );
+
+    let (tap, column) = if merged {
+        (format!("t / {kx}"), format!("t % {kx} * {group_in} + c"))
+    } else {
+        ("t".into(), "c".into())
+    };
+    let element = format!(
+        "sums[((o / {group_out} * {} + {tap}) * {group_out} + o % {group_out}) * {padded} + {column}]",
+        kz * ky * runs_x
+    );
+    source.push_str(&consume_rows(spec, &element, sums_at, lanes));
+    let flops = 2 * pixels * g.weight_len();
+    let run = run(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let mut calls = images.calls(&run);
+    calls.push_str(&run(&format!("{name}_sum"), units));
+    calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
+    let bytes = sums_at + round_up(runs * group_out * padded * 4, 64);
+    let mut kernel = finish_kernel(name, params, source, &calls, bytes);
+    kernel.helpers = tiles.into_iter().collect();
+    kernel
+}
+
+/// `name_finish(ctx, begin, end, thread)` over output channels: brings sums into the order of the weight and lets the caller consume
+/// them. `element` is the C expression of the sum for output channel `o`, channel of the group `c` and kernel element `t`.
+pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: usize, lanes: usize) -> String {
+    let WeightGradSpec { name, geometry: g, consume, params, .. } = spec;
+    let (taps, group_in) = (g.taps(), g.group_in());
+    let block = ORDER_BLOCK.min(group_in);
+    let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 16);
+    let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 16);
+    format!(
+        "/* Sums in the order of the weight. */\nstatic void {name}_finish(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const \
+         struct {name}_args *args = ctx;\n{}    const float *sums = (const float *)(args->workspace + {sums_at});\n    float row[{}];\n    \
+         for (int64_t o = begin; o < end; o++)\n        for (int64_t block = 0; block < {group_in}; block += {block}) {{\n            const \
+         int64_t last = block + {block} < {group_in} ? block + {block} : {group_in};\n            float *to = row;\n            for (int64_t c \
+         = block; c < last; c++)\n                for (int64_t t = 0; t < {taps}; t++) *to++ = {element};\n            const int64_t from = (o \
+         * {group_in} + block) * {taps}, count = (last - block) * {taps};\n            int64_t i = 0;\n            for (; i + {lanes} <= \
+         count; i += {lanes}) {{\n                vf sum = vf_load(row + i);\n{vector}            }}\n            for (; i < count; i++) \
+         {{\n                float sum = row[i];\n{scalar}            }}\n        }}\n}}\n",
+        unpack(params),
+        block * taps
+    )
+}
+
+/// Without a window, the gradient is a matrix product over the pixels.
+fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
+    let g = &spec.geometry;
+    let plain = g.taps() == 1 && g.stride == [1; 3] && g.pad == [0; 3] && g.groups == 1 && g.input == g.output;
+    let [depth, height, width] = g.input;
+    let extents = [g.images, depth, height, width];
+    let last = |image: &super::Image<'_>| {
+        image.contiguous == Some(ImageAxis::Channel) && correlate::dense_pixels(image, extents)
+    };
+    if !(plain && last(&spec.input) && last(&spec.output_grad)) {
+        return None;
+    }
+    let operand = |image: &super::Image<'_>| {
+        let (pointer, strides) = image.memory.as_ref()?;
+        Some(Operand::strided(pointer, &[], strides[4], strides[3]))
+    };
+    let n = g.in_channels;
+    let consume = |r: &gemm::Result<'_>| (spec.consume)(r.width, &format!("({} * {n} + {})", r.row, r.col), r.value);
+    let product = GemmSpec {
+        name: spec.name.clone(),
+        comment: spec.comment.clone(),
+        batch: 1,
+        m: g.out_channels,
+        n,
+        k: g.images * depth * height * width,
+        a: operand(&spec.output_grad)?,
+        b: operand(&spec.input)?,
+        epilogue: Epilogue::custom(Some(Axis::Depth), consume),
+        params: spec.params.clone(),
+        threads: spec.threads,
+    };
+    Some(gemm::emit(product, isa))
+}

@@ -1,0 +1,272 @@
+//! Convolutions and their gradients, of random geometries and layouts.
+
+use kiln_compiler::kernels::conv::{
+    self, ConvSpec, Geometry, Image, PixelEpilogue, Spatial, WeightGradSpec,
+};
+use kiln_compiler::kernels::{Kernel, Param, Width};
+use kiln_cpu::{Isa, Toolchain};
+
+use crate::harness::{Random, distance, instruction_sets, run};
+
+#[derive(Debug, Clone)]
+struct Case {
+    geometry: Geometry,
+    /// Whether input and output are channels-last (or channels-first).
+    last: [bool; 2],
+    /// Whether the images are computed while they are read: `relu(x)`.
+    computed: bool,
+}
+
+/// Strides of a dense image: image, depth, height, width, channel.
+fn strides(channels: usize, [z, y, x]: Spatial, last: bool) -> [i64; 5] {
+    let (c, z, y, x) = (channels as i64, z as i64, y as i64, x as i64);
+    if last { [z * y * x * c, y * x * c, x * c, c, 1] } else { [c * z * y * x, y * x, x, 1, z * y * x] }
+}
+
+fn at(strides: [i64; 5], index: [usize; 5]) -> usize {
+    strides.iter().zip(index).map(|(&s, i)| s as usize * i).sum()
+}
+
+impl Case {
+    fn random(random: &mut Random) -> Self {
+        let (groups, group_in, group_out) = match random.below(6) {
+            0 => (random.pick(&[8, 16, 19, 40]), 1, 1),
+            1 => (random.pick(&[2, 4, 5, 8]), 4, 4),
+            2 => (2, 1 + random.below(20), 1 + random.below(40)),
+            3 => (1, 3, 1 + random.below(40)),
+            _ => (1, 1 + random.below(50), 1 + random.below(70)),
+        };
+        loop {
+            let dims = 1 + random.below(2) + usize::from(random.below(6) == 0);
+            let mut geometry = Geometry {
+                images: 1 + random.below(3),
+                groups,
+                in_channels: groups * group_in,
+                out_channels: groups * group_out,
+                input: [1; 3],
+                output: [1; 3],
+                kernel: [1; 3],
+                stride: [1; 3],
+                pad: [0; 3],
+                dilation: [1; 3],
+            };
+            let mut fits = true;
+            let plain = random.below(5) == 0;
+            for d in 3 - dims..3 {
+                geometry.input[d] = 1 + random.below(if dims == 3 { 5 } else { 18 });
+                if !plain {
+                    geometry.kernel[d] = random.pick(&[1, 2, 3, 3, 3, 4, 5]);
+                    geometry.stride[d] = random.pick(&[1, 1, 2, 3]);
+                    geometry.pad[d] = random.below(geometry.kernel[d] + 1);
+                    geometry.dilation[d] = random.pick(&[1, 1, 1, 2]);
+                }
+                let span = (geometry.kernel[d] - 1) * geometry.dilation[d] + 1;
+                // The zeros after the input need not equal those before.
+                let padded = geometry.input[d] + geometry.pad[d] + random.below(2) * geometry.pad[d];
+                fits &= padded >= span;
+                geometry.output[d] = padded.saturating_sub(span) / geometry.stride[d] + 1;
+            }
+            if fits {
+                let last = [random.below(2) == 0, random.below(2) == 0];
+                return Self { geometry, last, computed: random.below(3) == 0 };
+            }
+        }
+    }
+
+    fn input(&self) -> [i64; 5] {
+        strides(self.geometry.in_channels, self.geometry.input, self.last[0])
+    }
+
+    fn output(&self) -> [i64; 5] {
+        strides(self.geometry.out_channels, self.geometry.output, self.last[1])
+    }
+
+    fn image(&self, pointer: &'static str, strides: [i64; 5]) -> Image<'static> {
+        let plain = Image::strided(pointer, strides);
+        if !self.computed {
+            return plain;
+        }
+        Image::computed(plain.contiguous, move |place| {
+            let value = (plain.load)(place);
+            match place.width {
+                Width::Scalar => format!("sf_max({value}, 0.0f)"),
+                Width::Vector => format!("vf_max({value}, (vf){{0}})"),
+            }
+        })
+    }
+
+    /// Forward, input gradient, weight gradient.
+    fn kernels(&self, index: usize, isa: Isa) -> Vec<Kernel> {
+        let (input, output) = (self.input(), self.output());
+        let comment = format!("{self:?}");
+        let spec = |name: &str, image, epilogue| ConvSpec {
+            name: format!("{name}{index}"),
+            comment: comment.clone(),
+            geometry: self.geometry,
+            image,
+            weight: "weight".into(),
+            epilogue,
+            params: vec![
+                Param::new("const float *", "b"),
+                Param::new("const float *", "weight"),
+                Param::new("float *", "out"),
+            ],
+            threads: 3,
+        };
+        // The forward result is halved on the way, by a snippet of its own.
+        let halved = PixelEpilogue::custom(true, move |place, value| {
+            let address = conv::address("out", output, place);
+            match place.width {
+                Width::Scalar => format!("*({address}) = 0.5f * {value};"),
+                Width::Vector => format!("vf_store_stride({address}, {}, 0.5f * {value});", output[4]),
+            }
+        });
+        let weight_grad = WeightGradSpec {
+            name: format!("weight_grad{index}"),
+            comment: comment.clone(),
+            geometry: self.geometry,
+            input: self.image("a", input),
+            output_grad: self.image("b", output),
+            consume: Box::new(|width, index, value| match width {
+                Width::Scalar => format!("out[{index}] += {value};"),
+                Width::Vector => format!("vf_store(out + {index}, vf_load(out + {index}) + {value});"),
+            }),
+            params: vec![
+                Param::new("const float *", "a"),
+                Param::new("const float *", "b"),
+                Param::new("float *", "out"),
+            ],
+            threads: 3,
+        };
+        vec![
+            conv::forward(spec("forward", self.image("b", input), halved), isa),
+            conv::input_grad(
+                spec("input_grad", self.image("b", output), PixelEpilogue::store("out", input)),
+                isa,
+            ),
+            conv::weight_grad(weight_grad, isa),
+        ]
+    }
+
+    /// Calls `body` with the indices of input, output and weight of every product.
+    fn each_product(&self, mut body: impl FnMut(usize, usize, usize)) {
+        let g = &self.geometry;
+        let (input, output) = (self.input(), self.output());
+        let (group_in, group_out) = (g.in_channels / g.groups, g.out_channels / g.groups);
+        let [oz, oy, ox] = g.output;
+        let [kz, ky, kx] = g.kernel;
+        for n in 0..g.images {
+            for o in 0..g.out_channels {
+                for pixel in 0..oz * oy * ox {
+                    let p = [pixel / (oy * ox), pixel / ox % oy, pixel % ox];
+                    for t in 0..kz * ky * kx {
+                        let k = [t / (ky * kx), t / kx % ky, t % kx];
+                        let q: Vec<i64> = (0..3)
+                            .map(|d| (p[d] * g.stride[d] + k[d] * g.dilation[d]) as i64 - g.pad[d] as i64)
+                            .collect();
+                        if (0..3).any(|d| q[d] < 0 || q[d] >= g.input[d] as i64) {
+                            continue;
+                        }
+                        for c in 0..group_in {
+                            let channel = o / group_out * group_in + c;
+                            body(
+                                at(input, [n, q[0] as usize, q[1] as usize, q[2] as usize, channel]),
+                                at(output, [n, p[0], p[1], p[2], o]),
+                                (o * group_in + c) * kz * ky * kx + t,
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn check(cases: &[Case], seed: u64) {
+    let toolchain = Toolchain::detect().unwrap();
+    let mut random = Random::new(seed);
+    let data: Vec<[Vec<f32>; 3]> = cases
+        .iter()
+        .map(|case| {
+            let g = &case.geometry;
+            let pixels = |extents: Spatial| g.images * extents.iter().product::<usize>();
+            [pixels(g.input) * g.in_channels, pixels(g.output) * g.out_channels, g.weight_len()]
+                .map(|count| random.floats(count))
+        })
+        .collect();
+    let inputs: Vec<&[f32]> = data
+        .iter()
+        .flat_map(|[x, dy, w]| [&x[..], &w[..], &dy[..], &w[..], &x[..], &dy[..]])
+        .collect();
+    let outputs: Vec<&[f32]> = data.iter().flat_map(|[x, dy, w]| [&dy[..], &x[..], &w[..]]).collect();
+    for isa in instruction_sets(&toolchain) {
+        let kernels: Vec<Kernel> =
+            cases.iter().enumerate().flat_map(|(i, case)| case.kernels(i, isa)).collect();
+        let results = run(&toolchain, isa, &kernels, &inputs, &outputs);
+        for ((case, [x, dy, w]), results) in cases.iter().zip(&data).zip(results.chunks(3)) {
+            let seen = |v: f32| if case.computed { f64::from(v).max(0.0) } else { f64::from(v) };
+            let mut y = vec![0.0; dy.len()];
+            let mut dx = vec![0.0; x.len()];
+            let mut dw: Vec<f64> = w.iter().map(|&w| w.into()).collect();
+            case.each_product(|input, output, weight| {
+                y[output] += 0.5 * seen(x[input]) * f64::from(w[weight]);
+                dx[input] += seen(dy[output]) * f64::from(w[weight]);
+                dw[weight] += seen(dy[output]) * seen(x[input]);
+            });
+            for (name, result, expected) in [
+                ("forward", &results[0], &y),
+                ("input_grad", &results[1], &dx),
+                ("weight_grad", &results[2], &dw),
+            ] {
+                let error = distance(result, expected);
+                assert!(error < 1e-6, "{isa} {name}: error {error} in {case:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn random_convolutions_match_f64() {
+    let mut random = Random::new(21);
+    let cases: Vec<Case> = (0..24).map(|_| Case::random(&mut random)).collect();
+    check(&cases, 22);
+}
+
+/// Shapes of image networks, large enough for threads, several chunks, wide and uneven panels.
+#[test]
+fn network_layers_match_f64() {
+    let layer = |size: usize, channels: [usize; 2], groups: usize, kernel: usize, stride: usize, last: bool| {
+        let pad = kernel / 2;
+        Case {
+            geometry: Geometry {
+                images: 2,
+                groups,
+                in_channels: channels[0],
+                out_channels: channels[1],
+                input: [1, size, size],
+                output: [1, (size + 2 * pad - kernel) / stride + 1, (size + 2 * pad - kernel) / stride + 1],
+                kernel: [1, kernel, kernel],
+                stride: [1, stride, stride],
+                pad: [0, pad, pad],
+                dilation: [1; 3],
+            },
+            last: [last; 2],
+            computed: false,
+        }
+    };
+    check(
+        &[
+            layer(33, [3, 40], 1, 7, 2, false),
+            layer(28, [32, 48], 1, 3, 1, true),
+            layer(15, [64, 100], 1, 3, 2, true),
+            layer(14, [96, 96], 96, 5, 1, true),
+            layer(30, [40, 40], 40, 3, 2, true),
+            layer(14, [64, 64], 8, 3, 1, true),
+            layer(14, [64, 64], 2, 3, 2, false),
+            layer(13, [130, 70], 1, 1, 1, true),
+            layer(13, [70, 130], 1, 1, 1, false),
+            layer(14, [70, 130], 1, 1, 2, true),
+        ],
+        7,
+    );
+}
