@@ -1,0 +1,111 @@
+//! Executors that work on plain host tensors: candle and the interpreter. Both copy inputs and outputs; they judge others, and
+//! are not for speed.
+
+use std::sync::Arc;
+
+use burn_flex::FlexTensor;
+use kiln_candle::CandleExecutable;
+use kiln_graph::interpret::Interpreter;
+use kiln_graph::op::ExternOp;
+use kiln_graph::{DType, Graph, HostTensor, Scalar};
+
+use super::{Executable, ExecuteError, check_arguments, convert};
+use crate::import::external;
+
+/// The graph on candle-core.
+pub struct Candle {
+    executable: CandleExecutable,
+}
+
+impl Candle {
+    /// Prepares `graph`.
+    ///
+    /// # Errors
+    ///
+    /// If a tensor of the graph is too large for candle.
+    pub fn new(graph: Arc<Graph>) -> Result<Self, ExecuteError> {
+        Ok(Self {
+            executable: CandleExecutable::new(graph)?,
+        })
+    }
+}
+
+impl Executable for Candle {
+    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+        let graph = self.executable.graph();
+        check_arguments(graph, &inputs, scalars)?;
+        let handler = |op: &ExternOp, operands: Vec<HostTensor>| run_extern(op, &operands);
+        let outputs = self.executable.run_with(&to_hosts(&inputs), scalars, &handler)?;
+        Ok(outputs.iter().map(to_flex).collect())
+    }
+
+    fn report(&self) -> String {
+        format!(
+            "{} nodes, each on candle-core",
+            self.executable.graph().num_nodes()
+        )
+    }
+}
+
+/// The plain meaning of the graph, in f64.
+pub struct Interpret {
+    graph: Arc<Graph>,
+}
+
+impl Interpret {
+    /// Prepares `graph`.
+    pub fn new(graph: Arc<Graph>) -> Self {
+        Self { graph }
+    }
+}
+
+impl Executable for Interpret {
+    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+        check_arguments(&self.graph, &inputs, scalars)?;
+        let types = self.graph.scalars().iter().map(|&value| self.graph.dtype(value));
+        let scalars: Vec<Scalar> = scalars
+            .iter()
+            .zip(types)
+            .map(|(&bits, dtype)| scalar_of_bits(bits, dtype))
+            .collect();
+        let mut handler = |op: &ExternOp, operands: &[HostTensor]| run_extern(op, operands);
+        let interpreter = Interpreter::new(&self.graph).with_extern(&mut handler);
+        let outputs = interpreter.run(&to_hosts(&inputs), &scalars)?;
+        Ok(outputs.iter().map(to_flex).collect())
+    }
+
+    fn report(&self) -> String {
+        format!("{} nodes, interpreted in f64", self.graph.num_nodes())
+    }
+}
+
+/// The scalar whose [`Scalar::to_bits`] for `dtype` is `bits`.
+pub fn scalar_of_bits(bits: u64, dtype: DType) -> Scalar {
+    match dtype {
+        DType::Bool => Scalar::Bool(bits != 0),
+        _ if dtype.is_float() => Scalar::Float(f64::from_bits(bits)),
+        _ if dtype.is_unsigned_int() => Scalar::UInt(bits),
+        _ => Scalar::Int(bits as i64),
+    }
+}
+
+/// Runs an operation kept whole on burn-flex, from and to host tensors.
+fn run_extern(op: &ExternOp, operands: &[HostTensor]) -> Result<Vec<HostTensor>, String> {
+    let operands = operands.iter().map(to_flex).collect();
+    let results = external::run(op, operands).map_err(|error| error.to_string())?;
+    results
+        .iter()
+        .map(|tensor| {
+            convert::to_host(tensor).ok_or_else(|| format!("it gave elements of type {:?}", tensor.dtype()))
+        })
+        .collect()
+}
+
+fn to_flex(tensor: &HostTensor) -> FlexTensor {
+    convert::from_host(tensor, convert::burn_dtype(tensor.ty().dtype))
+}
+
+/// The arguments were checked to have types of the graph.
+fn to_hosts(tensors: &[FlexTensor]) -> Vec<HostTensor> {
+    tensors.iter().filter_map(convert::to_host).collect()
+}
