@@ -1,1 +1,113 @@
-//! The step compiler: transform, schedule, plan and emit C for a training step.
+//! The step compiler: from a graph to C sources that run a whole training step.
+//!
+//! ```text
+//! Graph ──► transform ──► schedule ──► emit (kernels) ──► plan ──► emit (step) ──► sources ──► CpuExecutable
+//! ```
+//!
+//! - [`transform`] rewrites the graph: simplification, common subexpressions, patterns.
+//! - [`schedule`] decides which operations share a kernel and in which order kernels run.
+//! - [`emit`] writes the C of each kernel; [`kernels`] has the templates for products, convolutions and pooling.
+//! - [`plan`] gives every buffer its memory.
+//! - [`CpuExecutable`] builds, caches, loads and calls the result through kiln-cpu.
+//!
+//! Each stage takes plain data and returns plain data with a text form; [`compile`] is the list of them. The crate does not know Burn.
+
+pub mod emit;
+mod error;
+mod executable;
+pub mod index;
+pub mod kernels;
+mod options;
+pub mod plan;
+pub mod schedule;
+pub mod transform;
+
+use std::time::{Duration, Instant};
+
+use kiln_cpu::SourceFile;
+use kiln_graph::Graph;
+
+pub use emit::KernelReport;
+pub use error::CompileError;
+pub use executable::{Contract, CpuExecutable};
+pub use options::Options;
+pub use plan::Plan;
+
+/// The result of [`compile`].
+#[derive(Clone, Debug)]
+pub struct CompiledStep {
+    /// The graph after all transforms. Extern operations keep their order.
+    pub graph: Graph,
+    /// What runs together and when.
+    pub schedule: schedule::Schedule,
+    /// Where everything lives.
+    pub plan: Plan,
+    /// The C source tree.
+    pub sources: Vec<SourceFile>,
+    /// What each kernel does, by the number that profiling events carry.
+    pub kernels: Vec<KernelReport>,
+    /// Time spent in each stage.
+    pub times: Vec<(&'static str, Duration)>,
+    /// The graph after each pass, as text, if [`Options::dump`] asks for it.
+    pub dumps: Vec<(String, String)>,
+}
+
+/// Compiles `graph` to C.
+///
+/// The compiled step takes one pointer for each parameter and one for each output, row-major and contiguous, and the runtime scalars
+/// as eight bytes each ([`kiln_graph::Scalar::to_bits`]). [`Plan::aliases`] says which outputs take over which parameter's memory.
+///
+/// # Errors
+/// [`CompileError::Invalid`] if the graph breaks a rule of kiln-graph.
+pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, CompileError> {
+    let span = tracing::info_span!("compile", name = graph.name);
+    let _entered = span.enter();
+    kiln_graph::verify::verify(graph)?;
+    let mut stages = Stages::default();
+
+    let (graph, dumps) = stages.time("transform", || transform::run(graph, options))?;
+    let schedule = stages.time("schedule", || schedule::fuse::schedule(&graph, options.fuse));
+    let emit_options = emit::EmitOptions {
+        isa: options.isa,
+        threads: options.threads,
+    };
+    let codes = stages.time("kernels", || {
+        let mut externs = 0;
+        schedule
+            .kernels
+            .iter()
+            .map(|kernel| emit::generate(&graph, kernel, &emit_options, &mut externs))
+            .collect::<Vec<_>>()
+    });
+    let plan = stages.time("plan", || {
+        let scratch: Vec<usize> = codes.iter().map(|code| code.scratch).collect();
+        plan::plan(&graph, &schedule, &scratch)
+    });
+    let emitted = stages.time("emit", || emit::emit(&graph, &schedule, &codes, &plan, &emit_options));
+    Ok(CompiledStep {
+        graph,
+        schedule,
+        plan,
+        sources: emitted.sources,
+        kernels: emitted.kernels,
+        times: stages.times,
+        dumps,
+    })
+}
+
+/// Times of the stages.
+#[derive(Default)]
+struct Stages {
+    times: Vec<(&'static str, Duration)>,
+}
+
+impl Stages {
+    fn time<T>(&mut self, name: &'static str, stage: impl FnOnce() -> T) -> T {
+        let span = tracing::debug_span!("stage", name);
+        let _entered = span.enter();
+        let start = Instant::now();
+        let result = stage();
+        self.times.push((name, start.elapsed()));
+        result
+    }
+}

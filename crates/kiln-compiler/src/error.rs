@@ -1,0 +1,45 @@
+//! What can go wrong between a graph and a running step.
+
+use kiln_cpu::CpuError;
+use kiln_graph::TypeError;
+use kiln_graph::verify::VerifyError;
+
+/// An error of the step compiler.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CompileError {
+    /// The graph is not well formed.
+    #[error("the graph given to the step compiler is not valid: {0}")]
+    Invalid(#[from] VerifyError),
+    /// A pass built an ill-typed node: a bug of that pass.
+    #[error("pass `{pass}` of the step compiler made an ill-typed node: {source}")]
+    Pass {
+        /// The pass.
+        pass: &'static str,
+        /// What is wrong.
+        source: TypeError,
+    },
+    /// The compiled code takes fewer or other arguments than were given.
+    #[error("step `{name}` takes {expected} {what}, got {given}")]
+    Arguments {
+        /// Name of the step.
+        name: String,
+        /// Which arguments.
+        what: &'static str,
+        /// How many.
+        expected: usize,
+        /// How many were given.
+        given: usize,
+    },
+    /// The description that was stored beside a cached step cannot be read.
+    #[error("the cached description of step `{name}` cannot be read: {reason}; clear the cache with `kiln cache clear`")]
+    Description {
+        /// Name of the step.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// Compiling the generated C, loading it or running it failed.
+    #[error(transparent)]
+    Cpu(#[from] CpuError),
+}

@@ -1,0 +1,160 @@
+//! A compiled step that can be called.
+//!
+//! [`CpuExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key is the graph's text without
+//! names, the options, and (added by the cache) versions, compiler and CPU. What the caller must know besides the code (aliases, the
+//! arena, what the kernels are) is stored with the shared object, so that a second process does none of the compiler's work.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use kiln_cpu::{
+    AlignedBuffer, BuildOptions, Cache, CacheKey, Origin, Step, StepArguments, StepHooks, StepSource, ThreadPool,
+    Toolchain,
+};
+use kiln_graph::{Graph, Op};
+
+use crate::emit::KernelReport;
+use crate::error::CompileError;
+use crate::{CompiledStep, Options, compile};
+
+/// What the caller of a step must know: stored in the cache beside the shared object.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq)]
+pub struct Contract {
+    /// For each output, the argument whose memory it takes over: pass the argument's pointer as the output's.
+    pub aliases: Vec<Option<u32>>,
+    /// Size of the arena in bytes.
+    pub arena_bytes: usize,
+    /// The kernels, by number.
+    pub kernels: Vec<KernelReport>,
+}
+
+/// A step that is built, loaded and has its working memory.
+#[derive(Debug)]
+pub struct CpuExecutable {
+    name: String,
+    step: Step,
+    contract: Contract,
+    arena: Mutex<AlignedBuffer>,
+    /// Whether the cache had it.
+    pub from_cache: bool,
+    /// Time in Kiln's own passes.
+    pub compile_time: Duration,
+    /// Time in the C compiler and linker.
+    pub build_time: Duration,
+}
+
+impl CpuExecutable {
+    /// Compiles `graph`, or finds it in `cache`.
+    ///
+    /// # Errors
+    /// Those of [`compile`], of the C compiler and of loading.
+    pub fn new(
+        graph: &Graph,
+        options: &Options,
+        toolchain: &Toolchain,
+        cache: &Cache,
+        build: &BuildOptions,
+    ) -> Result<Self, CompileError> {
+        let start = Instant::now();
+        let key = CacheKey::builder(toolchain, build)
+            .field("graph", graph.fingerprint().0)
+            .field("options", options.identity())
+            .finish();
+        let mut compile_time = Duration::ZERO;
+        let cached = cache.get_or_build(&key, toolchain, build, || -> Result<StepSource, CompileError> {
+            let compiled = compile(graph, options)?;
+            compile_time = start.elapsed();
+            let payload = serde_json::to_string(&compiled.contract()).map_err(|error| CompileError::Description {
+                name: graph.name.clone(),
+                reason: error.to_string(),
+            })?;
+            Ok(StepSource {
+                name: graph.name.clone(),
+                files: compiled.sources,
+                payload,
+            })
+        })?;
+        let contract: Contract = serde_json::from_str(&cached.payload).map_err(|error| CompileError::Description {
+            name: graph.name.clone(),
+            reason: error.to_string(),
+        })?;
+        let arena = AlignedBuffer::zeroed(contract.arena_bytes)?;
+        let build_time = match cached.origin {
+            Origin::Cache => Duration::ZERO,
+            Origin::Built(elapsed) => elapsed,
+        };
+        tracing::info!(
+            name = graph.name,
+            kernels = contract.kernels.len(),
+            arena = contract.arena_bytes,
+            ?compile_time,
+            ?build_time,
+            "step ready"
+        );
+        Ok(Self {
+            name: graph.name.clone(),
+            step: cached.library.step(),
+            contract,
+            arena: Mutex::new(arena),
+            from_cache: matches!(cached.origin, Origin::Cache),
+            compile_time,
+            build_time,
+        })
+    }
+
+    /// What the caller must know.
+    pub fn contract(&self) -> &Contract {
+        &self.contract
+    }
+
+    /// Runs the step once.
+    ///
+    /// # Errors
+    /// [`CompileError::Cpu`] when counts do not fit or an operation outside failed.
+    ///
+    /// # Safety
+    /// `inputs[i]` must point to the row-major elements of parameter `i` and `outputs[i]` to memory of the size of output `i`, both
+    /// aligned to 64 bytes, valid and not used by anyone else during the call. An output must not overlap an input or another output, unless
+    /// [`Contract::aliases`] pairs it with an input: then both pointers must be the same.
+    pub unsafe fn run(
+        &self,
+        pool: &ThreadPool,
+        inputs: &[*const u8],
+        outputs: &[*mut u8],
+        scalars: &[u64],
+        hooks: &dyn StepHooks,
+    ) -> Result<(), CompileError> {
+        let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        let arguments = StepArguments {
+            inputs,
+            outputs,
+            arena: &mut arena,
+            scalars,
+        };
+        // SAFETY: this function's contract is that of the step; the arena is ours alone while locked.
+        unsafe { self.step.run(pool, arguments, hooks) }.map_err(Into::into)
+    }
+
+    /// Name of the step.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl CompiledStep {
+    /// What the caller of the compiled code must know.
+    pub fn contract(&self) -> Contract {
+        Contract {
+            aliases: self.plan.aliases.clone(),
+            arena_bytes: self.plan.arena_bytes,
+            kernels: self.kernels.clone(),
+        }
+    }
+}
+
+/// The extern operations of a graph in the order of the index that `call_extern` gets, as nodes.
+pub fn externs(graph: &Graph) -> Vec<kiln_graph::Node> {
+    graph.nodes().filter(|(_, data)| matches!(data.op, Op::Extern(_))).map(|(node, _)| node).collect()
+}

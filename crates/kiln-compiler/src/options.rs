@@ -1,0 +1,36 @@
+//! Options of the step compiler.
+
+use kiln_cpu::{Isa, Toolchain};
+
+/// What the compiler may assume and how far it goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Vector instructions that the generated code uses.
+    pub isa: Isa,
+    /// Most threads that will run the step. Sizes working memory; results do not depend on it.
+    pub threads: usize,
+    /// Whether operations are fused. Without, each is a kernel of its own: slow, for narrowing down a wrong result.
+    pub fuse: bool,
+    /// Whether the graph is simplified and rewritten first.
+    pub transform: bool,
+    /// Whether to keep the text of the graph after each pass.
+    pub dump: bool,
+}
+
+impl Options {
+    /// The options for code built by `toolchain` and run by `threads` threads.
+    pub fn new(toolchain: &Toolchain, threads: usize) -> Self {
+        Self {
+            isa: toolchain.isa(),
+            threads: threads.max(1),
+            fuse: true,
+            transform: true,
+            dump: false,
+        }
+    }
+
+    /// What of the options the generated code depends on, for cache keys.
+    pub fn identity(&self) -> String {
+        format!("{} threads={} fuse={} transform={}", self.isa, self.threads, self.fuse, self.transform)
+    }
+}

@@ -1,0 +1,103 @@
+//! How movement operations act on indices: given where the result is wanted, where the operand is read.
+
+use kiln_graph::op::Op;
+use kiln_graph::{Graph, Value};
+
+use crate::index::{Index, coordinates, linear};
+
+/// The index of operand 0 of the movement that defines `value`, for the element of `value` at `index`; none if the
+/// definition is no movement that an index expresses.
+pub fn operand_index(graph: &Graph, value: Value, index: &[Index]) -> Option<Vec<Index>> {
+    let data = graph.def(value);
+    let operand = graph.shape(*data.inputs.first()?);
+    let out = match &data.op {
+        Op::Reshape(shape) => coordinates(&linear(index, shape), operand),
+        Op::Transpose(perm) => {
+            let mut out = vec![Index::default(); index.len()];
+            for (to, &from) in perm.iter().enumerate() {
+                out[from] = index[to].clone();
+            }
+            out
+        }
+        Op::Broadcast { dims, .. } => dims
+            .iter()
+            .zip(operand.iter())
+            .map(|(&to, &extent)| if extent == 1 { Index::default() } else { index[to].clone() })
+            .collect(),
+        Op::Slice { starts, steps, .. } => index
+            .iter()
+            .zip(starts.iter().zip(steps))
+            .map(|(i, (&start, &step))| i.scale(step as i64).shift(start as i64))
+            .collect(),
+        Op::Flip(axes) => index
+            .iter()
+            .enumerate()
+            .map(|(axis, i)| {
+                if axes.contains(&axis) {
+                    i.scale(-1).shift(operand[axis] as i64 - 1)
+                } else {
+                    i.clone()
+                }
+            })
+            .collect(),
+        _ => return None,
+    };
+    Some(out)
+}
+
+/// The identity index of a shape: one variable for each dimension of extent above 1, numbered from `first`.
+/// Also gives the extents of the variables used.
+pub fn identity(shape: &[usize], first: u32) -> (Vec<Index>, Vec<i64>) {
+    let mut extents = Vec::new();
+    let index = shape
+        .iter()
+        .map(|&extent| {
+            if extent == 1 {
+                return Index::default();
+            }
+            let var = first + extents.len() as u32;
+            extents.push(extent as i64);
+            Index::var(var, extent as i64)
+        })
+        .collect();
+    (index, extents)
+}
+
+/// A value seen as a strided window on a stored buffer: element `i` is `base[offset + sum(i[d] * strides[d])]`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Strided {
+    /// The stored value behind it.
+    pub base: Value,
+    /// Elements skipped at the start of the buffer.
+    pub offset: i64,
+    /// Elements between neighbours, for each dimension of the value (0 where it repeats).
+    pub strides: Vec<i64>,
+}
+
+/// Follows movements from `value` to the stored value behind it, as long as the result is a strided window.
+/// `stop` says where to stop: values that have a buffer.
+pub fn strided(graph: &Graph, value: Value, stop: &dyn Fn(Value) -> bool) -> Option<Strided> {
+    let shape = graph.shape(value);
+    let (mut index, _) = identity(shape, 0);
+    let mut base = value;
+    while !stop(base) {
+        index = operand_index(graph, base, &index)?;
+        base = graph.def(base).inputs[0];
+    }
+    let position = linear(&index, graph.shape(base));
+    let mut var = 0;
+    let mut strides = Vec::with_capacity(shape.rank());
+    for &extent in shape.iter() {
+        if extent == 1 {
+            strides.push(0);
+            continue;
+        }
+        strides.push(position.stride(var)?);
+        var += 1;
+    }
+    Some(Strided {
+        base,
+        offset: position.offset(),
+        strides,
+    })
+}

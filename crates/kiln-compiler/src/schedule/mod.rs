@@ -1,0 +1,82 @@
+//! Schedule: which operations run together as one kernel, and in which order.
+//!
+//! The result is a list of [`Kernel`]s. A kernel is a fused loop nest ([`nest::Nest`]) or one operation of the library;
+//! it reads and writes *buffers*, which are the values that need memory. [`fuse`] decides, [`order`] puts the kernels
+//! into the order in which they run. The text form ([`Schedule::to_text`]) lists kernels with what they read and write.
+
+pub mod access;
+pub mod class;
+pub mod fuse;
+pub mod inplace;
+pub mod nest;
+pub mod order;
+
+use std::fmt::Write as _;
+
+use kiln_graph::{Graph, Node, Value};
+
+use nest::Nest;
+
+/// Memory that a kernel reads or writes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum Buffer {
+    /// The row-major elements of a value. A value that leaves the graph lives in the memory of its first output.
+    Value(Value),
+    /// The memory of output number `.0`, where it is a second copy of a value or of an argument.
+    Output(u32),
+}
+
+/// What a kernel does.
+#[derive(Clone, Debug)]
+pub enum KernelKind {
+    /// A fused loop nest.
+    Nest(Box<Nest>),
+    /// One operation from the library.
+    Library(Node),
+}
+
+/// One kernel of the schedule.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// What it does.
+    pub kind: KernelKind,
+    /// Buffers read, in a fixed order.
+    pub reads: Vec<Buffer>,
+    /// Buffers written. A buffer that several kernels write (the parts of a concatenation) is complete after the last.
+    pub writes: Vec<Buffer>,
+    /// Nodes computed here, for people.
+    pub nodes: Vec<Node>,
+}
+
+/// Kernels in the order in which they run.
+#[derive(Clone, Debug, Default)]
+pub struct Schedule {
+    /// The kernels.
+    pub kernels: Vec<Kernel>,
+}
+
+impl Schedule {
+    /// One paragraph for each kernel: what it computes, reads and writes.
+    pub fn to_text(&self, graph: &Graph) -> String {
+        let mut text = String::new();
+        for (number, kernel) in self.kernels.iter().enumerate() {
+            let names: Vec<&str> = kernel.nodes.iter().map(|&node| graph.node(node).op.name()).collect();
+            let _ = writeln!(text, "kernel {number}: {}", names.join(" "));
+            if let KernelKind::Nest(nest) = &kernel.kind {
+                let _ = writeln!(text, "  loops {}", nest.loops_text());
+            }
+            for (word, buffers) in [("reads", &kernel.reads), ("writes", &kernel.writes)] {
+                let list: Vec<String> = buffers.iter().map(|&buffer| buffer_text(graph, buffer)).collect();
+                let _ = writeln!(text, "  {word} {}", list.join(", "));
+            }
+        }
+        text
+    }
+}
+
+fn buffer_text(graph: &Graph, buffer: Buffer) -> String {
+    match buffer {
+        Buffer::Value(value) => format!("{value} {}", graph.ty(value)),
+        Buffer::Output(index) => format!("output {index}"),
+    }
+}

@@ -1,0 +1,201 @@
+//! A fused loop nest: an iteration space and what happens at each point of it.
+//!
+//! The space is a box of loop variables. Every member operation has a *map*: the index of its result as a function of the
+//! variables. A map that uses all variables makes the member a statement of the innermost loop; one that uses fewer is
+//! computed once for each combination of those.
+//!
+//! Once a nest contains a reduction its variables are split into *rows* and *columns*. A **row reduction** combines the
+//! columns of one row; its result is available to later statements on the same row, so that softmax or a layer
+//! normalisation is one nest: several passes over a row that sits in cache. A **late reduction** combines rows (a bias
+//! gradient) or everything (a mean loss); its result exists only after the nest, so nothing inside may use it. Rows are dealt
+//! to a fixed number of chunks with partial results of their own, which are combined in order: the bits of the result do not
+//! depend on the number of threads.
+
+use rustc_hash::FxHashMap;
+
+use kiln_graph::{Graph, Node, Op, Value};
+
+use super::Buffer;
+use crate::index::{Index, Var, bit, linear};
+
+/// Rows and columns of a nest with reductions, as bit sets of variables.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Split {
+    /// Variables that number the rows.
+    pub rows: u64,
+    /// Variables that number the elements of a row.
+    pub cols: u64,
+}
+
+/// A result that leaves the nest.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Store {
+    /// What is stored.
+    pub value: Value,
+    /// Its index at each point.
+    pub index: Vec<Index>,
+    /// Where to.
+    pub buffer: Buffer,
+    /// Position in the buffer, in elements.
+    pub position: Index,
+}
+
+/// A fused loop nest.
+#[derive(Clone, Debug, Default)]
+pub struct Nest {
+    /// Extent of each variable.
+    pub extents: Vec<i64>,
+    /// Rows and columns, if there are reductions.
+    pub split: Option<Split>,
+    /// Operations computed here; in program order once the schedule is complete.
+    pub members: Vec<Node>,
+    /// Index of each member's result.
+    pub maps: FxHashMap<Value, Vec<Index>>,
+    /// Index of each reduction's operand along the reduced axes.
+    pub reduced: FxHashMap<Value, Vec<Index>>,
+    /// Loads of integers that take part in indices: `(indices, where)`, by slot.
+    pub data: Vec<(Value, Vec<Index>)>,
+    /// What leaves.
+    pub stores: Vec<Store>,
+    /// Results of late reductions among the stores.
+    pub late: Vec<Value>,
+    /// Stored values of elsewhere that are read here, and where.
+    pub uses: Vec<(Value, Vec<Vec<Index>>)>,
+}
+
+impl Nest {
+    /// Bit set of all variables.
+    pub fn all(&self) -> u64 {
+        (1u64 << self.extents.len()) - 1
+    }
+
+    /// The variables in a set, with extents.
+    pub fn list(&self, set: u64) -> Vec<(Var, i64)> {
+        (0..self.extents.len() as Var)
+            .filter(|&var| set & bit(var) != 0)
+            .map(|var| (var, self.extents[var as usize]))
+            .collect()
+    }
+
+    /// Number of points of the variables in a set.
+    pub fn points(&self, set: u64) -> i64 {
+        self.list(set).iter().map(|&(_, extent)| extent).product()
+    }
+
+    /// The indices at which a stored value of elsewhere is read.
+    pub fn uses_of(&self, value: Value) -> &[Vec<Index>] {
+        self.uses
+            .iter()
+            .find(|(own, _)| *own == value)
+            .map_or(&[], |(_, indices)| indices)
+    }
+
+    /// Notes that `value` is read at `index`.
+    pub fn add_use(&mut self, value: Value, index: Vec<Index>) {
+        match self.uses.iter_mut().find(|(own, _)| *own == value) {
+            Some((_, indices)) if indices.contains(&index) => {}
+            Some((_, indices)) => indices.push(index),
+            None => self.uses.push((value, vec![index])),
+        }
+    }
+
+    /// The slot of the integer `indices[at]`, new or known.
+    pub fn slot(&mut self, indices: Value, at: Vec<Index>) -> u32 {
+        let known = self.data.iter().position(|(v, i)| *v == indices && *i == at);
+        known.unwrap_or_else(|| {
+            self.data.push((indices, at));
+            self.data.len() - 1
+        }) as u32
+    }
+
+    /// Where a store of `value` at its own buffer goes.
+    pub fn add_store(&mut self, graph: &Graph, value: Value, index: Vec<Index>) {
+        let position = linear(&index, graph.shape(value));
+        self.stores.push(Store {
+            value,
+            index,
+            buffer: Buffer::Value(value),
+            position,
+        });
+    }
+
+    /// Whether a value with this index is either complete at each point or once for each row, so that it can be stored.
+    pub fn storable(&self, graph: &Graph, value: Value, index: &[Index]) -> bool {
+        let used = vars(index);
+        let fits = used == self.all() || self.split.is_some_and(|split| used == split.rows);
+        fits && bijective(index, graph.shape(value))
+    }
+
+    /// Whether a value at this index is a row's: at most the row variables occur.
+    pub fn is_row(&self, index: &[Index]) -> bool {
+        self.split.is_some_and(|split| vars(index) & !split.rows == 0)
+    }
+
+    /// The loops, for people: `rows i0=8 i1=128, columns i2=64`.
+    pub fn loops_text(&self) -> String {
+        let list = |set: u64| {
+            let words: Vec<String> = self.list(set).iter().map(|(v, e)| format!("i{v}={e}")).collect();
+            if words.is_empty() { "one".to_owned() } else { words.join(" ") }
+        };
+        match self.split {
+            Some(split) => format!("rows {}, columns {}", list(split.rows), list(split.cols)),
+            None => list(self.all()),
+        }
+    }
+
+    /// Operands of a pointwise member at `index`, as `(operand, index)`; gathers register the integers they load.
+    pub fn operands(&mut self, graph: &Graph, node: Node, index: &[Index]) -> Vec<(Value, Vec<Index>)> {
+        let data = graph.node(node);
+        match data.op {
+            Op::Gather { axis } => {
+                let (x, indices) = (data.inputs[0], data.inputs[1]);
+                let at = self.data_index(graph, x, axis, indices, index.to_vec());
+                let mut moved = index.to_vec();
+                moved[axis] = at;
+                vec![(indices, index.to_vec()), (x, moved)]
+            }
+            Op::IndexSelect { axis } => {
+                let (x, indices) = (data.inputs[0], data.inputs[1]);
+                let at = self.data_index(graph, x, axis, indices, vec![index[axis].clone()]);
+                let mut moved = index.to_vec();
+                let list = vec![std::mem::replace(&mut moved[axis], at)];
+                vec![(indices, list), (x, moved)]
+            }
+            Op::Random { .. } => data.inputs.iter().map(|&v| (v, Vec::new())).collect(),
+            _ => data.inputs.iter().map(|&v| (v, index.to_vec())).collect(),
+        }
+    }
+
+    fn data_index(&mut self, graph: &Graph, x: Value, axis: usize, indices: Value, at: Vec<Index>) -> Index {
+        let vars = vars(&at);
+        let slot = self.slot(indices, at);
+        let extent = graph.shape(x)[axis] as i64;
+        Index::atom(crate::index::Atom::Data { slot, extent, vars })
+    }
+}
+
+/// Bit set of the variables that an index depends on.
+pub fn vars(index: &[Index]) -> u64 {
+    index.iter().fold(0, |set, i| set | i.vars())
+}
+
+/// Whether the map from the variables of `index` to the elements of `shape` reaches each element exactly once.
+pub fn bijective(index: &[Index], shape: &[usize]) -> bool {
+    let position = linear(index, shape);
+    let mut terms: Vec<(i64, i64)> = Vec::new();
+    for (atom, factor) in position.terms() {
+        match atom {
+            crate::index::Atom::Var { extent, .. } => terms.push((*factor, *extent)),
+            _ => return false,
+        }
+    }
+    terms.sort_unstable();
+    let mut reach = 1;
+    for (factor, extent) in terms {
+        if factor != reach {
+            return false;
+        }
+        reach *= extent;
+    }
+    position.offset() == 0 && reach == shape.iter().product::<usize>() as i64
+}

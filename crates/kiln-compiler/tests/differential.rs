@@ -1,0 +1,74 @@
+//! Compiled graphs against the interpreter: random graphs over every primitive, fused and not.
+
+mod support;
+
+use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
+use kiln_graph::{DType, Graph, interpret_f64};
+use support::{append, build, run};
+
+/// `count` random graphs as one step: a compiler run each would be most of the time.
+fn batch(first_seed: u64, count: u64, config: &GraphConfig) -> (Graph, Vec<f64>) {
+    let mut whole = Graph::new("random");
+    let mut tolerances = Vec::new();
+    for seed in first_seed..first_seed + count {
+        let random = random_graph(seed, config);
+        append(&mut whole, &random.graph);
+        tolerances.extend(random.tolerances);
+    }
+    (whole, tolerances)
+}
+
+fn check(graph: &Graph, tolerances: &[f64], fuse: bool, what: &str) {
+    let (tensors, scalars) = random_arguments(graph, 7);
+    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
+    let step = build(graph, |options| options.fuse = fuse).unwrap();
+    let actual = run(&step, graph, &tensors, &scalars, 2);
+    for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
+        if let Some(found) = difference(actual, expected, tolerances[number]) {
+            let value = graph.outputs[number].value;
+            panic!("{what}: output {number} ({value} {}): {found}", graph.ty(value));
+        }
+    }
+}
+
+fn families(families: &[Family]) -> GraphConfig {
+    GraphConfig {
+        families: families.to_vec(),
+        ..GraphConfig::default()
+    }
+}
+
+/// Operations that loop nests compute, over all types.
+#[test]
+fn nests_compute_what_the_interpreter_does() {
+    let mut config = families(&[Family::Pointwise, Family::Reduce, Family::Movement, Family::Index, Family::Random]);
+    config.floats = vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16];
+    config.ints = vec![DType::I64, DType::I32, DType::I16, DType::I8, DType::U64, DType::U32, DType::U16, DType::U8];
+    config.steps = 25;
+    for seed in 0..6 {
+        let (graph, tolerances) = batch(1000 * seed, 12, &config);
+        check(&graph, &tolerances, true, &format!("seed {seed}, fused"));
+        if seed < 2 {
+            check(&graph, &tolerances, false, &format!("seed {seed}, not fused"));
+        }
+    }
+}
+
+/// Larger tensors: whole vectors, several threads, collapsed loops.
+#[test]
+fn large_nests() {
+    let mut config = families(&[Family::Pointwise, Family::Reduce, Family::Movement]);
+    config.max_elements = 60_000;
+    config.steps = 20;
+    let (graph, tolerances) = batch(500, 8, &config);
+    check(&graph, &tolerances, true, "large");
+}
+
+#[test]
+fn contractions_pools_and_sorts() {
+    for (seed, family) in [Family::Dot, Family::Conv, Family::Pool, Family::Sort].into_iter().enumerate() {
+        let config = families(&[family, Family::Pointwise]);
+        let (graph, tolerances) = batch(100 * seed as u64, 16, &config);
+        check(&graph, &tolerances, true, &format!("{family:?}"));
+    }
+}
