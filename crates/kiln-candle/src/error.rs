@@ -51,7 +51,7 @@ pub enum CandleError {
         origin: String,
         /// What happened.
         #[source]
-        failure: Failure,
+        failure: Box<Failure>,
     },
 }
 

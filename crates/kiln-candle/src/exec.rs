@@ -125,7 +125,9 @@ impl CandleExecutable {
             let results = call
                 .node(data, &operands)
                 .map_err(|failure| node_error(node, data, failure))?;
+            debug_assert_eq!(results.len(), data.outputs.len(), "{}", data.op.name());
             for (&value, result) in data.outputs.iter().zip(results) {
+                debug_assert_eq!(result.ty(), *self.graph.ty(value), "{}", data.op.name());
                 values[index(value)] = Some(result);
             }
             for &value in dying {
@@ -189,7 +191,7 @@ fn node_error(node: Node, data: &NodeData, failure: Failure) -> CandleError {
         node,
         op: data.op.name().to_owned(),
         origin,
-        failure,
+        failure: Box::new(failure),
     }
 }
 

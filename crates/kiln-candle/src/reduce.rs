@@ -52,22 +52,14 @@ pub(crate) fn reduce(op: ReduceOp, x: &Val, axes: &[usize], result: &TensorType)
         return full(neutral(op, x.dtype), result);
     }
     let reduced = match op {
-        ReduceOp::Sum => sum_last(&rows(&x.wide()?, axes)?, x.dtype)?,
+        ReduceOp::Sum if x.dtype.is_int() => ints::sum_last(&rows(&x.tensor, axes)?, x.dtype)?,
+        ReduceOp::Sum => x.wide()?.contiguous()?.sum(axes)?,
         ReduceOp::Prod => product_last(&rows(&x.wide()?, axes)?, x.dtype)?,
         ReduceOp::Any => rows(&x.tensor, axes)?.max(1)?,
         ReduceOp::All => rows(&x.tensor, axes)?.min(1)?,
         ReduceOp::Max | ReduceOp::Min => extreme_last(op, &rows(&x.compute()?, axes)?, x.dtype)?,
     };
     Val::narrow(reduced.reshape(result.shape.dims())?, x.dtype)
-}
-
-/// Sum along the last of two dimensions. Floats come in f64.
-pub(crate) fn sum_last(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    if dtype.is_int() {
-        ints::sum_last(x, dtype)
-    } else {
-        x.sum(x.rank() - 1)
-    }
 }
 
 /// Product along the last of two dimensions. Floats come in f64.
@@ -81,7 +73,7 @@ fn product_last(x: &Tensor, dtype: DType) -> Result<Tensor> {
         let half = count / 2;
         let (a, b) = (x.narrow(1, 0, half)?, x.narrow(1, half, half)?);
         let merged = combine(BinaryOp::Mul, &a.contiguous()?, &b.contiguous()?, dtype)?;
-        x = if count % 2 == 0 {
+        x = if count.is_multiple_of(2) {
             merged
         } else {
             Tensor::cat(&[merged, x.narrow(1, count - 1, 1)?], 1)?

@@ -11,9 +11,12 @@
 //!
 //! What holds for every [`Val`]: its tensor has the candle type of this table and, for integers, only numbers in range.
 
-use candle_core::{DType as CandleType, Device, Result, Tensor};
+use std::sync::Arc;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+use candle_core::{DType as CandleType, Device, Result, Tensor, WithDType};
 use half::{bf16, f16};
-use kiln_graph::{DType, HostTensor, Shape};
+use kiln_graph::{DType, HostTensor, Shape, TensorType};
 
 /// A value of the graph: a candle tensor and the element type it stands for.
 #[derive(Clone, Debug)]
@@ -58,6 +61,10 @@ impl Val {
         Ok(Self::new(tensor, dtype))
     }
 
+    pub fn ty(&self) -> TensorType {
+        TensorType::new(self.dtype, self.dims())
+    }
+
     pub fn dims(&self) -> &[usize] {
         self.tensor.dims()
     }
@@ -69,41 +76,57 @@ impl Val {
     pub fn from_host(host: &HostTensor) -> Result<Self> {
         let ty = host.ty();
         let dims = ty.shape.dims();
-        let cpu = &Device::Cpu;
         let tensor = match ty.dtype {
-            DType::F64 => Tensor::from_vec(host.to_f64s(), dims, cpu)?,
-            DType::F32 => Tensor::from_vec(host.to_vec::<f32>().unwrap_or_default(), dims, cpu)?,
-            DType::F16 => Tensor::from_vec(host.to_vec::<f16>().unwrap_or_default(), dims, cpu)?,
-            DType::BF16 => Tensor::from_vec(host.to_vec::<bf16>().unwrap_or_default(), dims, cpu)?,
+            DType::F64 => copied::<f64>(host, dims)?,
+            DType::F32 => copied::<f32>(host, dims)?,
+            DType::F16 => copied::<f16>(host, dims)?,
+            DType::BF16 => copied::<bf16>(host, dims)?,
+            DType::I64 | DType::U64 => copied::<i64>(host, dims)?,
             DType::Bool => {
                 let bytes: Vec<u8> = host.bytes().iter().map(|&byte| u8::from(byte != 0)).collect();
-                Tensor::from_vec(bytes, dims, cpu)?
+                Tensor::from_vec(bytes, dims, &Device::Cpu)?
             }
-            _ => Tensor::from_vec(host.to_i64s(), dims, cpu)?,
+            _ => Tensor::from_vec(host.to_i64s(), dims, &Device::Cpu)?,
         };
         Ok(Self::new(tensor, ty.dtype))
     }
 
     pub fn to_host(&self) -> Result<HostTensor> {
-        let shape = Shape::from(self.dims());
-        let flat = self.tensor.flatten_all()?;
-        Ok(match self.dtype {
-            DType::F64 => HostTensor::from_vec(shape, flat.to_vec1::<f64>()?),
-            DType::F32 => HostTensor::from_vec(shape, flat.to_vec1::<f32>()?),
-            DType::F16 => HostTensor::from_vec(shape, flat.to_vec1::<f16>()?),
-            DType::BF16 => HostTensor::from_vec(shape, flat.to_vec1::<bf16>()?),
-            DType::Bool => {
-                let bools: Vec<bool> = flat.to_vec1::<u8>()?.into_iter().map(|byte| byte != 0).collect();
-                HostTensor::from_vec(shape, bools)
+        let ty = self.ty();
+        let bytes = match self.dtype {
+            DType::F64 => bytes_of::<f64>(&self.tensor)?,
+            DType::F32 => bytes_of::<f32>(&self.tensor)?,
+            DType::F16 => bytes_of::<f16>(&self.tensor)?,
+            DType::BF16 => bytes_of::<bf16>(&self.tensor)?,
+            DType::I64 | DType::U64 => bytes_of::<i64>(&self.tensor)?,
+            DType::Bool => bytes_of::<u8>(&self.tensor)?,
+            dtype => {
+                let numbers = self.tensor.flatten_all()?.to_vec1::<i64>()?;
+                return Ok(HostTensor::from_ints(dtype, ty.shape, numbers));
             }
-            dtype => HostTensor::from_ints(dtype, shape, flat.to_vec1::<i64>()?),
-        })
+        };
+        match HostTensor::from_bytes(ty, bytes) {
+            Some(host) => Ok(host),
+            None => candle_core::bail!("a tensor of {:?} has not the bytes of its type", self.dims()),
+        }
     }
 
     /// The one element of a rank-0 integer, bits for u64.
     pub fn to_i64(&self) -> Result<i64> {
         self.tensor.to_scalar::<i64>()
     }
+}
+
+/// A candle tensor with the bytes of a host tensor of elements `T`.
+fn copied<T: WithDType + AnyBitPattern + NoUninit>(host: &HostTensor, dims: &[usize]) -> Result<Tensor> {
+    let mut elements = vec![<T as bytemuck::Zeroable>::zeroed(); host.ty().numel()];
+    bytemuck::cast_slice_mut(&mut elements).copy_from_slice(host.bytes());
+    Tensor::from_vec(elements, dims, &Device::Cpu)
+}
+
+/// The row-major bytes of a tensor of elements `T`.
+fn bytes_of<T: WithDType + NoUninit>(tensor: &Tensor) -> Result<Arc<[u8]>> {
+    Ok(bytemuck::cast_slice(&tensor.flatten_all()?.to_vec1::<T>()?).into())
 }
 
 /// The candle type that holds elements of `dtype`.

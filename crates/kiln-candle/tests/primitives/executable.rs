@@ -136,7 +136,7 @@ fn operations_kept_whole_that_fail_say_which_and_why() {
     let failure = |error: CandleError| match error {
         CandleError::Node { failure, origin, .. } => {
             assert_eq!(origin, " (Custom.Swap)");
-            failure
+            *failure
         }
         other => panic!("{other}"),
     };

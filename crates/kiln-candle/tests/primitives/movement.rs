@@ -130,9 +130,9 @@ fn counting_and_shapes() {
             }
         }
         let x = wild(dtype, [2, 3, 4], 1);
-        check(Op::Reshape(Shape::from([6, 1, 4])), &[x.clone()]);
-        check(Op::Transpose(dims([2, 0, 1])), &[x.clone()]);
-        check(Op::Flip(dims([0, 2])), &[x.clone()]);
+        check(Op::Reshape(Shape::from([6, 1, 4])), std::slice::from_ref(&x));
+        check(Op::Transpose(dims([2, 0, 1])), std::slice::from_ref(&x));
+        check(Op::Flip(dims([0, 2])), std::slice::from_ref(&x));
         check(Op::Flip(dims([])), &[x]);
         let broadcast = |shape: &[usize], to: Dims| Op::Broadcast {
             shape: shape.into(),
@@ -162,7 +162,7 @@ fn slices_and_padding() {
                     limits,
                     steps,
                 },
-                &[x.clone()],
+                std::slice::from_ref(&x),
             );
         }
         let value = wild(dtype, [], 7);
