@@ -5,7 +5,7 @@
 //! alone ([`infer`]). Inputs arrive through [`Op::Parameter`] (tensors) and [`Op::Scalar`] (runtime scalars such as a
 //! learning rate); [`Graph::outputs`] lists what leaves, and which input each output may take its buffer from.
 //!
-//! The crate also fixes what the primitives *mean*: the rustdoc of [`op`] states it in words, [`interpret`] is it in
+//! The crate also fixes what the primitives *mean*: the rustdoc of [`op`] states it in words, [`interpret()`] is it in
 //! code (plain loops in f64), and [`philox`] is the meaning of random numbers. Every executor is compared with these.
 //!
 //! What this crate does not know: Burn, files, threads, memory, machines.

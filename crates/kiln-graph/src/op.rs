@@ -1,7 +1,7 @@
 //! The primitives, and what each means.
 //!
 //! Some sixty operations are the whole vocabulary after import. Each variant of [`Op`] says what it computes in terms
-//! of elements; [`crate::infer`] gives its result type and its typing rules, [`crate::interpret`] computes it.
+//! of elements; [`crate::infer`] gives its result type and its typing rules, [`crate::interpret()`] computes it.
 //!
 //! Rules that hold everywhere:
 //!

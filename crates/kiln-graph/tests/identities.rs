@@ -96,6 +96,12 @@ fn close(a: &[f64], b: &[f64]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Kernel, stride, padding before and after, dilation, and how much longer than one kernel the input is.
+type SlidingAxis = (usize, usize, usize, usize, usize, usize);
+
+/// Window, stride, padding before and after, and how much longer than one window the input is.
+type PoolAxis = (usize, usize, usize, usize, usize);
+
 /// A convolution that fits, and the extents of input and kernel.
 fn convolutions() -> impl Strategy<Value = (ConvDims, Vec<usize>, Vec<usize>)> {
     let axis = (1..4usize, 1..3usize, 0..3usize, 0..2usize, 1..3usize, 0..4usize);
@@ -107,9 +113,7 @@ fn convolutions() -> impl Strategy<Value = (ConvDims, Vec<usize>, Vec<usize>)> {
         1..3usize,
     )
         .prop_map(|(axes, groups, n, o, c)| {
-            let of = |f: &dyn Fn(&(usize, usize, usize, usize, usize, usize)) -> usize| {
-                axes.iter().map(f).collect::<Dims>()
-            };
+            let of = |f: &dyn Fn(&SlidingAxis) -> usize| axes.iter().map(f).collect::<Dims>();
             let conv = ConvDims {
                 stride: of(&|axis| axis.1),
                 pad_low: of(&|axis| axis.2),
@@ -217,9 +221,7 @@ fn windows() -> impl Strategy<Value = (Window, Vec<usize>)> {
         1..3usize,
     )
         .prop_map(|(axes, ceil_mode, n, c)| {
-            let of = |f: &dyn Fn(&(usize, usize, usize, usize, usize)) -> usize| {
-                axes.iter().map(f).collect::<Dims>()
-            };
+            let of = |f: &dyn Fn(&PoolAxis) -> usize| axes.iter().map(f).collect::<Dims>();
             let window = Window {
                 size: of(&|axis| axis.0),
                 stride: of(&|axis| axis.1),

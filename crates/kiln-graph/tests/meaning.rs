@@ -369,7 +369,7 @@ fn movement() {
         %f = flip %0 {axes=[0,1]} : f32[2,3]
         %k = concat %0, %f {axis=1} : f32[2,6]
         return %t, %b, %s, %p, %f, %k";
-    let out = run(lines, &[x.clone()]);
+    let out = run(lines, std::slice::from_ref(&x));
     assert_floats(&out[0], &[1., 4., 2., 5., 3., 6.]);
     assert_floats(&out[1], &[1., 2., 3., 1., 2., 3., 4., 5., 6., 4., 5., 6.]);
     assert_floats(&out[2], &[2., 3.]);
@@ -590,7 +590,7 @@ fn arguments_are_checked() {
         })
     ));
     assert!(matches!(
-        run(&[x.clone()], &[]),
+        run(std::slice::from_ref(&x), &[]),
         Err(InterpretError::ScalarCount {
             expected: 1,
             given: 0,

@@ -1,6 +1,8 @@
 //! Properties of random graphs: they are sound, survive the text form, and mean the same after rewriting and in either precision.
 
-use kiln_graph::testing::{Family, GraphConfig, difference, graphs, random_arguments, random_graph};
+use kiln_graph::testing::{
+    Family, GraphConfig, difference, graphs, random_arguments, random_graph, special_arguments,
+};
 use kiln_graph::{Graph, Op, Rewriter, interpret, interpret_f64, verify};
 use proptest::prelude::*;
 
@@ -60,8 +62,13 @@ proptest! {
     }
 
     #[test]
-    fn rounding_stays_within_the_tolerances(random in graphs(GraphConfig { steps: 25, ..GraphConfig::default() }), seed: u64) {
-        let (tensors, scalars) = random_arguments(&random.graph, seed);
+    fn rounding_stays_within_the_tolerances(
+        random in graphs(GraphConfig { steps: 25, ..GraphConfig::default() }),
+        seed: u64,
+        special: bool,
+    ) {
+        let arguments = if special { special_arguments } else { random_arguments };
+        let (tensors, scalars) = arguments(&random.graph, seed);
         let exact = interpret_f64(&random.graph, &tensors, &scalars);
         let exact = exact.map_err(|error| TestCaseError::fail(format!("{error}\n{}", random.graph)))?;
         let rounded = interpret(&random.graph, &tensors, &scalars).expect("the same graph ran before");

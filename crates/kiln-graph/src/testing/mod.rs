@@ -6,7 +6,7 @@
 //!
 //! The graphs are *tame*: on the arguments that [`random_arguments`] makes, every executor that follows the rules of
 //! [`crate::op`] must agree with the interpreter to within [`RandomGraph::tolerances`]. To that end the generator keeps for
-//! each float value a bound of its size and a first-order bound of its rounding error ([`build`]). Functions that
+//! each float value a bound of its size and a first-order bound of its rounding error (`build`). Functions that
 //! amplify errors without limit (a logarithm near 0) get operands moved away from there, and functions that are not
 //! continuous (comparisons, rounding, positions of extremes) get only values that are exact: arguments and what moves or
 //! selects among them.
@@ -167,6 +167,27 @@ pub fn random_tensor(ty: &TensorType, seed: u64) -> HostTensor {
         }
         dtype => HostTensor::from_ints(dtype, shape, (0..count).map(|_| rng.below(19) as i64 - 9)),
     }
+}
+
+/// [`random_arguments`] in which some floats are NaN or -0. The tolerances of a tame graph hold here too, for an executor that
+/// propagates NaN as the rules say. (Not for infinities: the rounding error of a factor near 0 decides the sign of its product
+/// with one.)
+pub fn special_arguments(graph: &Graph, seed: u64) -> (Vec<HostTensor>, Vec<Scalar>) {
+    let (tensors, scalars) = random_arguments(graph, seed);
+    let mut rng = Rng::new(!seed);
+    let tensors = tensors.into_iter().map(|tensor| {
+        let TensorType { dtype, shape } = tensor.ty().clone();
+        if !dtype.is_float() {
+            return tensor;
+        }
+        let values = tensor.to_f64s().into_iter().map(|value| match rng.below(24) {
+            0 => f64::NAN,
+            1 => -0.0,
+            _ => value,
+        });
+        HostTensor::from_floats(dtype, shape, values)
+    });
+    (tensors.collect(), scalars)
 }
 
 /// Arguments for any graph, [`random_tensor`]s and scalars of the same kind.

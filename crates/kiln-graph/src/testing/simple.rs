@@ -132,7 +132,7 @@ impl Builder<'_> {
                 };
                 let divisor = *self.choose(&[0.5, -2.0, 4.0]);
                 let divisor = self.full(divisor, &ty);
-                self.node(Op::Binary(op), &[a, divisor], &[(4.0, 0.0)]);
+                self.computed(Op::Binary(op), &[a, divisor], a.bound + 4.0, 0.0);
             }
             Pow if self.chance(2) => {
                 let a = self.within(a, 4.0);
