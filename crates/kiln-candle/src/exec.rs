@@ -211,7 +211,17 @@ impl Call<'_> {
         }
         let types: Vec<&TensorType> = data.outputs.iter().map(|&value| self.graph.ty(value)).collect();
         if types.iter().all(|ty| ty.numel() == 0) {
-            // Nothing to compute, and candle's kernels need not know about empty tensors.
+            // Nothing to compute, and candle's kernels need not know about empty tensors. Wrong indices stay wrong.
+            match &data.op {
+                Op::Gather { axis }
+                | Op::Scatter { axis, .. }
+                | Op::IndexSelect { axis }
+                | Op::IndexPut { axis, .. } => {
+                    index::check(operands[1], *axis, operands[0].dims()[*axis])?;
+                }
+                Op::MaxPoolGrad { input } => index::check(operands[1], 2, input.iter().product())?,
+                _ => {}
+            }
             return types
                 .iter()
                 .map(|ty| Ok(Val::zeros(&ty.shape, ty.dtype)?))
@@ -338,4 +348,35 @@ fn random(kind: RandomKind, operands: &[&Val], ty: &TensorType) -> candle_core::
     let [seed, stream, low, high] = words;
     let drawn = philox::fill(kind, ty.dtype, &ty.shape, seed as u64, stream as u64, (low, high));
     Val::from_host(&drawn)
+}
+
+#[cfg(test)]
+mod tests {
+    use kiln_graph::testing::{GraphConfig, random_graph};
+
+    use super::*;
+
+    /// Every value but the outputs dies exactly once: at its last use, or where it is defined if it has none.
+    #[test]
+    fn values_die_at_their_last_use() {
+        for seed in 0..50 {
+            let mut graph = random_graph(seed, &GraphConfig::default()).graph;
+            // Some values nobody uses.
+            let kept = graph.outputs.len() / 2;
+            graph.outputs.truncate(kept);
+            let executable = CandleExecutable::new(Arc::new(graph)).unwrap();
+            let graph = executable.graph();
+            for (value, data) in graph.values() {
+                let uses = graph.nodes().filter(|(_, user)| user.inputs.contains(&value));
+                let last = uses.map(|(node, _)| node).max().unwrap_or(data.node);
+                let returned = graph.outputs.iter().any(|output| output.value == value);
+                let expected: Vec<Node> = if returned { vec![] } else { vec![last] };
+                let deaths = graph.nodes().zip(&executable.dying);
+                let died: Vec<Node> = deaths
+                    .flat_map(|((node, _), dying)| dying.iter().filter(|&&v| v == value).map(move |_| node))
+                    .collect();
+                assert_eq!(died, expected, "{value} of graph {seed}");
+            }
+        }
+    }
 }

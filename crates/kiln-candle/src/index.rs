@@ -20,7 +20,7 @@ use crate::value::{Val, float, indices, is_nan, select, wrap};
 use crate::{float as floats, ints};
 
 /// Reports the first index outside of `0..extent`.
-fn check(at: &Val, axis: usize, extent: usize) -> Computed<()> {
+pub(crate) fn check(at: &Val, axis: usize, extent: usize) -> Computed<()> {
     if at.numel() == 0 {
         return Ok(());
     }

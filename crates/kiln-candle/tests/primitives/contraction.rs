@@ -4,7 +4,7 @@ use crate::common::{
     FLOATS, INTS, Relative, check, check_by, check_sum, graph_of, random, random_indices, scalar, wild,
 };
 use kiln_graph::interpret::interpret;
-use kiln_graph::op::{AttentionDims, ConvDims, Dims, DotDims, Op, Window};
+use kiln_graph::op::{AttentionDims, ConvDims, Dims, DotDims, Op, ScatterMode, Window};
 use kiln_graph::{DType, HostTensor, Shape};
 
 fn dims<const N: usize>(list: [usize; N]) -> Dims {
@@ -259,7 +259,12 @@ fn max_pool_gradients_check_their_indices() {
 
 #[test]
 fn attention_and_its_gradient() {
-    let shapes: [([usize; 4], [usize; 4], usize); 5] = [
+    let shapes: [([usize; 4], [usize; 4], usize); 9] = [
+        // No queries, no width, no value width, no heads.
+        ([1, 2, 0, 3], [1, 2, 4, 3], 2),
+        ([1, 2, 3, 0], [1, 2, 4, 0], 2),
+        ([1, 2, 3, 2], [1, 2, 4, 2], 0),
+        ([1, 0, 3, 2], [1, 2, 4, 2], 3),
         ([2, 4, 5, 3], [2, 2, 7, 3], 6),
         ([1, 2, 6, 4], [1, 2, 6, 4], 4),
         ([1, 3, 1, 8], [1, 1, 9, 8], 2),
@@ -318,6 +323,28 @@ fn indices_beyond_the_extent_are_named() {
             vec![
                 random(DType::F32, [2, 3], 1),
                 HostTensor::from_vec([2], [-1i32, 0]),
+            ],
+        ),
+        (
+            Op::Scatter {
+                axis: 0,
+                mode: ScatterMode::Add,
+            },
+            vec![
+                random(DType::F32, [0, 2], 1),
+                HostTensor::from_vec([1, 2], [0i64, 0]),
+                random(DType::F32, [1, 2], 1),
+            ],
+        ),
+        (
+            Op::IndexPut {
+                axis: 1,
+                mode: ScatterMode::Assign,
+            },
+            vec![
+                random(DType::F32, [0, 2], 1),
+                HostTensor::from_vec([1], [2i64]),
+                random(DType::F32, [0, 1], 1),
             ],
         ),
     ] {
