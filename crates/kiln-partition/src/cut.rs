@@ -104,3 +104,138 @@ pub(crate) fn choose(joint: &Joint, steering: &Steering) -> (EntitySet<Value>, u
     }
     (kept, cost)
 }
+
+#[cfg(test)]
+mod tests {
+    use kiln_graph::op::{BinaryOp, CompareOp, Dims, DotDims, Op, ReduceOp, UnaryOp};
+    use kiln_graph::{DType, Graph, Phase, Provenance, TensorType};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Machine, Options};
+
+    /// One choice of the generator: an operation and where its operands come from.
+    type Choice = (u8, usize, usize);
+
+    /// Values of one type, to draw operands from.
+    #[derive(Default)]
+    struct Pool {
+        matrices: Vec<Value>,
+        vectors: Vec<Value>,
+        masks: Vec<Value>,
+    }
+
+    fn of<T: Copy>(list: &[T], at: usize) -> T {
+        list[at % list.len()]
+    }
+
+    /// One of the last few: so that long chains come up.
+    fn recent<T: Copy>(list: &[T], at: usize) -> T {
+        list[list.len() - 1 - at % list.len().min(3)]
+    }
+
+    /// Adds one node and puts its result into the pool.
+    fn grow(graph: &mut Graph, pool: &mut Pool, (op, a, b): Choice, phase: Phase) {
+        let provenance = Provenance {
+            phase,
+            ..Provenance::default()
+        };
+        let shape: kiln_graph::Shape = [4, 4].into();
+        let (x, y) = (recent(&pool.matrices, a), of(&pool.matrices, b));
+        let add = |graph: &mut Graph, op, inputs: &[Value]| graph.add(op, inputs, &provenance).expect("well typed");
+        match op % 10 {
+            0 => pool.matrices.push(add(graph, Op::Unary(UnaryOp::Tanh), &[x])),
+            1 | 2 => pool.matrices.push(add(graph, Op::Binary(BinaryOp::Mul), &[x, y])),
+            3 | 4 => pool.matrices.push(add(graph, Op::DotGeneral(DotDims::matmul(0)), &[x, y])),
+            5 => {
+                let axes = Dims::from_slice(&[1]);
+                pool.vectors.push(add(graph, Op::Reduce { op: ReduceOp::Sum, axes }, &[x]));
+            }
+            6 if !pool.vectors.is_empty() => {
+                let dims = Dims::from_slice(&[0]);
+                pool.matrices.push(add(graph, Op::Broadcast { shape, dims }, &[recent(&pool.vectors, a)]));
+            }
+            7 => pool.masks.push(add(graph, Op::Compare(CompareOp::Gt), &[x, y])),
+            8 if !pool.masks.is_empty() => {
+                pool.matrices.push(add(graph, Op::Select, &[recent(&pool.masks, a), x, y]));
+            }
+            9 => pool.matrices.push(add(graph, Op::Transpose(Dims::from_slice(&[1, 0])), &[x])),
+            _ => pool.matrices.push(add(graph, Op::Unary(UnaryOp::Neg), &[x])),
+        }
+    }
+
+    /// A joint graph: forward nodes, then backward nodes that read them, the last of which depends on a product.
+    fn joint_graph(forward: &[Choice], backward: &[Choice]) -> Graph {
+        let mut graph = Graph::new("random");
+        let ty = TensorType::new(DType::F32, [4, 4]);
+        let mut pool = Pool::default();
+        pool.matrices.push(graph.parameter(ty.clone()));
+        let seed = graph.parameter(ty);
+        forward.iter().for_each(|&choice| grow(&mut graph, &mut pool, choice, Phase::Forward));
+        graph.output(*pool.matrices.last().expect("never empty"), None);
+        let provenance = Provenance {
+            phase: Phase::Backward,
+            ..Provenance::default()
+        };
+        let mut tangent = seed;
+        for &choice in backward {
+            grow(&mut graph, &mut pool, choice, Phase::Backward);
+            let read = of(&pool.matrices, choice.1 + choice.2);
+            let op = if choice.0 % 2 == 0 { Op::Binary(BinaryOp::Mul) } else { Op::DotGeneral(DotDims::matmul(0)) };
+            let product = Op::DotGeneral(DotDims::matmul(0));
+            tangent = graph.add(product, &[tangent, seed], &provenance).expect("well typed");
+            tangent = graph.add(op, &[tangent, read], &provenance).expect("well typed");
+        }
+        graph.output(tangent, None);
+        graph.without_dead_code()
+    }
+
+    fn choices(count: std::ops::Range<usize>) -> impl Strategy<Value = Vec<Choice>> {
+        prop::collection::vec((any::<u8>(), 0usize..64, 0usize..64), count)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(320))]
+
+        /// No set of kept values is cheaper than the chosen one, at any price, and its cost is what the cut says.
+        #[test]
+        fn the_choice_is_optimal(
+            forward in choices(3..15),
+            backward in choices(2..6),
+            expensive: bool,
+            price in prop::sample::select(vec![0.0, 90.0, 4000.0]),
+            hold in prop::sample::select(vec![0.0, 35.0]),
+            prologue: bool,
+        ) {
+            let graph = joint_graph(&forward, &backward);
+            let options = Options {
+                hold,
+                dot_prologue: prologue,
+                machine: Machine { special_per_second: 1e9, ..Machine::default() },
+                ..Options::default()
+            };
+            let joint = Joint::new(&graph, &options).expect("valid");
+            let steering = Steering { expensive, price, anchors: None };
+            let cost = |kept: &EntitySet<Value>| -> u64 {
+                let closure = joint.closure(kept, expensive);
+                let held: u64 = closure.kept.iter().map(|value| steering.keep(&joint, value)).sum();
+                held + closure.recomputed.iter().map(|node| joint.recompute(node)).sum::<u64>()
+            };
+            let (kept, value) = choose(&joint, &steering);
+            prop_assert_eq!(cost(&kept), value);
+
+            let needed = joint.closure(&EntitySet::new(), true);
+            let candidates: Vec<Value> = graph.values()
+                .filter(|(_, data)| needed.recomputed.contains(data.node))
+                .map(|(value, _)| value)
+                .collect();
+            prop_assume!(candidates.len() <= 14);
+            let best = (0..1usize << candidates.len()).map(|subset| {
+                let mut kept = EntitySet::new();
+                kept.extend((0..candidates.len()).filter(|&i| subset >> i & 1 == 1).map(|i| candidates[i]));
+                cost(&kept)
+            });
+            prop_assert_eq!(best.min(), Some(value), "{}", graph);
+        }
+    }
+}

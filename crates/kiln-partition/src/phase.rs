@@ -460,17 +460,14 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// Whether a node whose users are updates prepares one: it scales by a runtime scalar or a constant, squares, or
-    /// reduces to one element, and does not itself finish a gradient.
+    /// Whether a node whose users are updates prepares one: it scales by one number, squares, or reduces to one
+    /// element, and does not itself finish a gradient.
     fn is_preparation(&self, data: &NodeData) -> bool {
         let graph = self.graph;
-        let uniform = |value: Value| {
-            let node = graph.def(value);
-            let source = match node.op {
-                Op::Broadcast { .. } => graph.def(node.inputs[0]),
-                _ => node,
-            };
-            matches!(source.op, Op::Scalar { .. } | Op::Constant { .. })
+        // One element repeated: a learning rate, a loss scale, a clipping factor.
+        let uniform = |value: Value| match graph.def(value).op {
+            Op::Broadcast { .. } => graph.shape(graph.def(value).inputs[0]).numel() == 1,
+            _ => graph.shape(value).rank() == 0,
         };
         match &data.op {
             Op::Unary(_) | Op::Compare(_) | Op::Select | Op::Cast(_) => true,

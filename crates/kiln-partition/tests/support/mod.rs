@@ -18,6 +18,8 @@ pub fn f32s(shape: &[usize]) -> TensorType {
 pub struct Tape {
     pub graph: Graph,
     pub parameters: Vec<Value>,
+    /// Values behind which no gradient goes.
+    pub detached: Vec<Value>,
     pub hints: PhaseHints,
 }
 
@@ -26,6 +28,7 @@ impl Tape {
         Self {
             graph: Graph::new(name),
             parameters: Vec::new(),
+            detached: Vec::new(),
             hints: PhaseHints::default(),
         }
     }
@@ -210,6 +213,7 @@ impl Tape {
             let any = data.inputs.iter().any(|value| useful[value.as_u32() as usize]);
             data.outputs
                 .iter()
+                .filter(|value| !self.detached.contains(value))
                 .for_each(|value| useful[value.as_u32() as usize] |= any);
         }
         let last = tangents
