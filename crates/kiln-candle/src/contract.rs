@@ -10,7 +10,7 @@ use kiln_graph::op::{ConvDims, DotDims};
 use kiln_graph::{DType, TensorType};
 
 use crate::ints;
-use crate::value::{Val, storage};
+use crate::value::{Val, select, storage};
 use crate::window::{Geometry, Windows};
 
 /// `[batch, m, k] x [batch, k, n]` of tensors in the compute type of `dtype`.
@@ -104,6 +104,59 @@ impl Conv {
             .reshape((self.groups, self.outputs, self.windows.outputs))
     }
 
+    /// Product of the weight's matrices with the windows of a sample. Padding takes no part, but multiplied in as zeros it
+    /// would: times infinity or NaN. So then each element of the window is multiplied by itself and its padding left out.
+    fn product(&self, weight: &Tensor, read: &Tensor, dtype: DType) -> Result<Tensor> {
+        if !self.careful(weight)? {
+            return matmul(weight, read, dtype);
+        }
+        let mut sum = Tensor::zeros(
+            (self.groups, self.outputs, self.windows.outputs),
+            weight.dtype(),
+            &Device::Cpu,
+        )?;
+        for k in 0..self.windows.elements {
+            let product = matmul(&self.element(weight, 2, k)?, &self.element(read, 1, k)?, dtype)?;
+            let inside = self.windows.inside(k, product.shape())?;
+            sum = sum.add(&select(&inside, &product, &product.zeros_like()?)?)?;
+        }
+        Ok(sum)
+    }
+
+    /// Product of a sample's gradient with the windows of its input, `[groups, outputs of a group, depth]`; padding as in
+    /// [`Conv::product`].
+    fn outer_product(&self, gradient: &Tensor, read: &Tensor, dtype: DType) -> Result<Tensor> {
+        if !self.careful(gradient)? {
+            return matmul(gradient, &read.transpose(1, 2)?, dtype);
+        }
+        let elements = (0..self.windows.elements)
+            .map(|k| {
+                let inside = self.windows.inside(k, gradient.shape())?;
+                let gradient = select(&inside, gradient, &gradient.zeros_like()?)?;
+                matmul(&gradient, &self.element(read, 1, k)?.transpose(1, 2)?, dtype)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let shape = (self.groups, self.outputs, self.depth);
+        Tensor::stack(&elements, 3)?.reshape(shape)
+    }
+
+    /// Whether there is padding and an operand that zero times is not zero.
+    fn careful(&self, x: &Tensor) -> Result<bool> {
+        if matches!(x.dtype(), CandleType::I64) || !self.windows.padded()? {
+            return Ok(false);
+        }
+        let nothing = x.mul(&x.zeros_like()?)?.abs()?.contiguous()?.sum_all()?;
+        Ok(nothing.to_dtype(CandleType::F64)?.to_scalar::<f64>()?.is_nan())
+    }
+
+    /// Element `k` of the windows, out of dimension `axis` with extent `depth`, which holds channels and elements.
+    fn element(&self, x: &Tensor, axis: usize, k: usize) -> Result<Tensor> {
+        let mut shape = x.dims().to_vec();
+        shape[axis] = self.depth / self.windows.elements;
+        shape.insert(axis + 1, self.windows.elements);
+        x.reshape(shape)?.narrow(axis + 1, k, 1)?.squeeze(axis + 1)
+    }
+
     /// The weight as matrices: `[groups, outputs of a group, depth]`.
     fn matrices(&self, w: &Tensor) -> Result<Tensor> {
         w.reshape((self.groups, self.outputs, self.depth))
@@ -117,7 +170,7 @@ pub(crate) fn conv(x: &Val, w: &Val, dims: &ConvDims, result: &TensorType) -> Re
     let conv = Conv::new(dims, x.dims(), w.dims(), &result.shape)?;
     let (input, weight) = (x.compute()?, conv.matrices(&w.compute()?)?);
     let samples = (0..x.dims()[0])
-        .map(|i| matmul(&weight, &conv.read(&input, i)?, x.dtype))
+        .map(|i| conv.product(&weight, &conv.read(&input, i)?, x.dtype))
         .collect::<Result<Vec<_>>>()?;
     Val::narrow(Tensor::cat(&samples, 0)?.reshape(result.shape.dims())?, x.dtype)
 }
@@ -150,8 +203,8 @@ pub(crate) fn conv_weight_grad(x: &Val, dy: &Val, dims: &ConvDims, result: &Tens
     let accumulate = storage(accumulator(x.dtype));
     let mut sum: Option<Tensor> = None;
     for i in 0..x.dims()[0] {
-        let read = conv.read(&input, i)?.transpose(1, 2)?;
-        let product = matmul(&conv.sample(&gradient, i)?, &read, x.dtype)?.to_dtype(accumulate)?;
+        let product = conv.outer_product(&conv.sample(&gradient, i)?, &conv.read(&input, i)?, x.dtype)?;
+        let product = product.to_dtype(accumulate)?;
         sum = Some(match sum {
             None => product,
             Some(sum) if x.dtype.is_int() => ints::add(&sum, &product, x.dtype)?,

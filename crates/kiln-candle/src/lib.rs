@@ -9,9 +9,6 @@
 //! candle's kernels do. f16 and bf16 compute in f32 or wider and round once per primitive. Integers follow the graph's
 //! rules (wrapping, division by zero) although candle's would panic.
 //!
-//! Where the rules leave room: a convolution multiplies its padding too, so an infinite weight over padding gives NaN;
-//! attention computes all scores at once.
-//!
 //! On the host, outside of candle, are computed only: random numbers (their meaning is a function of this workspace,
 //! [`kiln_graph::philox::fill`]), index tables that follow from shapes alone, and the grouping of scatter targets into rounds.
 //!

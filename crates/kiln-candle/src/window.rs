@@ -8,7 +8,7 @@
 use candle_core::{Result, Tensor};
 
 use crate::index;
-use crate::value::{Val, indices, repeat};
+use crate::value::{Val, indices, int, repeat};
 use kiln_graph::Shape;
 use kiln_graph::op::{ConvDims, Window};
 
@@ -130,6 +130,17 @@ impl Windows {
             outputs,
             positions,
         })
+    }
+
+    /// Whether any element of any window is in the padding.
+    pub fn padded(&self) -> Result<bool> {
+        Ok(self.table.max_all()?.to_scalar::<i64>()? == self.positions as i64)
+    }
+
+    /// Where element `k` of the windows is in the input: a mask over output positions, repeated to `[.., outputs]`.
+    pub fn inside(&self, k: usize, shape: &candle_core::Shape) -> Result<Tensor> {
+        let row = self.table.narrow(0, k * self.outputs, self.outputs)?;
+        repeat(&row.ne(&int(&row, self.positions as i64)?)?, shape)
     }
 
     /// `[planes, positions]` to `[planes, elements * outputs]`, padding reading as the one element of `padding`.

@@ -4,14 +4,21 @@ use std::sync::Arc;
 
 use kiln_candle::CandleExecutable;
 use kiln_graph::interpret::interpret_f64;
-use kiln_graph::testing::{Family, GraphConfig, RandomGraph, difference, graphs, random_arguments};
+use kiln_graph::testing::{
+    Family, GraphConfig, RandomGraph, difference, graphs, random_arguments, special_arguments,
+};
 use kiln_graph::{DType, Scalar};
 use proptest::prelude::*;
 
 /// Runs the graph on both and compares every output.
-fn agree(random: &RandomGraph, seed: u64) -> Result<(), TestCaseError> {
+fn agree(random: &RandomGraph, seed: u64, special: bool) -> Result<(), TestCaseError> {
     let graph = &random.graph;
-    let (inputs, scalars) = random_arguments(graph, seed);
+    let arguments = if special {
+        special_arguments
+    } else {
+        random_arguments
+    };
+    let (inputs, scalars) = arguments(graph, seed);
     let expected =
         interpret_f64(graph, &inputs, &scalars).map_err(|error| TestCaseError::fail(error.to_string()))?;
     let dtypes = graph.scalars().iter().map(|&value| graph.dtype(value));
@@ -49,7 +56,13 @@ proptest! {
 
     #[test]
     fn graphs_of_every_family(random in graphs(GraphConfig::default()), seed in any::<u64>()) {
-        agree(&random, seed)?;
+        agree(&random, seed, false)?;
+    }
+
+    /// NaN and -0 among the arguments.
+    #[test]
+    fn graphs_with_nan(random in graphs(GraphConfig { steps: 6, ..GraphConfig::default() }), seed in any::<u64>()) {
+        agree(&random, seed, true)?;
     }
 
     #[test]
@@ -62,7 +75,7 @@ proptest! {
         }),
         seed in any::<u64>(),
     ) {
-        agree(&random, seed)?;
+        agree(&random, seed, false)?;
     }
 
     #[test]
@@ -76,6 +89,6 @@ proptest! {
         }),
         seed in any::<u64>(),
     ) {
-        agree(&random, seed)?;
+        agree(&random, seed, false)?;
     }
 }

@@ -126,6 +126,40 @@ fn convolutions_and_their_gradients() {
     }
 }
 
+/// Padding takes no part: an infinite weight or gradient over it does not make NaN of it.
+#[test]
+fn convolutions_of_infinities_and_nan() {
+    for dtype in FLOATS {
+        for Case { x, w, conv } in convolutions() {
+            for (wild_x, wild_w) in [(true, false), (false, true), (true, true)] {
+                let data = |is_wild: bool, shape: &[usize], seed| match is_wild {
+                    true => wild(dtype, shape, seed),
+                    false => random(dtype, shape, seed),
+                };
+                let (x, w) = (data(wild_x, x, 1), data(wild_w, w, 2));
+                let input = Dims::from_slice(&x.ty().shape[2..]);
+                let kernel = Dims::from_slice(&w.ty().shape[2..]);
+                let y = check_sum(Op::Conv(conv.clone()), &[x.clone(), w.clone()]);
+                let dy = data(wild_w, &y[0].ty().shape, 3);
+                check_sum(
+                    Op::ConvInputGrad {
+                        conv: conv.clone(),
+                        input,
+                    },
+                    &[dy.clone(), w],
+                );
+                check_sum(
+                    Op::ConvWeightGrad {
+                        conv: conv.clone(),
+                        kernel,
+                    },
+                    &[x, dy],
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn integer_convolutions_wrap() {
     for dtype in INTS {
