@@ -15,9 +15,10 @@ use crate::config::Config;
 use crate::convert::RawTensor;
 use crate::error::HubError;
 use crate::hub::{Hub, Snapshot};
+use crate::mapped::{Entry, MappedFile};
 use crate::names::{is_repository, join_checked};
 use crate::pytorch::{self, OwnedTensor};
-use crate::safetensors_file::{Entry, SafetensorsFile};
+use crate::safetensors_file;
 use crate::shards::ShardIndex;
 use crate::tokenizer::Tokenizer;
 
@@ -56,7 +57,7 @@ const SIDE_FILES: [&str; 5] = [
 pub struct Checkpoint {
     place: String,
     folder: PathBuf,
-    files: Vec<SafetensorsFile>,
+    files: Vec<MappedFile>,
     tensors: BTreeMap<String, Slot>,
 }
 
@@ -237,28 +238,23 @@ impl Checkpoint {
         let pickled = path
             .extension()
             .is_some_and(|ext| ["bin", "pt", "pth", "ckpt", "tar"].iter().any(|p| ext == *p));
-        if pickled {
-            for (name, tensor) in pytorch::read(path)? {
-                if wanted(&name) {
-                    self.tensors.insert(name, Slot::Owned(tensor));
-                }
-            }
-            return Ok(());
-        }
-        let file = SafetensorsFile::open(path)?;
+        let (file, mapped, owned) = if pickled {
+            let archive = pytorch::open(path)?;
+            (archive.file, archive.mapped, archive.owned)
+        } else {
+            let (file, tensors) = safetensors_file::open(path)?;
+            (file, tensors, vec![])
+        };
         let number = self.files.len();
-        for (name, entry) in file.tensors() {
-            if wanted(name) {
-                self.tensors.insert(
-                    name.clone(),
-                    Slot::Mapped {
-                        file: number,
-                        entry: entry.clone(),
-                    },
-                );
-            }
-        }
         self.files.push(file);
+        let mapped = mapped
+            .into_iter()
+            .map(|(name, entry)| (name, Slot::Mapped { file: number, entry }));
+        let owned = owned
+            .into_iter()
+            .map(|(name, tensor)| (name, Slot::Owned(tensor)));
+        self.tensors
+            .extend(mapped.chain(owned).filter(|(name, _)| wanted(name)));
         Ok(())
     }
 
@@ -290,9 +286,9 @@ impl Checkpoint {
         &self.folder
     }
 
-    /// The safetensors files that are mapped, in the order they were opened; empty for PyTorch archives.
+    /// The weight files, in the order they were opened.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.files.iter().map(SafetensorsFile::path)
+        self.files.iter().map(MappedFile::path)
     }
 
     /// Names of all tensors, sorted.
@@ -354,7 +350,7 @@ impl Checkpoint {
                 name,
                 dtype: entry.dtype,
                 shape: &entry.shape,
-                bytes: self.files[*file].bytes(entry),
+                bytes: self.files[*file].tensor(entry),
             },
             Slot::Owned(tensor) => RawTensor {
                 name,

@@ -86,6 +86,12 @@ pub(crate) fn to_stored(dtype: DType) -> Option<Dtype> {
     })
 }
 
+/// Bytes of an element; `None` for types of less than a byte.
+pub(crate) fn itemsize(dtype: Dtype) -> Option<usize> {
+    let bits = dtype.bitsize();
+    bits.is_multiple_of(8).then_some(bits / 8)
+}
+
 /// A tensor as it lies in a file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RawTensor<'a> {

@@ -159,7 +159,7 @@ pub enum HubError {
         reason: String,
     },
 
-    /// A PyTorch archive is damaged or uses something that the reader does not know.
+    /// A PyTorch archive is damaged, or holds something other than plain tensors.
     #[error("cannot read the PyTorch file {}: {reason}; safetensors are preferred, convert it with safetensors.torch", path.display())]
     Pytorch {
         /// The file.

@@ -144,3 +144,33 @@ impl From<&KeyMap> for KeyMap {
         map.clone()
     }
 }
+impl From<kiln_models::keys::KeyMap> for KeyMap {
+    fn from(map: kiln_models::keys::KeyMap) -> Self {
+        let rule = |entry: kiln_models::keys::KeyEntry| KeyRule {
+            param: entry.path,
+            key: entry.key,
+            aliases: entry.aliases,
+            transform: if entry.transpose {
+                Transform::Transpose
+            } else {
+                Transform::None
+            },
+            optional: entry.head,
+        };
+        let pattern = |pattern| match pattern {
+            kiln_models::keys::KeyPattern::Exact(text) => KeyPattern::Exact(text),
+            kiln_models::keys::KeyPattern::Prefix(text) => KeyPattern::Prefix(text),
+            kiln_models::keys::KeyPattern::Suffix(text) => KeyPattern::Suffix(text),
+        };
+        Self {
+            rules: map.entries.into_iter().map(rule).collect(),
+            ignorable: map.ignorable.into_iter().map(pattern).collect(),
+        }
+    }
+}
+
+impl From<&kiln_models::keys::KeyMap> for KeyMap {
+    fn from(map: &kiln_models::keys::KeyMap) -> Self {
+        map.clone().into()
+    }
+}

@@ -28,6 +28,7 @@ mod error;
 mod hub;
 mod key_map;
 mod load;
+mod mapped;
 mod names;
 mod pytorch;
 mod safetensors_file;

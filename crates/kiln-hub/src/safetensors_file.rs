@@ -1,82 +1,22 @@
-//! One safetensors file, mapped into memory.
+//! Safetensors files.
 //!
 //! The format is eight bytes of header length, a JSON header that gives each tensor's type, shape and byte range, and
 //! the data. The header is checked completely when the file is opened (ranges must tile the data without gap or overlap
 //! and agree with shape and type), so that later reads are slices that cannot fail. The data stays on disk until a
 //! tensor is read: opening a 7-billion-parameter model costs a header.
 
-use std::fs::File;
-use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use memmap2::Mmap;
-use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors};
+use safetensors::tensor::{SafeTensorError, SafeTensors};
 
 use crate::error::HubError;
+use crate::mapped::{Entry, MappedFile};
 
-/// An opened safetensors file.
-#[derive(Debug)]
-pub(crate) struct SafetensorsFile {
-    path: PathBuf,
-    bytes: Mmap,
-    tensors: Vec<(String, Entry)>,
-}
-
-/// Where a tensor lies in its file.
-#[derive(Clone, Debug)]
-pub(crate) struct Entry {
-    pub dtype: Dtype,
-    pub shape: Vec<usize>,
-    /// Bytes of the whole file.
-    pub range: Range<usize>,
-}
-
-impl SafetensorsFile {
-    /// Maps a file and checks its header.
-    pub fn open(path: &Path) -> Result<Self, HubError> {
-        let file = File::open(path).map_err(|source| HubError::io("open", path, source))?;
-        let metadata = file
-            .metadata()
-            .map_err(|source| HubError::io("read", path, source))?;
-        if !metadata.is_file() {
-            return Err(HubError::safetensors(path, "not a regular file"));
-        }
-        if metadata.len() < 8 {
-            return Err(HubError::safetensors(
-                path,
-                format!(
-                    "{} bytes, shorter than the 8 bytes of the header's length",
-                    metadata.len()
-                ),
-            ));
-        }
-        // SAFETY: the map is private to this struct and only read through `&[u8]`. The one way to break it is another
-        // process that truncates or rewrites the file in place while it is mapped; this crate and the hub's clients
-        // replace files by rename, which leaves the mapped inode intact.
-        let bytes = unsafe { Mmap::map(&file) }.map_err(|source| HubError::io("map", path, source))?;
-        let tensors = entries(&bytes).map_err(|reason| HubError::safetensors(path, reason))?;
-        Ok(Self {
-            path: path.to_path_buf(),
-            bytes,
-            tensors,
-        })
-    }
-
-    /// The file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Names and places of all tensors, in the order of the data.
-    pub fn tensors(&self) -> &[(String, Entry)] {
-        &self.tensors
-    }
-
-    /// The bytes of a tensor, little endian, row major.
-    pub fn bytes(&self, entry: &Entry) -> &[u8] {
-        // Ranges were checked against the length when the file was opened and the map's length never changes.
-        &self.bytes[entry.range.clone()]
-    }
+/// Maps a file and checks its header; returns it with the names and places of its tensors, in the order of the data.
+pub(crate) fn open(path: &Path) -> Result<(MappedFile, Vec<(String, Entry)>), HubError> {
+    let file = MappedFile::open(path)?;
+    let tensors = entries(file.bytes()).map_err(|reason| HubError::safetensors(path, reason))?;
+    Ok((file, tensors))
 }
 
 /// Reads and checks the header of a whole file.

@@ -47,8 +47,9 @@ impl Dataset for Numbers {
 }
 
 type Batch = Vec<(usize, u64)>;
+type AsTheyAre = fn(Batch) -> Result<Batch, DataError>;
 
-fn numbers(len: usize, size: usize) -> Loader<Numbers, fn(Batch) -> Result<Batch, DataError>> {
+fn numbers(len: usize, size: usize) -> Loader<Numbers, AsTheyAre> {
     Loader::new(Numbers::new(len), Ok as AsTheyAre, size)
 }
 

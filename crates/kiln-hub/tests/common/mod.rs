@@ -67,7 +67,7 @@ pub const TORCH_SHAPES: [(&str, &[usize]); 10] = [
     ("classifier.bias", &[3]),
 ];
 
-/// A distinct value for each element of each tensor, exact in bf16.
+/// A value for each element of each tensor; exact in bf16 below 64.
 pub fn element(tensor: usize, index: usize) -> f32 {
     (tensor as f32 + 1.0) * 8.0 + (index % 31) as f32 * 0.25
 }

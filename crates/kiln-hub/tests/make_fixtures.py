@@ -1,0 +1,93 @@
+"""Makes the fixtures of this folder with PyTorch and transformers.
+
+    python make_fixtures.py archives            # state_*.bin: the three forms that torch.save has had
+    python make_fixtures.py embeddings MODEL    # minilm_embeddings.json, from a folder with all-MiniLM-L6-v2
+
+The values in the archives follow the rule of `element` in common/mod.rs, so the Rust tests know them without a file.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+SHAPES = {
+    "word_embeddings.weight": (7, 4),
+    "mlp.0.weight": (6, 4),
+    "mlp.0.bias": (6,),
+    "mlp.2.weight": (4, 6),
+    "bn.weight": (4,),
+    "bn.bias": (4,),
+    "bn.running_mean": (4,),
+    "bn.running_var": (4,),
+    "classifier.weight": (3, 4),
+    "classifier.bias": (3,),
+}
+
+SENTENCES = [
+    "A kiln turns clay into stone.",
+    "The compiler fuses the optimizer into the gradient's epilogue.",
+    "Where is the nearest train station?",
+    "Il pleut des cordes à Paris ce matin.",
+    "Two dogs are running across a snowy field, chasing a red ball.",
+    "Interest rates rose by 0.25% in March, to 4.75%.",
+    "hello",
+    "Es ist nicht alles Gold, was glänzt.",
+    "The mitochondrion is the powerhouse of the cell; photosynthesis happens elsewhere.",
+    "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer the slings and arrows "
+    "of outrageous fortune, or to take arms against a sea of troubles and by opposing end them.",
+]
+
+
+def tensors(dtype):
+    """Element i of tensor t is (t + 1) * 8 + (i mod 31) / 4."""
+    made = {}
+    for number, (name, shape) in enumerate(SHAPES.items()):
+        count = torch.Size(shape).numel()
+        flat = (number + 1) * 8.0 + (torch.arange(count) % 31) * 0.25
+        made[name] = flat.reshape(shape).to(dtype)
+    return made
+
+
+def archives():
+    torch.save(tensors(torch.float32), FIXTURES / "state_zip.bin")
+    # A matrix that is a transposed view, and two tensors that share one storage.
+    half = tensors(torch.bfloat16)
+    half["mlp.0.weight"] = half["mlp.0.weight"].t().contiguous().t()
+    shared = torch.cat([half["bn.weight"], half["bn.bias"]])
+    half["bn.weight"], half["bn.bias"] = shared[:4], shared[4:]
+    torch.save({"state_dict": half, "epoch": 3}, FIXTURES / "state_nested_bf16.bin")
+    torch.save(tensors(torch.float32), FIXTURES / "state_legacy.bin", _use_new_zipfile_serialization=False)
+
+
+def embeddings(model_folder):
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModel.from_pretrained(model_folder).eval()
+    batch = tokenizer(SENTENCES, padding=True, truncation=True, max_length=256, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+    pooled = (hidden * mask).sum(1) / mask.sum(1)
+    vectors = torch.nn.functional.normalize(pooled, dim=1)
+    fixture = {
+        "sentences": SENTENCES,
+        "ids": [row[: int(m.sum())].tolist() for row, m in zip(batch["input_ids"], batch["attention_mask"])],
+        "embeddings": [[round(x, 8) for x in row] for row in vectors.tolist()],
+    }
+    text = json.dumps(fixture, ensure_ascii=False).replace("], [", "],\n[").replace('", "', '",\n"')
+    (FIXTURES / "minilm_embeddings.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["archives"]:
+            archives()
+        case ["embeddings", folder]:
+            embeddings(folder)
+        case _:
+            sys.exit(__doc__)
