@@ -33,7 +33,7 @@ use crate::units::Units;
 use crate::{Options, Partition, build};
 
 /// Up to this many values to keep or recompute, every choice is tried.
-const EXHAUSTIVE: usize = 8;
+const EXHAUSTIVE: usize = 10;
 
 /// Prices of a kept byte, in picoseconds. A byte moved costs some 35; a matrix product over 1,000 terms some 2,000 for each byte of
 /// its result. The last one drops whatever can be dropped.

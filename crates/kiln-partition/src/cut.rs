@@ -142,24 +142,41 @@ mod tests {
         };
         let shape: kiln_graph::Shape = [4, 4].into();
         let (x, y) = (recent(&pool.matrices, a), of(&pool.matrices, b));
-        let add = |graph: &mut Graph, op, inputs: &[Value]| graph.add(op, inputs, &provenance).expect("well typed");
+        let add =
+            |graph: &mut Graph, op, inputs: &[Value]| graph.add(op, inputs, &provenance).expect("well typed");
         match op % 10 {
             0 => pool.matrices.push(add(graph, Op::Unary(UnaryOp::Tanh), &[x])),
             1 | 2 => pool.matrices.push(add(graph, Op::Binary(BinaryOp::Mul), &[x, y])),
-            3 | 4 => pool.matrices.push(add(graph, Op::DotGeneral(DotDims::matmul(0)), &[x, y])),
+            3 | 4 => pool
+                .matrices
+                .push(add(graph, Op::DotGeneral(DotDims::matmul(0)), &[x, y])),
             5 => {
                 let axes = Dims::from_slice(&[1]);
-                pool.vectors.push(add(graph, Op::Reduce { op: ReduceOp::Sum, axes }, &[x]));
+                pool.vectors.push(add(
+                    graph,
+                    Op::Reduce {
+                        op: ReduceOp::Sum,
+                        axes,
+                    },
+                    &[x],
+                ));
             }
             6 if !pool.vectors.is_empty() => {
                 let dims = Dims::from_slice(&[0]);
-                pool.matrices.push(add(graph, Op::Broadcast { shape, dims }, &[recent(&pool.vectors, a)]));
+                pool.matrices.push(add(
+                    graph,
+                    Op::Broadcast { shape, dims },
+                    &[recent(&pool.vectors, a)],
+                ));
             }
             7 => pool.masks.push(add(graph, Op::Compare(CompareOp::Gt), &[x, y])),
             8 if !pool.masks.is_empty() => {
-                pool.matrices.push(add(graph, Op::Select, &[recent(&pool.masks, a), x, y]));
+                pool.matrices
+                    .push(add(graph, Op::Select, &[recent(&pool.masks, a), x, y]));
             }
-            9 => pool.matrices.push(add(graph, Op::Transpose(Dims::from_slice(&[1, 0])), &[x])),
+            9 => pool
+                .matrices
+                .push(add(graph, Op::Transpose(Dims::from_slice(&[1, 0])), &[x])),
             _ => pool.matrices.push(add(graph, Op::Unary(UnaryOp::Neg), &[x])),
         }
     }
@@ -171,7 +188,9 @@ mod tests {
         let mut pool = Pool::default();
         pool.matrices.push(graph.parameter(ty.clone()));
         let seed = graph.parameter(ty);
-        forward.iter().for_each(|&choice| grow(&mut graph, &mut pool, choice, Phase::Forward));
+        forward
+            .iter()
+            .for_each(|&choice| grow(&mut graph, &mut pool, choice, Phase::Forward));
         graph.output(*pool.matrices.last().expect("never empty"), None);
         let provenance = Provenance {
             phase: Phase::Backward,
@@ -181,9 +200,15 @@ mod tests {
         for &choice in backward {
             grow(&mut graph, &mut pool, choice, Phase::Backward);
             let read = of(&pool.matrices, choice.1 + choice.2);
-            let op = if choice.0 % 2 == 0 { Op::Binary(BinaryOp::Mul) } else { Op::DotGeneral(DotDims::matmul(0)) };
+            let op = if choice.0 % 2 == 0 {
+                Op::Binary(BinaryOp::Mul)
+            } else {
+                Op::DotGeneral(DotDims::matmul(0))
+            };
             let product = Op::DotGeneral(DotDims::matmul(0));
-            tangent = graph.add(product, &[tangent, seed], &provenance).expect("well typed");
+            tangent = graph
+                .add(product, &[tangent, seed], &provenance)
+                .expect("well typed");
             tangent = graph.add(op, &[tangent, read], &provenance).expect("well typed");
         }
         graph.output(tangent, None);

@@ -21,20 +21,24 @@
 //! use kiln_graph::Graph;
 //! use kiln_partition::{Options, partition};
 //!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let step = Graph::parse("graph @step {
 //!   %x = parameter 0 : f32[64,64]
 //!   %w = parameter 1 : f32[64,64]
-//!   %h = dot_general %x, %w {contract=[1]x[0]} : f32[64,64]      ; fwd
-//!   %y = tanh %h : f32[64,64]                                    ; fwd
-//!   %z = exp %y : f32[64,64]                                     ; fwd
-//!   %g = mul %z, %y : f32[64,64]                                 ; bwd
-//!   %dw = dot_general %x, %g {contract=[0]x[0]} : f32[64,64]     ; bwd
-//!   return %z, %dw
-//! }");
-//! # let Ok(step) = step else { return };
+//!   %dz = parameter 2 : f32[64,64]
+//!   %h = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[64,64]   ; fwd
+//!   %z = exp %h : f32[64,64]                                                ; fwd
+//!   %loss = reduce sum %z {axes=[0,1]} : f32[]                              ; fwd
+//!   %dh = mul %dz, %z : f32[64,64]                                          ; bwd
+//!   %dw = dot_general %x, %dh {a_contract=[0], b_contract=[0]} : f32[64,64] ; bwd
+//!   return %loss, %dw
+//! }")?;
 //! let partitioned = partition(&step, &Options::default())?;
+//! // The exponential runs again, on the kept product, inside the kernel that multiplies by it.
+//! assert_eq!(partitioned.report.saved.len(), 1);
 //! println!("{}", partitioned.report);
-//! # Ok::<(), kiln_partition::PartitionError>(())
+//! # Ok(())
+//! # }
 //! ```
 
 pub mod budget;

@@ -6,10 +6,14 @@
 //! takes over an argument's buffer still waits for those who read that argument before it in the recording: the
 //! backward pass needs the old weights.
 //!
-//! An early node is never later than in the recording, because everything it waits for is before it there; so any
-//! choice of early nodes gives a topological order.
+//! What an update reads besides its gradient and follows from arguments alone (a decayed moment, a repeated learning
+//! rate) comes right before it.
+//!
+//! No node is later than in the recording, where everything it waits for is before it; so any choice of early nodes gives a
+//! topological order.
 
 use cranelift_entity::{EntityRef, EntitySet, SecondaryMap};
+use kiln_graph::op::Op;
 use kiln_graph::{Graph, Node, Rewriter, Value};
 
 /// A permutation of a graph's nodes, and what became of each.
@@ -40,9 +44,56 @@ pub(crate) fn reorder(graph: &Graph, early: &EntitySet<Node>) -> Result<Reordere
     })
 }
 
+/// The walk that makes the order.
+struct Walk<'a> {
+    graph: &'a Graph,
+    /// Early nodes that follow from arguments alone, and arguments and constants: they come when they are read.
+    on_demand: SecondaryMap<Node, bool>,
+    order: Vec<Node>,
+    emitted: EntitySet<Node>,
+}
+
+impl Walk<'_> {
+    /// Emits `node`, after operands that come on demand.
+    fn emit(&mut self, node: Node) {
+        let mut stack = vec![node];
+        while let Some(&node) = stack.last() {
+            let mut operands = self
+                .graph
+                .node(node)
+                .inputs
+                .iter()
+                .map(|&value| self.graph.value(value).node);
+            let missing =
+                operands.find(|&operand| self.on_demand[operand] && !self.emitted.contains(operand));
+            match missing {
+                Some(operand) => stack.push(operand),
+                None => {
+                    stack.pop();
+                    if self.emitted.insert(node) {
+                        self.order.push(node);
+                    }
+                }
+            }
+        }
+    }
+}
+
 fn order(graph: &Graph, early: &EntitySet<Node>) -> Vec<Node> {
     let users = graph.users();
-    // Readers of an argument, and the early node that takes its buffer.
+    let mut on_demand: SecondaryMap<Node, bool> = SecondaryMap::new();
+    for (node, data) in graph.nodes() {
+        let argument = matches!(
+            data.op,
+            Op::Parameter { .. } | Op::Scalar { .. } | Op::Constant { .. }
+        );
+        let from_arguments = data
+            .inputs
+            .iter()
+            .all(|&value| on_demand[graph.value(value).node]);
+        on_demand[node] = argument || early.contains(node) && from_arguments;
+    }
+    // The early node that takes an argument's buffer waits for the argument's other readers.
     let mut takers: Vec<Option<Node>> = vec![None; graph.parameters().len()];
     for output in &graph.outputs {
         let node = graph.value(output.value).node;
@@ -54,31 +105,51 @@ fn order(graph: &Graph, early: &EntitySet<Node>) -> Vec<Node> {
     let mut waiting: SecondaryMap<Node, usize> = SecondaryMap::new();
     for (&value, taker) in graph.parameters().iter().zip(&takers) {
         let Some(taker) = *taker else { continue };
-        for &reader in users.of(value).iter().filter(|&&reader| reader < taker) {
+        for &reader in users
+            .of(value)
+            .iter()
+            .filter(|&&reader| reader < taker && !on_demand[reader])
+        {
             releases[reader].push(taker);
             waiting[taker] += 1;
         }
     }
     for (node, data) in graph.nodes() {
         if early.contains(node) {
-            waiting[node] += data.inputs.len();
+            waiting[node] += data
+                .inputs
+                .iter()
+                .filter(|&&value| !on_demand[graph.value(value).node])
+                .count();
         }
     }
 
-    let mut order = Vec::with_capacity(graph.num_nodes());
+    let mut walk = Walk {
+        graph,
+        on_demand,
+        order: Vec::with_capacity(graph.num_nodes()),
+        emitted: EntitySet::with_capacity(graph.num_nodes()),
+    };
+    for &value in graph.parameters().iter().chain(graph.scalars()) {
+        walk.emit(graph.value(value).node);
+    }
     let mut ready: Vec<Node> = Vec::new();
-    for (node, data) in graph.nodes() {
-        if !early.contains(node) || data.inputs.is_empty() {
-            ready.push(node);
-        }
+    for (node, _) in graph.nodes() {
+        ready.push(node);
         while let Some(node) = ready.pop() {
-            order.push(node);
+            if walk.emitted.contains(node) {
+                continue;
+            }
+            walk.emit(node);
+            if walk.on_demand[node] {
+                continue;
+            }
             let first = ready.len();
             let used = graph.node(node).outputs.iter().flat_map(|&value| users.of(value));
             for &freed in used.chain(&releases[node]) {
-                if early.contains(freed) {
+                if early.contains(freed) && waiting[freed] > 0 {
                     waiting[freed] -= 1;
-                    if waiting[freed] == 0 && !graph.node(freed).inputs.is_empty() {
+                    if waiting[freed] == 0 {
                         ready.push(freed);
                     }
                 }
@@ -87,5 +158,54 @@ fn order(graph: &Graph, early: &EntitySet<Node>) -> Vec<Node> {
             ready[first..].sort_by(|a, b| b.cmp(a));
         }
     }
-    order
+    walk.order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STEP: &str = "graph @step {
+  %w = parameter 0 : f32[4]
+  %v = parameter 1 : f32[4]
+  %a = exp %w : f32[4]
+  %b = neg %v : f32[4]
+  %c = mul %b, %w : f32[4]
+  %k = constant 2.0 : f32[]
+  %ks = broadcast %k {dims=[]} : f32[4]
+  %e = mul %a, %ks : f32[4]
+  %u = sub %w, %e : f32[4]
+  return %u (alias 0), %c
+}";
+
+    fn names(early: &[u32]) -> Vec<String> {
+        let graph = Graph::parse(STEP).expect("well formed");
+        let mut set = EntitySet::new();
+        set.extend(early.iter().map(|&index| Node::from_u32(index)));
+        let reordered = reorder(&graph, &set).expect("well typed");
+        assert_eq!(kiln_graph::verify(&reordered.graph), Ok(()));
+        let names = reordered
+            .graph
+            .nodes()
+            .filter(|(_, data)| !data.inputs.is_empty());
+        names.map(|(_, data)| data.op.name().to_owned()).collect()
+    }
+
+    #[test]
+    fn nothing_early_is_the_recorded_order() {
+        assert_eq!(names(&[]), ["exp", "neg", "mul", "broadcast", "mul", "sub"]);
+    }
+
+    #[test]
+    fn an_early_node_follows_its_operands_and_brings_what_it_needs() {
+        assert_eq!(names(&[6, 7]), ["exp", "broadcast", "mul", "neg", "mul", "sub"]);
+    }
+
+    #[test]
+    fn an_update_in_place_waits_for_readers_of_the_old_value() {
+        assert_eq!(
+            names(&[6, 7, 8]),
+            ["exp", "broadcast", "mul", "neg", "mul", "sub"]
+        );
+    }
 }

@@ -40,7 +40,10 @@ impl Recording {
     fn update(&mut self, weights: &[Value], gradients: &[Value]) {
         self.record(Phase::Optimizer, |tape| {
             let rate = tape.graph.scalar(DType::F32);
-            weights.iter().zip(gradients).for_each(|(&weight, &gradient)| tape.adam(weight, gradient, rate));
+            weights
+                .iter()
+                .zip(gradients)
+                .for_each(|(&weight, &gradient)| tape.adam(weight, gradient, rate));
         });
     }
 
@@ -49,17 +52,31 @@ impl Recording {
         let graph = &self.tape.graph;
         let phases = find_phases(graph, hints).expect("hints fit");
         let live = graph.live_nodes();
-        let real = graph.nodes().filter(|(node, data)| live[*node] && !data.inputs.is_empty());
+        let real = graph
+            .nodes()
+            .filter(|(node, data)| live[*node] && !data.inputs.is_empty());
         // A constant that is repeated belongs to whoever uses it.
-        let real = real.filter(|(_, data)| !matches!(data.op, Op::Broadcast { .. }) || data.inputs.iter().any(|&v| !graph.def(v).inputs.is_empty()));
+        let real = real.filter(|(_, data)| {
+            !matches!(data.op, Op::Broadcast { .. })
+                || data.inputs.iter().any(|&v| !graph.def(v).inputs.is_empty())
+        });
         real.filter(|(node, _)| phases[*node] != self.phases[node.as_u32() as usize])
             .map(|(node, data)| format!("{} is {}", graph.node_text(data), phases[node]))
             .collect()
     }
 
     fn check(&self) {
-        assert_eq!(self.wrong(&self.tape.hints), Vec::<String>::new(), "with hints:\n{}", self.tape.graph);
-        assert_eq!(self.wrong(&PhaseHints::default()), Vec::<String>::new(), "without hints");
+        assert_eq!(
+            self.wrong(&self.tape.hints),
+            Vec::<String>::new(),
+            "with hints:\n{}",
+            self.tape.graph
+        );
+        assert_eq!(
+            self.wrong(&PhaseHints::default()),
+            Vec::<String>::new(),
+            "without hints"
+        );
     }
 }
 
@@ -90,7 +107,15 @@ fn apply(tape: &mut Tape, x: Value, weights: &[Value]) -> Value {
 #[test]
 fn one_loss_with_adam() {
     let mut r = Recording::new();
-    let loss = r.forward(|tape| decoder(tape, Sizes { layers: 1, ..Sizes::SMALL }));
+    let loss = r.forward(|tape| {
+        decoder(
+            tape,
+            Sizes {
+                layers: 1,
+                ..Sizes::SMALL
+            },
+        )
+    });
     let weights = r.tape.parameters.clone();
     let gradients = r.backward(loss, &weights);
     r.update(&weights, &gradients);
@@ -131,7 +156,11 @@ fn two_losses_with_auxiliary_outputs_and_a_metric_computed_last() {
     let a = r.backward(first, &weights[..4]);
     let b = r.backward(second, &weights);
     let gradients: Vec<Value> = r.record(Phase::Backward, |tape| {
-        let shared = a.iter().zip(&b).map(|(&a, &b)| tape.binary(BinaryOp::Add, a, b)).collect::<Vec<_>>();
+        let shared = a
+            .iter()
+            .zip(&b)
+            .map(|(&a, &b)| tape.binary(BinaryOp::Add, a, b))
+            .collect::<Vec<_>>();
         shared.into_iter().chain(b[4..].iter().copied()).collect()
     });
     r.update(&weights, &gradients);
@@ -153,7 +182,11 @@ fn micro_batches_accumulate() {
     for micro in 0..3 {
         let loss = r.forward(|tape| {
             let x = tape.input(f32s(&[3, 4]));
-            let y = if micro == 0 { perceptron(tape, x) } else { apply(tape, x, &weights) };
+            let y = if micro == 0 {
+                perceptron(tape, x)
+            } else {
+                apply(tape, x, &weights)
+            };
             squared(tape, y)
         });
         weights = r.tape.parameters.clone();
@@ -162,7 +195,11 @@ fn micro_batches_accumulate() {
             if total.is_empty() {
                 return gradients;
             }
-            total.iter().zip(gradients).map(|(&a, b)| tape.binary(BinaryOp::Add, a, b)).collect()
+            total
+                .iter()
+                .zip(gradients)
+                .map(|(&a, b)| tape.binary(BinaryOp::Add, a, b))
+                .collect()
         });
         r.tape.graph.output(loss, None);
     }
@@ -188,7 +225,13 @@ fn scaled_loss_and_clipping_by_global_norm() {
             .iter()
             .map(|&gradient| {
                 let shape = tape.shape(gradient);
-                let inverse = tape.add(Op::Broadcast { shape, dims: Default::default() }, &[inverse]);
+                let inverse = tape.add(
+                    Op::Broadcast {
+                        shape,
+                        dims: Default::default(),
+                    },
+                    &[inverse],
+                );
                 tape.binary(BinaryOp::Mul, gradient, inverse)
             })
             .collect();
@@ -200,13 +243,22 @@ fn scaled_loss_and_clipping_by_global_norm() {
                 tape.sum(square, &axes)
             })
             .collect();
-        let norm = norms.into_iter().reduce(|a, b| tape.binary(BinaryOp::Add, a, b)).expect("weights");
+        let norm = norms
+            .into_iter()
+            .reduce(|a, b| tape.binary(BinaryOp::Add, a, b))
+            .expect("weights");
         let factor = tape.unary(UnaryOp::Rsqrt, norm);
         gradients
             .into_iter()
             .map(|gradient| {
                 let shape = tape.shape(gradient);
-                let factor = tape.add(Op::Broadcast { shape, dims: Default::default() }, &[factor]);
+                let factor = tape.add(
+                    Op::Broadcast {
+                        shape,
+                        dims: Default::default(),
+                    },
+                    &[factor],
+                );
                 tape.binary(BinaryOp::Mul, gradient, factor)
             })
             .collect()
@@ -240,7 +292,12 @@ fn running_statistics_are_forward() {
     // Also from the outputs alone.
     strip(&mut r.tape.graph);
     let wrong = r.wrong(&PhaseHints::default());
-    assert!(wrong.iter().all(|text| !text.ends_with(" is fwd") && !text.contains("-")), "{wrong:#?}");
+    assert!(
+        wrong
+            .iter()
+            .all(|text| !text.ends_with(" is fwd") && !text.contains("-")),
+        "{wrong:#?}"
+    );
     let phases = find_phases(&r.tape.graph, &PhaseHints::default()).expect("no hints");
     assert_eq!(phases[r.tape.graph.value(statistic).node], Phase::Forward);
 }
@@ -270,7 +327,11 @@ fn two_backward_passes_with_an_update_between() {
     let gradients = r.backward(critic_loss, &critic);
     let before = r.tape.graph.outputs.len();
     r.update(&critic, &gradients);
-    let updated: Vec<Value> = r.tape.graph.outputs[before..].iter().step_by(3).map(|output| output.value).collect();
+    let updated: Vec<Value> = r.tape.graph.outputs[before..]
+        .iter()
+        .step_by(3)
+        .map(|output| output.value)
+        .collect();
     r.tape.detached.clone_from(&updated);
     let generator_loss = r.forward(|tape| {
         let score = apply(tape, fake, &updated);
@@ -286,14 +347,31 @@ fn two_backward_passes_with_an_update_between() {
 
 #[test]
 fn hints_must_fit_the_graph() {
-    let graph = Graph::parse("graph @g {\n  %0 = parameter 0 : f32[4]\n  %1 = exp %0 : f32[4]\n  return %1\n}").expect("text");
+    let graph =
+        Graph::parse("graph @g {\n  %0 = parameter 0 : f32[4]\n  %1 = exp %0 : f32[4]\n  return %1\n}")
+            .expect("text");
     let start = Node::from_u32(9);
-    let hints = PhaseHints { backward_starts: vec![start], ..PhaseHints::default() };
-    assert_eq!(find_phases(&graph, &hints).unwrap_err(), PartitionError::UnknownStart(start));
+    let hints = PhaseHints {
+        backward_starts: vec![start],
+        ..PhaseHints::default()
+    };
+    assert_eq!(
+        find_phases(&graph, &hints).unwrap_err(),
+        PartitionError::UnknownStart(start)
+    );
     let loss = Value::from_u32(7);
-    let hints = PhaseHints { losses: vec![loss], ..PhaseHints::default() };
-    assert_eq!(find_phases(&graph, &hints).unwrap_err(), PartitionError::UnknownLoss(loss));
-    let hints = PhaseHints { outputs: vec![OutputRole::Forward; 2], ..PhaseHints::default() };
+    let hints = PhaseHints {
+        losses: vec![loss],
+        ..PhaseHints::default()
+    };
+    assert_eq!(
+        find_phases(&graph, &hints).unwrap_err(),
+        PartitionError::UnknownLoss(loss)
+    );
+    let hints = PhaseHints {
+        outputs: vec![OutputRole::Forward; 2],
+        ..PhaseHints::default()
+    };
     let expected = PartitionError::RoleCount { given: 2, outputs: 1 };
     assert_eq!(find_phases(&graph, &hints).unwrap_err(), expected);
 }

@@ -1,0 +1,175 @@
+//! The two graphs together compute what the joint graph computes.
+
+mod support;
+
+use kiln_graph::op::{BinaryOp, Op, UnaryOp};
+use kiln_graph::{Graph, HostTensor, Scalar, Value, interpret, verify};
+use kiln_partition::{Options, OutputRole, PartitionError, SavedSource, Strategy, split};
+use support::{Sizes, Tape, arguments, decoder, f32s};
+
+/// Runs both halves on the joint graph's arguments; the joint graph's outputs in their order.
+fn run_split(
+    joint: &Graph,
+    tangents: &[u32],
+    roles: &[OutputRole],
+    options: &Options,
+    tensors: &[HostTensor],
+    scalars: &[Scalar],
+) -> Vec<HostTensor> {
+    let split = split(joint, tangents, roles, options).expect("splits");
+    assert_eq!(verify(&split.forward), Ok(()));
+    assert_eq!(verify(&split.backward), Ok(()));
+    let (given, later): (Vec<_>, Vec<_>) = tensors
+        .iter()
+        .enumerate()
+        .partition(|(i, _)| !tangents.contains(&(*i as u32)));
+    let inputs: Vec<HostTensor> = given.into_iter().map(|(_, tensor)| tensor.clone()).collect();
+    assert_eq!(later.len(), tangents.len());
+    let forward = interpret(&split.forward, &inputs, scalars).expect("forward runs");
+    let saved = split.saved.iter().map(|source| match *source {
+        SavedSource::Input(index) => inputs[index as usize].clone(),
+        SavedSource::Output(index) => forward[index as usize].clone(),
+    });
+    let arguments: Vec<HostTensor> = saved
+        .chain(tangents.iter().map(|&index| tensors[index as usize].clone()))
+        .collect();
+    let gradients = interpret(&split.backward, &arguments, scalars).expect("backward runs");
+    let mut outputs: Vec<Option<HostTensor>> = vec![None; joint.outputs.len()];
+    for (&position, tensor) in split.forward_outputs.iter().zip(&forward) {
+        outputs[position] = Some(tensor.clone());
+    }
+    assert_eq!(split.gradients.len(), gradients.len());
+    for (&position, tensor) in split.gradients.iter().zip(gradients) {
+        outputs[position] = Some(tensor);
+    }
+    outputs
+        .into_iter()
+        .map(|tensor| tensor.expect("every output comes from one half"))
+        .collect()
+}
+
+fn check(joint: &Graph, tangents: &[u32], roles: &[OutputRole]) {
+    let (tensors, scalars) = arguments(joint, 9);
+    let expected = interpret(joint, &tensors, &scalars).expect("the joint graph runs");
+    for strategy in [Strategy::MinimumCut, Strategy::KeepEverything] {
+        let options = Options {
+            strategy,
+            ..Options::default()
+        };
+        assert_eq!(
+            run_split(joint, tangents, roles, &options, &tensors, &scalars),
+            expected,
+            "{strategy:?}"
+        );
+    }
+}
+
+fn index(tape: &Tape, value: Value) -> u32 {
+    match tape.graph.def(value).op {
+        Op::Parameter { index, .. } => index,
+        _ => panic!("{value} is no argument"),
+    }
+}
+
+#[test]
+fn a_decoder_with_dropout() {
+    let mut tape = Tape::new("decoder");
+    let loss = decoder(
+        &mut tape,
+        Sizes {
+            layers: 2,
+            ..Sizes::SMALL
+        },
+    );
+    let tangent = tape.input(f32s(&[]));
+    let weights = tape.parameters.clone();
+    let gradients = tape.backward_from(&[(loss, tangent)], &weights);
+    tape.graph.output(loss, None);
+    gradients
+        .into_iter()
+        .for_each(|gradient| tape.graph.output(gradient, None));
+    check(&tape.graph, &[index(&tape, tangent)], &[]);
+
+    let split = split(&tape.graph, &[index(&tape, tangent)], &[], &Options::default()).expect("splits");
+    assert_eq!(split.forward_outputs, [0]);
+    assert_eq!(split.gradients.len(), weights.len());
+    let weights_saved = split
+        .saved
+        .iter()
+        .filter(|source| matches!(source, SavedSource::Input(_)))
+        .count();
+    assert!(weights_saved > 0, "weights are read where they are, not copied");
+}
+
+/// Several outputs, one of which carries no gradient, gradients in between the outputs, an input as an output, running state.
+#[test]
+fn mixed_outputs() {
+    let mut tape = Tape::new("mixed");
+    let x = tape.input(f32s(&[3, 4]));
+    let running = tape.input(f32s(&[4]));
+    let y = tape.linear(x, 4, 4);
+    let mean = tape.sum(y, &[0]);
+    let statistic = tape.binary(BinaryOp::Add, running, mean);
+    let y = tape.unary(UnaryOp::Tanh, y);
+    let scaled = tape.rows(running, y);
+    let z = tape.binary(BinaryOp::Mul, y, scaled);
+    let [dy, dz] = [(); 2].map(|()| tape.input(f32s(&[3, 4])));
+    let wanted = [vec![x], tape.parameters.clone()].concat();
+    let gradients = tape.backward_from(&[(y, dy), (z, dz)], &wanted);
+    let constant = tape.like(2.0, x);
+    tape.graph.output(gradients[0], None);
+    tape.graph.output(y, None);
+    tape.graph.output(gradients[1], None);
+    tape.state(running, statistic);
+    tape.graph.output(z, None);
+    tape.graph.output(x, None);
+    tape.graph.output(gradients[2], None);
+    tape.graph.output(constant, None);
+    use OutputRole::{Auto, Forward, Gradient, State};
+    let tangents = [index(&tape, dy), index(&tape, dz)];
+    let roles = [Auto, Forward, Gradient, State, Forward, Auto, Gradient, Gradient];
+    check(&tape.graph, &tangents, &roles);
+
+    // The backward pass reads the old running mean: the forward pass must not overwrite it.
+    let split = split(&tape.graph, &tangents, &roles, &Options::default()).expect("splits");
+    assert!(split.forward.outputs.iter().all(|output| output.alias.is_none()));
+}
+
+#[test]
+fn what_cannot_be_split_is_said() {
+    let mut tape = Tape::new("wrong");
+    let x = tape.input(f32s(&[2]));
+    let t = tape.input(f32s(&[2]));
+    let y = tape.binary(BinaryOp::Mul, x, t);
+    tape.graph.output(y, None);
+    let options = Options::default();
+    let error = split(&tape.graph, &[1], &[OutputRole::Forward], &options).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            PartitionError::ForwardNeedsTangent {
+                output: 0,
+                tangent: 1,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    let error = split(&tape.graph, &[2], &[], &options).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            PartitionError::UnknownTangent {
+                index: 2,
+                parameters: 2,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    let error = split(&tape.graph, &[1], &[OutputRole::Auto; 3], &options).unwrap_err();
+    assert!(
+        matches!(error, PartitionError::RoleCount { given: 3, outputs: 1 }),
+        "{error}"
+    );
+}
