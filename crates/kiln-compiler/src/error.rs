@@ -19,6 +19,14 @@ pub enum CompileError {
         /// What is wrong.
         source: TypeError,
     },
+    /// The step compiler has no code for an operation.
+    #[error("the `cpu` backend has no code for `{op}` on {types}; the `aot_eager` backend runs it")]
+    Unsupported {
+        /// Mnemonic of the operation.
+        op: String,
+        /// Types of its operands.
+        types: String,
+    },
     /// The compiled code takes fewer or other arguments than were given.
     #[error("step `{name}` takes {expected} {what}, got {given}")]
     Arguments {

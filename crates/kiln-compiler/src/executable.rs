@@ -13,9 +13,9 @@ use kiln_cpu::{
     AlignedBuffer, BuildOptions, Cache, CacheKey, Origin, Step, StepArguments, StepHooks, StepSource, ThreadPool,
     Toolchain,
 };
-use kiln_graph::{Graph, Op};
+use kiln_graph::Graph;
 
-use crate::emit::KernelReport;
+use crate::emit::{ExternCall, KernelReport};
 use crate::error::CompileError;
 use crate::{CompiledStep, Options, compile};
 
@@ -28,6 +28,8 @@ pub struct Contract {
     pub arena_bytes: usize,
     /// The kernels, by number.
     pub kernels: Vec<KernelReport>,
+    /// Operations that run outside, by index.
+    pub externs: Vec<ExternCall>,
 }
 
 /// A step that is built, loaded and has its working memory.
@@ -150,11 +152,8 @@ impl CompiledStep {
             aliases: self.plan.aliases.clone(),
             arena_bytes: self.plan.arena_bytes,
             kernels: self.kernels.clone(),
+            externs: self.externs.clone(),
         }
     }
 }
 
-/// The extern operations of a graph in the order of the index that `call_extern` gets, as nodes.
-pub fn externs(graph: &Graph) -> Vec<kiln_graph::Node> {
-    graph.nodes().filter(|(_, data)| matches!(data.op, Op::Extern(_))).map(|(node, _)| node).collect()
-}

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use kiln_cpu::SourceFile;
 use kiln_graph::Graph;
 
-pub use emit::KernelReport;
+pub use emit::{ExternCall, KernelReport};
 pub use error::CompileError;
 pub use executable::{Contract, CpuExecutable};
 pub use options::Options;
@@ -46,6 +46,8 @@ pub struct CompiledStep {
     pub sources: Vec<SourceFile>,
     /// What each kernel does, by the number that profiling events carry.
     pub kernels: Vec<KernelReport>,
+    /// Operations that run outside, by the index that the step passes to `call_extern`.
+    pub externs: Vec<ExternCall>,
     /// Time spent in each stage.
     pub times: Vec<(&'static str, Duration)>,
     /// The graph after each pass, as text, if [`Options::dump`] asks for it.
@@ -58,7 +60,8 @@ pub struct CompiledStep {
 /// as eight bytes each ([`kiln_graph::Scalar::to_bits`]). [`Plan::aliases`] says which outputs take over which parameter's memory.
 ///
 /// # Errors
-/// [`CompileError::Invalid`] if the graph breaks a rule of kiln-graph.
+/// [`CompileError::Invalid`] if the graph breaks a rule of kiln-graph; [`CompileError::Unsupported`] if nothing computes one of its
+/// operations.
 pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, CompileError> {
     let span = tracing::info_span!("compile", name = graph.name);
     let _entered = span.enter();
@@ -71,14 +74,14 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         isa: options.isa,
         threads: options.threads,
     };
+    let mut externs = Vec::new();
     let codes = stages.time("kernels", || {
-        let mut externs = 0;
         schedule
             .kernels
             .iter()
             .map(|kernel| emit::generate(&graph, kernel, &emit_options, &mut externs))
-            .collect::<Vec<_>>()
-    });
+            .collect::<Result<Vec<_>, CompileError>>()
+    })?;
     let plan = stages.time("plan", || {
         let scratch: Vec<usize> = codes.iter().map(|code| code.scratch).collect();
         plan::plan(&graph, &schedule, &scratch)
@@ -90,6 +93,7 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         plan,
         sources: emitted.sources,
         kernels: emitted.kernels,
+        externs,
         times: stages.times,
         dumps,
     })

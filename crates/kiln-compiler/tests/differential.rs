@@ -3,7 +3,7 @@
 mod support;
 
 use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
-use kiln_graph::{DType, Graph, interpret_f64};
+use kiln_graph::{DType, Graph, Value, interpret_f64};
 use support::{append, build, run};
 
 /// `count` random graphs as one step: a compiler run each would be most of the time.
@@ -26,9 +26,30 @@ fn check(graph: &Graph, tolerances: &[f64], fuse: bool, what: &str) {
     for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
         if let Some(found) = difference(actual, expected, tolerances[number]) {
             let value = graph.outputs[number].value;
-            panic!("{what}: output {number} ({value} {}): {found}", graph.ty(value));
+            panic!("{what}: output {number} ({value}): {found}\n{}", history(graph, value));
         }
     }
+}
+
+/// The operations that lead to `value`, as lines of the graph's text.
+fn history(graph: &Graph, value: Value) -> String {
+    let mut needed = vec![value];
+    let mut at = 0;
+    while at < needed.len() && needed.len() < 30 {
+        for &operand in &graph.def(needed[at]).inputs {
+            if !needed.contains(&operand) {
+                needed.push(operand);
+            }
+        }
+        at += 1;
+    }
+    let names: Vec<String> = needed.iter().map(Value::to_string).collect();
+    let text = graph.to_string();
+    let of = |line: &&str| {
+        let results = line.split(" = ").next().unwrap_or("");
+        results.split(',').any(|result| names.contains(&result.trim().to_owned()))
+    };
+    text.lines().filter(of).collect::<Vec<_>>().join("\n")
 }
 
 fn families(families: &[Family]) -> GraphConfig {

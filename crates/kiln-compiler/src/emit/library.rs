@@ -12,6 +12,7 @@ use kiln_graph::{DType, Graph, Node, Shape, Value};
 use super::nest::{Argument, Launch};
 use super::pointwise as c;
 use crate::schedule::Buffer;
+use crate::schedule::fuse::starts_constant;
 
 /// Points of work below which a kernel runs on the calling thread alone.
 const SERIAL_POINTS: usize = 16 * 1024;
@@ -307,7 +308,10 @@ fn scatter(w: Writer, axis: usize, mode: ScatterMode) -> Launch {
     w.task(n, extent + indices[axis], |w, t| {
         t.line(format!("const int64_t line = i / {inner} * {} + i % {inner};", inner * extent));
         t.open(format!("for (int64_t k = 0; k < {extent}; k++) {{"));
-        t.line(format!("out0[line + k * {inner}] = in0[line + k * {inner}];"));
+        match starts_constant(w.graph, w.node) {
+            Some(value) => t.line(format!("put_{0}(out0 + line + k * {inner}, {1});", w.out_dtype(), c::literal(value, w.out_dtype()))),
+            None => t.line(format!("out0[line + k * {inner}] = in0[line + k * {inner}];")),
+        }
         t.close();
         let lines: Vec<usize> = out.iter().enumerate().map(|(at, &e)| if at == axis { 1 } else { e }).collect();
         t.split("i", "i", &lines);
@@ -338,7 +342,14 @@ fn index_put(w: Writer, axis: usize, mode: ScatterMode) -> Launch {
         t.line(format!("const int64_t high = low + {block} < {inner} ? low + {block} : {inner};"));
         t.each("k", extent);
         t.line(format!("const int64_t at = (o * {extent} + k) * {inner};"));
-        t.line("memcpy(out0 + at + low, in0 + at + low, (size_t)(high - low) * sizeof *out0);");
+        match starts_constant(w.graph, w.node) {
+            Some(value) => t.line(format!(
+                "for (int64_t q = low; q < high; q++) put_{0}(out0 + at + q, {1});",
+                w.out_dtype(),
+                c::literal(value, w.out_dtype())
+            )),
+            None => t.line("memcpy(out0 + at + low, in0 + at + low, (size_t)(high - low) * sizeof *out0);"),
+        }
         t.close();
         t.each("j", count);
         t.line(format!("const int64_t at = (o * {extent} + clamp_index((int64_t)in1[j], {extent})) * {inner};"));

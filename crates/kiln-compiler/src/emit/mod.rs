@@ -11,9 +11,12 @@ pub mod nest;
 pub mod pointwise;
 mod step;
 
-use kiln_cpu::Isa;
-use kiln_graph::{Graph, Op};
+use serde::{Deserialize, Serialize};
 
+use kiln_cpu::Isa;
+use kiln_graph::{Graph, Op, Value};
+
+use crate::error::CompileError;
 use crate::kernels;
 use crate::schedule::{Kernel, KernelKind};
 use nest::{Argument, Launch};
@@ -59,41 +62,69 @@ pub struct KernelCode {
     pub scratch: usize,
 }
 
-/// Writes the code of `kernel`. `externs` counts the operations that run outside.
-pub fn generate(graph: &Graph, kernel: &Kernel, options: &EmitOptions, externs: &mut usize) -> KernelCode {
-    match &kernel.kind {
+/// An operation that the front end runs during the step.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct ExternCall {
+    /// Name for people.
+    pub name: String,
+    /// What the front end needs to run it ([`kiln_graph::op::ExternOp::attributes`]).
+    pub attributes: String,
+    /// Element type (by name) and extents of each operand. Buffers are passed operands first, then results.
+    pub inputs: Vec<(String, Vec<usize>)>,
+    /// Element type and extents of each result.
+    pub outputs: Vec<(String, Vec<usize>)>,
+}
+
+/// Writes the code of `kernel` and adds the operations that run outside to `externs`.
+///
+/// # Errors
+/// [`CompileError::Unsupported`] for operations that nothing here computes.
+pub fn generate(
+    graph: &Graph,
+    kernel: &Kernel,
+    options: &EmitOptions,
+    externs: &mut Vec<ExternCall>,
+) -> Result<KernelCode, CompileError> {
+    let node = match &kernel.kind {
         KernelKind::Nest(nest) => {
             let code = nest::generate(graph, nest, kernels::vector::lanes(options.isa) as i64);
-            KernelCode {
+            return Ok(KernelCode {
                 calls: code.launches.into_iter().map(Call::Task).collect(),
                 scratch: code.scratch,
-            }
+            });
         }
-        KernelKind::Library(node) => match contract::generate(graph, kernel, *node, options) {
-            Some(calls) => {
-                let workspace = |call: &Call| match call {
-                    Call::Kernel { kernel, .. } => kernel.workspace_bytes,
-                    _ => 0,
-                };
-                let scratch = calls.iter().map(workspace).max().unwrap_or(0).max(library::scratch(graph, *node));
-                KernelCode { calls, scratch }
-            }
-            None => {
-                let data = graph.node(*node);
-                debug_assert!(
-                    matches!(data.op, Op::Extern(_) | Op::Attention(_) | Op::AttentionGrad(_) | Op::Random { .. }),
-                    "no code for {}",
-                    data.op.name()
-                );
-                *externs += 1;
-                KernelCode {
-                    calls: vec![Call::Extern {
-                        index: *externs - 1,
-                        arguments: kernel.operands(graph, *node),
-                    }],
-                    scratch: 0,
-                }
-            }
-        },
+        KernelKind::Library(node) => *node,
+    };
+    if let Some(calls) = contract::generate(graph, kernel, node, options) {
+        let workspace = |call: &Call| match call {
+            Call::Kernel { kernel, .. } => kernel.workspace_bytes,
+            _ => 0,
+        };
+        let scratch = calls.iter().map(workspace).max().unwrap_or(0).max(library::scratch(graph, node));
+        return Ok(KernelCode { calls, scratch });
     }
+    let data = graph.node(node);
+    let types = |values: &[Value]| -> Vec<(String, Vec<usize>)> {
+        values.iter().map(|&v| (graph.dtype(v).name().to_owned(), graph.shape(v).to_vec())).collect()
+    };
+    let Op::Extern(op) = &data.op else {
+        let types: Vec<String> = data.inputs.iter().map(|&v| graph.ty(v).to_string()).collect();
+        return Err(CompileError::Unsupported {
+            op: data.op.name().into(),
+            types: types.join(", "),
+        });
+    };
+    externs.push(ExternCall {
+        name: op.name.clone(),
+        attributes: op.attributes.clone(),
+        inputs: types(&data.inputs),
+        outputs: types(&data.outputs),
+    });
+    Ok(KernelCode {
+        calls: vec![Call::Extern {
+            index: externs.len() - 1,
+            arguments: kernel.operands(graph, node),
+        }],
+        scratch: 0,
+    })
 }

@@ -27,7 +27,7 @@ use std::collections::BTreeSet;
 use rustc_hash::FxHashMap;
 
 use kiln_graph::op::{Dims, Op};
-use kiln_graph::{Graph, Node, Value};
+use kiln_graph::{DType, Graph, Node, Scalar, Value};
 
 use super::access::{identity, operand_index, strided};
 use super::class::{Class, classify, is_cheap, node_index};
@@ -105,6 +105,9 @@ impl<'a> Fuser<'a> {
             let value = output.value;
             let stored = self.class(value) != Class::Inline && !self.is_parameter(value);
             if stored && self.outputs.insert(value, ()).is_none() {
+                continue;
+            }
+            if self.graph.ty(value).numel() == 0 {
                 continue;
             }
             let (index, extents) = identity(self.graph.shape(value), 0);
@@ -230,15 +233,24 @@ impl<'a> Fuser<'a> {
             self.groups[group].writes.push(Buffer::Value(value));
             self.define(group, value);
         }
-        for &operand in &data.inputs {
-            let base = self.library_operand(&data.op, operand);
+        for (position, &operand) in data.inputs.iter().enumerate() {
+            if position == 0 && starts_constant(self.graph, node).is_some() {
+                continue;
+            }
+            let base = self.library_operand(&data.op, position, operand);
             self.add_reader(group, base);
         }
     }
 
     /// The stored value through which a library kernel reads `operand`: a strided window where the kernel takes one.
-    fn library_operand(&mut self, op: &Op, operand: Value) -> Value {
-        if matches!(op, Op::DotGeneral(_)) {
+    fn library_operand(&mut self, op: &Op, position: usize, operand: Value) -> Value {
+        let takes_windows = match op {
+            Op::DotGeneral(_) | Op::ConvWeightGrad { .. } => true,
+            // Weights are packed from contiguous memory.
+            Op::Conv(_) | Op::ConvInputGrad { .. } => position == 0,
+            _ => false,
+        } && self.graph.dtype(operand) == DType::F32;
+        if takes_windows {
             let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
             if let Some(window) = strided(self.graph, operand, &stop) {
                 return window.base;
@@ -702,6 +714,23 @@ impl<'a> Fuser<'a> {
                 }
             })
             .collect()
+    }
+}
+
+/// The constant that a scatter begins with in every element; its kernel writes it instead of reading a tensor of it.
+pub fn starts_constant(graph: &Graph, node: Node) -> Option<Scalar> {
+    let data = graph.node(node);
+    if !matches!(data.op, Op::Scatter { .. } | Op::IndexPut { .. }) {
+        return None;
+    }
+    let mut value = data.inputs[0];
+    loop {
+        let data = graph.def(value);
+        match &data.op {
+            Op::Constant { value, .. } => return Some(*value),
+            Op::Broadcast { .. } | Op::Reshape(_) => value = data.inputs[0],
+            _ => return None,
+        }
     }
 }
 

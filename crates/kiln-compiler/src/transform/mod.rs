@@ -1,11 +1,21 @@
-//! Transform: from the recorded graph to one that schedules well. Passes in order, each from graph to graph.
+//! Transform: from the recorded graph to one that schedules well.
+//!
+//! Passes in order, each from graph to graph and each with a text form (the graph's). Values keep their meaning; the number and order of
+//! arguments, scalars and outputs never change.
 
-use kiln_graph::Graph;
+pub mod simplify;
+
+use kiln_graph::{Graph, TypeError};
 
 use crate::{CompileError, Options};
 
 /// Graphs after each pass, by name, as text.
 pub type Dumps = Vec<(String, String)>;
+
+type Pass = (&'static str, fn(&Graph) -> Result<Graph, TypeError>);
+
+/// The passes, in the order in which they run.
+const PASSES: &[Pass] = &[("simplify", simplify::simplify)];
 
 /// Runs all passes.
 ///
@@ -13,9 +23,21 @@ pub type Dumps = Vec<(String, String)>;
 /// [`CompileError::Pass`] if a pass makes an ill-typed node.
 pub fn run(graph: &Graph, options: &Options) -> Result<(Graph, Dumps), CompileError> {
     let mut dumps = Dumps::new();
-    let graph = graph.without_dead_code();
+    let mut graph = graph.without_dead_code();
     if options.dump {
         dumps.push(("recorded".into(), graph.to_string()));
+    }
+    if !options.transform {
+        return Ok((graph, dumps));
+    }
+    for &(name, pass) in PASSES {
+        graph = pass(&graph).map_err(|source| CompileError::Pass { pass: name, source })?;
+        if cfg!(debug_assertions) {
+            kiln_graph::verify::verify(&graph)?;
+        }
+        if options.dump {
+            dumps.push((name.into(), graph.to_string()));
+        }
     }
     Ok((graph, dumps))
 }

@@ -1,7 +1,7 @@
 //! Convolutions and their gradients, of random geometries and layouts.
 
 use kiln_compiler::kernels::conv::{
-    self, ConvSpec, Geometry, Image, PixelEpilogue, Spatial, WeightGradSpec,
+    self, ConvSpec, Geometry, Image, ImageAxis, PixelEpilogue, Spatial, WeightGradSpec,
 };
 use kiln_compiler::kernels::{Kernel, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
@@ -114,7 +114,7 @@ impl Case {
             threads: 3,
         };
         // The forward result is halved on the way, by a snippet of its own.
-        let halved = PixelEpilogue::custom(true, move |place, value| {
+        let halved = PixelEpilogue::custom(Some(ImageAxis::Channel), move |place, value| {
             let address = conv::address("out", output, place);
             match place.width {
                 Width::Scalar => format!("*({address}) = 0.5f * {value};"),
@@ -228,7 +228,7 @@ fn check(cases: &[Case], seed: u64) {
 #[test]
 fn random_convolutions_match_f64() {
     let mut random = Random::new(21);
-    let cases: Vec<Case> = (0..24).map(|_| Case::random(&mut random)).collect();
+    let cases: Vec<Case> = (0..18).map(|_| Case::random(&mut random)).collect();
     check(&cases, 22);
 }
 

@@ -253,7 +253,6 @@ KILN_INLINE v_f32 v_rsqrt_f32(v_f32 x) { return set_f32(1) / vf_sqrt(x); }
         return (SIGNED && b < (T)0) || (uint64_t)b >= 8 * sizeof(T) ? 0 : (T)((U)a << b);                   \
     }                                                                                                       \
     KILN_INLINE T s_shr_##S(T a, T b) {                                                                     \
-        if (SIGNED && b < (T)0) return 0;                                                                   \
         return (uint64_t)b >= 8 * sizeof(T) ? (T)(SIGNED && a < (T)0 ? -1 : 0) : (T)(a >> b);               \
     }                                                                                                       \
     KILN_LANEWISE1(abs_##S, S, S, T, T)                                                                     \

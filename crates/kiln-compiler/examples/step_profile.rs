@@ -1,0 +1,200 @@
+//! Where the time of a compiled step goes, kernel by kernel.
+//!
+//! ```sh
+//! cargo run --release -p kiln-compiler --example step_profile                  # a decoder's training step
+//! cargo run --release -p kiln-compiler --example step_profile -- graph.kg      # a graph in its text form
+//! ```
+//!
+//! Prints compile times, the arena, the median time of a step, and for the slowest kernels time, GB/s and GFLOP/s. With a second argument the
+//! generated sources are written to that folder.
+
+use std::cell::RefCell;
+use std::error::Error;
+use std::ffi::c_void;
+use std::time::{Duration, Instant};
+
+use kiln_compiler::{CpuExecutable, Options, compile};
+use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, KernelEvent, StepHooks, ThreadPool, Toolchain};
+use kiln_graph::{DType, Graph, HostTensor, TensorType};
+
+#[path = "../../kiln-partition/tests/support/mod.rs"]
+mod support;
+
+struct Profile {
+    events: RefCell<Vec<Duration>>,
+    begin: RefCell<Option<Instant>>,
+    on: bool,
+}
+
+impl StepHooks for Profile {
+    fn call_extern(&self, index: usize, _: *mut *mut c_void) -> Result<(), String> {
+        Err(format!("operation {index} is not known here"))
+    }
+
+    fn wants_events(&self) -> bool {
+        self.on
+    }
+
+    fn kernel_event(&self, kernel: usize, event: KernelEvent) {
+        match event {
+            KernelEvent::Begin => *self.begin.borrow_mut() = Some(Instant::now()),
+            KernelEvent::End => {
+                if let Some(begin) = self.begin.borrow_mut().take() {
+                    self.events.borrow_mut()[kernel] += begin.elapsed();
+                }
+            }
+        }
+    }
+}
+
+/// Small numbers; zeros and ones for integers, so that indices are in range.
+fn argument(ty: &TensorType, seed: u64) -> HostTensor {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = move || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 40) as f64 / (1u64 << 24) as f64
+    };
+    if ty.dtype.is_float() {
+        HostTensor::from_floats(ty.dtype, ty.shape.clone(), (0..ty.numel()).map(|_| (next() - 0.5) * 0.1).collect::<Vec<_>>())
+    } else {
+        HostTensor::from_ints(ty.dtype, ty.shape.clone(), (0..ty.numel()).map(|_| (next() * 2.0) as i64).collect::<Vec<_>>())
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut arguments = std::env::args().skip(1);
+    let graph = match arguments.next() {
+        Some(path) if path != "-" => Graph::parse(&std::fs::read_to_string(path)?)?,
+        _ => {
+            support::decoder_step(support::Sizes {
+                layers: 4,
+                batch: 8,
+                length: 128,
+                width: 256,
+                heads: 8,
+                hidden: 688,
+                vocabulary: 2000,
+                keep: 1.0,
+            })
+            .graph
+        }
+    };
+    let toolchain = Toolchain::detect()?;
+    let pool = ThreadPool::new(std::env::var("THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(2));
+    let options = Options::new(&toolchain, pool.threads());
+    let compiled = compile(&graph, &options)?;
+    if let Some(folder) = arguments.next() {
+        std::fs::create_dir_all(&folder)?;
+        for file in &compiled.sources {
+            std::fs::write(format!("{folder}/{}", file.name), &file.text)?;
+        }
+        std::fs::write(format!("{folder}/schedule.txt"), compiled.schedule.to_text(&compiled.graph))?;
+        std::fs::write(format!("{folder}/plan.txt"), compiled.plan.to_text(&compiled.graph))?;
+        std::fs::write(format!("{folder}/graph.kg"), compiled.graph.to_string())?;
+    }
+    println!("graph: {} nodes, {} after transforms", graph.num_nodes(), compiled.graph.num_nodes());
+    for (stage, time) in &compiled.times {
+        println!("{stage}: {time:.1?}");
+    }
+    let step = CpuExecutable::new(&graph, &options, &toolchain, &Cache::disabled(), &BuildOptions::default())?;
+    let contract = step.contract().clone();
+    println!(
+        "cc: {:.2?} for {} bytes of C; {} kernels, arena {:.1} MB (lower bound {:.1})",
+        step.build_time,
+        compiled.sources.iter().map(|file| file.text.len()).sum::<usize>(),
+        contract.kernels.len(),
+        contract.arena_bytes as f64 / 1e6,
+        compiled.plan.lower_bound as f64 / 1e6
+    );
+
+    let fill = |ty: &TensorType, seed: u64| -> Result<AlignedBuffer, Box<dyn Error>> {
+        let mut buffer = AlignedBuffer::zeroed(ty.bytes())?;
+        buffer.as_mut_slice().copy_from_slice(argument(ty, seed).bytes());
+        Ok(buffer)
+    };
+    let mut memory = Vec::new();
+    for (seed, &value) in graph.parameters().iter().enumerate() {
+        memory.push(fill(graph.ty(value), seed as u64 + 1)?);
+    }
+    let mut results = Vec::new();
+    for output in &graph.outputs {
+        results.push(AlignedBuffer::zeroed(graph.ty(output.value).bytes())?);
+    }
+    let inputs: Vec<*const u8> = memory.iter().map(|buffer| buffer.as_ptr()).collect();
+    let outputs: Vec<*mut u8> = results
+        .iter_mut()
+        .zip(&contract.aliases)
+        .map(|(buffer, alias)| match alias {
+            Some(index) => memory[*index as usize].as_mut_ptr(),
+            None => buffer.as_mut_ptr(),
+        })
+        .collect();
+    let scalars: Vec<u64> = graph
+        .scalars()
+        .iter()
+        .map(|&value| kiln_graph::Scalar::Float(0.5).to_bits(graph.dtype(value)))
+        .collect();
+    let mut profile = Profile {
+        events: RefCell::new(vec![Duration::ZERO; contract.kernels.len()]),
+        begin: RefCell::new(None),
+        on: false,
+    };
+    let run = |profile: &Profile| -> Result<Duration, Box<dyn Error>> {
+        let start = Instant::now();
+        // SAFETY: one buffer of the declared size for each parameter and output; aliases share a pointer.
+        unsafe { step.run(&pool, &inputs, &outputs, &scalars, profile) }?;
+        Ok(start.elapsed())
+    };
+    for _ in 0..2 {
+        run(&profile)?;
+    }
+    let mut times = Vec::new();
+    for _ in 0..9 {
+        times.push(run(&profile)?);
+    }
+    times.sort();
+    println!("step: {:.2} ms (median of 9), best {:.2} ms", times[4].as_secs_f64() * 1e3, times[0].as_secs_f64() * 1e3);
+    let flops: u64 = contract.kernels.iter().map(|kernel| kernel.flops).sum();
+    println!("{:.1} GFLOP, {:.0} GFLOP/s", flops as f64 / 1e9, flops as f64 / 1e9 / times[4].as_secs_f64());
+    profile.on = true;
+    let rounds = 5;
+    for _ in 0..rounds {
+        run(&profile)?;
+    }
+    let events = profile.events.into_inner();
+    let mut by_time: Vec<usize> = (0..events.len()).collect();
+    by_time.sort_by_key(|&k| std::cmp::Reverse(events[k]));
+    let mut kinds: std::collections::BTreeMap<String, (Duration, usize, u64, u64)> = std::collections::BTreeMap::new();
+    for (kernel, report) in contract.kernels.iter().enumerate() {
+        let kind = report.name.split('_').next().unwrap_or("").to_owned();
+        let entry = kinds.entry(kind).or_default();
+        entry.0 += events[kernel] / rounds;
+        entry.1 += 1;
+        entry.2 += report.bytes;
+        entry.3 += report.flops;
+    }
+    for (kind, (time, count, bytes, flops)) in kinds {
+        let seconds = time.as_secs_f64().max(1e-9);
+        println!(
+            "{kind:>12}: {:8.2} ms in {count:4} kernels, {:6.1} GB/s, {:6.1} GFLOP/s",
+            seconds * 1e3,
+            bytes as f64 / 1e9 / seconds,
+            flops as f64 / 1e9 / seconds
+        );
+    }
+    for &kernel in by_time.iter().take(40) {
+        let report = &contract.kernels[kernel];
+        let seconds = (events[kernel] / rounds).as_secs_f64().max(1e-9);
+        let nodes: Vec<&str> = report.nodes.iter().map(|n| n.split(' ').next().unwrap_or("")).collect();
+        println!(
+            "{kernel:4} {:>14} {:8.3} ms {:6.1} GB/s {:6.1} GFLOP/s  {}",
+            report.name,
+            seconds * 1e3,
+            report.bytes as f64 / 1e9 / seconds,
+            report.flops as f64 / 1e9 / seconds,
+            nodes.join(" ").chars().take(100).collect::<String>()
+        );
+    }
+    let _ = DType::F32;
+    Ok(())
+}

@@ -1,0 +1,242 @@
+//! Simplification: each node is looked at once, with its operands already simplified.
+//!
+//! - **Common subexpressions.** Two nodes that apply the same operation to the same values are one. Random numbers are pure functions of seed
+//!   and stream, so that goes for them too.
+//! - **Constants.** Arithmetic on repeated constants is done now, in the precision of the type. `x * 1`, `x / 1`, `x - 0`, `x + -0` are `x`.
+//!   `x + 0` stays: for `x = -0` it is not `x`.
+//! - **Powers.** A constant exponent of 1, 2, 3 or -1 is multiplications or a reciprocal.
+//! - **Movements.** Reshapes of reshapes and transposes of transposes are one; those that move nothing are none.
+//! - **One-hot scatters.** A scatter of one update for each line (the gradient of picking the target's logit) is a selection by comparing the
+//!   coordinate with the index: point by point, and thereby part of whatever loop nest surrounds it.
+
+use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
+
+use kiln_graph::op::{BinaryOp, CompareOp, Dims, Op, ScatterMode, UnaryOp};
+use kiln_graph::{Graph, Node, NodeData, Provenance, Rewriter, Scalar, TypeError, Value};
+
+/// Simplifies `graph`; values keep their meaning.
+///
+/// # Errors
+/// Only if a rule makes an ill-typed node, which would be a bug.
+pub fn simplify(graph: &Graph) -> Result<Graph, TypeError> {
+    let mut pass = Simplify {
+        rewriter: Rewriter::new(graph),
+        known: FxHashMap::default(),
+    };
+    for (id, node) in graph.nodes() {
+        pass.node(id, node)?;
+    }
+    Ok(pass.rewriter.finish().without_dead_code())
+}
+
+type Key = (Op, SmallVec<[Value; 3]>);
+
+struct Simplify<'a> {
+    rewriter: Rewriter<'a>,
+    known: FxHashMap<Key, SmallVec<[Value; 1]>>,
+}
+
+impl Simplify<'_> {
+    fn node(&mut self, id: Node, node: &NodeData) -> Result<(), TypeError> {
+        let inputs = self.rewriter.map_all(&node.inputs);
+        if let [result] = node.outputs.as_slice()
+            && let Some(value) = self.rule(&node.op, &inputs, &node.provenance)?
+        {
+            self.rewriter.replace(*result, value);
+            return Ok(());
+        }
+        let pure = !matches!(node.op, Op::Parameter { .. } | Op::Scalar { .. } | Op::Extern(_));
+        let key = (node.op.clone(), inputs);
+        if pure && let Some(values) = self.known.get(&key) {
+            for (&old, &new) in node.outputs.iter().zip(&values.clone()) {
+                self.rewriter.replace(old, new);
+            }
+            return Ok(());
+        }
+        let values = self.rewriter.copy(id)?;
+        if pure {
+            self.known.insert(key, values);
+        }
+        Ok(())
+    }
+
+    /// Adds a node, or finds it.
+    fn add(&mut self, op: Op, inputs: &[Value], p: &Provenance) -> Result<Value, TypeError> {
+        if let Some(value) = self.rule(&op, inputs, p)? {
+            return Ok(value);
+        }
+        let key = (op.clone(), SmallVec::from_slice(inputs));
+        if let Some(values) = self.known.get(&key) {
+            return Ok(values[0]);
+        }
+        let value = self.rewriter.graph.add(op, inputs, p)?;
+        self.known.insert(key, SmallVec::from_slice(&[value]));
+        Ok(value)
+    }
+
+    /// The constant that every element of `value` is.
+    fn splat(&self, value: Value) -> Option<Scalar> {
+        let node = self.rewriter.graph.def(value);
+        match &node.op {
+            Op::Constant { value, dtype } => {
+                let rounded = kiln_graph::HostTensor::scalar(*dtype, *value);
+                Some(if dtype.is_float() { Scalar::Float(rounded.to_f64s()[0]) } else { *value })
+            }
+            Op::Broadcast { .. } | Op::Reshape(_) => self.splat(node.inputs[0]),
+            _ => None,
+        }
+    }
+
+    fn float_splat(&self, value: Value) -> Option<f64> {
+        match self.splat(value)? {
+            Scalar::Float(x) => Some(x),
+            _ => None,
+        }
+    }
+
+    /// A value that stands for `op(inputs)`, if a rule applies.
+    fn rule(&mut self, op: &Op, inputs: &[Value], p: &Provenance) -> Result<Option<Value>, TypeError> {
+        match op {
+            Op::Binary(op) => self.binary(*op, inputs[0], inputs[1], p),
+            Op::Unary(UnaryOp::Neg) => {
+                let ty = self.rewriter.graph.ty(inputs[0]).clone();
+                match self.float_splat(inputs[0]) {
+                    Some(x) => self.full(-x, &ty, p).map(Some),
+                    None => Ok(None),
+                }
+            }
+            Op::Reshape(shape) => {
+                let graph = &self.rewriter.graph;
+                if graph.shape(inputs[0]) == shape {
+                    return Ok(Some(inputs[0]));
+                }
+                let node = graph.def(inputs[0]);
+                match (&node.op, node.inputs.first().copied()) {
+                    (Op::Reshape(_), Some(x)) => self.add(Op::Reshape(shape.clone()), &[x], p).map(Some),
+                    _ => Ok(None),
+                }
+            }
+            Op::Transpose(perm) => {
+                if perm.iter().enumerate().all(|(to, &from)| to == from) {
+                    return Ok(Some(inputs[0]));
+                }
+                let node = self.rewriter.graph.def(inputs[0]);
+                let Op::Transpose(first) = &node.op else {
+                    return Ok(None);
+                };
+                let both: Dims = perm.iter().map(|&at| first[at]).collect();
+                let x = node.inputs[0];
+                self.add(Op::Transpose(both), &[x], p).map(Some)
+            }
+            Op::Broadcast { shape, dims } => {
+                let same = self.rewriter.graph.shape(inputs[0]) == shape && dims.iter().copied().eq(0..shape.rank());
+                Ok(same.then_some(inputs[0]))
+            }
+            Op::Cast(dtype) => Ok((self.rewriter.graph.dtype(inputs[0]) == *dtype).then_some(inputs[0])),
+            Op::Slice { starts, limits, steps } => {
+                let shape = self.rewriter.graph.shape(inputs[0]);
+                let whole = starts.iter().all(|&s| s == 0) && limits.as_slice() == shape.dims() && steps.iter().all(|&s| s == 1);
+                Ok(whole.then_some(inputs[0]))
+            }
+            Op::Concat { .. } if inputs.len() == 1 => Ok(Some(inputs[0])),
+            Op::Scatter { axis, mode } => self.one_hot(*axis, *mode, inputs, p),
+            _ => Ok(None),
+        }
+    }
+
+    fn full(&mut self, value: f64, ty: &kiln_graph::TensorType, p: &Provenance) -> Result<Value, TypeError> {
+        let constant = Op::Constant {
+            value: Scalar::Float(value),
+            dtype: ty.dtype,
+        };
+        let scalar = self.add(constant, &[], p)?;
+        if ty.shape.rank() == 0 {
+            return Ok(scalar);
+        }
+        let fill = Op::Broadcast {
+            shape: ty.shape.clone(),
+            dims: Dims::new(),
+        };
+        self.add(fill, &[scalar], p)
+    }
+
+    fn binary(&mut self, op: BinaryOp, a: Value, b: Value, p: &Provenance) -> Result<Option<Value>, TypeError> {
+        let ty = self.rewriter.graph.ty(a).clone();
+        if !ty.dtype.is_float() {
+            return Ok(None);
+        }
+        let (x, y) = (self.float_splat(a), self.float_splat(b));
+        // Rounding to f64 and then to the type is rounding once: f64 has more than twice the digits of the narrower types.
+        if let (Some(x), Some(y)) = (x, y) {
+            let value = match op {
+                BinaryOp::Add => x + y,
+                BinaryOp::Sub => x - y,
+                BinaryOp::Mul => x * y,
+                BinaryOp::Div => x / y,
+                _ => return Ok(None),
+            };
+            return self.full(value, &ty, p).map(Some);
+        }
+        let minus_zero = |x: Option<f64>| x.is_some_and(|x| x == 0.0 && x.is_sign_negative());
+        let plus_zero = |x: Option<f64>| x.is_some_and(|x| x == 0.0 && x.is_sign_positive());
+        let kept = match op {
+            BinaryOp::Add if minus_zero(y) => Some(a),
+            BinaryOp::Add if minus_zero(x) => Some(b),
+            BinaryOp::Sub if plus_zero(y) => Some(a),
+            BinaryOp::Mul | BinaryOp::Div if y == Some(1.0) => Some(a),
+            BinaryOp::Mul if x == Some(1.0) => Some(b),
+            _ => None,
+        };
+        if kept.is_some() {
+            return Ok(kept);
+        }
+        let (BinaryOp::Pow, Some(exponent)) = (op, y) else {
+            return Ok(None);
+        };
+        let value = if exponent == 1.0 {
+            a
+        } else if exponent == 2.0 {
+            self.add(Op::Binary(BinaryOp::Mul), &[a, a], p)?
+        } else if exponent == 3.0 {
+            let square = self.add(Op::Binary(BinaryOp::Mul), &[a, a], p)?;
+            self.add(Op::Binary(BinaryOp::Mul), &[square, a], p)?
+        } else if exponent == -1.0 {
+            self.add(Op::Unary(UnaryOp::Recip), &[a], p)?
+        } else {
+            // Not 0.5: pow(-0, 0.5) is 0 and pow(-inf, 0.5) is inf, where the square root is -0 and NaN.
+            return Ok(None);
+        };
+        Ok(Some(value))
+    }
+
+    fn one_hot(&mut self, axis: usize, mode: ScatterMode, inputs: &[Value], p: &Provenance) -> Result<Option<Value>, TypeError> {
+        let (x, indices, updates) = (inputs[0], inputs[1], inputs[2]);
+        let graph = &self.rewriter.graph;
+        let (ty, lines) = (graph.ty(x).clone(), graph.ty(indices).clone());
+        let single = lines.shape[axis] == 1 && lines.shape == ty.shape.with(axis, 1) && ty.numel() > 0;
+        if !single || !matches!(mode, ScatterMode::Add | ScatterMode::Assign) {
+            return Ok(None);
+        }
+        let spread = Op::Broadcast {
+            shape: ty.shape.clone(),
+            dims: (0..ty.shape.rank()).collect(),
+        };
+        // Out-of-range indices of the program match no coordinate.
+        let coordinate = Op::Iota {
+            dtype: lines.dtype,
+            shape: ty.shape.clone(),
+            axis,
+        };
+        let coordinate = self.add(coordinate, &[], p)?;
+        let at = self.add(spread.clone(), &[indices], p)?;
+        let hit = self.add(Op::Compare(CompareOp::Eq), &[coordinate, at], p)?;
+        let updates = self.add(spread, &[updates], p)?;
+        let zero = matches!(self.splat(x), Some(Scalar::Float(v)) if v == 0.0 && v.is_sign_positive());
+        let updated = match mode {
+            ScatterMode::Add if !zero => self.add(Op::Binary(BinaryOp::Add), &[x, updates], p)?,
+            _ => updates,
+        };
+        self.add(Op::Select, &[hit, updated, x], p).map(Some)
+    }
+}
