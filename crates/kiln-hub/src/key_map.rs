@@ -70,7 +70,7 @@ pub struct KeyMap {
 }
 
 impl KeyMap {
-    /// Every parameter under its own path, nothing transformed: how Kiln saves its own training state.
+    /// Every parameter under its own path, nothing transformed: for files that only this program reads.
     pub fn identity<B: Backend, M: Module<B>>(module: &M) -> Self {
         list_params(module)
             .into_iter()

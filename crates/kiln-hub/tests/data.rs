@@ -659,6 +659,27 @@ fn resizing_keeps_ratio_and_mean() {
     assert!(train.augment(Picture::filled(0, 3, [0; 3]), &mut rng).is_err());
 }
 
+/// Offsets that torchvision's CenterCrop gives.
+#[test]
+fn centre_crops_round_as_torchvision_does() {
+    for (side, size, first) in [(10, 4, 4), (7, 4, 3), (5, 4, 1), (9, 4, 3), (11, 4, 5), (4, 4, 1)] {
+        let crop = Pipeline::new(vec![Augment::CenterCrop(size)])
+            .augment(marked(side, side), &mut Rng::at(&[]))
+            .unwrap();
+        assert_eq!(crop.pixel(0, 0)[0], first, "{side} to {size}");
+    }
+    for (side, size, before) in [(3, 4, 0), (2, 5, 1), (1, 6, 2)] {
+        let crop = Pipeline::new(vec![Augment::CenterCrop(size)])
+            .augment(marked(side, side), &mut Rng::at(&[]))
+            .unwrap();
+        assert_eq!(
+            (0..size).position(|x| crop.pixel(x, before)[0] == 1),
+            Some(before),
+            "{side} to {size}"
+        );
+    }
+}
+
 #[test]
 fn normalisation_is_by_channel() {
     let pipeline = Pipeline::plain().with_normalisation([0.0, 0.5, 1.0], [1.0, 0.5, 0.25]);

@@ -3,7 +3,7 @@
     python make_fixtures.py archives            # state_*.bin: the three forms that torch.save has had
     python make_fixtures.py embeddings MODEL    # minilm_embeddings.json, from a folder with all-MiniLM-L6-v2
 
-The values in the archives follow the rule of `element` in common/mod.rs, so the Rust tests know them without a file.
+The values in the archives follow the rule of `element` in files/common.rs, so the Rust tests know them without a file.
 """
 
 import json

@@ -152,8 +152,8 @@ impl Augment {
                 }
             }
             Augment::CenterCrop(size) => {
-                let offset = |side: usize| (side as isize - size as isize).div_euclid(2);
-                Ok(picture.crop(offset(picture.width), offset(picture.height), size, size))
+                let (x, y) = (centred(picture.width, size), centred(picture.height, size));
+                Ok(picture.crop(x, y, size, size))
             }
             Augment::RandomCrop { size, padding } => {
                 let mut start = |side: usize| {
@@ -190,6 +190,17 @@ impl Augment {
             Augment::HorizontalFlip(_) => None,
         }
     }
+}
+
+/// Where a crop in the middle of a side begins, rounded as torchvision does: halves to the even neighbour when it cuts,
+/// the larger part of an odd padding at the end when it pads.
+fn centred(side: usize, size: usize) -> isize {
+    if side < size {
+        return -((size - side) as isize / 2);
+    }
+    let room = (side - size) as isize;
+    let half = room / 2;
+    half + isize::from(room % 2 == 1 && half % 2 == 1)
 }
 
 /// A rectangle of random area and ratio inside the picture: ten attempts, then the largest one in the middle whose ratio

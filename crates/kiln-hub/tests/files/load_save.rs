@@ -1,9 +1,7 @@
 //! Loading fills exactly what it should, saving writes what loading reads, and a misfit is reported whole.
 
-mod common;
-
+use crate::common::*;
 use burn_tensor::{DType, Tensor};
-use common::*;
 use half::{bf16, f16};
 use kiln_hub::*;
 use safetensors::tensor::TensorView;

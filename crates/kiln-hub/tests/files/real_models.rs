@@ -3,14 +3,12 @@
 //! The published model is used when `make real-weights` has fetched it, transformers when an interpreter that has it is
 //! found (`KILN_PYTHON`, else `python3`). Without them the tests say so and pass.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::common::*;
 use burn_flex::Flex;
 use burn_tensor::{DType, Int, Tensor, TensorData};
-use common::*;
 use kiln_hub::*;
 use kiln_models::bert::BertConfig;
 use kiln_models::keys::Pretrained;
@@ -68,6 +66,35 @@ fn all_three_forms_of_pytorch_archives() {
         }
         load_into::<Flex, _>(Net::<Flex>::new(&Default::default()), &checkpoint, torch_map()).unwrap();
     }
+}
+
+#[test]
+fn archives_in_shards() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["state_zip.bin", "state_legacy.bin"] {
+        std::fs::copy(fixture(name), folder.path().join(name)).unwrap();
+    }
+    let file = |number: usize| {
+        if number % 2 == 0 {
+            "state_zip.bin"
+        } else {
+            "state_legacy.bin"
+        }
+    };
+    let map: std::collections::BTreeMap<_, _> = TORCH_SHAPES
+        .iter()
+        .enumerate()
+        .map(|(number, (key, _))| (*key, file(number)))
+        .collect();
+    let index = serde_json::json!({ "metadata": {}, "weight_map": map });
+    std::fs::write(
+        folder.path().join("pytorch_model.bin.index.json"),
+        index.to_string(),
+    )
+    .unwrap();
+    let checkpoint = load(folder.path().to_str().unwrap()).unwrap();
+    assert_eq!(checkpoint.files().count(), 2);
+    load_into::<Flex, _>(Net::<Flex>::new(&Default::default()), &checkpoint, torch_map()).unwrap();
 }
 
 #[test]
@@ -158,7 +185,7 @@ fn python() -> Option<String> {
 
 /// What transformers computes from a folder.
 fn transformers(python: &str, folder: &Path, ids: &[i32]) -> Vec<f32> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/load_back.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/files/load_back.py");
     let ids = ids.iter().map(i32::to_string);
     let output = Command::new(python)
         .arg(script)

@@ -1,5 +1,4 @@
 //! A small module with one of everything, and safetensors files written by hand.
-#![allow(dead_code, reason = "each test binary uses its own part")]
 
 use burn_core as burn;
 use burn_core::module::Module;

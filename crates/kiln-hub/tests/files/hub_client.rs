@@ -1,13 +1,11 @@
 //! The hub's client against an endpoint on this machine: download, cache, resume, shards, refusals, offline.
 
-mod common;
-
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
-use common::*;
+use crate::common::*;
 use kiln_hub::*;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -23,6 +21,8 @@ struct Served {
     /// Serves this many bytes less than announced, for ever.
     shorten: bool,
     etag: Option<String>,
+    /// Sends clients elsewhere for the weights, as the hub does for large files.
+    redirect: Option<String>,
     /// Every request: path and the first byte asked for.
     log: Vec<(String, Option<u64>)>,
 }
@@ -129,11 +129,21 @@ fn answer(stream: &TcpStream, shared: &Mutex<Served>) -> std::io::Result<bool> {
         return plain(out, "200 OK", &body);
     }
     let prefix = format!("/owner/model/resolve/{}/", served.commit);
-    let Some(bytes) = path
+    if let Some(elsewhere) = &served.redirect
+        && path.starts_with(&prefix)
+        && path.ends_with("model.safetensors")
+    {
+        let head = format!(
+            "HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: {elsewhere}/large/model.safetensors\r\n\
+             X-Linked-ETag: \"linked\"\r\nX-Repo-Commit: {}\r\n\r\n",
+            served.commit
+        );
+        return out.write_all(head.as_bytes()).map(|()| true);
+    }
+    let name = path
         .strip_prefix(&prefix)
-        .and_then(|name| served.files.get(name))
-        .cloned()
-    else {
+        .or_else(|| path.strip_prefix("/large/"));
+    let Some(bytes) = name.and_then(|name| served.files.get(name)).cloned() else {
         return plain(out, "404 Not Found", "");
     };
     let (from, to) = match range.as_deref().and_then(|r| r.split_once('-')) {
@@ -312,6 +322,22 @@ fn a_short_file_is_noticed_and_removed() {
     assert!(matches!(error, HubError::Incomplete { .. }), "{error}");
     endpoint.set(|served| served.shorten = false);
     hub(&endpoint, &cache).load("owner/model").unwrap();
+}
+
+#[test]
+fn large_files_come_from_where_the_endpoint_says() {
+    let endpoint = Endpoint::new(&model_files());
+    let storage = Endpoint::new(&model_files());
+    let cache = tempfile::tempdir().unwrap();
+    endpoint.set(|served| served.redirect = Some(storage.address.clone()));
+    let checkpoint = hub(&endpoint, &cache).load("owner/model").unwrap();
+    assert_eq!(storage.requests("large/model.safetensors"), [0]);
+    let blob = std::fs::canonicalize(checkpoint.files().next().unwrap()).unwrap();
+    assert_eq!(
+        blob.file_name().unwrap(),
+        "linked",
+        "the name is that of the content, not of the place"
+    );
 }
 
 #[test]

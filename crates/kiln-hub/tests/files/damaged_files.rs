@@ -1,10 +1,8 @@
 //! Damaged and hostile files give typed errors that say what is wrong; nothing panics.
 
-mod common;
-
 use std::path::Path;
 
-use common::*;
+use crate::common::*;
 use kiln_hub::*;
 use proptest::prelude::*;
 
