@@ -24,9 +24,9 @@ use std::fmt;
 
 /// Names that generated functions use themselves, besides single letters from `c` on; no parameter may have one of them.
 pub const RESERVED: &[&str] = &[
-    "args", "at", "base", "batch", "begin", "block", "block_end", "channel", "col", "cols", "count", "cp", "ctx", "depth", "dy",
-    "end", "extent", "first", "free", "from", "grad", "group", "group_end", "image", "images", "k0", "last", "ld", "ldc", "line",
-    "lines", "packed", "panel", "part", "pixel", "px", "py", "pz", "r", "row", "rows", "rp", "rt", "run", "some", "start",
+    "args", "at", "base", "batch", "begin", "block", "block_end", "channel", "col", "cols", "count", "cp", "ctx", "current", "depth", "dy",
+    "end", "extent", "filled", "first", "free", "from", "grad", "group", "group_end", "image", "images", "k0", "last", "ld", "ldc", "line",
+    "line_rows", "lines", "next", "packed", "panel", "part", "pixel", "px", "py", "pz", "rest", "result", "row", "rows", "rp", "rt", "run", "shift", "slab", "some", "start",
     "stationary", "step", "streamed", "sum", "sums", "taps", "target", "thread", "tile", "tile_a", "tile_b", "to", "tx", "ty",
     "tz", "unit", "valid", "width", "workspace", "y0", "z0",
 ];

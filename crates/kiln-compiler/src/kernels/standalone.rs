@@ -6,6 +6,9 @@ use kiln_cpu::{Isa, Signature, SourceFile};
 
 use super::{Kernel, Param, vector};
 
+/// Kernels that share a source file.
+const KERNELS_IN_A_FILE: usize = 8;
+
 /// Whether the step reads (and does not write) what a parameter points to.
 pub fn is_input(param: &Param) -> bool {
     param.ctype.starts_with("const")
@@ -31,14 +34,19 @@ pub fn step(kernels: &[Kernel], isa: Isa) -> Vec<SourceFile> {
     let helpers: BTreeSet<_> = kernels.iter().flat_map(|kernel| &kernel.helpers).collect();
     let prototypes: String = helpers.iter().map(|helper| format!("{}\n", helper.prototype)).collect();
     let definitions: String = helpers.iter().map(|helper| format!("{}\n", helper.definition)).collect();
-    let sources: String = kernels.iter().map(|kernel| format!("{}\n", kernel.source)).collect();
+    let declared: String = kernels.iter().map(|kernel| format!("{}\n", kernel.prototype)).collect();
     let prelude = vector::prelude(isa);
     let entry = format!(
-        "{prelude}{signature}{prototypes}\n{sources}\nint kiln_step(const kiln_runtime *rt, void *const *inputs, void \
+        "{prelude}{signature}{declared}\nint kiln_step(const kiln_runtime *rt, void *const *inputs, void \
          *const *outputs, void *arena,\n              const uint64_t *scalars) {{\n{calls}    return 0;\n}}\n",
     );
     let mut files = vector::headers();
     files.push(SourceFile::new("step.c", entry));
+    // Several files, so that compiler processes can share the work.
+    for (index, some) in kernels.chunks(KERNELS_IN_A_FILE).enumerate() {
+        let sources: String = some.iter().map(|kernel| format!("{}\n", kernel.source)).collect();
+        files.push(SourceFile::new(format!("kernels{index}.c"), format!("{prelude}{prototypes}\n{sources}")));
+    }
     files.push(SourceFile::new("helpers.c", format!("{prelude}\n{definitions}")));
     files
 }

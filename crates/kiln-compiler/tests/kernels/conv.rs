@@ -182,6 +182,22 @@ impl Case {
     }
 }
 
+impl Case {
+    /// Half the output, the input gradient, and the weight plus its gradient.
+    fn reference(&self, x: &[f32], dy: &[f32], w: &[f32]) -> [Vec<f64>; 3] {
+        let seen = |v: f32| if self.computed { f64::from(v).max(0.0) } else { f64::from(v) };
+        let mut out = vec![0.0; dy.len()];
+        let mut dx = vec![0.0; x.len()];
+        let mut dw: Vec<f64> = w.iter().map(|&w| w.into()).collect();
+        self.each_product(|input, output, weight| {
+            out[output] += 0.5 * seen(x[input]) * f64::from(w[weight]);
+            dx[input] += seen(dy[output]) * f64::from(w[weight]);
+            dw[weight] += seen(dy[output]) * seen(x[input]);
+        });
+        [out, dx, dw]
+    }
+}
+
 fn check(cases: &[Case], seed: u64) {
     let toolchain = Toolchain::detect().unwrap();
     let mut random = Random::new(seed);
@@ -199,24 +215,17 @@ fn check(cases: &[Case], seed: u64) {
         .flat_map(|[x, dy, w]| [&x[..], &w[..], &dy[..], &w[..], &x[..], &dy[..]])
         .collect();
     let outputs: Vec<&[f32]> = data.iter().flat_map(|[x, dy, w]| [&dy[..], &x[..], &w[..]]).collect();
+    let references: Vec<[Vec<f64>; 3]> =
+        cases.iter().zip(&data).map(|(case, [x, dy, w])| case.reference(x, dy, w)).collect();
     for isa in instruction_sets(&toolchain) {
         let kernels: Vec<Kernel> =
             cases.iter().enumerate().flat_map(|(i, case)| case.kernels(i, isa)).collect();
         let results = run(&toolchain, isa, &kernels, &inputs, &outputs);
-        for ((case, [x, dy, w]), results) in cases.iter().zip(&data).zip(results.chunks(3)) {
-            let seen = |v: f32| if case.computed { f64::from(v).max(0.0) } else { f64::from(v) };
-            let mut y = vec![0.0; dy.len()];
-            let mut dx = vec![0.0; x.len()];
-            let mut dw: Vec<f64> = w.iter().map(|&w| w.into()).collect();
-            case.each_product(|input, output, weight| {
-                y[output] += 0.5 * seen(x[input]) * f64::from(w[weight]);
-                dx[input] += seen(dy[output]) * f64::from(w[weight]);
-                dw[weight] += seen(dy[output]) * seen(x[input]);
-            });
+        for ((case, references), results) in cases.iter().zip(&references).zip(results.chunks(3)) {
             for (name, result, expected) in [
-                ("forward", &results[0], &y),
-                ("input_grad", &results[1], &dx),
-                ("weight_grad", &results[2], &dw),
+                ("forward", &results[0], &references[0]),
+                ("input_grad", &results[1], &references[1]),
+                ("weight_grad", &results[2], &references[2]),
             ] {
                 let error = distance(result, expected);
                 assert!(error < 1e-6, "{isa} {name}: error {error} in {case:?}");

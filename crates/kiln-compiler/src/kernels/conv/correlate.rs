@@ -6,15 +6,13 @@ use std::fmt::Write;
 
 use kiln_cpu::Isa;
 
+use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
 use super::weights::{self, Panels};
 use super::{ConvSpec, Image, ImageAxis, Place, Spatial, narrow};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack, vector};
-
-/// Bytes of the image that a thread works on before it goes to the next panel of weights.
-const L2_SHARE: usize = 256 << 10;
 
 /// Below this many operations one thread does it all.
 pub(super) const SERIAL_FLOPS: usize = 2_000_000;
@@ -191,33 +189,39 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
     let g = &spec.geometry;
     let [depth, height, width] = g.input;
     let pixels = depth * height * width;
-    // Channels-first images have their pixels together within one image only.
-    let by_image = spec.image.contiguous == Some(ImageAxis::Width);
-    let place = |batch: &str, row: &str| -> [String; 4] {
-        if by_image {
-            [batch.into(), format!("({row} / {})", height * width), format!("({row} / {width} % {height})"), format!("({row} % {width})")]
-        } else {
-            [
-                format!("({row} / {pixels})"),
-                format!("({row} / {} % {depth})", height * width),
-                format!("({row} / {width} % {height})"),
-                format!("({row} % {width})"),
-            ]
-        }
-    };
     let image = &spec.image;
+    // Channels-first images have their pixels together within one image only.
+    let flat = dense_pixels(image, [g.images, depth, height, width]);
+    let planes = image.contiguous == Some(ImageAxis::Plane)
+        || (image.contiguous == Some(ImageAxis::Width) && flat && depth == 1);
+    let result = spec.epilogue.axis(g.input);
+    let by_image = planes || result == Some(ImageAxis::Plane);
+    let place = |batch: &str, row: &str, planes: bool| -> [String; 4] {
+        if planes {
+            return [batch.into(), "0".into(), "0".into(), row.into()];
+        }
+        let (n, z) = if by_image {
+            (batch.into(), format!("({row} / {})", height * width))
+        } else {
+            (format!("({row} / {pixels})"), format!("({row} / {} % {depth})", height * width))
+        };
+        [n, z, format!("({row} / {width} % {height})"), format!("({row} % {width})")]
+    };
     let load = |at: &gemm::At<'_>| {
-        let [n, z, y, x] = place(at.batch, at.free);
+        let [n, z, y, x] = place(at.batch, at.free, planes);
         (image.load)(&Place { width: at.width, image: &n, at: [&z, &y, &x], channel: at.depth })
     };
-    let flat = dense_pixels(image, [g.images, depth, height, width]);
     let a = match &image.memory {
         Some((pointer, strides)) if flat => {
             let batch = if by_image { vec![(g.images, strides[0])] } else { vec![] };
             Operand::strided(pointer, &batch, strides[3], strides[4])
         }
         _ => {
-            let axis = (image.contiguous == Some(ImageAxis::Channel)).then_some(Axis::Depth);
+            let axis = match image.contiguous {
+                Some(ImageAxis::Channel) => Some(Axis::Depth),
+                Some(ImageAxis::Plane) => Some(Axis::Free),
+                _ => None,
+            };
             Operand::computed(axis, load)
         }
     };
@@ -231,7 +235,7 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         Direction::InputGrad => Operand::strided(&spec.weight, &[], 1, n as i64),
     };
     let consume = |r: &gemm::Result<'_>| {
-        let [image, z, y, x] = place(r.batch, r.row);
+        let [image, z, y, x] = place(r.batch, r.row, result == Some(ImageAxis::Plane));
         let place = Place { width: r.width, image: &image, at: [&z, &y, &x], channel: r.col };
         (spec.epilogue.consume)(&place, r.value)
     };
@@ -244,7 +248,14 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         k,
         a,
         b,
-        epilogue: Epilogue::custom(spec.epilogue.vectors.then_some(Axis::Depth), consume),
+        epilogue: Epilogue::custom(
+            match result {
+                Some(ImageAxis::Channel) => Some(Axis::Depth),
+                Some(ImageAxis::Plane) => Some(Axis::Free),
+                _ => None,
+            },
+            consume,
+        ),
         params: spec.params.clone(),
         threads: spec.threads,
     };
@@ -257,7 +268,7 @@ pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [u
     let follows = |outer: i64, inner: i64, extent: usize, repeats: usize| repeats == 1 || outer == inner * extent as i64;
     let inside = follows(y, x, width, height) && follows(z, x, width * height, depth);
     let across = follows(n, x, width * height * depth, images);
-    inside && (across || image.contiguous == Some(ImageAxis::Width))
+    inside && (across || image.contiguous != Some(ImageAxis::Channel))
 }
 
 /// `name_finish(...)`: the epilogue of one tile, whose rows are pixels `x, x + step, ...`.
@@ -267,7 +278,7 @@ let each = |width| {
         let place = Place { width, image: "image", at: ["z", "y", "x"], channel: "j" };
         indent(&(epilogue.consume)(&place, "sum"), 12)
     };
-    let vectors = if epilogue.vectors {
+    let vectors = if epilogue.contiguous == Some(ImageAxis::Channel) {
         format!(
             "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + i * ld + (j - \
              col));\n{}        }}\n",
@@ -321,7 +332,8 @@ impl Emitter<'_> {
         );
         let vectors = self.sides.result_group.div_ceil(lanes).min(2);
         let panels = Panels::new(self.sides.result_group, vectors, lanes);
-        let mut workspace = padded.copy.as_ref().map_or(0, |copy| copy.bytes);
+        let result = self.result();
+        let mut workspace = 0;
 
         let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
         let serial = *threads == 1 || flops < SERIAL_FLOPS;
@@ -346,14 +358,30 @@ impl Emitter<'_> {
         );
         let _ = writeln!(source, "struct {name}_args {{\n{}    char *workspace;\n}};", fields(params));
         let mut calls = String::new();
-        if let Some(copy) = &padded.copy {
-            source.push_str(&copy.source);
-            calls.push_str(&run(&copy.function, copy.rows));
-        }
         source.push_str(&finish(self.spec, lanes));
-        for (index, class) in self.walk.classes.clone().iter().enumerate() {
+        if self.spec.epilogue.axis(result) == Some(ImageAxis::Plane) {
+            source.push_str(&blocks::finish_planes(self.spec, lanes));
+        }
+        // Without slabs, the copy of the whole image comes first in the workspace; its address is part of `padded`.
+        let classes = self.walk.classes.clone();
+        let cut = |class: &Class| {
+            let parts = class.count[2].div_ceil(tile::max_rows(self.isa, vectors));
+            Blocks::new(self.spec, &self.walk, class, &padded, parts, panels.width, result)
+        };
+        let cuts: Vec<Blocks> = classes.iter().map(cut).collect();
+        if let Some(copy) = &padded.copy {
+            source.push_str(&copy.row_source);
+            if !cuts[0].slab {
+                source.push_str(&copy.source);
+                calls.push_str(&run(&copy.function, copy.rows));
+                workspace = copy.bytes;
+            }
+        }
+        for (index, (class, blocks)) in classes.iter().zip(&cuts).enumerate() {
             let taps: usize = class.taps.iter().map(Vec::len).product();
             let pack = format!("{name}_pack{index}");
+            let weights = workspace;
+            workspace += round_up((g.groups * panels.padded() * taps * self.sides.group + lanes) * 4, 64);
             if taps > 0 {
                 source.push_str(&weights::source(&weights::Request {
                     prefix: name,
@@ -363,16 +391,15 @@ impl Emitter<'_> {
                     transposed: self.direction == Direction::InputGrad,
                     taps: &class.taps,
                     panels,
-                    offset: workspace,
+                    offset: weights,
                     params,
                     lanes,
                 }));
                 calls.push_str(&run(&pack, g.groups * panels.count));
             }
-            let (text, units) = self.class(index, class, &padded, panels, workspace);
-            source.push_str(&text);
-            calls.push_str(&run(&format!("{name}_class{index}"), units));
-            workspace += round_up((g.groups * panels.padded() * taps * self.sides.group + lanes) * 4, 64);
+            source.push_str(&self.class(index, class, &padded, blocks, panels, weights, workspace));
+            calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
+            workspace += blocks.bytes(class, &padded, lanes) * if serial { 1 } else { *threads };
         }
         let head = signature(name, params);
         let _ = write!(
@@ -390,31 +417,47 @@ impl Emitter<'_> {
         }
     }
 
-    /// `name_class<index>(ctx, begin, end, thread)` over units of up to a tile's height of pixels of one row; and how many units
-    /// there are.
-    fn class(&mut self, index: usize, class: &Class, padded: &Padded, panels: Panels, weights: usize) -> (String, usize) {
-        let ConvSpec { name, geometry: g, params, .. } = self.spec;
+    /// Extents of the result.
+    fn result(&self) -> Spatial {
+        match self.direction {
+            Direction::Forward => self.spec.geometry.output,
+            Direction::InputGrad => self.spec.geometry.input,
+        }
+    }
+
+    /// `name_class<index>(ctx, begin, end, thread)`: the pixels of one class.
+    #[allow(clippy::too_many_arguments)] // Values that belong to different stages.
+    fn class(
+        &mut self,
+        index: usize,
+        class: &Class,
+        padded: &Padded,
+        blocks: &Blocks,
+        panels: Panels,
+        weights: usize,
+        workspace: usize,
+    ) -> String {
+        let ConvSpec { name, geometry: g, .. } = self.spec;
         let (lanes, sides, walk) = (self.lanes, &self.sides, &self.walk);
-        let [sn, sz, sy, sx] = padded.strides;
+        let [_, sz, sy, sx] = padded.strides;
         let vectors = panels.width / lanes;
-        let [count_z, count_y, count_x] = class.count;
+        let count_x = class.count[2];
         let parts = count_x.div_ceil(tile::max_rows(self.isa, vectors));
         let rows = count_x.div_ceil(parts);
         let tall = count_x - parts * (rows - 1);
-        let units = g.images * count_z * count_y * parts;
 
         let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
         let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
         // Neighbouring kernel elements of a row are one run if nothing lies between them.
         let merged = g.groups == 1 && walk.tap_step[2] == 1 && sx == sides.channels as i64;
         let (depth, along_x) = if merged { (taps_x * sides.group, 1) } else { (sides.group, taps_x) };
-        let nothing = taps_z * taps_y * taps_x == 0;
+        let taps = taps_z * taps_y * taps_x;
         let a = Access::Strided { free: walk.pixel_step[2] as i64 * sx, depth: 1 };
         let mut call = |rows: usize, width: usize| {
             let tile = Tile { rows, vectors: width / lanes, a, b: Access::Packed, nested: true };
             self.tiles.insert(tile.helper(self.isa));
             let nest = [
-                if nothing { 0 } else { taps_y as i64 },
+                if taps == 0 { 0 } else { taps_y as i64 },
                 step(1, sy),
                 (taps_x * sides.group * width) as i64,
                 along_x as i64,
@@ -424,7 +467,7 @@ impl Emitter<'_> {
             let nest = nest.map(|n| n.to_string()).join(", ");
             let each_z = taps_y * taps_x * sides.group * width;
             format!(
-                "for (int64_t t = 0; t < {}; t++)\n    {}(tile_a + t * {}, tile_b + t * {each_z}, {depth}, tile, {width}, t > 0, (const \
+                "for (int64_t t = 0; t < {}; t++)\n    {}(tile_a + t * {}, tile_b + t * {each_z}, {depth}, target, {width}, t > 0, (const \
                  int64_t[6]){{{nest}}});\n",
                 taps_z.max(1),
                 tile.name(),
@@ -440,66 +483,80 @@ impl Emitter<'_> {
             }
         };
         let full = if panels.count == 1 { panels.last } else { panels.width };
-        let calls = if panels.count > 1 && panels.last < panels.width {
+        let uneven = panels.count > 1 && panels.last < panels.width;
+        let last = panels.count - 1;
+        let calls = if uneven {
             let (wide, narrow) = (heights(full), heights(panels.last));
-            let last = panels.count - 1;
             format!("if (cp < {last}) {{\n{}}} else {{\n{}}}\n", indent(&wide, 4), indent(&narrow, 4))
         } else {
             heights(full)
         };
-        let first_x = if tall == parts {
-            format!("part * {rows}")
+        let ld = if uneven { format!("(cp < {last} ? {full} : {})", panels.last) } else { full.to_string() };
+        let (first_x, height) = if tall == parts {
+            (format!("part * {rows}"), rows.to_string())
         } else {
-            format!("part * {} + (part < {tall} ? part : {tall})", rows - 1)
+            let short = rows - 1;
+            (
+                format!("part * {short} + (part < {tall} ? part : {tall})"),
+                format!("(part < {tall} ? {rows} : {short})"),
+            )
         };
-        let height = if tall == parts { rows.to_string() } else { format!("(part < {tall} ? {rows} : {})", rows - 1) };
-        let unit_bytes = (sy as usize * walk.pixel_step[1] * 4 / parts).max(1);
-        let block = (L2_SHARE / unit_bytes).clamp(1, units);
-        let [origin_z, origin_y, origin_x] = class.origin;
-        let [pz, py, px] = walk.pixel_step;
-        let taps = taps_z * taps_y * taps_x;
-        let body = format!(
-            "const int64_t line = unit / {parts}, part = unit % {parts}, px = {first_x}, rows = {height};\nconst int64_t image = line / \
-             {}, pz = line / {count_y} % {count_z}, py = line % {count_y};\nconst float *tile_a = {} + image * {sn} + (pz * {pz} + \
-             {origin_z}) * {sz} + (py * {py} + {origin_y}) * {sy}\n    + (px * {px} + {origin_x}) * {sx} + group * {};\nconst float \
-             *tile_b = (const float *)(args->workspace + {weights}) + (group * {} + cp * {}) * {};\n{calls}{name}_finish(args, tile, \
-             {ld}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, rows, group * {n} + cp * {w},\n    {n} - cp * {w} < {w} ? {n} - cp \
-             * {w} : {w});\n",
-            count_z * count_y,
-            padded.base,
+        let (n, w) = (sides.result_group, panels.width);
+        let column = format!("group * {n} + cp * {w}");
+        let columns = format!("({n} - cp * {w} < {w} ? {n} - cp * {w} : {w})");
+        let (target, consume) = if blocks.planes {
+            (
+                format!("float *target = result + ((unit - block) * {count_x} + px) * {ld};\n"),
+                String::new(),
+            )
+        } else {
+            (
+                "float *target = tile;\n".to_owned(),
+                format!(
+                    "{name}_finish(args, tile, {ld}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, {height}, {column}, \
+                     {columns});\n",
+                    class.step[0],
+                    class.start[0],
+                    class.step[1],
+                    class.start[1],
+                    class.step[2],
+                    class.start[2],
+                    class.step[2],
+                ),
+            )
+        };
+        let one = format!(
+            "const int64_t px = {first_x};\nconst float *tile_a = from + px * {} + group * {};\n{target}{calls}{consume}",
+            walk.pixel_step[2] as i64 * sx,
             sides.group,
-            panels.padded(),
-            panels.width,
-            taps * sides.group,
-            class.step[0],
-            class.start[0],
-            class.step[1],
-            class.start[1],
-            class.step[2],
-            class.start[2],
-            class.step[2],
-            ld = if panels.count > 1 && panels.last < panels.width {
-                format!("cp < {} ? {} : {}", panels.count - 1, panels.width, panels.last)
-            } else {
-                full.to_string()
-            },
-            n = sides.result_group,
-            w = panels.width,
         );
-        let source = format!(
-            "/* Pixels {:?} + {:?} * i. */\nstatic void {name}_class{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
-             const struct {name}_args *args = ctx;\n{}    float tile[{}] __attribute__((aligned(64)));\n    for (int64_t block = begin; \
-             block < end; block += {block}) {{\n        const int64_t block_end = block + {block} < end ? block + {block} : end;\n        \
-             for (int64_t group = 0; group < {}; group++)\n        for (int64_t cp = 0; cp < {}; cp++)\n        for (int64_t unit = \
-             block; unit < block_end; unit++) {{\n{}        }}\n    }}\n}}\n",
-            class.start,
-            class.step,
-            unpack(params),
-            rows * panels.width,
+        let line = blocks.line(walk, class, padded);
+        let unit = if blocks.by_line {
+            format!(
+                "const int64_t line = unit;\n{line}for (int64_t part = 0; part < {parts}; part++) {{\n{}}}\n",
+                indent(&one, 4)
+            )
+        } else {
+            format!("const int64_t line = unit / {parts}, part = unit % {parts};\n{line}{one}")
+        };
+        let planes = if blocks.planes {
+            blocks.consume_planes(name, class, &ld, &column, &columns)
+        } else {
+            String::new()
+        };
+        let body = format!(
+            "for (int64_t group = 0; group < {}; group++)\nfor (int64_t cp = 0; cp < {}; cp++) {{\n    const float *tile_b = (const float \
+             *)(args->workspace + {weights}) + (group * {} + cp * {w}) * {};\n    for (int64_t unit = block; unit < block_end; unit++) \
+             {{\n{}    }}\n{}}}\n",
             g.groups,
             panels.count,
-            indent(&body, 12)
+            panels.padded(),
+            taps * sides.group,
+            indent(&unit, 8),
+            indent(&planes, 4),
         );
-        (source, units)
+        let declare = format!("float tile[{}] __attribute__((aligned(64)));\n", rows * w);
+        let function = format!("{name}_class{index}");
+        blocks.function(self.spec, walk, class, padded, &function, workspace, lanes, &declare, &body)
     }
 }

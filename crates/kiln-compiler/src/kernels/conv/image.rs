@@ -17,9 +17,13 @@ pub(super) struct Padded {
 /// A padded copy in the workspace.
 #[derive(Debug, Clone)]
 pub(super) struct Copy {
+    /// C function `name(args, image, z, y, row)` that fills one row of the copy.
+    pub row: String,
     /// C function `name(ctx, begin, end, thread)` that fills rows `begin..end`.
     pub function: String,
-    /// Its definition.
+    /// Definition of the first.
+    pub row_source: String,
+    /// Definition of the second.
     pub source: String,
     /// Rows of all images together.
     pub rows: usize,
@@ -74,17 +78,30 @@ pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
     let bytes = round_up((images as i64 * strides[0]) as usize * 4 + request.lanes * 4 * 4, 64);
     let rows = images * reach[0] * reach[1];
     let function = format!("{}_copy{}", request.prefix, request.suffix);
-    let source = copy_source(image, request, &function, strides);
+    let row = format!("{function}_row");
+    let row_source = row_source(image, request, &row, strides);
+    let source = format!(
+        "static void {function}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {}_args *args = \
+         ctx;\n    float *base = (float *)(args->workspace + {});\n    for (int64_t r = begin; r < end; r++)\n        \
+         {row}(args, r / {}, r / {} % {}, r % {}, base + r * {});\n}}\n",
+        request.prefix,
+        request.offset,
+        reach[0] * reach[1],
+        reach[1],
+        reach[0],
+        reach[1],
+        strides[2],
+    );
     Padded {
         base: format!("((const float *)(args->workspace + {}))", request.offset),
         strides,
-        copy: Some(Copy { function, source, rows, bytes }),
+        copy: Some(Copy { row, function, row_source, source, rows, bytes }),
     }
 }
 
-/// The function that fills rows of the copy: one row has all of the width at one image, depth and height.
-fn copy_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides: [i64; 4]) -> String {
-    let Request { prefix, channels, extents, before, reach, spread, params, lanes, offset, .. } = *request;
+/// The function that fills a row of the copy: all of the width at one image, depth and height.
+fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides: [i64; 4]) -> String {
+    let Request { prefix, channels, extents, before, reach, spread, params, lanes, .. } = *request;
     // `to` is the place in the copy of element 0 of the row.
     let inner = if spread[2] == 1 {
         dense_row(image, channels, lanes)
@@ -118,31 +135,21 @@ fn copy_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides
             strides[2] - right
         )
     };
-    let body = format!(
-        "const int64_t image = r / {per_image}, z0 = r / {ey} % {ez} - {bz}, y0 = r % {ey} - {by};\nfloat *row = base + image \
-         * {sn} + (r / {ey} % {ez}) * {sz} + (r % {ey}) * {sy};\nif ({out_z} || {out_y}) {{\n    __builtin_memset(row, 0, {sy} * \
-         sizeof(float));\n    continue;\n}}\nconst int64_t z = z0 / {pz}, y = y0 / {py}, first = {first}, last = \
-         {last};\nfloat *to = row + {skip};\n{edges}{inner}",
-        per_image = reach[0] * reach[1],
-        ey = reach[1],
-        ez = reach[0],
-        bz = before[0],
-        by = before[1],
-        sn = strides[0],
-        sz = strides[1],
-        sy = strides[2],
-        out_z = outside("z0", 0),
-        out_y = outside("y0", 1),
-        pz = spread[0],
-        py = spread[1],
-        skip = before[2] * channels as i64,
-    );
+    let [bz, by, bx] = before;
     format!(
-        "/* Copies rows of an image into channels-last order with zeros around it. */\nstatic void {function}(void *ctx, \
-         int64_t begin, int64_t end, int thread) {{\n    const struct {prefix}_args *args = ctx;\n{}    float *base = (float \
-         *)(args->workspace + {offset});\n    for (int64_t r = begin; r < end; r++) {{\n{}    }}\n}}\n",
+        "/* Copies a row of the image into channels-last order with zeros around it. */\nstatic void {function}(const struct {prefix}_args \
+         *args, int64_t image, int64_t z0, int64_t y0, float *row) {{\n{}    z0 -= {bz}, y0 -= {by};\n    if ({} || {}) {{\n        \
+         __builtin_memset(row, 0, {} * sizeof(float));\n        return;\n    }}\n    const int64_t z = z0 / {}, y = y0 / {}, first = \
+         {first}, last = {last};\n    float *to = row + {};\n{}{}}}\n",
         unpack(params),
-        indent(&body, 8)
+        outside("z0", 0),
+        outside("y0", 1),
+        strides[2],
+        spread[0],
+        spread[1],
+        bx * channels as i64,
+        indent(&edges, 4),
+        indent(&inner, 4),
     )
 }
 
@@ -162,7 +169,7 @@ fn dense_row(image: &Image<'_>, channels: usize, lanes: usize) -> String {
                  {scalar};\n}}\n"
             )
         }
-        Some(ImageAxis::Width) if channels >= lanes => {
+        Some(ImageAxis::Width | ImageAxis::Plane) if channels >= lanes => {
             let vector = load(image, Width::Vector, "x", "(group + l)");
             format!(
                 "int64_t group = 0;\nfor (; group + {lanes} <= {channels}; group += {lanes}) {{\n    int64_t x = first;\n    for \

@@ -17,6 +17,7 @@
 //! One and two spatial dimensions are three with extents of one. Accumulation is in f32, in an order that depends on the
 //! shape alone.
 
+mod blocks;
 mod correlate;
 mod image;
 mod narrow;
@@ -103,6 +104,9 @@ pub enum ImageAxis {
     Channel,
     /// Channels first: the width.
     Width,
+    /// Channels first with rows that follow each other without gaps: vectors may run over the end of a row. Such places are
+    /// given as `[z, 0, y * width + x]`, which a sum of strides reads right.
+    Plane,
 }
 
 /// A function from a place to the C expression of the element (`float`) or vector (`vf`) there.
@@ -161,10 +165,12 @@ pub type ConsumePixel<'a> = Box<dyn Fn(&Place<'_>, &str) -> String + 'a>;
 
 /// What happens to each element of the resulting image.
 pub struct PixelEpilogue<'a> {
-    /// Whether `consume` can take vectors along the channels; the width is never vectorised here.
-    pub vectors: bool,
-    /// Statements for each element or vector of channels.
+    /// The axis along which `consume` can take vectors, if any: [`ImageAxis::Channel`] or [`ImageAxis::Plane`].
+    pub contiguous: Option<ImageAxis>,
+    /// Statements for each element or vector.
     pub consume: ConsumePixel<'a>,
+    /// Strides, if the result is only stored.
+    strides: Option<[i64; 5]>,
 }
 
 impl<'a> PixelEpilogue<'a> {
@@ -175,16 +181,28 @@ impl<'a> PixelEpilogue<'a> {
             let address = address(&pointer, strides, place);
             match place.width {
                 Width::Scalar => format!("*({address}) = {value};"),
-                Width::Vector if strides[4] == 1 => format!("vf_store({address}, {value});"),
-                Width::Vector => format!("vf_store_stride({address}, {}, {value});", strides[4]),
+                Width::Vector => format!("vf_store({address}, {value});"),
             }
         };
-        Self { vectors: true, consume: Box::new(consume) }
+        let contiguous = (strides[4] == 1).then_some(ImageAxis::Channel);
+        Self { contiguous, consume: Box::new(consume), strides: Some(strides) }
+    }
+
+    /// The axis of vectors, for a result of these extents.
+    fn axis(&self, [depth, height, width]: Spatial) -> Option<ImageAxis> {
+        let plane = |[_, _, y, x, _]: [i64; 5]| x == 1 && (y == width as i64 || height == 1) && depth == 1;
+        match self.strides {
+            Some(strides) if plane(strides) && strides[4] != 1 => Some(ImageAxis::Plane),
+            _ => self.contiguous.filter(|&axis| axis != ImageAxis::Width),
+        }
     }
 
     /// Statements of the caller's own.
-    pub fn custom(vectors: bool, consume: impl Fn(&Place<'_>, &str) -> String + 'a) -> Self {
-        Self { vectors, consume: Box::new(consume) }
+    pub fn custom(
+        contiguous: Option<ImageAxis>,
+        consume: impl Fn(&Place<'_>, &str) -> String + 'a,
+    ) -> Self {
+        Self { contiguous, consume: Box::new(consume), strides: None }
     }
 }
 

@@ -8,9 +8,10 @@ use std::fmt::Write;
 
 use kiln_cpu::Isa;
 
+use super::blocks::{self, Blocks};
 use super::correlate::{self, Class, Direction, Sides, Walk};
 use super::image::{self, Padded};
-use super::{ConvSpec, WeightGradSpec, weight_grad};
+use super::{ConvSpec, ImageAxis, WeightGradSpec, weight_grad};
 use crate::kernels::{Kernel, fields, indent, pack_fields, round_up, signature, unpack, vector};
 
 /// Most pixels of a tile, and most kernel elements that a weight gradient accumulates at once.
@@ -79,21 +80,39 @@ pub(super) fn correlate(
     );
     let mut calls = String::new();
     let mut workspace = 0;
-    if let Some(copy) = &padded.copy {
-        source.push_str(&copy.source);
-        calls.push_str(&run(&copy.function, copy.rows));
-        workspace = copy.bytes;
-    }
+    let result = match direction {
+        Direction::Forward => g.output,
+        Direction::InputGrad => g.input,
+    };
+    let columns = sides.channels.div_ceil(lanes) * lanes;
+    let cut = |class: &Class| {
+        let parts = class.count[2].div_ceil(limits(isa).0);
+        Blocks::new(spec, walk, class, &padded, parts, columns, result)
+    };
     source.push_str(&correlate::finish(spec, lanes));
+    if spec.epilogue.axis(result) == Some(ImageAxis::Plane) {
+        source.push_str(&blocks::finish_planes(spec, lanes));
+    }
+    if let Some(copy) = &padded.copy {
+        source.push_str(&copy.row_source);
+        if !cut(&walk.classes[0]).slab {
+            source.push_str(&copy.source);
+            calls.push_str(&run(&copy.function, copy.rows));
+            workspace = copy.bytes;
+        }
+    }
     for (index, class) in walk.classes.iter().enumerate() {
         let taps: usize = class.taps.iter().map(Vec::len).product();
-        let (text, units) = self::class(spec, walk, sides, class, index, &padded, workspace, direction, isa);
-        source.push_str(&text);
+        let weights = workspace;
+        workspace += round_up(sides.channels.div_ceil(lanes) * taps * sides.group * lanes * 4, 64);
+        let blocks = cut(class);
+        let work = Work { spec, walk, sides, class, index, padded: &padded, blocks: &blocks, direction, isa };
+        source.push_str(&work.source(weights, workspace));
         if taps > 0 {
             calls.push_str(&run(&format!("{name}_pack{index}"), sides.channels.div_ceil(lanes)));
         }
-        calls.push_str(&run(&format!("{name}_class{index}"), units));
-        workspace += round_up(sides.channels.div_ceil(lanes) * taps * sides.group * lanes * 4, 64);
+        calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
+        workspace += blocks.bytes(class, &padded, lanes) * threads;
     }
     finish_kernel(name, params, source, &calls, workspace)
 }
@@ -133,19 +152,23 @@ pub(super) fn finish_kernel(
     }
 }
 
-/// Packing of weights and the loops of one class of pixels; and how many units the latter has.
-#[allow(clippy::too_many_arguments)] // One call, of values that belong to different stages.
-fn class(
-    spec: &ConvSpec<'_>,
-    walk: &Walk,
-    sides: &Sides,
-    class: &Class,
+/// One class of pixels and everything known about it.
+struct Work<'a> {
+    spec: &'a ConvSpec<'a>,
+    walk: &'a Walk,
+    sides: &'a Sides,
+    class: &'a Class,
     index: usize,
-    padded: &Padded,
-    weights: usize,
+    padded: &'a Padded,
+    blocks: &'a Blocks,
     direction: Direction,
     isa: Isa,
-) -> (String, usize) {
+}
+
+impl Work<'_> {
+/// Packing of weights (at `weights` in the workspace) and the loops of the class (with its blocks from `workspace` on).
+fn source(&self, weights: usize, workspace: usize) -> String {
+    let Self { spec, walk, sides, class, index, padded, blocks, direction, isa } = *self;
     let ConvSpec { name, geometry: g, weight, params, .. } = spec;
     let (lanes, group, channels) = (vector::lanes(isa), sides.group, sides.channels);
     let vectors = channels.div_ceil(lanes);
@@ -176,12 +199,12 @@ fn class(
         );
     }
 
-    let [count_z, count_y, count_x] = class.count;
+    let count_x = class.count[2];
     let parts = count_x.div_ceil(limits(isa).0);
     let rows = count_x.div_ceil(parts);
     let tall = count_x - parts * (rows - 1);
     let padded_channels = vectors * lanes;
-    let [sn, sz, sy, sx] = padded.strides;
+    let [_, sz, sy, sx] = padded.strides;
     let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
     let mut heights = vec![rows];
     if tall < parts {
@@ -222,49 +245,57 @@ fn class(
         );
     }
     let (first_x, height, call) = if heights.len() == 1 {
-        (format!("part * {rows}"), rows.to_string(), format!("{name}_row{index}_{rows}(from, w, tile);\n"))
+        (format!("part * {rows}"), rows.to_string(), format!("{name}_row{index}_{rows}(at, w, target);\n"))
     } else {
         let short = rows - 1;
         (
             format!("part * {short} + (part < {tall} ? part : {tall})"),
             format!("(part < {tall} ? {rows} : {short})"),
             format!(
-                "if (part < {tall}) {name}_row{index}_{rows}(from, w, tile);\nelse {name}_row{index}_{short}(from, w, tile);\n"
+                "if (part < {tall}) {name}_row{index}_{rows}(at, w, target);\nelse {name}_row{index}_{short}(at, w, target);\n"
             ),
         )
     };
-    let units = g.images * count_z * count_y * parts;
-    let body = format!(
-        "const int64_t line = unit / {parts}, part = unit % {parts}, px = {first_x}, rows = {height};\nconst int64_t image = line / {}, pz \
-         = line / {count_y} % {count_z}, py = line % {count_y};\nconst float *from = {} + image * {sn} + (pz * {} + {}) * {sz} + (py * {} + \
-         {}) * {sy} + (px * {} + {}) * {sx};\n{call}{name}_finish(args, tile, {padded_channels}, image, pz * {} + {}, py * {} + {}, px * {} \
-         + {}, {}, rows, 0, {channels});\n",
-        count_z * count_y,
-        padded.base,
-        walk.pixel_step[0],
-        class.origin[0],
-        walk.pixel_step[1],
-        class.origin[1],
-        walk.pixel_step[2],
-        class.origin[2],
-        class.step[0],
-        class.start[0],
-        class.step[1],
-        class.start[1],
-        class.step[2],
-        class.start[2],
-        class.step[2],
+    let (target, consume) = if blocks.planes {
+        (format!("float *target = result + ((unit - block) * {count_x} + px) * {padded_channels};\n"), String::new())
+    } else {
+        (
+            "float *target = tile;\n".to_owned(),
+            format!(
+                "{name}_finish(args, tile, {padded_channels}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, {height}, 0, \
+                 {channels});\n",
+                class.step[0], class.start[0], class.step[1], class.start[1], class.step[2], class.start[2], class.step[2],
+            ),
+        )
+    };
+    let one = format!(
+        "const int64_t px = {first_x};\nconst float *at = from + px * {};\n{target}{call}{consume}",
+        walk.pixel_step[2] as i64 * sx
     );
-    let _ = write!(
-        source,
-        "static void {name}_class{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
-         ctx;\n{}    const float *w = (const float *)(args->workspace + {weights});\n    float tile[{}] __attribute__((aligned(64)));\n    for \
-         (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n}}\n",
-        unpack(params),
-        rows * padded_channels,
-        indent(&body, 8)
+    let line = blocks.line(walk, class, padded);
+    let unit = if blocks.by_line {
+        format!(
+            "const int64_t line = unit;\n{line}for (int64_t part = 0; part < {parts}; part++) {{\n{}}}\n",
+            indent(&one, 4)
+        )
+    } else {
+        format!("const int64_t line = unit / {parts}, part = unit % {parts};\n{line}{one}")
+    };
+    let planes = if blocks.planes {
+        blocks.consume_planes(name, class, &padded_channels.to_string(), "0", &channels.to_string())
+    } else {
+        String::new()
+    };
+    let body =
+        format!("for (int64_t unit = block; unit < block_end; unit++) {{\n{}}}\n{planes}", indent(&unit, 4));
+    let declare = format!(
+        "const float *w = (const float *)(args->workspace + {weights});\nfloat tile[{}] __attribute__((aligned(64)));\n",
+        rows * padded_channels
     );
-    (source, units)
+    let function = format!("{name}_class{index}");
+    source.push_str(&blocks.function(spec, walk, class, padded, &function, workspace, lanes, &declare, &body));
+    source
+}
 }
 
 /// The weight gradient: for each vector of channels and each channel of a group, sums over all pixels, as many kernel elements at a

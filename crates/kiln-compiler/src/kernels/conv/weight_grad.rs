@@ -71,7 +71,7 @@ impl Images {
 
     /// Definitions of the functions that make the copies.
     pub fn sources(&self) -> String {
-        self.copies().map(|copy| copy.source.as_str()).collect()
+        self.copies().map(|copy| format!("{}{}", copy.row_source, copy.source)).collect()
     }
 
     /// Calls of them.

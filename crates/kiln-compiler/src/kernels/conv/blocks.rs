@@ -1,0 +1,209 @@
+//! How the threads go over the pixels of a result: in blocks of lines that stay in L2.
+//!
+//! The unit that threads share is a line of result pixels (or, where lines are few or long, a part of one). A thread takes
+//! some lines at a time. If the image has to be copied to get its padding, its layout or what is computed on the fly, the thread
+//! copies just the rows that these lines need into a slab of its own, which the tiles then find in L2: the copy never goes
+//! through memory. Rows at the border of two blocks are copied twice; that is cheaper.
+//!
+//! Results that are stored channels-first are collected for a block and turned there, vectors running along the plane.
+
+use super::correlate::{Class, Walk};
+use super::image::Padded;
+use super::{ConvSpec, ImageAxis, Place};
+use crate::kernels::{Width, indent, round_up, unpack};
+
+/// Bytes of the slab, or of the image rows, of a block.
+const L2_SHARE: usize = 256 << 10;
+
+/// Bytes of collected results of a block.
+const RESULT_SHARE: usize = 128 << 10;
+
+/// How a class of pixels is cut.
+pub(super) struct Blocks {
+    /// Whether a unit is a whole line (else a part of one).
+    pub by_line: bool,
+    /// Whether rows are copied into a slab, and not the whole image at once.
+    pub slab: bool,
+    /// Whether results are collected and consumed along the plane.
+    pub planes: bool,
+    /// Units of a block.
+    size: usize,
+    /// Units of the class.
+    pub units: usize,
+    /// Rows that a slab has room for.
+    slab_rows: usize,
+    /// Columns of collected results.
+    result_columns: usize,
+}
+
+impl Blocks {
+    /// `parts` tiles make a line; `columns` is the most results that a pixel has at a time.
+    pub fn new(
+        spec: &ConvSpec<'_>,
+        walk: &Walk,
+        class: &Class,
+        padded: &Padded,
+        parts: usize,
+        columns: usize,
+        result: super::Spatial,
+    ) -> Self {
+        let lines = spec.geometry.images * class.count[0] * class.count[1];
+        let single = walk.classes.len() == 1;
+        let planes = single && spec.epilogue.axis(result) == Some(ImageAxis::Plane);
+        let enough = lines >= 4 * spec.threads || parts == 1;
+        let slab = padded.copy.is_some() && single && walk.reach[0] == 1 && enough;
+        let by_line = slab || planes;
+
+        let row_bytes = padded.strides[2] as usize * 4;
+        let span = (class.taps[1].len().max(1) - 1) * walk.tap_step[1] + 1;
+        let fresh = walk.pixel_step[1].min(span);
+        let lines_each = (L2_SHARE / (row_bytes * fresh).max(1)).max(4);
+        let lines_each = if planes {
+            lines_each.min((RESULT_SHARE / (class.count[2] * columns * 4)).max(1))
+        } else {
+            lines_each
+        };
+        let lines_each = lines_each.min(lines);
+        let (units, size) = if by_line { (lines, lines_each) } else { (lines * parts, lines_each * parts) };
+        let segments = size / class.count[1] + 2;
+        let slab_rows = if slab { size * fresh + segments * span } else { 0 };
+        Self { by_line, slab, planes, size, units, slab_rows, result_columns: columns }
+    }
+
+    /// Bytes of workspace for each thread.
+    pub fn bytes(&self, class: &Class, padded: &Padded, lanes: usize) -> usize {
+        self.slab_bytes(padded, lanes) + self.result_bytes(class)
+    }
+
+    fn slab_bytes(&self, padded: &Padded, lanes: usize) -> usize {
+        if self.slab {
+            round_up(self.slab_rows * padded.strides[2] as usize * 4 + lanes * 16, 64)
+        } else {
+            0
+        }
+    }
+
+    fn result_bytes(&self, class: &Class) -> usize {
+        if self.planes { round_up(self.size * class.count[2] * self.result_columns * 4, 64) } else { 0 }
+    }
+
+    /// C statements that define `image`, `pz`, `py` and (a pointer) `from` for `line`: the first image element that the line's first
+    /// pixel needs.
+    pub fn line(&self, walk: &Walk, class: &Class, padded: &Padded) -> String {
+        let [count_z, count_y, _] = class.count;
+        let [sn, sz, sy, sx] = padded.strides;
+        let place = format!(
+            "const int64_t image = line / {}, pz = line / {count_y} % {count_z}, py = line % {count_y};\n",
+            count_z * count_y
+        );
+        let x = class.origin[2] as i64 * sx;
+        if self.slab {
+            return format!("{place}const float *from = line_rows[unit - block] + {x};\n");
+        }
+        format!(
+            "{place}const float *from = {} + image * {sn} + (pz * {} + {}) * {sz} + (py * {} + {}) * {sy} + {x};\n",
+            padded.base, walk.pixel_step[0], class.origin[0], walk.pixel_step[1], class.origin[1]
+        )
+    }
+
+    /// The function over units `begin..end`. `body` handles the block `block..block_end`; in it are `args`, the parameters, what
+    /// `declare` declares, and, where it applies, `result`.
+    #[allow(clippy::too_many_arguments)] // Values that belong to different stages.
+    pub fn function(
+        &self,
+        spec: &ConvSpec<'_>,
+        walk: &Walk,
+        class: &Class,
+        padded: &Padded,
+        function: &str,
+        workspace: usize,
+        lanes: usize,
+        declare: &str,
+        body: &str,
+    ) -> String {
+        let name = &spec.name;
+        let each = self.bytes(class, padded, lanes);
+        let mut own = String::new();
+        let mut fill = String::new();
+        if self.slab {
+            own = format!(
+                "    float *slab = (float *)(args->workspace + {workspace} + thread * {each});\n    const float \
+                 *line_rows[{}];\n",
+                self.size
+            );
+            if let Some(copy) = &padded.copy {
+                fill = self.fill(walk, class, padded, &copy.row);
+            }
+        }
+        if self.planes {
+            own.push_str(&format!(
+                "    float *result = (float *)(args->workspace + {} + thread * {each});\n",
+                workspace + self.slab_bytes(padded, lanes)
+            ));
+        }
+        let size = self.size;
+        format!(
+            "/* Pixels {:?} + {:?} * i. */\nstatic void {function}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const \
+             struct {name}_args *args = ctx;\n{}{own}{}    for (int64_t block = begin; block < end; block += {size}) {{\n        \
+             const int64_t block_end = block + {size} < end ? block + {size} : end;\n{}{}    }}\n}}\n",
+            class.start,
+            class.step,
+            unpack(&spec.params),
+            indent(declare, 4),
+            indent(&fill, 8),
+            indent(body, 8),
+        )
+    }
+
+    /// Copies the rows that the block's lines need, each once.
+    fn fill(&self, walk: &Walk, class: &Class, padded: &Padded, copy_row: &str) -> String {
+        let span = (class.taps[1].len().max(1) - 1) * walk.tap_step[1] + 1;
+        format!(
+            "int64_t filled = 0, next = 0, shift = 0, current = -1;\nfor (int64_t line = block; line < block_end; line++) {{\n    const \
+             int64_t image = line / {count}, y = line % {count} * {step} + {origin};\n    if (image != current || y > next) {{\n        \
+             current = image, next = y, shift = filled - y;\n    }}\n    for (; next < y + {span}; next++, filled++)\n        \
+             {copy_row}(args, image, 0, next, slab + filled * {row});\n    line_rows[line - block] = slab + (y + shift) * \
+             {row};\n}}\n",
+            count = class.count[1],
+            step = walk.pixel_step[1],
+            origin = class.origin[1],
+            row = padded.strides[2],
+        )
+    }
+
+    /// C statements, after all units of a block, that consume the collected results: `columns` of them from channel `col` on,
+    /// `ld` apart.
+    pub fn consume_planes(&self, name: &str, class: &Class, ld: &str, col: &str, columns: &str) -> String {
+        let [count_z, count_y, count_x] = class.count;
+        format!(
+            "for (int64_t line = block; line < block_end;) {{\n    const int64_t image = line / {}, pz = line / {count_y} % {count_z}, py = \
+             line % {count_y};\n    const int64_t rest = {count_y} - py, lines = rest < block_end - line ? rest : block_end - line;\n    \
+             {name}_finish_planes(args, result + (line - block) * {count_x} * {ld}, {ld}, image, pz, py * {count_x}, lines * {count_x}, \
+             {col}, {columns});\n    line += lines;\n}}\n",
+            count_z * count_y,
+        )
+    }
+}
+
+/// `name_finish_planes(...)`: consumes results of consecutive pixels of a plane, vectors along the pixels.
+pub(super) fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
+    let name = &spec.name;
+    let each = |width, channel: &str| {
+        let place = Place { width, image: "image", at: ["z", "0", "x"], channel };
+        (spec.epilogue.consume)(&place, "sum")
+    };
+    format!(
+        "/* Consumes results of consecutive pixels, a row of `tile` each. */\nstatic __attribute__((noinline)) void \
+         {name}_finish_planes(const struct {name}_args *args, const float *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t \
+         first, int64_t count, int64_t col, int64_t cols) {{\n{}    int64_t i = 0;\n    for (; i + {lanes} <= count; i += {lanes})\n        \
+         for (int64_t group = 0; group < cols; group += {lanes}) {{\n            vf block[KILN_LANES];\n            for (int l = 0; l < {lanes}; \
+         l++) block[l] = vf_load(tile + (i + l) * ld + group);\n            vf_transpose(block);\n            const int64_t x = first + \
+         i;\n            for (int64_t l = 0; l < {lanes} && group + l < cols; l++) {{\n                const int64_t j = col + group + \
+         l;\n                vf sum = block[l];\n{}            }}\n        }}\n    for (int64_t j = col; j < col + cols; j++)\n        for \
+         (int64_t r = i; r < count; r++) {{\n            const int64_t x = first + r;\n            float sum = tile[r * ld + (j - \
+         col)];\n{}        }}\n}}\n",
+        unpack(&spec.params),
+        indent(&each(Width::Vector, "j"), 16),
+        indent(&each(Width::Scalar, "j"), 12),
+    )
+}
