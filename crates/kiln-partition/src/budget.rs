@@ -6,7 +6,7 @@
 //! larger budget admits at least the plans that a smaller one does, so it never gives a slower one; and when no plan fits, every
 //! plan has been measured, so the smallest budget that would is known.
 //!
-//! The list, for a forward pass of `n` units ([`crate::units`]):
+//! The list, for a forward pass of `n` units (blocks between narrow places, found by how much crosses them):
 //!
 //! - the minimum cut, fastest of all;
 //! - for several prices of a kept byte, with and without recomputing expensive operations: the cut at that price inside the first
@@ -15,7 +15,7 @@
 //! - the same with only every second, third, .. boundary kept, and nothing between them: fewer kept values, longer pieces to
 //!   bring back. Around the square root of `n` this is the classic way to train in sublinear memory (Chen, Xu, Zhang and
 //!   Guestrin, 2016);
-//! - each of these once more with early optimizer updates ([`crate::order`]), where gradients do not pile up.
+//! - each of these once more with early optimizer updates, where gradients do not pile up.
 //!
 //! A joint graph with few values to choose from is searched completely: every subset of them is a plan, and the
 //! reported minimum is the minimum over all.
@@ -30,7 +30,7 @@ use crate::error::PartitionError;
 use crate::joint::{Closure, Joint, Side};
 use crate::liveness::Planner;
 use crate::units::Units;
-use crate::{Options, Partition, build};
+use crate::{Options, Partition, assemble, build};
 
 /// Up to this many values to keep or recompute, every choice is tried.
 const EXHAUSTIVE: usize = 10;
@@ -145,10 +145,16 @@ impl<P: Planner> Frontier<P> {
         if let Some(peak) = self.plans[index].peak {
             return Ok(peak);
         }
-        let partition = self.build(index)?;
+        let joint = Joint::new(&self.graph, &self.options)?;
+        let plan = &self.plans[index];
+        let built = assemble(
+            &joint,
+            &joint.closure(&plan.kept, plan.expensive),
+            plan.early_updates,
+        )?;
         let peak = self
             .planner
-            .peak(&partition.graph)
+            .peak(&built.graph)
             .map_err(|reason| PartitionError::Planner {
                 graph: self.graph.name.clone(),
                 reason,
@@ -158,19 +164,12 @@ impl<P: Planner> Frontier<P> {
         Ok(peak)
     }
 
-    fn build(&self, index: usize) -> Result<Partition, PartitionError> {
-        let joint = Joint::new(&self.graph, &self.options)?;
-        let plan = &self.plans[index];
-        build(
-            &joint,
-            &joint.closure(&plan.kept, plan.expensive),
-            plan.early_updates,
-        )
-    }
-
     fn partition(&mut self, index: usize, peak: u64) -> Result<Partition, PartitionError> {
         let without = self.peak(0)?;
-        let mut partition = self.build(index)?;
+        let joint = Joint::new(&self.graph, &self.options)?;
+        let plan = &self.plans[index];
+        let closure = joint.closure(&plan.kept, plan.expensive);
+        let mut partition = build(&joint, &closure, plan.early_updates)?;
         partition.report.peak = Some(peak);
         partition.report.peak_without_budget = Some(without);
         Ok(partition)

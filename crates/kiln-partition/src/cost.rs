@@ -43,6 +43,17 @@ impl Default for Machine {
     }
 }
 
+/// A kernel that ran: what it did and how long it took.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Sample {
+    /// Bytes read and written.
+    pub bytes: u64,
+    /// Floating point operations in products and convolutions; 0 for other kernels.
+    pub flops: f64,
+    /// How long it took, in seconds.
+    pub seconds: f64,
+}
+
 /// `amount / rate` seconds in picoseconds. A rate that is not positive makes the work free rather than infinite.
 fn picoseconds(amount: f64, rate: f64) -> u64 {
     if rate > 0.0 {
@@ -53,6 +64,23 @@ fn picoseconds(amount: f64, rate: f64) -> u64 {
 }
 
 impl Machine {
+    /// This machine with the rates of memory and of products as measured. Kernels that do products measure the latter, all others the former;
+    /// a rate that nothing measures stays as it is. A rate is the total work over the total time, so that long kernels,
+    /// which matter, count more.
+    #[must_use]
+    pub fn measured(mut self, samples: &[Sample]) -> Self {
+        let rate = |work: &dyn Fn(&Sample) -> f64, products: bool| {
+            let samples = samples.iter().filter(|sample| (sample.flops > 0.0) == products);
+            let (work, seconds) = samples.fold((0.0, 0.0), |(w, s), sample| {
+                (w + work(sample), s + sample.seconds)
+            });
+            (work > 0.0 && seconds > 0.0).then(|| work / seconds)
+        };
+        self.bytes_per_second = rate(&|sample| sample.bytes as f64, false).unwrap_or(self.bytes_per_second);
+        self.flops_per_second = rate(&|sample| sample.flops, true).unwrap_or(self.flops_per_second);
+        self
+    }
+
     /// Time to move `bytes` to or from memory, in picoseconds.
     pub fn moved(&self, bytes: u64) -> u64 {
         picoseconds(bytes as f64, self.bytes_per_second)
@@ -187,5 +215,66 @@ pub fn flops(graph: &Graph, node: &NodeData) -> f64 {
             }
         }
         _ => 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of_last(text: &str) -> f64 {
+        let graph = Graph::parse(text).expect("well formed");
+        flops(&graph, graph.nodes().next_back().expect("a node").1)
+    }
+
+    #[test]
+    fn flops_are_two_for_each_multiply_add() {
+        let product = "graph @g {
+  %a = parameter 0 : f32[3,5,7]
+  %b = parameter 1 : f32[3,7,2]
+  %c = dot_general %a, %b {a_batch=[0], b_batch=[0], a_contract=[2], b_contract=[1]} : f32[3,5,2]
+  return %c
+}";
+        assert_eq!(of_last(product), 2.0 * (3 * 5 * 2 * 7) as f64);
+        // Forward, input gradient and weight gradient of one convolution do the same multiplications (without padding).
+        let w = [6.0, 2.0, 3.0, 3.0];
+        let outputs = (2 * 6 * 8 * 8) as f64;
+        let expected = 2.0 * outputs * w[1] * w[2] * w[3];
+        let head = "graph @g {
+  %x = parameter 0 : f32[2,4,10,10]
+  %w = parameter 1 : f32[6,2,3,3]
+  %dy = parameter 2 : f32[2,6,8,8]
+";
+        let attributes = "stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=2";
+        for line in [
+            format!("%r = conv %x, %w {{{attributes}}} : f32[2,6,8,8]"),
+            format!("%r = conv_input_grad %dy, %w {{{attributes}, input=[10,10]}} : f32[2,4,10,10]"),
+            format!("%r = conv_weight_grad %x, %dy {{{attributes}, kernel=[3,3]}} : f32[6,2,3,3]"),
+        ] {
+            assert_eq!(
+                of_last(&format!("{head}  {line}\n  return %r\n}}")),
+                expected,
+                "{line}"
+            );
+        }
+    }
+
+    #[test]
+    fn measured_rates_are_work_over_time() {
+        let sample = |bytes, flops, seconds| Sample {
+            bytes,
+            flops,
+            seconds,
+        };
+        let machine = Machine::default().measured(&[
+            sample(3_000, 0.0, 1.0),
+            sample(1_000, 0.0, 1.0),
+            sample(500, 8e9, 2.0),
+        ]);
+        assert_eq!(machine.bytes_per_second, 2_000.0);
+        assert_eq!(machine.flops_per_second, 4e9);
+        assert_eq!(machine.moved(2_000), 1_000_000_000_000);
+        let unmeasured = Machine::default().measured(&[]);
+        assert_eq!(unmeasured, Machine::default());
     }
 }

@@ -58,17 +58,7 @@ pub(crate) struct Joint<'a> {
 impl<'a> Joint<'a> {
     /// Looks at `graph`, whose nodes carry phases (as [`crate::assign_phases`] writes them; found by their looks if not).
     pub(crate) fn new(graph: &'a Graph, options: &'a Options) -> Result<Self, PartitionError> {
-        let known = graph
-            .nodes()
-            .all(|(_, data)| data.provenance.phase != Phase::Unknown);
-        let mut phase = SecondaryMap::new();
-        if known {
-            graph
-                .nodes()
-                .for_each(|(node, data)| phase[node] = data.provenance.phase);
-        } else {
-            phase = find_phases(graph, &PhaseHints::default())?;
-        }
+        let phase = known_phases(graph)?;
         let mut joint = Self {
             graph,
             users: graph.users(),
@@ -306,6 +296,39 @@ impl<'a> Joint<'a> {
         }
         kept
     }
+}
+
+/// The phases that nodes carry. A node that a transform made from nothing has none: it belongs to its first user, or, if it
+/// leaves the graph unused, to its last operand. In a graph where no node has a phase, all are found by their looks.
+fn known_phases(graph: &Graph) -> Result<SecondaryMap<Node, Phase>, PartitionError> {
+    let carried = |data: &NodeData| data.provenance.phase;
+    if graph
+        .nodes()
+        .all(|(_, data)| carried(data) == Phase::Unknown || data.inputs.is_empty())
+    {
+        return find_phases(graph, &PhaseHints::default());
+    }
+    let mut phase: SecondaryMap<Node, Phase> = SecondaryMap::new();
+    let mut first_user: SecondaryMap<Node, Option<Phase>> = SecondaryMap::new();
+    for (node, data) in graph.nodes().rev() {
+        phase[node] = match (carried(data), first_user[node]) {
+            (Phase::Unknown, Some(user)) => user,
+            (known, _) => known,
+        };
+        if phase[node] != Phase::Unknown {
+            for &value in &data.inputs {
+                let first = &mut first_user[graph.value(value).node];
+                *first = Some(first.map_or(phase[node], |first| first.min(phase[node])));
+            }
+        }
+    }
+    for (node, data) in graph.nodes() {
+        if phase[node] == Phase::Unknown {
+            let operands = data.inputs.iter().map(|&value| phase[graph.value(value).node]);
+            phase[node] = operands.max().unwrap_or(Phase::Forward);
+        }
+    }
+    Ok(phase)
 }
 
 /// See [`Joint::closure`].

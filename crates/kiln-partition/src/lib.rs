@@ -62,7 +62,7 @@ use cranelift_entity::EntitySet;
 use kiln_graph::{Graph, Node, Phase, Value};
 
 pub use budget::{Frontier, Point};
-pub use cost::Machine;
+pub use cost::{Machine, Sample};
 pub use error::PartitionError;
 pub use liveness::{Liveness, Planner};
 pub use phase::{OutputRole, PhaseHints, assign_phases, find_phases};
@@ -158,30 +158,54 @@ pub fn partition_within(
     Frontier::new(graph, options, planner)?.fit(budget)
 }
 
-/// The graph and the report for a choice.
-fn build(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Partition, PartitionError> {
+/// A partitioned graph before anything is reported about it.
+struct Assembled {
+    graph: Graph,
+    backward: EntitySet<Node>,
+    /// Kept values, in the joint graph and in this one.
+    kept: Vec<(Value, Value)>,
+    /// Nodes of the joint graph that run again.
+    recomputed: Vec<Node>,
+}
+
+/// The graph for a choice.
+fn assemble(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Assembled, PartitionError> {
     let rewritten = rewrite::rewrite(joint, closure)?;
-    let mut early = rewritten.hoisted.clone();
+    let mut early = rewritten.hoisted;
     if early_updates {
-        let update = |data: &kiln_graph::NodeData| {
-            data.provenance.phase == Phase::Optimizer && !data.inputs.is_empty()
-        };
-        early.extend(
-            rewritten
-                .graph
-                .nodes()
-                .filter(|(_, data)| update(data))
-                .map(|(node, _)| node),
-        );
+        let nodes = rewritten.graph.nodes();
+        let updates =
+            nodes.filter(|(_, data)| data.provenance.phase == Phase::Optimizer && !data.inputs.is_empty());
+        early.extend(updates.map(|(node, _)| node));
     }
     let ordered = order::reorder(&rewritten.graph, &early)?;
     let mut backward = EntitySet::new();
     backward.extend(rewritten.backward.iter().map(|node| ordered.nodes[node]));
-    let graph = ordered.graph;
-    #[cfg(debug_assertions)]
-    if let Err(error) = kiln_graph::verify(&graph) {
-        panic!("the partitioner broke a graph: {error}");
-    }
+    let kept = rewritten
+        .kept
+        .into_iter()
+        .map(|(old, new)| (old, ordered.values[new]));
+    Ok(Assembled {
+        backward,
+        kept: kept.collect(),
+        recomputed: rewritten.duplicates.into_iter().map(|(old, _)| old).collect(),
+        graph: ordered.graph,
+    })
+}
+
+/// The graph and the report for a choice.
+fn build(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Partition, PartitionError> {
+    let Assembled {
+        graph,
+        backward,
+        kept,
+        recomputed,
+    } = assemble(joint, closure, early_updates)?;
+    debug_assert_eq!(
+        kiln_graph::verify(&graph),
+        Ok(()),
+        "the partitioner broke a graph"
+    );
 
     let mut report = Report {
         graph: graph.name.clone(),
@@ -189,17 +213,12 @@ fn build(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Partit
     };
     report.count(&graph);
     let users = graph.users();
-    for &(old, new) in &rewritten.kept {
+    for (old, value) in kept {
         if joint.side_of(old) == Side::Fixed {
             continue;
         }
-        let value: Value = ordered.values[new];
-        let mut readers: Vec<Origin> = users
-            .of(value)
-            .iter()
-            .filter(|&&user| backward.contains(user))
-            .map(|&user| Origin::of(graph.node(user)))
-            .collect();
+        let readers = users.of(value).iter().filter(|&&user| backward.contains(user));
+        let mut readers: Vec<Origin> = readers.map(|&user| Origin::of(graph.node(user))).collect();
         readers.sort();
         readers.dedup();
         report.saved.push(SavedTensor {
@@ -213,14 +232,14 @@ fn build(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Partit
     }
     report.saved.sort_by_key(|saved| std::cmp::Reverse(saved.bytes));
     let mut by_op = BTreeMap::new();
-    for &(old, _) in &rewritten.duplicates {
-        let data = joint.graph.node(old);
+    for node in recomputed {
+        let data = joint.graph.node(node);
         let bytes = data
             .outputs
             .iter()
             .map(|&value| cost::bytes(joint.graph, value))
             .sum();
-        Report::add_recomputed(&mut by_op, data, bytes, joint.recompute(old));
+        Report::add_recomputed(&mut by_op, data, bytes, joint.recompute(node));
     }
     report.recomputed = by_op.into_values().collect();
     report.recomputed.sort_by_key(|op| std::cmp::Reverse(op.bytes));
