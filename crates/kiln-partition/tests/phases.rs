@@ -7,7 +7,7 @@ mod support;
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{DType, Graph, Node, Phase, Value};
 use kiln_partition::{OutputRole, PartitionError, PhaseHints, find_phases};
-use support::{Sizes, Tape, decoder, f32s};
+use support::{Sizes, Tape, apply, decoder, f32s, perceptron, squared};
 
 /// A tape with notes of the phase in which each node was recorded.
 struct Recording {
@@ -78,30 +78,6 @@ impl Recording {
             "without hints"
         );
     }
-}
-
-/// A two-layer perceptron; returns its output.
-fn perceptron(tape: &mut Tape, x: Value) -> Value {
-    let h = tape.linear(x, 4, 6);
-    let h = tape.unary(UnaryOp::Tanh, h);
-    tape.linear(h, 6, 4)
-}
-
-fn squared(tape: &mut Tape, x: Value) -> Value {
-    let square = tape.binary(BinaryOp::Mul, x, x);
-    tape.mean(square)
-}
-
-/// The same layers on another input: weights are those of the tape from `first` on.
-fn apply(tape: &mut Tape, x: Value, weights: &[Value]) -> Value {
-    let layer = |tape: &mut Tape, x: Value, w: Value, b: Value| {
-        let y = tape.matmul(x, w);
-        let b = tape.rows(b, y);
-        tape.binary(BinaryOp::Add, y, b)
-    };
-    let h = layer(tape, x, weights[0], weights[1]);
-    let h = tape.unary(UnaryOp::Tanh, h);
-    layer(tape, h, weights[2], weights[3])
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 mod support;
 
-use kiln_graph::{Graph, interpret, verify};
+use kiln_graph::{Graph, Node, Phase, interpret, verify};
 use kiln_partition::{Frontier, Liveness, Options, Strategy, assign_phases, partition};
-use support::{Sizes, arguments, decoder_step};
+use support::{Sizes, Tape, accumulating_step, adversarial_step, arguments, decoder_step};
 
 fn same(a: &Graph, b: &Graph) {
     assert_eq!(verify(b), Ok(()));
@@ -48,4 +48,86 @@ fn a_decoder_with_dropout_is_unchanged() {
         let partitioned = frontier.fit(point.peak).expect("it fits");
         same(&step.graph, &partitioned.graph);
     }
+}
+
+/// Every strategy, both orders, and everything on the memory curve.
+fn every_plan(mut step: Tape, hinted: bool) {
+    if hinted {
+        assign_phases(&mut step.graph, &step.hints).expect("hints fit");
+    }
+    for strategy in [Strategy::MinimumCut, Strategy::KeepEverything] {
+        for early_updates in [false, true] {
+            let options = Options {
+                strategy,
+                early_updates,
+                ..Options::default()
+            };
+            same(
+                &step.graph,
+                &partition(&step.graph, &options).expect("partitions").graph,
+            );
+        }
+    }
+    let mut frontier = Frontier::new(&step.graph, &Options::default(), Liveness).expect("valid");
+    for point in frontier.curve().expect("planned") {
+        same(&step.graph, &frontier.fit(point.peak).expect("it fits").graph);
+    }
+}
+
+#[test]
+fn two_models_and_micro_batches_are_unchanged() {
+    for hinted in [false, true] {
+        every_plan(adversarial_step(), hinted);
+        every_plan(accumulating_step(), hinted);
+    }
+}
+
+/// Whatever phases a graph's nodes claim to have, partitioning keeps its meaning.
+#[test]
+fn wrong_phases_make_no_wrong_program() {
+    let mut step = accumulating_step();
+    for round in 0..40u32 {
+        for index in 0..step.graph.num_nodes() as u32 {
+            let draw = (index.wrapping_mul(0x9E37_79B9) ^ round.wrapping_mul(0x85EB_CA6B))
+                .wrapping_mul(0xC2B2_AE35)
+                >> 29;
+            let phases = [Phase::Unknown, Phase::Forward, Phase::Backward, Phase::Optimizer];
+            step.graph.provenance_mut(Node::from_u32(index)).phase = phases[draw as usize % 4];
+        }
+        for early_updates in [false, true] {
+            let options = Options {
+                early_updates,
+                ..Options::default()
+            };
+            same(
+                &step.graph,
+                &partition(&step.graph, &options).expect("partitions").graph,
+            );
+        }
+    }
+}
+
+/// Nodes that a transform made carry no phase; they take their neighbours', and the choice is the same.
+#[test]
+fn nodes_without_a_phase_take_their_neighbours() {
+    let mut step = decoder_step(Sizes::SMALL);
+    assign_phases(&mut step.graph, &step.hints).expect("hints fit");
+    let expected = partition(&step.graph, &Options::default()).expect("partitions");
+    for index in (0..step.graph.num_nodes() as u32).step_by(7) {
+        let node = Node::from_u32(index);
+        // The first node of a phase has nobody before it who could tell; a forward node that only the backward pass reads neither.
+        let data = step.graph.node(node);
+        let users = step.graph.users();
+        let alike = data
+            .outputs
+            .iter()
+            .flat_map(|&value| users.of(value))
+            .any(|&user| step.graph.node(user).provenance.phase == data.provenance.phase);
+        if alike {
+            step.graph.provenance_mut(node).phase = Phase::Unknown;
+        }
+    }
+    let found = partition(&step.graph, &Options::default()).expect("partitions");
+    assert_eq!(found.report.saved_bytes, expected.report.saved_bytes);
+    same(&step.graph, &found.graph);
 }

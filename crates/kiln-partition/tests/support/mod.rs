@@ -422,6 +422,99 @@ impl Tape {
     }
 }
 
+/// A two-layer perceptron; returns its output.
+pub fn perceptron(tape: &mut Tape, x: Value) -> Value {
+    let h = tape.linear(x, 4, 6);
+    let h = tape.unary(UnaryOp::Tanh, h);
+    tape.linear(h, 6, 4)
+}
+
+pub fn squared(tape: &mut Tape, x: Value) -> Value {
+    let square = tape.binary(BinaryOp::Mul, x, x);
+    tape.mean(square)
+}
+
+/// The same layers on another input: weights are those of the tape from `first` on.
+pub fn apply(tape: &mut Tape, x: Value, weights: &[Value]) -> Value {
+    let layer = |tape: &mut Tape, x: Value, w: Value, b: Value| {
+        let y = tape.matmul(x, w);
+        let b = tape.rows(b, y);
+        tape.binary(BinaryOp::Add, y, b)
+    };
+    let h = layer(tape, x, weights[0], weights[1]);
+    let h = tape.unary(UnaryOp::Tanh, h);
+    layer(tape, h, weights[2], weights[3])
+}
+
+/// Adam on several weights.
+fn adam_all(tape: &mut Tape, weights: &[Value], gradients: &[Value]) {
+    let rate = tape.graph.scalar(DType::F32);
+    weights
+        .iter()
+        .zip(gradients)
+        .for_each(|(&weight, &gradient)| tape.adam(weight, gradient, rate));
+}
+
+/// A generator and a critic: the critic is updated, then the generator through the updated critic.
+pub fn adversarial_step() -> Tape {
+    let mut tape = Tape::new("adversarial");
+    let (noise, real) = (tape.input(f32s(&[3, 4])), tape.input(f32s(&[3, 4])));
+    let fake = perceptron(&mut tape, noise);
+    let on_real = perceptron(&mut tape, real);
+    let (generator, critic) = (tape.parameters[..4].to_vec(), tape.parameters[4..].to_vec());
+    let on_fake = apply(&mut tape, fake, &critic);
+    let difference = tape.binary(BinaryOp::Sub, on_fake, on_real);
+    let critic_loss = squared(&mut tape, difference);
+    let gradients = tape.backward(critic_loss, &critic);
+    adam_all(&mut tape, &critic, &gradients);
+    let updated: Vec<Value> = tape
+        .graph
+        .outputs
+        .iter()
+        .step_by(3)
+        .map(|output| output.value)
+        .collect();
+    tape.detached.clone_from(&updated);
+    let score = apply(&mut tape, fake, &updated);
+    let score = tape.unary(UnaryOp::Sigmoid, score);
+    let generator_loss = tape.mean(score);
+    let gradients = tape.backward(generator_loss, &generator);
+    adam_all(&mut tape, &generator, &gradients);
+    tape.graph.output(critic_loss, None);
+    tape.graph.output(generator_loss, None);
+    tape
+}
+
+/// Three micro-batches, their gradients added up, one update.
+pub fn accumulating_step() -> Tape {
+    let mut tape = Tape::new("accumulating");
+    let mut total: Vec<Value> = Vec::new();
+    for _ in 0..3 {
+        let x = tape.input(f32s(&[3, 4]));
+        let weights = tape.parameters.clone();
+        let y = if weights.is_empty() {
+            perceptron(&mut tape, x)
+        } else {
+            apply(&mut tape, x, &weights)
+        };
+        let loss = squared(&mut tape, y);
+        let weights = tape.parameters.clone();
+        let gradients = tape.backward(loss, &weights);
+        total = match total.is_empty() {
+            true => gradients,
+            false => total
+                .iter()
+                .zip(gradients)
+                .map(|(&a, b)| tape.binary(BinaryOp::Add, a, b))
+                .collect(),
+        };
+        tape.graph.output(loss, None);
+    }
+    let weights = tape.parameters.clone();
+    adam_all(&mut tape, &weights, &total);
+    tape
+}
+
 /// Sizes of a decoder.
 #[derive(Clone, Copy)]
 pub struct Sizes {
