@@ -62,8 +62,8 @@ KILN_INLINE vf vf_expm1(vf x) {
     /* 2^n p + (2^n - 1), with half of 2^n so that n = 128 does not overflow too early. */
     vf half = (vf)((k + 126) << 23);
     vf y = vf_fma(half, p, half - 0.5f) * 2.0f;
-    /* Where n = 0 the sum above would lose the sign of zero. */
-    return vf_select(k == 0, p, y) + (vf)((vi)(x - x) & 0x7fffffff & -(x != x));
+    /* Where n = 0 the sum above would lose small results, and the sign of zero is lost even in p. */
+    return vf_select(vf_abs(x) < 0x1p-25f, x, vf_select(k == 0, p, y));
 }
 
 /* log(m) - f + f^2/2 = f^3 P(f) with f = m - 1, sqrt(1/2) <= m < sqrt(2). */
