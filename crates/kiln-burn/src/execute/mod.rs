@@ -4,18 +4,23 @@
 //! comes again. Inputs are handed over by value: a tensor nobody else holds may be overwritten.
 //!
 //! - [`aot_eager`]: node by node on burn-flex. The reference in the ladder of backends, and what runs where nothing can be compiled.
+//! - [`cpu`]: compiled to one shared object through C.
 //! - [`host`]: `candle` (candle-core, whose kernels share nothing with Burn's) and `interpret` (the plain meaning in f64).
 //!
 //! Operations kept whole run on burn-flex everywhere ([`crate::import::external`]).
 
 pub mod aot_eager;
 pub mod convert;
+pub mod cpu;
 pub mod host;
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn_flex::FlexTensor;
 use kiln_candle::CandleError;
+use kiln_compiler::CompileError;
+use kiln_cpu::CpuError;
 use kiln_graph::{Graph, InterpretError, TensorType};
 
 use crate::import::external::ExternError;
@@ -93,35 +98,49 @@ pub enum ExecuteError {
         /// What it said.
         message: String,
     },
-    /// The backend is not available.
-    #[error("backend `{backend}` is not available: {reason}")]
-    Unavailable {
-        /// The backend.
-        backend: CompileBackend,
-        /// What is missing, and what to use instead.
-        reason: String,
-    },
+    /// There is no C compiler.
+    #[error(transparent)]
+    NoCompiler(Arc<CpuError>),
+    /// The step compiler failed, or the code it made.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
 }
 
-/// Prepares `graph` for `backend`.
+/// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C compiler, an operation without code) the step runs on
+/// `aot_eager`, after one warning.
 ///
 /// # Errors
 ///
-/// If the backend is not available or cannot take the graph.
+/// If the backend cannot take the graph.
 pub fn prepare(
     backend: CompileBackend,
     graph: Arc<Graph>,
-    _options: &CompileOptions,
-) -> Result<Box<dyn Executable>, ExecuteError> {
+    options: &CompileOptions,
+) -> Result<(Box<dyn Executable>, CompileBackend), ExecuteError> {
     let _span = tracing::debug_span!("prepare", %backend).entered();
-    match backend {
-        CompileBackend::Eager | CompileBackend::AotEager => Ok(Box::new(aot_eager::AotEager::new(graph))),
-        CompileBackend::Candle => Ok(Box::new(host::Candle::new(graph)?)),
-        CompileBackend::Interpret => Ok(Box::new(host::Interpret::new(graph))),
-        CompileBackend::Cpu => Err(ExecuteError::Unavailable {
-            backend,
-            reason: "the compiler is not linked into this build; use `aot_eager`".into(),
-        }),
+    let aot_eager = |graph| -> Box<dyn Executable> { Box::new(aot_eager::AotEager::new(graph)) };
+    let executable: Box<dyn Executable> = match backend {
+        CompileBackend::Eager | CompileBackend::AotEager => aot_eager(graph),
+        CompileBackend::Candle => Box::new(host::Candle::new(graph)?),
+        CompileBackend::Interpret => Box::new(host::Interpret::new(graph)),
+        CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options) {
+            Ok(executable) => Box::new(executable),
+            Err(error @ (ExecuteError::NoCompiler(_) | ExecuteError::Compile(CompileError::Unsupported { .. }))) => {
+                warn_once(&error);
+                return Ok((aot_eager(graph), CompileBackend::AotEager));
+            }
+            Err(error) => return Err(error),
+        },
+    };
+    Ok((executable, backend))
+}
+
+/// Says once for each cause that steps run on the slower executor.
+fn warn_once(error: &ExecuteError) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let cause = error.to_string();
+    if SAID.lock().unwrap_or_else(PoisonError::into_inner).insert(cause.clone()) {
+        tracing::warn!(target: "kiln", "steps run on aot_eager, which is slower: {cause}");
     }
 }
 

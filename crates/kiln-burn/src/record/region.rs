@@ -357,7 +357,7 @@ impl Step {
         kiln_graph::alias::assign_aliases(&mut graph, &dies);
         let scalars = bindings(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
-        let executable =
+        let (executable, backend) =
             execute::prepare(backend, graph.clone(), options).map_err(|source| Error::Execute {
                 region: options.name.clone(),
                 source: source.into(),

@@ -1,0 +1,396 @@
+//! What happens at the edges of a compiled region: breaks, panics, threads, lifetimes, odd shapes.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn_tensor::{Distribution, Int, Tensor};
+use kiln::{BreakReason, CompileBackend, CompileOptions, Compiled, Error, Kiln, KilnDevice, Mismatch};
+
+type Vector = Tensor<Kiln, 1>;
+
+fn device() -> KilnDevice {
+    KilnDevice::cpu()
+}
+
+fn region() -> Compiled {
+    kiln::compile(CompileOptions::default().with_backend(CompileBackend::AotEager).with_name("test"))
+}
+
+fn vector(values: &[f32]) -> Vector {
+    Tensor::from_floats(values, &device())
+}
+
+fn values<const D: usize>(tensor: Tensor<Kiln, D>) -> Vec<f32> {
+    tensor.into_data().to_vec().unwrap()
+}
+
+#[test]
+fn a_region_computes_what_its_closure_says() {
+    let mut region = region();
+    let x = vector(&[1.0, 2.0, 3.0]);
+    for factor in [2.0, 3.0, 4.0] {
+        let y = region.run(|| x.clone() * factor + 1.0).unwrap();
+        assert_eq!(values(y), [factor + 1.0, 2.0 * factor + 1.0, 3.0 * factor + 1.0]);
+    }
+    let report = region.report();
+    assert_eq!((report.calls, report.steps.len(), report.recompiles.len()), (3, 1, 0));
+    assert_eq!(report.steps[0].runs, 3);
+}
+
+#[test]
+fn nothing_runs_before_the_region_ends() {
+    let mut region = region();
+    let before = kiln_burn::table::len();
+    let y = region
+        .run(|| {
+            let y = vector(&[1.0]) + 1.0;
+            let inside = kiln_burn::table::len();
+            // The input is there, the result is not.
+            assert!(inside <= before + 1, "{inside} tensors, {before} before");
+            y
+        })
+        .unwrap();
+    assert_eq!(values(y), [2.0]);
+}
+
+#[test]
+fn a_region_that_records_nothing() {
+    let mut region = region();
+    assert_eq!(region.run(|| 7).unwrap(), 7);
+    assert!(region.report().steps.is_empty());
+}
+
+#[test]
+fn a_region_whose_results_die_runs_nothing() {
+    let mut region = region();
+    region.run(|| drop(vector(&[1.0]) + 1.0)).unwrap();
+    assert!(region.report().steps.is_empty());
+}
+
+#[test]
+fn a_region_whose_result_is_its_input() {
+    let mut region = region();
+    let x = vector(&[1.0, 2.0]);
+    let y = region.run(|| x.clone()).unwrap();
+    assert_eq!(values(y), [1.0, 2.0]);
+    let y = region.run(|| x).unwrap();
+    assert_eq!(values(y), [1.0, 2.0]);
+}
+
+#[test]
+fn an_input_beside_a_result() {
+    let mut region = region();
+    let x = vector(&[1.0, 2.0]);
+    let (same, other) = region.run(|| (x.clone(), x.clone() * 2.0)).unwrap();
+    assert_eq!((values(same), values(other)), (vec![1.0, 2.0], vec![2.0, 4.0]));
+    assert_eq!(values(x), [1.0, 2.0]);
+}
+
+#[test]
+fn zero_sized_and_single_elements() {
+    let mut region = region();
+    let empty = Tensor::<Kiln, 2>::zeros([0, 3], &device());
+    let (sum, joined) = region
+        .run(|| (empty.clone().sum(), Tensor::cat(vec![empty.clone(), Tensor::ones([1, 3], &device())], 0)))
+        .unwrap();
+    assert_eq!(values(sum), [0.0]);
+    assert_eq!(joined.dims(), [1, 3]);
+    assert_eq!(values(joined), [1.0; 3]);
+}
+
+#[test]
+fn a_tensor_made_from_data_inside_is_an_input() {
+    let mut region = region();
+    for start in [0.0f32, 5.0] {
+        let y = region.run(|| vector(&[start, 1.0]) + 1.0).unwrap();
+        assert_eq!(values(y), [start + 1.0, 2.0]);
+    }
+    assert_eq!(region.report().steps.len(), 1);
+}
+
+#[test]
+fn reading_a_value_breaks_the_graph_and_names_the_line() {
+    let mut region = region();
+    let x = vector(&[1.0, 2.0]);
+    for _ in 0..3 {
+        let y = region
+            .run(|| {
+                let total: f32 = x.clone().sum().into_scalar();
+                x.clone() * total
+            })
+            .unwrap();
+        assert_eq!(values(y), [3.0, 6.0]);
+    }
+    let report = region.report();
+    assert_eq!(report.steps.len(), 2, "one step before the break, one after");
+    let [(graph_break, times)] = &report.breaks[..] else { panic!("one break, got {:?}", report.breaks) };
+    assert_eq!((&graph_break.reason, *times), (&BreakReason::Read, 3));
+    assert_eq!(graph_break.operation.as_deref(), Some("NumericFloat.Sum"));
+    let location = graph_break.location.as_ref().expect("tests carry line tables");
+    assert!(location.file.ends_with("region.rs"), "{location}");
+    let source = include_str!("region.rs").lines().nth(location.line.unwrap() as usize - 1).unwrap();
+    assert!(source.contains("into_scalar"), "line {:?} is {source}", location.line);
+}
+
+#[test]
+fn fullgraph_makes_a_break_an_error() {
+    let options = CompileOptions::default().with_backend(CompileBackend::AotEager).with_fullgraph(true);
+    let mut region = kiln::compile(options);
+    let x = vector(&[1.0]);
+    let result = region.run(|| (x.clone() * 2.0).into_data());
+    let Err(Error::GraphBreak { graph_break, .. }) = result else { panic!("expected a graph break") };
+    assert_eq!(graph_break.reason, BreakReason::Read);
+    // The region and its inputs live on.
+    let y = region.run(|| x.clone() * 2.0).unwrap();
+    assert_eq!(values(y), [2.0]);
+}
+
+#[test]
+fn sync_inside_breaks() {
+    use burn_tensor::backend::Backend;
+    let mut region = region();
+    let y = region
+        .run(|| {
+            let y = vector(&[1.0]) + 1.0;
+            Kiln::sync(&device()).unwrap();
+            y + 1.0
+        })
+        .unwrap();
+    assert_eq!(values(y), [3.0]);
+    assert_eq!(region.report().breaks[0].0.reason, BreakReason::Sync);
+}
+
+#[test]
+fn a_panic_discards_the_recording_and_only_that() {
+    let mut region = region();
+    let x = vector(&[1.0, 2.0]);
+    let mut left_behind = None;
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        region.run(|| {
+            left_behind = Some(x.clone() * 2.0);
+            panic!("the batch is broken");
+        })
+    }));
+    let payload = result.expect_err("the panic reaches the caller").downcast::<&str>().unwrap();
+    assert_eq!(*payload, "the batch is broken");
+
+    // What was left behind says what happened, when read and when used.
+    let left_behind = left_behind.unwrap();
+    let error = left_behind.clone().try_into_data().unwrap_err();
+    assert!(error.to_string().contains("the batch is broken"), "{error}");
+    let used = catch_unwind(AssertUnwindSafe(|| left_behind + 1.0)).unwrap_err();
+    let message = used.downcast::<String>().unwrap();
+    assert!(message.contains("the batch is broken"), "{message}");
+
+    // Inputs and region are as before.
+    let y = region.run(|| x.clone() + 1.0).unwrap();
+    assert_eq!(values(y), [2.0, 3.0]);
+    assert_eq!(values(x), [1.0, 2.0]);
+}
+
+#[test]
+fn an_inner_region_joins_the_outer_one() {
+    let (mut outer, mut inner) = (region(), region());
+    let y = outer
+        .run(|| {
+            let y = vector(&[1.0]) + 1.0;
+            inner.run(|| y * 3.0).unwrap() + 1.0
+        })
+        .unwrap();
+    assert_eq!(values(y), [7.0]);
+    assert_eq!(outer.report().steps.len(), 1);
+    assert!(inner.report().steps.is_empty());
+}
+
+#[test]
+fn other_threads_run_eagerly() {
+    let mut region = region();
+    let (there, here) = region
+        .run(|| {
+            let there = std::thread::spawn(|| values(vector(&[1.0, 2.0]) * 3.0)).join().unwrap();
+            (there, vector(&[1.0]) + 1.0)
+        })
+        .unwrap();
+    assert_eq!(there, [3.0, 6.0]);
+    assert_eq!(values(here), [2.0]);
+    assert!(region.report().breaks.is_empty());
+}
+
+#[test]
+fn another_thread_that_needs_a_pending_tensor_breaks_the_graph() {
+    let mut region = region();
+    let (there, here) = region
+        .run(|| {
+            let y = vector(&[1.0, 2.0]) * 3.0;
+            let copy = y.clone();
+            let there = std::thread::spawn(move || values(copy + 1.0)).join().unwrap();
+            (there, y + 2.0)
+        })
+        .unwrap();
+    assert_eq!(there, [4.0, 7.0]);
+    assert_eq!(values(here), [5.0, 8.0]);
+    assert_eq!(region.report().breaks[0].0.reason, BreakReason::OtherThread);
+}
+
+#[test]
+fn a_pending_tensor_dropped_on_another_thread_is_no_output() {
+    let mut region = region();
+    for _ in 0..2 {
+        let kept = region
+            .run(|| {
+                let kept = vector(&[1.0]) + 1.0;
+                let dropped = kept.clone() * 5.0;
+                std::thread::spawn(move || drop(dropped)).join().unwrap();
+                kept
+            })
+            .unwrap();
+        assert_eq!(values(kept), [2.0]);
+    }
+    let report = region.report();
+    assert!(report.breaks.is_empty());
+    assert_eq!((report.steps.len(), report.steps[0].outputs), (1, 1));
+}
+
+#[test]
+fn a_shape_recompiles_once_and_says_why() {
+    let mut region = region();
+    for length in [8, 8, 5, 5, 8] {
+        let x = Tensor::<Kiln, 2>::ones([length, 3], &device());
+        let y = region.run(|| x.clone() * 2.0).unwrap();
+        assert_eq!(values(y), vec![2.0; length * 3]);
+    }
+    let report = region.report();
+    assert_eq!(report.steps.len(), 2);
+    let [recompile] = &report.recompiles[..] else { panic!("{:?}", report.recompiles) };
+    let expected =
+        Mismatch::Input { index: 0, before: "f32 [8, 3]".into(), after: "f32 [5, 3]".into() };
+    assert_eq!(recompile.mismatch, expected);
+    assert_eq!(recompile.mismatch.to_string(), "input 0: f32 [8, 3] became f32 [5, 3]");
+}
+
+#[test]
+fn a_dtype_and_a_branch_recompile() {
+    use burn_tensor::{DType, FloatDType};
+    let mut region = region();
+    let x = vector(&[1.0, 4.0]);
+    region.run(|| x.clone().sqrt()).unwrap();
+    region.run(|| x.clone().exp()).unwrap();
+    let double = x.cast(FloatDType::F64);
+    let y = region.run(|| double.clone().sqrt()).unwrap();
+    assert_eq!(y.dtype(), DType::F64);
+    let reasons: Vec<String> = region.report().recompiles.iter().map(|it| it.mismatch.to_string()).collect();
+    assert_eq!(reasons[0], "operation 0: Float.Sqrt became Float.Exp");
+    assert!(reasons[1].contains("f32 [2] became f64 [2]"), "{reasons:?}");
+}
+
+#[test]
+fn results_that_are_kept_are_part_of_the_step() {
+    let mut region = region();
+    let x = vector(&[1.0]);
+    for keep in [false, false, true, true] {
+        let mut kept = None;
+        region
+            .run(|| {
+                let y = x.clone() * 2.0;
+                kept = keep.then(|| y.clone());
+                y + 1.0
+            })
+            .unwrap();
+        assert_eq!(kept.map(values), keep.then(|| vec![2.0]));
+    }
+    let report = region.report();
+    assert_eq!(report.steps.len(), 2);
+    let Mismatch::Outputs { kept, .. } = &report.recompiles[0].mismatch else { panic!("{:?}", report.recompiles) };
+    assert_eq!(kept.len(), 1, "{kept:?}");
+}
+
+#[test]
+fn beyond_the_limit_steps_still_run() {
+    let options = CompileOptions::default().with_backend(CompileBackend::Interpret).with_recompile_limit(2);
+    let mut region = kiln::compile(options);
+    for length in 1..6 {
+        let x = Tensor::<Kiln, 1>::ones([length], &device());
+        assert_eq!(values(region.run(|| x * 2.0).unwrap()), vec![2.0; length]);
+    }
+    let backends: Vec<CompileBackend> = region.report().steps.iter().map(|step| step.backend).collect();
+    assert_eq!(backends.iter().filter(|&&backend| backend == CompileBackend::Interpret).count(), 2, "{backends:?}");
+    assert_eq!(backends.iter().filter(|&&backend| backend == CompileBackend::AotEager).count(), 3, "{backends:?}");
+}
+
+#[test]
+fn an_index_out_of_range_is_an_error_of_the_region() {
+    let mut region = region();
+    let x = vector(&[1.0, 2.0, 3.0]);
+    let wrong = Tensor::<Kiln, 1, Int>::from_ints([0, 7], &device());
+    let error = region.run(|| x.clone().select(0, wrong)).unwrap_err();
+    assert!(matches!(error, Error::Execute { .. }), "{error}");
+    let right = Tensor::<Kiln, 1, Int>::from_ints([0, 2], &device());
+    assert_eq!(values(region.run(|| x.clone().select(0, right)).unwrap()), [1.0, 3.0]);
+}
+
+#[test]
+fn random_numbers_are_those_of_the_eager_program() {
+    use burn_tensor::backend::Backend;
+    let draw = || {
+        let uniform = Tensor::<Kiln, 2>::random([3, 5], Distribution::Uniform(-1.0, 2.0), &device());
+        let normal = Tensor::<Kiln, 1>::random([7], Distribution::Normal(1.0, 0.5), &device());
+        let coin = Tensor::<Kiln, 1>::random([9], Distribution::Bernoulli(0.3), &device());
+        let die = Tensor::<Kiln, 1, Int>::random([9], Distribution::Uniform(1.0, 7.0), &device());
+        (uniform, normal, coin, die)
+    };
+    let mut region = region();
+    Kiln::seed(&device(), 42);
+    let eager: Vec<_> = (0..3).map(|_| draw()).collect();
+    Kiln::seed(&device(), 42);
+    for expected in eager {
+        let drawn = region.run(draw).unwrap();
+        expected.0.into_data().assert_eq(&drawn.0.into_data(), true);
+        expected.1.into_data().assert_eq(&drawn.1.into_data(), true);
+        expected.2.into_data().assert_eq(&drawn.2.into_data(), true);
+        expected.3.into_data().assert_eq(&drawn.3.into_data(), true);
+    }
+    assert_eq!(region.report().steps.len(), 1, "new draws are the same step");
+}
+
+#[test]
+fn an_input_that_dies_gives_its_buffer() {
+    let mut region = region();
+    let mut x = Tensor::<Kiln, 1>::zeros([1 << 12], &device());
+    for _ in 0..3 {
+        x = region.run(|| x.clone() + 1.0).unwrap();
+    }
+    // `x.clone()` keeps the input alive inside the closure, the assignment outside ends it too late.
+    assert_eq!(region.report().steps[0].aliased, 0);
+    for _ in 0..3 {
+        region.run(|| x = x.clone() + 1.0).unwrap();
+    }
+    assert!(region.report().steps.iter().any(|step| step.aliased == 1), "{}", region.explain());
+    assert_eq!(values(x)[0], 6.0);
+}
+
+#[test]
+fn no_tensor_is_leaked() {
+    let mut region = region();
+    let x = vector(&[1.0, 2.0]);
+    region.run(|| (x.clone() * 2.0).exp()).unwrap();
+    let before = kiln_burn::table::len();
+    for _ in 0..10 {
+        let y = region.run(|| (x.clone() * 2.0).exp() + x.clone().sum()).unwrap();
+        drop(y);
+    }
+    assert_eq!(kiln_burn::table::len(), before);
+}
+
+#[test]
+fn a_lazy_device_records_until_a_value_is_read() {
+    let lazy = KilnDevice::lazy(CompileBackend::AotEager);
+    let x = Tensor::<Kiln, 1>::from_floats([1.0, 2.0], &lazy);
+    let y = x.clone() * 3.0;
+    let z = std::thread::spawn({
+        let y = y.clone();
+        move || y + 1.0
+    });
+    assert_eq!(values(y), [3.0, 6.0]);
+    assert_eq!(values(z.join().unwrap()), [4.0, 7.0], "what a finished thread left pending can still be read");
+    let moved = (x + 1.0).to_device(&device());
+    assert_eq!(values(moved), [2.0, 3.0]);
+}
