@@ -129,7 +129,7 @@ KILN_INLINE vf vf_tanh(vf x) {
     p = vf_fma(p, s, vf_set1(-0x1.555532p-2f));
     vf small = vf_fma(p * s, x, x);
     vf large = 1.0f - 2.0f / (vf_exp(2.0f * vf_select(a > 10.0f, vf_set1(10.0f), a)) + 1.0f);
-    return vf_select(a < 0.625f, small, vf_copysign(large, x));
+    return vf_copysign(vf_select(a < 0.625f, small, large), x);
 }
 
 /* 2.5 ULP (at negative arguments; 1.5 at positive ones); 0 and 1 at the ends, subnormal results included. */
