@@ -249,6 +249,36 @@ impl Index {
         (whole, rest)
     }
 
+    /// `(g, x, r)` with `self = g x + r`, `0 <= r < g` and `g` a proper divisor of `k`, for the largest such `g`: then `self / k` is
+    /// `x / (k / g)`, and what is below `g` does not matter.
+    fn coarse(&self, k: i64) -> Option<(i64, Self, Self)> {
+        let mut divisors: Vec<i64> = self.terms.iter().map(|(_, factor)| gcd(factor.abs(), k)).collect();
+        divisors.sort_unstable_by(|a, b| b.cmp(a));
+        for g in divisors.into_iter().filter(|&g| 1 < g && g < k) {
+            let mut whole = Self::default();
+            let mut rest = Self::constant(self.constant);
+            for (atom, factor) in &self.terms {
+                let target = if factor % g == 0 { &mut whole } else { &mut rest };
+                target.terms.push((atom.clone(), *factor));
+            }
+            if rest.terms.is_empty() {
+                continue;
+            }
+            let (low, _) = rest.range();
+            let multiple = low.div_euclid(g) * g;
+            rest.constant -= multiple;
+            whole.constant += multiple;
+            for (_, factor) in &mut whole.terms {
+                *factor /= g;
+            }
+            whole.constant /= g;
+            if rest.range().1 < g && whole.range().0 >= 0 {
+                return Some((g, whole, rest));
+            }
+        }
+        None
+    }
+
     /// The greatest common divisor of `k` and all factors.
     fn common(&self, k: i64) -> i64 {
         self.terms
@@ -268,6 +298,9 @@ impl Index {
         whole.constant /= k;
         if rest.range().1 < k {
             return whole;
+        }
+        if let Some((g, x, _)) = rest.coarse(k) {
+            return whole.add(&x.div(k / g));
         }
         let mut divisor = k;
         let common = rest.common(k);
@@ -304,6 +337,9 @@ impl Index {
         let (_, mut rest) = self.split(k);
         if rest.range().1 < k {
             return rest;
+        }
+        if let Some((g, x, low)) = rest.coarse(k) {
+            return x.rem(k / g).scale(g).add(&low);
         }
         let common = rest.common(k);
         if common > 1 {
@@ -473,6 +509,10 @@ mod tests {
         assert_eq!(other[0], i.scale(128).add(&j));
         assert_eq!(linear(&other, &[1024, 8, 8]), flat);
         assert_eq!(coordinates(&linear(&other, &[1024, 8, 8]), &[8, 128, 64]), [i, j, k]);
+        // Rows of [1024, 2000] seen as [8, 128, 2000].
+        let wide = linear(&[var(0, 1024), var(1, 2000)], &[1024, 2000]);
+        let split = coordinates(&wide, &[8, 128, 2000]);
+        assert_eq!(split, [var(0, 1024).div(128), var(0, 1024).rem(128), var(1, 2000)]);
         let q = var(3, 8 * 128 * 64);
         let split = coordinates(&q, &[8, 128, 64]);
         assert_eq!(linear(&split, &[8, 128, 64]), q);

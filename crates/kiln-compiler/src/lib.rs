@@ -12,6 +12,7 @@
 //!
 //! Each stage takes plain data and returns plain data with a text form; [`compile`] is the list of them. The crate does not know Burn.
 
+mod debug;
 pub mod emit;
 mod error;
 mod executable;
@@ -54,7 +55,7 @@ pub struct CompiledStep {
     pub dumps: Vec<(String, String)>,
 }
 
-/// Compiles `graph` to C.
+/// Compiles `graph` to C. With `KILN_DEBUG=DIR` in the environment, what each stage made is written to a folder in `DIR`.
 ///
 /// The compiled step takes one pointer for each parameter and one for each output, row-major and contiguous, and the runtime scalars
 /// as eight bytes each ([`kiln_graph::Scalar::to_bits`]). [`Plan::aliases`] says which outputs take over which parameter's memory.
@@ -67,12 +68,16 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
     let _entered = span.enter();
     kiln_graph::verify::verify(graph)?;
     let mut stages = Stages::default();
+    let debug = debug::folder();
+    let recorded = graph;
 
-    let (graph, dumps) = stages.time("transform", || transform::run(graph, options))?;
+    let dump = options.dump || debug.is_some();
+    let (graph, dumps) = stages.time("transform", || transform::run(recorded, options, dump))?;
     let schedule = stages.time("schedule", || schedule::fuse::schedule(&graph, options.fuse));
     let emit_options = emit::EmitOptions {
         isa: options.isa,
         threads: options.threads,
+        layouts: std::sync::Arc::clone(&schedule.layouts),
     };
     let mut externs = Vec::new();
     let codes = stages.time("kernels", || {
@@ -87,7 +92,7 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         plan::plan(&graph, &schedule, &scratch)
     });
     let emitted = stages.time("emit", || emit::emit(&graph, &schedule, &codes, &plan, &emit_options));
-    Ok(CompiledStep {
+    let compiled = CompiledStep {
         graph,
         schedule,
         plan,
@@ -96,7 +101,11 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         externs,
         times: stages.times,
         dumps,
-    })
+    };
+    if let Some(folder) = debug {
+        debug::write(&folder, recorded, &compiled);
+    }
+    Ok(compiled)
 }
 
 /// Times of the stages.

@@ -13,13 +13,14 @@ use super::nest::Argument;
 use crate::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
 use crate::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, WeightGradSpec};
 use crate::kernels::{Param, Width};
-use crate::schedule::access::{Strided, strided};
+use crate::schedule::access::{Strided, side, strided};
+use crate::schedule::layout::{Layouts, product_strides, strides};
 use crate::schedule::{Buffer, Kernel};
 
 /// The window on one of the buffers in `reads` through which a library kernel reads `operand`.
-pub fn window(graph: &Graph, operand: Value, reads: &[Buffer]) -> Strided {
+pub fn window(graph: &Graph, layouts: &Layouts, operand: Value, reads: &[Buffer]) -> Strided {
     let stop = |value: Value| reads.contains(&Buffer::Value(value));
-    strided(graph, operand, &stop).unwrap_or_else(|| Strided {
+    strided(graph, layouts, operand, &stop).unwrap_or_else(|| Strided {
         base: operand,
         offset: 0,
         strides: graph.shape(operand).strides().iter().map(|&stride| stride as i64).collect(),
@@ -37,24 +38,8 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emi
     if let Some(call) = convolution(graph, kernel, node, options) {
         return Some(vec![call]);
     }
-    let launches = library::generate(graph, node, &kernel.reads)?;
+    let launches = library::generate(graph, node, &kernel.reads, &options.layouts)?;
     Some(launches.into_iter().map(Call::Task).collect())
-}
-
-/// Extents and strides of several dimensions of a window as one dimension; none if they are not evenly spaced.
-fn join(extents: &[usize], strides: &[i64]) -> Option<(usize, i64)> {
-    let mut joined = (1usize, 0i64);
-    for (&extent, &stride) in extents.iter().zip(strides).rev() {
-        if extent == 1 {
-            continue;
-        }
-        joined = match joined {
-            (1, _) => (extent, stride),
-            (inner, unit) if stride == unit * inner as i64 => (inner * extent, unit),
-            _ => return None,
-        };
-    }
-    Some(joined)
 }
 
 fn product(graph: &Graph, kernel: &Kernel, node: Node, dims: &DotDims, options: &super::EmitOptions) -> Option<Call> {
@@ -63,27 +48,10 @@ fn product(graph: &Graph, kernel: &Kernel, node: Node, dims: &DotDims, options: 
     if graph.dtype(out) != DType::F32 || graph.ty(out).numel() == 0 {
         return None;
     }
-    struct Side {
-        batch: Vec<(usize, i64)>,
-        free: (usize, i64),
-        depth: (usize, i64),
-    }
-    let side = |at: usize, batch: &[usize], contract: &[usize]| -> Option<(Strided, Side)> {
-        let operand = data.inputs[at];
-        let shape = graph.shape(operand);
-        let window = window(graph, operand, &kernel.reads);
-        let pick = |axes: &[usize]| -> (Vec<usize>, Vec<i64>) {
-            axes.iter().map(|&axis| (shape[axis], window.strides[axis])).unzip()
-        };
-        let (e, s) = pick(&DotDims::free(shape.rank(), batch, contract));
-        let free = join(&e, &s)?;
-        let (e, s) = pick(contract);
-        let depth = join(&e, &s)?;
-        let batch = batch.iter().map(|&axis| (shape[axis], window.strides[axis])).collect();
-        Some((window, Side { batch, free, depth }))
-    };
-    let (wa, a) = side(0, &dims.a_batch, &dims.a_contract)?;
-    let (wb, b) = side(1, &dims.b_batch, &dims.b_contract)?;
+    let layouts = &options.layouts;
+    let (wa, wb) = (window(graph, layouts, data.inputs[0], &kernel.reads), window(graph, layouts, data.inputs[1], &kernel.reads));
+    let (a, b) = (side(graph, data, 0, &wa)?, side(graph, data, 1, &wb)?);
+    let (out_batch, rows, cols) = product_strides(graph, out, dims, &strides(graph.shape(out), layouts.get(&out)))?;
     let (m, k, n) = (a.free.0, a.depth.0, b.free.0);
     let batch: usize = a.batch.iter().map(|&(extent, _)| extent).product();
     let spec = GemmSpec {
@@ -95,7 +63,7 @@ fn product(graph: &Graph, kernel: &Kernel, node: Node, dims: &DotDims, options: 
         k,
         a: Operand::strided(&pointer("left", wa.offset), &a.batch, a.free.1, a.depth.1),
         b: Operand::strided(&pointer("right", wb.offset), &b.batch, b.free.1, b.depth.1),
-        epilogue: Epilogue::store("out", &[(batch, (m * n) as i64)], n as i64, 1),
+        epilogue: Epilogue::store("out", &out_batch, rows.1, cols.1),
         params: vec![
             Param::new("const float *", "left"),
             Param::new("const float *", "right"),
@@ -161,8 +129,8 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
     if !plain || data.inputs.iter().chain(&data.outputs).any(|&v| graph.ty(v).numel() == 0) {
         return None;
     }
-    let first = window(graph, data.inputs[0], &kernel.reads);
-    let second = window(graph, data.inputs[1], &kernel.reads);
+    let first = window(graph, &options.layouts, data.inputs[0], &kernel.reads);
+    let second = window(graph, &options.layouts, data.inputs[1], &kernel.reads);
     let shape = |value: Value| graph.shape(value).dims();
     let params = vec![
         Param::new("const float *", "first"),

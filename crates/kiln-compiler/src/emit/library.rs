@@ -13,6 +13,7 @@ use super::nest::{Argument, Launch};
 use super::pointwise as c;
 use crate::schedule::Buffer;
 use crate::schedule::fuse::starts_constant;
+use crate::schedule::layout::Layouts;
 
 /// Points of work below which a kernel runs on the calling thread alone.
 const SERIAL_POINTS: usize = 16 * 1024;
@@ -140,7 +141,7 @@ impl<'a> Writer<'a> {
 }
 
 /// Plain loops for `node`; none if there are none for its operation.
-pub fn generate(graph: &Graph, node: Node, reads: &[Buffer]) -> Option<Vec<Launch>> {
+pub fn generate(graph: &Graph, node: Node, reads: &[Buffer], layouts: &Layouts) -> Option<Vec<Launch>> {
     let data = graph.node(node);
     let w = Writer::new(graph, node);
     let launch = match &data.op {
@@ -153,7 +154,7 @@ pub fn generate(graph: &Graph, node: Node, reads: &[Buffer]) -> Option<Vec<Launc
         Op::UpdateSlice { starts, steps } => update_slice(w, starts, steps),
         Op::Scatter { axis, mode } => scatter(w, *axis, *mode),
         Op::IndexPut { axis, mode } => index_put(w, *axis, *mode),
-        Op::DotGeneral(_) => dot(w, reads),
+        Op::DotGeneral(_) => dot(w, reads, layouts),
         Op::Conv(conv) => convolution(w, conv),
         Op::ConvInputGrad { conv, .. } => convolution_input(w, conv),
         Op::ConvWeightGrad { conv, .. } => convolution_weight(w, conv),
@@ -361,13 +362,13 @@ fn index_put(w: Writer, axis: usize, mode: ScatterMode) -> Launch {
     })
 }
 
-fn dot(mut w: Writer, reads: &[Buffer]) -> Launch {
+fn dot(mut w: Writer, reads: &[Buffer], layouts: &Layouts) -> Launch {
     let data = w.graph.node(w.node);
     let Op::DotGeneral(dims) = &data.op else {
         unreachable!("called for dot_general")
     };
-    let a = super::contract::window(w.graph, data.inputs[0], reads);
-    let b = super::contract::window(w.graph, data.inputs[1], reads);
+    let a = super::contract::window(w.graph, layouts, data.inputs[0], reads);
+    let b = super::contract::window(w.graph, layouts, data.inputs[1], reads);
     let (sa, sb) = (w.shape(0), w.shape(1));
     let free_a = kiln_graph::op::DotDims::free(sa.len(), &dims.a_batch, &dims.a_contract);
     let free_b = kiln_graph::op::DotDims::free(sb.len(), &dims.b_batch, &dims.b_contract);

@@ -11,6 +11,8 @@ pub mod nest;
 pub mod pointwise;
 mod step;
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use kiln_cpu::Isa;
@@ -18,6 +20,7 @@ use kiln_graph::{Graph, Op, Value};
 
 use crate::error::CompileError;
 use crate::kernels;
+use crate::schedule::layout::Layouts;
 use crate::schedule::{Kernel, KernelKind};
 use nest::{Argument, Launch};
 
@@ -30,6 +33,8 @@ pub struct EmitOptions {
     pub isa: Isa,
     /// Most threads that will run the step.
     pub threads: usize,
+    /// Values that are not stored row-major.
+    pub layouts: Arc<Layouts>,
 }
 
 /// One call of the step.

@@ -43,6 +43,7 @@ use kiln_graph::{DType, Graph, Node, Value};
 use super::pointwise as c;
 use crate::index::{Atom, Index, Var, bit, linear};
 use crate::schedule::access::operand_index;
+use crate::schedule::layout::position;
 use crate::schedule::nest::{Nest, Store, vars};
 use crate::schedule::Buffer;
 
@@ -560,7 +561,7 @@ impl<'a> Writer<'a> {
     fn compute(&mut self, value: Value, index: &[Index]) -> Register {
         let graph = self.graph;
         if !self.space.nest.uses_of(value).is_empty() {
-            let position = linear(index, graph.shape(value));
+            let position = position(graph, &self.space.nest.layouts, value, index);
             return self.load(Buffer::Value(value), &position, 1);
         }
         let data = graph.def(value);

@@ -287,6 +287,8 @@ fn files(
         plan.arena_bytes,
     );
     let mut step = format!("/* The step `{}`: its kernels, in the order in which they run. */\n", graph.name);
+    // A long list of calls: there is nothing to optimise, and much to spend time on.
+    step.push_str("#if defined(__GNUC__) && !defined(__clang__)\n#pragma GCC optimize(\"O0\")\n#endif\n");
     step.push_str("#include \"kiln_runtime.h\"\n\n");
     for prototype in &functions.prototypes {
         let _ = writeln!(step, "{prototype}");

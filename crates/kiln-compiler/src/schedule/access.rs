@@ -1,8 +1,9 @@
 //! How movement operations act on indices: given where the result is wanted, where the operand is read.
 
-use kiln_graph::op::Op;
-use kiln_graph::{Graph, Value};
+use kiln_graph::op::{DotDims, Op};
+use kiln_graph::{Graph, NodeData, Value};
 
+use super::layout::{Layouts, position};
 use crate::index::{Index, coordinates, linear};
 
 /// The index of operand 0 of the movement that defines `value`, for the element of `value` at `index`; none if the
@@ -76,7 +77,7 @@ pub struct Strided {
 
 /// Follows movements from `value` to the stored value behind it, as long as the result is a strided window.
 /// `stop` says where to stop: values that have a buffer.
-pub fn strided(graph: &Graph, value: Value, stop: &dyn Fn(Value) -> bool) -> Option<Strided> {
+pub fn strided(graph: &Graph, layouts: &Layouts, value: Value, stop: &dyn Fn(Value) -> bool) -> Option<Strided> {
     let shape = graph.shape(value);
     let (mut index, _) = identity(shape, 0);
     let mut base = value;
@@ -84,7 +85,7 @@ pub fn strided(graph: &Graph, value: Value, stop: &dyn Fn(Value) -> bool) -> Opt
         index = operand_index(graph, base, &index)?;
         base = graph.def(base).inputs[0];
     }
-    let position = linear(&index, graph.shape(base));
+    let position = position(graph, layouts, base, &index);
     let mut var = 0;
     let mut strides = Vec::with_capacity(shape.rank());
     for &extent in shape.iter() {
@@ -100,4 +101,49 @@ pub fn strided(graph: &Graph, value: Value, stop: &dyn Fn(Value) -> bool) -> Opt
         offset: position.offset(),
         strides,
     })
+}
+
+/// Extents and strides of several dimensions as one dimension; none if they are not evenly spaced.
+pub fn join(extents: &[usize], strides: &[i64]) -> Option<(usize, i64)> {
+    let mut joined = (1usize, 0i64);
+    for (&extent, &stride) in extents.iter().zip(strides).rev() {
+        if extent == 1 {
+            continue;
+        }
+        joined = match joined {
+            (1, _) => (extent, stride),
+            (inner, unit) if stride == unit * inner as i64 => (inner * extent, unit),
+            _ => return None,
+        };
+    }
+    Some(joined)
+}
+
+/// One operand of a product as a batch of matrices.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Side {
+    /// Extent and stride of each batch dimension.
+    pub batch: Vec<(usize, i64)>,
+    /// Extent and stride of the free dimensions as one.
+    pub free: (usize, i64),
+    /// Extent and stride of the contracted dimensions as one.
+    pub depth: (usize, i64),
+}
+
+/// Operand number `operand` of a product seen through `window` as a batch of matrices; none if its free or contracted dimensions
+/// are not evenly spaced.
+pub fn side(graph: &Graph, product: &NodeData, operand: usize, window: &Strided) -> Option<Side> {
+    let Op::DotGeneral(dims) = &product.op else { return None };
+    let (batch, contract) = match operand {
+        0 => (&dims.a_batch, &dims.a_contract),
+        _ => (&dims.b_batch, &dims.b_contract),
+    };
+    let shape = graph.shape(product.inputs[operand]);
+    let pick = |axes: &[usize]| -> (Vec<usize>, Vec<i64>) { axes.iter().map(|&axis| (shape[axis], window.strides[axis])).unzip() };
+    let (extents, strides) = pick(&DotDims::free(shape.rank(), batch, contract));
+    let free = join(&extents, &strides)?;
+    let (extents, strides) = pick(contract);
+    let depth = join(&extents, &strides)?;
+    let batch = batch.iter().map(|&axis| (shape[axis], window.strides[axis])).collect();
+    Some(Side { batch, free, depth })
 }

@@ -23,14 +23,16 @@
 //! - *Bounds.* A nest that touches too many buffers or holds too many operations stops growing.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
 use kiln_graph::op::{Dims, Op};
-use kiln_graph::{DType, Graph, Node, Scalar, Value};
+use kiln_graph::{DType, Graph, Node, NodeData, Scalar, Value};
 
-use super::access::{identity, operand_index, strided};
+use super::access::{identity, operand_index, side, strided};
 use super::class::{Class, classify, is_cheap, node_index};
+use super::layout::{self, Layouts};
 use super::nest::{Nest, Split, Store, bijective, vars};
 use super::{Buffer, Kernel, KernelKind, Schedule};
 use crate::index::{Index, Var, bit, coordinates, linear};
@@ -52,7 +54,11 @@ pub fn schedule(graph: &Graph, fuse: bool) -> Schedule {
     for &node in nodes.iter().rev() {
         fuser.place(node);
     }
-    super::order::order(graph, fuser.finish())
+    let layouts = Arc::clone(&fuser.layouts);
+    Schedule {
+        layouts,
+        ..super::order::order(graph, fuser.finish())
+    }
 }
 
 /// A kernel in the making.
@@ -69,6 +75,7 @@ struct Fuser<'a> {
     graph: &'a Graph,
     fuse: bool,
     classes: Vec<Class>,
+    layouts: Arc<Layouts>,
     groups: Vec<Group>,
     /// Groups that read a value from memory.
     readers: FxHashMap<Value, Vec<usize>>,
@@ -84,6 +91,7 @@ impl<'a> Fuser<'a> {
             graph,
             fuse,
             classes: classify(graph),
+            layouts: Arc::new(if fuse { layout::choose(graph) } else { Layouts::default() }),
             groups: Vec::new(),
             readers: FxHashMap::default(),
             demanded: FxHashMap::default(),
@@ -134,7 +142,10 @@ impl<'a> Fuser<'a> {
         group
     }
 
-    fn new_group(&mut self, nest: Option<Nest>, library: Option<Node>) -> usize {
+    fn new_group(&mut self, mut nest: Option<Nest>, library: Option<Node>) -> usize {
+        if let Some(nest) = &mut nest {
+            nest.layouts = Arc::clone(&self.layouts);
+        }
         self.groups.push(Group {
             nest,
             library,
@@ -237,14 +248,14 @@ impl<'a> Fuser<'a> {
             if position == 0 && starts_constant(self.graph, node).is_some() {
                 continue;
             }
-            let base = self.library_operand(&data.op, position, operand);
+            let base = self.library_operand(data, position, operand);
             self.add_reader(group, base);
         }
     }
 
     /// The stored value through which a library kernel reads `operand`: a strided window where the kernel takes one.
-    fn library_operand(&mut self, op: &Op, position: usize, operand: Value) -> Value {
-        let takes_windows = match op {
+    fn library_operand(&mut self, node: &NodeData, position: usize, operand: Value) -> Value {
+        let takes_windows = match &node.op {
             Op::DotGeneral(_) | Op::ConvWeightGrad { .. } => true,
             // Weights are packed from contiguous memory.
             Op::Conv(_) | Op::ConvInputGrad { .. } => position == 0,
@@ -252,7 +263,9 @@ impl<'a> Fuser<'a> {
         } && self.graph.dtype(operand) == DType::F32;
         if takes_windows {
             let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
-            if let Some(window) = strided(self.graph, operand, &stop) {
+            if let Some(window) = strided(self.graph, &self.layouts, operand, &stop)
+                && (!matches!(node.op, Op::DotGeneral(_)) || side(self.graph, node, position, &window).is_some())
+            {
                 return window.base;
             }
         }
@@ -547,7 +560,8 @@ impl<'a> Fuser<'a> {
                 Split { rows, cols }
             }
         };
-        if needs_store && !bijective(&wanted, self.graph.shape(value)) {
+        // Anything else would reduce the same elements again and again.
+        if !bijective(&wanted, self.graph.shape(value)) {
             return false;
         }
         let nest = self.nest_mut(group);

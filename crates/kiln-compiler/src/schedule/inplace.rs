@@ -8,8 +8,8 @@ use rustc_hash::FxHashMap;
 
 use kiln_graph::{Graph, Op, Value};
 
+use super::layout::position;
 use super::nest::{Nest, Store, vars};
-use crate::index::linear;
 
 /// The values whose memory `store` may take over.
 pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
@@ -42,7 +42,7 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
         .filter(|(value, indices)| {
             graph.ty(*value).bytes() == bytes
                 && graph.dtype(*value).size() == graph.dtype(store.value).size()
-                && indices.iter().all(|index| linear(index, graph.shape(*value)) == store.position)
+                && indices.iter().all(|index| position(graph, &nest.layouts, *value, index) == store.position)
         })
         .map(|(value, _)| *value)
         .collect()

@@ -8,13 +8,16 @@ pub mod access;
 pub mod class;
 pub mod fuse;
 pub mod inplace;
+pub mod layout;
 pub mod nest;
 pub mod order;
 
 use std::fmt::Write as _;
+use std::sync::Arc;
 
 use kiln_graph::{Graph, Node, Value};
 
+use layout::Layouts;
 use nest::Nest;
 
 /// Memory that a kernel reads or writes.
@@ -53,12 +56,17 @@ pub struct Kernel {
 pub struct Schedule {
     /// The kernels.
     pub kernels: Vec<Kernel>,
+    /// Values that are not stored row-major.
+    pub layouts: Arc<Layouts>,
 }
 
 impl Schedule {
     /// One paragraph for each kernel: what it computes, reads and writes.
     pub fn to_text(&self, graph: &Graph) -> String {
         let mut text = String::new();
+        for (value, order) in self.layouts.iter() {
+            let _ = writeln!(text, "layout of {value} {}: {order:?}", graph.ty(*value));
+        }
         for (number, kernel) in self.kernels.iter().enumerate() {
             let names: Vec<&str> = kernel.nodes.iter().map(|&node| graph.node(node).op.name()).collect();
             let _ = writeln!(text, "kernel {number}: {}", names.join(" "));

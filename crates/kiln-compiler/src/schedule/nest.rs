@@ -11,11 +11,14 @@
 //! to a fixed number of chunks with partial results of their own, which are combined in order: the bits of the result do not
 //! depend on the number of threads.
 
+use std::sync::Arc;
+
 use rustc_hash::FxHashMap;
 
 use kiln_graph::{Graph, Node, Op, Value};
 
 use super::Buffer;
+use super::layout::{Layouts, position};
 use crate::index::{Index, Var, bit, linear};
 
 /// Rows and columns of a nest with reductions, as bit sets of variables.
@@ -59,6 +62,8 @@ pub struct Nest {
     pub stores: Vec<Store>,
     /// Results of late reductions among the stores.
     pub late: Vec<Value>,
+    /// Values that are not stored row-major.
+    pub layouts: Arc<Layouts>,
     /// Stored values of elsewhere that are read here, and where.
     pub uses: Vec<(Value, Vec<Vec<Index>>)>,
 }
@@ -110,7 +115,7 @@ impl Nest {
 
     /// Where a store of `value` at its own buffer goes.
     pub fn add_store(&mut self, graph: &Graph, value: Value, index: Vec<Index>) {
-        let position = linear(&index, graph.shape(value));
+        let position = position(graph, &self.layouts, value, &index);
         self.stores.push(Store {
             value,
             index,

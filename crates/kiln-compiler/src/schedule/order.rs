@@ -6,6 +6,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
@@ -50,6 +51,7 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
     debug_assert_eq!(sequence.len(), kernels.len(), "fusion made a cycle in `{}`", graph.name);
     let mut slots: Vec<Option<Kernel>> = kernels.into_iter().map(Some).collect();
     Schedule {
+        layouts: Arc::default(),
         kernels: sequence.into_iter().filter_map(|number| slots[number].take()).collect(),
     }
 }

@@ -17,14 +17,14 @@ type Pass = (&'static str, fn(&Graph) -> Result<Graph, TypeError>);
 /// The passes, in the order in which they run.
 const PASSES: &[Pass] = &[("simplify", simplify::simplify)];
 
-/// Runs all passes.
+/// Runs all passes; with `dump`, keeps the text of the graph after each.
 ///
 /// # Errors
 /// [`CompileError::Pass`] if a pass makes an ill-typed node.
-pub fn run(graph: &Graph, options: &Options) -> Result<(Graph, Dumps), CompileError> {
+pub fn run(graph: &Graph, options: &Options, dump: bool) -> Result<(Graph, Dumps), CompileError> {
     let mut dumps = Dumps::new();
     let mut graph = graph.without_dead_code();
-    if options.dump {
+    if dump {
         dumps.push(("recorded".into(), graph.to_string()));
     }
     if !options.transform {
@@ -35,7 +35,7 @@ pub fn run(graph: &Graph, options: &Options) -> Result<(Graph, Dumps), CompileEr
         if cfg!(debug_assertions) {
             kiln_graph::verify::verify(&graph)?;
         }
-        if options.dump {
+        if dump {
             dumps.push((name.into(), graph.to_string()));
         }
     }

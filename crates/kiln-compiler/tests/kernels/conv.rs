@@ -20,7 +20,11 @@ struct Case {
 /// Strides of a dense image: image, depth, height, width, channel.
 fn strides(channels: usize, [z, y, x]: Spatial, last: bool) -> [i64; 5] {
     let (c, z, y, x) = (channels as i64, z as i64, y as i64, x as i64);
-    if last { [z * y * x * c, y * x * c, x * c, c, 1] } else { [c * z * y * x, y * x, x, 1, z * y * x] }
+    if last {
+        [z * y * x * c, y * x * c, x * c, c, 1]
+    } else {
+        [c * z * y * x, y * x, x, 1, z * y * x]
+    }
 }
 
 fn at(strides: [i64; 5], index: [usize; 5]) -> usize {
@@ -68,7 +72,11 @@ impl Case {
             }
             if fits {
                 let last = [random.below(2) == 0, random.below(2) == 0];
-                return Self { geometry, last, computed: random.below(3) == 0 };
+                return Self {
+                    geometry,
+                    last,
+                    computed: random.below(3) == 0,
+                };
             }
         }
     }
@@ -141,7 +149,11 @@ impl Case {
         vec![
             conv::forward(spec("forward", self.image("b", input), halved), isa),
             conv::input_grad(
-                spec("input_grad", self.image("b", output), PixelEpilogue::store("out", input)),
+                spec(
+                    "input_grad",
+                    self.image("b", output),
+                    PixelEpilogue::store("out", input),
+                ),
                 isa,
             ),
             conv::weight_grad(weight_grad, isa),
@@ -185,7 +197,13 @@ impl Case {
 impl Case {
     /// Half the output, the input gradient, and the weight plus its gradient.
     fn reference(&self, x: &[f32], dy: &[f32], w: &[f32]) -> [Vec<f64>; 3] {
-        let seen = |v: f32| if self.computed { f64::from(v).max(0.0) } else { f64::from(v) };
+        let seen = |v: f32| {
+            if self.computed {
+                f64::from(v).max(0.0)
+            } else {
+                f64::from(v)
+            }
+        };
         let mut out = vec![0.0; dy.len()];
         let mut dx = vec![0.0; x.len()];
         let mut dw: Vec<f64> = w.iter().map(|&w| w.into()).collect();
@@ -206,20 +224,33 @@ fn check(cases: &[Case], seed: u64) {
         .map(|case| {
             let g = &case.geometry;
             let pixels = |extents: Spatial| g.images * extents.iter().product::<usize>();
-            [pixels(g.input) * g.in_channels, pixels(g.output) * g.out_channels, g.weight_len()]
-                .map(|count| random.floats(count))
+            [
+                pixels(g.input) * g.in_channels,
+                pixels(g.output) * g.out_channels,
+                g.weight_len(),
+            ]
+            .map(|count| random.floats(count))
         })
         .collect();
     let inputs: Vec<&[f32]> = data
         .iter()
         .flat_map(|[x, dy, w]| [&x[..], &w[..], &dy[..], &w[..], &x[..], &dy[..]])
         .collect();
-    let outputs: Vec<&[f32]> = data.iter().flat_map(|[x, dy, w]| [&dy[..], &x[..], &w[..]]).collect();
-    let references: Vec<[Vec<f64>; 3]> =
-        cases.iter().zip(&data).map(|(case, [x, dy, w])| case.reference(x, dy, w)).collect();
+    let outputs: Vec<&[f32]> = data
+        .iter()
+        .flat_map(|[x, dy, w]| [&dy[..], &x[..], &w[..]])
+        .collect();
+    let references: Vec<[Vec<f64>; 3]> = cases
+        .iter()
+        .zip(&data)
+        .map(|(case, [x, dy, w])| case.reference(x, dy, w))
+        .collect();
     for isa in instruction_sets(&toolchain) {
-        let kernels: Vec<Kernel> =
-            cases.iter().enumerate().flat_map(|(i, case)| case.kernels(i, isa)).collect();
+        let kernels: Vec<Kernel> = cases
+            .iter()
+            .enumerate()
+            .flat_map(|(i, case)| case.kernels(i, isa))
+            .collect();
         let results = run(&toolchain, isa, &kernels, &inputs, &outputs);
         for ((case, references), results) in cases.iter().zip(&references).zip(results.chunks(3)) {
             for (name, result, expected) in [
@@ -244,25 +275,30 @@ fn random_convolutions_match_f64() {
 /// Shapes of image networks, large enough for threads, several chunks, wide and uneven panels.
 #[test]
 fn network_layers_match_f64() {
-    let layer = |size: usize, channels: [usize; 2], groups: usize, kernel: usize, stride: usize, last: bool| {
-        let pad = kernel / 2;
-        Case {
-            geometry: Geometry {
-                images: 2,
-                groups,
-                in_channels: channels[0],
-                out_channels: channels[1],
-                input: [1, size, size],
-                output: [1, (size + 2 * pad - kernel) / stride + 1, (size + 2 * pad - kernel) / stride + 1],
-                kernel: [1, kernel, kernel],
-                stride: [1, stride, stride],
-                pad: [0, pad, pad],
-                dilation: [1; 3],
-            },
-            last: [last; 2],
-            computed: false,
-        }
-    };
+    let layer =
+        |size: usize, channels: [usize; 2], groups: usize, kernel: usize, stride: usize, last: bool| {
+            let pad = kernel / 2;
+            Case {
+                geometry: Geometry {
+                    images: 2,
+                    groups,
+                    in_channels: channels[0],
+                    out_channels: channels[1],
+                    input: [1, size, size],
+                    output: [
+                        1,
+                        (size + 2 * pad - kernel) / stride + 1,
+                        (size + 2 * pad - kernel) / stride + 1,
+                    ],
+                    kernel: [1, kernel, kernel],
+                    stride: [1, stride, stride],
+                    pad: [0, pad, pad],
+                    dilation: [1; 3],
+                },
+                last: [last; 2],
+                computed: false,
+            }
+        };
     check(
         &[
             layer(33, [3, 40], 1, 7, 2, false),

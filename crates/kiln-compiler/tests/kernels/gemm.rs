@@ -37,12 +37,21 @@ impl Layout {
     fn random(random: &mut Random, batch: &[usize], free: usize, depth: usize, may_broadcast: bool) -> Self {
         let gap = random.pick(&[0, 0, 0, 1, 5]);
         let spread = random.pick(&[1, 1, 1, 1, 3]);
-        let (inner, outer) = if random.below(2) == 0 { (free, depth) } else { (depth, free) };
+        let (inner, outer) = if random.below(2) == 0 {
+            (free, depth)
+        } else {
+            (depth, free)
+        };
         let inner_stride = spread as i64;
         let outer_stride = (inner * spread + gap) as i64;
         let transposed = inner == depth && inner_stride == spread as i64 && random.below(2) == 0;
         let (free_stride, depth_stride, inner, outer) = if transposed || inner != free {
-            (outer_stride.max((depth * spread) as i64), inner_stride, depth, free)
+            (
+                outer_stride.max((depth * spread) as i64),
+                inner_stride,
+                depth,
+                free,
+            )
         } else {
             (inner_stride, outer_stride, inner, outer)
         };
@@ -55,7 +64,12 @@ impl Layout {
             strides[position] = stride;
             stride *= extent as i64;
         }
-        Self { batch: strides, free: free_stride, depth: depth_stride, len: stride.max(1) as usize + 64 }
+        Self {
+            batch: strides,
+            free: free_stride,
+            depth: depth_stride,
+            len: stride.max(1) as usize + 64,
+        }
     }
 
     fn at(&self, batch: &[usize], free: usize, depth: usize) -> usize {
@@ -77,7 +91,11 @@ impl Case {
             _ => 1 + random.below(90),
         };
         let (m, n) = (size(random), size(random));
-        let k = if random.below(8) == 0 { random.below(300) } else { size(random) };
+        let k = if random.below(8) == 0 {
+            random.below(300)
+        } else {
+            size(random)
+        };
         let batch: Vec<usize> = (0..random.below(3)).map(|_| 1 + random.below(3)).collect();
         Self {
             a: Layout::random(random, &batch, m, k, true),
@@ -93,7 +111,11 @@ impl Case {
     }
 
     fn kernel(&self, name: String, isa: Isa, threads: usize) -> Kernel {
-        let (a, b, c) = (self.a.dims(&self.batch), self.b.dims(&self.batch), self.c.dims(&self.batch));
+        let (a, b, c) = (
+            self.a.dims(&self.batch),
+            self.b.dims(&self.batch),
+            self.c.dims(&self.batch),
+        );
         let plain = Operand::strided("a", &a, self.a.free, self.a.depth);
         let left = if self.prologue {
             Operand::computed(plain.contiguous, move |at| {
@@ -188,15 +210,19 @@ fn check(cases: &[Case], seed: u64) {
     let mut random = Random::new(seed);
     let data: Vec<[Vec<f32>; 4]> = cases
         .iter()
-        .map(|case| {
-            [case.a.len, case.b.len, case.n + 16, case.c.len].map(|count| random.floats(count))
-        })
+        .map(|case| [case.a.len, case.b.len, case.n + 16, case.c.len].map(|count| random.floats(count)))
         .collect();
-    let inputs: Vec<&[f32]> = data.iter().flat_map(|[a, b, bias, _]| [&a[..], &b[..], &bias[..]]).collect();
+    let inputs: Vec<&[f32]> = data
+        .iter()
+        .flat_map(|[a, b, bias, _]| [&a[..], &b[..], &bias[..]])
+        .collect();
     let outputs: Vec<&[f32]> = data.iter().map(|[_, _, _, c]| &c[..]).collect();
     for isa in instruction_sets(&toolchain) {
-        let kernels: Vec<Kernel> =
-            cases.iter().enumerate().map(|(i, case)| case.kernel(format!("gemm{i}"), isa, 3)).collect();
+        let kernels: Vec<Kernel> = cases
+            .iter()
+            .enumerate()
+            .map(|(i, case)| case.kernel(format!("gemm{i}"), isa, 3))
+            .collect();
         let results = run(&toolchain, isa, &kernels, &inputs, &outputs);
         for ((case, [a, b, bias, c]), result) in cases.iter().zip(&data).zip(&results) {
             let error = distance(result, &case.reference(a, b, bias, c));
@@ -267,7 +293,13 @@ fn non_finite_values_stay_in_their_rows_and_columns() {
     a[case.a.at(&[], 18, 0)] = f32::INFINITY;
     for isa in instruction_sets(&toolchain) {
         let kernel = case.kernel("gemm".into(), isa, 3);
-        let c = &run(&toolchain, isa, &[kernel], &[&a, &b, &[0.0; 64]], &[&vec![0.0; case.c.len]])[0];
+        let c = &run(
+            &toolchain,
+            isa,
+            &[kernel],
+            &[&a, &b, &[0.0; 64]],
+            &[&vec![0.0; case.c.len]],
+        )[0];
         for i in 0..case.m {
             for j in 0..case.n {
                 let value = c[case.c.at(&[], i, j)];

@@ -34,7 +34,9 @@ impl Random {
     pub fn floats(&mut self, count: usize) -> Vec<f32> {
         (0..count)
             .map(|_| {
-                let sum: f64 = (0..4).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
+                let sum: f64 = (0..4)
+                    .map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5)
+                    .sum();
                 (sum * 1.7) as f32
             })
             .collect()
@@ -52,25 +54,45 @@ pub fn instruction_sets(toolchain: &Toolchain) -> Vec<Isa> {
 
 /// Builds `kernels` into one step, runs it on 1, 2 and 3 threads (workspaces filled with NaN), checks that the bits agree, and
 /// returns the outputs. `outputs` gives the contents before the run.
-pub fn run(toolchain: &Toolchain, isa: Isa, kernels: &[Kernel], inputs: &[&[f32]], outputs: &[&[f32]]) -> Vec<Vec<f32>> {
-    let options = BuildOptions { level: OptLevel::Quick, ..BuildOptions::default() };
-    let built = toolchain.build(&standalone::step(kernels, isa), &options).unwrap_or_else(|error| panic!("{error}"));
+pub fn run(
+    toolchain: &Toolchain,
+    isa: Isa,
+    kernels: &[Kernel],
+    inputs: &[&[f32]],
+    outputs: &[&[f32]],
+) -> Vec<Vec<f32>> {
+    let options = BuildOptions {
+        level: OptLevel::Quick,
+        ..BuildOptions::default()
+    };
+    let built = toolchain
+        .build(&standalone::step(kernels, isa), &options)
+        .unwrap_or_else(|error| panic!("{error}"));
 
     let step = Library::load(built.path()).unwrap().step();
     let inputs: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr().cast()).collect();
     let mut first: Option<Vec<Vec<f32>>> = None;
     for threads in [1, 2, 3] {
         let mut results: Vec<Vec<f32>> = outputs.iter().map(|output| output.to_vec()).collect();
-        let pointers: Vec<*mut u8> = results.iter_mut().map(|result| result.as_mut_ptr().cast()).collect();
+        let pointers: Vec<*mut u8> = results
+            .iter_mut()
+            .map(|result| result.as_mut_ptr().cast())
+            .collect();
         let mut arena = AlignedBuffer::zeroed(step.signature().arena_bytes as usize).unwrap();
         arena.as_mut_slice().fill(0xff);
-        let arguments = StepArguments { inputs: &inputs, outputs: &pointers, arena: &mut arena, scalars: &[] };
+        let arguments = StepArguments {
+            inputs: &inputs,
+            outputs: &pointers,
+            arena: &mut arena,
+            scalars: &[],
+        };
         // SAFETY: the tests hand over as many elements as they told the template.
         unsafe { step.run(&ThreadPool::new(threads), arguments, &NoHooks) }.unwrap();
         match &first {
             None => first = Some(results),
             Some(first) => {
-                let bits = |all: &[Vec<f32>]| -> Vec<u32> { all.iter().flatten().map(|x| x.to_bits()).collect() };
+                let bits =
+                    |all: &[Vec<f32>]| -> Vec<u32> { all.iter().flatten().map(|x| x.to_bits()).collect() };
                 assert_eq!(bits(first), bits(&results), "{threads} threads change the result");
             }
         }
@@ -86,5 +108,9 @@ pub fn distance(a: &[f32], b: &[f64]) -> f64 {
         difference += (f64::from(a) - b).powi(2);
         norm += b * b;
     }
-    if norm == 0.0 { difference.sqrt() } else { (difference / norm).sqrt() }
+    if norm == 0.0 {
+        difference.sqrt()
+    } else {
+        (difference / norm).sqrt()
+    }
 }
