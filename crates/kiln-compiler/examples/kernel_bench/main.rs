@@ -5,7 +5,8 @@
 //! Without shapes, those of the models that Kiln's benchmarks train. Shapes are written as
 //!
 //! - `1024x688x256nt`: rows, columns, depth; `t` or `n` for each operand says whether it is read transposed.
-//! - `conv:8x64x56-64k3s1g1`: images, channels, size, output channels, kernel, stride, groups; forward, both gradients.
+//! - `conv:8x64x56-64k3s1g1`: images, channels, size, output channels, kernel, stride, groups; forward, both gradients. Images
+//!   are channels-last; `first:` instead of `conv:` makes them channels-first.
 //!
 //! Each line gives the median over repetitions in wall time, and the best. With one thread the rate by processor time is
 //! printed too, which other work on the machine does not disturb as much.
@@ -54,6 +55,11 @@ const SHAPES: &[&str] = &[
     "conv:8x96x112-96k3s2g96",
     "conv:8x144x56-144k3s1g144",
     "conv:8x960x7-960k3s1g960",
+    "first:8x64x56-64k3s1g1",
+    "first:8x512x7-512k3s1g1",
+    "first:4x256x56-64k1s1g1",
+    "first:4x256x56-512k1s2g1",
+    "first:8x144x56-144k3s1g144",
 ];
 
 type Error = Box<dyn std::error::Error>;
@@ -62,8 +68,15 @@ fn main() -> Result<(), Error> {
     let mut arguments = std::env::args().skip(1);
     let threads: usize = arguments.next().map_or(Ok(2), |text| text.parse())?;
     let shapes: Vec<String> = arguments.collect();
-    let bench = Bench { toolchain: Toolchain::detect()?, pool: ThreadPool::new(threads) };
-    println!("{} on {}, {threads} threads", bench.toolchain.version(), bench.toolchain.isa());
+    let bench = Bench {
+        toolchain: Toolchain::detect()?,
+        pool: ThreadPool::new(threads),
+    };
+    println!(
+        "{} on {}, {threads} threads",
+        bench.toolchain.version(),
+        bench.toolchain.isa()
+    );
     if shapes.is_empty() {
         SHAPES.iter().try_for_each(|shape| bench.shape(shape))
     } else {
@@ -78,8 +91,8 @@ struct Bench {
 
 impl Bench {
     fn shape(&self, shape: &str) -> Result<(), Error> {
-        match shape.strip_prefix("conv:") {
-            Some(rest) => self.conv(shape, rest),
+        match shape.split_once(':') {
+            Some((layout, rest)) => self.conv(shape, rest, layout == "conv"),
             None => self.gemm(shape),
         }
     }
@@ -88,8 +101,16 @@ impl Bench {
         let (sizes, order) = shape.split_at(shape.find(['n', 't']).unwrap_or(shape.len()));
         let [m, n, k] = numbers(sizes, "x")?;
         let transposed = |index| order.chars().nth(index) == Some('t');
-        let (a_free, a_depth) = if transposed(0) { (1, m as i64) } else { (k as i64, 1) };
-        let (b_free, b_depth) = if transposed(1) { (k as i64, 1) } else { (1, n as i64) };
+        let (a_free, a_depth) = if transposed(0) {
+            (1, m as i64)
+        } else {
+            (k as i64, 1)
+        };
+        let (b_free, b_depth) = if transposed(1) {
+            (k as i64, 1)
+        } else {
+            (1, n as i64)
+        };
         let spec = GemmSpec {
             name: "gemm".into(),
             comment: shape.into(),
@@ -107,7 +128,7 @@ impl Bench {
         self.time(shape, &kernel, [m * k, k * n, m * n], 2.0 * (m * n * k) as f64)
     }
 
-    fn conv(&self, shape: &str, rest: &str) -> Result<(), Error> {
+    fn conv(&self, shape: &str, rest: &str, channels_last: bool) -> Result<(), Error> {
         let text = rest.replace(['-', 'k', 's', 'g'], "x");
         let [images, channels, size, out_channels, kernel, stride, groups] = numbers(&text, "x")?;
         let pad = kernel / 2;
@@ -126,7 +147,11 @@ impl Bench {
         };
         let strides = |channels: usize, size: usize| {
             let (c, s) = (channels as i64, size as i64);
-            [s * s * c, s * s * c, s * c, c, 1]
+            if channels_last {
+                [s * s * c, s * s * c, s * c, c, 1]
+            } else {
+                [s * s * c, s * s, s, 1, s * s]
+            }
         };
         let (input, out) = (strides(channels, size), strides(out_channels, output));
         let spec = |image, epilogue| ConvSpec {
@@ -157,11 +182,22 @@ impl Bench {
         let y = images * out_channels * output * output;
         let w = geometry.weight_len();
         let flops = 2.0 * (images * output * output * w) as f64;
-        let forward = conv::forward(spec(Image::strided("a", input), PixelEpilogue::store("out", out)), isa);
+        let forward = conv::forward(
+            spec(Image::strided("a", input), PixelEpilogue::store("out", out)),
+            isa,
+        );
         self.time(shape, &forward, [x, w, y], flops)?;
-        let grad = conv::input_grad(spec(Image::strided("a", out), PixelEpilogue::store("out", input)), isa);
+        let grad = conv::input_grad(
+            spec(Image::strided("a", out), PixelEpilogue::store("out", input)),
+            isa,
+        );
         self.time("       input gradient", &grad, [y, w, x], flops)?;
-        self.time("       weight gradient", &conv::weight_grad(weight_grad, isa), [x, y, w], flops)
+        self.time(
+            "       weight gradient",
+            &conv::weight_grad(weight_grad, isa),
+            [x, y, w],
+            flops,
+        )
     }
 
     /// Builds the kernel, runs it on two inputs and an output of these lengths, and prints its rate.
@@ -170,7 +206,9 @@ impl Bench {
         let built = self.toolchain.build(&files, &BuildOptions::default())?;
         let step = Library::load(built.path())?.step();
         let fill = |count: usize| -> Vec<f32> {
-            (0..count).map(|i| ((i * 7919 + 13) % 1000) as f32 * 1e-3 - 0.5).collect()
+            (0..count)
+                .map(|i| ((i * 7919 + 13) % 1000) as f32 * 1e-3 - 0.5)
+                .collect()
         };
         let (a, b, mut out) = (fill(lengths[0]), fill(lengths[1]), vec![0f32; lengths[2]]);
         let mut arena = AlignedBuffer::zeroed(kernel.workspace_bytes)?;
@@ -198,7 +236,10 @@ impl Bench {
         }
         let processor = match (processor, processor_time()) {
             (Some(before), Some(after)) if self.pool.threads() == 1 => {
-                format!(" (processor time {:.1})", flops * 15.0 * repeats as f64 / (after - before))
+                format!(
+                    " (processor time {:.1})",
+                    flops * 15.0 * repeats as f64 / (after - before)
+                )
             }
             _ => String::new(),
         };
@@ -224,10 +265,16 @@ fn params(inputs: [&str; 2]) -> Vec<Param> {
 
 fn numbers<const N: usize>(text: &str, separator: &str) -> Result<[usize; N], Error> {
     let list: Vec<usize> = text.split(separator).map(str::parse).collect::<Result<_, _>>()?;
-    list.try_into().map_err(|_| format!("{text}: expected {N} numbers").into())
+    list.try_into()
+        .map_err(|_| format!("{text}: expected {N} numbers").into())
 }
 
 /// Nanoseconds that this thread spent on a processor, where the system says.
 fn processor_time() -> Option<f64> {
-    fs::read_to_string("/proc/thread-self/schedstat").ok()?.split(' ').next()?.parse().ok()
+    fs::read_to_string("/proc/thread-self/schedstat")
+        .ok()?
+        .split(' ')
+        .next()?
+        .parse()
+        .ok()
 }

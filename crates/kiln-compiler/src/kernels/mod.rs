@@ -24,11 +24,82 @@ use std::fmt;
 
 /// Names that generated functions use themselves, besides single letters from `c` on; no parameter may have one of them.
 pub const RESERVED: &[&str] = &[
-    "args", "at", "base", "batch", "begin", "block", "block_end", "channel", "col", "cols", "count", "cp", "ctx", "current", "depth", "dy",
-    "end", "extent", "filled", "first", "free", "from", "grad", "group", "group_end", "image", "images", "k0", "last", "ld", "ldc", "line",
-    "line_rows", "lines", "next", "packed", "panel", "part", "pixel", "px", "py", "pz", "rest", "result", "row", "rows", "rp", "rt", "run", "shift", "slab", "some", "start",
-    "stationary", "step", "streamed", "sum", "sums", "taps", "target", "thread", "tile", "tile_a", "tile_b", "to", "tx", "ty",
-    "tz", "unit", "valid", "width", "workspace", "y0", "z0",
+    "args",
+    "at",
+    "base",
+    "batch",
+    "begin",
+    "block",
+    "block_end",
+    "channel",
+    "col",
+    "cols",
+    "count",
+    "cp",
+    "ctx",
+    "current",
+    "depth",
+    "dy",
+    "end",
+    "extent",
+    "filled",
+    "first",
+    "free",
+    "from",
+    "grad",
+    "group",
+    "group_end",
+    "image",
+    "images",
+    "inside",
+    "k0",
+    "last",
+    "ld",
+    "ldc",
+    "line",
+    "line_rows",
+    "lines",
+    "next",
+    "packed",
+    "panel",
+    "part",
+    "pixel",
+    "px",
+    "py",
+    "pz",
+    "rest",
+    "result",
+    "row",
+    "rows",
+    "rp",
+    "rt",
+    "run",
+    "shift",
+    "shifted",
+    "slab",
+    "some",
+    "start",
+    "stationary",
+    "step",
+    "streamed",
+    "sum",
+    "sums",
+    "taps",
+    "target",
+    "thread",
+    "tile",
+    "tile_a",
+    "tile_b",
+    "to",
+    "tx",
+    "ty",
+    "tz",
+    "unit",
+    "valid",
+    "width",
+    "workspace",
+    "y0",
+    "z0",
 ];
 
 /// A parameter of a kernel: a C type and a name, as in `const float *x`. Snippets refer to it by its name, which must not
@@ -116,7 +187,10 @@ pub(crate) fn fields(params: &[Param]) -> String {
 
 /// Statements that give a parallel part the parameters under their own names.
 pub(crate) fn unpack(params: &[Param]) -> String {
-    params.iter().map(|p| format!("    {p} = args->{};\n", p.name)).collect()
+    params
+        .iter()
+        .map(|p| format!("    {p} = args->{};\n", p.name))
+        .collect()
 }
 
 /// Initialisers of that structure.
@@ -127,5 +201,13 @@ pub(crate) fn pack_fields(params: &[Param]) -> String {
 /// Indents every line of `text` by `by` spaces.
 pub(crate) fn indent(text: &str, by: usize) -> String {
     let margin = " ".repeat(by);
-    text.lines().map(|line| if line.is_empty() { "\n".into() } else { format!("{margin}{line}\n") }).collect()
+    text.lines()
+        .map(|line| {
+            if line.is_empty() {
+                "\n".into()
+            } else {
+                format!("{margin}{line}\n")
+            }
+        })
+        .collect()
 }

@@ -22,19 +22,35 @@ pub fn step(kernels: &[Kernel], isa: Isa) -> Vec<SourceFile> {
     for kernel in kernels {
         calls.push_str(&format!("    {}(rt, ", kernel.name));
         for param in &kernel.params {
-            let (list, count) =
-                if is_input(param) { ("inputs", &mut inputs) } else { ("outputs", &mut outputs) };
+            let (list, count) = if is_input(param) {
+                ("inputs", &mut inputs)
+            } else {
+                ("outputs", &mut outputs)
+            };
             calls.push_str(&format!("{list}[{count}], "));
             *count += 1;
         }
         calls.push_str("arena);\n");
     }
-    let arena = kernels.iter().map(|kernel| kernel.workspace_bytes).max().unwrap_or(0);
+    let arena = kernels
+        .iter()
+        .map(|kernel| kernel.workspace_bytes)
+        .max()
+        .unwrap_or(0);
     let signature = Signature::new(inputs, outputs, 0, arena).to_c();
     let helpers: BTreeSet<_> = kernels.iter().flat_map(|kernel| &kernel.helpers).collect();
-    let prototypes: String = helpers.iter().map(|helper| format!("{}\n", helper.prototype)).collect();
-    let definitions: String = helpers.iter().map(|helper| format!("{}\n", helper.definition)).collect();
-    let declared: String = kernels.iter().map(|kernel| format!("{}\n", kernel.prototype)).collect();
+    let prototypes: String = helpers
+        .iter()
+        .map(|helper| format!("{}\n", helper.prototype))
+        .collect();
+    let definitions: String = helpers
+        .iter()
+        .map(|helper| format!("{}\n", helper.definition))
+        .collect();
+    let declared: String = kernels
+        .iter()
+        .map(|kernel| format!("{}\n", kernel.prototype))
+        .collect();
     let prelude = vector::prelude(isa);
     let entry = format!(
         "{prelude}{signature}{declared}\nint kiln_step(const kiln_runtime *rt, void *const *inputs, void \
@@ -45,7 +61,10 @@ pub fn step(kernels: &[Kernel], isa: Isa) -> Vec<SourceFile> {
     // Several files, so that compiler processes can share the work.
     for (index, some) in kernels.chunks(KERNELS_IN_A_FILE).enumerate() {
         let sources: String = some.iter().map(|kernel| format!("{}\n", kernel.source)).collect();
-        files.push(SourceFile::new(format!("kernels{index}.c"), format!("{prelude}{prototypes}\n{sources}")));
+        files.push(SourceFile::new(
+            format!("kernels{index}.c"),
+            format!("{prelude}{prototypes}\n{sources}"),
+        ));
     }
     files.push(SourceFile::new("helpers.c", format!("{prelude}\n{definitions}")));
     files

@@ -61,7 +61,13 @@ impl Tile {
             Access::Strided { free, depth } => format!("s{free}_{depth}").replace('-', "m"),
         };
         let nested = if self.nested { "_nested" } else { "" };
-        format!("kiln_tile_{}x{}_{}_{}{nested}", self.rows, self.vectors, access(self.a), access(self.b))
+        format!(
+            "kiln_tile_{}x{}_{}_{}{nested}",
+            self.rows,
+            self.vectors,
+            access(self.a),
+            access(self.b)
+        )
     }
 
     /// The function: `c[rows][vectors * lanes] (+)= a[rows][depth] * b[depth][vectors * lanes]`.
@@ -74,7 +80,11 @@ impl Tile {
     /// outermost first: how often, and the elements that A and B advance by each time.
     pub fn helper(&self, isa: Isa) -> Helper {
         let (rows, vectors, lanes) = (self.rows, self.vectors, vector::lanes(isa));
-        let nested = if self.nested { ", const int64_t nest[6]" } else { "" };
+        let nested = if self.nested {
+            ", const int64_t nest[6]"
+        } else {
+            ""
+        };
         let head = format!(
             "void {}(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate{nested})",
             self.name()
@@ -88,11 +98,14 @@ impl Tile {
             Access::Strided { depth, .. } => depth,
         };
         let each = |template: &dyn Fn(usize, usize) -> String| -> String {
-            (0..rows).map(|r| (0..vectors).map(|v| template(r, v)).collect::<String>() + "\n").collect()
+            (0..rows)
+                .map(|r| (0..vectors).map(|v| template(r, v)).collect::<String>() + "\n")
+                .collect()
         };
         let mut body = String::new();
-        let declare: Vec<String> =
-            (0..rows).flat_map(|r| (0..vectors).map(move |v| format!("c{r}_{v} = {{0}}"))).collect();
+        let declare: Vec<String> = (0..rows)
+            .flat_map(|r| (0..vectors).map(move |v| format!("c{r}_{v} = {{0}}")))
+            .collect();
         let _ = writeln!(body, "    vf {};", declare.join(", "));
         let _ = write!(
             body,
@@ -122,7 +135,13 @@ impl Tile {
         } else {
             let _ = write!(body, "    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n");
         }
-        body.push_str(&each(&|r, v| format!("    vf_store(c + {r} * ldc + {}, c{r}_{v});", v * lanes)));
-        Helper { name: self.name(), prototype: format!("{head};"), definition: format!("{head} {{\n{body}}}\n") }
+        body.push_str(&each(&|r, v| {
+            format!("    vf_store(c + {r} * ldc + {}, c{r}_{v});", v * lanes)
+        }));
+        Helper {
+            name: self.name(),
+            prototype: format!("{head};"),
+            definition: format!("{head} {{\n{body}}}\n"),
+        }
     }
 }

@@ -33,7 +33,12 @@ fn at(strides: [i64; 5], index: [usize; 5]) -> usize {
 
 impl Case {
     fn random(random: &mut Random) -> Self {
-        let (groups, group_in, group_out) = match random.below(6) {
+        let kind = random.below(6);
+        Self::of_kind(random, kind)
+    }
+
+    fn of_kind(random: &mut Random, kind: usize) -> Self {
+        let (groups, group_in, group_out) = match kind {
             0 => (random.pick(&[8, 16, 19, 40]), 1, 1),
             1 => (random.pick(&[2, 4, 5, 8]), 4, 4),
             2 => (2, 1 + random.below(20), 1 + random.below(40)),
@@ -272,6 +277,14 @@ fn random_convolutions_match_f64() {
     check(&cases, 22);
 }
 
+#[test]
+fn random_depthwise_convolutions_of_planes_match_f64() {
+    let mut random = Random::new(31);
+    let mut cases: Vec<Case> = (0..10).map(|_| Case::of_kind(&mut random, 0)).collect();
+    cases.iter_mut().for_each(|case| case.last = [false; 2]);
+    check(&cases, 32);
+}
+
 /// Shapes of image networks, large enough for threads, several chunks, wide and uneven panels.
 #[test]
 fn network_layers_match_f64() {
@@ -301,8 +314,8 @@ fn network_layers_match_f64() {
         };
     check(
         &[
-            layer(33, [3, 40], 1, 7, 2, false),
-            layer(28, [32, 48], 1, 3, 1, true),
+            layer(33, [3, 20], 1, 7, 2, false),
+            layer(28, [16, 40], 1, 3, 1, true),
             layer(15, [64, 100], 1, 3, 2, true),
             layer(14, [96, 96], 96, 5, 1, true),
             layer(30, [40, 40], 40, 3, 2, true),
@@ -311,6 +324,9 @@ fn network_layers_match_f64() {
             layer(13, [130, 70], 1, 1, 1, true),
             layer(13, [70, 130], 1, 1, 1, false),
             layer(14, [70, 130], 1, 1, 2, true),
+            layer(19, [20, 20], 20, 3, 1, false),
+            layer(18, [20, 20], 20, 5, 2, false),
+            layer(7, [20, 20], 20, 3, 3, false),
         ],
         7,
     );

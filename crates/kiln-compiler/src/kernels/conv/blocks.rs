@@ -7,8 +7,8 @@
 //!
 //! Results that are stored channels-first are collected for a block and turned there, vectors running along the plane.
 
-use super::correlate::{Class, Walk};
 use super::image::Padded;
+use super::walk::{Class, Walk};
 use super::{ConvSpec, ImageAxis, Place};
 use crate::kernels::{Width, indent, round_up, unpack};
 
@@ -64,10 +64,22 @@ impl Blocks {
             lines_each
         };
         let lines_each = lines_each.min(lines);
-        let (units, size) = if by_line { (lines, lines_each) } else { (lines * parts, lines_each * parts) };
+        let (units, size) = if by_line {
+            (lines, lines_each)
+        } else {
+            (lines * parts, lines_each * parts)
+        };
         let segments = size / class.count[1] + 2;
         let slab_rows = if slab { size * fresh + segments * span } else { 0 };
-        Self { by_line, slab, planes, size, units, slab_rows, result_columns: columns }
+        Self {
+            by_line,
+            slab,
+            planes,
+            size,
+            units,
+            slab_rows,
+            result_columns: columns,
+        }
     }
 
     /// Bytes of workspace for each thread.
@@ -84,7 +96,11 @@ impl Blocks {
     }
 
     fn result_bytes(&self, class: &Class) -> usize {
-        if self.planes { round_up(self.size * class.count[2] * self.result_columns * 4, 64) } else { 0 }
+        if self.planes {
+            round_up(self.size * class.count[2] * self.result_columns * 4, 64)
+        } else {
+            0
+        }
     }
 
     /// C statements that define `image`, `pz`, `py` and (a pointer) `from` for `line`: the first image element that the line's first
@@ -189,7 +205,12 @@ impl Blocks {
 pub(super) fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
     let name = &spec.name;
     let each = |width, channel: &str| {
-        let place = Place { width, image: "image", at: ["z", "0", "x"], channel };
+        let place = Place {
+            width,
+            image: "image",
+            at: ["z", "0", "x"],
+            channel,
+        };
         (spec.epilogue.consume)(&place, "sum")
     };
     format!(

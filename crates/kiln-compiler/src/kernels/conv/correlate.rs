@@ -8,159 +8,26 @@ use kiln_cpu::Isa;
 
 use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
+use super::walk::{Class, Direction, Sides, Walk};
 use super::weights::{self, Panels};
-use super::{ConvSpec, Image, ImageAxis, Place, Spatial, narrow};
+use super::{ConvSpec, Image, ImageAxis, Place, Spatial, narrow, planar};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack, vector};
+use crate::kernels::{
+    Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack, vector,
+};
 
 /// Below this many operations one thread does it all.
 pub(super) const SERIAL_FLOPS: usize = 2_000_000;
 
-/// Which of the two.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    Forward,
-    InputGrad,
-}
-
-/// Result pixels that use the same kernel elements: along each dimension, `start + i * step` for `i < count`.
-#[derive(Debug, Clone)]
-pub(super) struct Class {
-    /// Kernel elements along each dimension, by increasing place in the image.
-    pub taps: [Vec<usize>; 3],
-    /// Place in the padded image of the first tap of the first pixel.
-    pub origin: Spatial,
-    pub count: Spatial,
-    pub start: Spatial,
-    pub step: Spatial,
-}
-
-/// How windows move over the padded image.
-#[derive(Debug, Clone)]
-pub(super) struct Walk {
-    pub classes: Vec<Class>,
-    /// Image elements between neighbouring pixels of a class.
-    pub pixel_step: Spatial,
-    /// Image elements between taps.
-    pub tap_step: Spatial,
-    /// Zeros before the image (negative: elements that no window reaches).
-    pub before: [i64; 3],
-    /// Extents of what windows reach.
-    pub reach: Spatial,
-    /// Distance of neighbours in the padded image.
-    pub spread: Spatial,
-}
-
-/// One dimension of a [`Class`].
-struct Line {
-    taps: Vec<usize>,
-    origin: i64,
-    count: usize,
-    start: usize,
-    step: usize,
-}
-
-impl Walk {
-    pub fn new(spec: &ConvSpec<'_>, direction: Direction) -> Self {
-        let g = &spec.geometry;
-        let mut lines: [Vec<Line>; 3] = [Vec::new(), Vec::new(), Vec::new()];
-        let mut walk = Self {
-            classes: Vec::new(),
-            pixel_step: [1; 3],
-            tap_step: g.dilation,
-            before: [0; 3],
-            reach: [0; 3],
-            spread: [1; 3],
-        };
-        for d in 0..3 {
-            let (kernel, stride, dilation, pad) = (g.kernel[d], g.stride[d], g.dilation[d], g.pad[d] as i64);
-            let span = (kernel - 1) * dilation;
-            if direction == Direction::Forward {
-                walk.pixel_step[d] = stride;
-                walk.before[d] = pad;
-                walk.reach[d] = (g.output[d] - 1) * stride + span + 1;
-                let taps = (0..kernel).collect();
-                lines[d].push(Line { taps, origin: 0, count: g.output[d], start: 0, step: 1 });
-            } else if stride == 1 || dilation > 1 {
-                // With both a stride and a dilation, zeros between the elements make the stride 1.
-                walk.spread[d] = stride;
-                walk.before[d] = span as i64 - pad;
-                walk.reach[d] = g.input[d] + span;
-                let taps = (0..kernel).rev().collect();
-                lines[d].push(Line { taps, origin: 0, count: g.input[d], start: 0, step: 1 });
-            } else {
-                for residue in 0..stride.min(g.input[d] + g.pad[d]) {
-                    // Pixels q * stride - pad + residue, met by kernel elements residue, residue + stride, ...
-                    let taps: Vec<usize> = (residue..kernel).step_by(stride).collect();
-                    let first = (pad - residue as i64 + stride as i64 - 1).div_euclid(stride as i64).max(0);
-                    let start = (first * stride as i64 - pad + residue as i64) as usize;
-                    if start >= g.input[d] {
-                        continue;
-                    }
-                    let count = (g.input[d] - start).div_ceil(stride);
-                    let origin = first - taps.len() as i64 + 1;
-                    let taps = taps.into_iter().rev().collect();
-                    lines[d].push(Line { taps, origin, count, start, step: stride });
-                }
-                let met = |line: &&Line| !line.taps.is_empty();
-                walk.before[d] = lines[d].iter().filter(met).map(|line| -line.origin).max().unwrap_or(0);
-                for line in &mut lines[d] {
-                    line.origin = if line.taps.is_empty() { 0 } else { line.origin + walk.before[d] };
-                }
-                let end = |line: &Line| line.origin as usize + line.count + line.taps.len() - 1;
-                walk.reach[d] = lines[d].iter().filter(met).map(end).max().unwrap_or(1);
-            }
-        }
-        for z in &lines[0] {
-            for y in &lines[1] {
-                for x in &lines[2] {
-                    let line = [z, y, x];
-                    walk.classes.push(Class {
-                        taps: line.map(|l| l.taps.clone()),
-                        origin: line.map(|l| l.origin as usize),
-                        count: line.map(|l| l.count),
-                        start: line.map(|l| l.start),
-                        step: line.map(|l| l.step),
-                    });
-                }
-            }
-        }
-        walk
-    }
-}
-
-/// Extents and channels of the image that is read, by direction.
-pub(super) struct Sides {
-    pub extents: Spatial,
-    /// Channels of the image, and of one group.
-    pub channels: usize,
-    pub group: usize,
-    /// Result channels, and of one group.
-    pub result_channels: usize,
-    pub result_group: usize,
-}
-
-impl Sides {
-    pub fn new(spec: &ConvSpec<'_>, direction: Direction) -> Self {
-        let g = &spec.geometry;
-        let input = (g.input, g.in_channels, g.group_in());
-        let output = (g.output, g.out_channels, g.group_out());
-        let (from, to) = if direction == Direction::Forward { (input, output) } else { (output, input) };
-        Self {
-            extents: from.0,
-            channels: from.1,
-            group: from.2,
-            result_channels: to.1,
-            result_group: to.2,
-        }
-    }
-}
-
 pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
     let g = &spec.geometry;
     let lanes = vector::lanes(isa);
-    let result = if direction == Direction::Forward { g.output } else { g.input };
+    let result = if direction == Direction::Forward {
+        g.output
+    } else {
+        g.input
+    };
     let sides = Sides::new(spec, direction);
     if g.images * sides.result_channels * result.iter().product::<usize>() == 0 {
         let head = signature(&spec.name, &spec.params);
@@ -177,11 +44,23 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
     if pointwise && g.groups == 1 {
         return as_product(spec, direction, isa);
     }
+    if let Some(kernel) = planar::correlate(spec, direction, isa) {
+        return kernel;
+    }
     let walk = Walk::new(spec, direction);
     if g.is_narrow(lanes) {
         return narrow::correlate(spec, &walk, &sides, direction, isa);
     }
-    Emitter { spec, direction, walk, sides, isa, lanes, tiles: BTreeSet::new() }.kernel()
+    Emitter {
+        spec,
+        direction,
+        walk,
+        sides,
+        isa,
+        lanes,
+        tiles: BTreeSet::new(),
+    }
+    .kernel()
 }
 
 /// A convolution that only mixes channels is a matrix product.
@@ -203,17 +82,34 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         let (n, z) = if by_image {
             (batch.into(), format!("({row} / {})", height * width))
         } else {
-            (format!("({row} / {pixels})"), format!("({row} / {} % {depth})", height * width))
+            (
+                format!("({row} / {pixels})"),
+                format!("({row} / {} % {depth})", height * width),
+            )
         };
-        [n, z, format!("({row} / {width} % {height})"), format!("({row} % {width})")]
+        [
+            n,
+            z,
+            format!("({row} / {width} % {height})"),
+            format!("({row} % {width})"),
+        ]
     };
     let load = |at: &gemm::At<'_>| {
         let [n, z, y, x] = place(at.batch, at.free, planes);
-        (image.load)(&Place { width: at.width, image: &n, at: [&z, &y, &x], channel: at.depth })
+        (image.load)(&Place {
+            width: at.width,
+            image: &n,
+            at: [&z, &y, &x],
+            channel: at.depth,
+        })
     };
     let a = match &image.memory {
         Some((pointer, strides)) if flat => {
-            let batch = if by_image { vec![(g.images, strides[0])] } else { vec![] };
+            let batch = if by_image {
+                vec![(g.images, strides[0])]
+            } else {
+                vec![]
+            };
             Operand::strided(pointer, &batch, strides[3], strides[4])
         }
         _ => {
@@ -236,7 +132,12 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
     };
     let consume = |r: &gemm::Result<'_>| {
         let [image, z, y, x] = place(r.batch, r.row, result == Some(ImageAxis::Plane));
-        let place = Place { width: r.width, image: &image, at: [&z, &y, &x], channel: r.col };
+        let place = Place {
+            width: r.width,
+            image: &image,
+            at: [&z, &y, &x],
+            channel: r.col,
+        };
         (spec.epilogue.consume)(&place, r.value)
     };
     let product = GemmSpec {
@@ -264,8 +165,12 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
 
 /// Whether all pixels of an image (and all images, unless it is channels-first) follow each other at one stride.
 pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [usize; 4]) -> bool {
-    let Some((_, [n, z, y, x, _])) = image.memory else { return false };
-    let follows = |outer: i64, inner: i64, extent: usize, repeats: usize| repeats == 1 || outer == inner * extent as i64;
+    let Some((_, [n, z, y, x, _])) = image.memory else {
+        return false;
+    };
+    let follows = |outer: i64, inner: i64, extent: usize, repeats: usize| {
+        repeats == 1 || outer == inner * extent as i64
+    };
     let inside = follows(y, x, width, height) && follows(z, x, width * height, depth);
     let across = follows(n, x, width * height * depth, images);
     inside && (across || image.contiguous != Some(ImageAxis::Channel))
@@ -273,9 +178,19 @@ pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [u
 
 /// `name_finish(...)`: the epilogue of one tile, whose rows are pixels `x, x + step, ...`.
 pub(super) fn finish(spec: &ConvSpec<'_>, lanes: usize) -> String {
-    let ConvSpec { name, epilogue, params, .. } = spec;
-let each = |width| {
-        let place = Place { width, image: "image", at: ["z", "y", "x"], channel: "j" };
+    let ConvSpec {
+        name,
+        epilogue,
+        params,
+        ..
+    } = spec;
+    let each = |width| {
+        let place = Place {
+            width,
+            image: "image",
+            at: ["z", "y", "x"],
+            channel: "j",
+        };
         indent(&(epilogue.consume)(&place, "sum"), 12)
     };
     let vectors = if epilogue.contiguous == Some(ImageAxis::Channel) {
@@ -311,7 +226,15 @@ struct Emitter<'a> {
 
 impl Emitter<'_> {
     fn kernel(mut self) -> Kernel {
-        let ConvSpec { name, comment, geometry: g, image, params, threads, .. } = self.spec;
+        let ConvSpec {
+            name,
+            comment,
+            geometry: g,
+            image,
+            params,
+            threads,
+            ..
+        } = self.spec;
         let lanes = self.lanes;
         let padded = image::padded(
             image,
@@ -352,11 +275,23 @@ impl Emitter<'_> {
             g.images,
             self.sides.extents,
             self.sides.channels,
-            if g.groups > 1 { format!(" in {} groups", g.groups) } else { String::new() },
-            if padded.copy.is_some() { ", copied with padding" } else { ", read in place" },
+            if g.groups > 1 {
+                format!(" in {} groups", g.groups)
+            } else {
+                String::new()
+            },
+            if padded.copy.is_some() {
+                ", copied with padding"
+            } else {
+                ", read in place"
+            },
             self.walk.classes.len()
         );
-        let _ = writeln!(source, "struct {name}_args {{\n{}    char *workspace;\n}};", fields(params));
+        let _ = writeln!(
+            source,
+            "struct {name}_args {{\n{}    char *workspace;\n}};",
+            fields(params)
+        );
         let mut calls = String::new();
         source.push_str(&finish(self.spec, lanes));
         if self.spec.epilogue.axis(result) == Some(ImageAxis::Plane) {
@@ -381,7 +316,10 @@ impl Emitter<'_> {
             let taps: usize = class.taps.iter().map(Vec::len).product();
             let pack = format!("{name}_pack{index}");
             let weights = workspace;
-            workspace += round_up((g.groups * panels.padded() * taps * self.sides.group + lanes) * 4, 64);
+            workspace += round_up(
+                (g.groups * panels.padded() * taps * self.sides.group + lanes) * 4,
+                64,
+            );
             if taps > 0 {
                 source.push_str(&weights::source(&weights::Request {
                     prefix: name,
@@ -437,7 +375,9 @@ impl Emitter<'_> {
         weights: usize,
         workspace: usize,
     ) -> String {
-        let ConvSpec { name, geometry: g, .. } = self.spec;
+        let ConvSpec {
+            name, geometry: g, ..
+        } = self.spec;
         let (lanes, sides, walk) = (self.lanes, &self.sides, &self.walk);
         let [_, sz, sy, sx] = padded.strides;
         let vectors = panels.width / lanes;
@@ -450,11 +390,24 @@ impl Emitter<'_> {
         let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
         // Neighbouring kernel elements of a row are one run if nothing lies between them.
         let merged = g.groups == 1 && walk.tap_step[2] == 1 && sx == sides.channels as i64;
-        let (depth, along_x) = if merged { (taps_x * sides.group, 1) } else { (sides.group, taps_x) };
+        let (depth, along_x) = if merged {
+            (taps_x * sides.group, 1)
+        } else {
+            (sides.group, taps_x)
+        };
         let taps = taps_z * taps_y * taps_x;
-        let a = Access::Strided { free: walk.pixel_step[2] as i64 * sx, depth: 1 };
+        let a = Access::Strided {
+            free: walk.pixel_step[2] as i64 * sx,
+            depth: 1,
+        };
         let mut call = |rows: usize, width: usize| {
-            let tile = Tile { rows, vectors: width / lanes, a, b: Access::Packed, nested: true };
+            let tile = Tile {
+                rows,
+                vectors: width / lanes,
+                a,
+                b: Access::Packed,
+                nested: true,
+            };
             self.tiles.insert(tile.helper(self.isa));
             let nest = [
                 if taps == 0 { 0 } else { taps_y as i64 },
@@ -479,19 +432,35 @@ impl Emitter<'_> {
                 call(rows, width)
             } else {
                 let (first, second) = (call(rows, width), call(rows - 1, width));
-                format!("if (part < {tall}) {{\n{}}} else {{\n{}}}\n", indent(&first, 4), indent(&second, 4))
+                format!(
+                    "if (part < {tall}) {{\n{}}} else {{\n{}}}\n",
+                    indent(&first, 4),
+                    indent(&second, 4)
+                )
             }
         };
-        let full = if panels.count == 1 { panels.last } else { panels.width };
+        let full = if panels.count == 1 {
+            panels.last
+        } else {
+            panels.width
+        };
         let uneven = panels.count > 1 && panels.last < panels.width;
         let last = panels.count - 1;
         let calls = if uneven {
             let (wide, narrow) = (heights(full), heights(panels.last));
-            format!("if (cp < {last}) {{\n{}}} else {{\n{}}}\n", indent(&wide, 4), indent(&narrow, 4))
+            format!(
+                "if (cp < {last}) {{\n{}}} else {{\n{}}}\n",
+                indent(&wide, 4),
+                indent(&narrow, 4)
+            )
         } else {
             heights(full)
         };
-        let ld = if uneven { format!("(cp < {last} ? {full} : {})", panels.last) } else { full.to_string() };
+        let ld = if uneven {
+            format!("(cp < {last} ? {full} : {})", panels.last)
+        } else {
+            full.to_string()
+        };
         let (first_x, height) = if tall == parts {
             (format!("part * {rows}"), rows.to_string())
         } else {
@@ -557,6 +526,8 @@ impl Emitter<'_> {
         );
         let declare = format!("float tile[{}] __attribute__((aligned(64)));\n", rows * w);
         let function = format!("{name}_class{index}");
-        blocks.function(self.spec, walk, class, padded, &function, workspace, lanes, &declare, &body)
+        blocks.function(
+            self.spec, walk, class, padded, &function, workspace, lanes, &declare, &body,
+        )
     }
 }

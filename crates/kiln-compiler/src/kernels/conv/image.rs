@@ -58,15 +58,32 @@ pub(super) struct Request<'a> {
 
 /// The image as tiles can read it.
 pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
-    let Request { images, channels, extents, before, reach, spread, .. } = *request;
+    let Request {
+        images,
+        channels,
+        extents,
+        before,
+        reach,
+        spread,
+        ..
+    } = *request;
     if let Some((pointer, [n, z, y, x, 1])) = &image.memory {
-        let inside = request.in_place && (0..3).all(|d| {
-            before[d] <= 0 && spread[d] == 1 && (reach[d] as i64 - before[d]) <= extents[d] as i64
-        });
+        let inside = request.in_place
+            && (0..3).all(|d| {
+                before[d] <= 0 && spread[d] == 1 && (reach[d] as i64 - before[d]) <= extents[d] as i64
+            });
         if inside {
             let skip: i64 = -(before[0] * z + before[1] * y + before[2] * x);
-            let base = if skip == 0 { pointer.clone() } else { format!("({pointer} + {skip})") };
-            return Padded { base, strides: [*n, *z, *y, *x], copy: None };
+            let base = if skip == 0 {
+                pointer.clone()
+            } else {
+                format!("({pointer} + {skip})")
+            };
+            return Padded {
+                base,
+                strides: [*n, *z, *y, *x],
+                copy: None,
+            };
         }
     }
     let width = channels as i64;
@@ -75,7 +92,10 @@ pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
     let z = y * reach[1] as i64;
     let strides = [z * reach[0] as i64, z, y, x];
     // Room for a vector that starts at the last element.
-    let bytes = round_up((images as i64 * strides[0]) as usize * 4 + request.lanes * 4 * 4, 64);
+    let bytes = round_up(
+        (images as i64 * strides[0]) as usize * 4 + request.lanes * 4 * 4,
+        64,
+    );
     let rows = images * reach[0] * reach[1];
     let function = format!("{}_copy{}", request.prefix, request.suffix);
     let row = format!("{function}_row");
@@ -95,13 +115,30 @@ pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
     Padded {
         base: format!("((const float *)(args->workspace + {}))", request.offset),
         strides,
-        copy: Some(Copy { row, function, row_source, source, rows, bytes }),
+        copy: Some(Copy {
+            row,
+            function,
+            row_source,
+            source,
+            rows,
+            bytes,
+        }),
     }
 }
 
 /// The function that fills a row of the copy: all of the width at one image, depth and height.
 fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides: [i64; 4]) -> String {
-    let Request { prefix, channels, extents, before, reach, spread, params, lanes, .. } = *request;
+    let Request {
+        prefix,
+        channels,
+        extents,
+        before,
+        reach,
+        spread,
+        params,
+        lanes,
+        ..
+    } = *request;
     // `to` is the place in the copy of element 0 of the row.
     let inner = if spread[2] == 1 {
         dense_row(image, channels, lanes)
@@ -115,14 +152,20 @@ fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides:
     };
     let outside = |axis: &str, d: usize| {
         let spread = spread[d];
-        let on_grid = if spread == 1 { String::new() } else { format!(" || {axis} % {spread} != 0") };
+        let on_grid = if spread == 1 {
+            String::new()
+        } else {
+            format!(" || {axis} % {spread} != 0")
+        };
         format!("{axis} < 0{on_grid} || {axis} / {spread} >= {}", extents[d])
     };
     // Elements of the row that the copy has room for.
     let first = (-before[2]).max(0).div_euclid(spread[2] as i64)
         + i64::from((-before[2]).max(0).rem_euclid(spread[2] as i64) != 0);
     let room = (reach[2] as i64 - before[2]).max(0);
-    let last = ((room + spread[2] as i64 - 1) / spread[2] as i64).min(extents[2] as i64).max(first);
+    let last = ((room + spread[2] as i64 - 1) / spread[2] as i64)
+        .min(extents[2] as i64)
+        .max(first);
     let zero_all = spread[2] > 1;
     let edges = if zero_all {
         format!("__builtin_memset(row, 0, {} * sizeof(float));\n", strides[2])
@@ -154,7 +197,12 @@ fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides:
 }
 
 fn load(image: &Image<'_>, width: Width, x: &str, channel: &str) -> String {
-    (image.load)(&Place { width, image: "image", at: ["z", "y", x], channel })
+    (image.load)(&Place {
+        width,
+        image: "image",
+        at: ["z", "y", x],
+        channel,
+    })
 }
 
 /// Statements that copy elements `first..last` of a row to `to[x * channels + c]`.

@@ -21,6 +21,8 @@ mod blocks;
 mod correlate;
 mod image;
 mod narrow;
+mod planar;
+mod walk;
 mod weight_grad;
 mod weights;
 
@@ -80,7 +82,7 @@ impl Geometry {
     /// Whether the groups are so narrow that a vector spans several whole ones.
     fn is_narrow(&self, lanes: usize) -> bool {
         let (cin, cout) = (self.group_in(), self.group_out());
-        self.groups > 1 && cin == cout && cout < lanes && lanes % cout == 0
+        self.groups > 1 && cin == cout && cout < lanes && lanes.is_multiple_of(cout)
     }
 }
 
@@ -138,12 +140,20 @@ impl<'a> Image<'a> {
                 Width::Vector => format!("vf_load({address})"),
             }
         };
-        Self { contiguous, load: Box::new(load), memory: Some((pointer.to_owned(), strides)) }
+        Self {
+            contiguous,
+            load: Box::new(load),
+            memory: Some((pointer.to_owned(), strides)),
+        }
     }
 
     /// An image that is computed while it is read, once for each element.
     pub fn computed(contiguous: Option<ImageAxis>, load: impl Fn(&Place<'_>) -> String + 'a) -> Self {
-        Self { contiguous, load: Box::new(load), memory: None }
+        Self {
+            contiguous,
+            load: Box::new(load),
+            memory: None,
+        }
     }
 }
 
@@ -185,7 +195,11 @@ impl<'a> PixelEpilogue<'a> {
             }
         };
         let contiguous = (strides[4] == 1).then_some(ImageAxis::Channel);
-        Self { contiguous, consume: Box::new(consume), strides: Some(strides) }
+        Self {
+            contiguous,
+            consume: Box::new(consume),
+            strides: Some(strides),
+        }
     }
 
     /// The axis of vectors, for a result of these extents.
@@ -198,11 +212,12 @@ impl<'a> PixelEpilogue<'a> {
     }
 
     /// Statements of the caller's own.
-    pub fn custom(
-        contiguous: Option<ImageAxis>,
-        consume: impl Fn(&Place<'_>, &str) -> String + 'a,
-    ) -> Self {
-        Self { contiguous, consume: Box::new(consume), strides: None }
+    pub fn custom(contiguous: Option<ImageAxis>, consume: impl Fn(&Place<'_>, &str) -> String + 'a) -> Self {
+        Self {
+            contiguous,
+            consume: Box::new(consume),
+            strides: None,
+        }
     }
 }
 
@@ -251,13 +266,13 @@ pub struct WeightGradSpec<'a> {
 
 /// `out[n, o, p] = sum over c, t of x[n, c, p * stride - pad + t * dilation] * w[o, c, t]`.
 pub fn forward(spec: ConvSpec<'_>, isa: Isa) -> Kernel {
-    correlate::emit(&spec, correlate::Direction::Forward, isa)
+    correlate::emit(&spec, walk::Direction::Forward, isa)
 }
 
 /// `dx[n, c, q] = sum over o, t of dy[n, o, (q + pad - t * dilation) / stride] * w[o, c, t]`, over those `t` for which the
 /// division is exact. With `w` read as `[in, out / groups, ..]` this is also the transposed convolution.
 pub fn input_grad(spec: ConvSpec<'_>, isa: Isa) -> Kernel {
-    correlate::emit(&spec, correlate::Direction::InputGrad, isa)
+    correlate::emit(&spec, walk::Direction::InputGrad, isa)
 }
 
 /// `dw[o, c, t] = sum over n, p of dy[n, o, p] * x[n, c, p * stride - pad + t * dilation]`.

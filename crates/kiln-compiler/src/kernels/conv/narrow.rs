@@ -9,8 +9,9 @@ use std::fmt::Write;
 use kiln_cpu::Isa;
 
 use super::blocks::{self, Blocks};
-use super::correlate::{self, Class, Direction, Sides, Walk};
+use super::correlate;
 use super::image::{self, Padded};
+use super::walk::{Class, Direction, Sides, Walk};
 use super::{ConvSpec, ImageAxis, WeightGradSpec, weight_grad};
 use crate::kernels::{Kernel, fields, indent, pack_fields, round_up, signature, unpack, vector};
 
@@ -47,7 +48,15 @@ pub(super) fn correlate(
     direction: Direction,
     isa: Isa,
 ) -> Kernel {
-    let ConvSpec { name, comment, geometry: g, image, params, threads, .. } = spec;
+    let ConvSpec {
+        name,
+        comment,
+        geometry: g,
+        image,
+        params,
+        threads,
+        ..
+    } = spec;
     let lanes = vector::lanes(isa);
     let padded = image::padded(
         image,
@@ -104,12 +113,28 @@ pub(super) fn correlate(
     for (index, class) in walk.classes.iter().enumerate() {
         let taps: usize = class.taps.iter().map(Vec::len).product();
         let weights = workspace;
-        workspace += round_up(sides.channels.div_ceil(lanes) * taps * sides.group * lanes * 4, 64);
+        workspace += round_up(
+            sides.channels.div_ceil(lanes) * taps * sides.group * lanes * 4,
+            64,
+        );
         let blocks = cut(class);
-        let work = Work { spec, walk, sides, class, index, padded: &padded, blocks: &blocks, direction, isa };
+        let work = Work {
+            spec,
+            walk,
+            sides,
+            class,
+            index,
+            padded: &padded,
+            blocks: &blocks,
+            direction,
+            isa,
+        };
         source.push_str(&work.source(weights, workspace));
         if taps > 0 {
-            calls.push_str(&run(&format!("{name}_pack{index}"), sides.channels.div_ceil(lanes)));
+            calls.push_str(&run(
+                &format!("{name}_pack{index}"),
+                sides.channels.div_ceil(lanes),
+            ));
         }
         calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
         workspace += blocks.bytes(class, &padded, lanes) * threads;
@@ -166,142 +191,196 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-/// Packing of weights (at `weights` in the workspace) and the loops of the class (with its blocks from `workspace` on).
-fn source(&self, weights: usize, workspace: usize) -> String {
-    let Self { spec, walk, sides, class, index, padded, blocks, direction, isa } = *self;
-    let ConvSpec { name, geometry: g, weight, params, .. } = spec;
-    let (lanes, group, channels) = (vector::lanes(isa), sides.group, sides.channels);
-    let vectors = channels.div_ceil(lanes);
-    let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
-    let taps = taps_z * taps_y * taps_x;
-    let mut source = String::new();
+    /// Packing of weights (at `weights` in the workspace) and the loops of the class (with its blocks from `workspace` on).
+    fn source(&self, weights: usize, workspace: usize) -> String {
+        let Self {
+            spec,
+            walk,
+            sides,
+            class,
+            index,
+            padded,
+            blocks,
+            direction,
+            isa,
+        } = *self;
+        let ConvSpec {
+            name,
+            geometry: g,
+            weight,
+            params,
+            ..
+        } = spec;
+        let (lanes, group, channels) = (vector::lanes(isa), sides.group, sides.channels);
+        let vectors = channels.div_ceil(lanes);
+        let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
+        let taps = taps_z * taps_y * taps_x;
+        let mut source = String::new();
 
-    // Weights as [vector][kernel element][channel of the group][lane].
-    if taps > 0 {
-        let list: Vec<String> = super::weights::flat_taps(&class.taps, g.kernel).iter().map(usize::to_string).collect();
-        let place = match direction {
-            Direction::Forward => format!("(channel * {group} + s)"),
-            Direction::InputGrad => {
-                format!("((channel / {group} * {group} + s) * {group} + channel % {group})")
-            }
-        };
-        let _ = write!(
-            source,
-            "static void {name}_pack{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
+        // Weights as [vector][kernel element][channel of the group][lane].
+        if taps > 0 {
+            let list: Vec<String> = super::weights::flat_taps(&class.taps, g.kernel)
+                .iter()
+                .map(usize::to_string)
+                .collect();
+            let place = match direction {
+                Direction::Forward => format!("(channel * {group} + s)"),
+                Direction::InputGrad => {
+                    format!("((channel / {group} * {group} + s) * {group} + channel % {group})")
+                }
+            };
+            let _ = write!(
+                source,
+                "static void {name}_pack{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
              ctx;\n{}    static const int32_t taps[] = {{{}}};\n    float *packed = (float *)(args->workspace + {weights});\n    for \
              (int64_t v = begin; v < end; v++)\n        for (int64_t t = 0; t < {taps}; t++)\n            for (int64_t s = 0; s < {group}; \
              s++)\n                for (int64_t l = 0; l < {lanes}; l++) {{\n                    const int64_t channel = v * {lanes} + \
              l;\n                    packed[((v * {taps} + t) * {group} + s) * {lanes} + l] =\n                        channel < \
              {channels} ? {weight}[{place} * {} + taps[t]] : 0.0f;\n                }}\n}}\n",
-            unpack(params),
-            list.join(", "),
-            g.taps(),
-        );
-    }
-
-    let count_x = class.count[2];
-    let parts = count_x.div_ceil(limits(isa).0);
-    let rows = count_x.div_ceil(parts);
-    let tall = count_x - parts * (rows - 1);
-    let padded_channels = vectors * lanes;
-    let [_, sz, sy, sx] = padded.strides;
-    let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
-    let mut heights = vec![rows];
-    if tall < parts {
-        heights.push(rows - 1);
-    }
-    for &height in &heights {
-        let mut body = String::new();
-        for r in 0..height {
-            let address = format!("at + {} + v * {lanes}", r as i64 * walk.pixel_step[2] as i64 * sx);
-            let _ = writeln!(body, "{{ {}", read("pixel", &address, channels, lanes));
-            for s in 0..group {
-                let _ = writeln!(
-                    body,
-                    "    sum{r} = vf_fma({}, vf_load(w + {}), sum{r});",
-                    spread("pixel", s, group, lanes),
-                    s * lanes
-                );
-            }
-            body.push_str("}\n");
+                unpack(params),
+                list.join(", "),
+                g.taps(),
+            );
         }
-        let sums: Vec<String> = (0..height).map(|r| format!("sum{r} = {{0}}")).collect();
-        let stores: String = (0..height)
-            .map(|r| format!("        vf_store(tile + {} + v * {lanes}, sum{r});\n", r * padded_channels))
-            .collect();
-        let _ = write!(
-            source,
-            "/* {height} neighbouring pixels, all channels. */\nstatic __attribute__((noinline)) void {name}_row{index}_{height}(const float \
+
+        let count_x = class.count[2];
+        let parts = count_x.div_ceil(limits(isa).0);
+        let rows = count_x.div_ceil(parts);
+        let tall = count_x - parts * (rows - 1);
+        let padded_channels = vectors * lanes;
+        let [_, sz, sy, sx] = padded.strides;
+        let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
+        let mut heights = vec![rows];
+        if tall < parts {
+            heights.push(rows - 1);
+        }
+        for &height in &heights {
+            let mut body = String::new();
+            for r in 0..height {
+                let address = format!("at + {} + v * {lanes}", r as i64 * walk.pixel_step[2] as i64 * sx);
+                let _ = writeln!(body, "{{ {}", read("pixel", &address, channels, lanes));
+                for s in 0..group {
+                    let _ = writeln!(
+                        body,
+                        "    sum{r} = vf_fma({}, vf_load(w + {}), sum{r});",
+                        spread("pixel", s, group, lanes),
+                        s * lanes
+                    );
+                }
+                body.push_str("}\n");
+            }
+            let sums: Vec<String> = (0..height).map(|r| format!("sum{r} = {{0}}")).collect();
+            let stores: String = (0..height)
+                .map(|r| {
+                    format!(
+                        "        vf_store(tile + {} + v * {lanes}, sum{r});\n",
+                        r * padded_channels
+                    )
+                })
+                .collect();
+            let _ = write!(
+                source,
+                "/* {height} neighbouring pixels, all channels. */\nstatic __attribute__((noinline)) void {name}_row{index}_{height}(const float \
              *from, const float *w, float *tile) {{\n    for (int64_t v = 0; v < {vectors}; v++) {{\n        vf {};\n        for \
              (int64_t z = 0; z < {taps_z}; z++)\n        for (int64_t y = 0; y < {taps_y}; y++) {{\n            const float *at = from + z * \
              {} + y * {};\n            for (int64_t x = 0; x < {taps_x}; x++, at += {}, w += {}) {{\n{}            }}\n        \
              }}\n{stores}    }}\n}}\n",
-            sums.join(", "),
-            step(0, sz),
-            step(1, sy),
-            step(2, sx),
-            group * lanes,
-            indent(&body, 16)
-        );
-    }
-    let (first_x, height, call) = if heights.len() == 1 {
-        (format!("part * {rows}"), rows.to_string(), format!("{name}_row{index}_{rows}(at, w, target);\n"))
-    } else {
-        let short = rows - 1;
-        (
-            format!("part * {short} + (part < {tall} ? part : {tall})"),
-            format!("(part < {tall} ? {rows} : {short})"),
-            format!(
-                "if (part < {tall}) {name}_row{index}_{rows}(at, w, target);\nelse {name}_row{index}_{short}(at, w, target);\n"
-            ),
-        )
-    };
-    let (target, consume) = if blocks.planes {
-        (format!("float *target = result + ((unit - block) * {count_x} + px) * {padded_channels};\n"), String::new())
-    } else {
-        (
-            "float *target = tile;\n".to_owned(),
-            format!(
-                "{name}_finish(args, tile, {padded_channels}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, {height}, 0, \
+                sums.join(", "),
+                step(0, sz),
+                step(1, sy),
+                step(2, sx),
+                group * lanes,
+                indent(&body, 16)
+            );
+        }
+        let (first_x, height, call) = if heights.len() == 1 {
+            (
+                format!("part * {rows}"),
+                rows.to_string(),
+                format!("{name}_row{index}_{rows}(at, w, target);\n"),
+            )
+        } else {
+            let short = rows - 1;
+            (
+                format!("part * {short} + (part < {tall} ? part : {tall})"),
+                format!("(part < {tall} ? {rows} : {short})"),
+                format!(
+                    "if (part < {tall}) {name}_row{index}_{rows}(at, w, target);\nelse {name}_row{index}_{short}(at, w, target);\n"
+                ),
+            )
+        };
+        let (target, consume) = if blocks.planes {
+            (
+                format!("float *target = result + ((unit - block) * {count_x} + px) * {padded_channels};\n"),
+                String::new(),
+            )
+        } else {
+            (
+                "float *target = tile;\n".to_owned(),
+                format!(
+                    "{name}_finish(args, tile, {padded_channels}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, {height}, 0, \
                  {channels});\n",
-                class.step[0], class.start[0], class.step[1], class.start[1], class.step[2], class.start[2], class.step[2],
-            ),
-        )
-    };
-    let one = format!(
-        "const int64_t px = {first_x};\nconst float *at = from + px * {};\n{target}{call}{consume}",
-        walk.pixel_step[2] as i64 * sx
-    );
-    let line = blocks.line(walk, class, padded);
-    let unit = if blocks.by_line {
-        format!(
-            "const int64_t line = unit;\n{line}for (int64_t part = 0; part < {parts}; part++) {{\n{}}}\n",
-            indent(&one, 4)
-        )
-    } else {
-        format!("const int64_t line = unit / {parts}, part = unit % {parts};\n{line}{one}")
-    };
-    let planes = if blocks.planes {
-        blocks.consume_planes(name, class, &padded_channels.to_string(), "0", &channels.to_string())
-    } else {
-        String::new()
-    };
-    let body =
-        format!("for (int64_t unit = block; unit < block_end; unit++) {{\n{}}}\n{planes}", indent(&unit, 4));
-    let declare = format!(
-        "const float *w = (const float *)(args->workspace + {weights});\nfloat tile[{}] __attribute__((aligned(64)));\n",
-        rows * padded_channels
-    );
-    let function = format!("{name}_class{index}");
-    source.push_str(&blocks.function(spec, walk, class, padded, &function, workspace, lanes, &declare, &body));
-    source
-}
+                    class.step[0],
+                    class.start[0],
+                    class.step[1],
+                    class.start[1],
+                    class.step[2],
+                    class.start[2],
+                    class.step[2],
+                ),
+            )
+        };
+        let one = format!(
+            "const int64_t px = {first_x};\nconst float *at = from + px * {};\n{target}{call}{consume}",
+            walk.pixel_step[2] as i64 * sx
+        );
+        let line = blocks.line(walk, class, padded);
+        let unit = if blocks.by_line {
+            format!(
+                "const int64_t line = unit;\n{line}for (int64_t part = 0; part < {parts}; part++) {{\n{}}}\n",
+                indent(&one, 4)
+            )
+        } else {
+            format!("const int64_t line = unit / {parts}, part = unit % {parts};\n{line}{one}")
+        };
+        let planes = if blocks.planes {
+            blocks.consume_planes(
+                name,
+                class,
+                &padded_channels.to_string(),
+                "0",
+                &channels.to_string(),
+            )
+        } else {
+            String::new()
+        };
+        let body = format!(
+            "for (int64_t unit = block; unit < block_end; unit++) {{\n{}}}\n{planes}",
+            indent(&unit, 4)
+        );
+        let declare = format!(
+            "const float *w = (const float *)(args->workspace + {weights});\nfloat tile[{}] __attribute__((aligned(64)));\n",
+            rows * padded_channels
+        );
+        let function = format!("{name}_class{index}");
+        source.push_str(&blocks.function(
+            spec, walk, class, padded, &function, workspace, lanes, &declare, &body,
+        ));
+        source
+    }
 }
 
 /// The weight gradient: for each vector of channels and each channel of a group, sums over all pixels, as many kernel elements at a
 /// time as there are registers.
 pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
-    let WeightGradSpec { name, comment, geometry: g, params, threads, .. } = spec;
+    let WeightGradSpec {
+        name,
+        comment,
+        geometry: g,
+        params,
+        threads,
+        ..
+    } = spec;
     let lanes = vector::lanes(isa);
     let (channels, group) = (g.in_channels, g.group_in());
     let vectors = channels.div_ceil(lanes);
@@ -309,7 +388,11 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     let [kz, ky, kx] = g.kernel;
     // A unit is a vector of channels, a channel of the group, and a block of kernel elements of one depth.
     let limit = limits(isa).1;
-    let (block_y, block_x) = if ky * kx <= limit { (ky, kx) } else { (1, kx.min(limit)) };
+    let (block_y, block_x) = if ky * kx <= limit {
+        (ky, kx)
+    } else {
+        (1, kx.min(limit))
+    };
     let (blocks_y, blocks_x) = (ky.div_ceil(block_y), kx.div_ceil(block_x));
     let units = vectors * group * kz * blocks_y * blocks_x;
     let mut source = format!(
@@ -339,7 +422,10 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
                 if blocks == 1 {
                     offset.to_string()
                 } else {
-                    format!("({start} + {offset} < {limit} ? {start} + {offset} : {})", limit - 1)
+                    format!(
+                        "({start} + {offset} < {limit} ? {start} + {offset} : {})",
+                        limit - 1
+                    )
                 }
             };
             let (ty, tx) = (clamp("ty", by, ky, blocks_y), clamp("tx", bx, kx, blocks_x));
@@ -358,7 +444,10 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
             } else {
                 format!("if (ty + {by} < {ky} && tx + {bx} < {kx}) ")
             };
-            let _ = writeln!(stores, "{inside}vf_store(sums + ((ty + {by}) * {kx} + tx + {bx}) * {lanes}, sum{by}_{bx});");
+            let _ = writeln!(
+                stores,
+                "{inside}vf_store(sums + ((ty + {by}) * {kx} + tx + {bx}) * {lanes}, sum{by}_{bx});"
+            );
         }
     }
     let spread_cases: String = (0..group)
@@ -392,7 +481,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         images.output.base,
         g.output[2],
         g.stride[2] as i64 * xx,
-        read("dy", "grad", channels, lanes).replace("v * ", "v * "),
+        read("dy", "grad", channels, lanes),
         indent(&steps.replace(&format!(" + v * {lanes}"), ""), 8),
     );
     // The channel of the group is a constant inside each branch, so that its shuffle is.
@@ -424,9 +513,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     calls.push_str(&run(&format!("{name}_sum"), units));
 
     // Back to the order of the weight: output channel, channel of the group, kernel element.
-    let element = format!(
-        "sums[(((o / {lanes}) * {group} + c) * {taps} + t) * {lanes} + o % {lanes}]"
-    );
+    let element = format!("sums[(((o / {lanes}) * {group} + c) * {taps} + t) * {lanes} + o % {lanes}]");
     source.push_str(&weight_grad::consume_rows(spec, &element, sums_at, lanes));
     calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
     let bytes = sums_at + round_up(vectors * group * taps * lanes * 4, 64);

@@ -12,7 +12,7 @@ use kiln_cpu::Isa;
 use super::image::{self, Padded};
 use super::narrow::{finish_kernel, run};
 use super::weights::Panels;
-use super::{ImageAxis, WeightGradSpec, correlate, narrow};
+use super::{ImageAxis, Place, WeightGradSpec, correlate, narrow, planar};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, fields, indent, round_up, unpack, vector};
@@ -49,29 +49,37 @@ impl Images {
             lanes,
             in_place: true,
         };
-        let reach = [0, 1, 2].map(|d| (g.output[d] - 1) * g.stride[d] + (g.kernel[d] - 1) * g.dilation[d] + 1);
+        let reach =
+            [0, 1, 2].map(|d| (g.output[d] - 1) * g.stride[d] + (g.kernel[d] - 1) * g.dilation[d] + 1);
         let input = image::padded(
             &spec.input,
             &image::Request {
                 before: g.pad.map(|pad| pad as i64),
                 reach,
-                in_place: any_run || g.group_in() % lanes == 0,
+                in_place: any_run || g.group_in().is_multiple_of(lanes),
                 ..request("_input", 0, g.in_channels, g.input)
             },
         );
         let bytes = input.copy.as_ref().map_or(0, |copy| copy.bytes);
-        let output = image::padded(&spec.output_grad, &request("_output", bytes, g.out_channels, g.output));
+        let output = image::padded(
+            &spec.output_grad,
+            &request("_output", bytes, g.out_channels, g.output),
+        );
         let bytes = bytes + output.copy.as_ref().map_or(0, |copy| copy.bytes);
         Self { input, output, bytes }
     }
 
     fn copies(&self) -> impl Iterator<Item = &image::Copy> {
-        [&self.input, &self.output].into_iter().filter_map(|image| image.copy.as_ref())
+        [&self.input, &self.output]
+            .into_iter()
+            .filter_map(|image| image.copy.as_ref())
     }
 
     /// Definitions of the functions that make the copies.
     pub fn sources(&self) -> String {
-        self.copies().map(|copy| format!("{}{}", copy.row_source, copy.source)).collect()
+        self.copies()
+            .map(|copy| format!("{}{}", copy.row_source, copy.source))
+            .collect()
     }
 
     /// Calls of them.
@@ -81,11 +89,21 @@ impl Images {
 }
 
 pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
-    let WeightGradSpec { name, comment, geometry: g, params, threads, .. } = spec;
+    let WeightGradSpec {
+        name,
+        comment,
+        geometry: g,
+        params,
+        threads,
+        ..
+    } = spec;
     let lanes = vector::lanes(isa);
     let pixels = g.images * g.output.iter().product::<usize>();
     if g.weight_len() == 0 {
-        let source = format!("/* {comment}: no elements */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n", fields(params));
+        let source = format!(
+            "/* {comment}: no elements */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n",
+            fields(params)
+        );
         return finish_kernel(name, params, source, "", 0);
     }
     if pixels == 0 {
@@ -100,6 +118,9 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     if let Some(kernel) = as_product(spec, isa) {
         return kernel;
     }
+    if let Some(kernel) = planar::weight_gradient(spec, isa) {
+        return kernel;
+    }
     if g.is_narrow(lanes) {
         return narrow::weight_gradient(spec, isa);
     }
@@ -111,7 +132,11 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     let [yn, yz, yy, yx] = images.output.strides;
     // Neighbouring kernel elements of a row are one run of columns if nothing lies between them.
     let merged = groups == 1 && g.dilation[2] == 1 && xx == g.in_channels as i64;
-    let (run_length, runs_x) = if merged { (kx * group_in, 1) } else { (group_in, kx) };
+    let (run_length, runs_x) = if merged {
+        (kx * group_in, 1)
+    } else {
+        (group_in, kx)
+    };
     let vectors = run_length.div_ceil(lanes).min(2);
     let panels = Panels::new(run_length, vectors, lanes);
     let row_panels = group_out.div_ceil(tile::max_rows(isa, vectors));
@@ -127,16 +152,29 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
 
     let mut tiles: BTreeSet<Helper> = BTreeSet::new();
     let a = Access::Strided { free: 1, depth: yx };
-    let b = Access::Strided { free: 1, depth: g.stride[2] as i64 * xx };
+    let b = Access::Strided {
+        free: 1,
+        depth: g.stride[2] as i64 * xx,
+    };
     let padded = panels.padded();
     let nest = format!(
         "(const int64_t[6]){{images, {yn}, {xn}, lines, {yy}, {}}}",
         g.stride[1] as i64 * xy
     );
     let mut call = |rows: usize, width: usize| {
-        let tile = Tile { rows, vectors: width / lanes, a, b, nested: true };
+        let tile = Tile {
+            rows,
+            vectors: width / lanes,
+            a,
+            b,
+            nested: true,
+        };
         tiles.insert(tile.helper(isa));
-        format!("{}(tile_a, tile_b, {}, target, {padded}, !first, {nest});", tile.name(), g.output[2])
+        format!(
+            "{}(tile_a, tile_b, {}, target, {padded}, !first, {nest});",
+            tile.name(),
+            g.output[2]
+        )
     };
     let mut heights = |width: usize| {
         let first = call(rows, width);
@@ -147,10 +185,19 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
             format!("if (rp < {tall}) {first}\nelse {second}\n")
         }
     };
-    let full = if panels.count == 1 { panels.last } else { panels.width };
+    let full = if panels.count == 1 {
+        panels.last
+    } else {
+        panels.width
+    };
     let calls_of_tiles = if panels.count > 1 && panels.last < panels.width {
         let (wide, thin) = (heights(full), heights(panels.last));
-        format!("if (cp < {}) {{\n{}}} else {{\n{}}}\n", panels.count - 1, indent(&wide, 4), indent(&thin, 4))
+        format!(
+            "if (cp < {}) {{\n{}}} else {{\n{}}}\n",
+            panels.count - 1,
+            indent(&wide, 4),
+            indent(&thin, 4)
+        )
     } else {
         heights(full)
     };
@@ -159,7 +206,11 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     } else {
         format!("rp * {} + (rp < {tall} ? rp : {tall})", rows - 1)
     };
-    let tap_x = if merged { "0".to_owned() } else { format!("(run % {kx}) * {}", g.dilation[2] as i64 * xx) };
+    let tap_x = if merged {
+        "0".to_owned()
+    } else {
+        format!("(run % {kx}) * {}", g.dilation[2] as i64 * xx)
+    };
     let body = format!(
         "const int64_t rp = unit % {row_panels}, cp = unit / {row_panels} % {count}, run = unit / {per_run};\nconst int64_t group = run / \
          {run_group}, tz = run / {run_z} % {kz}, ty = run / {runs_x} % {ky}, row = {row};\nconst float *tile_a = {dy} + image * {yn} + pz * \
@@ -185,7 +236,11 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         g.input,
         g.in_channels,
         g.out_channels,
-        if groups > 1 { format!(" in {groups} groups") } else { String::new() },
+        if groups > 1 {
+            format!(" in {groups} groups")
+        } else {
+            String::new()
+        },
         fields(params),
         images.sources()
     );
@@ -229,7 +284,13 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
 /// `name_finish(ctx, begin, end, thread)` over output channels: brings sums into the order of the weight and lets the caller consume
 /// them. `element` is the C expression of the sum for output channel `o`, channel of the group `c` and kernel element `t`.
 pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: usize, lanes: usize) -> String {
-    let WeightGradSpec { name, geometry: g, consume, params, .. } = spec;
+    let WeightGradSpec {
+        name,
+        geometry: g,
+        consume,
+        params,
+        ..
+    } = spec;
     let (taps, group_in) = (g.taps(), g.group_in());
     let block = ORDER_BLOCK.min(group_in);
     let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 16);
@@ -251,21 +312,15 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
 /// Without a window, the gradient is a matrix product over the pixels.
 fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
     let g = &spec.geometry;
-    let plain = g.taps() == 1 && g.stride == [1; 3] && g.pad == [0; 3] && g.groups == 1 && g.input == g.output;
-    let [depth, height, width] = g.input;
-    let extents = [g.images, depth, height, width];
-    let last = |image: &super::Image<'_>| {
-        image.contiguous == Some(ImageAxis::Channel) && correlate::dense_pixels(image, extents)
-    };
-    if !(plain && last(&spec.input) && last(&spec.output_grad)) {
+    let plain =
+        g.taps() == 1 && g.stride == [1; 3] && g.pad == [0; 3] && g.groups == 1 && g.input == g.output;
+    if !plain {
         return None;
     }
-    let operand = |image: &super::Image<'_>| {
-        let (pointer, strides) = image.memory.as_ref()?;
-        Some(Operand::strided(pointer, &[], strides[4], strides[3]))
-    };
+    let [depth, height, width] = g.input;
     let n = g.in_channels;
-    let consume = |r: &gemm::Result<'_>| (spec.consume)(r.width, &format!("({} * {n} + {})", r.row, r.col), r.value);
+    let consume =
+        |r: &gemm::Result<'_>| (spec.consume)(r.width, &format!("({} * {n} + {})", r.row, r.col), r.value);
     let product = GemmSpec {
         name: spec.name.clone(),
         comment: spec.comment.clone(),
@@ -273,11 +328,38 @@ fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
         m: g.out_channels,
         n,
         k: g.images * depth * height * width,
-        a: operand(&spec.output_grad)?,
-        b: operand(&spec.input)?,
+        a: pixels_of(&spec.output_grad, g)?,
+        b: pixels_of(&spec.input, g)?,
         epilogue: Epilogue::custom(Some(Axis::Depth), consume),
         params: spec.params.clone(),
         threads: spec.threads,
     };
     Some(gemm::emit(product, isa))
+}
+
+/// An image as an operand with its channels free and all pixels of all images in the depth.
+fn pixels_of<'a>(image: &'a super::Image<'_>, g: &super::Geometry) -> Option<Operand<'a>> {
+    let [depth, height, width] = g.input;
+    let flat = correlate::dense_pixels(image, [g.images, depth, height, width]);
+    let plane = height * width;
+    match (image.contiguous, &image.memory) {
+        (Some(ImageAxis::Channel), Some((pointer, strides))) if flat => {
+            Some(Operand::strided(pointer, &[], strides[4], strides[3]))
+        }
+        (Some(ImageAxis::Plane), _) | (Some(ImageAxis::Width), Some(_)) if flat || image.memory.is_none() => {
+            let load = move |at: &gemm::At<'_>| {
+                let n = format!("({} / {})", at.depth, depth * plane);
+                let z = format!("({} / {plane} % {depth})", at.depth);
+                let x = format!("({} % {plane})", at.depth);
+                (image.load)(&Place {
+                    width: at.width,
+                    image: &n,
+                    at: [&z, "0", &x],
+                    channel: at.free,
+                })
+            };
+            Some(Operand::computed(Some(Axis::Depth), load).in_segments(plane))
+        }
+        _ => None,
+    }
 }

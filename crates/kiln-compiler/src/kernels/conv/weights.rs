@@ -39,7 +39,12 @@ impl Panels {
         let width = vectors * lanes;
         let count = channels.div_ceil(width);
         let last = (channels - (count - 1) * width).div_ceil(lanes) * lanes;
-        Self { channels, width, count, last }
+        Self {
+            channels,
+            width,
+            count,
+            last,
+        }
     }
 
     /// Channels of all panels together, with padding.
@@ -50,16 +55,35 @@ impl Panels {
 
 /// `function(ctx, begin, end, thread)`: fills panels `begin..end`, counted over groups and panels.
 pub(super) fn source(request: &Request<'_>) -> String {
-    let Request { prefix, function, geometry, weight, transposed, taps, panels, offset, params, lanes } = *request;
+    let Request {
+        prefix,
+        function,
+        geometry,
+        weight,
+        transposed,
+        taps,
+        panels,
+        offset,
+        params,
+        lanes,
+    } = *request;
     let (group_in, group_out, all_taps) = (geometry.group_in(), geometry.group_out(), geometry.taps());
-    let (summed, tap_count) =
-        (if transposed { group_out } else { group_in }, taps.iter().map(Vec::len).product::<usize>());
+    let (summed, tap_count) = (
+        if transposed { group_out } else { group_in },
+        taps.iter().map(Vec::len).product::<usize>(),
+    );
     let depth = summed * tap_count;
     let body = if transposed {
         // For one output channel, memory runs over input channels and kernel elements.
-        let list: Vec<String> =
-            flat_taps(taps, geometry.kernel).iter().map(usize::to_string).collect();
-        let vector = if all_taps == 1 { "vf_load(at)".into() } else { format!("vf_load_stride(at, {all_taps})") };
+        let list: Vec<String> = flat_taps(taps, geometry.kernel)
+            .iter()
+            .map(usize::to_string)
+            .collect();
+        let vector = if all_taps == 1 {
+            "vf_load(at)".into()
+        } else {
+            format!("vf_load_stride(at, {all_taps})")
+        };
         format!(
             "static const int32_t taps[] = {{{}}};\nfor (int64_t o = 0; o < {summed}; o++)\n    for (int64_t j = 0; j < width; j += \
              {lanes}) {{\n        const float *from = {weight} + ((group * {group_out} + o) * {group_in} + first + j) * \

@@ -36,21 +36,40 @@ impl Workspace {
         let (stationary, streamed_each) = match plan.stream {
             Stream::Columns => (
                 if plan.a_packed { floats(a) } else { 0 },
-                if plan.b_packed { floats(plan.group * plan.width() * plan.depth) } else { 0 },
+                if plan.b_packed {
+                    floats(plan.group * plan.width() * plan.depth)
+                } else {
+                    0
+                },
             ),
             Stream::Rows => (
                 if plan.b_packed { floats(b) } else { 0 },
-                if plan.a_packed { floats(plan.group * plan.rows * plan.depth) } else { 0 },
+                if plan.a_packed {
+                    floats(plan.group * plan.rows * plan.depth)
+                } else {
+                    0
+                },
             ),
         };
-        let partial = if plan.cuts > 1 { floats(spec.m * plan.padded_columns()) } else { 0 };
+        let partial = if plan.cuts > 1 {
+            floats(spec.m * plan.padded_columns())
+        } else {
+            0
+        };
         let shared = stationary + partial;
         let (each, total) = match plan.parallel {
             Parallel::Serial => (0, shared + streamed_each),
             Parallel::Panels => (0, shared + streamed_each * spec.threads),
             Parallel::Batch => (shared + streamed_each, (shared + streamed_each) * spec.threads),
         };
-        Self { stationary: 0, partial: stationary, streamed: shared, streamed_each, each, total }
+        Self {
+            stationary: 0,
+            partial: stationary,
+            streamed: shared,
+            streamed_each,
+            each,
+            total,
+        }
     }
 }
 
@@ -69,7 +88,13 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     }
     let plan = Plan::new(spec, isa);
     let workspace = Workspace::new(spec, &plan);
-    let emitter = Emitter { spec, plan: &plan, workspace: &workspace, tiles: BTreeSet::new(), isa };
+    let emitter = Emitter {
+        spec,
+        plan: &plan,
+        workspace: &workspace,
+        tiles: BTreeSet::new(),
+        isa,
+    };
     let (source, tiles) = emitter.source(&head);
     Kernel {
         name: name.clone(),
@@ -91,11 +116,24 @@ struct Emitter<'a> {
 
 impl Emitter<'_> {
     fn source(mut self, head: &str) -> (String, BTreeSet<Helper>) {
-        let GemmSpec { name, comment, batch, m, n, k, params, .. } = self.spec;
+        let GemmSpec {
+            name,
+            comment,
+            batch,
+            m,
+            n,
+            k,
+            params,
+            ..
+        } = self.spec;
         let plan = self.plan;
         let mut out = String::new();
         let packed = |is: bool| if is { "packed" } else { "in place" };
-        let products = if *batch == 1 { String::new() } else { format!("{batch} times ") };
+        let products = if *batch == 1 {
+            String::new()
+        } else {
+            format!("{batch} times ")
+        };
         let _ = writeln!(
             out,
             "/* {comment}\n * {products}[{m} x {k}] * [{k} x {n}], tiles of {} x {}, A {}, B {}{}{}. */",
@@ -109,7 +147,11 @@ impl Emitter<'_> {
                 Parallel::Panels if plan.stream == Stream::Rows => ", threads share the rows",
                 Parallel::Panels => ", threads share the columns",
             },
-            if plan.cuts > 1 { format!(", depth in {} cuts", plan.cuts) } else { String::new() },
+            if plan.cuts > 1 {
+                format!(", depth in {} cuts", plan.cuts)
+            } else {
+                String::new()
+            },
         );
         let _ = writeln!(
             out,
@@ -131,14 +173,21 @@ impl Emitter<'_> {
 
     /// `name_pack_a(args, row panel, packed)`.
     fn pack_rows(&self) -> String {
-        let GemmSpec { name, m, a, params, .. } = self.spec;
+        let GemmSpec {
+            name, m, a, params, ..
+        } = self.spec;
         let plan = self.plan;
         let copy = |rows: usize| {
             let body = pack::panel(a, rows, plan.lanes);
             format!("{{\n    int64_t valid = {rows};\n{}}}", indent(&body, 4))
         };
         let body = if plan.uneven_rows() {
-            format!("if (panel < {}) {} else {}\n", plan.tall_panels, copy(plan.rows), copy(plan.rows - 1))
+            format!(
+                "if (panel < {}) {} else {}\n",
+                plan.tall_panels,
+                copy(plan.rows),
+                copy(plan.rows - 1)
+            )
         } else {
             copy(plan.rows) + "\n"
         };
@@ -154,7 +203,9 @@ impl Emitter<'_> {
 
     /// `name_pack_b(args, column panel, packed)`.
     fn pack_columns(&self) -> String {
-        let GemmSpec { name, n, b, params, .. } = self.spec;
+        let GemmSpec {
+            name, n, b, params, ..
+        } = self.spec;
         let plan = self.plan;
         let copy = |vectors: usize| {
             let width = vectors * plan.lanes;
@@ -166,9 +217,17 @@ impl Emitter<'_> {
         };
         let body = if plan.uneven_columns() {
             let last = plan.column_panels - 1;
-            format!("if (panel < {last}) {} else {}\n", copy(plan.vectors), copy(plan.last_vectors))
+            format!(
+                "if (panel < {last}) {} else {}\n",
+                copy(plan.vectors),
+                copy(plan.last_vectors)
+            )
         } else {
-            copy(if plan.column_panels == 1 { plan.last_vectors } else { plan.vectors }) + "\n"
+            copy(if plan.column_panels == 1 {
+                plan.last_vectors
+            } else {
+                plan.vectors
+            }) + "\n"
         };
         format!(
             "/* Packs a column panel of B. */\nstatic void {name}_pack_b(const struct {name}_args *args, int64_t panel, \
@@ -182,11 +241,25 @@ impl Emitter<'_> {
 
     /// `name_finish(args, tile, ld, row, rows, col, cols)`: the epilogue of one tile.
     fn finish(&self) -> String {
-        let GemmSpec { name, epilogue, params, .. } = self.spec;
+        let GemmSpec {
+            name,
+            epilogue,
+            params,
+            ..
+        } = self.spec;
         let Epilogue { contiguous, consume } = epilogue;
         let lanes = self.plan.lanes;
         let each = |width| {
-            indent(&consume(&Result { width, batch: "batch", row: "i", col: "j", value: "sum" }), 12)
+            indent(
+                &consume(&Result {
+                    width,
+                    batch: "batch",
+                    row: "i",
+                    col: "j",
+                    value: "sum",
+                }),
+                12,
+            )
         };
         let vectors = if contiguous.is_some() {
             format!(
@@ -262,16 +335,29 @@ impl Emitter<'_> {
     fn tile_calls(&mut self) -> String {
         let plan = self.plan;
         let access = |packed: bool, operand: &super::Operand<'_>| match &operand.memory {
-            Some(memory) if !packed => {
-                Access::Strided { free: memory.free_stride, depth: memory.depth_stride }
-            }
+            Some(memory) if !packed => Access::Strided {
+                free: memory.free_stride,
+                depth: memory.depth_stride,
+            },
             _ => Access::Packed,
         };
-        let (a, b) = (access(plan.a_packed, &self.spec.a), access(plan.b_packed, &self.spec.b));
+        let (a, b) = (
+            access(plan.a_packed, &self.spec.a),
+            access(plan.b_packed, &self.spec.b),
+        );
         let mut call = |rows: usize, vectors: usize| {
-            let tile = Tile { rows, vectors, a, b, nested: false };
+            let tile = Tile {
+                rows,
+                vectors,
+                a,
+                b,
+                nested: false,
+            };
             self.tiles.insert(tile.helper(self.isa));
-            format!("{}(tile_a, tile_b, args->depth, target, ldc, !args->first);", tile.name())
+            format!(
+                "{}(tile_a, tile_b, args->depth, target, ldc, !args->first);",
+                tile.name()
+            )
         };
         let mut heights = |vectors: usize| {
             let tall = call(plan.rows, vectors);
@@ -282,7 +368,11 @@ impl Emitter<'_> {
                 tall + "\n"
             }
         };
-        let full = if plan.column_panels == 1 { plan.last_vectors } else { plan.vectors };
+        let full = if plan.column_panels == 1 {
+            plan.last_vectors
+        } else {
+            plan.vectors
+        };
         if plan.uneven_columns() {
             let last = plan.column_panels - 1;
             let (full, narrow) = (heights(full), heights(plan.last_vectors));
@@ -299,7 +389,14 @@ impl Emitter<'_> {
     /// `name_panels(ctx, begin, end, thread)`: streamed panels `begin..end` against the stationary operand.
     fn panels(&mut self) -> String {
         let calls = self.tile_calls();
-        let GemmSpec { name, n, a, b, params, .. } = self.spec;
+        let GemmSpec {
+            name,
+            n,
+            a,
+            b,
+            params,
+            ..
+        } = self.spec;
         let (plan, workspace) = (self.plan, self.workspace);
         let width = plan.width();
         let row = self.first_row("rp");
@@ -320,16 +417,25 @@ impl Emitter<'_> {
             None => String::new(),
         };
         let (a_place, b_place) = match plan.stream {
-            Stream::Columns => {
-                ("stationary + row * args->depth".to_owned(), format!("streamed + (cp - group) * {width} * args->depth"))
-            }
+            Stream::Columns => (
+                "stationary + row * args->depth".to_owned(),
+                format!("streamed + (cp - group) * {width} * args->depth"),
+            ),
             Stream::Rows => (
                 format!("streamed + (rp - group) * {} * args->depth", plan.rows),
                 format!("stationary + cp * {width} * args->depth"),
             ),
         };
-        let a_place = if plan.a_packed { a_place } else { in_place(a, "row") };
-        let b_place = if plan.b_packed { b_place } else { in_place(b, "col") };
+        let a_place = if plan.a_packed {
+            a_place
+        } else {
+            in_place(a, "row")
+        };
+        let b_place = if plan.b_packed {
+            b_place
+        } else {
+            in_place(b, "col")
+        };
 
         let pack_streamed = match plan.stream {
             Stream::Columns if plan.b_packed => format!(
@@ -365,13 +471,21 @@ impl Emitter<'_> {
         let finish = format!(
             "{name}_finish(args, target, ldc, row, rows, col, {n} - col < {width} ? {n} - col : {width});\n"
         );
-        let finish = if plan.cuts > 1 { format!("if (args->last) {finish}") } else { finish };
+        let finish = if plan.cuts > 1 {
+            format!("if (args->last) {finish}")
+        } else {
+            finish
+        };
         let body = format!(
             "const int64_t row = {row}, rows = {rows}, col = cp * {width};\nconst float *tile_a = {a_place};\nconst float \
              *tile_b = {b_place};\n{target}{calls}{finish}"
         );
         let (streamed, each) = (workspace.streamed, workspace.streamed_each);
-        let own = if plan.parallel == Parallel::Panels { format!(" + thread * {each}") } else { String::new() };
+        let own = if plan.parallel == Parallel::Panels {
+            format!(" + thread * {each}")
+        } else {
+            String::new()
+        };
         format!(
             "static void {name}_panels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
              *args = ctx;\n{}    const int64_t batch = args->batch;\n    const float *stationary = (const float \
@@ -390,7 +504,13 @@ impl Emitter<'_> {
 
     /// The loops over batch and depth cuts, and the kernel itself.
     fn entry(&self, head: &str) -> String {
-        let GemmSpec { name, batch, k, params, .. } = self.spec;
+        let GemmSpec {
+            name,
+            batch,
+            k,
+            params,
+            ..
+        } = self.spec;
         let (plan, workspace) = (self.plan, self.workspace);
         let run = |part: &str, panels: usize| match plan.parallel {
             Parallel::Panels => {
@@ -430,8 +550,14 @@ impl Emitter<'_> {
         let body = if *batch == 1 {
             once
         } else {
-            format!("for (args.batch = 0; args.batch < {batch}; args.batch++) {{\n{}}}\n", indent(&once, 4))
+            format!(
+                "for (args.batch = 0; args.batch < {batch}; args.batch++) {{\n{}}}\n",
+                indent(&once, 4)
+            )
         };
-        format!("{head} {{\n    struct {name}_args args = {{{initial}}};\n{}}}\n", indent(&body, 4))
+        format!(
+            "{head} {{\n    struct {name}_args args = {{{initial}}};\n{}}}\n",
+            indent(&body, 4)
+        )
     }
 }

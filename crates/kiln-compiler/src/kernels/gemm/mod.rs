@@ -60,6 +60,8 @@ pub struct Operand<'a> {
     pub load: Load<'a>,
     /// Set if the operand is plain f32 memory, so that tiles may read it in place.
     pub memory: Option<Memory<'a>>,
+    /// Set if vectors along the depth must not cross multiples of this.
+    segment: Option<usize>,
 }
 
 /// Plain f32 memory.
@@ -97,14 +99,33 @@ impl<'a> Operand<'a> {
         Self {
             contiguous: contiguous_axis(free_stride, depth_stride),
             load: Box::new(load),
-            memory: Some(Memory { base: Box::new(base), free_stride, depth_stride }),
+            memory: Some(Memory {
+                base: Box::new(base),
+                free_stride,
+                depth_stride,
+            }),
+            segment: None,
         }
     }
 
     /// An operand that is computed while it is packed. `contiguous` is the axis along which `load` is asked for
     /// vectors.
     pub fn computed(contiguous: Option<Axis>, load: impl Fn(&At<'_>) -> String + 'a) -> Self {
-        Self { contiguous, load: Box::new(load), memory: None }
+        Self {
+            contiguous,
+            load: Box::new(load),
+            memory: None,
+            segment: None,
+        }
+    }
+}
+
+impl Operand<'_> {
+    /// An operand whose elements are contiguous along the depth only between multiples of `length`, such as the pixels
+    /// of several channels-first images. The product is cut there.
+    pub fn in_segments(mut self, length: usize) -> Self {
+        self.segment = Some(length);
+        self
     }
 }
 
@@ -129,8 +150,16 @@ pub fn batch_offset(batch: &[(usize, i64)], index: &str) -> Option<String> {
         if stride == 0 || extent == 1 {
             continue;
         }
-        let quotient = if inner == 1 { index.to_owned() } else { format!("{index} / {inner}") };
-        let digit = if position == 0 { quotient } else { format!("({quotient}) % {extent}") };
+        let quotient = if inner == 1 {
+            index.to_owned()
+        } else {
+            format!("{index} / {inner}")
+        };
+        let digit = if position == 0 {
+            quotient
+        } else {
+            format!("({quotient}) % {extent}")
+        };
         terms.push(format!("({digit}) * {stride}"));
     }
     (!terms.is_empty()).then(|| format!("({})", terms.join(" + ")))
@@ -170,19 +199,27 @@ impl<'a> Epilogue<'a> {
         let (pointer, batch) = (pointer.to_owned(), batch.to_vec());
         let consume = move |result: &Result<'_>| {
             let offset = batch_offset(&batch, result.batch).map_or_else(String::new, |o| format!("{o} + "));
-            let place =
-                format!("{pointer} + {offset}{} * {row_stride} + {} * {col_stride}", result.row, result.col);
+            let place = format!(
+                "{pointer} + {offset}{} * {row_stride} + {} * {col_stride}",
+                result.row, result.col
+            );
             match result.width {
                 Width::Scalar => format!("*({place}) = {};", result.value),
                 Width::Vector => format!("vf_store({place}, {});", result.value),
             }
         };
-        Self { contiguous: contiguous_axis(row_stride, col_stride), consume: Box::new(consume) }
+        Self {
+            contiguous: contiguous_axis(row_stride, col_stride),
+            consume: Box::new(consume),
+        }
     }
 
     /// Statements of the caller's own; `contiguous` is the axis along which they can take vectors.
     pub fn custom(contiguous: Option<Axis>, consume: impl Fn(&Result<'_>) -> String + 'a) -> Self {
-        Self { contiguous, consume: Box::new(consume) }
+        Self {
+            contiguous,
+            consume: Box::new(consume),
+        }
     }
 }
 
@@ -223,9 +260,42 @@ fn columns_contiguous(spec: GemmSpec<'_>) -> GemmSpec<'_> {
     if spec.epilogue.contiguous != Some(Axis::Free) {
         return spec;
     }
-    let GemmSpec { name, comment, batch, m, n, k, a, b, epilogue, params, threads } = spec;
+    let GemmSpec {
+        name,
+        comment,
+        batch,
+        m,
+        n,
+        k,
+        a,
+        b,
+        epilogue,
+        params,
+        threads,
+    } = spec;
     let inner = epilogue.consume;
-    let consume = move |r: &Result<'_>| inner(&Result { row: r.col, col: r.row, ..*r });
-    let epilogue = Epilogue { contiguous: Some(Axis::Depth), consume: Box::new(consume) };
-    GemmSpec { name, comment, batch, m: n, n: m, k, a: b, b: a, epilogue, params, threads }
+    let consume = move |r: &Result<'_>| {
+        inner(&Result {
+            row: r.col,
+            col: r.row,
+            ..*r
+        })
+    };
+    let epilogue = Epilogue {
+        contiguous: Some(Axis::Depth),
+        consume: Box::new(consume),
+    };
+    GemmSpec {
+        name,
+        comment,
+        batch,
+        m: n,
+        n: m,
+        k,
+        a: b,
+        b: a,
+        epilogue,
+        params,
+        threads,
+    }
 }

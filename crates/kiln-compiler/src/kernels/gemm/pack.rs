@@ -9,7 +9,14 @@ use crate::kernels::{Width, indent};
 /// In scope: `batch`, `free` (first row or column), `valid` (how many of `width` exist; the rest become zero), `start`
 /// and `depth` (the cut), `extent`, `packed`. `width` is a constant. At most `depth * width` elements are written.
 pub(super) fn panel(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
-    let load = |width, free: &str, depth: &str| (operand.load)(&At { width, batch: "batch", free, depth });
+    let load = |width, free: &str, depth: &str| {
+        (operand.load)(&At {
+            width,
+            batch: "batch",
+            free,
+            depth,
+        })
+    };
     let scalar = load(Width::Scalar, "(free + r)", "(start + k)");
     // A vector store of a narrow panel runs over into the next depth steps, which are written later; the last steps
     // store what is theirs only.

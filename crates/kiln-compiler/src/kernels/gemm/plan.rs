@@ -72,8 +72,18 @@ impl Plan {
         let row_panels = m.div_ceil(tile::max_rows(isa, vectors));
         let rows = m.div_ceil(row_panels);
         let tall_panels = m - row_panels * (rows - 1);
-        let cuts = k.div_ceil(MAX_DEPTH).max(1);
-        let depth = if cuts == 1 { k } else { round_up(k.div_ceil(cuts), lanes) };
+        let longest = spec
+            .a
+            .segment
+            .or(spec.b.segment)
+            .filter(|&segment| segment < k)
+            .unwrap_or(MAX_DEPTH);
+        let cuts = k.div_ceil(longest).max(1);
+        let depth = match cuts {
+            1 => k,
+            _ if longest == MAX_DEPTH => round_up(k.div_ceil(cuts), lanes),
+            _ => longest,
+        };
 
         let flops = 2 * m * n * k;
         let parallel = if spec.threads == 1 || flops * spec.batch < SERIAL_FLOPS {
@@ -86,13 +96,21 @@ impl Plan {
 
         // The longer side is streamed, unless its panels divide worse among the threads.
         let waste = |panels: usize| {
-            let threads = if parallel == Parallel::Panels { spec.threads } else { 1 };
+            let threads = if parallel == Parallel::Panels {
+                spec.threads
+            } else {
+                1
+            };
             panels.div_ceil(threads) as f64 * threads as f64 / panels as f64
         };
         let rows_waste = waste(row_panels) - 1.0;
         let columns_waste = waste(column_panels) - 1.0;
         let stream = if (rows_waste - columns_waste).abs() > 0.08 {
-            if rows_waste < columns_waste { Stream::Rows } else { Stream::Columns }
+            if rows_waste < columns_waste {
+                Stream::Rows
+            } else {
+                Stream::Columns
+            }
         } else if m > n {
             Stream::Rows
         } else {
@@ -164,6 +182,6 @@ fn pack_a(a: &Operand<'_>, n: usize, lanes: usize) -> bool {
 
 /// Whether packing B pays. In place, whole vectors must be readable along the columns.
 fn pack_b(b: &Operand<'_>, m: usize, n: usize, lanes: usize) -> bool {
-    let in_place = b.memory.as_ref().is_some_and(|memory| memory.free_stride == 1) && n % lanes == 0;
+    let in_place = b.memory.as_ref().is_some_and(|memory| memory.free_stride == 1) && n.is_multiple_of(lanes);
     !(in_place && m <= 48)
 }

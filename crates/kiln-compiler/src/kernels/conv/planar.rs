@@ -1,0 +1,308 @@
+//! Depthwise convolutions of channels-first images: one plane at a time.
+//!
+//! A channel of an image is a small plane that no other channel touches. A thread copies it into a padded slab in its L2 (with what
+//! is computed on the fly applied), runs vectors along the rows with the weights broadcast, collects the result plane, and
+//! lets the caller consume that. No element is ever turned to channels-last.
+//!
+//! The input gradient of a convolution with a stride puts zeros between the elements of the slab, which makes the stride 1.
+
+use kiln_cpu::Isa;
+
+use super::narrow::{finish_kernel, run};
+use super::walk::Direction;
+use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec};
+use crate::kernels::{Kernel, Param, Width, fields, indent, round_up, unpack, vector};
+
+/// Whether a convolution is depthwise over planes.
+fn fits(g: &Geometry, image: &Image<'_>) -> bool {
+    let flat = g.kernel[0] == 1 && g.input[0] == 1 && g.output[0] == 1 && g.pad[0] == 0;
+    let depthwise = g.groups == g.in_channels && g.in_channels == g.out_channels;
+    flat && depthwise && matches!(image.contiguous, Some(ImageAxis::Width | ImageAxis::Plane))
+}
+
+/// A padded plane: element `(y, x)` of the image is at `(y * spread + before)` in each direction.
+struct Slab {
+    before: [i64; 2],
+    rows: usize,
+    /// Elements between rows; what lies beyond the image is zero.
+    pitch: usize,
+    spread: [usize; 2],
+    extents: [usize; 2],
+}
+
+impl Slab {
+    /// `width`: elements of a row that are read, past the end by whole vectors included.
+    fn new(
+        extents: Spatial,
+        before: [i64; 2],
+        rows: usize,
+        width: usize,
+        spread: [usize; 2],
+        lanes: usize,
+    ) -> Self {
+        Self {
+            before,
+            rows,
+            pitch: round_up(width, lanes),
+            spread,
+            extents: [extents[1], extents[2]],
+        }
+    }
+
+    fn bytes(&self, lanes: usize) -> usize {
+        round_up((self.rows * self.pitch + 2 * lanes) * 4, 64)
+    }
+
+    /// `function(args, image, channel, slab)`: fills the slab with a plane.
+    fn fill(
+        &self,
+        image: &Image<'_>,
+        prefix: &str,
+        function: &str,
+        params: &[Param],
+        lanes: usize,
+    ) -> String {
+        let [by, bx] = self.before;
+        let [sy, sx] = self.spread;
+        let [height, width] = self.extents;
+        let pitch = self.pitch;
+        let load = |width| {
+            (image.load)(&Place {
+                width,
+                image: "image",
+                at: ["0", "y", "x"],
+                channel: "channel",
+            })
+        };
+        let first = (-bx).max(0).div_euclid(sx as i64) + i64::from((-bx).max(0).rem_euclid(sx as i64) != 0);
+        let last = ((pitch as i64 - bx + sx as i64 - 1).div_euclid(sx as i64))
+            .clamp(first, (width as i64).max(first));
+        let vectors = if sx == 1 {
+            format!(
+                "        for (; x + {lanes} <= {last}; x += {lanes}) vf_store(row + {bx} + x, {});\n",
+                load(Width::Vector)
+            )
+        } else {
+            String::new()
+        };
+        format!(
+            "/* Copies a plane of the image with zeros around it. */\nstatic void {function}(const struct {prefix}_args *args, int64_t \
+             image, int64_t channel, float *slab) {{\n{}    __builtin_memset(slab, 0, {} * sizeof(float));\n    for (int64_t r = 0; r < {}; \
+             r++) {{\n        const int64_t shifted = r - {by}, y = shifted / {sy};\n        if (shifted < 0 || shifted % {sy} != 0 || y >= \
+             {height}) continue;\n        float *row = slab + r * {pitch};\n        int64_t x = {first};\n{vectors}        for (; x < {last}; \
+             x++) row[{bx} + x * {sx}] = {};\n    }}\n}}\n",
+            unpack(params),
+            self.rows * pitch + 2 * lanes,
+            self.rows,
+            load(Width::Scalar),
+        )
+    }
+}
+
+/// C expression of the elements at `p`, `p + stride`, ...
+fn spaced(p: &str, stride: usize, lanes: usize) -> String {
+    match stride {
+        1 => format!("vf_load({p})"),
+        2 => {
+            let even: Vec<String> = (0..lanes).map(|l| (2 * l).to_string()).collect();
+            format!(
+                "KILN_SHUFFLE(vf_load({p}), vf_load({p} + {lanes}), {})",
+                even.join(", ")
+            )
+        }
+        _ => format!("vf_load_stride({p}, {stride})"),
+    }
+}
+
+/// The forward convolution or the input gradient, if it is of this kind.
+pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<Kernel> {
+    let ConvSpec {
+        name,
+        comment,
+        geometry: g,
+        image,
+        weight,
+        epilogue,
+        params,
+        threads,
+    } = spec;
+    let (from, to) = match direction {
+        Direction::Forward => (g.input, g.output),
+        Direction::InputGrad => (g.output, g.input),
+    };
+    if !fits(g, image) || epilogue.axis(to) != Some(ImageAxis::Plane) {
+        return None;
+    }
+    let lanes = vector::lanes(isa);
+    let [_, ky, kx] = g.kernel;
+    let [_, height, width] = to;
+    let span = [1, 2].map(|d| (g.kernel[d] - 1) * g.dilation[d]);
+    let forward = direction == Direction::Forward;
+    let step = if forward {
+        [g.stride[1], g.stride[2]]
+    } else {
+        [1, 1]
+    };
+    let spread = if forward {
+        [1, 1]
+    } else {
+        [g.stride[1], g.stride[2]]
+    };
+    let before = [0, 1].map(|d| {
+        let pad = g.pad[d + 1] as i64;
+        if forward { pad } else { span[d] as i64 - pad }
+    });
+    let rows = (height - 1) * step[0] + span[0] + 1;
+    let reach = round_up(width, lanes) * step[1] + span[1] + lanes;
+    let slab = Slab::new(from, before, rows, reach, spread, lanes);
+    let result_at = slab.bytes(lanes);
+    let each = result_at + round_up((height * width + lanes) * 4, 64);
+
+    let mut weights = String::new();
+    let mut taps = String::new();
+    for ty in 0..ky {
+        for tx in 0..kx {
+            // The input gradient meets the kernel reversed.
+            let tap = if forward {
+                ty * kx + tx
+            } else {
+                (ky - 1 - ty) * kx + (kx - 1 - tx)
+            };
+            let offset = ty * g.dilation[1] * slab.pitch + tx * g.dilation[2];
+            weights.push_str(&format!(
+                "const vf w{ty}_{tx} = vf_set1({weight}[j * {} + {tap}]);\n",
+                ky * kx
+            ));
+            taps.push_str(&format!(
+                "sum = vf_fma({}, w{ty}_{tx}, sum);\n",
+                spaced(&format!("at + x * {} + {offset}", step[1]), step[1], lanes)
+            ));
+        }
+    }
+    let consume = |width| {
+        let place = Place {
+            width,
+            image: "image",
+            at: ["0", "0", "x"],
+            channel: "j",
+        };
+        indent(&(epilogue.consume)(&place, "sum"), 12)
+    };
+    let pixels = height * width;
+    let source = format!(
+        "/* {comment}\n * {} images of {:?} x {} channels, plane by plane. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n{}static void \
+         {name}_planes(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}    float *slab = \
+         (float *)(args->workspace + thread * {each}), *result = (float *)(args->workspace + thread * {each} + {result_at});\n    for (int64_t \
+         unit = begin; unit < end; unit++) {{\n        const int64_t image = unit / {channels}, j = unit % {channels};\n        \
+         {name}_fill(args, image, j, slab);\n{}        for (int64_t y = 0; y < {height}; y++) {{\n            const float *at = slab + y * \
+         {};\n            /* What a vector writes past the end of its row, the next row overwrites. */\n            for (int64_t x = 0; x < \
+         {width}; x += {lanes}) {{\n                vf sum = {{0}};\n{}                vf_store(result + y * {width} + x, sum);\n            \
+         }}\n        }}\n        int64_t x = 0;\n        for (; x + {lanes} <= {pixels}; x += {lanes}) {{\n            vf sum = vf_load(result \
+         + x);\n{}        }}\n        for (; x < {pixels}; x++) {{\n            float sum = result[x];\n{}        }}\n    }}\n}}\n",
+        g.images,
+        from,
+        g.in_channels,
+        fields(params),
+        slab.fill(image, name, &format!("{name}_fill"), params, lanes),
+        unpack(params),
+        indent(&weights, 8),
+        step[0] * slab.pitch,
+        indent(&taps, 16),
+        consume(Width::Vector),
+        consume(Width::Scalar),
+        channels = g.in_channels,
+    );
+    let planes = g.images * g.in_channels;
+    let serial = *threads == 1 || 2 * planes * pixels * ky * kx < super::correlate::SERIAL_FLOPS;
+    let calls = run(serial)(&format!("{name}_planes"), planes);
+    Some(finish_kernel(name, params, source, &calls, each * threads))
+}
+
+/// The weight gradient, if it is of this kind.
+pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
+    let WeightGradSpec {
+        name,
+        comment,
+        geometry: g,
+        input,
+        output_grad,
+        consume,
+        params,
+        threads,
+    } = spec;
+    if !fits(g, input) || !fits(g, output_grad) {
+        return None;
+    }
+    let lanes = vector::lanes(isa);
+    let [_, ky, kx] = g.kernel;
+    let [_, height, width] = g.output;
+    let span = [1, 2].map(|d| (g.kernel[d] - 1) * g.dilation[d]);
+    let before = [g.pad[1] as i64, g.pad[2] as i64];
+    let rows = (height - 1) * g.stride[1] + span[0] + 1;
+    let reach = round_up(width, lanes) * g.stride[2] + span[1] + lanes;
+    let x_slab = Slab::new(g.input, before, rows, reach, [1, 1], lanes);
+    // Zeros up to a whole vector: lanes past the end of a row add nothing.
+    let y_slab = Slab::new(g.output, [0, 0], height, width, [1, 1], lanes);
+    let y_at = x_slab.bytes(lanes);
+    let each = y_at + y_slab.bytes(lanes);
+
+    let taps = ky * kx;
+    let sums: Vec<String> = (0..taps).map(|t| format!("sum{t} = {{0}}")).collect();
+    let mut steps = String::new();
+    let mut folds = String::new();
+    for t in 0..taps {
+        let offset = t / kx * g.dilation[1] * x_slab.pitch + t % kx * g.dilation[2];
+        let x = spaced(
+            &format!("at + x * {} + {offset}", g.stride[2]),
+            g.stride[2],
+            lanes,
+        );
+        steps.push_str(&format!("sum{t} = vf_fma({x}, dy, sum{t});\n"));
+        folds.push_str(&format!("row[{t}] = vf_sum(sum{t});\n"));
+    }
+    // Lanes past the end of a row meet zeros of the gradient, and must then not meet anything infinite in the image.
+    let guard = if width.is_multiple_of(lanes) {
+        String::new()
+    } else {
+        let rest = width % lanes;
+        format!("const vi inside = x + {lanes} <= {width} ? vi_set1(-1) : vi_iota() < {rest};\n")
+    };
+    let steps = if guard.is_empty() {
+        steps
+    } else {
+        steps
+            .replace("vf_fma(", "vf_fma(vf_select(inside, ")
+            .replace(", dy, sum", ", (vf){0}), dy, sum")
+    };
+    let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 12);
+    let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 12);
+    let source = format!(
+        "/* {comment}\n * {images} images of {:?} x {} channels, plane by plane. */\nstruct {name}_args {{\n{}    char \
+         *workspace;\n}};\n{}{}static void {name}_channels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
+         *args = ctx;\n{}    float *slab = (float *)(args->workspace + thread * {each}), *grad = (float *)(args->workspace + thread * {each} + \
+         {y_at});\n    for (int64_t channel = begin; channel < end; channel++) {{\n        vf {};\n        for (int64_t image = 0; image < {images}; \
+         image++) {{\n            {name}_fill_input(args, image, channel, slab);\n            {name}_fill_output(args, image, channel, \
+         grad);\n            for (int64_t y = 0; y < {height}; y++) {{\n                const float *at = slab + y * {};\n                for \
+         (int64_t x = 0; x < {width}; x += {lanes}) {{\n                    const vf dy = vf_load(grad + y * {} + x);\n{}{}                \
+         }}\n            }}\n        }}\n        float row[{taps}];\n{}        const int64_t from = channel * {taps};\n        int64_t i = \
+         0;\n        for (; i + {lanes} <= {taps}; i += {lanes}) {{\n            vf sum = vf_load(row + i);\n{vector}        }}\n        for (; i < \
+         {taps}; i++) {{\n            float sum = row[i];\n{scalar}        }}\n    }}\n}}\n",
+        g.input,
+        g.in_channels,
+        fields(params),
+        x_slab.fill(input, name, &format!("{name}_fill_input"), params, lanes),
+        y_slab.fill(output_grad, name, &format!("{name}_fill_output"), params, lanes),
+        unpack(params),
+        sums.join(", "),
+        g.stride[1] * x_slab.pitch,
+        y_slab.pitch,
+        indent(&guard, 20),
+        indent(&steps, 20),
+        indent(&folds, 8),
+        images = g.images,
+    );
+    let serial = *threads == 1
+        || 2 * g.images * g.in_channels * height * width * taps < super::correlate::SERIAL_FLOPS;
+    let calls = run(serial)(&format!("{name}_channels"), g.in_channels);
+    Some(finish_kernel(name, params, source, &calls, each * threads))
+}
