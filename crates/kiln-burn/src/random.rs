@@ -28,6 +28,16 @@ pub fn seed(seed: u64) {
     *next() = Some(Stream { seed, stream: 0 });
 }
 
+/// Where the generator stands: the stream the next random operation will take; none if it was never seeded nor used. For a checkpoint.
+pub fn state() -> Option<Stream> {
+    *next()
+}
+
+/// Goes on from where [`state`] was taken, so that a resumed program draws what the uninterrupted one would have drawn.
+pub fn restore(state: Stream) {
+    *next() = Some(state);
+}
+
 /// Takes the next stream. A generator that was never seeded seeds itself from the system's entropy.
 pub fn take() -> Stream {
     let mut next = next();

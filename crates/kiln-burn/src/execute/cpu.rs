@@ -140,6 +140,10 @@ impl Executable for Cpu {
         }
         text
     }
+
+    fn arena_bytes(&self) -> Option<usize> {
+        Some(self.executable.contract().arena_bytes)
+    }
 }
 
 impl StepHooks for Cpu {

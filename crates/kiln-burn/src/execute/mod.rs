@@ -42,6 +42,11 @@ pub trait Executable: Send + Sync {
 
     /// What there is to say about how the graph runs, for people.
     fn report(&self) -> String;
+
+    /// Bytes of the one block that holds all intermediate values of a run; none where values are allocated one by one.
+    fn arena_bytes(&self) -> Option<usize> {
+        None
+    }
 }
 
 /// Why a graph could not be prepared or run.

@@ -110,6 +110,8 @@ pub struct StepReport {
     pub run_time: Duration,
     /// The graph.
     pub graph: Arc<Graph>,
+    /// Bytes of the block that holds all intermediate values; none where the backend has no such block.
+    pub arena_bytes: Option<usize>,
     /// What the executor says of itself.
     pub details: String,
 }
@@ -465,6 +467,7 @@ impl Step {
             compile_time: self.compile_time,
             run_time: Duration::from_nanos(self.run_time.load(Ordering::Relaxed)),
             graph: self.graph.clone(),
+            arena_bytes: self.executable.arena_bytes(),
             details: self.executable.report(),
         }
     }
