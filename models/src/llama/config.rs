@@ -2,6 +2,7 @@
 
 use super::{Llama, RopeScaling};
 use crate::ModelError;
+use crate::layers::Activation;
 use burn::config::Config;
 use burn::tensor::backend::Backend;
 use serde::Deserialize;
@@ -46,6 +47,9 @@ pub struct LlamaConfig {
     /// The projections of the feed-forward network have biases. Default: false
     #[config(default = false)]
     pub mlp_bias: bool,
+    /// Activation of the gate in the feed-forward network. Default: SiLU
+    #[config(default = "Activation::Silu")]
+    pub hidden_act: Activation,
     /// Dropout on the attention weights. Default: 0
     #[config(default = 0.0)]
     pub attention_dropout: f64,
@@ -114,7 +118,7 @@ impl LlamaConfig {
     /// # Errors
     ///
     /// Text that is not such a configuration, sizes that no model can have, and variants that are not implemented
-    /// (other activations, `yarn` and other scalings, partial rotation).
+    /// (`yarn` and other scalings, partial rotation, unknown activations).
     pub fn from_hf_json(text: &str) -> Result<Self, ModelError> {
         let file: HfLlamaConfig = serde_json::from_str(text).map_err(|source| ModelError::Parse {
             family: FAMILY,
@@ -135,7 +139,7 @@ impl LlamaConfig {
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.kv_heads(),
             "head_dim": self.head_width(),
-            "hidden_act": "silu",
+            "hidden_act": self.hidden_act.name(),
             "max_position_embeddings": self.max_position_embeddings,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
@@ -303,9 +307,11 @@ impl HfLlamaConfig {
         if let Some(other) = self.model_type.filter(|kind| kind != FAMILY) {
             return Err(ModelError::unsupported(FAMILY, "model_type", other, "llama"));
         }
-        if let Some(other) = self.hidden_act.filter(|name| name != "silu" && name != "swish") {
-            return Err(ModelError::unsupported(FAMILY, "hidden_act", other, "silu"));
-        }
+        let hidden_act = match self.hidden_act {
+            None => Activation::Silu,
+            Some(name) => Activation::from_name(&name)
+                .ok_or_else(|| ModelError::unsupported(FAMILY, "hidden_act", name, Activation::NAMES))?,
+        };
         let max_position_embeddings = self.max_position_embeddings.unwrap_or(2048);
         let rope = self.rope_parameters.or(self.rope_scaling);
         let theta = rope
@@ -331,6 +337,7 @@ impl HfLlamaConfig {
             tie_word_embeddings: self.tie_word_embeddings.unwrap_or(false),
             attention_bias: self.attention_bias.unwrap_or(false),
             mlp_bias: self.mlp_bias.unwrap_or(false),
+            hidden_act,
             attention_dropout: self.attention_dropout.unwrap_or(0.0),
             initializer_range: self.initializer_range.unwrap_or(0.02),
             // Some published files write -1 for "none".

@@ -3,11 +3,10 @@
 use super::rope::{RopeSpec, RotaryEmbedding};
 use super::{KvCache, LayerCache, LlamaConfig, RopeScaling};
 use crate::keys::{KeyPattern, Pretrained};
-use crate::layers::{TokenEmbedding, attention, causal_mask, merge_heads, split_heads};
+use crate::layers::{Activation, TokenEmbedding, attention, causal_mask, merge_heads, split_heads};
 use crate::loss::{CrossEntropy, sequence_cross_entropy};
 use burn::module::{Initializer, Module};
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::activation::silu;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 
@@ -86,12 +85,14 @@ impl<B: Backend> LlamaAttention<B> {
     }
 }
 
-/// SwiGLU: `down(silu(gate(x)) * up(x))`.
+/// SwiGLU: `down(silu(gate(x)) * up(x))`; the configuration may name another activation than SiLU.
 #[derive(Module, Debug)]
 pub struct LlamaMlp<B: Backend> {
     gate_proj: Linear<B>,
     up_proj: Linear<B>,
     down_proj: Linear<B>,
+    #[module(skip)]
+    activation: Activation,
 }
 
 impl<B: Backend> LlamaMlp<B> {
@@ -101,11 +102,12 @@ impl<B: Backend> LlamaMlp<B> {
             gate_proj: linear(config, width, inner, bias, device),
             up_proj: linear(config, width, inner, bias, device),
             down_proj: linear(config, inner, width, bias, device),
+            activation: config.hidden_act,
         }
     }
 
     fn forward(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
-        let gate = silu(self.gate_proj.forward(hidden.clone()));
+        let gate = self.activation.forward(self.gate_proj.forward(hidden.clone()));
         self.down_proj.forward(gate * self.up_proj.forward(hidden))
     }
 }

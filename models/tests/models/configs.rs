@@ -75,7 +75,7 @@ fn impossible_llamas_are_refused() {
         (r#", "rms_norm_eps": 0"#, "rms_norm_eps"),
         (r#", "rope_theta": -1"#, "rope_theta"),
         (r#", "attention_dropout": 1.5"#, "attention_dropout"),
-        (r#", "hidden_act": "gelu""#, "hidden_act"),
+        (r#", "hidden_act": "quick_gelu""#, "hidden_act"),
         (r#", "model_type": "mamba""#, "model_type"),
         (
             r#", "rope_scaling": {"rope_type": "yarn", "factor": 2}"#,

@@ -7,6 +7,10 @@ use kiln_models::keys::{KeyMap, Pretrained};
 use kiln_models::params::{TensorKind, assign_params};
 use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Where the committed fixtures lie.
+const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures");
 
 /// Inner backend of the tests.
 pub type Inner = burn_flex::Flex;
@@ -19,16 +23,46 @@ const TOLERANCE: f64 = 1e-4;
 /// The tensors of a fixture, and the configuration in its metadata.
 pub struct Fixture {
     pub name: String,
+    pub family: String,
     pub config: String,
     tensors: BTreeMap<String, TensorData>,
 }
 
 impl Fixture {
+    /// A committed fixture.
     pub fn load(name: &str) -> Self {
-        let path = format!("{}/tests/fixtures/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
-        let bytes = std::fs::read(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+        Self::read(&Path::new(FOLDER).join(format!("{name}.safetensors")))
+    }
+
+    /// The committed fixtures of a family, and those in the folder that `KILN_MODEL_FIXTURES` names.
+    pub fn family(family: &str) -> Vec<Self> {
+        let folders = [FOLDER.to_string()]
+            .into_iter()
+            .chain(std::env::var("KILN_MODEL_FIXTURES"));
+        let files = folders.flat_map(|folder| {
+            let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{folder}: {error}"));
+            entries.map(|entry| entry.expect("an entry of a folder").path())
+        });
+        let fixtures = files.filter(|path| path.extension().is_some_and(|end| end == "safetensors"));
+        let fixtures: Vec<_> = fixtures
+            .map(|path| Self::read(&path))
+            .filter(|fixture| fixture.family == family)
+            .collect();
+        assert!(!fixtures.is_empty(), "no fixture of {family}");
+        fixtures
+    }
+
+    fn read(path: &Path) -> Self {
+        let name = path
+            .file_stem()
+            .expect("a file name")
+            .to_string_lossy()
+            .into_owned();
+        let path = path.display();
+        let bytes = std::fs::read(path.to_string()).unwrap_or_else(|error| panic!("{path}: {error}"));
         let (_, header) = SafeTensors::read_metadata(&bytes).expect("a safetensors header");
-        let config = header.metadata().as_ref().expect("metadata")["config"].clone();
+        let metadata = header.metadata().as_ref().expect("metadata");
+        let (family, config) = (metadata["family"].clone(), metadata["config"].clone());
         let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
         let tensors = file.iter().map(|(key, view)| {
             let shape = view.shape().to_vec();
@@ -39,11 +73,17 @@ impl Fixture {
             };
             (key.to_string(), data)
         });
+        let tensors = tensors.collect();
         Self {
-            name: name.into(),
+            name,
+            family,
             config,
-            tensors: tensors.collect(),
+            tensors,
         }
+    }
+
+    pub fn holds(&self, key: &str) -> bool {
+        self.tensors.contains_key(key)
     }
 
     pub fn data(&self, key: &str) -> TensorData {

@@ -6,11 +6,9 @@ use kiln_models::ModelError;
 use kiln_models::llama::{GenerateConfig, KvCache, Llama, LlamaConfig, Sampler};
 use std::ops::ControlFlow;
 
-fn model(name: &str) -> (Fixture, Llama<Inner>) {
-    let fixture = Fixture::load(name);
+fn model(fixture: &Fixture) -> Llama<Inner> {
     let config = LlamaConfig::from_hf_json(&fixture.config).expect("a configuration");
-    let model = fixture.weights(config.init::<Inner>(&Default::default()));
-    (fixture, model)
+    fixture.weights(config.init::<Inner>(&Default::default()))
 }
 
 fn tokens(ids: &[u32]) -> Tensor<Inner, 2, Int> {
@@ -30,8 +28,12 @@ fn prompt(fixture: &Fixture) -> Vec<u32> {
 
 #[test]
 fn greedy_decoding_equals_the_original() {
-    for name in ["llama2", "llama_gqa_tied", "llama3", "llama_linear"] {
-        let (fixture, model) = model(name);
+    for fixture in Fixture::family("llama")
+        .into_iter()
+        .filter(|fixture| fixture.holds("output.greedy"))
+    {
+        let model = model(&fixture);
+        let name = &fixture.name;
         let expected: Vec<u32> = fixture
             .data("output.greedy")
             .iter::<i64>()
@@ -54,7 +56,8 @@ fn greedy_decoding_equals_the_original() {
 
 #[test]
 fn cached_logits_equal_those_of_the_whole_sequence() {
-    let (fixture, model) = model("llama_gqa_tied");
+    let fixture = Fixture::load("llama_gqa_tied");
+    let model = model(&fixture);
     let ids = prompt(&fixture);
     let whole = model.forward(tokens(&ids));
     // Any way of cutting the sequence into pieces gives the same last logits, also when the cache has to grow.
@@ -85,7 +88,8 @@ fn cached_logits_equal_those_of_the_whole_sequence() {
 
 #[test]
 fn generation_ends_where_it_should() {
-    let (fixture, model) = model("llama2");
+    let fixture = Fixture::load("llama2");
+    let model = model(&fixture);
     let device = Default::default();
     let start = prompt(&fixture);
     let greedy = GenerateConfig::new().with_temperature(0.0);

@@ -2,10 +2,11 @@
 
 use crate::fixture::{Ad, Fixture, Inner};
 use burn::config::Config;
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use kiln_models::bert::BertConfig;
+use burn::tensor::{Int, Tensor};
+use kiln_models::bert::{BertConfig, BertForMaskedLm, BertForSequenceClassification, BertModel};
 use kiln_models::llama::LlamaConfig;
+use kiln_models::loss::{CrossEntropy, sequence_cross_entropy};
 use kiln_models::mlp::MlpConfig;
 use kiln_models::vision::alexnet::AlexNetConfig;
 use kiln_models::vision::mnasnet::MnasNetConfig;
@@ -26,154 +27,129 @@ fn config<C: Config>(fixture: &Fixture, defaults: &C) -> C {
     serde_json::from_value(value).unwrap_or_else(|error| panic!("{}: {error}", fixture.name))
 }
 
-/// An image classifier: any model with `forward(images)` and `loss(images, targets)`.
+/// All fixtures of an image classifier: a family, and a configuration that the fixtures change.
 macro_rules! check_classifier {
-    ($fixture:expr, $config:expr) => {{
-        let fixture = $fixture;
-        fixture.check(
-            $config.init::<Ad>(&Default::default()),
-            |model| model.forward(fixture.float("input.images")),
-            |model| model.forward(fixture.float("input.images")),
-            |model| model.loss(fixture.float("input.images"), fixture.int("input.targets")),
-        );
-    }};
+    ($family:expr, $defaults:expr) => {
+        for fixture in Fixture::family($family) {
+            fixture.check(
+                config(&fixture, &$defaults).init::<Ad>(&Default::default()),
+                |model| model.forward(fixture.float("input.images")),
+                |model| model.forward(fixture.float("input.images")),
+                |model| model.loss(fixture.float("input.images"), fixture.int("input.targets")),
+            );
+        }
+    };
 }
 
 #[test]
 fn mlp() {
-    let fixture = Fixture::load("mlp");
-    let config: MlpConfig = config(&fixture, &MlpConfig::new());
-    check_classifier!(fixture, config);
+    check_classifier!("mlp", MlpConfig::new());
 }
 
 #[test]
-fn resnets() {
-    for name in ["resnet_basic", "resnet_bottleneck", "resnext"] {
-        let fixture = Fixture::load(name);
-        let config = config(&fixture, &ResNetConfig::resnet18());
-        check_classifier!(fixture, config);
-    }
+fn resnet() {
+    check_classifier!("resnet", ResNetConfig::resnet18());
 }
 
 #[test]
 fn alexnet() {
-    let fixture = Fixture::load("alexnet");
-    let config = config(&fixture, &AlexNetConfig::new());
-    check_classifier!(fixture, config);
+    check_classifier!("alexnet", AlexNetConfig::new());
 }
 
 #[test]
 fn vgg() {
-    let fixture = Fixture::load("vgg");
-    let config = config(&fixture, &VggConfig::vgg16());
-    check_classifier!(fixture, config);
+    check_classifier!("vgg", VggConfig::vgg16());
 }
 
 #[test]
 fn squeezenet() {
-    let fixture = Fixture::load("squeezenet");
-    let config = config(&fixture, &SqueezeNetConfig::new());
-    check_classifier!(fixture, config);
+    check_classifier!("squeezenet", SqueezeNetConfig::new());
 }
 
 #[test]
 fn mobilenet() {
-    let fixture = Fixture::load("mobilenet");
-    let config = config(&fixture, &MobileNetV2Config::new());
-    check_classifier!(fixture, config);
+    check_classifier!("mobilenet", MobileNetV2Config::new());
 }
 
 #[test]
 fn mnasnet() {
-    let fixture = Fixture::load("mnasnet");
-    let config = config(&fixture, &MnasNetConfig::new());
-    check_classifier!(fixture, config);
+    check_classifier!("mnasnet", MnasNetConfig::new());
 }
 
 #[test]
 fn vit() {
-    let fixture = Fixture::load("vit");
-    let config = config(&fixture, &VitConfig::vit_small_patch16_224());
-    check_classifier!(fixture, config);
+    check_classifier!("vit", VitConfig::vit_small_patch16_224());
+}
+
+/// Tokens, segments and kept tokens of a text.
+type Text<B> = (
+    Tensor<B, 2, Int>,
+    Option<Tensor<B, 2, Int>>,
+    Option<Tensor<B, 2, Int>>,
+);
+
+fn text<B: Backend>(fixture: &Fixture) -> Text<B> {
+    (
+        fixture.int("input.tokens"),
+        Some(fixture.int("input.segments")),
+        Some(fixture.int("input.keep")),
+    )
 }
 
 #[test]
 fn bert_classifier() {
-    let fixture = Fixture::load("bert_classifier");
-    let config = BertConfig::from_hf_json(&fixture.config).expect("a configuration");
-    assert_eq!(config.num_labels, 3);
-    fn inputs<B: Backend>(fixture: &Fixture) -> [Tensor<B, 2, burn::tensor::Int>; 3] {
-        ["input.tokens", "input.segments", "input.keep"].map(|key| fixture.int(key))
+    for fixture in Fixture::family("bert_classifier") {
+        let config = BertConfig::from_hf_json(&fixture.config).expect("a configuration");
+        fn forward<B: Backend>(model: &BertForSequenceClassification<B>, fixture: &Fixture) -> Tensor<B, 2> {
+            let (tokens, segments, keep) = text(fixture);
+            model.forward(tokens, segments, keep)
+        }
+        fixture.check(
+            config.init_classifier::<Ad>(&Default::default()),
+            |model| forward(model, &fixture),
+            |model| forward(model, &fixture),
+            |model| CrossEntropy::new().forward(forward(model, &fixture), fixture.int("input.targets")),
+        );
     }
-    fixture.check(
-        config.init_classifier::<Ad>(&Default::default()),
-        |model| {
-            let [tokens, segments, keep] = inputs(&fixture);
-            model.forward(tokens, Some(segments), Some(keep))
-        },
-        |model| {
-            let [tokens, segments, keep] = inputs(&fixture);
-            model.forward(tokens, Some(segments), Some(keep))
-        },
-        |model| {
-            let [tokens, segments, keep] = inputs(&fixture);
-            let logits = model.forward(tokens, Some(segments), Some(keep));
-            kiln_models::loss::CrossEntropy::new().forward(logits, fixture.int("input.targets"))
-        },
-    );
 }
 
 #[test]
 fn bert_masked_lm() {
-    for name in ["bert_masked_lm", "bert_untied"] {
-        let fixture = Fixture::load(name);
+    for fixture in Fixture::family("bert_masked_lm") {
         let config = BertConfig::from_hf_json(&fixture.config).expect("a configuration");
-        let segments = || Some(fixture.int("input.segments"));
-        let keep = || Some(fixture.int("input.keep"));
+        fn forward<B: Backend>(model: &BertForMaskedLm<B>, fixture: &Fixture) -> Tensor<B, 3> {
+            let (tokens, segments, keep) = text(fixture);
+            model.forward(tokens, segments, keep)
+        }
+        let loss = CrossEntropy::new().with_ignore_index(-100);
         fixture.check(
             config.init_masked_lm::<Ad>(&Default::default()),
-            |model| model.forward(fixture.int("input.tokens"), segments(), keep()),
-            |model| {
-                model.forward(
-                    fixture.int("input.tokens"),
-                    Some(fixture.int("input.segments")),
-                    Some(fixture.int("input.keep")),
-                )
-            },
-            |model| {
-                let logits = model.forward(fixture.int("input.tokens"), segments(), keep());
-                let loss = kiln_models::loss::CrossEntropy::new().with_ignore_index(-100);
-                kiln_models::loss::sequence_cross_entropy(&loss, logits, fixture.int("input.targets"))
-            },
+            |model| forward(model, &fixture),
+            |model| forward(model, &fixture),
+            |model| sequence_cross_entropy(&loss, forward(model, &fixture), fixture.int("input.targets")),
         );
     }
 }
 
 #[test]
 fn bert_embedding() {
-    let fixture = Fixture::load("bert_embedding");
-    let config = BertConfig::from_hf_json(&fixture.config).expect("a configuration");
-    fn embed<B: Backend>(model: &kiln_models::bert::BertModel<B>, fixture: &Fixture) -> Tensor<B, 2> {
-        model.embed_normalized(fixture.int("input.tokens"), None, Some(fixture.int("input.keep")))
+    for fixture in Fixture::family("bert_embedding") {
+        let config = BertConfig::from_hf_json(&fixture.config).expect("a configuration");
+        fn embed<B: Backend>(model: &BertModel<B>, fixture: &Fixture) -> Tensor<B, 2> {
+            model.embed_normalized(fixture.int("input.tokens"), None, Some(fixture.int("input.keep")))
+        }
+        fixture.check(
+            config.init::<Ad>(&Default::default()),
+            |model| embed(model, &fixture),
+            |model| embed(model, &fixture),
+            |model| (embed(model, &fixture) * fixture.float("input.direction")).sum(),
+        );
     }
-    fixture.check(
-        config.init::<Ad>(&Default::default()),
-        |model| embed(model, &fixture),
-        |model| embed(model, &fixture),
-        |model| (embed(model, &fixture) * fixture.float("input.direction")).sum(),
-    );
 }
 
 #[test]
-fn llamas() {
-    for name in [
-        "llama2",
-        "llama_gqa_tied",
-        "llama3",
-        "llama_linear",
-        "llama_dynamic",
-    ] {
-        let fixture = Fixture::load(name);
+fn llama() {
+    for fixture in Fixture::family("llama") {
         let config = LlamaConfig::from_hf_json(&fixture.config).expect("a configuration");
         fixture.check(
             config.init::<Ad>(&Default::default()),
