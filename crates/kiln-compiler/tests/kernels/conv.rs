@@ -120,7 +120,7 @@ impl Case {
             weight: "weight".into(),
             epilogue,
             params: vec![
-                Param::new("const float *", "b"),
+                Param::new("const float *", "first"),
                 Param::new("const float *", "weight"),
                 Param::new("float *", "out"),
             ],
@@ -139,24 +139,24 @@ impl Case {
             comment: comment.clone(),
             geometry: self.geometry,
             input: self.image("a", input),
-            output_grad: self.image("b", output),
+            output_grad: self.image("first", output),
             consume: Box::new(|width, index, value| match width {
                 Width::Scalar => format!("out[{index}] += {value};"),
                 Width::Vector => format!("vf_store(out + {index}, vf_load(out + {index}) + {value});"),
             }),
             params: vec![
                 Param::new("const float *", "a"),
-                Param::new("const float *", "b"),
+                Param::new("const float *", "first"),
                 Param::new("float *", "out"),
             ],
             threads: 3,
         };
         vec![
-            conv::forward(spec("forward", self.image("b", input), halved), isa),
+            conv::forward(spec("forward", self.image("first", input), halved), isa),
             conv::input_grad(
                 spec(
                     "input_grad",
-                    self.image("b", output),
+                    self.image("first", output),
                     PixelEpilogue::store("out", input),
                 ),
                 isa,

@@ -22,7 +22,7 @@ impl Random {
 
     /// Uniform in `0..limit`.
     pub fn below(&mut self, limit: usize) -> usize {
-        ((self.next() >> 32) * limit as u64 >> 32) as usize
+        (((self.next() >> 32) * limit as u64) >> 32) as usize
     }
 
     /// One of the choices.

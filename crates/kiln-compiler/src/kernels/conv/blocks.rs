@@ -216,12 +216,12 @@ pub(super) fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
     format!(
         "/* Consumes results of consecutive pixels, a row of `tile` each. */\nstatic __attribute__((noinline)) void \
          {name}_finish_planes(const struct {name}_args *args, const float *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t \
-         first, int64_t count, int64_t col, int64_t cols) {{\n{}    int64_t i = 0;\n    for (; i + {lanes} <= count; i += {lanes})\n        \
+         pixel0, int64_t count, int64_t col, int64_t cols) {{\n{}    int64_t i = 0;\n    for (; i + {lanes} <= count; i += {lanes})\n        \
          for (int64_t group = 0; group < cols; group += {lanes}) {{\n            vf block[KILN_LANES];\n            for (int l = 0; l < {lanes}; \
-         l++) block[l] = vf_load(tile + (i + l) * ld + group);\n            vf_transpose(block);\n            const int64_t x = first + \
+         l++) block[l] = vf_load(tile + (i + l) * ld + group);\n            vf_transpose(block);\n            const int64_t x = pixel0 + \
          i;\n            for (int64_t l = 0; l < {lanes} && group + l < cols; l++) {{\n                const int64_t j = col + group + \
          l;\n                vf sum = block[l];\n{}            }}\n        }}\n    for (int64_t j = col; j < col + cols; j++)\n        for \
-         (int64_t r = i; r < count; r++) {{\n            const int64_t x = first + r;\n            float sum = tile[r * ld + (j - \
+         (int64_t r = i; r < count; r++) {{\n            const int64_t x = pixel0 + r;\n            float sum = tile[r * ld + (j - \
          col)];\n{}        }}\n}}\n",
         unpack(&spec.params),
         indent(&each(Width::Vector, "j"), 16),

@@ -145,7 +145,7 @@ fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides:
     } else {
         let value = load(image, Width::Scalar, "x", "c");
         format!(
-            "for (int64_t x = first; x < last; x++)\n    for (int64_t c = 0; c < {channels}; c++)\n        to[x * {} + c] = \
+            "for (int64_t x = x_begin; x < x_end; x++)\n    for (int64_t c = 0; c < {channels}; c++)\n        to[x * {} + c] = \
              {value};\n",
             channels * spread[2]
         )
@@ -182,8 +182,8 @@ fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides:
     format!(
         "/* Copies a row of the image into channels-last order with zeros around it. */\nstatic void {function}(const struct {prefix}_args \
          *args, int64_t image, int64_t z0, int64_t y0, float *row) {{\n{}    z0 -= {bz}, y0 -= {by};\n    if ({} || {}) {{\n        \
-         __builtin_memset(row, 0, {} * sizeof(float));\n        return;\n    }}\n    const int64_t z = z0 / {}, y = y0 / {}, first = \
-         {first}, last = {last};\n    float *to = row + {};\n{}{}}}\n",
+         __builtin_memset(row, 0, {} * sizeof(float));\n        return;\n    }}\n    const int64_t z = z0 / {}, y = y0 / {}, x_begin \
+         = {first}, x_end = {last};\n    float *to = row + {};\n{}{}}}\n",
         unpack(params),
         outside("z0", 0),
         outside("y0", 1),
@@ -212,7 +212,7 @@ fn dense_row(image: &Image<'_>, channels: usize, lanes: usize) -> String {
         Some(ImageAxis::Channel) if channels >= lanes => {
             let vector = load(image, Width::Vector, "x", "c");
             format!(
-                "for (int64_t x = first; x < last; x++) {{\n    int64_t c = 0;\n    for (; c + {lanes} <= {channels}; c += \
+                "for (int64_t x = x_begin; x < x_end; x++) {{\n    int64_t c = 0;\n    for (; c + {lanes} <= {channels}; c += \
                  {lanes}) vf_store(to + x * {channels} + c, {vector});\n    for (; c < {channels}; c++) to[x * {channels} + c] = \
                  {scalar};\n}}\n"
             )
@@ -220,16 +220,16 @@ fn dense_row(image: &Image<'_>, channels: usize, lanes: usize) -> String {
         Some(ImageAxis::Width | ImageAxis::Plane) if channels >= lanes => {
             let vector = load(image, Width::Vector, "x", "(group + l)");
             format!(
-                "int64_t group = 0;\nfor (; group + {lanes} <= {channels}; group += {lanes}) {{\n    int64_t x = first;\n    for \
-                 (; x + {lanes} <= last; x += {lanes}) {{\n        vf block[KILN_LANES];\n        for (int l = 0; l < {lanes}; \
+                "int64_t group = 0;\nfor (; group + {lanes} <= {channels}; group += {lanes}) {{\n    int64_t x = x_begin;\n    for \
+                 (; x + {lanes} <= x_end; x += {lanes}) {{\n        vf block[KILN_LANES];\n        for (int l = 0; l < {lanes}; \
                  l++) block[l] = {vector};\n        vf_transpose(block);\n        for (int l = 0; l < {lanes}; l++) vf_store(to + \
-                 (x + l) * {channels} + group, block[l]);\n    }}\n    for (; x < last; x++)\n        for (int64_t c = group; c < \
+                 (x + l) * {channels} + group, block[l]);\n    }}\n    for (; x < x_end; x++)\n        for (int64_t c = group; c < \
                  group + {lanes}; c++) to[x * {channels} + c] = {scalar};\n}}\nfor (int64_t c = group; c < {channels}; \
-                 c++)\n    for (int64_t x = first; x < last; x++) to[x * {channels} + c] = {scalar};\n"
+                 c++)\n    for (int64_t x = x_begin; x < x_end; x++) to[x * {channels} + c] = {scalar};\n"
             )
         }
         _ => format!(
-            "for (int64_t x = first; x < last; x++)\n    for (int64_t c = 0; c < {channels}; c++) to[x * {channels} + c] = \
+            "for (int64_t x = x_begin; x < x_end; x++)\n    for (int64_t c = 0; c < {channels}; c++) to[x * {channels} + c] = \
              {scalar};\n"
         ),
     }

@@ -171,7 +171,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         };
         tiles.insert(tile.helper(isa));
         format!(
-            "{}(tile_a, tile_b, {}, target, {padded}, !first, {nest});",
+            "{}(tile_a, tile_b, {}, target, {padded}, !fresh, {nest});",
             tile.name(),
             g.output[2]
         )
@@ -248,11 +248,11 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     let _ = write!(
         source,
         "/* Tiles of the gradient, all pixels of each. */\nstatic void {name}_sum(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
-         const struct {name}_args *args = ctx;\n{}    float *sums = (float *)(args->workspace + {sums_at});\n    int first = 1;\n    for \
+         const struct {name}_args *args = ctx;\n{}    float *sums = (float *)(args->workspace + {sums_at});\n    int fresh = 1;\n    for \
          (int64_t image = 0; image < {n}; image += {some_images})\n    for (int64_t pz = 0; pz < {depth}; pz++)\n    for (int64_t py = 0; py < \
          {height}; py += {lines}) {{\n        const int64_t images = {n} - image < {some_images} ? {n} - image : {some_images};\n        const \
          int64_t lines = {height} - py < {lines} ? {height} - py : {lines};\n        for (int64_t unit = begin; unit < end; unit++) {{\n{}        \
-         }}\n        first = 0;\n    }}\n}}\n",
+         }}\n        fresh = 0;\n    }}\n}}\n",
         unpack(params),
         indent(&body, 12),
         n = g.images,
@@ -299,9 +299,9 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
         "/* Sums in the order of the weight. */\nstatic void {name}_finish(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const \
          struct {name}_args *args = ctx;\n{}    const float *sums = (const float *)(args->workspace + {sums_at});\n    float row[{}];\n    \
          for (int64_t o = begin; o < end; o++)\n        for (int64_t block = 0; block < {group_in}; block += {block}) {{\n            const \
-         int64_t last = block + {block} < {group_in} ? block + {block} : {group_in};\n            float *to = row;\n            for (int64_t c \
-         = block; c < last; c++)\n                for (int64_t t = 0; t < {taps}; t++) *to++ = {element};\n            const int64_t from = (o \
-         * {group_in} + block) * {taps}, count = (last - block) * {taps};\n            int64_t i = 0;\n            for (; i + {lanes} <= \
+         int64_t block_end = block + {block} < {group_in} ? block + {block} : {group_in};\n            float *to = row;\n            for (int64_t c \
+         = block; c < block_end; c++)\n                for (int64_t t = 0; t < {taps}; t++) *to++ = {element};\n            const int64_t from = (o \
+         * {group_in} + block) * {taps}, count = (block_end - block) * {taps};\n            int64_t i = 0;\n            for (; i + {lanes} <= \
          count; i += {lanes}) {{\n                vf sum = vf_load(row + i);\n{vector}            }}\n            for (; i < count; i++) \
          {{\n                float sum = row[i];\n{scalar}            }}\n        }}\n}}\n",
         unpack(params),

@@ -86,7 +86,7 @@ pub(super) fn source(request: &Request<'_>) -> String {
         };
         format!(
             "static const int32_t taps[] = {{{}}};\nfor (int64_t o = 0; o < {summed}; o++)\n    for (int64_t j = 0; j < width; j += \
-             {lanes}) {{\n        const float *from = {weight} + ((group * {group_out} + o) * {group_in} + first + j) * \
+             {lanes}) {{\n        const float *from = {weight} + ((group * {group_out} + o) * {group_in} + lowest + j) * \
              {all_taps};\n        for (int64_t t = 0; t < {tap_count}; t++) {{\n            float *to = packed + (t * {summed} + o) * \
              width + j;\n            const float *at = from + taps[t];\n            if (j + {lanes} <= valid) vf_store(to, \
              {vector});\n            else for (int64_t l = 0; l < {lanes}; l++) to[l] = j + l < valid ? at[l * {all_taps}] : \
@@ -98,7 +98,7 @@ pub(super) fn source(request: &Request<'_>) -> String {
         format!(
             "for (int64_t j = 0; j < width; j += {lanes})\n    for (int64_t k = 0; k < {depth}; k += {lanes}) {{\n        vf \
              block[KILN_LANES];\n        const int64_t some = {depth} - k < {lanes} ? {depth} - k : {lanes};\n        for (int l \
-             = 0; l < {lanes}; l++) {{\n            const float *from = {weight} + (group * {group_out} + first + j + l) * {depth} + \
+             = 0; l < {lanes}; l++) {{\n            const float *from = {weight} + (group * {group_out} + lowest + j + l) * {depth} + \
              k;\n            block[l] = j + l >= valid ? (vf){{0}} : some == {lanes} ? vf_load(from) : vf_load_n(from, \
              some);\n        }}\n        vf_transpose(block);\n        for (int64_t l = 0; l < some; l++) vf_store(packed + ((k + l) % \
              {all_taps} * {summed} + (k + l) / {all_taps}) * width + j, block[l]);\n    }}\n"
@@ -107,9 +107,9 @@ pub(super) fn source(request: &Request<'_>) -> String {
     format!(
         "/* Packs panels of the weight. */\nstatic void {function}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
          const struct {prefix}_args *args = ctx;\n{}    for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t \
-         group = unit / {count}, panel = unit % {count}, first = panel * {full};\n        const int64_t width = panel == {} ? {} : \
-         {full}, valid = {channels} - first < width ? {channels} - first : width;\n        float *packed = (float \
-         *)(args->workspace + {offset}) + (group * {padded} + first) * {depth};\n{}    }}\n}}\n",
+         group = unit / {count}, panel = unit % {count}, lowest = panel * {full};\n        const int64_t width = panel == {} ? {} : \
+         {full}, valid = {channels} - lowest < width ? {channels} - lowest : width;\n        float *packed = (float \
+         *)(args->workspace + {offset}) + (group * {padded} + lowest) * {depth};\n{}    }}\n}}\n",
         unpack(params),
         panels.count - 1,
         panels.last,

@@ -155,7 +155,7 @@ impl Emitter<'_> {
         );
         let _ = writeln!(
             out,
-            "struct {name}_args {{\n{}    char *workspace;\n    int64_t batch, start, depth;\n    int first, last;\n}};",
+            "struct {name}_args {{\n{}    char *workspace;\n    int64_t batch, start, depth;\n    int from_zero, to_end;\n}};",
             fields(params)
         );
         if plan.a_packed {
@@ -355,7 +355,7 @@ impl Emitter<'_> {
             };
             self.tiles.insert(tile.helper(self.isa));
             format!(
-                "{}(tile_a, tile_b, args->depth, target, ldc, !args->first);",
+                "{}(tile_a, tile_b, args->depth, target, ldc, !args->from_zero);",
                 tile.name()
             )
         };
@@ -472,7 +472,7 @@ impl Emitter<'_> {
             "{name}_finish(args, target, ldc, row, rows, col, {n} - col < {width} ? {n} - col : {width});\n"
         );
         let finish = if plan.cuts > 1 {
-            format!("if (args->last) {finish}")
+            format!("if (args->to_end) {finish}")
         } else {
             finish
         };
@@ -526,14 +526,14 @@ impl Emitter<'_> {
         if plan.cuts > 1 {
             once = format!(
                 "for (int64_t start = 0; start < {k}; start += {depth}) {{\n    args.start = start;\n    args.depth = {k} - \
-                 start < {depth} ? {k} - start : {depth};\n    args.first = start == 0;\n    args.last = start + args.depth == \
+                 start < {depth} ? {k} - start : {depth};\n    args.from_zero = start == 0;\n    args.to_end = start + args.depth == \
                  {k};\n{}}}\n",
                 indent(&once, 4),
                 depth = plan.depth
             );
         }
         let initial = format!(
-            "{}.workspace = workspace, .start = 0, .depth = {}, .first = 1, .last = 1",
+            "{}.workspace = workspace, .start = 0, .depth = {}, .from_zero = 1, .to_end = 1",
             pack_fields(params),
             plan.depth
         );
