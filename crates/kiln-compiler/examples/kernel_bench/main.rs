@@ -4,7 +4,8 @@
 //!
 //! Without shapes, those of the models that Kiln's benchmarks train. Shapes are written as
 //!
-//! - `1024x688x256nt`: rows, columns, depth; `t` or `n` for each operand says whether it is read transposed.
+//! - `1024x688x256nt`: rows, columns, depth; `t` or `n` for each operand says whether it is read transposed. `32*` in front
+//!   makes it a batch.
 //! - `conv:8x64x56-64k3s1g1`: images, channels, size, output channels, kernel, stride, groups; forward, both gradients. Images
 //!   are channels-last; `first:` instead of `conv:` makes them channels-first.
 //!
@@ -33,6 +34,11 @@ const SHAPES: &[&str] = &[
     "1024x384x384nt",
     "1024x1536x384nt",
     "384x1536x1024tn",
+    // Attention of llama-tiny and bert-minilm: scores and values.
+    "32*128x128x64nt",
+    "32*128x64x128nn",
+    "96*128x128x32nt",
+    "96*128x32x128nn",
     // Small and skinny.
     "128x10x1024nn",
     "1x4096x1024nn",
@@ -98,8 +104,11 @@ impl Bench {
     }
 
     fn gemm(&self, shape: &str) -> Result<(), Error> {
-        let (sizes, order) = shape.split_at(shape.find(['n', 't']).unwrap_or(shape.len()));
+        let (batch, one) = shape.split_once('*').unwrap_or(("1", shape));
+        let batch: usize = batch.parse()?;
+        let (sizes, order) = one.split_at(one.find(['n', 't']).unwrap_or(one.len()));
         let [m, n, k] = numbers(sizes, "x")?;
+        let all = |stride: usize| [(batch, stride as i64)];
         let transposed = |index| order.chars().nth(index) == Some('t');
         let (a_free, a_depth) = if transposed(0) {
             (1, m as i64)
@@ -114,18 +123,23 @@ impl Bench {
         let spec = GemmSpec {
             name: "gemm".into(),
             comment: shape.into(),
-            batch: 1,
+            batch,
             m,
             n,
             k,
-            a: Operand::strided("a", &[], a_free, a_depth),
-            b: Operand::strided("b", &[], b_free, b_depth),
-            epilogue: Epilogue::store("out", &[], n as i64, 1),
+            a: Operand::strided("a", &all(m * k), a_free, a_depth),
+            b: Operand::strided("b", &all(k * n), b_free, b_depth),
+            epilogue: Epilogue::store("out", &all(m * n), n as i64, 1),
             params: params(["a", "b"]),
             threads: self.pool.threads(),
         };
         let kernel = gemm::emit(spec, self.toolchain.isa());
-        self.time(shape, &kernel, [m * k, k * n, m * n], 2.0 * (m * n * k) as f64)
+        self.time(
+            shape,
+            &kernel,
+            [m * k, k * n, m * n].map(|each| each * batch),
+            2.0 * (batch * m * n * k) as f64,
+        )
     }
 
     fn conv(&self, shape: &str, rest: &str, channels_last: bool) -> Result<(), Error> {

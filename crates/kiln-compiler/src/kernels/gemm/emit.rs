@@ -51,7 +51,7 @@ impl Workspace {
                 },
             ),
         };
-        let partial = if plan.cuts > 1 {
+        let partial = if plan.cuts > 1 && !plan.in_result {
             floats(spec.m * plan.padded_columns())
         } else {
             0
@@ -164,7 +164,9 @@ impl Emitter<'_> {
         if plan.b_packed {
             out.push_str(&self.pack_columns());
         }
-        out.push_str(&self.finish());
+        if !plan.in_result {
+            out.push_str(&self.finish());
+        }
         out.push_str(&self.stationary());
         out.push_str(&self.panels());
         out.push_str(&self.entry(head));
@@ -247,7 +249,9 @@ impl Emitter<'_> {
             params,
             ..
         } = self.spec;
-        let Epilogue { contiguous, consume } = epilogue;
+        let Epilogue {
+            contiguous, consume, ..
+        } = epilogue;
         let lanes = self.plan.lanes;
         let each = |width| {
             indent(
@@ -459,7 +463,11 @@ impl Emitter<'_> {
                 "for (int64_t rp = group; rp < group_end; rp++) {",
             ),
         };
-        let target = if plan.cuts > 1 {
+        let in_result = self.spec.epilogue.memory.as_ref().filter(|_| plan.in_result);
+        let target = if let Some(memory) = in_result {
+            let (base, ldc) = ((memory.base)("batch"), memory.row_stride);
+            format!("float *target = {base} + row * {ldc} + col;\nconst int64_t ldc = {ldc};\n")
+        } else if plan.cuts > 1 {
             format!(
                 "float *target = (float *)(args->workspace + {}) + row * {ldc} + col;\nconst int64_t ldc = {ldc};\n",
                 workspace.partial,
@@ -471,7 +479,9 @@ impl Emitter<'_> {
         let finish = format!(
             "{name}_finish(args, target, ldc, row, rows, col, {n} - col < {width} ? {n} - col : {width});\n"
         );
-        let finish = if plan.cuts > 1 {
+        let finish = if plan.in_result {
+            String::new()
+        } else if plan.cuts > 1 {
             format!("if (args->to_end) {finish}")
         } else {
             finish

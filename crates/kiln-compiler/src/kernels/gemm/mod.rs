@@ -191,17 +191,33 @@ pub struct Epilogue<'a> {
     pub contiguous: Option<Axis>,
     /// Statements for each element or vector. They run in a loop over rows, with columns inside.
     pub consume: Consume<'a>,
+    /// Where the result lies if it is only stored: tiles then write it there themselves.
+    memory: Option<ResultMemory<'a>>,
+}
+
+/// A result in plain f32 memory.
+struct ResultMemory<'a> {
+    /// C expression (`float *`) of element (0, 0) for a batch index.
+    base: Box<dyn Fn(&str) -> String + 'a>,
+    row_stride: i64,
+    col_stride: i64,
 }
 
 impl<'a> Epilogue<'a> {
     /// Stores to the f32 tensor at the C pointer `pointer`, with these strides in elements.
     pub fn store(pointer: &str, batch: &[(usize, i64)], row_stride: i64, col_stride: i64) -> Self {
         let (pointer, batch) = (pointer.to_owned(), batch.to_vec());
+        let base = move |index: &str| match batch_offset(&batch, index) {
+            Some(offset) => format!("({pointer} + {offset})"),
+            None => pointer.clone(),
+        };
+        let start = base.clone();
         let consume = move |result: &Result<'_>| {
-            let offset = batch_offset(&batch, result.batch).map_or_else(String::new, |o| format!("{o} + "));
             let place = format!(
-                "{pointer} + {offset}{} * {row_stride} + {} * {col_stride}",
-                result.row, result.col
+                "{} + {} * {row_stride} + {} * {col_stride}",
+                start(result.batch),
+                result.row,
+                result.col
             );
             match result.width {
                 Width::Scalar => format!("*({place}) = {};", result.value),
@@ -211,6 +227,11 @@ impl<'a> Epilogue<'a> {
         Self {
             contiguous: contiguous_axis(row_stride, col_stride),
             consume: Box::new(consume),
+            memory: Some(ResultMemory {
+                base: Box::new(base),
+                row_stride,
+                col_stride,
+            }),
         }
     }
 
@@ -219,6 +240,7 @@ impl<'a> Epilogue<'a> {
         Self {
             contiguous,
             consume: Box::new(consume),
+            memory: None,
         }
     }
 }
@@ -274,6 +296,11 @@ fn columns_contiguous(spec: GemmSpec<'_>) -> GemmSpec<'_> {
         threads,
     } = spec;
     let inner = epilogue.consume;
+    let memory = epilogue.memory.map(|memory| ResultMemory {
+        base: memory.base,
+        row_stride: memory.col_stride,
+        col_stride: memory.row_stride,
+    });
     let consume = move |r: &Result<'_>| {
         inner(&Result {
             row: r.col,
@@ -284,6 +311,7 @@ fn columns_contiguous(spec: GemmSpec<'_>) -> GemmSpec<'_> {
     let epilogue = Epilogue {
         contiguous: Some(Axis::Depth),
         consume: Box::new(consume),
+        memory,
     };
     GemmSpec {
         name,

@@ -59,6 +59,8 @@ pub(super) struct Plan {
     /// Streamed panels that a thread works on at a time.
     pub group: usize,
     pub parallel: Parallel,
+    /// Whether tiles store into the result themselves.
+    pub in_result: bool,
 }
 
 impl Plan {
@@ -133,6 +135,13 @@ impl Plan {
             stream,
             group,
             parallel,
+            // Tiles store whole vectors.
+            in_result: spec
+                .epilogue
+                .memory
+                .as_ref()
+                .is_some_and(|memory| memory.col_stride == 1)
+                && n.is_multiple_of(lanes),
         }
     }
 
