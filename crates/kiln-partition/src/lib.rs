@@ -54,6 +54,8 @@ pub mod recompute;
 pub mod report;
 mod rewrite;
 pub mod split;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod units;
 
 use std::collections::BTreeMap;

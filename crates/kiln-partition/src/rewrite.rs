@@ -3,8 +3,8 @@
 //! The joint graph is walked in order and rebuilt. Forward nodes are copied. When a fixed node (backward or optimizer)
 //! reads a value that is not kept, the nodes that make it are emitted once more, right there, just in time: each at most
 //! once, so a block of the forward pass that is recomputed as a whole comes back when the backward pass arrives at it and
-//! lives until the backward pass has left it. Primal nodes are emitted where they are needed, in the forward pass if their
-//! result is kept.
+//! lives until the backward pass has left it. Primal nodes run in the forward pass if their result is kept; else where they
+//! were recorded, or, if that was before the end of the forward pass, where they are needed.
 //!
 //! A duplicate has the operation, the operands and the provenance of its original, but for the phase, which is backward.
 //! Passes that come later must not merge nodes of different phases: that they are equal is the point.
@@ -60,6 +60,8 @@ pub(crate) fn rewrite(joint: &Joint, closure: &Closure) -> Result<Rewritten, Par
     for &value in graph.parameters().iter().chain(graph.scalars()) {
         emitter.copy(joint.node_of(value), false)?;
     }
+    // Primal nodes since the last forward node: they run in the backward pass, where they were recorded.
+    let mut pending: Vec<Value> = Vec::new();
     for (node, data) in graph.nodes() {
         match joint.side[node] {
             Side::Resident => {
@@ -67,10 +69,22 @@ pub(crate) fn rewrite(joint: &Joint, closure: &Closure) -> Result<Rewritten, Par
                     emitter.copy(node, false)?;
                 }
             }
-            Side::Forward => emitter.copy(node, false)?,
-            Side::Primal if hoist.contains(node) => emitter.copy(node, false)?,
-            Side::Primal => {}
+            Side::Forward => {
+                pending.clear();
+                emitter.copy(node, false)?;
+            }
+            Side::Primal => {
+                if hoist.contains(node) {
+                    emitter.copy(node, false)?;
+                }
+                if closure.recomputed.contains(node) {
+                    pending.push(data.outputs[0]);
+                }
+            }
             Side::Fixed => {
+                for value in pending.drain(..) {
+                    emitter.make_again(value)?;
+                }
                 for &value in &data.inputs {
                     emitter.make_again(value)?;
                 }

@@ -1,0 +1,438 @@
+//! A reverse-mode engine over [`kiln_graph`], small enough to read.
+//!
+//! The tape records forward operations straight into a graph. [`Tape::backward`] adds the gradient of each of them in
+//! reverse order, starting from a tensor of ones, which is what an autograd engine under a tracer leaves behind.
+
+use std::collections::HashMap;
+
+use kiln_graph::op::{BinaryOp, CompareOp, Dims, DotDims, Op, RandomKind, ReduceOp, ScatterMode, UnaryOp};
+use kiln_graph::{DType, Graph, Node, Provenance, Scalar, Shape, TensorType, Value};
+
+use super::f32s;
+use crate::PhaseHints;
+
+/// Records operations, adds gradients and updates.
+#[derive(Debug)]
+pub struct Tape {
+    /// What was recorded.
+    pub graph: Graph,
+    /// The weights, in the order in which layers made them.
+    pub parameters: Vec<Value>,
+    /// Values behind which no gradient goes.
+    pub detached: Vec<Value>,
+    /// Where backward passes began.
+    pub hints: PhaseHints,
+}
+
+impl Tape {
+    /// An empty tape for a graph of this name.
+    pub fn new(name: &str) -> Self {
+        Self {
+            graph: Graph::new(name),
+            parameters: Vec::new(),
+            detached: Vec::new(),
+            hints: PhaseHints::default(),
+        }
+    }
+
+    /// Records an operation with one result.
+    pub fn add(&mut self, op: Op, inputs: &[Value]) -> Value {
+        self.named("", op, inputs)
+    }
+
+    /// [`Tape::add`] with the name of a recorded operation.
+    pub fn named(&mut self, name: &str, op: Op, inputs: &[Value]) -> Value {
+        let provenance = if name.is_empty() {
+            Provenance::default()
+        } else {
+            Provenance::operation(name)
+        };
+        self.graph
+            .add(op, inputs, &provenance)
+            .expect("the test's graph is well typed")
+    }
+
+    /// A tensor argument that is not trained.
+    pub fn input(&mut self, ty: TensorType) -> Value {
+        self.graph.parameter(ty)
+    }
+
+    /// A weight: an f32 argument that is trained.
+    pub fn weight(&mut self, shape: &[usize]) -> Value {
+        let value = self.graph.parameter(f32s(shape));
+        self.parameters.push(value);
+        value
+    }
+
+    /// Elementwise.
+    pub fn unary(&mut self, op: UnaryOp, x: Value) -> Value {
+        self.add(Op::Unary(op), &[x])
+    }
+
+    /// Elementwise.
+    pub fn binary(&mut self, op: BinaryOp, a: Value, b: Value) -> Value {
+        self.add(Op::Binary(op), &[a, b])
+    }
+
+    /// Shape of a value.
+    pub fn shape(&self, x: Value) -> Shape {
+        self.graph.shape(x).clone()
+    }
+
+    /// `value` in the shape of `x`.
+    pub fn like(&mut self, value: f64, x: Value) -> Value {
+        let ty = self.graph.ty(x).clone();
+        self.graph
+            .full(value, &ty, &Provenance::default())
+            .expect("well typed")
+    }
+
+    /// `x * by`.
+    pub fn scale(&mut self, x: Value, by: f64) -> Value {
+        let by = self.like(by, x);
+        self.binary(BinaryOp::Mul, x, by)
+    }
+
+    /// Sums `axes` away.
+    pub fn sum(&mut self, x: Value, axes: &[usize]) -> Value {
+        self.add(
+            Op::Reduce {
+                op: ReduceOp::Sum,
+                axes: axes.into(),
+            },
+            &[x],
+        )
+    }
+
+    /// `x`, without `axis`, repeated along it as in `like`.
+    pub fn spread(&mut self, x: Value, axis: usize, like: Value) -> Value {
+        let shape = self.shape(like);
+        let dims: Dims = (0..shape.rank()).filter(|&d| d != axis).collect();
+        self.add(Op::Broadcast { shape, dims }, &[x])
+    }
+
+    /// A vector along the last dimension, repeated over the others.
+    pub fn rows(&mut self, x: Value, like: Value) -> Value {
+        let shape = self.shape(like);
+        let dims = Dims::from_slice(&[shape.rank() - 1]);
+        self.add(Op::Broadcast { shape, dims }, &[x])
+    }
+
+    /// `[.., m, k] x [.., k, n]`.
+    pub fn matmul(&mut self, a: Value, b: Value) -> Value {
+        let batch = self.shape(a).rank() - 2;
+        self.add(Op::DotGeneral(DotDims::matmul(batch)), &[a, b])
+    }
+
+    /// `[.., i] x [i, o]` and a bias.
+    pub fn linear(&mut self, x: Value, inputs: usize, outputs: usize) -> Value {
+        let w = self.weight(&[inputs, outputs]);
+        let b = self.weight(&[outputs]);
+        let shape = self.shape(x);
+        let rows = shape.numel() / inputs;
+        let flat = self.add(Op::Reshape(Shape::from([rows, inputs])), &[x]);
+        let y = self.matmul(flat, w);
+        let b = self.rows(b, y);
+        let y = self.binary(BinaryOp::Add, y, b);
+        self.add(Op::Reshape(shape.with(shape.rank() - 1, outputs)), &[y])
+    }
+
+    /// Normalises the last dimension and scales it by a new weight.
+    pub fn layer_norm(&mut self, x: Value) -> Value {
+        let shape = self.shape(x);
+        let last = shape.rank() - 1;
+        let n = shape[last] as f64;
+        let gamma = self.weight(&[shape[last]]);
+        let mean = self.sum(x, &[last]);
+        let mean = self.scale(mean, 1.0 / n);
+        let mean = self.spread(mean, last, x);
+        let centred = self.binary(BinaryOp::Sub, x, mean);
+        let square = self.binary(BinaryOp::Mul, centred, centred);
+        let variance = self.sum(square, &[last]);
+        let variance = self.scale(variance, 1.0 / n);
+        let epsilon = self.like(1e-5, variance);
+        let variance = self.binary(BinaryOp::Add, variance, epsilon);
+        let inverse = self.unary(UnaryOp::Rsqrt, variance);
+        let inverse = self.spread(inverse, last, x);
+        let normal = self.binary(BinaryOp::Mul, centred, inverse);
+        let gamma = self.rows(gamma, x);
+        self.binary(BinaryOp::Mul, normal, gamma)
+    }
+
+    /// Over the last dimension, without subtracting the maximum.
+    pub fn softmax(&mut self, x: Value) -> Value {
+        let last = self.shape(x).rank() - 1;
+        let e = self.unary(UnaryOp::Exp, x);
+        let total = self.sum(e, &[last]);
+        let total = self.spread(total, last, x);
+        self.binary(BinaryOp::Div, e, total)
+    }
+
+    /// `x * sigmoid(x)`.
+    pub fn silu(&mut self, x: Value) -> Value {
+        let s = self.unary(UnaryOp::Sigmoid, x);
+        self.binary(BinaryOp::Mul, x, s)
+    }
+
+    /// Zeroes elements with probability `1 - keep`, with a mask from the counter-based generator.
+    pub fn dropout(&mut self, x: Value, keep: f64) -> Value {
+        let seed = self.graph.scalar(DType::U64);
+        let stream = self.graph.scalar(DType::U64);
+        let shape = self.shape(x);
+        let op = Op::Random {
+            kind: RandomKind::Uniform,
+            dtype: DType::F32,
+            shape,
+        };
+        let noise = self.add(op, &[seed, stream]);
+        let threshold = self.like(keep, noise);
+        let mask = self.add(Op::Compare(CompareOp::Lt), &[noise, threshold]);
+        let zero = self.like(0.0, x);
+        let x = self.scale(x, 1.0 / keep);
+        self.add(Op::Select, &[mask, x, zero])
+    }
+
+    /// Mean of all elements, rank 0.
+    pub fn mean(&mut self, x: Value) -> Value {
+        let shape = self.shape(x);
+        let axes: Vec<usize> = (0..shape.rank()).collect();
+        let total = self.sum(x, &axes);
+        self.scale(total, 1.0 / shape.numel() as f64)
+    }
+
+    /// Adds the gradient of `loss` (rank 0) with respect to every value of the graph so far, and returns the gradients of
+    /// `wanted`.
+    pub fn backward(&mut self, loss: Value, wanted: &[Value]) -> Vec<Value> {
+        let ty = self.graph.ty(loss).clone();
+        let one = self.named(
+            "NumericFloat.Ones",
+            Op::Constant {
+                value: Scalar::Float(1.0),
+                dtype: ty.dtype,
+            },
+            &[],
+        );
+        self.hints.backward_starts.push(self.graph.value(one).node);
+        self.backward_from(&[(loss, one)], wanted)
+    }
+
+    /// [`Tape::backward`] from given tangents.
+    pub fn backward_from(&mut self, tangents: &[(Value, Value)], wanted: &[Value]) -> Vec<Value> {
+        let mut gradients: HashMap<Value, Value> = tangents.iter().copied().collect();
+        // Only what lies between the wanted values and the loss.
+        let mut useful = vec![false; self.graph.num_values()];
+        wanted
+            .iter()
+            .for_each(|&value| useful[value.as_u32() as usize] = true);
+        for (_, data) in self.graph.nodes() {
+            let any = data.inputs.iter().any(|value| useful[value.as_u32() as usize]);
+            data.outputs
+                .iter()
+                .filter(|value| !self.detached.contains(value))
+                .for_each(|value| useful[value.as_u32() as usize] |= any);
+        }
+        let last = tangents
+            .iter()
+            .map(|(value, _)| self.graph.value(*value).node)
+            .max()
+            .expect("a tangent");
+        let nodes: Vec<Node> = self
+            .graph
+            .nodes()
+            .map(|(node, _)| node)
+            .filter(|&node| node <= last)
+            .collect();
+        for node in nodes.into_iter().rev() {
+            let data = self.graph.node(node).clone();
+            if data.inputs.is_empty() {
+                continue;
+            }
+            let y = data.outputs[0];
+            let Some(&dy) = gradients.get(&y) else { continue };
+            if !useful[y.as_u32() as usize] {
+                continue;
+            }
+            for (x, dx) in self.pull_back(&data.op, &data.inputs, y, dy, &useful) {
+                let total = match gradients.get(&x) {
+                    Some(&other) => self.binary(BinaryOp::Add, other, dx),
+                    None => dx,
+                };
+                gradients.insert(x, total);
+            }
+        }
+        wanted
+            .iter()
+            .map(|value| *gradients.get(value).expect("the loss depends on it"))
+            .collect()
+    }
+
+    fn pull_back(
+        &mut self,
+        op: &Op,
+        inputs: &[Value],
+        y: Value,
+        dy: Value,
+        useful: &[bool],
+    ) -> Vec<(Value, Value)> {
+        use BinaryOp::*;
+        let needs = |value: Value| useful[value.as_u32() as usize];
+        let x = inputs.first().copied().unwrap_or(y);
+        let mut out = Vec::new();
+        match op {
+            Op::Binary(Add) => out.extend([(inputs[0], dy), (inputs[1], dy)]),
+            Op::Binary(Sub) => {
+                out.push((inputs[0], dy));
+                if needs(inputs[1]) {
+                    out.push((inputs[1], self.unary(UnaryOp::Neg, dy)));
+                }
+            }
+            Op::Binary(Mul) => {
+                for (x, other) in [(inputs[0], inputs[1]), (inputs[1], inputs[0])] {
+                    if needs(x) {
+                        out.push((x, self.binary(Mul, dy, other)));
+                    }
+                }
+            }
+            Op::Binary(Div) => {
+                out.push((inputs[0], self.binary(Div, dy, inputs[1])));
+                if needs(inputs[1]) {
+                    let quotient = self.binary(Div, y, inputs[1]);
+                    let product = self.binary(Mul, dy, quotient);
+                    out.push((inputs[1], self.unary(UnaryOp::Neg, product)));
+                }
+            }
+            Op::Unary(UnaryOp::Exp) => out.push((x, self.binary(Mul, dy, y))),
+            Op::Unary(UnaryOp::Log) => out.push((x, self.binary(Div, dy, x))),
+            Op::Unary(UnaryOp::Neg) => out.push((x, self.unary(UnaryOp::Neg, dy))),
+            Op::Unary(UnaryOp::Tanh) => {
+                let square = self.binary(Mul, y, y);
+                let one = self.like(1.0, y);
+                let slope = self.binary(Sub, one, square);
+                out.push((x, self.binary(Mul, dy, slope)));
+            }
+            Op::Unary(UnaryOp::Sigmoid) => {
+                let one = self.like(1.0, y);
+                let rest = self.binary(Sub, one, y);
+                let slope = self.binary(Mul, y, rest);
+                out.push((x, self.binary(Mul, dy, slope)));
+            }
+            Op::Unary(UnaryOp::Rsqrt) => {
+                let square = self.binary(Mul, y, y);
+                let cube = self.binary(Mul, square, y);
+                let slope = self.scale(cube, -0.5);
+                out.push((x, self.binary(Mul, dy, slope)));
+            }
+            Op::Select => {
+                let zero = self.like(0.0, dy);
+                for (x, yes) in [(inputs[1], true), (inputs[2], false)] {
+                    if needs(x) {
+                        let (a, b) = if yes { (dy, zero) } else { (zero, dy) };
+                        out.push((x, self.add(Op::Select, &[inputs[0], a, b])));
+                    }
+                }
+            }
+            Op::Reduce {
+                op: ReduceOp::Sum,
+                axes,
+            } => {
+                let shape = self.shape(x);
+                let dims = (0..shape.rank()).filter(|axis| !axes.contains(axis)).collect();
+                out.push((x, self.add(Op::Broadcast { shape, dims }, &[dy])));
+            }
+            Op::Broadcast { dims, shape } => {
+                let from = self.shape(x);
+                let repeated: Vec<usize> = (0..shape.rank())
+                    .filter(|axis| {
+                        dims.iter()
+                            .position(|d| d == axis)
+                            .is_none_or(|i| from[i] != shape[*axis])
+                    })
+                    .collect();
+                let mut dx = if repeated.is_empty() {
+                    dy
+                } else {
+                    self.sum(dy, &repeated)
+                };
+                if self.shape(dx) != from {
+                    dx = self.add(Op::Reshape(from), &[dx]);
+                }
+                out.push((x, dx));
+            }
+            Op::Reshape(_) => {
+                let shape = self.shape(x);
+                out.push((x, self.add(Op::Reshape(shape), &[dy])));
+            }
+            Op::Transpose(perm) => {
+                let mut inverse = perm.clone();
+                perm.iter().enumerate().for_each(|(to, &from)| inverse[from] = to);
+                out.push((x, self.add(Op::Transpose(inverse), &[dy])));
+            }
+            Op::IndexSelect { axis: 0 } => {
+                let zero = self.like(0.0, x);
+                let put = Op::IndexPut {
+                    axis: 0,
+                    mode: ScatterMode::Add,
+                };
+                out.push((x, self.add(put, &[zero, inputs[1], dy])));
+            }
+            Op::DotGeneral(dims) => {
+                let batch = dims.a_batch.len();
+                let (m, k, n) = (batch, batch + 1, batch + 1);
+                let all = |a: usize, b: usize| DotDims {
+                    a_batch: (0..batch).collect(),
+                    b_batch: (0..batch).collect(),
+                    a_contract: Dims::from_slice(&[a]),
+                    b_contract: Dims::from_slice(&[b]),
+                };
+                if needs(inputs[0]) {
+                    out.push((inputs[0], self.add(Op::DotGeneral(all(n, k)), &[dy, inputs[1]])));
+                }
+                if needs(inputs[1]) {
+                    out.push((inputs[1], self.add(Op::DotGeneral(all(m, m)), &[inputs[0], dy])));
+                }
+            }
+            other => panic!("no gradient for `{}` here", other.name()),
+        }
+        out.retain(|&(x, _)| needs(x));
+        out
+    }
+
+    /// Adam's update of `weight`, which becomes three outputs that take over their arguments' buffers.
+    pub fn adam(&mut self, weight: Value, gradient: Value, rate: Value) {
+        use BinaryOp::*;
+        let ty = self.graph.ty(weight).clone();
+        let first = self.input(ty.clone());
+        let second = self.input(ty.clone());
+        let kept = self.scale(first, 0.9);
+        let new = self.scale(gradient, 0.1);
+        let first_new = self.binary(Add, kept, new);
+        let square = self.binary(Mul, gradient, gradient);
+        let kept = self.scale(second, 0.99);
+        let new = self.scale(square, 0.01);
+        let second_new = self.binary(Add, kept, new);
+        let epsilon = self.like(1e-3, second_new);
+        let safe = self.binary(Add, second_new, epsilon);
+        let inverse = self.unary(UnaryOp::Rsqrt, safe);
+        let step = self.binary(Mul, first_new, inverse);
+        let rate = self.add(
+            Op::Broadcast {
+                shape: ty.shape.clone(),
+                dims: Dims::new(),
+            },
+            &[rate],
+        );
+        let step = self.binary(Mul, step, rate);
+        let updated = self.binary(Sub, weight, step);
+        for (old, new) in [(weight, updated), (first, first_new), (second, second_new)] {
+            self.state(old, new);
+        }
+    }
+
+    /// `new` leaves the graph in the buffer of the argument `old`.
+    pub fn state(&mut self, old: Value, new: Value) {
+        let Op::Parameter { index, .. } = self.graph.def(old).op else {
+            panic!("state is an argument")
+        };
+        self.graph.output(new, Some(index));
+    }
+}
