@@ -10,12 +10,14 @@
 //!   registers' reach.
 //! - [`tile`]: the register-tiled inner loops, shared by all matrix products and convolutions of a step.
 //! - [`mod@conv`]: convolutions and their gradients as implicit matrix products over channels-last images.
-//! - [`mod@pool`]: pooling and its gradients.
+//! - [`mod@pool`]: pooling of planes and its gradients.
 //!
 //! What this module does not know: the graph, and which operations were fused; it is handed C expressions.
 
 pub mod conv;
 pub mod gemm;
+mod plane;
+pub mod pool;
 pub mod standalone;
 pub mod tile;
 pub mod vector;
@@ -29,20 +31,26 @@ pub const RESERVED: &[&str] = &[
     "base",
     "batch",
     "begin",
+    "better",
     "block",
     "block_end",
     "channel",
     "col",
     "cols",
     "count",
+    "count_x",
+    "count_y",
     "cp",
     "ctx",
     "current",
     "depth",
     "dy",
+    "element",
     "end",
     "extent",
     "filled",
+    "first_x",
+    "first_y",
     "free",
     "fresh",
     "from",
@@ -52,6 +60,8 @@ pub const RESERVED: &[&str] = &[
     "group_end",
     "image",
     "images",
+    "index",
+    "indices",
     "inside",
     "k0",
     "ld",
@@ -61,11 +71,13 @@ pub const RESERVED: &[&str] = &[
     "lines",
     "lowest",
     "next",
+    "own",
     "packed",
     "panel",
     "part",
     "pixel",
     "pixel0",
+    "place",
     "px",
     "py",
     "pz",
@@ -215,4 +227,38 @@ pub(crate) fn indent(text: &str, by: usize) -> String {
             }
         })
         .collect()
+}
+
+/// How a part of the kernel is called.
+pub(crate) fn run_part(serial: bool) -> impl Fn(&str, usize) -> String {
+    move |function, count| {
+        if serial {
+            format!("    {function}(&args, 0, {count}, 0);\n")
+        } else {
+            format!("    rt->parallel_for(rt->pool, {count}, 1, {function}, &args);\n")
+        }
+    }
+}
+
+/// The kernel around its parts.
+pub(crate) fn finish_kernel(
+    name: &str,
+    params: &[Param],
+    mut source: String,
+    calls: &str,
+    workspace: usize,
+) -> Kernel {
+    let head = signature(name, params);
+    source.push_str(&format!(
+        "{head} {{\n    struct {name}_args args = {{{}.workspace = workspace}};\n{calls}}}\n",
+        pack_fields(params)
+    ));
+    Kernel {
+        name: name.into(),
+        params: params.to_vec(),
+        prototype: format!("{head};"),
+        source,
+        helpers: Vec::new(),
+        workspace_bytes: workspace,
+    }
 }

@@ -4,3 +4,4 @@ mod conv;
 mod gemm;
 mod harness;
 mod math;
+mod pool;

@@ -76,6 +76,11 @@ KILN_INLINE void vf_store_n(float *p, vf v, int64_t n) {
 }
 #endif
 
+/* Integers of 64 bits, from lanes of 32. */
+KILN_INLINE void vi_store_i64(int64_t *p, vi v) {
+    for (int l = 0; l < KILN_LANES; l++) p[l] = v[l];
+}
+
 /* p[0], p[stride], p[2 * stride], ... */
 KILN_INLINE vf vf_load_stride(const float *p, int64_t stride) {
 #define KILN_AT(l) p[(l) * stride]

@@ -13,7 +13,7 @@ use super::correlate;
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::{ConvSpec, ImageAxis, WeightGradSpec, weight_grad};
-use crate::kernels::{Kernel, fields, indent, pack_fields, round_up, signature, unpack, vector};
+use crate::kernels::{Kernel, fields, finish_kernel, indent, round_up, run_part, unpack, vector};
 
 /// Most pixels of a tile, and most kernel elements that a weight gradient accumulates at once.
 fn limits(isa: Isa) -> (usize, usize) {
@@ -76,7 +76,7 @@ pub(super) fn correlate(
         },
     );
     let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
-    let run = run(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let run = run_part(*threads == 1 || flops < correlate::SERIAL_FLOPS);
     let mut source = format!(
         "/* {comment}\n * {} images of {:?} x {} channels in groups of {}, {} classes of pixels. */\nstruct {name}_args {{\n{}    char \
          *workspace;\n}};\n",
@@ -140,41 +140,6 @@ pub(super) fn correlate(
         workspace += blocks.bytes(class, &padded, lanes) * threads;
     }
     finish_kernel(name, params, source, &calls, workspace)
-}
-
-/// How a part of the kernel is called.
-pub(super) fn run(serial: bool) -> impl Fn(&str, usize) -> String {
-    move |function, count| {
-        if serial {
-            format!("    {function}(&args, 0, {count}, 0);\n")
-        } else {
-            format!("    rt->parallel_for(rt->pool, {count}, 1, {function}, &args);\n")
-        }
-    }
-}
-
-/// The kernel around its parts.
-pub(super) fn finish_kernel(
-    name: &str,
-    params: &[crate::kernels::Param],
-    mut source: String,
-    calls: &str,
-    workspace: usize,
-) -> Kernel {
-    let head = signature(name, params);
-    let _ = write!(
-        source,
-        "{head} {{\n    struct {name}_args args = {{{}.workspace = workspace}};\n{calls}}}\n",
-        pack_fields(params)
-    );
-    Kernel {
-        name: name.into(),
-        params: params.to_vec(),
-        prototype: format!("{head};"),
-        source,
-        helpers: Vec::new(),
-        workspace_bytes: workspace,
-    }
 }
 
 /// One class of pixels and everything known about it.
@@ -404,7 +369,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         images.sources()
     );
     let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
-    let run = run(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let run = run_part(*threads == 1 || flops < correlate::SERIAL_FLOPS);
     let mut calls = images.calls(&run);
 
     let taps = g.taps();

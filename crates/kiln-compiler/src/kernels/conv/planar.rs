@@ -8,10 +8,12 @@
 
 use kiln_cpu::Isa;
 
-use super::narrow::{finish_kernel, run};
 use super::walk::Direction;
-use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec};
-use crate::kernels::{Kernel, Param, Width, fields, indent, round_up, unpack, vector};
+use super::{ConvSpec, Geometry, Image, ImageAxis, Place, WeightGradSpec};
+use crate::kernels::plane::{Slab, spaced};
+use crate::kernels::{
+    Kernel, Param, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
+};
 
 /// Whether a convolution is depthwise over planes.
 fn fits(g: &Geometry, image: &Image<'_>) -> bool {
@@ -20,98 +22,24 @@ fn fits(g: &Geometry, image: &Image<'_>) -> bool {
     flat && depthwise && matches!(image.contiguous, Some(ImageAxis::Width | ImageAxis::Plane))
 }
 
-/// A padded plane: element `(y, x)` of the image is at `(y * spread + before)` in each direction.
-struct Slab {
-    before: [i64; 2],
-    rows: usize,
-    /// Elements between rows; what lies beyond the image is zero.
-    pitch: usize,
-    spread: [usize; 2],
-    extents: [usize; 2],
-}
-
-impl Slab {
-    /// `width`: elements of a row that are read, past the end by whole vectors included.
-    fn new(
-        extents: Spatial,
-        before: [i64; 2],
-        rows: usize,
-        width: usize,
-        spread: [usize; 2],
-        lanes: usize,
-    ) -> Self {
-        Self {
-            before,
-            rows,
-            pitch: round_up(width, lanes),
-            spread,
-            extents: [extents[1], extents[2]],
-        }
-    }
-
-    fn bytes(&self, lanes: usize) -> usize {
-        round_up((self.rows * self.pitch + 2 * lanes) * 4, 64)
-    }
-
-    /// `function(args, image, channel, slab)`: fills the slab with a plane.
-    fn fill(
-        &self,
-        image: &Image<'_>,
-        prefix: &str,
-        function: &str,
-        params: &[Param],
-        lanes: usize,
-    ) -> String {
-        let [by, bx] = self.before;
-        let [sy, sx] = self.spread;
-        let [height, width] = self.extents;
-        let pitch = self.pitch;
-        let load = |width| {
-            (image.load)(&Place {
-                width,
-                image: "image",
-                at: ["0", "y", "x"],
-                channel: "channel",
-            })
-        };
-        let first = (-bx).max(0).div_euclid(sx as i64) + i64::from((-bx).max(0).rem_euclid(sx as i64) != 0);
-        let last = ((pitch as i64 - bx + sx as i64 - 1).div_euclid(sx as i64))
-            .clamp(first, (width as i64).max(first));
-        let vectors = if sx == 1 {
-            format!(
-                "        for (; x + {lanes} <= {last}; x += {lanes}) vf_store(row + {bx} + x, {});\n",
-                load(Width::Vector)
-            )
-        } else {
-            String::new()
-        };
-        format!(
-            "/* Copies a plane of the image with zeros around it. */\nstatic void {function}(const struct {prefix}_args *args, int64_t \
-             image, int64_t channel, float *slab) {{\n{}    __builtin_memset(slab, 0, {} * sizeof(float));\n    for (int64_t r = 0; r < {}; \
-             r++) {{\n        const int64_t shifted = r - {by}, y = shifted / {sy};\n        if (shifted < 0 || shifted % {sy} != 0 || y >= \
-             {height}) continue;\n        float *row = slab + r * {pitch};\n        int64_t x = {first};\n{vectors}        for (; x < {last}; \
-             x++) row[{bx} + x * {sx}] = {};\n    }}\n}}\n",
-            unpack(params),
-            self.rows * pitch + 2 * lanes,
-            self.rows,
-            load(Width::Scalar),
-        )
-    }
-}
-
-/// C expression of the elements at `p`, `p + stride`, ...
-fn spaced(p: &str, stride: usize, lanes: usize) -> String {
-    match stride {
-        1 => format!("vf_load({p})"),
-        2 => {
-            let even: Vec<String> = (0..lanes).map(|l| (2 * l).to_string()).collect();
-            format!(
-                "KILN_SHUFFLE(vf_load({p}), vf_load({p} + {lanes}), {})",
-                even.join(", ")
-            )
-        }
-        _ => format!("vf_load_stride({p}, {stride})"),
-    }
+/// `function(args, image, channel, slab)`: fills a slab with a plane of an image.
+fn fill(
+    slab: &Slab,
+    image: &Image<'_>,
+    prefix: &str,
+    function: &str,
+    params: &[Param],
+    lanes: usize,
+) -> String {
+    let load = |width| {
+        (image.load)(&Place {
+            width,
+            image: "image",
+            at: ["0", "y", "x"],
+            channel: "channel",
+        })
+    };
+    slab.fill(&load, prefix, function, params, lanes)
 }
 
 /// The forward convolution or the input gradient, if it is of this kind.
@@ -154,7 +82,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     });
     let rows = (height - 1) * step[0] + span[0] + 1;
     let reach = round_up(width, lanes) * step[1] + span[1] + lanes;
-    let slab = Slab::new(from, before, rows, reach, spread, lanes);
+    let slab = Slab::new([from[1], from[2]], before, rows, reach, spread, lanes);
     let result_at = slab.bytes(lanes);
     let each = result_at + round_up((height * width + lanes) * 4, 64);
 
@@ -203,7 +131,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         from,
         g.in_channels,
         fields(params),
-        slab.fill(image, name, &format!("{name}_fill"), params, lanes),
+        fill(&slab, image, name, &format!("{name}_fill"), params, lanes),
         unpack(params),
         indent(&weights, 8),
         step[0] * slab.pitch,
@@ -214,7 +142,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     );
     let planes = g.images * g.in_channels;
     let serial = *threads == 1 || 2 * planes * pixels * ky * kx < super::correlate::SERIAL_FLOPS;
-    let calls = run(serial)(&format!("{name}_planes"), planes);
+    let calls = run_part(serial)(&format!("{name}_planes"), planes);
     Some(finish_kernel(name, params, source, &calls, each * threads))
 }
 
@@ -240,9 +168,9 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     let before = [g.pad[1] as i64, g.pad[2] as i64];
     let rows = (height - 1) * g.stride[1] + span[0] + 1;
     let reach = round_up(width, lanes) * g.stride[2] + span[1] + lanes;
-    let x_slab = Slab::new(g.input, before, rows, reach, [1, 1], lanes);
+    let x_slab = Slab::new([g.input[1], g.input[2]], before, rows, reach, [1, 1], lanes);
     // Zeros up to a whole vector: lanes past the end of a row add nothing.
-    let y_slab = Slab::new(g.output, [0, 0], height, width, [1, 1], lanes);
+    let y_slab = Slab::new([g.output[1], g.output[2]], [0, 0], height, width, [1, 1], lanes);
     let y_at = x_slab.bytes(lanes);
     let each = y_at + y_slab.bytes(lanes);
 
@@ -290,8 +218,15 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         g.input,
         g.in_channels,
         fields(params),
-        x_slab.fill(input, name, &format!("{name}_fill_input"), params, lanes),
-        y_slab.fill(output_grad, name, &format!("{name}_fill_output"), params, lanes),
+        fill(&x_slab, input, name, &format!("{name}_fill_input"), params, lanes),
+        fill(
+            &y_slab,
+            output_grad,
+            name,
+            &format!("{name}_fill_output"),
+            params,
+            lanes
+        ),
         unpack(params),
         sums.join(", "),
         g.stride[1] * x_slab.pitch,
@@ -303,6 +238,6 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     );
     let serial = *threads == 1
         || 2 * g.images * g.in_channels * height * width * taps < super::correlate::SERIAL_FLOPS;
-    let calls = run(serial)(&format!("{name}_channels"), g.in_channels);
+    let calls = run_part(serial)(&format!("{name}_channels"), g.in_channels);
     Some(finish_kernel(name, params, source, &calls, each * threads))
 }

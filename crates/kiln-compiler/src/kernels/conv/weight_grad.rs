@@ -10,12 +10,13 @@ use std::fmt::Write;
 use kiln_cpu::Isa;
 
 use super::image::{self, Padded};
-use super::narrow::{finish_kernel, run};
 use super::weights::Panels;
 use super::{ImageAxis, Place, WeightGradSpec, correlate, narrow, planar};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, Width, fields, indent, round_up, unpack, vector};
+use crate::kernels::{
+    Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
+};
 
 /// Bytes of both images in a chunk.
 const L2_SHARE: usize = 512 << 10;
@@ -112,7 +113,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
             fields(params),
             consume_rows(spec, "0.0f", 0, lanes)
         );
-        let calls = run(true)(&format!("{name}_finish"), g.out_channels);
+        let calls = run_part(true)(&format!("{name}_finish"), g.out_channels);
         return finish_kernel(name, params, source, &calls, 0);
     }
     if let Some(kernel) = as_product(spec, isa) {
@@ -271,7 +272,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     );
     source.push_str(&consume_rows(spec, &element, sums_at, lanes));
     let flops = 2 * pixels * g.weight_len();
-    let run = run(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let run = run_part(*threads == 1 || flops < correlate::SERIAL_FLOPS);
     let mut calls = images.calls(&run);
     calls.push_str(&run(&format!("{name}_sum"), units));
     calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
