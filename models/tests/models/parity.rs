@@ -32,7 +32,7 @@ macro_rules! check_classifier {
     ($family:expr, $defaults:expr) => {
         for fixture in Fixture::family($family) {
             fixture.check(
-                config(&fixture, &$defaults).init::<Ad>(&Default::default()),
+                || config(&fixture, &$defaults).init::<Ad>(&Default::default()),
                 |model| model.forward(fixture.float("input.images")),
                 |model| model.forward(fixture.float("input.images")),
                 |model| model.loss(fixture.float("input.images"), fixture.int("input.targets")),
@@ -105,7 +105,7 @@ fn bert_classifier() {
             model.forward(tokens, segments, keep)
         }
         fixture.check(
-            config.init_classifier::<Ad>(&Default::default()),
+            || config.init_classifier::<Ad>(&Default::default()),
             |model| forward(model, &fixture),
             |model| forward(model, &fixture),
             |model| CrossEntropy::new().forward(forward(model, &fixture), fixture.int("input.targets")),
@@ -123,7 +123,7 @@ fn bert_masked_lm() {
         }
         let loss = CrossEntropy::new().with_ignore_index(-100);
         fixture.check(
-            config.init_masked_lm::<Ad>(&Default::default()),
+            || config.init_masked_lm::<Ad>(&Default::default()),
             |model| forward(model, &fixture),
             |model| forward(model, &fixture),
             |model| sequence_cross_entropy(&loss, forward(model, &fixture), fixture.int("input.targets")),
@@ -139,7 +139,7 @@ fn bert_embedding() {
             model.embed_normalized(fixture.int("input.tokens"), None, Some(fixture.int("input.keep")))
         }
         fixture.check(
-            config.init::<Ad>(&Default::default()),
+            || config.init::<Ad>(&Default::default()),
             |model| embed(model, &fixture),
             |model| embed(model, &fixture),
             |model| (embed(model, &fixture) * fixture.float("input.direction")).sum(),
@@ -152,7 +152,7 @@ fn llama() {
     for fixture in Fixture::family("llama") {
         let config = LlamaConfig::from_hf_json(&fixture.config).expect("a configuration");
         fixture.check(
-            config.init::<Ad>(&Default::default()),
+            || config.init::<Ad>(&Default::default()),
             |model| model.forward(fixture.int("input.tokens")),
             |model| model.forward(fixture.int("input.tokens")),
             |model| model.causal_loss(fixture.int("input.tokens")),
