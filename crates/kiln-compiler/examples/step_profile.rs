@@ -16,9 +16,7 @@ use std::time::{Duration, Instant};
 use kiln_compiler::{CpuExecutable, Options, compile};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, KernelEvent, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::{Graph, HostTensor, TensorType};
-
-#[path = "../../kiln-partition/tests/support/mod.rs"]
-mod support;
+use kiln_partition::testing::{Sizes, decoder_step};
 
 /// Time of this thread on a core: with one thread, what other processes do does not count.
 fn thread_time() -> Duration {
@@ -74,7 +72,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let graph = match arguments.next() {
         Some(path) if path != "-" => Graph::parse(&std::fs::read_to_string(path)?)?,
         _ => {
-            support::decoder_step(support::Sizes {
+            decoder_step(Sizes {
                 layers: 4,
                 batch: 8,
                 length: 128,

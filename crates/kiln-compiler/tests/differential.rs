@@ -3,8 +3,8 @@
 mod support;
 
 use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
-use kiln_graph::{DType, Graph, Value, interpret_f64};
-use support::{append, build, run};
+use kiln_graph::{DType, Graph, Op, Provenance, Value, interpret_f64};
+use support::{build, run};
 
 /// `count` random graphs as one step: a compiler run each would be most of the time.
 fn batch(first_seed: u64, count: u64, config: &GraphConfig) -> (Graph, Vec<f64>) {
@@ -16,6 +16,23 @@ fn batch(first_seed: u64, count: u64, config: &GraphConfig) -> (Graph, Vec<f64>)
         tolerances.extend(random.tolerances);
     }
     (whole, tolerances)
+}
+
+/// Appends `part` to `whole`: parameters and scalars after those that are there, outputs too.
+fn append(whole: &mut Graph, part: &Graph) {
+    let mut map: Vec<Value> = Vec::new();
+    for (_, node) in part.nodes() {
+        let inputs: Vec<Value> = node.inputs.iter().map(|v| map[v.as_u32() as usize]).collect();
+        let outputs = match &node.op {
+            Op::Parameter { ty, .. } => vec![whole.parameter(ty.clone())],
+            Op::Scalar { dtype, .. } => vec![whole.scalar(*dtype)],
+            op => whole.add_node(op.clone(), &inputs, Provenance::default()).unwrap().to_vec(),
+        };
+        map.extend(outputs);
+    }
+    for output in &part.outputs {
+        whole.output(map[output.value.as_u32() as usize], None);
+    }
 }
 
 fn check(graph: &Graph, tolerances: &[f64], fuse: bool, what: &str) {

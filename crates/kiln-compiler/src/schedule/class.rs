@@ -50,8 +50,9 @@ pub fn classify(graph: &Graph) -> Vec<Class> {
         let empty = data.outputs.iter().chain(&data.inputs).any(|&v| graph.ty(v).numel() == 0);
         // Empty tensors have no index at all; the library's loops cope, the algebra of indices need not.
         let class = if empty { Class::Library } else { class };
-        cost[index] = operand_cost + u32::from(data.op.is_pointwise());
         pure[index] = class == Class::Inline && pure_operands;
+        // Operations that are computed once cost their users nothing.
+        cost[index] = if pure[index] { operand_cost + u32::from(data.op.is_pointwise()) } else { 0 };
         classes.push(class);
     }
     classes

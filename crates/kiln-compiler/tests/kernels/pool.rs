@@ -44,7 +44,7 @@ impl Case {
             g.input[d] = span + random.below(40);
             let room = g.input[d] + g.pad_low[d] + g.pad_high[d] - span;
             // A last window that does not fit, now and then.
-            let up = usize::from(random.below(3) == 0 && room % g.stride[d] != 0);
+            let up = usize::from(random.below(3) == 0 && !room.is_multiple_of(g.stride[d]));
             g.output[d] = room / g.stride[d] + 1 + up;
         }
         Self { kind, geometry: g }

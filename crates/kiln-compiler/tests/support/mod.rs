@@ -1,9 +1,8 @@
 //! Running compiled graphs on host tensors, for tests.
-#![allow(missing_docs)]
 
 use kiln_compiler::{CompileError, CpuExecutable, Options};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, NoHooks, OptLevel, ThreadPool, Toolchain};
-use kiln_graph::{Graph, HostTensor, Op, Provenance, Scalar, Value};
+use kiln_graph::{Graph, HostTensor, Scalar};
 
 /// Builds `graph` without a cache.
 pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExecutable, CompileError> {
@@ -68,21 +67,4 @@ pub fn run(step: &CpuExecutable, graph: &Graph, inputs: &[HostTensor], scalars: 
             HostTensor::from_bytes(graph.ty(output.value).clone(), bytes.to_vec()).unwrap()
         })
         .collect()
-}
-
-/// Appends `part` to `whole`: parameters and scalars after those that are there, outputs too.
-pub fn append(whole: &mut Graph, part: &Graph) {
-    let mut map: Vec<Value> = Vec::new();
-    for (_, node) in part.nodes() {
-        let inputs: Vec<Value> = node.inputs.iter().map(|v| map[v.as_u32() as usize]).collect();
-        let outputs = match &node.op {
-            Op::Parameter { ty, .. } => vec![whole.parameter(ty.clone())],
-            Op::Scalar { dtype, .. } => vec![whole.scalar(*dtype)],
-            op => whole.add_node(op.clone(), &inputs, Provenance::default()).unwrap().to_vec(),
-        };
-        map.extend(outputs);
-    }
-    for output in &part.outputs {
-        whole.output(map[output.value.as_u32() as usize], None);
-    }
 }

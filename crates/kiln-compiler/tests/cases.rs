@@ -1,0 +1,70 @@
+//! What passes do to graphs, case by case: files in `tests/cases`.
+//!
+//! A file is a graph in its text form under lines that begin with `//`. Two kinds of those say what must come out:
+//!
+//! ```text
+//! //= after simplify: parameter exp mul        the operations left by the transforms, in order
+//! //= kernels: exp reduce div | dot_general    the operations of each kernel, in the order in which they run
+//! ```
+//!
+//! Every case is also compiled, run, and compared with the interpreter.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+
+use kiln_compiler::{Options, compile};
+use kiln_cpu::Toolchain;
+use kiln_graph::testing::random_arguments;
+use kiln_graph::{Graph, interpret_f64};
+use support::{build, run};
+
+fn names(graph: &Graph) -> String {
+    let names: Vec<&str> = graph.nodes().map(|(_, node)| node.op.name()).collect();
+    names.join(" ")
+}
+
+#[test]
+fn cases() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
+    let mut count = 0;
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        let text = fs::read_to_string(&path).unwrap();
+        let body: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();
+        let graph = Graph::parse(&body.join("\n")).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let compiled = compile(&graph, &Options::new(&Toolchain::detect().unwrap(), 2)).unwrap();
+        for line in text.lines() {
+            if let Some(expected) = line.strip_prefix("//= after simplify: ") {
+                assert_eq!(names(&compiled.graph), expected, "{name}");
+            }
+            if let Some(expected) = line.strip_prefix("//= kernels: ") {
+                let kernels: Vec<String> = compiled
+                    .schedule
+                    .kernels
+                    .iter()
+                    .map(|kernel| {
+                        let ops: Vec<&str> =
+                            kernel.nodes.iter().map(|&node| compiled.graph.node(node).op.name()).collect();
+                        ops.join(" ")
+                    })
+                    .collect();
+                assert_eq!(kernels.join(" | "), expected, "{name}");
+            }
+        }
+        let (tensors, scalars) = random_arguments(&graph, 1);
+        let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+        let step = build(&graph, |_| ()).unwrap();
+        let actual = run(&step, &graph, &tensors, &scalars, 2);
+        for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
+            for (a, e) in actual.to_f64s().iter().zip(expected.to_f64s()) {
+                let close = (a - e).abs() <= 1e-4 * e.abs().max(1.0) || (a.is_nan() && e.is_nan());
+                assert!(close, "{name}: output {number}: {a} for {e}");
+            }
+        }
+        count += 1;
+    }
+    assert!(count >= 6, "the cases are gone");
+}
