@@ -199,9 +199,13 @@ impl Checkpoint {
             .iter()
             .find(|file| source.has(file))
             .map(|file| file.to_string());
-        match chosen.or_else(|| source.lone_safetensors()) {
-            Some(file) => Self::from_weights(source, &file, source.place()),
-            None => Err(HubError::NoWeights {
+        match (chosen.or_else(|| source.lone_safetensors()), source) {
+            (Some(file), _) => Self::from_weights(source, &file, source.place()),
+            // The repository may well have weights; the cache does not.
+            (None, Source::Repository(snapshot)) if snapshot.is_offline() => {
+                Err(snapshot.not_cached("the weight file"))
+            }
+            (None, _) => Err(HubError::NoWeights {
                 place: source.place(),
                 looked_for: WEIGHTS.join(", "),
             }),

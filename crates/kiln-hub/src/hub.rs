@@ -354,6 +354,16 @@ impl Snapshot<'_> {
         self.files.iter().any(|name| name == file)
     }
 
+    /// Whether only the cache was asked.
+    pub(crate) fn is_offline(&self) -> bool {
+        self.remote.is_none()
+    }
+
+    pub(crate) fn not_cached(&self, what: &str) -> HubError {
+        self.hub
+            .not_cached(&self.repository, &format!("{what} is"), &self.offline_because)
+    }
+
     /// The path of a file, downloaded if the cache does not have it.
     ///
     /// # Errors
@@ -365,9 +375,7 @@ impl Snapshot<'_> {
             return Ok(path);
         }
         let Some(remote) = &self.remote else {
-            return Err(self
-                .hub
-                .not_cached(&self.repository, &format!("{file} is"), &self.offline_because));
+            return Err(self.not_cached(file));
         };
         if !self.has(file) {
             return Err(HubError::MissingFile {

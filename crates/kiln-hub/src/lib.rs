@@ -34,6 +34,7 @@ mod pytorch;
 mod safetensors_file;
 mod save;
 mod shards;
+mod token_batch;
 mod tokenizer;
 mod walk;
 
@@ -48,4 +49,5 @@ pub use key_map::{KeyMap, KeyPattern, KeyRule, Transform};
 pub use load::{LoadOptions, Loaded, load_into, load_into_with};
 pub use safetensors::tensor::Dtype;
 pub use save::{SaveOptions, save_pretrained, save_pretrained_with, save_safetensors};
-pub use tokenizer::{BatchEncoder, BatchOptions, END_OF_TEXT, Padding, TokenBatch, Tokenizer};
+pub use token_batch::{BatchEncoder, BatchOptions, Padding, TokenBatch};
+pub use tokenizer::{END_OF_TEXT, Tokenizer};

@@ -14,7 +14,7 @@ use tokenizers::EncodeInput;
 use super::error::DataError;
 use super::loader::{Collate, Dataset};
 use super::rng::Rng;
-use crate::tokenizer::{BatchEncoder, TokenBatch};
+use crate::token_batch::{BatchEncoder, TokenBatch};
 
 /// The names of the fields.
 #[derive(Clone, Debug, PartialEq, Eq)]

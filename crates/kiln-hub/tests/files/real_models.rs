@@ -75,7 +75,7 @@ fn archives_in_shards() {
         std::fs::copy(fixture(name), folder.path().join(name)).unwrap();
     }
     let file = |number: usize| {
-        if number % 2 == 0 {
+        if number.is_multiple_of(2) {
             "state_zip.bin"
         } else {
             "state_legacy.bin"
