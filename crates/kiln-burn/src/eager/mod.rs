@@ -21,6 +21,7 @@ mod int;
 mod module;
 mod numeric;
 pub(crate) mod random;
+pub(crate) mod top_k;
 
 use burn_backend::ops::{FloatTensorOps, IntTensorOps};
 use burn_backend::{DType, FloatDType, IntDType};
@@ -199,6 +200,9 @@ fn conform(tensor: FlexTensor, announced: DType) -> FlexTensor {
         Flex::int_cast(tensor, IntDType::from(announced))
     } else if have.is_float() && announced.is_float() {
         Flex::float_cast(tensor, float_dtype(announced))
+    } else if announced.is_bool() && (have == DType::U8 || have.is_bool()) {
+        // Selecting truth values gives their bytes: the same elements under another name.
+        FlexTensor::from_arc(tensor.data_arc(), tensor.layout().clone(), announced)
     } else {
         tensor
     }

@@ -1,6 +1,7 @@
 //! Operations of neural network modules: linear, convolution, pooling, interpolation, attention, losses.
 
-use burn_backend::ops::ModuleOps;
+use burn_backend::IntDType;
+use burn_backend::ops::{IntTensorOps, ModuleOps};
 use burn_flex::Flex;
 use burn_ir::ModuleOperationIr;
 
@@ -103,6 +104,8 @@ macro_rules! max_pool_with_indices {
 macro_rules! max_pool_backward {
     ($f:path, $s:ident, $d:ident) => {{
         let (x, grad, indices) = ($s.take(&$d.x)?, $s.take(&$d.grad)?, $s.take(&$d.indices)?);
+        // burn-flex reads the indices as it writes them, in 64 bits, whatever type was announced.
+        let indices = Flex::int_cast(indices, IntDType::I64);
         let result = $f(
             x,
             $d.kernel_size,

@@ -1,10 +1,11 @@
 //! Operations that float and int tensors share.
 
 use burn_backend::ops::{FloatTensorOps, IntTensorOps};
-use burn_backend::{BoolDType, DType, IntDType, Scalar, Shape, Slice};
+use burn_backend::{BoolDType, DType, IntDType, Scalar, Shape};
 use burn_flex::{Flex, FlexDevice, FlexTensor};
 use burn_ir::{BinaryOpIr, DimOpIr, NumericOperationIr, ReduceDimOpIr, ReduceOpIr, ScalarOpIr, TensorIr};
 
+use super::top_k::top_k_indices;
 use super::{NextStream, Operands, OperationError, TensorStore, float_dtype, random};
 
 type T = FlexTensor;
@@ -28,9 +29,9 @@ pub(super) struct Kind {
     mean: (Reduce, ReduceDim),
     sum: (Reduce, ReduceDim),
     prod: (Reduce, ReduceDim),
-    max: (Reduce, ReduceDim),
-    min: (Reduce, ReduceDim),
-    max_abs: (Reduce, ReduceDim),
+    max: ReduceDim,
+    min: ReduceDim,
+    max_abs: ReduceDim,
     greater: (Compare, CompareElem),
     greater_equal: (Compare, CompareElem),
     lower: (Compare, CompareElem),
@@ -39,8 +40,7 @@ pub(super) struct Kind {
     argmin: fn(T, usize, DType) -> T,
     max_with_indices: fn(T, usize, DType) -> (T, T),
     min_with_indices: fn(T, usize, DType) -> (T, T),
-    sort_descending: fn(T, usize, DType) -> (T, T),
-    slice: fn(T, &[Slice]) -> T,
+    gather: fn(usize, T, T) -> T,
     clamp: fn(T, Scalar, Scalar) -> T,
     cumsum: ReduceDim,
     cumprod: ReduceDim,
@@ -60,9 +60,9 @@ pub(super) const FLOAT: Kind = Kind {
     mean: (Flex::float_mean, Flex::float_mean_dim),
     sum: (Flex::float_sum, Flex::float_sum_dim),
     prod: (Flex::float_prod, Flex::float_prod_dim),
-    max: (Flex::float_max, Flex::float_max_dim),
-    min: (Flex::float_min, Flex::float_min_dim),
-    max_abs: (Flex::float_max_abs, Flex::float_max_abs_dim),
+    max: Flex::float_max_dim,
+    min: Flex::float_min_dim,
+    max_abs: Flex::float_max_abs_dim,
     greater: (Flex::float_greater, Flex::float_greater_elem),
     greater_equal: (Flex::float_greater_equal, Flex::float_greater_equal_elem),
     lower: (Flex::float_lower, Flex::float_lower_elem),
@@ -75,10 +75,7 @@ pub(super) const FLOAT: Kind = Kind {
     min_with_indices: |tensor, dim, dtype| {
         Flex::float_min_dim_with_indices(tensor, dim, IntDType::from(dtype))
     },
-    sort_descending: |tensor, dim, dtype| {
-        Flex::float_sort_with_indices(tensor, dim, true, IntDType::from(dtype))
-    },
-    slice: Flex::float_slice,
+    gather: Flex::float_gather,
     clamp: Flex::float_clamp,
     cumsum: Flex::float_cumsum,
     cumprod: Flex::float_cumprod,
@@ -98,9 +95,9 @@ pub(super) const INT: Kind = Kind {
     mean: (Flex::int_mean, Flex::int_mean_dim),
     sum: (Flex::int_sum, Flex::int_sum_dim),
     prod: (Flex::int_prod, Flex::int_prod_dim),
-    max: (Flex::int_max, Flex::int_max_dim),
-    min: (Flex::int_min, Flex::int_min_dim),
-    max_abs: (Flex::int_max_abs, Flex::int_max_abs_dim),
+    max: Flex::int_max_dim,
+    min: Flex::int_min_dim,
+    max_abs: Flex::int_max_abs_dim,
     greater: (Flex::int_greater, Flex::int_greater_elem),
     greater_equal: (Flex::int_greater_equal, Flex::int_greater_equal_elem),
     lower: (Flex::int_lower, Flex::int_lower_elem),
@@ -109,8 +106,7 @@ pub(super) const INT: Kind = Kind {
     argmin: |tensor, dim, _| Flex::int_argmin(tensor, dim),
     max_with_indices: |tensor, dim, _| Flex::int_max_dim_with_indices(tensor, dim),
     min_with_indices: |tensor, dim, _| Flex::int_min_dim_with_indices(tensor, dim),
-    sort_descending: |tensor, dim, _| Flex::int_sort_with_indices(tensor, dim, true),
-    slice: Flex::int_slice,
+    gather: Flex::int_gather,
     clamp: Flex::int_clamp,
     cumsum: Flex::int_cumsum,
     cumprod: Flex::int_cumprod,
@@ -154,12 +150,12 @@ pub(super) fn run<S: TensorStore>(
         Op::SumDim(d) => reduce_dim(kind.sum.1, d, s),
         Op::Prod(d) => reduce(kind.prod.0, d, s),
         Op::ProdDim(d) => reduce_dim(kind.prod.1, d, s),
-        Op::Max(d) => reduce(kind.max.0, d, s),
-        Op::MaxDim(d) => reduce_dim(kind.max.1, d, s),
-        Op::Min(d) => reduce(kind.min.0, d, s),
-        Op::MinDim(d) => reduce_dim(kind.min.1, d, s),
-        Op::MaxAbs(d) => reduce(kind.max_abs.0, d, s),
-        Op::MaxAbsDim(d) => reduce_dim(kind.max_abs.1, d, s),
+        Op::Max(d) => over_all(kind.max, d, s),
+        Op::MaxDim(d) => reduce_dim(kind.max, d, s),
+        Op::Min(d) => over_all(kind.min, d, s),
+        Op::MinDim(d) => reduce_dim(kind.min, d, s),
+        Op::MaxAbs(d) => over_all(kind.max_abs, d, s),
+        Op::MaxAbsDim(d) => reduce_dim(kind.max_abs, d, s),
         Op::Greater(d) => compare(kind.greater.0, d, s),
         Op::GreaterElem(d) => compare_elem(kind.greater.1, d, s),
         Op::GreaterEqual(d) => compare(kind.greater_equal.0, d, s),
@@ -178,18 +174,16 @@ pub(super) fn run<S: TensorStore>(
             s.put(&d.out, tensor);
             Ok(())
         }
-        // burn-flex has no top-k of its own: the first k of a sort.
         Op::TopK(d) => {
-            // Which integer type the sort counts with does not matter: the indices are thrown away.
-            let (values, _) = (kind.sort_descending)(s.take(&d.input)?, d.axis, DType::I64);
-            let tensor = (kind.slice)(values, &first_of(&d.out, d.axis));
-            s.put(&d.out, tensor);
+            let input = s.take(&d.input)?;
+            let indices = largest(&input, d.axis, &d.out)?;
+            s.put(&d.out, (kind.gather)(d.axis, input, indices));
             Ok(())
         }
         Op::ArgTopK(d) => {
-            let (_, indices) = (kind.sort_descending)(s.take(&d.input)?, d.axis, d.out.dtype);
-            let tensor = Flex::int_slice(indices, &first_of(&d.out, d.axis));
-            s.put(&d.out, tensor);
+            let input = s.take(&d.input)?;
+            let indices = largest(&input, d.axis, &d.out)?;
+            s.put(&d.out, indices);
             Ok(())
         }
         Op::MaxDimWithIndices(d) => {
@@ -221,17 +215,21 @@ pub(super) fn run<S: TensorStore>(
     }
 }
 
-/// The slice that keeps as many elements along `axis` as `out` has.
-fn first_of(out: &TensorIr, axis: usize) -> Vec<Slice> {
-    (0..out.shape.num_dims())
-        .map(|dim| {
-            if dim == axis {
-                Slice::new(0, Some(out.shape[axis] as isize), 1)
-            } else {
-                Slice::new(0, None, 1)
-            }
-        })
-        .collect()
+/// The places of as many of the largest elements along `axis` as `out` has.
+fn largest(input: &FlexTensor, axis: usize, out: &TensorIr) -> Result<FlexTensor, OperationError> {
+    top_k_indices(input, axis, out.shape[axis]).ok_or_else(|| OperationError::Unsupported {
+        operation: "TopK".into(),
+        reason: format!("elements of type {:?} have no order; convert the tensor first", input.dtype()),
+    })
+}
+
+/// An extreme of all elements: along the only dimension of their list. burn-flex's own reduction of everything passes over NaN, its reduction of a
+/// dimension does not; one of the two must hold for all.
+fn over_all(f: ReduceDim, d: &ReduceOpIr, s: &mut Operands<'_, impl TensorStore>) -> Done {
+    let input = s.take(&d.input)?;
+    let count = input.layout().num_elements();
+    s.put(&d.out, f(input.reshape(vec![count].into()), 0));
+    Ok(())
 }
 
 type Done = Result<(), OperationError>;

@@ -1,6 +1,7 @@
 //! Gathers and scatters on burn-flex.
 
 use burn_backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
+use burn_backend::DType as BurnDType;
 use burn_backend::tensor::IndexingUpdateOp;
 use burn_flex::{Flex, FlexTensor};
 use kiln_graph::op::ScatterMode;
@@ -8,7 +9,7 @@ use kiln_graph::{DType, Graph, NodeData, Op, Shape};
 use smallvec::{SmallVec, smallvec};
 
 use super::movement::slice;
-use super::{ExecuteError, Results, failure, fallback, read_integers};
+use super::{ExecuteError, Results, convert, failure, fallback, read_integers};
 
 pub(super) fn compute(
     graph: &Graph,
@@ -66,6 +67,15 @@ pub(super) fn compute(
             _ => return fallback(graph, data, &[x, indices, updates]),
         },
         _ => return Err(failure(data, "an operand is missing")),
+    };
+    // burn-flex gives selected truth values as bytes.
+    let result = match result.dtype() {
+        BurnDType::U8 if dtype == DType::Bool => FlexTensor::from_arc(
+            result.data_arc(),
+            result.layout().clone(),
+            convert::burn_dtype(dtype),
+        ),
+        _ => result,
     };
     Ok(smallvec![result])
 }

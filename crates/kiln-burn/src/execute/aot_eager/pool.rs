@@ -72,7 +72,7 @@ pub(super) fn compute(
         Op::MaxPoolGrad { .. } => {
             // Only the shape of the forward input is read.
             let input = splat(rank_0(dtype, 0i64.into()), &flat_shape(out));
-            let indices = planes(&operands[1]);
+            let indices = Flex::int_cast(planes(&operands[1]), IntDType::I64);
             let result = Flex::max_pool2d_with_indices_backward(
                 input,
                 [1, 1],

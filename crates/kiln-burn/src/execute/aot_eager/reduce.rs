@@ -7,6 +7,8 @@ use kiln_graph::op::{ArgReduceOp, ReduceOp};
 use kiln_graph::{DType, Graph, NodeData, Op};
 use smallvec::{SmallVec, smallvec};
 
+use crate::eager::top_k::top_k_indices;
+
 use super::{ExecuteError, Results, convert, failure, fallback, pointwise};
 
 pub(super) fn compute(
@@ -47,6 +49,17 @@ pub(super) fn compute(
             (ReduceOp::Min, false) => Flex::int_cummin(x, *axis),
             (ReduceOp::Any | ReduceOp::All, _) => return fallback(graph, data, &[x]),
         },
+        Op::TopK { axis, k, dtype: to } => {
+            let Some(indices) = top_k_indices(&x, *axis, *k) else {
+                return fallback(graph, data, &[x]);
+            };
+            let values = match dtype.is_float() {
+                true => Flex::float_gather(*axis, x, indices.clone()),
+                false => Flex::int_gather(*axis, x, indices.clone()),
+            };
+            let indices = Flex::int_cast(indices, IntDType::from(convert::burn_dtype(*to)));
+            return Ok(smallvec![values, indices]);
+        }
         // A stable order of ties and of NaN is the interpreter's.
         _ => return fallback(graph, data, &[x]),
     };
@@ -65,8 +78,6 @@ fn reduce(op: ReduceOp, x: FlexTensor, axes: &[usize], dtype: DType) -> FlexTens
     let result = match op {
         ReduceOp::Sum if all && float => Flex::float_sum(x),
         ReduceOp::Prod if all && float => Flex::float_prod(x),
-        ReduceOp::Max if all && float => Flex::float_max(x),
-        ReduceOp::Min if all && float => Flex::float_min(x),
         _ => axes.iter().rev().fold(x, |x, &axis| match op {
             ReduceOp::Sum if float => Flex::float_sum_dim(x, axis),
             ReduceOp::Prod if float => Flex::float_prod_dim(x, axis),
