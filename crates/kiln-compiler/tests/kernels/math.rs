@@ -352,3 +352,26 @@ fn scalars_and_half_precision_agree_with_vectors() {
         }
     }
 }
+
+/// Vectors convert to and from half precision as single values do, over a sample of all floats.
+#[test]
+fn half_precision_vectors_agree_with_scalars() {
+    let toolchain = Toolchain::detect().unwrap();
+    let mut sample: Vec<f32> = (0..=u32::MAX).step_by(40_009).map(f32::from_bits).collect();
+    sample.resize(sample.len().next_multiple_of(16), 0.0);
+    for isa in instruction_sets(&toolchain) {
+        let kernels = ["bf16", "f16"].map(|format| {
+            let call = format!(
+                "({{ uint16_t h[KILN_LANES]; vf v = vf_load(a + i), y; vf_store_{format}(h, v); vf back = vf_load_{format}(h);\n    for (int l = \
+                 0; l < KILN_LANES; l++) y[l] = v[l] != v[l] ? back[l] == back[l] : h[l] != {format}_from_sf(v[l]) || back[l] != \
+                 sf_from_{format}(h[l]); y; }})"
+            );
+            kernel(format, sample.len(), vector::lanes(isa), &call, "0")
+        });
+        let results = evaluate(&toolchain, isa, &kernels, &sample, sample.len());
+        for (format, (wrong, _)) in ["bf16", "f16"].iter().zip(&results) {
+            let first = wrong.iter().position(|&w| w != 0.0).map(|i| sample[i]);
+            assert_eq!(first, None, "{isa} {format}");
+        }
+    }
+}

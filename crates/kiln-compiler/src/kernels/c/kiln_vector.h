@@ -19,6 +19,13 @@ typedef int32_t vi_half __attribute__((vector_size(2 * KILN_LANES)));
 
 #define KILN_INLINE static inline __attribute__((always_inline, unused))
 
+/* Before a loop over lanes or kernel elements: unrolled, so that arrays of vectors stay in registers at -O2. */
+#if defined(__clang__)
+#define KILN_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define KILN_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 /* A vector literal with lane l = F(l). */
 #if KILN_LANES == 16
 #define KILN_EACH(F) {F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)}
@@ -78,7 +85,7 @@ KILN_INLINE void vf_store_n(float *p, vf v, int64_t n) {
 
 /* Integers of 64 bits, from lanes of 32. */
 KILN_INLINE void vi_store_i64(int64_t *p, vi v) {
-    for (int l = 0; l < KILN_LANES; l++) p[l] = v[l];
+    KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l] = v[l];
 }
 
 /* p[0], p[stride], p[2 * stride], ... */
@@ -88,7 +95,7 @@ KILN_INLINE vf vf_load_stride(const float *p, int64_t stride) {
 #undef KILN_AT
 }
 KILN_INLINE void vf_store_stride(float *p, int64_t stride, vf v) {
-    for (int l = 0; l < KILN_LANES; l++) p[l * stride] = v[l];
+    KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l * stride] = v[l];
 }
 
 /* a * b + c, rounded once where the machine can; otherwise twice (a library call would cost a hundred times more). */
@@ -312,21 +319,39 @@ KILN_INLINE uint16_t f16_from_sf(float x) {
     magnitude += 0xfff + ((magnitude >> 13) & 1) - ((127 - 15) << 23);
     return (uint16_t)(sign | magnitude >> 13);
 }
+typedef uint16_t vu_half __attribute__((vector_size(2 * KILN_LANES)));
 KILN_INLINE vf vf_load_bf16(const uint16_t *p) {
-    vf v;
-    for (int l = 0; l < KILN_LANES; l++) v[l] = sf_from_bf16(p[l]);
-    return v;
+    vu_half h;
+    __builtin_memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 KILN_INLINE void vf_store_bf16(uint16_t *p, vf v) {
-    for (int l = 0; l < KILN_LANES; l++) p[l] = bf16_from_sf(v[l]);
+    vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vi nan = v != v;
+    vu_half h = __builtin_convertvector((vu)vi_select(nan, (vi)((u >> 16) | 0x40), (vi)rounded), vu_half);
+    __builtin_memcpy(p, &h, sizeof h);
 }
+#if KILN_LANES == 16 && defined(__AVX512F__) && !defined(__clang__)
+typedef int16_t vs_half __attribute__((vector_size(32)));
+typedef long long vll_half __attribute__((vector_size(32)));
+KILN_INLINE vf vf_load_f16(const uint16_t *p) {
+    vs_half h;
+    __builtin_memcpy(&h, p, sizeof h);
+    return __builtin_ia32_vcvtph2ps512_mask(h, (vf){0}, (uint16_t)-1, 4);
+}
+KILN_INLINE void vf_store_f16(uint16_t *p, vf v) {
+    vs_half h = __builtin_ia32_vcvtps2ph512_mask(v, 0, (vs_half){0}, (uint16_t)-1);
+    __builtin_memcpy(p, &h, sizeof h);
+}
+#else
 KILN_INLINE vf vf_load_f16(const uint16_t *p) {
     vf v;
-    for (int l = 0; l < KILN_LANES; l++) v[l] = sf_from_f16(p[l]);
+    KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) v[l] = sf_from_f16(p[l]);
     return v;
 }
 KILN_INLINE void vf_store_f16(uint16_t *p, vf v) {
-    for (int l = 0; l < KILN_LANES; l++) p[l] = f16_from_sf(v[l]);
+    KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l] = f16_from_sf(v[l]);
 }
+#endif
 
 #endif

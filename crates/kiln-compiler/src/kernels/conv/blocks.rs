@@ -9,7 +9,7 @@
 
 use super::image::Padded;
 use super::walk::{Class, Walk};
-use super::{ConvSpec, ImageAxis, Place};
+use super::{ConvSpec, ImageAxis, PixelEpilogue, Place, Spatial};
 use crate::kernels::{Width, indent, round_up, unpack};
 
 /// Bytes of the slab, or of the image rows, of a block.
@@ -202,7 +202,7 @@ impl Blocks {
 }
 
 /// `name_finish_planes(...)`: consumes results of consecutive pixels of a plane, vectors along the pixels.
-pub(super) fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
+fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
     let name = &spec.name;
     let each = |width, channel: &str| {
         let place = Place {
@@ -217,14 +217,116 @@ pub(super) fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
         "/* Consumes results of consecutive pixels, a row of `tile` each. */\nstatic __attribute__((noinline)) void \
          {name}_finish_planes(const struct {name}_args *args, const float *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t \
          pixel0, int64_t count, int64_t col, int64_t cols) {{\n{}    int64_t i = 0;\n    for (; i + {lanes} <= count; i += {lanes})\n        \
-         for (int64_t group = 0; group < cols; group += {lanes}) {{\n            vf block[KILN_LANES];\n            for (int l = 0; l < {lanes}; \
-         l++) block[l] = vf_load(tile + (i + l) * ld + group);\n            vf_transpose(block);\n            const int64_t x = pixel0 + \
-         i;\n            for (int64_t l = 0; l < {lanes} && group + l < cols; l++) {{\n                const int64_t j = col + group + \
-         l;\n                vf sum = block[l];\n{}            }}\n        }}\n    for (int64_t j = col; j < col + cols; j++)\n        for \
+         for (int64_t group = 0; group < cols; group += {lanes}) {{\n            vf block[KILN_LANES];\n            KILN_UNROLL for (int l = 0; l < {lanes}; \
+         l++) block[l] = vf_load(tile + (i + l) * ld + group);\n            vf_transpose(block);\n            vf turned[KILN_LANES];\n            KILN_UNROLL for (int l = 0; \
+         l < {lanes}; l++) turned[l] = block[l];\n            const int64_t x = pixel0 + i;\n            for (int64_t l = 0; l < {lanes} && group + l < cols; l++) {{\n                const int64_t j = col + group + \
+         l;\n                vf sum = turned[l];\n{}            }}\n        }}\n    for (int64_t j = col; j < col + cols; j++)\n        for \
          (int64_t r = i; r < count; r++) {{\n            const int64_t x = pixel0 + r;\n            float sum = tile[r * ld + (j - \
          col)];\n{}        }}\n}}\n",
         unpack(&spec.params),
         indent(&each(Width::Vector, "j"), 16),
         indent(&each(Width::Scalar, "j"), 12),
     )
+}
+
+/// `name_finish(...)`: the epilogue of one tile, whose rows are pixels `x, x + step, ...`.
+fn finish(spec: &ConvSpec<'_>, epilogue: &PixelEpilogue<'_>, lanes: usize) -> String {
+    let ConvSpec { name, params, .. } = spec;
+    let each = |width| {
+        let place = Place {
+            width,
+            image: "image",
+            at: ["z", "y", "x"],
+            channel: "j",
+        };
+        indent(&(epilogue.consume)(&place, "sum"), 12)
+    };
+    let vectors = if epilogue.contiguous == Some(ImageAxis::Channel) {
+        format!(
+            "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + i * ld + (j - \
+             col));\n{}        }}\n",
+            each(Width::Vector),
+            lanes = lanes
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "/* Consumes a finished tile of the result. */\nstatic __attribute__((noinline)) void {name}_finish(const struct \
+         {name}_args *args, const float *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t y, int64_t x, int64_t step, \
+         int64_t rows, int64_t col, int64_t cols) {{\n{}    for (int64_t i = 0; i < rows; i++, x += step) {{\n        int64_t j \
+         = col;\n{vectors}        for (; j < col + cols; j++) {{\n            float sum = tile[i * ld + (j - col)];\n{}        \
+         }}\n    }}\n}}\n",
+        unpack(params),
+        each(Width::Scalar)
+    )
+}
+
+/// The functions that consume results.
+pub(super) struct Consumer {
+    /// Their definitions: `name_finish` for tiles, `name_finish_planes` for planes where vectors run along them.
+    pub source: String,
+    /// Bytes of workspace that they need.
+    pub bytes: usize,
+    /// The function to run, over how many units, after all classes.
+    pub last: Option<(String, usize)>,
+}
+
+/// Pixels of a plane that are turned at a time.
+const TURNED: usize = 64;
+
+/// How results with `channels` channels are consumed. Where vectors run along the planes but neighbouring pixels belong to different
+/// classes, tiles go to a channels-last buffer (at `workspace`), which is turned and consumed when all classes are done.
+pub(super) fn consumer(
+    spec: &ConvSpec<'_>,
+    walk: &Walk,
+    result: Spatial,
+    channels: usize,
+    workspace: usize,
+    lanes: usize,
+) -> Consumer {
+    let planes = spec.epilogue.axis(result) == Some(ImageAxis::Plane);
+    if !planes {
+        return Consumer {
+            source: finish(spec, &spec.epilogue, lanes),
+            bytes: 0,
+            last: None,
+        };
+    }
+    let along = finish_planes(spec, lanes);
+    if walk.classes.len() == 1 {
+        return Consumer {
+            source: finish(spec, &spec.epilogue, lanes) + &along,
+            bytes: 0,
+            last: None,
+        };
+    }
+    let name = &spec.name;
+    let [depth, height, width] = result;
+    let buffer = format!("((float *)(args->workspace + {workspace}))");
+    let store = PixelEpilogue::custom(Some(ImageAxis::Channel), |place, value| {
+        let [z, y, x] = place.at;
+        let place_of = format!(
+            "{buffer} + ((({} * {depth} + {z}) * {height} + {y}) * {width} + {x}) * {channels} + {}",
+            place.image, place.channel
+        );
+        match place.width {
+            Width::Scalar => format!("*({place_of}) = {value};"),
+            Width::Vector => format!("vf_store({place_of}, {value});"),
+        }
+    });
+    let plane = height * width;
+    let parts = plane.div_ceil(TURNED);
+    let turn = format!(
+        "static void {name}_turn(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n    for (int64_t \
+         unit = begin; unit < end; unit++) {{\n        const int64_t map = unit / {parts}, pixel = unit % {parts} * {TURNED};\n        \
+         {name}_finish_planes(args, {buffer} + (map * {plane} + pixel) * {channels}, {channels}, map / {depth}, map % {depth}, pixel,\n            {plane} - \
+         pixel < {TURNED} ? {plane} - pixel : {TURNED}, 0, {channels});\n    }}\n}}\n"
+    );
+    let maps = spec.geometry.images * depth;
+    Consumer {
+        source: finish(spec, &store, lanes) + &along + &turn,
+        bytes: round_up((maps * plane * channels + lanes) * 4, 64),
+        last: Some((format!("{name}_turn"), maps * parts)),
+    }
 }

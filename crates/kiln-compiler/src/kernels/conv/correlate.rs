@@ -13,9 +13,7 @@ use super::weights::{self, Panels};
 use super::{ConvSpec, Image, ImageAxis, Place, Spatial, narrow, planar};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{
-    Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack, vector,
-};
+use crate::kernels::{Helper, Kernel, fields, indent, pack_fields, round_up, signature, vector};
 
 /// Below this many operations one thread does it all.
 pub(super) const SERIAL_FLOPS: usize = 2_000_000;
@@ -176,44 +174,6 @@ pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [u
     inside && (across || image.contiguous != Some(ImageAxis::Channel))
 }
 
-/// `name_finish(...)`: the epilogue of one tile, whose rows are pixels `x, x + step, ...`.
-pub(super) fn finish(spec: &ConvSpec<'_>, lanes: usize) -> String {
-    let ConvSpec {
-        name,
-        epilogue,
-        params,
-        ..
-    } = spec;
-    let each = |width| {
-        let place = Place {
-            width,
-            image: "image",
-            at: ["z", "y", "x"],
-            channel: "j",
-        };
-        indent(&(epilogue.consume)(&place, "sum"), 12)
-    };
-    let vectors = if epilogue.contiguous == Some(ImageAxis::Channel) {
-        format!(
-            "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + i * ld + (j - \
-             col));\n{}        }}\n",
-            each(Width::Vector),
-            lanes = lanes
-        )
-    } else {
-        String::new()
-    };
-    format!(
-        "/* Consumes a finished tile of the result. */\nstatic __attribute__((noinline)) void {name}_finish(const struct \
-         {name}_args *args, const float *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t y, int64_t x, int64_t step, \
-         int64_t rows, int64_t col, int64_t cols) {{\n{}    for (int64_t i = 0; i < rows; i++, x += step) {{\n        int64_t j \
-         = col;\n{vectors}        for (; j < col + cols; j++) {{\n            float sum = tile[i * ld + (j - col)];\n{}        \
-         }}\n    }}\n}}\n",
-        unpack(params),
-        each(Width::Scalar)
-    )
-}
-
 struct Emitter<'a> {
     spec: &'a ConvSpec<'a>,
     direction: Direction,
@@ -293,10 +253,6 @@ impl Emitter<'_> {
             fields(params)
         );
         let mut calls = String::new();
-        source.push_str(&finish(self.spec, lanes));
-        if self.spec.epilogue.axis(result) == Some(ImageAxis::Plane) {
-            source.push_str(&blocks::finish_planes(self.spec, lanes));
-        }
         // Without slabs, the copy of the whole image comes first in the workspace; its address is part of `padded`.
         let classes = self.walk.classes.clone();
         let cut = |class: &Class| {
@@ -312,6 +268,10 @@ impl Emitter<'_> {
                 workspace = copy.bytes;
             }
         }
+        let channels = self.sides.result_channels;
+        let consumer = blocks::consumer(self.spec, &self.walk, result, channels, workspace, lanes);
+        source.push_str(&consumer.source);
+        workspace += consumer.bytes;
         for (index, (class, blocks)) in classes.iter().zip(&cuts).enumerate() {
             let taps: usize = class.taps.iter().map(Vec::len).product();
             let pack = format!("{name}_pack{index}");
@@ -338,6 +298,9 @@ impl Emitter<'_> {
             source.push_str(&self.class(index, class, &padded, blocks, panels, weights, workspace));
             calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
             workspace += blocks.bytes(class, &padded, lanes) * if serial { 1 } else { *threads };
+        }
+        if let Some((function, count)) = &consumer.last {
+            calls.push_str(&run(function, *count));
         }
         let head = signature(name, params);
         let _ = write!(

@@ -221,8 +221,8 @@ fn dense_row(image: &Image<'_>, channels: usize, lanes: usize) -> String {
             let vector = load(image, Width::Vector, "x", "(group + l)");
             format!(
                 "int64_t group = 0;\nfor (; group + {lanes} <= {channels}; group += {lanes}) {{\n    int64_t x = x_begin;\n    for \
-                 (; x + {lanes} <= x_end; x += {lanes}) {{\n        vf block[KILN_LANES];\n        for (int l = 0; l < {lanes}; \
-                 l++) block[l] = {vector};\n        vf_transpose(block);\n        for (int l = 0; l < {lanes}; l++) vf_store(to + \
+                 (; x + {lanes} <= x_end; x += {lanes}) {{\n        vf block[KILN_LANES];\n        KILN_UNROLL for (int l = 0; l < {lanes}; \
+                 l++) block[l] = {vector};\n        vf_transpose(block);\n        KILN_UNROLL for (int l = 0; l < {lanes}; l++) vf_store(to + \
                  (x + l) * {channels} + group, block[l]);\n    }}\n    for (; x < x_end; x++)\n        for (int64_t c = group; c < \
                  group + {lanes}; c++) to[x * {channels} + c] = {scalar};\n}}\nfor (int64_t c = group; c < {channels}; \
                  c++)\n    for (int64_t x = x_begin; x < x_end; x++) to[x * {channels} + c] = {scalar};\n"

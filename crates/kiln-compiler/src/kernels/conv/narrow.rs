@@ -12,7 +12,7 @@ use super::blocks::{self, Blocks};
 use super::correlate;
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
-use super::{ConvSpec, ImageAxis, WeightGradSpec, weight_grad};
+use super::{ConvSpec, WeightGradSpec, weight_grad};
 use crate::kernels::{Kernel, fields, finish_kernel, indent, round_up, run_part, unpack, vector};
 
 /// Most pixels of a tile, and most kernel elements that a weight gradient accumulates at once.
@@ -98,10 +98,6 @@ pub(super) fn correlate(
         let parts = class.count[2].div_ceil(limits(isa).0);
         Blocks::new(spec, walk, class, &padded, parts, columns, result)
     };
-    source.push_str(&correlate::finish(spec, lanes));
-    if spec.epilogue.axis(result) == Some(ImageAxis::Plane) {
-        source.push_str(&blocks::finish_planes(spec, lanes));
-    }
     if let Some(copy) = &padded.copy {
         source.push_str(&copy.row_source);
         if !cut(&walk.classes[0]).slab {
@@ -110,6 +106,9 @@ pub(super) fn correlate(
             workspace = copy.bytes;
         }
     }
+    let consumer = blocks::consumer(spec, walk, result, sides.result_channels, workspace, lanes);
+    source.push_str(&consumer.source);
+    workspace += consumer.bytes;
     for (index, class) in walk.classes.iter().enumerate() {
         let taps: usize = class.taps.iter().map(Vec::len).product();
         let weights = workspace;
@@ -138,6 +137,9 @@ pub(super) fn correlate(
         }
         calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
         workspace += blocks.bytes(class, &padded, lanes) * threads;
+    }
+    if let Some((function, count)) = &consumer.last {
+        calls.push_str(&run(function, *count));
     }
     finish_kernel(name, params, source, &calls, workspace)
 }
@@ -234,6 +236,12 @@ impl Work<'_> {
                 }
                 body.push_str("}\n");
             }
+            // Depthwise bodies are short enough to be written out for all kernel elements.
+            let unroll = if group == 1 && taps <= 25 {
+                "KILN_UNROLL "
+            } else {
+                ""
+            };
             let sums: Vec<String> = (0..height).map(|r| format!("sum{r} = {{0}}")).collect();
             let stores: String = (0..height)
                 .map(|r| {
@@ -247,8 +255,8 @@ impl Work<'_> {
                 source,
                 "/* {height} neighbouring pixels, all channels. */\nstatic __attribute__((noinline)) void {name}_row{index}_{height}(const float \
              *from, const float *w, float *tile) {{\n    for (int64_t v = 0; v < {vectors}; v++) {{\n        vf {};\n        for \
-             (int64_t z = 0; z < {taps_z}; z++)\n        for (int64_t y = 0; y < {taps_y}; y++) {{\n            const float *at = from + z * \
-             {} + y * {};\n            for (int64_t x = 0; x < {taps_x}; x++, at += {}, w += {}) {{\n{}            }}\n        \
+             (int64_t z = 0; z < {taps_z}; z++)\n        {unroll}for (int64_t y = 0; y < {taps_y}; y++) {{\n            const float *at = from + z \
+             * {} + y * {};\n            {unroll}for (int64_t x = 0; x < {taps_x}; x++, at += {}, w += {}) {{\n{}            }}\n        \
              }}\n{stores}    }}\n}}\n",
                 sums.join(", "),
                 step(0, sz),

@@ -97,7 +97,7 @@ pub(super) fn source(request: &Request<'_>) -> String {
         // For one output channel, memory runs over the whole depth, kernel elements innermost.
         format!(
             "for (int64_t j = 0; j < width; j += {lanes})\n    for (int64_t k = 0; k < {depth}; k += {lanes}) {{\n        vf \
-             block[KILN_LANES];\n        const int64_t some = {depth} - k < {lanes} ? {depth} - k : {lanes};\n        for (int l \
+             block[KILN_LANES];\n        const int64_t some = {depth} - k < {lanes} ? {depth} - k : {lanes};\n        KILN_UNROLL for (int l \
              = 0; l < {lanes}; l++) {{\n            const float *from = {weight} + (group * {group_out} + lowest + j + l) * {depth} + \
              k;\n            block[l] = j + l >= valid ? (vf){{0}} : some == {lanes} ? vf_load(from) : vf_load_n(from, \
              some);\n        }}\n        vf_transpose(block);\n        for (int64_t l = 0; l < some; l++) vf_store(packed + ((k + l) % \
