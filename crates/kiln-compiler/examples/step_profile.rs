@@ -20,7 +20,10 @@ use kiln_partition::testing::{Sizes, decoder_step};
 
 /// Time of this thread on a core: with one thread, what other processes do does not count.
 fn thread_time() -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     // SAFETY: the clock exists on every unix, and `time` is written before it is read.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -57,13 +60,23 @@ impl StepHooks for Profile {
 fn argument(ty: &TensorType, seed: u64) -> HostTensor {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = move || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        state = state
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
         (state >> 40) as f64 / (1u64 << 24) as f64
     };
     if ty.dtype.is_float() {
-        HostTensor::from_floats(ty.dtype, ty.shape.clone(), (0..ty.numel()).map(|_| (next() - 0.5) * 0.1).collect::<Vec<_>>())
+        HostTensor::from_floats(
+            ty.dtype,
+            ty.shape.clone(),
+            (0..ty.numel()).map(|_| (next() - 0.5) * 0.1).collect::<Vec<_>>(),
+        )
     } else {
-        HostTensor::from_ints(ty.dtype, ty.shape.clone(), (0..ty.numel()).map(|_| (next() * 2.0) as i64).collect::<Vec<_>>())
+        HostTensor::from_ints(
+            ty.dtype,
+            ty.shape.clone(),
+            (0..ty.numel()).map(|_| (next() * 2.0) as i64).collect::<Vec<_>>(),
+        )
     }
 }
 
@@ -86,7 +99,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     };
     let toolchain = Toolchain::detect()?;
-    let pool = ThreadPool::new(std::env::var("THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(2));
+    let pool = ThreadPool::new(
+        std::env::var("THREADS")
+            .ok()
+            .and_then(|n| n.parse().ok())
+            .unwrap_or(2),
+    );
     let options = Options::new(&toolchain, pool.threads());
     let compiled = compile(&graph, &options)?;
     if let Some(folder) = arguments.next() {
@@ -94,15 +112,31 @@ fn main() -> Result<(), Box<dyn Error>> {
         for file in &compiled.sources {
             std::fs::write(format!("{folder}/{}", file.name), &file.text)?;
         }
-        std::fs::write(format!("{folder}/schedule.txt"), compiled.schedule.to_text(&compiled.graph))?;
-        std::fs::write(format!("{folder}/plan.txt"), compiled.plan.to_text(&compiled.graph))?;
+        std::fs::write(
+            format!("{folder}/schedule.txt"),
+            compiled.schedule.to_text(&compiled.graph),
+        )?;
+        std::fs::write(
+            format!("{folder}/plan.txt"),
+            compiled.plan.to_text(&compiled.graph),
+        )?;
         std::fs::write(format!("{folder}/graph.kg"), compiled.graph.to_string())?;
     }
-    println!("graph: {} nodes, {} after transforms", graph.num_nodes(), compiled.graph.num_nodes());
+    println!(
+        "graph: {} nodes, {} after transforms",
+        graph.num_nodes(),
+        compiled.graph.num_nodes()
+    );
     for (stage, time) in &compiled.times {
         println!("{stage}: {time:.1?}");
     }
-    let step = CpuExecutable::new(&graph, &options, &toolchain, &Cache::disabled(), &BuildOptions::default())?;
+    let step = CpuExecutable::new(
+        &graph,
+        &options,
+        &toolchain,
+        &Cache::disabled(),
+        &BuildOptions::default(),
+    )?;
     let contract = step.contract().clone();
     println!(
         "cc: {:.2?} for {} bytes of C; {} kernels, arena {:.1} MB (lower bound {:.1})",
@@ -147,10 +181,18 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let clock = Instant::now();
     let run = |profile: &Profile| -> Result<Duration, Box<dyn Error>> {
-        let start = if pool.threads() == 1 { thread_time() } else { clock.elapsed() };
+        let start = if pool.threads() == 1 {
+            thread_time()
+        } else {
+            clock.elapsed()
+        };
         // SAFETY: one buffer of the declared size for each parameter and output; aliases share a pointer.
         unsafe { step.run(&pool, &inputs, &outputs, &scalars, profile) }?;
-        Ok(if pool.threads() == 1 { thread_time() } else { clock.elapsed() } - start)
+        Ok(if pool.threads() == 1 {
+            thread_time()
+        } else {
+            clock.elapsed()
+        } - start)
     };
     for _ in 0..2 {
         run(&profile)?;
@@ -160,9 +202,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         times.push(run(&profile)?);
     }
     times.sort();
-    println!("step: {:.2} ms (median of 9), best {:.2} ms", times[4].as_secs_f64() * 1e3, times[0].as_secs_f64() * 1e3);
+    println!(
+        "step: {:.2} ms (median of 9), best {:.2} ms",
+        times[4].as_secs_f64() * 1e3,
+        times[0].as_secs_f64() * 1e3
+    );
     let flops: u64 = contract.kernels.iter().map(|kernel| kernel.flops).sum();
-    println!("{:.1} GFLOP, {:.0} GFLOP/s", flops as f64 / 1e9, flops as f64 / 1e9 / times[4].as_secs_f64());
+    println!(
+        "{:.1} GFLOP, {:.0} GFLOP/s",
+        flops as f64 / 1e9,
+        flops as f64 / 1e9 / times[4].as_secs_f64()
+    );
     profile.on = true;
     let rounds = 5;
     for _ in 0..rounds {
@@ -171,7 +221,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let events = profile.events.into_inner();
     let mut by_time: Vec<usize> = (0..events.len()).collect();
     by_time.sort_by_key(|&k| std::cmp::Reverse(events[k]));
-    let mut kinds: std::collections::BTreeMap<String, (Duration, usize, u64, u64)> = std::collections::BTreeMap::new();
+    let mut kinds: std::collections::BTreeMap<String, (Duration, usize, u64, u64)> =
+        std::collections::BTreeMap::new();
     for (kernel, report) in contract.kernels.iter().enumerate() {
         let kind = report.name.split('_').next().unwrap_or("").to_owned();
         let entry = kinds.entry(kind).or_default();
@@ -192,7 +243,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     for &kernel in by_time.iter().take(40) {
         let report = &contract.kernels[kernel];
         let seconds = (events[kernel] / rounds).as_secs_f64().max(1e-9);
-        let nodes: Vec<&str> = report.nodes.iter().map(|n| n.split(' ').next().unwrap_or("")).collect();
+        let nodes: Vec<&str> = report
+            .nodes
+            .iter()
+            .map(|n| n.split(' ').next().unwrap_or(""))
+            .collect();
         println!(
             "{kernel:4} {:>14} {:8.3} ms {:6.1} GB/s {:6.1} GFLOP/s  {}",
             report.name,

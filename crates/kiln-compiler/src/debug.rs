@@ -13,13 +13,19 @@ use crate::CompiledStep;
 
 /// The folder that `KILN_DEBUG` names, if it does.
 pub fn folder() -> Option<PathBuf> {
-    std::env::var_os("KILN_DEBUG").filter(|folder| !folder.is_empty()).map(PathBuf::from)
+    std::env::var_os("KILN_DEBUG")
+        .filter(|folder| !folder.is_empty())
+        .map(PathBuf::from)
 }
 
 /// Writes everything about a compilation of `graph` into a folder of its own in `folder`.
 pub fn write(folder: &Path, graph: &Graph, compiled: &CompiledStep) {
     let fingerprint = graph.fingerprint().to_string();
-    let name: String = graph.name.chars().map(|c| if c.is_alphanumeric() { c } else { '_' }).collect();
+    let name: String = graph
+        .name
+        .chars()
+        .map(|c| if c.is_alphanumeric() { c } else { '_' })
+        .collect();
     let folder = folder.join(format!("{name}-{}", &fingerprint[..12]));
     if let Err(error) = write_files(&folder, compiled) {
         tracing::warn!(folder = %folder.display(), %error, "KILN_DEBUG: cannot write");

@@ -40,7 +40,9 @@ pub enum CompileError {
         given: usize,
     },
     /// The description that was stored beside a cached step cannot be read.
-    #[error("the cached description of step `{name}` cannot be read: {reason}; clear the cache with `kiln cache clear`")]
+    #[error(
+        "the cached description of step `{name}` cannot be read: {reason}; clear the cache with `kiln cache clear`"
+    )]
     Description {
         /// Name of the step.
         name: String,

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use kiln_cpu::{
-    AlignedBuffer, BuildOptions, Cache, CacheKey, Origin, Step, StepArguments, StepHooks, StepSource, ThreadPool,
-    Toolchain,
+    AlignedBuffer, BuildOptions, Cache, CacheKey, Origin, Step, StepArguments, StepHooks, StepSource,
+    ThreadPool, Toolchain,
 };
 use kiln_graph::Graph;
 
@@ -72,20 +72,22 @@ impl CpuExecutable {
         let cached = cache.get_or_build(&key, toolchain, build, || -> Result<StepSource, CompileError> {
             let compiled = compile(graph, options)?;
             compile_time = start.elapsed();
-            let payload = serde_json::to_string(&compiled.contract()).map_err(|error| CompileError::Description {
-                name: graph.name.clone(),
-                reason: error.to_string(),
-            })?;
+            let payload =
+                serde_json::to_string(&compiled.contract()).map_err(|error| CompileError::Description {
+                    name: graph.name.clone(),
+                    reason: error.to_string(),
+                })?;
             Ok(StepSource {
                 name: graph.name.clone(),
                 files: compiled.sources,
                 payload,
             })
         })?;
-        let contract: Contract = serde_json::from_str(&cached.payload).map_err(|error| CompileError::Description {
-            name: graph.name.clone(),
-            reason: error.to_string(),
-        })?;
+        let contract: Contract =
+            serde_json::from_str(&cached.payload).map_err(|error| CompileError::Description {
+                name: graph.name.clone(),
+                reason: error.to_string(),
+            })?;
         let arena = AlignedBuffer::zeroed(contract.arena_bytes)?;
         let build_time = match cached.origin {
             Origin::Cache => Duration::ZERO,
@@ -160,4 +162,3 @@ impl CompiledStep {
         }
     }
 }
-

@@ -189,7 +189,8 @@ impl Index {
                 };
                 let whole = factor * divisor;
                 if quotient.constant == 0 && self.terms.iter().any(|(own, f)| own == partner && *f == whole) {
-                    let (partner, inner, atom, factor) = (partner.clone(), inner.clone(), atom.clone(), *factor);
+                    let (partner, inner, atom, factor) =
+                        (partner.clone(), inner.clone(), atom.clone(), *factor);
                     self.add_term(partner, -whole);
                     self.add_term(atom, -factor);
                     self.constant += inner.constant * factor;
@@ -252,7 +253,11 @@ impl Index {
     /// `(g, x, r)` with `self = g x + r`, `0 <= r < g` and `g` a proper divisor of `k`, for the largest such `g`: then `self / k` is
     /// `x / (k / g)`, and what is below `g` does not matter.
     fn coarse(&self, k: i64) -> Option<(i64, Self, Self)> {
-        let mut divisors: Vec<i64> = self.terms.iter().map(|(_, factor)| gcd(factor.abs(), k)).collect();
+        let mut divisors: Vec<i64> = self
+            .terms
+            .iter()
+            .map(|(_, factor)| gcd(factor.abs(), k))
+            .collect();
         divisors.sort_unstable_by(|a, b| b.cmp(a));
         for g in divisors.into_iter().filter(|&g| 1 < g && g < k) {
             let mut whole = Self::default();
@@ -503,16 +508,25 @@ mod tests {
     fn splitting_and_joining_cancel() {
         let (i, j, k) = (var(0, 8), var(1, 128), var(2, 64));
         let flat = linear(&[i.clone(), j.clone(), k.clone()], &[8, 128, 64]);
-        assert_eq!(coordinates(&flat, &[8, 128, 64]), [i.clone(), j.clone(), k.clone()]);
+        assert_eq!(
+            coordinates(&flat, &[8, 128, 64]),
+            [i.clone(), j.clone(), k.clone()]
+        );
         // [8, 128, 64] -> [1024, 8, 8] -> back
         let other = coordinates(&flat, &[1024, 8, 8]);
         assert_eq!(other[0], i.scale(128).add(&j));
         assert_eq!(linear(&other, &[1024, 8, 8]), flat);
-        assert_eq!(coordinates(&linear(&other, &[1024, 8, 8]), &[8, 128, 64]), [i, j, k]);
+        assert_eq!(
+            coordinates(&linear(&other, &[1024, 8, 8]), &[8, 128, 64]),
+            [i, j, k]
+        );
         // Rows of [1024, 2000] seen as [8, 128, 2000].
         let wide = linear(&[var(0, 1024), var(1, 2000)], &[1024, 2000]);
         let split = coordinates(&wide, &[8, 128, 2000]);
-        assert_eq!(split, [var(0, 1024).div(128), var(0, 1024).rem(128), var(1, 2000)]);
+        assert_eq!(
+            split,
+            [var(0, 1024).div(128), var(0, 1024).rem(128), var(1, 2000)]
+        );
         let q = var(3, 8 * 128 * 64);
         let split = coordinates(&q, &[8, 128, 64]);
         assert_eq!(linear(&split, &[8, 128, 64]), q);
@@ -536,7 +550,9 @@ mod tests {
         let extents = [5, 6, 4];
         let mut seed = 12345u64;
         let mut next = |n: u64| {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            seed = seed
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             (seed >> 33) % n
         };
         for _ in 0..2000 {

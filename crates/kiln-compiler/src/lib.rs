@@ -91,7 +91,9 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         let scratch: Vec<usize> = codes.iter().map(|code| code.scratch).collect();
         plan::plan(&graph, &schedule, &scratch)
     });
-    let emitted = stages.time("emit", || emit::emit(&graph, &schedule, &codes, &plan, &emit_options));
+    let emitted = stages.time("emit", || {
+        emit::emit(&graph, &schedule, &codes, &plan, &emit_options)
+    });
     let compiled = CompiledStep {
         graph,
         schedule,

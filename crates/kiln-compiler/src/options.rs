@@ -31,6 +31,9 @@ impl Options {
 
     /// What of the options the generated code depends on, for cache keys.
     pub fn identity(&self) -> String {
-        format!("{} threads={} fuse={} transform={}", self.isa, self.threads, self.fuse, self.transform)
+        format!(
+            "{} threads={} fuse={} transform={}",
+            self.isa, self.threads, self.fuse, self.transform
+        )
     }
 }

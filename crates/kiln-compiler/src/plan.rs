@@ -85,7 +85,11 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
     for (number, output) in graph.outputs.iter().enumerate() {
         let number = number as u32;
         let copy = Buffer::Output(number);
-        let buffer = if lifetimes.contains_key(&copy) { copy } else { Buffer::Value(output.value) };
+        let buffer = if lifetimes.contains_key(&copy) {
+            copy
+        } else {
+            Buffer::Value(output.value)
+        };
         plan.places.entry(buffer).or_insert(Place::Output(number));
         if let Some(argument) = output.alias
             && may_alias(graph, schedule, &lifetimes, buffer, argument)
@@ -109,7 +113,9 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
             {
                 overwritable(graph, nest, store).into_iter().find(|&value| {
                     let dying = Buffer::Value(value);
-                    !taken.contains(&value) && !plan.places.contains_key(&dying) && lifetimes[&dying].last == number
+                    !taken.contains(&value)
+                        && !plan.places.contains_key(&dying)
+                        && lifetimes[&dying].last == number
                 })
             } else {
                 None
@@ -130,7 +136,8 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
             whole.last = whole.last.max(life.last);
         }
     }
-    let mut items: Vec<(Option<Buffer>, Lifetime)> = joined.into_iter().map(|(b, life)| (Some(b), life)).collect();
+    let mut items: Vec<(Option<Buffer>, Lifetime)> =
+        joined.into_iter().map(|(b, life)| (Some(b), life)).collect();
     for (number, &bytes) in scratch.iter().enumerate().filter(|(_, bytes)| **bytes > 0) {
         let life = Lifetime {
             bytes,
@@ -198,8 +205,14 @@ fn may_alias(
     argument: u32,
 ) -> bool {
     let argument = graph.parameters()[argument as usize];
-    let Some(own) = lifetimes.get(&buffer) else { return false };
-    let mut writers = schedule.kernels.iter().enumerate().filter(|(_, kernel)| kernel.writes.contains(&buffer));
+    let Some(own) = lifetimes.get(&buffer) else {
+        return false;
+    };
+    let mut writers = schedule
+        .kernels
+        .iter()
+        .enumerate()
+        .filter(|(_, kernel)| kernel.writes.contains(&buffer));
     let (Some((number, kernel)), None) = (writers.next(), writers.next()) else {
         return false;
     };
@@ -210,7 +223,9 @@ fn may_alias(
     if theirs.last < number {
         return theirs.bytes == own.bytes;
     }
-    let KernelKind::Nest(nest) = &kernel.kind else { return false };
+    let KernelKind::Nest(nest) = &kernel.kind else {
+        return false;
+    };
     let mut stores = nest.stores.iter().filter(|store| store.buffer == buffer);
     let (Some(store), None) = (stores.next(), stores.next()) else {
         return false;
@@ -221,7 +236,10 @@ fn may_alias(
 impl Plan {
     /// The plan as text: the arena, then one line for each buffer.
     pub fn to_text(&self, graph: &Graph) -> String {
-        let mut text = format!("arena {} bytes (lower bound {})\n", self.arena_bytes, self.lower_bound);
+        let mut text = format!(
+            "arena {} bytes (lower bound {})\n",
+            self.arena_bytes, self.lower_bound
+        );
         let mut lines: Vec<(Buffer, Place)> = self.places.iter().map(|(b, p)| (*b, *p)).collect();
         lines.sort_unstable_by_key(|(buffer, _)| *buffer);
         for (buffer, place) in lines {

@@ -46,8 +46,11 @@ fn cases() {
                     .kernels
                     .iter()
                     .map(|kernel| {
-                        let ops: Vec<&str> =
-                            kernel.nodes.iter().map(|&node| compiled.graph.node(node).op.name()).collect();
+                        let ops: Vec<&str> = kernel
+                            .nodes
+                            .iter()
+                            .map(|&node| compiled.graph.node(node).op.name())
+                            .collect();
                         ops.join(" ")
                     })
                     .collect();

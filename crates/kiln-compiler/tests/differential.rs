@@ -26,7 +26,10 @@ fn append(whole: &mut Graph, part: &Graph) {
         let outputs = match &node.op {
             Op::Parameter { ty, .. } => vec![whole.parameter(ty.clone())],
             Op::Scalar { dtype, .. } => vec![whole.scalar(*dtype)],
-            op => whole.add_node(op.clone(), &inputs, Provenance::default()).unwrap().to_vec(),
+            op => whole
+                .add_node(op.clone(), &inputs, Provenance::default())
+                .unwrap()
+                .to_vec(),
         };
         map.extend(outputs);
     }
@@ -43,7 +46,10 @@ fn check(graph: &Graph, tolerances: &[f64], fuse: bool, what: &str) {
     for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
         if let Some(found) = difference(actual, expected, tolerances[number]) {
             let value = graph.outputs[number].value;
-            panic!("{what}: output {number} ({value}): {found}\n{}", history(graph, value));
+            panic!(
+                "{what}: output {number} ({value}): {found}\n{}",
+                history(graph, value)
+            );
         }
     }
 }
@@ -64,7 +70,9 @@ fn history(graph: &Graph, value: Value) -> String {
     let text = graph.to_string();
     let of = |line: &&str| {
         let results = line.split(" = ").next().unwrap_or("");
-        results.split(',').any(|result| names.contains(&result.trim().to_owned()))
+        results
+            .split(',')
+            .any(|result| names.contains(&result.trim().to_owned()))
     };
     text.lines().filter(of).collect::<Vec<_>>().join("\n")
 }
@@ -79,9 +87,24 @@ fn families(families: &[Family]) -> GraphConfig {
 /// Operations that loop nests compute, over all types.
 #[test]
 fn nests_compute_what_the_interpreter_does() {
-    let mut config = families(&[Family::Pointwise, Family::Reduce, Family::Movement, Family::Index, Family::Random]);
+    let mut config = families(&[
+        Family::Pointwise,
+        Family::Reduce,
+        Family::Movement,
+        Family::Index,
+        Family::Random,
+    ]);
     config.floats = vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16];
-    config.ints = vec![DType::I64, DType::I32, DType::I16, DType::I8, DType::U64, DType::U32, DType::U16, DType::U8];
+    config.ints = vec![
+        DType::I64,
+        DType::I32,
+        DType::I16,
+        DType::I8,
+        DType::U64,
+        DType::U32,
+        DType::U16,
+        DType::U8,
+    ];
     config.steps = 25;
     for seed in 0..6 {
         let (graph, tolerances) = batch(1000 * seed, 12, &config);
@@ -104,7 +127,10 @@ fn large_nests() {
 
 #[test]
 fn contractions_pools_and_sorts() {
-    for (seed, family) in [Family::Dot, Family::Conv, Family::Pool, Family::Sort].into_iter().enumerate() {
+    for (seed, family) in [Family::Dot, Family::Conv, Family::Pool, Family::Sort]
+        .into_iter()
+        .enumerate()
+    {
         let config = families(&[family, Family::Pointwise]);
         let (graph, tolerances) = batch(100 * seed as u64, 16, &config);
         check(&graph, &tolerances, true, &format!("{family:?}"));

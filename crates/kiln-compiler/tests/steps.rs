@@ -28,11 +28,18 @@ fn check(graph: &Graph, limit: f64) {
     let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
     let step = build(graph, |_| ()).unwrap();
     assert!(step.contract().externs.is_empty());
-    assert!(step.contract().aliases.iter().flatten().count() > 0, "no output takes over an argument");
+    assert!(
+        step.contract().aliases.iter().flatten().count() > 0,
+        "no output takes over an argument"
+    );
     let one = run(&step, graph, &tensors, &scalars, 1);
     for (number, (actual, expected)) in one.iter().zip(&expected).enumerate() {
         let error = error(actual, expected);
-        assert!(error < limit, "output {number} of type {}: error {error:e}", actual.ty());
+        assert!(
+            error < limit,
+            "output {number} of type {}: error {error:e}",
+            actual.ty()
+        );
     }
     for threads in [2, 3] {
         let several = run(&step, graph, &tensors, &scalars, threads);

@@ -10,8 +10,8 @@ use kiln_graph::{DType, Graph, Node, Value};
 use super::Call;
 use super::library;
 use super::nest::Argument;
-use crate::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
 use crate::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, WeightGradSpec};
+use crate::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
 use crate::kernels::{Param, Width};
 use crate::schedule::access::{Strided, side, strided};
 use crate::schedule::layout::{Layouts, product_strides, strides};
@@ -23,12 +23,22 @@ pub fn window(graph: &Graph, layouts: &Layouts, operand: Value, reads: &[Buffer]
     strided(graph, layouts, operand, &stop).unwrap_or_else(|| Strided {
         base: operand,
         offset: 0,
-        strides: graph.shape(operand).strides().iter().map(|&stride| stride as i64).collect(),
+        strides: graph
+            .shape(operand)
+            .strides()
+            .iter()
+            .map(|&stride| stride as i64)
+            .collect(),
     })
 }
 
 /// The calls for a library kernel; none if the operation has no template here.
-pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Vec<Call>> {
+pub fn generate(
+    graph: &Graph,
+    kernel: &Kernel,
+    node: Node,
+    options: &super::EmitOptions,
+) -> Option<Vec<Call>> {
     let data = graph.node(node);
     if let Op::DotGeneral(dims) = &data.op
         && let Some(call) = product(graph, kernel, node, dims, options)
@@ -42,16 +52,26 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emi
     Some(launches.into_iter().map(Call::Task).collect())
 }
 
-fn product(graph: &Graph, kernel: &Kernel, node: Node, dims: &DotDims, options: &super::EmitOptions) -> Option<Call> {
+fn product(
+    graph: &Graph,
+    kernel: &Kernel,
+    node: Node,
+    dims: &DotDims,
+    options: &super::EmitOptions,
+) -> Option<Call> {
     let data = graph.node(node);
     let out = data.outputs[0];
     if graph.dtype(out) != DType::F32 || graph.ty(out).numel() == 0 {
         return None;
     }
     let layouts = &options.layouts;
-    let (wa, wb) = (window(graph, layouts, data.inputs[0], &kernel.reads), window(graph, layouts, data.inputs[1], &kernel.reads));
+    let (wa, wb) = (
+        window(graph, layouts, data.inputs[0], &kernel.reads),
+        window(graph, layouts, data.inputs[1], &kernel.reads),
+    );
     let (a, b) = (side(graph, data, 0, &wa)?, side(graph, data, 1, &wb)?);
-    let (out_batch, rows, cols) = product_strides(graph, out, dims, &strides(graph.shape(out), layouts.get(&out)))?;
+    let (out_batch, rows, cols) =
+        product_strides(graph, out, dims, &strides(graph.shape(out), layouts.get(&out)))?;
     let (m, k, n) = (a.free.0, a.depth.0, b.free.0);
     let batch: usize = a.batch.iter().map(|&(extent, _)| extent).product();
     let spec = GemmSpec {
@@ -84,7 +104,11 @@ fn product(graph: &Graph, kernel: &Kernel, node: Node, dims: &DotDims, options: 
 
 /// A pointer `offset` elements into a parameter.
 fn pointer(name: &str, offset: i64) -> String {
-    if offset == 0 { name.to_owned() } else { format!("({name} + {offset})") }
+    if offset == 0 {
+        name.to_owned()
+    } else {
+        format!("({name} + {offset})")
+    }
 }
 
 /// Three spatial numbers from one to three: missing ones come first and are `missing`.
@@ -121,12 +145,20 @@ fn geometry(conv: &ConvDims, x: &[usize], w: &[usize], y: &[usize]) -> Geometry 
 
 fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
     let data = graph.node(node);
-    let (Op::Conv(dims) | Op::ConvInputGrad { conv: dims, .. } | Op::ConvWeightGrad { conv: dims, .. }) = &data.op else {
+    let (Op::Conv(dims) | Op::ConvInputGrad { conv: dims, .. } | Op::ConvWeightGrad { conv: dims, .. }) =
+        &data.op
+    else {
         return None;
     };
     let out = data.outputs[0];
     let plain = graph.dtype(out) == DType::F32 && (1..=3).contains(&dims.stride.len());
-    if !plain || data.inputs.iter().chain(&data.outputs).any(|&v| graph.ty(v).numel() == 0) {
+    if !plain
+        || data
+            .inputs
+            .iter()
+            .chain(&data.outputs)
+            .any(|&v| graph.ty(v).numel() == 0)
+    {
         return None;
     }
     let first = window(graph, &options.layouts, data.inputs[0], &kernel.reads);
@@ -137,14 +169,25 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
         Param::new("const float *", "second"),
         Param::new("float *", "out"),
     ];
-    let image = |name: &str, window: &Strided| Image::strided(&pointer(name, window.offset), image_strides(window));
-    let contiguous: Vec<i64> = graph.shape(out).strides().iter().map(|&stride| stride as i64).collect();
+    let image =
+        |name: &str, window: &Strided| Image::strided(&pointer(name, window.offset), image_strides(window));
+    let contiguous: Vec<i64> = graph
+        .shape(out)
+        .strides()
+        .iter()
+        .map(|&stride| stride as i64)
+        .collect();
     let result = Strided {
         base: out,
         offset: 0,
         strides: contiguous,
     };
-    let types = format!("{} {} -> {}", graph.ty(data.inputs[0]), graph.ty(data.inputs[1]), graph.ty(out));
+    let types = format!(
+        "{} {} -> {}",
+        graph.ty(data.inputs[0]),
+        graph.ty(data.inputs[1]),
+        graph.ty(out)
+    );
     let made = if let Op::ConvWeightGrad { .. } = &data.op {
         let spec = WeightGradSpec {
             name: "@".into(),
@@ -162,10 +205,17 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
         conv::weight_grad(spec, options.isa)
     } else {
         let forward = matches!(data.op, Op::Conv(_));
-        let (x, y) = if forward { (data.inputs[0], out) } else { (out, data.inputs[0]) };
+        let (x, y) = if forward {
+            (data.inputs[0], out)
+        } else {
+            (out, data.inputs[0])
+        };
         let spec = ConvSpec {
             name: "@".into(),
-            comment: format!("Convolution{}: {types}", if forward { "" } else { " (gradient of its input)" }),
+            comment: format!(
+                "Convolution{}: {types}",
+                if forward { "" } else { " (gradient of its input)" }
+            ),
             geometry: geometry(dims, shape(x), shape(data.inputs[1]), shape(y)),
             image: image("first", &first),
             weight: pointer("second", second.offset),
@@ -173,10 +223,16 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             params,
             threads: options.threads,
         };
-        if forward { conv::forward(spec, options.isa) } else { conv::input_grad(spec, options.isa) }
+        if forward {
+            conv::forward(spec, options.isa)
+        } else {
+            conv::input_grad(spec, options.isa)
+        }
     };
     Some(Call::Kernel {
         kernel: Box::new(made),
-        arguments: [first.base, second.base, out].map(|v| Argument::Buffer(Buffer::Value(v))).to_vec(),
+        arguments: [first.base, second.base, out]
+            .map(|v| Argument::Buffer(Buffer::Value(v)))
+            .to_vec(),
     })
 }

@@ -31,7 +31,9 @@ impl Text {
 
     /// Opens `for (name = 0..extent)`.
     fn each(&mut self, name: &str, extent: usize) {
-        self.line(format!("for (int64_t {name} = 0; {name} < {extent}; {name}++) {{"));
+        self.line(format!(
+            "for (int64_t {name} = 0; {name} < {extent}; {name}++) {{"
+        ));
         self.depth += 1;
     }
 
@@ -56,7 +58,9 @@ impl Text {
         let mut inner: usize = shape.iter().product();
         for (axis, &extent) in shape.iter().enumerate() {
             inner /= extent.max(1);
-            self.line(format!("const int64_t {prefix}{axis} = {name} / {inner} % {extent};"));
+            self.line(format!(
+                "const int64_t {prefix}{axis} = {name} / {inner} % {extent};"
+            ));
         }
     }
 }
@@ -64,8 +68,16 @@ impl Text {
 /// `prefix0 * stride0 + ..` for row-major extents.
 fn position(prefix: &str, shape: &[usize]) -> String {
     let strides = Shape::from(shape).strides();
-    let terms: Vec<String> = strides.iter().enumerate().map(|(axis, stride)| format!("{prefix}{axis} * {stride}")).collect();
-    if terms.is_empty() { "0".into() } else { terms.join(" + ") }
+    let terms: Vec<String> = strides
+        .iter()
+        .enumerate()
+        .map(|(axis, stride)| format!("{prefix}{axis} * {stride}"))
+        .collect();
+    if terms.is_empty() {
+        "0".into()
+    } else {
+        terms.join(" + ")
+    }
 }
 
 struct Writer<'a> {
@@ -184,7 +196,9 @@ fn data_dtype(graph: &Graph, node: Node) -> DType {
 /// What a reduction of nothing gives.
 fn fill(w: Writer, value: &str) -> Launch {
     let n = w.out_shape().iter().product();
-    w.task(n, 1, |w, t| t.line(format!("put_{}(out0 + i, {value});", w.out_dtype())))
+    w.task(n, 1, |w, t| {
+        t.line(format!("put_{}(out0 + i, {value});", w.out_dtype()))
+    })
 }
 
 /// Copies each operand that has elements to its place.
@@ -219,12 +233,23 @@ fn arg_reduce(w: Writer, op: ArgReduceOp, axis: usize) -> Launch {
     };
     w.task(n, extent, |w, t| {
         let dtype = w.dtype(0);
-        t.line(format!("const int64_t first = i / {inner} * {} + i % {inner};", inner * extent));
-        t.line(format!("{} best = get_{dtype}(in0 + first);", c::register_type(dtype, false)));
+        t.line(format!(
+            "const int64_t first = i / {inner} * {} + i % {inner};",
+            inner * extent
+        ));
+        t.line(format!(
+            "{} best = get_{dtype}(in0 + first);",
+            c::register_type(dtype, false)
+        ));
         t.line("int64_t at = 0;");
         t.open(format!("for (int64_t k = 1; k < {extent}; k++) {{"));
-        t.line(format!("{} x = get_{dtype}(in0 + first + k * {inner});", c::register_type(dtype, false)));
-        t.line(format!("if (best == best && (x {sign} best || x != x)) {{ best = x; at = k; }}"));
+        t.line(format!(
+            "{} x = get_{dtype}(in0 + first + k * {inner});",
+            c::register_type(dtype, false)
+        ));
+        t.line(format!(
+            "if (best == best && (x {sign} best || x != x)) {{ best = x; at = k; }}"
+        ));
         t.close();
         t.line(format!("out0[i] = ({})at;", c::memory_type(w.out_dtype())));
     })
@@ -237,7 +262,10 @@ fn cumulative(w: Writer, op: ReduceOp, axis: usize) -> Launch {
     w.task(n, extent, |w, t| {
         let dtype = w.dtype(0);
         let ty = c::register_type(dtype, false);
-        t.line(format!("const int64_t first = i / {inner} * {} + i % {inner};", inner * extent));
+        t.line(format!(
+            "const int64_t first = i / {inner} * {} + i % {inner};",
+            inner * extent
+        ));
         t.line(format!("{ty} sum = {};", c::neutral(op, dtype)));
         t.open(format!("for (int64_t k = 0; k < {extent}; k++) {{"));
         let x = format!("get_{dtype}(in0 + first + k * {inner})");
@@ -262,7 +290,11 @@ fn pad(w: Writer, low: &[i64]) -> Launch {
             t.line(format!("const int64_t j{axis} = i{axis} - ({low});"));
             inside.push(format!("j{axis} >= 0 && j{axis} < {}", shape[axis]));
         }
-        t.line(format!("out0[i] = {} ? in0[{}] : in1[0];", inside.join(" && "), position("j", shape)));
+        t.line(format!(
+            "out0[i] = {} ? in0[{}] : in1[0];",
+            inside.join(" && "),
+            position("j", shape)
+        ));
     })
 }
 
@@ -279,10 +311,19 @@ fn update_slice(w: Writer, starts: &[usize], steps: &[usize]) -> Launch {
         let mut inside = vec!["1".to_owned()];
         for axis in 0..out.len() {
             let (start, step) = (starts[axis], steps[axis]);
-            t.line(format!("const int64_t d{axis} = i{axis} - {start}, j{axis} = d{axis} / {step};"));
-            inside.push(format!("d{axis} >= 0 && d{axis} % {step} == 0 && j{axis} < {}", update[axis]));
+            t.line(format!(
+                "const int64_t d{axis} = i{axis} - {start}, j{axis} = d{axis} / {step};"
+            ));
+            inside.push(format!(
+                "d{axis} >= 0 && d{axis} % {step} == 0 && j{axis} < {}",
+                update[axis]
+            ));
         }
-        t.line(format!("out0[i] = {} ? in1[{}] : in0[i];", inside.join(" && "), position("j", update)));
+        t.line(format!(
+            "out0[i] = {} ? in1[{}] : in0[i];",
+            inside.join(" && "),
+            position("j", update)
+        ));
     })
 }
 
@@ -297,7 +338,10 @@ fn update_text(w: &Writer, mode: ScatterMode, place: &str, update: &str) -> Stri
     };
     let old = format!("get_{dtype}(out0 + {place})");
     let new = format!("get_{dtype}(in2 + {update})");
-    format!("put_{dtype}(out0 + {place}, {});", c::combine(op, dtype, false, &old, &new))
+    format!(
+        "put_{dtype}(out0 + {place}, {});",
+        c::combine(op, dtype, false, &old, &new)
+    )
 }
 
 /// One iteration for each line of the result along `axis`: updates of a line never meet another's.
@@ -307,23 +351,44 @@ fn scatter(w: Writer, axis: usize, mode: ScatterMode) -> Launch {
     let inner: usize = out[axis + 1..].iter().product();
     let n = out.iter().product::<usize>() / extent.max(1);
     w.task(n, extent + indices[axis], |w, t| {
-        t.line(format!("const int64_t line = i / {inner} * {} + i % {inner};", inner * extent));
+        t.line(format!(
+            "const int64_t line = i / {inner} * {} + i % {inner};",
+            inner * extent
+        ));
         t.open(format!("for (int64_t k = 0; k < {extent}; k++) {{"));
         match starts_constant(w.graph, w.node) {
-            Some(value) => t.line(format!("put_{0}(out0 + line + k * {inner}, {1});", w.out_dtype(), c::literal(value, w.out_dtype()))),
+            Some(value) => t.line(format!(
+                "put_{0}(out0 + line + k * {inner}, {1});",
+                w.out_dtype(),
+                c::literal(value, w.out_dtype())
+            )),
             None => t.line(format!("out0[line + k * {inner}] = in0[line + k * {inner}];")),
         }
         t.close();
-        let lines: Vec<usize> = out.iter().enumerate().map(|(at, &e)| if at == axis { 1 } else { e }).collect();
+        let lines: Vec<usize> = out
+            .iter()
+            .enumerate()
+            .map(|(at, &e)| if at == axis { 1 } else { e })
+            .collect();
         t.split("i", "i", &lines);
         let inside: Vec<String> = (0..out.len())
             .filter(|&at| at != axis && indices[at] < out[at])
             .map(|at| format!("i{at} < {}", indices[at]))
             .chain(["1".to_owned()])
             .collect();
-        t.open(format!("if ({}) for (int64_t k = 0; k < {}; k++) {{", inside.join(" && "), indices[axis]));
-        t.line(format!("const int64_t j = {} + k * {};", position("i", indices), Shape::from(indices).strides()[axis]));
-        t.line(format!("const int64_t at = clamp_index((int64_t)in1[j], {extent});"));
+        t.open(format!(
+            "if ({}) for (int64_t k = 0; k < {}; k++) {{",
+            inside.join(" && "),
+            indices[axis]
+        ));
+        t.line(format!(
+            "const int64_t j = {} + k * {};",
+            position("i", indices),
+            Shape::from(indices).strides()[axis]
+        ));
+        t.line(format!(
+            "const int64_t at = clamp_index((int64_t)in1[j], {extent});"
+        ));
         t.line(update_text(w, mode, &format!("(line + at * {inner})"), "j"));
         t.close();
     })
@@ -339,8 +404,12 @@ fn index_put(w: Writer, axis: usize, mode: ScatterMode) -> Launch {
     let block = inner.clamp(1, 64);
     let blocks = inner.div_ceil(block);
     w.task(outer * blocks, (extent + count) * block, |w, t| {
-        t.line(format!("const int64_t o = i / {blocks}, low = i % {blocks} * {block};"));
-        t.line(format!("const int64_t high = low + {block} < {inner} ? low + {block} : {inner};"));
+        t.line(format!(
+            "const int64_t o = i / {blocks}, low = i % {blocks} * {block};"
+        ));
+        t.line(format!(
+            "const int64_t high = low + {block} < {inner} ? low + {block} : {inner};"
+        ));
         t.each("k", extent);
         t.line(format!("const int64_t at = (o * {extent} + k) * {inner};"));
         match starts_constant(w.graph, w.node) {
@@ -353,7 +422,9 @@ fn index_put(w: Writer, axis: usize, mode: ScatterMode) -> Launch {
         }
         t.close();
         t.each("j", count);
-        t.line(format!("const int64_t at = (o * {extent} + clamp_index((int64_t)in1[j], {extent})) * {inner};"));
+        t.line(format!(
+            "const int64_t at = (o * {extent} + clamp_index((int64_t)in1[j], {extent})) * {inner};"
+        ));
         t.line(format!("const int64_t from = (o * {count} + j) * {inner};"));
         t.open("for (int64_t q = low; q < high; q++) {");
         t.line(update_text(w, mode, "(at + q)", "(from + q)"));
@@ -413,11 +484,24 @@ fn dot(mut w: Writer, reads: &[Buffer], layouts: &Layouts) -> Launch {
 
 /// Opens loops over kernel positions `k0, k1, ..` and defines the input coordinates `p0, p1, ..` under output coordinates
 /// `o0, o1, ..`, skipping those outside.
-fn taps(t: &mut Text, window: &[usize], stride: &[usize], low: &[usize], dilation: &[usize], input: &[usize]) {
+fn taps(
+    t: &mut Text,
+    window: &[usize],
+    stride: &[usize],
+    low: &[usize],
+    dilation: &[usize],
+    input: &[usize],
+) {
     for axis in 0..window.len() {
         t.each(&format!("k{axis}"), window[axis]);
-        t.line(format!("const int64_t p{axis} = o{axis} * {} - {} + k{axis} * {};", stride[axis], low[axis], dilation[axis]));
-        t.line(format!("if (p{axis} < 0 || p{axis} >= {}) continue;", input[axis]));
+        t.line(format!(
+            "const int64_t p{axis} = o{axis} * {} - {} + k{axis} * {};",
+            stride[axis], low[axis], dilation[axis]
+        ));
+        t.line(format!(
+            "if (p{axis} < 0 || p{axis} >= {}) continue;",
+            input[axis]
+        ));
     }
 }
 
@@ -452,11 +536,24 @@ fn convolution(w: Writer, conv: &ConvDims) -> Launch {
 }
 
 /// Opens loops over kernel positions and defines the output coordinates `o0, ..` that read input coordinates `p0, ..`.
-fn reverse_taps(t: &mut Text, window: &[usize], stride: &[usize], low: &[usize], dilation: &[usize], output: &[usize]) {
+fn reverse_taps(
+    t: &mut Text,
+    window: &[usize],
+    stride: &[usize],
+    low: &[usize],
+    dilation: &[usize],
+    output: &[usize],
+) {
     for axis in 0..window.len() {
         t.each(&format!("k{axis}"), window[axis]);
-        t.line(format!("const int64_t d{axis} = p{axis} + {} - k{axis} * {};", low[axis], dilation[axis]));
-        t.line(format!("if (d{axis} < 0 || d{axis} % {} != 0) continue;", stride[axis]));
+        t.line(format!(
+            "const int64_t d{axis} = p{axis} + {} - k{axis} * {};",
+            low[axis], dilation[axis]
+        ));
+        t.line(format!(
+            "if (d{axis} < 0 || d{axis} % {} != 0) continue;",
+            stride[axis]
+        ));
         t.line(format!("const int64_t o{axis} = d{axis} / {};", stride[axis]));
         t.line(format!("if (o{axis} >= {}) continue;", output[axis]));
     }
@@ -542,9 +639,19 @@ fn max_pool(w: Writer, window: &Window, indices: bool) -> Launch {
         }
         t.line(format!("{ty} best = {};", c::neutral(ReduceOp::Max, dtype)));
         t.line("int64_t at = -1;");
-        taps(t, &window.size, &window.stride, &window.pad_low, &window.dilation, &x[2..]);
+        taps(
+            t,
+            &window.size,
+            &window.stride,
+            &window.pad_low,
+            &window.dilation,
+            &x[2..],
+        );
         t.line(format!("const int64_t place = {};", position("p", &x[2..])));
-        t.line(format!("const {ty} x = get_{dtype}(in0 + (c0 * {} + c1) * {plane} + place);", x[1]));
+        t.line(format!(
+            "const {ty} x = get_{dtype}(in0 + (c0 * {} + c1) * {plane} + place);",
+            x[1]
+        ));
         t.line("if (at < 0 || (best == best && (x > best || x != x))) { best = x; at = place; }");
         for _ in 0..window.size.len() {
             t.close();
@@ -564,8 +671,12 @@ fn max_pool_grad(w: Writer) -> Launch {
         let dtype = w.dtype(0);
         t.line(format!("memset(out0 + i * {large}, 0, {large} * sizeof *out0);"));
         t.each("k", small);
-        t.line(format!("const int64_t at = i * {large} + clamp_index((int64_t)in1[i * {small} + k], {large});"));
-        t.line(format!("put_{dtype}(out0 + at, get_{dtype}(out0 + at) + get_{dtype}(in0 + i * {small} + k));"));
+        t.line(format!(
+            "const int64_t at = i * {large} + clamp_index((int64_t)in1[i * {small} + k], {large});"
+        ));
+        t.line(format!(
+            "put_{dtype}(out0 + at, get_{dtype}(out0 + at) + get_{dtype}(in0 + i * {small} + k));"
+        ));
         t.close();
     })
 }
@@ -574,11 +685,21 @@ fn max_pool_grad(w: Writer) -> Launch {
 fn divisor(t: &mut Text, window: &Window, include: bool, input: &[usize]) {
     t.line("int64_t count = 1;");
     for (axis, &extent) in input.iter().enumerate() {
-        let (size, stride, low, high) =
-            (window.size[axis], window.stride[axis], window.pad_low[axis], window.pad_high[axis]);
+        let (size, stride, low, high) = (
+            window.size[axis],
+            window.stride[axis],
+            window.pad_low[axis],
+            window.pad_high[axis],
+        );
         t.open("{");
-        t.line(format!("int64_t from = o{axis} * {stride} - {low}, to = from + {size};"));
-        let (first, last) = if include { (format!("-{low}"), extent + high) } else { ("0".into(), extent) };
+        t.line(format!(
+            "int64_t from = o{axis} * {stride} - {low}, to = from + {size};"
+        ));
+        let (first, last) = if include {
+            (format!("-{low}"), extent + high)
+        } else {
+            ("0".into(), extent)
+        };
         t.line(format!("if (from < {first}) from = {first};"));
         t.line(format!("if (to > {last}) to = {last};"));
         t.line("count *= to > from ? to - from : 0;");
@@ -598,8 +719,19 @@ fn avg_pool(w: Writer, window: &Window, include: bool) -> Launch {
         }
         divisor(t, window, include, &x[2..]);
         t.line(format!("{} sum = 0;", c::register_type(dtype, false)));
-        taps(t, &window.size, &window.stride, &window.pad_low, &window.dilation, &x[2..]);
-        t.line(format!("sum += get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {});", x[1], position("p", &x[2..])));
+        taps(
+            t,
+            &window.size,
+            &window.stride,
+            &window.pad_low,
+            &window.dilation,
+            &x[2..],
+        );
+        t.line(format!(
+            "sum += get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {});",
+            x[1],
+            position("p", &x[2..])
+        ));
         for _ in 0..window.size.len() {
             t.close();
         }
@@ -625,13 +757,24 @@ fn avg_pool_grad(w: Writer, window: &Window, include: bool) -> Launch {
             t.line(format!("const int64_t p{} = c{axis};", axis - 2));
         }
         t.line(format!("{} sum = 0;", c::register_type(dtype, false)));
-        reverse_taps(t, &window.size, &window.stride, &window.pad_low, &window.dilation, &dy[2..]);
+        reverse_taps(
+            t,
+            &window.size,
+            &window.stride,
+            &window.pad_low,
+            &window.dilation,
+            &dy[2..],
+        );
         divisor(t, window, include, &out[2..]);
         let share = c::binary(
             kiln_graph::op::BinaryOp::Div,
             dtype,
             false,
-            &format!("get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {})", dy[1], position("o", &dy[2..])),
+            &format!(
+                "get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {})",
+                dy[1],
+                position("o", &dy[2..])
+            ),
             &format!("({})count", c::register_type(dtype, false)),
         );
         t.line(format!("sum += {share};"));
@@ -654,14 +797,31 @@ fn sort(mut w: Writer, axis: usize, descending: bool, first: Option<usize>) -> L
     w.task(n, extent * 16, |w, t| {
         let dtype = w.dtype(0);
         let ty = c::memory_type(w.graph.dtype(w.graph.node(w.node).outputs[1]));
-        t.line(format!("const int64_t line = i / {inner} * {} + i % {inner};", inner * extent));
-        t.line(format!("const int64_t out_line = i / {inner} * {} + i % {inner};", inner * kept));
-        t.line(format!("int64_t *from = (int64_t *)b[{scratch}] + i * {}, *to = from + {extent};", 2 * extent));
+        t.line(format!(
+            "const int64_t line = i / {inner} * {} + i % {inner};",
+            inner * extent
+        ));
+        t.line(format!(
+            "const int64_t out_line = i / {inner} * {} + i % {inner};",
+            inner * kept
+        ));
+        t.line(format!(
+            "int64_t *from = (int64_t *)b[{scratch}] + i * {}, *to = from + {extent};",
+            2 * extent
+        ));
         t.line(format!("for (int64_t k = 0; k < {extent}; k++) from[k] = k;"));
-        t.open(format!("for (int64_t width = 1; width < {extent}; width *= 2) {{"));
-        t.open(format!("for (int64_t low = 0; low < {extent}; low += 2 * width) {{"));
-        t.line(format!("int64_t middle = low + width < {extent} ? low + width : {extent};"));
-        t.line(format!("int64_t high = low + 2 * width < {extent} ? low + 2 * width : {extent};"));
+        t.open(format!(
+            "for (int64_t width = 1; width < {extent}; width *= 2) {{"
+        ));
+        t.open(format!(
+            "for (int64_t low = 0; low < {extent}; low += 2 * width) {{"
+        ));
+        t.line(format!(
+            "int64_t middle = low + width < {extent} ? low + width : {extent};"
+        ));
+        t.line(format!(
+            "int64_t high = low + 2 * width < {extent} ? low + 2 * width : {extent};"
+        ));
         t.line("int64_t p = low, q = middle;");
         t.open("for (int64_t k = low; k < high; k++) {");
         t.line("int right = p >= middle;");
@@ -671,7 +831,14 @@ fn sort(mut w: Writer, axis: usize, descending: bool, first: Option<usize>) -> L
         t.line(format!("{ty_x} y = get_{dtype}(in0 + line + from[q] * {inner});"));
         // NaN counts as the largest.
         let less = |a: &str, b: &str| format!("({a} < {b} || ({b} != {b} && {a} == {a}))");
-        t.line(format!("right = {};", if descending { less("x", "y") } else { less("y", "x") }));
+        t.line(format!(
+            "right = {};",
+            if descending {
+                less("x", "y")
+            } else {
+                less("y", "x")
+            }
+        ));
         t.close();
         t.line("to[k] = from[right ? q++ : p++];");
         t.close();
@@ -679,7 +846,9 @@ fn sort(mut w: Writer, axis: usize, descending: bool, first: Option<usize>) -> L
         t.line("int64_t *t = from; from = to; to = t;");
         t.close();
         t.open(format!("for (int64_t k = 0; k < {kept}; k++) {{"));
-        t.line(format!("out0[out_line + k * {inner}] = in0[line + from[k] * {inner}];"));
+        t.line(format!(
+            "out0[out_line + k * {inner}] = in0[line + from[k] * {inner}];"
+        ));
         t.line(format!("out1[out_line + k * {inner}] = ({ty})from[k];"));
         t.close();
     })

@@ -105,12 +105,20 @@ pub fn generate(
             Call::Kernel { kernel, .. } => kernel.workspace_bytes,
             _ => 0,
         };
-        let scratch = calls.iter().map(workspace).max().unwrap_or(0).max(library::scratch(graph, node));
+        let scratch = calls
+            .iter()
+            .map(workspace)
+            .max()
+            .unwrap_or(0)
+            .max(library::scratch(graph, node));
         return Ok(KernelCode { calls, scratch });
     }
     let data = graph.node(node);
     let types = |values: &[Value]| -> Vec<(String, Vec<usize>)> {
-        values.iter().map(|&v| (graph.dtype(v).name().to_owned(), graph.shape(v).to_vec())).collect()
+        values
+            .iter()
+            .map(|&v| (graph.dtype(v).name().to_owned(), graph.shape(v).to_vec()))
+            .collect()
     };
     let Op::Extern(op) = &data.op else {
         let types: Vec<String> = data.inputs.iter().map(|&v| graph.ty(v).to_string()).collect();

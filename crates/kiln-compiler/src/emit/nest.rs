@@ -42,10 +42,10 @@ use kiln_graph::{DType, Graph, Node, Value};
 
 use super::pointwise as c;
 use crate::index::{Atom, Index, Var, bit, linear};
+use crate::schedule::Buffer;
 use crate::schedule::access::operand_index;
 use crate::schedule::layout::position;
 use crate::schedule::nest::{Nest, Store, vars};
-use crate::schedule::Buffer;
 
 /// Points of work below which a nest runs on the calling thread alone.
 const SERIAL_POINTS: i64 = 16 * 1024;
@@ -143,16 +143,21 @@ impl Space {
     /// Joins two variables that every index treats as one; whether it found a pair.
     fn collapse(&mut self, seen: &[Seen]) -> bool {
         for of_rows in [true, false] {
-            let list = if of_rows { self.rows.clone() } else { self.cols.clone() };
+            let list = if of_rows {
+                self.rows.clone()
+            } else {
+                self.cols.clone()
+            };
             for &outer in &list {
                 for &inner in list.iter().filter(|&&inner| inner != outer) {
                     let extent = self.extent(inner);
-                    let joint = seen.iter().all(|seen| {
-                        match (seen.index.stride(outer), seen.index.stride(inner)) {
-                            (Some(a), Some(b)) => a == b * extent,
-                            _ => false,
-                        }
-                    });
+                    let joint =
+                        seen.iter().all(
+                            |seen| match (seen.index.stride(outer), seen.index.stride(inner)) {
+                                (Some(a), Some(b)) => a == b * extent,
+                                _ => false,
+                            },
+                        );
                     if joint && self.nest.extents.len() < 60 {
                         self.join(outer, inner, of_rows);
                         return true;
@@ -198,7 +203,11 @@ impl Space {
     /// Chooses the vector variable: where most accesses are contiguous and the extent fills vectors.
     fn choose_vector(&mut self, seen: &[Seen], lanes: i64) {
         let late = !self.nest.late.is_empty();
-        let candidates = if late { self.cols.clone() } else { self.cols.iter().chain(&self.rows).copied().collect() };
+        let candidates = if late {
+            self.cols.clone()
+        } else {
+            self.cols.iter().chain(&self.rows).copied().collect()
+        };
         let score = |var: Var| {
             let mut score = 0i64;
             for seen in seen {
@@ -211,13 +220,26 @@ impl Space {
             // Few lanes in use, few accesses worth having.
             let extent = self.extent(var);
             let rows = self.rows.contains(&var);
-            (if extent < lanes { score * extent / lanes - 1 } else { score }, !rows, var)
+            (
+                if extent < lanes {
+                    score * extent / lanes - 1
+                } else {
+                    score
+                },
+                !rows,
+                var,
+            )
         };
         self.vector = candidates.into_iter().max_by_key(|&var| score(var));
         if self.nest.split.is_none() {
             // Without reductions all but the vector variable number rows.
             let vector = self.vector;
-            self.rows = self.cols.iter().copied().filter(|&var| Some(var) != vector).collect();
+            self.rows = self
+                .cols
+                .iter()
+                .copied()
+                .filter(|&var| Some(var) != vector)
+                .collect();
             self.cols = vector.into_iter().collect();
         }
         let vector = self.vector;
@@ -403,7 +425,11 @@ impl<'a> Writer<'a> {
     }
 
     fn operand(&self, register: &Register, vector: bool) -> String {
-        if vector { self.spread(register) } else { register.name.clone() }
+        if vector {
+            self.spread(register)
+        } else {
+            register.name.clone()
+        }
     }
 
     // ---- indices ----
@@ -432,7 +458,11 @@ impl<'a> Writer<'a> {
         let (indices, at) = self.space.nest.data[slot as usize].clone();
         let loaded = self.eval(indices, &at);
         let wide = c::cast(loaded.dtype, DType::I64, loaded.vector, &loaded.name);
-        let clamp = if loaded.vector { "v_clamp_index" } else { "clamp_index" };
+        let clamp = if loaded.vector {
+            "v_clamp_index"
+        } else {
+            "clamp_index"
+        };
         let register = self.define(
             DType::I64,
             loaded.vector,
@@ -484,9 +514,14 @@ impl<'a> Writer<'a> {
         } else {
             let n = self.mode.count(self.lanes);
             match self.lane_stride(position) {
-                Some(1) if self.mode == Lanes::All => format!("ld_{dtype}(a{at} + {})", self.index_text(position, false)),
+                Some(1) if self.mode == Lanes::All => {
+                    format!("ld_{dtype}(a{at} + {})", self.index_text(position, false))
+                }
                 Some(1) => format!("ldn_{dtype}(a{at} + {}, {n})", self.index_text(position, false)),
-                Some(stride) => format!("lds_{dtype}(a{at} + {}, {stride}, {n})", self.index_text(position, false)),
+                Some(stride) => format!(
+                    "lds_{dtype}(a{at} + {}, {stride}, {n})",
+                    self.index_text(position, false)
+                ),
                 None => {
                     let ty = c::memory_type(dtype);
                     let gathered = self.fresh("g");
@@ -507,8 +542,15 @@ impl<'a> Writer<'a> {
     fn store_text(&self, dtype: DType, address: &str, position: &Index, register: &Register) -> String {
         let set = position.vars();
         if !self.is_vector(set) {
-            let value = if register.vector { format!("{}[0]", register.name) } else { register.name.clone() };
-            return format!("put_{dtype}({address} + {}, {value});", self.index_text(position, false));
+            let value = if register.vector {
+                format!("{}[0]", register.name)
+            } else {
+                register.name.clone()
+            };
+            return format!(
+                "put_{dtype}({address} + {}, {value});",
+                self.index_text(position, false)
+            );
         }
         let value = self.spread(register);
         let at = self.index_text(position, false);
@@ -597,7 +639,9 @@ impl<'a> Writer<'a> {
                 self.define(*dtype, false, 0, 0, &text)
             }
             Op::Iota { axis, dtype, .. } => self.number(&index[*axis], *dtype),
-            Op::Random { kind, dtype, shape } => self.random(*kind, *dtype, &linear(index, shape), &data.inputs),
+            Op::Random { kind, dtype, shape } => {
+                self.random(*kind, *dtype, &linear(index, shape), &data.inputs)
+            }
             Op::Gather { .. } | Op::IndexSelect { .. } => {
                 let mut nest = self.space.nest.clone();
                 let operands = nest.operands(graph, graph.value(value).node, index);
@@ -610,7 +654,10 @@ impl<'a> Writer<'a> {
                 let vector = registers.iter().any(|register| register.vector);
                 let level = registers.iter().map(|register| register.level).max().unwrap_or(0);
                 let stage = registers.iter().map(|register| register.stage).max().unwrap_or(0);
-                let names: Vec<String> = registers.iter().map(|register| self.operand(register, vector)).collect();
+                let names: Vec<String> = registers
+                    .iter()
+                    .map(|register| self.operand(register, vector))
+                    .collect();
                 let of = registers[0].dtype;
                 let text = match op {
                     Op::Unary(op) => c::unary(*op, of, vector, &names[0]),
@@ -664,7 +711,10 @@ impl<'a> Writer<'a> {
         let each = |at: &str| match kind {
             RandomKind::IntRange => {
                 let ty = c::memory_type(dtype);
-                format!("({ty})random_range({arguments}, {at}, {}, {})", scalars[2], scalars[3])
+                format!(
+                    "({ty})random_range({arguments}, {at}, {}, {})",
+                    scalars[2], scalars[3]
+                )
             }
             RandomKind::Uniform => format!("uniform_{dtype}({arguments}, {at})"),
             RandomKind::Normal => match dtype {
@@ -685,7 +735,13 @@ impl<'a> Writer<'a> {
         }
         if kind == RandomKind::Uniform && dtype == DType::F32 && self.lane_stride(position) == Some(1) {
             let at = self.index_text(position, false);
-            return self.define(dtype, true, level, 0, &format!("v_uniform_f32({arguments}, {at})"));
+            return self.define(
+                dtype,
+                true,
+                level,
+                0,
+                &format!("v_uniform_f32({arguments}, {at})"),
+            );
         }
         let name = self.fresh("g");
         let n = self.mode.count(self.lanes);
@@ -708,7 +764,10 @@ impl<'a> Writer<'a> {
                 weight: 2,
             });
         }
-        let vector_rows = self.space.vector.is_some_and(|vector| self.space.rows.contains(&vector));
+        let vector_rows = self
+            .space
+            .vector
+            .is_some_and(|vector| self.space.rows.contains(&vector));
         let late = !self.space.nest.late.is_empty();
         let mut rows = String::new();
         if self.space.flat() {
@@ -718,7 +777,11 @@ impl<'a> Writer<'a> {
             let extent = self.space.extent(vector);
             let whole = extent / self.lanes * self.lanes;
             if whole > 0 {
-                let _ = writeln!(rows, "for (int64_t i{vector} = 0; i{vector} < {whole}; i{vector} += {}) {{", self.lanes);
+                let _ = writeln!(
+                    rows,
+                    "for (int64_t i{vector} = 0; i{vector} < {whole}; i{vector} += {}) {{",
+                    self.lanes
+                );
                 self.row(Lanes::All, &mut rows);
                 rows.push_str("}\n");
             }
@@ -745,8 +808,13 @@ impl<'a> Writer<'a> {
             let (from, to) = if late {
                 let chunks = self.chunks();
                 let _ = writeln!(loops, "for (int64_t chunk = begin; chunk < end; chunk++) {{");
-                let _ = writeln!(loops, "const int64_t first = {count} * chunk / {chunks}, last = {count} * (chunk + 1) / {chunks};");
-                self.chunk_top.iter().for_each(|line| loops.push_str(&format!("{line}\n")));
+                let _ = writeln!(
+                    loops,
+                    "const int64_t first = {count} * chunk / {chunks}, last = {count} * (chunk + 1) / {chunks};"
+                );
+                self.chunk_top
+                    .iter()
+                    .for_each(|line| loops.push_str(&format!("{line}\n")));
                 ("first", "last")
             } else {
                 ("begin", "end")
@@ -755,7 +823,11 @@ impl<'a> Writer<'a> {
             let mut rest = "row".to_owned();
             for (at, &var) in outer.iter().enumerate() {
                 let inner = self.space.product(&outer[at + 1..]);
-                let value = if inner == 1 { rest.clone() } else { format!("{rest} / {inner}") };
+                let value = if inner == 1 {
+                    rest.clone()
+                } else {
+                    format!("{rest} / {inner}")
+                };
                 let _ = writeln!(loops, "const int64_t i{var} = {value};");
                 if inner != 1 {
                     rest = format!("{rest} % {inner}");
@@ -764,7 +836,9 @@ impl<'a> Writer<'a> {
             loops.push_str(&rows);
             loops.push_str("}\n");
             if late {
-                self.chunk_end.iter().for_each(|line| loops.push_str(&format!("{line}\n")));
+                self.chunk_end
+                    .iter()
+                    .for_each(|line| loops.push_str(&format!("{line}\n")));
                 loops.push_str("}\n");
             }
             text.push_str(&loops);
@@ -774,7 +848,12 @@ impl<'a> Writer<'a> {
     }
 
     fn outer_rows(&self) -> Vec<Var> {
-        self.space.rows.iter().copied().filter(|&var| Some(var) != self.space.vector).collect()
+        self.space
+            .rows
+            .iter()
+            .copied()
+            .filter(|&var| Some(var) != self.space.vector)
+            .collect()
     }
 
     fn chunks(&self) -> i64 {
@@ -802,9 +881,15 @@ impl<'a> Writer<'a> {
         for (mode, head) in [
             (
                 Lanes::All,
-                format!("int64_t i{vector} = begin;\nfor (; i{vector} + {0} <= end; i{vector} += {0}) {{", self.lanes),
+                format!(
+                    "int64_t i{vector} = begin;\nfor (; i{vector} + {0} <= end; i{vector} += {0}) {{",
+                    self.lanes
+                ),
             ),
-            (Lanes::Left, format!("if (i{vector} < end) {{\nconst int64_t left = end - i{vector};")),
+            (
+                Lanes::Left,
+                format!("if (i{vector} < end) {{\nconst int64_t left = end - i{vector};"),
+            ),
         ] {
             self.point_body(mode, |writer| {
                 for store in &stores {
@@ -858,7 +943,12 @@ impl<'a> Writer<'a> {
             .filter(|&node| matches!(graph.node(node).op, Op::Reduce { .. }))
             .collect();
         let late = nest.late.clone();
-        let stores: Vec<Store> = nest.stores.iter().filter(|store| !late.contains(&store.value)).cloned().collect();
+        let stores: Vec<Store> = nest
+            .stores
+            .iter()
+            .filter(|store| !late.contains(&store.value))
+            .cloned()
+            .collect();
         let row_set = self.row_set();
         let mut passes = 0;
         for &node in &reduces {
@@ -878,8 +968,9 @@ impl<'a> Writer<'a> {
                 .copied()
                 .filter(|&node| self.stage(graph.node(node).inputs[0]) == pass)
                 .collect();
-            let (due_late, due_row): (Vec<Node>, Vec<Node>) =
-                due.into_iter().partition(|&node| late.contains(&graph.node(node).outputs[0]));
+            let (due_late, due_row): (Vec<Node>, Vec<Node>) = due
+                .into_iter()
+                .partition(|&node| late.contains(&graph.node(node).outputs[0]));
             let due_stores: Vec<Store> = stores
                 .iter()
                 .filter(|store| vars(&store.index) & !row_set != 0)
@@ -890,10 +981,17 @@ impl<'a> Writer<'a> {
                 .collect();
             let sums: Vec<Accumulator> = due_row.iter().map(|&node| self.accumulator(node)).collect();
             for sum in &sums {
-                let _ = writeln!(text, "{} {} = {};", c::register_type(sum.dtype, sum.vector), sum.name, sum.neutral());
+                let _ = writeln!(
+                    text,
+                    "{} {} = {};",
+                    c::register_type(sum.dtype, sum.vector),
+                    sum.name,
+                    sum.neutral()
+                );
             }
             let lates: Vec<LateSum> = due_late.iter().map(|&node| self.late_sum(node)).collect();
-            let (point_late, row_late): (Vec<LateSum>, Vec<LateSum>) = lates.into_iter().partition(|late| late.of_points);
+            let (point_late, row_late): (Vec<LateSum>, Vec<LateSum>) =
+                lates.into_iter().partition(|late| late.of_points);
             for late in &row_late {
                 let x = self.eval(late.x, &late.index);
                 let value = c::combine(late.op, late.dtype, false, &late.name, &x.name);
@@ -906,7 +1004,13 @@ impl<'a> Writer<'a> {
                 let register = if sum.vector && !self.vector_rows() {
                     let name = self.fresh("r");
                     let ty = c::register_type(sum.dtype, false);
-                    let _ = writeln!(text, "const {ty} {name} = fold_{}_{}({});", sum.op.name(), sum.dtype.compute(), sum.name);
+                    let _ = writeln!(
+                        text,
+                        "const {ty} {name} = fold_{}_{}({});",
+                        sum.op.name(),
+                        sum.dtype.compute(),
+                        sum.name
+                    );
                     Register {
                         name,
                         dtype: sum.dtype,
@@ -950,18 +1054,39 @@ impl<'a> Writer<'a> {
     }
 
     fn vector_rows(&self) -> bool {
-        self.space.vector.is_some_and(|vector| self.space.rows.contains(&vector))
+        self.space
+            .vector
+            .is_some_and(|vector| self.space.rows.contains(&vector))
     }
 
     /// The loops over the columns of a row, with the body of one pass.
-    fn columns(&mut self, row_mode: Lanes, sums: &[Accumulator], stores: &[Store], lates: &[LateSum], out: &mut String) {
+    fn columns(
+        &mut self,
+        row_mode: Lanes,
+        sums: &[Accumulator],
+        stores: &[Store],
+        lates: &[LateSum],
+        out: &mut String,
+    ) {
         let vector_rows = self.vector_rows();
-        let loops: Vec<Var> =
-            self.space.cols.iter().copied().filter(|&var| vector_rows || Some(var) != self.space.vector).collect();
+        let loops: Vec<Var> = self
+            .space
+            .cols
+            .iter()
+            .copied()
+            .filter(|&var| vector_rows || Some(var) != self.space.vector)
+            .collect();
         for &var in &loops {
-            let _ = writeln!(out, "for (int64_t i{var} = 0; i{var} < {}; i{var}++) {{", self.space.extent(var));
+            let _ = writeln!(
+                out,
+                "for (int64_t i{var} = 0; i{var} < {}; i{var}++) {{",
+                self.space.extent(var)
+            );
         }
-        let vector = self.space.vector.filter(|_| !vector_rows && self.space.cols.contains(&self.space.vector.unwrap_or(0)));
+        let vector = self
+            .space
+            .vector
+            .filter(|_| !vector_rows && self.space.cols.contains(&self.space.vector.unwrap_or(0)));
         let parts: Vec<(Lanes, String)> = match vector {
             None => vec![(row_mode, "{".to_owned())],
             Some(vector) => {
@@ -969,11 +1094,17 @@ impl<'a> Writer<'a> {
                 let whole = extent / self.lanes * self.lanes;
                 let mut parts = Vec::new();
                 if whole > 0 {
-                    let head = format!("for (int64_t i{vector} = 0; i{vector} < {whole}; i{vector} += {}) {{", self.lanes);
+                    let head = format!(
+                        "for (int64_t i{vector} = 0; i{vector} < {whole}; i{vector} += {}) {{",
+                        self.lanes
+                    );
                     parts.push((Lanes::All, head));
                 }
                 if whole < extent {
-                    parts.push((Lanes::First(extent - whole), format!("{{\nconst int64_t i{vector} = {whole};")));
+                    parts.push((
+                        Lanes::First(extent - whole),
+                        format!("{{\nconst int64_t i{vector} = {whole};"),
+                    ));
                 }
                 parts
             }
@@ -1029,7 +1160,14 @@ impl<'a> Writer<'a> {
         let mut reduced = reduced.into_iter();
         let mut kept = kept.iter().cloned();
         (0..shape.rank())
-            .map(|axis| if axes.contains(&axis) { reduced.next() } else { kept.next() }.unwrap_or_default())
+            .map(|axis| {
+                if axes.contains(&axis) {
+                    reduced.next()
+                } else {
+                    kept.next()
+                }
+                .unwrap_or_default()
+            })
             .collect()
     }
 
@@ -1037,7 +1175,11 @@ impl<'a> Writer<'a> {
         let x = self.eval(sum.x, &sum.index);
         let mut text = self.operand(&x, sum.vector);
         if mask && let Lanes::First(n) = self.mode {
-            text = format!("sel_{}(lanes({n}), {text}, {})", sum.dtype.compute(), sum.neutral());
+            text = format!(
+                "sel_{}(lanes({n}), {text}, {})",
+                sum.dtype.compute(),
+                sum.neutral()
+            );
         }
         let value = c::combine(sum.op, sum.dtype, sum.vector, &sum.name, &text);
         self.body.push(format!("{} = {value};", sum.name));
@@ -1065,20 +1207,34 @@ impl<'a> Writer<'a> {
         let per_element = of_points && position.vars() != 0;
         let neutral = c::neutral(op, dtype);
         if per_element {
-            self.chunk_top.push(format!("{ty} *{name} = ({ty} *)b[{at}] + chunk * {count};"));
-            self.chunk_top.push(format!("for (int64_t k = 0; k < {count}; k++) {name}[k] = {neutral};"));
+            self.chunk_top
+                .push(format!("{ty} *{name} = ({ty} *)b[{at}] + chunk * {count};"));
+            self.chunk_top.push(format!(
+                "for (int64_t k = 0; k < {count}; k++) {name}[k] = {neutral};"
+            ));
         } else {
             let vector = of_points && self.space.vector.is_some();
             let (register, start, end) = if vector {
                 let set = format!("set_{dtype}({neutral})");
-                (c::register_type(dtype, true), set, format!("fold_{}_{dtype}({name})", op.name()))
+                (
+                    c::register_type(dtype, true),
+                    set,
+                    format!("fold_{}_{dtype}({name})", op.name()),
+                )
             } else {
                 (c::register_type(dtype, false), neutral, name.clone())
             };
             self.chunk_top.push(format!("{register} {name} = {start};"));
             self.chunk_end.push(format!("(({ty} *)b[{at}])[chunk] = {end};"));
         }
-        self.combines.push(combine_launch(op, self.graph.dtype(value), scratch, Buffer::Value(value), count, chunks));
+        self.combines.push(combine_launch(
+            op,
+            self.graph.dtype(value),
+            scratch,
+            Buffer::Value(value),
+            count,
+            chunks,
+        ));
         LateSum {
             name,
             x,
@@ -1098,7 +1254,10 @@ impl<'a> Writer<'a> {
             let vector = self.space.vector.is_some();
             let mut text = self.operand(&x, vector);
             if mask && let Lanes::First(n) = self.mode {
-                text = format!("sel_{dtype}(lanes({n}), {text}, set_{dtype}({}))", c::neutral(late.op, dtype));
+                text = format!(
+                    "sel_{dtype}(lanes({n}), {text}, set_{dtype}({}))",
+                    c::neutral(late.op, dtype)
+                );
             }
             let value = c::combine(late.op, dtype, vector, &late.name, &text);
             self.body.push(format!("{} = {value};", late.name));
@@ -1118,7 +1277,10 @@ impl<'a> Writer<'a> {
         let text = self.operand(&x, vector);
         let sum = self.fresh("y");
         let ty = c::register_type(stored, vector);
-        self.body.push(format!("{ty} {sum} = {};", c::combine(late.op, dtype, vector, &old, &text)));
+        self.body.push(format!(
+            "{ty} {sum} = {};",
+            c::combine(late.op, dtype, vector, &old, &text)
+        ));
         let register = Register {
             name: sum,
             dtype: stored,
@@ -1174,7 +1336,11 @@ struct Accumulator {
 impl Accumulator {
     fn neutral(&self) -> String {
         let text = c::neutral(self.op, self.dtype);
-        if self.vector { format!("set_{}({text})", self.dtype.compute()) } else { text }
+        if self.vector {
+            format!("set_{}({text})", self.dtype.compute())
+        } else {
+            text
+        }
     }
 }
 
@@ -1191,9 +1357,20 @@ struct LateSum {
 }
 
 /// Adds up the partial results of the chunks.
-fn combine_launch(op: ReduceOp, dtype: DType, scratch: usize, out: Buffer, count: i64, chunks: i64) -> Launch {
+fn combine_launch(
+    op: ReduceOp,
+    dtype: DType,
+    scratch: usize,
+    out: Buffer,
+    count: i64,
+    chunks: i64,
+) -> Launch {
     let register = dtype.compute();
-    let ty = c::memory_type(if register == DType::Bool { DType::I32 } else { register });
+    let ty = c::memory_type(if register == DType::Bool {
+        DType::I32
+    } else {
+        register
+    });
     let memory = c::memory_type(dtype);
     let next = c::combine(op, register, false, "x", &format!("part[chunk * {count} + k]"));
     let text = format!(

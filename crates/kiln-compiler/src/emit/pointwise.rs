@@ -51,22 +51,52 @@ fn float_literal(x: f64, dtype: DType) -> String {
     let text = if x.is_nan() {
         "(float)NAN".to_owned()
     } else if x.is_infinite() {
-        "(float)INFINITY".to_owned().replacen("(float)", if x < 0.0 { "-(float)" } else { "(float)" }, 1)
+        "(float)INFINITY"
+            .to_owned()
+            .replacen("(float)", if x < 0.0 { "-(float)" } else { "(float)" }, 1)
     } else if single {
         format!("{:?}f", x as f32)
     } else {
         format!("{x:?}")
     };
-    if x < 0.0 || x.is_sign_negative() { format!("({text})") } else { text }
+    if x < 0.0 || x.is_sign_negative() {
+        format!("({text})")
+    } else {
+        text
+    }
 }
 
 /// The neutral element of a reduction.
 pub fn neutral(op: ReduceOp, dtype: DType) -> String {
     let integer = |low: bool| match dtype {
-        DType::I64 => if low { "INT64_MIN" } else { "INT64_MAX" },
-        DType::I32 => if low { "INT32_MIN" } else { "INT32_MAX" },
-        DType::I16 => if low { "INT16_MIN" } else { "INT16_MAX" },
-        DType::I8 => if low { "INT8_MIN" } else { "INT8_MAX" },
+        DType::I64 => {
+            if low {
+                "INT64_MIN"
+            } else {
+                "INT64_MAX"
+            }
+        }
+        DType::I32 => {
+            if low {
+                "INT32_MIN"
+            } else {
+                "INT32_MAX"
+            }
+        }
+        DType::I16 => {
+            if low {
+                "INT16_MIN"
+            } else {
+                "INT16_MAX"
+            }
+        }
+        DType::I8 => {
+            if low {
+                "INT8_MIN"
+            } else {
+                "INT8_MAX"
+            }
+        }
         _ if low => "0",
         DType::U64 => "UINT64_MAX",
         DType::U32 => "UINT32_MAX",
@@ -109,8 +139,15 @@ pub fn unary(op: UnaryOp, dtype: DType, vector: bool, x: &str) -> String {
         UnaryOp::Not => format!("~{x}"),
         UnaryOp::Abs | UnaryOp::Sign if dtype.is_unsigned_int() && op == UnaryOp::Abs => x.to_owned(),
         // One element has the bits that a lane of a vector would have.
-        UnaryOp::Exp | UnaryOp::Expm1 | UnaryOp::Log | UnaryOp::Log1p | UnaryOp::Sin | UnaryOp::Cos | UnaryOp::Tanh
-        | UnaryOp::Erf | UnaryOp::Sigmoid
+        UnaryOp::Exp
+        | UnaryOp::Expm1
+        | UnaryOp::Log
+        | UnaryOp::Log1p
+        | UnaryOp::Sin
+        | UnaryOp::Cos
+        | UnaryOp::Tanh
+        | UnaryOp::Erf
+        | UnaryOp::Sigmoid
             if !vector && register == DType::F32 =>
         {
             format!("v_{}_f32(set_f32({x}))[0]", op.name())

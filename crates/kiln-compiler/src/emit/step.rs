@@ -72,7 +72,13 @@ impl Functions {
 }
 
 /// Writes the tree for a scheduled and planned graph.
-pub fn emit(graph: &Graph, schedule: &Schedule, codes: &[KernelCode], plan: &Plan, options: &EmitOptions) -> Emitted {
+pub fn emit(
+    graph: &Graph,
+    schedule: &Schedule,
+    codes: &[KernelCode],
+    plan: &Plan,
+    options: &EmitOptions,
+) -> Emitted {
     let mut functions = Functions {
         texts: Vec::new(),
         names: FxHashMap::default(),
@@ -98,7 +104,9 @@ pub fn emit(graph: &Graph, schedule: &Schedule, codes: &[KernelCode], plan: &Pla
                 }
                 Call::Kernel { kernel, arguments } => {
                     helpers.extend(&kernel.helpers);
-                    let name = functions.name("product", &kernel.source, |name| kernel.prototype.replace('@', name));
+                    let name = functions.name("product", &kernel.source, |name| {
+                        kernel.prototype.replace('@', name)
+                    });
                     let list: Vec<String> = arguments.iter().map(place).collect();
                     let _ = writeln!(
                         body,
@@ -143,8 +151,16 @@ fn task(body: &mut String, number: usize, name: &str, launch: &Launch, arguments
         return;
     }
     let run = if launch.parallel { "PARALLEL" } else { "SERIAL" };
-    let _ = writeln!(body, "    {{\n        void *list[] = {{{}}};", arguments.join(", "));
-    let _ = writeln!(body, "        {run}({number}, {name}, {}, {});\n    }}", launch.n, launch.grain);
+    let _ = writeln!(
+        body,
+        "    {{\n        void *list[] = {{{}}};",
+        arguments.join(", ")
+    );
+    let _ = writeln!(
+        body,
+        "        {run}({number}, {name}, {}, {});\n    }}",
+        launch.n, launch.grain
+    );
 }
 
 fn place_text(plan: &Plan, argument: Argument, scratch: usize) -> String {
@@ -203,16 +219,28 @@ fn describe(graph: &Graph, kernel: &Kernel) -> KernelReport {
         let data = graph.node(node);
         let provenance = &data.provenance;
         let phase = provenance.phase.name();
-        let words: Vec<&str> = [(phase != "-").then_some(phase), provenance.operation.as_deref(), provenance.location.as_deref()]
-            .into_iter()
-            .flatten()
-            .collect();
-        if words.is_empty() { data.op.name().to_owned() } else { format!("{} ({})", data.op.name(), words.join(" ")) }
+        let words: Vec<&str> = [
+            (phase != "-").then_some(phase),
+            provenance.operation.as_deref(),
+            provenance.location.as_deref(),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        if words.is_empty() {
+            data.op.name().to_owned()
+        } else {
+            format!("{} ({})", data.op.name(), words.join(" "))
+        }
     });
-    let bytes = kernel.reads.iter().chain(&kernel.writes).map(|&buffer| match buffer {
-        Buffer::Value(value) => graph.ty(value).bytes() as u64,
-        Buffer::Output(output) => graph.ty(graph.outputs[output as usize].value).bytes() as u64,
-    });
+    let bytes = kernel
+        .reads
+        .iter()
+        .chain(&kernel.writes)
+        .map(|&buffer| match buffer {
+            Buffer::Value(value) => graph.ty(value).bytes() as u64,
+            Buffer::Output(output) => graph.ty(graph.outputs[output as usize].value).bytes() as u64,
+        });
     KernelReport {
         name: String::new(),
         nodes: nodes.collect(),
@@ -232,7 +260,11 @@ pub fn flops(graph: &Graph, node: Node) -> u64 {
     };
     match &data.op {
         Op::DotGeneral(DotDims { a_contract, .. }) => {
-            2 * out * a_contract.iter().map(|&axis| shape(0)[axis] as u64).product::<u64>()
+            2 * out
+                * a_contract
+                    .iter()
+                    .map(|&axis| shape(0)[axis] as u64)
+                    .product::<u64>()
         }
         Op::Conv(conv) => out * window(conv, &shape(1)[2..], shape(1)[1]),
         Op::ConvInputGrad { conv, .. } => {
@@ -255,7 +287,10 @@ fn files(
     helpers: &BTreeSet<&kernels::Helper>,
     body: &str,
 ) -> Vec<SourceFile> {
-    let prelude = format!("{}#include \"kiln_nest.h\"\n", kernels::vector::prelude(options.isa));
+    let prelude = format!(
+        "{}#include \"kiln_nest.h\"\n",
+        kernels::vector::prelude(options.isa)
+    );
     let mut sources = kernels::vector::headers();
     sources.push(SourceFile::new("kiln_nest.h", include_str!("c/kiln_nest.h")));
     let mut declarations = String::new();
@@ -266,13 +301,20 @@ fn files(
     let mut count = 0;
     let mut flush = |file: &mut String, sources: &mut Vec<SourceFile>| {
         if !file.is_empty() {
-            let text = format!("/* Kernels of `{}`. */\n{prelude}{declarations}\n{file}", graph.name);
+            let text = format!(
+                "/* Kernels of `{}`. */\n{prelude}{declarations}\n{file}",
+                graph.name
+            );
             sources.push(SourceFile::new(format!("kernels_{count}.c"), text));
             count += 1;
             file.clear();
         }
     };
-    for text in helpers.iter().map(|helper| &helper.definition).chain(&functions.texts) {
+    for text in helpers
+        .iter()
+        .map(|helper| &helper.definition)
+        .chain(&functions.texts)
+    {
         file.push_str(text);
         file.push('\n');
         if file.len() > FILE_LENGTH {
@@ -286,7 +328,10 @@ fn files(
         graph.scalars().len(),
         plan.arena_bytes,
     );
-    let mut step = format!("/* The step `{}`: its kernels, in the order in which they run. */\n", graph.name);
+    let mut step = format!(
+        "/* The step `{}`: its kernels, in the order in which they run. */\n",
+        graph.name
+    );
     // A long list of calls: there is nothing to optimise, and much to spend time on.
     step.push_str("#if defined(__GNUC__) && !defined(__clang__)\n#pragma GCC optimize(\"O0\")\n#endif\n");
     step.push_str("#include \"kiln_runtime.h\"\n\n");

@@ -23,7 +23,13 @@ pub fn operand_index(graph: &Graph, value: Value, index: &[Index]) -> Option<Vec
         Op::Broadcast { dims, .. } => dims
             .iter()
             .zip(operand.iter())
-            .map(|(&to, &extent)| if extent == 1 { Index::default() } else { index[to].clone() })
+            .map(|(&to, &extent)| {
+                if extent == 1 {
+                    Index::default()
+                } else {
+                    index[to].clone()
+                }
+            })
             .collect(),
         Op::Slice { starts, steps, .. } => index
             .iter()
@@ -77,7 +83,12 @@ pub struct Strided {
 
 /// Follows movements from `value` to the stored value behind it, as long as the result is a strided window.
 /// `stop` says where to stop: values that have a buffer.
-pub fn strided(graph: &Graph, layouts: &Layouts, value: Value, stop: &dyn Fn(Value) -> bool) -> Option<Strided> {
+pub fn strided(
+    graph: &Graph,
+    layouts: &Layouts,
+    value: Value,
+    stop: &dyn Fn(Value) -> bool,
+) -> Option<Strided> {
     let shape = graph.shape(value);
     let (mut index, _) = identity(shape, 0);
     let mut base = value;
@@ -133,17 +144,26 @@ pub struct Side {
 /// Operand number `operand` of a product seen through `window` as a batch of matrices; none if its free or contracted dimensions
 /// are not evenly spaced.
 pub fn side(graph: &Graph, product: &NodeData, operand: usize, window: &Strided) -> Option<Side> {
-    let Op::DotGeneral(dims) = &product.op else { return None };
+    let Op::DotGeneral(dims) = &product.op else {
+        return None;
+    };
     let (batch, contract) = match operand {
         0 => (&dims.a_batch, &dims.a_contract),
         _ => (&dims.b_batch, &dims.b_contract),
     };
     let shape = graph.shape(product.inputs[operand]);
-    let pick = |axes: &[usize]| -> (Vec<usize>, Vec<i64>) { axes.iter().map(|&axis| (shape[axis], window.strides[axis])).unzip() };
+    let pick = |axes: &[usize]| -> (Vec<usize>, Vec<i64>) {
+        axes.iter()
+            .map(|&axis| (shape[axis], window.strides[axis]))
+            .unzip()
+    };
     let (extents, strides) = pick(&DotDims::free(shape.rank(), batch, contract));
     let free = join(&extents, &strides)?;
     let (extents, strides) = pick(contract);
     let depth = join(&extents, &strides)?;
-    let batch = batch.iter().map(|&axis| (shape[axis], window.strides[axis])).collect();
+    let batch = batch
+        .iter()
+        .map(|&axis| (shape[axis], window.strides[axis]))
+        .collect();
     Some(Side { batch, free, depth })
 }

@@ -42,17 +42,27 @@ pub fn classify(graph: &Graph) -> Vec<Class> {
             op if op.is_pointwise() && pure_operands && operand_cost < INLINE_COST => Class::Inline,
             op if op.is_pointwise() => Class::Pointwise,
             Op::Random { .. } | Op::Gather { .. } | Op::IndexSelect { .. } => Class::Pointwise,
-            Op::Reshape(_) | Op::Transpose(_) | Op::Broadcast { .. } | Op::Slice { .. } | Op::Flip(_) => Class::Inline,
+            Op::Reshape(_) | Op::Transpose(_) | Op::Broadcast { .. } | Op::Slice { .. } | Op::Flip(_) => {
+                Class::Inline
+            }
             Op::Reduce { .. } => Class::Reduce,
             Op::Concat { .. } => Class::Join,
             _ => Class::Library,
         };
-        let empty = data.outputs.iter().chain(&data.inputs).any(|&v| graph.ty(v).numel() == 0);
+        let empty = data
+            .outputs
+            .iter()
+            .chain(&data.inputs)
+            .any(|&v| graph.ty(v).numel() == 0);
         // Empty tensors have no index at all; the library's loops cope, the algebra of indices need not.
         let class = if empty { Class::Library } else { class };
         pure[index] = class == Class::Inline && pure_operands;
         // Operations that are computed once cost their users nothing.
-        cost[index] = if pure[index] { operand_cost + u32::from(data.op.is_pointwise()) } else { 0 };
+        cost[index] = if pure[index] {
+            operand_cost + u32::from(data.op.is_pointwise())
+        } else {
+            0
+        };
         classes.push(class);
     }
     classes
@@ -68,11 +78,20 @@ pub fn is_cheap(op: &Op) -> bool {
     match op {
         Op::Unary(op) => matches!(
             op,
-            UnaryOp::Neg | UnaryOp::Abs | UnaryOp::Sign | UnaryOp::Not | UnaryOp::Floor | UnaryOp::Ceil | UnaryOp::IsNan | UnaryOp::IsInf
+            UnaryOp::Neg
+                | UnaryOp::Abs
+                | UnaryOp::Sign
+                | UnaryOp::Not
+                | UnaryOp::Floor
+                | UnaryOp::Ceil
+                | UnaryOp::IsNan
+                | UnaryOp::IsInf
         ),
-        Op::Binary(op) => !matches!(op, BinaryOp::Div | BinaryOp::Rem | BinaryOp::Pow | BinaryOp::Atan2),
+        Op::Binary(op) => !matches!(
+            op,
+            BinaryOp::Div | BinaryOp::Rem | BinaryOp::Pow | BinaryOp::Atan2
+        ),
         Op::Compare(_) | Op::Select | Op::Cast(_) | Op::IndexSelect { .. } | Op::Gather { .. } => true,
         _ => false,
     }
 }
-

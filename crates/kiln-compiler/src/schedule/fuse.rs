@@ -8,6 +8,8 @@
 //! 2. into a nest that reads the same operands over the same space (siblings: a bias gradient beside the gradient it sums up);
 //! 3. into a nest of its own.
 //!
+//! At the end, nests over the same space that read the same values and do not depend on each other become one.
+//!
 //! Movements are never placed: walking through them turns the wanted index of the result into the wanted index of the operand
 //! ([`super::access`]). A value that must exist in memory because a library kernel wants it there is *demanded*; a demanded
 //! movement becomes a copying nest.
@@ -54,6 +56,9 @@ pub fn schedule(graph: &Graph, fuse: bool) -> Schedule {
     for &node in nodes.iter().rev() {
         fuser.place(node);
     }
+    if fuse {
+        fuser.merge_siblings();
+    }
     let layouts = Arc::clone(&fuser.layouts);
     Schedule {
         layouts,
@@ -91,7 +96,11 @@ impl<'a> Fuser<'a> {
             graph,
             fuse,
             classes: classify(graph),
-            layouts: Arc::new(if fuse { layout::choose(graph) } else { Layouts::default() }),
+            layouts: Arc::new(if fuse {
+                layout::choose(graph)
+            } else {
+                Layouts::default()
+            }),
             groups: Vec::new(),
             readers: FxHashMap::default(),
             demanded: FxHashMap::default(),
@@ -264,7 +273,8 @@ impl<'a> Fuser<'a> {
         if takes_windows {
             let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
             if let Some(window) = strided(self.graph, &self.layouts, operand, &stop)
-                && (!matches!(node.op, Op::DotGeneral(_)) || side(self.graph, node, position, &window).is_some())
+                && (!matches!(node.op, Op::DotGeneral(_))
+                    || side(self.graph, node, position, &window).is_some())
             {
                 return window.base;
             }
@@ -372,8 +382,9 @@ impl<'a> Fuser<'a> {
     }
 
     fn has_room(&self, group: usize) -> bool {
-        self.nest(group)
-            .is_some_and(|nest| nest.members.len() < MAX_MEMBERS && nest.uses.len() + nest.stores.len() < MAX_BUFFERS)
+        self.nest(group).is_some_and(|nest| {
+            nest.members.len() < MAX_MEMBERS && nest.uses.len() + nest.stores.len() < MAX_BUFFERS
+        })
     }
 
     /// The index to compute `node` at, if it may become a member of the nest of a user.
@@ -385,13 +396,19 @@ impl<'a> Fuser<'a> {
         if wanted.is_empty() || !self.has_room(group) || !self.acyclic(value, group) {
             return None;
         }
-        let proper = wanted.iter().find(|index| nest.storable(self.graph, value, index));
+        let proper = wanted.iter().find(|index| {
+            nest.storable(self.graph, value, index) || self.row_split(nest, value, index).is_some()
+        });
         let primary = match proper {
             Some(index) => index,
             None if needs_store => return None,
             None => &wanted[0],
         };
-        let innermost = nest.extents.len().checked_sub(1).map_or(0, |last| bit(last as Var));
+        let innermost = nest
+            .extents
+            .len()
+            .checked_sub(1)
+            .map_or(0, |last| bit(last as Var));
         let inner = nest.split.map_or(innermost, |split| split.cols);
         for index in wanted {
             let complete = index == primary && proper.is_some();
@@ -401,6 +418,38 @@ impl<'a> Fuser<'a> {
             }
         }
         (wanted.len() <= 4).then(|| primary.clone())
+    }
+
+    /// The split that makes `value` a row's in a nest that has none: for values computed from a reduction of the nest's whole space,
+    /// which is going to follow them into the nest.
+    fn row_split(&self, nest: &Nest, value: Value, index: &[Index]) -> Option<Split> {
+        let rows = vars(index);
+        let cols = nest.all() & !rows;
+        if nest.split.is_some() || rows == 0 || cols == 0 || !bijective(index, self.graph.shape(value)) {
+            return None;
+        }
+        if nest.points(rows) < 8 || nest.stores.iter().any(|store| vars(&store.index) != nest.all()) {
+            return None;
+        }
+        let mut frontier = vec![value];
+        let mut seen = 0;
+        while let Some(&value) = frontier.get(seen)
+            && seen < 12
+        {
+            seen += 1;
+            let data = self.graph.def(value);
+            match data.op {
+                Op::Reduce { .. }
+                    if self.graph.ty(data.inputs[0]).numel() as i64 == nest.points(nest.all()) =>
+                {
+                    return Some(Split { rows, cols });
+                }
+                Op::Reshape(_) => frontier.push(data.inputs[0]),
+                ref op if op.is_pointwise() => frontier.extend(data.inputs.iter().copied()),
+                _ => {}
+            }
+        }
+        None
     }
 
     /// A nest that reads an operand of `node` over a space of the same shape.
@@ -436,6 +485,12 @@ impl<'a> Fuser<'a> {
     fn join(&mut self, group: usize, node: Node, primary: Vec<Index>, store: bool) {
         let graph = self.graph;
         let value = graph.node(node).outputs[0];
+        if store
+            && let Some(nest) = self.nest(group)
+            && let Some(split) = self.row_split(nest, value, &primary)
+        {
+            self.nest_mut(group).split = Some(split);
+        }
         let wanted = self.take_uses(group, value);
         for index in &wanted {
             let operands = self.nest_mut(group).operands(graph, node, index);
@@ -491,25 +546,34 @@ impl<'a> Fuser<'a> {
                 return;
             }
         }
-        let (index, extents) = identity(self.graph.shape(x), 0);
-        let group = self.new_group(
-            Some(Nest {
+        // Variables number the dimensions of what is behind views: that is what others will compute and store. A view that mixes kept
+        // and reduced dimensions does not allow that.
+        let behind = if self.fuse { self.views(x) } else { vec![x] };
+        for path in [behind, vec![x]] {
+            let (base, extents) = identity(self.graph.shape(path[path.len() - 1]), 0);
+            let index = self.index_along(&path, &base);
+            let nest = Nest {
                 extents,
                 ..Nest::default()
-            }),
-            None,
-        );
-        match self.reduce_role(group, &index, axes) {
-            Some((split, late)) => self.join_reduce(group, node, index, axes, split, late, true),
-            None => {
-                // No variable is left to reduce: every reduced extent is 1.
-                let split = Split {
-                    rows: self.nest_mut(group).all(),
-                    cols: 0,
-                };
-                self.join_reduce(group, node, index, axes, split, false, true);
+            };
+            let trivial = path.len() == 1 && axes.iter().all(|&axis| self.graph.shape(x)[axis] == 1);
+            let role = match role(&nest, &index, axes) {
+                None if trivial => Some((
+                    Split {
+                        rows: nest.all(),
+                        cols: 0,
+                    },
+                    false,
+                )),
+                role => role,
+            };
+            if let Some((split, late)) = role {
+                let group = self.new_group(Some(nest), None);
+                self.join_reduce(group, node, index, axes, split, late, true);
+                return;
             }
         }
+        unreachable!("kept and reduced dimensions of a value itself are apart");
     }
 
     /// Reduces inside the nest that uses the result, as passes over its rows.
@@ -517,8 +581,12 @@ impl<'a> Fuser<'a> {
         let data = self.graph.node(node);
         let (x, value) = (data.inputs[0], data.outputs[0]);
         let shape = self.graph.shape(x);
-        let Some(nest) = self.nest(group) else { return false };
-        let [wanted] = nest.uses_of(value) else { return false };
+        let Some(nest) = self.nest(group) else {
+            return false;
+        };
+        let [wanted] = nest.uses_of(value) else {
+            return false;
+        };
         let wanted = wanted.clone();
         if !self.has_room(group) || !self.acyclic(value, group) || wanted.iter().any(Index::has_data) {
             return false;
@@ -588,16 +656,45 @@ impl<'a> Fuser<'a> {
         true
     }
 
+    /// The index of `x` where a value behind it is read at `index`; `path` leads from `x` to that value through reshapes, transposes
+    /// and pointwise operations.
+    fn index_along(&self, path: &[Value], index: &[Index]) -> Vec<Index> {
+        let mut index = index.to_vec();
+        for pair in path.windows(2).rev() {
+            let (view, operand) = (pair[0], pair[1]);
+            match &self.graph.def(view).op {
+                Op::Reshape(shape) => index = coordinates(&linear(&index, self.graph.shape(operand)), shape),
+                Op::Transpose(perm) => index = perm.iter().map(|&axis| index[axis].clone()).collect(),
+                _ => {}
+            }
+        }
+        index
+    }
+
+    /// `x` and the values behind it through reshapes and transposes.
+    fn views(&self, x: Value) -> Vec<Value> {
+        let mut path = vec![x];
+        loop {
+            let last = path[path.len() - 1];
+            let data = self.graph.def(last);
+            if !matches!(data.op, Op::Reshape(_) | Op::Transpose(_)) || self.class(last) != Class::Inline {
+                return path;
+            }
+            path.push(data.inputs[0]);
+        }
+    }
+
     /// A nest that reads `x`, or what `x` is computed from element by element, over all its variables.
     fn reduce_sibling(&self, x: Value, result: Value) -> Option<(usize, Vec<Index>)> {
-        let shape = self.graph.shape(x);
-        let mut frontier = vec![x];
+        let count = self.graph.ty(x).numel();
+        let mut frontier = vec![vec![x]];
         let mut seen = 0;
-        while let Some(value) = frontier.get(seen).copied() {
+        while let Some(path) = frontier.get(seen).cloned() {
             seen += 1;
-            if seen > 8 {
+            if seen > 10 {
                 break;
             }
+            let value = path[path.len() - 1];
             for group in self.user_nests(value) {
                 if !self.has_room(group) || !self.acyclic(result, group) {
                     continue;
@@ -610,16 +707,17 @@ impl<'a> Fuser<'a> {
                 let own = self.graph.shape(value);
                 let full = |index: &&Vec<Index>| vars(index) == nest.all() && bijective(index, own);
                 if let Some(index) = nest.uses_of(value).iter().find(full) {
-                    let index = coordinates(&linear(index, own), shape);
-                    return Some((group, index));
+                    return Some((group, self.index_along(&path, index)));
                 }
             }
             let data = self.graph.def(value);
-            let elementwise = data.op.is_pointwise() || matches!(data.op, Op::Reshape(_));
-            if elementwise {
+            if data.op.is_pointwise() || matches!(data.op, Op::Reshape(_) | Op::Transpose(_)) {
                 for &operand in &data.inputs {
-                    if self.graph.ty(operand).numel() == shape.numel() && !frontier.contains(&operand) {
-                        frontier.push(operand);
+                    let known = frontier.iter().any(|path| path.contains(&operand));
+                    if self.graph.ty(operand).numel() == count && !known {
+                        let mut longer = path.clone();
+                        longer.push(operand);
+                        frontier.push(longer);
                     }
                 }
             }
@@ -629,55 +727,19 @@ impl<'a> Fuser<'a> {
 
     /// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
     fn reduce_role(&self, group: usize, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
-        let nest = self.nest(group)?;
-        let part = |inside: bool| {
-            (0..index.len())
-                .filter(|axis| axes.contains(axis) == inside)
-                .fold(0, |set, axis| set | index[axis].vars())
-        };
-        let (kept, reduced) = (part(false), part(true));
-        if kept & reduced != 0 || kept | reduced != nest.all() || reduced == 0 {
-            return None;
-        }
-        let Some(split) = nest.split else {
-            let last = bit(nest.extents.len() as Var - 1);
-            let row = Split {
-                rows: kept,
-                cols: reduced,
-            };
-            let count = nest.points(reduced);
-            if kept == 0 && count > BIG_REDUCTION && nest.extents.len() > 1 {
-                let split = Split {
-                    rows: reduced & !last,
-                    cols: last,
-                };
-                return Some((split, true));
-            }
-            if reduced & last != 0 || count <= SMALL_REDUCTION {
-                let complete = nest.stores.iter().all(|store| {
-                    let used = vars(&store.index);
-                    used == nest.all() || used == kept
-                });
-                return complete.then_some((row, false));
-            }
-            let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
-            let late = Split {
-                rows: reduced,
-                cols: kept,
-            };
-            return complete.then_some((late, true));
-        };
-        if reduced == split.cols && kept == split.rows {
-            Some((split, false))
-        } else if (reduced == split.rows && kept == split.cols) || reduced == nest.all() {
-            Some((split, true))
-        } else {
-            None
-        }
+        role(self.nest(group)?, index, axes)
     }
-
     #[allow(clippy::too_many_arguments)]
-    fn join_reduce(&mut self, group: usize, node: Node, index: Vec<Index>, axes: &Dims, split: Split, late: bool, store: bool) {
+    fn join_reduce(
+        &mut self,
+        group: usize,
+        node: Node,
+        index: Vec<Index>,
+        axes: &Dims,
+        split: Split,
+        late: bool,
+        store: bool,
+    ) {
         let data = self.graph.node(node);
         let (x, value) = (data.inputs[0], data.outputs[0]);
         let result: Vec<Index> = (0..index.len())
@@ -695,12 +757,120 @@ impl<'a> Fuser<'a> {
         }
     }
 
+    // ---- nests side by side ----
+
+    /// Joins nests over the same space that read the same values and do not depend on each other: sums of a gradient, and what passes
+    /// the gradient on.
+    fn merge_siblings(&mut self) {
+        let mut shared: Vec<(Value, Vec<usize>)> = self
+            .readers
+            .iter()
+            .map(|(value, readers)| (*value, readers.clone()))
+            .collect();
+        shared.sort_unstable_by_key(|(value, _)| *value);
+        let mut gone: FxHashMap<usize, usize> = FxHashMap::default();
+        for (value, readers) in shared {
+            if self.graph.ty(value).numel() < 256 {
+                continue;
+            }
+            for at in 0..readers.len() {
+                for &other in &readers[at + 1..] {
+                    let root = |mut group: usize| {
+                        while let Some(&next) = gone.get(&group) {
+                            group = next;
+                        }
+                        group
+                    };
+                    let (a, b) = (root(readers[at]), root(other));
+                    if a != b && self.mergeable(value, a, b) {
+                        self.merge(a, b);
+                        gone.insert(b, a);
+                    }
+                }
+            }
+        }
+    }
+
+    fn mergeable(&self, value: Value, a: usize, b: usize) -> bool {
+        let (Some(x), Some(y)) = (self.nest(a), self.nest(b)) else {
+            return false;
+        };
+        let splits = match (x.split, y.split) {
+            (Some(p), Some(q)) => p == q,
+            // What has no split must be complete at each point.
+            (None, Some(_)) => x.stores.iter().all(|store| vars(&store.index) == x.all()),
+            (Some(_), None) => y.stores.iter().all(|store| vars(&store.index) == y.all()),
+            (None, None) => true,
+        };
+        let own = self.graph.shape(value);
+        let full = |nest: &Nest, index: &Vec<Index>| vars(index) == nest.all() && bijective(index, own);
+        let aligned = x
+            .uses_of(value)
+            .iter()
+            .any(|index| full(x, index) && y.uses_of(value).contains(index));
+        let small = x.members.len() + y.members.len() <= MAX_MEMBERS
+            && x.uses.len() + y.uses.len() + x.stores.len() + y.stores.len() <= MAX_BUFFERS;
+        splits
+            && aligned
+            && small
+            && x.extents == y.extents
+            && y.data.is_empty()
+            && !self.groups[a].after.contains(&b)
+            && !self.groups[b].after.contains(&a)
+            // Copies into outputs and parts of concatenations stay simple.
+            && !x.members.is_empty()
+            && !y.members.is_empty()
+    }
+
+    /// Moves everything of `b` into `a`.
+    fn merge(&mut self, a: usize, b: usize) {
+        let Some(other) = self.groups[b].nest.take() else {
+            return;
+        };
+        let nest = self.nest_mut(a);
+        nest.split = nest.split.or(other.split);
+        nest.members.extend(other.members);
+        nest.maps.extend(other.maps);
+        nest.reduced.extend(other.reduced);
+        nest.stores.extend(other.stores);
+        nest.late.extend(other.late);
+        for (value, indices) in other.uses {
+            for index in indices {
+                nest.add_use(value, index);
+            }
+        }
+        let reads = std::mem::take(&mut self.groups[b].reads);
+        for value in reads {
+            if let Some(readers) = self.readers.get_mut(&value) {
+                readers.retain(|&reader| reader != b);
+            }
+            self.add_reader(a, value);
+        }
+        let writes = std::mem::take(&mut self.groups[b].writes);
+        self.groups[a].writes.extend(writes);
+        let after = std::mem::take(&mut self.groups[b].after);
+        for group in &mut self.groups {
+            if group.after.remove(&b) {
+                group.after.insert(a);
+            }
+        }
+        self.extend_after(a, after);
+        // Whoever came before `b` now also comes before what follows `a`.
+        let after = self.groups[a].after.clone();
+        for group in &mut self.groups {
+            if group.after.contains(&a) {
+                group.after.extend(after.iter().copied());
+            }
+        }
+    }
+
     // ---- the result ----
 
     fn finish(self) -> Vec<Kernel> {
         let graph = self.graph;
         self.groups
             .into_iter()
+            .filter(|group| group.nest.is_some() || group.library.is_some())
             .map(|group| {
                 let mut reads: Vec<Value> = group.reads;
                 reads.sort_unstable();
@@ -714,9 +884,11 @@ impl<'a> Fuser<'a> {
                     (None, None) => unreachable!("a group is made as one or the other"),
                 };
                 let nodes = match &kind {
-                    KernelKind::Nest(nest) if nest.members.is_empty() => {
-                        nest.stores.iter().map(|store| graph.value(store.value).node).collect()
-                    }
+                    KernelKind::Nest(nest) if nest.members.is_empty() => nest
+                        .stores
+                        .iter()
+                        .map(|store| graph.value(store.value).node)
+                        .collect(),
                     KernelKind::Nest(nest) => nest.members.clone(),
                     KernelKind::Library(node) => vec![*node],
                 };
@@ -728,6 +900,54 @@ impl<'a> Fuser<'a> {
                 }
             })
             .collect()
+    }
+}
+
+/// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
+fn role(nest: &Nest, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
+    let part = |inside: bool| {
+        (0..index.len())
+            .filter(|axis| axes.contains(axis) == inside)
+            .fold(0, |set, axis| set | index[axis].vars())
+    };
+    let (kept, reduced) = (part(false), part(true));
+    if kept & reduced != 0 || kept | reduced != nest.all() || reduced == 0 {
+        return None;
+    }
+    let Some(split) = nest.split else {
+        let last = bit(nest.extents.len() as Var - 1);
+        let row = Split {
+            rows: kept,
+            cols: reduced,
+        };
+        let count = nest.points(reduced);
+        if kept == 0 && count > BIG_REDUCTION && nest.extents.len() > 1 {
+            let split = Split {
+                rows: reduced & !last,
+                cols: last,
+            };
+            return Some((split, true));
+        }
+        if reduced & last != 0 || count <= SMALL_REDUCTION {
+            let complete = nest.stores.iter().all(|store| {
+                let used = vars(&store.index);
+                used == nest.all() || used == kept
+            });
+            return complete.then_some((row, false));
+        }
+        let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
+        let late = Split {
+            rows: reduced,
+            cols: kept,
+        };
+        return complete.then_some((late, true));
+    };
+    if reduced == split.cols && kept == split.rows {
+        Some((split, false))
+    } else if (reduced == split.rows && kept == split.cols) || reduced == nest.all() {
+        Some((split, true))
+    } else {
+        None
     }
 }
 
@@ -751,18 +971,26 @@ pub fn starts_constant(graph: &Graph, node: Node) -> Option<Scalar> {
 /// The column variables as an index over the reduced extents: one to one where they agree, else by position.
 fn columns_as(columns: &[(Var, i64)], reduced: &[usize]) -> Vec<Index> {
     let needed: Vec<i64> = reduced.iter().filter(|&&e| e > 1).map(|&e| e as i64).collect();
-    let same = needed.iter().copied().eq(columns.iter().map(|&(_, extent)| extent));
+    let same = needed
+        .iter()
+        .copied()
+        .eq(columns.iter().map(|&(_, extent)| extent));
     if same {
         let mut own = columns.iter();
         return reduced
             .iter()
             .map(|&extent| match extent {
                 1 => Index::default(),
-                _ => own.next().map_or_else(Index::default, |&(var, e)| Index::var(var, e)),
+                _ => own
+                    .next()
+                    .map_or_else(Index::default, |&(var, e)| Index::var(var, e)),
             })
             .collect();
     }
-    let index: Vec<Index> = columns.iter().map(|&(var, extent)| Index::var(var, extent)).collect();
+    let index: Vec<Index> = columns
+        .iter()
+        .map(|&(var, extent)| Index::var(var, extent))
+        .collect();
     let extents: Vec<usize> = columns.iter().map(|&(_, extent)| extent as usize).collect();
     coordinates(&linear(&index, &extents), reduced)
 }

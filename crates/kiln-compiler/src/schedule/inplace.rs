@@ -42,7 +42,9 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
         .filter(|(value, indices)| {
             graph.ty(*value).bytes() == bytes
                 && graph.dtype(*value).size() == graph.dtype(store.value).size()
-                && indices.iter().all(|index| position(graph, &nest.layouts, *value, index) == store.position)
+                && indices
+                    .iter()
+                    .all(|index| position(graph, &nest.layouts, *value, index) == store.position)
         })
         .map(|(value, _)| *value)
         .collect()
@@ -56,7 +58,12 @@ fn stage(graph: &Graph, nest: &Nest, value: Value, known: &mut FxHashMap<Value, 
         0
     } else {
         let data = graph.def(value);
-        let operands = data.inputs.iter().map(|&v| stage(graph, nest, v, known)).max().unwrap_or(0);
+        let operands = data
+            .inputs
+            .iter()
+            .map(|&v| stage(graph, nest, v, known))
+            .max()
+            .unwrap_or(0);
         operands + usize::from(matches!(data.op, Op::Reduce { .. }))
     };
     known.insert(value, stage);

@@ -68,7 +68,11 @@ impl Schedule {
             let _ = writeln!(text, "layout of {value} {}: {order:?}", graph.ty(*value));
         }
         for (number, kernel) in self.kernels.iter().enumerate() {
-            let names: Vec<&str> = kernel.nodes.iter().map(|&node| graph.node(node).op.name()).collect();
+            let names: Vec<&str> = kernel
+                .nodes
+                .iter()
+                .map(|&node| graph.node(node).op.name())
+                .collect();
             let _ = writeln!(text, "kernel {number}: {}", names.join(" "));
             if let KernelKind::Nest(nest) = &kernel.kind {
                 let _ = writeln!(text, "  loops {}", nest.loops_text());

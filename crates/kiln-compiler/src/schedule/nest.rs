@@ -140,7 +140,11 @@ impl Nest {
     pub fn loops_text(&self) -> String {
         let list = |set: u64| {
             let words: Vec<String> = self.list(set).iter().map(|(v, e)| format!("i{v}={e}")).collect();
-            if words.is_empty() { "one".to_owned() } else { words.join(" ") }
+            if words.is_empty() {
+                "one".to_owned()
+            } else {
+                words.join(" ")
+            }
         };
         match self.split {
             Some(split) => format!("rows {}, columns {}", list(split.rows), list(split.cols)),

@@ -25,7 +25,13 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
     let mut waiting = vec![0usize; kernels.len()];
     let mut next: Vec<Vec<usize>> = vec![Vec::new(); kernels.len()];
     for (number, kernel) in kernels.iter().enumerate() {
-        let mut before: Vec<usize> = kernel.reads.iter().filter_map(|b| writers.get(b)).flatten().copied().collect();
+        let mut before: Vec<usize> = kernel
+            .reads
+            .iter()
+            .filter_map(|b| writers.get(b))
+            .flatten()
+            .copied()
+            .collect();
         before.sort_unstable();
         before.dedup();
         for writer in before.into_iter().filter(|&writer| writer != number) {
@@ -34,10 +40,18 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
         }
     }
     let rank = |number: usize| {
-        let last = kernels[number].nodes.iter().map(|node| node.as_u32()).max().unwrap_or(0);
+        let last = kernels[number]
+            .nodes
+            .iter()
+            .map(|node| node.as_u32())
+            .max()
+            .unwrap_or(0);
         Reverse((last, number))
     };
-    let mut ready: BinaryHeap<_> = (0..kernels.len()).filter(|&k| waiting[k] == 0).map(rank).collect();
+    let mut ready: BinaryHeap<_> = (0..kernels.len())
+        .filter(|&k| waiting[k] == 0)
+        .map(rank)
+        .collect();
     let mut sequence = Vec::with_capacity(kernels.len());
     while let Some(Reverse((_, number))) = ready.pop() {
         sequence.push(number);
@@ -48,10 +62,18 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
             }
         }
     }
-    debug_assert_eq!(sequence.len(), kernels.len(), "fusion made a cycle in `{}`", graph.name);
+    debug_assert_eq!(
+        sequence.len(),
+        kernels.len(),
+        "fusion made a cycle in `{}`",
+        graph.name
+    );
     let mut slots: Vec<Option<Kernel>> = kernels.into_iter().map(Some).collect();
     Schedule {
         layouts: Arc::default(),
-        kernels: sequence.into_iter().filter_map(|number| slots[number].take()).collect(),
+        kernels: sequence
+            .into_iter()
+            .filter_map(|number| slots[number].take())
+            .collect(),
     }
 }

@@ -81,7 +81,11 @@ impl Simplify<'_> {
         match &node.op {
             Op::Constant { value, dtype } => {
                 let rounded = kiln_graph::HostTensor::scalar(*dtype, *value);
-                Some(if dtype.is_float() { Scalar::Float(rounded.to_f64s()[0]) } else { *value })
+                Some(if dtype.is_float() {
+                    Scalar::Float(rounded.to_f64s()[0])
+                } else {
+                    *value
+                })
             }
             Op::Broadcast { .. } | Op::Reshape(_) => self.splat(node.inputs[0]),
             _ => None,
@@ -130,13 +134,20 @@ impl Simplify<'_> {
                 self.add(Op::Transpose(both), &[x], p).map(Some)
             }
             Op::Broadcast { shape, dims } => {
-                let same = self.rewriter.graph.shape(inputs[0]) == shape && dims.iter().copied().eq(0..shape.rank());
+                let same =
+                    self.rewriter.graph.shape(inputs[0]) == shape && dims.iter().copied().eq(0..shape.rank());
                 Ok(same.then_some(inputs[0]))
             }
             Op::Cast(dtype) => Ok((self.rewriter.graph.dtype(inputs[0]) == *dtype).then_some(inputs[0])),
-            Op::Slice { starts, limits, steps } => {
+            Op::Slice {
+                starts,
+                limits,
+                steps,
+            } => {
                 let shape = self.rewriter.graph.shape(inputs[0]);
-                let whole = starts.iter().all(|&s| s == 0) && limits.as_slice() == shape.dims() && steps.iter().all(|&s| s == 1);
+                let whole = starts.iter().all(|&s| s == 0)
+                    && limits.as_slice() == shape.dims()
+                    && steps.iter().all(|&s| s == 1);
                 Ok(whole.then_some(inputs[0]))
             }
             Op::Concat { .. } if inputs.len() == 1 => Ok(Some(inputs[0])),
@@ -161,7 +172,13 @@ impl Simplify<'_> {
         self.add(fill, &[scalar], p)
     }
 
-    fn binary(&mut self, op: BinaryOp, a: Value, b: Value, p: &Provenance) -> Result<Option<Value>, TypeError> {
+    fn binary(
+        &mut self,
+        op: BinaryOp,
+        a: Value,
+        b: Value,
+        p: &Provenance,
+    ) -> Result<Option<Value>, TypeError> {
         let ty = self.rewriter.graph.ty(a).clone();
         if !ty.dtype.is_float() {
             return Ok(None);
@@ -210,7 +227,13 @@ impl Simplify<'_> {
         Ok(Some(value))
     }
 
-    fn one_hot(&mut self, axis: usize, mode: ScatterMode, inputs: &[Value], p: &Provenance) -> Result<Option<Value>, TypeError> {
+    fn one_hot(
+        &mut self,
+        axis: usize,
+        mode: ScatterMode,
+        inputs: &[Value],
+        p: &Provenance,
+    ) -> Result<Option<Value>, TypeError> {
         let (x, indices, updates) = (inputs[0], inputs[1], inputs[2]);
         let graph = &self.rewriter.graph;
         let (ty, lines) = (graph.ty(x).clone(), graph.ty(indices).clone());

@@ -17,7 +17,13 @@ pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExec
 }
 
 /// Runs a step on `threads` threads. Outputs that take over an argument's memory get a copy of it.
-pub fn run(step: &CpuExecutable, graph: &Graph, inputs: &[HostTensor], scalars: &[Scalar], threads: usize) -> Vec<HostTensor> {
+pub fn run(
+    step: &CpuExecutable,
+    graph: &Graph,
+    inputs: &[HostTensor],
+    scalars: &[Scalar],
+    threads: usize,
+) -> Vec<HostTensor> {
     let pool = ThreadPool::new(threads);
     let mut memory: Vec<AlignedBuffer> = inputs
         .iter()
