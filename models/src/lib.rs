@@ -14,6 +14,39 @@
 //!
 //! Training mode follows Burn's convention: on an autodiff backend dropout and batch statistics are active, on the
 //! inner backend (after `model.valid()`) they are not.
+//!
+//! # Models
+//!
+//! | module | original | built by |
+//! |---|---|---|
+//! | [`llama`] | transformers, Llama 2 and 3 | [`llama::LlamaConfig`]: presets, sizes, or a `config.json` |
+//! | [`bert`] | transformers, BERT | [`bert::BertConfig`]: presets, sizes, or a `config.json` |
+//! | [`vision`] | torchvision and timm | [`vision::VisionConfig`] by name, or the configuration of a family |
+//! | [`mlp`] | a plain `nn.Sequential` | [`mlp::MlpConfig`] |
+//!
+//! # Example
+//!
+//! ```
+//! use burn::tensor::{Int, Tensor};
+//! use kiln_models::keys::Pretrained;
+//! use kiln_models::llama::LlamaConfig;
+//! use kiln_models::params::num_trainable;
+//!
+//! type B = burn_autodiff::Autodiff<burn_flex::Flex>;
+//! let device = Default::default();
+//! let model = LlamaConfig::new(64, 16, 32, 2, 4).init::<B>(&device);
+//!
+//! // One training step's loss and gradients.
+//! let tokens = Tensor::<B, 2, Int>::from_ints([[1, 2, 3, 4]], &device);
+//! let gradients = model.causal_loss(tokens).backward();
+//!
+//! // What a checkpoint of transformers calls each tensor.
+//! let map = model.key_map();
+//! let entry = map.by_path("model.norm.gamma").expect("a norm ends the decoder");
+//! assert_eq!(entry.key, "model.norm.weight");
+//! assert_eq!(num_trainable(&model), 7_248);
+//! # let _ = gradients;
+//! ```
 
 pub mod bert;
 pub mod error;

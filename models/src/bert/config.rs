@@ -155,7 +155,7 @@ impl BertConfig {
         if let Some((field, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
             return Err(ModelError::invalid(FAMILY, field, 0, "it must be at least 1"));
         }
-        if self.hidden_size % self.num_attention_heads != 0 {
+        if !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             let remedy = format!("it must divide the hidden size, {}", self.hidden_size);
             return Err(ModelError::invalid(
                 FAMILY,

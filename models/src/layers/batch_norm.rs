@@ -22,7 +22,7 @@ pub struct BatchNorm2dConfig {
     pub momentum: f64,
 }
 
-/// Batch normalisation, see the [module's documentation](self).
+/// Batch normalisation of images with PyTorch's running statistics: the running variance is the unbiased one.
 #[derive(Module, Debug)]
 pub struct BatchNorm2d<B: Backend> {
     /// Scale, shape `[channels]`.

@@ -8,7 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::module::{embedding, linear};
 use burn::tensor::{Distribution, Int, Shape, Tensor};
 
-/// Token embedding, see the [module's documentation](self).
+/// Token embedding whose padding token gets no gradient from its lookup, as in PyTorch.
 #[derive(Module, Debug)]
 pub struct TokenEmbedding<B: Backend> {
     /// Table of shape `[tokens, width]`.

@@ -181,14 +181,14 @@ impl LlamaConfig {
             return Err(ModelError::invalid(FAMILY, field, 0, "it must be at least 1"));
         }
         let heads = self.num_attention_heads;
-        if self.head_dim.is_none() && self.hidden_size % heads != 0 {
+        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(heads) {
             let remedy = format!(
                 "it must divide the hidden size, {}, or set `head_dim`",
                 self.hidden_size
             );
             return Err(ModelError::invalid(FAMILY, "num_attention_heads", heads, remedy));
         }
-        if heads % self.kv_heads() != 0 {
+        if !heads.is_multiple_of(self.kv_heads()) {
             let remedy = format!("it must divide the number of attention heads, {heads}");
             return Err(ModelError::invalid(
                 FAMILY,
@@ -197,7 +197,7 @@ impl LlamaConfig {
                 remedy,
             ));
         }
-        if self.head_width() == 0 || self.head_width() % 2 != 0 {
+        if self.head_width() == 0 || !self.head_width().is_multiple_of(2) {
             let remedy = "rotary positions turn pairs of coordinates: it must be even and positive";
             return Err(ModelError::invalid(FAMILY, "head_dim", self.head_width(), remedy));
         }

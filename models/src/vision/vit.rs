@@ -71,16 +71,17 @@ impl VitConfig {
     ///
     /// [`ModelError::Invalid`] naming the field.
     pub fn validate(&self) -> Result<(), ModelError> {
-        let divides =
-            |field, divisor: usize, whole: usize, what: &str| match divisor != 0 && whole % divisor == 0 {
-                true => Ok(()),
-                false => Err(ModelError::invalid(
-                    "vit",
-                    field,
-                    divisor,
-                    format!("it must divide {what}, {whole}"),
-                )),
-            };
+        let divides = |field, divisor: usize, whole: usize, what: &str| {
+            if divisor != 0 && whole.is_multiple_of(divisor) {
+                return Ok(());
+            }
+            Err(ModelError::invalid(
+                "vit",
+                field,
+                divisor,
+                format!("it must divide {what}, {whole}"),
+            ))
+        };
         divides("patch_size", self.patch_size, self.image_size, "the image size")?;
         divides("num_heads", self.num_heads, self.embed_dim, "the width")
     }

@@ -102,6 +102,10 @@ impl VisionConfig {
 ///
 /// A path in this module begins with the name of the variant; the original names do not.
 #[derive(Module, Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a program holds one model, and Burn implements `Module` for no box"
+)]
 pub enum VisionModel<B: Backend> {
     /// A residual network.
     ResNet(ResNet<B>),
