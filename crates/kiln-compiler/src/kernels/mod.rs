@@ -106,6 +106,7 @@ pub const RESERVED: &[&str] = &[
     "tile_a",
     "tile_b",
     "to",
+    "total",
     "to_end",
     "tx",
     "turned",

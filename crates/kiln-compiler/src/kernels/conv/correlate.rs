@@ -13,7 +13,7 @@ use super::weights::{self, Panels};
 use super::{ConvSpec, Image, ImageAxis, Place, Spatial, narrow, planar};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, fields, indent, pack_fields, round_up, signature, vector};
+use crate::kernels::{Helper, Kernel, fields, finish_kernel, indent, round_up, run_part, signature, vector};
 
 /// Below this many operations one thread does it all.
 pub(super) const SERIAL_FLOPS: usize = 2_000_000;
@@ -220,13 +220,7 @@ impl Emitter<'_> {
 
         let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
         let serial = *threads == 1 || flops < SERIAL_FLOPS;
-        let run = |function: &str, count: usize| {
-            if serial {
-                format!("    {function}(&args, 0, {count}, 0);\n")
-            } else {
-                format!("    rt->parallel_for(rt->pool, {count}, 1, {function}, &args);\n")
-            }
-        };
+        let run = run_part(serial);
 
         let mut source = String::new();
         let _ = writeln!(
@@ -302,20 +296,9 @@ impl Emitter<'_> {
         if let Some((function, count)) = &consumer.last {
             calls.push_str(&run(function, *count));
         }
-        let head = signature(name, params);
-        let _ = write!(
-            source,
-            "{head} {{\n    struct {name}_args args = {{{}.workspace = workspace}};\n{calls}}}\n",
-            pack_fields(params)
-        );
-        Kernel {
-            name: name.clone(),
-            params: params.clone(),
-            prototype: format!("{head};"),
-            source,
-            helpers: self.tiles.into_iter().collect(),
-            workspace_bytes: workspace,
-        }
+        let mut kernel = finish_kernel(name, params, source, &calls, workspace);
+        kernel.helpers = self.tiles.into_iter().collect();
+        kernel
     }
 
     /// Extents of the result.

@@ -15,9 +15,12 @@
 //! **Packing or not.** Where a packed element would be used too few times to pay for the copy, tiles read the operand
 //! in place with constant strides.
 //!
+//! Very few rows with a matrix contiguous along the depth have a kernel of their own, with vectors along the depth.
+//!
 //! **Threads.** The streamed panels are split; if the batch is large, whole products are. Each result element is
 //! computed by one thread in an order that depends on the shape alone, so the bits do not depend on the thread count.
 
+mod dot;
 mod emit;
 mod pack;
 mod plan;
@@ -273,7 +276,12 @@ pub struct GemmSpec<'a> {
 
 /// Generates the kernel.
 pub fn emit(spec: GemmSpec<'_>, isa: Isa) -> Kernel {
-    emit::emit(&columns_contiguous(spec), isa)
+    let spec = columns_contiguous(spec);
+    if dot::fits(&spec, isa) {
+        dot::emit(&spec, isa)
+    } else {
+        emit::emit(&spec, isa)
+    }
 }
 
 /// Exchanges the operands where the result's rows, not its columns, are contiguous (or are the only ones long enough

@@ -13,7 +13,7 @@ const MAX_DEPTH: usize = 4096;
 
 /// Below this many floating-point operations a product runs on one thread: some microseconds, about what waking and
 /// waiting for another core can cost.
-const SERIAL_FLOPS: usize = 400_000;
+pub(super) const SERIAL_FLOPS: usize = 1_000_000;
 
 /// Up to this many operations a product of a batch is left to one thread.
 const SMALL_FLOPS: usize = 16_000_000;

@@ -1,0 +1,168 @@
+//! Products of very few rows with a matrix that is contiguous along the depth: a row of tokens times a transposed weight.
+//!
+//! Tiles would spend their time turning the matrix, which is read only once. Here vectors run along the depth: the few rows are
+//! copied to consecutive memory, and each group of columns keeps one accumulator for each row and column, whose lanes
+//! are added at the end. The matrix is streamed exactly once, in place.
+
+use kiln_cpu::Isa;
+
+use super::{At, Axis, GemmSpec, Result};
+use crate::kernels::{Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector};
+
+/// Most rows.
+const MAX_ROWS: usize = 8;
+
+/// Accumulators that leave room for operands.
+const ACCUMULATORS: usize = 24;
+
+/// Whether this is the way to do it.
+pub(super) fn fits(spec: &GemmSpec<'_>, isa: Isa) -> bool {
+    let lanes = vector::lanes(isa);
+    (1..=MAX_ROWS).contains(&spec.m)
+        && spec.b.contiguous == Some(Axis::Depth)
+        && spec.b.segment.is_none()
+        && spec.a.segment.is_none()
+        && spec.k >= 4 * lanes
+        && spec.n >= 4
+        && spec.batch > 0
+}
+
+pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
+    let GemmSpec {
+        name,
+        comment,
+        batch,
+        m,
+        n,
+        k,
+        a,
+        params,
+        threads,
+        ..
+    } = spec;
+    let lanes = vector::lanes(isa);
+    let accumulators = if isa.registers() >= 32 {
+        ACCUMULATORS
+    } else {
+        ACCUMULATORS / 2
+    };
+    let columns = (accumulators / m).clamp(1, 4);
+    let (groups, rest) = (n / columns, n % columns);
+    let row = round_up(*k, lanes);
+
+    let element = |width| {
+        (a.load)(&At {
+            width,
+            batch: "batch",
+            free: "r",
+            depth: "k",
+        })
+    };
+    let vectors = if a.contiguous == Some(Axis::Depth) {
+        format!(
+            "        for (; k + {lanes} <= {k}; k += {lanes}) vf_store(rows + (batch * {m} + r) * {row} + k, {});\n",
+            element(Width::Vector)
+        )
+    } else {
+        String::new()
+    };
+    let source = format!(
+        "/* {comment}\n * {batch} times [{m} x {k}] * [{k} x {n}], vectors along the depth, {columns} columns at a time. */\nstruct {name}_args \
+         {{\n{}    char *workspace;\n}};\n/* Copies rows of A. */\nstatic void {name}_rows(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
+         const struct {name}_args *args = ctx;\n{}    float *rows = (float *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
+         {{\n        const int64_t batch = unit / {m}, r = unit % {m};\n        int64_t k = 0;\n{vectors}        for (; k < {k}; k++) rows[(batch * {m} \
+         + r) * {row} + k] = {};\n    }}\n}}\nstatic void {name}_dot(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
+         {name}_args *args = ctx;\n{}    const float *rows = (const float *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
+         {{\n        const int64_t batch = unit / {units}, group = unit % {units};\n        const float *left = rows + batch * {};\n{}    }}\n}}\n",
+        fields(params),
+        unpack(params),
+        element(Width::Scalar),
+        unpack(params),
+        m * row,
+        indent(&choose(spec, columns, rest, groups, row, lanes), 8),
+        units = groups + usize::from(rest > 0),
+    );
+    let serial = *threads == 1 || 2 * batch * m * n * k < super::plan::SERIAL_FLOPS;
+    let run = run_part(serial);
+    let calls = run_part(true)(&format!("{name}_rows"), batch * m)
+        + &run(&format!("{name}_dot"), batch * (groups + usize::from(rest > 0)));
+    finish_kernel(name, params, source, &calls, round_up(batch * m * row * 4, 64))
+}
+
+/// A full group of columns, or what is left of one.
+fn choose(
+    spec: &GemmSpec<'_>,
+    columns: usize,
+    rest: usize,
+    groups: usize,
+    row: usize,
+    lanes: usize,
+) -> String {
+    let full = group(spec, columns, columns, row, lanes);
+    match (groups, rest) {
+        (_, 0) => full,
+        (0, _) => group(spec, columns, rest, row, lanes),
+        _ => format!(
+            "if (group < {groups}) {{\n{}}} else {{\n{}}}\n",
+            indent(&full, 4),
+            indent(&group(spec, columns, rest, row, lanes), 4)
+        ),
+    }
+}
+
+/// The products of all rows with `some` columns, from `group * columns` on.
+fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: usize) -> String {
+    let GemmSpec {
+        m, k, b, epilogue, ..
+    } = spec;
+    let place = |c: usize| format!("(group * {columns} + {c})");
+    let load = |width, c: usize| {
+        (b.load)(&At {
+            width,
+            batch: "batch",
+            free: &place(c),
+            depth: "k",
+        })
+    };
+    let sums: Vec<String> = (0..*m)
+        .flat_map(|r| (0..some).map(move |c| format!("sum{r}_{c} = {{0}}")))
+        .collect();
+    let mut step = String::new();
+    let mut tail = String::new();
+    let mut end = String::new();
+    for c in 0..some {
+        step.push_str(&format!("const vf right{c} = {};\n", load(Width::Vector, c)));
+        tail.push_str(&format!("const float right{c} = {};\n", load(Width::Scalar, c)));
+    }
+    for r in 0..*m {
+        for c in 0..some {
+            let x = r * row;
+            step.push_str(&format!(
+                "sum{r}_{c} = vf_fma(vf_load(left + {x} + k), right{c}, sum{r}_{c});\n"
+            ));
+            tail.push_str(&format!(
+                "total[{}] = sf_fma(left[{x} + k], right{c}, total[{}]);\n",
+                r * some + c,
+                r * some + c
+            ));
+            end.push_str(&format!("total[{}] = vf_sum(sum{r}_{c});\n", r * some + c));
+        }
+    }
+    let consume = (epilogue.consume)(&Result {
+        width: Width::Scalar,
+        batch: "batch",
+        row: "i",
+        col: "j",
+        value: "sum",
+    });
+    format!(
+        "vf {};\nfloat total[{}];\nint64_t k = 0;\nfor (; k + {lanes} <= {k}; k += {lanes}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\nfor \
+         (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) {{\n        const int64_t j = group * {columns} + c;\n        float sum \
+         = total[i * {some} + c];\n{}    }}\n",
+        sums.join(", "),
+        m * some,
+        indent(&step, 4),
+        indent(&tail, 4),
+        indent(&consume, 8)
+    )
+}
