@@ -1,12 +1,14 @@
 //! From the paths of a Burn module to the names of the original checkpoint, as plain data.
 //!
-//! A family implements [`Pretrained`]: how a path is renamed, which other names a file may use for the same tensor, and
-//! which keys of a file it may ignore. [`Pretrained::key_map`] walks the module and returns a [`KeyMap`], from which
-//! a loader reads what to look for and a writer what to write; neither needs to know the family.
+//! A family implements [`Pretrained`]: how a path is renamed, which other names a file may use for the same
+//! tensor, and which keys of a file it may ignore. [`Pretrained::key_map`] walks the module and returns a
+//! [`KeyMap`], from which a loader reads what to look for and a writer what to write; neither needs to know
+//! the family.
 //!
-//! Two things are the same for all families and are applied here. Burn's normalisation layers call their tensors
-//! `gamma` and `beta` where PyTorch says `weight` and `bias`. And a Burn `Linear` stores `[d_input, d_output]` where
-//! PyTorch stores `[d_output, d_input]`, so its weight is transposed on the way in and out.
+//! Two things are the same for all families and are applied here. Burn's normalisation layers call their
+//! tensors `gamma` and `beta` where PyTorch says `weight` and `bias`. And a Burn `Linear` stores
+//! `[d_input, d_output]` where PyTorch stores `[d_output, d_input]`, so its weight is transposed on the way
+//! in and out.
 
 use crate::params::{TensorKind, list_params};
 use burn::module::Module;
@@ -27,7 +29,8 @@ pub struct KeyEntry {
     pub transpose: bool,
     /// Whether the tensor is trained.
     pub kind: TensorKind,
-    /// The tensor belongs to a task head: a file of the base model may lack it, then it keeps its initial value.
+    /// The tensor belongs to a task head: a file of the base model may lack it, then it keeps its initial
+    /// value.
     pub head: bool,
 }
 
@@ -71,8 +74,8 @@ pub struct KeyMap {
     pub family: &'static str,
     /// One entry per tensor of the module, in the order of its fields.
     pub entries: Vec<KeyEntry>,
-    /// Keys that a file may hold beyond the entries without being reported: copies of tied weights, tables that the
-    /// module computes itself, heads of other tasks.
+    /// Keys that a file may hold beyond the entries without being reported: copies of tied weights, tables
+    /// that the module computes itself, heads of other tasks.
     pub ignorable: Vec<KeyPattern>,
 }
 
@@ -102,8 +105,8 @@ pub trait Pretrained<B: Backend>: Module<B> {
     /// Name of the family, for messages: `llama`, `bert`, `resnet`, ...
     fn family(&self) -> &'static str;
 
-    /// The original name of the tensor at `path`; `gamma` and `beta` of normalisation layers have already become
-    /// `weight` and `bias`.
+    /// The original name of the tensor at `path`; `gamma` and `beta` of normalisation layers have already
+    /// become `weight` and `bias`.
     fn original_key(&self, path: &str) -> String;
 
     /// Other names under which a file may hold the tensor with the original name `key`.

@@ -1,4 +1,5 @@
-//! Losses with the meaning of `torch.nn.functional`, written so that a target is an index, never a one-hot matrix.
+//! Losses with the meaning of `torch.nn.functional`, written so that a target is an index, never a one-hot
+//! matrix.
 
 use burn::tensor::activation::{log_sigmoid, log_softmax};
 use burn::tensor::backend::Backend;
@@ -35,7 +36,8 @@ impl CrossEntropy {
         self
     }
 
-    /// Samples with this target count neither in the sum nor in the mean (PyTorch's `ignore_index`, usually -100).
+    /// Samples with this target count neither in the sum nor in the mean (PyTorch's `ignore_index`, usually
+    /// -100).
     ///
     /// A batch in which no target counts has loss 0, where PyTorch returns NaN.
     pub fn with_ignore_index(mut self, index: i64) -> Self {
@@ -85,7 +87,8 @@ impl CrossEntropy {
     }
 }
 
-/// Cross entropy of every position of a sequence: `logits` `[batch, length, classes]`, `targets` `[batch, length]`.
+/// Cross entropy of every position of a sequence: `logits` `[batch, length, classes]`, `targets`
+/// `[batch, length]`.
 pub fn sequence_cross_entropy<B: Backend>(
     loss: &CrossEntropy,
     logits: Tensor<B, 3>,

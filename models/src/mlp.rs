@@ -1,7 +1,7 @@
 //! A multilayer perceptron with GELU: the smallest model that has every phase of a training step.
 //!
-//! The original is `nn.Sequential(Linear, GELU, Linear, GELU, ..., Linear)`, whose parameters are numbered by their
-//! place in the sequence; the activations count, so layer `i` is item `2 i`.
+//! The original is `nn.Sequential(Linear, GELU, Linear, GELU, ..., Linear)`, whose parameters are numbered by
+//! their place in the sequence; the activations count, so layer `i` is item `2 i`.
 
 use crate::keys::Pretrained;
 use crate::loss::CrossEntropy;

@@ -1,8 +1,9 @@
-//! One uniform view of a module's tensors: where each lies in the module tree, its shape, and whether it is trained.
+//! One uniform view of a module's tensors: where each lies in the module tree, its shape, and whether it is
+//! trained.
 //!
-//! Burn modules are walked with a visitor; the walk asks a parameter for its shape without initialising it, so listing
-//! a model of billions of parameters allocates nothing. Buffers (the running statistics of batch normalisation) are
-//! seen by the same walk and told apart by the field that holds them.
+//! Burn modules are walked with a visitor; the walk asks a parameter for its shape without initialising it,
+//! so listing a model of billions of parameters allocates nothing. Buffers (the running statistics of batch
+//! normalisation) are seen by the same walk and told apart by the field that holds them.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
@@ -55,8 +56,8 @@ pub fn num_trainable<B: Backend, M: Module<B>>(module: &M) -> usize {
 
 /// Replaces tensors of `module` by what `source` returns for their paths; `None` leaves a tensor as it is.
 ///
-/// Keeps each parameter's identity and whether it requires a gradient. A parameter that was never initialised is
-/// not initialised on the way. Data is converted to the backend's float type.
+/// Keeps each parameter's identity and whether it requires a gradient. A parameter that was never initialised
+/// is not initialised on the way. Data is converted to the backend's float type.
 ///
 /// # Errors
 ///

@@ -96,8 +96,8 @@ impl BertConfig {
     ///
     /// # Errors
     ///
-    /// Text that is not such a configuration, sizes that no model can have, and variants that are not implemented
-    /// (decoders, cross attention, relative positions).
+    /// Text that is not such a configuration, sizes that no model can have, and variants that are not
+    /// implemented (decoders, cross attention, relative positions).
     pub fn from_hf_json(text: &str) -> Result<Self, ModelError> {
         let file: HfBertConfig = serde_json::from_str(text).map_err(|source| ModelError::Parse {
             family: FAMILY,
@@ -106,8 +106,8 @@ impl BertConfig {
         file.into_config()
     }
 
-    /// The text of a `config.json` that transformers reads as this model. `architecture` is the name of the class:
-    /// `BertModel`, `BertForSequenceClassification` or `BertForMaskedLM`.
+    /// The text of a `config.json` that transformers reads as this model. `architecture` is the name of the
+    /// class: `BertModel`, `BertForSequenceClassification` or `BertForMaskedLM`.
     pub fn to_hf_json(&self, architecture: &str) -> String {
         let labels = |pair: fn(usize) -> (String, serde_json::Value)| -> serde_json::Map<String, _> {
             (0..self.num_labels).map(pair).collect()

@@ -69,8 +69,8 @@ impl<B: Backend> BertEmbeddings<B> {
     fn forward(&self, tokens: Tensor<B, 2, Int>, segments: Option<Tensor<B, 2, Int>>) -> Tensor<B, 3> {
         let [_, length] = tokens.dims();
         let words = self.word_embeddings.forward(tokens);
-        // Every token of an absent segment input belongs to segment 0, and positions count from 0: both lookups are
-        // slices of their tables.
+        // Every token of an absent segment input belongs to segment 0, and positions count from 0: both
+        // lookups are slices of their tables.
         let segments = match segments {
             Some(segments) => self.token_type_embeddings.forward(segments),
             None => self
@@ -256,7 +256,8 @@ impl<B: Backend> BertModel<B> {
         hidden
     }
 
-    /// The pooled first token of hidden states, `[batch, hidden_size]`; the bare first token if there is no pooler.
+    /// The pooled first token of hidden states, `[batch, hidden_size]`; the bare first token if there is no
+    /// pooler.
     pub fn pool(&self, hidden: Tensor<B, 3>) -> Tensor<B, 2> {
         let [batch, _, width] = hidden.dims();
         let first = hidden.slice_dim(1, 0..1).reshape([batch, width]);
@@ -266,7 +267,8 @@ impl<B: Backend> BertModel<B> {
         }
     }
 
-    /// Sentence embeddings: the mean of the last hidden states over the tokens that `keep` keeps, `[batch, hidden_size]`.
+    /// Sentence embeddings: the mean of the last hidden states over the tokens that `keep` keeps,
+    /// `[batch, hidden_size]`.
     ///
     /// Inputs as for [`forward`](Self::forward). sentence-transformers normalises the result to length 1, see
     /// [`embed_normalized`](Self::embed_normalized).

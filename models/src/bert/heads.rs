@@ -53,7 +53,8 @@ impl<B: Backend> BertForSequenceClassification<B> {
             .forward(self.forward(tokens, None, keep), labels)
     }
 
-    /// Mean binary cross entropy of independent labels; `labels` `[batch, num_labels]` in `[0, 1]`, output `[1]`.
+    /// Mean binary cross entropy of independent labels; `labels` `[batch, num_labels]` in `[0, 1]`, output
+    /// `[1]`.
     pub fn multi_label_loss(
         &self,
         tokens: Tensor<B, 2, Int>,
@@ -178,8 +179,8 @@ impl<B: Backend> BertForMaskedLm<B> {
         logits + head.bias.val().unsqueeze()
     }
 
-    /// Mean cross entropy over the masked tokens; `labels` `[batch, length]` with -100 where a token is not predicted,
-    /// output `[1]`.
+    /// Mean cross entropy over the masked tokens; `labels` `[batch, length]` with -100 where a token is not
+    /// predicted, output `[1]`.
     pub fn loss(
         &self,
         tokens: Tensor<B, 2, Int>,

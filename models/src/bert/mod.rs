@@ -1,8 +1,8 @@
 //! BERT: the encoder, and heads for classification, masked language modelling and sentence embeddings.
 //!
-//! The modules mirror transformers' `BertModel`, `BertForSequenceClassification` and `BertForMaskedLM`: post-norm
-//! encoder layers with learned positions, dropout after the embeddings, on the attention weights and before each residual
-//! sum. All weights begin normal with standard deviation 0.02, biases at zero.
+//! The modules mirror transformers' `BertModel`, `BertForSequenceClassification` and `BertForMaskedLM`:
+//! post-norm encoder layers with learned positions, dropout after the embeddings, on the attention weights
+//! and before each residual sum. All weights begin normal with standard deviation 0.02, biases at zero.
 
 mod config;
 mod encoder;
@@ -23,8 +23,8 @@ fn original_segments(path: &str) -> String {
     })
 }
 
-/// Older files call the tensors of a layer norm `gamma` and `beta`; files of the base model lack the prefix `bert.`, which
-/// files of the other heads have.
+/// Older files call the tensors of a layer norm `gamma` and `beta`; files of the base model lack the prefix
+/// `bert.`, which files of the other heads have.
 fn aliases(key: &str) -> Vec<String> {
     let mut names = Vec::new();
     match key.strip_prefix("bert.") {

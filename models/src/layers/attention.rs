@@ -1,8 +1,8 @@
 //! Scaled dot-product attention, spelled out: `softmax(q k^T * scale, masked) v`.
 //!
-//! The explicit form is what a step compiler recognises and fuses, and what autograd differentiates on any backend.
-//! Grouped-query attention repeats each key and value head in place, so that head `h` of the queries reads
-//! head `h / groups`, as the originals do.
+//! The explicit form is what a step compiler recognises and fuses, and what autograd differentiates on any
+//! backend. Grouped-query attention repeats each key and value head in place, so that head `h` of the queries
+//! reads head `h / groups`, as the originals do.
 
 use burn::nn::Dropout;
 use burn::tensor::activation::softmax;
@@ -18,8 +18,8 @@ use burn::tensor::{Bool, Int, Tensor};
 /// - mask: `[batch or 1, heads or 1, queries or 1, keys]`; `true` hides a key from a query
 /// - output: `[batch, heads, queries, head_dim]`
 ///
-/// A query whose keys are all hidden attends to all of them equally: the mask is the most negative finite number of
-/// the dtype, not infinity, so no row of the softmax is NaN.
+/// A query whose keys are all hidden attends to all of them equally: the mask is the most negative finite
+/// number of the dtype, not infinity, so no row of the softmax is NaN.
 pub fn attention<B: Backend>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
@@ -39,7 +39,8 @@ pub fn attention<B: Backend>(
     dropout.forward(softmax(scores, 3)).matmul(value)
 }
 
-/// `[batch, kv_heads, keys, head_dim]` to `[batch, kv_heads * groups, keys, head_dim]`, each head repeated in place.
+/// `[batch, kv_heads, keys, head_dim]` to `[batch, kv_heads * groups, keys, head_dim]`, each head repeated in
+/// place.
 fn repeat_heads<B: Backend>(tensor: Tensor<B, 4>, groups: usize) -> Tensor<B, 4> {
     if groups == 1 {
         return tensor;
@@ -51,7 +52,8 @@ fn repeat_heads<B: Backend>(tensor: Tensor<B, 4>, groups: usize) -> Tensor<B, 4>
         .reshape([batch, heads * groups, length, dim])
 }
 
-/// Mask of shape `[1, 1, queries, keys]` that hides the future: the queries are the last of the `keys` positions.
+/// Mask of shape `[1, 1, queries, keys]` that hides the future: the queries are the last of the `keys`
+/// positions.
 pub fn causal_mask<B: Backend>(queries: usize, keys: usize, device: &B::Device) -> Tensor<B, 4, Bool> {
     let first = (keys - queries) as i64;
     let query = Tensor::<B, 1, Int>::arange(first..keys as i64, device).reshape([queries, 1]);

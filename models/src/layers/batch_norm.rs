@@ -1,8 +1,9 @@
 //! Batch normalisation over `[batch, channels, height, width]` with PyTorch's running statistics.
 //!
-//! Burn's `BatchNorm` stores the batch's biased variance in its running average; PyTorch stores the unbiased one
-//! (divided by `n - 1`). Evaluation reads the running average, so a model trained here and evaluated there, or the
-//! other way round, only agrees when both keep the same number. The arithmetic of the forward pass is that of Burn's layer.
+//! Burn's `BatchNorm` stores the batch's biased variance in its running average; PyTorch stores the unbiased
+//! one (divided by `n - 1`). Evaluation reads the running average, so a model trained here and evaluated
+//! there, or the other way round, only agrees when both keep the same number. The arithmetic of the forward
+//! pass is that of Burn's layer.
 
 use burn::config::Config;
 use burn::module::{Initializer, Module, Param, RunningState};
@@ -52,8 +53,8 @@ impl BatchNorm2dConfig {
 }
 
 impl<B: Backend> BatchNorm2d<B> {
-    /// Normalises each channel: by the batch's statistics on an autodiff backend (and updates the running ones), by
-    /// the running statistics otherwise.
+    /// Normalises each channel: by the batch's statistics on an autodiff backend (and updates the running
+    /// ones), by the running statistics otherwise.
     ///
     /// # Shapes
     ///

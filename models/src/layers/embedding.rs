@@ -1,7 +1,8 @@
 //! Token embedding with PyTorch's padding index.
 //!
-//! `nn.Embedding(padding_idx=p)` looks up row `p` like any other, but the lookup sends it no gradient, and the row
-//! begins at zero. The same is done here by detaching the looked-up vectors where the token is the padding token.
+//! `nn.Embedding(padding_idx=p)` looks up row `p` like any other, but the lookup sends it no gradient, and
+//! the row begins at zero. The same is done here by detaching the looked-up vectors where the token is the
+//! padding token.
 
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::backend::Backend;
@@ -55,7 +56,8 @@ impl<B: Backend> TokenEmbedding<B> {
         }
     }
 
-    /// The table used as the output projection (tied weights): `[batch, length, width]` to `[batch, length, tokens]`.
+    /// The table used as the output projection (tied weights): `[batch, length, width]` to
+    /// `[batch, length, tokens]`.
     pub fn logits(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
         linear(hidden, self.weight.val().transpose(), None)
     }

@@ -15,7 +15,8 @@ pub struct ConvNorm<B: Backend> {
 }
 
 impl<B: Backend> ConvNorm<B> {
-    /// A convolution that keeps the size at stride 1, He-normal by fan out, then a batch norm with this momentum.
+    /// A convolution that keeps the size at stride 1, He-normal by fan out, then a batch norm with this
+    /// momentum.
     pub fn new(
         channels: [usize; 2],
         kernel: usize,
@@ -72,7 +73,8 @@ pub struct InvertedSpec {
     pub kernel: usize,
     /// Stride of the depthwise convolution.
     pub stride: usize,
-    /// Channels inside per channel at the start; with 1 there is no widening convolution unless `always_expand`.
+    /// Channels inside per channel at the start; with 1 there is no widening convolution unless
+    /// `always_expand`.
     pub expansion: usize,
     /// Widen even by a factor of 1.
     pub always_expand: bool,
@@ -106,8 +108,8 @@ impl InvertedSpec {
     }
 }
 
-/// Widen by a 1x1 convolution, filter each channel on its own, narrow by a 1x1 convolution; the input is added where the shape
-/// allows.
+/// Widen by a 1x1 convolution, filter each channel on its own, narrow by a 1x1 convolution; the input is
+/// added where the shape allows.
 #[derive(Module, Debug)]
 pub struct InvertedResidual<B: Backend> {
     expand: Option<ConvNorm<B>>,

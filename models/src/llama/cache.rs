@@ -1,7 +1,8 @@
-//! Keys and values of the positions already seen, so that a new token costs one position and not the whole sequence.
+//! Keys and values of the positions already seen, so that a new token costs one position and not the whole
+//! sequence.
 //!
-//! Each layer owns a buffer with room for `capacity` positions; new positions are written behind the ones seen. When
-//! the buffer is full its capacity doubles, so a long text costs a logarithmic number of copies.
+//! Each layer owns a buffer with room for `capacity` positions; new positions are written behind the ones
+//! seen. When the buffer is full its capacity doubles, so a long text costs a logarithmic number of copies.
 
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -16,7 +17,8 @@ pub struct LayerCache<B: Backend> {
 }
 
 impl<B: Backend> LayerCache<B> {
-    /// Appends keys and values `[batch, kv_heads, new, head_dim]` and returns all, `[batch, kv_heads, len, head_dim]`.
+    /// Appends keys and values `[batch, kv_heads, new, head_dim]` and returns all,
+    /// `[batch, kv_heads, len, head_dim]`.
     pub(super) fn append(&mut self, key: Tensor<B, 4>, value: Tensor<B, 4>) -> [Tensor<B, 4>; 2] {
         let [batch, heads, new, dim] = key.dims();
         let (from, to) = (self.len, self.len + new);

@@ -117,8 +117,8 @@ impl LlamaConfig {
     ///
     /// # Errors
     ///
-    /// Text that is not such a configuration, sizes that no model can have, and variants that are not implemented
-    /// (`yarn` and other scalings, partial rotation, unknown activations).
+    /// Text that is not such a configuration, sizes that no model can have, and variants that are not
+    /// implemented (`yarn` and other scalings, partial rotation, unknown activations).
     pub fn from_hf_json(text: &str) -> Result<Self, ModelError> {
         let file: HfLlamaConfig = serde_json::from_str(text).map_err(|source| ModelError::Parse {
             family: FAMILY,

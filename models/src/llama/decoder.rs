@@ -222,8 +222,8 @@ impl<B: Backend> Llama<B> {
         self.project(self.model.forward(tokens, None))
     }
 
-    /// Logits after the last of `tokens`, `[batch, vocab_size]`; the tokens continue those in `cache` and are added to
-    /// it.
+    /// Logits after the last of `tokens`, `[batch, vocab_size]`; the tokens continue those in `cache` and are
+    /// added to it.
     pub fn forward_cached(&self, tokens: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let hidden = self.model.forward(tokens, Some(cache));
         let [batch, length, _] = hidden.dims();
@@ -231,8 +231,8 @@ impl<B: Backend> Llama<B> {
             .reshape([batch, self.vocab_size])
     }
 
-    /// Mean cross entropy of the logits at each position against `targets`, the token that follows it; -100 marks
-    /// positions that do not count. Both `[batch, length]`, output `[1]`.
+    /// Mean cross entropy of the logits at each position against `targets`, the token that follows it; -100
+    /// marks positions that do not count. Both `[batch, length]`, output `[1]`.
     pub fn loss(&self, tokens: Tensor<B, 2, Int>, targets: Tensor<B, 2, Int>) -> Tensor<B, 1> {
         let loss = CrossEntropy::new().with_ignore_index(-100);
         sequence_cross_entropy(&loss, self.forward(tokens), targets)

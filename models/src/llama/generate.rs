@@ -55,14 +55,14 @@ impl GenerateConfig {
 impl<B: Backend> Llama<B> {
     /// Continues `prompt`; returns the new tokens.
     ///
-    /// Ends after `max_new_tokens`, at a stop token (which is not returned), when the model's longest sequence is
-    /// reached, or when `on_token` breaks; `on_token` sees each token as it comes. Call it on a backend without
-    /// autodiff (`model.valid()`), or every step keeps its graph.
+    /// Ends after `max_new_tokens`, at a stop token (which is not returned), when the model's longest
+    /// sequence is reached, or when `on_token` breaks; `on_token` sees each token as it comes. Call it on a
+    /// backend without autodiff (`model.valid()`), or every step keeps its graph.
     ///
     /// # Errors
     ///
-    /// An empty prompt, one longer than the model allows or with unknown tokens, settings out of range, logits without a
-    /// finite number, or a device that fails.
+    /// An empty prompt, one longer than the model allows or with unknown tokens, settings out of range,
+    /// logits without a finite number, or a device that fails.
     pub fn generate(
         &self,
         prompt: &[u32],

@@ -1,15 +1,16 @@
-//! Rotary positions: pairs of coordinates of each query and key turn by an angle that grows with the position.
+//! Rotary positions: pairs of coordinates of each query and key turn by an angle that grows with the
+//! position.
 //!
-//! Coordinate `i` of the first half of a head is paired with coordinate `i` of the second half, and the pair at
-//! position `p` turns by `p * theta^(-2 i / head_dim)`. Scaling changes these frequencies:
+//! Coordinate `i` of the first half of a head is paired with coordinate `i` of the second half, and the pair
+//! at position `p` turns by `p * theta^(-2 i / head_dim)`. Scaling changes these frequencies:
 //!
 //! - linear divides all of them by a factor;
 //! - dynamic raises `theta` as the sequence outgrows the trained length;
 //! - llama3 leaves high frequencies alone, divides low ones by a factor, and interpolates between.
 //!
-//! The cosines and sines of the first positions are constants of the module. They are computed on the host in f32,
-//! as the original does, because the angle of a late position is large enough for the rounding to show. Sequences
-//! beyond the table get theirs when they come, still from shapes alone.
+//! The cosines and sines of the first positions are constants of the module. They are computed on the host in
+//! f32, as the original does, because the angle of a late position is large enough for the rounding to show.
+//! Sequences beyond the table get theirs when they come, still from shapes alone.
 
 use burn::config::Config;
 use burn::module::Module;

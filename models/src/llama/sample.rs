@@ -1,7 +1,8 @@
-//! Choosing the next token from its logits: temperature, then the k likeliest, then the likeliest that make up p.
+//! Choosing the next token from its logits: temperature, then the k likeliest, then the likeliest that make
+//! up p.
 //!
-//! The choice runs on the host from a seed, so a text is a function of the model, the prompt and the seed, on any
-//! backend that computes the same logits.
+//! The choice runs on the host from a seed, so a text is a function of the model, the prompt and the seed, on
+//! any backend that computes the same logits.
 
 /// Draws tokens.
 #[derive(Debug, Clone)]
@@ -13,7 +14,8 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler. Temperature 0 always takes the likeliest token; `top_k` and `top_p` narrow the choice in this order.
+    /// A sampler. Temperature 0 always takes the likeliest token; `top_k` and `top_p` narrow the choice in
+    /// this order.
     pub fn new(temperature: f64, top_k: Option<usize>, top_p: Option<f64>, seed: u64) -> Self {
         Self {
             temperature,

@@ -1,4 +1,5 @@
-//! AlexNet of torchvision: five convolutions with ReLU, three max pools, and three linear layers behind dropout.
+//! AlexNet of torchvision: five convolutions with ReLU, three max pools, and three linear layers behind
+//! dropout.
 //!
 //! All weights begin with PyTorch's defaults.
 
@@ -75,7 +76,8 @@ impl AlexNetConfig {
 }
 
 impl<B: Backend> AlexNet<B> {
-    /// Logits of a batch of images: `[batch, 3, height, width]` to `[batch, classes]`; at least 63 pixels a side.
+    /// Logits of a batch of images: `[batch, 3, height, width]` to `[batch, classes]`; at least 63 pixels a
+    /// side.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
         let mut hidden = images;
         for (index, conv) in self.features.iter().enumerate() {

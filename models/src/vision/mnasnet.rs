@@ -1,7 +1,7 @@
 //! MNASNet B1 of torchvision: a separable stem and six stacks of inverted residuals with ReLU.
 //!
-//! The batch norms forget slowly (momentum 0.0003). Convolutions begin He-normal by fan out, the classifier uniform in
-//! `±sqrt(3 / classes)` behind dropout.
+//! The batch norms forget slowly (momentum 0.0003). Convolutions begin He-normal by fan out, the classifier
+//! uniform in `±sqrt(3 / classes)` behind dropout.
 
 use crate::keys::{KeyPattern, Pretrained};
 use crate::layers::{ConvNorm, InvertedResidual, InvertedSpec, Rectifier, global_avg_pool, round_channels};

@@ -1,6 +1,7 @@
 //! MobileNet v2 of torchvision: a stack of inverted residuals with ReLU6.
 //!
-//! Convolutions begin He-normal by fan out, the classifier normal with standard deviation 0.01 behind dropout.
+//! Convolutions begin He-normal by fan out, the classifier normal with standard deviation 0.01 behind
+//! dropout.
 
 use crate::keys::{KeyPattern, Pretrained};
 use crate::layers::{

@@ -1,4 +1,5 @@
-//! Image classifiers of torchvision and timm, each by its own configuration or by name through [`VisionConfig`].
+//! Image classifiers of torchvision and timm, each by its own configuration or by name through
+//! [`VisionConfig`].
 
 pub mod alexnet;
 pub mod mnasnet;

@@ -1,9 +1,10 @@
 //! Residual networks of torchvision: resnet18, 34, 50 and 101, and resnext50_32x4d.
 //!
-//! A stem (7x7 convolution with stride 2, batch norm, ReLU, 3x3 max pool with stride 2), four stages of residual
-//! blocks, a global mean and a linear layer. The basic block has two 3x3 convolutions; the bottleneck has 1x1, 3x3, 1x1 with four
-//! times the channels at its end, and its stride lies on the 3x3 convolution (the variant known as v1.5). The first block of a stage
-//! that changes the shape adapts its shortcut by a 1x1 convolution with batch norm.
+//! A stem (7x7 convolution with stride 2, batch norm, ReLU, 3x3 max pool with stride 2), four stages of
+//! residual blocks, a global mean and a linear layer. The basic block has two 3x3 convolutions; the
+//! bottleneck has 1x1, 3x3, 1x1 with four times the channels at its end, and its stride lies on the 3x3
+//! convolution (the variant known as v1.5). The first block of a stage that changes the shape adapts its
+//! shortcut by a 1x1 convolution with batch norm.
 //!
 //! Convolutions begin with He's scheme (normal, fan out), batch norms with scale 1 and shift 0.
 

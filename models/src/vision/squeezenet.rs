@@ -1,7 +1,8 @@
-//! SqueezeNet 1.1 of torchvision: fire modules, which squeeze by a 1x1 convolution and expand by 1x1 and 3x3 side by
-//! side, and a classifier that is itself a 1x1 convolution.
+//! SqueezeNet 1.1 of torchvision: fire modules, which squeeze by a 1x1 convolution and expand by 1x1 and 3x3
+//! side by side, and a classifier that is itself a 1x1 convolution.
 //!
-//! Convolutions begin He-uniform by fan in, the classifier normal with standard deviation 0.01, biases at zero.
+//! Convolutions begin He-uniform by fan in, the classifier normal with standard deviation 0.01, biases at
+//! zero.
 
 use crate::keys::Pretrained;
 use crate::layers::{ConvInit, ConvSpec, global_avg_pool, max_pool2d};

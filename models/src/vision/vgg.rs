@@ -1,7 +1,8 @@
-//! VGG of torchvision without batch norm: stages of 3x3 convolutions with ReLU, a max pool after each stage, and
-//! three linear layers with dropout between.
+//! VGG of torchvision without batch norm: stages of 3x3 convolutions with ReLU, a max pool after each stage,
+//! and three linear layers with dropout between.
 //!
-//! Convolutions begin He-normal by fan out, linear layers normal with standard deviation 0.01, biases at zero.
+//! Convolutions begin He-normal by fan out, linear layers normal with standard deviation 0.01, biases at
+//! zero.
 
 use crate::keys::Pretrained;
 use crate::layers::{ConvInit, ConvSpec, adaptive_avg_pool, max_pool2d, normal_linear};

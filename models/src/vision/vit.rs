@@ -1,9 +1,10 @@
 //! Vision transformers of timm: vit_small_patch16_224 and vit_base_patch16_224.
 //!
-//! The image is cut into patches, each becomes a token by a linear map (a convolution whose stride is its kernel), a class
-//! token goes in front, learned positions are added, pre-norm layers follow, and a linear layer reads the class
-//! token after the last norm. Linear weights begin normal with standard deviation 0.02 (timm truncates at ±2, a
-//! hundred standard deviations away), positions likewise, the class token almost at zero.
+//! The image is cut into patches, each becomes a token by a linear map (a convolution whose stride is its
+//! kernel), a class token goes in front, learned positions are added, pre-norm layers follow, and a linear
+//! layer reads the class token after the last norm. Linear weights begin normal with standard deviation 0.02
+//! (timm truncates at ±2, a hundred standard deviations away), positions likewise, the class token almost at
+//! zero.
 
 use crate::ModelError;
 use crate::keys::Pretrained;

@@ -49,7 +49,8 @@ impl VisionConfig {
     ///
     /// # Errors
     ///
-    /// A name that is not known, no classes, or an image size that the patches of a vision transformer do not divide.
+    /// A name that is not known, no classes, or an image size that the patches of a vision transformer do not
+    /// divide.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Result<VisionModel<B>, ModelError> {
         let classes = self.num_classes;
         if classes == 0 {

@@ -137,11 +137,12 @@ impl Fixture {
         if entry.transpose { transposed(data) } else { data }
     }
 
-    /// Compares training steps with the original's: logits, loss, every gradient, running statistics, and the logits of
-    /// evaluation. `build` makes the model, `forward` and `evaluate` get logits, `loss` the loss.
+    /// Compares training steps with the original's: logits, loss, every gradient, running statistics, and the
+    /// logits of evaluation. `build` makes the model, `forward` and `evaluate` get logits, `loss` the loss.
     ///
-    /// In f64 every fixture must agree, which leaves no room for a wrong formula. In f32 only the committed ones, because
-    /// for any other inputs an activation may lie so near to a kink that rounding decides its side.
+    /// In f64 every fixture must agree, which leaves no room for a wrong formula. In f32 only the committed
+    /// ones, because for any other inputs an activation may lie so near to a kink that rounding decides its
+    /// side.
     pub fn check<M, const D: usize>(
         &self,
         build: impl Fn() -> M,
@@ -218,9 +219,9 @@ impl Fixture {
         self.within(what, actual, expected, allowed);
     }
 
-    /// A gradient that is zero in exact arithmetic (of a key's bias under a softmax over keys, of a shift before a batch
-    /// norm) is rounding noise here. The reference in f64 tells these apart from small gradients: they must be small beside
-    /// the largest gradient of the model.
+    /// A gradient that is zero in exact arithmetic (of a key's bias under a softmax over keys, of a shift
+    /// before a batch norm) is rounding noise here. The reference in f64 tells these apart from small
+    /// gradients: they must be small beside the largest gradient of the model.
     fn compare_gradient(&self, path: &str, actual: TensorData, expected: TensorData) {
         let gradients = self.tensors.iter().filter(|(key, _)| key.starts_with("grad."));
         let largest = gradients.map(|(_, data)| magnitude(data)).fold(0.0, f64::max);

@@ -60,7 +60,8 @@ fn cached_logits_equal_those_of_the_whole_sequence() {
     let model = model(&fixture);
     let ids = prompt(&fixture);
     let whole = model.forward(tokens(&ids));
-    // Any way of cutting the sequence into pieces gives the same last logits, also when the cache has to grow.
+    // Any way of cutting the sequence into pieces gives the same last logits, also when the cache has to
+    // grow.
     for (cuts, reserve) in [
         (vec![12], 12),
         (vec![5, 12], 1),
