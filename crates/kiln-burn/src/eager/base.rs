@@ -9,6 +9,7 @@ use burn_ir::BaseOperationIr;
 use super::{Operands, OperationError, TensorStore, float_dtype};
 
 type T = FlexTensor;
+type ScatterNd = fn(T, T, T, IndexingUpdateOp) -> T;
 
 /// The functions of burn-flex for one tensor kind.
 pub(super) struct Kind {
@@ -26,7 +27,7 @@ pub(super) struct Kind {
     select: fn(T, usize, T) -> T,
     select_add: fn(T, usize, T, T) -> T,
     gather_nd: Option<fn(T, T) -> T>,
-    scatter_nd: Option<fn(T, T, T, IndexingUpdateOp) -> T>,
+    scatter_nd: Option<ScatterNd>,
     mask_where: fn(T, T, T) -> T,
     mask_fill: fn(T, T, Scalar) -> T,
     equal: fn(T, T, BoolDType) -> T,

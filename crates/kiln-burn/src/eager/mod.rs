@@ -2,7 +2,7 @@
 //!
 //! `burn-router` describes every backend call as an [`OperationIr`] whose operands are ids. [`run`] looks the operands up in a
 //! [`TensorStore`], calls the operation of the same name on [`Flex`], and stores the results. All three tensor kinds are
-//! `FlexTensor` there, so operations that only move elements share one table of functions per kind ([`base`]).
+//! `FlexTensor` there, so operations that only move elements share one table of functions per kind.
 //!
 //! Two rules keep this safe and fast:
 //!
@@ -10,7 +10,16 @@
 //!   and may work in place. If the same tensor is also another operand of the operation, it leaves at the end.
 //! - Results have the element type the stream announces, even where burn-flex prefers another (it indexes with 64 bits).
 //!
-//! Random operations do not use burn-flex's generator but Philox ([`random`]), as every executor does.
+//! Random operations do not use burn-flex's generator. Each is a draw from its own Philox stream ([`kiln_graph::philox`]) followed by the
+//! arithmetic below. The import emits exactly these steps as primitives, so eager and compiled results agree bit for bit; each step
+//! rounds once to the type named.
+//!
+//! | distribution | float tensor of type `d` | integer tensor |
+//! | --- | --- | --- |
+//! | `Default` | `uniform(d)` | all values of the type equally likely (the top one of 64-bit types never) |
+//! | `Uniform(low, high)` | `uniform(d) * (high - low) + low` in `d` | `int_range(low, high)`, bounds truncated |
+//! | `Normal(mean, deviation)` | `normal(d) * deviation + mean` in `d` | the same in f64, then truncated |
+//! | `Bernoulli(p)` | `uniform < p ? 1 : 0`, drawn and compared in f32 (f64 for f64) | the same in f32 |
 //!
 //! A panic inside burn-flex (an index out of range, say) passes through: it is the user's panic. The store lost the operands
 //! nobody else could have used, nothing more.

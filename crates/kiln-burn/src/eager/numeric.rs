@@ -219,7 +219,10 @@ pub(super) fn run<S: TensorStore>(
 fn largest(input: &FlexTensor, axis: usize, out: &TensorIr) -> Result<FlexTensor, OperationError> {
     top_k_indices(input, axis, out.shape[axis]).ok_or_else(|| OperationError::Unsupported {
         operation: "TopK".into(),
-        reason: format!("elements of type {:?} have no order; convert the tensor first", input.dtype()),
+        reason: format!(
+            "elements of type {:?} have no order; convert the tensor first",
+            input.dtype()
+        ),
     })
 }
 

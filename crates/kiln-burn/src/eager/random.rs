@@ -1,15 +1,6 @@
 //! Random tensors, eagerly: the numbers any executor draws.
 //!
-//! A random operation is a draw from its own Philox stream ([`kiln_graph::philox`]) followed by the arithmetic below. The
-//! import emits exactly these steps as primitives, so the results agree bit for bit; each step rounds once to the type
-//! named.
-//!
-//! | distribution | float tensor of type `d` | integer tensor |
-//! | --- | --- | --- |
-//! | `Default` | `uniform(d)` | all values of the type equally likely (the top one of 64-bit types never) |
-//! | `Uniform(low, high)` | `uniform(d) * (high - low) + low` in `d` | `int_range(low, high)`, bounds truncated |
-//! | `Normal(mean, deviation)` | `normal(d) * deviation + mean` in `d` | the same in f64, then truncated |
-//! | `Bernoulli(p)` | `uniform < p ? 1 : 0`, drawn and compared in f32 (f64 for f64) | the same in f32 |
+//! The steps of each distribution are a table in [`crate::eager`].
 
 use burn_backend::Distribution;
 use burn_flex::FlexTensor;

@@ -34,7 +34,7 @@ impl Fault {
             Fault::Type(source) => ImportError::Type {
                 operation,
                 position,
-                source,
+                source: Box::new(source),
             },
             Fault::Unsupported(reason) => ImportError::Unsupported {
                 operation,
@@ -44,8 +44,8 @@ impl Fault {
             Fault::Announced { found, announced } => ImportError::Announced {
                 operation,
                 position,
-                found,
-                announced,
+                found: Box::new(found),
+                announced: Box::new(announced),
             },
         }
     }

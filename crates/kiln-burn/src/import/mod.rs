@@ -85,7 +85,7 @@ pub enum ImportError {
         /// Its position in the recording.
         position: usize,
         /// The rule that is broken.
-        source: TypeError,
+        source: Box<TypeError>,
     },
     /// The primitives give another type than the recording announces. A fault of the import.
     #[error(
@@ -98,9 +98,9 @@ pub enum ImportError {
         /// Its position in the recording.
         position: usize,
         /// Type of the lowered result.
-        found: TensorType,
+        found: Box<TensorType>,
         /// Type of the recorded result.
-        announced: TensorType,
+        announced: Box<TensorType>,
     },
     /// An output that no operation of the recording defines or reads.
     #[error("tensor {tensor} is asked for as an output but is not part of the recording")]

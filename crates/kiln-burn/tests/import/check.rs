@@ -157,7 +157,9 @@ pub fn check(
             _ => reference.clone(),
         };
         // Kernels of burn-flex take sums in other orders for tensors laid out otherwise.
-        let tolerance = Tolerance { relative: Tolerance::of(convert::dtype(eager.dtype()).expect("a graph's type")).relative / 10.0 };
+        let tolerance = Tolerance {
+            relative: Tolerance::of(convert::dtype(eager.dtype()).expect("a graph's type")).relative / 10.0,
+        };
         compare(eager, &reference, tolerance, &what);
     }
 }
@@ -183,8 +185,8 @@ pub fn check_executors(logged: impl FnOnce(&FlexDevice) -> Vec<Out<Log>>) -> Vec
         import::import(&state.operations, &ids).unwrap_or_else(|error| panic!("import failed: {error}"));
     kiln_graph::verify(&imported.graph).unwrap_or_else(|error| panic!("invalid graph: {error}"));
     let text = imported.graph.to_string();
-    let parsed = Graph::parse(&text)
-        .unwrap_or_else(|error| panic!("the text form does not parse: {error}\n{text}"));
+    let parsed =
+        Graph::parse(&text).unwrap_or_else(|error| panic!("the text form does not parse: {error}\n{text}"));
     assert_eq!(parsed.to_string(), text);
 
     let inputs = |imported: &Imported| -> Vec<FlexTensor> {

@@ -5,6 +5,7 @@
 //! exactly, executors with eager exactly for integers and within rounding for floats.
 
 mod check;
+mod errors;
 mod gradients;
 mod indexing;
 mod modules;

@@ -2,8 +2,8 @@
 
 use burn_backend::DType;
 use burn_backend::ops::{
-    AttentionModuleOptions, ConvOptions, ConvTransposeOptions, DeformConvOptions, GridSampleOptions, InterpolateMode,
-    InterpolateOptions,
+    AttentionModuleOptions, ConvOptions, ConvTransposeOptions, DeformConvOptions, GridSampleOptions,
+    InterpolateMode, InterpolateOptions,
 };
 use burn_tensor::{Tensor, module};
 

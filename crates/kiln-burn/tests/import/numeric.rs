@@ -1,7 +1,7 @@
 //! Arithmetic, functions, comparisons, bits.
 
 use burn_backend::{DType, FloatDType, IntDType};
-use burn_tensor::{ElementConversion, Int, Tensor, TensorData};
+use burn_tensor::{ElementConversion, Int, Tensor, TensorData, s};
 
 use crate::check::{bools, f32s, floats, ints};
 use crate::{outs, programs};
@@ -170,7 +170,7 @@ fn special_values() {
         ];
         let x = Tensor::<Log, 1>::from_data(TensorData::from(values), device);
         let y = x.clone().flip([0]);
-        let no_nan = x.clone().slice([1..8]);
+        let no_nan = x.clone().slice(s![1..8]);
         outs![
             x.clone() + y.clone(),
             x.clone() * y.clone(),

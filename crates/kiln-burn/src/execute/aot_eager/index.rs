@@ -1,7 +1,7 @@
 //! Gathers and scatters on burn-flex.
 
-use burn_backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
 use burn_backend::DType as BurnDType;
+use burn_backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
 use burn_backend::tensor::IndexingUpdateOp;
 use burn_flex::{Flex, FlexTensor};
 use kiln_graph::op::ScatterMode;

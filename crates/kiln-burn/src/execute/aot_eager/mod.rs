@@ -8,7 +8,7 @@
 //! fill an operand of a pointwise operation is not repeated: burn-flex has operations with a scalar.
 //!
 //! A primitive that burn-flex has no kernel for and that is not worth composing (attention, 3-d pooling, exotic integer types) runs in
-//! the interpreter ([`fallback`]).
+//! the interpreter.
 
 mod contract;
 mod index;
