@@ -167,3 +167,54 @@ impl AllocationController for Controller {
         unsafe { &*(std::ptr::from_ref(bytes) as *const [MaybeUninit<u8>]) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn_backend::TensorData;
+
+    use super::*;
+
+    #[test]
+    fn aligned_bytes_belong_to_a_tensor() {
+        let mut bytes = aligned(24);
+        bytes.copy_from_slice(&[1u8; 24]);
+        let tensor = FlexTensor::new(bytes, Layout::contiguous(vec![24].into()), BurnDType::U8);
+        assert!(is_kernel_ready(&tensor));
+        // A copy that burn-std makes is its own, with its own alignment.
+        let data = tensor.clone().into_data();
+        assert_eq!(data.bytes[..], [1u8; 24]);
+        assert_eq!(tensor.into_data().to_vec::<u8>().unwrap(), [1u8; 24]);
+        assert_eq!(aligned(0).len(), 0);
+    }
+
+    #[test]
+    fn kernels_get_rows_on_a_border() {
+        let tensor = FlexTensor::from_data(TensorData::from([[1.0f32, 2.0], [3.0, 4.0]]));
+        let view = tensor.transpose(0, 1);
+        assert!(!is_kernel_ready(&view));
+        let ready = kernel_ready(view);
+        assert!(is_kernel_ready(&ready));
+        assert_eq!(ready.storage::<f32>(), [1.0, 3.0, 2.0, 4.0]);
+        let place = ready.bytes().as_ptr();
+        assert_eq!(
+            kernel_ready(ready).bytes().as_ptr(),
+            place,
+            "what is ready is not copied"
+        );
+    }
+
+    #[test]
+    fn every_type_survives_the_way_to_the_host_and_back() {
+        for dtype in DType::ALL {
+            let host = HostTensor::from_ints(dtype, [2, 3], [0, 1, 1, 0, 1, 0]);
+            let tensor = from_host(&host, burn_dtype(dtype));
+            assert_eq!(tensor_type(&tensor).as_ref(), Some(host.ty()));
+            assert_eq!(to_host(&tensor), Some(host));
+        }
+        let bools = HostTensor::from_vec([2], [true, false]);
+        assert_eq!(
+            from_host(&bools, BurnDType::Bool(BoolStore::U8)).dtype(),
+            BurnDType::Bool(BoolStore::U8)
+        );
+    }
+}

@@ -37,7 +37,10 @@ fn pool(threads: usize) -> Arc<ThreadPool> {
         threads => threads,
     };
     let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
-    pools.entry(threads).or_insert_with(|| Arc::new(ThreadPool::new(threads))).clone()
+    pools
+        .entry(threads)
+        .or_insert_with(|| Arc::new(ThreadPool::new(threads)))
+        .clone()
 }
 
 impl Cpu {
@@ -50,22 +53,37 @@ impl Cpu {
         static TOOLCHAIN: LazyLock<Result<Toolchain, Arc<CpuError>>> =
             LazyLock::new(|| Toolchain::detect().map_err(Arc::new));
         static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
-        let toolchain = TOOLCHAIN.as_ref().map_err(|error| ExecuteError::NoCompiler(error.clone()))?;
+        let toolchain = TOOLCHAIN
+            .as_ref()
+            .map_err(|error| ExecuteError::NoCompiler(error.clone()))?;
         let pool = pool(options.threads);
         let compiler = Options::new(toolchain, pool.threads());
         let executable = CpuExecutable::new(&graph, &compiler, toolchain, &CACHE, &BuildOptions::default())?;
-        let externs = executable.contract().externs.iter().map(extern_operation).collect::<Result<_, _>>()?;
-        Ok(Self { graph, executable, pool, externs })
+        let externs = executable
+            .contract()
+            .externs
+            .iter()
+            .map(extern_operation)
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            graph,
+            executable,
+            pool,
+            externs,
+        })
     }
 }
 
 /// The operation behind a call out of the compiled code.
 fn extern_operation(call: &ExternCall) -> Result<ExternOp, CompileError> {
     let outputs = call.outputs.iter().map(|(dtype, dims)| {
-        let dtype = dtype.parse().map_err(|error: kiln_graph::dtype::UnknownDType| CompileError::Description {
-            name: call.name.clone(),
-            reason: error.to_string(),
-        })?;
+        let dtype =
+            dtype.parse().map_err(
+                |error: kiln_graph::dtype::UnknownDType| CompileError::Description {
+                    name: call.name.clone(),
+                    reason: error.to_string(),
+                },
+            )?;
         Ok(TensorType::new(dtype, dims.clone()))
     });
     Ok(ExternOp {
@@ -90,7 +108,12 @@ impl Executable for Cpu {
     fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
         check_arguments(&self.graph, &inputs, scalars)?;
         let aliases = &self.executable.contract().aliases;
-        let types: Vec<&TensorType> = self.graph.outputs.iter().map(|output| self.graph.ty(output.value)).collect();
+        let types: Vec<&TensorType> = self
+            .graph
+            .outputs
+            .iter()
+            .map(|output| self.graph.ty(output.value))
+            .collect();
 
         // Inputs that an output takes over leave the list; the rest stay shared.
         let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
@@ -102,7 +125,10 @@ impl Executable for Cpu {
                 taken.map_or_else(|| convert::aligned(ty.bytes()), into_bytes)
             })
             .collect();
-        let inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(|input| input.map(convert::kernel_ready)).collect();
+        let inputs: Vec<Option<FlexTensor>> = inputs
+            .into_iter()
+            .map(|input| input.map(convert::kernel_ready))
+            .collect();
 
         let output_pointers: Vec<*mut u8> = outputs.iter_mut().map(|bytes| bytes.as_mut_ptr()).collect();
         let pointer = |(index, input): (usize, &Option<FlexTensor>)| match input {
@@ -116,17 +142,28 @@ impl Executable for Cpu {
         // SAFETY: `check_arguments` compared number and types of the inputs with the graph the step was compiled from, so every pointer is valid for the size of its
         // tensor; `kernel_ready` and `aligned` put them on 64-byte borders. Output buffers are fresh or were taken over from an input that `aliases` pairs with
         // them, and are exclusively ours; the inputs are kept alive, and unchanged, by `inputs` until after the call.
-        unsafe { self.executable.run(&self.pool, &input_pointers, &output_pointers, scalars, self) }?;
+        unsafe {
+            self.executable
+                .run(&self.pool, &input_pointers, &output_pointers, scalars, self)
+        }?;
         drop(inputs);
         let tensor = |(bytes, ty): (Bytes, &&TensorType)| {
-            FlexTensor::new(bytes, Layout::contiguous(convert::burn_shape(&ty.shape)), convert::burn_dtype(ty.dtype))
+            FlexTensor::new(
+                bytes,
+                Layout::contiguous(convert::burn_shape(&ty.shape)),
+                convert::burn_dtype(ty.dtype),
+            )
         };
         Ok(outputs.into_iter().zip(&types).map(tensor).collect())
     }
 
     fn report(&self) -> String {
         let contract = self.executable.contract();
-        let source = if self.executable.from_cache { "from the disk cache" } else { "built" };
+        let source = if self.executable.from_cache {
+            "from the disk cache"
+        } else {
+            "built"
+        };
         let mut text = format!(
             "{} kernels ({source}: compiler {:.0?}, cc {:.0?}), arena {} KiB, {} threads",
             contract.kernels.len(),
@@ -150,24 +187,42 @@ impl StepHooks for Cpu {
     fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> Result<(), String> {
         let (call, op) = (&self.executable.contract().externs[index], &self.externs[index]);
         let read = |(position, (dtype, dims)): (usize, &(String, Vec<usize>))| {
-            let ty = TensorType::new(dtype.parse().map_err(|error: kiln_graph::dtype::UnknownDType| error.to_string())?, dims.clone());
+            let ty = TensorType::new(
+                dtype
+                    .parse()
+                    .map_err(|error: kiln_graph::dtype::UnknownDType| error.to_string())?,
+                dims.clone(),
+            );
             let mut bytes = convert::aligned(ty.bytes());
             // SAFETY: the step passes one pointer for each operand and result of this call, operands first, each valid for its type.
-            let source = unsafe { std::slice::from_raw_parts((*buffers.add(position)).cast::<u8>(), ty.bytes()) };
+            let source =
+                unsafe { std::slice::from_raw_parts((*buffers.add(position)).cast::<u8>(), ty.bytes()) };
             bytes.copy_from_slice(source);
             let layout = Layout::contiguous(convert::burn_shape(&ty.shape));
             Ok(FlexTensor::new(bytes, layout, convert::burn_dtype(ty.dtype)))
         };
-        let operands = call.inputs.iter().enumerate().map(read).collect::<Result<_, String>>()?;
+        let operands = call
+            .inputs
+            .iter()
+            .enumerate()
+            .map(read)
+            .collect::<Result<_, String>>()?;
         let results = external::run(op, operands).map_err(|error| error.to_string())?;
         for (position, (result, ty)) in results.into_iter().zip(&op.outputs).enumerate() {
             let result = convert::contiguous(result);
             if result.bytes().len() != ty.bytes() {
-                return Err(format!("{}: result {position} has {} bytes, expected {ty}", op.name, result.bytes().len()));
+                return Err(format!(
+                    "{}: result {position} has {} bytes, expected {ty}",
+                    op.name,
+                    result.bytes().len()
+                ));
             }
             // SAFETY: as above; results follow the operands, and nothing else refers to their memory during the call.
             let target = unsafe {
-                std::slice::from_raw_parts_mut((*buffers.add(call.inputs.len() + position)).cast::<u8>(), ty.bytes())
+                std::slice::from_raw_parts_mut(
+                    (*buffers.add(call.inputs.len() + position)).cast::<u8>(),
+                    ty.bytes(),
+                )
             };
             target.copy_from_slice(result.bytes());
         }

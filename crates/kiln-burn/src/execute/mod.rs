@@ -130,7 +130,10 @@ pub fn prepare(
         CompileBackend::Interpret => Box::new(host::Interpret::new(graph)),
         CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options) {
             Ok(executable) => Box::new(executable),
-            Err(error @ (ExecuteError::NoCompiler(_) | ExecuteError::Compile(CompileError::Unsupported { .. }))) => {
+            Err(
+                error @ (ExecuteError::NoCompiler(_)
+                | ExecuteError::Compile(CompileError::Unsupported { .. })),
+            ) => {
                 warn_once(&error);
                 return Ok((aot_eager(graph), CompileBackend::AotEager));
             }
@@ -144,7 +147,11 @@ pub fn prepare(
 fn warn_once(error: &ExecuteError) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let cause = error.to_string();
-    if SAID.lock().unwrap_or_else(PoisonError::into_inner).insert(cause.clone()) {
+    if SAID
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .insert(cause.clone())
+    {
         tracing::warn!(target: "kiln", "steps run on aot_eager, which is slower: {cause}");
     }
 }

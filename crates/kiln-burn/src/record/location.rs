@@ -1,6 +1,6 @@
 //! The line of the user's program that is running now.
 //!
-//! Taken from a backtrace: the innermost frame whose function belongs neither to Burn, nor to Kiln, nor to the standard library. Walking the
+//! Taken from a backtrace: the innermost frame that belongs neither to a crate of the registry (Burn), nor to Kiln, nor to the standard library. Walking the
 //! stack costs a millisecond or so, therefore it is done for graph breaks only, not for each operation.
 
 use std::fmt;
@@ -64,21 +64,26 @@ pub fn user_location() -> Option<Location> {
             if found.is_some() {
                 return;
             }
-            let Some(function) = symbol.name().map(|name| format!("{name:#}")) else {
-                return;
+            let function = symbol.name().map(|name| format!("{name:#}")).unwrap_or_default();
+            // With line tables the file decides, because inlined functions have short names there; without, the function.
+            let inner = match symbol.filename() {
+                Some(file) => is_inner_file(&file.to_string_lossy()),
+                None => is_inner(&function),
             };
-            if !is_inner(&function) {
+            if !inner {
                 let file = symbol.filename().map(PathBuf::from).unwrap_or_default();
-                found = Some(Location {
-                    file,
-                    line: symbol.lineno(),
-                    function,
-                });
+                found = Some(Location { file, line: symbol.lineno(), function });
             }
         });
         found.is_none()
     });
     found
+}
+
+/// Whether a source file is the standard library's, a registry crate's or Kiln's.
+fn is_inner_file(file: &str) -> bool {
+    let file = file.replace('\\', "/");
+    ["/rustc/", "/registry/src/", "kiln-burn/src/", "kiln/src/"].iter().any(|part| file.contains(part))
 }
 
 /// Whether a demangled function belongs to [`INNER`], or to no crate at all (`main` of C, `__rust_try`).
@@ -105,6 +110,9 @@ mod tests {
         ));
         assert!(is_inner("std::panicking::try"));
         assert!(is_inner("main"));
+        assert!(is_inner_file("./crates/kiln-burn/src/record/session.rs"));
+        assert!(is_inner_file("/home/me/.cargo/registry/src/index/burn-tensor-0.21.0/src/tensor/api/base.rs"));
+        assert!(!is_inner_file("src/main.rs"));
         assert!(!is_inner("my_model::train::step::{{closure}}"));
         assert!(!is_inner("<my_model::Net as burn_core::module::Module>::map"));
     }

@@ -44,10 +44,12 @@ struct Pending {
 /// Operations recorded and not run yet.
 #[derive(Debug, Default)]
 pub struct Recording {
-    /// Ids from here on may be results of this recording: `results` has the position of `id - base`.
+    /// Ids from here on are dense enough for a table: `results` has the position of `id - base`.
     base: u64,
     /// Position plus one, by `id - base`; 0 for ids that are no results.
     results: Vec<u32>,
+    /// Positions of results with ids below `base`: those of an operation that was on its way when the recording began.
+    early: FxHashMap<TensorId, u32>,
     pending: Vec<Pending>,
     inputs: Vec<Input>,
     input_positions: FxHashMap<TensorId, u32>,
@@ -100,7 +102,7 @@ pub struct Recorded {
 }
 
 impl Recording {
-    /// An empty recording. Results of its operations have ids of at least `base`.
+    /// An empty recording. Most results of its operations will have ids of at least `base`.
     pub fn new(base: u64) -> Self {
         Self {
             base,
@@ -125,8 +127,10 @@ impl Recording {
 
     /// Position of a result of this recording.
     fn position(&self, id: TensorId) -> Option<u32> {
-        let offset = usize::try_from(id.value().checked_sub(self.base)?).ok()?;
-        self.results.get(offset)?.checked_sub(1)
+        match id.value().checked_sub(self.base) {
+            Some(offset) => self.results.get(usize::try_from(offset).ok()?)?.checked_sub(1),
+            None => self.early.get(&id).copied(),
+        }
     }
 
     /// Whether `id` is a result of this recording that is still alive.
@@ -255,15 +259,20 @@ impl Visitor for Encoder<'_> {
     fn output(&mut self, tensor: &TensorIr) {
         self.ty(tensor);
         let recording = &mut *self.recording;
-        let offset = tensor.id.value().saturating_sub(recording.base) as usize;
-        if recording.results.len() <= offset {
-            recording.results.resize(offset + 1, 0);
+        let position = recording.pending.len() as u32;
+        recording.pending.push(Pending { id: tensor.id, alive: true });
+        match tensor.id.value().checked_sub(recording.base) {
+            Some(offset) => {
+                let offset = offset as usize;
+                if recording.results.len() <= offset {
+                    recording.results.resize(offset + 1, 0);
+                }
+                recording.results[offset] = position + 1;
+            }
+            None => {
+                recording.early.insert(tensor.id, position);
+            }
         }
-        recording.pending.push(Pending {
-            id: tensor.id,
-            alive: true,
-        });
-        recording.results[offset] = recording.pending.len() as u32;
     }
 
     fn scalar(&mut self, scalar: ScalarIr) {

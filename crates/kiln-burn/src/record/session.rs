@@ -252,6 +252,11 @@ fn current(device: KilnDevice) -> Option<Shared> {
     }
 }
 
+/// Whether operations of this thread on `device` are recorded now.
+pub fn is_recording(device: KilnDevice) -> bool {
+    current(device).is_some()
+}
+
 fn lazy_session(sessions: &mut Vec<(CompileBackend, Shared)>, backend: CompileBackend) -> Shared {
     if let Some((_, session)) = sessions.iter().find(|(of, _)| *of == backend) {
         return session.clone();
@@ -342,6 +347,10 @@ fn offer_to_rehearsal(operation: OperationIr) -> Option<OperationIr> {
 
 /// Takes an operation from Burn: records it, or runs it at once.
 pub fn submit(device: KilnDevice, operation: OperationIr) {
+    // Announces a tensor that is in the table already.
+    if let OperationIr::Init(_) = operation {
+        return;
+    }
     let Some(operation) = offer_to_rehearsal(operation) else {
         return;
     };

@@ -1,0 +1,144 @@
+//! Training the same model in several ways and comparing every loss and parameter.
+
+use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
+use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::Tensor;
+use burn_autodiff::Autodiff;
+use burn_flex::Flex;
+use burn_optim::adaptor::OptimizerAdaptor;
+use burn_optim::{GradientsParams, Optimizer, SimpleOptimizer};
+use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainStep};
+
+use crate::models::{Batch, EXAMPLES, Trainable, batch};
+
+pub type Compiled = Autodiff<Kiln>;
+pub type Reference = Autodiff<Flex>;
+
+/// Losses of each step and the parameters after the last.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    pub losses: Vec<f32>,
+    pub parameters: Vec<Vec<f32>>,
+}
+
+impl Outcome {
+    /// Fails if a loss differs by more than 1e-5 relative, or a parameter tensor by more than `tolerance`, relative to its norm.
+    #[track_caller]
+    pub fn assert_close(&self, reference: &Outcome, tolerance: f64, what: &str) {
+        assert_eq!(self.losses.len(), reference.losses.len());
+        for (step, (a, b)) in self.losses.iter().zip(&reference.losses).enumerate() {
+            let error = f64::from((a - b).abs()) / f64::from(b.abs()).max(1e-3);
+            assert!(error <= 1e-5, "{what}: loss of step {step} is {a}, reference {b}");
+        }
+        assert_eq!(self.parameters.len(), reference.parameters.len());
+        for (index, (a, b)) in self.parameters.iter().zip(&reference.parameters).enumerate() {
+            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+            let difference = norm(&mut a.iter().zip(b).map(|(x, y)| f64::from(x - y)));
+            let size = norm(&mut b.iter().map(|&x| f64::from(x))).max(1e-3);
+            assert!(difference <= tolerance * size, "{what}: parameter {index} differs by {} relative", difference / size);
+        }
+    }
+}
+
+/// Every float parameter and running statistic, in order.
+pub fn parameters<B: Backend, M: Module<B>>(model: &M) -> Vec<Vec<f32>> {
+    struct Visitor(Vec<Vec<f32>>);
+    impl<B: Backend> ModuleVisitor<B> for Visitor {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            self.0.push(param.val().into_data().to_vec().unwrap());
+        }
+    }
+    let mut visitor = Visitor(Vec::new());
+    model.visit(&mut visitor);
+    visitor.0
+}
+
+/// `model` with its parameters drawn: Burn draws them at first use, and each clone of an unused model would draw its own.
+pub fn initialised<B: Backend, M: Module<B>>(model: M) -> M {
+    parameters::<B, M>(&model);
+    model
+}
+
+/// The weights of `from` in `to`, a model of the same structure on another backend.
+pub fn copy_weights<A: Backend, B: Backend, M: Module<A>, N: Module<B>>(from: M, to: N, device: &B::Device) -> N {
+    let recorder = BinBytesRecorder::<FullPrecisionSettings>::new();
+    let bytes = recorder.record(from.into_record(), ()).unwrap();
+    to.load_record(recorder.load(bytes, device).unwrap())
+}
+
+/// A step of a training loop as a Burn user writes it.
+pub fn plain_step<B, M, O>(model: &mut Option<M>, optim: &mut OptimizerAdaptor<O, M, B>, lr: f64, batch: Batch<B>) -> Tensor<B, 1>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B> + Trainable<B>,
+    O: SimpleOptimizer<B::InnerBackend>,
+{
+    let current = model.take().unwrap();
+    let loss = current.loss(batch);
+    let grads = GradientsParams::from_grads(loss.backward(), &current);
+    *model = Some(optim.step(lr, current, grads));
+    loss
+}
+
+/// A learning rate that changes at every step.
+pub fn rate(step: usize) -> f64 {
+    5e-4 / (1.0 + step as f64 * 0.3)
+}
+
+/// Trains in a plain Burn loop.
+pub fn train_plain<B, M, O>(model: M, mut optim: OptimizerAdaptor<O, M, B>, steps: usize, device: &B::Device) -> Outcome
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B> + Trainable<B>,
+    O: SimpleOptimizer<B::InnerBackend>,
+{
+    let mut model = Some(model);
+    let losses = (0..steps)
+        .map(|step| plain_step(&mut model, &mut optim, rate(step), batch(step, EXAMPLES, device)).into_scalar())
+        .map(burn::tensor::ElementConversion::elem)
+        .collect();
+    Outcome { losses, parameters: parameters::<B, M>(&model.unwrap()) }
+}
+
+/// Trains the same loop with its body in a compiled region.
+pub fn train_region<M, O>(
+    model: M,
+    mut optim: OptimizerAdaptor<O, M, Compiled>,
+    steps: usize,
+    backend: CompileBackend,
+) -> (Outcome, kiln::RegionReport)
+where
+    M: AutodiffModule<Compiled> + Trainable<Compiled>,
+    O: SimpleOptimizer<Kiln>,
+{
+    let device = KilnDevice::cpu();
+    let mut region = kiln::compile(CompileOptions::default().with_backend(backend));
+    let mut model = Some(model);
+    let losses = (0..steps)
+        .map(|step| {
+            let input = batch(step, EXAMPLES, &device);
+            let loss = region.run(|| plain_step(&mut model, &mut optim, rate(step), input).inner()).unwrap();
+            loss.into_scalar()
+        })
+        .collect();
+    (Outcome { losses, parameters: parameters::<Compiled, M>(&model.unwrap()) }, region.report())
+}
+
+/// Trains through `TrainStep`, replayed from the fourth step on.
+pub fn train_replayed<M, O>(model: M, optim: OptimizerAdaptor<O, M, Compiled>, steps: usize, backend: CompileBackend) -> Outcome
+where
+    M: AutodiffModule<Compiled> + Trainable<Compiled> + Clone,
+    O: SimpleOptimizer<Kiln>,
+{
+    let device = KilnDevice::cpu();
+    let mut step = TrainStep::new(model, optim, |model: &M, batch: Batch<Compiled>| model.loss(batch))
+        .with_backend(backend)
+        .build()
+        .unwrap();
+    let losses =
+        (0..steps).map(|index| step.step(rate(index), batch(index, EXAMPLES, &device)).unwrap().into_scalar()).collect();
+    assert_eq!(step.history().obstacle, None);
+    assert!(step.history().replayed as usize >= steps - 4, "{:?} of {steps} steps", step.history());
+    Outcome { losses, parameters: parameters::<Compiled, M>(&step.into_model()) }
+}

@@ -1,0 +1,182 @@
+//! `TrainStep`: what is replayed, what is recorded again, and that the objects it owns stay current.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::tensor::{Int, Tensor};
+use burn_optim::{AdamWConfig, SgdConfig};
+use kiln::{CompileBackend, KilnDevice, TrainStep};
+
+use crate::harness::*;
+use crate::models::*;
+
+const BACKEND: CompileBackend = CompileBackend::AotEager;
+
+fn device() -> KilnDevice {
+    KilnDevice::cpu()
+}
+
+#[test]
+fn after_the_first_steps_no_model_code_runs() {
+    let calls = Cell::new(0);
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
+        calls.set(calls.get() + 1);
+        model.loss(batch)
+    };
+    let mut step =
+        TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    for index in 0..10 {
+        step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
+    }
+    assert!(calls.get() <= 3, "the closure ran {} times", calls.get());
+    assert_eq!((step.history().recorded, step.history().replayed), (calls.get(), 10 - calls.get()));
+}
+
+#[test]
+fn another_batch_size_is_recorded_and_training_goes_on() {
+    // Fourteen steps, two of them with a smaller batch, against the plain loop.
+    let sizes = |step: usize| if step == 6 || step == 11 { 2 } else { EXAMPLES };
+    let start = initialised(Mlp::<Compiled>::new(&device()));
+    let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
+
+    let mut expected = Outcome::default();
+    let (mut model, mut optim) = (Some(copy()), AdamWConfig::new().init());
+    for index in 0..14 {
+        let loss = plain_step(&mut model, &mut optim, rate(index), batch(index, sizes(index), &device()));
+        expected.losses.push(loss.into_scalar());
+    }
+    expected.parameters = parameters::<Compiled, _>(&model.unwrap());
+
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
+    let mut step = TrainStep::new(copy(), AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    let mut outcome = Outcome::default();
+    for index in 0..14 {
+        let loss = step.step(rate(index), batch(index, sizes(index), &device())).unwrap();
+        outcome.losses.push(loss.into_scalar());
+    }
+    assert!(step.history().replayed >= 4, "{:?}", step.history());
+    outcome.parameters = parameters::<Compiled, _>(&step.into_model());
+    outcome.assert_close(&expected, 1e-5, "batches of two sizes");
+}
+
+#[test]
+fn the_optimizer_catches_up() {
+    // Bias correction depends on the optimizer's count of steps: a plain loop that goes on from its state must agree.
+    let start = initialised(Mlp::<Compiled>::new(&device()));
+    let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
+    let (mut model, mut optim) = (Some(copy()), AdamWConfig::new().init());
+    for index in 0..12 {
+        plain_step(&mut model, &mut optim, rate(index), batch(index, EXAMPLES, &device()));
+    }
+    let expected = Outcome { losses: vec![], parameters: parameters::<Compiled, _>(&model.unwrap()) };
+
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
+    let mut step = TrainStep::new(copy(), AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    for index in 0..9 {
+        step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
+    }
+    let (model, mut optim) = step.into_parts().unwrap();
+    let mut model = Some(model);
+    for index in 9..12 {
+        plain_step(&mut model, &mut optim, rate(index), batch(index, EXAMPLES, &device()));
+    }
+    let outcome = Outcome { losses: vec![], parameters: parameters::<Compiled, _>(&model.unwrap()) };
+    outcome.assert_close(&expected, 1e-5, "after replay");
+}
+
+#[test]
+fn the_model_can_be_looked_at_between_steps() {
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
+    let mut step =
+        TrainStep::new(Mlp::new(&device()), SgdConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    let mut last = parameters::<Compiled, _>(step.model().unwrap());
+    for index in 0..8 {
+        step.step(0.1, batch(index, EXAMPLES, &device())).unwrap();
+        let now = parameters::<Compiled, _>(step.model().unwrap());
+        assert_ne!(now, last, "step {index} trained nothing");
+        last = now;
+    }
+}
+
+#[test]
+fn outputs_beside_the_loss() {
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
+        let logits = model.logits(&batch);
+        (model.loss(batch), logits.clone().argmax(1), logits)
+    };
+    type Output = (Tensor<Compiled, 1>, (Tensor<Compiled, 2, Int>, Tensor<Compiled, 2>));
+    let nested = move |model: &Mlp<Compiled>, batch: Batch<Compiled>| -> Output {
+        let (loss, best, logits) = loss(model, batch);
+        (loss, (best, logits))
+    };
+    let mut step =
+        TrainStep::new(initialised(Mlp::new(&device())), SgdConfig::new().init(), nested).with_backend(BACKEND).build().unwrap();
+    let mut kept = Vec::new();
+    for index in 0..7 {
+        let before = step.model().unwrap().clone();
+        let input = batch(index, EXAMPLES, &device());
+        let expected: Vec<f32> = before.logits(&input).into_data().to_vec().unwrap();
+        let (_, (best, logits)) = step.step(0.1, input).unwrap();
+        assert_eq!(best.dims(), [EXAMPLES, 1]);
+        kept.push((expected, logits));
+    }
+    // Outputs of earlier steps keep their values.
+    for (expected, logits) in kept {
+        let logits: Vec<f32> = logits.into_data().to_vec().unwrap();
+        assert!(expected.iter().zip(&logits).all(|(a, b)| (a - b).abs() < 1e-5), "{expected:?} {logits:?}");
+    }
+}
+
+#[test]
+fn a_panic_in_the_closure_leaves_the_model() {
+    let fail = Cell::new(false);
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
+        let loss = model.loss(batch);
+        assert!(!fail.get(), "a bad batch");
+        loss
+    };
+    let mut step =
+        TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    step.step(0.1, batch(0, EXAMPLES, &device())).unwrap();
+    let before = parameters::<Compiled, _>(step.model().unwrap());
+    fail.set(true);
+    let result = catch_unwind(AssertUnwindSafe(|| step.step(0.1, batch(1, EXAMPLES, &device()))));
+    assert!(result.is_err());
+    assert_eq!(parameters::<Compiled, _>(step.model().unwrap()), before);
+    fail.set(false);
+    for index in 1..8 {
+        step.step(0.1, batch(index, EXAMPLES, &device())).unwrap();
+    }
+}
+
+#[test]
+fn frozen_parameters_stay() {
+    let mut model = Encoder::<Compiled>::new(0.0, &device());
+    model = model.freeze_embedding();
+    let before = parameters::<Compiled, _>(&model);
+    let loss = |model: &Encoder<Compiled>, batch: Batch<Compiled>| model.loss(batch);
+    let mut step = TrainStep::new(model, AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    for index in 0..8 {
+        step.step(0.01, batch(index, EXAMPLES, &device())).unwrap();
+    }
+    assert_eq!(step.history().obstacle, None);
+    let after = parameters::<Compiled, _>(&step.into_model());
+    assert_eq!(before[0], after[0], "the embedding is frozen");
+    assert!(before[1..].iter().zip(&after[1..]).any(|(a, b)| a != b));
+}
+
+#[test]
+fn a_learning_rate_of_zero_takes_the_optimizers_other_branch() {
+    // AdamW skips the decay when rate times decay is zero: another program for that step.
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
+    let optim = AdamWConfig::new().with_weight_decay(0.1).init();
+    let mut step = TrainStep::new(Mlp::new(&device()), optim, loss).with_backend(BACKEND).build().unwrap();
+    for index in 0..6 {
+        step.step(0.01, batch(index, EXAMPLES, &device())).unwrap();
+    }
+    let before = parameters::<Compiled, _>(step.model().unwrap());
+    step.step(0.0, batch(6, EXAMPLES, &device())).unwrap();
+    assert_eq!(parameters::<Compiled, _>(step.model().unwrap()), before, "a rate of zero changes nothing");
+    step.step(0.01, batch(7, EXAMPLES, &device())).unwrap();
+    assert_ne!(parameters::<Compiled, _>(step.model().unwrap()), before);
+}
