@@ -48,6 +48,7 @@ pub const RESERVED: &[&str] = &[
     "element",
     "end",
     "extent",
+    "few",
     "filled",
     "first_x",
     "first_y",

@@ -116,7 +116,7 @@ impl Case {
             self.b.dims(&self.batch),
             self.c.dims(&self.batch),
         );
-        let plain = Operand::strided("a", &a, self.a.free, self.a.depth);
+        let plain = Operand::strided("left", &a, self.a.free, self.a.depth);
         let left = if self.prologue {
             Operand::computed(plain.contiguous, move |at| {
                 let element = (plain.load)(at);
@@ -157,11 +157,11 @@ impl Case {
             n: self.n,
             k: self.k,
             a: left,
-            b: Operand::strided("b", &b, self.b.free, self.b.depth),
+            b: Operand::strided("right", &b, self.b.free, self.b.depth),
             epilogue,
             params: vec![
-                Param::new("const float *", "a"),
-                Param::new("const float *", "b"),
+                Param::new("const float *", "left"),
+                Param::new("const float *", "right"),
                 Param::new("const float *", "bias"),
                 Param::new("float *", "out"),
             ],

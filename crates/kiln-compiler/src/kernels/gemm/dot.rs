@@ -73,7 +73,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
          {{\n        const int64_t batch = unit / {m}, r = unit % {m};\n        int64_t k = 0;\n{vectors}        for (; k < {k}; k++) rows[(batch * {m} \
          + r) * {row} + k] = {};\n    }}\n}}\nstatic void {name}_dot(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
          {name}_args *args = ctx;\n{}    const float *rows = (const float *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
-         {{\n        const int64_t batch = unit / {units}, group = unit % {units};\n        const float *left = rows + batch * {};\n{}    }}\n}}\n",
+         {{\n        const int64_t batch = unit / {units}, group = unit % {units};\n        const float *few = rows + batch * {};\n{}    }}\n}}\n",
         fields(params),
         unpack(params),
         element(Width::Scalar),
@@ -138,10 +138,10 @@ fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: us
         for c in 0..some {
             let x = r * row;
             step.push_str(&format!(
-                "sum{r}_{c} = vf_fma(vf_load(left + {x} + k), right{c}, sum{r}_{c});\n"
+                "sum{r}_{c} = vf_fma(vf_load(few + {x} + k), right{c}, sum{r}_{c});\n"
             ));
             tail.push_str(&format!(
-                "total[{}] = sf_fma(left[{x} + k], right{c}, total[{}]);\n",
+                "total[{}] = sf_fma(few[{x} + k], right{c}, total[{}]);\n",
                 r * some + c,
                 r * some + c
             ));
