@@ -35,7 +35,7 @@
 
 use std::fmt::Write as _;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use kiln_graph::op::{Op, RandomKind, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Value};
@@ -51,6 +51,8 @@ use crate::schedule::nest::{Nest, Store, vars};
 const SERIAL_POINTS: i64 = 16 * 1024;
 /// Elements that a thread takes at a time from a flat nest.
 const FLAT_GRAIN: i64 = 4096;
+/// Longest row of which an expensive intermediate is kept from one pass to the next, in elements: it lives on the stack.
+const MAX_CACHED: i64 = 32 * 1024;
 /// Most chunks of rows of a late reduction.
 const MAX_CHUNKS: i64 = 16;
 
@@ -105,7 +107,43 @@ pub fn generate(graph: &Graph, nest: &Nest, lanes: i64) -> NestCode {
     }
     let mut writer = Writer::new(graph, &space, lanes);
     writer.run();
+    let repeated: FxHashSet<Key> = writer
+        .evaluated
+        .iter()
+        .filter(|(_, passes)| passes.count_ones() > 1)
+        .map(|(key, _)| key.clone())
+        .collect();
+    if repeated.is_empty() || space.product(&space.cols) > MAX_CACHED {
+        return writer.finish();
+    }
+    let mut writer = Writer::new(graph, &space, lanes);
+    writer.repeated = repeated;
+    writer.run();
     writer.finish()
+}
+
+/// A value at an index.
+type Key = (Value, Vec<Index>);
+
+/// Whether an operation costs more than keeping its result in cache until the next pass.
+fn is_expensive(op: &Op) -> bool {
+    use kiln_graph::op::{BinaryOp, UnaryOp};
+    match op {
+        Op::Unary(op) => !matches!(
+            op,
+            UnaryOp::Neg
+                | UnaryOp::Abs
+                | UnaryOp::Sign
+                | UnaryOp::Not
+                | UnaryOp::Sqrt
+                | UnaryOp::Recip
+                | UnaryOp::IsNan
+                | UnaryOp::IsInf
+        ),
+        Op::Binary(op) => matches!(op, BinaryOp::Pow | BinaryOp::Atan2 | BinaryOp::Rem),
+        Op::Random { .. } => true,
+        _ => false,
+    }
 }
 
 /// The loops of a nest, prepared for writing.
@@ -300,7 +338,15 @@ struct Writer<'a> {
     body: Vec<String>,
     /// Stores of the current body: after all loads, so that a store may overwrite what was read.
     body_stores: Vec<String>,
-    known: FxHashMap<(Value, Vec<Index>), Register>,
+    known: FxHashMap<Key, Register>,
+    /// The pass being written.
+    pass: usize,
+    /// For expensive values of single points: the passes that evaluate them, as a bit set.
+    evaluated: FxHashMap<Key, u64>,
+    /// Those that several passes need: the first keeps them for the rest.
+    repeated: FxHashSet<Key>,
+    /// Names of the arrays that hold them, once written.
+    kept: FxHashMap<Key, (String, usize)>,
     slots: FxHashMap<u32, Register>,
     reduced: FxHashMap<Value, Register>,
     stages: FxHashMap<Value, usize>,
@@ -327,6 +373,10 @@ impl<'a> Writer<'a> {
             body: Vec::new(),
             body_stores: Vec::new(),
             known: FxHashMap::default(),
+            pass: 0,
+            evaluated: FxHashMap::default(),
+            repeated: FxHashSet::default(),
+            kept: FxHashMap::default(),
             slots: FxHashMap::default(),
             reduced: FxHashMap::default(),
             stages: FxHashMap::default(),
@@ -595,8 +645,64 @@ impl<'a> Writer<'a> {
         if let Some(register) = self.known.get(&key) {
             return register.clone();
         }
-        let register = self.compute(value, index);
+        let register = if is_expensive(&self.graph.def(value).op) {
+            self.compute_once(&key)
+        } else {
+            self.compute(value, index)
+        };
         self.known.insert(key, register.clone());
+        register
+    }
+
+    /// An expensive value: evaluated by the first pass over a row that needs it, kept on the stack for the others.
+    fn compute_once(&mut self, key: &Key) -> Register {
+        let (value, index) = key;
+        let dtype = self.graph.dtype(*value).compute();
+        let columns = self.space.cols.clone();
+        let position = || {
+            let index: Vec<Index> = columns
+                .iter()
+                .map(|&var| Index::var(var, self.space.extent(var)))
+                .collect();
+            let extents: Vec<usize> = columns
+                .iter()
+                .map(|&var| self.space.extent(var) as usize)
+                .collect();
+            linear(&index, &extents)
+        };
+        if let Some((name, pass)) = self.kept.get(key)
+            && *pass < self.pass
+        {
+            let text = format!("ld_{dtype}({name} + {})", self.index_text(&position(), false));
+            return self.define(self.graph.dtype(*value), true, 2, 0, &text);
+        }
+        let register = self.compute(*value, index);
+        if register.level < 2
+            || !register.vector
+            || !dtype.is_float()
+            || self.vector_rows()
+            || self.space.flat()
+        {
+            return register;
+        }
+        *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
+        if self.repeated.contains(key) {
+            let name = match self.kept.get(key) {
+                Some((name, _)) => name.clone(),
+                None => {
+                    let name = self.fresh("kept");
+                    let length = self.space.product(&columns) + self.lanes;
+                    let ty = c::memory_type(dtype);
+                    self.top
+                        .push(format!("{ty} {name}[{length}] __attribute__((aligned(64)));"));
+                    self.kept.insert(key.clone(), (name.clone(), self.pass));
+                    name
+                }
+            };
+            let at = self.index_text(&position(), false);
+            self.body
+                .push(format!("st_{dtype}({name} + {at}, {});", register.name));
+        }
         register
     }
 
@@ -962,6 +1068,7 @@ impl<'a> Writer<'a> {
         }
         let mut pass_texts: Vec<String> = Vec::new();
         for pass in 0..passes {
+            self.pass = pass;
             let mut text = String::new();
             let due: Vec<Node> = reduces
                 .iter()

@@ -100,7 +100,9 @@ pub fn emit(
                     });
                     let list: Vec<String> = launch.arguments.iter().map(place).collect();
                     task(&mut body, number, &name, launch, &list);
-                    report.name = name;
+                    if report.name.is_empty() {
+                        report.name = name;
+                    }
                 }
                 Call::Kernel { kernel, arguments } => {
                     helpers.extend(&kernel.helpers);

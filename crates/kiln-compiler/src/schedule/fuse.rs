@@ -356,11 +356,13 @@ impl<'a> Fuser<'a> {
         self.join(group, node, index, true);
     }
 
-    /// Nests that use `value`, the one that runs first (was made last) first.
+    /// Nests that use `value`: those over the largest space first (a statistic belongs into the loop that reads the data, not into the
+    /// small one that updates its running mean), among equals the one that runs first, which was made last.
     fn user_nests(&self, value: Value) -> Vec<usize> {
         let mut users = self.readers.get(&value).cloned().unwrap_or_default();
         users.retain(|&group| self.groups[group].nest.is_some());
-        users.sort_unstable_by(|a, b| b.cmp(a));
+        let points = |group: usize| self.nest(group).map_or(0, |nest| nest.points(nest.all()));
+        users.sort_by_key(|&group| std::cmp::Reverse((points(group), group)));
         users
     }
 

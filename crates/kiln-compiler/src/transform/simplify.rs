@@ -6,13 +6,14 @@
 //!   `x + 0` stays: for `x = -0` it is not `x`.
 //! - **Powers.** A constant exponent of 1, 2, 3 or -1 is multiplications or a reciprocal.
 //! - **Movements.** Reshapes of reshapes and transposes of transposes are one; those that move nothing are none.
+//! - **Reductions.** Over single elements they are reshapes; reductions one dimension at a time are one over all of them.
 //! - **One-hot scatters.** A scatter of one update for each line (the gradient of picking the target's logit) is a selection by comparing the
 //!   coordinate with the index: point by point, and thereby part of whatever loop nest surrounds it.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use kiln_graph::op::{BinaryOp, CompareOp, Dims, Op, ScatterMode, UnaryOp};
+use kiln_graph::op::{BinaryOp, CompareOp, Dims, Op, ReduceOp, ScatterMode, UnaryOp};
 use kiln_graph::{Graph, Node, NodeData, Provenance, Rewriter, Scalar, TypeError, Value};
 
 /// Simplifies `graph`; values keep their meaning.
@@ -151,9 +152,69 @@ impl Simplify<'_> {
                 Ok(whole.then_some(inputs[0]))
             }
             Op::Concat { .. } if inputs.len() == 1 => Ok(Some(inputs[0])),
+            Op::Reduce { op, axes } => self.reduce(*op, axes, inputs[0], p),
             Op::Scatter { axis, mode } => self.one_hot(*axis, *mode, inputs, p),
             _ => Ok(None),
         }
+    }
+
+    /// Reductions over single elements are reshapes; a reduction of a reduction, maybe with dimensions of 1 put in between, is one.
+    fn reduce(
+        &mut self,
+        op: ReduceOp,
+        axes: &Dims,
+        x: Value,
+        p: &Provenance,
+    ) -> Result<Option<Value>, TypeError> {
+        let graph = &self.rewriter.graph;
+        let shape = graph.shape(x).clone();
+        let result = shape.without(axes);
+        if axes.iter().all(|&axis| shape[axis] == 1) {
+            return self.add(Op::Reshape(result), &[x], p).map(Some);
+        }
+        let inner = match graph.def(x) {
+            NodeData {
+                op: Op::Reshape(_),
+                inputs,
+                ..
+            } => inputs[0],
+            _ => x,
+        };
+        let NodeData {
+            op: Op::Reduce {
+                op: first,
+                axes: gone,
+            },
+            inputs,
+            ..
+        } = graph.def(inner)
+        else {
+            return Ok(None);
+        };
+        let y = inputs[0];
+        let whole = graph.shape(y);
+        // Dimensions of more than one element correspond in order, or the reshape does more than put in ones.
+        let of_x: Dims = (0..shape.rank()).filter(|&axis| shape[axis] != 1).collect();
+        let of_y: Dims = (0..whole.rank())
+            .filter(|axis| whole[*axis] != 1 && !gone.contains(axis))
+            .collect();
+        let same = of_x
+            .iter()
+            .map(|&axis| shape[axis])
+            .eq(of_y.iter().map(|&axis| whole[axis]));
+        if *first != op || !same {
+            return Ok(None);
+        }
+        let mut all: Dims = gone.clone();
+        all.extend(
+            of_x.iter()
+                .zip(&of_y)
+                .filter(|(from, _)| axes.contains(from))
+                .map(|(_, &to)| to),
+        );
+        all.sort_unstable();
+        let reduced = self.add(Op::Reduce { op, axes: all }, &[y], p)?;
+        self.add(Op::Reshape(result), &[reduced], p).map(Some)
     }
 
     fn full(&mut self, value: f64, ty: &kiln_graph::TensorType, p: &Provenance) -> Result<Value, TypeError> {
