@@ -54,7 +54,10 @@ impl RunnerChannel for KilnChannel {
         KilnClient::new(*device)
     }
 
-    fn change_client_backend(tensor: RouterTensor<KilnClient>, device: &KilnDevice) -> RouterTensor<KilnClient> {
+    fn change_client_backend(
+        tensor: RouterTensor<KilnClient>,
+        device: &KilnDevice,
+    ) -> RouterTensor<KilnClient> {
         let tensor = match exchange::visit(tensor) {
             Ok(exchanged) => return exchanged,
             Err(tensor) => tensor,

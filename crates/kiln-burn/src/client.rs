@@ -30,7 +30,10 @@ impl KilnClient {
     fn full(&self, shape: Shape, dtype: DType, value: ScalarIr) -> RouterTensor<Self> {
         let out = TensorIr::uninit(self.create_empty_handle(), shape.clone(), dtype);
         let id = out.id;
-        self.register_op(OperationIr::NumericFloat(dtype, NumericOperationIr::Full(FullOpIr { out, value })));
+        self.register_op(OperationIr::NumericFloat(
+            dtype,
+            NumericOperationIr::Full(FullOpIr { out, value }),
+        ));
         RouterTensor::new(id, shape, dtype, *self)
     }
 
@@ -55,7 +58,9 @@ fn splat(data: &TensorData) -> Option<ScalarIr> {
     }
     let elements = data.as_slice::<f32>().ok()?;
     let first = elements[0];
-    let same = elements.iter().all(|element| element.to_bits() == first.to_bits());
+    let same = elements
+        .iter()
+        .all(|element| element.to_bits() == first.to_bits());
     same.then_some(ScalarIr::Float(f64::from(first)))
 }
 
@@ -92,10 +97,10 @@ impl RunnerClient for KilnClient {
             !matches!(data.dtype, DType::QFloat(_)),
             "Kiln: quantized tensors are not supported (burn-router 0.21 cannot carry them); dequantize the data first"
         );
-        if session::is_recording(self.device) {
-            if let Some(value) = splat(&data) {
-                return self.full(data.shape.clone(), data.dtype, value);
-            }
+        if session::is_recording(self.device)
+            && let Some(value) = splat(&data)
+        {
+            return self.full(data.shape.clone(), data.dtype, value);
         }
         self.adopt(FlexTensor::from_data(data))
     }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 /// What runs a recorded step. The order is a ladder: when a result looks wrong, go down it until it is right; the step
 /// between is where the fault is.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord)]
 pub enum CompileBackend {
     /// Does not record: each operation runs at once on burn-flex.
     Eager,
@@ -16,6 +16,7 @@ pub enum CompileBackend {
     /// The plain meaning of each operation in f64; slow, for tests.
     Interpret,
     /// Compiles the step to one shared object through C.
+    #[default]
     Cpu,
 }
 
@@ -49,12 +50,6 @@ impl CompileBackend {
             Self::Interpret => "the plain meaning of the recorded graph, in f64; slow, for tests",
             Self::Cpu => "the recorded step compiled to one shared object through C",
         }
-    }
-}
-
-impl Default for CompileBackend {
-    fn default() -> Self {
-        Self::Cpu
     }
 }
 

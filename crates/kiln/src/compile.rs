@@ -6,7 +6,9 @@ use crate::explain::Explain;
 
 /// Makes a compiled region. See [`Compiled::run`].
 pub fn compile(options: CompileOptions) -> Compiled {
-    Compiled { region: CompiledRegion::new(options) }
+    Compiled {
+        region: CompiledRegion::new(options),
+    }
 }
 
 /// A region of the program that is compiled: made by [`compile`], one for each place that calls [`Compiled::run`].

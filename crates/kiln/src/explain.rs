@@ -61,7 +61,11 @@ impl fmt::Display for Explain {
             writeln!(f, "  graph break, {times} times: {graph_break}")?;
         }
         for recompile in &report.recompiles {
-            writeln!(f, "  recompiled segment {}: {}", recompile.segment, recompile.mismatch)?;
+            writeln!(
+                f,
+                "  recompiled segment {}: {}",
+                recompile.segment, recompile.mismatch
+            )?;
         }
         Ok(())
     }
@@ -76,6 +80,12 @@ fn counted(names: &[String]) -> String {
             None => counts.push((name, 1)),
         }
     }
-    let show = |&(name, count): &(&str, usize)| if count == 1 { name.to_owned() } else { format!("{name} ({count} times)") };
+    let show = |&(name, count): &(&str, usize)| {
+        if count == 1 {
+            name.to_owned()
+        } else {
+            format!("{name} ({count} times)")
+        }
+    };
     counts.iter().map(show).collect::<Vec<_>>().join(", ")
 }

@@ -18,7 +18,10 @@ use crate::explain::Explain;
 /// # Ok::<(), kiln::Error>(())
 /// ```
 pub fn compile_fn<F>(function: F) -> CompiledFn<F> {
-    CompiledFn { region: CompiledRegion::new(CompileOptions::default().with_name("function")), function }
+    CompiledFn {
+        region: CompiledRegion::new(CompileOptions::default().with_name("function")),
+        function,
+    }
 }
 
 /// A compiled function: made by [`compile_fn`].
@@ -30,7 +33,10 @@ pub struct CompiledFn<F> {
 impl<F> CompiledFn<F> {
     /// The same function, compiled with other options.
     pub fn with_options(self, options: CompileOptions) -> Self {
-        Self { region: CompiledRegion::new(options), function: self.function }
+        Self {
+            region: CompiledRegion::new(options),
+            function: self.function,
+        }
     }
 
     /// Calls the function. Its tensor operations are recorded and run as one executable; see [`crate::Compiled::run`].

@@ -52,7 +52,8 @@ impl InputVisitor {
         let ir = tensor.clone().into_ir();
         self.words.push(ir.shape.num_dims() as u64);
         self.words.extend(ir.shape.iter().map(|&dim| dim as u64));
-        self.words.extend(format!("{:?}", ir.dtype).bytes().map(u64::from));
+        self.words
+            .extend(format!("{:?}", ir.dtype).bytes().map(u64::from));
         self.tensors.push(ir);
     }
 

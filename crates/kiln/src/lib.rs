@@ -53,8 +53,8 @@ pub use explain::Explain;
 pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput};
 pub use kiln_burn::{
-    BreakReason, CompileBackend, CompileOptions, Error, GraphBreak, Kiln, KilnDevice, Location, Mismatch, Mode, Recompile,
-    RegionReport, StepReport, UnknownBackend,
+    BreakReason, CompileBackend, CompileOptions, Error, GraphBreak, Kiln, KilnDevice, Location, Mismatch,
+    Mode, Recompile, RegionReport, StepReport, UnknownBackend,
 };
 pub use kiln_derive::StepInput;
 pub use train::{StepOptimizer, StepOutput, TrainError, TrainStep, TrainStepBuilder};

@@ -33,15 +33,26 @@ fn draws_are_those_of_the_eager_program() {
         let die = Tensor::<Kiln, 1, Int>::random([9], Distribution::Uniform(1.0, 7.0), &device());
         (uniform, normal, coin, die)
     };
-    for backend in [CompileBackend::AotEager, CompileBackend::Candle, CompileBackend::Interpret, CompileBackend::Cpu] {
+    for backend in [
+        CompileBackend::AotEager,
+        CompileBackend::Candle,
+        CompileBackend::Interpret,
+        CompileBackend::Cpu,
+    ] {
         Kiln::seed(&device(), 42);
         let eager: Vec<_> = (0..3).map(|_| draw()).collect();
         Kiln::seed(&device(), 42);
         let mut region = kiln::compile(options(backend));
         for expected in eager {
             let drawn = region.run(draw).unwrap();
-            expected.0.into_data().assert_approx_eq::<f32>(&drawn.0.into_data(), Default::default());
-            expected.1.into_data().assert_approx_eq::<f32>(&drawn.1.into_data(), Default::default());
+            expected
+                .0
+                .into_data()
+                .assert_approx_eq::<f32>(&drawn.0.into_data(), Default::default());
+            expected
+                .1
+                .into_data()
+                .assert_approx_eq::<f32>(&drawn.1.into_data(), Default::default());
             expected.2.into_data().assert_eq(&drawn.2.into_data(), true);
             expected.3.into_data().assert_eq(&drawn.3.into_data(), true);
         }
@@ -93,7 +104,8 @@ fn dropout_draws_the_same_masks_eagerly_compiled_and_replayed() {
         model.loss(input());
         model
     };
-    let body = |model: &mut Option<Net<B>>, optim: &mut burn_optim::adaptor::OptimizerAdaptor<_, Net<B>, B>| {
+    let body = |model: &mut Option<Net<B>>,
+                optim: &mut burn_optim::adaptor::OptimizerAdaptor<_, Net<B>, B>| {
         let current = model.take().unwrap();
         let loss = current.loss(input());
         let grads = GradientsParams::from_grads(loss.backward(), &current);
@@ -103,25 +115,47 @@ fn dropout_draws_the_same_masks_eagerly_compiled_and_replayed() {
 
     let (mut model, mut optim) = (Some(start()), AdamWConfig::new().init());
     let expected = losses(|| body(&mut model, &mut optim));
-    assert!(expected.windows(2).any(|pair| pair[0] < pair[1]), "dropout makes the loss jump: {expected:?}");
+    assert!(
+        expected.windows(2).any(|pair| pair[0] < pair[1]),
+        "dropout makes the loss jump: {expected:?}"
+    );
 
     let close = |losses: Vec<f32>, what: &str| {
         for (a, b) in losses.iter().zip(&expected) {
-            assert!((a - b).abs() <= 1e-4 * b.abs(), "{what}: {losses:?}, eager {expected:?}");
+            assert!(
+                (a - b).abs() <= 1e-4 * b.abs(),
+                "{what}: {losses:?}, eager {expected:?}"
+            );
         }
     };
-    for backend in [CompileBackend::AotEager, CompileBackend::Candle, CompileBackend::Cpu] {
+    for backend in [
+        CompileBackend::AotEager,
+        CompileBackend::Candle,
+        CompileBackend::Cpu,
+    ] {
         let mut region = kiln::compile(options(backend));
         let (mut model, mut optim) = (Some(start()), AdamWConfig::new().init());
-        close(losses(|| region.run(|| body(&mut model, &mut optim)).unwrap()), backend.name());
-        assert!(region.report().steps.len() <= 2, "a new mask recompiled: {:?}", region.report().recompiles);
+        close(
+            losses(|| region.run(|| body(&mut model, &mut optim)).unwrap()),
+            backend.name(),
+        );
+        assert!(
+            region.report().steps.len() <= 2,
+            "a new mask recompiled: {:?}",
+            region.report().recompiles
+        );
 
         let model = start();
-        let mut step = TrainStep::new(model, AdamWConfig::new().init(), |model: &Net<B>, x| model.loss(x))
-            .with_backend(backend)
-            .build()
-            .unwrap();
-        close(losses(|| step.step(1e-2, input()).unwrap()), &format!("{backend} replayed"));
+        let mut step = TrainStep::new(model, AdamWConfig::new().init(), |model: &Net<B>, x| {
+            model.loss(x)
+        })
+        .with_backend(backend)
+        .build()
+        .unwrap();
+        close(
+            losses(|| step.step(1e-2, input()).unwrap()),
+            &format!("{backend} replayed"),
+        );
         assert!(step.history().replayed > 0, "{:?}", step.history());
     }
 }

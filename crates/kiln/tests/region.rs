@@ -12,7 +12,11 @@ fn device() -> KilnDevice {
 }
 
 fn region() -> Compiled {
-    kiln::compile(CompileOptions::default().with_backend(CompileBackend::AotEager).with_name("test"))
+    kiln::compile(
+        CompileOptions::default()
+            .with_backend(CompileBackend::AotEager)
+            .with_name("test"),
+    )
 }
 
 fn vector(values: &[f32]) -> Vector {
@@ -32,7 +36,10 @@ fn a_region_computes_what_its_closure_says() {
         assert_eq!(values(y), [factor + 1.0, 2.0 * factor + 1.0, 3.0 * factor + 1.0]);
     }
     let report = region.report();
-    assert_eq!((report.calls, report.steps.len(), report.recompiles.len()), (3, 1, 0));
+    assert_eq!(
+        (report.calls, report.steps.len(), report.recompiles.len()),
+        (3, 1, 0)
+    );
     assert_eq!(report.steps[0].runs, 3);
 }
 
@@ -90,7 +97,12 @@ fn zero_sized_and_single_elements() {
     let mut region = region();
     let empty = Tensor::<Kiln, 2>::zeros([0, 3], &device());
     let (sum, joined) = region
-        .run(|| (empty.clone().sum(), Tensor::cat(vec![empty.clone(), Tensor::ones([1, 3], &device())], 0)))
+        .run(|| {
+            (
+                empty.clone().sum(),
+                Tensor::cat(vec![empty.clone(), Tensor::ones([1, 3], &device())], 0),
+            )
+        })
         .unwrap();
     assert_eq!(values(sum), [0.0]);
     assert_eq!(joined.dims(), [1, 3]);
@@ -122,22 +134,35 @@ fn reading_a_value_breaks_the_graph_and_names_the_line() {
     }
     let report = region.report();
     assert_eq!(report.steps.len(), 2, "one step before the break, one after");
-    let [(graph_break, times)] = &report.breaks[..] else { panic!("one break, got {:?}", report.breaks) };
+    let [(graph_break, times)] = &report.breaks[..] else {
+        panic!("one break, got {:?}", report.breaks)
+    };
     assert_eq!((&graph_break.reason, *times), (&BreakReason::Read, 3));
     assert_eq!(graph_break.operation.as_deref(), Some("NumericFloat.Sum"));
     let location = graph_break.location.as_ref().expect("tests carry line tables");
     assert!(location.file.ends_with("region.rs"), "{location}");
-    let source = include_str!("region.rs").lines().nth(location.line.unwrap() as usize - 1).unwrap();
-    assert!(source.contains("into_scalar"), "line {:?} is {source}", location.line);
+    let source = include_str!("region.rs")
+        .lines()
+        .nth(location.line.unwrap() as usize - 1)
+        .unwrap();
+    assert!(
+        source.contains("into_scalar"),
+        "line {:?} is {source}",
+        location.line
+    );
 }
 
 #[test]
 fn fullgraph_makes_a_break_an_error() {
-    let options = CompileOptions::default().with_backend(CompileBackend::AotEager).with_fullgraph(true);
+    let options = CompileOptions::default()
+        .with_backend(CompileBackend::AotEager)
+        .with_fullgraph(true);
     let mut region = kiln::compile(options);
     let x = vector(&[1.0]);
     let result = region.run(|| (x.clone() * 2.0).into_data());
-    let Err(Error::GraphBreak { graph_break, .. }) = result else { panic!("expected a graph break") };
+    let Err(Error::GraphBreak { graph_break, .. }) = result else {
+        panic!("expected a graph break")
+    };
     assert_eq!(graph_break.reason, BreakReason::Read);
     // The region and its inputs live on.
     let y = region.run(|| x.clone() * 2.0).unwrap();
@@ -170,7 +195,10 @@ fn a_panic_discards_the_recording_and_only_that() {
             panic!("the batch is broken");
         })
     }));
-    let payload = result.expect_err("the panic reaches the caller").downcast::<&str>().unwrap();
+    let payload = result
+        .expect_err("the panic reaches the caller")
+        .downcast::<&str>()
+        .unwrap();
     assert_eq!(*payload, "the batch is broken");
 
     // What was left behind says what happened, when read and when used.
@@ -206,7 +234,9 @@ fn other_threads_run_eagerly() {
     let mut region = region();
     let (there, here) = region
         .run(|| {
-            let there = std::thread::spawn(|| values(vector(&[1.0, 2.0]) * 3.0)).join().unwrap();
+            let there = std::thread::spawn(|| values(vector(&[1.0, 2.0]) * 3.0))
+                .join()
+                .unwrap();
             (there, vector(&[1.0]) + 1.0)
         })
         .unwrap();
@@ -260,11 +290,19 @@ fn a_shape_recompiles_once_and_says_why() {
     }
     let report = region.report();
     assert_eq!(report.steps.len(), 2);
-    let [recompile] = &report.recompiles[..] else { panic!("{:?}", report.recompiles) };
-    let expected =
-        Mismatch::Input { index: 0, before: "f32 [8, 3]".into(), after: "f32 [5, 3]".into() };
+    let [recompile] = &report.recompiles[..] else {
+        panic!("{:?}", report.recompiles)
+    };
+    let expected = Mismatch::Input {
+        index: 0,
+        before: "f32 [8, 3]".into(),
+        after: "f32 [5, 3]".into(),
+    };
     assert_eq!(recompile.mismatch, expected);
-    assert_eq!(recompile.mismatch.to_string(), "input 0: f32 [8, 3] became f32 [5, 3]");
+    assert_eq!(
+        recompile.mismatch.to_string(),
+        "input 0: f32 [8, 3] became f32 [5, 3]"
+    );
 }
 
 #[test]
@@ -277,7 +315,12 @@ fn a_dtype_and_a_branch_recompile() {
     let double = x.cast(FloatDType::F64);
     let y = region.run(|| double.clone().sqrt()).unwrap();
     assert_eq!(y.dtype(), DType::F64);
-    let reasons: Vec<String> = region.report().recompiles.iter().map(|it| it.mismatch.to_string()).collect();
+    let reasons: Vec<String> = region
+        .report()
+        .recompiles
+        .iter()
+        .map(|it| it.mismatch.to_string())
+        .collect();
     assert_eq!(reasons[0], "operation 0: Float.Sqrt became Float.Exp");
     assert!(reasons[1].contains("f32 [2] became f64 [2]"), "{reasons:?}");
 }
@@ -299,21 +342,39 @@ fn results_that_are_kept_are_part_of_the_step() {
     }
     let report = region.report();
     assert_eq!(report.steps.len(), 2);
-    let Mismatch::Outputs { kept, .. } = &report.recompiles[0].mismatch else { panic!("{:?}", report.recompiles) };
+    let Mismatch::Outputs { kept, .. } = &report.recompiles[0].mismatch else {
+        panic!("{:?}", report.recompiles)
+    };
     assert_eq!(kept.len(), 1, "{kept:?}");
 }
 
 #[test]
 fn beyond_the_limit_steps_still_run() {
-    let options = CompileOptions::default().with_backend(CompileBackend::Interpret).with_recompile_limit(2);
+    let options = CompileOptions::default()
+        .with_backend(CompileBackend::Interpret)
+        .with_recompile_limit(2);
     let mut region = kiln::compile(options);
     for length in 1..6 {
         let x = Tensor::<Kiln, 1>::ones([length], &device());
         assert_eq!(values(region.run(|| x * 2.0).unwrap()), vec![2.0; length]);
     }
     let backends: Vec<CompileBackend> = region.report().steps.iter().map(|step| step.backend).collect();
-    assert_eq!(backends.iter().filter(|&&backend| backend == CompileBackend::Interpret).count(), 2, "{backends:?}");
-    assert_eq!(backends.iter().filter(|&&backend| backend == CompileBackend::AotEager).count(), 3, "{backends:?}");
+    assert_eq!(
+        backends
+            .iter()
+            .filter(|&&backend| backend == CompileBackend::Interpret)
+            .count(),
+        2,
+        "{backends:?}"
+    );
+    assert_eq!(
+        backends
+            .iter()
+            .filter(|&&backend| backend == CompileBackend::AotEager)
+            .count(),
+        3,
+        "{backends:?}"
+    );
 }
 
 #[test]
@@ -324,7 +385,10 @@ fn an_index_out_of_range_is_an_error_of_the_region() {
     let error = region.run(|| x.clone().select(0, wrong)).unwrap_err();
     assert!(matches!(error, Error::Execute { .. }), "{error}");
     let right = Tensor::<Kiln, 1, Int>::from_ints([0, 2], &device());
-    assert_eq!(values(region.run(|| x.clone().select(0, right)).unwrap()), [1.0, 3.0]);
+    assert_eq!(
+        values(region.run(|| x.clone().select(0, right)).unwrap()),
+        [1.0, 3.0]
+    );
 }
 
 #[test]
@@ -340,7 +404,11 @@ fn an_input_that_dies_gives_its_buffer() {
     for _ in 0..3 {
         region.run(|| x = x.clone() + 1.0).unwrap();
     }
-    assert!(region.report().steps.iter().any(|step| step.aliased == 1), "{}", region.explain());
+    assert!(
+        region.report().steps.iter().any(|step| step.aliased == 1),
+        "{}",
+        region.explain()
+    );
     assert_eq!(values(x)[0], 6.0);
 }
 
@@ -365,7 +433,11 @@ fn a_lazy_device_records_until_a_value_is_read() {
     let shared = y.clone();
     let z = std::thread::spawn(move || shared + 1.0).join().unwrap();
     assert_eq!(values(y), [3.0, 6.0]);
-    assert_eq!(values(z), [4.0, 7.0], "what a finished thread left pending can still be read");
+    assert_eq!(
+        values(z),
+        [4.0, 7.0],
+        "what a finished thread left pending can still be read"
+    );
     let moved = (x + 1.0).to_device(&device());
     assert_eq!(values(moved), [2.0, 3.0]);
 }

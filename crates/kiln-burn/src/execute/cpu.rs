@@ -143,8 +143,13 @@ impl Executable for Cpu {
         // tensor; `kernel_ready` and `aligned` put them on 64-byte borders. Output buffers are fresh or were taken over from an input that `aliases` pairs with
         // them, and are exclusively ours; the inputs are kept alive, and unchanged, by `inputs` until after the call.
         unsafe {
-            self.executable
-                .run(&self.pool, &input_pointers, &output_pointers, scalars, self)
+            self.executable.run(
+                &self.pool,
+                &input_pointers,
+                &output_pointers,
+                scalars,
+                &Outside(self),
+            )
         }?;
         drop(inputs);
         let tensor = |(bytes, ty): (Bytes, &&TensorType)| {
@@ -183,9 +188,15 @@ impl Executable for Cpu {
     }
 }
 
-impl StepHooks for Cpu {
+/// Runs what stayed outside the compiled code.
+struct Outside<'a>(&'a Cpu);
+
+impl StepHooks for Outside<'_> {
     fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> Result<(), String> {
-        let (call, op) = (&self.executable.contract().externs[index], &self.externs[index]);
+        let (call, op) = (
+            &self.0.executable.contract().externs[index],
+            &self.0.externs[index],
+        );
         let read = |(position, (dtype, dims)): (usize, &(String, Vec<usize>))| {
             let ty = TensorType::new(
                 dtype

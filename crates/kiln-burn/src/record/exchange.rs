@@ -21,7 +21,10 @@ enum Exchange {
     /// Adds a copy of the tensor.
     Collect(Vec<RouterTensor<KilnClient>>),
     /// Puts the next of these in its place; counts the moves for which there was none.
-    Replace { tensors: VecDeque<RouterTensor<KilnClient>>, missing: usize },
+    Replace {
+        tensors: VecDeque<RouterTensor<KilnClient>>,
+        missing: usize,
+    },
 }
 
 thread_local! {
@@ -61,8 +64,14 @@ pub fn collect<R>(to_device: impl FnOnce(&KilnDevice) -> R) -> Vec<RouterTensor<
 }
 
 /// What `to_device` makes of its object, with the tensors it moves replaced by `tensors`, in order. None if their numbers differ.
-pub fn replace<R>(tensors: Vec<RouterTensor<KilnClient>>, to_device: impl FnOnce(&KilnDevice) -> R) -> Option<R> {
-    let running = Running::start(Exchange::Replace { tensors: tensors.into(), missing: 0 });
+pub fn replace<R>(
+    tensors: Vec<RouterTensor<KilnClient>>,
+    to_device: impl FnOnce(&KilnDevice) -> R,
+) -> Option<R> {
+    let running = Running::start(Exchange::Replace {
+        tensors: tensors.into(),
+        missing: 0,
+    });
     let object = to_device(&ELSEWHERE);
     match running.end() {
         Some(Exchange::Replace { tensors, missing: 0 }) if tensors.is_empty() => Some(object),
@@ -71,7 +80,9 @@ pub fn replace<R>(tensors: Vec<RouterTensor<KilnClient>>, to_device: impl FnOnce
 }
 
 /// A move was asked for. Gives the tensor back if no exchange is under way.
-pub(crate) fn visit(tensor: RouterTensor<KilnClient>) -> Result<RouterTensor<KilnClient>, RouterTensor<KilnClient>> {
+pub(crate) fn visit(
+    tensor: RouterTensor<KilnClient>,
+) -> Result<RouterTensor<KilnClient>, RouterTensor<KilnClient>> {
     EXCHANGE.with_borrow_mut(|exchange| match exchange {
         None => Err(tensor),
         Some(Exchange::Collect(tensors)) => {

@@ -72,7 +72,11 @@ pub fn user_location() -> Option<Location> {
             };
             if !inner {
                 let file = symbol.filename().map(PathBuf::from).unwrap_or_default();
-                found = Some(Location { file, line: symbol.lineno(), function });
+                found = Some(Location {
+                    file,
+                    line: symbol.lineno(),
+                    function,
+                });
             }
         });
         found.is_none()
@@ -83,7 +87,9 @@ pub fn user_location() -> Option<Location> {
 /// Whether a source file is the standard library's, a registry crate's or Kiln's.
 fn is_inner_file(file: &str) -> bool {
     let file = file.replace('\\', "/");
-    ["/rustc/", "/registry/src/", "kiln-burn/src/", "kiln/src/"].iter().any(|part| file.contains(part))
+    ["/rustc/", "/registry/src/", "kiln-burn/src/", "kiln/src/"]
+        .iter()
+        .any(|part| file.contains(part))
 }
 
 /// Whether a demangled function belongs to [`INNER`], or to no crate at all (`main` of C, `__rust_try`).
@@ -111,7 +117,9 @@ mod tests {
         assert!(is_inner("std::panicking::try"));
         assert!(is_inner("main"));
         assert!(is_inner_file("./crates/kiln-burn/src/record/session.rs"));
-        assert!(is_inner_file("/home/me/.cargo/registry/src/index/burn-tensor-0.21.0/src/tensor/api/base.rs"));
+        assert!(is_inner_file(
+            "/home/me/.cargo/registry/src/index/burn-tensor-0.21.0/src/tensor/api/base.rs"
+        ));
         assert!(!is_inner_file("src/main.rs"));
         assert!(!is_inner("my_model::train::step::{{closure}}"));
         assert!(!is_inner("<my_model::Net as burn_core::module::Module>::map"));

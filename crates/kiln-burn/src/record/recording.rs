@@ -260,7 +260,10 @@ impl Visitor for Encoder<'_> {
         self.ty(tensor);
         let recording = &mut *self.recording;
         let position = recording.pending.len() as u32;
-        recording.pending.push(Pending { id: tensor.id, alive: true });
+        recording.pending.push(Pending {
+            id: tensor.id,
+            alive: true,
+        });
         match tensor.id.value().checked_sub(recording.base) {
             Some(offset) => {
                 let offset = offset as usize;

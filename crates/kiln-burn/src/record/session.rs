@@ -293,8 +293,14 @@ pub struct Position {
 pub fn position() -> Option<Position> {
     let session = CURRENT.with_borrow(Clone::clone)?;
     let session = lock(&session);
-    let Session { segment, recording, .. } = &*session;
-    Some(Position { segment: *segment, operations: recording.len(), scalars: recording.num_scalars() })
+    let Session {
+        segment, recording, ..
+    } = &*session;
+    Some(Position {
+        segment: *segment,
+        operations: recording.len(),
+        scalars: recording.num_scalars(),
+    })
 }
 
 /// Runs `closure` with its operations recorded and never run: host code is executed for its scalars alone. Tensors it makes never get a value, operands may be

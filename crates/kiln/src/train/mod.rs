@@ -25,7 +25,9 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
 use burn_tensor::Tensor;
 use kiln_burn::record::{self, LastRun, Position, Replay};
-use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, KilnClient, KilnDevice, RegionReport};
+use kiln_burn::{
+    CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, KilnClient, KilnDevice, RegionReport,
+};
 
 use crate::explain::Explain;
 use crate::input::{KilnBackend, KilnTensor, Signature, StepInput, inspect};
@@ -50,7 +52,9 @@ pub trait StepOptimizer<B: TrainBackend, M: AutodiffModule<B>>: Optimizer<M, B> 
     fn into_adaptor(self) -> OptimizerAdaptor<Self::Simple, M, B>;
 }
 
-impl<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> StepOptimizer<B, M> for OptimizerAdaptor<O, M, B> {
+impl<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> StepOptimizer<B, M>
+    for OptimizerAdaptor<O, M, B>
+{
     type Simple = O;
 
     fn into_adaptor(self) -> OptimizerAdaptor<O, M, B> {
@@ -84,7 +88,9 @@ pub enum TrainError {
     #[error(transparent)]
     Step(#[from] Error),
     /// Model and optimizer were lost in an earlier step that failed after it had consumed them.
-    #[error("the training step has no model any more: an earlier step failed while it replaced the parameters; restart from a checkpoint")]
+    #[error(
+        "the training step has no model any more: an earlier step failed while it replaced the parameters; restart from a checkpoint"
+    )]
     Lost,
 }
 
@@ -96,7 +102,9 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     options: CompileOptions,
 }
 
-impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F> TrainStepBuilder<B, M, O, F> {
+impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
+    TrainStepBuilder<B, M, O, F>
+{
     /// Sets how the step is compiled.
     pub fn with_options(mut self, options: CompileOptions) -> Self {
         self.options = options;
@@ -196,9 +204,18 @@ where
 {
     /// Begins a training step of `model` with `optim` and the loss closure `loss`.
     #[allow(clippy::new_ret_no_self)] // `new` begins, `build` makes: the shape of Burn's own builders.
-    pub fn new(model: M, optim: impl StepOptimizer<B, M, Simple = O>, loss: F) -> TrainStepBuilder<B, M, O, F> {
+    pub fn new(
+        model: M,
+        optim: impl StepOptimizer<B, M, Simple = O>,
+        loss: F,
+    ) -> TrainStepBuilder<B, M, O, F> {
         let options = CompileOptions::default().with_name("train_step");
-        TrainStepBuilder { model, optim: optim.into_adaptor(), loss, options }
+        TrainStepBuilder {
+            model,
+            optim: optim.into_adaptor(),
+            loss,
+            options,
+        }
     }
 }
 
@@ -222,23 +239,34 @@ where
     /// If the closure or the optimizer panics, with the same payload. Model and optimizer are then as before the call.
     pub fn step(&mut self, lr: LearningRate, input: I) -> Result<L, TrainError> {
         let (tensors, signature) = inspect(&input);
-        if let Some(plan) = self.plan.as_mut().filter(|plan| plan.signature == signature) {
-            if let Some(scalars) = plan.rehearsal.scalars(lr) {
-                let output = plan.run(&tensors, input, &scalars);
-                self.history.replayed += 1;
-                return Ok(output?);
-            }
+        if let Some(plan) = self.plan.as_mut().filter(|plan| plan.signature == signature)
+            && let Some(scalars) = plan.rehearsal.scalars(lr)
+        {
+            let output = plan.run(&tensors, input, &scalars);
+            self.history.replayed += 1;
+            return Ok(output?);
         }
         self.leave_replay();
         self.record(lr, input, &tensors, signature)
     }
 
     /// Records one call; prepares replay if it was the same step as the one before.
-    fn record(&mut self, lr: LearningRate, input: I, tensors: &[TensorIr], signature: Signature) -> Result<L, TrainError> {
+    fn record(
+        &mut self,
+        lr: LearningRate,
+        input: I,
+        tensors: &[TensorIr],
+        signature: Signature,
+    ) -> Result<L, TrainError> {
         let (model, optim) = self.trained.take().ok_or(TrainError::Lost)?;
-        let previous = self.previous.take().filter(|previous| self.replays && previous.signature == signature);
+        let previous = self
+            .previous
+            .take()
+            .filter(|previous| self.replays && previous.signature == signature);
         let backup = (model.clone(), optim.clone());
-        let device = tensors.first().map_or_else(KilnDevice::default, |_| model.devices().first().copied().unwrap_or_default());
+        let device = tensors.first().map_or_else(KilnDevice::default, |_| {
+            model.devices().first().copied().unwrap_or_default()
+        });
 
         // The rehearsal must start from the state before this call.
         let backup_slot = &mut Some(backup);
@@ -259,7 +287,13 @@ where
                 // The old parameters and state end here, so that the step may reuse their buffers.
                 *backup_slot = None;
                 let output = output.map(&mut |tensor| tensor);
-                Recorded { trained: (model, optim), output, optimizer: start, end: record::position(), parameters }
+                Recorded {
+                    trained: (model, optim),
+                    output,
+                    optimizer: start,
+                    end: record::position(),
+                    parameters,
+                }
             })
         }));
         let recorded = match result {
@@ -274,13 +308,26 @@ where
             }
         };
         self.history.recorded += 1;
-        let Recorded { trained, output, optimizer, end, parameters } = recorded;
+        let Recorded {
+            trained,
+            output,
+            optimizer,
+            end,
+            parameters,
+        } = recorded;
         self.trained = Some(trained);
         let (Some(run), Some(optimizer), Some(end)) = (self.region.last_run(), optimizer, end) else {
             return Ok(output);
         };
-        debug_assert!(!parameters.is_empty() || end == optimizer, "an optimizer without gradients records nothing");
-        let trace = Trace { run, signature, optimizer };
+        debug_assert!(
+            !parameters.is_empty() || end == optimizer,
+            "an optimizer without gradients records nothing"
+        );
+        let trace = Trace {
+            run,
+            signature,
+            optimizer,
+        };
         if let Some(previous) = previous {
             match Plan::new(&previous, &trace, rehearsed, tensors, &output, device) {
                 Ok(plan) => {
@@ -329,7 +376,9 @@ where
     ///
     /// If a step failed half way and the model is lost; [`TrainStep::model`] tells.
     pub fn into_model(self) -> M {
-        self.into_parts().expect("a step failed while it replaced the parameters, and reported it").0
+        self.into_parts()
+            .expect("a step failed while it replaced the parameters, and reported it")
+            .0
     }
 
     /// The trained model and the optimizer; none after a step failed half way.
@@ -362,7 +411,9 @@ enum Obstacle {
     Reason(String),
 }
 
-impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L: StepOutput<B>> Plan<B, M, O, L> {
+impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L: StepOutput<B>>
+    Plan<B, M, O, L>
+{
     fn new(
         previous: &Trace,
         last: &Trace,
@@ -404,12 +455,22 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L:
         }
     }
 
-    fn run(&self, inputs: &[TensorIr], input: impl StepInput, optimizer_scalars: &[ScalarIr]) -> Result<L, Error> {
+    fn run(
+        &self,
+        inputs: &[TensorIr],
+        input: impl StepInput,
+        optimizer_scalars: &[ScalarIr],
+    ) -> Result<L, Error> {
         let fetch = |ir: &TensorIr| record::session::fetch(ir, record::BreakReason::Read);
         let fresh = inputs.iter().map(fetch).collect::<Result<Vec<_>, _>>()?;
         // The batch may be overwritten if nobody else holds it.
         drop(input);
-        let scalars: Vec<ScalarIr> = self.model_scalars.iter().chain(optimizer_scalars).copied().collect();
+        let scalars: Vec<ScalarIr> = self
+            .model_scalars
+            .iter()
+            .chain(optimizer_scalars)
+            .copied()
+            .collect();
         let mut results = self.replay.run(&fresh, &scalars, self.outputs)?.into_iter();
         let client = KilnClient::new(self.device);
         let mut next = |recorded: KilnTensor| match results.next().flatten() {

@@ -21,7 +21,10 @@ use kiln_burn::{Kiln, KilnDevice};
 use super::TrainBackend;
 
 /// The parameters of `model` that have a gradient, in the order in which an optimizer visits them.
-pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(model: &M, gradients: &GradientsParams) -> Vec<ParamId> {
+pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
+    model: &M,
+    gradients: &GradientsParams,
+) -> Vec<ParamId> {
     struct Visitor<'a> {
         gradients: &'a GradientsParams,
         found: Vec<ParamId>,
@@ -33,7 +36,10 @@ pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(model: &
             }
         }
     }
-    let mut visitor = Visitor { gradients, found: Vec::new() };
+    let mut visitor = Visitor {
+        gradients,
+        found: Vec::new(),
+    };
     model.visit(&mut visitor);
     visitor.found
 }
@@ -67,7 +73,11 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         let mut members = Vec::new();
         let mut samples: Vec<Vec<ScalarIr>> = Vec::new();
         for &parameter in parameters {
-            let ((), recorded) = rehearse_update(&mut Some((model.clone(), optim.clone())), &[parameter], SAMPLE_RATE)?;
+            let ((), recorded) = rehearse_update(
+                &mut Some((model.clone(), optim.clone())),
+                &[parameter],
+                SAMPLE_RATE,
+            )?;
             let same = |index: &usize| {
                 classes[*index].words == recorded.identity.words && samples[*index] == recorded.scalars
             };
@@ -87,7 +97,12 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         let mut records = optim.to_record();
         records.retain(|parameter, _| classes.iter().any(|class| class.representative == *parameter));
         let shadow = Some((model.clone(), optim.clone().load_record(records)));
-        Some(Self { shadow, classes, members, words: Vec::new() })
+        Some(Self {
+            shadow,
+            classes,
+            members,
+            words: Vec::new(),
+        })
     }
 
     /// The optimizer's scalars of the next step with learning rate `lr`, for all parameters in order; the state moves on by one step. None if
@@ -119,13 +134,17 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         if recorded.scalars.len() != first {
             return None;
         }
-        let of = |&(_, class): &(ParamId, usize)| &recorded.scalars[starts[class]..starts[class] + self.classes[class].scalars];
+        let of = |&(_, class): &(ParamId, usize)| {
+            &recorded.scalars[starts[class]..starts[class] + self.classes[class].scalars]
+        };
         Some(self.members.iter().flat_map(of).copied().collect())
     }
 
     /// `optim` with the host state of the shadow and its own tensors.
     pub(super) fn catch_up(&self, optim: OptimizerAdaptor<O, M, B>) -> OptimizerAdaptor<O, M, B> {
-        let Some((_, shadow)) = &self.shadow else { return optim };
+        let Some((_, shadow)) = &self.shadow else {
+            return optim;
+        };
         let theirs = shadow.to_record();
         let mut records = optim.to_record();
         for &(parameter, class) in &self.members {
@@ -163,7 +182,10 @@ where
 }
 
 /// A gradient without elements for each of `parameters`.
-fn empty_gradients<B: TrainBackend, M: AutodiffModule<B>>(model: &M, parameters: &[ParamId]) -> GradientsParams {
+fn empty_gradients<B: TrainBackend, M: AutodiffModule<B>>(
+    model: &M,
+    parameters: &[ParamId],
+) -> GradientsParams {
     struct Visitor<'a> {
         parameters: &'a [ParamId],
         gradients: GradientsParams,
@@ -177,7 +199,10 @@ fn empty_gradients<B: TrainBackend, M: AutodiffModule<B>>(model: &M, parameters:
             }
         }
     }
-    let mut visitor = Visitor { parameters, gradients: GradientsParams::new() };
+    let mut visitor = Visitor {
+        parameters,
+        gradients: GradientsParams::new(),
+    };
     model.visit(&mut visitor);
     visitor.gradients
 }

@@ -2,8 +2,8 @@
 
 use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
 use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
-use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::Tensor;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_autodiff::Autodiff;
 use burn_flex::Flex;
 use burn_optim::adaptor::OptimizerAdaptor;
@@ -36,7 +36,11 @@ impl Outcome {
             let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
             let difference = norm(&mut a.iter().zip(b).map(|(x, y)| f64::from(x - y)));
             let size = norm(&mut b.iter().map(|&x| f64::from(x))).max(1e-3);
-            assert!(difference <= tolerance * size, "{what}: parameter {index} differs by {} relative", difference / size);
+            assert!(
+                difference <= tolerance * size,
+                "{what}: parameter {index} differs by {} relative",
+                difference / size
+            );
         }
     }
 }
@@ -61,14 +65,23 @@ pub fn initialised<B: Backend, M: Module<B>>(model: M) -> M {
 }
 
 /// The weights of `from` in `to`, a model of the same structure on another backend.
-pub fn copy_weights<A: Backend, B: Backend, M: Module<A>, N: Module<B>>(from: M, to: N, device: &B::Device) -> N {
+pub fn copy_weights<A: Backend, B: Backend, M: Module<A>, N: Module<B>>(
+    from: M,
+    to: N,
+    device: &B::Device,
+) -> N {
     let recorder = BinBytesRecorder::<FullPrecisionSettings>::new();
     let bytes = recorder.record(from.into_record(), ()).unwrap();
     to.load_record(recorder.load(bytes, device).unwrap())
 }
 
 /// A step of a training loop as a Burn user writes it.
-pub fn plain_step<B, M, O>(model: &mut Option<M>, optim: &mut OptimizerAdaptor<O, M, B>, lr: f64, batch: Batch<B>) -> Tensor<B, 1>
+pub fn plain_step<B, M, O>(
+    model: &mut Option<M>,
+    optim: &mut OptimizerAdaptor<O, M, B>,
+    lr: f64,
+    batch: Batch<B>,
+) -> Tensor<B, 1>
 where
     B: AutodiffBackend,
     M: AutodiffModule<B> + Trainable<B>,
@@ -87,7 +100,12 @@ pub fn rate(step: usize) -> f64 {
 }
 
 /// Trains in a plain Burn loop.
-pub fn train_plain<B, M, O>(model: M, mut optim: OptimizerAdaptor<O, M, B>, steps: usize, device: &B::Device) -> Outcome
+pub fn train_plain<B, M, O>(
+    model: M,
+    mut optim: OptimizerAdaptor<O, M, B>,
+    steps: usize,
+    device: &B::Device,
+) -> Outcome
 where
     B: AutodiffBackend,
     M: AutodiffModule<B> + Trainable<B>,
@@ -95,10 +113,15 @@ where
 {
     let mut model = Some(model);
     let losses = (0..steps)
-        .map(|step| plain_step(&mut model, &mut optim, rate(step), batch(step, EXAMPLES, device)).into_scalar())
+        .map(|step| {
+            plain_step(&mut model, &mut optim, rate(step), batch(step, EXAMPLES, device)).into_scalar()
+        })
         .map(burn::tensor::ElementConversion::elem)
         .collect();
-    Outcome { losses, parameters: parameters::<B, M>(&model.unwrap()) }
+    Outcome {
+        losses,
+        parameters: parameters::<B, M>(&model.unwrap()),
+    }
 }
 
 /// Trains the same loop with its body in a compiled region.
@@ -118,27 +141,54 @@ where
     let losses = (0..steps)
         .map(|step| {
             let input = batch(step, EXAMPLES, &device);
-            let loss = region.run(|| plain_step(&mut model, &mut optim, rate(step), input).inner()).unwrap();
+            let loss = region
+                .run(|| plain_step(&mut model, &mut optim, rate(step), input).inner())
+                .unwrap();
             loss.into_scalar()
         })
         .collect();
-    (Outcome { losses, parameters: parameters::<Compiled, M>(&model.unwrap()) }, region.report())
+    (
+        Outcome {
+            losses,
+            parameters: parameters::<Compiled, M>(&model.unwrap()),
+        },
+        region.report(),
+    )
 }
 
 /// Trains through `TrainStep`, replayed from the fourth step on.
-pub fn train_replayed<M, O>(model: M, optim: OptimizerAdaptor<O, M, Compiled>, steps: usize, backend: CompileBackend) -> Outcome
+pub fn train_replayed<M, O>(
+    model: M,
+    optim: OptimizerAdaptor<O, M, Compiled>,
+    steps: usize,
+    backend: CompileBackend,
+) -> Outcome
 where
     M: AutodiffModule<Compiled> + Trainable<Compiled> + Clone,
     O: SimpleOptimizer<Kiln>,
 {
     let device = KilnDevice::cpu();
-    let mut step = TrainStep::new(model, optim, |model: &M, batch: Batch<Compiled>| model.loss(batch))
-        .with_backend(backend)
-        .build()
-        .unwrap();
-    let losses =
-        (0..steps).map(|index| step.step(rate(index), batch(index, EXAMPLES, &device)).unwrap().into_scalar()).collect();
+    let mut step = TrainStep::new(model, optim, |model: &M, batch: Batch<Compiled>| {
+        model.loss(batch)
+    })
+    .with_backend(backend)
+    .build()
+    .unwrap();
+    let losses = (0..steps)
+        .map(|index| {
+            step.step(rate(index), batch(index, EXAMPLES, &device))
+                .unwrap()
+                .into_scalar()
+        })
+        .collect();
     assert_eq!(step.history().obstacle, None);
-    assert!(step.history().replayed as usize >= steps - 4, "{:?} of {steps} steps", step.history());
-    Outcome { losses, parameters: parameters::<Compiled, M>(&step.into_model()) }
+    assert!(
+        step.history().replayed as usize >= steps - 4,
+        "{:?} of {steps} steps",
+        step.history()
+    );
+    Outcome {
+        losses,
+        parameters: parameters::<Compiled, M>(&step.into_model()),
+    }
 }

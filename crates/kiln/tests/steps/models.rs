@@ -5,11 +5,12 @@ use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::pool::{AdaptiveAvgPool2d, AdaptiveAvgPool2dConfig, MaxPool2d, MaxPool2dConfig};
 use burn::nn::transformer::{
-    TransformerDecoder, TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoder, TransformerEncoderConfig,
-    TransformerEncoderInput,
+    TransformerDecoder, TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoder,
+    TransformerEncoderConfig, TransformerEncoderInput,
 };
 use burn::nn::{
-    BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Gelu, Linear, LinearConfig, Lstm, LstmConfig, Relu,
+    BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Gelu, Linear,
+    LinearConfig, Lstm, LstmConfig, Relu,
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
@@ -33,8 +34,12 @@ pub const CLASSES: usize = 3;
 pub fn batch<B: Backend>(step: usize, examples: usize, device: &B::Device) -> Batch<B> {
     let value = |index: usize| (((index * 37 + step * 101) % 97) as f32 / 48.5 - 1.0) * 1.3;
     let values: Vec<f32> = (0..examples * WIDTH).map(value).collect();
-    let tokens: Vec<i32> = (0..examples * LENGTH).map(|index| ((index * 7 + step * 3) % VOCABULARY) as i32).collect();
-    let labels: Vec<i32> = (0..examples).map(|index| ((index + step) % CLASSES) as i32).collect();
+    let tokens: Vec<i32> = (0..examples * LENGTH)
+        .map(|index| ((index * 7 + step * 3) % VOCABULARY) as i32)
+        .collect();
+    let labels: Vec<i32> = (0..examples)
+        .map(|index| ((index + step) % CLASSES) as i32)
+        .collect();
     Batch {
         values: Tensor::from_data(TensorData::new(values, [examples, WIDTH]), device),
         tokens: Tensor::from_data(TensorData::new(tokens, [examples, LENGTH]), device),
@@ -48,7 +53,9 @@ pub trait Trainable<B: Backend>: Module<B> {
 
     fn loss(&self, batch: Batch<B>) -> Tensor<B, 1> {
         let logits = self.logits(&batch);
-        CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, batch.labels)
+        CrossEntropyLossConfig::new()
+            .init(&logits.device())
+            .forward(logits, batch.labels)
     }
 }
 
@@ -93,9 +100,14 @@ pub struct Cnn<B: Backend> {
 impl<B: Backend> Cnn<B> {
     pub fn new(dropout: f64, device: &B::Device) -> Self {
         Self {
-            first: Conv2dConfig::new([3, 8], [3, 3]).with_padding(burn::nn::PaddingConfig2d::Explicit(1, 1, 1, 1)).init(device),
+            first: Conv2dConfig::new([3, 8], [3, 3])
+                .with_padding(burn::nn::PaddingConfig2d::Explicit(1, 1, 1, 1))
+                .init(device),
             norm: BatchNormConfig::new(8).init(device),
-            second: Conv2dConfig::new([8, 6], [3, 3]).with_groups(2).with_bias(false).init(device),
+            second: Conv2dConfig::new([8, 6], [3, 3])
+                .with_groups(2)
+                .with_bias(false)
+                .init(device),
             pool: MaxPool2dConfig::new([2, 2]).with_strides([1, 1]).init(),
             mean: AdaptiveAvgPool2dConfig::new([1, 1]).init(),
             dropout: DropoutConfig::new(dropout).init(),
@@ -109,9 +121,13 @@ impl<B: Backend> Trainable<B> for Cnn<B> {
     fn logits(&self, batch: &Batch<B>) -> Tensor<B, 2> {
         let [examples, _] = batch.values.dims();
         let images = batch.values.clone().reshape([examples, 3, 4, 4]);
-        let x = self.activation.forward(self.norm.forward(self.first.forward(images)));
+        let x = self
+            .activation
+            .forward(self.norm.forward(self.first.forward(images)));
         let x = self.dropout.forward(x);
-        let x = self.activation.forward(self.second.forward(self.pool.forward(x.pad((1, 1, 1, 1), 0.0))));
+        let x = self
+            .activation
+            .forward(self.second.forward(self.pool.forward(x.pad((1, 1, 1, 1), 0.0))));
         self.out.forward(self.mean.forward(x).flatten(1, 3))
     }
 }
@@ -127,7 +143,9 @@ impl<B: Backend> Encoder<B> {
     pub fn new(dropout: f64, device: &B::Device) -> Self {
         Self {
             embedding: EmbeddingConfig::new(VOCABULARY, 16).init(device),
-            layers: TransformerEncoderConfig::new(16, 32, 4, 2).with_dropout(dropout).init(device),
+            layers: TransformerEncoderConfig::new(16, 32, 4, 2)
+                .with_dropout(dropout)
+                .init(device),
             out: LinearConfig::new(16, CLASSES).init(device),
         }
     }
@@ -152,7 +170,10 @@ impl<B: Backend> Decoder<B> {
     pub fn new(device: &B::Device) -> Self {
         Self {
             embedding: EmbeddingConfig::new(VOCABULARY, 12).init(device),
-            layers: TransformerDecoderConfig::new(12, 20, 2, 1).with_dropout(0.0).with_norm_first(true).init(device),
+            layers: TransformerDecoderConfig::new(12, 20, 2, 1)
+                .with_dropout(0.0)
+                .with_norm_first(true)
+                .init(device),
             out: LinearConfig::new(12, CLASSES).init(device),
         }
     }
@@ -186,7 +207,9 @@ impl<B: Backend> Recurrent<B> {
 
 impl<B: Backend> Trainable<B> for Recurrent<B> {
     fn logits(&self, batch: &Batch<B>) -> Tensor<B, 2> {
-        let (_, state) = self.cells.forward(self.embedding.forward(batch.tokens.clone()), None);
+        let (_, state) = self
+            .cells
+            .forward(self.embedding.forward(batch.tokens.clone()), None);
         self.out.forward(state.hidden)
     }
 }

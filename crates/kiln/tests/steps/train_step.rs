@@ -23,13 +23,18 @@ fn after_the_first_steps_no_model_code_runs() {
         calls.set(calls.get() + 1);
         model.loss(batch)
     };
-    let mut step =
-        TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    let mut step = TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
     for index in 0..10 {
         step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
     }
     assert!(calls.get() <= 3, "the closure ran {} times", calls.get());
-    assert_eq!((step.history().recorded, step.history().replayed), (calls.get(), 10 - calls.get()));
+    assert_eq!(
+        (step.history().recorded, step.history().replayed),
+        (calls.get(), 10 - calls.get())
+    );
 }
 
 #[test]
@@ -42,16 +47,26 @@ fn another_batch_size_is_recorded_and_training_goes_on() {
     let mut expected = Outcome::default();
     let (mut model, mut optim) = (Some(copy()), AdamWConfig::new().init());
     for index in 0..14 {
-        let loss = plain_step(&mut model, &mut optim, rate(index), batch(index, sizes(index), &device()));
+        let loss = plain_step(
+            &mut model,
+            &mut optim,
+            rate(index),
+            batch(index, sizes(index), &device()),
+        );
         expected.losses.push(loss.into_scalar());
     }
     expected.parameters = parameters::<Compiled, _>(&model.unwrap());
 
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
-    let mut step = TrainStep::new(copy(), AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    let mut step = TrainStep::new(copy(), AdamWConfig::new().init(), loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
     let mut outcome = Outcome::default();
     for index in 0..14 {
-        let loss = step.step(rate(index), batch(index, sizes(index), &device())).unwrap();
+        let loss = step
+            .step(rate(index), batch(index, sizes(index), &device()))
+            .unwrap();
         outcome.losses.push(loss.into_scalar());
     }
     assert!(step.history().replayed >= 4, "{:?}", step.history());
@@ -66,29 +81,50 @@ fn the_optimizer_catches_up() {
     let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
     let (mut model, mut optim) = (Some(copy()), AdamWConfig::new().init());
     for index in 0..12 {
-        plain_step(&mut model, &mut optim, rate(index), batch(index, EXAMPLES, &device()));
+        plain_step(
+            &mut model,
+            &mut optim,
+            rate(index),
+            batch(index, EXAMPLES, &device()),
+        );
     }
-    let expected = Outcome { losses: vec![], parameters: parameters::<Compiled, _>(&model.unwrap()) };
+    let expected = Outcome {
+        losses: vec![],
+        parameters: parameters::<Compiled, _>(&model.unwrap()),
+    };
 
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
-    let mut step = TrainStep::new(copy(), AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    let mut step = TrainStep::new(copy(), AdamWConfig::new().init(), loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
     for index in 0..9 {
         step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
     }
     let (model, mut optim) = step.into_parts().unwrap();
     let mut model = Some(model);
     for index in 9..12 {
-        plain_step(&mut model, &mut optim, rate(index), batch(index, EXAMPLES, &device()));
+        plain_step(
+            &mut model,
+            &mut optim,
+            rate(index),
+            batch(index, EXAMPLES, &device()),
+        );
     }
-    let outcome = Outcome { losses: vec![], parameters: parameters::<Compiled, _>(&model.unwrap()) };
+    let outcome = Outcome {
+        losses: vec![],
+        parameters: parameters::<Compiled, _>(&model.unwrap()),
+    };
     outcome.assert_close(&expected, 1e-5, "after replay");
 }
 
 #[test]
 fn the_model_can_be_looked_at_between_steps() {
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
-    let mut step =
-        TrainStep::new(Mlp::new(&device()), SgdConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    let mut step = TrainStep::new(Mlp::new(&device()), SgdConfig::new().init(), loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
     let mut last = parameters::<Compiled, _>(step.model().unwrap());
     for index in 0..8 {
         step.step(0.1, batch(index, EXAMPLES, &device())).unwrap();
@@ -104,13 +140,18 @@ fn outputs_beside_the_loss() {
         let logits = model.logits(&batch);
         (model.loss(batch), logits.clone().argmax(1), logits)
     };
-    type Output = (Tensor<Compiled, 1>, (Tensor<Compiled, 2, Int>, Tensor<Compiled, 2>));
+    type Output = (
+        Tensor<Compiled, 1>,
+        (Tensor<Compiled, 2, Int>, Tensor<Compiled, 2>),
+    );
     let nested = move |model: &Mlp<Compiled>, batch: Batch<Compiled>| -> Output {
         let (loss, best, logits) = loss(model, batch);
         (loss, (best, logits))
     };
-    let mut step =
-        TrainStep::new(initialised(Mlp::new(&device())), SgdConfig::new().init(), nested).with_backend(BACKEND).build().unwrap();
+    let mut step = TrainStep::new(initialised(Mlp::new(&device())), SgdConfig::new().init(), nested)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
     let mut kept = Vec::new();
     for index in 0..7 {
         let before = step.model().unwrap().clone();
@@ -123,7 +164,10 @@ fn outputs_beside_the_loss() {
     // Outputs of earlier steps keep their values.
     for (expected, logits) in kept {
         let logits: Vec<f32> = logits.into_data().to_vec().unwrap();
-        assert!(expected.iter().zip(&logits).all(|(a, b)| (a - b).abs() < 1e-5), "{expected:?} {logits:?}");
+        assert!(
+            expected.iter().zip(&logits).all(|(a, b)| (a - b).abs() < 1e-5),
+            "{expected:?} {logits:?}"
+        );
     }
 }
 
@@ -135,8 +179,10 @@ fn a_panic_in_the_closure_leaves_the_model() {
         assert!(!fail.get(), "a bad batch");
         loss
     };
-    let mut step =
-        TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    let mut step = TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
     step.step(0.1, batch(0, EXAMPLES, &device())).unwrap();
     let before = parameters::<Compiled, _>(step.model().unwrap());
     fail.set(true);
@@ -155,7 +201,10 @@ fn frozen_parameters_stay() {
     model = model.freeze_embedding();
     let before = parameters::<Compiled, _>(&model);
     let loss = |model: &Encoder<Compiled>, batch: Batch<Compiled>| model.loss(batch);
-    let mut step = TrainStep::new(model, AdamWConfig::new().init(), loss).with_backend(BACKEND).build().unwrap();
+    let mut step = TrainStep::new(model, AdamWConfig::new().init(), loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
     for index in 0..8 {
         step.step(0.01, batch(index, EXAMPLES, &device())).unwrap();
     }
@@ -170,13 +219,20 @@ fn a_learning_rate_of_zero_takes_the_optimizers_other_branch() {
     // AdamW skips the decay when rate times decay is zero: another program for that step.
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
     let optim = AdamWConfig::new().with_weight_decay(0.1).init();
-    let mut step = TrainStep::new(Mlp::new(&device()), optim, loss).with_backend(BACKEND).build().unwrap();
+    let mut step = TrainStep::new(Mlp::new(&device()), optim, loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
     for index in 0..6 {
         step.step(0.01, batch(index, EXAMPLES, &device())).unwrap();
     }
     let before = parameters::<Compiled, _>(step.model().unwrap());
     step.step(0.0, batch(6, EXAMPLES, &device())).unwrap();
-    assert_eq!(parameters::<Compiled, _>(step.model().unwrap()), before, "a rate of zero changes nothing");
+    assert_eq!(
+        parameters::<Compiled, _>(step.model().unwrap()),
+        before,
+        "a rate of zero changes nothing"
+    );
     step.step(0.01, batch(7, EXAMPLES, &device())).unwrap();
     assert_ne!(parameters::<Compiled, _>(step.model().unwrap()), before);
 }
