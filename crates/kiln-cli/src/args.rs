@@ -1,0 +1,180 @@
+//! The command line's grammar.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use kiln::CompileBackend;
+
+/// Compiled training steps for Burn.
+#[derive(Parser, Debug)]
+#[command(
+    name = "kiln",
+    version,
+    about,
+    after_help = "KILN_LOG sets the log, for example KILN_LOG=info or KILN_LOG=kiln=debug."
+)]
+pub struct Arguments {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Train a model from a config
+    Train(TrainArguments),
+    /// Evaluate the last checkpoint of a run
+    Eval(EvalArguments),
+    /// Continue a text with a Llama checkpoint
+    Generate(GenerateArguments),
+    /// Time one training step
+    Bench(BenchArguments),
+    /// Show what a training step compiles to
+    Explain(ExplainArguments),
+    /// List what can run a compiled step
+    Backends,
+    /// Look into the disk cache of compiled steps
+    Cache {
+        /// What to do with it.
+        #[command(subcommand)]
+        action: CacheAction,
+    },
+}
+
+/// What to do with the cache.
+#[derive(Subcommand, Debug, Clone, Copy)]
+pub enum CacheAction {
+    /// Print the compiled steps, last used first
+    List,
+    /// Remove all compiled steps
+    Clear,
+}
+
+/// Arguments of `kiln train`.
+#[derive(Args, Debug, Clone)]
+pub struct TrainArguments {
+    /// Config file; a resumed run has its own
+    #[arg(long, required_unless_present = "resume")]
+    pub config: Option<PathBuf>,
+    /// Number of optimizer steps, instead of the config's
+    #[arg(long)]
+    pub steps: Option<u64>,
+    /// What runs the step: eager, aot_eager, candle, interpret or cpu
+    #[arg(long)]
+    pub backend: Option<CompileBackend>,
+    /// Folder of the run; by default runs/NAME
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+    /// Go on with the run in this folder, or from one of its checkpoints
+    #[arg(long, value_name = "DIR")]
+    pub resume: Option<PathBuf>,
+    /// Change a key of the config, as in train.batch_size=16; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+/// Arguments of `kiln eval`.
+#[derive(Args, Debug, Clone)]
+pub struct EvalArguments {
+    /// Folder of the run, or one of its checkpoints
+    #[arg(long, value_name = "DIR")]
+    pub run: PathBuf,
+    /// What runs the forward pass
+    #[arg(long)]
+    pub backend: Option<CompileBackend>,
+}
+
+/// Arguments of `kiln generate`.
+#[derive(Args, Debug, Clone)]
+pub struct GenerateArguments {
+    /// Folder or file of a Llama checkpoint, the folder of a run, or a repository of the Hugging Face hub
+    #[arg(long, value_name = "PATH")]
+    pub model: String,
+    /// The text to continue
+    #[arg(long)]
+    pub prompt: String,
+    /// Most tokens to add
+    #[arg(long, default_value_t = 128)]
+    pub tokens: usize,
+    /// Below 1 sharper, above 1 flatter, 0 always the likeliest token
+    #[arg(long, default_value_t = 0.8)]
+    pub temperature: f64,
+    /// Draw from the k likeliest tokens only
+    #[arg(long)]
+    pub top_k: Option<usize>,
+    /// Draw from the fewest tokens that have this probability together
+    #[arg(long)]
+    pub top_p: Option<f64>,
+    /// Seed of the draws
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// Arguments of `kiln bench`.
+#[derive(Args, Debug, Clone)]
+pub struct BenchArguments {
+    /// mlp, llama-tiny, llama-15m, llama-125m, bert-minilm, bert-base, vit, or an image classifier such as
+    /// resnet18
+    #[arg(required_unless_present = "table")]
+    pub model: Option<String>,
+    /// Examples in a batch
+    #[arg(long, default_value_t = 8)]
+    pub batch: usize,
+    /// Tokens in an example of a language model
+    #[arg(long, default_value_t = 128)]
+    pub seq: usize,
+    /// Pixels a side of an image
+    #[arg(long, default_value_t = 224)]
+    pub size: usize,
+    /// Timed steps
+    #[arg(long, default_value_t = 10)]
+    pub steps: usize,
+    /// What runs the step: eager, aot_eager, candle, interpret or cpu
+    #[arg(long, default_value_t = CompileBackend::Cpu)]
+    pub backend: CompileBackend,
+    /// Time the forward pass alone
+    #[arg(long)]
+    pub infer: bool,
+    /// Print one JSON line instead of sentences
+    #[arg(long)]
+    pub json: bool,
+    /// Time several models beside PyTorch and JAX, where python3 (or PEER_PYTHON) has them, and print a table
+    #[arg(long)]
+    pub table: bool,
+}
+
+/// Arguments of `kiln explain`.
+#[derive(Args, Debug, Clone)]
+#[group(required = true, multiple = false)]
+pub struct ExplainSubject {
+    /// The step of a config
+    #[arg(long)]
+    pub config: Option<PathBuf>,
+    /// The step of a model that `kiln bench` knows
+    #[arg(long)]
+    pub model: Option<String>,
+}
+
+/// Arguments of `kiln explain`.
+#[derive(Args, Debug, Clone)]
+pub struct ExplainArguments {
+    /// What to explain.
+    #[command(flatten)]
+    pub subject: ExplainSubject,
+    /// What runs the step: eager, aot_eager, candle, interpret or cpu
+    #[arg(long, default_value_t = CompileBackend::Cpu)]
+    pub backend: CompileBackend,
+    /// Examples in a batch, for --model
+    #[arg(long, default_value_t = 2)]
+    pub batch: usize,
+    /// Tokens in an example, for --model
+    #[arg(long, default_value_t = 64)]
+    pub seq: usize,
+    /// Pixels a side of an image, for --model
+    #[arg(long, default_value_t = 64)]
+    pub size: usize,
+    /// Print the recorded graph too
+    #[arg(long)]
+    pub graph: bool,
+}

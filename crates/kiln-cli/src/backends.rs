@@ -1,0 +1,22 @@
+//! `kiln backends`: what can run a step on this machine.
+
+use kiln::CompileBackend;
+use kiln_cpu::Toolchain;
+
+/// Prints every backend with what it does and whether it works here.
+pub fn command() {
+    for &backend in kiln::list_backends() {
+        println!("{:<10} {}", backend.name(), backend.description());
+        if backend == CompileBackend::Cpu {
+            match Toolchain::detect() {
+                Ok(toolchain) => println!(
+                    "{:<10} compiler: {} for {}",
+                    "",
+                    toolchain.version().lines().next().unwrap_or_default(),
+                    toolchain.isa()
+                ),
+                Err(error) => println!("{:<10} steps run on aot_eager here: {error}", ""),
+            }
+        }
+    }
+}

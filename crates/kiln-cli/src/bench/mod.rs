@@ -1,0 +1,218 @@
+//! `kiln bench`: one training step, timed.
+//!
+//! The step is what users run: forward pass, loss, backward pass and AdamW through [`kiln::TrainStep`], on
+//! random inputs, one step after the other. `first` is the time until a compiled step has run: the first
+//! call, which creates the optimizer's state, and the second, which compiles. `median` and `min` are of calls
+//! after the step is replayed. The fields are those of the peers in `crates/kiln-cli/peers`, so that lines
+//! can stand beside each other.
+
+mod subject;
+mod table;
+
+use std::time::{Duration, Instant};
+
+use burn::tensor::backend::Backend;
+use kiln::{CompileOptions, Kiln, KilnDevice, RegionReport};
+use serde::{Deserialize, Serialize};
+
+use crate::args::BenchArguments;
+use crate::config::OptimizerConfig;
+use crate::error::CliError;
+use crate::model::{initialise, without_autodiff};
+use crate::train::{TrainBackend, build_trainer, peak_memory_mb};
+pub use subject::Subject;
+
+/// Calls before the timed ones: creation of the state, compilation, the check that it was the same step, one
+/// replay.
+const WARMUP: usize = 4;
+const RATE: f64 = 1e-4;
+
+/// One measurement.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Measurement {
+    /// Who: `kiln-BACKEND`, `torch-MODE`, `jax-MODE`.
+    pub peer: String,
+    /// Model.
+    pub model: String,
+    /// Examples in a batch.
+    pub batch: usize,
+    /// Tokens in an example.
+    pub seq: usize,
+    /// Element type.
+    pub dtype: String,
+    /// Whether it is the forward pass alone.
+    pub infer: bool,
+    /// Median time of a step in seconds.
+    pub median: f64,
+    /// Shortest time of a step in seconds.
+    pub min: f64,
+    /// Time until the first compiled step has run, in seconds.
+    pub first: f64,
+    /// Peak memory of the process in MiB.
+    pub mem_mb: u64,
+    /// Last loss; of a forward pass the mean of its output.
+    pub loss: f64,
+    /// The compiled step's block of intermediate values in MiB.
+    #[serde(default)]
+    pub arena_mb: Option<f64>,
+    /// Time to compile, in seconds.
+    #[serde(default)]
+    pub compile_s: Option<f64>,
+}
+
+/// `kiln bench`.
+///
+/// # Errors
+///
+/// [`CliError::Unknown`] for a model that is not known, or whatever its step fails with.
+pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
+    if arguments.table {
+        return table::command(arguments);
+    }
+    let name = arguments
+        .model
+        .as_deref()
+        .ok_or_else(|| CliError::Usage("give a model, or --table".to_owned()))?;
+    let measurement = measure(name, arguments)?;
+    if arguments.json {
+        println!(
+            "{}",
+            serde_json::to_string(&measurement).map_err(|error| CliError::Usage(error.to_string()))?
+        );
+        return Ok(());
+    }
+    let Measurement {
+        peer,
+        median,
+        min,
+        first,
+        mem_mb,
+        loss,
+        arena_mb,
+        compile_s,
+        ..
+    } = &measurement;
+    let what = if arguments.infer {
+        "forward pass"
+    } else {
+        "training step"
+    };
+    println!(
+        "{name} on {peer}: {what} {:.1} ms (fastest {:.1} ms)",
+        median * 1e3,
+        min * 1e3
+    );
+    println!(
+        "first compiled step after {first:.1} s, of which compiling {:.1} s",
+        compile_s.unwrap_or(0.0)
+    );
+    let arena = arena_mb.map_or_else(String::new, |arena| format!(", arena {arena:.1} MiB"));
+    println!(
+        "peak memory {mem_mb} MiB{arena}, last {} {loss:.4}",
+        if arguments.infer {
+            "mean of the output"
+        } else {
+            "loss"
+        }
+    );
+    Ok(())
+}
+
+/// Seconds of each call, and of the first compiled one.
+struct Times {
+    first: f64,
+    timed: Vec<f64>,
+}
+
+/// Calls `step` until it is warm and then `steps` times. `until_compiled` calls make the first compiled one.
+fn time<T>(
+    steps: usize,
+    until_compiled: usize,
+    mut step: impl FnMut() -> Result<T, CliError>,
+) -> Result<(Times, T), CliError> {
+    let start = Instant::now();
+    let mut first = Duration::ZERO;
+    let mut last = step()?;
+    for call in 1..=WARMUP {
+        if call == until_compiled {
+            first = start.elapsed();
+        }
+        if call < WARMUP {
+            last = step()?;
+        }
+    }
+    let mut timed = Vec::with_capacity(steps);
+    for _ in 0..steps.max(1) {
+        let start = Instant::now();
+        last = step()?;
+        timed.push(start.elapsed().as_secs_f64());
+    }
+    timed.sort_by(f64::total_cmp);
+    Ok((
+        Times {
+            first: first.as_secs_f64(),
+            timed,
+        },
+        last,
+    ))
+}
+
+fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliError> {
+    let device = KilnDevice::cpu();
+    Kiln::seed(&device, 0);
+    let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
+    let options = CompileOptions::default()
+        .with_backend(arguments.backend)
+        .with_name("bench");
+    let model = subject.architecture.init::<TrainBackend>(&device)?;
+    initialise(&model);
+    let (times, loss, report) = if arguments.infer {
+        let model = without_autodiff(&model);
+        let forward = kiln::compile_fn(|batch| model.logits(batch)).with_options(options);
+        let (times, output) = time(arguments.steps, 1, || {
+            Ok(forward.call(subject.batch::<Kiln>(&device))?)
+        })?;
+        let data = output
+            .try_into_data()
+            .map_err(|error| CliError::Usage(format!("the output cannot be read: {error}")))?;
+        let (sum, count) = data
+            .iter::<f64>()
+            .fold((0.0, 0usize), |(sum, count), value| (sum + value, count + 1));
+        (times, sum / count.max(1) as f64, forward.report())
+    } else {
+        let optimizer = OptimizerConfig::default();
+        let mut trainer = build_trainer(model, &optimizer, options, None)?;
+        let (times, loss) = time(arguments.steps, 2, || {
+            trainer.step(RATE, vec![subject.batch::<TrainBackend>(&device)])
+        })?;
+        (times, f64::from(loss), trainer.report())
+    };
+    let Times { first, timed } = times;
+    Ok(Measurement {
+        peer: format!("kiln-{}", arguments.backend),
+        model: name.to_owned(),
+        batch: arguments.batch,
+        seq: arguments.seq,
+        dtype: "f32".to_owned(),
+        infer: arguments.infer,
+        median: timed[timed.len() / 2],
+        min: timed[0],
+        first,
+        mem_mb: peak_memory_mb().unwrap_or(0),
+        loss,
+        arena_mb: arena_mb(&report),
+        compile_s: Some(
+            report
+                .steps
+                .iter()
+                .map(|step| step.compile_time.as_secs_f64())
+                .sum(),
+        ),
+    })
+}
+
+/// The largest arena among the compiled steps of a region.
+fn arena_mb(report: &RegionReport) -> Option<f64> {
+    let bytes = report.steps.iter().filter_map(|step| step.arena_bytes).max()?;
+    Some(bytes as f64 / 1_048_576.0)
+}

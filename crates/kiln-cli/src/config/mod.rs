@@ -1,0 +1,412 @@
+//! What a run is made of: a TOML file with the tables `model`, `data`, `optimizer`, `schedule`, `train` and
+//! `sample`.
+//!
+//! Every key has a default except `model.name` and `data.source`. A key that no table has is an error which
+//! names the nearest one, in the file as on the command line (`--set`): a misspelled key must not be a run of
+//! three days with the default. The config a run really used, with everything the command line changed, is
+//! written into the run's folder and read back by `--resume`.
+
+mod optimizer;
+mod schedule;
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{CliError, nearest};
+pub use optimizer::{OptimizerConfig, OptimizerName};
+pub use schedule::{ScheduleConfig, ScheduleKind};
+
+/// A whole config.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Name of the run; `runs/NAME` is its default folder.
+    #[serde(default = "default_name")]
+    pub name: String,
+    /// Seed of initial weights, order of the data, and dropout.
+    #[serde(default)]
+    pub seed: u64,
+    /// The model.
+    pub model: ModelConfig,
+    /// The data.
+    pub data: DataConfig,
+    /// The optimizer.
+    #[serde(default)]
+    pub optimizer: OptimizerConfig,
+    /// The learning rate over time.
+    #[serde(default)]
+    pub schedule: ScheduleConfig,
+    /// The loop.
+    #[serde(default)]
+    pub train: TrainConfig,
+    /// The text printed at the end, for language models.
+    #[serde(default)]
+    pub sample: SampleConfig,
+}
+
+/// Which model, and what differs from its standard sizes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelConfig {
+    /// A Llama preset (`llama-tiny`, `llama-15m`, ...), `bert-base` or `bert-minilm`, or an image classifier
+    /// of torchvision or timm.
+    pub name: String,
+    /// A checkpoint to start from: a folder, a file, or a repository of the Hugging Face hub. Its
+    /// `config.json` then decides about sizes.
+    pub weights: Option<String>,
+    /// Parameters whose path begins with one of these are not trained.
+    #[serde(default)]
+    pub freeze: Vec<String>,
+    /// Width of the residual stream (Llama, BERT).
+    pub hidden_size: Option<usize>,
+    /// Number of layers (Llama, BERT).
+    pub layers: Option<usize>,
+    /// Number of attention heads (Llama, BERT).
+    pub heads: Option<usize>,
+    /// Width inside of the feed-forward network (Llama, BERT).
+    pub intermediate_size: Option<usize>,
+    /// The output projection is the table of token embeddings (Llama).
+    pub tie_embeddings: Option<bool>,
+    /// Dropout of the hidden layers and attention weights (BERT), of the attention weights (Llama).
+    pub dropout: Option<f64>,
+}
+
+/// Where examples come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DataSource {
+    /// Text files and folders as one stream of tokens, for Llama.
+    Text,
+    /// Passages of text files, to be told apart by the extension of their file, for BERT.
+    Passages,
+    /// Labelled texts, JSONL or CSV, for BERT.
+    Table,
+    /// Drawn shapes with noise, for image classifiers.
+    Shapes,
+    /// A folder with one folder of images a class.
+    Images,
+    /// CIFAR-10 in binary form.
+    Cifar10,
+    /// CIFAR-100 in binary form.
+    Cifar100,
+}
+
+/// The data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataConfig {
+    /// Where examples come from.
+    pub source: DataSource,
+    /// Files or folders, relative to where `kiln` is started.
+    #[serde(default)]
+    pub paths: Vec<PathBuf>,
+    /// Files or folders of the evaluation; without them a part of `paths` is set aside where the source has
+    /// no test set of its own.
+    #[serde(default)]
+    pub evaluation_paths: Vec<PathBuf>,
+    /// Part of the examples set aside for evaluation.
+    #[serde(default = "default_evaluation_fraction")]
+    pub evaluation_fraction: f64,
+    /// `bpe` (trained on the data), `bytes`, or the path of a `tokenizer.json`; that of `model.weights` if
+    /// absent and there are weights, else `bpe`.
+    pub tokenizer: Option<String>,
+    /// Size of a trained vocabulary.
+    #[serde(default = "default_vocabulary")]
+    pub vocabulary: usize,
+    /// Tokens in an example.
+    #[serde(default = "default_length")]
+    pub length: usize,
+    /// Pixels a side of an image.
+    #[serde(default = "default_image_size")]
+    pub image_size: usize,
+    /// Number of drawn pictures.
+    #[serde(default = "default_examples")]
+    pub examples: usize,
+    /// Whether images are cropped and mirrored at random in training.
+    #[serde(default = "default_true")]
+    pub augment: bool,
+    /// Field of the text in a table.
+    #[serde(default = "default_text_field")]
+    pub text_field: String,
+    /// Field of the label in a table.
+    #[serde(default = "default_label_field")]
+    pub label_field: String,
+}
+
+/// The loop.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TrainConfig {
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Examples in a batch.
+    pub batch_size: usize,
+    /// Batches whose gradients one optimizer step averages.
+    pub accumulate: usize,
+    /// What runs the step.
+    pub backend: String,
+    /// Bound in MiB of what a step may allocate beyond parameters, state and inputs; 0 is none.
+    pub memory_budget_mb: usize,
+    /// Steps between lines on a screen that is no terminal.
+    pub log_every: u64,
+    /// Steps between evaluations; 0 evaluates at the end only.
+    pub evaluate_every: u64,
+    /// Most batches of an evaluation.
+    pub evaluation_batches: usize,
+    /// Steps between checkpoints; 0 saves at the end only.
+    pub checkpoint_every: u64,
+    /// Minutes between checkpoints, whatever their number of steps; 0 switches this off.
+    pub checkpoint_minutes: f64,
+    /// Checkpoints kept, the newest.
+    pub keep: usize,
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            steps: 1000,
+            batch_size: 8,
+            accumulate: 1,
+            backend: "cpu".to_owned(),
+            memory_budget_mb: 0,
+            log_every: 10,
+            evaluate_every: 0,
+            evaluation_batches: 16,
+            checkpoint_every: 0,
+            checkpoint_minutes: 10.0,
+            keep: 2,
+        }
+    }
+}
+
+/// The text printed at the end.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SampleConfig {
+    /// What the model continues.
+    pub prompt: String,
+    /// Tokens to add; 0 prints none.
+    pub tokens: usize,
+    /// Below 1 sharper, above 1 flatter, 0 always the likeliest token.
+    pub temperature: f64,
+    /// Draw from the k likeliest tokens only.
+    pub top_k: Option<usize>,
+}
+
+impl Default for SampleConfig {
+    fn default() -> Self {
+        Self {
+            prompt: "The ".to_owned(),
+            tokens: 96,
+            temperature: 0.8,
+            top_k: Some(40),
+        }
+    }
+}
+
+fn default_name() -> String {
+    "run".to_owned()
+}
+
+fn default_evaluation_fraction() -> f64 {
+    0.05
+}
+
+fn default_vocabulary() -> usize {
+    2048
+}
+
+fn default_length() -> usize {
+    128
+}
+
+fn default_image_size() -> usize {
+    32
+}
+
+fn default_examples() -> usize {
+    4096
+}
+
+fn default_true() -> bool {
+    true
+}
+
+fn default_text_field() -> String {
+    "text".to_owned()
+}
+
+fn default_label_field() -> String {
+    "label".to_owned()
+}
+
+impl Config {
+    /// Reads a config and applies `--set` arguments, each `key=value` with a dotted key.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Io`], or [`CliError::Config`] with the line and the nearest known key.
+    pub fn read(path: &Path, set: &[String]) -> Result<Self, CliError> {
+        let text = std::fs::read_to_string(path).map_err(CliError::io("read the config", path))?;
+        Self::parse(&text, &path.display().to_string(), set)
+    }
+
+    /// Parses the text of a config; `place` is for errors. See [`Config::read`].
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Config`].
+    pub fn parse(text: &str, place: &str, set: &[String]) -> Result<Self, CliError> {
+        // From the text first: its errors have lines.
+        let mut config: Self = toml::from_str(text)
+            .map_err(|error| CliError::config(place, explain(error.message(), &error.to_string())))?;
+        if !set.is_empty() {
+            let mut table: toml::Table =
+                toml::from_str(text).map_err(|error| CliError::config(place, error))?;
+            for assignment in set {
+                assign(&mut table, assignment)?;
+            }
+            config = table.try_into().map_err(|error: toml::de::Error| {
+                let message = explain(error.message(), error.message());
+                CliError::config(format!("--set {}", set.join(" --set ")), message)
+            })?;
+        }
+        config.check().map_err(|reason| CliError::config(place, reason))?;
+        Ok(config)
+    }
+
+    /// The config as TOML.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Config`] if a number is too large for TOML.
+    pub fn to_toml(&self) -> Result<String, CliError> {
+        toml::to_string(self).map_err(|error| CliError::config("the config", error))
+    }
+
+    /// Numbers that no run can have.
+    fn check(&self) -> Result<(), String> {
+        let positive = [
+            ("train.batch_size", self.train.batch_size),
+            ("train.accumulate", self.train.accumulate),
+            ("train.keep", self.train.keep),
+            ("data.length", self.data.length),
+            ("data.image_size", self.data.image_size),
+        ];
+        if let Some((key, _)) = positive.into_iter().find(|&(_, value)| value == 0) {
+            return Err(format!("{key} is 0; it must be at least 1"));
+        }
+        if !(0.0..1.0).contains(&self.data.evaluation_fraction) {
+            return Err(format!(
+                "data.evaluation_fraction is {}; it must be at least 0 and below 1",
+                self.data.evaluation_fraction
+            ));
+        }
+        if self.train.log_every == 0 {
+            return Err("train.log_every is 0; it must be at least 1".to_owned());
+        }
+        self.optimizer.check()?;
+        self.schedule.check()
+    }
+}
+
+/// Writes one `key=value` into the table. The value is TOML; what is no TOML is a text.
+fn assign(table: &mut toml::Table, assignment: &str) -> Result<(), CliError> {
+    let usage = || {
+        CliError::config(
+            format!("--set {assignment}"),
+            "expected key=value, as in train.batch_size=16",
+        )
+    };
+    let (key, value) = assignment.split_once('=').ok_or_else(usage)?;
+    let value = toml::from_str::<toml::Table>(&format!("value = {value}"))
+        .ok()
+        .and_then(|mut parsed| parsed.remove("value"))
+        .unwrap_or_else(|| toml::Value::String(value.to_owned()));
+    let (path, last) = key
+        .rsplit_once('.')
+        .map_or((None, key), |(path, last)| (Some(path), last));
+    let mut at = table;
+    for part in path.into_iter().flat_map(|path| path.split('.')) {
+        let entry = at
+            .entry(part)
+            .or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        at = entry.as_table_mut().ok_or_else(usage)?;
+    }
+    if last.is_empty() {
+        return Err(usage());
+    }
+    at.insert(last.to_owned(), value);
+    Ok(())
+}
+
+/// Adds the nearest name to an error about an unknown one. The parser's message lists what it would have
+/// accepted, in backticks after the name.
+fn explain(message: &str, whole: &str) -> String {
+    let whole = whole.trim_end();
+    let mut names = message.split('`').skip(1).step_by(2);
+    let unknown = message.contains("unknown field") || message.contains("unknown variant");
+    match names
+        .next()
+        .filter(|_| unknown)
+        .and_then(|name| nearest(name, names))
+    {
+        Some(near) => format!("{whole}\n  did you mean `{near}`?"),
+        None => whole.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMALL: &str =
+        "[model]\nname = \"llama-tiny\"\n[data]\nsource = \"text\"\npaths = [\"README.md\"]\n";
+
+    #[test]
+    fn an_unknown_key_names_the_nearest() {
+        let text = format!("{SMALL}[train]\nbatchsize = 3\n");
+        let error = Config::parse(&text, "x.toml", &[]).unwrap_err().to_string();
+        assert!(
+            error.contains("did you mean `batch_size`") && error.contains("line 7"),
+            "{error}"
+        );
+        let error = Config::parse(SMALL, "x.toml", &["optimizer.clipnorm=1".into()])
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("did you mean `clip_norm`"), "{error}");
+        let error = Config::parse(SMALL, "x.toml", &["schedule.kind=cosin".into()])
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("did you mean `cosine`"), "{error}");
+    }
+
+    #[test]
+    fn set_replaces_values_of_every_type() {
+        let set = [
+            "train.batch_size=3",
+            "model.name=llama-15m",
+            "data.paths=[\"a\", \"b\"]",
+            "sample.prompt=a b",
+        ];
+        let config = Config::parse(SMALL, "x.toml", &set.map(String::from)).unwrap();
+        assert_eq!(
+            (config.train.batch_size, config.model.name.as_str()),
+            (3, "llama-15m")
+        );
+        assert_eq!(config.data.paths, [PathBuf::from("a"), PathBuf::from("b")]);
+        assert_eq!(config.sample.prompt, "a b");
+        assert!(Config::parse(SMALL, "x.toml", &["train".into()]).is_err());
+        assert!(Config::parse(SMALL, "x.toml", &["train.batch_size=0".into()]).is_err());
+    }
+
+    #[test]
+    fn what_a_run_writes_reads_back() {
+        let config = Config::parse(SMALL, "x.toml", &["model.dropout=0.1".into()]).unwrap();
+        assert_eq!(
+            Config::parse(&config.to_toml().unwrap(), "x.toml", &[]).unwrap(),
+            config
+        );
+    }
+}

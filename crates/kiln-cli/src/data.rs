@@ -1,0 +1,494 @@
+//! The sources of kiln-hub behind one batch.
+//!
+//! A source becomes a loader for training, which repeats for ever and can start after any batch, and one for
+//! evaluation, which passes once over examples that training never sees. What is made from the data before
+//! training, the tokenizer and the encoded corpus, is kept in the run's folder: a resumed run must see the
+//! same tokens even if the files they came from have changed since.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData};
+use kiln_hub::data::{
+    Augment, Batches, Cifar, CifarKind, Collate, Corpus, CorpusOptions, DataError, Dataset, ImageBatch,
+    ImageFolder, ImageSource, Images, Loader, LoaderState, Pipeline, Rng, Shapes, TextBatch, TextBatcher,
+    TextExample, TextExamples, TextFields, TokenStream, WindowBatch, WindowBatcher,
+};
+use kiln_hub::{BatchOptions, Padding, Tokenizer};
+
+use crate::config::{Config, DataConfig, DataSource};
+use crate::error::CliError;
+use crate::model::Batch;
+
+/// A batch of any source, in memory.
+#[derive(Clone, Debug)]
+pub enum HostBatch {
+    /// Windows of a stream of tokens.
+    Windows(WindowBatch),
+    /// Texts with a class.
+    Texts(TextBatch),
+    /// Images with a class.
+    Images(ImageBatch),
+}
+
+impl HostBatch {
+    /// The batch as tensors.
+    pub fn tensors<B: Backend>(&self, device: &B::Device) -> Batch<B> {
+        match self {
+            Self::Windows(batch) => {
+                let (inputs, targets) = batch.tensors(device);
+                Batch::Windows { inputs, targets }
+            }
+            Self::Texts(batch) => {
+                let shape = [batch.tokens.rows, batch.tokens.cols];
+                let tensor = |values: &[i32]| {
+                    Tensor::<B, 2, Int>::from_data(TensorData::new(values.to_vec(), shape), device)
+                };
+                Batch::Texts {
+                    tokens: tensor(&batch.tokens.ids),
+                    keep: Some(tensor(&batch.tokens.mask)),
+                    labels: batch.labels_tensor(device),
+                }
+            }
+            Self::Images(batch) => {
+                let (pixels, labels) = batch.tensors(device);
+                Batch::Images { pixels, labels }
+            }
+        }
+    }
+
+    /// Classes of the examples; empty for language models.
+    pub fn labels(&self) -> &[i32] {
+        match self {
+            Self::Windows(_) => &[],
+            Self::Texts(batch) => &batch.labels,
+            Self::Images(batch) => &batch.labels,
+        }
+    }
+
+    /// What a rate counts: tokens of a language model, examples otherwise.
+    pub fn units(&self) -> usize {
+        match self {
+            Self::Windows(batch) => batch.rows * batch.cols,
+            Self::Texts(batch) => batch.labels.len(),
+            Self::Images(batch) => batch.labels.len(),
+        }
+    }
+}
+
+/// A loader whose dataset and collation are forgotten.
+trait Open {
+    fn start(&self) -> LoaderState;
+    fn open(&self, state: LoaderState) -> Result<Batches<HostBatch>, DataError>;
+}
+
+impl<D: Dataset, C: Collate<D::Item, Batch = HostBatch>> Open for Loader<D, C> {
+    fn start(&self) -> LoaderState {
+        self.start_state()
+    }
+
+    fn open(&self, state: LoaderState) -> Result<Batches<HostBatch>, DataError> {
+        self.resume(state)
+    }
+}
+
+/// The data of a run.
+pub struct Data {
+    /// The tokenizer, of texts.
+    pub tokenizer: Option<Tokenizer>,
+    /// Number of tokens; 0 for images.
+    pub vocabulary: usize,
+    /// Names of the classes; none for language models.
+    pub classes: Vec<String>,
+    /// What a rate counts.
+    pub unit: &'static str,
+    train: Box<dyn Open>,
+    evaluation: Option<Box<dyn Open>>,
+}
+
+impl Data {
+    /// Opens the data of a run. `prepared` is the run's own folder for what is made once; `pretrained` the
+    /// tokenizer of the weights the run starts from.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Data`], [`CliError::Hub`], or [`CliError::Usage`] if the config lacks something its source
+    /// needs.
+    pub fn open(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Result<Self, CliError> {
+        std::fs::create_dir_all(prepared).map_err(CliError::io("create", prepared))?;
+        match config.data.source {
+            DataSource::Text => text(config, prepared, pretrained),
+            DataSource::Passages | DataSource::Table => labelled_texts(config, prepared, pretrained),
+            DataSource::Shapes | DataSource::Images | DataSource::Cifar10 | DataSource::Cifar100 => {
+                images(config)
+            }
+        }
+    }
+
+    /// The batches of the training, after `state` or from the start.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Data`] if the state is of other data.
+    pub fn train(&self, state: Option<LoaderState>) -> Result<Batches<HostBatch>, CliError> {
+        Ok(self.train.open(state.unwrap_or_else(|| self.train.start()))?)
+    }
+
+    /// The batches of the evaluation, once; none if nothing is set aside.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Data`].
+    pub fn evaluation(&self) -> Result<Option<Batches<HostBatch>>, CliError> {
+        Ok(self
+            .evaluation
+            .as_ref()
+            .map(|loader| loader.open(loader.start()))
+            .transpose()?)
+    }
+}
+
+/// Loaders for training and evaluation with one way to make batches.
+fn loaders<D: Dataset, C: Collate<D::Item, Batch = HostBatch>>(
+    config: &Config,
+    train: D,
+    evaluation: Option<D>,
+    collate: impl Fn() -> C,
+) -> (Box<dyn Open>, Option<Box<dyn Open>>) {
+    let size = config.train.batch_size;
+    let train: Box<dyn Open> = Box::new(Loader::new(train, collate(), size).with_seed(config.seed));
+    let evaluation = evaluation
+        .filter(|dataset| !dataset.is_empty())
+        .map(|dataset| -> Box<dyn Open> {
+            // One shape, so one compiled evaluation: an incomplete last batch is left out unless it is the
+            // only one.
+            let size = size.min(dataset.len());
+            Box::new(Loader::evaluation(dataset, collate(), size).with_drop_last(true))
+        });
+    (train, evaluation)
+}
+
+/// Every n-th example of a dataset, or all others.
+struct Part<D> {
+    dataset: std::sync::Arc<D>,
+    indices: Vec<usize>,
+}
+
+impl<D: Dataset> Part<D> {
+    /// Training and evaluation parts of one dataset.
+    fn split(dataset: D, fraction: f64) -> (Self, Option<Self>) {
+        let dataset = std::sync::Arc::new(dataset);
+        let every = if fraction > 0.0 {
+            (1.0 / fraction).round().max(2.0) as usize
+        } else {
+            usize::MAX
+        };
+        let part = |evaluation: bool| Self {
+            dataset: dataset.clone(),
+            indices: (0..dataset.len())
+                .filter(|index| (index % every == every - 1) == evaluation)
+                .collect(),
+        };
+        (part(false), Some(part(true)))
+    }
+
+    fn whole(dataset: D) -> Self {
+        let indices = (0..dataset.len()).collect();
+        Self {
+            dataset: std::sync::Arc::new(dataset),
+            indices,
+        }
+    }
+}
+
+impl<D: Dataset> Dataset for Part<D> {
+    type Item = D::Item;
+
+    fn len(&self) -> usize {
+        self.indices.len()
+    }
+
+    fn item(&self, index: usize, rng: &mut Rng) -> Result<D::Item, DataError> {
+        self.dataset.item(self.indices[index], rng)
+    }
+}
+
+/// The paths of the config, which must have some.
+fn paths<'a>(config: &'a DataConfig, what: &str) -> Result<&'a [PathBuf], CliError> {
+    match config.paths.as_slice() {
+        [] => Err(CliError::Usage(format!(
+            "data.paths is empty; data.source = {:?} needs {what}",
+            config.source
+        ))),
+        paths => Ok(paths),
+    }
+}
+
+fn path<'a>(config: &'a DataConfig, what: &str) -> Result<&'a Path, CliError> {
+    match paths(config, what)? {
+        [path] => Ok(path),
+        _ => Err(CliError::Usage(format!(
+            "data.paths has several entries; data.source = {:?} takes {what}",
+            config.source
+        ))),
+    }
+}
+
+/// The tokenizer of the run: the one it began with, else that of the weights, else the config's.
+fn tokenizer(
+    config: &DataConfig,
+    prepared: &Path,
+    pretrained: Option<Tokenizer>,
+    texts: impl FnOnce() -> Result<Corpus, CliError>,
+) -> Result<Tokenizer, CliError> {
+    let kept = prepared.join("tokenizer.json");
+    if kept.exists() {
+        return Ok(Tokenizer::open(&kept)?);
+    }
+    let tokenizer = match (config.tokenizer.as_deref(), pretrained) {
+        (None, Some(tokenizer)) => tokenizer,
+        (None | Some("bpe"), _) => Tokenizer::train_bpe(texts()?.texts(), config.vocabulary)?,
+        (Some("bytes"), _) => Tokenizer::bytes()?,
+        (Some(path), _) => Tokenizer::open(path)?,
+    };
+    tokenizer.save(&kept)?;
+    Ok(tokenizer)
+}
+
+fn text(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Result<Data, CliError> {
+    let data = &config.data;
+    let read = |paths: &[PathBuf]| Corpus::read(paths, &CorpusOptions::default());
+    let paths = paths(data, "text files or folders")?;
+    let tokenizer = tokenizer(data, prepared, pretrained, || Ok(read(paths)?))?;
+    let stream = |name: &str, paths: &[PathBuf]| -> Result<TokenStream, CliError> {
+        let kept = prepared.join(name);
+        if !kept.exists() {
+            TokenStream::encode(&read(paths)?, &tokenizer)?.save(&kept)?;
+        }
+        Ok(TokenStream::open(&kept)?)
+    };
+    let whole = stream("tokens.bin", paths)?;
+    let (train, evaluation) = if data.evaluation_paths.is_empty() {
+        let border = 1.0 - data.evaluation_fraction;
+        let train = whole.windows(data.length, 0.0, border)?;
+        let evaluation = (data.evaluation_fraction > 0.0)
+            .then(|| whole.windows(data.length, border, 1.0))
+            .transpose()?;
+        (train, evaluation)
+    } else {
+        let other = stream("evaluation-tokens.bin", &data.evaluation_paths)?;
+        (
+            whole.windows(data.length, 0.0, 1.0)?,
+            Some(other.windows(data.length, 0.0, 1.0)?),
+        )
+    };
+    let collate = || |items: Vec<Vec<u32>>| WindowBatcher.collate(items).map(HostBatch::Windows);
+    let (train, evaluation) = loaders(config, train, evaluation, collate);
+    Ok(Data {
+        vocabulary: tokenizer.vocabulary(),
+        tokenizer: Some(tokenizer),
+        classes: Vec::new(),
+        unit: "tokens",
+        train,
+        evaluation,
+    })
+}
+
+fn labelled_texts(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Result<Data, CliError> {
+    let data = &config.data;
+    let (train, evaluation) = match data.source {
+        DataSource::Passages => Part::split(
+            passages(paths(data, "text files or folders")?)?,
+            data.evaluation_fraction,
+        ),
+        _ => {
+            let fields = TextFields::new(&data.text_field, &data.label_field);
+            let train = table(path(data, "one JSONL or CSV file")?, &fields)?;
+            match data.evaluation_paths.as_slice() {
+                [] => Part::split(train, data.evaluation_fraction),
+                [other, ..] => {
+                    let fields = fields.with_classes(train.classes().to_vec());
+                    let other = table(other, &fields)?;
+                    (Part::whole(train), Some(Part::whole(other)))
+                }
+            }
+        }
+    };
+    let classes = train.dataset.classes().to_vec();
+    let texts = || {
+        Ok(Corpus::from_texts(
+            train
+                .dataset
+                .examples()
+                .iter()
+                .map(|example| example.text.clone()),
+        ))
+    };
+    let tokenizer = tokenizer(data, prepared, pretrained, texts)?;
+    let options = BatchOptions::new()
+        .with_max_length(data.length)
+        .with_padding(Padding::Fixed(data.length));
+    let encoder = tokenizer.batch_encoder(&options)?;
+    let collate = || {
+        let batcher = TextBatcher::new(encoder.clone());
+        move |items: Vec<TextExample>| batcher.collate(items).map(HostBatch::Texts)
+    };
+    let (train, evaluation) = loaders(config, train, evaluation, collate);
+    Ok(Data {
+        vocabulary: tokenizer.vocabulary(),
+        tokenizer: Some(tokenizer),
+        classes,
+        unit: "texts",
+        train,
+        evaluation,
+    })
+}
+
+fn table(path: &Path, fields: &TextFields) -> Result<TextExamples, CliError> {
+    let csv = path
+        .extension()
+        .is_some_and(|extension| extension.eq_ignore_ascii_case("csv"));
+    Ok(if csv {
+        TextExamples::from_csv(path, fields)?
+    } else {
+        TextExamples::from_jsonl(path, fields)?
+    })
+}
+
+/// Bytes from which on a passage ends at the next line.
+const PASSAGE: usize = 320;
+/// Most passages of a class, so that the largest kind of file is not nearly all there is.
+const PASSAGES_OF_A_CLASS: usize = 1500;
+/// Kinds of files with fewer passages are no class.
+const FEWEST_PASSAGES: usize = 24;
+
+/// Passages of text files, labelled with the extension of their file.
+fn passages(paths: &[PathBuf]) -> Result<TextExamples, CliError> {
+    let corpus = Corpus::read(paths, &CorpusOptions::default())?;
+    let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for document in corpus.documents() {
+        let extension = document
+            .path
+            .extension()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .to_lowercase();
+        let found = kinds.entry(extension).or_default();
+        let mut passage = String::new();
+        for line in document.text.lines().filter(|line| !line.trim().is_empty()) {
+            passage.push_str(line);
+            passage.push('\n');
+            if passage.len() >= PASSAGE {
+                found.push(std::mem::take(&mut passage));
+            }
+        }
+    }
+    kinds.retain(|_, found| found.len() >= FEWEST_PASSAGES);
+    if kinds.len() < 2 {
+        let found = kinds.into_keys().collect::<Vec<_>>().join(", ");
+        return Err(CliError::Usage(format!(
+            "passages of fewer than two kinds of files in data.paths (found: {found}); \
+             a kind needs {FEWEST_PASSAGES} passages of {PASSAGE} bytes"
+        )));
+    }
+    let classes: Vec<String> = kinds.keys().cloned().collect();
+    let mut examples = Vec::new();
+    for (label, found) in kinds.into_values().enumerate() {
+        // Evenly over the files, if there are too many.
+        let step = found.len().div_ceil(PASSAGES_OF_A_CLASS);
+        examples.extend(found.into_iter().step_by(step).map(|text| TextExample {
+            text,
+            pair: None,
+            label,
+        }));
+    }
+    Ok(TextExamples::new(examples, classes)?)
+}
+
+fn images(config: &Config) -> Result<Data, CliError> {
+    let (data, size) = (&config.data, config.data.image_size);
+    let collate = || |items| ImageBatch::collate(items).map(HostBatch::Images);
+    let (classes, (train, evaluation)) = match data.source {
+        DataSource::Images => {
+            let root = path(data, "one folder with a folder for each class")?;
+            let pipeline = if data.augment {
+                Pipeline::imagenet_train(size)
+            } else {
+                Pipeline::imagenet_evaluation(size)
+            };
+            let train = Images::new(ImageFolder::open(root)?, pipeline);
+            let classes = train.classes().to_vec();
+            let still = |root: &Path| {
+                Ok::<_, CliError>(Images::new(
+                    ImageFolder::open(root)?,
+                    Pipeline::imagenet_evaluation(size),
+                ))
+            };
+            let (train, evaluation) = match data.evaluation_paths.as_slice() {
+                [] => (
+                    Part::split(train, data.evaluation_fraction).0,
+                    Part::split(still(root)?, data.evaluation_fraction).1,
+                ),
+                [other, ..] => (Part::whole(train), Some(Part::whole(still(other)?))),
+            };
+            (classes, loaders(config, train, evaluation, collate))
+        }
+        DataSource::Cifar10 | DataSource::Cifar100 => {
+            let kind = if data.source == DataSource::Cifar10 {
+                CifarKind::Cifar10
+            } else {
+                CifarKind::Cifar100
+            };
+            let root = path(
+                data,
+                "the folder of the binary version, from https://www.cs.toronto.edu/~kriz/cifar.html",
+            )?;
+            let pipeline = if data.augment {
+                Pipeline::cifar_train()
+            } else {
+                Pipeline::cifar_evaluation()
+            };
+            let train = Images::new(Cifar::open(root, kind, true)?, pipeline);
+            let evaluation = Images::new(Cifar::open(root, kind, false)?, Pipeline::cifar_evaluation());
+            (
+                train.classes().to_vec(),
+                loaders(config, train, Some(evaluation), collate),
+            )
+        }
+        _ => {
+            let drawn = |examples: usize, seed: u64| Shapes::new(examples, size, seed);
+            let still = Pipeline::plain().with_normalisation([0.5; 3], [0.25; 3]);
+            let moving = Pipeline {
+                steps: vec![
+                    Augment::RandomCrop {
+                        size,
+                        padding: size / 8,
+                    },
+                    Augment::HorizontalFlip(0.5),
+                ],
+                ..still.clone()
+            };
+            let held_out = (data.examples as f64 * data.evaluation_fraction).round() as usize;
+            let train = Images::new(
+                drawn(data.examples, config.seed),
+                if data.augment { moving } else { still.clone() },
+            );
+            // Another seed draws other pictures.
+            let evaluation =
+                (held_out > 0).then(|| Images::new(drawn(held_out, config.seed ^ u64::MAX), still));
+            (
+                train.source().classes().to_vec(),
+                loaders(config, train, evaluation, collate),
+            )
+        }
+    };
+    Ok(Data {
+        tokenizer: None,
+        vocabulary: 0,
+        classes,
+        unit: "images",
+        train,
+        evaluation,
+    })
+}

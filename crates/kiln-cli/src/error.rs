@@ -1,0 +1,196 @@
+//! Everything a command can fail with. The text is all that the user sees, so each one names the thing and
+//! what to do.
+
+use std::path::{Path, PathBuf};
+
+use kiln_hub::HubError;
+use kiln_hub::data::DataError;
+use kiln_models::ModelError;
+
+/// Why a command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// A file cannot be read or written.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was attempted, as a verb.
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// A config is not one: syntax, an unknown key, a value of another type.
+    #[error("{place}: {reason}")]
+    Config {
+        /// The file, or `--set`.
+        place: String,
+        /// What is wrong and what to write instead.
+        reason: String,
+    },
+    /// A checkpoint cannot be used.
+    #[error("the checkpoint {} cannot be used: {reason}; {remedy}", path.display())]
+    Checkpoint {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// There is no checkpoint where one was expected.
+    #[error("{} has no checkpoint; give the folder of a run (with `checkpoints` in it) or of one checkpoint", path.display())]
+    NoCheckpoint {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The run's folder holds another run.
+    #[error(
+        "{} already holds a run; continue it with `kiln train --resume {}`, or choose another folder with --out",
+        path.display(), path.display()
+    )]
+    Occupied {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The loss is not a number.
+    #[error(
+        "the loss became {loss} at step {step}; {}. A lower schedule.rate, a longer schedule.warmup or a \
+         smaller optimizer.clip_norm helps most often",
+        last_good(checkpoint.as_deref())
+    )]
+    NotFinite {
+        /// The optimizer step, from 1.
+        step: u64,
+        /// The loss.
+        loss: f32,
+        /// The last checkpoint before it.
+        checkpoint: Option<PathBuf>,
+    },
+    /// A name that the command does not know.
+    #[error("unknown {what} `{name}`{}; known: {known}", did_you_mean(hint.as_deref()))]
+    Unknown {
+        /// What kind of name.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// The nearest known one.
+        hint: Option<String>,
+        /// All known ones.
+        known: String,
+    },
+    /// A command that needs something it does not have.
+    #[error("{0}")]
+    Usage(String),
+    /// The step could not be compiled or run.
+    #[error(transparent)]
+    Step(#[from] kiln::Error),
+    /// A training step failed.
+    #[error(transparent)]
+    Train(#[from] kiln::TrainError),
+    /// Weights, a tokenizer or a file of the hub.
+    #[error(transparent)]
+    Hub(#[from] HubError),
+    /// Data.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// A model's configuration.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The disk cache or the C compiler.
+    #[error(transparent)]
+    Cpu(#[from] kiln_cpu::CpuError),
+}
+
+impl CliError {
+    pub(crate) fn io(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.as_ref().to_path_buf();
+        move |source| Self::Io { action, path, source }
+    }
+
+    pub(crate) fn config(place: impl ToString, reason: impl ToString) -> Self {
+        Self::Config {
+            place: place.to_string(),
+            reason: reason.to_string(),
+        }
+    }
+
+    pub(crate) fn unknown<'a>(
+        what: &'static str,
+        name: &str,
+        known: impl IntoIterator<Item = &'a str>,
+    ) -> Self {
+        let known: Vec<&str> = known.into_iter().collect();
+        let hint = nearest(name, known.iter().copied()).map(str::to_owned);
+        Self::Unknown {
+            what,
+            name: name.to_owned(),
+            hint,
+            known: known.join(", "),
+        }
+    }
+}
+
+fn last_good(checkpoint: Option<&Path>) -> String {
+    match checkpoint {
+        Some(path) => format!("the last good checkpoint is {}", path.display()),
+        None => "there is no checkpoint before it".to_owned(),
+    }
+}
+
+fn did_you_mean(hint: Option<&str>) -> String {
+    hint.map_or_else(String::new, |hint| format!(", did you mean `{hint}`?"))
+}
+
+/// The known name that is most like `name`, if one is like it at all: at most a third of its letters differ,
+/// or one contains the other.
+pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let score = |candidate: &str| {
+        let distance = edit_distance(name, candidate);
+        let contained = name.len() >= 3 && (candidate.contains(name) || name.contains(candidate));
+        (contained || distance <= name.chars().count().div_ceil(3)).then_some(distance)
+    };
+    let scored = known
+        .into_iter()
+        .filter_map(|candidate| Some((score(candidate)?, candidate)));
+    scored
+        .min_by_key(|&(distance, _)| distance)
+        .map(|(_, candidate)| candidate)
+}
+
+/// Levenshtein's distance, one row at a time.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, &y) in b.iter().enumerate() {
+            let substituted = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_name_is_the_one_meant() {
+        let known = ["batch_size", "steps", "evaluate_every"];
+        assert_eq!(nearest("batchsize", known), Some("batch_size"));
+        assert_eq!(nearest("batch", known), Some("batch_size"));
+        assert_eq!(nearest("step", known), Some("steps"));
+        assert_eq!(nearest("colour", known), None);
+    }
+
+    #[test]
+    fn distances_count_single_changes() {
+        assert_eq!(edit_distance("kiln", "kiln"), 0);
+        assert_eq!(edit_distance("", "kiln"), 4);
+        assert_eq!(edit_distance("kitten", "sitting"), 3);
+    }
+}

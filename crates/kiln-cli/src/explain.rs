@@ -1,0 +1,88 @@
+//! `kiln explain`: what the training step of a config or a model compiles to.
+
+use burn::tensor::backend::Backend;
+use kiln::{CompileOptions, Kiln, KilnDevice};
+
+use crate::args::ExplainArguments;
+use crate::bench::Subject;
+use crate::config::{Config, OptimizerConfig};
+use crate::data::Data;
+use crate::error::CliError;
+use crate::model::{Architecture, Batch, Family, freeze, initialise};
+use crate::train::{TrainBackend, build_trainer};
+
+/// Calls until the step is compiled and known to come again.
+const CALLS: usize = 3;
+
+/// `kiln explain`: runs the step a few times and prints what became of it.
+///
+/// # Errors
+///
+/// As `kiln train` and `kiln bench`.
+pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
+    let device = KilnDevice::cpu();
+    Kiln::seed(&device, 0);
+    let (architecture, frozen, optimizer, batches) =
+        match (&arguments.subject.config, &arguments.subject.model) {
+            (Some(path), _) => {
+                let config = Config::read(path, &[])?;
+                let family = Family::of(&config.model.name)?;
+                family.check(config.data.source)?;
+                let prepared = tempfile::tempdir()
+                    .map_err(CliError::io("create a temporary folder in", std::env::temp_dir()))?;
+                let weights = config.model.weights.as_ref().map(kiln_hub::load).transpose()?;
+                let tokenizer = weights
+                    .as_ref()
+                    .filter(|_| family != Family::Vision)
+                    .and_then(|weights| weights.tokenizer().ok());
+                let data = Data::open(&config, prepared.path(), tokenizer)?;
+                let (length, size) = (config.data.length, config.data.image_size);
+                let classes = data.classes.len();
+                let architecture = Architecture::resolve(
+                    &config.model,
+                    weights.as_ref(),
+                    data.vocabulary,
+                    classes,
+                    size,
+                    length,
+                )?;
+                let loader = data.train(None)?;
+                let batches: Vec<Batch<TrainBackend>> = loader
+                    .take(config.train.accumulate)
+                    .map(|batch| Ok(batch?.tensors(&device)))
+                    .collect::<Result<_, CliError>>()?;
+                (architecture, config.model.freeze, config.optimizer, batches)
+            }
+            (None, Some(name)) => {
+                let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
+                let batches = vec![subject.batch(&device)];
+                (
+                    subject.architecture,
+                    Vec::new(),
+                    OptimizerConfig::default(),
+                    batches,
+                )
+            }
+            (None, None) => return Err(CliError::Usage("give --config or --model".to_owned())),
+        };
+    let model = architecture.init::<TrainBackend>(&device)?;
+    initialise(&model);
+    let (model, _) = freeze(model, &frozen);
+    let options = CompileOptions::default()
+        .with_backend(arguments.backend)
+        .with_name("train_step");
+    let mut trainer = build_trainer(model, &optimizer, options, None)?;
+    for _ in 0..CALLS {
+        trainer.step(1e-4, batches.clone())?;
+    }
+    print!("{}", trainer.explain());
+    if let Some(reason) = trainer.obstacle() {
+        println!("  recorded at every call: {reason}");
+    }
+    if arguments.graph {
+        for step in trainer.report().steps {
+            println!("\n{}", step.graph);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,127 @@
+//! `kiln generate`, and the text at the end of a run.
+
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use kiln::{Kiln, KilnDevice};
+use kiln_hub::{Checkpoint, Tokenizer};
+use kiln_models::llama::{GenerateConfig, Llama};
+
+use crate::args::GenerateArguments;
+use crate::config::SampleConfig;
+use crate::data::Data;
+use crate::error::CliError;
+use crate::model::{Architecture, Model};
+use crate::train::locate;
+
+/// `kiln generate`.
+///
+/// # Errors
+///
+/// [`CliError::Hub`] if there is no such checkpoint, [`CliError::Usage`] if it is no Llama,
+/// [`CliError::Model`] for settings out of range.
+pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
+    // The folder of a run stands for its last checkpoint.
+    let folder = Path::new(&arguments.model);
+    let checkpoint = match folder
+        .join("config.toml")
+        .is_file()
+        .then(|| locate(folder))
+        .transpose()?
+    {
+        Some((_, Some(last))) => Checkpoint::open(last)?,
+        Some((run, None)) => return Err(CliError::NoCheckpoint { path: run }),
+        None => kiln_hub::load(&arguments.model)?,
+    };
+    let device = KilnDevice::cpu();
+    let architecture = Architecture::read(&checkpoint)?;
+    let Architecture::Llama(sizes) = &architecture else {
+        return Err(CliError::Usage(format!(
+            "{} is no Llama; only language models continue texts",
+            checkpoint.place()
+        )));
+    };
+    let config = GenerateConfig {
+        max_new_tokens: arguments.tokens,
+        temperature: arguments.temperature,
+        top_k: arguments.top_k,
+        top_p: arguments.top_p,
+        stop_tokens: sizes.eos_token_ids.clone(),
+        seed: arguments.seed,
+    };
+    let first = sizes.bos_token_id;
+    let Model::Llama(model) = architecture.init::<Kiln>(&device)?.load(&checkpoint)? else {
+        return Err(CliError::Usage("this architecture makes no Llama".to_owned()));
+    };
+    let tokenizer = checkpoint.tokenizer()?;
+    print!("{}", arguments.prompt);
+    continue_text(&model, &tokenizer, &arguments.prompt, first, config, |piece| {
+        print!("{piece}");
+        let _ = std::io::stdout().flush();
+    })?;
+    println!();
+    Ok(())
+}
+
+/// The text a run prints at its end, prompt included; none if the model is no language model.
+///
+/// # Errors
+///
+/// [`CliError::Hub`] or [`CliError::Model`].
+pub fn sample(config: &SampleConfig, model: &Model<Kiln>, data: &Data) -> Result<Option<String>, CliError> {
+    let (Model::Llama(model), Some(tokenizer)) = (model, &data.tokenizer) else {
+        return Ok(None);
+    };
+    let settings = GenerateConfig {
+        max_new_tokens: config.tokens,
+        temperature: config.temperature,
+        top_k: config.top_k,
+        top_p: None,
+        stop_tokens: tokenizer.end_of_text().into_iter().collect(),
+        seed: 0,
+    };
+    let mut text = config.prompt.clone();
+    continue_text(model, tokenizer, &config.prompt, None, settings, |piece| {
+        text.push_str(piece)
+    })?;
+    Ok(Some(text))
+}
+
+/// Continues `prompt`; `print` receives each piece of text as soon as it is certain.
+fn continue_text(
+    model: &Llama<Kiln>,
+    tokenizer: &Tokenizer,
+    prompt: &str,
+    first: Option<u32>,
+    config: GenerateConfig,
+    mut print: impl FnMut(&str),
+) -> Result<(), CliError> {
+    let mut ids = tokenizer.encode(prompt, true)?;
+    if let Some(first) = first.filter(|first| ids.first() != Some(first)) {
+        ids.insert(0, first);
+    }
+    // One token may be part of a character: the text so far is decoded as a whole, and a piece is printed
+    // when it ends in a whole character.
+    let mut tokens = ids.clone();
+    let mut printed = tokenizer.decode(&tokens, true)?;
+    let mut failed = None;
+    model.generate(&ids, &config, &KilnDevice::cpu(), |token| {
+        tokens.push(token);
+        match tokenizer.decode(&tokens, true) {
+            Ok(text) if text.ends_with(char::REPLACEMENT_CHARACTER) => {}
+            Ok(text) => {
+                if let Some(piece) = text.strip_prefix(printed.as_str()) {
+                    print(piece);
+                }
+                printed = text;
+            }
+            Err(error) => {
+                failed = Some(error);
+                return ControlFlow::Break(());
+            }
+        }
+        ControlFlow::Continue(())
+    })?;
+    failed.map_or(Ok(()), |error| Err(error.into()))
+}

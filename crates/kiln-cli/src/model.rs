@@ -1,0 +1,444 @@
+//! The families of kiln-models behind one module.
+//!
+//! A run chooses its model at run time, but a training step is generic over the model's type. [`Model`] is
+//! one type for all of them, so that the loop, the optimizers and the checkpoints exist once for each
+//! optimizer and not once for each pair. [`Architecture`] is a model's sizes: what a `config.json` says.
+
+use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Int, Tensor};
+use kiln::StepInput;
+use kiln_hub::{Checkpoint, LoadOptions, load_into_with, save_pretrained};
+use kiln_models::bert::{BertConfig, BertForSequenceClassification};
+use kiln_models::keys::Pretrained;
+use kiln_models::llama::{Llama, LlamaConfig};
+use kiln_models::loss::CrossEntropy;
+use kiln_models::mlp::{Mlp, MlpConfig};
+use kiln_models::vision::{VisionConfig, VisionModel};
+use serde::{Deserialize, Serialize};
+
+use crate::config::{DataSource, ModelConfig};
+use crate::error::CliError;
+
+/// Any model that the command line knows.
+#[derive(Module, Debug)]
+pub enum Model<B: Backend> {
+    /// A language model.
+    Llama(Llama<B>),
+    /// A classifier of texts.
+    Bert(BertForSequenceClassification<B>),
+    /// A classifier of images.
+    Vision(VisionModel<B>),
+    /// A classifier of vectors, for measurements.
+    Mlp(Mlp<B>),
+}
+
+/// What a training step takes.
+#[derive(Clone, Debug, StepInput)]
+pub enum Batch<B: Backend> {
+    /// Windows of a stream of tokens.
+    Windows {
+        /// `[batch, length]`.
+        inputs: Tensor<B, 2, Int>,
+        /// `[batch, length]`: the token after each input.
+        targets: Tensor<B, 2, Int>,
+    },
+    /// Texts with a class.
+    Texts {
+        /// `[batch, length]`.
+        tokens: Tensor<B, 2, Int>,
+        /// `[batch, length]`: 0 where a token is padding; absent without padding.
+        keep: Option<Tensor<B, 2, Int>>,
+        /// `[batch]`.
+        labels: Tensor<B, 1, Int>,
+    },
+    /// Images with a class.
+    Images {
+        /// `[batch, 3, height, width]`.
+        pixels: Tensor<B, 4>,
+        /// `[batch]`.
+        labels: Tensor<B, 1, Int>,
+    },
+    /// Vectors with a class.
+    Vectors {
+        /// `[batch, width]`.
+        inputs: Tensor<B, 2>,
+        /// `[batch]`.
+        labels: Tensor<B, 1, Int>,
+    },
+}
+
+impl<B: Backend> Model<B> {
+    /// Mean loss of a batch, `[1]`.
+    ///
+    /// # Panics
+    ///
+    /// If the batch is of another family's kind; [`Family::check`] has compared model and data before.
+    pub fn loss(&self, batch: Batch<B>) -> Tensor<B, 1> {
+        match (self, batch) {
+            (Self::Llama(model), Batch::Windows { inputs, targets }) => model.loss(inputs, targets),
+            (Self::Bert(model), Batch::Texts { tokens, keep, labels }) => model.loss(tokens, keep, labels),
+            (Self::Vision(model), Batch::Images { pixels, labels }) => model.loss(pixels, labels),
+            (Self::Mlp(model), Batch::Vectors { inputs, labels }) => model.loss(inputs, labels),
+            _ => unreachable!("model and data were compared when the run began"),
+        }
+    }
+
+    /// Mean loss of a batch, `[1]`, and of classifiers the logits, `[batch, classes]`.
+    ///
+    /// # Panics
+    ///
+    /// As [`Model::loss`].
+    pub fn evaluate(&self, batch: Batch<B>) -> (Tensor<B, 1>, Option<Tensor<B, 2>>) {
+        let (logits, labels) = match (self, batch) {
+            (Self::Bert(model), Batch::Texts { tokens, keep, labels }) => {
+                (model.forward(tokens, None, keep), labels)
+            }
+            (Self::Vision(model), Batch::Images { pixels, labels }) => (model.forward(pixels), labels),
+            (Self::Mlp(model), Batch::Vectors { inputs, labels }) => (model.forward(inputs), labels),
+            (_, batch) => return (self.loss(batch), None),
+        };
+        (CrossEntropy::new().forward(logits.clone(), labels), Some(logits))
+    }
+
+    /// The forward pass alone: logits in whatever shape the family has, flattened to one number a batch so
+    /// that all of it is needed.
+    ///
+    /// # Panics
+    ///
+    /// As [`Model::loss`].
+    pub fn logits(&self, batch: Batch<B>) -> Tensor<B, 2> {
+        match (self, batch) {
+            (Self::Llama(model), Batch::Windows { inputs, .. }) => model.forward(inputs).flatten(0, 1),
+            (Self::Bert(model), Batch::Texts { tokens, keep, .. }) => model.forward(tokens, None, keep),
+            (Self::Vision(model), Batch::Images { pixels, .. }) => model.forward(pixels),
+            (Self::Mlp(model), Batch::Vectors { inputs, .. }) => model.forward(inputs),
+            _ => unreachable!("model and data were compared when the run began"),
+        }
+    }
+
+    /// Fills the parameters from a checkpoint. A head for another number of classes keeps its initial values.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Hub`] with every key that does not fit.
+    pub fn load(self, checkpoint: &Checkpoint) -> Result<Self, CliError> {
+        Ok(match self {
+            Self::Llama(model) => Self::Llama(fill(model, checkpoint)?),
+            Self::Bert(model) => Self::Bert(fill(model, checkpoint)?),
+            Self::Vision(model) => Self::Vision(fill(model, checkpoint)?),
+            Self::Mlp(model) => Self::Mlp(fill(model, checkpoint)?),
+        })
+    }
+
+    /// Writes `model.safetensors` and `config.json` under the names of the original library.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Hub`].
+    pub fn save(&self, architecture: &Architecture, folder: &std::path::Path) -> Result<(), CliError> {
+        let config = architecture.to_json();
+        let config = Some(config.as_str());
+        match self {
+            Self::Llama(model) => save_pretrained(model, model.key_map(), config, folder)?,
+            Self::Bert(model) => save_pretrained(model, model.key_map(), config, folder)?,
+            Self::Vision(model) => save_pretrained(model, model.key_map(), config, folder)?,
+            Self::Mlp(model) => save_pretrained(model, model.key_map(), config, folder)?,
+        }
+        Ok(())
+    }
+}
+
+fn fill<B: Backend, M: Pretrained<B>>(model: M, checkpoint: &Checkpoint) -> Result<M, CliError> {
+    let map = model.key_map();
+    let mut options = LoadOptions::new();
+    for entry in map.entries.iter().filter(|entry| entry.head) {
+        let stored = checkpoint.stored(&entry.key);
+        if stored.is_some_and(|stored| stored.shape != entry.original_shape()) {
+            options = options.with_skip(&entry.path);
+        }
+    }
+    Ok(load_into_with(model, checkpoint, map, &options)?.0)
+}
+
+/// Makes sure that every parameter has its initial value: they are drawn when first used, and a first use
+/// inside a training step would be part of that step.
+pub fn initialise<B: Backend>(model: &Model<B>) -> Vec<ParamId> {
+    struct Walk(Vec<ParamId>);
+    impl<B: Backend> ModuleVisitor<B> for Walk {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            let _ = param.val();
+            self.0.push(param.id);
+        }
+    }
+    let mut walk = Walk(Vec::new());
+    model.visit(&mut walk);
+    walk.0
+}
+
+/// Stops the training of parameters whose path begins with one of `prefixes`. Returns the model and how many
+/// parameters that are.
+pub fn freeze<B: AutodiffBackend>(model: Model<B>, prefixes: &[String]) -> (Model<B>, usize) {
+    struct Freeze<'a> {
+        prefixes: &'a [String],
+        names: Vec<String>,
+        /// Names of enum variants at the beginning of every path; users count from the family's own root.
+        variants: usize,
+        frozen: usize,
+    }
+    impl<B: Backend> ModuleMapper<B> for Freeze<'_> {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.names.push(name.to_owned());
+        }
+
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.names.pop();
+        }
+
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            let path = self.names.get(self.variants..).unwrap_or_default().join(".");
+            let below = |prefix: &String| {
+                path.strip_prefix(prefix.as_str())
+                    .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+            };
+            if self.prefixes.iter().any(below) {
+                self.frozen += 1;
+                return param.set_require_grad(false);
+            }
+            param
+        }
+    }
+    let variants = if matches!(model, Model::Vision(_)) { 2 } else { 1 };
+    let mut mapper = Freeze {
+        prefixes,
+        names: Vec::new(),
+        variants,
+        frozen: 0,
+    };
+    let model = model.map(&mut mapper);
+    (model, mapper.frozen)
+}
+
+/// The model without autodiff and in evaluation mode.
+pub fn without_autodiff<B: AutodiffBackend>(model: &Model<B>) -> Model<B::InnerBackend> {
+    model.valid()
+}
+
+/// What kind of model a name stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Language models.
+    Llama,
+    /// Classifiers of texts.
+    Bert,
+    /// Classifiers of images.
+    Vision,
+}
+
+impl Family {
+    /// The family of a model's name.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Unknown`] with the nearest name.
+    pub fn of(name: &str) -> Result<Self, CliError> {
+        match name {
+            _ if LlamaConfig::preset_names().any(|known| known == name) => Ok(Self::Llama),
+            "bert-base" | "bert-minilm" => Ok(Self::Bert),
+            _ if VisionConfig::NAMES.contains(&name) => Ok(Self::Vision),
+            _ => Err(CliError::unknown("model", name, names())),
+        }
+    }
+
+    /// Compares model and data.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Usage`] if the source does not make this family's batches.
+    pub fn check(self, source: DataSource) -> Result<(), CliError> {
+        let (fits, sources) = match self {
+            Self::Llama => (source == DataSource::Text, "text"),
+            Self::Bert => (
+                matches!(source, DataSource::Table | DataSource::Passages),
+                "table or passages",
+            ),
+            Self::Vision => (
+                matches!(
+                    source,
+                    DataSource::Shapes | DataSource::Images | DataSource::Cifar10 | DataSource::Cifar100
+                ),
+                "shapes, images, cifar10 or cifar100",
+            ),
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(CliError::Usage(format!(
+            "a model of the {self:?} family trains on data.source = {sources}"
+        )))
+    }
+}
+
+/// Names of all models that a config can name.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    LlamaConfig::preset_names()
+        .chain(["bert-base", "bert-minilm"])
+        .chain(VisionConfig::NAMES)
+}
+
+/// A model's sizes.
+#[derive(Clone, Debug)]
+pub enum Architecture {
+    /// Of a language model.
+    Llama(LlamaConfig),
+    /// Of a classifier of texts.
+    Bert(BertConfig),
+    /// Of a classifier of images.
+    Vision(VisionConfig),
+    /// Of a classifier of vectors.
+    Mlp(MlpConfig),
+}
+
+/// `config.json` of an image classifier, for which the original libraries have none.
+#[derive(Serialize, Deserialize)]
+struct VisionFile {
+    architecture: String,
+    num_classes: usize,
+    image_size: usize,
+}
+
+impl Architecture {
+    /// The sizes that a config, its weights and its data add up to. `vocabulary` and `classes` are the
+    /// data's.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Model`] for sizes that no model can have, [`CliError::Unknown`] for a name that is no
+    /// model.
+    pub fn resolve(
+        config: &ModelConfig,
+        weights: Option<&Checkpoint>,
+        vocabulary: usize,
+        classes: usize,
+        image_size: usize,
+        length: usize,
+    ) -> Result<Self, CliError> {
+        let stored = weights
+            .and_then(|checkpoint| checkpoint.config().ok())
+            .map(|file| file.to_json());
+        Ok(match Family::of(&config.name)? {
+            Family::Llama => {
+                let mut sizes = match &stored {
+                    Some(json) => LlamaConfig::from_hf_json(json)?,
+                    None => {
+                        let mut sizes =
+                            LlamaConfig::preset(&config.name)?.with_max_position_embeddings(length.max(256));
+                        if let Some(heads) = config.heads {
+                            sizes.num_attention_heads = heads;
+                            sizes.num_key_value_heads = None;
+                        }
+                        sizes.hidden_size = config.hidden_size.unwrap_or(sizes.hidden_size);
+                        sizes.num_hidden_layers = config.layers.unwrap_or(sizes.num_hidden_layers);
+                        sizes.intermediate_size = config.intermediate_size.unwrap_or(sizes.intermediate_size);
+                        sizes.tie_word_embeddings =
+                            config.tie_embeddings.unwrap_or(sizes.tie_word_embeddings);
+                        sizes.vocab_size = vocabulary;
+                        sizes
+                    }
+                };
+                sizes.attention_dropout = config.dropout.unwrap_or(sizes.attention_dropout);
+                sizes.validate()?;
+                Self::Llama(sizes)
+            }
+            Family::Bert => {
+                let mut sizes = match &stored {
+                    Some(json) => BertConfig::from_hf_json(json)?,
+                    None => {
+                        let mut sizes = BertConfig::preset(&config.name)?;
+                        sizes.hidden_size = config.hidden_size.unwrap_or(sizes.hidden_size);
+                        sizes.num_hidden_layers = config.layers.unwrap_or(sizes.num_hidden_layers);
+                        sizes.num_attention_heads = config.heads.unwrap_or(sizes.num_attention_heads);
+                        sizes.intermediate_size = config.intermediate_size.unwrap_or(sizes.intermediate_size);
+                        sizes.vocab_size = vocabulary;
+                        sizes
+                    }
+                };
+                sizes.num_labels = classes;
+                if let Some(dropout) = config.dropout {
+                    sizes.hidden_dropout_prob = dropout;
+                    sizes.attention_probs_dropout_prob = dropout;
+                }
+                sizes.validate()?;
+                Self::Bert(sizes)
+            }
+            Family::Vision => Self::Vision(
+                VisionConfig::new(config.name.clone())
+                    .with_num_classes(classes)
+                    .with_image_size(image_size),
+            ),
+        })
+    }
+
+    /// Reads the `config.json` beside saved weights.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Hub`] or [`CliError::Model`] if it is damaged or of a model that is not known.
+    pub fn read(checkpoint: &Checkpoint) -> Result<Self, CliError> {
+        let config = checkpoint.config()?;
+        if let Ok(file) = config.clone().into_struct::<VisionFile>() {
+            let VisionFile {
+                architecture,
+                num_classes,
+                image_size,
+            } = file;
+            return Ok(Self::Vision(
+                VisionConfig::new(architecture)
+                    .with_num_classes(num_classes)
+                    .with_image_size(image_size),
+            ));
+        }
+        match config.model_type()?.as_str() {
+            "llama" => Ok(Self::Llama(LlamaConfig::from_hf_json(&config.to_json())?)),
+            "bert" => Ok(Self::Bert(BertConfig::from_hf_json(&config.to_json())?)),
+            other => Err(CliError::unknown("model_type", other, ["llama", "bert"])),
+        }
+    }
+
+    /// The text of `config.json`.
+    pub fn to_json(&self) -> String {
+        match self {
+            Self::Llama(sizes) => sizes.to_hf_json(),
+            Self::Bert(sizes) => sizes.to_hf_json("BertForSequenceClassification"),
+            Self::Vision(sizes) => {
+                let (num_classes, image_size) = (sizes.num_classes, sizes.image_size);
+                let file = serde_json::json!({ "architecture": sizes.name, "num_classes": num_classes, "image_size": image_size });
+                format!("{file:#}\n")
+            }
+            Self::Mlp(sizes) => format!(
+                "{:#}\n",
+                serde_json::json!({ "architecture": "mlp", "widths": sizes.widths })
+            ),
+        }
+    }
+
+    /// Builds the model.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Model`].
+    pub fn init<B: Backend>(&self, device: &B::Device) -> Result<Model<B>, CliError> {
+        Ok(match self {
+            Self::Llama(sizes) => {
+                sizes.validate()?;
+                Model::Llama(sizes.init(device))
+            }
+            Self::Bert(sizes) => {
+                sizes.validate()?;
+                Model::Bert(sizes.init_classifier(device))
+            }
+            Self::Vision(sizes) => Model::Vision(sizes.init(device)?),
+            Self::Mlp(sizes) => Model::Mlp(sizes.init(device)),
+        })
+    }
+}

@@ -1,0 +1,95 @@
+//! Evaluation: mean loss over examples that training never sees, and of classifiers the part they get right.
+
+use std::fmt;
+
+use kiln::{CompileOptions, Compiled, Kiln, KilnDevice};
+
+use crate::config::Config;
+use crate::data::Data;
+use crate::error::CliError;
+use crate::model::Model;
+
+/// The outcome of an evaluation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Mean loss over the batches.
+    pub loss: f32,
+    /// Part of the examples whose likeliest class is theirs; none for language models.
+    pub accuracy: Option<f64>,
+}
+
+impl fmt::Display for Evaluation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "evaluation loss {:.4}", self.loss)?;
+        match self.accuracy {
+            Some(accuracy) => write!(f, ", accuracy {:.1} %", accuracy * 100.0),
+            None => write!(f, ", perplexity {:.1}", self.loss.exp()),
+        }
+    }
+}
+
+/// Evaluates as often as asked; the forward pass is compiled once.
+pub struct Evaluator {
+    region: Compiled,
+    most: usize,
+}
+
+impl Evaluator {
+    /// An evaluator for the runs of a config.
+    pub fn new(config: &Config, options: CompileOptions) -> Self {
+        Self {
+            region: kiln::compile(options),
+            most: config.train.evaluation_batches,
+        }
+    }
+
+    /// Evaluates a model in evaluation mode; none if nothing is set aside.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Data`] or [`CliError::Step`].
+    pub fn run(&mut self, model: &Model<Kiln>, data: &Data) -> Result<Option<Evaluation>, CliError> {
+        let Some(batches) = data.evaluation()? else {
+            return Ok(None);
+        };
+        let device = KilnDevice::cpu();
+        let (mut sum, mut count, mut right, mut examples) = (0.0, 0usize, 0usize, 0usize);
+        for batch in batches.take(self.most) {
+            let batch = batch?;
+            let input = batch.tensors::<Kiln>(&device);
+            let (loss, logits) = self.region.run(|| model.evaluate(input))?;
+            let unreadable = |error| CliError::Usage(format!("the evaluation cannot be read: {error}"));
+            sum += loss
+                .try_into_data()
+                .map_err(unreadable)?
+                .iter::<f64>()
+                .next()
+                .unwrap_or(f64::NAN);
+            count += 1;
+            if let Some(logits) = logits {
+                let [rows, classes] = logits.dims();
+                let logits: Vec<f32> = logits
+                    .try_into_data()
+                    .map_err(unreadable)?
+                    .iter::<f32>()
+                    .collect();
+                let likeliest = logits
+                    .chunks(classes.max(1))
+                    .map(|row| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])));
+                right += likeliest
+                    .zip(batch.labels())
+                    .filter(|(found, label)| *found == usize::try_from(**label).ok())
+                    .count();
+                examples += rows;
+            }
+        }
+        if count == 0 {
+            return Ok(None);
+        }
+        let accuracy = (examples > 0).then(|| right as f64 / examples as f64);
+        Ok(Some(Evaluation {
+            loss: (sum / count as f64) as f32,
+            accuracy,
+        }))
+    }
+}

@@ -1,0 +1,115 @@
+//! The log of a run: one JSON object a line, for a step or an evaluation.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use kiln_hub::write_bytes_atomic;
+use serde::{Deserialize, Serialize};
+
+use crate::error::CliError;
+
+/// One line.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub enum Entry {
+    /// An optimizer step.
+    Step {
+        /// Its number, from 1.
+        step: u64,
+        /// Mean loss before the update.
+        loss: f32,
+        /// Learning rate.
+        rate: f64,
+        /// Seconds, data included.
+        seconds: f64,
+        /// Tokens or examples a second.
+        per_second: f64,
+        /// Peak memory of the process so far in MiB, where the system tells.
+        memory_mb: Option<u64>,
+    },
+    /// An evaluation.
+    Evaluation {
+        /// Steps done.
+        step: u64,
+        /// Mean loss.
+        loss: f32,
+        /// Part of the examples whose likeliest class is theirs, of classifiers.
+        accuracy: Option<f64>,
+    },
+}
+
+impl Entry {
+    /// Number of the step.
+    pub fn step(&self) -> u64 {
+        match self {
+            Self::Step { step, .. } | Self::Evaluation { step, .. } => *step,
+        }
+    }
+}
+
+/// A log that is being written.
+pub struct Log {
+    path: PathBuf,
+    file: File,
+    entries: Vec<Entry>,
+}
+
+impl Log {
+    /// Opens the log of a run that goes on after `step`. Lines of later steps, from before the run was
+    /// interrupted, are removed: those steps come again.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Io`] or [`CliError::Hub`].
+    pub fn open(run: &Path, step: u64) -> Result<Self, CliError> {
+        let path = run.join("log.jsonl");
+        let entries: Vec<Entry> = read(&path)?
+            .into_iter()
+            .filter(|entry| entry.step() <= step)
+            .collect();
+        let text: String = entries.iter().map(line).collect();
+        write_bytes_atomic(&path, text.as_bytes())?;
+        let file = OpenOptions::new()
+            .append(true)
+            .open(&path)
+            .map_err(CliError::io("open", &path))?;
+        Ok(Self { path, file, entries })
+    }
+
+    /// Adds a line.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Io`].
+    pub fn add(&mut self, entry: Entry) -> Result<(), CliError> {
+        self.file
+            .write_all(line(&entry).as_bytes())
+            .map_err(CliError::io("write", &self.path))?;
+        self.entries.push(entry);
+        Ok(())
+    }
+
+    /// All lines, of earlier parts of the run too.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+}
+
+fn line(entry: &Entry) -> String {
+    // Numbers, texts and options always have a JSON form; a loss that is none has ended the run before.
+    serde_json::to_string(entry).unwrap_or_default() + "\n"
+}
+
+/// Reads a log; an incomplete last line, of a program that was killed, is passed over. No file is an empty
+/// log.
+fn read(path: &Path) -> Result<Vec<Entry>, CliError> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(text
+            .lines()
+            .filter_map(|line| serde_json::from_str(line).ok())
+            .collect()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(CliError::io("read", path)(error)),
+    }
+}

@@ -1,0 +1,441 @@
+//! `kiln train` and `kiln eval`: a run from a config.
+//!
+//! ```text
+//! config ─► data ─► architecture ─► model ─► training step ─► loop: batch, step, log │ evaluation │ checkpoint
+//! ```
+//!
+//! **Exact resume.** A run is a function of its config. What changes while it goes on is the model, the
+//! optimizer's state, the place in the data, the random generator's place and the step's number; a checkpoint
+//! has these five, so that the losses after a resume are those of a run that was never stopped, bit for bit.
+//! Nothing in the loop may depend on anything else: the learning rate is a function of the step's number,
+//! evaluations draw no random numbers.
+
+mod checkpoint;
+mod curves;
+mod evaluate;
+mod log;
+mod progress;
+mod trainer;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use burn::module::ParamId;
+use burn::tensor::backend::Backend;
+use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice};
+use kiln_hub::data::Batches;
+use kiln_hub::{Checkpoint, write_bytes_atomic};
+
+use crate::args::{EvalArguments, TrainArguments};
+use crate::config::Config;
+use crate::data::{Data, HostBatch};
+use crate::error::CliError;
+use crate::model::{Architecture, Family, freeze, initialise, without_autodiff};
+pub use checkpoint::{Checkpoints, locate};
+use checkpoint::{State, damaged, read_optimizer, read_state};
+use evaluate::Evaluator;
+use log::{Entry, Log};
+pub use progress::peak_memory_mb;
+use progress::{Progress, StepNumbers};
+use trainer::SavedState;
+pub use trainer::{TrainBackend, Trainer, build as build_trainer};
+
+/// The exit code of a program that Ctrl-C ended.
+const INTERRUPTED: u8 = 130;
+
+static STOP: AtomicBool = AtomicBool::new(false);
+
+/// `kiln train`.
+///
+/// # Errors
+///
+/// Everything that can be wrong with a config, its data and its checkpoints, each as a [`CliError`] that says
+/// what to do.
+pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
+    let (folder, from) = match &arguments.resume {
+        Some(place) => {
+            let (folder, from) = locate(place)?;
+            (Some(folder), from)
+        }
+        None => (None, None),
+    };
+    let mut config = match (&arguments.config, &folder) {
+        (Some(path), _) => Config::read(path, &arguments.set)?,
+        (None, Some(folder)) => Config::read(&folder.join("config.toml"), &arguments.set)?,
+        (None, None) => return Err(CliError::Usage("give --config FILE, or --resume DIR".to_owned())),
+    };
+    config.train.steps = arguments.steps.unwrap_or(config.train.steps);
+    if let Some(backend) = arguments.backend {
+        config.train.backend = backend.name().to_owned();
+    }
+    let folder = match folder {
+        Some(folder) => folder,
+        None => new_folder(arguments.out.as_deref(), &config.name)?,
+    };
+    let mut run = Run::open(config, folder, from.as_deref())?;
+    install_interrupt();
+    run.go()
+}
+
+/// `kiln eval`.
+///
+/// # Errors
+///
+/// As [`command`]; [`CliError::Usage`] if the run's config sets nothing aside.
+pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
+    let (folder, from) = locate(&arguments.run)?;
+    let from = from.ok_or_else(|| CliError::NoCheckpoint { path: folder.clone() })?;
+    let mut config = Config::read(&folder.join("config.toml"), &[])?;
+    if let Some(backend) = arguments.backend {
+        config.train.backend = backend.name().to_owned();
+    }
+    // Of an evaluation asked for by hand, all of it.
+    config.train.evaluation_batches = usize::MAX;
+    let state = read_state(&from)?;
+    let data = Data::open(&config, &folder.join("data"), None)?;
+    let weights = Checkpoint::open(&from).map_err(|error| damaged(&from, error.to_string()))?;
+    let model = Architecture::read(&weights)?
+        .init::<Kiln>(&KilnDevice::cpu())?
+        .load(&weights)?;
+    let mut evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?);
+    let result = evaluator.run(&model, &data)?.ok_or_else(|| {
+        CliError::Usage("this run sets no examples aside: data.evaluation_fraction is 0 and data.evaluation_paths is empty"
+                .to_owned())
+    })?;
+    println!("step {}: {result}", state.step);
+    Ok(())
+}
+
+/// The folder of a new run. A folder asked for must not hold a run; the default one gets a number if it does.
+fn new_folder(out: Option<&Path>, name: &str) -> Result<PathBuf, CliError> {
+    let occupied = |folder: &Path| folder.join("config.toml").exists();
+    if let Some(folder) = out {
+        if occupied(folder) {
+            return Err(CliError::Occupied {
+                path: folder.to_path_buf(),
+            });
+        }
+        return Ok(folder.to_path_buf());
+    }
+    let base = Path::new("runs").join(name);
+    let numbered = (2..).map(|number| Path::new("runs").join(format!("{name}-{number}")));
+    let mut candidates = std::iter::once(base.clone()).chain(numbered);
+    Ok(candidates.find(|folder| !occupied(folder)).unwrap_or(base))
+}
+
+fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliError> {
+    let backend: CompileBackend = config
+        .train
+        .backend
+        .parse()
+        .map_err(|error: kiln::UnknownBackend| CliError::config("train.backend", error))?;
+    let options = CompileOptions::default().with_backend(backend).with_name(name);
+    Ok(match config.train.memory_budget_mb {
+        0 => options,
+        budget => options.with_memory_budget(budget << 20),
+    })
+}
+
+/// Ctrl-C and a request to terminate let the step finish; a second one ends the program at once.
+fn install_interrupt() {
+    let handler = || {
+        if STOP.swap(true, Ordering::SeqCst) {
+            std::process::exit(i32::from(INTERRUPTED));
+        }
+    };
+    if let Err(error) = ctrlc::set_handler(handler) {
+        tracing::warn!("Ctrl-C will not save a checkpoint: {error}");
+    }
+}
+
+/// A run that is going on.
+struct Run {
+    config: Config,
+    folder: PathBuf,
+    device: KilnDevice,
+    data: Data,
+    architecture: Architecture,
+    trainer: Box<dyn Trainer>,
+    /// Ids of the model's parameters in order.
+    order: Vec<ParamId>,
+    batches: Batches<HostBatch>,
+    evaluator: Evaluator,
+    log: Log,
+    /// Steps done.
+    step: u64,
+    last_checkpoint: Option<PathBuf>,
+}
+
+impl Run {
+    /// Prepares a run in `folder`, from the checkpoint `from` if there is one.
+    fn open(config: Config, folder: PathBuf, from: Option<&Path>) -> Result<Self, CliError> {
+        let options = compile_options(&config, "train_step")?;
+        let family = Family::of(&config.model.name)?;
+        family.check(config.data.source)?;
+        std::fs::create_dir_all(&folder).map_err(CliError::io("create", &folder))?;
+        let state = from.map(read_state).transpose()?;
+        let device = KilnDevice::cpu();
+
+        // Weights to start from decide about tokenizer and sizes; a resumed run has both beside its own
+        // weights.
+        let start_from = match (&from, &config.model.weights) {
+            (Some(from), _) => {
+                Some(Checkpoint::open(from).map_err(|error| damaged(from, error.to_string()))?)
+            }
+            (None, Some(name)) => Some(kiln_hub::load(name)?),
+            (None, None) => None,
+        };
+        let pretrained = match &start_from {
+            Some(checkpoint) if family != Family::Vision => checkpoint.tokenizer().ok(),
+            _ => None,
+        };
+        write_bytes_atomic(&folder.join("config.toml"), config.to_toml()?.as_bytes())?;
+        let data = Data::open(&config, &folder.join("data"), pretrained)?;
+        Kiln::seed(&device, config.seed);
+        let architecture = match (&from, &start_from) {
+            (Some(_), Some(checkpoint)) => Architecture::read(checkpoint)?,
+            _ => {
+                let (length, size) = (config.data.length, config.data.image_size);
+                Architecture::resolve(
+                    &config.model,
+                    start_from.as_ref(),
+                    data.vocabulary,
+                    data.classes.len(),
+                    size,
+                    length,
+                )?
+            }
+        };
+        let mut model = architecture.init::<TrainBackend>(&device)?;
+        if let Some(checkpoint) = &start_from {
+            model = model.load(checkpoint).map_err(|error| match from {
+                Some(from) => damaged(from, error.to_string()),
+                None => error,
+            })?;
+        }
+        let order = initialise(&model);
+        let (model, frozen) = freeze(model, &config.model.freeze);
+        if frozen == 0 && !config.model.freeze.is_empty() {
+            return Err(CliError::config(
+                "model.freeze",
+                "no parameter has a path that begins with one of these; a path is that of kiln-models, such as \
+                 bert.encoder.layer.0",
+            ));
+        }
+        let saved = from
+            .map(|from| {
+                Ok::<_, CliError>(SavedState {
+                    bytes: read_optimizer(from)?,
+                    order: &order,
+                })
+            })
+            .transpose()?;
+        let trainer = build_trainer(model, &config.optimizer, options, saved)?;
+        let batches = data.train(state.as_ref().map(|state| state.data))?;
+        let step = state.as_ref().map_or(0, |state| state.step);
+        let evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?);
+        let log = Log::open(&folder, step)?;
+        // Last: preparing the model has drawn random numbers.
+        if let Some(state) = &state {
+            state.restore_random();
+        }
+        let last_checkpoint = from.map(Path::to_path_buf);
+        Ok(Self {
+            config,
+            folder,
+            device,
+            data,
+            architecture,
+            trainer,
+            order,
+            batches,
+            evaluator,
+            log,
+            step,
+            last_checkpoint,
+        })
+    }
+
+    fn go(&mut self) -> Result<ExitCode, CliError> {
+        let steps = self.config.train.steps;
+        let parameters = kiln_models::params::num_trainable(self.trainer.model()?);
+        eprintln!(
+            "{}: {} with {:.2} million parameters, {} steps of {} {}, in {}",
+            self.config.name,
+            self.config.model.name,
+            parameters as f64 * 1e-6,
+            steps,
+            self.config.train.batch_size * self.config.train.accumulate,
+            if self.data.unit == "tokens" {
+                "windows"
+            } else {
+                self.data.unit
+            },
+            self.folder.display()
+        );
+        if self.step > 0 {
+            eprintln!("going on after step {}", self.step);
+        }
+        let mut progress = Progress::new(steps, self.step, self.data.unit, self.config.train.log_every);
+        let mut saved_at = Instant::now();
+        let mut warned = false;
+        while self.step < steps {
+            if STOP.load(Ordering::SeqCst) {
+                return self.leave(&progress);
+            }
+            self.train_step(&mut progress)?;
+            if let Some(reason) = self
+                .trainer
+                .obstacle()
+                .filter(|_| !std::mem::replace(&mut warned, true))
+            {
+                progress.say(&format!("the step is recorded at every call: {reason}"));
+            }
+            let done = self.step;
+            let every = |count: u64| count > 0 && done % count == 0 && done < steps;
+            if every(self.config.train.evaluate_every) {
+                self.evaluate(&progress)?;
+            }
+            let minutes = self.config.train.checkpoint_minutes;
+            let due = minutes > 0.0 && saved_at.elapsed() >= Duration::from_secs_f64(minutes * 60.0);
+            if every(self.config.train.checkpoint_every) || (due && self.step < steps) {
+                self.save()?;
+                self.draw()?;
+                saved_at = Instant::now();
+            }
+        }
+        progress.finish();
+        self.save()?;
+        self.evaluate(&progress)?;
+        self.draw()?;
+        self.finish()?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn train_step(&mut self, progress: &mut Progress) -> Result<(), CliError> {
+        let (step, steps) = (self.step, self.config.train.steps);
+        let start = Instant::now();
+        let mut units = 0;
+        let mut inputs = Vec::with_capacity(self.config.train.accumulate);
+        for _ in 0..self.config.train.accumulate {
+            let batch = self
+                .batches
+                .next()
+                .ok_or_else(|| CliError::Usage("the training data ended".to_owned()))??;
+            units += batch.units();
+            inputs.push(batch.tensors(&self.device));
+        }
+        let rate = self.config.schedule.rate(step, steps);
+        let loss = self.trainer.step(rate, inputs)?;
+        if !loss.is_finite() {
+            progress.finish();
+            return Err(CliError::NotFinite {
+                step: step + 1,
+                loss,
+                checkpoint: self.last_checkpoint.clone(),
+            });
+        }
+        self.step += 1;
+        let seconds = start.elapsed().as_secs_f64();
+        let (step, per_second, memory_mb) = (self.step, units as f64 / seconds, peak_memory_mb());
+        self.log.add(Entry::Step {
+            step,
+            loss,
+            rate,
+            seconds,
+            per_second,
+            memory_mb,
+        })?;
+        progress.step(&StepNumbers {
+            step,
+            loss,
+            seconds,
+            per_second,
+            memory_mb,
+        });
+        Ok(())
+    }
+
+    fn evaluate(&mut self, progress: &Progress) -> Result<(), CliError> {
+        let model = without_autodiff(self.trainer.model()?);
+        if let Some(result) = self.evaluator.run(&model, &self.data)? {
+            progress.say(&format!("step {}: {result}", self.step));
+            self.log.add(Entry::Evaluation {
+                step: self.step,
+                loss: result.loss,
+                accuracy: result.accuracy,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Writes a checkpoint of the steps done, unless there is one.
+    fn save(&mut self) -> Result<(), CliError> {
+        let state = State::now(self.step, self.batches.state());
+        let optimizer = self.trainer.optimizer_state(&self.order)?;
+        let model = self.trainer.model()?;
+        let (architecture, tokenizer) = (&self.architecture, &self.data.tokenizer);
+        let write = |folder: &Path| {
+            model.save(architecture, folder)?;
+            if let Some(tokenizer) = tokenizer {
+                tokenizer.save(folder.join("tokenizer.json"))?;
+            }
+            Ok(())
+        };
+        let written =
+            Checkpoints::of(&self.folder).write(state, &optimizer, self.config.train.keep, write)?;
+        self.last_checkpoint = Some(written);
+        Ok(())
+    }
+
+    fn draw(&self) -> Result<(), CliError> {
+        let svg = curves::draw(&self.config.name, self.log.entries());
+        Ok(write_bytes_atomic(
+            &self.folder.join("curves.svg"),
+            svg.as_bytes(),
+        )?)
+    }
+
+    /// Saves and ends after Ctrl-C.
+    fn leave(&mut self, progress: &Progress) -> Result<ExitCode, CliError> {
+        progress.finish();
+        self.save()?;
+        self.draw()?;
+        eprintln!(
+            "stopped after step {}; go on with kiln train --resume {}",
+            self.step,
+            self.folder.display()
+        );
+        Ok(ExitCode::from(INTERRUPTED))
+    }
+
+    /// The last words of a run that is through: where everything is, and a text of language models.
+    fn finish(&self) -> Result<(), CliError> {
+        let losses = self.log.entries().iter().filter_map(|entry| match entry {
+            Entry::Step { loss, .. } => Some(*loss),
+            Entry::Evaluation { .. } => None,
+        });
+        let losses: Vec<f32> = losses.collect();
+        let tail = &losses[losses.len().saturating_sub(10)..];
+        if let Some(first) = losses.first() {
+            let last = tail.iter().sum::<f32>() / tail.len() as f32;
+            println!(
+                "loss {first:.4} at the first step, {last:.4} over the last {}",
+                tail.len()
+            );
+        }
+        println!("checkpoint, log and curves are in {}", self.folder.display());
+        if self.config.sample.tokens > 0
+            && let Some(text) = crate::generate::sample(
+                &self.config.sample,
+                &without_autodiff(self.trainer.model()?),
+                &self.data,
+            )?
+        {
+            println!("\n{text}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,180 @@
+//! The compiled training step with its optimizer's type forgotten.
+//!
+//! [`kiln::TrainStep`] is generic over the optimizer; a config names one. The loop works on `dyn`
+//! [`Trainer`], of which there is one implementation for each optimizer.
+
+use burn::module::ParamId;
+use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
+use burn::tensor::Tensor;
+use burn_autodiff::Autodiff;
+use burn_optim::adaptor::OptimizerAdaptor;
+use burn_optim::grad_clipping::GradientClipping;
+use burn_optim::{Optimizer, SimpleOptimizer};
+use hashbrown::HashMap;
+use kiln::{CompileOptions, Explain, Kiln, KilnDevice, RegionReport, TrainError, TrainStep};
+
+use crate::config::{OptimizerConfig, OptimizerName};
+use crate::error::CliError;
+use crate::model::{Batch, Model};
+
+/// The backend that models are trained on.
+pub type TrainBackend = Autodiff<Kiln>;
+
+/// A model in training.
+pub trait Trainer {
+    /// One optimizer step with rate `rate` on the mean loss of `batches`; returns that loss.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Train`] if the step cannot be compiled or run.
+    fn step(&mut self, rate: f64, batches: Vec<Batch<TrainBackend>>) -> Result<f32, CliError>;
+
+    /// The model as it is now.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Train`] if an earlier step failed and took the model with it.
+    fn model(&self) -> Result<&Model<TrainBackend>, CliError>;
+
+    /// The optimizer's state in Burn's recorder format. Parameters are named by their place in the model,
+    /// `order`, because their ids differ from process to process.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Train`] as [`Trainer::model`]; [`CliError::Usage`] if the recorder fails.
+    fn optimizer_state(&mut self, order: &[ParamId]) -> Result<Vec<u8>, CliError>;
+
+    /// What was compiled, in numbers.
+    fn report(&self) -> RegionReport;
+
+    /// What was compiled, for people.
+    fn explain(&self) -> Explain;
+
+    /// Why the step is recorded at every call, if it is.
+    fn obstacle(&self) -> Option<&str>;
+}
+
+type Loss = fn(&Model<TrainBackend>, Vec<Batch<TrainBackend>>) -> Tensor<TrainBackend, 1>;
+type Input = Vec<Batch<TrainBackend>>;
+type Output = Tensor<TrainBackend, 1>;
+
+/// The mean over the batches of one optimizer step: its gradient is the mean of their gradients, as
+/// accumulation wants it.
+fn mean_loss(model: &Model<TrainBackend>, batches: Input) -> Output {
+    let count = batches.len();
+    let sum = batches
+        .into_iter()
+        .map(|batch| model.loss(batch))
+        .reduce(|sum, loss| sum + loss);
+    let sum = sum.expect("a step has at least one batch: the config was checked");
+    if count == 1 {
+        sum
+    } else {
+        sum.div_scalar(count as f64)
+    }
+}
+
+struct Compiled<O: SimpleOptimizer<Kiln>> {
+    step: TrainStep<TrainBackend, Model<TrainBackend>, O, Loss, Input, Output>,
+}
+
+impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
+    fn step(&mut self, rate: f64, batches: Input) -> Result<f32, CliError> {
+        let loss = self.step.step(rate, batches)?;
+        let data = loss
+            .try_into_data()
+            .map_err(|error| CliError::Usage(format!("the loss cannot be read: {error}")))?;
+        Ok(data.iter::<f32>().next().unwrap_or(f32::NAN))
+    }
+
+    fn model(&self) -> Result<&Model<TrainBackend>, CliError> {
+        Ok(self.step.model().ok_or(TrainError::Lost)?)
+    }
+
+    fn optimizer_state(&mut self, order: &[ParamId]) -> Result<Vec<u8>, CliError> {
+        let record = self.step.optimizer().ok_or(TrainError::Lost)?.to_record();
+        let places: HashMap<ParamId, u64> = order.iter().copied().zip(0..).collect();
+        let named: HashMap<ParamId, _> = record
+            .into_iter()
+            .filter_map(|(id, state)| Some((ParamId::from(*places.get(&id)?), state)))
+            .collect();
+        let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
+        let bytes = Recorder::<TrainBackend>::record(&recorder, named, ());
+        bytes.map_err(|error| CliError::Usage(format!("the optimizer's state cannot be recorded: {error}")))
+    }
+
+    fn report(&self) -> RegionReport {
+        self.step.report()
+    }
+
+    fn explain(&self) -> Explain {
+        self.step.explain()
+    }
+
+    fn obstacle(&self) -> Option<&str> {
+        self.step.history().obstacle.as_deref()
+    }
+}
+
+/// The optimizer's state from a checkpoint, and the parameters it belongs to.
+pub struct SavedState<'a> {
+    /// What [`Trainer::optimizer_state`] returned.
+    pub bytes: Vec<u8>,
+    /// Ids of the model's parameters in order.
+    pub order: &'a [ParamId],
+}
+
+/// Makes the training step of a config.
+///
+/// # Errors
+///
+/// [`CliError::Usage`] with the recorder's words if the saved state is not that of this optimizer and model.
+pub fn build(
+    model: Model<TrainBackend>,
+    config: &OptimizerConfig,
+    options: CompileOptions,
+    state: Option<SavedState<'_>>,
+) -> Result<Box<dyn Trainer>, CliError> {
+    let clipping = config.clipping();
+    match config.name {
+        OptimizerName::AdamW => build_with(model, config.adamw().build(), clipping, options, state),
+        OptimizerName::Adam => build_with(model, config.adam().build(), clipping, options, state),
+        OptimizerName::Sgd => build_with(model, config.sgd().build::<Kiln>(), clipping, options, state),
+        OptimizerName::RmsProp => build_with(model, config.rms_prop().build(), clipping, options, state),
+        OptimizerName::AdaGrad => build_with(model, config.ada_grad().build(), clipping, options, state),
+    }
+}
+
+fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
+    model: Model<TrainBackend>,
+    optimizer: O,
+    clipping: Option<GradientClipping>,
+    options: CompileOptions,
+    state: Option<SavedState<'_>>,
+) -> Result<Box<dyn Trainer>, CliError> {
+    let mut adaptor: OptimizerAdaptor<O, Model<TrainBackend>, TrainBackend> =
+        OptimizerAdaptor::from(optimizer);
+    if let Some(clipping) = clipping {
+        adaptor = adaptor.with_grad_clipping(clipping);
+    }
+    if let Some(SavedState { bytes, order }) = state {
+        let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
+        let named: HashMap<ParamId, _> = Recorder::<TrainBackend>::load(&recorder, bytes, &KilnDevice::cpu())
+            .map_err(|error| CliError::Usage(format!("the optimizer's state cannot be read: {error}")))?;
+        let mut record = HashMap::with_capacity(named.len());
+        for (place, state) in named {
+            let id = usize::try_from(place.val())
+                .ok()
+                .and_then(|place| order.get(place));
+            let id = id.ok_or_else(|| {
+                CliError::Usage("the optimizer's state is that of another model".to_owned())
+            })?;
+            record.insert(*id, state);
+        }
+        adaptor = adaptor.load_record(record);
+    }
+    let step = TrainStep::new(model, adaptor, mean_loss as Loss)
+        .with_options(options)
+        .build::<Input, Output>()?;
+    Ok(Box::new(Compiled { step }))
+}

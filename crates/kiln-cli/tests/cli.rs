@@ -1,0 +1,510 @@
+//! The program from outside: runs, interruptions, bad configs and damaged checkpoints, in folders of their
+//! own.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// A folder with a corpus and a config for a Llama that trains a step in milliseconds.
+struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let text: String = (0..400)
+            .map(|line| format!("line {line}: the kiln fires clay number {}\n", line * 7 % 13))
+            .collect();
+        std::fs::write(folder.path().join("corpus.txt"), text).unwrap();
+        let place = Self { folder };
+        place.write("small.toml", &small(""));
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.path(name), text).unwrap();
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kiln"));
+        command
+            .args(arguments)
+            .current_dir(self.folder.path())
+            .env("KILN_CACHE_DIR", self.path("cache"));
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Runs a command that must succeed; returns its standard output.
+    fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(
+            output.status.success(),
+            "{arguments:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Runs a command that must fail; returns its standard error.
+    fn fails(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            !output.status.success() && text.contains("error") && !text.contains("panicked"),
+            "{arguments:?}: {text}"
+        );
+        text
+    }
+
+    /// The losses of a run's log, by step, as they were written.
+    fn losses(&self, run: &str) -> Vec<(u64, String)> {
+        let text = std::fs::read_to_string(self.path(run).join("log.jsonl")).unwrap();
+        let entries = text
+            .lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap());
+        entries
+            .filter(|entry| entry["kind"] == "step")
+            .map(|entry| (entry["step"].as_u64().unwrap(), entry["loss"].to_string()))
+            .collect()
+    }
+
+    fn checkpoints(&self, run: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path(run).join("checkpoints"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+}
+
+fn small(more: &str) -> String {
+    format!(
+        "name = \"small\"\n\
+         [model]\nname = \"llama-tiny\"\nhidden_size = 32\nlayers = 1\nheads = 2\nintermediate_size = 48\ndropout = 0.1\n\
+         [data]\nsource = \"text\"\npaths = [\"corpus.txt\"]\ntokenizer = \"bytes\"\nlength = 16\n\
+         [optimizer]\nclip_norm = 1.0\n\
+         [schedule]\nrate = 3e-3\nwarmup = 5\n\
+         [train]\nsteps = 30\nbatch_size = 4\nbackend = \"aot_eager\"\nevaluation_batches = 2\nevaluate_every = 7\ncheckpoint_every = 4\n\
+         [sample]\nprompt = \"line\"\ntokens = 8\n{more}"
+    )
+}
+
+/// Waits until the run has a checkpoint of at least `step`.
+fn wait_for(place: &Place, run: &str, step: u64, child: &mut Child) {
+    let start = Instant::now();
+    let reached = |name: &String| {
+        name.strip_prefix("step-")
+            .and_then(|text| text.parse::<u64>().ok())
+            .is_some_and(|found| found >= step)
+    };
+    while !place.checkpoints(run).iter().any(reached) {
+        assert!(
+            child.try_wait().unwrap().is_none(),
+            "the run ended before step {step}"
+        );
+        assert!(start.elapsed() < Duration::from_secs(300), "no checkpoint");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn a_run_learns_and_leaves_everything_behind() {
+    let place = Place::new();
+    let text = place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "60"]);
+    assert!(text.contains("line"), "the sample continues the prompt: {text}");
+    let losses = place.losses("run");
+    let value = |index: usize| losses[index].1.parse::<f64>().unwrap();
+    assert_eq!(
+        losses.iter().map(|(step, _)| *step).collect::<Vec<_>>(),
+        (1..=60).collect::<Vec<_>>()
+    );
+    assert!(
+        (value(0) - 257f64.ln()).abs() < 0.3 && value(59) < 0.75 * value(0),
+        "{losses:?}"
+    );
+    assert_eq!(
+        place.checkpoints("run"),
+        ["step-00000056", "step-00000060"],
+        "the newest two are kept"
+    );
+    let last = place.path("run/checkpoints/step-00000060");
+    for file in [
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "optimizer.mpk",
+        "state.json",
+    ] {
+        assert!(last.join(file).is_file(), "{file}");
+    }
+    assert!(
+        std::fs::read_to_string(place.path("run/curves.svg"))
+            .unwrap()
+            .contains("polyline")
+    );
+
+    let text = place.ok(&["eval", "--run", "run"]);
+    assert!(text.contains("step 60") && text.contains("perplexity"), "{text}");
+    let generate = [
+        "generate",
+        "--model",
+        "run",
+        "--prompt",
+        "line",
+        "--tokens",
+        "12",
+        "--temperature",
+        "0",
+    ];
+    let text = place.ok(&generate);
+    assert!(text.starts_with("line") && text.trim_end().len() > 4, "{text}");
+    assert_eq!(place.ok(&generate), text, "temperature 0 has no choice");
+
+    let error = place.fails(&["train", "--config", "small.toml", "--out", "run"]);
+    assert!(error.contains("--resume"), "{error}");
+}
+
+#[test]
+fn a_killed_run_goes_on_bit_for_bit() {
+    let place = Place::new();
+    let whole = [
+        "train",
+        "--config",
+        "small.toml",
+        "--steps",
+        "200",
+        "--set",
+        "sample.tokens=0",
+        "--out",
+    ];
+    place.ok(&[&whole[..], &["whole"]].concat());
+    let mut child = place
+        .command(&[&whole[..], &["killed"]].concat())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    for step in [8, 40, 90] {
+        wait_for(&place, "killed", step, &mut child);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        child = place
+            .command(&["train", "--resume", "killed"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+    }
+    assert!(child.wait().unwrap().success());
+    let (whole, killed) = (place.losses("whole"), place.losses("killed"));
+    assert_eq!(whole.len(), 200);
+    assert_eq!(whole, killed);
+    let weights = |run: &str| {
+        std::fs::read(
+            place
+                .path(run)
+                .join("checkpoints/step-00000200/model.safetensors"),
+        )
+        .unwrap()
+    };
+    assert!(weights("whole") == weights("killed"), "the weights differ");
+}
+
+#[test]
+fn a_run_killed_before_its_first_checkpoint_starts_again() {
+    let place = Place::new();
+    let arguments = [
+        "train",
+        "--config",
+        "small.toml",
+        "--steps",
+        "6",
+        "--set",
+        "train.checkpoint_every=0",
+        "--out",
+    ];
+    place.ok(&[&arguments[..], &["whole"]].concat());
+    std::fs::create_dir_all(place.path("early")).unwrap();
+    std::fs::copy(place.path("whole/config.toml"), place.path("early/config.toml")).unwrap();
+    place.ok(&["train", "--resume", "early"]);
+    assert_eq!(place.losses("whole"), place.losses("early"));
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupted_run_saves_and_leaves() {
+    let place = Place::new();
+    let arguments = [
+        "train",
+        "--config",
+        "small.toml",
+        "--steps",
+        "100000",
+        "--out",
+        "run",
+    ];
+    let mut child = place
+        .command(&arguments)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for(&place, "run", 4, &mut child);
+    let interrupted = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(interrupted.success());
+    let output = child.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(130), "{text}");
+    let steps = place.losses("run").len();
+    assert!(
+        text.contains(&format!("stopped after step {steps};")) && text.contains("--resume run"),
+        "{text}"
+    );
+    assert_eq!(place.checkpoints("run").last(), Some(&format!("step-{steps:08}")));
+}
+
+#[test]
+fn unknown_keys_models_and_backends_name_the_nearest() {
+    let place = Place::new();
+    place.write("bad.toml", &small("[trane]\nsteps = 3\n"));
+    let error = place.fails(&["train", "--config", "bad.toml"]);
+    assert!(
+        error.contains("bad.toml") && error.contains("did you mean `train`"),
+        "{error}"
+    );
+    let train = ["train", "--config", "small.toml", "--set"];
+    for (set, expected) in [
+        ("train.bach_size=3", "did you mean `batch_size`"),
+        ("model.name=lama-tiny", "did you mean `llama-tiny`"),
+        ("train.backend=cpus", "unknown backend"),
+        ("data.source=shapes", "data.source = text"),
+        ("optimizer.beta1=2.0", "beta1"),
+        ("data.paths=[\"nowhere.txt\"]", "nowhere.txt"),
+    ] {
+        let error = place.fails(&[&train[..], &[set]].concat());
+        assert!(error.contains(expected), "{set}: {error}");
+    }
+    assert!(
+        place
+            .fails(&["train", "--config", "missing.toml"])
+            .contains("missing.toml")
+    );
+    assert!(
+        place
+            .fails(&["bench", "resnet81", "--json"])
+            .contains("did you mean `resnet18`")
+    );
+}
+
+/// Changes one byte in the middle of a file.
+fn damage(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0x40;
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_damaged_checkpoint_is_refused_with_the_one_before_it() {
+    let place = Place::new();
+    place.ok(&["train", "--config", "small.toml", "--steps", "8", "--out", "run"]);
+    let last = place.path("run/checkpoints/step-00000008");
+    for file in [
+        "model.safetensors",
+        "optimizer.mpk",
+        "tokenizer.json",
+        "config.json",
+    ] {
+        let whole = std::fs::read(last.join(file)).unwrap();
+        damage(&last.join(file));
+        let error = place.fails(&["train", "--resume", "run", "--steps", "12"]);
+        assert!(error.contains(file) && error.contains("step-00000004"), "{error}");
+        std::fs::write(last.join(file), &whole[..whole.len() / 3]).unwrap();
+        assert!(place.fails(&["eval", "--run", "run"]).contains(file));
+        std::fs::write(last.join(file), whole).unwrap();
+    }
+    std::fs::write(last.join("state.json"), "{\"step\": 8").unwrap();
+    assert!(
+        place
+            .fails(&["train", "--resume", "run", "--steps", "12"])
+            .contains("state.json")
+    );
+    place.ok(&[
+        "train",
+        "--resume",
+        "run/checkpoints/step-00000004",
+        "--steps",
+        "12",
+    ]);
+    assert_eq!(place.losses("run").len(), 12);
+    assert!(place.fails(&["train", "--resume", "."]).contains("no checkpoint"));
+}
+
+#[test]
+fn a_loss_that_is_no_number_stops_the_run() {
+    let place = Place::new();
+    let arguments = [
+        "train",
+        "--config",
+        "small.toml",
+        "--out",
+        "run",
+        "--set",
+        "optimizer.clip_norm=0.0",
+        "--set",
+    ];
+    let error = place.fails(&[&arguments[..], &["schedule.rate=1e38"]].concat());
+    assert!(
+        error.contains("at step ") && error.contains("checkpoint"),
+        "{error}"
+    );
+}
+
+#[test]
+fn accumulated_batches_are_one_large_batch() {
+    let place = Place::new();
+    let losses = |out: &str, set: &[&str]| -> Vec<f64> {
+        let mut arguments = vec![
+            "train",
+            "--config",
+            "small.toml",
+            "--steps",
+            "6",
+            "--out",
+            out,
+            "--set",
+            "model.dropout=0.0",
+        ];
+        set.iter().for_each(|set| arguments.extend(["--set", set]));
+        place.ok(&arguments);
+        place
+            .losses(out)
+            .iter()
+            .map(|(_, loss)| loss.parse().unwrap())
+            .collect()
+    };
+    let large = losses("large", &["train.batch_size=8"]);
+    let accumulated = losses("accumulated", &["train.batch_size=4", "train.accumulate=2"]);
+    for (a, b) in large.iter().zip(&accumulated) {
+        assert!((a - b).abs() < 1e-3 * a, "{large:?} {accumulated:?}");
+    }
+}
+
+#[test]
+fn classifiers_train_and_are_evaluated() {
+    let place = Place::new();
+    let rows = (0..64).map(|row| {
+        let (text, label) = if row % 2 == 0 {
+            ("red clay and fire", "clay")
+        } else {
+            ("cold water and wind", "water")
+        };
+        format!("{{\"text\": \"{text} {row}\", \"label\": \"{label}\"}}\n")
+    });
+    place.write("table.jsonl", &rows.collect::<String>());
+    place.write(
+        "bert.toml",
+        "[model]\nname = \"bert-minilm\"\nhidden_size = 32\nlayers = 1\nheads = 2\nintermediate_size = 48\n\
+         [data]\nsource = \"table\"\npaths = [\"table.jsonl\"]\nvocabulary = 300\nlength = 12\nevaluation_fraction = 0.25\n\
+         [schedule]\nrate = 5e-3\n[train]\nsteps = 30\nbatch_size = 8\nbackend = \"aot_eager\"\n",
+    );
+    place.ok(&["train", "--config", "bert.toml", "--out", "bert"]);
+    let text = place.ok(&["eval", "--run", "bert"]);
+    assert!(text.contains("accuracy 100.0 %"), "{text}");
+    place.write(
+        "shapes.toml",
+        "[model]\nname = \"squeezenet1_1\"\n[data]\nsource = \"shapes\"\nimage_size = 32\nexamples = 32\nevaluation_fraction = 0.25\n\
+         [optimizer]\nname = \"sgd\"\n[schedule]\nrate = 1e-2\n[train]\nsteps = 3\nbatch_size = 4\nbackend = \"aot_eager\"\n",
+    );
+    place.ok(&["train", "--config", "shapes.toml", "--out", "shapes"]);
+    assert!(place.ok(&["eval", "--run", "shapes"]).contains("accuracy"));
+    assert!(
+        place
+            .fails(&["generate", "--model", "shapes", "--prompt", "x"])
+            .contains("no Llama")
+    );
+}
+
+#[test]
+fn bench_prints_the_fields_of_its_peers() {
+    let place = Place::new();
+    let measure = |more: &[&str]| -> Value {
+        let arguments = [
+            "bench",
+            "mlp",
+            "--batch",
+            "4",
+            "--steps",
+            "2",
+            "--backend",
+            "aot_eager",
+            "--json",
+        ];
+        serde_json::from_str(place.ok(&[&arguments[..], more].concat()).trim()).unwrap()
+    };
+    for (more, infer) in [(&[][..], false), (&["--infer"][..], true)] {
+        let line = measure(more);
+        assert_eq!(
+            (line["peer"].as_str(), line["infer"].as_bool()),
+            (Some("kiln-aot_eager"), Some(infer))
+        );
+        for field in ["median", "min", "first", "compile_s"] {
+            assert!(line[field].as_f64().unwrap() > 0.0, "{field}: {line}");
+        }
+        for field in ["model", "batch", "seq", "dtype", "mem_mb", "loss", "arena_mb"] {
+            assert!(line.get(field).is_some(), "{field}: {line}");
+        }
+    }
+}
+
+#[test]
+fn backends_explain_and_cache_answer() {
+    let place = Place::new();
+    let text = place.ok(&["backends"]);
+    assert!(
+        ["eager", "aot_eager", "candle", "interpret", "cpu"]
+            .iter()
+            .all(|name| text.contains(name)),
+        "{text}"
+    );
+    let text = place.ok(&["explain", "--config", "small.toml", "--backend", "aot_eager"]);
+    assert!(
+        text.contains("region `train_step`") && text.contains("0 graph breaks"),
+        "{text}"
+    );
+    assert!(place.ok(&["cache", "list"]).contains("0 steps"));
+    assert!(place.ok(&["cache", "clear"]).contains("removed 0 steps"));
+}
+
+#[test]
+fn the_configs_of_the_repository_are_valid() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs");
+    let mut count = 0;
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let config = kiln_cli::config::Config::read(&path, &[]).unwrap();
+        let family = kiln_cli::model::Family::of(&config.model.name).unwrap();
+        family.check(config.data.source).unwrap();
+        assert_eq!(path.file_stem().unwrap().to_str(), Some(config.name.as_str()));
+        count += 1;
+    }
+    assert_eq!(count, 6);
+}
