@@ -27,7 +27,7 @@ pub enum CompileError {
         /// Types of its operands.
         types: String,
     },
-    /// The compiled code takes fewer or other arguments than were given.
+    /// The compiled code takes other arguments than were given.
     #[error("step `{name}` takes {expected} {what}, got {given}")]
     Arguments {
         /// Name of the step.

@@ -26,6 +26,8 @@ pub struct Contract {
     pub aliases: Vec<Option<u32>>,
     /// Size of the arena in bytes.
     pub arena_bytes: usize,
+    /// Most threads that may run the step: its working memory is made for so many.
+    pub threads: usize,
     /// The kernels, by number.
     pub kernels: Vec<KernelReport>,
     /// Operations that run outside, by index.
@@ -120,7 +122,8 @@ impl CpuExecutable {
     /// Runs the step once.
     ///
     /// # Errors
-    /// [`CompileError::Cpu`] when counts do not fit or an operation outside failed.
+    /// [`CompileError::Arguments`] when the pool has more threads than the step was compiled for; [`CompileError::Cpu`] when counts do
+    /// not fit or an operation outside failed.
     ///
     /// # Safety
     /// `inputs[i]` must point to the row-major elements of parameter `i` and `outputs[i]` to memory of the size of output `i`, both
@@ -134,6 +137,14 @@ impl CpuExecutable {
         scalars: &[u64],
         hooks: &dyn StepHooks,
     ) -> Result<(), CompileError> {
+        if pool.threads() > self.contract.threads {
+            return Err(CompileError::Arguments {
+                name: self.name.clone(),
+                what: "threads at most",
+                expected: self.contract.threads,
+                given: pool.threads(),
+            });
+        }
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         let arguments = StepArguments {
             inputs,
@@ -157,6 +168,7 @@ impl CompiledStep {
         Contract {
             aliases: self.plan.aliases.clone(),
             arena_bytes: self.plan.arena_bytes,
+            threads: self.threads,
             kernels: self.kernels.clone(),
             externs: self.externs.clone(),
         }

@@ -47,6 +47,8 @@ pub struct CompiledStep {
     pub sources: Vec<SourceFile>,
     /// What each kernel does, by the number that profiling events carry.
     pub kernels: Vec<KernelReport>,
+    /// Most threads that may run the step.
+    pub threads: usize,
     /// Operations that run outside, by the index that the step passes to `call_extern`.
     pub externs: Vec<ExternCall>,
     /// Time spent in each stage.
@@ -100,6 +102,7 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         plan,
         sources: emitted.sources,
         kernels: emitted.kernels,
+        threads: options.threads,
         externs,
         times: stages.times,
         dumps,

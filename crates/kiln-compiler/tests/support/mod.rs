@@ -7,7 +7,7 @@ use kiln_graph::{Graph, HostTensor, Scalar};
 /// Builds `graph` without a cache.
 pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExecutable, CompileError> {
     let toolchain = Toolchain::detect()?;
-    let mut options = Options::new(&toolchain, 2);
+    let mut options = Options::new(&toolchain, 3);
     change(&mut options);
     let build = BuildOptions {
         level: OptLevel::Quick,
