@@ -64,6 +64,7 @@ impl CpuExecutable {
         let start = Instant::now();
         let key = CacheKey::builder(toolchain, build)
             .field("graph", graph.fingerprint().0)
+            .field("compiler", env!("KILN_COMPILER_SOURCES"))
             .field("options", options.identity())
             .finish();
         if crate::debug::folder().is_some() {

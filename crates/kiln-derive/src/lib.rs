@@ -10,7 +10,9 @@ use syn::{Data, DeriveInput, Fields, Index, parse_macro_input, parse_quote};
 #[proc_macro_derive(StepInput)]
 pub fn derive_step_input(input: TokenStream) -> TokenStream {
     let input = parse_macro_input!(input as DeriveInput);
-    expand(input).unwrap_or_else(syn::Error::into_compile_error).into()
+    expand(input)
+        .unwrap_or_else(syn::Error::into_compile_error)
+        .into()
 }
 
 fn expand(input: DeriveInput) -> syn::Result<proc_macro2::TokenStream> {
@@ -18,7 +20,10 @@ fn expand(input: DeriveInput) -> syn::Result<proc_macro2::TokenStream> {
     let (visit, map) = match &input.data {
         Data::Struct(data) => {
             let (pattern, visits, builds) = fields(&data.fields);
-            (quote!(match self { Self #pattern => { #visits } }), quote!(match self { Self #pattern => Self #builds }))
+            (
+                quote!(match self { Self #pattern => { #visits } }),
+                quote!(match self { Self #pattern => Self #builds }),
+            )
         }
         Data::Enum(data) => {
             let arms = data.variants.iter().enumerate().map(|(index, variant)| {
@@ -29,9 +34,17 @@ fn expand(input: DeriveInput) -> syn::Result<proc_macro2::TokenStream> {
                 (visit, quote!(Self::#ident #pattern => Self::#ident #builds))
             });
             let (visits, maps): (Vec<_>, Vec<_>) = arms.unzip();
-            (quote!(match self { #(#visits)* }), quote!(match self { #(#maps),* }))
+            (
+                quote!(match self { #(#visits)* }),
+                quote!(match self { #(#maps),* }),
+            )
         }
-        Data::Union(_) => return Err(syn::Error::new_spanned(name, "StepInput cannot be derived for unions")),
+        Data::Union(_) => {
+            return Err(syn::Error::new_spanned(
+                name,
+                "StepInput cannot be derived for unions",
+            ));
+        }
     };
 
     // The fields' own types carry the bounds: `Tensor<B, 2>: StepInput` says what is needed of `B`.
@@ -62,14 +75,26 @@ fn expand(input: DeriveInput) -> syn::Result<proc_macro2::TokenStream> {
 fn field_types(data: &Data) -> Vec<syn::Type> {
     match data {
         Data::Struct(data) => data.fields.iter().map(|field| field.ty.clone()).collect(),
-        Data::Enum(data) => data.variants.iter().flat_map(|variant| variant.fields.iter().map(|field| field.ty.clone())).collect(),
+        Data::Enum(data) => data
+            .variants
+            .iter()
+            .flat_map(|variant| variant.fields.iter().map(|field| field.ty.clone()))
+            .collect(),
         Data::Union(_) => Vec::new(),
     }
 }
 
 /// The pattern that binds the fields, the visits of the bindings, and the expression that builds the value from mapped bindings.
-fn fields(fields: &Fields) -> (proc_macro2::TokenStream, proc_macro2::TokenStream, proc_macro2::TokenStream) {
-    let bindings: Vec<_> = (0..fields.len()).map(|index| format_ident!("field_{index}")).collect();
+fn fields(
+    fields: &Fields,
+) -> (
+    proc_macro2::TokenStream,
+    proc_macro2::TokenStream,
+    proc_macro2::TokenStream,
+) {
+    let bindings: Vec<_> = (0..fields.len())
+        .map(|index| format_ident!("field_{index}"))
+        .collect();
     let members: Vec<_> = fields
         .iter()
         .enumerate()

@@ -166,6 +166,14 @@ pub fn check(
 
 /// Runs a program on the logging backend and its imported log on every executor. Returns the eager results.
 pub fn check_executors(logged: impl FnOnce(&FlexDevice) -> Vec<Out<Log>>) -> Vec<FlexTensor> {
+    check_executors_within(1.0, logged)
+}
+
+/// [`check_executors`], with rounding errors that may be `factor` times as large: those of a long program.
+pub fn check_executors_within(
+    factor: f64,
+    logged: impl FnOnce(&FlexDevice) -> Vec<Out<Log>>,
+) -> Vec<FlexTensor> {
     record::start();
     let results: Vec<_> = logged(&FlexDevice)
         .into_iter()
@@ -204,7 +212,8 @@ pub fn check_executors(logged: impl FnOnce(&FlexDevice) -> Vec<Out<Log>>) -> Vec
             .unwrap_or_else(|error| panic!("{name}: {error}\n{text}"));
         assert_eq!(results.len(), eager.len());
         for (index, (result, eager)) in results.iter().zip(&eager).enumerate() {
-            let tolerance = Tolerance::of(convert::dtype(eager.dtype()).expect("a graph's type"));
+            let mut tolerance = Tolerance::of(convert::dtype(eager.dtype()).expect("a graph's type"));
+            tolerance.relative *= factor;
             compare(
                 result,
                 eager,

@@ -11,6 +11,7 @@ mod indexing;
 mod modules;
 mod movement;
 mod numeric;
+mod programs;
 mod random;
 mod record;
 mod reductions;
