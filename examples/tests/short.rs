@@ -1,0 +1,68 @@
+//! Every example runs, in its short form, on the backend that needs no compiler.
+
+use std::process::Command;
+
+/// Runs an example and returns what it printed.
+fn run(program: &str) -> String {
+    let output = Command::new(program).arg("--short").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        output.status.success(),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    text
+}
+
+/// The losses in `step N: loss X` lines.
+fn losses(text: &str) -> Vec<f64> {
+    let number = |line: &str| line.split("loss ").nth(1)?.split([',', ' ']).next()?.parse().ok();
+    let losses: Vec<f64> = text
+        .lines()
+        .filter(|line| line.starts_with("step "))
+        .filter_map(number)
+        .collect();
+    assert!(
+        losses.len() >= 2 && losses.iter().all(|loss| loss.is_finite()),
+        "{text}"
+    );
+    losses
+}
+
+#[test]
+fn quickstart() {
+    let text = run(env!("CARGO_BIN_EXE_quickstart"));
+    losses(&text);
+    assert!(text.contains("0 graph breaks"), "{text}");
+}
+
+#[test]
+fn train_resnet() {
+    let text = run(env!("CARGO_BIN_EXE_train_resnet"));
+    losses(&text);
+    assert!(text.contains("of 16 pictures"), "{text}");
+}
+
+#[test]
+fn finetune_bert() {
+    let text = run(env!("CARGO_BIN_EXE_finetune_bert"));
+    losses(&text);
+    assert!(text.contains("numbers are trained"), "{text}");
+}
+
+#[test]
+fn train_llama() {
+    let text = run(env!("CARGO_BIN_EXE_train_llama"));
+    // 257 tokens: an untrained model's loss is the logarithm of that.
+    assert!((losses(&text)[0] - 257f64.ln()).abs() < 0.3, "{text}");
+    assert!(text.contains("/// The "), "{text}");
+}
+
+#[test]
+fn custom_step_fn() {
+    let text = run(env!("CARGO_BIN_EXE_custom_step_fn"));
+    assert!(
+        text.contains("mean radius") && text.contains("0 graph breaks"),
+        "{text}"
+    );
+}
