@@ -17,16 +17,17 @@ use models::*;
 const STEPS: usize = 20;
 
 /// Largest relative difference of a parameter after an optimizer that is linear in the gradient.
-const SMOOTH: f64 = 1e-5;
+const SMOOTH: f64 = 1e-4;
 
 /// The same for optimizers that divide by the gradient's size: where a gradient is zero but for rounding (the bias of a key in attention, a bias before batch norm)
-/// they move the parameter by its noise. Losses agree within 1e-5 all the same.
+/// they move the parameter by its noise. Losses agree all the same.
 const NORMALISED: f64 = 1e-3;
 
 /// Trains a model with an optimizer in every way and compares with burn-flex. `$model` and `$optim` are expressions generic over the backend.
 macro_rules! compare {
     ($ty:ident, |$device:ident| $model:expr, $optim:expr, $steps:expr, $tolerance:expr, [$($backend:ident),*]) => {{
         let $device = &FlexDevice;
+        <Reference as burn::tensor::backend::Backend>::seed($device, 3);
         let reference: $ty<Reference> = initialised($model);
         // A clone would share the running statistics of batch norm.
         let start: $ty<Reference> = copy_weights::<Reference, Reference, _, _>(reference.clone(), $model, $device);
