@@ -22,6 +22,7 @@ use crate::error::CliError;
 
 /// Any model that the command line knows.
 #[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant)] // One model a process: a box would only add a step to every forward pass.
 pub enum Model<B: Backend> {
     /// A language model.
     Llama(Llama<B>),

@@ -294,7 +294,7 @@ impl Run {
                 progress.say(&format!("the step is recorded at every call: {reason}"));
             }
             let done = self.step;
-            let every = |count: u64| count > 0 && done % count == 0 && done < steps;
+            let every = |count: u64| count > 0 && done.is_multiple_of(count) && done < steps;
             if every(self.config.train.evaluate_every) {
                 self.evaluate(&progress)?;
             }
