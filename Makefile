@@ -19,7 +19,7 @@ lint:
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 
 doc:
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" $(CARGO) doc --workspace --no-deps
 
 # Step time, first call and memory against torch and JAX where python3 has them (PEER_PYTHON names another interpreter).
 bench:
