@@ -133,10 +133,35 @@ fn only_dying_operands_are_overwritten() {
         let before = store.0[&1].bytes().as_ptr();
         run(&assign(status), &mut store).unwrap();
         assert_eq!(store.0[&2].storage::<f32>(), [9.0, 2.0]);
+        // burn-flex copies here in any case: it keeps its operand until the copy is made.
         let reused = store.0[&2].bytes().as_ptr() == before;
         assert!(!reused || status == TensorStatus::ReadWrite);
         if status == TensorStatus::ReadOnly {
             assert_eq!(store.0[&1].storage::<f32>(), [1.0, 2.0]);
+        }
+    }
+}
+
+/// Where burn-flex works in place, it gets to: a dying operand's buffer is the result's, a living one's is not.
+#[test]
+fn a_dying_operand_gives_its_buffer() {
+    for status in [TensorStatus::ReadOnly, TensorStatus::ReadWrite] {
+        let mut store = store(&[(1, [4.0, 9.0])]);
+        let before = store.0[&1].bytes().as_ptr();
+        let sqrt = UnaryOpIr {
+            input: ir(1, status),
+            out: ir(2, TensorStatus::NotInit),
+        };
+        run(
+            &OperationIr::Float(DType::F32, FloatOperationIr::Sqrt(sqrt)),
+            &mut store,
+        )
+        .unwrap();
+        assert_eq!(store.0[&2].storage::<f32>(), [2.0, 3.0]);
+        let reused = store.0[&2].bytes().as_ptr() == before;
+        assert_eq!(reused, status == TensorStatus::ReadWrite);
+        if !reused {
+            assert_eq!(store.0[&1].storage::<f32>(), [4.0, 9.0]);
         }
     }
 }
