@@ -2,7 +2,7 @@
 
     torch_step.py [--mode eager|compile] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer]
 
-The models are those of `kiln bench` with the same sizes; image classifiers need torchvision (and timm for `vit`), BERT needs
+The models are those of `kiln bench` with the same sizes; image classifiers need torchvision (and timm for `vit_small`), BERT needs
 transformers. Prints one JSON object whose fields are those of `kiln bench --json`.
 """
 
@@ -125,7 +125,7 @@ def subject(arguments):
         model = BertForSequenceClassification(BertConfig(num_labels=2, **BERT[name]))
         labels = torch.randint(0, 2, (batch,))
         return model, torch.randint(0, 30000, (batch, seq)), lambda output: F.cross_entropy(output.logits, labels)
-    if name == "vit":
+    if name in ("vit", "vit_small"):
         import timm
 
         model = timm.create_model("vit_small_patch16_224", img_size=arguments.size)

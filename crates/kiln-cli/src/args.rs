@@ -114,8 +114,8 @@ pub struct GenerateArguments {
 /// Arguments of `kiln bench`.
 #[derive(Args, Debug, Clone)]
 pub struct BenchArguments {
-    /// mlp, llama-tiny, llama-15m, llama-125m, bert-minilm, bert-base, vit, or an image classifier such as
-    /// resnet18
+    /// mlp, llama-tiny, llama-15m, llama-125m, bert-minilm, bert-base, vit_small, or an image classifier such
+    /// as resnet18
     #[arg(required_unless_present = "table")]
     pub model: Option<String>,
     /// Examples in a batch
@@ -142,6 +142,9 @@ pub struct BenchArguments {
     /// Time several models beside PyTorch and JAX, where python3 (or PEER_PYTHON) has them, and print a table
     #[arg(long)]
     pub table: bool,
+    /// How often each program of the table is measured; the median counts
+    #[arg(long, default_value_t = 3)]
+    pub rounds: usize,
 }
 
 /// Arguments of `kiln explain`.

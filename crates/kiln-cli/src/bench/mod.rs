@@ -169,9 +169,8 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
     let (times, loss, report) = if arguments.infer {
         let model = without_autodiff(&model);
         let forward = kiln::compile_fn(|batch| model.logits(batch)).with_options(options);
-        let (times, output) = time(arguments.steps, 1, || {
-            Ok(forward.call(subject.batch::<Kiln>(&device))?)
-        })?;
+        let batch = subject.batch::<Kiln>(&device);
+        let (times, output) = time(arguments.steps, 1, || Ok(forward.call(batch.clone())?))?;
         let data = output
             .try_into_data()
             .map_err(|error| CliError::Usage(format!("the output cannot be read: {error}")))?;
@@ -182,9 +181,8 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
     } else {
         let optimizer = OptimizerConfig::default();
         let mut trainer = build_trainer(model, &optimizer, options, None)?;
-        let (times, loss) = time(arguments.steps, 2, || {
-            trainer.step(RATE, vec![subject.batch::<TrainBackend>(&device)])
-        })?;
+        let batch = subject.batch::<TrainBackend>(&device);
+        let (times, loss) = time(arguments.steps, 2, || trainer.step(RATE, vec![batch.clone()]))?;
         (times, f64::from(loss), trainer.report())
     };
     let Times { first, timed } = times;

@@ -22,7 +22,7 @@ pub struct Subject {
 
 impl Subject {
     /// The model called `name` with `batch` examples of `seq` tokens or `size` by `size` pixels. `mlp` and
-    /// `vit` are names too.
+    /// `vit_small` are names too.
     ///
     /// # Errors
     ///
@@ -36,7 +36,7 @@ impl Subject {
         let architecture = match name {
             "mlp" => Architecture::Mlp(MlpConfig::new()),
             "bert-base" | "bert-minilm" => Architecture::Bert(BertConfig::preset(name)?),
-            "vit" => vision("vit_small_patch16_224", size),
+            "vit" | "vit_small" => vision("vit_small_patch16_224", size),
             _ if LlamaConfig::preset_names().any(|known| known == name) => {
                 let mut sizes = LlamaConfig::preset(name)?;
                 sizes.max_position_embeddings = sizes.max_position_embeddings.max(seq);
@@ -47,7 +47,7 @@ impl Subject {
                 return Err(CliError::unknown(
                     "model",
                     name,
-                    ["mlp", "vit"].into_iter().chain(names()),
+                    ["mlp", "vit_small"].into_iter().chain(names()),
                 ));
             }
         };
