@@ -6,6 +6,7 @@
 //! comment that says what is computed, for which part of the program, and where its operands live.
 
 pub mod contract;
+pub mod image;
 pub mod library;
 pub mod nest;
 pub mod pointwise;

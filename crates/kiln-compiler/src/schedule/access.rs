@@ -1,6 +1,6 @@
 //! How movement operations act on indices: given where the result is wanted, where the operand is read.
 
-use kiln_graph::op::{DotDims, Op};
+use kiln_graph::op::{Dims, DotDims, Op};
 use kiln_graph::{Graph, NodeData, Value};
 
 use super::layout::{Layouts, position};
@@ -67,6 +67,20 @@ pub fn identity(shape: &[usize], first: u32) -> (Vec<Index>, Vec<i64>) {
             Index::var(var, extent as i64)
         })
         .collect();
+    (index, extents)
+}
+
+/// [`identity`] with the variables numbered in the order in which the elements lie in memory, so that the last is the contiguous one.
+pub fn identity_in(shape: &[usize], order: Option<&Dims>) -> (Vec<Index>, Vec<i64>) {
+    let Some(order) = order else {
+        return identity(shape, 0);
+    };
+    let stored: Vec<usize> = order.iter().map(|&axis| shape[axis]).collect();
+    let (numbered, extents) = identity(&stored, 0);
+    let mut index = vec![Index::default(); shape.len()];
+    for (&axis, own) in order.iter().zip(numbered) {
+        index[axis] = own;
+    }
     (index, extents)
 }
 

@@ -32,10 +32,11 @@ use rustc_hash::FxHashMap;
 use kiln_graph::op::{Dims, Op};
 use kiln_graph::{DType, Graph, Node, NodeData, Scalar, Value};
 
-use super::access::{identity, operand_index, side, strided};
+use super::access::{identity, identity_in, operand_index, side, strided};
 use super::class::{Class, classify, is_cheap, node_index};
 use super::layout::{self, Layouts};
 use super::nest::{Nest, Split, Store, bijective, vars};
+use super::recompute::inline_images;
 use super::{Buffer, Kernel, KernelKind, Schedule};
 use crate::index::{Index, Var, bit, coordinates, linear};
 
@@ -92,15 +93,17 @@ struct Fuser<'a> {
 
 impl<'a> Fuser<'a> {
     fn new(graph: &'a Graph, fuse: bool) -> Self {
+        let mut classes = classify(graph);
+        let mut layouts = Layouts::default();
+        if fuse {
+            layouts = layout::choose(graph);
+            inline_images(graph, &graph.users(), &layouts, &mut classes);
+        }
         Self {
             graph,
             fuse,
-            classes: classify(graph),
-            layouts: Arc::new(if fuse {
-                layout::choose(graph)
-            } else {
-                Layouts::default()
-            }),
+            classes,
+            layouts: Arc::new(layouts),
             groups: Vec::new(),
             readers: FxHashMap::default(),
             demanded: FxHashMap::default(),
@@ -290,16 +293,15 @@ impl<'a> Fuser<'a> {
         let data = self.graph.node(node);
         let Op::Concat { axis } = data.op else { return };
         let result = data.outputs[0];
-        let shape = self.graph.shape(result).clone();
         let mut start = 0;
         let mut parts: Vec<(Vec<usize>, usize)> = Vec::new();
         for &operand in &data.inputs {
             let extents_of = self.graph.shape(operand).to_vec();
-            let (index, extents) = identity(&extents_of, 0);
+            let (index, extents) = identity_in(&extents_of, self.layouts.get(&result));
             let mut moved = index.clone();
             moved[axis] = moved[axis].shift(start);
             start += extents_of[axis] as i64;
-            let position = linear(&moved, &shape);
+            let position = layout::position(self.graph, &self.layouts, result, &moved);
             let store = Store {
                 value: operand,
                 index: index.clone(),
@@ -344,7 +346,7 @@ impl<'a> Fuser<'a> {
                 return;
             }
         }
-        let (index, extents) = identity(self.graph.shape(value), 0);
+        let (index, extents) = self.identity_of(value);
         let group = self.new_group(
             Some(Nest {
                 extents,
@@ -427,7 +429,13 @@ impl<'a> Fuser<'a> {
     fn row_split(&self, nest: &Nest, value: Value, index: &[Index]) -> Option<Split> {
         let rows = vars(index);
         let cols = nest.all() & !rows;
-        if nest.split.is_some() || rows == 0 || cols == 0 || !bijective(index, self.graph.shape(value)) {
+        // Columns of contiguous elements are read once for each pass; others would be read with large strides.
+        let contiguous = nest
+            .extents
+            .len()
+            .checked_sub(1)
+            .is_some_and(|last| cols & bit(last as Var) != 0);
+        if nest.split.is_some() || rows == 0 || !contiguous || !bijective(index, self.graph.shape(value)) {
             return None;
         }
         if nest.points(rows) < 8 || nest.stores.iter().any(|store| vars(&store.index) != nest.all()) {
@@ -552,7 +560,7 @@ impl<'a> Fuser<'a> {
         // and reduced dimensions does not allow that.
         let behind = if self.fuse { self.views(x) } else { vec![x] };
         for path in [behind, vec![x]] {
-            let (base, extents) = identity(self.graph.shape(path[path.len() - 1]), 0);
+            let (base, extents) = self.identity_of(path[path.len() - 1]);
             let index = self.index_along(&path, &base);
             let nest = Nest {
                 extents,
@@ -597,8 +605,7 @@ impl<'a> Fuser<'a> {
         let rows = vars(&wanted);
         let reduced: Vec<usize> = axes.iter().map(|&axis| shape[axis]).collect();
         let count: i64 = reduced.iter().product::<usize>() as i64;
-        let innermost = (0..shape.rank()).rev().find(|&axis| shape[axis] > 1);
-        let contiguous = innermost.is_some_and(|axis| axes.contains(&axis));
+        let contiguous = self.reduces_contiguous(x, axes);
         let kept: i64 = (shape.numel() as i64) / count.max(1);
         // Few long rows would leave threads idle; long columns would be read with large strides.
         if (kept < 8 && count > BIG_REDUCTION) || (!contiguous && count > SMALL_REDUCTION) {
@@ -656,6 +663,23 @@ impl<'a> Fuser<'a> {
         self.visit(group, x, &index, false);
         self.add_member(group, node, wanted, needs_store);
         true
+    }
+
+    /// The index of a value over variables of its own, the last of which is contiguous.
+    fn identity_of(&self, value: Value) -> (Vec<Index>, Vec<i64>) {
+        identity_in(self.graph.shape(value), self.layouts.get(&value))
+    }
+
+    /// Whether neighbours in memory of what is behind `x` are combined by a reduction over `axes`.
+    fn reduces_contiguous(&self, x: Value, axes: &Dims) -> bool {
+        let path = self.views(x);
+        let (base, extents) = self.identity_of(path[path.len() - 1]);
+        let Some(last) = extents.len().checked_sub(1) else {
+            return false;
+        };
+        let index = self.index_along(&path, &base);
+        axes.iter()
+            .any(|&axis| index[axis].vars() & bit(last as Var) != 0)
     }
 
     /// The index of `x` where a value behind it is read at `index`; `path` leads from `x` to that value through reshapes, transposes

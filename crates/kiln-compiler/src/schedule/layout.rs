@@ -1,5 +1,9 @@
 //! Layouts: values stored in another order of dimensions than their shape's.
 //!
+//! *Images* are stored channels-last: what convolutions and pools make, and whatever is computed from that element by element. Channels are then
+//! contiguous for the tiles of convolutions, for vectors of pools and nests, and for products (a 1x1 convolution is one, without copies). Chosen once
+//! for the whole step: loop nests take any layout, so only values that a kernel without strides reads stay row-major.
+//!
 //! The heads of attention are joined by a transpose and a reshape before the output projection. If the product that makes the heads stores
 //! them in the transposed order to begin with, the joined matrix is a contiguous window and nothing is ever moved. Only values that products
 //! make are considered, and only where every reader takes strides: loop nests always do, products do for their operands.
@@ -7,9 +11,10 @@
 use rustc_hash::FxHashMap;
 
 use kiln_graph::op::{Dims, DotDims, Op};
-use kiln_graph::{DType, Graph, Shape, Value};
+use kiln_graph::{DType, Graph, NodeData, Shape, Users, Value};
 
 use super::access::join;
+use super::class::{Class, classify, node_index};
 use crate::index::{Index, linear};
 
 /// For values that are not stored row-major: the order of their dimensions in memory, outermost first.
@@ -18,7 +23,7 @@ pub type Layouts = FxHashMap<Value, Dims>;
 /// Chooses layouts.
 pub fn choose(graph: &Graph) -> Layouts {
     let users = graph.users();
-    let mut layouts = Layouts::default();
+    let mut layouts = images(graph, &users);
     for (_, node) in graph.nodes() {
         let Op::DotGeneral(dims) = &node.op else { continue };
         let value = node.outputs[0];
@@ -42,6 +47,75 @@ pub fn choose(graph: &Graph) -> Layouts {
         }
     }
     layouts
+}
+
+/// Whether a kernel that takes or makes images of any layout computes `op`.
+fn is_image_operation(op: &Op, spatial: usize) -> bool {
+    match op {
+        Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => (1..=3).contains(&spatial),
+        Op::MaxPool(_)
+        | Op::MaxPoolWithIndices { .. }
+        | Op::MaxPoolGrad { .. }
+        | Op::AvgPool { .. }
+        | Op::AvgPoolGrad { .. } => (1..=2).contains(&spatial),
+        _ => false,
+    }
+}
+
+/// Channels-last layouts of images: results of image operations and of pointwise operations on those.
+fn images(graph: &Graph, users: &Users) -> Layouts {
+    let classes = classify(graph);
+    let mut layouts = Layouts::default();
+    for (node, data) in graph.nodes() {
+        let class = classes[node_index(node)];
+        for &value in &data.outputs {
+            let shape = graph.shape(value);
+            let Some(spatial) = shape.rank().checked_sub(2).filter(|&spatial| spatial > 0) else {
+                continue;
+            };
+            let made = match class {
+                Class::Library => {
+                    is_image_operation(&data.op, spatial)
+                        && !matches!(data.op, Op::ConvWeightGrad { .. })
+                        && is_plain_image(graph, data)
+                }
+                Class::Pointwise | Class::Join => data.inputs.iter().any(|operand| {
+                    layouts.contains_key(operand) && (class == Class::Join || graph.shape(*operand) == shape)
+                }),
+                _ => false,
+            };
+            let pixels: usize = shape[2..].iter().product();
+            if !made || shape[1] == 1 || pixels <= 1 || users.outputs(value) > 0 {
+                continue;
+            }
+            let taken = users.of(value).iter().all(|&user| {
+                let data = graph.node(user);
+                let only_image = match data.op {
+                    Op::Conv(_) | Op::ConvInputGrad { .. } => data.inputs[1] != value,
+                    _ => true,
+                };
+                match classes[node_index(user)] {
+                    Class::Library => {
+                        only_image
+                            && (matches!(data.op, Op::DotGeneral(_))
+                                || (is_image_operation(&data.op, spatial) && is_plain_image(graph, data)))
+                    }
+                    _ => true,
+                }
+            });
+            if taken {
+                let order: Dims = [0].into_iter().chain(2..shape.rank()).chain([1]).collect();
+                layouts.insert(value, order);
+            }
+        }
+    }
+    layouts
+}
+
+/// Whether the templates for images compute the operation: f32, and no tensor is empty.
+fn is_plain_image(graph: &Graph, data: &NodeData) -> bool {
+    let all = || data.inputs.iter().chain(&data.outputs);
+    all().all(|&v| graph.ty(v).numel() > 0) && graph.dtype(data.outputs[0]) == DType::F32
 }
 
 /// Whether a product can store its result in this order: rows and columns evenly spaced, one of them contiguous.

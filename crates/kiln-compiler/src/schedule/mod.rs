@@ -11,6 +11,7 @@ pub mod inplace;
 pub mod layout;
 pub mod nest;
 pub mod order;
+pub mod recompute;
 
 use std::fmt::Write as _;
 use std::sync::Arc;

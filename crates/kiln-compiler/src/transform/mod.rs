@@ -3,6 +3,7 @@
 //! Passes in order, each from graph to graph and each with a text form (the graph's). Values keep their meaning; the number and order of
 //! arguments, scalars and outputs never change.
 
+pub mod channels;
 pub mod simplify;
 
 use kiln_graph::{Graph, TypeError};
@@ -15,7 +16,12 @@ pub type Dumps = Vec<(String, String)>;
 type Pass = (&'static str, fn(&Graph) -> Result<Graph, TypeError>);
 
 /// The passes, in the order in which they run.
-const PASSES: &[Pass] = &[("simplify", simplify::simplify)];
+const PASSES: &[Pass] = &[
+    ("simplify", simplify::simplify),
+    ("channels", channels::channels),
+    // What stands for several values by now is one again.
+    ("simplify again", simplify::simplify),
+];
 
 /// Runs all passes; with `dump`, keeps the text of the graph after each.
 ///

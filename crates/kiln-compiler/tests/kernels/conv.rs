@@ -222,6 +222,10 @@ impl Case {
 }
 
 fn check(cases: &[Case], seed: u64) {
+    check_within(cases, seed, 1e-6);
+}
+
+fn check_within(cases: &[Case], seed: u64, tolerance: f64) {
     let toolchain = Toolchain::detect().unwrap();
     let mut random = Random::new(seed);
     let data: Vec<[Vec<f32>; 3]> = cases
@@ -277,7 +281,7 @@ fn check(cases: &[Case], seed: u64) {
                 ("weight_grad", &results[2], &references[2]),
             ] {
                 let error = distance(result, expected);
-                assert!(error < 1e-6, "{isa} {name}: error {error} in {case:?}");
+                assert!(error < tolerance, "{isa} {name}: error {error} in {case:?}");
             }
         }
     }
@@ -342,5 +346,40 @@ fn network_layers_match_f64() {
             layer(7, [20, 20], 20, 3, 3, false),
         ],
         7,
+    );
+}
+
+/// Large 3x3 convolutions of stride 1, which take Winograd's form: blocks of a thread's own and shared ones, extents that tiles do not divide, padding of
+/// all widths, images computed while they are read.
+#[test]
+fn tiled_convolutions_match_f64() {
+    let layer =
+        |images: usize, [height, width]: [usize; 2], channels: [usize; 2], pad: usize, computed: bool| Case {
+            geometry: Geometry {
+                images,
+                groups: 1,
+                in_channels: channels[0],
+                out_channels: channels[1],
+                input: [1, height, width],
+                output: [1, height + 2 * pad - 2, width + 2 * pad - 2],
+                kernel: [1, 3, 3],
+                stride: [1; 3],
+                pad: [0, pad, pad],
+                dilation: [1; 3],
+            },
+            last: [true; 2],
+            computed,
+        };
+    check_within(
+        &[
+            layer(2, [29, 13], [64, 48], 1, false),
+            layer(3, [9, 23], [48, 96], 0, true),
+            layer(1, [12, 12], [128, 112], 2, false),
+            layer(9, [7, 6], [96, 64], 1, false),
+            layer(2, [22, 42], [32, 64], 1, true),
+            layer(6, [3, 3], [256, 128], 1, false),
+        ],
+        51,
+        4e-6,
     );
 }

@@ -14,6 +14,8 @@
 //! Groups wide enough for vectors are products of their own; narrow ones (depthwise, and a few channels a group) have
 //! kernels of their own with a vector across groups.
 //!
+//! 3x3 convolutions of stride 1 with many channels take fewer multiplications in [`winograd`] form.
+//!
 //! One and two spatial dimensions are three with extents of one. Accumulation is in f32, in an order that depends on the
 //! shape alone.
 
@@ -25,6 +27,7 @@ mod planar;
 mod walk;
 mod weight_grad;
 mod weights;
+mod winograd;
 
 use kiln_cpu::Isa;
 

@@ -11,7 +11,7 @@ use kiln_cpu::Isa;
 
 use super::image::{self, Padded};
 use super::weights::Panels;
-use super::{ImageAxis, Place, WeightGradSpec, correlate, narrow, planar};
+use super::{ImageAxis, Place, WeightGradSpec, correlate, narrow, planar, winograd};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{
@@ -119,7 +119,8 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     if let Some(kernel) = as_product(spec, isa) {
         return kernel;
     }
-    if let Some(kernel) = planar::weight_gradient(spec, isa) {
+    if let Some(kernel) = planar::weight_gradient(spec, isa).or_else(|| winograd::weight_gradient(spec, isa))
+    {
         return kernel;
     }
     if g.is_narrow(lanes) {

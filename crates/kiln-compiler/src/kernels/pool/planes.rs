@@ -7,12 +7,14 @@
 
 use kiln_cpu::Isa;
 
-use super::conv::{LoadImage, Place};
-use super::plane::{Slab, spaced};
-use super::{Kernel, Param, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector};
+use crate::kernels::conv::{LoadImage, Place};
+use crate::kernels::plane::{Slab, spaced};
+use crate::kernels::{
+    Kernel, Param, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
+};
 
 /// Below this many elements one thread does it all.
-const SERIAL_ELEMENTS: usize = 64 * 1024;
+pub(super) const SERIAL_ELEMENTS: usize = 64 * 1024;
 
 /// What a window gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -88,7 +90,7 @@ impl PoolGeometry {
     }
 
     /// The factor of the divisor along dimension `d`, for each output.
-    fn counts(&self, d: usize, count_padding: bool) -> Vec<usize> {
+    pub(super) fn counts(&self, d: usize, count_padding: bool) -> Vec<usize> {
         let (low, high) = if count_padding {
             (self.pad_low[d] as i64, self.pad_high[d] as i64)
         } else {
@@ -114,7 +116,7 @@ impl PoolGeometry {
 }
 
 /// A constant table in C, with room for a vector past its end.
-fn table<T: ToString>(ctype: &str, name: &str, values: &[T], lanes: usize, rest: &str) -> String {
+pub(super) fn table<T: ToString>(ctype: &str, name: &str, values: &[T], lanes: usize, rest: &str) -> String {
     let mut list: Vec<String> = values.iter().map(T::to_string).collect();
     list.resize(values.len() + lanes, rest.into());
     format!("static const {ctype} {name}[] = {{{}}};\n", list.join(", "))

@@ -1,0 +1,343 @@
+//! How convolutions and pools address their images, and which template makes them.
+//!
+//! f32 convolutions of up to three spatial dimensions go to [`crate::kernels::conv`], f32 pools of up to two to [`crate::kernels::pool`];
+//! fewer dimensions are more with extents of one. Images are read and written in the layout that the scheduler chose for them.
+
+use kiln_graph::op::{ConvDims, Op, Window};
+use kiln_graph::{DType, Graph, Node, Value};
+
+use super::Call;
+use super::contract::{pointer, window};
+use super::nest::Argument;
+use super::pointwise::memory_type;
+use crate::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, Place, WeightGradSpec, address};
+use crate::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
+use crate::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
+use crate::kernels::{Param, Width};
+use crate::schedule::access::Strided;
+use crate::schedule::layout::{Layouts, strides};
+use crate::schedule::{Buffer, Kernel};
+
+/// The call for a convolution or pool; none if the operation is neither or has no template.
+pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
+    convolution(graph, kernel, node, options).or_else(|| pooling(graph, kernel, node, options))
+}
+
+/// A value in the memory that is its own.
+fn stored(graph: &Graph, layouts: &Layouts, value: Value) -> Strided {
+    Strided {
+        base: value,
+        offset: 0,
+        strides: strides(graph.shape(value), layouts.get(&value)),
+    }
+}
+
+/// Three spatial numbers from one to three: missing ones come first and are `missing`.
+fn spatial(list: &[usize], missing: usize) -> [usize; 3] {
+    let mut out = [missing; 3];
+    out[3 - list.len()..].copy_from_slice(list);
+    out
+}
+
+/// Strides (image, depth, height, width, channel) of a window of dimensions (image, channel, spatial..).
+fn image_strides(window: &Strided) -> [i64; 5] {
+    let mut out = [0; 5];
+    out[0] = window.strides[0];
+    out[4] = window.strides[1];
+    let planes = &window.strides[2..];
+    out[4 - planes.len()..4].copy_from_slice(planes);
+    out
+}
+
+fn geometry(conv: &ConvDims, x: &[usize], w: &[usize], y: &[usize]) -> Geometry {
+    Geometry {
+        images: x[0],
+        groups: conv.groups,
+        in_channels: x[1],
+        out_channels: w[0],
+        input: spatial(&x[2..], 1),
+        output: spatial(&y[2..], 1),
+        kernel: spatial(&w[2..], 1),
+        stride: spatial(&conv.stride, 1),
+        pad: spatial(&conv.pad_low, 0),
+        dilation: spatial(&conv.dilation, 1),
+    }
+}
+
+fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
+    let data = graph.node(node);
+    let (Op::Conv(dims) | Op::ConvInputGrad { conv: dims, .. } | Op::ConvWeightGrad { conv: dims, .. }) =
+        &data.op
+    else {
+        return None;
+    };
+    let out = data.outputs[0];
+    let plain = graph.dtype(out) == DType::F32 && (1..=3).contains(&dims.stride.len());
+    if !plain
+        || data
+            .inputs
+            .iter()
+            .chain(&data.outputs)
+            .any(|&v| graph.ty(v).numel() == 0)
+    {
+        return None;
+    }
+    let first = window(graph, &options.layouts, data.inputs[0], &kernel.reads);
+    let second = window(graph, &options.layouts, data.inputs[1], &kernel.reads);
+    let shape = |value: Value| graph.shape(value).dims();
+    let params = vec![
+        Param::new("const float *", "first"),
+        Param::new("const float *", "second"),
+        Param::new("float *", "out"),
+    ];
+    let image =
+        |name: &str, window: &Strided| Image::strided(&pointer(name, window.offset), image_strides(window));
+    let result = stored(graph, &options.layouts, out);
+    let types = format!(
+        "{} {} -> {}",
+        graph.ty(data.inputs[0]),
+        graph.ty(data.inputs[1]),
+        graph.ty(out)
+    );
+    let made = if let Op::ConvWeightGrad { .. } = &data.op {
+        let spec = WeightGradSpec {
+            name: "@".into(),
+            comment: format!("Gradient of a convolution's weight: {types}"),
+            geometry: geometry(dims, shape(data.inputs[0]), shape(out), shape(data.inputs[1])),
+            input: image("first", &first),
+            output_grad: image("second", &second),
+            consume: Box::new(|width, at, value| match width {
+                Width::Scalar => format!("out[{at}] = {value};"),
+                Width::Vector => format!("vf_store(out + {at}, {value});"),
+            }),
+            params,
+            threads: options.threads,
+        };
+        conv::weight_grad(spec, options.isa)
+    } else {
+        let forward = matches!(data.op, Op::Conv(_));
+        let (x, y) = if forward {
+            (data.inputs[0], out)
+        } else {
+            (out, data.inputs[0])
+        };
+        let spec = ConvSpec {
+            name: "@".into(),
+            comment: format!(
+                "Convolution{}: {types}",
+                if forward { "" } else { " (gradient of its input)" }
+            ),
+            geometry: geometry(dims, shape(x), shape(data.inputs[1]), shape(y)),
+            image: image("first", &first),
+            weight: pointer("second", second.offset),
+            epilogue: PixelEpilogue::store("out", image_strides(&result)),
+            params,
+            threads: options.threads,
+        };
+        if forward {
+            conv::forward(spec, options.isa)
+        } else {
+            conv::input_grad(spec, options.isa)
+        }
+    };
+    Some(Call::Kernel {
+        kernel: Box::new(made),
+        arguments: [first.base, second.base, out]
+            .map(|v| Argument::Buffer(Buffer::Value(v)))
+            .to_vec(),
+    })
+}
+
+/// The pooling that an operation is: its kind, window, forward input extents, and whether it is the gradient.
+struct Pooling<'a> {
+    kind: PoolKind,
+    window: Option<&'a Window>,
+    grad: bool,
+}
+
+impl<'a> Pooling<'a> {
+    fn new(op: &'a Op) -> Option<Self> {
+        let new = |kind, window, grad| Some(Self { kind, window, grad });
+        match op {
+            Op::MaxPool(window) | Op::MaxPoolWithIndices { window, .. } => {
+                new(PoolKind::Max, Some(window), false)
+            }
+            Op::MaxPoolGrad { .. } => new(PoolKind::Max, None, true),
+            Op::AvgPool {
+                window,
+                count_include_pad,
+            } => {
+                let kind = PoolKind::Mean {
+                    count_padding: *count_include_pad,
+                };
+                new(kind, Some(window), false)
+            }
+            Op::AvgPoolGrad {
+                window,
+                count_include_pad,
+                ..
+            } => {
+                let kind = PoolKind::Mean {
+                    count_padding: *count_include_pad,
+                };
+                new(kind, Some(window), true)
+            }
+            _ => None,
+        }
+    }
+
+    /// Extents of the forward pooling of `x` to `y`; one spatial dimension is two with a height of one.
+    fn geometry(&self, x: &[usize], y: &[usize]) -> PoolGeometry {
+        let pair = |list: &[usize], missing: usize| match list {
+            [width] => [missing, *width],
+            [height, width, ..] => [*height, *width],
+            [] => [missing; 2],
+        };
+        let of = |list: fn(&Window) -> &[usize], missing: usize| {
+            self.window
+                .map_or([missing; 2], |window| pair(list(window), missing))
+        };
+        PoolGeometry {
+            images: x[0],
+            channels: x[1],
+            input: pair(&x[2..], 1),
+            output: pair(&y[2..], 1),
+            window: of(|window| &window.size, 1),
+            stride: of(|window| &window.stride, 1),
+            pad_low: of(|window| &window.pad_low, 0),
+            pad_high: of(|window| &window.pad_high, 0),
+            dilation: of(|window| &window.dilation, 1),
+        }
+    }
+}
+
+fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
+    let data = graph.node(node);
+    let pooling = Pooling::new(&data.op)?;
+    let (from, to) = (data.inputs[0], data.outputs[0]);
+    let spatial = graph.shape(from).rank() - 2;
+    let all = || data.inputs.iter().chain(&data.outputs);
+    if graph.dtype(to) != DType::F32
+        || !(1..=2).contains(&spatial)
+        || all().any(|&v| graph.ty(v).numel() == 0)
+    {
+        return None;
+    }
+    let shape = |value: Value| graph.shape(value).dims();
+    let geometry = if pooling.grad {
+        pooling.geometry(shape(to), shape(from))
+    } else {
+        pooling.geometry(shape(from), shape(to))
+    };
+    // The operand and the result, then the indices of either direction.
+    let indices = data.inputs.get(1).or(data.outputs.get(1)).copied();
+    let input = window(graph, &options.layouts, from, &kernel.reads);
+    let output = stored(graph, &options.layouts, to);
+    let places = indices.map(|value| {
+        if pooling.grad {
+            window(graph, &options.layouts, value, &kernel.reads)
+        } else {
+            stored(graph, &options.layouts, value)
+        }
+    });
+    let memory = |name: &str, window: &Strided| Memory {
+        pointer: pointer(name, window.offset),
+        strides: image_strides(window),
+    };
+    let mut params = vec![Param::new("const float *", "first"), Param::new("float *", "out")];
+    let mut arguments = vec![input.base, to];
+    let comment = format!("{}: {} -> {}", data.op.name(), graph.ty(from), graph.ty(to));
+    let places = indices.zip(places).map(|(value, window)| {
+        let ctype = memory_type(graph.dtype(value));
+        let qualifier = if pooling.grad { "const " } else { "" };
+        params.push(Param::new(format!("{qualifier}{ctype} *"), "places"));
+        arguments.push(window.base);
+        Indices {
+            memory: memory("places", &window),
+            ctype,
+        }
+    });
+    let spec = ChannelPool {
+        name: "@".into(),
+        comment,
+        kind: pooling.kind,
+        geometry,
+        input: memory("first", &input),
+        output: memory("out", &output),
+        indices: places,
+        params,
+        threads: options.threads,
+    };
+    let grad = pooling.grad;
+    let made = match (is_planar(&spec, grad), grad) {
+        (true, false) => pool::forward(planar(&spec, grad), options.isa),
+        (true, true) => pool::input_grad(planar(&spec, grad), options.isa),
+        (false, false) => channels::forward(&spec, options.isa),
+        (false, true) => channels::input_grad(&spec, options.isa),
+    };
+    Some(Call::Kernel {
+        kernel: Box::new(made),
+        arguments: arguments
+            .into_iter()
+            .map(|v| Argument::Buffer(Buffer::Value(v)))
+            .collect(),
+    })
+}
+
+/// Whether all tensors of a pooling are channels-first with planes that have no gaps.
+fn is_planar(spec: &ChannelPool, grad: bool) -> bool {
+    let plane = |memory: &Memory, [height, width]: [usize; 2]| {
+        memory.strides[3] == 1 && (memory.strides[2] == width as i64 || height == 1)
+    };
+    let g = &spec.geometry;
+    let (from, to) = if grad {
+        (g.output, g.input)
+    } else {
+        (g.input, g.output)
+    };
+    let indices = spec.indices.as_ref();
+    plane(&spec.input, from)
+        && plane(&spec.output, to)
+        && indices.is_none_or(|indices| plane(&indices.memory, g.output))
+}
+
+/// The same pooling for the template that works plane by plane.
+fn planar(spec: &ChannelPool, grad: bool) -> PoolSpec<'_> {
+    let at = |memory: &Memory, place: &Place<'_>| address(&memory.pointer, memory.strides, place);
+    let load = move |place: &Place<'_>| match place.width {
+        Width::Scalar => format!("*({})", at(&spec.input, place)),
+        Width::Vector => format!("vf_load({})", at(&spec.input, place)),
+    };
+    let consume = move |place: &Place<'_>, value: &str, index: &str| {
+        let to = at(&spec.output, place);
+        let store = match place.width {
+            Width::Scalar => format!("*({to}) = {value};"),
+            Width::Vector => format!("vf_store({to}, {value});"),
+        };
+        let Some(indices) = spec.indices.as_ref().filter(|_| !grad) else {
+            return store;
+        };
+        let (to, ctype) = (at(&indices.memory, place), indices.ctype);
+        match place.width {
+            Width::Scalar => format!("{store}\n*({to}) = ({ctype}){index};"),
+            Width::Vector => {
+                format!("{store}\nfor (int64_t l = 0; l < KILN_LANES; l++) ({to})[l] = ({ctype}){index}[l];")
+            }
+        }
+    };
+    let index = spec.indices.as_ref().filter(|_| grad).map(|indices| {
+        let load = move |place: &Place<'_>| format!("(int64_t)*({})", at(&indices.memory, place));
+        Box::new(load) as conv::LoadImage<'_>
+    });
+    PoolSpec {
+        name: spec.name.clone(),
+        comment: spec.comment.clone(),
+        kind: spec.kind,
+        geometry: spec.geometry,
+        load: Box::new(load),
+        index,
+        consume: Box::new(consume),
+        params: spec.params.clone(),
+        threads: spec.threads,
+    }
+}

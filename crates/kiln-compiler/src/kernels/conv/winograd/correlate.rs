@@ -1,0 +1,340 @@
+//! The forward convolution and the input gradient.
+
+use std::collections::BTreeSet;
+
+use kiln_cpu::Isa;
+
+use super::transform::{Matrices, both_sides};
+use super::{Cut, FIELDS, READ_WEIGHT, apart, by_channels, fits, guarded};
+use crate::kernels::conv::walk::{Direction, Sides};
+use crate::kernels::conv::weights::Panels;
+use crate::kernels::conv::{ConvSpec, ImageAxis, Place};
+use crate::kernels::tile::{self, Access, Tile};
+use crate::kernels::{
+    Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
+};
+
+/// The kernel, if the convolution is of this kind and large enough.
+pub(in crate::kernels::conv) fn correlate(
+    spec: &ConvSpec<'_>,
+    direction: Direction,
+    isa: Isa,
+) -> Option<Kernel> {
+    let g = &spec.geometry;
+    let lanes = vector::lanes(isa);
+    let (result, pad) = match direction {
+        Direction::Forward => (g.output, [g.pad[1] as i64, g.pad[2] as i64]),
+        Direction::InputGrad => (g.input, [2 - g.pad[1] as i64, 2 - g.pad[2] as i64]),
+    };
+    let fits =
+        fits(g, lanes) && by_channels(&spec.image) && spec.epilogue.axis(result) == Some(ImageAxis::Channel);
+    if !fits {
+        return None;
+    }
+    let sides = Sides::new(spec, direction);
+    let cut = Cut::new(g, result, [sides.channels, sides.result_channels], READ_WEIGHT)?;
+    let emitter = Emitter {
+        spec,
+        direction,
+        panels: Panels::new(sides.result_channels, 2.min(sides.result_channels / lanes), lanes),
+        sides,
+        cut,
+        pad,
+        result: [result[1], result[2]],
+        matrices: Matrices::new(cut.m),
+        lanes,
+        isa,
+    };
+    Some(emitter.kernel())
+}
+
+struct Emitter<'a> {
+    spec: &'a ConvSpec<'a>,
+    direction: Direction,
+    sides: Sides,
+    panels: Panels,
+    cut: Cut,
+    /// Zeros before the image that is read.
+    pad: [i64; 2],
+    /// Height and width of the result.
+    result: [usize; 2],
+    matrices: Matrices,
+    lanes: usize,
+    isa: Isa,
+}
+
+impl Emitter<'_> {
+    fn kernel(self) -> Kernel {
+        let ConvSpec {
+            name,
+            comment,
+            geometry: g,
+            params,
+            threads,
+            ..
+        } = self.spec;
+        let (cut, elements) = (self.cut, self.cut.elements());
+        let weight = elements * self.weight_apart();
+        let own_at = round_up((weight + self.lanes) * 4, 64);
+        let mut helpers = BTreeSet::new();
+        let mut source = format!(
+            "/* {comment}\n * {} images of {:?} x {} channels, Winograd's algorithm: {} tiles of {m} x {m} results, {} at a time. */\nstruct {name}_args \
+             {{\n{}{FIELDS}}};\n",
+            g.images,
+            self.sides.extents,
+            self.sides.channels,
+            cut.tiles,
+            cut.block,
+            fields(params),
+            m = cut.m,
+        );
+        source.push_str(&self.weights());
+        source.push_str(&self.tiles());
+        source.push_str(&self.products(&mut helpers));
+        source.push_str(&self.results());
+        let units = elements * self.panels.count;
+        let serial = *threads == 1;
+        let run = run_part(serial);
+        let mut calls = run(
+            &format!("{name}_weights"),
+            self.sides.channels.div_ceil(self.lanes) * (self.panels.padded() / self.lanes),
+        );
+        let copies = if cut.own {
+            source.push_str(&format!(
+                "/* Blocks of tiles, through all stages. */\nstatic void {name}_blocks(void *ctx, int64_t begin, int64_t end, int thread) {{\n    struct \
+                 {name}_args own = *(const struct {name}_args *)ctx;\n    own.own += thread * {};\n    for (int64_t block = begin; block < end; block++) \
+                 {{\n{}        {name}_tiles(&own, 0, own.count, thread);\n        {name}_products(&own, 0, {units}, thread);\n        \
+                 {name}_results(&own, 0, own.count, thread);\n    }}\n}}\n",
+                cut.bytes(),
+                indent(&cut.choose("own"), 8),
+            ));
+            calls.push_str(&run(&format!("{name}_blocks"), cut.blocks()));
+            if serial { 1 } else { *threads }
+        } else {
+            let stage = |suffix: &str, count: &str| {
+                if serial {
+                    format!("    {name}_{suffix}(&args, 0, {count}, 0);\n")
+                } else {
+                    format!("    rt->parallel_for(rt->pool, {count}, 1, {name}_{suffix}, &args);\n")
+                }
+            };
+            calls.push_str(&format!(
+                "    for (int64_t block = 0; block < {}; block++) {{\n{}{}    }}\n",
+                cut.blocks(),
+                indent(&cut.choose("args"), 8),
+                indent(
+                    &(stage("tiles", "args.count")
+                        + &stage("products", &units.to_string())
+                        + &stage("results", "args.count")),
+                    4
+                ),
+            ));
+            1
+        };
+        let calls = format!("    args.own = workspace + {own_at};\n{calls}");
+        let mut kernel = finish_kernel(name, params, source, &calls, own_at + copies * cut.bytes());
+        kernel.helpers = helpers.into_iter().collect();
+        kernel
+    }
+
+    /// Floats between the elements of the transformed weight.
+    fn weight_apart(&self) -> usize {
+        apart(self.sides.channels * self.panels.padded())
+    }
+
+    /// A function over `begin..end` with the parameters in scope.
+    fn function(&self, comment: &str, suffix: &str, body: &str) -> String {
+        let name = &self.spec.name;
+        format!(
+            "/* {comment} */\nstatic void {name}_{suffix}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
+             ctx;\n    (void)thread;\n{}{}}}\n",
+            unpack(&self.spec.params),
+            indent(body, 4)
+        )
+    }
+
+    /// Transforms the weight, a block of vectors by vectors of channels at a time, into
+    /// `[element][panel][summed channel][result channel within the panel]`.
+    fn weights(&self) -> String {
+        let (lanes, weight) = (self.lanes, &self.spec.weight);
+        let (summed, results) = (self.sides.channels, self.sides.result_channels);
+        let panels = self.panels;
+        let blocks = panels.padded() / lanes;
+        let store = |r: usize, value: &str| {
+            format!(
+                "vf_store(to + ({} + j) * {}, {value});",
+                r * self.matrices.tile,
+                self.weight_apart()
+            )
+        };
+        let (gather, load): (String, Box<dyn Fn(usize) -> String>) = match self.direction {
+            // For one result channel memory runs over summed channels and kernel elements: whole vectors of those, turned.
+            Direction::Forward => (
+                format!(
+                    "vf turned[{}];\nfor (int64_t part = 0; part < 9; part++) {{\n    vf block[KILN_LANES];\n    KILN_UNROLL for (int l = 0; l < {lanes}; \
+                     l++) block[l] = vf_load({weight} + (k + l) * {} + c * 9 + part * {lanes});\n    vf_transpose(block);\n    KILN_UNROLL for (int l = 0; \
+                     l < {lanes}; l++) turned[part * {lanes} + l] = block[l];\n}}\n",
+                    lanes * 9,
+                    summed * 9
+                ),
+                Box::new(|j| format!("turned[s * 9 + i * 3 + {j}]")),
+            ),
+            // For one summed channel memory runs over result channels and kernel elements, which are met in reverse.
+            Direction::InputGrad => (
+                String::new(),
+                Box::new(move |j| {
+                    format!(
+                        "vf_load_stride({weight} + (c + s) * {} + k * 9 + 8 - i * 3 - {j}, 9)",
+                        results * 9
+                    )
+                }),
+            ),
+        };
+        let transform = both_sides(&self.matrices.kernel, "", &load, &store);
+        let body = format!(
+            "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t c = unit / {blocks} * {lanes}, k = unit % {blocks} * {lanes}, panel = k / \
+             {width};\n    const int64_t ld = panel == {} ? {} : {width};\n{}    for (int64_t s = 0; s < {lanes}; s++) {{\n        float *to = (float \
+             *)args->workspace + panel * {} + (c + s) * ld + k % {width};\n{}    }}\n}}\n",
+            panels.count - 1,
+            panels.last,
+            indent(&gather, 4),
+            panels.width * summed,
+            indent(&transform, 8),
+            width = panels.width,
+        );
+        self.function("Transforms the weight.", "weights", &body)
+    }
+
+    /// Transforms tiles of the image into `[element][tile][channel]`.
+    fn tiles(&self) -> String {
+        let (cut, lanes, t) = (self.cut, self.lanes, self.matrices.tile);
+        let [_, height, width] = self.sides.extents;
+        let image = &self.spec.image;
+        let load = |j: usize| guarded(image, "y", &format!("(x0 + {j})"), width);
+        let store =
+            |r: usize, value: &str| format!("vf_store(to + ({} + j) * {}, {value});", r * t, cut.apart(0));
+        let transform = both_sides(
+            &self.matrices.input,
+            &format!("const int64_t y = y0 + i;\nconst int row = y >= 0 && y < {height};\n"),
+            &load,
+            &store,
+        );
+        let body = format!(
+            "for (int64_t tile = begin; tile < end; tile++) {{\n{}    const int inside = y0 >= 0 && y0 + {t} <= {height} && x0 >= 0 && x0 + {t} <= {width};\n    \
+             for (int64_t c = 0; c < {}; c += {lanes}) {{\n        float *to = (float *)args->own + tile * {} + c;\n{}    }}\n}}\n",
+            indent(&cut.place(self.pad), 4),
+            self.sides.channels,
+            cut.stride[0],
+            indent(&transform, 8),
+        );
+        self.function("Transforms tiles of the image.", "tiles", &body)
+    }
+
+    /// The products: for each element and panel of result channels, all tiles.
+    fn products(&self, helpers: &mut BTreeSet<Helper>) -> String {
+        let (cut, panels, lanes) = (self.cut, self.panels, self.lanes);
+        let summed = self.sides.channels;
+        let parts = cut.block.div_ceil(tile::max_rows(self.isa, panels.width / lanes));
+        let rows = cut.block.div_ceil(parts);
+        let tall = cut.block - parts * (rows - 1);
+        let mut call = |rows: usize, width: usize| {
+            let tile = Tile {
+                rows,
+                vectors: width / lanes,
+                a: Access::Strided {
+                    free: cut.stride[0] as i64,
+                    depth: 1,
+                },
+                b: Access::Packed,
+                nested: false,
+            };
+            helpers.insert(tile.helper(self.isa));
+            format!(
+                "{}(tile_a + row * {}, tile_b, {summed}, target + row * {}, {}, 0);\n",
+                tile.name(),
+                cut.stride[0],
+                cut.stride[1],
+                cut.stride[1]
+            )
+        };
+        let mut heights = |width: usize| {
+            let short = rows - 1;
+            let mut text = format!(
+                "for (; row < {}; row += {rows})\n    {}",
+                tall * rows,
+                call(rows, width)
+            );
+            if tall < parts {
+                text.push_str(&format!(
+                    "for (; row < {}; row += {short})\n    {}",
+                    cut.block,
+                    call(short, width)
+                ));
+            }
+            text
+        };
+        let full = if panels.count == 1 {
+            panels.last
+        } else {
+            panels.width
+        };
+        let calls = if panels.count > 1 && panels.last < panels.width {
+            let (wide, narrow) = (heights(full), heights(panels.last));
+            format!(
+                "if (panel < {}) {{\n{}}} else {{\n{}}}\n",
+                panels.count - 1,
+                indent(&wide, 4),
+                indent(&narrow, 4)
+            )
+        } else {
+            heights(full)
+        };
+        let body = format!(
+            "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t element = unit / {count}, panel = unit % {count};\n    const float *tile_a = (const \
+             float *)args->own + element * {};\n    const float *tile_b = (const float *)args->workspace + element * {} + panel * {};\n    \
+             float *target = (float *)(args->own + {}) + element * {} + panel * {};\n    int64_t row = 0;\n{}}}\n",
+            cut.apart(0),
+            self.weight_apart(),
+            panels.width * summed,
+            cut.side_bytes(0),
+            cut.apart(1),
+            panels.width,
+            indent(&calls, 4),
+            count = panels.count,
+        );
+        self.function("One product for each element of a tile.", "products", &body)
+    }
+
+    /// Transforms products back and lets the caller consume the results.
+    fn results(&self) -> String {
+        let (cut, lanes, t) = (self.cut, self.lanes, self.matrices.tile);
+        let [height, width] = self.result;
+        let load = |j: usize| format!("vf_load(from + (i * {t} + {j}) * {})", cut.apart(1));
+        let consume = |r: usize, value: &str| {
+            let place = Place {
+                width: Width::Vector,
+                image: "image",
+                at: ["0", &format!("(y0 + {r})"), "x"],
+                channel: "c",
+            };
+            let consume = (self.spec.epilogue.consume)(&place, "sum");
+            format!(
+                "if (y0 + {r} < {height} && x < {width}) {{\n    const vf sum = {value};\n    {consume}\n}}"
+            )
+        };
+        let transform = both_sides(&self.matrices.output, "", &load, &consume).replace(
+            "const vf d0 = half[0][j];",
+            "const int64_t x = x0 + j;\nconst vf d0 = half[0][j];",
+        );
+        let body = format!(
+            "for (int64_t tile = begin; tile < end; tile++) {{\n{}    for (int64_t c = 0; c < {}; c += {lanes}) {{\n        const float *from = (const float \
+             *)(args->own + {}) + tile * {} + c;\n{}    }}\n}}\n",
+            indent(&cut.place([0, 0]), 4),
+            self.sides.result_channels,
+            cut.side_bytes(0),
+            cut.stride[1],
+            indent(&transform, 8),
+        );
+        self.function("Transforms products back.", "results", &body)
+    }
+}

@@ -1,0 +1,307 @@
+//! The gradient with respect to the weight: products of transformed tiles of both images, summed over tiles, transformed back once.
+
+use std::collections::BTreeSet;
+
+use kiln_cpu::Isa;
+
+use super::transform::{Matrices, both_sides, transposed};
+use super::{Cut, FIELDS, SUMMED_WEIGHT, apart, by_channels, fits, guarded};
+use crate::kernels::conv::WeightGradSpec;
+use crate::kernels::tile::{self, Access, Tile};
+use crate::kernels::{
+    Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
+};
+
+/// The kernel, if the convolution is of this kind and large enough.
+pub(in crate::kernels::conv) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
+    let g = &spec.geometry;
+    let lanes = vector::lanes(isa);
+    if !fits(g, lanes) || !by_channels(&spec.input) || !by_channels(&spec.output_grad) {
+        return None;
+    }
+    let cut = Cut::new(g, g.output, [g.in_channels, g.out_channels], SUMMED_WEIGHT)?;
+    let emitter = Emitter {
+        spec,
+        cut,
+        chunks: chunks(&cut, g.in_channels * g.out_channels),
+        matrices: Matrices::new(cut.m),
+        lanes,
+        isa,
+    };
+    Some(emitter.kernel())
+}
+
+/// Bytes of all sums.
+const SUM_BYTES: usize = 20 << 20;
+
+/// How many sums there are, of `weights` elements each before they are transformed.
+fn chunks(cut: &Cut, weights: usize) -> usize {
+    if !cut.own {
+        return 1;
+    }
+    (SUM_BYTES / (cut.elements() * weights * 4))
+        .clamp(2, 8)
+        .min(cut.blocks())
+}
+
+struct Emitter<'a> {
+    spec: &'a WeightGradSpec<'a>,
+    cut: Cut,
+    /// Sums that are added up at the end, so that threads can make one each.
+    chunks: usize,
+    matrices: Matrices,
+    lanes: usize,
+    isa: Isa,
+}
+
+impl Emitter<'_> {
+    fn kernel(self) -> Kernel {
+        let WeightGradSpec {
+            name,
+            comment,
+            geometry: g,
+            params,
+            threads,
+            ..
+        } = self.spec;
+        let (cut, elements) = (self.cut, self.cut.elements());
+        let own_at = round_up((self.chunks * elements * self.sums_apart() + self.lanes) * 4, 64);
+        let mut helpers = BTreeSet::new();
+        let mut source = format!(
+            "/* {comment}\n * {} images of {:?} x {} channels to {}, Winograd's algorithm: {} tiles of {m} x {m} results, {} at a time. */\nstruct {name}_args \
+             {{\n{}{FIELDS}}};\n",
+            g.images,
+            g.input,
+            g.in_channels,
+            g.out_channels,
+            cut.tiles,
+            cut.block,
+            fields(params),
+            m = cut.m,
+        );
+        source.push_str(&self.tiles());
+        let (products, units) = self.products(&mut helpers);
+        source.push_str(&products);
+        source.push_str(&self.finish());
+        let serial = *threads == 1;
+        let run = run_part(serial);
+        let (chunks, blocks) = (self.chunks, cut.blocks());
+        let (mut calls, copies) = if cut.own {
+            // Which blocks a sum takes does not depend on the number of threads.
+            source.push_str(&format!(
+                "/* Sums over some blocks of tiles each. */\nstatic void {name}_chunks(void *ctx, int64_t begin, int64_t end, int thread) {{\n    struct \
+                 {name}_args own = *(const struct {name}_args *)ctx;\n    own.own += thread * {};\n    for (int64_t chunk = begin; chunk < end; chunk++) {{\n        \
+                 own.workspace = ((const struct {name}_args *)ctx)->workspace + chunk * {};\n        own.fresh = 1;\n        for (int64_t block = chunk * {blocks} / \
+                 {chunks}; block < (chunk + 1) * {blocks} / {chunks}; block++) {{\n{}            {name}_tiles(&own, 0, own.count, thread);\n            \
+                 {name}_products(&own, 0, {units}, thread);\n            own.fresh = 0;\n        }}\n    }}\n}}\n",
+                cut.bytes(),
+                elements * self.sums_apart() * 4,
+                indent(&cut.choose("own"), 12),
+            ));
+            let copies = if serial { 1 } else { *threads };
+            (run(&format!("{name}_chunks"), chunks), copies)
+        } else {
+            let stage = |suffix: &str, count: &str| {
+                if serial {
+                    format!("    {name}_{suffix}(&args, 0, {count}, 0);\n")
+                } else {
+                    format!("    rt->parallel_for(rt->pool, {count}, 1, {name}_{suffix}, &args);\n")
+                }
+            };
+            let calls = format!(
+                "    for (int64_t block = 0; block < {blocks}; block++) {{\n        args.fresh = block == 0;\n{}{}    }}\n",
+                indent(&cut.choose("args"), 8),
+                indent(
+                    &(stage("tiles", "args.count") + &stage("products", &units.to_string())),
+                    4
+                ),
+            );
+            (calls, 1)
+        };
+        calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
+        let calls = format!("    args.own = workspace + {own_at};\n{calls}");
+        let mut kernel = finish_kernel(name, params, source, &calls, own_at + copies * cut.bytes());
+        kernel.helpers = helpers.into_iter().collect();
+        kernel
+    }
+
+    /// Floats between the elements of the sums.
+    fn sums_apart(&self) -> usize {
+        let g = &self.spec.geometry;
+        apart(g.in_channels * g.out_channels)
+    }
+
+    fn function(&self, comment: &str, suffix: &str, body: &str) -> String {
+        let name = &self.spec.name;
+        format!(
+            "/* {comment} */\nstatic void {name}_{suffix}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
+             ctx;\n    (void)thread;\n{}{}}}\n",
+            unpack(&self.spec.params),
+            indent(body, 4)
+        )
+    }
+
+    /// Transforms tiles of both images into `[element][tile][channel]`.
+    fn tiles(&self) -> String {
+        let WeightGradSpec {
+            geometry: g,
+            input,
+            output_grad,
+            ..
+        } = self.spec;
+        let (cut, lanes, t) = (self.cut, self.lanes, self.matrices.tile);
+        let one = |matrix: &super::transform::Matrix,
+                   image: &crate::kernels::conv::Image<'_>,
+                   [height, width]: [usize; 2],
+                   before: [i64; 2],
+                   channels: usize,
+                   side: usize| {
+            let (at, stride) = (side * cut.side_bytes(0), cut.stride[side]);
+            let read = matrix[0].len();
+            let load = |j: usize| guarded(image, "y", &format!("(x0 + {j})"), width);
+            let store = |r: usize, value: &str| {
+                format!("vf_store(to + ({} + j) * {}, {value});", r * t, cut.apart(side))
+            };
+            let row = format!("const int64_t y = y0 + i;\nconst int row = y >= 0 && y < {height};\n");
+            let transform = both_sides(matrix, &row, &load, &store);
+            format!(
+                "{{\n{}    const int inside = y0 >= 0 && y0 + {read} <= {height} && x0 >= 0 && x0 + {read} <= {width};\n    for (int64_t c = 0; c < \
+                 {channels}; c += {lanes}) {{\n        float *to = (float *)(args->own + {at}) + tile * {stride} + c;\n{}    }}\n}}\n",
+                indent(&cut.place(before), 4),
+                indent(&transform, 8)
+            )
+        };
+        let of_input = one(
+            &self.matrices.input,
+            input,
+            [g.input[1], g.input[2]],
+            [g.pad[1] as i64, g.pad[2] as i64],
+            g.in_channels,
+            0,
+        );
+        let of_grad = one(
+            &transposed(&self.matrices.output),
+            output_grad,
+            [g.output[1], g.output[2]],
+            [0, 0],
+            g.out_channels,
+            1,
+        );
+        let body = format!(
+            "for (int64_t tile = begin; tile < end; tile++) {{\n{}}}\n",
+            indent(&(of_input + &of_grad), 4)
+        );
+        self.function(
+            "Transforms tiles of the input and of the output's gradient.",
+            "tiles",
+            &body,
+        )
+    }
+
+    /// For each element and panel of input channels: products over the tiles of a block, added to what earlier blocks gave.
+    fn products(&self, helpers: &mut BTreeSet<Helper>) -> (String, usize) {
+        let g = &self.spec.geometry;
+        let (cut, lanes) = (self.cut, self.lanes);
+        let (n, m) = (g.in_channels, g.out_channels);
+        let vectors = (n / lanes).min(2);
+        let width = vectors * lanes;
+        let panels = n.div_ceil(width);
+        let last = n - (panels - 1) * width;
+        let parts = m.div_ceil(tile::max_rows(self.isa, vectors));
+        let rows = m.div_ceil(parts);
+        let tall = m - parts * (rows - 1);
+        let mut call = |rows: usize, width: usize| {
+            let tile = Tile {
+                rows,
+                vectors: width / lanes,
+                a: Access::Strided {
+                    free: 1,
+                    depth: cut.stride[1] as i64,
+                },
+                b: Access::Strided {
+                    free: 1,
+                    depth: cut.stride[0] as i64,
+                },
+                nested: false,
+            };
+            helpers.insert(tile.helper(self.isa));
+            format!(
+                "{}(tile_a + row, tile_b, args->count, target + row * {n}, {n}, !args->fresh);\n",
+                tile.name()
+            )
+        };
+        let mut heights = |width: usize| {
+            let short = rows - 1;
+            let mut text = format!(
+                "for (; row < {}; row += {rows})\n    {}",
+                tall * rows,
+                call(rows, width)
+            );
+            if tall < parts {
+                text.push_str(&format!(
+                    "for (; row < {m}; row += {short})\n    {}",
+                    call(short, width)
+                ));
+            }
+            text
+        };
+        let calls = if last < width {
+            let (wide, narrow) = (heights(width), heights(last));
+            format!(
+                "if (panel < {}) {{\n{}}} else {{\n{}}}\n",
+                panels - 1,
+                indent(&wide, 4),
+                indent(&narrow, 4)
+            )
+        } else {
+            heights(width)
+        };
+        let body = format!(
+            "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t element = unit / {panels}, panel = unit % {panels};\n    const float *tile_a = (const \
+             float *)(args->own + {}) + element * {};\n    const float *tile_b = (const float *)args->own + element * {} + panel * \
+             {width};\n    float *target = (float *)args->workspace + element * {} + panel * {width};\n    int64_t row = 0;\n{}}}\n",
+            cut.side_bytes(0),
+            cut.apart(1),
+            cut.apart(0),
+            self.sums_apart(),
+            indent(&calls, 4),
+        );
+        let text = self.function("One product for each element of a tile.", "products", &body);
+        (text, self.cut.elements() * panels)
+    }
+
+    /// Transforms sums back, over output channels, and lets the caller consume them in the order of the weight.
+    fn finish(&self) -> String {
+        let WeightGradSpec {
+            geometry: g, consume, ..
+        } = self.spec;
+        let (lanes, t) = (self.lanes, self.matrices.tile);
+        let n = g.in_channels;
+        let (sums, element) = (self.sums_apart(), self.cut.elements());
+        let load = |j: usize| {
+            let chunk = |chunk: usize| {
+                format!(
+                    "vf_load(from + {} + (i * {t} + {j}) * {sums})",
+                    chunk * element * sums
+                )
+            };
+            (0..self.chunks).map(chunk).collect::<Vec<_>>().join(" + ")
+        };
+        let store = |r: usize, value: &str| format!("vf_store_stride(row + {} + j, 9, {value});", r * 3);
+        let transform = both_sides(&transposed(&self.matrices.kernel), "", &load, &store);
+        let body = format!(
+            "for (int64_t o = begin; o < end; o++)\n    for (int64_t c = 0; c < {n}; c += {lanes}) {{\n        const float *from = (const float *)args->workspace + \
+             o * {n} + c;\n        float row[{}];\n{}        const int64_t start = (o * {n} + c) * 9;\n        for (int64_t i = 0; i < {}; i += {lanes}) {{\n            \
+             vf sum = vf_load(row + i);\n{}        }}\n    }}\n",
+            9 * lanes,
+            indent(&transform, 8),
+            9 * lanes,
+            indent(&consume(Width::Vector, "(start + i)", "sum"), 12),
+        );
+        self.function(
+            "Transforms sums back, into the order of the weight.",
+            "finish",
+            &body,
+        )
+    }
+}

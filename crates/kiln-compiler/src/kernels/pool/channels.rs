@@ -1,0 +1,319 @@
+//! Pooling of images whose channels are contiguous (or of any layout, slower) and its gradients.
+//!
+//! Vectors run along the channels, so a window is a loop over places with one vector each: no slab, no shuffles, and borders are tests on
+//! scalars. Threads share the lines of the result. The gradient of the mean gathers from the windows that contain a place; the
+//! gradient of the maximum adds each element at its index, where threads share the images and blocks of channels.
+
+use kiln_cpu::Isa;
+
+use super::planes::{PoolGeometry, PoolKind, SERIAL_ELEMENTS, table};
+use crate::kernels::conv::{Place, address};
+use crate::kernels::{Kernel, Param, Width, fields, finish_kernel, indent, run_part, unpack, vector};
+
+/// A tensor in memory: a C pointer and strides in elements (image, depth, height, width, channel).
+#[derive(Debug, Clone)]
+pub struct Memory {
+    /// C expression of the pointer.
+    pub pointer: String,
+    /// Elements between neighbours.
+    pub strides: [i64; 5],
+}
+
+impl Memory {
+    fn at(&self, y: &str, x: &str) -> String {
+        let place = Place {
+            width: Width::Scalar,
+            image: "image",
+            at: ["0", y, x],
+            channel: "c",
+        };
+        address(&self.pointer, self.strides, &place)
+    }
+
+    fn load(&self, width: Width, y: &str, x: &str) -> String {
+        let at = self.at(y, x);
+        match (width, self.strides[4]) {
+            (Width::Scalar, _) => format!("*({at})"),
+            (Width::Vector, 1) => format!("vf_load({at})"),
+            (Width::Vector, stride) => format!("vf_load_stride({at}, {stride})"),
+        }
+    }
+
+    fn store(&self, width: Width, y: &str, x: &str, value: &str) -> String {
+        let at = self.at(y, x);
+        match (width, self.strides[4]) {
+            (Width::Scalar, _) => format!("*({at}) = {value};"),
+            (Width::Vector, 1) => format!("vf_store({at}, {value});"),
+            (Width::Vector, stride) => format!("vf_store_stride({at}, {stride}, {value});"),
+        }
+    }
+}
+
+/// Indices of largest elements in memory.
+#[derive(Debug, Clone)]
+pub struct Indices {
+    /// Where.
+    pub memory: Memory,
+    /// C type of an element.
+    pub ctype: &'static str,
+}
+
+/// A pooling, or the gradient of one with respect to its input.
+#[derive(Debug, Clone)]
+pub struct ChannelPool {
+    /// C identifier of the kernel.
+    pub name: String,
+    /// What it computes, for the comment above it.
+    pub comment: String,
+    /// What a window gives.
+    pub kind: PoolKind,
+    /// Shape of the forward pooling.
+    pub geometry: PoolGeometry,
+    /// The forward input; for the gradient, the gradient of the output.
+    pub input: Memory,
+    /// The result.
+    pub output: Memory,
+    /// For the maximum: where indices are stored, if they are wanted; for its gradient, where they are.
+    pub indices: Option<Indices>,
+    /// Parameters that the pointers refer to.
+    pub params: Vec<Param>,
+    /// Most threads the kernel may meet; never changes the result.
+    pub threads: usize,
+}
+
+/// As [`super::forward`].
+pub fn forward(spec: &ChannelPool, isa: Isa) -> Kernel {
+    let lanes = vector::lanes(isa);
+    let g = &spec.geometry;
+    let tables = match spec.kind {
+        PoolKind::Max => String::new(),
+        PoolKind::Mean { count_padding } => divisors(spec, count_padding),
+    };
+    let each = |width| {
+        let (start, step, end) = match spec.kind {
+            PoolKind::Max => max_window(spec, width),
+            PoolKind::Mean { .. } => mean_window(spec, width),
+        };
+        let window = format!(
+            "for (int64_t ty = 0; ty < {}; ty++) {{\n    const int64_t y0 = y * {} - {} + ty * {};\n    if (y0 < 0 || y0 >= {}) \
+             continue;\n    for (int64_t tx = 0; tx < {}; tx++) {{\n        const int64_t x0 = x * {} - {} + tx * {};\n        if (x0 \
+             < 0 || x0 >= {}) continue;\n{}    }}\n}}\n",
+            g.window[0],
+            g.stride[0],
+            g.pad_low[0],
+            g.dilation[0],
+            g.input[0],
+            g.window[1],
+            g.stride[1],
+            g.pad_low[1],
+            g.dilation[1],
+            g.input[1],
+            indent(&step, 8),
+        );
+        format!("{start}{window}{end}")
+    };
+    let body = lines(g.output, g.channels, lanes, each);
+    let units = g.images * g.output[0];
+    let elements = g.images * g.channels * (g.input[0] * g.input[1] + g.output[0] * g.output[1]);
+    kernel(spec, &tables, &body, units, elements)
+}
+
+/// Statements before, within and after the window of a maximum.
+fn max_window(spec: &ChannelPool, width: Width) -> (String, String, String) {
+    let g = &spec.geometry;
+    let element = spec.input.load(width, "y0", "x0");
+    let place = format!("(int32_t)(y0 * {} + x0)", g.input[1]);
+    let store = spec.output.store(width, "y", "x", "sum");
+    match width {
+        Width::Vector => (
+            "vf sum = vf_set1(-__builtin_inff());\nvi index = vi_set1(-1);\n".into(),
+            format!(
+                "const vf element = {element};\nconst vi better = (element > sum) | ((element != element) & (sum == sum)) | (index < 0);\nsum = \
+                 vf_select(better, element, sum);\nindex = vi_select(better, vi_set1({place}), index);\n"
+            ),
+            match &spec.indices {
+                None => format!("{store}\n"),
+                Some(indices) => format!(
+                    "{store}\nindex = vi_select(index < 0, (vi){{0}}, index);\nfor (int64_t l = 0; l < KILN_LANES; l++) ({})[l * {}] = \
+                     ({})index[l];\n",
+                    indices.memory.at("y", "x"),
+                    indices.memory.strides[4],
+                    indices.ctype
+                ),
+            },
+        ),
+        Width::Scalar => (
+            "float sum = -__builtin_inff();\nint32_t index = -1;\n".into(),
+            format!(
+                "const float element = {element};\nif (index < 0 || element > sum || (element != element && sum == sum)) sum = element, index = \
+                 {place};\n"
+            ),
+            match &spec.indices {
+                None => format!("{store}\n"),
+                Some(indices) => format!(
+                    "{store}\n*({}) = ({})(index < 0 ? 0 : index);\n",
+                    indices.memory.at("y", "x"),
+                    indices.ctype
+                ),
+            },
+        ),
+    }
+}
+
+/// Statements before, within and after the window of a mean.
+fn mean_window(spec: &ChannelPool, width: Width) -> (String, String, String) {
+    let name = &spec.name;
+    let ty = if width == Width::Vector { "vf" } else { "float" };
+    let zero = if width == Width::Vector { "(vf){0}" } else { "0.0f" };
+    (
+        format!("{ty} sum = {zero};\n"),
+        format!("sum += {};\n", spec.input.load(width, "y0", "x0")),
+        format!(
+            "const float count = {name}_count_y[y] * {name}_count_x[x];\nsum = count == 0.0f ? {zero} : sum / count;\n{}\n",
+            spec.output.store(width, "y", "x", "sum")
+        ),
+    )
+}
+
+/// Tables of the factors of the divisor.
+fn divisors(spec: &ChannelPool, count_padding: bool) -> String {
+    let (g, name) = (&spec.geometry, &spec.name);
+    let of = |d: usize, axis: &str| {
+        table(
+            "float",
+            &format!("{name}_count_{axis}"),
+            &g.counts(d, count_padding),
+            0,
+            "",
+        )
+    };
+    of(0, "y") + &of(1, "x")
+}
+
+/// Statements for units `begin..end`, the lines of an image of these extents: `each` for every pixel and vector of channels.
+fn lines(
+    [height, width]: [usize; 2],
+    channels: usize,
+    lanes: usize,
+    each: impl Fn(Width) -> String,
+) -> String {
+    let vectors = if channels >= lanes {
+        format!(
+            "        for (; c + {lanes} <= {channels}; c += {lanes}) {{\n{}        }}\n",
+            indent(&each(Width::Vector), 12)
+        )
+    } else {
+        String::new()
+    };
+    let rest = if channels.is_multiple_of(lanes) {
+        String::new()
+    } else {
+        format!(
+            "        for (; c < {channels}; c++) {{\n{}        }}\n",
+            indent(&each(Width::Scalar), 12)
+        )
+    };
+    format!(
+        "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {height}, y = unit % {height};\n    for (int64_t x \
+         = 0; x < {width}; x++) {{\n        int64_t c = 0;\n{vectors}{rest}    }}\n}}\n"
+    )
+}
+
+fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: usize) -> Kernel {
+    let ChannelPool {
+        name,
+        comment,
+        geometry: g,
+        params,
+        threads,
+        ..
+    } = spec;
+    let source = format!(
+        "/* {comment}\n * {} images of {:?} x {} channels, vectors along the channels. */\nstruct {name}_args {{\n{}    char \
+         *workspace;\n}};\n{before}static void {name}_units(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
+         {name}_args *args = ctx;\n    (void)thread;\n{}{}}}\n",
+        g.images,
+        g.input,
+        g.channels,
+        fields(params),
+        unpack(params),
+        indent(body, 4),
+    );
+    let serial = *threads == 1 || elements < SERIAL_ELEMENTS;
+    let calls = run_part(serial)(&format!("{name}_units"), units);
+    finish_kernel(name, params, source, &calls, 0)
+}
+
+/// As [`super::input_grad`].
+pub fn input_grad(spec: &ChannelPool, isa: Isa) -> Kernel {
+    match spec.kind {
+        PoolKind::Max => max_grad(spec, vector::lanes(isa)),
+        PoolKind::Mean { count_padding } => mean_grad(spec, count_padding, vector::lanes(isa)),
+    }
+}
+
+fn max_grad(spec: &ChannelPool, lanes: usize) -> Kernel {
+    let g = &spec.geometry;
+    let [height, width] = g.input;
+    let index = spec.indices.as_ref().map_or_else(
+        || "0".into(),
+        |indices| format!("*({})", indices.memory.at("y", "x")),
+    );
+    let blocks = g.channels.div_ceil(lanes);
+    let pixels = height * width;
+    let body = format!(
+        "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {blocks}, from = unit % {blocks} * {lanes};\n    const \
+         int64_t to = from + {lanes} < {channels} ? from + {lanes} : {channels};\n    for (int64_t y = 0; y < {height}; y++)\n        for (int64_t x \
+         = 0; x < {width}; x++)\n            for (int64_t c = from; c < to; c++) {}\n    for (int64_t y = 0; y < {}; y++)\n        for (int64_t x = 0; \
+         x < {}; x++)\n            for (int64_t c = from; c < to; c++) {{\n                int64_t index = (int64_t){index};\n                index = \
+         index < 0 ? 0 : index >= {pixels} ? {} : index;\n                *({}) += {};\n            }}\n}}\n",
+        spec.output.store(Width::Scalar, "y", "x", "0.0f"),
+        g.output[0],
+        g.output[1],
+        pixels - 1,
+        spec.output
+            .at(&format!("(index / {width})"), &format!("(index % {width})")),
+        spec.input.load(Width::Scalar, "y", "x"),
+        channels = g.channels,
+    );
+    let elements = g.images * g.channels * (pixels + g.output[0] * g.output[1]);
+    kernel(spec, "", &body, g.images * blocks, elements)
+}
+
+fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> Kernel {
+    let (g, name) = (&spec.geometry, &spec.name);
+    let each = |width| {
+        let (ty, zero) = if width == Width::Vector {
+            ("vf", "{0}")
+        } else {
+            ("float", "0.0f")
+        };
+        format!(
+            "{ty} sum = {zero};\nfor (int64_t ty = 0; ty < {}; ty++) {{\n    const int64_t y1 = y + {} - ty * {}, y0 = y1 / {sy};\n    if (y1 < 0 || y1 % \
+             {sy} != 0 || y0 >= {}) continue;\n    for (int64_t tx = 0; tx < {}; tx++) {{\n        const int64_t x1 = x + {} - tx * {}, x0 = x1 / \
+             {sx};\n        if (x1 < 0 || x1 % {sx} != 0 || x0 >= {}) continue;\n        sum += {} / ({name}_count_y[y0] * {name}_count_x[x0]);\n    \
+             }}\n}}\n{}\n",
+            g.window[0],
+            g.pad_low[0],
+            g.dilation[0],
+            g.output[0],
+            g.window[1],
+            g.pad_low[1],
+            g.dilation[1],
+            g.output[1],
+            spec.input.load(width, "y0", "x0"),
+            spec.output.store(width, "y", "x", "sum"),
+            sy = g.stride[0],
+            sx = g.stride[1],
+        )
+    };
+    let body = lines(g.input, g.channels, lanes, each);
+    let elements = g.images * g.channels * (g.input[0] * g.input[1] + g.output[0] * g.output[1]);
+    kernel(
+        spec,
+        &divisors(spec, count_padding),
+        &body,
+        g.images * g.input[0],
+        elements,
+    )
+}

@@ -1,0 +1,403 @@
+//! Statistics of channels, as batch normalisation and its gradient take them, in as few passes over the images as possible.
+//!
+//! Values that differ only by channel are computed once for each channel, not at each place:
+//!
+//! ```text
+//! f(broadcast a, broadcast b)          -> broadcast f(a, b)
+//! x / broadcast(sqrt a)                -> x * broadcast(1 / sqrt a)
+//! ```
+//!
+//! The second rounds twice; a square root is never so small or large that its reciprocal overflows or loses digits.
+//!
+//! Sums over everything but the channels are brought to few forms, so that the many sums of a gradient become sums of the same two or three
+//! products, over one pass:
+//!
+//! ```text
+//! sum(x * broadcast a)                 -> sum(x) * a
+//! sum(x - broadcast m)                 -> sum(x) - n * m
+//! sum((x - broadcast m)^2)             -> max(q - 2 * t * p + n * t^2, 0)
+//!                                         with t = m - s, p = sum(x - s), q = sum((x - s)^2)
+//! ```
+//!
+//! The last needs the mean only after the pass that also sums it. `s` is an element of the channel from the middle of an image: it is as
+//! near to the mean as elements are, so that nothing is lost to cancellation, and a channel of equal elements has a variance of zero.
+
+use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
+
+use kiln_graph::op::{BinaryOp, Dims, Op, ReduceOp, UnaryOp};
+use kiln_graph::{DType, Graph, Node, NodeData, Provenance, Rewriter, Shape, TypeError, Value};
+
+/// Rewrites `graph`.
+///
+/// # Errors
+/// Only if a rule makes an ill-typed node, which would be a bug.
+pub fn channels(graph: &Graph) -> Result<Graph, TypeError> {
+    let mut pass = Channels {
+        rewriter: Rewriter::new(graph),
+        by_channel: FxHashMap::default(),
+        sums: FxHashMap::default(),
+    };
+    for (id, node) in graph.nodes() {
+        pass.node(id, node)?;
+    }
+    Ok(pass.rewriter.finish().without_dead_code())
+}
+
+struct Channels<'a> {
+    rewriter: Rewriter<'a>,
+    /// What [`Channels::by_channel`] found, by value and axis.
+    by_channel: FxHashMap<(Value, usize), Option<Value>>,
+    /// Sums of products over all but axis 1, by their factors.
+    sums: FxHashMap<SmallVec<[Value; 2]>, Value>,
+}
+
+/// The factors of a product: those that differ from place to place, and those that a channel has.
+#[derive(Default)]
+struct Factors {
+    places: SmallVec<[Value; 2]>,
+    channels: Vec<Factor>,
+}
+
+/// A factor of a channel.
+enum Factor {
+    Times(Value),
+    Over(Value),
+    Constant(f64),
+}
+
+/// Most factors that a product is taken apart into.
+const MAX_FACTORS: usize = 12;
+
+impl Channels<'_> {
+    fn node(&mut self, id: Node, node: &NodeData) -> Result<(), TypeError> {
+        let inputs = self.rewriter.map_all(&node.inputs);
+        if let [result] = node.outputs.as_slice()
+            && let Some(value) = self.rule(*result, &node.op, &inputs, &node.provenance)?
+        {
+            self.rewriter.replace(*result, value);
+            return Ok(());
+        }
+        self.rewriter.copy(id)?;
+        Ok(())
+    }
+
+    fn rule(
+        &mut self,
+        result: Value,
+        op: &Op,
+        inputs: &[Value],
+        p: &Provenance,
+    ) -> Result<Option<Value>, TypeError> {
+        let ty = self.rewriter.old().ty(result).clone();
+        if ty.dtype != DType::F32 {
+            return Ok(None);
+        }
+        match op {
+            Op::Reduce {
+                op: ReduceOp::Sum,
+                axes,
+            } => self.reduction(inputs[0], axes, p),
+            _ if ty.shape.rank() < 3 || ty.shape[1] == 1 || ty.numel() == ty.shape[1] => Ok(None),
+            Op::Binary(BinaryOp::Div) if self.is_root(inputs[1]) => {
+                let Some(root) = self.by_channel(inputs[1], 1, p)? else {
+                    return Ok(None);
+                };
+                let graph = &mut self.rewriter.graph;
+                let over = graph.unary(UnaryOp::Recip, root, p)?;
+                let over = spread(graph, over, &ty.shape, p)?;
+                graph.binary(BinaryOp::Mul, inputs[0], over, p).map(Some)
+            }
+            Op::Unary(_) | Op::Binary(_) => {
+                let mut own = SmallVec::<[Value; 3]>::new();
+                for &input in inputs {
+                    match self.by_channel(input, 1, p)? {
+                        Some(value) => own.push(value),
+                        None => return Ok(None),
+                    }
+                }
+                let graph = &mut self.rewriter.graph;
+                let value = graph.add(op.clone(), &own, p)?;
+                spread(graph, value, &ty.shape, p).map(Some)
+            }
+            Op::Transpose(perm) => {
+                let Some(value) = self.by_channel(inputs[0], perm[1], p)? else {
+                    return Ok(None);
+                };
+                spread(&mut self.rewriter.graph, value, &ty.shape, p).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Whether a value is a square root, spread or reshaped.
+    fn is_root(&self, value: Value) -> bool {
+        let data = self.rewriter.graph.def(value);
+        match data.op {
+            Op::Unary(UnaryOp::Sqrt) => true,
+            Op::Broadcast { .. } | Op::Reshape(_) => self.is_root(data.inputs[0]),
+            _ => false,
+        }
+    }
+
+    /// The values by index along `axis`, of a tensor in which nothing else matters.
+    fn by_channel(&mut self, value: Value, axis: usize, p: &Provenance) -> Result<Option<Value>, TypeError> {
+        if let Some(&known) = self.by_channel.get(&(value, axis)) {
+            return Ok(known);
+        }
+        let found = self.find_by_channel(value, axis, p)?;
+        self.by_channel.insert((value, axis), found);
+        Ok(found)
+    }
+
+    fn find_by_channel(
+        &mut self,
+        value: Value,
+        axis: usize,
+        p: &Provenance,
+    ) -> Result<Option<Value>, TypeError> {
+        let graph = &self.rewriter.graph;
+        let shape = graph.shape(value).clone();
+        let channels = shape[axis];
+        let data = graph.def(value).clone();
+        if graph.dtype(value) != DType::F32 {
+            return Ok(None);
+        }
+        match &data.op {
+            Op::Broadcast { dims, .. } => {
+                let operand = graph.shape(data.inputs[0]).clone();
+                let own = dims.iter().position(|&to| to == axis);
+                let extent = own.map_or(1, |at| operand[at]);
+                if operand.numel() != extent {
+                    return Ok(None);
+                }
+                let graph = &mut self.rewriter.graph;
+                let list = Shape::from(&[channels][..]);
+                if extent == channels {
+                    return graph.reshape(data.inputs[0], list, p).map(Some);
+                }
+                let one = graph.reshape(data.inputs[0], Shape::from(&[][..]), p)?;
+                graph.splat(one, &list, p).map(Some)
+            }
+            Op::Transpose(perm) => self.by_channel(data.inputs[0], perm[axis], p),
+            Op::Reshape(_) => match same_axis(&shape, axis, graph.shape(data.inputs[0])) {
+                Some(axis) => self.by_channel(data.inputs[0], axis, p),
+                None => Ok(None),
+            },
+            Op::Unary(_) | Op::Binary(_) => {
+                let mut own = SmallVec::<[Value; 3]>::new();
+                for &input in &data.inputs {
+                    match self.by_channel(input, axis, p)? {
+                        Some(value) => own.push(value),
+                        None => return Ok(None),
+                    }
+                }
+                self.rewriter.graph.add(data.op, &own, p).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// A sum over all axes but one that is axis 1 of an image, maybe seen through movements.
+    fn reduction(&mut self, x: Value, axes: &Dims, p: &Provenance) -> Result<Option<Value>, TypeError> {
+        let graph = &self.rewriter.graph;
+        let rank = graph.shape(x).rank();
+        if axes.len() + 1 != rank {
+            return Ok(None);
+        }
+        let Some(mut axis) = (0..rank).find(|axis| !axes.contains(axis)) else {
+            return Ok(None);
+        };
+        let mut image = x;
+        loop {
+            let data = graph.def(image);
+            match &data.op {
+                Op::Transpose(perm) => axis = perm[axis],
+                Op::Reshape(_) => match same_axis(graph.shape(image), axis, graph.shape(data.inputs[0])) {
+                    Some(own) => axis = own,
+                    None => break,
+                },
+                _ => break,
+            }
+            image = data.inputs[0];
+        }
+        let shape = graph.shape(image);
+        if shape.rank() < 3 || axis != 1 || shape[1] == 1 || shape.numel() == shape[1] {
+            return Ok(None);
+        }
+        let mut factors = Factors::default();
+        self.factor(image, &mut factors, p)?;
+        let sum = self.product_sum(&factors.places, image, p)?;
+        self.scale(sum, &factors.channels, p).map(Some)
+    }
+
+    /// Takes a product apart.
+    fn factor(&mut self, value: Value, factors: &mut Factors, p: &Provenance) -> Result<(), TypeError> {
+        if factors.places.len() + factors.channels.len() >= MAX_FACTORS {
+            factors.places.push(value);
+            return Ok(());
+        }
+        if let Some(own) = self.by_channel(value, 1, p)? {
+            factors.channels.push(Factor::Times(own));
+            return Ok(());
+        }
+        let data = self.rewriter.graph.def(value).clone();
+        match data.op {
+            Op::Binary(BinaryOp::Mul) => {
+                self.factor(data.inputs[0], factors, p)?;
+                self.factor(data.inputs[1], factors, p)
+            }
+            Op::Binary(BinaryOp::Add) if data.inputs[0] == data.inputs[1] => {
+                factors.channels.push(Factor::Constant(2.0));
+                self.factor(data.inputs[0], factors, p)
+            }
+            Op::Binary(BinaryOp::Div) => match self.by_channel(data.inputs[1], 1, p)? {
+                Some(own) => {
+                    factors.channels.push(Factor::Over(own));
+                    self.factor(data.inputs[0], factors, p)
+                }
+                None => {
+                    factors.places.push(value);
+                    Ok(())
+                }
+            },
+            Op::Unary(UnaryOp::Neg) => {
+                factors.channels.push(Factor::Constant(-1.0));
+                self.factor(data.inputs[0], factors, p)
+            }
+            _ => {
+                factors.places.push(value);
+                Ok(())
+            }
+        }
+    }
+
+    fn scale(&mut self, sum: Value, factors: &[Factor], p: &Provenance) -> Result<Value, TypeError> {
+        let ty = self.rewriter.graph.ty(sum).clone();
+        let graph = &mut self.rewriter.graph;
+        let mut value = sum;
+        for factor in factors {
+            value = match *factor {
+                Factor::Times(own) => graph.binary(BinaryOp::Mul, value, own, p)?,
+                Factor::Over(own) => graph.binary(BinaryOp::Div, value, own, p)?,
+                Factor::Constant(x) => {
+                    let constant = graph.full(x, &ty, p)?;
+                    graph.binary(BinaryOp::Mul, value, constant, p)?
+                }
+            };
+        }
+        Ok(value)
+    }
+
+    /// The sum over all places of a product of values of the shape of `image`.
+    fn product_sum(&mut self, factors: &[Value], image: Value, p: &Provenance) -> Result<Value, TypeError> {
+        let shape = self.rewriter.graph.shape(image).clone();
+        let count = (shape.numel() / shape[1]) as f64;
+        let ty = kiln_graph::TensorType {
+            dtype: DType::F32,
+            shape: Shape::from(&[shape[1]][..]),
+        };
+        let mut key: SmallVec<[Value; 2]> = factors.iter().copied().collect();
+        key.sort_unstable();
+        if let Some(&known) = self.sums.get(&key) {
+            return Ok(known);
+        }
+        let sum = match *key.as_slice() {
+            [] => self.rewriter.graph.full(count, &ty, p)?,
+            [x] => match self.difference(x, p)? {
+                Some((x, mean)) => {
+                    let sum = self.product_sum(&[x], image, p)?;
+                    let graph = &mut self.rewriter.graph;
+                    let count = graph.full(count, &ty, p)?;
+                    let means = graph.binary(BinaryOp::Mul, count, mean, p)?;
+                    graph.binary(BinaryOp::Sub, sum, means, p)?
+                }
+                None => self.plain_sum(x, p)?,
+            },
+            [x, y] if x == y => match self.difference(x, p)? {
+                Some((x, mean)) => self.square_sum(x, mean, count, p)?,
+                None => self.plain_product_sum(&key, p)?,
+            },
+            _ => self.plain_product_sum(&key, p)?,
+        };
+        self.sums.insert(key, sum);
+        Ok(sum)
+    }
+
+    /// The image and the value of each channel that `value` is the difference of.
+    fn difference(&mut self, value: Value, p: &Provenance) -> Result<Option<(Value, Value)>, TypeError> {
+        let data = self.rewriter.graph.def(value).clone();
+        if data.op != Op::Binary(BinaryOp::Sub) {
+            return Ok(None);
+        }
+        let own = self.by_channel(data.inputs[1], 1, p)?;
+        Ok(own.map(|own| (data.inputs[0], own)))
+    }
+
+    /// `sum((x - mean)^2)`, whatever `mean` is.
+    fn square_sum(&mut self, x: Value, mean: Value, count: f64, p: &Provenance) -> Result<Value, TypeError> {
+        let graph = &mut self.rewriter.graph;
+        let shape = graph.shape(x).clone();
+        let middle = |axis: usize| if axis == 1 { 0 } else { shape[axis] / 2 };
+        let slice = Op::Slice {
+            starts: (0..shape.rank()).map(middle).collect(),
+            limits: (0..shape.rank())
+                .map(|axis| if axis == 1 { shape[1] } else { middle(axis) + 1 })
+                .collect(),
+            steps: shape.iter().map(|_| 1).collect(),
+        };
+        let sample = graph.add(slice, &[x], p)?;
+        let sample = graph.reshape(sample, Shape::from(&[shape[1]][..]), p)?;
+        let samples = spread(graph, sample, &shape, p)?;
+        let near = graph.binary(BinaryOp::Sub, x, samples, p)?;
+        let square = graph.binary(BinaryOp::Mul, near, near, p)?;
+        let (first, second) = (self.plain_sum(near, p)?, self.plain_sum(square, p)?);
+        let graph = &mut self.rewriter.graph;
+        let ty = graph.ty(first).clone();
+        let shift = graph.binary(BinaryOp::Sub, mean, sample, p)?;
+        // q - t * (2 p - n t)
+        let twice = graph.binary(BinaryOp::Add, first, first, p)?;
+        let count = graph.full(count, &ty, p)?;
+        let shifts = graph.binary(BinaryOp::Mul, count, shift, p)?;
+        let inner = graph.binary(BinaryOp::Sub, twice, shifts, p)?;
+        let correction = graph.binary(BinaryOp::Mul, shift, inner, p)?;
+        let sum = graph.binary(BinaryOp::Sub, second, correction, p)?;
+        let zero = graph.full(0.0, &ty, p)?;
+        graph.binary(BinaryOp::Max, sum, zero, p)
+    }
+
+    fn plain_product_sum(&mut self, factors: &[Value], p: &Provenance) -> Result<Value, TypeError> {
+        let mut product = factors[0];
+        for &factor in &factors[1..] {
+            product = self.rewriter.graph.binary(BinaryOp::Mul, product, factor, p)?;
+        }
+        self.plain_sum(product, p)
+    }
+
+    fn plain_sum(&mut self, x: Value, p: &Provenance) -> Result<Value, TypeError> {
+        let axes = (0..self.rewriter.graph.shape(x).rank())
+            .filter(|&axis| axis != 1)
+            .collect();
+        let sum = Op::Reduce {
+            op: ReduceOp::Sum,
+            axes,
+        };
+        self.rewriter.graph.add(sum, &[x], p)
+    }
+}
+
+/// A value for each channel, at every place of an image.
+fn spread(graph: &mut Graph, value: Value, shape: &Shape, p: &Provenance) -> Result<Value, TypeError> {
+    let spread = Op::Broadcast {
+        shape: shape.clone(),
+        dims: [1].into_iter().collect(),
+    };
+    graph.add(spread, &[value], p)
+}
+
+/// The axis of a reshape's operand that is `axis` of its result, if there is one.
+fn same_axis(shape: &Shape, axis: usize, operand: &Shape) -> Option<usize> {
+    let before: usize = shape[..axis].iter().product();
+    (0..operand.rank())
+        .find(|&own| operand[own] == shape[axis] && operand[..own].iter().product::<usize>() == before)
+}

@@ -1,0 +1,238 @@
+//! Graphs of convolutions and pools, whose values the scheduler stores channels-last: against the interpreter, and the same bits for any
+//! number of threads.
+
+mod support;
+
+use kiln_graph::op::{BinaryOp, ConvDims, Op, ReduceOp, Window};
+use kiln_graph::testing::{difference, random_arguments};
+use kiln_graph::{DType, Graph, Provenance, Shape, TensorType, Value, interpret_f64};
+use support::{build, run};
+
+/// Builds graphs of images without repeating types.
+struct Net {
+    graph: Graph,
+    at: Provenance,
+}
+
+impl Net {
+    fn new() -> Self {
+        Self {
+            graph: Graph::new("images"),
+            at: Provenance::default(),
+        }
+    }
+
+    fn parameter(&mut self, shape: &[usize]) -> Value {
+        self.graph.parameter(TensorType {
+            dtype: DType::F32,
+            shape: Shape::from(shape),
+        })
+    }
+
+    fn add(&mut self, op: Op, inputs: &[Value]) -> Value {
+        self.graph.add_node(op, inputs, self.at.clone()).unwrap()[0]
+    }
+
+    fn binary(&mut self, op: BinaryOp, a: Value, b: Value) -> Value {
+        self.graph.binary(op, a, b, &self.at).unwrap()
+    }
+
+    /// A value for each channel, at every place of an image of the shape of `like`.
+    fn by_channel(&mut self, x: Value, like: Value) -> Value {
+        let shape = self.graph.shape(like).clone();
+        self.add(
+            Op::Broadcast {
+                shape,
+                dims: [1].into_iter().collect(),
+            },
+            &[x],
+        )
+    }
+
+    fn relu(&mut self, x: Value) -> Value {
+        let ty = self.graph.ty(x).clone();
+        let zero = self.graph.full(0.0, &ty, &self.at);
+        let zero = zero.unwrap();
+        self.binary(BinaryOp::Max, x, zero)
+    }
+
+    /// Sum over images and places.
+    fn by_channel_sum(&mut self, x: Value) -> Value {
+        let axes = (0..self.graph.shape(x).rank())
+            .filter(|&axis| axis != 1)
+            .collect();
+        self.add(
+            Op::Reduce {
+                op: ReduceOp::Sum,
+                axes,
+            },
+            &[x],
+        )
+    }
+
+    fn output(&mut self, value: Value) {
+        self.graph.output(value, None);
+    }
+}
+
+fn conv(stride: usize, pad: usize, dilation: usize, groups: usize) -> ConvDims {
+    let two = |x: usize| [x, x].into_iter().collect();
+    ConvDims {
+        stride: two(stride),
+        pad_low: two(pad),
+        pad_high: two(pad),
+        dilation: two(dilation),
+        groups,
+    }
+}
+
+fn window(size: usize, stride: usize, pad: usize) -> Window {
+    let two = |x: usize| [x, x].into_iter().collect();
+    Window {
+        size: two(size),
+        stride: two(stride),
+        pad_low: two(pad),
+        pad_high: two(pad),
+        dilation: two(1),
+        ceil_mode: false,
+    }
+}
+
+/// Compares with the interpreter, relative to the largest element of each output.
+fn check(graph: &Graph, what: &str, tolerance: f64) {
+    let (tensors, scalars) = random_arguments(graph, 3);
+    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
+    let step = build(graph, |_| ()).unwrap();
+    let one = run(&step, graph, &tensors, &scalars, 1);
+    let two = run(&step, graph, &tensors, &scalars, 2);
+    for (number, (actual, expected)) in two.iter().zip(&expected).enumerate() {
+        assert_eq!(
+            one[number].bytes(),
+            actual.bytes(),
+            "{what}: output {number} with one and two threads"
+        );
+        let scale = expected.to_f64s().iter().fold(1.0f64, |a, b| a.max(b.abs()));
+        if let Some(found) = difference(actual, expected, tolerance * scale) {
+            panic!("{what}: output {number}: {found}");
+        }
+    }
+}
+
+/// Forward and backward of a convolution with normalisation, a pool with indices, a depthwise and a 1x1 convolution with a residual, a
+/// concatenation and a mean.
+#[test]
+fn layers_and_their_gradients() {
+    for (case, &(images, channels, size, pool)) in
+        [(2, 16, 9, 3), (3, 5, 12, 2), (1, 24, 7, 3), (2, 33, 16, 2)]
+            .iter()
+            .enumerate()
+    {
+        let mut net = Net::new();
+        let x = net.parameter(&[images, 3, size, size]);
+        let kernel = net.parameter(&[channels, 3, 3, 3]);
+        let (scale, offset) = (net.parameter(&[channels]), net.parameter(&[channels]));
+        let depthwise = net.parameter(&[channels, 1, 3, 3]);
+        let mix = net.parameter(&[channels, channels, 1, 1]);
+
+        let y = net.add(Op::Conv(conv(1, 1, 1, 1)), &[x, kernel]);
+        let sums = net.by_channel_sum(y);
+        let (scales, offsets) = (net.by_channel(scale, y), net.by_channel(offset, y));
+        let scaled = net.binary(BinaryOp::Mul, y, scales);
+        let moved = net.binary(BinaryOp::Add, scaled, offsets);
+        let active = net.relu(moved);
+        let of = window(pool, 2, pool / 2);
+        let pooled = net
+            .graph
+            .add_node(
+                Op::MaxPoolWithIndices {
+                    window: of.clone(),
+                    dtype: DType::I64,
+                },
+                &[active],
+                net.at.clone(),
+            )
+            .unwrap()
+            .to_vec();
+        let (pooled, places) = (pooled[0], pooled[1]);
+        let plain = net.add(Op::MaxPool(of), &[active]);
+        let filtered = net.add(Op::Conv(conv(1, 1, 1, channels)), &[pooled, depthwise]);
+        let mixed = net.add(Op::Conv(conv(1, 0, 1, 1)), &[filtered, mix]);
+        let residual = net.binary(BinaryOp::Add, mixed, plain);
+        let both = net.add(Op::Concat { axis: 1 }, &[residual, filtered]);
+        let mean = Op::AvgPool {
+            window: window(3, 1, 1),
+            count_include_pad: case % 2 == 0,
+        };
+        let averaged = net.add(mean, &[both]);
+
+        let shape = net.graph.shape(both).clone();
+        let spread = Op::AvgPoolGrad {
+            window: window(3, 1, 1),
+            count_include_pad: case % 2 == 0,
+            input: shape[2..].iter().copied().collect(),
+        };
+        let d_both = net.add(spread, &[averaged]);
+        let slice = Op::Slice {
+            starts: [0; 4].into_iter().collect(),
+            limits: [images, channels, shape[2], shape[3]].into_iter().collect(),
+            steps: [1; 4].into_iter().collect(),
+        };
+        let d_mixed = net.add(slice, &[d_both]);
+        let d_mix = net.add(
+            Op::ConvWeightGrad {
+                conv: conv(1, 0, 1, 1),
+                kernel: [1, 1].into_iter().collect(),
+            },
+            &[filtered, d_mixed],
+        );
+        let input = |extent: usize| [extent, extent].into_iter().collect();
+        let d_filtered = net.add(
+            Op::ConvInputGrad {
+                conv: conv(1, 0, 1, 1),
+                input: input(shape[2]),
+            },
+            &[d_mixed, mix],
+        );
+        let d_depthwise = net.add(
+            Op::ConvWeightGrad {
+                conv: conv(1, 1, 1, channels),
+                kernel: [3, 3].into_iter().collect(),
+            },
+            &[pooled, d_filtered],
+        );
+        let d_pooled = net.add(
+            Op::ConvInputGrad {
+                conv: conv(1, 1, 1, channels),
+                input: input(shape[2]),
+            },
+            &[d_filtered, depthwise],
+        );
+        let d_active = net.add(Op::MaxPoolGrad { input: input(size) }, &[d_pooled, places]);
+        let d_moved = net.binary(BinaryOp::Mul, d_active, active);
+        let d_offset = net.by_channel_sum(d_moved);
+        let product = net.binary(BinaryOp::Mul, d_moved, y);
+        let d_scale = net.by_channel_sum(product);
+        let d_kernel = net.add(
+            Op::ConvWeightGrad {
+                conv: conv(1, 1, 1, 1),
+                kernel: [3, 3].into_iter().collect(),
+            },
+            &[x, d_moved],
+        );
+        let total = net.by_channel_sum(averaged);
+        for value in [
+            sums,
+            total,
+            d_mix,
+            d_depthwise,
+            d_offset,
+            d_scale,
+            d_kernel,
+            residual,
+            places,
+        ] {
+            net.output(value);
+        }
+        check(&net.graph, &format!("case {case}"), 3e-5);
+    }
+}
