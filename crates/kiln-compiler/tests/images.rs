@@ -3,7 +3,7 @@
 
 mod support;
 
-use kiln_graph::op::{BinaryOp, ConvDims, Op, ReduceOp, Window};
+use kiln_graph::op::{BinaryOp, CompareOp, ConvDims, Op, ReduceOp, UnaryOp, Window};
 use kiln_graph::testing::{difference, random_arguments};
 use kiln_graph::{DType, Graph, Provenance, Shape, TensorType, Value, interpret_f64};
 use support::{build, run};
@@ -234,5 +234,108 @@ fn layers_and_their_gradients() {
             net.output(value);
         }
         check(&net.graph, &format!("case {case}"), 3e-5);
+    }
+}
+
+/// Batch normalisation as programs write it (statistics through a transpose and a reshape, a division by a root), activation, and the gradient that
+/// automatic differentiation gives; the channels have means far from zero, which sums of squares must bear.
+#[test]
+fn normalisation_and_its_gradient() {
+    for (case, &(images, channels, size)) in [(2, 16, 9), (3, 7, 12), (1, 40, 5)].iter().enumerate() {
+        let mut net = Net::new();
+        let x = net.parameter(&[images, 4, size, size]);
+        let kernel = net.parameter(&[channels, 4, 3, 3]);
+        let (scale, offset, far) = (
+            net.parameter(&[channels]),
+            net.parameter(&[channels]),
+            net.parameter(&[channels]),
+        );
+        let second = net.parameter(&[channels, channels, 1, 1]);
+        let raw = net.add(Op::Conv(conv(1, 1, 1, 1)), &[x, kernel]);
+        let fars = net.by_channel(far, raw);
+        let large = net.graph.full(8.0, &net.graph.ty(raw).clone(), &net.at).unwrap();
+        let fars = net.binary(BinaryOp::Mul, fars, large);
+        let y = net.binary(BinaryOp::Add, raw, fars);
+        let count = images * size * size;
+
+        let mean_of = |net: &mut Net, value: Value| {
+            let turned = net.add(Op::Transpose([1, 0, 2, 3].into_iter().collect()), &[value]);
+            let rows = net
+                .graph
+                .reshape(turned, Shape::from(&[channels, count][..]), &net.at)
+                .unwrap();
+            let sum = net.add(
+                Op::Reduce {
+                    op: ReduceOp::Sum,
+                    axes: [1].into_iter().collect(),
+                },
+                &[rows],
+            );
+            let counts = net
+                .graph
+                .full(count as f64, &net.graph.ty(sum).clone(), &net.at)
+                .unwrap();
+            net.binary(BinaryOp::Div, sum, counts)
+        };
+        let mean = mean_of(&mut net, y);
+        let means = net.by_channel(mean, y);
+        let centred = net.binary(BinaryOp::Sub, y, means);
+        let squares = net.binary(BinaryOp::Mul, centred, centred);
+        let variance = mean_of(&mut net, squares);
+        let small = net
+            .graph
+            .full(1e-3, &net.graph.ty(variance).clone(), &net.at)
+            .unwrap();
+        let shifted = net.binary(BinaryOp::Add, variance, small);
+        let root = net.graph.unary(UnaryOp::Sqrt, shifted, &net.at).unwrap();
+        let roots = net.by_channel(root, y);
+        let unit = net.binary(BinaryOp::Div, centred, roots);
+        let (scales, offsets) = (net.by_channel(scale, y), net.by_channel(offset, y));
+        let scaled = net.binary(BinaryOp::Mul, unit, scales);
+        let moved = net.binary(BinaryOp::Add, scaled, offsets);
+        let zeros = net.graph.full(0.0, &net.graph.ty(y).clone(), &net.at).unwrap();
+        let off = net.graph.compare(CompareOp::Le, moved, zeros, &net.at).unwrap();
+        let active = net.add(Op::Select, &[off, zeros, moved]);
+        let result = net.add(Op::Conv(conv(1, 0, 1, 1)), &[active, second]);
+
+        // The gradient of half the sum of squares of the result.
+        let input = [size, size].into_iter().collect();
+        let d_active = net.add(
+            Op::ConvInputGrad {
+                conv: conv(1, 0, 1, 1),
+                input,
+            },
+            &[result, second],
+        );
+        let d_moved = net.add(Op::Select, &[off, zeros, d_active]);
+        let d_offset = net.by_channel_sum(d_moved);
+        let by_unit = net.binary(BinaryOp::Mul, d_moved, unit);
+        let d_scale = net.by_channel_sum(by_unit);
+        let d_unit = net.binary(BinaryOp::Mul, d_moved, scales);
+        let d_direct = net.binary(BinaryOp::Div, d_unit, roots);
+        let squared = net.binary(BinaryOp::Mul, roots, roots);
+        let share = net.binary(BinaryOp::Div, centred, squared);
+        let product = net.binary(BinaryOp::Mul, d_unit, share);
+        let d_root = net.by_channel_sum(product);
+        let halved = net.binary(BinaryOp::Div, d_root, root);
+        let spread = net.by_channel(halved, y);
+        let pulled = net.binary(BinaryOp::Mul, centred, spread);
+        let twice = net.binary(BinaryOp::Add, pulled, pulled);
+        let d_centred = net.binary(BinaryOp::Sub, d_direct, twice);
+        let total = net.by_channel_sum(d_centred);
+        let totals = net.by_channel(total, y);
+        let d_y = net.binary(BinaryOp::Sub, d_centred, totals);
+        let d_kernel = net.add(
+            Op::ConvWeightGrad {
+                conv: conv(1, 1, 1, 1),
+                kernel: [3, 3].into_iter().collect(),
+            },
+            &[x, d_y],
+        );
+        let step = net.binary(BinaryOp::Sub, kernel, d_kernel);
+        for value in [mean, variance, result, d_offset, d_scale, d_root, step] {
+            net.output(value);
+        }
+        check(&net.graph, &format!("case {case}"), 1e-4);
     }
 }
