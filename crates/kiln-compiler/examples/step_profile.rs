@@ -243,11 +243,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for &kernel in by_time.iter().take(40) {
         let report = &contract.kernels[kernel];
         let seconds = (events[kernel] / rounds).as_secs_f64().max(1e-9);
-        let nodes: Vec<&str> = report
-            .nodes
-            .iter()
-            .map(|n| n.split(' ').next().unwrap_or(""))
-            .collect();
+        let nodes: Vec<&str> = report.nodes.iter().map(|node| &*node.op).collect();
         println!(
             "{kernel:4} {:>14} {:8.3} ms {:6.1} GB/s {:6.1} GFLOP/s  {}",
             report.name,

@@ -15,8 +15,10 @@ use kiln_cpu::{
 };
 use kiln_graph::Graph;
 
-use crate::emit::{ExternCall, KernelReport};
+use crate::emit::ExternCall;
 use crate::error::CompileError;
+use crate::observe::{Observed, Observer};
+use crate::report::{BufferReport, KernelReport};
 use crate::{CompiledStep, Options, compile};
 
 /// What the caller of a step must know: stored in the cache beside the shared object.
@@ -30,6 +32,8 @@ pub struct Contract {
     pub threads: usize,
     /// The kernels, by number.
     pub kernels: Vec<KernelReport>,
+    /// The buffers that kernels share.
+    pub buffers: Vec<BufferReport>,
     /// Operations that run outside, by index.
     pub externs: Vec<ExternCall>,
 }
@@ -47,6 +51,8 @@ pub struct CpuExecutable {
     pub compile_time: Duration,
     /// Time in the C compiler and linker.
     pub build_time: Duration,
+    /// Time in each stage, those of the C compiler and of loading included.
+    pub stages: Vec<(&'static str, Duration)>,
 }
 
 impl CpuExecutable {
@@ -67,14 +73,21 @@ impl CpuExecutable {
             .field("compiler", env!("KILN_COMPILER_SOURCES"))
             .field("options", options.identity())
             .finish();
-        if crate::debug::folder().is_some() {
+        if let Some(folder) = &options.debug {
             // What is written there must not depend on what the cache holds.
-            compile(graph, options)?;
+            let compiled = compile(graph, options)?;
+            crate::debug::write_build(folder, &compiled, toolchain, build);
         }
+        let quiet = Options {
+            debug: None,
+            ..options.clone()
+        };
+        let mut stages = Vec::new();
         let mut compile_time = Duration::ZERO;
         let cached = cache.get_or_build(&key, toolchain, build, || -> Result<StepSource, CompileError> {
-            let compiled = compile(graph, options)?;
+            let compiled = compile(graph, &quiet)?;
             compile_time = start.elapsed();
+            stages.clone_from(&compiled.times);
             let payload =
                 serde_json::to_string(&compiled.contract()).map_err(|error| CompileError::Description {
                     name: graph.name.clone(),
@@ -96,6 +109,10 @@ impl CpuExecutable {
             Origin::Cache => Duration::ZERO,
             Origin::Built(elapsed) => elapsed,
         };
+        if build_time > Duration::ZERO {
+            stages.push(("cc", build_time));
+        }
+        stages.push(("load", cached.load_time));
         tracing::info!(
             name = graph.name,
             kernels = contract.kernels.len(),
@@ -112,6 +129,7 @@ impl CpuExecutable {
             from_cache: matches!(cached.origin, Origin::Cache),
             compile_time,
             build_time,
+            stages,
         })
     }
 
@@ -138,6 +156,26 @@ impl CpuExecutable {
         scalars: &[u64],
         hooks: &dyn StepHooks,
     ) -> Result<(), CompileError> {
+        // SAFETY: the same contract.
+        unsafe { self.run_observed(pool, inputs, outputs, scalars, hooks, None) }
+    }
+
+    /// [`CpuExecutable::run`], with an observer that is shown the step's memory after each kernel, for finding wrong results.
+    ///
+    /// # Errors
+    /// Those of [`CpuExecutable::run`].
+    ///
+    /// # Safety
+    /// As [`CpuExecutable::run`].
+    pub unsafe fn run_observed(
+        &self,
+        pool: &ThreadPool,
+        inputs: &[*const u8],
+        outputs: &[*mut u8],
+        scalars: &[u64],
+        hooks: &dyn StepHooks,
+        observer: Option<&mut Observer<'_>>,
+    ) -> Result<(), CompileError> {
         if pool.threads() > self.contract.threads {
             return Err(CompileError::Arguments {
                 name: self.name.clone(),
@@ -147,14 +185,24 @@ impl CpuExecutable {
             });
         }
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        let (memory, bytes) = (arena.as_mut_ptr().cast_const(), arena.len());
+        // SAFETY: the arena stays locked, and the outputs valid by this function's contract, until the step is over.
+        let observed = observer.map(|it| unsafe { Observed::new(hooks, memory, bytes, outputs, it) });
         let arguments = StepArguments {
             inputs,
             outputs,
             arena: &mut arena,
             scalars,
         };
+        let hooks = observed
+            .as_ref()
+            .map_or(hooks, |observed| observed as &dyn StepHooks);
         // SAFETY: this function's contract is that of the step; the arena is ours alone while locked.
-        unsafe { self.step.run(pool, arguments, hooks) }.map_err(Into::into)
+        unsafe { self.step.run(pool, arguments, hooks) }?;
+        if let Some(observed) = &observed {
+            observed.finish();
+        }
+        Ok(())
     }
 
     /// Name of the step.
@@ -171,6 +219,7 @@ impl CompiledStep {
             arena_bytes: self.plan.arena_bytes,
             threads: self.threads,
             kernels: self.kernels.clone(),
+            buffers: self.buffers.clone(),
             externs: self.externs.clone(),
         }
     }

@@ -12,27 +12,33 @@
 //!
 //! Each stage takes plain data and returns plain data with a text form; [`compile`] is the list of them. The crate does not know Burn.
 
-mod debug;
+pub mod debug;
 pub mod emit;
 mod error;
 mod executable;
 pub mod index;
 pub mod kernels;
+pub mod observe;
 mod options;
 pub mod plan;
+pub mod report;
 pub mod schedule;
+pub mod stages;
 pub mod transform;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kiln_cpu::SourceFile;
 use kiln_graph::Graph;
+use stages::Stages;
 
-pub use emit::{ExternCall, KernelReport};
+pub use emit::ExternCall;
 pub use error::CompileError;
 pub use executable::{Contract, CpuExecutable};
+pub use observe::{Observer, StepMemory};
 pub use options::Options;
 pub use plan::Plan;
+pub use report::{BufferPlace, BufferReport, FusedNode, KernelReport};
 
 /// The result of [`compile`].
 #[derive(Clone, Debug)]
@@ -47,6 +53,8 @@ pub struct CompiledStep {
     pub sources: Vec<SourceFile>,
     /// What each kernel does, by the number that profiling events carry.
     pub kernels: Vec<KernelReport>,
+    /// The buffers that kernels share.
+    pub buffers: Vec<BufferReport>,
     /// Most threads that may run the step.
     pub threads: usize,
     /// Operations that run outside, by the index that the step passes to `call_extern`.
@@ -57,7 +65,7 @@ pub struct CompiledStep {
     pub dumps: Vec<(String, String)>,
 }
 
-/// Compiles `graph` to C. With `KILN_DEBUG=DIR` in the environment, what each stage made is written to a folder in `DIR`.
+/// Compiles `graph` to C. What each stage made is written to [`Options::debug`], if that names a folder.
 ///
 /// The compiled step takes one pointer for each parameter and one for each output, row-major and contiguous, and the runtime scalars
 /// as eight bytes each ([`kiln_graph::Scalar::to_bits`]). [`Plan::aliases`] says which outputs take over which parameter's memory.
@@ -70,11 +78,10 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
     let _entered = span.enter();
     kiln_graph::verify::verify(graph)?;
     let mut stages = Stages::default();
-    let debug = debug::folder();
-    let recorded = graph;
 
-    let dump = options.dump || debug.is_some();
-    let (graph, dumps) = stages.time("transform", || transform::run(recorded, options, dump))?;
+    let dump = options.dump || options.debug.is_some();
+    let recorded = graph;
+    let (graph, dumps) = transform::run(recorded, options, dump, &mut stages)?;
     let schedule = stages.time("schedule", || schedule::fuse::schedule(&graph, options.fuse));
     let emit_options = emit::EmitOptions {
         isa: options.isa,
@@ -102,30 +109,41 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         plan,
         sources: emitted.sources,
         kernels: emitted.kernels,
+        buffers: emitted.buffers,
         threads: options.threads,
         externs,
         times: stages.times,
         dumps,
     };
-    if let Some(folder) = debug {
-        debug::write(&folder, recorded, &compiled);
+    if let Some(folder) = &options.debug {
+        debug::write(folder, &compiled);
     }
+    log(&compiled);
     Ok(compiled)
 }
 
-/// Times of the stages.
-#[derive(Default)]
-struct Stages {
-    times: Vec<(&'static str, Duration)>,
-}
-
-impl Stages {
-    fn time<T>(&mut self, name: &'static str, stage: impl FnOnce() -> T) -> T {
-        let span = tracing::debug_span!("stage", name);
-        let _entered = span.enter();
-        let start = Instant::now();
-        let result = stage();
-        self.times.push((name, start.elapsed()));
-        result
+/// One line for each kernel: what was fused, and what it costs.
+fn log(compiled: &CompiledStep) {
+    for (number, kernel) in compiled.kernels.iter().enumerate() {
+        let step = &compiled.graph.name;
+        if kernel.nodes.len() > 1 {
+            tracing::debug!(
+                target: "kiln::fusion",
+                step,
+                kernel = number,
+                name = kernel.name,
+                "{}",
+                kernel.nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+            );
+        }
+        tracing::debug!(
+            target: "kiln::kernels",
+            step,
+            kernel = number,
+            name = kernel.name,
+            operations = kernel.nodes.len(),
+            bytes = kernel.bytes,
+            flops = kernel.flops,
+        );
     }
 }

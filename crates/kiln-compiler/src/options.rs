@@ -1,5 +1,7 @@
 //! Options of the step compiler.
 
+use std::path::PathBuf;
+
 use kiln_cpu::{Isa, Toolchain};
 
 /// What the compiler may assume and how far it goes.
@@ -15,6 +17,8 @@ pub struct Options {
     pub transform: bool,
     /// Whether to keep the text of the graph after each pass.
     pub dump: bool,
+    /// Folder in which to write what each stage made ([`crate::debug`]); none to write nothing.
+    pub debug: Option<PathBuf>,
 }
 
 impl Options {
@@ -26,6 +30,7 @@ impl Options {
             fuse: true,
             transform: true,
             dump: false,
+            debug: None,
         }
     }
 

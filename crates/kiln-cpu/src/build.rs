@@ -110,6 +110,17 @@ impl Built {
     }
 }
 
+/// What a build runs.
+struct Commands {
+    /// For each source, the arguments of its compilation.
+    compile: Vec<(String, Vec<String>)>,
+    /// The arguments of the linker's run.
+    link: Vec<String>,
+}
+
+/// The shared object in the folder of a build.
+const LIBRARY_NAME: &str = "step.so";
+
 impl Toolchain {
     /// Compiles the `.c` files of `sources` and links them into one shared object. `kiln_runtime.h` is added to the
     /// tree.
@@ -120,6 +131,8 @@ impl Toolchain {
     pub fn build(&self, sources: &[SourceFile], options: &BuildOptions) -> Result<Built> {
         let span = tracing::info_span!("cc", files = sources.len());
         let _entered = span.enter();
+        let mut profiled = kiln_profile::span(kiln_profile::Category::Compile, "cc");
+        profiled.argument("files", sources.len());
         let start = Instant::now();
         let folder = tempfile::Builder::new()
             .prefix("kiln-")
@@ -134,13 +147,38 @@ impl Toolchain {
             write(&file.name, &file.text)?;
         }
 
+        let Commands { compile, link } = self.commands(sources, options);
+        let run = |commands: Vec<(String, Vec<String>)>, jobs| {
+            let commands = commands
+                .into_iter()
+                .map(|(file, arguments)| (file, self.invoke(arguments)));
+            self.run_all(commands.collect(), folder.path(), jobs)
+        };
+        if let Err(error) = run(compile, options.jobs.max(1)) {
+            return Err(keep_sources(error, folder));
+        }
+        let library = folder.path().join(LIBRARY_NAME);
+        if let Err(error) = run(vec![("link".into(), link)], 1) {
+            return Err(keep_sources(error, folder));
+        }
+        let elapsed = start.elapsed();
+        tracing::debug!(?elapsed, files = sources.len(), "built");
+        Ok(Built {
+            folder,
+            library,
+            elapsed,
+        })
+    }
+
+    /// The arguments of every compiler process of a build.
+    fn commands(&self, sources: &[SourceFile], options: &BuildOptions) -> Commands {
         // Long files first: the last process to finish is then a short one.
         let mut units: Vec<&SourceFile> = sources.iter().filter(|file| file.name.ends_with(".c")).collect();
         units.sort_by_key(|file| std::cmp::Reverse(file.text.len()));
-        let mut commands = Vec::new();
-        for unit in &units {
-            let mut command = self.invoke(self.flags());
-            command.args([
+        let owned = |arguments: &[&str]| arguments.iter().copied().map(str::to_owned).collect::<Vec<_>>();
+        let compile = units.iter().map(|unit| {
+            let mut arguments = self.flags().to_vec();
+            arguments.extend(owned(&[
                 options.level.flag(),
                 "-fPIC",
                 "-pipe",
@@ -148,31 +186,29 @@ impl Toolchain {
                 "-c",
                 &unit.name,
                 "-o",
-            ]);
-            command.arg(object_name(&unit.name));
+                &object_name(&unit.name),
+            ]));
             if options.debug_info {
-                command.arg("-g");
+                arguments.push("-g".to_owned());
             }
-            commands.push((unit.name.clone(), command));
+            (unit.name.clone(), arguments)
+        });
+        let mut link = owned(&["-shared", "-o", LIBRARY_NAME]);
+        link.extend(units.iter().map(|unit| object_name(&unit.name)));
+        link.push("-lm".to_owned());
+        Commands {
+            compile: compile.collect(),
+            link,
         }
-        if let Err(error) = self.run_all(commands, folder.path(), options.jobs.max(1)) {
-            return Err(keep_sources(error, folder));
-        }
+    }
 
-        let library = folder.path().join("step.so");
-        let mut link = self.invoke(["-shared", "-o", "step.so"]);
-        link.args(units.iter().map(|unit| object_name(&unit.name)));
-        link.arg("-lm");
-        if let Err(error) = self.run_all(vec![("link".into(), link)], folder.path(), 1) {
-            return Err(keep_sources(error, folder));
-        }
-        let elapsed = start.elapsed();
-        tracing::debug!(?elapsed, units = units.len(), "built");
-        Ok(Built {
-            folder,
-            library,
-            elapsed,
-        })
+    /// The commands of a build, as they would be typed in the folder that holds the sources and `kiln_runtime.h`: one for each `.c` file, then the one that
+    /// links them to `step.so`.
+    pub fn build_commands(&self, sources: &[SourceFile], options: &BuildOptions) -> Vec<String> {
+        let Commands { compile, link } = self.commands(sources, options);
+        let all = compile.into_iter().map(|(_, arguments)| arguments).chain([link]);
+        all.map(|arguments| format!("{} {}", self.command(), arguments.join(" ")))
+            .collect()
     }
 
     /// Runs the commands in `folder`, at most `jobs` at once, and stops at the first failure.

@@ -1,12 +1,13 @@
 //! Loading a shared object and calling its entry.
 
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::{ABI_VERSION, RawRuntime, RawStep, Signature, Task};
 use crate::buffer::{ALIGNMENT, AlignedBuffer};
@@ -119,6 +120,10 @@ pub trait StepHooks {
 
     /// Called on the calling thread around each kernel.
     fn kernel_event(&self, _kernel: usize, _event: KernelEvent) {}
+
+    /// Called on the calling thread after each parallel loop of a kernel, once for each other thread that had a piece of it, with the times
+    /// ([`kiln_profile::now`]) at which that thread began and ended. Only if [`wants_events`](Self::wants_events).
+    fn piece_event(&self, _kernel: usize, _thread: usize, _begin: u64, _end: u64) {}
 }
 
 /// Hooks of a step without operations outside its code.
@@ -136,6 +141,8 @@ struct Context<'a> {
     pool: &'a ThreadPool,
     hooks: &'a dyn StepHooks,
     failure: RefCell<Option<String>>,
+    /// The kernel that runs now; kept only for hooks that want events.
+    kernel: Cell<usize>,
 }
 
 impl Step {
@@ -166,10 +173,15 @@ impl Step {
             pool,
             hooks,
             failure: RefCell::new(None),
+            kernel: Cell::new(0),
         };
         let runtime = RawRuntime {
             pool: (&raw const context).cast_mut().cast(),
-            parallel_for,
+            parallel_for: if hooks.wants_events() {
+                timed_parallel_for
+            } else {
+                parallel_for
+            },
             threads: pool.threads() as c_int,
             kernel_event: hooks.wants_events().then_some(kernel_event),
             call_extern,
@@ -252,6 +264,54 @@ unsafe extern "C" fn parallel_for(pool: *mut c_void, n: i64, grain: i64, task: T
     unsafe { context(pool).pool.run_task(n, grain, task, ctx) };
 }
 
+/// A task whose pieces are timed.
+struct Timed {
+    task: Task,
+    ctx: *mut c_void,
+    /// When each thread began and ended its piece; 0 if it had none.
+    times: Box<[(AtomicU64, AtomicU64)]>,
+}
+
+unsafe extern "C" fn timed_piece(ctx: *mut c_void, begin: i64, end: i64, thread: c_int) {
+    // SAFETY: `timed_parallel_for` passes its `Timed`, which outlives the loop.
+    let timed = unsafe { &*ctx.cast::<Timed>() };
+    let started = kiln_profile::now();
+    // SAFETY: the contract of `parallel_for`.
+    unsafe { (timed.task)(timed.ctx, begin, end, thread) };
+    if let Some((start, stop)) = timed.times.get(thread as usize) {
+        start.store(started, Ordering::Relaxed);
+        stop.store(kiln_profile::now(), Ordering::Relaxed);
+    }
+}
+
+unsafe extern "C" fn timed_parallel_for(pool: *mut c_void, n: i64, grain: i64, task: Task, ctx: *mut c_void) {
+    // SAFETY: see `context`.
+    let context = unsafe { context(pool) };
+    let times = (0..context.pool.threads()).map(|_| Default::default());
+    let timed = Timed {
+        task,
+        ctx,
+        times: times.collect(),
+    };
+    // SAFETY: as in `parallel_for`; `timed` lives until the loop is done, and is only read but for its atomics.
+    unsafe {
+        context
+            .pool
+            .run_task(n, grain, timed_piece, (&raw const timed).cast_mut().cast());
+    }
+    for (thread, (start, stop)) in timed.times.iter().enumerate().skip(1) {
+        // The pool has synchronised with the pieces: their stores are visible.
+        let (start, stop) = (start.load(Ordering::Relaxed), stop.load(Ordering::Relaxed));
+        if stop > 0 {
+            let _ = catch_unwind(AssertUnwindSafe(|| {
+                context
+                    .hooks
+                    .piece_event(context.kernel.get(), thread, start, stop);
+            }));
+        }
+    }
+}
+
 unsafe extern "C" fn kernel_event(pool: *mut c_void, kernel: c_int, begin: c_int) {
     // SAFETY: see `context`.
     let context = unsafe { context(pool) };
@@ -260,6 +320,7 @@ unsafe extern "C" fn kernel_event(pool: *mut c_void, kernel: c_int, begin: c_int
     } else {
         KernelEvent::End
     };
+    context.kernel.set(kernel as usize);
     // A panic must not cross the C frames above; a lost profiling event is the smaller harm.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         context.hooks.kernel_event(kernel as usize, event)

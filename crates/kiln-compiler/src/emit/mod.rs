@@ -25,7 +25,7 @@ use crate::schedule::layout::Layouts;
 use crate::schedule::{Kernel, KernelKind};
 use nest::{Argument, Launch};
 
-pub use step::{Emitted, KernelReport, emit};
+pub use step::{Emitted, emit};
 
 /// What emitting depends on besides the graph.
 #[derive(Clone, Debug)]

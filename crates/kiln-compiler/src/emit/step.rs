@@ -4,33 +4,19 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use rustc_hash::FxHashMap;
-use serde::{Deserialize, Serialize};
 
 use kiln_cpu::{Signature, SourceFile};
-use kiln_graph::op::{ConvDims, DotDims, Op};
-use kiln_graph::{Graph, Node, Shape};
+use kiln_graph::{Graph, Node};
 
 use super::nest::{Argument, Launch};
 use super::{Call, EmitOptions, KernelCode};
 use crate::kernels;
 use crate::plan::{Place, Plan};
+use crate::report::{BufferReport, Buffers, KernelReport};
 use crate::schedule::{Buffer, Kernel, KernelKind, Schedule};
 
 /// Characters of C in one file, roughly: files compile in parallel, and none should be much longer than the rest.
 const FILE_LENGTH: usize = 48 * 1024;
-
-/// What is known of a kernel of a compiled step.
-#[derive(Clone, Debug, Serialize, Deserialize, PartialEq)]
-pub struct KernelReport {
-    /// Name of its (first) function.
-    pub name: String,
-    /// The operations computed, each as `mnemonic (phase, Burn operation, location)`.
-    pub nodes: Vec<String>,
-    /// Bytes read and written, each buffer once.
-    pub bytes: u64,
-    /// Floating point operations of contractions, and one for each pointwise operation and element.
-    pub flops: u64,
-}
 
 /// A source tree and what is known of its kernels.
 #[derive(Clone, Debug)]
@@ -39,6 +25,8 @@ pub struct Emitted {
     pub sources: Vec<SourceFile>,
     /// Kernels, by the number that profiling events carry.
     pub kernels: Vec<KernelReport>,
+    /// The buffers that kernels share.
+    pub buffers: Vec<BufferReport>,
 }
 
 impl Kernel {
@@ -87,8 +75,9 @@ pub fn emit(
     let mut helpers: BTreeSet<&kernels::Helper> = BTreeSet::new();
     let mut body = String::new();
     let mut reports = Vec::new();
+    let buffers = Buffers::new(graph, schedule, plan);
     for (number, (kernel, code)) in schedule.kernels.iter().zip(codes).enumerate() {
-        let mut report = describe(graph, kernel);
+        let mut report = buffers.describe(graph, kernel, (plan.scratch[number], code.scratch));
         comment(graph, kernel, plan, &report, &mut body);
         for call in &code.calls {
             let place = |argument: &Argument| place_text(plan, *argument, plan.scratch[number]);
@@ -122,7 +111,7 @@ pub fn emit(
                     let list: Vec<String> = arguments.iter().map(place).collect();
                     let _ = writeln!(
                         body,
-                        "    {{\n        void *list[] = {{{}}};\n        if (rt->call_extern(rt->pool, {index}, list)) return 1 + {index};\n    }}",
+                        "    {{\n        void *list[] = {{{}}};\n        EVENT({number}, 1);\n        int failed = rt->call_extern(rt->pool, {index}, list);\n        EVENT({number}, 0);\n        if (failed) return 1 + {index};\n    }}",
                         list.join(", ")
                     );
                     report.name = format!("extern_{index}");
@@ -135,6 +124,7 @@ pub fn emit(
     Emitted {
         sources,
         kernels: reports,
+        buffers: buffers.list,
     }
 }
 
@@ -180,7 +170,8 @@ fn place_text(plan: &Plan, argument: Argument, scratch: usize) -> String {
 }
 
 fn comment(graph: &Graph, kernel: &Kernel, plan: &Plan, report: &KernelReport, body: &mut String) {
-    let _ = writeln!(body, "    /* {}", wrap(&report.nodes.join(", ")));
+    let fused: Vec<String> = report.nodes.iter().map(ToString::to_string).collect();
+    let _ = writeln!(body, "    /* {}", wrap(&fused.join(", ")));
     for (word, buffers) in [("from", &kernel.reads), ("to", &kernel.writes)] {
         let list: Vec<String> = buffers
             .iter()
@@ -214,71 +205,6 @@ fn wrap(text: &str) -> String {
         length += word.len() + 1;
     }
     out
-}
-
-fn describe(graph: &Graph, kernel: &Kernel) -> KernelReport {
-    let nodes = kernel.nodes.iter().map(|&node| {
-        let data = graph.node(node);
-        let provenance = &data.provenance;
-        let phase = provenance.phase.name();
-        let words: Vec<&str> = [
-            (phase != "-").then_some(phase),
-            provenance.operation.as_deref(),
-            provenance.location.as_deref(),
-        ]
-        .into_iter()
-        .flatten()
-        .collect();
-        if words.is_empty() {
-            data.op.name().to_owned()
-        } else {
-            format!("{} ({})", data.op.name(), words.join(" "))
-        }
-    });
-    let bytes = kernel
-        .reads
-        .iter()
-        .chain(&kernel.writes)
-        .map(|&buffer| match buffer {
-            Buffer::Value(value) => graph.ty(value).bytes() as u64,
-            Buffer::Output(output) => graph.ty(graph.outputs[output as usize].value).bytes() as u64,
-        });
-    KernelReport {
-        name: String::new(),
-        nodes: nodes.collect(),
-        bytes: bytes.sum(),
-        flops: kernel.nodes.iter().map(|&node| flops(graph, node)).sum(),
-    }
-}
-
-/// Floating point operations of a node.
-pub fn flops(graph: &Graph, node: Node) -> u64 {
-    let data = graph.node(node);
-    let out = data.outputs.first().map_or(0, |&v| graph.ty(v).numel() as u64);
-    let shape = |at: usize| -> &Shape { graph.shape(data.inputs[at]) };
-    let window = |conv: &ConvDims, kernel: &[usize], channels: usize| {
-        let _ = conv;
-        2 * (kernel.iter().product::<usize>() * channels) as u64
-    };
-    match &data.op {
-        Op::DotGeneral(DotDims { a_contract, .. }) => {
-            2 * out
-                * a_contract
-                    .iter()
-                    .map(|&axis| shape(0)[axis] as u64)
-                    .product::<u64>()
-        }
-        Op::Conv(conv) => out * window(conv, &shape(1)[2..], shape(1)[1]),
-        Op::ConvInputGrad { conv, .. } => {
-            graph.ty(data.inputs[0]).numel() as u64 * window(conv, &shape(1)[2..], shape(1)[1])
-        }
-        Op::ConvWeightGrad { conv, kernel } => {
-            graph.ty(data.inputs[1]).numel() as u64 * window(conv, kernel, shape(0)[1] / conv.groups)
-        }
-        Op::Reduce { .. } => graph.ty(data.inputs[0]).numel() as u64,
-        op if op.is_pointwise() => out,
-        _ => 0,
-    }
 }
 
 fn files(

@@ -8,6 +8,7 @@ pub mod simplify;
 
 use kiln_graph::{Graph, TypeError};
 
+use crate::stages::Stages;
 use crate::{CompileError, Options};
 
 /// Graphs after each pass, by name, as text.
@@ -23,11 +24,16 @@ const PASSES: &[Pass] = &[
     ("simplify again", simplify::simplify),
 ];
 
-/// Runs all passes; with `dump`, keeps the text of the graph after each.
+/// Runs all passes, each timed as a stage; with `dump`, keeps the text of the graph after each.
 ///
 /// # Errors
 /// [`CompileError::Pass`] if a pass makes an ill-typed node.
-pub fn run(graph: &Graph, options: &Options, dump: bool) -> Result<(Graph, Dumps), CompileError> {
+pub fn run(
+    graph: &Graph,
+    options: &Options,
+    dump: bool,
+    stages: &mut Stages,
+) -> Result<(Graph, Dumps), CompileError> {
     let mut dumps = Dumps::new();
     let mut graph = graph.without_dead_code();
     if dump {
@@ -37,7 +43,9 @@ pub fn run(graph: &Graph, options: &Options, dump: bool) -> Result<(Graph, Dumps
         return Ok((graph, dumps));
     }
     for &(name, pass) in PASSES {
-        graph = pass(&graph).map_err(|source| CompileError::Pass { pass: name, source })?;
+        graph = stages
+            .time(name, || pass(&graph))
+            .map_err(|source| CompileError::Pass { pass: name, source })?;
         if cfg!(debug_assertions) {
             kiln_graph::verify::verify(&graph)?;
         }

@@ -20,7 +20,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 pub use key::{CacheKey, KeyBuilder};
 
@@ -62,6 +62,8 @@ pub struct CachedStep {
     pub payload: String,
     /// Where it came from.
     pub origin: Origin,
+    /// Time of loading the object.
+    pub load_time: Duration,
 }
 
 /// One line of a listing.
@@ -90,6 +92,13 @@ struct Inner {
     limit: u64,
     /// Whether the warning about a folder that cannot be written was given.
     warned: AtomicBool,
+}
+
+/// Loads an object and says how long that took.
+fn load(path: &Path) -> Result<(Library, Duration)> {
+    let _span = kiln_profile::span(kiln_profile::Category::Compile, "load");
+    let start = Instant::now();
+    Ok((Library::load(path)?, start.elapsed()))
 }
 
 impl Cache {
@@ -147,13 +156,15 @@ impl Cache {
         let folder = self.folder()?;
         let name = key.to_string();
         let reason = match entry::read(folder, &name) {
-            Ok(description) => match Library::load(&entry::object_path(folder, &name)) {
-                Ok(library) => {
+            Ok(description) => match load(&entry::object_path(folder, &name)) {
+                Ok((library, load_time)) => {
                     entry::touch(folder, &name);
+                    tracing::debug!(target: "kiln::cache", key = name, name = description.name, ?load_time, "hit");
                     return Some(CachedStep {
                         library,
                         payload: description.payload,
                         origin: Origin::Cache,
+                        load_time,
                     });
                 }
                 Err(error) => error.to_string(),
@@ -191,9 +202,10 @@ impl Cache {
             return Ok(found);
         }
         let StepSource { name, files, payload } = source()?;
+        tracing::debug!(target: "kiln::cache", key = %key, name, files = files.len(), "miss: the step is built");
         let built = toolchain.build(&files, options)?;
         // Loaded from where it was built: what others do to the cache from now on is no concern of ours.
-        let library = Library::load(built.path())?;
+        let (library, load_time) = load(built.path())?;
         if lock.is_some() {
             self.store(key, built.path(), &name, &payload);
         }
@@ -201,6 +213,7 @@ impl Cache {
             library,
             payload,
             origin: Origin::Built(built.elapsed),
+            load_time,
         })
     }
 
