@@ -24,7 +24,8 @@ pub use channel::{Kiln, KilnChannel};
 pub use client::KilnClient;
 pub use device::{KilnDevice, Mode};
 pub use error::Error;
-pub use options::{CompileBackend, CompileOptions, UnknownBackend};
+pub use options::{CompileBackend, CompileOptions, NumericsCheck, UnknownBackend};
 pub use record::{
-    BreakReason, CompiledRegion, GraphBreak, Location, Mismatch, Recompile, RegionReport, StepReport,
+    BreakReason, CompileEvent, CompiledRegion, GraphBreak, Guards, Location, Mismatch, Recompile,
+    RegionReport, StepReport,
 };

@@ -1,6 +1,7 @@
 //! How a region is compiled.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// What runs a recorded step. The order is a ladder: when a result looks wrong, go down it until it is right; the step
@@ -76,7 +77,7 @@ impl FromStr for CompileBackend {
 pub struct UnknownBackend(pub String);
 
 /// Options of a compiled region. Build with [`CompileOptions::default`] and the `with_*` methods.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct CompileOptions {
     /// What runs the recorded step. Default: [`CompileBackend::Cpu`].
     pub backend: CompileBackend,
@@ -92,7 +93,26 @@ pub struct CompileOptions {
     pub deterministic: bool,
     /// Name of the region in reports, dumps and traces. Default: `step`.
     pub name: String,
+    /// Folder for what each compilation made ([`kiln_compiler::debug`]): recorded stream, graphs, schedule, plan, sources, a script that runs the step alone.
+    /// Default: the environment variable `KILN_DEBUG`; nothing is written without it.
+    pub debug: Option<PathBuf>,
+    /// Whether the first runs of each compiled step are compared with another backend. Default: no.
+    pub check: Option<NumericsCheck>,
 }
+
+/// A comparison of the first runs of each compiled step with another backend. See [`CompileOptions::check_against`].
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct NumericsCheck {
+    /// The backend that is taken to be right.
+    pub backend: CompileBackend,
+    /// Largest difference, relative to the largest magnitude of a tensor, that counts as equal.
+    pub tolerance: f64,
+    /// Runs of each compiled step that are compared.
+    pub steps: u64,
+}
+
+/// Runs that [`CompileOptions::check_against`] compares unless told otherwise.
+const CHECKED_STEPS: u64 = 3;
 
 impl Default for CompileOptions {
     fn default() -> Self {
@@ -104,6 +124,8 @@ impl Default for CompileOptions {
             threads: 0,
             deterministic: true,
             name: "step".to_owned(),
+            debug: None,
+            check: None,
         }
     }
 }
@@ -142,6 +164,43 @@ impl CompileOptions {
     /// Sets [`CompileOptions::deterministic`].
     pub fn with_deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
+        self
+    }
+
+    /// Compares the first runs of each compiled step with `backend` (a name of the ladder, such as `aot_eager`) on the same inputs. If results differ by more than `tolerance`, relative to the
+    /// largest magnitude of a tensor, `run` fails with an error that names the first kernel, the operation and the Burn call where they part.
+    ///
+    /// ```
+    /// use kiln_burn::CompileOptions;
+    ///
+    /// let options = CompileOptions::default().check_against("aot_eager", 1e-4)?;
+    /// assert_eq!(options.check.unwrap().tolerance, 1e-4);
+    /// # Ok::<(), kiln_burn::UnknownBackend>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If there is no backend of that name.
+    pub fn check_against(mut self, backend: &str, tolerance: f64) -> Result<Self, UnknownBackend> {
+        self.check = Some(NumericsCheck {
+            backend: backend.parse()?,
+            tolerance,
+            steps: CHECKED_STEPS,
+        });
+        Ok(self)
+    }
+
+    /// Sets how many runs of each compiled step [`CompileOptions::check_against`] compares. Default: 3.
+    pub fn with_check_steps(mut self, steps: u64) -> Self {
+        if let Some(check) = &mut self.check {
+            check.steps = steps;
+        }
+        self
+    }
+
+    /// Sets [`CompileOptions::debug`].
+    pub fn with_debug(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.debug = Some(folder.into());
         self
     }
 

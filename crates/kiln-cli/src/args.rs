@@ -11,7 +11,9 @@ use kiln::CompileBackend;
     name = "kiln",
     version,
     about,
-    after_help = "KILN_LOG sets the log, for example KILN_LOG=info or KILN_LOG=kiln=debug."
+    after_help = "KILN_LOG shows what Kiln decides, one line an event: recompiles, graph_breaks, fusion, partition, cache, kernels \
+                  (several with commas), or a level such as info. KILN_DEBUG=DIR writes each compiled step to a folder: recorded \
+                  stream, graph after each pass, schedule, memory plan, sources, and a script that runs the step alone."
 )]
 pub struct Arguments {
     /// What to do.
@@ -72,6 +74,10 @@ pub struct TrainArguments {
     /// Change a key of the config, as in train.batch_size=16; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
+    /// Profile the first STEPS steps: writes trace.json for https://ui.perfetto.dev into the run's folder and prints where
+    /// the time went
+    #[arg(long, value_name = "STEPS")]
+    pub profile: Option<u64>,
 }
 
 /// Arguments of `kiln eval`.
@@ -180,4 +186,13 @@ pub struct ExplainArguments {
     /// Print the recorded graph too
     #[arg(long)]
     pub graph: bool,
+    /// Print JSON instead of sentences
+    #[arg(long)]
+    pub json: bool,
+    /// Write a page for the browser: memory over the step, the graph with its kernels, tables
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+    /// Time each kernel, and compare it with what this machine can do
+    #[arg(long)]
+    pub measure: bool,
 }

@@ -1,6 +1,7 @@
 //! `kiln explain`: what the training step of a config or a model compiles to.
 
 use burn::tensor::backend::Backend;
+use kiln::explain::Machine;
 use kiln::{CompileOptions, Kiln, KilnDevice};
 
 use crate::args::ExplainArguments;
@@ -10,6 +11,9 @@ use crate::data::Data;
 use crate::error::CliError;
 use crate::model::{Architecture, Batch, Family, freeze, initialise};
 use crate::train::{TrainBackend, build_trainer};
+
+/// Steps that `--measure` takes the mean of.
+const MEASURED: usize = 5;
 
 /// Calls until the step is compiled and known to come again.
 const CALLS: usize = 3;
@@ -75,7 +79,25 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
     for _ in 0..CALLS {
         trainer.step(1e-4, batches.clone())?;
     }
-    print!("{}", trainer.explain());
+    let mut explain = trainer.explain();
+    if arguments.measure {
+        let profile = kiln::profile();
+        for _ in 0..MEASURED {
+            trainer.step(1e-4, batches.clone())?;
+        }
+        explain = trainer
+            .explain()
+            .with_times(&profile.summary(), Some(Machine::measure(0)?));
+    }
+    if let Some(path) = &arguments.html {
+        std::fs::write(path, explain.to_html()).map_err(CliError::io("write", path))?;
+        eprintln!("open {} in a browser", path.display());
+    }
+    if arguments.json {
+        println!("{}", explain.to_json());
+        return Ok(());
+    }
+    print!("{explain}");
     if let Some(reason) = trainer.obstacle() {
         println!("  recorded at every call: {reason}");
     }

@@ -28,20 +28,12 @@ pub mod train;
 
 use std::process::ExitCode;
 
-use tracing_subscriber::EnvFilter;
-
 use args::{Arguments, CacheAction, Command};
 pub use error::CliError;
 
 /// Runs a command; its failure is printed as one message.
 pub fn run(arguments: Arguments) -> ExitCode {
-    let filter = EnvFilter::try_from_env("KILN_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    // A second call in one process finds a subscriber already there, which serves as well.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .without_time()
-        .try_init();
+    kiln::log::init();
     match dispatch(arguments.command) {
         Ok(code) => code,
         Err(error) => {

@@ -495,6 +495,85 @@ fn backends_explain_and_cache_answer() {
 }
 
 #[test]
+fn explain_gives_data_and_a_page() {
+    let place = Place::new();
+    let page = place.path("page.html");
+    let text = place.ok(&[
+        "explain",
+        "--config",
+        "small.toml",
+        "--json",
+        "--html",
+        page.to_str().unwrap(),
+    ]);
+    let report: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(report["region"], "train_step");
+    let steps = report["steps"].as_array().unwrap();
+    assert!(steps.iter().any(|step| step["runs"].as_u64() > Some(0)), "{text}");
+    assert!(std::fs::read_to_string(page).unwrap().contains("id=\"report\""));
+}
+
+#[test]
+fn the_log_shows_what_it_is_asked_for() {
+    let place = Place::new();
+    let explain = |log: Option<&str>| {
+        let mut command = place.command(&["explain", "--config", "small.toml"]);
+        command.env_remove("KILN_LOG");
+        log.into_iter().for_each(|log| {
+            command.env("KILN_LOG", log);
+        });
+        String::from_utf8(command.output().unwrap().stderr).unwrap()
+    };
+    let silent = explain(None);
+    assert!(!silent.contains("kiln::"), "{silent}");
+    // The compiled steps are in the cache now: recompiles and hits are all that is left to say.
+    let said = explain(Some("recompiles,cache"));
+    let lines: Vec<&str> = said.lines().filter(|line| line.contains("kiln::")).collect();
+    assert!(
+        lines
+            .iter()
+            .any(|line| line.contains("kiln::cache") && line.contains("hit")),
+        "{said}"
+    );
+    assert!(!said.contains("kiln::kernels"), "{said}");
+}
+
+#[test]
+fn a_profiled_run_leaves_a_trace() {
+    let place = Place::new();
+    let text = place.ok(&[
+        "train",
+        "--config",
+        "small.toml",
+        "--steps",
+        "5",
+        "--profile",
+        "5",
+        "--out",
+        "profiled",
+    ]);
+    assert!(
+        text.contains("by kernel") && text.contains("compile times"),
+        "{text}"
+    );
+    let trace = std::fs::read_to_string(place.path("profiled").join("trace.json")).unwrap();
+    let trace: Value = serde_json::from_str(&trace).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let count = |name: &str| {
+        events
+            .iter()
+            .filter(|event| event["name"] == name && event["ph"] == "X")
+            .count()
+    };
+    assert_eq!(count("train step"), 5);
+    assert_eq!(count("wait for data"), 5);
+    assert!(
+        count("data loading") >= 5,
+        "batches are prepared on a thread of their own"
+    );
+}
+
+#[test]
 fn the_configs_of_the_repository_are_valid() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs");
     let mut count = 0;

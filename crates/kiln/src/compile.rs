@@ -6,6 +6,7 @@ use crate::explain::Explain;
 
 /// Makes a compiled region. See [`Compiled::run`].
 pub fn compile(options: CompileOptions) -> Compiled {
+    crate::log::init_if_asked();
     Compiled {
         region: CompiledRegion::new(options),
     }

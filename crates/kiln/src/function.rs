@@ -18,6 +18,7 @@ use crate::explain::Explain;
 /// # Ok::<(), kiln::Error>(())
 /// ```
 pub fn compile_fn<F>(function: F) -> CompiledFn<F> {
+    crate::log::init_if_asked();
     CompiledFn {
         region: CompiledRegion::new(CompileOptions::default().with_name("function")),
         function,

@@ -43,9 +43,10 @@
 //! Outside of these Kiln is an eager backend on burn-flex.
 
 mod compile;
-mod explain;
+pub mod explain;
 mod function;
 mod input;
+pub mod log;
 mod train;
 
 pub use compile::{Compiled, compile};
@@ -53,10 +54,11 @@ pub use explain::Explain;
 pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput};
 pub use kiln_burn::{
-    BreakReason, CompileBackend, CompileOptions, Error, GraphBreak, Kiln, KilnDevice, Location, Mismatch,
-    Mode, Recompile, RegionReport, StepReport, UnknownBackend,
+    BreakReason, CompileBackend, CompileEvent, CompileOptions, Error, GraphBreak, Kiln, KilnDevice, Location,
+    Mismatch, Mode, NumericsCheck, Recompile, RegionReport, StepReport, UnknownBackend,
 };
 pub use kiln_derive::StepInput;
+pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};
 pub use train::{StepOptimizer, StepOutput, TrainError, TrainStep, TrainStepBuilder};
 
 /// The backends a step can be compiled for, in the order in which to try them when a result looks wrong.
@@ -66,6 +68,34 @@ pub use train::{StepOptimizer, StepOutput, TrainError, TrainStep, TrainStepBuild
 /// ```
 pub fn list_backends() -> &'static [CompileBackend] {
     &CompileBackend::ALL
+}
+
+/// Opens a profile: until it is dropped, recording, compiling, data loading and every kernel are noted.
+///
+/// ```no_run
+/// let profile = kiln::profile();
+/// // some training steps
+/// profile.export_chrome_trace("trace.json")?; // for https://ui.perfetto.dev
+/// println!("{}", profile.summary());          // by kernel and by Burn operation
+/// # Ok::<(), std::io::Error>(())
+/// ```
+///
+/// Without an open profile nothing is collected and nothing is paid for it.
+pub fn profile() -> Profile {
+    Profile::start()
+}
+
+/// Marks a part of the program in an open profile, until the result is dropped: loading a batch, an evaluation.
+///
+/// ```
+/// # fn load() {}
+/// {
+///     let _span = kiln::profile_span("data loading");
+///     load();
+/// }
+/// ```
+pub fn profile_span(name: &'static str) -> kiln_profile::Span {
+    kiln_profile::span(kiln_profile::Category::User, name)
 }
 
 // The derive macro names this crate as `kiln`, also in the crate's own tests and examples.

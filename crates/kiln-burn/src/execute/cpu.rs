@@ -4,18 +4,25 @@
 //! are row-major on a 64-byte border, as the outputs of compiled steps always are; others are copied. An output that the step computes in place of an input takes over that
 //! input's buffer if nobody else holds it, and a copy of it otherwise.
 
+mod locate;
+
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt::Write;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
-use kiln_compiler::{CompileError, CpuExecutable, ExternCall, Options};
-use kiln_cpu::{BuildOptions, Cache, CpuError, StepHooks, ThreadPool, Toolchain};
+use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Observer, Options};
+use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::op::ExternOp;
 use kiln_graph::{Graph, TensorType};
+use kiln_profile::StepDescription;
 
+use super::check::{Parting, Reference};
+use super::profile::{RunClock, describe_contract, next_id};
 use super::{Executable, ExecuteError, check_arguments, convert};
 use crate::import::external;
 use crate::options::CompileOptions;
@@ -25,7 +32,11 @@ pub struct Cpu {
     graph: Arc<Graph>,
     executable: CpuExecutable,
     pool: Arc<ThreadPool>,
+    /// How the graph was compiled.
+    compiler: Options,
     externs: Vec<ExternOp>,
+    id: u64,
+    description: OnceLock<Arc<StepDescription>>,
 }
 
 /// The pool of each number of threads: steps of one program share it.
@@ -44,12 +55,16 @@ fn pool(threads: usize) -> Arc<ThreadPool> {
 }
 
 impl Cpu {
-    /// Compiles `graph`, or finds it in the disk cache.
+    /// Compiles `graph`, or finds it in the disk cache. What the compiler made is written to `debug`, if given.
     ///
     /// # Errors
     ///
     /// If there is no C compiler, an operation has no code, or the build fails.
-    pub fn new(graph: Arc<Graph>, options: &CompileOptions) -> Result<Self, ExecuteError> {
+    pub fn new(
+        graph: Arc<Graph>,
+        options: &CompileOptions,
+        debug: Option<&Path>,
+    ) -> Result<Self, ExecuteError> {
         static TOOLCHAIN: LazyLock<Result<Toolchain, Arc<CpuError>>> =
             LazyLock::new(|| Toolchain::detect().map_err(Arc::new));
         static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
@@ -57,7 +72,10 @@ impl Cpu {
             .as_ref()
             .map_err(|error| ExecuteError::NoCompiler(error.clone()))?;
         let pool = pool(options.threads);
-        let compiler = Options::new(toolchain, pool.threads());
+        let compiler = Options {
+            debug: debug.map(Path::to_path_buf),
+            ..Options::new(toolchain, pool.threads())
+        };
         let executable = CpuExecutable::new(&graph, &compiler, toolchain, &CACHE, &BuildOptions::default())?;
         let externs = executable
             .contract()
@@ -69,7 +87,13 @@ impl Cpu {
             graph,
             executable,
             pool,
+            compiler: Options {
+                debug: None,
+                ..compiler
+            },
             externs,
+            id: next_id(),
+            description: OnceLock::new(),
         })
     }
 }
@@ -104,8 +128,14 @@ fn into_bytes(tensor: FlexTensor) -> Bytes {
     copy
 }
 
-impl Executable for Cpu {
-    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+impl Cpu {
+    /// Runs the step. `observe` sees the step's memory after each kernel.
+    fn call(
+        &self,
+        inputs: Vec<FlexTensor>,
+        scalars: &[u64],
+        observe: Option<&mut Observer<'_>>,
+    ) -> Result<Vec<FlexTensor>, ExecuteError> {
         check_arguments(&self.graph, &inputs, scalars)?;
         let aliases = &self.executable.contract().aliases;
         let types: Vec<&TensorType> = self
@@ -139,18 +169,28 @@ impl Executable for Cpu {
             }
         };
         let input_pointers: Vec<*const u8> = inputs.iter().enumerate().map(pointer).collect();
+        let outside = Outside {
+            step: self,
+            clock: RunClock::start(),
+        };
         // SAFETY: `check_arguments` compared number and types of the inputs with the graph the step was compiled from, so every pointer is valid for the size of its
         // tensor; `kernel_ready` and `aligned` put them on 64-byte borders. Output buffers are fresh or were taken over from an input that `aliases` pairs with
         // them, and are exclusively ours; the inputs are kept alive, and unchanged, by `inputs` until after the call.
         unsafe {
-            self.executable.run(
+            self.executable.run_observed(
                 &self.pool,
                 &input_pointers,
                 &output_pointers,
                 scalars,
-                &Outside(self),
+                &outside,
+                observe,
             )
         }?;
+        if let Some(clock) = outside.clock {
+            let contract = self.executable.contract();
+            let describe = || Arc::new(describe_contract(&self.graph.name, self.id, contract));
+            clock.finish(self.description.get_or_init(describe));
+        }
         drop(inputs);
         let tensor = |(bytes, ty): (Bytes, &&TensorType)| {
             FlexTensor::new(
@@ -160,6 +200,16 @@ impl Executable for Cpu {
             )
         };
         Ok(outputs.into_iter().zip(&types).map(tensor).collect())
+    }
+}
+
+impl Executable for Cpu {
+    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+        self.call(inputs, scalars, None)
+    }
+
+    fn locate(&self, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {
+        locate::first_kernel(self, reference)
     }
 
     fn report(&self) -> String {
@@ -186,16 +236,57 @@ impl Executable for Cpu {
     fn arena_bytes(&self) -> Option<usize> {
         Some(self.executable.contract().arena_bytes)
     }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn contract(&self) -> Option<&Contract> {
+        Some(self.executable.contract())
+    }
+
+    fn stages(&self) -> &[(&'static str, Duration)] {
+        &self.executable.stages
+    }
+
+    fn from_cache(&self) -> bool {
+        self.executable.from_cache
+    }
+
+    fn threads(&self) -> usize {
+        self.pool.threads()
+    }
 }
 
-/// Runs what stayed outside the compiled code.
-struct Outside<'a>(&'a Cpu);
+/// Runs what stayed outside the compiled code, and notes times for an open profile.
+struct Outside<'a> {
+    step: &'a Cpu,
+    clock: Option<RunClock>,
+}
 
 impl StepHooks for Outside<'_> {
+    fn wants_events(&self) -> bool {
+        self.clock.is_some()
+    }
+
+    fn kernel_event(&self, kernel: usize, event: KernelEvent) {
+        match (&self.clock, event) {
+            (Some(clock), KernelEvent::Begin) => clock.begin(),
+            (Some(clock), KernelEvent::End) => clock.end(kernel),
+            (None, _) => {}
+        }
+    }
+
+    fn piece_event(&self, kernel: usize, thread: usize, begin: u64, end: u64) {
+        if let Some(clock) = &self.clock {
+            clock.piece(kernel, thread, begin, end);
+        }
+    }
+
     fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> Result<(), String> {
         let (call, op) = (
-            &self.0.executable.contract().externs[index],
-            &self.0.externs[index],
+            &self.step.executable.contract().externs[index],
+            &self.step.externs[index],
         );
         let read = |(position, (dtype, dims)): (usize, &(String, Vec<usize>))| {
             let ty = TensorType::new(

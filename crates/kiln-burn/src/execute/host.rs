@@ -8,13 +8,18 @@ use kiln_candle::CandleExecutable;
 use kiln_graph::interpret::Interpreter;
 use kiln_graph::op::ExternOp;
 use kiln_graph::{DType, Graph, HostTensor, Scalar};
+use kiln_profile::Category;
 
+use super::check::{Parting, Reference};
+use super::profile::next_id;
 use super::{Executable, ExecuteError, check_arguments, convert};
 use crate::import::external;
+use crate::options::CompileBackend;
 
 /// The graph on candle-core.
 pub struct Candle {
     executable: CandleExecutable,
+    id: u64,
 }
 
 impl Candle {
@@ -26,6 +31,7 @@ impl Candle {
     pub fn new(graph: Arc<Graph>) -> Result<Self, ExecuteError> {
         Ok(Self {
             executable: CandleExecutable::new(graph)?,
+            id: next_id(),
         })
     }
 }
@@ -33,10 +39,19 @@ impl Candle {
 impl Executable for Candle {
     fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
         let graph = self.executable.graph();
+        let _span = kiln_profile::span_with(Category::Step, || graph.name.clone().into());
         check_arguments(graph, &inputs, scalars)?;
         let handler = |op: &ExternOp, operands: Vec<HostTensor>| run_extern(op, &operands);
         let outputs = self.executable.run_with(&to_hosts(&inputs), scalars, &handler)?;
         Ok(outputs.iter().map(to_flex).collect())
+    }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn locate(&self, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {
+        reference.first_node(self.executable.graph(), CompileBackend::Candle)
     }
 
     fn report(&self) -> String {
@@ -50,17 +65,19 @@ impl Executable for Candle {
 /// The plain meaning of the graph, in f64.
 pub struct Interpret {
     graph: Arc<Graph>,
+    id: u64,
 }
 
 impl Interpret {
     /// Prepares `graph`.
     pub fn new(graph: Arc<Graph>) -> Self {
-        Self { graph }
+        Self { graph, id: next_id() }
     }
 }
 
 impl Executable for Interpret {
     fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+        let _span = kiln_profile::span_with(Category::Step, || self.graph.name.clone().into());
         check_arguments(&self.graph, &inputs, scalars)?;
         let types = self.graph.scalars().iter().map(|&value| self.graph.dtype(value));
         let scalars: Vec<Scalar> = scalars
@@ -72,6 +89,14 @@ impl Executable for Interpret {
         let interpreter = Interpreter::new(&self.graph).with_extern(&mut handler);
         let outputs = interpreter.run(&to_hosts(&inputs), &scalars)?;
         Ok(outputs.iter().map(to_flex).collect())
+    }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn locate(&self, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {
+        reference.first_node(&self.graph, CompileBackend::Interpret)
     }
 
     fn report(&self) -> String {

@@ -5,21 +5,26 @@
 //!
 //! - [`aot_eager`]: node by node on burn-flex. The reference in the ladder of backends, and what runs where nothing can be compiled.
 //! - [`cpu`]: compiled to one shared object through C.
+//! - [`profile`]: what they tell an open profile. [`check`]: comparing one with another.
 //! - [`host`]: `candle` (candle-core, whose kernels share nothing with Burn's) and `interpret` (the plain meaning in f64).
 //!
 //! Operations kept whole run on burn-flex everywhere ([`crate::import::external`]).
 
 pub mod aot_eager;
+pub mod check;
 pub mod convert;
 pub mod cpu;
 pub mod host;
+pub mod profile;
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use burn_flex::FlexTensor;
 use kiln_candle::CandleError;
-use kiln_compiler::CompileError;
+use kiln_compiler::{CompileError, Contract};
 use kiln_cpu::CpuError;
 use kiln_graph::{Graph, InterpretError, TensorType};
 
@@ -42,6 +47,38 @@ pub trait Executable: Send + Sync {
 
     /// What there is to say about how the graph runs, for people.
     fn report(&self) -> String;
+
+    /// What is known of compiled code: kernels, buffers, operations outside. None where nothing is compiled.
+    fn contract(&self) -> Option<&Contract> {
+        None
+    }
+
+    /// Its number in the process, under which profiles file its kernels.
+    fn id(&self) -> u64;
+
+    /// The first place where this executable and the reference part, as precisely as it can tell.
+    ///
+    /// # Errors
+    ///
+    /// If either fails.
+    fn locate(&self, _reference: &check::Reference<'_>) -> Result<Option<check::Parting>, ExecuteError> {
+        Ok(None)
+    }
+
+    /// Time spent in each stage of preparation.
+    fn stages(&self) -> &[(&'static str, Duration)] {
+        &[]
+    }
+
+    /// Whether the disk cache had it.
+    fn from_cache(&self) -> bool {
+        false
+    }
+
+    /// Threads that share its work.
+    fn threads(&self) -> usize {
+        1
+    }
 
     /// Bytes of the one block that holds all intermediate values of a run; none where values are allocated one by one.
     fn arena_bytes(&self) -> Option<usize> {
@@ -103,6 +140,16 @@ pub enum ExecuteError {
         /// What it said.
         message: String,
     },
+    /// The step and the backend it was checked against gave different results.
+    #[error("output {output} is not what {reference} gives; they part at {parting}")]
+    Parted {
+        /// The backend it was checked against.
+        reference: CompileBackend,
+        /// The first output that differs.
+        output: usize,
+        /// The first place where they part.
+        parting: Box<check::Parting>,
+    },
     /// There is no C compiler.
     #[error(transparent)]
     NoCompiler(Arc<CpuError>),
@@ -112,7 +159,7 @@ pub enum ExecuteError {
 }
 
 /// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C compiler, an operation without code) the step runs on
-/// `aot_eager`, after one warning.
+/// `aot_eager`, after one warning. `debug` is the folder for what the step compiler made of it, if that is wanted.
 ///
 /// # Errors
 ///
@@ -121,6 +168,7 @@ pub fn prepare(
     backend: CompileBackend,
     graph: Arc<Graph>,
     options: &CompileOptions,
+    debug: Option<&Path>,
 ) -> Result<(Box<dyn Executable>, CompileBackend), ExecuteError> {
     let _span = tracing::debug_span!("prepare", %backend).entered();
     let aot_eager = |graph| -> Box<dyn Executable> { Box::new(aot_eager::AotEager::new(graph)) };
@@ -128,7 +176,7 @@ pub fn prepare(
         CompileBackend::Eager | CompileBackend::AotEager => aot_eager(graph),
         CompileBackend::Candle => Box::new(host::Candle::new(graph)?),
         CompileBackend::Interpret => Box::new(host::Interpret::new(graph)),
-        CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options) {
+        CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options, debug) {
             Ok(executable) => Box::new(executable),
             Err(
                 error @ (ExecuteError::NoCompiler(_)

@@ -55,6 +55,26 @@ pub enum Mismatch {
     },
 }
 
+impl Mismatch {
+    /// What most likely makes the step the same again.
+    pub const fn remedy(&self) -> &'static str {
+        match self {
+            Self::Input { .. } => {
+                "give every call inputs of the same shape and type: pad batches, or drop the last one if it is smaller"
+            }
+            Self::Operation { .. } => {
+                "control flow took another way: replace branches on host values by tensor operations (mask_where), or compile each way as a region of its own"
+            }
+            Self::Attributes { .. } => {
+                "an index, dimension or other attribute changes from call to call: pass it as a tensor (select, gather) instead of a host number"
+            }
+            Self::Outputs { .. } => {
+                "the program keeps other tensors than before: keep or drop the same ones at every call (metrics logged only now and then, say)"
+            }
+        }
+    }
+}
+
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |operation: &Option<String>| operation.clone().unwrap_or_else(|| "the end".to_owned());

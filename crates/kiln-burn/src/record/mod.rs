@@ -6,21 +6,25 @@
 //! - [`replay`]: running a step again without the program that recorded it.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
+//! - [`history`], [`stream_text`]: what was compiled and why, for reports and debug dumps.
 //! - [`breaks`], [`location`]: why and where a recording was cut.
 
 pub mod breaks;
 pub mod exchange;
 pub mod guard;
+pub mod history;
 pub mod location;
 pub mod recording;
 pub mod region;
 pub mod replay;
 pub mod session;
+pub mod stream_text;
 
 pub use breaks::{BreakReason, GraphBreak};
 pub use guard::Mismatch;
+pub use history::CompileEvent;
 pub use location::Location;
 pub use recording::Recorded;
-pub use region::{LastRun, Recompile, RegionReport, Step, StepReport};
+pub use region::{Guards, LastRun, Recompile, RegionReport, Step, StepReport};
 pub use replay::{Replay, ReplayError};
 pub use session::{CompiledRegion, Position, position, rehearse};

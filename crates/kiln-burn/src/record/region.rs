@@ -4,6 +4,7 @@
 //! first. A recording that no guard accepts is a new step: it is imported, prepared by the region's backend, and remembered with the guard that failed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -11,12 +12,18 @@ use std::time::{Duration, Instant};
 use burn_backend::DType;
 use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId, TensorIr};
+use kiln_compiler::Contract;
+use kiln_compiler::stages::Stages;
 use kiln_graph::Graph;
+use kiln_profile::Category;
 
 use super::breaks::GraphBreak;
 use super::guard::{Guard, Mismatch};
+use super::history::{self, CompileEvent};
 use super::recording::Recorded;
+use super::stream_text;
 use crate::error::Error;
+use crate::execute::check::Checker;
 use crate::execute::{self, Executable, ExecuteError};
 use crate::import::{self, ScalarSource};
 use crate::options::{CompileBackend, CompileOptions};
@@ -28,6 +35,8 @@ pub struct Step {
     guard: Guard,
     graph: Arc<Graph>,
     executable: Box<dyn Executable>,
+    /// Compares the first runs with another backend, if that was asked for.
+    checker: Option<Checker>,
     /// For each argument of the graph, the position of the recording's input.
     arguments: Vec<usize>,
     /// For each runtime scalar of the graph, where it comes from and what it becomes.
@@ -37,8 +46,12 @@ pub struct Step {
     backend: CompileBackend,
     /// Prepared for one run only: replaced by the region's own backend if the step comes again.
     provisional: bool,
-    runs: AtomicU64,
+    /// Which step of the region, in the order of compilation.
+    number: usize,
+    runs: Arc<AtomicU64>,
     compile_time: Duration,
+    /// Time in each stage of compilation, recording included.
+    stages: Vec<(&'static str, Duration)>,
     /// Nanoseconds, over all runs.
     run_time: AtomicU64,
     operations: usize,
@@ -81,11 +94,30 @@ pub struct Recompile {
     pub mismatch: Mismatch,
 }
 
+/// What must be the same for a step to run again. The operations themselves, with their attributes, are the rest of it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Guards {
+    /// Element type and shape of each input, in order of first use.
+    pub inputs: Vec<String>,
+    /// Number of operations.
+    pub operations: usize,
+    /// Number of results that are alive at the end.
+    pub outputs: usize,
+}
+
 /// What a region has compiled.
 #[derive(Clone, Debug)]
 pub struct StepReport {
     /// Segment of the region, from 0.
     pub segment: usize,
+    /// Which step of the region, in the order of compilation, from 0.
+    pub number: usize,
+    /// Number of the executable in the process: what kernels in profiles are filed under.
+    pub executable: u64,
+    /// Whether it was prepared for one run only: the first step of an optimizer, whose graph does not come again.
+    pub provisional: bool,
+    /// What must be the same for it to run.
+    pub guards: Guards,
     /// The backend that runs it.
     pub backend: CompileBackend,
     /// Recorded operations.
@@ -114,6 +146,14 @@ pub struct StepReport {
     pub arena_bytes: Option<usize>,
     /// What the executor says of itself.
     pub details: String,
+    /// Kernels and buffers of compiled code.
+    pub contract: Option<Contract>,
+    /// Time in each stage of compilation, recording included.
+    pub stages: Vec<(&'static str, Duration)>,
+    /// Whether the disk cache had it.
+    pub from_cache: bool,
+    /// Threads that share its work.
+    pub threads: usize,
 }
 
 /// What happened in a region so far.
@@ -129,6 +169,10 @@ pub struct RegionReport {
     pub breaks: Vec<(GraphBreak, u64)>,
     /// Compilations after the first of a segment.
     pub recompiles: Vec<Recompile>,
+    /// Every compilation, in order.
+    pub compiles: Vec<CompileEvent>,
+    /// Greatest number of steps a segment compiles.
+    pub recompile_limit: usize,
 }
 
 /// The compiled steps of one region and their history.
@@ -142,13 +186,19 @@ pub struct Region {
     calls: u64,
     breaks: Vec<(GraphBreak, u64)>,
     recompiles: Vec<Recompile>,
+    compiles: Vec<CompileEvent>,
     warned_limit: bool,
+    /// How long the program took to issue the operations of the recording that comes next.
+    pub recorded_in: Duration,
+    /// Where dumps go; none if nobody asked for them.
+    debug: Option<PathBuf>,
 }
 
 impl Region {
     /// A region that has compiled nothing.
     pub fn new(options: CompileOptions) -> Self {
         Self {
+            debug: history::debug_folder(options.debug.as_deref(), &options.name),
             options,
             capacity: usize::MAX,
             segments: Vec::new(),
@@ -156,7 +206,9 @@ impl Region {
             calls: 0,
             breaks: Vec::new(),
             recompiles: Vec::new(),
+            compiles: Vec::new(),
             warned_limit: false,
+            recorded_in: Duration::ZERO,
         }
     }
 
@@ -174,6 +226,11 @@ impl Region {
     /// Remembers a graph break.
     pub fn note_break(&mut self, graph_break: GraphBreak) {
         tracing::info!(target: "kiln::graph_breaks", region = %self.options.name, "{graph_break}");
+        if kiln_profile::is_active() {
+            let region = ("region", self.options.name.clone().into());
+            let text = ("break", graph_break.to_string().into());
+            kiln_profile::instant(Category::Break, "graph break", vec![region, text]);
+        }
         match self.breaks.iter_mut().find(|(known, _)| *known == graph_break) {
             Some((_, count)) => *count += 1,
             None => self.breaks.push((graph_break, 1)),
@@ -228,20 +285,47 @@ impl Region {
         while self.segments.len() <= segment {
             self.segments.push(Vec::new());
         }
+        let guard = kiln_profile::span(Category::Host, "guard");
         let known = self.segments[segment]
             .iter()
             .position(|step| step.guard.accepts(recorded));
+        drop(guard);
+        let mut reason = None;
         if let Some(index) = known {
             if !self.segments[segment][index].provisional {
                 return Ok(index);
             }
             self.segments[segment].remove(index);
         } else if let Some(mismatch) = self.nearest_mismatch(segment, recorded) {
-            tracing::info!(target: "kiln::recompiles", region = %self.options.name, segment, "{mismatch}");
+            tracing::info!(
+                target: "kiln::recompiles",
+                region = %self.options.name,
+                segment,
+                "{mismatch}; {}",
+                mismatch.remedy()
+            );
+            reason = Some(mismatch.clone());
             self.recompiles.push(Recompile { segment, mismatch });
         }
         let (backend, provisional) = self.choose_backend(segment, recorded, known.is_some());
-        let step = Step::compile(&self.options, backend, provisional, recorded)?;
+        let number = self.compiles.len();
+        let folder = self
+            .debug
+            .as_ref()
+            .map(|folder| folder.join(format!("step-{number}")));
+        let mut step = Step::compile(&self.options, backend, provisional, recorded, folder.as_deref())?;
+        step.number = number;
+        step.stages.insert(0, ("record", self.recorded_in));
+        let name = &self.options.name;
+        let at = (segment, number);
+        history::note_compile(name, at, step.backend, step.executable.from_cache(), &step.stages);
+        self.compiles.push(CompileEvent::new(
+            at,
+            (step.backend, provisional),
+            reason,
+            step.compile_time,
+            step.runs.clone(),
+        ));
         let steps = &mut self.segments[segment];
         steps.insert(0, Arc::new(step));
         steps.truncate(self.capacity);
@@ -266,16 +350,14 @@ impl Region {
             .count();
         if compiled >= self.options.recompile_limit && backend > CompileBackend::AotEager {
             if !std::mem::replace(&mut self.warned_limit, true) {
-                let last = self
-                    .recompiles
-                    .last()
-                    .map(|recompile| recompile.mismatch.to_string())
-                    .unwrap_or_default();
+                let last = self.recompiles.last().map(|recompile| &recompile.mismatch);
+                let failed = last.map(Mismatch::to_string).unwrap_or_default();
+                let remedy = last.map_or("keep shapes and control flow the same", Mismatch::remedy);
                 tracing::warn!(
                     target: "kiln::recompiles",
                     region = %self.options.name,
-                    "recompile limit of {} reached; further steps run on aot_eager, which is slower. Last guard that failed: {last}. \
-                     Keep shapes and control flow the same from call to call (pad batches), or raise recompile_limit",
+                    "recompile limit of {} reached; further steps run on aot_eager, which is slower. Last guard that failed: {failed}. \
+                     Likely fix: {remedy}; or raise recompile_limit",
                     self.options.recompile_limit,
                 );
             }
@@ -299,6 +381,8 @@ impl Region {
                 .collect(),
             breaks: self.breaks.clone(),
             recompiles: self.recompiles.clone(),
+            compiles: self.compiles.clone(),
+            recompile_limit: self.options.recompile_limit,
         }
     }
 }
@@ -330,12 +414,21 @@ impl Step {
         backend: CompileBackend,
         provisional: bool,
         recorded: &Recorded,
+        debug: Option<&Path>,
     ) -> Result<Self, Error> {
         let _span = tracing::info_span!("compile", region = %options.name, %backend).entered();
+        let _profiled = kiln_profile::span(Category::Compile, "compile");
+        if let Some(folder) = debug {
+            history::write_stream(folder, &stream_text::to_text(recorded));
+        }
+        let mut stages = Stages::default();
         let start = Instant::now();
         let outputs = output_types(recorded);
-        let imported =
-            import::import(&recorded.operations, &recorded.output_ids).map_err(|source| Error::Import {
+        let imported = stages
+            .time("import", || {
+                import::import(&recorded.operations, &recorded.output_ids)
+            })
+            .map_err(|source| Error::Import {
                 region: options.name.clone(),
                 source: source.into(),
             })?;
@@ -360,20 +453,29 @@ impl Step {
         let scalars = bindings(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
         let (executable, backend) =
-            execute::prepare(backend, graph.clone(), options).map_err(|source| Error::Execute {
+            execute::prepare(backend, graph.clone(), options, debug).map_err(|source| Error::Execute {
                 region: options.name.clone(),
                 source: source.into(),
             })?;
+        let checker = Checker::new(&graph, options).map_err(|source| Error::Execute {
+            region: options.name.clone(),
+            source: source.into(),
+        })?;
+        let mut stages = stages.times;
+        stages.extend_from_slice(executable.stages());
         Ok(Self {
             guard: Guard::new(recorded),
             graph,
+            stages,
+            number: 0,
             executable,
+            checker,
             arguments,
             scalars,
             outputs,
             backend,
             provisional,
-            runs: AtomicU64::new(0),
+            runs: Arc::default(),
             compile_time: start.elapsed(),
             run_time: AtomicU64::new(0),
             operations: recorded.operations.len(),
@@ -408,7 +510,7 @@ impl Step {
                 .map(|&position| inputs[position].clone())
                 .collect();
         }
-        let tensors = catch_unwind(AssertUnwindSafe(|| self.executable.run(inputs, &scalars)))
+        let tensors = catch_unwind(AssertUnwindSafe(|| self.run_checked(inputs, &scalars)))
             .unwrap_or_else(|payload| {
                 Err(ExecuteError::Panicked {
                     message: panic_message(&*payload),
@@ -426,6 +528,19 @@ impl Step {
             .zip(&self.outputs)
             .map(|(tensor, ir)| with_dtype(tensor, ir.dtype))
             .collect())
+    }
+
+    /// Runs the executable, and compares the results with another backend's if that is due.
+    fn run_checked(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+        let Some(checker) = &self.checker else {
+            return self.executable.run(inputs, scalars);
+        };
+        let Some(copies) = checker.copy(&inputs) else {
+            return self.executable.run(inputs, scalars);
+        };
+        let outputs = self.executable.run(inputs, scalars)?;
+        checker.compare(&*self.executable, &self.graph, &copies, scalars, &outputs)?;
+        Ok(outputs)
     }
 
     /// Type and shape of each output.
@@ -450,6 +565,14 @@ impl Step {
         });
         StepReport {
             segment,
+            number: self.number,
+            executable: self.executable.id(),
+            provisional: self.provisional,
+            guards: Guards {
+                inputs: self.guard.inputs().to_vec(),
+                operations: self.operations,
+                outputs: self.outputs.len(),
+            },
             backend: self.backend,
             operations: self.operations,
             nodes: self.graph.num_nodes(),
@@ -469,6 +592,10 @@ impl Step {
             graph: self.graph.clone(),
             arena_bytes: self.executable.arena_bytes(),
             details: self.executable.report(),
+            contract: self.executable.contract().cloned(),
+            stages: self.stages.clone(),
+            from_cache: self.executable.from_cache(),
+            threads: self.executable.threads(),
         }
     }
 }

@@ -11,9 +11,11 @@
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use burn_flex::FlexTensor;
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
+use kiln_profile::Category;
 
 use super::breaks::{BreakReason, GraphBreak};
 use super::location::user_location;
@@ -36,6 +38,8 @@ struct Session {
     region: Region,
     recording: Recording,
     segment: usize,
+    /// When the first operation of the recording came.
+    since: Instant,
     /// The first error of this call; reported when `run` ends.
     error: Option<Error>,
     lazy: bool,
@@ -99,6 +103,7 @@ impl CompiledRegion {
         lock(&self.session).begin();
         let result = {
             let _entered = Entered::new(self.session.clone());
+            let _span = kiln_profile::span(Category::Host, "recording");
             catch_unwind(AssertUnwindSafe(closure))
         };
         let mut session = lock(&self.session);
@@ -160,6 +165,7 @@ impl Session {
             region,
             recording: Recording::new(table::id_watermark()),
             segment: 0,
+            since: Instant::now(),
             error: None,
             lazy,
         }
@@ -182,6 +188,7 @@ impl Session {
         if !self.lazy {
             self.segment += 1;
         }
+        self.region.recorded_in = self.since.elapsed();
         if let Err(error) = self.region.run(segment, recording.finish()) {
             tracing::error!(target: "kiln", "{error}");
             self.error.get_or_insert(error);
@@ -231,6 +238,9 @@ impl Session {
 
     /// Appends an operation whose operands are all known.
     fn record(&mut self, operation: OperationIr) {
+        if self.recording.is_empty() {
+            self.since = Instant::now();
+        }
         self.recording.push(operation, random::take);
         for id in self.recording.take_consumed() {
             table::remove(id);
@@ -412,6 +422,7 @@ fn no_value(operation: &str, reason: &str) -> ! {
 
 /// Runs an operation on burn-flex now.
 fn run_now(operation: &OperationIr) {
+    let _span = kiln_profile::span_with(Category::Eager, || stream::name(operation).into());
     let mut tensors = Materialised { operation };
     let mut streams = || {
         let random::Stream { seed, stream } = random::take();

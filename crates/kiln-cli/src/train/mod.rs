@@ -14,6 +14,7 @@ mod checkpoint;
 mod curves;
 mod evaluate;
 mod log;
+mod profile;
 mod progress;
 mod trainer;
 
@@ -27,6 +28,7 @@ use burn::tensor::backend::Backend;
 use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice};
 use kiln_hub::data::Batches;
 use kiln_hub::{Checkpoint, write_bytes_atomic};
+use kiln_profile::Category;
 
 use crate::args::{EvalArguments, TrainArguments};
 use crate::config::Config;
@@ -37,6 +39,7 @@ pub use checkpoint::{Checkpoints, locate};
 use checkpoint::{State, damaged, read_optimizer, read_state};
 use evaluate::Evaluator;
 use log::{Entry, Log};
+use profile::StepProfile;
 pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
 use trainer::SavedState;
@@ -74,7 +77,9 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
         Some(folder) => folder,
         None => new_folder(arguments.out.as_deref(), &config.name)?,
     };
+    let profile = arguments.profile.map(StepProfile::start);
     let mut run = Run::open(config, folder, from.as_deref())?;
+    run.profile = profile;
     install_interrupt();
     run.go()
 }
@@ -165,6 +170,7 @@ struct Run {
     log: Log,
     /// Steps done.
     step: u64,
+    profile: Option<StepProfile>,
     last_checkpoint: Option<PathBuf>,
 }
 
@@ -254,6 +260,7 @@ impl Run {
             evaluator,
             log,
             step,
+            profile: None,
             last_checkpoint,
         })
     }
@@ -286,6 +293,9 @@ impl Run {
                 return self.leave(&progress);
             }
             self.train_step(&mut progress)?;
+            if self.profile.as_mut().is_some_and(StepProfile::step_done) {
+                self.finish_profile()?;
+            }
             if let Some(reason) = self
                 .trainer
                 .obstacle()
@@ -307,6 +317,7 @@ impl Run {
             }
         }
         progress.finish();
+        self.finish_profile()?;
         self.save()?;
         self.evaluate(&progress)?;
         self.draw()?;
@@ -319,6 +330,7 @@ impl Run {
         let start = Instant::now();
         let mut units = 0;
         let mut inputs = Vec::with_capacity(self.config.train.accumulate);
+        let loading = kiln_profile::span(Category::Data, "wait for data");
         for _ in 0..self.config.train.accumulate {
             let batch = self
                 .batches
@@ -327,6 +339,7 @@ impl Run {
             units += batch.units();
             inputs.push(batch.tensors(&self.device));
         }
+        drop(loading);
         let rate = self.config.schedule.rate(step, steps);
         let loss = self.trainer.step(rate, inputs)?;
         if !loss.is_finite() {
@@ -398,9 +411,18 @@ impl Run {
         )?)
     }
 
+    /// Ends the profile, if there is one: writes the trace and prints where the time went.
+    fn finish_profile(&mut self) -> Result<(), CliError> {
+        match self.profile.take() {
+            Some(profile) => profile.write(&self.folder),
+            None => Ok(()),
+        }
+    }
+
     /// Saves and ends after Ctrl-C.
     fn leave(&mut self, progress: &Progress) -> Result<ExitCode, CliError> {
         progress.finish();
+        self.finish_profile()?;
         self.save()?;
         self.draw()?;
         eprintln!(

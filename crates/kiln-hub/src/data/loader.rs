@@ -283,6 +283,7 @@ impl<D: Dataset, C: Collate<D::Item>> Produce<C::Batch> for Producer<D, C> {
         {
             return None;
         }
+        let _span = kiln_profile::span(kiln_profile::Category::Data, "data loading");
         let epoch = self.state.epoch;
         if self.order.as_ref().is_none_or(|(of, _)| *of != epoch) {
             self.order = Some((epoch, self.loader.order(epoch)));

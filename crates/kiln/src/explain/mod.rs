@@ -1,91 +1,84 @@
-//! `explain`: a region's history as text.
+//! `explain`: what became of a region.
+//!
+//! ```text
+//! RegionReport (kiln-burn) ──► collect ──► Report ──► text   Display
+//!                                            │     ├► JSON   Report::to_json
+//!                              measure ──────┘     └► HTML   Explain::to_html: one file, no network
+//! ```
+
+mod collect;
+mod html;
+mod measure;
+mod report;
+mod text;
 
 use std::fmt;
 
 use kiln_burn::RegionReport;
 
+pub use report::{
+    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount, Recomputed, Report,
+    SavedTensor, Step,
+};
+
 /// What a region compiled, why, and what cut it. Prints as text.
+///
+/// ```
+/// use burn_tensor::Tensor;
+/// use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice};
+///
+/// let mut step = kiln::compile(CompileOptions::default().with_backend(CompileBackend::AotEager));
+/// let x = Tensor::<Kiln, 1>::from_floats([1.0, 2.0], &KilnDevice::default());
+/// let y = step.run(|| {
+///     let total: f32 = x.clone().sum().into_scalar();
+///     x.clone() * total
+/// })?;
+/// let explain = step.explain();
+/// assert_eq!(explain.report().breaks.len(), 1);
+/// println!("{explain}");
+/// # Ok::<(), kiln::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Explain {
-    report: RegionReport,
+    report: Report,
 }
 
 impl Explain {
-    pub(crate) fn new(report: RegionReport) -> Self {
-        Self { report }
+    pub(crate) fn new(region: RegionReport) -> Self {
+        Self {
+            report: collect::report(&region),
+        }
     }
 
-    /// The numbers.
-    pub fn report(&self) -> &RegionReport {
+    /// The data.
+    pub fn report(&self) -> &Report {
         &self.report
+    }
+
+    /// The data, to keep or change.
+    pub fn into_report(self) -> Report {
+        self.report
+    }
+
+    /// The data as JSON.
+    pub fn to_json(&self) -> String {
+        self.report.to_json()
+    }
+
+    /// The data as one HTML file that needs nothing else: findings, memory over the step, the graph with phases coloured and kernels as boxes, sortable tables.
+    pub fn to_html(&self) -> String {
+        self.report.to_html()
+    }
+
+    /// With the times of kernels that ran under a profile. `machine` ([`Machine::measure`]) is what to compare them with.
+    pub fn with_times(mut self, summary: &kiln_profile::Summary, machine: Option<Machine>) -> Self {
+        self.report.add_times(summary, machine);
+        self
     }
 }
 
 impl fmt::Display for Explain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let report = &self.report;
-        writeln!(
-            f,
-            "region `{}`: {} calls, {} compiled steps, {} graph breaks, {} recompiles",
-            report.name,
-            report.calls,
-            report.steps.len(),
-            report.breaks.len(),
-            report.recompiles.len()
-        )?;
-        for step in &report.steps {
-            writeln!(
-                f,
-                "  segment {} on {}: {} operations, {} nodes, {} inputs, {} outputs ({} in place), {} runtime scalars; \
-                 compiled in {:.1?}, ran {} times in {:.1?}",
-                step.segment,
-                step.backend,
-                step.operations,
-                step.nodes,
-                step.inputs,
-                step.outputs,
-                step.aliased,
-                step.scalars,
-                step.compile_time,
-                step.runs,
-                step.run_time
-            )?;
-            if !step.externs.is_empty() {
-                writeln!(f, "    kept whole, run on burn-flex: {}", counted(&step.externs))?;
-            }
-            for line in step.details.lines() {
-                writeln!(f, "    {line}")?;
-            }
-        }
-        for (graph_break, times) in &report.breaks {
-            writeln!(f, "  graph break, {times} times: {graph_break}")?;
-        }
-        for recompile in &report.recompiles {
-            writeln!(
-                f,
-                "  recompiled segment {}: {}",
-                recompile.segment, recompile.mismatch
-            )?;
-        }
-        Ok(())
+        self.report.fmt(f)
     }
-}
-
-/// `a, b (2 times)`: names in order of first occurrence.
-fn counted(names: &[String]) -> String {
-    let mut counts: Vec<(&str, usize)> = Vec::new();
-    for name in names {
-        match counts.iter_mut().find(|(known, _)| known == name) {
-            Some((_, count)) => *count += 1,
-            None => counts.push((name, 1)),
-        }
-    }
-    let show = |&(name, count): &(&str, usize)| {
-        if count == 1 {
-            name.to_owned()
-        } else {
-            format!("{name} ({count} times)")
-        }
-    };
-    counts.iter().map(show).collect::<Vec<_>>().join(", ")
 }

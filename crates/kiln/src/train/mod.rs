@@ -28,6 +28,7 @@ use kiln_burn::record::{self, LastRun, Position, Replay};
 use kiln_burn::{
     CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, KilnClient, KilnDevice, RegionReport,
 };
+use kiln_profile::Category;
 
 use crate::explain::Explain;
 use crate::input::{KilnBackend, KilnTensor, Signature, StepInput, inspect};
@@ -124,6 +125,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         I: StepInput,
         L: StepOutput<B>,
     {
+        crate::log::init_if_asked();
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
             region: CompiledRegion::new(self.options),
@@ -238,6 +240,7 @@ where
     ///
     /// If the closure or the optimizer panics, with the same payload. Model and optimizer are then as before the call.
     pub fn step(&mut self, lr: LearningRate, input: I) -> Result<L, TrainError> {
+        let _call = kiln_profile::span(Category::Host, "train step");
         let (tensors, signature) = inspect(&input);
         if let Some(plan) = self.plan.as_mut().filter(|plan| plan.signature == signature)
             && let Some(scalars) = plan.rehearsal.scalars(lr)
@@ -461,6 +464,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L:
         input: impl StepInput,
         optimizer_scalars: &[ScalarIr],
     ) -> Result<L, Error> {
+        let _span = kiln_profile::span(Category::Host, "replay");
         let fetch = |ir: &TensorIr| record::session::fetch(ir, record::BreakReason::Read);
         let fresh = inputs.iter().map(fetch).collect::<Result<Vec<_>, _>>()?;
         // The batch may be overwritten if nobody else holds it.

@@ -17,16 +17,20 @@ mod pointwise;
 mod pool;
 mod reduce;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use burn_flex::FlexTensor;
 use kiln_graph::interpret::interpret;
 use kiln_graph::{DType, Graph, HostTensor, Node, NodeData, Op, Provenance, Scalar, Shape, Value, philox};
+use kiln_profile::StepDescription;
 use smallvec::{SmallVec, smallvec};
 
+use super::check::{Parting, Reference};
 use super::host::scalar_of_bits;
+use super::profile::{RunClock, describe_nodes, next_id};
 use super::{Executable, ExecuteError, check_arguments, convert};
 use crate::import::external;
+use crate::options::CompileBackend;
 
 type Results = SmallVec<[FlexTensor; 1]>;
 
@@ -34,6 +38,8 @@ type Results = SmallVec<[FlexTensor; 1]>;
 pub struct AotEager {
     graph: Arc<Graph>,
     steps: Vec<Step>,
+    id: u64,
+    description: OnceLock<Arc<StepDescription>>,
 }
 
 /// One node to run.
@@ -96,7 +102,12 @@ impl AotEager {
             steps.push(Step { node, operands });
         }
         steps.reverse();
-        Self { graph, steps }
+        Self {
+            graph,
+            steps,
+            id: next_id(),
+            description: OnceLock::new(),
+        }
     }
 }
 
@@ -118,8 +129,12 @@ impl Executable for AotEager {
         check_arguments(graph, &inputs, scalars)?;
         let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
         let mut values: Vec<Option<FlexTensor>> = vec![None; graph.num_values()];
-        for step in &self.steps {
+        let clock = RunClock::start();
+        for (number, step) in self.steps.iter().enumerate() {
             let data = graph.node(step.node);
+            if let Some(clock) = &clock {
+                clock.begin();
+            }
             let results = match &data.op {
                 Op::Parameter { index, .. } => {
                     let taken = inputs.get_mut(*index as usize).and_then(Option::take);
@@ -152,6 +167,16 @@ impl Executable for AotEager {
                 );
                 values[value.as_u32() as usize] = Some(tensor);
             }
+            if let Some(clock) = &clock {
+                clock.end(number);
+            }
+        }
+        if let Some(clock) = clock {
+            let nodes = self.steps.iter().map(|step| graph.node(step.node));
+            clock.finish(
+                self.description
+                    .get_or_init(|| Arc::new(describe_nodes(graph, self.id, nodes))),
+            );
         }
         let outputs = graph.outputs.iter().map(|output| {
             let value = &values[output.value.as_u32() as usize];
@@ -160,6 +185,14 @@ impl Executable for AotEager {
                 .ok_or_else(|| failure(graph.def(output.value), "the output has no value"))
         });
         outputs.collect()
+    }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn locate(&self, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {
+        reference.first_node(&self.graph, CompileBackend::AotEager)
     }
 
     fn report(&self) -> String {

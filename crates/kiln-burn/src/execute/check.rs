@@ -1,0 +1,280 @@
+//! The numerics check: a step and a reference backend on the same inputs, and the first place where they part.
+//!
+//! The step runs as always; then the reference runs the recorded graph on copies of the inputs, and outputs are compared. If one differs, the executable is asked to find out where
+//! ([`Executable::locate`]): compiled code compares the memory of each kernel, while it runs, with the reference's values of the same graph.
+//!
+//! Two numbers agree if they differ by at most the tolerance times the largest magnitude in the reference's tensor: rounding grows with the numbers that were added up, not
+//! with their sum. Integers and truth values agree if they are equal. NaN agrees with NaN.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use burn_flex::FlexTensor;
+use kiln_graph::{Graph, HostTensor, NodeData, Op};
+
+use super::{Executable, ExecuteError, convert, prepare};
+use crate::options::{CompileBackend, CompileOptions, NumericsCheck};
+
+/// Where a step and its reference part.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Parting {
+    /// The kernel, as number and name; none if the step consists of single operations.
+    pub kernel: Option<String>,
+    /// The primitive that made the value.
+    pub op: String,
+    /// The recorded Burn operation, if known.
+    pub operation: Option<String>,
+    /// `file:line` of the user's call, if known.
+    pub location: Option<String>,
+    /// Type and shape of the value.
+    pub ty: String,
+    /// The first element that differs, and in how many places the two tensors do.
+    pub element: (usize, usize),
+    /// What the reference has there.
+    pub expected: f64,
+    /// What the step has there.
+    pub found: f64,
+}
+
+impl fmt::Display for Parting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(kernel) = &self.kernel {
+            write!(f, "kernel {kernel}, ")?;
+        }
+        write!(f, "`{}`", self.op)?;
+        if let Some(operation) = &self.operation {
+            write!(f, " of {operation}")?;
+        }
+        if let Some(location) = &self.location {
+            write!(f, " at {location}")?;
+        }
+        let (first, count) = self.element;
+        write!(
+            f,
+            ": {count} elements of {} differ, the first at {first}: {} instead of {}",
+            self.ty, self.found, self.expected
+        )
+    }
+}
+
+impl Parting {
+    /// The parting at the first result of `node`, where the tensors differ as `difference` says.
+    pub fn at(graph: &Graph, node: &NodeData, difference: Difference) -> Self {
+        let text = |text: &Option<Arc<str>>| text.as_deref().map(str::to_owned);
+        Self {
+            kernel: None,
+            op: match &node.op {
+                Op::Extern(op) => op.name.clone(),
+                op => op.name().to_owned(),
+            },
+            operation: text(&node.provenance.operation),
+            location: text(&node.provenance.location),
+            ty: node
+                .outputs
+                .first()
+                .map_or_else(String::new, |&value| graph.ty(value).to_string()),
+            element: (difference.first, difference.count),
+            expected: difference.expected,
+            found: difference.found,
+        }
+    }
+}
+
+/// How two tensors differ.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Difference {
+    /// The first element that does.
+    pub first: usize,
+    /// How many do.
+    pub count: usize,
+    /// The reference's element.
+    pub expected: f64,
+    /// The other.
+    pub found: f64,
+}
+
+/// How `found` differs from `expected` beyond `tolerance`; none if they agree.
+pub fn difference(expected: &HostTensor, found: &HostTensor, tolerance: f64) -> Option<Difference> {
+    let (expected_values, found_values) = (expected.to_f64s(), found.to_f64s());
+    let exact = !expected.ty().dtype.is_float();
+    let largest = expected_values
+        .iter()
+        .filter(|x| x.is_finite())
+        .fold(0.0f64, |most, x| most.max(x.abs()));
+    let allowed = if exact { 0.0 } else { tolerance * largest };
+    let agree = |a: f64, b: f64| a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= allowed;
+    let mut differing = expected_values
+        .iter()
+        .zip(&found_values)
+        .enumerate()
+        .filter(|(_, (a, b))| !agree(**a, **b));
+    let (first, (&expected, &found)) = differing.next()?;
+    Some(Difference {
+        first,
+        count: 1 + differing.count(),
+        expected,
+        found,
+    })
+}
+
+/// Compares the first runs of a step with a reference.
+pub struct Checker {
+    check: NumericsCheck,
+    options: CompileOptions,
+    reference: Box<dyn Executable>,
+    done: AtomicU64,
+}
+
+impl Checker {
+    /// A check of the step that runs `graph`, if the options ask for one.
+    ///
+    /// # Errors
+    ///
+    /// If the reference backend cannot take the graph.
+    pub fn new(graph: &Arc<Graph>, options: &CompileOptions) -> Result<Option<Self>, ExecuteError> {
+        let Some(check) = options.check else {
+            return Ok(None);
+        };
+        let (reference, _) = prepare(check.backend, graph.clone(), options, None)?;
+        Ok(Some(Self {
+            check,
+            options: options.clone(),
+            reference,
+            done: AtomicU64::new(0),
+        }))
+    }
+
+    /// Copies of the inputs, if this run is to be checked: the step may overwrite what it is given.
+    pub fn copy(&self, inputs: &[FlexTensor]) -> Option<Vec<FlexTensor>> {
+        let due = self.done.fetch_add(1, Ordering::Relaxed) < self.check.steps;
+        due.then(|| inputs.to_vec())
+    }
+
+    /// Compares the outputs of a run of `executable` on `inputs` with the reference's.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecuteError::Parted`] if they differ, with the first place where they do; errors of the reference.
+    pub fn compare(
+        &self,
+        executable: &dyn Executable,
+        graph: &Graph,
+        inputs: &[FlexTensor],
+        scalars: &[u64],
+        outputs: &[FlexTensor],
+    ) -> Result<(), ExecuteError> {
+        let expected = self.reference.run(inputs.to_vec(), scalars)?;
+        let tolerance = self.check.tolerance;
+        let differs = |(index, (expected, found)): (usize, (&FlexTensor, &FlexTensor))| {
+            let (expected, found) = (convert::to_host(expected)?, convert::to_host(found)?);
+            difference(&expected, &found, tolerance).map(|difference| (index, difference))
+        };
+        let Some((index, difference)) = expected.iter().zip(outputs).enumerate().find_map(differs) else {
+            return Ok(());
+        };
+        let located = executable.locate(&Reference {
+            backend: self.check.backend,
+            options: &self.options,
+            tolerance,
+            inputs,
+            scalars,
+        })?;
+        // Nothing but the output itself: the place is where it was made.
+        let node = graph.def(graph.outputs[index].value);
+        Err(ExecuteError::Parted {
+            reference: self.check.backend,
+            output: index,
+            parting: Box::new(located.unwrap_or_else(|| Parting::at(graph, node, difference))),
+        })
+    }
+}
+
+/// What a search for the first difference works with.
+pub struct Reference<'a> {
+    /// The backend that is right.
+    pub backend: CompileBackend,
+    /// Its options.
+    pub options: &'a CompileOptions,
+    /// What counts as equal.
+    pub tolerance: f64,
+    /// The tensors the step was given.
+    pub inputs: &'a [FlexTensor],
+    /// Its runtime scalars.
+    pub scalars: &'a [u64],
+}
+
+impl Reference<'_> {
+    /// The values of the outputs of `graph`.
+    ///
+    /// # Errors
+    ///
+    /// Those of the reference backend.
+    pub fn values(&self, graph: Graph) -> Result<Vec<FlexTensor>, ExecuteError> {
+        let (reference, _) = prepare(self.backend, Arc::new(graph), self.options, None)?;
+        reference.run(self.inputs.to_vec(), self.scalars)
+    }
+
+    /// The first node whose value on `backend` is not the reference's: both run `graph` with every value as an output.
+    ///
+    /// # Errors
+    ///
+    /// Those of the backends.
+    pub fn first_node(
+        &self,
+        graph: &Graph,
+        backend: CompileBackend,
+    ) -> Result<Option<Parting>, ExecuteError> {
+        let mut all = graph.clone();
+        all.outputs.clear();
+        for (_, node) in graph.nodes() {
+            node.outputs.iter().for_each(|&value| all.output(value, None));
+        }
+        let nodes: Vec<&NodeData> = all.outputs.iter().map(|output| graph.def(output.value)).collect();
+        let (own, _) = prepare(backend, Arc::new(all.clone()), self.options, None)?;
+        let found = own.run(self.inputs.to_vec(), self.scalars)?;
+        let expected = self.values(all.clone())?;
+        let parting = expected
+            .iter()
+            .zip(&found)
+            .zip(nodes)
+            .find_map(|((expected, found), node)| {
+                let (expected, found) = (convert::to_host(expected)?, convert::to_host(found)?);
+                let difference = difference(&expected, &found, self.tolerance)?;
+                Some(Parting::at(graph, node, difference))
+            });
+        Ok(parting)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn floats(values: &[f32]) -> HostTensor {
+        HostTensor::from_vec([values.len()], values)
+    }
+
+    #[test]
+    fn tolerance_is_relative_to_the_largest_magnitude() {
+        let expected = floats(&[1000.0, 1.0, f32::NAN, f32::INFINITY]);
+        let close = floats(&[1000.0, 1.05, f32::NAN, f32::INFINITY]);
+        assert_eq!(difference(&expected, &close, 1e-4), None);
+        let far = floats(&[1000.0, 1.5, f32::NAN, 3.0]);
+        let found = difference(&expected, &far, 1e-4).unwrap();
+        assert_eq!(
+            (found.first, found.count, found.expected, found.found),
+            (1, 2, 1.0, 1.5)
+        );
+        assert!(
+            difference(&expected, &floats(&[1000.0, 1.0, 0.0, f32::INFINITY]), 1e-4).is_some(),
+            "NaN became a number"
+        );
+    }
+
+    #[test]
+    fn integers_must_be_equal() {
+        let expected = HostTensor::from_vec([2], [1000i64, 1]);
+        assert!(difference(&expected, &HostTensor::from_vec([2], [1000i64, 2]), 0.5).is_some());
+    }
+}

@@ -1,0 +1,252 @@
+//! From a region's history to the report.
+
+use std::collections::BTreeMap;
+
+use kiln_burn::{CompileEvent, GraphBreak, Mismatch, RegionReport, StepReport};
+use kiln_compiler::Contract;
+use kiln_compiler::report::{BufferPlace, BufferReport, FusedNode, KernelReport, arena_in_use};
+use kiln_graph::Phase;
+
+use super::report::{
+    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Memory, PhaseCount, Report, Step,
+};
+
+/// The report of a region.
+pub fn report(region: &RegionReport) -> Report {
+    Report {
+        region: region.name.clone(),
+        calls: region.calls,
+        steps: region.steps.iter().map(step).collect(),
+        breaks: region.breaks.iter().map(graph_break).collect(),
+        compiles: region.compiles.iter().map(compile).collect(),
+        recompile_limit: region.recompile_limit,
+        machine: None,
+    }
+}
+
+fn step(step: &StepReport) -> Step {
+    let kernels: Vec<Kernel> = step.contract.iter().flat_map(kernels).collect();
+    Step {
+        number: step.number,
+        executable: step.executable,
+        segment: step.segment,
+        backend: step.backend.to_string(),
+        provisional: step.provisional,
+        operations: step.operations,
+        nodes: step.nodes,
+        phases: phases(step, &kernels),
+        inputs: step.inputs,
+        outputs: step.outputs,
+        in_place: step.aliased,
+        scalars: step.scalars,
+        guards: Guards {
+            inputs: step.guards.inputs.clone(),
+            operations: step.guards.operations,
+            outputs: step.guards.outputs,
+        },
+        externs: counted(&step.externs),
+        threads: step.threads,
+        from_cache: step.from_cache,
+        compile_seconds: step.compile_time.as_secs_f64(),
+        stages: step
+            .stages
+            .iter()
+            .map(|&(name, time)| kiln_profile::Stage::new(name, time))
+            .collect(),
+        runs: step.runs,
+        run_seconds: step.run_time.as_secs_f64(),
+        memory: step.contract.as_ref().map(|contract| memory(step, contract)),
+        kernels,
+        saved: Vec::new(),
+        recomputed: Vec::new(),
+        details: step.details.clone(),
+    }
+}
+
+/// A phase in words.
+fn word(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Forward => "forward",
+        Phase::Backward => "backward",
+        Phase::Optimizer => "optimizer",
+        Phase::Unknown => "unassigned",
+    }
+}
+
+fn phases(step: &StepReport, kernels: &[Kernel]) -> Vec<PhaseCount> {
+    let count = |phase: Phase| {
+        let name = word(phase);
+        let own = || kernels.iter().filter(|kernel| kernel.phase == name);
+        PhaseCount {
+            phase: name.to_owned(),
+            nodes: step
+                .graph
+                .nodes()
+                .filter(|(_, node)| node.provenance.phase == phase)
+                .count(),
+            kernels: own().count(),
+            bytes: own().map(|kernel| kernel.bytes).sum(),
+            flops: own().map(|kernel| kernel.flops).sum(),
+        }
+    };
+    [Phase::Forward, Phase::Backward, Phase::Optimizer, Phase::Unknown]
+        .map(count)
+        .into_iter()
+        .filter(|count| count.nodes + count.kernels > 0)
+        .collect()
+}
+
+fn kernels(contract: &Contract) -> Vec<Kernel> {
+    let positions = |list: &[u32]| list.iter().map(|&position| position as usize).collect();
+    let kernel = |(number, kernel): (usize, &KernelReport)| Kernel {
+        number,
+        name: kernel.name.clone(),
+        phase: word(Phase::from_name(kernel.phase()).unwrap_or_default()).to_owned(),
+        fused: kernel.nodes.iter().map(fused).collect(),
+        reads: positions(&kernel.reads),
+        writes: positions(&kernel.writes),
+        bytes: kernel.bytes,
+        flops: kernel.flops,
+        scratch_bytes: kernel.scratch.1 as u64,
+        seconds: None,
+        machine_share: None,
+    };
+    contract.kernels.iter().enumerate().map(kernel).collect()
+}
+
+fn fused(node: &FusedNode) -> Fused {
+    Fused {
+        node: node.node as usize,
+        op: node.op.clone(),
+        ty: node.ty.clone(),
+        inputs: node.inputs.iter().map(|&input| input as usize).collect(),
+        operation: node.operation.clone(),
+        location: node.location.clone(),
+        module: node.module.clone(),
+    }
+}
+
+fn memory(step: &StepReport, contract: &Contract) -> Memory {
+    let graph = &step.graph;
+    let outputs = graph.outputs.iter().zip(&contract.aliases);
+    Memory {
+        arena_bytes: contract.arena_bytes as u64,
+        input_bytes: graph
+            .parameters()
+            .iter()
+            .map(|&value| graph.ty(value).bytes() as u64)
+            .sum(),
+        output_bytes: outputs
+            .filter(|(_, alias)| alias.is_none())
+            .map(|(output, _)| graph.ty(output.value).bytes() as u64)
+            .sum(),
+        in_use: arena_in_use(&contract.kernels, &contract.buffers),
+        buffers: contract.buffers.iter().map(buffer).collect(),
+    }
+}
+
+fn buffer(buffer: &BufferReport) -> Buffer {
+    let (place, offset) = match buffer.place {
+        BufferPlace::Input(index) => (format!("input {index}"), None),
+        BufferPlace::Output(index) => (format!("output {index}"), None),
+        BufferPlace::Arena(offset) => ("arena".to_owned(), Some(offset as u64)),
+    };
+    Buffer {
+        name: buffer.name.clone(),
+        ty: buffer.ty.clone(),
+        bytes: buffer.bytes,
+        place,
+        offset,
+        first: buffer.kernels.0 as usize,
+        last: buffer.kernels.1 as usize,
+    }
+}
+
+fn graph_break((graph_break, times): &(GraphBreak, u64)) -> Break {
+    Break {
+        reason: graph_break.reason.to_string(),
+        operation: graph_break.operation.clone(),
+        location: graph_break.location.as_ref().map(ToString::to_string),
+        remedy: graph_break.reason.remedy().to_owned(),
+        times: *times,
+    }
+}
+
+fn compile(event: &CompileEvent) -> Compile {
+    let (guard, before, after) = event.mismatch.as_ref().map_or((None, None, None), difference);
+    Compile {
+        segment: event.segment,
+        step: event.step,
+        backend: event.backend.to_string(),
+        provisional: event.provisional,
+        guard,
+        before,
+        after,
+        remedy: event
+            .mismatch
+            .as_ref()
+            .map(|mismatch| mismatch.remedy().to_owned()),
+        seconds: event.time.as_secs_f64(),
+        runs: event.runs(),
+    }
+}
+
+/// The guard that failed, and what it saw before and after.
+fn difference(mismatch: &Mismatch) -> (Option<String>, Option<String>, Option<String>) {
+    let name = |operation: &Option<String>| {
+        operation
+            .clone()
+            .unwrap_or_else(|| "the end of the step".to_owned())
+    };
+    let list = |names: &[String]| {
+        if names.is_empty() {
+            "none".to_owned()
+        } else {
+            names.join(", ")
+        }
+    };
+    let (guard, before, after) = match mismatch {
+        Mismatch::Input { index, before, after } => (
+            format!("type and shape of input {index}"),
+            before.clone(),
+            after.clone(),
+        ),
+        Mismatch::Operation { index, before, after } => {
+            (format!("operation {index}"), name(before), name(after))
+        }
+        Mismatch::Attributes {
+            index,
+            operation,
+            detail,
+        } => {
+            return (
+                Some(format!("operation {index}, {operation}: {detail}")),
+                None,
+                None,
+            );
+        }
+        Mismatch::Outputs { dropped, kept } => (
+            "results that outlive the region".to_owned(),
+            format!("kept only then: {}", list(dropped)),
+            format!("kept only now: {}", list(kept)),
+        ),
+    };
+    (Some(guard), Some(before), Some(after))
+}
+
+/// Names in order of first occurrence, with their number.
+fn counted(names: &[String]) -> Vec<Counted> {
+    let mut positions: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut counts: Vec<Counted> = Vec::new();
+    for name in names {
+        let position = *positions.entry(name).or_insert_with(|| {
+            counts.push(Counted {
+                name: name.clone(),
+                count: 0,
+            });
+            counts.len() - 1
+        });
+        counts[position].count += 1;
+    }
+    counts
+}

@@ -1,0 +1,291 @@
+//! The report behind `explain`: plain data, the same for text, JSON and HTML.
+//!
+//! Everything in it was true of this process: counts, times and reasons come from the region's history, kernels and memory from what was compiled. What was not measured is
+//! `None`, not zero.
+
+use serde::{Deserialize, Serialize};
+
+/// What a region compiled, why, what cut it, and what the compiled code does.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Report {
+    /// Name of the region.
+    pub region: String,
+    /// Calls of `run`.
+    pub calls: u64,
+    /// Compiled steps that the region holds, by segment.
+    pub steps: Vec<Step>,
+    /// Distinct graph breaks.
+    pub breaks: Vec<Break>,
+    /// Every compilation, in order: the recompile report.
+    pub compiles: Vec<Compile>,
+    /// How many steps a segment may compile.
+    pub recompile_limit: usize,
+    /// What the machine can do, if it was measured.
+    pub machine: Option<Machine>,
+}
+
+/// A compiled step.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Step {
+    /// Which step of the region, in the order of compilation, from 0.
+    pub number: usize,
+    /// Number of the executable in the process: what kernels in profiles are filed under.
+    pub executable: u64,
+    /// Segment of the region, from 0; graph breaks cut a region into segments.
+    pub segment: usize,
+    /// What runs it.
+    pub backend: String,
+    /// Whether it was prepared for one run only (the first step of an optimizer).
+    pub provisional: bool,
+    /// Recorded Burn operations.
+    pub operations: usize,
+    /// Nodes of the recorded graph.
+    pub nodes: usize,
+    /// What the phases consist of, in the order forward, backward, optimizer, unassigned. Phases without nodes are left out.
+    pub phases: Vec<PhaseCount>,
+    /// Tensor arguments.
+    pub inputs: usize,
+    /// Outputs.
+    pub outputs: usize,
+    /// Outputs computed in place of an argument.
+    pub in_place: usize,
+    /// Runtime scalars: learning rate, bias correction and other numbers that never recompile.
+    pub scalars: usize,
+    /// What must be the same for the step to run again.
+    pub guards: Guards,
+    /// Operations that run outside the compiled code.
+    pub externs: Vec<Counted>,
+    /// Threads that share the work.
+    pub threads: usize,
+    /// Whether the disk cache had it.
+    pub from_cache: bool,
+    /// Time until it could run, in seconds.
+    pub compile_seconds: f64,
+    /// The stages of that time.
+    pub stages: Vec<kiln_profile::Stage>,
+    /// Times it ran.
+    pub runs: u64,
+    /// Time in all runs, in seconds.
+    pub run_seconds: f64,
+    /// Kernels in the order in which they run; empty for executors that do not compile.
+    pub kernels: Vec<Kernel>,
+    /// Memory over the step; none for executors that do not compile.
+    pub memory: Option<Memory>,
+    /// Tensors kept from the forward for the backward pass.
+    pub saved: Vec<SavedTensor>,
+    /// Operations that run again in the backward pass instead of being kept.
+    pub recomputed: Vec<Recomputed>,
+    /// What the executor says of itself.
+    pub details: String,
+}
+
+/// What one phase of a step consists of.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct PhaseCount {
+    /// `forward`, `backward`, `optimizer`, or `unassigned`.
+    pub phase: String,
+    /// Nodes of the recorded graph.
+    pub nodes: usize,
+    /// Kernels.
+    pub kernels: usize,
+    /// Bytes that its kernels read and write.
+    pub bytes: u64,
+    /// Floating point operations of its kernels.
+    pub flops: u64,
+}
+
+/// A name and how often it occurs.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Counted {
+    /// The name.
+    pub name: String,
+    /// How often.
+    pub count: usize,
+}
+
+/// What must be the same for a step to run again.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Guards {
+    /// Element type and shape of each input, in order of first use.
+    pub inputs: Vec<String>,
+    /// Number of operations; each with its attributes and operands must be the same.
+    pub operations: usize,
+    /// Number of results that are alive at the end; the same ones must be.
+    pub outputs: usize,
+}
+
+/// A graph break.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Break {
+    /// Why a value was needed.
+    pub reason: String,
+    /// The operation whose result was needed, if it was one.
+    pub operation: Option<String>,
+    /// `file:line` of the user's program, or the function if the program carries no line tables.
+    pub location: Option<String>,
+    /// What to do about it.
+    pub remedy: String,
+    /// How often it happened.
+    pub times: u64,
+}
+
+/// A compilation.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Compile {
+    /// Segment of the region.
+    pub segment: usize,
+    /// Which step of the region it made.
+    pub step: usize,
+    /// What runs it.
+    pub backend: String,
+    /// Whether it was prepared for one run only.
+    pub provisional: bool,
+    /// The guard that failed; none for the first compilation of a segment.
+    pub guard: Option<String>,
+    /// What the guard saw when the nearest step was compiled.
+    pub before: Option<String>,
+    /// What it sees now.
+    pub after: Option<String>,
+    /// What most likely makes the step the same again.
+    pub remedy: Option<String>,
+    /// Time until it could run, in seconds.
+    pub seconds: f64,
+    /// How often it ran since.
+    pub runs: u64,
+}
+
+/// A kernel of a compiled step.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Kernel {
+    /// Its place in the order.
+    pub number: usize,
+    /// Its name in the generated source.
+    pub name: String,
+    /// `forward`, `backward`, `optimizer`, or `unassigned`.
+    pub phase: String,
+    /// What it computes, in order.
+    pub fused: Vec<Fused>,
+    /// Buffers read, by position in [`Memory::buffers`].
+    pub reads: Vec<usize>,
+    /// Buffers written, likewise.
+    pub writes: Vec<usize>,
+    /// Bytes read and written, each buffer once.
+    pub bytes: u64,
+    /// Floating point operations.
+    pub flops: u64,
+    /// Working memory of its own, in bytes.
+    pub scratch_bytes: u64,
+    /// Mean time of a run in seconds, if measured.
+    pub seconds: Option<f64>,
+    /// Share of what the machine can do at most (bandwidth or arithmetic, whichever binds), from 0 to 1, if measured.
+    pub machine_share: Option<f64>,
+}
+
+/// An operation inside a kernel.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Fused {
+    /// Its node in the transformed graph.
+    pub node: usize,
+    /// Mnemonic of the primitive.
+    pub op: String,
+    /// Type and shape of its result.
+    pub ty: String,
+    /// The nodes it reads.
+    pub inputs: Vec<usize>,
+    /// The recorded Burn operation, if known.
+    pub operation: Option<String>,
+    /// `file:line` of the user's call, if known.
+    pub location: Option<String>,
+    /// Path of the Burn module it ran in, if known.
+    pub module: Option<String>,
+}
+
+/// Memory over a step.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Memory {
+    /// Size of the arena: the planned peak of everything that is neither argument nor output.
+    pub arena_bytes: u64,
+    /// Bytes of all arguments.
+    pub input_bytes: u64,
+    /// Bytes of the outputs that have memory of their own.
+    pub output_bytes: u64,
+    /// Bytes of the arena in use while each kernel runs.
+    pub in_use: Vec<u64>,
+    /// What kernels share.
+    pub buffers: Vec<Buffer>,
+}
+
+/// Memory that kernels share.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Buffer {
+    /// The value it holds.
+    pub name: String,
+    /// Element type and shape.
+    pub ty: String,
+    /// Size.
+    pub bytes: u64,
+    /// `input 3`, `output 0` or `arena`.
+    pub place: String,
+    /// Offset in the arena, for buffers there.
+    pub offset: Option<u64>,
+    /// The first kernel that touches it.
+    pub first: usize,
+    /// The last kernel that touches it.
+    pub last: usize,
+}
+
+/// A tensor kept from the forward for the backward pass.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct SavedTensor {
+    /// The value.
+    pub name: String,
+    /// Element type and shape.
+    pub ty: String,
+    /// Size.
+    pub bytes: u64,
+    /// What made it.
+    pub origin: String,
+    /// What reads it in the backward pass.
+    pub users: Vec<String>,
+}
+
+/// Operations of one kind that run again in the backward pass.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Recomputed {
+    /// Mnemonic of the primitive.
+    pub op: String,
+    /// How many.
+    pub count: usize,
+    /// Bytes that need not be kept.
+    pub bytes: u64,
+}
+
+/// What the machine can do at most, measured briefly.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Machine {
+    /// Bytes a second that all threads together read and write.
+    pub bytes_per_second: f64,
+    /// Floating point operations a second of a large matrix product.
+    pub flops_per_second: f64,
+    /// Threads it was measured with.
+    pub threads: usize,
+}
+
+impl Step {
+    /// Mean time of a run in seconds; none before the first.
+    pub fn mean_seconds(&self) -> Option<f64> {
+        (self.runs > 0).then(|| self.run_seconds / self.runs as f64)
+    }
+}
+
+impl Report {
+    /// The report as JSON.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("names are strings and numbers are finite or null")
+    }
+
+    /// The report as one HTML file.
+    pub fn to_html(&self) -> String {
+        super::html::page(self)
+    }
+}

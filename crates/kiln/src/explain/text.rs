@@ -1,0 +1,285 @@
+//! The report as text, for a terminal.
+
+use std::fmt::{self, Formatter};
+
+use super::report::{Break, Compile, Counted, Kernel, Memory, Report, Step};
+
+/// Kernels, saved tensors and externs that are listed; JSON and HTML have all.
+const LISTED: usize = 12;
+
+/// Columns of the picture of memory over the step.
+const COLUMNS: usize = 64;
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let recompiles = self
+            .compiles
+            .iter()
+            .filter(|compile| compile.guard.is_some())
+            .count();
+        writeln!(
+            f,
+            "region `{}`: {} calls, {} compiled steps, {} graph breaks, {recompiles} recompiles",
+            self.region,
+            self.calls,
+            self.steps.len(),
+            self.breaks.len(),
+        )?;
+        for graph_break in &self.breaks {
+            write_break(graph_break, f)?;
+        }
+        for compile in self.compiles.iter().filter(|compile| compile.guard.is_some()) {
+            write_compile(compile, f)?;
+        }
+        if recompiles + 1 >= self.recompile_limit {
+            writeln!(
+                f,
+                "  at the recompile limit of {}: further steps run on aot_eager",
+                self.recompile_limit
+            )?;
+        }
+        for step in &self.steps {
+            write_step(step, f)?;
+        }
+        if let Some(machine) = &self.machine {
+            writeln!(
+                f,
+                "  machine: {:.1} GB/s, {:.0} GFLOP/s with {} threads",
+                machine.bytes_per_second * 1e-9,
+                machine.flops_per_second * 1e-9,
+                machine.threads
+            )?;
+        }
+        Ok(())
+    }
+}
+
+fn write_break(graph_break: &Break, f: &mut Formatter<'_>) -> fmt::Result {
+    write!(
+        f,
+        "  graph break, {} times: {}",
+        graph_break.times, graph_break.reason
+    )?;
+    if let Some(operation) = &graph_break.operation {
+        write!(f, " (result of {operation})")?;
+    }
+    if let Some(location) = &graph_break.location {
+        write!(f, " at {location}")?;
+    }
+    writeln!(f, "\n    what to do: {}", graph_break.remedy)
+}
+
+fn write_compile(compile: &Compile, f: &mut Formatter<'_>) -> fmt::Result {
+    write!(
+        f,
+        "  recompiled segment {} as step {} ({:.2} s, ran {} times): {}",
+        compile.segment,
+        compile.step,
+        compile.seconds,
+        compile.runs,
+        compile.guard.as_deref().unwrap_or_default()
+    )?;
+    if let (Some(before), Some(after)) = (&compile.before, &compile.after) {
+        write!(f, ": {before} became {after}")?;
+    }
+    match &compile.remedy {
+        Some(remedy) => writeln!(f, "\n    what to do: {remedy}"),
+        None => writeln!(f),
+    }
+}
+
+fn write_step(step: &Step, f: &mut Formatter<'_>) -> fmt::Result {
+    writeln!(
+        f,
+        "  step {} (segment {}) on {}{}: {} operations, {} nodes, {} inputs, {} outputs ({} in place), {} runtime scalars",
+        step.number,
+        step.segment,
+        step.backend,
+        if step.provisional {
+            ", for one run only"
+        } else {
+            ""
+        },
+        step.operations,
+        step.nodes,
+        step.inputs,
+        step.outputs,
+        step.in_place,
+        step.scalars,
+    )?;
+    let mean = step
+        .mean_seconds()
+        .map_or_else(String::new, |mean| format!(", {} each", seconds(mean)));
+    writeln!(
+        f,
+        "    compiled in {}{}; ran {} times in {}{mean}",
+        seconds(step.compile_seconds),
+        if step.from_cache {
+            " (from the disk cache)"
+        } else {
+            ""
+        },
+        step.runs,
+        seconds(step.run_seconds),
+    )?;
+    for phase in &step.phases {
+        write!(f, "    {:10} {:5} nodes", phase.phase, phase.nodes)?;
+        match phase.kernels {
+            0 => writeln!(f)?,
+            kernels => writeln!(
+                f,
+                ", {kernels:4} kernels, {:>9}, {:8.3} GFLOP",
+                bytes(phase.bytes),
+                phase.flops as f64 * 1e-9
+            )?,
+        }
+    }
+    if !step.externs.is_empty() {
+        writeln!(f, "    kept whole, run on burn-flex: {}", counted(&step.externs))?;
+    }
+    for line in step.details.lines() {
+        writeln!(f, "    {line}")?;
+    }
+    if let Some(memory) = &step.memory {
+        write_memory(memory, f)?;
+    }
+    write_saved(step, f)?;
+    write_kernels(&step.kernels, f)
+}
+
+fn write_memory(memory: &Memory, f: &mut Formatter<'_>) -> fmt::Result {
+    writeln!(
+        f,
+        "    memory: arena {}, arguments {}, new outputs {}",
+        bytes(memory.arena_bytes),
+        bytes(memory.input_bytes),
+        bytes(memory.output_bytes)
+    )?;
+    let kernels = memory.in_use.len();
+    if kernels < 2 || memory.arena_bytes == 0 {
+        return Ok(());
+    }
+    let columns = kernels.min(COLUMNS);
+    let bars = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    let column = |column: usize| {
+        let range = column * kernels / columns
+            ..((column + 1) * kernels / columns).max(column * kernels / columns + 1);
+        let most = memory.in_use[range].iter().max().copied().unwrap_or(0);
+        bars[(most * 7).div_ceil(memory.arena_bytes).min(7) as usize]
+    };
+    let picture: String = (0..columns).map(column).collect();
+    writeln!(f, "    arena over the step: {picture}")
+}
+
+fn write_saved(step: &Step, f: &mut Formatter<'_>) -> fmt::Result {
+    if !step.saved.is_empty() {
+        let whole: u64 = step.saved.iter().map(|tensor| tensor.bytes).sum();
+        writeln!(
+            f,
+            "    kept for the backward pass: {} tensors, {}",
+            step.saved.len(),
+            bytes(whole)
+        )?;
+    }
+    for tensor in step.saved.iter().take(LISTED) {
+        writeln!(
+            f,
+            "      {:>9} {} {}, for {}",
+            bytes(tensor.bytes),
+            tensor.ty,
+            tensor.origin,
+            tensor.users.join(", ")
+        )?;
+    }
+    if !step.recomputed.is_empty() {
+        let list: Vec<String> = step
+            .recomputed
+            .iter()
+            .map(|it| format!("{} {} ({})", it.count, it.op, bytes(it.bytes)))
+            .collect();
+        writeln!(f, "    computed again in the backward pass: {}", list.join(", "))?;
+    }
+    Ok(())
+}
+
+/// The kernels that cost most: by time if it was measured, else by bytes.
+fn write_kernels(kernels: &[Kernel], f: &mut Formatter<'_>) -> fmt::Result {
+    if kernels.is_empty() {
+        return Ok(());
+    }
+    let measured = kernels.iter().any(|kernel| kernel.seconds.is_some());
+    let mut order: Vec<&Kernel> = kernels.iter().collect();
+    if measured {
+        order.sort_by(|a, b| b.seconds.unwrap_or(0.0).total_cmp(&a.seconds.unwrap_or(0.0)));
+    } else {
+        order.sort_by_key(|kernel| std::cmp::Reverse(kernel.bytes));
+    }
+    let what = if measured { "slowest" } else { "largest" };
+    writeln!(f, "    {} kernels, the {what} first:", kernels.len())?;
+    for kernel in order.iter().take(LISTED) {
+        write!(
+            f,
+            "      {:4} {:9} {:>14}",
+            kernel.number, kernel.phase, kernel.name
+        )?;
+        if let Some(time) = kernel.seconds {
+            write!(f, " {:>9}", seconds(time))?;
+        }
+        if let Some(share) = kernel.machine_share {
+            write!(f, " {:3.0}% of the machine", share * 100.0)?;
+        }
+        writeln!(
+            f,
+            " {:>9} {:9.4} GFLOP  {}",
+            bytes(kernel.bytes),
+            kernel.flops as f64 * 1e-9,
+            fused(kernel)
+        )?;
+    }
+    Ok(())
+}
+
+/// What a kernel fuses, in short: the operations of the program where they are known.
+fn fused(kernel: &Kernel) -> String {
+    let mut names: Vec<Counted> = Vec::new();
+    for node in &kernel.fused {
+        let name = node.operation.as_ref().unwrap_or(&node.op);
+        match names.iter_mut().find(|known| known.name == *name) {
+            Some(known) => known.count += 1,
+            None => names.push(Counted {
+                name: name.clone(),
+                count: 1,
+            }),
+        }
+    }
+    let text = counted(&names);
+    match text.char_indices().nth(90) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+fn counted(names: &[Counted]) -> String {
+    let show = |it: &Counted| match it.count {
+        1 => it.name.clone(),
+        count => format!("{} ({count} times)", it.name),
+    };
+    names.iter().map(show).collect::<Vec<_>>().join(", ")
+}
+
+fn bytes(count: u64) -> String {
+    match count {
+        0..=9_999 => format!("{count} B"),
+        10_000..=9_999_999 => format!("{:.1} kB", count as f64 * 1e-3),
+        10_000_000..=9_999_999_999 => format!("{:.1} MB", count as f64 * 1e-6),
+        _ => format!("{:.1} GB", count as f64 * 1e-9),
+    }
+}
+
+fn seconds(time: f64) -> String {
+    match time {
+        _ if time >= 1.0 => format!("{time:.2} s"),
+        _ if time >= 1e-3 => format!("{:.2} ms", time * 1e3),
+        _ => format!("{:.1} µs", time * 1e6),
+    }
+}

@@ -1,0 +1,89 @@
+//! Debug dumps: complete, the same each time, and runnable without Kiln.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use kiln::{CompileOptions, KilnDevice};
+
+use super::train;
+
+/// Every file below `folder` with its contents.
+fn files(folder: &Path) -> BTreeMap<String, String> {
+    let mut all = BTreeMap::new();
+    let mut folders = vec![folder.to_path_buf()];
+    while let Some(next) = folders.pop() {
+        for entry in std::fs::read_dir(&next).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let name = path.strip_prefix(folder).unwrap().display().to_string();
+                all.insert(name, std::fs::read_to_string(&path).unwrap());
+            }
+        }
+    }
+    all
+}
+
+fn dump(folder: &Path) {
+    let _ = KilnDevice::cpu();
+    train(
+        CompileOptions::default().with_name("dumped").with_debug(folder),
+        3,
+    );
+}
+
+#[test]
+fn two_dumps_of_one_program_are_equal() {
+    let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    dump(one.path());
+    dump(other.path());
+    let (one, other) = (files(one.path()), files(other.path()));
+    assert!(
+        one.keys().eq(other.keys()),
+        "{:?} and {:?}",
+        one.keys(),
+        other.keys()
+    );
+    for (name, text) in &one {
+        assert_eq!(text, &other[name], "{name} differs");
+    }
+    // The first step of the optimizer is interpreted: it has a stream only. The second is compiled.
+    assert!(one.contains_key("dumped/step-0/recorded.txt"), "{:?}", one.keys());
+    for name in [
+        "recorded.txt",
+        "0-recorded.kg",
+        "1-simplify.kg",
+        "schedule.txt",
+        "plan.txt",
+        "build.sh",
+        "rerun",
+        "source/step.c",
+    ] {
+        assert!(
+            one.contains_key(&format!("dumped/step-1/{name}")),
+            "{name} is missing in {:?}",
+            one.keys()
+        );
+    }
+    assert!(one["dumped/step-1/recorded.txt"].contains("Matmul"));
+}
+
+#[test]
+#[cfg(unix)]
+fn rerun_times_the_step_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    dump(folder.path());
+    let output = Command::new(folder.path().join("dumped/step-1/rerun"))
+        .args(["3", "2"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success(),
+        "{text}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(text.contains("step: ") && text.contains("GFLOP/s"), "{text}");
+}
