@@ -67,7 +67,8 @@ fn two_dumps_of_one_program_are_equal() {
             one.keys()
         );
     }
-    assert!(one["dumped/step-1/recorded.txt"].contains("Matmul"));
+    let stream = &one["dumped/step-1/recorded.txt"];
+    assert!(stream.contains("Linear") || stream.contains("Matmul"), "{stream}");
 }
 
 #[test]
