@@ -19,6 +19,9 @@
 //!                                         with t = m - s, p = sum(x - s), q = sum((x - s)^2)
 //! ```
 //!
+//! A factor that is infinite or zero then meets the whole sum and not its elements: `sum(x) * inf` may be infinite where an element `0 * inf` would have
+//! made the sum NaN.
+//!
 //! The last needs the mean only after the pass that also sums it. `s` is an element of the channel from the middle of an image: it is as
 //! near to the mean as elements are, so that nothing is lost to cancellation, and a channel of equal elements has a variance of zero.
 
