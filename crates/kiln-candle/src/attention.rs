@@ -17,8 +17,12 @@ struct Operands {
     v: Tensor,
     scale: Tensor,
     mask: Option<Tensor>,
-    /// Factors of the probabilities: 0 where dropped, 1 / keep elsewhere.
-    dropout: Option<Tensor>,
+    /// What is hidden (as truth values), and the score it gets.
+    hidden: Option<(Tensor, Tensor)>,
+    /// 1 where dropout keeps a probability, 0 elsewhere.
+    kept: Option<Tensor>,
+    /// What kept probabilities are multiplied by.
+    factor: Option<Tensor>,
     causal: bool,
 }
 
@@ -37,28 +41,32 @@ impl Operands {
         let q = inputs[0].wide()?;
         let width = q.dims()[3];
         let scores = (batch, heads, t, s);
-        let mut rest = inputs[4..].iter();
-        let mask = match (dims.mask, rest.as_slice()) {
-            (true, [mask, ..]) => {
-                rest.next();
-                Some(
-                    mask.wide()?
-                        .broadcast_as(scores)?
-                        .reshape((batch * heads, t, s))?,
-                )
+        let at = dims.operands();
+        let planes = |x: Tensor| x.broadcast_as(scores)?.reshape((batch * heads, t, s));
+        let mask = at.mask.map(|at| planes(inputs[at].wide()?)).transpose()?;
+        let hidden = match at.hidden {
+            Some(at) => {
+                let hidden = planes(inputs[at].wide()?)?;
+                let hidden = hidden.ne(&float(&hidden, 0.0)?)?;
+                let fill = repeat(&inputs[at + 1].wide()?, hidden.shape())?;
+                Some((hidden, fill))
             }
-            _ => None,
+            None => None,
         };
-        let dropout = match (dims.dropout, rest.as_slice()) {
-            (true, [seed, stream, keep, ..]) => {
-                let (seed, stream) = (seed.to_i64()? as u64, stream.to_i64()? as u64);
+        let kept = match at.dropout {
+            Some(at) => {
+                let (seed, stream) = (inputs[at].to_i64()? as u64, inputs[at + 1].to_i64()? as u64);
                 let shape = Shape::from([batch, heads, t, s]);
                 let draw = philox::fill(RandomKind::Uniform, inputs[0].dtype, &shape, seed, stream, (0, 0));
                 let draw = Val::from_host(&draw)?.wide()?.reshape((batch * heads, t, s))?;
-                let keep = repeat(&keep.wide()?, draw.shape())?;
-                Some(select(&draw.lt(&keep)?, &keep.recip()?, &float(&draw, 0.0)?)?)
+                let keep = repeat(&inputs[at + 2].wide()?, draw.shape())?;
+                Some(select(
+                    &draw.lt(&keep)?,
+                    &float(&draw, 1.0)?,
+                    &float(&draw, 0.0)?,
+                )?)
             }
-            _ => None,
+            None => None,
         };
         Ok(Self {
             batch,
@@ -69,17 +77,22 @@ impl Operands {
             v: heads_of(inputs[2])?,
             scale: inputs[3].wide()?,
             mask,
-            dropout,
+            hidden,
+            kept,
+            factor: at.dropout.map(|at| inputs[at + 3].wide()).transpose()?,
             causal: dims.causal,
         })
     }
 
-    /// `q k^T * scale + mask`, -inf where causality forbids: `[batch * heads, t, s]`.
+    /// `q k^T * scale + mask`, `fill` where hidden, -inf where causality forbids: `[batch * heads, t, s]`.
     fn scores(&self) -> Result<Tensor> {
         let product = matmul(&self.q, &self.k.transpose(1, 2)?, DType::F64)?;
         let mut scores = product.broadcast_mul(&self.scale)?;
         if let Some(mask) = &self.mask {
             scores = scores.add(mask)?;
+        }
+        if let Some((hidden, fill)) = &self.hidden {
+            scores = select(hidden, fill, &scores)?;
         }
         if self.causal {
             let (_, t, s) = scores.dims3()?;
@@ -95,26 +108,26 @@ impl Operands {
         Ok(scores)
     }
 
-    /// Probabilities and `max + log(sum(exp))` of each row of scores, `[batch * heads, t, s]` and `[batch * heads, t, 1]`.
-    fn softmax(&self) -> Result<(Tensor, Tensor)> {
+    /// Probabilities, the largest score of each row and the sum of its exponentials: `[batch * heads, t, s]` and twice
+    /// `[batch * heads, t, 1]`.
+    fn softmax(&self) -> Result<[Tensor; 3]> {
         let scores = self.scores()?;
         let (planes, t, s) = scores.dims3()?;
         if s == 0 {
-            let stats = Tensor::full(f64::NEG_INFINITY, (planes, t, 1), &Device::Cpu)?;
-            return Ok((scores, stats));
+            let full = |value: f64| Tensor::full(value, (planes, t, 1), &Device::Cpu);
+            return Ok([scores, full(f64::NEG_INFINITY)?, full(0.0)?]);
         }
         let largest = scores.max_keepdim(2)?;
         let exps = scores.broadcast_sub(&largest)?.exp()?;
         let sums = exps.sum_keepdim(2)?;
-        let stats = largest.add(&sums.log()?)?;
-        Ok((exps.broadcast_div(&sums)?, stats))
+        Ok([exps.broadcast_div(&sums)?, largest, sums])
     }
 
-    /// `x` times the dropout factors.
-    fn dropped(&self, x: &Tensor) -> Result<Tensor> {
-        match &self.dropout {
-            Some(factors) => x.mul(factors),
-            None => Ok(x.clone()),
+    /// `x` where dropout keeps it, times `factor`.
+    fn dropped(&self, x: &Tensor, factor: Option<&Tensor>) -> Result<Tensor> {
+        match (&self.kept, factor) {
+            (Some(kept), Some(factor)) => x.mul(kept)?.broadcast_mul(factor),
+            _ => Ok(x.clone()),
         }
     }
 
@@ -130,44 +143,46 @@ impl Operands {
 /// The result and the row statistics.
 pub(crate) fn forward(dims: &AttentionDims, inputs: &[&Val]) -> Result<(Val, Val)> {
     let operands = Operands::new(dims, inputs)?;
-    let (probabilities, stats) = operands.softmax()?;
-    let out = matmul(&operands.dropped(&probabilities)?, &operands.v, DType::F64)?;
+    let [probabilities, largest, sums] = operands.softmax()?;
+    let stats = Tensor::cat(&[largest, sums], 2)?;
+    let kept = operands.dropped(&probabilities, operands.factor.as_ref())?;
+    let out = matmul(&kept, &operands.v, DType::F64)?;
     let (batch, heads, t, _) = inputs[0].tensor.dims4()?;
     let width = inputs[2].dims()[3];
     Ok((
         Val::narrow(out.reshape((batch, heads, t, width))?, inputs[0].dtype)?,
-        Val::narrow(stats.reshape((batch, heads, t))?, DType::F32)?,
+        Val::narrow(stats.reshape((batch, heads, t, 2))?, DType::F32)?,
     ))
 }
 
-/// Gradients of query, key and value. The probabilities come from the row statistics handed in, and their inner product with
-/// the gradient from the forward result: `sum_j p_j dp_j = out . dy`.
+/// Gradients of query, key and value. The probabilities come from the row statistics handed in.
 pub(crate) fn backward(dims: &AttentionDims, inputs: &[&Val]) -> Result<[Val; 3]> {
-    let (forward, [out, stats, dy]) = match inputs.split_last_chunk::<3>() {
-        Some((forward, last)) => (forward, last.map(Val::wide)),
-        None => candle_core::bail!("attention_grad takes the forward operands and three more"),
-    };
+    let at = dims.operands();
+    let forward = &inputs[..at.forward];
+    let own: Vec<Tensor> = inputs[at.forward..]
+        .iter()
+        .map(|value| value.wide())
+        .collect::<Result<_>>()?;
+    let [stats, dy, d_scale, inner] = [&own[0], &own[1], &own[2], &own[3]];
     let operands = Operands::new(dims, forward)?;
-    let planes = |x: Result<Tensor>| -> Result<Tensor> {
-        let x = x?;
-        x.reshape((
-            operands.batch * operands.heads,
-            x.dims()[2],
-            x.dims().get(3).copied().unwrap_or(1),
-        ))
+    let planes = |x: &Tensor| -> Result<Tensor> {
+        let (_, _, t, width) = x.dims4()?;
+        x.reshape((operands.batch * operands.heads, t, width))
     };
-    let (out, stats, dy) = (planes(out)?, planes(stats)?, planes(dy)?);
-    let probabilities = operands.scores()?.broadcast_sub(&stats)?.exp()?;
-    let dv = matmul(
-        &operands.dropped(&probabilities)?.transpose(1, 2)?,
-        &dy,
-        DType::F64,
-    )?;
-    let dp = operands.dropped(&matmul(&dy, &operands.v.transpose(1, 2)?, DType::F64)?)?;
-    let inner = out.mul(&dy)?.sum_keepdim(2)?;
-    let ds = probabilities
-        .mul(&dp.broadcast_sub(&inner)?)?
-        .broadcast_mul(&operands.scale)?;
+    let (stats, dy) = (planes(stats)?, planes(dy)?);
+    let shifted = operands.scores()?.broadcast_sub(&stats.narrow(2, 0, 1)?)?;
+    let probabilities = shifted.exp()?.broadcast_div(&stats.narrow(2, 1, 1)?)?;
+    let kept = operands.dropped(&probabilities, operands.factor.as_ref())?;
+    let dv = matmul(&kept.transpose(1, 2)?, &dy, DType::F64)?;
+    let dp = matmul(&dy, &operands.v.transpose(1, 2)?, DType::F64)?;
+    let dp = operands.dropped(&dp, own.get(4))?;
+    let sum = probabilities.mul(&dp)?.sum_keepdim(2)?.broadcast_mul(inner)?;
+    let mut ds = probabilities
+        .mul(&dp.broadcast_add(&sum)?)?
+        .broadcast_mul(d_scale)?;
+    if let Some((hidden, _)) = &operands.hidden {
+        ds = select(hidden, &float(&ds, 0.0)?, &ds)?;
+    }
     let dq = matmul(&ds, &operands.k, DType::F64)?;
     let dk = matmul(&ds.transpose(1, 2)?, &operands.q, DType::F64)?;
     Ok([

@@ -271,6 +271,16 @@ pub fn flops(graph: &Graph, node: Node) -> u64 {
         Op::ConvWeightGrad { conv, kernel } => {
             graph.ty(data.inputs[1]).numel() as u64 * window(conv, kernel, shape(0)[1] / conv.groups)
         }
+        Op::Attention(_) | Op::AttentionGrad(_) => {
+            let (q, k, v) = (shape(0), shape(1), shape(2));
+            let products = 2 * (q[0] * q[1] * q[2] * k[2]) as u64 * (q[3] + v[3]) as u64;
+            // The gradient recomputes the scores and has four products where the forward has two.
+            if matches!(data.op, Op::Attention(_)) {
+                products
+            } else {
+                products * 5 / 2
+            }
+        }
         Op::Reduce { .. } => graph.ty(data.inputs[0]).numel() as u64,
         op if op.is_pointwise() => out,
         _ => 0,

@@ -127,11 +127,18 @@ fn large_nests() {
 
 #[test]
 fn contractions_pools_and_sorts() {
-    for (seed, family) in [Family::Dot, Family::Conv, Family::Pool, Family::Sort]
-        .into_iter()
-        .enumerate()
-    {
-        let config = families(&[family, Family::Pointwise]);
+    let kernels = [
+        Family::Dot,
+        Family::Conv,
+        Family::Pool,
+        Family::Sort,
+        Family::Attention,
+    ];
+    for (seed, family) in kernels.into_iter().enumerate() {
+        let mut config = families(&[family, Family::Pointwise]);
+        if family == Family::Attention {
+            config.floats = vec![DType::F32];
+        }
         let (graph, tolerances) = batch(100 * seed as u64, 16, &config);
         check(&graph, &tolerances, true, &format!("{family:?}"));
     }

@@ -238,11 +238,16 @@ pub enum Op {
         input: Dims,
     },
 
-    /// `(q: [b, h, t, d], k: [b, g, s, d], v: [b, g, s, e], scale: d[], [mask], [seed, stream, keep]) -> ([b, h, t, e], stats: f32[b, h, t])`. Attention: `softmax(q k^T * scale + mask) v` with
-    /// `h` a multiple of `g` (query head `i` reads head `i / (h / g)`). `stats` is `max + log(sum(exp))` of each row of scores.
-    /// A row of which every score is -inf gives NaN, as the formula does. Made by rewriting.
+    /// `(q: [b, h, t, d], k: [b, g, s, d], v: [b, g, s, e], scale: d[], [mask], [hidden, fill], [seed, stream, keep, factor]) ->
+    /// ([b, h, t, e], stats: f32[b, h, t, 2])`. Attention: `softmax(q k^T * scale + mask) v` with `h` a multiple of `g` (query head `i` reads
+    /// head `i / (h / g)`). `stats` holds the largest score of each row and the sum of `exp(score - largest)`: both, because their logarithmic
+    /// sum would lose the second beside a large first. A row of which every score is -inf gives NaN, as the formula does; whether values
+    /// that causal order or a `fill` of at most -1e30 hides are multiplied by zero or left out is not specified. Made by rewriting.
     Attention(AttentionDims),
-    /// `(operands of the forward.., out, stats, d out) -> (dq, dk, dv)`. Gradient of [`Op::Attention`].
+    /// `(operands of the forward.., stats, d out, d scale: d[], inner: d[], [d factor: d[]]) -> (dq, dk, dv)`. Gradient of
+    /// [`Op::Attention`]. `d scale` and `d factor` are what gradients are multiplied by where the forward multiplies by `scale` and
+    /// `factor`: the same numbers, but programs pass them again. `inner` is the -1 in the gradient `p (dp + inner sum(p dp))` of a
+    /// softmax, which programs pass too. Hidden scores have no gradient.
     AttentionGrad(AttentionDims),
 
     /// `(x) -> (type of x, int[x])`. Sorts along `axis`, stable; NaN sorts as the largest. The second result is where each element was.
@@ -504,16 +509,59 @@ impl Window {
     }
 }
 
-/// What varies between attentions.
+/// What varies between attentions. Scores are scaled, then masked, then hidden, then cut by causal order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct AttentionDims {
     /// Query position `i` sees key positions `j <= i + s - t` only.
     pub causal: bool,
     /// An additive mask operand follows `scale`: same dtype, broadcastable to `[b, h, t, s]` (extents equal or 1).
     pub mask: bool,
-    /// Three operands `seed: u64[]`, `stream: u64[]`, `keep: d[]` follow: the probabilities are multiplied by a dropout mask
-    /// (uniform draw of shape `[b, h, t, s]` below `keep`, divided by `keep`).
+    /// Two operands `hidden: bool` (broadcastable to `[b, h, t, s]`) and `fill: d[]` follow: where `hidden` is true the score is `fill`.
+    pub hidden: bool,
+    /// Four operands `seed: u64[]`, `stream: u64[]`, `keep: d[]`, `factor: d[]` follow: a probability is multiplied by `factor` where the
+    /// uniform draw of shape `[b, h, t, s]` is below `keep`, and by 0 elsewhere.
     pub dropout: bool,
+}
+
+/// Where each operand of an attention is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct AttentionOperands {
+    /// The additive mask.
+    pub mask: Option<usize>,
+    /// What is hidden; `fill` is next.
+    pub hidden: Option<usize>,
+    /// The seed; `stream`, `keep` and `factor` are next.
+    pub dropout: Option<usize>,
+    /// Number of operands of the forward operation; those of the gradient's own follow.
+    pub forward: usize,
+    /// Number of operands of the gradient.
+    pub gradient: usize,
+}
+
+impl AttentionDims {
+    /// Whether forward operand number `operand` is a tensor: query, key, value or a mask.
+    pub fn is_tensor(&self, operand: usize) -> bool {
+        let at = self.operands();
+        operand < 3 || at.mask == Some(operand) || at.hidden == Some(operand)
+    }
+
+    /// Positions of the operands.
+    pub fn operands(&self) -> AttentionOperands {
+        let mut next = 4;
+        let mut take = |present: bool, count: usize| {
+            let at = next;
+            next += if present { count } else { 0 };
+            present.then_some(at)
+        };
+        let (mask, hidden, dropout) = (take(self.mask, 1), take(self.hidden, 2), take(self.dropout, 4));
+        AttentionOperands {
+            mask,
+            hidden,
+            dropout,
+            forward: next,
+            gradient: next + 4 + usize::from(self.dropout),
+        }
+    }
 }
 
 /// An operation the graph does not look into.

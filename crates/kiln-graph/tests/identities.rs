@@ -400,6 +400,11 @@ fn composed_attention(p: &mut Program, x: &[Value], dims: AttentionDims) -> Valu
         let mask = p.graph.broadcast_to(x[4], &full, &none).expect("well typed");
         scores = p.add(Op::Binary(BinaryOp::Add), &[scores, mask]);
     }
+    if let Some(at) = dims.operands().hidden {
+        let hidden = p.graph.broadcast_to(x[at], &full, &none).expect("well typed");
+        let fill = p.graph.splat(x[at + 1], &full, &none).expect("well typed");
+        scores = p.add(Op::Select, &[hidden, fill, scores]);
+    }
     if dims.causal {
         let iota = |p: &mut Program, axis| {
             p.add(
@@ -453,7 +458,7 @@ fn composed_attention(p: &mut Program, x: &[Value], dims: AttentionDims) -> Valu
     let sums = spread(p, sums);
     let mut weights = p.add(Op::Binary(BinaryOp::Div), &[exps, sums]);
     if dims.dropout {
-        let first = 4 + usize::from(dims.mask);
+        let first = dims.operands().dropout.expect("there is dropout");
         let op = Op::Random {
             kind: kiln_graph::op::RandomKind::Uniform,
             dtype: DType::F64,
@@ -462,7 +467,8 @@ fn composed_attention(p: &mut Program, x: &[Value], dims: AttentionDims) -> Valu
         let draws = p.add(op, &[x[first], x[first + 1]]);
         let keep = p.graph.splat(x[first + 2], &full, &none).expect("well typed");
         let kept = p.add(Op::Compare(kiln_graph::op::CompareOp::Lt), &[draws, keep]);
-        let raised = p.add(Op::Binary(BinaryOp::Div), &[weights, keep]);
+        let factor = p.graph.splat(x[first + 3], &full, &none).expect("well typed");
+        let raised = p.add(Op::Binary(BinaryOp::Mul), &[weights, factor]);
         let zero = p.graph.full(0.0, &f64s(full.clone()), &none).expect("well typed");
         weights = p.add(Op::Select, &[kept, raised, zero]);
     }
@@ -479,6 +485,13 @@ fn attention_inputs(p: &mut Program, dims: AttentionDims) -> Vec<Value> {
     if dims.mask {
         x.push(p.input([1, 4, 3, 1]));
     }
+    if dims.hidden {
+        let signs = p.input([2, 1, 1, 5]);
+        let hidden = p.add(Op::Compare(kiln_graph::op::CompareOp::Gt), &[signs, signs]);
+        let hidden = p.add(Op::Unary(UnaryOp::Not), &[hidden]);
+        x.push(hidden);
+        x.push(p.constant(-2.5));
+    }
     if dims.dropout {
         for word in [3, 1u64 << 40] {
             x.push(p.add(
@@ -489,16 +502,17 @@ fn attention_inputs(p: &mut Program, dims: AttentionDims) -> Vec<Value> {
                 &[],
             ));
         }
-        x.push(p.constant(0.6));
+        x.extend([p.constant(0.6), p.constant(1.0 / 0.6)]);
     }
     x
 }
 
 fn every_attention() -> impl Iterator<Item = AttentionDims> {
-    (0..8u8).map(|bits| AttentionDims {
+    (0..16u8).map(|bits| AttentionDims {
         causal: bits & 1 != 0,
         mask: bits & 2 != 0,
         dropout: bits & 4 != 0,
+        hidden: bits & 8 != 0,
     })
 }
 
@@ -524,7 +538,11 @@ fn attention_gradient_is_the_difference_quotient() {
         let g = p.input([2, 4, 3, 3]);
         let results = p.many(Op::Attention(dims), &x);
         let loss = p.inner(results[0], g);
-        x.extend([results[0], results[1], g]);
+        let inner = p.constant(-1.0);
+        x.extend([results[1], g, x[3], inner]);
+        if let Some(at) = dims.operands().dropout {
+            x.push(x[at + 3]);
+        }
         let gradients = p.many(Op::AttentionGrad(dims), &x);
         let mut graph = p.graph;
         std::iter::once(loss)

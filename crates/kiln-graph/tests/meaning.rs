@@ -535,19 +535,27 @@ fn attention_sees_what_it_may() {
     let v = f32s([1, 1, 2, 1], &[10., 20.]);
     let mask = f32s([1, 1, 1, 2], &[0., -INF]);
     let lines = "%s = constant 1.0 : f32[]
-        %a, %sa = attention %0, %1, %2, %s : f32[1,1,2,1], f32[1,1,2]
-        %c, %sc = attention %0, %1, %2, %s {causal=true} : f32[1,1,2,1], f32[1,1,2]
-        %m, %sm = attention %0, %1, %2, %s, %3 {mask=true} : f32[1,1,2,1], f32[1,1,2]
-        return %a, %sa, %c, %m, %sm";
+        %a, %sa = attention %0, %1, %2, %s : f32[1,1,2,1], f32[1,1,2,2]
+        %c, %sc = attention %0, %1, %2, %s {causal=true} : f32[1,1,2,1], f32[1,1,2,2]
+        %m, %sm = attention %0, %1, %2, %s, %3 {mask=true} : f32[1,1,2,1], f32[1,1,2,2]
+        %h = constant true : bool[]
+        %hb = broadcast %h {dims=[]} : bool[1,1,1,2]
+        %f = constant -3e38 : f32[]
+        %n, %sn = attention %0, %1, %2, %s, %hb, %f {hidden=true} : f32[1,1,2,1], f32[1,1,2,2]
+        return %a, %sa, %c, %m, %sm, %n, %sn";
     let out = run(lines, &[q.clone(), k.clone(), v.clone(), mask]);
     assert_floats(&out[0], &[15., 15.]);
-    assert_floats(&out[1], &[f64::from(2f32.ln()); 2]);
+    assert_floats(&out[1], &[0., 2., 0., 2.]);
     assert_floats(&out[2], &[10., 15.]);
     assert_floats(&out[3], &[10., 10.]);
-    assert_floats(&out[4], &[0., 0.]);
+    assert_floats(&out[4], &[0., 1., 0., 1.]);
+    // All hidden by one finite number: equal weights, and statistics that still say so.
+    assert_floats(&out[5], &[15., 15.]);
+    let fill = f64::from(-3e38f32);
+    assert_floats(&out[6], &[fill, 2., fill, 2.]);
     // Every score -inf: the formula gives NaN.
     let mask = f32s([1, 1, 2, 1], &[0., -INF]);
-    let lines = "%s = constant 1.0 : f32[]\n%m, %sm = attention %0, %1, %2, %s, %3 {mask=true} : f32[1,1,2,1], f32[1,1,2]\nreturn %m";
+    let lines = "%s = constant 1.0 : f32[]\n%m, %sm = attention %0, %1, %2, %s, %3 {mask=true} : f32[1,1,2,1], f32[1,1,2,2]\nreturn %m";
     assert_floats(&run(lines, &[q, k, v, mask])[0], &[15., NAN]);
 }
 

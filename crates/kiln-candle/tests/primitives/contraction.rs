@@ -307,8 +307,9 @@ fn attention_and_its_gradient() {
     ];
     for dtype in FLOATS {
         for (q, k, width) in shapes {
-            for bits in 0..8 {
+            for bits in 0..16 {
                 let dims = AttentionDims {
+                    hidden: bits & 8 != 0,
                     causal: bits & 1 != 0,
                     mask: bits & 2 != 0,
                     dropout: bits & 4 != 0,
@@ -323,19 +324,29 @@ fn attention_and_its_gradient() {
                 if dims.mask {
                     inputs.push(random(dtype, [1, q[1], 1, k[2]], 4));
                 }
+                if dims.hidden {
+                    let hidden = (0..k[2]).map(|key| i64::from(key % 3 == 1)).collect::<Vec<_>>();
+                    inputs.push(HostTensor::from_ints(DType::Bool, [1, 1, 1, k[2]], hidden));
+                    inputs.push(scalar(dtype, -1.5));
+                }
                 if dims.dropout {
                     inputs.extend([
                         scalar(DType::U64, 5i64),
                         scalar(DType::U64, 6i64),
                         scalar(dtype, 0.75),
+                        scalar(dtype, 1.25),
                     ]);
                 }
                 let out = check_by(Op::Attention(dims), &inputs, Relative::Tensor, 2.0);
                 inputs.extend([
-                    out[0].clone(),
                     out[1].clone(),
                     random(dtype, out[0].ty().shape.clone(), 7),
+                    scalar(dtype, 0.25),
+                    scalar(dtype, -1.25),
                 ]);
+                if dims.dropout {
+                    inputs.push(scalar(dtype, 1.5));
+                }
                 check_by(Op::AttentionGrad(dims), &inputs, Relative::Tensor, 4.0);
             }
         }

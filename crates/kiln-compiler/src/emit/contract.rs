@@ -47,6 +47,9 @@ pub fn generate(
     if let Some(call) = image::generate(graph, kernel, node, options) {
         return Some(vec![call]);
     }
+    if let Some(call) = super::attention::generate(graph, kernel, node, options) {
+        return Some(vec![call]);
+    }
     let launches = library::generate(graph, node, &kernel.reads, &options.layouts)?;
     Some(launches.into_iter().map(Call::Task).collect())
 }

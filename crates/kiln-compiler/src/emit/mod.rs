@@ -5,6 +5,7 @@
 //! a model, the updates of equal parameters) are one function called several times. `kiln_step` is the list of calls, each under a
 //! comment that says what is computed, for which part of the program, and where its operands live.
 
+pub mod attention;
 pub mod contract;
 pub mod image;
 pub mod library;

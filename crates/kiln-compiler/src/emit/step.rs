@@ -93,10 +93,13 @@ pub fn emit(
                         report.name = name;
                     }
                 }
-                Call::Kernel { kernel, arguments } => {
-                    helpers.extend(&kernel.helpers);
-                    let name = functions.name("product", &kernel.source, |name| {
-                        kernel.prototype.replace('@', name)
+                Call::Kernel {
+                    kernel: template,
+                    arguments,
+                } => {
+                    helpers.extend(&template.helpers);
+                    let name = functions.name(template_name(graph, kernel), &template.source, |name| {
+                        template.prototype.replace('@', name)
                     });
                     let list: Vec<String> = arguments.iter().map(place).collect();
                     let _ = writeln!(
@@ -135,6 +138,18 @@ fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
         KernelKind::Nest(nest) if nest.members.is_empty() => "copy".into(),
         KernelKind::Nest(_) => "points".into(),
         KernelKind::Library(node) => graph.node(*node).op.name().into(),
+    }
+}
+
+/// Templates are named by what they compute.
+fn template_name(graph: &Graph, kernel: &Kernel) -> &'static str {
+    match &kernel.kind {
+        KernelKind::Library(node) => match graph.node(*node).op {
+            Op::Attention(_) => "attention",
+            Op::AttentionGrad(_) => "attention_grad",
+            _ => "product",
+        },
+        KernelKind::Nest(_) => "product",
     }
 }
 

@@ -10,10 +10,12 @@
 //!   registers' reach.
 //! - [`tile`]: the register-tiled inner loops, shared by all matrix products and convolutions of a step.
 //! - [`mod@conv`]: convolutions and their gradients as implicit matrix products over channels-last images.
+//! - [`attention`]: attention and its gradient, scores kept in cache.
 //! - [`mod@pool`]: pooling of planes and its gradients.
 //!
 //! What this module does not know: the graph, and which operations were fused; it is handed C expressions.
 
+pub mod attention;
 pub mod conv;
 pub mod gemm;
 mod plane;

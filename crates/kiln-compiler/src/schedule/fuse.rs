@@ -271,8 +271,10 @@ impl<'a> Fuser<'a> {
             Op::DotGeneral(_) | Op::ConvWeightGrad { .. } => true,
             // Weights are packed from contiguous memory.
             Op::Conv(_) | Op::ConvInputGrad { .. } => position == 0,
+            Op::Attention(dims) => dims.is_tensor(position),
+            Op::AttentionGrad(dims) => dims.is_tensor(position) || position == dims.operands().forward + 1,
             _ => false,
-        } && self.graph.dtype(operand) == DType::F32;
+        } && matches!(self.graph.dtype(operand), DType::F32 | DType::Bool);
         if takes_windows {
             let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
             if let Some(window) = strided(self.graph, &self.layouts, operand, &stop)

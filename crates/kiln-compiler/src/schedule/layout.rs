@@ -24,9 +24,18 @@ pub type Layouts = FxHashMap<Value, Dims>;
 pub fn choose(graph: &Graph) -> Layouts {
     let users = graph.users();
     let mut layouts = images(graph, &users);
-    for (_, node) in graph.nodes() {
-        let Op::DotGeneral(dims) = &node.op else { continue };
-        let value = node.outputs[0];
+    let candidates = graph.nodes().flat_map(|(_, node)| {
+        let count = match &node.op {
+            Op::DotGeneral(_) | Op::Attention(_) | Op::Concat { .. } => 1,
+            Op::AttentionGrad(_) => 3,
+            _ => 0,
+        };
+        node.outputs[..count].iter().map(move |&value| (&node.op, value))
+    });
+    for (op, value) in candidates {
+        if layouts.contains_key(&value) {
+            continue;
+        }
         if graph.dtype(value) != DType::F32 || users.outputs(value) > 0 || graph.ty(value).numel() == 0 {
             continue;
         }
@@ -36,12 +45,16 @@ pub fn choose(graph: &Graph) -> Layouts {
                 order = order.or(Some(perm));
                 true
             }
-            Op::DotGeneral(_) | Op::Reduce { .. } => true,
+            Op::DotGeneral(_) | Op::Reduce { .. } | Op::Attention(_) | Op::AttentionGrad(_) => true,
             op => op.is_pointwise(),
         });
         if let Some(order) = order
             && takes_strides
-            && product_fits(graph, value, dims, order)
+            && match op {
+                Op::DotGeneral(dims) => product_fits(graph, value, dims, order),
+                // Rows stay rows.
+                _ => order.last() == Some(&(order.len() - 1)),
+            }
         {
             layouts.insert(value, order.clone());
         }

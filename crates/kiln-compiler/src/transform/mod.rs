@@ -3,8 +3,14 @@
 //! Passes in order, each from graph to graph and each with a text form (the graph's). Values keep their meaning; the number and order of
 //! arguments, scalars and outputs never change.
 
+pub mod attention;
+mod attention_build;
 pub mod channels;
+pub mod log_softmax;
+pub mod pattern;
 pub mod simplify;
+pub mod slices;
+mod view;
 
 use kiln_graph::{Graph, TypeError};
 
@@ -20,8 +26,12 @@ type Pass = (&'static str, fn(&Graph) -> Result<Graph, TypeError>);
 const PASSES: &[Pass] = &[
     ("simplify", simplify::simplify),
     ("channels", channels::channels),
-    // What stands for several values by now is one again.
+    ("attention", attention::attention),
+    ("slices", slices::slices),
+    // What stands for several values by now is one again, and rewrites leave transposes behind.
     ("simplify again", simplify::simplify),
+    // Last: common subexpressions would undo it.
+    ("log_softmax", log_softmax::log_softmax),
 ];
 
 /// Runs all passes, each timed as a stage; with `dump`, keeps the text of the graph after each.

@@ -208,14 +208,15 @@ impl Rule<'_> {
     }
 
     pub(super) fn attention(&self) -> Infer<Results> {
-        let (dims, extra) = match self.op {
-            Op::Attention(dims) => (dims, 0),
-            Op::AttentionGrad(dims) => (dims, 3),
+        let (dims, gradient) = match self.op {
+            Op::Attention(dims) => (dims, false),
+            Op::AttentionGrad(dims) => (dims, true),
             other => unreachable!("{} is no attention", other.name()),
         };
-        let expected = 4 + usize::from(dims.mask) + 3 * usize::from(dims.dropout);
-        self.require(self.inputs.len() == expected + extra, || {
-            format!("takes {} operands, got {}", expected + extra, self.inputs.len())
+        let at = dims.operands();
+        let expected = if gradient { at.gradient } else { at.forward };
+        self.require(self.inputs.len() == expected, || {
+            format!("takes {expected} operands, got {}", self.inputs.len())
         })?;
         let (q, k, v, scale) = (self.inputs[0], self.inputs[1], self.inputs[2], self.inputs[3]);
         for ty in [q, k, v] {
@@ -232,10 +233,8 @@ impl Rule<'_> {
             && k.shape[..3] == v.shape[..3]
             && q.shape[3] == k.shape[3];
         self.require(fits, || format!("query {q}, key {k} and value {v} do not fit"))?;
-        if dims.mask {
-            let mask = self.inputs[4];
-            self.same_dtype(q, mask)?;
-            let scores = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]];
+        let scores = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]];
+        let broadcasts = |mask: &TensorType| {
             let fits = mask.shape.rank() == 4
                 && mask
                     .shape
@@ -244,13 +243,22 @@ impl Rule<'_> {
                     .all(|(&have, want)| have == 1 || have == want);
             self.require(fits, || {
                 format!("mask {mask} does not broadcast to scores {scores:?}")
-            })?;
+            })
+        };
+        if let Some(at) = at.mask {
+            self.same_dtype(q, self.inputs[at])?;
+            broadcasts(self.inputs[at])?;
         }
-        if dims.dropout {
-            let first = 4 + usize::from(dims.mask);
-            self.scalar(self.inputs[first], DType::U64)?;
-            self.scalar(self.inputs[first + 1], DType::U64)?;
-            self.scalar(self.inputs[first + 2], q.dtype)?;
+        if let Some(at) = at.hidden {
+            let hidden = self.inputs[at];
+            self.require(hidden.dtype == DType::Bool, || format!("{hidden} is not bool"))?;
+            broadcasts(hidden)?;
+            self.scalar(self.inputs[at + 1], q.dtype)?;
+        }
+        if let Some(at) = at.dropout {
+            for (offset, dtype) in [(0, DType::U64), (1, DType::U64), (2, q.dtype), (3, q.dtype)] {
+                self.scalar(self.inputs[at + offset], dtype)?;
+            }
         }
         let out = TensorType {
             dtype: q.dtype,
@@ -258,14 +266,16 @@ impl Rule<'_> {
         };
         let stats = TensorType {
             dtype: DType::F32,
-            shape: q.shape.without(&[3]),
+            shape: q.shape.with(3, 2),
         };
-        if extra == 0 {
+        if !gradient {
             return Ok(smallvec![out, stats]);
         }
-        for (index, expected) in [(0, &out), (1, &stats), (2, &out)] {
-            let given = self.inputs[self.inputs.len() - 3 + index];
-            self.require(given == expected, || format!("expected {expected}, got {given}"))?;
+        for (given, expected) in self.inputs[at.forward..].iter().zip([&stats, &out]) {
+            self.require(*given == expected, || format!("expected {expected}, got {given}"))?;
+        }
+        for factor in &self.inputs[at.forward + 2..] {
+            self.scalar(factor, q.dtype)?;
         }
         Ok(smallvec![q.clone(), k.clone(), v.clone()])
     }

@@ -1,18 +1,18 @@
 //! Attention and its gradient, one row of scores at a time.
 //!
-//! For query row `i` of a head, with `m` the mask and `r` the dropout mask (0 or `1 / keep`):
+//! For query row `i` of a head, with `m` the mask and `r` the dropout mask (0 or `factor`):
 //!
 //! ```text
-//! s_j  = scale * q_i . k_j + m_ij         -inf where causal order forbids j
-//! p_j  = exp(s_j - stats_i)               stats_i = max_j s_j + ln sum_j exp(s_j - max)
+//! s_j  = scale * q_i . k_j + m_ij         fill where j is hidden, -inf where causal order forbids j
+//! p_j  = exp(s_j - max_j s_j) / sum_j exp(s_j - max_j s_j)
 //! out  = sum_j p_j r_j v_j
 //! ```
 //!
-//! and, with `g` the gradient of `out`, `D = g . out` (which is `sum_j p_j r_j (g . v_j)`):
+//! and, with `g` the gradient of `out`, `r'` the dropout mask with `d factor`, and `D = sum_j p_j r'_j (g . v_j)`:
 //!
 //! ```text
-//! dv_j += p_j r_j g      ds_j = p_j (r_j (g . v_j) - D)
-//! dq   += scale sum_j ds_j k_j      dk_j += scale ds_j q_i
+//! dv_j += p_j r_j g      ds_j = p_j (r'_j (g . v_j) + inner D)      0 where j is hidden
+//! dq   += d_scale sum_j ds_j k_j      dk_j += d_scale ds_j q_i
 //! ```
 
 use std::rc::Rc;
@@ -30,8 +30,11 @@ struct Operands<'a> {
     v: &'a [f64],
     scale: f64,
     mask: Option<(&'a [f64], &'a [usize])>,
-    /// The dropout mask, `[b, h, t, s]`.
-    dropout: Option<Vec<f64>>,
+    hidden: Option<(&'a [i128], &'a [usize])>,
+    fill: f64,
+    /// Which probabilities dropout keeps, `[b, h, t, s]`.
+    dropout: Option<Vec<bool>>,
+    factor: f64,
     causal: bool,
     /// Batch, query heads, key heads, query length, key length, width of a query, width of a value.
     batch: usize,
@@ -48,18 +51,15 @@ impl<'a> Operands<'a> {
         let (q, k, v) = (&x[0], &x[1], &x[2]);
         let [batch, heads, length, width] = [0, 1, 2, 3].map(|axis| q.ty.shape[axis]);
         let [key_heads, key_length, value_width] = [v.ty.shape[1], v.ty.shape[2], v.ty.shape[3]];
-        let mask = dims.mask.then(|| (x[4].floats(), x[4].ty.shape.dims()));
-        let dropout = dims.dropout.then(|| {
-            let first = 4 + usize::from(dims.mask);
-            let [seed, stream] = [0, 1].map(|offset| x[first + offset].ints()[0] as u64);
-            let keep = x[first + 2].floats()[0];
+        let at = dims.operands();
+        let mask = at.mask.map(|at| (x[at].floats(), x[at].ty.shape.dims()));
+        let hidden = at.hidden.map(|at| (x[at].ints(), x[at].ty.shape.dims()));
+        let dropout = at.dropout.map(|at| {
+            let [seed, stream] = [0, 1].map(|offset| x[at + offset].ints()[0] as u64);
+            let keep = x[at + 2].floats()[0];
             let shape = Shape::from([batch, heads, length, key_length]);
             let draws = philox::fill(RandomKind::Uniform, q.ty.dtype, &shape, seed, stream, (0, 0));
-            draws
-                .to_f64s()
-                .into_iter()
-                .map(|draw| if draw < keep { 1.0 / keep } else { 0.0 })
-                .collect()
+            draws.to_f64s().into_iter().map(|draw| draw < keep).collect()
         });
         Self {
             q: q.floats(),
@@ -67,7 +67,10 @@ impl<'a> Operands<'a> {
             v: v.floats(),
             scale: x[3].floats()[0],
             mask,
+            hidden,
+            fill: at.hidden.map_or(0.0, |at| x[at + 1].floats()[0]),
             dropout,
+            factor: at.dropout.map_or(1.0, |at| x[at + 3].floats()[0]),
             causal: dims.causal,
             batch,
             heads,
@@ -103,34 +106,47 @@ impl<'a> Operands<'a> {
         &self.v[key_row * self.value_width..][..self.value_width]
     }
 
+    /// Where the element of a mask of these extents for query row `row` and key position `j` is.
+    fn position(&self, row: usize, j: usize, extents: &[usize]) -> usize {
+        let plane = row / self.length;
+        let place = [plane / self.heads, plane % self.heads, row % self.length, j];
+        place.iter().zip(extents).fold(0, |at, (&index, &extent)| {
+            at * extent + if extent == 1 { 0 } else { index }
+        })
+    }
+
+    /// Whether the score is `fill` whatever query and key are.
+    fn is_hidden(&self, row: usize, j: usize) -> bool {
+        self.hidden
+            .is_some_and(|(hidden, extents)| hidden[self.position(row, j, extents)] != 0)
+    }
+
     /// The scores of a query row.
     fn scores(&self, row: usize) -> Vec<f64> {
         let i = row % self.length;
-        let (batch, head) = (row / self.length / self.heads, row / self.length % self.heads);
         let score = |j: usize| {
             if self.causal && j + self.length > i + self.key_length {
                 return f64::NEG_INFINITY;
             }
+            if self.is_hidden(row, j) {
+                return self.fill;
+            }
             let product = dot(self.query(row), self.key(self.key_row(row, j))) * self.scale;
-            let Some((mask, extents)) = self.mask else {
-                return product;
-            };
-            let position = [batch, head, i, j]
-                .iter()
-                .zip(extents)
-                .fold(0, |at, (&index, &extent)| {
-                    at * extent + if extent == 1 { 0 } else { index }
-                });
-            product + mask[position]
+            match self.mask {
+                Some((mask, extents)) => product + mask[self.position(row, j, extents)],
+                None => product,
+            }
         };
         (0..self.key_length).map(score).collect()
     }
 
-    /// The factor dropout puts on the probability of key position `j`.
-    fn factor(&self, row: usize, j: usize) -> f64 {
-        self.dropout
-            .as_ref()
-            .map_or(1.0, |mask| mask[row * self.key_length + j])
+    /// What dropout, with this factor, makes of 1 at key position `j`.
+    fn dropped(&self, row: usize, j: usize, factor: f64) -> f64 {
+        match &self.dropout {
+            Some(kept) if !kept[row * self.key_length + j] => 0.0,
+            Some(_) => factor,
+            None => 1.0,
+        }
     }
 }
 
@@ -147,7 +163,7 @@ fn add_scaled(to: &mut [f64], factor: f64, from: &[f64]) {
 pub(super) fn attention(x: &[Rc<Array>], dims: AttentionDims) -> SmallVec<[Array; 1]> {
     let operands = Operands::new(x, dims);
     let mut out = vec![0.0; operands.rows() * operands.value_width];
-    let mut stats = Vec::with_capacity(operands.rows());
+    let mut stats = Vec::with_capacity(2 * operands.rows());
     for row in 0..operands.rows() {
         let scores = operands.scores(row);
         let largest = scores
@@ -157,10 +173,10 @@ pub(super) fn attention(x: &[Rc<Array>], dims: AttentionDims) -> SmallVec<[Array
         let sum: f64 = exps.iter().sum();
         let result = &mut out[row * operands.value_width..][..operands.value_width];
         for (j, exp) in exps.iter().enumerate() {
-            let probability = exp / sum * operands.factor(row, j);
+            let probability = exp / sum * operands.dropped(row, j, operands.factor);
             add_scaled(result, probability, operands.value(operands.key_row(row, j)));
         }
-        stats.push(largest + sum.ln());
+        stats.extend([largest, sum]);
     }
     let shape = &x[0].ty.shape;
     let ty = TensorType {
@@ -169,7 +185,7 @@ pub(super) fn attention(x: &[Rc<Array>], dims: AttentionDims) -> SmallVec<[Array
     };
     let stats_ty = TensorType {
         dtype: DType::F32,
-        shape: shape.without(&[3]),
+        shape: shape.with(3, 2),
     };
     smallvec![
         Array::new(ty, Data::Float(out)),
@@ -179,25 +195,35 @@ pub(super) fn attention(x: &[Rc<Array>], dims: AttentionDims) -> SmallVec<[Array
 
 pub(super) fn attention_grad(x: &[Rc<Array>], dims: AttentionDims) -> SmallVec<[Array; 1]> {
     let operands = Operands::new(x, dims);
-    let [out, stats, d_out] = [3, 2, 1].map(|back| x[x.len() - back].floats());
+    let at = dims.operands();
+    let [stats, d_out] = [0, 1].map(|offset| x[at.forward + offset].floats());
+    let [d_scale, inner] = [2, 3].map(|offset| x[at.forward + offset].floats()[0]);
+    let d_factor = if dims.dropout {
+        x[at.forward + 4].floats()[0]
+    } else {
+        1.0
+    };
     let mut dq = vec![0.0; operands.q.len()];
     let mut dk = vec![0.0; operands.k.len()];
     let mut dv = vec![0.0; operands.v.len()];
     let (width, value_width) = (operands.width, operands.value_width);
     for row in 0..operands.rows() {
         let gradient = &d_out[row * value_width..][..value_width];
-        let delta = dot(gradient, &out[row * value_width..][..value_width]);
-        for (j, score) in operands.scores(row).into_iter().enumerate() {
+        let (largest, sum) = (stats[2 * row], stats[2 * row + 1]);
+        let scores = operands.scores(row);
+        let probability = |j: usize| (scores[j] - largest).exp() / sum;
+        let d_probability = |j: usize| {
+            operands.dropped(row, j, d_factor) * dot(gradient, operands.value(operands.key_row(row, j)))
+        };
+        let delta: f64 = (0..scores.len()).map(|j| probability(j) * d_probability(j)).sum();
+        for j in 0..scores.len() {
             let key_row = operands.key_row(row, j);
-            let probability = (score - stats[row]).exp();
-            let factor = operands.factor(row, j);
-            add_scaled(
-                &mut dv[key_row * value_width..][..value_width],
-                probability * factor,
-                gradient,
-            );
-            let d_score =
-                probability * (factor * dot(gradient, operands.value(key_row)) - delta) * operands.scale;
+            let kept = probability(j) * operands.dropped(row, j, operands.factor);
+            add_scaled(&mut dv[key_row * value_width..][..value_width], kept, gradient);
+            if operands.is_hidden(row, j) {
+                continue;
+            }
+            let d_score = probability(j) * (d_probability(j) + inner * delta) * d_scale;
             add_scaled(&mut dq[row * width..][..width], d_score, operands.key(key_row));
             add_scaled(&mut dk[key_row * width..][..width], d_score, operands.query(row));
         }

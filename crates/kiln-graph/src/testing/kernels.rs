@@ -324,6 +324,7 @@ impl Builder<'_> {
         let dims = AttentionDims {
             causal: self.chance(2),
             mask: self.chance(2),
+            hidden: self.chance(3),
             dropout: self.chance(3),
         };
         let dtype = self.float_dtype();
@@ -349,10 +350,17 @@ impl Builder<'_> {
             let shape = full.map(|extent| if self.chance(2) { 1 } else { extent });
             operands.push(self.parameter(of(shape)));
         }
+        if dims.hidden {
+            let full = [batch, heads, length, key_length];
+            let shape = full.map(|extent| if self.chance(2) { 1 } else { extent });
+            operands.push(self.parameter(TensorType::new(DType::Bool, shape)));
+            operands.push(self.constant(-2.0, dtype));
+        }
         if dims.dropout {
             operands.push(self.word());
             operands.push(self.word());
             operands.push(self.constant(0.75, dtype));
+            operands.push(self.constant(1.25, dtype));
         }
         // Scores are at most width * 2 * 2 / 2 + 2; each of their errors moves a probability by at most as much.
         let d = width as f64;
@@ -365,19 +373,24 @@ impl Builder<'_> {
         let score_error =
             0.5 * d * (q.error * k.bound + k.error * q.bound) + 2.0 * d * rounding(compute, score_bound);
         let n = key_length as f64;
-        let out_bound = v.bound * if dims.dropout { 1.0 / 0.75 } else { 1.0 };
+        let out_bound = v.bound * if dims.dropout { 1.25 } else { 1.0 };
         let out_error = 2.0 * out_bound * (2.0 * score_error + n * rounding(compute, 1.0))
             + 2.0 * v.error
             + rounding(dtype, out_bound);
-        let stats_bound = score_bound + n.ln();
-        let stats = (stats_bound, score_error + n * rounding(DType::F32, stats_bound));
+        let stats_bound = score_bound.max(n);
+        let stats_error = (2.0 * n + 1.0) * score_error + n * rounding(DType::F32, stats_bound);
+        let stats = (stats_bound, stats_error);
         let results = self.node(Op::Attention(dims), &operands, &[(out_bound, out_error), stats]);
         if self.chance(2) {
             return;
         }
         let d_out = self.of_type(&of([batch, heads, length, value_width]));
         let d_out = self.within(d_out, 2.0);
-        operands.extend([results[0], results[1], d_out]);
+        let inner = self.constant(-1.0, dtype);
+        operands.extend([results[1], d_out, operands[3], inner]);
+        if let Some(at) = dims.operands().dropout {
+            operands.push(operands[at + 3]);
+        }
         // Sums over rows or keys of p * (g . v - D), each factor bounded as above.
         let e = value_width as f64;
         let d_score = 2.0 * e * d_out.bound * out_bound;
@@ -393,8 +406,8 @@ impl Builder<'_> {
                 error + terms * rounding(compute, bound) + rounding(dtype, bound),
             )
         };
-        let dv_bound = terms * d_out.bound / 0.75;
-        let dv_error = terms * (d_out.error / 0.75 + d_out.bound / 0.75 * 2.0 * (score_error + stats.1));
+        let dv_bound = terms * d_out.bound * 1.25;
+        let dv_error = terms * (d_out.error * 1.25 + d_out.bound * 1.25 * 2.0 * (score_error + stats.1));
         let dv = (
             dv_bound,
             dv_error + terms * rounding(compute, dv_bound) + rounding(dtype, dv_bound),

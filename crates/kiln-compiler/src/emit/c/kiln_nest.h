@@ -382,16 +382,11 @@ KILN_INLINE int64_t random_range(uint64_t seed, uint64_t stream, int64_t i, int6
 }
 /* Lanes at consecutive positions share blocks. */
 KILN_INLINE v_f32 v_uniform_f32(uint64_t seed, uint64_t stream, int64_t i) {
-    float t[KILN_LANES];
-    if (i % 4 == 0) {
-        for (int l = 0; l < KILN_LANES; l += 4) {
-            kiln_block b = philox(seed, stream, (uint64_t)(i + l) / 4);
-            for (int w = 0; w < 4; w++) t[l + w] = (float)(b.w[w] >> 8) * 0x1p-24f;
-        }
-    } else {
-        for (int l = 0; l < KILN_LANES; l++) t[l] = uniform_f32(seed, stream, i + l);
-    }
-    return ld_f32(t);
+    if (i % 4 == 0) return (v_f32)vf_uniform_aligned(seed, stream, i);
+    float t[2 * KILN_LANES];
+    vf_store(t, vf_uniform_aligned(seed, stream, i - i % 4));
+    vf_store(t + KILN_LANES, vf_uniform_aligned(seed, stream, i - i % 4 + KILN_LANES));
+    return ld_f32(t + i % 4);
 }
 
 #endif

@@ -52,6 +52,14 @@ KILN_INLINE vf vf_exp(vf x) {
     return vf_scale(p, k);
 }
 
+/* exp of x <= 0, for sums of such: 1.1 ULP down to -87.3, zero below. */
+KILN_INLINE vf vf_exp_down(vf x) {
+    vf n, r = vf_exp_reduce(vf_larger(vf_set1(-87.33f), x), &n);
+    vf p = vf_fma(vf_exp_poly(r), r * r, r) + 1.0f;
+    vf y = p * (vf)((vi_from_vf(n) + 127) << 23);
+    return vf_select(x < -87.33f, (vf){0}, y);
+}
+
 /* 1.6 ULP; exact near zero, -1 for large negative arguments. */
 KILN_INLINE vf vf_expm1(vf x) {
     vf n, c = vf_select(x > 89.0f, vf_set1(89.0f), x);

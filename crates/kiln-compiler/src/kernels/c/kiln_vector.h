@@ -88,6 +88,14 @@ KILN_INLINE void vi_store_i64(int64_t *p, vi v) {
     KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l] = v[l];
 }
 
+/* A lane mask from bytes, set where they are not zero. */
+KILN_INLINE vi vi_mask_u8(const uint8_t *p) {
+    typedef int8_t vb __attribute__((vector_size(KILN_LANES)));
+    vb v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v != 0, vi);
+}
+
 /* p[0], p[stride], p[2 * stride], ... */
 KILN_INLINE vf vf_load_stride(const float *p, int64_t stride) {
 #define KILN_AT(l) p[(l) * stride]
@@ -161,6 +169,14 @@ KILN_INLINE vf vf_copysign(vf x, vf s) { return (vf)(((vi)x & 0x7fffffff) | ((vi
 /* The larger and the smaller; NaN if either is. */
 KILN_INLINE vf vf_max(vf a, vf b) { return vf_select((a > b) | (a != a), a, b); }
 KILN_INLINE vf vf_min(vf a, vf b) { return vf_select((a < b) | (a != a), a, b); }
+/* a > b ? a : b, one instruction: b where either is NaN. */
+KILN_INLINE vf vf_larger(vf a, vf b) {
+#if KILN_LANES == 16 && defined(__AVX512F__) && !defined(__clang__)
+    return __builtin_ia32_maxps512_mask(a, b, b, (uint16_t)-1, 4);
+#else
+    return vf_select(a > b, a, b);
+#endif
+}
 KILN_INLINE vd vd_max(vd a, vd b) { return vd_select((a > b) | (a != a), a, b); }
 KILN_INLINE vd vd_min(vd a, vd b) { return vd_select((a < b) | (a != a), a, b); }
 KILN_INLINE float sf_max(float a, float b) { return (a > b) | (a != a) ? a : b; }
@@ -214,6 +230,14 @@ KILN_INLINE double vd_sum(vd v) {
     return v[0] + v[1];
 #endif
 }
+/* The largest lane, none of them NaN. */
+KILN_INLINE float vf_largest(vf v) {
+    float best[KILN_LANES];
+    vf_store(best, v);
+    for (int half = KILN_LANES / 2; half > 0; half /= 2)
+        KILN_UNROLL for (int l = 0; l < half; l++) best[l] = best[l] > best[l + half] ? best[l] : best[l + half];
+    return best[0];
+}
 /* Whether any lane of a mask is set. */
 KILN_INLINE int vi_any(vi mask) {
     int32_t any = 0;
@@ -255,6 +279,52 @@ KILN_INLINE void vf_transpose(vf row[KILN_LANES]) {
     KILN_ROUND(other, row)
     __builtin_memcpy(row, other, sizeof other);
 #endif
+}
+
+/* Philox4x32-10: the words of KILN_LANES / 4 consecutive blocks from number `block` on, in order. The four words of a block are four
+ * neighbouring lanes, so that a round is one multiplication of the even lanes, and its result lies in reversed order. */
+#if KILN_LANES == 16
+#define KILN_REVERSED 3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12
+#elif KILN_LANES == 8
+#define KILN_REVERSED 3, 2, 1, 0, 7, 6, 5, 4
+#else
+#define KILN_REVERSED 3, 2, 1, 0
+#endif
+typedef uint64_t vul __attribute__((vector_size(4 * KILN_LANES)));
+KILN_INLINE vul vu_mul_even(vu a, vu b) {
+#if KILN_LANES == 16 && defined(__AVX512F__) && !defined(__clang__)
+    typedef long long vll __attribute__((vector_size(64)));
+    return (vul)__builtin_ia32_pmuludq512_mask((vi)a, (vi)b, (vll){0}, (uint8_t)-1);
+#elif KILN_LANES == 8 && defined(__AVX2__) && !defined(__clang__)
+    return (vul)__builtin_ia32_pmuludq256((vi)a, (vi)b);
+#elif KILN_LANES == 4 && defined(__SSE2__) && !defined(__clang__)
+    return (vul)__builtin_ia32_pmuludq128((vi)a, (vi)b);
+#else
+    return ((vul)a & UINT64_C(0xffffffff)) * ((vul)b & UINT64_C(0xffffffff));
+#endif
+}
+KILN_INLINE vu vu_philox(uint64_t seed, uint64_t stream, uint64_t block) {
+#define KILN_STATE(l) ((l) % 2 ? stream : block + (l) / 2)
+#define KILN_KEY(l) ((l) % 2 ? seed >> 32 : seed & 0xffffffff)
+#define KILN_WEYL(l) ((l) % 2 ? UINT64_C(0xBB67AE85) : UINT64_C(0x9E3779B9))
+#define KILN_FACTOR(l) ((l) % 2 ? UINT64_C(0xCD9E8D57) : UINT64_C(0xD2511F53))
+    vul state = (vul)KILN_EACH_HALF(KILN_STATE);
+    vu key = (vu)(vul)KILN_EACH_HALF(KILN_KEY);
+    const vu step = (vu)(vul)KILN_EACH_HALF(KILN_WEYL), factor = (vu)(vul)KILN_EACH_HALF(KILN_FACTOR);
+    KILN_UNROLL for (int round = 0; round < 10; round++) {
+        vi product = (vi)vu_mul_even((vu)state, factor);
+        state = (vul)KILN_SHUFFLE(product, product, KILN_REVERSED) ^ (state >> 32) ^ (vul)key;
+        key += step;
+    }
+    return (vu)state;
+#undef KILN_STATE
+#undef KILN_KEY
+#undef KILN_WEYL
+#undef KILN_FACTOR
+}
+/* Numbers first, first + 1, .. of the stream, uniform in [0, 1); first is a multiple of 4. */
+KILN_INLINE vf vf_uniform_aligned(uint64_t seed, uint64_t stream, int64_t first) {
+    return __builtin_convertvector((vi)(vu_philox(seed, stream, (uint64_t)first / 4) >> 8), vf) * 0x1p-24f;
 }
 
 /* Conversions. Float to integer truncates; out of range is the caller's business. */

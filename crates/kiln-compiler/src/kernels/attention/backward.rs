@@ -1,0 +1,276 @@
+//! The gradient kernel.
+
+use std::collections::BTreeSet;
+
+use kiln_cpu::Isa;
+
+use super::forward::{MaskRows, Memory, Seen, scores};
+use super::pack::{copy_rows, store_rows, turn_rows};
+use super::plan::{PANEL, Plan, Product, product};
+use super::rows;
+use super::{AttentionSpec, View};
+use crate::kernels::tile::Access;
+use crate::kernels::{Kernel, fields, finish_kernel, indent, run_part, unpack};
+
+/// What the gradient reads besides the forward's operands, and what it writes.
+pub struct Gradients {
+    /// Gradient of the result.
+    pub d_out: View,
+    /// Gradient of the queries.
+    pub d_query: View,
+    /// Gradient of the keys.
+    pub d_key: View,
+    /// Gradient of the values.
+    pub d_value: View,
+}
+
+/// Gradients of queries, keys and values.
+pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
+    let plan = Plan::new(spec, isa);
+    let e = &spec.extents;
+    let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
+    let mut helpers = BTreeSet::new();
+    let mut memory = Memory::new();
+    memory.part("float", "turned_keys", plan.turned(e.keys, e.width));
+    memory.part("float", "turned_values", plan.turned(e.keys, e.value_width));
+    memory.part("float", "keys", e.keys * plan.width);
+    memory.part("float", "queries", plan.block * plan.width);
+    memory.part("float", "outs", plan.block * plan.value_width);
+    memory.part("float", "strip", plan.block * ld);
+    memory.part("float", "d_strip", plan.block * ld);
+    memory.part("float", "d_queries", plan.block * plan.width);
+    memory.part("float", "d_keys", plan.key_rows * plan.width);
+    memory.part("float", "d_values", plan.key_rows * plan.value_width);
+    let mask_rows = MaskRows::new(spec, &plan, &mut memory);
+    let seen = Seen::new(spec, &plan, &mut memory);
+    if spec.dropout {
+        memory.part("float", "kept", ld + 3 * lanes);
+    }
+    let (declare, each) = memory.finish();
+
+    let key_from = spec.key.head("batch", "group");
+    let value_from = spec.value.head("batch", "group");
+    let all_keys = e.keys.to_string();
+    let wide = PANEL * lanes;
+    let pack = turn_rows(&spec.key, &key_from, e.keys, e.width, "turned_keys", wide, lanes)
+        + &turn_rows(
+            &spec.value,
+            &value_from,
+            e.keys,
+            e.value_width,
+            "turned_values",
+            wide,
+            lanes,
+        )
+        + &copy_rows(
+            &spec.key,
+            &key_from,
+            "0",
+            (&all_keys, &all_keys),
+            (e.width, plan.width),
+            "keys",
+            "",
+            lanes,
+        )
+        + &format!(
+            "for (int64_t c = 0; c < {}; c += {lanes}) vf_store(d_keys + c, (vf){{0}});\nfor (int64_t c = 0; c < {}; c += {lanes}) vf_store(d_values + c, \
+             (vf){{0}});\n",
+            plan.key_rows * plan.width,
+            plan.key_rows * plan.value_width
+        );
+    let all_rows = format!("tiles * {tile}");
+    let block_rows = |view: &View, width: usize, pitch: usize, to: &str| {
+        copy_rows(
+            view,
+            &view.head("batch", "head"),
+            "row0",
+            ("rows", &all_rows),
+            (width, pitch),
+            to,
+            "",
+            lanes,
+        )
+    };
+    let load = block_rows(&spec.query, e.width, plan.width, "queries")
+        + &block_rows(&tensors.d_out, e.value_width, plan.value_width, "outs");
+    let strips = scores(
+        spec,
+        &plan,
+        &seen,
+        "queries",
+        "turned_keys",
+        (plan.width, e.width),
+        "strip",
+        &mut helpers,
+    ) + &scores(
+        spec,
+        &plan,
+        &seen,
+        "outs",
+        "turned_values",
+        (plan.value_width, e.value_width),
+        "d_strip",
+        &mut helpers,
+    );
+
+    let each_row = each_row(spec, &plan, &mask_rows, &seen, &mut helpers);
+    let d_queries = product(
+        &plan,
+        &Product {
+            a: &format!("d_strip + i * {}", tile * ld),
+            a_access: Access::Strided {
+                free: ld as i64,
+                depth: 1,
+            },
+            b_access: Access::Strided {
+                free: 1,
+                depth: plan.width as i64,
+            },
+            b: "keys + j",
+            depth: seen.tile,
+            c: &format!("d_queries + i * {} + j", tile * plan.width),
+            ldc: plan.width,
+            accumulate: false,
+            tiles: "tiles",
+            before: "",
+            columns: plan.width,
+        },
+        &mut helpers,
+    ) + &store_rows(
+        &tensors.d_query,
+        &tensors.d_query.head("batch", "head"),
+        ("row0", "rows"),
+        (e.width, plan.width),
+        "d_queries",
+        "",
+        lanes,
+    );
+    // Rows before `start` see none of the tile's keys.
+    let before = if spec.varies() {
+        format!(
+            "int64_t start = 0;\n        while (start < rows && n_of[start] <= i * {tile}) start++;\n        if (start == rows) continue;"
+        )
+    } else {
+        "const int64_t start = 0;".to_owned()
+    };
+    let mut collect = |strip: &str, rows: &str, pitch: usize, to: &str| {
+        product(
+            &plan,
+            &Product {
+                a: &format!("{strip} + start * {ld} + i * {tile}"),
+                a_access: Access::Strided {
+                    free: 1,
+                    depth: ld as i64,
+                },
+                b_access: Access::Strided {
+                    free: 1,
+                    depth: pitch as i64,
+                },
+                b: &format!("{rows} + start * {pitch} + j"),
+                depth: "rows - start",
+                c: &format!("{to} + i * {} + j", tile * pitch),
+                ldc: pitch,
+                accumulate: true,
+                tiles: &(plan.key_rows / tile).to_string(),
+                before: &before,
+                columns: pitch,
+            },
+            &mut helpers,
+        )
+    };
+    let collected = collect("strip", "outs", plan.value_width, "d_values")
+        + &collect("d_strip", "queries", plan.width, "d_keys");
+    let store = |view: &View, width: usize, pitch: usize, from: &str| {
+        store_rows(
+            view,
+            &view.head("batch", "group"),
+            ("0", &all_keys),
+            (width, pitch),
+            from,
+            "",
+            lanes,
+        )
+    };
+    let stored = store(&tensors.d_key, e.width, plan.width, "d_keys")
+        + &store(&tensors.d_value, e.value_width, plan.value_width, "d_values");
+
+    let source = format!(
+        "/* {}\n * Gradient of attention: {}; blocks of {block} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void \
+         {name}_heads(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{declare}    int64_t looked = -1;\n    (void)looked;\n    for (int64_t unit = \
+         begin; unit < end; unit++) {{\n        const int64_t batch = unit / {groups}, group = unit % {groups};\n{}        for (int64_t part = 0; part < \
+         {share} * {blocks}; part++) {{\n            const int64_t head = group * {share} + part / {blocks}, row0 = part % {blocks} * {block};\n            \
+         const int64_t rows = {queries} - row0 < {block} ? {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n            if (row0 == 0) \
+         {{\n{}            }}\n{}{}{}{}{}{}{}        }}\n{}    }}\n}}\n",
+        spec.comment,
+        spec.shape_text(),
+        fields(&spec.params),
+        unpack(&spec.params),
+        indent(&pack, 8),
+        indent(&mask_rows.by_head, 16),
+        indent(&seen.by_head, 12),
+        indent(&seen.by_block, 12),
+        indent(&load, 12),
+        indent(&strips, 12),
+        indent(&each_row, 12),
+        indent(&d_queries, 12),
+        indent(&collected, 12),
+        indent(&stored, 8),
+        groups = e.key_heads,
+        share = e.heads / e.key_heads,
+        blocks = plan.blocks,
+        block = plan.block,
+        queries = e.queries,
+    );
+    let units = e.batch * e.key_heads;
+    let calls = run_part(plan.serial)(&format!("{name}_heads"), units);
+    let mut kernel = finish_kernel(name, &spec.params, source, &calls, each * spec.threads);
+    kernel.helpers = helpers.into_iter().collect();
+    kernel
+}
+
+/// Turns the strips into probabilities and gradients of scores, row by row.
+fn each_row(
+    spec: &AttentionSpec,
+    plan: &Plan,
+    mask_rows: &MaskRows,
+    seen: &Seen,
+    helpers: &mut BTreeSet<crate::kernels::Helper>,
+) -> String {
+    let e = &spec.extents;
+    let (lanes, ld, masks) = (plan.lanes, plan.ld, mask_rows.masks);
+    let probabilities = rows::probabilities(masks, lanes, helpers);
+    let score_gradients = rows::score_gradients(masks.hide, lanes, helpers);
+    let (before, after) = if spec.dropout {
+        let draws = rows::draws(lanes, helpers);
+        let times = |to: &str, factor: &str| {
+            format!(
+                "for (int64_t j = 0; j < n; j += {lanes}) vf_store({to} + j, vf_load({to} + j) * vf_load(kept + draw % 4 + j) * *{factor});\n"
+            )
+        };
+        (
+            format!(
+                "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, *keep);\n{}",
+                e.heads,
+                e.queries,
+                e.keys,
+                times("d", "d_factor")
+            ),
+            times("x", "factor"),
+        )
+    } else {
+        (String::new(), String::new())
+    };
+    format!(
+        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    float *x = strip + r * {ld}, *d = d_strip + r * {ld};\n{}{}    const float sum = {probabilities}(x, d, n, *scale, \
+         {}{} + ((batch * {} + head) * {} + row) * 2);\n    {score_gradients}(x, d, n, end, {}*inner * sum, *d_scale);\n{}}}\n",
+        seen.row,
+        indent(&mask_rows.by_row, 4),
+        indent(&before, 4),
+        masks.arguments(),
+        spec.stats,
+        e.heads,
+        e.queries,
+        if masks.hide { "hide, " } else { "" },
+        indent(&after, 4),
+    )
+}

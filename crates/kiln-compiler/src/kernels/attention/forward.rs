@@ -1,0 +1,374 @@
+//! The forward kernel.
+
+use std::collections::BTreeSet;
+
+use kiln_cpu::Isa;
+
+use super::pack::{copy_rows, store_rows, turn_rows};
+use super::plan::{PANEL, Plan, Product, product};
+use super::rows::{self, Masks};
+use super::{AttentionSpec, View};
+use crate::kernels::tile::Access;
+use crate::kernels::{Helper, Kernel, fields, finish_kernel, indent, run_part, unpack};
+
+/// Parts of a thread's memory, in floats, each at a multiple of a vector.
+pub(super) struct Memory {
+    declarations: String,
+    floats: usize,
+}
+
+impl Memory {
+    pub fn new() -> Self {
+        Self {
+            declarations: String::new(),
+            floats: 0,
+        }
+    }
+
+    /// `ctype *name` for `floats` elements of four bytes.
+    pub fn part(&mut self, ctype: &str, name: &str, floats: usize) {
+        self.declarations.push_str(&format!(
+            "    {ctype} *{name} = ({ctype} *)(own + {});\n",
+            self.floats * 4
+        ));
+        self.floats += floats.div_ceil(16) * 16 + 16;
+    }
+
+    /// The declarations, and the bytes of one thread.
+    pub fn finish(self) -> (String, usize) {
+        let bytes = self.floats * 4;
+        let own = format!("    char *own = args->workspace + thread * INT64_C({bytes});\n");
+        (own + &self.declarations, bytes)
+    }
+}
+
+/// Memory for masks of a row, and the statements that fill it: once for a head where the row does not matter, else for each row `i`.
+pub(super) struct MaskRows {
+    pub masks: Masks,
+    pub by_head: String,
+    pub by_row: String,
+}
+
+impl MaskRows {
+    pub fn new(spec: &AttentionSpec, plan: &Plan, memory: &mut Memory) -> Self {
+        let (mut by_head, mut by_row) = (String::new(), String::new());
+        let keys = spec.extents.keys;
+        let mut add = |view: &View, ctype: &str, vector: &str, statement: &str| {
+            let per_row = view.strides[2] != 0 && spec.extents.queries > 1;
+            let whole = if view.strides[3] == 1 {
+                keys / plan.lanes * plan.lanes
+            } else {
+                0
+            };
+            let text = format!(
+                "{{\n    const {ctype} *from = {} + {} * {};\n    for (int64_t j = 0; j < {whole}; j += {lanes}) {vector};\n    for (int64_t j = {whole}; j \
+                 < {keys}; j++) {};\n}}\n",
+                view.head("batch", "head"),
+                if per_row { "row" } else { "0" },
+                view.strides[2],
+                statement.replace('@', &format!("from[j * {}]", view.strides[3])),
+                lanes = plan.lanes,
+            );
+            if per_row { &mut by_row } else { &mut by_head }.push_str(&text);
+        };
+        if let Some(mask) = &spec.mask {
+            memory.part("float", "bias", plan.ld);
+            add(
+                mask,
+                "float",
+                "vf_store(bias + j, vf_load(from + j))",
+                "bias[j] = @",
+            );
+        }
+        if let Some(hidden) = &spec.hidden {
+            memory.part("int32_t", "hide", plan.ld);
+            add(
+                hidden,
+                "uint8_t",
+                "vi_store(hide + j, vi_mask_u8(from + j))",
+                "hide[j] = @ ? -1 : 0",
+            );
+        }
+        let masks = Masks {
+            bias: spec.mask.is_some(),
+            hide: spec.hidden.is_some(),
+        };
+        Self {
+            masks,
+            by_head,
+            by_row,
+        }
+    }
+}
+
+/// How many keys each row sees, where that varies: `n_of` by row of a block, `limit_of` the most of each tile, `most` of all. Zeros of
+/// strips reach to `end`.
+pub(super) struct Seen {
+    /// Statements when the plane of the mask may have changed.
+    pub by_head: String,
+    /// Statements at the start of a block.
+    pub by_block: String,
+    /// C expression for row `r` of a block.
+    pub row: &'static str,
+    /// C expression for tile `i` of a block.
+    pub tile: &'static str,
+}
+
+impl Seen {
+    pub fn new(spec: &AttentionSpec, plan: &Plan, memory: &mut Memory) -> Self {
+        let e = &spec.extents;
+        let (queries, keys, ld, tile) = (e.queries as i64, e.keys as i64, plan.ld, plan.tile);
+        if !spec.varies() {
+            return Self {
+                by_head: String::new(),
+                by_block: format!("const int64_t end = {ld}, most = {keys};\n"),
+                row: "most",
+                tile: "most",
+            };
+        }
+        let mut by_head = String::new();
+        let mut bounds = format!("int64_t n = {keys};\n");
+        if let Some(hidden) = spec.hidden.as_ref().filter(|_| spec.skips) {
+            memory.part("int32_t", "last", e.queries);
+            by_head = last_seen(spec, hidden);
+            bounds = "int64_t n = last[row0 + r];\n".into();
+        }
+        if spec.causal {
+            let ahead = keys - queries + 1;
+            bounds.push_str(&format!(
+                "if (row0 + r + {ahead} < n) n = row0 + r + {ahead};\nif (n < 0) n = 0;\n"
+            ));
+        }
+        let by_block = format!(
+            "int32_t n_of[{}], limit_of[{}] = {{0}};\nint64_t most = 0;\nfor (int64_t r = 0; r < rows; r++) {{\n{}    n_of[r] = (int32_t)n;\n    if \
+             (limit_of[r / {tile}] < n) limit_of[r / {tile}] = (int32_t)n;\n    if (most < n) most = n;\n}}\nconst int64_t end = most + {tile} < {ld} ? \
+             most + {tile} : {ld};\n",
+            plan.block,
+            plan.block / tile,
+            indent(&bounds, 4),
+        );
+        Self {
+            by_head,
+            by_block,
+            row: "n_of[r]",
+            tile: "limit_of[i]",
+        }
+    }
+}
+
+/// Statements that find `last[row]`, one past the last key that is not hidden from the row, when the plane of the mask changes. A row of
+/// which all keys are hidden sees them all, with equal weights.
+fn last_seen(spec: &AttentionSpec, hidden: &View) -> String {
+    let e = &spec.extents;
+    let [of_batch, of_head, of_row, of_key] = hidden.strides;
+    let plane = format!(
+        "{} + {}",
+        if of_batch == 0 {
+            "0".into()
+        } else {
+            format!("batch * {}", e.heads)
+        },
+        if of_head == 0 { "0" } else { "head" }
+    );
+    let quick = if of_key == 1 {
+        "        for (uint64_t some; n >= 8; n -= 8) {\n            __builtin_memcpy(&some, from + n - 8, 8);\n            if (some != \
+         UINT64_C(0x0101010101010101)) break;\n        }\n"
+    } else {
+        ""
+    };
+    format!(
+        "if (looked != {plane}) {{\n    looked = {plane};\n    for (int64_t row = 0; row < {queries}; row++) {{\n        const uint8_t *from = {} + row * \
+         {of_row};\n        int64_t n = {keys};\n{quick}        while (n > 0 && from[(n - 1) * {of_key}]) n--;\n        last[row] = n > 0 ? (int32_t)n : \
+         {keys};\n    }}\n}}\n",
+        hidden.head("batch", "head"),
+        queries = e.queries,
+        keys = e.keys,
+    )
+}
+
+/// `out = softmax(query key^T * scale, masked) value` and the statistics.
+pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
+    let plan = Plan::new(spec, isa);
+    let e = &spec.extents;
+    let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
+    let mut helpers = BTreeSet::new();
+    let mut memory = Memory::new();
+    memory.part("float", "turned", plan.turned(e.keys, e.width));
+    memory.part("float", "values", e.keys * plan.value_width);
+    memory.part("float", "queries", plan.block * plan.width);
+    memory.part("float", "strip", plan.block * ld);
+    memory.part("float", "sums", plan.block * plan.value_width);
+    let mask_rows = MaskRows::new(spec, &plan, &mut memory);
+    let seen = Seen::new(spec, &plan, &mut memory);
+    if spec.dropout {
+        memory.part("float", "kept", ld + 3 * lanes);
+    }
+    let (declare, each) = memory.finish();
+
+    let keys = turn_rows(
+        &spec.key,
+        &spec.key.head("batch", "group"),
+        e.keys,
+        e.width,
+        "turned",
+        PANEL * lanes,
+        lanes,
+    ) + &copy_rows(
+        &spec.value,
+        &spec.value.head("batch", "group"),
+        "0",
+        (&e.keys.to_string(), &e.keys.to_string()),
+        (e.value_width, plan.value_width),
+        "values",
+        "",
+        lanes,
+    );
+    let load = copy_rows(
+        &spec.query,
+        &spec.query.head("batch", "head"),
+        "row0",
+        ("rows", &format!("tiles * {tile}")),
+        (e.width, plan.width),
+        "queries",
+        "*scale",
+        lanes,
+    );
+    let scores = scores(
+        spec,
+        &plan,
+        &seen,
+        "queries",
+        "turned",
+        (plan.width, e.width),
+        "strip",
+        &mut helpers,
+    );
+    let weights = rows::weights(mask_rows.masks, lanes, &mut helpers);
+    let dropped = if spec.dropout {
+        let draws = rows::draws(lanes, &mut helpers);
+        format!(
+            "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, *keep);\nfor (int64_t j = 0; j < n; j += \
+             {lanes}) vf_store(x + j, vf_load(x + j) * vf_load(kept + draw % 4 + j) * *factor);\n",
+            e.heads, e.queries, e.keys
+        )
+    } else {
+        String::new()
+    };
+    let each_row = format!(
+        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    float *x = strip + r * {ld};\n{}    {weights}(x, n, end, {}{} + ((batch * {} + head) * {} + row) * 2);\n{}}}\n",
+        seen.row,
+        indent(&mask_rows.by_row, 4),
+        mask_rows.masks.arguments(),
+        spec.stats,
+        e.heads,
+        e.queries,
+        indent(&dropped, 4),
+    );
+    let combine = product(
+        &plan,
+        &Product {
+            a: &format!("strip + i * {}", tile * ld),
+            a_access: Access::Strided {
+                free: ld as i64,
+                depth: 1,
+            },
+            b_access: Access::Strided {
+                free: 1,
+                depth: plan.value_width as i64,
+            },
+            b: "values + j",
+            depth: seen.tile,
+            c: &format!("sums + i * {} + j", tile * plan.value_width),
+            ldc: plan.value_width,
+            accumulate: false,
+            tiles: "tiles",
+            before: "",
+            columns: plan.value_width,
+        },
+        &mut helpers,
+    );
+    let store = store_rows(
+        out,
+        &out.head("batch", "head"),
+        ("row0", "rows"),
+        (e.value_width, plan.value_width),
+        "sums",
+        &format!(
+            "1.0f / ({} + ((batch * {} + head) * {} + row0 + r) * 2)[1]",
+            spec.stats, e.heads, e.queries
+        ),
+        lanes,
+    );
+    let source = format!(
+        "/* {}\n * Attention: {}; blocks of {} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void {name}_blocks(void \
+         *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{declare}    int64_t packed = -1, masked = -1, looked = -1;\n    (void)looked;\n    \
+         for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t row0 = unit % {blocks} * {block}, plane = unit / {blocks};\n        const \
+         int64_t batch = plane / {heads}, head = plane % {heads}, group = head / {share};\n        const int64_t rows = {queries} - row0 < {block} ? \
+         {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n        if (packed != batch * {groups} + group) {{\n            packed = batch * \
+         {groups} + group;\n{}        }}\n        if (masked != plane) {{\n            masked = plane;\n{}        }}\n{}{}{}{}{}{}{}    }}\n}}\n",
+        spec.comment,
+        spec.shape_text(),
+        plan.block,
+        fields(&spec.params),
+        unpack(&spec.params),
+        indent(&keys, 12),
+        indent(&mask_rows.by_head, 12),
+        indent(&seen.by_head, 8),
+        indent(&seen.by_block, 8),
+        indent(&load, 8),
+        indent(&scores, 8),
+        indent(&each_row, 8),
+        indent(&combine, 8),
+        indent(&store, 8),
+        blocks = plan.blocks,
+        block = plan.block,
+        heads = e.heads,
+        share = e.heads / e.key_heads,
+        groups = e.key_heads,
+        queries = e.queries,
+    );
+    let units = e.batch * e.heads * plan.blocks;
+    let calls = run_part(plan.serial)(&format!("{name}_blocks"), units);
+    let mut kernel = finish_kernel(name, &spec.params, source, &calls, each * spec.threads);
+    kernel.helpers = helpers.into_iter().collect();
+    kernel
+}
+
+/// The product of a block of rows (`pitch` apart, `depth` long) with transposed panels, into a strip; tiles that no row sees are left out.
+pub(super) fn scores(
+    spec: &AttentionSpec,
+    plan: &Plan,
+    seen: &Seen,
+    from: &str,
+    turned: &str,
+    (pitch, depth): (usize, usize),
+    strip: &str,
+    helpers: &mut BTreeSet<Helper>,
+) -> String {
+    let tile = plan.tile;
+    let before = if spec.varies() {
+        format!("if (j >= {}) continue;", seen.tile)
+    } else {
+        String::new()
+    };
+    product(
+        plan,
+        &Product {
+            a: &format!("{from} + i * {}", tile * pitch),
+            a_access: Access::Strided {
+                free: pitch as i64,
+                depth: 1,
+            },
+            b_access: Access::Packed,
+            b: &format!("{turned} + j * {depth}"),
+            depth: &depth.to_string(),
+            c: &format!("{strip} + i * {} + j", tile * plan.ld),
+            ldc: plan.ld,
+            accumulate: false,
+            tiles: "tiles",
+            before: &before,
+            columns: spec.extents.keys.div_ceil(plan.lanes) * plan.lanes,
+        },
+        helpers,
+    )
+}

@@ -1,0 +1,118 @@
+//! Attention and its gradient without a score matrix in memory.
+//!
+//! A thread takes a block of query rows of one head at a time. Their scores against all keys are a strip in the thread's own memory, some
+//! tens of rows that stay in L2: a register-tiled product makes it, one pass over each row turns it into weights, and the next product
+//! consumes it. What leaves is the result and two numbers for each row, its largest score and the sum of its exponentials. The gradient
+//! computes the strip again from those, together with the strip of the gradient of the weights; keys and values collect their gradients
+//! in the thread's memory while all rows that see them pass by.
+//!
+//! **Operands** are windows of any strides, so heads are never split or joined in memory. Keys are packed once for a head, transposed, in
+//! panels of two vectors; values and blocks of queries are copied to rows of whole vectors.
+//!
+//! **Causal order** leaves out tiles of scores that no row of the tile sees, both in the products that make strips and in those that
+//! read them. Where the order is not known but in a mask, the kernel looks in the mask for the last key that each row sees.
+//!
+//! **Threads** share blocks of rows; in the gradient they share heads of keys. Each number is computed in an order that depends on the
+//! shape alone.
+
+mod backward;
+mod forward;
+mod pack;
+mod plan;
+mod rows;
+
+use super::Param;
+
+pub use backward::{Gradients, gradient};
+pub use forward::forward;
+
+/// Extents of an attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Extents {
+    /// Sequences.
+    pub batch: usize,
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys and values; divides `heads`.
+    pub key_heads: usize,
+    /// Query positions.
+    pub queries: usize,
+    /// Key positions.
+    pub keys: usize,
+    /// Elements of a query or key.
+    pub width: usize,
+    /// Elements of a value.
+    pub value_width: usize,
+}
+
+/// A tensor of four dimensions in memory.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct View {
+    /// C expression of its first element's address, in terms of parameters.
+    pub pointer: String,
+    /// Elements between neighbours along each dimension: batch, head, position and element; for masks batch, head, query, key.
+    pub strides: [i64; 4],
+}
+
+impl View {
+    /// Address of position 0 of a head.
+    fn head(&self, batch: &str, head: &str) -> String {
+        let [of_batch, of_head, ..] = self.strides;
+        format!("{} + {batch} * {of_batch} + {head} * {of_head}", self.pointer)
+    }
+}
+
+/// Operands of both directions. Parameters that scalars come from: `scale`, `fill`, `keep`, `factor`, `d_scale`, `inner`, `d_factor` (`const float *`),
+/// `seed` and `stream` (`const uint64_t *`), those that occur.
+pub struct AttentionSpec {
+    /// C identifier of the kernel.
+    pub name: String,
+    /// What it computes, for the comment above it.
+    pub comment: String,
+    /// Extents.
+    pub extents: Extents,
+    /// Queries.
+    pub query: View,
+    /// Keys.
+    pub key: View,
+    /// Values.
+    pub value: View,
+    /// Whether query `i` sees keys `j <= i + keys - queries` only.
+    pub causal: bool,
+    /// f32 added to the scores; strides of 0 broadcast.
+    pub mask: Option<View>,
+    /// `uint8_t`: where not 0 the score is `*fill`.
+    pub hidden: Option<View>,
+    /// Whether keys past the last one that a row sees may be left out: `fill` is so low that their weights are zero.
+    pub skips: bool,
+    /// Whether weights are multiplied by `*factor` where the uniform draw is below `*keep`, and dropped elsewhere.
+    pub dropout: bool,
+    /// The statistics (largest score, sum of exponentials), contiguous: C expression of the address. Written by the forward kernel.
+    pub stats: String,
+    /// The parameters.
+    pub params: Vec<Param>,
+    /// Most threads the kernel may meet; decides the size of the workspace, never the result.
+    pub threads: usize,
+}
+
+impl AttentionSpec {
+    /// Whether rows see different numbers of keys.
+    fn varies(&self) -> bool {
+        self.causal || self.skips
+    }
+
+    fn shape_text(&self) -> String {
+        let e = &self.extents;
+        format!(
+            "{} x {} heads (keys {}), {} queries, {} keys, width {} and {}{}",
+            e.batch,
+            e.heads,
+            e.key_heads,
+            e.queries,
+            e.keys,
+            e.width,
+            e.value_width,
+            if self.causal { ", causal" } else { "" }
+        )
+    }
+}

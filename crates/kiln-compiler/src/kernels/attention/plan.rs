@@ -1,0 +1,163 @@
+//! Sizes of tiles, blocks and working memory, and the loops of tiles that make a product.
+
+use std::collections::BTreeSet;
+
+use kiln_cpu::Isa;
+
+use super::AttentionSpec;
+use crate::kernels::tile::{self, Access, Tile};
+use crate::kernels::{Helper, round_up, vector};
+
+/// Bytes that one strip of scores may take.
+const STRIP_BYTES: usize = 128 << 10;
+/// Most rows of a block: more would only make the strip larger.
+const MAX_BLOCK: usize = 64;
+/// Vectors in a column panel.
+pub(super) const PANEL: usize = 2;
+/// Multiply-adds below which one thread does it all.
+const SERIAL_WORK: usize = 256 * 1024;
+
+/// The decisions for one attention.
+#[derive(Debug, Clone)]
+pub(super) struct Plan {
+    pub lanes: usize,
+    pub isa: Isa,
+    /// Rows of a register tile.
+    pub tile: usize,
+    /// Query rows of a block: whole tiles.
+    pub block: usize,
+    /// Blocks of a head.
+    pub blocks: usize,
+    /// Elements between rows of a strip.
+    pub ld: usize,
+    /// Key rows in whole tiles.
+    pub key_rows: usize,
+    /// Width of queries and keys, and of values, in whole vectors.
+    pub width: usize,
+    pub value_width: usize,
+    pub serial: bool,
+}
+
+impl Plan {
+    pub fn new(spec: &AttentionSpec, isa: Isa) -> Self {
+        let e = &spec.extents;
+        let lanes = vector::lanes(isa);
+        let tile = tile_rows(e.queries, tile::max_rows(isa, PANEL));
+        let key_rows = round_up(e.keys, tile);
+        let ld = round_up(e.keys.max(key_rows), lanes);
+        // Rows whose distance is a multiple of 1 KiB share few lines of L1.
+        let ld = if ld % 256 == 0 { ld + lanes } else { ld };
+        let most = (STRIP_BYTES / (4 * ld)).clamp(tile, MAX_BLOCK.max(tile)) / tile * tile;
+        let count = e.queries.div_ceil(most).max(1);
+        let block = round_up(e.queries.div_ceil(count).max(1), tile);
+        let work = e.batch * e.heads * e.queries * e.keys * (e.width + e.value_width);
+        Self {
+            lanes,
+            isa,
+            tile,
+            block,
+            blocks: e.queries.div_ceil(block),
+            ld,
+            key_rows,
+            width: round_up(e.width, lanes),
+            value_width: round_up(e.value_width, lanes),
+            serial: spec.threads == 1 || work < SERIAL_WORK,
+        }
+    }
+
+    /// Floats of the transposed panels of all keys, `width` deep.
+    pub fn turned(&self, keys: usize, width: usize) -> usize {
+        round_up(keys, self.lanes) * width
+    }
+}
+
+/// The height of tiles that wastes least on the last of `rows` rows; among nearly equal ones the higher, which reads B less often.
+fn tile_rows(rows: usize, most: usize) -> usize {
+    let most = most.min(rows).max(1);
+    let lowest = (most / 2).max(1);
+    // A step of the depth costs its rows and about one more for the vectors of B.
+    let cost = |height: usize| rows.div_ceil(height).max(1) * (height + 1);
+    (lowest..=most)
+        .min_by_key(|&height| (cost(height), most - height))
+        .unwrap_or(1)
+}
+
+/// One product of tiles: `c[rows][columns] (+)= a b`.
+pub(super) struct Product<'a> {
+    /// C expression of the address of A's first row in tile `i` (a C variable).
+    pub a: &'a str,
+    /// How A is read.
+    pub a_access: Access,
+    /// How B is read: packed panels, or rows of a stride.
+    pub b_access: Access,
+    /// C expression of B's address in the panel that starts at column `j` (a C variable).
+    pub b: &'a str,
+    /// C expression of the depth.
+    pub depth: &'a str,
+    /// C expression of the address of C at tile `i`, column `j`.
+    pub c: &'a str,
+    /// Elements between rows of C.
+    pub ldc: usize,
+    /// Whether to add to what is there.
+    pub accumulate: bool,
+    /// C expression of the number of tiles.
+    pub tiles: &'a str,
+    /// Statements at the start of each tile, which may `continue`.
+    pub before: &'a str,
+    /// Columns, in whole vectors.
+    pub columns: usize,
+}
+
+/// The loops of a product; adds the tile functions they call to `helpers`. Panels are outermost: they stay in L1 while tiles pass.
+pub(super) fn product(plan: &Plan, product: &Product<'_>, helpers: &mut BTreeSet<Helper>) -> String {
+    let mut call = |vectors: usize| {
+        let tile = Tile {
+            rows: plan.tile,
+            vectors,
+            a: product.a_access,
+            b: product.b_access,
+            nested: false,
+        };
+        helpers.insert(tile.helper(plan.isa));
+        format!(
+            "{}({}, {}, {}, {}, {}, {});",
+            tile.name(),
+            product.a,
+            product.b,
+            product.depth,
+            product.c,
+            product.ldc,
+            u8::from(product.accumulate)
+        )
+    };
+    let vectors = product.columns / plan.lanes;
+    let (full, rest) = (vectors / PANEL, vectors % PANEL);
+    let wide = PANEL * plan.lanes;
+    let tiles = |call: &str, margin: &str| {
+        format!(
+            "{margin}for (int64_t i = 0; i < {}; i++) {{\n{}{margin}    {call}\n{margin}}}\n",
+            product.tiles,
+            if product.before.is_empty() {
+                String::new()
+            } else {
+                format!("{margin}    {}\n", product.before)
+            }
+        )
+    };
+    let mut text = String::new();
+    if full > 0 {
+        text.push_str(&format!(
+            "for (int64_t j = 0; j < {}; j += {wide}) {{\n{}}}\n",
+            full * wide,
+            tiles(&call(PANEL), "    ")
+        ));
+    }
+    if rest > 0 {
+        text.push_str(&format!(
+            "{{\n    const int64_t j = {};\n{}}}\n",
+            full * wide,
+            tiles(&call(rest), "    ")
+        ));
+    }
+    text
+}

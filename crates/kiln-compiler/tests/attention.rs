@@ -1,0 +1,160 @@
+//! Attention and its gradient over odd extents, masks and instruction sets, against the interpreter; the bits do not depend on threads.
+
+mod support;
+
+use kiln_cpu::{Isa, Toolchain};
+use kiln_graph::op::{AttentionDims, Op};
+use kiln_graph::testing::random_arguments;
+use kiln_graph::{DType, Graph, HostTensor, Provenance, Scalar, TensorType, Value, interpret_f64};
+use support::{build, run};
+
+/// Extents: batch, heads, key heads, queries, keys, width, width of values.
+type Extents = [usize; 7];
+
+/// A step of one attention and its gradient; masks are arguments.
+fn step(extents: Extents, dims: AttentionDims, fill: f64) -> Graph {
+    let [b, h, g, t, s, d, e] = extents;
+    let mut graph = Graph::new("attention");
+    let p = Provenance::default();
+    let floats = |shape: &[usize]| TensorType::new(DType::F32, shape);
+    let number = |graph: &mut Graph, value: Scalar, dtype: DType| {
+        graph.add(Op::Constant { value, dtype }, &[], &p).unwrap()
+    };
+    let mut operands: Vec<Value> = vec![
+        graph.parameter(floats(&[b, h, t, d])),
+        graph.parameter(floats(&[b, g, s, d])),
+        graph.parameter(floats(&[b, g, s, e])),
+    ];
+    let scale = number(&mut graph, Scalar::Float(0.6), DType::F32);
+    operands.push(scale);
+    if dims.mask {
+        operands.push(graph.parameter(floats(&[1, h, 1, s])));
+    }
+    if dims.hidden {
+        operands.push(graph.parameter(TensorType::new(DType::Bool, [b, 1, t, s])));
+        operands.push(number(&mut graph, Scalar::Float(fill), DType::F32));
+    }
+    if dims.dropout {
+        for word in [5u64, 9] {
+            operands.push(number(&mut graph, Scalar::UInt(word), DType::U64));
+        }
+        operands.push(number(&mut graph, Scalar::Float(0.75), DType::F32));
+        operands.push(number(&mut graph, Scalar::Float(1.25), DType::F32));
+    }
+    let forward = graph.add_node(Op::Attention(dims), &operands, p.clone()).unwrap();
+    let d_out = graph.parameter(floats(&[b, h, t, e]));
+    operands.extend([forward[1], d_out]);
+    for value in [0.5, -1.0] {
+        operands.push(number(&mut graph, Scalar::Float(value), DType::F32));
+    }
+    if dims.dropout {
+        operands.push(number(&mut graph, Scalar::Float(1.5), DType::F32));
+    }
+    let gradients = graph
+        .add_node(Op::AttentionGrad(dims), &operands, p.clone())
+        .unwrap();
+    graph.output(forward[0], None);
+    for value in gradients {
+        graph.output(value, None);
+    }
+    graph
+}
+
+/// Hides keys: some rows see a prefix, some have holes, one sees nothing.
+fn hide(tensors: &mut [HostTensor], [b, _, _, t, s, ..]: Extents) {
+    for tensor in tensors {
+        if tensor.ty().dtype == DType::Bool {
+            let hidden = (0..b * t * s).map(|at| {
+                let (row, key) = (at / s % t, at % s);
+                i64::from(key > row + s / 3 || (row % 4 == 1 && key % 3 == 0) || row == 2)
+            });
+            *tensor = HostTensor::from_ints(DType::Bool, [b, 1, t, s], hidden.collect::<Vec<_>>());
+        }
+    }
+}
+
+fn check(extents: Extents, dims: AttentionDims, fill: f64, isa: Isa) {
+    let graph = step(extents, dims, fill);
+    let (mut tensors, scalars) = random_arguments(&graph, 11);
+    hide(&mut tensors, extents);
+    let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+    let step = build(&graph, |options| options.isa = isa).unwrap();
+    let actual = run(&step, &graph, &tensors, &scalars, 1);
+    for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
+        let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
+        let norm = expected.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let distance = actual
+            .iter()
+            .zip(&expected)
+            .map(|(a, e)| (a - e) * (a - e))
+            .sum::<f64>()
+            .sqrt();
+        assert!(
+            distance <= 1e-5 * norm,
+            "{extents:?} {dims:?} {isa}: output {number} is off by {:e}",
+            distance / norm
+        );
+    }
+    for threads in [2, 3] {
+        let several = run(&step, &graph, &tensors, &scalars, threads);
+        assert!(
+            actual == several,
+            "{extents:?} {dims:?}: {threads} threads give other bits"
+        );
+    }
+}
+
+const PLAIN: AttentionDims = AttentionDims {
+    causal: false,
+    mask: false,
+    hidden: false,
+    dropout: false,
+};
+
+#[test]
+fn extents_and_masks() {
+    let isa = Toolchain::detect().unwrap().isa();
+    let low = f64::from(f32::MIN);
+    let causal = AttentionDims {
+        causal: true,
+        ..PLAIN
+    };
+    let hidden = AttentionDims {
+        hidden: true,
+        ..PLAIN
+    };
+    let all = AttentionDims {
+        causal: true,
+        mask: true,
+        hidden: true,
+        dropout: true,
+    };
+    // Whole vectors and blocks; primes; one query; more blocks than one; fewer keys than a vector; more queries than keys.
+    check([2, 2, 2, 64, 64, 32, 32], PLAIN, low, isa);
+    check([1, 6, 2, 197, 197, 19, 33], PLAIN, low, isa);
+    check([2, 4, 4, 1, 300, 48, 48], causal, low, isa);
+    check([1, 3, 1, 131, 131, 48, 48], causal, low, isa);
+    check([2, 2, 1, 37, 90, 5, 7], hidden, low, isa);
+    check([2, 2, 1, 90, 37, 16, 16], hidden, -2.0, isa);
+    check([1, 4, 2, 41, 53, 64, 24], all, low, isa);
+    check([1, 4, 2, 41, 53, 64, 24], all, -1.0, isa);
+}
+
+#[test]
+fn narrower_vectors() {
+    let narrower: &[Isa] = match Toolchain::detect().unwrap().isa() {
+        Isa::Avx512 => &[Isa::Avx2, Isa::Sse2],
+        Isa::Avx2 => &[Isa::Sse2],
+        _ => &[],
+    };
+    let all = AttentionDims {
+        causal: false,
+        mask: true,
+        hidden: true,
+        dropout: true,
+    };
+    for &isa in narrower {
+        check([1, 2, 1, 45, 61, 20, 12], all, f64::from(f32::MIN), isa);
+        check([1, 2, 2, 33, 33, 16, 16], PLAIN, 0.0, isa);
+    }
+}
