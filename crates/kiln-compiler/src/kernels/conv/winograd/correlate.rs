@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use kiln_cpu::Isa;
 
 use super::transform::{Matrices, both_sides};
-use super::{Cut, FIELDS, READ_WEIGHT, apart, by_channels, fits, guarded};
+use super::{CHUNK, Cut, FIELDS, READ_WEIGHT, apart, by_channels, fits, guarded};
 use crate::kernels::conv::walk::{Direction, Sides};
 use crate::kernels::conv::weights::Panels;
 use crate::kernels::conv::{ConvSpec, ImageAxis, Place};
@@ -32,7 +32,9 @@ pub(in crate::kernels::conv) fn correlate(
         return None;
     }
     let sides = Sides::new(spec, direction);
-    let cut = Cut::new(g, result, [sides.channels, sides.result_channels], READ_WEIGHT)?;
+    let by_panel = sides.result_channels.is_multiple_of(2 * lanes);
+    let channels = [sides.channels, sides.result_channels];
+    let cut = Cut::new(g, result, channels, READ_WEIGHT, by_panel)?;
     let emitter = Emitter {
         spec,
         direction,
@@ -74,8 +76,6 @@ impl Emitter<'_> {
             ..
         } = self.spec;
         let (cut, elements) = (self.cut, self.cut.elements());
-        let weight = elements * self.weight_apart();
-        let own_at = round_up((weight + self.lanes) * 4, 64);
         let mut helpers = BTreeSet::new();
         let mut source = format!(
             "/* {comment}\n * {} images of {:?} x {} channels, Winograd's algorithm: {} tiles of {m} x {m} results, {} at a time. */\nstruct {name}_args \
@@ -88,58 +88,111 @@ impl Emitter<'_> {
             fields(params),
             m = cut.m,
         );
-        source.push_str(&self.weights());
+        source.push_str(&self.turn());
         source.push_str(&self.tiles());
-        source.push_str(&self.products(&mut helpers));
-        source.push_str(&self.results());
-        let units = elements * self.panels.count;
-        let serial = *threads == 1;
-        let run = run_part(serial);
-        let mut calls = run(
-            &format!("{name}_weights"),
-            self.sides.channels.div_ceil(self.lanes) * (self.panels.padded() / self.lanes),
-        );
-        let copies = if cut.own {
+        let run = run_part(*threads == 1);
+        let copies = if *threads == 1 { 1 } else { *threads };
+        let (calls, workspace) = if cut.own {
+            source.push_str(&self.weights());
+            source.push_str(&self.products(&mut helpers));
+            source.push_str(&self.results());
             source.push_str(&format!(
                 "/* Blocks of tiles, through all stages. */\nstatic void {name}_blocks(void *ctx, int64_t begin, int64_t end, int thread) {{\n    struct \
                  {name}_args own = *(const struct {name}_args *)ctx;\n    own.own += thread * {};\n    for (int64_t block = begin; block < end; block++) \
-                 {{\n{}        {name}_tiles(&own, 0, own.count, thread);\n        {name}_products(&own, 0, {units}, thread);\n        \
+                 {{\n{}        {name}_tiles(&own, 0, own.count, thread);\n        {name}_products(&own, 0, {}, thread);\n        \
                  {name}_results(&own, 0, own.count, thread);\n    }}\n}}\n",
                 cut.bytes(),
                 indent(&cut.choose("own"), 8),
+                elements * self.panels.count,
             ));
-            calls.push_str(&run(&format!("{name}_blocks"), cut.blocks()));
-            if serial { 1 } else { *threads }
+            let own_at = round_up((elements * self.weight_apart() + self.lanes) * 4, 64);
+            let units = self.sides.channels / self.lanes * (self.panels.padded() / self.lanes);
+            let calls = format!(
+                "    args.own = workspace + {own_at};\n{}{}",
+                run(&format!("{name}_weights"), units),
+                run(&format!("{name}_blocks"), cut.blocks())
+            );
+            (calls, own_at + copies * cut.bytes())
         } else {
-            let stage = |suffix: &str, count: &str| {
-                if serial {
-                    format!("    {name}_{suffix}(&args, 0, {count}, 0);\n")
-                } else {
-                    format!("    rt->parallel_for(rt->pool, {count}, 1, {name}_{suffix}, &args);\n")
-                }
+            source.push_str(&self.by_panels(&mut helpers));
+            let tiles = if *threads == 1 {
+                format!("    {name}_tiles(&args, 0, args.count, 0);\n")
+            } else {
+                format!("    rt->parallel_for(rt->pool, args.count, 1, {name}_tiles, &args);\n")
             };
-            calls.push_str(&format!(
-                "    for (int64_t block = 0; block < {}; block++) {{\n{}{}    }}\n",
+            let calls = format!(
+                "    args.own = workspace;\n    for (int64_t block = 0; block < {}; block++) {{\n{}{}{}    }}\n",
                 cut.blocks(),
                 indent(&cut.choose("args"), 8),
-                indent(
-                    &(stage("tiles", "args.count")
-                        + &stage("products", &units.to_string())
-                        + &stage("results", "args.count")),
-                    4
-                ),
-            ));
-            1
+                indent(&tiles, 4),
+                indent(&run(&format!("{name}_panels"), self.panels.count), 4)
+            );
+            (calls, cut.side_bytes(0) + copies * self.panel_bytes())
         };
-        let calls = format!("    args.own = workspace + {own_at};\n{calls}");
-        let mut kernel = finish_kernel(name, params, source, &calls, own_at + copies * cut.bytes());
+        let mut kernel = finish_kernel(name, params, source, &calls, workspace);
         kernel.helpers = helpers.into_iter().collect();
         kernel
     }
 
+    /// Summed channels whose weights are transformed at a time.
+    fn chunk(&self) -> usize {
+        if self.cut.own {
+            self.sides.channels
+        } else {
+            self.sides.channels.min(CHUNK)
+        }
+    }
+
+    /// Floats between the elements of a panel's products.
+    fn products_apart(&self) -> usize {
+        apart(self.cut.block * self.panels.width)
+    }
+
+    /// Bytes of a thread's transformed weights and products of a panel.
+    fn panel_bytes(&self) -> usize {
+        let floats = self.cut.elements() * (self.weight_apart() + self.products_apart()) + self.lanes;
+        round_up(floats * 4, 64)
+    }
+
+    /// Panels of result channels, through all stages but the first.
+    fn by_panels(&self, helpers: &mut BTreeSet<Helper>) -> String {
+        let (cut, panels, lanes) = (self.cut, self.panels, self.lanes);
+        let (summed, chunk, width) = (self.sides.channels, self.chunk(), panels.width);
+        let calls = self.row_calls(width, width, "some", "from > 0", helpers);
+        let body = format!(
+            "float *weights = (float *)(args->own + {} + thread * {}), *products = weights + {};\nfor (int64_t panel = begin; panel < end; panel++) {{\n    const \
+             int64_t col = panel * {width};\n    for (int64_t from = 0; from < {summed}; from += {chunk}) {{\n        const int64_t some = {summed} - from < \
+             {chunk} ? {summed} - from : {chunk};\n        for (int64_t c = 0; c < some; c += {lanes})\n            for (int64_t k = 0; k < {width}; k += {lanes}) \
+             {name}_turn(args, from + c, col + k, weights + c * {width} + k, {width});\n        for (int64_t element = 0; element < {}; element++) {{\n            const \
+             float *tile_a = (const float *)args->own + element * {} + from;\n            const float *tile_b = weights + element * {};\n            float *target = products \
+             + element * {};\n            int64_t row = 0;\n{}        }}\n    }}\n    for (int64_t tile = 0; tile < args->count; tile++) {{\n{}        for (int64_t c = \
+             col; c < col + {width}; c += {lanes}) {{\n            const float *from = products + tile * {width} + c - col;\n{}        }}\n    }}\n}}\n",
+            cut.side_bytes(0),
+            self.panel_bytes(),
+            cut.elements() * self.weight_apart(),
+            cut.elements(),
+            cut.apart(0),
+            self.weight_apart(),
+            self.products_apart(),
+            indent(&calls, 12),
+            indent(&cut.place([0, 0]), 8),
+            indent(&self.transform_back(self.products_apart()), 12),
+            name = self.spec.name,
+        );
+        self.function(
+            "Panels of channels: their weights, products and results.",
+            "panels",
+            &body,
+        )
+    }
+
     /// Floats between the elements of the transformed weight.
     fn weight_apart(&self) -> usize {
-        apart(self.sides.channels * self.panels.padded())
+        if self.cut.own {
+            apart(self.sides.channels * self.panels.padded())
+        } else {
+            apart(self.chunk() * self.panels.width)
+        }
     }
 
     /// A function over `begin..end` with the parameters in scope.
@@ -153,13 +206,11 @@ impl Emitter<'_> {
         )
     }
 
-    /// Transforms the weight, a block of vectors by vectors of channels at a time, into
-    /// `[element][panel][summed channel][result channel within the panel]`.
-    fn weights(&self) -> String {
-        let (lanes, weight) = (self.lanes, &self.spec.weight);
+    /// `name_turn(args, c, k, to, ld)`: transforms the weights of a vector of summed channels from `c` and one of result channels from `k`, to
+    /// `[element][summed channel][result channel]`, with `ld` floats between summed channels.
+    fn turn(&self) -> String {
+        let (lanes, weight, name) = (self.lanes, &self.spec.weight, &self.spec.name);
         let (summed, results) = (self.sides.channels, self.sides.result_channels);
-        let panels = self.panels;
-        let blocks = panels.padded() / lanes;
         let store = |r: usize, value: &str| {
             format!(
                 "vf_store(to + ({} + j) * {}, {value});",
@@ -191,15 +242,27 @@ impl Emitter<'_> {
             ),
         };
         let transform = both_sides(&self.matrices.kernel, "", &load, &store);
+        format!(
+            "/* Transforms a block of the weight. */\nstatic void {name}_turn(const struct {name}_args *args, int64_t c, int64_t k, float *to, int64_t ld) \
+             {{\n{}{}    for (int64_t s = 0; s < {lanes}; s++, to += ld) {{\n{}    }}\n}}\n",
+            unpack(&self.spec.params),
+            indent(&gather, 4),
+            indent(&transform, 8),
+        )
+    }
+
+    /// Transforms the whole weight, panel by panel.
+    fn weights(&self) -> String {
+        let (panels, lanes) = (self.panels, self.lanes);
         let body = format!(
             "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t c = unit / {blocks} * {lanes}, k = unit % {blocks} * {lanes}, panel = k / \
-             {width};\n    const int64_t ld = panel == {} ? {} : {width};\n{}    for (int64_t s = 0; s < {lanes}; s++) {{\n        float *to = (float \
-             *)args->workspace + panel * {} + (c + s) * ld + k % {width};\n{}    }}\n}}\n",
+             {width};\n    const int64_t ld = panel == {} ? {} : {width};\n    {}_turn(args, c, k, (float *)args->workspace + panel * {} + c * ld + k % {width}, \
+             ld);\n}}\n",
             panels.count - 1,
             panels.last,
-            indent(&gather, 4),
-            panels.width * summed,
-            indent(&transform, 8),
+            self.spec.name,
+            panels.width * self.sides.channels,
+            blocks = panels.padded() / lanes,
             width = panels.width,
         );
         self.function("Transforms the weight.", "weights", &body)
@@ -230,17 +293,23 @@ impl Emitter<'_> {
         self.function("Transforms tiles of the image.", "tiles", &body)
     }
 
-    /// The products: for each element and panel of result channels, all tiles.
-    fn products(&self, helpers: &mut BTreeSet<Helper>) -> String {
-        let (cut, panels, lanes) = (self.cut, self.panels, self.lanes);
-        let summed = self.sides.channels;
-        let parts = cut.block.div_ceil(tile::max_rows(self.isa, panels.width / lanes));
+    /// Statements that multiply all rows `row..` of `tile_a` (at the stride of transformed tiles) with `tile_b`, of this width, into `target`.
+    fn row_calls(
+        &self,
+        width: usize,
+        ld: usize,
+        depth: &str,
+        accumulate: &str,
+        helpers: &mut BTreeSet<Helper>,
+    ) -> String {
+        let (cut, vectors) = (self.cut, width / self.lanes);
+        let parts = cut.block.div_ceil(tile::max_rows(self.isa, vectors));
         let rows = cut.block.div_ceil(parts);
         let tall = cut.block - parts * (rows - 1);
-        let mut call = |rows: usize, width: usize| {
+        let mut call = |rows: usize| {
             let tile = Tile {
                 rows,
-                vectors: width / lanes,
+                vectors,
                 a: Access::Strided {
                     free: cut.stride[0] as i64,
                     depth: 1,
@@ -250,29 +319,29 @@ impl Emitter<'_> {
             };
             helpers.insert(tile.helper(self.isa));
             format!(
-                "{}(tile_a + row * {}, tile_b, {summed}, target + row * {}, {}, 0);\n",
+                "{}(tile_a + row * {}, tile_b, {depth}, target + row * {ld}, {ld}, {accumulate});\n",
                 tile.name(),
                 cut.stride[0],
-                cut.stride[1],
-                cut.stride[1]
             )
         };
-        let mut heights = |width: usize| {
+        let mut text = format!("for (; row < {}; row += {rows})\n    {}", tall * rows, call(rows));
+        if tall < parts {
             let short = rows - 1;
-            let mut text = format!(
-                "for (; row < {}; row += {rows})\n    {}",
-                tall * rows,
-                call(rows, width)
-            );
-            if tall < parts {
-                text.push_str(&format!(
-                    "for (; row < {}; row += {short})\n    {}",
-                    cut.block,
-                    call(short, width)
-                ));
-            }
-            text
-        };
+            text.push_str(&format!(
+                "for (; row < {}; row += {short})\n    {}",
+                cut.block,
+                call(short)
+            ));
+        }
+        text
+    }
+
+    /// The products: for each element and panel of result channels, all tiles.
+    fn products(&self, helpers: &mut BTreeSet<Helper>) -> String {
+        let (cut, panels) = (self.cut, self.panels);
+        let summed = self.sides.channels;
+        let mut heights =
+            |width: usize| self.row_calls(width, cut.stride[1], &summed.to_string(), "0", helpers);
         let full = if panels.count == 1 {
             panels.last
         } else {
@@ -305,11 +374,11 @@ impl Emitter<'_> {
         self.function("One product for each element of a tile.", "products", &body)
     }
 
-    /// Transforms products back and lets the caller consume the results.
-    fn results(&self) -> String {
-        let (cut, lanes, t) = (self.cut, self.lanes, self.matrices.tile);
+    /// Statements that transform the products of `tile` at `from` back, for the vector of channels at `c`, and let the caller consume the results.
+    fn transform_back(&self, apart: usize) -> String {
+        let t = self.matrices.tile;
         let [height, width] = self.result;
-        let load = |j: usize| format!("vf_load(from + (i * {t} + {j}) * {})", cut.apart(1));
+        let load = |j: usize| format!("vf_load(from + (i * {t} + {j}) * {apart})");
         let consume = |r: usize, value: &str| {
             let place = Place {
                 width: Width::Vector,
@@ -322,10 +391,15 @@ impl Emitter<'_> {
                 "if (y0 + {r} < {height} && x < {width}) {{\n    const vf sum = {value};\n    {consume}\n}}"
             )
         };
-        let transform = both_sides(&self.matrices.output, "", &load, &consume).replace(
+        both_sides(&self.matrices.output, "", &load, &consume).replace(
             "const vf d0 = half[0][j];",
             "const int64_t x = x0 + j;\nconst vf d0 = half[0][j];",
-        );
+        )
+    }
+
+    /// Transforms products back.
+    fn results(&self) -> String {
+        let (cut, lanes) = (self.cut, self.lanes);
         let body = format!(
             "for (int64_t tile = begin; tile < end; tile++) {{\n{}    for (int64_t c = 0; c < {}; c += {lanes}) {{\n        const float *from = (const float \
              *)(args->own + {}) + tile * {} + c;\n{}    }}\n}}\n",
@@ -333,7 +407,7 @@ impl Emitter<'_> {
             self.sides.result_channels,
             cut.side_bytes(0),
             cut.stride[1],
-            indent(&transform, 8),
+            indent(&self.transform_back(cut.apart(1)), 8),
         );
         self.function("Transforms products back.", "results", &body)
     }

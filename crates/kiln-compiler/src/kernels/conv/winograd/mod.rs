@@ -2,7 +2,8 @@
 //!
 //! The image is cut into tiles that give `m x m` results each. Tiles are transformed, which turns the convolution into `t * t` matrix products over
 //! channels (one for each element of a transformed tile), and the products are transformed back. Tiles are taken in blocks whose transforms stay in
-//! cache: a thread takes a block of its own through all stages, unless the transformed weight is so large that threads had better share it. Images are read channels-last, where vectors
+//! cache. A thread takes a block of its own through all stages; where the transformed weight is large and the image small, it takes a panel of channels instead
+//! and transforms just their weights, which then never leave its cache. Images are read channels-last, where vectors
 //! run along the channels, and the padding is a test on scalars.
 //!
 //! **Error.** In f32, with numbers of size one and some hundreds of channels, results of `m = 4` differ from exact ones by about 1e-6 of their norm,
@@ -23,13 +24,16 @@ use crate::kernels::round_up;
 const OWN_BYTES: usize = 512 << 10;
 
 /// Bytes of transformed tiles of a block that all threads share.
-const SHARED_BYTES: usize = 4 << 20;
+const SHARED_BYTES: usize = 16 << 20;
 
-/// Largest transformed weight that each thread reads for blocks of its own; a larger one is shared, each product one thread's.
+/// Largest transformed weight that each thread reads for blocks of its own.
 const READ_WEIGHT: usize = 12 << 20;
 
 /// As [`READ_WEIGHT`], where it is a sum that each block reads and writes.
 const SUMMED_WEIGHT: usize = 1 << 20;
+
+/// Summed channels whose transformed weights a thread has at a time, for a panel of results.
+const CHUNK: usize = 128;
 
 /// Fewest operations worth the three stages.
 const LEAST_FLOPS: usize = 20_000_000;
@@ -53,15 +57,15 @@ struct Cut {
 
 impl Cut {
     /// The cut for results of these extents from and to these channels; none where the direct kernel is better. Threads take blocks of their own if the
-    /// transformed weight has at most `small` bytes.
-    fn new(g: &Geometry, extents: Spatial, channels: [usize; 2], small: usize) -> Option<Self> {
+    /// transformed weight has at most `small` bytes, or if they cannot take panels.
+    fn new(g: &Geometry, extents: Spatial, channels: [usize; 2], small: usize, panels: bool) -> Option<Self> {
         let [a, b] = channels;
-        // Seconds on two cores. The weight is transformed and read; tiles are written and read, in cache.
+        // Seconds on two cores: products, the transforms of the weight, and those of tiles, which are written and read in cache.
         let time = |m: usize| {
             let tiles = g.images * extents[1].div_ceil(m) * extents[2].div_ceil(m);
             let elements = (m + 2) * (m + 2);
-            let (weight, images) = (12 * elements * a * b, 16 * elements * tiles * (a + b));
-            (2 * elements * tiles * a * b) as f64 / 190e9 + weight as f64 / 25e9 + images as f64 / 80e9
+            let (weight, images) = (4 * elements * a * b, 16 * elements * tiles * (a + b));
+            (2 * elements * tiles * a * b) as f64 / 190e9 + weight as f64 / 20e9 + images as f64 / 80e9
         };
         let flops = 2 * g.images * extents.iter().product::<usize>() * a * b * 9;
         let m = if time(4) < 0.9 * time(2) { 4 } else { 2 };
@@ -75,11 +79,11 @@ impl Cut {
         let stride = channels.map(|c| if c % 512 == 0 { c + 16 } else { c });
         let each = elements * (stride[0] + stride[1]) * 4;
         let weight = elements * a * b * 4;
-        let own = weight <= small && tiles >= 8 * 14;
+        let own = !panels || (weight <= small && tiles >= 8 * 14);
         let block = if own {
             (OWN_BYTES / each).max(14)
         } else {
-            (SHARED_BYTES.max(weight) / each).max(14)
+            (SHARED_BYTES / (elements * stride[0].max(stride[1]) * 4)).max(14)
         };
         Some(Self {
             m,

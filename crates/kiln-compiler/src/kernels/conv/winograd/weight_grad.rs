@@ -19,7 +19,7 @@ pub(in crate::kernels::conv) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: 
     if !fits(g, lanes) || !by_channels(&spec.input) || !by_channels(&spec.output_grad) {
         return None;
     }
-    let cut = Cut::new(g, g.output, [g.in_channels, g.out_channels], SUMMED_WEIGHT)?;
+    let cut = Cut::new(g, g.output, [g.in_channels, g.out_channels], SUMMED_WEIGHT, true)?;
     let emitter = Emitter {
         spec,
         cut,
@@ -65,6 +65,9 @@ impl Emitter<'_> {
             ..
         } = self.spec;
         let (cut, elements) = (self.cut, self.cut.elements());
+        if !cut.own && cut.blocks() == 1 {
+            return self.by_panels();
+        }
         let own_at = round_up((self.chunks * elements * self.sums_apart() + self.lanes) * 4, 64);
         let mut helpers = BTreeSet::new();
         let mut source = format!(
@@ -123,6 +126,143 @@ impl Emitter<'_> {
         let mut kernel = finish_kernel(name, params, source, &calls, own_at + copies * cut.bytes());
         kernel.helpers = helpers.into_iter().collect();
         kernel
+    }
+
+    /// The kernel that takes a panel of input channels and some output channels from the products to the gradient: sums stay in cache.
+    fn by_panels(self) -> Kernel {
+        let WeightGradSpec {
+            name,
+            comment,
+            geometry: g,
+            params,
+            threads,
+            ..
+        } = self.spec;
+        let (cut, lanes, elements) = (self.cut, self.lanes, self.cut.elements());
+        let (n, m) = (g.in_channels, g.out_channels);
+        let width = if n.is_multiple_of(2 * lanes) {
+            2 * lanes
+        } else {
+            lanes
+        };
+        let some = [64, 48, 32]
+            .into_iter()
+            .find(|some| m.is_multiple_of(*some))
+            .unwrap_or(lanes);
+        let sums = apart(some * width);
+        let own_at = cut.bytes();
+        let each = round_up((elements * sums + lanes) * 4, 64);
+        let (panels, groups) = (n / width, m / some);
+        let mut helpers = BTreeSet::new();
+        let calls = self.row_calls(some, width, width, "0", &mut helpers);
+        let body = format!(
+            "float *sums = (float *)(args->own + {own_at} + thread * {each});\nfor (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t col = unit / \
+             {groups} * {width}, low = unit % {groups} * {some};\n    for (int64_t element = 0; element < {elements}; element++) {{\n        const float *tile_a = (const \
+             float *)(args->own + {}) + element * {} + low;\n        const float *tile_b = (const float *)args->own + element * {} + col;\n        float *target = sums \
+             + element * {sums};\n        int64_t row = 0;\n{}    }}\n    for (int64_t o = low; o < low + {some}; o++)\n        for (int64_t c = col; c < col + {width}; \
+             c += {lanes}) {{\n            const float *from = sums + (o - low) * {width} + c - col;\n{}        }}\n}}\n",
+            cut.side_bytes(0),
+            cut.apart(1),
+            cut.apart(0),
+            indent(&calls, 8),
+            indent(&self.transform_back(1, sums), 12),
+        );
+        let source = format!(
+            "/* {comment}\n * {} images of {:?} x {n} channels to {m}, Winograd's algorithm: {} tiles of {side} x {side} results. */\nstruct {name}_args \
+             {{\n{}{FIELDS}}};\n{}{}",
+            g.images,
+            g.input,
+            cut.tiles,
+            fields(params),
+            self.tiles(),
+            self.function(
+                "Panels of input channels by some output channels: sums of products, transformed back.",
+                "panels",
+                &body
+            ),
+            side = cut.m,
+        );
+        let run = run_part(*threads == 1);
+        let calls = format!(
+            "    args.own = workspace;\n    args.lead = 0;\n    args.count = {};\n{}{}",
+            cut.tiles,
+            run(&format!("{name}_tiles"), cut.tiles),
+            run(&format!("{name}_panels"), panels * groups)
+        );
+        let mut kernel = finish_kernel(name, params, source, &calls, own_at + each * threads);
+        kernel.helpers = helpers.into_iter().collect();
+        kernel
+    }
+
+    /// Statements that add the products of `rows` output channels from `tile_a` with a panel of input channels from `tile_b` to `target`.
+    fn row_calls(
+        &self,
+        rows: usize,
+        width: usize,
+        ld: usize,
+        accumulate: &str,
+        helpers: &mut BTreeSet<Helper>,
+    ) -> String {
+        let (cut, vectors, all) = (self.cut, width / self.lanes, rows);
+        let parts = all.div_ceil(tile::max_rows(self.isa, vectors));
+        let rows = all.div_ceil(parts);
+        let tall = all - parts * (rows - 1);
+        let mut call = |rows: usize| {
+            let tile = Tile {
+                rows,
+                vectors,
+                a: Access::Strided {
+                    free: 1,
+                    depth: cut.stride[1] as i64,
+                },
+                b: Access::Strided {
+                    free: 1,
+                    depth: cut.stride[0] as i64,
+                },
+                nested: false,
+            };
+            helpers.insert(tile.helper(self.isa));
+            format!(
+                "{}(tile_a + row, tile_b, args->count, target + row * {ld}, {ld}, {accumulate});\n",
+                tile.name()
+            )
+        };
+        let mut text = format!("for (; row < {}; row += {rows})\n    {}", tall * rows, call(rows));
+        if tall < parts {
+            let short = rows - 1;
+            text.push_str(&format!(
+                "for (; row < {all}; row += {short})\n    {}",
+                call(short)
+            ));
+        }
+        text
+    }
+
+    /// Statements that transform sums at `from` back, for the output channel `o` and the vector of input channels at `c`, and let the caller consume
+    /// them in the order of the weight. The elements of each of `chunks` sums are `apart` floats from each other.
+    fn transform_back(&self, chunks: usize, apart: usize) -> String {
+        let WeightGradSpec {
+            geometry: g, consume, ..
+        } = self.spec;
+        let (lanes, t, elements) = (self.lanes, self.matrices.tile, self.cut.elements());
+        let load = |j: usize| {
+            let chunk = |chunk: usize| {
+                format!(
+                    "vf_load(from + {} + (i * {t} + {j}) * {apart})",
+                    chunk * elements * apart
+                )
+            };
+            (0..chunks).map(chunk).collect::<Vec<_>>().join(" + ")
+        };
+        let store = |r: usize, value: &str| format!("vf_store_stride(row + {} + j, 9, {value});", r * 3);
+        let transform = both_sides(&transposed(&self.matrices.kernel), "", &load, &store);
+        format!(
+            "float row[{all}];\n{transform}const int64_t start = (o * {} + c) * 9;\nfor (int64_t i = 0; i < {all}; i += {lanes}) {{\n    vf sum = vf_load(row + \
+             i);\n{}}}\n",
+            g.in_channels,
+            indent(&consume(Width::Vector, "(start + i)", "sum"), 4),
+            all = 9 * lanes,
+        )
     }
 
     /// Floats between the elements of the sums.
@@ -207,44 +347,7 @@ impl Emitter<'_> {
         let width = vectors * lanes;
         let panels = n.div_ceil(width);
         let last = n - (panels - 1) * width;
-        let parts = m.div_ceil(tile::max_rows(self.isa, vectors));
-        let rows = m.div_ceil(parts);
-        let tall = m - parts * (rows - 1);
-        let mut call = |rows: usize, width: usize| {
-            let tile = Tile {
-                rows,
-                vectors: width / lanes,
-                a: Access::Strided {
-                    free: 1,
-                    depth: cut.stride[1] as i64,
-                },
-                b: Access::Strided {
-                    free: 1,
-                    depth: cut.stride[0] as i64,
-                },
-                nested: false,
-            };
-            helpers.insert(tile.helper(self.isa));
-            format!(
-                "{}(tile_a + row, tile_b, args->count, target + row * {n}, {n}, !args->fresh);\n",
-                tile.name()
-            )
-        };
-        let mut heights = |width: usize| {
-            let short = rows - 1;
-            let mut text = format!(
-                "for (; row < {}; row += {rows})\n    {}",
-                tall * rows,
-                call(rows, width)
-            );
-            if tall < parts {
-                text.push_str(&format!(
-                    "for (; row < {m}; row += {short})\n    {}",
-                    call(short, width)
-                ));
-            }
-            text
-        };
+        let mut heights = |width: usize| self.row_calls(m, width, n, "!args->fresh", helpers);
         let calls = if last < width {
             let (wide, narrow) = (heights(width), heights(last));
             format!(
@@ -272,31 +375,11 @@ impl Emitter<'_> {
 
     /// Transforms sums back, over output channels, and lets the caller consume them in the order of the weight.
     fn finish(&self) -> String {
-        let WeightGradSpec {
-            geometry: g, consume, ..
-        } = self.spec;
-        let (lanes, t) = (self.lanes, self.matrices.tile);
-        let n = g.in_channels;
-        let (sums, element) = (self.sums_apart(), self.cut.elements());
-        let load = |j: usize| {
-            let chunk = |chunk: usize| {
-                format!(
-                    "vf_load(from + {} + (i * {t} + {j}) * {sums})",
-                    chunk * element * sums
-                )
-            };
-            (0..self.chunks).map(chunk).collect::<Vec<_>>().join(" + ")
-        };
-        let store = |r: usize, value: &str| format!("vf_store_stride(row + {} + j, 9, {value});", r * 3);
-        let transform = both_sides(&transposed(&self.matrices.kernel), "", &load, &store);
+        let (lanes, n) = (self.lanes, self.spec.geometry.in_channels);
         let body = format!(
             "for (int64_t o = begin; o < end; o++)\n    for (int64_t c = 0; c < {n}; c += {lanes}) {{\n        const float *from = (const float *)args->workspace + \
-             o * {n} + c;\n        float row[{}];\n{}        const int64_t start = (o * {n} + c) * 9;\n        for (int64_t i = 0; i < {}; i += {lanes}) {{\n            \
-             vf sum = vf_load(row + i);\n{}        }}\n    }}\n",
-            9 * lanes,
-            indent(&transform, 8),
-            9 * lanes,
-            indent(&consume(Width::Vector, "(start + i)", "sum"), 12),
+             o * {n} + c;\n{}    }}\n",
+            indent(&self.transform_back(self.chunks, self.sums_apart()), 8),
         );
         self.function(
             "Transforms sums back, into the order of the weight.",
