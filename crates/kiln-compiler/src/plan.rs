@@ -18,8 +18,7 @@ use rustc_hash::FxHashMap;
 
 use kiln_graph::{Graph, Op, Value};
 
-use crate::schedule::inplace::overwritable;
-use crate::schedule::{Buffer, KernelKind, Schedule};
+use crate::schedule::{Buffer, Schedule};
 
 /// Alignment of everything in the arena, in bytes.
 pub const ALIGN: usize = 64;
@@ -107,11 +106,11 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
             if plan.places.contains_key(&buffer) || life.first != number {
                 continue;
             }
-            let heir = if let KernelKind::Nest(nest) = &kernel.kind
+            let heir = if let Some(nest) = kernel.nest()
                 && let Some(store) = nest.stores.iter().find(|store| store.buffer == buffer)
                 && nest.stores.iter().filter(|store| store.buffer == buffer).count() == 1
             {
-                overwritable(graph, nest, store).into_iter().find(|&value| {
+                kernel.overwritable(graph, store).into_iter().find(|&value| {
                     let dying = Buffer::Value(value);
                     !taken.contains(&value)
                         && !plan.places.contains_key(&dying)
@@ -223,14 +222,14 @@ fn may_alias(
     if theirs.last < number {
         return theirs.bytes == own.bytes;
     }
-    let KernelKind::Nest(nest) = &kernel.kind else {
+    let Some(nest) = kernel.nest() else {
         return false;
     };
     let mut stores = nest.stores.iter().filter(|store| store.buffer == buffer);
     let (Some(store), None) = (stores.next(), stores.next()) else {
         return false;
     };
-    theirs.last == number && overwritable(graph, nest, store).contains(&argument)
+    theirs.last == number && kernel.overwritable(graph, store).contains(&argument)
 }
 
 impl Plan {

@@ -2,8 +2,10 @@
 
 mod support;
 
+use kiln_compiler::schedule::KernelKind;
+use kiln_graph::op::{BinaryOp, DotDims, UnaryOp};
 use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
-use kiln_graph::{DType, Graph, Op, Provenance, Value, interpret_f64};
+use kiln_graph::{DType, Graph, Op, Provenance, TensorType, Value, interpret_f64};
 use support::{build, run};
 
 /// `count` random graphs as one step: a compiler run each would be most of the time.
@@ -142,4 +144,72 @@ fn contractions_pools_and_sorts() {
         let (graph, tolerances) = batch(100 * seed as u64, 16, &config);
         check(&graph, &tolerances, true, &format!("{family:?}"));
     }
+}
+
+/// Products followed by pointwise operations, at shapes with tails on every side: the epilogue's vectors, its last lanes, results stored transposed,
+/// several products of a batch, few rows, and a depth that is cut.
+#[test]
+fn epilogues() {
+    let f32s = |shape: &[usize]| TensorType::new(DType::F32, shape.into());
+    let mut graph = Graph::new("epilogues");
+    let p = Provenance::default();
+    let mut add = |graph: &mut Graph, op: Op, inputs: &[Value]| graph.add(op, inputs, &p).unwrap();
+    for (batch, m, k, n) in [
+        (1, 61, 33, 75),
+        (1, 5, 130, 37),
+        (3, 29, 17, 64),
+        (1, 30, 4200, 48),
+        (2, 7, 96, 19),
+    ] {
+        for transposed in [false, true] {
+            let a = graph.parameter(f32s(&[batch, m, k]));
+            let b = graph.parameter(f32s(&[batch, n, k]));
+            let dims = DotDims {
+                a_batch: [0].into_iter().collect(),
+                b_batch: [0].into_iter().collect(),
+                a_contract: [2].into_iter().collect(),
+                b_contract: [2].into_iter().collect(),
+            };
+            let dot = add(&mut graph, Op::DotGeneral(dims), &[a, b]);
+            let (x, shape) = if transposed {
+                let perm = Op::Transpose([0, 2, 1].into_iter().collect());
+                (add(&mut graph, perm, &[dot]), [batch, n, m])
+            } else {
+                (dot, [batch, m, n])
+            };
+            let bias = graph.parameter(f32s(&shape[2..]));
+            let residual = graph.parameter(f32s(&shape));
+            let dims = [2].into_iter().collect();
+            let wide = Op::Broadcast {
+                shape: shape.as_slice().into(),
+                dims,
+            };
+            let bias = add(&mut graph, wide, &[bias]);
+            let sum = add(&mut graph, Op::Binary(BinaryOp::Add), &[x, bias]);
+            let active = add(&mut graph, Op::Unary(UnaryOp::Tanh), &[sum]);
+            let out = add(&mut graph, Op::Binary(BinaryOp::Mul), &[active, residual]);
+            graph.output(sum, None);
+            graph.output(out, None);
+        }
+    }
+    let compiled = kiln_compiler::compile(
+        &graph,
+        &kiln_compiler::Options::new(&kiln_cpu::Toolchain::detect().unwrap(), 2),
+    )
+    .unwrap();
+    assert!(
+        compiled
+            .schedule
+            .kernels
+            .iter()
+            .all(|kernel| matches!(kernel.kind, KernelKind::Contraction(..)))
+    );
+    check(&graph, &vec![1e-4; graph.outputs.len()], true, "epilogues");
+    let (tensors, scalars) = random_arguments(&graph, 3);
+    let step = build(&graph, |_| ()).unwrap();
+    assert_eq!(
+        run(&step, &graph, &tensors, &scalars, 1),
+        run(&step, &graph, &tensors, &scalars, 3),
+        "the bits depend on the number of threads"
+    );
 }

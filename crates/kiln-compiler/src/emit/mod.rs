@@ -18,7 +18,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use kiln_cpu::Isa;
-use kiln_graph::{Graph, Op, Value};
+use kiln_graph::{Graph, Node, Op, Value};
 
 use crate::error::CompileError;
 use crate::kernels;
@@ -101,6 +101,10 @@ pub fn generate(
             });
         }
         KernelKind::Library(node) => *node,
+        KernelKind::Contraction(node, nest) => {
+            return contract::with_epilogue(graph, kernel, *node, nest, options)
+                .ok_or_else(|| unsupported(graph, *node));
+        }
     };
     if let Some(calls) = contract::generate(graph, kernel, node, options) {
         let workspace = |call: &Call| match call {
@@ -123,11 +127,7 @@ pub fn generate(
             .collect()
     };
     let Op::Extern(op) = &data.op else {
-        let types: Vec<String> = data.inputs.iter().map(|&v| graph.ty(v).to_string()).collect();
-        return Err(CompileError::Unsupported {
-            op: data.op.name().into(),
-            types: types.join(", "),
-        });
+        return Err(unsupported(graph, node));
     };
     externs.push(ExternCall {
         name: op.name.clone(),
@@ -142,4 +142,13 @@ pub fn generate(
         }],
         scratch: 0,
     })
+}
+
+fn unsupported(graph: &Graph, node: Node) -> CompileError {
+    let data = graph.node(node);
+    let types: Vec<String> = data.inputs.iter().map(|&v| graph.ty(v).to_string()).collect();
+    CompileError::Unsupported {
+        op: data.op.name().into(),
+        types: types.join(", "),
+    }
 }

@@ -33,6 +33,8 @@
 //! Late reductions write partial results for a fixed number of chunks of rows; a second function adds the chunks up in
 //! order.
 
+pub mod epilogue;
+
 use std::fmt::Write as _;
 
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -224,18 +226,7 @@ impl Space {
                 Index::var(var, extent)
             }
         };
-        let apply = |index: &mut Index| *index = index.substitute(&with, &|slot| slot);
-        let nest = &mut self.nest;
-        nest.maps.values_mut().flatten().for_each(apply);
-        nest.reduced.values_mut().flatten().for_each(apply);
-        nest.data.iter_mut().flat_map(|(_, index)| index).for_each(apply);
-        for (_, indices) in &mut nest.uses {
-            indices.iter_mut().flatten().for_each(apply);
-        }
-        for store in &mut nest.stores {
-            store.index.iter_mut().for_each(apply);
-            apply(&mut store.position);
-        }
+        self.nest.substitute(&with);
     }
 
     /// Chooses the vector variable: where most accesses are contiguous and the extent fills vectors.
@@ -357,6 +348,10 @@ struct Writer<'a> {
     scratch: usize,
     combines: Vec<Launch>,
     text: String,
+    /// Whether arguments are parameters `a0`, `a1`, ... of their own instead of elements of `b`.
+    named: bool,
+    /// A value that is in a register before the first statement: the result of a contraction.
+    given: Option<(Value, Register)>,
 }
 
 impl<'a> Writer<'a> {
@@ -386,6 +381,8 @@ impl<'a> Writer<'a> {
             scratch: 0,
             combines: Vec::new(),
             text: String::new(),
+            named: false,
+            given: None,
         }
     }
 
@@ -401,14 +398,23 @@ impl<'a> Writer<'a> {
                 self.arguments.push(argument);
                 let at = self.arguments.len() - 1;
                 match argument {
-                    Argument::Buffer(buffer) => {
+                    Argument::Buffer(buffer) if !self.named => {
                         let ty = c::memory_type(self.buffer_dtype(buffer));
                         self.top.push(format!("{ty} *a{at} = b[{at}];"));
                     }
-                    Argument::Scalar(_) | Argument::Scratch(_) => {}
+                    _ => {}
                 }
                 at
             }
+        }
+    }
+
+    /// C of the pointer that is argument `at`.
+    fn pointer(&self, at: usize) -> String {
+        if self.named {
+            format!("a{at}")
+        } else {
+            format!("b[{at}]")
         }
     }
 
@@ -625,7 +631,8 @@ impl<'a> Writer<'a> {
         if let Some(&stage) = self.stages.get(&value) {
             return stage;
         }
-        let stage = if !self.space.nest.uses_of(value).is_empty() {
+        let given = self.given.as_ref().is_some_and(|(given, _)| *given == value);
+        let stage = if given || !self.space.nest.uses_of(value).is_empty() {
             0
         } else {
             let data = self.graph.def(value);
@@ -638,6 +645,11 @@ impl<'a> Writer<'a> {
     }
 
     fn eval(&mut self, value: Value, index: &[Index]) -> Register {
+        if let Some((given, register)) = &self.given
+            && *given == value
+        {
+            return register.clone();
+        }
         if let Some(register) = self.reduced.get(&value) {
             return register.clone();
         }
@@ -730,17 +742,18 @@ impl<'a> Writer<'a> {
             }
             Op::Scalar { index, dtype } => {
                 let at = self.argument(Argument::Scalar(*index));
+                let at = self.pointer(at);
                 let text = match dtype {
-                    DType::Bool => format!("*(const uint64_t *)b[{at}] != 0"),
+                    DType::Bool => format!("*(const uint64_t *){at} != 0"),
                     dtype if dtype.is_float() => {
-                        let text = format!("(float)*(const double *)b[{at}]");
+                        let text = format!("(float)*(const double *){at}");
                         match dtype {
-                            DType::F64 => format!("*(const double *)b[{at}]"),
+                            DType::F64 => format!("*(const double *){at}"),
                             DType::F32 => text,
                             half => format!("s_round_{half}({text})"),
                         }
                     }
-                    dtype => format!("({})*(const uint64_t *)b[{at}]", c::memory_type(*dtype)),
+                    dtype => format!("({})*(const uint64_t *){at}", c::memory_type(*dtype)),
                 };
                 self.define(*dtype, false, 0, 0, &text)
             }

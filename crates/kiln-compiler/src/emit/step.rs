@@ -137,7 +137,7 @@ fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
         KernelKind::Nest(nest) if nest.split.is_some() => "rows".into(),
         KernelKind::Nest(nest) if nest.members.is_empty() => "copy".into(),
         KernelKind::Nest(_) => "points".into(),
-        KernelKind::Library(node) => graph.node(*node).op.name().into(),
+        KernelKind::Library(node) | KernelKind::Contraction(node, _) => graph.node(*node).op.name().into(),
     }
 }
 

@@ -34,6 +34,7 @@ use kiln_graph::{DType, Graph, Node, NodeData, Scalar, Value};
 
 use super::access::{identity, identity_in, operand_index, side, strided};
 use super::class::{Class, classify, is_cheap, node_index};
+use super::epilogue;
 use super::layout::{self, Layouts};
 use super::nest::{Nest, Split, Store, bijective, vars};
 use super::recompute::inline_images;
@@ -75,6 +76,8 @@ struct Group {
     after: BTreeSet<usize>,
     reads: Vec<Value>,
     writes: Vec<Buffer>,
+    /// What the library operation itself reads, from memory.
+    operands: Vec<Value>,
 }
 
 struct Fuser<'a> {
@@ -164,6 +167,7 @@ impl<'a> Fuser<'a> {
             after: BTreeSet::new(),
             reads: Vec::new(),
             writes: Vec::new(),
+            operands: Vec::new(),
         });
         self.groups.len() - 1
     }
@@ -250,18 +254,61 @@ impl<'a> Fuser<'a> {
     }
 
     fn place_library(&mut self, node: Node) {
-        let group = self.new_group(None, Some(node));
         let data = self.graph.node(node);
-        for &value in &data.outputs {
-            self.groups[group].writes.push(Buffer::Value(value));
-            self.define(group, value);
-        }
+        let group = match self.epilogue(node) {
+            Some(group) => {
+                self.join_epilogue(group, node);
+                group
+            }
+            None => {
+                let group = self.new_group(None, Some(node));
+                for &value in &data.outputs {
+                    self.groups[group].writes.push(Buffer::Value(value));
+                    self.define(group, value);
+                }
+                group
+            }
+        };
         for (position, &operand) in data.inputs.iter().enumerate() {
             if position == 0 && starts_constant(self.graph, node).is_some() {
                 continue;
             }
             let base = self.library_operand(data, position, operand);
             self.add_reader(group, base);
+            self.groups[group].operands.push(base);
+        }
+    }
+
+    /// The nest that may become the epilogue of the contraction `node`.
+    fn epilogue(&self, node: Node) -> Option<usize> {
+        let data = self.graph.node(node);
+        if !self.fuse || !data.op.is_contraction() {
+            return None;
+        }
+        let value = data.outputs[0];
+        let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
+        self.user_nests(value).into_iter().find(|&group| {
+            let Some(nest) = self.nest(group) else {
+                return false;
+            };
+            let [wanted] = nest.uses_of(value) else {
+                return false;
+            };
+            self.groups[group].library.is_none()
+                && self.has_room(group)
+                && self.acyclic(value, group)
+                && epilogue::has_template(self.graph, nest, node, &stop)
+                && epilogue::fits(self.graph, nest, value, wanted, self.needed_outside(value, group))
+        })
+    }
+
+    /// Makes `node` the contraction before the nest of `group`.
+    fn join_epilogue(&mut self, group: usize, node: Node) {
+        let value = self.graph.node(node).outputs[0];
+        let store = self.needed_outside(value, group);
+        self.groups[group].library = Some(node);
+        if let Some(index) = self.take_uses(group, value).into_iter().next() {
+            self.add_member(group, node, index, store);
         }
     }
 
@@ -372,6 +419,7 @@ impl<'a> Fuser<'a> {
 
     fn needed_outside(&self, value: Value, group: usize) -> bool {
         self.outputs.contains_key(&value)
+            || self.groups[group].operands.contains(&value)
             || self
                 .readers
                 .get(&value)
@@ -387,6 +435,11 @@ impl<'a> Fuser<'a> {
         })
     }
 
+    /// Whether `group` is a nest by itself, which siblings and reductions may join.
+    fn is_open(&self, group: usize) -> bool {
+        self.groups[group].library.is_none() && self.has_room(group)
+    }
+
     fn has_room(&self, group: usize) -> bool {
         self.nest(group).is_some_and(|nest| {
             nest.members.len() < MAX_MEMBERS && nest.uses.len() + nest.stores.len() < MAX_BUFFERS
@@ -400,6 +453,10 @@ impl<'a> Fuser<'a> {
         let nest = self.nest(group)?;
         let wanted = nest.uses_of(value);
         if wanted.is_empty() || !self.has_room(group) || !self.acyclic(value, group) {
+            return None;
+        }
+        // What an epilogue stores was decided with its contraction.
+        if needs_store && self.groups[group].library.is_some() {
             return None;
         }
         let proper = wanted.iter().find(|index| {
@@ -477,7 +534,7 @@ impl<'a> Fuser<'a> {
                 continue;
             }
             for group in self.user_nests(operand) {
-                if !self.has_room(group) || !self.acyclic(value, group) {
+                if !self.is_open(group) || !self.acyclic(value, group) {
                     continue;
                 }
                 let Some(nest) = self.nest(group) else { continue };
@@ -600,7 +657,7 @@ impl<'a> Fuser<'a> {
             return false;
         };
         let wanted = wanted.clone();
-        if !self.has_room(group) || !self.acyclic(value, group) || wanted.iter().any(Index::has_data) {
+        if !self.is_open(group) || !self.acyclic(value, group) || wanted.iter().any(Index::has_data) {
             return false;
         }
         let needs_store = self.needed_outside(value, group);
@@ -724,7 +781,7 @@ impl<'a> Fuser<'a> {
             }
             let value = path[path.len() - 1];
             for group in self.user_nests(value) {
-                if !self.has_room(group) || !self.acyclic(result, group) {
+                if !self.is_open(group) || !self.acyclic(result, group) {
                     continue;
                 }
                 let Some(nest) = self.nest(group) else { continue };
@@ -841,6 +898,8 @@ impl<'a> Fuser<'a> {
         splits
             && aligned
             && small
+            && self.groups[a].library.is_none()
+            && self.groups[b].library.is_none()
             && x.extents == y.extents
             && y.data.is_empty()
             && !self.groups[a].after.contains(&b)
@@ -903,10 +962,13 @@ impl<'a> Fuser<'a> {
                 let mut reads: Vec<Value> = group.reads;
                 reads.sort_unstable();
                 let kind = match (group.nest, group.library) {
-                    (Some(mut nest), _) => {
+                    (Some(mut nest), library) => {
                         nest.members.sort_unstable();
                         nest.uses.sort_unstable_by_key(|(value, _)| *value);
-                        KernelKind::Nest(Box::new(nest))
+                        match library {
+                            Some(node) => KernelKind::Contraction(node, Box::new(nest)),
+                            None => KernelKind::Nest(Box::new(nest)),
+                        }
                     }
                     (None, Some(node)) => KernelKind::Library(node),
                     (None, None) => unreachable!("a group is made as one or the other"),
@@ -917,7 +979,7 @@ impl<'a> Fuser<'a> {
                         .iter()
                         .map(|store| graph.value(store.value).node)
                         .collect(),
-                    KernelKind::Nest(nest) => nest.members.clone(),
+                    KernelKind::Nest(nest) | KernelKind::Contraction(_, nest) => nest.members.clone(),
                     KernelKind::Library(node) => vec![*node],
                 };
                 Kernel {

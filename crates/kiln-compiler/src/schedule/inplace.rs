@@ -54,7 +54,8 @@ fn stage(graph: &Graph, nest: &Nest, value: Value, known: &mut FxHashMap<Value, 
     if let Some(&stage) = known.get(&value) {
         return stage;
     }
-    let stage = if !nest.uses_of(value).is_empty() {
+    // A contraction's result is there before the nest begins.
+    let stage = if graph.def(value).op.is_contraction() || !nest.uses_of(value).is_empty() {
         0
     } else {
         let data = graph.def(value);

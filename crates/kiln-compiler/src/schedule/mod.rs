@@ -6,6 +6,7 @@
 
 pub mod access;
 pub mod class;
+pub mod epilogue;
 pub mod fuse;
 pub mod inplace;
 pub mod layout;
@@ -37,6 +38,8 @@ pub enum KernelKind {
     Nest(Box<Nest>),
     /// One operation from the library.
     Library(Node),
+    /// A contraction whose result a nest consumes before it reaches memory ([`epilogue`]).
+    Contraction(Node, Box<Nest>),
 }
 
 /// One kernel of the schedule.
@@ -50,6 +53,29 @@ pub struct Kernel {
     pub writes: Vec<Buffer>,
     /// Nodes computed here, for people.
     pub nodes: Vec<Node>,
+}
+
+impl Kernel {
+    /// The loop nest of this kernel, alone or after a contraction.
+    pub fn nest(&self) -> Option<&Nest> {
+        match &self.kind {
+            KernelKind::Nest(nest) | KernelKind::Contraction(_, nest) => Some(nest),
+            KernelKind::Library(_) => None,
+        }
+    }
+
+    /// The values whose memory `store` may take over.
+    pub fn overwritable(&self, graph: &Graph, store: &nest::Store) -> Vec<Value> {
+        let mut values = self
+            .nest()
+            .map_or_else(Vec::new, |nest| inplace::overwritable(graph, nest, store));
+        if let KernelKind::Contraction(node, _) = &self.kind {
+            // Other tiles still read the contraction's own operands.
+            let operands = epilogue::operands(graph, *node, &self.reads);
+            values.retain(|value| !operands.contains(value));
+        }
+        values
+    }
 }
 
 /// Kernels in the order in which they run.
@@ -75,7 +101,7 @@ impl Schedule {
                 .map(|&node| graph.node(node).op.name())
                 .collect();
             let _ = writeln!(text, "kernel {number}: {}", names.join(" "));
-            if let KernelKind::Nest(nest) = &kernel.kind {
+            if let Some(nest) = kernel.nest() {
                 let _ = writeln!(text, "  loops {}", nest.loops_text());
             }
             for (word, buffers) in [("reads", &kernel.reads), ("writes", &kernel.writes)] {

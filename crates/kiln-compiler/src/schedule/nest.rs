@@ -87,6 +87,21 @@ impl Nest {
         self.list(set).iter().map(|&(_, extent)| extent).product()
     }
 
+    /// Replaces every variable in every index.
+    pub fn substitute(&mut self, with: &dyn Fn(Var, i64) -> Index) {
+        let apply = |index: &mut Index| *index = index.substitute(with, &|slot| slot);
+        self.maps.values_mut().flatten().for_each(apply);
+        self.reduced.values_mut().flatten().for_each(apply);
+        self.data.iter_mut().flat_map(|(_, index)| index).for_each(apply);
+        for (_, indices) in &mut self.uses {
+            indices.iter_mut().flatten().for_each(apply);
+        }
+        for store in &mut self.stores {
+            store.index.iter_mut().for_each(apply);
+            apply(&mut store.position);
+        }
+    }
+
     /// The indices at which a stored value of elsewhere is read.
     pub fn uses_of(&self, value: Value) -> &[Vec<Index>] {
         self.uses

@@ -2,17 +2,21 @@
 //!
 //! Any topological order is correct. This one follows the program: among the kernels that are ready the one whose last
 //! operation comes first in the graph runs first. Programs are written so that values are used soon after they are
-//! made, which keeps few of them alive; and an update that overwrites an argument comes after the argument's last reader.
+//! made, which keeps few of them alive.
+//!
+//! Two things are not where the program has them. A contraction counts from its own place, whatever follows in its epilogue. And a kernel
+//! that could write an output into the memory of an argument (an optimizer's update) runs as soon as what it reads is made and the argument's
+//! other readers are done: gradients then die one by one, while they are still in cache, instead of all being alive at the end.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::Arc;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
-use kiln_graph::Graph;
+use kiln_graph::{Graph, Op};
 
-use super::{Buffer, Kernel, Schedule};
+use super::{Buffer, Kernel, KernelKind, Schedule};
 
 /// Sorts kernels so that each runs after those whose results it reads.
 pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
@@ -39,13 +43,21 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
             next[writer].push(number);
         }
     }
+    let overwrites = overwrites(graph, &kernels, &writers);
+    let updates: FxHashSet<usize> = overwrites.iter().map(|&(_, writer)| writer).collect();
+    for (reader, writer) in overwrites {
+        if !reaches(&next, writer, reader) {
+            waiting[writer] += 1;
+            next[reader].push(writer);
+        }
+    }
     let rank = |number: usize| {
-        let last = kernels[number]
-            .nodes
-            .iter()
-            .map(|node| node.as_u32())
-            .max()
-            .unwrap_or(0);
+        let kernel = &kernels[number];
+        let last = match &kernel.kind {
+            KernelKind::Contraction(node, _) => node.as_u32(),
+            _ if updates.contains(&number) => made_by(graph, kernel),
+            _ => kernel.nodes.iter().map(|node| node.as_u32()).max().unwrap_or(0),
+        };
         Reverse((last, number))
     };
     let mut ready: BinaryHeap<_> = (0..kernels.len())
@@ -76,4 +88,64 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
             .filter_map(|number| slots[number].take())
             .collect(),
     }
+}
+
+/// The last operation among those that make what `kernel` reads.
+fn made_by(graph: &Graph, kernel: &Kernel) -> u32 {
+    let nodes = kernel.reads.iter().map(|&buffer| match buffer {
+        Buffer::Value(value) => graph.value(value).node,
+        Buffer::Output(output) => graph.value(graph.outputs[output as usize].value).node,
+    });
+    nodes
+        .filter(|&node| !matches!(graph.node(node).op, Op::Parameter { .. }))
+        .map(|node| node.as_u32())
+        .max()
+        .unwrap_or(0)
+}
+
+/// Pairs of a kernel that reads an argument and the kernel (maybe the same) that writes the output which may take over the argument's memory.
+fn overwrites(
+    graph: &Graph,
+    kernels: &[Kernel],
+    writers: &FxHashMap<Buffer, Vec<usize>>,
+) -> Vec<(usize, usize)> {
+    let mut writers_over: FxHashMap<Buffer, usize> = FxHashMap::default();
+    for (number, output) in graph.outputs.iter().enumerate() {
+        let copy = Buffer::Output(number as u32);
+        let makers = writers
+            .get(&copy)
+            .or_else(|| writers.get(&Buffer::Value(output.value)));
+        if let Some(argument) = output.alias
+            && let Some([maker]) = makers.map(Vec::as_slice)
+        {
+            let argument = graph.parameters()[argument as usize];
+            writers_over.insert(Buffer::Value(argument), *maker);
+        }
+    }
+    let mut pairs = Vec::new();
+    for (reader, kernel) in kernels.iter().enumerate() {
+        for buffer in &kernel.reads {
+            match writers_over.get(buffer) {
+                // A kernel that reads what it overwrites waits for nobody: it is among the pairs as an update.
+                Some(&writer) => pairs.push((reader, writer)),
+                None => {}
+            }
+        }
+    }
+    pairs
+}
+
+/// Whether kernel `to` comes after `from`.
+fn reaches(next: &[Vec<usize>], from: usize, to: usize) -> bool {
+    let mut seen = vec![false; next.len()];
+    let mut stack = vec![from];
+    while let Some(kernel) = stack.pop() {
+        if kernel == to {
+            return true;
+        }
+        if !std::mem::replace(&mut seen[kernel], true) {
+            stack.extend(next[kernel].iter().copied());
+        }
+    }
+    false
 }

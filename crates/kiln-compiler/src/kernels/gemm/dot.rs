@@ -66,12 +66,17 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     } else {
         String::new()
     };
+    let finish = if spec.epilogue.code.is_some() {
+        super::emit::finish(spec, lanes, true)
+    } else {
+        String::new()
+    };
     let source = format!(
         "/* {comment}\n * {batch} times [{m} x {k}] * [{k} x {n}], vectors along the depth, {columns} columns at a time. */\nstruct {name}_args \
          {{\n{}    char *workspace;\n}};\n/* Copies rows of A. */\nstatic void {name}_rows(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
          const struct {name}_args *args = ctx;\n{}    float *rows = (float *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
          {{\n        const int64_t batch = unit / {m}, r = unit % {m};\n        int64_t k = 0;\n{vectors}        for (; k < {k}; k++) rows[(batch * {m} \
-         + r) * {row} + k] = {};\n    }}\n}}\nstatic void {name}_dot(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
+         + r) * {row} + k] = {};\n    }}\n}}\n{finish}static void {name}_dot(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
          {name}_args *args = ctx;\n{}    const float *rows = (const float *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
          {{\n        const int64_t batch = unit / {units}, group = unit % {units};\n        const float *few = rows + batch * {};\n{}    }}\n}}\n",
         fields(params),
@@ -148,21 +153,33 @@ fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: us
             end.push_str(&format!("total[{}] = vf_sum(sum{r}_{c});\n", r * some + c));
         }
     }
-    let consume = (epilogue.consume)(&Result {
-        width: Width::Scalar,
-        batch: "batch",
-        row: "i",
-        col: "j",
-        value: "sum",
-    });
+    let consume = if epilogue.code.is_some() {
+        // The statements for tiles want whole vectors.
+        format!(
+            "float tile[{}] = {{0}};\nfor (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) tile[i * {lanes} + c] = total[i \
+             * {some} + c];\n{}_finish(args, batch, tile, {lanes}, 0, {m}, group * {columns}, {some});\n",
+            m * lanes,
+            spec.name
+        )
+    } else {
+        let statements = (epilogue.consume)(&Result {
+            width: Width::Scalar,
+            batch: "batch",
+            row: "i",
+            col: "j",
+            value: "sum",
+        });
+        format!(
+            "for (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) {{\n        const int64_t j = group * {columns} \
+             + c;\n        float sum = total[i * {some} + c];\n{}    }}\n",
+            indent(&statements, 8)
+        )
+    };
     format!(
-        "vf {};\nfloat total[{}];\nint64_t k = 0;\nfor (; k + {lanes} <= {k}; k += {lanes}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\nfor \
-         (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) {{\n        const int64_t j = group * {columns} + c;\n        float sum \
-         = total[i * {some} + c];\n{}    }}\n",
+        "vf {};\nfloat total[{}];\nint64_t k = 0;\nfor (; k + {lanes} <= {k}; k += {lanes}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\n{consume}",
         sums.join(", "),
         m * some,
         indent(&step, 4),
         indent(&tail, 4),
-        indent(&consume, 8)
     )
 }

@@ -6,12 +6,15 @@ use std::fmt::Write;
 use kiln_cpu::Isa;
 
 use super::plan::{Parallel, Plan, Stream};
-use super::{Epilogue, GemmSpec, Result, pack};
+use super::{Epilogue, GemmSpec, Result, TileCode, pack};
 use crate::kernels::tile::{Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack};
 
 /// Bytes between regions of the workspace.
 const REGION: usize = 64;
+
+/// Column panels after which the epilogue runs, where rows are streamed.
+const WIDE: usize = 8;
 
 /// What is packed where in the workspace, in bytes.
 struct Workspace {
@@ -23,6 +26,12 @@ struct Workspace {
     streamed: usize,
     /// Distance between the streamed panels of two threads.
     streamed_each: usize,
+    /// First thread's block of sums that wait for the epilogue.
+    block: usize,
+    /// Distance between the blocks of two threads.
+    block_each: usize,
+    /// Elements between neighbouring rows of a block.
+    block_ld: usize,
     /// Distance between whole workspaces of two threads, when each has one of its own.
     each: usize,
     total: usize,
@@ -57,16 +66,39 @@ impl Workspace {
             0
         };
         let shared = stationary + partial;
+        let threads = if plan.parallel == Parallel::Panels {
+            spec.threads
+        } else {
+            1
+        };
+        let (block_rows, block_panels) = match plan.stream {
+            Stream::Columns => (plan.rows, plan.group.min(plan.column_panels)),
+            Stream::Rows => (
+                plan.rows * plan.group.min(plan.row_panels),
+                WIDE.min(plan.column_panels),
+            ),
+        };
+        // A vector more than the columns, so that rows do not fight for the same lines of L1.
+        let block_ld = block_panels * plan.width() + plan.lanes;
+        let block_each = if plan.in_result || plan.cuts > 1 {
+            0
+        } else {
+            floats(block_rows * block_ld)
+        };
+        let block = shared + streamed_each * threads;
+        let whole = block + block_each * threads;
         let (each, total) = match plan.parallel {
-            Parallel::Serial => (0, shared + streamed_each),
-            Parallel::Panels => (0, shared + streamed_each * spec.threads),
-            Parallel::Batch => (shared + streamed_each, (shared + streamed_each) * spec.threads),
+            Parallel::Batch => (whole, whole * spec.threads),
+            _ => (0, whole),
         };
         Self {
             stationary: 0,
             partial: stationary,
             streamed: shared,
             streamed_each,
+            block,
+            block_each,
+            block_ld,
             each,
             total,
         }
@@ -165,7 +197,12 @@ impl Emitter<'_> {
             out.push_str(&self.pack_columns());
         }
         if !plan.in_result {
-            out.push_str(&self.finish());
+            out.push_str(&finish(
+                self.spec,
+                plan.lanes,
+                !self.spec.n.is_multiple_of(plan.lanes),
+            ));
+            out.push_str(&ahead(self.spec, plan.lanes));
         }
         out.push_str(&self.stationary());
         out.push_str(&self.panels());
@@ -238,50 +275,6 @@ impl Emitter<'_> {
             unpack(params),
             plan.width(),
             indent(&body, 4)
-        )
-    }
-
-    /// `name_finish(args, tile, ld, row, rows, col, cols)`: the epilogue of one tile.
-    fn finish(&self) -> String {
-        let GemmSpec {
-            name,
-            epilogue,
-            params,
-            ..
-        } = self.spec;
-        let Epilogue {
-            contiguous, consume, ..
-        } = epilogue;
-        let lanes = self.plan.lanes;
-        let each = |width| {
-            indent(
-                &consume(&Result {
-                    width,
-                    batch: "batch",
-                    row: "i",
-                    col: "j",
-                    value: "sum",
-                }),
-                12,
-            )
-        };
-        let vectors = if contiguous.is_some() {
-            format!(
-                "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + (i - row) * \
-                 ld + (j - col));\n{}        }}\n",
-                each(Width::Vector)
-            )
-        } else {
-            String::new()
-        };
-        format!(
-            "/* Consumes a finished tile of the result. */\nstatic __attribute__((noinline)) void {name}_finish(const \
-             struct {name}_args *args, const float *tile, int64_t ld,\n        int64_t row, int64_t rows, int64_t col, \
-             int64_t cols) {{\n{}    const int64_t batch = args->batch;\n    for (int64_t i = row; i < row + rows; i++) \
-             {{\n        int64_t j = col;\n{vectors}        for (; j < col + cols; j++) {{\n            float sum = tile[(i - \
-             row) * ld + (j - col)];\n{}        }}\n    }}\n}}\n",
-            unpack(params),
-            each(Width::Scalar)
         )
     }
 
@@ -453,61 +446,106 @@ impl Emitter<'_> {
             ),
             _ => String::new(),
         };
-        let (outer, inner) = match plan.stream {
-            Stream::Columns => (
-                format!("for (int64_t rp = 0; rp < {}; rp++)", plan.row_panels),
-                "for (int64_t cp = group; cp < group_end; cp++) {",
-            ),
-            Stream::Rows => (
-                format!("for (int64_t cp = 0; cp < {}; cp++)", plan.column_panels),
-                "for (int64_t rp = group; rp < group_end; rp++) {",
-            ),
-        };
         let in_result = self.spec.epilogue.memory.as_ref().filter(|_| plan.in_result);
-        let target = if let Some(memory) = in_result {
-            let (base, ldc) = ((memory.base)("batch"), memory.row_stride);
-            format!("float *target = {base} + row * {ldc} + col;\nconst int64_t ldc = {ldc};\n")
+        // Where tiles put their sums: the result, the partial sums of a cut depth, or a block that is consumed soon after.
+        let (block, ldc) = if let Some(memory) = in_result {
+            ((memory.base)("batch"), memory.row_stride)
         } else if plan.cuts > 1 {
-            format!(
-                "float *target = (float *)(args->workspace + {}) + row * {ldc} + col;\nconst int64_t ldc = {ldc};\n",
-                workspace.partial,
-                ldc = plan.padded_columns()
-            )
+            let block = format!("(float *)(args->workspace + {})", workspace.partial);
+            (block, plan.padded_columns() as i64)
         } else {
-            format!("float *target = tile;\nconst int64_t ldc = {width};\n")
+            ("block".to_owned(), workspace.block_ld as i64)
         };
-        let finish = format!(
-            "{name}_finish(args, target, ldc, row, rows, col, {n} - col < {width} ? {n} - col : {width});\n"
-        );
-        let finish = if plan.in_result {
+        let at = if block == "block" {
+            match plan.stream {
+                Stream::Columns => "(cp - group) * {width}".replace("{width}", &width.to_string()),
+                Stream::Rows => format!(
+                    "(rp - group) * {} + (cp - wide) * {width}",
+                    plan.rows * workspace.block_ld
+                ),
+            }
+        } else {
+            "row * ldc + col".to_owned()
+        };
+        let fetch = if fetches(self.spec) {
+            format!("{name}_ahead(args, batch, row, rows, col, cols);\n")
+        } else {
             String::new()
-        } else if plan.cuts > 1 {
-            format!("if (args->to_end) {finish}")
-        } else {
-            finish
         };
-        let body = format!(
-            "const int64_t row = {row}, rows = {rows}, col = cp * {width};\nconst float *tile_a = {a_place};\nconst float \
-             *tile_b = {b_place};\n{target}{calls}{finish}"
+        let tile = format!(
+            "const int64_t row = {row}, rows = {rows}, col = cp * {width}, cols = {n} - col < {width} ? {n} - col : {width};\nconst \
+             float *tile_a = {a_place};\nconst float *tile_b = {b_place};\nfloat *target = base + {at};\n{fetch}{calls}"
         );
-        let (streamed, each) = (workspace.streamed, workspace.streamed_each);
-        let own = if plan.parallel == Parallel::Panels {
-            format!(" + thread * {each}")
+        // The epilogue runs over several column panels at once: over rows long enough for caches to run ahead of it.
+        let finish = |from: &str, end: &str, at: &str| {
+            if plan.in_result {
+                return String::new();
+            }
+            let place = if block == "block" { at } else { "row * ldc + col" };
+            let test = if plan.cuts > 1 { "if (args->to_end) " } else { "" };
+            format!(
+                "{test}{{\n    const int64_t row = {row}, rows = {rows}, col = {from} * {width}, ends = {end} * {width} < {n} ? {end} * \
+                 {width} : {n};\n    {name}_finish(args, batch, base + {place}, ldc, row, rows, col, ends - col);\n}}\n"
+            )
+        };
+        let work = match plan.stream {
+            Stream::Columns => format!(
+                "for (int64_t rp = 0; rp < {}; rp++) {{\n    for (int64_t cp = group; cp < group_end; cp++) {{\n{}    }}\n{}}}\n",
+                plan.row_panels,
+                indent(&tile, 8),
+                indent(&finish("group", "group_end", "0"), 4)
+            ),
+            Stream::Rows => {
+                let inner = format!(
+                    "for (int64_t rp = group; rp < group_end; rp++) {{\n{}}}\n",
+                    indent(&tile, 4)
+                );
+                let finish = finish(
+                    "wide",
+                    "wide_end",
+                    &format!("(rp - group) * {}", plan.rows * workspace.block_ld),
+                );
+                if finish.is_empty() {
+                    format!(
+                        "for (int64_t cp = 0; cp < {}; cp++)\n{}",
+                        plan.column_panels,
+                        indent(&inner, 4)
+                    )
+                } else {
+                    format!(
+                        "for (int64_t wide = 0; wide < {panels}; wide += {WIDE}) {{\n    const int64_t wide_end = wide + {WIDE} < \
+                         {panels} ? wide + {WIDE} : {panels};\n    for (int64_t cp = wide; cp < wide_end; cp++)\n{}    for (int64_t rp \
+                         = group; rp < group_end; rp++)\n{}}}\n",
+                        indent(&inner, 8),
+                        indent(&finish, 8),
+                        panels = plan.column_panels,
+                    )
+                }
+            }
+        };
+        let own = |offset: usize, each: usize| match plan.parallel {
+            Parallel::Panels => format!("args->workspace + {offset} + thread * {each}"),
+            _ => format!("args->workspace + {offset}"),
+        };
+        let block_at = if block == "block" {
+            format!(
+                "    float *block = (float *)({});\n",
+                own(workspace.block, workspace.block_each)
+            )
         } else {
             String::new()
         };
         format!(
             "static void {name}_panels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
-             *args = ctx;\n{}    const int64_t batch = args->batch;\n    const float *stationary = (const float \
-             *)(args->workspace + {});\n    float *streamed = (float *)(args->workspace + {streamed}{own});\n    float \
-             tile[{}] __attribute__((aligned(64)));\n    for (int64_t group = begin; group < end; group += {group}) \
-             {{\n        const int64_t group_end = group + {group} < end ? group + {group} : end;\n{}        {outer}\n        \
-             {inner}\n{}        }}\n    }}\n}}\n",
+             *args = ctx;\n{}    const int64_t batch = args->batch, ldc = {ldc};\n    const float *stationary = (const float \
+             *)(args->workspace + {});\n    float *streamed = (float *)({});\n{block_at}    float *base = {block};\n    for (int64_t \
+             group = begin; group < end; group += {group}) {{\n        const int64_t group_end = group + {group} < end ? group + \
+             {group} : end;\n{}{}    }}\n}}\n",
             unpack(params),
             workspace.stationary,
-            plan.rows * width,
+            own(workspace.streamed, workspace.streamed_each),
             indent(&pack_streamed, 8),
-            indent(&body, 12),
+            indent(&work, 8),
             group = plan.group,
         )
     }
@@ -570,4 +608,104 @@ impl Emitter<'_> {
             indent(&body, 4)
         )
     }
+}
+
+/// `name_finish(args, batch, tile, ld, row, rows, col, cols)`: the epilogue of one tile; `rest` says whether some tiles end within
+/// a vector.
+pub(super) fn finish(spec: &GemmSpec<'_>, lanes: usize, rest: bool) -> String {
+    let GemmSpec {
+        name,
+        epilogue,
+        params,
+        ..
+    } = spec;
+    let body = match &epilogue.code {
+        Some(code) => finish_tile(code, rest, lanes),
+        None => finish_elements(epilogue, lanes),
+    };
+    format!(
+        "/* Consumes a finished tile of the result. */\nstatic __attribute__((noinline)) void {name}_finish(const struct {name}_args \
+         *args, int64_t batch,\n        const float *tile, int64_t ld, int64_t row, int64_t rows, int64_t col, \
+         int64_t cols) {{\n{}{body}}}\n",
+        unpack(params),
+    )
+}
+
+/// The loops over a tile around the caller's statements for tiles.
+fn finish_tile(code: &TileCode, partial: bool, lanes: usize) -> String {
+    let TileCode {
+        tile,
+        row,
+        vector,
+        rest,
+        ..
+    } = code;
+    let rest = if !partial {
+        String::new()
+    } else {
+        format!(
+            "    if (j < col + cols) {{\n        const int64_t left = col + cols - j;\n        const vf sum = vf_load(tile + (i - row) \
+             * ld + (j - col));\n{}    }}\n",
+            indent(rest, 8)
+        )
+    };
+    let body = format!(
+        "{tile}for (int64_t i = row; i < row + rows; i++) {{\n{}    int64_t j = col;\n    for (; j + {lanes} <= col + cols; j += \
+         {lanes}) {{\n        const vf sum = vf_load(tile + (i - row) * ld + (j - col));\n{}    }}\n{rest}}}\n",
+        indent(row, 4),
+        indent(vector, 8)
+    );
+    indent(&body, 4)
+}
+
+/// The loops over a tile around the caller's statements for elements and vectors.
+fn finish_elements(epilogue: &Epilogue<'_>, lanes: usize) -> String {
+    let each = |width| {
+        indent(
+            &(epilogue.consume)(&Result {
+                width,
+                batch: "batch",
+                row: "i",
+                col: "j",
+                value: "sum",
+            }),
+            12,
+        )
+    };
+    let vectors = if epilogue.contiguous.is_some() {
+        format!(
+            "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + (i - row) * ld + (j - \
+             col));\n{}        }}\n",
+            each(Width::Vector)
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "    for (int64_t i = row; i < row + rows; i++) {{\n        int64_t j = col;\n{vectors}        for (; j < col + cols; j++) \
+         {{\n            float sum = tile[(i - row) * ld + (j - col)];\n{}        }}\n    }}\n",
+        each(Width::Scalar)
+    )
+}
+
+fn fetches(spec: &GemmSpec<'_>) -> bool {
+    spec.epilogue
+        .code
+        .as_ref()
+        .is_some_and(|code| !code.ahead.is_empty())
+}
+
+/// `name_ahead(args, batch, row, rows, col, cols)`: asks for what the epilogue of a tile is going to touch, while the multipliers work.
+fn ahead(spec: &GemmSpec<'_>, lanes: usize) -> String {
+    let Some(code) = spec.epilogue.code.as_ref().filter(|_| fetches(spec)) else {
+        return String::new();
+    };
+    format!(
+        "/* Fetches what the epilogue of a tile touches. */\nstatic void {0}_ahead(const struct {0}_args *args, int64_t batch, int64_t \
+         row, int64_t rows, int64_t col, int64_t cols) {{\n{1}    for (int64_t i = row; i < row + rows; i++)\n        for (int64_t j \
+         = col; j < col + cols; j += {lanes}) {{\n{2}        }}\n}}\n",
+        spec.name,
+        unpack(&spec.params),
+        indent(&code.ahead, 12),
+    )
 }

@@ -187,6 +187,22 @@ pub struct Result<'a> {
 /// A function from a finished element to the C statements that consume it.
 pub type Consume<'a> = Box<dyn Fn(&Result<'_>) -> String + 'a>;
 
+/// Statements of the caller's own for finished tiles. They may use `batch`, `row`, `rows`, `col` and `cols` (what the tiles cover) and declare what
+/// they like.
+#[derive(Debug, Clone, Default)]
+pub struct TileCode {
+    /// Once for each tile.
+    pub tile: String,
+    /// Once for each row `i`.
+    pub row: String,
+    /// For the vector `sum` of results from column `j` on.
+    pub vector: String,
+    /// For the first `left` lanes of the vector `sum`.
+    pub rest: String,
+    /// For row `i` and column `j`, before the sums are computed: asks for the memory that the other statements are going to touch.
+    pub ahead: String,
+}
+
 /// What happens to the result.
 pub struct Epilogue<'a> {
     /// The axis along which `consume` can take vectors: [`Axis::Depth`] for the columns, [`Axis::Free`] for the rows. The
@@ -196,6 +212,8 @@ pub struct Epilogue<'a> {
     pub consume: Consume<'a>,
     /// Where the result lies if it is only stored: tiles then write it there themselves.
     memory: Option<ResultMemory<'a>>,
+    /// Statements for whole tiles, instead of `consume`.
+    code: Option<TileCode>,
 }
 
 /// A result in plain f32 memory.
@@ -235,6 +253,17 @@ impl<'a> Epilogue<'a> {
                 row_stride,
                 col_stride,
             }),
+            code: None,
+        }
+    }
+
+    /// Statements for whole tiles; vectors run along the columns.
+    pub fn tiles(code: TileCode) -> Self {
+        Self {
+            contiguous: Some(Axis::Depth),
+            consume: Box::new(|_| String::new()),
+            memory: None,
+            code: Some(code),
         }
     }
 
@@ -244,6 +273,7 @@ impl<'a> Epilogue<'a> {
             contiguous,
             consume: Box::new(consume),
             memory: None,
+            code: None,
         }
     }
 }
@@ -320,6 +350,7 @@ fn columns_contiguous(spec: GemmSpec<'_>) -> GemmSpec<'_> {
         contiguous: Some(Axis::Depth),
         consume: Box::new(consume),
         memory,
+        code: None,
     };
     GemmSpec {
         name,

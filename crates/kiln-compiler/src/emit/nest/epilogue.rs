@@ -1,0 +1,136 @@
+//! C for a nest that consumes the result of a contraction ([`crate::schedule::epilogue`]).
+//!
+//! The loops are the template's; what is written here are the statements inside. They are the same statements that a nest of its
+//! own would have, with one difference: the result of the contraction is not loaded but is in a vector register called `sum`.
+//! Buffers and scalars are parameters `a0`, `a1`, ... of the kernel.
+
+use super::{Argument, Buffer, Lanes, Nest, Register, Space, Writer, bit, c};
+use kiln_graph::{Graph, Value};
+
+use crate::index::Var;
+use crate::kernels::Param;
+use crate::schedule::layout::position;
+
+/// Cache lines ahead of a tile are fetched for at most this many buffers.
+const MAX_AHEAD: usize = 6;
+
+/// How the template calls the places in its loops.
+pub struct Loops<'a> {
+    /// The variables of the frame other than the vector's.
+    pub rows: &'a [Var],
+    /// The variable along which there are vectors.
+    pub vector: Var,
+    /// Lanes of a vector.
+    pub lanes: i64,
+}
+
+/// The statements of an epilogue. They refer to the frame's variables as `i0`, `i1`, ... and to the result as `sum`.
+#[derive(Clone, Debug, Default)]
+pub struct Statements {
+    /// Once for each tile.
+    pub tile: String,
+    /// Once for each row of a tile.
+    pub row: String,
+    /// For a whole vector.
+    pub vector: String,
+    /// For the first `left` lanes of a vector.
+    pub rest: String,
+    /// What a row of the tile reads and writes at the vector variable's value: C addresses, each with 1 if it is written and 0 if not.
+    pub ahead: Vec<String>,
+    /// Parameters that the statements refer to.
+    pub params: Vec<Param>,
+    /// What is passed for them.
+    pub arguments: Vec<Argument>,
+}
+
+/// Writes the statements of `nest`, which is over the frame's variables, for the contraction result `value`.
+pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: &Loops<'_>) -> Statements {
+    let mut space = Space::new(nest);
+    space.rows = loops.rows.to_vec();
+    space.cols = vec![loops.vector];
+    space.vector = Some(loops.vector);
+    let mut writer = Writer::new(graph, &space, loops.lanes);
+    writer.named = true;
+    let sum = Register {
+        name: "sum".into(),
+        dtype: graph.dtype(value),
+        vector: true,
+        level: 2,
+        stage: 0,
+    };
+    writer.given = Some((value, sum));
+    writer.sections = vec![Vec::new()];
+    let stores = nest.stores.clone();
+    let mut bodies = Vec::new();
+    for mode in [Lanes::All, Lanes::Left] {
+        writer.point_body(mode, |writer| {
+            for store in &stores {
+                let register = writer.eval(store.value, &store.index);
+                writer.store_point(store, &register);
+            }
+        });
+        let mut body = String::new();
+        writer.flush_body(&mut body);
+        bodies.push(body);
+    }
+    let ahead = ahead(&mut writer, value);
+    let lines = |lines: &[String]| lines.iter().map(|line| format!("{line}\n")).collect::<String>();
+    let rest = bodies.pop().unwrap_or_default();
+    Statements {
+        tile: lines(&writer.top),
+        row: writer.sections.iter().map(|section| lines(section)).collect(),
+        vector: bodies.pop().unwrap_or_default(),
+        rest,
+        ahead,
+        params: params(&writer),
+        arguments: writer.arguments.clone(),
+    }
+}
+
+/// Parameters for the writer's arguments.
+fn params(writer: &Writer<'_>) -> Vec<Param> {
+    let each = |(at, argument): (usize, &Argument)| {
+        let ty = match argument {
+            Argument::Buffer(buffer) => format!("{} *", c::memory_type(writer.buffer_dtype(*buffer))),
+            Argument::Scalar(_) => "const void *".into(),
+            Argument::Scratch(_) => "char *".into(),
+        };
+        Param::new(ty, format!("a{at}"))
+    };
+    writer.arguments.iter().enumerate().map(each).collect()
+}
+
+/// Addresses to fetch before the sums are computed, so that the statements find what they read and write in cache: each place once,
+/// for an update in place has the same address twice.
+fn ahead(writer: &mut Writer<'_>, value: Value) -> Vec<String> {
+    let graph = writer.graph;
+    let nest = &writer.space.nest;
+    let varies = |&var: &Var| writer.space.extent(var) > 1;
+    let rows = writer.space.rows.iter().copied().filter(varies);
+    let whole = rows.chain(writer.space.vector).fold(0, |set, var| set | bit(var));
+    let mut places = Vec::new();
+    for (used, indices) in nest.uses.iter().filter(|(used, _)| *used != value) {
+        for index in indices {
+            places.push((
+                Buffer::Value(*used),
+                position(graph, &nest.layouts, *used, index),
+                false,
+            ));
+        }
+    }
+    for store in &nest.stores {
+        let in_place = places.iter().any(|(_, position, _)| *position == store.position);
+        if !in_place {
+            places.push((store.buffer, store.position.clone(), true));
+        }
+    }
+    let mut addresses = Vec::new();
+    for (buffer, position, written) in places {
+        if position.vars() == whole && !position.has_data() && addresses.len() < MAX_AHEAD {
+            let at = writer.argument(Argument::Buffer(buffer));
+            let place = writer.index_text(&position, false);
+            addresses.push(format!("a{at} + {place}, {}", u8::from(written)));
+        }
+    }
+    addresses
+}

@@ -1,0 +1,169 @@
+//! Epilogues: a loop nest that consumes the result of a contraction, tile by tile, before it ever reaches memory.
+//!
+//! A nest may follow a contraction inside its kernel if it runs over exactly the elements of the result, one point for each, and
+//! every point needs that one element only. Bias, activation and its gradient, residual and dropout are like that. Reductions are not: no
+//! tile holds a whole row, and sums over the rows would be kept for each panel of rows.
+//!
+//! The template numbers the elements of its result in its own way: a [`Frame`]. [`Frame::place`] rewrites a nest from its variables to those.
+
+use kiln_graph::op::{DotDims, Op};
+use kiln_graph::{DType, Graph, Node, Value};
+
+use super::Buffer;
+use super::access::{Strided, side, strided};
+use super::layout::position;
+use super::nest::{Nest, bijective, vars};
+use crate::index::{Index, Var, bit, linear};
+
+/// Batch variable of the frame of a product.
+pub const BATCH: Var = 0;
+/// Row variable of the frame of a product.
+pub const ROW: Var = 1;
+/// Column variable of the frame of a product.
+pub const COL: Var = 2;
+
+/// Most tensors of the result's size that an epilogue reads.
+const MAX_STREAMS: usize = 2;
+
+/// How a template numbers the elements of its result.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Frame {
+    /// Extent of each variable.
+    pub extents: Vec<i64>,
+    /// Position of an element among the row-major elements of the result.
+    pub position: Index,
+}
+
+impl Frame {
+    /// The frame of a matrix product: batch, row, column.
+    pub fn product(graph: &Graph, value: Value, dims: &DotDims) -> Self {
+        let shape = graph.shape(value);
+        let a = graph.shape(graph.def(value).inputs[0]);
+        let batch = dims.a_batch.len();
+        let rows = batch + DotDims::free(a.rank(), &dims.a_batch, &dims.a_contract).len();
+        let count = |range: std::ops::Range<usize>| shape[range].iter().product::<usize>() as i64;
+        let extents = vec![count(0..batch), count(batch..rows), count(rows..shape.rank())];
+        let var = |var: Var| Index::var(var, extents[var as usize]);
+        let position = var(BATCH)
+            .scale(extents[1] * extents[2])
+            .add(&var(ROW).scale(extents[2]))
+            .add(&var(COL));
+        Self { extents, position }
+    }
+
+    /// `nest`, which reads or makes `value` at `index`, over the variables of this frame.
+    pub fn place(&self, graph: &Graph, nest: &Nest, value: Value, index: &[Index]) -> Nest {
+        let own = linear(index, graph.shape(value));
+        let factor = |var: Var| {
+            own.terms()
+                .iter()
+                .find(|(atom, _)| atom.vars() == bit(var))
+                .map_or(1, |(_, factor)| *factor)
+        };
+        let with = |var: Var, extent: i64| self.position.div(factor(var)).rem(extent);
+        let mut placed = nest.clone();
+        placed.substitute(&with);
+        placed.extents.clone_from(&self.extents);
+        placed.split = None;
+        placed
+    }
+}
+
+/// The variable among `candidates` along which every access of the nest is contiguous or constant, and some are contiguous.
+pub fn vector_variable(graph: &Graph, nest: &Nest, value: Value, candidates: &[Var]) -> Option<Var> {
+    let mut positions: Vec<Index> = Vec::new();
+    for (used, indices) in nest.uses.iter().filter(|(used, _)| *used != value) {
+        positions.extend(
+            indices
+                .iter()
+                .map(|index| position(graph, &nest.layouts, *used, index)),
+        );
+    }
+    positions.extend(nest.stores.iter().map(|store| store.position.clone()));
+    candidates.iter().copied().find(|&var| {
+        let mut contiguous = 0;
+        let even = positions.iter().all(|position| match position.stride(var) {
+            Some(0) => true,
+            Some(1) => {
+                contiguous += 1;
+                true
+            }
+            _ => false,
+        });
+        even && contiguous > 0
+    })
+}
+
+/// Whether the product `node` can be computed by the template, whatever follows it. `stop` says which values have a buffer.
+pub fn has_template(graph: &Graph, nest: &Nest, node: Node, stop: &dyn Fn(Value) -> bool) -> bool {
+    let data = graph.node(node);
+    let out = data.outputs[0];
+    if !matches!(data.op, Op::DotGeneral(_)) || graph.dtype(out) != DType::F32 || graph.ty(out).numel() == 0 {
+        return false;
+    }
+    data.inputs.iter().enumerate().all(|(operand, &value)| {
+        let fits = |window: &Strided| side(graph, data, operand, window).is_some();
+        let stored = Strided {
+            base: value,
+            offset: 0,
+            strides: graph
+                .shape(value)
+                .strides()
+                .iter()
+                .map(|&stride| stride as i64)
+                .collect(),
+        };
+        graph.dtype(value) == DType::F32
+            && graph.ty(value).numel() > 0
+            && (strided(graph, &nest.layouts, value, stop).is_some_and(|window| fits(&window))
+                || fits(&stored))
+    })
+}
+
+/// Whether `nest` may follow the contraction that makes `value`, which it reads at `index`.
+pub fn fits(graph: &Graph, nest: &Nest, value: Value, index: &[Index], stored: bool) -> bool {
+    let Op::DotGeneral(dims) = &graph.def(value).op else {
+        return false;
+    };
+    if nest.members.is_empty() || vars(index) != nest.all() || !bijective(index, graph.shape(value)) {
+        return false;
+    }
+    let reduces = |node: &Node| matches!(graph.node(*node).op, Op::Reduce { .. });
+    // Values once for each row are stored by nests with a split only.
+    let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
+    if nest.members.iter().any(reduces) || !complete {
+        return false;
+    }
+    // An epilogue saves writing and reading the result. Against that, it meets its other operands in pieces of rows, where a nest of its
+    // own streams them; measured, that costs more than it saves where there are more than two of them or sums over the rows to keep.
+    let whole = |used: Value| graph.ty(used).numel() == graph.ty(value).numel();
+    let streams = nest
+        .uses
+        .iter()
+        .filter(|(used, _)| *used != value && whole(*used))
+        .count();
+    if streams > MAX_STREAMS {
+        return false;
+    }
+    let mut nest = nest.clone();
+    if stored {
+        nest.add_store(graph, value, index.to_vec());
+    }
+    let frame = Frame::product(graph, value, dims);
+    let placed = frame.place(graph, &nest, value, index);
+    vector_variable(graph, &placed, value, &[COL, ROW]).is_some()
+}
+
+/// The stored values that the contraction `node` itself reads; `reads` are all buffers of its kernel.
+pub fn operands(graph: &Graph, node: Node, reads: &[Buffer]) -> Vec<Value> {
+    let base = |&operand: &Value| {
+        let mut value = operand;
+        while !reads.contains(&Buffer::Value(value))
+            && let Some(&next) = graph.def(value).inputs.first()
+        {
+            value = next;
+        }
+        value
+    };
+    graph.node(node).inputs.iter().map(base).collect()
+}
