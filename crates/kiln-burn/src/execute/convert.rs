@@ -65,6 +65,12 @@ pub fn tensor_type(tensor: &FlexTensor) -> Option<TensorType> {
     ))
 }
 
+/// Whether [`tensor_type`] is `ty`.
+pub fn has_type(tensor: &FlexTensor, ty: &TensorType) -> bool {
+    let shape = tensor.layout().shape();
+    dtype(tensor.dtype()) == Some(ty.dtype) && shape.iter().eq(ty.shape.iter())
+}
+
 /// `tensor` with its elements row-major from the start of a buffer of exactly their size. Copies only if they are not.
 pub fn contiguous(tensor: FlexTensor) -> FlexTensor {
     tensor.to_contiguous()

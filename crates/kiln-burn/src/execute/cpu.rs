@@ -10,9 +10,11 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt::Write;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
 use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Observer, Options};
@@ -37,6 +39,12 @@ pub struct Cpu {
     externs: Vec<ExternOp>,
     id: u64,
     description: OnceLock<Arc<StepDescription>>,
+    /// For each input, the output that takes over its buffer.
+    successors: Vec<Option<u32>>,
+    /// Layout, element type and bytes of each output.
+    outputs: Vec<(Layout, DType, usize)>,
+    /// Nanoseconds in compiled code, over all runs.
+    code_time: AtomicU64,
 }
 
 /// The pool of each number of threads: steps of one program share it.
@@ -83,7 +91,20 @@ impl Cpu {
             .iter()
             .map(extern_operation)
             .collect::<Result<_, _>>()?;
+        let mut successors = vec![None; graph.parameters().len()];
+        for (output, alias) in executable.contract().aliases.iter().enumerate() {
+            if let Some(input) = alias {
+                successors[*input as usize] = Some(output as u32);
+            }
+        }
+        let output = |output: &kiln_graph::Output| {
+            let ty = graph.ty(output.value);
+            let layout = Layout::contiguous(convert::burn_shape(&ty.shape));
+            (layout, convert::burn_dtype(ty.dtype), ty.bytes())
+        };
         Ok(Self {
+            successors,
+            outputs: graph.outputs.iter().map(output).collect(),
             graph,
             executable,
             pool,
@@ -94,6 +115,7 @@ impl Cpu {
             externs,
             id: next_id(),
             description: OnceLock::new(),
+            code_time: AtomicU64::new(0),
         })
     }
 }
@@ -138,21 +160,15 @@ impl Cpu {
     ) -> Result<Vec<FlexTensor>, ExecuteError> {
         check_arguments(&self.graph, &inputs, scalars)?;
         let aliases = &self.executable.contract().aliases;
-        let types: Vec<&TensorType> = self
-            .graph
-            .outputs
-            .iter()
-            .map(|output| self.graph.ty(output.value))
-            .collect();
 
         // Inputs that an output takes over leave the list; the rest stay shared.
         let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
         let mut outputs: Vec<Bytes> = aliases
             .iter()
-            .zip(&types)
-            .map(|(alias, ty)| {
+            .zip(&self.outputs)
+            .map(|(alias, &(_, _, bytes))| {
                 let taken = alias.and_then(|index| inputs[index as usize].take());
-                taken.map_or_else(|| convert::aligned(ty.bytes()), into_bytes)
+                taken.map_or_else(|| convert::aligned(bytes), into_bytes)
             })
             .collect();
         let inputs: Vec<Option<FlexTensor>> = inputs
@@ -161,18 +177,17 @@ impl Cpu {
             .collect();
 
         let output_pointers: Vec<*mut u8> = outputs.iter_mut().map(|bytes| bytes.as_mut_ptr()).collect();
-        let pointer = |(index, input): (usize, &Option<FlexTensor>)| match input {
-            Some(tensor) => tensor.bytes().as_ptr(),
-            None => {
-                let output = aliases.iter().position(|&alias| alias == Some(index as u32));
-                output.map_or(std::ptr::null(), |output| output_pointers[output].cast_const())
-            }
+        let pointer = |(input, successor): (&Option<FlexTensor>, &Option<u32>)| match (input, successor) {
+            (Some(tensor), _) => tensor.bytes().as_ptr(),
+            (None, Some(output)) => output_pointers[*output as usize].cast_const(),
+            (None, None) => std::ptr::null(),
         };
-        let input_pointers: Vec<*const u8> = inputs.iter().enumerate().map(pointer).collect();
+        let input_pointers: Vec<*const u8> = inputs.iter().zip(&self.successors).map(pointer).collect();
         let outside = Outside {
             step: self,
             clock: RunClock::start(),
         };
+        let start = Instant::now();
         // SAFETY: `check_arguments` compared number and types of the inputs with the graph the step was compiled from, so every pointer is valid for the size of its
         // tensor; `kernel_ready` and `aligned` put them on 64-byte borders. Output buffers are fresh or were taken over from an input that `aliases` pairs with
         // them, and are exclusively ours; the inputs are kept alive, and unchanged, by `inputs` until after the call.
@@ -186,20 +201,18 @@ impl Cpu {
                 observe,
             )
         }?;
+        self.code_time
+            .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         if let Some(clock) = outside.clock {
             let contract = self.executable.contract();
             let describe = || Arc::new(describe_contract(&self.graph.name, self.id, contract));
             clock.finish(self.description.get_or_init(describe));
         }
         drop(inputs);
-        let tensor = |(bytes, ty): (Bytes, &&TensorType)| {
-            FlexTensor::new(
-                bytes,
-                Layout::contiguous(convert::burn_shape(&ty.shape)),
-                convert::burn_dtype(ty.dtype),
-            )
+        let tensor = |(bytes, (layout, dtype, _)): (Bytes, &(Layout, DType, usize))| {
+            FlexTensor::new(bytes, layout.clone(), *dtype)
         };
-        Ok(outputs.into_iter().zip(&types).map(tensor).collect())
+        Ok(outputs.into_iter().zip(&self.outputs).map(tensor).collect())
     }
 }
 
@@ -235,6 +248,10 @@ impl Executable for Cpu {
 
     fn arena_bytes(&self) -> Option<usize> {
         Some(self.executable.contract().arena_bytes)
+    }
+
+    fn code_time(&self) -> Option<Duration> {
+        Some(Duration::from_nanos(self.code_time.load(Ordering::Relaxed)))
     }
 
     fn id(&self) -> u64 {

@@ -84,6 +84,12 @@ pub trait Executable: Send + Sync {
     fn arena_bytes(&self) -> Option<usize> {
         None
     }
+
+    /// Time spent in compiled code, over all runs: without handing over tensors and taking results. None
+    /// where there is no such code.
+    fn code_time(&self) -> Option<Duration> {
+        None
+    }
 }
 
 /// Why a graph could not be prepared or run.
@@ -216,8 +222,8 @@ fn check_arguments(graph: &Graph, inputs: &[FlexTensor], scalars: &[u64]) -> Res
     }
     for (index, (&value, tensor)) in graph.parameters().iter().zip(inputs).enumerate() {
         let expected = graph.ty(value);
-        let given = convert::tensor_type(tensor);
-        if given.as_ref() != Some(expected) {
+        if !convert::has_type(tensor, expected) {
+            let given = convert::tensor_type(tensor);
             let given = given.map_or_else(|| format!("{:?}", tensor.dtype()), |ty| ty.to_string());
             return Err(ExecuteError::TensorType {
                 index,
