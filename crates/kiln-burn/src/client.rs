@@ -1,14 +1,17 @@
 //! The client: where Burn's router hands over operations.
 
 use burn_backend::backend::ExecutionError;
+use burn_backend::backend::ops::IntTensorOps;
 use burn_backend::{Backend, DType, DTypeUsageSet, Shape, TensorData};
 use burn_flex::{Flex, FlexDevice, FlexTensor};
-use burn_ir::{FullOpIr, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr};
+use burn_ir::{CustomOpIr, FullOpIr, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr};
 use burn_router::{RouterTensor, RunnerClient};
 use burn_std::future::DynFut;
 
+use crate::channel::Kiln;
 use crate::device::KilnDevice;
 use crate::error::Error;
+use crate::host_data::{IOTA, Pattern};
 use crate::record::BreakReason;
 use crate::record::session;
 use crate::{random, table};
@@ -37,31 +40,33 @@ impl KilnClient {
         RouterTensor::new(id, shape, dtype, *self)
     }
 
+    /// A vector that counts from `start` in steps of `step`, by operations. Start and step are runtime
+    /// scalars unless they are 0 and 1.
+    fn progression(&self, shape: Shape, dtype: DType, start: i64, step: i64) -> RouterTensor<Self> {
+        let out = TensorIr::uninit(self.create_empty_handle(), shape.clone(), dtype);
+        let id = out.id;
+        self.register_op(OperationIr::Custom(CustomOpIr::new(IOTA, &[], &[out])));
+        let mut vector = RouterTensor::new(id, shape, dtype, *self);
+        if step != 1 {
+            vector = Kiln::int_mul_scalar(vector, step.into());
+        }
+        if start != 0 {
+            vector = Kiln::int_add_scalar(vector, start.into());
+        }
+        vector
+    }
+
     /// Enters a tensor that exists and returns Burn's handle of it.
     pub fn adopt(&self, tensor: FlexTensor) -> RouterTensor<Self> {
-        let id = table::new_id();
+        self.enter(table::new_id(), tensor)
+    }
+
+    fn enter(&self, id: TensorId, tensor: FlexTensor) -> RouterTensor<Self> {
         let shape = tensor.layout().shape().clone();
         let dtype = tensor.dtype();
         table::insert(id, tensor);
         RouterTensor::new(id, shape, dtype, *self)
     }
-}
-
-/// Fewest elements of a tensor that is taken for a constant because they are all equal: in real data of this size they are not.
-const SPLAT_ELEMENTS: usize = 64;
-
-/// The value of every element of a float tensor, if they are all the same. Burn fills tensors on the host in places (constant padding, say); recorded as
-/// the operation it is, it needs no memory and does not look like new data at every call.
-fn splat(data: &TensorData) -> Option<ScalarIr> {
-    if data.dtype != DType::F32 || data.num_elements() < SPLAT_ELEMENTS {
-        return None;
-    }
-    let elements = data.as_slice::<f32>().ok()?;
-    let first = elements[0];
-    let same = elements
-        .iter()
-        .all(|element| element.to_bits() == first.to_bits());
-    same.then_some(ScalarIr::Float(f64::from(first)))
 }
 
 fn to_burn(error: Error) -> ExecutionError {
@@ -97,12 +102,20 @@ impl RunnerClient for KilnClient {
             !matches!(data.dtype, DType::QFloat(_)),
             "Kiln: quantized tensors are not supported (burn-router 0.21 cannot carry them); dequantize the data first"
         );
-        if session::is_recording(self.device)
-            && let Some(value) = splat(&data)
-        {
-            return self.full(data.shape.clone(), data.dtype, value);
+        if !session::is_recording(self.device) {
+            return self.adopt(FlexTensor::from_data(data));
         }
-        self.adopt(FlexTensor::from_data(data))
+        match Pattern::of(&data) {
+            Some(Pattern::Splat(value)) => self.full(data.shape.clone(), data.dtype, value),
+            Some(Pattern::Progression { start, step }) => {
+                self.progression(data.shape.clone(), data.dtype, start, step)
+            }
+            None => {
+                let id = table::new_id();
+                session::note_host_data(id);
+                self.enter(id, FlexTensor::from_data(data))
+            }
+        }
     }
 
     fn device(&self) -> KilnDevice {

@@ -13,6 +13,7 @@ pub mod device;
 pub mod eager;
 pub mod error;
 pub mod execute;
+pub mod host_data;
 pub mod import;
 pub mod options;
 pub mod random;

@@ -441,3 +441,47 @@ fn a_lazy_device_records_until_a_value_is_read() {
     let moved = (x + 1.0).to_device(&device());
     assert_eq!(values(moved), [2.0, 3.0]);
 }
+
+#[test]
+fn a_progression_made_inside_is_an_operation() {
+    let mut region = kiln::compile(CompileOptions::default().with_backend(CompileBackend::AotEager));
+    let arange = |start: i64, step: i64| {
+        let range = start..start + 12 * step;
+        Tensor::<Kiln, 1, Int>::arange_step(range, step as usize, &device())
+    };
+    let ints = |tensor: Tensor<Kiln, 1, Int>| tensor.into_data().convert::<i64>().to_vec::<i64>().unwrap();
+    let counted = region.run(|| arange(0, 1)).unwrap();
+    assert_eq!(ints(counted), (0..12).collect::<Vec<_>>());
+    assert_eq!(region.report().steps[0].inputs, 0);
+    for (start, step) in [(5, 3), (7, 2), (100, 4)] {
+        let counted = region.run(|| arange(start, step)).unwrap();
+        assert_eq!(
+            ints(counted),
+            (0..12).map(|i| start + step * i).collect::<Vec<_>>()
+        );
+    }
+    // Start and step are runtime scalars.
+    assert_eq!(region.report().steps.len(), 2);
+}
+
+#[test]
+fn inputs_that_end_in_the_step_only_later_give_their_buffers_then() {
+    let mut region = region();
+    let step = |region: &mut Compiled, state: Vector| region.run(move || state * 0.5).unwrap();
+    // Compiled while the program keeps every state.
+    let mut kept = vec![vector(&[8.0; 40])];
+    for _ in 0..3 {
+        let next = step(&mut region, kept[kept.len() - 1].clone());
+        kept.push(next);
+    }
+    assert_eq!(region.report().steps[0].aliased, 0);
+    let mut state = kept.pop().unwrap();
+    for _ in 0..4 {
+        state = step(&mut region, state);
+    }
+    assert_eq!(values(state), [8.0 / 128.0; 40]);
+    assert_eq!(values(kept[0].clone()), [8.0; 40]);
+    let report = region.report();
+    assert_eq!((report.steps.len(), report.steps[0].aliased), (1, 1));
+    assert_eq!(report.recompiles, [], "no guard failed");
+}

@@ -26,9 +26,10 @@ mod pool;
 
 use std::sync::Arc;
 
-use burn_ir::{OperationIr, TensorId, TensorIr};
+use burn_ir::{CustomOpIr, OperationIr, TensorId, TensorIr};
 use kiln_graph::{Graph, TensorType, TypeError};
 
+use crate::host_data::IOTA;
 use lower::{Fault, Lower};
 
 /// Recorded operations as a graph.
@@ -156,6 +157,13 @@ fn lower_operation(lower: &mut Lower, operation: &OperationIr) -> Result<(), Fau
         OperationIr::Module(op) => module::lower(lower, operation, op),
         // A tensor that is there, or is not needed any more: nothing is computed.
         OperationIr::Init(_) | OperationIr::Drop(_) => Ok(()),
+        OperationIr::Custom(CustomOpIr { id, outputs, .. }) if id == IOTA => {
+            outputs.iter().try_for_each(|out| {
+                let ty = lower::tensor_type(out)?;
+                let value = lower.iota(ty.dtype, &ty.shape, 0)?;
+                lower.define(out, value)
+            })
+        }
         OperationIr::Custom(_) => Err(Fault::Unsupported(
             "custom operations have no implementation on this backend; express it with tensor operations"
                 .into(),

@@ -1,10 +1,15 @@
 //! The line of the user's program that is running now.
 //!
-//! Taken from a backtrace: the innermost frame that belongs neither to a crate of the registry (Burn), nor to Kiln, nor to the standard library. Walking the
-//! stack costs a millisecond or so, therefore it is done for graph breaks only, not for each operation.
+//! Taken from a backtrace: the innermost frame that belongs neither to a crate of the registry (Burn), nor to
+//! Kiln, nor to the standard library. Looking a frame up costs much more than walking to it, and a step has
+//! few distinct frames, so [`Lines`] remembers what each return address was; even so it is done only for
+//! graph breaks and for recordings that are going to be compiled, not for each operation of each step.
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
 
 /// A line of source.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -60,28 +65,71 @@ const INNER: &[&str] = &[
 pub fn user_location() -> Option<Location> {
     let mut found = None;
     backtrace::trace(|frame| {
-        backtrace::resolve_frame(frame, |symbol| {
-            if found.is_some() {
-                return;
-            }
-            let function = symbol.name().map(|name| format!("{name:#}")).unwrap_or_default();
-            // With line tables the file decides, because inlined functions have short names there; without, the function.
-            let inner = match symbol.filename() {
-                Some(file) => is_inner_file(&file.to_string_lossy()),
-                None => is_inner(&function),
-            };
-            if !inner {
-                let file = symbol.filename().map(PathBuf::from).unwrap_or_default();
-                found = Some(Location {
-                    file,
-                    line: symbol.lineno(),
-                    function,
-                });
-            }
-        });
+        found = of_user(frame);
         found.is_none()
     });
     found
+}
+
+/// The user's line in a frame; none if all that runs in it (a function and what is inlined into it) belongs
+/// to others.
+fn of_user(frame: &backtrace::Frame) -> Option<Location> {
+    let mut found = None;
+    backtrace::resolve_frame(frame, |symbol| {
+        if found.is_some() {
+            return;
+        }
+        let function = symbol.name().map(|name| format!("{name:#}")).unwrap_or_default();
+        // With line tables the file decides, because inlined functions have short names there; without, the
+        // function.
+        let inner = match symbol.filename() {
+            Some(file) => is_inner_file(&file.to_string_lossy()),
+            None => is_inner(&function),
+        };
+        if !inner {
+            let file = symbol.filename().map(PathBuf::from).unwrap_or_default();
+            found = Some(Location {
+                file,
+                line: symbol.lineno(),
+                function,
+            });
+        }
+    });
+    found
+}
+
+/// The user's line of one operation after another.
+#[derive(Default)]
+pub struct Lines {
+    /// By return address: the user's line there as `file:line`, if it is the user's.
+    known: FxHashMap<usize, Option<Arc<str>>>,
+}
+
+impl Lines {
+    /// `file:line` where the user's program stands; none if no frame is the user's or the program carries no
+    /// line tables.
+    pub fn current(&mut self) -> Option<Arc<str>> {
+        let mut found = None;
+        backtrace::trace(|frame| {
+            let line = self
+                .known
+                .entry(frame.ip().addr())
+                .or_insert_with(|| of_user(frame).map(|location| text(&location)));
+            found.clone_from(line);
+            found.is_none()
+        });
+        found.filter(|line| !line.is_empty())
+    }
+}
+
+/// `file:line`, the file relative to the working folder if it is below it; empty without line tables.
+fn text(location: &Location) -> Arc<str> {
+    let Some(line) = location.line else {
+        return "".into();
+    };
+    let here = std::env::current_dir().unwrap_or_default();
+    let file = location.file.strip_prefix(&here).unwrap_or(&location.file);
+    format!("{}:{line}", file.display()).into()
 }
 
 /// Whether a source file is the standard library's, a registry crate's or Kiln's.

@@ -9,9 +9,11 @@
 //! Burn drops tensors is not stable from run to run (maps with random seeds); only what is alive at the end matters, and that is compared
 //! separately as the list of outputs.
 
+use std::sync::Arc;
+
 use burn_flex::FlexTensor;
 use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::random::Stream;
 use crate::stream::{self, Visitor};
@@ -25,12 +27,18 @@ pub struct Input {
     /// overwrite it.
     pub tensor: FlexTensor,
     dies: bool,
+    host_data: bool,
 }
 
 impl Input {
     /// Whether the program dropped the tensor while recording.
     pub fn tensor_dies(&self) -> bool {
         self.dies
+    }
+
+    /// Whether the program made the tensor from data on the host while recording.
+    pub fn is_host_data(&self) -> bool {
+        self.host_data
     }
 }
 
@@ -54,12 +62,15 @@ pub struct Recording {
     inputs: Vec<Input>,
     input_positions: FxHashMap<TensorId, u32>,
     consumed: Vec<TensorId>,
+    host_data: FxHashSet<TensorId>,
     operations: Vec<OperationIr>,
     words: Vec<u64>,
     /// End of each operation's words.
     ends: Vec<u32>,
     scalars: Vec<ScalarIr>,
     streams: Vec<Stream>,
+    /// The user's line of each operation; shorter than `operations` if only the first ones were looked up.
+    lines: Vec<Option<Arc<str>>>,
 }
 
 /// What a tensor that died was to a recording.
@@ -99,6 +110,8 @@ pub struct Recorded {
     pub scalars: Vec<ScalarIr>,
     /// Streams of the random operations, in order.
     pub streams: Vec<Stream>,
+    /// The user's line of each operation, as `file:line`; empty unless it was looked up.
+    pub lines: Vec<Option<Arc<str>>>,
 }
 
 impl Recording {
@@ -144,6 +157,16 @@ impl Recording {
         self.position(id).is_some() || self.input_positions.contains_key(&id)
     }
 
+    /// The operands of `operation` of which the recording does not know where they come from, in order.
+    pub fn unknown_operands(&self, operation: &OperationIr) -> Vec<TensorIr> {
+        let mut unknown = Unknown {
+            recording: self,
+            found: Vec::new(),
+        };
+        stream::walk(operation, &mut unknown);
+        unknown.found
+    }
+
     /// The name of the operation that defines the pending tensor `id`.
     pub fn producer(&self, id: TensorId) -> Option<String> {
         let defines = |operation: &&OperationIr| operation.outputs().any(|output| output.id == id);
@@ -170,6 +193,11 @@ impl Recording {
         std::mem::take(&mut self.consumed)
     }
 
+    /// Notes that the program makes the tensor `id` from data on the host now.
+    pub fn note_host_data(&mut self, id: TensorId) {
+        self.host_data.insert(id);
+    }
+
     /// Makes a materialised tensor the next input.
     pub fn add_input(&mut self, ir: &TensorIr, tensor: FlexTensor) {
         self.input_positions.insert(ir.id, self.inputs.len() as u32);
@@ -177,6 +205,7 @@ impl Recording {
             ir: ir.clone(),
             tensor,
             dies: false,
+            host_data: self.host_data.contains(&ir.id),
         });
     }
 
@@ -184,6 +213,11 @@ impl Recording {
     pub fn add_placeholder(&mut self, ir: &TensorIr) {
         let nothing = FlexTensor::empty(burn_backend::Shape::from([0usize; 1]), ir.dtype);
         self.add_input(ir, nothing);
+    }
+
+    /// Notes the user's line of the operation that is recorded next.
+    pub fn note_line(&mut self, line: Option<Arc<str>>) {
+        self.lines.push(line);
     }
 
     /// Appends an operation all of whose operands are known ([`Recording::knows`]). `take_stream` is called once if it is random.
@@ -222,8 +256,29 @@ impl Recording {
             output_ids,
             scalars: self.scalars,
             streams: self.streams,
+            lines: self.lines,
         }
     }
+}
+
+/// Collects operands that a recording does not know. (`OperationIr::inputs` allocates for each operation.)
+struct Unknown<'a> {
+    recording: &'a Recording,
+    found: Vec<TensorIr>,
+}
+
+impl Visitor for Unknown<'_> {
+    fn input(&mut self, tensor: &TensorIr) {
+        if !self.recording.knows(tensor.id) {
+            self.found.push(tensor.clone());
+        }
+    }
+
+    fn output(&mut self, _: &TensorIr) {}
+
+    fn scalar(&mut self, _: ScalarIr) {}
+
+    fn word(&mut self, _: u64) {}
 }
 
 /// Writes the words of one operation and keeps the books on its tensors.

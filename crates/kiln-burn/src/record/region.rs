@@ -16,6 +16,7 @@ use kiln_compiler::Contract;
 use kiln_compiler::stages::Stages;
 use kiln_graph::Graph;
 use kiln_profile::Category;
+use rustc_hash::FxHashMap;
 
 use super::breaks::GraphBreak;
 use super::guard::{Guard, Mismatch};
@@ -44,6 +45,10 @@ pub struct Step {
     /// Burn's type and shape of each output.
     outputs: Vec<TensorIr>,
     backend: CompileBackend,
+    /// Inputs of the recording whose buffers outputs could take over, had they ended in the step.
+    lasting: Vec<usize>,
+    /// Runs in a row in which one of them did end.
+    ended: AtomicU64,
     /// Prepared for one run only: replaced by the region's own backend if the step comes again.
     provisional: bool,
     /// Which step of the region, in the order of compilation.
@@ -72,6 +77,8 @@ pub struct LastRun {
     pub scalars: Vec<ScalarIr>,
     /// Number of random operations in it.
     pub random_operations: usize,
+    /// Inputs that the program made from data on the host, by position; empty unless the region keeps them.
+    pub host_data: FxHashMap<usize, FlexTensor>,
 }
 
 /// Where a runtime scalar comes from.
@@ -138,8 +145,10 @@ pub struct StepReport {
     pub runs: u64,
     /// Import and preparation.
     pub compile_time: Duration,
-    /// Sum over all runs.
+    /// Sum over all runs, with the handing over of tensors.
     pub run_time: Duration,
+    /// The part of it in compiled code; all of it where the executor has none.
+    pub code_time: Duration,
     /// The graph.
     pub graph: Arc<Graph>,
     /// Bytes of the block that holds all intermediate values; none where the backend has no such block.
@@ -181,6 +190,8 @@ pub struct Region {
     pub options: CompileOptions,
     /// Greatest number of steps a segment keeps; the least recently used goes. Lazy devices use it: they have no step to come back to.
     pub capacity: usize,
+    /// Whether [`LastRun::host_data`] is kept: a replay needs to know whether it is the same at each call.
+    pub keeps_host_data: bool,
     segments: Vec<Vec<Arc<Step>>>,
     last: Option<LastRun>,
     calls: u64,
@@ -201,6 +212,7 @@ impl Region {
             debug: history::debug_folder(options.debug.as_deref(), &options.name),
             options,
             capacity: usize::MAX,
+            keeps_host_data: false,
             segments: Vec::new(),
             last: None,
             calls: 0,
@@ -221,6 +233,12 @@ impl Region {
     /// The last step that ran in this call; none if nothing was recorded or the step failed.
     pub fn last_run(&self) -> Option<&LastRun> {
         self.last.as_ref()
+    }
+
+    /// Whether there is a compiled step for this segment that was not made for one run only.
+    pub fn has_compiled(&self, segment: usize) -> bool {
+        let steps = self.segments.get(segment);
+        steps.is_some_and(|steps| steps.iter().any(|step| !step.provisional))
     }
 
     /// Remembers a graph break.
@@ -265,6 +283,10 @@ impl Region {
         self.segments[segment][..=index].rotate_right(1);
         let step = self.segments[segment][0].clone();
         let inputs = recorded.inputs.iter().map(|input| input.ir.id).collect();
+        let host_data = match self.keeps_host_data {
+            true => host_data(&recorded),
+            false => FxHashMap::default(),
+        };
         let tensors = step.run(
             recorded.inputs.into_iter().map(|input| input.tensor).collect(),
             &recorded.scalars,
@@ -277,6 +299,7 @@ impl Region {
             outputs: recorded.output_ids,
             scalars: recorded.scalars,
             random_operations: recorded.streams.len(),
+            host_data,
         });
         Ok(tensors)
     }
@@ -292,7 +315,8 @@ impl Region {
         drop(guard);
         let mut reason = None;
         if let Some(index) = known {
-            if !self.segments[segment][index].provisional {
+            let step = &self.segments[segment][index];
+            if !step.provisional && !step.could_overwrite_more(recorded) {
                 return Ok(index);
             }
             self.segments[segment].remove(index);
@@ -424,9 +448,10 @@ impl Step {
         let mut stages = Stages::default();
         let start = Instant::now();
         let outputs = output_types(recorded);
+        let line = |position: usize| recorded.lines.get(position).cloned().flatten();
         let imported = stages
             .time("import", || {
-                import::import(&recorded.operations, &recorded.output_ids)
+                import::import_located(&recorded.operations, &recorded.output_ids, line)
             })
             .map_err(|source| Error::Import {
                 region: options.name.clone(),
@@ -448,6 +473,10 @@ impl Step {
         let dies: Vec<bool> = arguments
             .iter()
             .map(|&position| recorded.inputs[position].tensor_dies())
+            .collect();
+        let lasting = lasting_inputs(&graph, &dies)
+            .into_iter()
+            .map(|argument| arguments[argument])
             .collect();
         kiln_graph::alias::assign_aliases(&mut graph, &dies);
         let scalars = bindings(&recorded.operations, &scalars, &graph);
@@ -474,12 +503,26 @@ impl Step {
             scalars,
             outputs,
             backend,
+            lasting,
+            ended: AtomicU64::new(0),
             provisional,
             runs: Arc::default(),
             compile_time: start.elapsed(),
             run_time: AtomicU64::new(0),
             operations: recorded.operations.len(),
         })
+    }
+
+    /// Whether the step should be compiled anew because inputs that outlived it then end in it now, so that
+    /// outputs can take over their buffers. It must have been so in the run before too: one run in which a
+    /// program lets go of a copy is no reason. No guard has failed, and the step stays the same one.
+    fn could_overwrite_more(&self, recorded: &Recorded) -> bool {
+        let ends = |&input: &usize| recorded.inputs[input].tensor_dies();
+        if !self.lasting.iter().any(ends) {
+            self.ended.store(0, Ordering::Relaxed);
+            return false;
+        }
+        self.ended.fetch_add(1, Ordering::Relaxed) > 0
     }
 
     /// The eight bytes of each runtime scalar of the graph.
@@ -563,6 +606,7 @@ impl Step {
             kiln_graph::Op::Extern(op) => Some(op.name.clone()),
             _ => None,
         });
+        let run_time = Duration::from_nanos(self.run_time.load(Ordering::Relaxed));
         StepReport {
             segment,
             number: self.number,
@@ -588,7 +632,8 @@ impl Step {
             externs: externs.collect(),
             runs: self.runs.load(Ordering::Relaxed),
             compile_time: self.compile_time,
-            run_time: Duration::from_nanos(self.run_time.load(Ordering::Relaxed)),
+            run_time,
+            code_time: self.executable.code_time().unwrap_or(run_time),
             graph: self.graph.clone(),
             arena_bytes: self.executable.arena_bytes(),
             details: self.executable.report(),
@@ -609,13 +654,34 @@ fn with_dtype(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     FlexTensor::from_arc(tensor.data_arc(), layout, dtype)
 }
 
+/// The inputs made from data on the host, by position.
+fn host_data(recorded: &Recorded) -> FxHashMap<usize, FlexTensor> {
+    let made = recorded
+        .inputs
+        .iter()
+        .enumerate()
+        .filter(|(_, input)| input.is_host_data());
+    made.map(|(index, input)| (index, input.tensor.clone())).collect()
+}
+
 fn output_types(recorded: &Recorded) -> Vec<TensorIr> {
     let all = recorded
         .operations
         .iter()
         .flat_map(|operation| operation.outputs());
-    let by_id: rustc_hash::FxHashMap<_, _> = all.map(|output| (output.id, output)).collect();
+    let by_id: FxHashMap<_, _> = all.map(|output| (output.id, output)).collect();
     recorded.output_ids.iter().map(|id| by_id[id].clone()).collect()
+}
+
+/// Arguments that outlive the step and whose buffers outputs would take over if they did not.
+fn lasting_inputs(graph: &Graph, dies: &[bool]) -> Vec<usize> {
+    let mut all_end = graph.clone();
+    kiln_graph::alias::assign_aliases(&mut all_end, &vec![true; dies.len()]);
+    let taken = all_end.outputs.iter().filter_map(|output| output.alias);
+    taken
+        .map(|argument| argument as usize)
+        .filter(|&argument| !dies[argument])
+        .collect()
 }
 
 /// Translates the scalar sources of an import into positions among the scalars of a recording.

@@ -1,9 +1,11 @@
 //! Replaying a step without running the program that recorded it.
 //!
-//! Two consecutive calls that ran the same step tell how state flows: an input of the second call that was an output of the first is *state* (a
-//! parameter, a moment, a running mean); one that is the same tensor in both is *constant* (a frozen parameter, a table of
-//! angles); one the caller names is *fresh* (the batch). If every input is one of these, the step can be replayed: state is read from, and written back to,
-//! the ids under which the program's own objects (model, optimizer) hold it, so that these objects are up to date without being touched.
+//! Two consecutive calls that ran the same step tell how state flows: an input of the second call that was an
+//! output of the first is *state* (a parameter, a moment, a running mean); one that is the same tensor in
+//! both, or is made from equal data on the host in both, is *constant* (a frozen parameter, a table of
+//! angles, a mask); one the caller names is *fresh* (the batch). If every input is one of these, the step can
+//! be replayed: state is read from, and written back to, the ids under which the program's own objects
+//! (model, optimizer) hold it, so that these objects are up to date without being touched.
 
 use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId};
@@ -24,6 +26,8 @@ enum Source {
     Constant(TensorId),
     /// The caller's tensor of this number.
     Fresh(usize),
+    /// Data that the program makes on the host, the same at each call: number in [`Replay::host_data`].
+    HostData(usize),
 }
 
 /// Where an output goes.
@@ -48,7 +52,7 @@ pub enum ReplayError {
     Broken,
     /// An input is neither state, nor constant, nor named by the caller.
     #[error(
-        "input {index} ({ty}) is a tensor the closure makes anew in each call; pass it as an input of the step, or make it once outside"
+        "input {index} ({ty}) is a tensor the closure makes anew, with other elements, in each call; pass it as an input of the step, or make it once outside"
     )]
     Unknown {
         /// Its position among the inputs.
@@ -64,6 +68,14 @@ pub struct Replay {
     sources: Vec<Source>,
     targets: Vec<Target>,
     random_operations: usize,
+    host_data: Vec<FlexTensor>,
+}
+
+/// Input `index` if both calls made it from equal data on the host.
+fn unchanged(previous: &LastRun, last: &LastRun, index: usize) -> Option<FlexTensor> {
+    let (before, now) = (previous.host_data.get(&index)?, last.host_data.get(&index)?);
+    let (before, now) = (before.to_contiguous(), now.to_contiguous());
+    (before.bytes() == now.bytes()).then_some(now)
 }
 
 impl Replay {
@@ -87,6 +99,7 @@ impl Replay {
             .enumerate()
             .map(|(position, &id)| (id, position))
             .collect();
+        let mut host_data = Vec::new();
         let source = |(index, &id): (usize, &TensorId)| {
             if let Some(position) = fresh.iter().position(|&fresh| fresh == id) {
                 Ok(Source::Fresh(position))
@@ -95,6 +108,9 @@ impl Replay {
                 Ok(Source::State(last.outputs[position]))
             } else if previous.inputs[index] == id {
                 Ok(Source::Constant(id))
+            } else if let Some(data) = unchanged(previous, last, index) {
+                host_data.push(data);
+                Ok(Source::HostData(host_data.len() - 1))
             } else {
                 Err(ReplayError::Unknown {
                     index,
@@ -121,6 +137,7 @@ impl Replay {
             targets: last.outputs.iter().map(target).collect(),
             sources,
             random_operations: last.random_operations,
+            host_data,
         })
     }
 
@@ -167,6 +184,7 @@ impl Replay {
     fn input(&self, source: Source, fresh: &[FlexTensor]) -> Result<FlexTensor, Error> {
         let slot = match source {
             Source::Fresh(position) => return Ok(fresh[position].clone()),
+            Source::HostData(index) => return Ok(self.host_data[index].clone()),
             // Out of the table: the step may overwrite what nobody else holds.
             Source::State(id) => table::remove(id),
             Source::Constant(id) => table::get(id),

@@ -18,7 +18,7 @@ use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
 use kiln_profile::Category;
 
 use super::breaks::{BreakReason, GraphBreak};
-use super::location::user_location;
+use super::location::{Lines, user_location};
 use super::recording::{Killed, Recorded, Recording};
 use super::region::{LastRun, Region, RegionReport, panic_message};
 use crate::device::{KilnDevice, Mode};
@@ -43,6 +43,9 @@ struct Session {
     /// The first error of this call; reported when `run` ends.
     error: Option<Error>,
     lazy: bool,
+    /// Finds the user's line of each operation; none while the recording is expected to be a step that is
+    /// known.
+    lines: Option<Lines>,
 }
 
 type Shared = Arc<Mutex<Session>>;
@@ -81,6 +84,12 @@ impl CompiledRegion {
             session: Arc::new(Mutex::new(Session::new(Region::new(options), false))),
             backend,
         }
+    }
+
+    /// The same region, which remembers what [`Replay`](super::Replay) needs to see of its last run.
+    pub fn for_replay(self) -> Self {
+        lock(&self.session).region.keeps_host_data = true;
+        self
     }
 
     /// Runs `closure` with its tensor operations recorded, then runs the compiled step. Tensors that outlive the closure have their elements
@@ -168,6 +177,7 @@ impl Session {
             since: Instant::now(),
             error: None,
             lazy,
+            lines: None,
         }
     }
 
@@ -176,6 +186,16 @@ impl Session {
         self.recording = Recording::new(table::id_watermark());
         self.segment = 0;
         self.error = None;
+        self.look_up_lines();
+    }
+
+    /// Looks lines up while the region has no compiled step for this segment: recording one costs little
+    /// beside compiling it, and much beside running it.
+    fn look_up_lines(&mut self) {
+        self.lines = match self.lazy || self.region.has_compiled(self.segment) {
+            true => None,
+            false => Some(self.lines.take().unwrap_or_default()),
+        };
     }
 
     /// Runs what was recorded and goes on with an empty recording.
@@ -193,6 +213,7 @@ impl Session {
             tracing::error!(target: "kiln", "{error}");
             self.error.get_or_insert(error);
         }
+        self.look_up_lines();
     }
 
     /// Throws away what was recorded; its tensors report `reason`.
@@ -241,6 +262,9 @@ impl Session {
         if self.recording.is_empty() {
             self.since = Instant::now();
         }
+        if let Some(lines) = &mut self.lines {
+            self.recording.note_line(lines.current());
+        }
         self.recording.push(operation, random::take);
         for id in self.recording.take_consumed() {
             table::remove(id);
@@ -264,7 +288,20 @@ fn current(device: KilnDevice) -> Option<Shared> {
 
 /// Whether operations of this thread on `device` are recorded now.
 pub fn is_recording(device: KilnDevice) -> bool {
-    current(device).is_some()
+    is_rehearsing() || current(device).is_some()
+}
+
+fn is_rehearsing() -> bool {
+    REHEARSAL
+        .try_with(|rehearsal| rehearsal.borrow().is_some())
+        .unwrap_or(false)
+}
+
+/// Notes that this thread makes the tensor `id` from data on the host now.
+pub fn note_host_data(id: TensorId) {
+    if let Some(session) = CURRENT.with_borrow(Clone::clone) {
+        lock(&session).recording.note_host_data(id);
+    }
 }
 
 fn lazy_session(sessions: &mut Vec<(CompileBackend, Shared)>, backend: CompileBackend) -> Shared {
@@ -367,8 +404,12 @@ pub fn submit(device: KilnDevice, operation: OperationIr) {
     if let OperationIr::Init(_) = operation {
         return;
     }
-    let Some(operation) = offer_to_rehearsal(operation) else {
-        return;
+    let operation = match is_rehearsing() {
+        false => operation,
+        true => match offer_to_rehearsal(operation) {
+            Some(operation) => operation,
+            None => return,
+        },
     };
     if let OperationIr::Drop(tensor) = &operation {
         return release(tensor.id);
@@ -381,12 +422,7 @@ pub fn submit(device: KilnDevice, operation: OperationIr) {
 
 fn record(session: &Shared, operation: OperationIr) {
     let mut guard = lock(session);
-    let unknown: Vec<TensorIr> = operation
-        .inputs()
-        .filter(|input| !guard.recording.knows(input.id))
-        .cloned()
-        .collect();
-    for ir in unknown {
+    for ir in guard.recording.unknown_operands(&operation) {
         if guard.recording.knows(ir.id) {
             continue; // the same tensor twice among the operands
         }
@@ -453,10 +489,7 @@ impl eager::TensorStore for Materialised<'_> {
 
 /// The elements of a tensor, wherever it is. Takes it out of the table if `ir` is its last use.
 pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<FlexTensor, Error> {
-    if REHEARSAL
-        .try_with(|rehearsal| rehearsal.borrow().is_some())
-        .unwrap_or(false)
-    {
+    if is_rehearsing() {
         resume_unwind(Box::new(Aborted));
     }
     let last_use = ir.status == TensorStatus::ReadWrite;
@@ -484,7 +517,7 @@ pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<FlexTensor, Error> {
         }
     };
     if last_use {
-        note_dead_input(ir.id);
+        kill_own(ir.id);
     }
     match found {
         Slot::Ready(tensor) => Ok(tensor),
@@ -546,14 +579,7 @@ fn wait_for(id: TensorId) -> Slot {
 
 /// A tensor was dropped.
 fn release(id: TensorId) {
-    for session in own_sessions() {
-        match lock(&session).recording.kill(id) {
-            Killed::Result => return,
-            Killed::Input => break,
-            Killed::Unknown => {}
-        }
-    }
-    if table::remove(id).is_some() {
+    if kill_own(id) == Killed::Result || table::remove(id).is_some() {
         return;
     }
     let all = lock(&SESSIONS).clone();
@@ -566,11 +592,22 @@ fn release(id: TensorId) {
     table::remove(id);
 }
 
-/// A tensor read for the last time outside a recording that has it as an input.
-fn note_dead_input(id: TensorId) {
-    for session in own_sessions() {
-        lock(&session).recording.kill(id);
+/// Tells this thread's recordings that the program will not use a tensor any more; says what it was to them.
+/// Called for every tensor that is dropped, so it allocates nothing.
+fn kill_own(id: TensorId) -> Killed {
+    let kill = |session: &Shared| lock(session).recording.kill(id);
+    // A thread that is ending has no sessions any more.
+    let in_region = CURRENT.try_with(|current| current.borrow().as_ref().map(kill));
+    match in_region {
+        Ok(Some(killed)) if killed != Killed::Unknown => return killed,
+        _ => {}
     }
+    let in_lazy = LAZY.try_with(|sessions| {
+        let sessions = sessions.borrow();
+        let mut killed = sessions.iter().map(|(_, session)| kill(session));
+        killed.find(|&killed| killed != Killed::Unknown)
+    });
+    in_lazy.ok().flatten().unwrap_or(Killed::Unknown)
 }
 
 /// Runs everything this thread has pending.

@@ -128,7 +128,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         crate::log::init_if_asked();
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
-            region: CompiledRegion::new(self.options),
+            region: CompiledRegion::new(self.options).for_replay(),
             trained: Some((self.model, self.optim)),
             loss: self.loss,
             previous: None,
@@ -194,8 +194,6 @@ struct Recorded<M, T, L> {
     trained: (M, T),
     output: L,
     optimizer: Option<Position>,
-    end: Option<Position>,
-    parameters: Vec<burn_core::module::ParamId>,
 }
 
 impl<B, M, O, F> TrainStep<B, M, O, F, (), ()>
@@ -267,9 +265,7 @@ where
             .take()
             .filter(|previous| self.replays && previous.signature == signature);
         let backup = (model.clone(), optim.clone());
-        let device = tensors.first().map_or_else(KilnDevice::default, |_| {
-            model.devices().first().copied().unwrap_or_default()
-        });
+        let device = model.devices().first().copied().unwrap_or_default();
 
         // The rehearsal must start from the state before this call.
         let backup_slot = &mut Some(backup);
@@ -279,8 +275,8 @@ where
             self.region.run(|| {
                 let output = loss(&model, input);
                 let gradients = GradientsParams::from_grads(output.loss().backward(), &model);
-                let parameters = trained_parameters(&model, &gradients);
                 if previous.is_some() {
+                    let parameters = trained_parameters(&model, &gradients);
                     rehearsed = Rehearsal::new(&model, &optim, &parameters)
                         .and_then(|mut rehearsal| Some((rehearsal.scalars(lr)?, rehearsal)));
                 }
@@ -294,8 +290,6 @@ where
                     trained: (model, optim),
                     output,
                     optimizer: start,
-                    end: record::position(),
-                    parameters,
                 }
             })
         }));
@@ -315,17 +309,11 @@ where
             trained,
             output,
             optimizer,
-            end,
-            parameters,
         } = recorded;
         self.trained = Some(trained);
-        let (Some(run), Some(optimizer), Some(end)) = (self.region.last_run(), optimizer, end) else {
+        let (Some(run), Some(optimizer)) = (self.region.last_run(), optimizer) else {
             return Ok(output);
         };
-        debug_assert!(
-            !parameters.is_empty() || end == optimizer,
-            "an optimizer without gradients records nothing"
-        );
         let trace = Trace {
             run,
             signature,
