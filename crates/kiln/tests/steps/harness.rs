@@ -1,49 +1,98 @@
 //! Training the same model in several ways and comparing every loss and parameter.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
-use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
+use burn::record::{BinBytesRecorder, DoublePrecisionSettings, Recorder};
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_autodiff::Autodiff;
-use burn_flex::Flex;
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{GradientsParams, Optimizer, SimpleOptimizer};
 use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainStep};
 
 use crate::models::{Batch, EXAMPLES, Trainable, batch};
 
-/// Largest relative difference of a loss: burn-router composes GELU and softmax where burn-flex has kernels, and twenty steps carry the rounding on.
-const LOSS_TOLERANCE: f64 = 1e-4;
+/// Largest relative difference of a loss, and of a parameter tensor by its norm.
+pub const TOLERANCE: f64 = 1e-5;
 
 pub type Compiled = Autodiff<Kiln>;
-pub type Reference = Autodiff<Flex>;
 
 /// Losses of each step and the parameters after the last.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    pub losses: Vec<f32>,
-    pub parameters: Vec<Vec<f32>>,
+    pub losses: Vec<f64>,
+    pub parameters: Vec<Vec<f64>>,
 }
 
+/// The generator is the process's: programs that draw from it take turns.
+pub fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Trains a model with an optimizer on backend `$reference`, eagerly, then in every compiled way, and
+/// compares. `$model` and `$optim` are expressions generic over the backend; all runs start from equal
+/// weights and draw the same random numbers.
+macro_rules! compare {
+    ($reference:ty, $ty:ident, |$device:ident| $model:expr, $optim:expr, $steps:expr, [$($backend:ident),*]) => {{
+        use burn::tensor::backend::Backend;
+        let _turn = $crate::harness::turn();
+        let seed = || <kiln::Kiln as Backend>::seed(&kiln::KilnDevice::cpu(), 11);
+        let $device = &Default::default();
+        let start: $ty<$reference> = $crate::harness::initialised($model);
+        // A clone would share the running statistics of batch norm.
+        let reference: $ty<$reference> =
+            $crate::harness::copy_weights::<$reference, $reference, _, _>(start.clone(), $model, $device);
+        seed();
+        let expected = $crate::harness::train_plain(reference, $optim, $steps, $device);
+        assert!(expected.losses.iter().all(|loss| loss.is_finite()));
+
+        let $device = &kiln::KilnDevice::cpu();
+        let fresh = || -> $ty<$crate::harness::Compiled> {
+            $crate::harness::copy_weights::<$reference, $crate::harness::Compiled, _, _>(start.clone(), $model, $device)
+        };
+        let what = concat!(stringify!($ty), " ", stringify!($optim));
+        let model = fresh();
+        seed();
+        $crate::harness::train_plain(model, $optim, $steps, $device).assert_close(&expected, &format!("eager {what}"));
+        $(
+            let backend = kiln::CompileBackend::$backend;
+            let model = fresh();
+            seed();
+            let (outcome, report) = $crate::harness::train_region(model, $optim, $steps, backend);
+            outcome.assert_close(&expected, &format!("{backend} {what}"));
+            assert!(report.breaks.is_empty(), "{:?}", report.breaks);
+            assert!(report.steps.len() <= 3, "a schedule recompiled: {:?}", report.recompiles);
+            let model = fresh();
+            seed();
+            $crate::harness::train_replayed(model, $optim, $steps, backend)
+                .assert_close(&expected, &format!("{backend} replayed {what}"));
+        )*
+    }};
+}
+pub(crate) use compare;
+
 impl Outcome {
-    /// Fails if a loss differs by more than [`LOSS_TOLERANCE`] relative, or a parameter tensor by more than `tolerance`, relative to its norm.
+    /// Fails if a loss differs by more than [`TOLERANCE`] relative, or a parameter tensor by more than that
+    /// relative to its norm.
     #[track_caller]
-    pub fn assert_close(&self, reference: &Outcome, tolerance: f64, what: &str) {
+    pub fn assert_close(&self, reference: &Outcome, what: &str) {
         assert_eq!(self.losses.len(), reference.losses.len());
         for (step, (a, b)) in self.losses.iter().zip(&reference.losses).enumerate() {
-            let error = f64::from((a - b).abs()) / f64::from(b.abs()).max(1e-3);
+            let error = (a - b).abs() / b.abs().max(1e-3);
             assert!(
-                error <= LOSS_TOLERANCE,
+                error <= TOLERANCE,
                 "{what}: loss of step {step} is {a}, reference {b}"
             );
         }
         assert_eq!(self.parameters.len(), reference.parameters.len());
         for (index, (a, b)) in self.parameters.iter().zip(&reference.parameters).enumerate() {
             let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-            let difference = norm(&mut a.iter().zip(b).map(|(x, y)| f64::from(x - y)));
-            let size = norm(&mut b.iter().map(|&x| f64::from(x))).max(1e-3);
+            let difference = norm(&mut a.iter().zip(b).map(|(x, y)| x - y));
+            let size = norm(&mut b.iter().copied()).max(1e-3);
             assert!(
-                difference <= tolerance * size,
+                difference <= TOLERANCE * size,
                 "{what}: parameter {index} differs by {} relative",
                 difference / size
             );
@@ -52,16 +101,22 @@ impl Outcome {
 }
 
 /// Every float parameter and running statistic, in order.
-pub fn parameters<B: Backend, M: Module<B>>(model: &M) -> Vec<Vec<f32>> {
-    struct Visitor(Vec<Vec<f32>>);
+pub fn parameters<B: Backend, M: Module<B>>(model: &M) -> Vec<Vec<f64>> {
+    struct Visitor(Vec<Vec<f64>>);
     impl<B: Backend> ModuleVisitor<B> for Visitor {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            self.0.push(param.val().into_data().to_vec().unwrap());
+            self.0
+                .push(param.val().into_data().convert::<f64>().to_vec().unwrap());
         }
     }
     let mut visitor = Visitor(Vec::new());
     model.visit(&mut visitor);
     visitor.0
+}
+
+/// The element of a loss.
+pub fn value<B: Backend>(loss: Tensor<B, 1>) -> f64 {
+    loss.into_data().convert::<f64>().to_vec().unwrap()[0]
 }
 
 /// `model` with its parameters drawn: Burn draws them at first use, and each clone of an unused model would draw its own.
@@ -76,7 +131,7 @@ pub fn copy_weights<A: Backend, B: Backend, M: Module<A>, N: Module<B>>(
     to: N,
     device: &B::Device,
 ) -> N {
-    let recorder = BinBytesRecorder::<FullPrecisionSettings>::new();
+    let recorder = BinBytesRecorder::<DoublePrecisionSettings>::new();
     let bytes = recorder.record(from.into_record(), ()).unwrap();
     to.load_record(recorder.load(bytes, device).unwrap())
 }
@@ -120,9 +175,13 @@ where
     let mut model = Some(model);
     let losses = (0..steps)
         .map(|step| {
-            plain_step(&mut model, &mut optim, rate(step), batch(step, EXAMPLES, device)).into_scalar()
+            value(plain_step(
+                &mut model,
+                &mut optim,
+                rate(step),
+                batch(step, EXAMPLES, device),
+            ))
         })
-        .map(burn::tensor::ElementConversion::elem)
         .collect();
     Outcome {
         losses,
@@ -150,7 +209,7 @@ where
             let loss = region
                 .run(|| plain_step(&mut model, &mut optim, rate(step), input).inner())
                 .unwrap();
-            loss.into_scalar()
+            value(loss)
         })
         .collect();
     (
@@ -181,11 +240,7 @@ where
     .build()
     .unwrap();
     let losses = (0..steps)
-        .map(|index| {
-            step.step(rate(index), batch(index, EXAMPLES, &device))
-                .unwrap()
-                .into_scalar()
-        })
+        .map(|index| value(step.step(rate(index), batch(index, EXAMPLES, &device)).unwrap()))
         .collect();
     assert_eq!(step.history().obstacle, None);
     assert!(

@@ -85,6 +85,31 @@ impl<B: Backend> Trainable<B> for Mlp<B> {
     }
 }
 
+/// Matrices alone, for an optimizer that takes nothing else.
+#[derive(Module, Debug)]
+pub struct Matrices<B: Backend> {
+    hidden: Linear<B>,
+    out: Linear<B>,
+    activation: Relu,
+}
+
+impl<B: Backend> Matrices<B> {
+    pub fn new(device: &B::Device) -> Self {
+        Self {
+            hidden: LinearConfig::new(WIDTH, 16).with_bias(false).init(device),
+            out: LinearConfig::new(16, CLASSES).with_bias(false).init(device),
+            activation: Relu::new(),
+        }
+    }
+}
+
+impl<B: Backend> Trainable<B> for Matrices<B> {
+    fn logits(&self, batch: &Batch<B>) -> Tensor<B, 2> {
+        let hidden = self.activation.forward(self.hidden.forward(batch.values.clone()));
+        self.out.forward(hidden)
+    }
+}
+
 #[derive(Module, Debug)]
 pub struct Cnn<B: Backend> {
     first: Conv2d<B>,
