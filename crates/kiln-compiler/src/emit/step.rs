@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use rustc_hash::FxHashMap;
 
 use kiln_cpu::{Signature, SourceFile};
-use kiln_graph::{Graph, Node};
+use kiln_graph::{Graph, Node, Op};
 
 use super::nest::{Argument, Launch};
 use super::{Call, EmitOptions, KernelCode};
@@ -149,7 +149,7 @@ fn template_name(graph: &Graph, kernel: &Kernel) -> &'static str {
             Op::AttentionGrad(_) => "attention_grad",
             _ => "product",
         },
-        KernelKind::Nest(_) => "product",
+        KernelKind::Nest(_) | KernelKind::Contraction(..) => "product",
     }
 }
 
