@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Prints compile times, the arena, the median time of a step, and for the slowest kernels time, GB/s and GFLOP/s. With a second argument the
-//! generated sources are written to that folder.
+//! generated sources are written to that folder. `TOP=100` shows more kernels, `THREADS=1` runs on one thread.
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -240,7 +240,11 @@ fn main() -> Result<(), Box<dyn Error>> {
             flops as f64 / 1e9 / seconds
         );
     }
-    for &kernel in by_time.iter().take(40) {
+    let shown = std::env::var("TOP")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(40);
+    for &kernel in by_time.iter().take(shown) {
         let report = &contract.kernels[kernel];
         let seconds = (events[kernel] / rounds).as_secs_f64().max(1e-9);
         let nodes: Vec<&str> = report.nodes.iter().map(|node| &*node.op).collect();

@@ -10,7 +10,7 @@ use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::weights::{self, Panels};
-use super::{ConvSpec, Image, ImageAxis, Place, Spatial, narrow, planar, winograd};
+use super::{ConvSpec, Image, ImageAxis, Place, Spatial, depthwise, narrow, planar, winograd};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, fields, finish_kernel, indent, round_up, run_part, signature, vector};
@@ -42,8 +42,9 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
     if pointwise && g.groups == 1 {
         return as_product(spec, direction, isa);
     }
-    if let Some(kernel) =
-        planar::correlate(spec, direction, isa).or_else(|| winograd::correlate(spec, direction, isa))
+    if let Some(kernel) = planar::correlate(spec, direction, isa)
+        .or_else(|| winograd::correlate(spec, direction, isa))
+        .or_else(|| depthwise::input_gradient(spec, direction, isa))
     {
         return kernel;
     }

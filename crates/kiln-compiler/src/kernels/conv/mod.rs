@@ -21,6 +21,7 @@
 
 mod blocks;
 mod correlate;
+mod depthwise;
 mod image;
 mod narrow;
 mod planar;

@@ -11,7 +11,7 @@ use kiln_cpu::Isa;
 
 use super::image::{self, Padded};
 use super::weights::Panels;
-use super::{ImageAxis, Place, WeightGradSpec, correlate, narrow, planar, winograd};
+use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, narrow, planar, winograd};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{
@@ -119,7 +119,9 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     if let Some(kernel) = as_product(spec, isa) {
         return kernel;
     }
-    if let Some(kernel) = planar::weight_gradient(spec, isa).or_else(|| winograd::weight_gradient(spec, isa))
+    if let Some(kernel) = planar::weight_gradient(spec, isa)
+        .or_else(|| winograd::weight_gradient(spec, isa))
+        .or_else(|| depthwise::weight_gradient(spec, isa))
     {
         return kernel;
     }
@@ -311,15 +313,24 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
     )
 }
 
-/// Without a window, the gradient is a matrix product over the pixels.
+/// Bytes of a weight whose gradient stays in cache while chunks of pixels go by.
+const SMALL_WEIGHT: usize = 256 << 10;
+
+/// Without a window, the gradient is a matrix product over the pixels. A small one over many pixels of channels-last images is better summed in
+/// chunks, each read from memory once.
 fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
     let g = &spec.geometry;
     let plain =
         g.taps() == 1 && g.stride == [1; 3] && g.pad == [0; 3] && g.groups == 1 && g.input == g.output;
-    if !plain {
+    let [depth, height, width] = g.input;
+    let by_channel = |image: &super::Image<'_>| image.contiguous == Some(ImageAxis::Channel);
+    let chunks = g.weight_len() * 4 <= SMALL_WEIGHT
+        && g.images * depth * height * width >= 1024
+        && by_channel(&spec.input)
+        && by_channel(&spec.output_grad);
+    if !plain || chunks {
         return None;
     }
-    let [depth, height, width] = g.input;
     let n = g.in_channels;
     let consume =
         |r: &gemm::Result<'_>| (spec.consume)(r.width, &format!("({} * {n} + {})", r.row, r.col), r.value);
