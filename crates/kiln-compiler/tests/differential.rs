@@ -150,7 +150,7 @@ fn contractions_pools_and_sorts() {
 /// several products of a batch, few rows, and a depth that is cut.
 #[test]
 fn epilogues() {
-    let f32s = |shape: &[usize]| TensorType::new(DType::F32, shape.into());
+    let f32s = |shape: &[usize]| TensorType::new(DType::F32, shape);
     let mut graph = Graph::new("epilogues");
     let p = Provenance::default();
     let mut add = |graph: &mut Graph, op: Op, inputs: &[Value]| graph.add(op, inputs, &p).unwrap();
