@@ -153,7 +153,7 @@ fn epilogues() {
     let f32s = |shape: &[usize]| TensorType::new(DType::F32, shape);
     let mut graph = Graph::new("epilogues");
     let p = Provenance::default();
-    let mut add = |graph: &mut Graph, op: Op, inputs: &[Value]| graph.add(op, inputs, &p).unwrap();
+    let add = |graph: &mut Graph, op: Op, inputs: &[Value]| graph.add(op, inputs, &p).unwrap();
     for (batch, m, k, n) in [
         (1, 61, 33, 75),
         (1, 5, 130, 37),
