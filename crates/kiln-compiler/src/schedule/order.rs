@@ -125,10 +125,9 @@ fn overwrites(
     let mut pairs = Vec::new();
     for (reader, kernel) in kernels.iter().enumerate() {
         for buffer in &kernel.reads {
-            match writers_over.get(buffer) {
-                // A kernel that reads what it overwrites waits for nobody: it is among the pairs as an update.
-                Some(&writer) => pairs.push((reader, writer)),
-                None => {}
+            // A kernel that reads what it overwrites waits for nobody: it is among the pairs as an update.
+            if let Some(&writer) = writers_over.get(buffer) {
+                pairs.push((reader, writer));
             }
         }
     }
