@@ -27,7 +27,12 @@ const WEIGHTS: &[&str] = &[
 /// A softmax of scores.
 const SOFTMAX: &str = "(div (= ?e (exp (sub ?scores (row (max ?scores))))) (row (= ?sum (sum ?e))))";
 /// Masked scores.
-const MASKED: &[&str] = &["(select ?hidden (splat ?fill) ?s)", "(add ?s ?mask)", "?s"];
+const MASKED: &[&str] = &[
+    "(select ?hidden (splat ?fill) ?s)",
+    "(add ?s ?mask)",
+    "(add ?mask ?s)",
+    "?s",
+];
 /// Scaled products of queries and keys.
 const SCALED: &[&str] = &["(mul ?qk (splat ?scale))", "(div ?qk (splat ?divisor))", "?qk"];
 

@@ -155,14 +155,15 @@ pub(super) fn score_gradients(hide: bool, lanes: usize, helpers: &mut BTreeSet<H
 }
 
 /// `name(to, n, seed, stream, first, keep)`: 1 where the uniform draw number `first + j` is below `keep`, 0 elsewhere, at `to + first % 4 + j`
-/// for `j` up to a vector past `n`.
+/// for `j` up to `n` in whole vectors.
 pub(super) fn draws(lanes: usize, helpers: &mut BTreeSet<Helper>) -> String {
     let name = "kiln_attention_draws".to_owned();
     let head = format!(
         "void {name}(float *to, int64_t n, uint64_t seed, uint64_t stream, int64_t first, float keep)"
     );
     let body = format!(
-        "    first -= first % 4;\n    for (int64_t j = 0; j < n + 4 + {lanes}; j += {lanes}) {{\n        vf u = vf_uniform_aligned(seed, stream, first + \
+        "    const int64_t count = (n + {lanes} - 1) / {lanes} * {lanes} + first % 4;\n    first -= first % 4;\n    for (int64_t j = 0; j < count; j += {lanes}) \
+         {{\n        vf u = vf_uniform_aligned(seed, stream, first + \
          j);\n        vf_store(to + j, vf_select(u < keep, vf_set1(1.0f), (vf){{0}}));\n    }}\n"
     );
     helpers.insert(helper(

@@ -304,11 +304,13 @@ KILN_INLINE vul vu_mul_even(vu a, vu b) {
 #endif
 }
 KILN_INLINE vu vu_philox(uint64_t seed, uint64_t stream, uint64_t block) {
-#define KILN_STATE(l) ((l) % 2 ? stream : block + (l) / 2)
+#define KILN_STATE(l) ((l) % 2 ? stream : UINT64_C(0) + (l) / 2)
+#define KILN_EVEN(l) ((l) % 2 ? UINT64_C(0) : ~UINT64_C(0))
+#define KILN_BLOCK(l) block
 #define KILN_KEY(l) ((l) % 2 ? seed >> 32 : seed & 0xffffffff)
 #define KILN_WEYL(l) ((l) % 2 ? UINT64_C(0xBB67AE85) : UINT64_C(0x9E3779B9))
 #define KILN_FACTOR(l) ((l) % 2 ? UINT64_C(0xCD9E8D57) : UINT64_C(0xD2511F53))
-    vul state = (vul)KILN_EACH_HALF(KILN_STATE);
+    vul state = (vul)KILN_EACH_HALF(KILN_STATE) + ((vul)KILN_EACH_HALF(KILN_BLOCK) & (vul)KILN_EACH_HALF(KILN_EVEN));
     vu key = (vu)(vul)KILN_EACH_HALF(KILN_KEY);
     const vu step = (vu)(vul)KILN_EACH_HALF(KILN_WEYL), factor = (vu)(vul)KILN_EACH_HALF(KILN_FACTOR);
     KILN_UNROLL for (int round = 0; round < 10; round++) {
@@ -318,6 +320,8 @@ KILN_INLINE vu vu_philox(uint64_t seed, uint64_t stream, uint64_t block) {
     }
     return (vu)state;
 #undef KILN_STATE
+#undef KILN_EVEN
+#undef KILN_BLOCK
 #undef KILN_KEY
 #undef KILN_WEYL
 #undef KILN_FACTOR
