@@ -49,6 +49,8 @@ pub struct Step {
     lasting: Vec<usize>,
     /// Runs in a row in which one of them did end.
     ended: AtomicU64,
+    /// The user's line of each operation, where it was looked up.
+    lines: Vec<Option<Arc<str>>>,
     /// Prepared for one run only: replaced by the region's own backend if the step comes again.
     provisional: bool,
     /// Which step of the region, in the order of compilation.
@@ -319,6 +321,9 @@ impl Region {
             if !step.provisional && !step.could_overwrite_more(recorded) {
                 return Ok(index);
             }
+        }
+        let lines = self.lines(segment, recorded);
+        if let Some(index) = known {
             self.segments[segment].remove(index);
         } else if let Some(mismatch) = self.nearest_mismatch(segment, recorded) {
             tracing::info!(
@@ -337,7 +342,14 @@ impl Region {
             .debug
             .as_ref()
             .map(|folder| folder.join(format!("step-{number}")));
-        let mut step = Step::compile(&self.options, backend, provisional, recorded, folder.as_deref())?;
+        let mut step = Step::compile(
+            &self.options,
+            backend,
+            provisional,
+            recorded,
+            folder.as_deref(),
+            lines,
+        )?;
         step.number = number;
         step.stages.insert(0, ("record", self.recorded_in));
         let name = &self.options.name;
@@ -354,6 +366,19 @@ impl Region {
         steps.insert(0, Arc::new(step));
         steps.truncate(self.capacity);
         Ok(0)
+    }
+
+    /// The user's line of each operation: looked up while recording, or else those of a step of as many operations,
+    /// which is most likely the same program with other shapes.
+    fn lines(&self, segment: usize, recorded: &Recorded) -> Vec<Option<Arc<str>>> {
+        let alike = |step: &&Arc<Step>| step.lines.len() == recorded.operations.len();
+        match recorded.lines.is_empty() {
+            false => recorded.lines.clone(),
+            true => self.segments[segment]
+                .iter()
+                .find(alike)
+                .map_or_else(Vec::new, |step| step.lines.clone()),
+        }
     }
 
     /// The difference to the compiled step that agrees longest; none if there is no step.
@@ -439,6 +464,7 @@ impl Step {
         provisional: bool,
         recorded: &Recorded,
         debug: Option<&Path>,
+        lines: Vec<Option<Arc<str>>>,
     ) -> Result<Self, Error> {
         let _span = tracing::info_span!("compile", region = %options.name, %backend).entered();
         let _profiled = kiln_profile::span(Category::Compile, "compile");
@@ -448,7 +474,7 @@ impl Step {
         let mut stages = Stages::default();
         let start = Instant::now();
         let outputs = output_types(recorded);
-        let line = |position: usize| recorded.lines.get(position).cloned().flatten();
+        let line = |position: usize| lines.get(position).cloned().flatten();
         let imported = stages
             .time("import", || {
                 import::import_located(&recorded.operations, &recorded.output_ids, line)
@@ -505,6 +531,7 @@ impl Step {
             backend,
             lasting,
             ended: AtomicU64::new(0),
+            lines,
             provisional,
             runs: Arc::default(),
             compile_time: start.elapsed(),
