@@ -33,7 +33,7 @@ fn write_files(folder: &Path, compiled: &CompiledStep) -> io::Result<()> {
     std::fs::create_dir_all(&source)?;
     let put = |name: &str, text: &str| std::fs::write(folder.join(name), text);
     for (number, (pass, text)) in compiled.dumps.iter().enumerate() {
-        put(&format!("{number}-{pass}.kg"), text)?;
+        put(&format!("{number}-{}.kg", pass.replace(' ', "-")), text)?;
     }
     put("schedule.txt", &compiled.schedule.to_text(&compiled.graph))?;
     put("plan.txt", &compiled.plan.to_text(&compiled.graph))?;
