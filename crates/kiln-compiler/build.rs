@@ -1,4 +1,4 @@
-//! Gives the compiler a hash of its own sources. It is part of the key of the disk cache: a step built by another version of
+//! Gives the compiler a hash of its own sources and of the partitioner's. It is part of the key of the disk cache: a step built by another version of
 //! the compiler, even one with the same version number, is not the same step.
 
 use std::collections::hash_map::DefaultHasher;
@@ -7,9 +7,11 @@ use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 
 fn main() -> std::io::Result<()> {
-    println!("cargo:rerun-if-changed=src");
     let mut files = Vec::new();
-    collect(Path::new("src"), &mut files)?;
+    for folder in ["src", "../kiln-partition/src"] {
+        println!("cargo:rerun-if-changed={folder}");
+        collect(Path::new(folder), &mut files)?;
+    }
     files.sort();
     let mut hasher = DefaultHasher::new();
     for file in files {

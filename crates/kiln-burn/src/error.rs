@@ -33,6 +33,15 @@ pub enum Error {
         /// What failed.
         source: Arc<ExecuteError>,
     },
+    /// A function that is compiled with its gradients reads a value, although it was compiled with `fullgraph`.
+    #[error(
+        "`{region}` reads a value and cannot be compiled together with its gradients; move the read out of it, or \
+         leave `fullgraph` off to run it eagerly"
+    )]
+    ReadInTrace {
+        /// Name of the function.
+        region: String,
+    },
     /// A tensor that the region reads has no value, because what was to produce it failed.
     #[error("a tensor has no value: {reason}")]
     NoValue {

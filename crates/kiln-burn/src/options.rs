@@ -83,7 +83,9 @@ pub struct CompileOptions {
     pub backend: CompileBackend,
     /// Whether a graph break is an error. Default: false.
     pub fullgraph: bool,
-    /// Upper bound in bytes of what the step allocates beyond parameters, optimizer state and inputs. Default: none.
+    /// Upper bound in bytes of what the step allocates beyond parameters, optimizer state, inputs and outputs: its intermediate
+    /// values. The backend `cpu` recomputes in the backward pass whatever it takes to stay within, or says what the smallest budget
+    /// is; a larger budget never gives a slower step. The other backends have no plan of memory and ignore it, which `explain` reports. Default: none.
     pub memory_budget: Option<usize>,
     /// How many different executables one region may have before further ones run on `aot_eager`, after one warning. Default: 8.
     pub recompile_limit: usize,

@@ -139,6 +139,9 @@ pub struct BenchArguments {
     /// What runs the step: eager, aot_eager, candle, interpret or cpu
     #[arg(long, default_value_t = CompileBackend::Cpu)]
     pub backend: CompileBackend,
+    /// Most bytes of intermediate values, such as 200000000
+    #[arg(long, value_name = "BYTES")]
+    pub memory_budget: Option<usize>,
     /// Time the forward pass alone
     #[arg(long)]
     pub infer: bool,
@@ -195,4 +198,10 @@ pub struct ExplainArguments {
     /// Time each kernel, and compare it with what this machine can do
     #[arg(long)]
     pub measure: bool,
+    /// Most bytes of intermediate values, such as 200000000
+    #[arg(long, value_name = "BYTES")]
+    pub memory_budget: Option<usize>,
+    /// Time the step under several memory budgets, print the trade and draw it
+    #[arg(long, value_name = "FILE.svg")]
+    pub memory_curve: Option<PathBuf>,
 }

@@ -9,8 +9,12 @@ use crate::bench::Subject;
 use crate::config::{Config, OptimizerConfig};
 use crate::data::Data;
 use crate::error::CliError;
+use crate::memory;
 use crate::model::{Architecture, Batch, Family, freeze, initialise};
-use crate::train::{TrainBackend, build_trainer};
+use crate::train::{TrainBackend, Trainer, build_trainer};
+
+/// A learning rate that leaves the weights about where they are.
+const RATE: f64 = 1e-4;
 
 /// Steps that `--measure` takes the mean of.
 const MEASURED: usize = 5;
@@ -69,21 +73,28 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             }
             (None, None) => return Err(CliError::Usage("give --config or --model".to_owned())),
         };
-    let model = architecture.init::<TrainBackend>(&device)?;
-    initialise(&model);
-    let (model, _) = freeze(model, &frozen);
-    let options = CompileOptions::default()
-        .with_backend(arguments.backend)
-        .with_name("train_step");
-    let mut trainer = build_trainer(model, &optimizer, options, None)?;
-    for _ in 0..CALLS {
-        trainer.step(1e-4, batches.clone())?;
-    }
+    let options = CompileOptions {
+        memory_budget: arguments.memory_budget,
+        ..CompileOptions::default()
+            .with_backend(arguments.backend)
+            .with_name("train_step")
+    };
+    let start = |options: CompileOptions| -> Result<Box<dyn Trainer>, CliError> {
+        let model = architecture.init::<TrainBackend>(&device)?;
+        initialise(&model);
+        let (model, _) = freeze(model, &frozen);
+        let mut trainer = build_trainer(model, &optimizer, options, None)?;
+        for _ in 0..CALLS {
+            trainer.step(RATE, batches.clone())?;
+        }
+        Ok(trainer)
+    };
+    let mut trainer = start(options.clone())?;
     let mut explain = trainer.explain();
     if arguments.measure {
         let profile = kiln::profile();
         for _ in 0..MEASURED {
-            trainer.step(1e-4, batches.clone())?;
+            trainer.step(RATE, batches.clone())?;
         }
         explain = trainer
             .explain()
@@ -105,6 +116,15 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         for step in trainer.report().steps {
             println!("\n{}", step.graph);
         }
+    }
+    let report = trainer.report();
+    drop(trainer);
+    if let Some(path) = &arguments.memory_curve {
+        let time = |options: CompileOptions| {
+            let mut trainer = start(options)?;
+            memory::seconds(|| trainer.step(RATE, batches.clone()).map(drop))
+        };
+        memory::curve(path, &report, &options, time)?;
     }
     Ok(())
 }

@@ -23,6 +23,7 @@ pub mod data;
 pub mod error;
 pub mod explain;
 pub mod generate;
+pub mod memory;
 pub mod model;
 pub mod train;
 

@@ -5,18 +5,20 @@
 //! cargo run --release -p kiln-compiler --example step_profile -- graph.kg      # a graph in its text form
 //! ```
 //!
-//! Prints compile times, the arena, the median time of a step, and for the slowest kernels time, GB/s and GFLOP/s. With a second argument the
-//! generated sources are written to that folder. `TOP=100` shows more kernels, `THREADS=1` runs on one thread.
+//! Prints compile times, what is kept, the arena, the median time of a step, and for the slowest kernels time, GB/s and
+//! GFLOP/s. With a second argument the generated sources are written to that folder. In the environment, `KEEP=everything` or
+//! `KEEP=BYTES` sets what the backward pass keeps, `TOP=100` shows more kernels, `THREADS=1` runs on one thread.
 
 use std::cell::RefCell;
 use std::error::Error;
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
 
-use kiln_compiler::{CpuExecutable, Options, compile};
+use kiln_compiler::{CpuExecutable, Keep, Options, compile};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, KernelEvent, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::{Graph, HostTensor, TensorType};
 use kiln_partition::testing::{Sizes, decoder_step};
+use kiln_partition::{PhaseHints, assign_phases};
 
 /// Time of this thread on a core: with one thread, what other processes do does not count.
 fn thread_time() -> Duration {
@@ -82,7 +84,7 @@ fn argument(ty: &TensorType, seed: u64) -> HostTensor {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
-    let graph = match arguments.next() {
+    let mut graph = match arguments.next() {
         Some(path) if path != "-" => Graph::parse(&std::fs::read_to_string(path)?)?,
         _ => {
             decoder_step(Sizes {
@@ -105,7 +107,13 @@ fn main() -> Result<(), Box<dyn Error>> {
             .and_then(|n| n.parse().ok())
             .unwrap_or(2),
     );
-    let options = Options::new(&toolchain, pool.threads());
+    assign_phases(&mut graph, &PhaseHints::default())?;
+    let mut options = Options::new(&toolchain, pool.threads());
+    options.keep = match std::env::var("KEEP").as_deref() {
+        Ok("everything") => Keep::Everything,
+        Ok(bytes) => Keep::Within(bytes.parse()?),
+        Err(_) => Keep::Cheapest,
+    };
     let compiled = compile(&graph, &options)?;
     if let Some(folder) = arguments.next() {
         std::fs::create_dir_all(&folder)?;
@@ -129,6 +137,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     for (stage, time) in &compiled.times {
         println!("{stage}: {time:.1?}");
+    }
+    if let Some(report) = &compiled.partition {
+        println!("{report}");
     }
     let step = CpuExecutable::new(
         &graph,
@@ -215,6 +226,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     profile.on = true;
     let rounds = 5;
+    let shown = std::env::var("TOP")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(40);
     for _ in 0..rounds {
         run(&profile)?;
     }
@@ -240,10 +255,6 @@ fn main() -> Result<(), Box<dyn Error>> {
             flops as f64 / 1e9 / seconds
         );
     }
-    let shown = std::env::var("TOP")
-        .ok()
-        .and_then(|n| n.parse().ok())
-        .unwrap_or(40);
     for &kernel in by_time.iter().take(shown) {
         let report = &contract.kernels[kernel];
         let seconds = (events[kernel] / rounds).as_secs_f64().max(1e-9);

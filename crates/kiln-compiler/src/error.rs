@@ -3,6 +3,7 @@
 use kiln_cpu::CpuError;
 use kiln_graph::TypeError;
 use kiln_graph::verify::VerifyError;
+use kiln_partition::PartitionError;
 
 /// An error of the step compiler.
 #[derive(Debug, thiserror::Error)]
@@ -19,6 +20,9 @@ pub enum CompileError {
         /// What is wrong.
         source: TypeError,
     },
+    /// The step cannot be partitioned: most often, nothing fits the memory budget.
+    #[error(transparent)]
+    Partition(#[from] PartitionError),
     /// The step compiler has no code for an operation.
     #[error("the `cpu` backend has no code for `{op}` on {types}; the `aot_eager` backend runs it")]
     Unsupported {

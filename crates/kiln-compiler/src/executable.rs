@@ -1,7 +1,7 @@
 //! A compiled step that can be called.
 //!
 //! [`CpuExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key is the graph's text without
-//! names, the options, and (added by the cache) versions, compiler and CPU. What the caller must know besides the code (aliases, the
+//! names, the phases of its nodes, the options, and (added by the cache) versions, compiler and CPU. What the caller must know besides the code (aliases, the
 //! arena, what the kernels are) is stored with the shared object, so that a second process does none of the compiler's work.
 
 use std::sync::{Mutex, PoisonError};
@@ -18,6 +18,7 @@ use kiln_graph::Graph;
 use crate::emit::ExternCall;
 use crate::error::CompileError;
 use crate::observe::{Observed, Observer};
+use crate::partition::Decision;
 use crate::report::{BufferReport, KernelReport};
 use crate::{CompiledStep, Options, compile};
 
@@ -30,12 +31,20 @@ pub struct Contract {
     pub arena_bytes: usize,
     /// Most threads that may run the step: its working memory is made for so many.
     pub threads: usize,
+    /// What the backward pass keeps and computes again; none for a step without one.
+    pub partition: Option<Decision>,
     /// The kernels, by number.
     pub kernels: Vec<KernelReport>,
     /// The buffers that kernels share.
     pub buffers: Vec<BufferReport>,
     /// Operations that run outside, by index.
     pub externs: Vec<ExternCall>,
+}
+
+/// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise.
+fn phases(graph: &Graph) -> String {
+    let names = graph.nodes().map(|(_, data)| data.provenance.phase.name());
+    names.map(|name| name.chars().next().unwrap_or('-')).collect()
 }
 
 /// A step that is built, loaded and has its working memory.
@@ -70,6 +79,7 @@ impl CpuExecutable {
         let start = Instant::now();
         let key = CacheKey::builder(toolchain, build)
             .field("graph", graph.fingerprint().0)
+            .field("phases", phases(graph))
             .field("compiler", env!("KILN_COMPILER_SOURCES"))
             .field("options", options.identity())
             .finish();
@@ -218,6 +228,7 @@ impl CompiledStep {
             aliases: self.plan.aliases.clone(),
             arena_bytes: self.plan.arena_bytes,
             threads: self.threads,
+            partition: self.partition.as_ref().map(Decision::from),
             kernels: self.kernels.clone(),
             buffers: self.buffers.clone(),
             externs: self.externs.clone(),

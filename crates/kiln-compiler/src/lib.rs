@@ -1,10 +1,11 @@
 //! The step compiler: from a graph to C sources that run a whole training step.
 //!
 //! ```text
-//! Graph ──► transform ──► schedule ──► emit (kernels) ──► plan ──► emit (step) ──► sources ──► CpuExecutable
+//! Graph ──► transform ──► partition ──► schedule ──► emit (kernels) ──► plan ──► emit (step) ──► sources ──► CpuExecutable
 //! ```
 //!
 //! - [`transform`] rewrites the graph: simplification, common subexpressions, patterns.
+//! - [`partition`] decides what the backward pass keeps and what it computes again, under a memory budget if there is one.
 //! - [`schedule`] decides which operations share a kernel and in which order kernels run.
 //! - [`emit`] writes the C of each kernel; [`kernels`] has the templates for products, convolutions and pooling.
 //! - [`plan`] gives every buffer its memory.
@@ -20,6 +21,7 @@ pub mod index;
 pub mod kernels;
 pub mod observe;
 mod options;
+pub mod partition;
 pub mod plan;
 pub mod report;
 pub mod schedule;
@@ -30,13 +32,15 @@ use std::time::Duration;
 
 use kiln_cpu::SourceFile;
 use kiln_graph::Graph;
+use kiln_partition::Report;
 use stages::Stages;
 
 pub use emit::ExternCall;
 pub use error::CompileError;
 pub use executable::{Contract, CpuExecutable};
 pub use observe::{Observer, StepMemory};
-pub use options::Options;
+pub use options::{Keep, Options};
+pub use partition::{Decision, memory_curve};
 pub use plan::Plan;
 pub use report::{BufferPlace, BufferReport, FusedNode, KernelReport};
 
@@ -45,6 +49,8 @@ pub use report::{BufferPlace, BufferReport, FusedNode, KernelReport};
 pub struct CompiledStep {
     /// The graph after all transforms. Extern operations keep their order.
     pub graph: Graph,
+    /// What the backward pass keeps; none for a graph without one.
+    pub partition: Option<Report>,
     /// What runs together and when.
     pub schedule: schedule::Schedule,
     /// Where everything lives.
@@ -81,30 +87,24 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
 
     let dump = options.dump || options.debug.is_some();
     let recorded = graph;
-    let (graph, dumps) = transform::run(recorded, options, dump, &mut stages)?;
-    let schedule = stages.time("schedule", || schedule::fuse::schedule(&graph, options.fuse));
-    let emit_options = emit::EmitOptions {
-        isa: options.isa,
-        threads: options.threads,
-        layouts: std::sync::Arc::clone(&schedule.layouts),
-    };
-    let mut externs = Vec::new();
-    let codes = stages.time("kernels", || {
-        schedule
-            .kernels
-            .iter()
-            .map(|kernel| emit::generate(&graph, kernel, &emit_options, &mut externs))
-            .collect::<Result<Vec<_>, CompileError>>()
-    })?;
-    let plan = stages.time("plan", || {
-        let scratch: Vec<usize> = codes.iter().map(|code| code.scratch).collect();
-        plan::plan(&graph, &schedule, &scratch)
-    });
+    let (graph, mut dumps) = transform::run(recorded, options, dump, &mut stages)?;
+    let (graph, partition) = stages.time("partition", || partition::run(&graph, options))?;
+    if dump && partition.is_some() {
+        dumps.push(("partition".into(), graph.to_string()));
+    }
+    let Planned {
+        schedule,
+        codes,
+        externs,
+        plan,
+        emit_options,
+    } = planned(&graph, options, &mut stages)?;
     let emitted = stages.time("emit", || {
         emit::emit(&graph, &schedule, &codes, &plan, &emit_options)
     });
     let compiled = CompiledStep {
         graph,
+        partition,
         schedule,
         plan,
         sources: emitted.sources,
@@ -146,4 +146,41 @@ fn log(compiled: &CompiledStep) {
             flops = kernel.flops,
         );
     }
+}
+
+/// A graph as kernels with their memory.
+struct Planned {
+    schedule: schedule::Schedule,
+    codes: Vec<emit::KernelCode>,
+    externs: Vec<ExternCall>,
+    plan: Plan,
+    emit_options: emit::EmitOptions,
+}
+
+/// Schedules `graph`, writes its kernels and gives every buffer its memory.
+fn planned(graph: &Graph, options: &Options, stages: &mut Stages) -> Result<Planned, CompileError> {
+    let schedule = stages.time("schedule", || schedule::fuse::schedule(graph, options.fuse));
+    let emit_options = emit::EmitOptions {
+        isa: options.isa,
+        threads: options.threads,
+        layouts: std::sync::Arc::clone(&schedule.layouts),
+    };
+    let mut externs = Vec::new();
+    let codes = stages.time("kernels", || {
+        let kernels = schedule.kernels.iter();
+        kernels
+            .map(|kernel| emit::generate(graph, kernel, &emit_options, &mut externs))
+            .collect::<Result<Vec<_>, CompileError>>()
+    })?;
+    let plan = stages.time("plan", || {
+        let scratch: Vec<usize> = codes.iter().map(|code| code.scratch).collect();
+        plan::plan(graph, &schedule, &scratch)
+    });
+    Ok(Planned {
+        schedule,
+        codes,
+        externs,
+        plan,
+        emit_options,
+    })
 }

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use kiln_cpu::{Isa, Toolchain};
 
+pub use crate::partition::Keep;
+
 /// What the compiler may assume and how far it goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
@@ -15,6 +17,8 @@ pub struct Options {
     pub fuse: bool,
     /// Whether the graph is simplified and rewritten first.
     pub transform: bool,
+    /// What the backward pass keeps of the forward pass.
+    pub keep: Keep,
     /// Whether to keep the text of the graph after each pass.
     pub dump: bool,
     /// Folder in which to write what each stage made ([`crate::debug`]); none to write nothing.
@@ -29,6 +33,7 @@ impl Options {
             threads: threads.max(1),
             fuse: true,
             transform: true,
+            keep: Keep::default(),
             dump: false,
             debug: None,
         }
@@ -37,8 +42,8 @@ impl Options {
     /// What of the options the generated code depends on, for cache keys.
     pub fn identity(&self) -> String {
         format!(
-            "{} threads={} fuse={} transform={}",
-            self.isa, self.threads, self.fuse, self.transform
+            "{} threads={} fuse={} transform={} keep={}",
+            self.isa, self.threads, self.fuse, self.transform, self.keep
         )
     }
 }

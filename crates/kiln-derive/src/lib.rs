@@ -62,10 +62,7 @@ fn expand(input: DeriveInput) -> syn::Result<proc_macro2::TokenStream> {
                 #visit
             }
 
-            fn map(
-                self,
-                map: &mut dyn ::core::ops::FnMut(::kiln::KilnTensor) -> ::kiln::KilnTensor,
-            ) -> Self {
+            fn map(self, map: &mut dyn ::kiln::TensorMap) -> Self {
                 #map
             }
         }

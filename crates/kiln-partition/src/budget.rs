@@ -15,12 +15,13 @@
 //! - the same with only every second, third, .. boundary kept, and nothing between them: fewer kept values, longer pieces to
 //!   bring back. Around the square root of `n` this is the classic way to train in sublinear memory (Chen, Xu, Zhang and
 //!   Guestrin, 2016);
-//! - each of these once more with early optimizer updates, where gradients do not pile up.
+//! - all but the first with early optimizer updates, where gradients do not pile up.
 //!
-//! A joint graph with few values to choose from is searched completely: every subset of them is a plan, and the
-//! reported minimum is the minimum over all.
+//! Planning a graph exactly takes time, so the list is thinned ([`thin`]): what is slower and by the estimate of [`Liveness`] no smaller
+//! than another plan goes, and of plans that are close to each other one stays. A joint graph with few values to choose from
+//! is searched completely instead: every subset of them is a plan, and the reported minimum is the minimum over all.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use cranelift_entity::EntitySet;
 use kiln_graph::{Graph, Value};
@@ -28,12 +29,19 @@ use kiln_graph::{Graph, Value};
 use crate::cut::{Steering, choose};
 use crate::error::PartitionError;
 use crate::joint::{Closure, Joint, Side};
-use crate::liveness::Planner;
+use crate::liveness::{Liveness, Planner};
 use crate::units::Units;
 use crate::{Options, Partition, assemble, build};
 
 /// Up to this many values to keep or recompute, every choice is tried.
-const EXHAUSTIVE: usize = 10;
+const EXHAUSTIVE: usize = 8;
+
+/// Neighbours in the list are smaller by at least this factor.
+const APART: f64 = 0.95;
+
+/// How many of the plans with the least estimated memory stay in the list, however close they are: which one is smallest is
+/// for the planner to say.
+const SMALLEST: usize = 3;
 
 /// Prices of a kept byte, in picoseconds. A byte moved costs some 35; a matrix product over 1,000 terms some 2,000 for each byte of
 /// its result. The last one drops whatever can be dropped.
@@ -45,6 +53,8 @@ struct Plan {
     kept: EntitySet<Value>,
     expensive: bool,
     early_updates: bool,
+    /// Every how many units something is kept.
+    stride: usize,
     /// Modelled time of the choice, in picoseconds.
     cost: u64,
     peak: Option<u64>,
@@ -79,7 +89,7 @@ impl<P: Planner> Frontier<P> {
     pub fn new(graph: &Graph, options: &Options, planner: P) -> Result<Self, PartitionError> {
         let _span = tracing::debug_span!("frontier", graph = %graph.name).entered();
         let graph = graph.without_dead_code();
-        let plans = plans(&Joint::new(&graph, options)?);
+        let plans = plans(&Joint::new(&graph, options)?)?;
         Ok(Self {
             graph,
             options: options.clone(),
@@ -177,21 +187,22 @@ impl<P: Planner> Frontier<P> {
 }
 
 /// All plans, fastest first.
-fn plans(joint: &Joint) -> Vec<Plan> {
+fn plans(joint: &Joint) -> Result<Vec<Plan>, PartitionError> {
     let (fastest, _) = choose(joint, &Steering::FASTEST);
     let mut list = PlanList {
         joint,
         plans: Vec::new(),
         seen: HashSet::new(),
     };
-    list.push(fastest.clone(), false);
+    list.push(fastest.clone(), false, 1);
     let choices = choices(joint);
-    if choices.len() <= EXHAUSTIVE {
+    let every = choices.len() <= EXHAUSTIVE;
+    if every {
         for subset in 0..1usize << choices.len() {
             let chosen = (0..choices.len()).filter(|&i| subset >> i & 1 == 1);
             let mut kept = EntitySet::new();
             kept.extend(chosen.map(|i| choices[i]));
-            list.push(kept, true);
+            list.push(kept, true, 1);
         }
     } else {
         list.explore(&fastest);
@@ -199,7 +210,46 @@ fn plans(joint: &Joint) -> Vec<Plan> {
     let mut plans = list.plans;
     // Stable: at equal cost the fastest cut stays first, and recorded order comes before early updates.
     plans.sort_by_key(|plan| plan.cost);
-    plans
+    if every { Ok(plans) } else { thin(joint, plans) }
+}
+
+/// Few plans that span the trade: the fastest in the recorded order, and others with early updates.
+fn thin(joint: &Joint, plans: Vec<Plan>) -> Result<Vec<Plan>, PartitionError> {
+    let mut plans = plans.into_iter();
+    let Some(fastest) = plans.next() else {
+        return Ok(Vec::new());
+    };
+    // Among plans that keep something in every unit, or in every second, the one that keeps less is smaller.
+    let mut least_saved: HashMap<usize, u64> = HashMap::new();
+    let mut estimated: Vec<(u64, Plan)> = Vec::new();
+    for plan in plans.filter(|plan| plan.early_updates) {
+        let closure = joint.closure(&plan.kept, plan.expensive);
+        let saved = joint.held(&closure);
+        let least = least_saved.entry(plan.stride).or_insert(u64::MAX);
+        if is_apart(saved, *least) {
+            *least = saved;
+            let built = assemble(joint, &closure, true)?;
+            let peak = Liveness.profile(&built.graph).into_iter().max().unwrap_or(0);
+            estimated.push((peak, plan));
+        }
+    }
+    let mut sizes: Vec<u64> = estimated.iter().map(|(peak, _)| *peak).collect();
+    sizes.sort_unstable();
+    let small = sizes.get(SMALLEST - 1).or(sizes.last()).copied().unwrap_or(0);
+    let mut kept = vec![fastest];
+    let mut last = u64::MAX;
+    for (peak, plan) in estimated {
+        if peak <= small || is_apart(peak, last) {
+            last = last.min(peak);
+            kept.push(plan);
+        }
+    }
+    Ok(kept)
+}
+
+/// Whether a plan of `bytes` is so much smaller than one of `than` that both belong into the list.
+fn is_apart(bytes: u64, than: u64) -> bool {
+    bytes as f64 <= APART * than as f64
 }
 
 /// The values that can be kept or recomputed: those that candidates define and the backward pass may need, but not those
@@ -220,7 +270,7 @@ struct PlanList<'a> {
 }
 
 impl PlanList<'_> {
-    fn push(&mut self, kept: EntitySet<Value>, expensive: bool) {
+    fn push(&mut self, kept: EntitySet<Value>, expensive: bool, stride: usize) {
         let closure = self.joint.closure(&kept, expensive);
         if !self.seen.insert(closure.kept.iter().collect()) {
             return;
@@ -231,6 +281,7 @@ impl PlanList<'_> {
                 kept: closure.kept.clone(),
                 expensive,
                 early_updates,
+                stride,
                 cost,
                 peak: None,
             });
@@ -285,7 +336,7 @@ impl PlanList<'_> {
                 }
             }
             // A unit that keeps its fastest choice finds what that choice was made for.
-            self.push(kept, expensive);
+            self.push(kept, expensive, stride);
         }
     }
 }

@@ -25,8 +25,8 @@ pub struct Machine {
     pub special_per_second: f64,
     /// Random elements per second.
     pub random_per_second: f64,
-    /// The share of a fused kernel's arithmetic that takes no time, because the kernel waits for memory meanwhile; from
-    /// 0 to 1.
+    /// The share of a fused kernel's simple arithmetic that takes no time, because the kernel waits for memory meanwhile; from
+    /// 0 to 1. Transcendental functions and random numbers are not hidden: a kernel that computes one waits for it, not for memory.
     pub hidden: f64,
 }
 
@@ -152,7 +152,11 @@ impl Machine {
                     Op::Gather { .. } | Op::IndexSelect { .. } => self.moved(bytes(graph, node.outputs[0])),
                     _ => 0,
                 };
-                let visible = 1.0 - self.hidden.clamp(0.0, 1.0);
+                let visible = if is_slow(&node.op) {
+                    1.0
+                } else {
+                    1.0 - self.hidden.clamp(0.0, 1.0)
+                };
                 (self.arithmetic(graph, node) as f64 * visible).round() as u64 + again
             }
             Recompute::Kernel | Recompute::Expensive => self.kernel(graph, node),
@@ -163,6 +167,17 @@ impl Machine {
 /// Size of a value in bytes.
 pub(crate) fn bytes(graph: &Graph, value: Value) -> u64 {
     graph.ty(value).bytes() as u64
+}
+
+/// Whether arithmetic outweighs the traffic of a kernel that reads an operand and computes this.
+fn is_slow(op: &Op) -> bool {
+    use kiln_graph::op::BinaryOp;
+    match op {
+        Op::Unary(op) => is_special(*op),
+        Op::Binary(op) => matches!(op, BinaryOp::Pow | BinaryOp::Atan2 | BinaryOp::Rem),
+        Op::Random { .. } => true,
+        _ => false,
+    }
 }
 
 fn is_special(op: UnaryOp) -> bool {

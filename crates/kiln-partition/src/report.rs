@@ -131,6 +131,42 @@ impl Report {
     }
 }
 
+/// Kept values that differ in nothing but where in the model they are.
+struct Group<'a> {
+    first: &'a SavedTensor,
+    count: usize,
+    bytes: u64,
+}
+
+impl Report {
+    /// The kept values, equal ones together, the most bytes first.
+    fn groups(&self) -> Vec<Group<'_>> {
+        let mut groups: Vec<Group> = Vec::new();
+        for saved in &self.saved {
+            let alike = |group: &&mut Group| {
+                let first = group.first;
+                first.ty == saved.ty
+                    && first.is_output == saved.is_output
+                    && first.origin == saved.origin
+                    && first.users == saved.users
+            };
+            match groups.iter_mut().find(alike) {
+                Some(group) => {
+                    group.count += 1;
+                    group.bytes += saved.bytes;
+                }
+                None => groups.push(Group {
+                    first: saved,
+                    count: 1,
+                    bytes: saved.bytes,
+                }),
+            }
+        }
+        groups.sort_by_key(|group| std::cmp::Reverse(group.bytes));
+        groups
+    }
+}
+
 /// Bytes with a unit that keeps three digits.
 struct Bytes(u64);
 
@@ -168,21 +204,25 @@ impl fmt::Display for Report {
             Bytes(self.saved_bytes),
             Bytes(self.everything_bytes)
         )?;
-        for saved in &self.saved {
-            let output = if saved.is_output { ", an output anyway" } else { "" };
+        for Group { first, count, bytes } in self.groups() {
+            let output = if first.is_output { ", an output anyway" } else { "" };
+            let times = if count == 1 {
+                first.value.to_string()
+            } else {
+                format!("{count} x")
+            };
             writeln!(
                 f,
-                "  {:>10}  {} {} from {}{output}",
-                Bytes(saved.bytes),
-                saved.value,
-                saved.ty,
-                saved.origin
+                "  {:>10}  {times} {} from {}{output}",
+                Bytes(bytes),
+                first.ty,
+                first.origin
             )?;
-            for user in saved.users.iter().take(4) {
+            for user in first.users.iter().take(4) {
                 writeln!(f, "              for {user}")?;
             }
-            if saved.users.len() > 4 {
-                writeln!(f, "              and {} more", saved.users.len() - 4)?;
+            if first.users.len() > 4 {
+                writeln!(f, "              and {} more", first.users.len() - 4)?;
             }
         }
         writeln!(

@@ -9,6 +9,8 @@ use burn_tensor::backend::Backend;
 use burn_tensor::{Bool, Float, Int, Tensor, TensorPrimitive};
 use kiln_burn::{Kiln, KilnClient};
 
+use crate::tracked::{self, TrackedTensor};
+
 /// A tensor as the Kiln backend holds it.
 pub type KilnTensor = RouterTensor<KilnClient>;
 
@@ -35,7 +37,24 @@ pub trait StepInput: Sized {
     fn visit(&self, visitor: &mut InputVisitor);
 
     /// The same structure with every tensor replaced by what `map` makes of it, in the order of [`StepInput::visit`].
-    fn map(self, map: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self;
+    fn map(self, map: &mut dyn TensorMap) -> Self;
+}
+
+/// What [`StepInput::map`] does to each tensor. Closures from tensor to tensor are such maps; they drop a tensor's place in an autograd graph.
+pub trait TensorMap {
+    /// What stands for `tensor`.
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor;
+
+    /// What stands for a float tensor of `Autodiff<Kiln>`.
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        tracked::untracked(self.tensor(tracked::inner(tensor)))
+    }
+}
+
+impl<F: FnMut(KilnTensor) -> KilnTensor> TensorMap for F {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        self(tensor)
+    }
 }
 
 /// Takes down what [`StepInput::visit`] shows.
@@ -88,6 +107,12 @@ pub trait KilnBackend:
 
     /// A float primitive around `tensor`, outside any autodiff graph.
     fn from_kiln(tensor: KilnTensor) -> Self::FloatTensorPrimitive;
+
+    /// What `map` makes of a float primitive.
+    fn map_float(
+        primitive: Self::FloatTensorPrimitive,
+        map: &mut dyn TensorMap,
+    ) -> Self::FloatTensorPrimitive;
 }
 
 impl KilnBackend for Kiln {
@@ -97,6 +122,10 @@ impl KilnBackend for Kiln {
 
     fn from_kiln(tensor: KilnTensor) -> KilnTensor {
         tensor
+    }
+
+    fn map_float(primitive: KilnTensor, map: &mut dyn TensorMap) -> KilnTensor {
+        map.tensor(primitive)
     }
 }
 
@@ -108,6 +137,13 @@ impl<C: CheckpointStrategy> KilnBackend for Autodiff<Kiln, C> {
     fn from_kiln(tensor: KilnTensor) -> Self::FloatTensorPrimitive {
         <Self as AutodiffBackend>::from_inner(tensor)
     }
+
+    fn map_float(
+        primitive: Self::FloatTensorPrimitive,
+        map: &mut dyn TensorMap,
+    ) -> Self::FloatTensorPrimitive {
+        map.tracked(primitive)
+    }
 }
 
 impl<B: KilnBackend, const D: usize> StepInput for Tensor<B, D, Float> {
@@ -115,9 +151,9 @@ impl<B: KilnBackend, const D: usize> StepInput for Tensor<B, D, Float> {
         visitor.tensor(B::to_kiln(self.clone().into_primitive().tensor()));
     }
 
-    fn map(self, map: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
-        let tensor = map(B::to_kiln(self.into_primitive().tensor()));
-        Self::from_primitive(TensorPrimitive::Float(B::from_kiln(tensor)))
+    fn map(self, map: &mut dyn TensorMap) -> Self {
+        let tensor = B::map_float(self.into_primitive().tensor(), map);
+        Self::from_primitive(TensorPrimitive::Float(tensor))
     }
 }
 
@@ -126,8 +162,8 @@ impl<B: KilnBackend, const D: usize> StepInput for Tensor<B, D, Int> {
         visitor.tensor(self.clone().into_primitive());
     }
 
-    fn map(self, map: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
-        Self::from_primitive(map(self.into_primitive()))
+    fn map(self, map: &mut dyn TensorMap) -> Self {
+        Self::from_primitive(map.tensor(self.into_primitive()))
     }
 }
 
@@ -136,8 +172,8 @@ impl<B: KilnBackend, const D: usize> StepInput for Tensor<B, D, Bool> {
         visitor.tensor(self.clone().into_primitive());
     }
 
-    fn map(self, map: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
-        Self::from_primitive(map(self.into_primitive()))
+    fn map(self, map: &mut dyn TensorMap) -> Self {
+        Self::from_primitive(map.tensor(self.into_primitive()))
     }
 }
 
@@ -147,7 +183,7 @@ impl<T: StepInput> StepInput for Vec<T> {
         self.iter().for_each(|item| item.visit(visitor));
     }
 
-    fn map(self, map: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
+    fn map(self, map: &mut dyn TensorMap) -> Self {
         self.into_iter().map(|item| item.map(map)).collect()
     }
 }
@@ -157,7 +193,7 @@ impl<T: StepInput, const N: usize> StepInput for [T; N] {
         self.iter().for_each(|item| item.visit(visitor));
     }
 
-    fn map(self, map: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
+    fn map(self, map: &mut dyn TensorMap) -> Self {
         <[T; N]>::map(self, |item| item.map(map))
     }
 }
@@ -168,7 +204,7 @@ impl<T: StepInput> StepInput for Option<T> {
         self.iter().for_each(|item| item.visit(visitor));
     }
 
-    fn map(self, map: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
+    fn map(self, map: &mut dyn TensorMap) -> Self {
         Option::map(self, |item| item.map(map))
     }
 }
@@ -179,7 +215,7 @@ impl StepInput for String {
         self.bytes().for_each(|byte| visitor.value(u64::from(byte)));
     }
 
-    fn map(self, _: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
+    fn map(self, _: &mut dyn TensorMap) -> Self {
         self
     }
 }
@@ -193,7 +229,7 @@ macro_rules! plain {
                 visitor.value(to_word(*self));
             }
 
-            fn map(self, _: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
+            fn map(self, _: &mut dyn TensorMap) -> Self {
                 self
             }
         }
@@ -214,7 +250,7 @@ macro_rules! tuple {
                 $(self.$index.visit(visitor);)*
             }
 
-            fn map(self, map: &mut dyn FnMut(KilnTensor) -> KilnTensor) -> Self {
+            fn map(self, map: &mut dyn TensorMap) -> Self {
                 ($(self.$index.map(map),)*)
             }
         }

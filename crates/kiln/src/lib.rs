@@ -38,7 +38,7 @@
 //! - [`compile`] wraps a closure. The closure runs at each call (so anything it does in Rust happens), its tensor operations do not: the compiled
 //!   step does.
 //! - [`TrainStep`] owns model and optimizer. After the first calls no model code runs any more.
-//! - [`compile_fn`] wraps a function, for inference.
+//! - [`compile_fn`] wraps a function: for inference, or inside an eager training loop, where its backward pass is compiled, too.
 //!
 //! Outside of these Kiln is an eager backend on burn-flex.
 
@@ -47,18 +47,20 @@ pub mod explain;
 mod function;
 mod input;
 pub mod log;
+mod tracked;
 mod train;
 
 pub use compile::{Compiled, compile};
-pub use explain::Explain;
+pub use explain::{Explain, memory_curve};
 pub use function::{CompiledFn, compile_fn};
-pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput};
+pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
 pub use kiln_burn::{
     BreakReason, CompileBackend, CompileEvent, CompileOptions, Error, GraphBreak, Kiln, KilnDevice, Location,
-    Mismatch, Mode, NumericsCheck, Recompile, RegionReport, StepReport, UnknownBackend,
+    Mismatch, Mode, NumericsCheck, Point, Recompile, RegionReport, StepReport, UnknownBackend,
 };
 pub use kiln_derive::StepInput;
 pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};
+pub use tracked::TrackedTensor;
 pub use train::{StepOptimizer, StepOutput, TrainError, TrainStep, TrainStepBuilder};
 
 /// The backends a step can be compiled for, in the order in which to try them when a result looks wrong.

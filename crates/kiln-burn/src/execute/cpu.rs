@@ -17,10 +17,11 @@ use std::time::{Duration, Instant};
 use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
-use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Observer, Options};
+use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Keep, Observer, Options};
 use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::op::ExternOp;
 use kiln_graph::{Graph, TensorType};
+use kiln_partition::Point;
 use kiln_profile::StepDescription;
 
 use super::check::{Parting, Reference};
@@ -62,6 +63,25 @@ fn pool(threads: usize) -> Arc<ThreadPool> {
         .clone()
 }
 
+/// The C compiler, looked for once.
+fn toolchain() -> Result<&'static Toolchain, ExecuteError> {
+    static TOOLCHAIN: LazyLock<Result<Toolchain, Arc<CpuError>>> =
+        LazyLock::new(|| Toolchain::detect().map_err(Arc::new));
+    TOOLCHAIN
+        .as_ref()
+        .map_err(|error| ExecuteError::NoCompiler(error.clone()))
+}
+
+/// What memory budgets would do to a step: its plans from the fastest to the smallest.
+///
+/// # Errors
+///
+/// If there is no C compiler, or the graph cannot be scheduled.
+pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
+    let compiler = Options::new(toolchain()?, pool(options.threads).threads());
+    Ok(kiln_compiler::memory_curve(graph, &compiler)?)
+}
+
 impl Cpu {
     /// Compiles `graph`, or finds it in the disk cache. What the compiler made is written to `debug`, if given.
     ///
@@ -73,14 +93,14 @@ impl Cpu {
         options: &CompileOptions,
         debug: Option<&Path>,
     ) -> Result<Self, ExecuteError> {
-        static TOOLCHAIN: LazyLock<Result<Toolchain, Arc<CpuError>>> =
-            LazyLock::new(|| Toolchain::detect().map_err(Arc::new));
         static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
-        let toolchain = TOOLCHAIN
-            .as_ref()
-            .map_err(|error| ExecuteError::NoCompiler(error.clone()))?;
+        let toolchain = toolchain()?;
         let pool = pool(options.threads);
+        let keep = options
+            .memory_budget
+            .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64));
         let compiler = Options {
+            keep,
             debug: debug.map(Path::to_path_buf),
             ..Options::new(toolchain, pool.threads())
         };
@@ -240,6 +260,24 @@ impl Executable for Cpu {
             contract.arena_bytes >> 10,
             self.pool.threads(),
         );
+        if let Some(partition) = &contract.partition {
+            let share = 100.0 * partition.saved_bytes as f64 / partition.everything_bytes.max(1) as f64;
+            let _ = write!(
+                text,
+                "\nkeeps {} KiB for the backward pass, {share:.0} % of the {} KiB that it reads; computes the rest again in {:.2} ms by \
+                 the cost model",
+                partition.saved_bytes >> 10,
+                partition.everything_bytes >> 10,
+                partition.recompute_picoseconds as f64 * 1e-9
+            );
+            if let Some(peak) = partition.peak_without_budget {
+                let _ = write!(
+                    text,
+                    "\nwithout the memory budget the arena would have {} KiB",
+                    peak >> 10
+                );
+            }
+        }
         for call in &contract.externs {
             let _ = write!(text, "\noutside the compiled code: {}", call.name);
         }

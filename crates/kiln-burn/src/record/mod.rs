@@ -4,6 +4,7 @@
 //! - [`guard`]: comparing a recording with steps seen before, and saying how it differs.
 //! - [`region`]: the compiled steps of a region, and running one.
 //! - [`replay`]: running a step again without the program that recorded it.
+//! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
 //! - [`history`], [`stream_text`]: what was compiled and why, for reports and debug dumps.
@@ -18,6 +19,7 @@ pub mod recording;
 pub mod region;
 pub mod replay;
 pub mod session;
+pub mod split;
 pub mod stream_text;
 
 pub use breaks::{BreakReason, GraphBreak};
@@ -27,4 +29,5 @@ pub use location::Location;
 pub use recording::Recorded;
 pub use region::{Guards, LastRun, Recompile, RegionReport, Step, StepReport};
 pub use replay::{Replay, ReplayError};
-pub use session::{CompiledRegion, Position, position, rehearse};
+pub use session::{CompiledRegion, Position, position, rehearse, trace};
+pub use split::{Saved, SplitRegion, SplitStep};

@@ -3,6 +3,7 @@
 //! A region is cut into segments by graph breaks; usually there is one. Each segment has a list of compiled steps, most recently used
 //! first. A recording that no guard accepts is a new step: it is imported, prepared by the region's backend, and remembered with the guard that failed.
 
+use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,9 +13,10 @@ use std::time::{Duration, Instant};
 use burn_backend::DType;
 use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId, TensorIr};
-use kiln_compiler::Contract;
 use kiln_compiler::stages::Stages;
+use kiln_compiler::{CompileError, Contract};
 use kiln_graph::Graph;
+use kiln_partition::PhaseHints;
 use kiln_profile::Category;
 use rustc_hash::FxHashMap;
 
@@ -40,8 +42,7 @@ pub struct Step {
     checker: Option<Checker>,
     /// For each argument of the graph, the position of the recording's input.
     arguments: Vec<usize>,
-    /// For each runtime scalar of the graph, where it comes from and what it becomes.
-    scalars: Vec<(Binding, kiln_graph::DType)>,
+    scalars: Scalars,
     /// Burn's type and shape of each output.
     outputs: Vec<TensorIr>,
     backend: CompileBackend,
@@ -59,6 +60,8 @@ pub struct Step {
     compile_time: Duration,
     /// Time in each stage of compilation, recording included.
     stages: Vec<(&'static str, Duration)>,
+    /// The memory budget asked for, where the backend has no way to keep it.
+    ignored_budget: Option<usize>,
     /// Nanoseconds, over all runs.
     run_time: AtomicU64,
     operations: usize,
@@ -473,7 +476,7 @@ impl Step {
         }
         let mut stages = Stages::default();
         let start = Instant::now();
-        let outputs = output_types(recorded);
+        let outputs = types_of(recorded, &recorded.output_ids);
         let line = |position: usize| lines.get(position).cloned().flatten();
         let imported = stages
             .time("import", || {
@@ -505,7 +508,14 @@ impl Step {
             .map(|argument| arguments[argument])
             .collect();
         kiln_graph::alias::assign_aliases(&mut graph, &dies);
-        let scalars = bindings(&recorded.operations, &scalars, &graph);
+        // Now, while the order of the nodes is that of the recording.
+        kiln_partition::assign_phases(&mut graph, &PhaseHints::default()).map_err(|source| {
+            Error::Execute {
+                region: options.name.clone(),
+                source: ExecuteError::from(CompileError::from(source)).into(),
+            }
+        })?;
+        let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
         let (executable, backend) =
             execute::prepare(backend, graph.clone(), options, debug).map_err(|source| Error::Execute {
@@ -535,6 +545,8 @@ impl Step {
             provisional,
             runs: Arc::default(),
             compile_time: start.elapsed(),
+            // Only one backend plans memory; the others allocate value by value.
+            ignored_budget: options.memory_budget.filter(|_| backend != CompileBackend::Cpu),
             run_time: AtomicU64::new(0),
             operations: recorded.operations.len(),
         })
@@ -552,16 +564,6 @@ impl Step {
         self.ended.fetch_add(1, Ordering::Relaxed) > 0
     }
 
-    /// The eight bytes of each runtime scalar of the graph.
-    fn bind(&self, scalars: &[ScalarIr], streams: &[Stream]) -> Vec<u64> {
-        let bits = |(binding, dtype): &(Binding, kiln_graph::DType)| match *binding {
-            Binding::Recorded(index) => stream::to_scalar(scalars[index]).to_bits(*dtype),
-            Binding::Seed(index) => streams[index].seed,
-            Binding::Stream(index) => streams[index].stream,
-        };
-        self.scalars.iter().map(bits).collect()
-    }
-
     /// Runs the step on `inputs`, one for each input of the recording, in order; inputs nobody else holds may be overwritten. A panic
     /// inside becomes an error. Outputs are in the recording's order and have Burn's types.
     pub fn run(
@@ -572,7 +574,7 @@ impl Step {
     ) -> Result<Vec<FlexTensor>, Error> {
         let _span = tracing::info_span!("run", region = %self.graph.name, backend = %self.backend).entered();
         let start = Instant::now();
-        let scalars = self.bind(scalars, streams);
+        let scalars = self.scalars.bind(scalars, streams);
         if !self.arguments.iter().copied().eq(0..inputs.len()) {
             inputs = self
                 .arguments
@@ -628,6 +630,18 @@ impl Step {
         self.provisional
     }
 
+    fn details(&self) -> String {
+        let mut details = self.executable.report();
+        if let Some(budget) = self.ignored_budget {
+            let _ = write!(
+                details,
+                "\nthe memory budget of {budget} bytes is not kept: `{}` allocates value by value, `cpu` plans memory",
+                self.backend
+            );
+        }
+        details
+    }
+
     fn report(&self, segment: usize) -> StepReport {
         let externs = self.graph.nodes().filter_map(|(_, node)| match &node.op {
             kiln_graph::Op::Extern(op) => Some(op.name.clone()),
@@ -655,7 +669,7 @@ impl Step {
                 .iter()
                 .filter(|output| output.alias.is_some())
                 .count(),
-            scalars: self.scalars.len(),
+            scalars: self.scalars.0.len(),
             externs: externs.collect(),
             runs: self.runs.load(Ordering::Relaxed),
             compile_time: self.compile_time,
@@ -663,7 +677,7 @@ impl Step {
             code_time: self.executable.code_time().unwrap_or(run_time),
             graph: self.graph.clone(),
             arena_bytes: self.executable.arena_bytes(),
-            details: self.executable.report(),
+            details: self.details(),
             contract: self.executable.contract().cloned(),
             stages: self.stages.clone(),
             from_cache: self.executable.from_cache(),
@@ -673,7 +687,7 @@ impl Step {
 }
 
 /// Burn distinguishes types that are one type here (bools of several widths); the tag is what the program expects.
-fn with_dtype(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+pub(super) fn with_dtype(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     if tensor.dtype() == dtype || dtype.size() != tensor.dtype().size() {
         return tensor;
     }
@@ -691,15 +705,6 @@ fn host_data(recorded: &Recorded) -> FxHashMap<usize, FlexTensor> {
     made.map(|(index, input)| (index, input.tensor.clone())).collect()
 }
 
-fn output_types(recorded: &Recorded) -> Vec<TensorIr> {
-    let all = recorded
-        .operations
-        .iter()
-        .flat_map(|operation| operation.outputs());
-    let by_id: FxHashMap<_, _> = all.map(|output| (output.id, output)).collect();
-    recorded.output_ids.iter().map(|id| by_id[id].clone()).collect()
-}
-
 /// Arguments that outlive the step and whose buffers outputs would take over if they did not.
 fn lasting_inputs(graph: &Graph, dies: &[bool]) -> Vec<usize> {
     let mut all_end = graph.clone();
@@ -711,23 +716,43 @@ fn lasting_inputs(graph: &Graph, dies: &[bool]) -> Vec<usize> {
         .collect()
 }
 
-/// Translates the scalar sources of an import into positions among the scalars of a recording.
-fn bindings(
-    operations: &[burn_ir::OperationIr],
-    sources: &[ScalarSource],
-    graph: &Graph,
-) -> Vec<(Binding, kiln_graph::DType)> {
-    let firsts = stream::first_dynamic_scalars(operations);
-    let bind = |source: &ScalarSource| match *source {
-        ScalarSource::Operation { op, nth } => Binding::Recorded(firsts[op] + nth),
-        ScalarSource::RandomSeed { nth } => Binding::Seed(nth),
-        ScalarSource::RandomStream { nth } => Binding::Stream(nth),
-    };
-    sources
+/// Burn's type and shape of some tensors of a recording.
+pub(super) fn types_of(recorded: &Recorded, ids: &[TensorId]) -> Vec<TensorIr> {
+    let results = recorded
+        .operations
         .iter()
-        .map(bind)
-        .zip(graph.scalars().iter().map(|&value| graph.dtype(value)))
-        .collect()
+        .flat_map(|operation| operation.outputs());
+    let inputs = recorded.inputs.iter().map(|input| &input.ir);
+    let by_id: rustc_hash::FxHashMap<_, _> = inputs.chain(results).map(|ir| (ir.id, ir)).collect();
+    ids.iter().map(|id| by_id[id].clone()).collect()
+}
+
+/// For each runtime scalar of a graph, where it comes from and what it becomes.
+#[derive(Debug)]
+pub(super) struct Scalars(Vec<(Binding, kiln_graph::DType)>);
+
+impl Scalars {
+    /// Translates the scalar sources of an import into positions among the scalars of a recording.
+    pub(super) fn new(operations: &[burn_ir::OperationIr], sources: &[ScalarSource], graph: &Graph) -> Self {
+        let firsts = stream::first_dynamic_scalars(operations);
+        let bind = |source: &ScalarSource| match *source {
+            ScalarSource::Operation { op, nth } => Binding::Recorded(firsts[op] + nth),
+            ScalarSource::RandomSeed { nth } => Binding::Seed(nth),
+            ScalarSource::RandomStream { nth } => Binding::Stream(nth),
+        };
+        let types = graph.scalars().iter().map(|&value| graph.dtype(value));
+        Self(sources.iter().map(bind).zip(types).collect())
+    }
+
+    /// The eight bytes of each runtime scalar of the graph.
+    pub(super) fn bind(&self, scalars: &[ScalarIr], streams: &[Stream]) -> Vec<u64> {
+        let bits = |(binding, dtype): &(Binding, kiln_graph::DType)| match *binding {
+            Binding::Recorded(index) => stream::to_scalar(scalars[index]).to_bits(*dtype),
+            Binding::Seed(index) => streams[index].seed,
+            Binding::Stream(index) => streams[index].stream,
+        };
+        self.0.iter().map(bits).collect()
+    }
 }
 
 /// What a panic said.

@@ -54,9 +54,16 @@ thread_local! {
     /// The region this thread is in.
     static CURRENT: RefCell<Option<Shared>> = const { RefCell::new(None) };
     /// A rehearsal under way on this thread.
-    static REHEARSAL: RefCell<Option<Recording>> = const { RefCell::new(None) };
+    static REHEARSAL: RefCell<Option<Rehearsal>> = const { RefCell::new(None) };
     /// This thread's lazy sessions.
     static LAZY: RefCell<Vec<(CompileBackend, Shared)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A recording that does not run when it ends.
+struct Rehearsal {
+    recording: Recording,
+    /// Whether it is going to run later: inputs have elements, and random operations streams.
+    traced: bool,
 }
 
 /// Sessions that may have pending tensors, for threads that look for one.
@@ -353,6 +360,21 @@ pub fn position() -> Option<Position> {
 /// Runs `closure` with its operations recorded and never run: host code is executed for its scalars alone. Tensors it makes never get a value, operands may be
 /// such tensors of earlier rehearsals, and random operations take no streams. None if the closure read a value.
 pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
+    record_only(false, closure)
+}
+
+/// Runs `closure` with its operations recorded and not run, but so that they can be: inputs have their elements and random operations their streams. Tensors the
+/// closure makes have no value until the caller gives them one. An input without elements is one that the caller has not given a value yet. None if the closure read a value.
+pub fn trace<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
+    record_only(true, closure)
+}
+
+/// Whether this thread is inside a region, a rehearsal or a trace: what it does is part of that.
+pub fn is_nested() -> bool {
+    CURRENT.with_borrow(Option::is_some) || REHEARSAL.with_borrow(Option::is_some)
+}
+
+fn record_only<R>(traced: bool, closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
     /// Ends the rehearsal also when the closure panics.
     struct Ended;
     impl Drop for Ended {
@@ -360,13 +382,14 @@ pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
             REHEARSAL.with_borrow_mut(|rehearsal| *rehearsal = None);
         }
     }
-    REHEARSAL.with_borrow_mut(|rehearsal| *rehearsal = Some(Recording::new(table::id_watermark())));
+    let recording = Recording::new(table::id_watermark());
+    REHEARSAL.with_borrow_mut(|rehearsal| *rehearsal = Some(Rehearsal { recording, traced }));
     let ended = Ended;
     let result = catch_unwind(AssertUnwindSafe(closure));
-    let recording = REHEARSAL.with_borrow_mut(Option::take);
+    let rehearsal = REHEARSAL.with_borrow_mut(Option::take);
     drop(ended);
     match result {
-        Ok(value) => recording.map(|recording| (value, recording.finish())),
+        Ok(value) => rehearsal.map(|rehearsal| (value, rehearsal.recording.finish())),
         Err(payload) if payload.is::<Aborted>() => None,
         Err(payload) => resume_unwind(payload),
     }
@@ -374,28 +397,58 @@ pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
 
 /// Hands the operation to the rehearsal under way; gives it back if there is none.
 fn offer_to_rehearsal(operation: OperationIr) -> Option<OperationIr> {
-    REHEARSAL
-        .try_with(|rehearsal| {
-            let mut rehearsal = rehearsal.borrow_mut();
-            let Some(recording) = rehearsal.as_mut() else {
-                return Some(operation);
-            };
-            if let OperationIr::Drop(tensor) = &operation {
-                let killed = recording.kill(tensor.id);
-                return (killed != Killed::Result).then_some(operation);
+    let under_way = REHEARSAL.try_with(|rehearsal| {
+        let mut rehearsal = rehearsal.borrow_mut();
+        let rehearsal = rehearsal.as_mut()?;
+        if let OperationIr::Drop(tensor) = &operation {
+            return Some(Err(rehearsal.recording.kill(tensor.id) == Killed::Result));
+        }
+        let unknown = operation.inputs().filter(|ir| !rehearsal.recording.knows(ir.id));
+        Some(Ok((
+            unknown.cloned().collect::<Vec<TensorIr>>(),
+            rehearsal.traced,
+        )))
+    });
+    let (unknown, traced) = match under_way {
+        Ok(Some(Ok(found))) => found,
+        Ok(Some(Err(true))) => return None,
+        _ => return Some(operation),
+    };
+    // Not while the rehearsal is borrowed: an operand that is pending elsewhere runs what it is pending in.
+    let elements: Vec<Option<FlexTensor>> = unknown
+        .iter()
+        .map(|ir| if traced { elements_of(ir.id) } else { None })
+        .collect();
+    let _ = REHEARSAL.try_with(|rehearsal| {
+        let mut rehearsal = rehearsal.borrow_mut();
+        let Some(Rehearsal { recording, .. }) = rehearsal.as_mut() else {
+            return;
+        };
+        for (ir, elements) in unknown.iter().zip(elements) {
+            match elements {
+                _ if recording.knows(ir.id) => {} // the same tensor twice among the operands
+                Some(tensor) => recording.add_input(ir, tensor),
+                None => recording.add_placeholder(ir),
             }
-            for ir in operation.inputs() {
-                if !recording.knows(ir.id) {
-                    recording.add_placeholder(ir);
-                }
-            }
-            recording.push(operation, || random::Stream { seed: 0, stream: 0 });
-            for id in recording.take_consumed() {
-                table::remove(id);
-            }
-            None
-        })
-        .unwrap_or(None)
+        }
+        let stream = || match traced {
+            true => random::take(),
+            false => random::Stream { seed: 0, stream: 0 },
+        };
+        recording.push(operation, stream);
+        for id in recording.take_consumed() {
+            table::remove(id);
+        }
+    });
+    None
+}
+
+/// The elements of a tensor that some recording may have pending; none if nobody knows it.
+fn elements_of(id: TensorId) -> Option<FlexTensor> {
+    match table::get(id).unwrap_or_else(|| wait_for(id)) {
+        Slot::Ready(tensor) => Some(tensor),
+        Slot::Failed(_) => None,
+    }
 }
 
 /// Takes an operation from Burn: records it, or runs it at once.

@@ -161,9 +161,12 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
     let device = KilnDevice::cpu();
     Kiln::seed(&device, 0);
     let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
-    let options = CompileOptions::default()
-        .with_backend(arguments.backend)
-        .with_name("bench");
+    let options = CompileOptions {
+        memory_budget: arguments.memory_budget,
+        ..CompileOptions::default()
+            .with_backend(arguments.backend)
+            .with_name("bench")
+    };
     let model = subject.architecture.init::<TrainBackend>(&device)?;
     initialise(&model);
     let (times, loss, report) = if arguments.infer {

@@ -19,17 +19,33 @@ const RIGHT: f64 = 20.0;
 const POINTS: usize = 1500;
 
 /// A plotting area.
-struct Panel {
-    top: f64,
-    height: f64,
+pub(crate) struct Panel {
+    /// Distance from the top of the picture.
+    pub(crate) top: f64,
+    /// Height.
+    pub(crate) height: f64,
 }
 
 /// One line of a chart: its points, colour, width and name.
-struct Curve<'a> {
-    points: Vec<(f64, f64)>,
-    colour: &'a str,
-    width: f64,
-    name: &'a str,
+pub(crate) struct Curve<'a> {
+    /// Points, from left to right.
+    pub(crate) points: Vec<(f64, f64)>,
+    /// Colour of the line.
+    pub(crate) colour: &'a str,
+    /// Width of the line.
+    pub(crate) width: f64,
+    /// Name in the legend.
+    pub(crate) name: &'a str,
+}
+
+/// The beginning of a picture of a height, with a title.
+pub(crate) fn begin(title: &str, height: f64) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" font-size=\"12\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
+         <text x=\"{LEFT}\" y=\"24\" font-size=\"16\">{}</text>\n",
+        escape(title)
+    )
 }
 
 /// Draws the curves of a log.
@@ -45,12 +61,7 @@ pub fn draw(name: &str, entries: &[Entry]) -> String {
         }
     }
     let smooth = smoothed(&losses);
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} 540\" font-family=\"sans-serif\" font-size=\"12\">\n\
-         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-         <text x=\"{LEFT}\" y=\"24\" font-size=\"16\">{}</text>\n",
-        escape(name)
-    );
+    let mut svg = begin(name, 540.0);
     let loss_curves = [
         Curve {
             points: thin(&losses),
@@ -86,7 +97,8 @@ pub fn draw(name: &str, entries: &[Entry]) -> String {
 }
 
 impl Panel {
-    fn draw(&self, svg: &mut String, curves: &[Curve<'_>]) {
+    /// Draws the curves with axes and a legend.
+    pub(crate) fn draw(&self, svg: &mut String, curves: &[Curve<'_>]) {
         let points = || curves.iter().flat_map(|curve| curve.points.iter().copied());
         let Some((x_low, x_high)) = range(points().map(|(x, _)| x)) else {
             return;

@@ -11,7 +11,7 @@
 //! evaluations draw no random numbers.
 
 mod checkpoint;
-mod curves;
+pub(crate) mod curves;
 mod evaluate;
 mod log;
 mod profile;

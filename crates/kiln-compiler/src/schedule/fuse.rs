@@ -22,6 +22,7 @@
 //!   variables in use (all of them, or the row's).
 //! - *No hidden work.* An operation used at an index that skips variables would be computed again and again; that is allowed
 //!   for operations as cheap as a load, or where the computation moves out of the innermost loop.
+//! - *Phases apart.* A group holds operations of the forward pass, or of the backward pass and the optimizer.
 //! - *Bounds.* A nest that touches too many buffers or holds too many operations stops growing.
 
 use std::collections::BTreeSet;
@@ -30,7 +31,7 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use kiln_graph::op::{Dims, Op};
-use kiln_graph::{DType, Graph, Node, NodeData, Scalar, Value};
+use kiln_graph::{DType, Graph, Node, NodeData, Phase, Scalar, Value};
 
 use super::access::{identity, identity_in, operand_index, side, strided};
 use super::class::{Class, classify, is_cheap, node_index};
@@ -78,6 +79,8 @@ struct Group {
     writes: Vec<Buffer>,
     /// What the library operation itself reads, from memory.
     operands: Vec<Value>,
+    /// Whether it runs in the forward pass; none while it holds no operation.
+    forward: Option<bool>,
 }
 
 struct Fuser<'a> {
@@ -153,6 +156,7 @@ impl<'a> Fuser<'a> {
         };
         let group = self.new_group(Some(nest), None);
         self.groups[group].writes.push(buffer);
+        self.groups[group].forward = Some(self.is_forward(self.graph.value(value).node));
         self.visit(group, value, &index, true);
         group
     }
@@ -168,6 +172,7 @@ impl<'a> Fuser<'a> {
             reads: Vec::new(),
             writes: Vec::new(),
             operands: Vec::new(),
+            forward: None,
         });
         self.groups.len() - 1
     }
@@ -367,6 +372,7 @@ impl<'a> Fuser<'a> {
                     };
                     let group = self.new_group(Some(nest), None);
                     self.groups[group].writes.push(Buffer::Value(result));
+                    self.groups[group].forward = Some(self.is_forward(node));
                     self.define(group, result);
                     parts.push((extents_of, group));
                     group
@@ -426,13 +432,22 @@ impl<'a> Fuser<'a> {
                 .is_some_and(|readers| readers.iter().any(|&reader| reader != group))
     }
 
-    /// Whether `value` may be made in `group` as far as order goes.
+    /// Whether `value` may be made in `group` as far as order and phase go.
     fn acyclic(&self, value: Value, group: usize) -> bool {
-        self.readers.get(&value).is_none_or(|readers| {
-            readers
-                .iter()
-                .all(|&reader| reader == group || !self.groups[reader].after.contains(&group))
-        })
+        let forward = self.is_forward(self.graph.value(value).node);
+        self.groups[group].forward.is_none_or(|own| own == forward)
+            && self.readers.get(&value).is_none_or(|readers| {
+                readers
+                    .iter()
+                    .all(|&reader| reader == group || !self.groups[reader].after.contains(&group))
+            })
+    }
+
+    /// Whether a node runs in the forward pass. What the backward pass computes once more, and what it does at all, stays out of the
+    /// kernels of the forward pass: otherwise what was recomputed to be dropped meanwhile would be kept.
+    fn is_forward(&self, node: Node) -> bool {
+        let phase = self.graph.node(node).provenance.phase;
+        !matches!(phase, Phase::Backward | Phase::Optimizer)
     }
 
     /// Whether `group` is a nest by itself, which siblings and reductions may join.
@@ -586,6 +601,7 @@ impl<'a> Fuser<'a> {
     fn add_member(&mut self, group: usize, node: Node, index: Vec<Index>, store: bool) {
         let graph = self.graph;
         let value = graph.node(node).outputs[0];
+        self.groups[group].forward = Some(self.is_forward(node));
         let nest = self.nest_mut(group);
         nest.members.push(node);
         nest.maps.insert(value, index.clone());
@@ -900,6 +916,7 @@ impl<'a> Fuser<'a> {
             && small
             && self.groups[a].library.is_none()
             && self.groups[b].library.is_none()
+            && self.groups[a].forward == self.groups[b].forward
             && x.extents == y.extents
             && y.data.is_empty()
             && !self.groups[a].after.contains(&b)

@@ -8,7 +8,8 @@ use kiln_compiler::report::{BufferPlace, BufferReport, FusedNode, KernelReport, 
 use kiln_graph::Phase;
 
 use super::report::{
-    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Memory, PhaseCount, Report, Step,
+    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Memory, PhaseCount, Recomputed, Report,
+    SavedTensor, Step,
 };
 
 /// The report of a region.
@@ -57,10 +58,40 @@ fn step(step: &StepReport) -> Step {
         run_seconds: step.run_time.as_secs_f64(),
         memory: step.contract.as_ref().map(|contract| memory(step, contract)),
         kernels,
-        saved: Vec::new(),
-        recomputed: Vec::new(),
+        saved: step.contract.iter().flat_map(saved).collect(),
+        recomputed: step.contract.iter().flat_map(recomputed).collect(),
         details: step.details.clone(),
     }
+}
+
+fn saved(contract: &Contract) -> Vec<SavedTensor> {
+    let saved = contract.partition.iter().flat_map(|partition| &partition.saved);
+    saved
+        .map(|saved| SavedTensor {
+            name: saved.name.clone(),
+            ty: saved.ty.clone(),
+            bytes: saved.bytes,
+            origin: match saved.is_output {
+                true => format!("{} (an output anyway)", saved.origin),
+                false => saved.origin.clone(),
+            },
+            users: saved.users.clone(),
+        })
+        .collect()
+}
+
+fn recomputed(contract: &Contract) -> Vec<Recomputed> {
+    let recomputed = contract
+        .partition
+        .iter()
+        .flat_map(|partition| &partition.recomputed);
+    recomputed
+        .map(|again| Recomputed {
+            op: again.op.clone(),
+            count: again.count,
+            bytes: again.bytes,
+        })
+        .collect()
 }
 
 /// A phase in words.

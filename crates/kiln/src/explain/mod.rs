@@ -14,7 +14,9 @@ mod text;
 
 use std::fmt;
 
-use kiln_burn::RegionReport;
+use std::sync::Arc;
+
+use kiln_burn::{CompileOptions, Error, Point, RegionReport, StepReport, execute};
 
 pub use report::{
     Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount, Recomputed, Report,
@@ -75,6 +77,18 @@ impl Explain {
         self.report.add_times(summary, machine);
         self
     }
+}
+
+/// What memory budgets would do to a compiled step: its plans from the fastest to the smallest. [`Point::peak`] is the smallest budget that gets a plan.
+///
+/// # Errors
+///
+/// If there is no C compiler, or the step cannot be scheduled.
+pub fn memory_curve(step: &StepReport, options: &CompileOptions) -> Result<Vec<Point>, Error> {
+    execute::cpu::memory_curve(&step.graph, options).map_err(|source| Error::Execute {
+        region: options.name.clone(),
+        source: Arc::new(source),
+    })
 }
 
 impl fmt::Display for Explain {

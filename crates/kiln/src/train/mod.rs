@@ -285,7 +285,7 @@ where
                 let model = optim.step(lr, model, gradients);
                 // The old parameters and state end here, so that the step may reuse their buffers.
                 *backup_slot = None;
-                let output = output.map(&mut |tensor| tensor);
+                let output = output.map(&mut |tensor: KilnTensor| tensor);
                 Recorded {
                     trained: (model, optim),
                     output,

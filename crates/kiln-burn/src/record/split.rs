@@ -1,0 +1,289 @@
+//! A forward pass compiled by itself, with a backward pass that is compiled, too, and runs later.
+//!
+//! What comes in is a trace ([`super::session::trace`]) of the forward pass and of its gradients with respect to some inputs, given the
+//! gradients of its outputs: *tangents*, which the trace takes as inputs without elements. kiln-partition splits the joint graph; the two halves are prepared by
+//! the region's backend. [`SplitStep::forward`] runs the first and returns what the second needs, [`SplitStep::backward`] runs that.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn_flex::FlexTensor;
+use burn_ir::{TensorId, TensorIr};
+use kiln_compiler::CompileError;
+use kiln_partition::{OutputRole, SavedSource};
+
+use super::guard::{Guard, Mismatch};
+use super::recording::Recorded;
+use super::region::{Scalars, panic_message, types_of, with_dtype};
+use crate::error::Error;
+use crate::execute::{self, Executable, ExecuteError};
+use crate::import;
+use crate::options::{CompileBackend, CompileOptions};
+
+/// The compiled halves of one function, by what was recorded.
+pub struct SplitRegion {
+    /// How the halves are compiled. A memory budget does not apply: each half by itself has nothing to recompute.
+    options: CompileOptions,
+    compiled: Mutex<Compiled>,
+}
+
+#[derive(Default)]
+struct Compiled {
+    steps: Vec<Arc<SplitStep>>,
+    /// Why there is more than one.
+    recompiles: Vec<Mismatch>,
+}
+
+/// A compiled forward pass and its compiled backward pass.
+pub struct SplitStep {
+    guard: Guard,
+    /// Where the gradients and tangents are in the recording.
+    places: Vec<Option<Place>>,
+    name: String,
+    forward: Box<dyn Executable>,
+    backward: Box<dyn Executable>,
+    /// For each tensor argument of the forward pass, the position of the recording's input.
+    arguments: Vec<usize>,
+    scalars: Scalars,
+    saved: Vec<SavedSource>,
+    /// Positions, among the recording's results that are no gradients, of what the forward pass returns first.
+    results: Vec<TensorIr>,
+    gradients: Vec<TensorIr>,
+}
+
+/// A tensor of a trace, by position.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Place {
+    Result(usize),
+    Input(usize),
+}
+
+/// What the backward pass needs of a forward pass that ran.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    tensors: Vec<FlexTensor>,
+    scalars: Vec<u64>,
+}
+
+impl std::fmt::Debug for SplitStep {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SplitStep")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl SplitRegion {
+    /// A region that has compiled nothing.
+    pub fn new(options: CompileOptions) -> Self {
+        Self {
+            options: CompileOptions {
+                memory_budget: None,
+                ..options
+            },
+            compiled: Mutex::default(),
+        }
+    }
+
+    /// The compiled halves for a trace, new or known. `gradients` and `tangents` are tensors of it.
+    ///
+    /// # Errors
+    ///
+    /// If the trace cannot be imported, split or compiled.
+    pub fn step(
+        &self,
+        recorded: &Recorded,
+        gradients: &[TensorId],
+        tangents: &[TensorId],
+    ) -> Result<Arc<SplitStep>, Error> {
+        let places: Vec<Option<Place>> = gradients
+            .iter()
+            .chain(tangents)
+            .map(|&id| place(recorded, id))
+            .collect();
+        let mut compiled = self.compiled();
+        let Compiled { steps, recompiles } = &mut *compiled;
+        let known = steps
+            .iter()
+            .find(|step| step.places == places && step.guard.accepts(recorded));
+        if let Some(step) = known {
+            return Ok(step.clone());
+        }
+        let nearest = steps.iter().max_by_key(|step| step.guard.agreement(recorded));
+        if let Some(mismatch) = nearest.and_then(|step| step.guard.mismatch(recorded)) {
+            tracing::info!(target: "kiln::recompiles", region = %self.options.name, "{mismatch}");
+            recompiles.push(mismatch);
+        }
+        let limit = steps.len() >= self.options.recompile_limit;
+        let backend = if limit && self.options.backend > CompileBackend::AotEager {
+            tracing::warn!(
+                target: "kiln::recompiles",
+                region = %self.options.name,
+                "recompile limit of {} reached; further forward passes run on aot_eager, which is slower",
+                self.options.recompile_limit,
+            );
+            CompileBackend::AotEager
+        } else {
+            self.options.backend
+        };
+        let step = SplitStep::compile(&self.options, backend, recorded, gradients, tangents, places)?;
+        let step = Arc::new(step);
+        steps.push(step.clone());
+        Ok(step)
+    }
+
+    fn compiled(&self) -> MutexGuard<'_, Compiled> {
+        self.compiled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many forward passes were compiled.
+    pub fn count(&self) -> usize {
+        self.compiled().steps.len()
+    }
+
+    /// What was compiled and why, for people.
+    pub fn report(&self) -> String {
+        let compiled = self.compiled();
+        let steps = compiled.steps.iter().map(|step| {
+            format!(
+                "forward and backward pass, {} tensors saved between them\n  forward: {}\n  backward: {}\n",
+                step.saved.len(),
+                step.forward.report(),
+                step.backward.report()
+            )
+        });
+        let recompiles = compiled.recompiles.iter();
+        steps
+            .chain(recompiles.map(|mismatch| format!("recompiled: {mismatch}\n")))
+            .collect()
+    }
+}
+
+fn place(recorded: &Recorded, id: TensorId) -> Option<Place> {
+    let result = recorded.output_ids.iter().position(|&own| own == id);
+    let input = || recorded.inputs.iter().position(|input| input.ir.id == id);
+    result.map(Place::Result).or_else(|| input().map(Place::Input))
+}
+
+impl SplitStep {
+    fn compile(
+        options: &CompileOptions,
+        backend: CompileBackend,
+        recorded: &Recorded,
+        gradients: &[TensorId],
+        tangents: &[TensorId],
+        places: Vec<Option<Place>>,
+    ) -> Result<Self, Error> {
+        let _span = tracing::info_span!("compile_split", region = %options.name, %backend).entered();
+        let failed = |source: ExecuteError| Error::Execute {
+            region: options.name.clone(),
+            source: source.into(),
+        };
+        let results = results(recorded, gradients);
+        let outputs: Vec<TensorId> = results.iter().chain(gradients).copied().collect();
+        let imported = import::import(&recorded.operations, &outputs).map_err(|source| Error::Import {
+            region: options.name.clone(),
+            source: source.into(),
+        })?;
+        let scalars = Scalars::new(&recorded.operations, &imported.scalars, &imported.graph);
+        let mut graph = imported.graph;
+        graph.name.clone_from(&options.name);
+        let position = |id: TensorId| recorded.inputs.iter().position(|input| input.ir.id == id);
+        // In the order in which the backward pass is going to get them.
+        let tangent_arguments: Vec<u32> = tangents
+            .iter()
+            .filter_map(|&id| imported.inputs.iter().position(|ir| ir.id == id))
+            .map(|index| index as u32)
+            .collect();
+        let arguments = imported
+            .inputs
+            .iter()
+            .filter(|ir| !tangents.contains(&ir.id))
+            .filter_map(|ir| position(ir.id))
+            .collect();
+        let mut roles = vec![OutputRole::Forward; results.len()];
+        roles.resize(outputs.len(), OutputRole::Gradient);
+        let split = kiln_partition::split(
+            &graph,
+            &tangent_arguments,
+            &roles,
+            &kiln_partition::Options::default(),
+        )
+        .map_err(|source| failed(CompileError::from(source).into()))?;
+        let (forward, _) =
+            execute::prepare(backend, Arc::new(split.forward), options, None).map_err(failed)?;
+        let (backward, _) =
+            execute::prepare(backend, Arc::new(split.backward), options, None).map_err(failed)?;
+        Ok(Self {
+            guard: Guard::new(recorded),
+            places,
+            name: options.name.clone(),
+            forward,
+            backward,
+            arguments,
+            scalars,
+            saved: split.saved,
+            results: types_of(recorded, &results),
+            gradients: types_of(recorded, gradients),
+        })
+    }
+
+    /// Runs the forward pass of `recorded`. The results are those of the recording that are no gradients, in order.
+    ///
+    /// # Errors
+    ///
+    /// If the forward pass fails.
+    pub fn forward(&self, recorded: &Recorded) -> Result<(Vec<FlexTensor>, Saved), Error> {
+        let scalars = self.scalars.bind(&recorded.scalars, &recorded.streams);
+        let inputs: Vec<FlexTensor> = self
+            .arguments
+            .iter()
+            .map(|&position| recorded.inputs[position].tensor.clone())
+            .collect();
+        let outputs = self.run(&*self.forward, inputs.clone(), &scalars)?;
+        let tensors = self.saved.iter().map(|source| match *source {
+            SavedSource::Input(index) => inputs[index as usize].clone(),
+            SavedSource::Output(index) => outputs[index as usize].clone(),
+        });
+        let tensors = tensors.collect();
+        let results = outputs.into_iter().zip(&self.results);
+        let results = results.map(|(tensor, ir)| with_dtype(tensor, ir.dtype)).collect();
+        Ok((results, Saved { tensors, scalars }))
+    }
+
+    /// The gradients, given those of the outputs in the order of the tangents.
+    ///
+    /// # Errors
+    ///
+    /// If the backward pass fails.
+    pub fn backward(&self, saved: Saved, tangents: Vec<FlexTensor>) -> Result<Vec<FlexTensor>, Error> {
+        let inputs = saved.tensors.into_iter().chain(tangents).collect();
+        let gradients = self.run(&*self.backward, inputs, &saved.scalars)?.into_iter();
+        let typed = gradients.zip(&self.gradients);
+        Ok(typed.map(|(tensor, ir)| with_dtype(tensor, ir.dtype)).collect())
+    }
+
+    fn run(
+        &self,
+        executable: &dyn Executable,
+        inputs: Vec<FlexTensor>,
+        scalars: &[u64],
+    ) -> Result<Vec<FlexTensor>, Error> {
+        let run = AssertUnwindSafe(|| executable.run(inputs, scalars));
+        let result = catch_unwind(run).unwrap_or_else(|payload| {
+            Err(ExecuteError::Panicked {
+                message: panic_message(&*payload),
+            })
+        });
+        result.map_err(|source| Error::Execute {
+            region: self.name.clone(),
+            source: source.into(),
+        })
+    }
+}
+
+/// The results of a trace that outlive it and are no gradients: what the function returns, and state that it updates on its way.
+pub fn results(recorded: &Recorded, gradients: &[TensorId]) -> Vec<TensorId> {
+    let ids = recorded.output_ids.iter().copied();
+    ids.filter(|id| !gradients.contains(id)).collect()
+}

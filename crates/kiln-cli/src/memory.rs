@@ -1,0 +1,163 @@
+//! Memory against time: the step under several memory budgets.
+
+use std::path::Path;
+use std::time::Instant;
+
+use kiln::{CompileOptions, RegionReport, StepReport};
+
+use crate::error::CliError;
+use crate::train::curves::{Curve, Panel, begin};
+
+/// Most budgets that are timed: each is a step of its own to compile.
+const BUDGETS: usize = 8;
+
+/// Timed steps for each budget.
+const STEPS: usize = 7;
+
+const MIB: f64 = 1_048_576.0;
+
+/// The fastest of several calls: the others were held up.
+///
+/// # Errors
+///
+/// Whatever `step` fails with.
+pub fn seconds(mut step: impl FnMut() -> Result<(), CliError>) -> Result<f64, CliError> {
+    let mut fastest = f64::INFINITY;
+    for _ in 0..STEPS {
+        let start = Instant::now();
+        step()?;
+        fastest = fastest.min(start.elapsed().as_secs_f64());
+    }
+    Ok(fastest)
+}
+
+/// One budget.
+struct Measured {
+    peak: u64,
+    saved: u64,
+    seconds: f64,
+}
+
+/// Times the compiled step of `report` under budgets from the largest that makes a difference to the smallest that fits, prints them and draws them into `path`.
+/// `time` compiles and times the step with given options.
+///
+/// # Errors
+///
+/// If nothing was compiled that has a backward pass, a budget fails, or the file cannot be written.
+pub fn curve(
+    path: &Path,
+    report: &RegionReport,
+    options: &CompileOptions,
+    time: impl Fn(CompileOptions) -> Result<f64, CliError>,
+) -> Result<(), CliError> {
+    let partitioned = |step: &&StepReport| {
+        let contract = step.contract.as_ref();
+        contract.is_some_and(|contract| contract.partition.is_some())
+    };
+    let step = report.steps.iter().find(partitioned);
+    let step = step.ok_or_else(|| {
+        CliError::Usage("the memory curve needs a training step on the backend `cpu`".to_owned())
+    })?;
+    let points = kiln::memory_curve(step, options)?;
+    println!(
+        "\nmemory budgets of {}: peak memory of intermediate values, kept for the backward pass, step time",
+        report.name
+    );
+    let mut measured = Vec::new();
+    for point in spread(&points, BUDGETS) {
+        let seconds = time(options.clone().with_memory_budget(point.peak as usize))?;
+        println!(
+            "  {:>12} bytes  {:8.1} MiB  kept {:8.1} MiB  {:9.2} ms",
+            point.peak,
+            point.peak as f64 / MIB,
+            point.saved as f64 / MIB,
+            seconds * 1e3
+        );
+        measured.push(Measured {
+            peak: point.peak,
+            saved: point.saved,
+            seconds,
+        });
+    }
+    std::fs::write(path, draw(&report.name, &measured)).map_err(CliError::io("write", path))
+}
+
+/// At most `count` of `points`, the first and the last among them.
+fn spread<T>(points: &[T], count: usize) -> Vec<&T> {
+    let last = points.len().saturating_sub(1);
+    let count = count.min(points.len());
+    let mut chosen: Vec<usize> = (0..count)
+        .map(|i| i * last / count.saturating_sub(1).max(1))
+        .collect();
+    chosen.dedup();
+    chosen.into_iter().map(|index| &points[index]).collect()
+}
+
+fn draw(name: &str, measured: &[Measured]) -> String {
+    let by = |y: &dyn Fn(&Measured) -> f64| -> Vec<(f64, f64)> {
+        let mut points: Vec<(f64, f64)> = measured
+            .iter()
+            .map(|point| (point.peak as f64 / MIB, y(point)))
+            .collect();
+        points.sort_by(|a, b| a.0.total_cmp(&b.0));
+        points
+    };
+    let mut svg = begin(
+        &format!("{name}: under a memory budget (MiB at the peak, from left to right)"),
+        540.0,
+    );
+    let time = Panel {
+        top: 40.0,
+        height: 270.0,
+    };
+    time.draw(
+        &mut svg,
+        &[Curve {
+            points: by(&|point| point.seconds * 1e3),
+            colour: "#1f5fa8",
+            width: 2.0,
+            name: "step time, ms",
+        }],
+    );
+    let kept = Panel {
+        top: 360.0,
+        height: 140.0,
+    };
+    kept.draw(
+        &mut svg,
+        &[Curve {
+            points: by(&|point| point.saved as f64 / MIB),
+            colour: "#4a8a3c",
+            width: 2.0,
+            name: "kept for the backward pass, MiB",
+        }],
+    );
+    svg.push_str("</svg>\n");
+    svg
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_points_with_both_ends() {
+        let points: Vec<u32> = (0..20).collect();
+        let chosen = spread(&points, 5);
+        assert_eq!((chosen.len(), *chosen[0], *chosen[4]), (5, 0, 19));
+        assert_eq!(spread(&points[..3], 8), [&0, &1, &2]);
+        assert_eq!(spread(&points[..1], 8), [&0]);
+        assert!(spread(&points[..0], 8).is_empty());
+    }
+
+    #[test]
+    fn a_picture_has_both_curves() {
+        let point = |peak, saved, seconds| Measured { peak, saved, seconds };
+        let svg = draw(
+            "step",
+            &[point(3 << 20, 2 << 20, 0.1), point(1 << 20, 1 << 20, 0.2)],
+        );
+        assert_eq!(svg.matches("<polyline").count(), 2);
+        assert!(!svg.contains("NaN"), "{svg}");
+    }
+}

@@ -1,0 +1,164 @@
+//! Partition: what the backward pass keeps of the forward pass and what it computes again.
+//!
+//! kiln-partition decides; this stage gives it what it does not know: which kernels of this compiler take fused operands, and, under a
+//! memory budget, the size of the arena that a graph really gets ([`crate::plan`] for the schedule of [`crate::schedule`] with the working memory of
+//! [`crate::emit`]). A budget is thereby exact: what was promised is what is allocated.
+//!
+//! Later stages keep the phases apart. Nothing merges equal nodes any more, and no kernel holds operations of the forward pass together with
+//! operations of the backward pass ([`crate::schedule::fuse`]).
+
+use std::fmt;
+
+use kiln_graph::{Graph, Phase};
+use kiln_partition::{Frontier, Options as Choices, Partition, Planner, Point, Report, Strategy};
+use serde::{Deserialize, Serialize};
+
+use crate::stages::Stages;
+use crate::{CompileError, Options, planned, transform};
+
+/// What the backward pass keeps of the forward pass.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Keep {
+    /// Everything it reads, as an eager autograd engine does.
+    Everything,
+    /// What is cheaper to keep than to compute again.
+    #[default]
+    Cheapest,
+    /// What lets the arena be no larger than so many bytes, in the least time.
+    Within(u64),
+}
+
+impl fmt::Display for Keep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Keep::Everything => f.write_str("everything"),
+            Keep::Cheapest => f.write_str("cheapest"),
+            Keep::Within(bytes) => write!(f, "within {bytes} bytes"),
+        }
+    }
+}
+
+/// What was decided: stored in the cache with the step.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct Decision {
+    /// Bytes kept from the forward to the backward pass, without outputs of the step.
+    pub saved_bytes: u64,
+    /// Bytes that keeping everything the backward pass reads would keep.
+    pub everything_bytes: u64,
+    /// The arena without a memory budget, if there is one.
+    pub peak_without_budget: Option<u64>,
+    /// Time of what is computed again, by the cost model, in picoseconds.
+    pub recompute_picoseconds: u64,
+    /// What is kept, largest first.
+    pub saved: Vec<SavedReport>,
+    /// What is computed again, the most bytes first.
+    pub recomputed: Vec<RecomputedReport>,
+}
+
+/// A value that is kept from the forward to the backward pass.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct SavedReport {
+    /// Its name in the partitioned graph.
+    pub name: String,
+    /// Element type and shape.
+    pub ty: String,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Whether it leaves the step as an output as well.
+    pub is_output: bool,
+    /// What makes it.
+    pub origin: String,
+    /// What reads it in the backward pass.
+    pub users: Vec<String>,
+}
+
+/// Operations of one kind that run again in the backward pass.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct RecomputedReport {
+    /// Mnemonic of the primitive.
+    pub op: String,
+    /// How many.
+    pub count: usize,
+    /// Bytes of their results, which are not kept.
+    pub bytes: u64,
+}
+
+impl From<&Report> for Decision {
+    fn from(report: &Report) -> Self {
+        let saved = report.saved.iter().map(|saved| SavedReport {
+            name: saved.value.to_string(),
+            ty: saved.ty.to_string(),
+            bytes: saved.bytes,
+            is_output: saved.is_output,
+            origin: saved.origin.to_string(),
+            users: saved.users.iter().map(ToString::to_string).collect(),
+        });
+        let recomputed = report.recomputed.iter().map(|again| RecomputedReport {
+            op: again.op.clone(),
+            count: again.count,
+            bytes: again.bytes,
+        });
+        Self {
+            saved_bytes: report.saved_bytes,
+            everything_bytes: report.everything_bytes,
+            peak_without_budget: report.peak_without_budget,
+            recompute_picoseconds: report.recompute_picoseconds,
+            saved: saved.collect(),
+            recomputed: recomputed.collect(),
+        }
+    }
+}
+
+/// Whether a node belongs to a backward pass or an optimizer.
+fn is_training(graph: &Graph) -> bool {
+    graph
+        .nodes()
+        .any(|(_, data)| data.provenance.phase == Phase::Backward)
+}
+
+/// The partitioned graph and what was decided. A graph without a backward pass has nothing to decide.
+///
+/// # Errors
+/// [`CompileError::Partition`] if nothing fits the memory budget; those of scheduling if a graph cannot be planned.
+pub fn run(graph: &Graph, options: &Options) -> Result<(Graph, Option<Report>), CompileError> {
+    let partition = match options.keep {
+        Keep::Within(budget) => Frontier::new(graph, &choices(options), Arena(options))?.fit(budget)?,
+        _ if !is_training(graph) => return Ok((graph.clone(), None)),
+        _ => kiln_partition::partition(graph, &choices(options))?,
+    };
+    let Partition { graph, report, .. } = partition;
+    Ok((graph, Some(report)))
+}
+
+/// The plans that some memory budget gets for `graph`, as recorded, from the fastest to the smallest.
+///
+/// # Errors
+/// Those of [`crate::compile`].
+pub fn memory_curve(graph: &Graph, options: &Options) -> Result<Vec<Point>, CompileError> {
+    let (graph, _) = transform::run(graph, options, false, &mut Stages::default())?;
+    Ok(Frontier::new(&graph, &choices(options), Arena(options))?.curve()?)
+}
+
+/// What this compiler's kernels can do, for the partitioner.
+fn choices(options: &Options) -> Choices {
+    Choices {
+        strategy: match options.keep {
+            Keep::Everything => Strategy::KeepEverything,
+            Keep::Cheapest | Keep::Within(_) => Strategy::MinimumCut,
+        },
+        // Products and convolutions read their operands from memory.
+        dot_prologue: false,
+        conv_prologue: false,
+        ..Choices::default()
+    }
+}
+
+/// The compiler's own memory planner.
+struct Arena<'a>(&'a Options);
+
+impl Planner for Arena<'_> {
+    fn peak(&self, graph: &Graph) -> Result<u64, String> {
+        let planned = planned(graph, self.0, &mut Stages::default()).map_err(|error| error.to_string())?;
+        Ok(planned.plan.arena_bytes as u64)
+    }
+}

@@ -1,0 +1,165 @@
+//! The partition inside the compiler: same results, phases apart, a memory budget that holds.
+
+mod support;
+
+use kiln_compiler::{CompileError, Keep, Options, compile, memory_curve};
+use kiln_cpu::Toolchain;
+use kiln_graph::alias::assign_aliases;
+use kiln_graph::{Graph, HostTensor, Phase};
+use kiln_partition::testing::{Sizes, arguments, decoder_step};
+use kiln_partition::{PartitionError, assign_phases};
+use support::{build, run};
+
+const SMALL: Sizes = Sizes {
+    layers: 4,
+    batch: 2,
+    length: 16,
+    width: 32,
+    heads: 2,
+    hidden: 96,
+    vocabulary: 40,
+    keep: 0.8,
+};
+
+/// A decoder's training step with dropout, phases assigned, every argument ready to be overwritten.
+fn decoder(sizes: Sizes) -> Graph {
+    let mut step = decoder_step(sizes);
+    let dies = vec![true; step.graph.parameters().len()];
+    assign_aliases(&mut step.graph, &dies);
+    assign_phases(&mut step.graph, &step.hints).unwrap();
+    step.graph
+}
+
+fn options(keep: Keep) -> Options {
+    let toolchain = Toolchain::detect().unwrap();
+    Options {
+        keep,
+        ..Options::new(&toolchain, 3)
+    }
+}
+
+/// The largest difference of two tensors, in units of the largest element.
+fn difference(a: &HostTensor, b: &HostTensor) -> f64 {
+    let (a, b) = (a.to_f64s(), b.to_f64s());
+    let scale = b.iter().fold(1e-30, |scale: f64, x| scale.max(x.abs()));
+    let most = a.iter().zip(&b).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
+    most / scale
+}
+
+fn smallest_budget(graph: &Graph) -> u64 {
+    match compile(graph, &options(Keep::Within(0))) {
+        Err(CompileError::Partition(PartitionError::BudgetTooSmall { smallest, .. })) => smallest,
+        other => panic!(
+            "no step fits in nothing: {:?}",
+            other.map(|step| step.plan.arena_bytes)
+        ),
+    }
+}
+
+#[test]
+fn recomputed_steps_give_the_results_of_the_unpartitioned_one() {
+    let graph = decoder(SMALL);
+    let (tensors, scalars) = arguments(&graph, 3);
+    let results = |keep: Keep| {
+        let step = build(&graph, |options| options.keep = keep).unwrap();
+        (
+            run(&step, &graph, &tensors, &scalars, 2),
+            step.contract().arena_bytes as u64,
+        )
+    };
+    let (expected, everything) = results(Keep::Everything);
+    let smallest = smallest_budget(&graph);
+    for keep in [Keep::Cheapest, Keep::Within(smallest)] {
+        let (found, arena) = results(keep);
+        assert!(arena < everything, "{keep}: {arena} of {everything} bytes");
+        if let Keep::Within(budget) = keep {
+            assert!(arena <= budget, "{arena} bytes under a budget of {budget}");
+        }
+        for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            let error = difference(found, expected);
+            assert!(error < 1e-5, "{keep}: output {number} is off by {error:e}");
+        }
+    }
+}
+
+#[test]
+fn no_kernel_mixes_forward_and_backward() {
+    let graph = decoder(SMALL);
+    for keep in [
+        Keep::Everything,
+        Keep::Cheapest,
+        Keep::Within(smallest_budget(&graph)),
+    ] {
+        let step = compile(&graph, &options(keep)).unwrap();
+        for kernel in &step.schedule.kernels {
+            let forward = |node: &kiln_graph::Node| {
+                let data = step.graph.node(*node);
+                (!data.inputs.is_empty()).then_some(data.provenance.phase == Phase::Forward)
+            };
+            let mut sides: Vec<bool> = kernel.nodes.iter().filter_map(forward).collect();
+            sides.dedup();
+            assert!(
+                sides.len() <= 1,
+                "{keep}:\n{}",
+                step.schedule.to_text(&step.graph)
+            );
+        }
+    }
+}
+
+#[test]
+fn more_memory_is_never_slower_and_every_budget_holds() {
+    let graph = decoder(Sizes { layers: 6, ..SMALL });
+    let curve = memory_curve(&graph, &options(Keep::Cheapest)).unwrap();
+    let (smallest, largest) = (curve[curve.len() - 1].peak, curve[0].peak);
+    assert_eq!(smallest, smallest_budget(&graph));
+    assert_eq!(
+        largest,
+        compile(&graph, &options(Keep::Cheapest))
+            .unwrap()
+            .plan
+            .arena_bytes as u64
+    );
+    assert!(2 * smallest <= largest, "{smallest} of {largest} bytes");
+
+    let mut last_cost = u64::MAX;
+    for share in 0..12 {
+        let budget = smallest + (largest - smallest) * share / 11;
+        let step = compile(&graph, &options(Keep::Within(budget))).unwrap();
+        let arena = step.plan.arena_bytes as u64;
+        let report = step.partition.unwrap();
+        assert!(arena <= budget, "{arena} bytes under a budget of {budget}");
+        assert_eq!(report.peak, Some(arena), "what was measured is what was planned");
+        assert_eq!(report.peak_without_budget, Some(largest));
+        // The point of the curve that the budget buys.
+        let point = curve.iter().find(|point| point.peak <= budget).unwrap();
+        assert_eq!(point.peak, arena);
+        assert!(point.cost <= last_cost);
+        last_cost = point.cost;
+    }
+    let error = compile(&graph, &options(Keep::Within(smallest - 1))).unwrap_err();
+    assert!(error.to_string().contains(&smallest.to_string()), "{error}");
+}
+
+#[test]
+fn a_graph_without_backward_pass_fits_or_says_what_would() {
+    let graph = Graph::parse(
+        "graph @forward {
+  %x = parameter 0 : f32[64,64]
+  %w = parameter 1 : f32[64,64]
+  %h = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[64,64]
+  %y = dot_general %h, %w {a_contract=[1], b_contract=[0]} : f32[64,64]
+  return %y
+}",
+    )
+    .unwrap();
+    assert!(
+        compile(&graph, &options(Keep::Cheapest))
+            .unwrap()
+            .partition
+            .is_none()
+    );
+    let smallest = smallest_budget(&graph);
+    let step = compile(&graph, &options(Keep::Within(smallest))).unwrap();
+    assert_eq!(step.plan.arena_bytes as u64, smallest);
+}
