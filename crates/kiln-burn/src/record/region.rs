@@ -329,12 +329,13 @@ impl Region {
         if let Some(index) = known {
             self.segments[segment].remove(index);
         } else if let Some(mismatch) = self.nearest_mismatch(segment, recorded) {
+            let expected = self.segments[segment].iter().all(|step| step.provisional);
+            let remedy = if expected { history::EXPECTED } else { mismatch.remedy() };
             tracing::info!(
                 target: "kiln::recompiles",
                 region = %self.options.name,
                 segment,
-                "{mismatch}; {}",
-                mismatch.remedy()
+                "{mismatch}; {remedy}"
             );
             reason = Some(mismatch.clone());
             self.recompiles.push(Recompile { segment, mismatch });

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use kiln_burn::record::history::EXPECTED;
 use kiln_burn::{CompileEvent, GraphBreak, Mismatch, RegionReport, StepReport};
 use kiln_compiler::Contract;
 use kiln_compiler::report::{BufferPlace, BufferReport, FusedNode, KernelReport, arena_in_use};
@@ -19,7 +20,7 @@ pub fn report(region: &RegionReport) -> Report {
         calls: region.calls,
         steps: region.steps.iter().map(step).collect(),
         breaks: region.breaks.iter().map(graph_break).collect(),
-        compiles: region.compiles.iter().map(compile).collect(),
+        compiles: compiles(&region.compiles),
         recompile_limit: region.recompile_limit,
         machine: None,
     }
@@ -203,6 +204,19 @@ fn graph_break((graph_break, times): &(GraphBreak, u64)) -> Break {
     }
 }
 
+fn compiles(events: &[CompileEvent]) -> Vec<Compile> {
+    let one = |(at, event): (usize, &CompileEvent)| {
+        let mut before = events[..at].iter().filter(|it| it.segment == event.segment);
+        let mut compile = compile(event);
+        compile.expected = event.mismatch.is_none() || before.all(|it| it.provisional);
+        if compile.expected && event.mismatch.is_some() {
+            compile.remedy = Some(EXPECTED.to_owned());
+        }
+        compile
+    };
+    events.iter().enumerate().map(one).collect()
+}
+
 fn compile(event: &CompileEvent) -> Compile {
     let (guard, before, after) = event.mismatch.as_ref().map_or((None, None, None), difference);
     Compile {
@@ -210,6 +224,7 @@ fn compile(event: &CompileEvent) -> Compile {
         step: event.step,
         backend: event.backend.to_string(),
         provisional: event.provisional,
+        expected: false,
         guard,
         before,
         after,

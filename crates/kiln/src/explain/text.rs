@@ -12,11 +12,7 @@ const COLUMNS: usize = 64;
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let recompiles = self
-            .compiles
-            .iter()
-            .filter(|compile| compile.guard.is_some())
-            .count();
+        let recompiles = self.compiles.iter().filter(|compile| !compile.expected).count();
         writeln!(
             f,
             "region `{}`: {} calls, {} compiled steps, {} graph breaks, {recompiles} recompiles",
@@ -28,7 +24,7 @@ impl fmt::Display for Report {
         for graph_break in &self.breaks {
             write_break(graph_break, f)?;
         }
-        for compile in self.compiles.iter().filter(|compile| compile.guard.is_some()) {
+        for compile in self.compiles.iter().filter(|compile| !compile.expected) {
             write_compile(compile, f)?;
         }
         if recompiles + 1 >= self.recompile_limit {

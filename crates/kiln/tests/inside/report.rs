@@ -24,6 +24,7 @@ fn a_planted_recompile_is_named_with_before_and_after() {
         panic!("two compilations, got {:?}", explain.report().compiles)
     };
     assert_eq!((first.guard.as_deref(), first.runs), (None, 3));
+    assert!(first.expected && !second.expected);
     assert_eq!(second.runs, 1);
     assert_eq!(second.guard.as_deref(), Some("type and shape of input 0"));
     assert_eq!(second.before.as_deref(), Some("f32 [4, 2]"));
@@ -64,6 +65,14 @@ fn a_planted_break_is_named_with_its_line() {
         "{location} is not line {line}"
     );
     assert!(found.remedy.contains("read it outside"));
+}
+
+#[test]
+fn the_step_that_stays_is_no_cause_for_concern() {
+    let explain = train(CompileOptions::default().with_name("stays"), 5);
+    let report = explain.report();
+    assert!(report.compiles.iter().all(|compile| compile.expected), "{:?}", report.compiles);
+    assert!(explain.to_string().contains("0 recompiles"), "{explain}");
 }
 
 #[test]

@@ -105,7 +105,7 @@ function findings() {
     const where = node("span", { class: "mono" }, [it.operation && `result of ${it.operation}`, it.location && `at ${it.location}`].filter(Boolean).join(" "));
     list.push(node("div", { class: "finding bad" }, what, where, node("div", { class: "remedy" }, it.remedy)));
   }
-  for (const it of report.compiles.filter(it => it.guard)) {
+  for (const it of report.compiles.filter(it => !it.expected)) {
     const change = it.before !== null ? `: ${it.before} became ${it.after}` : "";
     const what = node("b", {}, `Recompiled segment ${it.segment} as step ${it.step} in ${seconds(it.seconds)}; it ran ${count(it.runs, "time")} since`);
     list.push(node("div", { class: "finding warn" }, what, node("span", { class: "mono" }, it.guard + change), node("div", { class: "remedy" }, it.remedy || "")));
@@ -327,7 +327,7 @@ function step(step) {
 // ---- the page ----
 
 root.append(node("h1", {}, `Region “${report.region}”`), node("p", { class: "note" },
-  `${count(report.calls, "call")}, ${count(report.steps.length, "compiled step")}, ${count(report.breaks.length, "graph break")}, ${count(report.compiles.filter(it => it.guard).length, "recompile")}` +
+  `${count(report.calls, "call")}, ${count(report.steps.length, "compiled step")}, ${count(report.breaks.length, "graph break")}, ${count(report.compiles.filter(it => !it.expected).length, "recompile")}` +
   (report.machine ? `; machine: ${(report.machine.bytes_per_second / 1e9).toFixed(1)} GB/s, ${(report.machine.flops_per_second / 1e9).toFixed(0)} GFLOP/s with ${count(report.machine.threads, "thread")}` : "")));
 root.append(findings());
 const tabs = node("div", { class: "tabs", role: "tablist" }), body = node("div");
@@ -346,5 +346,5 @@ if (report.steps.length) {
   show(busiest);
 }
 if (report.compiles.length) root.append(section("Every compilation", "", table("compiles", [["step", it => it.step], ["segment", it => it.segment], ["backend", it => it.backend],
-  ["guard that failed", it => it.guard || ""], ["before", it => it.before || ""], ["after", it => it.after || ""], ["seconds", it => it.seconds, it => seconds(it.seconds)], ["runs", it => it.runs]], report.compiles)));
+  ["guard that failed", it => it.guard || ""], ["before", it => it.before || ""], ["after", it => it.after || ""], ["what to do", it => it.remedy || ""], ["seconds", it => it.seconds, it => seconds(it.seconds)], ["runs", it => it.runs]], report.compiles)));
 document.documentElement.dataset.ready = "yes";
