@@ -9,6 +9,7 @@
 //! Nothing is written, and nothing is formatted, unless the variable is set. A program that has a subscriber of its own gets the same events there, under the targets
 //! `kiln::recompiles` and so on.
 
+use std::io::IsTerminal;
 use std::sync::Once;
 
 use tracing_subscriber::EnvFilter;
@@ -64,6 +65,7 @@ pub fn init() {
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .without_time()
         .try_init();
 }
