@@ -12,8 +12,7 @@ use super::guard::Mismatch;
 use crate::options::CompileBackend;
 
 /// What to do about the second compilation of a training step.
-pub const EXPECTED: &str =
-    "nothing: the first step of an optimizer creates its state and does not come again; this one is the step that stays";
+pub const EXPECTED: &str = "nothing: the first step of an optimizer creates its state and does not come again; this one is the step that stays";
 
 /// One compilation of a region.
 #[derive(Clone, Debug)]

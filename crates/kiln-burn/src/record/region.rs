@@ -330,7 +330,11 @@ impl Region {
             self.segments[segment].remove(index);
         } else if let Some(mismatch) = self.nearest_mismatch(segment, recorded) {
             let expected = self.segments[segment].iter().all(|step| step.provisional);
-            let remedy = if expected { history::EXPECTED } else { mismatch.remedy() };
+            let remedy = if expected {
+                history::EXPECTED
+            } else {
+                mismatch.remedy()
+            };
             tracing::info!(
                 target: "kiln::recompiles",
                 region = %self.options.name,

@@ -71,7 +71,11 @@ fn a_planted_break_is_named_with_its_line() {
 fn the_step_that_stays_is_no_cause_for_concern() {
     let explain = train(CompileOptions::default().with_name("stays"), 5);
     let report = explain.report();
-    assert!(report.compiles.iter().all(|compile| compile.expected), "{:?}", report.compiles);
+    assert!(
+        report.compiles.iter().all(|compile| compile.expected),
+        "{:?}",
+        report.compiles
+    );
     assert!(explain.to_string().contains("0 recompiles"), "{explain}");
 }
 
