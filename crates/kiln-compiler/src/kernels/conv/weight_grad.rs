@@ -314,7 +314,7 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
 }
 
 /// Bytes of a weight whose gradient stays in cache while chunks of pixels go by.
-const SMALL_WEIGHT: usize = 256 << 10;
+const SMALL_WEIGHT: usize = 128 << 10;
 
 /// Without a window, the gradient is a matrix product over the pixels. A small one over many pixels of channels-last images is better summed in
 /// chunks, each read from memory once.
