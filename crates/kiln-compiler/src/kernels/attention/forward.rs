@@ -335,6 +335,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
 }
 
 /// The product of a block of rows (`pitch` apart, `depth` long) with transposed panels, into a strip; tiles that no row sees are left out.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn scores(
     spec: &AttentionSpec,
     plan: &Plan,

@@ -4,6 +4,7 @@ use super::View;
 
 /// Copies `rows` rows (C expression) of `width` elements from position `first` of the head at `from` to rows of `pitch` elements at `to`, the rest
 /// of each zero; rows from `rows` to `all` become zero. `factor` multiplies, if not empty.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn copy_rows(
     view: &View,
     from: &str,

@@ -46,7 +46,7 @@ impl Plan {
         let key_rows = round_up(e.keys, tile);
         let ld = round_up(e.keys.max(key_rows), lanes);
         // Rows whose distance is a multiple of 1 KiB share few lines of L1.
-        let ld = if ld % 256 == 0 { ld + lanes } else { ld };
+        let ld = if ld.is_multiple_of(256) { ld + lanes } else { ld };
         let most = (STRIP_BYTES / (4 * ld)).clamp(tile, MAX_BLOCK.max(tile)) / tile * tile;
         let count = e.queries.div_ceil(most).max(1);
         let block = round_up(e.queries.div_ceil(count).max(1), tile);
