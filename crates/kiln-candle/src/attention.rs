@@ -117,7 +117,11 @@ impl Operands {
             let full = |value: f64| Tensor::full(value, (planes, t, 1), &Device::Cpu);
             return Ok([scores, full(f64::NEG_INFINITY)?, full(0.0)?]);
         }
+        // Candle's maximum passes over NaN.
+        let missing = scores.ne(&scores)?.to_dtype(candle_core::DType::F64)?.sum_keepdim(2)?;
+        let missing = missing.gt(&float(&missing, 0.0)?)?;
         let largest = scores.max_keepdim(2)?;
+        let largest = select(&missing, &float(&largest, f64::NAN)?, &largest)?;
         let exps = scores.broadcast_sub(&largest)?.exp()?;
         let sums = exps.sum_keepdim(2)?;
         Ok([exps.broadcast_div(&sums)?, largest, sums])
@@ -129,6 +133,20 @@ impl Operands {
             (Some(kept), Some(factor)) => x.mul(kept)?.broadcast_mul(factor),
             _ => Ok(x.clone()),
         }
+    }
+
+    /// Sums of `ds * other` along `axis`, of what is not hidden only: NaN in a hidden key or query has no part in the gradient. `ds` is
+    /// `[planes, t, s]`, `other` `[planes, 1, s, width]` or `[planes, t, 1, width]`.
+    fn visible_sum(&self, ds: &Tensor, other: &Tensor, axis: usize) -> Result<Tensor> {
+        let terms = ds.unsqueeze(3)?.broadcast_mul(other)?;
+        let terms = match &self.hidden {
+            Some((hidden, _)) => {
+                let hidden = hidden.unsqueeze(3)?.broadcast_as(terms.shape())?.contiguous()?;
+                select(&hidden, &float(&terms, 0.0)?, &terms)?
+            }
+            None => terms,
+        };
+        terms.sum(axis)
     }
 
     /// Gradients of repeated heads added up, in the shape of the operand `like`.
@@ -183,8 +201,8 @@ pub(crate) fn backward(dims: &AttentionDims, inputs: &[&Val]) -> Result<[Val; 3]
     if let Some((hidden, _)) = &operands.hidden {
         ds = select(hidden, &float(&ds, 0.0)?, &ds)?;
     }
-    let dq = matmul(&ds, &operands.k, DType::F64)?;
-    let dk = matmul(&ds.transpose(1, 2)?, &operands.q, DType::F64)?;
+    let dq = operands.visible_sum(&ds, &operands.k.unsqueeze(1)?, 2)?;
+    let dk = operands.visible_sum(&ds, &operands.q.unsqueeze(2)?, 1)?;
     Ok([
         Val::narrow(dq.reshape(forward[0].dims())?, forward[0].dtype)?,
         operands.fold(&dk, forward[1])?,

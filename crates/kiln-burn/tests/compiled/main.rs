@@ -28,7 +28,7 @@ use kiln_graph::Graph;
 
 /// The executor under test.
 fn executors(graph: &Arc<Graph>) -> Vec<(&'static str, Box<dyn Executable>)> {
-    let compiled = Cpu::new(graph.clone(), &CompileOptions::default());
+    let compiled = Cpu::new(graph.clone(), &CompileOptions::default(), None);
     vec![(
         "cpu",
         Box::new(compiled.unwrap_or_else(|error| panic!("{error}\n{graph}"))),
