@@ -118,7 +118,10 @@ impl Operands {
             return Ok([scores, full(f64::NEG_INFINITY)?, full(0.0)?]);
         }
         // Candle's maximum passes over NaN.
-        let missing = scores.ne(&scores)?.to_dtype(candle_core::DType::F64)?.sum_keepdim(2)?;
+        let missing = scores
+            .ne(&scores)?
+            .to_dtype(candle_core::DType::F64)?
+            .sum_keepdim(2)?;
         let missing = missing.gt(&float(&missing, 0.0)?)?;
         let largest = scores.max_keepdim(2)?;
         let largest = select(&missing, &float(&largest, f64::NAN)?, &largest)?;

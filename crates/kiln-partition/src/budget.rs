@@ -253,13 +253,13 @@ fn is_apart(bytes: u64, than: u64) -> bool {
 }
 
 /// The values that can be kept or recomputed: those that candidates define and the backward pass may need, but not those
-/// that cost nothing to make again, or that cannot be made again.
+/// that cannot be made again, or that are drawn again as a rule.
 fn choices(joint: &Joint) -> Vec<Value> {
     let needed = joint.closure(&EntitySet::new(), true);
     let values = joint
         .graph
         .values()
-        .filter(|(_, data)| needed.recomputed.contains(data.node));
+        .filter(|&(value, data)| needed.recomputed.contains(data.node) && !joint.is_redrawn(value));
     values.map(|(value, _)| value).collect()
 }
 

@@ -23,7 +23,7 @@ pub struct Machine {
     pub simple_per_second: f64,
     /// Elements per second through one transcendental function (exp, tanh, erf) on data in registers.
     pub special_per_second: f64,
-    /// Random elements per second.
+    /// Random elements per second. What a draw costs is counted and reported, but does not decide: draws are not kept.
     pub random_per_second: f64,
     /// The share of a fused kernel's simple arithmetic that takes no time, because the kernel waits for memory meanwhile; from
     /// 0 to 1. Transcendental functions and random numbers are not hidden: a kernel that computes one waits for it, not for memory.

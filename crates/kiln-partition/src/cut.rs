@@ -11,7 +11,7 @@
 //! A vertex on the sink's side is something the backward pass has. If `v` is there, either `n` is too, and the cut goes
 //! through `source → n`: the node runs in the backward pass; or the cut goes through `n → v`: the value is kept. If `n` runs
 //! there, so must everything it reads be there: the edges from its operands cannot be cut. What must not be
-//! recomputed has an uncuttable edge from the source. So the cuts of this network are exactly the ways to run the backward
+//! recomputed has an uncuttable edge from the source, and what must not be kept (random draws) one from `n` to `v`. So the cuts of this network are exactly the ways to run the backward
 //! pass, each with its cost, and a minimum cut is a cheapest one; the test beside this file tries all of them.
 
 use cranelift_entity::{EntitySet, SecondaryMap};
@@ -40,6 +40,9 @@ impl Steering<'_> {
     };
 
     fn keep(&self, joint: &Joint, value: Value) -> u64 {
+        if joint.is_redrawn(value) {
+            return INFINITE;
+        }
         if self.anchors.is_some_and(|anchors| anchors.contains(value)) {
             return 0;
         }
@@ -217,6 +220,49 @@ mod tests {
 
     fn choices(count: std::ops::Range<usize>) -> impl Strategy<Value = Vec<Choice>> {
         prop::collection::vec((any::<u8>(), 0usize..64, 0usize..64), count)
+    }
+
+    /// Whether anything of a dropout mask is kept on a machine that draws this many elements per second; `output`: the step
+    /// returns the mask.
+    fn keeps_the_draw(per_second: f64, output: bool) -> bool {
+        let graph = Graph::parse(&format!(
+            "graph @dropout {{
+  %x = parameter 0 : f32[8,8]
+  %dy = parameter 1 : f32[8,8]
+  %seed = scalar 0 : u64[]
+  %stream = scalar 1 : u64[]
+  %noise = random uniform %seed, %stream : f32[8,8]                        ; fwd
+  %p = constant 0.9 : f32[]                                                ; fwd
+  %ps = broadcast %p {{dims=[]}} : f32[8,8]                                  ; fwd
+  %mask = compare lt %noise, %ps : bool[8,8]                               ; fwd
+  %y = select %mask, %x, %ps : f32[8,8]                                    ; fwd
+  %d = dot_general %dy, %x {{a_contract=[1], b_contract=[0]}} : f32[8,8]     ; bwd
+  %dx = select %mask, %d, %ps : f32[8,8]                                   ; bwd
+  return %y, %dx{}
+}}",
+            if output { ", %mask" } else { "" }
+        ))
+        .expect("well formed");
+        let machine = Machine {
+            random_per_second: per_second,
+            ..Machine::default()
+        };
+        let options = Options {
+            machine,
+            ..Options::default()
+        };
+        let joint = Joint::new(&graph, &options).expect("valid");
+        let kept = choose(&joint, &Steering::FASTEST).0;
+        let drawn = ["random", "compare"];
+        kept.iter()
+            .any(|value| drawn.contains(&graph.def(value).op.name()))
+    }
+
+    #[test]
+    fn draws_are_made_again_however_slow() {
+        assert!(!keeps_the_draw(6e9, false));
+        assert!(!keeps_the_draw(1.0, false));
+        assert!(keeps_the_draw(1.0, true), "an output lies in memory anyway");
     }
 
     proptest! {

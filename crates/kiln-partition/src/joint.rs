@@ -1,7 +1,7 @@
 //! The joint graph as the partitioner sees it: who may be kept, who may be recomputed, and at what cost.
 //!
 //! Every node has a [`Side`]. The forward nodes are those that may run twice. A backward node that depends on forward
-//! values and arguments alone through fusable operations (`1 - tanh(x)^2`, a comparison with zero, probabilities minus one-hot
+//! values and arguments alone (but for tangents, which come with the backward pass: see [`mod@crate::split`]) through fusable operations (`1 - tanh(x)^2`, a comparison with zero, probabilities minus one-hot
 //! labels) is *primal*: it runs once wherever it is put, so it may also be put into the forward pass and its result kept,
 //! a mask of bytes in place of the floats that it compares. Everything else is *fixed*: it stays where it is, and what it
 //! reads is what the backward pass demands.
@@ -15,6 +15,10 @@
 //!   its operands cause is counted where they are kept. Two things spoil the fusion and add a write and a read of
 //!   the result: readers in different kernels (before and after a product, such as a residual stream), and a reader that
 //!   takes no fused operands.
+//!
+//! One choice is a rule and no matter of cost: a random draw, and what follows from draws alone element by element (a dropout
+//! mask), is not kept, however slowly the machine draws, but made from the counter again by the kernels that read it. Only a draw that
+//! leaves the step as an output, and so lies in memory anyway, may be read from there.
 
 use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::op::Op;
@@ -53,11 +57,23 @@ pub(crate) struct Joint<'a> {
     after: SecondaryMap<Node, u32>,
     /// Made from scalars and coordinates alone: no memory is read to make it again.
     generated: SecondaryMap<Node, bool>,
+    /// Generated, element by element, from random numbers: dropout masks and noise.
+    drawn: SecondaryMap<Node, bool>,
 }
 
 impl<'a> Joint<'a> {
     /// Looks at `graph`, whose nodes carry phases (as [`crate::assign_phases`] writes them; found by their looks if not).
     pub(crate) fn new(graph: &'a Graph, options: &'a Options) -> Result<Self, PartitionError> {
+        Self::with_tangents(graph, options, &[])
+    }
+
+    /// The same where the tensor arguments with indices in `tangents` exist only in the backward pass: what reads one cannot run
+    /// in the forward pass.
+    pub(crate) fn with_tangents(
+        graph: &'a Graph,
+        options: &'a Options,
+        tangents: &[u32],
+    ) -> Result<Self, PartitionError> {
         let phase = known_phases(graph)?;
         let mut joint = Self {
             graph,
@@ -68,20 +84,24 @@ impl<'a> Joint<'a> {
             before: SecondaryMap::new(),
             after: SecondaryMap::new(),
             generated: SecondaryMap::new(),
+            drawn: SecondaryMap::new(),
         };
-        joint.sides();
+        joint.sides(tangents);
         joint.depths();
         Ok(joint)
     }
 
-    fn sides(&mut self) {
+    fn sides(&mut self, tangents: &[u32]) {
         for (node, data) in self.graph.nodes() {
             let arguments = matches!(
                 data.op,
                 Op::Parameter { .. } | Op::Scalar { .. } | Op::Constant { .. }
             );
             let fusable = matches!(Recompute::of(&data.op), Recompute::Free | Recompute::Fused);
-            let fixed = |&value: &Value| self.side[self.graph.value(value).node] == Side::Fixed;
+            let fixed = |&value: &Value| match self.graph.def(value).op {
+                Op::Parameter { index, .. } => tangents.contains(&index),
+                _ => self.side[self.graph.value(value).node] == Side::Fixed,
+            };
             self.side[node] = if arguments {
                 Side::Resident
             } else if self.phase[node] == Phase::Forward {
@@ -117,6 +137,13 @@ impl<'a> Joint<'a> {
             let kernel = class.is_kernel() && self.side[node] != Side::Resident;
             self.after[node] = before + u32::from(kernel);
             self.generated[node] = generated;
+            self.drawn[node] = generated
+                && match data.op {
+                    Op::Random { .. } => true,
+                    // A sum or a look-up may be much smaller than what is drawn for it.
+                    Op::Reduce { .. } | Op::Gather { .. } | Op::IndexSelect { .. } => false,
+                    _ => operands().any(|operand| self.drawn[operand]),
+                };
         }
     }
 
@@ -170,6 +197,11 @@ impl<'a> Joint<'a> {
             let whole = class != Recompute::Free && !self.takes_fused_operands(self.graph.node(user));
             forward && (far || whole)
         })
+    }
+
+    /// Whether `value` is drawn from the counter again wherever it is read: by [`crate::Strategy::MinimumCut`] it is never kept.
+    pub(crate) fn is_redrawn(&self, value: Value) -> bool {
+        self.drawn[self.node_of(value)] && self.users.outputs(value) == 0
     }
 
     /// Cost of having `value` in the backward pass because it was kept, in picoseconds.

@@ -96,7 +96,7 @@ pub struct Options {
 /// How [`partition`] chooses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Strategy {
-    /// The cheapest choice.
+    /// The cheapest choice of those that store no random draws: dropout masks are made from the counter again.
     #[default]
     MinimumCut,
     /// Everything that the backward pass reads is kept, as an eager autograd engine does: a baseline to compare with.

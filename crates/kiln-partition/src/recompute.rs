@@ -4,7 +4,7 @@
 //! | --- | --- | --- |
 //! | `constant`, `iota`, `reshape`, `transpose`, `broadcast`, `slice`, `pad`, `concat`, `flip` | `Free` | nothing is computed: a reader reads through them by index |
 //! | pointwise (`add` .. `select`, `cast`) | `Fused` | computed in the registers of the kernel that reads them |
-//! | `random` | `Fused` | counter-based: element `i` is a pure function of seed, stream and `i`, so a dropout mask comes out the same bit for bit |
+//! | `random` | `Fused` | counter-based: element `i` is a pure function of seed, stream and `i`, so a dropout mask comes out the same bit for bit; it is not kept, whatever a draw costs |
 //! | `reduce`, `gather`, `index_select` | `Fused` | a row's statistics, or a look-up, inside the kernel that reads it |
 //! | `arg_reduce`, `cumulative`, `update_slice`, pooling and its gradients, `scatter`, `index_put` | `Kernel` | linear work, but a kernel of its own that writes its result |
 //! | `dot_general`, `conv` and its gradients, `attention` and its gradient, `sort`, `top_k` | `Expensive` | more than linear work: only when a memory budget asks for it |

@@ -78,7 +78,7 @@ pub fn split(
     }
     let mut joint_graph = graph.without_dead_code();
     let is_gradient = assign(&mut joint_graph, tangents, roles)?;
-    let joint = Joint::new(&joint_graph, options)?;
+    let joint = Joint::with_tangents(&joint_graph, options, tangents)?;
     let kept = match options.strategy {
         Strategy::MinimumCut => choose(&joint, &Steering::FASTEST).0,
         Strategy::KeepEverything => joint.everything(),

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use burn_flex::FlexTensor;
 use kiln_graph::{Graph, HostTensor, NodeData, Op};
 
-use super::{Executable, ExecuteError, convert, prepare};
+use super::{Effort, Executable, ExecuteError, convert, prepare};
 use crate::options::{CompileBackend, CompileOptions, NumericsCheck};
 
 /// Where a step and its reference part.
@@ -136,7 +136,7 @@ impl Checker {
         let Some(check) = options.check else {
             return Ok(None);
         };
-        let (reference, _) = prepare(check.backend, graph.clone(), options, None)?;
+        let (reference, _) = prepare(check.backend, graph.clone(), options, Effort::Full, None)?;
         Ok(Some(Self {
             check,
             options: options.clone(),
@@ -211,7 +211,7 @@ impl Reference<'_> {
     ///
     /// Those of the reference backend.
     pub fn values(&self, graph: Graph) -> Result<Vec<FlexTensor>, ExecuteError> {
-        let (reference, _) = prepare(self.backend, Arc::new(graph), self.options, None)?;
+        let (reference, _) = prepare(self.backend, Arc::new(graph), self.options, Effort::Full, None)?;
         reference.run(self.inputs.to_vec(), self.scalars)
     }
 
@@ -231,7 +231,7 @@ impl Reference<'_> {
             node.outputs.iter().for_each(|&value| all.output(value, None));
         }
         let nodes: Vec<&NodeData> = all.outputs.iter().map(|output| graph.def(output.value)).collect();
-        let (own, _) = prepare(backend, Arc::new(all.clone()), self.options, None)?;
+        let (own, _) = prepare(backend, Arc::new(all.clone()), self.options, Effort::Full, None)?;
         let found = own.run(self.inputs.to_vec(), self.scalars)?;
         let expected = self.values(all.clone())?;
         let parting = expected

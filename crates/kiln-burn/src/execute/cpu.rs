@@ -18,7 +18,7 @@ use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
 use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Keep, Observer, Options};
-use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, StepHooks, ThreadPool, Toolchain};
+use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, OptLevel, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::op::ExternOp;
 use kiln_graph::{Graph, TensorType};
 use kiln_partition::Point;
@@ -26,7 +26,7 @@ use kiln_profile::StepDescription;
 
 use super::check::{Parting, Reference};
 use super::profile::{RunClock, describe_contract, next_id};
-use super::{Executable, ExecuteError, check_arguments, convert};
+use super::{Effort, Executable, ExecuteError, check_arguments, convert};
 use crate::import::external;
 use crate::options::CompileOptions;
 
@@ -91,6 +91,7 @@ impl Cpu {
     pub fn new(
         graph: Arc<Graph>,
         options: &CompileOptions,
+        effort: Effort,
         debug: Option<&Path>,
     ) -> Result<Self, ExecuteError> {
         static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
@@ -104,7 +105,14 @@ impl Cpu {
             debug: debug.map(Path::to_path_buf),
             ..Options::new(toolchain, pool.threads())
         };
-        let executable = CpuExecutable::new(&graph, &compiler, toolchain, &CACHE, &BuildOptions::default())?;
+        let build = BuildOptions {
+            level: match effort {
+                Effort::Full => OptLevel::default(),
+                Effort::Quick => OptLevel::Quick,
+            },
+            ..BuildOptions::default()
+        };
+        let executable = CpuExecutable::new(&graph, &compiler, toolchain, &CACHE, &build)?;
         let externs = executable
             .contract()
             .externs
@@ -304,7 +312,7 @@ impl Executable for Cpu {
         &self.executable.stages
     }
 
-    fn from_cache(&self) -> bool {
+    fn is_from_cache(&self) -> bool {
         self.executable.from_cache
     }
 

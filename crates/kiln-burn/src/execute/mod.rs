@@ -71,7 +71,7 @@ pub trait Executable: Send + Sync {
     }
 
     /// Whether the disk cache had it.
-    fn from_cache(&self) -> bool {
+    fn is_from_cache(&self) -> bool {
         false
     }
 
@@ -174,6 +174,7 @@ pub fn prepare(
     backend: CompileBackend,
     graph: Arc<Graph>,
     options: &CompileOptions,
+    effort: Effort,
     debug: Option<&Path>,
 ) -> Result<(Box<dyn Executable>, CompileBackend), ExecuteError> {
     let _span = tracing::debug_span!("prepare", %backend).entered();
@@ -182,7 +183,7 @@ pub fn prepare(
         CompileBackend::Eager | CompileBackend::AotEager => aot_eager(graph),
         CompileBackend::Candle => Box::new(host::Candle::new(graph)?),
         CompileBackend::Interpret => Box::new(host::Interpret::new(graph)),
-        CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options, debug) {
+        CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options, effort, debug) {
             Ok(executable) => Box::new(executable),
             Err(
                 error @ (ExecuteError::NoCompiler(_)
@@ -195,6 +196,16 @@ pub fn prepare(
         },
     };
     Ok((executable, backend))
+}
+
+/// How much time compiling is worth.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Effort {
+    /// The step runs again and again.
+    #[default]
+    Full,
+    /// The step runs once: the C compiler optimises little, for about two thirds of its time.
+    Quick,
 }
 
 /// Says once for each cause that steps run on the slower executor.

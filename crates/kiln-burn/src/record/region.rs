@@ -27,7 +27,7 @@ use super::recording::Recorded;
 use super::stream_text;
 use crate::error::Error;
 use crate::execute::check::Checker;
-use crate::execute::{self, Executable, ExecuteError};
+use crate::execute::{self, Effort, Executable, ExecuteError};
 use crate::import::{self, ScalarSource};
 use crate::options::{CompileBackend, CompileOptions};
 use crate::random::Stream;
@@ -362,7 +362,13 @@ impl Region {
         step.stages.insert(0, ("record", self.recorded_in));
         let name = &self.options.name;
         let at = (segment, number);
-        history::note_compile(name, at, step.backend, step.executable.from_cache(), &step.stages);
+        history::note_compile(
+            name,
+            at,
+            step.backend,
+            step.executable.is_from_cache(),
+            &step.stages,
+        );
         self.compiles.push(CompileEvent::new(
             at,
             (step.backend, provisional),
@@ -422,7 +428,7 @@ impl Region {
         }
         let first = self.segments[segment].is_empty() && !seen;
         if first && backend == CompileBackend::Cpu && creates_state(recorded) {
-            return (CompileBackend::AotEager, true);
+            return (backend, true);
         }
         (backend, false)
     }
@@ -445,24 +451,28 @@ impl Region {
 }
 
 /// Whether the step leaves much more behind than it takes away: dying inputs are the state it replaces, and new state exceeds
-/// half of that.
+/// half of that. Only tensors of a type that both ends and is left behind count: a batch that ends in the step is no state, and neither
+/// is a loss that is left.
 fn creates_state(recorded: &Recorded) -> bool {
-    let bytes = |ir: &TensorIr| ir.shape.num_elements() * ir.dtype.size();
-    let replaced: usize = recorded
+    let ending: Vec<&TensorIr> = recorded
         .inputs
         .iter()
         .filter(|input| input.tensor_dies())
-        .map(|input| bytes(&input.ir))
-        .sum();
-    let outputs = recorded
+        .map(|input| &input.ir)
+        .collect();
+    let kept: Vec<&TensorIr> = recorded
         .operations
         .iter()
-        .flat_map(|operation| operation.outputs());
-    let kept: usize = outputs
+        .flat_map(|operation| operation.outputs())
         .filter(|output| recorded.output_ids.contains(&output.id))
-        .map(bytes)
-        .sum();
-    replaced > 0 && kept > replaced + replaced / 2
+        .collect();
+    let bytes_of_types_in = |these: &[&TensorIr], those: &[&TensorIr]| -> usize {
+        let alike = |a: &TensorIr, b: &TensorIr| a.dtype == b.dtype && a.shape == b.shape;
+        let both = these.iter().filter(|a| those.iter().any(|b| alike(a, b)));
+        both.map(|ir| ir.shape.num_elements() * ir.dtype.size()).sum()
+    };
+    let replaced = bytes_of_types_in(&ending, &kept);
+    replaced > 0 && bytes_of_types_in(&kept, &ending) > replaced + replaced / 2
 }
 
 impl Step {
@@ -522,8 +532,9 @@ impl Step {
         })?;
         let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
-        let (executable, backend) =
-            execute::prepare(backend, graph.clone(), options, debug).map_err(|source| Error::Execute {
+        let effort = if provisional { Effort::Quick } else { Effort::Full };
+        let (executable, backend) = execute::prepare(backend, graph.clone(), options, effort, debug)
+            .map_err(|source| Error::Execute {
                 region: options.name.clone(),
                 source: source.into(),
             })?;
@@ -685,7 +696,7 @@ impl Step {
             details: self.details(),
             contract: self.executable.contract().cloned(),
             stages: self.stages.clone(),
-            from_cache: self.executable.from_cache(),
+            from_cache: self.executable.is_from_cache(),
             threads: self.executable.threads(),
         }
     }

@@ -16,7 +16,7 @@ use super::guard::{Guard, Mismatch};
 use super::recording::Recorded;
 use super::region::{Scalars, panic_message, types_of, with_dtype};
 use crate::error::Error;
-use crate::execute::{self, Executable, ExecuteError};
+use crate::execute::{self, Effort, Executable, ExecuteError};
 use crate::import;
 use crate::options::{CompileBackend, CompileOptions};
 
@@ -210,10 +210,10 @@ impl SplitStep {
             &kiln_partition::Options::default(),
         )
         .map_err(|source| failed(CompileError::from(source).into()))?;
-        let (forward, _) =
-            execute::prepare(backend, Arc::new(split.forward), options, None).map_err(failed)?;
-        let (backward, _) =
-            execute::prepare(backend, Arc::new(split.backward), options, None).map_err(failed)?;
+        let (forward, _) = execute::prepare(backend, Arc::new(split.forward), options, Effort::Full, None)
+            .map_err(failed)?;
+        let (backward, _) = execute::prepare(backend, Arc::new(split.backward), options, Effort::Full, None)
+            .map_err(failed)?;
         Ok(Self {
             guard: Guard::new(recorded),
             places,

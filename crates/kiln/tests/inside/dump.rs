@@ -49,7 +49,7 @@ fn two_dumps_of_one_program_are_equal() {
     for (name, text) in &one {
         assert_eq!(text, &other[name], "{name} differs");
     }
-    // The first step of the optimizer is interpreted: it has a stream only. The second is compiled.
+    // The first step of the optimizer is one of its own; the second stays.
     assert!(one.contains_key("dumped/step-0/recorded.txt"), "{:?}", one.keys());
     for name in [
         "recorded.txt",

@@ -94,12 +94,8 @@ fn every_run_has_its_kernels() {
     let (trace, _) = profiled(|| drop(train(CompileOptions::default().with_name("runs"), 6)));
     let runs: Vec<&Slice> = trace.of("step").filter(|run| run.name == "runs").collect();
     assert_eq!(runs.len(), 6);
-    let compiled: Vec<&&Slice> = runs
-        .iter()
-        .filter(|run| run.arguments["backend"] == "cpu")
-        .collect();
-    assert_eq!(compiled.len(), 5, "the first step of an optimizer is interpreted");
-    for run in compiled {
+    for run in &runs {
+        assert_eq!(run.arguments["backend"], "cpu");
         let kernels: Vec<&Slice> = trace.inside(run, "kernel").collect();
         assert_eq!(kernels.len() as u64, run.arguments["kernels"].as_u64().unwrap());
         let sum: u64 = kernels.iter().map(|kernel| kernel.end - kernel.begin).sum();
@@ -202,9 +198,7 @@ fn a_graph_break_is_an_instant_with_its_reason() {
         let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
         let mut region = kiln::compile(options.with_name("broken"));
         let x = Tensor::<Kiln, 1>::ones([3], &device());
-        region
-            .run(|| x.clone() * x.clone().sum().into_scalar())
-            .unwrap();
+        region.run(|| x.clone() * x.clone().sum().into_scalar()).unwrap();
     });
     let found = trace
         .events

@@ -1,6 +1,7 @@
 //! Small models of each family, and one batch for them.
 
 use burn::module::{Module, Param};
+use burn::nn::activation::{Activation, ActivationConfig};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::pool::{AdaptiveAvgPool2d, AdaptiveAvgPool2dConfig, MaxPool2d, MaxPool2dConfig};
@@ -9,8 +10,8 @@ use burn::nn::transformer::{
     TransformerEncoderConfig, TransformerEncoderInput,
 };
 use burn::nn::{
-    BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Gelu, Linear,
-    LinearConfig, Lstm, LstmConfig, Relu,
+    BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearConfig,
+    Lstm, LstmConfig, Relu,
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
@@ -63,16 +64,20 @@ pub trait Trainable<B: Backend>: Module<B> {
 pub struct Mlp<B: Backend> {
     hidden: Linear<B>,
     out: Linear<B>,
-    activation: Gelu,
+    activation: Activation<B>,
     scale: Param<Tensor<B, 1>>,
 }
 
 impl<B: Backend> Mlp<B> {
     pub fn new(device: &B::Device) -> Self {
+        Self::with_activation(ActivationConfig::Gelu, device)
+    }
+
+    pub fn with_activation(activation: ActivationConfig, device: &B::Device) -> Self {
         Self {
             hidden: LinearConfig::new(WIDTH, 16).init(device),
             out: LinearConfig::new(16, CLASSES).with_bias(false).init(device),
-            activation: Gelu::new(),
+            activation: activation.init(device),
             scale: Param::from_tensor(Tensor::ones([16], device)),
         }
     }
@@ -166,10 +171,15 @@ pub struct Encoder<B: Backend> {
 
 impl<B: Backend> Encoder<B> {
     pub fn new(dropout: f64, device: &B::Device) -> Self {
+        Self::with_activation(ActivationConfig::Gelu, dropout, device)
+    }
+
+    pub fn with_activation(activation: ActivationConfig, dropout: f64, device: &B::Device) -> Self {
         Self {
             embedding: EmbeddingConfig::new(VOCABULARY, 16).init(device),
             layers: TransformerEncoderConfig::new(16, 32, 4, 2)
                 .with_dropout(dropout)
+                .with_activation(activation)
                 .init(device),
             out: LinearConfig::new(16, CLASSES).init(device),
         }
@@ -193,11 +203,16 @@ pub struct Decoder<B: Backend> {
 
 impl<B: Backend> Decoder<B> {
     pub fn new(device: &B::Device) -> Self {
+        Self::with_activation(ActivationConfig::Gelu, device)
+    }
+
+    pub fn with_activation(activation: ActivationConfig, device: &B::Device) -> Self {
         Self {
             embedding: EmbeddingConfig::new(VOCABULARY, 12).init(device),
             layers: TransformerDecoderConfig::new(12, 20, 2, 1)
                 .with_dropout(0.0)
                 .with_norm_first(true)
+                .with_activation(activation)
                 .init(device),
             out: LinearConfig::new(12, CLASSES).init(device),
         }
