@@ -4,11 +4,11 @@
 //! their place in the sequence; the activations count, so layer `i` is item `2 i`.
 
 use crate::keys::Pretrained;
+use crate::layers::gelu;
 use crate::loss::CrossEntropy;
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::activation::gelu;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 

@@ -2,7 +2,7 @@
 
 use burn::config::Config;
 use burn::tensor::Tensor;
-use burn::tensor::activation::{gelu, gelu_approximate, relu, silu};
+use burn::tensor::activation::{gelu_approximate, relu, silu};
 use burn::tensor::backend::Backend;
 
 /// A pointwise activation.
@@ -52,4 +52,13 @@ impl Activation {
             Self::Silu => silu(input),
         }
     }
+}
+
+/// Exact GELU, `x Φ(x) = x (1 + erf(x / √2)) / 2`, of any shape.
+///
+/// Composed rather than Burn's own function: backends that do not bring a gradient of their own for that one get its approximation by the
+/// hyperbolic tangent, which is up to 1e-3 off.
+pub fn gelu<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let twice = (x.clone() * std::f64::consts::FRAC_1_SQRT_2).erf() + 1.0;
+    x * twice * 0.5
 }

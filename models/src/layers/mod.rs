@@ -7,7 +7,7 @@ mod conv;
 mod embedding;
 mod inverted;
 
-pub use activation::Activation;
+pub use activation::{Activation, gelu};
 pub use attention::{attention, causal_mask, merge_heads, split_heads};
 pub use batch_norm::{BatchNorm2d, BatchNorm2dConfig};
 pub use conv::{ConvInit, ConvSpec, adaptive_avg_pool, global_avg_pool, max_pool2d, normal_linear};

@@ -8,13 +8,12 @@
 
 use crate::ModelError;
 use crate::keys::Pretrained;
-use crate::layers::{ConvSpec, attention, merge_heads, normal_linear, split_heads};
+use crate::layers::{ConvSpec, attention, gelu, merge_heads, normal_linear, split_heads};
 use crate::loss::CrossEntropy;
 use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::conv::Conv2d;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear};
-use burn::tensor::activation::gelu;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
