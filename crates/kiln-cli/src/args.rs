@@ -74,7 +74,7 @@ pub struct TrainArguments {
     /// Change a key of the config, as in train.batch_size=16; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Profile the first STEPS steps: writes trace.json for https://ui.perfetto.dev into the run's folder and prints where
+    /// Profile the first STEPS steps: writes trace.json for Perfetto into the run's folder and prints where
     /// the time went
     #[arg(long, value_name = "STEPS")]
     pub profile: Option<u64>,
