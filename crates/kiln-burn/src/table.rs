@@ -1,7 +1,8 @@
 //! The table of tensors that exist: id to burn-flex tensor, one for the process.
 //!
 //! A tensor is here once it is materialised. While it is pending in a recording it is not; [`crate::record`] knows it. If what was to
-//! produce it failed, the reason is here, and every use reports it.
+//! produce it failed, the reason is here, and every use reports it. The state of a replayed step is announced here and kept by the replay: it
+//! comes into the table when somebody asks for it.
 
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
@@ -19,10 +20,23 @@ pub enum Slot {
     Failed(Arc<str>),
 }
 
-static TENSORS: LazyLock<Mutex<FxHashMap<TensorId, Slot>>> = LazyLock::new(Mutex::default);
+/// Keeps tensors on the table's behalf until somebody asks for them: the state of a replayed step stays with the step.
+pub trait Keeper: Send + Sync {
+    /// Hands tensor `index` over, by [`settle`]. Whoever runs the step meanwhile is waited for.
+    fn give_back(&self, index: usize);
+}
+
+/// What the table has for an id.
+enum Entry {
+    Known(Slot),
+    /// The tensor of this number of the keeper.
+    Kept(Arc<dyn Keeper>, usize),
+}
+
+static TENSORS: LazyLock<Mutex<FxHashMap<TensorId, Entry>>> = LazyLock::new(Mutex::default);
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
-fn tensors() -> MutexGuard<'static, FxHashMap<TensorId, Slot>> {
+fn tensors() -> MutexGuard<'static, FxHashMap<TensorId, Entry>> {
     // Every critical section is one map operation: a panic elsewhere cannot leave it half done.
     TENSORS.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -39,25 +53,73 @@ pub fn id_watermark() -> u64 {
 
 /// Enters a tensor.
 pub fn insert(id: TensorId, tensor: FlexTensor) {
-    let previous = tensors().insert(id, Slot::Ready(tensor));
+    let previous = tensors().insert(id, Entry::Known(Slot::Ready(tensor)));
     // A large buffer is freed here, after the lock is gone.
     drop(previous);
 }
 
 /// Enters the reason why there is no tensor.
 pub fn fail(id: TensorId, reason: Arc<str>) {
-    let previous = tensors().insert(id, Slot::Failed(reason));
+    let previous = tensors().insert(id, Entry::Known(Slot::Failed(reason)));
     drop(previous);
+}
+
+/// Enters that `keeper` has the tensor, as its number `index`.
+pub fn keep(id: TensorId, keeper: Arc<dyn Keeper>, index: usize) {
+    let previous = tensors().insert(id, Entry::Kept(keeper, index));
+    drop(previous);
+}
+
+/// Enters what a keeper had, unless the tensor was dropped meanwhile.
+pub fn settle(id: TensorId, slot: Slot) {
+    let mut tensors = tensors();
+    let previous = match tensors.get_mut(&id) {
+        Some(entry @ Entry::Kept(..)) => Some(std::mem::replace(entry, Entry::Known(slot))),
+        _ => None,
+    };
+    drop(tensors);
+    drop(previous);
+}
+
+/// Has the tensor handed over if it is with a keeper.
+fn fetch_kept(id: TensorId) {
+    let kept = match tensors().get(&id) {
+        Some(Entry::Kept(keeper, index)) => Some((keeper.clone(), *index)),
+        _ => None,
+    };
+    if let Some((keeper, index)) = kept {
+        keeper.give_back(index);
+    }
 }
 
 /// The tensor, shared with the table.
 pub fn get(id: TensorId) -> Option<Slot> {
-    tensors().get(&id).cloned()
+    loop {
+        match tensors().get(&id)? {
+            Entry::Known(slot) => return Some(slot.clone()),
+            Entry::Kept(..) => {}
+        }
+        fetch_kept(id);
+    }
 }
 
 /// The tensor, no longer in the table.
 pub fn remove(id: TensorId) -> Option<Slot> {
-    tensors().remove(&id)
+    loop {
+        let mut tensors = tensors();
+        match tensors.get(&id)? {
+            Entry::Known(_) => {
+                let removed = tensors.remove(&id);
+                drop(tensors);
+                return match removed {
+                    Some(Entry::Known(slot)) => Some(slot),
+                    _ => None,
+                };
+            }
+            Entry::Kept(..) => drop(tensors),
+        }
+        fetch_kept(id);
+    }
 }
 
 /// Number of tensors, for leak tests.

@@ -145,6 +145,11 @@ impl Checker {
         }))
     }
 
+    /// Whether the next run is to be checked.
+    pub fn is_due(&self) -> bool {
+        self.done.load(Ordering::Relaxed) < self.check.steps
+    }
+
     /// Copies of the inputs, if this run is to be checked: the step may overwrite what it is given.
     pub fn copy(&self, inputs: &[FlexTensor]) -> Option<Vec<FlexTensor>> {
         let due = self.done.fetch_add(1, Ordering::Relaxed) < self.check.steps;

@@ -5,6 +5,7 @@
 //! input's buffer if nobody else holds it, and a copy of it otherwise.
 
 mod locate;
+mod places;
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -25,10 +26,13 @@ use kiln_partition::Point;
 use kiln_profile::StepDescription;
 
 use super::check::{Parting, Reference};
+use super::memory::Memory;
 use super::profile::{RunClock, describe_contract, next_id};
-use super::{Effort, Executable, ExecuteError, check_arguments, convert};
+use super::{Effort, Executable, ExecuteError, check_count, check_scalars, check_tensor, convert};
 use crate::import::external;
 use crate::options::CompileOptions;
+pub use places::Places;
+use places::into_bytes;
 
 /// The graph as compiled code.
 pub struct Cpu {
@@ -167,63 +171,67 @@ fn extern_operation(call: &ExternCall) -> Result<ExternOp, CompileError> {
     })
 }
 
-/// The buffer of a tensor that is row-major, aligned and nobody else's.
-fn into_bytes(tensor: FlexTensor) -> Bytes {
-    let ready = convert::kernel_ready(tensor);
-    if ready.is_unique() {
-        return ready.into_data().bytes;
-    }
-    let mut copy = convert::aligned(ready.bytes().len());
-    copy.copy_from_slice(ready.bytes());
-    copy
-}
-
 impl Cpu {
-    /// Runs the step. `observe` sees the step's memory after each kernel.
+    /// Runs the step on `memory`. The result has none for each output that stays there. `observe` sees the step's memory after each kernel.
     fn call(
         &self,
-        inputs: Vec<FlexTensor>,
+        memory: &mut Memory,
         scalars: &[u64],
         observe: Option<&mut Observer<'_>>,
-    ) -> Result<Vec<FlexTensor>, ExecuteError> {
-        check_arguments(&self.graph, &inputs, scalars)?;
+    ) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
+        check_scalars(&self.graph, scalars)?;
+        for index in std::mem::take(&mut memory.given) {
+            if let Some(tensor) = &memory.tensors[index] {
+                check_tensor(&self.graph, index, tensor)?;
+            }
+        }
         let aliases = &self.executable.contract().aliases;
-
-        // Inputs that an output takes over leave the list; the rest stay shared.
-        let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
-        let mut outputs: Vec<Bytes> = aliases
-            .iter()
-            .zip(&self.outputs)
-            .map(|(alias, &(_, _, bytes))| {
-                let taken = alias.and_then(|index| inputs[index as usize].take());
-                taken.map_or_else(|| convert::aligned(bytes), into_bytes)
-            })
-            .collect();
-        let inputs: Vec<Option<FlexTensor>> = inputs
-            .into_iter()
-            .map(|input| input.map(convert::kernel_ready))
-            .collect();
-
-        let output_pointers: Vec<*mut u8> = outputs.iter_mut().map(|bytes| bytes.as_mut_ptr()).collect();
-        let pointer = |(input, successor): (&Option<FlexTensor>, &Option<u32>)| match (input, successor) {
-            (Some(tensor), _) => tensor.bytes().as_ptr(),
-            (None, Some(output)) => output_pointers[*output as usize].cast_const(),
-            (None, None) => std::ptr::null(),
+        let mut places = match memory.places.take() {
+            Some(places) => places,
+            None => Places::find(memory, aliases, &self.successors),
         };
-        let input_pointers: Vec<*const u8> = inputs.iter().zip(&self.successors).map(pointer).collect();
+        let missing = |&&index: &&usize| memory.tensors[index].is_none();
+        if let Some(&index) = places.moving.iter().find(missing) {
+            return Err(ExecuteError::Missing { index });
+        }
+
+        // Buffers of the outputs that do not stay in place: taken over from an argument, or new.
+        let made = |&output: &usize| {
+            let taken = aliases[output].and_then(|index| match memory.is_constant(index as usize) {
+                true => memory.tensors[index as usize].clone(),
+                false => memory.tensors[index as usize].take(),
+            });
+            taken.map_or_else(|| convert::aligned(self.outputs[output].2), into_bytes)
+        };
+        let mut made: Vec<Bytes> = places.made.iter().map(made).collect();
+        for (&output, bytes) in places.made.iter().zip(&mut made) {
+            places.outputs[output] = bytes.as_mut_ptr();
+        }
+        for &index in &places.moving {
+            places.inputs[index] = match self.successors[index] {
+                Some(output) => places.outputs[output as usize].cast_const(),
+                None => {
+                    let ready = memory.tensors[index].take().map(convert::kernel_ready);
+                    memory.tensors[index] = ready;
+                    memory.tensors[index]
+                        .as_ref()
+                        .map_or(std::ptr::null(), |tensor| tensor.bytes().as_ptr())
+                }
+            };
+        }
         let outside = Outside {
             step: self,
             clock: RunClock::start(),
         };
         let start = Instant::now();
-        // SAFETY: `check_arguments` compared number and types of the inputs with the graph the step was compiled from, so every pointer is valid for the size of its
-        // tensor; `kernel_ready` and `aligned` put them on 64-byte borders. Output buffers are fresh or were taken over from an input that `aliases` pairs with
-        // them, and are exclusively ours; the inputs are kept alive, and unchanged, by `inputs` until after the call.
+        // SAFETY: number and types of the arguments were checked against the graph the step was compiled from when they came into `memory`, so every pointer is valid for the
+        // size of its tensor; `kernel_ready` and `aligned` put them on 64-byte borders. Output buffers are new or were taken over from the argument that `aliases` pairs
+        // with them, and are exclusively ours; the others are kept alive, and unchanged, by `memory` until after the call.
         unsafe {
             self.executable.run_observed(
                 &self.pool,
-                &input_pointers,
-                &output_pointers,
+                &places.inputs,
+                &places.outputs,
                 scalars,
                 &outside,
                 observe,
@@ -236,17 +244,34 @@ impl Cpu {
             let describe = || Arc::new(describe_contract(&self.graph.name, self.id, contract));
             clock.finish(self.description.get_or_init(describe));
         }
-        drop(inputs);
-        let tensor = |(bytes, (layout, dtype, _)): (Bytes, &(Layout, DType, usize))| {
-            FlexTensor::new(bytes, layout.clone(), *dtype)
-        };
-        Ok(outputs.into_iter().zip(&self.outputs).map(tensor).collect())
+        for &index in &places.moving {
+            if !memory.is_constant(index) {
+                memory.tensors[index] = None;
+            }
+        }
+        let mut outputs = vec![None; self.outputs.len()];
+        for (&output, bytes) in places.made.iter().zip(made) {
+            let (layout, dtype, _) = &self.outputs[output];
+            outputs[output] = memory.accept(output, FlexTensor::new(bytes, layout.clone(), *dtype));
+        }
+        memory.places = Some(places);
+        Ok(outputs)
     }
 }
 
 impl Executable for Cpu {
     fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
-        self.call(inputs, scalars, None)
+        check_count(&self.graph, inputs.len())?;
+        let mut memory = Memory::once(inputs, self.outputs.len());
+        Ok(self
+            .call(&mut memory, scalars, None)?
+            .into_iter()
+            .flatten()
+            .collect())
+    }
+
+    fn run_on(&self, memory: &mut Memory, scalars: &[u64]) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
+        self.call(memory, scalars, None)
     }
 
     fn locate(&self, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {

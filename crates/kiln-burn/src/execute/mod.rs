@@ -5,6 +5,7 @@
 //!
 //! - [`aot_eager`]: node by node on burn-flex. The reference in the ladder of backends, and what runs where nothing can be compiled.
 //! - [`cpu`]: compiled to one shared object through C.
+//! - [`memory`]: the arguments of a step that runs again and again.
 //! - [`profile`]: what they tell an open profile. [`check`]: comparing one with another.
 //! - [`host`]: `candle` (candle-core, whose kernels share nothing with Burn's) and `interpret` (the plain meaning in f64).
 //!
@@ -15,6 +16,7 @@ pub mod check;
 pub mod convert;
 pub mod cpu;
 pub mod host;
+pub mod memory;
 pub mod profile;
 
 use std::collections::BTreeSet;
@@ -30,6 +32,7 @@ use kiln_graph::{Graph, InterpretError, TensorType};
 
 use crate::import::external::ExternError;
 use crate::options::{CompileBackend, CompileOptions};
+use memory::Memory;
 
 /// A graph ready to run.
 pub trait Executable: Send + Sync {
@@ -44,6 +47,20 @@ pub trait Executable: Send + Sync {
     ///
     /// Where a kernel of burn-flex does (an index out of range).
     fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError>;
+
+    /// Runs the graph on the tensors of `memory`, which keeps the outputs that become arguments of the next run. The result has none
+    /// for these.
+    ///
+    /// # Errors
+    ///
+    /// As [`Executable::run`]; and if an argument is missing. What the memory had for one run is then lost.
+    ///
+    /// # Panics
+    ///
+    /// As [`Executable::run`].
+    fn run_on(&self, memory: &mut Memory, scalars: &[u64]) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
+        memory.run_by(|inputs| self.run(inputs, scalars))
+    }
 
     /// What there is to say about how the graph runs, for people.
     fn report(&self) -> String;
@@ -110,6 +127,12 @@ pub enum ExecuteError {
         expected: usize,
         /// How many it was given.
         given: usize,
+    },
+    /// A tensor argument was not given.
+    #[error("argument {index} is missing")]
+    Missing {
+        /// Which argument.
+        index: usize,
     },
     /// A tensor argument has the wrong type.
     #[error("argument {index} is {given}, the graph takes {expected}")]
@@ -223,25 +246,41 @@ fn warn_once(error: &ExecuteError) {
 
 /// Checks that `inputs` and `scalars` are what `graph` takes.
 fn check_arguments(graph: &Graph, inputs: &[FlexTensor], scalars: &[u64]) -> Result<(), ExecuteError> {
-    let (expected, given) = (graph.parameters().len(), inputs.len());
-    if expected != given {
-        return Err(ExecuteError::TensorCount { expected, given });
+    check_count(graph, inputs.len())?;
+    check_scalars(graph, scalars)?;
+    let mut tensors = inputs.iter().enumerate();
+    tensors.try_for_each(|(index, tensor)| check_tensor(graph, index, tensor))
+}
+
+/// Checks the number of tensor arguments.
+fn check_count(graph: &Graph, given: usize) -> Result<(), ExecuteError> {
+    let expected = graph.parameters().len();
+    match expected == given {
+        true => Ok(()),
+        false => Err(ExecuteError::TensorCount { expected, given }),
     }
+}
+
+/// Checks the number of runtime scalars.
+fn check_scalars(graph: &Graph, scalars: &[u64]) -> Result<(), ExecuteError> {
     let (expected, given) = (graph.scalars().len(), scalars.len());
-    if expected != given {
-        return Err(ExecuteError::ScalarCount { expected, given });
+    match expected == given {
+        true => Ok(()),
+        false => Err(ExecuteError::ScalarCount { expected, given }),
     }
-    for (index, (&value, tensor)) in graph.parameters().iter().zip(inputs).enumerate() {
-        let expected = graph.ty(value);
-        if !convert::has_type(tensor, expected) {
-            let given = convert::tensor_type(tensor);
-            let given = given.map_or_else(|| format!("{:?}", tensor.dtype()), |ty| ty.to_string());
-            return Err(ExecuteError::TensorType {
-                index,
-                expected: expected.clone(),
-                given,
-            });
-        }
+}
+
+/// Checks that `tensor` is what `graph` takes as argument `index`.
+fn check_tensor(graph: &Graph, index: usize, tensor: &FlexTensor) -> Result<(), ExecuteError> {
+    let expected = graph.ty(graph.parameters()[index]);
+    if convert::has_type(tensor, expected) {
+        return Ok(());
     }
-    Ok(())
+    let given = convert::tensor_type(tensor);
+    let given = given.map_or_else(|| format!("{:?}", tensor.dtype()), |ty| ty.to_string());
+    Err(ExecuteError::TensorType {
+        index,
+        expected: expected.clone(),
+        given,
+    })
 }

@@ -27,6 +27,7 @@ use super::recording::Recorded;
 use super::stream_text;
 use crate::error::Error;
 use crate::execute::check::Checker;
+use crate::execute::memory::Memory;
 use crate::execute::{self, Effort, Executable, ExecuteError};
 use crate::import::{self, ScalarSource};
 use crate::options::{CompileBackend, CompileOptions};
@@ -584,21 +585,61 @@ impl Step {
     /// inside becomes an error. Outputs are in the recording's order and have Burn's types.
     pub fn run(
         &self,
-        mut inputs: Vec<FlexTensor>,
+        inputs: Vec<FlexTensor>,
         scalars: &[ScalarIr],
         streams: &[Stream],
     ) -> Result<Vec<FlexTensor>, Error> {
+        // Moved, not copied: a second handle would keep the step from overwriting its inputs.
+        let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
+        let arguments = self
+            .arguments
+            .iter()
+            .filter_map(|&position| inputs[position].take());
+        let arguments: Vec<FlexTensor> = arguments.collect();
+        drop(inputs);
+        let tensors = self.guarded(scalars, streams, |scalars| self.run_checked(arguments, scalars))?;
+        let tensors = tensors.into_iter().zip(&self.outputs);
+        Ok(tensors.map(|(tensor, ir)| with_dtype(tensor, ir.dtype)).collect())
+    }
+
+    /// Runs the step on a memory of its arguments ([`Step::argument`]), which keeps the outputs that become arguments of the next run; the
+    /// result has none for these. After an error nothing that was there for one run is left.
+    pub(super) fn run_on(
+        &self,
+        memory: &mut Memory,
+        scalars: &[ScalarIr],
+        streams: &[Stream],
+    ) -> Result<Vec<Option<FlexTensor>>, Error> {
+        let checked = self.checker.as_ref().is_some_and(Checker::is_due);
+        let result = self.guarded(scalars, streams, |scalars| match checked {
+            true => memory.run_by(|arguments| self.run_checked(arguments, scalars)),
+            false => self.executable.run_on(memory, scalars),
+        });
+        if result.is_err() {
+            memory.clear();
+        }
+        let tensors = result?.into_iter().zip(&self.outputs);
+        Ok(tensors
+            .map(|(tensor, ir)| tensor.map(|tensor| with_dtype(tensor, ir.dtype)))
+            .collect())
+    }
+
+    /// The executable's argument that input `position` of the recording is; none if the graph does not read it.
+    pub(super) fn argument(&self, position: usize) -> Option<usize> {
+        self.arguments.iter().position(|&input| input == position)
+    }
+
+    /// Binds the scalars, and counts, times and guards one run.
+    fn guarded<R>(
+        &self,
+        scalars: &[ScalarIr],
+        streams: &[Stream],
+        run: impl FnOnce(&[u64]) -> Result<R, ExecuteError>,
+    ) -> Result<R, Error> {
         let _span = tracing::info_span!("run", region = %self.graph.name, backend = %self.backend).entered();
         let start = Instant::now();
         let scalars = self.scalars.bind(scalars, streams);
-        if !self.arguments.iter().copied().eq(0..inputs.len()) {
-            inputs = self
-                .arguments
-                .iter()
-                .map(|&position| inputs[position].clone())
-                .collect();
-        }
-        let tensors = catch_unwind(AssertUnwindSafe(|| self.run_checked(inputs, &scalars)))
+        let result = catch_unwind(AssertUnwindSafe(|| run(&scalars)))
             .unwrap_or_else(|payload| {
                 Err(ExecuteError::Panicked {
                     message: panic_message(&*payload),
@@ -611,11 +652,7 @@ impl Step {
         self.runs.fetch_add(1, Ordering::Relaxed);
         self.run_time
             .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        Ok(tensors
-            .into_iter()
-            .zip(&self.outputs)
-            .map(|(tensor, ir)| with_dtype(tensor, ir.dtype))
-            .collect())
+        Ok(result)
     }
 
     /// Runs the executable, and compares the results with another backend's if that is due.

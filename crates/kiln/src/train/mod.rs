@@ -15,8 +15,10 @@
 //! first ([`rehearsal::Rehearsal::catch_up`]).
 
 mod rehearsal;
+mod renew;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn_backend::AutodiffBackend;
 use burn_core::module::AutodiffModule;
@@ -133,6 +135,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             loss: self.loss,
             previous: None,
             plan: None,
+            lent: AtomicBool::new(false),
             history: History::default(),
             types: std::marker::PhantomData,
         })
@@ -162,6 +165,8 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     loss: F,
     previous: Option<Trace>,
     plan: Option<Plan<B, M, O, L>>,
+    /// Whether the model was shown to the program, which may have copied it, since the last step.
+    lent: AtomicBool,
     /// Whether replay is tried at all.
     replays: bool,
     history: History,
@@ -243,6 +248,13 @@ where
         if let Some(plan) = self.plan.as_mut().filter(|plan| plan.signature == signature)
             && let Some(scalars) = plan.rehearsal.scalars(lr)
         {
+            if std::mem::take(self.lent.get_mut())
+                && let Some((model, optim)) = self.trained.take()
+            {
+                let (model, names) = renew::renew(model)?;
+                plan.replay.rename(&names);
+                self.trained = Some((model, optim));
+            }
             let output = plan.run(&tensors, input, &scalars);
             self.history.replayed += 1;
             return Ok(output?);
@@ -350,8 +362,9 @@ where
         }
     }
 
-    /// The model with its current parameters; none after a step failed half way.
+    /// The model with its current parameters; none after a step failed half way. A copy of it stays as it is when training goes on.
     pub fn model(&self) -> Option<&M> {
+        self.lent.store(true, Ordering::Relaxed);
         self.trained.as_ref().map(|(model, _)| model)
     }
 

@@ -9,7 +9,7 @@
 //! `time` stand still. [`Rehearsal::catch_up`] repairs that: each parameter's state becomes its representative's, with the parameter's own tensors put in
 //! (`kiln_burn::record::exchange`).
 
-use burn_core::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
+use burn_core::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn_ir::ScalarIr;
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::record::{AdaptorRecord, AdaptorRecordV1};
@@ -96,9 +96,9 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         // Only the representatives' state takes part from here on.
         let mut records = optim.to_record();
         records.retain(|parameter, _| classes.iter().any(|class| class.representative == *parameter));
-        let shadow = Some((model.clone(), optim.clone().load_record(records)));
+        let shadow = (hollow(model, parameters)?, optim.clone().load_record(records));
         Some(Self {
-            shadow,
+            shadow: Some(shadow),
             classes,
             members,
             words: Vec::new(),
@@ -179,6 +179,23 @@ where
             *shadow = Some((model, optim));
         }
     })
+}
+
+/// A copy of `model` whose trained parameters have no elements: it must not keep those of the model alive. Other tensors are as they were: copies of a
+/// running statistic share its value.
+fn hollow<B: TrainBackend, M: AutodiffModule<B>>(model: &M, parameters: &[ParamId]) -> Option<M> {
+    struct Mapper<'a>(&'a [ParamId]);
+    impl<B: TrainBackend> ModuleMapper<B> for Mapper<'_> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            if !self.0.contains(&param.id) {
+                return param;
+            }
+            let (id, tensor, mapper) = param.consume();
+            let empty = Tensor::empty(tensor.shape(), (&tensor.device(), tensor.dtype()));
+            Param::from_mapped_value(id, empty.set_require_grad(tensor.is_require_grad()), mapper)
+        }
+    }
+    Some(rehearse(|| model.clone().map(&mut Mapper(parameters)))?.0)
 }
 
 /// A gradient without elements for each of `parameters`.

@@ -136,6 +136,37 @@ fn the_model_can_be_looked_at_between_steps() {
 }
 
 #[test]
+fn a_copy_of_the_model_stays_as_it_was() {
+    for backend in [BACKEND, CompileBackend::Cpu] {
+        let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
+        let mut step = TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss)
+            .with_backend(backend)
+            .build()
+            .unwrap();
+        let weights = |model: &Mlp<Compiled>| parameters::<Compiled, _>(model);
+        for index in 0..5 {
+            step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
+        }
+        let copy = step.model().unwrap().clone();
+        let then = weights(&copy);
+        for index in 5..8 {
+            step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
+        }
+        assert_eq!(weights(&copy), then, "on {backend}");
+        let later = weights(step.model().unwrap());
+        assert_ne!(later, then, "training goes on");
+        // A look alone, and a copy that is gone, cost no recording.
+        drop(copy);
+        let recorded = step.history().recorded;
+        for index in 8..12 {
+            step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
+            weights(step.model().unwrap());
+        }
+        assert_eq!(step.history().recorded, recorded);
+    }
+}
+
+#[test]
 fn outputs_beside_the_loss() {
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
         let logits = model.logits(&batch);

@@ -13,6 +13,7 @@ use rustc_hash::FxHashMap;
 
 use super::Cpu;
 use crate::execute::check::{Parting, Reference, difference};
+use crate::execute::memory::Memory;
 use crate::execute::{ExecuteError, convert};
 
 /// The first kernel of `cpu` that does not give what the reference gives.
@@ -51,7 +52,8 @@ pub fn first_kernel(cpu: &Cpu, reference: &Reference<'_>) -> Result<Option<Parti
             }
         }
     };
-    cpu.call(reference.inputs.to_vec(), reference.scalars, Some(&mut observe))?;
+    let mut memory = Memory::once(reference.inputs.to_vec(), cpu.outputs.len());
+    cpu.call(&mut memory, reference.scalars, Some(&mut observe))?;
     if parting.is_some() {
         return Ok(parting);
     }

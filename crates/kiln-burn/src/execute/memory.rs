@@ -1,0 +1,123 @@
+//! The arguments of a step that runs again and again.
+//!
+//! Most of what a training step reads is what its last run wrote: parameters, moments, statistics. [`Memory`] keeps these tensors from run to
+//! run, so that a run hands over only what is new. An executor may keep more beside them ([`Memory::places`]): compiled code its pointers.
+
+use burn_flex::FlexTensor;
+
+use super::ExecuteError;
+use super::cpu::Places;
+
+/// What an argument is from one run to the next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Lifetime {
+    /// The run uses it up: the next one needs another, given by [`Memory::put`] or by the output that becomes it.
+    Run,
+    /// It stays, unchanged.
+    Constant,
+}
+
+/// The arguments of a step between its runs.
+pub struct Memory {
+    /// The tensor of each argument; none where one must be given before the next run.
+    pub(super) tensors: Vec<Option<FlexTensor>>,
+    lifetimes: Vec<Lifetime>,
+    /// For each output, the argument whose next value it is.
+    pub(super) becomes: Vec<Option<usize>>,
+    /// Arguments given since the last run: their types are not checked yet.
+    pub(super) given: Vec<usize>,
+    /// Where compiled code finds what stays in place; none before its first run and after such a tensor was taken out.
+    pub(super) places: Option<Places>,
+}
+
+impl Memory {
+    /// A memory without tensors. `becomes` has for each output the argument whose next value it is; other outputs leave the step.
+    pub fn new(lifetimes: Vec<Lifetime>, becomes: Vec<Option<usize>>) -> Self {
+        Self {
+            tensors: vec![None; lifetimes.len()],
+            lifetimes,
+            becomes,
+            given: Vec::new(),
+            places: None,
+        }
+    }
+
+    /// The memory of a single run.
+    pub fn once(inputs: Vec<FlexTensor>, outputs: usize) -> Self {
+        Self {
+            lifetimes: vec![Lifetime::Run; inputs.len()],
+            becomes: vec![None; outputs],
+            given: (0..inputs.len()).collect(),
+            tensors: inputs.into_iter().map(Some).collect(),
+            places: None,
+        }
+    }
+
+    /// Gives argument `index` its tensor.
+    pub fn put(&mut self, index: usize, tensor: FlexTensor) {
+        self.leave_place(index);
+        self.tensors[index] = Some(tensor);
+        self.given.push(index);
+    }
+
+    /// Takes the tensor of argument `index` out; it must be given again before the next run.
+    pub fn take(&mut self, index: usize) -> Option<FlexTensor> {
+        self.leave_place(index);
+        self.tensors[index].take()
+    }
+
+    /// Forgets every tensor that a failed run may have left half written.
+    pub fn clear(&mut self) {
+        self.places = None;
+        for (tensor, lifetime) in self.tensors.iter_mut().zip(&self.lifetimes) {
+            if *lifetime == Lifetime::Run {
+                *tensor = None;
+            }
+        }
+    }
+
+    /// Whether argument `index` stays, unchanged.
+    pub(super) fn is_constant(&self, index: usize) -> bool {
+        self.lifetimes[index] == Lifetime::Constant
+    }
+
+    fn leave_place(&mut self, index: usize) {
+        if self.places.as_ref().is_some_and(|places| places.holds(index)) {
+            self.places = None;
+        }
+    }
+
+    /// Runs a step that takes all its arguments and returns all its outputs. The result has none for each output that became an argument.
+    pub(crate) fn run_by(
+        &mut self,
+        run: impl FnOnce(Vec<FlexTensor>) -> Result<Vec<FlexTensor>, ExecuteError>,
+    ) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
+        self.places = None;
+        self.given.clear();
+        let input = |(index, tensor): (usize, &mut Option<FlexTensor>)| {
+            let found = match self.lifetimes[index] {
+                Lifetime::Constant => tensor.clone(),
+                Lifetime::Run => tensor.take(),
+            };
+            found.ok_or(ExecuteError::Missing { index })
+        };
+        let inputs = self.tensors.iter_mut().enumerate().map(input);
+        let outputs = run(inputs.collect::<Result<_, _>>()?)?;
+        Ok(outputs
+            .into_iter()
+            .enumerate()
+            .map(|(output, tensor)| self.accept(output, tensor))
+            .collect())
+    }
+
+    /// Keeps an output that becomes an argument; gives back any other.
+    pub(super) fn accept(&mut self, output: usize, tensor: FlexTensor) -> Option<FlexTensor> {
+        match self.becomes[output] {
+            Some(argument) => {
+                self.tensors[argument] = Some(tensor);
+                None
+            }
+            None => Some(tensor),
+        }
+    }
+}
