@@ -101,7 +101,11 @@ pub fn emit(
                     let name = functions.name(template_name(graph, kernel), &template.source, |name| {
                         template.prototype.replace('@', name)
                     });
-                    let list: Vec<String> = arguments.iter().map(place).collect();
+                    let list: Vec<String> = arguments
+                        .iter()
+                        .zip(&template.params)
+                        .map(|(argument, param)| typed(place(argument), &param.ctype))
+                        .collect();
                     let _ = writeln!(
                         body,
                         "    EVENT({number}, 1);\n    {name}(rt, {}, arena + {});\n    EVENT({number}, 0);",
@@ -181,6 +185,15 @@ fn place_text(plan: &Plan, argument: Argument, scratch: usize) -> String {
         },
         Argument::Scalar(index) => format!("(void *)(scalars + {index})"),
         Argument::Scratch(offset) => format!("arena + {}", scratch + offset),
+    }
+}
+
+/// A place as an argument of type `ctype`: the arena is made of bytes, everything else is `void *`.
+fn typed(place: String, ctype: &str) -> String {
+    if place.starts_with("arena") {
+        format!("({ctype})({place})")
+    } else {
+        place
     }
 }
 
