@@ -17,6 +17,7 @@
 
 pub mod attention;
 pub mod conv;
+mod frame;
 pub mod gemm;
 mod plane;
 pub mod pool;
@@ -243,12 +244,15 @@ pub(crate) fn indent(text: &str, by: usize) -> String {
 
 /// How a part of the kernel is called.
 pub(crate) fn run_part(serial: bool) -> impl Fn(&str, usize) -> String {
-    move |function, count| {
-        if serial {
-            format!("    {function}(&args, 0, {count}, 0);\n")
-        } else {
-            format!("    rt->parallel_for(rt->pool, {count}, 1, {function}, &args);\n")
-        }
+    move |function, count| call_part(serial, function, count)
+}
+
+/// The call of a part over `count` units, a number or a C expression.
+pub(crate) fn call_part(serial: bool, function: &str, count: impl fmt::Display) -> String {
+    if serial {
+        format!("    {function}(&args, 0, {count}, 0);\n")
+    } else {
+        format!("    rt->parallel_for(rt->pool, {count}, 1, {function}, &args);\n")
     }
 }
 

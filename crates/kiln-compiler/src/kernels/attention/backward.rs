@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use kiln_cpu::Isa;
 
 use super::forward::{MaskRows, Memory, Seen, scores};
-use super::pack::{copy_rows, store_rows, turn_rows};
+use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
 use super::rows;
 use super::{AttentionSpec, View};
@@ -51,6 +51,9 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
     let key_from = spec.key.head("batch", "group");
     let value_from = spec.value.head("batch", "group");
     let all_keys = e.keys.to_string();
+    let (key_size, value_size) = ((e.width, plan.width), (e.value_width, plan.value_width));
+    let of_keys = |view, size| window(view, "group", ("0", &all_keys), size);
+    let of_queries = |view, size| window(view, "head", ("row0", "rows"), size);
     let wide = PANEL * lanes;
     let pack = turn_rows(&spec.key, &key_from, e.keys, e.width, "turned_keys", wide, lanes)
         + &turn_rows(
@@ -62,16 +65,7 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
             wide,
             lanes,
         )
-        + &copy_rows(
-            &spec.key,
-            &key_from,
-            "0",
-            (&all_keys, &all_keys),
-            (e.width, plan.width),
-            "keys",
-            "",
-            lanes,
-        )
+        + &copy_rows(&of_keys(&spec.key, key_size), "keys", &all_keys, "", lanes)
         + &format!(
             "for (int64_t c = 0; c < {}; c += {lanes}) vf_store(d_keys + c, (vf){{0}});\nfor (int64_t c = 0; c < {}; c += {lanes}) vf_store(d_values + c, \
              (vf){{0}});\n",
@@ -79,20 +73,19 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
             plan.key_rows * plan.value_width
         );
     let all_rows = format!("tiles * {tile}");
-    let block_rows = |view: &View, width: usize, pitch: usize, to: &str| {
-        copy_rows(
-            view,
-            &view.head("batch", "head"),
-            "row0",
-            ("rows", &all_rows),
-            (width, pitch),
-            to,
-            "",
-            lanes,
-        )
-    };
-    let load = block_rows(&spec.query, e.width, plan.width, "queries")
-        + &block_rows(&tensors.d_out, e.value_width, plan.value_width, "outs");
+    let load = copy_rows(
+        &of_queries(&spec.query, key_size),
+        "queries",
+        &all_rows,
+        "",
+        lanes,
+    ) + &copy_rows(
+        &of_queries(&tensors.d_out, value_size),
+        "outs",
+        &all_rows,
+        "",
+        lanes,
+    );
     let strips = scores(
         spec,
         &plan,
@@ -136,15 +129,7 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
             columns: plan.width,
         },
         &mut helpers,
-    ) + &store_rows(
-        &tensors.d_query,
-        &tensors.d_query.head("batch", "head"),
-        ("row0", "rows"),
-        (e.width, plan.width),
-        "d_queries",
-        "",
-        lanes,
-    );
+    ) + &store_rows(&of_queries(&tensors.d_query, key_size), "d_queries", "", lanes);
     // Rows before `start` see none of the tile's keys.
     let before = if spec.varies() {
         format!(
@@ -180,19 +165,8 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
     };
     let collected = collect("strip", "outs", plan.value_width, "d_values")
         + &collect("d_strip", "queries", plan.width, "d_keys");
-    let store = |view: &View, width: usize, pitch: usize, from: &str| {
-        store_rows(
-            view,
-            &view.head("batch", "group"),
-            ("0", &all_keys),
-            (width, pitch),
-            from,
-            "",
-            lanes,
-        )
-    };
-    let stored = store(&tensors.d_key, e.width, plan.width, "d_keys")
-        + &store(&tensors.d_value, e.value_width, plan.value_width, "d_values");
+    let stored = store_rows(&of_keys(&tensors.d_key, key_size), "d_keys", "", lanes)
+        + &store_rows(&of_keys(&tensors.d_value, value_size), "d_values", "", lanes);
 
     let source = format!(
         "/* {}\n * Gradient of attention: {}; blocks of {block} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void \
@@ -226,6 +200,22 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
     let mut kernel = finish_kernel(name, &spec.params, source, &calls, each * spec.threads);
     kernel.helpers = helpers.into_iter().collect();
     kernel
+}
+
+fn window<'a>(
+    view: &'a View,
+    head: &'a str,
+    (first, rows): (&'a str, &'a str),
+    (width, pitch): (usize, usize),
+) -> Rows<'a> {
+    Rows {
+        view,
+        head,
+        first,
+        rows,
+        width,
+        pitch,
+    }
 }
 
 /// Turns the strips into probabilities and gradients of scores, row by row.

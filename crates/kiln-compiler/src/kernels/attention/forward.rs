@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use kiln_cpu::Isa;
 
-use super::pack::{copy_rows, store_rows, turn_rows};
+use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
 use super::rows::{self, Masks};
 use super::{AttentionSpec, View};
@@ -205,6 +205,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
     }
     let (declare, each) = memory.finish();
 
+    let all_keys = e.keys.to_string();
     let keys = turn_rows(
         &spec.key,
         &spec.key.head("batch", "group"),
@@ -214,22 +215,31 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
         PANEL * lanes,
         lanes,
     ) + &copy_rows(
-        &spec.value,
-        &spec.value.head("batch", "group"),
-        "0",
-        (&e.keys.to_string(), &e.keys.to_string()),
-        (e.value_width, plan.value_width),
+        &Rows {
+            view: &spec.value,
+            head: "group",
+            first: "0",
+            rows: &all_keys,
+            width: e.value_width,
+            pitch: plan.value_width,
+        },
         "values",
+        &all_keys,
         "",
         lanes,
     );
+    let block_rows = Rows {
+        view: &spec.query,
+        head: "head",
+        first: "row0",
+        rows: "rows",
+        width: e.width,
+        pitch: plan.width,
+    };
     let load = copy_rows(
-        &spec.query,
-        &spec.query.head("batch", "head"),
-        "row0",
-        ("rows", &format!("tiles * {tile}")),
-        (e.width, plan.width),
+        &block_rows,
         "queries",
+        &format!("tiles * {tile}"),
         "*scale",
         lanes,
     );
@@ -288,10 +298,12 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
         &mut helpers,
     );
     let store = store_rows(
-        out,
-        &out.head("batch", "head"),
-        ("row0", "rows"),
-        (e.value_width, plan.value_width),
+        &Rows {
+            view: out,
+            width: e.value_width,
+            pitch: plan.value_width,
+            ..block_rows
+        },
         "sums",
         &format!(
             "1.0f / ({} + ((batch * {} + head) * {} + row0 + r) * 2)[1]",

@@ -2,19 +2,31 @@
 
 use super::View;
 
-/// Copies `rows` rows (C expression) of `width` elements from position `first` of the head at `from` to rows of `pitch` elements at `to`, the rest
-/// of each zero; rows from `rows` to `all` become zero. `factor` multiplies, if not empty.
-#[allow(clippy::too_many_arguments)]
-pub(super) fn copy_rows(
-    view: &View,
-    from: &str,
-    first: &str,
-    (rows, all): (&str, &str),
-    (width, pitch): (usize, usize),
-    to: &str,
-    factor: &str,
-    lanes: usize,
-) -> String {
+/// Neighbouring rows of a head, and how they lie in the working memory. Texts are C expressions.
+pub(super) struct Rows<'a> {
+    pub view: &'a View,
+    /// The head, of sequence `batch`.
+    pub head: &'a str,
+    /// Position of the first row.
+    pub first: &'a str,
+    pub rows: &'a str,
+    /// Elements of a row.
+    pub width: usize,
+    /// Elements of a row in the working memory.
+    pub pitch: usize,
+}
+
+/// Copies rows to `to`, the rest of each zero; rows from `rows.rows` to `all` become zero. `factor` multiplies, if not empty.
+pub(super) fn copy_rows(rows: &Rows<'_>, to: &str, all: &str, factor: &str, lanes: usize) -> String {
+    let Rows {
+        view,
+        head,
+        first,
+        rows,
+        width,
+        pitch,
+    } = *rows;
+    let from = view.head("batch", head);
     let [_, _, row, element] = view.strides;
     let times = |x: String| {
         if factor.is_empty() {
@@ -52,16 +64,17 @@ pub(super) fn copy_rows(
     )
 }
 
-/// Copies rows of `pitch` elements at `from` to positions `first..first + rows` of the head at `to`; `factor`, a C expression of row `r`, multiplies.
-pub(super) fn store_rows(
-    view: &View,
-    to: &str,
-    (first, rows): (&str, &str),
-    (width, pitch): (usize, usize),
-    from: &str,
-    factor: &str,
-    lanes: usize,
-) -> String {
+/// Copies rows from `from` back to their places; `factor`, a C expression of row `r`, multiplies, if not empty.
+pub(super) fn store_rows(rows: &Rows<'_>, from: &str, factor: &str, lanes: usize) -> String {
+    let Rows {
+        view,
+        head,
+        first,
+        rows,
+        width,
+        pitch,
+    } = *rows;
+    let to = view.head("batch", head);
     let [_, _, row, element] = view.strides;
     let (declare, times) = if factor.is_empty() {
         (String::new(), "")

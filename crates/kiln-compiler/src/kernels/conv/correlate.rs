@@ -2,7 +2,6 @@
 //! as the rows of register tiles.
 
 use std::collections::BTreeSet;
-use std::fmt::Write;
 
 use kiln_cpu::Isa;
 
@@ -13,10 +12,7 @@ use super::weights::{self, Panels};
 use super::{ConvSpec, Image, ImageAxis, Place, Spatial, depthwise, narrow, planar, winograd};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, fields, finish_kernel, indent, round_up, run_part, signature, vector};
-
-/// Below this many operations one thread does it all.
-pub(super) const SERIAL_FLOPS: usize = 2_000_000;
+use crate::kernels::{Helper, Kernel, indent, round_up, run_part, signature, vector};
 
 pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
     let g = &spec.geometry;
@@ -189,15 +185,9 @@ struct Emitter<'a> {
 
 impl Emitter<'_> {
     fn kernel(mut self) -> Kernel {
-        let ConvSpec {
-            name,
-            comment,
-            geometry: g,
-            image,
-            params,
-            threads,
-            ..
-        } = self.spec;
+        let frame = self.spec.frame();
+        let (name, params) = (frame.name, frame.params);
+        let (g, image) = (&self.spec.geometry, &self.spec.image);
         let lanes = self.lanes;
         let padded = image::padded(
             image,
@@ -221,14 +211,11 @@ impl Emitter<'_> {
         let result = self.result();
         let mut workspace = 0;
 
-        let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
-        let serial = *threads == 1 || flops < SERIAL_FLOPS;
+        let serial = frame.threads == 1 || g.is_small();
         let run = run_part(serial);
 
-        let mut source = String::new();
-        let _ = writeln!(
-            source,
-            "/* {comment}\n * {} images of {:?} x {} channels{}{}, {} classes of pixels. */",
+        let about = format!(
+            "{} images of {:?} x {} channels{}{}, {} classes of pixels.",
             g.images,
             self.sides.extents,
             self.sides.channels,
@@ -244,11 +231,7 @@ impl Emitter<'_> {
             },
             self.walk.classes.len()
         );
-        let _ = writeln!(
-            source,
-            "struct {name}_args {{\n{}    char *workspace;\n}};",
-            fields(params)
-        );
+        let mut source = frame.head(&about, "");
         let mut calls = String::new();
         // Without slabs, the copy of the whole image comes first in the workspace; its address is part of `padded`.
         let classes = self.walk.classes.clone();
@@ -294,12 +277,12 @@ impl Emitter<'_> {
             }
             source.push_str(&self.class(index, class, &padded, blocks, panels, weights, workspace));
             calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
-            workspace += blocks.bytes(class, &padded, lanes) * if serial { 1 } else { *threads };
+            workspace += blocks.bytes(class, &padded, lanes) * if serial { 1 } else { frame.threads };
         }
         if let Some((function, count)) = &consumer.last {
             calls.push_str(&run(function, *count));
         }
-        let mut kernel = finish_kernel(name, params, source, &calls, workspace);
+        let mut kernel = frame.finish(source, &calls, workspace);
         kernel.helpers = self.tiles.into_iter().collect();
         kernel
     }

@@ -9,8 +9,8 @@
 use kiln_cpu::Isa;
 
 use super::walk::Direction;
-use super::{ConvSpec, Geometry, Image, ImageAxis, Place, WeightGradSpec, address, correlate, weight_grad};
-use crate::kernels::{Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector};
+use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec, address, weight_grad};
+use crate::kernels::{Kernel, Width, indent, round_up, run_part, vector};
 
 /// Most sums of the weight gradient.
 const MAX_CHUNKS: usize = 16;
@@ -22,6 +22,14 @@ const MAX_WIDTH: usize = 7;
 fn fits(g: &Geometry) -> bool {
     let flat = g.kernel[0] == 1 && g.input[0] == 1 && g.output[0] == 1 && g.pad[0] == 0;
     flat && g.groups == g.in_channels && g.in_channels == g.out_channels
+}
+
+/// What a kernel works on, for the comment above it.
+fn about(g: &Geometry, extents: Spatial) -> String {
+    format!(
+        "{} images of {extents:?} x {} channels, depthwise.",
+        g.images, g.in_channels
+    )
 }
 
 /// C expression of the address of channel `c` at a place of an image in memory with contiguous channels; none for others.
@@ -48,14 +56,8 @@ fn read(address: &str, channels: usize, lanes: usize) -> String {
 
 /// The weight gradient, if the convolution is of this kind.
 pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
-    let WeightGradSpec {
-        name,
-        comment,
-        geometry: g,
-        params,
-        threads,
-        ..
-    } = spec;
+    let (frame, g) = (spec.frame(), &spec.geometry);
+    let name = frame.name;
     let [_, ky, kx] = g.kernel;
     if !fits(g) || kx > MAX_WIDTH {
         return None;
@@ -113,20 +115,14 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         ),
     );
     let chunks = lines.min(MAX_CHUNKS);
-    let mut source = format!(
-        "/* {comment}\n * {} images of {:?} x {channels} channels, depthwise. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n",
-        g.images,
-        g.input,
-        fields(params)
+    let body = format!(
+        "for (int64_t chunk = begin; chunk < end; chunk++) {{\n    float *sums = (float *)args->workspace + chunk * {sums};\n    __builtin_memset(sums, 0, {sums} * \
+         sizeof(float));\n    for (int64_t line = {lines} * chunk / {chunks}; line < {lines} * (chunk + 1) / {chunks}; line++) {{\n        const int64_t image = line / \
+         {height}, y = line % {height};\n{}    }}\n}}\n",
+        indent(&body, 8)
     );
-    source.push_str(&format!(
-        "/* Sums over chunks of lines. */\nstatic void {name}_sum(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n    \
-         (void)thread;\n{}    for (int64_t chunk = begin; chunk < end; chunk++) {{\n        float *sums = (float *)args->workspace + chunk * {sums};\n        \
-         __builtin_memset(sums, 0, {sums} * sizeof(float));\n        for (int64_t line = {lines} * chunk / {chunks}; line < {lines} * (chunk + 1) / {chunks}; line++) \
-         {{\n            const int64_t image = line / {height}, y = line % {height};\n{}        }}\n    }}\n}}\n",
-        unpack(params),
-        indent(&body, 12)
-    ));
+    let mut source =
+        frame.head(&about(g, g.input), "") + &frame.part("Sums over chunks of lines.", "sum", &body);
     source.push_str(&format!(
         "/* The sum of all chunks for channel `o` and kernel element `t`. */\nstatic float {name}_total(const float *sums, int64_t o, int64_t t) {{\n    float total = \
          0.0f;\n    for (int64_t chunk = 0; chunk < {chunks}; chunk++) total += sums[chunk * {sums} + (o / {lanes} * {taps} + t) * {lanes} + o % {lanes}];\n    return \
@@ -134,24 +130,16 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     ));
     let element = format!("{name}_total(sums, o, t)");
     source.push_str(&weight_grad::consume_rows(spec, &element, 0, lanes));
-    let flops = 2 * g.images * g.weight_len() * height * width;
-    let run = run_part(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let run = frame.run(g.is_small());
     let calls = run(&format!("{name}_sum"), chunks) + &run(&format!("{name}_finish"), g.out_channels);
     let bytes = round_up(chunks * sums * 4, 64);
-    Some(finish_kernel(name, params, source, &calls, bytes))
+    Some(frame.finish(source, &calls, bytes))
 }
 
 /// The input gradient of a convolution with a stride, if it is of this kind.
 pub(super) fn input_gradient(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<Kernel> {
-    let ConvSpec {
-        name,
-        comment,
-        geometry: g,
-        weight,
-        params,
-        threads,
-        ..
-    } = spec;
+    let (frame, g, weight) = (spec.frame(), &spec.geometry, &spec.weight);
+    let name = frame.name;
     let strided = direction == Direction::InputGrad && (g.stride[1] > 1 || g.stride[2] > 1);
     let by_channel = spec.epilogue.axis(g.input) == Some(ImageAxis::Channel);
     if !strided || !fits(g) || !by_channel {
@@ -203,23 +191,19 @@ pub(super) fn input_gradient(spec: &ConvSpec<'_>, direction: Direction, isa: Isa
         strides[3],
         consume(Width::Vector),
     );
-    let source = format!(
-        "/* {comment}\n * {} images of {:?} x {channels} channels, depthwise. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n/* The weight by kernel elements. \
-         */\nstatic void {name}_weights(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n    (void)thread;\n{}    for (int64_t t \
-         = begin; t < end; t++)\n        for (int64_t c = 0; c < {channels}; c++) ((float *)args->workspace)[t * {padded} + c] = ({weight})[c * {taps} + t];\n}}\nstatic void \
-         {name}_lines(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n    (void)thread;\n{}    const float *weights = (const \
-         float *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n}}\n",
-        g.images,
-        g.output,
-        fields(params),
-        unpack(params),
-        unpack(params),
-        indent(&body, 8),
+    let weights = format!(
+        "for (int64_t t = begin; t < end; t++)\n    for (int64_t c = 0; c < {channels}; c++) ((float *)args->workspace)[t * {padded} + c] = ({weight})[c * {taps} + t];\n"
     );
-    let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
-    let run = run_part(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let lines = format!(
+        "const float *weights = (const float *)args->workspace;\nfor (int64_t unit = begin; unit < end; unit++) {{\n{}}}\n",
+        indent(&body, 4),
+    );
+    let source = frame.head(&about(g, g.output), "")
+        + &frame.part("The weight by kernel elements.", "weights", &weights)
+        + &frame.part("Lines of places.", "lines", &lines);
+    let run = frame.run(g.is_small());
     let calls =
         run_part(true)(&format!("{name}_weights"), taps) + &run(&format!("{name}_lines"), g.images * height);
     let bytes = round_up(taps * padded * 4, 64);
-    Some(finish_kernel(name, params, source, &calls, bytes))
+    Some(frame.finish(source, &calls, bytes))
 }

@@ -32,7 +32,11 @@ mod winograd;
 
 use kiln_cpu::Isa;
 
+use super::frame::Frame;
 use super::{Kernel, Param, Width};
+
+/// Below this many operations one thread does it all.
+const SERIAL_FLOPS: usize = 2_000_000;
 
 /// The spatial dimensions: depth, height, width.
 pub type Spatial = [usize; 3];
@@ -81,6 +85,16 @@ impl Geometry {
     /// Elements of the weight `[out, in / groups, kernel..]`.
     pub fn weight_len(&self) -> usize {
         self.out_channels * self.group_in() * self.taps()
+    }
+
+    /// Floating-point operations of the convolution, or of one of its gradients.
+    fn flops(&self) -> usize {
+        2 * self.images * self.weight_len() * self.output.iter().product::<usize>()
+    }
+
+    /// Whether one thread does it all.
+    fn is_small(&self) -> bool {
+        self.flops() < SERIAL_FLOPS
     }
 
     /// Whether the groups are so narrow that a vector spans several whole ones.
@@ -245,6 +259,18 @@ pub struct ConvSpec<'a> {
     pub threads: usize,
 }
 
+impl ConvSpec<'_> {
+    fn frame(&self) -> Frame<'_> {
+        let (params, threads) = (&self.params, self.threads);
+        Frame {
+            name: &self.name,
+            comment: &self.comment,
+            params,
+            threads,
+        }
+    }
+}
+
 /// A function from width, index into the flat weight (`int64_t`) and the C variable with the gradient to statements.
 pub type ConsumeWeight<'a> = Box<dyn Fn(Width, &str, &str) -> String + 'a>;
 
@@ -266,6 +292,17 @@ pub struct WeightGradSpec<'a> {
     pub params: Vec<Param>,
     /// Most threads the kernel may meet; decides the size of the workspace, never the result.
     pub threads: usize,
+}
+
+impl WeightGradSpec<'_> {
+    fn frame(&self) -> Frame<'_> {
+        Frame {
+            name: &self.name,
+            comment: &self.comment,
+            params: &self.params,
+            threads: self.threads,
+        }
+    }
 }
 
 /// `out[n, o, p] = sum over c, t of x[n, c, p * stride - pad + t * dilation] * w[o, c, t]`.

@@ -9,11 +9,10 @@ use std::fmt::Write;
 use kiln_cpu::Isa;
 
 use super::blocks::{self, Blocks};
-use super::correlate;
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::{ConvSpec, WeightGradSpec, weight_grad};
-use crate::kernels::{Kernel, fields, finish_kernel, indent, round_up, run_part, unpack, vector};
+use crate::kernels::{Kernel, indent, round_up, unpack, vector};
 
 /// Most pixels of a tile, and most kernel elements that a weight gradient accumulates at once.
 fn limits(isa: Isa) -> (usize, usize) {
@@ -48,15 +47,9 @@ pub(super) fn correlate(
     direction: Direction,
     isa: Isa,
 ) -> Kernel {
-    let ConvSpec {
-        name,
-        comment,
-        geometry: g,
-        image,
-        params,
-        threads,
-        ..
-    } = spec;
+    let frame = spec.frame();
+    let (name, params) = (frame.name, frame.params);
+    let (g, image) = (&spec.geometry, &spec.image);
     let lanes = vector::lanes(isa);
     let padded = image::padded(
         image,
@@ -75,18 +68,16 @@ pub(super) fn correlate(
             in_place: true,
         },
     );
-    let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
-    let run = run_part(*threads == 1 || flops < correlate::SERIAL_FLOPS);
-    let mut source = format!(
-        "/* {comment}\n * {} images of {:?} x {} channels in groups of {}, {} classes of pixels. */\nstruct {name}_args {{\n{}    char \
-         *workspace;\n}};\n",
+    let run = frame.run(g.is_small());
+    let about = format!(
+        "{} images of {:?} x {} channels in groups of {}, {} classes of pixels.",
         g.images,
         sides.extents,
         sides.channels,
         sides.group,
-        walk.classes.len(),
-        fields(params)
+        walk.classes.len()
     );
+    let mut source = frame.head(&about, "");
     let mut calls = String::new();
     let mut workspace = 0;
     let result = match direction {
@@ -136,12 +127,12 @@ pub(super) fn correlate(
             ));
         }
         calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
-        workspace += blocks.bytes(class, &padded, lanes) * threads;
+        workspace += blocks.bytes(class, &padded, lanes) * frame.threads;
     }
     if let Some((function, count)) = &consumer.last {
         calls.push_str(&run(function, *count));
     }
-    finish_kernel(name, params, source, &calls, workspace)
+    frame.finish(source, &calls, workspace)
 }
 
 /// One class of pixels and everything known about it.
@@ -346,14 +337,8 @@ impl Work<'_> {
 /// The weight gradient: for each vector of channels and each channel of a group, sums over all pixels, as many kernel elements at a
 /// time as there are registers.
 pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
-    let WeightGradSpec {
-        name,
-        comment,
-        geometry: g,
-        params,
-        threads,
-        ..
-    } = spec;
+    let (frame, g) = (spec.frame(), &spec.geometry);
+    let name = frame.name;
     let lanes = vector::lanes(isa);
     let (channels, group) = (g.in_channels, g.group_in());
     let vectors = channels.div_ceil(lanes);
@@ -368,16 +353,12 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     };
     let (blocks_y, blocks_x) = (ky.div_ceil(block_y), kx.div_ceil(block_x));
     let units = vectors * group * kz * blocks_y * blocks_x;
-    let mut source = format!(
-        "/* {comment}\n * {} images of {:?} x {channels} channels in groups of {group}. */\nstruct {name}_args {{\n{}    char \
-         *workspace;\n}};\n{}",
-        g.images,
-        g.input,
-        fields(params),
-        images.sources()
+    let about = format!(
+        "{} images of {:?} x {channels} channels in groups of {group}.",
+        g.images, g.input
     );
-    let flops = 2 * g.images * g.weight_len() * g.output.iter().product::<usize>();
-    let run = run_part(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let mut source = frame.head(&about, "") + &images.sources();
+    let run = frame.run(g.is_small());
     let mut calls = images.calls(&run);
 
     let taps = g.taps();
@@ -476,13 +457,11 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         blocks_y * blocks_x,
         ky * kx * lanes
     );
-    let _ = write!(
-        source,
-        "static void {name}_sum(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}    for \
-         (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n}}\n",
-        unpack(params),
-        indent(&body, 8)
+    let body = format!(
+        "for (int64_t unit = begin; unit < end; unit++) {{\n{}}}\n",
+        indent(&body, 4)
     );
+    source.push_str(&frame.part("Sums over all pixels.", "sum", &body));
     calls.push_str(&run(&format!("{name}_sum"), units));
 
     // Back to the order of the weight: output channel, channel of the group, kernel element.
@@ -490,5 +469,5 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     source.push_str(&weight_grad::consume_rows(spec, &element, sums_at, lanes));
     calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
     let bytes = sums_at + round_up(vectors * group * taps * lanes * 4, 64);
-    finish_kernel(name, params, source, &calls, bytes)
+    frame.finish(source, &calls, bytes)
 }

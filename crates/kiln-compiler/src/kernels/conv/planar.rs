@@ -9,17 +9,23 @@
 use kiln_cpu::Isa;
 
 use super::walk::Direction;
-use super::{ConvSpec, Geometry, Image, ImageAxis, Place, WeightGradSpec};
+use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec};
 use crate::kernels::plane::{Slab, spaced};
-use crate::kernels::{
-    Kernel, Param, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
-};
+use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
 
 /// Whether a convolution is depthwise over planes.
 fn fits(g: &Geometry, image: &Image<'_>) -> bool {
     let flat = g.kernel[0] == 1 && g.input[0] == 1 && g.output[0] == 1 && g.pad[0] == 0;
     let depthwise = g.groups == g.in_channels && g.in_channels == g.out_channels;
     flat && depthwise && matches!(image.contiguous, Some(ImageAxis::Width | ImageAxis::Plane))
+}
+
+/// What a kernel works on, for the comment above it.
+fn about(g: &Geometry, extents: Spatial) -> String {
+    format!(
+        "{} images of {extents:?} x {} channels, plane by plane.",
+        g.images, g.in_channels
+    )
 }
 
 /// `function(args, image, channel, slab)`: fills a slab with a plane of an image.
@@ -44,16 +50,9 @@ fn fill(
 
 /// The forward convolution or the input gradient, if it is of this kind.
 pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<Kernel> {
-    let ConvSpec {
-        name,
-        comment,
-        geometry: g,
-        image,
-        weight,
-        epilogue,
-        params,
-        threads,
-    } = spec;
+    let frame = spec.frame();
+    let (name, params) = (frame.name, frame.params);
+    let (g, image, weight, epilogue) = (&spec.geometry, &spec.image, &spec.weight, &spec.epilogue);
     let (from, to) = match direction {
         Direction::Forward => (g.input, g.output),
         Direction::InputGrad => (g.output, g.input),
@@ -114,50 +113,38 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
             at: ["0", "0", "x"],
             channel: "j",
         };
-        indent(&(epilogue.consume)(&place, "sum"), 12)
+        indent(&(epilogue.consume)(&place, "sum"), 8)
     };
     let pixels = height * width;
-    let source = format!(
-        "/* {comment}\n * {} images of {:?} x {} channels, plane by plane. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n{}static void \
-         {name}_planes(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}    float *slab = \
-         (float *)(args->workspace + thread * {each}), *result = (float *)(args->workspace + thread * {each} + {result_at});\n    for (int64_t \
-         unit = begin; unit < end; unit++) {{\n        const int64_t image = unit / {channels}, j = unit % {channels};\n        \
-         {name}_fill(args, image, j, slab);\n{}        for (int64_t y = 0; y < {height}; y++) {{\n            const float *at = slab + y * \
-         {};\n            /* What a vector writes past the end of its row, the next row overwrites. */\n            for (int64_t x = 0; x < \
-         {width}; x += {lanes}) {{\n                vf sum = {{0}};\n{}                vf_store(result + y * {width} + x, sum);\n            \
-         }}\n        }}\n        int64_t x = 0;\n        for (; x + {lanes} <= {pixels}; x += {lanes}) {{\n            vf sum = vf_load(result \
-         + x);\n{}        }}\n        for (; x < {pixels}; x++) {{\n            float sum = result[x];\n{}        }}\n    }}\n}}\n",
-        g.images,
-        from,
-        g.in_channels,
-        fields(params),
-        fill(&slab, image, name, &format!("{name}_fill"), params, lanes),
-        unpack(params),
-        indent(&weights, 8),
+    let body = format!(
+        "float *slab = (float *)(args->workspace + thread * {each}), *result = (float *)(args->workspace + thread * {each} + {result_at});\nfor \
+         (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {channels}, j = unit % {channels};\n    \
+         {name}_fill(args, image, j, slab);\n{}    for (int64_t y = 0; y < {height}; y++) {{\n        const float *at = slab + y * {};\n        /* What \
+         a vector writes past the end of its row, the next row overwrites. */\n        for (int64_t x = 0; x < {width}; x += {lanes}) {{\n            \
+         vf sum = {{0}};\n{}            vf_store(result + y * {width} + x, sum);\n        }}\n    }}\n    int64_t x = 0;\n    for (; x + {lanes} <= \
+         {pixels}; x += {lanes}) {{\n        vf sum = vf_load(result + x);\n{}    }}\n    for (; x < {pixels}; x++) {{\n        float sum = \
+         result[x];\n{}    }}\n}}\n",
+        indent(&weights, 4),
         step[0] * slab.pitch,
-        indent(&taps, 16),
+        indent(&taps, 12),
         consume(Width::Vector),
         consume(Width::Scalar),
         channels = g.in_channels,
     );
+    let source = frame.head(&about(g, from), "")
+        + &fill(&slab, image, name, &format!("{name}_fill"), params, lanes)
+        + &frame.part("", "planes", &body);
     let planes = g.images * g.in_channels;
-    let serial = *threads == 1 || 2 * planes * pixels * ky * kx < super::correlate::SERIAL_FLOPS;
-    let calls = run_part(serial)(&format!("{name}_planes"), planes);
-    Some(finish_kernel(name, params, source, &calls, each * threads))
+    let calls =
+        frame.run(2 * planes * pixels * ky * kx < super::SERIAL_FLOPS)(&format!("{name}_planes"), planes);
+    Some(frame.finish(source, &calls, each * frame.threads))
 }
 
 /// The weight gradient, if it is of this kind.
 pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
-    let WeightGradSpec {
-        name,
-        comment,
-        geometry: g,
-        input,
-        output_grad,
-        consume,
-        params,
-        threads,
-    } = spec;
+    let frame = spec.frame();
+    let (name, params) = (frame.name, frame.params);
+    let (g, input, output_grad, consume) = (&spec.geometry, &spec.input, &spec.output_grad, &spec.consume);
     if !fits(g, input) || !fits(g, output_grad) {
         return None;
     }
@@ -202,42 +189,30 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
             .replace("vf_fma(", "vf_fma(vf_select(inside, ")
             .replace(", dy, sum", ", (vf){0}), dy, sum")
     };
-    let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 12);
-    let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 12);
-    let source = format!(
-        "/* {comment}\n * {images} images of {:?} x {} channels, plane by plane. */\nstruct {name}_args {{\n{}    char \
-         *workspace;\n}};\n{}{}static void {name}_channels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
-         *args = ctx;\n{}    float *slab = (float *)(args->workspace + thread * {each}), *grad = (float *)(args->workspace + thread * {each} + \
-         {y_at});\n    for (int64_t channel = begin; channel < end; channel++) {{\n        vf {};\n        for (int64_t image = 0; image < {images}; \
-         image++) {{\n            {name}_fill_input(args, image, channel, slab);\n            {name}_fill_output(args, image, channel, \
-         grad);\n            for (int64_t y = 0; y < {height}; y++) {{\n                const float *at = slab + y * {};\n                for \
-         (int64_t x = 0; x < {width}; x += {lanes}) {{\n                    const vf dy = vf_load(grad + y * {} + x);\n{}{}                \
-         }}\n            }}\n        }}\n        float row[{taps}];\n{}        const int64_t from = channel * {taps};\n        int64_t i = \
-         0;\n        for (; i + {lanes} <= {taps}; i += {lanes}) {{\n            vf sum = vf_load(row + i);\n{vector}        }}\n        for (; i < \
-         {taps}; i++) {{\n            float sum = row[i];\n{scalar}        }}\n    }}\n}}\n",
-        g.input,
-        g.in_channels,
-        fields(params),
-        fill(&x_slab, input, name, &format!("{name}_fill_input"), params, lanes),
-        fill(
-            &y_slab,
-            output_grad,
-            name,
-            &format!("{name}_fill_output"),
-            params,
-            lanes
-        ),
-        unpack(params),
+    let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 8);
+    let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 8);
+    let body = format!(
+        "float *slab = (float *)(args->workspace + thread * {each}), *grad = (float *)(args->workspace + thread * {each} + {y_at});\nfor (int64_t channel \
+         = begin; channel < end; channel++) {{\n    vf {};\n    for (int64_t image = 0; image < {}; image++) {{\n        {name}_fill_input(args, image, \
+         channel, slab);\n        {name}_fill_output(args, image, channel, grad);\n        for (int64_t y = 0; y < {height}; y++) {{\n            const \
+         float *at = slab + y * {};\n            for (int64_t x = 0; x < {width}; x += {lanes}) {{\n                const vf dy = vf_load(grad + y * {} + \
+         x);\n{}{}            }}\n        }}\n    }}\n    float row[{taps}];\n{}    const int64_t from = channel * {taps};\n    int64_t i = 0;\n    for (; i \
+         + {lanes} <= {taps}; i += {lanes}) {{\n        vf sum = vf_load(row + i);\n{vector}    }}\n    for (; i < {taps}; i++) {{\n        float sum = \
+         row[i];\n{scalar}    }}\n}}\n",
         sums.join(", "),
+        g.images,
         g.stride[1] * x_slab.pitch,
         y_slab.pitch,
-        indent(&guard, 20),
-        indent(&steps, 20),
-        indent(&folds, 8),
-        images = g.images,
+        indent(&guard, 16),
+        indent(&steps, 16),
+        indent(&folds, 4),
     );
-    let serial = *threads == 1
-        || 2 * g.images * g.in_channels * height * width * taps < super::correlate::SERIAL_FLOPS;
-    let calls = run_part(serial)(&format!("{name}_channels"), g.in_channels);
-    Some(finish_kernel(name, params, source, &calls, each * threads))
+    let copy =
+        |slab, image, what: &str| fill(slab, image, name, &format!("{name}_fill_{what}"), params, lanes);
+    let source = frame.head(&about(g, g.input), "")
+        + &copy(&x_slab, input, "input")
+        + &copy(&y_slab, output_grad, "output")
+        + &frame.part("", "channels", &body);
+    let calls = frame.run(g.is_small())(&format!("{name}_channels"), g.in_channels);
+    Some(frame.finish(source, &calls, each * frame.threads))
 }

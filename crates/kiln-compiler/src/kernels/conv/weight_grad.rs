@@ -5,7 +5,6 @@
 //! workspace between chunks, and at the end brought into the order of the weight, where the caller consumes them.
 
 use std::collections::BTreeSet;
-use std::fmt::Write;
 
 use kiln_cpu::Isa;
 
@@ -14,9 +13,7 @@ use super::weights::Panels;
 use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, narrow, planar, winograd};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{
-    Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
-};
+use crate::kernels::{Helper, Kernel, Width, indent, round_up, vector};
 
 /// Bytes of both images in a chunk.
 const L2_SHARE: usize = 512 << 10;
@@ -90,31 +87,16 @@ impl Images {
 }
 
 pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
-    let WeightGradSpec {
-        name,
-        comment,
-        geometry: g,
-        params,
-        threads,
-        ..
-    } = spec;
+    let (frame, g) = (spec.frame(), &spec.geometry);
+    let name = frame.name;
     let lanes = vector::lanes(isa);
-    let pixels = g.images * g.output.iter().product::<usize>();
     if g.weight_len() == 0 {
-        let source = format!(
-            "/* {comment}: no elements */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n",
-            fields(params)
-        );
-        return finish_kernel(name, params, source, "", 0);
+        return frame.finish(frame.head("No elements.", ""), "", 0);
     }
-    if pixels == 0 {
-        let source = format!(
-            "/* {comment}: no pixels */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n{}",
-            fields(params),
-            consume_rows(spec, "0.0f", 0, lanes)
-        );
-        let calls = run_part(true)(&format!("{name}_finish"), g.out_channels);
-        return finish_kernel(name, params, source, &calls, 0);
+    if g.flops() == 0 {
+        let source = frame.head("No pixels.", "") + &consume_rows(spec, "0.0f", 0, lanes);
+        let calls = frame.run(true)(&format!("{name}_finish"), g.out_channels);
+        return frame.finish(source, &calls, 0);
     }
     if let Some(kernel) = as_product(spec, isa) {
         return kernel;
@@ -233,9 +215,8 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         dilation_y = g.dilation[1],
         width = panels.width,
     );
-    let mut source = format!(
-        "/* {comment}\n * {} images of {:?} x {} channels to {}{}; chunks of {some_images} images, {lines} lines. */\nstruct {name}_args \
-         {{\n{}    char *workspace;\n}};\n{}",
+    let about = format!(
+        "{} images of {:?} x {} channels to {}{}; chunks of {some_images} images, {lines} lines.",
         g.images,
         g.input,
         g.in_channels,
@@ -244,25 +225,22 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
             format!(" in {groups} groups")
         } else {
             String::new()
-        },
-        fields(params),
-        images.sources()
+        }
     );
     let sums_at = images.bytes;
-    let _ = write!(
-        source,
-        "/* Tiles of the gradient, all pixels of each. */\nstatic void {name}_sum(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
-         const struct {name}_args *args = ctx;\n{}    float *sums = (float *)(args->workspace + {sums_at});\n    int fresh = 1;\n    for \
-         (int64_t image = 0; image < {n}; image += {some_images})\n    for (int64_t pz = 0; pz < {depth}; pz++)\n    for (int64_t py = 0; py < \
-         {height}; py += {lines}) {{\n        const int64_t images = {n} - image < {some_images} ? {n} - image : {some_images};\n        const \
-         int64_t lines = {height} - py < {lines} ? {height} - py : {lines};\n        for (int64_t unit = begin; unit < end; unit++) {{\n{}        \
-         }}\n        fresh = 0;\n    }}\n}}\n",
-        unpack(params),
-        indent(&body, 12),
+    let body = format!(
+        "float *sums = (float *)(args->workspace + {sums_at});\nint fresh = 1;\nfor (int64_t image = 0; image < {n}; image += {some_images})\nfor \
+         (int64_t pz = 0; pz < {depth}; pz++)\nfor (int64_t py = 0; py < {height}; py += {lines}) {{\n    const int64_t images = {n} - image < \
+         {some_images} ? {n} - image : {some_images};\n    const int64_t lines = {height} - py < {lines} ? {height} - py : {lines};\n    for \
+         (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n    fresh = 0;\n}}\n",
+        indent(&body, 8),
         n = g.images,
         depth = g.output[0],
         height = g.output[1],
     );
+    let mut source = frame.head(&about, "")
+        + &images.sources()
+        + &frame.part("Tiles of the gradient, all pixels of each.", "sum", &body);
 
     let (tap, column) = if merged {
         (format!("t / {kx}"), format!("t % {kx} * {group_in} + c"))
@@ -274,13 +252,12 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         kz * ky * runs_x
     );
     source.push_str(&consume_rows(spec, &element, sums_at, lanes));
-    let flops = 2 * pixels * g.weight_len();
-    let run = run_part(*threads == 1 || flops < correlate::SERIAL_FLOPS);
+    let run = frame.run(g.is_small());
     let mut calls = images.calls(&run);
     calls.push_str(&run(&format!("{name}_sum"), units));
     calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
     let bytes = sums_at + round_up(runs * group_out * padded * 4, 64);
-    let mut kernel = finish_kernel(name, params, source, &calls, bytes);
+    let mut kernel = frame.finish(source, &calls, bytes);
     kernel.helpers = tiles.into_iter().collect();
     kernel
 }
@@ -288,29 +265,22 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
 /// `name_finish(ctx, begin, end, thread)` over output channels: brings sums into the order of the weight and lets the caller consume
 /// them. `element` is the C expression of the sum for output channel `o`, channel of the group `c` and kernel element `t`.
 pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: usize, lanes: usize) -> String {
-    let WeightGradSpec {
-        name,
-        geometry: g,
-        consume,
-        params,
-        ..
-    } = spec;
+    let (g, consume) = (&spec.geometry, &spec.consume);
     let (taps, group_in) = (g.taps(), g.group_in());
     let block = ORDER_BLOCK.min(group_in);
-    let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 16);
-    let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 16);
-    format!(
-        "/* Sums in the order of the weight. */\nstatic void {name}_finish(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const \
-         struct {name}_args *args = ctx;\n{}    const float *sums = (const float *)(args->workspace + {sums_at});\n    float row[{}];\n    \
-         for (int64_t o = begin; o < end; o++)\n        for (int64_t block = 0; block < {group_in}; block += {block}) {{\n            const \
-         int64_t block_end = block + {block} < {group_in} ? block + {block} : {group_in};\n            float *to = row;\n            for (int64_t c \
-         = block; c < block_end; c++)\n                for (int64_t t = 0; t < {taps}; t++) *to++ = {element};\n            const int64_t from = (o \
-         * {group_in} + block) * {taps}, count = (block_end - block) * {taps};\n            int64_t i = 0;\n            for (; i + {lanes} <= \
-         count; i += {lanes}) {{\n                vf sum = vf_load(row + i);\n{vector}            }}\n            for (; i < count; i++) \
-         {{\n                float sum = row[i];\n{scalar}            }}\n        }}\n}}\n",
-        unpack(params),
+    let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 12);
+    let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 12);
+    let body = format!(
+        "const float *sums = (const float *)(args->workspace + {sums_at});\n(void)sums;\nfloat row[{}];\nfor (int64_t o = begin; o < end; o++)\n    for \
+         (int64_t block = 0; block < {group_in}; block += {block}) {{\n        const int64_t block_end = block + {block} < {group_in} ? block + {block} : \
+         {group_in};\n        float *to = row;\n        for (int64_t c = block; c < block_end; c++)\n            for (int64_t t = 0; t < {taps}; t++) *to++ = \
+         {element};\n        const int64_t from = (o * {group_in} + block) * {taps}, count = (block_end - block) * {taps};\n        int64_t i = 0;\n        for (; \
+         i + {lanes} <= count; i += {lanes}) {{\n            vf sum = vf_load(row + i);\n{vector}        }}\n        for (; i < count; i++) {{\n            float \
+         sum = row[i];\n{scalar}        }}\n    }}\n",
         block * taps
-    )
+    );
+    spec.frame()
+        .part("Sums in the order of the weight.", "finish", &body)
 }
 
 /// Bytes of a weight whose gradient stays in cache while chunks of pixels go by.

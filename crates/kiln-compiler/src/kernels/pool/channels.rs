@@ -8,7 +8,8 @@ use kiln_cpu::Isa;
 
 use super::planes::{PoolGeometry, PoolKind, SERIAL_ELEMENTS, table};
 use crate::kernels::conv::{Place, address};
-use crate::kernels::{Kernel, Param, Width, fields, finish_kernel, indent, run_part, unpack, vector};
+use crate::kernels::frame::Frame;
+use crate::kernels::{Kernel, Param, Width, indent, vector};
 
 /// A tensor in memory: a C pointer and strides in elements (image, depth, height, width, channel).
 #[derive(Debug, Clone)]
@@ -220,28 +221,20 @@ fn lines(
 }
 
 fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: usize) -> Kernel {
-    let ChannelPool {
-        name,
-        comment,
-        geometry: g,
-        params,
-        threads,
-        ..
-    } = spec;
-    let source = format!(
-        "/* {comment}\n * {} images of {:?} x {} channels, vectors along the channels. */\nstruct {name}_args {{\n{}    char \
-         *workspace;\n}};\n{before}static void {name}_units(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
-         {name}_args *args = ctx;\n    (void)thread;\n{}{}}}\n",
-        g.images,
-        g.input,
-        g.channels,
-        fields(params),
-        unpack(params),
-        indent(body, 4),
+    let g = &spec.geometry;
+    let frame = Frame {
+        name: &spec.name,
+        comment: &spec.comment,
+        params: &spec.params,
+        threads: spec.threads,
+    };
+    let about = format!(
+        "{} images of {:?} x {} channels, vectors along the channels.",
+        g.images, g.input, g.channels
     );
-    let serial = *threads == 1 || elements < SERIAL_ELEMENTS;
-    let calls = run_part(serial)(&format!("{name}_units"), units);
-    finish_kernel(name, params, source, &calls, 0)
+    let source = frame.head(&about, "") + before + &frame.part("", "units", body);
+    let calls = frame.run(elements < SERIAL_ELEMENTS)(&format!("{}_units", frame.name), units);
+    frame.finish(source, &calls, 0)
 }
 
 /// As [`super::input_grad`].

@@ -8,10 +8,9 @@
 use kiln_cpu::Isa;
 
 use crate::kernels::conv::{LoadImage, Place};
+use crate::kernels::frame::Frame;
 use crate::kernels::plane::{Slab, spaced};
-use crate::kernels::{
-    Kernel, Param, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
-};
+use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
 
 /// Below this many elements one thread does it all.
 pub(super) const SERIAL_ELEMENTS: usize = 64 * 1024;
@@ -138,15 +137,13 @@ struct Planes {
 
 impl Planes {
     fn kernel(self, spec: &PoolSpec<'_>, lanes: usize) -> Kernel {
-        let PoolSpec {
-            name,
-            comment,
-            geometry: g,
-            consume,
-            params,
-            threads,
-            ..
-        } = spec;
+        let (g, consume) = (&spec.geometry, &spec.consume);
+        let frame = Frame {
+            name: &spec.name,
+            comment: &spec.comment,
+            params: &spec.params,
+            threads: spec.threads,
+        };
         let Self {
             before,
             body,
@@ -163,23 +160,20 @@ impl Planes {
                 at: ["0", "0", "x"],
                 channel: "channel",
             };
-            indent(&consume(&place, "sum", "index"), 12)
+            indent(&consume(&place, "sum", "index"), 8)
         };
-        let index = |text: &str| if indices { indent(text, 12) } else { String::new() };
-        let source = format!(
-            "/* {comment}\n * {} images of {:?} x {} channels, plane by plane. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\n{before}static \
-             void {name}_planes(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}    char *own = \
-             args->workspace + thread * {each};\n    float *slab = (float *)own, *result = (float *)(own + {slab});\n    int32_t *indices = (int32_t \
-             *)(own + {});\n    for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t image = unit / {channels}, channel = unit % \
-             {channels};\n{}        int64_t x = 0;\n        for (; x + {lanes} <= {pixels}; x += {lanes}) {{\n            vf sum = vf_load(result + \
-             x);\n{}{}        }}\n        for (; x < {pixels}; x++) {{\n            float sum = result[x];\n{}{}        }}\n    }}\n}}\n",
-            g.images,
-            g.input,
-            g.channels,
-            fields(params),
-            unpack(params),
+        let index = |text: &str| if indices { indent(text, 8) } else { String::new() };
+        let about = format!(
+            "{} images of {:?} x {} channels, plane by plane.",
+            g.images, g.input, g.channels
+        );
+        let body = format!(
+            "char *own = args->workspace + thread * {each};\nfloat *slab = (float *)own, *result = (float *)(own + {slab});\nint32_t *indices = \
+             (int32_t *)(own + {});\n(void)slab, (void)indices;\nfor (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / \
+             {channels}, channel = unit % {channels};\n{}    int64_t x = 0;\n    for (; x + {lanes} <= {pixels}; x += {lanes}) {{\n        vf sum = \
+             vf_load(result + x);\n{}{}    }}\n    for (; x < {pixels}; x++) {{\n        float sum = result[x];\n{}{}    }}\n}}\n",
             slab + plane,
-            indent(&body, 8),
+            indent(&body, 4),
             index("vi index = vi_load(indices + x);"),
             consume(Width::Vector),
             index("int64_t index = indices[x];"),
@@ -187,9 +181,10 @@ impl Planes {
             channels = g.channels,
         );
         let units = g.images * g.channels;
-        let serial = *threads == 1 || units * (g.input[0] * g.input[1] + pixels) < SERIAL_ELEMENTS;
-        let calls = run_part(serial)(&format!("{name}_planes"), units);
-        finish_kernel(name, params, source, &calls, each * threads)
+        let small = units * (g.input[0] * g.input[1] + pixels) < SERIAL_ELEMENTS;
+        let source = frame.head(&about, "") + &before + &frame.part("", "planes", &body);
+        let calls = frame.run(small)(&format!("{}_planes", frame.name), units);
+        frame.finish(source, &calls, each * frame.threads)
     }
 }
 

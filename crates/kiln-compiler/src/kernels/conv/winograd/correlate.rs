@@ -5,14 +5,12 @@ use std::collections::BTreeSet;
 use kiln_cpu::Isa;
 
 use super::transform::{Matrices, both_sides};
-use super::{CHUNK, Cut, FIELDS, READ_WEIGHT, apart, by_channels, fits, guarded};
+use super::{CHUNK, Cut, READ_WEIGHT, apart, by_channels, fits, guarded};
 use crate::kernels::conv::walk::{Direction, Sides};
 use crate::kernels::conv::weights::Panels;
 use crate::kernels::conv::{ConvSpec, ImageAxis, Place};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{
-    Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
-};
+use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, unpack, vector};
 
 /// The kernel, if the convolution is of this kind and large enough.
 pub(in crate::kernels::conv) fn correlate(
@@ -67,31 +65,18 @@ struct Emitter<'a> {
 
 impl Emitter<'_> {
     fn kernel(self) -> Kernel {
-        let ConvSpec {
-            name,
-            comment,
-            geometry: g,
-            params,
-            threads,
-            ..
-        } = self.spec;
+        let frame = self.spec.frame();
+        let name = frame.name;
         let (cut, elements) = (self.cut, self.cut.elements());
         let mut helpers = BTreeSet::new();
-        let mut source = format!(
-            "/* {comment}\n * {} images of {:?} x {} channels, Winograd's algorithm: {} tiles of {m} x {m} results, {} at a time. */\nstruct {name}_args \
-             {{\n{}{FIELDS}}};\n",
-            g.images,
-            self.sides.extents,
-            self.sides.channels,
-            cut.tiles,
-            cut.block,
-            fields(params),
-            m = cut.m,
+        let images = format!(
+            "{} images of {:?} x {} channels",
+            self.spec.geometry.images, self.sides.extents, self.sides.channels
         );
+        let mut source = cut.head(&frame, &images);
         source.push_str(&self.turn());
         source.push_str(&self.tiles());
-        let run = run_part(*threads == 1);
-        let copies = if *threads == 1 { 1 } else { *threads };
+        let run = frame.run(false);
         let (calls, workspace) = if cut.own {
             source.push_str(&self.weights());
             source.push_str(&self.products(&mut helpers));
@@ -112,14 +97,10 @@ impl Emitter<'_> {
                 run(&format!("{name}_weights"), units),
                 run(&format!("{name}_blocks"), cut.blocks())
             );
-            (calls, own_at + copies * cut.bytes())
+            (calls, own_at + frame.threads * cut.bytes())
         } else {
             source.push_str(&self.by_panels(&mut helpers));
-            let tiles = if *threads == 1 {
-                format!("    {name}_tiles(&args, 0, args.count, 0);\n")
-            } else {
-                format!("    rt->parallel_for(rt->pool, args.count, 1, {name}_tiles, &args);\n")
-            };
+            let tiles = call_part(frame.threads == 1, &format!("{name}_tiles"), "args.count");
             let calls = format!(
                 "    args.own = workspace;\n    for (int64_t block = 0; block < {}; block++) {{\n{}{}{}    }}\n",
                 cut.blocks(),
@@ -127,9 +108,9 @@ impl Emitter<'_> {
                 indent(&tiles, 4),
                 indent(&run(&format!("{name}_panels"), self.panels.count), 4)
             );
-            (calls, cut.side_bytes(0) + copies * self.panel_bytes())
+            (calls, cut.side_bytes(0) + frame.threads * self.panel_bytes())
         };
-        let mut kernel = finish_kernel(name, params, source, &calls, workspace);
+        let mut kernel = frame.finish(source, &calls, workspace);
         kernel.helpers = helpers.into_iter().collect();
         kernel
     }
@@ -179,7 +160,7 @@ impl Emitter<'_> {
             indent(&self.transform_back(self.products_apart()), 12),
             name = self.spec.name,
         );
-        self.function(
+        self.spec.frame().part(
             "Panels of channels: their weights, products and results.",
             "panels",
             &body,
@@ -193,17 +174,6 @@ impl Emitter<'_> {
         } else {
             apart(self.chunk() * self.panels.width)
         }
-    }
-
-    /// A function over `begin..end` with the parameters in scope.
-    fn function(&self, comment: &str, suffix: &str, body: &str) -> String {
-        let name = &self.spec.name;
-        format!(
-            "/* {comment} */\nstatic void {name}_{suffix}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
-             ctx;\n    (void)thread;\n{}{}}}\n",
-            unpack(&self.spec.params),
-            indent(body, 4)
-        )
     }
 
     /// `name_turn(args, c, k, to, ld)`: transforms the weights of a vector of summed channels from `c` and one of result channels from `k`, to
@@ -265,7 +235,7 @@ impl Emitter<'_> {
             blocks = panels.padded() / lanes,
             width = panels.width,
         );
-        self.function("Transforms the weight.", "weights", &body)
+        self.spec.frame().part("Transforms the weight.", "weights", &body)
     }
 
     /// Transforms tiles of the image into `[element][tile][channel]`.
@@ -290,7 +260,9 @@ impl Emitter<'_> {
             cut.stride[0],
             indent(&transform, 8),
         );
-        self.function("Transforms tiles of the image.", "tiles", &body)
+        self.spec
+            .frame()
+            .part("Transforms tiles of the image.", "tiles", &body)
     }
 
     /// Statements that multiply all rows `row..` of `tile_a` (at the stride of transformed tiles) with `tile_b`, of this width, into `target`.
@@ -371,7 +343,9 @@ impl Emitter<'_> {
             indent(&calls, 4),
             count = panels.count,
         );
-        self.function("One product for each element of a tile.", "products", &body)
+        self.spec
+            .frame()
+            .part("One product for each element of a tile.", "products", &body)
     }
 
     /// Statements that transform the products of `tile` at `from` back, for the vector of channels at `c`, and let the caller consume the results.
@@ -409,6 +383,8 @@ impl Emitter<'_> {
             cut.stride[1],
             indent(&self.transform_back(cut.apart(1)), 8),
         );
-        self.function("Transforms products back.", "results", &body)
+        self.spec
+            .frame()
+            .part("Transforms products back.", "results", &body)
     }
 }

@@ -18,6 +18,7 @@ pub(super) use correlate::correlate;
 pub(super) use weight_grad::weight_gradient;
 
 use super::{Geometry, Image, ImageAxis, Spatial};
+use crate::kernels::frame::Frame;
 use crate::kernels::round_up;
 
 /// Bytes of transformed tiles of a block that one thread takes through all stages: half of its L2.
@@ -135,6 +136,17 @@ impl Cut {
         )
     }
 
+    /// The comment above a kernel and the structure of its arguments; `images` says what is convolved.
+    fn head(&self, frame: &Frame<'_>, images: &str) -> String {
+        let about = format!(
+            "{images}, Winograd's algorithm: {} tiles of {m} x {m} results, {} at a time.",
+            self.tiles,
+            self.block,
+            m = self.m
+        );
+        frame.head(&about, FIELDS)
+    }
+
     /// C statements that choose block number `block` in `args`.
     fn choose(&self, args: &str) -> String {
         format!(
@@ -145,9 +157,9 @@ impl Cut {
     }
 }
 
-/// Fields of a kernel's arguments besides its parameters: the workspace, the transformed tiles of the block at work (of one thread, or of all), and the
+/// Fields of a kernel's arguments besides its parameters and the workspace: the transformed tiles of the block at work (of one thread, or of all), and the
 /// block's first tile and number of tiles.
-const FIELDS: &str = "    char *workspace, *own;\n    int64_t lead, count;\n    int fresh;\n";
+const FIELDS: &str = "    char *own;\n    int64_t lead, count;\n    int fresh;\n";
 
 /// Floats between slices of `length` so that equal places of neighbouring slices are in different lines of L1.
 fn apart(length: usize) -> usize {

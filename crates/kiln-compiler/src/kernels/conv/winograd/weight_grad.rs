@@ -5,12 +5,10 @@ use std::collections::BTreeSet;
 use kiln_cpu::Isa;
 
 use super::transform::{Matrices, both_sides, transposed};
-use super::{Cut, FIELDS, SUMMED_WEIGHT, apart, by_channels, fits, guarded};
+use super::{Cut, SUMMED_WEIGHT, apart, by_channels, fits, guarded};
 use crate::kernels::conv::WeightGradSpec;
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{
-    Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector,
-};
+use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, vector};
 
 /// The kernel, if the convolution is of this kind and large enough.
 pub(in crate::kernels::conv) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
@@ -56,38 +54,20 @@ struct Emitter<'a> {
 
 impl Emitter<'_> {
     fn kernel(self) -> Kernel {
-        let WeightGradSpec {
-            name,
-            comment,
-            geometry: g,
-            params,
-            threads,
-            ..
-        } = self.spec;
+        let frame = self.spec.frame();
+        let (name, g) = (frame.name, &self.spec.geometry);
         let (cut, elements) = (self.cut, self.cut.elements());
         if !cut.own && cut.blocks() == 1 {
             return self.by_panels();
         }
         let own_at = round_up((self.chunks * elements * self.sums_apart() + self.lanes) * 4, 64);
         let mut helpers = BTreeSet::new();
-        let mut source = format!(
-            "/* {comment}\n * {} images of {:?} x {} channels to {}, Winograd's algorithm: {} tiles of {m} x {m} results, {} at a time. */\nstruct {name}_args \
-             {{\n{}{FIELDS}}};\n",
-            g.images,
-            g.input,
-            g.in_channels,
-            g.out_channels,
-            cut.tiles,
-            cut.block,
-            fields(params),
-            m = cut.m,
-        );
+        let mut source = cut.head(&frame, &self.images());
         source.push_str(&self.tiles());
         let (products, units) = self.products(&mut helpers);
         source.push_str(&products);
         source.push_str(&self.finish());
-        let serial = *threads == 1;
-        let run = run_part(serial);
+        let run = frame.run(false);
         let (chunks, blocks) = (self.chunks, cut.blocks());
         let (mut calls, copies) = if cut.own {
             // Which blocks a sum takes does not depend on the number of threads.
@@ -101,43 +81,27 @@ impl Emitter<'_> {
                 elements * self.sums_apart() * 4,
                 indent(&cut.choose("own"), 12),
             ));
-            let copies = if serial { 1 } else { *threads };
-            (run(&format!("{name}_chunks"), chunks), copies)
+            (run(&format!("{name}_chunks"), chunks), frame.threads)
         } else {
-            let stage = |suffix: &str, count: &str| {
-                if serial {
-                    format!("    {name}_{suffix}(&args, 0, {count}, 0);\n")
-                } else {
-                    format!("    rt->parallel_for(rt->pool, {count}, 1, {name}_{suffix}, &args);\n")
-                }
-            };
+            let tiles = call_part(frame.threads == 1, &format!("{name}_tiles"), "args.count");
             let calls = format!(
                 "    for (int64_t block = 0; block < {blocks}; block++) {{\n        args.fresh = block == 0;\n{}{}    }}\n",
                 indent(&cut.choose("args"), 8),
-                indent(
-                    &(stage("tiles", "args.count") + &stage("products", &units.to_string())),
-                    4
-                ),
+                indent(&(tiles + &run(&format!("{name}_products"), units)), 4),
             );
             (calls, 1)
         };
         calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
         let calls = format!("    args.own = workspace + {own_at};\n{calls}");
-        let mut kernel = finish_kernel(name, params, source, &calls, own_at + copies * cut.bytes());
+        let mut kernel = frame.finish(source, &calls, own_at + copies * cut.bytes());
         kernel.helpers = helpers.into_iter().collect();
         kernel
     }
 
     /// The kernel that takes a panel of input channels and some output channels from the products to the gradient: sums stay in cache.
     fn by_panels(self) -> Kernel {
-        let WeightGradSpec {
-            name,
-            comment,
-            geometry: g,
-            params,
-            threads,
-            ..
-        } = self.spec;
+        let frame = self.spec.frame();
+        let (name, g) = (frame.name, &self.spec.geometry);
         let (cut, lanes, elements) = (self.cut, self.lanes, self.cut.elements());
         let (n, m) = (g.in_channels, g.out_channels);
         let width = if n.is_multiple_of(2 * lanes) {
@@ -167,29 +131,18 @@ impl Emitter<'_> {
             indent(&calls, 8),
             indent(&self.transform_back(1, sums), 12),
         );
-        let source = format!(
-            "/* {comment}\n * {} images of {:?} x {n} channels to {m}, Winograd's algorithm: {} tiles of {side} x {side} results. */\nstruct {name}_args \
-             {{\n{}{FIELDS}}};\n{}{}",
-            g.images,
-            g.input,
-            cut.tiles,
-            fields(params),
-            self.tiles(),
-            self.function(
-                "Panels of input channels by some output channels: sums of products, transformed back.",
-                "panels",
-                &body
-            ),
-            side = cut.m,
-        );
-        let run = run_part(*threads == 1);
+        let panels_of =
+            "Panels of input channels by some output channels: sums of products, transformed back.";
+        let source =
+            cut.head(&frame, &self.images()) + &self.tiles() + &frame.part(panels_of, "panels", &body);
+        let run = frame.run(false);
         let calls = format!(
             "    args.own = workspace;\n    args.lead = 0;\n    args.count = {};\n{}{}",
             cut.tiles,
             run(&format!("{name}_tiles"), cut.tiles),
             run(&format!("{name}_panels"), panels * groups)
         );
-        let mut kernel = finish_kernel(name, params, source, &calls, own_at + each * threads);
+        let mut kernel = frame.finish(source, &calls, own_at + each * frame.threads);
         kernel.helpers = helpers.into_iter().collect();
         kernel
     }
@@ -271,13 +224,12 @@ impl Emitter<'_> {
         apart(g.in_channels * g.out_channels)
     }
 
-    fn function(&self, comment: &str, suffix: &str, body: &str) -> String {
-        let name = &self.spec.name;
+    /// What is convolved, in words.
+    fn images(&self) -> String {
+        let g = &self.spec.geometry;
         format!(
-            "/* {comment} */\nstatic void {name}_{suffix}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
-             ctx;\n    (void)thread;\n{}{}}}\n",
-            unpack(&self.spec.params),
-            indent(body, 4)
+            "{} images of {:?} x {} channels to {}",
+            g.images, g.input, g.in_channels, g.out_channels
         )
     }
 
@@ -331,7 +283,7 @@ impl Emitter<'_> {
             "for (int64_t tile = begin; tile < end; tile++) {{\n{}}}\n",
             indent(&(of_input + &of_grad), 4)
         );
-        self.function(
+        self.spec.frame().part(
             "Transforms tiles of the input and of the output's gradient.",
             "tiles",
             &body,
@@ -369,7 +321,10 @@ impl Emitter<'_> {
             self.sums_apart(),
             indent(&calls, 4),
         );
-        let text = self.function("One product for each element of a tile.", "products", &body);
+        let text = self
+            .spec
+            .frame()
+            .part("One product for each element of a tile.", "products", &body);
         (text, self.cut.elements() * panels)
     }
 
@@ -381,7 +336,7 @@ impl Emitter<'_> {
              o * {n} + c;\n{}    }}\n",
             indent(&self.transform_back(self.chunks, self.sums_apart()), 8),
         );
-        self.function(
+        self.spec.frame().part(
             "Transforms sums back, into the order of the weight.",
             "finish",
             &body,
