@@ -156,13 +156,14 @@ struct Pooling<'a> {
 }
 
 impl<'a> Pooling<'a> {
-    fn new(op: &'a Op) -> Option<Self> {
+    /// `made_by`: the window whose pooling made the indices of a gradient, if one is known to have.
+    fn new(op: &'a Op, made_by: Option<&'a Window>) -> Option<Self> {
         let new = |kind, window, grad| Some(Self { kind, window, grad });
         match op {
             Op::MaxPool(window) | Op::MaxPoolWithIndices { window, .. } => {
                 new(PoolKind::Max, Some(window), false)
             }
-            Op::MaxPoolGrad { .. } => new(PoolKind::Max, None, true),
+            Op::MaxPoolGrad { .. } => new(PoolKind::Max, made_by, true),
             Op::AvgPool {
                 window,
                 count_include_pad,
@@ -211,9 +212,25 @@ impl<'a> Pooling<'a> {
     }
 }
 
+/// The window of the pooling that made the indices of the gradient `node`, if it has the gradient's extents.
+fn indices_of(graph: &Graph, node: Node) -> Option<&Window> {
+    let data = graph.node(node);
+    let Op::MaxPoolGrad { input } = &data.op else {
+        return None;
+    };
+    let maker = graph.def(data.inputs[1]);
+    match &maker.op {
+        Op::MaxPoolWithIndices { window, .. } => {
+            (graph.shape(maker.inputs[0]).dims()[2..] == input[..]).then_some(window)
+        }
+        _ => None,
+    }
+}
+
 fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
     let data = graph.node(node);
-    let pooling = Pooling::new(&data.op)?;
+    let made_by = indices_of(graph, node);
+    let pooling = Pooling::new(&data.op, made_by)?;
     let (from, to) = (data.inputs[0], data.outputs[0]);
     let spatial = graph.shape(from).rank() - 2;
     let all = || data.inputs.iter().chain(&data.outputs);
@@ -255,6 +272,7 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
         Indices {
             memory: memory("places", &window),
             ctype,
+            own: made_by.is_some(),
         }
     });
     let spec = ChannelPool {

@@ -1,6 +1,7 @@
 //! Pooling and its gradients, of random windows.
 
 use kiln_compiler::kernels::conv::Place;
+use kiln_compiler::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
 use kiln_compiler::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
 use kiln_compiler::kernels::{Kernel, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
@@ -185,6 +186,73 @@ impl Case {
     }
 }
 
+/// Planes to channels-last, or back.
+fn turned(planes: &[f32], g: &PoolGeometry, back: bool) -> Vec<f32> {
+    let pixels = planes.len() / (g.images * g.channels);
+    let mut out = vec![0.0; planes.len()];
+    for (at, &value) in planes.iter().enumerate() {
+        let (image, rest) = (at / (g.channels * pixels), at % (g.channels * pixels));
+        let (inner, outer) = if back {
+            (g.channels, pixels)
+        } else {
+            (pixels, g.channels)
+        };
+        let (row, column) = (rest / inner, rest % inner);
+        out[image * g.channels * pixels + column * outer + row] = value;
+    }
+    out
+}
+
+impl Case {
+    /// The same over channels-last images: forward, and the gradient with indices that are known to be its own or not.
+    fn by_channels(&self, name: usize, isa: Isa) -> [Kernel; 3] {
+        let g = self.geometry;
+        let memory = |pointer: &str, [height, width]: [usize; 2]| Memory {
+            pointer: pointer.into(),
+            strides: [
+                (height * width * g.channels) as i64,
+                0,
+                (width * g.channels) as i64,
+                g.channels as i64,
+                1,
+            ],
+        };
+        let max = self.kind == PoolKind::Max;
+        let spec = |what: &str, grad: bool, own: bool| ChannelPool {
+            name: format!("{what}{name}"),
+            comment: format!("{self:?}"),
+            kind: self.kind,
+            geometry: g,
+            input: memory("a", if grad { g.output } else { g.input }),
+            output: memory("out", if grad { g.input } else { g.output }),
+            indices: max.then(|| Indices {
+                memory: memory("winners", g.output),
+                ctype: "int32_t",
+                own,
+            }),
+            params: if grad {
+                vec![
+                    Param::new("const float *", "a"),
+                    Param::new("const int32_t *", "winners"),
+                    Param::new("float *", "out"),
+                ]
+            } else {
+                vec![
+                    Param::new("const float *", "a"),
+                    Param::new("float *", "out"),
+                    Param::new("int32_t *", "winners"),
+                ]
+            },
+            threads: 3,
+        };
+        [
+            channels::forward(&spec("pool", false, false), isa),
+            channels::input_grad(&spec("scatter", true, false), isa),
+            channels::input_grad(&spec("gather", true, true), isa),
+        ]
+    }
+}
+
 fn close(got: &[f32], expected: &[f64]) -> bool {
     got.iter().zip(expected).all(|(&got, &expected)| {
         let same = f64::from(got) == expected || (got.is_nan() && expected.is_nan());
@@ -192,11 +260,9 @@ fn close(got: &[f32], expected: &[f64]) -> bool {
     })
 }
 
-#[test]
-fn random_windows_match_the_definition() {
-    let mut random = Random::new(41);
-    let cases: Vec<Case> = (0..16).map(|_| Case::random(&mut random)).collect();
-    let data: Vec<[Vec<f32>; 2]> = cases
+/// An image with ties, infinities and NaN for each case, and the gradient of the result.
+fn data(random: &mut Random, cases: &[Case]) -> Vec<[Vec<f32>; 2]> {
+    cases
         .iter()
         .map(|case| {
             let g = &case.geometry;
@@ -210,7 +276,74 @@ fn random_windows_match_the_definition() {
             }
             [x, random.floats(planes * g.output[0] * g.output[1])]
         })
+        .collect()
+}
+
+#[test]
+fn channels_last_windows_match_the_definition() {
+    let mut random = Random::new(43);
+    let mut cases: Vec<Case> = (0..12).map(|_| Case::random(&mut random)).collect();
+    cases
+        .iter_mut()
+        .for_each(|case| case.geometry.channels = random.pick(&[1, 5, 16, 20, 37]));
+    let data = data(&mut random, &cases);
+    let references: Vec<[Vec<f64>; 3]> = cases
+        .iter()
+        .zip(&data)
+        .map(|(case, [x, dy])| case.reference(x, dy))
         .collect();
+    // Indices are integers in the memory of floats.
+    let places: Vec<Vec<f32>> = references
+        .iter()
+        .map(|r| r[1].iter().map(|&i| f32::from_bits(i as u32)).collect())
+        .collect();
+    let mut inputs: Vec<Vec<f32>> = Vec::new();
+    let mut outputs: Vec<Vec<f32>> = Vec::new();
+    for ((case, [x, dy]), places) in cases.iter().zip(&data).zip(&places) {
+        let g = &case.geometry;
+        let [x, dy, places] = [x, dy, places].map(|planes| turned(planes, g, false));
+        inputs.extend([x.clone(), dy.clone(), places.clone(), dy.clone(), places.clone()]);
+        outputs.extend([dy, places, x.clone(), x]);
+    }
+    let inputs: Vec<&[f32]> = inputs.iter().map(Vec::as_slice).collect();
+    let outputs: Vec<&[f32]> = outputs.iter().map(Vec::as_slice).collect();
+    let toolchain = Toolchain::detect().unwrap();
+    for isa in instruction_sets(&toolchain) {
+        let kernels: Vec<Kernel> = cases
+            .iter()
+            .enumerate()
+            .flat_map(|(i, case)| case.by_channels(i, isa))
+            .collect();
+        let results = run(&toolchain, isa, &kernels, &inputs, &outputs);
+        for (((case, reference), places), result) in
+            cases.iter().zip(&references).zip(&places).zip(results.chunks(4))
+        {
+            let result: Vec<Vec<f32>> = result
+                .iter()
+                .map(|one| turned(one, &case.geometry, true))
+                .collect();
+            assert!(close(&result[0], &reference[0]), "{isa} result of {case:?}");
+            if case.kind == PoolKind::Max {
+                let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&result[1]), bits(places), "{isa} indices of {case:?}");
+            }
+            assert!(
+                close(&result[2], &reference[2]),
+                "{isa} scattered gradient of {case:?}"
+            );
+            assert!(
+                close(&result[3], &reference[2]),
+                "{isa} gathered gradient of {case:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn random_windows_match_the_definition() {
+    let mut random = Random::new(41);
+    let cases: Vec<Case> = (0..16).map(|_| Case::random(&mut random)).collect();
+    let data = data(&mut random, &cases);
     let references: Vec<[Vec<f64>; 3]> = cases
         .iter()
         .zip(&data)

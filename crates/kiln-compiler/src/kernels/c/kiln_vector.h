@@ -7,6 +7,7 @@
 #ifndef KILN_VECTOR_H
 #define KILN_VECTOR_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 typedef float vf __attribute__((vector_size(4 * KILN_LANES)));       /* KILN_LANES floats */
@@ -41,8 +42,10 @@ typedef int32_t vi_half __attribute__((vector_size(2 * KILN_LANES)));
 /* Lanes of a and b in any order: index l < KILN_LANES is a[l], the rest b[l - KILN_LANES]. */
 #if defined(__clang__)
 #define KILN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define KILN_SHUFFLE_D(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define KILN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#define KILN_SHUFFLE_D(a, b, ...) __builtin_shuffle(a, b, (vl){__VA_ARGS__})
 #endif
 
 #define KILN_SAME(l) x
@@ -83,7 +86,16 @@ KILN_INLINE void vf_store_n(float *p, vf v, int64_t n) {
 }
 #endif
 
-/* Integers of 64 bits, from lanes of 32. */
+/* The first n lanes of doubles. */
+KILN_INLINE void vd_store_n(double *p, vd v, int64_t n) { __builtin_memcpy(p, &v, (size_t)n * sizeof *p); }
+
+/* Integers of 64 bits, to and from lanes of 32. */
+KILN_INLINE vi vi_load_i64(const int64_t *p) {
+    typedef int64_t vq __attribute__((vector_size(8 * KILN_LANES)));
+    vq v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vi);
+}
 KILN_INLINE void vi_store_i64(int64_t *p, vi v) {
     KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l] = v[l];
 }
@@ -279,6 +291,28 @@ KILN_INLINE void vf_transpose(vf row[KILN_LANES]) {
     KILN_ROUND(other, row)
     __builtin_memcpy(row, other, sizeof other);
 #endif
+}
+
+/* The same for doubles, half as many of them. */
+#if KILN_LANES == 16
+#define KILN_LOW_D(a, b) KILN_SHUFFLE_D(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define KILN_HIGH_D(a, b) KILN_SHUFFLE_D(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#elif KILN_LANES == 8
+#define KILN_LOW_D(a, b) KILN_SHUFFLE_D(a, b, 0, 4, 1, 5)
+#define KILN_HIGH_D(a, b) KILN_SHUFFLE_D(a, b, 2, 6, 3, 7)
+#else
+#define KILN_LOW_D(a, b) KILN_SHUFFLE_D(a, b, 0, 2)
+#define KILN_HIGH_D(a, b) KILN_SHUFFLE_D(a, b, 1, 3)
+#endif
+KILN_INLINE void vd_transpose(vd row[KILN_LANES / 2]) {
+    vd other[KILN_LANES / 2];
+    KILN_UNROLL for (int round = 1; round < KILN_LANES / 2; round *= 2) {
+        KILN_UNROLL for (int i = 0; i < KILN_LANES / 4; i++) {
+            other[2 * i] = KILN_LOW_D(row[i], row[i + KILN_LANES / 4]);
+            other[2 * i + 1] = KILN_HIGH_D(row[i], row[i + KILN_LANES / 4]);
+        }
+        __builtin_memcpy(row, other, sizeof other);
+    }
 }
 
 /* Philox4x32-10: the words of KILN_LANES / 4 consecutive blocks from number `block` on, in order. The four words of a block are four

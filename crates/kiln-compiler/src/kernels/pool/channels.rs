@@ -1,8 +1,9 @@
 //! Pooling of images whose channels are contiguous (or of any layout, slower) and its gradients.
 //!
 //! Vectors run along the channels, so a window is a loop over places with one vector each: no slab, no shuffles, and borders are tests on
-//! scalars. Threads share the lines of the result. The gradient of the mean gathers from the windows that contain a place; the
-//! gradient of the maximum adds each element at its index, where threads share the images and blocks of channels.
+//! scalars. Threads share the lines of the result. Gradients gather from the windows that contain a place: of the mean all, of the maximum those whose
+//! index is the place. Where the indices may come from anywhere, the gradient of the maximum adds each element at its index instead, and threads share the
+//! images and blocks of channels.
 
 use kiln_cpu::Isa;
 
@@ -57,6 +58,8 @@ pub struct Indices {
     pub memory: Memory,
     /// C type of an element.
     pub ctype: &'static str,
+    /// For the gradient: whether a pooling of the same shape made them.
+    pub own: bool,
 }
 
 /// A pooling, or the gradient of one with respect to its input.
@@ -113,7 +116,7 @@ pub fn forward(spec: &ChannelPool, isa: Isa) -> Kernel {
         );
         format!("{start}{window}{end}")
     };
-    let body = lines(g.output, g.channels, lanes, each);
+    let body = lines(g.output, g.channels, lanes, "", each);
     let units = g.images * g.output[0];
     let elements = g.images * g.channels * (g.input[0] * g.input[1] + g.output[0] * g.output[1]);
     kernel(spec, &tables, &body, units, elements)
@@ -191,11 +194,12 @@ fn divisors(spec: &ChannelPool, count_padding: bool) -> String {
     of(0, "y") + &of(1, "x")
 }
 
-/// Statements for units `begin..end`, the lines of an image of these extents: `each` for every pixel and vector of channels.
+/// Statements for units `begin..end`, the lines of an image of these extents: `before` for every pixel, `each` for every pixel and vector of channels.
 fn lines(
     [height, width]: [usize; 2],
     channels: usize,
     lanes: usize,
+    before: &str,
     each: impl Fn(Width) -> String,
 ) -> String {
     let vectors = if channels >= lanes {
@@ -216,7 +220,8 @@ fn lines(
     };
     format!(
         "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {height}, y = unit % {height};\n    for (int64_t x \
-         = 0; x < {width}; x++) {{\n        int64_t c = 0;\n{vectors}{rest}    }}\n}}\n"
+         = 0; x < {width}; x++) {{\n{}        int64_t c = 0;\n{vectors}{rest}    }}\n}}\n",
+        indent(before, 8)
     )
 }
 
@@ -240,7 +245,9 @@ fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: 
 /// As [`super::input_grad`].
 pub fn input_grad(spec: &ChannelPool, isa: Isa) -> Kernel {
     match spec.kind {
-        PoolKind::Max => max_grad(spec, vector::lanes(isa)),
+        PoolKind::Max => {
+            max_gather(spec, vector::lanes(isa)).unwrap_or_else(|| max_grad(spec, vector::lanes(isa)))
+        }
         PoolKind::Mean { count_padding } => mean_grad(spec, count_padding, vector::lanes(isa)),
     }
 }
@@ -273,6 +280,73 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> Kernel {
     kernel(spec, "", &body, g.images * blocks, elements)
 }
 
+/// The gradient of the maximum, gathered: the order of the sums is that of [`max_grad`]. None where windows do not tell what is needed.
+fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<Kernel> {
+    let g = &spec.geometry;
+    let indices = spec.indices.as_ref().filter(|indices| indices.own)?;
+    let load_indices = match indices.ctype {
+        "int32_t" => "vi_load",
+        "int64_t" => "vi_load_i64",
+        _ => return None,
+    };
+    let by_channel = [&spec.input, &spec.output, &indices.memory]
+        .iter()
+        .all(|memory| memory.strides[4] == 1);
+    // A window of padding only has the index 0, wherever it is.
+    if !by_channel || g.only_padding() || i32::try_from(g.input[0] * g.input[1]).is_err() {
+        return None;
+    }
+    let [height, width] = g.input;
+    let (grads, places) = (spec.input.at("0", "0"), indices.memory.at("0", "0"));
+    let sum = |width| {
+        let (ty, start, step) = match width {
+            Width::Scalar => (
+                "float",
+                "0.0f",
+                format!("if (({places})[where[k]] == place) sum += ({grads})[from[k]];"),
+            ),
+            Width::Vector => (
+                "vf",
+                "{0}",
+                format!(
+                    "sum += vf_select({load_indices}({places} + where[k]) == place, vf_load({grads} + from[k]), (vf){{0}});"
+                ),
+            ),
+        };
+        format!(
+            "{ty} sum = {start};\nfor (int64_t k = 0; k < count; k++) {step}\n{}\n",
+            spec.output.store(width, "y", "x", "sum")
+        )
+    };
+    // Windows in the order of their places in the result.
+    let reached = |axis: &str, d: usize| {
+        format!(
+            "const int64_t {axis}1 = {axis} + {} - t{axis} * {}, {axis}0 = {axis}1 / {stride};\nif ({axis}1 < 0 || {axis}1 % {stride} != 0 || {axis}0 >= {}) continue;\n",
+            g.pad_low[d],
+            g.dilation[d],
+            g.output[d],
+            stride = g.stride[d]
+        )
+    };
+    let windows = format!(
+        "/* The windows that contain this place: where their gradients and indices are. */\nint64_t from[{taps}], where[{taps}], count = 0;\nfor (int64_t ty = {}; ty >= \
+         0; ty--) {{\n{}    for (int64_t tx = {}; tx >= 0; tx--) {{\n{}        from[count] = y0 * {} + x0 * {};\n        where[count++] = y0 * {} + x0 * {};\n    }}\n}}\nconst \
+         int32_t place = (int32_t)(y * {width} + x);\n",
+        g.window[0] - 1,
+        indent(&reached("y", 0), 4),
+        g.window[1] - 1,
+        indent(&reached("x", 1), 8),
+        spec.input.strides[2],
+        spec.input.strides[3],
+        indices.memory.strides[2],
+        indices.memory.strides[3],
+        taps = g.window[0] * g.window[1],
+    );
+    let body = lines(g.input, g.channels, lanes, &windows, sum);
+    let elements = g.images * g.channels * (height * width + g.output[0] * g.output[1]);
+    Some(kernel(spec, "", &body, g.images * height, elements))
+}
+
 fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> Kernel {
     let (g, name) = (&spec.geometry, &spec.name);
     let each = |width| {
@@ -300,7 +374,7 @@ fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> Kernel {
             sx = g.stride[1],
         )
     };
-    let body = lines(g.input, g.channels, lanes, each);
+    let body = lines(g.input, g.channels, lanes, "", each);
     let elements = g.images * g.channels * (g.input[0] * g.input[1] + g.output[0] * g.output[1]);
     kernel(
         spec,

@@ -101,6 +101,11 @@ impl PoolGeometry {
             .collect()
     }
 
+    /// Whether some window contains nothing but padding.
+    pub(super) fn only_padding(&self) -> bool {
+        (0..2).any(|d| self.firsts(d).contains(&-1))
+    }
+
     /// The first place of each window that lies inside the input, or -1.
     fn firsts(&self, d: usize) -> Vec<i64> {
         let inside = 0..self.input[d] as i64;
