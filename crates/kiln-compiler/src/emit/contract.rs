@@ -1,6 +1,6 @@
 //! Which template makes a contraction, and how its operands are addressed.
 //!
-//! f32 matrix products go to [`crate::kernels::gemm`]: operands are strided windows on stored values, so transposes, slices, head
+//! Matrix products of floats go to [`crate::kernels::gemm`]: operands are strided windows on stored values, so transposes, slices, head
 //! splits and repeated heads cost nothing. Convolutions and pools are [`super::image`]'s; everything else is the plain loops of
 //! [`super::library`].
 
@@ -13,6 +13,7 @@ use super::{Call, KernelCode};
 use super::{image, library};
 use crate::kernels;
 use crate::kernels::Param;
+use crate::kernels::element::Storage;
 use crate::kernels::gemm::{self, Epilogue, GemmSpec, Operand, TileCode};
 use crate::schedule::access::{Strided, side, strided};
 use crate::schedule::epilogue::{self, BATCH, COL, Frame, ROW};
@@ -65,13 +66,27 @@ struct Product<'a> {
     b: Operand<'a>,
     /// Where the operands are.
     bases: [Value; 2],
+    /// How operands and result are stored.
+    storage: Storage,
+}
+
+/// How a float type is stored; none for other types.
+fn storage(dtype: DType) -> Option<Storage> {
+    match dtype {
+        DType::F32 => Some(Storage::F32),
+        DType::F64 => Some(Storage::F64),
+        DType::F16 => Some(Storage::F16),
+        DType::BF16 => Some(Storage::BF16),
+        _ => None,
+    }
 }
 
 impl Product<'_> {
     fn new(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Self> {
         let data = graph.node(node);
         let out = data.outputs[0];
-        if graph.dtype(out) != DType::F32 || graph.ty(out).numel() == 0 {
+        let storage = storage(graph.dtype(out))?;
+        if graph.ty(out).numel() == 0 {
             return None;
         }
         let layouts = &options.layouts;
@@ -85,9 +100,22 @@ impl Product<'_> {
             m: a.free.0,
             n: b.free.0,
             k: a.depth.0,
-            a: Operand::strided(&pointer("left", wa.offset), &a.batch, a.free.1, a.depth.1),
-            b: Operand::strided(&pointer("right", wb.offset), &b.batch, b.free.1, b.depth.1),
+            a: Operand::stored(
+                storage,
+                &pointer("left", wa.offset),
+                &a.batch,
+                a.free.1,
+                a.depth.1,
+            ),
+            b: Operand::stored(
+                storage,
+                &pointer("right", wb.offset),
+                &b.batch,
+                b.free.1,
+                b.depth.1,
+            ),
             bases: [wa.base, wb.base],
+            storage,
         })
     }
 
@@ -110,7 +138,8 @@ impl Product<'_> {
         options: &super::EmitOptions,
     ) -> kernels::Kernel {
         let Self { batch, m, n, k, .. } = self;
-        let operands = ["left", "right"].map(|name| Param::new("const float *", name));
+        let pointer = format!("const {} *", self.storage.ctype());
+        let operands = ["left", "right"].map(|name| Param::new(pointer.clone(), name));
         let spec = GemmSpec {
             name: "@".into(),
             comment: format!("{batch} x [{m}, {k}] x [{k}, {n}]"),
@@ -140,8 +169,10 @@ fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
     let arguments = [product.bases[0], product.bases[1], out]
         .map(|value| Argument::Buffer(Buffer::Value(value)))
         .to_vec();
-    let epilogue = Epilogue::store("out", &batch, rows.1, cols.1);
-    let made = product.emit(epilogue, vec![Param::new("float *", "out")], options);
+    let storage = product.storage;
+    let epilogue = Epilogue::store_as(storage, "out", &batch, rows.1, cols.1);
+    let out_param = Param::new(format!("{} *", storage.ctype()), "out");
+    let made = product.emit(epilogue, vec![out_param], options);
     Some(Call::Kernel {
         kernel: Box::new(made),
         arguments,

@@ -5,6 +5,7 @@
 //! C source of one function that the step calls. Shapes are known, so blocks, tails, packing and the split over
 //! threads are decided here and appear in the source as constants.
 //!
+//! - [`element`]: what numbers templates compute with, and how they lie in memory.
 //! - [`vector`]: the headers that everything generated includes: vectors of a fixed width and functions on them.
 //! - [`gemm`]: matrix products of any strides, with operands computed while they are packed and results consumed from
 //!   registers' reach.
@@ -17,6 +18,7 @@
 
 pub mod attention;
 pub mod conv;
+pub mod element;
 mod frame;
 pub mod gemm;
 mod plane;
@@ -38,6 +40,7 @@ pub const RESERVED: &[&str] = &[
     "block",
     "block_end",
     "channel",
+    "chunk",
     "col",
     "cols",
     "count",
@@ -122,6 +125,7 @@ pub const RESERVED: &[&str] = &[
     "tz",
     "unit",
     "valid",
+    "where",
     "wide",
     "wide_end",
     "width",
@@ -193,7 +197,7 @@ pub struct Kernel {
 /// How many elements a snippet of C is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Width {
-    /// One element; expressions have type `float`.
+    /// One element; expressions have type `float` (or as [`element::Element`] says).
     Scalar,
     /// As many consecutive elements as a vector has lanes; expressions have type `vf`.
     Vector,

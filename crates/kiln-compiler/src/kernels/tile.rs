@@ -15,7 +15,8 @@ use std::fmt::Write;
 
 use kiln_cpu::Isa;
 
-use super::{Helper, vector};
+use super::Helper;
+use super::element::Element;
 
 /// How a tile reads one of its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -42,6 +43,8 @@ pub struct Tile {
     pub a: Access,
     /// How B is read.
     pub b: Access,
+    /// What it computes with.
+    pub element: Element,
     /// Whether the depth is three nested loops, the outer two with steps of their own through A and B.
     pub nested: bool,
 }
@@ -61,8 +64,12 @@ impl Tile {
             Access::Strided { free, depth } => format!("s{free}_{depth}").replace('-', "m"),
         };
         let nested = if self.nested { "_nested" } else { "" };
+        let element = match self.element {
+            Element::F32 => "",
+            Element::F64 => "f64_",
+        };
         format!(
-            "kiln_tile_{}x{}_{}_{}{nested}",
+            "kiln_tile_{element}{}x{}_{}_{}{nested}",
             self.rows,
             self.vectors,
             access(self.a),
@@ -70,7 +77,7 @@ impl Tile {
         )
     }
 
-    /// The function: `c[rows][vectors * lanes] (+)= a[rows][depth] * b[depth][vectors * lanes]`.
+    /// The function, here of f32: `c[rows][vectors * lanes] (+)= a[rows][depth] * b[depth][vectors * lanes]`.
     ///
     /// ```c
     /// void name(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate);
@@ -79,14 +86,15 @@ impl Tile {
     /// `ldc` is the distance of rows of `c`; `accumulate` adds to what `c` holds. Nested: `nest` is `{count, a, b}` twice,
     /// outermost first: how often, and the elements that A and B advance by each time.
     pub fn helper(&self, isa: Isa) -> Helper {
-        let (rows, vectors, lanes) = (self.rows, self.vectors, vector::lanes(isa));
+        let (rows, vectors, lanes) = (self.rows, self.vectors, self.element.lanes(isa));
+        let (real, vf) = (self.element.ctype(), self.element.vector());
         let nested = if self.nested {
             ", const int64_t nest[6]"
         } else {
             ""
         };
         let head = format!(
-            "void {}(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate{nested})",
+            "void {}(const {real} *a, const {real} *b, int64_t depth, {real} *c, int64_t ldc, int accumulate{nested})",
             self.name()
         );
         let (a_free, a_depth) = match self.a {
@@ -106,20 +114,20 @@ impl Tile {
         let declare: Vec<String> = (0..rows)
             .flat_map(|r| (0..vectors).map(move |v| format!("c{r}_{v} = {{0}}")))
             .collect();
-        let _ = writeln!(body, "    vf {};", declare.join(", "));
+        let _ = writeln!(body, "    {vf} {};", declare.join(", "));
         let _ = write!(
             body,
             "    if (accumulate) {{\n{}    }}\n",
-            each(&|r, v| format!("        c{r}_{v} = vf_load(c + {r} * ldc + {});", v * lanes))
+            each(&|r, v| format!("        c{r}_{v} = {vf}_load(c + {r} * ldc + {});", v * lanes))
         );
         let mut step = String::new();
         for v in 0..vectors {
-            let _ = writeln!(step, "        vf b{v} = vf_load(b + {});", v * lanes);
+            let _ = writeln!(step, "        {vf} b{v} = {vf}_load(b + {});", v * lanes);
         }
         for r in 0..rows {
-            let _ = write!(step, "        {{ vf x = vf_set1(a[{}]);", r as i64 * a_free);
+            let _ = write!(step, "        {{ {vf} x = {vf}_set1(a[{}]);", r as i64 * a_free);
             for v in 0..vectors {
-                let _ = write!(step, " c{r}_{v} = vf_fma(x, b{v}, c{r}_{v});");
+                let _ = write!(step, " c{r}_{v} = {vf}_fma(x, b{v}, c{r}_{v});");
             }
             step.push_str(" }\n");
         }
@@ -127,8 +135,8 @@ impl Tile {
         if self.nested {
             let _ = write!(
                 body,
-                "    const float *a1 = a, *b1 = b;\n    for (int64_t n1 = 0; n1 < nest[0]; n1++, a1 += nest[1], b1 += nest[2]) \
-                 {{\n    const float *a2 = a1, *b2 = b1;\n    for (int64_t n2 = 0; n2 < nest[3]; n2++, a2 += nest[4], b2 += \
+                "    const {real} *a1 = a, *b1 = b;\n    for (int64_t n1 = 0; n1 < nest[0]; n1++, a1 += nest[1], b1 += nest[2]) \
+                 {{\n    const {real} *a2 = a1, *b2 = b1;\n    for (int64_t n2 = 0; n2 < nest[3]; n2++, a2 += nest[4], b2 += \
                  nest[5]) {{\n    a = a2, b = b2;\n    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n    }}\n    \
                  }}\n"
             );
@@ -136,7 +144,7 @@ impl Tile {
             let _ = write!(body, "    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n");
         }
         body.push_str(&each(&|r, v| {
-            format!("    vf_store(c + {r} * ldc + {}, c{r}_{v});", v * lanes)
+            format!("    {vf}_store(c + {r} * ldc + {}, c{r}_{v});", v * lanes)
         }));
         Helper {
             name: self.name(),

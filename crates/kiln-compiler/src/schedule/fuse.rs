@@ -319,14 +319,19 @@ impl<'a> Fuser<'a> {
 
     /// The stored value through which a library kernel reads `operand`: a strided window where the kernel takes one.
     fn library_operand(&mut self, node: &NodeData, position: usize, operand: Value) -> Value {
+        let dtype = self.graph.dtype(operand);
+        let usual = matches!(dtype, DType::F32 | DType::Bool);
         let takes_windows = match &node.op {
-            Op::DotGeneral(_) | Op::ConvWeightGrad { .. } => true,
+            Op::DotGeneral(_) => usual || dtype.is_float(),
+            Op::ConvWeightGrad { .. } => usual,
             // Weights are packed from contiguous memory.
-            Op::Conv(_) | Op::ConvInputGrad { .. } => position == 0,
-            Op::Attention(dims) => dims.is_tensor(position),
-            Op::AttentionGrad(dims) => dims.is_tensor(position) || position == dims.operands().forward + 1,
+            Op::Conv(_) | Op::ConvInputGrad { .. } => usual && position == 0,
+            Op::Attention(dims) => usual && dims.is_tensor(position),
+            Op::AttentionGrad(dims) => {
+                usual && (dims.is_tensor(position) || position == dims.operands().forward + 1)
+            }
             _ => false,
-        } && matches!(self.graph.dtype(operand), DType::F32 | DType::Bool);
+        };
         if takes_windows {
             let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
             if let Some(window) = strided(self.graph, &self.layouts, operand, &stop)

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use kiln_cpu::Isa;
 
 use super::AttentionSpec;
+use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, round_up, vector};
 
@@ -116,6 +117,7 @@ pub(super) fn product(plan: &Plan, product: &Product<'_>, helpers: &mut BTreeSet
             vectors,
             a: product.a_access,
             b: product.b_access,
+            element: Element::F32,
             nested: false,
         };
         helpers.insert(tile.helper(plan.isa));

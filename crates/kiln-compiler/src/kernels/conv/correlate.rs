@@ -10,6 +10,7 @@ use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::weights::{self, Panels};
 use super::{ConvSpec, Image, ImageAxis, Place, Spatial, depthwise, narrow, planar, winograd};
+use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, indent, round_up, run_part, signature, vector};
@@ -338,6 +339,7 @@ impl Emitter<'_> {
                 vectors: width / lanes,
                 a,
                 b: Access::Packed,
+                element: Element::F32,
                 nested: true,
             };
             self.tiles.insert(tile.helper(self.isa));

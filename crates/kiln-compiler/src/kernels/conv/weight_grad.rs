@@ -11,6 +11,7 @@ use kiln_cpu::Isa;
 use super::image::{self, Padded};
 use super::weights::Panels;
 use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, narrow, planar, winograd};
+use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, indent, round_up, vector};
@@ -153,6 +154,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
             vectors: width / lanes,
             a,
             b,
+            element: Element::F32,
             nested: true,
         };
         tiles.insert(tile.helper(isa));

@@ -7,7 +7,7 @@
 use kiln_cpu::Isa;
 
 use super::{At, Axis, GemmSpec, Result};
-use crate::kernels::{Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack, vector};
+use crate::kernels::{Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
 
 /// Most rows.
 const MAX_ROWS: usize = 8;
@@ -17,7 +17,7 @@ const ACCUMULATORS: usize = 24;
 
 /// Whether this is the way to do it.
 pub(super) fn fits(spec: &GemmSpec<'_>, isa: Isa) -> bool {
-    let lanes = vector::lanes(isa);
+    let lanes = spec.element().lanes(isa);
     (1..=MAX_ROWS).contains(&spec.m)
         && spec.b.contiguous == Some(Axis::Depth)
         && spec.b.segment.is_none()
@@ -40,12 +40,13 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
         threads,
         ..
     } = spec;
-    let lanes = vector::lanes(isa);
+    let lanes = spec.element().lanes(isa);
     let accumulators = if isa.registers() >= 32 {
         ACCUMULATORS
     } else {
         ACCUMULATORS / 2
     };
+    let (element_type, real, vf) = (spec.element(), spec.element().ctype(), spec.element().vector());
     let columns = (accumulators / m).clamp(1, 4);
     let (groups, rest) = (n / columns, n % columns);
     let row = round_up(*k, lanes);
@@ -60,7 +61,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     };
     let vectors = if a.contiguous == Some(Axis::Depth) {
         format!(
-            "        for (; k + {lanes} <= {k}; k += {lanes}) vf_store(rows + (batch * {m} + r) * {row} + k, {});\n",
+            "        for (; k + {lanes} <= {k}; k += {lanes}) {vf}_store(rows + (batch * {m} + r) * {row} + k, {});\n",
             element(Width::Vector)
         )
     } else {
@@ -74,11 +75,11 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     let source = format!(
         "/* {comment}\n * {batch} times [{m} x {k}] * [{k} x {n}], vectors along the depth, {columns} columns at a time. */\nstruct {name}_args \
          {{\n{}    char *workspace;\n}};\n/* Copies rows of A. */\nstatic void {name}_rows(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
-         const struct {name}_args *args = ctx;\n{}    float *rows = (float *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
+         const struct {name}_args *args = ctx;\n{}    {real} *rows = ({real} *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
          {{\n        const int64_t batch = unit / {m}, r = unit % {m};\n        int64_t k = 0;\n{vectors}        for (; k < {k}; k++) rows[(batch * {m} \
          + r) * {row} + k] = {};\n    }}\n}}\n{finish}static void {name}_dot(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
-         {name}_args *args = ctx;\n{}    const float *rows = (const float *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
-         {{\n        const int64_t batch = unit / {units}, group = unit % {units};\n        const float *few = rows + batch * {};\n{}    }}\n}}\n",
+         {name}_args *args = ctx;\n{}    const {real} *rows = (const {real} *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
+         {{\n        const int64_t batch = unit / {units}, group = unit % {units};\n        const {real} *few = rows + batch * {};\n{}    }}\n}}\n",
         fields(params),
         unpack(params),
         element(Width::Scalar),
@@ -91,7 +92,13 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     let run = run_part(serial);
     let calls = run_part(true)(&format!("{name}_rows"), batch * m)
         + &run(&format!("{name}_dot"), batch * (groups + usize::from(rest > 0)));
-    finish_kernel(name, params, source, &calls, round_up(batch * m * row * 4, 64))
+    finish_kernel(
+        name,
+        params,
+        source,
+        &calls,
+        round_up(batch * m * row * element_type.bytes(), 64),
+    )
 }
 
 /// A full group of columns, or what is left of one.
@@ -120,6 +127,11 @@ fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: us
     let GemmSpec {
         m, k, b, epilogue, ..
     } = spec;
+    let (real, vf, sf) = (
+        spec.element().ctype(),
+        spec.element().vector(),
+        spec.element().scalar(),
+    );
     let place = |c: usize| format!("(group * {columns} + {c})");
     let load = |width, c: usize| {
         (b.load)(&At {
@@ -136,21 +148,21 @@ fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: us
     let mut tail = String::new();
     let mut end = String::new();
     for c in 0..some {
-        step.push_str(&format!("const vf right{c} = {};\n", load(Width::Vector, c)));
-        tail.push_str(&format!("const float right{c} = {};\n", load(Width::Scalar, c)));
+        step.push_str(&format!("const {vf} right{c} = {};\n", load(Width::Vector, c)));
+        tail.push_str(&format!("const {real} right{c} = {};\n", load(Width::Scalar, c)));
     }
     for r in 0..*m {
         for c in 0..some {
             let x = r * row;
             step.push_str(&format!(
-                "sum{r}_{c} = vf_fma(vf_load(few + {x} + k), right{c}, sum{r}_{c});\n"
+                "sum{r}_{c} = {vf}_fma({vf}_load(few + {x} + k), right{c}, sum{r}_{c});\n"
             ));
             tail.push_str(&format!(
-                "total[{}] = sf_fma(few[{x} + k], right{c}, total[{}]);\n",
+                "total[{}] = {sf}_fma(few[{x} + k], right{c}, total[{}]);\n",
                 r * some + c,
                 r * some + c
             ));
-            end.push_str(&format!("total[{}] = vf_sum(sum{r}_{c});\n", r * some + c));
+            end.push_str(&format!("total[{}] = {vf}_sum(sum{r}_{c});\n", r * some + c));
         }
     }
     let consume = if epilogue.code.is_some() {
@@ -171,12 +183,12 @@ fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: us
         });
         format!(
             "for (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) {{\n        const int64_t j = group * {columns} \
-             + c;\n        float sum = total[i * {some} + c];\n{}    }}\n",
+             + c;\n        {real} sum = total[i * {some} + c];\n{}    }}\n",
             indent(&statements, 8)
         )
     };
     format!(
-        "vf {};\nfloat total[{}];\nint64_t k = 0;\nfor (; k + {lanes} <= {k}; k += {lanes}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\n{consume}",
+        "{vf} {};\n{real} total[{}];\nint64_t k = 0;\nfor (; k + {lanes} <= {k}; k += {lanes}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\n{consume}",
         sums.join(", "),
         m * some,
         indent(&step, 4),

@@ -7,6 +7,7 @@ use kiln_cpu::Isa;
 
 use super::plan::{Parallel, Plan, Stream};
 use super::{Epilogue, GemmSpec, Result, TileCode, pack};
+use crate::kernels::element::Element;
 use crate::kernels::tile::{Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack};
 
@@ -40,7 +41,8 @@ struct Workspace {
 impl Workspace {
     fn new(spec: &GemmSpec<'_>, plan: &Plan) -> Self {
         // A last vector store may run over by less than a vector.
-        let floats = |count: usize| round_up(count * 4 + plan.lanes * 4, REGION);
+        let bytes = spec.element().bytes();
+        let floats = |count: usize| round_up((count + plan.lanes) * bytes, REGION);
         let (a, b) = (spec.m * plan.depth, plan.padded_columns() * plan.depth);
         let (stationary, streamed_each) = match plan.stream {
             Stream::Columns => (
@@ -215,7 +217,7 @@ impl Emitter<'_> {
         let GemmSpec {
             name, m, a, params, ..
         } = self.spec;
-        let plan = self.plan;
+        let (plan, real) = (self.plan, self.spec.element().ctype());
         let copy = |rows: usize| {
             let body = pack::panel(a, rows, plan.lanes);
             format!("{{\n    int64_t valid = {rows};\n{}}}", indent(&body, 4))
@@ -231,7 +233,7 @@ impl Emitter<'_> {
             copy(plan.rows) + "\n"
         };
         format!(
-            "/* Packs a row panel of A. */\nstatic void {name}_pack_a(const struct {name}_args *args, int64_t panel, float \
+            "/* Packs a row panel of A. */\nstatic void {name}_pack_a(const struct {name}_args *args, int64_t panel, {real} \
              *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
              {m};\n    const int64_t free = {};\n{}}}\n",
             unpack(params),
@@ -245,7 +247,7 @@ impl Emitter<'_> {
         let GemmSpec {
             name, n, b, params, ..
         } = self.spec;
-        let plan = self.plan;
+        let (plan, real) = (self.plan, self.spec.element().ctype());
         let copy = |vectors: usize| {
             let width = vectors * plan.lanes;
             let body = pack::panel(b, width, plan.lanes);
@@ -270,7 +272,7 @@ impl Emitter<'_> {
         };
         format!(
             "/* Packs a column panel of B. */\nstatic void {name}_pack_b(const struct {name}_args *args, int64_t panel, \
-             float *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
+             {real} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
              {n};\n    const int64_t free = panel * {};\n{}}}\n",
             unpack(params),
             plan.width(),
@@ -315,7 +317,7 @@ impl Emitter<'_> {
         if !self.stationary_packed() {
             return String::new();
         }
-        let name = &self.spec.name;
+        let (name, real) = (&self.spec.name, self.spec.element().ctype());
         let (letter, offset) = match self.plan.stream {
             Stream::Columns => ("a", self.first_row("panel")),
             Stream::Rows => ("b", format!("(panel * {})", self.plan.width())),
@@ -323,14 +325,14 @@ impl Emitter<'_> {
         format!(
             "static void {name}_stationary(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
              {name}_args *args = ctx;\n    for (int64_t panel = begin; panel < end; panel++)\n        \
-             {name}_pack_{letter}(args, panel, (float *)(args->workspace + {}) + {offset} * args->depth);\n}}\n",
+             {name}_pack_{letter}(args, panel, ({real} *)(args->workspace + {}) + {offset} * args->depth);\n}}\n",
             self.workspace.stationary
         )
     }
 
     /// Calls of the tile functions that differ in height and width, chosen at run time.
     fn tile_calls(&mut self) -> String {
-        let plan = self.plan;
+        let (plan, element) = (self.plan, self.spec.element());
         let access = |packed: bool, operand: &super::Operand<'_>| match &operand.memory {
             Some(memory) if !packed => Access::Strided {
                 free: memory.free_stride,
@@ -348,6 +350,7 @@ impl Emitter<'_> {
                 vectors,
                 a,
                 b,
+                element,
                 nested: false,
             };
             self.tiles.insert(tile.helper(self.isa));
@@ -394,7 +397,7 @@ impl Emitter<'_> {
             params,
             ..
         } = self.spec;
-        let (plan, workspace) = (self.plan, self.workspace);
+        let (plan, workspace, real) = (self.plan, self.workspace, self.spec.element().ctype());
         let width = plan.width();
         let row = self.first_row("rp");
         let rows = if plan.uneven_rows() {
@@ -451,7 +454,7 @@ impl Emitter<'_> {
         let (block, ldc) = if let Some(memory) = in_result {
             ((memory.base)("batch"), memory.row_stride)
         } else if plan.cuts > 1 {
-            let block = format!("(float *)(args->workspace + {})", workspace.partial);
+            let block = format!("({real} *)(args->workspace + {})", workspace.partial);
             (block, plan.padded_columns() as i64)
         } else {
             ("block".to_owned(), workspace.block_ld as i64)
@@ -474,7 +477,7 @@ impl Emitter<'_> {
         };
         let tile = format!(
             "const int64_t row = {row}, rows = {rows}, col = cp * {width}, cols = {n} - col < {width} ? {n} - col : {width};\nconst \
-             float *tile_a = {a_place};\nconst float *tile_b = {b_place};\nfloat *target = base + {at};\n{fetch}{calls}"
+             {real} *tile_a = {a_place};\nconst {real} *tile_b = {b_place};\n{real} *target = base + {at};\n{fetch}{calls}"
         );
         // The epilogue runs over several column panels at once: over rows long enough for caches to run ahead of it.
         let finish = |from: &str, end: &str, at: &str| {
@@ -529,7 +532,7 @@ impl Emitter<'_> {
         };
         let block_at = if block == "block" {
             format!(
-                "    float *block = (float *)({});\n",
+                "    {real} *block = ({real} *)({});\n",
                 own(workspace.block, workspace.block_each)
             )
         } else {
@@ -537,8 +540,8 @@ impl Emitter<'_> {
         };
         format!(
             "static void {name}_panels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
-             *args = ctx;\n{}    const int64_t batch = args->batch, ldc = {ldc};\n    const float *stationary = (const float \
-             *)(args->workspace + {});\n    float *streamed = (float *)({});\n{block_at}    float *base = {block};\n    for (int64_t \
+             *args = ctx;\n{}    const int64_t batch = args->batch, ldc = {ldc};\n    const {real} *stationary = (const {real} \
+             *)(args->workspace + {});\n    {real} *streamed = ({real} *)({});\n{block_at}    {real} *base = {block};\n    for (int64_t \
              group = begin; group < end; group += {group}) {{\n        const int64_t group_end = group + {group} < end ? group + \
              {group} : end;\n{}{}    }}\n}}\n",
             unpack(params),
@@ -619,19 +622,21 @@ pub(super) fn finish(spec: &GemmSpec<'_>, lanes: usize, rest: bool) -> String {
         params,
         ..
     } = spec;
+    let element = spec.element();
+    let real = element.ctype();
     let body = match &epilogue.code {
         Some(code) => finish_tile(code, rest, lanes),
-        None => finish_elements(epilogue, lanes),
+        None => finish_elements(epilogue, element, lanes),
     };
     format!(
         "/* Consumes a finished tile of the result. */\nstatic __attribute__((noinline)) void {name}_finish(const struct {name}_args \
-         *args, int64_t batch,\n        const float *tile, int64_t ld, int64_t row, int64_t rows, int64_t col, \
+         *args, int64_t batch,\n        const {real} *tile, int64_t ld, int64_t row, int64_t rows, int64_t col, \
          int64_t cols) {{\n{}{body}}}\n",
         unpack(params),
     )
 }
 
-/// The loops over a tile around the caller's statements for tiles.
+/// The loops over a tile of f32 around the caller's statements for tiles.
 fn finish_tile(code: &TileCode, partial: bool, lanes: usize) -> String {
     let TileCode {
         tile,
@@ -659,7 +664,8 @@ fn finish_tile(code: &TileCode, partial: bool, lanes: usize) -> String {
 }
 
 /// The loops over a tile around the caller's statements for elements and vectors.
-fn finish_elements(epilogue: &Epilogue<'_>, lanes: usize) -> String {
+fn finish_elements(epilogue: &Epilogue<'_>, element: Element, lanes: usize) -> String {
+    let (real, vf) = (element.ctype(), element.vector());
     let each = |width| {
         indent(
             &(epilogue.consume)(&Result {
@@ -674,7 +680,7 @@ fn finish_elements(epilogue: &Epilogue<'_>, lanes: usize) -> String {
     };
     let vectors = if epilogue.contiguous.is_some() {
         format!(
-            "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + (i - row) * ld + (j - \
+            "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            {vf} sum = {vf}_load(tile + (i - row) * ld + (j - \
              col));\n{}        }}\n",
             each(Width::Vector)
         )
@@ -683,7 +689,7 @@ fn finish_elements(epilogue: &Epilogue<'_>, lanes: usize) -> String {
     };
     format!(
         "    for (int64_t i = row; i < row + rows; i++) {{\n        int64_t j = col;\n{vectors}        for (; j < col + cols; j++) \
-         {{\n            float sum = tile[(i - row) * ld + (j - col)];\n{}        }}\n    }}\n",
+         {{\n            {real} sum = tile[(i - row) * ld + (j - col)];\n{}        }}\n    }}\n",
         each(Width::Scalar)
     )
 }

@@ -1,4 +1,6 @@
-//! Matrix products: `c[b][i][j] = sum over k of a[b][i][k] * b[b][k][j]`, for each batch index, in f32.
+//! Matrix products: `c[b][i][j] = sum over k of a[b][i][k] * b[b][k][j]`, for each batch index, in f32 or f64.
+//!
+//! Operands of 16 bits become f32 while they are packed, and results are rounded once.
 //!
 //! The caller says how an element of each operand is obtained (a strided load, or any expression: an activation, a
 //! normalisation, a gather) and what happens to each element of the result (a store, a bias, an optimizer's whole
@@ -27,6 +29,7 @@ mod plan;
 
 use kiln_cpu::Isa;
 
+use super::element::{Element, Storage};
 use super::{Kernel, Param, Width};
 
 /// A dimension of an operand or of the result.
@@ -61,15 +64,17 @@ pub struct Operand<'a> {
     pub contiguous: Option<Axis>,
     /// How an element is obtained.
     pub load: Load<'a>,
-    /// Set if the operand is plain f32 memory, so that tiles may read it in place.
+    /// Set if the operand is memory of what registers hold, so that tiles may read it in place.
     pub memory: Option<Memory<'a>>,
     /// Set if vectors along the depth must not cross multiples of this.
     segment: Option<usize>,
+    /// What its elements are in registers.
+    element: Element,
 }
 
-/// Plain f32 memory.
+/// Memory as registers hold it.
 pub struct Memory<'a> {
-    /// C expression (`const float *`) of element (0, 0) for a batch index.
+    /// C expression (a pointer) of element (0, 0) for a batch index.
     pub base: Box<dyn Fn(&str) -> String + 'a>,
     /// Elements between neighbours along the free axis.
     pub free_stride: i64,
@@ -81,6 +86,17 @@ impl<'a> Operand<'a> {
     /// The f32 tensor at the C pointer `pointer`, with these strides in elements. `batch` lists extent and stride of
     /// the batch dimensions, outermost first; a stride of 0 broadcasts.
     pub fn strided(pointer: &str, batch: &[(usize, i64)], free_stride: i64, depth_stride: i64) -> Self {
+        Self::stored(Storage::F32, pointer, batch, free_stride, depth_stride)
+    }
+
+    /// As [`Operand::strided`], for a tensor stored in another way.
+    pub fn stored(
+        storage: Storage,
+        pointer: &str,
+        batch: &[(usize, i64)],
+        free_stride: i64,
+        depth_stride: i64,
+    ) -> Self {
         let (pointer, batch) = (pointer.to_owned(), batch.to_vec());
         let base = move |index: &str| match batch_offset(&batch, index) {
             Some(offset) => format!("({pointer} + {offset})"),
@@ -94,24 +110,22 @@ impl<'a> Operand<'a> {
                 at.free,
                 at.depth
             );
-            match at.width {
-                Width::Scalar => format!("*({place})"),
-                Width::Vector => format!("vf_load({place})"),
-            }
+            storage.load(at.width, &place)
         };
         Self {
             contiguous: contiguous_axis(free_stride, depth_stride),
             load: Box::new(load),
-            memory: Some(Memory {
+            memory: storage.is_plain().then(|| Memory {
                 base: Box::new(base),
                 free_stride,
                 depth_stride,
             }),
             segment: None,
+            element: storage.element(),
         }
     }
 
-    /// An operand that is computed while it is packed. `contiguous` is the axis along which `load` is asked for
+    /// An operand of f32 that is computed while it is packed. `contiguous` is the axis along which `load` is asked for
     /// vectors.
     pub fn computed(contiguous: Option<Axis>, load: impl Fn(&At<'_>) -> String + 'a) -> Self {
         Self {
@@ -119,6 +133,7 @@ impl<'a> Operand<'a> {
             load: Box::new(load),
             memory: None,
             segment: None,
+            element: Element::F32,
         }
     }
 }
@@ -216,9 +231,9 @@ pub struct Epilogue<'a> {
     code: Option<TileCode>,
 }
 
-/// A result in plain f32 memory.
+/// A result in memory as registers hold it.
 struct ResultMemory<'a> {
-    /// C expression (`float *`) of element (0, 0) for a batch index.
+    /// C expression (a pointer) of element (0, 0) for a batch index.
     base: Box<dyn Fn(&str) -> String + 'a>,
     row_stride: i64,
     col_stride: i64,
@@ -227,6 +242,17 @@ struct ResultMemory<'a> {
 impl<'a> Epilogue<'a> {
     /// Stores to the f32 tensor at the C pointer `pointer`, with these strides in elements.
     pub fn store(pointer: &str, batch: &[(usize, i64)], row_stride: i64, col_stride: i64) -> Self {
+        Self::store_as(Storage::F32, pointer, batch, row_stride, col_stride)
+    }
+
+    /// As [`Epilogue::store`], for a tensor stored in another way.
+    pub fn store_as(
+        storage: Storage,
+        pointer: &str,
+        batch: &[(usize, i64)],
+        row_stride: i64,
+        col_stride: i64,
+    ) -> Self {
         let (pointer, batch) = (pointer.to_owned(), batch.to_vec());
         let base = move |index: &str| match batch_offset(&batch, index) {
             Some(offset) => format!("({pointer} + {offset})"),
@@ -240,15 +266,12 @@ impl<'a> Epilogue<'a> {
                 result.row,
                 result.col
             );
-            match result.width {
-                Width::Scalar => format!("*({place}) = {};", result.value),
-                Width::Vector => format!("vf_store({place}, {});", result.value),
-            }
+            storage.store(result.width, &place, result.value)
         };
         Self {
             contiguous: contiguous_axis(row_stride, col_stride),
             consume: Box::new(consume),
-            memory: Some(ResultMemory {
+            memory: storage.is_plain().then(|| ResultMemory {
                 base: Box::new(base),
                 row_stride,
                 col_stride,
@@ -302,6 +325,14 @@ pub struct GemmSpec<'a> {
     pub params: Vec<Param>,
     /// Most threads the kernel may meet; decides the size of the workspace, never the result.
     pub threads: usize,
+}
+
+impl GemmSpec<'_> {
+    /// What it computes with: what its operands are in registers.
+    fn element(&self) -> Element {
+        debug_assert_eq!(self.a.element, self.b.element);
+        self.a.element
+    }
 }
 
 /// Generates the kernel.

@@ -3,7 +3,7 @@
 use kiln_cpu::Isa;
 
 use super::{Axis, GemmSpec, Operand};
-use crate::kernels::{round_up, tile, vector};
+use crate::kernels::{round_up, tile};
 
 /// Bytes of L2 that the streamed panels of one thread may take.
 const L2_SHARE: usize = 384 << 10;
@@ -65,7 +65,7 @@ pub(super) struct Plan {
 
 impl Plan {
     pub fn new(spec: &GemmSpec<'_>, isa: Isa) -> Self {
-        let lanes = vector::lanes(isa);
+        let lanes = spec.element().lanes(isa);
         let (m, n, k) = (spec.m, spec.n, spec.k);
         let vectors = choose_vectors(m, n, lanes, isa);
         let width = vectors * lanes;
@@ -118,7 +118,7 @@ impl Plan {
         } else {
             Stream::Columns
         };
-        let panel = depth * 4 * if stream == Stream::Rows { rows } else { width };
+        let panel = depth * spec.element().bytes() * if stream == Stream::Rows { rows } else { width };
         let group = (L2_SHARE / panel.max(1)).clamp(1, 8);
         Self {
             lanes,
@@ -184,7 +184,7 @@ fn pack_a(a: &Operand<'_>, n: usize, lanes: usize) -> bool {
         return false;
     }
     // Rows whose distance is a multiple of 2 KiB fight for the same lines of L1.
-    let aliased = memory.free_stride * 4 % 2048 == 0 && memory.free_stride != 0;
+    let aliased = memory.free_stride * a.element.bytes() as i64 % 2048 == 0 && memory.free_stride != 0;
     let in_lines = a.contiguous == Some(Axis::Depth) && !aliased;
     !(in_lines && n <= 32 * lanes)
 }

@@ -9,6 +9,7 @@ use super::{CHUNK, Cut, READ_WEIGHT, apart, by_channels, fits, guarded};
 use crate::kernels::conv::walk::{Direction, Sides};
 use crate::kernels::conv::weights::Panels;
 use crate::kernels::conv::{ConvSpec, ImageAxis, Place};
+use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, unpack, vector};
 
@@ -287,6 +288,7 @@ impl Emitter<'_> {
                     depth: 1,
                 },
                 b: Access::Packed,
+                element: Element::F32,
                 nested: false,
             };
             helpers.insert(tile.helper(self.isa));

@@ -7,6 +7,7 @@ use kiln_cpu::Isa;
 use super::transform::{Matrices, both_sides, transposed};
 use super::{Cut, SUMMED_WEIGHT, apart, by_channels, fits, guarded};
 use crate::kernels::conv::WeightGradSpec;
+use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, vector};
 
@@ -172,6 +173,7 @@ impl Emitter<'_> {
                     free: 1,
                     depth: cut.stride[0] as i64,
                 },
+                element: Element::F32,
                 nested: false,
             };
             helpers.insert(tile.helper(self.isa));

@@ -1,0 +1,120 @@
+//! What numbers templates compute with, and how they lie in memory.
+//!
+//! Registers hold [`Element`]s: f32, or f64 with half as many lanes. Memory holds [`Storage`]: those, or one of the 16-bit formats, which are f32 as
+//! soon as they are loaded and are rounded once when they are stored.
+
+use kiln_cpu::Isa;
+
+use super::{Width, vector};
+
+/// A type of registers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Element {
+    /// `float` and `vf`.
+    #[default]
+    F32,
+    /// `double` and `vd`.
+    F64,
+}
+
+impl Element {
+    /// C type of one number.
+    pub fn ctype(self) -> &'static str {
+        match self {
+            Self::F32 => "float",
+            Self::F64 => "double",
+        }
+    }
+
+    /// C type of a vector, with which the names of functions on it begin.
+    pub fn vector(self) -> &'static str {
+        match self {
+            Self::F32 => "vf",
+            Self::F64 => "vd",
+        }
+    }
+
+    /// With what the names of functions on one number begin.
+    pub fn scalar(self) -> &'static str {
+        match self {
+            Self::F32 => "sf",
+            Self::F64 => "sd",
+        }
+    }
+
+    /// Bytes of a number.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F64 => 8,
+        }
+    }
+
+    /// Numbers in a vector.
+    pub fn lanes(self, isa: Isa) -> usize {
+        vector::lanes(isa) * 4 / self.bytes()
+    }
+}
+
+/// How numbers lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Storage {
+    /// As f32.
+    F32,
+    /// As f64.
+    F64,
+    /// As IEEE half precision, computed with as f32.
+    F16,
+    /// As the upper half of an f32, computed with as f32.
+    BF16,
+}
+
+impl Storage {
+    /// What they are in registers.
+    pub fn element(self) -> Element {
+        match self {
+            Self::F64 => Element::F64,
+            _ => Element::F32,
+        }
+    }
+
+    /// Whether registers hold what memory does.
+    pub fn is_plain(self) -> bool {
+        matches!(self, Self::F32 | Self::F64)
+    }
+
+    /// C type of one number in memory.
+    pub fn ctype(self) -> &'static str {
+        match self {
+            Self::F32 => "float",
+            Self::F64 => "double",
+            Self::F16 | Self::BF16 => "uint16_t",
+        }
+    }
+
+    /// C expression of the number, or the vector of neighbours, at the address `place`.
+    pub fn load(self, width: Width, place: &str) -> String {
+        match (self, width) {
+            (Self::F32 | Self::F64, Width::Scalar) => format!("*({place})"),
+            (Self::F32, Width::Vector) => format!("vf_load({place})"),
+            (Self::F64, Width::Vector) => format!("vd_load({place})"),
+            (Self::F16, Width::Scalar) => format!("sf_from_f16(*({place}))"),
+            (Self::F16, Width::Vector) => format!("vf_load_f16({place})"),
+            (Self::BF16, Width::Scalar) => format!("sf_from_bf16(*({place}))"),
+            (Self::BF16, Width::Vector) => format!("vf_load_bf16({place})"),
+        }
+    }
+
+    /// Statement that stores `value` at the address `place`.
+    pub fn store(self, width: Width, place: &str, value: &str) -> String {
+        match (self, width) {
+            (Self::F32 | Self::F64, Width::Scalar) => format!("*({place}) = {value};"),
+            (Self::F32, Width::Vector) => format!("vf_store({place}, {value});"),
+            (Self::F64, Width::Vector) => format!("vd_store({place}, {value});"),
+            (Self::F16, Width::Scalar) => format!("*({place}) = f16_from_sf({value});"),
+            (Self::F16, Width::Vector) => format!("vf_store_f16({place}, {value});"),
+            (Self::BF16, Width::Scalar) => format!("*({place}) = bf16_from_sf({value});"),
+            (Self::BF16, Width::Vector) => format!("vf_store_bf16({place}, {value});"),
+        }
+    }
+}
