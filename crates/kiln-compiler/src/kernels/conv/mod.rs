@@ -24,6 +24,7 @@ mod correlate;
 mod depthwise;
 mod image;
 mod narrow;
+mod narrow_weight;
 mod planar;
 mod walk;
 mod weight_grad;

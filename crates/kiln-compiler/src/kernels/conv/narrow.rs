@@ -8,19 +8,19 @@ use std::fmt::Write;
 
 use kiln_cpu::Isa;
 
+use super::ConvSpec;
 use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
-use super::{ConvSpec, WeightGradSpec, weight_grad};
 use crate::kernels::{Kernel, indent, round_up, unpack, vector};
 
-/// Most pixels of a tile, and most kernel elements that a weight gradient accumulates at once.
-fn limits(isa: Isa) -> (usize, usize) {
-    if isa.registers() >= 32 { (8, 25) } else { (4, 9) }
+/// Most pixels of a tile.
+fn max_pixels(isa: Isa) -> usize {
+    if isa.registers() >= 32 { 8 } else { 4 }
 }
 
 /// C expression: lane `l` is the channel `s` of `x`'s group that contains `l`.
-fn spread(x: &str, s: usize, group: usize, lanes: usize) -> String {
+pub(super) fn spread(x: &str, s: usize, group: usize, lanes: usize) -> String {
     if group == 1 {
         return x.into();
     }
@@ -29,7 +29,7 @@ fn spread(x: &str, s: usize, group: usize, lanes: usize) -> String {
 }
 
 /// Statements that read a vector of channels `v`, the last of which may be partial, into `name`.
-fn read(name: &str, address: &str, channels: usize, lanes: usize) -> String {
+pub(super) fn read(name: &str, address: &str, channels: usize, lanes: usize) -> String {
     match channels % lanes {
         0 => format!("vf {name} = vf_load({address});"),
         rest => format!(
@@ -86,7 +86,7 @@ pub(super) fn correlate(
     };
     let columns = sides.channels.div_ceil(lanes) * lanes;
     let cut = |class: &Class| {
-        let parts = class.count[2].div_ceil(limits(isa).0);
+        let parts = class.count[2].div_ceil(max_pixels(isa));
         Blocks::new(spec, walk, class, &padded, parts, columns, result)
     };
     if let Some(copy) = &padded.copy {
@@ -202,7 +202,7 @@ impl Work<'_> {
         }
 
         let count_x = class.count[2];
-        let parts = count_x.div_ceil(limits(isa).0);
+        let parts = count_x.div_ceil(max_pixels(isa));
         let rows = count_x.div_ceil(parts);
         let tall = count_x - parts * (rows - 1);
         let padded_channels = vectors * lanes;
@@ -332,142 +332,4 @@ impl Work<'_> {
         ));
         source
     }
-}
-
-/// The weight gradient: for each vector of channels and each channel of a group, sums over all pixels, as many kernel elements at a
-/// time as there are registers.
-pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
-    let (frame, g) = (spec.frame(), &spec.geometry);
-    let name = frame.name;
-    let lanes = vector::lanes(isa);
-    let (channels, group) = (g.in_channels, g.group_in());
-    let vectors = channels.div_ceil(lanes);
-    let images = weight_grad::Images::new(spec, lanes, true);
-    let [kz, ky, kx] = g.kernel;
-    // A unit is a vector of channels, a channel of the group, and a block of kernel elements of one depth.
-    let limit = limits(isa).1;
-    let (block_y, block_x) = if ky * kx <= limit {
-        (ky, kx)
-    } else {
-        (1, kx.min(limit))
-    };
-    let (blocks_y, blocks_x) = (ky.div_ceil(block_y), kx.div_ceil(block_x));
-    let units = vectors * group * kz * blocks_y * blocks_x;
-    let about = format!(
-        "{} images of {:?} x {channels} channels in groups of {group}.",
-        g.images, g.input
-    );
-    let mut source = frame.head(&about, "") + &images.sources();
-    let run = frame.run(g.is_small());
-    let mut calls = images.calls(&run);
-
-    let taps = g.taps();
-    let sums_at = images.bytes;
-    let [xn, xz, xy, xx] = images.input.strides;
-    let [yn, yz, yy, yx] = images.output.strides;
-    // Kernel elements beyond the kernel (in its last block) repeat its last one; their sums are not stored.
-    let mut declare = Vec::new();
-    let mut steps = String::new();
-    let mut stores = String::new();
-    for by in 0..block_y {
-        for bx in 0..block_x {
-            declare.push(format!("sum{by}_{bx} = {{0}}"));
-            let clamp = |start: &str, offset: usize, limit: usize, blocks: usize| {
-                if blocks == 1 {
-                    offset.to_string()
-                } else {
-                    format!(
-                        "({start} + {offset} < {limit} ? {start} + {offset} : {})",
-                        limit - 1
-                    )
-                }
-            };
-            let (ty, tx) = (clamp("ty", by, ky, blocks_y), clamp("tx", bx, kx, blocks_x));
-            let address = format!(
-                "from + {ty} * {} + {tx} * {}",
-                g.dilation[1] as i64 * xy,
-                g.dilation[2] as i64 * xx
-            );
-            let _ = writeln!(
-                steps,
-                "{{ {} sum{by}_{bx} = vf_fma(dy, spread(pixel, s), sum{by}_{bx}); }}",
-                read("pixel", &address, channels, lanes)
-            );
-            let inside = if blocks_y * blocks_x == 1 {
-                String::new()
-            } else {
-                format!("if (ty + {by} < {ky} && tx + {bx} < {kx}) ")
-            };
-            let _ = writeln!(
-                stores,
-                "{inside}vf_store(sums + ((ty + {by}) * {kx} + tx + {bx}) * {lanes}, sum{by}_{bx});"
-            );
-        }
-    }
-    let spread_cases: String = (0..group)
-        .map(|s| format!("    case {s}: return {};\n", spread("pixel", s, group, lanes)))
-        .collect();
-    let steps = if group == 1 {
-        steps.replace("spread(pixel, s)", "pixel")
-    } else {
-        steps.replace("spread(pixel, s)", &format!("{name}_spread(pixel, s)"))
-    };
-    if group > 1 {
-        let _ = write!(
-            source,
-            "/* Channel s of each group in all lanes of the group. */\nKILN_INLINE vf {name}_spread(vf pixel, const int s) {{\n    switch (s) \
-             {{\n{spread_cases}    }}\n    return pixel;\n}}\n"
-        );
-    }
-    let walk = format!(
-        "vf {};\nfor (int64_t image = 0; image < {}; image++)\nfor (int64_t pz = 0; pz < {}; pz++)\nfor (int64_t py = 0; py < {}; py++) \
-         {{\n    const float *from = {} + image * {xn} + (pz * {} + tz * {}) * {xz} + py * {} * {xy} + v * {lanes};\n    const float *grad = \
-         {} + image * {yn} + pz * {yz} + py * {yy} + v * {lanes};\n    for (int64_t px = 0; px < {}; px++, from += {}, grad += {yx}) \
-         {{\n        {}\n{}    }}\n}}\n{stores}",
-        declare.join(", "),
-        g.images,
-        g.output[0],
-        g.output[1],
-        images.input.base,
-        g.stride[0],
-        g.dilation[0],
-        g.stride[1],
-        images.output.base,
-        g.output[2],
-        g.stride[2] as i64 * xx,
-        read("dy", "grad", channels, lanes),
-        indent(&steps.replace(&format!(" + v * {lanes}"), ""), 8),
-    );
-    // The channel of the group is a constant inside each branch, so that its shuffle is.
-    let mut branches = String::new();
-    for s in 0..group {
-        let _ = write!(
-            branches,
-            "{}if (s == {s}) {{\n    enum {{ s = {s} }};\n{}}}",
-            if s == 0 { "" } else { " else " },
-            indent(&walk, 4)
-        );
-    }
-    let body = format!(
-        "const int64_t v = unit / {}, s = unit / {} % {group}, tz = unit / {} % {kz}, ty = unit / {blocks_x} % {blocks_y} * {block_y}, tx = \
-         unit % {blocks_x} * {block_x};\nfloat *sums = (float *)(args->workspace + {sums_at}) + ((v * {group} + s) * {kz} + tz) * \
-         {};\n{branches}\n",
-        group * kz * blocks_y * blocks_x,
-        kz * blocks_y * blocks_x,
-        blocks_y * blocks_x,
-        ky * kx * lanes
-    );
-    let body = format!(
-        "for (int64_t unit = begin; unit < end; unit++) {{\n{}}}\n",
-        indent(&body, 4)
-    );
-    source.push_str(&frame.part("Sums over all pixels.", "sum", &body));
-    calls.push_str(&run(&format!("{name}_sum"), units));
-
-    // Back to the order of the weight: output channel, channel of the group, kernel element.
-    let element = format!("sums[(((o / {lanes}) * {group} + c) * {taps} + t) * {lanes} + o % {lanes}]");
-    source.push_str(&weight_grad::consume_rows(spec, &element, sums_at, lanes));
-    calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
-    let bytes = sums_at + round_up(vectors * group * taps * lanes * 4, 64);
-    frame.finish(source, &calls, bytes)
 }

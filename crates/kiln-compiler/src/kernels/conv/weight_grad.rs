@@ -10,7 +10,7 @@ use kiln_cpu::Isa;
 
 use super::image::{self, Padded};
 use super::weights::Panels;
-use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, narrow, planar, winograd};
+use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, narrow_weight, planar, winograd};
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
@@ -109,7 +109,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         return kernel;
     }
     if g.is_narrow(lanes) {
-        return narrow::weight_gradient(spec, isa);
+        return narrow_weight::weight_gradient(spec, isa);
     }
 
     let (group_in, group_out, groups) = (g.group_in(), g.group_out(), g.groups);
