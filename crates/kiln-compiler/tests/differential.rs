@@ -146,6 +146,57 @@ fn contractions_pools_and_sorts() {
     }
 }
 
+/// Products of every float type, at shapes with tails on every side: either order of the second operand in memory, several products of a batch, few rows, a
+/// depth that is cut.
+#[test]
+fn products_of_every_float() {
+    for (dtype, limit) in [
+        (DType::F32, 1e-6),
+        (DType::F64, 1e-14),
+        (DType::F16, 6e-4),
+        (DType::BF16, 5e-3),
+    ] {
+        let mut graph = Graph::new("products");
+        let p = Provenance::default();
+        for (batch, m, k, n) in [
+            (1, 61, 33, 75),
+            (1, 5, 130, 37),
+            (3, 29, 17, 64),
+            (1, 30, 4200, 48),
+            (2, 1, 1, 19),
+        ] {
+            for (shape, axis) in [([batch, n, k], 2), ([batch, k, n], 1)] {
+                let a = graph.parameter(TensorType::new(dtype, &[batch, m, k][..]));
+                let b = graph.parameter(TensorType::new(dtype, &shape[..]));
+                let dims = DotDims {
+                    a_batch: [0].into_iter().collect(),
+                    b_batch: [0].into_iter().collect(),
+                    a_contract: [2].into_iter().collect(),
+                    b_contract: [axis].into_iter().collect(),
+                };
+                let dot = graph.add(Op::DotGeneral(dims), &[a, b], &p).unwrap();
+                graph.output(dot, None);
+            }
+        }
+        let (tensors, scalars) = random_arguments(&graph, 11);
+        let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+        let step = build(&graph, |_| ()).unwrap();
+        let actual = run(&step, &graph, &tensors, &scalars, 1);
+        for (actual, expected) in actual.iter().zip(&expected) {
+            let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
+            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+            let error = norm(&mut actual.iter().zip(&expected).map(|(a, e)| a - e))
+                / norm(&mut expected.iter().copied()).max(1e-12);
+            assert!(error < limit, "{dtype}: error {error:e}");
+        }
+        let three = run(&step, &graph, &tensors, &scalars, 3);
+        assert!(
+            actual == three,
+            "{dtype}: the bits depend on the number of threads"
+        );
+    }
+}
+
 /// Products followed by pointwise operations, at shapes with tails on every side: the epilogue's vectors, its last lanes, results stored transposed,
 /// several products of a batch, few rows, and a depth that is cut.
 #[test]
