@@ -349,6 +349,84 @@ fn network_layers_match_f64() {
     );
 }
 
+/// Few pixels and weights of some 300 kB: strides, dilation, padding wider than the window, three dimensions, odd channels, images of either layout, images
+/// computed while they are read, a single pixel.
+#[test]
+fn few_pixels_match_f64() {
+    let layer = |images: usize,
+                 input: [usize; 3],
+                 channels: [usize; 2],
+                 kernel: [usize; 3],
+                 stride: usize,
+                 dilation: usize| {
+        let pad = kernel.map(|k| k / 2);
+        let output = [0, 1, 2].map(|d| (input[d] + 2 * pad[d] - (kernel[d] - 1) * dilation - 1) / stride + 1);
+        Case {
+            geometry: Geometry {
+                images,
+                groups: 1,
+                in_channels: channels[0],
+                out_channels: channels[1],
+                input,
+                output,
+                kernel,
+                stride: [stride; 3],
+                pad,
+                dilation: [dilation; 3],
+            },
+            last: [images % 2 == 0; 2],
+            computed: images == 3,
+        }
+    };
+    check(
+        &[
+            layer(3, [1, 3, 3], [96, 80], [1, 3, 3], 1, 1),
+            layer(2, [1, 9, 5], [67, 110], [1, 3, 3], 2, 1),
+            layer(2, [1, 7, 7], [48, 65], [1, 5, 5], 1, 1),
+            layer(1, [1, 1, 1], [90, 101], [1, 3, 3], 1, 1),
+            layer(2, [3, 4, 3], [50, 53], [3, 3, 3], 2, 1),
+            layer(1, [1, 9, 9], [90, 90], [1, 3, 3], 1, 2),
+        ],
+        29,
+    );
+}
+
+/// A few channels a group: partial vectors, strides, dilation, rows of kernel elements that need several passes.
+#[test]
+fn narrow_groups_match_f64() {
+    let layer = |group: usize, groups: usize, kernel: [usize; 3], stride: usize, last: bool| {
+        let pad = kernel.map(|k| k / 2);
+        let input = [if kernel[0] > 1 { 4 } else { 1 }, 11, 14];
+        Case {
+            geometry: Geometry {
+                images: 2,
+                groups,
+                in_channels: group * groups,
+                out_channels: group * groups,
+                input,
+                output: [0, 1, 2].map(|d| (input[d] + 2 * pad[d] - kernel[d]) / stride + 1),
+                kernel,
+                stride: [stride; 3],
+                pad,
+                dilation: [1; 3],
+            },
+            last: [last; 2],
+            computed: false,
+        }
+    };
+    check(
+        &[
+            layer(4, 9, [1, 3, 3], 1, true),
+            layer(8, 4, [1, 3, 3], 2, true),
+            layer(2, 21, [1, 5, 5], 1, false),
+            layer(8, 5, [1, 7, 7], 1, true),
+            layer(4, 8, [2, 3, 1], 2, true),
+            layer(1, 19, [1, 3, 9], 1, true),
+        ],
+        31,
+    );
+}
+
 /// Large 3x3 convolutions of stride 1, which take Winograd's form: blocks of a thread's own and shared ones, extents that tiles do not divide, padding of
 /// all widths, images computed while they are read.
 #[test]

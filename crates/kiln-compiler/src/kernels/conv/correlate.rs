@@ -9,7 +9,7 @@ use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::weights::{self, Panels};
-use super::{ConvSpec, Image, ImageAxis, Place, Spatial, depthwise, narrow, planar, winograd};
+use super::{ConvSpec, Image, ImageAxis, Place, Spatial, depthwise, few, narrow, planar, winograd};
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
@@ -40,6 +40,7 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
         return as_product(spec, direction, isa);
     }
     if let Some(kernel) = planar::correlate(spec, direction, isa)
+        .or_else(|| few::correlate(spec, direction, isa))
         .or_else(|| winograd::correlate(spec, direction, isa))
         .or_else(|| depthwise::input_gradient(spec, direction, isa))
     {

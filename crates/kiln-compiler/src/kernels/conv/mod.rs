@@ -14,6 +14,8 @@
 //! Groups wide enough for vectors are products of their own; narrow ones (depthwise, and a few channels a group) have
 //! kernels of their own with a vector across groups.
 //!
+//! Few pixels with large weights are written out as a matrix ([`few`]).
+//!
 //! 3x3 convolutions of stride 1 with many channels take fewer multiplications in [`winograd`] form.
 //!
 //! One and two spatial dimensions are three with extents of one. Accumulation is in f32, in an order that depends on the
@@ -22,6 +24,7 @@
 mod blocks;
 mod correlate;
 mod depthwise;
+mod few;
 mod image;
 mod narrow;
 mod narrow_weight;

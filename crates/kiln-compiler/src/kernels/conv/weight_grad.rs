@@ -10,7 +10,7 @@ use kiln_cpu::Isa;
 
 use super::image::{self, Padded};
 use super::weights::Panels;
-use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, narrow_weight, planar, winograd};
+use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, few, narrow_weight, planar, winograd};
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
@@ -103,6 +103,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         return kernel;
     }
     if let Some(kernel) = planar::weight_gradient(spec, isa)
+        .or_else(|| few::weight_gradient(spec, isa))
         .or_else(|| winograd::weight_gradient(spec, isa))
         .or_else(|| depthwise::weight_gradient(spec, isa))
     {
