@@ -212,18 +212,11 @@ pub fn with_epilogue(
     let statements = nest::epilogue::generate(graph, &placed, value, &loops);
     let place = format!("const int64_t i{BATCH} = batch, i{row} = i;\n");
     let column = format!("const int64_t i{vector} = j;\n");
-    let fetch = |address: &String| format!("__builtin_prefetch({address}, 2);\n");
-    let ahead: String = statements.ahead.iter().map(fetch).collect();
     let code = TileCode {
         tile: statements.tile,
         row: format!("{place}{}", statements.row),
         vector: format!("{column}{}", statements.vector),
         rest: format!("{column}{}", statements.rest),
-        ahead: if ahead.is_empty() {
-            ahead
-        } else {
-            format!("{place}{column}{ahead}")
-        },
     };
     let bases = product.bases.map(|value| Argument::Buffer(Buffer::Value(value)));
     let made = product.emit(Epilogue::tiles(code), statements.params, options);

@@ -4,15 +4,11 @@
 //! own would have, with one difference: the result of the contraction is not loaded but is in a vector register called `sum`.
 //! Buffers and scalars are parameters `a0`, `a1`, ... of the kernel.
 
-use super::{Argument, Buffer, Lanes, Nest, Register, Space, Writer, bit, c};
+use super::{Argument, Lanes, Nest, Register, Space, Writer, c};
 use kiln_graph::{Graph, Value};
 
 use crate::index::Var;
 use crate::kernels::Param;
-use crate::schedule::layout::position;
-
-/// Cache lines ahead of a tile are fetched for at most this many buffers.
-const MAX_AHEAD: usize = 6;
 
 /// How the template calls the places in its loops.
 pub struct Loops<'a> {
@@ -35,8 +31,6 @@ pub struct Statements {
     pub vector: String,
     /// For the first `left` lanes of a vector.
     pub rest: String,
-    /// What a row of the tile reads and writes at the vector variable's value: C addresses, each with 1 if it is written and 0 if not.
-    pub ahead: Vec<String>,
     /// Parameters that the statements refer to.
     pub params: Vec<Param>,
     /// What is passed for them.
@@ -73,7 +67,6 @@ pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: &Loops<'_>) -> 
         writer.flush_body(&mut body);
         bodies.push(body);
     }
-    let ahead = ahead(&mut writer, value);
     let lines = |lines: &[String]| lines.iter().map(|line| format!("{line}\n")).collect::<String>();
     let rest = bodies.pop().unwrap_or_default();
     Statements {
@@ -81,7 +74,6 @@ pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: &Loops<'_>) -> 
         row: writer.sections.iter().map(|section| lines(section)).collect(),
         vector: bodies.pop().unwrap_or_default(),
         rest,
-        ahead,
         params: params(&writer),
         arguments: writer.arguments.clone(),
     }
@@ -98,39 +90,4 @@ fn params(writer: &Writer<'_>) -> Vec<Param> {
         Param::new(ty, format!("a{at}"))
     };
     writer.arguments.iter().enumerate().map(each).collect()
-}
-
-/// Addresses to fetch before the sums are computed, so that the statements find what they read and write in cache: each place once,
-/// for an update in place has the same address twice.
-fn ahead(writer: &mut Writer<'_>, value: Value) -> Vec<String> {
-    let graph = writer.graph;
-    let nest = &writer.space.nest;
-    let varies = |&var: &Var| writer.space.extent(var) > 1;
-    let rows = writer.space.rows.iter().copied().filter(varies);
-    let whole = rows.chain(writer.space.vector).fold(0, |set, var| set | bit(var));
-    let mut places = Vec::new();
-    for (used, indices) in nest.uses.iter().filter(|(used, _)| *used != value) {
-        for index in indices {
-            places.push((
-                Buffer::Value(*used),
-                position(graph, &nest.layouts, *used, index),
-                false,
-            ));
-        }
-    }
-    for store in &nest.stores {
-        let in_place = places.iter().any(|(_, position, _)| *position == store.position);
-        if !in_place {
-            places.push((store.buffer, store.position.clone(), true));
-        }
-    }
-    let mut addresses = Vec::new();
-    for (buffer, position, written) in places {
-        if position.vars() == whole && !position.has_data() && addresses.len() < MAX_AHEAD {
-            let at = writer.argument(Argument::Buffer(buffer));
-            let place = writer.index_text(&position, false);
-            addresses.push(format!("a{at} + {place}, {}", u8::from(written)));
-        }
-    }
-    addresses
 }

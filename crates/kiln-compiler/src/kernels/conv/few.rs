@@ -4,9 +4,13 @@
 //! often; and their tiles, whose rows are the pixels of one line, are low. Here the few windows are written out as the rows of a matrix, in the order of the
 //! weight's elements (im2col), and the convolution and its gradients are matrix products with the weight as it lies in memory. The input gradient is a
 //! product first, whose columns are then added up over the windows that contain a place (col2im).
+//!
+//! A convolution of single elements with a stride (where a network halves its image beside a block) leaves out most of the image. However many pixels
+//! there are, it is a product once the others are gathered.
 
 use kiln_cpu::Isa;
 
+use super::correlate::dense_pixels;
 use super::walk::Direction;
 use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec};
 use crate::kernels::frame::Frame;
@@ -22,7 +26,8 @@ const LEAST_WEIGHT: usize = 256 << 10;
 /// Whether the convolution is of the kind.
 fn fits(g: &Geometry) -> bool {
     let few = g.images * g.output.iter().product::<usize>() <= MAX_PIXELS;
-    few && g.groups == 1 && g.taps() > 1 && g.weight_len() * 4 >= LEAST_WEIGHT
+    let kind = if g.taps() > 1 { few } else { g.stride != [1; 3] };
+    kind && g.groups == 1 && g.weight_len() * 4 >= LEAST_WEIGHT
 }
 
 /// The result pixels, the elements of a window, and the bytes of the matrices that are written out.
@@ -101,10 +106,11 @@ fn forward(spec: &ConvSpec<'_>, sizes: &Sizes, isa: Isa) -> Kernel {
 fn input_gradient(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize, isa: Isa) -> Kernel {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let (k, o) = (sizes.window, g.out_channels);
+    let grads = Grads::new(&frame, g, &spec.image, sizes.windows);
     let product = product(
         &frame,
         [sizes.pixels, k, o],
-        Operand::strided("few_left", &[], o as i64, 1),
+        Operand::strided("few_left", &[], grads.row, 1),
         Operand::strided("few_right", &[], 1, k as i64),
         Epilogue::store("few_out", &[], k as i64, 1),
         isa,
@@ -112,21 +118,13 @@ fn input_gradient(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize, isa: Isa) ->
     let run = frame.run(g.is_small());
     let name = frame.name;
     let at = sizes.windows + sizes.grads;
-    let calls = run(&format!("{name}_grads"), sizes.pixels)
-        + &call(
-            &frame,
-            &format!("(const float *)(workspace + {})", sizes.windows),
-            &format!("({})", spec.weight),
-            at,
-        )
+    let calls = grads.call(&frame, g)
+        + &call(&frame, &grads.base, &format!("({})", spec.weight), at)
         + &run(
             &format!("{name}_places"),
             g.images * g.input.iter().product::<usize>(),
         );
-    let source = frame.head(&about(g), "")
-        + &grads(&frame, g, &spec.image, sizes.windows)
-        + &product.source
-        + &places(spec, sizes, lanes);
+    let source = frame.head(&about(g), "") + grads.source() + &product.source + &places(spec, sizes, lanes);
     finish(&frame, source, &calls, at, product)
 }
 
@@ -140,10 +138,11 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     let (k, o) = (sizes.window, g.out_channels);
     let consume =
         |r: &gemm::Result<'_>| (spec.consume)(r.width, &format!("({} * {k} + {})", r.row, r.col), r.value);
+    let grads = Grads::new(&frame, g, &spec.output_grad, sizes.windows);
     let product = product(
         &frame,
         [o, k, sizes.pixels],
-        Operand::strided("few_left", &[], 1, o as i64),
+        Operand::strided("few_left", &[], 1, grads.row),
         Operand::strided("few_right", &[], 1, k as i64),
         Epilogue::custom(Some(Axis::Depth), consume),
         isa,
@@ -152,17 +151,10 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     let name = frame.name;
     let at = sizes.windows + sizes.grads;
     let calls = run(&format!("{name}_windows"), sizes.pixels)
-        + &run(&format!("{name}_grads"), sizes.pixels)
-        + &call(
-            &frame,
-            &format!("(const float *)(workspace + {})", sizes.windows),
-            "(const float *)workspace",
-            at,
-        );
-    let source = frame.head(&about(g), "")
-        + &windows(&frame, g, &spec.input, 0)
-        + &grads(&frame, g, &spec.output_grad, sizes.windows)
-        + &product.source;
+        + &grads.call(&frame, g)
+        + &call(&frame, &grads.base, "(const float *)workspace", at);
+    let source =
+        frame.head(&about(g), "") + &windows(&frame, g, &spec.input, 0) + grads.source() + &product.source;
     Some(finish(&frame, source, &calls, at, product))
 }
 
@@ -269,8 +261,53 @@ fn windows(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> Str
     frame.part("Windows as rows.", "windows", &body)
 }
 
+/// The output's gradient as the rows of a matrix.
+struct Grads {
+    /// C expression of the matrix.
+    base: String,
+    /// Elements between rows.
+    row: i64,
+    /// The function that copies rows `begin..end`, if they are not read in place.
+    copy: Option<String>,
+}
+
+impl Grads {
+    /// Copied to `at` in the workspace, unless the pixels lie in memory as rows.
+    fn new(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> Self {
+        let [depth, height, width] = g.output;
+        match &image.memory {
+            Some((pointer, strides))
+                if strides[4] == 1 && dense_pixels(image, [g.images, depth, height, width]) =>
+            {
+                Self {
+                    base: format!("({pointer})"),
+                    row: strides[3],
+                    copy: None,
+                }
+            }
+            _ => Self {
+                base: format!("(const float *)(workspace + {at})"),
+                row: g.out_channels as i64,
+                copy: Some(copy_grads(frame, g, image, at)),
+            },
+        }
+    }
+
+    /// The call of the copy.
+    fn call(&self, frame: &Frame<'_>, g: &Geometry) -> String {
+        let pixels = g.images * g.output.iter().product::<usize>();
+        let call = |_: &String| frame.run(g.is_small())(&format!("{}_grads", frame.name), pixels);
+        self.copy.as_ref().map_or_else(String::new, call)
+    }
+
+    /// The definition of the copy.
+    fn source(&self) -> &str {
+        self.copy.as_deref().unwrap_or_default()
+    }
+}
+
 /// `name_grads(ctx, begin, end, thread)`: copies the output's gradient at some pixels.
-fn grads(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> String {
+fn copy_grads(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> String {
     let channels = g.out_channels;
     let [number, z, y, x] = place_of("pixel", g.output);
     let load = (image.load)(&Place {

@@ -204,7 +204,6 @@ impl Emitter<'_> {
                 plan.lanes,
                 !self.spec.n.is_multiple_of(plan.lanes),
             ));
-            out.push_str(&ahead(self.spec, plan.lanes));
         }
         out.push_str(&self.stationary());
         out.push_str(&self.panels());
@@ -470,14 +469,9 @@ impl Emitter<'_> {
         } else {
             "row * ldc + col".to_owned()
         };
-        let fetch = if fetches(self.spec) {
-            format!("{name}_ahead(args, batch, row, rows, col, cols);\n")
-        } else {
-            String::new()
-        };
         let tile = format!(
-            "const int64_t row = {row}, rows = {rows}, col = cp * {width}, cols = {n} - col < {width} ? {n} - col : {width};\nconst \
-             {real} *tile_a = {a_place};\nconst {real} *tile_b = {b_place};\n{real} *target = base + {at};\n{fetch}{calls}"
+            "const int64_t row = {row}, col = cp * {width};\nconst \
+             {real} *tile_a = {a_place};\nconst {real} *tile_b = {b_place};\n{real} *target = base + {at};\n{calls}"
         );
         // The epilogue runs over several column panels at once: over rows long enough for caches to run ahead of it.
         let finish = |from: &str, end: &str, at: &str| {
@@ -691,27 +685,5 @@ fn finish_elements(epilogue: &Epilogue<'_>, element: Element, lanes: usize) -> S
         "    for (int64_t i = row; i < row + rows; i++) {{\n        int64_t j = col;\n{vectors}        for (; j < col + cols; j++) \
          {{\n            {real} sum = tile[(i - row) * ld + (j - col)];\n{}        }}\n    }}\n",
         each(Width::Scalar)
-    )
-}
-
-fn fetches(spec: &GemmSpec<'_>) -> bool {
-    spec.epilogue
-        .code
-        .as_ref()
-        .is_some_and(|code| !code.ahead.is_empty())
-}
-
-/// `name_ahead(args, batch, row, rows, col, cols)`: asks for what the epilogue of a tile is going to touch, while the multipliers work.
-fn ahead(spec: &GemmSpec<'_>, lanes: usize) -> String {
-    let Some(code) = spec.epilogue.code.as_ref().filter(|_| fetches(spec)) else {
-        return String::new();
-    };
-    format!(
-        "/* Fetches what the epilogue of a tile touches. */\nstatic void {0}_ahead(const struct {0}_args *args, int64_t batch, int64_t \
-         row, int64_t rows, int64_t col, int64_t cols) {{\n{1}    for (int64_t i = row; i < row + rows; i++)\n        for (int64_t j \
-         = col; j < col + cols; j += {lanes}) {{\n{2}        }}\n}}\n",
-        spec.name,
-        unpack(&spec.params),
-        indent(&code.ahead, 12),
     )
 }

@@ -214,8 +214,6 @@ pub struct TileCode {
     pub vector: String,
     /// For the first `left` lanes of the vector `sum`.
     pub rest: String,
-    /// For row `i` and column `j`, before the sums are computed: asks for the memory that the other statements are going to touch.
-    pub ahead: String,
 }
 
 /// What happens to the result.
