@@ -349,7 +349,7 @@ fn network_layers_match_f64() {
     );
 }
 
-/// Few pixels and weights of some 300 kB: strides, dilation, padding wider than the window, three dimensions, odd channels, images of either layout, images
+/// Few pixels, or few of many, and weights of some 300 kB: strides, dilation, padding wider than the window, three dimensions, odd channels, images of either layout, images
 /// computed while they are read, a single pixel.
 #[test]
 fn few_pixels_match_f64() {
@@ -386,6 +386,8 @@ fn few_pixels_match_f64() {
             layer(1, [1, 1, 1], [90, 101], [1, 3, 3], 1, 1),
             layer(2, [3, 4, 3], [50, 53], [3, 3, 3], 2, 1),
             layer(1, [1, 9, 9], [90, 90], [1, 3, 3], 1, 2),
+            layer(2, [1, 15, 12], [300, 260], [1, 1, 1], 2, 1),
+            layer(3, [1, 8, 7], [260, 301], [1, 1, 1], 3, 1),
         ],
         29,
     );

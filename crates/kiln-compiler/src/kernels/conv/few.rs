@@ -17,16 +17,17 @@ use crate::kernels::frame::Frame;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
 
-/// Most result pixels.
-const MAX_PIXELS: usize = 128;
+/// Most result pixels, and most of a convolution with a stride, which has no better way.
+const MAX_PIXELS: [usize; 2] = [128, 400];
 
 /// Fewest bytes of a weight.
 const LEAST_WEIGHT: usize = 256 << 10;
 
 /// Whether the convolution is of the kind.
 fn fits(g: &Geometry) -> bool {
-    let few = g.images * g.output.iter().product::<usize>() <= MAX_PIXELS;
-    let kind = if g.taps() > 1 { few } else { g.stride != [1; 3] };
+    let strided = g.stride != [1; 3];
+    let few = g.images * g.output.iter().product::<usize>() <= MAX_PIXELS[usize::from(strided)];
+    let kind = if g.taps() > 1 { few } else { strided };
     kind && g.groups == 1 && g.weight_len() * 4 >= LEAST_WEIGHT
 }
 
