@@ -249,6 +249,7 @@ impl Cpu {
                 memory.tensors[index] = None;
             }
         }
+        places.swap(memory);
         let mut outputs = vec![None; self.outputs.len()];
         for (&output, bytes) in places.made.iter().zip(made) {
             let (layout, dtype, _) = &self.outputs[output];

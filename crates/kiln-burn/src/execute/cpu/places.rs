@@ -1,8 +1,8 @@
 //! Where compiled code finds its arguments and leaves its outputs.
 //!
 //! An output that the step computes in place of an argument, and that is that argument's next value, stays where it is for as long as the step
-//! runs again: its pointer is found once. So is that of an argument that never changes. Everything else *moves*: its buffer is another one at
-//! each run.
+//! runs again: its pointer is found once. So is that of an argument that never changes. An output that is an argument's next value but not made in
+//! its place has two buffers, which change roles after each run. Everything else *moves*: its buffer is another one at each run.
 
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
@@ -18,7 +18,16 @@ pub struct Places {
     pub(super) moving: Vec<usize>,
     /// Outputs whose buffer is another one at each run.
     pub(super) made: Vec<usize>,
+    swaps: Vec<Swap>,
     held: Vec<bool>,
+}
+
+/// An output that becomes an argument whose buffer it could not take over.
+struct Swap {
+    output: usize,
+    argument: usize,
+    /// The buffer that the output is written to.
+    spare: FlexTensor,
 }
 
 // SAFETY: the pointers lead into tensors of the `Memory` that the places belong to, which may go to another thread with all it owns; nothing is read or written
@@ -35,25 +44,37 @@ impl Places {
             outputs: vec![std::ptr::null_mut(); aliases.len()],
             moving: Vec::new(),
             made: Vec::new(),
+            swaps: Vec::new(),
             held: vec![false; successors.len()],
         };
         for (output, alias) in aliases.iter().enumerate() {
-            let stays = memory.becomes[output].filter(|&argument| *alias == Some(argument as u32));
+            let alias = alias.map(|argument| argument as usize);
+            let free = |argument: usize| alias.is_none() && successors[argument].is_none();
+            let stays = memory.becomes[output].filter(|&argument| alias == Some(argument) || free(argument));
             let Some((argument, tensor)) =
                 stays.and_then(|argument| Some((argument, memory.tensors[argument].take()?)))
             else {
                 places.made.push(output);
                 continue;
             };
-            let (layout, dtype) = (
-                Layout::contiguous(tensor.layout().shape().clone()),
-                tensor.dtype(),
-            );
-            let mut bytes = into_bytes(tensor);
-            let place = bytes.as_mut_ptr();
-            memory.tensors[argument] = Some(FlexTensor::new(bytes, layout, dtype));
-            places.outputs[output] = place;
+            let (tensor, place) = own(tensor);
             places.inputs[argument] = place.cast_const();
+            places.outputs[output] = place;
+            if alias.is_none() {
+                let like = FlexTensor::new(
+                    convert::aligned(tensor.bytes().len()),
+                    tensor.layout().clone(),
+                    tensor.dtype(),
+                );
+                let (spare, place) = own(like);
+                places.outputs[output] = place;
+                places.swaps.push(Swap {
+                    output,
+                    argument,
+                    spare,
+                });
+            }
+            memory.tensors[argument] = Some(tensor);
             places.held[argument] = true;
         }
         for (argument, successor) in successors.iter().enumerate() {
@@ -75,10 +96,32 @@ impl Places {
         places
     }
 
-    /// Whether argument `index` stays in place.
+    /// Makes the outputs that have two buffers the next values of their arguments.
+    pub(super) fn swap(&mut self, memory: &mut Memory) {
+        for swap in &mut self.swaps {
+            if let Some(tensor) = &mut memory.tensors[swap.argument] {
+                std::mem::swap(tensor, &mut swap.spare);
+                let (input, output) = (&mut self.inputs[swap.argument], &mut self.outputs[swap.output]);
+                let written = *output;
+                *output = input.cast_mut();
+                *input = written.cast_const();
+            }
+        }
+    }
+
+    /// Whether argument `index` stays in place, or between its two.
     pub fn holds(&self, index: usize) -> bool {
         self.held[index]
     }
+}
+
+/// `tensor` in a buffer that a kernel can write and nobody else has, and where that is.
+fn own(tensor: FlexTensor) -> (FlexTensor, *mut u8) {
+    let layout = Layout::contiguous(tensor.layout().shape().clone());
+    let dtype = tensor.dtype();
+    let mut bytes = into_bytes(tensor);
+    let place = bytes.as_mut_ptr();
+    (FlexTensor::new(bytes, layout, dtype), place)
 }
 
 /// The buffer of a tensor that is row-major, aligned and nobody else's.
