@@ -4,7 +4,8 @@
 //! own would have, with one difference: the result of the contraction is not loaded but is in a vector register called `sum`.
 //! Buffers and scalars are parameters `a0`, `a1`, ... of the kernel.
 
-use super::{Argument, Lanes, Nest, Register, Space, Writer, c};
+use super::space::Space;
+use super::{Argument, Lanes, Nest, Register, Writer, c};
 use kiln_graph::{Graph, Value};
 
 use crate::index::Var;

@@ -1,0 +1,166 @@
+//! Pooling of any type and number of dimensions, and its gradients.
+
+use kiln_graph::op::{ReduceOp, Window};
+
+use super::convolution::{reverse_taps, taps};
+use super::{Text, Writer, c, position};
+use crate::emit::nest::Launch;
+
+pub(super) fn max_pool(w: Writer, window: &Window, indices: bool) -> Launch {
+    let (x, out) = (w.shape(0), w.out_shape());
+    let n = out.iter().product();
+    let plane: usize = x[2..].iter().product();
+    w.task(n, window.size.iter().product(), |w, t| {
+        let dtype = w.dtype(0);
+        let ty = c::register_type(dtype, false);
+        t.split("i", "c", out);
+        for axis in 2..out.len() {
+            t.line(format!("const int64_t o{} = c{axis};", axis - 2));
+        }
+        t.line(format!("{ty} best = {};", c::neutral(ReduceOp::Max, dtype)));
+        t.line("int64_t at = -1;");
+        taps(
+            t,
+            &window.size,
+            &window.stride,
+            &window.pad_low,
+            &window.dilation,
+            &x[2..],
+        );
+        t.line(format!("const int64_t place = {};", position("p", &x[2..])));
+        t.line(format!(
+            "const {ty} x = get_{dtype}(in0 + (c0 * {} + c1) * {plane} + place);",
+            x[1]
+        ));
+        t.line("if (at < 0 || (best == best && (x > best || x != x))) { best = x; at = place; }");
+        for _ in 0..window.size.len() {
+            t.close();
+        }
+        t.line(format!("put_{dtype}(out0 + i, best);"));
+        if indices {
+            let ty = c::memory_type(w.graph.dtype(w.graph.node(w.node).outputs[1]));
+            t.line(format!("out1[i] = ({ty})(at < 0 ? 0 : at);"));
+        }
+    })
+}
+
+pub(super) fn max_pool_grad(w: Writer) -> Launch {
+    let (dy, out) = (w.shape(0), w.out_shape());
+    let (small, large): (usize, usize) = (dy[2..].iter().product(), out[2..].iter().product());
+    w.task(out[0] * out[1], small + large, |w, t| {
+        let dtype = w.dtype(0);
+        t.line(format!("memset(out0 + i * {large}, 0, {large} * sizeof *out0);"));
+        t.each("k", small);
+        t.line(format!(
+            "const int64_t at = i * {large} + clamp_index((int64_t)in1[i * {small} + k], {large});"
+        ));
+        t.line(format!(
+            "put_{dtype}(out0 + at, get_{dtype}(out0 + at) + get_{dtype}(in0 + i * {small} + k));"
+        ));
+        t.close();
+    })
+}
+
+/// Defines `count`, the divisor of the window at output coordinates `o0, ..`.
+pub(super) fn divisor(t: &mut Text, window: &Window, include: bool, input: &[usize]) {
+    t.line("int64_t count = 1;");
+    for (axis, &extent) in input.iter().enumerate() {
+        let (size, stride, low, high) = (
+            window.size[axis],
+            window.stride[axis],
+            window.pad_low[axis],
+            window.pad_high[axis],
+        );
+        t.open("{");
+        t.line(format!(
+            "int64_t from = o{axis} * {stride} - {low}, to = from + {size};"
+        ));
+        let (first, last) = if include {
+            (format!("-{low}"), extent + high)
+        } else {
+            ("0".into(), extent)
+        };
+        t.line(format!("if (from < {first}) from = {first};"));
+        t.line(format!("if (to > {last}) to = {last};"));
+        t.line("count *= to > from ? to - from : 0;");
+        t.close();
+    }
+}
+
+pub(super) fn avg_pool(w: Writer, window: &Window, include: bool) -> Launch {
+    let (x, out) = (w.shape(0), w.out_shape());
+    let n = out.iter().product();
+    let plane: usize = x[2..].iter().product();
+    w.task(n, window.size.iter().product(), |w, t| {
+        let dtype = w.dtype(0);
+        t.split("i", "c", out);
+        for axis in 2..out.len() {
+            t.line(format!("const int64_t o{} = c{axis};", axis - 2));
+        }
+        divisor(t, window, include, &x[2..]);
+        t.line(format!("{} sum = 0;", c::register_type(dtype, false)));
+        taps(
+            t,
+            &window.size,
+            &window.stride,
+            &window.pad_low,
+            &window.dilation,
+            &x[2..],
+        );
+        t.line(format!(
+            "sum += get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {});",
+            x[1],
+            position("p", &x[2..])
+        ));
+        for _ in 0..window.size.len() {
+            t.close();
+        }
+        let mean = c::binary(
+            kiln_graph::op::BinaryOp::Div,
+            dtype,
+            false,
+            "sum",
+            &format!("({})count", c::register_type(dtype, false)),
+        );
+        t.line(format!("put_{dtype}(out0 + i, {mean});"));
+    })
+}
+
+pub(super) fn avg_pool_grad(w: Writer, window: &Window, include: bool) -> Launch {
+    let (dy, out) = (w.shape(0), w.out_shape());
+    let n = out.iter().product();
+    let plane: usize = dy[2..].iter().product();
+    w.task(n, window.size.iter().product::<usize>() * 4, |w, t| {
+        let dtype = w.dtype(0);
+        t.split("i", "c", out);
+        for axis in 2..out.len() {
+            t.line(format!("const int64_t p{} = c{axis};", axis - 2));
+        }
+        t.line(format!("{} sum = 0;", c::register_type(dtype, false)));
+        reverse_taps(
+            t,
+            &window.size,
+            &window.stride,
+            &window.pad_low,
+            &window.dilation,
+            &dy[2..],
+        );
+        divisor(t, window, include, &out[2..]);
+        let share = c::binary(
+            kiln_graph::op::BinaryOp::Div,
+            dtype,
+            false,
+            &format!(
+                "get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {})",
+                dy[1],
+                position("o", &dy[2..])
+            ),
+            &format!("({})count", c::register_type(dtype, false)),
+        );
+        t.line(format!("sum += {share};"));
+        for _ in 0..window.size.len() {
+            t.close();
+        }
+        t.line(format!("put_{dtype}(out0 + i, sum);"));
+    })
+}

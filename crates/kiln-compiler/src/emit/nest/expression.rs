@@ -1,0 +1,265 @@
+//! Expressions: values at an index, written on demand, once for each place.
+
+use kiln_graph::op::{Op, RandomKind};
+use kiln_graph::{DType, Value};
+
+use super::{Argument, Key, Register, Seen, Writer, c, is_expensive};
+use crate::index::{Index, linear};
+use crate::schedule::Buffer;
+use crate::schedule::access::operand_index;
+use crate::schedule::layout::position;
+
+impl Writer<'_> {
+    pub(super) fn stage(&mut self, value: Value) -> usize {
+        if let Some(&stage) = self.stages.get(&value) {
+            return stage;
+        }
+        let given = self.given.as_ref().is_some_and(|(given, _)| *given == value);
+        let stage = if given || !self.space.nest.uses_of(value).is_empty() {
+            0
+        } else {
+            let data = self.graph.def(value);
+            let inputs = data.inputs.clone();
+            let operands = inputs.into_iter().map(|v| self.stage(v)).max().unwrap_or(0);
+            operands + usize::from(matches!(data.op, Op::Reduce { .. }))
+        };
+        self.stages.insert(value, stage);
+        stage
+    }
+
+    pub(super) fn eval(&mut self, value: Value, index: &[Index]) -> Register {
+        if let Some((given, register)) = &self.given
+            && *given == value
+        {
+            return register.clone();
+        }
+        if let Some(register) = self.reduced.get(&value) {
+            return register.clone();
+        }
+        let key = (value, index.to_vec());
+        if let Some(register) = self.known.get(&key) {
+            return register.clone();
+        }
+        let register = if is_expensive(&self.graph.def(value).op) {
+            self.compute_once(&key)
+        } else {
+            self.compute(value, index)
+        };
+        self.known.insert(key, register.clone());
+        register
+    }
+
+    /// An expensive value: evaluated by the first pass over a row that needs it, kept on the stack for the others.
+    pub(super) fn compute_once(&mut self, key: &Key) -> Register {
+        let (value, index) = key;
+        let dtype = self.graph.dtype(*value).compute();
+        let columns = self.space.cols.clone();
+        let position = || {
+            let index: Vec<Index> = columns
+                .iter()
+                .map(|&var| Index::var(var, self.space.extent(var)))
+                .collect();
+            let extents: Vec<usize> = columns
+                .iter()
+                .map(|&var| self.space.extent(var) as usize)
+                .collect();
+            linear(&index, &extents)
+        };
+        if let Some((name, pass)) = self.kept.get(key)
+            && *pass < self.pass
+        {
+            let text = format!("ld_{dtype}({name} + {})", self.index_text(&position(), false));
+            return self.define(self.graph.dtype(*value), true, 2, 0, &text);
+        }
+        let register = self.compute(*value, index);
+        if register.level < 2
+            || !register.vector
+            || !dtype.is_float()
+            || self.vector_rows()
+            || self.space.flat()
+        {
+            return register;
+        }
+        *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
+        if self.repeated.contains(key) {
+            let name = match self.kept.get(key) {
+                Some((name, _)) => name.clone(),
+                None => {
+                    let name = self.fresh("kept");
+                    let length = self.space.product(&columns) + self.lanes;
+                    let ty = c::memory_type(dtype);
+                    self.top
+                        .push(format!("{ty} {name}[{length}] __attribute__((aligned(64)));"));
+                    self.kept.insert(key.clone(), (name.clone(), self.pass));
+                    name
+                }
+            };
+            let at = self.index_text(&position(), false);
+            self.body
+                .push(format!("st_{dtype}({name} + {at}, {});", register.name));
+        }
+        register
+    }
+
+    pub(super) fn compute(&mut self, value: Value, index: &[Index]) -> Register {
+        let graph = self.graph;
+        if !self.space.nest.uses_of(value).is_empty() {
+            let position = position(graph, &self.space.nest.layouts, value, index);
+            return self.load(Buffer::Value(value), &position, 1);
+        }
+        let data = graph.def(value);
+        let dtype = graph.dtype(value);
+        if let Some(operand) = operand_index(graph, value, index) {
+            return self.eval(data.inputs[0], &operand);
+        }
+        match &data.op {
+            Op::Constant { value, dtype } => {
+                let text = c::literal(*value, *dtype);
+                Register {
+                    name: text,
+                    dtype: *dtype,
+                    vector: false,
+                    level: 0,
+                    stage: 0,
+                }
+            }
+            Op::Scalar { index, dtype } => {
+                let at = self.argument(Argument::Scalar(*index));
+                let at = self.pointer(at);
+                let text = match dtype {
+                    DType::Bool => format!("*(const uint64_t *){at} != 0"),
+                    dtype if dtype.is_float() => {
+                        let text = format!("(float)*(const double *){at}");
+                        match dtype {
+                            DType::F64 => format!("*(const double *){at}"),
+                            DType::F32 => text,
+                            half => format!("s_round_{half}({text})"),
+                        }
+                    }
+                    dtype => format!("({})*(const uint64_t *){at}", c::memory_type(*dtype)),
+                };
+                self.define(*dtype, false, 0, 0, &text)
+            }
+            Op::Iota { axis, dtype, .. } => self.number(&index[*axis], *dtype),
+            Op::Random { kind, dtype, shape } => {
+                self.random(*kind, *dtype, &linear(index, shape), &data.inputs)
+            }
+            Op::Gather { .. } | Op::IndexSelect { .. } => {
+                let mut nest = self.space.nest.clone();
+                let operands = nest.operands(graph, graph.value(value).node, index);
+                debug_assert_eq!(nest.data.len(), self.space.nest.data.len());
+                let (x, at) = &operands[1];
+                self.eval(*x, at)
+            }
+            op => {
+                let registers: Vec<Register> = data.inputs.iter().map(|&v| self.eval(v, index)).collect();
+                let vector = registers.iter().any(|register| register.vector);
+                let level = registers.iter().map(|register| register.level).max().unwrap_or(0);
+                let stage = registers.iter().map(|register| register.stage).max().unwrap_or(0);
+                let names: Vec<String> = registers
+                    .iter()
+                    .map(|register| self.operand(register, vector))
+                    .collect();
+                let of = registers[0].dtype;
+                let text = match op {
+                    Op::Unary(op) => c::unary(*op, of, vector, &names[0]),
+                    Op::Binary(op) => c::binary(*op, of, vector, &names[0], &names[1]),
+                    Op::Compare(op) => c::compare(*op, of, vector, &names[0], &names[1]),
+                    Op::Select => c::select(dtype, vector, &names[0], &names[1], &names[2]),
+                    Op::Cast(to) => c::cast(of, *to, vector, &names[0]),
+                    other => unreachable!("{} is not computed point by point", other.name()),
+                };
+                self.define(dtype, vector, level, stage, &text)
+            }
+        }
+    }
+
+    /// An index as a number.
+    pub(super) fn number(&mut self, index: &Index, dtype: DType) -> Register {
+        let (data_level, stage) = self.load_slots(index);
+        self.seen.push(Seen {
+            index: index.clone(),
+            weight: 0,
+        });
+        let set = index.vars();
+        let level = self.level(set).max(data_level);
+        let vector = self.is_vector(set);
+        let base = format!("(int64_t)({})", self.index_text(index, false));
+        if !vector {
+            let text = c::cast(DType::I64, dtype, false, &base);
+            return self.define(dtype, false, level, stage, &text);
+        }
+        let text = match self.lane_stride(index) {
+            Some(stride) => format!("set_i64({base}) + iota_i64() * {stride}"),
+            None => {
+                let each = self.index_text(index, true);
+                let name = self.fresh("g");
+                let n = self.mode.count(self.lanes);
+                self.line(
+                    level,
+                    stage,
+                    format!("int64_t {name}[KILN_LANES] = {{0}}; for (int l = 0; l < {n}; l++) {name}[l] = {each};"),
+                );
+                format!("ld_i64({name})")
+            }
+        };
+        let text = c::cast(DType::I64, dtype, true, &format!("({text})"));
+        self.define(dtype, true, level, stage, &text)
+    }
+
+    pub(super) fn random(
+        &mut self,
+        kind: RandomKind,
+        dtype: DType,
+        position: &Index,
+        inputs: &[Value],
+    ) -> Register {
+        let scalars: Vec<String> = inputs.iter().map(|&v| self.eval(v, &[]).name).collect();
+        let arguments = scalars[..2].join(", ");
+        let each = |at: &str| match kind {
+            RandomKind::IntRange => {
+                let ty = c::memory_type(dtype);
+                format!(
+                    "({ty})random_range({arguments}, {at}, {}, {})",
+                    scalars[2], scalars[3]
+                )
+            }
+            RandomKind::Uniform => format!("uniform_{dtype}({arguments}, {at})"),
+            RandomKind::Normal => match dtype {
+                DType::F64 => format!("normal_f64({arguments}, {at})"),
+                DType::F32 => format!("normal_f32({arguments}, {at})"),
+                half => format!("s_round_{half}(normal_f32({arguments}, {at}))"),
+            },
+        };
+        self.seen.push(Seen {
+            index: position.clone(),
+            weight: 2,
+        });
+        let set = position.vars();
+        let level = self.level(set);
+        if !self.is_vector(set) {
+            let text = each(&format!("({})", self.index_text(position, false)));
+            return self.define(dtype, false, level, 0, &text);
+        }
+        if kind == RandomKind::Uniform && dtype == DType::F32 && self.lane_stride(position) == Some(1) {
+            let at = self.index_text(position, false);
+            return self.define(
+                dtype,
+                true,
+                level,
+                0,
+                &format!("v_uniform_f32({arguments}, {at})"),
+            );
+        }
+        let name = self.fresh("g");
+        let n = self.mode.count(self.lanes);
+        let ty = c::memory_type(dtype.compute());
+        let text = each(&format!("({})", self.index_text(position, true)));
+        self.line(
+            level,
+            0,
+            format!("{ty} {name}[KILN_LANES] = {{0}}; for (int l = 0; l < {n}; l++) {name}[l] = {text};"),
+        );
+        self.define(dtype, true, level, 0, &format!("ld_{}({name})", dtype.compute()))
+    }
+}
