@@ -1,7 +1,7 @@
 //! From a tree of C sources to one shared object.
 //!
-//! Each source becomes an object file in a compiler process of its own, as many at once as there are threads; one
-//! more process links them. The tree lives in a fresh temporary folder that disappears with the result, unless a
+//! Each source becomes an object file in a compiler process of its own, as many at once as there are threads, unless an earlier build of
+//! this process made the object ([`crate::objects`]); one more process links them. The tree lives in a fresh temporary folder that disappears with the result, unless a
 //! compilation fails: then it stays, and the error says where.
 
 use std::fs;
@@ -13,6 +13,7 @@ use tempfile::TempDir;
 
 use crate::abi::{RUNTIME_HEADER, RUNTIME_HEADER_NAME};
 use crate::error::{CpuError, Result};
+use crate::objects::{ObjectKey, Objects};
 use crate::toolchain::Toolchain;
 
 /// One file of a generated source tree.
@@ -96,6 +97,8 @@ pub struct Built {
     library: PathBuf,
     /// Time in compiler and linker.
     pub elapsed: Duration,
+    /// Sources that were compiled; the objects of the others were there.
+    pub compiled: usize,
 }
 
 impl Built {
@@ -112,7 +115,7 @@ impl Built {
 
 /// What a build runs.
 struct Commands {
-    /// For each source, the arguments of its compilation.
+    /// The arguments of each source's compilation, longest source first.
     compile: Vec<(String, Vec<String>)>,
     /// The arguments of the linker's run.
     link: Vec<String>,
@@ -129,6 +132,19 @@ impl Toolchain {
     /// [`CpuError::Compile`] with the compiler's output and the kept sources; [`CpuError::Io`] when the temporary
     /// folder cannot be written or the compiler cannot be started.
     pub fn build(&self, sources: &[SourceFile], options: &BuildOptions) -> Result<Built> {
+        self.build_reusing(sources, options, &Objects::default())
+    }
+
+    /// [`Toolchain::build`], but what `objects` has is not compiled again, and what is compiled is added to it.
+    ///
+    /// # Errors
+    /// Those of [`Toolchain::build`].
+    pub fn build_reusing(
+        &self,
+        sources: &[SourceFile],
+        options: &BuildOptions,
+        objects: &Objects,
+    ) -> Result<Built> {
         let span = tracing::info_span!("cc", files = sources.len());
         let _entered = span.enter();
         let mut profiled = kiln_profile::span(kiln_profile::Category::Compile, "cc");
@@ -148,25 +164,51 @@ impl Toolchain {
         }
 
         let Commands { compile, link } = self.commands(sources, options);
+        let keys = self.object_keys(sources, &compile);
+        let object_path = |unit: &str| folder.path().join(object_name(unit));
+        let mut missing = Vec::new();
+        for ((unit, arguments), key) in compile.into_iter().zip(&keys) {
+            match objects.get(key) {
+                Some(object) => {
+                    let path = object_path(&unit);
+                    fs::write(&path, &object).map_err(CpuError::io("writing", path))?;
+                }
+                None => missing.push((*key, unit, arguments)),
+            }
+        }
         let run = |commands: Vec<(String, Vec<String>)>, jobs| {
             let commands = commands
                 .into_iter()
                 .map(|(file, arguments)| (file, self.invoke(arguments)));
             self.run_all(commands.collect(), folder.path(), jobs)
         };
+        let made: Vec<(ObjectKey, PathBuf)> = missing
+            .iter()
+            .map(|(key, unit, _)| (*key, object_path(unit)))
+            .collect();
+        let compile = missing
+            .into_iter()
+            .map(|(_, unit, arguments)| (unit, arguments))
+            .collect();
         if let Err(error) = run(compile, options.jobs.max(1)) {
             return Err(keep_sources(error, folder));
+        }
+        let compiled = made.len();
+        for (key, path) in made {
+            objects.insert(key, fs::read(&path).map_err(CpuError::io("reading", path))?);
         }
         let library = folder.path().join(LIBRARY_NAME);
         if let Err(error) = run(vec![("link".into(), link)], 1) {
             return Err(keep_sources(error, folder));
         }
         let elapsed = start.elapsed();
-        tracing::debug!(?elapsed, files = sources.len(), "built");
+        profiled.argument("compiled", compiled);
+        tracing::debug!(?elapsed, files = sources.len(), compiled, "built");
         Ok(Built {
             folder,
             library,
             elapsed,
+            compiled,
         })
     }
 
@@ -200,6 +242,30 @@ impl Toolchain {
             compile: compile.collect(),
             link,
         }
+    }
+
+    /// What the object of each compilation in `compile` depends on.
+    fn object_keys(&self, sources: &[SourceFile], compile: &[(String, Vec<String>)]) -> Vec<ObjectKey> {
+        let identity = self.identity();
+        let headers = sources.iter().filter(|file| !file.name.ends_with(".c"));
+        let headers: Vec<&str> = headers
+            .flat_map(|file| [&*file.name, &*file.text])
+            .chain([RUNTIME_HEADER])
+            .collect();
+        let key = |(unit, arguments): &(String, Vec<String>)| {
+            let text = sources
+                .iter()
+                .filter(|file| file.name == *unit)
+                .map(|file| &*file.text);
+            // The name of the file is in the object's symbol table only.
+            let flags = arguments
+                .iter()
+                .map(String::as_str)
+                .filter(|argument| !argument.starts_with(&**unit));
+            let all = [&*identity].into_iter().chain(headers.iter().copied());
+            ObjectKey::new(all.chain(flags).chain(text))
+        };
+        compile.iter().map(key).collect()
     }
 
     /// The commands of a build, as they would be typed in the folder that holds the sources and `kiln_runtime.h`: one for each `.c` file, then the one that

@@ -22,6 +22,7 @@ mod cache;
 mod error;
 mod isa;
 mod library;
+mod objects;
 mod pool;
 mod toolchain;
 
@@ -32,5 +33,6 @@ pub use cache::{Cache, CacheEntry, CacheKey, CachedStep, KeyBuilder, Origin, Ste
 pub use error::{CpuError, Result};
 pub use isa::Isa;
 pub use library::{KernelEvent, Library, NoHooks, Step, StepArguments, StepHooks};
+pub use objects::Objects;
 pub use pool::ThreadPool;
 pub use toolchain::Toolchain;

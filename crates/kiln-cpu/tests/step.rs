@@ -4,8 +4,8 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 
 use kiln_cpu::{
-    AlignedBuffer, BuildOptions, CpuError, Isa, KernelEvent, Library, NoHooks, Signature, SourceFile, Step,
-    StepArguments, StepHooks, ThreadPool, Toolchain,
+    AlignedBuffer, BuildOptions, CpuError, Isa, KernelEvent, Library, NoHooks, Objects, OptLevel, Signature,
+    SourceFile, Step, StepArguments, StepHooks, ThreadPool, Toolchain,
 };
 
 /// `out[i] = a[i] * scalar + i`, in parallel, through a second file.
@@ -228,6 +228,59 @@ fn a_rejected_source_is_kept_with_the_compilers_words() {
     );
     assert!(folder.join("kiln_runtime.h").exists());
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn what_was_compiled_once_is_not_compiled_again() {
+    let toolchain = Toolchain::detect().unwrap();
+    let objects = Objects::default();
+    let add = |amount: &str| {
+        SourceFile::new(
+            "add.c",
+            format!("#include \"amount.h\"\nfloat added(float x) {{ return x + {amount}; }}\n"),
+        )
+    };
+    let header = |amount: &str| SourceFile::new("amount.h", format!("#define AMOUNT {amount}\n"));
+    let step = |factor: &str| {
+        let text = format!(
+            "#include \"kiln_runtime.h\"\n{}float added(float x);\nint kiln_step(const kiln_runtime *rt, void *const *i, void \
+             *const *o, void *a, const uint64_t *s) {{ *(float *)o[0] = added(*(const float *)i[0]) * {factor}; return 0; }}\n",
+            Signature::new(1, 1, 0, 0).to_c()
+        );
+        SourceFile::new("step.c", text)
+    };
+    let quick = BuildOptions {
+        level: OptLevel::Quick,
+        ..BuildOptions::default()
+    };
+    let full = BuildOptions::default();
+    // Amount, factor, how often the header's amount, options; then files compiled and the result for 1.
+    let cases = [
+        (add("AMOUNT"), header("2"), step("10"), &full, 2, 30.0),
+        (add("AMOUNT"), header("2"), step("20"), &full, 1, 60.0),
+        (add("AMOUNT"), header("2"), step("10"), &full, 0, 30.0),
+        (add("AMOUNT"), header("3"), step("10"), &full, 2, 40.0),
+        (add("1"), header("3"), step("10"), &full, 1, 20.0),
+        (add("1"), header("3"), step("10"), &quick, 2, 20.0),
+    ];
+    for (number, (add, header, step, options, compiled, expected)) in cases.into_iter().enumerate() {
+        let built = toolchain
+            .build_reusing(&[add, header, step], options, &objects)
+            .unwrap();
+        assert_eq!(built.compiled, compiled, "case {number}");
+        let library = Library::load(built.path()).unwrap();
+        let (input, mut output) = (1.0f32, 0.0f32);
+        let mut arena = AlignedBuffer::zeroed(0).unwrap();
+        let arguments = StepArguments {
+            inputs: &[(&raw const input).cast()],
+            outputs: &[(&raw mut output).cast()],
+            arena: &mut arena,
+            scalars: &[],
+        };
+        // SAFETY: one float in, one float out, as the source reads and writes.
+        unsafe { library.step().run(&ThreadPool::new(1), arguments, &NoHooks) }.unwrap();
+        assert_eq!(output, expected, "case {number}");
+    }
 }
 
 #[test]

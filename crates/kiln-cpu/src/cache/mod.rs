@@ -27,6 +27,7 @@ pub use key::{CacheKey, KeyBuilder};
 use crate::build::{BuildOptions, SourceFile};
 use crate::error::{CpuError, Result};
 use crate::library::Library;
+use crate::objects::Objects;
 use crate::toolchain::Toolchain;
 use entry::Unusable;
 
@@ -92,6 +93,8 @@ struct Inner {
     limit: u64,
     /// Whether the warning about a folder that cannot be written was given.
     warned: AtomicBool,
+    /// What builds of this process compiled.
+    objects: Objects,
 }
 
 /// Loads an object and says how long that took.
@@ -142,6 +145,7 @@ impl Cache {
                 folder,
                 limit,
                 warned: AtomicBool::new(false),
+                objects: Objects::default(),
             }),
         }
     }
@@ -203,7 +207,7 @@ impl Cache {
         }
         let StepSource { name, files, payload } = source()?;
         tracing::debug!(target: "kiln::cache", key = %key, name, files = files.len(), "miss: the step is built");
-        let built = toolchain.build(&files, options)?;
+        let built = toolchain.build_reusing(&files, options, &self.inner.objects)?;
         // Loaded from where it was built: what others do to the cache from now on is no concern of ours.
         let (library, load_time) = load(built.path())?;
         if lock.is_some() {
