@@ -63,7 +63,7 @@ impl AlignedBuffer {
         advise_huge(start, bytes);
         // SAFETY: `bytes` bytes were just allocated at `start`. Written after the advice, so that the first touch
         // already maps huge pages.
-        unsafe { start.write_bytes(0, bytes) };
+        unsafe { write_zeros(start, bytes) };
         let now = CURRENT.fetch_add(bytes, Ordering::Relaxed) + bytes;
         PEAK.fetch_max(now, Ordering::Relaxed);
         Ok(Self { start, bytes })
@@ -129,6 +129,40 @@ fn advise_huge(start: NonNull<u8>, bytes: usize) {
         unsafe { libc::madvise(start.as_ptr().cast(), whole_pages, libc::MADV_HUGEPAGE) };
     }
 }
+
+/// Makes `bytes` bytes at `start` zero. Most of the time is the system's, which finds pages for what is touched first, so large buffers are touched
+/// by several threads.
+///
+/// # Safety
+/// The bytes must be valid for writes.
+unsafe fn write_zeros(start: NonNull<u8>, bytes: usize) {
+    let threads = match bytes {
+        HUGE.. => std::thread::available_parallelism()
+            .map_or(1, usize::from)
+            .min(bytes / HUGE * 2),
+        _ => 1,
+    };
+    let part = bytes.div_ceil(threads).next_multiple_of(HUGE_PAGE);
+    std::thread::scope(|scope| {
+        for first in (part..bytes).step_by(part) {
+            let start = Shared(start);
+            scope.spawn(move || {
+                let Shared(start) = { start };
+                // SAFETY: this thread's own part of the bytes that are valid by this function's contract.
+                unsafe { start.add(first).write_bytes(0, part.min(bytes - first)) };
+            });
+        }
+        // SAFETY: the first part; the other threads write the rest.
+        unsafe { start.write_bytes(0, part.min(bytes)) };
+    });
+}
+
+/// A pointer that goes to the threads that write different parts behind it.
+#[derive(Clone, Copy)]
+struct Shared(NonNull<u8>);
+
+// SAFETY: each thread writes a part of its own.
+unsafe impl Send for Shared {}
 
 #[cfg(not(target_os = "linux"))]
 fn advise_huge(_: NonNull<u8>, _: usize) {}
