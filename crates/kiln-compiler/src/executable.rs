@@ -4,17 +4,16 @@
 //! names, the phases of its nodes, the options, and (added by the cache) versions, compiler and CPU. What the caller must know besides the code (aliases, the
 //! arena, what the kernels are) is stored with the shared object, so that a second process does none of the compiler's work.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use kiln_cpu::{
-    AlignedBuffer, BuildOptions, Cache, CacheKey, Origin, Step, StepArguments, StepHooks, StepSource,
-    ThreadPool, Toolchain,
+    BuildOptions, Cache, CacheKey, Origin, Step, StepArguments, StepHooks, StepSource, ThreadPool, Toolchain,
 };
 use kiln_graph::Graph;
 
+use crate::arenas::Claim;
 use crate::emit::ExternCall;
 use crate::error::CompileError;
 use crate::observe::{Observed, Observer};
@@ -47,13 +46,13 @@ fn phases(graph: &Graph) -> String {
     names.map(|name| name.chars().next().unwrap_or('-')).collect()
 }
 
-/// A step that is built, loaded and has its working memory.
+/// A step that is built and loaded.
 #[derive(Debug)]
 pub struct CpuExecutable {
     name: String,
     step: Step,
     contract: Contract,
-    arena: Mutex<AlignedBuffer>,
+    arena: Claim,
     /// Whether the cache had it.
     pub from_cache: bool,
     /// Time in Kiln's own passes.
@@ -114,7 +113,6 @@ impl CpuExecutable {
                 name: graph.name.clone(),
                 reason: error.to_string(),
             })?;
-        let arena = AlignedBuffer::zeroed(contract.arena_bytes)?;
         let build_time = match cached.origin {
             Origin::Cache => Duration::ZERO,
             Origin::Built(elapsed) => elapsed,
@@ -134,8 +132,8 @@ impl CpuExecutable {
         Ok(Self {
             name: graph.name.clone(),
             step: cached.library.step(),
+            arena: Claim::new(contract.arena_bytes),
             contract,
-            arena: Mutex::new(arena),
             from_cache: matches!(cached.origin, Origin::Cache),
             compile_time,
             build_time,
@@ -194,9 +192,9 @@ impl CpuExecutable {
                 given: pool.threads(),
             });
         }
-        let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut arena = self.arena.arena()?;
         let (memory, bytes) = (arena.as_mut_ptr().cast_const(), arena.len());
-        // SAFETY: the arena stays locked, and the outputs valid by this function's contract, until the step is over.
+        // SAFETY: the arena stays ours, and the outputs valid by this function's contract, until the step is over.
         let observed = observer.map(|it| unsafe { Observed::new(hooks, memory, bytes, outputs, it) });
         let arguments = StepArguments {
             inputs,
@@ -207,7 +205,7 @@ impl CpuExecutable {
         let hooks = observed
             .as_ref()
             .map_or(hooks, |observed| observed as &dyn StepHooks);
-        // SAFETY: this function's contract is that of the step; the arena is ours alone while locked.
+        // SAFETY: this function's contract is that of the step; the arena is ours alone until it is dropped.
         unsafe { self.step.run(pool, arguments, hooks) }?;
         if let Some(observed) = &observed {
             observed.finish();

@@ -13,6 +13,7 @@
 //!
 //! Each stage takes plain data and returns plain data with a text form; [`compile`] is the list of them. The crate does not know Burn.
 
+mod arenas;
 pub mod debug;
 pub mod emit;
 mod error;
@@ -159,7 +160,7 @@ struct Planned {
 
 /// Schedules `graph`, writes its kernels and gives every buffer its memory.
 fn planned(graph: &Graph, options: &Options, stages: &mut Stages) -> Result<Planned, CompileError> {
-    let schedule = stages.time("schedule", || schedule::fuse::schedule(graph, options.fuse));
+    let schedule = stages.time("schedule", || schedule::fuse::schedule(graph, options));
     let emit_options = emit::EmitOptions {
         isa: options.isa,
         threads: options.threads,

@@ -15,6 +15,9 @@ pub struct Options {
     pub threads: usize,
     /// Whether operations are fused. Without, each is a kernel of its own: slow, for narrowing down a wrong result.
     pub fuse: bool,
+    /// Whether an optimizer's update may run in the epilogue of the product that makes its gradient. Without, updates are kernels of their own, and all
+    /// others are those of a step with other updates: for a step that runs once, before the one that lasts.
+    pub update_in_epilogue: bool,
     /// Whether the graph is simplified and rewritten first.
     pub transform: bool,
     /// What the backward pass keeps of the forward pass.
@@ -32,6 +35,7 @@ impl Options {
             isa: toolchain.isa(),
             threads: threads.max(1),
             fuse: true,
+            update_in_epilogue: true,
             transform: true,
             keep: Keep::default(),
             dump: false,
@@ -42,8 +46,8 @@ impl Options {
     /// What of the options the generated code depends on, for cache keys.
     pub fn identity(&self) -> String {
         format!(
-            "{} threads={} fuse={} transform={} keep={}",
-            self.isa, self.threads, self.fuse, self.transform, self.keep
+            "{} threads={} fuse={} update_in_epilogue={} transform={} keep={}",
+            self.isa, self.threads, self.fuse, self.update_in_epilogue, self.transform, self.keep
         )
     }
 }

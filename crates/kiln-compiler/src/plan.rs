@@ -106,19 +106,12 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
             if plan.places.contains_key(&buffer) || life.first != number {
                 continue;
             }
-            let heir = if let Some(nest) = kernel.nest()
-                && let Some(store) = nest.stores.iter().find(|store| store.buffer == buffer)
-                && nest.stores.iter().filter(|store| store.buffer == buffer).count() == 1
-            {
-                kernel.overwritable(graph, store).into_iter().find(|&value| {
-                    let dying = Buffer::Value(value);
-                    !taken.contains(&value)
-                        && !plan.places.contains_key(&dying)
-                        && lifetimes[&dying].last == number
-                })
-            } else {
-                None
-            };
+            let heir = kernel.overwritable(graph, buffer).into_iter().find(|&value| {
+                let dying = Buffer::Value(value);
+                !taken.contains(&value)
+                    && !plan.places.contains_key(&dying)
+                    && lifetimes[&dying].last == number
+            });
             let root = match heir {
                 Some(value) => {
                     taken.push(value);
@@ -222,14 +215,7 @@ fn may_alias(
     if theirs.last < number {
         return theirs.bytes == own.bytes;
     }
-    let Some(nest) = kernel.nest() else {
-        return false;
-    };
-    let mut stores = nest.stores.iter().filter(|store| store.buffer == buffer);
-    let (Some(store), None) = (stores.next(), stores.next()) else {
-        return false;
-    };
-    theirs.last == number && kernel.overwritable(graph, store).contains(&argument)
+    theirs.last == number && kernel.overwritable(graph, buffer).contains(&argument)
 }
 
 impl Plan {

@@ -2,9 +2,13 @@
 
 mod support;
 
+use kiln_compiler::{Options, compile};
+use kiln_cpu::{SourceFile, Toolchain};
 use kiln_graph::alias::assign_aliases;
+use kiln_graph::op::{BinaryOp, UnaryOp};
 use kiln_graph::{Graph, HostTensor, interpret_f64};
-use kiln_partition::testing::{Sizes, arguments, decoder_step};
+use kiln_partition::testing::{Sizes, Tape, arguments, decoder, decoder_step};
+use kiln_partition::{PhaseHints, assign_phases};
 use support::{build, run};
 
 /// `||actual - expected|| / ||expected||`.
@@ -15,11 +19,12 @@ fn error(actual: &HostTensor, expected: &HostTensor) -> f64 {
     difference / norm(&mut expected.iter().copied()).max(1e-12)
 }
 
-fn decoder(sizes: Sizes) -> Graph {
+fn adam(sizes: Sizes) -> Graph {
     let mut graph = decoder_step(sizes).graph;
     // Every argument may be overwritten, as parameters and moments are.
     let dies = vec![true; graph.parameters().len()];
     assign_aliases(&mut graph, &dies);
+    assign_phases(&mut graph, &PhaseHints::default()).unwrap();
     graph
 }
 
@@ -59,7 +64,7 @@ fn a_decoder_step_of_odd_sizes() {
         vocabulary: 37,
         keep: 0.8,
     };
-    check(&decoder(sizes), 2e-4);
+    check(&adam(sizes), 2e-4);
 }
 
 #[test]
@@ -74,5 +79,66 @@ fn a_decoder_step_of_whole_vectors() {
         vocabulary: 160,
         keep: 1.0,
     };
-    check(&decoder(sizes), 2e-4);
+    check(&adam(sizes), 2e-4);
+}
+
+/// The first step of Adam, whose moments do not exist yet.
+fn first_of_adam(sizes: Sizes) -> Graph {
+    use BinaryOp::*;
+    let mut tape = Tape::new("decoder");
+    let loss = decoder(&mut tape, sizes);
+    let parameters = tape.parameters.clone();
+    let gradients = tape.backward(loss, &parameters);
+    for (weight, gradient) in parameters.into_iter().zip(gradients) {
+        let first = tape.scale(gradient, 0.1);
+        let square = tape.binary(Mul, gradient, gradient);
+        let second = tape.scale(square, 0.01);
+        let epsilon = tape.like(1e-3, second);
+        let safe = tape.binary(Add, second, epsilon);
+        let inverse = tape.unary(UnaryOp::Rsqrt, safe);
+        let step = tape.binary(Mul, first, inverse);
+        let step = tape.scale(step, 0.1);
+        let updated = tape.binary(Sub, weight, step);
+        for output in [updated, first, second] {
+            tape.graph.output(output, None);
+        }
+    }
+    tape.graph.output(loss, None);
+    let mut graph = tape.graph;
+    let dies = vec![true; graph.parameters().len()];
+    assign_aliases(&mut graph, &dies);
+    assign_phases(&mut graph, &PhaseHints::default()).unwrap();
+    graph
+}
+
+/// What an optimizer's first step shares with the others the C compiler should see once.
+#[test]
+fn the_first_step_and_the_following_ones_share_all_files_but_those_of_updates() {
+    let sizes = Sizes {
+        layers: 2,
+        batch: 4,
+        length: 24,
+        width: 48,
+        heads: 3,
+        hidden: 80,
+        vocabulary: 160,
+        keep: 0.8,
+    };
+    let lasting = Options::new(&Toolchain::detect().unwrap(), 2);
+    let once = Options {
+        update_in_epilogue: false,
+        ..lasting.clone()
+    };
+    let first = compile(&first_of_adam(sizes), &once).unwrap().sources;
+    let second = compile(&adam(sizes), &lasting).unwrap().sources;
+    let kernels = |sources: &[SourceFile]| -> Vec<SourceFile> {
+        let own = |name: &str| name.starts_with("updates") || name == "step.c";
+        sources.iter().filter(|file| !own(&file.name)).cloned().collect()
+    };
+    let (shared, others) = (kernels(&first), kernels(&second));
+    assert!(shared.iter().any(|file| file.name == "backward_0.c"));
+    for (a, b) in shared.iter().zip(&others) {
+        assert!(a == b, "{} and {} differ", a.name, b.name);
+    }
+    assert_eq!(shared.len(), others.len());
 }

@@ -12,6 +12,7 @@ pub mod library;
 pub mod nest;
 pub mod pointwise;
 mod step;
+mod tree;
 
 use std::sync::Arc;
 
@@ -23,8 +24,9 @@ use kiln_graph::{Graph, Node, Op, Value};
 use crate::error::CompileError;
 use crate::kernels;
 use crate::schedule::layout::Layouts;
+use crate::schedule::nest::Nest;
 use crate::schedule::{Kernel, KernelKind};
-use nest::{Argument, Launch};
+use nest::{Argument, Launch, NestCode};
 
 pub use step::{Emitted, emit};
 
@@ -44,6 +46,8 @@ pub struct EmitOptions {
 pub enum Call {
     /// A task shared between threads.
     Task(Launch),
+    /// The same task for several tensors, shared between threads as a whole.
+    Together(Together),
     /// A template's function, which shares its work itself. Its workspace is the kernel's scratch memory.
     Kernel {
         /// The function, named `@`.
@@ -58,6 +62,15 @@ pub enum Call {
         /// Operands, then results.
         arguments: Vec<Argument>,
     },
+}
+
+/// A task over independent elements of several tensors.
+#[derive(Clone, Debug)]
+pub struct Together {
+    /// The text of the function, with `@` for its name.
+    pub text: String,
+    /// For each tensor the arguments of the function and the number of elements.
+    pub tensors: Vec<(Vec<Argument>, i64)>,
 }
 
 /// The code of one kernel of the schedule.
@@ -99,6 +112,10 @@ pub fn generate(
                 calls: code.launches.into_iter().map(Call::Task).collect(),
                 scratch: code.scratch,
             });
+        }
+        KernelKind::Together(nests) => {
+            let lanes = kernels::vector::lanes(options.isa) as i64;
+            return Ok(together(graph, nests, lanes));
         }
         KernelKind::Library(node) => *node,
         KernelKind::Contraction(node, nest) => {
@@ -142,6 +159,32 @@ pub fn generate(
         }],
         scratch: 0,
     })
+}
+
+/// Nests side by side: those of equal text become one task.
+fn together(graph: &Graph, nests: &[Nest], lanes: i64) -> KernelCode {
+    let mut code = KernelCode::default();
+    let mut tasks: Vec<Together> = Vec::new();
+    for nest in nests {
+        let NestCode { launches, scratch } = nest::generate(graph, nest, lanes);
+        debug_assert_eq!(scratch, 0, "what reduces is not joined");
+        for launch in launches {
+            if !launch.flat {
+                code.calls.push(Call::Task(launch));
+                continue;
+            }
+            let tensor = (launch.arguments, launch.n);
+            match tasks.iter_mut().find(|task| task.text == launch.text) {
+                Some(task) => task.tensors.push(tensor),
+                None => tasks.push(Together {
+                    text: launch.text,
+                    tensors: vec![tensor],
+                }),
+            }
+        }
+    }
+    code.calls.extend(tasks.into_iter().map(Call::Together));
+    code
 }
 
 fn unsupported(graph: &Graph, node: Node) -> CompileError {

@@ -1,22 +1,16 @@
-//! The source tree: functions once each, spread over files of similar size, and the step that calls them.
+//! The step: calls of its kernels in order, each under a comment that says what is computed. [`super::tree`] has the functions.
 
-use std::collections::BTreeSet;
 use std::fmt::Write as _;
-
-use rustc_hash::FxHashMap;
 
 use kiln_cpu::{Signature, SourceFile};
 use kiln_graph::{Graph, Node, Op};
 
-use super::nest::{Argument, Launch};
+use super::nest::{Argument, FLAT_GRAIN, Launch, SERIAL_POINTS};
+use super::tree::{Functions, Part};
 use super::{Call, EmitOptions, KernelCode};
-use crate::kernels;
 use crate::plan::{Place, Plan};
 use crate::report::{BufferReport, Buffers, KernelReport};
 use crate::schedule::{Buffer, Kernel, KernelKind, Schedule};
-
-/// Characters of C in one file, roughly: files compile in parallel, and none should be much longer than the rest.
-const FILE_LENGTH: usize = 48 * 1024;
 
 /// A source tree and what is known of its kernels.
 #[derive(Clone, Debug)]
@@ -38,27 +32,6 @@ impl Kernel {
     }
 }
 
-struct Functions {
-    /// Final text of each function, in order of first use.
-    texts: Vec<String>,
-    names: FxHashMap<String, String>,
-    prototypes: Vec<String>,
-}
-
-impl Functions {
-    /// The name of the function with this text (`@` for the name); `kind` begins a new name.
-    fn name(&mut self, kind: &str, text: &str, prototype: impl FnOnce(&str) -> String) -> String {
-        if let Some(name) = self.names.get(text) {
-            return name.clone();
-        }
-        let name = format!("{kind}_{}", self.texts.len());
-        self.names.insert(text.to_owned(), name.clone());
-        self.texts.push(tidy(&text.replace('@', &name)));
-        self.prototypes.push(prototype(&name));
-        name
-    }
-}
-
 /// Writes the tree for a scheduled and planned graph.
 pub fn emit(
     graph: &Graph,
@@ -67,28 +40,40 @@ pub fn emit(
     plan: &Plan,
     options: &EmitOptions,
 ) -> Emitted {
-    let mut functions = Functions {
-        texts: Vec::new(),
-        names: FxHashMap::default(),
-        prototypes: Vec::new(),
-    };
-    let mut helpers: BTreeSet<&kernels::Helper> = BTreeSet::new();
+    let mut functions = Functions::default();
     let mut body = String::new();
     let mut reports = Vec::new();
     let buffers = Buffers::new(graph, schedule, plan);
     for (number, (kernel, code)) in schedule.kernels.iter().zip(codes).enumerate() {
         let mut report = buffers.describe(graph, kernel, (plan.scratch[number], code.scratch));
         comment(graph, kernel, plan, &report, &mut body);
+        let part = Part::of(graph, kernel);
         for call in &code.calls {
             let place = |argument: &Argument| place_text(plan, *argument, plan.scratch[number]);
+            let entry = |argument: &Argument| place_entry(plan, *argument, plan.scratch[number]);
+            let kind = kind_name(graph, kernel);
+            let mut task_name = |text: &str| {
+                functions.name(&kind, part, text, &[], |name| {
+                    format!("void {name}(void *ctx, int64_t begin, int64_t end, int thread);")
+                })
+            };
             match call {
                 Call::Task(launch) => {
-                    let kind = kind_name(graph, kernel);
-                    let name = functions.name(&kind, &launch.text, |name| {
-                        format!("void {name}(void *ctx, int64_t begin, int64_t end, int thread);")
-                    });
-                    let list: Vec<String> = launch.arguments.iter().map(place).collect();
+                    let name = task_name(&launch.text);
+                    let list: Vec<String> = launch.arguments.iter().map(entry).collect();
                     task(&mut body, number, &name, launch, &list);
+                    if report.name.is_empty() {
+                        report.name = name;
+                    }
+                }
+                Call::Together(task) => {
+                    let name = task_name(&task.text);
+                    let tensors = task
+                        .tensors
+                        .iter()
+                        .filter(|(_, elements)| *elements > 0)
+                        .map(|(arguments, elements)| (arguments.iter().map(entry).collect(), *elements));
+                    together(&mut body, number, &name, &tensors.collect::<Vec<_>>());
                     if report.name.is_empty() {
                         report.name = name;
                     }
@@ -97,8 +82,9 @@ pub fn emit(
                     kernel: template,
                     arguments,
                 } => {
-                    helpers.extend(&template.helpers);
-                    let name = functions.name(template_name(graph, kernel), &template.source, |name| {
+                    let kind = template_name(graph, kernel);
+                    let called = &template.helpers;
+                    let name = functions.name(kind, part, &template.source, called, |name| {
                         template.prototype.replace('@', name)
                     });
                     let list: Vec<String> = arguments
@@ -127,7 +113,8 @@ pub fn emit(
         }
         reports.push(report);
     }
-    let sources = files(graph, plan, options, &functions, &helpers, &body);
+    let mut sources = functions.files(options.isa);
+    sources.push(step(graph, plan, functions.prototypes(), &body));
     Emitted {
         sources,
         kernels: reports,
@@ -141,6 +128,7 @@ fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
         KernelKind::Nest(nest) if nest.split.is_some() => "rows".into(),
         KernelKind::Nest(nest) if nest.members.is_empty() => "copy".into(),
         KernelKind::Nest(_) => "points".into(),
+        KernelKind::Together(_) => "updates".into(),
         KernelKind::Library(node) | KernelKind::Contraction(node, _) => graph.node(*node).op.name().into(),
     }
 }
@@ -153,25 +141,69 @@ fn template_name(graph: &Graph, kernel: &Kernel) -> &'static str {
             Op::AttentionGrad(_) => "attention_grad",
             _ => "product",
         },
-        KernelKind::Nest(_) | KernelKind::Contraction(..) => "product",
+        KernelKind::Nest(_) | KernelKind::Contraction(..) | KernelKind::Together(_) => "product",
     }
 }
 
-fn task(body: &mut String, number: usize, name: &str, launch: &Launch, arguments: &[String]) {
+/// `SERIAL(kernel, function, n, places..)` or `PARALLEL(kernel, function, n, grain, places..)`.
+fn task(body: &mut String, number: usize, name: &str, launch: &Launch, places: &[String]) {
     if launch.n == 0 {
         return;
     }
-    let run = if launch.parallel { "PARALLEL" } else { "SERIAL" };
+    let (run, grain) = match launch.parallel {
+        true => ("PARALLEL", format!("{}, ", launch.grain)),
+        false => ("SERIAL", String::new()),
+    };
+    let places = places.join(", ");
     let _ = writeln!(
         body,
-        "    {{\n        void *list[] = {{{}}};",
-        arguments.join(", ")
+        "    {run}({number}, {name}, {}, {grain}{places});",
+        launch.n
     );
+}
+
+/// A task over several tensors: a line of places for each, and where their elements end.
+fn together(body: &mut String, number: usize, name: &str, tensors: &[(Vec<String>, i64)]) {
+    let mut end = 0;
+    let ends: Vec<String> = tensors
+        .iter()
+        .map(|(_, elements)| {
+            end += elements;
+            end.to_string()
+        })
+        .collect();
+    let Some((first, _)) = tensors.first().filter(|_| end > 0) else {
+        return;
+    };
+    let lines: Vec<String> = tensors
+        .iter()
+        .map(|(places, _)| format!("            {},\n", places.join(", ")))
+        .collect();
+    let grain = if end < SERIAL_POINTS { 0 } else { FLAT_GRAIN };
     let _ = writeln!(
         body,
-        "        {run}({number}, {name}, {}, {});\n    }}",
-        launch.n, launch.grain
+        "    {{\n        static const struct kiln_place places[] = {{\n{}        }};\n        static const int64_t ends[] = {{{}}};\n        \
+         kiln_run_each(&call, {number}, {name}, {grain}, {}, ends, places, {});\n    }}",
+        lines.concat(),
+        ends.join(", "),
+        tensors.len(),
+        first.len()
     );
+}
+
+/// Where an argument is, as an entry of a table.
+fn place_entry(plan: &Plan, argument: Argument, scratch: usize) -> String {
+    match argument {
+        Argument::Buffer(buffer) => match plan.places.get(&buffer) {
+            Some(Place::Input(index)) => format!("INPUT({index})"),
+            Some(Place::Output(index)) => format!("OUTPUT({index})"),
+            Some(Place::Arena(offset)) => format!("ARENA({offset})"),
+            // A buffer that no kernel makes: it has no elements.
+            None => "ARENA(0)".into(),
+        },
+        Argument::Scalar(index) => format!("SCALAR({index})"),
+        Argument::Scratch(offset) => format!("ARENA({})", scratch + offset),
+    }
 }
 
 fn place_text(plan: &Plan, argument: Argument, scratch: usize) -> String {
@@ -198,6 +230,16 @@ fn typed(place: String, ctype: &str) -> String {
 }
 
 fn comment(graph: &Graph, kernel: &Kernel, plan: &Plan, report: &KernelReport, body: &mut String) {
+    if let KernelKind::Together(nests) = &kernel.kind {
+        // As many buffers as tensors: the tables below say where they are.
+        let operations = report.nodes.len();
+        let _ = writeln!(
+            body,
+            "    /* {} small updates, {operations} operations */",
+            nests.len()
+        );
+        return;
+    }
     let fused: Vec<String> = report.nodes.iter().map(ToString::to_string).collect();
     let _ = writeln!(body, "    /* {}", wrap(&fused.join(", ")));
     for (word, buffers) in [("from", &kernel.reads), ("to", &kernel.writes)] {
@@ -235,49 +277,8 @@ fn wrap(text: &str) -> String {
     out
 }
 
-fn files(
-    graph: &Graph,
-    plan: &Plan,
-    options: &EmitOptions,
-    functions: &Functions,
-    helpers: &BTreeSet<&kernels::Helper>,
-    body: &str,
-) -> Vec<SourceFile> {
-    let prelude = format!(
-        "{}#include \"kiln_nest.h\"\n",
-        kernels::vector::prelude(options.isa)
-    );
-    let mut sources = kernels::vector::headers();
-    sources.push(SourceFile::new("kiln_nest.h", include_str!("c/kiln_nest.h")));
-    let mut declarations = String::new();
-    for helper in helpers {
-        let _ = writeln!(declarations, "{}", helper.prototype);
-    }
-    let mut file = String::new();
-    let mut count = 0;
-    let mut flush = |file: &mut String, sources: &mut Vec<SourceFile>| {
-        if !file.is_empty() {
-            let text = format!(
-                "/* Kernels of `{}`. */\n{prelude}{declarations}\n{file}",
-                graph.name
-            );
-            sources.push(SourceFile::new(format!("kernels_{count}.c"), text));
-            count += 1;
-            file.clear();
-        }
-    };
-    for text in helpers
-        .iter()
-        .map(|helper| &helper.definition)
-        .chain(&functions.texts)
-    {
-        file.push_str(text);
-        file.push('\n');
-        if file.len() > FILE_LENGTH {
-            flush(&mut file, &mut sources);
-        }
-    }
-    flush(&mut file, &mut sources);
+/// The file with the step's entry.
+fn step(graph: &Graph, plan: &Plan, prototypes: &[String], body: &str) -> SourceFile {
     let signature = Signature::new(
         graph.parameters().len(),
         graph.outputs.len(),
@@ -290,45 +291,17 @@ fn files(
     );
     // A long list of calls: there is nothing to optimise, and much to spend time on.
     step.push_str("#if defined(__GNUC__) && !defined(__clang__)\n#pragma GCC optimize(\"O0\")\n#endif\n");
-    step.push_str("#include \"kiln_runtime.h\"\n\n");
-    for prototype in &functions.prototypes {
+    step.push_str("#include \"kiln_calls.h\"\n\n");
+    for prototype in prototypes {
         let _ = writeln!(step, "{prototype}");
     }
-    step.push_str(
-        "\n#define EVENT(number, begin) do { if (rt->kernel_event) rt->kernel_event(rt->pool, number, begin); } while (0)\n\
-         #define PARALLEL(number, f, n, grain) \\\n    do { EVENT(number, 1); rt->parallel_for(rt->pool, n, grain, f, list); EVENT(number, 0); } while (0)\n\
-         #define SERIAL(number, f, n, grain) do { EVENT(number, 1); f(list, 0, n, 0); EVENT(number, 0); } while (0)\n\n",
-    );
+    step.push_str("\n#define EVENT(number, begin) kiln_event(&call, number, begin)\n\n");
     step.push_str(&signature.to_c());
     let _ = write!(
         step,
         "\nint kiln_step(const kiln_runtime *rt, void *const *inputs, void *const *outputs, void *memory,\n              \
-         const uint64_t *scalars) {{\n    char *arena = memory;\n    (void)inputs, (void)outputs, (void)arena, (void)scalars;\n{body}    \
+         const uint64_t *scalars) {{\n    char *arena = memory;\n    const struct kiln_call call = {{rt, inputs, outputs, arena, scalars}};\n    (void)call;\n{body}    \
          return 0;\n}}\n"
     );
-    sources.push(SourceFile::new("step.c", step));
-    sources
-}
-
-/// Indents C by its braces.
-fn tidy(text: &str) -> String {
-    let mut out = String::with_capacity(text.len() * 5 / 4);
-    let mut depth = 0usize;
-    for line in text.lines() {
-        let line = line.trim();
-        let closing = line.chars().take_while(|&c| c == '}').count();
-        for _ in 0..depth.saturating_sub(closing) {
-            out.push_str("    ");
-        }
-        out.push_str(line);
-        out.push('\n');
-        for c in line.chars() {
-            match c {
-                '{' => depth += 1,
-                '}' => depth = depth.saturating_sub(1),
-                _ => {}
-            }
-        }
-    }
-    out
+    SourceFile::new("step.c", step)
 }

@@ -13,6 +13,7 @@ pub mod layout;
 pub mod nest;
 pub mod order;
 pub mod recompute;
+pub mod together;
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -40,6 +41,8 @@ pub enum KernelKind {
     Library(Node),
     /// A contraction whose result a nest consumes before it reaches memory ([`epilogue`]).
     Contraction(Node, Box<Nest>),
+    /// Loop nests over different tensors that do not depend on each other ([`together`]).
+    Together(Vec<Nest>),
 }
 
 /// One kernel of the schedule.
@@ -56,19 +59,37 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// The loop nest of this kernel, alone or after a contraction.
-    pub fn nest(&self) -> Option<&Nest> {
+    /// The loop nests of this kernel, alone, after a contraction or side by side.
+    pub fn nests(&self) -> &[Nest] {
         match &self.kind {
-            KernelKind::Nest(nest) | KernelKind::Contraction(_, nest) => Some(nest),
-            KernelKind::Library(_) => None,
+            KernelKind::Nest(nest) | KernelKind::Contraction(_, nest) => std::slice::from_ref(nest),
+            KernelKind::Together(nests) => nests,
+            KernelKind::Library(_) => &[],
         }
     }
 
-    /// The values whose memory `store` may take over.
-    pub fn overwritable(&self, graph: &Graph, store: &nest::Store) -> Vec<Value> {
-        let mut values = self
-            .nest()
-            .map_or_else(Vec::new, |nest| inplace::overwritable(graph, nest, store));
+    /// The values whose memory the elements stored to `buffer` may take over; none if they are not stored at one place.
+    pub fn overwritable(&self, graph: &Graph, buffer: Buffer) -> Vec<Value> {
+        let stores = |nest: &Nest| nest.stores.iter().filter(|store| store.buffer == buffer).count();
+        let mut writers = self.nests().iter().filter(|nest| stores(nest) > 0);
+        let (Some(nest), None) = (writers.next(), writers.next()) else {
+            return Vec::new();
+        };
+        let [store] = nest
+            .stores
+            .iter()
+            .filter(|store| store.buffer == buffer)
+            .collect::<Vec<_>>()[..]
+        else {
+            return Vec::new();
+        };
+        let mut values = inplace::overwritable(graph, nest, store);
+        // Nests side by side run in any order.
+        let others = self.nests().iter().filter(|other| !std::ptr::eq(*other, nest));
+        let read: Vec<Value> = others
+            .flat_map(|other| other.uses.iter().map(|(value, _)| *value))
+            .collect();
+        values.retain(|value| !read.contains(value));
         if let KernelKind::Contraction(node, _) = &self.kind {
             // Other tiles still read the contraction's own operands.
             let operands = epilogue::operands(graph, *node, &self.reads);
@@ -101,7 +122,7 @@ impl Schedule {
                 .map(|&node| graph.node(node).op.name())
                 .collect();
             let _ = writeln!(text, "kernel {number}: {}", names.join(" "));
-            if let Some(nest) = kernel.nest() {
+            for nest in kernel.nests() {
                 let _ = writeln!(text, "  loops {}", nest.loops_text());
             }
             for (word, buffers) in [("reads", &kernel.reads), ("writes", &kernel.writes)] {

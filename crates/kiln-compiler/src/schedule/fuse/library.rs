@@ -1,0 +1,149 @@
+//! Operations of the library, contractions with their epilogues, and concatenations.
+
+use kiln_graph::op::Op;
+use kiln_graph::{DType, Node, NodeData, Phase, Value};
+
+use super::{Fuser, starts_constant};
+use crate::schedule::access::{identity_in, side, strided};
+use crate::schedule::class::Class;
+use crate::schedule::nest::{Nest, Store};
+use crate::schedule::{Buffer, epilogue, layout};
+
+impl Fuser<'_> {
+    pub(super) fn place_library(&mut self, node: Node) {
+        let data = self.graph.node(node);
+        let group = match self.epilogue(node) {
+            Some(group) => {
+                self.join_epilogue(group, node);
+                group
+            }
+            None => {
+                let group = self.new_group(None, Some(node));
+                for &value in &data.outputs {
+                    self.groups[group].writes.push(Buffer::Value(value));
+                    self.define(group, value);
+                }
+                group
+            }
+        };
+        for (position, &operand) in data.inputs.iter().enumerate() {
+            if position == 0 && starts_constant(self.graph, node).is_some() {
+                continue;
+            }
+            let base = self.library_operand(data, position, operand);
+            self.add_reader(group, base);
+            self.groups[group].operands.push(base);
+        }
+    }
+
+    /// The nest that may become the epilogue of the contraction `node`.
+    pub(super) fn epilogue(&self, node: Node) -> Option<usize> {
+        let data = self.graph.node(node);
+        if !self.fuse || !data.op.is_contraction() {
+            return None;
+        }
+        let value = data.outputs[0];
+        let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
+        self.user_nests(value).into_iter().find(|&group| {
+            let Some(nest) = self.nest(group) else {
+                return false;
+            };
+            let [wanted] = nest.uses_of(value) else {
+                return false;
+            };
+            self.groups[group].library.is_none()
+                && self.has_room(group)
+                && (self.update_in_epilogue || !self.updates(nest))
+                && self.acyclic(value, group)
+                && epilogue::has_template(self.graph, nest, node, &stop)
+                && epilogue::fits(self.graph, nest, value, wanted, self.needed_outside(value, group))
+        })
+    }
+
+    /// Whether an optimizer's operations are among those of `nest`.
+    fn updates(&self, nest: &Nest) -> bool {
+        let phase = |&node: &Node| self.graph.node(node).provenance.phase;
+        nest.members.iter().any(|node| phase(node) == Phase::Optimizer)
+    }
+
+    /// Makes `node` the contraction before the nest of `group`.
+    pub(super) fn join_epilogue(&mut self, group: usize, node: Node) {
+        let value = self.graph.node(node).outputs[0];
+        let store = self.needed_outside(value, group);
+        self.groups[group].library = Some(node);
+        if let Some(index) = self.take_uses(group, value).into_iter().next() {
+            self.add_member(group, node, index, store);
+        }
+    }
+
+    /// The stored value through which a library kernel reads `operand`: a strided window where the kernel takes one.
+    pub(super) fn library_operand(&mut self, node: &NodeData, position: usize, operand: Value) -> Value {
+        let dtype = self.graph.dtype(operand);
+        let usual = matches!(dtype, DType::F32 | DType::Bool);
+        let takes_windows = match &node.op {
+            Op::DotGeneral(_) => usual || dtype.is_float(),
+            Op::ConvWeightGrad { .. } => usual,
+            // Weights are packed from contiguous memory.
+            Op::Conv(_) | Op::ConvInputGrad { .. } => usual && position == 0,
+            Op::Attention(dims) => usual && dims.is_tensor(position),
+            Op::AttentionGrad(dims) => {
+                usual && (dims.is_tensor(position) || position == dims.operands().forward + 1)
+            }
+            _ => false,
+        };
+        if takes_windows {
+            let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
+            if let Some(window) = strided(self.graph, &self.layouts, operand, &stop)
+                && (!matches!(node.op, Op::DotGeneral(_))
+                    || side(self.graph, node, position, &window).is_some())
+            {
+                return window.base;
+            }
+        }
+        if self.class(operand) == Class::Inline {
+            self.demanded.insert(operand, ());
+        }
+        operand
+    }
+
+    /// Each operand of a concatenation is stored into its part of the result; operands of one shape share a nest.
+    pub(super) fn place_join(&mut self, node: Node) {
+        let data = self.graph.node(node);
+        let Op::Concat { axis } = data.op else { return };
+        let result = data.outputs[0];
+        let mut start = 0;
+        let mut parts: Vec<(Vec<usize>, usize)> = Vec::new();
+        for &operand in &data.inputs {
+            let extents_of = self.graph.shape(operand).to_vec();
+            let (index, extents) = identity_in(&extents_of, self.layouts.get(&result));
+            let mut moved = index.clone();
+            moved[axis] = moved[axis].shift(start);
+            start += extents_of[axis] as i64;
+            let position = layout::position(self.graph, &self.layouts, result, &moved);
+            let store = Store {
+                value: operand,
+                index: index.clone(),
+                buffer: Buffer::Value(result),
+                position,
+            };
+            let known = parts.iter().find(|(shape, _)| self.fuse && *shape == extents_of);
+            let group = match known {
+                Some(&(_, group)) => group,
+                None => {
+                    let nest = Nest {
+                        extents,
+                        ..Nest::default()
+                    };
+                    let group = self.new_group(Some(nest), None);
+                    self.groups[group].writes.push(Buffer::Value(result));
+                    self.groups[group].forward = Some(self.is_forward(node));
+                    self.define(group, result);
+                    parts.push((extents_of, group));
+                    group
+                }
+            };
+            self.nest_mut(group).stores.push(store);
+            self.visit(group, operand, &index, false);
+        }
+    }
+}

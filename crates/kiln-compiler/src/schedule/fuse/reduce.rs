@@ -1,0 +1,331 @@
+//! Reductions: as passes over the rows of a nest that uses the result, beside a nest that reads the operand, or alone.
+
+use kiln_graph::op::{Dims, Op};
+use kiln_graph::{Node, Value};
+
+use super::{BIG_REDUCTION, Fuser, SMALL_REDUCTION};
+use crate::index::{Index, Var, bit, coordinates, linear};
+use crate::schedule::access::identity_in;
+use crate::schedule::class::Class;
+use crate::schedule::nest::{Nest, Split, bijective, vars};
+
+impl Fuser<'_> {
+    pub(super) fn place_reduce(&mut self, node: Node) {
+        let data = self.graph.node(node);
+        let Op::Reduce { axes, .. } = &data.op else { return };
+        let (x, value) = (data.inputs[0], data.outputs[0]);
+        if self.fuse {
+            for group in self.user_nests(value) {
+                if self.reduce_into_user(group, node, axes) {
+                    return;
+                }
+            }
+            if let Some((group, index)) = self.reduce_sibling(x, value)
+                && let Some((split, late)) = self.reduce_role(group, &index, axes)
+            {
+                self.join_reduce(group, node, index, axes, split, late, true);
+                return;
+            }
+        }
+        // Variables number the dimensions of what is behind views: that is what others will compute and store. A view that mixes kept
+        // and reduced dimensions does not allow that.
+        let behind = if self.fuse { self.views(x) } else { vec![x] };
+        for path in [behind, vec![x]] {
+            let (base, extents) = self.identity_of(path[path.len() - 1]);
+            let index = self.index_along(&path, &base);
+            let nest = Nest {
+                extents,
+                ..Nest::default()
+            };
+            let trivial = path.len() == 1 && axes.iter().all(|&axis| self.graph.shape(x)[axis] == 1);
+            let role = match role(&nest, &index, axes) {
+                None if trivial => Some((
+                    Split {
+                        rows: nest.all(),
+                        cols: 0,
+                    },
+                    false,
+                )),
+                role => role,
+            };
+            if let Some((split, late)) = role {
+                let group = self.new_group(Some(nest), None);
+                self.join_reduce(group, node, index, axes, split, late, true);
+                return;
+            }
+        }
+        unreachable!("kept and reduced dimensions of a value itself are apart");
+    }
+
+    /// Reduces inside the nest that uses the result, as passes over its rows.
+    pub(super) fn reduce_into_user(&mut self, group: usize, node: Node, axes: &Dims) -> bool {
+        let data = self.graph.node(node);
+        let (x, value) = (data.inputs[0], data.outputs[0]);
+        let shape = self.graph.shape(x);
+        let Some(nest) = self.nest(group) else {
+            return false;
+        };
+        let [wanted] = nest.uses_of(value) else {
+            return false;
+        };
+        let wanted = wanted.clone();
+        if !self.is_open(group) || !self.acyclic(value, group) || wanted.iter().any(Index::has_data) {
+            return false;
+        }
+        let needs_store = self.needed_outside(value, group);
+        let rows = vars(&wanted);
+        let reduced: Vec<usize> = axes.iter().map(|&axis| shape[axis]).collect();
+        let count: i64 = reduced.iter().product::<usize>() as i64;
+        let contiguous = self.reduces_contiguous(x, axes);
+        let kept: i64 = (shape.numel() as i64) / count.max(1);
+        // Few long rows would leave threads idle; long columns would be read with large strides.
+        if (kept < 8 && count > BIG_REDUCTION) || (!contiguous && count > SMALL_REDUCTION) {
+            return false;
+        }
+        let mut extra: Vec<i64> = Vec::new();
+        let split = match nest.split {
+            Some(split) if split.rows == rows && nest.points(split.cols) == count => split,
+            Some(_) => return false,
+            None => {
+                let others = nest.all() & !rows;
+                let cols = if others == 0 {
+                    let first = nest.extents.len();
+                    extra = reduced.iter().filter(|&&e| e > 1).map(|&e| e as i64).collect();
+                    (0..extra.len()).fold(0, |set, at| set | bit((first + at) as Var))
+                } else if nest.points(others) == count {
+                    others
+                } else {
+                    return false;
+                };
+                // What is stored so far must be complete at each point or once for each row.
+                let stored = nest.stores.iter().all(|store| {
+                    let used = vars(&store.index);
+                    used == rows || used == nest.all() | cols
+                });
+                if !stored || cols == 0 {
+                    return false;
+                }
+                Split { rows, cols }
+            }
+        };
+        // Anything else would reduce the same elements again and again.
+        if !bijective(&wanted, self.graph.shape(value)) {
+            return false;
+        }
+        let nest = self.nest_mut(group);
+        nest.extents.extend(extra);
+        let columns: Vec<(Var, i64)> = nest.list(split.cols);
+        let reduced_index = columns_as(&columns, &reduced);
+        nest.reduced.insert(value, reduced_index.clone());
+        let mut kept_index = wanted.iter();
+        let mut reduced_index = reduced_index.into_iter();
+        let index: Vec<Index> = (0..shape.rank())
+            .map(|axis| {
+                let part = if axes.contains(&axis) {
+                    reduced_index.next()
+                } else {
+                    kept_index.next().cloned()
+                };
+                part.unwrap_or_default()
+            })
+            .collect();
+        self.take_uses(group, value);
+        self.nest_mut(group).split = Some(split);
+        self.visit(group, x, &index, false);
+        self.add_member(group, node, wanted, needs_store);
+        true
+    }
+
+    /// The index of a value over variables of its own, the last of which is contiguous.
+    pub(super) fn identity_of(&self, value: Value) -> (Vec<Index>, Vec<i64>) {
+        identity_in(self.graph.shape(value), self.layouts.get(&value))
+    }
+
+    /// Whether neighbours in memory of what is behind `x` are combined by a reduction over `axes`.
+    pub(super) fn reduces_contiguous(&self, x: Value, axes: &Dims) -> bool {
+        let path = self.views(x);
+        let (base, extents) = self.identity_of(path[path.len() - 1]);
+        let Some(last) = extents.len().checked_sub(1) else {
+            return false;
+        };
+        let index = self.index_along(&path, &base);
+        axes.iter()
+            .any(|&axis| index[axis].vars() & bit(last as Var) != 0)
+    }
+
+    /// The index of `x` where a value behind it is read at `index`; `path` leads from `x` to that value through reshapes, transposes
+    /// and pointwise operations.
+    pub(super) fn index_along(&self, path: &[Value], index: &[Index]) -> Vec<Index> {
+        let mut index = index.to_vec();
+        for pair in path.windows(2).rev() {
+            let (view, operand) = (pair[0], pair[1]);
+            match &self.graph.def(view).op {
+                Op::Reshape(shape) => index = coordinates(&linear(&index, self.graph.shape(operand)), shape),
+                Op::Transpose(perm) => index = perm.iter().map(|&axis| index[axis].clone()).collect(),
+                _ => {}
+            }
+        }
+        index
+    }
+
+    /// `x` and the values behind it through reshapes and transposes.
+    pub(super) fn views(&self, x: Value) -> Vec<Value> {
+        let mut path = vec![x];
+        loop {
+            let last = path[path.len() - 1];
+            let data = self.graph.def(last);
+            if !matches!(data.op, Op::Reshape(_) | Op::Transpose(_)) || self.class(last) != Class::Inline {
+                return path;
+            }
+            path.push(data.inputs[0]);
+        }
+    }
+
+    /// A nest that reads `x`, or what `x` is computed from element by element, over all its variables.
+    pub(super) fn reduce_sibling(&self, x: Value, result: Value) -> Option<(usize, Vec<Index>)> {
+        let count = self.graph.ty(x).numel();
+        let mut frontier = vec![vec![x]];
+        let mut seen = 0;
+        while let Some(path) = frontier.get(seen).cloned() {
+            seen += 1;
+            if seen > 10 {
+                break;
+            }
+            let value = path[path.len() - 1];
+            for group in self.user_nests(value) {
+                if !self.is_open(group) || !self.acyclic(result, group) {
+                    continue;
+                }
+                let Some(nest) = self.nest(group) else { continue };
+                // A nest that uses the result in a way that does not fit must get it from memory.
+                if !nest.uses_of(result).is_empty() {
+                    continue;
+                }
+                let own = self.graph.shape(value);
+                let full = |index: &&Vec<Index>| vars(index) == nest.all() && bijective(index, own);
+                if let Some(index) = nest.uses_of(value).iter().find(full) {
+                    return Some((group, self.index_along(&path, index)));
+                }
+            }
+            let data = self.graph.def(value);
+            if data.op.is_pointwise() || matches!(data.op, Op::Reshape(_) | Op::Transpose(_)) {
+                for &operand in &data.inputs {
+                    let known = frontier.iter().any(|path| path.contains(&operand));
+                    if self.graph.ty(operand).numel() == count && !known {
+                        let mut longer = path.clone();
+                        longer.push(operand);
+                        frontier.push(longer);
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    /// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
+    pub(super) fn reduce_role(&self, group: usize, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
+        role(self.nest(group)?, index, axes)
+    }
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn join_reduce(
+        &mut self,
+        group: usize,
+        node: Node,
+        index: Vec<Index>,
+        axes: &Dims,
+        split: Split,
+        late: bool,
+        store: bool,
+    ) {
+        let data = self.graph.node(node);
+        let (x, value) = (data.inputs[0], data.outputs[0]);
+        let result: Vec<Index> = (0..index.len())
+            .filter(|axis| !axes.contains(axis))
+            .map(|axis| index[axis].clone())
+            .collect();
+        let reduced = axes.iter().map(|&axis| index[axis].clone()).collect();
+        let nest = self.nest_mut(group);
+        nest.split = Some(split);
+        nest.reduced.insert(value, reduced);
+        self.visit(group, x, &index, false);
+        self.add_member(group, node, result, store);
+        if late {
+            self.nest_mut(group).late.push(value);
+        }
+    }
+}
+
+/// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
+fn role(nest: &Nest, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
+    let part = |inside: bool| {
+        (0..index.len())
+            .filter(|axis| axes.contains(axis) == inside)
+            .fold(0, |set, axis| set | index[axis].vars())
+    };
+    let (kept, reduced) = (part(false), part(true));
+    if kept & reduced != 0 || kept | reduced != nest.all() || reduced == 0 {
+        return None;
+    }
+    let Some(split) = nest.split else {
+        let last = bit(nest.extents.len() as Var - 1);
+        let row = Split {
+            rows: kept,
+            cols: reduced,
+        };
+        let count = nest.points(reduced);
+        if kept == 0 && count > BIG_REDUCTION && nest.extents.len() > 1 {
+            let split = Split {
+                rows: reduced & !last,
+                cols: last,
+            };
+            return Some((split, true));
+        }
+        if reduced & last != 0 || count <= SMALL_REDUCTION {
+            let complete = nest.stores.iter().all(|store| {
+                let used = vars(&store.index);
+                used == nest.all() || used == kept
+            });
+            return complete.then_some((row, false));
+        }
+        let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
+        let late = Split {
+            rows: reduced,
+            cols: kept,
+        };
+        return complete.then_some((late, true));
+    };
+    if reduced == split.cols && kept == split.rows {
+        Some((split, false))
+    } else if (reduced == split.rows && kept == split.cols) || reduced == nest.all() {
+        Some((split, true))
+    } else {
+        None
+    }
+}
+
+/// The column variables as an index over the reduced extents: one to one where they agree, else by position.
+fn columns_as(columns: &[(Var, i64)], reduced: &[usize]) -> Vec<Index> {
+    let needed: Vec<i64> = reduced.iter().filter(|&&e| e > 1).map(|&e| e as i64).collect();
+    let same = needed
+        .iter()
+        .copied()
+        .eq(columns.iter().map(|&(_, extent)| extent));
+    if same {
+        let mut own = columns.iter();
+        return reduced
+            .iter()
+            .map(|&extent| match extent {
+                1 => Index::default(),
+                _ => own
+                    .next()
+                    .map_or_else(Index::default, |&(var, e)| Index::var(var, e)),
+            })
+            .collect();
+    }
+    let index: Vec<Index> = columns
+        .iter()
+        .map(|&(var, extent)| Index::var(var, extent))
+        .collect();
+    let extents: Vec<usize> = columns.iter().map(|&(_, extent)| extent as usize).collect();
+    coordinates(&linear(&index, &extents), reduced)
+}

@@ -1,0 +1,88 @@
+//! Small updates together: one kernel for all of them.
+//!
+//! A model has many small parameters, such as biases and the scales of normalisations. Updating each is a loop over a few hundred elements
+//! that costs a call, and a kernel to look at in every report. Updates whose results leave the step are independent of each other, so the small ones
+//! become one kernel, which walks through a table of tensors. Large ones stay alone: they run where their gradient was just made.
+
+use rustc_hash::FxHashSet;
+
+use kiln_graph::{Graph, Op, Phase};
+
+use super::nest::Nest;
+use super::{Buffer, Kernel, KernelKind};
+
+/// Most elements of an update that joins others.
+const SMALL: i64 = 32 * 1024;
+
+/// The updates that are joined have at most the so-manyth part of all elements that the step is given: their gradients wait for each other.
+const SHARE: i64 = 64;
+
+/// Makes one kernel of the small updates among `kernels`.
+pub fn join_updates(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
+    let read: FxHashSet<Buffer> = kernels.iter().flat_map(|kernel| &kernel.reads).copied().collect();
+    let (mut small, mut others): (Vec<Kernel>, Vec<Kernel>) = kernels
+        .into_iter()
+        .partition(|kernel| is_small_update(graph, kernel, &read));
+    let given: usize = graph
+        .parameters()
+        .iter()
+        .map(|&value| graph.ty(value).numel())
+        .sum();
+    let mut left = given as i64 / SHARE;
+    small.sort_by_key(points);
+    let fitting = small.iter().take_while(|kernel| {
+        left -= points(kernel);
+        left >= 0
+    });
+    let fitting = fitting.count();
+    others.extend(small.drain(fitting..));
+    if small.len() < 2 {
+        others.extend(small);
+        return others;
+    }
+    small.sort_by_key(|kernel| kernel.nodes.first().copied());
+    let mut nests: Vec<Nest> = Vec::new();
+    let mut joined = Kernel {
+        kind: KernelKind::Together(Vec::new()),
+        reads: Vec::new(),
+        writes: Vec::new(),
+        nodes: Vec::new(),
+    };
+    for kernel in small {
+        if let KernelKind::Nest(nest) = kernel.kind {
+            nests.push(*nest);
+        }
+        joined.reads.extend(kernel.reads);
+        joined.writes.extend(kernel.writes);
+        joined.nodes.extend(kernel.nodes);
+    }
+    joined.reads.sort_unstable();
+    joined.reads.dedup();
+    joined.kind = KernelKind::Together(nests);
+    others.push(joined);
+    others
+}
+
+fn points(kernel: &Kernel) -> i64 {
+    kernel.nests().iter().map(|nest| nest.points(nest.all())).sum()
+}
+
+/// Whether `kernel` updates something small and nobody in the step reads the result, so that it can run at any time after its operands are made.
+fn is_small_update(graph: &Graph, kernel: &Kernel, read: &FxHashSet<Buffer>) -> bool {
+    let KernelKind::Nest(nest) = &kernel.kind else {
+        return false;
+    };
+    let reduces = nest
+        .members
+        .iter()
+        .any(|&node| matches!(graph.node(node).op, Op::Reduce { .. }));
+    let phases = || kernel.nodes.iter().map(|&node| graph.node(node).provenance.phase);
+    let update = phases().any(|phase| phase == Phase::Optimizer)
+        && phases().all(|phase| matches!(phase, Phase::Optimizer | Phase::Backward));
+    !nest.members.is_empty()
+        && !reduces
+        && nest.split.is_none()
+        && points(kernel) <= SMALL
+        && update
+        && kernel.writes.iter().all(|buffer| !read.contains(buffer))
+}
