@@ -19,7 +19,7 @@ use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
 use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Keep, Observer, Options};
-use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, OptLevel, StepHooks, ThreadPool, Toolchain};
+use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::op::ExternOp;
 use kiln_graph::{Graph, TensorType};
 use kiln_partition::Point;
@@ -107,15 +107,10 @@ impl Cpu {
         let compiler = Options {
             keep,
             debug: debug.map(Path::to_path_buf),
+            update_in_epilogue: effort == Effort::Full,
             ..Options::new(toolchain, pool.threads())
         };
-        let build = BuildOptions {
-            level: match effort {
-                Effort::Full => OptLevel::default(),
-                Effort::Quick => OptLevel::Quick,
-            },
-            ..BuildOptions::default()
-        };
+        let build = BuildOptions::default();
         let executable = CpuExecutable::new(&graph, &compiler, toolchain, &CACHE, &build)?;
         let externs = executable
             .contract()

@@ -227,7 +227,7 @@ pub enum Effort {
     /// The step runs again and again.
     #[default]
     Full,
-    /// The step runs once: the C compiler optimises little, for about two thirds of its time.
+    /// The step runs once: what it shares with the step that lasts is compiled for both, and its updates are kernels of their own.
     Quick,
 }
 
