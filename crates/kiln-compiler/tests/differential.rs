@@ -5,7 +5,7 @@ mod support;
 use kiln_compiler::schedule::KernelKind;
 use kiln_graph::op::{BinaryOp, DotDims, UnaryOp};
 use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
-use kiln_graph::{DType, Graph, Op, Provenance, TensorType, Value, interpret_f64};
+use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar, TensorType, Value, interpret_f64};
 use support::{build, run};
 
 /// `count` random graphs as one step: a compiler run each would be most of the time.
@@ -263,4 +263,62 @@ fn epilogues() {
         run(&step, &graph, &tensors, &scalars, 3),
         "the bits depend on the number of threads"
     );
+}
+
+/// Burn's logistic function, `exp(-log(1 + exp(-x)))`, with numbers that are arguments of the step: minus one is computed another way than other exponents, and
+/// neither may be told from the meaning, at the ends of the range, at NaN and where the logarithm has none.
+#[test]
+fn powers_by_a_number_known_at_run_time() {
+    let graph = Graph::parse(
+        "graph @powers {
+  %x = parameter 0 : f32[3,37]
+  %s0 = scalar 0 : f32[]
+  %minus = broadcast %s0 {dims=[]} : f32[3,37]
+  %negative = mul %x, %minus : f32[3,37]
+  %e = exp %negative : f32[3,37]
+  %s1 = scalar 1 : f32[]
+  %one = broadcast %s1 {dims=[]} : f32[3,37]
+  %sum = add %e, %one : f32[3,37]
+  %log = log %sum : f32[3,37]
+  %s2 = scalar 2 : f32[]
+  %power = broadcast %s2 {dims=[]} : f32[3,37]
+  %scaled = mul %log, %power : f32[3,37]
+  %y = exp %scaled : f32[3,37]
+  %silu = mul %x, %y : f32[3,37]
+  return %y, %silu
+}",
+    )
+    .unwrap();
+    let ends = [
+        0.0,
+        -0.0,
+        80.0,
+        -80.0,
+        f64::INFINITY,
+        f64::NEG_INFINITY,
+        f64::NAN,
+        1e-3,
+        30.0,
+    ];
+    let values = (0..111).map(|i| ends.get(i).copied().unwrap_or(f64::from(i as u32) * 0.37 - 20.0));
+    let x = HostTensor::from_floats(DType::F32, [3, 37], values.collect::<Vec<_>>());
+    let step = build(&graph, |_| ()).unwrap();
+    // The second makes the logarithm's operand negative or zero.
+    for scalars in [
+        [-1.0, 1.0, -1.0],
+        [-1.0, -1.0, -1.0],
+        [-1.0, 1.0, -0.5],
+        [1.0, 1.0, 1.0],
+    ] {
+        let scalars = scalars.map(Scalar::Float);
+        let expected = interpret_f64(&graph, std::slice::from_ref(&x), &scalars).unwrap();
+        let actual = run(&step, &graph, std::slice::from_ref(&x), &scalars, 2);
+        for (actual, expected) in actual.iter().zip(&expected) {
+            for (at, (a, e)) in actual.to_f64s().iter().zip(expected.to_f64s()).enumerate() {
+                let same = a == &e || (a.is_nan() && e.is_nan());
+                let close = (a - e).abs() <= 1e-5 * e.abs().max(1e-30);
+                assert!(same || close, "{scalars:?}, element {at}: {a} for {e}");
+            }
+        }
+    }
 }

@@ -37,6 +37,7 @@ pub mod epilogue;
 mod expression;
 mod function;
 mod memory;
+mod power;
 mod reduction;
 mod space;
 

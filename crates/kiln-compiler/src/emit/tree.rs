@@ -16,14 +16,9 @@ use kiln_graph::{Graph, Phase};
 use crate::kernels::{self, Helper};
 use crate::schedule::Kernel;
 
-/// Most characters of C in one file, roughly: files compile in parallel, and none should be much longer than the rest.
-const LONG_FILE: usize = 48 * 1024;
-
-/// Least characters, below which a compiler process costs more than what it compiles.
-const SHORT_FILE: usize = 10 * 1024;
-
-/// Files that a part of some size is spread over.
-const FILES: usize = 4;
+/// Most characters of C in one file, roughly: files compile in parallel, and none should be much longer than the rest. Shorter ones would not pay:
+/// a compiler process costs as much as some ten thousand characters.
+const FILE_LENGTH: usize = 48 * 1024;
 
 /// Hexadecimal digits of a fingerprint in a name, unless two functions agree in them.
 const DIGITS: usize = 5;
@@ -150,7 +145,7 @@ impl Functions {
             let all = tiles.iter().chain(&self.functions);
             let mut rest: Vec<&Function> = all.filter(|function| function.part == part).collect();
             let total: usize = rest.iter().map(|function| function.text.len()).sum();
-            let most = (total / FILES).clamp(SHORT_FILE, LONG_FILE);
+            let most = total.div_ceil(total.div_ceil(FILE_LENGTH).max(1));
             let mut count = 0;
             while !rest.is_empty() {
                 let mut length = 0;

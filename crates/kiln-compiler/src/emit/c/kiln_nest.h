@@ -225,6 +225,16 @@ KILN_INLINE v_f32 v_pow_f32(v_f32 x, v_f32 y) { return vf_pow(x, y); }
 KILN_INLINE v_f32 v_sqrt_f32(v_f32 x) { return vf_sqrt(x); }
 KILN_INLINE v_f32 v_rsqrt_f32(v_f32 x) { return set_f32(1) / vf_sqrt(x); }
 
+/* exp(log(u) * s), which at s = -1 is a division: programs write 1 / (1 + exp(-x)) so. */
+KILN_INLINE v_f32 v_power_of_f32(v_f32 u, float s) {
+    if (s != -1.0f) return vf_exp(vf_log(u) * s);
+    return sel_f32(u < set_f32(0), set_f32(NAN), set_f32(1) / (u + set_f32(0)));
+}
+KILN_INLINE float s_power_of_f32(float u, float s) {
+    if (s != -1.0f) return expf(logf(u) * s);
+    return u < 0 ? NAN : 1 / (u + 0.0f);
+}
+
 /* ---- integers ---- */
 
 #define KILN_INTEGER(S, T, U, SIGNED)                                                                       \

@@ -112,6 +112,9 @@ impl Writer<'_> {
         if let Some(operand) = operand_index(graph, value, index) {
             return self.eval(data.inputs[0], &operand);
         }
+        if let Some(register) = self.power(value, index) {
+            return register;
+        }
         match &data.op {
             Op::Constant { value, dtype } => {
                 let text = c::literal(*value, *dtype);
