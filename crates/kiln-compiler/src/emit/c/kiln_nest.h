@@ -390,6 +390,34 @@ KILN_INLINE int64_t random_range(uint64_t seed, uint64_t stream, int64_t i, int6
     if (high <= low) return low;
     return (int64_t)((uint64_t)low + random_wide(seed, stream, i) % ((uint64_t)high - (uint64_t)low));
 }
+/* Products of 32-bit lanes: the upper halves replace `a`, the lower ones are returned. */
+KILN_INLINE vu vu_multiply(vu *a, uint32_t by) {
+    const vul low = (vul)(set_u32(~0u)) >> 32;
+    const vu factor = set_u32(by);
+    const vul even = vu_mul_even(*a, factor), odd = vu_mul_even((vu)((vul)*a >> 32), factor);
+    *a = (vu)((even >> 32) | (odd & ~low));
+    return (vu)((even & low) | (odd << 32));
+}
+/* Lanes at any positions, each with a block of its own. */
+KILN_INLINE v_f32 v_uniform_f32_at(uint64_t seed, uint64_t stream, v_i64 i) {
+    const v_u64 block = (v_u64)i >> 2;
+    vu c0 = __builtin_convertvector(block, vu), c1 = __builtin_convertvector(block >> 32, vu);
+    vu c2 = set_u32((uint32_t)stream), c3 = set_u32((uint32_t)(stream >> 32));
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    KILN_UNROLL for (int round = 0; round < 10; round++) {
+        vu high0 = c0, high1 = c2;
+        const vu low0 = vu_multiply(&high0, 0xD2511F53u), low1 = vu_multiply(&high1, 0xCD9E8D57u);
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    const v_i32 which = __builtin_convertvector(i & 3, v_i32);
+    const vu low = sel_u32(which == 0, c0, c1), high = sel_u32(which == 2, c2, c3);
+    return __builtin_convertvector((v_i32)(sel_u32(which < 2, low, high) >> 8), v_f32) * 0x1p-24f;
+}
 /* Lanes at consecutive positions share blocks. */
 KILN_INLINE v_f32 v_uniform_f32(uint64_t seed, uint64_t stream, int64_t i) {
     if (i % 4 == 0) return (v_f32)vf_uniform_aligned(seed, stream, i);

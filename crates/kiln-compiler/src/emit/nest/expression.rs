@@ -234,9 +234,11 @@ impl Writer<'_> {
                 half => format!("s_round_{half}(normal_f32({arguments}, {at}))"),
             },
         };
+        // A block of the generator for each lane costs less than a cache line for each.
+        let by_lane = kind == RandomKind::Uniform && dtype == DType::F32;
         self.seen.push(Seen {
             index: position.clone(),
-            weight: 2,
+            weight: if by_lane { 1 } else { 2 },
         });
         let set = position.vars();
         let level = self.level(set);
@@ -244,7 +246,7 @@ impl Writer<'_> {
             let text = each(&format!("({})", self.index_text(position, false)));
             return self.define(dtype, false, level, 0, &text);
         }
-        if kind == RandomKind::Uniform && dtype == DType::F32 && self.lane_stride(position) == Some(1) {
+        if by_lane && self.lane_stride(position) == Some(1) {
             let at = self.index_text(position, false);
             return self.define(
                 dtype,
@@ -253,6 +255,11 @@ impl Writer<'_> {
                 0,
                 &format!("v_uniform_f32({arguments}, {at})"),
             );
+        }
+        if by_lane && let Some(stride) = self.lane_stride(position) {
+            let at = self.index_text(position, false);
+            let text = format!("v_uniform_f32_at({arguments}, set_i64({at}) + iota_i64() * {stride})");
+            return self.define(dtype, true, level, 0, &text);
         }
         let name = self.fresh("g");
         let n = self.mode.count(self.lanes);
