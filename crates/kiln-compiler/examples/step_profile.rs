@@ -15,10 +15,13 @@ use std::ffi::c_void;
 use std::time::{Duration, Instant};
 
 use kiln_compiler::{CpuExecutable, Keep, Options, compile};
-use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, KernelEvent, StepHooks, ThreadPool, Toolchain};
-use kiln_graph::{Graph, HostTensor, TensorType};
+use kiln_cpu::{BuildOptions, Cache, KernelEvent, StepHooks, ThreadPool, Toolchain};
+use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
-use kiln_partition::{PhaseHints, assign_phases};
+
+mod harness;
+
+use harness::Memory;
 
 /// Time of this thread on a core: with one thread, what other processes do does not count.
 fn thread_time() -> Duration {
@@ -58,34 +61,10 @@ impl StepHooks for Profile {
     }
 }
 
-/// Small numbers; zeros and ones for integers, so that indices are in range.
-fn argument(ty: &TensorType, seed: u64) -> HostTensor {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut next = move || {
-        state = state
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
-        (state >> 40) as f64 / (1u64 << 24) as f64
-    };
-    if ty.dtype.is_float() {
-        HostTensor::from_floats(
-            ty.dtype,
-            ty.shape.clone(),
-            (0..ty.numel()).map(|_| (next() - 0.5) * 0.1).collect::<Vec<_>>(),
-        )
-    } else {
-        HostTensor::from_ints(
-            ty.dtype,
-            ty.shape.clone(),
-            (0..ty.numel()).map(|_| (next() * 2.0) as i64).collect::<Vec<_>>(),
-        )
-    }
-}
-
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
     let mut graph = match arguments.next() {
-        Some(path) if path != "-" => Graph::parse(&std::fs::read_to_string(path)?)?,
+        Some(path) if path != "-" => harness::read(&path)?,
         _ => {
             decoder_step(Sizes {
                 layers: 4,
@@ -101,13 +80,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     };
     let toolchain = Toolchain::detect()?;
-    let pool = ThreadPool::new(
-        std::env::var("THREADS")
-            .ok()
-            .and_then(|n| n.parse().ok())
-            .unwrap_or(2),
-    );
-    assign_phases(&mut graph, &PhaseHints::default())?;
+    let pool = ThreadPool::new(harness::threads());
+    assign_phases(&mut graph);
     let mut options = Options::new(&toolchain, pool.threads());
     options.keep = match std::env::var("KEEP").as_deref() {
         Ok("everything") => Keep::Everything,
@@ -158,52 +132,21 @@ fn main() -> Result<(), Box<dyn Error>> {
         compiled.plan.lower_bound as f64 / 1e6
     );
 
-    let fill = |ty: &TensorType, seed: u64| -> Result<AlignedBuffer, Box<dyn Error>> {
-        let mut buffer = AlignedBuffer::zeroed(ty.bytes())?;
-        buffer.as_mut_slice().copy_from_slice(argument(ty, seed).bytes());
-        Ok(buffer)
-    };
-    let mut memory = Vec::new();
-    for (seed, &value) in graph.parameters().iter().enumerate() {
-        memory.push(fill(graph.ty(value), seed as u64 + 1)?);
-    }
-    let mut results = Vec::new();
-    for output in &graph.outputs {
-        results.push(AlignedBuffer::zeroed(graph.ty(output.value).bytes())?);
-    }
-    let inputs: Vec<*const u8> = memory.iter().map(|buffer| buffer.as_ptr()).collect();
-    let outputs: Vec<*mut u8> = results
-        .iter_mut()
-        .zip(&contract.aliases)
-        .map(|(buffer, alias)| match alias {
-            Some(index) => memory[*index as usize].as_mut_ptr(),
-            None => buffer.as_mut_ptr(),
-        })
-        .collect();
-    let scalars: Vec<u64> = graph
-        .scalars()
-        .iter()
-        .map(|&value| kiln_graph::Scalar::Float(0.5).to_bits(graph.dtype(value)))
-        .collect();
+    let mut memory = Memory::new(&graph)?;
     let mut profile = Profile {
         events: RefCell::new(vec![Duration::ZERO; contract.kernels.len()]),
         begin: RefCell::new(None),
         on: false,
     };
     let clock = Instant::now();
-    let run = |profile: &Profile| -> Result<Duration, Box<dyn Error>> {
-        let start = if pool.threads() == 1 {
-            thread_time()
-        } else {
-            clock.elapsed()
+    let mut run = |profile: &Profile| -> Result<Duration, Box<dyn Error>> {
+        let now = || match pool.threads() {
+            1 => thread_time(),
+            _ => clock.elapsed(),
         };
-        // SAFETY: one buffer of the declared size for each parameter and output; aliases share a pointer.
-        unsafe { step.run(&pool, &inputs, &outputs, &scalars, profile) }?;
-        Ok(if pool.threads() == 1 {
-            thread_time()
-        } else {
-            clock.elapsed()
-        } - start)
+        let start = now();
+        memory.run(&step, &pool, profile)?;
+        Ok(now() - start)
     };
     for _ in 0..2 {
         run(&profile)?;
@@ -212,17 +155,18 @@ fn main() -> Result<(), Box<dyn Error>> {
     for _ in 0..9 {
         times.push(run(&profile)?);
     }
-    times.sort();
+    let median = harness::median(&times).as_secs_f64();
+    let best = times.iter().min().map_or(0.0, Duration::as_secs_f64);
     println!(
         "step: {:.2} ms (median of 9), best {:.2} ms",
-        times[4].as_secs_f64() * 1e3,
-        times[0].as_secs_f64() * 1e3
+        median * 1e3,
+        best * 1e3
     );
     let flops: u64 = contract.kernels.iter().map(|kernel| kernel.flops).sum();
     println!(
         "{:.1} GFLOP, {:.0} GFLOP/s",
         flops as f64 / 1e9,
-        flops as f64 / 1e9 / times[4].as_secs_f64()
+        flops as f64 / 1e9 / median
     );
     profile.on = true;
     let rounds = 5;

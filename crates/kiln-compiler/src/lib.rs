@@ -20,6 +20,7 @@ mod error;
 mod executable;
 pub mod index;
 pub mod kernels;
+mod machine;
 pub mod observe;
 mod options;
 pub mod partition;
@@ -34,14 +35,16 @@ use std::time::Duration;
 use kiln_cpu::SourceFile;
 use kiln_graph::Graph;
 use kiln_partition::Report;
+use partition::Lowered;
 use stages::Stages;
 
 pub use emit::ExternCall;
 pub use error::CompileError;
 pub use executable::{Contract, CpuExecutable};
+pub use machine::rates;
 pub use observe::{Observer, StepMemory};
 pub use options::{Keep, Options};
-pub use partition::{Decision, memory_curve};
+pub use partition::{Decision, memory_curve, split};
 pub use plan::Plan;
 pub use report::{BufferPlace, BufferReport, FusedNode, KernelReport};
 
@@ -87,12 +90,11 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
     let mut stages = Stages::default();
 
     let dump = options.dump || options.debug.is_some();
-    let recorded = graph;
-    let (graph, mut dumps) = transform::run(recorded, options, dump, &mut stages)?;
-    let (graph, partition) = stages.time("partition", || partition::run(&graph, options))?;
-    if dump && partition.is_some() {
-        dumps.push(("partition".into(), graph.to_string()));
-    }
+    let Lowered {
+        graph,
+        partition,
+        dumps,
+    } = partition::lower(graph, options, dump, &mut stages)?;
     let Planned {
         schedule,
         codes,

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use kiln_cpu::{Isa, Toolchain};
+use kiln_partition::Machine;
 
 pub use crate::partition::Keep;
 
 /// What the compiler may assume and how far it goes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     /// Vector instructions that the generated code uses.
     pub isa: Isa,
@@ -22,6 +23,8 @@ pub struct Options {
     pub transform: bool,
     /// What the backward pass keeps of the forward pass.
     pub keep: Keep,
+    /// What the machine that runs the step can do ([`crate::rates`]): what the partitioner weighs keeping against computing again with.
+    pub machine: Machine,
     /// Whether to keep the text of the graph after each pass.
     pub dump: bool,
     /// Folder in which to write what each stage made ([`crate::debug`]); none to write nothing.
@@ -29,7 +32,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// The options for code built by `toolchain` and run by `threads` threads.
+    /// The options for code built by `toolchain` and run by `threads` threads, on a machine like the project's reference machine.
     pub fn new(toolchain: &Toolchain, threads: usize) -> Self {
         Self {
             isa: toolchain.isa(),
@@ -38,6 +41,7 @@ impl Options {
             update_in_epilogue: true,
             transform: true,
             keep: Keep::default(),
+            machine: Machine::default(),
             dump: false,
             debug: None,
         }
@@ -46,8 +50,14 @@ impl Options {
     /// What of the options the generated code depends on, for cache keys.
     pub fn identity(&self) -> String {
         format!(
-            "{} threads={} fuse={} update_in_epilogue={} transform={} keep={}",
-            self.isa, self.threads, self.fuse, self.update_in_epilogue, self.transform, self.keep
+            "{} threads={} fuse={} update_in_epilogue={} transform={} keep={} machine={:?}",
+            self.isa,
+            self.threads,
+            self.fuse,
+            self.update_in_epilogue,
+            self.transform,
+            self.keep,
+            self.machine
         )
     }
 }

@@ -10,7 +10,9 @@
 use std::fmt;
 
 use kiln_graph::{Graph, Phase};
-use kiln_partition::{Frontier, Options as Choices, Partition, Planner, Point, Report, Strategy};
+use kiln_partition::{
+    Frontier, Options as Choices, OutputRole, Partition, Planner, Point, Report, Split, Strategy,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::stages::Stages;
@@ -120,7 +122,7 @@ fn is_training(graph: &Graph) -> bool {
 ///
 /// # Errors
 /// [`CompileError::Partition`] if nothing fits the memory budget; those of scheduling if a graph cannot be planned.
-pub fn run(graph: &Graph, options: &Options) -> Result<(Graph, Option<Report>), CompileError> {
+fn run(graph: &Graph, options: &Options) -> Result<(Graph, Option<Report>), CompileError> {
     let partition = match options.keep {
         Keep::Within(budget) => Frontier::new(graph, &choices(options), Arena(options))?.fit(budget)?,
         _ if !is_training(graph) => return Ok((graph.clone(), None)),
@@ -139,6 +141,28 @@ pub fn memory_curve(graph: &Graph, options: &Options) -> Result<Vec<Point>, Comp
     Ok(Frontier::new(&graph, &choices(options), Arena(options))?.curve()?)
 }
 
+/// A function's joint graph, as recorded, as a graph for its forward and one for its backward pass. Both are compiled by themselves, each with an arena of its
+/// own; a memory budget holds for the two arenas and what is kept between the passes together. `tangents` and `roles` are those of [`kiln_partition::split()`].
+///
+/// # Errors
+/// Those of [`kiln_partition::split_within`] and of [`crate::compile`].
+pub fn split(
+    graph: &Graph,
+    tangents: &[u32],
+    roles: &[OutputRole],
+    options: &Options,
+) -> Result<Split, CompileError> {
+    // Before the cut: afterwards nobody sees the forward and the backward pass of one attention layer together.
+    let (graph, _) = transform::run(graph, options, false, &mut Stages::default())?;
+    let choices = choices(options);
+    Ok(match options.keep {
+        Keep::Within(budget) => {
+            kiln_partition::split_within(&graph, tangents, roles, &choices, budget, Compiled(options))?
+        }
+        _ => kiln_partition::split(&graph, tangents, roles, &choices)?,
+    })
+}
+
 /// What this compiler's kernels can do, for the partitioner.
 fn choices(options: &Options) -> Choices {
     Choices {
@@ -149,6 +173,8 @@ fn choices(options: &Options) -> Choices {
         // Products and convolutions read their operands from memory.
         dot_prologue: false,
         conv_prologue: false,
+        hold: 1e12 / options.machine.bytes_per_second,
+        machine: options.machine,
         ..Choices::default()
     }
 }
@@ -161,4 +187,46 @@ impl Planner for Arena<'_> {
         let planned = planned(graph, self.0, &mut Stages::default()).map_err(|error| error.to_string())?;
         Ok(planned.plan.arena_bytes as u64)
     }
+}
+
+/// The memory planner for a graph that goes through all of the compiler, without a budget of its own.
+struct Compiled<'a>(&'a Options);
+
+impl Planner for Compiled<'_> {
+    fn peak(&self, graph: &Graph) -> Result<u64, String> {
+        let options = Options {
+            keep: Keep::default(),
+            ..self.0.clone()
+        };
+        let lowered = lower(graph, &options, false, &mut Stages::default());
+        let lowered = lowered.map_err(|error| error.to_string())?;
+        Arena(&options).peak(&lowered.graph)
+    }
+}
+
+/// A graph that is ready to be scheduled.
+pub(crate) struct Lowered {
+    pub(crate) graph: Graph,
+    pub(crate) partition: Option<Report>,
+    /// The graph after each pass, as text, if asked for.
+    pub(crate) dumps: Vec<(String, String)>,
+}
+
+/// What comes before scheduling: the transforms and the partition.
+pub(crate) fn lower(
+    recorded: &Graph,
+    options: &Options,
+    dump: bool,
+    stages: &mut Stages,
+) -> Result<Lowered, CompileError> {
+    let (graph, mut dumps) = transform::run(recorded, options, dump, stages)?;
+    let (graph, partition) = stages.time("partition", || run(&graph, options))?;
+    if dump && partition.is_some() {
+        dumps.push(("partition".into(), graph.to_string()));
+    }
+    Ok(Lowered {
+        graph,
+        partition,
+        dumps,
+    })
 }

@@ -1,14 +1,11 @@
-//! The partition inside the compiler: same results, phases apart, a memory budget that holds.
-
-mod support;
+//! The partition inside the compiler: phases apart, a memory budget that holds. (`memory.rs` runs what is compiled.)
 
 use kiln_compiler::{CompileError, Keep, Options, compile, memory_curve};
 use kiln_cpu::Toolchain;
 use kiln_graph::alias::assign_aliases;
-use kiln_graph::{Graph, HostTensor, Phase};
-use kiln_partition::testing::{Sizes, arguments, decoder_step};
+use kiln_graph::{Graph, Phase};
+use kiln_partition::testing::{Sizes, decoder_step};
 use kiln_partition::{PartitionError, assign_phases};
-use support::{build, run};
 
 const SMALL: Sizes = Sizes {
     layers: 4,
@@ -26,7 +23,7 @@ fn decoder(sizes: Sizes) -> Graph {
     let mut step = decoder_step(sizes);
     let dies = vec![true; step.graph.parameters().len()];
     assign_aliases(&mut step.graph, &dies);
-    assign_phases(&mut step.graph, &step.hints).unwrap();
+    assign_phases(&mut step.graph);
     step.graph
 }
 
@@ -38,14 +35,6 @@ fn options(keep: Keep) -> Options {
     }
 }
 
-/// The largest difference of two tensors, in units of the largest element.
-fn difference(a: &HostTensor, b: &HostTensor) -> f64 {
-    let (a, b) = (a.to_f64s(), b.to_f64s());
-    let scale = b.iter().fold(1e-30, |scale: f64, x| scale.max(x.abs()));
-    let most = a.iter().zip(&b).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
-    most / scale
-}
-
 fn smallest_budget(graph: &Graph) -> u64 {
     match compile(graph, &options(Keep::Within(0))) {
         Err(CompileError::Partition(PartitionError::BudgetTooSmall { smallest, .. })) => smallest,
@@ -53,32 +42,6 @@ fn smallest_budget(graph: &Graph) -> u64 {
             "no step fits in nothing: {:?}",
             other.map(|step| step.plan.arena_bytes)
         ),
-    }
-}
-
-#[test]
-fn recomputed_steps_give_the_results_of_the_unpartitioned_one() {
-    let graph = decoder(SMALL);
-    let (tensors, scalars) = arguments(&graph, 3);
-    let results = |keep: Keep| {
-        let step = build(&graph, |options| options.keep = keep).unwrap();
-        (
-            run(&step, &graph, &tensors, &scalars, 2),
-            step.contract().arena_bytes as u64,
-        )
-    };
-    let (expected, everything) = results(Keep::Everything);
-    let smallest = smallest_budget(&graph);
-    for keep in [Keep::Cheapest, Keep::Within(smallest)] {
-        let (found, arena) = results(keep);
-        assert!(arena < everything, "{keep}: {arena} of {everything} bytes");
-        if let Keep::Within(budget) = keep {
-            assert!(arena <= budget, "{arena} bytes under a budget of {budget}");
-        }
-        for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            let error = difference(found, expected);
-            assert!(error < 1e-5, "{keep}: output {number} is off by {error:e}");
-        }
     }
 }
 
@@ -121,6 +84,8 @@ fn more_memory_is_never_slower_and_every_budget_holds() {
             .arena_bytes as u64
     );
     assert!(2 * smallest <= largest, "{smallest} of {largest} bytes");
+    let everything = compile(&graph, &options(Keep::Everything)).unwrap();
+    assert!(largest < everything.plan.arena_bytes as u64);
 
     let mut last_cost = u64::MAX;
     for share in 0..12 {

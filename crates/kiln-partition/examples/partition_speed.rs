@@ -27,7 +27,7 @@ fn main() -> Result<(), kiln_partition::PartitionError> {
         };
         let mut step = decoder_step(sizes);
         let start = Instant::now();
-        assign_phases(&mut step.graph, &step.hints)?;
+        assign_phases(&mut step.graph);
         let phases = start.elapsed();
         let options = Options::default();
         let start = Instant::now();

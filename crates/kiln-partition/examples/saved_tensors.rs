@@ -23,7 +23,7 @@ fn main() -> Result<(), kiln_partition::PartitionError> {
         keep: 0.9,
     };
     let mut step = decoder_step(sizes);
-    assign_phases(&mut step.graph, &step.hints)?;
+    assign_phases(&mut step.graph);
     println!("{}", partition(&step.graph, &Options::default())?.report);
     Ok(())
 }

@@ -30,6 +30,7 @@ use crate::cut::{Steering, choose};
 use crate::error::PartitionError;
 use crate::joint::{Closure, Joint, Side};
 use crate::liveness::{Liveness, Planner};
+use crate::split::Halves;
 use crate::units::Units;
 use crate::{Options, Partition, assemble, build};
 
@@ -77,6 +78,8 @@ pub struct Frontier<P> {
     graph: Graph,
     options: Options,
     planner: P,
+    /// Where the graph is going to be cut in two, if it is.
+    halves: Option<Halves>,
     plans: Vec<Plan>,
 }
 
@@ -87,15 +90,31 @@ impl<P: Planner> Frontier<P> {
     ///
     /// If `graph` is not valid.
     pub fn new(graph: &Graph, options: &Options, planner: P) -> Result<Self, PartitionError> {
+        Self::of(graph.without_dead_code(), options, planner, None)
+    }
+
+    /// Lists the plans for a joint graph without dead nodes that runs as a whole or, given [`Halves`], as two graphs.
+    pub(crate) fn of(
+        graph: Graph,
+        options: &Options,
+        planner: P,
+        halves: Option<Halves>,
+    ) -> Result<Self, PartitionError> {
         let _span = tracing::debug_span!("frontier", graph = %graph.name).entered();
-        let graph = graph.without_dead_code();
-        let plans = plans(&Joint::new(&graph, options)?)?;
-        Ok(Self {
+        let mut frontier = Self {
             graph,
             options: options.clone(),
             planner,
-            plans,
-        })
+            halves,
+            plans: Vec::new(),
+        };
+        frontier.plans = plans(&frontier.joint()?)?;
+        Ok(frontier)
+    }
+
+    fn joint(&self) -> Result<Joint<'_>, PartitionError> {
+        let tangents = self.halves.as_ref().map_or(&[][..], |halves| &halves.tangents);
+        Joint::with_tangents(&self.graph, &self.options, tangents)
     }
 
     /// The fastest plan whose peak is at most `budget` bytes.
@@ -138,7 +157,7 @@ impl<P: Planner> Frontier<P> {
         for index in 0..self.plans.len() {
             let peak = self.peak(index)?;
             if curve.last().is_none_or(|last| peak < last.peak) {
-                let joint = Joint::new(&self.graph, &self.options)?;
+                let joint = self.joint()?;
                 let plan = &self.plans[index];
                 let closure = joint.closure(&plan.kept, plan.expensive);
                 curve.push(Point {
@@ -155,20 +174,27 @@ impl<P: Planner> Frontier<P> {
         if let Some(peak) = self.plans[index].peak {
             return Ok(peak);
         }
-        let joint = Joint::new(&self.graph, &self.options)?;
+        let joint = self.joint()?;
         let plan = &self.plans[index];
         let built = assemble(
             &joint,
             &joint.closure(&plan.kept, plan.expensive),
             plan.early_updates,
         )?;
-        let peak = self
-            .planner
-            .peak(&built.graph)
-            .map_err(|reason| PartitionError::Planner {
+        let planned = |graph: &Graph| {
+            let peak = self.planner.peak(graph);
+            peak.map_err(|reason| PartitionError::Planner {
                 graph: self.graph.name.clone(),
                 reason,
-            })?;
+            })
+        };
+        let peak = match &self.halves {
+            None => planned(&built.graph)?,
+            Some(halves) => {
+                let cut = halves.cut(&built.graph, &built.backward)?;
+                planned(&cut.forward)? + cut.kept_bytes() + planned(&cut.backward)?
+            }
+        };
         tracing::debug!(plan = index, peak, cost = self.plans[index].cost, "planned");
         self.plans[index].peak = Some(peak);
         Ok(peak)
@@ -176,7 +202,7 @@ impl<P: Planner> Frontier<P> {
 
     fn partition(&mut self, index: usize, peak: u64) -> Result<Partition, PartitionError> {
         let without = self.peak(0)?;
-        let joint = Joint::new(&self.graph, &self.options)?;
+        let joint = self.joint()?;
         let plan = &self.plans[index];
         let closure = joint.closure(&plan.kept, plan.expensive);
         let mut partition = build(&joint, &closure, plan.early_updates)?;

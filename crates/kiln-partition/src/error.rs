@@ -1,6 +1,6 @@
 //! What can go wrong.
 
-use kiln_graph::{Node, TypeError, Value};
+use kiln_graph::TypeError;
 
 /// A partition that cannot be made.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -18,16 +18,8 @@ pub enum PartitionError {
         /// The smallest budget that fits, in bytes.
         smallest: u64,
     },
-    /// The hints name a node that the graph does not have.
-    #[error("the phase hints say that a backward pass starts at {0}, which the graph does not have")]
-    UnknownStart(Node),
-    /// The hints name a value that the graph does not have.
-    #[error("the phase hints name the loss {0}, which the graph does not have")]
-    UnknownLoss(Value),
-    /// The hints do not fit the graph's outputs.
-    #[error(
-        "the phase hints give {given} output roles for a graph with {outputs} outputs; give one per output, or none"
-    )]
+    /// The roles do not fit the graph's outputs.
+    #[error("{given} roles for a graph with {outputs} outputs; give one for each output, or none")]
     RoleCount {
         /// Number of roles.
         given: usize,

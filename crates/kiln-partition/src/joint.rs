@@ -26,7 +26,7 @@ use kiln_graph::{Graph, Node, NodeData, Phase, Users, Value};
 
 use crate::cost::bytes;
 use crate::error::PartitionError;
-use crate::phase::{PhaseHints, find_phases};
+use crate::phase::find_phases;
 use crate::recompute::Recompute;
 use crate::{Machine, Options};
 
@@ -74,7 +74,7 @@ impl<'a> Joint<'a> {
         options: &'a Options,
         tangents: &[u32],
     ) -> Result<Self, PartitionError> {
-        let phase = known_phases(graph)?;
+        let phase = known_phases(graph);
         let mut joint = Self {
             graph,
             users: graph.users(),
@@ -332,13 +332,13 @@ impl<'a> Joint<'a> {
 
 /// The phases that nodes carry. A node that a transform made from nothing has none: it belongs to its first user, or, if it
 /// leaves the graph unused, to its last operand. In a graph where no node has a phase, all are found by their looks.
-fn known_phases(graph: &Graph) -> Result<SecondaryMap<Node, Phase>, PartitionError> {
+fn known_phases(graph: &Graph) -> SecondaryMap<Node, Phase> {
     let carried = |data: &NodeData| data.provenance.phase;
     if graph
         .nodes()
         .all(|(_, data)| carried(data) == Phase::Unknown || data.inputs.is_empty())
     {
-        return find_phases(graph, &PhaseHints::default());
+        return find_phases(graph);
     }
     let mut phase: SecondaryMap<Node, Phase> = SecondaryMap::new();
     let mut first_user: SecondaryMap<Node, Option<Phase>> = SecondaryMap::new();
@@ -360,7 +360,7 @@ fn known_phases(graph: &Graph) -> Result<SecondaryMap<Node, Phase>, PartitionErr
             phase[node] = operands.max().unwrap_or(Phase::Forward);
         }
     }
-    Ok(phase)
+    phase
 }
 
 /// See [`Joint::closure`].

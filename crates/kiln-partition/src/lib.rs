@@ -9,7 +9,7 @@
 //! 2. [`recompute`] and [`cost`]: what may be computed twice, and what that and keeping cost on a machine.
 //! 3. A minimum cut over the forward values ([`partition`]): the cheapest choice, as a graph with duplicated nodes.
 //! 4. [`budget`]: the fastest choice that a memory planner says fits ([`partition_within`], [`Frontier`]).
-//! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program.
+//! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program, with or without a budget.
 //!
 //! The result is a graph again, with a [`Report`] of what was done. Whoever transforms it afterwards must not merge
 //! nodes of different phases, and should run the nodes in their order, or in one that was chosen for memory.
@@ -67,10 +67,10 @@ pub use budget::{Frontier, Point};
 pub use cost::{Machine, Sample};
 pub use error::PartitionError;
 pub use liveness::{Liveness, Planner};
-pub use phase::{OutputRole, PhaseHints, assign_phases, find_phases};
+pub use phase::{OutputRole, assign_phases, find_phases};
 pub use recompute::Recompute;
 pub use report::{Origin, RecomputedOperations, Report, SavedTensor};
-pub use split::{SavedSource, Split, split};
+pub use split::{SavedSource, Split, split, split_within};
 
 use cut::Steering;
 use joint::{Closure, Joint, Side};

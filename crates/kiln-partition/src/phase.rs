@@ -4,9 +4,10 @@
 //! nothing marking where one ends. [`assign_phases`] finds out, right after import, while the order of the nodes is
 //! still the order of the recording, and writes it into each node's provenance, where later transforms keep it.
 //!
-//! **Rounds.** A backward pass starts from a tensor of ones of the shape of its loss, the *seed*. The recorder knows the
-//! seeds and hints them ([`PhaseHints::backward_starts`]); without hints, a node whose recorded operation is `Ones`, of
-//! one element, that no forward output needs, is a seed. The seeds divide the recording into windows: window 0 is the
+//! **Rounds.** A backward pass starts from a tensor of ones of the shape of its loss, the *seed*. A recorder below the autograd
+//! engine sees it as any other tensor, so it is found by its looks: a node whose recorded operation is `Ones`, of
+//! one element. (A program's own tensor of that kind is taken for one, too, and what follows from it in the forward pass for tangents: the tail of a
+//! loss, most often.) The seeds divide the recording into windows: window 0 is the
 //! first forward pass; window `r` holds backward pass `r`, perhaps an optimizer update, and the forward pass of the next
 //! round, if there is one. Several rounds are gradient accumulation (backward, forward, backward, one update), or several
 //! models trained against each other (backward and update of one, then forward through it, backward and update of the
@@ -14,8 +15,7 @@
 //!
 //! A node is a *tangent* if it depends on a seed. Then:
 //!
-//! - Window 0 is forward. If the losses are hinted, nodes of it that no loss and no forward output needs are not: they
-//!   were recorded early for the backward pass alone.
+//! - Window 0 is forward.
 //! - A node of a later window that is no tangent is forward if a forward output needs it or a later round does (not by
 //!   way of this window's tangents); otherwise its users decide (primal arithmetic of a gradient formula, `1 - tanh^2`).
 //!   So a running mean, which needs no gradient, is part of the forward pass, and so is a metric computed after it.
@@ -40,8 +40,6 @@ use cranelift_entity::{EntityRef, SecondaryMap};
 use kiln_graph::op::Op;
 use kiln_graph::{Graph, Node, NodeData, Phase, Value};
 
-use crate::error::PartitionError;
-
 /// What an output of the step is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum OutputRole {
@@ -56,43 +54,22 @@ pub enum OutputRole {
     Gradient,
 }
 
-/// What is known about a recorded step besides its graph. Everything is optional.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct PhaseHints {
-    /// For each backward pass, in order, the node that defines its seed (the tensor of ones), or the first node recorded
-    /// after the backward pass began.
-    pub backward_starts: Vec<Node>,
-    /// The values that backward passes were called on. Either all of them or none.
-    pub losses: Vec<Value>,
-    /// The role of each output, in order; empty if unknown.
-    pub outputs: Vec<OutputRole>,
-}
-
 /// Assigns a phase to every node of `graph` that has none, and writes it into the node's provenance.
-///
-/// # Errors
-///
-/// If the hints name nodes, values or outputs that `graph` does not have.
-pub fn assign_phases(graph: &mut Graph, hints: &PhaseHints) -> Result<(), PartitionError> {
-    let phases = find_phases(graph, hints)?;
+pub fn assign_phases(graph: &mut Graph) {
+    let phases = find_phases(graph);
     for index in 0..graph.num_nodes() {
         let node = Node::new(index);
         graph.provenance_mut(node).phase = phases[node];
     }
-    Ok(())
 }
 
 /// The phase of every node, as [`assign_phases`] would write it.
-///
-/// # Errors
-///
-/// Those of [`assign_phases`].
-pub fn find_phases(graph: &Graph, hints: &PhaseHints) -> Result<SecondaryMap<Node, Phase>, PartitionError> {
-    let mut finder = Finder::new(graph, hints)?;
+pub fn find_phases(graph: &Graph) -> SecondaryMap<Node, Phase> {
+    let mut finder = Finder::new(graph);
     if finder.starts.is_empty() {
         finder.without_seeds();
     } else {
-        finder.with_seeds(&hints.losses);
+        finder.with_seeds();
     }
     finder.updates();
     finder.leaves();
@@ -101,7 +78,7 @@ pub fn find_phases(graph: &Graph, hints: &PhaseHints) -> Result<SecondaryMap<Nod
             finder.phase[node] = data.provenance.phase;
         }
     }
-    Ok(finder.phase)
+    finder.phase
 }
 
 struct Finder<'a> {
@@ -120,64 +97,37 @@ struct Finder<'a> {
 }
 
 impl<'a> Finder<'a> {
-    fn new(graph: &'a Graph, hints: &PhaseHints) -> Result<Self, PartitionError> {
-        let exists = |node: Node| node.index() < graph.num_nodes();
-        if let Some(&node) = hints.backward_starts.iter().find(|&&node| !exists(node)) {
-            return Err(PartitionError::UnknownStart(node));
-        }
-        if let Some(&loss) = hints
-            .losses
-            .iter()
-            .find(|loss| loss.index() >= graph.num_values())
-        {
-            return Err(PartitionError::UnknownLoss(loss));
-        }
-        if !hints.outputs.is_empty() && hints.outputs.len() != graph.outputs.len() {
-            return Err(PartitionError::RoleCount {
-                given: hints.outputs.len(),
-                outputs: graph.outputs.len(),
-            });
-        }
-        let mut roles = hints.outputs.clone();
-        roles.resize(graph.outputs.len(), OutputRole::Auto);
+    fn new(graph: &'a Graph) -> Self {
         let users = graph.users();
-        let mut starts = hints.backward_starts.clone();
-        if starts.is_empty() {
-            starts = find_seeds(graph, &roles);
-        }
+        let mut starts = find_seeds(graph);
         starts.sort();
         starts.dedup();
 
         let mut replaced = vec![false; graph.parameters().len()];
-        for (output, role) in graph.outputs.iter().zip(&roles) {
-            if let (Some(index), OutputRole::State | OutputRole::Auto) = (output.alias, role) {
-                replaced[index as usize] = true;
-            }
+        for index in graph.outputs.iter().filter_map(|output| output.alias) {
+            replaced[index as usize] = true;
         }
 
         let mut finder = Self {
             graph,
             replaced,
             users,
-            roles,
+            roles: Vec::with_capacity(graph.outputs.len()),
             starts,
             tangent: SecondaryMap::new(),
             resumed: SecondaryMap::new(),
             phase: SecondaryMap::new(),
         };
-        finder.tangents(&hints.losses);
-        for (role, output) in finder.roles.iter_mut().zip(&graph.outputs) {
-            if *role == OutputRole::Auto {
-                let node = graph.value(output.value).node;
-                let state = output.alias.is_some() || finder.tangent[node] && !finder.resumed[node];
-                *role = if state {
-                    OutputRole::State
-                } else {
-                    OutputRole::Forward
-                };
-            }
+        finder.tangents();
+        for output in &graph.outputs {
+            let node = graph.value(output.value).node;
+            let state = output.alias.is_some() || finder.tangent[node] && !finder.resumed[node];
+            finder.roles.push(match state {
+                true => OutputRole::State,
+                false => OutputRole::Forward,
+            });
         }
-        Ok(finder)
+        finder
     }
 
     /// The window of a node: how many backward passes have begun.
@@ -197,8 +147,8 @@ impl<'a> Finder<'a> {
     }
 
     /// Finds the tangents, and the forward passes of later rounds that updated state leads into.
-    fn tangents(&mut self, losses: &[Value]) {
-        let leads = self.leads_forward(losses);
+    fn tangents(&mut self) {
+        let leads = self.leads_forward();
         let mut updated: SecondaryMap<Node, bool> = SecondaryMap::new();
         // Whether the forward pass that follows a window's update has begun.
         let mut begun = vec![false; self.starts.len() + 1];
@@ -237,8 +187,8 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// Nodes that lead to a loss, to an output that may be a forward one, or to a tangent of a later round.
-    fn leads_forward(&self, losses: &[Value]) -> SecondaryMap<Node, bool> {
+    /// Nodes that lead to an output that may be a forward one, or to a tangent of a later round.
+    fn leads_forward(&self) -> SecondaryMap<Node, bool> {
         // The last seed that each node depends on, as its window; 0 for none.
         let mut last: SecondaryMap<Node, usize> = SecondaryMap::new();
         for (node, data) in self.graph.nodes() {
@@ -251,15 +201,12 @@ impl<'a> Finder<'a> {
             last[node] = if seed { self.window(node) } else { from };
         }
         let mut leads: SecondaryMap<Node, bool> = SecondaryMap::new();
-        for (output, &role) in self.graph.outputs.iter().zip(&self.roles) {
+        for output in &self.graph.outputs {
             let scalar = self.graph.shape(output.value).numel() == 1 && output.alias.is_none();
-            if role == OutputRole::Forward || role == OutputRole::Auto && scalar {
+            if scalar {
                 leads[self.graph.value(output.value).node] = true;
             }
         }
-        losses
-            .iter()
-            .for_each(|&loss| leads[self.graph.value(loss).node] = true);
         for (node, data) in self.graph.nodes().rev() {
             let window = self.window(node);
             let later =
@@ -299,7 +246,7 @@ impl<'a> Finder<'a> {
             .map(|(output, _)| output.value)
     }
 
-    fn with_seeds(&mut self, losses: &[Value]) {
+    fn with_seeds(&mut self) {
         let forward_state: Vec<Value> = self
             .outputs_with(OutputRole::State)
             .filter(|&value| !self.tangent[self.graph.value(value).node])
@@ -307,11 +254,7 @@ impl<'a> Finder<'a> {
         let forward_outputs: Vec<Value> = self.outputs_with(OutputRole::Forward).collect();
 
         let blocked = |node: Node| self.tangent[node] && !self.resumed[node];
-        let roots = forward_outputs
-            .iter()
-            .chain(&forward_state)
-            .chain(losses)
-            .copied();
+        let roots = forward_outputs.iter().chain(&forward_state).copied();
         let wanted = self.ancestors(roots, blocked);
 
         // The last round that uses a node other than by way of its own window's tangents.
@@ -332,10 +275,8 @@ impl<'a> Finder<'a> {
                 true
             } else if self.tangent[node] {
                 false
-            } else if window == 0 {
-                losses.is_empty()
             } else {
-                losses.is_empty() && serves[node] > window
+                window == 0 || serves[node] > window
             };
             if forward {
                 self.phase[node] = Phase::Forward;
@@ -378,8 +319,7 @@ impl<'a> Finder<'a> {
                 .filter(|&(_, &role)| role == OutputRole::State)
         };
         let trained = states().filter(|(output, _)| output.alias.is_some_and(|index| reads(index, &wanted)));
-        let gradients = self.outputs_with(OutputRole::Gradient);
-        let trained = trained.map(|(output, _)| output.value).chain(gradients);
+        let trained = trained.map(|(output, _)| output.value);
         let training = self.ancestors(trained, |node| wanted[node]);
         let mut roots: Vec<Value> = self.outputs_with(OutputRole::Forward).collect();
         for (output, _) in states() {
@@ -499,22 +439,9 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// Seeds by their looks: recorded as `Ones`, one element, and no forward output needs them.
-fn find_seeds(graph: &Graph, roles: &[OutputRole]) -> Vec<Node> {
-    let mut forward: SecondaryMap<Node, bool> = SecondaryMap::new();
-    for (output, &role) in graph.outputs.iter().zip(roles) {
-        if role == OutputRole::Forward {
-            forward[graph.value(output.value).node] = true;
-        }
-    }
-    for (node, data) in graph.nodes().rev() {
-        if forward[node] {
-            data.inputs
-                .iter()
-                .for_each(|&value| forward[graph.value(value).node] = true);
-        }
-    }
-    let is_seed = |node: Node, data: &NodeData| {
+/// Seeds by their looks: recorded as `Ones`, one floating point element.
+fn find_seeds(graph: &Graph) -> Vec<Node> {
+    let is_seed = |data: &NodeData| {
         let recorded = data
             .provenance
             .operation
@@ -529,11 +456,11 @@ fn find_seeds(graph: &Graph, roles: &[OutputRole]) -> Vec<Node> {
             .outputs
             .iter()
             .all(|&value| graph.shape(value).numel() == 1 && graph.dtype(value).is_float());
-        recorded && generated && one && !forward[node]
+        recorded && generated && one
     };
     let seeds: Vec<Node> = graph
         .nodes()
-        .filter(|&(node, data)| is_seed(node, data))
+        .filter(|(_, data)| is_seed(data))
         .map(|(node, _)| node)
         .collect();
     // A seed imported as a constant and its broadcast is one seed, and begins with the constant.

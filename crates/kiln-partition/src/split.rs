@@ -10,11 +10,14 @@ use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::op::Op;
 use kiln_graph::{Graph, Node, Phase, Value};
 
+use crate::budget::Frontier;
+use crate::cost::bytes;
 use crate::cut::{Steering, choose};
 use crate::error::PartitionError;
 use crate::joint::Joint;
+use crate::liveness::Planner;
 use crate::phase::OutputRole;
-use crate::{Options, Report, Strategy, build};
+use crate::{Options, Partition, Report, Strategy, build};
 
 /// Where a tensor that the backward graph takes comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -60,50 +63,124 @@ pub fn split(
     options: &Options,
 ) -> Result<Split, PartitionError> {
     let _span = tracing::debug_span!("split", graph = %graph.name).entered();
-    if !roles.is_empty() && roles.len() != graph.outputs.len() {
-        return Err(PartitionError::RoleCount {
-            given: roles.len(),
-            outputs: graph.outputs.len(),
-        });
-    }
-    if let Some(&index) = tangents
-        .iter()
-        .find(|&&index| index as usize >= graph.parameters().len())
-    {
-        return Err(PartitionError::UnknownTangent {
-            graph: graph.name.clone(),
-            index,
-            parameters: graph.parameters().len(),
-        });
-    }
-    let mut joint_graph = graph.without_dead_code();
-    let is_gradient = assign(&mut joint_graph, tangents, roles)?;
+    let (joint_graph, halves) = Halves::new(graph, tangents, roles)?;
     let joint = Joint::with_tangents(&joint_graph, options, tangents)?;
     let kept = match options.strategy {
         Strategy::MinimumCut => choose(&joint, &Steering::FASTEST).0,
         Strategy::KeepEverything => joint.everything(),
     };
-    let partition = build(&joint, &joint.closure(&kept, false), false)?;
-    let pieces = Pieces {
-        graph: &partition.graph,
-        backward: &partition.backward,
-        tangents,
-        is_gradient: &is_gradient,
-    };
-    let (forward, backward, saved) = pieces.cut()?;
-    let positions = |gradient: bool| -> Vec<usize> {
-        (0..is_gradient.len())
-            .filter(|&i| is_gradient[i] == gradient)
-            .collect()
-    };
-    Ok(Split {
-        forward,
-        backward,
-        saved,
-        forward_outputs: positions(false),
-        gradients: positions(true),
-        report: partition.report,
-    })
+    halves.split(build(&joint, &joint.closure(&kept, false), false)?)
+}
+
+/// [`split`] under a memory budget of `budget` bytes for what `planner` says that each of the graphs takes and what is kept between them, without
+/// arguments, outputs of the function and tangents: so much is allocated when the backward pass begins, if both graphs have working memory of their own.
+///
+/// # Errors
+///
+/// Those of [`split`], and [`PartitionError::BudgetTooSmall`], naming the smallest budget that fits, if none of the plans does.
+pub fn split_within(
+    graph: &Graph,
+    tangents: &[u32],
+    roles: &[OutputRole],
+    options: &Options,
+    budget: u64,
+    planner: impl Planner,
+) -> Result<Split, PartitionError> {
+    let (joint_graph, halves) = Halves::new(graph, tangents, roles)?;
+    let partition = Frontier::of(joint_graph, options, planner, Some(halves.clone()))?.fit(budget)?;
+    halves.split(partition)
+}
+
+/// What tells the forward half of a joint graph from the backward half.
+#[derive(Clone, Debug)]
+pub(crate) struct Halves {
+    /// Indices of the tensor arguments that exist only in the backward pass.
+    pub(crate) tangents: Vec<u32>,
+    /// For each output, whether it is a gradient.
+    is_gradient: Vec<bool>,
+}
+
+impl Halves {
+    /// `graph` without dead nodes, with the phases that follow from `tangents` and `roles`.
+    fn new(graph: &Graph, tangents: &[u32], roles: &[OutputRole]) -> Result<(Graph, Self), PartitionError> {
+        if !roles.is_empty() && roles.len() != graph.outputs.len() {
+            return Err(PartitionError::RoleCount {
+                given: roles.len(),
+                outputs: graph.outputs.len(),
+            });
+        }
+        let parameters = graph.parameters().len();
+        if let Some(&index) = tangents.iter().find(|&&index| index as usize >= parameters) {
+            return Err(PartitionError::UnknownTangent {
+                graph: graph.name.clone(),
+                index,
+                parameters,
+            });
+        }
+        let mut graph = graph.without_dead_code();
+        let is_gradient = assign(&mut graph, tangents, roles)?;
+        let tangents = tangents.to_vec();
+        Ok((
+            graph,
+            Self {
+                tangents,
+                is_gradient,
+            },
+        ))
+    }
+
+    /// Cuts a partitioned joint graph, of which `backward` are the nodes that run in the backward pass.
+    pub(crate) fn cut(&self, graph: &Graph, backward: &EntitySet<Node>) -> Result<Cut, PartitionError> {
+        let pieces = Pieces {
+            graph,
+            backward,
+            tangents: &self.tangents,
+            is_gradient: &self.is_gradient,
+        };
+        let (forward, backward, saved) = pieces.cut()?;
+        let outputs = self.is_gradient.iter().filter(|is| !**is).count();
+        Ok(Cut {
+            forward,
+            backward,
+            saved,
+            outputs,
+        })
+    }
+
+    fn split(&self, partition: Partition) -> Result<Split, PartitionError> {
+        let cut = self.cut(&partition.graph, &partition.backward)?;
+        let positions = |gradient: bool| -> Vec<usize> {
+            (0..self.is_gradient.len())
+                .filter(|&i| self.is_gradient[i] == gradient)
+                .collect()
+        };
+        Ok(Split {
+            forward: cut.forward,
+            backward: cut.backward,
+            saved: cut.saved,
+            forward_outputs: positions(false),
+            gradients: positions(true),
+            report: partition.report,
+        })
+    }
+}
+
+/// A joint graph cut in two.
+#[derive(Debug)]
+pub(crate) struct Cut {
+    pub(crate) forward: Graph,
+    pub(crate) backward: Graph,
+    saved: Vec<SavedSource>,
+    /// How many outputs of `forward` are outputs of the function; the others are kept for `backward`.
+    outputs: usize,
+}
+
+impl Cut {
+    /// Bytes that are kept from the forward to the backward pass and would not lie in memory otherwise.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        let kept = self.forward.outputs[self.outputs..].iter();
+        kept.map(|output| bytes(&self.forward, output.value)).sum()
+    }
 }
 
 /// Forward is what the forward outputs need; all else is backward. Returns, for each output, whether it is a gradient.

@@ -43,7 +43,7 @@ fn perceptron_step(width: usize, layers: &[u8], adam: bool) -> Graph {
             .for_each(|gradient| tape.graph.output(gradient, None));
     }
     tape.graph.output(loss, None);
-    assign_phases(&mut tape.graph, &tape.hints).expect("hints fit");
+    assign_phases(&mut tape.graph);
     tape.graph
 }
 
@@ -128,7 +128,7 @@ fn a_deep_model_needs_half_the_memory() {
         ..Sizes::SMALL
     };
     let mut step = decoder_step(sizes);
-    assign_phases(&mut step.graph, &step.hints).expect("hints fit");
+    assign_phases(&mut step.graph);
     let options = Options::default();
     let unlimited = Liveness
         .peak(&partition(&step.graph, &options).expect("valid").graph)

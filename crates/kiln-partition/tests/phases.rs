@@ -1,4 +1,4 @@
-//! Phases are found in every shape of training step, with hints and without.
+//! Phases are found in every shape of training step.
 //!
 //! The tape knows when it recorded what, so the expected phase of a node is the one it was recorded in.
 
@@ -6,7 +6,7 @@ mod support;
 
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{DType, Graph, Node, Phase, Value};
-use kiln_partition::{OutputRole, PartitionError, PhaseHints, find_phases};
+use kiln_partition::find_phases;
 use support::{Sizes, Tape, apply, decoder, f32s, perceptron, squared};
 
 /// A tape with notes of the phase in which each node was recorded.
@@ -48,9 +48,9 @@ impl Recording {
     }
 
     /// Live nodes with operands whose phase is not the one they were recorded in.
-    fn wrong(&self, hints: &PhaseHints) -> Vec<String> {
+    fn wrong(&self) -> Vec<String> {
         let graph = &self.tape.graph;
-        let phases = find_phases(graph, hints).expect("hints fit");
+        let phases = find_phases(graph);
         let live = graph.live_nodes();
         let real = graph
             .nodes()
@@ -66,17 +66,7 @@ impl Recording {
     }
 
     fn check(&self) {
-        assert_eq!(
-            self.wrong(&self.tape.hints),
-            Vec::<String>::new(),
-            "with hints:\n{}",
-            self.tape.graph
-        );
-        assert_eq!(
-            self.wrong(&PhaseHints::default()),
-            Vec::<String>::new(),
-            "without hints"
-        );
+        assert_eq!(self.wrong(), Vec::<String>::new(), "{}", self.tape.graph);
     }
 }
 
@@ -111,8 +101,6 @@ fn a_loss_that_nobody_returns() {
     let gradients = r.backward(loss, &weights);
     r.update(&weights, &gradients);
     r.check();
-    r.tape.hints.losses.push(loss);
-    assert_eq!(r.wrong(&r.tape.hints), Vec::<String>::new());
 }
 
 #[test]
@@ -267,14 +255,14 @@ fn running_statistics_are_forward() {
     r.check();
     // Also from the outputs alone.
     strip(&mut r.tape.graph);
-    let wrong = r.wrong(&PhaseHints::default());
+    let wrong = r.wrong();
     assert!(
         wrong
             .iter()
             .all(|text| !text.ends_with(" is fwd") && !text.contains("-")),
         "{wrong:#?}"
     );
-    let phases = find_phases(&r.tape.graph, &PhaseHints::default()).expect("no hints");
+    let phases = find_phases(&r.tape.graph);
     assert_eq!(phases[r.tape.graph.value(statistic).node], Phase::Forward);
 }
 
@@ -319,35 +307,4 @@ fn two_backward_passes_with_an_update_between() {
     r.tape.graph.output(critic_loss, None);
     r.tape.graph.output(generator_loss, None);
     r.check();
-}
-
-#[test]
-fn hints_must_fit_the_graph() {
-    let graph =
-        Graph::parse("graph @g {\n  %0 = parameter 0 : f32[4]\n  %1 = exp %0 : f32[4]\n  return %1\n}")
-            .expect("text");
-    let start = Node::from_u32(9);
-    let hints = PhaseHints {
-        backward_starts: vec![start],
-        ..PhaseHints::default()
-    };
-    assert_eq!(
-        find_phases(&graph, &hints).unwrap_err(),
-        PartitionError::UnknownStart(start)
-    );
-    let loss = Value::from_u32(7);
-    let hints = PhaseHints {
-        losses: vec![loss],
-        ..PhaseHints::default()
-    };
-    assert_eq!(
-        find_phases(&graph, &hints).unwrap_err(),
-        PartitionError::UnknownLoss(loss)
-    );
-    let hints = PhaseHints {
-        outputs: vec![OutputRole::Forward; 2],
-        ..PhaseHints::default()
-    };
-    let expected = PartitionError::RoleCount { given: 2, outputs: 1 };
-    assert_eq!(find_phases(&graph, &hints).unwrap_err(), expected);
 }

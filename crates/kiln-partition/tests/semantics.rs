@@ -25,7 +25,7 @@ fn same(a: &Graph, b: &Graph) {
 #[test]
 fn a_decoder_with_dropout_is_unchanged() {
     let mut step = decoder_step(Sizes::SMALL);
-    assign_phases(&mut step.graph, &step.hints).expect("hints fit");
+    assign_phases(&mut step.graph);
     for strategy in [Strategy::MinimumCut, Strategy::KeepEverything] {
         for early_updates in [false, true] {
             let options = Options {
@@ -51,9 +51,9 @@ fn a_decoder_with_dropout_is_unchanged() {
 }
 
 /// Every strategy, both orders, and everything on the memory curve.
-fn every_plan(mut step: Tape, hinted: bool) {
-    if hinted {
-        assign_phases(&mut step.graph, &step.hints).expect("hints fit");
+fn every_plan(mut step: Tape, assigned: bool) {
+    if assigned {
+        assign_phases(&mut step.graph);
     }
     for strategy in [Strategy::MinimumCut, Strategy::KeepEverything] {
         for early_updates in [false, true] {
@@ -76,9 +76,9 @@ fn every_plan(mut step: Tape, hinted: bool) {
 
 #[test]
 fn two_models_and_micro_batches_are_unchanged() {
-    for hinted in [false, true] {
-        every_plan(adversarial_step(), hinted);
-        every_plan(accumulating_step(), hinted);
+    for assigned in [false, true] {
+        every_plan(adversarial_step(), assigned);
+        every_plan(accumulating_step(), assigned);
     }
 }
 
@@ -111,7 +111,7 @@ fn wrong_phases_make_no_wrong_program() {
 #[test]
 fn nodes_without_a_phase_take_their_neighbours() {
     let mut step = decoder_step(Sizes::SMALL);
-    assign_phases(&mut step.graph, &step.hints).expect("hints fit");
+    assign_phases(&mut step.graph);
     let expected = partition(&step.graph, &Options::default()).expect("partitions");
     for index in (0..step.graph.num_nodes() as u32).step_by(7) {
         let node = Node::from_u32(index);

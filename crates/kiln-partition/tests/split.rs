@@ -4,19 +4,19 @@ mod support;
 
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{Graph, HostTensor, Scalar, Value, interpret, verify};
-use kiln_partition::{Options, OutputRole, PartitionError, SavedSource, Strategy, split};
+use kiln_partition::{
+    Liveness, Options, OutputRole, PartitionError, Planner, SavedSource, Split, Strategy, split, split_within,
+};
 use support::{Sizes, Tape, arguments, decoder, f32s};
 
 /// Runs both halves on the joint graph's arguments; the joint graph's outputs in their order.
 fn run_split(
     joint: &Graph,
+    split: &Split,
     tangents: &[u32],
-    roles: &[OutputRole],
-    options: &Options,
     tensors: &[HostTensor],
     scalars: &[Scalar],
 ) -> Vec<HostTensor> {
-    let split = split(joint, tangents, roles, options).expect("splits");
     assert_eq!(verify(&split.forward), Ok(()));
     assert_eq!(verify(&split.backward), Ok(()));
     let (given, later): (Vec<_>, Vec<_>) = tensors
@@ -56,8 +56,9 @@ fn check(joint: &Graph, tangents: &[u32], roles: &[OutputRole]) {
             strategy,
             ..Options::default()
         };
+        let split = split(joint, tangents, roles, &options).expect("splits");
         assert_eq!(
-            run_split(joint, tangents, roles, &options, &tensors, &scalars),
+            run_split(joint, &split, tangents, &tensors, &scalars),
             expected,
             "{strategy:?}"
         );
@@ -71,16 +72,10 @@ fn index(tape: &Tape, value: Value) -> u32 {
     }
 }
 
-#[test]
-fn a_decoder_with_dropout() {
+/// Loss and gradients of a decoder with dropout, and the argument that is the loss's tangent.
+fn decoder_with_tangent(sizes: Sizes) -> (Tape, u32) {
     let mut tape = Tape::new("decoder");
-    let loss = decoder(
-        &mut tape,
-        Sizes {
-            layers: 2,
-            ..Sizes::SMALL
-        },
-    );
+    let loss = decoder(&mut tape, sizes);
     let tangent = tape.input(f32s(&[]));
     let weights = tape.parameters.clone();
     let gradients = tape.backward_from(&[(loss, tangent)], &weights);
@@ -88,17 +83,66 @@ fn a_decoder_with_dropout() {
     gradients
         .into_iter()
         .for_each(|gradient| tape.graph.output(gradient, None));
-    check(&tape.graph, &[index(&tape, tangent)], &[]);
+    let tangent = index(&tape, tangent);
+    (tape, tangent)
+}
 
-    let split = split(&tape.graph, &[index(&tape, tangent)], &[], &Options::default()).expect("splits");
+#[test]
+fn a_decoder_with_dropout() {
+    let (tape, tangent) = decoder_with_tangent(Sizes {
+        layers: 2,
+        ..Sizes::SMALL
+    });
+    check(&tape.graph, &[tangent], &[]);
+
+    let split = split(&tape.graph, &[tangent], &[], &Options::default()).expect("splits");
     assert_eq!(split.forward_outputs, [0]);
-    assert_eq!(split.gradients.len(), weights.len());
+    assert_eq!(split.gradients.len(), tape.parameters.len());
     let weights_saved = split
         .saved
         .iter()
         .filter(|source| matches!(source, SavedSource::Input(_)))
         .count();
     assert!(weights_saved > 0, "weights are read where they are, not copied");
+}
+
+/// What both halves take by the planner, and what lies between them.
+fn memory(split: &Split) -> u64 {
+    let kept = split.forward.outputs[split.forward_outputs.len()..].iter();
+    let kept: usize = kept.map(|output| split.forward.ty(output.value).bytes()).sum();
+    let halves = [&split.forward, &split.backward].map(|half| Liveness.peak(half).expect("planned"));
+    halves.iter().sum::<u64>() + kept as u64
+}
+
+#[test]
+fn a_budget_holds_for_both_halves_and_what_lies_between_them() {
+    let (tape, tangent) = decoder_with_tangent(Sizes {
+        layers: 6,
+        hidden: 48,
+        ..Sizes::SMALL
+    });
+    let joint = &tape.graph;
+    let within = |budget: u64| split_within(joint, &[tangent], &[], &Options::default(), budget, Liveness);
+    let unlimited = memory(&within(u64::MAX).expect("anything fits"));
+    assert_eq!(
+        unlimited,
+        memory(&split(joint, &[tangent], &[], &Options::default()).expect("splits"))
+    );
+    let smallest = match within(0) {
+        Err(PartitionError::BudgetTooSmall { smallest, .. }) => smallest,
+        other => panic!("nothing fits in nothing: {:?}", other.map(|split| memory(&split))),
+    };
+    assert!(smallest * 4 <= unlimited * 3, "{smallest} of {unlimited}");
+    assert!(within(smallest - 1).is_err());
+
+    let (tensors, scalars) = arguments(joint, 9);
+    let expected = interpret(joint, &tensors, &scalars).expect("the joint graph runs");
+    for share in 0..4 {
+        let budget = smallest + (unlimited - smallest) * share / 3;
+        let split = within(budget).expect("it fits");
+        assert!(memory(&split) <= budget, "{} within {budget}", memory(&split));
+        assert_eq!(run_split(joint, &split, &[tangent], &tensors, &scalars), expected);
+    }
 }
 
 /// Several outputs, one of which carries no gradient, gradients in between the outputs, an input as an output, running state.

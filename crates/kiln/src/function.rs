@@ -82,8 +82,8 @@ impl<F> CompiledFn<F> {
         }
     }
 
-    /// The same function, compiled with other options. A memory budget holds for calls without tracked tensors: where forward and backward pass are compiled apart,
-    /// nothing is left to recompute in one step.
+    /// The same function, compiled with other options. In calls with tracked tensors a memory budget holds for the intermediate values of the forward and of the backward
+    /// pass and what is kept between them, all together: forward values are computed again in the backward pass as far as it takes.
     pub fn with_options(self, options: CompileOptions) -> Self {
         Self::new(self.function, options)
     }

@@ -240,3 +240,37 @@ fn tensors_do_not_pile_up() {
     // Other tests of this program have tensors of their own, though none so many.
     assert!(after < before + 40, "{before} tensors became {after}");
 }
+
+#[test]
+fn a_memory_budget_holds_for_both_passes_together() {
+    let deep = |(x, weights): (Tensor<B, 2>, Vec<Tensor<B, 2>>)| {
+        let layer = |h: Tensor<B, 2>, w: Tensor<B, 2>| h.matmul(w).tanh();
+        weights.into_iter().fold(x, layer)
+    };
+    let weights: Vec<Tensor<B, 2>> = (0..8)
+        .map(|layer| {
+            let values: Vec<f32> = (0..256)
+                .map(|i| ((i * 7 + layer * 5) % 13) as f32 * 0.03 - 0.18)
+                .collect();
+            Tensor::<B, 1>::from_floats(values.as_slice(), &device())
+                .reshape([16, 16])
+                .require_grad()
+        })
+        .collect();
+    let x = Tensor::<B, 2>::ones([64, 16], &device());
+    let call = |budget: Option<usize>| -> Result<Vec<f32>, Error> {
+        let options = CompileOptions {
+            memory_budget: budget,
+            ..CompileOptions::default().with_name("deep")
+        };
+        let forward = kiln::compile_fn(deep).with_options(options);
+        let gradients = forward.call((x.clone(), weights.clone()))?.sum().backward();
+        let gradients = weights.iter().flat_map(|w| values(w.grad(&gradients).unwrap()));
+        Ok(gradients.collect())
+    };
+    let error = call(Some(0)).unwrap_err().to_string();
+    let smallest = error.split("smallest budget that fits is ").nth(1).expect(&error);
+    let smallest: usize = smallest.split(' ').next().unwrap().parse().expect(&error);
+    assert!(call(Some(smallest - 1)).is_err());
+    assert_close(&call(Some(smallest)).unwrap(), &call(None).unwrap());
+}

@@ -21,8 +21,8 @@ use burn_std::Bytes;
 use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Keep, Observer, Options};
 use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::op::ExternOp;
-use kiln_graph::{Graph, TensorType};
-use kiln_partition::Point;
+use kiln_graph::{Graph, Phase, TensorType};
+use kiln_partition::{Machine, OutputRole, Point, Split};
 use kiln_profile::StepDescription;
 
 use super::check::{Parting, Reference};
@@ -76,14 +76,66 @@ fn toolchain() -> Result<&'static Toolchain, ExecuteError> {
         .map_err(|error| ExecuteError::NoCompiler(error.clone()))
 }
 
+static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
+
+/// What this machine can do with so many threads: looked up or measured once.
+fn machine(toolchain: &Toolchain, threads: usize) -> Machine {
+    static KNOWN: LazyLock<Mutex<HashMap<usize, Machine>>> = LazyLock::new(Mutex::default);
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    *known
+        .entry(threads)
+        .or_insert_with(|| kiln_compiler::rates(toolchain, &CACHE, threads))
+}
+
+/// How a graph is compiled for `options`. What the machine can do matters only for one with a choice of what to keep: one that is `trained`.
+fn compiler_options(
+    options: &CompileOptions,
+    toolchain: &Toolchain,
+    threads: usize,
+    trained: bool,
+) -> Options {
+    let keep = options
+        .memory_budget
+        .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64));
+    let mut compiler = Options {
+        keep,
+        ..Options::new(toolchain, threads)
+    };
+    if trained {
+        compiler.machine = machine(toolchain, threads);
+    }
+    compiler
+}
+
+fn is_trained(graph: &Graph) -> bool {
+    let mut nodes = graph.nodes();
+    nodes.any(|(_, data)| data.provenance.phase == Phase::Backward)
+}
+
 /// What memory budgets would do to a step: its plans from the fastest to the smallest.
 ///
 /// # Errors
 ///
 /// If there is no C compiler, or the graph cannot be scheduled.
 pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
-    let compiler = Options::new(toolchain()?, pool(options.threads).threads());
+    let threads = pool(options.threads).threads();
+    let compiler = compiler_options(options, toolchain()?, threads, is_trained(graph));
     Ok(kiln_compiler::memory_curve(graph, &compiler)?)
+}
+
+/// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see [`kiln_compiler::split`].
+///
+/// # Errors
+///
+/// If there is no C compiler, the graph cannot be split, or nothing fits the budget.
+pub fn split(
+    graph: &Graph,
+    tangents: &[u32],
+    roles: &[OutputRole],
+    options: &CompileOptions,
+) -> Result<Split, ExecuteError> {
+    let compiler = compiler_options(options, toolchain()?, pool(options.threads).threads(), true);
+    Ok(kiln_compiler::split(graph, tangents, roles, &compiler)?)
 }
 
 impl Cpu {
@@ -98,17 +150,12 @@ impl Cpu {
         effort: Effort,
         debug: Option<&Path>,
     ) -> Result<Self, ExecuteError> {
-        static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
-        let keep = options
-            .memory_budget
-            .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64));
         let compiler = Options {
-            keep,
             debug: debug.map(Path::to_path_buf),
             update_in_epilogue: effort == Effort::Full,
-            ..Options::new(toolchain, pool.threads())
+            ..compiler_options(options, toolchain, pool.threads(), is_trained(&graph))
         };
         let build = BuildOptions::default();
         let executable = CpuExecutable::new(&graph, &compiler, toolchain, &CACHE, &build)?;

@@ -13,10 +13,9 @@ use std::time::{Duration, Instant};
 use burn_backend::DType;
 use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId, TensorIr};
+use kiln_compiler::Contract;
 use kiln_compiler::stages::Stages;
-use kiln_compiler::{CompileError, Contract};
 use kiln_graph::Graph;
-use kiln_partition::PhaseHints;
 use kiln_profile::Category;
 use rustc_hash::FxHashMap;
 
@@ -525,12 +524,7 @@ impl Step {
             .collect();
         kiln_graph::alias::assign_aliases(&mut graph, &dies);
         // Now, while the order of the nodes is that of the recording.
-        kiln_partition::assign_phases(&mut graph, &PhaseHints::default()).map_err(|source| {
-            Error::Execute {
-                region: options.name.clone(),
-                source: ExecuteError::from(CompileError::from(source)).into(),
-            }
-        })?;
+        kiln_partition::assign_phases(&mut graph);
         let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
         let effort = if provisional { Effort::Quick } else { Effort::Full };

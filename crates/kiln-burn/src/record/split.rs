@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use burn_flex::FlexTensor;
 use burn_ir::{TensorId, TensorIr};
 use kiln_compiler::CompileError;
-use kiln_partition::{OutputRole, SavedSource};
+use kiln_graph::Graph;
+use kiln_partition::{OutputRole, SavedSource, Split};
 
 use super::guard::{Guard, Mismatch};
 use super::recording::Recorded;
@@ -22,7 +23,7 @@ use crate::options::{CompileBackend, CompileOptions};
 
 /// The compiled halves of one function, by what was recorded.
 pub struct SplitRegion {
-    /// How the halves are compiled. A memory budget does not apply: each half by itself has nothing to recompute.
+    /// How the halves are compiled. A memory budget is for both together.
     options: CompileOptions,
     compiled: Mutex<Compiled>,
 }
@@ -46,6 +47,8 @@ pub struct SplitStep {
     arguments: Vec<usize>,
     scalars: Scalars,
     saved: Vec<SavedSource>,
+    /// A memory budget that was asked for and that the backend knows nothing of.
+    ignored_budget: Option<usize>,
     /// Positions, among the recording's results that are no gradients, of what the forward pass returns first.
     results: Vec<TensorIr>,
     gradients: Vec<TensorIr>,
@@ -77,10 +80,7 @@ impl SplitRegion {
     /// A region that has compiled nothing.
     pub fn new(options: CompileOptions) -> Self {
         Self {
-            options: CompileOptions {
-                memory_budget: None,
-                ..options
-            },
+            options,
             compiled: Mutex::default(),
         }
     }
@@ -150,7 +150,11 @@ impl SplitRegion {
                 step.saved.len(),
                 step.forward.report(),
                 step.backward.report()
-            )
+            ) + &step.ignored_budget.map_or_else(String::new, |bytes| {
+                format!(
+                    "  the memory budget of {bytes} bytes has no effect: only the backend cpu plans memory\n"
+                )
+            })
         });
         let recompiles = compiled.recompiles.iter();
         steps
@@ -163,6 +167,26 @@ fn place(recorded: &Recorded, id: TensorId) -> Option<Place> {
     let result = recorded.output_ids.iter().position(|&own| own == id);
     let input = || recorded.inputs.iter().position(|input| input.ir.id == id);
     result.map(Place::Result).or_else(|| input().map(Place::Input))
+}
+
+/// The joint graph as one graph for each pass, as `backend` needs them.
+fn cut(
+    backend: CompileBackend,
+    graph: &Graph,
+    tangents: &[u32],
+    roles: &[OutputRole],
+    options: &CompileOptions,
+) -> Result<Split, ExecuteError> {
+    if backend == CompileBackend::Cpu {
+        match execute::cpu::split(graph, tangents, roles, options) {
+            // The halves are going to run on another backend, and a warning says so.
+            Err(ExecuteError::NoCompiler(_)) => {}
+            other => return other,
+        }
+    }
+    let choices = kiln_partition::Options::default();
+    let split = kiln_partition::split(graph, tangents, roles, &choices);
+    Ok(split.map_err(CompileError::from)?)
 }
 
 impl SplitStep {
@@ -203,17 +227,16 @@ impl SplitStep {
             .collect();
         let mut roles = vec![OutputRole::Forward; results.len()];
         roles.resize(outputs.len(), OutputRole::Gradient);
-        let split = kiln_partition::split(
-            &graph,
-            &tangent_arguments,
-            &roles,
-            &kiln_partition::Options::default(),
-        )
-        .map_err(|source| failed(CompileError::from(source).into()))?;
-        let (forward, _) = execute::prepare(backend, Arc::new(split.forward), options, Effort::Full, None)
-            .map_err(failed)?;
-        let (backward, _) = execute::prepare(backend, Arc::new(split.backward), options, Effort::Full, None)
-            .map_err(failed)?;
+        let split = cut(backend, &graph, &tangent_arguments, &roles, options).map_err(failed)?;
+        // The budget has been spent on the cut: a half by itself has nothing to recompute.
+        let half = CompileOptions {
+            memory_budget: None,
+            ..options.clone()
+        };
+        let prepare = |graph| execute::prepare(backend, Arc::new(graph), &half, Effort::Full, None);
+        let (forward, ran_forward) = prepare(split.forward).map_err(failed)?;
+        let (backward, ran_backward) = prepare(split.backward).map_err(failed)?;
+        let planned = ran_forward == CompileBackend::Cpu && ran_backward == CompileBackend::Cpu;
         Ok(Self {
             guard: Guard::new(recorded),
             places,
@@ -223,6 +246,8 @@ impl SplitStep {
             arguments,
             scalars,
             saved: split.saved,
+            // Only one backend plans memory; the others allocate value by value.
+            ignored_budget: options.memory_budget.filter(|_| !planned),
             results: types_of(recorded, &results),
             gradients: types_of(recorded, gradients),
         })

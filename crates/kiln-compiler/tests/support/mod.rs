@@ -1,5 +1,8 @@
 //! Running compiled graphs on host tensors, for tests.
 
+// Each test program has its own copy of this module and needs some of it.
+#![allow(dead_code)]
+
 use kiln_compiler::{CompileError, CpuExecutable, Options};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, NoHooks, OptLevel, ThreadPool, Toolchain};
 use kiln_graph::{Graph, HostTensor, Scalar};
@@ -24,53 +27,72 @@ pub fn run(
     scalars: &[Scalar],
     threads: usize,
 ) -> Vec<HostTensor> {
-    let pool = ThreadPool::new(threads);
-    let mut memory: Vec<AlignedBuffer> = inputs
-        .iter()
-        .map(|tensor| {
+    let mut memory = Memory::new(step, graph, inputs, scalars);
+    memory.run(&ThreadPool::new(threads));
+    memory.results()
+}
+
+/// A step with memory for its arguments and results.
+pub struct Memory<'a> {
+    step: &'a CpuExecutable,
+    graph: &'a Graph,
+    arguments: Vec<AlignedBuffer>,
+    results: Vec<AlignedBuffer>,
+    scalars: Vec<u64>,
+}
+
+impl<'a> Memory<'a> {
+    /// Copies of `inputs`, and memory for the results.
+    pub fn new(step: &'a CpuExecutable, graph: &'a Graph, inputs: &[HostTensor], scalars: &[Scalar]) -> Self {
+        let arguments = inputs.iter().map(|tensor| {
             let mut buffer = AlignedBuffer::zeroed(tensor.bytes().len()).unwrap();
             buffer.as_mut_slice().copy_from_slice(tensor.bytes());
             buffer
-        })
-        .collect();
-    let mut results: Vec<AlignedBuffer> = graph
-        .outputs
-        .iter()
-        .map(|output| {
+        });
+        let results = graph.outputs.iter().map(|output| {
             let mut buffer = AlignedBuffer::zeroed(graph.ty(output.value).bytes()).unwrap();
             // Whatever is not written shows.
             buffer.as_mut_slice().fill(0xa5);
             buffer
-        })
-        .collect();
-    let input_pointers: Vec<*const u8> = memory.iter().map(|buffer| buffer.as_ptr()).collect();
-    let output_pointers: Vec<*mut u8> = results
-        .iter_mut()
-        .zip(&step.contract().aliases)
-        .map(|(buffer, alias)| match alias {
-            Some(index) => memory[*index as usize].as_mut_ptr(),
-            None => buffer.as_mut_ptr(),
-        })
-        .collect();
-    let bits: Vec<u64> = graph
-        .scalars()
-        .iter()
-        .zip(scalars)
-        .map(|(&value, scalar)| scalar.to_bits(graph.dtype(value)))
-        .collect();
-    // SAFETY: one buffer of the declared size for each parameter and output.
-    unsafe { step.run(&pool, &input_pointers, &output_pointers, &bits, &NoHooks) }.unwrap();
-    graph
-        .outputs
-        .iter()
-        .zip(&results)
-        .zip(&step.contract().aliases)
-        .map(|((output, buffer), alias)| {
-            let bytes = match alias {
-                Some(index) => memory[*index as usize].as_slice(),
-                None => buffer.as_slice(),
-            };
-            HostTensor::from_bytes(graph.ty(output.value).clone(), bytes.to_vec()).unwrap()
-        })
-        .collect()
+        });
+        let bits = graph.scalars().iter().zip(scalars);
+        Self {
+            step,
+            graph,
+            arguments: arguments.collect(),
+            results: results.collect(),
+            scalars: bits
+                .map(|(&value, scalar)| scalar.to_bits(graph.dtype(value)))
+                .collect(),
+        }
+    }
+
+    /// Runs the step once.
+    pub fn run(&mut self, pool: &ThreadPool) {
+        let inputs: Vec<*const u8> = self.arguments.iter().map(AlignedBuffer::as_ptr).collect();
+        let mut outputs: Vec<*mut u8> = Vec::new();
+        for (buffer, alias) in self.results.iter_mut().zip(&self.step.contract().aliases) {
+            outputs.push(match alias {
+                Some(index) => self.arguments[*index as usize].as_mut_ptr(),
+                None => buffer.as_mut_ptr(),
+            });
+        }
+        // SAFETY: one buffer of the declared size for each parameter and output.
+        unsafe { self.step.run(pool, &inputs, &outputs, &self.scalars, &NoHooks) }.unwrap();
+    }
+
+    /// What the outputs are now.
+    pub fn results(&self) -> Vec<HostTensor> {
+        let outputs = self.graph.outputs.iter().zip(&self.results);
+        let outputs = outputs.zip(&self.step.contract().aliases);
+        outputs
+            .map(|((output, buffer), alias)| {
+                let bytes = match alias {
+                    Some(index) => self.arguments[*index as usize].as_slice(),
+                    None => buffer.as_slice(),
+                };
+                HostTensor::from_bytes(self.graph.ty(output.value).clone(), bytes.to_vec()).unwrap()
+            })
+            .collect()
+    }
 }

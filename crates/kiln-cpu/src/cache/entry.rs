@@ -50,6 +50,27 @@ pub(super) fn lock_path(folder: &Path, key: &str) -> PathBuf {
     folder.join(format!("{key}.lock"))
 }
 
+pub(super) fn note_path(folder: &Path, key: &str) -> PathBuf {
+    folder.join(format!("{key}.note"))
+}
+
+/// Removes all notes.
+pub(super) fn remove_notes(folder: &Path) -> io::Result<()> {
+    let files = match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    for file in files {
+        let path = file?.path();
+        if path.extension().is_some_and(|extension| extension == "note") {
+            fs::remove_file(&path)?;
+            // Its lock, which nobody needs any more, may be gone.
+            let _ = fs::remove_file(path.with_extension("lock"));
+        }
+    }
+    Ok(())
+}
+
 /// Reads and checks an entry.
 pub(super) fn read(folder: &Path, key: &str) -> Result<Description, Unusable> {
     let text = match fs::read(description_path(folder, key)) {
@@ -121,7 +142,7 @@ pub(super) fn touch(folder: &Path, key: &str) {
     }
 }
 
-fn write_atomically(folder: &Path, target: &Path, contents: &[u8]) -> io::Result<()> {
+pub(super) fn write_atomically(folder: &Path, target: &Path, contents: &[u8]) -> io::Result<()> {
     let mut file = tempfile::Builder::new().prefix(".writing-").tempfile_in(folder)?;
     file.write_all(contents)?;
     file.as_file().sync_all()?;

@@ -9,6 +9,8 @@
 //! then finds the entry. Where locks do not work (some network file systems) both build and the later rename wins;
 //! either object is right.
 //!
+//! Small texts that are dear to find out, such as what the machine can do, lie there as well ([`Cache::note`]).
+//!
 //! The total size is kept under a limit (`$KILN_CACHE_BYTES`, 2 GiB by default) by removing the entries that were
 //! used longest ago. A process that has an evicted object loaded keeps it: its pages outlive the name.
 
@@ -221,6 +223,32 @@ impl Cache {
         })
     }
 
+    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same time. Texts are no entries: they have no
+    /// part in [`Cache::list`] and the limit, and [`Cache::clear`] removes them. Trouble with the cache is a warning.
+    pub fn note(&self, key: &CacheKey, make: impl FnOnce() -> String) -> String {
+        let Some(folder) = self.folder() else {
+            return make();
+        };
+        let path = entry::note_path(folder, &key.to_string());
+        if let Ok(text) = fs::read_to_string(&path) {
+            return text;
+        }
+        let lock = self.lock(key);
+        if lock.is_some()
+            && let Ok(text) = fs::read_to_string(&path)
+        {
+            // Another process made it while we waited.
+            return text;
+        }
+        let text = make();
+        if lock.is_some()
+            && let Err(error) = entry::write_atomically(folder, &path, text.as_bytes())
+        {
+            self.warn_once("writing to", &error);
+        }
+        text
+    }
+
     /// All entries, last used first.
     ///
     /// # Errors
@@ -270,6 +298,7 @@ impl Cache {
         for entry in &entries {
             entry::remove(folder, &entry.key).map_err(CpuError::io("removing an entry of", folder))?;
         }
+        entry::remove_notes(folder).map_err(CpuError::io("removing an entry of", folder))?;
         Ok((entries.len(), entries.iter().map(|entry| entry.bytes).sum()))
     }
 

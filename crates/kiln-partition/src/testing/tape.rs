@@ -9,7 +9,6 @@ use kiln_graph::op::{BinaryOp, CompareOp, Dims, DotDims, Op, RandomKind, ReduceO
 use kiln_graph::{DType, Graph, Node, Provenance, Scalar, Shape, TensorType, Value};
 
 use super::f32s;
-use crate::PhaseHints;
 
 /// Records operations, adds gradients and updates.
 #[derive(Debug)]
@@ -20,8 +19,6 @@ pub struct Tape {
     pub parameters: Vec<Value>,
     /// Values behind which no gradient goes.
     pub detached: Vec<Value>,
-    /// Where backward passes began.
-    pub hints: PhaseHints,
 }
 
 impl Tape {
@@ -31,7 +28,6 @@ impl Tape {
             graph: Graph::new(name),
             parameters: Vec::new(),
             detached: Vec::new(),
-            hints: PhaseHints::default(),
         }
     }
 
@@ -212,7 +208,6 @@ impl Tape {
             },
             &[],
         );
-        self.hints.backward_starts.push(self.graph.value(one).node);
         self.backward_from(&[(loss, one)], wanted)
     }
 

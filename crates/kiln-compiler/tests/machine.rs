@@ -1,0 +1,40 @@
+//! What the machine can do is measured once.
+
+use kiln_compiler::rates;
+use kiln_cpu::{Cache, Toolchain};
+use kiln_partition::Machine;
+
+#[test]
+fn rates_are_measured_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::at(folder.path(), 1 << 30);
+    let toolchain = Toolchain::detect().unwrap();
+    let first = rates(&toolchain, &cache, 2);
+    assert_eq!(rates(&toolchain, &cache, 2), first);
+    let found = |machine: &Machine| {
+        [
+            machine.bytes_per_second,
+            machine.flops_per_second,
+            machine.simple_per_second,
+            machine.special_per_second,
+            machine.random_per_second,
+        ]
+    };
+    // None is absurd, and they are not the ones that stand for a failure.
+    for (rate, reference) in found(&first).into_iter().zip(found(&Machine::default())) {
+        assert!((1e6..1e16).contains(&rate), "{first:?}");
+        assert!(rate > reference / 1e4 && rate < reference * 1e4, "{first:?}");
+    }
+    assert_ne!(first, Machine::default());
+    assert!(
+        cache.list().unwrap().is_empty(),
+        "the step that measures is no entry"
+    );
+    cache.clear().unwrap();
+    let left = std::fs::read_dir(cache.folder().unwrap()).unwrap();
+    assert_eq!(
+        left.filter(|file| file.is_ok()).count(),
+        0,
+        "notes go with the entries"
+    );
+}
