@@ -60,7 +60,12 @@ macro_rules! compare {
             let backend = kiln::CompileBackend::$backend;
             let model = fresh();
             seed();
-            let (outcome, report) = $crate::harness::train_region(model, $optim, $steps, backend);
+            let (outcome, report) = $crate::harness::train_region(
+                model,
+                $optim,
+                $steps,
+                kiln::CompileOptions::default().with_backend(backend),
+            );
             outcome.assert_close(&expected, &format!("{backend} {what}"));
             assert!(report.breaks.is_empty(), "{:?}", report.breaks);
             assert!(report.steps.len() <= 3, "a schedule recompiled: {:?}", report.recompiles);
@@ -189,19 +194,19 @@ where
     }
 }
 
-/// Trains the same loop with its body in a compiled region.
+/// Trains the same loop with its body in a region compiled as `options` say.
 pub fn train_region<M, O>(
     model: M,
     mut optim: OptimizerAdaptor<O, M, Compiled>,
     steps: usize,
-    backend: CompileBackend,
+    options: CompileOptions,
 ) -> (Outcome, kiln::RegionReport)
 where
     M: AutodiffModule<Compiled> + Trainable<Compiled>,
     O: SimpleOptimizer<Kiln>,
 {
     let device = KilnDevice::cpu();
-    let mut region = kiln::compile(CompileOptions::default().with_backend(backend));
+    let mut region = kiln::compile(options);
     let mut model = Some(model);
     let losses = (0..steps)
         .map(|step| {

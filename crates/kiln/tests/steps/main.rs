@@ -5,6 +5,7 @@
 //! key in attention, a bias before batch norm) into a step of the size of their epsilon's choosing; here
 //! epsilon is large enough that rounding stays rounding.
 
+mod budgets;
 mod harness;
 mod models;
 mod train_step;
