@@ -122,6 +122,17 @@ pub fn remove(id: TensorId) -> Option<Slot> {
     }
 }
 
+/// Bytes that all tensors hold, but for those that a keeper has: views of one buffer count once.
+pub fn bytes() -> usize {
+    let tensors = tensors();
+    let buffers = tensors.values().filter_map(|entry| match entry {
+        Entry::Known(Slot::Ready(tensor)) => Some((tensor.bytes().as_ptr(), tensor.bytes().len())),
+        Entry::Known(Slot::Failed(_)) | Entry::Kept(..) => None,
+    });
+    let buffers: FxHashMap<*const u8, usize> = buffers.collect();
+    buffers.values().sum()
+}
+
 /// Number of tensors, for leak tests.
 pub fn len() -> usize {
     tensors().len()

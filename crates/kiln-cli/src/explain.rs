@@ -124,7 +124,11 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             let mut trainer = start(options)?;
             memory::seconds(|| trainer.step(RATE, batches.clone()).map(drop))
         };
-        memory::curve(path, &report, &options, time)?;
+        let eager = match batches.first() {
+            Some(batch) => memory::kept_by_autograd(&architecture, batch.clone(), &device)?,
+            None => 0,
+        };
+        memory::curve(path, &report, &options, eager, time)?;
     }
     Ok(())
 }

@@ -3,9 +3,12 @@
 use std::path::Path;
 use std::time::Instant;
 
-use kiln::{CompileOptions, RegionReport, StepReport};
+use kiln::{CompileOptions, KilnDevice, RegionReport, StepReport};
+use kiln_burn::table;
 
 use crate::error::CliError;
+use crate::model::{Architecture, Batch, initialise};
+use crate::train::TrainBackend;
 use crate::train::curves::{Curve, Panel, begin};
 
 /// Most budgets that are timed: each is a step of its own to compile.
@@ -38,8 +41,27 @@ struct Measured {
     seconds: f64,
 }
 
+/// Bytes that Burn's autograd keeps alive for the backward pass after an eager forward pass: what exists then besides model and batch.
+///
+/// # Errors
+///
+/// If the model cannot be built.
+pub fn kept_by_autograd(
+    architecture: &Architecture,
+    batch: Batch<TrainBackend>,
+    device: &KilnDevice,
+) -> Result<usize, CliError> {
+    let model = architecture.init::<TrainBackend>(device)?;
+    initialise(&model);
+    let before = table::bytes();
+    let loss = model.loss(batch);
+    let kept = table::bytes() - before;
+    drop(loss);
+    Ok(kept)
+}
+
 /// Times the compiled step of `report` under budgets from the largest that makes a difference to the smallest that fits, prints them and draws them into `path`.
-/// `time` compiles and times the step with given options.
+/// `time` compiles and times the step with given options; `eager` is what [`kept_by_autograd`] found.
 ///
 /// # Errors
 ///
@@ -48,6 +70,7 @@ pub fn curve(
     path: &Path,
     report: &RegionReport,
     options: &CompileOptions,
+    eager: usize,
     time: impl Fn(CompileOptions) -> Result<f64, CliError>,
 ) -> Result<(), CliError> {
     let partitioned = |step: &&StepReport| {
@@ -63,14 +86,19 @@ pub fn curve(
         "\nmemory budgets of {}: peak memory of intermediate values, kept for the backward pass, step time",
         report.name
     );
+    println!(
+        "  an eager forward pass keeps {:.1} MiB for the backward pass",
+        eager as f64 / MIB
+    );
     let mut measured = Vec::new();
     for point in spread(&points, BUDGETS) {
         let seconds = time(options.clone().with_memory_budget(point.peak as usize))?;
         println!(
-            "  {:>12} bytes  {:8.1} MiB  kept {:8.1} MiB  {:9.2} ms",
+            "  {:>12} bytes  {:8.1} MiB  kept {:8.1} MiB ({:.2} of eager)  {:9.2} ms",
             point.peak,
             point.peak as f64 / MIB,
             point.saved as f64 / MIB,
+            point.saved as f64 / eager.max(1) as f64,
             seconds * 1e3
         );
         measured.push(Measured {
