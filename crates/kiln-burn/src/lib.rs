@@ -28,6 +28,6 @@ pub use error::Error;
 pub use kiln_partition::Point;
 pub use options::{CompileBackend, CompileOptions, NumericsCheck, UnknownBackend};
 pub use record::{
-    BreakReason, CompileEvent, CompiledRegion, GraphBreak, Guards, Location, Mismatch, Recompile,
+    BreakReason, Changed, CompileEvent, CompiledRegion, GraphBreak, Guards, Location, Mismatch, Recompile,
     RegionReport, StepReport,
 };

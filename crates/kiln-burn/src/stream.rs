@@ -5,11 +5,16 @@
 //! ([`crate::record`]), and the binding of runtime scalars, which must find the k-th scalar of a stream again on the next call.
 //! Both walk with [`walk`]; the order of visits *is* the order of scalars that [`crate::import`] numbers.
 //!
+//! People are told of an operation by the names of its parts: [`read`] visits the same parts with their names.
+//!
 //! Which scalars are runtime arguments and which belong to the identity of the step is decided here, by
 //! [`scalars_are_static`], for guard and import alike.
 
-use burn_backend::tensor::IndexingUpdateOp;
-use burn_backend::{DType, Distribution, Slice};
+mod values;
+
+use std::fmt::Debug;
+
+use burn_backend::DType;
 use burn_ir::*;
 use kiln_graph::Scalar;
 
@@ -25,10 +30,32 @@ pub trait Visitor {
     fn word(&mut self, word: u64);
 }
 
+/// Receives the parts of an operation with their names, in order: for people.
+pub trait Reader {
+    /// A tensor the operation reads.
+    fn operand(&mut self, name: &'static str, tensor: &TensorIr);
+    /// A tensor the operation defines.
+    fn result(&mut self, name: &'static str, tensor: &TensorIr);
+    /// A scalar operand.
+    fn scalar(&mut self, name: &'static str, scalar: ScalarIr);
+    /// An attribute, in words.
+    fn attribute(&mut self, name: &'static str, text: String);
+}
+
 /// Parts of an operation that can be visited.
-pub trait Visit {
+pub trait Visit: Debug {
     /// Visits the parts in order.
     fn visit(&self, visitor: &mut dyn Visitor);
+
+    /// The value as people write it.
+    fn text(&self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
+
+    /// Reads the parts in order. `name` is what a single value is called; parts of a structure have names of their own.
+    fn read(&self, name: &'static str, reader: &mut dyn Reader) {
+        reader.attribute(name, self.text());
+    }
 }
 
 /// An operation taken apart: a code and a name for what it is, and its parts.
@@ -93,6 +120,11 @@ pub fn name(operation: &OperationIr) -> String {
 /// Visits the parts of an operation, in order.
 pub fn walk(operation: &OperationIr, visitor: &mut dyn Visitor) {
     describe(operation).parts.visit(visitor);
+}
+
+/// Reads the parts of an operation with their names, in order.
+pub fn read(operation: &OperationIr, reader: &mut dyn Reader) {
+    describe(operation).parts.read("", reader);
 }
 
 /// Whether the scalars of this operation are part of the step's identity (a changed value is another step) instead of
@@ -166,10 +198,13 @@ pub fn first_dynamic_scalars(operations: &[OperationIr]) -> Vec<usize> {
 }
 
 /// An operation without parts.
+#[derive(Debug)]
 struct Nothing;
 
 impl Visit for Nothing {
     fn visit(&self, _: &mut dyn Visitor) {}
+
+    fn read(&self, _: &'static str, _: &mut dyn Reader) {}
 }
 
 trait Family {
@@ -247,12 +282,47 @@ macro_rules! part {
     };
 }
 
+/// The role of a field, and how it is read.
+macro_rules! read_part {
+    ($reader:ident, input, $name:ident, $field:expr) => {
+        $reader.operand(stringify!($name), &$field)
+    };
+    ($reader:ident, inputs, $name:ident, $field:expr) => {
+        $field
+            .iter()
+            .for_each(|tensor| $reader.operand(stringify!($name), tensor))
+    };
+    ($reader:ident, optional, $name:ident, $field:expr) => {
+        $field
+            .iter()
+            .for_each(|tensor| $reader.operand(stringify!($name), tensor))
+    };
+    ($reader:ident, output, $name:ident, $field:expr) => {
+        $reader.result(stringify!($name), &$field)
+    };
+    ($reader:ident, outputs, $name:ident, $field:expr) => {
+        $field
+            .iter()
+            .for_each(|tensor| $reader.result(stringify!($name), tensor))
+    };
+    ($reader:ident, scalar, $name:ident, $field:expr) => {
+        $reader.scalar(stringify!($name), $field)
+    };
+    ($reader:ident, attribute, $name:ident, $field:expr) => {
+        $field.read(stringify!($name), $reader)
+    };
+}
+
 /// Lists the fields of an operation struct in the order in which they are visited.
 macro_rules! parts {
     ($($ty:ident { $($role:ident $field:ident),* $(,)? })*) => {$(
         impl Visit for $ty {
             fn visit(&self, visitor: &mut dyn Visitor) {
                 $(part!(visitor, $role, self.$field);)*
+            }
+
+            fn read(&self, _: &'static str, reader: &mut dyn Reader) {
+                $(read_part!(reader, $role, $field, self.$field);)*
             }
         }
     )*};
@@ -398,6 +468,16 @@ impl Visit for CustomOpIr {
         self.inputs.iter().for_each(|tensor| visitor.input(tensor));
         self.outputs.iter().for_each(|tensor| visitor.output(tensor));
     }
+
+    fn read(&self, _: &'static str, reader: &mut dyn Reader) {
+        reader.attribute("id", self.id.clone());
+        self.inputs
+            .iter()
+            .for_each(|tensor| reader.operand("input", tensor));
+        self.outputs
+            .iter()
+            .for_each(|tensor| reader.result("output", tensor));
+    }
 }
 
 /// A dropped tensor is read one last time, in a way.
@@ -405,111 +485,8 @@ impl Visit for TensorIr {
     fn visit(&self, visitor: &mut dyn Visitor) {
         visitor.input(self);
     }
-}
 
-impl<T: Visit> Visit for Box<T> {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        T::visit(self, visitor);
-    }
-}
-
-impl Visit for usize {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.word(*self as u64);
-    }
-}
-
-impl Visit for bool {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.word(u64::from(*self));
-    }
-}
-
-impl Visit for isize {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.word(*self as u64);
-    }
-}
-
-impl Visit for ScalarIr {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.scalar(*self);
-    }
-}
-
-impl<T: Visit, const N: usize> Visit for [T; N] {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        self.iter().for_each(|item| item.visit(visitor));
-    }
-}
-
-impl<T: Visit> Visit for Vec<T> {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.word(self.len() as u64);
-        self.iter().for_each(|item| item.visit(visitor));
-    }
-}
-
-impl<T: Visit> Visit for Option<T> {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.word(u64::from(self.is_some()));
-        self.iter().for_each(|item| item.visit(visitor));
-    }
-}
-
-impl Visit for Slice {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        self.start.visit(visitor);
-        self.end.visit(visitor);
-        self.step.visit(visitor);
-    }
-}
-
-impl Visit for IndexingUpdateOp {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.word(match self {
-            IndexingUpdateOp::Assign => 0,
-            IndexingUpdateOp::Add => 1,
-            IndexingUpdateOp::Mul => 2,
-            IndexingUpdateOp::Min => 3,
-            IndexingUpdateOp::Max => 4,
-        });
-    }
-}
-
-impl Visit for InterpolateModeIr {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.word(match self {
-            InterpolateModeIr::Nearest => 0,
-            InterpolateModeIr::Bilinear => 1,
-            InterpolateModeIr::Bicubic => 2,
-            InterpolateModeIr::Lanczos3 => 3,
-        });
-    }
-}
-
-impl Visit for GridSamplePaddingModeIr {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        visitor.word(match self {
-            GridSamplePaddingModeIr::Zeros => 0,
-            GridSamplePaddingModeIr::Border => 1,
-            GridSamplePaddingModeIr::Reflection => 2,
-        });
-    }
-}
-
-/// The kind is an attribute; the parameters are scalars.
-impl Visit for Distribution {
-    fn visit(&self, visitor: &mut dyn Visitor) {
-        let (kind, parameters): (u64, &[f64]) = match self {
-            Distribution::Default => (0, &[]),
-            Distribution::Bernoulli(probability) => (1, &[*probability]),
-            Distribution::Uniform(low, high) => (2, &[*low, *high]),
-            Distribution::Normal(mean, deviation) => (3, &[*mean, *deviation]),
-        };
-        visitor.word(kind);
-        parameters
-            .iter()
-            .for_each(|&parameter| visitor.scalar(ScalarIr::Float(parameter)));
+    fn read(&self, _: &'static str, reader: &mut dyn Reader) {
+        reader.operand("tensor", self);
     }
 }

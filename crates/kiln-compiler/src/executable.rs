@@ -2,7 +2,8 @@
 //!
 //! [`CpuExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key is the graph's text without
 //! names, the phases of its nodes, the options, and (added by the cache) versions, compiler and CPU. What the caller must know besides the code (aliases, the
-//! arena, what the kernels are) is stored with the shared object, so that a second process does none of the compiler's work.
+//! arena, what the kernels are) is stored with the shared object, so that a second process does none of the compiler's work. Source lines are this process's
+//! ([`crate::lines`]).
 
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,8 @@ use kiln_graph::Graph;
 use crate::arenas::Claim;
 use crate::emit::ExternCall;
 use crate::error::CompileError;
+use crate::lines::numbered;
+use crate::log;
 use crate::observe::{Observed, Observer};
 use crate::partition::Decision;
 use crate::report::{BufferReport, KernelReport};
@@ -94,7 +97,7 @@ impl CpuExecutable {
         let mut stages = Vec::new();
         let mut compile_time = Duration::ZERO;
         let cached = cache.get_or_build(&key, toolchain, build, || -> Result<StepSource, CompileError> {
-            let compiled = compile(graph, &quiet)?;
+            let compiled = compile(&numbered(graph), &quiet)?;
             compile_time = start.elapsed();
             stages.clone_from(&compiled.times);
             let payload =
@@ -113,6 +116,8 @@ impl CpuExecutable {
                 name: graph.name.clone(),
                 reason: error.to_string(),
             })?;
+        let contract = contract.with_lines_of(graph);
+        log::step(&graph.name, options.keep, &contract);
         let build_time = match cached.origin {
             Origin::Cache => Duration::ZERO,
             Origin::Built(elapsed) => elapsed,

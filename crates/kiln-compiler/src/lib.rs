@@ -20,6 +20,8 @@ mod error;
 mod executable;
 pub mod index;
 pub mod kernels;
+mod lines;
+mod log;
 mod machine;
 pub mod observe;
 mod options;
@@ -121,34 +123,7 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
     if let Some(folder) = &options.debug {
         debug::write(folder, &compiled);
     }
-    log(&compiled);
     Ok(compiled)
-}
-
-/// One line for each kernel: what was fused, and what it costs.
-fn log(compiled: &CompiledStep) {
-    for (number, kernel) in compiled.kernels.iter().enumerate() {
-        let step = &compiled.graph.name;
-        if kernel.nodes.len() > 1 {
-            tracing::debug!(
-                target: "kiln::fusion",
-                step,
-                kernel = number,
-                name = kernel.name,
-                "{}",
-                kernel.nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-            );
-        }
-        tracing::debug!(
-            target: "kiln::kernels",
-            step,
-            kernel = number,
-            name = kernel.name,
-            operations = kernel.nodes.len(),
-            bytes = kernel.bytes,
-            flops = kernel.flops,
-        );
-    }
 }
 
 /// A graph as kernels with their memory.

@@ -8,10 +8,11 @@
 //! operations of the backward pass ([`crate::schedule::fuse`]).
 
 use std::fmt;
+use std::sync::Arc;
 
 use kiln_graph::{Graph, Phase};
 use kiln_partition::{
-    Frontier, Options as Choices, OutputRole, Partition, Planner, Point, Report, Split, Strategy,
+    Frontier, Options as Choices, Origin, OutputRole, Partition, Planner, Point, Report, Split, Strategy,
 };
 use serde::{Deserialize, Serialize};
 
@@ -69,9 +70,47 @@ pub struct SavedReport {
     /// Whether it leaves the step as an output as well.
     pub is_output: bool,
     /// What makes it.
-    pub origin: String,
+    pub origin: OriginReport,
     /// What reads it in the backward pass.
-    pub users: Vec<String>,
+    pub users: Vec<OriginReport>,
+}
+
+/// What a node is and where it comes from.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct OriginReport {
+    /// Mnemonic of the primitive.
+    pub op: String,
+    /// The recorded operation, if known.
+    pub operation: Option<String>,
+    /// `file:line` of the user's call, if known.
+    pub location: Option<String>,
+    /// The user's module, if known.
+    pub module: Option<String>,
+}
+
+impl From<&Origin> for OriginReport {
+    fn from(origin: &Origin) -> Self {
+        let text = |text: &Option<Arc<str>>| text.as_deref().map(str::to_owned);
+        Self {
+            op: origin.op.clone(),
+            operation: text(&origin.operation),
+            location: text(&origin.location),
+            module: text(&origin.module),
+        }
+    }
+}
+
+impl fmt::Display for OriginReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shared = |text: &Option<String>| text.as_deref().map(Arc::from);
+        let origin = Origin {
+            op: self.op.clone(),
+            operation: shared(&self.operation),
+            location: shared(&self.location),
+            module: shared(&self.module),
+        };
+        origin.fmt(f)
+    }
 }
 
 /// Operations of one kind that run again in the backward pass.
@@ -92,8 +131,8 @@ impl From<&Report> for Decision {
             ty: saved.ty.to_string(),
             bytes: saved.bytes,
             is_output: saved.is_output,
-            origin: saved.origin.to_string(),
-            users: saved.users.iter().map(ToString::to_string).collect(),
+            origin: OriginReport::from(&saved.origin),
+            users: saved.users.iter().map(OriginReport::from).collect(),
         });
         let recomputed = report.recomputed.iter().map(|again| RecomputedReport {
             op: again.op.clone(),

@@ -1,8 +1,15 @@
 //! The guard: is this the step that was compiled, and if not, what differs.
+//!
+//! Steps are compared by their words ([`super::recording`]), which takes no time. What differs is said in the terms of the program: the operation and the line
+//! that issued it, what is another there, before and after. For that a guard keeps the parts of each operation by name ([`super::words`]).
 
 use std::fmt;
+use std::sync::Arc;
+
+use burn_ir::OperationIr;
 
 use super::recording::{Identity, Recorded};
+use super::words::{Named, Part, Position, Words, type_text};
 use crate::stream;
 
 /// What is kept of a recorded step to recognise it again.
@@ -11,6 +18,9 @@ pub struct Guard {
     identity: Identity,
     ends: Vec<u32>,
     names: Vec<String>,
+    /// The user's line of each operation, where it was looked up.
+    lines: Vec<Option<Arc<str>>>,
+    parts: Vec<Box<[Named]>>,
     inputs: Vec<String>,
     /// Per result position: the operation that defines it.
     producers: Vec<u32>,
@@ -23,6 +33,8 @@ pub enum Mismatch {
     Input {
         /// Position among the inputs, in order of first use.
         index: usize,
+        /// The operation that uses it first, with the user's line.
+        used: Option<String>,
         /// Type and shape when compiled.
         before: String,
         /// Type and shape now.
@@ -32,19 +44,23 @@ pub enum Mismatch {
     Operation {
         /// Position in the recorded stream.
         index: usize,
-        /// Its name when compiled; none if the compiled stream ended before.
+        /// Its name and line when compiled; none if the compiled stream ended before.
         before: Option<String>,
         /// Its name now; none if the stream ends before.
         after: Option<String>,
     },
-    /// Operation number `index` is the same but has other operands, result shapes or attributes.
+    /// Operation number `index` is the same but something about it changed.
     Attributes {
         /// Position in the recorded stream.
         index: usize,
-        /// Its name.
+        /// Its name and the user's line.
         operation: String,
-        /// Whether what differs is a scalar, operand or attribute, as far as can be told: the words before and after.
-        detail: String,
+        /// What changed.
+        part: Changed,
+        /// It when compiled.
+        before: String,
+        /// It now.
+        after: String,
     },
     /// The operations agree, but another set of results outlives the region.
     Outputs {
@@ -53,6 +69,30 @@ pub enum Mismatch {
         /// Operations whose results are kept now and were not when compiled.
         kept: Vec<String>,
     },
+}
+
+/// What changed about an operation, with the name of the part.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Changed {
+    /// A dimension, the bounds of a slice, a padding.
+    Attribute(String),
+    /// A number that is part of the step.
+    Number(String),
+    /// Which tensor it reads.
+    Operand(String),
+    /// Type or shape of what it makes.
+    Result(String),
+}
+
+impl fmt::Display for Changed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Attribute(name) => write!(f, "`{name}`"),
+            Self::Number(name) => write!(f, "the number `{name}`"),
+            Self::Operand(name) => write!(f, "the operand `{name}`"),
+            Self::Result(name) => write!(f, "type or shape of the result `{name}`"),
+        }
+    }
 }
 
 impl Mismatch {
@@ -65,51 +105,79 @@ impl Mismatch {
             Self::Operation { .. } => {
                 "control flow took another way: replace branches on host values by tensor operations (mask_where), or compile each way as a region of its own"
             }
-            Self::Attributes { .. } => {
-                "an index, dimension or other attribute changes from call to call: pass it as a tensor (select, gather) instead of a host number"
-            }
+            Self::Attributes { part, .. } => match part {
+                Changed::Attribute(_) => {
+                    "a host number that changes from call to call decides an index, dimension or other attribute: pass it as a tensor (select, gather)"
+                }
+                Changed::Number(_) => {
+                    "exponents and the numbers that masks write and comparisons compare with are part of a step: keep it the same at every call, or make it a tensor of one element"
+                }
+                Changed::Operand(_) => {
+                    "the program uses other tensors than before: keep control flow the same at every call, or choose by tensor operations (mask_where)"
+                }
+                Changed::Result(_) => {
+                    "a host number that changes from call to call decides a shape: use the same shape at every call (pad to the largest)"
+                }
+            },
             Self::Outputs { .. } => {
                 "the program keeps other tensors than before: keep or drop the same ones at every call (metrics logged only now and then, say)"
             }
+        }
+    }
+
+    /// The guard that failed.
+    pub fn guard(&self) -> String {
+        match self {
+            Self::Input {
+                index, used: None, ..
+            } => format!("type and shape of input {index}"),
+            Self::Input {
+                index,
+                used: Some(used),
+                ..
+            } => format!("type and shape of input {index}, first used by {used}"),
+            Self::Operation { index, .. } => format!("operation {index}"),
+            Self::Attributes {
+                index,
+                operation,
+                part,
+                ..
+            } => format!("{part} of operation {index}, {operation}"),
+            Self::Outputs { .. } => "results that outlive the region, where they differ".to_owned(),
+        }
+    }
+
+    /// What it was when the step was compiled, and what it is now.
+    pub fn change(&self) -> (String, String) {
+        let name = |operation: &Option<String>| {
+            operation
+                .clone()
+                .unwrap_or_else(|| "the end of the step".to_owned())
+        };
+        let list = |names: &[String]| match names {
+            [] => "none".to_owned(),
+            names => names.join(", "),
+        };
+        match self {
+            Self::Input { before, after, .. } | Self::Attributes { before, after, .. } => {
+                (before.clone(), after.clone())
+            }
+            Self::Operation { before, after, .. } => (name(before), name(after)),
+            Self::Outputs { dropped, kept } => (list(dropped), list(kept)),
         }
     }
 }
 
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = |operation: &Option<String>| operation.clone().unwrap_or_else(|| "the end".to_owned());
-        match self {
-            Self::Input { index, before, after } => write!(f, "input {index}: {before} became {after}"),
-            Self::Operation { index, before, after } => {
-                write!(f, "operation {index}: {} became {}", name(before), name(after))
-            }
-            Self::Attributes {
-                index,
-                operation,
-                detail,
-            } => write!(f, "operation {index}, {operation}: {detail}"),
-            Self::Outputs { dropped, kept } => {
-                let list = |names: &[String]| {
-                    if names.is_empty() {
-                        "none".to_owned()
-                    } else {
-                        names.join(", ")
-                    }
-                };
-                write!(
-                    f,
-                    "other results outlive the region: no longer {}; newly {}",
-                    list(dropped),
-                    list(kept)
-                )
-            }
-        }
+        let (before, after) = self.change();
+        write!(f, "{}: {before} became {after}", self.guard())
     }
 }
 
 impl Guard {
-    /// A guard that accepts what has the identity of `recorded`.
-    pub fn new(recorded: &Recorded) -> Self {
+    /// A guard that accepts what has the identity of `recorded`. `lines` are the user's lines of its operations, as far as they are known.
+    pub fn new(recorded: &Recorded, lines: Vec<Option<Arc<str>>>) -> Self {
         let producers = recorded
             .operations
             .iter()
@@ -120,6 +188,8 @@ impl Guard {
             identity: recorded.identity.clone(),
             ends: recorded.ends.clone(),
             names: recorded.operations.iter().map(stream::name).collect(),
+            lines,
+            parts: Words::of_all(recorded),
             inputs: input_types(recorded),
             producers,
         }
@@ -133,60 +203,37 @@ impl Guard {
     /// The first difference to `recorded`; none if it is the same step. A changed input is named before the operations that differ
     /// because of it.
     pub fn mismatch(&self, recorded: &Recorded) -> Option<Mismatch> {
-        let now = &recorded.identity;
-        let common = self
-            .identity
-            .words
-            .iter()
-            .zip(&now.words)
-            .take_while(|(before, after)| before == after)
-            .count();
-        if common == self.identity.words.len() && common == now.words.len() {
+        let (before, now) = (&self.identity, &recorded.identity);
+        let common = self.common_words(recorded);
+        if common == before.words.len() && common == now.words.len() {
             return self.output_mismatch(recorded);
         }
         let inputs = input_types(recorded);
-        let changed = self
-            .inputs
-            .iter()
-            .zip(&inputs)
-            .position(|(before, after)| before != after);
         let index = self.operation_at(common);
         let name = recorded.operations.get(index).map(stream::name);
-        let before = self.names.get(index).cloned();
-        match changed {
-            // If the operations part before the input is used, the input is a consequence.
-            Some(input) if before == name => {
-                let (before, after) = (self.inputs[input].clone(), inputs[input].clone());
-                Some(Mismatch::Input {
-                    index: input,
-                    before,
-                    after,
-                })
-            }
-            _ if before != name => Some(Mismatch::Operation {
+        if self.names.get(index) != name.as_ref() {
+            return Some(Mismatch::Operation {
                 index,
-                before,
+                before: self.names.get(index).map(|_| self.operation(index)),
                 after: name,
-            }),
-            _ => {
-                let detail = format!(
-                    "operands, result shape or attributes changed ({} became {})",
-                    self.word(common),
-                    now.words.get(common).map_or("nothing".to_owned(), u64::to_string)
-                );
-                Some(Mismatch::Attributes {
-                    index,
-                    operation: name.unwrap_or_default(),
-                    detail,
-                })
-            }
+            });
         }
+        // Where the operations part before the input is used, the input is a consequence.
+        let mut pairs = self.inputs.iter().zip(&inputs).enumerate();
+        if let Some((input, (before, after))) = pairs.find(|(_, (before, after))| before != after) {
+            return Some(Mismatch::Input {
+                index: input,
+                used: self.first_use(input),
+                before: before.clone(),
+                after: after.clone(),
+            });
+        }
+        Some(self.attribute_mismatch(recorded, index))
     }
 
     /// How many operations agree before the first that differs: the measure by which the nearest of several guards is chosen.
     pub fn agreement(&self, recorded: &Recorded) -> usize {
-        let words = self.identity.words.iter().zip(&recorded.identity.words);
-        self.operation_at(words.take_while(|(before, after)| before == after).count())
+        self.operation_at(self.common_words(recorded))
     }
 
     /// Type and shape of each input, as text.
@@ -194,15 +241,114 @@ impl Guard {
         &self.inputs
     }
 
-    fn word(&self, position: usize) -> String {
-        self.identity
-            .words
-            .get(position)
-            .map_or("nothing".to_owned(), u64::to_string)
+    /// The user's lines of a recording that is much like this one but for which none were looked up: where the operations agree by name, from
+    /// the beginning and from the end, the program most likely is at the same lines.
+    pub fn lines_of(&self, recorded: &Recorded) -> Vec<Option<Arc<str>>> {
+        if self.lines.is_empty() {
+            return Vec::new();
+        }
+        let (before, now) = (self.names.len(), recorded.operations.len());
+        let same = |(name, operation): &(&String, &OperationIr)| **name == stream::name(operation);
+        let front = self
+            .names
+            .iter()
+            .zip(&recorded.operations)
+            .take_while(same)
+            .count();
+        let back = self.names[front.min(before)..]
+            .iter()
+            .rev()
+            .zip(recorded.operations[front..].iter().rev())
+            .take_while(same)
+            .count();
+        let line = |position: usize| self.lines.get(position).cloned().flatten();
+        let of = |position: usize| match position {
+            _ if position < front => line(position),
+            _ if position >= now - back => line(position + before - now),
+            _ => None,
+        };
+        (0..now).map(of).collect()
+    }
+
+    fn common_words(&self, recorded: &Recorded) -> usize {
+        let words = self.identity.words.iter().zip(&recorded.identity.words);
+        words.take_while(|(before, after)| before == after).count()
     }
 
     fn operation_at(&self, word: usize) -> usize {
         self.ends.partition_point(|&end| end as usize <= word)
+    }
+
+    /// Name and line of an operation.
+    fn operation(&self, index: usize) -> String {
+        let name = &self.names[index];
+        match self.lines.get(index) {
+            Some(Some(line)) => format!("{name} at {line}"),
+            _ => name.clone(),
+        }
+    }
+
+    /// The operation that uses an input first.
+    fn first_use(&self, input: usize) -> Option<String> {
+        let wanted = Part::Operand(Some(Position::Input(input)));
+        let uses = |parts: &Box<[Named]>| parts.iter().any(|it| it.part == wanted);
+        Some(self.operation(self.parts.iter().position(uses)?))
+    }
+
+    /// A part in words.
+    fn text(&self, part: &Part) -> String {
+        match part {
+            Part::Operand(None) => "an unknown tensor".to_owned(),
+            Part::Operand(Some(Position::Input(index))) => format!("input {index}"),
+            // Operations agree up to this one, so that these are the producers of either step.
+            Part::Operand(Some(Position::Result(index))) => {
+                let operation = self.producers[*index] as usize;
+                format!(
+                    "the result of operation {operation}, {}",
+                    self.operation(operation)
+                )
+            }
+            Part::Runtime(kind) => format!("a runtime number ({kind})"),
+            Part::Scalar(text) | Part::Attribute(text) | Part::Result(_, text) => text.to_string(),
+        }
+    }
+
+    /// What differs about operation `index`, which has the same name in both steps: what the program decides before what follows from it.
+    fn attribute_mismatch(&self, recorded: &Recorded, index: usize) -> Mismatch {
+        let before: &[Named] = &self.parts[index];
+        let mut words = Words::new(recorded);
+        let after = recorded.operations[..=index]
+            .iter()
+            .fold(Vec::new(), |_, operation| words.of(operation));
+        let differing = || {
+            before
+                .iter()
+                .zip(&after)
+                .filter(|(before, after)| before != after)
+        };
+        let of_rank = |rank: usize| differing().find(move |(before, _)| rank_of(&before.part) == rank);
+        let same_length = before.len() == after.len();
+        let first = same_length.then(|| (0..4).find_map(of_rank)).flatten();
+        let (part, before, after) = match first {
+            Some((before, after)) => (
+                changed(before.name, &before.part),
+                self.text(&before.part),
+                self.text(&after.part),
+            ),
+            // Lists of operands, as of a concatenation, differ in length.
+            None => (
+                Changed::Operand("tensors".to_owned()),
+                format!("{} of them", count_operands(before)),
+                format!("{} of them", count_operands(&after)),
+            ),
+        };
+        Mismatch::Attributes {
+            index,
+            operation: self.operation(index),
+            part,
+            before,
+            after,
+        }
     }
 
     fn output_mismatch(&self, recorded: &Recorded) -> Option<Mismatch> {
@@ -213,7 +359,7 @@ impl Guard {
         let only_in = |these: &[u32], those: &[u32]| -> Vec<String> {
             let producer = |&result: &u32| {
                 let operation = self.producers[result as usize] as usize;
-                format!("operation {operation} ({})", self.names[operation])
+                format!("operation {operation} ({})", self.operation(operation))
             };
             these
                 .iter()
@@ -228,11 +374,33 @@ impl Guard {
     }
 }
 
-fn input_types(recorded: &Recorded) -> Vec<String> {
-    let show = |dims: &burn_backend::Shape| dims.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-    recorded
-        .inputs
+/// Parts that the program chose come before those that follow from them.
+fn rank_of(part: &Part) -> usize {
+    match part {
+        Part::Attribute(_) => 0,
+        Part::Scalar(_) | Part::Runtime(_) => 1,
+        Part::Operand(_) => 2,
+        Part::Result(..) => 3,
+    }
+}
+
+fn changed(name: &str, part: &Part) -> Changed {
+    let name = name.to_owned();
+    match part {
+        Part::Attribute(_) => Changed::Attribute(name),
+        Part::Scalar(_) | Part::Runtime(_) => Changed::Number(name),
+        Part::Operand(_) => Changed::Operand(name),
+        Part::Result(..) => Changed::Result(name),
+    }
+}
+
+fn count_operands(parts: &[Named]) -> usize {
+    parts
         .iter()
-        .map(|input| format!("{:?} [{}]", input.ir.dtype, show(&input.ir.shape)).to_lowercase())
-        .collect()
+        .filter(|it| matches!(it.part, Part::Operand(_)))
+        .count()
+}
+
+fn input_types(recorded: &Recorded) -> Vec<String> {
+    recorded.inputs.iter().map(|input| type_text(&input.ir)).collect()
 }

@@ -7,7 +7,7 @@
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
-//! - [`history`], [`stream_text`]: what was compiled and why, for reports and debug dumps.
+//! - [`history`], [`words`], [`stream_text`]: what was compiled and why, in words, for reports and debug dumps.
 //! - [`breaks`], [`location`]: why and where a recording was cut.
 
 pub mod breaks;
@@ -21,9 +21,10 @@ pub mod replay;
 pub mod session;
 pub mod split;
 pub mod stream_text;
+pub mod words;
 
 pub use breaks::{BreakReason, GraphBreak};
-pub use guard::Mismatch;
+pub use guard::{Changed, Mismatch};
 pub use history::CompileEvent;
 pub use location::Location;
 pub use recording::Recorded;

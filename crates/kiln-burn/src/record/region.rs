@@ -50,8 +50,6 @@ pub struct Step {
     lasting: Vec<usize>,
     /// Runs in a row in which one of them did end.
     ended: AtomicU64,
-    /// The user's line of each operation, where it was looked up.
-    lines: Vec<Option<Arc<str>>>,
     /// Prepared for one run only: replaced by the region's own backend if the step comes again.
     provisional: bool,
     /// Which step of the region, in the order of compilation.
@@ -328,7 +326,10 @@ impl Region {
         let lines = self.lines(segment, recorded);
         if let Some(index) = known {
             self.segments[segment].remove(index);
-        } else if let Some(mismatch) = self.nearest_mismatch(segment, recorded) {
+        } else if let Some(mismatch) = self
+            .nearest(segment, recorded)
+            .and_then(|step| step.guard.mismatch(recorded))
+        {
             let expected = self.segments[segment].iter().all(|step| step.provisional);
             let remedy = if expected {
                 history::EXPECTED
@@ -382,25 +383,21 @@ impl Region {
         Ok(0)
     }
 
-    /// The user's line of each operation: looked up while recording, or else those of a step of as many operations,
-    /// which is most likely the same program with other shapes.
+    /// The user's line of each operation: looked up while recording, or else those of the step it resembles most.
     fn lines(&self, segment: usize, recorded: &Recorded) -> Vec<Option<Arc<str>>> {
-        let alike = |step: &&Arc<Step>| step.lines.len() == recorded.operations.len();
         match recorded.lines.is_empty() {
             false => recorded.lines.clone(),
-            true => self.segments[segment]
-                .iter()
-                .find(alike)
-                .map_or_else(Vec::new, |step| step.lines.clone()),
+            true => self
+                .nearest(segment, recorded)
+                .map_or_else(Vec::new, |step| step.guard.lines_of(recorded)),
         }
     }
 
-    /// The difference to the compiled step that agrees longest; none if there is no step.
-    fn nearest_mismatch(&self, segment: usize, recorded: &Recorded) -> Option<Mismatch> {
-        let nearest = self.segments[segment]
+    /// The compiled step that agrees longest; none if there is no step.
+    fn nearest(&self, segment: usize, recorded: &Recorded) -> Option<&Arc<Step>> {
+        self.segments[segment]
             .iter()
-            .max_by_key(|step| step.guard.agreement(recorded))?;
-        nearest.guard.mismatch(recorded)
+            .max_by_key(|step| step.guard.agreement(recorded))
     }
 
     /// The backend for a new step, and whether it is provisional: the first call of an optimizer has a graph of its own, because the
@@ -540,7 +537,7 @@ impl Step {
         let mut stages = stages.times;
         stages.extend_from_slice(executable.stages());
         Ok(Self {
-            guard: Guard::new(recorded),
+            guard: Guard::new(recorded, lines),
             graph,
             stages,
             number: 0,
@@ -552,7 +549,6 @@ impl Step {
             backend,
             lasting,
             ended: AtomicU64::new(0),
-            lines,
             provisional,
             runs: Arc::default(),
             compile_time: start.elapsed(),

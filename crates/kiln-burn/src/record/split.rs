@@ -238,7 +238,7 @@ impl SplitStep {
         let (backward, ran_backward) = prepare(split.backward).map_err(failed)?;
         let planned = ran_forward == CompileBackend::Cpu && ran_backward == CompileBackend::Cpu;
         Ok(Self {
-            guard: Guard::new(recorded),
+            guard: Guard::new(recorded, recorded.lines.clone()),
             places,
             name: options.name.clone(),
             forward,

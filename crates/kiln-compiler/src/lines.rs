@@ -1,0 +1,148 @@
+//! Source lines of compiled steps.
+//!
+//! A step in the disk cache outlives the program it was compiled for: an edit of the program moves lines and leaves the graph as it is. So what is compiled for
+//! the cache has the numbers of recorded nodes in place of lines ([`numbered`]), and each process puts the lines of its own recording there
+//! ([`Contract::with_lines_of`]).
+
+use kiln_graph::Graph;
+use rustc_hash::FxHashMap;
+
+use crate::Contract;
+use crate::partition::OriginReport;
+
+/// What stands for a line: `node 12`.
+fn mark(number: usize) -> String {
+    format!("node {number}")
+}
+
+/// `graph` with each node's number as its location.
+pub(crate) fn numbered(graph: &Graph) -> Graph {
+    let mut marked = graph.clone();
+    for (number, (node, _)) in graph.nodes().enumerate() {
+        marked.provenance_mut(node).location = Some(mark(number).into());
+    }
+    marked
+}
+
+impl Contract {
+    /// The contract of a step that was compiled from the [`numbered`] graph, with the lines that `graph`, an equal one, has.
+    pub(crate) fn with_lines_of(mut self, graph: &Graph) -> Self {
+        let lines: FxHashMap<String, String> = graph
+            .nodes()
+            .enumerate()
+            .filter_map(|(number, (_, node))| {
+                let line = node.provenance.location.as_deref()?;
+                Some((mark(number), line.to_owned()))
+            })
+            .collect();
+        let line = |location: &mut Option<String>| {
+            *location = location.take().and_then(|mark| lines.get(&mark).cloned());
+        };
+        let nodes = self.kernels.iter_mut().flat_map(|kernel| &mut kernel.nodes);
+        nodes.for_each(|node| line(&mut node.location));
+        for saved in self.partition.iter_mut().flat_map(|it| &mut it.saved) {
+            line(&mut saved.origin.location);
+            saved.users.iter_mut().for_each(|user| line(&mut user.location));
+            // Nodes of one line were different ones while they had numbers.
+            let mut seen: Vec<OriginReport> = Vec::new();
+            saved.users.retain(|user| {
+                let new = !seen.contains(user);
+                if new {
+                    seen.push(user.clone());
+                }
+                new
+            });
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kiln_graph::op::UnaryOp;
+    use kiln_graph::{DType, Op, Provenance, TensorType};
+
+    use super::*;
+    use crate::partition::{Decision, SavedReport};
+    use crate::report::{FusedNode, KernelReport};
+
+    /// `exp` and `tanh` of a parameter, at these lines.
+    fn graph(lines: [&str; 2]) -> Graph {
+        let mut graph = Graph::new("step");
+        let mut value = graph.parameter(TensorType::new(DType::F32, [4]));
+        for (op, line) in [UnaryOp::Exp, UnaryOp::Tanh].into_iter().zip(lines) {
+            let provenance = Provenance {
+                location: Some(line.into()),
+                ..Provenance::default()
+            };
+            value = graph.add(Op::Unary(op), &[value], &provenance).unwrap();
+        }
+        graph.output(value, None);
+        graph
+    }
+
+    /// What a compiler that fuses both operations would say of `graph`.
+    fn contract(graph: &Graph) -> Contract {
+        let origin = |at: usize| OriginReport {
+            op: "exp".to_owned(),
+            operation: None,
+            location: graph
+                .nodes()
+                .nth(at)
+                .and_then(|(_, node)| node.provenance.location.as_deref())
+                .map(str::to_owned),
+            module: None,
+        };
+        let nodes = (1..3).map(|at| FusedNode {
+            location: origin(at).location,
+            ..FusedNode::default()
+        });
+        let saved = SavedReport {
+            name: "%1".to_owned(),
+            ty: "f32[4]".to_owned(),
+            bytes: 16,
+            is_output: false,
+            origin: origin(1),
+            users: vec![origin(1), origin(2)],
+        };
+        Contract {
+            aliases: Vec::new(),
+            arena_bytes: 0,
+            threads: 1,
+            partition: Some(Decision {
+                saved_bytes: 16,
+                everything_bytes: 16,
+                peak_without_budget: None,
+                recompute_picoseconds: 0,
+                saved: vec![saved],
+                recomputed: Vec::new(),
+            }),
+            kernels: vec![KernelReport {
+                nodes: nodes.collect(),
+                ..KernelReport::default()
+            }],
+            buffers: Vec::new(),
+            externs: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_cached_step_has_the_lines_of_the_program_as_it_is_now() {
+        let before = graph(["main.rs:7", "main.rs:7"]);
+        let stored = serde_json::to_string(&contract(&numbered(&before))).unwrap();
+        assert!(!stored.contains("main.rs"), "the cache holds no lines: {stored}");
+        // The line was cut in two, and something put before it.
+        let now = graph(["main.rs:9", "main.rs:10"]);
+        assert_eq!(before.fingerprint(), now.fingerprint());
+        let read: Contract = serde_json::from_str(&stored).unwrap();
+        assert_eq!(read.with_lines_of(&now), contract(&now));
+    }
+
+    #[test]
+    fn users_at_one_line_are_one() {
+        let graph = graph(["main.rs:7", "main.rs:7"]);
+        let found = contract(&numbered(&graph)).with_lines_of(&graph);
+        let saved = &found.partition.unwrap().saved[0];
+        assert_eq!(saved.users, vec![saved.origin.clone()]);
+    }
+}
