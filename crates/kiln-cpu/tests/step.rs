@@ -107,6 +107,46 @@ fn profiling_sees_each_kernel() {
     );
 }
 
+#[test]
+fn a_step_nobody_profiles_reads_no_clock() {
+    /// Would be told of every kernel, and of every piece of one, if it asked.
+    struct Indifferent;
+    impl StepHooks for Indifferent {
+        fn call_extern(&self, _: usize, _: *mut *mut c_void) -> Result<(), String> {
+            Err("none".into())
+        }
+        fn kernel_event(&self, _: usize, _: KernelEvent) {
+            panic!("the step called back");
+        }
+        fn piece_event(&self, _: usize, _: usize, _: u64, _: u64) {
+            panic!("a piece was timed");
+        }
+    }
+    // The step itself says whether it was given a callback for events: the only thing that reads clocks.
+    let text = format!(
+        r#"#include "kiln_runtime.h"
+{}
+int kiln_step(const kiln_runtime *rt, void *const *inputs, void *const *outputs, void *arena,
+              const uint64_t *scalars) {{
+    *(float *)outputs[0] = rt->kernel_event ? 1 : 2;
+    return 0;
+}}
+"#,
+        Signature::new(1, 1, 1, 0).to_c()
+    );
+    let step = build(&[SourceFile::new("step.c", text)]);
+    let out = run(&step, &ThreadPool::new(2), &[0.0; 8], 1.0, &Indifferent).unwrap();
+    assert_eq!(out[0], 2.0, "no callback for events");
+    run(
+        &build(&axpy(64)),
+        &ThreadPool::new(2),
+        &[0.0; 64],
+        1.0,
+        &Indifferent,
+    )
+    .unwrap();
+}
+
 /// A step that hands its input and output to operation 4 outside.
 fn outside() -> Vec<SourceFile> {
     let text = format!(

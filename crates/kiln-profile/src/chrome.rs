@@ -14,6 +14,11 @@ use crate::event::{Category, Event, EventKind, KernelTime, StepRun, Trace};
 /// The number of the only process of a trace.
 pub const PROCESS: u32 = 1;
 
+/// The number of a row's thread: from 1, which is the process's main thread. Thread 0 stands for none in some readers.
+fn thread(row: usize) -> usize {
+    row + 1
+}
+
 /// An entry with what it is sorted by: its start, then the longest first, then the order in which it was made.
 struct Entry {
     start: u64,
@@ -58,7 +63,7 @@ pub(crate) fn write(trace: &Trace, mut out: impl Write) -> io::Result<()> {
 }
 
 fn metadata(name: &str, row: Option<usize>, arguments: Value) -> Value {
-    json!({"name": name, "ph": "M", "pid": PROCESS, "tid": row.unwrap_or(0), "args": arguments})
+    json!({"name": name, "ph": "M", "pid": PROCESS, "tid": thread(row.unwrap_or(0)), "args": arguments})
 }
 
 struct Writer {
@@ -86,7 +91,7 @@ impl Writer {
         fields.insert("ph".to_owned(), phase.into());
         fields.insert("ts".to_owned(), self.time(start));
         fields.insert("pid".to_owned(), PROCESS.into());
-        fields.insert("tid".to_owned(), row.into());
+        fields.insert("tid".to_owned(), thread(row as usize).into());
         for (key, value) in more {
             fields.insert((*key).to_owned(), value.clone());
         }
@@ -338,14 +343,14 @@ mod tests {
             })
             .collect();
         let expected = [
-            ("step", 0, 0.0, 1.001),
-            ("forward", 0, 0.001, 0.499),
-            ("a", 0, 0.001, 0.199),
-            ("b", 0, 0.201, 0.199),
-            ("b", 1, 0.21, 0.18),
-            ("c", 0, 0.401, 0.099),
-            ("backward", 0, 0.501, 0.5),
-            ("d", 0, 0.501, 0.5),
+            ("step", 1, 0.0, 1.001),
+            ("forward", 1, 0.001, 0.499),
+            ("a", 1, 0.001, 0.199),
+            ("b", 1, 0.201, 0.199),
+            ("b", 2, 0.21, 0.18),
+            ("c", 1, 0.401, 0.099),
+            ("backward", 1, 0.501, 0.5),
+            ("d", 1, 0.501, 0.5),
         ];
         assert_eq!(slices, expected);
         let rows = file["traceEvents"]
