@@ -293,15 +293,23 @@ fn a_shape_recompiles_once_and_says_why() {
     let [recompile] = &report.recompiles[..] else {
         panic!("{:?}", report.recompiles)
     };
-    let expected = Mismatch::Input {
+    let Mismatch::Input {
         index: 0,
-        before: "f32 [8, 3]".into(),
-        after: "f32 [5, 3]".into(),
+        used: Some(used),
+        before,
+        after,
+    } = &recompile.mismatch
+    else {
+        panic!("{recompile:?}")
     };
-    assert_eq!(recompile.mismatch, expected);
+    assert_eq!((&**before, &**after), ("f32 [8, 3]", "f32 [5, 3]"));
+    assert!(
+        used.starts_with("NumericFloat.MulScalar at ") && used.contains("region.rs:"),
+        "{used}"
+    );
     assert_eq!(
         recompile.mismatch.to_string(),
-        "input 0: f32 [8, 3] became f32 [5, 3]"
+        format!("type and shape of input 0, first used by {used}: f32 [8, 3] became f32 [5, 3]")
     );
 }
 
@@ -321,7 +329,11 @@ fn a_dtype_and_a_branch_recompile() {
         .iter()
         .map(|it| it.mismatch.to_string())
         .collect();
-    assert_eq!(reasons[0], "operation 0: Float.Sqrt became Float.Exp");
+    assert!(
+        reasons[0].starts_with("operation 0: Float.Sqrt at "),
+        "{reasons:?}"
+    );
+    assert!(reasons[0].ends_with(" became Float.Exp"), "{reasons:?}");
     assert!(reasons[1].contains("f32 [2] became f64 [2]"), "{reasons:?}");
 }
 
@@ -484,4 +496,97 @@ fn inputs_that_end_in_the_step_only_later_give_their_buffers_then() {
     let report = region.report();
     assert_eq!((report.steps.len(), report.steps[0].aliased), (1, 1));
     assert_eq!(report.recompiles, [], "no guard failed");
+}
+
+#[test]
+fn what_changed_about_an_operation_is_said_in_words() {
+    let x = Tensor::<Kiln, 2>::ones([4, 6], &device());
+    let y = Tensor::<Kiln, 2>::ones([4, 6], &device());
+    // Each program runs once with `false`, once with `true`.
+    type Program = Box<dyn Fn(Tensor<Kiln, 2>, Tensor<Kiln, 2>, bool) -> Tensor<Kiln, 2>>;
+    let programs: [(Program, &str, &str); 6] = [
+        (
+            Box::new(|x, _, late| x.slice([0..2, if late { 1..4 } else { 0..3 }])),
+            "`ranges` of operation 0, BaseFloat.Slice at ",
+            "[..2, ..3] became [..2, 1..4]",
+        ),
+        (
+            Box::new(|x, _, other| x.sum_dim(usize::from(other))),
+            "`axis` of operation 0, NumericFloat.SumDim at ",
+            "0 became 1",
+        ),
+        (
+            Box::new(|x, _, other| {
+                let mask = x.clone().equal_elem(0.0);
+                x.mask_fill(mask, if other { 7.0 } else { 3.0 })
+            }),
+            "the number `value` of operation 1, BaseFloat.MaskFill at ",
+            "3.0 became 7.0",
+        ),
+        (
+            Box::new(|x, y, other| {
+                let z = x.clone() + y.clone();
+                z.clone() * if other { y } else { z }
+            }),
+            "the operand `rhs` of operation 1, NumericFloat.Mul at ",
+            "the result of operation 0, NumericFloat.Add at ",
+        ),
+        (
+            Box::new(|x, _, other| x.reshape(if other { [8, 3] } else { [3, 8] })),
+            "type or shape of the result `out` of operation 0, BaseFloat.Reshape at ",
+            "f32 [3, 8] became f32 [8, 3]",
+        ),
+        (
+            Box::new(|x, y, other| match other {
+                false => Tensor::cat(vec![x, y], 0),
+                true => Tensor::cat(vec![x.clone(), y, x], 0).slice([0..8, 0..6]),
+            }),
+            "of operation 0, BaseFloat.Cat at ",
+            "2 of them became 3 of them",
+        ),
+    ];
+    for (program, guard, change) in programs {
+        let mut region = region();
+        for other in [false, true] {
+            region.run(|| program(x.clone(), y.clone(), other)).unwrap();
+        }
+        let report = region.report();
+        let [recompile] = &report.recompiles[..] else {
+            panic!("{:?}", report.recompiles)
+        };
+        let text = recompile.mismatch.to_string();
+        for part in [guard, change, "region.rs:"] {
+            assert!(text.contains(part), "`{part}` is missing in: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_recompiled_step_has_lines_where_it_resembles_the_one_before() {
+    let mut region = region();
+    let x = vector(&[1.0, 2.0]);
+    for more in [false, true] {
+        region
+            .run(|| {
+                let y = x.clone().exp();
+                let y = if more { y.tanh() } else { y };
+                y + 1.0
+            })
+            .unwrap();
+    }
+    let report = region.report();
+    let lines = |step: usize| -> Vec<Option<String>> {
+        let step = report.steps.iter().find(|it| it.number == step).unwrap();
+        let nodes = step.graph.nodes();
+        let made = nodes.filter(|(_, node)| node.provenance.operation.is_some());
+        made.map(|(_, node)| node.provenance.location.as_deref().map(str::to_owned))
+            .collect()
+    };
+    let (before, now) = (lines(0), lines(1));
+    assert!(before.iter().all(Option::is_some), "{before:?}");
+    assert_eq!((now.first(), now.last()), (before.first(), before.last()));
+    assert!(
+        now.contains(&None),
+        "nobody saw the line of the new operation: {now:?}"
+    );
 }

@@ -6,7 +6,7 @@ use kiln_burn::record::history::EXPECTED;
 use kiln_burn::{CompileEvent, GraphBreak, Mismatch, RegionReport, StepReport};
 use kiln_compiler::Contract;
 use kiln_compiler::report::{BufferPlace, BufferReport, FusedNode, KernelReport, arena_in_use};
-use kiln_graph::Phase;
+use kiln_graph::{NodeData, Op, Phase};
 
 use super::report::{
     Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Memory, PhaseCount, Recomputed, Report,
@@ -46,7 +46,7 @@ fn step(step: &StepReport) -> Step {
             operations: step.guards.operations,
             outputs: step.guards.outputs,
         },
-        externs: counted(&step.externs),
+        externs: externs(step),
         threads: step.threads,
         from_cache: step.from_cache,
         compile_seconds: step.compile_time.as_secs_f64(),
@@ -65,6 +65,16 @@ fn step(step: &StepReport) -> Step {
     }
 }
 
+/// Operations kept whole, each with the line of the program it is for.
+fn externs(step: &StepReport) -> Vec<Counted> {
+    let name = |(_, node): (_, &NodeData)| match (&node.op, &node.provenance.location) {
+        (Op::Extern(op), Some(line)) => Some(format!("{} at {line}", op.name)),
+        (Op::Extern(op), None) => Some(op.name.clone()),
+        _ => None,
+    };
+    counted(&step.graph.nodes().filter_map(name).collect::<Vec<_>>())
+}
+
 fn saved(contract: &Contract) -> Vec<SavedTensor> {
     let saved = contract.partition.iter().flat_map(|partition| &partition.saved);
     saved
@@ -74,9 +84,9 @@ fn saved(contract: &Contract) -> Vec<SavedTensor> {
             bytes: saved.bytes,
             origin: match saved.is_output {
                 true => format!("{} (an output anyway)", saved.origin),
-                false => saved.origin.clone(),
+                false => saved.origin.to_string(),
             },
-            users: saved.users.clone(),
+            users: saved.users.iter().map(ToString::to_string).collect(),
         })
         .collect()
 }
@@ -142,6 +152,7 @@ fn kernels(contract: &Contract) -> Vec<Kernel> {
         scratch_bytes: kernel.scratch.1 as u64,
         seconds: None,
         machine_share: None,
+        limit: None,
     };
     contract.kernels.iter().enumerate().map(kernel).collect()
 }
@@ -218,14 +229,14 @@ fn compiles(events: &[CompileEvent]) -> Vec<Compile> {
 }
 
 fn compile(event: &CompileEvent) -> Compile {
-    let (guard, before, after) = event.mismatch.as_ref().map_or((None, None, None), difference);
+    let (before, after) = event.mismatch.as_ref().map(Mismatch::change).unzip();
     Compile {
         segment: event.segment,
         step: event.step,
         backend: event.backend.to_string(),
         provisional: event.provisional,
         expected: false,
-        guard,
+        guard: event.mismatch.as_ref().map(Mismatch::guard),
         before,
         after,
         remedy: event
@@ -235,49 +246,6 @@ fn compile(event: &CompileEvent) -> Compile {
         seconds: event.time.as_secs_f64(),
         runs: event.runs(),
     }
-}
-
-/// The guard that failed, and what it saw before and after.
-fn difference(mismatch: &Mismatch) -> (Option<String>, Option<String>, Option<String>) {
-    let name = |operation: &Option<String>| {
-        operation
-            .clone()
-            .unwrap_or_else(|| "the end of the step".to_owned())
-    };
-    let list = |names: &[String]| {
-        if names.is_empty() {
-            "none".to_owned()
-        } else {
-            names.join(", ")
-        }
-    };
-    let (guard, before, after) = match mismatch {
-        Mismatch::Input { index, before, after } => (
-            format!("type and shape of input {index}"),
-            before.clone(),
-            after.clone(),
-        ),
-        Mismatch::Operation { index, before, after } => {
-            (format!("operation {index}"), name(before), name(after))
-        }
-        Mismatch::Attributes {
-            index,
-            operation,
-            detail,
-        } => {
-            return (
-                Some(format!("operation {index}, {operation}: {detail}")),
-                None,
-                None,
-            );
-        }
-        Mismatch::Outputs { dropped, kept } => (
-            "results that outlive the region".to_owned(),
-            format!("kept only then: {}", list(dropped)),
-            format!("kept only now: {}", list(kept)),
-        ),
-    };
-    (Some(guard), Some(before), Some(after))
 }
 
 /// Names in order of first occurrence, with their number.

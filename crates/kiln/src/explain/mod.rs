@@ -3,11 +3,12 @@
 //! ```text
 //! RegionReport (kiln-burn) ──► collect ──► Report ──► text   Display
 //!                                            │     ├► JSON   Report::to_json
-//!                              measure ──────┘     └► HTML   Explain::to_html: one file, no network
+//!                     machine, measure ──────┘     └► HTML   Explain::to_html: one file, no network
 //! ```
 
 mod collect;
 mod html;
+mod machine;
 mod measure;
 mod report;
 mod text;
@@ -18,9 +19,10 @@ use std::sync::Arc;
 
 use kiln_burn::{CompileOptions, Error, Point, RegionReport, StepReport, execute};
 
+pub use machine::Limit;
 pub use report::{
-    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount, Recomputed, Report,
-    SavedTensor, Step,
+    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount, Rate, Recomputed,
+    Report, SavedTensor, Step,
 };
 
 /// What a region compiled, why, and what cut it. Prints as text.

@@ -53,7 +53,7 @@ pub struct Step {
     pub scalars: usize,
     /// What must be the same for the step to run again.
     pub guards: Guards,
-    /// Operations that run outside the compiled code.
+    /// Operations that run outside the compiled code, with their lines.
     pub externs: Vec<Counted>,
     /// Threads that share the work.
     pub threads: usize,
@@ -179,8 +179,11 @@ pub struct Kernel {
     pub scratch_bytes: u64,
     /// Mean time of a run in seconds, if measured.
     pub seconds: Option<f64>,
-    /// Share of what the machine can do at most (bandwidth or arithmetic, whichever binds), from 0 to 1, if measured.
+    /// Share of what the machine can do at most, from 0 to 1, if measured.
     pub machine_share: Option<f64>,
+    /// What that most is: `arithmetic`, or the rate of `cache` or `memory` for as many bytes. A kernel that would be beyond it reads only a part of
+    /// its buffers, and this says so.
+    pub limit: Option<String>,
 }
 
 /// An operation inside a kernel.
@@ -263,14 +266,25 @@ pub struct Recomputed {
 }
 
 /// What the machine can do at most, measured briefly.
-#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Machine {
-    /// Bytes a second that all threads together read and write.
+    /// Bytes a second that all threads together read and write, of more than caches hold.
     pub bytes_per_second: f64,
+    /// The same of less, the least first.
+    pub caches: Vec<Rate>,
     /// Floating point operations a second of a large matrix product.
     pub flops_per_second: f64,
     /// Threads it was measured with.
     pub threads: usize,
+}
+
+/// How fast an amount of memory is read and written over and over.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Rate {
+    /// The amount.
+    pub bytes: u64,
+    /// Bytes a second.
+    pub bytes_per_second: f64,
 }
 
 impl Step {
@@ -281,6 +295,17 @@ impl Step {
 }
 
 impl Report {
+    /// Whether a segment has as many compiled steps as it may have, so that what comes next runs node by node.
+    pub fn at_recompile_limit(&self) -> bool {
+        let lasting = |segment: usize| {
+            let own = self.compiles.iter().filter(move |it| it.segment == segment);
+            own.filter(|it| !it.provisional).count()
+        };
+        self.compiles
+            .iter()
+            .any(|compile| lasting(compile.segment) >= self.recompile_limit)
+    }
+
     /// The report as JSON.
     pub fn to_json(&self) -> String {
         serde_json::to_string_pretty(self).expect("names are strings and numbers are finite or null")

@@ -7,6 +7,9 @@ use super::report::{Break, Compile, Counted, Kernel, Memory, Report, Step};
 /// Kernels, saved tensors and externs that are listed; JSON and HTML have all.
 const LISTED: usize = 12;
 
+/// Lines of the program that are listed for a kernel.
+const LINES: usize = 2;
+
 /// Columns of the picture of memory over the step.
 const COLUMNS: usize = 64;
 
@@ -27,11 +30,14 @@ impl fmt::Display for Report {
         for compile in self.compiles.iter().filter(|compile| !compile.expected) {
             write_compile(compile, f)?;
         }
-        if recompiles + 1 >= self.recompile_limit {
+        if self.at_recompile_limit() {
+            let unexpected = self.compiles.iter().rev().find(|compile| !compile.expected);
+            let remedy = unexpected.and_then(|compile| compile.remedy.as_deref());
             writeln!(
                 f,
-                "  at the recompile limit of {}: further steps run on aot_eager",
-                self.recompile_limit
+                "  at the recompile limit of {}: further steps run on aot_eager, which is slower\n    likely fix: {}",
+                self.recompile_limit,
+                remedy.unwrap_or("keep shapes and control flow the same"),
             )?;
         }
         for step in &self.steps {
@@ -40,8 +46,12 @@ impl fmt::Display for Report {
         if let Some(machine) = &self.machine {
             writeln!(
                 f,
-                "  machine: {:.1} GB/s, {:.0} GFLOP/s with {} threads",
+                "  machine: {:.1} GB/s from memory{}, {:.0} GFLOP/s with {} threads",
                 machine.bytes_per_second * 1e-9,
+                match machine.caches.first() {
+                    Some(rate) => format!(", {:.1} GB/s from the first cache", rate.bytes_per_second * 1e-9),
+                    None => String::new(),
+                },
                 machine.flops_per_second * 1e-9,
                 machine.threads
             )?;
@@ -131,7 +141,12 @@ fn write_step(step: &Step, f: &mut Formatter<'_>) -> fmt::Result {
         }
     }
     if !step.externs.is_empty() {
-        writeln!(f, "    kept whole, run on burn-flex: {}", counted(&step.externs))?;
+        writeln!(
+            f,
+            "    kept whole, run on burn-flex outside the compiled code: {}\n      what to do: nothing, unless times show it \
+             (`kiln::profile`); then express it with other tensor operations",
+            counted(&step.externs)
+        )?;
     }
     for line in step.details.lines() {
         writeln!(f, "    {line}")?;
@@ -222,7 +237,8 @@ fn write_kernels(kernels: &[Kernel], f: &mut Formatter<'_>) -> fmt::Result {
             write!(f, " {:>9}", seconds(time))?;
         }
         if let Some(share) = kernel.machine_share {
-            write!(f, " {:3.0}% of the machine", share * 100.0)?;
+            let limit = kernel.limit.as_deref().unwrap_or("the machine");
+            write!(f, " {:3.0}% of {limit}", share * 100.0)?;
         }
         writeln!(
             f,
@@ -235,7 +251,7 @@ fn write_kernels(kernels: &[Kernel], f: &mut Formatter<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// What a kernel fuses, in short: the operations of the program where they are known.
+/// What a kernel fuses, in short: the operations of the program, and its lines, where they are known.
 fn fused(kernel: &Kernel) -> String {
     let mut names: Vec<Counted> = Vec::new();
     for node in &kernel.fused {
@@ -249,10 +265,25 @@ fn fused(kernel: &Kernel) -> String {
         }
     }
     let text = counted(&names);
-    match text.char_indices().nth(90) {
+    let mut text = match text.char_indices().nth(90) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
+    };
+    let mut lines: Vec<&str> = kernel
+        .fused
+        .iter()
+        .filter_map(|it| it.location.as_deref())
+        .collect();
+    lines.sort_unstable();
+    lines.dedup();
+    for (position, line) in lines.iter().take(LINES).enumerate() {
+        text += if position == 0 { " at " } else { ", " };
+        text += line;
     }
+    if lines.len() > LINES {
+        text += &format!(" and {} more lines", lines.len() - LINES);
+    }
+    text
 }
 
 fn counted(names: &[Counted]) -> String {

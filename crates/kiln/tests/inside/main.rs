@@ -2,7 +2,10 @@
 
 mod check;
 mod dump;
+mod format;
 mod html;
+mod log;
+mod newcomer;
 mod report;
 mod trace;
 

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use kiln::{CompileBackend, CompileOptions, Kiln};
 use serde_json::Value;
 
-use super::{device, train};
+use super::{device, format, train};
 
 /// A slice of a trace, in nanoseconds.
 #[derive(Clone, Debug)]
@@ -22,6 +22,8 @@ struct Slice {
 struct Trace {
     events: Vec<Value>,
     slices: Vec<Slice>,
+    /// As Perfetto would show it.
+    read: format::Read,
 }
 
 fn nanoseconds(value: &Value) -> u64 {
@@ -36,7 +38,9 @@ fn profiled(program: impl FnOnce()) -> (Trace, kiln::Summary) {
     program();
     profile.export_chrome_trace(&path).unwrap();
     let summary = profile.summary();
-    let file: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    let text = std::fs::read_to_string(&path).unwrap();
+    let read = format::read(&text).unwrap();
+    let file: Value = serde_json::from_str(&text).unwrap();
     let events = file["traceEvents"].as_array().unwrap().clone();
     let slices = events
         .iter()
@@ -50,7 +54,8 @@ fn profiled(program: impl FnOnce()) -> (Trace, kiln::Summary) {
             arguments: event["args"].clone(),
         });
     let slices = slices.collect();
-    (Trace { events, slices }, summary)
+    let trace = Trace { events, slices, read };
+    (trace, summary)
 }
 
 impl Trace {
@@ -132,6 +137,49 @@ fn every_run_has_its_kernels() {
         stages.contains(&"import") && stages.contains(&"load"),
         "{stages:?}"
     );
+}
+
+#[test]
+fn kernels_lie_in_phases_phases_in_the_step_and_stages_in_the_compilation() {
+    let (trace, _) = profiled(|| drop(train(CompileOptions::default().with_name("levels"), 6)));
+    let slices = &trace.read.slices;
+    let parent = |slice: &format::Slice| slice.parent.map(|parent| &*slices[parent].category);
+    let of = |category: &'static str| slices.iter().filter(move |slice| slice.category == category);
+    let caller = of("step").next().unwrap().thread;
+    assert!(of("step").all(|step| step.thread == caller));
+    let mut phases: Vec<&str> = of("phase").map(|phase| &*phase.name).collect();
+    phases.sort_unstable();
+    phases.dedup();
+    assert_eq!(phases, ["backward", "forward", "optimizer"]);
+    assert!(of("phase").all(|phase| parent(phase) == Some("step")));
+    for kernel in of("kernel") {
+        let expected = (kernel.thread == caller).then_some("phase");
+        assert_eq!(parent(kernel), expected, "{kernel:?}");
+    }
+    let stages: Vec<&format::Slice> = of("compile").filter(|slice| slice.name != "compile").collect();
+    assert!(!stages.is_empty());
+    for stage in stages {
+        assert_eq!(parent(stage), Some("compile"), "{stage:?}");
+    }
+    for (begin, end) in &trace.read.arrows {
+        let ends = (&*slices[*begin].category, &*slices[*end].category);
+        assert_eq!(ends, ("step", "kernel"));
+    }
+    assert!(trace.read.counters > 0);
+}
+
+#[test]
+fn steps_of_two_threads_do_not_overlap_on_a_row() {
+    // Reading the trace back checks it.
+    let (trace, _) = profiled(|| {
+        std::thread::scope(|scope| {
+            for name in ["one", "other"] {
+                scope.spawn(move || train(CompileOptions::default().with_name(name), 8));
+            }
+        });
+    });
+    let threads = |name: &str| trace.of("step").find(|run| run.name == name).map(|run| run.row);
+    assert_ne!(threads("one"), threads("other"));
 }
 
 #[test]

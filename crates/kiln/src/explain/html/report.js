@@ -296,10 +296,10 @@ function kernelTable(step) {
   const measured = step.kernels.some(kernel => kernel.seconds !== null);
   const columns = [
     ["#", it => it.number], ["kernel", it => it.name, it => node("code", {}, it.name)], ["phase", it => it.phase, it => badge(it.phase)],
-    ...(measured ? [["time", it => it.seconds, it => seconds(it.seconds)], ["of machine", it => it.machine_share, it => it.machine_share === null ? "–" : (100 * it.machine_share).toFixed(0) + " %"]] : []),
+    ...(measured ? [["time", it => it.seconds, it => seconds(it.seconds)], ["of machine", it => it.machine_share, it => it.machine_share === null ? "–" : `${(100 * it.machine_share).toFixed(0)} % of ${it.limit}`]] : []),
     ["bytes", it => it.bytes, it => bytes(it.bytes)], ["MFLOP", it => it.flops / 1e6, it => (it.flops / 1e6).toFixed(3)],
     ["fuses", it => it.fused.length], ["operations", it => words(it)], ["your lines", it => places(it), it => node("code", {}, places(it))]];
-  const note = measured ? "Mean time of a run, and the share of what the machine can do (bandwidth or arithmetic, whichever binds)." : "Run kiln explain --measure for times.";
+  const note = measured ? "Mean time of a run, and the share of what the machine can do at most: arithmetic, or the rate of caches or memory for as many bytes, whichever binds." : "Run kiln explain --measure for times.";
   return section("Kernels", note, table("kernels", columns, step.kernels, measured ? { 3: true } : { 3: true, 4: true }));
 }
 
@@ -328,7 +328,7 @@ function step(step) {
 
 root.append(node("h1", {}, `Region “${report.region}”`), node("p", { class: "note" },
   `${count(report.calls, "call")}, ${count(report.steps.length, "compiled step")}, ${count(report.breaks.length, "graph break")}, ${count(report.compiles.filter(it => !it.expected).length, "recompile")}` +
-  (report.machine ? `; machine: ${(report.machine.bytes_per_second / 1e9).toFixed(1)} GB/s, ${(report.machine.flops_per_second / 1e9).toFixed(0)} GFLOP/s with ${count(report.machine.threads, "thread")}` : "")));
+  (report.machine ? `; machine: ${(report.machine.bytes_per_second / 1e9).toFixed(1)} GB/s from memory, ${(report.machine.flops_per_second / 1e9).toFixed(0)} GFLOP/s with ${count(report.machine.threads, "thread")}` : "")));
 root.append(findings());
 const tabs = node("div", { class: "tabs", role: "tablist" }), body = node("div");
 function show(at) {

@@ -1,0 +1,99 @@
+//! `KILN_LOG`: each word gives its events, and nothing else does.
+
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex};
+
+use burn::tensor::Tensor;
+use kiln::{CompileBackend, CompileOptions, Kiln};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::MakeWriter;
+
+use super::{device, train};
+
+/// Keeps what is written.
+#[derive(Clone, Default)]
+struct Written(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Written {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<'a> MakeWriter<'a> for Written {
+    type Writer = Self;
+
+    fn make_writer(&'a self) -> Self {
+        self.clone()
+    }
+}
+
+/// A break, a recompile, and a training step that is compiled.
+fn program() {
+    let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
+    let mut region = kiln::compile(options.with_name("logged"));
+    for rows in [2, 3] {
+        let x = Tensor::<Kiln, 1>::ones([rows], &device());
+        region.run(|| x.clone() * x.clone().sum().into_scalar()).unwrap();
+    }
+    train(CompileOptions::default().with_name("logged"), 3);
+}
+
+/// What the program logs under `KILN_LOG=text`.
+fn logged(text: &str) -> Vec<String> {
+    let written = Written::default();
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::new(kiln::log::filter(text)))
+        .with_writer(written.clone())
+        .with_ansi(false)
+        .finish();
+    tracing::subscriber::with_default(subscriber, program);
+    let bytes = written.0.lock().unwrap().clone();
+    String::from_utf8(bytes)
+        .unwrap()
+        .lines()
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn every_word_has_its_events() {
+    // So that the words for what is compiled see steps that the disk cache had, too.
+    program();
+    for (word, _) in kiln::log::WORDS {
+        let lines = logged(word);
+        assert!(!lines.is_empty(), "KILN_LOG={word} says nothing");
+        for line in &lines {
+            assert!(
+                line.contains(&format!("kiln::{word}: ")),
+                "KILN_LOG={word} says {line}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_partition_is_one_line_with_its_numbers() {
+    let lines = logged("partition");
+    // The first step of the optimizer, and the one that stays.
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    for part in [
+        "kept_bytes=",
+        "read_bytes=",
+        "keep=",
+        "computes again: ",
+        "step=\"logged\"",
+    ] {
+        assert!(lines[1].contains(part), "{part} is missing in {}", lines[1]);
+    }
+}
+
+#[test]
+fn without_a_word_nothing_is_said() {
+    assert_eq!(logged(""), Vec::<String>::new());
+}
