@@ -17,8 +17,7 @@ pub struct Slice {
     pub category: String,
     pub name: String,
     pub thread: u64,
-    /// Nanoseconds.
-    pub begin: u64,
+    /// When it ends, in nanoseconds.
     pub end: u64,
     /// The slice around it, by position in [`Read::slices`].
     pub parent: Option<usize>,
@@ -142,7 +141,6 @@ impl Reader {
                     category,
                     name,
                     thread,
-                    begin: at,
                     end,
                     parent: enclosing,
                 });

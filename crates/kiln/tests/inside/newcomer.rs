@@ -61,7 +61,7 @@ fn recompiling() -> (Explain, [u32; 2]) {
     let mut step = kiln::compile(options("recompiling"));
     let x = matrix::<6, 8>(1);
     let mut lines = [0; 2];
-    for (rows, exponent) in [(2, 2.0), (2, 2.0), (3, 2.0), (3, 2.5)] {
+    for (rows, exponent) in [(2, 1.5), (2, 1.5), (3, 1.5), (3, 2.5)] {
         step.run(|| {
             lines = [line!() + 1, line!() + 2];
             let part = x.clone().slice([0..rows, 0..8]);
@@ -149,7 +149,7 @@ fn recompiles_are_found_in_explain() {
         (
             power,
             "the number `rhs` of operation 2, Float.PowfScalar",
-            "2.0 became 2.5",
+            "1.5 became 2.5",
         ),
     ];
     for (found, (line, guard, change)) in recompiles.iter().zip(wanted) {
@@ -171,7 +171,7 @@ fn recompiles_are_found_in_the_log() {
     assert_eq!(events.len(), 2, "{text}");
     assert!(events[0].contains("[..2, ..8] became [..3, ..8]"), "{text}");
     assert!(
-        events[1].contains("newcomer.rs:") && events[1].contains("2.0 became 2.5"),
+        events[1].contains("newcomer.rs:") && events[1].contains("1.5 became 2.5"),
         "{text}"
     );
 }
@@ -195,7 +195,7 @@ fn a_slow_operation_is_found_in_the_summary() {
             .nth(2)
             .unwrap()
     };
-    assert!(first("by kernel").contains("interpolate"), "{text}");
+    assert!(first("by kernel").contains("Module.Interpolate"), "{text}");
     assert!(first("by Burn operation").contains(&at(line)), "{text}");
 }
 
@@ -205,7 +205,7 @@ fn a_slow_operation_is_found_in_explain() {
     let text = explain.to_string();
     let whole = text.lines().find(|line| line.contains("kept whole")).unwrap();
     assert!(
-        whole.contains("interpolate") && whole.contains(&at(line)),
+        whole.contains("Module.Interpolate") && whole.contains(&at(line)),
         "{text}"
     );
     let slowest = text
