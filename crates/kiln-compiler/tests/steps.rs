@@ -7,8 +7,8 @@ use kiln_cpu::{SourceFile, Toolchain};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, UnaryOp};
 use kiln_graph::{Graph, HostTensor, interpret_f64};
+use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, Tape, arguments, decoder, decoder_step};
-use kiln_partition::{PhaseHints, assign_phases};
 use support::{build, run};
 
 /// `||actual - expected|| / ||expected||`.
@@ -24,7 +24,7 @@ fn adam(sizes: Sizes) -> Graph {
     // Every argument may be overwritten, as parameters and moments are.
     let dies = vec![true; graph.parameters().len()];
     assign_aliases(&mut graph, &dies);
-    assign_phases(&mut graph, &PhaseHints::default()).unwrap();
+    assign_phases(&mut graph);
     graph
 }
 
@@ -107,7 +107,7 @@ fn first_of_adam(sizes: Sizes) -> Graph {
     let mut graph = tape.graph;
     let dies = vec![true; graph.parameters().len()];
     assign_aliases(&mut graph, &dies);
-    assign_phases(&mut graph, &PhaseHints::default()).unwrap();
+    assign_phases(&mut graph);
     graph
 }
 

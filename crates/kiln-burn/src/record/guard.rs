@@ -291,8 +291,8 @@ impl Guard {
     /// The operation that uses an input first.
     fn first_use(&self, input: usize) -> Option<String> {
         let wanted = Part::Operand(Some(Position::Input(input)));
-        let uses = |parts: &Box<[Named]>| parts.iter().any(|it| it.part == wanted);
-        Some(self.operation(self.parts.iter().position(uses)?))
+        let uses = |parts: &[Named]| parts.iter().any(|it| it.part == wanted);
+        Some(self.operation(self.parts.iter().position(|parts| uses(parts))?))
     }
 
     /// A part in words.

@@ -374,7 +374,7 @@ fn few_pixels_match_f64() {
                 pad,
                 dilation: [dilation; 3],
             },
-            last: [images % 2 == 0; 2],
+            last: [images.is_multiple_of(2); 2],
             computed: images == 3,
         }
     };

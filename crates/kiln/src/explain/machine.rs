@@ -150,7 +150,7 @@ fn moving_speed(threads: usize, bytes: u64) -> f64 {
         work(&from, &mut to)
     };
     let times: Vec<[Duration; 2]> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(&run)).collect();
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(run)).collect();
         threads
             .into_iter()
             .filter_map(|thread| thread.join().ok())
