@@ -26,7 +26,6 @@ fn arena(report: &RegionReport) -> usize {
 
 /// `train` trains a fresh model with given options. Without a budget and with the smallest it does the same.
 fn check(train: impl Fn(CompileOptions) -> (Outcome, RegionReport)) {
-    let _turn = turn();
     let seeded = |options| {
         Kiln::seed(&KilnDevice::cpu(), 11);
         train(options)
@@ -43,6 +42,8 @@ macro_rules! within_budget {
     ($name:ident, $ty:ident, |$device:ident| $model:expr) => {
         #[test]
         fn $name() {
+            // From here on: weights are drawn from the process's generator, too.
+            let _turn = turn();
             let $device = &KilnDevice::cpu();
             let start: $ty<Compiled> = initialised($model);
             check(|options| {
