@@ -12,7 +12,7 @@
 use std::cell::RefCell;
 use std::error::Error;
 use std::ffi::c_void;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kiln_compiler::{CpuExecutable, Keep, Options, compile};
 use kiln_cpu::{BuildOptions, Cache, KernelEvent, StepHooks, ThreadPool, Toolchain};
@@ -22,17 +22,6 @@ use kiln_partition::testing::{Sizes, decoder_step};
 mod harness;
 
 use harness::Memory;
-
-/// Time of this thread on a core: with one thread, what other processes do does not count.
-fn thread_time() -> Duration {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: the clock exists on every unix, and `time` is written before it is read.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
 
 struct Profile {
     events: RefCell<Vec<Duration>>,
@@ -51,10 +40,10 @@ impl StepHooks for Profile {
 
     fn kernel_event(&self, kernel: usize, event: KernelEvent) {
         match event {
-            KernelEvent::Begin => *self.begin.borrow_mut() = Some(thread_time()),
+            KernelEvent::Begin => *self.begin.borrow_mut() = Some(harness::thread_time()),
             KernelEvent::End => {
                 if let Some(begin) = self.begin.borrow_mut().take() {
-                    self.events.borrow_mut()[kernel] += thread_time() - begin;
+                    self.events.borrow_mut()[kernel] += harness::thread_time() - begin;
                 }
             }
         }
@@ -138,15 +127,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         begin: RefCell::new(None),
         on: false,
     };
-    let clock = Instant::now();
     let mut run = |profile: &Profile| -> Result<Duration, Box<dyn Error>> {
-        let now = || match pool.threads() {
-            1 => thread_time(),
-            _ => clock.elapsed(),
-        };
-        let start = now();
+        let start = harness::now(&pool);
         memory.run(&step, &pool, profile)?;
-        Ok(now() - start)
+        Ok(harness::now(&pool) - start)
     };
     for _ in 0..2 {
         run(&profile)?;

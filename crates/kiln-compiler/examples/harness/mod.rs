@@ -1,6 +1,8 @@
 //! What the examples share: a graph from a file, arguments for it, and runs of compiled steps on them.
 
 use std::error::Error;
+use std::sync::LazyLock;
+use std::time::{Duration, Instant};
 
 use kiln_compiler::{CompileError, CpuExecutable};
 use kiln_cpu::{AlignedBuffer, StepHooks, ThreadPool};
@@ -16,6 +18,26 @@ pub fn read(path: &str) -> Result<Graph, Box<dyn Error>> {
 pub fn threads() -> usize {
     let wanted = std::env::var("THREADS").ok();
     wanted.and_then(|count| count.parse().ok()).unwrap_or(2)
+}
+
+/// Time of this thread on a core: with one thread, what other processes do does not count.
+pub fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the clock exists on every unix, and `time` is written before it is read.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// A clock for what runs on `pool`: time on the core for one thread, and time that passes for several.
+pub fn now(pool: &ThreadPool) -> Duration {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    match pool.threads() {
+        1 => thread_time(),
+        _ => START.elapsed(),
+    }
 }
 
 /// The median of `times`, in any order.
