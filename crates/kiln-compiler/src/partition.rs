@@ -180,8 +180,8 @@ pub fn memory_curve(graph: &Graph, options: &Options) -> Result<Vec<Point>, Comp
     Ok(Frontier::new(&graph, &choices(options), Arena(options))?.curve()?)
 }
 
-/// A function's joint graph, as recorded, as a graph for its forward and one for its backward pass. Both are compiled by themselves, each with an arena of its
-/// own; a memory budget holds for the two arenas and what is kept between the passes together. `tangents` and `roles` are those of [`kiln_partition::split()`].
+/// A function's joint graph, as recorded, as a graph for its forward and one for its backward pass. Both are compiled by themselves and take turns in
+/// one arena; a memory budget holds for it and what is kept between the passes together. `tangents` and `roles` are those of [`kiln_partition::split()`].
 ///
 /// # Errors
 /// Those of [`kiln_partition::split_within`] and of [`crate::compile`].

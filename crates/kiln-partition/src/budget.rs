@@ -192,7 +192,8 @@ impl<P: Planner> Frontier<P> {
             None => planned(&built.graph)?,
             Some(halves) => {
                 let cut = halves.cut(&built.graph, &built.backward)?;
-                planned(&cut.forward)? + cut.kept_bytes() + planned(&cut.backward)?
+                // They never run at once.
+                planned(&cut.forward)?.max(planned(&cut.backward)?) + cut.kept_bytes()
             }
         };
         tracing::debug!(plan = index, peak, cost = self.plans[index].cost, "planned");

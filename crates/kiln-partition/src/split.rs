@@ -72,8 +72,8 @@ pub fn split(
     halves.split(build(&joint, &joint.closure(&kept, false), false)?)
 }
 
-/// [`split`] under a memory budget of `budget` bytes for what `planner` says that each of the graphs takes and what is kept between them, without
-/// arguments, outputs of the function and tangents: so much is allocated when the backward pass begins, if both graphs have working memory of their own.
+/// [`split`] under a memory budget of `budget` bytes for what the graph that needs more takes, by `planner`, and what is kept between the two, without
+/// arguments, outputs of the function and tangents: so much is allocated if the two graphs take turns in the same working memory.
 ///
 /// # Errors
 ///
