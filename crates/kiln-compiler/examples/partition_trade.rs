@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The step is built three times: keeping everything that the backward pass reads, as the partitioner chooses, and under the smallest memory budget that fits.
-//! Printed for each: bytes kept for the backward pass, the arena as planned and as allocated, and the time of a step. The three
+//! Printed for each: bytes kept for the backward pass, the arena, and the time of a step. The three
 //! take turns, so that a ratio compares neighbours in time. Built steps are cached: a second run only measures.
 //!
 //! Then come twelve budgets between the smallest and the one that changes nothing, with the plan that each gets. In the environment,
@@ -17,7 +17,7 @@ use std::error::Error;
 use std::time::{Duration, Instant};
 
 use kiln_compiler::{CpuExecutable, Keep, Options, memory_curve};
-use kiln_cpu::{BuildOptions, Cache, NoHooks, ThreadPool, Toolchain, current_bytes};
+use kiln_cpu::{BuildOptions, Cache, NoHooks, ThreadPool, Toolchain};
 use kiln_graph::Graph;
 use kiln_partition::{Point, Strategy, assign_phases, partition};
 
@@ -34,8 +34,6 @@ const BUDGETS: u64 = 12;
 struct Built {
     name: &'static str,
     step: CpuExecutable,
-    /// Bytes that making it ready allocated.
-    allocated: usize,
     times: Vec<Duration>,
 }
 
@@ -51,7 +49,6 @@ impl Built {
             keep,
             ..options.clone()
         };
-        let before = current_bytes();
         let step = CpuExecutable::new(
             graph,
             &options,
@@ -62,7 +59,6 @@ impl Built {
         Ok(Self {
             name,
             step,
-            allocated: current_bytes() - before,
             times: Vec::new(),
         })
     }
@@ -107,16 +103,15 @@ fn print_budgets(curve: &[Point]) {
 }
 
 fn print_results(built: &[Built], eager: u64) {
-    println!("                     kept MiB   of eager  arena MiB  allocated    step ms  ratio");
+    println!("                     kept MiB   of eager  arena MiB    step ms  ratio");
     let base = built[0].median();
     for one in built {
         println!(
-            "{:>18} {:10.1} {:10.3} {:10.1} {:10.1} {:10.2}  {:.3}",
+            "{:>18} {:10.1} {:10.3} {:10.1} {:10.2}  {:.3}",
             one.name,
             one.kept() as f64 / MIB,
             one.kept() as f64 / eager.max(1) as f64,
             one.step.contract().arena_bytes as f64 / MIB,
-            one.allocated as f64 / MIB,
             one.median() * 1e3,
             one.median() / base,
         );
