@@ -75,6 +75,14 @@ struct Function {
     helpers: Vec<String>,
 }
 
+impl Function {
+    /// Whether it comes from a template, as those do that call helpers. What is not is a loop nest: these are fused otherwise where the
+    /// optimizer has no state yet, and share no files with templates, so that those files stay equal.
+    fn is_from_template(&self) -> bool {
+        !self.helpers.is_empty()
+    }
+}
+
 /// The functions of a step, each text once.
 #[derive(Default)]
 pub struct Functions {
@@ -141,9 +149,13 @@ impl Functions {
         sources.push(SourceFile::new("kiln_nest.h", include_str!("c/kiln_nest.h")));
         sources.push(SourceFile::new("kiln_calls.h", include_str!("c/kiln_calls.h")));
         let tiles: Vec<Function> = self.helpers.values().map(helper).collect();
-        for part in [Part::Tiles, Part::Forward, Part::Backward, Part::Updates] {
+        let parts = [Part::Tiles, Part::Forward, Part::Backward, Part::Updates];
+        let groups = parts.into_iter().flat_map(|part| [(part, true), (part, false)]);
+        for (part, from_template) in groups {
             let all = tiles.iter().chain(&self.functions);
-            let mut rest: Vec<&Function> = all.filter(|function| function.part == part).collect();
+            let of_group =
+                |function: &&Function| function.part == part && function.is_from_template() == from_template;
+            let mut rest: Vec<&Function> = all.filter(of_group).collect();
             let total: usize = rest.iter().map(|function| function.text.len()).sum();
             let most = total.div_ceil(total.div_ceil(FILE_LENGTH).max(1));
             let mut count = 0;
@@ -156,7 +168,8 @@ impl Functions {
                 };
                 let end = rest.iter().take_while(|function| fits(function)).count();
                 let text = self.file(part, &prelude, &rest[..end]);
-                sources.push(SourceFile::new(format!("{}_{count}.c", part.file()), text));
+                let kind = if from_template { "" } else { "_loops" };
+                sources.push(SourceFile::new(format!("{}{kind}_{count}.c", part.file()), text));
                 rest.drain(..end);
                 count += 1;
             }
