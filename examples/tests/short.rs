@@ -66,3 +66,13 @@ fn custom_step_fn() {
         "{text}"
     );
 }
+
+#[test]
+fn with_learner() {
+    let text = run(env!("CARGO_BIN_EXE_with_learner"));
+    assert!(text.contains("epoch 2: training accuracy"), "{text}");
+    assert!(
+        text.contains("4 iterations, 2 compiled steps, 0 graph breaks"),
+        "{text}"
+    );
+}
