@@ -21,7 +21,7 @@ use burn_std::Bytes;
 use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Keep, Observer, Options};
 use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::op::ExternOp;
-use kiln_graph::{Graph, TensorType};
+use kiln_graph::{Graph, Phase, TensorType};
 use kiln_partition::{Machine, OutputRole, Point, Split};
 use kiln_profile::StepDescription;
 
@@ -87,9 +87,13 @@ fn machine(toolchain: &Toolchain, threads: usize) -> Machine {
         .or_insert_with(|| kiln_compiler::rates(toolchain, &CACHE, threads))
 }
 
-/// How a graph is compiled for `options`. What the machine can do is measured for a memory budget, which trades memory for time; without one
-/// a first call does not wait for that.
-fn compiler_options(options: &CompileOptions, toolchain: &Toolchain, threads: usize) -> Options {
+/// How a graph is compiled for `options`. What the machine can do matters only for one with a choice of what to keep: one that is `trained`.
+fn compiler_options(
+    options: &CompileOptions,
+    toolchain: &Toolchain,
+    threads: usize,
+    trained: bool,
+) -> Options {
     let keep = options
         .memory_budget
         .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64));
@@ -97,10 +101,15 @@ fn compiler_options(options: &CompileOptions, toolchain: &Toolchain, threads: us
         keep,
         ..Options::new(toolchain, threads)
     };
-    if options.memory_budget.is_some() {
+    if trained {
         compiler.machine = machine(toolchain, threads);
     }
     compiler
+}
+
+fn is_trained(graph: &Graph) -> bool {
+    let mut nodes = graph.nodes();
+    nodes.any(|(_, data)| data.provenance.phase == Phase::Backward)
 }
 
 /// What memory budgets would do to a step: its plans from the fastest to the smallest.
@@ -110,11 +119,7 @@ fn compiler_options(options: &CompileOptions, toolchain: &Toolchain, threads: us
 /// If there is no C compiler, or the graph cannot be scheduled.
 pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
     let threads = pool(options.threads).threads();
-    let toolchain = toolchain()?;
-    let compiler = Options {
-        machine: machine(toolchain, threads),
-        ..compiler_options(options, toolchain, threads)
-    };
+    let compiler = compiler_options(options, toolchain()?, threads, is_trained(graph));
     Ok(kiln_compiler::memory_curve(graph, &compiler)?)
 }
 
@@ -129,7 +134,7 @@ pub fn split(
     roles: &[OutputRole],
     options: &CompileOptions,
 ) -> Result<Split, ExecuteError> {
-    let compiler = compiler_options(options, toolchain()?, pool(options.threads).threads());
+    let compiler = compiler_options(options, toolchain()?, pool(options.threads).threads(), true);
     Ok(kiln_compiler::split(graph, tangents, roles, &compiler)?)
 }
 
@@ -150,7 +155,7 @@ impl Cpu {
         let compiler = Options {
             debug: debug.map(Path::to_path_buf),
             update_in_epilogue: effort == Effort::Full,
-            ..compiler_options(options, toolchain, pool.threads())
+            ..compiler_options(options, toolchain, pool.threads(), is_trained(&graph))
         };
         let build = BuildOptions::default();
         let executable = CpuExecutable::new(&graph, &compiler, toolchain, &CACHE, &build)?;
