@@ -81,25 +81,15 @@ pub fn settle(id: TensorId, slot: Slot) {
     drop(previous);
 }
 
-/// Has the tensor handed over if it is with a keeper.
-fn fetch_kept(id: TensorId) {
-    let kept = match tensors().get(&id) {
-        Some(Entry::Kept(keeper, index)) => Some((keeper.clone(), *index)),
-        _ => None,
-    };
-    if let Some((keeper, index)) = kept {
-        keeper.give_back(index);
-    }
-}
-
 /// The tensor, shared with the table.
 pub fn get(id: TensorId) -> Option<Slot> {
     loop {
-        match tensors().get(&id)? {
+        let (keeper, index) = match tensors().get(&id)? {
             Entry::Known(slot) => return Some(slot.clone()),
-            Entry::Kept(..) => {}
-        }
-        fetch_kept(id);
+            Entry::Kept(keeper, index) => (keeper.clone(), *index),
+        };
+        // Without the lock: the keeper enters the tensor here.
+        keeper.give_back(index);
     }
 }
 
@@ -107,18 +97,13 @@ pub fn get(id: TensorId) -> Option<Slot> {
 pub fn remove(id: TensorId) -> Option<Slot> {
     loop {
         let mut tensors = tensors();
-        match tensors.get(&id)? {
-            Entry::Known(_) => {
-                let removed = tensors.remove(&id);
-                drop(tensors);
-                return match removed {
-                    Some(Entry::Known(slot)) => Some(slot),
-                    _ => None,
-                };
-            }
-            Entry::Kept(..) => drop(tensors),
-        }
-        fetch_kept(id);
+        let (keeper, index) = match tensors.remove(&id)? {
+            Entry::Known(slot) => return Some(slot),
+            Entry::Kept(keeper, index) => (keeper, index),
+        };
+        tensors.insert(id, Entry::Kept(keeper.clone(), index));
+        drop(tensors);
+        keeper.give_back(index);
     }
 }
 
