@@ -3,9 +3,11 @@
 mod support;
 
 use kiln_compiler::schedule::KernelKind;
-use kiln_graph::op::{BinaryOp, DotDims, UnaryOp};
+use kiln_compiler::{CpuExecutable, Options};
+use kiln_cpu::{BuildOptions, Cache, OptLevel, Toolchain};
+use kiln_graph::op::{BinaryOp, Dims, DotDims, ReduceOp, UnaryOp};
 use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
-use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar, TensorType, Value, interpret_f64};
+use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar, Shape, TensorType, Value, interpret_f64};
 use support::{build, run};
 
 /// `count` random graphs as one step: a compiler run each would be most of the time.
@@ -321,4 +323,83 @@ fn powers_by_a_number_known_at_run_time() {
             }
         }
     }
+}
+
+/// Sums, products and largest values over rows of constants, of every length up to some vectors: with the operands known, the C compiler computes
+/// the last lanes of a row by itself, and has been wrong.
+#[test]
+fn rows_of_constants() {
+    let mut graph = Graph::new("constants");
+    let p = Provenance::default();
+    let add = |graph: &mut Graph, op: Op, inputs: &[Value]| graph.add(op, inputs, &p).unwrap();
+    let value = Scalar::Float(0.9);
+    let constant = Op::Constant {
+        value,
+        dtype: DType::F32,
+    };
+    let each = add(&mut graph, constant, &[]);
+    for length in 1..=40 {
+        for op in [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Max] {
+            let shape = Shape::from([2, length]);
+            // Operands with one reader each, which become part of its loop.
+            let row = Op::Broadcast {
+                shape: shape.clone(),
+                dims: Dims::new(),
+            };
+            let row = add(&mut graph, row, &[each]);
+            let count = Op::Iota {
+                shape,
+                dtype: DType::F32,
+                axis: 1,
+            };
+            let count = add(&mut graph, count, &[]);
+            for x in [row, count] {
+                let axes = Dims::from_slice(&[1]);
+                let reduced = add(&mut graph, Op::Reduce { op, axes }, &[x]);
+                graph.output(reduced, None);
+            }
+        }
+    }
+    let toolchain = Toolchain::detect().unwrap();
+    let expected = interpret_f64(&graph, &[], &[]).unwrap();
+    for level in [OptLevel::Quick, OptLevel::Full] {
+        let build = BuildOptions {
+            level,
+            ..BuildOptions::default()
+        };
+        let options = Options {
+            // Nothing is left of it after simplification.
+            transform: false,
+            ..Options::new(&toolchain, 2)
+        };
+        let step = CpuExecutable::new(&graph, &options, &toolchain, &Cache::disabled(), &build).unwrap();
+        for (number, (actual, expected)) in run(&step, &graph, &[], &[], 2).iter().zip(&expected).enumerate()
+        {
+            let found = difference(actual, expected, 2e-4);
+            assert!(
+                found.is_none(),
+                "{level:?}, {}: {found:?}",
+                history(&graph, graph.outputs[number].value)
+            );
+        }
+    }
+}
+
+/// What simplification finds to be an argument leaves although the argument's buffer was given away.
+#[test]
+fn an_argument_that_gives_its_buffer_away_and_leaves() {
+    let graph = Graph::parse(
+        "graph @leaves {
+  %x = parameter 0 : f32[3,5]
+  %y = parameter 1 : f32[3,5]
+  %product = mul %x, %y : f32[3,5]
+  %c = constant 1.0 : f32[]
+  %one = broadcast %c {dims=[]} : f32[3,5]
+  %same = mul %one, %y : f32[3,5]
+  %again = mul %one, %x : f32[3,5]
+  return %product (alias 1), %same, %again, %again
+}",
+    )
+    .unwrap();
+    check(&graph, &[1e-6; 4], true, "an argument leaves");
 }

@@ -30,6 +30,31 @@ pub fn assign_aliases(graph: &mut Graph, dies: &[bool]) {
     }
 }
 
+/// Puts aliases right after a rewrite that found an output to be an argument (`x * 1`): an argument that leaves cannot give its buffer to
+/// another output. It gives it to itself; if it leaves more than once, to none.
+pub(crate) fn settle_aliases(graph: &mut Graph) {
+    for index in 0..graph.parameters.len() {
+        let taker = graph
+            .outputs
+            .iter()
+            .position(|output| output.alias == Some(index as u32));
+        let outputs = graph.outputs.iter().enumerate();
+        let mut leaving = outputs
+            .filter(|(_, output)| output.value == graph.parameters[index])
+            .map(|(position, _)| position);
+        match (taker, leaving.next(), leaving.next()) {
+            (Some(taker), Some(first), None) if first != taker => {
+                // Of one size, all four.
+                let alias = graph.outputs[first].alias;
+                graph.outputs[taker].alias = alias;
+                graph.outputs[first].alias = Some(index as u32);
+            }
+            (Some(taker), Some(_), Some(_)) => graph.outputs[taker].alias = None,
+            _ => {}
+        }
+    }
+}
+
 /// Finds an argument for `output`, moving others if they have a second choice.
 fn augment(
     output: usize,
@@ -112,5 +137,33 @@ mod tests {
         assign_aliases(&mut graph, &[true, false, false]);
         let aliases: Vec<_> = graph.outputs.iter().filter_map(|output| output.alias).collect();
         assert_eq!(aliases, [0], "one dying argument serves one output");
+    }
+
+    #[test]
+    fn an_argument_that_leaves_keeps_its_buffer() {
+        let aliases = |text: &str| {
+            let mut graph = Graph::parse(text).unwrap();
+            assert!(crate::verify(&graph).is_err(), "this is what is to be mended");
+            settle_aliases(&mut graph);
+            assert_eq!(crate::verify(&graph), Ok(()));
+            graph
+                .outputs
+                .iter()
+                .map(|output| output.alias)
+                .collect::<Vec<_>>()
+        };
+        let given = "graph @g {
+  %0 = parameter 0 : f32[4]
+  %1 = parameter 1 : f32[4]
+  %2 = mul %0, %1 : f32[4]
+";
+        let returning = |outputs: &str| format!("{given}  return {outputs}\n}}\n");
+        assert_eq!(aliases(&returning("%2 (alias 0), %0")), [None, Some(0)]);
+        assert_eq!(
+            aliases(&returning("%2 (alias 0), %0 (alias 1)")),
+            [Some(1), Some(0)]
+        );
+        assert_eq!(aliases(&returning("%2 (alias 0), %0, %0")), [None; 3]);
+        assert_eq!(aliases(&returning("%0 (alias 0), %0, %2 (alias 1)"))[2], Some(1));
     }
 }

@@ -112,7 +112,7 @@ impl<'a> Rewriter<'a> {
         self.map[old] = new.into();
     }
 
-    /// The new graph, with the old outputs and aliases mapped.
+    /// The new graph, with the old outputs and aliases mapped. An argument that an output turned out to be keeps its buffer.
     ///
     /// # Panics
     ///
@@ -139,6 +139,7 @@ impl<'a> Rewriter<'a> {
                 }
             })
             .collect();
+        crate::alias::settle_aliases(&mut self.graph);
         self.graph
     }
 }

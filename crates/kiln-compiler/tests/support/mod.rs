@@ -13,7 +13,7 @@ pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExec
     let mut options = Options::new(&toolchain, 3);
     change(&mut options);
     let build = BuildOptions {
-        level: OptLevel::Quick,
+        level: OptLevel::default(),
         ..BuildOptions::default()
     };
     CpuExecutable::new(graph, &options, &toolchain, &Cache::disabled(), &build)
