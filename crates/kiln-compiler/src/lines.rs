@@ -114,6 +114,7 @@ mod tests {
                 everything_bytes: 16,
                 peak_without_budget: None,
                 recompute_picoseconds: 0,
+                chunks: None,
                 saved: vec![saved],
                 recomputed: Vec::new(),
             }),

@@ -43,6 +43,7 @@ fn partition(name: &str, keep: Keep, decision: &Decision) {
         kept_bytes = decision.saved_bytes,
         read_bytes = decision.everything_bytes,
         peak_without_budget = decision.peak_without_budget,
+        chunks = decision.chunks,
         "keeps {} tensors for the backward pass; computes again: {}",
         decision.saved.len(),
         Recomputed(&decision.recomputed)

@@ -52,6 +52,8 @@ pub struct Decision {
     pub peak_without_budget: Option<u64>,
     /// Time of what is computed again, by the cost model, in picoseconds.
     pub recompute_picoseconds: u64,
+    /// What runs in chunks of rows to fit the budget, in words.
+    pub chunks: Option<String>,
     /// What is kept, largest first.
     pub saved: Vec<SavedReport>,
     /// What is computed again, the most bytes first.
@@ -144,6 +146,7 @@ impl From<&Report> for Decision {
             everything_bytes: report.everything_bytes,
             peak_without_budget: report.peak_without_budget,
             recompute_picoseconds: report.recompute_picoseconds,
+            chunks: report.chunks.as_ref().map(ToString::to_string),
             saved: saved.collect(),
             recomputed: recomputed.collect(),
         }

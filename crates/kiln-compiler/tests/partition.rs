@@ -1,5 +1,6 @@
 //! The partition inside the compiler: phases apart, a memory budget that holds. (`memory.rs` runs what is compiled.)
 
+use kiln_compiler::schedule::KernelKind;
 use kiln_compiler::{CompileError, Keep, Options, compile, memory_curve};
 use kiln_cpu::Toolchain;
 use kiln_graph::alias::assign_aliases;
@@ -104,6 +105,41 @@ fn more_memory_is_never_slower_and_every_budget_holds() {
     }
     let error = compile(&graph, &options(Keep::Within(smallest - 1))).unwrap_err();
     assert!(error.to_string().contains(&smallest.to_string()), "{error}");
+}
+
+/// A vocabulary that outweighs the rest: its chunks are kernels of their own, and their memory is one chunk's.
+#[test]
+fn a_wide_vocabulary_runs_in_chunks() {
+    let graph = decoder(Sizes {
+        batch: 8,
+        length: 64,
+        vocabulary: 4000,
+        width: 256,
+        layers: 2,
+        ..SMALL
+    });
+    let whole = compile(&graph, &options(Keep::Cheapest)).unwrap();
+    let smallest = smallest_budget(&graph);
+    let step = compile(&graph, &options(Keep::Within(smallest))).unwrap();
+    let report = step.partition.unwrap();
+    let chunks = report.chunks.expect("the logits are most of the memory");
+    let logits = chunks.bytes * chunks.count as u64;
+    assert_eq!(logits, 4 * 8 * 64 * 4000);
+    let whole = whole.plan.arena_bytes as u64;
+    assert!(smallest + logits / 4 < whole, "{smallest} of {whole}");
+    for kernel in &step.schedule.kernels {
+        // What joins the chunks computes nothing.
+        if matches!(&kernel.kind, KernelKind::Nest(nest) if nest.members.is_empty()) {
+            continue;
+        }
+        let chunk = |node: &kiln_graph::Node| {
+            let data = step.graph.node(*node);
+            (!data.inputs.is_empty()).then_some(data.provenance.chunk)
+        };
+        let mut parts: Vec<Option<u16>> = kernel.nodes.iter().filter_map(chunk).collect();
+        parts.dedup();
+        assert!(parts.len() <= 1, "{parts:?}: {:?}", kernel.nodes);
+    }
 }
 
 #[test]

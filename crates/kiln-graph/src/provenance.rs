@@ -54,6 +54,9 @@ pub struct Provenance {
     pub location: Option<Arc<str>>,
     /// Path of the Burn module the operation ran in, if known.
     pub module: Option<Arc<str>>,
+    /// Which chunk of the rows it computes, where a part of the step runs chunk by chunk to save memory; one more than the last for what runs after them.
+    /// Operations that differ in this must not share a kernel: the first chunk's memory is the next one's.
+    pub chunk: Option<u16>,
 }
 
 impl Provenance {

@@ -70,13 +70,25 @@ fn odd_numbers_and_strings_come_back() {
         assert_eq!(value.to_string().parse::<Scalar>().ok(), Some(value), "{value}");
         for dtype in DType::ALL {
             // The value keeps its kind whatever dtype it is rounded to.
-            let words = ["at", "in", "", "plain", "two words", "-", "#", "\\", "a\"b"];
+            let words = [
+                "at",
+                "in",
+                "chunk",
+                "",
+                "plain",
+                "two words",
+                "-",
+                "#",
+                "\\",
+                "a\"b",
+            ];
             let word = |offset: usize| Some(words[(graph.num_nodes() + offset) % words.len()].into());
             let provenance = Provenance {
                 operation: word(0),
                 phase: Phase::Unknown,
                 location: word(1),
                 module: word(2),
+                chunk: (graph.num_nodes() % 3 == 0).then_some(graph.num_nodes() as u16),
             };
             let value = graph
                 .add(Op::Constant { value, dtype }, &[], &provenance)
@@ -98,6 +110,7 @@ fn mistakes_are_located_and_explained() {
     #[rustfmt::skip]
     let cases = [
         ("  return %y", 3, 10, "%y is not defined above"),
+        ("  %1 = exp %x : f32[2,3] ; fwd chunk two\n  return", 3, 32, "expected the number of a chunk, not `two`"),
         ("  %x = exp %x : f32[2,3]\n  return", 3, 3, "%x is defined twice"),
         ("  %1 = expp %x : f32[2,3]\n  return", 3, 8, "unknown operation `expp`"),
         ("  %1 = exp %x : f32[3,2]\n  return", 3, 8, "the result types are [f32[2,3]], not [f32[3,2]]"),

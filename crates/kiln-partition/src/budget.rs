@@ -15,7 +15,8 @@
 //! - the same with only every second, third, .. boundary kept, and nothing between them: fewer kept values, longer pieces to
 //!   bring back. Around the square root of `n` this is the classic way to train in sublinear memory (Chen, Xu, Zhang and
 //!   Guestrin, 2016);
-//! - all but the first with early optimizer updates, where gradients do not pile up.
+//! - all but the first with early optimizer updates, where gradients do not pile up;
+//! - each of them with the widest product, and what follows from it, in chunks of rows ([`crate::chunk`]).
 //!
 //! Planning a graph exactly takes time, so the list is thinned ([`thin`]): what is slower and by the estimate of [`Liveness`] no smaller
 //! than another plan goes, and of plans that are close to each other one stays. A joint graph with few values to choose from
@@ -28,11 +29,11 @@ use kiln_graph::{Graph, Value};
 
 use crate::cut::{Steering, choose};
 use crate::error::PartitionError;
-use crate::joint::{Closure, Joint, Side};
+use crate::joint::{Joint, Side};
 use crate::liveness::{Liveness, Planner};
 use crate::split::Halves;
 use crate::units::Units;
-use crate::{Options, Partition, assemble, build};
+use crate::{Assembled, Options, Partition, assemble, build};
 
 /// Up to this many values to keep or recompute, every choice is tried.
 const EXHAUSTIVE: usize = 8;
@@ -49,16 +50,31 @@ const SMALLEST: usize = 3;
 const PRICES: [f64; 5] = [100.0, 400.0, 1_500.0, 6_000.0, 1e6];
 
 /// One way to run the step.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Plan {
     kept: EntitySet<Value>,
     expensive: bool,
     early_updates: bool,
     /// Every how many units something is kept.
     stride: usize,
+    /// Whether the widest product runs in chunks of rows.
+    chunks: bool,
     /// Modelled time of the choice, in picoseconds.
     cost: u64,
     peak: Option<u64>,
+}
+
+impl Plan {
+    /// The graph that runs so.
+    fn assemble(&self, joint: &Joint) -> Result<Assembled, PartitionError> {
+        let closure = joint.closure(&self.kept, self.expensive);
+        let assembled = assemble(joint, &closure, self.early_updates)?;
+        if !self.chunks {
+            return Ok(assembled);
+        }
+        let chunked = assembled.in_chunks(&joint.options.machine)?;
+        Ok(chunked.map_or(assembled, |(chunked, _)| chunked))
+    }
 }
 
 /// A point of the curve of peak memory against time.
@@ -108,7 +124,13 @@ impl<P: Planner> Frontier<P> {
             halves,
             plans: Vec::new(),
         };
-        frontier.plans = plans(&frontier.joint()?)?;
+        let joint = frontier.joint()?;
+        let mut plans = plans(&joint)?;
+        // A graph that is cut in two has the product in one half and what follows from it in the other.
+        if frontier.halves.is_none() {
+            add_chunks(&joint, &mut plans)?;
+        }
+        frontier.plans = plans;
         Ok(frontier)
     }
 
@@ -159,11 +181,11 @@ impl<P: Planner> Frontier<P> {
             if curve.last().is_none_or(|last| peak < last.peak) {
                 let joint = self.joint()?;
                 let plan = &self.plans[index];
-                let closure = joint.closure(&plan.kept, plan.expensive);
+                let kept = plan.assemble(&joint)?.kept;
                 curve.push(Point {
                     peak,
                     cost: plan.cost,
-                    saved: joint.held(&closure),
+                    saved: joint.held(kept.into_iter().map(|(old, _)| old)),
                 });
             }
         }
@@ -175,12 +197,7 @@ impl<P: Planner> Frontier<P> {
             return Ok(peak);
         }
         let joint = self.joint()?;
-        let plan = &self.plans[index];
-        let built = assemble(
-            &joint,
-            &joint.closure(&plan.kept, plan.expensive),
-            plan.early_updates,
-        )?;
+        let built = self.plans[index].assemble(&joint)?;
         let planned = |graph: &Graph| {
             let peak = self.planner.peak(graph);
             peak.map_err(|reason| PartitionError::Planner {
@@ -204,9 +221,7 @@ impl<P: Planner> Frontier<P> {
     fn partition(&mut self, index: usize, peak: u64) -> Result<Partition, PartitionError> {
         let without = self.peak(0)?;
         let joint = self.joint()?;
-        let plan = &self.plans[index];
-        let closure = joint.closure(&plan.kept, plan.expensive);
-        let mut partition = build(&joint, &closure, plan.early_updates)?;
+        let mut partition = build(&joint, self.plans[index].assemble(&joint)?)?;
         partition.report.peak = Some(peak);
         partition.report.peak_without_budget = Some(without);
         Ok(partition)
@@ -240,6 +255,22 @@ fn plans(joint: &Joint) -> Result<Vec<Plan>, PartitionError> {
     if every { Ok(plans) } else { thin(joint, plans) }
 }
 
+/// Adds, for each plan, the same with the widest product in chunks.
+fn add_chunks(joint: &Joint, plans: &mut Vec<Plan>) -> Result<(), PartitionError> {
+    for index in 0..plans.len() {
+        let plan = &plans[index];
+        if let Some((_, extra)) = plan.assemble(joint)?.in_chunks(&joint.options.machine)? {
+            plans.push(Plan {
+                chunks: true,
+                cost: plan.cost + extra,
+                ..plan.clone()
+            });
+        }
+    }
+    plans.sort_by_key(|plan| plan.cost);
+    Ok(())
+}
+
 /// Few plans that span the trade: the fastest in the recorded order, and others with early updates.
 fn thin(joint: &Joint, plans: Vec<Plan>) -> Result<Vec<Plan>, PartitionError> {
     let mut plans = plans.into_iter();
@@ -251,7 +282,7 @@ fn thin(joint: &Joint, plans: Vec<Plan>) -> Result<Vec<Plan>, PartitionError> {
     let mut estimated: Vec<(u64, Plan)> = Vec::new();
     for plan in plans.filter(|plan| plan.early_updates) {
         let closure = joint.closure(&plan.kept, plan.expensive);
-        let saved = joint.held(&closure);
+        let saved = joint.held(closure.kept.iter());
         let least = least_saved.entry(plan.stride).or_insert(u64::MAX);
         if is_apart(saved, *least) {
             *least = saved;
@@ -309,6 +340,7 @@ impl PlanList<'_> {
                 expensive,
                 early_updates,
                 stride,
+                chunks: false,
                 cost,
                 peak: None,
             });
@@ -378,12 +410,9 @@ fn anchors(units: &Units, stride: usize) -> EntitySet<Value> {
 }
 
 impl Joint<'_> {
-    /// Bytes that a closure keeps from the forward to the backward pass, without what leaves the step anyway.
-    pub(crate) fn held(&self, closure: &Closure) -> u64 {
-        let kept = closure
-            .kept
-            .iter()
-            .filter(|&value| self.users.outputs(value) == 0);
+    /// Bytes of values that are kept from the forward to the backward pass, without what leaves the step anyway.
+    pub(crate) fn held(&self, kept: impl Iterator<Item = Value>) -> u64 {
+        let kept = kept.filter(|&value| self.users.outputs(value) == 0);
         let kept = kept.filter(|&value| self.side_of(value) != Side::Fixed);
         kept.map(|value| crate::cost::bytes(self.graph, value)).sum()
     }

@@ -8,7 +8,8 @@
 //! 1. [`phase`]: which nodes are forward, backward, optimizer.
 //! 2. [`recompute`] and [`cost`]: what may be computed twice, and what that and keeping cost on a machine.
 //! 3. A minimum cut over the forward values ([`partition`]): the cheapest choice, as a graph with duplicated nodes.
-//! 4. [`budget`]: the fastest choice that a memory planner says fits ([`partition_within`], [`Frontier`]).
+//! 4. [`budget`]: the fastest choice that a memory planner says fits ([`partition_within`], [`Frontier`]), with the widest product in chunks of
+//!    rows where that is what it takes.
 //! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program, with or without a budget.
 //!
 //! The result is a graph again, with a [`Report`] of what was done. Whoever transforms it afterwards must not merge
@@ -42,6 +43,7 @@
 //! ```
 
 pub mod budget;
+mod chunk;
 pub mod cost;
 mod cut;
 pub mod error;
@@ -69,7 +71,7 @@ pub use error::PartitionError;
 pub use liveness::{Liveness, Planner};
 pub use phase::{OutputRole, assign_phases, find_phases};
 pub use recompute::Recompute;
-pub use report::{Origin, RecomputedOperations, Report, SavedTensor};
+pub use report::{Chunks, Origin, RecomputedOperations, Report, SavedTensor};
 pub use split::{SavedSource, Split, split, split_within};
 
 use cut::Steering;
@@ -119,7 +121,8 @@ impl Default for Options {
 /// A joint graph that keeps and recomputes as chosen.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Partition {
-    /// The graph. It computes the same outputs from the same arguments, bit for bit.
+    /// The graph. It computes the same outputs from the same arguments, bit for bit; under a budget that asks for [`Report::chunks`], sums over rows
+    /// are taken in another order.
     pub graph: Graph,
     /// What was decided.
     pub report: Report,
@@ -142,7 +145,8 @@ pub fn partition(graph: &Graph, options: &Options) -> Result<Partition, Partitio
         Strategy::MinimumCut => cut::choose(&joint, &Steering::FASTEST).0,
         Strategy::KeepEverything => joint.everything(),
     };
-    build(&joint, &joint.closure(&kept, false), options.early_updates)
+    let closure = joint.closure(&kept, false);
+    build(&joint, assemble(&joint, &closure, options.early_updates)?)
 }
 
 /// [`partition`] under a memory budget of `budget` bytes for everything that the step allocates beyond its arguments, by the
@@ -168,6 +172,28 @@ struct Assembled {
     kept: Vec<(Value, Value)>,
     /// Nodes of the joint graph that run again.
     recomputed: Vec<Node>,
+    chunks: Option<Chunks>,
+}
+
+impl Assembled {
+    /// The same with its widest product in chunks, and the time that they cost; none if it cannot be done or is not worth it.
+    fn in_chunks(&self, machine: &Machine) -> Result<Option<(Self, u64)>, PartitionError> {
+        let Some(region) = chunk::Region::find(&self.graph) else {
+            return Ok(None);
+        };
+        let cut = region.cut(&self.graph)?;
+        // What is not made whole any more is not kept.
+        let kept = self.kept.iter();
+        let kept = kept.filter_map(|&(joint, value)| Some((joint, *cut.values.get(&value)?)));
+        let chunked = Self {
+            backward: cut.of(&self.backward),
+            kept: kept.collect(),
+            recomputed: self.recomputed.clone(),
+            chunks: Some(region.report(&self.graph)),
+            graph: cut.graph,
+        };
+        Ok(Some((chunked, region.cost(&self.graph, machine))))
+    }
 }
 
 /// The graph for a choice.
@@ -191,18 +217,20 @@ fn assemble(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Ass
         backward,
         kept: kept.collect(),
         recomputed: rewritten.duplicates.into_iter().map(|(old, _)| old).collect(),
+        chunks: None,
         graph: ordered.graph,
     })
 }
 
 /// The graph and the report for a choice.
-fn build(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Partition, PartitionError> {
+fn build(joint: &Joint, assembled: Assembled) -> Result<Partition, PartitionError> {
     let Assembled {
         graph,
         backward,
         kept,
         recomputed,
-    } = assemble(joint, closure, early_updates)?;
+        chunks,
+    } = assembled;
     debug_assert_eq!(
         kiln_graph::verify(&graph),
         Ok(()),
@@ -211,6 +239,8 @@ fn build(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Partit
 
     let mut report = Report {
         graph: graph.name.clone(),
+        chunks,
+        saved_bytes: joint.held(kept.iter().map(|&(old, _)| old)),
         ..Report::default()
     };
     report.count(&graph);
@@ -246,8 +276,7 @@ fn build(joint: &Joint, closure: &Closure, early_updates: bool) -> Result<Partit
     report.recomputed = by_op.into_values().collect();
     report.recomputed.sort_by_key(|op| std::cmp::Reverse(op.bytes));
     report.recompute_picoseconds = report.recomputed.iter().map(|op| op.picoseconds).sum();
-    report.saved_bytes = joint.held(closure);
-    report.everything_bytes = joint.held(&joint.closure(&joint.everything(), false));
+    report.everything_bytes = joint.held(joint.closure(&joint.everything(), false).kept.iter());
     Ok(Partition {
         graph,
         report,

@@ -36,6 +36,29 @@ pub struct RecomputedOperations {
     pub picoseconds: u64,
 }
 
+/// A product, with what follows from it, that runs for some of its rows at a time.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Chunks {
+    /// How many chunks.
+    pub count: usize,
+    /// Bytes of the product's result in one chunk.
+    pub bytes: u64,
+    /// The product.
+    pub origin: Origin,
+}
+
+impl fmt::Display for Chunks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} and what follows from it run in {} chunks of rows, {} each",
+            self.origin,
+            self.count,
+            Bytes(self.bytes)
+        )
+    }
+}
+
 /// What a node is and where it comes from.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Origin {
@@ -87,7 +110,9 @@ pub struct Report {
     pub saved: Vec<SavedTensor>,
     /// What runs again, the most bytes first.
     pub recomputed: Vec<RecomputedOperations>,
-    /// Bytes kept, without outputs of the step.
+    /// What runs in chunks, to fit a budget.
+    pub chunks: Option<Chunks>,
+    /// Bytes kept, without outputs of the step and without what is made in chunks.
     pub saved_bytes: u64,
     /// Bytes that keeping everything the backward pass reads would keep.
     pub everything_bytes: u64,
@@ -232,6 +257,9 @@ impl fmt::Display for Report {
         )?;
         for op in &self.recomputed {
             writeln!(f, "  {:>10}  {} x {}", Bytes(op.bytes), op.count, op.op)?;
+        }
+        if let Some(chunks) = &self.chunks {
+            writeln!(f, "{chunks}")?;
         }
         if let (Some(peak), Some(without)) = (self.peak, self.peak_without_budget) {
             writeln!(

@@ -17,7 +17,7 @@ use crate::error::PartitionError;
 use crate::joint::Joint;
 use crate::liveness::Planner;
 use crate::phase::OutputRole;
-use crate::{Options, Partition, Report, Strategy, build};
+use crate::{Options, Partition, Report, Strategy, assemble, build};
 
 /// Where a tensor that the backward graph takes comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -69,7 +69,8 @@ pub fn split(
         Strategy::MinimumCut => choose(&joint, &Steering::FASTEST).0,
         Strategy::KeepEverything => joint.everything(),
     };
-    halves.split(build(&joint, &joint.closure(&kept, false), false)?)
+    let closure = joint.closure(&kept, false);
+    halves.split(build(&joint, assemble(&joint, &closure, false)?)?)
 }
 
 /// [`split`] under a memory budget of `budget` bytes for what the graph that needs more takes, by `planner`, and what is kept between the two, without

@@ -131,3 +131,56 @@ fn nodes_without_a_phase_take_their_neighbours() {
     assert_eq!(found.report.saved_bytes, expected.report.saved_bytes);
     same(&step.graph, &found.graph);
 }
+
+/// Sums over rows are taken chunk by chunk: equal to rounding, and the logits are never whole.
+#[test]
+fn a_wide_vocabulary_in_chunks() {
+    let sizes = Sizes {
+        batch: 4,
+        length: 64,
+        width: 64,
+        vocabulary: 600,
+        layers: 1,
+        ..Sizes::SMALL
+    };
+    let mut step = decoder_step(sizes);
+    assign_phases(&mut step.graph);
+    let logits = 4 * (sizes.batch * sizes.length * sizes.vocabulary) as u64;
+    let mut frontier = Frontier::new(&step.graph, &Options::default(), Liveness).expect("valid");
+    let smallest = frontier.smallest_budget().expect("planned");
+    let whole = frontier
+        .fit(u64::MAX)
+        .expect("anything fits")
+        .report
+        .peak
+        .expect("planned");
+    assert!(smallest * 2 < whole, "{smallest} of {whole}");
+    let (tensors, scalars) = arguments(&step.graph, 3);
+    let expected = interpret(&step.graph, &tensors, &scalars).expect("the joint graph runs");
+    let mut chunked = 0;
+    for point in frontier.curve().expect("planned") {
+        let partitioned = frontier.fit(point.peak).expect("it fits");
+        assert_eq!(verify(&partitioned.graph), Ok(()));
+        let Some(chunks) = &partitioned.report.chunks else {
+            same(&step.graph, &partitioned.graph);
+            continue;
+        };
+        chunked += 1;
+        assert_eq!(chunks.count as u64 * chunks.bytes, logits);
+        assert!(
+            partitioned.report.to_string().contains("in 4 chunks of rows"),
+            "{}",
+            partitioned.report
+        );
+        let found = interpret(&partitioned.graph, &tensors, &scalars).expect("it runs");
+        for (expected, found) in expected.iter().zip(&found) {
+            for (expected, found) in expected.to_f64s().into_iter().zip(found.to_f64s()) {
+                assert!(
+                    (expected - found).abs() <= 1e-5 * expected.abs().max(1e-2),
+                    "{expected} {found}"
+                );
+            }
+        }
+    }
+    assert!(chunked > 0);
+}

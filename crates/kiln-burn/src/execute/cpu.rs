@@ -346,6 +346,9 @@ impl Executable for Cpu {
                 partition.everything_bytes >> 10,
                 partition.recompute_picoseconds as f64 * 1e-9
             );
+            if let Some(chunks) = &partition.chunks {
+                let _ = write!(text, "\n{chunks}");
+            }
             if let Some(peak) = partition.peak_without_budget {
                 let _ = write!(
                     text,

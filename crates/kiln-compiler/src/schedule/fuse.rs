@@ -22,7 +22,8 @@
 //!   variables in use (all of them, or the row's).
 //! - *No hidden work.* An operation used at an index that skips variables would be computed again and again; that is allowed
 //!   for operations as cheap as a load, or where the computation moves out of the innermost loop.
-//! - *Phases apart.* A group holds operations of the forward pass, or of the backward pass and the optimizer.
+//! - *Parts apart.* A group holds operations of the forward pass, or of the backward pass and the optimizer; and of one chunk of rows, where the partition
+//!   asked for chunks.
 //! - *Bounds.* A nest that touches too many buffers or holds too many operations stops growing.
 
 mod library;
@@ -91,8 +92,28 @@ struct Group {
     writes: Vec<Buffer>,
     /// What the library operation itself reads, from memory.
     operands: Vec<Value>,
-    /// Whether it runs in the forward pass; none while it holds no operation.
-    forward: Option<bool>,
+    /// The part of the step that it belongs to; none while it holds no operation.
+    part: Option<Part>,
+}
+
+/// A part of the step whose operations share no kernel with those of other parts.
+///
+/// What the backward pass computes once more, and what it does at all, stays out of the kernels of the forward pass: otherwise what was recomputed to be
+/// dropped meanwhile would be kept. So do chunks of rows stay out of each other's.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Part {
+    forward: bool,
+    chunk: Option<u16>,
+}
+
+impl Part {
+    fn of(graph: &Graph, node: Node) -> Self {
+        let provenance = &graph.node(node).provenance;
+        Self {
+            forward: !matches!(provenance.phase, Phase::Backward | Phase::Optimizer),
+            chunk: provenance.chunk,
+        }
+    }
 }
 
 struct Fuser<'a> {
@@ -172,7 +193,7 @@ impl<'a> Fuser<'a> {
         };
         let group = self.new_group(Some(nest), None);
         self.groups[group].writes.push(buffer);
-        self.groups[group].forward = Some(self.is_forward(self.graph.value(value).node));
+        self.groups[group].part = Some(Part::of(self.graph, self.graph.value(value).node));
         self.visit(group, value, &index, true);
         group
     }
@@ -188,7 +209,7 @@ impl<'a> Fuser<'a> {
             reads: Vec::new(),
             writes: Vec::new(),
             operands: Vec::new(),
-            forward: None,
+            part: None,
         });
         self.groups.len() - 1
     }
@@ -293,22 +314,15 @@ impl<'a> Fuser<'a> {
                 .is_some_and(|readers| readers.iter().any(|&reader| reader != group))
     }
 
-    /// Whether `value` may be made in `group` as far as order and phase go.
+    /// Whether `value` may be made in `group` as far as order and parts go.
     fn acyclic(&self, value: Value, group: usize) -> bool {
-        let forward = self.is_forward(self.graph.value(value).node);
-        self.groups[group].forward.is_none_or(|own| own == forward)
+        let part = Part::of(self.graph, self.graph.value(value).node);
+        self.groups[group].part.is_none_or(|own| own == part)
             && self.readers.get(&value).is_none_or(|readers| {
                 readers
                     .iter()
                     .all(|&reader| reader == group || !self.groups[reader].after.contains(group))
             })
-    }
-
-    /// Whether a node runs in the forward pass. What the backward pass computes once more, and what it does at all, stays out of the
-    /// kernels of the forward pass: otherwise what was recomputed to be dropped meanwhile would be kept.
-    fn is_forward(&self, node: Node) -> bool {
-        let phase = self.graph.node(node).provenance.phase;
-        !matches!(phase, Phase::Backward | Phase::Optimizer)
     }
 
     /// Whether `group` is a nest by itself, which siblings and reductions may join.
@@ -338,7 +352,7 @@ impl<'a> Fuser<'a> {
     fn add_member(&mut self, group: usize, node: Node, index: Vec<Index>, store: bool) {
         let graph = self.graph;
         let value = graph.node(node).outputs[0];
-        self.groups[group].forward = Some(self.is_forward(node));
+        self.groups[group].part = Some(Part::of(graph, node));
         let nest = self.nest_mut(group);
         nest.members.push(node);
         nest.maps.insert(value, index.clone());

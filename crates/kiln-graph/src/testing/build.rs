@@ -134,6 +134,7 @@ impl<'a> Builder<'a> {
         provenance.operation = pick(0, "NumericFloat.Add");
         provenance.location = pick(1, "src/main.rs:12");
         provenance.module = pick(2, "a name with \"quotes\"");
+        provenance.chunk = (self.rng.below(4) == 0).then(|| self.rng.below(9) as u16);
         provenance
     }
 

@@ -543,6 +543,14 @@ impl<'a> Parser<'a> {
         while self.peek().is_some() {
             let at = self.at;
             let (word, quoted) = self.provenance_word()?;
+            if word == "chunk" && !quoted {
+                let (number, _) = self.provenance_word()?;
+                provenance.chunk = Some(number.parse().map_err(|_| Fault {
+                    at,
+                    message: format!("expected the number of a chunk, not `{number}`"),
+                })?);
+                continue;
+            }
             let (slot, text) = match word.as_str() {
                 "at" if !quoted => (&mut provenance.location, self.provenance_word()?.0),
                 "in" if !quoted => (&mut provenance.module, self.provenance_word()?.0),

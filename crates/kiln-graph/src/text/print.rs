@@ -76,7 +76,8 @@ pub(super) fn is_provenance_word(c: char) -> bool {
 
 /// A word of a provenance, quoted if it must be.
 fn provenance_word(text: &str) -> String {
-    let plain = !text.is_empty() && text.chars().all(is_provenance_word) && text != "at" && text != "in";
+    let plain =
+        !text.is_empty() && text.chars().all(is_provenance_word) && !["at", "in", "chunk"].contains(&text);
     if plain { text.to_owned() } else { quoted(text) }
 }
 
@@ -91,6 +92,9 @@ fn provenance(p: &Provenance) -> Option<String> {
             out.push(' ');
             out.push_str(&provenance_word(text));
         }
+    }
+    if let Some(chunk) = p.chunk {
+        let _ = write!(out, " chunk {chunk}");
     }
     Some(out)
 }

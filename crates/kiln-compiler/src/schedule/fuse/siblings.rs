@@ -65,7 +65,7 @@ impl Fuser<'_> {
             && small
             && self.groups[a].library.is_none()
             && self.groups[b].library.is_none()
-            && self.groups[a].forward == self.groups[b].forward
+            && self.groups[a].part == self.groups[b].part
             && x.extents == y.extents
             && y.data.is_empty()
             && !self.groups[a].after.contains(b)
