@@ -3,11 +3,13 @@
 //! What a batch normalisation makes of a convolution's result (the difference from the mean, the normalised, scaled and shifted value, the mask of the
 //! activation) is needed in several places of the backward pass, each of which reads the convolution's result anyway. A few arithmetic
 //! operations cost less than writing and reading an image. Such a value becomes [`Class::Inline`]: as cheap as an index.
+//!
+//! What the partition keeps for the backward pass stays kept, and is not made there from images that are not: they would be kept in its place.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use kiln_graph::{DType, Graph, Users, Value};
+use kiln_graph::{DType, Graph, Node, Phase, Users, Value};
 
 use super::class::{Class, is_cheap, node_index};
 use super::layout::Layouts;
@@ -44,12 +46,23 @@ pub fn inline_images(graph: &Graph, users: &Users, layouts: &Layouts, classes: &
         }
         if let Some(origin) = origin(graph, &data.inputs, classes, &origins) {
             let most = if graph.dtype(value) == DType::Bool { 1 } else { 2 };
-            if origin.images.len() <= most && origin.operations <= MAX_OPERATIONS {
+            let there = !read_later(graph, users, value)
+                || origin.images.iter().all(|&image| read_later(graph, users, image));
+            if origin.images.len() <= most && origin.operations <= MAX_OPERATIONS && there {
                 origins.insert(value, origin);
                 classes[index] = Class::Inline;
             }
         }
     }
+}
+
+/// Whether `value` is made in the forward pass and read in the backward pass.
+fn read_later(graph: &Graph, users: &Users, value: Value) -> bool {
+    let backward = |node: Node| {
+        let phase = graph.node(node).provenance.phase;
+        matches!(phase, Phase::Backward | Phase::Optimizer)
+    };
+    !backward(graph.value(value).node) && users.of(value).iter().any(|&user| backward(user))
 }
 
 /// What a pointwise operation on `inputs` is computed from; none if one of them is moved in a way that makes reading it dear.
@@ -92,4 +105,53 @@ fn origin(
         }
     }
     Some(origin)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::class::classify;
+    use crate::schedule::layout;
+
+    /// Whether `%a`, computed from the convolution `%z`, is inline in a step whose backward pass reads `reads`.
+    fn is_inline(reads: &str) -> bool {
+        let graph = Graph::parse(&format!(
+            "graph @g {{
+  %x = parameter 0 : f32[2,8,6,6]
+  %w = parameter 1 : f32[8,8,1,1]
+  %s = parameter 2 : f32[8]
+  %dy = parameter 3 : f32[2,8,6,6]
+  %z = conv %x, %w {{stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1}} : f32[2,8,6,6] ; fwd
+  %scale = broadcast %s {{dims=[1]}} : f32[2,8,6,6] ; fwd
+  %a = mul %z, %scale : f32[2,8,6,6] ; fwd
+  %e = exp %a : f32[2,8,6,6] ; fwd
+  %loss = reduce sum %e {{axes=[0,2,3]}} : f32[8] ; fwd
+  %da = mul %dy, %a : f32[2,8,6,6] ; bwd
+  %dz = mul %dy, {reads} : f32[2,8,6,6] ; bwd
+  %both = add %da, %dz : f32[2,8,6,6] ; bwd
+  %ds = reduce sum %both {{axes=[0,2,3]}} : f32[8] ; bwd
+  return %loss, %ds
+}}"
+        ))
+        .unwrap();
+        let users = graph.users();
+        let mut classes = classify(&graph);
+        inline_images(&graph, &users, &layout::choose(&graph), &mut classes);
+        let (a, _) = graph
+            .nodes()
+            .find(|(_, data)| {
+                data.provenance.phase == Phase::Forward && matches!(data.op, kiln_graph::Op::Binary(_))
+            })
+            .unwrap();
+        classes[node_index(a)] == Class::Inline
+    }
+
+    #[test]
+    fn what_is_kept_is_not_made_from_what_is_not() {
+        assert!(
+            is_inline("%z"),
+            "the backward pass has the convolution's result anyway"
+        );
+        assert!(!is_inline("%dy"));
+    }
 }
