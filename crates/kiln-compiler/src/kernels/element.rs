@@ -34,6 +34,19 @@ impl Element {
         }
     }
 
+    /// C types of one number and of a vector.
+    pub fn ctypes(self) -> (&'static str, &'static str) {
+        (self.ctype(), self.vector())
+    }
+
+    /// C type of a vector of integers with as many lanes, such as masks, with which the names of functions on it begin.
+    pub fn integers(self) -> &'static str {
+        match self {
+            Self::F32 => "vi",
+            Self::F64 => "vl",
+        }
+    }
+
     /// With what the names of functions on one number begin.
     pub fn scalar(self) -> &'static str {
         match self {
