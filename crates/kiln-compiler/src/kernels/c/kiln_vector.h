@@ -481,4 +481,20 @@ KILN_INLINE void vf_store_f16(uint16_t *p, vf v) {
 }
 #endif
 
+/* 16-bit numbers p[0], p[stride], ...: gathered as they are, then converted together. */
+#define KILN_SPACED(format)                                                        \
+    KILN_INLINE vf vf_load_stride_##format(const uint16_t *p, int64_t stride) {    \
+        uint16_t near[KILN_LANES];                                                 \
+        KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) near[l] = p[l * stride];  \
+        return vf_load_##format(near);                                             \
+    }                                                                              \
+    KILN_INLINE void vf_store_stride_##format(uint16_t *p, int64_t stride, vf v) { \
+        uint16_t near[KILN_LANES];                                                 \
+        vf_store_##format(near, v);                                                \
+        KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l * stride] = near[l];  \
+    }
+KILN_SPACED(f16)
+KILN_SPACED(bf16)
+#undef KILN_SPACED
+
 #endif

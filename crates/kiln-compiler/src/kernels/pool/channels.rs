@@ -35,22 +35,17 @@ impl Memory {
 
     fn load(&self, storage: Storage, width: Width, y: &str, x: &str) -> String {
         let at = self.at(y, x);
-        match (width, self.strides[4]) {
-            (Width::Scalar, _) | (Width::Vector, 1) => storage.load(width, &at),
-            (Width::Vector, stride) => format!("{}_load_stride({at}, {stride})", storage.element().vector()),
+        match width {
+            Width::Scalar => storage.load(width, &at),
+            Width::Vector => storage.load_spaced(&at, self.strides[4]),
         }
     }
 
     fn store(&self, storage: Storage, width: Width, y: &str, x: &str, value: &str) -> String {
         let at = self.at(y, x);
-        match (width, self.strides[4]) {
-            (Width::Scalar, _) | (Width::Vector, 1) => storage.store(width, &at, value),
-            (Width::Vector, stride) => {
-                format!(
-                    "{}_store_stride({at}, {stride}, {value});",
-                    storage.element().vector()
-                )
-            }
+        match width {
+            Width::Scalar => storage.store(width, &at, value),
+            Width::Vector => storage.store_spaced(&at, self.strides[4], value),
         }
     }
 }
@@ -96,14 +91,9 @@ impl ChannelPool {
         self.storage.element()
     }
 
-    /// Lanes of vectors along the channels; one where there are none, which is for 16 bits with gaps between them.
+    /// Lanes of vectors along the channels.
     fn lanes(&self, isa: Isa) -> usize {
-        let dense = self.input.strides[4] == 1 && self.output.strides[4] == 1;
-        if dense || self.storage.is_plain() {
-            self.element().lanes(isa)
-        } else {
-            1
-        }
+        self.element().lanes(isa)
     }
 
     /// C type of an element or a vector of them, and zero.
@@ -244,7 +234,7 @@ fn lines(
     before: &str,
     each: impl Fn(Width) -> String,
 ) -> String {
-    let vectors = if channels >= lanes && lanes > 1 {
+    let vectors = if channels >= lanes {
         format!(
             "        for (; c + {lanes} <= {channels}; c += {lanes}) {{\n{}        }}\n",
             indent(&each(Width::Vector), 12)
@@ -252,7 +242,7 @@ fn lines(
     } else {
         String::new()
     };
-    let rest = if channels.is_multiple_of(lanes) && lanes > 1 {
+    let rest = if channels.is_multiple_of(lanes) {
         String::new()
     } else {
         format!(
@@ -287,9 +277,7 @@ fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: 
 /// As [`super::input_grad`].
 pub fn input_grad(spec: &ChannelPool, isa: Isa) -> Kernel {
     match spec.kind {
-        PoolKind::Max => {
-            max_gather(spec, spec.lanes(isa)).unwrap_or_else(|| max_grad(spec, spec.element().lanes(isa)))
-        }
+        PoolKind::Max => max_gather(spec, spec.lanes(isa)).unwrap_or_else(|| max_grad(spec, spec.lanes(isa))),
         PoolKind::Mean { count_padding } => mean_grad(spec, count_padding, spec.lanes(isa)),
     }
 }
@@ -339,9 +327,10 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<Kernel> {
         _ => return None,
     };
     let (_, vf) = spec.element().ctypes();
-    let by_channel = [&spec.input, &spec.output, &indices.memory]
-        .iter()
-        .all(|memory| memory.strides[4] == 1);
+    let dense = |memory: &Memory| memory.strides[4] == 1;
+    // Sums of 16 bits in memory are rounded each time, which costs more than gathering numbers with gaps between them.
+    let by_channel =
+        dense(&indices.memory) && (!spec.storage.is_plain() || dense(&spec.input) && dense(&spec.output));
     // A window of padding only has the index 0, wherever it is.
     if !by_channel || g.only_padding() || i32::try_from(g.input[0] * g.input[1]).is_err() {
         return None;
@@ -350,7 +339,11 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<Kernel> {
     let (grads, places) = (spec.input.at("0", "0"), indices.memory.at("0", "0"));
     let sum = |width| {
         let (ty, start) = spec.register(width);
-        let element = spec.storage.load(width, &format!("{grads} + from[k]"));
+        let from = format!("{grads} + from[k]");
+        let element = match width {
+            Width::Scalar => spec.storage.load(width, &from),
+            Width::Vector => spec.storage.load_spaced(&from, spec.input.strides[4]),
+        };
         let step = match width {
             Width::Scalar => format!("if (({places})[where[k]] == place) sum += {element};"),
             Width::Vector => {
