@@ -16,6 +16,7 @@ use std::fs;
 use std::time::Instant;
 
 use kiln_compiler::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, WeightGradSpec};
+use kiln_compiler::kernels::element::Storage;
 use kiln_compiler::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
 use kiln_compiler::kernels::{Kernel, Param, Width, standalone};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Library, NoHooks, StepArguments, ThreadPool, Toolchain};
@@ -174,6 +175,7 @@ impl Bench {
             geometry,
             image,
             weight: "weight".into(),
+            storage: Storage::F32,
             epilogue,
             params: params(["a", "weight"]),
             threads: self.pool.threads(),
@@ -184,6 +186,7 @@ impl Bench {
             geometry,
             input: Image::strided("a", input),
             output_grad: Image::strided("b", out),
+            storage: Storage::F32,
             consume: Box::new(|width, index, value| match width {
                 Width::Scalar => format!("out[{index}] = {value};"),
                 Width::Vector => format!("vf_store(out + {index}, {value});"),

@@ -71,7 +71,7 @@ struct Product<'a> {
 }
 
 /// How a float type is stored; none for other types.
-fn storage(dtype: DType) -> Option<Storage> {
+pub fn storage(dtype: DType) -> Option<Storage> {
     match dtype {
         DType::F32 => Some(Storage::F32),
         DType::F64 => Some(Storage::F64),

@@ -1,16 +1,17 @@
 //! How convolutions and pools address their images, and which template makes them.
 //!
-//! f32 convolutions of up to three spatial dimensions go to [`crate::kernels::conv`], f32 pools of up to two to [`crate::kernels::pool`];
+//! Convolutions of up to three spatial dimensions go to [`crate::kernels::conv`], pools of up to two to [`crate::kernels::pool`];
 //! fewer dimensions are more with extents of one. Images are read and written in the layout that the scheduler chose for them.
 
 use kiln_graph::op::{ConvDims, Op, Window};
-use kiln_graph::{DType, Graph, Node, Value};
+use kiln_graph::{Graph, Node, Value};
 
 use super::Call;
-use super::contract::{pointer, window};
+use super::contract::{pointer, storage, window};
 use super::nest::Argument;
 use super::pointwise::memory_type;
 use crate::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, Place, WeightGradSpec, address};
+use crate::kernels::element::Element;
 use crate::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
 use crate::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
 use crate::kernels::{Param, Width};
@@ -72,8 +73,8 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
         return None;
     };
     let out = data.outputs[0];
-    let plain = graph.dtype(out) == DType::F32 && (1..=3).contains(&dims.stride.len());
-    if !plain
+    let storage = storage(graph.dtype(out))?;
+    if !(1..=3).contains(&dims.stride.len())
         || data
             .inputs
             .iter()
@@ -86,12 +87,13 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
     let second = window(graph, &options.layouts, data.inputs[1], &kernel.reads);
     let shape = |value: Value| graph.shape(value).dims();
     let params = vec![
-        Param::new("const float *", "first"),
-        Param::new("const float *", "second"),
-        Param::new("float *", "out"),
+        Param::new(format!("const {} *", storage.ctype()), "first"),
+        Param::new(format!("const {} *", storage.ctype()), "second"),
+        Param::new(format!("{} *", storage.ctype()), "out"),
     ];
-    let image =
-        |name: &str, window: &Strided| Image::strided(&pointer(name, window.offset), image_strides(window));
+    let image = |name: &str, window: &Strided| {
+        Image::stored(storage, &pointer(name, window.offset), image_strides(window))
+    };
     let result = stored(graph, &options.layouts, out);
     let types = format!(
         "{} {} -> {}",
@@ -106,10 +108,8 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             geometry: geometry(dims, shape(data.inputs[0]), shape(out), shape(data.inputs[1])),
             input: image("first", &first),
             output_grad: image("second", &second),
-            consume: Box::new(|width, at, value| match width {
-                Width::Scalar => format!("out[{at}] = {value};"),
-                Width::Vector => format!("vf_store(out + {at}, {value});"),
-            }),
+            storage,
+            consume: Box::new(move |width, at, value| storage.store(width, &format!("out + {at}"), value)),
             params,
             threads: options.threads,
         };
@@ -130,7 +130,8 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             geometry: geometry(dims, shape(x), shape(data.inputs[1]), shape(y)),
             image: image("first", &first),
             weight: pointer("second", second.offset),
-            epilogue: PixelEpilogue::store("out", image_strides(&result)),
+            storage,
+            epilogue: PixelEpilogue::store_as(storage, "out", image_strides(&result)),
             params,
             threads: options.threads,
         };
@@ -234,10 +235,8 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
     let (from, to) = (data.inputs[0], data.outputs[0]);
     let spatial = graph.shape(from).rank() - 2;
     let all = || data.inputs.iter().chain(&data.outputs);
-    if graph.dtype(to) != DType::F32
-        || !(1..=2).contains(&spatial)
-        || all().any(|&v| graph.ty(v).numel() == 0)
-    {
+    let storage = storage(graph.dtype(to))?;
+    if !(1..=2).contains(&spatial) || all().any(|&v| graph.ty(v).numel() == 0) {
         return None;
     }
     let shape = |value: Value| graph.shape(value).dims();
@@ -261,7 +260,11 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
         pointer: pointer(name, window.offset),
         strides: image_strides(window),
     };
-    let mut params = vec![Param::new("const float *", "first"), Param::new("float *", "out")];
+    let ctype = storage.ctype();
+    let mut params = vec![
+        Param::new(format!("const {ctype} *"), "first"),
+        Param::new(format!("{ctype} *"), "out"),
+    ];
     let mut arguments = vec![input.base, to];
     let comment = format!("{}: {} -> {}", data.op.name(), graph.ty(from), graph.ty(to));
     let places = indices.zip(places).map(|(value, window)| {
@@ -280,6 +283,7 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
         comment,
         kind: pooling.kind,
         geometry,
+        storage,
         input: memory("first", &input),
         output: memory("out", &output),
         indices: places,
@@ -287,7 +291,9 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
         threads: options.threads,
     };
     let grad = pooling.grad;
-    let made = match (is_planar(&spec, grad), grad) {
+    // Planes are of registers of f32.
+    let planes = storage.element() == Element::F32 && is_planar(&spec, grad);
+    let made = match (planes, grad) {
         (true, false) => pool::forward(planar(&spec, grad), options.isa),
         (true, true) => pool::input_grad(planar(&spec, grad), options.isa),
         (false, false) => channels::forward(&spec, options.isa),
@@ -322,16 +328,9 @@ fn is_planar(spec: &ChannelPool, grad: bool) -> bool {
 /// The same pooling for the template that works plane by plane.
 fn planar(spec: &ChannelPool, grad: bool) -> PoolSpec<'_> {
     let at = |memory: &Memory, place: &Place<'_>| address(&memory.pointer, memory.strides, place);
-    let load = move |place: &Place<'_>| match place.width {
-        Width::Scalar => format!("*({})", at(&spec.input, place)),
-        Width::Vector => format!("vf_load({})", at(&spec.input, place)),
-    };
+    let load = move |place: &Place<'_>| spec.storage.load(place.width, &at(&spec.input, place));
     let consume = move |place: &Place<'_>, value: &str, index: &str| {
-        let to = at(&spec.output, place);
-        let store = match place.width {
-            Width::Scalar => format!("*({to}) = {value};"),
-            Width::Vector => format!("vf_store({to}, {value});"),
-        };
+        let store = spec.storage.store(place.width, &at(&spec.output, place), value);
         let Some(indices) = spec.indices.as_ref().filter(|_| !grad) else {
             return store;
         };

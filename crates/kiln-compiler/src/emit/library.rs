@@ -1,7 +1,7 @@
 //! C for operations that are kernels of their own: plain loops, right for every type and shape.
 //!
 //! Each function writes one task over the elements (or rows) of the result; how an element is computed reads like the definition of the
-//! operation in [`kiln_graph::op`]. The heavy f32 cases (matrix products, convolutions, pooling) go to the templates of
+//! operation in [`kiln_graph::op`]. The heavy cases of floats (matrix products, convolutions, pooling) go to the templates of
 //! [`crate::kernels`] instead; [`super::contract`] chooses.
 
 mod convolution;

@@ -34,6 +34,19 @@ impl Element {
         }
     }
 
+    /// C types of one number and of a vector.
+    pub fn ctypes(self) -> (&'static str, &'static str) {
+        (self.ctype(), self.vector())
+    }
+
+    /// C type of a vector of integers with as many lanes, such as masks, with which the names of functions on it begin.
+    pub fn integers(self) -> &'static str {
+        match self {
+            Self::F32 => "vi",
+            Self::F64 => "vl",
+        }
+    }
+
     /// With what the names of functions on one number begin.
     pub fn scalar(self) -> &'static str {
         match self {
@@ -115,6 +128,34 @@ impl Storage {
             (Self::F16, Width::Vector) => format!("vf_store_f16({place}, {value});"),
             (Self::BF16, Width::Scalar) => format!("*({place}) = bf16_from_sf({value});"),
             (Self::BF16, Width::Vector) => format!("vf_store_bf16({place}, {value});"),
+        }
+    }
+
+    /// What names of functions on vectors in memory begin and end with.
+    fn affixes(self) -> (&'static str, &'static str) {
+        match self {
+            Self::F32 => ("vf", ""),
+            Self::F64 => ("vd", ""),
+            Self::F16 => ("vf", "_f16"),
+            Self::BF16 => ("vf", "_bf16"),
+        }
+    }
+
+    /// C expression of the vector of numbers `stride` apart from the address `place` on.
+    pub fn load_spaced(self, place: &str, stride: i64) -> String {
+        let (vf, format) = self.affixes();
+        match stride {
+            1 => self.load(Width::Vector, place),
+            _ => format!("{vf}_load_stride{format}({place}, {stride})"),
+        }
+    }
+
+    /// Statement that stores the vector `value` to numbers `stride` apart from the address `place` on.
+    pub fn store_spaced(self, place: &str, stride: i64, value: &str) -> String {
+        let (vf, format) = self.affixes();
+        match stride {
+            1 => self.store(Width::Vector, place, value),
+            _ => format!("{vf}_store_stride{format}({place}, {stride}, {value});"),
         }
     }
 }

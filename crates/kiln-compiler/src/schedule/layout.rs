@@ -125,10 +125,10 @@ fn images(graph: &Graph, users: &Users) -> Layouts {
     layouts
 }
 
-/// Whether the templates for images compute the operation: f32, and no tensor is empty.
+/// Whether the templates for images compute the operation: of floats, and no tensor is empty.
 fn is_plain_image(graph: &Graph, data: &NodeData) -> bool {
     let all = || data.inputs.iter().chain(&data.outputs);
-    all().all(|&v| graph.ty(v).numel() > 0) && graph.dtype(data.outputs[0]) == DType::F32
+    all().all(|&v| graph.ty(v).numel() > 0) && graph.dtype(data.outputs[0]).is_float()
 }
 
 /// Whether a product can store its result in this order: rows and columns evenly spaced, one of them contiguous.

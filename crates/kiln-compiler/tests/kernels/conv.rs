@@ -3,6 +3,7 @@
 use kiln_compiler::kernels::conv::{
     self, ConvSpec, Geometry, Image, ImageAxis, PixelEpilogue, Spatial, WeightGradSpec,
 };
+use kiln_compiler::kernels::element::Storage;
 use kiln_compiler::kernels::{Kernel, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
@@ -118,6 +119,7 @@ impl Case {
             geometry: self.geometry,
             image,
             weight: "weight".into(),
+            storage: Storage::F32,
             epilogue,
             params: vec![
                 Param::new("const float *", "first"),
@@ -140,6 +142,7 @@ impl Case {
             geometry: self.geometry,
             input: self.image("a", input),
             output_grad: self.image("first", output),
+            storage: Storage::F32,
             consume: Box::new(|width, index, value| match width {
                 Width::Scalar => format!("out[{index}] += {value};"),
                 Width::Vector => format!("vf_store(out + {index}, vf_load(out + {index}) + {value});"),

@@ -1,6 +1,7 @@
 //! Pooling and its gradients, of random windows.
 
 use kiln_compiler::kernels::conv::Place;
+use kiln_compiler::kernels::element::Storage;
 use kiln_compiler::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
 use kiln_compiler::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
 use kiln_compiler::kernels::{Kernel, Param, Width};
@@ -223,6 +224,7 @@ impl Case {
             comment: format!("{self:?}"),
             kind: self.kind,
             geometry: g,
+            storage: Storage::F32,
             input: memory("a", if grad { g.output } else { g.input }),
             output: memory("out", if grad { g.input } else { g.output }),
             indices: max.then(|| Indices {

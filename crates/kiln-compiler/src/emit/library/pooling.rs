@@ -6,19 +6,25 @@ use super::convolution::{reverse_taps, taps};
 use super::{Text, Writer, c, position};
 use crate::emit::nest::Launch;
 
-pub(super) fn max_pool(w: Writer, window: &Window, indices: bool) -> Launch {
+/// A forward pooling: for each result `i`, what `before` writes, what `each` does with every element `x` of its window (at `place` in the plane of the input), and what
+/// `after` makes of it. The result's place is `o0, o1, ..`.
+fn pool(
+    w: Writer,
+    window: &Window,
+    before: impl FnOnce(&Writer, &mut Text),
+    each: &str,
+    after: impl FnOnce(&Writer, &mut Text),
+) -> Launch {
     let (x, out) = (w.shape(0), w.out_shape());
     let n = out.iter().product();
     let plane: usize = x[2..].iter().product();
     w.task(n, window.size.iter().product(), |w, t| {
         let dtype = w.dtype(0);
-        let ty = c::register_type(dtype, false);
         t.split("i", "c", out);
         for axis in 2..out.len() {
             t.line(format!("const int64_t o{} = c{axis};", axis - 2));
         }
-        t.line(format!("{ty} best = {};", c::neutral(ReduceOp::Max, dtype)));
-        t.line("int64_t at = -1;");
+        before(w, t);
         taps(
             t,
             &window.size,
@@ -29,14 +35,28 @@ pub(super) fn max_pool(w: Writer, window: &Window, indices: bool) -> Launch {
         );
         t.line(format!("const int64_t place = {};", position("p", &x[2..])));
         t.line(format!(
-            "const {ty} x = get_{dtype}(in0 + (c0 * {} + c1) * {plane} + place);",
+            "const {} x = get_{dtype}(in0 + (c0 * {} + c1) * {plane} + place);",
+            c::register_type(dtype, false),
             x[1]
         ));
-        t.line("if (at < 0 || (best == best && (x > best || x != x))) { best = x; at = place; }");
+        t.line(each);
         for _ in 0..window.size.len() {
             t.close();
         }
-        t.line(format!("put_{dtype}(out0 + i, best);"));
+        after(w, t);
+    })
+}
+
+pub(super) fn max_pool(w: Writer, window: &Window, indices: bool) -> Launch {
+    let start = |w: &Writer, t: &mut Text| {
+        let dtype = w.dtype(0);
+        let (ty, least) = (c::register_type(dtype, false), c::neutral(ReduceOp::Max, dtype));
+        t.line(format!("{ty} best = {least};"));
+        t.line("int64_t at = -1;");
+    };
+    let better = "if (at < 0 || (best == best && (x > best || x != x))) { best = x; at = place; }";
+    pool(w, window, start, better, |w, t| {
+        t.line(format!("put_{}(out0 + i, best);", w.dtype(0)));
         if indices {
             let ty = c::memory_type(w.graph.dtype(w.graph.node(w.node).outputs[1]));
             t.line(format!("out1[i] = ({ty})(at < 0 ? 0 : at);"));
@@ -88,40 +108,15 @@ pub(super) fn divisor(t: &mut Text, window: &Window, include: bool, input: &[usi
 }
 
 pub(super) fn avg_pool(w: Writer, window: &Window, include: bool) -> Launch {
-    let (x, out) = (w.shape(0), w.out_shape());
-    let n = out.iter().product();
-    let plane: usize = x[2..].iter().product();
-    w.task(n, window.size.iter().product(), |w, t| {
+    let input = w.shape(0);
+    let start = |w: &Writer, t: &mut Text| {
+        divisor(t, window, include, &input[2..]);
+        t.line(format!("{} sum = 0;", c::register_type(w.dtype(0), false)));
+    };
+    pool(w, window, start, "sum += x;", |w, t| {
         let dtype = w.dtype(0);
-        t.split("i", "c", out);
-        for axis in 2..out.len() {
-            t.line(format!("const int64_t o{} = c{axis};", axis - 2));
-        }
-        divisor(t, window, include, &x[2..]);
-        t.line(format!("{} sum = 0;", c::register_type(dtype, false)));
-        taps(
-            t,
-            &window.size,
-            &window.stride,
-            &window.pad_low,
-            &window.dilation,
-            &x[2..],
-        );
-        t.line(format!(
-            "sum += get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {});",
-            x[1],
-            position("p", &x[2..])
-        ));
-        for _ in 0..window.size.len() {
-            t.close();
-        }
-        let mean = c::binary(
-            kiln_graph::op::BinaryOp::Div,
-            dtype,
-            false,
-            "sum",
-            &format!("({})count", c::register_type(dtype, false)),
-        );
+        let count = format!("({})count", c::register_type(dtype, false));
+        let mean = c::binary(kiln_graph::op::BinaryOp::Div, dtype, false, "sum", &count);
         t.line(format!("put_{dtype}(out0 + i, {mean});"));
     })
 }

@@ -52,6 +52,7 @@ typedef int32_t vi_half __attribute__((vector_size(2 * KILN_LANES)));
 KILN_INLINE vf vf_set1(float x) { return (vf)KILN_EACH(KILN_SAME); }
 KILN_INLINE vi vi_set1(int32_t x) { return (vi)KILN_EACH(KILN_SAME); }
 KILN_INLINE vd vd_set1(double x) { return (vd)KILN_EACH_HALF(KILN_SAME); }
+KILN_INLINE vl vl_set1(int64_t x) { return (vl)KILN_EACH_HALF(KILN_SAME); }
 #undef KILN_SAME
 
 #define KILN_INDEX(l) (l)
@@ -87,7 +88,16 @@ KILN_INLINE void vf_store_n(float *p, vf v, int64_t n) {
 #endif
 
 /* The first n lanes of doubles. */
+KILN_INLINE vd vd_load_n(const double *p, int64_t n) { vd v = {0}; __builtin_memcpy(&v, p, (size_t)n * sizeof *p); return v; }
 KILN_INLINE void vd_store_n(double *p, vd v, int64_t n) { __builtin_memcpy(p, &v, (size_t)n * sizeof *p); }
+
+/* Integers, to lanes of 64 bits. */
+KILN_INLINE vl vl_load_i64(const int64_t *p) { vl v; __builtin_memcpy(&v, p, sizeof v); return v; }
+KILN_INLINE vl vl_load_i32(const int32_t *p) {
+    vi_half v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vl);
+}
 
 /* Integers of 64 bits, to and from lanes of 32. */
 KILN_INLINE vi vi_load_i64(const int64_t *p) {
@@ -114,8 +124,16 @@ KILN_INLINE vf vf_load_stride(const float *p, int64_t stride) {
     return (vf)KILN_EACH(KILN_AT);
 #undef KILN_AT
 }
+KILN_INLINE vd vd_load_stride(const double *p, int64_t stride) {
+#define KILN_AT(l) p[(l) * stride]
+    return (vd)KILN_EACH_HALF(KILN_AT);
+#undef KILN_AT
+}
 KILN_INLINE void vf_store_stride(float *p, int64_t stride, vf v) {
     KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l * stride] = v[l];
+}
+KILN_INLINE void vd_store_stride(double *p, int64_t stride, vd v) {
+    KILN_UNROLL for (int l = 0; l < KILN_LANES / 2; l++) p[l * stride] = v[l];
 }
 
 /* a * b + c, rounded once where the machine can; otherwise twice (a library call would cost a hundred times more). */
@@ -171,6 +189,7 @@ KILN_INLINE vd vd_sqrt(vd x) {
 /* mask ? a : b in each lane; the mask is what a comparison gives. */
 KILN_INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 KILN_INLINE vi vi_select(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
+KILN_INLINE vl vl_select(vl mask, vl a, vl b) { return (mask & a) | (~mask & b); }
 KILN_INLINE vd vd_select(vl mask, vd a, vd b) { return (vd)((mask & (vl)a) | (~mask & (vl)b)); }
 
 KILN_INLINE vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
@@ -461,5 +480,21 @@ KILN_INLINE void vf_store_f16(uint16_t *p, vf v) {
     KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l] = f16_from_sf(v[l]);
 }
 #endif
+
+/* 16-bit numbers p[0], p[stride], ...: gathered as they are, then converted together. */
+#define KILN_SPACED(format)                                                        \
+    KILN_INLINE vf vf_load_stride_##format(const uint16_t *p, int64_t stride) {    \
+        uint16_t near[KILN_LANES];                                                 \
+        KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) near[l] = p[l * stride];  \
+        return vf_load_##format(near);                                             \
+    }                                                                              \
+    KILN_INLINE void vf_store_stride_##format(uint16_t *p, int64_t stride, vf v) { \
+        uint16_t near[KILN_LANES];                                                 \
+        vf_store_##format(near, v);                                                \
+        KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) p[l * stride] = near[l];  \
+    }
+KILN_SPACED(f16)
+KILN_SPACED(bf16)
+#undef KILN_SPACED
 
 #endif

@@ -10,6 +10,7 @@
 use super::image::Padded;
 use super::walk::{Class, Walk};
 use super::{ConvSpec, ImageAxis, PixelEpilogue, Place, Spatial};
+use crate::kernels::element::Element;
 use crate::kernels::{Width, indent, round_up, unpack};
 
 /// Bytes of the slab, or of the image rows, of a block.
@@ -34,6 +35,8 @@ pub(super) struct Blocks {
     slab_rows: usize,
     /// Columns of collected results.
     result_columns: usize,
+    /// What they are.
+    element: Element,
 }
 
 impl Blocks {
@@ -54,12 +57,13 @@ impl Blocks {
         let slab = padded.copy.is_some() && single && walk.reach[0] == 1 && enough;
         let by_line = slab || planes;
 
-        let row_bytes = padded.strides[2] as usize * 4;
+        let element = spec.storage.element();
+        let row_bytes = padded.strides[2] as usize * element.bytes();
         let span = (class.taps[1].len().max(1) - 1) * walk.tap_step[1] + 1;
         let fresh = walk.pixel_step[1].min(span);
         let lines_each = (L2_SHARE / (row_bytes * fresh).max(1)).max(4);
         let lines_each = if planes {
-            lines_each.min((RESULT_SHARE / (class.count[2] * columns * 4)).max(1))
+            lines_each.min((RESULT_SHARE / (class.count[2] * columns * element.bytes())).max(1))
         } else {
             lines_each
         };
@@ -79,6 +83,7 @@ impl Blocks {
             units,
             slab_rows,
             result_columns: columns,
+            element,
         }
     }
 
@@ -89,7 +94,8 @@ impl Blocks {
 
     fn slab_bytes(&self, padded: &Padded, lanes: usize) -> usize {
         if self.slab {
-            round_up(self.slab_rows * padded.strides[2] as usize * 4 + lanes * 16, 64)
+            let elements = self.slab_rows * padded.strides[2] as usize + lanes * 4;
+            round_up(elements * self.element.bytes(), 64)
         } else {
             0
         }
@@ -97,7 +103,8 @@ impl Blocks {
 
     fn result_bytes(&self, class: &Class) -> usize {
         if self.planes {
-            round_up(self.size * class.count[2] * self.result_columns * 4, 64)
+            let elements = self.size * class.count[2] * self.result_columns;
+            round_up(elements * self.element.bytes(), 64)
         } else {
             0
         }
@@ -106,6 +113,7 @@ impl Blocks {
     /// C statements that define `image`, `pz`, `py` and (a pointer) `from` for `line`: the first image element that the line's first
     /// pixel needs.
     pub fn line(&self, walk: &Walk, class: &Class, padded: &Padded) -> String {
+        let real = self.element.ctype();
         let [count_z, count_y, _] = class.count;
         let [sn, sz, sy, sx] = padded.strides;
         let place = format!(
@@ -114,10 +122,10 @@ impl Blocks {
         );
         let x = class.origin[2] as i64 * sx;
         if self.slab {
-            return format!("{place}const float *from = line_rows[unit - block] + {x};\n");
+            return format!("{place}const {real} *from = line_rows[unit - block] + {x};\n");
         }
         format!(
-            "{place}const float *from = {} + image * {sn} + (pz * {} + {}) * {sz} + (py * {} + {}) * {sy} + {x};\n",
+            "{place}const {real} *from = {} + image * {sn} + (pz * {} + {}) * {sz} + (py * {} + {}) * {sy} + {x};\n",
             padded.base, walk.pixel_step[0], class.origin[0], walk.pixel_step[1], class.origin[1]
         )
     }
@@ -137,13 +145,13 @@ impl Blocks {
         declare: &str,
         body: &str,
     ) -> String {
-        let name = &spec.name;
+        let (name, real) = (&spec.name, self.element.ctype());
         let each = self.bytes(class, padded, lanes);
         let mut own = String::new();
         let mut fill = String::new();
         if self.slab {
             own = format!(
-                "    float *slab = (float *)(args->workspace + {workspace} + thread * {each});\n    const float \
+                "    {real} *slab = ({real} *)(args->workspace + {workspace} + thread * {each});\n    const {real} \
                  *line_rows[{}];\n",
                 self.size
             );
@@ -153,7 +161,7 @@ impl Blocks {
         }
         if self.planes {
             own.push_str(&format!(
-                "    float *result = (float *)(args->workspace + {} + thread * {each});\n",
+                "    {real} *result = ({real} *)(args->workspace + {} + thread * {each});\n",
                 workspace + self.slab_bytes(padded, lanes)
             ));
         }
@@ -204,6 +212,7 @@ impl Blocks {
 /// `name_finish_planes(...)`: consumes results of consecutive pixels of a plane, vectors along the pixels.
 fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
     let name = &spec.name;
+    let (real, vf) = spec.storage.element().ctypes();
     let each = |width, channel: &str| {
         let place = Place {
             width,
@@ -215,13 +224,13 @@ fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
     };
     format!(
         "/* Consumes results of consecutive pixels, a row of `tile` each. */\nstatic __attribute__((noinline)) void \
-         {name}_finish_planes(const struct {name}_args *args, const float *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t \
+         {name}_finish_planes(const struct {name}_args *args, const {real} *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t \
          pixel0, int64_t count, int64_t col, int64_t cols) {{\n{}    int64_t i = 0;\n    for (; i + {lanes} <= count; i += {lanes})\n        \
-         for (int64_t group = 0; group < cols; group += {lanes}) {{\n            vf block[KILN_LANES];\n            KILN_UNROLL for (int l = 0; l < {lanes}; \
-         l++) block[l] = vf_load(tile + (i + l) * ld + group);\n            vf_transpose(block);\n            vf turned[KILN_LANES];\n            KILN_UNROLL for (int l = 0; \
+         for (int64_t group = 0; group < cols; group += {lanes}) {{\n            {vf} block[{lanes}];\n            KILN_UNROLL for (int l = 0; l < {lanes}; \
+         l++) block[l] = {vf}_load(tile + (i + l) * ld + group);\n            {vf}_transpose(block);\n            {vf} turned[{lanes}];\n            KILN_UNROLL for (int l = 0; \
          l < {lanes}; l++) turned[l] = block[l];\n            const int64_t x = pixel0 + i;\n            for (int64_t l = 0; l < {lanes} && group + l < cols; l++) {{\n                const int64_t j = col + group + \
-         l;\n                vf sum = turned[l];\n{}            }}\n        }}\n    for (int64_t j = col; j < col + cols; j++)\n        for \
-         (int64_t r = i; r < count; r++) {{\n            const int64_t x = pixel0 + r;\n            float sum = tile[r * ld + (j - \
+         l;\n                {vf} sum = turned[l];\n{}            }}\n        }}\n    for (int64_t j = col; j < col + cols; j++)\n        for \
+         (int64_t r = i; r < count; r++) {{\n            const int64_t x = pixel0 + r;\n            {real} sum = tile[r * ld + (j - \
          col)];\n{}        }}\n}}\n",
         unpack(&spec.params),
         indent(&each(Width::Vector, "j"), 16),
@@ -232,6 +241,7 @@ fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
 /// `name_finish(...)`: the epilogue of one tile, whose rows are pixels `x, x + step, ...`.
 fn finish(spec: &ConvSpec<'_>, epilogue: &PixelEpilogue<'_>, lanes: usize) -> String {
     let ConvSpec { name, params, .. } = spec;
+    let (real, vf) = spec.storage.element().ctypes();
     let each = |width| {
         let place = Place {
             width,
@@ -243,7 +253,7 @@ fn finish(spec: &ConvSpec<'_>, epilogue: &PixelEpilogue<'_>, lanes: usize) -> St
     };
     let vectors = if epilogue.contiguous == Some(ImageAxis::Channel) {
         format!(
-            "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            vf sum = vf_load(tile + i * ld + (j - \
+            "        for (; j + {lanes} <= col + cols; j += {lanes}) {{\n            {vf} sum = {vf}_load(tile + i * ld + (j - \
              col));\n{}        }}\n",
             each(Width::Vector),
             lanes = lanes
@@ -253,9 +263,9 @@ fn finish(spec: &ConvSpec<'_>, epilogue: &PixelEpilogue<'_>, lanes: usize) -> St
     };
     format!(
         "/* Consumes a finished tile of the result. */\nstatic __attribute__((noinline)) void {name}_finish(const struct \
-         {name}_args *args, const float *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t y, int64_t x, int64_t step, \
+         {name}_args *args, const {real} *tile, int64_t ld, int64_t image,\n        int64_t z, int64_t y, int64_t x, int64_t step, \
          int64_t rows, int64_t col, int64_t cols) {{\n{}    for (int64_t i = 0; i < rows; i++, x += step) {{\n        int64_t j \
-         = col;\n{vectors}        for (; j < col + cols; j++) {{\n            float sum = tile[i * ld + (j - col)];\n{}        \
+         = col;\n{vectors}        for (; j < col + cols; j++) {{\n            {real} sum = tile[i * ld + (j - col)];\n{}        \
          }}\n    }}\n}}\n",
         unpack(params),
         each(Width::Scalar)
@@ -302,8 +312,10 @@ pub(super) fn consumer(
         };
     }
     let name = &spec.name;
+    let element = spec.storage.element();
+    let (real, vf) = element.ctypes();
     let [depth, height, width] = result;
-    let buffer = format!("((float *)(args->workspace + {workspace}))");
+    let buffer = format!("(({real} *)(args->workspace + {workspace}))");
     let store = PixelEpilogue::custom(Some(ImageAxis::Channel), |place, value| {
         let [z, y, x] = place.at;
         let place_of = format!(
@@ -312,7 +324,7 @@ pub(super) fn consumer(
         );
         match place.width {
             Width::Scalar => format!("*({place_of}) = {value};"),
-            Width::Vector => format!("vf_store({place_of}, {value});"),
+            Width::Vector => format!("{vf}_store({place_of}, {value});"),
         }
     });
     let plane = height * width;
@@ -326,7 +338,7 @@ pub(super) fn consumer(
     let maps = spec.geometry.images * depth;
     Consumer {
         source: finish(spec, &store, lanes) + &along + &turn,
-        bytes: round_up((maps * plane * channels + lanes) * 4, 64),
+        bytes: round_up((maps * plane * channels + lanes) * element.bytes(), 64),
         last: Some((format!("{name}_turn"), maps * parts)),
     }
 }

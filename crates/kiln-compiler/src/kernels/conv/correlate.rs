@@ -9,15 +9,18 @@ use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::weights::{self, Panels};
-use super::{ConvSpec, Image, ImageAxis, Place, Spatial, depthwise, few, narrow, planar, winograd};
+use super::{
+    ConvSpec, Image, ImageAxis, ImageMemory, Place, Spatial, depthwise, few, narrow, planar, winograd,
+};
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, indent, round_up, run_part, signature, vector};
+use crate::kernels::{Helper, Kernel, indent, round_up, run_part, signature};
 
 pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
     let g = &spec.geometry;
-    let lanes = vector::lanes(isa);
+    let element = spec.storage.element();
+    let lanes = element.lanes(isa);
     let result = if direction == Direction::Forward {
         g.output
     } else {
@@ -35,14 +38,17 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
             workspace_bytes: 0,
         };
     }
-    let pointwise = g.taps() == 1 && g.stride == [1; 3] && g.pad == [0; 3] && g.input == g.output;
-    if pointwise && g.groups == 1 {
+    if g.is_product() {
         return as_product(spec, direction, isa);
     }
-    if let Some(kernel) = planar::correlate(spec, direction, isa)
-        .or_else(|| few::correlate(spec, direction, isa))
-        .or_else(|| winograd::correlate(spec, direction, isa))
-        .or_else(|| depthwise::input_gradient(spec, direction, isa))
+    let special = || {
+        planar::correlate(spec, direction, isa)
+            .or_else(|| few::correlate(spec, direction, isa))
+            .or_else(|| winograd::correlate(spec, direction, isa))
+            .or_else(|| depthwise::input_gradient(spec, direction, isa))
+    };
+    if element == Element::F32
+        && let Some(kernel) = special()
     {
         return kernel;
     }
@@ -57,6 +63,7 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
         sides,
         isa,
         lanes,
+        element,
         tiles: BTreeSet::new(),
     }
     .kernel()
@@ -103,13 +110,17 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         })
     };
     let a = match &image.memory {
-        Some((pointer, strides)) if flat => {
+        Some(ImageMemory {
+            storage,
+            pointer,
+            strides,
+        }) if flat => {
             let batch = if by_image {
                 vec![(g.images, strides[0])]
             } else {
                 vec![]
             };
-            Operand::strided(pointer, &batch, strides[3], strides[4])
+            Operand::stored(*storage, pointer, &batch, strides[3], strides[4])
         }
         _ => {
             let axis = match image.contiguous {
@@ -117,7 +128,7 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
                 Some(ImageAxis::Plane) => Some(Axis::Free),
                 _ => None,
             };
-            Operand::computed(axis, load)
+            Operand::computed(axis, load).of(spec.storage.element())
         }
     };
     let (k, n) = if direction == Direction::Forward {
@@ -126,8 +137,8 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         (g.out_channels, g.in_channels)
     };
     let b = match direction {
-        Direction::Forward => Operand::strided(&spec.weight, &[], k as i64, 1),
-        Direction::InputGrad => Operand::strided(&spec.weight, &[], 1, n as i64),
+        Direction::Forward => Operand::stored(spec.storage, &spec.weight, &[], k as i64, 1),
+        Direction::InputGrad => Operand::stored(spec.storage, &spec.weight, &[], 1, n as i64),
     };
     let consume = |r: &gemm::Result<'_>| {
         let [image, z, y, x] = place(r.batch, r.row, result == Some(ImageAxis::Plane));
@@ -164,9 +175,10 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
 
 /// Whether all pixels of an image (and all images, unless it is channels-first) follow each other at one stride.
 pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [usize; 4]) -> bool {
-    let Some((_, [n, z, y, x, _])) = image.memory else {
+    let Some(memory) = &image.memory else {
         return false;
     };
+    let [n, z, y, x, _] = memory.strides;
     let follows = |outer: i64, inner: i64, extent: usize, repeats: usize| {
         repeats == 1 || outer == inner * extent as i64
     };
@@ -182,6 +194,7 @@ struct Emitter<'a> {
     sides: Sides,
     isa: Isa,
     lanes: usize,
+    element: Element,
     tiles: BTreeSet<Helper>,
 }
 
@@ -205,6 +218,7 @@ impl Emitter<'_> {
                 spread: self.walk.spread,
                 params,
                 lanes,
+                element: self.element,
                 in_place: true,
             },
         );
@@ -259,7 +273,7 @@ impl Emitter<'_> {
             let pack = format!("{name}_pack{index}");
             let weights = workspace;
             workspace += round_up(
-                (g.groups * panels.padded() * taps * self.sides.group + lanes) * 4,
+                (g.groups * panels.padded() * taps * self.sides.group + lanes) * self.element.bytes(),
                 64,
             );
             if taps > 0 {
@@ -274,6 +288,7 @@ impl Emitter<'_> {
                     offset: weights,
                     params,
                     lanes,
+                    element: self.element,
                 }));
                 calls.push_str(&run(&pack, g.groups * panels.count));
             }
@@ -313,6 +328,7 @@ impl Emitter<'_> {
             name, geometry: g, ..
         } = self.spec;
         let (lanes, sides, walk) = (self.lanes, &self.sides, &self.walk);
+        let real = self.element.ctype();
         let [_, sz, sy, sx] = padded.strides;
         let vectors = panels.width / lanes;
         let count_x = class.count[2];
@@ -340,7 +356,7 @@ impl Emitter<'_> {
                 vectors: width / lanes,
                 a,
                 b: Access::Packed,
-                element: Element::F32,
+                element: self.element,
                 nested: true,
             };
             self.tiles.insert(tile.helper(self.isa));
@@ -410,12 +426,12 @@ impl Emitter<'_> {
         let columns = format!("({n} - cp * {w} < {w} ? {n} - cp * {w} : {w})");
         let (target, consume) = if blocks.planes {
             (
-                format!("float *target = result + ((unit - block) * {count_x} + px) * {ld};\n"),
+                format!("{real} *target = result + ((unit - block) * {count_x} + px) * {ld};\n"),
                 String::new(),
             )
         } else {
             (
-                "float *target = tile;\n".to_owned(),
+                format!("{real} *target = tile;\n"),
                 format!(
                     "{name}_finish(args, tile, {ld}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, {height}, {column}, \
                      {columns});\n",
@@ -430,7 +446,7 @@ impl Emitter<'_> {
             )
         };
         let one = format!(
-            "const int64_t px = {first_x};\nconst float *tile_a = from + px * {} + group * {};\n{target}{calls}{consume}",
+            "const int64_t px = {first_x};\nconst {real} *tile_a = from + px * {} + group * {};\n{target}{calls}{consume}",
             walk.pixel_step[2] as i64 * sx,
             sides.group,
         );
@@ -449,7 +465,7 @@ impl Emitter<'_> {
             String::new()
         };
         let body = format!(
-            "for (int64_t group = 0; group < {}; group++)\nfor (int64_t cp = 0; cp < {}; cp++) {{\n    const float *tile_b = (const float \
+            "for (int64_t group = 0; group < {}; group++)\nfor (int64_t cp = 0; cp < {}; cp++) {{\n    const {real} *tile_b = (const {real} \
              *)(args->workspace + {weights}) + (group * {} + cp * {w}) * {};\n    for (int64_t unit = block; unit < block_end; unit++) \
              {{\n{}    }}\n{}}}\n",
             g.groups,
@@ -459,7 +475,7 @@ impl Emitter<'_> {
             indent(&unit, 8),
             indent(&planes, 4),
         );
-        let declare = format!("float tile[{}] __attribute__((aligned(64)));\n", rows * w);
+        let declare = format!("{real} tile[{}] __attribute__((aligned(64)));\n", rows * w);
         let function = format!("{name}_class{index}");
         blocks.function(
             self.spec, walk, class, padded, &function, workspace, lanes, &declare, &body,

@@ -34,7 +34,7 @@ fn about(g: &Geometry, extents: Spatial) -> String {
 
 /// C expression of the address of channel `c` at a place of an image in memory with contiguous channels; none for others.
 fn element(image: &Image<'_>, y: &str, x: &str) -> Option<String> {
-    let (pointer, strides) = image.memory.as_ref()?;
+    let (pointer, strides) = image.plain()?;
     (strides[4] == 1).then(|| {
         let place = Place {
             width: Width::Scalar,
@@ -42,7 +42,7 @@ fn element(image: &Image<'_>, y: &str, x: &str) -> Option<String> {
             at: ["0", y, x],
             channel: "c",
         };
-        address(pointer, *strides, &place)
+        address(pointer, strides, &place)
     })
 }
 
@@ -151,7 +151,7 @@ pub(super) fn input_gradient(spec: &ConvSpec<'_>, direction: Direction, isa: Isa
     let padded = round_up(channels, lanes);
     let [_, height, width] = g.input;
     // Offsets are from the gradient's image; the channel comes last.
-    let (_, strides) = spec.image.memory.as_ref()?;
+    let (_, strides) = spec.image.plain()?;
     let base = element(&spec.image, "0", "0")?;
     let consume = |width| {
         let place = Place {

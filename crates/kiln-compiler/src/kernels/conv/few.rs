@@ -276,7 +276,7 @@ impl Grads {
     /// Copied to `at` in the workspace, unless the pixels lie in memory as rows.
     fn new(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> Self {
         let [depth, height, width] = g.output;
-        match &image.memory {
+        match image.plain() {
             Some((pointer, strides))
                 if strides[4] == 1 && dense_pixels(image, [g.images, depth, height, width]) =>
             {

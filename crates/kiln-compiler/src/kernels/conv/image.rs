@@ -1,6 +1,7 @@
 //! Channels-last images with room around them, for tiles to read in place.
 
 use super::{Image, ImageAxis, Place, Spatial};
+use crate::kernels::element::Element;
 use crate::kernels::{Param, Width, indent, round_up, unpack};
 
 /// An image as the tiles see it: channels contiguous, strides constant, zeros wherever a window reaches outside.
@@ -51,6 +52,8 @@ pub(super) struct Request<'a> {
     pub spread: Spatial,
     pub params: &'a [Param],
     pub lanes: usize,
+    /// What tiles compute with.
+    pub element: Element,
     /// Whether the image may be used where it lies. Not if tiles read vectors that run over the end of a pixel's channels: past
     /// the last pixel there is no memory.
     pub in_place: bool,
@@ -67,7 +70,7 @@ pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
         spread,
         ..
     } = *request;
-    if let Some((pointer, [n, z, y, x, 1])) = &image.memory {
+    if let Some((pointer, [n, z, y, x, 1])) = image.plain() {
         let inside = request.in_place
             && (0..3).all(|d| {
                 before[d] <= 0 && spread[d] == 1 && (reach[d] as i64 - before[d]) <= extents[d] as i64
@@ -75,13 +78,13 @@ pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
         if inside {
             let skip: i64 = -(before[0] * z + before[1] * y + before[2] * x);
             let base = if skip == 0 {
-                pointer.clone()
+                pointer.to_owned()
             } else {
                 format!("({pointer} + {skip})")
             };
             return Padded {
                 base,
-                strides: [*n, *z, *y, *x],
+                strides: [n, z, y, x],
                 copy: None,
             };
         }
@@ -93,16 +96,17 @@ pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
     let strides = [z * reach[0] as i64, z, y, x];
     // Room for a vector that starts at the last element.
     let bytes = round_up(
-        (images as i64 * strides[0]) as usize * 4 + request.lanes * 4 * 4,
+        ((images as i64 * strides[0]) as usize + request.lanes * 4) * request.element.bytes(),
         64,
     );
+    let real = request.element.ctype();
     let rows = images * reach[0] * reach[1];
     let function = format!("{}_copy{}", request.prefix, request.suffix);
     let row = format!("{function}_row");
     let row_source = row_source(image, request, &row, strides);
     let source = format!(
         "static void {function}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {}_args *args = \
-         ctx;\n    float *base = (float *)(args->workspace + {});\n    for (int64_t r = begin; r < end; r++)\n        \
+         ctx;\n    {real} *base = ({real} *)(args->workspace + {});\n    for (int64_t r = begin; r < end; r++)\n        \
          {row}(args, r / {}, r / {} % {}, r % {}, base + r * {});\n}}\n",
         request.prefix,
         request.offset,
@@ -113,7 +117,7 @@ pub(super) fn padded(image: &Image<'_>, request: &Request<'_>) -> Padded {
         strides[2],
     );
     Padded {
-        base: format!("((const float *)(args->workspace + {}))", request.offset),
+        base: format!("((const {real} *)(args->workspace + {}))", request.offset),
         strides,
         copy: Some(Copy {
             row,
@@ -137,11 +141,13 @@ fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides:
         spread,
         params,
         lanes,
+        element,
         ..
     } = *request;
+    let real = element.ctype();
     // `to` is the place in the copy of element 0 of the row.
     let inner = if spread[2] == 1 {
-        dense_row(image, channels, lanes)
+        dense_row(image, channels, lanes, element)
     } else {
         let value = load(image, Width::Scalar, "x", "c");
         format!(
@@ -168,22 +174,22 @@ fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides:
         .max(first);
     let zero_all = spread[2] > 1;
     let edges = if zero_all {
-        format!("__builtin_memset(row, 0, {} * sizeof(float));\n", strides[2])
+        format!("__builtin_memset(row, 0, {} * sizeof({real}));\n", strides[2])
     } else {
         let left = (before[2] + first).max(0) * channels as i64;
         let right = (before[2] + last).max(0) * channels as i64;
         format!(
-            "__builtin_memset(row, 0, {left} * sizeof(float));\n__builtin_memset(row + {right}, 0, {} * \
-             sizeof(float));\n",
+            "__builtin_memset(row, 0, {left} * sizeof({real}));\n__builtin_memset(row + {right}, 0, {} * \
+             sizeof({real}));\n",
             strides[2] - right
         )
     };
     let [bz, by, bx] = before;
     format!(
         "/* Copies a row of the image into channels-last order with zeros around it. */\nstatic void {function}(const struct {prefix}_args \
-         *args, int64_t image, int64_t z0, int64_t y0, float *row) {{\n{}    z0 -= {bz}, y0 -= {by};\n    if ({} || {}) {{\n        \
-         __builtin_memset(row, 0, {} * sizeof(float));\n        return;\n    }}\n    const int64_t z = z0 / {}, y = y0 / {}, x_begin \
-         = {first}, x_end = {last};\n    float *to = row + {};\n{}{}}}\n",
+         *args, int64_t image, int64_t z0, int64_t y0, {real} *row) {{\n{}    z0 -= {bz}, y0 -= {by};\n    if ({} || {}) {{\n        \
+         __builtin_memset(row, 0, {} * sizeof({real}));\n        return;\n    }}\n    const int64_t z = z0 / {}, y = y0 / {}, x_begin \
+         = {first}, x_end = {last};\n    {real} *to = row + {};\n{}{}}}\n",
         unpack(params),
         outside("z0", 0),
         outside("y0", 1),
@@ -206,14 +212,15 @@ fn load(image: &Image<'_>, width: Width, x: &str, channel: &str) -> String {
 }
 
 /// Statements that copy elements `first..last` of a row to `to[x * channels + c]`.
-fn dense_row(image: &Image<'_>, channels: usize, lanes: usize) -> String {
+fn dense_row(image: &Image<'_>, channels: usize, lanes: usize, element: Element) -> String {
+    let vf = element.vector();
     let scalar = load(image, Width::Scalar, "x", "c");
     match image.contiguous {
         Some(ImageAxis::Channel) if channels >= lanes => {
             let vector = load(image, Width::Vector, "x", "c");
             format!(
                 "for (int64_t x = x_begin; x < x_end; x++) {{\n    int64_t c = 0;\n    for (; c + {lanes} <= {channels}; c += \
-                 {lanes}) vf_store(to + x * {channels} + c, {vector});\n    for (; c < {channels}; c++) to[x * {channels} + c] = \
+                 {lanes}) {vf}_store(to + x * {channels} + c, {vector});\n    for (; c < {channels}; c++) to[x * {channels} + c] = \
                  {scalar};\n}}\n"
             )
         }
@@ -221,8 +228,8 @@ fn dense_row(image: &Image<'_>, channels: usize, lanes: usize) -> String {
             let vector = load(image, Width::Vector, "x", "(group + l)");
             format!(
                 "int64_t group = 0;\nfor (; group + {lanes} <= {channels}; group += {lanes}) {{\n    int64_t x = x_begin;\n    for \
-                 (; x + {lanes} <= x_end; x += {lanes}) {{\n        vf block[KILN_LANES];\n        KILN_UNROLL for (int l = 0; l < {lanes}; \
-                 l++) block[l] = {vector};\n        vf_transpose(block);\n        KILN_UNROLL for (int l = 0; l < {lanes}; l++) vf_store(to + \
+                 (; x + {lanes} <= x_end; x += {lanes}) {{\n        {vf} block[{lanes}];\n        KILN_UNROLL for (int l = 0; l < {lanes}; \
+                 l++) block[l] = {vector};\n        {vf}_transpose(block);\n        KILN_UNROLL for (int l = 0; l < {lanes}; l++) {vf}_store(to + \
                  (x + l) * {channels} + group, block[l]);\n    }}\n    for (; x < x_end; x++)\n        for (int64_t c = group; c < \
                  group + {lanes}; c++) to[x * {channels} + c] = {scalar};\n}}\nfor (int64_t c = group; c < {channels}; \
                  c++)\n    for (int64_t x = x_begin; x < x_end; x++) to[x * {channels} + c] = {scalar};\n"

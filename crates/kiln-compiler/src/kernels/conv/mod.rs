@@ -18,8 +18,9 @@
 //!
 //! 3x3 convolutions of stride 1 with many channels take fewer multiplications in [`winograd`] form.
 //!
-//! One and two spatial dimensions are three with extents of one. Accumulation is in f32, in an order that depends on the
-//! shape alone.
+//! One and two spatial dimensions are three with extents of one. Accumulation is in f32, or in f64 for f64, in an order that depends on the
+//! shape alone. Tensors of 16 bits are widened where f32 would be copied: images while they are padded, weights before all else ([`widened`]). Tiles and narrow
+//! groups know f64; the forms for special shapes are for registers of f32 alone.
 
 mod blocks;
 mod correlate;
@@ -32,10 +33,12 @@ mod planar;
 mod walk;
 mod weight_grad;
 mod weights;
+mod widened;
 mod winograd;
 
 use kiln_cpu::Isa;
 
+use super::element::Storage;
 use super::frame::Frame;
 use super::{Kernel, Param, Width};
 
@@ -96,6 +99,15 @@ impl Geometry {
         2 * self.images * self.weight_len() * self.output.iter().product::<usize>()
     }
 
+    /// Whether it only mixes channels, so that it is a matrix product.
+    fn is_product(&self) -> bool {
+        self.taps() == 1
+            && self.stride == [1; 3]
+            && self.pad == [0; 3]
+            && self.groups == 1
+            && self.input == self.output
+    }
+
     /// Whether one thread does it all.
     fn is_small(&self) -> bool {
         self.flops() < SERIAL_FLOPS
@@ -142,30 +154,44 @@ pub struct Image<'a> {
     pub contiguous: Option<ImageAxis>,
     /// How an element is obtained; only asked for places inside the image.
     pub load: LoadImage<'a>,
-    /// Pointer and strides (image, depth, height, width, channel; in elements) if it is plain f32 memory.
-    pub memory: Option<(String, [i64; 5])>,
+    /// Where it lies, unless it is computed.
+    pub memory: Option<ImageMemory>,
+}
+
+/// An image in memory.
+#[derive(Debug, Clone)]
+pub struct ImageMemory {
+    /// How elements are stored.
+    pub storage: Storage,
+    /// C expression of the pointer.
+    pub pointer: String,
+    /// Elements between neighbours: image, depth, height, width, channel.
+    pub strides: [i64; 5],
 }
 
 impl<'a> Image<'a> {
     /// The f32 tensor at the C pointer `pointer`, with strides in elements: image, depth, height, width, channel.
     pub fn strided(pointer: &str, strides: [i64; 5]) -> Self {
+        Self::stored(Storage::F32, pointer, strides)
+    }
+
+    /// As [`Image::strided`], for a tensor stored in another way.
+    pub fn stored(storage: Storage, pointer: &str, strides: [i64; 5]) -> Self {
         let contiguous = match strides {
             [_, _, _, _, 1] => Some(ImageAxis::Channel),
             [_, _, _, 1, _] => Some(ImageAxis::Width),
             _ => None,
         };
         let base = pointer.to_owned();
-        let load = move |place: &Place<'_>| {
-            let address = address(&base, strides, place);
-            match place.width {
-                Width::Scalar => format!("*({address})"),
-                Width::Vector => format!("vf_load({address})"),
-            }
-        };
+        let load = move |place: &Place<'_>| storage.load(place.width, &address(&base, strides, place));
         Self {
             contiguous,
             load: Box::new(load),
-            memory: Some((pointer.to_owned(), strides)),
+            memory: Some(ImageMemory {
+                storage,
+                pointer: pointer.to_owned(),
+                strides,
+            }),
         }
     }
 
@@ -176,6 +202,12 @@ impl<'a> Image<'a> {
             load: Box::new(load),
             memory: None,
         }
+    }
+
+    /// Pointer and strides if registers hold what its memory does, so that tiles may read it in place.
+    fn plain(&self) -> Option<(&str, [i64; 5])> {
+        let memory = self.memory.as_ref().filter(|memory| memory.storage.is_plain())?;
+        Some((&memory.pointer, memory.strides))
     }
 }
 
@@ -192,7 +224,7 @@ pub fn address(pointer: &str, strides: [i64; 5], place: &Place<'_>) -> String {
     sum
 }
 
-/// A function from a place and the C variable with the finished value (`float` or `vf`) to the statements that consume it.
+/// A function from a place and the C variable with the finished value (`float` or `vf`, `double` or `vd` for f64) to the statements that consume it.
 pub type ConsumePixel<'a> = Box<dyn Fn(&Place<'_>, &str) -> String + 'a>;
 
 /// What happens to each element of the resulting image.
@@ -208,13 +240,14 @@ pub struct PixelEpilogue<'a> {
 impl<'a> PixelEpilogue<'a> {
     /// Stores to the f32 tensor at the C pointer `pointer`, with strides as of [`Image::strided`].
     pub fn store(pointer: &str, strides: [i64; 5]) -> Self {
+        Self::store_as(Storage::F32, pointer, strides)
+    }
+
+    /// As [`PixelEpilogue::store`], for a tensor stored in another way.
+    pub fn store_as(storage: Storage, pointer: &str, strides: [i64; 5]) -> Self {
         let pointer = pointer.to_owned();
         let consume = move |place: &Place<'_>, value: &str| {
-            let address = address(&pointer, strides, place);
-            match place.width {
-                Width::Scalar => format!("*({address}) = {value};"),
-                Width::Vector => format!("vf_store({address}, {value});"),
-            }
+            storage.store(place.width, &address(&pointer, strides, place), value)
         };
         let contiguous = (strides[4] == 1).then_some(ImageAxis::Channel);
         Self {
@@ -253,8 +286,10 @@ pub struct ConvSpec<'a> {
     pub geometry: Geometry,
     /// The forward input; for the gradient, the gradient of the output.
     pub image: Image<'a>,
-    /// C expression (`const float *`) of the weight `[out, in / groups, depth, height, width]`, contiguous.
+    /// C expression (a pointer) of the weight `[out, in / groups, depth, height, width]`, contiguous.
     pub weight: String,
+    /// How the weight is stored; images that are computed are of its registers' type.
+    pub storage: Storage,
     /// What happens to the forward output; for the gradient, to the gradient of the input.
     pub epilogue: PixelEpilogue<'a>,
     /// Parameters that the snippets refer to.
@@ -290,6 +325,8 @@ pub struct WeightGradSpec<'a> {
     pub input: Image<'a>,
     /// The gradient of the output.
     pub output_grad: Image<'a>,
+    /// How the weight's gradient is stored; images that are computed are of its registers' type.
+    pub storage: Storage,
     /// What happens to each element of the gradient, in the order of the weight in memory; vectors are of consecutive elements.
     pub consume: ConsumeWeight<'a>,
     /// Parameters that the snippets refer to.
@@ -311,13 +348,21 @@ impl WeightGradSpec<'_> {
 
 /// `out[n, o, p] = sum over c, t of x[n, c, p * stride - pad + t * dilation] * w[o, c, t]`.
 pub fn forward(spec: ConvSpec<'_>, isa: Isa) -> Kernel {
-    correlate::emit(&spec, walk::Direction::Forward, isa)
+    correlation(spec, walk::Direction::Forward, isa)
 }
 
 /// `dx[n, c, q] = sum over o, t of dy[n, o, (q + pad - t * dilation) / stride] * w[o, c, t]`, over those `t` for which the
 /// division is exact. With `w` read as `[in, out / groups, ..]` this is also the transposed convolution.
 pub fn input_grad(spec: ConvSpec<'_>, isa: Isa) -> Kernel {
-    correlate::emit(&spec, walk::Direction::InputGrad, isa)
+    correlation(spec, walk::Direction::InputGrad, isa)
+}
+
+fn correlation(spec: ConvSpec<'_>, direction: walk::Direction, isa: Isa) -> Kernel {
+    if spec.storage.is_plain() || spec.geometry.is_product() {
+        correlate::emit(&spec, direction, isa)
+    } else {
+        widened::correlate(spec, direction, isa)
+    }
 }
 
 /// `dw[o, c, t] = sum over n, p of dy[n, o, p] * x[n, c, p * stride - pad + t * dilation]`.

@@ -12,7 +12,8 @@ use super::ConvSpec;
 use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
-use crate::kernels::{Kernel, indent, round_up, unpack, vector};
+use crate::kernels::element::Element;
+use crate::kernels::{Kernel, indent, round_up, unpack};
 
 /// Most pixels of a tile.
 fn max_pixels(isa: Isa) -> usize {
@@ -20,20 +21,25 @@ fn max_pixels(isa: Isa) -> usize {
 }
 
 /// C expression: lane `l` is the channel `s` of `x`'s group that contains `l`.
-pub(super) fn spread(x: &str, s: usize, group: usize, lanes: usize) -> String {
+pub(super) fn spread(x: &str, s: usize, group: usize, lanes: usize, element: Element) -> String {
     if group == 1 {
         return x.into();
     }
     let index: Vec<String> = (0..lanes).map(|l| (l / group * group + s).to_string()).collect();
-    format!("KILN_SHUFFLE({x}, {x}, {})", index.join(", "))
+    let shuffle = match element {
+        Element::F32 => "KILN_SHUFFLE",
+        Element::F64 => "KILN_SHUFFLE_D",
+    };
+    format!("{shuffle}({x}, {x}, {})", index.join(", "))
 }
 
 /// Statements that read a vector of channels `v`, the last of which may be partial, into `name`.
-pub(super) fn read(name: &str, address: &str, channels: usize, lanes: usize) -> String {
+pub(super) fn read(name: &str, address: &str, channels: usize, lanes: usize, element: Element) -> String {
+    let vf = element.vector();
     match channels % lanes {
-        0 => format!("vf {name} = vf_load({address});"),
+        0 => format!("{vf} {name} = {vf}_load({address});"),
         rest => format!(
-            "vf {name} = v + 1 < {} ? vf_load({address}) : vf_load_n({address}, {rest});",
+            "{vf} {name} = v + 1 < {} ? {vf}_load({address}) : {vf}_load_n({address}, {rest});",
             channels.div_ceil(lanes)
         ),
     }
@@ -50,7 +56,8 @@ pub(super) fn correlate(
     let frame = spec.frame();
     let (name, params) = (frame.name, frame.params);
     let (g, image) = (&spec.geometry, &spec.image);
-    let lanes = vector::lanes(isa);
+    let element = spec.storage.element();
+    let lanes = element.lanes(isa);
     let padded = image::padded(
         image,
         &image::Request {
@@ -65,6 +72,7 @@ pub(super) fn correlate(
             spread: walk.spread,
             params,
             lanes,
+            element,
             in_place: true,
         },
     );
@@ -104,7 +112,7 @@ pub(super) fn correlate(
         let taps: usize = class.taps.iter().map(Vec::len).product();
         let weights = workspace;
         workspace += round_up(
-            sides.channels.div_ceil(lanes) * taps * sides.group * lanes * 4,
+            sides.channels.div_ceil(lanes) * taps * sides.group * lanes * element.bytes(),
             64,
         );
         let blocks = cut(class);
@@ -169,7 +177,9 @@ impl Work<'_> {
             params,
             ..
         } = spec;
-        let (lanes, group, channels) = (vector::lanes(isa), sides.group, sides.channels);
+        let element = spec.storage.element();
+        let (real, vf) = element.ctypes();
+        let (lanes, group, channels) = (element.lanes(isa), sides.group, sides.channels);
         let vectors = channels.div_ceil(lanes);
         let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
         let taps = taps_z * taps_y * taps_x;
@@ -190,7 +200,7 @@ impl Work<'_> {
             let _ = write!(
                 source,
                 "static void {name}_pack{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
-             ctx;\n{}    static const int32_t taps[] = {{{}}};\n    float *packed = (float *)(args->workspace + {weights});\n    for \
+             ctx;\n{}    static const int32_t taps[] = {{{}}};\n    {real} *packed = ({real} *)(args->workspace + {weights});\n    for \
              (int64_t v = begin; v < end; v++)\n        for (int64_t t = 0; t < {taps}; t++)\n            for (int64_t s = 0; s < {group}; \
              s++)\n                for (int64_t l = 0; l < {lanes}; l++) {{\n                    const int64_t channel = v * {lanes} + \
              l;\n                    packed[((v * {taps} + t) * {group} + s) * {lanes} + l] =\n                        channel < \
@@ -216,12 +226,12 @@ impl Work<'_> {
             let mut body = String::new();
             for r in 0..height {
                 let address = format!("at + {} + v * {lanes}", r as i64 * walk.pixel_step[2] as i64 * sx);
-                let _ = writeln!(body, "{{ {}", read("pixel", &address, channels, lanes));
+                let _ = writeln!(body, "{{ {}", read("pixel", &address, channels, lanes, element));
                 for s in 0..group {
                     let _ = writeln!(
                         body,
-                        "    sum{r} = vf_fma({}, vf_load(w + {}), sum{r});",
-                        spread("pixel", s, group, lanes),
+                        "    sum{r} = {vf}_fma({}, {vf}_load(w + {}), sum{r});",
+                        spread("pixel", s, group, lanes, element),
                         s * lanes
                     );
                 }
@@ -237,16 +247,16 @@ impl Work<'_> {
             let stores: String = (0..height)
                 .map(|r| {
                     format!(
-                        "        vf_store(tile + {} + v * {lanes}, sum{r});\n",
+                        "        {vf}_store(tile + {} + v * {lanes}, sum{r});\n",
                         r * padded_channels
                     )
                 })
                 .collect();
             let _ = write!(
                 source,
-                "/* {height} neighbouring pixels, all channels. */\nstatic __attribute__((noinline)) void {name}_row{index}_{height}(const float \
-             *from, const float *w, float *tile) {{\n    for (int64_t v = 0; v < {vectors}; v++) {{\n        vf {};\n        for \
-             (int64_t z = 0; z < {taps_z}; z++)\n        {unroll}for (int64_t y = 0; y < {taps_y}; y++) {{\n            const float *at = from + z \
+                "/* {height} neighbouring pixels, all channels. */\nstatic __attribute__((noinline)) void {name}_row{index}_{height}(const {real} \
+             *from, const {real} *w, {real} *tile) {{\n    for (int64_t v = 0; v < {vectors}; v++) {{\n        {vf} {};\n        for \
+             (int64_t z = 0; z < {taps_z}; z++)\n        {unroll}for (int64_t y = 0; y < {taps_y}; y++) {{\n            const {real} *at = from + z \
              * {} + y * {};\n            {unroll}for (int64_t x = 0; x < {taps_x}; x++, at += {}, w += {}) {{\n{}            }}\n        \
              }}\n{stores}    }}\n}}\n",
                 sums.join(", "),
@@ -275,12 +285,12 @@ impl Work<'_> {
         };
         let (target, consume) = if blocks.planes {
             (
-                format!("float *target = result + ((unit - block) * {count_x} + px) * {padded_channels};\n"),
+                format!("{real} *target = result + ((unit - block) * {count_x} + px) * {padded_channels};\n"),
                 String::new(),
             )
         } else {
             (
-                "float *target = tile;\n".to_owned(),
+                format!("{real} *target = tile;\n"),
                 format!(
                     "{name}_finish(args, tile, {padded_channels}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, {height}, 0, \
                  {channels});\n",
@@ -295,7 +305,7 @@ impl Work<'_> {
             )
         };
         let one = format!(
-            "const int64_t px = {first_x};\nconst float *at = from + px * {};\n{target}{call}{consume}",
+            "const int64_t px = {first_x};\nconst {real} *at = from + px * {};\n{target}{call}{consume}",
             walk.pixel_step[2] as i64 * sx
         );
         let line = blocks.line(walk, class, padded);
@@ -323,7 +333,7 @@ impl Work<'_> {
             indent(&unit, 4)
         );
         let declare = format!(
-            "const float *w = (const float *)(args->workspace + {weights});\nfloat tile[{}] __attribute__((aligned(64)));\n",
+            "const {real} *w = (const {real} *)(args->workspace + {weights});\n{real} tile[{}] __attribute__((aligned(64)));\n",
             rows * padded_channels
         );
         let function = format!("{name}_class{index}");

@@ -9,7 +9,7 @@ use kiln_cpu::Isa;
 use super::WeightGradSpec;
 use super::narrow::{read, spread};
 use super::weight_grad::{self, Images};
-use crate::kernels::{Kernel, indent, round_up, vector};
+use crate::kernels::{Kernel, indent, round_up};
 
 /// Most sums that threads can make one each of.
 const MAX_CHUNKS: usize = 16;
@@ -22,14 +22,16 @@ fn accumulators(isa: Isa) -> usize {
 pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let name = frame.name;
-    let lanes = vector::lanes(isa);
+    let element = spec.storage.element();
+    let (real, vf) = element.ctypes();
+    let lanes = element.lanes(isa);
     let (channels, group) = (g.in_channels, g.group_in());
     let vectors = channels.div_ceil(lanes);
     let [kz, ky, kx] = g.kernel;
     let images = Images::new(spec, lanes, true);
     let lines = g.images * g.output[0] * g.output[1];
     let chunks = lines.min(MAX_CHUNKS);
-    // Floats of the sums of a chunk: [vector][kernel row][output channel of the group][kernel element of the row][lane].
+    // Elements of the sums of a chunk: [vector][kernel row][output channel of the group][kernel element of the row][lane].
     let row = group * kx * lanes;
     let sums = vectors * kz * ky * row;
 
@@ -46,11 +48,11 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     let [yn, yz, yy, _] = images.output.strides;
     let [_, height, _] = g.output;
     let body = format!(
-        "for (int64_t chunk = begin; chunk < end; chunk++) {{\n    float *sums = (float *)(args->workspace + {}) + chunk * {sums};\n    __builtin_memset(sums, 0, {sums} * \
-         sizeof(float));\n    for (int64_t line = {lines} * chunk / {chunks}; line < {lines} * (chunk + 1) / {chunks}; line++) {{\n        const int64_t image = line / {}, pz \
+        "for (int64_t chunk = begin; chunk < end; chunk++) {{\n    {real} *sums = ({real} *)(args->workspace + {}) + chunk * {sums};\n    __builtin_memset(sums, 0, {sums} * \
+         sizeof({real}));\n    for (int64_t line = {lines} * chunk / {chunks}; line < {lines} * (chunk + 1) / {chunks}; line++) {{\n        const int64_t image = line / {}, pz \
          = line / {height} % {}, py = line % {height};\n        for (int64_t v = 0; v < {vectors}; v++)\n            for (int64_t tz = 0; tz < {kz}; tz++)\n                for \
-         (int64_t ty = 0; ty < {ky}; ty++) {{\n                    const float *from = {} + image * {xn} + (pz * {} + tz * {}) * {xz} + (py * {} + ty * {}) * {xy} + v * \
-         {lanes};\n                    const float *grad = {} + image * {yn} + pz * {yz} + py * {yy} + v * {lanes};\n                    float *own = sums + ((v * {kz} + tz) * \
+         (int64_t ty = 0; ty < {ky}; ty++) {{\n                    const {real} *from = {} + image * {xn} + (pz * {} + tz * {}) * {xz} + (py * {} + ty * {}) * {xy} + v * \
+         {lanes};\n                    const {real} *grad = {} + image * {yn} + pz * {yz} + py * {yy} + v * {lanes};\n                    {real} *own = sums + ((v * {kz} + tz) * \
          {ky} + ty) * {row};\n{}                }}\n    }}\n}}\n",
         images.bytes,
         g.output[0] * height,
@@ -64,8 +66,8 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         indent(&blocks, 20),
     );
     let join = format!(
-        "float *sums = (float *)(args->workspace + {});\nfor (int64_t i = begin * {lanes}; i < end * {lanes}; i += {lanes}) {{\n    vf total = vf_load(sums + i);\n    for \
-         (int64_t chunk = 1; chunk < {chunks}; chunk++) total += vf_load(sums + chunk * {sums} + i);\n    vf_store(sums + i, total);\n}}\n",
+        "{real} *sums = ({real} *)(args->workspace + {});\nfor (int64_t i = begin * {lanes}; i < end * {lanes}; i += {lanes}) {{\n    {vf} total = {vf}_load(sums + i);\n    for \
+         (int64_t chunk = 1; chunk < {chunks}; chunk++) total += {vf}_load(sums + chunk * {sums} + i);\n    {vf}_store(sums + i, total);\n}}\n",
         images.bytes
     );
     let about = format!(
@@ -74,7 +76,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     );
     // Back to the order of the weight: output channel, channel of the group, kernel element.
     let channel = format!("(o / {group} * {group} + c)");
-    let element = format!(
+    let place = format!(
         "sums[((({channel} / {lanes} * {} + t / {kx}) * {group} + o % {group}) * {kx} + t % {kx}) * {lanes} + {channel} % {lanes}]",
         kz * ky
     );
@@ -82,13 +84,13 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         + &images.sources()
         + &frame.part("Sums over chunks of lines.", "sum", &body)
         + &frame.part("Adds up the sums of all chunks.", "join", &join)
-        + &weight_grad::consume_rows(spec, &element, images.bytes, lanes);
+        + &weight_grad::consume_rows(spec, &place, images.bytes, lanes);
     let run = frame.run(g.is_small());
     let calls = images.calls(&run)
         + &run(&format!("{name}_sum"), chunks)
         + &run(&format!("{name}_join"), sums / lanes)
         + &run(&format!("{name}_finish"), g.out_channels);
-    let bytes = images.bytes + round_up(chunks * sums * 4, 64);
+    let bytes = images.bytes + round_up(chunks * sums * element.bytes(), 64);
     frame.finish(source, &calls, bytes)
 }
 
@@ -100,6 +102,8 @@ fn block(
     lanes: usize,
 ) -> String {
     let g = &spec.geometry;
+    let element = spec.storage.element();
+    let vf = element.vector();
     let (channels, group, kx) = (g.in_channels, g.group_in(), g.kernel[2]);
     let (xx, yx) = (images.input.strides[3], images.output.strides[3]);
     let each = |text: &dyn Fn(usize, usize) -> String| -> Vec<String> {
@@ -109,25 +113,25 @@ fn block(
             .map(|(s, tx)| text(s, tx))
             .collect()
     };
-    let loads = each(&|s, tx| format!("sum{s}_{tx} = vf_load(own + {})", (s * kx + tx) * lanes));
-    let stores = each(&|s, tx| format!("vf_store(own + {}, sum{s}_{tx});\n", (s * kx + tx) * lanes));
-    let mut step = read("dy", &format!("grad + px * {yx}"), channels, lanes) + "\n";
+    let loads = each(&|s, tx| format!("sum{s}_{tx} = {vf}_load(own + {})", (s * kx + tx) * lanes));
+    let stores = each(&|s, tx| format!("{vf}_store(own + {}, sum{s}_{tx});\n", (s * kx + tx) * lanes));
+    let mut step = read("dy", &format!("grad + px * {yx}"), channels, lanes, element) + "\n";
     for tx in 0..kx {
         let address = format!(
             "from + px * {} + {}",
             g.stride[2] as i64 * xx,
             (tx * g.dilation[2]) as i64 * xx
         );
-        step += &(read(&format!("x{tx}"), &address, channels, lanes) + "\n");
+        step += &(read(&format!("x{tx}"), &address, channels, lanes, element) + "\n");
     }
     for s in outputs.clone() {
-        step += &format!("const vf dy{s} = {};\n", spread("dy", s, group, lanes));
+        step += &format!("const {vf} dy{s} = {};\n", spread("dy", s, group, lanes, element));
         for tx in 0..kx {
-            step += &format!("sum{s}_{tx} = vf_fma(dy{s}, x{tx}, sum{s}_{tx});\n");
+            step += &format!("sum{s}_{tx} = {vf}_fma(dy{s}, x{tx}, sum{s}_{tx});\n");
         }
     }
     format!(
-        "{{\n    vf {};\n    for (int64_t px = 0; px < {}; px++) {{\n{}    }}\n{}}}\n",
+        "{{\n    {vf} {};\n    for (int64_t px = 0; px < {}; px++) {{\n{}    }}\n{}}}\n",
         loads.join(", "),
         g.output[2],
         indent(&step, 8),

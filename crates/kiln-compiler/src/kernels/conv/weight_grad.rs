@@ -14,7 +14,7 @@ use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, few, narrow_
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, Width, indent, round_up, vector};
+use crate::kernels::{Helper, Kernel, Width, indent, round_up};
 
 /// Bytes of both images in a chunk.
 const L2_SHARE: usize = 512 << 10;
@@ -46,6 +46,7 @@ impl Images {
             spread: [1; 3],
             params: &spec.params,
             lanes,
+            element: spec.storage.element(),
             in_place: true,
         };
         let reach =
@@ -90,7 +91,9 @@ impl Images {
 pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let name = frame.name;
-    let lanes = vector::lanes(isa);
+    let element = spec.storage.element();
+    let real = element.ctype();
+    let lanes = element.lanes(isa);
     if g.weight_len() == 0 {
         return frame.finish(frame.head("No elements.", ""), "", 0);
     }
@@ -102,10 +105,14 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     if let Some(kernel) = as_product(spec, isa) {
         return kernel;
     }
-    if let Some(kernel) = planar::weight_gradient(spec, isa)
-        .or_else(|| few::weight_gradient(spec, isa))
-        .or_else(|| winograd::weight_gradient(spec, isa))
-        .or_else(|| depthwise::weight_gradient(spec, isa))
+    let special = || {
+        planar::weight_gradient(spec, isa)
+            .or_else(|| few::weight_gradient(spec, isa))
+            .or_else(|| winograd::weight_gradient(spec, isa))
+            .or_else(|| depthwise::weight_gradient(spec, isa))
+    };
+    if element == Element::F32
+        && let Some(kernel) = special()
     {
         return kernel;
     }
@@ -134,7 +141,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     let units = runs * panels.count * row_panels;
 
     // Chunks: some images, or some lines of one.
-    let line_bytes = ((yy + g.stride[1] as i64 * xy) * 4).max(1) as usize;
+    let line_bytes = ((yy + g.stride[1] as i64 * xy).max(1)) as usize * element.bytes();
     let lines = (L2_SHARE / line_bytes).clamp(1, g.output[1]);
     let some_images = (L2_SHARE / (line_bytes * g.output[1])).clamp(1, g.images);
 
@@ -155,7 +162,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
             vectors: width / lanes,
             a,
             b,
-            element: Element::F32,
+            element,
             nested: true,
         };
         tiles.insert(tile.helper(isa));
@@ -202,8 +209,8 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     };
     let body = format!(
         "const int64_t rp = unit % {row_panels}, cp = unit / {row_panels} % {count}, run = unit / {per_run};\nconst int64_t group = run / \
-         {run_group}, tz = run / {run_z} % {kz}, ty = run / {runs_x} % {ky}, row = {row};\nconst float *tile_a = {dy} + image * {yn} + pz * \
-         {yz} + py * {yy} + group * {group_out} + row;\nconst float *tile_b = {x} + image * {xn} + (pz * {stride_z} + tz * {dilation_z}) * \
+         {run_group}, tz = run / {run_z} % {kz}, ty = run / {runs_x} % {ky}, row = {row};\nconst {real} *tile_a = {dy} + image * {yn} + pz * \
+         {yz} + py * {yy} + group * {group_out} + row;\nconst {real} *tile_b = {x} + image * {xn} + (pz * {stride_z} + tz * {dilation_z}) * \
          {xz} + (py * {stride_y} + ty * {dilation_y}) * {xy}\n    + {tap_x} + group * {group_in} + cp * {width};\nfloat *target = sums + \
          (run * {group_out} + row) * {padded} + cp * {width};\n{calls_of_tiles}",
         count = panels.count,
@@ -232,7 +239,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     );
     let sums_at = images.bytes;
     let body = format!(
-        "float *sums = (float *)(args->workspace + {sums_at});\nint fresh = 1;\nfor (int64_t image = 0; image < {n}; image += {some_images})\nfor \
+        "{real} *sums = ({real} *)(args->workspace + {sums_at});\nint fresh = 1;\nfor (int64_t image = 0; image < {n}; image += {some_images})\nfor \
          (int64_t pz = 0; pz < {depth}; pz++)\nfor (int64_t py = 0; py < {height}; py += {lines}) {{\n    const int64_t images = {n} - image < \
          {some_images} ? {n} - image : {some_images};\n    const int64_t lines = {height} - py < {lines} ? {height} - py : {lines};\n    for \
          (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n    fresh = 0;\n}}\n",
@@ -250,16 +257,16 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     } else {
         ("t".into(), "c".into())
     };
-    let element = format!(
+    let place = format!(
         "sums[((o / {group_out} * {} + {tap}) * {group_out} + o % {group_out}) * {padded} + {column}]",
         kz * ky * runs_x
     );
-    source.push_str(&consume_rows(spec, &element, sums_at, lanes));
+    source.push_str(&consume_rows(spec, &place, sums_at, lanes));
     let run = frame.run(g.is_small());
     let mut calls = images.calls(&run);
     calls.push_str(&run(&format!("{name}_sum"), units));
     calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
-    let bytes = sums_at + round_up(runs * group_out * padded * 4, 64);
+    let bytes = sums_at + round_up(runs * group_out * padded * element.bytes(), 64);
     let mut kernel = frame.finish(source, &calls, bytes);
     kernel.helpers = tiles.into_iter().collect();
     kernel
@@ -269,16 +276,17 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
 /// them. `element` is the C expression of the sum for output channel `o`, channel of the group `c` and kernel element `t`.
 pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: usize, lanes: usize) -> String {
     let (g, consume) = (&spec.geometry, &spec.consume);
+    let (real, vf) = spec.storage.element().ctypes();
     let (taps, group_in) = (g.taps(), g.group_in());
     let block = ORDER_BLOCK.min(group_in);
     let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 12);
     let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 12);
     let body = format!(
-        "const float *sums = (const float *)(args->workspace + {sums_at});\n(void)sums;\nfloat row[{}];\nfor (int64_t o = begin; o < end; o++)\n    for \
+        "const {real} *sums = (const {real} *)(args->workspace + {sums_at});\n(void)sums;\n{real} row[{}];\nfor (int64_t o = begin; o < end; o++)\n    for \
          (int64_t block = 0; block < {group_in}; block += {block}) {{\n        const int64_t block_end = block + {block} < {group_in} ? block + {block} : \
-         {group_in};\n        float *to = row;\n        for (int64_t c = block; c < block_end; c++)\n            for (int64_t t = 0; t < {taps}; t++) *to++ = \
+         {group_in};\n        {real} *to = row;\n        for (int64_t c = block; c < block_end; c++)\n            for (int64_t t = 0; t < {taps}; t++) *to++ = \
          {element};\n        const int64_t from = (o * {group_in} + block) * {taps}, count = (block_end - block) * {taps};\n        int64_t i = 0;\n        for (; \
-         i + {lanes} <= count; i += {lanes}) {{\n            vf sum = vf_load(row + i);\n{vector}        }}\n        for (; i < count; i++) {{\n            float \
+         i + {lanes} <= count; i += {lanes}) {{\n            {vf} sum = {vf}_load(row + i);\n{vector}        }}\n        for (; i < count; i++) {{\n            {real} \
          sum = row[i];\n{scalar}        }}\n    }}\n",
         block * taps
     );
@@ -293,15 +301,13 @@ const SMALL_WEIGHT: usize = 128 << 10;
 /// chunks, each read from memory once.
 fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
     let g = &spec.geometry;
-    let plain =
-        g.taps() == 1 && g.stride == [1; 3] && g.pad == [0; 3] && g.groups == 1 && g.input == g.output;
     let [depth, height, width] = g.input;
     let by_channel = |image: &super::Image<'_>| image.contiguous == Some(ImageAxis::Channel);
-    let chunks = g.weight_len() * 4 <= SMALL_WEIGHT
+    let chunks = g.weight_len() * spec.storage.element().bytes() <= SMALL_WEIGHT
         && g.images * depth * height * width >= 1024
         && by_channel(&spec.input)
         && by_channel(&spec.output_grad);
-    if !plain || chunks {
+    if !g.is_product() || chunks {
         return None;
     }
     let n = g.in_channels;
@@ -314,8 +320,8 @@ fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
         m: g.out_channels,
         n,
         k: g.images * depth * height * width,
-        a: pixels_of(&spec.output_grad, g)?,
-        b: pixels_of(&spec.input, g)?,
+        a: pixels_of(&spec.output_grad, spec)?,
+        b: pixels_of(&spec.input, spec)?,
         epilogue: Epilogue::custom(Some(Axis::Depth), consume),
         params: spec.params.clone(),
         threads: spec.threads,
@@ -324,14 +330,19 @@ fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
 }
 
 /// An image as an operand with its channels free and all pixels of all images in the depth.
-fn pixels_of<'a>(image: &'a super::Image<'_>, g: &super::Geometry) -> Option<Operand<'a>> {
+fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Option<Operand<'a>> {
+    let g = &spec.geometry;
     let [depth, height, width] = g.input;
     let flat = correlate::dense_pixels(image, [g.images, depth, height, width]);
     let plane = height * width;
     match (image.contiguous, &image.memory) {
-        (Some(ImageAxis::Channel), Some((pointer, strides))) if flat => {
-            Some(Operand::strided(pointer, &[], strides[4], strides[3]))
-        }
+        (Some(ImageAxis::Channel), Some(memory)) if flat => Some(Operand::stored(
+            memory.storage,
+            &memory.pointer,
+            &[],
+            memory.strides[4],
+            memory.strides[3],
+        )),
         (Some(ImageAxis::Plane), _) | (Some(ImageAxis::Width), Some(_)) if flat || image.memory.is_none() => {
             let load = move |at: &gemm::At<'_>| {
                 let n = format!("({} / {})", at.depth, depth * plane);
@@ -344,7 +355,8 @@ fn pixels_of<'a>(image: &'a super::Image<'_>, g: &super::Geometry) -> Option<Ope
                     channel: at.free,
                 })
             };
-            Some(Operand::computed(Some(Axis::Depth), load).in_segments(plane))
+            let operand = Operand::computed(Some(Axis::Depth), load).of(spec.storage.element());
+            Some(operand.in_segments(plane))
         }
         _ => None,
     }

@@ -2,6 +2,7 @@
 //! `[kernel element][summed channel][result channel within the panel]`.
 
 use super::{Geometry, Spatial};
+use crate::kernels::element::Element;
 use crate::kernels::{Param, indent, unpack};
 
 /// How the panels of one class of pixels are filled.
@@ -23,6 +24,8 @@ pub(super) struct Request<'a> {
     pub offset: usize,
     pub params: &'a [Param],
     pub lanes: usize,
+    /// What tiles compute with.
+    pub element: Element,
 }
 
 /// The cut of the result channels of a group.
@@ -66,7 +69,9 @@ pub(super) fn source(request: &Request<'_>) -> String {
         offset,
         params,
         lanes,
+        element,
     } = *request;
+    let (real, vf) = element.ctypes();
     let (group_in, group_out, all_taps) = (geometry.group_in(), geometry.group_out(), geometry.taps());
     let (summed, tap_count) = (
         if transposed { group_out } else { group_in },
@@ -80,15 +85,15 @@ pub(super) fn source(request: &Request<'_>) -> String {
             .map(usize::to_string)
             .collect();
         let vector = if all_taps == 1 {
-            "vf_load(at)".into()
+            format!("{vf}_load(at)")
         } else {
-            format!("vf_load_stride(at, {all_taps})")
+            format!("{vf}_load_stride(at, {all_taps})")
         };
         format!(
             "static const int32_t taps[] = {{{}}};\nfor (int64_t o = 0; o < {summed}; o++)\n    for (int64_t j = 0; j < width; j += \
-             {lanes}) {{\n        const float *from = {weight} + ((group * {group_out} + o) * {group_in} + lowest + j) * \
-             {all_taps};\n        for (int64_t t = 0; t < {tap_count}; t++) {{\n            float *to = packed + (t * {summed} + o) * \
-             width + j;\n            const float *at = from + taps[t];\n            if (j + {lanes} <= valid) vf_store(to, \
+             {lanes}) {{\n        const {real} *from = {weight} + ((group * {group_out} + o) * {group_in} + lowest + j) * \
+             {all_taps};\n        for (int64_t t = 0; t < {tap_count}; t++) {{\n            {real} *to = packed + (t * {summed} + o) * \
+             width + j;\n            const {real} *at = from + taps[t];\n            if (j + {lanes} <= valid) {vf}_store(to, \
              {vector});\n            else for (int64_t l = 0; l < {lanes}; l++) to[l] = j + l < valid ? at[l * {all_taps}] : \
              0.0f;\n        }}\n    }}\n",
             list.join(", ")
@@ -96,11 +101,11 @@ pub(super) fn source(request: &Request<'_>) -> String {
     } else {
         // For one output channel, memory runs over the whole depth, kernel elements innermost.
         format!(
-            "for (int64_t j = 0; j < width; j += {lanes})\n    for (int64_t k = 0; k < {depth}; k += {lanes}) {{\n        vf \
-             block[KILN_LANES];\n        const int64_t some = {depth} - k < {lanes} ? {depth} - k : {lanes};\n        KILN_UNROLL for (int l \
-             = 0; l < {lanes}; l++) {{\n            const float *from = {weight} + (group * {group_out} + lowest + j + l) * {depth} + \
-             k;\n            block[l] = j + l >= valid ? (vf){{0}} : some == {lanes} ? vf_load(from) : vf_load_n(from, \
-             some);\n        }}\n        vf_transpose(block);\n        for (int64_t l = 0; l < some; l++) vf_store(packed + ((k + l) % \
+            "for (int64_t j = 0; j < width; j += {lanes})\n    for (int64_t k = 0; k < {depth}; k += {lanes}) {{\n        {vf} \
+             block[{lanes}];\n        const int64_t some = {depth} - k < {lanes} ? {depth} - k : {lanes};\n        KILN_UNROLL for (int l \
+             = 0; l < {lanes}; l++) {{\n            const {real} *from = {weight} + (group * {group_out} + lowest + j + l) * {depth} + \
+             k;\n            block[l] = j + l >= valid ? ({vf}){{0}} : some == {lanes} ? {vf}_load(from) : {vf}_load_n(from, \
+             some);\n        }}\n        {vf}_transpose(block);\n        for (int64_t l = 0; l < some; l++) {vf}_store(packed + ((k + l) % \
              {all_taps} * {summed} + (k + l) / {all_taps}) * width + j, block[l]);\n    }}\n"
         )
     };
@@ -108,7 +113,7 @@ pub(super) fn source(request: &Request<'_>) -> String {
         "/* Packs panels of the weight. */\nstatic void {function}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
          const struct {prefix}_args *args = ctx;\n{}    for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t \
          group = unit / {count}, panel = unit % {count}, lowest = panel * {full};\n        const int64_t width = panel == {} ? {} : \
-         {full}, valid = {channels} - lowest < width ? {channels} - lowest : width;\n        float *packed = (float \
+         {full}, valid = {channels} - lowest < width ? {channels} - lowest : width;\n        {real} *packed = ({real} \
          *)(args->workspace + {offset}) + (group * {padded} + lowest) * {depth};\n{}    }}\n}}\n",
         unpack(params),
         panels.count - 1,

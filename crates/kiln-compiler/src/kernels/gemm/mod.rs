@@ -145,6 +145,12 @@ impl Operand<'_> {
         self.segment = Some(length);
         self
     }
+
+    /// An operand whose elements are of this type in registers.
+    pub fn of(mut self, element: Element) -> Self {
+        self.element = element;
+        self
+    }
 }
 
 /// The axis with stride 1. The depth is preferred when both qualify, which happens for extents of one only.

@@ -9,8 +9,9 @@ use kiln_cpu::Isa;
 
 use super::planes::{PoolGeometry, PoolKind, SERIAL_ELEMENTS, table};
 use crate::kernels::conv::{Place, address};
+use crate::kernels::element::{Element, Storage};
 use crate::kernels::frame::Frame;
-use crate::kernels::{Kernel, Param, Width, indent, vector};
+use crate::kernels::{Kernel, Param, Width, indent};
 
 /// A tensor in memory: a C pointer and strides in elements (image, depth, height, width, channel).
 #[derive(Debug, Clone)]
@@ -32,21 +33,19 @@ impl Memory {
         address(&self.pointer, self.strides, &place)
     }
 
-    fn load(&self, width: Width, y: &str, x: &str) -> String {
+    fn load(&self, storage: Storage, width: Width, y: &str, x: &str) -> String {
         let at = self.at(y, x);
-        match (width, self.strides[4]) {
-            (Width::Scalar, _) => format!("*({at})"),
-            (Width::Vector, 1) => format!("vf_load({at})"),
-            (Width::Vector, stride) => format!("vf_load_stride({at}, {stride})"),
+        match width {
+            Width::Scalar => storage.load(width, &at),
+            Width::Vector => storage.load_spaced(&at, self.strides[4]),
         }
     }
 
-    fn store(&self, width: Width, y: &str, x: &str, value: &str) -> String {
+    fn store(&self, storage: Storage, width: Width, y: &str, x: &str, value: &str) -> String {
         let at = self.at(y, x);
-        match (width, self.strides[4]) {
-            (Width::Scalar, _) => format!("*({at}) = {value};"),
-            (Width::Vector, 1) => format!("vf_store({at}, {value});"),
-            (Width::Vector, stride) => format!("vf_store_stride({at}, {stride}, {value});"),
+        match width {
+            Width::Scalar => storage.store(width, &at, value),
+            Width::Vector => storage.store_spaced(&at, self.strides[4], value),
         }
     }
 }
@@ -73,6 +72,8 @@ pub struct ChannelPool {
     pub kind: PoolKind,
     /// Shape of the forward pooling.
     pub geometry: PoolGeometry,
+    /// How elements are stored. What is computed from 16 bits is rounded once, when it is stored.
+    pub storage: Storage,
     /// The forward input; for the gradient, the gradient of the output.
     pub input: Memory,
     /// The result.
@@ -85,9 +86,38 @@ pub struct ChannelPool {
     pub threads: usize,
 }
 
+impl ChannelPool {
+    fn element(&self) -> Element {
+        self.storage.element()
+    }
+
+    /// Lanes of vectors along the channels.
+    fn lanes(&self, isa: Isa) -> usize {
+        self.element().lanes(isa)
+    }
+
+    /// C type of an element or a vector of them, and zero.
+    fn register(&self, width: Width) -> (&'static str, &'static str) {
+        match width {
+            Width::Scalar => (self.element().ctype(), "0.0f"),
+            Width::Vector => (self.element().vector(), "{0}"),
+        }
+    }
+
+    /// The element of the operand at a place.
+    fn load(&self, width: Width, y: &str, x: &str) -> String {
+        self.input.load(self.storage, width, y, x)
+    }
+
+    /// Stores the result at a place.
+    fn store(&self, width: Width, y: &str, x: &str, value: &str) -> String {
+        self.output.store(self.storage, width, y, x, value)
+    }
+}
+
 /// As [`super::forward`].
 pub fn forward(spec: &ChannelPool, isa: Isa) -> Kernel {
-    let lanes = vector::lanes(isa);
+    let lanes = spec.lanes(isa);
     let g = &spec.geometry;
     let tables = match spec.kind {
         PoolKind::Max => String::new(),
@@ -95,7 +125,7 @@ pub fn forward(spec: &ChannelPool, isa: Isa) -> Kernel {
     };
     let each = |width| {
         let (start, step, end) = match spec.kind {
-            PoolKind::Max => max_window(spec, width),
+            PoolKind::Max => max_window(spec, width, lanes),
             PoolKind::Mean { .. } => mean_window(spec, width),
         };
         let window = format!(
@@ -123,22 +153,24 @@ pub fn forward(spec: &ChannelPool, isa: Isa) -> Kernel {
 }
 
 /// Statements before, within and after the window of a maximum.
-fn max_window(spec: &ChannelPool, width: Width) -> (String, String, String) {
+fn max_window(spec: &ChannelPool, width: Width, lanes: usize) -> (String, String, String) {
     let g = &spec.geometry;
-    let element = spec.input.load(width, "y0", "x0");
+    let element = spec.load(width, "y0", "x0");
+    let (real, vf) = spec.element().ctypes();
+    let vi = spec.element().integers();
     let place = format!("(int32_t)(y0 * {} + x0)", g.input[1]);
-    let store = spec.output.store(width, "y", "x", "sum");
+    let store = spec.store(width, "y", "x", "sum");
     match width {
         Width::Vector => (
-            "vf sum = vf_set1(-__builtin_inff());\nvi index = vi_set1(-1);\n".into(),
+            format!("{vf} sum = {vf}_set1(-__builtin_inff());\n{vi} index = {vi}_set1(-1);\n"),
             format!(
-                "const vf element = {element};\nconst vi better = (element > sum) | ((element != element) & (sum == sum)) | (index < 0);\nsum = \
-                 vf_select(better, element, sum);\nindex = vi_select(better, vi_set1({place}), index);\n"
+                "const {vf} element = {element};\nconst {vi} better = (element > sum) | ((element != element) & (sum == sum)) | (index < 0);\nsum = \
+                 {vf}_select(better, element, sum);\nindex = {vi}_select(better, {vi}_set1({place}), index);\n"
             ),
             match &spec.indices {
                 None => format!("{store}\n"),
                 Some(indices) => format!(
-                    "{store}\nindex = vi_select(index < 0, (vi){{0}}, index);\nfor (int64_t l = 0; l < KILN_LANES; l++) ({})[l * {}] = \
+                    "{store}\nindex = {vi}_select(index < 0, ({vi}){{0}}, index);\nfor (int64_t l = 0; l < {lanes}; l++) ({})[l * {}] = \
                      ({})index[l];\n",
                     indices.memory.at("y", "x"),
                     indices.memory.strides[4],
@@ -147,9 +179,9 @@ fn max_window(spec: &ChannelPool, width: Width) -> (String, String, String) {
             },
         ),
         Width::Scalar => (
-            "float sum = -__builtin_inff();\nint32_t index = -1;\n".into(),
+            format!("{real} sum = -__builtin_inff();\nint32_t index = -1;\n"),
             format!(
-                "const float element = {element};\nif (index < 0 || element > sum || (element != element && sum == sum)) sum = element, index = \
+                "const {real} element = {element};\nif (index < 0 || element > sum || (element != element && sum == sum)) sum = element, index = \
                  {place};\n"
             ),
             match &spec.indices {
@@ -167,14 +199,14 @@ fn max_window(spec: &ChannelPool, width: Width) -> (String, String, String) {
 /// Statements before, within and after the window of a mean.
 fn mean_window(spec: &ChannelPool, width: Width) -> (String, String, String) {
     let name = &spec.name;
-    let ty = if width == Width::Vector { "vf" } else { "float" };
-    let zero = if width == Width::Vector { "(vf){0}" } else { "0.0f" };
+    let (ty, zero) = spec.register(width);
     (
         format!("{ty} sum = {zero};\n"),
-        format!("sum += {};\n", spec.input.load(width, "y0", "x0")),
+        format!("sum += {};\n", spec.load(width, "y0", "x0")),
         format!(
-            "const float count = {name}_count_y[y] * {name}_count_x[x];\nsum = count == 0.0f ? {zero} : sum / count;\n{}\n",
-            spec.output.store(width, "y", "x", "sum")
+            "const {} count = {name}_count_y[y] * {name}_count_x[x];\nsum = count == 0.0f ? ({ty}){zero} : sum / count;\n{}\n",
+            spec.element().ctype(),
+            spec.store(width, "y", "x", "sum")
         ),
     )
 }
@@ -245,10 +277,8 @@ fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: 
 /// As [`super::input_grad`].
 pub fn input_grad(spec: &ChannelPool, isa: Isa) -> Kernel {
     match spec.kind {
-        PoolKind::Max => {
-            max_gather(spec, vector::lanes(isa)).unwrap_or_else(|| max_grad(spec, vector::lanes(isa)))
-        }
-        PoolKind::Mean { count_padding } => mean_grad(spec, count_padding, vector::lanes(isa)),
+        PoolKind::Max => max_gather(spec, spec.lanes(isa)).unwrap_or_else(|| max_grad(spec, spec.lanes(isa))),
+        PoolKind::Mean { count_padding } => mean_grad(spec, count_padding, spec.lanes(isa)),
     }
 }
 
@@ -259,6 +289,8 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> Kernel {
         || "0".into(),
         |indices| format!("*({})", indices.memory.at("y", "x")),
     );
+    let (at_y, at_x) = (&format!("(index / {width})"), &format!("(index % {width})"));
+    let sum = spec.output.load(spec.storage, Width::Scalar, at_y, at_x);
     let blocks = g.channels.div_ceil(lanes);
     let pixels = height * width;
     let body = format!(
@@ -266,14 +298,17 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> Kernel {
          int64_t to = from + {lanes} < {channels} ? from + {lanes} : {channels};\n    for (int64_t y = 0; y < {height}; y++)\n        for (int64_t x \
          = 0; x < {width}; x++)\n            for (int64_t c = from; c < to; c++) {}\n    for (int64_t y = 0; y < {}; y++)\n        for (int64_t x = 0; \
          x < {}; x++)\n            for (int64_t c = from; c < to; c++) {{\n                int64_t index = (int64_t){index};\n                index = \
-         index < 0 ? 0 : index >= {pixels} ? {} : index;\n                *({}) += {};\n            }}\n}}\n",
-        spec.output.store(Width::Scalar, "y", "x", "0.0f"),
+         index < 0 ? 0 : index >= {pixels} ? {} : index;\n                {}\n            }}\n}}\n",
+        spec.store(Width::Scalar, "y", "x", "0.0f"),
         g.output[0],
         g.output[1],
         pixels - 1,
-        spec.output
-            .at(&format!("(index / {width})"), &format!("(index % {width})")),
-        spec.input.load(Width::Scalar, "y", "x"),
+        spec.store(
+            Width::Scalar,
+            at_y,
+            at_x,
+            &format!("{sum} + {}", spec.load(Width::Scalar, "y", "x"))
+        ),
         channels = g.channels,
     );
     let elements = g.images * g.channels * (pixels + g.output[0] * g.output[1]);
@@ -284,14 +319,18 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> Kernel {
 fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<Kernel> {
     let g = &spec.geometry;
     let indices = spec.indices.as_ref().filter(|indices| indices.own)?;
-    let load_indices = match indices.ctype {
-        "int32_t" => "vi_load",
-        "int64_t" => "vi_load_i64",
+    let load_indices = match (spec.element(), indices.ctype) {
+        (Element::F32, "int32_t") => "vi_load",
+        (Element::F32, "int64_t") => "vi_load_i64",
+        (Element::F64, "int32_t") => "vl_load_i32",
+        (Element::F64, "int64_t") => "vl_load_i64",
         _ => return None,
     };
-    let by_channel = [&spec.input, &spec.output, &indices.memory]
-        .iter()
-        .all(|memory| memory.strides[4] == 1);
+    let (_, vf) = spec.element().ctypes();
+    let dense = |memory: &Memory| memory.strides[4] == 1;
+    // Sums of 16 bits in memory are rounded each time, which costs more than gathering numbers with gaps between them.
+    let by_channel =
+        dense(&indices.memory) && (!spec.storage.is_plain() || dense(&spec.input) && dense(&spec.output));
     // A window of padding only has the index 0, wherever it is.
     if !by_channel || g.only_padding() || i32::try_from(g.input[0] * g.input[1]).is_err() {
         return None;
@@ -299,23 +338,23 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<Kernel> {
     let [height, width] = g.input;
     let (grads, places) = (spec.input.at("0", "0"), indices.memory.at("0", "0"));
     let sum = |width| {
-        let (ty, start, step) = match width {
-            Width::Scalar => (
-                "float",
-                "0.0f",
-                format!("if (({places})[where[k]] == place) sum += ({grads})[from[k]];"),
-            ),
-            Width::Vector => (
-                "vf",
-                "{0}",
+        let (ty, start) = spec.register(width);
+        let from = format!("{grads} + from[k]");
+        let element = match width {
+            Width::Scalar => spec.storage.load(width, &from),
+            Width::Vector => spec.storage.load_spaced(&from, spec.input.strides[4]),
+        };
+        let step = match width {
+            Width::Scalar => format!("if (({places})[where[k]] == place) sum += {element};"),
+            Width::Vector => {
                 format!(
-                    "sum += vf_select({load_indices}({places} + where[k]) == place, vf_load({grads} + from[k]), (vf){{0}});"
-                ),
-            ),
+                    "sum += {vf}_select({load_indices}({places} + where[k]) == place, {element}, ({vf}){{0}});"
+                )
+            }
         };
         format!(
             "{ty} sum = {start};\nfor (int64_t k = 0; k < count; k++) {step}\n{}\n",
-            spec.output.store(width, "y", "x", "sum")
+            spec.store(width, "y", "x", "sum")
         )
     };
     // Windows in the order of their places in the result.
@@ -350,11 +389,7 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<Kernel> {
 fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> Kernel {
     let (g, name) = (&spec.geometry, &spec.name);
     let each = |width| {
-        let (ty, zero) = if width == Width::Vector {
-            ("vf", "{0}")
-        } else {
-            ("float", "0.0f")
-        };
+        let (ty, zero) = spec.register(width);
         format!(
             "{ty} sum = {zero};\nfor (int64_t ty = 0; ty < {}; ty++) {{\n    const int64_t y1 = y + {} - ty * {}, y0 = y1 / {sy};\n    if (y1 < 0 || y1 % \
              {sy} != 0 || y0 >= {}) continue;\n    for (int64_t tx = 0; tx < {}; tx++) {{\n        const int64_t x1 = x + {} - tx * {}, x0 = x1 / \
@@ -368,8 +403,8 @@ fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> Kernel {
             g.pad_low[1],
             g.dilation[1],
             g.output[1],
-            spec.input.load(width, "y0", "x0"),
-            spec.output.store(width, "y", "x", "sum"),
+            spec.load(width, "y0", "x0"),
+            spec.store(width, "y", "x", "sum"),
             sy = g.stride[0],
             sx = g.stride[1],
         )

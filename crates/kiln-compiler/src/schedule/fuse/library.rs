@@ -81,10 +81,9 @@ impl Fuser<'_> {
         let dtype = self.graph.dtype(operand);
         let usual = matches!(dtype, DType::F32 | DType::Bool);
         let takes_windows = match &node.op {
-            Op::DotGeneral(_) => usual || dtype.is_float(),
-            Op::ConvWeightGrad { .. } => usual,
+            Op::DotGeneral(_) | Op::ConvWeightGrad { .. } => usual || dtype.is_float(),
             // Weights are packed from contiguous memory.
-            Op::Conv(_) | Op::ConvInputGrad { .. } => usual && position == 0,
+            Op::Conv(_) | Op::ConvInputGrad { .. } => (usual || dtype.is_float()) && position == 0,
             Op::Attention(dims) => usual && dims.is_tensor(position),
             Op::AttentionGrad(dims) => {
                 usual && (dims.is_tensor(position) || position == dims.operands().forward + 1)
