@@ -151,6 +151,28 @@ fn is_expensive(op: &Op) -> bool {
     }
 }
 
+/// Members that do what an earlier member does, each with that one. Programs that were made to compute something again instead of reading it
+/// ([`crate::transform`]) have such members where both ended up in one nest after all.
+fn equal_members(graph: &Graph, nest: &Nest) -> FxHashMap<Value, Value> {
+    let mut equal: FxHashMap<Value, Value> = FxHashMap::default();
+    let mut firsts: Vec<(&Op, Vec<Value>, Value)> = Vec::new();
+    let members = nest.members.iter().map(|&node| graph.node(node));
+    for data in members.filter(|data| data.op.is_pointwise()) {
+        let first_of = |value: &Value| *equal.get(value).unwrap_or(value);
+        let operands: Vec<Value> = data.inputs.iter().map(first_of).collect();
+        let first = firsts
+            .iter()
+            .find(|(op, own, _)| **op == data.op && *own == operands);
+        match first {
+            Some(&(_, _, first)) => {
+                equal.insert(data.outputs[0], first);
+            }
+            None => firsts.push((&data.op, operands, data.outputs[0])),
+        }
+    }
+    equal
+}
+
 /// An index that ends up as an address or a number, and how much it counts.
 struct Seen {
     index: Index,
@@ -210,6 +232,8 @@ struct Writer<'a> {
     slots: FxHashMap<u32, Register>,
     reduced: FxHashMap<Value, Register>,
     stages: FxHashMap<Value, usize>,
+    /// For results of operations that another member does as well: that member's result.
+    equal: FxHashMap<Value, Value>,
     seen: Vec<Seen>,
     /// Declarations and final lines of one chunk of rows.
     chunk_top: Vec<String>,
@@ -244,6 +268,7 @@ impl<'a> Writer<'a> {
             slots: FxHashMap::default(),
             reduced: FxHashMap::default(),
             stages: FxHashMap::default(),
+            equal: equal_members(graph, &space.nest),
             seen: Vec::new(),
             chunk_top: Vec::new(),
             chunk_end: Vec::new(),

@@ -22,6 +22,7 @@
 //!   variables in use (all of them, or the row's).
 //! - *No hidden work.* An operation used at an index that skips variables would be computed again and again; that is allowed
 //!   for operations as cheap as a load, or where the computation moves out of the innermost loop.
+//! - *Rows whole.* What a nest makes of a row stays together with the statistics of the row (`rows.rs`).
 //! - *Parts apart.* A group holds operations of the forward pass, or of the backward pass and the optimizer; and of one chunk of rows, where the partition
 //!   asked for chunks.
 //! - *Bounds.* A nest that touches too many buffers or holds too many operations stops growing.
@@ -29,6 +30,7 @@
 mod library;
 mod pointwise;
 mod reduce;
+mod rows;
 mod set;
 mod siblings;
 
@@ -65,8 +67,20 @@ pub fn schedule(graph: &Graph, options: &Options) -> Schedule {
     let mut fuser = Fuser::new(graph, options);
     fuser.place_outputs();
     let nodes: Vec<Node> = graph.nodes().map(|(node, _)| node).collect();
+    let mut picks: Vec<Node> = Vec::new();
     for &node in nodes.iter().rev() {
-        fuser.place(node);
+        // The latest moment: whoever else passes over the rows that are picked from has been placed by now.
+        let (due, later) = picks.into_iter().partition(|&pick| reads(graph, pick, node));
+        picks = later;
+        let due: Vec<Node> = due;
+        for pick in due {
+            fuser.place(pick);
+        }
+        if fuse && fuser.is_pick(node) {
+            picks.push(node);
+        } else {
+            fuser.place(node);
+        }
     }
     if fuse {
         fuser.merge_siblings();
@@ -80,6 +94,12 @@ pub fn schedule(graph: &Graph, options: &Options) -> Schedule {
         layouts,
         ..super::order::order(graph, kernels)
     }
+}
+
+/// Whether `reader` has a result of `node` as operand.
+fn reads(graph: &Graph, reader: Node, node: Node) -> bool {
+    let mut operands = graph.node(reader).inputs.iter();
+    operands.any(|&operand| graph.value(operand).node == node)
 }
 
 /// A kernel in the making.

@@ -3,7 +3,8 @@
 //! Forward, the largest element and the sum of exponentials are all that must be kept of a row; the loss picks one logarithm, and the
 //! gradient is exponentials again. Programs hold on to the shifted row and its exponentials, two tensors of the size of the logits. Here whoever
 //! else uses those gets operations of its own on the logits, which are part of its own loop: a vocabulary of 32 thousand is then read
-//! where it would be written and read.
+//! where it would be written and read. Where the loss and the gradient end up in one nest all the same ([`crate::schedule::fuse`]), it computes the
+//! exponentials once, and keeps those of one row ([`crate::emit`]).
 
 use rustc_hash::FxHashSet;
 

@@ -28,6 +28,7 @@ impl Writer<'_> {
     }
 
     pub(super) fn eval(&mut self, value: Value, index: &[Index]) -> Register {
+        let value = *self.equal.get(&value).unwrap_or(&value);
         if let Some((given, register)) = &self.given
             && *given == value
         {

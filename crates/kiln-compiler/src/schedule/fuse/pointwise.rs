@@ -12,9 +12,14 @@ impl Fuser<'_> {
     pub(super) fn place_pointwise(&mut self, node: Node) {
         let value = self.graph.node(node).outputs[0];
         if self.fuse {
+            if self.pick_beside_rows(node) {
+                return;
+            }
             for group in self.user_nests(value) {
                 let needs_store = self.needed_outside(value, group);
-                if let Some(primary) = self.pointwise_fits(group, node, needs_store) {
+                if let Some(primary) = self.pointwise_fits(group, node, needs_store)
+                    && !(needs_store && self.parts_rows(value, group))
+                {
                     self.join(group, node, primary, needs_store);
                     return;
                 }

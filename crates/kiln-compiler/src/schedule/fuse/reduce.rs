@@ -15,6 +15,9 @@ impl Fuser<'_> {
         let Op::Reduce { axes, .. } = &data.op else { return };
         let (x, value) = (data.inputs[0], data.outputs[0]);
         if self.fuse {
+            if self.reduce_beside_rows(node, axes) {
+                return;
+            }
             for group in self.user_nests(value) {
                 if self.reduce_into_user(group, node, axes) {
                     return;
@@ -73,6 +76,9 @@ impl Fuser<'_> {
             return false;
         }
         let needs_store = self.needed_outside(value, group);
+        if needs_store && self.parts_rows(value, group) {
+            return false;
+        }
         let rows = vars(&wanted);
         let reduced: Vec<usize> = axes.iter().map(|&axis| shape[axis]).collect();
         let count: i64 = reduced.iter().product::<usize>() as i64;
