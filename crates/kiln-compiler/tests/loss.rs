@@ -33,7 +33,7 @@ const LOSSES: [Loss; 5] = [
 ];
 
 /// Rows and classes: few of both, odd ones, so many that the logits count as large, and longer rows than are kept between passes.
-const SIZES: [(usize, usize); 4] = [(9, 2), (37, 53), (65, 1031), (9, 33_001)];
+const SIZES: [(usize, usize); 4] = [(9, 2), (37, 53), (65, 1031), (9, 66_001)];
 
 /// A step of a linear classifier of `n` rows and `c` classes: the loss and both gradients. The loss's own gradient is a runtime scalar.
 fn step(loss: Loss, n: usize, c: usize) -> Graph {

@@ -56,8 +56,11 @@ use space::Space;
 pub const SERIAL_POINTS: i64 = 16 * 1024;
 /// Elements that a thread takes at a time from a flat nest.
 pub const FLAT_GRAIN: i64 = 4096;
-/// Longest row of which an expensive intermediate is kept from one pass to the next, in elements: it lives on the stack.
-const MAX_CACHED: i64 = 32 * 1024;
+/// Longest row of which an expensive intermediate is kept from one pass to the next, in elements: it lives on the stack, and between the passes in
+/// the second cache.
+const MAX_CACHED: i64 = 64 * 1024;
+/// Most elements of all intermediates that are kept so: a thread's stack holds them.
+const MAX_KEPT: i64 = 128 * 1024;
 /// Most chunks of rows of a late reduction.
 const MAX_CHUNKS: i64 = 16;
 
@@ -118,7 +121,8 @@ pub fn generate(graph: &Graph, nest: &Nest, lanes: i64) -> NestCode {
         .filter(|(_, passes)| passes.count_ones() > 1)
         .map(|(key, _)| key.clone())
         .collect();
-    if repeated.is_empty() || space.product(&space.cols) > MAX_CACHED {
+    let row = space.product(&space.cols);
+    if repeated.is_empty() || row > MAX_CACHED || row * repeated.len() as i64 > MAX_KEPT {
         return writer.finish();
     }
     let mut writer = Writer::new(graph, &space, lanes);
