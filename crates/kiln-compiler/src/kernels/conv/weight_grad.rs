@@ -211,7 +211,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         "const int64_t rp = unit % {row_panels}, cp = unit / {row_panels} % {count}, run = unit / {per_run};\nconst int64_t group = run / \
          {run_group}, tz = run / {run_z} % {kz}, ty = run / {runs_x} % {ky}, row = {row};\nconst {real} *tile_a = {dy} + image * {yn} + pz * \
          {yz} + py * {yy} + group * {group_out} + row;\nconst {real} *tile_b = {x} + image * {xn} + (pz * {stride_z} + tz * {dilation_z}) * \
-         {xz} + (py * {stride_y} + ty * {dilation_y}) * {xy}\n    + {tap_x} + group * {group_in} + cp * {width};\nfloat *target = sums + \
+         {xz} + (py * {stride_y} + ty * {dilation_y}) * {xy}\n    + {tap_x} + group * {group_in} + cp * {width};\n{real} *target = sums + \
          (run * {group_out} + row) * {padded} + cp * {width};\n{calls_of_tiles}",
         count = panels.count,
         per_run = row_panels * panels.count,
