@@ -88,7 +88,10 @@ fn odd_numbers_and_strings_come_back() {
                 phase: Phase::Unknown,
                 location: word(1),
                 module: word(2),
-                chunk: graph.num_nodes().is_multiple_of(3).then_some(graph.num_nodes() as u16),
+                chunk: graph
+                    .num_nodes()
+                    .is_multiple_of(3)
+                    .then_some(graph.num_nodes() as u16),
             };
             let value = graph
                 .add(Op::Constant { value, dtype }, &[], &provenance)
