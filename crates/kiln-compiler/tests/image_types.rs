@@ -6,9 +6,8 @@ mod support;
 use kiln_compiler::{Options, compile};
 use kiln_cpu::{Isa, Toolchain};
 use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, Window};
-use kiln_graph::testing::{difference, random_arguments};
-use kiln_graph::{DType, Graph, Provenance, Shape, TensorType, Value, interpret_f64};
-use support::{build, run};
+use kiln_graph::{DType, Graph, Provenance, Shape, TensorType, Value};
+use support::check_relative;
 
 /// Types, and how far results may be from those of f64, relative to the largest element.
 const TYPES: [(DType, f64); 4] = [
@@ -132,22 +131,7 @@ fn instruction_set(number: usize) -> Isa {
 
 /// Compares with the interpreter; `mark` is what the sources must contain.
 fn check(graph: &Graph, what: &str, isa: Isa, tolerance: f64, mark: &str) {
-    let (tensors, scalars) = random_arguments(graph, 3);
-    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
-    let step = build(graph, |options| options.isa = isa).unwrap();
-    let one = run(&step, graph, &tensors, &scalars, 1);
-    let two = run(&step, graph, &tensors, &scalars, 2);
-    for (number, (actual, expected)) in two.iter().zip(&expected).enumerate() {
-        assert_eq!(
-            one[number].bytes(),
-            actual.bytes(),
-            "{what}: output {number} with one and two threads"
-        );
-        let scale = expected.to_f64s().iter().fold(1.0f64, |a, b| a.max(b.abs()));
-        if let Some(found) = difference(actual, expected, tolerance * scale) {
-            panic!("{what}: output {number}: {found}");
-        }
-    }
+    check_relative(graph, what, tolerance, |options| options.isa = isa);
     let toolchain = Toolchain::detect().unwrap();
     let options = Options {
         isa,

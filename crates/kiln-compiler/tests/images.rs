@@ -4,9 +4,8 @@
 mod support;
 
 use kiln_graph::op::{BinaryOp, CompareOp, ConvDims, Op, ReduceOp, UnaryOp, Window};
-use kiln_graph::testing::{difference, random_arguments};
-use kiln_graph::{DType, Graph, Provenance, Shape, TensorType, Value, interpret_f64};
-use support::{build, run};
+use kiln_graph::{DType, Graph, Provenance, Shape, TensorType, Value};
+use support::check_relative;
 
 /// Builds graphs of images without repeating types.
 struct Net {
@@ -98,24 +97,8 @@ fn window(size: usize, stride: usize, pad: usize) -> Window {
     }
 }
 
-/// Compares with the interpreter, relative to the largest element of each output.
 fn check(graph: &Graph, what: &str, tolerance: f64) {
-    let (tensors, scalars) = random_arguments(graph, 3);
-    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
-    let step = build(graph, |_| ()).unwrap();
-    let one = run(&step, graph, &tensors, &scalars, 1);
-    let two = run(&step, graph, &tensors, &scalars, 2);
-    for (number, (actual, expected)) in two.iter().zip(&expected).enumerate() {
-        assert_eq!(
-            one[number].bytes(),
-            actual.bytes(),
-            "{what}: output {number} with one and two threads"
-        );
-        let scale = expected.to_f64s().iter().fold(1.0f64, |a, b| a.max(b.abs()));
-        if let Some(found) = difference(actual, expected, tolerance * scale) {
-            panic!("{what}: output {number}: {found}");
-        }
-    }
+    check_relative(graph, what, tolerance, |_| ());
 }
 
 /// Forward and backward of a convolution with normalisation, a pool with indices, a depthwise and a 1x1 convolution with a residual, a

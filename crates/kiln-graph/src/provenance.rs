@@ -29,6 +29,11 @@ impl Phase {
         }
     }
 
+    /// Whether it runs after the forward pass: backward or optimizer.
+    pub const fn is_after_forward(self) -> bool {
+        matches!(self, Phase::Backward | Phase::Optimizer)
+    }
+
     /// The phase of that short name.
     pub fn from_name(name: &str) -> Option<Self> {
         [Phase::Unknown, Phase::Forward, Phase::Backward, Phase::Optimizer]

@@ -13,7 +13,6 @@
 mod cut;
 mod follow;
 
-use cranelift_entity::packed_option::PackedOption;
 use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::op::{DotDims, Op};
 use kiln_graph::{Graph, Node, NodeData, Users, Value};
@@ -42,26 +41,11 @@ pub(crate) struct Region {
     /// The product whose result is not made whole any more.
     root: Value,
     /// Which dimension of a value is cut: of the root, what follows from it, and what is repeated. What the region makes and is not here is a sum.
-    axis: SecondaryMap<Value, PackedOption<Axis>>,
+    axis: SecondaryMap<Value, Option<usize>>,
     /// What runs once for each chunk.
     nodes: EntitySet<Node>,
     /// Those of `nodes` that only repeat what is there for the region to read: the originals stay if others read them.
     repeated: EntitySet<Node>,
-}
-
-/// A dimension, as an entity so that maps can pack it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Axis(u32);
-cranelift_entity::entity_impl!(Axis);
-
-impl Axis {
-    fn of(axis: usize) -> Self {
-        Self(axis as u32)
-    }
-
-    fn number(self) -> usize {
-        self.0 as usize
-    }
 }
 
 impl Region {
@@ -109,7 +93,7 @@ impl Region {
             nodes: EntitySet::new(),
             repeated: EntitySet::new(),
         };
-        region.axis[root] = Axis::of(axis).into();
+        region.axis[root] = Some(axis);
         let stuck = region.follow_rows(graph);
         region.choose(graph, users, &stuck)?;
         region.repeat_wide_operands(graph)?;
@@ -125,7 +109,7 @@ impl Region {
     }
 
     fn axis_of(&self, value: Value) -> Option<usize> {
-        self.axis[value].expand().map(Axis::number)
+        self.axis[value]
     }
 
     /// Gives every value whose rows follow from those of the root its dimension; returns the nodes that cannot be followed.
@@ -138,7 +122,7 @@ impl Region {
                 continue;
             }
             match follow(graph, data, &known, self.count) {
-                Some(Result::Rows(axis)) => self.axis[data.outputs[0]] = Axis::of(axis).into(),
+                Some(Result::Rows(axis)) => self.axis[data.outputs[0]] = Some(axis),
                 Some(Result::Sum) => {}
                 None => {
                     stuck.insert(node);
@@ -198,7 +182,7 @@ impl Region {
                 }
                 let wide = bytes(graph, value) * SHARE >= bytes(graph, self.root);
                 if wide && self.axis_of(value).is_none() && is_repeatable(graph, graph.node(maker), axis) {
-                    self.axis[value] = Axis::of(axis).into();
+                    self.axis[value] = Some(axis);
                     self.nodes.insert(maker);
                     self.repeated.insert(maker);
                     open.push(maker);

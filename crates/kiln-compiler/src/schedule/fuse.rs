@@ -39,7 +39,7 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use kiln_graph::op::Op;
-use kiln_graph::{Graph, Node, Phase, Scalar, Value};
+use kiln_graph::{Graph, Node, Scalar, Value};
 
 use super::access::{identity, operand_index};
 use super::class::{Class, classify, node_index};
@@ -130,7 +130,7 @@ impl Part {
     fn of(graph: &Graph, node: Node) -> Self {
         let provenance = &graph.node(node).provenance;
         Self {
-            forward: !matches!(provenance.phase, Phase::Backward | Phase::Optimizer),
+            forward: !provenance.phase.is_after_forward(),
             chunk: provenance.chunk,
         }
     }

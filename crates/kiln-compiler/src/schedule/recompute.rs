@@ -9,7 +9,7 @@
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use kiln_graph::{DType, Graph, Node, Phase, Users, Value};
+use kiln_graph::{DType, Graph, Node, Users, Value};
 
 use super::class::{Class, is_cheap, node_index};
 use super::layout::Layouts;
@@ -58,10 +58,7 @@ pub fn inline_images(graph: &Graph, users: &Users, layouts: &Layouts, classes: &
 
 /// Whether `value` is made in the forward pass and read in the backward pass.
 fn read_later(graph: &Graph, users: &Users, value: Value) -> bool {
-    let backward = |node: Node| {
-        let phase = graph.node(node).provenance.phase;
-        matches!(phase, Phase::Backward | Phase::Optimizer)
-    };
+    let backward = |node: Node| graph.node(node).provenance.phase.is_after_forward();
     !backward(graph.value(value).node) && users.of(value).iter().any(|&user| backward(user))
 }
 
@@ -112,6 +109,7 @@ mod tests {
     use super::*;
     use crate::schedule::class::classify;
     use crate::schedule::layout;
+    use kiln_graph::Phase;
 
     /// Whether `%a`, computed from the convolution `%z`, is inline in a step whose backward pass reads `reads`.
     fn is_inline(reads: &str) -> bool {

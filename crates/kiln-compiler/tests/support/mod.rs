@@ -4,19 +4,38 @@
 #![allow(dead_code)]
 
 use kiln_compiler::{CompileError, CpuExecutable, Options};
-use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, NoHooks, OptLevel, ThreadPool, Toolchain};
-use kiln_graph::{Graph, HostTensor, Scalar};
+use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, NoHooks, ThreadPool, Toolchain};
+use kiln_graph::testing::{difference, random_arguments};
+use kiln_graph::{Graph, HostTensor, Scalar, interpret_f64};
 
 /// Builds `graph` without a cache.
 pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExecutable, CompileError> {
     let toolchain = Toolchain::detect()?;
     let mut options = Options::new(&toolchain, 3);
     change(&mut options);
-    let build = BuildOptions {
-        level: OptLevel::default(),
-        ..BuildOptions::default()
-    };
-    CpuExecutable::new(graph, &options, &toolchain, &Cache::disabled(), &build)
+    let (cache, build) = (Cache::disabled(), BuildOptions::default());
+    CpuExecutable::new(graph, &options, &toolchain, &cache, &build)
+}
+
+/// Builds and runs `graph` and compares with the interpreter, relative to the largest element of each output (1 at least); one and two threads must give
+/// the same bits.
+pub fn check_relative(graph: &Graph, what: &str, tolerance: f64, change: impl FnOnce(&mut Options)) {
+    let (tensors, scalars) = random_arguments(graph, 3);
+    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
+    let step = build(graph, change).unwrap();
+    let one = run(&step, graph, &tensors, &scalars, 1);
+    let two = run(&step, graph, &tensors, &scalars, 2);
+    for (number, (actual, expected)) in two.iter().zip(&expected).enumerate() {
+        assert_eq!(
+            one[number].bytes(),
+            actual.bytes(),
+            "{what}: output {number} with one and two threads"
+        );
+        let scale = expected.to_f64s().iter().fold(1.0f64, |a, b| a.max(b.abs()));
+        if let Some(found) = difference(actual, expected, tolerance * scale) {
+            panic!("{what}: output {number}: {found}");
+        }
+    }
 }
 
 /// Runs a step on `threads` threads. Outputs that take over an argument's memory get a copy of it.

@@ -92,27 +92,22 @@ impl Region {
             .filter(|&(node, _)| self.repeated.contains(node))
         {
             let value = data.outputs[0];
-            let whole = |&user: &Node| {
-                let reader = graph.node(user);
-                let cut = self
-                    .nodes
-                    .contains(user)
-                    .then(|| self.operands(graph, reader))
-                    .flatten();
-                let cut = cut.is_some_and(|axes| {
-                    reader
-                        .inputs
-                        .iter()
-                        .zip(axes)
-                        .all(|(&read, axis)| read != value || axis.is_some())
-                });
-                !cut || stays.contains(user)
-            };
+            let whole = |&user: &Node| stays.contains(user) || self.reads_whole(graph, user, value);
             if users.outputs(value) > 0 || users.of(value).iter().any(whole) {
                 stays.insert(node);
             }
         }
         stays
+    }
+
+    /// Whether `user`, which reads `value`, does not read it chunk by chunk.
+    fn reads_whole(&self, graph: &Graph, user: Node, value: Value) -> bool {
+        let reader = graph.node(user);
+        let Some(axes) = self.operands(graph, reader).filter(|_| self.nodes.contains(user)) else {
+            return true;
+        };
+        let mut reads = reader.inputs.iter().zip(axes);
+        reads.any(|(&read, axis)| read == value && axis.is_none())
     }
 
     /// The nodes that must have run before the region can.
