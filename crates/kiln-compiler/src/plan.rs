@@ -69,12 +69,8 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
     let mut lifetimes: FxHashMap<Buffer, Lifetime> = FxHashMap::default();
     for (number, kernel) in schedule.kernels.iter().enumerate() {
         for &buffer in kernel.writes.iter().chain(&kernel.reads) {
-            let bytes = match buffer {
-                Buffer::Value(value) => graph.ty(value).bytes(),
-                Buffer::Output(output) => graph.ty(graph.outputs[output as usize].value).bytes(),
-            };
             let life = lifetimes.entry(buffer).or_insert(Lifetime {
-                bytes,
+                bytes: buffer.bytes(graph),
                 first: number,
                 last: number,
             });
@@ -170,7 +166,37 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
     for (buffer, root) in roots {
         plan.places.insert(buffer, Place::Arena(offsets[&root]));
     }
+    assert_disjoint(&plan, &lifetimes);
     plan
+}
+
+/// Checks from the result alone that no two buffers of the arena share bytes while both are alive. At the kernel where one dies and the other is made
+/// they may, if they are one memory handed on.
+fn assert_disjoint(plan: &Plan, lifetimes: &FxHashMap<Buffer, Lifetime>) {
+    let mut placed: Vec<(usize, Buffer, &Lifetime)> = lifetimes
+        .iter()
+        .filter_map(|(buffer, life)| match plan.places[buffer] {
+            Place::Arena(offset) => Some((offset, *buffer, life)),
+            _ => None,
+        })
+        .collect();
+    placed.sort_unstable_by_key(|&(offset, buffer, _)| (offset, buffer));
+    for (number, &(start, one, a)) in placed.iter().enumerate() {
+        for &(offset, other, b) in placed[number + 1..]
+            .iter()
+            .take_while(|it| it.0 < start + a.bytes)
+        {
+            let handed_on = offset == start && a.bytes == b.bytes && (a.last == b.first || b.last == a.first);
+            assert!(
+                a.last < b.first || b.last < a.first || handed_on,
+                "{one:?} (kernels {} to {}) and {other:?} ({} to {}) share memory at {offset}",
+                a.first,
+                a.last,
+                b.first,
+                b.last
+            );
+        }
+    }
 }
 
 fn most_alive(items: &[(Option<Buffer>, Lifetime)], kernels: usize) -> usize {

@@ -246,10 +246,7 @@ fn comment(graph: &Graph, kernel: &Kernel, plan: &Plan, report: &KernelReport, b
         let list: Vec<String> = buffers
             .iter()
             .map(|&buffer| {
-                let ty = match buffer {
-                    Buffer::Value(value) => graph.ty(value).to_string(),
-                    Buffer::Output(output) => graph.ty(graph.outputs[output as usize].value).to_string(),
-                };
+                let ty = graph.ty(buffer.value(graph));
                 format!("{} {ty}", place_text(plan, Argument::Buffer(buffer), 0))
             })
             .collect();

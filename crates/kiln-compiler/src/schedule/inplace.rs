@@ -37,8 +37,8 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
     if stage(graph, nest, store.value, &mut stages) != last {
         return Vec::new();
     }
-    // Values that only rows depend on are stored after the last pass.
-    let bytes = graph.ty(store.value).bytes();
+    // Values that only rows depend on are stored after the last pass. The store may be one piece of its buffer; memory goes to the whole.
+    let bytes = store.buffer.bytes(graph);
     nest.uses
         .iter()
         .filter(|(value, indices)| {

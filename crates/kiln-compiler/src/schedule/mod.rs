@@ -32,6 +32,21 @@ pub enum Buffer {
     Output(u32),
 }
 
+impl Buffer {
+    /// What it holds once it is written.
+    pub fn value(self, graph: &Graph) -> Value {
+        match self {
+            Self::Value(value) => value,
+            Self::Output(output) => graph.outputs[output as usize].value,
+        }
+    }
+
+    /// Its size.
+    pub fn bytes(self, graph: &Graph) -> usize {
+        graph.ty(self.value(graph)).bytes()
+    }
+}
+
 /// What a kernel does.
 #[derive(Clone, Debug)]
 pub enum KernelKind {

@@ -92,10 +92,10 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
 
 /// The last operation among those that make what `kernel` reads.
 fn made_by(graph: &Graph, kernel: &Kernel) -> u32 {
-    let nodes = kernel.reads.iter().map(|&buffer| match buffer {
-        Buffer::Value(value) => graph.value(value).node,
-        Buffer::Output(output) => graph.value(graph.outputs[output as usize].value).node,
-    });
+    let nodes = kernel
+        .reads
+        .iter()
+        .map(|buffer| graph.value(buffer.value(graph)).node);
     nodes
         .filter(|&node| !matches!(graph.node(node).op, Op::Parameter { .. }))
         .map(|node| node.as_u32())
