@@ -2,10 +2,11 @@
 
 mod support;
 
-use kiln_compiler::{Keep, Options, compile};
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::{CompiledStep, Keep, Options, compile};
 use kiln_cpu::Toolchain;
 use kiln_graph::testing::random_arguments;
-use kiln_graph::{DType, Graph, HostTensor, interpret_f64};
+use kiln_graph::{DType, Graph, HostTensor, Op, Value, interpret_f64};
 use support::{build, run};
 
 /// What is minimized.
@@ -156,6 +157,42 @@ fn step(loss: Loss, n: usize, c: usize) -> Graph {
 
 fn options() -> Options {
     Options::new(&Toolchain::detect().unwrap(), 2)
+}
+
+fn logits_of(step: &CompiledStep) -> Value {
+    let mut nodes = step.graph.nodes();
+    let product = nodes.find(|(_, node)| matches!(node.op, Op::DotGeneral(_)));
+    product.unwrap().1.outputs[0]
+}
+
+#[test]
+fn one_kernel_reads_the_logits_and_overwrites_them() {
+    for loss in LOSSES {
+        for (n, c) in SIZES {
+            let compiled = compile(&step(loss, n, c), &options()).unwrap();
+            let logits = logits_of(&compiled);
+            let text = || {
+                let schedule = compiled.schedule.to_text(&compiled.graph);
+                format!("{loss:?} {n} x {c}:\n{}\n{schedule}", compiled.graph)
+            };
+            let kernels = &compiled.schedule.kernels;
+            let readers: Vec<_> = kernels
+                .iter()
+                .filter(|kernel| kernel.reads.contains(&Buffer::Value(logits)))
+                .collect();
+            let [reader] = readers[..] else {
+                panic!("{} kernels read the logits of {}", readers.len(), text())
+            };
+            let size = compiled.graph.ty(logits).numel();
+            let gradient = reader.writes.iter().find(
+                |buffer| matches!(buffer, Buffer::Value(value) if compiled.graph.ty(*value).numel() == size),
+            );
+            let gradient =
+                gradient.unwrap_or_else(|| panic!("no gradient is made by the reader of {}", text()));
+            let places = &compiled.plan.places;
+            assert_eq!(places[gradient], places[&Buffer::Value(logits)], "{}", text());
+        }
+    }
 }
 
 #[test]

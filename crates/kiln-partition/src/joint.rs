@@ -15,6 +15,8 @@
 //!   its operands cause is counted where they are kept. Two things spoil the fusion and add a write and a read of
 //!   the result: readers in different kernels (before and after a product, such as a residual stream), and a reader that
 //!   takes no fused operands.
+//! - A primal node that makes an operand of such a reader (the gradient of logits) is written and read whether it is kept or not. Keeping the
+//!   forward values that it is made from in its stead saves nothing.
 //!
 //! One choice is a rule and no matter of cost: a random draw, and what follows from draws alone element by element (a dropout
 //! mask), is not kept, however slowly the machine draws, but made from the counter again by the kernels that read it. Only a draw that
@@ -236,14 +238,21 @@ impl<'a> Joint<'a> {
     /// Cost of running a node in the backward pass (again, for forward nodes) when its operands are there, in
     /// picoseconds.
     pub(crate) fn recompute(&self, node: Node) -> u64 {
-        if self.side[node] != Side::Forward {
-            return 0;
-        }
         let data = self.graph.node(node);
         let class = Recompute::of(&data.op);
+        if self.side[node] != Side::Forward {
+            // Kept or not, what a kernel reads from memory is written and read. (`keep` counts that for those that are kept.)
+            let stored =
+                class == Recompute::Fused && self.side[node] == Side::Primal && self.is_read_whole(data);
+            return if stored {
+                self.machine().moved(2 * self.made_bytes(data))
+            } else {
+                0
+            };
+        }
         let mut cost = self.machine().again(self.graph, data);
         let fused = matches!(class, Recompute::Free | Recompute::Fused);
-        let out: u64 = data.outputs.iter().map(|&value| bytes(self.graph, value)).sum();
+        let out = self.made_bytes(data);
         if class == Recompute::Fused && !matches!(data.op, Op::Gather { .. } | Op::IndexSelect { .. }) {
             // Kept operands are paid for where they are kept; arguments are not, and are read here.
             let argument = |&&value: &&Value| matches!(self.graph.def(value).op, Op::Parameter { .. });
@@ -258,6 +267,24 @@ impl<'a> Joint<'a> {
             cost += self.machine().moved(2 * out);
         }
         cost
+    }
+
+    /// Whether a fixed node that takes no fused operands reads what `data` makes, as it is or moved.
+    fn is_read_whole(&self, data: &NodeData) -> bool {
+        let mut users = data.outputs.iter().flat_map(|&value| self.users.of(value));
+        users.any(|&user| {
+            let data = self.graph.node(user);
+            match self.side[user] {
+                Side::Fixed => !self.takes_fused_operands(data),
+                Side::Primal => Recompute::of(&data.op) == Recompute::Free && self.is_read_whole(data),
+                _ => false,
+            }
+        })
+    }
+
+    /// Size of a node's results.
+    fn made_bytes(&self, data: &NodeData) -> u64 {
+        data.outputs.iter().map(|&value| bytes(self.graph, value)).sum()
     }
 
     /// Whether several kernels read what a fused node makes, or one that takes no fused operands.
