@@ -215,9 +215,6 @@ fn choices(options: &Options) -> Choices {
             Keep::Everything => Strategy::KeepEverything,
             Keep::Cheapest | Keep::Within(_) => Strategy::MinimumCut,
         },
-        // Products and convolutions read their operands from memory.
-        dot_prologue: false,
-        conv_prologue: false,
         hold: HOLD * 1e12 / options.machine.bytes_per_second,
         machine: options.machine,
         ..Choices::default()

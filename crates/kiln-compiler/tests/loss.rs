@@ -3,11 +3,11 @@
 mod support;
 
 use kiln_compiler::schedule::Buffer;
-use kiln_compiler::{CompiledStep, Keep, Options, compile};
+use kiln_compiler::{CompiledStep, Keep, Options, compile, memory_curve};
 use kiln_cpu::Toolchain;
 use kiln_graph::testing::random_arguments;
-use kiln_graph::{DType, Graph, HostTensor, Op, Value, interpret_f64};
-use support::{build, run};
+use kiln_graph::{DType, Graph, HostTensor, Op, Value};
+use support::check_on;
 
 /// What is minimized.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -195,46 +195,36 @@ fn one_kernel_reads_the_logits_and_overwrites_them() {
     }
 }
 
+/// Checks `graph`, of `n` rows and `c` classes, with targets of all classes, one outside on each side, and some that are ignored.
+fn check(graph: &Graph, (n, c): (usize, usize), what: &str, change: impl FnOnce(&mut Options)) {
+    let (mut tensors, scalars) = random_arguments(graph, 3);
+    let targets = (0..n as i64).map(|row| row * 7 % (c as i64 + 2) - 1);
+    tensors[2] = HostTensor::from_ints(DType::I32, [n], targets);
+    check_on(graph, &(tensors, scalars), what, 1e-4, change);
+}
+
 #[test]
 fn losses_and_gradients_are_right_on_any_number_of_threads() {
     for loss in LOSSES {
         for (n, c) in SIZES {
-            let graph = step(loss, n, c);
-            let (mut tensors, scalars) = random_arguments(&graph, 3);
-            // All classes, one outside on each side, and some ignored targets.
-            let targets = (0..n as i64).map(|row| row * 7 % (c as i64 + 2) - 1);
-            tensors[2] = HostTensor::from_ints(DType::I32, [n], targets);
-            let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
-            let step = build(&graph, |_| ()).unwrap();
-            let one = run(&step, &graph, &tensors, &scalars, 1);
-            let two = run(&step, &graph, &tensors, &scalars, 2);
-            for (number, (actual, expected)) in one.iter().zip(&expected).enumerate() {
-                assert_eq!(
-                    actual.bytes(),
-                    two[number].bytes(),
-                    "{loss:?} {n} x {c}: output {number}"
-                );
-                for (a, e) in actual.to_f64s().iter().zip(expected.to_f64s()) {
-                    let close = (a - e).abs() <= 1e-4 * e.abs().max(1.0);
-                    assert!(close, "{loss:?} {n} x {c}: output {number}: {a} for {e}");
-                }
-            }
+            check(&step(loss, n, c), (n, c), &format!("{loss:?} {n} x {c}"), |_| ());
         }
     }
 }
 
 #[test]
 fn a_memory_budget_holds_and_changes_no_result() {
-    let graph = step(Loss::Ignoring, 65, 1031);
+    let (n, c) = (65, 1031);
+    let graph = step(Loss::Ignoring, n, c);
     let peak = compile(&graph, &options()).unwrap().plan.arena_bytes as u64;
-    let within = |budget| Options {
-        keep: Keep::Within(budget),
-        ..options()
-    };
-    assert_eq!(
-        compile(&graph, &within(peak)).unwrap().plan.arena_bytes as u64,
-        peak
-    );
     // One tensor of logits, which becomes the gradient, and working memory of the products.
-    assert!(peak < 65 * 1031 * 4 * 2, "{peak} bytes");
+    assert!(peak < (n * c * 4 * 2) as u64, "{peak} bytes");
+    let curve = memory_curve(&graph, &options()).unwrap();
+    for budget in curve.iter().map(|point| point.peak) {
+        let keep = Keep::Within(budget);
+        let within = Options { keep, ..options() };
+        let arena = compile(&graph, &within).unwrap().plan.arena_bytes as u64;
+        assert!(arena <= budget, "{arena} bytes within {budget}");
+        check(&graph, (n, c), &keep.to_string(), |options| options.keep = keep);
+    }
 }

@@ -84,7 +84,7 @@ fn more_memory_is_never_slower_and_every_budget_holds() {
             .plan
             .arena_bytes as u64
     );
-    assert!(2 * smallest <= largest, "{smallest} of {largest} bytes");
+    assert!(5 * smallest <= 3 * largest, "{smallest} of {largest} bytes");
     let everything = compile(&graph, &options(Keep::Everything)).unwrap();
     assert!(largest < everything.plan.arena_bytes as u64);
 

@@ -13,8 +13,8 @@
 //!   buffer anyway. Arguments are there anyway and cost nothing.
 //! - Recomputing costs the arithmetic of the node alone when it fuses with its reader ([`crate::Recompute`]): the traffic that
 //!   its operands cause is counted where they are kept. Two things spoil the fusion and add a write and a read of
-//!   the result: readers in different kernels (before and after a product, such as a residual stream), and a reader that
-//!   takes no fused operands.
+//!   the result: readers in different kernels (before and after a product, such as a residual stream), and readers that find it in memory: a kernel
+//!   that computes no operands, or two products, neither of which does the other's work.
 //! - A primal node that makes an operand of such a reader (the gradient of logits) is written and read whether it is kept or not. Keeping the
 //!   forward values that it is made from in its stead saves nothing.
 //!
@@ -183,6 +183,14 @@ impl<'a> Joint<'a> {
         }
     }
 
+    /// Whether `user` has to find `value` in memory: its kernel computes no operands, or another one does the same work.
+    fn is_read_whole_by(&self, value: Value, user: Node) -> bool {
+        let kernel = |node: Node| Recompute::of(&self.graph.node(node).op).is_kernel();
+        let beside = |&&other: &&Node| self.side[other] == self.side[user] && kernel(other);
+        !self.takes_fused_operands(self.graph.node(user))
+            || kernel(user) && self.users.of(value).iter().filter(beside).count() > 1
+    }
+
     /// Whether the forward pass writes `value` to memory even if nobody keeps it.
     fn is_written(&self, value: Value) -> bool {
         let node = self.node_of(value);
@@ -196,7 +204,7 @@ impl<'a> Joint<'a> {
         self.users.of(value).iter().any(|&user| {
             let forward = self.side[user] == Side::Forward;
             let far = self.before[user] > self.after[node];
-            let whole = class != Recompute::Free && !self.takes_fused_operands(self.graph.node(user));
+            let whole = class != Recompute::Free && self.is_read_whole_by(value, user);
             forward && (far || whole)
         })
     }
@@ -269,16 +277,17 @@ impl<'a> Joint<'a> {
         cost
     }
 
-    /// Whether a fixed node that takes no fused operands reads what `data` makes, as it is or moved.
+    /// Whether a fixed node finds what `data` makes in memory, as it is or moved.
     fn is_read_whole(&self, data: &NodeData) -> bool {
-        let mut users = data.outputs.iter().flat_map(|&value| self.users.of(value));
-        users.any(|&user| {
-            let data = self.graph.node(user);
-            match self.side[user] {
-                Side::Fixed => !self.takes_fused_operands(data),
-                Side::Primal => Recompute::of(&data.op) == Recompute::Free && self.is_read_whole(data),
+        data.outputs.iter().any(|&value| {
+            self.users.of(value).iter().any(|&user| match self.side[user] {
+                Side::Fixed => self.is_read_whole_by(value, user),
+                Side::Primal => {
+                    let data = self.graph.node(user);
+                    Recompute::of(&data.op) == Recompute::Free && self.is_read_whole(data)
+                }
                 _ => false,
-            }
+            })
         })
     }
 
@@ -287,21 +296,23 @@ impl<'a> Joint<'a> {
         data.outputs.iter().map(|&value| bytes(self.graph, value)).sum()
     }
 
-    /// Whether several kernels read what a fused node makes, or one that takes no fused operands.
+    /// Whether readers in several kernels need what a fused node makes, or one that finds it in memory.
     fn is_shared(&self, node: Node) -> bool {
         let data = self.graph.node(node);
         let mut depth = None;
         let free = Recompute::of(&data.op) == Recompute::Free;
-        for &user in data.outputs.iter().flat_map(|&value| self.users.of(value)) {
-            match self.side[user] {
-                Side::Forward => {
-                    if depth.is_some_and(|depth| depth != self.before[user]) {
-                        return true;
+        for &value in &data.outputs {
+            for &user in self.users.of(value) {
+                match self.side[user] {
+                    Side::Forward => {
+                        if depth.is_some_and(|depth| depth != self.before[user]) {
+                            return true;
+                        }
+                        depth = Some(self.before[user]);
                     }
-                    depth = Some(self.before[user]);
+                    Side::Fixed if !free && self.is_read_whole_by(value, user) => return true,
+                    _ => {}
                 }
-                Side::Fixed if !free && !self.takes_fused_operands(self.graph.node(user)) => return true,
-                _ => {}
             }
         }
         false

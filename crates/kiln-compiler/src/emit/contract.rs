@@ -8,17 +8,19 @@ use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Node, Value};
 
 use super::nest::epilogue::Loops;
+use super::nest::prologue::Operand as Computed;
 use super::nest::{self, Argument};
 use super::{Call, KernelCode};
 use super::{image, library};
 use crate::kernels;
 use crate::kernels::Param;
 use crate::kernels::element::Storage;
-use crate::kernels::gemm::{self, Epilogue, GemmSpec, Operand, TileCode};
+use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand, TileCode};
 use crate::schedule::access::{Strided, side, strided};
 use crate::schedule::epilogue::{self, BATCH, COL, Frame, ROW};
 use crate::schedule::layout::{Layouts, product_strides, strides};
 use crate::schedule::nest::Nest;
+use crate::schedule::prologue::{PRODUCT, Prologue};
 use crate::schedule::{Buffer, Kernel};
 
 /// The window on one of the buffers in `reads` through which a library kernel reads `operand`.
@@ -56,16 +58,61 @@ pub fn generate(
     Some(launches.into_iter().map(Call::Task).collect())
 }
 
+/// What the operands of a template are read from.
+#[derive(Default)]
+pub struct Sources {
+    /// Parameters of the kernel.
+    pub params: Vec<Param>,
+    /// What is passed for them.
+    pub arguments: Vec<Argument>,
+    /// Functions that compute operands.
+    functions: String,
+}
+
+impl Sources {
+    /// Adds the memory of `base`, as the pointer `name`.
+    pub fn stored(&mut self, storage: Storage, name: &str, base: Value) {
+        self.params
+            .push(Param::new(format!("const {} *", storage.ctype()), name));
+        self.arguments.push(Argument::Buffer(Buffer::Value(base)));
+    }
+
+    /// Adds what `prologue` reads to make the operand `name`, and the functions that do.
+    pub fn computed(
+        &mut self,
+        graph: &Graph,
+        prologue: &Prologue,
+        name: &'static str,
+        options: &super::EmitOptions,
+    ) -> Computed {
+        let lanes = kernels::vector::lanes(options.isa) as i64;
+        let computed = Computed::new(graph, prologue, name, lanes);
+        self.params.extend(computed.params.iter().cloned());
+        self.arguments.extend_from_slice(&computed.arguments);
+        self.functions.push_str(&computed.functions);
+        computed
+    }
+
+    /// The call of `kernel`, whose parameters are those of the operands and then as many as `rest`.
+    pub fn call(self, mut kernel: kernels::Kernel, rest: impl IntoIterator<Item = Argument>) -> Call {
+        kernel.source.insert_str(0, &self.functions);
+        Call::Kernel {
+            kernel: Box::new(kernel),
+            arguments: self.arguments.into_iter().chain(rest).collect(),
+        }
+    }
+}
+
 /// A matrix product as the template wants it, but for its name and what happens to the result.
-struct Product<'a> {
+struct Product {
     batch: usize,
     m: usize,
     n: usize,
     k: usize,
-    a: Operand<'a>,
-    b: Operand<'a>,
+    a: Operand<'static>,
+    b: Operand<'static>,
     /// Where the operands are.
-    bases: [Value; 2],
+    sources: Sources,
     /// How operands and result are stored.
     storage: Storage,
 }
@@ -81,7 +128,7 @@ pub fn storage(dtype: DType) -> Option<Storage> {
     }
 }
 
-impl Product<'_> {
+impl Product {
     fn new(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Self> {
         let data = graph.node(node);
         let out = data.outputs[0];
@@ -89,32 +136,37 @@ impl Product<'_> {
         if graph.ty(out).numel() == 0 {
             return None;
         }
-        let layouts = &options.layouts;
-        let (wa, wb) = (
-            window(graph, layouts, data.inputs[0], &kernel.reads),
-            window(graph, layouts, data.inputs[1], &kernel.reads),
-        );
-        let (a, b) = (side(graph, data, 0, &wa)?, side(graph, data, 1, &wb)?);
+        let mut sources = Sources::default();
+        let mut operand = |at: usize, name: &'static str| {
+            if let Some(prologue) = kernel.prologue(at) {
+                return Some(computed(
+                    sources.computed(graph, prologue, name, options),
+                    prologue,
+                ));
+            }
+            let window = window(graph, &options.layouts, data.inputs[at], &kernel.reads);
+            let side = side(graph, data, at, &window)?;
+            sources.stored(storage, name, window.base);
+            let batch = side.batch.iter().map(|&(extent, _)| extent).product();
+            let operand = Operand::stored(
+                storage,
+                &pointer(name, window.offset),
+                &side.batch,
+                side.free.1,
+                side.depth.1,
+            );
+            Some((operand, [batch, side.free.0, side.depth.0]))
+        };
+        let (a, [batch, m, k]) = operand(0, "left")?;
+        let (b, [_, n, _]) = operand(1, "right")?;
         Some(Self {
-            batch: a.batch.iter().map(|&(extent, _)| extent).product(),
-            m: a.free.0,
-            n: b.free.0,
-            k: a.depth.0,
-            a: Operand::stored(
-                storage,
-                &pointer("left", wa.offset),
-                &a.batch,
-                a.free.1,
-                a.depth.1,
-            ),
-            b: Operand::stored(
-                storage,
-                &pointer("right", wb.offset),
-                &b.batch,
-                b.free.1,
-                b.depth.1,
-            ),
-            bases: [wa.base, wb.base],
+            batch,
+            m,
+            n,
+            k,
+            a,
+            b,
+            sources,
             storage,
         })
     }
@@ -130,16 +182,16 @@ impl Product<'_> {
         }
     }
 
-    /// The kernel, with parameters for the operands before `params`.
+    /// The call of the kernel, with parameters for the operands before `params`, for which `arguments` are passed.
     fn emit(
         self,
         epilogue: Epilogue<'_>,
         params: Vec<Param>,
+        arguments: Vec<Argument>,
         options: &super::EmitOptions,
-    ) -> kernels::Kernel {
+    ) -> Call {
         let Self { batch, m, n, k, .. } = self;
-        let pointer = format!("const {} *", self.storage.ctype());
-        let operands = ["left", "right"].map(|name| Param::new(pointer.clone(), name));
+        let operands = self.sources.params.iter().cloned();
         let spec = GemmSpec {
             name: "@".into(),
             comment: format!("{batch} x [{m}, {k}] x [{k}, {n}]"),
@@ -150,11 +202,25 @@ impl Product<'_> {
             a: self.a,
             b: self.b,
             epilogue,
-            params: operands.into_iter().chain(params).collect(),
+            params: operands.chain(params).collect(),
             threads: options.threads,
         };
-        gemm::emit(spec, options.isa)
+        let made = gemm::emit(spec, options.isa);
+        self.sources.call(made, arguments)
     }
+}
+
+/// The operand that a prologue computes, and its extents: batch, free and depth.
+fn computed(functions: Computed, prologue: &Prologue) -> (Operand<'static>, [usize; 3]) {
+    let [_, free, depth] = PRODUCT;
+    let axis = match prologue.vector {
+        var if var == free => Some(Axis::Free),
+        var if var == depth => Some(Axis::Depth),
+        _ => None,
+    };
+    let load = move |at: &gemm::At<'_>| functions.load(at.width, &[at.batch, at.free, at.depth]);
+    let extents = [0, 1, 2].map(|var| prologue.nest.extents[var] as usize);
+    (Operand::computed(axis, load), extents)
 }
 
 fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
@@ -166,17 +232,11 @@ fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
     let product = Product::new(graph, kernel, node, options)?;
     let strides = strides(graph.shape(out), options.layouts.get(&out));
     let (batch, rows, cols) = product_strides(graph, out, dims, &strides)?;
-    let arguments = [product.bases[0], product.bases[1], out]
-        .map(|value| Argument::Buffer(Buffer::Value(value)))
-        .to_vec();
     let storage = product.storage;
     let epilogue = Epilogue::store_as(storage, "out", &batch, rows.1, cols.1);
     let out_param = Param::new(format!("{} *", storage.ctype()), "out");
-    let made = product.emit(epilogue, vec![out_param], options);
-    Some(Call::Kernel {
-        kernel: Box::new(made),
-        arguments,
-    })
+    let arguments = vec![Argument::Buffer(Buffer::Value(out))];
+    Some(product.emit(epilogue, vec![out_param], arguments, options))
 }
 
 /// The calls for the contraction `node` followed by `nest`, and their scratch memory.
@@ -218,16 +278,15 @@ pub fn with_epilogue(
         vector: format!("{column}{}", statements.vector),
         rest: format!("{column}{}", statements.rest),
     };
-    let bases = product.bases.map(|value| Argument::Buffer(Buffer::Value(value)));
-    let made = product.emit(Epilogue::tiles(code), statements.params, options);
-    let scratch = made.workspace_bytes;
-    let call = Call::Kernel {
-        kernel: Box::new(made),
-        arguments: bases.into_iter().chain(statements.arguments).collect(),
-    };
+    let call = product.emit(
+        Epilogue::tiles(code),
+        statements.params,
+        statements.arguments,
+        options,
+    );
     Some(KernelCode {
+        scratch: call.workspace_bytes(),
         calls: vec![call],
-        scratch,
     })
 }
 

@@ -7,8 +7,9 @@ use kiln_graph::op::{ConvDims, Op, Window};
 use kiln_graph::{Graph, Node, Value};
 
 use super::Call;
-use super::contract::{pointer, storage, window};
+use super::contract::{Sources, pointer, storage, window};
 use super::nest::Argument;
+use super::nest::prologue::Operand as Computed;
 use super::pointwise::memory_type;
 use crate::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, Place, WeightGradSpec, address};
 use crate::kernels::element::Element;
@@ -83,17 +84,25 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
     {
         return None;
     }
-    let first = window(graph, &options.layouts, data.inputs[0], &kernel.reads);
-    let second = window(graph, &options.layouts, data.inputs[1], &kernel.reads);
     let shape = |value: Value| graph.shape(value).dims();
-    let params = vec![
-        Param::new(format!("const {} *", storage.ctype()), "first"),
-        Param::new(format!("const {} *", storage.ctype()), "second"),
-        Param::new(format!("{} *", storage.ctype()), "out"),
-    ];
-    let image = |name: &str, window: &Strided| {
-        Image::stored(storage, &pointer(name, window.offset), image_strides(window))
+    let mut sources = Sources::default();
+    let mut image = |at: usize, name: &'static str| {
+        if let Some(prologue) = kernel.prologue(at) {
+            let functions = sources.computed(graph, prologue, name, options);
+            return computed(functions, spatial(&shape(data.inputs[at])[2..], 1));
+        }
+        let window = window(graph, &options.layouts, data.inputs[at], &kernel.reads);
+        sources.stored(storage, name, window.base);
+        Image::stored(storage, &pointer(name, window.offset), image_strides(&window))
     };
+    let first = image(0, "first");
+    let second = matches!(data.op, Op::ConvWeightGrad { .. }).then(|| image(1, "second"));
+    let weight = window(graph, &options.layouts, data.inputs[1], &kernel.reads);
+    if second.is_none() {
+        sources.stored(storage, "second", weight.base);
+    }
+    let out_param = Param::new(format!("{} *", storage.ctype()), "out");
+    let params: Vec<Param> = sources.params.iter().cloned().chain([out_param]).collect();
     let result = stored(graph, &options.layouts, out);
     let types = format!(
         "{} {} -> {}",
@@ -101,13 +110,13 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
         graph.ty(data.inputs[1]),
         graph.ty(out)
     );
-    let made = if let Op::ConvWeightGrad { .. } = &data.op {
+    let made = if let Some(second) = second {
         let spec = WeightGradSpec {
             name: "@".into(),
             comment: format!("Gradient of a convolution's weight: {types}"),
             geometry: geometry(dims, shape(data.inputs[0]), shape(out), shape(data.inputs[1])),
-            input: image("first", &first),
-            output_grad: image("second", &second),
+            input: first,
+            output_grad: second,
             storage,
             consume: Box::new(move |width, at, value| storage.store(width, &format!("out + {at}"), value)),
             params,
@@ -128,8 +137,8 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
                 if forward { "" } else { " (gradient of its input)" }
             ),
             geometry: geometry(dims, shape(x), shape(data.inputs[1]), shape(y)),
-            image: image("first", &first),
-            weight: pointer("second", second.offset),
+            image: first,
+            weight: pointer("second", weight.offset),
             storage,
             epilogue: PixelEpilogue::store_as(storage, "out", image_strides(&result)),
             params,
@@ -141,12 +150,24 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             conv::input_grad(spec, options.isa)
         }
     };
-    Some(Call::Kernel {
-        kernel: Box::new(made),
-        arguments: [first.base, second.base, out]
-            .map(|v| Argument::Buffer(Buffer::Value(v)))
-            .to_vec(),
-    })
+    Some(sources.call(made, [Argument::Buffer(Buffer::Value(out))]))
+}
+
+/// The image of these extents that `functions` compute.
+fn computed(functions: Computed, [depth, height, width]: [usize; 3]) -> Image<'static> {
+    let strides = [depth * height * width, height * width, width, 1, 0].map(|stride| stride as i64);
+    let load = move |place: &Place<'_>| {
+        let pixel = address(
+            "0",
+            strides,
+            &Place {
+                channel: "0",
+                ..*place
+            },
+        );
+        functions.load(place.width, &[&format!("({pixel})"), place.channel])
+    };
+    Image::pixels(load)
 }
 
 /// The pooling that an operation is: its kind, window, forward input extents, and whether it is the gradient.

@@ -64,6 +64,16 @@ pub enum Call {
     },
 }
 
+impl Call {
+    /// Bytes of working memory.
+    pub fn workspace_bytes(&self) -> usize {
+        match self {
+            Call::Kernel { kernel, .. } => kernel.workspace_bytes,
+            _ => 0,
+        }
+    }
+}
+
 /// A task over independent elements of several tensors.
 #[derive(Clone, Debug)]
 pub struct Together {
@@ -124,13 +134,9 @@ pub fn generate(
         }
     };
     if let Some(calls) = contract::generate(graph, kernel, node, options) {
-        let workspace = |call: &Call| match call {
-            Call::Kernel { kernel, .. } => kernel.workspace_bytes,
-            _ => 0,
-        };
         let scratch = calls
             .iter()
-            .map(workspace)
+            .map(Call::workspace_bytes)
             .max()
             .unwrap_or(0)
             .max(library::scratch(graph, node));

@@ -38,6 +38,7 @@ mod expression;
 mod function;
 mod memory;
 mod power;
+pub mod prologue;
 mod reduction;
 mod space;
 

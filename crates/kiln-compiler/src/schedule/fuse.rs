@@ -8,7 +8,8 @@
 //! 2. into a nest that reads the same operands over the same space (siblings: a bias gradient beside the gradient it sums up);
 //! 3. into a nest of its own.
 //!
-//! At the end, nests over the same space that read the same values and do not depend on each other become one.
+//! At the end, nests over the same space that read the same values and do not depend on each other become one, and those that only make an operand of a
+//! product or convolution go into its kernel ([`super::prologue`]).
 //!
 //! Movements are never placed: walking through them turns the wanted index of the result into the wanted index of the operand
 //! ([`super::access`]). A value that must exist in memory because a library kernel wants it there is *demanded*; a demanded
@@ -45,6 +46,7 @@ use super::access::{identity, operand_index};
 use super::class::{Class, classify, node_index};
 use super::layout::{self, Layouts};
 use super::nest::{Nest, Store};
+use super::prologue::absorb;
 use super::recompute::inline_images;
 use super::together::join_updates;
 use super::{Buffer, Kernel, KernelKind, Schedule};
@@ -88,6 +90,7 @@ pub fn schedule(graph: &Graph, options: &Options) -> Schedule {
     let layouts = Arc::clone(&fuser.layouts);
     let mut kernels = fuser.finish();
     if fuse {
+        kernels = absorb(graph, &layouts, kernels);
         kernels = join_updates(graph, kernels);
     }
     Schedule {
@@ -121,13 +124,13 @@ struct Group {
 /// What the backward pass computes once more, and what it does at all, stays out of the kernels of the forward pass: otherwise what was recomputed to be
 /// dropped meanwhile would be kept. So do chunks of rows stay out of each other's.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Part {
+pub(super) struct Part {
     forward: bool,
     chunk: Option<u16>,
 }
 
 impl Part {
-    fn of(graph: &Graph, node: Node) -> Self {
+    pub(super) fn of(graph: &Graph, node: Node) -> Self {
         let provenance = &graph.node(node).provenance;
         Self {
             forward: !provenance.phase.is_after_forward(),
@@ -420,6 +423,7 @@ impl<'a> Fuser<'a> {
                     reads: reads.into_iter().map(Buffer::Value).collect(),
                     writes: group.writes,
                     nodes,
+                    prologues: Vec::new(),
                 }
             })
             .collect()

@@ -12,6 +12,7 @@ pub mod inplace;
 pub mod layout;
 pub mod nest;
 pub mod order;
+pub mod prologue;
 pub mod recompute;
 pub mod together;
 
@@ -22,6 +23,7 @@ use kiln_graph::{Graph, Node, Value};
 
 use layout::Layouts;
 use nest::Nest;
+use prologue::Prologue;
 
 /// Memory that a kernel reads or writes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -71,6 +73,8 @@ pub struct Kernel {
     pub writes: Vec<Buffer>,
     /// Nodes computed here, for people.
     pub nodes: Vec<Node>,
+    /// Operands that are computed while they are read.
+    pub prologues: Vec<Prologue>,
 }
 
 impl Kernel {
@@ -81,6 +85,11 @@ impl Kernel {
             KernelKind::Together(nests) => nests,
             KernelKind::Library(_) => &[],
         }
+    }
+
+    /// The prologue that makes an operand, if it is computed here.
+    pub fn prologue(&self, operand: usize) -> Option<&Prologue> {
+        self.prologues.iter().find(|prologue| prologue.operand == operand)
     }
 
     /// The values whose memory the elements stored to `buffer` may take over; none if they are not stored at one place.
@@ -110,6 +119,11 @@ impl Kernel {
             let operands = epilogue::operands(graph, *node, &self.reads);
             values.retain(|value| !operands.contains(value));
         }
+        values.retain(|&value| {
+            self.prologues
+                .iter()
+                .all(|prologue| prologue.nest.uses_of(value).is_empty())
+        });
         values
     }
 }
@@ -139,6 +153,13 @@ impl Schedule {
             let _ = writeln!(text, "kernel {number}: {}", names.join(" "));
             for nest in kernel.nests() {
                 let _ = writeln!(text, "  loops {}", nest.loops_text());
+            }
+            for prologue in &kernel.prologues {
+                let _ = writeln!(
+                    text,
+                    "  operand {} computed: {}",
+                    prologue.operand, prologue.value
+                );
             }
             for (word, buffers) in [("reads", &kernel.reads), ("writes", &kernel.writes)] {
                 let list: Vec<String> = buffers.iter().map(|&buffer| buffer_text(graph, buffer)).collect();

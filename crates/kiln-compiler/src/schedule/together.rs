@@ -47,6 +47,7 @@ pub fn join_updates(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
         reads: Vec::new(),
         writes: Vec::new(),
         nodes: Vec::new(),
+        prologues: Vec::new(),
     };
     for kernel in small {
         if let KernelKind::Nest(nest) = kernel.kind {

@@ -17,14 +17,24 @@ pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExec
     CpuExecutable::new(graph, &options, &toolchain, &cache, &build)
 }
 
+/// [`check_on`] for random arguments.
+pub fn check_relative(graph: &Graph, what: &str, tolerance: f64, change: impl FnOnce(&mut Options)) {
+    check_on(graph, &random_arguments(graph, 3), what, tolerance, change);
+}
+
 /// Builds and runs `graph` and compares with the interpreter, relative to the largest element of each output (1 at least); one and two threads must give
 /// the same bits.
-pub fn check_relative(graph: &Graph, what: &str, tolerance: f64, change: impl FnOnce(&mut Options)) {
-    let (tensors, scalars) = random_arguments(graph, 3);
-    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
+pub fn check_on(
+    graph: &Graph,
+    (tensors, scalars): &(Vec<HostTensor>, Vec<Scalar>),
+    what: &str,
+    tolerance: f64,
+    change: impl FnOnce(&mut Options),
+) {
+    let expected = interpret_f64(graph, tensors, scalars).unwrap();
     let step = build(graph, change).unwrap();
-    let one = run(&step, graph, &tensors, &scalars, 1);
-    let two = run(&step, graph, &tensors, &scalars, 2);
+    let one = run(&step, graph, tensors, scalars, 1);
+    let two = run(&step, graph, tensors, scalars, 2);
     for (number, (actual, expected)) in two.iter().zip(&expected).enumerate() {
         assert_eq!(
             one[number].bytes(),

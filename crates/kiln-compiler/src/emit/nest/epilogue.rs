@@ -81,7 +81,7 @@ pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: &Loops<'_>) -> 
 }
 
 /// Parameters for the writer's arguments.
-fn params(writer: &Writer<'_>) -> Vec<Param> {
+pub(super) fn params(writer: &Writer<'_>) -> Vec<Param> {
     let each = |(at, argument): (usize, &Argument)| {
         let ty = match argument {
             Argument::Buffer(buffer) => format!("{} *", c::memory_type(writer.buffer_dtype(*buffer))),

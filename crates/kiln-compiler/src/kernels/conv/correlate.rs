@@ -101,7 +101,11 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         ]
     };
     let load = |at: &gemm::At<'_>| {
-        let [n, z, y, x] = place(at.batch, at.free, planes);
+        let [n, z, y, x] = if image.numbered && !by_image {
+            number(at.free)
+        } else {
+            place(at.batch, at.free, planes)
+        };
         (image.load)(&Place {
             width: at.width,
             image: &n,
@@ -173,10 +177,15 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
     gemm::emit(product, isa)
 }
 
+/// The place of a pixel that is known by its number among those of all images.
+pub(super) fn number(pixel: &str) -> [String; 4] {
+    ["0".into(), "0".into(), "0".into(), pixel.into()]
+}
+
 /// Whether all pixels of an image (and all images, unless it is channels-first) follow each other at one stride.
 pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [usize; 4]) -> bool {
     let Some(memory) = &image.memory else {
-        return false;
+        return image.numbered;
     };
     let [n, z, y, x, _] = memory.strides;
     let follows = |outer: i64, inner: i64, extent: usize, repeats: usize| {

@@ -156,6 +156,8 @@ pub struct Image<'a> {
     pub load: LoadImage<'a>,
     /// Where it lies, unless it is computed.
     pub memory: Option<ImageMemory>,
+    /// Whether a computed image takes any pixel by its number: as `x`, with the other coordinates `0`.
+    numbered: bool,
 }
 
 /// An image in memory.
@@ -192,15 +194,25 @@ impl<'a> Image<'a> {
                 pointer: pointer.to_owned(),
                 strides,
             }),
+            numbered: false,
         }
     }
 
-    /// An image that is computed while it is read, once for each element.
+    /// An image that is computed while it is read, about once for each element.
     pub fn computed(contiguous: Option<ImageAxis>, load: impl Fn(&Place<'_>) -> String + 'a) -> Self {
         Self {
             contiguous,
             load: Box::new(load),
             memory: None,
+            numbered: false,
+        }
+    }
+
+    /// A computed image with vectors of channels, for whose pixels only their number among all of all images matters.
+    pub fn pixels(load: impl Fn(&Place<'_>) -> String + 'a) -> Self {
+        Self {
+            numbered: true,
+            ..Self::computed(Some(ImageAxis::Channel), load)
         }
     }
 

@@ -343,6 +343,18 @@ fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Opti
             memory.strides[4],
             memory.strides[3],
         )),
+        (Some(ImageAxis::Channel), None) if flat => {
+            let load = move |at: &gemm::At<'_>| {
+                let [n, z, y, x] = correlate::number(at.depth);
+                (image.load)(&Place {
+                    width: at.width,
+                    image: &n,
+                    at: [&z, &y, &x],
+                    channel: at.free,
+                })
+            };
+            Some(Operand::computed(Some(Axis::Free), load))
+        }
         (Some(ImageAxis::Plane), _) | (Some(ImageAxis::Width), Some(_)) if flat || image.memory.is_none() => {
             let load = move |at: &gemm::At<'_>| {
                 let n = format!("({} / {})", at.depth, depth * plane);

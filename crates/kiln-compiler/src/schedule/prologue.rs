@@ -1,0 +1,391 @@
+//! Prologues: a loop nest that makes an operand of a product or a convolution while the template reads it.
+//!
+//! Where a template copies an operand before it multiplies (into panels, or into an image with room around it) it may as well compute it then: what
+//! lies between two layers, such as an activation or what a normalisation makes of its statistics, is neither written nor read. A nest may become a prologue
+//! if nothing else reads the operand, and it reads memory evenly: at one distance between neighbours along each of the loops of the template, and vectors along
+//! one of them. A nest that makes other things as well goes on making those: it and the template then both compute from the same memory, and one tensor less is
+//! written.
+//!
+//! Products read each element once. Convolutions in tiles that overlap read some elements more often: they take cheap operations only. So does everything where
+//! the nest stays, since it may compute the same for itself.
+
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use kiln_graph::op::{DotDims, Op};
+use kiln_graph::{DType, Graph, Node, NodeData, Value};
+
+use super::access::{Strided, identity, operand_index, side, strided};
+use super::class::is_cheap;
+use super::fuse::Part;
+use super::layout::{Layouts, position};
+use super::nest::Nest;
+use super::{Buffer, Kernel, KernelKind};
+use crate::index::{Index, Var};
+
+/// Batch, row or column, and depth of an operand of a product.
+pub const PRODUCT: [Var; 3] = [0, 1, 2];
+/// Pixel (of all images) and channel of an image.
+pub const IMAGE: [Var; 2] = [0, 1];
+
+/// Fewest pixels of an image that is computed: smaller ones are read again for every element of a window, and cost little anyway.
+const LEAST_PIXELS: usize = 512;
+/// Most tensors of the operand's size that a prologue reads.
+const MAX_STREAMS: usize = 3;
+
+/// A nest that makes an operand.
+#[derive(Clone, Debug)]
+pub struct Prologue {
+    /// Which operand of the template's operation.
+    pub operand: usize,
+    /// What is computed, and where, for the element at the loop variables: [`PRODUCT`] or [`IMAGE`].
+    pub value: Value,
+    /// Its index.
+    pub index: Vec<Index>,
+    /// The operations, and what they read.
+    pub nest: Nest,
+    /// The variable along which vectors can be read.
+    pub vector: Var,
+}
+
+/// Moves nests that only make an operand into the kernels that read it.
+pub fn absorb(graph: &Graph, layouts: &Layouts, kernels: Vec<Kernel>) -> Vec<Kernel> {
+    let mut readers: FxHashMap<Buffer, usize> = FxHashMap::default();
+    let mut writers: FxHashMap<Buffer, Vec<usize>> = FxHashMap::default();
+    for (number, kernel) in kernels.iter().enumerate() {
+        kernel
+            .reads
+            .iter()
+            .for_each(|&buffer| *readers.entry(buffer).or_default() += 1);
+        for &buffer in &kernel.writes {
+            writers.entry(buffer).or_default().push(number);
+        }
+    }
+    let outputs: FxHashSet<Value> = graph.outputs.iter().map(|output| output.value).collect();
+    let mut kernels: Vec<Option<Kernel>> = kernels.into_iter().map(Some).collect();
+    for number in 0..kernels.len() {
+        let Some(mut kernel) = kernels[number].take() else {
+            continue;
+        };
+        for operand in 0..2 {
+            let Some(made) = operand_of(graph, layouts, &kernel, operand) else {
+                continue;
+            };
+            let buffer = Buffer::Value(made);
+            let [maker] = writers.get(&buffer).map_or(&[][..], Vec::as_slice) else {
+                continue;
+            };
+            let alone = readers.get(&buffer) == Some(&1) && !outputs.contains(&made);
+            let found = kernels[*maker].as_ref().filter(|_| alone);
+            let Some(prologue) = found.and_then(|maker| fit(graph, layouts, &kernel, operand, made, maker))
+            else {
+                continue;
+            };
+            if let Some(maker) = &mut kernels[*maker] {
+                give(graph, maker, &prologue);
+            }
+            take(&mut kernel, prologue);
+        }
+        kernels[number] = Some(kernel);
+    }
+    let left = kernels.into_iter().flatten();
+    left.filter(|kernel| !kernel.writes.is_empty()).collect()
+}
+
+/// Takes what `prologue` makes out of `maker`, with what only that needs.
+fn give(graph: &Graph, maker: &mut Kernel, prologue: &Prologue) {
+    let KernelKind::Nest(nest) = &mut maker.kind else {
+        return;
+    };
+    nest.stores.retain(|store| store.value != prologue.value);
+    maker
+        .writes
+        .retain(|&buffer| buffer != Buffer::Value(prologue.value));
+    let left: Vec<Value> = nest.stores.iter().map(|store| store.value).collect();
+    restrict(graph, nest, &left);
+    maker.nodes = if nest.members.is_empty() {
+        left.iter().map(|&value| graph.value(value).node).collect()
+    } else {
+        nest.members.clone()
+    };
+    let read = |buffer: &Buffer| {
+        nest.uses
+            .iter()
+            .any(|(value, _)| Buffer::Value(*value) == *buffer)
+    };
+    maker.reads.retain(read);
+}
+
+/// Leaves in `nest` what `values` need.
+fn restrict(graph: &Graph, nest: &mut Nest, values: &[Value]) {
+    let mut needed: FxHashSet<Value> = FxHashSet::default();
+    let mut stack = values.to_vec();
+    stack.extend(nest.data.iter().map(|(indices, _)| *indices));
+    while let Some(value) = stack.pop() {
+        if needed.insert(value) && nest.uses_of(value).is_empty() {
+            stack.extend_from_slice(&graph.def(value).inputs);
+        }
+    }
+    nest.members
+        .retain(|&node| needed.contains(&graph.node(node).outputs[0]));
+    nest.maps.retain(|value, _| needed.contains(value));
+    nest.uses.retain(|(value, _)| needed.contains(value));
+}
+
+/// Makes `prologue` a part of `kernel`.
+fn take(kernel: &mut Kernel, prologue: Prologue) {
+    kernel.reads.retain(|&own| own != Buffer::Value(prologue.value));
+    kernel
+        .reads
+        .extend(prologue.nest.uses.iter().map(|(value, _)| Buffer::Value(*value)));
+    kernel.reads.sort_unstable();
+    kernel.reads.dedup();
+    kernel.nodes.splice(0..0, prologue.nest.members.iter().copied());
+    kernel.prologues.push(prologue);
+}
+
+/// The operation of a template that can compute its operands.
+fn template(graph: &Graph, kernel: &Kernel) -> Option<Node> {
+    let (KernelKind::Library(node) | KernelKind::Contraction(node, _)) = kernel.kind else {
+        return None;
+    };
+    let data = graph.node(node);
+    let plain = data
+        .inputs
+        .iter()
+        .chain(&data.outputs)
+        .all(|&value| graph.dtype(value) == DType::F32 && graph.ty(value).numel() > 0);
+    let kind = match &data.op {
+        Op::DotGeneral(_) => true,
+        // Groups have kernels of their own that read in place.
+        Op::Conv(conv) | Op::ConvInputGrad { conv, .. } | Op::ConvWeightGrad { conv, .. } => {
+            conv.groups == 1 && (1..=3).contains(&conv.stride.len())
+        }
+        _ => false,
+    };
+    (plain && kind).then_some(node)
+}
+
+/// The stored value that `kernel`'s template reads as an operand that it could compute, if nothing else in the kernel reads it.
+fn operand_of(graph: &Graph, layouts: &Layouts, kernel: &Kernel, operand: usize) -> Option<Value> {
+    let data = graph.node(template(graph, kernel)?);
+    loops(graph, data, operand)?;
+    let stop = |value: Value| kernel.reads.contains(&Buffer::Value(value));
+    let base = |at: usize| {
+        let mut value = data.inputs[at];
+        while !stop(value) {
+            value = *graph.def(value).inputs.first()?;
+        }
+        Some(value)
+    };
+    let other = 1 - operand;
+    let made = base(operand)?;
+    let fits = |window: &Strided| {
+        !matches!(data.op, Op::DotGeneral(_)) || side(graph, data, other, window).is_some()
+    };
+    let in_place = kernel.prologues.iter().any(|prologue| prologue.operand == other)
+        || strided(graph, layouts, data.inputs[other], &stop).is_none_or(|window| fits(&window));
+    let shared = base(other) == Some(made)
+        || kernel.nests().iter().any(|nest| !nest.uses_of(made).is_empty())
+        || kernel
+            .prologues
+            .iter()
+            .any(|own| !own.nest.uses_of(made).is_empty());
+    (in_place && !shared).then_some(made)
+}
+
+/// The axes of an operand that each loop of the template runs over; none for operands that are read as they lie.
+fn loops(graph: &Graph, data: &NodeData, operand: usize) -> Option<Vec<Vec<usize>>> {
+    let shape = graph.shape(data.inputs[operand]);
+    match &data.op {
+        Op::DotGeneral(dims) => {
+            let (batch, depth) = match operand {
+                0 => (&dims.a_batch, &dims.a_contract),
+                _ => (&dims.b_batch, &dims.b_contract),
+            };
+            let free = DotDims::free(shape.rank(), batch, depth);
+            Some(vec![batch.to_vec(), free.to_vec(), depth.to_vec()])
+        }
+        // The other operand is the weight.
+        Op::Conv(_) | Op::ConvInputGrad { .. } if operand == 1 => None,
+        Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
+            let pixels: Vec<usize> = (0..shape.rank()).filter(|&axis| axis != 1).collect();
+            let count: usize = pixels.iter().map(|&axis| shape[axis]).product();
+            (count >= LEAST_PIXELS).then(|| vec![pixels, vec![1]])
+        }
+        _ => None,
+    }
+}
+
+/// What `maker` does to make `made`, as the prologue of `kernel` for an operand, if it can be one.
+fn fit(
+    graph: &Graph,
+    layouts: &Layouts,
+    kernel: &Kernel,
+    operand: usize,
+    made: Value,
+    maker: &Kernel,
+) -> Option<Prologue> {
+    let node = template(graph, kernel)?;
+    let data = graph.node(node);
+    let KernelKind::Nest(nest) = &maker.kind else {
+        return None;
+    };
+    let mut stores = nest
+        .stores
+        .iter()
+        .filter(|store| store.buffer == Buffer::Value(made));
+    let (Some(store), None) = (stores.next(), stores.next()) else {
+        return None;
+    };
+    if store.value != made || Part::of(graph, graph.value(made).node) != Part::of(graph, node) {
+        return None;
+    }
+    let axes = loops(graph, data, operand)?;
+    let shape = graph.shape(data.inputs[operand]);
+    let extents: Vec<i64> = axes
+        .iter()
+        .map(|list| list.iter().map(|&axis| shape[axis] as i64).product())
+        .collect();
+    // The same element by the operand's own axes, and by the loops of the template: all of a loop is in its innermost axis.
+    let (by_axis, _) = identity(shape, 0);
+    let mut by_loop = vec![Index::default(); shape.rank()];
+    for (var, (list, &extent)) in axes.iter().zip(&extents).enumerate() {
+        if let Some(&inner) = list.iter().rev().find(|&&axis| shape[axis] > 1) {
+            by_loop[inner] = Index::var(var as Var, extent);
+        }
+    }
+    let joined = |var: Var, _: i64| {
+        let axis = (0..shape.rank())
+            .filter(|&axis| shape[axis] > 1)
+            .nth(var as usize);
+        axis.map_or_else(Index::default, |axis| by_loop[axis].clone())
+    };
+    let by_axis = at_base(graph, data.inputs[operand], made, by_axis)?;
+    let index = at_base(graph, data.inputs[operand], made, by_loop.clone())?;
+    let (mut wanted, mut found) = (Loads::new(), Loads::new());
+    wanted.visit(graph, layouts, nest, made, &by_axis)?;
+    found.visit(graph, layouts, nest, made, &index)?;
+    let once = matches!(data.op, Op::DotGeneral(_)) && nest.stores.len() == 1;
+    let even = wanted.list.len() == found.list.len()
+        && wanted.list.iter().zip(&found.list).all(|(by_axis, by_loop)| {
+            axes.iter().all(|list| is_even(&by_axis.1, list, shape))
+                && by_axis.0 == by_loop.0
+                && by_axis.1.substitute(&joined, &|slot| slot) == by_loop.1
+        });
+    let numel = graph.ty(made).numel();
+    let mut streams: Vec<Value> = found.list.iter().map(|(value, _)| *value).collect();
+    streams.retain(|&value| graph.ty(value).numel() == numel);
+    streams.sort_unstable();
+    streams.dedup();
+    if !even || !found.computes || !(found.cheap || once) || streams.is_empty() || streams.len() > MAX_STREAMS
+    {
+        return None;
+    }
+    let vector = vector_variable(&found.list, axes.len())?;
+    if !matches!(data.op, Op::DotGeneral(_)) && vector != IMAGE[1] {
+        // Images are copied with their channels together.
+        return None;
+    }
+    let mut nest = (**nest).clone();
+    restrict(graph, &mut nest, &[made]);
+    nest.extents = extents;
+    nest.stores.clear();
+    nest.split = None;
+    Some(Prologue {
+        operand,
+        value: made,
+        index,
+        nest,
+        vector,
+    })
+}
+
+/// The index of `base` for the element of `value` at `index`: through movements that leave out nothing and repeat nothing.
+fn at_base(graph: &Graph, value: Value, base: Value, mut index: Vec<Index>) -> Option<Vec<Index>> {
+    let mut value = value;
+    while value != base {
+        index = operand_index(graph, value, &index)?;
+        let operand = graph.def(value).inputs[0];
+        if graph.ty(operand).numel() != graph.ty(value).numel() {
+            return None;
+        }
+        value = operand;
+    }
+    Some(index)
+}
+
+/// Whether neighbours along the joined `axes` of an operand are at one distance. The axes of extent above one are numbered in order.
+fn is_even(position: &Index, axes: &[usize], shape: &[usize]) -> bool {
+    let number = |axis: usize| shape[..axis].iter().filter(|&&extent| extent > 1).count() as Var;
+    let mut expected: Option<i64> = None;
+    axes.iter().rev().filter(|&&axis| shape[axis] > 1).all(|&axis| {
+        let Some(stride) = position.stride(number(axis)) else {
+            return false;
+        };
+        let even = expected.is_none_or(|expected| expected == stride);
+        expected = Some(stride * shape[axis] as i64);
+        even
+    })
+}
+
+/// The innermost loop along which everything is contiguous or constant, and something contiguous.
+fn vector_variable(loads: &[(Value, Index)], loops: usize) -> Option<Var> {
+    (0..loops as Var).rev().find(|&var| {
+        let strides = || loads.iter().map(|(_, position)| position.stride(var));
+        strides().all(|stride| matches!(stride, Some(0 | 1))) && strides().any(|stride| stride == Some(1))
+    })
+}
+
+/// Where a nest reads memory to make a value.
+struct Loads {
+    list: Vec<(Value, Index)>,
+    /// Whether anything is computed.
+    computes: bool,
+    /// Whether all of it is cheap.
+    cheap: bool,
+    seen: FxHashSet<(Value, Vec<Index>)>,
+}
+
+impl Loads {
+    fn new() -> Self {
+        Self {
+            list: Vec::new(),
+            computes: false,
+            cheap: true,
+            seen: FxHashSet::default(),
+        }
+    }
+
+    /// Adds what `value` at `index` is made from; none if it depends on the index itself, or on numbers that are read.
+    fn visit(
+        &mut self,
+        graph: &Graph,
+        layouts: &Layouts,
+        nest: &Nest,
+        value: Value,
+        index: &[Index],
+    ) -> Option<()> {
+        if !self.seen.insert((value, index.to_vec())) {
+            return Some(());
+        }
+        if !nest.uses_of(value).is_empty() {
+            self.list.push((value, position(graph, layouts, value, index)));
+            return Some(());
+        }
+        let data = graph.def(value);
+        if let Some(operand) = operand_index(graph, value, index) {
+            return self.visit(graph, layouts, nest, data.inputs[0], &operand);
+        }
+        match &data.op {
+            Op::Constant { .. } | Op::Scalar { .. } => Some(()),
+            op if op.is_pointwise() => {
+                self.computes = true;
+                self.cheap &= is_cheap(op);
+                data.inputs
+                    .iter()
+                    .try_for_each(|&operand| self.visit(graph, layouts, nest, operand, index))
+            }
+            _ => None,
+        }
+    }
+}
