@@ -57,7 +57,8 @@ impl Operands {
             Some(at) => {
                 let (seed, stream) = (inputs[at].to_i64()? as u64, inputs[at + 1].to_i64()? as u64);
                 let shape = Shape::from([batch, heads, t, s]);
-                let draw = philox::fill(RandomKind::Uniform, inputs[0].dtype, &shape, seed, stream, (0, 0));
+                let dtype = inputs[0].dtype.compute();
+                let draw = philox::fill(RandomKind::Uniform, dtype, &shape, seed, stream, (0, 0));
                 let draw = Val::from_host(&draw)?.wide()?.reshape((batch * heads, t, s))?;
                 let keep = repeat(&inputs[at + 2].wide()?, draw.shape())?;
                 Some(select(
@@ -172,7 +173,7 @@ pub(crate) fn forward(dims: &AttentionDims, inputs: &[&Val]) -> Result<(Val, Val
     let width = inputs[2].dims()[3];
     Ok((
         Val::narrow(out.reshape((batch, heads, t, width))?, inputs[0].dtype)?,
-        Val::narrow(stats.reshape((batch, heads, t, 2))?, DType::F32)?,
+        Val::narrow(stats.reshape((batch, heads, t, 2))?, inputs[0].dtype.compute())?,
     ))
 }
 

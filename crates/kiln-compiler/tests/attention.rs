@@ -1,4 +1,4 @@
-//! Attention and its gradient over odd extents, masks and instruction sets, against the interpreter; the bits do not depend on threads.
+//! Attention and its gradient over odd extents, masks, types and instruction sets, against the interpreter; the bits do not depend on threads.
 
 mod support;
 
@@ -11,12 +11,45 @@ use support::{build, run};
 /// Extents: batch, heads, key heads, queries, keys, width, width of values.
 type Extents = [usize; 7];
 
+/// Types of tensors, and of numbers and additive masks.
+#[derive(Clone, Copy, Debug)]
+struct Types {
+    tensors: DType,
+    numbers: DType,
+}
+
+const F32: Types = Types {
+    tensors: DType::F32,
+    numbers: DType::F32,
+};
+
+impl Types {
+    /// How far results may be from those of f64, relative to the norm: what is stored in 16 bits is rounded once.
+    fn tolerance(self) -> f64 {
+        match self.tensors {
+            DType::F64 => 1e-14,
+            DType::F16 => 4e-4,
+            DType::BF16 => 3e-3,
+            _ => 1e-5,
+        }
+    }
+
+    /// The fill that programs hide with.
+    fn lowest(self) -> f64 {
+        match self.numbers {
+            DType::F16 => -65504.0,
+            DType::BF16 => -3.3895313892515355e38,
+            _ => f64::from(f32::MIN),
+        }
+    }
+}
+
 /// A step of one attention and its gradient; masks are arguments.
-fn step(extents: Extents, dims: AttentionDims, fill: f64) -> Graph {
+fn step(extents: Extents, dims: AttentionDims, fill: f64, types: Types) -> Graph {
     let [b, h, g, t, s, d, e] = extents;
     let mut graph = Graph::new("attention");
     let p = Provenance::default();
-    let floats = |shape: &[usize]| TensorType::new(DType::F32, shape);
+    let floats = |shape: &[usize]| TensorType::new(types.tensors, shape);
     let number = |graph: &mut Graph, value: Scalar, dtype: DType| {
         graph.add(Op::Constant { value, dtype }, &[], &p).unwrap()
     };
@@ -25,30 +58,30 @@ fn step(extents: Extents, dims: AttentionDims, fill: f64) -> Graph {
         graph.parameter(floats(&[b, g, s, d])),
         graph.parameter(floats(&[b, g, s, e])),
     ];
-    let scale = number(&mut graph, Scalar::Float(0.6), DType::F32);
+    let scale = number(&mut graph, Scalar::Float(0.625), types.numbers);
     operands.push(scale);
     if dims.mask {
-        operands.push(graph.parameter(floats(&[1, h, 1, s])));
+        operands.push(graph.parameter(TensorType::new(types.numbers, [1, h, 1, s])));
     }
     if dims.hidden {
         operands.push(graph.parameter(TensorType::new(DType::Bool, [b, 1, t, s])));
-        operands.push(number(&mut graph, Scalar::Float(fill), DType::F32));
+        operands.push(number(&mut graph, Scalar::Float(fill), types.numbers));
     }
     if dims.dropout {
         for word in [5u64, 9] {
             operands.push(number(&mut graph, Scalar::UInt(word), DType::U64));
         }
-        operands.push(number(&mut graph, Scalar::Float(0.75), DType::F32));
-        operands.push(number(&mut graph, Scalar::Float(1.25), DType::F32));
+        operands.push(number(&mut graph, Scalar::Float(0.75), types.numbers));
+        operands.push(number(&mut graph, Scalar::Float(1.25), types.numbers));
     }
     let forward = graph.add_node(Op::Attention(dims), &operands, p.clone()).unwrap();
     let d_out = graph.parameter(floats(&[b, h, t, e]));
     operands.extend([forward[1], d_out]);
     for value in [0.5, -1.0] {
-        operands.push(number(&mut graph, Scalar::Float(value), DType::F32));
+        operands.push(number(&mut graph, Scalar::Float(value), types.numbers));
     }
     if dims.dropout {
-        operands.push(number(&mut graph, Scalar::Float(1.5), DType::F32));
+        operands.push(number(&mut graph, Scalar::Float(1.5), types.numbers));
     }
     let gradients = graph
         .add_node(Op::AttentionGrad(dims), &operands, p.clone())
@@ -73,8 +106,8 @@ fn hide(tensors: &mut [HostTensor], [b, _, _, t, s, ..]: Extents) {
     }
 }
 
-fn check(extents: Extents, dims: AttentionDims, fill: f64, isa: Isa) {
-    let graph = step(extents, dims, fill);
+fn check(extents: Extents, dims: AttentionDims, fill: f64, isa: Isa, types: Types) {
+    let graph = step(extents, dims, fill, types);
     let (mut tensors, scalars) = random_arguments(&graph, 11);
     hide(&mut tensors, extents);
     let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
@@ -90,8 +123,8 @@ fn check(extents: Extents, dims: AttentionDims, fill: f64, isa: Isa) {
             .sum::<f64>()
             .sqrt();
         assert!(
-            distance <= 1e-5 * norm,
-            "{extents:?} {dims:?} {isa}: output {number} is off by {:e}",
+            distance <= types.tolerance() * norm,
+            "{extents:?} {dims:?} {types:?} {isa}: output {number} is off by {:e}",
             distance / norm
         );
     }
@@ -99,7 +132,7 @@ fn check(extents: Extents, dims: AttentionDims, fill: f64, isa: Isa) {
         let several = run(&step, &graph, &tensors, &scalars, threads);
         assert!(
             actual == several,
-            "{extents:?} {dims:?}: {threads} threads give other bits"
+            "{extents:?} {dims:?} {types:?}: {threads} threads give other bits"
         );
     }
 }
@@ -114,7 +147,7 @@ const PLAIN: AttentionDims = AttentionDims {
 #[test]
 fn extents_and_masks() {
     let isa = Toolchain::detect().unwrap().isa();
-    let low = f64::from(f32::MIN);
+    let low = F32.lowest();
     let causal = AttentionDims {
         causal: true,
         ..PLAIN
@@ -130,14 +163,14 @@ fn extents_and_masks() {
         dropout: true,
     };
     // Whole vectors and blocks; primes; one query; more blocks than one; fewer keys than a vector; more queries than keys.
-    check([2, 2, 2, 64, 64, 32, 32], PLAIN, low, isa);
-    check([1, 6, 2, 197, 197, 19, 33], PLAIN, low, isa);
-    check([2, 4, 4, 1, 300, 48, 48], causal, low, isa);
-    check([1, 3, 1, 131, 131, 48, 48], causal, low, isa);
-    check([2, 2, 1, 37, 90, 5, 7], hidden, low, isa);
-    check([2, 2, 1, 90, 37, 16, 16], hidden, -2.0, isa);
-    check([1, 4, 2, 41, 53, 64, 24], all, low, isa);
-    check([1, 4, 2, 41, 53, 64, 24], all, -1.0, isa);
+    check([2, 2, 2, 64, 64, 32, 32], PLAIN, low, isa, F32);
+    check([1, 6, 2, 197, 197, 19, 33], PLAIN, low, isa, F32);
+    check([2, 4, 4, 1, 300, 48, 48], causal, low, isa, F32);
+    check([1, 3, 1, 131, 131, 48, 48], causal, low, isa, F32);
+    check([2, 2, 1, 37, 90, 5, 7], hidden, low, isa, F32);
+    check([2, 2, 1, 90, 37, 16, 16], hidden, -2.0, isa, F32);
+    check([1, 4, 2, 41, 53, 64, 24], all, low, isa, F32);
+    check([1, 4, 2, 41, 53, 64, 24], all, -1.0, isa, F32);
 }
 
 #[test]
@@ -154,7 +187,52 @@ fn narrower_vectors() {
         dropout: true,
     };
     for &isa in narrower {
-        check([1, 2, 1, 45, 61, 20, 12], all, f64::from(f32::MIN), isa);
-        check([1, 2, 2, 33, 33, 16, 16], PLAIN, 0.0, isa);
+        check([1, 2, 1, 45, 61, 20, 12], all, F32.lowest(), isa, F32);
+        check([1, 2, 2, 33, 33, 16, 16], PLAIN, 0.0, isa, F32);
+    }
+}
+
+/// Every type, on every instruction set that the machine has; numbers and masks of either type.
+#[test]
+fn types() {
+    let isas: &[Isa] = match Toolchain::detect().unwrap().isa() {
+        Isa::Avx512 => &[Isa::Avx512, Isa::Avx2, Isa::Sse2],
+        Isa::Avx2 => &[Isa::Avx2, Isa::Sse2],
+        other => &[other],
+    };
+    let hidden = AttentionDims {
+        hidden: true,
+        ..PLAIN
+    };
+    let causal = AttentionDims {
+        causal: true,
+        ..PLAIN
+    };
+    let dropout = AttentionDims {
+        dropout: true,
+        ..causal
+    };
+    let all = AttentionDims {
+        mask: true,
+        hidden: true,
+        ..dropout
+    };
+    let types = [
+        (DType::BF16, DType::BF16),
+        (DType::BF16, DType::F32),
+        (DType::F16, DType::F16),
+        (DType::F16, DType::F32),
+        (DType::F64, DType::F64),
+    ];
+    for (at, (tensors, numbers)) in types.into_iter().enumerate() {
+        let types = Types { tensors, numbers };
+        let isa = isas[at % isas.len()];
+        check([1, 6, 2, 97, 97, 19, 33], PLAIN, 0.0, isas[0], types);
+        check([1, 3, 1, 131, 131, 48, 48], causal, 0.0, isas[0], types);
+        check([2, 2, 2, 64, 64, 32, 32], dropout, 0.0, isas[0], types);
+        check([2, 2, 1, 37, 90, 5, 7], hidden, types.lowest(), isas[0], types);
+        check([2, 2, 1, 90, 37, 16, 16], hidden, -2.0, isa, types);
+        check([1, 4, 2, 41, 53, 20, 12], all, types.lowest(), isa, types);
+        check([1, 4, 2, 41, 53, 40, 24], all, -1.0, isas[0], types);
     }
 }

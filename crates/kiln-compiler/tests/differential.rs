@@ -141,7 +141,7 @@ fn contractions_pools_and_sorts() {
     for (seed, family) in kernels.into_iter().enumerate() {
         let mut config = families(&[family, Family::Pointwise]);
         if family == Family::Attention {
-            config.floats = vec![DType::F32];
+            config.floats = vec![DType::F32, DType::F64, DType::F16, DType::BF16];
         }
         let (graph, tolerances) = batch(100 * seed as u64, 16, &config);
         check(&graph, &tolerances, true, &format!("{family:?}"));

@@ -238,13 +238,16 @@ pub enum Op {
         input: Dims,
     },
 
-    /// `(q: [b, h, t, d], k: [b, g, s, d], v: [b, g, s, e], scale: d[], [mask], [hidden, fill], [seed, stream, keep, factor]) ->
-    /// ([b, h, t, e], stats: f32[b, h, t, 2])`. Attention: `softmax(q k^T * scale + mask) v` with `h` a multiple of `g` (query head `i` reads
-    /// head `i / (h / g)`). `stats` holds the largest score of each row and the sum of `exp(score - largest)`: both, because their logarithmic
+    /// `(q: [b, h, t, d], k: [b, g, s, d], v: [b, g, s, e], scale: c[], [mask], [hidden, fill], [seed, stream, keep, factor]) ->
+    /// ([b, h, t, e], stats: c[b, h, t, 2])`. Attention: `softmax(q k^T * scale + mask) v` with `h` a multiple of `g` (query head `i` reads
+    /// head `i / (h / g)`). Everything between the operands and the result is of the type `c` that their type is computed in
+    /// ([`DType::compute`](crate::DType::compute)); the numbers `c[]` and the mask may also be of the operands' own. `stats` holds the largest score of
+    /// each row and the sum of `exp(score - largest)`: both, because their logarithmic
     /// sum would lose the second beside a large first. A row of which every score is -inf gives NaN, as the formula does; whether values
-    /// that causal order or a `fill` of at most -1e30 hides are multiplied by zero or left out is not specified. Made by rewriting.
+    /// that causal order or a `fill` of at most -1e30 (in f16, its least number) hides are multiplied by zero or left out is not specified. Made by
+    /// rewriting.
     Attention(AttentionDims),
-    /// `(operands of the forward.., stats, d out, d scale: d[], inner: d[], [d factor: d[]]) -> (dq, dk, dv)`. Gradient of
+    /// `(operands of the forward.., stats, d out, d scale: c[], inner: c[], [d factor: c[]]) -> (dq, dk, dv)`. Gradient of
     /// [`Op::Attention`]. `d scale` and `d factor` are what gradients are multiplied by where the forward multiplies by `scale` and
     /// `factor`: the same numbers, but programs pass them again. `inner` is the -1 in the gradient `p (dp + inner sum(p dp))` of a
     /// softmax, which programs pass too. Hidden scores have no gradient.
@@ -514,12 +517,12 @@ impl Window {
 pub struct AttentionDims {
     /// Query position `i` sees key positions `j <= i + s - t` only.
     pub causal: bool,
-    /// An additive mask operand follows `scale`: same dtype, broadcastable to `[b, h, t, s]` (extents equal or 1).
+    /// An additive mask operand follows `scale`: a tensor broadcastable to `[b, h, t, s]` (extents equal or 1).
     pub mask: bool,
-    /// Two operands `hidden: bool` (broadcastable to `[b, h, t, s]`) and `fill: d[]` follow: where `hidden` is true the score is `fill`.
+    /// Two operands `hidden: bool` (broadcastable to `[b, h, t, s]`) and `fill: c[]` follow: where `hidden` is true the score is `fill`.
     pub hidden: bool,
-    /// Four operands `seed: u64[]`, `stream: u64[]`, `keep: d[]`, `factor: d[]` follow: a probability is multiplied by `factor` where the
-    /// uniform draw of shape `[b, h, t, s]` is below `keep`, and by 0 elsewhere.
+    /// Four operands `seed: u64[]`, `stream: u64[]`, `keep: c[]`, `factor: c[]` follow: a probability is multiplied by `factor` where the
+    /// uniform draw of type `c[b, h, t, s]` is below `keep`, and by 0 elsewhere.
     pub dropout: bool,
 }
 

@@ -3,48 +3,52 @@
 use kiln_graph::op::{AttentionDims, AttentionOperands, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
-use super::contract::{pointer, window};
+use super::contract::{pointer, storage, window};
 use super::nest::Argument;
 use super::{Call, EmitOptions};
 use crate::kernels::Param;
 use crate::kernels::attention::{self, AttentionSpec, Extents, Gradients, View};
+use crate::kernels::element::Storage;
 use crate::schedule::layout::strides;
 use crate::schedule::{Buffer, Kernel};
 
-/// The call for an attention of f32; none for other types and for empty tensors.
+/// The call for an attention; none for empty tensors.
 pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions) -> Option<Call> {
     let data = graph.node(node);
     let (Op::Attention(dims) | Op::AttentionGrad(dims)) = &data.op else {
         return None;
     };
     let all = || data.inputs.iter().chain(&data.outputs);
-    if graph.dtype(data.inputs[0]) != DType::F32 || all().any(|&v| graph.ty(v).numel() == 0) {
+    if all().any(|&v| graph.ty(v).numel() == 0) {
         return None;
     }
     let mut call = Parameters {
         graph,
         kernel,
         options,
+        storage: storage(graph.dtype(data.inputs[0]))?,
         params: Vec::new(),
+        numbers: Vec::new(),
         arguments: Vec::new(),
     };
     let at = dims.operands();
+    let real = call.storage.element().ctype();
     let made = match &data.op {
         Op::Attention(_) => {
-            let mut spec = call.operands(node, dims, at, "Attention");
+            let spec = call.operands(node, dims, at, "Attention");
             let out = call.result("out", data.outputs[0]);
-            call.scalar("float *", "stats", data.outputs[1]);
-            spec.params = call.params;
+            call.parameter(&format!("{real} *"), "stats", data.outputs[1]);
+            let spec = call.complete(spec);
             attention::forward(&spec, &out, options.isa)
         }
         _ => {
-            let mut spec = call.operands(node, dims, at, "Gradient of attention");
-            call.scalar("const float *", "stats", data.inputs[at.forward]);
-            let d_out = call.operand("const float *", "d_out", data.inputs[at.forward + 1]);
-            call.scalar("const float *", "d_scale", data.inputs[at.forward + 2]);
-            call.scalar("const float *", "inner", data.inputs[at.forward + 3]);
+            let spec = call.operands(node, dims, at, "Gradient of attention");
+            call.parameter(&format!("const {real} *"), "stats", data.inputs[at.forward]);
+            let d_out = call.operand("d_out", data.inputs[at.forward + 1]);
+            call.number("d_scale", data.inputs[at.forward + 2]);
+            call.number("inner", data.inputs[at.forward + 3]);
             if dims.dropout {
-                call.scalar("const float *", "d_factor", data.inputs[at.forward + 4]);
+                call.number("d_factor", data.inputs[at.forward + 4]);
             }
             let tensors = Gradients {
                 d_out,
@@ -52,7 +56,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
                 d_key: call.result("d_key", data.outputs[1]),
                 d_value: call.result("d_value", data.outputs[2]),
             };
-            spec.params = call.params;
+            let spec = call.complete(spec);
             attention::gradient(&spec, &tensors, options.isa)
         }
     };
@@ -66,21 +70,45 @@ struct Parameters<'a> {
     graph: &'a Graph,
     kernel: &'a Kernel,
     options: &'a EmitOptions,
+    /// How queries, keys and values are stored, and what is of their type.
+    storage: Storage,
     params: Vec<Param>,
+    numbers: Vec<(&'static str, Storage)>,
     arguments: Vec<Argument>,
 }
 
 impl Parameters<'_> {
     /// A parameter that is passed as it is stored.
-    fn scalar(&mut self, ctype: &str, name: &str, value: Value) {
+    fn parameter(&mut self, ctype: &str, name: &str, value: Value) {
         self.params.push(Param::new(ctype, name));
         self.arguments.push(Argument::Buffer(Buffer::Value(value)));
     }
 
-    /// An operand read through a window.
-    fn operand(&mut self, ctype: &str, name: &str, value: Value) -> View {
+    /// How `value` is stored.
+    fn storage_of(&self, value: Value) -> Storage {
+        storage(self.graph.dtype(value)).unwrap_or(self.storage)
+    }
+
+    /// A number.
+    fn number(&mut self, name: &'static str, value: Value) {
+        let storage = self.storage_of(value);
+        self.parameter(
+            &format!("const {} *", storage.ctype()),
+            &format!("{name}_at"),
+            value,
+        );
+        self.numbers.push((name, storage));
+    }
+
+    /// A tensor of floats that is read through a window.
+    fn operand(&mut self, name: &str, value: Value) -> View {
+        let ctype = self.storage_of(value).ctype();
+        self.windowed(ctype, name, value)
+    }
+
+    fn windowed(&mut self, ctype: &str, name: &str, value: Value) -> View {
         let window = window(self.graph, &self.options.layouts, value, &self.kernel.reads);
-        self.scalar(ctype, name, window.base);
+        self.parameter(&format!("const {ctype} *"), name, window.base);
         View {
             pointer: pointer(name, window.offset),
             strides: four(&window.strides),
@@ -89,11 +117,20 @@ impl Parameters<'_> {
 
     /// A result, in the layout it is stored in.
     fn result(&mut self, name: &str, value: Value) -> View {
-        self.scalar("float *", name, value);
+        self.parameter(&format!("{} *", self.storage.ctype()), name, value);
         let order = self.options.layouts.get(&value);
         View {
             pointer: name.to_owned(),
             strides: four(&strides(self.graph.shape(value), order)),
+        }
+    }
+
+    /// `spec` with all parameters.
+    fn complete(&self, spec: AttentionSpec) -> AttentionSpec {
+        AttentionSpec {
+            params: self.params.clone(),
+            numbers: self.numbers.clone(),
+            ..spec
         }
     }
 
@@ -106,28 +143,24 @@ impl Parameters<'_> {
     ) -> AttentionSpec {
         let inputs = self.graph.node(node).inputs.clone();
         let [q, k, v] = [0, 1, 2].map(|operand| self.graph.shape(inputs[operand]).clone());
-        let query = self.operand("const float *", "query", inputs[0]);
-        let key = self.operand("const float *", "key", inputs[1]);
-        let value = self.operand("const float *", "value", inputs[2]);
-        self.scalar("const float *", "scale", inputs[3]);
-        let mask = at
-            .mask
-            .map(|at| self.broadcast("const float *", "mask", inputs[at]));
+        let query = self.operand("query", inputs[0]);
+        let key = self.operand("key", inputs[1]);
+        let value = self.operand("value", inputs[2]);
+        self.number("scale", inputs[3]);
+        let mask = at.mask.map(|at| {
+            let view = self.operand("mask", inputs[at]);
+            (self.broadcast(view, inputs[at]), self.storage_of(inputs[at]))
+        });
         let hidden = at.hidden.map(|at| {
-            let view = self.broadcast("const uint8_t *", "hidden", inputs[at]);
-            self.scalar("const float *", "fill", inputs[at + 1]);
-            view
+            let view = self.windowed("uint8_t", "hidden", inputs[at]);
+            self.number("fill", inputs[at + 1]);
+            self.broadcast(view, inputs[at])
         });
         if let Some(at) = at.dropout {
-            let names = [
-                ("const uint64_t *", "seed"),
-                ("const uint64_t *", "stream"),
-                ("const float *", "keep"),
-                ("const float *", "factor"),
-            ];
-            for (offset, (ctype, name)) in names.into_iter().enumerate() {
-                self.scalar(ctype, name, inputs[at + offset]);
-            }
+            self.parameter("const uint64_t *", "seed", inputs[at]);
+            self.parameter("const uint64_t *", "stream", inputs[at + 1]);
+            self.number("keep", inputs[at + 2]);
+            self.number("factor", inputs[at + 3]);
         }
         AttentionSpec {
             name: "@".into(),
@@ -141,6 +174,8 @@ impl Parameters<'_> {
                 width: q[3],
                 value_width: v[3],
             },
+            storage: self.storage,
+            numbers: Vec::new(),
             query,
             key,
             value,
@@ -156,8 +191,7 @@ impl Parameters<'_> {
     }
 
     /// A mask: dimensions of one element repeat.
-    fn broadcast(&mut self, ctype: &str, name: &str, value: Value) -> View {
-        let mut view = self.operand(ctype, name, value);
+    fn broadcast(&self, mut view: View, value: Value) -> View {
         for (stride, &extent) in view.strides.iter_mut().zip(self.graph.shape(value).iter()) {
             if extent == 1 {
                 *stride = 0;
@@ -167,10 +201,14 @@ impl Parameters<'_> {
     }
 }
 
-/// Whether a score of this makes a weight of zero beside any other.
+/// Whether a score of this makes a weight of zero beside any other that its type is meant for.
 fn is_lowest(graph: &Graph, fill: Value) -> bool {
+    let lowest = match graph.dtype(fill) {
+        DType::F16 => -65504.0,
+        _ => -1e30,
+    };
     match graph.def(fill).op {
-        Op::Constant { value, .. } => value.to_f64() <= -1e30,
+        Op::Constant { value, .. } => value.to_f64() <= lowest,
         _ => false,
     }
 }

@@ -47,6 +47,14 @@ impl Element {
         }
     }
 
+    /// C type of one of those integers.
+    pub fn integer(self) -> &'static str {
+        match self {
+            Self::F32 => "int32_t",
+            Self::F64 => "int64_t",
+        }
+    }
+
     /// With what the names of functions on one number begin.
     pub fn scalar(self) -> &'static str {
         match self {
@@ -139,6 +147,12 @@ impl Storage {
             Self::F16 => ("vf", "_f16"),
             Self::BF16 => ("vf", "_bf16"),
         }
+    }
+
+    /// C expression of the vector of the first `count` (at most a vector's) neighbours at the address `place`, the rest of it zero.
+    pub fn load_some(self, place: &str, count: &str) -> String {
+        let (vf, format) = self.affixes();
+        format!("{vf}_load_n{format}({place}, {count})")
     }
 
     /// C expression of the vector of numbers `stride` apart from the address `place` on.

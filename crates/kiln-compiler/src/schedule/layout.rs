@@ -11,7 +11,7 @@
 use rustc_hash::FxHashMap;
 
 use kiln_graph::op::{Dims, DotDims, Op};
-use kiln_graph::{DType, Graph, NodeData, Shape, Users, Value};
+use kiln_graph::{Graph, NodeData, Shape, Users, Value};
 
 use super::access::join;
 use super::class::{Class, classify, node_index};
@@ -36,7 +36,7 @@ pub fn choose(graph: &Graph) -> Layouts {
         if layouts.contains_key(&value) {
             continue;
         }
-        if graph.dtype(value) != DType::F32 || users.outputs(value) > 0 || graph.ty(value).numel() == 0 {
+        if !graph.dtype(value).is_float() || users.outputs(value) > 0 || graph.ty(value).numel() == 0 {
             continue;
         }
         let mut order: Option<&Dims> = None;

@@ -8,6 +8,9 @@
 //! Heads of keys and values that several heads of queries share arrive repeated; the repetition and the sum of its gradients are left
 //! out.
 //!
+//! In types of 16 bits programs do the softmax, masks or scale in that type or in f32, with casts before and after. The operations compute in f32
+//! either way: what they leave out are roundings of scores and weights.
+//!
 //! A composition is replaced only if nothing of its size is left: where a program also uses the weights, it stays.
 
 use rustc_hash::FxHashSet;
@@ -16,40 +19,44 @@ use kiln_graph::op::{AttentionDims, Op};
 use kiln_graph::{DType, Graph, TypeError, Value};
 
 use super::attention_build::replace;
-use super::pattern::{Bindings, Pattern};
+use super::pattern::{Bindings, Pattern, behind_casts};
 use super::view::{Matmul, View, matmul};
 
 /// Weights that multiply the values: a softmax, maybe with dropout.
 const WEIGHTS: &[&str] = &[
-    "(mul (mul ?p (= ?kept (cast (lt (= ?draws (uniform ?seed ?stream)) (splat ?keep))))) (splat ?factor))",
+    "(wide (mul (mul ?p (= ?kept (cast (lt (= ?draws (uniform ?seed ?stream)) (splat ?keep))))) (splat ?factor)))",
     "?p",
 ];
 /// A softmax of scores.
-const SOFTMAX: &str = "(div (= ?e (exp (sub ?scores (row (max ?scores))))) (row (= ?sum (sum ?e))))";
+const SOFTMAX: &str = "(wide (div (= ?e (exp (sub ?scores (row (max ?scores))))) (row (= ?sum (sum ?e)))))";
 /// Masked scores.
 const MASKED: &[&str] = &[
-    "(select ?hidden (splat ?fill) ?s)",
-    "(add ?s ?mask)",
-    "(add ?mask ?s)",
+    "(wide (select ?hidden (splat ?fill) ?s))",
+    "(wide (add ?s ?mask))",
+    "(wide (add ?mask ?s))",
     "?s",
 ];
 /// Scaled products of queries and keys.
-const SCALED: &[&str] = &["(mul ?qk (splat ?scale))", "(div ?qk (splat ?divisor))", "?qk"];
+const SCALED: &[&str] = &[
+    "(wide (mul ?qk (splat ?scale)))",
+    "(wide (div ?qk (splat ?divisor)))",
+    "?qk",
+];
 
 /// The gradient of scores before masks, from `?d_masked`.
 const D_SCALED: &[&str] = &[
-    "(mul ?d_s (splat ?d_scale))",
-    "(div ?d_s (splat ?d_divisor))",
+    "(wide (mul ?d_s (splat ?d_scale)))",
+    "(wide (div ?d_s (splat ?d_divisor)))",
     "?d_s",
 ];
 /// The gradient of masks.
-const D_HIDDEN: &str = "(select ?hidden (splat ?zero) ?d_softmax)";
+const D_HIDDEN: &str = "(wide (select ?hidden (splat ?zero) ?d_softmax))";
 /// The gradient of a softmax, from the gradient of its result.
-const D_SOFTMAX: &str = "(mul (add (row (sum (mul ?dp (div (mul ?e (splat ?inner)) (row (mul ?sum ?sum)))))) (mul ?dp (row (recip ?sum)))) ?e)";
+const D_SOFTMAX: &str = "(wide (mul (add (row (sum (mul ?dp (div (mul ?e (splat ?inner)) (row (mul ?sum ?sum)))))) (mul ?dp (row (recip ?sum)))) ?e))";
 /// The gradient of dropout.
 const D_WEIGHTS: &[&str] = &[
-    "(mul (mul ?d_kept (splat ?d_factor)) ?kept)",
-    "(mul (mul ?d_kept ?kept) (splat ?d_factor))",
+    "(wide (mul (mul ?d_kept (splat ?d_factor)) ?kept))",
+    "(wide (mul (mul ?d_kept ?kept) (splat ?d_factor)))",
 ];
 
 /// Replaces attentions in `graph`.
@@ -144,7 +151,8 @@ fn first(graph: &Graph, patterns: &[&'static str], value: Value, known: &Binding
 
 /// The attention whose product with the values is `product`.
 fn forward(graph: &Graph, product: &Matmul) -> Option<Match> {
-    if graph.dtype(product.out) != DType::F32 || graph.ty(product.out).numel() == 0 {
+    let dtype = graph.dtype(product.out);
+    if graph.ty(product.out).numel() == 0 {
         return None;
     }
     let straight = |view: &View| view.order.iter().copied().eq(0..4).then_some(view.base);
@@ -157,11 +165,12 @@ fn forward(graph: &Graph, product: &Matmul) -> Option<Match> {
             let bindings = Pattern::parse(text).matches(graph, bindings.of("?scores"), &bindings)?;
             SCALED.iter().find_map(|text| {
                 let bindings = Pattern::parse(text).matches(graph, bindings.of("?s"), &bindings)?;
-                let scores = matmul(graph, graph.value(bindings.of("?qk")).node)?;
+                let scores = matmul(graph, graph.value(behind_casts(graph, bindings.of("?qk"))).node)?;
                 let dropout = bindings.get("?kept").is_some();
-                if dropout && graph.dtype(bindings.of("?draws")) != DType::F32 {
+                if dropout && graph.dtype(bindings.of("?draws")) != dtype.compute() {
                     return None;
                 }
+                (graph.dtype(scores.out) == dtype && fit(graph, &bindings, dtype)).then_some(())?;
                 Some(Match {
                     out: product.out,
                     query: scores.left.clone(),
@@ -181,6 +190,26 @@ fn forward(graph: &Graph, product: &Matmul) -> Option<Match> {
                 })
             })
         })
+    })
+}
+
+/// Whether numbers and masks are of types that an attention of `dtype` takes.
+fn fit(graph: &Graph, bindings: &Bindings, dtype: DType) -> bool {
+    let names = [
+        "?scale",
+        "?divisor",
+        "?mask",
+        "?fill",
+        "?keep",
+        "?factor",
+        "?d_scale",
+        "?d_divisor",
+        "?d_factor",
+        "?inner",
+    ];
+    names.iter().filter_map(|name| bindings.get(name)).all(|value| {
+        let own = graph.dtype(value);
+        own == dtype || own == dtype.compute()
     })
 }
 
@@ -240,21 +269,24 @@ fn gradient(graph: &Graph, one: &Match, products: &[Matmul]) -> Option<Gradient>
 
 /// Matches the gradient of the scores against that of scale, masks, softmax and dropout of `one`.
 fn d_scores_of(graph: &Graph, one: &Match, d_scores: Value, d_weights: Value) -> Option<Bindings> {
-    D_SCALED.iter().find_map(|text| {
-        let mut known = Pattern::parse(text).matches(graph, d_scores, &one.bindings)?;
-        let mut d_masked = known.of("?d_s");
-        if one.dims.hidden {
-            known = Pattern::parse(D_HIDDEN).matches(graph, d_masked, &known)?;
-            is_zero(graph, known.of("?zero")).then_some(())?;
-            d_masked = known.of("?d_softmax");
-        }
-        let known = Pattern::parse(D_SOFTMAX).matches(graph, d_masked, &known)?;
-        if !one.dims.dropout {
-            return (known.of("?dp") == d_weights).then_some(known);
-        }
-        let known = first(graph, D_WEIGHTS, known.of("?dp"), &known)?;
-        (known.of("?d_kept") == d_weights).then_some(known)
-    })
+    D_SCALED
+        .iter()
+        .find_map(|text| {
+            let mut known = Pattern::parse(text).matches(graph, d_scores, &one.bindings)?;
+            let mut d_masked = known.of("?d_s");
+            if one.dims.hidden {
+                known = Pattern::parse(D_HIDDEN).matches(graph, d_masked, &known)?;
+                is_zero(graph, known.of("?zero")).then_some(())?;
+                d_masked = known.of("?d_softmax");
+            }
+            let known = Pattern::parse(D_SOFTMAX).matches(graph, d_masked, &known)?;
+            if !one.dims.dropout {
+                return (behind_casts(graph, known.of("?dp")) == d_weights).then_some(known);
+            }
+            let known = first(graph, D_WEIGHTS, known.of("?dp"), &known)?;
+            (behind_casts(graph, known.of("?d_kept")) == d_weights).then_some(known)
+        })
+        .filter(|known| fit(graph, known, graph.dtype(one.out)))
 }
 
 fn is_zero(graph: &Graph, value: Value) -> bool {

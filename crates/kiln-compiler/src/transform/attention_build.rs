@@ -4,7 +4,7 @@ use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use kiln_graph::op::{Dims, Op, ReduceOp, UnaryOp};
-use kiln_graph::{Graph, NodeData, Provenance, Rewriter, Scalar, TypeError, Value};
+use kiln_graph::{DType, Graph, NodeData, Provenance, Rewriter, Scalar, TypeError, Value};
 
 use super::attention::{Gradient, Match, Number};
 use super::pattern::splat;
@@ -119,21 +119,25 @@ impl Build<'_> {
         self.add(Op::Transpose(view.order.clone()), &[base], p)
     }
 
-    fn number(&mut self, number: Number, p: &Provenance) -> Result<Value, TypeError> {
+    /// A number; what must be computed is of type `dtype`.
+    fn number(&mut self, number: Number, dtype: DType, p: &Provenance) -> Result<Value, TypeError> {
         match number {
-            Number::One => self.constant(1.0, p),
+            Number::One => self.constant(1.0, dtype, p),
             Number::Value(value) => self.demand(value),
             Number::Inverse(value) => {
-                let value = self.demand(value)?;
+                let mut value = self.demand(value)?;
+                if self.rewriter.graph.dtype(value) != dtype {
+                    value = self.add(Op::Cast(dtype), &[value], p)?;
+                }
                 self.add(Op::Unary(UnaryOp::Recip), &[value], p)
             }
         }
     }
 
-    fn constant(&mut self, value: f64, p: &Provenance) -> Result<Value, TypeError> {
+    fn constant(&mut self, value: f64, dtype: DType, p: &Provenance) -> Result<Value, TypeError> {
         let op = Op::Constant {
             value: Scalar::Float(value),
-            dtype: kiln_graph::DType::F32,
+            dtype,
         };
         self.add(op, &[], p)
     }
@@ -155,6 +159,11 @@ impl Build<'_> {
         self.add(Op::Reshape([1, 1, 1, 1].into()), &[number], p)
     }
 
+    /// The type that attention number `at` is computed in.
+    fn compute(&self, at: usize) -> DType {
+        self.graph.dtype(self.found[at].out).compute()
+    }
+
     /// Operands that forward and gradient share.
     fn operands(&mut self, at: usize, p: &Provenance) -> Result<SmallVec<[Value; 8]>, TypeError> {
         let one = &self.found[at];
@@ -166,7 +175,7 @@ impl Build<'_> {
             }
             None => (self.view(&one.key, p)?, self.view(&one.value, p)?),
         };
-        let scale = self.number(one.scale, p)?;
+        let scale = self.number(one.scale, self.compute(at), p)?;
         let mut list = SmallVec::from_slice(&[query, key, value, scale]);
         if one.dims.mask {
             list.push(self.mask(one.bindings.of("?mask"), p)?);
@@ -207,12 +216,12 @@ impl Build<'_> {
         let mut operands = self.operands(at, p)?;
         operands.push(stats);
         operands.push(self.view(&gradient.d_out, p)?);
-        operands.push(self.number(gradient.d_scale, p)?);
+        operands.push(self.number(gradient.d_scale, self.compute(at), p)?);
         operands.push(self.demand(gradient.inner)?);
         if one.dims.dropout {
             let factor = match gradient.d_factor {
                 Some(factor) => self.demand(factor)?,
-                None => self.constant(1.0, p)?,
+                None => self.constant(1.0, self.compute(at), p)?,
             };
             operands.push(factor);
         }

@@ -5,6 +5,7 @@
 //! (exp p)            an operation: the names of kiln-graph, with its operands
 //! (add p q)          operands of add and mul match in either order
 //! (cast p)           to any type
+//! (wide p)           p, maybe behind casts between f32 and a type of 16 bits that is computed in f32
 //! (sum p) (max p)    a reduction over the last axis, and nothing else
 //! (row p)            a value for each row, repeated along the last axis
 //! (splat ?x)         one number in every element
@@ -15,7 +16,7 @@
 //! Inside `row`, values have one element for each row; reshapes that only put in or take out a last dimension of one are not seen.
 
 use kiln_graph::op::{BinaryOp, CompareOp, Op, RandomKind, ReduceOp, UnaryOp};
-use kiln_graph::{Graph, Value};
+use kiln_graph::{DType, Graph, Value};
 
 /// A parsed pattern.
 #[derive(Debug, Clone)]
@@ -155,6 +156,20 @@ pub fn splat(graph: &Graph, mut value: Value) -> Option<Value> {
     }
 }
 
+/// The value behind casts between f32 and a type of 16 bits. What reads that instead is rounded less often.
+pub fn behind_casts(graph: &Graph, mut value: Value) -> Value {
+    let half = |dtype: DType| dtype.compute() != dtype;
+    loop {
+        let data = graph.def(value);
+        let Op::Cast(to) = data.op else { return value };
+        let from = graph.dtype(data.inputs[0]);
+        if !(half(from) && to == DType::F32 || half(to) && from == DType::F32) {
+            return value;
+        }
+        value = data.inputs[0];
+    }
+}
+
 /// Whether `op` is the one that a pattern calls `name`, and whether its operands may change places.
 fn is_op(name: &str, op: &Op) -> Option<bool> {
     let commutes = matches!(
@@ -181,6 +196,7 @@ fn matches(graph: &Graph, pattern: &Pattern, value: Value, in_row: bool, binding
         Pattern::Named(name, pattern) => {
             matches(graph, pattern, value, in_row, bindings) && bindings.bind(name, value)
         }
+        Pattern::Apply("wide", p) => matches(graph, &p[0], behind_casts(graph, value), in_row, bindings),
         Pattern::Apply("row", p) if in_row => matches(graph, &p[0], value, true, bindings),
         Pattern::Apply("row", p) => {
             repeated_row(graph, value).is_some_and(|row| matches(graph, &p[0], row, true, bindings))

@@ -226,7 +226,14 @@ impl Rule<'_> {
                 format!("{ty} is not [batch, heads, length, width]")
             })?;
         }
-        self.scalar(scale, q.dtype)?;
+        // Numbers and masks are of the operands' type or of that in which it is computed.
+        let fitting = |ty: &TensorType| ty.dtype == q.dtype || ty.dtype == q.dtype.compute();
+        let number = |ty: &TensorType| {
+            self.require(fitting(ty) && ty.shape.rank() == 0, || {
+                format!("takes a scalar of type {}[], got {ty}", q.dtype)
+            })
+        };
+        number(scale)?;
         let fits = k.shape[1] > 0
             && q.shape[1] % k.shape[1] == 0
             && q.shape[0] == k.shape[0]
@@ -246,18 +253,22 @@ impl Rule<'_> {
             })
         };
         if let Some(at) = at.mask {
-            self.same_dtype(q, self.inputs[at])?;
-            broadcasts(self.inputs[at])?;
+            let mask = self.inputs[at];
+            self.require(fitting(mask), || {
+                format!("operands {q} and {mask} differ in element type")
+            })?;
+            broadcasts(mask)?;
         }
         if let Some(at) = at.hidden {
             let hidden = self.inputs[at];
             self.require(hidden.dtype == DType::Bool, || format!("{hidden} is not bool"))?;
             broadcasts(hidden)?;
-            self.scalar(self.inputs[at + 1], q.dtype)?;
+            number(self.inputs[at + 1])?;
         }
         if let Some(at) = at.dropout {
-            for (offset, dtype) in [(0, DType::U64), (1, DType::U64), (2, q.dtype), (3, q.dtype)] {
-                self.scalar(self.inputs[at + offset], dtype)?;
+            for offset in 0..2 {
+                self.scalar(self.inputs[at + offset], DType::U64)?;
+                number(self.inputs[at + 2 + offset])?;
             }
         }
         let out = TensorType {
@@ -265,7 +276,7 @@ impl Rule<'_> {
             shape: q.shape.with(3, v.shape[3]),
         };
         let stats = TensorType {
-            dtype: DType::F32,
+            dtype: q.dtype.compute(),
             shape: q.shape.with(3, 2),
         };
         if !gradient {
@@ -275,7 +286,7 @@ impl Rule<'_> {
             self.require(*given == expected, || format!("expected {expected}, got {given}"))?;
         }
         for factor in &self.inputs[at.forward + 2..] {
-            self.scalar(factor, q.dtype)?;
+            number(factor)?;
         }
         Ok(smallvec![q.clone(), k.clone(), v.clone()])
     }

@@ -21,7 +21,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::array::{Array, Data};
 use crate::op::{AttentionDims, RandomKind};
-use crate::{DType, Shape, TensorType, philox};
+use crate::{Shape, TensorType, philox};
 
 /// The operands that forward and gradient share.
 struct Operands<'a> {
@@ -58,7 +58,14 @@ impl<'a> Operands<'a> {
             let [seed, stream] = [0, 1].map(|offset| x[at + offset].ints()[0] as u64);
             let keep = x[at + 2].floats()[0];
             let shape = Shape::from([batch, heads, length, key_length]);
-            let draws = philox::fill(RandomKind::Uniform, q.ty.dtype, &shape, seed, stream, (0, 0));
+            let draws = philox::fill(
+                RandomKind::Uniform,
+                q.ty.dtype.compute(),
+                &shape,
+                seed,
+                stream,
+                (0, 0),
+            );
             draws.to_f64s().into_iter().map(|draw| draw < keep).collect()
         });
         Self {
@@ -184,7 +191,7 @@ pub(super) fn attention(x: &[Rc<Array>], dims: AttentionDims) -> SmallVec<[Array
         shape: shape.with(3, operands.value_width),
     };
     let stats_ty = TensorType {
-        dtype: DType::F32,
+        dtype: x[0].ty.dtype.compute(),
         shape: shape.with(3, 2),
     };
     smallvec![

@@ -344,32 +344,30 @@ impl Builder<'_> {
             operands.push(self.within(x, 2.0));
         }
         let [q, k, v] = [operands[0], operands[1], operands[2]];
-        operands.push(self.constant(0.5, dtype));
+        let compute = dtype.compute();
+        // Numbers and the mask may be of either type.
+        let number = if self.chance(2) { dtype } else { compute };
+        operands.push(self.constant(0.5, number));
         if dims.mask {
             let full = [batch, heads, length, key_length];
             let shape = full.map(|extent| if self.chance(2) { 1 } else { extent });
-            operands.push(self.parameter(of(shape)));
+            operands.push(self.parameter(TensorType::new(number, shape)));
         }
         if dims.hidden {
             let full = [batch, heads, length, key_length];
             let shape = full.map(|extent| if self.chance(2) { 1 } else { extent });
             operands.push(self.parameter(TensorType::new(DType::Bool, shape)));
-            operands.push(self.constant(-2.0, dtype));
+            operands.push(self.constant(-2.0, number));
         }
         if dims.dropout {
             operands.push(self.word());
             operands.push(self.word());
-            operands.push(self.constant(0.75, dtype));
-            operands.push(self.constant(1.25, dtype));
+            operands.push(self.constant(0.75, number));
+            operands.push(self.constant(1.25, number));
         }
         // Scores are at most width * 2 * 2 / 2 + 2; each of their errors moves a probability by at most as much.
         let d = width as f64;
         let score_bound = 0.5 * d * q.bound * k.bound + 2.0;
-        let compute = if dtype == DType::F64 {
-            DType::F64
-        } else {
-            DType::F32
-        };
         let score_error =
             0.5 * d * (q.error * k.bound + k.error * q.bound) + 2.0 * d * rounding(compute, score_bound);
         let n = key_length as f64;
@@ -378,7 +376,7 @@ impl Builder<'_> {
             + 2.0 * v.error
             + rounding(dtype, out_bound);
         let stats_bound = score_bound.max(n);
-        let stats_error = (2.0 * n + 1.0) * score_error + n * rounding(DType::F32, stats_bound);
+        let stats_error = (2.0 * n + 1.0) * score_error + n * rounding(compute, stats_bound);
         let stats = (stats_bound, stats_error);
         let results = self.node(Op::Attention(dims), &operands, &[(out_bound, out_error), stats]);
         if self.chance(2) {
@@ -386,7 +384,7 @@ impl Builder<'_> {
         }
         let d_out = self.of_type(&of([batch, heads, length, value_width]));
         let d_out = self.within(d_out, 2.0);
-        let inner = self.constant(-1.0, dtype);
+        let inner = self.constant(-1.0, number);
         operands.extend([results[1], d_out, operands[3], inner]);
         if let Some(at) = dims.operands().dropout {
             operands.push(operands[at + 3]);

@@ -7,7 +7,7 @@ use kiln_cpu::Isa;
 use super::forward::{MaskRows, Memory, Seen, scores};
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
-use super::rows;
+use super::rows::{self, Words};
 use super::{AttentionSpec, View};
 use crate::kernels::tile::Access;
 use crate::kernels::{Kernel, fields, finish_kernel, indent, run_part, unpack};
@@ -30,45 +30,46 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
     let e = &spec.extents;
     let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
     let mut helpers = BTreeSet::new();
+    let (real, vf) = plan.element.ctypes();
     let mut memory = Memory::new();
-    memory.part("float", "turned_keys", plan.turned(e.keys, e.width));
-    memory.part("float", "turned_values", plan.turned(e.keys, e.value_width));
-    memory.part("float", "keys", e.keys * plan.width);
-    memory.part("float", "queries", plan.block * plan.width);
-    memory.part("float", "outs", plan.block * plan.value_width);
-    memory.part("float", "strip", plan.block * ld);
-    memory.part("float", "d_strip", plan.block * ld);
-    memory.part("float", "d_queries", plan.block * plan.width);
-    memory.part("float", "d_keys", plan.key_rows * plan.width);
-    memory.part("float", "d_values", plan.key_rows * plan.value_width);
+    memory.part(real, "turned_keys", plan.turned(e.keys, e.width));
+    memory.part(real, "turned_values", plan.turned(e.keys, e.value_width));
+    memory.part(real, "keys", e.keys * plan.width);
+    memory.part(real, "queries", plan.block * plan.width);
+    memory.part(real, "outs", plan.block * plan.value_width);
+    memory.part(real, "strip", plan.block * ld);
+    memory.part(real, "d_strip", plan.block * ld);
+    memory.part(real, "d_queries", plan.block * plan.width);
+    memory.part(real, "d_keys", plan.key_rows * plan.width);
+    memory.part(real, "d_values", plan.key_rows * plan.value_width);
     let mask_rows = MaskRows::new(spec, &plan, &mut memory);
     let seen = Seen::new(spec, &plan, &mut memory);
     if spec.dropout {
-        memory.part("float", "kept", ld + 3 * lanes);
+        memory.part(real, "kept", ld + 3 * lanes);
     }
     let (declare, each) = memory.finish();
 
-    let key_from = spec.key.head("batch", "group");
-    let value_from = spec.value.head("batch", "group");
     let all_keys = e.keys.to_string();
     let (key_size, value_size) = ((e.width, plan.width), (e.value_width, plan.value_width));
-    let of_keys = |view, size| window(view, "group", ("0", &all_keys), size);
-    let of_queries = |view, size| window(view, "head", ("row0", "rows"), size);
+    let rows = |view, head, (first, rows), (width, pitch)| Rows {
+        view,
+        storage: spec.storage,
+        head,
+        first,
+        rows,
+        width,
+        pitch,
+    };
+    let of_keys = |view, size| rows(view, "group", ("0", all_keys.as_str()), size);
+    let of_queries = |view, size| rows(view, "head", ("row0", "rows"), size);
     let wide = PANEL * lanes;
-    let pack = turn_rows(&spec.key, &key_from, e.keys, e.width, "turned_keys", wide, lanes)
-        + &turn_rows(
-            &spec.value,
-            &value_from,
-            e.keys,
-            e.value_width,
-            "turned_values",
-            wide,
-            lanes,
-        )
-        + &copy_rows(&of_keys(&spec.key, key_size), "keys", &all_keys, "", lanes)
+    let (keys, values) = (of_keys(&spec.key, key_size), of_keys(&spec.value, value_size));
+    let pack = turn_rows(&keys, e.keys, "turned_keys", wide, lanes)
+        + &turn_rows(&values, e.keys, "turned_values", wide, lanes)
+        + &copy_rows(&keys, "keys", &all_keys, "", lanes)
         + &format!(
-            "for (int64_t c = 0; c < {}; c += {lanes}) vf_store(d_keys + c, (vf){{0}});\nfor (int64_t c = 0; c < {}; c += {lanes}) vf_store(d_values + c, \
-             (vf){{0}});\n",
+            "for (int64_t c = 0; c < {}; c += {lanes}) {vf}_store(d_keys + c, ({vf}){{0}});\nfor (int64_t c = 0; c < {}; c += {lanes}) {vf}_store(d_values + c, \
+             ({vf}){{0}});\n",
             plan.key_rows * plan.width,
             plan.key_rows * plan.value_width
         );
@@ -170,7 +171,7 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
 
     let source = format!(
         "/* {}\n * Gradient of attention: {}; blocks of {block} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void \
-         {name}_heads(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{declare}    int64_t looked = -1;\n    (void)looked;\n    for (int64_t unit = \
+         {name}_heads(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t looked = -1;\n    (void)looked;\n    for (int64_t unit = \
          begin; unit < end; unit++) {{\n        const int64_t batch = unit / {groups}, group = unit % {groups};\n{}        for (int64_t part = 0; part < \
          {share} * {blocks}; part++) {{\n            const int64_t head = group * {share} + part / {blocks}, row0 = part % {blocks} * {block};\n            \
          const int64_t rows = {queries} - row0 < {block} ? {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n            if (row0 == 0) \
@@ -179,6 +180,7 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
         spec.shape_text(),
         fields(&spec.params),
         unpack(&spec.params),
+        spec.read_numbers(),
         indent(&pack, 8),
         indent(&mask_rows.by_head, 16),
         indent(&seen.by_head, 12),
@@ -202,22 +204,6 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
     kernel
 }
 
-fn window<'a>(
-    view: &'a View,
-    head: &'a str,
-    (first, rows): (&'a str, &'a str),
-    (width, pitch): (usize, usize),
-) -> Rows<'a> {
-    Rows {
-        view,
-        head,
-        first,
-        rows,
-        width,
-        pitch,
-    }
-}
-
 /// Turns the strips into probabilities and gradients of scores, row by row.
 fn each_row(
     spec: &AttentionSpec,
@@ -228,18 +214,19 @@ fn each_row(
 ) -> String {
     let e = &spec.extents;
     let (lanes, ld, masks) = (plan.lanes, plan.ld, mask_rows.masks);
-    let probabilities = rows::probabilities(masks, lanes, helpers);
-    let score_gradients = rows::score_gradients(masks.hide, lanes, helpers);
+    let ((real, vf), words) = (plan.element.ctypes(), Words::of(plan));
+    let probabilities = rows::probabilities(masks, words, helpers);
+    let score_gradients = rows::score_gradients(masks.hide, words, helpers);
     let (before, after) = if spec.dropout {
-        let draws = rows::draws(lanes, helpers);
+        let draws = rows::draws(words, helpers);
         let times = |to: &str, factor: &str| {
             format!(
-                "for (int64_t j = 0; j < n; j += {lanes}) vf_store({to} + j, vf_load({to} + j) * vf_load(kept + draw % 4 + j) * *{factor});\n"
+                "for (int64_t j = 0; j < n; j += {lanes}) {vf}_store({to} + j, {vf}_load({to} + j) * {vf}_load(kept + draw % 4 + j) * {factor});\n"
             )
         };
         (
             format!(
-                "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, *keep);\n{}",
+                "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, keep);\n{}",
                 e.heads,
                 e.queries,
                 e.keys,
@@ -251,8 +238,8 @@ fn each_row(
         (String::new(), String::new())
     };
     format!(
-        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    float *x = strip + r * {ld}, *d = d_strip + r * {ld};\n{}{}    const float sum = {probabilities}(x, d, n, *scale, \
-         {}{} + ((batch * {} + head) * {} + row) * 2);\n    {score_gradients}(x, d, n, end, {}*inner * sum, *d_scale);\n{}}}\n",
+        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld}, *d = d_strip + r * {ld};\n{}{}    const {real} sum = {probabilities}(x, d, n, scale, \
+         {}{} + ((batch * {} + head) * {} + row) * 2);\n    {score_gradients}(x, d, n, end, {}inner * sum, d_scale);\n{}}}\n",
         seen.row,
         indent(&mask_rows.by_row, 4),
         indent(&before, 4),

@@ -6,39 +6,45 @@ use kiln_cpu::Isa;
 
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
-use super::rows::{self, Masks};
+use super::rows::{self, Masks, Words};
 use super::{AttentionSpec, View};
 use crate::kernels::tile::Access;
-use crate::kernels::{Helper, Kernel, fields, finish_kernel, indent, run_part, unpack};
+use crate::kernels::{Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
 
-/// Parts of a thread's memory, in floats, each at a multiple of a vector.
+/// Parts of a thread's memory, each at a multiple of a vector.
 pub(super) struct Memory {
     declarations: String,
-    floats: usize,
+    bytes: usize,
 }
 
 impl Memory {
     pub fn new() -> Self {
         Self {
             declarations: String::new(),
-            floats: 0,
+            bytes: 0,
         }
     }
 
-    /// `ctype *name` for `floats` elements of four bytes.
-    pub fn part(&mut self, ctype: &str, name: &str, floats: usize) {
+    /// `ctype *name` for `count` elements, and a vector more.
+    pub fn part(&mut self, ctype: &str, name: &str, count: usize) {
+        let size = match ctype {
+            "double" | "int64_t" => 8,
+            _ => 4,
+        };
         self.declarations.push_str(&format!(
             "    {ctype} *{name} = ({ctype} *)(own + {});\n",
-            self.floats * 4
+            self.bytes
         ));
-        self.floats += floats.div_ceil(16) * 16 + 16;
+        self.bytes += round_up(count * size, 64) + 64;
     }
 
     /// The declarations, and the bytes of one thread.
     pub fn finish(self) -> (String, usize) {
-        let bytes = self.floats * 4;
-        let own = format!("    char *own = args->workspace + thread * INT64_C({bytes});\n");
-        (own + &self.declarations, bytes)
+        let own = format!(
+            "    char *own = args->workspace + thread * INT64_C({});\n",
+            self.bytes
+        );
+        (own + &self.declarations, self.bytes)
     }
 }
 
@@ -66,27 +72,32 @@ impl MaskRows {
                 view.head("batch", "head"),
                 if per_row { "row" } else { "0" },
                 view.strides[2],
-                statement.replace('@', &format!("from[j * {}]", view.strides[3])),
+                statement.replace('@', &format!("from + j * {}", view.strides[3])),
                 lanes = plan.lanes,
             );
             if per_row { &mut by_row } else { &mut by_head }.push_str(&text);
         };
-        if let Some(mask) = &spec.mask {
-            memory.part("float", "bias", plan.ld);
+        let element = plan.element;
+        let (vf, vi) = (element.vector(), element.integers());
+        if let Some((mask, storage)) = &spec.mask {
+            memory.part(element.ctype(), "bias", plan.ld);
             add(
                 mask,
-                "float",
-                "vf_store(bias + j, vf_load(from + j))",
-                "bias[j] = @",
+                storage.ctype(),
+                &format!(
+                    "{vf}_store(bias + j, {})",
+                    storage.load(Width::Vector, "from + j")
+                ),
+                &format!("bias[j] = {}", storage.load(Width::Scalar, "@")),
             );
         }
         if let Some(hidden) = &spec.hidden {
-            memory.part("int32_t", "hide", plan.ld);
+            memory.part(element.integer(), "hide", plan.ld);
             add(
                 hidden,
                 "uint8_t",
-                "vi_store(hide + j, vi_mask_u8(from + j))",
-                "hide[j] = @ ? -1 : 0",
+                &format!("{vi}_store(hide + j, {vi}_mask_u8(from + j))"),
+                "hide[j] = *(@) ? -1 : 0",
             );
         }
         let masks = Masks {
@@ -192,57 +203,54 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
     let e = &spec.extents;
     let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
     let mut helpers = BTreeSet::new();
+    let (real, vf) = plan.element.ctypes();
+    let words = Words::of(&plan);
     let mut memory = Memory::new();
-    memory.part("float", "turned", plan.turned(e.keys, e.width));
-    memory.part("float", "values", e.keys * plan.value_width);
-    memory.part("float", "queries", plan.block * plan.width);
-    memory.part("float", "strip", plan.block * ld);
-    memory.part("float", "sums", plan.block * plan.value_width);
+    memory.part(real, "turned", plan.turned(e.keys, e.width));
+    memory.part(real, "values", e.keys * plan.value_width);
+    memory.part(real, "queries", plan.block * plan.width);
+    memory.part(real, "strip", plan.block * ld);
+    memory.part(real, "sums", plan.block * plan.value_width);
     let mask_rows = MaskRows::new(spec, &plan, &mut memory);
     let seen = Seen::new(spec, &plan, &mut memory);
     if spec.dropout {
-        memory.part("float", "kept", ld + 3 * lanes);
+        memory.part(real, "kept", ld + 3 * lanes);
     }
     let (declare, each) = memory.finish();
 
     let all_keys = e.keys.to_string();
-    let keys = turn_rows(
-        &spec.key,
-        &spec.key.head("batch", "group"),
-        e.keys,
-        e.width,
-        "turned",
-        PANEL * lanes,
-        lanes,
-    ) + &copy_rows(
-        &Rows {
-            view: &spec.value,
-            head: "group",
-            first: "0",
-            rows: &all_keys,
-            width: e.value_width,
-            pitch: plan.value_width,
-        },
-        "values",
-        &all_keys,
-        "",
-        lanes,
-    );
+    let key_rows = Rows {
+        view: &spec.key,
+        storage: spec.storage,
+        head: "group",
+        first: "0",
+        rows: &all_keys,
+        width: e.width,
+        pitch: plan.width,
+    };
+    let keys = turn_rows(&key_rows, e.keys, "turned", PANEL * lanes, lanes)
+        + &copy_rows(
+            &Rows {
+                view: &spec.value,
+                width: e.value_width,
+                pitch: plan.value_width,
+                ..key_rows
+            },
+            "values",
+            &all_keys,
+            "",
+            lanes,
+        );
     let block_rows = Rows {
         view: &spec.query,
+        storage: spec.storage,
         head: "head",
         first: "row0",
         rows: "rows",
         width: e.width,
         pitch: plan.width,
     };
-    let load = copy_rows(
-        &block_rows,
-        "queries",
-        &format!("tiles * {tile}"),
-        "*scale",
-        lanes,
-    );
+    let load = copy_rows(&block_rows, "queries", &format!("tiles * {tile}"), "scale", lanes);
     let scores = scores(
         spec,
         &plan,
@@ -253,19 +261,19 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
         "strip",
         &mut helpers,
     );
-    let weights = rows::weights(mask_rows.masks, lanes, &mut helpers);
+    let weights = rows::weights(mask_rows.masks, words, &mut helpers);
     let dropped = if spec.dropout {
-        let draws = rows::draws(lanes, &mut helpers);
+        let draws = rows::draws(words, &mut helpers);
         format!(
-            "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, *keep);\nfor (int64_t j = 0; j < n; j += \
-             {lanes}) vf_store(x + j, vf_load(x + j) * vf_load(kept + draw % 4 + j) * *factor);\n",
+            "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, keep);\nfor (int64_t j = 0; j < n; j += \
+             {lanes}) {vf}_store(x + j, {vf}_load(x + j) * {vf}_load(kept + draw % 4 + j) * factor);\n",
             e.heads, e.queries, e.keys
         )
     } else {
         String::new()
     };
     let each_row = format!(
-        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    float *x = strip + r * {ld};\n{}    {weights}(x, n, end, {}{} + ((batch * {} + head) * {} + row) * 2);\n{}}}\n",
+        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld};\n{}    {weights}(x, n, end, {}{} + ((batch * {} + head) * {} + row) * 2);\n{}}}\n",
         seen.row,
         indent(&mask_rows.by_row, 4),
         mask_rows.masks.arguments(),
@@ -313,7 +321,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
     );
     let source = format!(
         "/* {}\n * Attention: {}; blocks of {} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void {name}_blocks(void \
-         *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{declare}    int64_t packed = -1, masked = -1, looked = -1;\n    (void)looked;\n    \
+         *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t packed = -1, masked = -1, looked = -1;\n    (void)looked;\n    \
          for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t row0 = unit % {blocks} * {block}, plane = unit / {blocks};\n        const \
          int64_t batch = plane / {heads}, head = plane % {heads}, group = head / {share};\n        const int64_t rows = {queries} - row0 < {block} ? \
          {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n        if (packed != batch * {groups} + group) {{\n            packed = batch * \
@@ -323,6 +331,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
         plan.block,
         fields(&spec.params),
         unpack(&spec.params),
+        spec.read_numbers(),
         indent(&keys, 12),
         indent(&mask_rows.by_head, 12),
         indent(&seen.by_head, 8),

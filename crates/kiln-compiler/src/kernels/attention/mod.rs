@@ -7,7 +7,8 @@
 //! in the thread's memory while all rows that see them pass by.
 //!
 //! **Operands** are windows of any strides, so heads are never split or joined in memory. Keys are packed once for a head, transposed, in
-//! panels of two vectors; values and blocks of queries are copied to rows of whole vectors.
+//! panels of two vectors; values and blocks of queries are copied to rows of whole vectors. What is stored in 16 bits becomes f32 there, and
+//! results are rounded once, when they leave: no type but that of the copies needs kernels of its own.
 //!
 //! **Causal order** leaves out tiles of scores that no row of the tile sees, both in the products that make strips and in those that
 //! read them. Where the order is not known but in a mask, the kernel looks in the mask for the last key that each row sees.
@@ -21,7 +22,8 @@ mod pack;
 mod plan;
 mod rows;
 
-use super::Param;
+use super::element::Storage;
+use super::{Param, Width};
 
 pub use backward::{Gradients, gradient};
 pub use forward::forward;
@@ -62,8 +64,7 @@ impl View {
     }
 }
 
-/// Operands of both directions. Parameters that scalars come from: `scale`, `fill`, `keep`, `factor`, `d_scale`, `inner`, `d_factor` (`const float *`),
-/// `seed` and `stream` (`const uint64_t *`), those that occur.
+/// Operands of both directions. Besides those named here there are the parameters `seed` and `stream` (`const uint64_t *`), where dropout is.
 pub struct AttentionSpec {
     /// C identifier of the kernel.
     pub name: String,
@@ -71,6 +72,11 @@ pub struct AttentionSpec {
     pub comment: String,
     /// Extents.
     pub extents: Extents,
+    /// How queries, keys, values, results and their gradients are stored; what they are in registers, everything else is.
+    pub storage: Storage,
+    /// Numbers by name and how they are stored: `scale`, `fill`, `keep`, `factor`, `d_scale`, `inner`, `d_factor`, those that occur. The parameter for
+    /// `scale` is `scale_at`.
+    pub numbers: Vec<(&'static str, Storage)>,
     /// Queries.
     pub query: View,
     /// Keys.
@@ -79,13 +85,13 @@ pub struct AttentionSpec {
     pub value: View,
     /// Whether query `i` sees keys `j <= i + keys - queries` only.
     pub causal: bool,
-    /// f32 added to the scores; strides of 0 broadcast.
-    pub mask: Option<View>,
-    /// `uint8_t`: where not 0 the score is `*fill`.
+    /// Added to the scores, and how it is stored; strides of 0 broadcast.
+    pub mask: Option<(View, Storage)>,
+    /// `uint8_t`: where not 0 the score is `fill`.
     pub hidden: Option<View>,
     /// Whether keys past the last one that a row sees may be left out: `fill` is so low that their weights are zero.
     pub skips: bool,
-    /// Whether weights are multiplied by `*factor` where the uniform draw is below `*keep`, and dropped elsewhere.
+    /// Whether weights are multiplied by `factor` where the uniform draw is below `keep`, and dropped elsewhere.
     pub dropout: bool,
     /// The statistics (largest score, sum of exponentials), contiguous: C expression of the address. Written by the forward kernel.
     pub stats: String,
@@ -99,6 +105,16 @@ impl AttentionSpec {
     /// Whether rows see different numbers of keys.
     fn varies(&self) -> bool {
         self.causal || self.skips
+    }
+
+    /// Statements that read the numbers.
+    fn read_numbers(&self) -> String {
+        let real = self.storage.element().ctype();
+        let read = |(name, storage): &(&str, Storage)| {
+            let number = storage.load(Width::Scalar, &format!("{name}_at"));
+            format!("    const {real} {name} = {number};\n")
+        };
+        self.numbers.iter().map(read).collect()
     }
 
     fn shape_text(&self) -> String {

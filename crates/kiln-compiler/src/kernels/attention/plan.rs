@@ -7,7 +7,7 @@ use kiln_cpu::Isa;
 use super::AttentionSpec;
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, round_up, vector};
+use crate::kernels::{Helper, round_up};
 
 /// Bytes that one strip of scores may take.
 const STRIP_BYTES: usize = 128 << 10;
@@ -21,6 +21,8 @@ const SERIAL_WORK: usize = 256 * 1024;
 /// The decisions for one attention.
 #[derive(Debug, Clone)]
 pub(super) struct Plan {
+    pub element: Element,
+    /// Of a vector of them.
     pub lanes: usize,
     pub isa: Isa,
     /// Rows of a register tile.
@@ -42,17 +44,23 @@ pub(super) struct Plan {
 impl Plan {
     pub fn new(spec: &AttentionSpec, isa: Isa) -> Self {
         let e = &spec.extents;
-        let lanes = vector::lanes(isa);
+        let element = spec.storage.element();
+        let lanes = element.lanes(isa);
         let tile = tile_rows(e.queries, tile::max_rows(isa, PANEL));
         let key_rows = round_up(e.keys, tile);
         let ld = round_up(e.keys.max(key_rows), lanes);
         // Rows whose distance is a multiple of 1 KiB share few lines of L1.
-        let ld = if ld.is_multiple_of(256) { ld + lanes } else { ld };
-        let most = (STRIP_BYTES / (4 * ld)).clamp(tile, MAX_BLOCK.max(tile)) / tile * tile;
+        let ld = if (ld * element.bytes()).is_multiple_of(1024) {
+            ld + lanes
+        } else {
+            ld
+        };
+        let most = (STRIP_BYTES / (element.bytes() * ld)).clamp(tile, MAX_BLOCK.max(tile)) / tile * tile;
         let count = e.queries.div_ceil(most).max(1);
         let block = round_up(e.queries.div_ceil(count).max(1), tile);
         let work = e.batch * e.heads * e.queries * e.keys * (e.width + e.value_width);
         Self {
+            element,
             lanes,
             isa,
             tile,
@@ -66,7 +74,7 @@ impl Plan {
         }
     }
 
-    /// Floats of the transposed panels of all keys, `width` deep.
+    /// Numbers in the transposed panels of all keys, `width` deep.
     pub fn turned(&self, keys: usize, width: usize) -> usize {
         round_up(keys, self.lanes) * width
     }
@@ -117,7 +125,7 @@ pub(super) fn product(plan: &Plan, product: &Product<'_>, helpers: &mut BTreeSet
             vectors,
             a: product.a_access,
             b: product.b_access,
-            element: Element::F32,
+            element: plan.element,
             nested: false,
         };
         helpers.insert(tile.helper(plan.isa));

@@ -5,7 +5,38 @@
 
 use std::collections::BTreeSet;
 
+use super::plan::Plan;
 use crate::kernels::Helper;
+use crate::kernels::element::Element;
+
+/// What numbers and vectors are called, in C.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Words {
+    real: &'static str,
+    vf: &'static str,
+    vi: &'static str,
+    int: &'static str,
+    /// Of names of functions.
+    suffix: &'static str,
+    lanes: usize,
+}
+
+impl Words {
+    pub fn of(plan: &Plan) -> Self {
+        let element = plan.element;
+        Self {
+            real: element.ctype(),
+            vf: element.vector(),
+            vi: element.integers(),
+            int: element.integer(),
+            suffix: match element {
+                Element::F32 => "",
+                Element::F64 => "_f64",
+            },
+            lanes: plan.lanes,
+        }
+    }
+}
 
 /// What is done to the scores of a row before the exponential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,38 +57,31 @@ impl Masks {
         }
     }
 
-    fn params(self) -> String {
-        format!(
-            "{}{}",
-            if self.bias { "const float *bias, " } else { "" },
-            if self.hide {
-                "const int32_t *hide, float fill, "
-            } else {
-                ""
-            }
-        )
+    fn params(self, words: Words) -> String {
+        let Words { real, int, .. } = words;
+        let bias = format!("const {real} *bias, ");
+        let hide = format!("const {int} *hide, {real} fill, ");
+        self.among(&bias, &hide)
+    }
+
+    /// The text of the masks that there are.
+    fn among(self, bias: &str, hide: &str) -> String {
+        let bias = if self.bias { bias } else { "" };
+        let hide = if self.hide { hide } else { "" };
+        format!("{bias}{hide}")
     }
 
     /// Arguments of the functions here.
     pub fn arguments(self) -> String {
-        format!(
-            "{}{}",
-            if self.bias { "bias, " } else { "" },
-            if self.hide { "hide, *fill, " } else { "" }
-        )
+        self.among("bias, ", "hide, fill, ")
     }
 
     /// Statements on `v`, the scores at `j`.
-    fn apply(self) -> String {
-        format!(
-            "{}{}",
-            if self.bias { " v += vf_load(bias + j);" } else { "" },
-            if self.hide {
-                " v = vf_select(vi_load(hide + j), vf_set1(fill), v);"
-            } else {
-                ""
-            }
-        )
+    fn apply(self, words: Words) -> String {
+        let Words { vf, vi, .. } = words;
+        let bias = format!(" v += {vf}_load(bias + j);");
+        let hide = format!(" v = {vf}_select({vi}_load(hide + j), {vf}_set1(fill), v);");
+        self.among(&bias, &hide)
     }
 }
 
@@ -70,26 +94,34 @@ fn helper(name: String, head: String, body: &str, comment: &str) -> Helper {
 }
 
 /// `name(x, n, end, .., stats)`: scores become `exp(score - largest)`, zero from `n` to `end`; `stats` gets the largest and the sum.
-pub(super) fn weights(masks: Masks, lanes: usize, helpers: &mut BTreeSet<Helper>) -> String {
-    let name = format!("kiln_attention_weights{}", masks.suffix());
+pub(super) fn weights(masks: Masks, words: Words, helpers: &mut BTreeSet<Helper>) -> String {
+    let Words {
+        real,
+        vf,
+        vi,
+        int,
+        suffix,
+        lanes,
+    } = words;
+    let name = format!("kiln_attention_weights{}{suffix}", masks.suffix());
     let head = format!(
-        "void {name}(float *x, int64_t n, int64_t end, {}float *stats)",
-        masks.params()
+        "void {name}({real} *x, int64_t n, int64_t end, {}{real} *stats)",
+        masks.params(words)
     );
     let store = if masks.bias || masks.hide {
-        " vf_store(x + j, v);"
+        format!(" {vf}_store(x + j, v);")
     } else {
-        ""
+        String::new()
     };
     let body = format!(
-        "    vf largest = vf_set1(-KILN_INF), sum = {{0}};\n    int64_t j = 0;\n    for (; j + {lanes} <= n; j += {lanes}) {{\n        vf v = vf_load(x + \
-         j);{apply}{store}\n        largest = vf_larger(v, largest);\n    }}\n    if (j < n) {{\n        vf v = vf_load(x + j);{apply}\n        v = \
-         vf_select(vi_iota() < (int32_t)(n - j), v, vf_set1(-KILN_INF));\n        vf_store(x + j, v);\n        largest = vf_larger(v, largest);\n    \
-         }}\n    const float most = vf_largest(largest);\n    for (j = 0; j + {lanes} <= n; j += {lanes}) {{\n        vf v = vf_exp_down(vf_load(x + j) - \
-         most);\n        vf_store(x + j, v);\n        sum += v;\n    }}\n    if (j < n) {{\n        vf v = vf_exp_down(vf_load(x + j) - most);\n        v = \
-         vf_select(vi_iota() < (int32_t)(n - j), v, (vf){{0}});\n        vf_store(x + j, v);\n        sum += v;\n        j += {lanes};\n    }}\n    for (; j < \
-         end; j += {lanes}) vf_store(x + j, (vf){{0}});\n    stats[0] = most;\n    stats[1] = vf_sum(sum);\n",
-        apply = masks.apply(),
+        "    {vf} largest = {vf}_set1(-KILN_INF), sum = {{0}};\n    int64_t j = 0;\n    for (; j + {lanes} <= n; j += {lanes}) {{\n        {vf} v = {vf}_load(x + \
+         j);{apply}{store}\n        largest = {vf}_larger(v, largest);\n    }}\n    if (j < n) {{\n        {vf} v = {vf}_load(x + j);{apply}\n        v = \
+         {vf}_select({vi}_iota() < ({int})(n - j), v, {vf}_set1(-KILN_INF));\n        {vf}_store(x + j, v);\n        largest = {vf}_larger(v, largest);\n    \
+         }}\n    const {real} most = {vf}_largest(largest);\n    for (j = 0; j + {lanes} <= n; j += {lanes}) {{\n        {vf} v = {vf}_exp_down({vf}_load(x + j) - \
+         most);\n        {vf}_store(x + j, v);\n        sum += v;\n    }}\n    if (j < n) {{\n        {vf} v = {vf}_exp_down({vf}_load(x + j) - most);\n        v = \
+         {vf}_select({vi}_iota() < ({int})(n - j), v, ({vf}){{0}});\n        {vf}_store(x + j, v);\n        sum += v;\n        j += {lanes};\n    }}\n    for (; j < \
+         end; j += {lanes}) {vf}_store(x + j, ({vf}){{0}});\n    stats[0] = most;\n    stats[1] = {vf}_sum(sum);\n",
+        apply = masks.apply(words),
     );
     helpers.insert(helper(
         name.clone(),
@@ -101,19 +133,27 @@ pub(super) fn weights(masks: Masks, lanes: usize, helpers: &mut BTreeSet<Helper>
 }
 
 /// `name(x, d, n, scale, .., stats)`: products of query and keys become probabilities; gives the inner product with their gradients `d`.
-pub(super) fn probabilities(masks: Masks, lanes: usize, helpers: &mut BTreeSet<Helper>) -> String {
-    let name = format!("kiln_attention_probabilities{}", masks.suffix());
+pub(super) fn probabilities(masks: Masks, words: Words, helpers: &mut BTreeSet<Helper>) -> String {
+    let Words {
+        real,
+        vf,
+        vi,
+        int,
+        suffix,
+        lanes,
+    } = words;
+    let name = format!("kiln_attention_probabilities{}{suffix}", masks.suffix());
     let head = format!(
-        "float {name}(float *x, const float *d, int64_t n, float scale, {}const float *stats)",
-        masks.params()
+        "{real} {name}({real} *x, const {real} *d, int64_t n, {real} scale, {}const {real} *stats)",
+        masks.params(words)
     );
-    let apply = masks.apply();
+    let apply = masks.apply(words);
     let body = format!(
-        "    const float most = stats[0], share = 1.0f / stats[1];\n    vf sum = {{0}};\n    int64_t j = 0;\n    for (; j + {lanes} <= n; j += {lanes}) {{\n        \
-         vf v = vf_load(x + j) * scale;{apply}\n        v = vf_exp_down(v - most) * share;\n        vf_store(x + j, v);\n        sum = vf_fma(v, vf_load(d + \
-         j), sum);\n    }}\n    if (j < n) {{\n        const vi inside = vi_iota() < (int32_t)(n - j);\n        vf v = vf_load(x + j) * scale;{apply}\n        v \
-         = vf_select(inside, vf_exp_down(v - most) * share, (vf){{0}});\n        vf_store(x + j, v);\n        sum += vf_select(inside, v * vf_load(d + j), \
-         (vf){{0}});\n    }}\n    return vf_sum(sum);\n"
+        "    const {real} most = stats[0], share = 1.0f / stats[1];\n    {vf} sum = {{0}};\n    int64_t j = 0;\n    for (; j + {lanes} <= n; j += {lanes}) {{\n        \
+         {vf} v = {vf}_load(x + j) * scale;{apply}\n        v = {vf}_exp_down(v - most) * share;\n        {vf}_store(x + j, v);\n        sum = {vf}_fma(v, {vf}_load(d + \
+         j), sum);\n    }}\n    if (j < n) {{\n        const {vi} inside = {vi}_iota() < ({int})(n - j);\n        {vf} v = {vf}_load(x + j) * scale;{apply}\n        v \
+         = {vf}_select(inside, {vf}_exp_down(v - most) * share, ({vf}){{0}});\n        {vf}_store(x + j, v);\n        sum += {vf}_select(inside, v * {vf}_load(d + j), \
+         ({vf}){{0}});\n    }}\n    return {vf}_sum(sum);\n"
     );
     helpers.insert(helper(
         name.clone(),
@@ -125,25 +165,33 @@ pub(super) fn probabilities(masks: Masks, lanes: usize, helpers: &mut BTreeSet<H
 }
 
 /// `name(p, d, n, end, [hide,] inner, scale)`: `d` becomes the gradient of the scores; both are zero from `n` to `end`.
-pub(super) fn score_gradients(hide: bool, lanes: usize, helpers: &mut BTreeSet<Helper>) -> String {
+pub(super) fn score_gradients(hide: bool, words: Words, helpers: &mut BTreeSet<Helper>) -> String {
+    let Words {
+        real,
+        vf,
+        vi,
+        int,
+        suffix,
+        lanes,
+    } = words;
     let name = format!(
-        "kiln_attention_score_gradients{}",
+        "kiln_attention_score_gradients{}{suffix}",
         if hide { "_hidden" } else { "" }
     );
+    let masks = Masks { bias: false, hide };
     let head = format!(
-        "void {name}(float *p, float *d, int64_t n, int64_t end, {}float inner, float scale)",
-        if hide { "const int32_t *hide, " } else { "" }
+        "void {name}({real} *p, {real} *d, int64_t n, int64_t end, {}{real} inner, {real} scale)",
+        masks.among("", &format!("const {int} *hide, "))
     );
-    let apply = if hide {
-        " v = vf_select(vi_load(hide + j), (vf){0}, v);"
-    } else {
-        ""
-    };
+    let apply = masks.among(
+        "",
+        &format!(" v = {vf}_select({vi}_load(hide + j), ({vf}){{0}}, v);"),
+    );
     let body = format!(
-        "    int64_t j = 0;\n    for (; j + {lanes} <= n; j += {lanes}) {{\n        vf v = vf_load(p + j) * (vf_load(d + j) + inner) * scale;{apply}\n        \
-         vf_store(d + j, v);\n    }}\n    if (j < n) {{\n        vf v = vf_load(p + j) * (vf_load(d + j) + inner) * scale;{apply}\n        vf_store(d + j, \
-         vf_select(vi_iota() < (int32_t)(n - j), v, (vf){{0}}));\n        j += {lanes};\n    }}\n    for (; j < end; j += {lanes}) {{\n        vf_store(p + j, \
-         (vf){{0}});\n        vf_store(d + j, (vf){{0}});\n    }}\n"
+        "    int64_t j = 0;\n    for (; j + {lanes} <= n; j += {lanes}) {{\n        {vf} v = {vf}_load(p + j) * ({vf}_load(d + j) + inner) * scale;{apply}\n        \
+         {vf}_store(d + j, v);\n    }}\n    if (j < n) {{\n        {vf} v = {vf}_load(p + j) * ({vf}_load(d + j) + inner) * scale;{apply}\n        {vf}_store(d + j, \
+         {vf}_select({vi}_iota() < ({int})(n - j), v, ({vf}){{0}}));\n        j += {lanes};\n    }}\n    for (; j < end; j += {lanes}) {{\n        {vf}_store(p + j, \
+         ({vf}){{0}});\n        {vf}_store(d + j, ({vf}){{0}});\n    }}\n"
     );
     helpers.insert(helper(
         name.clone(),
@@ -156,15 +204,22 @@ pub(super) fn score_gradients(hide: bool, lanes: usize, helpers: &mut BTreeSet<H
 
 /// `name(to, n, seed, stream, first, keep)`: 1 where the uniform draw number `first + j` is below `keep`, 0 elsewhere, at `to + first % 4 + j`
 /// for `j` up to `n` in whole vectors.
-pub(super) fn draws(lanes: usize, helpers: &mut BTreeSet<Helper>) -> String {
-    let name = "kiln_attention_draws".to_owned();
+pub(super) fn draws(words: Words, helpers: &mut BTreeSet<Helper>) -> String {
+    let Words {
+        real,
+        vf,
+        suffix,
+        lanes,
+        ..
+    } = words;
+    let name = format!("kiln_attention_draws{suffix}");
     let head = format!(
-        "void {name}(float *to, int64_t n, uint64_t seed, uint64_t stream, int64_t first, float keep)"
+        "void {name}({real} *to, int64_t n, uint64_t seed, uint64_t stream, int64_t first, {real} keep)"
     );
     let body = format!(
         "    const int64_t count = (n + {lanes} - 1) / {lanes} * {lanes} + first % 4;\n    first -= first % 4;\n    for (int64_t j = 0; j < count; j += {lanes}) \
-         {{\n        vf u = vf_uniform_aligned(seed, stream, first + \
-         j);\n        vf_store(to + j, vf_select(u < keep, vf_set1(1.0f), (vf){{0}}));\n    }}\n"
+         {{\n        {vf} u = {vf}_uniform_aligned(seed, stream, first + \
+         j);\n        {vf}_store(to + j, {vf}_select(u < keep, {vf}_set1(1.0f), ({vf}){{0}}));\n    }}\n"
     );
     helpers.insert(helper(
         name.clone(),

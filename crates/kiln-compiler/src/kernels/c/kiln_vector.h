@@ -58,14 +58,17 @@ KILN_INLINE vl vl_set1(int64_t x) { return (vl)KILN_EACH_HALF(KILN_SAME); }
 #define KILN_INDEX(l) (l)
 /* 0, 1, 2, ... */
 KILN_INLINE vi vi_iota(void) { return (vi)KILN_EACH(KILN_INDEX); }
+KILN_INLINE vl vl_iota(void) { return (vl)KILN_EACH_HALF(KILN_INDEX); }
 #undef KILN_INDEX
 
 /* Loads and stores need no alignment. */
 KILN_INLINE vf vf_load(const float *p) { vf v; __builtin_memcpy(&v, p, sizeof v); return v; }
 KILN_INLINE vi vi_load(const int32_t *p) { vi v; __builtin_memcpy(&v, p, sizeof v); return v; }
+KILN_INLINE vl vl_load(const int64_t *p) { vl v; __builtin_memcpy(&v, p, sizeof v); return v; }
 KILN_INLINE vd vd_load(const double *p) { vd v; __builtin_memcpy(&v, p, sizeof v); return v; }
 KILN_INLINE void vf_store(float *p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 KILN_INLINE void vi_store(int32_t *p, vi v) { __builtin_memcpy(p, &v, sizeof v); }
+KILN_INLINE void vl_store(int64_t *p, vl v) { __builtin_memcpy(p, &v, sizeof v); }
 KILN_INLINE void vd_store(double *p, vd v) { __builtin_memcpy(p, &v, sizeof v); }
 
 /* The first n lanes (0 <= n <= KILN_LANES); the others load as 0 and are not stored. */
@@ -116,6 +119,11 @@ KILN_INLINE vi vi_mask_u8(const uint8_t *p) {
     vb v;
     __builtin_memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v != 0, vi);
+}
+KILN_INLINE vl vl_mask_u8(const uint8_t *p) {
+    vl v;
+    KILN_UNROLL for (int l = 0; l < KILN_LANES / 2; l++) v[l] = p[l];
+    return v != 0;
 }
 
 /* p[0], p[stride], p[2 * stride], ... */
@@ -208,6 +216,7 @@ KILN_INLINE vf vf_larger(vf a, vf b) {
     return vf_select(a > b, a, b);
 #endif
 }
+KILN_INLINE vd vd_larger(vd a, vd b) { return vd_select(a > b, a, b); }
 KILN_INLINE vd vd_max(vd a, vd b) { return vd_select((a > b) | (a != a), a, b); }
 KILN_INLINE vd vd_min(vd a, vd b) { return vd_select((a < b) | (a != a), a, b); }
 KILN_INLINE float sf_max(float a, float b) { return (a > b) | (a != a) ? a : b; }
@@ -268,6 +277,11 @@ KILN_INLINE float vf_largest(vf v) {
     for (int half = KILN_LANES / 2; half > 0; half /= 2)
         KILN_UNROLL for (int l = 0; l < half; l++) best[l] = best[l] > best[l + half] ? best[l] : best[l + half];
     return best[0];
+}
+KILN_INLINE double vd_largest(vd v) {
+    double best = v[0];
+    KILN_UNROLL for (int l = 1; l < KILN_LANES / 2; l++) best = best > v[l] ? best : v[l];
+    return best;
 }
 /* Whether any lane of a mask is set. */
 KILN_INLINE int vi_any(vi mask) {
@@ -383,6 +397,10 @@ KILN_INLINE vu vu_philox(uint64_t seed, uint64_t stream, uint64_t block) {
 KILN_INLINE vf vf_uniform_aligned(uint64_t seed, uint64_t stream, int64_t first) {
     return __builtin_convertvector((vi)(vu_philox(seed, stream, (uint64_t)first / 4) >> 8), vf) * 0x1p-24f;
 }
+/* The same of doubles, which take two words each. */
+KILN_INLINE vd vd_uniform_aligned(uint64_t seed, uint64_t stream, int64_t first) {
+    return __builtin_convertvector((vl)((vul)vu_philox(seed, stream, (uint64_t)first / 2) >> 11), vd) * 0x1p-53;
+}
 
 /* Conversions. Float to integer truncates; out of range is the caller's business. */
 KILN_INLINE vf vf_from_vi(vi x) { return __builtin_convertvector(x, vf); }
@@ -481,8 +499,14 @@ KILN_INLINE void vf_store_f16(uint16_t *p, vf v) {
 }
 #endif
 
-/* 16-bit numbers p[0], p[stride], ...: gathered as they are, then converted together. */
+/* 16-bit numbers p[0], p[stride], ..., or the first n and zeros: gathered as they are, then converted together. */
 #define KILN_SPACED(format)                                                        \
+    KILN_INLINE vf vf_load_n_##format(const uint16_t *p, int64_t n) {              \
+        uint16_t near[KILN_LANES] = {0};                                           \
+        if (n == KILN_LANES) return vf_load_##format(p);                           \
+        for (int64_t l = 0; l < n; l++) near[l] = p[l];                            \
+        return vf_load_##format(near);                                             \
+    }                                                                              \
     KILN_INLINE vf vf_load_stride_##format(const uint16_t *p, int64_t stride) {    \
         uint16_t near[KILN_LANES];                                                 \
         KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) near[l] = p[l * stride];  \

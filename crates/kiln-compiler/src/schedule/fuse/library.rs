@@ -79,11 +79,11 @@ impl Fuser<'_> {
     /// The stored value through which a library kernel reads `operand`: a strided window where the kernel takes one.
     pub(super) fn library_operand(&mut self, node: &NodeData, position: usize, operand: Value) -> Value {
         let dtype = self.graph.dtype(operand);
-        let usual = matches!(dtype, DType::F32 | DType::Bool);
+        let usual = dtype.is_float() || dtype == DType::Bool;
         let takes_windows = match &node.op {
-            Op::DotGeneral(_) | Op::ConvWeightGrad { .. } => usual || dtype.is_float(),
+            Op::DotGeneral(_) | Op::ConvWeightGrad { .. } => usual,
             // Weights are packed from contiguous memory.
-            Op::Conv(_) | Op::ConvInputGrad { .. } => (usual || dtype.is_float()) && position == 0,
+            Op::Conv(_) | Op::ConvInputGrad { .. } => usual && position == 0,
             Op::Attention(dims) => usual && dims.is_tensor(position),
             Op::AttentionGrad(dims) => {
                 usual && (dims.is_tensor(position) || position == dims.operands().forward + 1)
