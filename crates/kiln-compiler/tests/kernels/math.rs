@@ -375,3 +375,34 @@ fn half_precision_vectors_agree_with_scalars() {
         }
     }
 }
+
+/// The exponential of doubles down to the least that is not zero, against the C library's in more than double precision.
+#[test]
+fn falling_exponential_of_doubles() {
+    const LEN: usize = 1 << 16;
+    let toolchain = Toolchain::detect().unwrap();
+    for isa in instruction_sets(&toolchain) {
+        let half = vector::lanes(isa) / 2;
+        let head = "void math_exp_down(const kiln_runtime *rt, const float *a, float *out, double *reference, char *workspace)";
+        // Units in the last place; then what becomes of zero, of numbers below, and of NaN.
+        let source = format!(
+            "{head} {{\n    for (int64_t i = 0; i < {LEN}; i += {half}) {{\n        vd x;\n        for (int l = 0; l < {half}; l++) x[l] \
+             = -(double)(i + l) * (708.0 / {LEN});\n        vd_store(reference + i, vd_exp_down(x));\n    }}\n    for (int64_t i = 0; i < {LEN}; i++) {{\n        \
+             const long double exact = expl(-(double)i * (708.0 / {LEN}));\n        reference[i] = (double)(fabsl(reference[i] - exact) / ldexpl(1, \
+             ilogbl(exact) - 52));\n    }}\n    out[0] = vd_exp_down(vd_set1(0.0))[0];\n    out[1] = vd_exp_down(vd_set1(-708.1))[0];\n    out[2] = \
+             vd_exp_down(vd_set1(-KILN_INF))[0];\n    out[3] = vd_exp_down(vd_set1(KILN_NAN))[0];\n}}\n"
+        );
+        let kernel = Kernel {
+            source,
+            prototype: format!("{head};"),
+            ..kernel("exp_down", LEN, half, "", "")
+        };
+        let (special, errors) = evaluate(&toolchain, isa, &[kernel], &[0.0; LEN], LEN).remove(0);
+        let bound = if isa.has_fma() { 1.1 } else { 1.6 };
+        for (at, error) in errors.iter().enumerate() {
+            assert!(*error <= bound, "{isa}: element {at} is off by {error} ULP");
+        }
+        assert_eq!(special[..3], [1.0, 0.0, 0.0], "{isa}");
+        assert!(special[3].is_nan(), "{isa}");
+    }
+}
