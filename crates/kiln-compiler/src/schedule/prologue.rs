@@ -87,8 +87,10 @@ pub fn absorb(graph: &Graph, layouts: &Layouts, kernels: Vec<Kernel>) -> Vec<Ker
         }
         kernels[number] = Some(kernel);
     }
+    let makes_nothing =
+        |kernel: &Kernel| matches!(kernel.kind, KernelKind::Nest(_)) && kernel.writes.is_empty();
     let left = kernels.into_iter().flatten();
-    left.filter(|kernel| !kernel.writes.is_empty()).collect()
+    left.filter(|kernel| !makes_nothing(kernel)).collect()
 }
 
 /// Takes what `prologue` makes out of `maker`, with what only that needs.
@@ -241,44 +243,14 @@ fn fit(
         return None;
     }
     let axes = loops(graph, data, operand)?;
-    let shape = graph.shape(data.inputs[operand]);
-    let extents: Vec<i64> = axes
-        .iter()
-        .map(|list| list.iter().map(|&axis| shape[axis] as i64).product())
-        .collect();
-    // The same element by the operand's own axes, and by the loops of the template: all of a loop is in its innermost axis.
-    let (by_axis, _) = identity(shape, 0);
-    let mut by_loop = vec![Index::default(); shape.rank()];
-    for (var, (list, &extent)) in axes.iter().zip(&extents).enumerate() {
-        if let Some(&inner) = list.iter().rev().find(|&&axis| shape[axis] > 1) {
-            by_loop[inner] = Index::var(var as Var, extent);
-        }
-    }
-    let joined = |var: Var, _: i64| {
-        let axis = (0..shape.rank())
-            .filter(|&axis| shape[axis] > 1)
-            .nth(var as usize);
-        axis.map_or_else(Index::default, |axis| by_loop[axis].clone())
-    };
-    let by_axis = at_base(graph, data.inputs[operand], made, by_axis)?;
-    let index = at_base(graph, data.inputs[operand], made, by_loop.clone())?;
-    let (mut wanted, mut found) = (Loads::new(), Loads::new());
-    wanted.visit(graph, layouts, nest, made, &by_axis)?;
-    found.visit(graph, layouts, nest, made, &index)?;
+    let (index, found) = even_loads(graph, layouts, nest, data.inputs[operand], made, &axes)?;
     let once = matches!(data.op, Op::DotGeneral(_)) && nest.stores.len() == 1;
-    let even = wanted.list.len() == found.list.len()
-        && wanted.list.iter().zip(&found.list).all(|(by_axis, by_loop)| {
-            axes.iter().all(|list| is_even(&by_axis.1, list, shape))
-                && by_axis.0 == by_loop.0
-                && by_axis.1.substitute(&joined, &|slot| slot) == by_loop.1
-        });
     let numel = graph.ty(made).numel();
     let mut streams: Vec<Value> = found.list.iter().map(|(value, _)| *value).collect();
     streams.retain(|&value| graph.ty(value).numel() == numel);
     streams.sort_unstable();
     streams.dedup();
-    if !even || !found.computes || !(found.cheap || once) || streams.is_empty() || streams.len() > MAX_STREAMS
-    {
+    if !found.computes || !(found.cheap || once) || streams.is_empty() || streams.len() > MAX_STREAMS {
         return None;
     }
     let vector = vector_variable(&found.list, axes.len())?;
@@ -288,7 +260,7 @@ fn fit(
     }
     let mut nest = (**nest).clone();
     restrict(graph, &mut nest, &[made]);
-    nest.extents = extents;
+    nest.extents = extents(&axes, graph.shape(data.inputs[operand]));
     nest.stores.clear();
     nest.split = None;
     Some(Prologue {
@@ -298,6 +270,50 @@ fn fit(
         nest,
         vector,
     })
+}
+
+/// The extents of the loops over `axes`.
+fn extents(axes: &[Vec<usize>], shape: &[usize]) -> Vec<i64> {
+    let extent = |list: &Vec<usize>| list.iter().map(|&axis| shape[axis] as i64).product();
+    axes.iter().map(extent).collect()
+}
+
+/// The index of `made` for the element of `operand` at the loops over `axes`, and what `nest` reads to make it; none unless that is at one distance
+/// for neighbours along each loop.
+fn even_loads(
+    graph: &Graph,
+    layouts: &Layouts,
+    nest: &Nest,
+    operand: Value,
+    made: Value,
+    axes: &[Vec<usize>],
+) -> Option<(Vec<Index>, Loads)> {
+    let shape = graph.shape(operand);
+    // The same element by the operand's own axes, and by the loops: all of a loop is in its innermost axis.
+    let (by_axis, _) = identity(shape, 0);
+    let mut by_loop = vec![Index::default(); shape.rank()];
+    for (var, (list, extent)) in axes.iter().zip(extents(axes, shape)).enumerate() {
+        if let Some(&inner) = list.iter().rev().find(|&&axis| shape[axis] > 1) {
+            by_loop[inner] = Index::var(var as Var, extent);
+        }
+    }
+    let joined = |var: Var, _: i64| {
+        let mut wide = (0..shape.rank()).filter(|&axis| shape[axis] > 1);
+        let axis = wide.nth(var as usize);
+        axis.map_or_else(Index::default, |axis| by_loop[axis].clone())
+    };
+    let by_axis = at_base(graph, operand, made, by_axis)?;
+    let index = at_base(graph, operand, made, by_loop.clone())?;
+    let (mut wanted, mut found) = (Loads::new(), Loads::new());
+    wanted.visit(graph, layouts, nest, made, &by_axis)?;
+    found.visit(graph, layouts, nest, made, &index)?;
+    let even = wanted.list.len() == found.list.len()
+        && wanted.list.iter().zip(&found.list).all(|(by_axis, by_loop)| {
+            axes.iter().all(|list| is_even(&by_axis.1, list, shape))
+                && by_axis.0 == by_loop.0
+                && by_axis.1.substitute(&joined, &|slot| slot) == by_loop.1
+        });
+    even.then_some((index, found))
 }
 
 /// The index of `base` for the element of `value` at `index`: through movements that leave out nothing and repeat nothing.
