@@ -638,6 +638,15 @@ impl Op {
         )
     }
 
+    /// Whether it is a convolution of single pixels, or a gradient of one; `second` is the shape of its second operand.
+    pub fn is_pixelwise(&self, second: &[usize]) -> bool {
+        match self {
+            Op::Conv(_) | Op::ConvInputGrad { .. } => second[2..].iter().all(|&extent| extent == 1),
+            Op::ConvWeightGrad { kernel, .. } => kernel.iter().all(|&extent| extent == 1),
+            _ => false,
+        }
+    }
+
     /// Whether the results are elements of the operands, moved or repeated, and nothing is computed.
     pub fn is_movement(&self) -> bool {
         matches!(

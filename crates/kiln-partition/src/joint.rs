@@ -178,7 +178,9 @@ impl<'a> Joint<'a> {
     fn takes_fused_operands(&self, user: &NodeData) -> bool {
         match user.op {
             Op::DotGeneral(_) => self.options.dot_prologue,
-            Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => self.options.conv_prologue,
+            Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
+                self.options.conv_prologue && user.op.is_pixelwise(self.graph.shape(user.inputs[1]))
+            }
             _ => !Recompute::of(&user.op).is_kernel(),
         }
     }

@@ -89,7 +89,7 @@ pub struct Options {
     pub hold: f64,
     /// Whether matrix products compute fused operands while they read them.
     pub dot_prologue: bool,
-    /// Whether convolutions do.
+    /// Whether convolutions of single pixels do.
     pub conv_prologue: bool,
     /// Whether optimizer updates run as soon as they can, for the least memory, rather than where they were recorded.
     pub early_updates: bool,

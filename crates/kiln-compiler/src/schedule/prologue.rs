@@ -6,8 +6,9 @@
 //! one of them. A nest that makes other things as well goes on making those: it and the template then both compute from the same memory, and one tensor less is
 //! written.
 //!
-//! Products read each element once. Convolutions in tiles that overlap read some elements more often: they take cheap operations only. So does everything where
-//! the nest stays, since it may compute the same for itself.
+//! Products read each element once, and so do convolutions of single pixels, which are products. Other convolutions have windows that overlap and tiles that read
+//! some elements more than twice; measured, that costs what is saved, and they read memory. Cheap operations only are computed for convolutions, some of which
+//! gather their pixels one by one, and where the nest stays, since it may compute the same for itself.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -27,7 +28,7 @@ pub const PRODUCT: [Var; 3] = [0, 1, 2];
 /// Pixel (of all images) and channel of an image.
 pub const IMAGE: [Var; 2] = [0, 1];
 
-/// Fewest pixels of an image that is computed: smaller ones are read again for every element of a window, and cost little anyway.
+/// Fewest pixels of an image that is computed: smaller ones cost little anyway.
 const LEAST_PIXELS: usize = 512;
 /// Most tensors of the operand's size that a prologue reads.
 const MAX_STREAMS: usize = 3;
@@ -158,9 +159,10 @@ fn template(graph: &Graph, kernel: &Kernel) -> Option<Node> {
         .all(|&value| graph.dtype(value) == DType::F32 && graph.ty(value).numel() > 0);
     let kind = match &data.op {
         Op::DotGeneral(_) => true,
-        // Groups have kernels of their own that read in place.
         Op::Conv(conv) | Op::ConvInputGrad { conv, .. } | Op::ConvWeightGrad { conv, .. } => {
-            conv.groups == 1 && (1..=3).contains(&conv.stride.len())
+            conv.groups == 1
+                && (1..=3).contains(&conv.stride.len())
+                && data.op.is_pixelwise(graph.shape(data.inputs[1]))
         }
         _ => false,
     };
