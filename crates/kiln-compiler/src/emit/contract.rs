@@ -64,7 +64,7 @@ pub struct Sources {
     /// Parameters of the kernel.
     pub params: Vec<Param>,
     /// What is passed for them.
-    pub arguments: Vec<Argument>,
+    arguments: Vec<Argument>,
     /// Functions that compute operands.
     functions: String,
 }

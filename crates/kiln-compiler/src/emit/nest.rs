@@ -318,10 +318,7 @@ impl<'a> Writer<'a> {
     }
 
     fn buffer_dtype(&self, buffer: Buffer) -> DType {
-        match buffer {
-            Buffer::Value(value) => self.graph.dtype(value),
-            Buffer::Output(number) => self.graph.dtype(self.graph.outputs[number as usize].value),
-        }
+        self.graph.dtype(buffer.value(self.graph))
     }
 
     // ---- places ----

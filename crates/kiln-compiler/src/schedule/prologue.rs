@@ -1,6 +1,6 @@
 //! Prologues: a loop nest that makes an operand of a product or a convolution while the template reads it.
 //!
-//! Where a template copies an operand before it multiplies (into panels, or into an image with room around it) it may as well compute it then: what
+//! Where a template packs an operand into panels before it multiplies it may as well compute it then: what
 //! lies between two layers, such as an activation or what a normalisation makes of its statistics, is neither written nor read. A nest may become a prologue
 //! if nothing else reads the operand, and it reads memory evenly: at one distance between neighbours along each of the loops of the template, and vectors along
 //! one of them. A nest that makes other things as well goes on making those: it and the template then both compute from the same memory, and one tensor less is

@@ -85,12 +85,14 @@ impl Masks {
     }
 }
 
-fn helper(name: String, head: String, body: &str, comment: &str) -> Helper {
-    Helper {
-        name,
+/// Adds the function `name` to `helpers`; gives its name.
+fn define(helpers: &mut BTreeSet<Helper>, name: String, head: &str, body: &str, comment: &str) -> String {
+    helpers.insert(Helper {
+        name: name.clone(),
         prototype: format!("{head};"),
         definition: format!("/* {comment} */\n{head} {{\n{body}}}\n"),
-    }
+    });
+    name
 }
 
 /// `name(x, n, end, .., stats)`: scores become `exp(score - largest)`, zero from `n` to `end`; `stats` gets the largest and the sum.
@@ -123,13 +125,13 @@ pub(super) fn weights(masks: Masks, words: Words, helpers: &mut BTreeSet<Helper>
          end; j += {lanes}) {vf}_store(x + j, ({vf}){{0}});\n    stats[0] = most;\n    stats[1] = {vf}_sum(sum);\n",
         apply = masks.apply(words),
     );
-    helpers.insert(helper(
-        name.clone(),
-        head,
+    define(
+        helpers,
+        name,
+        &head,
         &body,
         "Scores of a row become exp(score - largest), zero from n to end.",
-    ));
-    name
+    )
 }
 
 /// `name(x, d, n, scale, .., stats)`: products of query and keys become probabilities; gives the inner product with their gradients `d`.
@@ -155,13 +157,13 @@ pub(super) fn probabilities(masks: Masks, words: Words, helpers: &mut BTreeSet<H
          = {vf}_select(inside, {vf}_exp_down(v - most) * share, ({vf}){{0}});\n        {vf}_store(x + j, v);\n        sum += {vf}_select(inside, v * {vf}_load(d + j), \
          ({vf}){{0}});\n    }}\n    return {vf}_sum(sum);\n"
     );
-    helpers.insert(helper(
-        name.clone(),
-        head,
+    define(
+        helpers,
+        name,
+        &head,
         &body,
         "Products of a query with keys become probabilities; the inner product with d.",
-    ));
-    name
+    )
 }
 
 /// `name(p, d, n, end, [hide,] inner, scale)`: `d` becomes the gradient of the scores; both are zero from `n` to `end`.
@@ -193,13 +195,13 @@ pub(super) fn score_gradients(hide: bool, words: Words, helpers: &mut BTreeSet<H
          {vf}_select({vi}_iota() < ({int})(n - j), v, ({vf}){{0}}));\n        j += {lanes};\n    }}\n    for (; j < end; j += {lanes}) {{\n        {vf}_store(p + j, \
          ({vf}){{0}});\n        {vf}_store(d + j, ({vf}){{0}});\n    }}\n"
     );
-    helpers.insert(helper(
-        name.clone(),
-        head,
+    define(
+        helpers,
+        name,
+        &head,
         &body,
         "Gradients d of probabilities p become gradients of scores.",
-    ));
-    name
+    )
 }
 
 /// `name(to, n, seed, stream, first, keep)`: 1 where the uniform draw number `first + j` is below `keep`, 0 elsewhere, at `to + first % 4 + j`
@@ -221,11 +223,5 @@ pub(super) fn draws(words: Words, helpers: &mut BTreeSet<Helper>) -> String {
          {{\n        {vf} u = {vf}_uniform_aligned(seed, stream, first + \
          j);\n        {vf}_store(to + j, {vf}_select(u < keep, {vf}_set1(1.0f), ({vf}){{0}}));\n    }}\n"
     );
-    helpers.insert(helper(
-        name.clone(),
-        head,
-        &body,
-        "1 where dropout keeps an element.",
-    ));
-    name
+    define(helpers, name, &head, &body, "1 where dropout keeps an element.")
 }
