@@ -132,25 +132,36 @@ pub fn read(operation: &OperationIr, reader: &mut dyn Reader) {
 ///
 /// Exponents are: code for `x^2` and `x^0.5` differs. So are the values that masks write and that comparisons compare with: they are
 /// what rewrites look for (`-inf` in attention masks, 0 in ReLU), and no schedule changes them. Everything else is a runtime argument whatever its value, even 0 or 1:
-/// Adam's bias correction reaches exactly 1 after some hundred steps and a warm-up may start at 0, and neither may recompile.
+/// Adam's bias correction reaches exactly 1 after some hundred steps and a warm-up may start at 0, and neither may recompile. But a factor
+/// of -1 is Burn's negation, which rewrites look for too.
 /// Operations that stay whole carry their scalars inside.
 pub fn scalars_are_static(operation: &OperationIr) -> bool {
     use NumericOperationIr as N;
     match operation {
-        OperationIr::NumericFloat(_, op) | OperationIr::NumericInt(_, op) => matches!(
-            op,
-            N::PowiScalar(_)
-                | N::GreaterElem(_)
-                | N::GreaterEqualElem(_)
-                | N::LowerElem(_)
-                | N::LowerEqualElem(_)
-        ),
+        OperationIr::NumericFloat(_, op) | OperationIr::NumericInt(_, op) => {
+            matches!(
+                op,
+                N::PowiScalar(_)
+                    | N::GreaterElem(_)
+                    | N::GreaterEqualElem(_)
+                    | N::LowerElem(_)
+                    | N::LowerEqualElem(_)
+            ) || is_negation(op)
+        }
         OperationIr::Float(_, op) => matches!(op, FloatOperationIr::PowfScalar(_)),
         OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
             matches!(op, BaseOperationIr::MaskFill(_) | BaseOperationIr::EqualElem(_))
         }
         OperationIr::Int(_) => true,
         OperationIr::Module(op) => !matches!(op, ModuleOperationIr::Attention(_)),
+        _ => false,
+    }
+}
+
+/// Whether this multiplies by -1: what Burn's autodiff makes of a minus.
+fn is_negation(operation: &NumericOperationIr) -> bool {
+    match operation {
+        NumericOperationIr::MulScalar(op) => to_scalar(op.rhs).to_f64() == -1.0,
         _ => false,
     }
 }

@@ -23,7 +23,7 @@ struct Operands {
     kept: Option<Tensor>,
     /// What kept probabilities are multiplied by.
     factor: Option<Tensor>,
-    causal: bool,
+    dims: AttentionDims,
 }
 
 impl Operands {
@@ -81,21 +81,27 @@ impl Operands {
             hidden,
             kept,
             factor: at.dropout.map(|at| inputs[at + 3].wide()).transpose()?,
-            causal: dims.causal,
+            dims: *dims,
         })
     }
 
-    /// `q k^T * scale + mask`, `fill` where hidden, -inf where causality forbids: `[batch * heads, t, s]`.
+    /// `q k^T * scale + mask`, `fill` where hidden, -inf where causality forbids, as `dims` orders them: `[batch * heads, t, s]`.
     fn scores(&self) -> Result<Tensor> {
         let product = matmul(&self.q, &self.k.transpose(1, 2)?, DType::F64)?;
         let mut scores = product.broadcast_mul(&self.scale)?;
-        if let Some(mask) = &self.mask {
-            scores = scores.add(mask)?;
+        if self.dims.drop_scores {
+            scores = self.dropped(&scores, self.factor.as_ref())?;
         }
+        let masked = |scores: Tensor, last: bool| match &self.mask {
+            Some(mask) if self.dims.mask_last == last => scores.add(mask),
+            _ => Ok(scores),
+        };
+        scores = masked(scores, false)?;
         if let Some((hidden, fill)) = &self.hidden {
             scores = select(hidden, fill, &scores)?;
         }
-        if self.causal {
+        scores = masked(scores, true)?;
+        if self.dims.causal {
             let (_, t, s) = scores.dims3()?;
             let axis = |n: usize, dims: (usize, usize)| {
                 repeat(&Tensor::arange(0, n as i64, &Device::Cpu)?.reshape(dims)?, (t, s))
@@ -116,7 +122,12 @@ impl Operands {
         let (planes, t, s) = scores.dims3()?;
         if s == 0 {
             let full = |value: f64| Tensor::full(value, (planes, t, 1), &Device::Cpu);
-            return Ok([scores, full(f64::NEG_INFINITY)?, full(0.0)?]);
+            let (largest, sum) = if self.dims.safe {
+                (0.0, 1.0)
+            } else {
+                (f64::NEG_INFINITY, 0.0)
+            };
+            return Ok([scores, full(largest)?, full(sum)?]);
         }
         // Candle's maximum passes over NaN.
         let missing = scores
@@ -125,10 +136,25 @@ impl Operands {
             .sum_keepdim(2)?;
         let missing = missing.gt(&float(&missing, 0.0)?)?;
         let largest = scores.max_keepdim(2)?;
-        let largest = select(&missing, &float(&largest, f64::NAN)?, &largest)?;
+        let mut largest = select(&missing, &float(&largest, f64::NAN)?, &largest)?;
+        let nothing = largest.eq(&float(&largest, f64::NEG_INFINITY)?)?;
+        if self.dims.safe {
+            largest = select(&nothing, &float(&largest, 0.0)?, &largest)?;
+        }
         let exps = scores.broadcast_sub(&largest)?.exp()?;
-        let sums = exps.sum_keepdim(2)?;
+        let mut sums = exps.sum_keepdim(2)?;
+        if self.dims.safe {
+            sums = select(&nothing, &float(&sums, 1.0)?, &sums)?;
+        }
         Ok([exps.broadcast_div(&sums)?, largest, sums])
+    }
+
+    /// `x`, probabilities or their gradient, after dropout of them.
+    fn dropped_probabilities(&self, x: &Tensor, factor: Option<&Tensor>) -> Result<Tensor> {
+        if self.dims.drop_scores {
+            return Ok(x.clone());
+        }
+        self.dropped(x, factor)
     }
 
     /// `x` where dropout keeps it, times `factor`.
@@ -167,7 +193,7 @@ pub(crate) fn forward(dims: &AttentionDims, inputs: &[&Val]) -> Result<(Val, Val
     let operands = Operands::new(dims, inputs)?;
     let [probabilities, largest, sums] = operands.softmax()?;
     let stats = Tensor::cat(&[largest, sums], 2)?;
-    let kept = operands.dropped(&probabilities, operands.factor.as_ref())?;
+    let kept = operands.dropped_probabilities(&probabilities, operands.factor.as_ref())?;
     let out = matmul(&kept, &operands.v, DType::F64)?;
     let (batch, heads, t, _) = inputs[0].tensor.dims4()?;
     let width = inputs[2].dims()[3];
@@ -194,16 +220,19 @@ pub(crate) fn backward(dims: &AttentionDims, inputs: &[&Val]) -> Result<[Val; 3]
     let (stats, dy) = (planes(stats)?, planes(dy)?);
     let shifted = operands.scores()?.broadcast_sub(&stats.narrow(2, 0, 1)?)?;
     let probabilities = shifted.exp()?.broadcast_div(&stats.narrow(2, 1, 1)?)?;
-    let kept = operands.dropped(&probabilities, operands.factor.as_ref())?;
+    let kept = operands.dropped_probabilities(&probabilities, operands.factor.as_ref())?;
     let dv = matmul(&kept.transpose(1, 2)?, &dy, DType::F64)?;
     let dp = matmul(&dy, &operands.v.transpose(1, 2)?, DType::F64)?;
-    let dp = operands.dropped(&dp, own.get(4))?;
+    let dp = operands.dropped_probabilities(&dp, own.get(4))?;
     let sum = probabilities.mul(&dp)?.sum_keepdim(2)?.broadcast_mul(inner)?;
     let mut ds = probabilities
         .mul(&dp.broadcast_add(&sum)?)?
         .broadcast_mul(d_scale)?;
     if let Some((hidden, _)) = &operands.hidden {
         ds = select(hidden, &float(&ds, 0.0)?, &ds)?;
+    }
+    if dims.drop_scores {
+        ds = operands.dropped(&ds, own.get(4))?;
     }
     let dq = operands.visible_sum(&ds, &operands.k.unsqueeze(1)?, 2)?;
     let dk = operands.visible_sum(&ds, &operands.q.unsqueeze(2)?, 1)?;

@@ -4,7 +4,7 @@ mod support;
 
 use kiln_cpu::{Isa, Toolchain};
 use kiln_graph::op::{AttentionDims, Op};
-use kiln_graph::testing::random_arguments;
+use kiln_graph::testing::{every_attention, random_arguments};
 use kiln_graph::{DType, Graph, HostTensor, Provenance, Scalar, TensorType, Value, interpret_f64};
 use support::{build, run};
 
@@ -141,7 +141,10 @@ const PLAIN: AttentionDims = AttentionDims {
     causal: false,
     mask: false,
     hidden: false,
+    mask_last: false,
     dropout: false,
+    drop_scores: false,
+    safe: false,
 };
 
 #[test]
@@ -161,6 +164,7 @@ fn extents_and_masks() {
         mask: true,
         hidden: true,
         dropout: true,
+        ..PLAIN
     };
     // Whole vectors and blocks; primes; one query; more blocks than one; fewer keys than a vector; more queries than keys.
     check([2, 2, 2, 64, 64, 32, 32], PLAIN, low, isa, F32);
@@ -181,14 +185,40 @@ fn narrower_vectors() {
         _ => &[],
     };
     let all = AttentionDims {
-        causal: false,
         mask: true,
         hidden: true,
         dropout: true,
+        ..PLAIN
     };
     for &isa in narrower {
         check([1, 2, 1, 45, 61, 20, 12], all, F32.lowest(), isa, F32);
         check([1, 2, 2, 33, 33, 16, 16], PLAIN, 0.0, isa, F32);
+    }
+}
+
+/// Masks and dropout in other orders, and rows that see nothing.
+#[test]
+fn orders_of_masks_and_dropout() {
+    let isa = Toolchain::detect().unwrap().isa();
+    for dims in every_attention().filter(|dims| !dims.causal) {
+        let fill = if dims.safe { f64::NEG_INFINITY } else { -2.0 };
+        check([2, 4, 2, 21, 37, 19, 9], dims, fill, isa, F32);
+    }
+    let all = AttentionDims {
+        mask: true,
+        hidden: true,
+        mask_last: true,
+        dropout: true,
+        drop_scores: true,
+        safe: true,
+        ..PLAIN
+    };
+    for tensors in [DType::F64, DType::F16, DType::BF16] {
+        let types = Types {
+            tensors,
+            numbers: tensors.compute(),
+        };
+        check([1, 2, 1, 67, 67, 16, 16], all, f64::NEG_INFINITY, isa, types);
     }
 }
 

@@ -243,14 +243,15 @@ pub enum Op {
     /// head `i / (h / g)`). Everything between the operands and the result is of the type `c` that their type is computed in
     /// ([`DType::compute`](crate::DType::compute)); the numbers `c[]` and the mask may also be of the operands' own. `stats` holds the largest score of
     /// each row and the sum of `exp(score - largest)`: both, because their logarithmic
-    /// sum would lose the second beside a large first. A row of which every score is -inf gives NaN, as the formula does; whether values
+    /// sum would lose the second beside a large first. A row of which every score is -inf gives NaN, as the formula does, if
+    /// [`AttentionDims::safe`] does not say otherwise; whether values
     /// that causal order or a `fill` of at most -1e30 (in f16, its least number) hides are multiplied by zero or left out is not specified. Made by
     /// rewriting.
     Attention(AttentionDims),
     /// `(operands of the forward.., stats, d out, d scale: c[], inner: c[], [d factor: c[]]) -> (dq, dk, dv)`. Gradient of
     /// [`Op::Attention`]. `d scale` and `d factor` are what gradients are multiplied by where the forward multiplies by `scale` and
     /// `factor`: the same numbers, but programs pass them again. `inner` is the -1 in the gradient `p (dp + inner sum(p dp))` of a
-    /// softmax, which programs pass too. Hidden scores have no gradient.
+    /// softmax, which programs pass too. Hidden scores have no gradient, and a `safe` softmax has that of the plain one.
     AttentionGrad(AttentionDims),
 
     /// `(x) -> (type of x, int[x])`. Sorts along `axis`, stable; NaN sorts as the largest. The second result is where each element was.
@@ -512,7 +513,7 @@ impl Window {
     }
 }
 
-/// What varies between attentions. Scores are scaled, then masked, then hidden, then cut by causal order.
+/// What varies between attentions. Scores are scaled, then masked, then hidden, then cut by causal order, if no member says otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct AttentionDims {
     /// Query position `i` sees key positions `j <= i + s - t` only.
@@ -521,9 +522,15 @@ pub struct AttentionDims {
     pub mask: bool,
     /// Two operands `hidden: bool` (broadcastable to `[b, h, t, s]`) and `fill: c[]` follow: where `hidden` is true the score is `fill`.
     pub hidden: bool,
+    /// The additive mask comes after hiding, and is added to `fill` too. Needs `mask` and `hidden`.
+    pub mask_last: bool,
     /// Four operands `seed: u64[]`, `stream: u64[]`, `keep: c[]`, `factor: c[]` follow: a probability is multiplied by `factor` where the
     /// uniform draw of type `c[b, h, t, s]` is below `keep`, and by 0 elsewhere.
     pub dropout: bool,
+    /// Dropout is not of probabilities but of scores, after scaling and before masks. Needs `dropout`.
+    pub drop_scores: bool,
+    /// A row of which every score is -inf has probabilities of zero; its statistics are 0 and 1.
+    pub safe: bool,
 }
 
 /// Where each operand of an attention is.
@@ -542,6 +549,11 @@ pub struct AttentionOperands {
 }
 
 impl AttentionDims {
+    /// Whether what needs other members has them.
+    pub fn is_consistent(&self) -> bool {
+        (!self.mask_last || self.mask && self.hidden) && (!self.drop_scores || self.dropout)
+    }
+
     /// Whether forward operand number `operand` is a tensor: query, key, value or a mask.
     pub fn is_tensor(&self, operand: usize) -> bool {
         let at = self.operands();

@@ -2,9 +2,10 @@
 //! shapes, so that only the formulas are compared.
 
 use kiln_graph::op::{
-    AttentionDims, BinaryOp, ConvDims, Dims, DotDims, Op, ReduceOp, ScatterMode, SignedDims, UnaryOp, Window,
+    AttentionDims, BinaryOp, CompareOp, ConvDims, Dims, DotDims, Op, ReduceOp, ScatterMode, SignedDims,
+    UnaryOp, Window,
 };
-use kiln_graph::testing::random_tensor;
+use kiln_graph::testing::{every_attention, random_tensor};
 use kiln_graph::{DType, Graph, HostTensor, Provenance, Scalar, Shape, TensorType, Value, interpret_f64};
 use proptest::prelude::*;
 
@@ -373,7 +374,7 @@ proptest! {
     }
 }
 
-/// Attention as its definition in other primitives, with grouped heads, mask, causal order and dropout.
+/// Attention as its definition in other primitives, with grouped heads.
 fn composed_attention(p: &mut Program, x: &[Value], dims: AttentionDims) -> Value {
     let none = Provenance::default();
     let (q, k, v) = (x[0], x[1], x[2]);
@@ -396,14 +397,38 @@ fn composed_attention(p: &mut Program, x: &[Value], dims: AttentionDims) -> Valu
     let full = p.graph.shape(scores).clone();
     let scale = p.graph.splat(x[3], &full, &none).expect("well typed");
     let mut scores = p.add(Op::Binary(BinaryOp::Mul), &[scores, scale]);
-    if dims.mask {
+    let dropout = |p: &mut Program, of: Value| {
+        let first = dims.operands().dropout.expect("there is dropout");
+        let op = Op::Random {
+            kind: kiln_graph::op::RandomKind::Uniform,
+            dtype: DType::F64,
+            shape: Shape::from([b, h, t, s]),
+        };
+        let draws = p.add(op, &[x[first], x[first + 1]]);
+        let keep = p.graph.splat(x[first + 2], &full, &none).expect("well typed");
+        let kept = p.add(Op::Compare(CompareOp::Lt), &[draws, keep]);
+        let factor = p.graph.splat(x[first + 3], &full, &none).expect("well typed");
+        let raised = p.add(Op::Binary(BinaryOp::Mul), &[of, factor]);
+        let zero = p.graph.full(0.0, &f64s(full.clone()), &none).expect("well typed");
+        p.add(Op::Select, &[kept, raised, zero])
+    };
+    if dims.drop_scores {
+        scores = dropout(p, scores);
+    }
+    let masked = |p: &mut Program, scores: Value| {
         let mask = p.graph.broadcast_to(x[4], &full, &none).expect("well typed");
-        scores = p.add(Op::Binary(BinaryOp::Add), &[scores, mask]);
+        p.add(Op::Binary(BinaryOp::Add), &[scores, mask])
+    };
+    if dims.mask && !dims.mask_last {
+        scores = masked(p, scores);
     }
     if let Some(at) = dims.operands().hidden {
         let hidden = p.graph.broadcast_to(x[at], &full, &none).expect("well typed");
         let fill = p.graph.splat(x[at + 1], &full, &none).expect("well typed");
         scores = p.add(Op::Select, &[hidden, fill, scores]);
+    }
+    if dims.mask_last {
+        scores = masked(p, scores);
     }
     if dims.causal {
         let iota = |p: &mut Program, axis| {
@@ -422,7 +447,7 @@ fn composed_attention(p: &mut Program, x: &[Value], dims: AttentionDims) -> Valu
             .full((s - t) as i64, &TensorType::new(DType::I64, full.clone()), &none)
             .expect("well typed");
         let last = p.add(Op::Binary(BinaryOp::Add), &[i, ahead]);
-        let seen = p.add(Op::Compare(kiln_graph::op::CompareOp::Le), &[j, last]);
+        let seen = p.add(Op::Compare(CompareOp::Le), &[j, last]);
         let never = p
             .graph
             .full(f64::NEG_INFINITY, &f64s(full.clone()), &none)
@@ -438,39 +463,38 @@ fn composed_attention(p: &mut Program, x: &[Value], dims: AttentionDims) -> Valu
             &[x],
         )
     };
-    let largest = p.add(
+    let at_least = |p: &mut Program, x: Value, bound: f64| {
+        let like = f64s(p.graph.shape(x).clone());
+        let bound = p.graph.full(bound, &like, &none).expect("well typed");
+        p.add(Op::Binary(BinaryOp::Max), &[x, bound])
+    };
+    let mut largest = p.add(
         Op::Reduce {
             op: ReduceOp::Max,
             axes: Dims::from_slice(&[3]),
         },
         &[scores],
     );
+    if dims.safe {
+        largest = at_least(p, largest, f64::MIN);
+    }
     let largest = spread(p, largest);
     let shifted = p.add(Op::Binary(BinaryOp::Sub), &[scores, largest]);
     let exps = p.add(Op::Unary(UnaryOp::Exp), &[shifted]);
-    let sums = p.add(
+    let mut sums = p.add(
         Op::Reduce {
             op: ReduceOp::Sum,
             axes: Dims::from_slice(&[3]),
         },
         &[exps],
     );
+    if dims.safe {
+        sums = at_least(p, sums, f64::MIN_POSITIVE);
+    }
     let sums = spread(p, sums);
     let mut weights = p.add(Op::Binary(BinaryOp::Div), &[exps, sums]);
-    if dims.dropout {
-        let first = dims.operands().dropout.expect("there is dropout");
-        let op = Op::Random {
-            kind: kiln_graph::op::RandomKind::Uniform,
-            dtype: DType::F64,
-            shape: Shape::from([b, h, t, s]),
-        };
-        let draws = p.add(op, &[x[first], x[first + 1]]);
-        let keep = p.graph.splat(x[first + 2], &full, &none).expect("well typed");
-        let kept = p.add(Op::Compare(kiln_graph::op::CompareOp::Lt), &[draws, keep]);
-        let factor = p.graph.splat(x[first + 3], &full, &none).expect("well typed");
-        let raised = p.add(Op::Binary(BinaryOp::Mul), &[weights, factor]);
-        let zero = p.graph.full(0.0, &f64s(full.clone()), &none).expect("well typed");
-        weights = p.add(Op::Select, &[kept, raised, zero]);
+    if dims.dropout && !dims.drop_scores {
+        weights = dropout(p, weights);
     }
     p.add(Op::DotGeneral(DotDims::matmul(2)), &[weights, v])
 }
@@ -486,11 +510,26 @@ fn attention_inputs(p: &mut Program, dims: AttentionDims) -> Vec<Value> {
         x.push(p.input([1, 4, 3, 1]));
     }
     if dims.hidden {
-        let signs = p.input([2, 1, 1, 5]);
-        let hidden = p.add(Op::Compare(kiln_graph::op::CompareOp::Gt), &[signs, signs]);
-        let hidden = p.add(Op::Unary(UnaryOp::Not), &[hidden]);
-        x.push(hidden);
-        x.push(p.constant(-2.5));
+        // Some keys are hidden from some queries, and all from one.
+        let none = Provenance::default();
+        let ty = f64s(Shape::from([2, 1, 3, 5]));
+        let compare = |p: &mut Program, op: CompareOp, x: Value, with: f64| {
+            let with = p.graph.full(with, &ty, &none).expect("well typed");
+            p.add(Op::Compare(op), &[x, with])
+        };
+        let signs = p.input([2, 1, 3, 5]);
+        let some = compare(p, CompareOp::Gt, signs, 0.0);
+        let rows = p.add(
+            Op::Iota {
+                dtype: DType::F64,
+                shape: ty.shape.clone(),
+                axis: 2,
+            },
+            &[],
+        );
+        let row = compare(p, CompareOp::Eq, rows, 1.0);
+        x.push(p.add(Op::Binary(BinaryOp::Or), &[some, row]));
+        x.push(p.constant(if dims.safe { f64::NEG_INFINITY } else { -2.5 }));
     }
     if dims.dropout {
         for word in [3, 1u64 << 40] {
@@ -505,15 +544,6 @@ fn attention_inputs(p: &mut Program, dims: AttentionDims) -> Vec<Value> {
         x.extend([p.constant(0.6), p.constant(1.0 / 0.6)]);
     }
     x
-}
-
-fn every_attention() -> impl Iterator<Item = AttentionDims> {
-    (0..16u8).map(|bits| AttentionDims {
-        causal: bits & 1 != 0,
-        mask: bits & 2 != 0,
-        dropout: bits & 4 != 0,
-        hidden: bits & 8 != 0,
-    })
 }
 
 #[test]

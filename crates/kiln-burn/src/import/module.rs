@@ -179,17 +179,24 @@ fn attention(l: &mut Lower, d: &AttentionOpIr) -> Done {
         (f64::from(f32::MIN), f64::from(f32::MIN_POSITIVE))
     };
     let max = l.reduce(ReduceOp::Max, scores, &[3])?;
-    let max = l.with_constant(BinaryOp::Max, max, lowest)?;
+    let max = at_least(l, max, lowest)?;
     let max = l.broadcast(max, &shape, &[0, 1, 2])?;
     let shifted = l.binary(BinaryOp::Sub, scores, max)?;
     let exp = l.unary(UnaryOp::Exp, shifted)?;
     let sum = l.reduce(ReduceOp::Sum, exp, &[3])?;
-    let sum = l.with_constant(BinaryOp::Max, sum, least)?;
+    let sum = at_least(l, sum, least)?;
     let sum = l.broadcast(sum, &shape, &[0, 1, 2])?;
     let probabilities = l.binary(BinaryOp::Div, exp, sum)?;
     let out = float::product(l, probabilities, v, &shape_of(&d.out))?;
     let out = l.cast(out, dtype)?;
     l.define(&d.out, out)
+}
+
+/// `x`, but `least` where it is smaller; NaN stays.
+fn at_least(l: &mut Lower, x: Value, least: f64) -> Result<Value, Fault> {
+    let least = l.full(least, l.dtype(x), &l.shape(x))?;
+    let below = l.compare(CompareOp::Lt, x, least)?;
+    l.select(below, least, x)
 }
 
 /// True where the key lies after the query, both counted from their ends.

@@ -18,6 +18,9 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::random::Stream;
 use crate::stream::{self, Visitor};
 
+/// Added to the kind of a scalar that belongs to the identity of the step.
+const STATIC: u64 = 4;
+
 /// A tensor that existed before the recording and is read in it.
 #[derive(Debug)]
 pub struct Input {
@@ -340,11 +343,12 @@ impl Visitor for Encoder<'_> {
             ScalarIr::UInt(x) => (2, x),
             ScalarIr::Bool(x) => (3, u64::from(x)),
         };
-        self.recording.words.push(kind);
+        // Whether an operation's scalars are kept may depend on their values: the words say which it is.
         if self.keep_scalars {
+            self.recording.words.push(kind);
             self.recording.scalars.push(scalar);
         } else {
-            self.recording.words.push(bits);
+            self.recording.words.extend([STATIC | kind, bits]);
         }
     }
 

@@ -4,7 +4,8 @@ use crate::common::{
     FLOATS, INTS, Relative, check, check_by, check_sum, graph_of, random, random_indices, scalar, wild,
 };
 use kiln_graph::interpret::interpret;
-use kiln_graph::op::{AttentionDims, ConvDims, Dims, DotDims, Op, ScatterMode, Window};
+use kiln_graph::op::{ConvDims, Dims, DotDims, Op, ScatterMode, Window};
+use kiln_graph::testing::every_attention;
 use kiln_graph::{DType, HostTensor, Shape};
 
 fn dims<const N: usize>(list: [usize; N]) -> Dims {
@@ -307,13 +308,7 @@ fn attention_and_its_gradient() {
     ];
     for dtype in FLOATS {
         for (q, k, width) in shapes {
-            for bits in 0..16 {
-                let dims = AttentionDims {
-                    hidden: bits & 8 != 0,
-                    causal: bits & 1 != 0,
-                    mask: bits & 2 != 0,
-                    dropout: bits & 4 != 0,
-                };
+            for dims in every_attention() {
                 let v = Shape::from(k).with(3, width);
                 let mut inputs = vec![
                     random(dtype, q, 1),
@@ -325,9 +320,15 @@ fn attention_and_its_gradient() {
                     inputs.push(random(dtype, [1, q[1], 1, k[2]], 4));
                 }
                 if dims.hidden {
-                    let hidden = (0..k[2]).map(|key| i64::from(key % 3 == 1)).collect::<Vec<_>>();
-                    inputs.push(HostTensor::from_ints(DType::Bool, [1, 1, 1, k[2]], hidden));
-                    inputs.push(scalar(dtype, -1.5));
+                    // From the last query all keys are.
+                    let hidden = |at: usize| at % k[2] % 3 == 1 || at / k[2] == q[2] - 1;
+                    let hidden = (0..q[2] * k[2]).map(|at| i64::from(hidden(at)));
+                    inputs.push(HostTensor::from_ints(
+                        DType::Bool,
+                        [1, 1, q[2], k[2]],
+                        hidden.collect::<Vec<_>>(),
+                    ));
+                    inputs.push(scalar(dtype, if dims.safe { f64::NEG_INFINITY } else { -1.5 }));
                 }
                 if dims.dropout {
                     inputs.extend([

@@ -182,8 +182,13 @@ impl Parameters<'_> {
             causal: dims.causal,
             mask,
             hidden,
-            skips: at.hidden.is_some_and(|at| is_lowest(self.graph, inputs[at + 1])),
+            mask_last: dims.mask_last,
+            skips: at
+                .hidden
+                .is_some_and(|at| is_lowest(self.graph, inputs[at + 1], dims.mask_last)),
             dropout: dims.dropout,
+            drop_scores: dims.drop_scores,
+            safe: dims.safe,
             stats: "stats".into(),
             params: Vec::new(),
             threads: self.options.threads,
@@ -201,9 +206,10 @@ impl Parameters<'_> {
     }
 }
 
-/// Whether a score of this makes a weight of zero beside any other that its type is meant for.
-fn is_lowest(graph: &Graph, fill: Value) -> bool {
+/// Whether a score of this makes a weight of zero beside any other that its type is meant for; `raised` says that more is added to it.
+fn is_lowest(graph: &Graph, fill: Value, raised: bool) -> bool {
     let lowest = match graph.dtype(fill) {
+        _ if raised => f64::NEG_INFINITY,
         DType::F16 => -65504.0,
         _ => -1e30,
     };

@@ -22,42 +22,81 @@ use super::attention_build::replace;
 use super::pattern::{Bindings, Pattern, behind_casts};
 use super::view::{Matmul, View, matmul};
 
-/// Weights that multiply the values: a softmax, maybe with dropout.
-const WEIGHTS: &[&str] = &[
-    "(wide (mul (mul ?p (= ?kept (cast (lt (= ?draws (uniform ?seed ?stream)) (splat ?keep))))) (splat ?factor)))",
-    "?p",
+/// What dropout makes of a value.
+macro_rules! dropout {
+    ($x:literal) => {
+        concat!(
+            "(wide (mul (mul ",
+            $x,
+            " (= ?kept (cast (lt (= ?draws (uniform ?seed ?stream)) (splat ?keep))))) (splat ?factor)))"
+        )
+    };
+}
+
+/// The forms of its gradient.
+macro_rules! d_dropout {
+    ($x:literal) => {
+        &[
+            concat!("(wide (mul (mul ", $x, " (splat ?d_factor)) ?kept))"),
+            concat!("(wide (mul (mul ", $x, " ?kept) (splat ?d_factor)))"),
+        ]
+    };
+}
+
+/// Layers of the composition, from `?weights` inwards to `?qk`: what is matched, and the forms it has. A form that is a name alone is a layer that a
+/// program may leave out.
+const FORWARD: &[(&str, &[&str])] = &[
+    ("?weights", &[dropout!("?p"), "?p"]),
+    ("?p", &[SOFTMAX, SAFE_SOFTMAX]),
+    (
+        "?scores",
+        &[
+            "(wide (add (wide (select ?also (splat ?fill) (wide (select ?hidden (splat ?fill) ?s)))) ?bias))",
+            "(wide (add (wide (select ?hidden (splat ?fill) ?s)) ?bias))",
+            "(wide (select ?also (splat ?fill) (wide (select ?hidden (splat ?fill) ?s))))",
+            "(wide (select ?hidden (splat ?fill) ?s))",
+            "(wide (add ?s ?mask))",
+            "(wide (add ?mask ?s))",
+            "?s",
+        ],
+    ),
+    ("?s", &[dropout!("?t"), "?t"]),
+    (
+        "?t",
+        &[
+            "(wide (mul ?qk (splat ?scale)))",
+            "(wide (div ?qk (splat ?divisor)))",
+            "?qk",
+        ],
+    ),
 ];
 /// A softmax of scores.
 const SOFTMAX: &str = "(wide (div (= ?e (exp (sub ?scores (row (max ?scores))))) (row (= ?sum (sum ?e)))))";
-/// Masked scores.
-const MASKED: &[&str] = &[
-    "(wide (select ?hidden (splat ?fill) ?s))",
-    "(wide (add ?s ?mask))",
-    "(wide (add ?mask ?s))",
-    "?s",
-];
-/// Scaled products of queries and keys.
-const SCALED: &[&str] = &[
-    "(wide (mul ?qk (splat ?scale)))",
-    "(wide (div ?qk (splat ?divisor)))",
-    "?qk",
-];
+/// The softmax that gives zeros where every score is -inf.
+const SAFE_SOFTMAX: &str = "(wide (div (= ?e (exp (sub ?scores (row (select (= ?nothing (lt (max ?scores) (splat ?lowest))) (splat ?lowest) (max ?scores)))))) \
+     (row (= ?sum (select (= ?empty (lt (= ?total (sum ?e)) (splat ?least))) (splat ?least) ?total)))))";
 
-/// The gradient of scores before masks, from `?d_masked`.
+/// The gradient of the scale, from `?d_scores`.
 const D_SCALED: &[&str] = &[
-    "(wide (mul ?d_s (splat ?d_scale)))",
-    "(wide (div ?d_s (splat ?d_divisor)))",
-    "?d_s",
+    "(wide (mul ?d_t (splat ?d_scale)))",
+    "(wide (div ?d_t (splat ?d_divisor)))",
+    "?d_t",
 ];
-/// The gradient of masks.
-const D_HIDDEN: &str = "(wide (select ?hidden (splat ?zero) ?d_softmax))";
+/// The gradient of dropout of scores, from `?d_t`.
+const D_SCORES: &[&str] = d_dropout!("?d_s");
+/// The gradient of masks: of none, of one, of two.
+const D_MASKED: [&[&str]; 3] = [
+    &["?d_masked"],
+    &["(wide (select ?hidden (splat ?zero) ?d_masked))"],
+    &["(wide (select ?hidden (splat ?zero) (wide (select ?also (splat ?zero) ?d_masked))))"],
+];
 /// The gradient of a softmax, from the gradient of its result.
 const D_SOFTMAX: &str = "(wide (mul (add (row (sum (mul ?dp (div (mul ?e (splat ?inner)) (row (mul ?sum ?sum)))))) (mul ?dp (row (recip ?sum)))) ?e))";
-/// The gradient of dropout.
-const D_WEIGHTS: &[&str] = &[
-    "(wide (mul (mul ?d_kept (splat ?d_factor)) ?kept))",
-    "(wide (mul (mul ?d_kept ?kept) (splat ?d_factor)))",
-];
+/// The same of the safe one. Programs also pass a gradient to the largest score: the sum of all the others', which is zero.
+const D_SAFE_SOFTMAX: &str = "(wide (add (select (eq (iota) (row (argmax ?scores))) (row (select ?nothing (splat ?zero) (sum (mul ?direct (splat ?minus))))) (splat ?zero)) \
+     (= ?direct (mul (add (row (select ?empty (splat ?zero) (sum (mul ?dp (div (mul ?e (splat ?inner)) (row (mul ?sum ?sum))))))) (mul ?dp (row (recip ?sum)))) ?e))))";
+/// The gradient of dropout of weights.
+const D_WEIGHTS: &[&str] = d_dropout!("?d_weights");
 
 /// Replaces attentions in `graph`.
 ///
@@ -143,54 +182,75 @@ pub(super) struct Gradient {
     pub d_value: (Value, bool),
 }
 
-fn first(graph: &Graph, patterns: &[&'static str], value: Value, known: &Bindings) -> Option<Bindings> {
-    patterns
-        .iter()
-        .find_map(|text| Pattern::parse(text).matches(graph, value, known))
+/// All the ways in which layers of patterns match, the first layer first. Layers start from a name.
+fn through(graph: &Graph, layers: &[(&str, &[&'static str])], start: Bindings) -> Vec<Bindings> {
+    layers.iter().fold(vec![start], |ways, (from, forms)| {
+        let next = |known: &Bindings| {
+            let forms = forms.iter().map(|text| Pattern::parse(text));
+            let found = forms.filter_map(|form| form.matches(graph, known.of(from), known));
+            found.collect::<Vec<_>>()
+        };
+        ways.iter().flat_map(next).collect()
+    })
 }
 
 /// The attention whose product with the values is `product`.
 fn forward(graph: &Graph, product: &Matmul) -> Option<Match> {
-    let dtype = graph.dtype(product.out);
     if graph.ty(product.out).numel() == 0 {
         return None;
     }
     let straight = |view: &View| view.order.iter().copied().eq(0..4).then_some(view.base);
     let weights = straight(&product.left)?;
-    // Without dropout last: its pattern accepts everything.
-    WEIGHTS.iter().find_map(|text| {
-        let bindings = Pattern::parse(text).matches(graph, weights, &Bindings::default())?;
-        let bindings = Pattern::parse(SOFTMAX).matches(graph, bindings.of("?p"), &bindings)?;
-        MASKED.iter().find_map(|text| {
-            let bindings = Pattern::parse(text).matches(graph, bindings.of("?scores"), &bindings)?;
-            SCALED.iter().find_map(|text| {
-                let bindings = Pattern::parse(text).matches(graph, bindings.of("?s"), &bindings)?;
-                let scores = matmul(graph, graph.value(behind_casts(graph, bindings.of("?qk"))).node)?;
-                let dropout = bindings.get("?kept").is_some();
-                if dropout && graph.dtype(bindings.of("?draws")) != dtype.compute() {
-                    return None;
-                }
-                (graph.dtype(scores.out) == dtype && fit(graph, &bindings, dtype)).then_some(())?;
-                Some(Match {
-                    out: product.out,
-                    query: scores.left.clone(),
-                    key: scores.right.transposed(),
-                    value: product.right.clone(),
-                    scores: scores.out,
-                    weights,
-                    scale: Number::of(&bindings, "?scale", "?divisor"),
-                    dims: AttentionDims {
-                        causal: false,
-                        mask: bindings.get("?mask").is_some(),
-                        hidden: bindings.get("?hidden").is_some(),
-                        dropout,
-                    },
-                    bindings,
-                    gradient: None,
-                })
-            })
-        })
+    let start = Bindings::default().with("?weights", weights);
+    let ways = through(graph, FORWARD, start);
+    ways.into_iter()
+        .find_map(|bindings| complete(graph, product, bindings))
+}
+
+/// The attention that the layers in `bindings` make, if they are about products and of types that go together.
+fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match> {
+    let dtype = graph.dtype(product.out);
+    let scores = matmul(graph, graph.value(behind_casts(graph, bindings.of("?qk"))).node)?;
+    let has = |name: &str| bindings.get(name).is_some();
+    let dims = AttentionDims {
+        causal: false,
+        mask: has("?mask") || has("?bias"),
+        hidden: has("?hidden"),
+        mask_last: has("?bias"),
+        dropout: has("?kept"),
+        drop_scores: bindings.of("?t") != bindings.of("?s"),
+        safe: has("?nothing"),
+    };
+    let fits = graph.dtype(scores.out) == dtype
+        && fit(graph, &bindings, dtype)
+        && (!dims.dropout || graph.dtype(bindings.of("?draws")) == dtype.compute())
+        && (!dims.safe || guards_nothing_else(graph, &bindings));
+    fits.then(|| Match {
+        out: product.out,
+        query: scores.left.clone(),
+        key: scores.right.transposed(),
+        value: product.right.clone(),
+        scores: scores.out,
+        weights: bindings.of("?weights"),
+        scale: Number::of(&bindings, "?scale", "?divisor"),
+        dims,
+        bindings,
+        gradient: None,
     })
+}
+
+/// Whether the bounds of a safe softmax change rows alone of which every score is -inf: the largest score of any other is at least the
+/// least number, and the sum of its exponentials at least 1.
+fn guards_nothing_else(graph: &Graph, bindings: &Bindings) -> bool {
+    let lowest = bindings.of("?lowest");
+    let least_number = match graph.dtype(lowest) {
+        DType::F16 => -65504.0,
+        DType::BF16 => -3.3895313892515355e38,
+        DType::F32 => f64::from(f32::MIN),
+        _ => f64::MIN,
+    };
+    number(graph, lowest).is_some_and(|value| value <= least_number)
+        && number(graph, bindings.of("?least")).is_some_and(|value| value > 0.0 && value <= 1.0)
 }
 
 /// Whether numbers and masks are of types that an attention of `dtype` takes.
@@ -199,6 +259,7 @@ fn fit(graph: &Graph, bindings: &Bindings, dtype: DType) -> bool {
         "?scale",
         "?divisor",
         "?mask",
+        "?bias",
         "?fill",
         "?keep",
         "?factor",
@@ -269,28 +330,46 @@ fn gradient(graph: &Graph, one: &Match, products: &[Matmul]) -> Option<Gradient>
 
 /// Matches the gradient of the scores against that of scale, masks, softmax and dropout of `one`.
 fn d_scores_of(graph: &Graph, one: &Match, d_scores: Value, d_weights: Value) -> Option<Bindings> {
-    D_SCALED
-        .iter()
-        .find_map(|text| {
-            let mut known = Pattern::parse(text).matches(graph, d_scores, &one.bindings)?;
-            let mut d_masked = known.of("?d_s");
-            if one.dims.hidden {
-                known = Pattern::parse(D_HIDDEN).matches(graph, d_masked, &known)?;
-                is_zero(graph, known.of("?zero")).then_some(())?;
-                d_masked = known.of("?d_softmax");
-            }
-            let known = Pattern::parse(D_SOFTMAX).matches(graph, d_masked, &known)?;
-            if !one.dims.dropout {
-                return (behind_casts(graph, known.of("?dp")) == d_weights).then_some(known);
-            }
-            let known = first(graph, D_WEIGHTS, known.of("?dp"), &known)?;
-            (behind_casts(graph, known.of("?d_kept")) == d_weights).then_some(known)
-        })
-        .filter(|known| fit(graph, known, graph.dtype(one.out)))
+    let has = |name: &str| usize::from(one.bindings.get(name).is_some());
+    let layers: [(&str, &[&str]); 5] = [
+        ("?d_scores", D_SCALED),
+        ("?d_t", if one.dims.drop_scores { D_SCORES } else { &["?d_s"] }),
+        ("?d_s", D_MASKED[has("?hidden") + has("?also")]),
+        (
+            "?d_masked",
+            if one.dims.safe {
+                &[D_SAFE_SOFTMAX]
+            } else {
+                &[D_SOFTMAX]
+            },
+        ),
+        (
+            "?dp",
+            if one.dims.dropout && !one.dims.drop_scores {
+                D_WEIGHTS
+            } else {
+                &["?d_weights"]
+            },
+        ),
+    ];
+    let start = one.bindings.clone().with("?d_scores", d_scores);
+    let dtype = graph.dtype(one.out);
+    through(graph, &layers, start).into_iter().find(|known| {
+        let constant =
+            |name: &str, value: f64| known.get(name).is_none_or(|of| number(graph, of) == Some(value));
+        behind_casts(graph, known.of("?d_weights")) == d_weights
+            && fit(graph, known, dtype)
+            && constant("?zero", 0.0)
+            && (!one.dims.safe || constant("?minus", -1.0) && constant("?inner", -1.0))
+    })
 }
 
-fn is_zero(graph: &Graph, value: Value) -> bool {
-    matches!(&graph.def(value).op, Op::Constant { value, .. } if value.to_f64() == 0.0)
+/// The constant that `value` is.
+fn number(graph: &Graph, value: Value) -> Option<f64> {
+    match &graph.def(value).op {
+        Op::Constant { value, .. } => Some(value.to_f64()),
+        _ => None,
+    }
 }
 
 /// Keeps the matches whose scores nothing else needs.
@@ -327,7 +406,7 @@ fn operands(one: &Match) -> Vec<Value> {
     let mut list = vec![one.query.base, one.key.base, one.value.base];
     list.extend(one.scale.value());
     for name in [
-        "?mask", "?hidden", "?fill", "?seed", "?stream", "?keep", "?factor",
+        "?mask", "?bias", "?hidden", "?also", "?fill", "?seed", "?stream", "?keep", "?factor",
     ] {
         list.extend(one.bindings.get(name));
     }

@@ -3,8 +3,8 @@
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use kiln_graph::op::{Dims, Op, ReduceOp, UnaryOp};
-use kiln_graph::{DType, Graph, NodeData, Provenance, Rewriter, Scalar, TypeError, Value};
+use kiln_graph::op::{BinaryOp, Dims, Op, ReduceOp, UnaryOp};
+use kiln_graph::{DType, Graph, NodeData, Provenance, Rewriter, Scalar, Shape, TypeError, Value};
 
 use super::attention::{Gradient, Match, Number};
 use super::pattern::splat;
@@ -159,6 +159,21 @@ impl Build<'_> {
         self.add(Op::Reshape([1, 1, 1, 1].into()), &[number], p)
     }
 
+    /// What is hidden: by one mask, or by either of two.
+    fn hidden(&mut self, one: &Match, p: &Provenance) -> Result<Value, TypeError> {
+        let first = self.mask(one.bindings.of("?hidden"), p)?;
+        let Some(also) = one.bindings.get("?also") else {
+            return Ok(first);
+        };
+        let second = self.mask(also, p)?;
+        let graph = &mut self.rewriter.graph;
+        let extents = |axis: usize| graph.shape(first)[axis].max(graph.shape(second)[axis]);
+        let shape = Shape::from([0, 1, 2, 3].map(extents));
+        let first = graph.broadcast_to(first, &shape, p)?;
+        let second = graph.broadcast_to(second, &shape, p)?;
+        self.add(Op::Binary(BinaryOp::Or), &[first, second], p)
+    }
+
     /// The type that attention number `at` is computed in.
     fn compute(&self, at: usize) -> DType {
         self.graph.dtype(self.found[at].out).compute()
@@ -166,7 +181,8 @@ impl Build<'_> {
 
     /// Operands that forward and gradient share.
     fn operands(&mut self, at: usize, p: &Provenance) -> Result<SmallVec<[Value; 8]>, TypeError> {
-        let one = &self.found[at];
+        let found = self.found;
+        let one = &found[at];
         let query = self.view(&one.query, p)?;
         let (key, value) = match &self.shared[at] {
             Some(Shared { key, value }) => {
@@ -178,10 +194,11 @@ impl Build<'_> {
         let scale = self.number(one.scale, self.compute(at), p)?;
         let mut list = SmallVec::from_slice(&[query, key, value, scale]);
         if one.dims.mask {
-            list.push(self.mask(one.bindings.of("?mask"), p)?);
+            let name = if one.dims.mask_last { "?bias" } else { "?mask" };
+            list.push(self.mask(one.bindings.of(name), p)?);
         }
         if one.dims.hidden {
-            list.push(self.mask(one.bindings.of("?hidden"), p)?);
+            list.push(self.hidden(one, p)?);
             list.push(self.demand(one.bindings.of("?fill"))?);
         }
         if one.dims.dropout {

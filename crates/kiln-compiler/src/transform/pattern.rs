@@ -7,6 +7,8 @@
 //! (cast p)           to any type
 //! (wide p)           p, maybe behind casts between f32 and a type of 16 bits that is computed in f32
 //! (sum p) (max p)    a reduction over the last axis, and nothing else
+//! (argmax p)         the position of the largest along the last axis
+//! (iota)             the position along the last axis
 //! (row p)            a value for each row, repeated along the last axis
 //! (splat ?x)         one number in every element
 //! (= ?x p)           p, and ?x names it
@@ -15,7 +17,7 @@
 //!
 //! Inside `row`, values have one element for each row; reshapes that only put in or take out a last dimension of one are not seen.
 
-use kiln_graph::op::{BinaryOp, CompareOp, Op, RandomKind, ReduceOp, UnaryOp};
+use kiln_graph::op::{ArgReduceOp, BinaryOp, CompareOp, Op, RandomKind, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, Value};
 
 /// A parsed pattern.
@@ -217,6 +219,18 @@ fn matches(graph: &Graph, pattern: &Pattern, value: Value, in_row: bool, binding
             *op == wanted
                 && axes.as_slice() == [graph.shape(operand).rank() - 1]
                 && matches(graph, &p[0], operand, false, bindings)
+        }
+        Pattern::Apply("argmax", p) => {
+            let Op::ArgReduce { op, axis, .. } = &data.op else {
+                return false;
+            };
+            let operand = data.inputs[0];
+            *op == ArgReduceOp::Max
+                && axis + 1 == graph.shape(operand).rank()
+                && matches(graph, &p[0], operand, false, bindings)
+        }
+        Pattern::Apply("iota", _) => {
+            matches!(&data.op, Op::Iota { shape, axis, .. } if axis + 1 == shape.rank())
         }
         Pattern::Apply(name, operands) => {
             let Some(commutes) = is_op(name, &data.op).filter(|_| operands.len() == data.inputs.len()) else {

@@ -213,6 +213,9 @@ impl Rule<'_> {
             Op::AttentionGrad(dims) => (dims, true),
             other => unreachable!("{} is no attention", other.name()),
         };
+        self.require(dims.is_consistent(), || {
+            "mask_last takes mask and hidden, drop_scores takes dropout".into()
+        })?;
         let at = dims.operands();
         let expected = if gradient { at.gradient } else { at.forward };
         self.require(self.inputs.len() == expected, || {

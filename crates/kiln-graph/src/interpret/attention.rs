@@ -3,8 +3,8 @@
 //! For query row `i` of a head, with `m` the mask and `r` the dropout mask (0 or `factor`):
 //!
 //! ```text
-//! s_j  = scale * q_i . k_j + m_ij         fill where j is hidden, -inf where causal order forbids j
-//! p_j  = exp(s_j - max_j s_j) / sum_j exp(s_j - max_j s_j)
+//! s_j  = scale * q_i . k_j + m_ij         fill where j is hidden (+ m_ij, if the mask comes last), -inf where causal order forbids j
+//! p_j  = exp(s_j - max_j s_j) / sum_j exp(s_j - max_j s_j)         0 where all are -inf, if safe
 //! out  = sum_j p_j r_j v_j
 //! ```
 //!
@@ -14,6 +14,8 @@
 //! dv_j += p_j r_j g      ds_j = p_j (r'_j (g . v_j) + inner D)      0 where j is hidden
 //! dq   += d_scale sum_j ds_j k_j      dk_j += d_scale ds_j q_i
 //! ```
+//!
+//! Where dropout is of scores, `r` multiplies `scale` instead, and `r'` multiplies `d_scale`.
 
 use std::rc::Rc;
 
@@ -35,7 +37,7 @@ struct Operands<'a> {
     /// Which probabilities dropout keeps, `[b, h, t, s]`.
     dropout: Option<Vec<bool>>,
     factor: f64,
-    causal: bool,
+    dims: AttentionDims,
     /// Batch, query heads, key heads, query length, key length, width of a query, width of a value.
     batch: usize,
     heads: usize,
@@ -78,7 +80,7 @@ impl<'a> Operands<'a> {
             fill: at.hidden.map_or(0.0, |at| x[at + 1].floats()[0]),
             dropout,
             factor: at.dropout.map_or(1.0, |at| x[at + 3].floats()[0]),
-            causal: dims.causal,
+            dims,
             batch,
             heads,
             key_heads,
@@ -132,23 +134,40 @@ impl<'a> Operands<'a> {
     fn scores(&self, row: usize) -> Vec<f64> {
         let i = row % self.length;
         let score = |j: usize| {
-            if self.causal && j + self.length > i + self.key_length {
+            if self.dims.causal && j + self.length > i + self.key_length {
                 return f64::NEG_INFINITY;
             }
+            let mask = self
+                .mask
+                .map_or(0.0, |(mask, extents)| mask[self.position(row, j, extents)]);
             if self.is_hidden(row, j) {
-                return self.fill;
+                return self.fill + if self.dims.mask_last { mask } else { 0.0 };
             }
             let product = dot(self.query(row), self.key(self.key_row(row, j))) * self.scale;
-            match self.mask {
-                Some((mask, extents)) => product + mask[self.position(row, j, extents)],
-                None => product,
-            }
+            product * self.dropped_score(row, j, self.factor) + mask
         };
         (0..self.key_length).map(score).collect()
     }
 
-    /// What dropout, with this factor, makes of 1 at key position `j`.
+    /// What dropout of probabilities, with this factor, makes of 1 at key position `j`.
     fn dropped(&self, row: usize, j: usize, factor: f64) -> f64 {
+        if self.dims.drop_scores {
+            1.0
+        } else {
+            self.kept(row, j, factor)
+        }
+    }
+
+    /// The same of dropout of scores.
+    fn dropped_score(&self, row: usize, j: usize, factor: f64) -> f64 {
+        if self.dims.drop_scores {
+            self.kept(row, j, factor)
+        } else {
+            1.0
+        }
+    }
+
+    fn kept(&self, row: usize, j: usize, factor: f64) -> f64 {
         match &self.dropout {
             Some(kept) if !kept[row * self.key_length + j] => 0.0,
             Some(_) => factor,
@@ -173,11 +192,15 @@ pub(super) fn attention(x: &[Rc<Array>], dims: AttentionDims) -> SmallVec<[Array
     let mut stats = Vec::with_capacity(2 * operands.rows());
     for row in 0..operands.rows() {
         let scores = operands.scores(row);
-        let largest = scores
+        let mut largest = scores
             .iter()
             .fold(f64::NEG_INFINITY, |a, &b| super::array::Number::max(a, b));
+        let nothing = dims.safe && largest == f64::NEG_INFINITY;
+        if nothing {
+            largest = 0.0;
+        }
         let exps: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
-        let sum: f64 = exps.iter().sum();
+        let sum = if nothing { 1.0 } else { exps.iter().sum::<f64>() };
         let result = &mut out[row * operands.value_width..][..operands.value_width];
         for (j, exp) in exps.iter().enumerate() {
             let probability = exp / sum * operands.dropped(row, j, operands.factor);
@@ -230,7 +253,8 @@ pub(super) fn attention_grad(x: &[Rc<Array>], dims: AttentionDims) -> SmallVec<[
             if operands.is_hidden(row, j) {
                 continue;
             }
-            let d_score = probability(j) * (d_probability(j) + inner * delta) * d_scale;
+            let d_score = probability(j) * (d_probability(j) + inner * delta);
+            let d_score = d_score * d_scale * operands.dropped_score(row, j, d_factor);
             add_scaled(&mut dq[row * width..][..width], d_score, operands.key(key_row));
             add_scaled(&mut dk[key_row * width..][..width], d_score, operands.query(row));
         }

@@ -321,11 +321,15 @@ impl Builder<'_> {
     }
 
     pub(super) fn attention(&mut self) {
+        let [mask, hidden, dropout] = [self.chance(2), self.chance(3), self.chance(3)];
         let dims = AttentionDims {
             causal: self.chance(2),
-            mask: self.chance(2),
-            hidden: self.chance(3),
-            dropout: self.chance(3),
+            mask,
+            hidden,
+            mask_last: mask && hidden && self.chance(2),
+            dropout,
+            drop_scores: dropout && self.chance(2),
+            safe: self.chance(3),
         };
         let dtype = self.float_dtype();
         let (batch, key_heads, repeat) = (self.between(1, 2), self.between(1, 2), self.between(1, 2));
@@ -365,11 +369,13 @@ impl Builder<'_> {
             operands.push(self.constant(0.75, number));
             operands.push(self.constant(1.25, number));
         }
-        // Scores are at most width * 2 * 2 / 2 + 2; each of their errors moves a probability by at most as much.
+        // Scores are at most width * 2 * 2 / 2, raised by dropout, + 2, or fill + 2; each of their errors moves a probability by at most
+        // as much.
         let d = width as f64;
-        let score_bound = 0.5 * d * q.bound * k.bound + 2.0;
+        let factor = if dims.drop_scores { 0.5 * 1.25 } else { 0.5 };
+        let score_bound = factor * d * q.bound * k.bound + 4.0;
         let score_error =
-            0.5 * d * (q.error * k.bound + k.error * q.bound) + 2.0 * d * rounding(compute, score_bound);
+            factor * d * (q.error * k.bound + k.error * q.bound) + 3.0 * d * rounding(compute, score_bound);
         let n = key_length as f64;
         let out_bound = v.bound * if dims.dropout { 1.25 } else { 1.0 };
         let out_error = 2.0 * out_bound * (2.0 * score_error + n * rounding(compute, 1.0))

@@ -17,6 +17,7 @@ mod simple;
 
 use proptest::prelude::{Strategy, any};
 
+use crate::op::AttentionDims;
 use crate::{DType, Graph, HostTensor, Op, Scalar, TensorType};
 use build::{Builder, Rng};
 
@@ -147,6 +148,21 @@ pub fn graphs(config: GraphConfig) -> impl Strategy<Value = RandomGraph> {
             },
         )
     })
+}
+
+/// Every combination of what varies between attentions.
+pub fn every_attention() -> impl Iterator<Item = AttentionDims> {
+    (0..128u8)
+        .map(|bits| AttentionDims {
+            causal: bits & 1 != 0,
+            mask: bits & 2 != 0,
+            hidden: bits & 4 != 0,
+            mask_last: bits & 8 != 0,
+            dropout: bits & 16 != 0,
+            drop_scores: bits & 32 != 0,
+            safe: bits & 64 != 0,
+        })
+        .filter(AttentionDims::is_consistent)
 }
 
 /// A tensor of exact small numbers: multiples of 1/16 in `[-2, 2]` for floats (exact in every float type, with ties), -9 to 9 for

@@ -121,7 +121,7 @@ fields! {
     DotDims { opt a_batch, opt b_batch, opt a_contract, opt b_contract }
     ConvDims { key stride, key pad_low, key pad_high, key dilation, key groups }
     Window { key size, key stride, key pad_low, key pad_high, key dilation, opt ceil_mode }
-    AttentionDims { opt causal, opt mask, opt hidden, opt dropout }
+    AttentionDims { opt causal, opt mask, opt hidden, opt mask_last, opt dropout, opt drop_scores, opt safe }
     ExternOp { word name, opt attributes, result outputs }
 }
 

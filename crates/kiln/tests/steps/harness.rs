@@ -32,8 +32,8 @@ pub fn turn() -> MutexGuard<'static, ()> {
 }
 
 /// Trains a model with an optimizer on backend `$reference`, eagerly, then in every compiled way, and
-/// compares. `$model` and `$optim` are expressions generic over the backend; all runs start from equal
-/// weights and draw the same random numbers.
+/// compares; gives the reports of the regions. `$model` and `$optim` are expressions generic over the backend; all
+/// runs start from equal weights and draw the same random numbers.
 macro_rules! compare {
     ($reference:ty, $ty:ident, |$device:ident| $model:expr, $optim:expr, $steps:expr, [$($backend:ident),*]) => {{
         use burn::tensor::backend::Backend;
@@ -56,7 +56,7 @@ macro_rules! compare {
         let model = fresh();
         seed();
         $crate::harness::train_plain(model, $optim, $steps, $device).assert_close(&expected, &format!("eager {what}"));
-        $(
+        [$({
             let backend = kiln::CompileBackend::$backend;
             let model = fresh();
             seed();
@@ -73,7 +73,8 @@ macro_rules! compare {
             seed();
             $crate::harness::train_replayed(model, $optim, $steps, backend)
                 .assert_close(&expected, &format!("{backend} replayed {what}"));
-        )*
+            report
+        }),*]
     }};
 }
 pub(crate) use compare;

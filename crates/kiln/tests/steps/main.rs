@@ -5,6 +5,7 @@
 //! key in attention, a bias before batch norm) into a step of the size of their epsilon's choosing; here
 //! epsilon is large enough that rounding stays rounding.
 
+mod attention;
 mod budgets;
 mod harness;
 mod models;
@@ -23,14 +24,14 @@ const EPSILON: f32 = 1e-3;
 
 macro_rules! check {
     ($ty:ident, |$device:ident| $model:expr, $optim:expr) => {
-        compare!(
+        let _ = compare!(
             Compiled,
             $ty,
             |$device| $model,
             $optim,
             STEPS,
             [AotEager, Candle, Cpu]
-        )
+        );
     };
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use kiln_cpu::Isa;
 
-use super::forward::{MaskRows, Memory, Seen, scores};
+use super::forward::{Dropout, MaskRows, Memory, Seen, scores};
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
 use super::rows::{self, Words};
@@ -213,35 +213,23 @@ fn each_row(
     helpers: &mut BTreeSet<crate::kernels::Helper>,
 ) -> String {
     let e = &spec.extents;
-    let (lanes, ld, masks) = (plan.lanes, plan.ld, mask_rows.masks);
-    let ((real, vf), words) = (plan.element.ctypes(), Words::of(plan));
+    let (ld, masks) = (plan.ld, mask_rows.masks);
+    let (real, words) = (plan.element.ctype(), Words::of(plan));
     let probabilities = rows::probabilities(masks, words, helpers);
     let score_gradients = rows::score_gradients(masks.hide, words, helpers);
-    let (before, after) = if spec.dropout {
-        let draws = rows::draws(words, helpers);
-        let times = |to: &str, factor: &str| {
-            format!(
-                "for (int64_t j = 0; j < n; j += {lanes}) {vf}_store({to} + j, {vf}_load({to} + j) * {vf}_load(kept + draw % 4 + j) * {factor});\n"
-            )
-        };
-        (
-            format!(
-                "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, keep);\n{}",
-                e.heads,
-                e.queries,
-                e.keys,
-                times("d", "d_factor")
-            ),
-            times("x", "factor"),
-        )
+    let dropout = Dropout::new(spec, plan, helpers);
+    let (of_products, of_gradients) = (dropout.times("x", "factor"), dropout.times("d", "d_factor"));
+    let (before, after) = if spec.drop_scores {
+        (of_products, of_gradients)
     } else {
-        (String::new(), String::new())
+        (of_gradients, of_products)
     };
     format!(
-        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld}, *d = d_strip + r * {ld};\n{}{}    const {real} sum = {probabilities}(x, d, n, scale, \
+        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld}, *d = d_strip + r * {ld};\n{}{}{}    const {real} sum = {probabilities}(x, d, n, scale, \
          {}{} + ((batch * {} + head) * {} + row) * 2);\n    {score_gradients}(x, d, n, end, {}inner * sum, d_scale);\n{}}}\n",
         seen.row,
         indent(&mask_rows.by_row, 4),
+        indent(&dropout.draw, 4),
         indent(&before, 4),
         masks.arguments(),
         spec.stats,

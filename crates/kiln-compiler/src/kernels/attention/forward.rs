@@ -103,6 +103,7 @@ impl MaskRows {
         let masks = Masks {
             bias: spec.mask.is_some(),
             hide: spec.hidden.is_some(),
+            bias_last: spec.mask_last,
         };
         Self {
             masks,
@@ -197,13 +198,54 @@ fn last_seen(spec: &AttentionSpec, hidden: &View) -> String {
     )
 }
 
+/// Statements of dropout in the loop over rows.
+pub(super) struct Dropout {
+    /// Draws for a row.
+    pub draw: String,
+    exists: bool,
+    lanes: usize,
+    vf: &'static str,
+}
+
+impl Dropout {
+    pub fn new(spec: &AttentionSpec, plan: &Plan, helpers: &mut BTreeSet<Helper>) -> Self {
+        let e = &spec.extents;
+        let draw = if spec.dropout {
+            let draws = rows::draws(Words::of(plan), helpers);
+            format!(
+                "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, keep);\n",
+                e.heads, e.queries, e.keys
+            )
+        } else {
+            String::new()
+        };
+        Self {
+            draw,
+            exists: spec.dropout,
+            lanes: plan.lanes,
+            vf: plan.element.vector(),
+        }
+    }
+
+    /// Drops out of the row `of`, and multiplies what stays by `factor`.
+    pub fn times(&self, of: &str, factor: &str) -> String {
+        if !self.exists {
+            return String::new();
+        }
+        let Self { lanes, vf, .. } = self;
+        format!(
+            "for (int64_t j = 0; j < n; j += {lanes}) {vf}_store({of} + j, {vf}_load({of} + j) * {vf}_load(kept + draw % 4 + j) * {factor});\n"
+        )
+    }
+}
+
 /// `out = softmax(query key^T * scale, masked) value` and the statistics.
 pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
     let plan = Plan::new(spec, isa);
     let e = &spec.extents;
     let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
     let mut helpers = BTreeSet::new();
-    let (real, vf) = plan.element.ctypes();
+    let (real, _) = plan.element.ctypes();
     let words = Words::of(&plan);
     let mut memory = Memory::new();
     memory.part(real, "turned", plan.turned(e.keys, e.width));
@@ -261,26 +303,25 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
         "strip",
         &mut helpers,
     );
-    let weights = rows::weights(mask_rows.masks, words, &mut helpers);
-    let dropped = if spec.dropout {
-        let draws = rows::draws(words, &mut helpers);
-        format!(
-            "const int64_t draw = ((batch * {} + head) * {} + row) * {};\n{draws}(kept, n, *seed, *stream, draw, keep);\nfor (int64_t j = 0; j < n; j += \
-             {lanes}) {vf}_store(x + j, {vf}_load(x + j) * {vf}_load(kept + draw % 4 + j) * factor);\n",
-            e.heads, e.queries, e.keys
-        )
+    let weights = rows::weights(mask_rows.masks, spec.safe, words, &mut helpers);
+    let dropout = Dropout::new(spec, &plan, &mut helpers);
+    let dropped = dropout.times("x", "factor");
+    let (of_scores, of_weights) = if spec.drop_scores {
+        (dropped.as_str(), "")
     } else {
-        String::new()
+        ("", dropped.as_str())
     };
     let each_row = format!(
-        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld};\n{}    {weights}(x, n, end, {}{} + ((batch * {} + head) * {} + row) * 2);\n{}}}\n",
+        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld};\n{}{}{}    {weights}(x, n, end, {}{} + ((batch * {} + head) * {} + row) * 2);\n{}}}\n",
         seen.row,
         indent(&mask_rows.by_row, 4),
+        indent(&dropout.draw, 4),
+        indent(of_scores, 4),
         mask_rows.masks.arguments(),
         spec.stats,
         e.heads,
         e.queries,
-        indent(&dropped, 4),
+        indent(of_weights, 4),
     );
     let combine = product(
         &plan,

@@ -89,10 +89,16 @@ pub struct AttentionSpec {
     pub mask: Option<(View, Storage)>,
     /// `uint8_t`: where not 0 the score is `fill`.
     pub hidden: Option<View>,
+    /// Whether `mask` is added after hiding, to `fill` too.
+    pub mask_last: bool,
     /// Whether keys past the last one that a row sees may be left out: `fill` is so low that their weights are zero.
     pub skips: bool,
     /// Whether weights are multiplied by `factor` where the uniform draw is below `keep`, and dropped elsewhere.
     pub dropout: bool,
+    /// Whether dropout is of the scores, before masks, and not of the weights.
+    pub drop_scores: bool,
+    /// Whether a row of which every score is -inf has weights of zero.
+    pub safe: bool,
     /// The statistics (largest score, sum of exponentials), contiguous: C expression of the address. Written by the forward kernel.
     pub stats: String,
     /// The parameters.

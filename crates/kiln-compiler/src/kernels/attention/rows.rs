@@ -45,6 +45,8 @@ pub(super) struct Masks {
     pub bias: bool,
     /// Some keys are hidden.
     pub hide: bool,
+    /// The bias is added after hiding, to the fill too.
+    pub bias_last: bool,
 }
 
 impl Masks {
@@ -53,6 +55,7 @@ impl Masks {
             (false, false) => "",
             (true, false) => "_biased",
             (false, true) => "_hidden",
+            (true, true) if self.bias_last => "_hidden_biased",
             (true, true) => "_biased_hidden",
         }
     }
@@ -68,7 +71,11 @@ impl Masks {
     fn among(self, bias: &str, hide: &str) -> String {
         let bias = if self.bias { bias } else { "" };
         let hide = if self.hide { hide } else { "" };
-        format!("{bias}{hide}")
+        if self.bias_last {
+            format!("{hide}{bias}")
+        } else {
+            format!("{bias}{hide}")
+        }
     }
 
     /// Arguments of the functions here.
@@ -95,8 +102,9 @@ fn define(helpers: &mut BTreeSet<Helper>, name: String, head: &str, body: &str, 
     name
 }
 
-/// `name(x, n, end, .., stats)`: scores become `exp(score - largest)`, zero from `n` to `end`; `stats` gets the largest and the sum.
-pub(super) fn weights(masks: Masks, words: Words, helpers: &mut BTreeSet<Helper>) -> String {
+/// `name(x, n, end, .., stats)`: scores become `exp(score - largest)`, zero from `n` to `end`; `stats` gets the largest and the sum, 0 and 1 where
+/// all are -inf and that is `safe`.
+pub(super) fn weights(masks: Masks, safe: bool, words: Words, helpers: &mut BTreeSet<Helper>) -> String {
     let Words {
         real,
         vf,
@@ -105,7 +113,11 @@ pub(super) fn weights(masks: Masks, words: Words, helpers: &mut BTreeSet<Helper>
         suffix,
         lanes,
     } = words;
-    let name = format!("kiln_attention_weights{}{suffix}", masks.suffix());
+    let name = format!(
+        "kiln_attention_weights{}{}{suffix}",
+        masks.suffix(),
+        if safe { "_safe" } else { "" }
+    );
     let head = format!(
         "void {name}({real} *x, int64_t n, int64_t end, {}{real} *stats)",
         masks.params(words)
@@ -115,14 +127,27 @@ pub(super) fn weights(masks: Masks, words: Words, helpers: &mut BTreeSet<Helper>
     } else {
         String::new()
     };
+    let (most, total) = if safe {
+        (
+            format!(
+                "const {real} found = {vf}_largest(largest), most = found > -KILN_INF ? found : 0.0f;\n    "
+            ),
+            format!("const {real} total = {vf}_sum(sum);\n    stats[1] = total == 0.0f ? 1.0f : total;\n"),
+        )
+    } else {
+        (
+            format!("const {real} most = {vf}_largest(largest);\n    "),
+            format!("stats[1] = {vf}_sum(sum);\n"),
+        )
+    };
     let body = format!(
         "    {vf} largest = {vf}_set1(-KILN_INF), sum = {{0}};\n    int64_t j = 0;\n    for (; j + {lanes} <= n; j += {lanes}) {{\n        {vf} v = {vf}_load(x + \
          j);{apply}{store}\n        largest = {vf}_larger(v, largest);\n    }}\n    if (j < n) {{\n        {vf} v = {vf}_load(x + j);{apply}\n        v = \
          {vf}_select({vi}_iota() < ({int})(n - j), v, {vf}_set1(-KILN_INF));\n        {vf}_store(x + j, v);\n        largest = {vf}_larger(v, largest);\n    \
-         }}\n    const {real} most = {vf}_largest(largest);\n    for (j = 0; j + {lanes} <= n; j += {lanes}) {{\n        {vf} v = {vf}_exp_down({vf}_load(x + j) - \
+         }}\n    {most}for (j = 0; j + {lanes} <= n; j += {lanes}) {{\n        {vf} v = {vf}_exp_down({vf}_load(x + j) - \
          most);\n        {vf}_store(x + j, v);\n        sum += v;\n    }}\n    if (j < n) {{\n        {vf} v = {vf}_exp_down({vf}_load(x + j) - most);\n        v = \
          {vf}_select({vi}_iota() < ({int})(n - j), v, ({vf}){{0}});\n        {vf}_store(x + j, v);\n        sum += v;\n        j += {lanes};\n    }}\n    for (; j < \
-         end; j += {lanes}) {vf}_store(x + j, ({vf}){{0}});\n    stats[0] = most;\n    stats[1] = {vf}_sum(sum);\n",
+         end; j += {lanes}) {vf}_store(x + j, ({vf}){{0}});\n    stats[0] = most;\n    {total}",
         apply = masks.apply(words),
     );
     define(
@@ -180,7 +205,11 @@ pub(super) fn score_gradients(hide: bool, words: Words, helpers: &mut BTreeSet<H
         "kiln_attention_score_gradients{}{suffix}",
         if hide { "_hidden" } else { "" }
     );
-    let masks = Masks { bias: false, hide };
+    let masks = Masks {
+        bias: false,
+        hide,
+        bias_last: false,
+    };
     let head = format!(
         "void {name}({real} *p, {real} *d, int64_t n, int64_t end, {}{real} inner, {real} scale)",
         masks.among("", &format!("const {int} *hide, "))
