@@ -12,6 +12,8 @@
 //! - uniform and normal in f32, f16, bf16: word `i % 4` of block `i / 4` (normal: see [`normal_pair`]);
 //! - uniform and normal in f64, and integers: words `2 (i % 2)` and `2 (i % 2) + 1` of block `i / 2`, low word first.
 
+use rayon::prelude::*;
+
 use crate::op::RandomKind;
 use crate::{DType, HostTensor, Shape};
 
@@ -122,9 +124,14 @@ pub fn fill(
             HostTensor::from_ints(dtype, shape.clone(), values)
         }
         RandomKind::Uniform if dtype == DType::F32 => {
-            let mut values = Vec::with_capacity(shape.numel());
-            for_each_word(seed, stream, count, |word| {
-                values.push((word >> 8) as f32 * (1.0 / 16_777_216.0))
+            let values = by_block(shape.numel(), seed, stream, |words| words.map(unit_f32));
+            HostTensor::from_vec(shape.clone(), values)
+        }
+        RandomKind::Normal if dtype == DType::F32 => {
+            let values = by_block(shape.numel(), seed, stream, |words| {
+                let [u1, u2, u3, u4] = words.map(|word| f64::from(unit_f32(word)));
+                let ((a, b), (c, d)) = (normal_pair(1.0 - u1, u2), normal_pair(1.0 - u3, u4));
+                [a, b, c, d].map(|x| x as f32)
             });
             HostTensor::from_vec(shape.clone(), values)
         }
@@ -148,17 +155,26 @@ pub fn fill(
     }
 }
 
-/// Calls `f` with the first `count` words of a stream, one block at a time.
-fn for_each_word(seed: u64, stream: u64, count: u64, mut f: impl FnMut(u32)) {
-    let mut left = count;
-    let mut index = 0;
-    while left > 0 {
-        for &word in block(seed, stream, index).iter().take(left.min(4) as usize) {
-            f(word);
-        }
-        left -= left.min(4);
-        index += 1;
-    }
+/// The uniform draw in f32 from a word.
+fn unit_f32(word: u32) -> f32 {
+    (word >> 8) as f32 * (1.0 / 16_777_216.0)
+}
+
+/// The first `count` numbers that `numbers` makes of the blocks of a stream, by all threads.
+fn by_block(count: usize, seed: u64, stream: u64, numbers: impl Fn([u32; 4]) -> [f32; 4] + Sync) -> Vec<f32> {
+    /// Blocks of a piece of work: some ten microseconds.
+    const BLOCKS: usize = 512;
+    let mut values = vec![0.0; count];
+    values
+        .par_chunks_mut(4 * BLOCKS)
+        .enumerate()
+        .for_each(|(piece, values)| {
+            for (at, four) in values.chunks_mut(4).enumerate() {
+                let numbers = numbers(block(seed, stream, (piece * BLOCKS + at) as u64));
+                four.copy_from_slice(&numbers[..four.len()]);
+            }
+        });
+    values
 }
 
 #[cfg(test)]
@@ -198,11 +214,26 @@ mod tests {
             let each: Vec<f64> = (0..21).map(|i| uniform(7, 9, i, dtype)).collect();
             assert_eq!(tensor.to_f64s(), each, "{dtype}");
         }
-        let tensor = fill(RandomKind::Normal, DType::F64, &shape, 7, 9, (0, 0));
-        assert_eq!(
-            tensor.to_f64s(),
-            (0..21).map(|i| normal(7, 9, i, DType::F64)).collect::<Vec<_>>()
+        for dtype in [DType::F64, DType::F32] {
+            let tensor = fill(RandomKind::Normal, dtype, &shape, 7, 9, (0, 0));
+            let each = (0..21).map(|i| normal(7, 9, i, dtype));
+            assert_eq!(
+                tensor,
+                HostTensor::from_floats(dtype, shape.clone(), each),
+                "{dtype}"
+            );
+        }
+        // Longer than a piece of work.
+        let tensor = fill(
+            RandomKind::Uniform,
+            DType::F32,
+            &Shape::from([5001]),
+            7,
+            9,
+            (0, 0),
         );
+        let each: Vec<f64> = (0..5001).map(|i| uniform(7, 9, i, DType::F32)).collect();
+        assert_eq!(tensor.to_f64s(), each);
     }
 
     #[test]
