@@ -54,6 +54,8 @@ const FORWARD: &[(&str, &[&str])] = &[
             "(wide (add (wide (select ?also (splat ?fill) (wide (select ?hidden (splat ?fill) ?s)))) ?bias))",
             "(wide (add (wide (select ?hidden (splat ?fill) ?s)) ?bias))",
             "(wide (select ?also (splat ?fill) (wide (select ?hidden (splat ?fill) ?s))))",
+            "(wide (select ?hidden (splat ?fill) (wide (add ?s ?mask))))",
+            "(wide (select ?hidden (splat ?fill) (wide (add ?mask ?s))))",
             "(wide (select ?hidden (splat ?fill) ?s))",
             "(wide (add ?s ?mask))",
             "(wide (add ?mask ?s))",
