@@ -107,9 +107,23 @@ fn hide(tensors: &mut [HostTensor], [b, _, _, t, s, ..]: Extents) {
 }
 
 fn check(extents: Extents, dims: AttentionDims, fill: f64, isa: Isa, types: Types) {
+    check_on(extents, dims, fill, isa, types, types.tolerance(), |_| ());
+}
+
+/// With changed arguments, to within `tolerance`.
+fn check_on(
+    extents: Extents,
+    dims: AttentionDims,
+    fill: f64,
+    isa: Isa,
+    types: Types,
+    tolerance: f64,
+    change: impl Fn(&mut [HostTensor]),
+) {
     let graph = step(extents, dims, fill, types);
     let (mut tensors, scalars) = random_arguments(&graph, 11);
     hide(&mut tensors, extents);
+    change(&mut tensors);
     let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
     let step = build(&graph, |options| options.isa = isa).unwrap();
     let actual = run(&step, &graph, &tensors, &scalars, 1);
@@ -123,7 +137,7 @@ fn check(extents: Extents, dims: AttentionDims, fill: f64, isa: Isa, types: Type
             .sum::<f64>()
             .sqrt();
         assert!(
-            distance <= types.tolerance() * norm,
+            distance <= tolerance * norm,
             "{extents:?} {dims:?} {types:?} {isa}: output {number} is off by {:e}",
             distance / norm
         );
@@ -194,6 +208,39 @@ fn narrower_vectors() {
         check([1, 2, 1, 45, 61, 20, 12], all, F32.lowest(), isa, F32);
         check([1, 2, 2, 33, 33, 16, 16], PLAIN, 0.0, isa, F32);
     }
+}
+
+/// A fill that hides from most rows, but not from those that score as low themselves.
+#[test]
+fn fills_that_count_in_some_rows() {
+    let isa = Toolchain::detect().unwrap().isa();
+    let hidden = AttentionDims {
+        hidden: true,
+        ..PLAIN
+    };
+    let extents = [2, 2, 2, 70, 70, 32, 16];
+    check(extents, hidden, -1e4, isa, F32);
+    let all = AttentionDims {
+        mask: true,
+        dropout: true,
+        drop_scores: true,
+        ..hidden
+    };
+    check([2, 4, 2, 37, 90, 5, 7], all, -1e3, isa, F32);
+    // The first head's queries and keys point in opposite directions: its scores are around -1000.
+    let oppose = |tensors: &mut [HostTensor]| {
+        for (tensor, factor) in tensors.iter_mut().zip([1.0, -50.0]) {
+            let shape = tensor.ty().shape.clone();
+            let head = shape[2] * shape[3];
+            let elements = tensor.to_f64s().into_iter().enumerate();
+            let first = |at: usize| (at / head).is_multiple_of(shape[1]);
+            let opposed = elements.map(|(at, x)| if first(at) { x.abs() * factor } else { x });
+            let opposed: Vec<f64> = opposed.collect();
+            *tensor = HostTensor::from_floats(tensor.ty().dtype, shape, opposed);
+        }
+    };
+    // Scores of that size are exact to about 1e-4.
+    check_on(extents, hidden, -1e3, isa, F32, 1e-3, oppose);
 }
 
 /// Masks and dropout in other orders, and rows that see nothing.

@@ -7,7 +7,7 @@ use super::contract::{pointer, storage, window};
 use super::nest::Argument;
 use super::{Call, EmitOptions};
 use crate::kernels::Param;
-use crate::kernels::attention::{self, AttentionSpec, Extents, Gradients, View};
+use crate::kernels::attention::{self, AttentionSpec, Extents, Gradients, Skips, View};
 use crate::kernels::element::Storage;
 use crate::schedule::layout::strides;
 use crate::schedule::{Buffer, Kernel};
@@ -185,7 +185,7 @@ impl Parameters<'_> {
             mask_last: dims.mask_last,
             skips: at
                 .hidden
-                .is_some_and(|at| is_lowest(self.graph, inputs[at + 1], dims.mask_last)),
+                .map_or(Skips::Never, |at| skips(self.graph, inputs[at + 1], dims)),
             dropout: dims.dropout,
             drop_scores: dims.drop_scores,
             safe: dims.safe,
@@ -206,16 +206,23 @@ impl Parameters<'_> {
     }
 }
 
-/// Whether a score of this makes a weight of zero beside any other that its type is meant for; `raised` says that more is added to it.
-fn is_lowest(graph: &Graph, fill: Value, raised: bool) -> bool {
-    let lowest = match graph.dtype(fill) {
-        _ if raised => f64::NEG_INFINITY,
+/// What a score of `fill` says of hidden keys.
+fn skips(graph: &Graph, fill: Value, dims: &AttentionDims) -> Skips {
+    let Op::Constant { value, .. } = graph.def(fill).op else {
+        return Skips::Never;
+    };
+    // Beside any score that its type is meant for. What a mask adds may raise it.
+    let zero = match graph.dtype(fill) {
+        _ if dims.mask_last => f64::NEG_INFINITY,
         DType::F16 => -65504.0,
         _ => -1e30,
     };
-    match graph.def(fill).op {
-        Op::Constant { value, .. } => value.to_f64() <= lowest,
-        _ => false,
+    // Written by programs that mean a mask. Of a row that sees nothing but -inf the statistics of a safe softmax do not tell.
+    let low = if dims.mask_last || dims.safe { zero } else { -1e3 };
+    match value.to_f64() {
+        value if value <= zero => Skips::Always,
+        value if value <= low => Skips::Mostly,
+        _ => Skips::Never,
     }
 }
 

@@ -43,7 +43,8 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
     memory.part(real, "d_keys", plan.key_rows * plan.width);
     memory.part(real, "d_values", plan.key_rows * plan.value_width);
     let mask_rows = MaskRows::new(spec, &plan, &mut memory);
-    let seen = Seen::new(spec, &plan, &mut memory);
+    let most = format!("({})[0]", spec.stats_of("row0 + r"));
+    let seen = Seen::new(spec, &plan, &spec.fill_counts(&most), &mut memory);
     if spec.dropout {
         memory.part(real, "kept", ld + 3 * lanes);
     }
@@ -212,7 +213,6 @@ fn each_row(
     seen: &Seen,
     helpers: &mut BTreeSet<crate::kernels::Helper>,
 ) -> String {
-    let e = &spec.extents;
     let (ld, masks) = (plan.ld, mask_rows.masks);
     let (real, words) = (plan.element.ctype(), Words::of(plan));
     let probabilities = rows::probabilities(masks, words, helpers);
@@ -226,15 +226,13 @@ fn each_row(
     };
     format!(
         "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld}, *d = d_strip + r * {ld};\n{}{}{}    const {real} sum = {probabilities}(x, d, n, scale, \
-         {}{} + ((batch * {} + head) * {} + row) * 2);\n    {score_gradients}(x, d, n, end, {}inner * sum, d_scale);\n{}}}\n",
+         {}{});\n    {score_gradients}(x, d, n, end, {}inner * sum, d_scale);\n{}}}\n",
         seen.row,
         indent(&mask_rows.by_row, 4),
         indent(&dropout.draw, 4),
         indent(&before, 4),
         masks.arguments(),
-        spec.stats,
-        e.heads,
-        e.queries,
+        spec.stats_of("row"),
         if masks.hide { "hide, " } else { "" },
         indent(&after, 4),
     )

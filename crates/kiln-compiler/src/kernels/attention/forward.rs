@@ -7,7 +7,7 @@ use kiln_cpu::Isa;
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
 use super::rows::{self, Masks, Words};
-use super::{AttentionSpec, View};
+use super::{AttentionSpec, Skips, View};
 use crate::kernels::tile::Access;
 use crate::kernels::{Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
 
@@ -127,7 +127,8 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    pub fn new(spec: &AttentionSpec, plan: &Plan, memory: &mut Memory) -> Self {
+    /// `all` is a C condition for row `row0 + r` to take all keys where hidden ones are left out mostly.
+    pub fn new(spec: &AttentionSpec, plan: &Plan, all: &str, memory: &mut Memory) -> Self {
         let e = &spec.extents;
         let (queries, keys, ld, tile) = (e.queries as i64, e.keys as i64, plan.ld, plan.tile);
         if !spec.varies() {
@@ -140,10 +141,13 @@ impl Seen {
         }
         let mut by_head = String::new();
         let mut bounds = format!("int64_t n = {keys};\n");
-        if let Some(hidden) = spec.hidden.as_ref().filter(|_| spec.skips) {
+        if let Some(hidden) = spec.hidden.as_ref().filter(|_| spec.skips != Skips::Never) {
             memory.part("int32_t", "last", e.queries);
             by_head = last_seen(spec, hidden);
-            bounds = "int64_t n = last[row0 + r];\n".into();
+            bounds = match spec.skips {
+                Skips::Mostly => format!("int64_t n = {all} ? {keys} : last[row0 + r];\n"),
+                _ => "int64_t n = last[row0 + r];\n".into(),
+            };
         }
         if spec.causal {
             let ahead = keys - queries + 1;
@@ -254,7 +258,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
     memory.part(real, "strip", plan.block * ld);
     memory.part(real, "sums", plan.block * plan.value_width);
     let mask_rows = MaskRows::new(spec, &plan, &mut memory);
-    let seen = Seen::new(spec, &plan, &mut memory);
+    let seen = Seen::new(spec, &plan, "full", &mut memory);
     if spec.dropout {
         memory.part(real, "kept", ld + 3 * lanes);
     }
@@ -311,16 +315,27 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
     } else {
         ("", dropped.as_str())
     };
+    // A block of which some row must take all keys is done again.
+    let [look, open, again, close] = if spec.skips == Skips::Mostly {
+        let most = format!("({})[0]", spec.stats_of("row"));
+        [
+            format!("low |= n < {} && {};\n", e.keys, spec.fill_counts(&most)),
+            "for (int full = 0, low = 0; full < 2; full++) {\n".to_owned(),
+            "if (low && !full) continue;\n".to_owned(),
+            "break;\n}\n".to_owned(),
+        ]
+    } else {
+        Default::default()
+    };
     let each_row = format!(
-        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld};\n{}{}{}    {weights}(x, n, end, {}{} + ((batch * {} + head) * {} + row) * 2);\n{}}}\n",
+        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld};\n{}{}{}    {weights}(x, n, end, {}{});\n{}{}}}\n",
         seen.row,
         indent(&mask_rows.by_row, 4),
         indent(&dropout.draw, 4),
         indent(of_scores, 4),
         mask_rows.masks.arguments(),
-        spec.stats,
-        e.heads,
-        e.queries,
+        spec.stats_of("row"),
+        indent(&look, 4),
         indent(of_weights, 4),
     );
     let combine = product(
@@ -354,10 +369,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
             ..block_rows
         },
         "sums",
-        &format!(
-            "1.0f / ({} + ((batch * {} + head) * {} + row0 + r) * 2)[1]",
-            spec.stats, e.heads, e.queries
-        ),
+        &format!("1.0f / ({})[1]", spec.stats_of("row0 + r")),
         lanes,
     );
     let source = format!(
@@ -366,7 +378,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
          for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t row0 = unit % {blocks} * {block}, plane = unit / {blocks};\n        const \
          int64_t batch = plane / {heads}, head = plane % {heads}, group = head / {share};\n        const int64_t rows = {queries} - row0 < {block} ? \
          {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n        if (packed != batch * {groups} + group) {{\n            packed = batch * \
-         {groups} + group;\n{}        }}\n        if (masked != plane) {{\n            masked = plane;\n{}        }}\n{}{}{}{}{}{}{}    }}\n}}\n",
+         {groups} + group;\n{}        }}\n        if (masked != plane) {{\n            masked = plane;\n{}        }}\n{}{}{}{}{}{}{}{}{}{}    }}\n}}\n",
         spec.comment,
         spec.shape_text(),
         plan.block,
@@ -376,12 +388,15 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
         indent(&keys, 12),
         indent(&mask_rows.by_head, 12),
         indent(&seen.by_head, 8),
+        indent(&open, 8),
         indent(&seen.by_block, 8),
         indent(&load, 8),
         indent(&scores, 8),
         indent(&each_row, 8),
+        indent(&again, 8),
         indent(&combine, 8),
         indent(&store, 8),
+        indent(&close, 8),
         blocks = plan.blocks,
         block = plan.block,
         heads = e.heads,

@@ -22,7 +22,7 @@ mod pack;
 mod plan;
 mod rows;
 
-use super::element::Storage;
+use super::element::{Element, Storage};
 use super::{Param, Width};
 
 pub use backward::{Gradients, gradient};
@@ -64,6 +64,18 @@ impl View {
     }
 }
 
+/// Whether keys past the last one that is not hidden from a row may be left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Skips {
+    /// They count.
+    Never,
+    /// `fill` is so low that their weights are zero.
+    Always,
+    /// Their weights are zero unless all that the row sees scores nearly as low as `fill`. The kernel looks at the largest score, and takes all
+    /// keys where that is so.
+    Mostly,
+}
+
 /// Operands of both directions. Besides those named here there are the parameters `seed` and `stream` (`const uint64_t *`), where dropout is.
 pub struct AttentionSpec {
     /// C identifier of the kernel.
@@ -91,8 +103,8 @@ pub struct AttentionSpec {
     pub hidden: Option<View>,
     /// Whether `mask` is added after hiding, to `fill` too.
     pub mask_last: bool,
-    /// Whether keys past the last one that a row sees may be left out: `fill` is so low that their weights are zero.
-    pub skips: bool,
+    /// Whether hidden keys at the end of a row are left out.
+    pub skips: Skips,
     /// Whether weights are multiplied by `factor` where the uniform draw is below `keep`, and dropped elsewhere.
     pub dropout: bool,
     /// Whether dropout is of the scores, before masks, and not of the weights.
@@ -110,7 +122,25 @@ pub struct AttentionSpec {
 impl AttentionSpec {
     /// Whether rows see different numbers of keys.
     fn varies(&self) -> bool {
-        self.causal || self.skips
+        self.causal || self.skips != Skips::Never
+    }
+
+    /// C condition for a weight of `fill` that is not zero beside a largest score `most`.
+    fn fill_counts(&self, most: &str) -> String {
+        let zero_below = match self.storage.element() {
+            Element::F32 => "104.0f",
+            Element::F64 => "746.0",
+        };
+        format!("fill > {most} - {zero_below}")
+    }
+
+    /// Address of the statistics of row `row` of a head.
+    fn stats_of(&self, row: &str) -> String {
+        let e = &self.extents;
+        format!(
+            "{} + ((batch * {} + head) * {} + {row}) * 2",
+            self.stats, e.heads, e.queries
+        )
     }
 
     /// Statements that read the numbers.
