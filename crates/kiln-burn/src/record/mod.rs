@@ -2,12 +2,13 @@
 //!
 //! - [`recording`]: the operations of one region between two breaks, in relative form.
 //! - [`guard`]: comparing a recording with steps seen before, and saying how it differs.
-//! - [`region`]: the compiled steps of a region, and running one.
+//! - [`region`]: the compiled steps of a region, and choosing or compiling one.
+//! - [`step`]: one compiled step, and running it.
 //! - [`replay`]: running a step again without the program that recorded it.
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
-//! - [`history`], [`words`], [`stream_text`]: what was compiled and why, in words, for reports and debug dumps.
+//! - [`history`], [`report`], [`words`], [`stream_text`]: what was compiled and why, in words, for reports and debug dumps.
 //! - [`breaks`], [`location`]: why and where a recording was cut.
 
 pub mod breaks;
@@ -18,8 +19,10 @@ pub mod location;
 pub mod recording;
 pub mod region;
 pub mod replay;
+pub mod report;
 pub mod session;
 pub mod split;
+pub mod step;
 pub mod stream_text;
 pub mod words;
 
@@ -28,7 +31,9 @@ pub use guard::{Changed, Mismatch};
 pub use history::CompileEvent;
 pub use location::Location;
 pub use recording::Recorded;
-pub use region::{Guards, LastRun, Recompile, RegionReport, Step, StepReport};
+pub use region::LastRun;
 pub use replay::{Replay, ReplayError};
+pub use report::{Guards, Recompile, RegionReport, StepReport};
 pub use session::{CompiledRegion, Position, position, rehearse, trace};
 pub use split::{Saved, SplitRegion, SplitStep};
+pub use step::Step;

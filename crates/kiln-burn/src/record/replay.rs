@@ -17,7 +17,8 @@ use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId};
 use rustc_hash::FxHashMap;
 
-use super::region::{LastRun, Step};
+use super::region::LastRun;
+use super::step::Step;
 use crate::error::Error;
 use crate::execute::memory::{Lifetime, Memory};
 use crate::random;

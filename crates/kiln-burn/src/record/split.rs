@@ -15,7 +15,7 @@ use kiln_partition::{OutputRole, SavedSource, Split};
 
 use super::guard::{Guard, Mismatch};
 use super::recording::Recorded;
-use super::region::{Scalars, panic_message, types_of, with_dtype};
+use super::step::{Scalars, panic_message, types_of, with_dtype};
 use crate::error::Error;
 use crate::execute::{self, Effort, Executable, ExecuteError};
 use crate::import;

@@ -1,0 +1,344 @@
+//! A step: one recording, compiled, and its runs.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use burn_backend::DType;
+use burn_flex::FlexTensor;
+use burn_ir::{ScalarIr, TensorId, TensorIr};
+use kiln_compiler::stages::Stages;
+use kiln_graph::Graph;
+use kiln_profile::Category;
+
+use super::guard::Guard;
+use super::history;
+use super::recording::Recorded;
+use super::stream_text;
+use crate::error::Error;
+use crate::execute::check::Checker;
+use crate::execute::memory::Memory;
+use crate::execute::{self, Effort, Executable, ExecuteError};
+use crate::import::{self, ScalarSource};
+use crate::options::{CompileBackend, CompileOptions};
+use crate::random::Stream;
+use crate::stream;
+
+/// A compiled step.
+pub struct Step {
+    pub(super) guard: Guard,
+    pub(super) graph: Arc<Graph>,
+    pub(super) executable: Box<dyn Executable>,
+    /// Compares the first runs with another backend, if that was asked for.
+    checker: Option<Checker>,
+    /// For each argument of the graph, the position of the recording's input.
+    arguments: Vec<usize>,
+    pub(super) scalars: Scalars,
+    /// Burn's type and shape of each output.
+    pub(super) outputs: Vec<TensorIr>,
+    pub(super) backend: CompileBackend,
+    /// Inputs of the recording whose buffers outputs could take over, had they ended in the step.
+    lasting: Vec<usize>,
+    /// Runs in a row in which one of them did end.
+    ended: AtomicU64,
+    /// Prepared for one run only: replaced by the region's own backend if the step comes again.
+    pub(super) provisional: bool,
+    /// Which step of the region, in the order of compilation.
+    pub(super) number: usize,
+    pub(super) runs: Arc<AtomicU64>,
+    pub(super) compile_time: Duration,
+    /// Time in each stage of compilation, recording included.
+    pub(super) stages: Vec<(&'static str, Duration)>,
+    /// The memory budget asked for, where the backend has no way to keep it.
+    pub(super) ignored_budget: Option<usize>,
+    /// Nanoseconds, over all runs.
+    pub(super) run_time: AtomicU64,
+    pub(super) operations: usize,
+}
+
+impl Step {
+    /// Imports and prepares a recording.
+    pub(super) fn compile(
+        options: &CompileOptions,
+        backend: CompileBackend,
+        provisional: bool,
+        recorded: &Recorded,
+        debug: Option<&Path>,
+        lines: Vec<Option<Arc<str>>>,
+    ) -> Result<Self, Error> {
+        let _span = tracing::info_span!("compile", region = %options.name, %backend).entered();
+        let _profiled = kiln_profile::span(Category::Compile, "compile");
+        if let Some(folder) = debug {
+            history::write_stream(folder, &stream_text::to_text(recorded));
+        }
+        let mut stages = Stages::default();
+        let start = Instant::now();
+        let outputs = types_of(recorded, &recorded.output_ids);
+        let line = |position: usize| lines.get(position).cloned().flatten();
+        let imported = stages
+            .time("import", || {
+                import::import_located(&recorded.operations, &recorded.output_ids, line)
+            })
+            .map_err(|source| Error::Import {
+                region: options.name.clone(),
+                source: source.into(),
+            })?;
+        let import::Imported {
+            mut graph,
+            inputs,
+            scalars,
+        } = imported;
+        graph.name = options.name.clone();
+        let position = |ir: &TensorIr| recorded.inputs.iter().position(|input| input.ir.id == ir.id);
+        let arguments: Vec<usize> = inputs.iter().filter_map(position).collect();
+        debug_assert_eq!(
+            arguments.len(),
+            inputs.len(),
+            "import finds no inputs that recording did not"
+        );
+        let dies: Vec<bool> = arguments
+            .iter()
+            .map(|&position| recorded.inputs[position].tensor_dies())
+            .collect();
+        let lasting = lasting_inputs(&graph, &dies)
+            .into_iter()
+            .map(|argument| arguments[argument])
+            .collect();
+        kiln_graph::alias::assign_aliases(&mut graph, &dies);
+        // Now, while the order of the nodes is that of the recording.
+        kiln_partition::assign_phases(&mut graph);
+        let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
+        let graph = Arc::new(graph);
+        let effort = if provisional { Effort::Quick } else { Effort::Full };
+        let (executable, backend) = execute::prepare(backend, graph.clone(), options, effort, debug)
+            .map_err(|source| Error::Execute {
+                region: options.name.clone(),
+                source: source.into(),
+            })?;
+        let checker = Checker::new(&graph, options).map_err(|source| Error::Execute {
+            region: options.name.clone(),
+            source: source.into(),
+        })?;
+        let mut stages = stages.times;
+        stages.extend_from_slice(executable.stages());
+        Ok(Self {
+            guard: Guard::new(recorded, lines),
+            graph,
+            stages,
+            number: 0,
+            executable,
+            checker,
+            arguments,
+            scalars,
+            outputs,
+            backend,
+            lasting,
+            ended: AtomicU64::new(0),
+            provisional,
+            runs: Arc::default(),
+            compile_time: start.elapsed(),
+            // Only one backend plans memory; the others allocate value by value.
+            ignored_budget: options.memory_budget.filter(|_| backend != CompileBackend::Cpu),
+            run_time: AtomicU64::new(0),
+            operations: recorded.operations.len(),
+        })
+    }
+
+    /// Whether the step should be compiled anew because inputs that outlived it then end in it now, so that
+    /// outputs can take over their buffers. It must have been so in the run before too: one run in which a
+    /// program lets go of a copy is no reason. No guard has failed, and the step stays the same one.
+    pub(super) fn could_overwrite_more(&self, recorded: &Recorded) -> bool {
+        let ends = |&input: &usize| recorded.inputs[input].tensor_dies();
+        if !self.lasting.iter().any(ends) {
+            self.ended.store(0, Ordering::Relaxed);
+            return false;
+        }
+        self.ended.fetch_add(1, Ordering::Relaxed) > 0
+    }
+
+    /// Runs the step on `inputs`, one for each input of the recording, in order; inputs nobody else holds may be overwritten. A panic
+    /// inside becomes an error. Outputs are in the recording's order and have Burn's types.
+    pub fn run(
+        &self,
+        inputs: Vec<FlexTensor>,
+        scalars: &[ScalarIr],
+        streams: &[Stream],
+    ) -> Result<Vec<FlexTensor>, Error> {
+        // Moved, not copied: a second handle would keep the step from overwriting its inputs.
+        let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
+        let arguments = self
+            .arguments
+            .iter()
+            .filter_map(|&position| inputs[position].take());
+        let arguments: Vec<FlexTensor> = arguments.collect();
+        drop(inputs);
+        let tensors = self.guarded(scalars, streams, |scalars| self.run_checked(arguments, scalars))?;
+        let tensors = tensors.into_iter().zip(&self.outputs);
+        Ok(tensors.map(|(tensor, ir)| with_dtype(tensor, ir.dtype)).collect())
+    }
+
+    /// Runs the step on a memory of its arguments ([`Step::argument`]), which keeps the outputs that become arguments of the next run; the
+    /// result has none for these. After an error nothing that was there for one run is left.
+    pub(super) fn run_on(
+        &self,
+        memory: &mut Memory,
+        scalars: &[ScalarIr],
+        streams: &[Stream],
+    ) -> Result<Vec<Option<FlexTensor>>, Error> {
+        let checked = self.checker.as_ref().is_some_and(Checker::is_due);
+        let result = self.guarded(scalars, streams, |scalars| match checked {
+            true => memory.run_by(|arguments| self.run_checked(arguments, scalars)),
+            false => self.executable.run_on(memory, scalars),
+        });
+        if result.is_err() {
+            memory.clear();
+        }
+        let tensors = result?.into_iter().zip(&self.outputs);
+        Ok(tensors
+            .map(|(tensor, ir)| tensor.map(|tensor| with_dtype(tensor, ir.dtype)))
+            .collect())
+    }
+
+    /// The executable's argument that input `position` of the recording is; none if the graph does not read it.
+    pub(super) fn argument(&self, position: usize) -> Option<usize> {
+        self.arguments.iter().position(|&input| input == position)
+    }
+
+    /// Binds the scalars, and counts, times and guards one run.
+    fn guarded<R>(
+        &self,
+        scalars: &[ScalarIr],
+        streams: &[Stream],
+        run: impl FnOnce(&[u64]) -> Result<R, ExecuteError>,
+    ) -> Result<R, Error> {
+        let _span = tracing::info_span!("run", region = %self.graph.name, backend = %self.backend).entered();
+        let start = Instant::now();
+        let scalars = self.scalars.bind(scalars, streams);
+        let result = catch_unwind(AssertUnwindSafe(|| run(&scalars)))
+            .unwrap_or_else(|payload| {
+                Err(ExecuteError::Panicked {
+                    message: panic_message(&*payload),
+                })
+            })
+            .map_err(|source| Error::Execute {
+                region: self.graph.name.clone(),
+                source: source.into(),
+            })?;
+        self.runs.fetch_add(1, Ordering::Relaxed);
+        self.run_time
+            .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(result)
+    }
+
+    /// Runs the executable, and compares the results with another backend's if that is due.
+    fn run_checked(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+        let Some(checker) = &self.checker else {
+            return self.executable.run(inputs, scalars);
+        };
+        let Some(copies) = checker.copy(&inputs) else {
+            return self.executable.run(inputs, scalars);
+        };
+        let outputs = self.executable.run(inputs, scalars)?;
+        checker.compare(&*self.executable, &self.graph, &copies, scalars, &outputs)?;
+        Ok(outputs)
+    }
+
+    /// Type and shape of each output.
+    pub fn outputs(&self) -> &[TensorIr] {
+        &self.outputs
+    }
+
+    /// Type and shape of each input.
+    pub fn inputs(&self) -> &[String] {
+        self.guard.inputs()
+    }
+
+    /// Whether the step was prepared for one run only.
+    pub fn is_provisional(&self) -> bool {
+        self.provisional
+    }
+}
+
+/// Burn distinguishes types that are one type here (bools of several widths); the tag is what the program expects.
+pub(super) fn with_dtype(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+    if tensor.dtype() == dtype || dtype.size() != tensor.dtype().size() {
+        return tensor;
+    }
+    let layout = tensor.layout().clone();
+    FlexTensor::from_arc(tensor.data_arc(), layout, dtype)
+}
+
+/// Arguments that outlive the step and whose buffers outputs would take over if they did not.
+fn lasting_inputs(graph: &Graph, dies: &[bool]) -> Vec<usize> {
+    let mut all_end = graph.clone();
+    kiln_graph::alias::assign_aliases(&mut all_end, &vec![true; dies.len()]);
+    let taken = all_end.outputs.iter().filter_map(|output| output.alias);
+    taken
+        .map(|argument| argument as usize)
+        .filter(|&argument| !dies[argument])
+        .collect()
+}
+
+/// Burn's type and shape of some tensors of a recording.
+pub(super) fn types_of(recorded: &Recorded, ids: &[TensorId]) -> Vec<TensorIr> {
+    let results = recorded
+        .operations
+        .iter()
+        .flat_map(|operation| operation.outputs());
+    let inputs = recorded.inputs.iter().map(|input| &input.ir);
+    let by_id: rustc_hash::FxHashMap<_, _> = inputs.chain(results).map(|ir| (ir.id, ir)).collect();
+    ids.iter().map(|id| by_id[id].clone()).collect()
+}
+
+/// Where a runtime scalar comes from.
+#[derive(Clone, Copy, Debug)]
+enum Binding {
+    /// The k-th scalar of the recording.
+    Recorded(usize),
+    /// The generator's seed, as the k-th random operation found it.
+    Seed(usize),
+    /// The stream of the k-th random operation.
+    Stream(usize),
+}
+
+/// For each runtime scalar of a graph, where it comes from and what it becomes.
+#[derive(Debug)]
+pub(super) struct Scalars(Vec<(Binding, kiln_graph::DType)>);
+
+impl Scalars {
+    /// Translates the scalar sources of an import into positions among the scalars of a recording.
+    pub(super) fn new(operations: &[burn_ir::OperationIr], sources: &[ScalarSource], graph: &Graph) -> Self {
+        let firsts = stream::first_dynamic_scalars(operations);
+        let bind = |source: &ScalarSource| match *source {
+            ScalarSource::Operation { op, nth } => Binding::Recorded(firsts[op] + nth),
+            ScalarSource::RandomSeed { nth } => Binding::Seed(nth),
+            ScalarSource::RandomStream { nth } => Binding::Stream(nth),
+        };
+        let types = graph.scalars().iter().map(|&value| graph.dtype(value));
+        Self(sources.iter().map(bind).zip(types).collect())
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The eight bytes of each runtime scalar of the graph.
+    pub(super) fn bind(&self, scalars: &[ScalarIr], streams: &[Stream]) -> Vec<u64> {
+        let bits = |(binding, dtype): &(Binding, kiln_graph::DType)| match *binding {
+            Binding::Recorded(index) => stream::to_scalar(scalars[index]).to_bits(*dtype),
+            Binding::Seed(index) => streams[index].seed,
+            Binding::Stream(index) => streams[index].stream,
+        };
+        self.0.iter().map(bits).collect()
+    }
+}
+
+/// What a panic said.
+pub fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a panic without a message".to_owned())
+}
