@@ -6,10 +6,11 @@ use burn::nn::attention::{
     generate_autoregressive_mask,
 };
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::activation::softmax;
 use burn::tensor::backend::Backend;
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, Int, Tensor};
+use burn::tensor::{Bool, FloatDType, Int, Tensor};
 use burn_optim::SgdConfig;
 use kiln::{CompileOptions, Kiln, KilnDevice, RegionReport};
 
@@ -213,4 +214,61 @@ fn function_in_inference() {
         "{}",
         report.steps[0].graph
     );
+}
+
+type Heads = Tensor<Compiled, 4>;
+/// Attention of queries, keys and values.
+type Way<'a> = dyn Fn(Heads, Heads, Heads) -> Heads + 'a;
+
+/// Attention computed in a type of 16 bits, forward and backward, from parameters in f32: one kernel each, with the results of f32 to within
+/// the type's roundings.
+#[test]
+fn sixteen_bits() {
+    let _turn = turn();
+    let device = KilnDevice::cpu();
+    let heads = |seed: i64| {
+        let numbers = Tensor::<Compiled, 1, Int>::arange(seed..seed + 2 * 2 * 9 * 8, &device).float();
+        (numbers * 0.37).sin().reshape([2, 2, 9, 8]).require_grad()
+    };
+    let (query, key, value) = (heads(1), heads(50), heads(200));
+    let padding = Tensor::<Compiled, 1, Int>::arange(0..2 * 9, &device).greater_elem(15);
+    let mask = || padding.clone().reshape([2, 1, 1, 9]).expand([2, 2, 9, 9]);
+    let composed = |q: Heads, k: Heads, v: Heads| {
+        let scores = q.matmul(k.transpose()).div_scalar(8f32.sqrt());
+        softmax(scores.mask_fill(mask(), -1e4), 3).matmul(v)
+    };
+    let function = |q: Heads, k: Heads, v: Heads| {
+        let options = AttentionModuleOptions {
+            is_causal: true,
+            ..AttentionModuleOptions::default()
+        };
+        attention(q, k, v, Some(mask()), None, options)
+    };
+    let run = |dtype: FloatDType, of: &Way<'_>| {
+        let cast = |x: &Heads| x.clone().cast(dtype);
+        let out = of(cast(&query), cast(&key), cast(&value)).cast(FloatDType::F32);
+        let grads = (out.clone() * value.clone().detach()).sum().backward();
+        let gradient = |x: &Heads| x.grad(&grads).unwrap();
+        [out.inner(), gradient(&query), gradient(&key), gradient(&value)]
+    };
+    let forms: [(&str, &Way<'_>); 2] = [("composed", &composed), ("function", &function)];
+    for (name, form) in forms {
+        let expected = run(FloatDType::F32, form).map(|x| x.into_data().to_vec::<f32>().unwrap());
+        for (dtype, tolerance) in [(FloatDType::F16, 2e-3), (FloatDType::BF16, 2e-2)] {
+            let mut region = kiln::compile(CompileOptions::default());
+            let found = region.run(|| run(dtype, form)).unwrap();
+            for (found, expected) in found.into_iter().zip(&expected) {
+                let found = found.into_data().to_vec::<f32>().unwrap();
+                let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>().sqrt();
+                let difference = norm(&mut found.iter().zip(expected).map(|(a, b)| a - b));
+                let size = norm(&mut expected.iter().copied());
+                assert!(
+                    difference <= tolerance * size,
+                    "{name} {dtype:?}: {}",
+                    difference / size
+                );
+            }
+            assert_fused(&region.report());
+        }
+    }
 }
