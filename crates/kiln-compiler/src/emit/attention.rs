@@ -35,14 +35,14 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
     let real = call.storage.element().ctype();
     let made = match &data.op {
         Op::Attention(_) => {
-            let spec = call.operands(node, dims, at, "Attention");
+            let spec = call.operands(node, dims, at);
             let out = call.result("out", data.outputs[0]);
             call.parameter(&format!("{real} *"), "stats", data.outputs[1]);
             let spec = call.complete(spec);
             attention::forward(&spec, &out, options.isa)
         }
         _ => {
-            let spec = call.operands(node, dims, at, "Gradient of attention");
+            let spec = call.operands(node, dims, at);
             call.parameter(&format!("const {real} *"), "stats", data.inputs[at.forward]);
             let d_out = call.operand("d_out", data.inputs[at.forward + 1]);
             call.number("d_scale", data.inputs[at.forward + 2]);
@@ -134,13 +134,7 @@ impl Parameters<'_> {
         }
     }
 
-    fn operands(
-        &mut self,
-        node: Node,
-        dims: &AttentionDims,
-        at: AttentionOperands,
-        what: &str,
-    ) -> AttentionSpec {
+    fn operands(&mut self, node: Node, dims: &AttentionDims, at: AttentionOperands) -> AttentionSpec {
         let inputs = self.graph.node(node).inputs.clone();
         let [q, k, v] = [0, 1, 2].map(|operand| self.graph.shape(inputs[operand]).clone());
         let query = self.operand("query", inputs[0]);
@@ -164,7 +158,6 @@ impl Parameters<'_> {
         }
         AttentionSpec {
             name: "@".into(),
-            comment: what.into(),
             extents: Extents {
                 batch: q[0],
                 heads: q[1],

@@ -8,7 +8,7 @@ use super::forward::{Dropout, MaskRows, Memory, Seen, scores};
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
 use super::rows::{self, Words};
-use super::{AttentionSpec, View};
+use super::{AttentionSpec, View, section};
 use crate::kernels::tile::Access;
 use crate::kernels::{Kernel, fields, finish_kernel, indent, run_part, unpack};
 
@@ -170,28 +170,48 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
     let stored = store_rows(&of_keys(&tensors.d_key, key_size), "d_keys", "", lanes)
         + &store_rows(&of_keys(&tensors.d_value, value_size), "d_values", "", lanes);
 
+    let by_head = mask_rows.once("if (row0 == 0) {\n");
     let source = format!(
-        "/* {}\n * Gradient of attention: {}; blocks of {block} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void \
+        "/* Gradient of attention: {}; blocks of {block} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void \
          {name}_heads(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t looked = -1;\n    (void)looked;\n    for (int64_t unit = \
          begin; unit < end; unit++) {{\n        const int64_t batch = unit / {groups}, group = unit % {groups};\n{}        for (int64_t part = 0; part < \
          {share} * {blocks}; part++) {{\n            const int64_t head = group * {share} + part / {blocks}, row0 = part % {blocks} * {block};\n            \
-         const int64_t rows = {queries} - row0 < {block} ? {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n            if (row0 == 0) \
-         {{\n{}            }}\n{}{}{}{}{}{}{}        }}\n{}    }}\n}}\n",
-        spec.comment,
+         const int64_t rows = {queries} - row0 < {block} ? {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n{}{}{}{}{}{}{}{}        }}\n{}    }}\n}}\n",
         spec.shape_text(),
         fields(&spec.params),
         unpack(&spec.params),
         spec.read_numbers(),
-        indent(&pack, 8),
-        indent(&mask_rows.by_head, 16),
+        indent(
+            &section(
+                "Keys and values, as they are and transposed; their gradients start from zero.",
+                &pack
+            ),
+            8
+        ),
+        indent(&by_head, 12),
         indent(&seen.by_head, 12),
         indent(&seen.by_block, 12),
-        indent(&load, 12),
-        indent(&strips, 12),
-        indent(&each_row, 12),
-        indent(&d_queries, 12),
-        indent(&collected, 12),
-        indent(&stored, 8),
+        indent(&section("Queries, and the gradient of their results.", &load), 12),
+        indent(
+            &section("Products with keys, and the gradient of the weights.", &strips),
+            12
+        ),
+        indent(
+            &section(
+                "Products become weights, the gradient of weights that of scores.",
+                &each_row
+            ),
+            12
+        ),
+        indent(&section("Gradient of the queries.", &d_queries), 12),
+        indent(
+            &section(
+                "The share of these rows in the gradients of values and keys.",
+                &collected
+            ),
+            12
+        ),
+        indent(&section("Gradients of keys and values.", &stored), 8),
         groups = e.key_heads,
         share = e.heads / e.key_heads,
         blocks = plan.blocks,

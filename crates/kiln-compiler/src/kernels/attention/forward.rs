@@ -7,7 +7,7 @@ use kiln_cpu::Isa;
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
 use super::rows::{self, Masks, Words};
-use super::{AttentionSpec, Skips, View};
+use super::{AttentionSpec, Skips, View, section};
 use crate::kernels::tile::Access;
 use crate::kernels::{Helper, Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
 
@@ -51,7 +51,7 @@ impl Memory {
 /// Memory for masks of a row, and the statements that fill it: once for a head where the row does not matter, else for each row `i`.
 pub(super) struct MaskRows {
     pub masks: Masks,
-    pub by_head: String,
+    by_head: String,
     pub by_row: String,
 }
 
@@ -66,15 +66,25 @@ impl MaskRows {
             } else {
                 0
             };
-            let text = format!(
-                "{{\n    const {ctype} *from = {} + {} * {};\n    for (int64_t j = 0; j < {whole}; j += {lanes}) {vector};\n    for (int64_t j = {whole}; j \
-                 < {keys}; j++) {};\n}}\n",
+            let mut text = format!(
+                "{{\n    const {ctype} *from = {} + {} * {};\n",
                 view.head("batch", "head"),
                 if per_row { "row" } else { "0" },
                 view.strides[2],
-                statement.replace('@', &format!("from + j * {}", view.strides[3])),
-                lanes = plan.lanes,
             );
+            if whole > 0 {
+                text.push_str(&format!(
+                    "    for (int64_t j = 0; j < {whole}; j += {}) {vector};\n",
+                    plan.lanes
+                ));
+            }
+            if whole < keys {
+                text.push_str(&format!(
+                    "    for (int64_t j = {whole}; j < {keys}; j++) {};\n",
+                    statement.replace('@', &format!("from + j * {}", view.strides[3])),
+                ));
+            }
+            text.push_str("}\n");
             if per_row { &mut by_row } else { &mut by_head }.push_str(&text);
         };
         let element = plan.element;
@@ -110,6 +120,17 @@ impl MaskRows {
             by_head,
             by_row,
         }
+    }
+}
+
+impl MaskRows {
+    /// What is filled once for a head, in a block that `open` opens.
+    pub fn once(&self, open: &str) -> String {
+        if self.by_head.is_empty() {
+            return String::new();
+        }
+        let block = format!("{open}{}}}\n", indent(&self.by_head, 4));
+        section("Masks that all rows of a head share.", &block)
     }
 }
 
@@ -156,7 +177,7 @@ impl Seen {
             ));
         }
         let by_block = format!(
-            "int32_t n_of[{}], limit_of[{}] = {{0}};\nint64_t most = 0;\nfor (int64_t r = 0; r < rows; r++) {{\n{}    n_of[r] = (int32_t)n;\n    if \
+            "/* How many keys each row sees, and each tile of rows. */\nint32_t n_of[{}], limit_of[{}] = {{0}};\nint64_t most = 0;\nfor (int64_t r = 0; r < rows; r++) {{\n{}    n_of[r] = (int32_t)n;\n    if \
              (limit_of[r / {tile}] < n) limit_of[r / {tile}] = (int32_t)n;\n    if (most < n) most = n;\n}}\nconst int64_t end = most + {tile} < {ld} ? \
              most + {tile} : {ld};\n",
             plan.block,
@@ -193,7 +214,7 @@ fn last_seen(spec: &AttentionSpec, hidden: &View) -> String {
         ""
     };
     format!(
-        "if (looked != {plane}) {{\n    looked = {plane};\n    for (int64_t row = 0; row < {queries}; row++) {{\n        const uint8_t *from = {} + row * \
+        "/* One past the last key that each row sees. */\nif (looked != {plane}) {{\n    looked = {plane};\n    for (int64_t row = 0; row < {queries}; row++) {{\n        const uint8_t *from = {} + row * \
          {of_row};\n        int64_t n = {keys};\n{quick}        while (n > 0 && from[(n - 1) * {of_key}]) n--;\n        last[row] = n > 0 ? (int32_t)n : \
          {keys};\n    }}\n}}\n",
         hidden.head("batch", "head"),
@@ -320,7 +341,10 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
         let most = format!("({})[0]", spec.stats_of("row"));
         [
             format!("low |= n < {} && {};\n", e.keys, spec.fill_counts(&most)),
-            "for (int full = 0, low = 0; full < 2; full++) {\n".to_owned(),
+            section(
+                "Once more with all keys if some row scores nearly as low as what is hidden from it.",
+                "for (int full = 0, low = 0; full < 2; full++) {\n",
+            ),
             "if (low && !full) continue;\n".to_owned(),
             "break;\n}\n".to_owned(),
         ]
@@ -372,30 +396,39 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
         &format!("1.0f / ({})[1]", spec.stats_of("row0 + r")),
         lanes,
     );
+    let by_head = mask_rows.once("if (masked != plane) {\n    masked = plane;\n");
     let source = format!(
-        "/* {}\n * Attention: {}; blocks of {} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void {name}_blocks(void \
-         *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t packed = -1, masked = -1, looked = -1;\n    (void)looked;\n    \
+        "/* Attention: {}; blocks of {} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void {name}_blocks(void \
+         *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t packed = -1, masked = -1, looked = -1;\n    (void)masked, (void)looked;\n    \
          for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t row0 = unit % {blocks} * {block}, plane = unit / {blocks};\n        const \
          int64_t batch = plane / {heads}, head = plane % {heads}, group = head / {share};\n        const int64_t rows = {queries} - row0 < {block} ? \
          {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n        if (packed != batch * {groups} + group) {{\n            packed = batch * \
-         {groups} + group;\n{}        }}\n        if (masked != plane) {{\n            masked = plane;\n{}        }}\n{}{}{}{}{}{}{}{}{}{}    }}\n}}\n",
-        spec.comment,
+         {groups} + group;\n{}        }}\n{}{}{}{}{}{}{}{}{}{}{}    }}\n}}\n",
         spec.shape_text(),
         plan.block,
         fields(&spec.params),
         unpack(&spec.params),
         spec.read_numbers(),
-        indent(&keys, 12),
-        indent(&mask_rows.by_head, 12),
+        indent(
+            &section("Keys, transposed, and values: once for a head.", &keys),
+            12
+        ),
+        indent(&by_head, 8),
         indent(&seen.by_head, 8),
         indent(&open, 8),
         indent(&seen.by_block, 8),
-        indent(&load, 8),
-        indent(&scores, 8),
-        indent(&each_row, 8),
+        indent(&section("Queries, scaled.", &load), 8),
+        indent(&section("Scores.", &scores), 8),
+        indent(
+            &section("Scores become weights; statistics of each row.", &each_row),
+            8
+        ),
         indent(&again, 8),
-        indent(&combine, 8),
-        indent(&store, 8),
+        indent(&section("Weighted sums of the values.", &combine), 8),
+        indent(
+            &section("Results: the sums divided by those of the weights.", &store),
+            8
+        ),
         indent(&close, 8),
         blocks = plan.blocks,
         block = plan.block,

@@ -80,8 +80,6 @@ pub enum Skips {
 pub struct AttentionSpec {
     /// C identifier of the kernel.
     pub name: String,
-    /// What it computes, for the comment above it.
-    pub comment: String,
     /// Extents.
     pub extents: Extents,
     /// How queries, keys, values, results and their gradients are stored; what they are in registers, everything else is.
@@ -117,6 +115,14 @@ pub struct AttentionSpec {
     pub params: Vec<Param>,
     /// Most threads the kernel may meet; decides the size of the workspace, never the result.
     pub threads: usize,
+}
+
+/// `text` under a comment; nothing without text.
+fn section(comment: &str, text: &str) -> String {
+    if text.is_empty() {
+        return String::new();
+    }
+    format!("/* {comment} */\n{text}")
 }
 
 impl AttentionSpec {
