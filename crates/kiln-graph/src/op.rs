@@ -245,8 +245,7 @@ pub enum Op {
     /// each row and the sum of `exp(score - largest)`: both, because their logarithmic
     /// sum would lose the second beside a large first. A row of which every score is -inf gives NaN, as the formula does, if
     /// [`AttentionDims::safe`] does not say otherwise; whether values
-    /// that causal order or a `fill` of at most -1e30 (in f16, its least number) hides are multiplied by zero or left out is not specified. Made by
-    /// rewriting.
+    /// of weight zero that causal order or a `fill` of at most -1000 hides are multiplied by it or left out is not specified. Made by rewriting.
     Attention(AttentionDims),
     /// `(operands of the forward.., stats, d out, d scale: c[], inner: c[], [d factor: c[]]) -> (dq, dk, dv)`. Gradient of
     /// [`Op::Attention`]. `d scale` and `d factor` are what gradients are multiplied by where the forward multiplies by `scale` and

@@ -226,6 +226,8 @@ fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match
     let fits = graph.dtype(scores.out) == dtype
         && fit(graph, &bindings, dtype)
         && (!dims.dropout || graph.dtype(bindings.of("?draws")) == dtype.compute())
+        // One dropout: of weights and of scores by the same draws is another thing.
+        && (!dims.drop_scores || bindings.of("?weights") == bindings.of("?p"))
         && (!dims.safe || guards_nothing_else(graph, &bindings));
     fits.then(|| Match {
         out: product.out,
