@@ -337,6 +337,20 @@ fn a_dtype_and_a_branch_recompile() {
     assert!(reasons[1].contains("f32 [2] became f64 [2]"), "{reasons:?}");
 }
 
+/// Rewrites know a negation, so the factor -1 is part of a step's identity; any other factor is an argument of the step.
+#[test]
+fn a_factor_is_an_argument_unless_it_negates() {
+    let mut region = region();
+    let x = vector(&[1.0, -4.0]);
+    for factor in [0.5, -1.0, 2.0, -3.0, -1.0] {
+        let y = region.run(|| x.clone() * factor).unwrap();
+        assert_eq!(values(y), [factor, -4.0 * factor]);
+    }
+    let mut runs: Vec<_> = region.report().steps.iter().map(|step| step.runs).collect();
+    runs.sort();
+    assert_eq!(runs, [2, 3]);
+}
+
 #[test]
 fn results_that_are_kept_are_part_of_the_step() {
     let mut region = region();
