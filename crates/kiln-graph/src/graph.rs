@@ -202,6 +202,14 @@ impl Graph {
         &self.nodes[self.values[value].node]
     }
 
+    /// The number that `value` holds if it is a constant.
+    pub fn constant(&self, value: Value) -> Option<Scalar> {
+        match self.def(value).op {
+            Op::Constant { value, .. } => Some(value),
+            _ => None,
+        }
+    }
+
     /// Type of a value.
     pub fn ty(&self, value: Value) -> &TensorType {
         &self.values[value].ty

@@ -33,16 +33,15 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
     };
     let at = dims.operands();
     let real = call.storage.element().ctype();
+    let spec = call.operands(node, dims, at);
     let made = match &data.op {
         Op::Attention(_) => {
-            let spec = call.operands(node, dims, at);
             let out = call.result("out", data.outputs[0]);
             call.parameter(&format!("{real} *"), "stats", data.outputs[1]);
             let spec = call.complete(spec);
             attention::forward(&spec, &out, options.isa)
         }
         _ => {
-            let spec = call.operands(node, dims, at);
             call.parameter(&format!("const {real} *"), "stats", data.inputs[at.forward]);
             let d_out = call.operand("d_out", data.inputs[at.forward + 1]);
             call.number("d_scale", data.inputs[at.forward + 2]);
@@ -201,7 +200,7 @@ impl Parameters<'_> {
 
 /// What a score of `fill` says of hidden keys.
 fn skips(graph: &Graph, fill: Value, dims: &AttentionDims) -> Skips {
-    let Op::Constant { value, .. } = graph.def(fill).op else {
+    let Some(value) = graph.constant(fill) else {
         return Skips::Never;
     };
     // Beside any score that its type is meant for. What a mask adds may raise it.

@@ -15,7 +15,7 @@
 
 use rustc_hash::FxHashSet;
 
-use kiln_graph::op::{AttentionDims, Op};
+use kiln_graph::op::AttentionDims;
 use kiln_graph::{DType, Graph, TypeError, Value};
 
 use super::attention_build::replace;
@@ -253,8 +253,9 @@ fn guards_nothing_else(graph: &Graph, bindings: &Bindings) -> bool {
         DType::F32 => f64::from(f32::MIN),
         _ => f64::MIN,
     };
-    number(graph, lowest).is_some_and(|value| value <= least_number)
-        && number(graph, bindings.of("?least")).is_some_and(|value| value > 0.0 && value <= 1.0)
+    let number = |value| graph.constant(value).map(|number| number.to_f64());
+    number(lowest).is_some_and(|value| value <= least_number)
+        && number(bindings.of("?least")).is_some_and(|value| value > 0.0 && value <= 1.0)
 }
 
 /// Whether numbers and masks are of types that an attention of `dtype` takes.
@@ -359,8 +360,8 @@ fn d_scores_of(graph: &Graph, one: &Match, d_scores: Value, d_weights: Value) ->
     let start = one.bindings.clone().with("?d_scores", d_scores);
     let dtype = graph.dtype(one.out);
     through(graph, &layers, start).into_iter().find(|known| {
-        let constant =
-            |name: &str, value: f64| known.get(name).is_none_or(|of| number(graph, of) == Some(value));
+        let number = |value| graph.constant(value).map(|number| number.to_f64());
+        let constant = |name: &str, value: f64| known.get(name).is_none_or(|of| number(of) == Some(value));
         behind_casts(graph, known.of("?d_weights")) == d_weights
             && fit(graph, known, dtype)
             && constant("?zero", 0.0)
@@ -369,13 +370,6 @@ fn d_scores_of(graph: &Graph, one: &Match, d_scores: Value, d_weights: Value) ->
 }
 
 /// The constant that `value` is.
-fn number(graph: &Graph, value: Value) -> Option<f64> {
-    match &graph.def(value).op {
-        Op::Constant { value, .. } => Some(value.to_f64()),
-        _ => None,
-    }
-}
-
 /// Keeps the matches whose scores nothing else needs.
 fn keep_closed(graph: &Graph, found: &mut Vec<Match>) {
     loop {

@@ -115,9 +115,8 @@ fn collect<'a>(
 }
 
 fn is_zero(graph: &Graph, value: Value) -> bool {
-    splat(graph, value).is_some_and(
-        |number| matches!(&graph.def(number).op, Op::Constant { value, .. } if value.to_f64() == 0.0),
-    )
+    let number = splat(graph, value).and_then(|number| graph.constant(number));
+    number.is_some_and(|number| number.to_f64() == 0.0)
 }
 
 /// The concatenation of `parts` with zeros between.

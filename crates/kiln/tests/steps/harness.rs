@@ -94,16 +94,20 @@ impl Outcome {
         }
         assert_eq!(self.parameters.len(), reference.parameters.len());
         for (index, (a, b)) in self.parameters.iter().zip(&reference.parameters).enumerate() {
-            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-            let difference = norm(&mut a.iter().zip(b).map(|(x, y)| x - y));
-            let size = norm(&mut b.iter().copied()).max(1e-3);
+            let error = relative_error(a, b);
             assert!(
-                difference <= TOLERANCE * size,
-                "{what}: parameter {index} differs by {} relative",
-                difference / size
+                error <= TOLERANCE,
+                "{what}: parameter {index} differs by {error} relative"
             );
         }
     }
+}
+
+/// `|a - b| / |b|` by Euclidean norms; the denominator is at least 1e-3.
+pub fn relative_error(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    norm(&mut a.iter().zip(b).map(|(x, y)| x - y)) / norm(&mut b.iter().copied()).max(1e-3)
 }
 
 /// Every float parameter and running statistic, in order.

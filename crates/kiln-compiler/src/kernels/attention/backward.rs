@@ -4,13 +4,15 @@ use std::collections::BTreeSet;
 
 use kiln_cpu::Isa;
 
-use super::forward::{Dropout, MaskRows, Memory, Seen, scores};
+use super::masks::MaskRows;
+use super::memory::Memory;
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::plan::{PANEL, Plan, Product, product};
-use super::rows::{self, Words};
+use super::rows::{self, Dropout, Words};
+use super::seen::{Seen, scores};
 use super::{AttentionSpec, View, section};
 use crate::kernels::tile::Access;
-use crate::kernels::{Kernel, fields, finish_kernel, indent, run_part, unpack};
+use crate::kernels::{Helper, Kernel, fields, finish_kernel, indent, run_part, unpack};
 
 /// What the gradient reads besides the forward's operands, and what it writes.
 pub struct Gradients {
@@ -231,7 +233,7 @@ fn each_row(
     plan: &Plan,
     mask_rows: &MaskRows,
     seen: &Seen,
-    helpers: &mut BTreeSet<crate::kernels::Helper>,
+    helpers: &mut BTreeSet<Helper>,
 ) -> String {
     let (ld, masks) = (plan.ld, mask_rows.masks);
     let (real, words) = (plan.element.ctype(), Words::of(plan));

@@ -18,9 +18,12 @@
 
 mod backward;
 mod forward;
+mod masks;
+mod memory;
 mod pack;
 mod plan;
 mod rows;
+mod seen;
 
 use super::element::{Element, Storage};
 use super::{Param, Width};
@@ -142,11 +145,13 @@ impl AttentionSpec {
 
     /// Address of the statistics of row `row` of a head.
     fn stats_of(&self, row: &str) -> String {
+        format!("{} + {} * 2", self.stats, self.row_of(row))
+    }
+
+    /// C expression of the number of row `row` of a head among all rows.
+    fn row_of(&self, row: &str) -> String {
         let e = &self.extents;
-        format!(
-            "{} + ((batch * {} + head) * {} + {row}) * 2",
-            self.stats, e.heads, e.queries
-        )
+        format!("((batch * {} + head) * {} + {row})", e.heads, e.queries)
     }
 
     /// Statements that read the numbers.

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeSet;
 
+use super::AttentionSpec;
 use super::plan::Plan;
 use crate::kernels::Helper;
 use crate::kernels::element::Element;
@@ -253,4 +254,43 @@ pub(super) fn draws(words: Words, helpers: &mut BTreeSet<Helper>) -> String {
          j);\n        {vf}_store(to + j, {vf}_select(u < keep, {vf}_set1(1.0f), ({vf}){{0}}));\n    }}\n"
     );
     define(helpers, name, &head, &body, "1 where dropout keeps an element.")
+}
+
+/// Statements of dropout in the loop over rows.
+pub(super) struct Dropout {
+    /// Draws for a row.
+    pub draw: String,
+    lanes: usize,
+    vf: &'static str,
+}
+
+impl Dropout {
+    pub fn new(spec: &AttentionSpec, plan: &Plan, helpers: &mut BTreeSet<Helper>) -> Self {
+        let draw = if spec.dropout {
+            let draws = draws(Words::of(plan), helpers);
+            format!(
+                "const int64_t draw = {} * {};\n{draws}(kept, n, *seed, *stream, draw, keep);\n",
+                spec.row_of("row"),
+                spec.extents.keys
+            )
+        } else {
+            String::new()
+        };
+        Self {
+            draw,
+            lanes: plan.lanes,
+            vf: plan.element.vector(),
+        }
+    }
+
+    /// Drops out of the row `of`, and multiplies what stays by `factor`.
+    pub fn times(&self, of: &str, factor: &str) -> String {
+        if self.draw.is_empty() {
+            return String::new();
+        }
+        let Self { lanes, vf, .. } = self;
+        format!(
+            "for (int64_t j = 0; j < n; j += {lanes}) {vf}_store({of} + j, {vf}_load({of} + j) * {vf}_load(kept + draw % 4 + j) * {factor});\n"
+        )
+    }
 }
