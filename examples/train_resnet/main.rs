@@ -1,4 +1,4 @@
-//! A ResNet-18 that learns drawn shapes, through [`TrainStep`]: after three calls no Rust code of the model
+//! A ResNet-18 that learns drawn shapes, through [`TrainStep`]: after two calls no Rust code of the model
 //! runs any more.
 
 use std::error::Error;

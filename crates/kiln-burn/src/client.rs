@@ -3,7 +3,7 @@
 use burn_backend::backend::ExecutionError;
 use burn_backend::backend::ops::IntTensorOps;
 use burn_backend::{Backend, DType, DTypeUsageSet, Shape, TensorData};
-use burn_flex::{Flex, FlexDevice, FlexTensor};
+use burn_flex::{Flex, FlexDevice, FlexTensor, Layout};
 use burn_ir::{CustomOpIr, FullOpIr, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr};
 use burn_router::{RouterTensor, RunnerClient};
 use burn_std::future::DynFut;
@@ -11,6 +11,7 @@ use burn_std::future::DynFut;
 use crate::channel::Kiln;
 use crate::device::KilnDevice;
 use crate::error::Error;
+use crate::execute::convert::aligned;
 use crate::host_data::{IOTA, Pattern};
 use crate::record::BreakReason;
 use crate::record::session;
@@ -54,6 +55,16 @@ impl KilnClient {
             vector = Kiln::int_add_scalar(vector, start.into());
         }
         vector
+    }
+
+    /// A tensor of zeros that exists at once: to a region that is recording it is an input, not an operation.
+    ///
+    /// # Panics
+    ///
+    /// If the system has no such memory.
+    pub fn zeros(&self, shape: Shape, dtype: DType) -> RouterTensor<Self> {
+        let bytes = aligned(shape.num_elements() * dtype.size());
+        self.adopt(FlexTensor::new(bytes, Layout::contiguous(shape), dtype))
     }
 
     /// Enters a tensor that exists and returns Burn's handle of it.

@@ -2,7 +2,7 @@
 //!
 //! ```sh
 //! KILN_DEBUG=/tmp/kiln cargo run --release -p kiln-cli -- explain --model llama-15m --batch 4 --seq 256
-//! cargo run --release -p kiln-compiler --example partition_trade -- /tmp/kiln/train_step/step-1/0-recorded.kg
+//! cargo run --release -p kiln-compiler --example partition_trade -- /tmp/kiln/train_step/step-0/0-recorded.kg
 //! ```
 //!
 //! The step is built three times: keeping everything that the backward pass reads, as the partitioner chooses, and under the smallest memory budget that fits.

@@ -1,15 +1,14 @@
 //! `kiln bench`: one training step, timed.
 //!
 //! The step is what users run: forward pass, loss, backward pass and AdamW through [`kiln::TrainStep`], on
-//! random inputs, one step after the other. `first` is the time until a compiled step has run: the first
-//! call, which creates the optimizer's state, and the second, which compiles. `median` and `min` are of calls
-//! after the step is replayed. The fields are those of the peers in `crates/kiln-cli/peers`, so that lines
+//! random inputs, one step after the other. `first` is the time of the first call, which records, compiles and
+//! runs the step. `median` and `min` are of calls after the step is replayed. The fields are those of the peers in `crates/kiln-cli/peers`, so that lines
 //! can stand beside each other.
 
 mod subject;
 mod table;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn::tensor::backend::Backend;
 use kiln::{CompileOptions, Kiln, KilnDevice, RegionReport};
@@ -22,9 +21,8 @@ use crate::model::{initialise, without_autodiff};
 use crate::train::{TrainBackend, build_trainer, peak_memory_mb};
 pub use subject::Subject;
 
-/// Calls before the timed ones: creation of the state, compilation, the check that it was the same step, one
-/// replay.
-const WARMUP: usize = 4;
+/// Calls before the timed ones: compilation, the check that it was the same step, one replay.
+const WARMUP: usize = 3;
 const RATE: f64 = 1e-4;
 
 /// One measurement.
@@ -46,7 +44,7 @@ pub struct Measurement {
     pub median: f64,
     /// Shortest time of a step in seconds.
     pub min: f64,
-    /// Time until the first compiled step has run, in seconds.
+    /// Time of the first call, in seconds.
     pub first: f64,
     /// Peak memory of the process in MiB.
     pub mem_mb: u64,
@@ -103,7 +101,7 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
         min * 1e3
     );
     println!(
-        "first compiled step after {first:.1} s, of which compiling {:.1} s",
+        "first call {first:.1} s, of which compiling {:.1} s",
         compile_s.unwrap_or(0.0)
     );
     let arena = arena_mb.map_or_else(String::new, |arena| format!(", arena {arena:.1} MiB"));
@@ -118,28 +116,19 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Seconds of each call, and of the first compiled one.
+/// Seconds of the first call, and of each timed one.
 struct Times {
     first: f64,
     timed: Vec<f64>,
 }
 
-/// Calls `step` until it is warm and then `steps` times. `until_compiled` calls make the first compiled one.
-fn time<T>(
-    steps: usize,
-    until_compiled: usize,
-    mut step: impl FnMut() -> Result<T, CliError>,
-) -> Result<(Times, T), CliError> {
+/// Calls `step` until it is warm and then `steps` times.
+fn time<T>(steps: usize, mut step: impl FnMut() -> Result<T, CliError>) -> Result<(Times, T), CliError> {
     let start = Instant::now();
-    let mut first = Duration::ZERO;
     let mut last = step()?;
-    for call in 1..=WARMUP {
-        if call == until_compiled {
-            first = start.elapsed();
-        }
-        if call < WARMUP {
-            last = step()?;
-        }
+    let first = start.elapsed();
+    for _ in 1..WARMUP {
+        last = step()?;
     }
     let mut timed = Vec::with_capacity(steps);
     for _ in 0..steps.max(1) {
@@ -173,7 +162,7 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         let model = without_autodiff(&model);
         let forward = kiln::compile_fn(|batch| model.logits(batch)).with_options(options);
         let batch = subject.batch::<Kiln>(&device);
-        let (times, output) = time(arguments.steps, 1, || Ok(forward.call(batch.clone())?))?;
+        let (times, output) = time(arguments.steps, || Ok(forward.call(batch.clone())?))?;
         let data = output
             .try_into_data()
             .map_err(|error| CliError::Usage(format!("the output cannot be read: {error}")))?;
@@ -185,7 +174,7 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         let optimizer = OptimizerConfig::default();
         let mut trainer = build_trainer(model, &optimizer, options, None)?;
         let batch = subject.batch::<TrainBackend>(&device);
-        let (times, loss) = time(arguments.steps, 2, || trainer.step(RATE, vec![batch.clone()]))?;
+        let (times, loss) = time(arguments.steps, || trainer.step(RATE, vec![batch.clone()]))?;
         (times, f64::from(loss), trainer.report())
     };
     let Times { first, timed } = times;

@@ -5,17 +5,19 @@
 //! step are the optimizer's scalars: learning rate, bias correction. They come from the optimizer's own host code, run on a few parameters in a rehearsal ([`rehearsal`]).
 //!
 //! ```text
-//!   call 1     recorded: creates the optimizer's state (a graph of its own)
-//!   call 2     recorded: the steady step, compiled
-//!   call 3     recorded and checked: same step again, rehearsed scalars equal the recorded ones
-//!   call 4 ..  replayed
+//!   call 1     recorded: the steady step, compiled
+//!   call 2     recorded and checked: same step again, rehearsed scalars equal the recorded ones
+//!   call 3 ..  replayed
 //! ```
+//!
+//! An optimizer whose state does not start from zeros ([`zeros`]) needs one call more: the first creates the state, by a graph of its own.
 //!
 //! Anything the replay does not cover (another batch shape, a step whose host code takes another branch) is recorded again; the optimizer's state is brought up to date
 //! first ([`rehearsal::Rehearsal::catch_up`]).
 
 mod rehearsal;
 mod renew;
+mod zeros;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -102,8 +104,12 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     model: M,
     optim: OptimizerAdaptor<O, M, B>,
     loss: F,
+    start: Start<B, M, O>,
     options: CompileOptions,
 }
+
+/// Makes the state that an optimizer starts from ([`zeros::start`]).
+type Start<B, M, O> = fn(OptimizerAdaptor<O, M, B>, &M, &GradientsParams) -> OptimizerAdaptor<O, M, B>;
 
 impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     TrainStepBuilder<B, M, O, F>
@@ -133,6 +139,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             region: CompiledRegion::new(self.options).for_replay(),
             trained: Some((self.model, self.optim)),
             loss: self.loss,
+            start: self.start,
             previous: None,
             plan: None,
             lent: AtomicBool::new(false),
@@ -163,6 +170,7 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     /// None once a step failed half way.
     trained: Option<(M, OptimizerAdaptor<O, M, B>)>,
     loss: F,
+    start: Start<B, M, O>,
     previous: Option<Trace>,
     plan: Option<Plan<B, M, O, L>>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
@@ -205,7 +213,7 @@ impl<B, M, O, F> TrainStep<B, M, O, F, (), ()>
 where
     B: TrainBackend,
     M: AutodiffModule<B> + Clone,
-    O: SimpleOptimizer<Kiln>,
+    O: SimpleOptimizer<Kiln> + 'static,
 {
     /// Begins a training step of `model` with `optim` and the loss closure `loss`.
     #[allow(clippy::new_ret_no_self)] // `new` begins, `build` makes: the shape of Burn's own builders.
@@ -219,6 +227,7 @@ where
             model,
             optim: optim.into_adaptor(),
             loss,
+            start: zeros::start,
             options,
         }
     }
@@ -282,18 +291,22 @@ where
         // The rehearsal must start from the state before this call.
         let backup_slot = &mut Some(backup);
         let loss = &self.loss;
+        let first_state = self.replays.then_some(self.start);
         let mut rehearsed = None;
         let result = catch_unwind(AssertUnwindSafe(|| {
             self.region.run(|| {
                 let output = loss(&model, input);
                 let gradients = GradientsParams::from_grads(output.loss().backward(), &model);
+                let mut optim = match first_state {
+                    Some(start) => start(optim, &model, &gradients),
+                    None => optim,
+                };
                 if previous.is_some() {
                     let parameters = trained_parameters(&model, &gradients);
                     rehearsed = Rehearsal::new(&model, &optim, &parameters)
                         .and_then(|mut rehearsal| Some((rehearsal.scalars(lr)?, rehearsal)));
                 }
                 let start = record::position();
-                let mut optim = optim;
                 let model = optim.step(lr, model, gradients);
                 // The old parameters and state end here, so that the step may reuse their buffers.
                 *backup_slot = None;

@@ -231,7 +231,7 @@ where
     )
 }
 
-/// Trains through `TrainStep`, replayed from the fourth step on.
+/// Trains through `TrainStep`, replayed from the third or fourth step on.
 pub fn train_replayed<M, O>(
     model: M,
     optim: OptimizerAdaptor<O, M, Compiled>,
@@ -240,7 +240,7 @@ pub fn train_replayed<M, O>(
 ) -> Outcome
 where
     M: AutodiffModule<Compiled> + Trainable<Compiled> + Clone,
-    O: SimpleOptimizer<Kiln>,
+    O: SimpleOptimizer<Kiln> + 'static,
 {
     let device = KilnDevice::cpu();
     let mut step = TrainStep::new(model, optim, |model: &M, batch: Batch<Compiled>| {
