@@ -14,6 +14,7 @@ use crate::error::CliError;
 
 const TORCH: &str = include_str!("../../peers/torch_step.py");
 const JAX: &str = include_str!("../../peers/jax_step.py");
+const JAX_MODELS: &str = include_str!("../../peers/jax_models.py");
 
 /// Models of the table with batch, tokens and pixels.
 const ROWS: [(&str, usize, usize, usize); 14] = [
@@ -213,9 +214,11 @@ fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, 
         arguments: strings(&["bench", "--json", "--backend", arguments.backend.name()]),
     }];
     let python = std::env::var_os("PEER_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from);
-    for (module, script, text, modes) in [
-        ("torch", "torch_step.py", TORCH, ["eager", "compile"].as_slice()),
-        ("jax", "jax_step.py", JAX, ["jit"].as_slice()),
+    let torch = [("torch_step.py", TORCH)];
+    let jax = [("jax_step.py", JAX), ("jax_models.py", JAX_MODELS)];
+    for (module, files, modes) in [
+        ("torch", torch.as_slice(), ["eager", "compile"].as_slice()),
+        ("jax", &jax, &["jit"]),
     ] {
         let import = format!("import {module}");
         let found = Command::new(&python)
@@ -230,13 +233,16 @@ fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, 
             );
             continue;
         }
-        let path = scripts.join(script);
-        std::fs::write(&path, text).map_err(CliError::io("write", &path))?;
+        for (file, text) in files {
+            let path = scripts.join(file);
+            std::fs::write(&path, text).map_err(CliError::io("write", &path))?;
+        }
+        let script = scripts.join(files[0].0);
         programs.extend(modes.iter().map(|mode| Program {
             name: format!("{module}-{mode}"),
             command: python.clone(),
             arguments: vec![
-                path.display().to_string(),
+                script.display().to_string(),
                 "--mode".to_owned(),
                 (*mode).to_owned(),
             ],

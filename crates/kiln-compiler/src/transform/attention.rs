@@ -1,4 +1,5 @@
-//! Attention: `softmax(q k^T * scale, masked) v` and its gradient become [`Op::Attention`] and [`Op::AttentionGrad`].
+//! Attention: `softmax(q k^T * scale, masked) v` and its gradient become [`Attention`](kiln_graph::op::Op::Attention) and
+//! [`AttentionGrad`](kiln_graph::op::Op::AttentionGrad).
 //!
 //! The score matrix is by far the largest value of the composition, and every step of it passes over the matrix; the operations keep it
 //! in cache. What is matched, from the product with the values backwards, is the table below: each line is one form that programs
