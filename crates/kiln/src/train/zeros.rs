@@ -30,6 +30,9 @@ where
     M: AutodiffModule<B>,
     O: SimpleOptimizer<Kiln> + 'static,
 {
+    if ![TypeId::of::<Adam>(), TypeId::of::<AdamW>()].contains(&TypeId::of::<O>()) {
+        return optim;
+    }
     let mut visitor = Visitor::<B, O> {
         optim: optim.optim(),
         gradients,
@@ -59,24 +62,19 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln> + 'static> ModuleVisitor<B> for V
     }
 }
 
-/// A parameter's state before the first step, for gradients like `gradient`; none if `O` does not start from zeros.
+/// A parameter's state before the first step of Adam or AdamW, for gradients like `gradient`.
 fn state<O: SimpleOptimizer<Kiln> + 'static, const D: usize>(
     optim: &O,
     gradient: &Tensor<Kiln, D>,
 ) -> Option<O::State<D>> {
-    let optimizer = TypeId::of::<O>();
-    if ![TypeId::of::<Adam>(), TypeId::of::<AdamW>()].contains(&optimizer) {
-        return None;
-    }
     // What the first step would leave, without elements, tells which tensors there are.
     let empty = || Tensor::<Kiln, D>::empty(gradient.shape(), (&gradient.device(), gradient.dtype()));
     let ((_, left), _) = rehearse(|| optim.step::<D>(1.0, empty(), empty(), None))?;
-    let left: Box<dyn Any> = Box::new(left?);
-    let state: Box<dyn Any> = if optimizer == TypeId::of::<AdamW>() {
-        let left = left.downcast::<AdamWState<Kiln, D>>().ok()?;
+    let left: &dyn Any = &left?;
+    let state: Box<dyn Any> = if let Some(left) = left.downcast_ref::<AdamWState<Kiln, D>>() {
         Box::new(AdamWState::new(zeros_like(&left.momentum)))
     } else {
-        let left = left.downcast::<AdamState<Kiln, D>>().ok()?;
+        let left = left.downcast_ref::<AdamState<Kiln, D>>()?;
         Box::new(AdamState::new(zeros_like(&left.momentum)))
     };
     state.downcast().ok().map(|state| *state)
