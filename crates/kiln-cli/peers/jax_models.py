@@ -226,7 +226,8 @@ def bert_parameters(keys, sizes):
 
 def bert(sizes, parameters, statistics, tokens, key):
     heads = sizes[2]
-    keys = iter([None] * 1000 if key is None else jax.random.split(key, 3 * sizes[1] + 2))
+    draws = 3 * sizes[1] + 2
+    keys = iter([None] * draws if key is None else jax.random.split(key, draws))
 
     def drop(hidden):
         return dropout(hidden, 0.1, next(keys))

@@ -12,9 +12,12 @@ use super::Measurement;
 use crate::args::BenchArguments;
 use crate::error::CliError;
 
-const TORCH: &str = include_str!("../../peers/torch_step.py");
-const JAX: &str = include_str!("../../peers/jax_step.py");
-const JAX_MODELS: &str = include_str!("../../peers/jax_models.py");
+/// The peers: files, and what is in them. `MODULE_step.py` measures.
+const SCRIPTS: [(&str, &str); 3] = [
+    ("torch_step.py", include_str!("../../peers/torch_step.py")),
+    ("jax_step.py", include_str!("../../peers/jax_step.py")),
+    ("jax_models.py", include_str!("../../peers/jax_models.py")),
+];
 
 /// Models of the table with batch, tokens and pixels.
 const ROWS: [(&str, usize, usize, usize); 14] = [
@@ -214,12 +217,11 @@ fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, 
         arguments: strings(&["bench", "--json", "--backend", arguments.backend.name()]),
     }];
     let python = std::env::var_os("PEER_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from);
-    let torch = [("torch_step.py", TORCH)];
-    let jax = [("jax_step.py", JAX), ("jax_models.py", JAX_MODELS)];
-    for (module, files, modes) in [
-        ("torch", torch.as_slice(), ["eager", "compile"].as_slice()),
-        ("jax", &jax, &["jit"]),
-    ] {
+    for (file, text) in SCRIPTS {
+        let path = scripts.join(file);
+        std::fs::write(&path, text).map_err(CliError::io("write", &path))?;
+    }
+    for (module, modes) in [("torch", ["eager", "compile"].as_slice()), ("jax", &["jit"])] {
         let import = format!("import {module}");
         let found = Command::new(&python)
             .args(["-c", &import])
@@ -233,11 +235,7 @@ fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, 
             );
             continue;
         }
-        for (file, text) in files {
-            let path = scripts.join(file);
-            std::fs::write(&path, text).map_err(CliError::io("write", &path))?;
-        }
-        let script = scripts.join(files[0].0);
+        let script = scripts.join(format!("{module}_step.py"));
         programs.extend(modes.iter().map(|mode| Program {
             name: format!("{module}-{mode}"),
             command: python.clone(),

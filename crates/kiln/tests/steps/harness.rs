@@ -71,8 +71,8 @@ macro_rules! compare {
             assert!(report.steps.len() <= 3, "a schedule recompiled: {:?}", report.recompiles);
             let model = fresh();
             seed();
-            $crate::harness::train_replayed(model, $optim, $steps, backend)
-                .assert_close(&expected, &format!("{backend} replayed {what}"));
+            let (outcome, ..) = $crate::harness::train_replayed(model, $optim, $steps, backend);
+            outcome.assert_close(&expected, &format!("{backend} replayed {what}"));
             report
         }),*]
     }};
@@ -94,7 +94,7 @@ impl Outcome {
         }
         assert_eq!(self.parameters.len(), reference.parameters.len());
         for (index, (a, b)) in self.parameters.iter().zip(&reference.parameters).enumerate() {
-            let error = relative_error(a, b);
+            let error = relative_error(a, b, 1e-3);
             assert!(
                 error <= TOLERANCE,
                 "{what}: parameter {index} differs by {error} relative"
@@ -103,11 +103,11 @@ impl Outcome {
     }
 }
 
-/// `|a - b| / |b|` by Euclidean norms; the denominator is at least 1e-3.
-pub fn relative_error(a: &[f64], b: &[f64]) -> f64 {
+/// `|a - b| / |b|` by Euclidean norms; the denominator is at least `least`.
+pub fn relative_error(a: &[f64], b: &[f64], least: f64) -> f64 {
     assert_eq!(a.len(), b.len());
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-    norm(&mut a.iter().zip(b).map(|(x, y)| x - y)) / norm(&mut b.iter().copied()).max(1e-3)
+    norm(&mut a.iter().zip(b).map(|(x, y)| x - y)) / norm(&mut b.iter().copied()).max(least)
 }
 
 /// Every float parameter and running statistic, in order.
@@ -231,13 +231,13 @@ where
     )
 }
 
-/// Trains through `TrainStep`, replayed from the third or fourth step on.
+/// Trains through `TrainStep`, replayed from the third or fourth step on; with the number of recorded calls and what was compiled.
 pub fn train_replayed<M, O>(
     model: M,
     optim: OptimizerAdaptor<O, M, Compiled>,
     steps: usize,
     backend: CompileBackend,
-) -> Outcome
+) -> (Outcome, u64, kiln::RegionReport)
 where
     M: AutodiffModule<Compiled> + Trainable<Compiled> + Clone,
     O: SimpleOptimizer<Kiln> + 'static,
@@ -258,8 +258,7 @@ where
         "{:?} of {steps} steps",
         step.history()
     );
-    Outcome {
-        losses,
-        parameters: parameters::<Compiled, M>(&step.into_model()),
-    }
+    let (recorded, report) = (step.history().recorded, step.report());
+    let parameters = parameters::<Compiled, M>(&step.into_model());
+    (Outcome { losses, parameters }, recorded, report)
 }

@@ -87,21 +87,9 @@ fn recorded_and_graphs<O: SimpleOptimizer<Kiln> + 'static>(
     let start = initialised(Mlp::<Compiled>::new(&device()));
     let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
     let expected = train_plain(copy(), optimizer.clone(), STEPS, &device());
-
-    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
-    let mut step = TrainStep::new(copy(), optimizer, loss)
-        .with_backend(BACKEND)
-        .build()
-        .unwrap();
-    let losses = (0..STEPS).map(|index| {
-        let batch = batch(index, EXAMPLES, &device());
-        value(step.step(rate(index), batch).unwrap())
-    });
-    let losses = losses.collect();
-    let counts = (step.history().recorded, step.report().steps.len());
-    let parameters = parameters::<Compiled, _>(&step.into_model());
-    Outcome { losses, parameters }.assert_close(&expected, "trained by steps");
-    counts
+    let (outcome, recorded, report) = train_replayed(copy(), optimizer, STEPS, BACKEND);
+    outcome.assert_close(&expected, "trained by steps");
+    (recorded, report.steps.len())
 }
 
 #[test]
