@@ -33,12 +33,12 @@ pub enum Error {
         /// What failed.
         source: Arc<ExecuteError>,
     },
-    /// A function that is compiled with its gradients reads a value, although it was compiled with `fullgraph`.
+    /// A function that is compiled with its gradients uses a tensor that is computed from trained ones outside of it.
     #[error(
-        "`{region}` reads a value and cannot be compiled together with its gradients; move the read out of it, or \
-         leave `fullgraph` off to run it eagerly"
+        "`{region}` uses a tensor that it captures and that follows from trained tensors: its gradient would be lost. Pass \
+         the tensor as an argument, or detach it if it needs no gradient"
     )]
-    ReadInTrace {
+    TrackedCapture {
         /// Name of the function.
         region: String,
     },

@@ -1,6 +1,7 @@
-//! `compile_fn`: a function whose tensor operations become one executable, and whose gradients become another.
+//! `compile_fn`: a function whose tensor operations become one executable, and whose gradients become
+//! another.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use burn_core::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param};
 use burn_tensor::{Tensor, TensorPrimitive};
@@ -9,10 +10,11 @@ use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, RegionRep
 
 use crate::explain::Explain;
 use crate::input::StepInput;
-use crate::tracked::{self, Collect, Leaves};
+use crate::tracked::{self, Called, Collect, Leaves};
 use crate::train::TrainBackend;
 
-/// Compiles a function, most often a forward pass: `let forward = kiln::compile_fn(move |x| model.forward(x));`. Default options; see
+/// Compiles a function, most often a forward pass:
+/// `let forward = kiln::compile_fn(move |x| model.forward(x));`. Default options; see
 /// [`CompiledFn::with_options`]. Several arguments go in as a tuple.
 ///
 /// ```
@@ -26,8 +28,9 @@ use crate::train::TrainBackend;
 /// # Ok::<(), kiln::Error>(())
 /// ```
 ///
-/// In an eager training loop, call it with tracked tensors, or with the model whose parameters are to be trained ([`CompiledFn::call_with`]). The result is then part of the
-/// program's autograd graph, and its gradients come from a compiled backward pass:
+/// In an eager training loop, call it with tracked tensors, or with the model whose parameters are to be
+/// trained ([`CompiledFn::call_with`]). The result is then part of the program's autograd graph, and its
+/// gradients come from a compiled backward pass:
 ///
 /// ```
 /// use burn_autodiff::Autodiff;
@@ -63,10 +66,23 @@ pub struct CompiledFn<F> {
     /// Calls with some.
     split: SplitRegion,
     backend: CompileBackend,
-    fullgraph: bool,
     name: String,
-    warned: AtomicBool,
+    tracked: Mutex<TrackedCalls>,
     function: F,
+}
+
+/// What calls with tracked tensors showed of the function.
+#[derive(Default)]
+struct TrackedCalls {
+    calls: u64,
+    /// Those with Burn's own backward pass.
+    plain: u64,
+    /// The call that is the next to be traced, if the function read a value when it was traced last.
+    next_trace: u64,
+    /// Whether the function reads values.
+    reads: bool,
+    /// Whether the function captures tensors that are trained.
+    captures: bool,
 }
 
 impl<F> CompiledFn<F> {
@@ -74,33 +90,41 @@ impl<F> CompiledFn<F> {
         Self {
             split: SplitRegion::new(options.clone()),
             backend: options.backend,
-            fullgraph: options.fullgraph,
             name: options.name.clone(),
-            warned: AtomicBool::new(false),
-            region: CompiledRegion::new(options),
+            tracked: Mutex::default(),
+            region: CompiledRegion::new(options).for_function(),
             function,
         }
     }
 
-    /// The same function, compiled with other options. In calls with tracked tensors a memory budget holds for the intermediate values of the forward and of the backward
-    /// pass and what is kept between them, all together: forward values are computed again in the backward pass as far as it takes.
+    /// The same function, compiled with other options. In calls with tracked tensors a memory budget holds
+    /// for the intermediate values of the forward and of the backward pass and what is kept between them, all
+    /// together: forward values are computed again in the backward pass as far as it takes.
     pub fn with_options(self, options: CompileOptions) -> Self {
         Self::new(self.function, options)
     }
 
-    /// Calls the function. Its tensor operations are recorded and run as one executable; see [`crate::Compiled::run`].
+    /// Calls the function. Its tensor operations are recorded and run as one executable; see
+    /// [`crate::Compiled::run`].
     ///
-    /// If some of the arguments are tracked by Burn's autograd, the function's gradients with respect to them are recorded and compiled, too, and the result is tracked.
-    /// Tensors that the function captures count as constants: pass what is trained as an argument, or as the model of [`CompiledFn::call_with`]. A function that reads a
-    /// value cannot be compiled with its gradients, and runs eagerly, after one warning.
+    /// If some of the arguments are tracked by Burn's autograd, the function's gradients with respect to them
+    /// are recorded and compiled, too, and the result is tracked.
+    ///
+    /// Where that cannot be, the function is compiled as in [`crate::Compiled::run`], and its backward pass
+    /// is Burn's own, after one warning; [`CompiledFn::explain_tracked`] says how often. It cannot be where
+    /// the function reads a value, and where it captures tensors that are trained: pass those as arguments,
+    /// or as the model of [`CompiledFn::call_with`]. Each call runs the function once, as without Kiln: what
+    /// it leaves in cells of its own, and the random numbers it draws, are the same.
     ///
     /// # Errors
     ///
-    /// As [`crate::Compiled::run`].
+    /// As [`crate::Compiled::run`], and [`Error::TrackedCapture`] if the function captures a tensor that
+    /// follows from trained ones.
     ///
     /// # Panics
     ///
-    /// If the function panics, with the same payload.
+    /// If the function panics, with the same payload. So does a backward pass that reaches a tensor that the
+    /// function kept elsewhere without returning it.
     pub fn call<A, R>(&self, arguments: A) -> Result<R, Error>
     where
         F: Fn(A) -> R,
@@ -108,18 +132,17 @@ impl<F> CompiledFn<F> {
         R: StepInput,
     {
         let (arguments, tracked) = tracked::tracked_tensors(arguments);
-        if tracked.is_empty() || !self.compiles() {
+        if tracked.is_empty() || !self.compiles() || !self.is_traced() {
             return self.region.run(|| (self.function)(arguments));
         }
-        let traced = |leaves: &mut Leaves| (self.function)(arguments.clone().map(leaves));
-        match tracked::call(&self.split, tracked, traced)? {
-            Some(result) => Ok(result),
-            None => self.eagerly(|| (self.function)(arguments)),
-        }
+        let traced = |leaves: &mut Leaves| (self.function)(arguments.map(leaves));
+        let called = tracked::call(&self.region, &self.split, tracked, traced)?;
+        Ok(self.note(called))
     }
 
-    /// Calls a function of a model and an input. The model's parameters are tracked as they are in the program: their gradients are found where the program looks for
-    /// them, also if the program uses them elsewhere. Otherwise as [`CompiledFn::call`].
+    /// Calls a function of a model and an input. The model's parameters are tracked as they are in the
+    /// program: their gradients are found where the program looks for them, also if the program uses them
+    /// elsewhere. Otherwise as [`CompiledFn::call`].
     ///
     /// # Errors
     ///
@@ -141,17 +164,15 @@ impl<F> CompiledFn<F> {
         let (input, inputs) = tracked::tracked_tensors(input);
         let mut tracked = parameters.0.0;
         tracked.extend(inputs);
-        if tracked.is_empty() || !self.compiles() {
+        if tracked.is_empty() || !self.compiles() || !self.is_traced() {
             return self.region.run(|| (self.function)(model, input));
         }
         let traced = |leaves: &mut Leaves| {
             let model = model.clone().map(&mut Replace(leaves));
-            (self.function)(&model, input.clone().map(leaves))
+            (self.function)(&model, input.map(leaves))
         };
-        match tracked::call(&self.split, tracked, traced)? {
-            Some(result) => Ok(result),
-            None => self.eagerly(|| (self.function)(model, input)),
-        }
+        let called = tracked::call(&self.region, &self.split, tracked, traced)?;
+        Ok(self.note(called))
     }
 
     /// Whether a call is compiled by itself: inside a region it is part of that.
@@ -159,30 +180,64 @@ impl<F> CompiledFn<F> {
         self.backend != CompileBackend::Eager && !session::is_nested()
     }
 
-    fn eagerly<R>(&self, function: impl FnOnce() -> R) -> Result<R, Error> {
-        if self.fullgraph {
-            return Err(Error::ReadInTrace {
-                region: self.name.clone(),
-            });
-        }
-        if !self.warned.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
-                target: "kiln",
-                function = %self.name,
-                "the function reads a value, so it cannot be compiled together with its gradients: it runs eagerly where arguments are tracked"
-            );
-        }
-        Ok(function())
+    /// Counts a call with tracked tensors, and says whether it is traced with its gradients.
+    fn is_traced(&self) -> bool {
+        let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
+        tracked.calls += 1;
+        let traced = !tracked.captures && tracked.calls >= tracked.next_trace;
+        tracked.plain += u64::from(!traced);
+        traced
     }
 
-    /// What was compiled for calls without tracked tensors, why, and what cut it; see [`CompiledFn::explain_tracked`] for the others.
+    /// Notes what a traced call showed of the function, and warns the first time.
+    fn note<R>(&self, called: Called<R>) -> R {
+        let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
+        match called {
+            Called::Compiled(result) => result,
+            Called::Read(result) => {
+                tracked.plain += 1;
+                // A function that reads a value now and then is compiled in between; one that always does is
+                // hardly ever traced in vain.
+                tracked.next_trace = 2 * tracked.calls;
+                if !std::mem::replace(&mut tracked.reads, true) {
+                    self.warn(READS);
+                }
+                result
+            }
+            Called::Captured(result) => {
+                if !std::mem::replace(&mut tracked.captures, true) {
+                    self.warn(CAPTURES);
+                }
+                result
+            }
+        }
+    }
+
+    fn warn(&self, reason: &str) {
+        tracing::warn!(target: "kiln", function = %self.name, "Burn's own backward pass runs: {reason}");
+    }
+
+    /// What was compiled for calls without tracked tensors, why, and what cut it; see
+    /// [`CompiledFn::explain_tracked`] for the others.
     pub fn explain(&self) -> Explain {
         Explain::new(self.region.report())
     }
 
     /// What was compiled for calls with tracked tensors.
     pub fn explain_tracked(&self) -> String {
-        self.split.report()
+        let tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut text = self.split.report();
+        if tracked.plain > 0 {
+            let reason = if tracked.captures { CAPTURES } else { READS };
+            text += &format!(
+                "{} of {} calls had Burn's own backward pass: {reason}\n",
+                tracked.plain, tracked.calls
+            );
+            for (graph_break, count) in self.region.report().breaks {
+                text += &format!("  {count} times: {graph_break}\n");
+            }
+        }
+        text
     }
 
     /// How many pairs of forward and backward pass were compiled for calls with tracked tensors.
@@ -200,6 +255,12 @@ impl<F> CompiledFn<F> {
         self.function
     }
 }
+
+/// Why a backward pass is not compiled.
+const READS: &str =
+    "the function reads a value, and cannot be compiled together with its gradients; move the read out of it";
+const CAPTURES: &str = "the function captures tensors that are trained; pass them as arguments, or the \
+     module as the model of `call_with`, or detach them (`no_grad`) if they are not trained";
 
 /// The tracked parameters of a module, in order.
 struct Parameters(Collect);

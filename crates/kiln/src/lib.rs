@@ -47,6 +47,7 @@ pub mod explain;
 mod function;
 mod input;
 pub mod log;
+pub mod ops;
 mod tracked;
 mod train;
 

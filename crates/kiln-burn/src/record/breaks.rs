@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::host_operations;
 use super::location::Location;
 
 /// What needed a value.
@@ -53,8 +54,20 @@ pub struct GraphBreak {
     pub reason: BreakReason,
     /// The operation whose result was needed, such as `NumericFloat.Sum`; none if no single one was.
     pub operation: Option<String>,
+    /// The method of Burn's tensors that runs on the host and needed it, such as `sort`; none if the program itself did.
+    pub method: Option<&'static str>,
     /// The line of the user's program, if it could be found.
     pub location: Option<Location>,
+}
+
+impl GraphBreak {
+    /// What to do about it.
+    pub fn remedy(&self) -> String {
+        match self.method {
+            Some(method) => host_operations::remedy(method),
+            None => self.reason.remedy().to_owned(),
+        }
+    }
 }
 
 impl fmt::Display for GraphBreak {
@@ -66,6 +79,6 @@ impl fmt::Display for GraphBreak {
         if let Some(location) = &self.location {
             write!(f, " at {location}")?;
         }
-        write!(f, "; {}", self.reason.remedy())
+        write!(f, "; {}", self.remedy())
     }
 }

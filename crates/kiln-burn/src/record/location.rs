@@ -73,7 +73,7 @@ pub fn user_location() -> Option<Location> {
 
 /// The user's line in a frame; none if all that runs in it (a function and what is inlined into it) belongs
 /// to others.
-fn of_user(frame: &backtrace::Frame) -> Option<Location> {
+pub(super) fn of_user(frame: &backtrace::Frame) -> Option<Location> {
     let mut found = None;
     backtrace::resolve_frame(frame, |symbol| {
         if found.is_some() {

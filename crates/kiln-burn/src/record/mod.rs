@@ -6,20 +6,23 @@
 //! - [`step`]: one compiled step, and running it.
 //! - [`replay`]: running a step again without the program that recorded it.
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
+//! - [`salvage`]: running what a function did before it failed, for what it leaves behind.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
 //! - [`history`], [`report`], [`words`], [`stream_text`]: what was compiled and why, in words, for reports and debug dumps.
-//! - [`breaks`], [`location`]: why and where a recording was cut.
+//! - [`breaks`], [`host_operations`], [`location`]: why and where a recording was cut.
 
 pub mod breaks;
 pub mod exchange;
 pub mod guard;
 pub mod history;
+pub mod host_operations;
 pub mod location;
 pub mod recording;
 pub mod region;
 pub mod replay;
 pub mod report;
+pub mod salvage;
 pub mod session;
 pub mod split;
 pub mod step;
@@ -34,6 +37,6 @@ pub use recording::Recorded;
 pub use region::LastRun;
 pub use replay::{Replay, ReplayError};
 pub use report::{Guards, Recompile, RegionReport, StepReport};
-pub use session::{CompiledRegion, Position, position, rehearse, trace};
+pub use session::{CompiledRegion, Position, Traced, position, rehearse};
 pub use split::{Saved, SplitRegion, SplitStep};
 pub use step::Step;

@@ -141,6 +141,11 @@ impl Recording {
         self.scalars.len()
     }
 
+    /// Number of inputs so far.
+    pub fn num_inputs(&self) -> usize {
+        self.inputs.len()
+    }
+
     /// Position of a result of this recording.
     fn position(&self, id: TensorId) -> Option<u32> {
         match id.value().checked_sub(self.base) {

@@ -17,6 +17,7 @@ use super::guard::Mismatch;
 use super::history::{self, CompileEvent};
 use super::recording::Recorded;
 use super::report::{Recompile, RegionReport};
+use super::salvage;
 use super::step::Step;
 use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
@@ -49,6 +50,8 @@ pub struct Region {
     pub capacity: usize,
     /// Whether [`LastRun::host_data`] is kept: a replay needs to know whether it is the same at each call.
     pub keeps_host_data: bool,
+    /// Whether a recording that cannot be compiled is run all the same, for what it leaves behind ([`super::salvage`]).
+    pub salvages: bool,
     segments: Vec<Vec<Arc<Step>>>,
     last: Option<LastRun>,
     calls: u64,
@@ -70,6 +73,7 @@ impl Region {
             options,
             capacity: usize::MAX,
             keeps_host_data: false,
+            salvages: false,
             segments: Vec::new(),
             last: None,
             calls: 0,
@@ -118,7 +122,15 @@ impl Region {
         if ids.is_empty() {
             return Ok(());
         }
-        match self.execute(segment, recorded) {
+        self.last = None;
+        let index = match self.find_or_compile(segment, &recorded) {
+            Err(error) if self.salvages => {
+                salvage::run(&self.options, recorded);
+                return Err(error);
+            }
+            found => found,
+        };
+        match index.and_then(|index| self.execute(segment, index, recorded)) {
             Ok(tensors) => {
                 ids.into_iter()
                     .zip(tensors)
@@ -133,9 +145,13 @@ impl Region {
         }
     }
 
-    fn execute(&mut self, segment: usize, recorded: Recorded) -> Result<Vec<FlexTensor>, Error> {
-        self.last = None;
-        let index = self.find_or_compile(segment, &recorded)?;
+    /// Runs `recorded` by step `index` of the segment.
+    fn execute(
+        &mut self,
+        segment: usize,
+        index: usize,
+        recorded: Recorded,
+    ) -> Result<Vec<FlexTensor>, Error> {
         // Most recently used first.
         self.segments[segment][..=index].rotate_right(1);
         let step = self.segments[segment][0].clone();

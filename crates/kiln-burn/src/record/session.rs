@@ -18,10 +18,12 @@ use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
 use kiln_profile::Category;
 
 use super::breaks::{BreakReason, GraphBreak};
+use super::host_operations;
 use super::location::{Lines, user_location};
 use super::recording::{Killed, Recorded, Recording};
 use super::region::{LastRun, Region};
 use super::report::RegionReport;
+use super::salvage;
 use super::step::panic_message;
 use crate::device::{KilnDevice, Mode};
 use crate::error::Error;
@@ -56,16 +58,9 @@ thread_local! {
     /// The region this thread is in.
     static CURRENT: RefCell<Option<Shared>> = const { RefCell::new(None) };
     /// A rehearsal under way on this thread.
-    static REHEARSAL: RefCell<Option<Rehearsal>> = const { RefCell::new(None) };
+    static REHEARSAL: RefCell<Option<Recording>> = const { RefCell::new(None) };
     /// This thread's lazy sessions.
     static LAZY: RefCell<Vec<(CompileBackend, Shared)>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A recording that does not run when it ends.
-struct Rehearsal {
-    recording: Recording,
-    /// Whether it is going to run later: inputs have elements, and random operations streams.
-    traced: bool,
 }
 
 /// Sessions that may have pending tensors, for threads that look for one.
@@ -83,6 +78,8 @@ struct Aborted;
 pub struct CompiledRegion {
     session: Shared,
     backend: CompileBackend,
+    /// Held during a call: threads that share a region take turns.
+    turn: Mutex<()>,
 }
 
 impl CompiledRegion {
@@ -92,7 +89,16 @@ impl CompiledRegion {
         Self {
             session: Arc::new(Mutex::new(Session::new(Region::new(options), false))),
             backend,
+            turn: Mutex::default(),
         }
+    }
+
+    /// The same region, of which a call that fails has happened as far as it came: what the closure did
+    /// before a panic or an error is run on burn-flex. What a function leaves in cells of its own, such as
+    /// running statistics, then has a value, as it would have without Kiln.
+    pub fn for_function(self) -> Self {
+        lock(&self.session).region.salvages = true;
+        self
     }
 
     /// The same region, which remembers what [`Replay`](super::Replay) needs to see of its last run.
@@ -118,19 +124,56 @@ impl CompiledRegion {
         if self.backend == CompileBackend::Eager || CURRENT.with_borrow(Option::is_some) {
             return Ok(closure());
         }
+        let _turn = lock(&self.turn);
         lock(&self.session).begin();
+        let value = self.record(closure)?;
+        lock(&self.session).end(value)
+    }
+
+    /// Records `closure` as [`CompiledRegion::run`] does, and gives the recording to `run_whole` in place of
+    /// running it if nothing cut it; a recording that was cut ([`position`] tells the closure) is run like any
+    /// other, and `run_whole` is not called. Tensors that outlive the closure have no elements until
+    /// `run_whole` enters them into the table. `lines` says whether to look the user's lines up.
+    ///
+    /// # Errors
+    ///
+    /// As [`CompiledRegion::run`], and those of `run_whole`.
+    ///
+    /// # Panics
+    ///
+    /// As [`CompiledRegion::run`].
+    pub fn trace<T, R>(
+        &self,
+        lines: bool,
+        closure: impl FnOnce() -> T,
+        run_whole: impl FnOnce(T, Recorded) -> Result<R, Error>,
+    ) -> Result<Traced<T, R>, Error> {
+        let _turn = lock(&self.turn);
+        let mut session = lock(&self.session);
+        session.begin();
+        session.lines = lines.then(Lines::default);
+        drop(session);
+        let value = self.record(closure)?;
+        let mut session = lock(&self.session);
+        if session.segment > 0 || session.error.is_some() {
+            return session.end(value).map(Traced::Cut);
+        }
+        let recorded = session.take_recording();
+        drop(session);
+        run_whole(value, recorded).map(Traced::Whole)
+    }
+
+    /// Runs `closure` with its operations recorded. After a panic the recording is gone.
+    fn record<T>(&self, closure: impl FnOnce() -> T) -> Result<T, Error> {
         let result = {
             let _entered = Entered::new(self.session.clone());
             let _span = kiln_profile::span(Category::Host, "recording");
             catch_unwind(AssertUnwindSafe(closure))
         };
-        let mut session = lock(&self.session);
         match result {
-            Ok(value) => {
-                session.flush();
-                session.error.take().map_or(Ok(value), Err)
-            }
+            Ok(value) => Ok(value),
             Err(payload) => {
+                let mut session = lock(&self.session);
                 let message = format!(
                     "the region `{}` panicked: {}",
                     session.region.options.name,
@@ -157,6 +200,14 @@ impl CompiledRegion {
     pub fn report(&self) -> RegionReport {
         lock(&self.session).region.report()
     }
+}
+
+/// What became of a trace.
+pub enum Traced<T, R> {
+    /// Nothing cut it: what was made of the recording.
+    Whole(R),
+    /// Something needed a value: the closure's own result, with everything it did run.
+    Cut(T),
 }
 
 /// Makes a session the thread's current one; undone on drop, also by a panic.
@@ -207,30 +258,43 @@ impl Session {
         };
     }
 
+    /// Runs what was recorded last and ends the call, whose closure returned `value`.
+    fn end<R>(&mut self, value: R) -> Result<R, Error> {
+        self.flush();
+        self.error.take().map_or(Ok(value), Err)
+    }
+
+    /// What was recorded; goes on with an empty recording.
+    fn take_recording(&mut self) -> Recorded {
+        std::mem::replace(&mut self.recording, Recording::new(table::id_watermark())).finish()
+    }
+
     /// Runs what was recorded and goes on with an empty recording.
     fn flush(&mut self) {
-        let recording = std::mem::replace(&mut self.recording, Recording::new(table::id_watermark()));
-        if recording.is_empty() {
+        if self.recording.is_empty() {
             return;
         }
+        let recorded = self.take_recording();
         let segment = self.segment;
         if !self.lazy {
             self.segment += 1;
         }
         self.region.recorded_in = self.since.elapsed();
-        if let Err(error) = self.region.run(segment, recording.finish()) {
+        if let Err(error) = self.region.run(segment, recorded) {
             tracing::error!(target: "kiln", "{error}");
             self.error.get_or_insert(error);
         }
         self.look_up_lines();
     }
 
-    /// Throws away what was recorded; its tensors report `reason`.
+    /// Throws away what was recorded; its tensors report `reason`, unless they are salvaged.
     fn discard(&mut self, reason: &str) {
-        let recording = std::mem::replace(&mut self.recording, Recording::new(table::id_watermark()));
+        let recorded = self.take_recording();
+        if self.region.salvages {
+            return salvage::run(&self.region.options, recorded);
+        }
         let reason: Arc<str> = reason.into();
-        recording
-            .finish()
+        recorded
             .output_ids
             .into_iter()
             .for_each(|id| table::fail(id, reason.clone()));
@@ -241,8 +305,12 @@ impl Session {
         if !self.lazy {
             let operation = wanted.and_then(|id| self.recording.producer(id));
             let graph_break = GraphBreak {
-                reason,
                 operation,
+                method: match reason {
+                    BreakReason::Read => host_operations::running(),
+                    _ => None,
+                },
+                reason,
                 location: user_location(),
             };
             if self.region.options.fullgraph {
@@ -343,6 +411,8 @@ pub struct Position {
     pub operations: usize,
     /// Runtime scalars recorded in it.
     pub scalars: usize,
+    /// Tensors read in it that existed before.
+    pub inputs: usize,
 }
 
 /// How far this thread's region has recorded; none outside a region.
@@ -356,27 +426,13 @@ pub fn position() -> Option<Position> {
         segment: *segment,
         operations: recording.len(),
         scalars: recording.num_scalars(),
+        inputs: recording.num_inputs(),
     })
 }
 
 /// Runs `closure` with its operations recorded and never run: host code is executed for its scalars alone. Tensors it makes never get a value, operands may be
 /// such tensors of earlier rehearsals, and random operations take no streams. None if the closure read a value.
 pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
-    record_only(false, closure)
-}
-
-/// Runs `closure` with its operations recorded and not run, but so that they can be: inputs have their elements and random operations their streams. Tensors the
-/// closure makes have no value until the caller gives them one. An input without elements is one that the caller has not given a value yet. None if the closure read a value.
-pub fn trace<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
-    record_only(true, closure)
-}
-
-/// Whether this thread is inside a region, a rehearsal or a trace: what it does is part of that.
-pub fn is_nested() -> bool {
-    CURRENT.with_borrow(Option::is_some) || REHEARSAL.with_borrow(Option::is_some)
-}
-
-fn record_only<R>(traced: bool, closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
     /// Ends the rehearsal also when the closure panics.
     struct Ended;
     impl Drop for Ended {
@@ -385,72 +441,46 @@ fn record_only<R>(traced: bool, closure: impl FnOnce() -> R) -> Option<(R, Recor
         }
     }
     let recording = Recording::new(table::id_watermark());
-    REHEARSAL.with_borrow_mut(|rehearsal| *rehearsal = Some(Rehearsal { recording, traced }));
+    REHEARSAL.with_borrow_mut(|rehearsal| *rehearsal = Some(recording));
     let ended = Ended;
     let result = catch_unwind(AssertUnwindSafe(closure));
-    let rehearsal = REHEARSAL.with_borrow_mut(Option::take);
+    let recording = REHEARSAL.with_borrow_mut(Option::take);
     drop(ended);
     match result {
-        Ok(value) => rehearsal.map(|rehearsal| (value, rehearsal.recording.finish())),
+        Ok(value) => recording.map(|recording| (value, recording.finish())),
         Err(payload) if payload.is::<Aborted>() => None,
         Err(payload) => resume_unwind(payload),
     }
 }
 
-/// Hands the operation to the rehearsal under way; gives it back if there is none.
-fn offer_to_rehearsal(operation: OperationIr) -> Option<OperationIr> {
-    let under_way = REHEARSAL.try_with(|rehearsal| {
-        let mut rehearsal = rehearsal.borrow_mut();
-        let rehearsal = rehearsal.as_mut()?;
-        if let OperationIr::Drop(tensor) = &operation {
-            return Some(Err(rehearsal.recording.kill(tensor.id) == Killed::Result));
-        }
-        let unknown = operation.inputs().filter(|ir| !rehearsal.recording.knows(ir.id));
-        Some(Ok((
-            unknown.cloned().collect::<Vec<TensorIr>>(),
-            rehearsal.traced,
-        )))
-    });
-    let (unknown, traced) = match under_way {
-        Ok(Some(Ok(found))) => found,
-        Ok(Some(Err(true))) => return None,
-        _ => return Some(operation),
-    };
-    // Not while the rehearsal is borrowed: an operand that is pending elsewhere runs what it is pending in.
-    let elements: Vec<Option<FlexTensor>> = unknown
-        .iter()
-        .map(|ir| if traced { elements_of(ir.id) } else { None })
-        .collect();
-    let _ = REHEARSAL.try_with(|rehearsal| {
-        let mut rehearsal = rehearsal.borrow_mut();
-        let Some(Rehearsal { recording, .. }) = rehearsal.as_mut() else {
-            return;
-        };
-        for (ir, elements) in unknown.iter().zip(elements) {
-            match elements {
-                _ if recording.knows(ir.id) => {} // the same tensor twice among the operands
-                Some(tensor) => recording.add_input(ir, tensor),
-                None => recording.add_placeholder(ir),
-            }
-        }
-        let stream = || match traced {
-            true => random::take(),
-            false => random::Stream { seed: 0, stream: 0 },
-        };
-        recording.push(operation, stream);
-        for id in recording.take_consumed() {
-            table::remove(id);
-        }
-    });
-    None
+/// Whether this thread is inside a region or a rehearsal: what it does is part of that.
+pub fn is_nested() -> bool {
+    CURRENT.with_borrow(Option::is_some) || REHEARSAL.with_borrow(Option::is_some)
 }
 
-/// The elements of a tensor that some recording may have pending; none if nobody knows it.
-fn elements_of(id: TensorId) -> Option<FlexTensor> {
-    match table::get(id).unwrap_or_else(|| wait_for(id)) {
-        Slot::Ready(tensor) => Some(tensor),
-        Slot::Failed(_) => None,
-    }
+/// Hands the operation to the rehearsal under way; gives it back if there is none.
+fn offer_to_rehearsal(operation: OperationIr) -> Option<OperationIr> {
+    REHEARSAL
+        .try_with(|rehearsal| {
+            let mut rehearsal = rehearsal.borrow_mut();
+            let Some(recording) = rehearsal.as_mut() else {
+                return Some(operation);
+            };
+            if let OperationIr::Drop(tensor) = &operation {
+                return (recording.kill(tensor.id) != Killed::Result).then_some(operation);
+            }
+            for ir in operation.inputs() {
+                if !recording.knows(ir.id) {
+                    recording.add_placeholder(ir);
+                }
+            }
+            recording.push(operation, || random::Stream { seed: 0, stream: 0 });
+            for id in recording.take_consumed() {
+                table::remove(id);
+            }
+            None
+        })
+        .unwrap_or(None)
 }
 
 /// Takes an operation from Burn: records it, or runs it at once.

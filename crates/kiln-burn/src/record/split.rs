@@ -1,8 +1,10 @@
 //! A forward pass compiled by itself, with a backward pass that is compiled, too, and runs later.
 //!
-//! What comes in is a trace ([`super::session::trace`]) of the forward pass and of its gradients with respect to some inputs, given the
-//! gradients of its outputs: *tangents*, which the trace takes as inputs without elements. kiln-partition splits the joint graph; the two halves are prepared by
-//! the region's backend. [`SplitStep::forward`] runs the first and returns what the second needs, [`SplitStep::backward`] runs that.
+//! What comes in is a trace ([`super::CompiledRegion::trace`]) of the forward pass and of its gradients with
+//! respect to some inputs, given the gradients of its outputs: *tangents*, inputs of the trace whose elements
+//! do not matter. kiln-partition splits the joint graph; the two halves are prepared by the region's backend.
+//! [`SplitStep::forward`] runs the first and returns what the second needs, [`SplitStep::backward`] runs
+//! that.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,14 +14,17 @@ use burn_ir::{TensorId, TensorIr};
 use kiln_compiler::CompileError;
 use kiln_graph::Graph;
 use kiln_partition::{OutputRole, SavedSource, Split};
+use rustc_hash::FxHashSet;
 
 use super::guard::{Guard, Mismatch};
 use super::recording::Recorded;
+use super::salvage;
 use super::step::{Scalars, panic_message, types_of, with_dtype};
 use crate::error::Error;
 use crate::execute::{self, Effort, Executable, ExecuteError};
 use crate::import;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::table;
 
 /// The compiled halves of one function, by what was recorded.
 pub struct SplitRegion {
@@ -49,9 +54,13 @@ pub struct SplitStep {
     saved: Vec<SavedSource>,
     /// A memory budget that was asked for and that the backend knows nothing of.
     ignored_budget: Option<usize>,
-    /// Positions, among the recording's results that are no gradients, of what the forward pass returns first.
+    /// Positions, among the recording's results that are no gradients, of what the forward pass returns
+    /// first.
     results: Vec<TensorIr>,
     gradients: Vec<TensorIr>,
+    reached: Vec<Vec<bool>>,
+    /// Number of operations of the recording.
+    operations: usize,
 }
 
 /// A tensor of a trace, by position.
@@ -85,12 +94,50 @@ impl SplitRegion {
         }
     }
 
-    /// The compiled halves for a trace, new or known. `gradients` and `tangents` are tensors of it.
+    /// Runs the forward pass of a trace, compiled before or now, and enters its results into the table.
+    /// `gradients` and `tangents` are tensors of the trace.
     ///
     /// # Errors
     ///
-    /// If the trace cannot be imported, split or compiled.
-    pub fn step(
+    /// If the trace cannot be imported, split, compiled or run. What the function did has happened all the
+    /// same ([`super::salvage`]).
+    pub fn run(
+        &self,
+        recorded: Recorded,
+        gradients: &[TensorId],
+        tangents: &[TensorId],
+    ) -> Result<(Arc<SplitStep>, Saved), Error> {
+        let ran = self
+            .step(&recorded, gradients, tangents)
+            .and_then(|step| Ok((step.forward(&recorded)?, step)));
+        match ran {
+            Ok(((tensors, saved), step)) => {
+                let ids = results(&recorded, gradients).into_iter();
+                ids.zip(tensors)
+                    .for_each(|(id, tensor)| table::insert(id, tensor));
+                Ok((step, saved))
+            }
+            Err(error) => {
+                self.salvage(recorded);
+                Err(error)
+            }
+        }
+    }
+
+    /// Runs a trace that is not going to be compiled, for what it leaves behind.
+    pub fn salvage(&self, recorded: Recorded) {
+        salvage::run(&self.options, recorded);
+    }
+
+    /// The error for a function that uses a tensor from outside which follows from trained ones.
+    pub fn tracked_capture(&self) -> Error {
+        Error::TrackedCapture {
+            region: self.options.name.clone(),
+        }
+    }
+
+    /// The compiled halves for a trace, new or known.
+    fn step(
         &self,
         recorded: &Recorded,
         gradients: &[TensorId],
@@ -141,6 +188,15 @@ impl SplitRegion {
         self.compiled().steps.len()
     }
 
+    /// Whether some forward pass was compiled from a trace of so many operations. If not, the trace is a new
+    /// one.
+    pub fn has_length(&self, operations: usize) -> bool {
+        self.compiled()
+            .steps
+            .iter()
+            .any(|step| step.operations == operations)
+    }
+
     /// What was compiled and why, for people.
     pub fn report(&self) -> String {
         let compiled = self.compiled();
@@ -161,6 +217,17 @@ impl SplitRegion {
             .chain(recompiles.map(|mismatch| format!("recompiled: {mismatch}\n")))
             .collect()
     }
+}
+
+/// Which of the `gradients` follow from the tensor `from`.
+fn reached(recorded: &Recorded, from: TensorId, gradients: &[TensorId]) -> Vec<bool> {
+    let mut following = FxHashSet::from_iter([from]);
+    for operation in &recorded.operations {
+        if operation.inputs().any(|input| following.contains(&input.id)) {
+            following.extend(operation.outputs().map(|output| output.id));
+        }
+    }
+    gradients.iter().map(|id| following.contains(id)).collect()
 }
 
 fn place(recorded: &Recorded, id: TensorId) -> Option<Place> {
@@ -205,7 +272,10 @@ impl SplitStep {
         };
         let results = results(recorded, gradients);
         let outputs: Vec<TensorId> = results.iter().chain(gradients).copied().collect();
-        let imported = import::import(&recorded.operations, &outputs).map_err(|source| Error::Import {
+        let imported = import::import_located(&recorded.operations, &outputs, |position| {
+            recorded.lines.get(position).cloned().flatten()
+        })
+        .map_err(|source| Error::Import {
             region: options.name.clone(),
             source: source.into(),
         })?;
@@ -250,15 +320,23 @@ impl SplitStep {
             ignored_budget: options.memory_budget.filter(|_| !planned),
             results: types_of(recorded, &results),
             gradients: types_of(recorded, gradients),
+            reached: tangents
+                .iter()
+                .map(|&tangent| reached(recorded, tangent, gradients))
+                .collect(),
+            operations: recorded.operations.len(),
         })
     }
 
-    /// Runs the forward pass of `recorded`. The results are those of the recording that are no gradients, in order.
-    ///
-    /// # Errors
-    ///
-    /// If the forward pass fails.
-    pub fn forward(&self, recorded: &Recorded) -> Result<(Vec<FlexTensor>, Saved), Error> {
+    /// For tangent `index`, which gradients follow from it. The others are those of inputs that the output
+    /// has nothing to do with.
+    pub fn reached(&self, index: usize) -> &[bool] {
+        &self.reached[index]
+    }
+
+    /// Runs the forward pass of `recorded`. The results are those of the recording that are no gradients, in
+    /// order.
+    fn forward(&self, recorded: &Recorded) -> Result<(Vec<FlexTensor>, Saved), Error> {
         let scalars = self.scalars.bind(&recorded.scalars, &recorded.streams);
         let inputs: Vec<FlexTensor> = self
             .arguments
@@ -307,8 +385,9 @@ impl SplitStep {
     }
 }
 
-/// The results of a trace that outlive it and are no gradients: what the function returns, and state that it updates on its way.
-pub fn results(recorded: &Recorded, gradients: &[TensorId]) -> Vec<TensorId> {
+/// The results of a trace that outlive it and are no gradients: what the function returns, and state that it
+/// updates on its way.
+fn results(recorded: &Recorded, gradients: &[TensorId]) -> Vec<TensorId> {
     let ids = recorded.output_ids.iter().copied();
     ids.filter(|id| !gradients.contains(id)).collect()
 }

@@ -210,7 +210,7 @@ fn graph_break((graph_break, times): &(GraphBreak, u64)) -> Break {
         reason: graph_break.reason.to_string(),
         operation: graph_break.operation.clone(),
         location: graph_break.location.as_ref().map(ToString::to_string),
-        remedy: graph_break.reason.remedy().to_owned(),
+        remedy: graph_break.remedy(),
         times: *times,
     }
 }

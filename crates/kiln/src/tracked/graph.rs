@@ -1,0 +1,511 @@
+//! A call of a compiled function as operations of the program's own autograd graph.
+//!
+//! Burn fixes an operation's number of parents, so the tracked inputs that an output depends on are joined
+//! pairwise through *tokens*, tensors of one element, and the output follows from the last token:
+//!
+//! ```text
+//!   input 0 ─► join ─► token 0 ─► join ─► token 1 ─► .. ─► last token ─► output
+//!                 input 1 ──────────┘
+//! ```
+//!
+//! Each output has a chain of its own, so that a loss of one output leaves the others to another loss, as
+//! without Kiln. Burn's backward pass goes from deep operations to shallow ones. All outputs are deeper than
+//! all tokens of the call: each puts its gradient into the state that all of them share, then the first token
+//! runs the compiled backward pass with the gradients found there, and each join hands its input what that
+//! found. An input from which no differentiated output follows gets no gradient.
+//!
+//! Where the function read a value ([`Link`]) its operations stay in Burn's graph. They start from the leaves
+//! of the trace, which lie deeper than any token; a join hands its input the gradient that Burn has found for
+//! the leaf.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn_autodiff::NodeId;
+use burn_autodiff::checkpoint::base::Checkpointer;
+use burn_autodiff::checkpoint::strategy::NoCheckpointing;
+use burn_autodiff::grads::Gradients;
+use burn_autodiff::ops::{Backward, Ops, OpsKind};
+use burn_backend::ops::FloatTensorOps;
+use burn_backend::{DType, Shape, TensorMetadata};
+use burn_flex::FlexTensor;
+use kiln_burn::record::{BreakReason, Saved, SplitStep, session};
+use kiln_burn::{Error, Kiln};
+
+use super::{TrackedTensor, Tracking, inner, untracked};
+use crate::input::{KilnTensor, TensorMap};
+
+/// A tensor with the node of `like`, at another depth of the graph.
+pub(super) fn stand_in(like: &TrackedTensor, order: usize) -> TrackedTensor {
+    let mut tensor = untracked(inner(like.clone()));
+    // The node is new, so nobody shares it.
+    if let Some(node) = Arc::get_mut(&mut tensor.node) {
+        node.id = like.node.id;
+        node.order = order;
+        node.requirement = like.node.requirement;
+    }
+    tensor.rc = like.rc.clone();
+    tensor
+}
+
+/// Depth of the last token of a chain through all of `inputs`.
+fn depth_of_tokens(inputs: &[TrackedTensor]) -> usize {
+    let depths = inputs.iter().map(|input| input.node.order);
+    depths.fold(0, |last, input| last.max(input) + 1)
+}
+
+/// The inputs of a call and the leaves that stand for them in a trace.
+pub(super) struct Places {
+    pub(super) inputs: Vec<TrackedTensor>,
+    pub(super) leaves: Vec<TrackedTensor>,
+}
+
+/// What a tracked tensor that a function returns is.
+pub(super) enum Place {
+    /// The input of this number, as it is.
+    Input(usize),
+    /// A tensor of the program, from before the call.
+    Captured,
+    /// A tensor that the function computed.
+    Output,
+}
+
+impl Places {
+    pub(super) fn new(inputs: Vec<TrackedTensor>) -> Self {
+        let depth = depth_of_tokens(&inputs);
+        let leaf = |input: &TrackedTensor| {
+            let root = Tracking::float_set_require_grad(untracked(inner(input.clone())), true);
+            stand_in(&root, depth)
+        };
+        Self {
+            leaves: inputs.iter().map(leaf).collect(),
+            inputs,
+        }
+    }
+
+    pub(super) fn of(&self, tensor: &TrackedTensor) -> Place {
+        let id = tensor.node.id;
+        match self.leaves.iter().position(|leaf| leaf.node.id == id) {
+            Some(index) => Place::Input(index),
+            None if id.value < self.first() => Place::Captured,
+            None => Place::Output,
+        }
+    }
+
+    /// The number of the first node of the trace.
+    fn first(&self) -> u64 {
+        self.leaves[0].node.id.value
+    }
+}
+
+/// What the operations of one call share.
+#[derive(Clone, Debug)]
+struct Shared(Arc<Mutex<State>>);
+
+#[derive(Debug)]
+struct State {
+    step: Arc<SplitStep>,
+    /// Gone once every output has been differentiated.
+    saved: Option<Saved>,
+    /// The outputs, for the shapes of gradients that nobody has.
+    shapes: Vec<KilnTensor>,
+    /// Gradients of outputs that the backward pass has not used yet.
+    tangents: Vec<Option<KilnTensor>>,
+    differentiated: Vec<bool>,
+    has_gradient: Vec<bool>,
+    gradients: Vec<Option<KilnTensor>>,
+}
+
+impl Shared {
+    /// Takes the gradient of input `index`; the first call after an output got a gradient runs the backward
+    /// pass.
+    ///
+    /// # Panics
+    ///
+    /// If the backward pass fails: Burn's autograd has no errors.
+    fn gradient(&self, index: usize) -> Option<KilnTensor> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.tangents.iter().any(Option::is_some) {
+            state
+                .run()
+                .unwrap_or_else(|error| panic!("the compiled backward pass failed: {error}"));
+        }
+        state.gradients[index].take()
+    }
+}
+
+impl State {
+    fn run(&mut self) -> Result<(), Error> {
+        let nothing = vec![None; self.tangents.len()];
+        let tangents = std::mem::replace(&mut self.tangents, nothing);
+        let mut reached = vec![false; self.has_gradient.iter().filter(|&&has| has).count()];
+        for (index, _) in tangents
+            .iter()
+            .enumerate()
+            .filter(|(_, tangent)| tangent.is_some())
+        {
+            self.differentiated[index] = true;
+            let by_this = self.step.reached(index);
+            reached
+                .iter_mut()
+                .zip(by_this)
+                .for_each(|(reached, by_this)| *reached |= by_this);
+        }
+        let last = self.differentiated.iter().all(|&done| done);
+        let saved = if last {
+            self.saved.take()
+        } else {
+            self.saved.clone()
+        };
+        let Some(saved) = saved else { return Ok(()) };
+        let elements = |(tangent, like): (Option<KilnTensor>, &KilnTensor)| match tangent {
+            Some(tangent) => session::fetch(&tangent.into_ir(), BreakReason::OutsideOperation),
+            None => Ok(FlexTensor::zeros(like.shape(), like.dtype())),
+        };
+        let tangents = tangents
+            .into_iter()
+            .zip(&self.shapes)
+            .map(elements)
+            .collect::<Result<Vec<_>, Error>>()?;
+        let client = self.shapes[0].client;
+        let found = self.step.backward(saved, tangents)?;
+        let mut found = found.into_iter().zip(reached);
+        for (gradient, has) in self.gradients.iter_mut().zip(&self.has_gradient) {
+            if *has {
+                let tensor = found
+                    .next()
+                    .and_then(|(tensor, reached)| reached.then_some(tensor));
+                *gradient = tensor.map(|tensor| client.adopt(tensor));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where a join finds the gradient of its input.
+#[derive(Clone, Debug)]
+enum Source {
+    /// The compiled backward pass has it, under this number.
+    Compiled(Shared, usize),
+    /// Burn has it, for this leaf.
+    Leaf(TrackedTensor),
+}
+
+/// Joins one more input with the tokens of those before it.
+#[derive(Clone, Debug)]
+struct Join {
+    source: Source,
+    token: KilnTensor,
+    /// Numbers of the nodes that the trace made: no part of the program's graph.
+    inside: Range<u64>,
+}
+
+impl Join {
+    fn take(&self, gradients: &mut Gradients) -> Option<KilnTensor> {
+        match &self.source {
+            Source::Compiled(shared, index) => shared.gradient(*index),
+            Source::Leaf(leaf) => gradients.remove::<Kiln>(leaf),
+        }
+    }
+
+    /// # Panics
+    ///
+    /// If a tensor from inside the function has got a gradient: the function kept it elsewhere, and there is
+    /// nothing in the graph that would hand the gradient on.
+    fn refuse_strays(&self, gradients: &Gradients) {
+        let Source::Compiled(shared, _) = &self.source else {
+            return;
+        };
+        let like = {
+            let state = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+            state.shapes[0].clone()
+        };
+        let mut probe = untracked(like);
+        for value in self.inside.clone() {
+            if let Some(node) = Arc::get_mut(&mut probe.node) {
+                node.id = NodeId { value };
+            }
+            assert!(
+                gradients.get::<Kiln>(&probe).is_none(),
+                "a tensor that a compiled function kept elsewhere is part of a loss, and its gradient \
+                 would be lost: return the tensor from the function"
+            );
+        }
+    }
+}
+
+/// The first of the joins, which has no token before it.
+#[derive(Debug)]
+struct First;
+/// The others.
+#[derive(Debug)]
+struct Next;
+/// An output of a call whose backward pass is compiled.
+#[derive(Debug)]
+struct Output;
+/// An output of a call whose backward pass is Burn's.
+#[derive(Debug)]
+struct Linked;
+
+/// An output puts its gradient here.
+#[derive(Clone, Debug)]
+struct Slot {
+    shared: Shared,
+    index: usize,
+    token: KilnTensor,
+}
+
+impl Backward<Kiln, 1> for First {
+    type State = Join;
+
+    fn backward(self, ops: Ops<Join, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let _ = gradients.consume::<Kiln>(&ops.node);
+        ops.state.refuse_strays(gradients);
+        let [input] = ops.parents;
+        if let (Some(node), Some(gradient)) = (input, ops.state.take(gradients)) {
+            gradients.register::<Kiln>(node.id, gradient);
+        }
+    }
+}
+
+impl Backward<Kiln, 2> for Next {
+    type State = Join;
+
+    fn backward(self, ops: Ops<Join, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let _ = gradients.consume::<Kiln>(&ops.node);
+        let [before, input] = ops.parents;
+        if let (Some(node), Some(gradient)) = (input, ops.state.take(gradients)) {
+            gradients.register::<Kiln>(node.id, gradient);
+        }
+        if let Some(node) = before {
+            gradients.register::<Kiln>(node.id, ops.state.token);
+        }
+    }
+}
+
+impl Backward<Kiln, 1> for Output {
+    type State = Slot;
+
+    fn backward(self, ops: Ops<Slot, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = gradients.consume::<Kiln>(&ops.node);
+        let Slot { shared, index, token } = ops.state;
+        let mut state = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.tangents[index] = Some(gradient);
+        drop(state);
+        let [last] = ops.parents;
+        if let Some(node) = last {
+            gradients.register::<Kiln>(node.id, token);
+        }
+    }
+}
+
+impl Backward<Kiln, 2> for Linked {
+    type State = KilnTensor;
+
+    fn backward(self, ops: Ops<KilnTensor, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = gradients.consume::<Kiln>(&ops.node);
+        let [value, last] = ops.parents;
+        if let Some(node) = value {
+            gradients.register::<Kiln>(node.id, gradient);
+        }
+        if let Some(node) = last {
+            gradients.register::<Kiln>(node.id, ops.state);
+        }
+    }
+}
+
+/// The last token of a chain of joins.
+fn join(joins: impl Iterator<Item = (TrackedTensor, Join)>) -> Option<TrackedTensor> {
+    let mut last: Option<TrackedTensor> = None;
+    for (input, state) in joins {
+        let value = state.token.clone();
+        last = Some(match last {
+            None => match First
+                .prepare::<NoCheckpointing>([input.node])
+                .compute_bound()
+                .stateful()
+            {
+                OpsKind::Tracked(prepared) => prepared.finish(state, value),
+                OpsKind::UnTracked(prepared) => prepared.finish(value),
+            },
+            Some(before) => match Next
+                .prepare::<NoCheckpointing>([before.node, input.node])
+                .compute_bound()
+                .stateful()
+            {
+                OpsKind::Tracked(prepared) => prepared.finish(state, value),
+                OpsKind::UnTracked(prepared) => prepared.finish(value),
+            },
+        });
+    }
+    last
+}
+
+/// A tensor of one element.
+fn token(like: &TrackedTensor) -> KilnTensor {
+    let client = inner(like.clone()).client;
+    client.adopt(FlexTensor::zeros(Shape::new([1]), DType::F32))
+}
+
+/// One call whose backward pass is compiled.
+pub(super) struct Call {
+    /// Captured leaves included.
+    inputs: Vec<TrackedTensor>,
+    shared: Shared,
+}
+
+impl Call {
+    /// A call that has run forward, with the tensors it computed. `has_gradient` says for which inputs there
+    /// is a gradient at all.
+    pub(super) fn new(
+        inputs: Vec<TrackedTensor>,
+        has_gradient: Vec<bool>,
+        outputs: Vec<KilnTensor>,
+        (step, saved): (Arc<SplitStep>, Saved),
+    ) -> Self {
+        let state = State {
+            step,
+            saved: Some(saved),
+            tangents: vec![None; outputs.len()],
+            differentiated: vec![false; outputs.len()],
+            shapes: outputs,
+            has_gradient,
+            gradients: vec![None; inputs.len()],
+        };
+        Self {
+            inputs,
+            shared: Shared(Arc::new(Mutex::new(state))),
+        }
+    }
+
+    /// The inputs that output `index` depends on.
+    fn inputs_of(&self, index: usize) -> Vec<usize> {
+        let state = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let with_gradient = state.has_gradient.iter().enumerate().filter(|(_, has)| **has);
+        let reached = with_gradient.zip(state.step.reached(index));
+        reached
+            .filter(|(_, reached)| **reached)
+            .map(|((input, _), _)| input)
+            .collect()
+    }
+}
+
+/// Makes the outputs of a trace outputs of the call.
+pub(super) struct Attach<'a> {
+    places: &'a Places,
+    call: Call,
+    token: KilnTensor,
+    depth: usize,
+    inside: Range<u64>,
+    next: usize,
+}
+
+impl<'a> Attach<'a> {
+    pub(super) fn new(places: &'a Places, call: Call) -> Self {
+        Self {
+            places,
+            token: token(&places.inputs[0]),
+            depth: depth_of_tokens(&call.inputs),
+            call,
+            inside: places.first()..NodeId::new().value,
+            next: 0,
+        }
+    }
+}
+
+impl TensorMap for Attach<'_> {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        tensor
+    }
+
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        if !tensor.is_tracked() {
+            return tensor;
+        }
+        match self.places.of(&tensor) {
+            Place::Input(index) => return self.places.inputs[index].clone(),
+            Place::Captured => return tensor,
+            Place::Output => {}
+        }
+        let index = self.next;
+        self.next += 1;
+        let joins = self.call.inputs_of(index).into_iter().map(|input| {
+            let join = Join {
+                source: Source::Compiled(self.call.shared.clone(), input),
+                token: self.token.clone(),
+                inside: self.inside.clone(),
+            };
+            (self.call.inputs[input].clone(), join)
+        });
+        let value = inner(tensor);
+        // An output that depends on no input: the function made a tracked tensor of its own.
+        let Some(last) = join(joins) else {
+            return untracked(value);
+        };
+        let slot = Slot {
+            shared: self.call.shared.clone(),
+            index,
+            token: self.token.clone(),
+        };
+        match Output
+            .prepare::<NoCheckpointing>([stand_in(&last, self.depth).node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prepared) => prepared.finish(slot, value),
+            OpsKind::UnTracked(prepared) => prepared.finish(value),
+        }
+    }
+}
+
+/// Links the outputs of a function that read a value, and whose operations are in Burn's graph, with the
+/// program's graph.
+pub(super) struct Link<'a> {
+    places: &'a Places,
+    token: KilnTensor,
+}
+
+impl<'a> Link<'a> {
+    pub(super) fn new(places: &'a Places) -> Self {
+        Self {
+            token: token(&places.inputs[0]),
+            places,
+        }
+    }
+}
+
+impl TensorMap for Link<'_> {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        tensor
+    }
+
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        if !tensor.is_tracked() {
+            return tensor;
+        }
+        match self.places.of(&tensor) {
+            Place::Input(index) => return self.places.inputs[index].clone(),
+            Place::Captured => return tensor,
+            Place::Output => {}
+        }
+        let pairs = self.places.inputs.iter().zip(&self.places.leaves);
+        let joins = pairs.map(|(input, leaf)| {
+            let join = Join {
+                source: Source::Leaf(leaf.clone()),
+                token: self.token.clone(),
+                inside: 0..0,
+            };
+            (input.clone(), join)
+        });
+        let Some(last) = join(joins) else { return tensor };
+        let value = inner(tensor.clone());
+        match Linked
+            .prepare::<NoCheckpointing>([tensor.node, last.node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prepared) => prepared.finish(self.token.clone(), value),
+            OpsKind::UnTracked(prepared) => prepared.finish(value),
+        }
+    }
+}

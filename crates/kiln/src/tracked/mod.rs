@@ -1,0 +1,239 @@
+//! A compiled function inside an eager autograd graph: its backward pass is compiled, too.
+//!
+//! The function is traced on leaves of its own, one for each tracked tensor that it takes, together with its
+//! gradients: every tracked output is multiplied by a *tangent*, the gradient that the program will have for
+//! it, and Burn's autograd differentiates the sum. The trace is split and compiled by kiln-burn
+//! ([`SplitRegion`]); the forward pass runs at once. [`graph`] makes the call a part of the program's own
+//! autograd graph.
+//!
+//! The function runs exactly once, whatever happens. Where it reads a value the trace is cut: what was
+//! recorded runs, the rest is recorded and runs as in any region with a graph break, and the backward pass is
+//! Burn's own, through the operations of the function. A tensor that the function captures and that is
+//! trained is found by its gradient ([`captured`]).
+
+mod captured;
+pub(crate) mod graph;
+
+use burn_autodiff::Autodiff;
+use burn_backend::backend::BackendTypes;
+use burn_backend::ops::FloatTensorOps;
+use burn_backend::{AutodiffBackend, TensorMetadata};
+use burn_flex::FlexTensor;
+use burn_ir::TensorId;
+use kiln_burn::record::{Recorded, SplitRegion, Traced, position};
+use kiln_burn::{CompiledRegion, Error, Kiln};
+
+use crate::input::{KilnTensor, StepInput, TensorMap};
+use captured::Captured;
+use graph::{Attach, Call, Link, Place, Places};
+
+pub(crate) type Tracking = Autodiff<Kiln>;
+
+/// A float tensor in a program's autograd graph.
+pub type TrackedTensor = <Tracking as BackendTypes>::FloatTensorPrimitive;
+
+/// The tensor inside.
+pub(crate) fn inner(tensor: TrackedTensor) -> KilnTensor {
+    <Tracking as AutodiffBackend>::inner(tensor)
+}
+
+/// A tensor outside any autograd graph.
+pub(crate) fn untracked(tensor: KilnTensor) -> TrackedTensor {
+    <Tracking as AutodiffBackend>::from_inner(tensor)
+}
+
+fn id(tensor: &KilnTensor) -> TensorId {
+    // A copy beside the original: its status is read-only, so this is no last use.
+    tensor.clone().into_ir().id
+}
+
+/// The tracked tensors of an input, in order; the input stays as it is.
+pub(crate) fn tracked_tensors<A: StepInput>(input: A) -> (A, Vec<TrackedTensor>) {
+    let mut found = Collect::default();
+    let input = input.map(&mut found);
+    (input, found.0)
+}
+
+/// Takes down the tracked tensors it is shown.
+#[derive(Default)]
+pub(crate) struct Collect(pub(crate) Vec<TrackedTensor>);
+
+impl TensorMap for Collect {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        tensor
+    }
+
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        if tensor.is_tracked() {
+            self.0.push(tensor.clone());
+        }
+        tensor
+    }
+}
+
+/// Puts the leaves of a trace in the place of the tracked tensors, in order.
+pub(crate) struct Leaves(std::vec::IntoIter<TrackedTensor>);
+
+impl TensorMap for Leaves {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        tensor
+    }
+
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        if tensor.is_tracked() {
+            self.0.next().unwrap_or(tensor)
+        } else {
+            tensor
+        }
+    }
+}
+
+/// A call's result, and which backward pass it is going to have.
+pub(crate) enum Called<R> {
+    /// A compiled one.
+    Compiled(R),
+    /// Burn's own, since the function read a value.
+    Read(R),
+    /// A compiled one. The function captures tensors that are trained, and compiled gradients for such
+    /// tensors are found in this call only.
+    Captured(R),
+}
+
+/// What a trace leaves behind.
+struct Trace<R> {
+    result: R,
+    /// Outputs that the leaves lead to; none if the function read a value.
+    outputs: Vec<KilnTensor>,
+    tangents: Vec<KilnTensor>,
+    /// For each leaf, its gradient; none if no output depends on it.
+    gradients: Vec<Option<KilnTensor>>,
+    captured: Vec<Captured>,
+    /// Number of tensors that the forward pass reads.
+    reads: usize,
+    /// Whether the gradients were recorded.
+    differentiated: bool,
+}
+
+/// Whether something needed a value since the recording began.
+fn is_cut() -> bool {
+    position().is_some_and(|position| position.segment > 0)
+}
+
+/// Runs `function` on leaves in the place of its tracked tensors, and differentiates it if that read no
+/// value.
+fn differentiate<R: StepInput>(
+    split: &SplitRegion,
+    places: &Places,
+    function: impl FnOnce(&mut Leaves) -> R,
+) -> Trace<R> {
+    let result = function(&mut Leaves(places.leaves.clone().into_iter()));
+    let (result, tracked) = tracked_tensors(result);
+    let mut trace = Trace {
+        result,
+        outputs: Vec::new(),
+        tangents: Vec::new(),
+        gradients: vec![None; places.leaves.len()],
+        captured: Vec::new(),
+        reads: position().map_or(0, |position| position.inputs),
+        differentiated: false,
+    };
+    if is_cut() {
+        return trace;
+    }
+    trace.differentiated = true;
+    let mut sum: Option<TrackedTensor> = None;
+    for output in tracked {
+        if !matches!(places.of(&output), Place::Output) {
+            continue;
+        }
+        let value = inner(output.clone());
+        let zeros = FlexTensor::zeros(value.shape(), value.dtype());
+        let tangent = value.client.adopt(zeros);
+        let weighted = Tracking::float_sum(Tracking::float_mul(output, untracked(tangent.clone())));
+        sum = Some(match sum {
+            Some(sum) if sum.dtype() == weighted.dtype() => Tracking::float_add(sum, weighted),
+            Some(sum) => {
+                let dtype = sum.dtype();
+                Tracking::float_add(sum, Tracking::float_cast(weighted, dtype.into()))
+            }
+            None => weighted,
+        });
+        trace.tangents.push(tangent);
+        trace.outputs.push(value);
+    }
+    let Some(sum) = sum else { return trace };
+    let mut found = <Tracking as AutodiffBackend>::backward(sum);
+    let of = |leaf: &TrackedTensor| <Tracking as AutodiffBackend>::grad_remove(leaf, &mut found);
+    trace.gradients = places.leaves.iter().map(of).collect();
+    let known = position().is_some_and(|position| split.has_length(position.operations));
+    if !known {
+        trace.captured = captured::find(&found, &places.leaves[0]);
+    }
+    trace
+}
+
+/// Calls `function` with leaves in the place of `inputs`, of which there is at least one, and returns its
+/// result as part of the program's autograd graph.
+pub(crate) fn call<R: StepInput>(
+    region: &CompiledRegion,
+    split: &SplitRegion,
+    inputs: Vec<TrackedTensor>,
+    function: impl FnOnce(&mut Leaves) -> R,
+) -> Result<Called<R>, Error> {
+    let places = Places::new(inputs);
+    let traced = region.trace(
+        split.count() == 0,
+        || differentiate(split, &places, function),
+        |trace, recorded| compiled(split, &places, trace, recorded),
+    )?;
+    match traced {
+        Traced::Whole(called) => Ok(called),
+        // The gradients needed a value: they went through a tensor from outside that another compiled
+        // function made.
+        Traced::Cut(trace) if trace.differentiated => Err(split.tracked_capture()),
+        Traced::Cut(trace) => Ok(Called::Read(trace.result.map(&mut Link::new(&places)))),
+    }
+}
+
+/// Runs the forward pass, and attaches the result to the program's graph by operations whose backward pass is
+/// the compiled one.
+fn compiled<R: StepInput>(
+    split: &SplitRegion,
+    places: &Places,
+    trace: Trace<R>,
+    recorded: Recorded,
+) -> Result<Called<R>, Error> {
+    let Trace {
+        result,
+        outputs,
+        tangents,
+        gradients,
+        captured,
+        reads,
+        ..
+    } = trace;
+    if !captured
+        .iter()
+        .all(|captured| captured.is_among(&recorded.inputs[..reads]))
+    {
+        split.salvage(recorded);
+        return Err(split.tracked_capture());
+    }
+    let captures = !captured.is_empty();
+    let mut inputs = places.inputs.clone();
+    let mut gradients = gradients;
+    for Captured { tensor, gradient } in captured {
+        inputs.push(tensor);
+        gradients.push(Some(gradient));
+    }
+    let wanted: Vec<TensorId> = gradients.iter().flatten().map(id).collect();
+    let tangent_ids: Vec<TensorId> = tangents.iter().map(id).collect();
+    let (step, saved) = split.run(recorded, &wanted, &tangent_ids)?;
+    let has_gradient = gradients.iter().map(Option::is_some).collect();
+    let call = Call::new(inputs, has_gradient, outputs, (step, saved));
+    let result = result.map(&mut Attach::new(places, call));
+    Ok(match captures {
+        true => Called::Captured(result),
+        false => Called::Compiled(result),
+    })
+}
