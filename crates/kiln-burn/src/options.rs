@@ -87,6 +87,9 @@ pub struct CompileOptions {
     /// values. The backend `cpu` recomputes in the backward pass whatever it takes to stay within, or says what the smallest budget
     /// is; a larger budget never gives a slower step. The other backends have no plan of memory and ignore it, which `explain` reports. Default: none.
     pub memory_budget: Option<usize>,
+    /// Whether a training step that turns out not to compute the same function at every call fails with an error, instead of a warning and being recorded
+    /// from then on. Default: false.
+    pub strict: bool,
     /// How many different executables one region may have before further ones run on `aot_eager`, after one warning. Default: 8.
     pub recompile_limit: usize,
     /// Threads of the executable; 0 is the number of cores. Default: 0.
@@ -121,6 +124,7 @@ impl Default for CompileOptions {
         Self {
             backend: CompileBackend::default(),
             fullgraph: false,
+            strict: false,
             memory_budget: None,
             recompile_limit: 8,
             threads: 0,
@@ -142,6 +146,12 @@ impl CompileOptions {
     /// Sets [`CompileOptions::fullgraph`].
     pub fn with_fullgraph(mut self, fullgraph: bool) -> Self {
         self.fullgraph = fullgraph;
+        self
+    }
+
+    /// Sets [`CompileOptions::strict`].
+    pub fn with_strict(mut self, strict: bool) -> Self {
+        self.strict = strict;
         self
     }
 

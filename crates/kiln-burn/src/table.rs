@@ -3,6 +3,9 @@
 //! A tensor is here once it is materialised. While it is pending in a recording it is not; [`crate::record`] knows it. If what was to
 //! produce it failed, the reason is here, and every use reports it. The state of a replayed step is announced here and kept by the replay: it
 //! comes into the table when somebody asks for it.
+//!
+//! A replayed step relies on tensors that it does not look up at each run: constants and state. It leaves a [`Watch`] on their ids, which trips when
+//! the program drops such a tensor or when another step begins to write it.
 
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
@@ -26,11 +29,55 @@ pub trait Keeper: Send + Sync {
     fn give_back(&self, index: usize);
 }
 
-/// What the table has for an id.
-enum Entry {
+/// Trips when a tensor it watches is dropped, or is written by another step than the watch's owner.
+#[derive(Debug, Default)]
+pub struct Watch(Mutex<Option<TensorId>>);
+
+impl Watch {
+    /// The tensor that tripped the watch first; none if all are as they were.
+    pub fn tripped(&self) -> Option<TensorId> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Trips the watch by hand: `id` was found missing.
+    pub fn trip(&self, id: TensorId) {
+        let mut tripped = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        tripped.get_or_insert(id);
+    }
+}
+
+/// Where the tensor of an id is.
+enum Held {
     Known(Slot),
     /// The tensor of this number of the keeper.
     Kept(Arc<dyn Keeper>, usize),
+}
+
+/// What the table has for an id.
+struct Entry {
+    held: Held,
+    /// Whether a replayed step has written the tensor behind this id: it is nobody's constant.
+    written: bool,
+    watches: Vec<Arc<Watch>>,
+}
+
+impl Entry {
+    fn new(held: Held) -> Self {
+        Self {
+            held,
+            written: false,
+            watches: Vec::new(),
+        }
+    }
+
+    /// Trips every watch but `own`.
+    fn trip(&self, id: TensorId, own: Option<&Arc<Watch>>) {
+        let others = self
+            .watches
+            .iter()
+            .filter(|watch| own.is_none_or(|own| !Arc::ptr_eq(own, watch)));
+        others.for_each(|watch| watch.trip(id));
+    }
 }
 
 static TENSORS: LazyLock<Mutex<FxHashMap<TensorId, Entry>>> = LazyLock::new(Mutex::default);
@@ -51,42 +98,118 @@ pub fn id_watermark() -> u64 {
     NEXT_ID.load(Ordering::Relaxed)
 }
 
-/// Enters a tensor.
-pub fn insert(id: TensorId, tensor: FlexTensor) {
-    let previous = tensors().insert(id, Entry::Known(Slot::Ready(tensor)));
+/// Enters `held` under `id`; watches that are on the id stay there, and trip.
+fn enter(id: TensorId, held: Held) {
+    let mut tensors = tensors();
+    let previous = match tensors.get_mut(&id) {
+        Some(entry) => {
+            entry.trip(id, None);
+            Some(std::mem::replace(&mut entry.held, held))
+        }
+        None => {
+            tensors.insert(id, Entry::new(held));
+            None
+        }
+    };
+    drop(tensors);
     // A large buffer is freed here, after the lock is gone.
     drop(previous);
 }
 
-/// Enters the reason why there is no tensor.
-pub fn fail(id: TensorId, reason: Arc<str>) {
-    let previous = tensors().insert(id, Entry::Known(Slot::Failed(reason)));
-    drop(previous);
+/// Enters a tensor.
+pub fn insert(id: TensorId, tensor: FlexTensor) {
+    enter(id, Held::Known(Slot::Ready(tensor)));
 }
 
-/// Enters that `keeper` has the tensor, as its number `index`.
-pub fn keep(id: TensorId, keeper: Arc<dyn Keeper>, index: usize) {
-    let previous = tensors().insert(id, Entry::Kept(keeper, index));
-    drop(previous);
+/// Enters the reason why there is no tensor.
+pub fn fail(id: TensorId, reason: Arc<str>) {
+    enter(id, Held::Known(Slot::Failed(reason)));
+}
+
+/// Enters the reason why there is no tensor any more, if the program still has the id.
+pub fn fail_if_known(id: TensorId, reason: &Arc<str>) {
+    if contains(id) {
+        fail(id, reason.clone());
+    }
+}
+
+/// Replaces the tensor of an id that a replayed step writes; does nothing if the program dropped the id. `own` is the step's watch.
+pub fn overwrite(id: TensorId, tensor: FlexTensor, own: &Arc<Watch>) {
+    exchange(id, Held::Known(Slot::Ready(tensor)), own);
+}
+
+/// Gives the tensor of `id` to `keeper`, as its number `index`: the table only knows from here on who has it. `own` is the keeper's watch. None if the
+/// program dropped the id.
+pub fn keep(id: TensorId, keeper: Arc<dyn Keeper>, index: usize, own: &Arc<Watch>) -> Option<Slot> {
+    match exchange(id, Held::Kept(keeper, index), own)? {
+        Held::Known(slot) => Some(slot),
+        // Another replay had it, which cannot be while this one has it outside; the tensor is with neither.
+        Held::Kept(..) => Some(Slot::Failed("two steps had it as their state".into())),
+    }
+}
+
+/// Puts `held` in the place of what `id` had, in one step: a thread that asks meanwhile finds the one or the other.
+fn exchange(id: TensorId, held: Held, own: &Arc<Watch>) -> Option<Held> {
+    let mut tensors = tensors();
+    let entry = tensors.get_mut(&id)?;
+    entry.trip(id, Some(own));
+    entry.written = true;
+    let previous = std::mem::replace(&mut entry.held, held);
+    drop(tensors);
+    Some(previous)
 }
 
 /// Enters what a keeper had, unless the tensor was dropped meanwhile.
 pub fn settle(id: TensorId, slot: Slot) {
     let mut tensors = tensors();
     let previous = match tensors.get_mut(&id) {
-        Some(entry @ Entry::Kept(..)) => Some(std::mem::replace(entry, Entry::Known(slot))),
+        Some(entry) if matches!(entry.held, Held::Kept(..)) => {
+            Some(std::mem::replace(&mut entry.held, Held::Known(slot)))
+        }
         _ => None,
     };
     drop(tensors);
     drop(previous);
 }
 
+/// Puts `watch` on `id`. A tensor that is not there trips the watch at once.
+pub fn watch(id: TensorId, watch: &Arc<Watch>) {
+    match tensors().get_mut(&id) {
+        Some(entry) => entry.watches.push(watch.clone()),
+        None => watch.trip(id),
+    }
+}
+
+/// Takes `watch` off `id`.
+pub fn unwatch(id: TensorId, watch: &Arc<Watch>) {
+    if let Some(entry) = tensors().get_mut(&id) {
+        entry.watches.retain(|other| !Arc::ptr_eq(other, watch));
+    }
+}
+
+/// Whether the program has a tensor of this id that is not pending.
+pub fn contains(id: TensorId) -> bool {
+    tensors().contains_key(&id)
+}
+
+/// Whether the program has a tensor of this id that has elements, or that a step keeps.
+pub fn is_ready(id: TensorId) -> bool {
+    let tensors = tensors();
+    let entry = tensors.get(&id);
+    entry.is_some_and(|entry| !matches!(entry.held, Held::Known(Slot::Failed(_))))
+}
+
+/// Whether a replayed step writes, or has written, the tensor behind this id.
+pub fn is_written(id: TensorId) -> bool {
+    tensors().get(&id).is_some_and(|entry| entry.written)
+}
+
 /// The tensor, shared with the table.
 pub fn get(id: TensorId) -> Option<Slot> {
     loop {
-        let (keeper, index) = match tensors().get(&id)? {
-            Entry::Known(slot) => return Some(slot.clone()),
-            Entry::Kept(keeper, index) => (keeper.clone(), *index),
+        let (keeper, index) = match &tensors().get(&id)?.held {
+            Held::Known(slot) => return Some(slot.clone()),
+            Held::Kept(keeper, index) => (keeper.clone(), *index),
         };
         // Without the lock: the keeper enters the tensor here.
         keeper.give_back(index);
@@ -97,22 +220,27 @@ pub fn get(id: TensorId) -> Option<Slot> {
 pub fn remove(id: TensorId) -> Option<Slot> {
     loop {
         let mut tensors = tensors();
-        let (keeper, index) = match tensors.remove(&id)? {
-            Entry::Known(slot) => return Some(slot),
-            Entry::Kept(keeper, index) => (keeper, index),
-        };
-        tensors.insert(id, Entry::Kept(keeper.clone(), index));
-        drop(tensors);
-        keeper.give_back(index);
+        let entry = tensors.get(&id)?;
+        if let Held::Kept(keeper, index) = &entry.held {
+            let (keeper, index) = (keeper.clone(), *index);
+            drop(tensors);
+            keeper.give_back(index);
+            continue;
+        }
+        entry.trip(id, None);
+        match tensors.remove(&id)?.held {
+            Held::Known(slot) => return Some(slot),
+            Held::Kept(..) => unreachable!("looked at under the same lock"),
+        }
     }
 }
 
 /// Bytes that all tensors hold, but for those that a keeper has: views of one buffer count once.
 pub fn bytes() -> usize {
     let tensors = tensors();
-    let buffers = tensors.values().filter_map(|entry| match entry {
-        Entry::Known(Slot::Ready(tensor)) => Some((tensor.bytes().as_ptr(), tensor.bytes().len())),
-        Entry::Known(Slot::Failed(_)) | Entry::Kept(..) => None,
+    let buffers = tensors.values().filter_map(|entry| match &entry.held {
+        Held::Known(Slot::Ready(tensor)) => Some((tensor.bytes().as_ptr(), tensor.bytes().len())),
+        Held::Known(Slot::Failed(_)) | Held::Kept(..) => None,
     });
     let buffers: FxHashMap<*const u8, usize> = buffers.collect();
     buffers.values().sum()

@@ -30,7 +30,7 @@ fn expand(input: DeriveInput) -> syn::Result<proc_macro2::TokenStream> {
                 let ident = &variant.ident;
                 let (pattern, visits, builds) = fields(&variant.fields);
                 let index = index as u64;
-                let visit = quote!(Self::#ident #pattern => { visitor.value(#index); #visits });
+                let visit = quote!(Self::#ident #pattern => { visitor.structure(#index); #visits });
                 (visit, quote!(Self::#ident #pattern => Self::#ident #builds))
             });
             let (visits, maps): (Vec<_>, Vec<_>) = arms.unzip();

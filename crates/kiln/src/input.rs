@@ -62,6 +62,7 @@ impl<F: FnMut(KilnTensor) -> KilnTensor> TensorMap for F {
 pub struct InputVisitor {
     tensors: Vec<TensorIr>,
     words: Vec<u64>,
+    values: usize,
 }
 
 impl InputVisitor {
@@ -78,16 +79,32 @@ impl InputVisitor {
 
     /// Takes down a plain value, as a number.
     pub fn value(&mut self, word: u64) {
+        self.values += 1;
+        self.words.push(word);
+    }
+
+    /// Takes down what the structure is: a length, a variant.
+    pub fn structure(&mut self, word: u64) {
         self.words.push(word);
     }
 
     /// The tensors, in order, and the words in which two inputs of one step agree.
-    pub(crate) fn finish(self) -> (Vec<TensorIr>, Signature) {
+    pub(crate) fn finish(mut self) -> (Vec<TensorIr>, Signature) {
+        // Which tensors are one and the same: a step recorded with one tensor in two roles is another step.
+        let tensors = &self.tensors;
+        let first = |tensor: &TensorIr| tensors.iter().position(|other| other.id == tensor.id);
+        self.words
+            .extend(tensors.iter().filter_map(first).map(|position| position as u64));
         (self.tensors, Signature(self.words))
+    }
+
+    /// How many plain values there are.
+    pub(crate) fn values(&self) -> usize {
+        self.values
     }
 }
 
-/// Types, shapes and plain values of an input.
+/// Types, shapes and plain values of an input, and which of its tensors are the same.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Signature(Vec<u64>);
 
@@ -179,7 +196,7 @@ impl<B: KilnBackend, const D: usize> StepInput for Tensor<B, D, Bool> {
 
 impl<T: StepInput> StepInput for Vec<T> {
     fn visit(&self, visitor: &mut InputVisitor) {
-        visitor.value(self.len() as u64);
+        visitor.structure(self.len() as u64);
         self.iter().for_each(|item| item.visit(visitor));
     }
 
@@ -200,7 +217,7 @@ impl<T: StepInput, const N: usize> StepInput for [T; N] {
 
 impl<T: StepInput> StepInput for Option<T> {
     fn visit(&self, visitor: &mut InputVisitor) {
-        visitor.value(u64::from(self.is_some()));
+        visitor.structure(u64::from(self.is_some()));
         self.iter().for_each(|item| item.visit(visitor));
     }
 
@@ -236,8 +253,14 @@ macro_rules! plain {
     )*};
 }
 
+impl StepInput for () {
+    fn visit(&self, _: &mut InputVisitor) {}
+
+    fn map(self, _: &mut dyn TensorMap) -> Self {}
+}
+
 plain!(
-    () => |()| 0, bool => u64::from, char => |x| u64::from(u32::from(x)), f64 => f64::to_bits, f32 => |x| u64::from(x.to_bits()),
+    bool => u64::from, char => |x| u64::from(u32::from(x)), f64 => f64::to_bits, f32 => |x| u64::from(x.to_bits()),
     u64 => |x| x, u32 => u64::from, u16 => u64::from, u8 => u64::from, usize => |x| x as u64,
     i64 => |x| x as u64, i32 => |x| x as u64, i16 => |x| x as u64, i8 => |x| x as u64, isize => |x| x as u64,
 );

@@ -5,12 +5,17 @@
 //! place. Objects of one type visit their tensors in one order.
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
+use burn_backend::TensorMetadata;
+use burn_ir::{TensorId, TensorStatus};
 use burn_router::RouterTensor;
 
+use super::breaks::BreakReason;
+use super::session;
 use crate::client::KilnClient;
 use crate::device::KilnDevice;
+use crate::error::Error;
 use crate::options::CompileBackend;
 
 /// A device no tensor is on, so that every move is seen.
@@ -25,6 +30,43 @@ enum Exchange {
         tensors: VecDeque<RouterTensor<KilnClient>>,
         missing: usize,
     },
+    /// Makes the object the only owner of its tensors.
+    Own(Owned),
+}
+
+/// What became of tensors when an object was made their only owner.
+#[derive(Default)]
+pub struct Owned {
+    /// Tensors that the object had for itself already, in order.
+    pub sole: Vec<TensorId>,
+    /// The new id of each tensor that something else holds, too, by its old id.
+    pub renamed: HashMap<TensorId, TensorId>,
+    /// Why a tensor that something else holds could not be given another id.
+    pub error: Option<Error>,
+}
+
+impl Owned {
+    /// A handle of `tensor` whose id nothing else holds: `tensor` itself, or one of a new id with the same elements.
+    pub fn own(&mut self, tensor: RouterTensor<KilnClient>) -> RouterTensor<KilnClient> {
+        let (client, dtype) = (tensor.client, tensor.dtype());
+        let ir = tensor.into_ir();
+        if ir.status == TensorStatus::ReadWrite {
+            // Nobody else holds it: the handle is made again as it was.
+            self.sole.push(ir.id);
+            return RouterTensor::new(ir.id, ir.shape, dtype, client);
+        }
+        match session::fetch(&ir, BreakReason::OutsideOperation) {
+            Ok(elements) => {
+                let renewed = client.adopt(elements);
+                self.renamed.insert(ir.id, renewed.clone().into_ir().id);
+                renewed
+            }
+            Err(error) => {
+                self.error.get_or_insert(error);
+                RouterTensor::new(ir.id, ir.shape, dtype, client)
+            }
+        }
+    }
 }
 
 thread_local! {
@@ -79,12 +121,32 @@ pub fn replace<R>(
     }
 }
 
+/// What `to_device` makes of its object, which is the only owner of its tensors afterwards; what became of them is added to `owned`.
+pub fn own<R>(owned: &mut Owned, to_device: impl FnOnce(&KilnDevice) -> R) -> R {
+    let running = Running::start(Exchange::Own(std::mem::take(owned)));
+    let object = to_device(&ELSEWHERE);
+    if let Some(Exchange::Own(found)) = running.end() {
+        *owned = found;
+    }
+    object
+}
+
 /// A move was asked for. Gives the tensor back if no exchange is under way.
 pub(crate) fn visit(
     tensor: RouterTensor<KilnClient>,
 ) -> Result<RouterTensor<KilnClient>, RouterTensor<KilnClient>> {
+    // Not while the exchange is borrowed: making an id reaches the client.
+    let owning = EXCHANGE.with_borrow_mut(|exchange| match exchange {
+        Some(Exchange::Own(owned)) => Some(std::mem::take(owned)),
+        _ => None,
+    });
+    if let Some(mut owned) = owning {
+        let tensor = owned.own(tensor);
+        EXCHANGE.with_borrow_mut(|exchange| *exchange = Some(Exchange::Own(owned)));
+        return Ok(tensor);
+    }
     EXCHANGE.with_borrow_mut(|exchange| match exchange {
-        None => Err(tensor),
+        None | Some(Exchange::Own(_)) => Err(tensor),
         Some(Exchange::Collect(tensors)) => {
             tensors.push(tensor.clone());
             Ok(tensor)

@@ -195,6 +195,11 @@ impl Guard {
         }
     }
 
+    /// Whether both are guards of one step.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.identity == other.identity
+    }
+
     /// Whether `recorded` is the same step.
     pub fn accepts(&self, recorded: &Recorded) -> bool {
         self.identity == recorded.identity
@@ -234,6 +239,22 @@ impl Guard {
     /// How many operations agree before the first that differs: the measure by which the nearest of several guards is chosen.
     pub fn agreement(&self, recorded: &Recorded) -> usize {
         self.operation_at(self.common_words(recorded))
+    }
+
+    /// The user's line of the operation that takes runtime scalar `index` of the recording; none if it is not known.
+    pub fn scalar_line(&self, index: usize) -> Option<&str> {
+        let runtime = |parts: &[Named]| {
+            parts
+                .iter()
+                .filter(|it| matches!(it.part, Part::Runtime(_)))
+                .count()
+        };
+        let mut before = 0;
+        let operation = self.parts.iter().position(|parts| {
+            before += runtime(parts);
+            before > index
+        })?;
+        self.lines.get(operation)?.as_deref()
     }
 
     /// Type and shape of each input, as text.

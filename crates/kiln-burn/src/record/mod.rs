@@ -4,6 +4,7 @@
 //! - [`guard`]: comparing a recording with steps seen before, and saying how it differs.
 //! - [`region`]: the compiled steps of a region, and choosing or compiling one.
 //! - [`step`]: one compiled step, and running it.
+//! - [`binding`]: where each input of a step comes from, and where each output goes.
 //! - [`replay`]: running a step again without the program that recorded it.
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
 //! - [`salvage`]: running what a function did before it failed, for what it leaves behind.
@@ -12,6 +13,7 @@
 //! - [`history`], [`report`], [`words`], [`stream_text`]: what was compiled and why, in words, for reports and debug dumps.
 //! - [`breaks`], [`host_operations`], [`location`]: why and where a recording was cut.
 
+pub mod binding;
 pub mod breaks;
 pub mod exchange;
 pub mod guard;
@@ -29,14 +31,15 @@ pub mod step;
 pub mod stream_text;
 pub mod words;
 
+pub use binding::{Bindings, Call, Place, ReplayError};
 pub use breaks::{BreakReason, GraphBreak};
 pub use guard::{Changed, Mismatch};
 pub use history::CompileEvent;
 pub use location::Location;
 pub use recording::Recorded;
-pub use region::LastRun;
-pub use replay::{Replay, ReplayError};
+pub use region::{HostRead, LastRun};
+pub use replay::{Disturbance, Replay};
 pub use report::{Guards, Recompile, RegionReport, StepReport};
-pub use session::{CompiledRegion, Position, Traced, position, rehearse};
+pub use session::{CompiledRegion, Position, Traced, are_ready, is_nested, position, rehearse, surrender};
 pub use split::{Saved, SplitRegion, SplitStep};
 pub use step::Step;

@@ -30,6 +30,7 @@ pub struct Input {
     /// overwrite it.
     pub tensor: FlexTensor,
     dies: bool,
+    surrendered: bool,
     host_data: bool,
 }
 
@@ -37,6 +38,11 @@ impl Input {
     /// Whether the program dropped the tensor while recording.
     pub fn tensor_dies(&self) -> bool {
         self.dies
+    }
+
+    /// Whether the program keeps the id for the case that the step fails ([`Recording::surrender`]).
+    pub fn is_surrendered(&self) -> bool {
+        self.surrendered
     }
 
     /// Whether the program made the tensor from data on the host while recording.
@@ -196,6 +202,17 @@ impl Recording {
         }
     }
 
+    /// Notes that the program keeps the input `id` only for the case that the step fails: it dies. Says whether it is an input.
+    pub fn surrender(&mut self, id: TensorId) -> bool {
+        let Some(&position) = self.input_positions.get(&id) else {
+            return false;
+        };
+        let input = &mut self.inputs[position as usize];
+        input.surrendered = !input.dies;
+        input.dies = true;
+        input.surrendered
+    }
+
     /// Inputs that died by being consumed since the last call: the table can let go of them.
     pub fn take_consumed(&mut self) -> Vec<TensorId> {
         std::mem::take(&mut self.consumed)
@@ -213,6 +230,7 @@ impl Recording {
             ir: ir.clone(),
             tensor,
             dies: false,
+            surrendered: false,
             host_data: self.host_data.contains(&ir.id),
         });
     }

@@ -3,6 +3,7 @@
 //! A region is cut into segments by graph breaks; usually there is one. Each segment has a list of compiled steps, most recently used
 //! first. A recording that no guard accepts is a new step: it is imported, prepared by the region's backend, and remembered with the guard that failed.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,13 +16,34 @@ use rustc_hash::FxHashMap;
 use super::breaks::GraphBreak;
 use super::guard::Mismatch;
 use super::history::{self, CompileEvent};
-use super::recording::Recorded;
+use super::location::{Location, user_location};
+use super::recording::{Input, Recorded};
 use super::report::{Recompile, RegionReport};
 use super::salvage;
 use super::step::Step;
+use super::words::type_text;
 use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::table;
+
+/// A tensor that the program of a region read on the host.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct HostRead {
+    /// Its type and shape.
+    pub ty: String,
+    /// The line that reads it, if it could be found.
+    pub location: Option<Location>,
+}
+
+impl fmt::Display for HostRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a tensor ({})", self.ty)?;
+        match &self.location {
+            Some(location) => write!(f, " at {location}"),
+            None => Ok(()),
+        }
+    }
+}
 
 /// What the last run of a region did: all a replay needs to know ([`super::replay`]).
 #[derive(Clone)]
@@ -40,6 +62,8 @@ pub struct LastRun {
     pub random_operations: usize,
     /// Inputs that the program made from data on the host, by position; empty unless the region keeps them.
     pub host_data: FxHashMap<usize, FlexTensor>,
+    /// The first graph break of the call.
+    pub graph_break: Option<GraphBreak>,
 }
 
 /// The compiled steps of one region and their history.
@@ -52,6 +76,10 @@ pub struct Region {
     pub keeps_host_data: bool,
     /// Whether a recording that cannot be compiled is run all the same, for what it leaves behind ([`super::salvage`]).
     pub salvages: bool,
+    /// The first tensor that the program read on the host in this call.
+    pub host_read: Option<HostRead>,
+    /// The first graph break of this call.
+    graph_break: Option<GraphBreak>,
     segments: Vec<Vec<Arc<Step>>>,
     last: Option<LastRun>,
     calls: u64,
@@ -74,6 +102,8 @@ impl Region {
             capacity: usize::MAX,
             keeps_host_data: false,
             salvages: false,
+            host_read: None,
+            graph_break: None,
             segments: Vec::new(),
             last: None,
             calls: 0,
@@ -89,6 +119,18 @@ impl Region {
     pub fn begin(&mut self) {
         self.calls += 1;
         self.last = None;
+        self.host_read = None;
+        self.graph_break = None;
+    }
+
+    /// Notes that the program reads a tensor on the host, where somebody wants to know: a replay would not read it.
+    pub fn note_host_read(&mut self, tensor: &TensorIr) {
+        if self.keeps_host_data && self.host_read.is_none() {
+            self.host_read = Some(HostRead {
+                ty: type_text(tensor),
+                location: user_location(),
+            });
+        }
     }
 
     /// The last step that ran in this call; none if nothing was recorded or the step failed.
@@ -110,6 +152,7 @@ impl Region {
             let text = ("break", graph_break.to_string().into());
             kiln_profile::instant(Category::Break, "graph break", vec![region, text]);
         }
+        self.graph_break.get_or_insert_with(|| graph_break.clone());
         match self.breaks.iter_mut().find(|(known, _)| *known == graph_break) {
             Some((_, count)) => *count += 1,
             None => self.breaks.push((graph_break, 1)),
@@ -117,7 +160,9 @@ impl Region {
     }
 
     /// Runs a recording as segment `segment` and enters its outputs into the table. If that fails, the table says why instead.
-    pub fn run(&mut self, segment: usize, recorded: Recorded) -> Result<(), Error> {
+    ///
+    /// Inputs that the program surrendered have their elements again if the step failed before it ran.
+    pub fn run(&mut self, segment: usize, mut recorded: Recorded) -> Result<(), Error> {
         let ids = recorded.output_ids.clone();
         if ids.is_empty() {
             return Ok(());
@@ -130,7 +175,7 @@ impl Region {
             }
             found => found,
         };
-        match index.and_then(|index| self.execute(segment, index, recorded)) {
+        match index.and_then(|index| self.execute(segment, index, &mut recorded)) {
             Ok(tensors) => {
                 ids.into_iter()
                     .zip(tensors)
@@ -140,28 +185,31 @@ impl Region {
             Err(error) => {
                 let reason: Arc<str> = error.to_string().into();
                 ids.into_iter().for_each(|id| table::fail(id, reason.clone()));
+                let surrendered = recorded.inputs.into_iter().filter(Input::is_surrendered);
+                surrendered.for_each(|input| table::insert(input.ir.id, input.tensor));
                 Err(error)
             }
         }
     }
 
-    /// Runs `recorded` by step `index` of the segment.
+    /// Runs `recorded` by step `index` of the segment, which takes its inputs.
     fn execute(
         &mut self,
         segment: usize,
         index: usize,
-        recorded: Recorded,
+        recorded: &mut Recorded,
     ) -> Result<Vec<FlexTensor>, Error> {
         // Most recently used first.
         self.segments[segment][..=index].rotate_right(1);
         let step = self.segments[segment][0].clone();
         let inputs = recorded.inputs.iter().map(|input| input.ir.id).collect();
         let host_data = match self.keeps_host_data {
-            true => host_data(&recorded),
+            true => host_data(recorded),
             false => FxHashMap::default(),
         };
+        let given = std::mem::take(&mut recorded.inputs);
         let tensors = step.run(
-            recorded.inputs.into_iter().map(|input| input.tensor).collect(),
+            given.into_iter().map(|input| input.tensor).collect(),
             &recorded.scalars,
             &recorded.streams,
         )?;
@@ -169,10 +217,11 @@ impl Region {
             step,
             segment,
             inputs,
-            outputs: recorded.output_ids,
-            scalars: recorded.scalars,
+            outputs: std::mem::take(&mut recorded.output_ids),
+            scalars: std::mem::take(&mut recorded.scalars),
             random_operations: recorded.streams.len(),
             host_data,
+            graph_break: self.graph_break.clone(),
         });
         Ok(tensors)
     }

@@ -1,83 +1,60 @@
 //! Replaying a step without running the program that recorded it.
 //!
-//! Two consecutive calls that ran the same step tell how state flows: an input of the second call that was an
-//! output of the first is *state* (a parameter, a moment, a running mean); one that is the same tensor in
-//! both, or is made from equal data on the host in both, is *constant* (a frozen parameter, a table of
-//! angles, a mask); one the caller names is *fresh* (the batch). If every input is one of these, the step can
-//! be replayed: state belongs to the ids under which the program's own objects (model, optimizer) hold it,
-//! so that these objects are up to date without being touched.
+//! [`Bindings`] say where each input comes from and where each output goes. State belongs to the ids under which the program's own objects (model,
+//! optimizer) hold it, so that these objects are up to date without being touched.
 //!
 //! State stays in the replay's memory from run to run, and the table knows where it is ([`table::Keeper`]). When the program asks for such a
-//! tensor it is moved into the table; the next run takes it back, and computes on a copy if the program still holds it.
+//! tensor it is moved into the table; the next run takes it back, and computes on a copy if the program still holds it. A [`table::Watch`] on every
+//! constant and on all state says when the program has dropped one of them: the replay is over then ([`Replay::disturbed`]), and the step is recorded again.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId};
-use rustc_hash::FxHashMap;
 
-use super::region::LastRun;
+use super::binding::{Bindings, Call, InputBinding, OutputBinding, ResultBinding};
 use super::step::Step;
 use crate::error::Error;
 use crate::execute::memory::{Lifetime, Memory};
 use crate::random;
-use crate::table::{self, Keeper, Slot};
-
-/// Where an input of a replayed step comes from.
-enum Source {
-    /// The last run, or the table under this id.
-    State(TensorId),
-    /// It is the same at each run.
-    Constant(FlexTensor),
-    /// The caller's tensor of this number.
-    Fresh(usize),
-}
-
-/// Where an output goes that does not stay in the memory.
-struct Target {
-    output: usize,
-    /// To the caller, as result of this number.
-    result: Option<usize>,
-    /// To the table, under this id.
-    table: Option<TensorId>,
-    /// To the memory, as this argument.
-    argument: Option<usize>,
-}
-
-/// Why a step cannot be replayed.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum ReplayError {
-    /// The two calls did not run the same step.
-    #[error("the last two calls ran different steps")]
-    Differs,
-    /// The region was cut by a graph break.
-    #[error("the region has a graph break")]
-    Broken,
-    /// An input is neither state, nor constant, nor named by the caller.
-    #[error(
-        "input {index} ({ty}) is a tensor the closure makes anew, with other elements, in each call; pass it as an input of the step, or make it once outside"
-    )]
-    Unknown {
-        /// Its position among the inputs.
-        index: usize,
-        /// Its type and shape.
-        ty: String,
-    },
-}
+use crate::table::{self, Keeper, Slot, Watch};
 
 /// A step with its state, ready to be replayed.
 pub struct Replay {
     step: Arc<Step>,
     state: Arc<State>,
+    bindings: Bindings,
     /// Argument of the step, and number among the caller's tensors.
     fresh: Vec<(usize, usize)>,
-    targets: Vec<Target>,
+    results: Vec<Taken>,
+    /// Outputs that go to places the step does not read, and their ids.
+    written: Vec<(usize, TensorId)>,
+    /// Ids of constants: their elements do not change while they exist.
+    constants: Vec<TensorId>,
     random_operations: usize,
 }
 
+/// Where a result is taken from.
+enum Taken {
+    /// This output.
+    Output(usize),
+    /// This argument, before the step runs.
+    Argument(usize),
+    /// The table, under the id of this entry of `written`, before the step runs.
+    Table(usize),
+    /// The caller's tensor of this number.
+    Fresh(usize),
+    /// Always this one.
+    Constant(FlexTensor),
+}
+
 /// What a replayed step keeps from run to run.
-struct State(Mutex<Held>);
+struct State {
+    held: Mutex<Held>,
+    watch: Arc<Watch>,
+}
 
 struct Held {
     memory: Memory,
@@ -89,10 +66,27 @@ struct Held {
     any_outside: bool,
 }
 
+/// What put an end to a replay.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Disturbance {
+    /// The tensor, in the words of its binding.
+    what: String,
+}
+
+impl fmt::Display for Disturbance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} was replaced, dropped or written by the program since the last call",
+            self.what
+        )
+    }
+}
+
 impl State {
     fn lock(&self) -> MutexGuard<'_, Held> {
         // A panic inside a run is caught there, and its state given up.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -123,8 +117,15 @@ impl Held {
                 continue;
             };
             // Out of the table: the step may overwrite what nobody else holds.
-            self.memory.put(index, ready(table::remove(id))?);
-            table::keep(id, keeper.clone(), index);
+            let tensor = match table::keep(id, keeper.clone(), index, &keeper.watch) {
+                Some(Slot::Ready(tensor)) => tensor,
+                Some(Slot::Failed(reason)) => return Err(Error::NoValue { reason }),
+                None => {
+                    let reason = "state of the step was dropped while the step was called".into();
+                    return Err(Error::NoValue { reason });
+                }
+            };
+            self.memory.put(index, tensor);
             self.outside[index] = false;
         }
         self.any_outside = false;
@@ -135,7 +136,7 @@ impl Held {
     fn fail(&mut self, reason: &Arc<str>) {
         for (id, outside) in self.ids.iter().zip(&mut self.outside) {
             if let Some(id) = id {
-                table::fail(*id, reason.clone());
+                table::fail_if_known(*id, reason);
                 *outside = true;
             }
         }
@@ -143,142 +144,150 @@ impl Held {
     }
 }
 
-/// The tensor of a slot.
-fn ready(slot: Option<Slot>) -> Result<FlexTensor, Error> {
-    match slot {
-        Some(Slot::Ready(tensor)) => Ok(tensor),
-        Some(Slot::Failed(reason)) => Err(Error::NoValue { reason }),
-        None => Err(Error::NoValue {
-            reason: "state of the step was dropped".into(),
-        }),
-    }
-}
-
-/// Input `index` if both calls made it from equal data on the host.
-fn unchanged(previous: &LastRun, last: &LastRun, index: usize) -> Option<FlexTensor> {
-    let (before, now) = (previous.host_data.get(&index)?, last.host_data.get(&index)?);
-    let (before, now) = (before.to_contiguous(), now.to_contiguous());
-    (before.bytes() == now.bytes()).then_some(now)
-}
-
-/// Where each input of `last` comes from in a replay.
-fn sources(previous: &LastRun, last: &LastRun, fresh: &[TensorId]) -> Result<Vec<Source>, ReplayError> {
-    let before: FxHashMap<TensorId, usize> = previous
-        .outputs
-        .iter()
-        .enumerate()
-        .map(|(position, &id)| (id, position))
-        .collect();
-    let unknown = |index: usize| ReplayError::Unknown {
-        index,
-        ty: last.step.inputs()[index].clone(),
-    };
-    let source = |(index, &id): (usize, &TensorId)| {
-        if let Some(position) = fresh.iter().position(|&fresh| fresh == id) {
-            Ok(Source::Fresh(position))
-        } else if let Some(&position) = before.get(&id) {
-            // What was output `position` then is output `position` of the last call now.
-            Ok(Source::State(last.outputs[position]))
-        } else if previous.inputs[index] == id {
-            ready(table::get(id))
-                .map(Source::Constant)
-                .map_err(|_| unknown(index))
-        } else {
-            unchanged(previous, last, index)
-                .map(Source::Constant)
-                .ok_or_else(|| unknown(index))
-        }
-    };
-    last.inputs.iter().enumerate().map(source).collect()
-}
-
 impl Replay {
-    /// A replay of `last`, the call after `previous`. `fresh` are the ids of the tensors that the caller supplies at each call, in order, as they were in `last`;
-    /// `results` those it takes away.
-    pub fn new(
-        previous: &LastRun,
-        last: &LastRun,
-        fresh: &[TensorId],
-        results: &[TensorId],
-    ) -> Result<Self, ReplayError> {
-        if last.segment != 0 || previous.segment != 0 {
-            return Err(ReplayError::Broken);
-        }
-        if !Arc::ptr_eq(&previous.step, &last.step) {
-            return Err(ReplayError::Differs);
-        }
-        let step = &last.step;
-        let sources = sources(previous, last, fresh)?;
-        // What the graph does not read needs no source.
-        let arguments: Vec<(usize, Source)> = sources
-            .into_iter()
-            .enumerate()
-            .filter_map(|(position, source)| Some((step.argument(position)?, source)))
+    /// A replay of `call`, whose bindings are `bindings`.
+    pub fn new(bindings: Bindings, call: &Call) -> Self {
+        let run = &call.run;
+        let step = run.step.clone();
+        let place_id = |place: usize| bindings.places[place].after;
+        let arguments: Vec<(usize, usize)> = (0..run.inputs.len())
+            .filter_map(|input| Some((step.argument(input)?, input)))
             .collect();
         let mut lifetimes = vec![Lifetime::Run; arguments.len()];
         let mut ids = vec![None; arguments.len()];
-        for (argument, source) in &arguments {
-            match source {
-                Source::State(id) => ids[*argument] = Some(*id),
-                Source::Constant(_) => lifetimes[*argument] = Lifetime::Constant,
-                Source::Fresh(_) => {}
+        let mut fresh = Vec::new();
+        let mut held_from_start = Vec::new();
+        for &(argument, input) in &arguments {
+            match &bindings.inputs[input] {
+                InputBinding::State(place) => ids[argument] = Some(place_id(*place)),
+                InputBinding::Fresh(number) => fresh.push((argument, *number)),
+                InputBinding::Constant(_, tensor) | InputBinding::HostData(tensor) => {
+                    lifetimes[argument] = Lifetime::Constant;
+                    held_from_start.push((argument, tensor.clone()));
+                }
+                InputBinding::Unread => {}
             }
         }
         let argument_of = |id: TensorId| ids.iter().position(|&known| known == Some(id));
-        let mut becomes = vec![None; last.outputs.len()];
-        let mut targets = Vec::new();
-        for (output, &id) in last.outputs.iter().enumerate() {
-            let result = results.iter().position(|&result| result == id);
-            match (result, argument_of(id)) {
-                (None, Some(argument)) => becomes[output] = Some(argument),
-                (_, argument) => targets.push(Target {
-                    output,
-                    result,
-                    table: (result.is_none() && argument.is_none()).then_some(id),
-                    argument,
-                }),
+        let returned = |output: usize| {
+            let is = |result: &ResultBinding| matches!(result, ResultBinding::Computed(of) if *of == output);
+            bindings.results.iter().any(is)
+        };
+        let mut becomes = vec![None; run.outputs.len()];
+        let mut written = Vec::new();
+        for (output, binding) in bindings.outputs.iter().enumerate() {
+            match *binding {
+                // A result leaves the memory; its copy for the next run is put back after the run.
+                OutputBinding::State(place) if !returned(output) => {
+                    becomes[output] = argument_of(place_id(place));
+                }
+                OutputBinding::Written(place) => written.push((output, place_id(place))),
+                OutputBinding::State(_) | OutputBinding::Result | OutputBinding::Dropped => {}
             }
         }
+        let taken = |result: &ResultBinding| match result {
+            ResultBinding::Computed(output) => Taken::Output(*output),
+            ResultBinding::Fresh(number) => Taken::Fresh(*number),
+            ResultBinding::Constant(_, tensor) => Taken::Constant(tensor.clone()),
+            ResultBinding::Place(place) => {
+                let id = place_id(*place);
+                match (argument_of(id), written.iter().position(|&(_, of)| of == id)) {
+                    (Some(argument), _) => Taken::Argument(argument),
+                    (None, Some(entry)) => Taken::Table(entry),
+                    (None, None) => unreachable!("a place that changes is an output of the step"),
+                }
+            }
+        };
+        let results = bindings.results.iter().map(taken).collect();
+        let constants = bindings.inputs.iter().filter_map(|input| match input {
+            InputBinding::Constant(id, _) => Some(*id),
+            _ => None,
+        });
+        let returned_constants = bindings.results.iter().filter_map(|result| match result {
+            ResultBinding::Constant(id, _) => Some(*id),
+            _ => None,
+        });
+        let constants = constants.chain(returned_constants).collect();
         let mut memory = Memory::new(lifetimes, becomes);
-        let mut fresh = Vec::new();
-        for (argument, source) in arguments {
-            match source {
-                Source::Constant(tensor) => memory.put(argument, tensor),
-                Source::Fresh(number) => fresh.push((argument, number)),
-                Source::State(_) => {}
-            }
-        }
+        held_from_start
+            .into_iter()
+            .for_each(|(argument, tensor)| memory.put(argument, tensor));
         let held = Held {
             memory,
             outside: ids.iter().map(Option::is_some).collect(),
             any_outside: true,
             ids,
         };
-        Ok(Self {
-            step: step.clone(),
-            state: Arc::new(State(Mutex::new(held))),
+        let replay = Self {
+            step,
+            state: Arc::new(State {
+                held: Mutex::new(held),
+                watch: Arc::default(),
+            }),
+            bindings,
             fresh,
-            targets,
-            random_operations: last.random_operations,
-        })
+            results,
+            written,
+            constants,
+            random_operations: run.random_operations,
+        };
+        replay.watch(table::watch);
+        replay
     }
 
-    /// Runs the step once. `fresh` and `scalars` are in the order of the recording; the results are in the order of `results` of [`Replay::new`], none for those the step does
-    /// not make.
+    /// What every tensor of the step is bound to.
+    pub fn bindings(&self) -> &Bindings {
+        &self.bindings
+    }
+
+    /// Ids of the places that the step writes.
+    pub fn state_ids(&self) -> Vec<TensorId> {
+        let state = self
+            .state
+            .lock()
+            .ids
+            .iter()
+            .flatten()
+            .copied()
+            .collect::<Vec<_>>();
+        state
+            .into_iter()
+            .chain(self.written.iter().map(|&(_, id)| id))
+            .collect()
+    }
+
+    /// What ended the replay; none if everything it relies on is as it was.
+    pub fn disturbed(&self) -> Option<Disturbance> {
+        let id = self.state.watch.tripped()?;
+        let of = |binding: &InputBinding| match binding {
+            InputBinding::State(place) => self.bindings.places[*place].after == id,
+            InputBinding::Constant(constant, _) => *constant == id,
+            _ => false,
+        };
+        let place = || self.bindings.places.iter().find(|place| place.after == id);
+        let what = match self.bindings.inputs.iter().position(of) {
+            Some(index) => format!("input {index}, {},", self.bindings.describe_input(index)),
+            None => place().map_or_else(|| "a constant result".to_owned(), |place| place.name.to_string()),
+        };
+        Some(Disturbance { what })
+    }
+
+    /// Runs the step once. `fresh` and `scalars` are in the order of the recording; the results are in the order of [`Bindings::results`].
     ///
     /// # Errors
     ///
-    /// If the step fails, or state it needs has no value. State that had been handed to the step is then lost and says so when used.
-    pub fn run(
-        &self,
-        fresh: &[FlexTensor],
-        scalars: &[ScalarIr],
-        results: usize,
-    ) -> Result<Vec<Option<FlexTensor>>, Error> {
+    /// If the step fails, or state it needs has no value. [`Replay::has_state`] tells whether its state is as before the call.
+    pub fn run(&self, fresh: &[FlexTensor], scalars: &[ScalarIr]) -> Result<Vec<FlexTensor>, Error> {
         let streams: Vec<random::Stream> = (0..self.random_operations).map(|_| random::take()).collect();
         let mut guard = self.state.lock();
         let held = &mut *guard;
         held.collect(&self.state)?;
+        // What is handed out as it is before the step: the step then computes on a copy.
+        let before: Vec<Option<FlexTensor>> = self
+            .results
+            .iter()
+            .map(|taken| self.before(taken, held))
+            .collect();
         for &(argument, number) in &self.fresh {
             held.memory.put(argument, fresh[number].clone());
         }
@@ -289,41 +298,110 @@ impl Replay {
                 return Err(error);
             }
         };
-        let mut taken = vec![None; results];
-        for target in &self.targets {
-            let Some(tensor) = outputs[target.output].take() else {
-                continue;
-            };
-            if let Some(id) = target.table {
-                table::insert(id, tensor.clone());
-            }
-            if let Some(argument) = target.argument {
-                held.memory.put(argument, tensor.clone());
-            }
-            if let Some(result) = target.result {
-                taken[result] = Some(tensor);
+        let missing = || Error::NoValue {
+            reason: "the step did not make it".into(),
+        };
+        let results = self
+            .results
+            .iter()
+            .zip(before)
+            .map(|(taken, before)| match taken {
+                Taken::Output(output) => outputs[*output].clone().ok_or_else(missing),
+                Taken::Fresh(number) => Ok(fresh[*number].clone()),
+                Taken::Constant(tensor) => Ok(tensor.clone()),
+                Taken::Argument(_) | Taken::Table(_) => before.ok_or_else(missing),
+            });
+        let results = results.collect::<Result<Vec<_>, _>>()?;
+        for &(output, id) in &self.written {
+            if let Some(tensor) = &outputs[output] {
+                table::overwrite(id, tensor.clone(), &self.state.watch);
             }
         }
-        Ok(taken)
+        // State that is a result, too: both have one buffer until the next run.
+        for (output, binding) in self.bindings.outputs.iter().enumerate() {
+            if let OutputBinding::State(place) = *binding
+                && let Some(tensor) = outputs[output].take()
+            {
+                let id = Some(self.bindings.places[place].after);
+                let argument = held.ids.iter().position(|&known| known == id);
+                argument
+                    .into_iter()
+                    .for_each(|argument| held.memory.put(argument, tensor.clone()));
+            }
+        }
+        Ok(results)
     }
 
-    /// Follows state that the program's objects hold under another id now: `names` has the new id of each old one. The tensors are in the table, under both.
-    pub fn rename(&self, names: &HashMap<TensorId, TensorId>) {
-        let mut held = self.state.lock();
-        let held = &mut *held;
-        for (index, id) in held.ids.iter_mut().enumerate() {
-            if let Some(new) = id.and_then(|id| names.get(&id)) {
-                *id = Some(*new);
-                held.outside[index] = true;
-                held.any_outside = true;
+    /// A result that is what a place has before the step runs.
+    fn before(&self, taken: &Taken, held: &mut Held) -> Option<FlexTensor> {
+        match taken {
+            Taken::Argument(argument) => {
+                let tensor = held.memory.take(*argument)?;
+                held.memory.put(*argument, tensor.clone());
+                Some(tensor)
+            }
+            Taken::Table(entry) => match table::get(self.written[*entry].1)? {
+                Slot::Ready(tensor) => Some(tensor),
+                Slot::Failed(_) => None,
+            },
+            Taken::Output(_) | Taken::Fresh(_) | Taken::Constant(_) => None,
+        }
+    }
+
+    /// Whether all state has its elements: false after a run that failed when it had begun to overwrite them.
+    pub fn has_state(&self) -> bool {
+        let ids = self.state_ids();
+        ids.into_iter().all(table::is_ready)
+    }
+
+    /// Follows state that the program's objects hold under another id now: `renew` renames objects and gives the new id of each old one. The tensors are in the table, under
+    /// the new ids.
+    pub fn rename<E>(
+        &mut self,
+        renew: impl FnOnce() -> Result<HashMap<TensorId, TensorId>, E>,
+    ) -> Result<(), E> {
+        // The old ids may be dropped now.
+        self.watch(table::unwatch);
+        let names = renew()?;
+        // An object that two places share is renamed twice.
+        let last_name = |mut id: TensorId| {
+            while let Some(&next) = names.get(&id) {
+                id = next;
+            }
+            id
+        };
+        {
+            let mut held = self.state.lock();
+            let held = &mut *held;
+            for (index, id) in held.ids.iter_mut().enumerate() {
+                let old = *id;
+                *id = id.map(last_name);
+                if *id != old {
+                    held.outside[index] = true;
+                    held.any_outside = true;
+                }
             }
         }
+        self.written.iter_mut().for_each(|(_, id)| *id = last_name(*id));
+        let places = self.bindings.places.iter_mut();
+        places.for_each(|place| place.after = last_name(place.after));
+        self.watch(table::watch);
+        Ok(())
+    }
+
+    /// Puts the watch on everything the replay relies on, or takes it off.
+    fn watch(&self, change: impl Fn(TensorId, &Arc<Watch>)) {
+        let ids = self.state_ids();
+        ids.iter()
+            .chain(&self.constants)
+            .for_each(|&id| change(id, &self.state.watch));
     }
 }
 
 impl Drop for Replay {
     /// State goes to the table, where the program's objects find it.
     fn drop(&mut self) {
+        self.watch(table::unwatch);
         let arguments = self.state.lock().ids.len();
         (0..arguments).for_each(|index| self.state.give_back(index));
     }

@@ -21,7 +21,7 @@ use super::breaks::{BreakReason, GraphBreak};
 use super::host_operations;
 use super::location::{Lines, user_location};
 use super::recording::{Killed, Recorded, Recording};
-use super::region::{LastRun, Region};
+use super::region::{HostRead, LastRun, Region};
 use super::report::RegionReport;
 use super::salvage;
 use super::step::panic_message;
@@ -126,6 +126,8 @@ impl CompiledRegion {
         }
         let _turn = lock(&self.turn);
         lock(&self.session).begin();
+        // Other threads find the session until its results are in the table: who asks for one meanwhile waits.
+        let _listed = Listed::new(self.session.clone());
         let value = self.record(closure)?;
         lock(&self.session).end(value)
     }
@@ -149,6 +151,7 @@ impl CompiledRegion {
         run_whole: impl FnOnce(T, Recorded) -> Result<R, Error>,
     ) -> Result<Traced<T, R>, Error> {
         let _turn = lock(&self.turn);
+        let _listed = Listed::new(self.session.clone());
         let mut session = lock(&self.session);
         session.begin();
         session.lines = lines.then(Lines::default);
@@ -191,6 +194,11 @@ impl CompiledRegion {
         }
     }
 
+    /// What the last call of [`CompiledRegion::run`] did on the host that a replay would not do; none if nothing.
+    pub fn last_host_read(&self) -> Option<HostRead> {
+        lock(&self.session).region.host_read.clone()
+    }
+
     /// The step the last call of [`CompiledRegion::run`] ended with; none if it recorded nothing or failed.
     pub fn last_run(&self) -> Option<LastRun> {
         lock(&self.session).region.last_run().cloned()
@@ -211,20 +219,38 @@ pub enum Traced<T, R> {
 }
 
 /// Makes a session the thread's current one; undone on drop, also by a panic.
-struct Entered(Shared);
+struct Entered;
 
 impl Entered {
     fn new(session: Shared) -> Self {
-        lock(&SESSIONS).push(session.clone());
-        CURRENT.with_borrow_mut(|current| *current = Some(session.clone()));
-        Self(session)
+        CURRENT.with_borrow_mut(|current| *current = Some(session));
+        Self
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
         CURRENT.with_borrow_mut(|current| *current = None);
-        lock(&SESSIONS).retain(|session| !Arc::ptr_eq(session, &self.0));
+    }
+}
+
+/// Makes a session known to other threads that look for a pending tensor; undone on drop, also by a panic.
+struct Listed(Shared);
+
+impl Listed {
+    fn new(session: Shared) -> Self {
+        lock(&SESSIONS).push(session.clone());
+        Self(session)
+    }
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        let mut all = lock(&SESSIONS);
+        // Only once: another thread may be in the same region.
+        if let Some(position) = all.iter().position(|session| Arc::ptr_eq(session, &self.0)) {
+            all.remove(position);
+        }
     }
 }
 
@@ -372,6 +398,25 @@ fn is_rehearsing() -> bool {
     REHEARSAL
         .try_with(|rehearsal| rehearsal.borrow().is_some())
         .unwrap_or(false)
+}
+
+/// Gives up tensors whose handles the caller keeps only in case the region under way fails: the step may overwrite them as if they had been dropped.
+/// If it fails before it ran they have their elements again, and a tensor that was overwritten says so when it is used. Outside a region this does nothing.
+pub fn surrender(ids: &[TensorId]) {
+    let Some(session) = CURRENT.with_borrow(Clone::clone) else {
+        return;
+    };
+    let mut session = lock(&session);
+    for &id in ids {
+        if session.recording.surrender(id) {
+            table::remove(id);
+        }
+    }
+}
+
+/// Whether all these tensors have their elements.
+pub fn are_ready(ids: &[TensorId]) -> bool {
+    ids.iter().all(|&id| table::is_ready(id))
 }
 
 /// Notes that this thread makes the tensor `id` from data on the host now.
@@ -576,6 +621,9 @@ impl eager::TensorStore for Materialised<'_> {
 pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<FlexTensor, Error> {
     if is_rehearsing() {
         resume_unwind(Box::new(Aborted));
+    }
+    if let (BreakReason::Read, Some(session)) = (&reason, CURRENT.with_borrow(Clone::clone)) {
+        lock(&session).region.note_host_read(ir);
     }
     let last_use = ir.status == TensorStatus::ReadWrite;
     let slot = || {

@@ -245,6 +245,11 @@ impl Step {
         Ok(outputs)
     }
 
+    /// Whether both were compiled for one step: operations, shapes and what is left behind are the same.
+    pub fn is_same(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other) || self.guard.is_same(&other.guard)
+    }
+
     /// Type and shape of each output.
     pub fn outputs(&self) -> &[TensorIr] {
         &self.outputs
@@ -253,6 +258,11 @@ impl Step {
     /// Type and shape of each input.
     pub fn inputs(&self) -> &[String] {
         self.guard.inputs()
+    }
+
+    /// The user's line of the operation that takes runtime scalar `index`; none if it is not known.
+    pub fn scalar_line(&self, index: usize) -> Option<&str> {
+        self.guard.scalar_line(index)
     }
 
     /// Whether the step was prepared for one run only.

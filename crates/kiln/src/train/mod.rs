@@ -12,11 +12,16 @@
 //!
 //! An optimizer whose state does not start from zeros ([`zeros`]) needs one call more: the first creates the state, by a graph of its own.
 //!
-//! Anything the replay does not cover (another batch shape, a step whose host code takes another branch) is recorded again; the optimizer's state is brought up to date
-//! first ([`rehearsal::Rehearsal::catch_up`]).
+//! Anything the replay does not cover (another batch shape, a step whose host code takes another branch, state that the program replaced) is recorded again; the
+//! optimizer's state is brought up to date first ([`rehearsal::Rehearsal::catch_up`]). Calls 4, 8, 16, .. are proofs: they are recorded although they could be replayed, and compared with
+//! the plan ([`plan`]).
 
+mod backup;
+mod history;
+mod ownership;
+mod places;
+mod plan;
 mod rehearsal;
-mod renew;
 mod zeros;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -24,18 +29,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn_backend::AutodiffBackend;
 use burn_core::module::AutodiffModule;
-use burn_ir::{ScalarIr, TensorId, TensorIr};
+use burn_ir::TensorIr;
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
 use burn_tensor::Tensor;
-use kiln_burn::record::{self, LastRun, Position, Replay};
-use kiln_burn::{
-    CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, KilnClient, KilnDevice, RegionReport,
-};
+use kiln_burn::record::{self, Call, Place, Position};
+use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, RegionReport};
 use kiln_profile::Category;
 
 use crate::explain::Explain;
 use crate::input::{KilnBackend, KilnTensor, Signature, StepInput, inspect};
+use backup::Backup;
+pub use history::{Cause, History};
+use places::{Cells, Found};
+use plan::{Obstacle, Plan, Scrutiny, Trace};
 use rehearsal::{Rehearsal, trained_parameters};
 
 /// The backends a model can be trained on: `Autodiff<Kiln>`, with any checkpointing strategy.
@@ -97,6 +104,19 @@ pub enum TrainError {
         "the training step has no model any more: an earlier step failed while it replaced the parameters; restart from a checkpoint"
     )]
     Lost,
+    /// Under [`CompileOptions::strict`]: the closure is not the same function of its input at every call. The call that noticed was recorded, so that its own update is right.
+    #[error(
+        "the training step is not the same at every call: {what}. Replayed calls after call {last_equal}, when it was last seen equal, may have used old values (noticed at \
+         call {call}); pass what changes as an input of the step"
+    )]
+    Changed {
+        /// What changed.
+        what: String,
+        /// The last recorded call that agreed with what was replayed, counted from 1.
+        last_equal: u64,
+        /// The call that noticed.
+        call: u64,
+    },
 }
 
 /// Builds a [`TrainStep`]: made by [`TrainStep::new`].
@@ -136,70 +156,59 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         crate::log::init_if_asked();
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
+            strict: self.options.strict,
             region: CompiledRegion::new(self.options).for_replay(),
             trained: Some((self.model, self.optim)),
             loss: self.loss,
             start: self.start,
-            previous: None,
+            traces: Vec::new(),
             plan: None,
             lent: AtomicBool::new(false),
+            was_lent: false,
+            cells: Cells::default(),
+            asked: None,
             history: History::default(),
             types: std::marker::PhantomData,
         })
     }
 }
 
-/// How often a step was recorded and replayed, and why it is not replayed.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct History {
-    /// Calls that ran model, autograd and optimizer code.
-    pub recorded: u64,
-    /// Calls that ran none of it.
-    pub replayed: u64,
-    /// Why the step is recorded each time, if it is.
-    pub obstacle: Option<String>,
-}
-
 /// A training step that owns model and optimizer.
 ///
+/// Parameters that were not used before the first step are initialised then, in the order of the model's fields.
+///
 /// `F` is the loss closure: `Fn(&M, I) -> L` with an input `I` ([`StepInput`]) and an output `L` ([`StepOutput`]). The closure runs on the first calls
-/// only, therefore it must compute the same function of its input at every call: no counters, no reading of tensors. Its random operations (dropout) draw
-/// new numbers at each call all the same.
+/// and on a few later ones, therefore it should compute the same function of its input at every call. Its random operations (dropout) draw new numbers at each call all the
+/// same. What it does besides is noticed:
+///
+/// - A closure that reads a tensor on the host, returns a plain number, or keeps a tensor from call to call outside the model is recorded at every call, with a
+///   warning that names the reason and the line ([`History::obstacle`]).
+/// - A captured tensor that the program drops or replaces, and state of the model that it replaces, end the replay; the step is recorded once or twice and replayed again.
+/// - Calls 4, 8, 16, .. and every 1024th are recorded again and compared. A number counted in a `Cell`, say, is found there: a warning names it (an error under
+///   [`CompileOptions::strict`]), and the step is recorded from then on.
 pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F, I, L> {
     region: CompiledRegion,
     /// None once a step failed half way.
     trained: Option<(M, OptimizerAdaptor<O, M, B>)>,
     loss: F,
     start: Start<B, M, O>,
-    previous: Option<Trace>,
+    /// The last recorded call of each of the last few signatures.
+    traces: Vec<Trace>,
     plan: Option<Plan<B, M, O, L>>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
     lent: AtomicBool,
+    /// Whether it ever was: the program may have a clone, which shares cells with the model.
+    was_lent: bool,
+    /// Which tensors of the model are in cells that clones share.
+    cells: Cells,
+    /// Why the next call is recorded, if something since the last one decided that.
+    asked: Option<Cause>,
     /// Whether replay is tried at all.
     replays: bool,
+    /// Whether a closure that is not the same function at every call is an error.
+    strict: bool,
     history: History,
     types: std::marker::PhantomData<fn(I) -> L>,
-}
-
-/// A recorded call.
-struct Trace {
-    run: LastRun,
-    signature: Signature,
-    /// Where the optimizer's part of the recording begins.
-    optimizer: Position,
-}
-
-/// A step ready to be replayed.
-struct Plan<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, L> {
-    replay: Replay,
-    signature: Signature,
-    rehearsal: Rehearsal<B, M, O>,
-    /// The scalars of the model's part; they are the same at each call.
-    model_scalars: Vec<ScalarIr>,
-    /// Structure of the output.
-    output: L,
-    outputs: usize,
-    device: KilnDevice,
 }
 
 /// What the closure of a recorded call leaves behind.
@@ -207,6 +216,19 @@ struct Recorded<M, T, L> {
     trained: (M, T),
     output: L,
     optimizer: Option<Position>,
+    /// The optimizer's tensors before the update.
+    optimizer_before: Vec<Found>,
+}
+
+/// Signatures whose last recorded call is kept.
+const TRACES: usize = 8;
+
+/// From here on every so many calls are proofs; before, those whose number is a power of two, from 4 on.
+const PROOF_EVERY: u64 = 1024;
+
+/// Whether call `number` is recorded, though it could be replayed, and compared with the plan.
+const fn is_proof(number: u64) -> bool {
+    number.is_multiple_of(PROOF_EVERY) || (number >= 4 && number.is_power_of_two())
 }
 
 impl<B, M, O, F> TrainStep<B, M, O, F, (), ()>
@@ -246,7 +268,8 @@ where
     ///
     /// # Errors
     ///
-    /// If the step cannot be compiled or run. If the error occurred while parameters were being replaced they are lost, and every later call says so.
+    /// If the step cannot be compiled or run. Model and optimizer are then as before the call, unless the step failed when it had begun to replace
+    /// parameters: they are lost then, and every later call says so.
     ///
     /// # Panics
     ///
@@ -254,108 +277,286 @@ where
     pub fn step(&mut self, lr: LearningRate, input: I) -> Result<L, TrainError> {
         let _call = kiln_profile::span(Category::Host, "train step");
         let (tensors, signature) = inspect(&input);
-        if let Some(plan) = self.plan.as_mut().filter(|plan| plan.signature == signature)
-            && let Some(scalars) = plan.rehearsal.scalars(lr)
-        {
-            if std::mem::take(self.lent.get_mut())
-                && let Some((model, optim)) = self.trained.take()
-            {
-                let (model, names) = renew::renew(model)?;
-                plan.replay.rename(&names);
-                self.trained = Some((model, optim));
-            }
-            let output = plan.run(&tensors, input, &scalars);
-            self.history.replayed += 1;
-            return Ok(output?);
-        }
+        let cause = match self.replay(lr, &tensors, &signature)? {
+            Ok(scalars) => return self.run_plan(&tensors, input, &scalars),
+            Err(cause) => cause,
+        };
         self.leave_replay();
-        self.record(lr, input, &tensors, signature)
+        self.record(lr, input, &tensors, signature, cause)
     }
 
-    /// Records one call; prepares replay if it was the same step as the one before.
+    /// The optimizer's scalars if the call can be replayed, or why it is recorded.
+    fn replay(
+        &mut self,
+        lr: LearningRate,
+        tensors: &[TensorIr],
+        signature: &Signature,
+    ) -> Result<Result<Vec<burn_ir::ScalarIr>, Cause>, TrainError> {
+        let Some(plan) = &self.plan else {
+            let unplanned = || match (&self.history.obstacle, self.history.calls()) {
+                (Some(obstacle), _) => Cause::Obstacle(obstacle.clone()),
+                (None, 0) => Cause::First,
+                (None, _) => Cause::Confirming,
+            };
+            return Ok(Err(self.asked.take().unwrap_or_else(unplanned)));
+        };
+        if !plan.accepts(tensors, signature) {
+            return Ok(Err(Cause::Input));
+        }
+        self.take_possession()?;
+        let number = self.history.calls() + 1;
+        let Some(plan) = self.plan.as_mut() else {
+            return Ok(Err(Cause::Confirming));
+        };
+        if let Some(disturbance) = plan.replay.disturbed() {
+            return Ok(Err(Cause::Disturbed(disturbance.to_string())));
+        }
+        match plan.rehearsal.scalars(lr) {
+            None => Ok(Err(Cause::Optimizer)),
+            Some(_) if is_proof(number) => Ok(Err(Cause::Proof)),
+            Some(scalars) => Ok(Ok(scalars)),
+        }
+    }
+
+    /// Makes the model the only owner of its state again, if the program may have copied it.
+    fn take_possession(&mut self) -> Result<(), TrainError> {
+        let lent = std::mem::take(self.lent.get_mut());
+        self.was_lent |= lent;
+        let shares_cells = self.was_lent && self.cells.any();
+        if !lent && !shares_cells {
+            return Ok(());
+        }
+        let (Some(plan), Some((model, optim))) = (self.plan.as_mut(), self.trained.take()) else {
+            return Ok(());
+        };
+        if shares_cells {
+            // A clone that ran in training mode has left updates in the cells: they become the cells' values, which ends the replay.
+            drop(model.valid());
+        }
+        let mut renewed = None;
+        let state = plan.replay.state_ids().into_iter().collect();
+        plan.replay.rename(|| {
+            let (model, names) = ownership::renew::<B, M>(model, state)?;
+            renewed = Some(model);
+            Ok::<_, Error>(names)
+        })?;
+        self.trained = renewed.map(|model| (model, optim));
+        Ok(())
+    }
+
+    /// Runs the plan.
+    fn run_plan(
+        &mut self,
+        tensors: &[TensorIr],
+        input: I,
+        scalars: &[burn_ir::ScalarIr],
+    ) -> Result<L, TrainError> {
+        let Some(plan) = self.plan.as_mut() else {
+            return Err(TrainError::Lost);
+        };
+        match plan.run(tensors, input, scalars) {
+            Ok(output) => {
+                plan.rehearsal.commit();
+                self.history.replayed += 1;
+                Ok(output)
+            }
+            Err(error) => {
+                if !plan.replay.has_state() {
+                    self.plan = None;
+                    self.trained = None;
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Records one call; prepares replay if it was the same step as an earlier one.
     fn record(
         &mut self,
         lr: LearningRate,
         input: I,
         tensors: &[TensorIr],
         signature: Signature,
+        cause: Cause,
     ) -> Result<L, TrainError> {
         let (model, optim) = self.trained.take().ok_or(TrainError::Lost)?;
-        let previous = self
-            .previous
-            .take()
-            .filter(|previous| self.replays && previous.signature == signature);
-        let backup = (model.clone(), optim.clone());
+        // A step inside another region is a part of that region.
+        let traced = self.replays && !record::is_nested();
+        let mut before = places::of_model::<B, M>(&model);
+        if !self.cells.covers(before.len()) {
+            self.cells = Cells::of::<B, M>(&model);
+        }
+        let has_cells = self.cells.any();
+        if has_cells {
+            drop(model.valid());
+            before = places::of_model::<B, M>(&model);
+        }
+        let backup = Backup::new(&model, &optim, &self.cells);
         let device = model.devices().first().copied().unwrap_or_default();
 
-        // The rehearsal must start from the state before this call.
-        let backup_slot = &mut Some(backup);
+        let earlier = self
+            .traces
+            .iter()
+            .position(|trace| traced && trace.signature == signature);
+        let mut backup = Some(backup);
         let loss = &self.loss;
         let first_state = self.replays.then_some(self.start);
         let mut rehearsed = None;
         let result = catch_unwind(AssertUnwindSafe(|| {
             self.region.run(|| {
                 let output = loss(&model, input);
+                if has_cells {
+                    // Updates that wait in the cells become their values now: a cell has one tensor between calls, wherever the program looks.
+                    drop(model.valid());
+                }
                 let gradients = GradientsParams::from_grads(output.loss().backward(), &model);
                 let mut optim = match first_state {
                     Some(start) => start(optim, &model, &gradients),
                     None => optim,
                 };
-                if previous.is_some() {
+                if earlier.is_some() {
                     let parameters = trained_parameters(&model, &gradients);
-                    rehearsed = Rehearsal::new(&model, &optim, &parameters)
-                        .and_then(|mut rehearsal| Some((rehearsal.scalars(lr)?, rehearsal)));
+                    rehearsed = Rehearsal::new(&model, &optim, &parameters).and_then(|mut rehearsal| {
+                        let scalars = rehearsal.scalars(lr)?;
+                        rehearsal.commit();
+                        Some((scalars, rehearsal))
+                    });
                 }
+                let optimizer_before = match traced {
+                    true => places::of_optimizer(&model, &optim),
+                    false => Vec::new(),
+                };
                 let start = record::position();
                 let model = optim.step(lr, model, gradients);
                 // The old parameters and state end here, so that the step may reuse their buffers.
-                *backup_slot = None;
+                backup = backup.take().filter(|_| traced).map(Backup::surrender);
                 let output = output.map(&mut |tensor: KilnTensor| tensor);
                 Recorded {
                     trained: (model, optim),
                     output,
                     optimizer: start,
+                    optimizer_before,
                 }
             })
         }));
         let recorded = match result {
             Ok(Ok(recorded)) => recorded,
             Ok(Err(error)) => {
-                self.trained = backup_slot.take();
+                self.trained = backup.and_then(Backup::restore);
                 return Err(error.into());
             }
             Err(payload) => {
-                self.trained = backup_slot.take();
+                self.trained = backup.and_then(Backup::restore);
                 resume_unwind(payload)
             }
         };
-        self.history.recorded += 1;
+        drop(backup);
         let Recorded {
             trained,
-            output,
+            mut output,
             optimizer,
+            optimizer_before,
         } = recorded;
+        let after = places::of_model::<B, M>(&trained.0);
+        let optimizer_after = match traced {
+            true => places::of_optimizer(&trained.0, &trained.1),
+            false => Vec::new(),
+        };
         self.trained = Some(trained);
-        let (Some(run), Some(optimizer)) = (self.region.last_run(), optimizer) else {
+        let scrutiny = match cause {
+            Cause::Disturbed(_) => Scrutiny::Numbers,
+            Cause::Optimizer | Cause::Input => Scrutiny::SameStep,
+            _ => Scrutiny::All,
+        };
+        self.history.note(cause);
+        let (true, Some(run), Some(optimizer)) = (traced, self.region.last_run(), optimizer) else {
             return Ok(output);
         };
-        let trace = Trace {
+        let results = plan::ids(&output);
+        // The caller's handles get ids of their own: a tensor that is known under its old one is held by something else, too.
+        output = detach(output)?;
+        before.extend(optimizer_before);
+        let call = Call {
             run,
+            fresh: tensors.iter().map(|ir| ir.id).collect(),
+            results,
+            places: pair(before, after.into_iter().chain(optimizer_after)),
+        };
+        let mut trace = Trace {
+            varied: vec![false; call.fresh.len()],
+            call,
             signature,
             optimizer,
+            expected: None,
         };
-        if let Some(previous) = previous {
-            match Plan::new(&previous, &trace, rehearsed, tensors, &output, device) {
-                Ok(plan) => {
-                    self.history.obstacle = None;
-                    self.plan = Some(plan);
-                }
-                Err(Obstacle::NotYet) => {}
-                Err(Obstacle::Reason(reason)) => self.give_up(reason),
+        let earlier = earlier.map(|position| self.traces.remove(position));
+        let outcome = match &earlier {
+            Some(earlier) => {
+                trace.follow(earlier);
+                self.plan(earlier, &mut trace, rehearsed, &output, device, scrutiny)
             }
+            None => Ok(()),
+        };
+        self.traces.insert(0, trace);
+        self.traces.truncate(TRACES);
+        outcome.map(|()| output)
+    }
+
+    /// Makes a plan from two calls of one signature, or says why there is none.
+    fn plan(
+        &mut self,
+        earlier: &Trace,
+        trace: &mut Trace,
+        rehearsed: Option<(Vec<burn_ir::ScalarIr>, Rehearsal<B, M, O>)>,
+        output: &L,
+        device: kiln_burn::KilnDevice,
+        scrutiny: Scrutiny,
+    ) -> Result<(), TrainError> {
+        let number = self.history.calls();
+        let bindings = match plan::host_obstacle(output, self.region.last_host_read()) {
+            Some(reason) => Err(Obstacle::Reason(reason)),
+            None => plan::bind(earlier, trace),
+        };
+        if let Some(expected) = &earlier.expected
+            && let Some(what) = expected.difference(trace, &bindings, scrutiny)
+        {
+            return self.distrust(what, expected.last_equal, number);
         }
-        self.previous = Some(trace);
-        Ok(output)
+        let made = bindings.and_then(|bindings| Plan::new(bindings, trace, rehearsed, output, device));
+        match made {
+            Ok(plan) => {
+                self.history.proofs += u64::from(earlier.expected.is_some());
+                self.history.obstacle = None;
+                trace.expected = Some(plan.expected(number));
+                self.plan = Some(plan);
+                // Whatever the closure put aside of the new state keeps its id, and the model gets another.
+                self.lent.store(true, Ordering::Relaxed);
+                let was_lent = self.was_lent;
+                self.take_possession()?;
+                self.was_lent = was_lent;
+            }
+            Err(Obstacle::NotYet) => {}
+            // What the replay relied on was exchanged just now; the next call tells whether it is exchanged each time.
+            Err(Obstacle::Reason(_)) if scrutiny == Scrutiny::Numbers => {}
+            Err(Obstacle::Reason(reason)) => self.give_up(reason),
+        }
+        Ok(())
+    }
+
+    /// Ends replay for good: the closure is not the same function at every call.
+    fn distrust(&mut self, what: String, last_equal: u64, call: u64) -> Result<(), TrainError> {
+        self.replays = false;
+        let error = TrainError::Changed {
+            what,
+            last_equal,
+            call,
+        };
+        tracing::warn!(target: "kiln", "{error}. It is recorded at every call from now on");
+        self.history.obstacle = Some(error.to_string());
+        match self.strict {
+            true => Err(error),
+            false => Ok(()),
+        }
     }
 
     /// Says once that the step will be recorded at each call.
@@ -369,7 +570,6 @@ where
     /// Ends replay: brings the optimizer's host state up to date.
     fn leave_replay(&mut self) {
         let Some(plan) = self.plan.take() else { return };
-        self.previous = None;
         if let Some((model, optim)) = self.trained.take() {
             self.trained = Some((model, plan.rehearsal.catch_up(optim)));
         }
@@ -383,6 +583,9 @@ where
 
     /// The optimizer with its current state, for a checkpoint; none after a step failed half way. Ends replay for the next two calls.
     pub fn optimizer(&mut self) -> Option<&OptimizerAdaptor<O, M, B>> {
+        if self.plan.is_some() {
+            self.asked = Some(Cause::Optimizer);
+        }
         self.leave_replay();
         self.trained.as_ref().map(|(_, optim)| optim)
     }
@@ -420,82 +623,33 @@ where
     }
 }
 
-/// Why there is no plan.
-enum Obstacle {
-    /// The two calls were not the same step; others may be.
-    NotYet,
-    /// The step can never be replayed.
-    Reason(String),
+/// `output` with handles of its own: each tensor gets a new id.
+fn detach<L: StepInput>(output: L) -> Result<L, Error> {
+    let mut failed = None;
+    let output = output.map(&mut |tensor: KilnTensor| {
+        let client = tensor.client;
+        let dtype = burn_backend::TensorMetadata::dtype(&tensor);
+        let ir = tensor.into_ir();
+        match record::session::fetch(&ir, record::BreakReason::OutsideOperation) {
+            Ok(elements) => client.adopt(elements),
+            Err(error) => {
+                failed.get_or_insert(error);
+                KilnTensor::new(ir.id, ir.shape, dtype, client)
+            }
+        }
+    });
+    failed.map_or(Ok(output), Err)
 }
 
-impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L: StepOutput<B>>
-    Plan<B, M, O, L>
-{
-    fn new(
-        previous: &Trace,
-        last: &Trace,
-        rehearsed: Option<(Vec<ScalarIr>, Rehearsal<B, M, O>)>,
-        inputs: &[TensorIr],
-        output: &L,
-        device: KilnDevice,
-    ) -> Result<Self, Obstacle> {
-        if last.run.step.is_provisional() {
-            return Err(Obstacle::NotYet);
-        }
-        let fresh: Vec<TensorId> = inputs.iter().map(|ir| ir.id).collect();
-        let results: Vec<TensorId> = inspect(output).0.iter().map(|ir| ir.id).collect();
-        let replay = match Replay::new(&previous.run, &last.run, &fresh, &results) {
-            Ok(replay) => replay,
-            Err(record::ReplayError::Differs) => return Err(Obstacle::NotYet),
-            Err(error) => return Err(Obstacle::Reason(error.to_string())),
-        };
-        let begin = last.optimizer.scalars;
-        let (model_scalars, optimizer_scalars) = last.run.scalars.split_at(begin);
-        if previous.run.scalars.get(..previous.optimizer.scalars) != Some(model_scalars) {
-            return Err(Obstacle::Reason(
-                "a scalar of the model or loss changes from call to call; pass it as a tensor input of the step".into(),
-            ));
-        }
-        match rehearsed {
-            Some((scalars, rehearsal)) if scalars == optimizer_scalars => Ok(Self {
-                replay,
-                signature: last.signature.clone(),
-                rehearsal,
-                model_scalars: model_scalars.to_vec(),
-                output: output.clone(),
-                outputs: results.len(),
-                device,
-            }),
-            _ => Err(Obstacle::Reason(
-                "the optimizer's scalars do not follow from its own state alone, or it reads tensors on the host".into(),
-            )),
-        }
-    }
-
-    fn run(
-        &self,
-        inputs: &[TensorIr],
-        input: impl StepInput,
-        optimizer_scalars: &[ScalarIr],
-    ) -> Result<L, Error> {
-        let _span = kiln_profile::span(Category::Host, "replay");
-        let fetch = |ir: &TensorIr| record::session::fetch(ir, record::BreakReason::Read);
-        let fresh = inputs.iter().map(fetch).collect::<Result<Vec<_>, _>>()?;
-        // The batch may be overwritten if nobody else holds it.
-        drop(input);
-        let scalars: Vec<ScalarIr> = self
-            .model_scalars
-            .iter()
-            .chain(optimizer_scalars)
-            .copied()
-            .collect();
-        let mut results = self.replay.run(&fresh, &scalars, self.outputs)?.into_iter();
-        let client = KilnClient::new(self.device);
-        let mut next = |recorded: KilnTensor| match results.next().flatten() {
-            Some(tensor) => client.adopt(tensor),
-            // An output the step does not compute, such as one of its inputs, is what it was.
-            None => recorded,
-        };
-        Ok(self.output.clone().map(&mut next))
-    }
+/// Places that existed before and after a call.
+fn pair(before: Vec<Found>, after: impl Iterator<Item = Found>) -> Vec<Place> {
+    let after: std::collections::HashMap<_, _> = after.map(|found| (found.name, found.id)).collect();
+    let both = before.into_iter().filter_map(|found| {
+        Some(Place {
+            after: *after.get(&found.name)?,
+            before: found.id,
+            name: found.name,
+        })
+    });
+    both.collect()
 }

@@ -58,6 +58,8 @@ struct Class {
 /// A shadow of model and optimizer that takes the host's part in every step.
 pub(super) struct Rehearsal<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
     shadow: Option<(M, OptimizerAdaptor<O, M, B>)>,
+    /// The shadow after the step that is under way.
+    next: Option<(M, OptimizerAdaptor<O, M, B>)>,
     classes: Vec<Class>,
     /// Class of each trained parameter, in the optimizer's order.
     members: Vec<(ParamId, usize)>,
@@ -99,14 +101,15 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         let shadow = (hollow(model, parameters)?, optim.clone().load_record(records));
         Some(Self {
             shadow: Some(shadow),
+            next: None,
             classes,
             members,
             words: Vec::new(),
         })
     }
 
-    /// The optimizer's scalars of the next step with learning rate `lr`, for all parameters in order; the state moves on by one step. None if
-    /// the host code took another branch than before: the step must then be recorded. The state has moved on all the same only if there is a result.
+    /// The optimizer's scalars of the next step with learning rate `lr`, for all parameters in order; the state moves on with [`Rehearsal::commit`]. None if
+    /// the host code took another branch than before: the step must then be recorded.
     pub(super) fn scalars(&mut self, lr: LearningRate) -> Option<Vec<ScalarIr>> {
         let representatives: Vec<ParamId> = self.classes.iter().map(|class| class.representative).collect();
         let mut next = self.shadow.clone();
@@ -120,7 +123,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         } else if self.words != recorded.identity.words {
             return None;
         }
-        self.shadow = next;
+        self.next = next;
         let mut first = 0;
         let starts: Vec<usize> = self
             .classes
@@ -138,6 +141,13 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
             &recorded.scalars[starts[class]..starts[class] + self.classes[class].scalars]
         };
         Some(self.members.iter().flat_map(of).copied().collect())
+    }
+
+    /// Moves the state on by the step whose scalars were asked for last: it ran.
+    pub(super) fn commit(&mut self) {
+        if let Some(next) = self.next.take() {
+            self.shadow = Some(next);
+        }
     }
 
     /// `optim` with the host state of the shadow and its own tensors.

@@ -1,0 +1,239 @@
+//! The places of a training step: every tensor of the model and of the optimizer's state, by name.
+//!
+//! Places tell which tensor the program had where before and after a recorded call (`kiln_burn::record::binding`), and they give inputs the names that people
+//! know: `` `encoder.norm.running_mean` ``.
+//!
+//! Some places are *cells*: a module and its clones share one cell (a running statistic of batch norm), so that a clone of the model is no copy of what is in them.
+//! [`Cells`] finds them.
+
+use std::sync::Arc;
+
+use burn_core::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
+use burn_ir::TensorId;
+use burn_optim::adaptor::OptimizerAdaptor;
+use burn_optim::record::{AdaptorRecord, AdaptorRecordV1};
+use burn_optim::{Optimizer, SimpleOptimizer};
+use burn_tensor::{Bool, Int, Tensor};
+use hashbrown::HashMap;
+use kiln_burn::record::{exchange, rehearse};
+use kiln_burn::{Kiln, KilnDevice};
+
+use super::TrainBackend;
+use crate::input::{InputVisitor, KilnTensor, StepInput};
+
+/// A named tensor.
+#[derive(Clone, Debug)]
+pub(super) struct Found {
+    pub name: Arc<str>,
+    pub id: TensorId,
+}
+
+/// The tensors of `model`, in the order of its visit. A parameter that was not used yet is initialised.
+pub(super) fn of_model<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Vec<Found> {
+    let mut names = Names::default();
+    model.visit(&mut names);
+    names.found
+}
+
+#[derive(Default)]
+struct Names {
+    path: Vec<String>,
+    found: Vec<Found>,
+    parameters: HashMap<ParamId, Arc<str>>,
+}
+
+impl Names {
+    fn note(&mut self, parameter: ParamId, tensor: Option<TensorId>) {
+        let name: Arc<str> = format!("`{}`", self.path.join(".")).into();
+        self.parameters.insert(parameter, name.clone());
+        self.found.extend(tensor.map(|id| Found { name, id }));
+    }
+}
+
+/// The id of the one tensor of `input`.
+fn id_of(input: &impl StepInput) -> Option<TensorId> {
+    let mut visitor = InputVisitor::default();
+    input.visit(&mut visitor);
+    visitor.finish().0.first().map(|ir| ir.id)
+}
+
+impl<B: TrainBackend> ModuleVisitor<B> for Names {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.note(param.id, id_of(&param.val()));
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
+        self.note(param.id, id_of(&param.val()));
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
+        self.note(param.id, id_of(&param.val()));
+    }
+}
+
+/// The tensors of `optim`'s state, by parameter of `model`.
+pub(super) fn of_optimizer<B, M, O>(model: &M, optim: &OptimizerAdaptor<O, M, B>) -> Vec<Found>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B>,
+    O: SimpleOptimizer<Kiln>,
+{
+    let mut names = Names::default();
+    model.visit(&mut names);
+    let mut records: Vec<_> = optim.to_record().into_iter().collect();
+    records.sort_by_key(|(parameter, _)| parameter.val());
+    let mut found = Vec::new();
+    for (parameter, record) in records {
+        let name = names
+            .parameters
+            .get(&parameter)
+            .cloned()
+            .unwrap_or_else(|| "a parameter".into());
+        let tensors = tensors_of::<B, O>(record);
+        found.extend(tensors.into_iter().enumerate().map(|(index, tensor)| Found {
+            name: format!("optimizer state {index} of {name}").into(),
+            id: tensor.into_ir().id,
+        }));
+    }
+    found
+}
+
+/// The tensors of one parameter's state, in order.
+fn tensors_of<B: TrainBackend, O: SimpleOptimizer<Kiln>>(record: AdaptorRecord<O, B>) -> Vec<KilnTensor> {
+    let AdaptorRecord::V1(record) = record;
+    macro_rules! ranks {
+        ($($rank:ident $d:literal),*) => {
+            match record {
+                $(AdaptorRecordV1::$rank(state) => {
+                    exchange::collect(|device: &KilnDevice| O::to_device::<$d>(state, device))
+                })*
+            }
+        };
+    }
+    ranks!(Rank0 0, Rank1 1, Rank2 2, Rank3 3, Rank4 4, Rank5 5, Rank6 6, Rank7 7, Rank8 8)
+}
+
+/// Which tensors of a model are in cells that its clones share, by position in the order of its visit.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Cells(Vec<bool>);
+
+impl Cells {
+    /// The cells of `model`. What a clone is given shows in the model itself where both share a cell, so a clone is given tensors without elements for a
+    /// moment.
+    pub(super) fn of<B: TrainBackend, M: AutodiffModule<B> + Clone>(model: &M) -> Self {
+        let before = of_model::<B, M>(model);
+        let mut swap = Swap::default();
+        let probed = rehearse(|| {
+            drop(model.clone().map(&mut swap));
+            let now = of_model::<B, M>(model);
+            let mut back = Put {
+                tensors: std::mem::take(&mut swap.taken).into_iter(),
+            };
+            drop(model.clone().map(&mut back));
+            now
+        });
+        let now = probed.map(|(now, _)| now).unwrap_or_default();
+        Self(
+            before
+                .iter()
+                .zip(&now)
+                .map(|(before, now)| before.id != now.id)
+                .collect(),
+        )
+    }
+
+    /// Whether these are the cells of a model with so many tensors.
+    pub(super) fn covers(&self, tensors: usize) -> bool {
+        self.0.len() == tensors
+    }
+
+    /// Whether there is any.
+    pub(super) fn any(&self) -> bool {
+        self.0.contains(&true)
+    }
+
+    /// Whether tensor `position` of a map is in a cell.
+    pub(super) fn contains(&self, position: usize) -> bool {
+        self.0.get(position).copied().unwrap_or(false)
+    }
+}
+
+/// Takes every tensor and puts one without elements there.
+#[derive(Default)]
+struct Swap {
+    taken: Vec<KilnTensor>,
+}
+
+/// Puts these tensors there, in order.
+struct Put {
+    tensors: std::vec::IntoIter<KilnTensor>,
+}
+
+/// A mapper that replaces each tensor, whatever its kind, by what its method `tensor` makes of it.
+macro_rules! map_tensors {
+    ($mapper:ident) => {
+        impl<B: $crate::train::TrainBackend> burn_core::module::ModuleMapper<B> for $mapper {
+            fn map_float<const D: usize>(
+                &mut self,
+                param: burn_core::module::Param<burn_tensor::Tensor<B, D>>,
+            ) -> burn_core::module::Param<burn_tensor::Tensor<B, D>> {
+                let (id, tensor, mapper) = param.consume();
+                let tracked = tensor.is_require_grad();
+                let tensor = $crate::input::StepInput::map(tensor, &mut |tensor| self.tensor(tensor));
+                burn_core::module::Param::from_mapped_value(id, tensor.set_require_grad(tracked), mapper)
+            }
+
+            fn map_int<const D: usize>(
+                &mut self,
+                param: burn_core::module::Param<burn_tensor::Tensor<B, D, burn_tensor::Int>>,
+            ) -> burn_core::module::Param<burn_tensor::Tensor<B, D, burn_tensor::Int>> {
+                let (id, tensor, mapper) = param.consume();
+                burn_core::module::Param::from_mapped_value(
+                    id,
+                    $crate::input::StepInput::map(tensor, &mut |tensor| self.tensor(tensor)),
+                    mapper,
+                )
+            }
+
+            fn map_bool<const D: usize>(
+                &mut self,
+                param: burn_core::module::Param<burn_tensor::Tensor<B, D, burn_tensor::Bool>>,
+            ) -> burn_core::module::Param<burn_tensor::Tensor<B, D, burn_tensor::Bool>> {
+                let (id, tensor, mapper) = param.consume();
+                burn_core::module::Param::from_mapped_value(
+                    id,
+                    $crate::input::StepInput::map(tensor, &mut |tensor| self.tensor(tensor)),
+                    mapper,
+                )
+            }
+        }
+    };
+}
+pub(super) use map_tensors;
+
+map_tensors!(Swap);
+map_tensors!(Put);
+
+impl Swap {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        let placeholder = tensor
+            .client
+            .zeros([0].into(), burn_backend::TensorMetadata::dtype(&tensor));
+        self.taken.push(tensor);
+        placeholder
+    }
+}
+
+impl Put {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        self.tensors.next().unwrap_or(tensor)
+    }
+}

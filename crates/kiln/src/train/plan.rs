@@ -1,0 +1,253 @@
+//! From recorded calls to a plan for replaying them, and from a plan back to doubt.
+//!
+//! Two recorded calls of one step make a plan if every tensor has a binding (`kiln_burn::record::binding`), if the numbers that model and loss compute on the host were the
+//! same, and if the optimizer's numbers are those of its rehearsal. When a step with a plan is recorded again, the new call is compared with the plan in the same respects
+//! ([`Expected::difference`]): a difference means that the closure is not the same function at every call, and that replays were wrong since it changed.
+
+use burn_ir::{ScalarIr, TensorId, TensorIr};
+use burn_optim::SimpleOptimizer;
+use kiln_burn::record::{self, Bindings, Call, HostRead, Position, Replay, ReplayError};
+use kiln_burn::{Error, Kiln, KilnClient, KilnDevice};
+use kiln_profile::Category;
+
+use burn_core::module::AutodiffModule;
+
+use super::rehearsal::Rehearsal;
+use super::{StepOutput, TrainBackend};
+use crate::input::{KilnTensor, Signature, StepInput, inspect};
+
+/// A recorded call.
+pub(super) struct Trace {
+    pub call: Call,
+    pub signature: Signature,
+    /// Where the optimizer's part of the recording begins.
+    pub optimizer: Position,
+    /// Tensors of the input that were different ones in two recorded calls of this step: the closure holds none of them.
+    pub varied: Vec<bool>,
+    /// What the plan made from this call relies on; none if there was none.
+    pub expected: Option<Expected>,
+}
+
+impl Trace {
+    /// The scalars of model and loss, and those of the optimizer.
+    fn scalars(&self) -> (&[ScalarIr], &[ScalarIr]) {
+        let scalars = &self.call.run.scalars;
+        scalars.split_at(self.optimizer.scalars.min(scalars.len()))
+    }
+
+    /// Takes over from an earlier call of the same signature what is known of the input's tensors.
+    pub(super) fn follow(&mut self, earlier: &Self) {
+        if !earlier.call.run.step.is_same(&self.call.run.step) {
+            return;
+        }
+        let fresh = earlier.call.fresh.iter().zip(&self.call.fresh);
+        self.varied = fresh
+            .zip(&earlier.varied)
+            .map(|((a, b), &varied)| varied || a != b)
+            .collect();
+    }
+}
+
+/// What a plan relies on, for a comparison with a later call.
+#[derive(Clone)]
+pub(super) struct Expected {
+    pub bindings: Bindings,
+    pub model_scalars: Vec<ScalarIr>,
+    /// Number of the last call that was recorded and agreed, from 1.
+    pub last_equal: u64,
+}
+
+/// How much of a new call must agree with the plan.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Scrutiny {
+    /// Everything.
+    All,
+    /// Everything if it is the same step: the optimizer may have taken another branch, which is another step.
+    SameStep,
+    /// Only numbers: tensors that the replay relied on were exchanged, and it ended at once.
+    Numbers,
+}
+
+impl Expected {
+    /// How the closure of `trace`, whose bindings are `bindings`, differs from the one that the plan was made from.
+    pub(super) fn difference(
+        &self,
+        trace: &Trace,
+        bindings: &Result<Bindings, Obstacle>,
+        scrutiny: Scrutiny,
+    ) -> Option<String> {
+        let (now, _) = trace.scalars();
+        let before = &self.model_scalars;
+        let tensors = match (bindings, scrutiny) {
+            (Ok(bindings), Scrutiny::All | Scrutiny::SameStep) => bindings.difference(&self.bindings),
+            (Err(Obstacle::NotYet), Scrutiny::All) => Some("it runs other operations".to_owned()),
+            (Err(Obstacle::Reason(reason)), Scrutiny::All | Scrutiny::SameStep) => Some(reason.clone()),
+            _ => None,
+        };
+        let numbers = || {
+            let same_length = before.len() == now.len();
+            let (index, (before, now)) = before.iter().zip(now).enumerate().find(|(_, (a, b))| a != b)?;
+            let line = trace.call.run.step.scalar_line(index).filter(|_| same_length);
+            let line = line.map_or_else(String::new, |line| format!(" at {line}"));
+            Some(format!(
+                "a number of model or loss{line} was {} and is {}",
+                number(before),
+                number(now)
+            ))
+        };
+        tensors.or_else(numbers)
+    }
+}
+
+fn number(scalar: &ScalarIr) -> String {
+    match scalar {
+        ScalarIr::Float(x) => x.to_string(),
+        ScalarIr::Int(x) => x.to_string(),
+        ScalarIr::UInt(x) => x.to_string(),
+        ScalarIr::Bool(x) => x.to_string(),
+    }
+}
+
+/// Why there is no plan.
+pub(super) enum Obstacle {
+    /// The two calls were not the same step; others may be.
+    NotYet,
+    /// The step can never be replayed.
+    Reason(String),
+}
+
+impl From<ReplayError> for Obstacle {
+    fn from(error: ReplayError) -> Self {
+        match error.may_pass() {
+            true => Self::NotYet,
+            false => Self::Reason(error.to_string()),
+        }
+    }
+}
+
+/// What the closure of a call did that a replay would not do; none if nothing.
+pub(super) fn host_obstacle(output: &impl StepInput, read: Option<HostRead>) -> Option<String> {
+    if let Some(read) = read {
+        return Some(format!(
+            "the closure reads {read} on the host, and what it does with the number cannot be replayed; compute it with tensor operations, or pass the \
+             number as a plain value of the input"
+        ));
+    }
+    let mut visitor = crate::input::InputVisitor::default();
+    output.visit(&mut visitor);
+    (visitor.values() > 0).then(|| {
+        "the closure returns a plain value (a number, a `bool`, a `String`) that may be another one at each call; return it as a tensor, or compute it outside".to_owned()
+    })
+}
+
+/// The bindings of `last`, decided together with the `earlier` call.
+pub(super) fn bind(earlier: &Trace, last: &Trace) -> Result<Bindings, Obstacle> {
+    if last.call.run.step.is_provisional() {
+        return Err(Obstacle::NotYet);
+    }
+    let mut bindings = Bindings::new(&earlier.call, &last.call)?;
+    let pinned = bindings.pinned.iter_mut().zip(&last.varied);
+    pinned
+        .filter(|(_, varied)| **varied)
+        .for_each(|(pinned, _)| *pinned = None);
+    let (before, _) = earlier.scalars();
+    let (now, _) = last.scalars();
+    if let Some(index) = (0..now.len().max(before.len())).find(|&index| before.get(index) != now.get(index)) {
+        let line = last.call.run.step.scalar_line(index);
+        let line = line.map_or_else(String::new, |line| format!(" (at {line})"));
+        return Err(Obstacle::Reason(format!(
+            "a number of the model or loss{line} changes from call to call; pass it as a tensor of the step's input"
+        )));
+    }
+    Ok(bindings)
+}
+
+/// A step ready to be replayed.
+pub(super) struct Plan<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, L> {
+    pub replay: Replay,
+    pub signature: Signature,
+    pub rehearsal: Rehearsal<B, M, O>,
+    /// The scalars of the model's part; they are the same at each call.
+    model_scalars: Vec<ScalarIr>,
+    /// Structure of the output, with tensors that have no elements.
+    output: L,
+    device: KilnDevice,
+}
+
+impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L: StepOutput<B>>
+    Plan<B, M, O, L>
+{
+    /// A plan for more calls like `last`.
+    pub(super) fn new(
+        bindings: Bindings,
+        last: &Trace,
+        rehearsed: Option<(Vec<ScalarIr>, Rehearsal<B, M, O>)>,
+        output: &L,
+        device: KilnDevice,
+    ) -> Result<Self, Obstacle> {
+        let (model_scalars, optimizer_scalars) = last.scalars();
+        let rehearsal = match rehearsed {
+            Some((scalars, rehearsal)) if scalars == optimizer_scalars => rehearsal,
+            _ => {
+                return Err(Obstacle::Reason(
+                    "the optimizer's scalars do not follow from its own state alone, or it reads tensors on the host".into(),
+                ));
+            }
+        };
+        let mut hollow = |tensor: KilnTensor| {
+            let dtype = burn_backend::TensorMetadata::dtype(&tensor);
+            tensor.client.zeros([0].into(), dtype)
+        };
+        Ok(Self {
+            replay: Replay::new(bindings, &last.call),
+            signature: last.signature.clone(),
+            rehearsal,
+            model_scalars: model_scalars.to_vec(),
+            output: output.clone().map(&mut hollow),
+            device,
+        })
+    }
+
+    /// Whether the plan is for this input.
+    pub(super) fn accepts(&self, tensors: &[TensorIr], signature: &Signature) -> bool {
+        let pinned = self.replay.bindings().pinned.iter().zip(tensors);
+        self.signature == *signature
+            && pinned
+                .into_iter()
+                .all(|(pinned, ir)| pinned.is_none_or(|id| id == ir.id))
+    }
+
+    /// What a later recorded call is compared with, if call `number` was the last that agreed.
+    pub(super) fn expected(&self, number: u64) -> Expected {
+        Expected {
+            bindings: self.replay.bindings().clone(),
+            model_scalars: self.model_scalars.clone(),
+            last_equal: number,
+        }
+    }
+
+    /// Runs the step with the optimizer's scalars of this call.
+    pub(super) fn run(
+        &self,
+        inputs: &[TensorIr],
+        input: impl StepInput,
+        optimizer_scalars: &[ScalarIr],
+    ) -> Result<L, Error> {
+        let _span = kiln_profile::span(Category::Host, "replay");
+        let fetch = |ir: &TensorIr| record::session::fetch(ir, record::BreakReason::Read);
+        let fresh = inputs.iter().map(fetch).collect::<Result<Vec<_>, _>>()?;
+        // The batch may be overwritten if nobody else holds it.
+        drop(input);
+        let scalars = self.model_scalars.iter().chain(optimizer_scalars);
+        let scalars: Vec<ScalarIr> = scalars.copied().collect();
+        let mut results = self.replay.run(&fresh, &scalars)?.into_iter();
+        let client = KilnClient::new(self.device);
+        let mut next = |hollow: KilnTensor| results.next().map_or(hollow, |tensor| client.adopt(tensor));
+        Ok(self.output.clone().map(&mut next))
+    }
+}
+
+/// The ids of the tensors in `structure`, in order.
+pub(super) fn ids(structure: &impl StepInput) -> Vec<TensorId> {
+    inspect(structure).0.iter().map(|ir| ir.id).collect()
+}
