@@ -109,9 +109,6 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         return Ok(());
     }
     print!("{explain}");
-    if let Some(reason) = trainer.obstacle() {
-        println!("  recorded at every call: {reason}");
-    }
     if arguments.graph {
         for step in trainer.report().steps {
             println!("\n{}", step.graph);

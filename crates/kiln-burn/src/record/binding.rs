@@ -332,19 +332,35 @@ impl Bindings {
     }
 }
 
-/// One line a tensor: `input 3 (f32 [64]): state of ...`.
+impl Bindings {
+    /// Each input in a line: `input 3 (f32 [64]): state of ...`.
+    pub fn input_lines(&self) -> Vec<String> {
+        let typed = self.inputs.iter().zip(&self.types).enumerate();
+        let line = |(index, (binding, ty))| format!("input {index} ({ty}): {}", self.input_text(binding));
+        typed.map(line).collect()
+    }
+
+    /// Each output in a line.
+    pub fn output_lines(&self) -> Vec<String> {
+        let outputs = self.outputs.iter().enumerate();
+        outputs
+            .map(|(index, &binding)| format!("output {index}: {}", self.output_text(binding)))
+            .collect()
+    }
+
+    /// Each result in a line.
+    pub fn result_lines(&self) -> Vec<String> {
+        let results = self.results.iter().enumerate();
+        results
+            .map(|(index, binding)| format!("result {index}: {}", self.result_text(binding)))
+            .collect()
+    }
+}
+
 impl fmt::Display for Bindings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, (binding, ty)) in self.inputs.iter().zip(&self.types).enumerate() {
-            writeln!(f, "input {index} ({ty}): {}", self.input_text(binding))?;
-        }
-        for (index, &binding) in self.outputs.iter().enumerate() {
-            writeln!(f, "output {index}: {}", self.output_text(binding))?;
-        }
-        for (index, binding) in self.results.iter().enumerate() {
-            writeln!(f, "result {index}: {}", self.result_text(binding))?;
-        }
-        Ok(())
+        let lines = [self.input_lines(), self.output_lines(), self.result_lines()].concat();
+        lines.iter().try_for_each(|line| writeln!(f, "{line}"))
     }
 }
 

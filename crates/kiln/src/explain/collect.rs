@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use kiln_burn::record::Bindings;
 use kiln_burn::record::history::EXPECTED;
 use kiln_burn::{CompileEvent, GraphBreak, Mismatch, RegionReport, StepReport};
 use kiln_compiler::Contract;
@@ -9,9 +10,10 @@ use kiln_compiler::report::{BufferPlace, BufferReport, FusedNode, KernelReport, 
 use kiln_graph::{NodeData, Op, Phase};
 
 use super::report::{
-    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Memory, PhaseCount, Recomputed, Report,
+    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Memory, PhaseCount, Recomputed, Replay, Report,
     SavedTensor, Step,
 };
+use crate::train::History;
 
 /// The report of a region.
 pub fn report(region: &RegionReport) -> Report {
@@ -22,7 +24,30 @@ pub fn report(region: &RegionReport) -> Report {
         breaks: region.breaks.iter().map(graph_break).collect(),
         compiles: compiles(&region.compiles),
         recompile_limit: region.recompile_limit,
+        replay: None,
         machine: None,
+    }
+}
+
+/// How a training step with this history is replayed; `bindings` are those of its plan.
+pub fn replay(history: &History, bindings: Option<&Bindings>) -> Replay {
+    let lines = |lines: fn(&Bindings) -> Vec<String>| bindings.map(lines).unwrap_or_default();
+    Replay {
+        recorded: history.recorded,
+        replayed: history.replayed,
+        proofs: history.proofs,
+        obstacle: history.obstacle.clone(),
+        causes: history
+            .causes
+            .iter()
+            .map(|(cause, count)| Counted {
+                name: cause.to_string(),
+                count: *count as usize,
+            })
+            .collect(),
+        inputs: lines(Bindings::input_lines),
+        outputs: lines(Bindings::output_lines),
+        results: lines(Bindings::result_lines),
     }
 }
 

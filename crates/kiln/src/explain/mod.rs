@@ -17,13 +17,16 @@ use std::fmt;
 
 use std::sync::Arc;
 
+use kiln_burn::record::Bindings;
 use kiln_burn::{CompileOptions, Error, Point, RegionReport, StepReport, execute};
 
 pub use machine::Limit;
 pub use report::{
     Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount, Rate, Recomputed,
-    Report, SavedTensor, Step,
+    Replay, Report, SavedTensor, Step,
 };
+
+use crate::train::History;
 
 /// What a region compiled, why, and what cut it. Prints as text.
 ///
@@ -52,6 +55,12 @@ impl Explain {
         Self {
             report: collect::report(&region),
         }
+    }
+
+    /// With how a training step of this history is replayed.
+    pub(crate) fn with_replay(mut self, history: &History, bindings: Option<&Bindings>) -> Self {
+        self.report.replay = Some(collect::replay(history, bindings));
+        self
     }
 
     /// The data.

@@ -20,8 +20,31 @@ pub struct Report {
     pub compiles: Vec<Compile>,
     /// How many steps a segment may compile.
     pub recompile_limit: usize,
+    /// How a training step is replayed; none for regions, which are recorded at each call.
+    pub replay: Option<Replay>,
     /// What the machine can do, if it was measured.
     pub machine: Option<Machine>,
+}
+
+/// How a training step is replayed: how often, why calls were recorded, and what every tensor is bound to.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Replay {
+    /// Calls that ran model, autograd and optimizer code.
+    pub recorded: u64,
+    /// Calls that ran none of it.
+    pub replayed: u64,
+    /// Recorded calls that were compared with the plan and agreed.
+    pub proofs: u64,
+    /// Why the step is recorded at every call, if it is.
+    pub obstacle: Option<String>,
+    /// Why calls were recorded.
+    pub causes: Vec<Counted>,
+    /// Where each input comes from: ``input 3 (f32 [64]): state of `encoder.norm.running_mean` ``. Empty while there is no plan.
+    pub inputs: Vec<String>,
+    /// Where each output goes.
+    pub outputs: Vec<String>,
+    /// What each result of the closure is.
+    pub results: Vec<String>,
 }
 
 /// A compiled step.

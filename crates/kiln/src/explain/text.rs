@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Formatter};
 
-use super::report::{Break, Compile, Counted, Kernel, Memory, Report, Step};
+use super::report::{Break, Compile, Counted, Kernel, Memory, Replay, Report, Step};
 
 /// Kernels, saved tensors and externs that are listed; JSON and HTML have all.
 const LISTED: usize = 12;
@@ -24,6 +24,9 @@ impl fmt::Display for Report {
             self.steps.len(),
             self.breaks.len(),
         )?;
+        if let Some(replay) = &self.replay {
+            write_replay(replay, f)?;
+        }
         for graph_break in &self.breaks {
             write_break(graph_break, f)?;
         }
@@ -58,6 +61,37 @@ impl fmt::Display for Report {
         }
         Ok(())
     }
+}
+
+fn write_replay(replay: &Replay, f: &mut Formatter<'_>) -> fmt::Result {
+    writeln!(
+        f,
+        "  {} calls recorded, {} replayed; {} recorded calls were compared with the plan and agreed",
+        replay.recorded, replay.replayed, replay.proofs
+    )?;
+    for cause in &replay.causes {
+        writeln!(f, "    recorded {} times: {}", cause.count, cause.name)?;
+    }
+    if let Some(obstacle) = &replay.obstacle {
+        writeln!(f, "  recorded at every call: {obstacle}")?;
+    }
+    // State is what most tensors are; the others say more.
+    let (state, others): (Vec<&String>, Vec<&String>) = replay
+        .inputs
+        .iter()
+        .partition(|line| line.contains("): state of "));
+    others.iter().try_for_each(|line| writeln!(f, "    {line}"))?;
+    state
+        .iter()
+        .take(LISTED)
+        .try_for_each(|line| writeln!(f, "    {line}"))?;
+    if state.len() > LISTED {
+        writeln!(f, "    and state of {} more places", state.len() - LISTED)?;
+    }
+    replay
+        .results
+        .iter()
+        .try_for_each(|line| writeln!(f, "    {line}"))
 }
 
 fn write_break(graph_break: &Break, f: &mut Formatter<'_>) -> fmt::Result {

@@ -612,9 +612,14 @@ where
         &self.history
     }
 
-    /// What was compiled, why, and what cut it.
+    /// What was compiled, why, what cut it, why calls were recorded, and what each tensor of the replayed step is bound to.
     pub fn explain(&self) -> Explain {
-        Explain::new(self.region.report())
+        Explain::new(self.region.report()).with_replay(&self.history, self.bindings())
+    }
+
+    /// What each input, output and result of the step is bound to when it is replayed; none while there is no plan for that.
+    pub fn bindings(&self) -> Option<&record::Bindings> {
+        self.plan.as_ref().map(|plan| plan.replay.bindings())
     }
 
     /// The numbers behind [`TrainStep::explain`].

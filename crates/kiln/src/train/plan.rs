@@ -78,16 +78,18 @@ impl Expected {
     ) -> Option<String> {
         let (now, _) = trace.scalars();
         let before = &self.model_scalars;
-        let tensors = match (bindings, scrutiny) {
+        let tensors = || match (bindings, scrutiny) {
             (Ok(bindings), Scrutiny::All | Scrutiny::SameStep) => bindings.difference(&self.bindings),
             (Err(Obstacle::NotYet), Scrutiny::All) => Some("it runs other operations".to_owned()),
             (Err(Obstacle::Reason(reason)), Scrutiny::All | Scrutiny::SameStep) => Some(reason.clone()),
             _ => None,
         };
         let numbers = || {
-            let same_length = before.len() == now.len();
-            let (index, (before, now)) = before.iter().zip(now).enumerate().find(|(_, (a, b))| a != b)?;
-            let line = trace.call.run.step.scalar_line(index).filter(|_| same_length);
+            // Another step has other numbers.
+            let same_length = before.len() == now.len() && !matches!(bindings, Err(Obstacle::NotYet));
+            let mut pairs = before.iter().zip(now).enumerate().filter(|_| same_length);
+            let (index, (before, now)) = pairs.find(|(_, (a, b))| a != b)?;
+            let line = trace.call.run.step.scalar_line(index);
             let line = line.map_or_else(String::new, |line| format!(" at {line}"));
             Some(format!(
                 "a number of model or loss{line} was {} and is {}",
@@ -95,7 +97,7 @@ impl Expected {
                 number(now)
             ))
         };
-        tensors.or_else(numbers)
+        numbers().or_else(tensors)
     }
 }
 

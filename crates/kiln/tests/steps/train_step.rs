@@ -9,7 +9,7 @@ use burn_optim::decay::WeightDecayConfig;
 use burn_optim::grad_clipping::GradientClippingConfig;
 use burn_optim::momentum::MomentumConfig;
 use burn_optim::{AdamConfig, AdamWConfig, GradientsParams, Optimizer, SgdConfig, SimpleOptimizer};
-use kiln::{CompileBackend, Kiln, KilnDevice, TrainStep};
+use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainStep};
 use kiln_models::llama::{Llama, LlamaConfig};
 
 use crate::harness::*;
@@ -381,4 +381,98 @@ fn llama_is_replayed() {
     }
     assert_eq!(step.history().obstacle, None);
     assert_eq!((step.history().recorded, step.history().replayed), (4, 4));
+}
+
+#[test]
+fn explain_says_what_each_tensor_is_bound_to() {
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
+        let labels = batch.values.clone();
+        (model.loss(batch), labels)
+    };
+    let mut step = TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
+    for index in 0..3 {
+        step.step(0.1, batch(index, EXAMPLES, &device())).unwrap();
+    }
+    let replay = step.explain().into_report().replay.unwrap();
+    let has = |lines: &[String], end: &str| lines.iter().any(|line| line.ends_with(end));
+    assert!(has(&replay.inputs, "tensor 0 of the call's input"), "{replay:?}");
+    assert!(
+        replay.inputs.iter().any(|line| line.contains("state of `")),
+        "{replay:?}"
+    );
+    assert!(
+        replay
+            .inputs
+            .iter()
+            .any(|line| line.contains("state of optimizer state 0 of `"))
+    );
+    assert!(
+        has(&replay.results, "tensor 0 of the call's input, unchanged"),
+        "{replay:?}"
+    );
+    assert_eq!((replay.recorded, replay.replayed), (2, 1));
+    let text = step.explain().to_string();
+    assert!(text.contains("recorded 1 times: the first call"), "{text}");
+}
+
+/// A step whose loss is scaled by a number in a `Cell`, which changes before call `change`, counted from 1.
+fn counted(strict: bool, change: usize) -> (Vec<Result<f64, String>>, kiln::History) {
+    let scale = Cell::new(1.0);
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch).mul_scalar(scale.get());
+    let mut step = TrainStep::new(Mlp::new(&device()), SgdConfig::new().init(), loss)
+        .with_options(
+            CompileOptions::default()
+                .with_backend(BACKEND)
+                .with_strict(strict),
+        )
+        .build()
+        .unwrap();
+    let call = |index: usize| {
+        if index + 1 == change {
+            scale.set(3.0);
+        }
+        let result = step.step(0.0, batch(0, EXAMPLES, &device()));
+        result.map(value).map_err(|error| error.to_string())
+    };
+    let losses = (0..12).map(call).collect();
+    (losses, step.history().clone())
+}
+
+#[test]
+fn a_number_that_changes_is_found_by_the_next_proof() {
+    let (losses, history) = counted(false, 6);
+    let losses: Vec<f64> = losses.into_iter().map(Result::unwrap).collect();
+    let ratio = |call: usize| losses[call - 1] / losses[0];
+    // A rate of zero trains nothing: every loss is the first, or three times that.
+    assert!((ratio(5) - 1.0).abs() < 1e-6);
+    assert!((ratio(8) - 3.0).abs() < 1e-6, "the proof itself runs the closure");
+    assert!((ratio(9) - 3.0).abs() < 1e-6 && (ratio(12) - 3.0).abs() < 1e-6);
+    let obstacle = history.obstacle.unwrap();
+    assert!(
+        obstacle.contains("was 1 and is 3") && obstacle.contains("after call 4"),
+        "{obstacle}"
+    );
+    assert_eq!(
+        history.recorded,
+        2 + 1 + 5,
+        "two calls, a proof, and all from the eighth on"
+    );
+}
+
+#[test]
+fn under_strict_a_number_that_changes_is_an_error() {
+    let (losses, _) = counted(true, 6);
+    let errors: Vec<usize> = (0..12)
+        .filter(|&index| losses[index].is_err())
+        .map(|index| index + 1)
+        .collect();
+    assert_eq!(errors, [8]);
+    let error = losses[7].clone().unwrap_err();
+    assert!(
+        error.contains("was 1 and is 3") && error.contains("noticed at call 8"),
+        "{error}"
+    );
 }

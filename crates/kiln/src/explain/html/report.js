@@ -100,6 +100,10 @@ function table(id, columns, rows, bars = {}) {
 
 function findings() {
   const list = [];
+  if (report.replay && report.replay.obstacle) {
+    const what = node("b", {}, "Recorded at every call, which costs host time");
+    list.push(node("div", { class: "finding bad" }, what, node("div", { class: "remedy" }, report.replay.obstacle)));
+  }
   for (const it of report.breaks) {
     const what = node("b", {}, `Graph break, ${count(it.times, "time")}: ${it.reason}`);
     const where = node("span", { class: "mono" }, [it.operation && `result of ${it.operation}`, it.location && `at ${it.location}`].filter(Boolean).join(" "));
