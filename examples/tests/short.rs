@@ -37,6 +37,58 @@ fn quickstart() {
 }
 
 #[test]
+fn own_project() {
+    let text = run(env!("CARGO_BIN_EXE_own_project"));
+    let losses = losses(&text);
+    assert!(losses.last() < losses.first(), "{text}");
+    assert!(text.contains("0 graph breaks"), "{text}");
+}
+
+/// What README tells a newcomer to paste is the example, and its `Cargo.toml` fits this workspace.
+#[test]
+fn the_readmes_program_is_the_example() {
+    let readme = include_str!("../../README.md");
+    let (_, program) = include_str!("../own_project/main.rs").split_once("\n\n").unwrap();
+    assert!(
+        readme.contains(&format!("```rust\n{program}```\n")),
+        "README has another program"
+    );
+    let manifest = readme
+        .split("```toml\n")
+        .nth(1)
+        .unwrap()
+        .split("```")
+        .next()
+        .unwrap();
+    let burn = manifest.lines().find(|line| line.starts_with("burn = ")).unwrap();
+    let quoted = |text: &str| text.split('"').nth(1).unwrap().to_owned();
+    let workspace = include_str!("../../Cargo.toml");
+    let pinned = workspace
+        .lines()
+        .find(|line| line.starts_with("burn = "))
+        .unwrap();
+    assert_eq!(
+        quoted(burn),
+        quoted(pinned),
+        "README and the workspace name another Burn"
+    );
+    assert!(
+        burn.contains("default-features = false") && burn.contains("\"std\", \"autodiff\""),
+        "{burn}"
+    );
+    let path = quoted(manifest.lines().find(|line| line.starts_with("kiln = ")).unwrap());
+    let inside = path.strip_prefix("../kiln/").unwrap();
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+    assert!(
+        std::path::Path::new(root)
+            .join(inside)
+            .join("Cargo.toml")
+            .exists(),
+        "{path} is no crate"
+    );
+}
+
+#[test]
 fn train_resnet() {
     let text = run(env!("CARGO_BIN_EXE_train_resnet"));
     losses(&text);

@@ -2,9 +2,11 @@
 //!
 //! A step in the disk cache outlives the program it was compiled for: an edit of the program moves lines and leaves the graph as it is. So what is compiled for
 //! the cache has the numbers of recorded nodes in place of lines ([`numbered`]), and each process puts the lines of its own recording there
-//! ([`Contract::with_lines_of`]).
+//! ([`Contract::with_lines_of`]). So it does with the forward operations that gradients belong to, which are found by way of the lines.
 
-use kiln_graph::Graph;
+use std::sync::Arc;
+
+use kiln_graph::{Graph, Provenance};
 use rustc_hash::FxHashMap;
 
 use crate::Contract;
@@ -19,7 +21,9 @@ fn mark(number: usize) -> String {
 pub(crate) fn numbered(graph: &Graph) -> Graph {
     let mut marked = graph.clone();
     for (number, (node, _)) in graph.nodes().enumerate() {
-        marked.provenance_mut(node).location = Some(mark(number).into());
+        let provenance = marked.provenance_mut(node);
+        provenance.location = Some(mark(number).into());
+        provenance.gradient_of = None;
     }
     marked
 }
@@ -27,22 +31,23 @@ pub(crate) fn numbered(graph: &Graph) -> Graph {
 impl Contract {
     /// The contract of a step that was compiled from the [`numbered`] graph, with the lines that `graph`, an equal one, has.
     pub(crate) fn with_lines_of(mut self, graph: &Graph) -> Self {
-        let lines: FxHashMap<String, String> = graph
+        let lines: FxHashMap<String, &Provenance> = graph
             .nodes()
             .enumerate()
-            .filter_map(|(number, (_, node))| {
-                let line = node.provenance.location.as_deref()?;
-                Some((mark(number), line.to_owned()))
-            })
+            .map(|(number, (_, node))| (mark(number), &node.provenance))
             .collect();
-        let line = |location: &mut Option<String>| {
-            *location = location.take().and_then(|mark| lines.get(&mark).cloned());
+        let line = |location: &mut Option<String>, gradient_of: &mut Option<String>| {
+            let provenance = location.take().and_then(|mark| lines.get(&mark).copied());
+            let text = |text: &Option<Arc<str>>| text.as_deref().map(str::to_owned);
+            *location = provenance.and_then(|it| text(&it.location));
+            *gradient_of = provenance.and_then(|it| text(&it.gradient_of));
         };
         let nodes = self.kernels.iter_mut().flat_map(|kernel| &mut kernel.nodes);
-        nodes.for_each(|node| line(&mut node.location));
+        nodes.for_each(|node| line(&mut node.location, &mut node.gradient_of));
         for saved in self.partition.iter_mut().flat_map(|it| &mut it.saved) {
-            line(&mut saved.origin.location);
-            saved.users.iter_mut().for_each(|user| line(&mut user.location));
+            line(&mut saved.origin.location, &mut saved.origin.gradient_of);
+            let users = saved.users.iter_mut();
+            users.for_each(|user| line(&mut user.location, &mut user.gradient_of));
             // Nodes of one line were different ones while they had numbers.
             let mut seen: Vec<OriginReport> = Vec::new();
             saved.users.retain(|user| {
@@ -73,6 +78,7 @@ mod tests {
         for (op, line) in [UnaryOp::Exp, UnaryOp::Tanh].into_iter().zip(lines) {
             let provenance = Provenance {
                 location: Some(line.into()),
+                gradient_of: (op == UnaryOp::Tanh).then(|| "exp".into()),
                 ..Provenance::default()
             };
             value = graph.add(Op::Unary(op), &[value], &provenance).unwrap();
@@ -83,18 +89,20 @@ mod tests {
 
     /// What a compiler that fuses both operations would say of `graph`.
     fn contract(graph: &Graph) -> Contract {
-        let origin = |at: usize| OriginReport {
-            op: "exp".to_owned(),
-            operation: None,
-            location: graph
-                .nodes()
-                .nth(at)
-                .and_then(|(_, node)| node.provenance.location.as_deref())
-                .map(str::to_owned),
-            module: None,
+        let origin = |at: usize| {
+            let (_, node) = graph.nodes().nth(at).unwrap();
+            let text = |text: &Option<Arc<str>>| text.as_deref().map(str::to_owned);
+            OriginReport {
+                op: "exp".to_owned(),
+                operation: None,
+                gradient_of: text(&node.provenance.gradient_of),
+                location: text(&node.provenance.location),
+                module: None,
+            }
         };
         let nodes = (1..3).map(|at| FusedNode {
             location: origin(at).location,
+            gradient_of: origin(at).gradient_of,
             ..FusedNode::default()
         });
         let saved = SavedReport {
@@ -141,7 +149,9 @@ mod tests {
 
     #[test]
     fn users_at_one_line_are_one() {
-        let graph = graph(["main.rs:7", "main.rs:7"]);
+        let mut graph = graph(["main.rs:7", "main.rs:7"]);
+        let (last, _) = graph.nodes().last().unwrap();
+        graph.provenance_mut(last).gradient_of = None;
         let found = contract(&numbered(&graph)).with_lines_of(&graph);
         let saved = &found.partition.unwrap().saved[0];
         assert_eq!(saved.users, vec![saved.origin.clone()]);

@@ -84,6 +84,9 @@ pub struct OriginReport {
     pub op: String,
     /// The recorded operation, if known.
     pub operation: Option<String>,
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
     pub location: Option<String>,
     /// The user's module, if known.
@@ -96,6 +99,7 @@ impl From<&Origin> for OriginReport {
         Self {
             op: origin.op.clone(),
             operation: text(&origin.operation),
+            gradient_of: text(&origin.gradient_of),
             location: text(&origin.location),
             module: text(&origin.module),
         }
@@ -108,6 +112,7 @@ impl fmt::Display for OriginReport {
         let origin = Origin {
             op: self.op.clone(),
             operation: shared(&self.operation),
+            gradient_of: shared(&self.gradient_of),
             location: shared(&self.location),
             module: shared(&self.module),
         };

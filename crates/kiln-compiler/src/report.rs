@@ -58,6 +58,9 @@ pub struct FusedNode {
     /// The recorded Burn operation, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub operation: Option<String>,
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub location: Option<String>,
@@ -91,6 +94,7 @@ impl FusedNode {
                 .collect(),
             phase: data.provenance.phase.name().to_owned(),
             operation: text(&data.provenance.operation),
+            gradient_of: text(&data.provenance.gradient_of),
             location: text(&data.provenance.location),
             module: text(&data.provenance.module),
             flops: flops(graph, node),
@@ -103,13 +107,18 @@ impl FusedNode {
     }
 }
 
-/// `mnemonic (phase operation location)`, with what is known.
+/// `mnemonic (phase operation gradient location)`, with what is known.
 impl fmt::Display for FusedNode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.op)?;
+        let gradient = self
+            .gradient_of
+            .as_ref()
+            .map(|forward| format!("gradient of `{forward}`"));
         let words: Vec<&str> = [
             (self.phase != "-" && !self.phase.is_empty()).then_some(&*self.phase),
             self.operation.as_deref(),
+            gradient.as_deref(),
             self.location.as_deref(),
         ]
         .into_iter()

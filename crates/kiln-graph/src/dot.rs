@@ -28,6 +28,12 @@ fn label(graph: &Graph, node: &NodeData) -> String {
     });
     let mut lines = vec![escaped(&text)];
     lines.extend(node.provenance.operation.as_deref().map(escaped));
+    lines.extend(
+        node.provenance
+            .gradient_of
+            .iter()
+            .map(|it| escaped(&format!("gradient of {it}"))),
+    );
     lines.extend(node.provenance.location.as_deref().map(escaped));
     lines.join("\\n")
 }

@@ -55,7 +55,10 @@ pub struct Provenance {
     pub operation: Option<Arc<str>>,
     /// The phase of the step.
     pub phase: Phase,
-    /// `file:line` of the user's call, where recording could see it cheaply.
+    /// The forward operation whose gradient it belongs to, by Burn's name (`matmul`), if it is known.
+    pub gradient_of: Option<Arc<str>>,
+    /// `file:line` of the user's call, where recording could see it cheaply; of a node with [`Provenance::gradient_of`],
+    /// that of the forward operation.
     pub location: Option<Arc<str>>,
     /// Path of the Burn module the operation ran in, if known.
     pub module: Option<Arc<str>>,

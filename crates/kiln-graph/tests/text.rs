@@ -74,6 +74,7 @@ fn odd_numbers_and_strings_come_back() {
                 "at",
                 "in",
                 "chunk",
+                "gradient",
                 "",
                 "plain",
                 "two words",
@@ -86,6 +87,7 @@ fn odd_numbers_and_strings_come_back() {
             let provenance = Provenance {
                 operation: word(0),
                 phase: Phase::Unknown,
+                gradient_of: word(3),
                 location: word(1),
                 module: word(2),
                 chunk: graph

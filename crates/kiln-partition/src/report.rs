@@ -66,6 +66,8 @@ pub struct Origin {
     pub op: String,
     /// The recorded operation.
     pub operation: Option<Arc<str>>,
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    pub gradient_of: Option<Arc<str>>,
     /// `file:line` of the user's call.
     pub location: Option<Arc<str>>,
     /// The user's module.
@@ -77,6 +79,7 @@ impl Origin {
         Self {
             op: node.op.name().to_owned(),
             operation: node.provenance.operation.clone(),
+            gradient_of: node.provenance.gradient_of.clone(),
             location: node.provenance.location.clone(),
             module: node.provenance.module.clone(),
         }
@@ -88,6 +91,9 @@ impl fmt::Display for Origin {
         f.write_str(&self.op)?;
         if let Some(operation) = &self.operation {
             write!(f, " ({operation})")?;
+        }
+        if let Some(forward) = &self.gradient_of {
+            write!(f, ", gradient of `{forward}`")?;
         }
         if let Some(module) = &self.module {
             write!(f, " in {module}")?;

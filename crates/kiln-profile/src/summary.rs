@@ -62,6 +62,9 @@ pub struct KernelRow {
 pub struct OperationRow {
     /// The Burn operation, or the primitive where no operation is known.
     pub operation: String,
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
     pub location: Option<String>,
     /// How often it ran, inside kernels or eagerly.
@@ -89,7 +92,7 @@ const NANO: f64 = 1e-9;
 
 pub(crate) fn summarise(trace: &Trace) -> Summary {
     let mut kernels: BTreeMap<(u64, u32), KernelRow> = BTreeMap::new();
-    let mut operations: BTreeMap<(String, Option<String>), (u64, f64)> = BTreeMap::new();
+    let mut operations: BTreeMap<Operation, (u64, f64)> = BTreeMap::new();
     for run in &trace.runs {
         for time in run.kernels.iter().filter(|time| time.thread == 0) {
             let Some(kernel) = run.step.kernels.get(time.kernel as usize) else {
@@ -122,6 +125,7 @@ pub(crate) fn summarise(trace: &Trace) -> Summary {
             for part in &kernel.operations {
                 let key = (
                     part.operation.clone().unwrap_or_else(|| part.op.clone()),
+                    part.gradient_of.clone(),
                     part.location.clone(),
                 );
                 let entry = operations.entry(key).or_default();
@@ -137,7 +141,9 @@ pub(crate) fn summarise(trace: &Trace) -> Summary {
         };
         let seconds = length as f64 * NANO;
         if event.category == Category::Eager {
-            let entry = operations.entry((event.name.to_string(), None)).or_default();
+            let entry = operations
+                .entry((event.name.to_string(), None, None))
+                .or_default();
             entry.0 += 1;
             entry.1 += seconds;
             continue;
@@ -167,12 +173,15 @@ pub(crate) fn summarise(trace: &Trace) -> Summary {
     )
 }
 
+/// A Burn operation, the forward operation whose gradient it belongs to, and its line.
+type Operation = (String, Option<String>, Option<String>);
+
 /// Sorts the rows and computes shares.
 fn tables(
     trace: &Trace,
     run_seconds: f64,
     kernels: impl Iterator<Item = KernelRow>,
-    operations: BTreeMap<(String, Option<String>), (u64, f64)>,
+    operations: BTreeMap<Operation, (u64, f64)>,
     host: impl Iterator<Item = HostRow>,
 ) -> Summary {
     let mut kernels: Vec<KernelRow> = kernels.collect();
@@ -184,13 +193,16 @@ fn tables(
     let whole: f64 = operations.values().map(|(_, seconds)| seconds).sum();
     let mut operations: Vec<OperationRow> = operations
         .into_iter()
-        .map(|((operation, location), (calls, seconds))| OperationRow {
-            operation,
-            location,
-            calls,
-            seconds,
-            share: share(seconds, whole),
-        })
+        .map(
+            |((operation, gradient_of, location), (calls, seconds))| OperationRow {
+                operation,
+                gradient_of,
+                location,
+                calls,
+                seconds,
+                share: share(seconds, whole),
+            },
+        )
         .collect();
     operations.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
     let mut host: Vec<HostRow> = host.collect();
@@ -224,10 +236,18 @@ impl KernelRow {
 impl fmt::Display for OperationShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.op)?;
-        let words: Vec<&str> = [self.operation.as_deref(), self.location.as_deref()]
-            .into_iter()
-            .flatten()
-            .collect();
+        let gradient = self
+            .gradient_of
+            .as_ref()
+            .map(|forward| format!("gradient of `{forward}`"));
+        let words: Vec<&str> = [
+            self.operation.as_deref(),
+            gradient.as_deref(),
+            self.location.as_deref(),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
         if words.is_empty() {
             Ok(())
         } else {
@@ -271,6 +291,11 @@ impl fmt::Display for Summary {
             writeln!(f, "{:>6} {:>10} {:>7}  operation", "share", "ms", "calls")?;
         }
         for row in self.operations.iter().take(SHOWN) {
+            let gradient = row
+                .gradient_of
+                .as_ref()
+                .map(|forward| format!(", gradient of `{forward}`"))
+                .unwrap_or_default();
             let location = row
                 .location
                 .as_ref()
@@ -278,7 +303,7 @@ impl fmt::Display for Summary {
                 .unwrap_or_default();
             writeln!(
                 f,
-                "{:>5.1}% {:>10.3} {:>7}  {}{location}",
+                "{:>5.1}% {:>10.3} {:>7}  {}{gradient}{location}",
                 row.share * 100.0,
                 row.seconds * 1e3,
                 row.calls,

@@ -25,6 +25,8 @@ pub struct Parting {
     pub op: String,
     /// The recorded Burn operation, if known.
     pub operation: Option<String>,
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
     pub location: Option<String>,
     /// Type and shape of the value.
@@ -45,6 +47,9 @@ impl fmt::Display for Parting {
         write!(f, "`{}`", self.op)?;
         if let Some(operation) = &self.operation {
             write!(f, " of {operation}")?;
+        }
+        if let Some(forward) = &self.gradient_of {
+            write!(f, ", gradient of `{forward}`")?;
         }
         if let Some(location) = &self.location {
             write!(f, " at {location}")?;
@@ -69,6 +74,7 @@ impl Parting {
                 op => op.name().to_owned(),
             },
             operation: text(&node.provenance.operation),
+            gradient_of: text(&node.provenance.gradient_of),
             location: text(&node.provenance.location),
             ty: node
                 .outputs

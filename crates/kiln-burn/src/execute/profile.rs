@@ -52,6 +52,7 @@ fn share(node: &FusedNode) -> OperationShare {
     OperationShare {
         op: node.op.clone(),
         operation: node.operation.clone(),
+        gradient_of: node.gradient_of.clone(),
         location: node.location.clone(),
         weight: node.flops.max(node.elements),
     }
@@ -76,6 +77,7 @@ pub fn describe_nodes<'a>(
             operations: vec![OperationShare {
                 op: data.op.name().to_owned(),
                 operation: text(&data.provenance.operation),
+                gradient_of: text(&data.provenance.gradient_of),
                 location: text(&data.provenance.location),
                 weight: 1,
             }],

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use super::{ImportError, Imported, ScalarSource};
 use crate::execute::convert;
+use crate::record::Source;
 use crate::stream;
 
 /// What a lowering ends with.
@@ -93,14 +94,15 @@ impl Lower {
     }
 
     /// Turns to the next operation.
-    pub(super) fn begin(&mut self, operation: &OperationIr, position: usize, location: Option<Arc<str>>) {
+    pub(super) fn begin(&mut self, operation: &OperationIr, position: usize, source: Source) {
         let code = stream::describe(operation).code;
         let name = self
             .names
             .entry(code)
             .or_insert_with(|| stream::name(operation).into());
         self.p = Provenance {
-            location,
+            location: source.line,
+            gradient_of: source.gradient_of,
             ..Provenance::operation(name.clone())
         };
         self.position = position;

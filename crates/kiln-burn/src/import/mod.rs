@@ -24,12 +24,11 @@ mod module;
 mod numeric;
 mod pool;
 
-use std::sync::Arc;
-
 use burn_ir::{CustomOpIr, OperationIr, TensorId, TensorIr};
 use kiln_graph::{Graph, TensorType, TypeError};
 
 use crate::host_data::IOTA;
+use crate::record::Source;
 use lower::{Fault, Lower};
 
 /// Recorded operations as a graph.
@@ -117,10 +116,10 @@ pub enum ImportError {
 ///
 /// If an operation cannot be compiled or is ill-typed, or if an output is unknown.
 pub fn import(operations: &[OperationIr], outputs: &[TensorId]) -> Result<Imported, ImportError> {
-    import_located(operations, outputs, |_| None)
+    import_located(operations, outputs, |_| Source::default())
 }
 
-/// [`import`], with the user's source line (`file:line`) of each operation where known.
+/// [`import`], with where each operation comes from, as far as that is known.
 ///
 /// # Errors
 ///
@@ -128,12 +127,12 @@ pub fn import(operations: &[OperationIr], outputs: &[TensorId]) -> Result<Import
 pub fn import_located(
     operations: &[OperationIr],
     outputs: &[TensorId],
-    location: impl Fn(usize) -> Option<Arc<str>>,
+    source: impl Fn(usize) -> Source,
 ) -> Result<Imported, ImportError> {
     let _span = tracing::debug_span!("import", operations = operations.len()).entered();
     let mut lower = Lower::new();
     for (position, operation) in operations.iter().enumerate() {
-        lower.begin(operation, position, location(position));
+        lower.begin(operation, position, source(position));
         lower_operation(&mut lower, operation).map_err(|fault| fault.of(operation, position))?;
     }
     for &id in outputs {

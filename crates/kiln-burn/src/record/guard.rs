@@ -4,10 +4,10 @@
 //! that issued it, what is another there, before and after. For that a guard keeps the parts of each operation by name ([`super::words`]).
 
 use std::fmt;
-use std::sync::Arc;
 
 use burn_ir::OperationIr;
 
+use super::gradient::Source;
 use super::recording::{Identity, Recorded};
 use super::words::{Named, Part, Position, Words, type_text};
 use crate::stream;
@@ -18,8 +18,8 @@ pub struct Guard {
     identity: Identity,
     ends: Vec<u32>,
     names: Vec<String>,
-    /// The user's line of each operation, where it was looked up.
-    lines: Vec<Option<Arc<str>>>,
+    /// Where each operation comes from, where it was looked up.
+    lines: Vec<Source>,
     parts: Vec<Box<[Named]>>,
     inputs: Vec<String>,
     /// Per result position: the operation that defines it.
@@ -176,8 +176,8 @@ impl fmt::Display for Mismatch {
 }
 
 impl Guard {
-    /// A guard that accepts what has the identity of `recorded`. `lines` are the user's lines of its operations, as far as they are known.
-    pub fn new(recorded: &Recorded, lines: Vec<Option<Arc<str>>>) -> Self {
+    /// A guard that accepts what has the identity of `recorded`. `lines` says where its operations come from, as far as that is known.
+    pub fn new(recorded: &Recorded, lines: Vec<Source>) -> Self {
         let producers = recorded
             .operations
             .iter()
@@ -264,7 +264,7 @@ impl Guard {
 
     /// The user's lines of a recording that is much like this one but for which none were looked up: where the operations agree by name, from
     /// the beginning and from the end, the program most likely is at the same lines.
-    pub fn lines_of(&self, recorded: &Recorded) -> Vec<Option<Arc<str>>> {
+    pub fn lines_of(&self, recorded: &Recorded) -> Vec<Source> {
         if self.lines.is_empty() {
             return Vec::new();
         }
@@ -282,11 +282,11 @@ impl Guard {
             .zip(recorded.operations[front..].iter().rev())
             .take_while(same)
             .count();
-        let line = |position: usize| self.lines.get(position).cloned().flatten();
+        let line = |position: usize| self.lines.get(position).cloned().unwrap_or_default();
         let of = |position: usize| match position {
             _ if position < front => line(position),
             _ if position >= now - back => line(position + before - now),
-            _ => None,
+            _ => Source::default(),
         };
         (0..now).map(of).collect()
     }
@@ -303,9 +303,16 @@ impl Guard {
     /// Name and line of an operation.
     fn operation(&self, index: usize) -> String {
         let name = &self.names[index];
-        match self.lines.get(index) {
-            Some(Some(line)) => format!("{name} at {line}"),
-            _ => name.clone(),
+        let Some(Source {
+            line: Some(line),
+            gradient_of,
+        }) = self.lines.get(index)
+        else {
+            return name.clone();
+        };
+        match gradient_of {
+            Some(forward) => format!("{name} (gradient of `{forward}`) at {line}"),
+            None => format!("{name} at {line}"),
         }
     }
 

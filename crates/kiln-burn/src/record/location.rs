@@ -1,15 +1,12 @@
 //! The line of the user's program that is running now.
 //!
 //! Taken from a backtrace: the innermost frame that belongs neither to a crate of the registry (Burn), nor to
-//! Kiln, nor to the standard library. Looking a frame up costs much more than walking to it, and a step has
-//! few distinct frames, so [`Lines`] remembers what each return address was; even so it is done only for
-//! graph breaks and for recordings that are going to be compiled, not for each operation of each step.
+//! Kiln, nor to the standard library. This is done for graph breaks and, in a way that remembers what each return
+//! address was ([`super::sighting`]), for recordings that are going to be compiled; not for each operation of each step.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-use rustc_hash::FxHashMap;
 
 /// A line of source.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -25,7 +22,7 @@ pub struct Location {
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.line {
-            Some(line) => write!(f, "{}:{line}", self.file.display()),
+            Some(line) => write!(f, "{}:{line}", shown(&self.file).display()),
             None => write!(
                 f,
                 "{} (build with debug = \"line-tables-only\" for the line)",
@@ -76,60 +73,54 @@ pub fn user_location() -> Option<Location> {
 pub(super) fn of_user(frame: &backtrace::Frame) -> Option<Location> {
     let mut found = None;
     backtrace::resolve_frame(frame, |symbol| {
-        if found.is_some() {
-            return;
-        }
-        let function = symbol.name().map(|name| format!("{name:#}")).unwrap_or_default();
-        // With line tables the file decides, because inlined functions have short names there; without, the
-        // function.
-        let inner = match symbol.filename() {
-            Some(file) => is_inner_file(&file.to_string_lossy()),
-            None => is_inner(&function),
-        };
-        if !inner {
-            let file = symbol.filename().map(PathBuf::from).unwrap_or_default();
-            found = Some(Location {
-                file,
-                line: symbol.lineno(),
-                function,
-            });
+        if found.is_none() {
+            found = of_symbol(symbol);
         }
     });
     found
 }
 
-/// The user's line of one operation after another.
-#[derive(Default)]
-pub struct Lines {
-    /// By return address: the user's line there as `file:line`, if it is the user's.
-    known: FxHashMap<usize, Option<Arc<str>>>,
+/// The line of a symbol, if it is the user's.
+pub(super) fn of_symbol(symbol: &backtrace::Symbol) -> Option<Location> {
+    let function = symbol.name().map(|name| format!("{name:#}")).unwrap_or_default();
+    // With line tables the file decides, because inlined functions have short names there; without, the
+    // function.
+    let inner = match symbol.filename() {
+        Some(file) => is_inner_file(&file.to_string_lossy()),
+        None => is_inner(&function),
+    };
+    let file = || symbol.filename().map(PathBuf::from).unwrap_or_default();
+    (!inner).then(|| Location {
+        file: file(),
+        line: symbol.lineno(),
+        function,
+    })
 }
 
-impl Lines {
-    /// `file:line` where the user's program stands; none if no frame is the user's or the program carries no
-    /// line tables.
-    pub fn current(&mut self) -> Option<Arc<str>> {
-        let mut found = None;
-        backtrace::trace(|frame| {
-            let line = self
-                .known
-                .entry(frame.ip().addr())
-                .or_insert_with(|| of_user(frame).map(|location| text(&location)));
-            found.clone_from(line);
-            found.is_none()
-        });
-        found.filter(|line| !line.is_empty())
+/// `file:line`, the file as [`shown`]; empty without line tables.
+pub(super) fn text(location: &Location) -> Arc<str> {
+    match location.line {
+        Some(line) => format!("{}:{line}", shown(&location.file).display()).into(),
+        None => "".into(),
     }
 }
 
-/// `file:line`, the file relative to the working folder if it is below it; empty without line tables.
-fn text(location: &Location) -> Arc<str> {
-    let Some(line) = location.line else {
-        return "".into();
+/// A file as people read it: relative to the working folder if it is below it.
+fn shown(file: &Path) -> &Path {
+    let below = |folder: std::io::Result<PathBuf>| {
+        let folder = folder.ok().filter(|folder| folder.is_absolute())?;
+        file.strip_prefix(folder).ok()
     };
-    let here = std::env::current_dir().unwrap_or_default();
-    let file = location.file.strip_prefix(&here).unwrap_or(&location.file);
-    format!("{}:{line}", file.display()).into()
+    // The compiler may have been started in a folder by another name than the kernel's: through a link.
+    let named = || {
+        std::env::var_os("PWD")
+            .map(PathBuf::from)
+            .ok_or(std::io::ErrorKind::NotFound.into())
+    };
+    let file = below(std::env::current_dir())
+        .or_else(|| below(named()))
+        .unwrap_or(file);
+    file.strip_prefix(".").unwrap_or(file)
 }
 
 /// Whether a source file is the standard library's, a registry crate's or Kiln's.
@@ -156,6 +147,23 @@ fn is_inner(function: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_below_the_working_folder_are_shown_relative_to_it() {
+        let location = |file: PathBuf| Location {
+            file,
+            line: Some(7),
+            function: String::new(),
+        };
+        let below = location(std::env::current_dir().unwrap().join("src/model.rs"));
+        assert_eq!(below.to_string(), "src/model.rs:7");
+        assert_eq!(&*text(&below), "src/model.rs:7");
+        assert_eq!(location("./src/model.rs".into()).to_string(), "src/model.rs:7");
+        assert_eq!(
+            location("/elsewhere/model.rs".into()).to_string(),
+            "/elsewhere/model.rs:7"
+        );
+    }
 
     #[test]
     fn frames_of_libraries_are_not_the_users() {

@@ -11,11 +11,13 @@
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
 //! - [`history`], [`report`], [`words`], [`stream_text`]: what was compiled and why, in words, for reports and debug dumps.
+//! - [`sighting`], [`gradient`]: which line of the program an operation comes from, and whose gradient it belongs to.
 //! - [`breaks`], [`host_operations`], [`location`]: why and where a recording was cut.
 
 pub mod binding;
 pub mod breaks;
 pub mod exchange;
+pub mod gradient;
 pub mod guard;
 pub mod history;
 pub mod host_operations;
@@ -26,6 +28,7 @@ pub mod replay;
 pub mod report;
 pub mod salvage;
 pub mod session;
+pub mod sighting;
 pub mod split;
 pub mod step;
 pub mod stream_text;
@@ -33,6 +36,7 @@ pub mod words;
 
 pub use binding::{Bindings, Call, Place, ReplayError};
 pub use breaks::{BreakReason, GraphBreak};
+pub use gradient::Source;
 pub use guard::{Changed, Mismatch};
 pub use history::CompileEvent;
 pub use location::Location;

@@ -9,12 +9,11 @@
 //! Burn drops tensors is not stable from run to run (maps with random seeds); only what is alive at the end matters, and that is compared
 //! separately as the list of outputs.
 
-use std::sync::Arc;
-
 use burn_flex::FlexTensor;
 use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::sighting::Sighting;
 use crate::random::Stream;
 use crate::stream::{self, Visitor};
 
@@ -78,8 +77,8 @@ pub struct Recording {
     ends: Vec<u32>,
     scalars: Vec<ScalarIr>,
     streams: Vec<Stream>,
-    /// The user's line of each operation; shorter than `operations` if only the first ones were looked up.
-    lines: Vec<Option<Arc<str>>>,
+    /// What was seen of each operation; shorter than `operations` if only the first ones were looked up.
+    lines: Vec<Sighting>,
 }
 
 /// What a tensor that died was to a recording.
@@ -119,8 +118,8 @@ pub struct Recorded {
     pub scalars: Vec<ScalarIr>,
     /// Streams of the random operations, in order.
     pub streams: Vec<Stream>,
-    /// The user's line of each operation, as `file:line`; empty unless it was looked up.
-    pub lines: Vec<Option<Arc<str>>>,
+    /// What was seen of each operation on the stack; empty unless it was looked up.
+    pub lines: Vec<Sighting>,
 }
 
 impl Recording {
@@ -241,8 +240,8 @@ impl Recording {
         self.add_input(ir, nothing);
     }
 
-    /// Notes the user's line of the operation that is recorded next.
-    pub fn note_line(&mut self, line: Option<Arc<str>>) {
+    /// Notes what is seen of the operation that is recorded next.
+    pub fn note_line(&mut self, line: Sighting) {
         self.lines.push(line);
     }
 

@@ -14,6 +14,7 @@ use kiln_profile::Category;
 use rustc_hash::FxHashMap;
 
 use super::breaks::GraphBreak;
+use super::gradient::{self, Source};
 use super::guard::Mismatch;
 use super::history::{self, CompileEvent};
 use super::location::{Location, user_location};
@@ -302,10 +303,10 @@ impl Region {
         Ok(0)
     }
 
-    /// The user's line of each operation: looked up while recording, or else those of the step it resembles most.
-    fn lines(&self, segment: usize, recorded: &Recorded) -> Vec<Option<Arc<str>>> {
+    /// Where each operation comes from: looked up while recording, or else those of the step it resembles most.
+    fn lines(&self, segment: usize, recorded: &Recorded) -> Vec<Source> {
         match recorded.lines.is_empty() {
-            false => recorded.lines.clone(),
+            false => gradient::sources(&recorded.operations, &recorded.lines),
             true => self
                 .nearest(segment, recorded)
                 .map_or_else(Vec::new, |step| step.guard.lines_of(recorded)),

@@ -19,11 +19,12 @@ use kiln_profile::Category;
 
 use super::breaks::{BreakReason, GraphBreak};
 use super::host_operations;
-use super::location::{Lines, user_location};
+use super::location::user_location;
 use super::recording::{Killed, Recorded, Recording};
 use super::region::{HostRead, LastRun, Region};
 use super::report::RegionReport;
 use super::salvage;
+use super::sighting::Lines;
 use super::step::panic_message;
 use crate::device::{KilnDevice, Mode};
 use crate::error::Error;

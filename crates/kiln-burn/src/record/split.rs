@@ -16,6 +16,7 @@ use kiln_graph::Graph;
 use kiln_partition::{OutputRole, SavedSource, Split};
 use rustc_hash::FxHashSet;
 
+use super::gradient;
 use super::guard::{Guard, Mismatch};
 use super::recording::Recorded;
 use super::salvage;
@@ -308,7 +309,7 @@ impl SplitStep {
         let (backward, ran_backward) = prepare(split.backward).map_err(failed)?;
         let planned = ran_forward == CompileBackend::Cpu && ran_backward == CompileBackend::Cpu;
         Ok(Self {
-            guard: Guard::new(recorded, recorded.lines.clone()),
+            guard: Guard::new(recorded, gradient::sources(&recorded.operations, &recorded.lines)),
             places,
             name: options.name.clone(),
             forward,

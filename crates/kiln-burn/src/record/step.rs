@@ -13,6 +13,7 @@ use kiln_compiler::stages::Stages;
 use kiln_graph::Graph;
 use kiln_profile::Category;
 
+use super::gradient::Source;
 use super::guard::Guard;
 use super::history;
 use super::recording::Recorded;
@@ -66,7 +67,7 @@ impl Step {
         provisional: bool,
         recorded: &Recorded,
         debug: Option<&Path>,
-        lines: Vec<Option<Arc<str>>>,
+        lines: Vec<Source>,
     ) -> Result<Self, Error> {
         let _span = tracing::info_span!("compile", region = %options.name, %backend).entered();
         let _profiled = kiln_profile::span(Category::Compile, "compile");
@@ -76,7 +77,7 @@ impl Step {
         let mut stages = Stages::default();
         let start = Instant::now();
         let outputs = types_of(recorded, &recorded.output_ids);
-        let line = |position: usize| lines.get(position).cloned().flatten();
+        let line = |position: usize| lines.get(position).cloned().unwrap_or_default();
         let imported = stages
             .time("import", || {
                 import::import_located(&recorded.operations, &recorded.output_ids, line)

@@ -8,6 +8,7 @@ use burn_ir::{
 };
 use kiln_burn::eager::{self, OperationError, TensorStore};
 use kiln_burn::import::{self, ImportError, ScalarSource};
+use kiln_burn::record::Source;
 use rustc_hash::FxHashMap;
 
 #[derive(Default)]
@@ -202,8 +203,11 @@ fn arguments_scalars_and_locations() {
     };
     let operations = [scalar(5, 10, 0.5), scalar(3, 11, 2.0), scalar(10, 12, 4.0)];
     let outputs = [TensorId::new(12), TensorId::new(11)];
-    let imported =
-        import::import_located(&operations, &outputs, |op| Some(format!("main.rs:{op}").into())).unwrap();
+    let imported = import::import_located(&operations, &outputs, |op| Source {
+        line: Some(format!("main.rs:{op}").into()),
+        ..Source::default()
+    })
+    .unwrap();
     let inputs: Vec<u64> = imported.inputs.iter().map(|ir| ir.id.value()).collect();
     assert_eq!(inputs, [5, 3]);
     let expected: Vec<ScalarSource> = (0..3).map(|op| ScalarSource::Operation { op, nth: 0 }).collect();

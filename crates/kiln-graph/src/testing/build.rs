@@ -133,6 +133,7 @@ impl<'a> Builder<'a> {
         let pick = |bit: u64, text: &str| (bits >> bit & 1 == 1).then(|| text.into());
         provenance.operation = pick(0, "NumericFloat.Add");
         provenance.location = pick(1, "src/main.rs:12");
+        provenance.gradient_of = pick(1, "matmul");
         provenance.module = pick(2, "a name with \"quotes\"");
         provenance.chunk = (self.rng.below(4) == 0).then(|| self.rng.below(9) as u16);
         provenance

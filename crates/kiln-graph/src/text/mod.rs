@@ -18,7 +18,7 @@
 //! already say (the dtype of a cast, the shape of a broadcast) is not said again as an attribute. A word is the one
 //! attribute that names a variant: `compare lt %1, %2`, `reduce sum %3 {axes=[0]}`, `constant 0.5`. Attributes equal to
 //! their default (empty lists, `false`) may be left out where `forms` says so. Provenance is
-//! `phase [operation] [at location] [in module] [chunk number]`; strings with characters of their own are quoted. Names of values are
+//! `phase [operation] [gradient forward-operation] [at location] [in module] [chunk number]`; strings with characters of their own are quoted. Names of values are
 //! free when written by hand (`%loss`); the parser numbers them in order.
 //!
 //! The round trip is exact: parsing what was printed gives an equal graph, provenance, NaN payloads and all. Printer

@@ -552,6 +552,7 @@ impl<'a> Parser<'a> {
                 continue;
             }
             let (slot, text) = match word.as_str() {
+                "gradient" if !quoted => (&mut provenance.gradient_of, self.provenance_word()?.0),
                 "at" if !quoted => (&mut provenance.location, self.provenance_word()?.0),
                 "in" if !quoted => (&mut provenance.module, self.provenance_word()?.0),
                 _ => (&mut provenance.operation, word),

@@ -76,8 +76,9 @@ pub(super) fn is_provenance_word(c: char) -> bool {
 
 /// A word of a provenance, quoted if it must be.
 fn provenance_word(text: &str) -> String {
-    let plain =
-        !text.is_empty() && text.chars().all(is_provenance_word) && !["at", "in", "chunk"].contains(&text);
+    let plain = !text.is_empty()
+        && text.chars().all(is_provenance_word)
+        && !["at", "in", "chunk", "gradient"].contains(&text);
     if plain { text.to_owned() } else { quoted(text) }
 }
 
@@ -86,7 +87,13 @@ fn provenance(p: &Provenance) -> Option<String> {
         return None;
     }
     let mut out = p.phase.name().to_owned();
-    for (keyword, part) in [("", &p.operation), (" at", &p.location), (" in", &p.module)] {
+    let parts = [
+        ("", &p.operation),
+        (" gradient", &p.gradient_of),
+        (" at", &p.location),
+        (" in", &p.module),
+    ];
+    for (keyword, part) in parts {
         if let Some(text) = part {
             out.push_str(keyword);
             out.push(' ');

@@ -189,6 +189,7 @@ fn fused(node: &FusedNode) -> Fused {
         ty: node.ty.clone(),
         inputs: node.inputs.iter().map(|&input| input as usize).collect(),
         operation: node.operation.clone(),
+        gradient_of: node.gradient_of.clone(),
         location: node.location.clone(),
         module: node.module.clone(),
     }

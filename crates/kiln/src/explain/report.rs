@@ -222,6 +222,9 @@ pub struct Fused {
     pub inputs: Vec<usize>,
     /// The recorded Burn operation, if known.
     pub operation: Option<String>,
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
     pub location: Option<String>,
     /// Path of the Burn module it ran in, if known.

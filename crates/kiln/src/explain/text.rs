@@ -1,5 +1,6 @@
 //! The report as text, for a terminal.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Formatter};
 
 use super::report::{Break, Compile, Counted, Kernel, Memory, Replay, Report, Step};
@@ -303,16 +304,20 @@ fn fused(kernel: &Kernel) -> String {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
     };
-    let mut lines: Vec<&str> = kernel
-        .fused
-        .iter()
-        .filter_map(|it| it.location.as_deref())
-        .collect();
-    lines.sort_unstable();
-    lines.dedup();
-    for (position, line) in lines.iter().take(LINES).enumerate() {
+    // With the forward operations whose gradients are computed there.
+    let mut lines: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for node in &kernel.fused {
+        if let Some(line) = &node.location {
+            lines.entry(line).or_default().extend(node.gradient_of.as_deref());
+        }
+    }
+    for (position, (line, gradients)) in lines.iter().take(LINES).enumerate() {
         text += if position == 0 { " at " } else { ", " };
         text += line;
+        if !gradients.is_empty() {
+            let names: Vec<String> = gradients.iter().map(|name| format!("`{name}`")).collect();
+            text += &format!(" (gradient of {})", names.join(", "));
+        }
     }
     if lines.len() > LINES {
         text += &format!(" and {} more lines", lines.len() - LINES);

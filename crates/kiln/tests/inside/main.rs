@@ -3,6 +3,7 @@
 mod check;
 mod dump;
 mod format;
+mod gradients;
 mod html;
 mod log;
 mod newcomer;

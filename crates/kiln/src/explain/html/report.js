@@ -48,7 +48,8 @@ function words(kernel) {
   }
   return [...counts].map(([name, times]) => times > 1 ? `${name} ×${times}` : name).join(", ");
 }
-const places = kernel => [...new Set(kernel.fused.map(fused => fused.location).filter(Boolean))].join(", ");
+const place = fused => [fused.gradient_of && `gradient of ${fused.gradient_of} at`, fused.location].filter(Boolean).join(" ");
+const places = kernel => [...new Set(kernel.fused.map(place).filter(Boolean))].join(", ");
 
 // ---- tables: a click on a heading sorts ----
 
@@ -182,7 +183,7 @@ function graph(step) {
       }
       for (const kernel of group.kernels) {
         const key = `kernel ${kernel.number}`, shown = open.has(key);
-        const lines = shown ? kernel.fused.map(fused => `${fused.op} ${fused.ty}` + (fused.operation ? `  ${fused.operation}` : "") + (fused.location ? ` ${fused.location}` : "")) : [words(kernel)];
+        const lines = shown ? kernel.fused.map(fused => `${fused.op} ${fused.ty}` + (fused.operation ? `  ${fused.operation}` : "") + (place(fused) && ` ${place(fused)}`)) : [words(kernel)];
         list.push({ key, phase: kernel.phase, kernels: [kernel], head: `${kernel.number}  ${kernel.name}`, lines: [cost([kernel]), ...lines],
           says: `${kernel.name}\n${words(kernel)}\n${places(kernel)}`, group: single ? null : group.key });
       }
