@@ -273,8 +273,9 @@ impl SplitStep {
         };
         let results = results(recorded, gradients);
         let outputs: Vec<TensorId> = results.iter().chain(gradients).copied().collect();
+        let sources = gradient::sources(&recorded.operations, &recorded.lines);
         let imported = import::import_located(&recorded.operations, &outputs, |position| {
-            recorded.lines.get(position).cloned().flatten()
+            sources.get(position).cloned().unwrap_or_default()
         })
         .map_err(|source| Error::Import {
             region: options.name.clone(),
@@ -309,7 +310,7 @@ impl SplitStep {
         let (backward, ran_backward) = prepare(split.backward).map_err(failed)?;
         let planned = ran_forward == CompileBackend::Cpu && ran_backward == CompileBackend::Cpu;
         Ok(Self {
-            guard: Guard::new(recorded, gradient::sources(&recorded.operations, &recorded.lines)),
+            guard: Guard::new(recorded, sources),
             places,
             name: options.name.clone(),
             forward,

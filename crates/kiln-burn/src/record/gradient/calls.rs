@@ -10,7 +10,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::record::sighting::{Call as Seen, Function, Part, Sighting};
 
-/// Functions whose step issues operations in a loop.
+/// Functions of burn-autodiff 0.21 whose step issues operations in a loop.
 const LOOPS: &[&str] = &["float_cat", "float_expand", "float_unfold"];
 
 /// A forward call.
