@@ -474,11 +474,12 @@ impl<'a> Tracer<'a> {
         // First and last operation that is known to be in the step of each call.
         let mut known: FxHashMap<u32, (u32, u32)> = FxHashMap::default();
         for (operation, candidates) in self.candidates.iter().enumerate() {
-            if let Some([call]) = candidates.as_deref() {
-                if *call != OUTSIDE && recording.calls[*call as usize].single {
-                    let operation = operation as u32;
-                    known.entry(*call).or_insert((operation, operation)).1 = operation;
-                }
+            if let Some([call]) = candidates.as_deref()
+                && *call != OUTSIDE
+                && recording.calls[*call as usize].single
+            {
+                let operation = operation as u32;
+                known.entry(*call).or_insert((operation, operation)).1 = operation;
             }
         }
         for operation in 0..self.candidates.len() as u32 {

@@ -11,7 +11,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::record::sighting::{Call as Seen, Function, Part, Sighting};
 
 /// Functions of burn-autodiff 0.21 whose step issues operations in a loop.
-const LOOPS: &[&str] = &["float_cat", "float_expand", "float_unfold"];
+const LOOPS: &[&str] = &["float_cat", "float_expand", "float_reshape", "float_unfold"];
 
 /// A forward call.
 pub(super) struct Call {
@@ -259,10 +259,10 @@ impl<'a> Forward<'a> {
                 Some(StepOf::Function(function)) => LOOPS.contains(&&*self.names[function as usize]),
                 _ => true,
             };
-            if let Some(path) = path.filter(|_| !loops) {
-                if let Some(before) = last.insert(path, index as u32) {
-                    begin = begin.max(before + 1);
-                }
+            if let Some(path) = path.filter(|_| !loops)
+                && let Some(before) = last.insert(path, index as u32)
+            {
+                begin = begin.max(before + 1);
             }
             self.since.push(begin);
         }
