@@ -221,6 +221,81 @@ fn layers_that_look_alike_are_not_taken_for_each_other() {
     );
 }
 
+/// One of five powers, each at a line of its own; the exponents tell them apart in the backward pass.
+fn power(which: usize, x: Tensor<B, 2>) -> Tensor<B, 2> {
+    match which {
+        0 => x.powf_scalar(1.25),  //: power 0
+        1 => x.powf_scalar(1.375), //: power 1
+        2 => x.powf_scalar(1.75),  //: power 2
+        3 => x.powf_scalar(2.25),  //: power 3
+        _ => x.powf_scalar(2.625), //: power 4
+    }
+}
+
+/// A backward power's exponent is one less than the forward one's, so that it says which line is right.
+#[test]
+fn claims_of_random_programs_are_right() {
+    let exponents = [1.25, 1.375, 1.75, 2.25, 2.625];
+    let lines: Vec<String> = (0..5).map(|which| line_of(&format!("power {which}"))).collect();
+    let (mut right, mut open) = (0, 0);
+    for seed in 0..24_u64 {
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut draw = move |below: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 33) as usize % below
+        };
+        let options = CompileOptions::default()
+            .with_name("random")
+            .with_backend(CompileBackend::AotEager);
+        let mut region = kiln::compile(options);
+        let (a, b) = (leaf::<4, 4>(1), leaf::<4, 4>(2));
+        region
+            .run(|| {
+                let mut pool = vec![a.clone(), b.clone()];
+                for _ in 0..14 {
+                    let pick = |at: usize| pool[pool.len().saturating_sub(1 + at % 4)].clone();
+                    let x = pick(draw(4));
+                    let new = match draw(8) {
+                        0 => x + pick(draw(4)),
+                        1 => x - pick(draw(4)),
+                        2 => x * pick(draw(4)),
+                        3 => x + 0.5,
+                        _ => power(draw(5), x),
+                    };
+                    pool.push(new);
+                }
+                let loss = (pool.pop().unwrap() + pool.pop().unwrap()).sum();
+                let grads = loss.backward();
+                [&a, &b].map(|it| it.grad(&grads).map(Tensor::<B, 2>::from_inner))
+            })
+            .unwrap();
+        let graph = region.report().steps[0].graph.clone();
+        for (node, data) in graph.nodes() {
+            let Op::Constant { value, .. } = data.op else {
+                continue;
+            };
+            let exponent = exponents
+                .iter()
+                .position(|it| value.to_string() == (it - 1.0).to_string());
+            let Some(which) = exponent.filter(|_| data.provenance.phase == Phase::Backward) else {
+                continue;
+            };
+            match (&data.provenance.gradient_of, &data.provenance.location) {
+                (Some(of), Some(line)) => {
+                    assert_eq!(&**of, "powf_scalar", "{node} of program {seed}\n{graph}");
+                    assert!(line.ends_with(&lines[which]), "{node} of program {seed}\n{graph}");
+                    right += 1;
+                }
+                _ => open += 1,
+            }
+        }
+    }
+    println!("{right} found, {open} open");
+    assert!(right > 4 * open, "{right} found, {open} open");
+}
+
 /// Modules of burn-nn: gradients have the line of the call, as forward operations do.
 #[derive(Module, Debug)]
 struct Network<B: burn::tensor::backend::Backend> {
