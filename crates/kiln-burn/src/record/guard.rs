@@ -254,7 +254,7 @@ impl Guard {
             before += runtime(parts);
             before > index
         })?;
-        self.lines.get(operation)?.as_deref()
+        self.lines.get(operation)?.line.as_deref()
     }
 
     /// Type and shape of each input, as text.
