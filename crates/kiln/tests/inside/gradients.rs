@@ -8,7 +8,7 @@ use burn::tensor::activation::relu;
 use kiln::{CompileOptions, Compiled};
 use kiln_graph::{Graph, Node, Op, Phase, Value};
 
-use super::{B, device, matrix};
+use super::{B, matrix};
 
 /// The line of a mark, and of nothing else.
 fn line_of(mark: &str) -> String {
