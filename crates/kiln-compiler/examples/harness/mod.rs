@@ -4,7 +4,7 @@ use std::error::Error;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use kiln_compiler::{CompileError, CpuExecutable};
+use kiln_compiler::{CompileError, CpuExecutable, Observer};
 use kiln_cpu::{AlignedBuffer, StepHooks, ThreadPool};
 use kiln_graph::{Graph, HostTensor, Scalar, TensorType};
 
@@ -68,7 +68,8 @@ fn argument(ty: &TensorType, seed: u64) -> HostTensor {
 
 /// Memory for the arguments and results of a graph. All executables of the graph can run on it, one after the other.
 pub struct Memory {
-    arguments: Vec<AlignedBuffer>,
+    /// The elements of each parameter.
+    pub arguments: Vec<AlignedBuffer>,
     results: Vec<AlignedBuffer>,
     scalars: Vec<u64>,
 }
@@ -105,6 +106,17 @@ impl Memory {
         pool: &ThreadPool,
         hooks: &dyn StepHooks,
     ) -> Result<(), CompileError> {
+        self.run_observed(step, pool, hooks, None)
+    }
+
+    /// [`Memory::run`] with an observer of the memory between kernels.
+    pub fn run_observed(
+        &mut self,
+        step: &CpuExecutable,
+        pool: &ThreadPool,
+        hooks: &dyn StepHooks,
+        observer: Option<&mut Observer<'_>>,
+    ) -> Result<(), CompileError> {
         let inputs: Vec<*const u8> = self.arguments.iter().map(AlignedBuffer::as_ptr).collect();
         let mut outputs = Vec::new();
         for (buffer, alias) in self.results.iter_mut().zip(&step.contract().aliases) {
@@ -115,6 +127,6 @@ impl Memory {
         }
         // SAFETY: one buffer of the declared size for each parameter and output; an output that takes over an argument's memory
         // shares its pointer.
-        unsafe { step.run(pool, &inputs, &outputs, &self.scalars, hooks) }
+        unsafe { step.run_observed(pool, &inputs, &outputs, &self.scalars, hooks, observer) }
     }
 }

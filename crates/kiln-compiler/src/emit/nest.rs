@@ -31,8 +31,9 @@
 //! remaining lanes.
 //!
 //! Late reductions write partial results for a fixed number of chunks of rows; a second function adds the chunks up in
-//! order.
+//! order. Long sums of f32 go by blocks (`blocks`).
 
+mod blocks;
 pub mod epilogue;
 mod expression;
 mod function;
@@ -243,6 +244,8 @@ struct Writer<'a> {
     /// Declarations and final lines of one chunk of rows.
     chunk_top: Vec<String>,
     chunk_end: Vec<String>,
+    /// What follows each block of the rows of a chunk: late sums [in blocks](blocks) go on to the next.
+    block_end: Vec<String>,
     scratch: usize,
     combines: Vec<Launch>,
     text: String,
@@ -277,6 +280,7 @@ impl<'a> Writer<'a> {
             seen: Vec::new(),
             chunk_top: Vec::new(),
             chunk_end: Vec::new(),
+            block_end: Vec::new(),
             scratch: 0,
             combines: Vec::new(),
             text: String::new(),

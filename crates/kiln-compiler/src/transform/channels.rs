@@ -22,8 +22,11 @@
 //! A factor that is infinite or zero then meets the whole sum and not its elements: `sum(x) * inf` may be infinite where an element `0 * inf` would have
 //! made the sum NaN.
 //!
-//! The last needs the mean only after the pass that also sums it. `s` is an element of the channel from the middle of an image: it is as
-//! near to the mean as elements are, so that nothing is lost to cancellation, and a channel of equal elements has a variance of zero.
+//! The last needs the mean only after the pass that also sums it. `s` is the mean of `SAMPLES` elements of
+//! the channel, spread over images and places. What is lost to cancellation is `1 + (t / deviation)^2` times
+//! the rounding of the sums: one element alone is a deviation or three away from the mean, and in images with
+//! outliers many. Samples are taken relative to one of them, so that a channel of equal elements has a
+//! variance of zero.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -68,6 +71,9 @@ enum Factor {
     Over(Value),
     Constant(f64),
 }
+
+/// Elements of a channel whose mean its variance is computed around, if it has as many.
+const SAMPLES: usize = 16;
 
 /// Most factors that a product is taken apart into.
 const MAX_FACTORS: usize = 12;
@@ -339,18 +345,9 @@ impl Channels<'_> {
 
     /// `sum((x - mean)^2)`, whatever `mean` is.
     fn square_sum(&mut self, x: Value, mean: Value, count: f64, p: &Provenance) -> Result<Value, TypeError> {
+        let sample = self.near_mean(x, p)?;
         let graph = &mut self.rewriter.graph;
         let shape = graph.shape(x).clone();
-        let middle = |axis: usize| if axis == 1 { 0 } else { shape[axis] / 2 };
-        let slice = Op::Slice {
-            starts: (0..shape.rank()).map(middle).collect(),
-            limits: (0..shape.rank())
-                .map(|axis| if axis == 1 { shape[1] } else { middle(axis) + 1 })
-                .collect(),
-            steps: shape.iter().map(|_| 1).collect(),
-        };
-        let sample = graph.add(slice, &[x], p)?;
-        let sample = graph.reshape(sample, Shape::from(&[shape[1]][..]), p)?;
         let samples = spread(graph, sample, &shape, p)?;
         let near = graph.binary(BinaryOp::Sub, x, samples, p)?;
         let square = graph.binary(BinaryOp::Mul, near, near, p)?;
@@ -367,6 +364,31 @@ impl Channels<'_> {
         let sum = graph.binary(BinaryOp::Sub, second, correction, p)?;
         let zero = graph.full(0.0, &ty, p)?;
         graph.binary(BinaryOp::Max, sum, zero, p)
+    }
+
+    /// The mean of some elements of each channel.
+    fn near_mean(&mut self, x: Value, p: &Provenance) -> Result<Value, TypeError> {
+        let shape = self.rewriter.graph.shape(x).clone();
+        let list = Shape::from(&[shape[1]][..]);
+        let counts = sample_counts(shape.dims());
+        let ones: Vec<usize> = vec![1; shape.rank()];
+        let graph = &mut self.rewriter.graph;
+        let one = graph.add(sample_slice(shape.dims(), &ones), &[x], p)?;
+        let one = graph.reshape(one, list, p)?;
+        let count: usize = counts.iter().product();
+        if count == 1 {
+            return Ok(one);
+        }
+        let some = graph.add(sample_slice(shape.dims(), &counts), &[x], p)?;
+        let some_shape = graph.shape(some).clone();
+        let ones = spread(graph, one, &some_shape, p)?;
+        let apart = graph.binary(BinaryOp::Sub, some, ones, p)?;
+        let sum = self.plain_sum(apart, p)?;
+        let graph = &mut self.rewriter.graph;
+        let ty = graph.ty(sum).clone();
+        let share = graph.full(1.0 / count as f64, &ty, p)?;
+        let apart = graph.binary(BinaryOp::Mul, sum, share, p)?;
+        graph.binary(BinaryOp::Add, one, apart, p)
     }
 
     fn plain_product_sum(&mut self, factors: &[Value], p: &Provenance) -> Result<Value, TypeError> {
@@ -386,6 +408,35 @@ impl Channels<'_> {
             axes,
         };
         self.rewriter.graph.add(sum, &[x], p)
+    }
+}
+
+/// How many samples of a channel to take along each axis.
+fn sample_counts(shape: &[usize]) -> Vec<usize> {
+    let mut counts = vec![1; shape.len()];
+    loop {
+        let taken: usize = counts.iter().product();
+        // The axis with the most elements for each sample.
+        let axes = (0..shape.len()).filter(|&axis| axis != 1 && 2 * counts[axis] <= shape[axis]);
+        match axes.max_by_key(|&axis| shape[axis] / counts[axis]) {
+            Some(axis) if 2 * taken <= SAMPLES => counts[axis] *= 2,
+            _ => return counts,
+        }
+    }
+}
+
+/// The slice of every channel with so many elements along each axis, each from the middle of its part.
+fn sample_slice(shape: &[usize], counts: &[usize]) -> Op {
+    let step = |axis: usize| if axis == 1 { 1 } else { shape[axis] / counts[axis] };
+    let start = |axis: usize| if axis == 1 { 0 } else { step(axis) / 2 };
+    let limit = |axis: usize| match axis {
+        1 => shape[1],
+        _ => start(axis) + (counts[axis] - 1) * step(axis) + 1,
+    };
+    Op::Slice {
+        starts: (0..shape.len()).map(start).collect(),
+        limits: (0..shape.len()).map(limit).collect(),
+        steps: (0..shape.len()).map(step).collect(),
     }
 }
 

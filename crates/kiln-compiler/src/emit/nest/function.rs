@@ -2,9 +2,10 @@
 
 use std::fmt::Write as _;
 
-use kiln_graph::Node;
 use kiln_graph::op::Op;
+use kiln_graph::{DType, Node};
 
+use super::blocks::{self, BLOCK};
 use super::reduction::{Accumulator, LateSum};
 use super::{Argument, Lanes, MAX_CHUNKS, Register, Seen, Writer, c};
 use crate::index::Var;
@@ -73,6 +74,17 @@ impl Writer<'_> {
             } else {
                 ("begin", "end")
             };
+            let in_blocks = !self.block_end.is_empty();
+            let (from, to) = if in_blocks {
+                let _ = writeln!(
+                    loops,
+                    "for (int64_t block = first; block < last; block += {BLOCK}) {{\n\
+                     const int64_t stop = block + {BLOCK} < last ? block + {BLOCK} : last;"
+                );
+                ("block", "stop")
+            } else {
+                (from, to)
+            };
             let _ = writeln!(loops, "for (int64_t row = {from}; row < {to}; row++) {{");
             let mut rest = "row".to_owned();
             for (at, &var) in outer.iter().enumerate() {
@@ -89,6 +101,12 @@ impl Writer<'_> {
             }
             loops.push_str(&rows);
             loops.push_str("}\n");
+            if in_blocks {
+                self.block_end
+                    .iter()
+                    .for_each(|line| loops.push_str(&format!("{line}\n")));
+                loops.push_str("}\n");
+            }
             if late {
                 self.chunk_end
                     .iter()
@@ -243,6 +261,9 @@ impl Writer<'_> {
                     sum.name,
                     sum.neutral()
                 );
+                if sum.blocks {
+                    text.push_str(&blocks::declare(&sum.name, sum.vector));
+                }
             }
             let lates: Vec<LateSum> = due_late.iter().map(|&node| self.late_sum(node)).collect();
             let (point_late, row_late): (Vec<LateSum>, Vec<LateSum>) =
@@ -256,32 +277,7 @@ impl Writer<'_> {
                 self.columns(mode, &sums, &due_stores, &point_late, &mut text);
             }
             for sum in sums {
-                let register = if sum.vector && !self.vector_rows() {
-                    let name = self.fresh("r");
-                    let ty = c::register_type(sum.dtype, false);
-                    let _ = writeln!(
-                        text,
-                        "const {ty} {name} = fold_{}_{}({});",
-                        sum.op.name(),
-                        sum.dtype.compute(),
-                        sum.name
-                    );
-                    Register {
-                        name,
-                        dtype: sum.dtype,
-                        vector: false,
-                        level: 1,
-                        stage: pass + 1,
-                    }
-                } else {
-                    Register {
-                        name: sum.name.clone(),
-                        dtype: sum.dtype,
-                        vector: sum.vector,
-                        level: 1,
-                        stage: pass + 1,
-                    }
-                };
+                let register = self.row_result(&sum, pass, &mut text);
                 self.reduced.insert(sum.value, register);
             }
             pass_texts.push(text);
@@ -308,10 +304,57 @@ impl Writer<'_> {
         }
     }
 
+    /// The register that has the result of a row reduction, written behind the loops of its pass.
+    fn row_result(&mut self, sum: &Accumulator, pass: usize, text: &mut String) -> Register {
+        let dtype = sum.dtype.compute();
+        let fold = sum.vector && !self.vector_rows();
+        let mut name = sum.name.clone();
+        let mut expression = name.clone();
+        if sum.blocks {
+            expression = blocks::total(&name);
+        }
+        if fold {
+            let from = if sum.blocks { DType::F64 } else { dtype };
+            expression = format!("fold_{}_{from}({expression})", sum.op.name());
+        } else if sum.blocks && sum.vector {
+            expression = format!("__builtin_convertvector({expression}, v_f32)");
+        }
+        if expression != name {
+            let ty = c::register_type(sum.dtype, sum.vector && !fold);
+            name = self.fresh("r");
+            let _ = writeln!(text, "const {ty} {name} = {expression};");
+        }
+        Register {
+            name,
+            dtype: sum.dtype,
+            vector: sum.vector && !fold,
+            level: 1,
+            stage: pass + 1,
+        }
+    }
+
     pub(super) fn vector_rows(&self) -> bool {
         self.space
             .vector
             .is_some_and(|vector| self.space.rows.contains(&vector))
+    }
+
+    /// The variables that number the elements of a row, one loop each, and the one of them whose loop goes by vectors.
+    fn column_loops(&self) -> (Vec<Var>, Option<Var>) {
+        let vector = self
+            .space
+            .vector
+            .filter(|vector| self.space.cols.contains(vector));
+        let loops = self.space.cols.iter().copied();
+        (loops.filter(|&var| Some(var) != vector).collect(), vector)
+    }
+
+    /// How often each of the loops over the columns runs, outermost first.
+    pub(super) fn trips(&self) -> Vec<i64> {
+        let (loops, vector) = self.column_loops();
+        let whole = vector.map(|vector| self.space.extent(vector) / self.lanes);
+        let loops = loops.iter().map(|&var| self.space.extent(var));
+        loops.chain(whole.map(|trips| trips.max(1))).collect()
     }
 
     /// The loops over the columns of a row, with the body of one pass.
@@ -323,48 +366,51 @@ impl Writer<'_> {
         lates: &[LateSum],
         out: &mut String,
     ) {
-        let vector_rows = self.vector_rows();
-        let loops: Vec<Var> = self
-            .space
-            .cols
-            .iter()
-            .copied()
-            .filter(|&var| vector_rows || Some(var) != self.space.vector)
+        let (loops, vector) = self.column_loops();
+        // Where vectors of sums begin another block.
+        let own = sums.iter().filter(|sum| sum.blocks);
+        let own = own.map(|sum| blocks::flush(&sum.name, sum.vector));
+        let late = lates.iter().filter(|late| late.blocks && !late.per_element);
+        let late = late.filter(|_| self.space.vector.is_some());
+        let flush: String = own
+            .chain(late.map(|late| blocks::flush(&late.name, true)))
             .collect();
-        for &var in &loops {
-            let _ = writeln!(
-                out,
-                "for (int64_t i{var} = 0; i{var} < {}; i{var}++) {{",
-                self.space.extent(var)
-            );
+        let cut = if flush.is_empty() {
+            None
+        } else {
+            blocks::cut(&self.trips())
+        };
+        let block = |at: usize| cut.and_then(|(own, block)| (own == at).then_some(block));
+        let mut ends = Vec::new();
+        for (at, &var) in loops.iter().enumerate() {
+            let extent = self.space.extent(var);
+            let (head, end) = blocks::counted(&format!("i{var}"), extent, 1, block(at), &flush);
+            let _ = writeln!(out, "{head}");
+            ends.push(end);
         }
-        let vector = self
-            .space
-            .vector
-            .filter(|_| !vector_rows && self.space.cols.contains(&self.space.vector.unwrap_or(0)));
-        let parts: Vec<(Lanes, String)> = match vector {
-            None => vec![(row_mode, "{".to_owned())],
+        let parts: Vec<(Lanes, String, String)> = match vector {
+            None => vec![(row_mode, "{".to_owned(), "}\n".to_owned())],
             Some(vector) => {
                 let extent = self.space.extent(vector);
                 let whole = extent / self.lanes * self.lanes;
                 let mut parts = Vec::new();
                 if whole > 0 {
-                    let head = format!(
-                        "for (int64_t i{vector} = 0; i{vector} < {whole}; i{vector} += {}) {{",
-                        self.lanes
-                    );
-                    parts.push((Lanes::All, head));
+                    let variable = format!("i{vector}");
+                    let (head, end) =
+                        blocks::counted(&variable, whole, self.lanes, block(loops.len()), &flush);
+                    parts.push((Lanes::All, head, end));
                 }
                 if whole < extent {
                     parts.push((
                         Lanes::First(extent - whole),
                         format!("{{\nconst int64_t i{vector} = {whole};"),
+                        "}\n".to_owned(),
                     ));
                 }
                 parts
             }
         };
-        for (mode, head) in parts {
+        for (mode, head, end) in parts {
             self.point_body(mode, |writer| {
                 for sum in sums {
                     writer.accumulate(sum, vector.is_some());
@@ -379,11 +425,10 @@ impl Writer<'_> {
             });
             let _ = writeln!(out, "{head}");
             self.flush_body(out);
-            out.push_str("}\n");
+            out.push_str(&end);
         }
-        for _ in &loops {
-            out.push_str("}\n");
-        }
+        ends.iter().rev().for_each(|end| out.push_str(end));
+        out.push_str(&flush);
         self.mode = row_mode;
         self.known.retain(|_, register| register.level < 2);
         self.slots.retain(|_, register| register.level < 2);

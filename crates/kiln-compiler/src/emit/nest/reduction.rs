@@ -3,7 +3,7 @@
 use kiln_graph::op::{Op, ReduceOp};
 use kiln_graph::{DType, Node, Value};
 
-use super::{Argument, Lanes, Launch, Register, SERIAL_POINTS, Writer, c};
+use super::{Argument, Lanes, Launch, Register, SERIAL_POINTS, Writer, blocks, c};
 use crate::index::{Index, linear};
 use crate::schedule::Buffer;
 use crate::schedule::nest::vars;
@@ -16,6 +16,7 @@ impl Writer<'_> {
         };
         let value = data.outputs[0];
         let kept = &self.space.nest.maps[&value];
+        let terms = self.trips().iter().product();
         Accumulator {
             name: self.fresh("sum"),
             value,
@@ -24,6 +25,7 @@ impl Writer<'_> {
             op: *op,
             dtype: self.graph.dtype(value),
             vector: self.space.vector.is_some(),
+            blocks: blocks::in_blocks(*op, self.graph.dtype(value), terms),
         }
     }
 
@@ -73,42 +75,35 @@ impl Writer<'_> {
         let position = linear(&kept, self.graph.shape(value));
         let of_points = vars(&index) & !self.row_set() != 0;
         let chunks = self.chunks();
-        let ty = c::memory_type(if dtype == DType::Bool { DType::I32 } else { dtype });
-        let scratch = self.scratch;
-        let element = if dtype == DType::Bool { 4 } else { dtype.size() };
-        self.scratch += (chunks as usize * count as usize * element).next_multiple_of(64);
-        let at = self.argument(Argument::Scratch(scratch));
-        let name = self.fresh("late");
         let per_element = of_points && position.vars() != 0;
-        let neutral = c::neutral(op, dtype);
+        // Terms that one accumulator gets from a chunk.
+        let rows = self.space.product(&self.space.rows) / chunks + 1;
+        let trips: i64 = self.trips().iter().product();
+        let terms = if per_element || !of_points {
+            rows
+        } else {
+            rows * trips
+        };
+        let blocks = blocks::in_blocks(op, dtype, terms);
+        let stored = if dtype == DType::Bool { DType::I32 } else { dtype };
+        let partials = Partials {
+            dtype: if blocks { DType::F64 } else { stored },
+            scratch: self.reserve(chunks * count, if blocks { DType::F64 } else { stored }),
+            count,
+            chunks,
+        };
+        let name = self.fresh("late");
         if per_element {
-            self.chunk_top
-                .push(format!("{ty} *{name} = ({ty} *)b[{at}] + chunk * {count};"));
-            self.chunk_top.push(format!(
-                "for (int64_t k = 0; k < {count}; k++) {name}[k] = {neutral};"
-            ));
+            self.element_partials(&name, op, stored, &partials);
         } else {
             let vector = of_points && self.space.vector.is_some();
-            let (register, start, end) = if vector {
-                let set = format!("set_{dtype}({neutral})");
-                (
-                    c::register_type(dtype, true),
-                    set,
-                    format!("fold_{}_{dtype}({name})", op.name()),
-                )
-            } else {
-                (c::register_type(dtype, false), neutral, name.clone())
-            };
-            self.chunk_top.push(format!("{register} {name} = {start};"));
-            self.chunk_end.push(format!("(({ty} *)b[{at}])[chunk] = {end};"));
+            self.register_partials(&name, op, dtype, &partials, vector);
         }
         self.combines.push(combine_launch(
             op,
             self.graph.dtype(value),
-            scratch,
+            &partials,
             Buffer::Value(value),
-            count,
-            chunks,
         ));
         LateSum {
             name,
@@ -119,7 +114,81 @@ impl Writer<'_> {
             position,
             of_points,
             per_element,
+            blocks,
         }
+    }
+
+    /// Scratch memory for so many elements; where it begins, in bytes.
+    fn reserve(&mut self, elements: i64, dtype: DType) -> usize {
+        let at = self.scratch;
+        self.scratch += (elements as usize * dtype.size()).next_multiple_of(64);
+        at
+    }
+
+    /// Partial results in memory, one for each element of the result; if those are sums of blocks, the block in hand is too.
+    fn element_partials(&mut self, name: &str, op: ReduceOp, dtype: DType, partials: &Partials) {
+        let count = partials.count;
+        let in_blocks = partials.dtype != dtype;
+        let block = if in_blocks {
+            self.reserve(partials.chunks * count, dtype)
+        } else {
+            partials.scratch
+        };
+        let mut array = |name: &str, scratch: usize, dtype: DType| {
+            let at = self.argument(Argument::Scratch(scratch));
+            let (ty, neutral) = (c::memory_type(dtype), c::neutral(op, dtype));
+            self.chunk_top
+                .push(format!("{ty} *{name} = ({ty} *)b[{at}] + chunk * {count};"));
+            self.chunk_top.push(format!(
+                "for (int64_t k = 0; k < {count}; k++) {name}[k] = {neutral};"
+            ));
+        };
+        array(name, block, dtype);
+        if !in_blocks {
+            return;
+        }
+        let total = blocks::total(name);
+        array(&total, partials.scratch, partials.dtype);
+        self.block_end.push(format!(
+            "for (int64_t k = 0; k < {count}; k++) {{ {total}[k] += {name}[k]; {name}[k] = 0.0f; }}"
+        ));
+    }
+
+    /// A partial result of the whole chunk, in a register; a vector of them is folded at the end.
+    fn register_partials(
+        &mut self,
+        name: &str,
+        op: ReduceOp,
+        dtype: DType,
+        partials: &Partials,
+        vector: bool,
+    ) {
+        let at = self.argument(Argument::Scratch(partials.scratch));
+        let neutral = c::neutral(op, dtype);
+        let start = if vector {
+            format!("set_{dtype}({neutral})")
+        } else {
+            neutral
+        };
+        let register = c::register_type(dtype, vector);
+        self.chunk_top.push(format!("{register} {name} = {start};"));
+        let (last, end) = if partials.dtype == DType::F64 && dtype != DType::F64 {
+            self.chunk_top.push(blocks::declare(name, vector));
+            // A vector's blocks end with the rows.
+            if !vector {
+                self.block_end.push(blocks::flush(name, false));
+            }
+            (DType::F64, blocks::total(name))
+        } else {
+            (dtype, name.to_owned())
+        };
+        let end = if vector {
+            format!("fold_{}_{last}({end})", op.name())
+        } else {
+            end
+        };
+        let ty = c::memory_type(partials.dtype);
+        self.chunk_end.push(format!("(({ty} *)b[{at}])[chunk] = {end};"));
     }
 
     pub(super) fn accumulate_late(&mut self, late: &LateSum, mask: bool) {
@@ -177,6 +246,8 @@ pub(super) struct Accumulator {
     pub(super) op: ReduceOp,
     pub(super) dtype: DType,
     pub(super) vector: bool,
+    /// Whether it is added up [in blocks](blocks).
+    pub(super) blocks: bool,
 }
 
 impl Accumulator {
@@ -200,33 +271,38 @@ pub(super) struct LateSum {
     pub(super) position: Index,
     pub(super) of_points: bool,
     pub(super) per_element: bool,
+    /// Whether it is added up [in blocks](blocks).
+    pub(super) blocks: bool,
 }
 
-/// Adds up the partial results of the chunks.
-pub(super) fn combine_launch(
-    op: ReduceOp,
+/// Partial results in scratch memory: `chunks` times `count` of them.
+struct Partials {
     dtype: DType,
     scratch: usize,
-    out: Buffer,
     count: i64,
     chunks: i64,
-) -> Launch {
-    let register = dtype.compute();
-    let ty = c::memory_type(if register == DType::Bool {
-        DType::I32
+}
+
+/// Adds up the partial results of the chunks, sums of f32 in f64.
+fn combine_launch(op: ReduceOp, dtype: DType, partials: &Partials, out: Buffer) -> Launch {
+    let (count, chunks) = (partials.count, partials.chunks);
+    let register = if blocks::widens(op, dtype) {
+        DType::F64
     } else {
-        register
-    });
-    let memory = c::memory_type(dtype);
+        dtype.compute()
+    };
+    let ty = |dtype: DType| c::memory_type(if dtype == DType::Bool { DType::I32 } else { dtype });
+    let (part, wide) = (ty(partials.dtype), ty(register));
+    let (memory, narrow) = (c::memory_type(dtype), ty(dtype.compute()));
     let next = c::combine(op, register, false, "x", &format!("part[chunk * {count} + k]"));
     let text = format!(
         "void @(void *ctx, int64_t begin, int64_t end, int thread) {{\nvoid *const *b = ctx;\n(void)thread;\n\
-         {memory} *out = b[0];\nconst {ty} *part = b[1];\nfor (int64_t k = begin; k < end; k++) {{\n{ty} x = part[k];\n\
-         for (int64_t chunk = 1; chunk < {chunks}; chunk++) x = {next};\nput_{dtype}(out + k, x);\n}}\n}}\n"
+         {memory} *out = b[0];\nconst {part} *part = b[1];\nfor (int64_t k = begin; k < end; k++) {{\n{wide} x = part[k];\n\
+         for (int64_t chunk = 1; chunk < {chunks}; chunk++) x = {next};\nput_{dtype}(out + k, ({narrow})x);\n}}\n}}\n"
     );
     Launch {
         text,
-        arguments: vec![Argument::Buffer(out), Argument::Scratch(scratch)],
+        arguments: vec![Argument::Buffer(out), Argument::Scratch(partials.scratch)],
         n: count,
         grain: 256,
         parallel: count * chunks >= SERIAL_POINTS,
