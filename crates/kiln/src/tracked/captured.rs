@@ -1,9 +1,10 @@
 //! Tensors that a function captures and that are trained.
 //!
 //! A function takes its tracked tensors as arguments; one that it captures is not replaced by a leaf of the
-//! trace. The trace's gradients reach such a tensor all the same, and Burn's autograd files its gradient
-//! under the number of its node. Numbers are given out in order, so whatever is filed under a number smaller
-//! than that of the first leaf belongs to a tensor from outside.
+//! trace. The trace's gradients reach such a tensor all the same, and Burn's autograd files its gradient under
+//! the number of its node. So once the gradients of the leaves are taken out, whatever is filed under some
+//! number belongs to a tensor that the function captures. Most such tensors are older than the trace. A
+//! parameter that nobody has used before is drawn in it.
 //!
 //! A captured tensor that is no leaf itself cannot be had in this way: the trace's gradients have run through
 //! the operations that made it, which the program's own backward pass needs.
@@ -24,12 +25,17 @@ pub(super) struct Captured {
     /// Stands for the tensor in the program's graph.
     pub(super) tensor: TrackedTensor,
     pub(super) gradient: KilnTensor,
+    /// Whether the tensor was made during the trace: a parameter that had not been drawn yet.
+    is_new: bool,
 }
 
 impl Captured {
     /// Whether the tensor may be one of `inputs`, by its type. If it is none of them it was used to compute
     /// one.
     pub(super) fn is_among(&self, inputs: &[Input]) -> bool {
+        if self.is_new {
+            return true;
+        }
         let (shape, dtype) = (self.gradient.shape(), self.gradient.dtype());
         inputs
             .iter()
@@ -37,11 +43,15 @@ impl Captured {
     }
 }
 
-/// The captured leaves among what `gradients` were found for; `leaf` is the first of the trace.
-pub(super) fn find(gradients: &Gradients, leaf: &TrackedTensor) -> Vec<Captured> {
+/// The captured leaves among what `gradients` were found for, of which those for the `leaves` of the trace are
+/// no part any more.
+pub(super) fn find(gradients: &Gradients, leaves: &[TrackedTensor]) -> Vec<Captured> {
+    let Some(leaf) = leaves.first() else {
+        return Vec::new();
+    };
     let mut probe = graph::stand_in(leaf, 0);
     let mut found = Vec::new();
-    for value in 0..leaf.node.id.value {
+    for value in 0..NodeId::new().value {
         match Arc::get_mut(&mut probe.node) {
             Some(node) => node.id = NodeId { value },
             None => break,
@@ -49,7 +59,11 @@ pub(super) fn find(gradients: &Gradients, leaf: &TrackedTensor) -> Vec<Captured>
         if let Some(gradient) = gradients.get::<Kiln>(&probe) {
             let mut tensor = std::mem::replace(&mut probe, graph::stand_in(leaf, 0));
             tensor.rc = Arc::new(tensor.node.id);
-            found.push(Captured { tensor, gradient });
+            found.push(Captured {
+                is_new: value > leaf.node.id.value,
+                tensor,
+                gradient,
+            });
         }
     }
     found

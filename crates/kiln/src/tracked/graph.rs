@@ -196,8 +196,15 @@ enum Source {
 struct Join {
     source: Source,
     token: KilnTensor,
-    /// Numbers of the nodes that the trace made: no part of the program's graph.
-    inside: Range<u64>,
+    inside: Arc<Inside>,
+}
+
+/// Numbers of the nodes that a trace made and that are no part of the program's graph.
+#[derive(Debug)]
+struct Inside {
+    all: Range<u64>,
+    /// Parameters that were drawn in the trace.
+    except: Vec<u64>,
 }
 
 impl Join {
@@ -221,7 +228,10 @@ impl Join {
             state.shapes[0].clone()
         };
         let mut probe = untracked(like);
-        for value in self.inside.clone() {
+        for value in self.inside.all.clone() {
+            if self.inside.except.contains(&value) {
+                continue;
+            }
             if let Some(node) = Arc::get_mut(&mut probe.node) {
                 node.id = NodeId { value };
             }
@@ -396,7 +406,7 @@ pub(super) struct Attach<'a> {
     call: Call,
     token: KilnTensor,
     depth: usize,
-    inside: Range<u64>,
+    inside: Arc<Inside>,
     next: usize,
 }
 
@@ -406,8 +416,11 @@ impl<'a> Attach<'a> {
             places,
             token: token(&places.inputs[0]),
             depth: depth_of_tokens(&call.inputs),
+            inside: Arc::new(Inside {
+                all: places.first()..NodeId::new().value,
+                except: call.inputs.iter().map(|input| input.node.id.value).collect(),
+            }),
             call,
-            inside: places.first()..NodeId::new().value,
             next: 0,
         }
     }
@@ -463,12 +476,18 @@ impl TensorMap for Attach<'_> {
 pub(super) struct Link<'a> {
     places: &'a Places,
     token: KilnTensor,
+    inside: Arc<Inside>,
 }
 
 impl<'a> Link<'a> {
     pub(super) fn new(places: &'a Places) -> Self {
         Self {
             token: token(&places.inputs[0]),
+            // The trace's operations are part of the program's graph here.
+            inside: Arc::new(Inside {
+                all: 0..0,
+                except: Vec::new(),
+            }),
             places,
         }
     }
@@ -493,7 +512,7 @@ impl TensorMap for Link<'_> {
             let join = Join {
                 source: Source::Leaf(leaf.clone()),
                 token: self.token.clone(),
-                inside: 0..0,
+                inside: self.inside.clone(),
             };
             (input.clone(), join)
         });

@@ -167,7 +167,7 @@ fn differentiate<R: StepInput>(
     trace.gradients = places.leaves.iter().map(of).collect();
     let known = position().is_some_and(|position| split.has_length(position.operations));
     if !known {
-        trace.captured = captured::find(&found, &places.leaves[0]);
+        trace.captured = captured::find(&found, &places.leaves);
     }
     trace
 }
@@ -222,9 +222,9 @@ fn compiled<R: StepInput>(
     let captures = !captured.is_empty();
     let mut inputs = places.inputs.clone();
     let mut gradients = gradients;
-    for Captured { tensor, gradient } in captured {
-        inputs.push(tensor);
-        gradients.push(Some(gradient));
+    for captured in captured {
+        inputs.push(captured.tensor);
+        gradients.push(Some(captured.gradient));
     }
     let wanted: Vec<TensorId> = gradients.iter().flatten().map(id).collect();
     let tangent_ids: Vec<TensorId> = tangents.iter().map(id).collect();

@@ -1,0 +1,221 @@
+//! What goes in and out of a function, and its gradients.
+
+use super::*;
+
+type Vector = Tensor<B, 1>;
+type Six = (Vector, Vector, Vector, Vector, (Vector, Vector));
+
+#[test]
+fn inputs_returned_unchanged_twice_or_captured() {
+    compare(|how, seen| {
+        let captured = vector(&[3.0, 4.0]);
+        let trained = vector(&[5.0, 6.0]).require_grad();
+        let function = how.function(|(x, w): (Tensor<B, 1>, Tensor<B, 1>)| {
+            let y = x.clone() * w.clone();
+            (x, y.clone(), y, captured.clone(), (trained.clone(), w))
+        });
+        for call in 0..4 {
+            let x = vector(&[1.0 + call as f32, 2.0]);
+            let w = vector(&[0.5, -(call as f32)]).require_grad();
+            let (x2, y, again, kept, (trained2, w2)): Six = function.call((x, w.clone()));
+            [&x2, &y, &again, &kept, &trained2, &w2]
+                .into_iter()
+                .for_each(|tensor| seen.values("returned", tensor));
+            let loss = (x2 + y * 2.0 + again * 3.0 + kept + trained2 * 7.0 + w2 * 11.0).sum();
+            let gradients = loss.backward();
+            seen.gradient("dw", &w, &gradients);
+            seen.gradient("d trained", &trained, &gradients);
+        }
+    });
+}
+
+#[test]
+fn inputs_that_coincide_and_then_do_not() {
+    compare(|how, seen| {
+        let function = how.function(|(x, y): (Tensor<B, 1>, Tensor<B, 1>)| x.clone() * 3.0 + y * x);
+        for call in 0..8 {
+            let x = vector(&[1.0, 2.0, call as f32]).require_grad();
+            let other = vector(&[-1.0, 0.5, 4.0]).require_grad();
+            let y = if call % 4 < 2 { x.clone() } else { other.clone() };
+            let z: Tensor<B, 1> = function.call((x.clone(), y));
+            seen.values("z", &z);
+            let gradients = z.sum().backward();
+            seen.gradient("dx", &x, &gradients);
+            seen.gradient("dy", &other, &gradients);
+            // Not tracked: the other way of compiling.
+            let (a, b) = (
+                matrix(1, 3, call).reshape([3]),
+                matrix(1, 3, call + 1).reshape([3]),
+            );
+            let b = if call % 4 < 2 { a.clone() } else { b };
+            seen.values("untracked", &function.call((a, b)));
+        }
+    });
+}
+
+#[test]
+fn outputs_that_are_not_differentiated_give_no_gradient_of_zeros() {
+    compare(|how, seen| {
+        let function = how.function(|(x, v, w): (Tensor<B, 1>, Tensor<B, 1>, Tensor<B, 1>)| {
+            (x.clone() * v.clone(), x.clone() + w.exp(), (x * v).detach())
+        });
+        for call in 0..5 {
+            let x = vector(&[1.0, 2.0]).require_grad();
+            let v = vector(&[3.0, 4.0]).require_grad();
+            let w = vector(&[0.5, 0.25]).require_grad();
+            let (a, b, c): (Tensor<B, 1>, Tensor<B, 1>, Tensor<B, 1>) =
+                function.call((x.clone(), v.clone(), w.clone()));
+            let mut note = |gradients| {
+                seen.gradient("dx", &x, &gradients);
+                seen.gradient("dv", &v, &gradients);
+                seen.gradient("dw", &w, &gradients);
+            };
+            match call {
+                0 => note(a.sum().backward()),
+                1 => note(b.sum().backward()),
+                2 => note((a + b).sum().backward()),
+                // One loss of each: two backward passes.
+                3 => {
+                    note(a.sum().backward());
+                    note((b * 2.0).sum().backward());
+                }
+                // None at all.
+                _ => drop((a, b)),
+            }
+            seen.values("c", &c);
+        }
+        function.assert_pairs(1);
+    });
+}
+
+#[test]
+fn functions_in_functions_and_in_sequence() {
+    compare(|how, seen| {
+        let inner = how.function(|x: Tensor<B, 2>| x.tanh() * 2.0);
+        let outer = how.function(|(x, w): (Tensor<B, 2>, Tensor<B, 2>)| inner.call(x.clone().matmul(w)) + x);
+        for call in 0..4 {
+            let x = matrix(3, 3, call).require_grad();
+            let w = matrix(3, 3, call + 1).require_grad();
+            // The second call's input is the first one's output, and an inner function by itself.
+            let y: Tensor<B, 2> = outer.call((x.clone(), w.clone()));
+            let z: Tensor<B, 2> = outer.call((inner.call(y.clone()), w.clone()));
+            let gradients = (z.clone() + y).sum().backward();
+            seen.values("z", &z);
+            seen.gradient("dx", &x, &gradients);
+            seen.gradient("dw", &w, &gradients);
+        }
+    });
+}
+
+#[test]
+fn captured_parameters_that_are_trained_between_calls() {
+    for tracked in [true, false] {
+        compare(|how, seen| {
+            let weight = RefCell::new(matrix(3, 2, 4).require_grad());
+            let frozen = matrix(3, 2, 9).require_grad();
+            let function = how.function(|x: Tensor<B, 2>| {
+                x.clone().matmul(weight.borrow().clone()) + x.matmul(frozen.clone())
+            });
+            for call in 0..5 {
+                let x = matrix(4, 3, call);
+                let x = if tracked { x.require_grad() } else { x };
+                let loss = function.call(x.clone()).powf_scalar(2.0).mean();
+                seen.values("loss", &loss);
+                let gradients = loss.backward();
+                seen.gradient("dx", &x, &gradients);
+                seen.gradient("d frozen", &frozen, &gradients);
+                let w = weight.borrow().clone();
+                let step = w.grad(&gradients).expect("the captured weight has a gradient");
+                *weight.borrow_mut() = Tensor::from_inner(w.inner() - step * 0.1).require_grad();
+            }
+            seen.values("weight", &weight.borrow());
+            if tracked {
+                function.assert_explained("captures tensors that are trained");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_head_that_no_loss_uses_is_not_trained() {
+    compare(|how, seen| {
+        let forward = how.function(|net: &Net<B>, x: Tensor<B, 2>| {
+            let h = activation::relu(net.first.forward(x));
+            (net.second.forward(h.clone()), net.norm.forward(h))
+        });
+        let mut net = Net::<B>::new(&device());
+        let mut optim = AdamWConfig::new()
+            .with_weight_decay(0.2)
+            .with_epsilon(1e-3)
+            .init();
+        for call in 0..6 {
+            let (scores, normed): (Tensor<B, 2>, Tensor<B, 2>) = forward.call_with(&net, matrix(6, 3, call));
+            let loss = match call % 3 {
+                0 => scores.powf_scalar(2.0).mean(),
+                1 => normed.powf_scalar(3.0).mean(),
+                _ => scores.exp().mean() + normed.abs().mean(),
+            };
+            seen.values("loss", &loss);
+            let gradients = GradientsParams::from_grads(loss.backward(), &net);
+            net = optim.step(0.05, net, gradients);
+            seen.net(&net);
+            seen.values("second", &net.second.weight.val());
+            seen.values("gamma", &net.norm.gamma.val());
+        }
+    });
+}
+
+#[test]
+fn several_calls_and_one_backward_pass() {
+    compare(|how, seen| {
+        let function = how.function(|(x, w): (Tensor<B, 2>, Tensor<B, 2>)| x.matmul(w).tanh());
+        for call in 0..4 {
+            let w = matrix(3, 3, call).require_grad();
+            let mut h = matrix(2, 3, call + 1);
+            let mut sum = Tensor::zeros([1], &device());
+            // A recurrence, and rows that change their number.
+            for _ in 0..3 {
+                h = function.call((h, w.clone()));
+                sum = sum + h.clone().sum() * 0.5;
+            }
+            let other: Tensor<B, 2> = function.call((matrix(1 + call % 2, 3, call), w.clone()));
+            let gradients = (sum + other.sum()).backward();
+            seen.gradient("dw", &w, &gradients);
+        }
+    });
+}
+
+#[test]
+fn outputs_of_several_types() {
+    compare(|how, seen| {
+        let function = how.function(|x: Tensor<B, 1>| {
+            let wide = x.clone().cast(DType::F64).exp();
+            (x.clone() * 2.0, wide, x.int())
+        });
+        for call in 0..3 {
+            let x = vector(&[0.5, 1.5 + call as f32]).require_grad();
+            let (y, wide, int): (Tensor<B, 1>, Tensor<B, 1>, Tensor<B, 1, Int>) = function.call(x.clone());
+            seen.values("y", &y);
+            seen.values("wide", &wide);
+            seen.values("int", &int.float());
+            let gradients = (y.sum() + wide.cast(DType::F32).sum()).backward();
+            seen.gradient("dx", &x, &gradients);
+        }
+    });
+}
+
+#[test]
+fn a_captured_model_with_state_between_tracked_tensors() {
+    compare(|how, seen| {
+        let net = Net::<B>::new(&device());
+        let function = how.function(|x: Tensor<B, 2>| net.forward(x) * 2.0);
+        for call in 0..4 {
+            let x = matrix(5, 3, call).require_grad();
+            let gradients = function.call(x.clone()).powf_scalar(2.0).sum().backward();
+            seen.gradient("dx", &x, &gradients);
+            seen.gradient("d weight", &net.first.weight.val(), &gradients);
+            seen.gradient("d gamma", &net.norm.gamma.val(), &gradients);
+            seen.net(&net);
+        }
+    });
+}
