@@ -20,6 +20,13 @@ typedef int32_t vi_half __attribute__((vector_size(2 * KILN_LANES)));
 
 #define KILN_INLINE static inline __attribute__((always_inline, unused))
 
+/* Whether clang has a builtin: those on whole vectors came one by one, most of them with clang 17. */
+#if defined(__clang__)
+#define KILN_CLANG_HAS(builtin) __has_builtin(builtin)
+#else
+#define KILN_CLANG_HAS(builtin) 0
+#endif
+
 /* Before a loop over lanes or kernel elements: unrolled, so that arrays of vectors stay in registers at -O2. */
 #if defined(__clang__)
 #define KILN_UNROLL _Pragma("clang loop unroll(full)")
@@ -156,9 +163,18 @@ KILN_INLINE double sd_fma(double a, double b, double c) { return a * b + c; }
 #if !KILN_FMA
 KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return a * b + c; }
-#elif defined(__clang__)
+#elif KILN_CLANG_HAS(__builtin_elementwise_fma)
 KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return __builtin_elementwise_fma(a, b, c); }
 KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return __builtin_elementwise_fma(a, b, c); }
+#elif defined(__clang__) && defined(__aarch64__)
+KILN_INLINE vf vf_fma(vf a, vf b, vf c) {
+    KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
+    return c;
+}
+KILN_INLINE vd vd_fma(vd a, vd b, vd c) {
+    KILN_UNROLL for (int l = 0; l < KILN_LANES / 2; l++) c[l] = __builtin_fma(a[l], b[l], c[l]);
+    return c;
+}
 #elif KILN_LANES == 16
 /* 4 is the current rounding mode, the mask selects all lanes. */
 KILN_INLINE vf vf_fma(vf a, vf b, vf c) { return __builtin_ia32_vfmaddps512_mask(a, b, c, (uint16_t)-1, 4); }
@@ -176,8 +192,11 @@ KILN_INLINE vd vd_fma(vd a, vd b, vd c) { return __builtin_ia32_vfmaddpd(a, b, c
 
 /* Correctly rounded square root. */
 KILN_INLINE vf vf_sqrt(vf x) {
-#if defined(__clang__)
+#if KILN_CLANG_HAS(__builtin_elementwise_sqrt)
     return __builtin_elementwise_sqrt(x);
+#elif defined(__clang__)
+    KILN_UNROLL for (int l = 0; l < KILN_LANES; l++) x[l] = __builtin_sqrtf(x[l]);
+    return x;
 #elif KILN_LANES == 16 && defined(__AVX512F__)
     return __builtin_ia32_sqrtps512_mask(x, x, (uint16_t)-1, 4);
 #elif KILN_LANES == 8 && defined(__AVX__)
@@ -202,8 +221,18 @@ KILN_INLINE vd vd_select(vl mask, vd a, vd b) { return (vd)((mask & (vl)a) | (~m
 
 KILN_INLINE vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 KILN_INLINE vd vd_abs(vd x) { return (vd)((vl)x & 0x7fffffffffffffffLL); }
-/* The magnitude of x with the sign of s. */
-KILN_INLINE vf vf_copysign(vf x, vf s) { return (vf)(((vi)x & 0x7fffffff) | ((vi)s & (int32_t)0x80000000)); }
+/* The magnitude of x with the sign of s.
+ *
+ * Up to clang 19, a lane mask that chooses between this and s (before clang 18: between this and x) becomes one masked vpternlog
+ * whose operands are in the wrong order. The empty instruction keeps choice and copysign apart. Nothing else here is a copysign
+ * in clang's eyes, and the same logic on integers it folds rightly. */
+KILN_INLINE vf vf_copysign(vf x, vf s) {
+    vf y = (vf)(((vi)x & 0x7fffffff) | ((vi)s & (int32_t)0x80000000));
+#if defined(__clang__) && defined(__AVX512F__)
+    __asm__("" : "+v"(y));
+#endif
+    return y;
+}
 
 /* The larger and the smaller; NaN if either is. */
 KILN_INLINE vf vf_max(vf a, vf b) { return vf_select((a > b) | (a != a), a, b); }
