@@ -1,14 +1,14 @@
 //! `kiln backends`: what can run a step on this machine.
 
 use kiln::CompileBackend;
-use kiln_cpu::Toolchain;
+use kiln_burn::execute::cpu;
 
 /// Prints every backend with what it does and whether it works here.
 pub fn command() {
     for &backend in kiln::list_backends() {
         println!("{:<10} {}", backend.name(), backend.description());
         if backend == CompileBackend::Cpu {
-            match Toolchain::detect() {
+            match cpu::toolchain() {
                 Ok(toolchain) => println!(
                     "{:<10} compiler: {} for {}",
                     "",

@@ -10,6 +10,7 @@
 //! - [`emit`] writes the C of each kernel; [`kernels`] has the templates for products, convolutions and pooling.
 //! - [`plan`] gives every buffer its memory.
 //! - [`CpuExecutable`] builds, caches, loads and calls the result through kiln-cpu.
+//! - [`try_compiler`] says whether a C compiler may be trusted with it.
 //!
 //! Each stage takes plain data and returns plain data with a text form; [`compile`] is the list of them. The crate does not know Burn.
 
@@ -31,6 +32,7 @@ pub mod report;
 pub mod schedule;
 pub mod stages;
 pub mod transform;
+mod trial;
 
 use std::time::Duration;
 
@@ -49,6 +51,7 @@ pub use options::{Keep, Options};
 pub use partition::{Decision, memory_curve, split};
 pub use plan::Plan;
 pub use report::{BufferPlace, BufferReport, FusedNode, KernelReport};
+pub use trial::{Distrust, try_compiler};
 
 /// The result of [`compile`].
 #[derive(Clone, Debug)]

@@ -8,6 +8,7 @@
 //! measured once, rounded to two digits and kept in the cache, for each compiler, CPU and number of threads. Without a cache folder each process measures its own.
 
 use std::cell::RefCell;
+use std::convert::Infallible;
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
 
@@ -49,19 +50,15 @@ pub fn rates(toolchain: &Toolchain, cache: &Cache, threads: usize) -> Machine {
         .field("compiler", env!("KILN_COMPILER_SOURCES"))
         .field(NAME, threads.to_string())
         .finish();
-    let text = cache.note(&key, || {
+    let measured = || {
         let machine = measure(toolchain, threads).unwrap_or_else(|error| {
             tracing::warn!(%error, "the machine's rates cannot be measured; using those of the reference machine");
             Machine::default()
         });
-        to_text(&machine)
-    });
-    from_text(&text).unwrap_or_else(|| {
-        tracing::warn!(
-            "the machine's rates in the cache cannot be read; using those of the reference machine"
-        );
-        Machine::default()
-    })
+        Ok::<_, Infallible>(to_text(&machine))
+    };
+    let Ok(text) = cache.note(&key, |text| from_text(text).is_some(), measured);
+    from_text(&text).unwrap_or_default()
 }
 
 /// Measures the rates.

@@ -6,41 +6,9 @@ use kiln_compiler::schedule::KernelKind;
 use kiln_compiler::{CpuExecutable, Options};
 use kiln_cpu::{BuildOptions, Cache, OptLevel, Toolchain};
 use kiln_graph::op::{BinaryOp, Dims, DotDims, ReduceOp, UnaryOp};
-use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
+use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments};
 use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar, Shape, TensorType, Value, interpret_f64};
-use support::{build, run};
-
-/// `count` random graphs as one step: a compiler run each would be most of the time.
-fn batch(first_seed: u64, count: u64, config: &GraphConfig) -> (Graph, Vec<f64>) {
-    let mut whole = Graph::new("random");
-    let mut tolerances = Vec::new();
-    for seed in first_seed..first_seed + count {
-        let random = random_graph(seed, config);
-        append(&mut whole, &random.graph);
-        tolerances.extend(random.tolerances);
-    }
-    (whole, tolerances)
-}
-
-/// Appends `part` to `whole`: parameters and scalars after those that are there, outputs too.
-fn append(whole: &mut Graph, part: &Graph) {
-    let mut map: Vec<Value> = Vec::new();
-    for (_, node) in part.nodes() {
-        let inputs: Vec<Value> = node.inputs.iter().map(|v| map[v.as_u32() as usize]).collect();
-        let outputs = match &node.op {
-            Op::Parameter { ty, .. } => vec![whole.parameter(ty.clone())],
-            Op::Scalar { dtype, .. } => vec![whole.scalar(*dtype)],
-            op => whole
-                .add_node(op.clone(), &inputs, Provenance::default())
-                .unwrap()
-                .to_vec(),
-        };
-        map.extend(outputs);
-    }
-    for output in &part.outputs {
-        whole.output(map[output.value.as_u32() as usize], None);
-    }
-}
+use support::{batch, build, run};
 
 fn check(graph: &Graph, tolerances: &[f64], fuse: bool, what: &str) {
     let (tensors, scalars) = random_arguments(graph, 7);

@@ -1,17 +1,26 @@
 //! Finding the system's C compiler and asking what it can do.
 //!
-//! `$CC` is taken at its word (it may hold arguments: `ccache gcc`); otherwise `cc`, `gcc` and `clang` are tried in
-//! that order. One process start answers everything: the predefined macros under the flags of a build contain the
+//! `$CC` comes first (it may hold arguments: `ccache gcc`), then `cc`, `gcc` and `clang`. One process start answers
+//! everything: the predefined macros under the flags of a build contain the
 //! compiler's version, the target and every instruction set of this machine. Their text is the identity that cache
 //! keys contain, so a new compiler or another CPU never meets an old executable.
+//!
+//! A compiler that runs is not yet one that is right. [`Toolchain::find`] asks its caller about each, and passes over
+//! those that the caller refuses.
 
 use std::ffi::OsStr;
+use std::fmt::{Display, Write as _};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
 
 use crate::error::{CpuError, Result};
 use crate::isa::Isa;
+
+/// The compilers that machines have, in the order in which they are tried.
+const USUAL: [&str; 3] = ["cc", "gcc", "clang"];
 
 /// Flags that choose the CPU, best first; the first that the compiler accepts is used.
 const NATIVE: [&[&str]; 3] = [&["-march=native"], &["-mcpu=native"], &[]];
@@ -41,14 +50,14 @@ pub struct Toolchain {
 }
 
 impl Toolchain {
-    /// Finds a compiler: `$CC` if set, else the first of `cc`, `gcc` and `clang` that runs.
+    /// Takes a compiler at its word: `$CC` if set, else the first of `cc`, `gcc` and `clang` that runs.
     ///
     /// # Errors
     /// [`CpuError::NoCompiler`], with what was tried.
     pub fn detect() -> Result<Self> {
-        match std::env::var("CC") {
-            Ok(cc) if !cc.trim().is_empty() => Self::from_candidates(&[cc.trim()]),
-            _ => Self::from_candidates(&["cc", "gcc", "clang"]),
+        match chosen() {
+            Some(cc) => Self::from_candidates(&[cc]),
+            None => Self::from_candidates(&USUAL),
         }
     }
 
@@ -57,16 +66,62 @@ impl Toolchain {
     /// # Errors
     /// [`CpuError::NoCompiler`], with what was tried.
     pub fn from_candidates<S: AsRef<str>>(candidates: &[S]) -> Result<Self> {
-        let mut tried = Vec::new();
+        Self::first_accepted(candidates, |_| Ok::<(), String>(()))
+    }
+
+    /// The compiler that programs are built with: the first of `$CC`, `cc`, `gcc` and `clang` that runs and that `accept` takes. One
+    /// warning names those that were passed over, and why: what `$CC` says, and whatever `accept` refused.
+    ///
+    /// # Errors
+    /// [`CpuError::NoCompiler`], with what was tried.
+    pub fn find<E: Display>(accept: impl FnMut(&Self) -> std::result::Result<(), E>) -> Result<Self> {
+        let mut candidates: Vec<String> = chosen().into_iter().collect();
+        candidates.extend(USUAL.map(str::to_owned));
+        candidates.dedup();
+        Self::first_accepted(&candidates, accept)
+    }
+
+    /// [`Toolchain::find`] among `candidates`.
+    ///
+    /// # Errors
+    /// [`CpuError::NoCompiler`], with what was tried.
+    pub fn first_accepted<S: AsRef<str>, E: Display>(
+        candidates: &[S],
+        mut accept: impl FnMut(&Self) -> std::result::Result<(), E>,
+    ) -> Result<Self> {
+        let mut refused: Vec<Self> = Vec::new();
+        let (mut tried, mut passed_over) = (Vec::new(), Vec::new());
         for candidate in candidates {
-            let command: Vec<String> = candidate.as_ref().split_whitespace().map(str::to_owned).collect();
-            match Self::probe(command) {
-                Ok(toolchain) => {
-                    tracing::debug!(compiler = %toolchain.version, isa = %toolchain.isa, "C compiler found");
-                    return Ok(toolchain);
+            let candidate = candidate.as_ref();
+            let command: Vec<String> = candidate.split_whitespace().map(str::to_owned).collect();
+            let reason = match Self::probe(command) {
+                // `cc` is `gcc` on most machines: what was refused by one name is not tried by another.
+                Ok(toolchain) if refused.iter().any(|other| other.is(&toolchain)) => continue,
+                Ok(toolchain) => match accept(&toolchain) {
+                    Ok(()) => {
+                        tracing::debug!(compiler = %toolchain.version, isa = %toolchain.isa, "C compiler found");
+                        if !passed_over.is_empty() {
+                            let (passed, version) = (passed_over.join("; "), &toolchain.version);
+                            tracing::warn!(target: "kiln", "C compiler passed over, {candidate} ({version}) is used instead: {passed}");
+                        }
+                        return Ok(toolchain);
+                    }
+                    Err(reason) => {
+                        let reason = format!("{candidate} ({}): {reason}", toolchain.version);
+                        passed_over.push(reason.clone());
+                        refused.push(toolchain);
+                        reason
+                    }
+                },
+                Err(reason) => {
+                    let reason = format!("{candidate}: {reason}");
+                    if !USUAL.contains(&candidate) {
+                        passed_over.push(reason.clone());
+                    }
+                    reason
                 }
-                Err(reason) => tried.push(format!("{}: {reason}", candidate.as_ref())),
-            }
+            };
+            tried.push(reason);
         }
         Err(CpuError::NoCompiler {
             tried: tried.join("; "),
@@ -147,6 +202,29 @@ impl Toolchain {
         )
     }
 
+    /// [`Toolchain::identity`], and which files the commands are, with their sizes and times of change: it differs after an upgrade
+    /// that leaves the version as it was. The name a compiler is called by has no part in it.
+    pub fn fingerprint(&self) -> String {
+        let mut text = format!("{} {} {}", self.version, self.flags.join(" "), self.identity);
+        for word in &self.command {
+            let Some(path) = resolve(word) else {
+                let _ = write!(text, " {word}");
+                continue;
+            };
+            let data = path.metadata().ok();
+            let bytes = data.as_ref().map_or(0, std::fs::Metadata::len);
+            let changed = data.and_then(|data| data.modified().ok());
+            let changed = changed.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+            let _ = write!(text, " {} {bytes} {changed:?}", path.display());
+        }
+        text
+    }
+
+    /// Whether both are one compiler with the same arguments.
+    fn is(&self, other: &Self) -> bool {
+        self.fingerprint() == other.fingerprint()
+    }
+
     pub(crate) fn invoke<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let mut command = Command::new(&self.command[0]);
         command
@@ -155,6 +233,24 @@ impl Toolchain {
             .stdin(Stdio::null());
         command
     }
+}
+
+/// What `$CC` says, if it says something.
+fn chosen() -> Option<String> {
+    let cc = std::env::var("CC").ok()?;
+    let cc = cc.trim();
+    (!cc.is_empty()).then(|| cc.to_owned())
+}
+
+/// The file that a word of a command names, links followed; none for an argument that is no program.
+fn resolve(word: &str) -> Option<PathBuf> {
+    if word.contains(std::path::MAIN_SEPARATOR) {
+        return Path::new(word).canonicalize().ok();
+    }
+    let path = std::env::var_os("PATH")?;
+    let mut folders = std::env::split_paths(&path);
+    let file = folders.find_map(|folder| Some(folder.join(word)).filter(|file| file.is_file()))?;
+    file.canonicalize().ok()
 }
 
 fn null_device() -> &'static str {

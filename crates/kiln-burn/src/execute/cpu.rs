@@ -67,10 +67,15 @@ fn pool(threads: usize) -> Arc<ThreadPool> {
         .clone()
 }
 
-/// The C compiler, looked for once.
-fn toolchain() -> Result<&'static Toolchain, ExecuteError> {
-    static TOOLCHAIN: LazyLock<Result<Toolchain, Arc<CpuError>>> =
-        LazyLock::new(|| Toolchain::detect().map_err(Arc::new));
+/// The C compiler that steps are built with, looked for and tried once: one that has compiled something wrongly is passed over.
+///
+/// # Errors
+///
+/// [`ExecuteError::NoCompiler`], with what was tried.
+pub fn toolchain() -> Result<&'static Toolchain, ExecuteError> {
+    static TOOLCHAIN: LazyLock<Result<Toolchain, Arc<CpuError>>> = LazyLock::new(|| {
+        Toolchain::find(|toolchain| kiln_compiler::try_compiler(toolchain, &CACHE)).map_err(Arc::new)
+    });
     TOOLCHAIN
         .as_ref()
         .map_err(|error| ExecuteError::NoCompiler(error.clone()))

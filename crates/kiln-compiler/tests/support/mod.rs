@@ -5,16 +5,56 @@
 
 use kiln_compiler::{CompileError, CpuExecutable, Options};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, NoHooks, ThreadPool, Toolchain};
-use kiln_graph::testing::{difference, random_arguments};
-use kiln_graph::{Graph, HostTensor, Scalar, interpret_f64};
+use kiln_graph::testing::{GraphConfig, difference, random_arguments, random_graph};
+use kiln_graph::{Graph, HostTensor, Op, Provenance, Scalar, Value, interpret_f64};
 
 /// Builds `graph` without a cache.
 pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExecutable, CompileError> {
-    let toolchain = Toolchain::detect()?;
-    let mut options = Options::new(&toolchain, 3);
+    build_with(&Toolchain::detect()?, graph, change)
+}
+
+/// [`build`] with a certain compiler.
+pub fn build_with(
+    toolchain: &Toolchain,
+    graph: &Graph,
+    change: impl FnOnce(&mut Options),
+) -> Result<CpuExecutable, CompileError> {
+    let mut options = Options::new(toolchain, 3);
     change(&mut options);
     let (cache, build) = (Cache::disabled(), BuildOptions::default());
-    CpuExecutable::new(graph, &options, &toolchain, &cache, &build)
+    CpuExecutable::new(graph, &options, toolchain, &cache, &build)
+}
+
+/// `count` random graphs as one step, with the tolerances of its outputs: a compiler run each would be most of the time.
+pub fn batch(first_seed: u64, count: u64, config: &GraphConfig) -> (Graph, Vec<f64>) {
+    let mut whole = Graph::new("random");
+    let mut tolerances = Vec::new();
+    for seed in first_seed..first_seed + count {
+        let random = random_graph(seed, config);
+        append(&mut whole, &random.graph);
+        tolerances.extend(random.tolerances);
+    }
+    (whole, tolerances)
+}
+
+/// Appends `part` to `whole`: parameters and scalars after those that are there, outputs too.
+pub fn append(whole: &mut Graph, part: &Graph) {
+    let mut map: Vec<Value> = Vec::new();
+    for (_, node) in part.nodes() {
+        let inputs: Vec<Value> = node.inputs.iter().map(|v| map[v.as_u32() as usize]).collect();
+        let outputs = match &node.op {
+            Op::Parameter { ty, .. } => vec![whole.parameter(ty.clone())],
+            Op::Scalar { dtype, .. } => vec![whole.scalar(*dtype)],
+            op => whole
+                .add_node(op.clone(), &inputs, Provenance::default())
+                .unwrap()
+                .to_vec(),
+        };
+        map.extend(outputs);
+    }
+    for output in &part.outputs {
+        whole.output(map[output.value.as_u32() as usize], None);
+    }
 }
 
 /// [`check_on`] for random arguments.

@@ -223,30 +223,39 @@ impl Cache {
         })
     }
 
-    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same time. Texts are no entries: they have no
-    /// part in [`Cache::list`] and the limit, and [`Cache::clear`] removes them. Trouble with the cache is a warning.
-    pub fn note(&self, key: &CacheKey, make: impl FnOnce() -> String) -> String {
+    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same time. A text that is not `sound` is
+    /// made again. Texts are no entries: they have no part in [`Cache::list`] and the limit, and [`Cache::clear`] removes them.
+    ///
+    /// # Errors
+    /// Those of `make`, of which nothing is kept. Trouble with the cache is a warning.
+    pub fn note<E>(
+        &self,
+        key: &CacheKey,
+        sound: impl Fn(&str) -> bool,
+        make: impl FnOnce() -> std::result::Result<String, E>,
+    ) -> std::result::Result<String, E> {
         let Some(folder) = self.folder() else {
             return make();
         };
         let path = entry::note_path(folder, &key.to_string());
-        if let Ok(text) = fs::read_to_string(&path) {
-            return text;
+        let kept = || fs::read_to_string(&path).ok().filter(|text| sound(text));
+        if let Some(text) = kept() {
+            return Ok(text);
         }
         let lock = self.lock(key);
         if lock.is_some()
-            && let Ok(text) = fs::read_to_string(&path)
+            && let Some(text) = kept()
         {
             // Another process made it while we waited.
-            return text;
+            return Ok(text);
         }
-        let text = make();
+        let text = make()?;
         if lock.is_some()
             && let Err(error) = entry::write_atomically(folder, &path, text.as_bytes())
         {
             self.warn_once("writing to", &error);
         }
-        text
+        Ok(text)
     }
 
     /// All entries, last used first.

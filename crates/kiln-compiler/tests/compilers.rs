@@ -1,0 +1,134 @@
+//! Every compiler that this machine has besides the usual one, on every instruction set that it has: the functions that a compiler is tried on,
+//! random graphs over every primitive, and the cases of `tests/cases`. A compiler that is not installed is passed by with a message.
+//!
+//! Other test programs run with the compiler that `$CC` names; `tests/kernels` does so in continuous integration for each of these.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+
+use kiln_compiler::try_compiler;
+use kiln_cpu::{Cache, Toolchain};
+use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments};
+use kiln_graph::{DType, Graph, interpret_f64};
+use support::{append, batch, build_with, run};
+
+/// What users may have. Those in use today come first; the others are here for who has them.
+const COMPILERS: [&str; 14] = [
+    "gcc-12", "gcc-14", "clang-14", "clang-16", "clang-19", "gcc-11", "gcc-13", "gcc-15", "clang-13",
+    "clang-15", "clang-17", "clang-18", "clang-20", "clang-21",
+];
+
+/// Those of [`COMPILERS`] that run, made to write for fewer instructions by `argument`.
+fn compilers(argument: &str) -> Vec<Toolchain> {
+    let found = COMPILERS.iter().filter_map(|name| {
+        let found = Toolchain::from_candidates(&[format!("{name} {argument}")]);
+        if let Err(error) = &found {
+            eprintln!("not tested: {error}");
+        }
+        found.ok()
+    });
+    found.collect()
+}
+
+/// Random graphs over every primitive and the graphs of `tests/cases`, each as one step, and how far its outputs may be off.
+fn steps() -> Vec<(Graph, Vec<f64>)> {
+    let mut simple = GraphConfig {
+        families: vec![
+            Family::Pointwise,
+            Family::Reduce,
+            Family::Movement,
+            Family::Index,
+            Family::Random,
+        ],
+        floats: vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16],
+        ..GraphConfig::default()
+    };
+    simple.steps = 25;
+    let mut kernels = simple.clone();
+    kernels.families = vec![
+        Family::Dot,
+        Family::Conv,
+        Family::Pool,
+        Family::Sort,
+        Family::Attention,
+    ];
+    kernels.floats = vec![DType::F32];
+    let mut cases = (Graph::new("cases"), Vec::new());
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut files: Vec<_> = files.collect();
+    files.sort();
+    for path in files {
+        let text = fs::read_to_string(&path).unwrap();
+        let body: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();
+        let graph = Graph::parse(&body.join("\n")).unwrap();
+        for output in &graph.outputs {
+            // Relative to the largest element, with what is rounded to 16 bits between.
+            let halves = graph.values().any(|(value, _)| graph.dtype(value).size() == 2);
+            cases.1.push(match graph.dtype(output.value) {
+                DType::BF16 => -1.6e-2,
+                DType::F16 => -2e-3,
+                _ if halves => -8e-3,
+                _ => -2e-5,
+            });
+        }
+        append(&mut cases.0, &graph);
+    }
+    assert!(cases.1.len() >= 30, "the cases are gone");
+    vec![batch(4000, 8, &simple), batch(4100, 12, &kernels), cases]
+}
+
+/// Tries each compiler with `argument`, which leaves it the instruction set `isa` where this machine has that.
+fn try_all(argument: &str, isa: &str) {
+    let steps = steps();
+    let prepared: Vec<_> = steps
+        .iter()
+        .map(|(graph, tolerances)| {
+            let arguments = random_arguments(graph, 7);
+            let expected = interpret_f64(graph, &arguments.0, &arguments.1).unwrap();
+            (graph, tolerances, arguments, expected)
+        })
+        .collect();
+    for toolchain in compilers(argument) {
+        if toolchain.isa().to_string() != isa {
+            eprintln!("not tested: {} has no {isa} here", toolchain.command());
+            continue;
+        }
+        let name = format!("{} ({isa})", toolchain.version());
+        try_compiler(&toolchain, &Cache::disabled()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        for (graph, tolerances, (tensors, scalars), expected) in &prepared {
+            let step =
+                build_with(&toolchain, graph, |_| ()).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let actual = run(&step, graph, tensors, scalars, 2);
+            for (number, (actual, expected)) in actual.iter().zip(expected).enumerate() {
+                // A negative one is relative.
+                let largest = expected.to_f64s().iter().fold(0.0f64, |a, b| a.max(b.abs()));
+                let tolerance = match tolerances[number] {
+                    relative if relative < 0.0 => 1e-4f64.max(largest * -relative),
+                    absolute => absolute,
+                };
+                if let Some(found) = difference(actual, expected, tolerance) {
+                    panic!("{name}: output {number} of `{}`: {found}", graph.name);
+                }
+            }
+        }
+        eprintln!("tested: {name}");
+    }
+}
+
+#[test]
+fn avx512() {
+    try_all("", "avx512");
+}
+
+#[test]
+fn avx2() {
+    try_all("-mno-avx512f", "avx2");
+}
+
+#[test]
+fn sse2() {
+    try_all("-mno-avx", "sse2");
+}
