@@ -45,6 +45,14 @@ pub enum ModelError {
         /// All known names, separated by commas.
         known: String,
     },
+    /// A model was given something of a shape that it cannot take.
+    #[error("{family}: {reason}")]
+    Input {
+        /// Family of the model.
+        family: &'static str,
+        /// What is wrong and what would be right.
+        reason: String,
+    },
     /// Text generation was asked for something it cannot do.
     #[error("generate: {reason}")]
     Generate {

@@ -21,7 +21,8 @@ pub struct KeyEntry {
     pub path: String,
     /// Name under which the original library saves the tensor.
     pub key: String,
-    /// Other names under which a file may hold the tensor, in order of preference.
+    /// Other names under which a file may hold the tensor, in order of preference. A file that has several of
+    /// the names must have equal tensors there.
     pub aliases: Vec<String>,
     /// Shape in the Burn module.
     pub shape: Vec<usize>,
@@ -29,8 +30,7 @@ pub struct KeyEntry {
     pub transpose: bool,
     /// Whether the tensor is trained.
     pub kind: TensorKind,
-    /// The tensor belongs to a task head: a file of the base model may lack it, then it keeps its initial
-    /// value.
+    /// The tensor belongs to a task head: a file of the base model lacks it, and fine-tuning may start it anew.
     pub head: bool,
 }
 
@@ -74,8 +74,8 @@ pub struct KeyMap {
     pub family: &'static str,
     /// One entry per tensor of the module, in the order of its fields.
     pub entries: Vec<KeyEntry>,
-    /// Keys that a file may hold beyond the entries without being reported: copies of tied weights, tables
-    /// that the module computes itself, heads of other tasks.
+    /// Keys that a file may hold beyond the entries without being reported: tables that the module computes
+    /// itself, heads of other tasks.
     pub ignorable: Vec<KeyPattern>,
 }
 

@@ -56,6 +56,7 @@ pub mod llama;
 pub mod loss;
 pub mod mlp;
 pub mod params;
+mod settings;
 pub mod vision;
 
 pub use error::ModelError;

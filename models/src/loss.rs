@@ -52,13 +52,19 @@ impl CrossEntropy {
     /// - logits: `[samples, classes]`
     /// - targets: `[samples]`, each below `classes` or the ignored index
     /// - output: `[1]`
+    ///
+    /// # Panics
+    ///
+    /// If a target is neither a class nor the ignored index. A compiled step reports it as an error.
     pub fn forward<B: Backend>(&self, logits: Tensor<B, 2>, targets: Tensor<B, 1, Int>) -> Tensor<B, 1> {
-        let [samples, classes] = logits.dims();
+        let [samples, _] = logits.dims();
         let log_probs = log_softmax(logits, 1);
-        let indices = match self.ignore_index {
-            // An ignored target may lie outside of the classes; its term is masked away below.
-            Some(_) => targets.clone().clamp(0, classes as i64 - 1),
-            None => targets.clone(),
+        let ignored = self.ignore_index.map(|index| targets.clone().equal_elem(index));
+        // An ignored target picks class 0 and its term is masked away below. Any other target outside of the
+        // classes reaches the gather as it is, so that the backend refuses it.
+        let indices = match &ignored {
+            Some(ignored) => targets.mask_fill(ignored.clone(), 0),
+            None => targets,
         };
         let picked = log_probs
             .clone()
@@ -70,10 +76,9 @@ impl CrossEntropy {
         } else {
             picked
         };
-        match self.ignore_index {
+        match ignored {
             None => gain.mean().neg(),
-            Some(index) => {
-                let ignored = targets.equal_elem(index);
+            Some(ignored) => {
                 let counted = ignored
                     .clone()
                     .bool_not()

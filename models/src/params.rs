@@ -7,7 +7,7 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Bool, Int, Tensor, TensorData};
 
 /// Whether a tensor of a module is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +54,65 @@ pub fn num_trainable<B: Backend, M: Module<B>>(module: &M) -> usize {
         .sum()
 }
 
+/// Brings the running statistics of `module` up to date.
+///
+/// A training step's forward pass leaves the new statistics of a `RunningState` aside, and the next step or
+/// `module.valid()` puts them in place. A walk over the module (to save it, for one) does neither and sees the
+/// values of the step before, or the initial ones after a single step. Call this before such a walk. Copies of
+/// the module share the statistics and are brought up to date too. Parameters that have no value yet get their
+/// initial one.
+pub fn sync_running<B: Backend, M: Module<B>>(module: &M) {
+    // A copy draws initial values of its own, so the module draws them first.
+    module.visit(&mut Initialise);
+    // Making a record is the one operation of every module that puts the statistics in place.
+    drop(module.clone().into_record());
+}
+
+/// Whether no parameter of `module` has its value yet: such a module has never computed anything, and has no
+/// running statistics to bring up to date.
+pub fn is_fresh<B: Backend, M: Module<B>>(module: &M) -> bool {
+    let mut walk = Fresh::default();
+    module.visit(&mut walk);
+    !walk.initialized
+}
+
+#[derive(Default)]
+struct Fresh {
+    position: Position,
+    initialized: bool,
+}
+
+impl<B: Backend> ModuleVisitor<B> for Fresh {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.position.enter(name, container);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.position.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        // Running statistics have values from the start.
+        self.initialized |= !self.position.is_buffer() && param.is_initialized();
+    }
+}
+
+struct Initialise;
+
+impl<B: Backend> ModuleVisitor<B> for Initialise {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        drop(param.val());
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
+        drop(param.val());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
+        drop(param.val());
+    }
+}
+
 /// Replaces tensors of `module` by what `source` returns for their paths; `None` leaves a tensor as it is.
 ///
 /// Keeps each parameter's identity and whether it requires a gradient. A parameter that was never initialised
@@ -66,6 +125,10 @@ pub fn assign_params<B: Backend, M: Module<B>>(
     module: M,
     source: impl FnMut(&str) -> Option<TensorData>,
 ) -> Result<M, ShapeMismatch> {
+    if !is_fresh(&module) {
+        // A statistic that a training step has left aside would replace the assigned one later.
+        sync_running(&module);
+    }
     let mut assign = Assign {
         position: Position::default(),
         source,
@@ -112,6 +175,11 @@ impl Position {
         self.names.join(".")
     }
 
+    /// Whether the tensor here is a running statistic, going by its field's name.
+    fn is_buffer(&self) -> bool {
+        self.names.last().is_some_and(|name| name.starts_with("running_"))
+    }
+
     /// The innermost struct: containers of other kinds (`Vec`, tuples, arrays) only add an index to the path.
     fn holder(&self) -> &str {
         self.containers
@@ -139,15 +207,10 @@ impl<B: Backend> ModuleVisitor<B> for Walk {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let container = self.position.holder().to_string();
-        let buffer = self
-            .position
-            .names
-            .last()
-            .is_some_and(|name| name.starts_with("running_"));
         self.found.push(ParamInfo {
             path: self.position.path(),
             shape: param.lazy_shape().to_vec(),
-            kind: if buffer {
+            kind: if self.position.is_buffer() {
                 TensorKind::Buffer
             } else {
                 TensorKind::Parameter

@@ -456,8 +456,8 @@ def architectures():
     fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
               "num_key_value_heads")
     with torch.device("meta"):
-        for name in ["resnet18", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "alexnet", "vgg16",
-                     "mobilenet_v2", "mnasnet1_0", "squeezenet1_1"]:
+        for name in ["resnet18", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d", "alexnet",
+                     "vgg16", "mobilenet_v2", "mnasnet1_0", "squeezenet1_1"]:
             add(name, getattr(torchvision.models, name)(weights=None))
         for name in ["vit_small_patch16_224", "vit_base_patch16_224"]:
             add(name, timm.create_model(name))

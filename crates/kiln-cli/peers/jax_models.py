@@ -348,6 +348,7 @@ NETWORKS = {
     "resnet18": partial(resnet, (2, 2, 2, 2), 1),
     "resnet50": partial(resnet, (3, 4, 6, 3), 4),
     "resnext50_32x4d": partial(resnet, (3, 4, 6, 3), 4, 32, 4),
+    "resnext101_32x8d": partial(resnet, (3, 4, 23, 3), 4, 32, 8),
     "mobilenet_v2": mobilenet_v2,
 }
 

@@ -15,11 +15,11 @@ use kiln_hub::data::{
     ImageFolder, ImageSource, Images, Loader, LoaderState, Pipeline, Rng, Shapes, TextBatch, TextBatcher,
     TextExample, TextExamples, TextFields, TokenStream, WindowBatch, WindowBatcher,
 };
-use kiln_hub::{BatchOptions, Padding, Tokenizer};
+use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, Tokenizer, write_bytes_atomic};
 
 use crate::config::{Config, DataConfig, DataSource};
 use crate::error::CliError;
-use crate::model::Batch;
+use crate::model::{Batch, Family};
 
 /// A batch of any source, in memory.
 #[derive(Clone, Debug)]
@@ -117,13 +117,17 @@ impl Data {
     /// needs.
     pub fn open(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Result<Self, CliError> {
         std::fs::create_dir_all(prepared).map_err(CliError::io("create", prepared))?;
-        match config.data.source {
+        let data = match config.data.source {
             DataSource::Text => text(config, prepared, pretrained),
             DataSource::Passages | DataSource::Table => labelled_texts(config, prepared, pretrained),
             DataSource::Shapes | DataSource::Images | DataSource::Cifar10 | DataSource::Cifar100 => {
                 images(config)
             }
+        }?;
+        if !data.classes.is_empty() {
+            keep_classes(prepared, &data.classes)?;
         }
+        Ok(data)
     }
 
     /// The batches of the training, after `state` or from the start.
@@ -147,6 +151,45 @@ impl Data {
             .map(|loader| loader.open(loader.start()))
             .transpose()?)
     }
+}
+
+/// The tokenizer of the weights that a run starts from; none if they have none.
+///
+/// # Errors
+///
+/// [`CliError::Hub`] if it is damaged.
+pub fn pretrained_tokenizer(
+    weights: Option<&Checkpoint>,
+    family: Family,
+) -> Result<Option<Tokenizer>, CliError> {
+    match weights
+        .filter(|_| family != Family::Vision)
+        .map(Checkpoint::tokenizer)
+    {
+        None | Some(Err(HubError::MissingFile { .. })) => Ok(None),
+        Some(tokenizer) => Ok(Some(tokenizer?)),
+    }
+}
+
+/// The classes of a run are those of its beginning: a class more or less would shift the labels of the others.
+fn keep_classes(prepared: &Path, classes: &[String]) -> Result<(), CliError> {
+    let kept = prepared.join("classes.json");
+    if !kept.exists() {
+        let json = serde_json::to_vec_pretty(classes)
+            .map_err(|error| CliError::Usage(format!("{}: {error}", kept.display())))?;
+        return Ok(write_bytes_atomic(&kept, &json)?);
+    }
+    let bytes = std::fs::read(&kept).map_err(CliError::io("read", &kept))?;
+    let before: Vec<String> =
+        serde_json::from_slice(&bytes).map_err(|error| CliError::config(kept.display(), error))?;
+    if before == classes {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "the data has the classes {}, but the run began with {}: restore the data, or start another run",
+        classes.join(", "),
+        before.join(", ")
+    )))
 }
 
 /// Loaders for training and evaluation with one way to make batches.
@@ -237,7 +280,7 @@ fn path<'a>(config: &'a DataConfig, what: &str) -> Result<&'a Path, CliError> {
 
 /// The tokenizer of the run: the one it began with, else that of the weights, else the config's.
 fn tokenizer(
-    config: &DataConfig,
+    config: &Config,
     prepared: &Path,
     pretrained: Option<Tokenizer>,
     texts: impl FnOnce() -> Result<Corpus, CliError>,
@@ -246,8 +289,17 @@ fn tokenizer(
     if kept.exists() {
         return Ok(Tokenizer::open(&kept)?);
     }
+    let weights = config.model.weights.as_deref();
+    let config = &config.data;
     let tokenizer = match (config.tokenizer.as_deref(), pretrained) {
         (None, Some(tokenizer)) => tokenizer,
+        (None, None) if weights.is_some() => {
+            let weights = weights.unwrap_or_default();
+            return Err(CliError::Usage(format!(
+                "{weights} has no tokenizer.json, and its embeddings mean nothing with another tokenizer: set \
+                 data.tokenizer to the path of the one it was trained with"
+            )));
+        }
         (None | Some("bpe"), _) => Tokenizer::train_bpe(texts()?.texts(), config.vocabulary)?,
         (Some("bytes"), _) => Tokenizer::bytes()?,
         (Some(path), _) => Tokenizer::open(path)?,
@@ -260,7 +312,7 @@ fn text(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Resu
     let data = &config.data;
     let read = |paths: &[PathBuf]| Corpus::read(paths, &CorpusOptions::default());
     let paths = paths(data, "text files or folders")?;
-    let tokenizer = tokenizer(data, prepared, pretrained, || Ok(read(paths)?))?;
+    let tokenizer = tokenizer(config, prepared, pretrained, || Ok(read(paths)?))?;
     let stream = |name: &str, paths: &[PathBuf]| -> Result<TokenStream, CliError> {
         let kept = prepared.join(name);
         if !kept.exists() {
@@ -325,7 +377,7 @@ fn labelled_texts(config: &Config, prepared: &Path, pretrained: Option<Tokenizer
                 .map(|example| example.text.clone()),
         ))
     };
-    let tokenizer = tokenizer(data, prepared, pretrained, texts)?;
+    let tokenizer = tokenizer(config, prepared, pretrained, texts)?;
     let options = BatchOptions::new()
         .with_max_length(data.length)
         .with_padding(Padding::Fixed(data.length));
@@ -430,7 +482,11 @@ fn images(config: &Config) -> Result<Data, CliError> {
                     Part::split(train, data.evaluation_fraction).0,
                     Part::split(still(root)?, data.evaluation_fraction).1,
                 ),
-                [other, ..] => (Part::whole(train), Some(Part::whole(still(other)?))),
+                [other, ..] => {
+                    let folder = ImageFolder::open_as(other, classes.clone())?;
+                    let other = Images::new(folder, Pipeline::imagenet_evaluation(size));
+                    (Part::whole(train), Some(Part::whole(other)))
+                }
             };
             (classes, loaders(config, train, evaluation, collate))
         }

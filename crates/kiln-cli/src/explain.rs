@@ -4,13 +4,14 @@ use burn::tensor::backend::Backend;
 use kiln::explain::Machine;
 use kiln::{CompileOptions, Kiln, KilnDevice};
 
+use crate::architecture::Architecture;
 use crate::args::ExplainArguments;
 use crate::bench::Subject;
 use crate::config::{Config, OptimizerConfig};
-use crate::data::Data;
+use crate::data::{Data, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::memory;
-use crate::model::{Architecture, Batch, Family, freeze, initialise};
+use crate::model::{Batch, Family, freeze, initialise};
 use crate::train::{TrainBackend, Trainer, build_trainer};
 
 /// A learning rate that leaves the weights about where they are.
@@ -39,21 +40,9 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
                 let prepared = tempfile::tempdir()
                     .map_err(CliError::io("create a temporary folder in", std::env::temp_dir()))?;
                 let weights = config.model.weights.as_ref().map(kiln_hub::load).transpose()?;
-                let tokenizer = weights
-                    .as_ref()
-                    .filter(|_| family != Family::Vision)
-                    .and_then(|weights| weights.tokenizer().ok());
+                let tokenizer = pretrained_tokenizer(weights.as_ref(), family)?;
                 let data = Data::open(&config, prepared.path(), tokenizer)?;
-                let (length, size) = (config.data.length, config.data.image_size);
-                let classes = data.classes.len();
-                let architecture = Architecture::resolve(
-                    &config.model,
-                    weights.as_ref(),
-                    data.vocabulary,
-                    classes,
-                    size,
-                    length,
-                )?;
+                let architecture = Architecture::resolve(&config, weights.as_ref(), &data)?;
                 let loader = data.train(None)?;
                 let batches: Vec<Batch<TrainBackend>> = loader
                     .take(config.train.accumulate)

@@ -8,11 +8,12 @@ use kiln::{Kiln, KilnDevice};
 use kiln_hub::{Checkpoint, Tokenizer};
 use kiln_models::llama::{GenerateConfig, Llama};
 
+use crate::architecture::Architecture;
 use crate::args::GenerateArguments;
 use crate::config::SampleConfig;
 use crate::data::Data;
 use crate::error::CliError;
-use crate::model::{Architecture, Model};
+use crate::model::{Heads, Model};
 use crate::train::locate;
 
 /// `kiln generate`.
@@ -51,7 +52,10 @@ pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
         seed: arguments.seed,
     };
     let first = sizes.bos_token_id;
-    let Model::Llama(model) = architecture.init::<Kiln>(&device)?.load(&checkpoint)? else {
+    let Model::Llama(model) = architecture
+        .init::<Kiln>(&device)?
+        .load(&checkpoint, Heads::Stored)?
+    else {
         return Err(CliError::Usage("this architecture makes no Llama".to_owned()));
     };
     let tokenizer = checkpoint.tokenizer()?;
@@ -111,9 +115,7 @@ fn continue_text(
         match tokenizer.decode(&tokens, true) {
             Ok(text) if text.ends_with(char::REPLACEMENT_CHARACTER) => {}
             Ok(text) => {
-                if let Some(piece) = text.strip_prefix(printed.as_str()) {
-                    print(piece);
-                }
+                print(added(&printed, &text));
                 printed = text;
             }
             Err(error) => {
@@ -123,5 +125,36 @@ fn continue_text(
         }
         ControlFlow::Continue(())
     })?;
-    failed.map_or(Ok(()), |error| Err(error.into()))
+    if let Some(error) = failed {
+        return Err(error.into());
+    }
+    // The text may end within a character, whose bytes so far show as a replacement character.
+    let text = tokenizer.decode(&tokens, true)?;
+    print(added(&printed, &text));
+    Ok(())
+}
+
+/// What `text` says after what it has in common with `printed`. A tokenizer may join a new token to the text before
+/// it in another way than it had ended that text.
+fn added<'a>(printed: &str, text: &'a str) -> &'a str {
+    let common: usize = printed
+        .chars()
+        .zip(text.chars())
+        .take_while(|(before, now)| before == now)
+        .map(|(before, _)| before.len_utf8())
+        .sum();
+    &text[common..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::added;
+
+    #[test]
+    fn what_is_added_begins_after_the_common_part() {
+        assert_eq!(added("ki", "kiln"), "ln");
+        assert_eq!(added("", "\u{fffd}"), "\u{fffd}");
+        assert_eq!(added("a ,", "a, b"), ", b");
+        assert_eq!(added("é", "é"), "");
+    }
 }

@@ -6,8 +6,9 @@ use std::time::Instant;
 use kiln::{CompileOptions, KilnDevice, RegionReport, StepReport};
 use kiln_burn::table;
 
+use crate::architecture::Architecture;
 use crate::error::CliError;
-use crate::model::{Architecture, Batch, initialise};
+use crate::model::{Batch, initialise};
 use crate::train::TrainBackend;
 use crate::train::curves::{Curve, Panel, begin};
 

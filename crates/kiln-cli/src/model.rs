@@ -2,22 +2,22 @@
 //!
 //! A run chooses its model at run time, but a training step is generic over the model's type. [`Model`] is
 //! one type for all of them, so that the loop, the optimizers and the checkpoints exist once for each
-//! optimizer and not once for each pair. [`Architecture`] is a model's sizes: what a `config.json` says.
+//! optimizer and not once for each pair.
 
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor};
 use kiln::StepInput;
 use kiln_hub::{Checkpoint, LoadOptions, load_into_with, save_pretrained};
-use kiln_models::bert::{BertConfig, BertForSequenceClassification};
+use kiln_models::bert::BertForSequenceClassification;
 use kiln_models::keys::Pretrained;
 use kiln_models::llama::{Llama, LlamaConfig};
 use kiln_models::loss::CrossEntropy;
-use kiln_models::mlp::{Mlp, MlpConfig};
+use kiln_models::mlp::Mlp;
 use kiln_models::vision::{VisionConfig, VisionModel};
-use serde::{Deserialize, Serialize};
 
-use crate::config::{DataSource, ModelConfig};
+use crate::architecture::Architecture;
+use crate::config::DataSource;
 use crate::error::CliError;
 
 /// Any model that the command line knows.
@@ -118,17 +118,17 @@ impl<B: Backend> Model<B> {
         }
     }
 
-    /// Fills the parameters from a checkpoint. A head for another number of classes keeps its initial values.
+    /// Fills the parameters from a checkpoint.
     ///
     /// # Errors
     ///
     /// [`CliError::Hub`] with every key that does not fit.
-    pub fn load(self, checkpoint: &Checkpoint) -> Result<Self, CliError> {
+    pub fn load(self, checkpoint: &Checkpoint, heads: Heads) -> Result<Self, CliError> {
         Ok(match self {
-            Self::Llama(model) => Self::Llama(fill(model, checkpoint)?),
-            Self::Bert(model) => Self::Bert(fill(model, checkpoint)?),
-            Self::Vision(model) => Self::Vision(fill(model, checkpoint)?),
-            Self::Mlp(model) => Self::Mlp(fill(model, checkpoint)?),
+            Self::Llama(model) => Self::Llama(fill(model, checkpoint, heads)?),
+            Self::Bert(model) => Self::Bert(fill(model, checkpoint, heads)?),
+            Self::Vision(model) => Self::Vision(fill(model, checkpoint, heads)?),
+            Self::Mlp(model) => Self::Mlp(fill(model, checkpoint, heads)?),
         })
     }
 
@@ -150,15 +150,22 @@ impl<B: Backend> Model<B> {
     }
 }
 
-fn fill<B: Backend, M: Pretrained<B>>(model: M, checkpoint: &Checkpoint) -> Result<M, CliError> {
+/// What becomes of a head that the checkpoint lacks or has for other classes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Heads {
+    /// It is an error: what the model says would be random.
+    Stored,
+    /// It starts from random values and is trained; a warning names its tensors.
+    New,
+}
+
+fn fill<B: Backend, M: Pretrained<B>>(
+    model: M,
+    checkpoint: &Checkpoint,
+    heads: Heads,
+) -> Result<M, CliError> {
     let map = model.key_map();
-    let mut options = LoadOptions::new();
-    for entry in map.entries.iter().filter(|entry| entry.head) {
-        let stored = checkpoint.stored(&entry.key);
-        if stored.is_some_and(|stored| stored.shape != entry.original_shape()) {
-            options = options.with_skip(&entry.path);
-        }
-    }
+    let options = LoadOptions::new().with_new_heads(heads == Heads::New);
     Ok(load_into_with(model, checkpoint, map, &options)?.0)
 }
 
@@ -285,161 +292,4 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     LlamaConfig::preset_names()
         .chain(["bert-base", "bert-minilm"])
         .chain(VisionConfig::NAMES)
-}
-
-/// A model's sizes.
-#[derive(Clone, Debug)]
-pub enum Architecture {
-    /// Of a language model.
-    Llama(LlamaConfig),
-    /// Of a classifier of texts.
-    Bert(BertConfig),
-    /// Of a classifier of images.
-    Vision(VisionConfig),
-    /// Of a classifier of vectors.
-    Mlp(MlpConfig),
-}
-
-/// `config.json` of an image classifier, for which the original libraries have none.
-#[derive(Serialize, Deserialize)]
-struct VisionFile {
-    architecture: String,
-    num_classes: usize,
-    image_size: usize,
-}
-
-impl Architecture {
-    /// The sizes that a config, its weights and its data add up to. `vocabulary` and `classes` are the
-    /// data's.
-    ///
-    /// # Errors
-    ///
-    /// [`CliError::Model`] for sizes that no model can have, [`CliError::Unknown`] for a name that is no
-    /// model.
-    pub fn resolve(
-        config: &ModelConfig,
-        weights: Option<&Checkpoint>,
-        vocabulary: usize,
-        classes: usize,
-        image_size: usize,
-        length: usize,
-    ) -> Result<Self, CliError> {
-        let stored = weights
-            .and_then(|checkpoint| checkpoint.config().ok())
-            .map(|file| file.to_json());
-        Ok(match Family::of(&config.name)? {
-            Family::Llama => {
-                let mut sizes = match &stored {
-                    Some(json) => LlamaConfig::from_hf_json(json)?,
-                    None => {
-                        let mut sizes =
-                            LlamaConfig::preset(&config.name)?.with_max_position_embeddings(length.max(256));
-                        if let Some(heads) = config.heads {
-                            sizes.num_attention_heads = heads;
-                            sizes.num_key_value_heads = None;
-                        }
-                        sizes.hidden_size = config.hidden_size.unwrap_or(sizes.hidden_size);
-                        sizes.num_hidden_layers = config.layers.unwrap_or(sizes.num_hidden_layers);
-                        sizes.intermediate_size = config.intermediate_size.unwrap_or(sizes.intermediate_size);
-                        sizes.tie_word_embeddings =
-                            config.tie_embeddings.unwrap_or(sizes.tie_word_embeddings);
-                        sizes.vocab_size = vocabulary;
-                        sizes
-                    }
-                };
-                sizes.attention_dropout = config.dropout.unwrap_or(sizes.attention_dropout);
-                sizes.validate()?;
-                Self::Llama(sizes)
-            }
-            Family::Bert => {
-                let mut sizes = match &stored {
-                    Some(json) => BertConfig::from_hf_json(json)?,
-                    None => {
-                        let mut sizes = BertConfig::preset(&config.name)?;
-                        sizes.hidden_size = config.hidden_size.unwrap_or(sizes.hidden_size);
-                        sizes.num_hidden_layers = config.layers.unwrap_or(sizes.num_hidden_layers);
-                        sizes.num_attention_heads = config.heads.unwrap_or(sizes.num_attention_heads);
-                        sizes.intermediate_size = config.intermediate_size.unwrap_or(sizes.intermediate_size);
-                        sizes.vocab_size = vocabulary;
-                        sizes
-                    }
-                };
-                sizes.num_labels = classes;
-                if let Some(dropout) = config.dropout {
-                    sizes.hidden_dropout_prob = dropout;
-                    sizes.attention_probs_dropout_prob = dropout;
-                }
-                sizes.validate()?;
-                Self::Bert(sizes)
-            }
-            Family::Vision => Self::Vision(
-                VisionConfig::new(config.name.clone())
-                    .with_num_classes(classes)
-                    .with_image_size(image_size),
-            ),
-        })
-    }
-
-    /// Reads the `config.json` beside saved weights.
-    ///
-    /// # Errors
-    ///
-    /// [`CliError::Hub`] or [`CliError::Model`] if it is damaged or of a model that is not known.
-    pub fn read(checkpoint: &Checkpoint) -> Result<Self, CliError> {
-        let config = checkpoint.config()?;
-        if let Ok(file) = config.clone().into_struct::<VisionFile>() {
-            let VisionFile {
-                architecture,
-                num_classes,
-                image_size,
-            } = file;
-            return Ok(Self::Vision(
-                VisionConfig::new(architecture)
-                    .with_num_classes(num_classes)
-                    .with_image_size(image_size),
-            ));
-        }
-        match config.model_type()?.as_str() {
-            "llama" => Ok(Self::Llama(LlamaConfig::from_hf_json(&config.to_json())?)),
-            "bert" => Ok(Self::Bert(BertConfig::from_hf_json(&config.to_json())?)),
-            other => Err(CliError::unknown("model_type", other, ["llama", "bert"])),
-        }
-    }
-
-    /// The text of `config.json`.
-    pub fn to_json(&self) -> String {
-        match self {
-            Self::Llama(sizes) => sizes.to_hf_json(),
-            Self::Bert(sizes) => sizes.to_hf_json("BertForSequenceClassification"),
-            Self::Vision(sizes) => {
-                let (num_classes, image_size) = (sizes.num_classes, sizes.image_size);
-                let file = serde_json::json!({ "architecture": sizes.name, "num_classes": num_classes, "image_size": image_size });
-                format!("{file:#}\n")
-            }
-            Self::Mlp(sizes) => format!(
-                "{:#}\n",
-                serde_json::json!({ "architecture": "mlp", "widths": sizes.widths })
-            ),
-        }
-    }
-
-    /// Builds the model.
-    ///
-    /// # Errors
-    ///
-    /// [`CliError::Model`].
-    pub fn init<B: Backend>(&self, device: &B::Device) -> Result<Model<B>, CliError> {
-        Ok(match self {
-            Self::Llama(sizes) => {
-                sizes.validate()?;
-                Model::Llama(sizes.init(device))
-            }
-            Self::Bert(sizes) => {
-                sizes.validate()?;
-                Model::Bert(sizes.init_classifier(device))
-            }
-            Self::Vision(sizes) => Model::Vision(sizes.init(device)?),
-            Self::Mlp(sizes) => Model::Mlp(sizes.init(device)),
-        })
-    }
 }

@@ -59,6 +59,7 @@ pub struct Checkpoint {
     folder: PathBuf,
     files: Vec<MappedFile>,
     tensors: BTreeMap<String, Slot>,
+    code: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -219,6 +220,7 @@ impl Checkpoint {
             folder: source.folder(),
             files: vec![],
             tensors: BTreeMap::new(),
+            code: vec![],
         };
         if file.ends_with(".index.json") {
             let index_path = source.fetch(file)?;
@@ -244,6 +246,15 @@ impl Checkpoint {
             .is_some_and(|ext| ["bin", "pt", "pth", "ckpt", "tar"].iter().any(|p| ext == *p));
         let (file, mapped, owned) = if pickled {
             let archive = pytorch::open(path)?;
+            if !archive.code.is_empty() {
+                tracing::warn!(
+                    "{} holds code besides tensors ({}). None of it was run, here or ever; Python's `torch.load` with \
+                     `weights_only=False` would run it, so do not open the file so",
+                    path.display(),
+                    archive.code.join(", ")
+                );
+            }
+            self.code.extend(archive.code);
             (archive.file, archive.mapped, archive.owned)
         } else {
             let (file, tensors) = safetensors_file::open(path)?;
@@ -300,6 +311,12 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// What the files hold of code, in words: functions that a pickle would call in Python, programs in an archive.
+    /// Nothing of it is run; a warning has named it when the checkpoint was opened.
+    pub fn code(&self) -> &[String] {
+        &self.code
+    }
+
     /// Shape and element type of a tensor.
     pub fn stored(&self, name: &str) -> Option<StoredTensor> {
         let slot = self.tensors.get(name)?;
@@ -340,6 +357,25 @@ impl Checkpoint {
     /// [`HubError::UnknownTensor`]; [`HubError::DType`] if the tensor does not hold floats.
     pub fn tensor_as(&self, name: &str, dtype: DType) -> Result<TensorData, HubError> {
         self.raw(name)?.to_floats(dtype)
+    }
+
+    /// Whether two tensors have the same shape and the same values, floats of different types by their values.
+    ///
+    /// # Errors
+    /// [`HubError::UnknownTensor`] if one of them does not exist.
+    pub fn same(&self, name: &str, other: &str) -> Result<bool, HubError> {
+        let (a, b) = (self.raw(name)?, self.raw(other)?);
+        if a.shape != b.shape {
+            return Ok(false);
+        }
+        if a.dtype == b.dtype {
+            // PyTorch's files hold tied tensors as two views of one storage.
+            return Ok(std::ptr::eq(a.bytes, b.bytes) || a.bytes == b.bytes);
+        }
+        Ok(match (a.to_floats(DType::F64), b.to_floats(DType::F64)) {
+            (Ok(a), Ok(b)) => a.as_bytes() == b.as_bytes(),
+            _ => false,
+        })
     }
 
     pub(crate) fn raw(&self, name: &str) -> Result<RawTensor<'_>, HubError> {

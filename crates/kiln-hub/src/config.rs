@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::error::HubError;
+use crate::mistaken;
 
 /// An opened `config.json`.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,6 +40,7 @@ impl Config {
             Ok(Value::Object(object)) => Ok(Self { path, object }),
             Ok(_) => Err(HubError::config(path, "not a JSON object")),
             Err(error) => {
+                mistaken::refuse(&path, bytes)?;
                 let hint = match literal_at(bytes, &error) {
                     Some(word) => format!(" ({word} is not a JSON number; write null or a finite value)"),
                     None => String::new(),

@@ -141,6 +141,15 @@ pub enum HubError {
         name: String,
     },
 
+    /// A file is something else than its name says: a web page, a pointer of Git LFS, another format.
+    #[error("{} is {what}", path.display())]
+    Mistaken {
+        /// The file.
+        path: PathBuf,
+        /// What it is and what to do.
+        what: String,
+    },
+
     /// A safetensors file is damaged.
     #[error("{} is not a valid safetensors file: {reason}; fetch or save it again", path.display())]
     Safetensors {
@@ -261,6 +270,8 @@ pub struct KeyReport {
     pub mistyped: Vec<MistypedKey>,
     /// Parameters of the module that the key map has no rule for.
     pub unmapped: Vec<String>,
+    /// Parameters for which the checkpoint has several tensors that are not equal.
+    pub ambiguous: Vec<AmbiguousKeys>,
 }
 
 /// A parameter without a tensor.
@@ -270,6 +281,10 @@ pub struct MissingKey {
     pub param: String,
     /// The key that the mapping expects.
     pub key: String,
+    /// Shape in the checkpoint that the parameter needs.
+    pub shape: Vec<usize>,
+    /// Whether the parameter belongs to a task head.
+    pub head: bool,
 }
 
 /// A tensor of the wrong shape.
@@ -283,6 +298,19 @@ pub struct MisshapenKey {
     pub expected: Vec<usize>,
     /// Shape in the checkpoint.
     pub found: Vec<usize>,
+    /// Whether the parameter belongs to a task head.
+    pub head: bool,
+}
+
+/// Two tensors of a checkpoint that stand for one parameter and differ.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AmbiguousKeys {
+    /// Path of the parameter in the module, joined with dots.
+    pub param: String,
+    /// The key that would be taken.
+    pub key: String,
+    /// The key of the other tensor.
+    pub other: String,
 }
 
 /// A tensor of the wrong kind of element.
@@ -306,6 +334,12 @@ impl KeyReport {
             && self.misshapen.is_empty()
             && self.mistyped.is_empty()
             && self.unmapped.is_empty()
+            && self.ambiguous.is_empty()
+    }
+
+    /// Whether a tensor of a task head is missing or has another shape.
+    fn lacks_a_head(&self) -> bool {
+        self.missing.iter().any(|key| key.head) || self.misshapen.iter().any(|key| key.head)
     }
 }
 
@@ -315,7 +349,7 @@ impl fmt::Display for KeyReport {
         if !self.missing.is_empty() {
             write!(f, "\n  missing ({}):", self.missing.len())?;
             for m in &self.missing {
-                write!(f, "\n    {} (for parameter {})", m.key, m.param)?;
+                write!(f, "\n    {} {:?} (for parameter {})", m.key, m.shape, m.param)?;
             }
         }
         if !self.unexpected.is_empty() {
@@ -353,6 +387,24 @@ impl fmt::Display for KeyReport {
             for param in &self.unmapped {
                 write!(f, "\n    {param}")?;
             }
+        }
+        if !self.ambiguous.is_empty() {
+            write!(
+                f,
+                "\n  one parameter but different tensors ({}; weights that are tied must be equal, else set \
+                 `tie_word_embeddings` to false in config.json):",
+                self.ambiguous.len()
+            )?;
+            for a in &self.ambiguous {
+                write!(f, "\n    {} and {} (for parameter {})", a.key, a.other, a.param)?;
+            }
+        }
+        if self.lacks_a_head() {
+            write!(
+                f,
+                "\n  this model's head is not in the checkpoint: take a checkpoint that was saved with it; only \
+                 fine-tuning starts a head anew (`model.weights` of kiln train, `LoadOptions::with_new_heads`)"
+            )?;
         }
         Ok(())
     }

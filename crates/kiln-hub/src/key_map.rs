@@ -34,8 +34,9 @@ pub struct KeyRule {
     pub aliases: Vec<String>,
     /// How the tensor is changed on the way in.
     pub transform: Transform,
-    /// Whether the parameter may keep its initial value when the checkpoint has no such tensor (a new head).
-    pub optional: bool,
+    /// Whether the parameter belongs to a task head, which fine-tuning may start anew
+    /// ([`LoadOptions::with_new_heads`](crate::LoadOptions::with_new_heads)).
+    pub head: bool,
 }
 
 /// Keys of a checkpoint that no parameter needs and that are no sign of a mistake.
@@ -129,7 +130,7 @@ impl FromIterator<(String, String, Transform)> for KeyMap {
                 key,
                 aliases: vec![],
                 transform,
-                optional: false,
+                head: false,
             })
             .collect();
         Self {
@@ -155,7 +156,7 @@ impl From<kiln_models::keys::KeyMap> for KeyMap {
             } else {
                 Transform::None
             },
-            optional: entry.head,
+            head: entry.head,
         };
         let pattern = |pattern| match pattern {
             kiln_models::keys::KeyPattern::Exact(text) => KeyPattern::Exact(text),

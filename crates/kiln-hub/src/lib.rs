@@ -22,6 +22,7 @@
 
 mod atomic;
 mod checkpoint;
+mod compare;
 mod config;
 mod convert;
 mod error;
@@ -29,6 +30,7 @@ mod hub;
 mod key_map;
 mod load;
 mod mapped;
+mod mistaken;
 mod names;
 mod pytorch;
 mod safetensors_file;
@@ -43,7 +45,7 @@ pub mod data;
 pub use atomic::{write_atomic, write_bytes_atomic};
 pub use checkpoint::{Checkpoint, StoredTensor, load};
 pub use config::Config;
-pub use error::{HubError, KeyReport, MisshapenKey, MissingKey, MistypedKey};
+pub use error::{AmbiguousKeys, HubError, KeyReport, MisshapenKey, MissingKey, MistypedKey};
 pub use hub::{Hub, Snapshot};
 pub use key_map::{KeyMap, KeyPattern, KeyRule, Transform};
 pub use load::{LoadOptions, Loaded, load_into, load_into_with};

@@ -1,21 +1,20 @@
 //! From a checkpoint into a module.
 //!
-//! Loading has two halves. The first compares: it walks the module without initialising anything, looks up each
-//! parameter's rule and tensor, and collects every disagreement into one [`KeyReport`], so that a wrong mapping is seen
-//! whole and a half-filled module never exists. The second fills, and by then nothing is left to fail but reading.
+//! Loading has two halves. The first compares checkpoint and module ([`compare`]) and reports every disagreement at
+//! once, so that a half-filled module never exists. The second fills, and by then nothing is left to fail but reading.
 //! Tensors are read one at a time, so the peak is the module plus one tensor.
-
-use std::collections::{BTreeMap, BTreeSet};
 
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_tensor::backend::Backend;
 use burn_tensor::{Bool, DType, Int, Tensor, TensorData};
+use kiln_models::params::{is_fresh, sync_running};
 
 use crate::checkpoint::Checkpoint;
-use crate::convert::{kind_of, transpose_bytes};
-use crate::error::{HubError, KeyReport, MisshapenKey, MissingKey, MistypedKey};
-use crate::key_map::{KeyMap, KeyRule, Transform};
-use crate::walk::{ParamInfo, PathStack, list_params};
+use crate::compare::{Plan, compare};
+use crate::convert::transpose_bytes;
+use crate::error::HubError;
+use crate::key_map::{KeyMap, Transform};
+use crate::walk::{PathStack, list_params};
 
 /// How strictly a checkpoint must fit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,6 +26,9 @@ pub struct LoadOptions {
     pub skip: Vec<String>,
     /// Parameters whose path begins with one of these may be absent from the checkpoint.
     pub allow_missing: Vec<String>,
+    /// Parameters of a task head keep their initial values where the checkpoint has no tensor for them, or one of
+    /// another shape.
+    pub new_heads: bool,
     /// Keys of the checkpoint that no parameter uses are not an error.
     pub allow_unexpected: bool,
 }
@@ -55,6 +57,13 @@ impl LoadOptions {
         self
     }
 
+    /// Starts task heads anew that the checkpoint lacks or has for other classes, as fine-tuning wants it. What was
+    /// started anew is in [`Loaded::new_heads`] and in a warning.
+    pub fn with_new_heads(mut self, allow: bool) -> Self {
+        self.new_heads = allow;
+        self
+    }
+
     /// Lets the checkpoint hold more than the module uses.
     pub fn with_allow_unexpected(mut self, allow: bool) -> Self {
         self.allow_unexpected = allow;
@@ -69,6 +78,8 @@ pub struct Loaded {
     pub filled: usize,
     /// Parameters that kept their initial values, by skipping or because the checkpoint has none.
     pub kept: Vec<String>,
+    /// Those of them that belong to task heads which the checkpoint does not have in this shape.
+    pub new_heads: Vec<String>,
     /// Keys of the checkpoint that were not used.
     pub unused: Vec<String>,
 }
@@ -79,8 +90,8 @@ pub struct Loaded {
 /// backend's float type.
 ///
 /// # Errors
-/// [`HubError::Keys`] with every missing, unexpected and misshapen key at once; [`HubError::KeyMap`] for a contradictory
-/// map.
+/// [`HubError::Keys`] with every missing, unexpected and misshapen key at once, the keys of a task head among them;
+/// [`HubError::KeyMap`] for a contradictory map.
 pub fn load_into<B: Backend, M: Module<B>>(
     module: M,
     checkpoint: &Checkpoint,
@@ -101,6 +112,17 @@ pub fn load_into_with<B: Backend, M: Module<B>>(
 ) -> Result<(M, Loaded), HubError> {
     let map = map.into();
     let (plan, mut loaded) = compare(&list_params::<B, M>(&module), checkpoint, &map, options)?;
+    if !loaded.new_heads.is_empty() {
+        tracing::warn!(
+            "{} has no such head: {} start from random values",
+            checkpoint.place(),
+            loaded.new_heads.join(", ")
+        );
+    }
+    if !is_fresh(&module) {
+        // A statistic that a training step has left aside would replace the loaded one later.
+        sync_running(&module);
+    }
     let mut filler = Filler {
         checkpoint,
         plan,
@@ -117,124 +139,6 @@ pub fn load_into_with<B: Backend, M: Module<B>>(
             Ok((module, loaded))
         }
     }
-}
-
-/// Which key fills a parameter, and how.
-type Plan = BTreeMap<String, (String, Transform)>;
-
-/// Looks at module and checkpoint together; an error lists everything that does not fit.
-fn compare(
-    params: &[ParamInfo],
-    checkpoint: &Checkpoint,
-    map: &KeyMap,
-    options: &LoadOptions,
-) -> Result<(Plan, Loaded), HubError> {
-    let rules = map.by_param()?;
-    let mut report = KeyReport {
-        place: checkpoint.place().to_string(),
-        ..Default::default()
-    };
-    let mut plan = Plan::new();
-    let mut loaded = Loaded::default();
-    let mut used: BTreeSet<&str> = BTreeSet::new();
-    for param in params {
-        let Some(rule) = rules.get(param.path.as_str()) else {
-            if below(&options.skip, &param.path) {
-                loaded.kept.push(param.path.clone());
-            } else {
-                report.unmapped.push(param.path.clone());
-            }
-            continue;
-        };
-        let names = || {
-            std::iter::once(&rule.key)
-                .chain(&rule.aliases)
-                .map(String::as_str)
-        };
-        if below(&options.skip, &param.path) {
-            used.extend(names());
-            loaded.kept.push(param.path.clone());
-            continue;
-        }
-        let Some((key, stored)) = names().find_map(|name| Some((name, checkpoint.stored(name)?))) else {
-            if rule.optional || below(&options.allow_missing, &param.path) {
-                loaded.kept.push(param.path.clone());
-            } else {
-                report.missing.push(MissingKey {
-                    param: param.path.clone(),
-                    key: rule.key.clone(),
-                });
-            }
-            continue;
-        };
-        used.insert(key);
-        let expected = stored_shape(param, rule)?;
-        if stored.shape != expected {
-            report.misshapen.push(MisshapenKey {
-                param: param.path.clone(),
-                key: key.to_string(),
-                expected,
-                found: stored.shape,
-            });
-        } else if kind_of(stored.dtype) != Some(param.kind) {
-            report.mistyped.push(MistypedKey {
-                param: param.path.clone(),
-                key: key.to_string(),
-                expected: param.kind.name(),
-                found: format!("{:?}", stored.dtype),
-            });
-        } else {
-            plan.insert(param.path.clone(), (key.to_string(), rule.transform));
-        }
-    }
-    // A file may hold one tensor under several of its names; the spare ones are not a mistake.
-    let aliases: BTreeSet<&str> = map
-        .rules
-        .iter()
-        .flat_map(|r| &r.aliases)
-        .map(String::as_str)
-        .collect();
-    let unused = checkpoint.names().filter(|key| !used.contains(key));
-    loaded.unused = unused.map(str::to_string).collect();
-    if !options.allow_unexpected {
-        let expected = |key: &str| aliases.contains(key) || map.ignorable.iter().any(|p| p.matches(key));
-        report.unexpected = loaded
-            .unused
-            .iter()
-            .filter(|key| !expected(key))
-            .cloned()
-            .collect();
-    }
-    if report.is_clean() {
-        Ok((plan, loaded))
-    } else {
-        Err(HubError::Keys(Box::new(report)))
-    }
-}
-
-/// The shape that a parameter's tensor has in the checkpoint.
-fn stored_shape(param: &ParamInfo, rule: &KeyRule) -> Result<Vec<usize>, HubError> {
-    let mut shape = param.shape.clone();
-    if rule.transform == Transform::Transpose {
-        if shape.len() != 2 {
-            return Err(HubError::KeyMap(format!(
-                "parameter `{}` has rank {} and cannot be transposed",
-                param.path,
-                shape.len()
-            )));
-        }
-        shape.reverse();
-    }
-    Ok(shape)
-}
-
-/// Whether a path equals one of the prefixes or lies below it.
-fn below(prefixes: &[String], path: &str) -> bool {
-    prefixes.iter().any(|prefix| {
-        let prefix = prefix.trim_end_matches('.');
-        path.strip_prefix(prefix)
-            .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-    })
 }
 
 struct Filler<'a> {
@@ -320,20 +224,5 @@ impl<B: Backend> ModuleMapper<B> for Filler<'_> {
         let id = param.id;
         let tensor = Tensor::from_data(data, &param.lazy_device());
         param.transform_for_load(tensor, id)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::below;
-
-    #[test]
-    fn a_prefix_ends_at_a_dot() {
-        let prefixes = vec!["head".to_string(), "layers.1.".to_string()];
-        assert!(below(&prefixes, "head"));
-        assert!(below(&prefixes, "head.weight"));
-        assert!(below(&prefixes, "layers.1.bias"));
-        assert!(!below(&prefixes, "header.weight"));
-        assert!(!below(&prefixes, "layers.10.bias"));
     }
 }

@@ -11,12 +11,18 @@ use safetensors::tensor::{SafeTensorError, SafeTensors};
 
 use crate::error::HubError;
 use crate::mapped::{Entry, MappedFile};
+use crate::mistaken;
 
 /// Maps a file and checks its header; returns it with the names and places of its tensors, in the order of the data.
 pub(crate) fn open(path: &Path) -> Result<(MappedFile, Vec<(String, Entry)>), HubError> {
     let file = MappedFile::open(path)?;
-    let tensors = entries(file.bytes()).map_err(|reason| HubError::safetensors(path, reason))?;
-    Ok((file, tensors))
+    match entries(file.bytes()) {
+        Ok(tensors) => Ok((file, tensors)),
+        Err(reason) => {
+            mistaken::refuse_safetensors(path, file.bytes())?;
+            Err(HubError::safetensors(path, reason))
+        }
+    }
 }
 
 /// Reads and checks the header of a whole file.

@@ -3,7 +3,8 @@
 //! Each parameter is written under the key of its rule, with the rule's transform undone, so that what [`load_into`]
 //! reads is what [`save_pretrained`] writes. The header of a safetensors file needs only shapes and types, which are
 //! known beforehand; values are read from the device one at a time while the file is written, so saving needs memory for
-//! one tensor, not for a second model. Every file is written atomically, and the files that readers look for first are
+//! one tensor, not for a second model. Running statistics are written as the model after `valid()` has them, the newest
+//! step's included. Every file is written atomically, and the files that readers look for first are
 //! written last.
 //!
 //! [`load_into`]: crate::load_into
@@ -15,6 +16,7 @@ use std::path::Path;
 use burn_core::module::{Module, ModuleVisitor, Param};
 use burn_tensor::backend::Backend;
 use burn_tensor::{Bool, BoolStore, DType, Int, Tensor, TensorData};
+use kiln_models::params::sync_running;
 use safetensors::tensor::{Dtype, SafeTensorError, View};
 use serde_json::json;
 
@@ -201,6 +203,7 @@ fn collect<B: Backend, M: Module<B>>(
     dtype: Option<DType>,
 ) -> Result<BTreeMap<String, Pending>, HubError> {
     let rules = map.by_param()?;
+    sync_running(module);
     let mut collector = Collector {
         rules: &rules,
         dtype,

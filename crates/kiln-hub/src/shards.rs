@@ -9,6 +9,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::error::HubError;
+use crate::mistaken;
 use crate::names::is_plain_relative;
 
 /// Tensor name to file name.
@@ -26,7 +27,13 @@ impl ShardIndex {
 
     /// Parses an index; `path` is for errors.
     pub fn parse(text: &str, path: &Path) -> Result<Self, HubError> {
-        let value: Value = serde_json::from_str(text).map_err(|error| HubError::index(path, error))?;
+        let value: Value = match serde_json::from_str(text) {
+            Ok(value) => value,
+            Err(error) => {
+                mistaken::refuse(path, text.as_bytes())?;
+                return Err(HubError::index(path, error));
+            }
+        };
         let map = value
             .get("weight_map")
             .and_then(Value::as_object)

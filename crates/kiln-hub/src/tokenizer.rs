@@ -20,6 +20,7 @@ use tokenizers::{
 
 use crate::atomic::write_bytes_atomic;
 use crate::error::HubError;
+use crate::mistaken;
 use crate::token_batch::{BatchEncoder, BatchOptions, Padding};
 
 /// The token that separates documents in the tokenizers that this crate makes.
@@ -59,10 +60,15 @@ impl Tokenizer {
         let parsed = catch_unwind(AssertUnwindSafe(|| tokenizers::Tokenizer::from_bytes(bytes)));
         match parsed {
             Ok(Ok(inner)) => Ok(Self::from_inner(inner, path)),
-            Ok(Err(error)) => Err(HubError::Tokenizer {
-                path,
-                reason: error.to_string(),
-            }),
+            Ok(Err(error)) => {
+                if let Some(path) = &path {
+                    mistaken::refuse(path, bytes)?;
+                }
+                Err(HubError::Tokenizer {
+                    path,
+                    reason: error.to_string(),
+                })
+            }
             Err(_) => Err(HubError::Tokenizer {
                 path,
                 reason: "the file contradicts itself".to_string(),
@@ -143,9 +149,11 @@ impl Tokenizer {
         write_bytes_atomic(path.as_ref(), text.as_bytes())
     }
 
-    /// Number of tokens, added ones included. Ids are below it unless the file leaves gaps.
+    /// Rows that a table of embeddings needs: one more than the largest id, added tokens included. Where the file leaves
+    /// gaps between its ids that is more than the number of tokens.
     pub fn vocabulary(&self) -> usize {
-        self.inner.get_vocab_size(true)
+        let ids = self.inner.get_vocab(true).into_values();
+        ids.max().map_or(0, |largest| largest as usize + 1)
     }
 
     /// The id of a token.

@@ -470,6 +470,91 @@ fn png(width: u32, height: u32, colour: impl Fn(u32, u32) -> [u8; 3]) -> Vec<u8>
     bytes.into_inner()
 }
 
+/// A label that is no class stops the data, with the example's number.
+#[test]
+fn labels_are_classes() {
+    struct Wrong;
+    impl ImageSource for Wrong {
+        fn len(&self) -> usize {
+            4
+        }
+        fn picture(&self, index: usize) -> Result<(Picture, usize), DataError> {
+            Ok((Picture::filled(2, 2, [0; 3]), index))
+        }
+        fn classes(&self) -> &[String] {
+            const CLASSES: [String; 3] = [const { String::new() }; 3];
+            &CLASSES
+        }
+    }
+    let example = |label| TextExample {
+        text: "a".into(),
+        pair: None,
+        label,
+    };
+    let classes: Vec<String> = ["x", "y", "z"].map(String::from).to_vec();
+    assert!(TextExamples::new(vec![example(2)], classes.clone()).is_ok());
+    let error = TextExamples::new(vec![example(0), example(3)], classes.clone()).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            DataError::Label {
+                label: 3,
+                classes: 3,
+                ..
+            }
+        ),
+        "{error:?}"
+    );
+    assert!(error.to_string().contains("text 1 has label 3"), "{error}");
+
+    let images = Images::new(Wrong, Pipeline::plain());
+    assert!(images.item(2, &mut Rng::at(&[0])).is_ok());
+    let error = images.item(3, &mut Rng::at(&[0])).unwrap_err().to_string();
+    assert!(error.contains("image 3 has label 3"), "{error}");
+
+    // A folder for evaluation that lacks a class has the labels of the training all the same.
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "y/0.png", png(2, 2, |_, _| [0; 3]));
+    let source = ImageFolder::open_as(folder.path(), classes).unwrap();
+    assert_eq!(source.files()[0].1, 1);
+    let error = ImageFolder::open_as(folder.path(), vec!["x".into()])
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("`y`"), "{error}");
+}
+
+/// A pair that is too long is cut as transformers cuts it: the longer text loses first, and of an odd length the text
+/// that was longer keeps one token more (the second, if both were equally long).
+#[test]
+fn pairs_are_cut_as_transformers_cuts_them() {
+    let tokenizer = Tokenizer::bytes().unwrap();
+    let cut = |first: usize, second: usize, length: usize| {
+        let options = BatchOptions::new().with_max_length(length);
+        let encoder = tokenizer.batch_encoder(&options).unwrap();
+        let pair = ("a".repeat(first), "b".repeat(second));
+        let batch = encoder.encode_pairs(&[pair]).unwrap();
+        let count = |byte: u8| batch.ids.iter().filter(|id| **id == i32::from(byte)).count();
+        (count(b'a'), count(b'b'))
+    };
+    assert_eq!(cut(60, 40, 29), (15, 14));
+    assert_eq!(cut(40, 60, 29), (14, 15));
+    assert_eq!(cut(40, 40, 29), (14, 15));
+    assert_eq!(cut(60, 20, 29), (15, 14));
+    assert_eq!(cut(60, 20, 5), (3, 2));
+    assert_eq!(cut(60, 2, 29), (27, 2));
+    assert_eq!(cut(2, 60, 29), (2, 27));
+    assert_eq!(cut(60, 40, 30), (15, 15));
+    assert_eq!(cut(60, 40, 1), (1, 0));
+}
+
+/// A table of embeddings has a row for the largest id, whatever ids are left out below it.
+#[test]
+fn a_vocabulary_with_gaps_counts_them() {
+    let text =
+        r#"{"version": "1.0", "model": {"type": "WordLevel", "unk_token": "u", "vocab": {"u": 0, "a": 7}}}"#;
+    assert_eq!(Tokenizer::from_bytes(text.as_bytes()).unwrap().vocabulary(), 8);
+}
+
 #[test]
 fn image_folders() {
     let folder = tempfile::tempdir().unwrap();

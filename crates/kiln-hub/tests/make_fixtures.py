@@ -1,12 +1,13 @@
 """Makes the fixtures of this folder with PyTorch and transformers.
 
-    python make_fixtures.py archives            # state_*.bin: the three forms that torch.save has had
+    python make_fixtures.py archives            # state_*.bin: the three forms that torch.save has had, and one with code
     python make_fixtures.py embeddings MODEL    # minilm_embeddings.json, from a folder with all-MiniLM-L6-v2
 
 The values in the archives follow the rule of `element` in files/common.rs, so the Rust tests know them without a file.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def tensors(dtype):
     return made
 
 
+class Command:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/this-pickle-was-executed",)
+
+
 def archives():
     torch.save(tensors(torch.float32), FIXTURES / "state_zip.bin")
     # A matrix that is a transposed view, and two tensors that share one storage.
@@ -61,6 +67,8 @@ def archives():
     half["bn.weight"], half["bn.bias"] = shared[:4], shared[4:]
     torch.save({"state_dict": half, "epoch": 3}, FIXTURES / "state_nested_bf16.bin")
     torch.save(tensors(torch.float32), FIXTURES / "state_legacy.bin", _use_new_zipfile_serialization=False)
+    # An entry that runs a command where pickles are executed.
+    torch.save({**tensors(torch.float32), "hook": Command()}, FIXTURES / "state_with_code.bin")
 
 
 def embeddings(model_folder):

@@ -3,12 +3,47 @@
 use super::{BertForMaskedLm, BertForSequenceClassification, BertModel};
 use crate::ModelError;
 use crate::layers::Activation;
+use crate::settings;
 use burn::config::Config;
 use burn::tensor::backend::Backend;
 use serde::Deserialize;
+use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
 const FAMILY: &str = "bert";
+
+/// What the labels of a classifier are, which decides its loss.
+#[derive(Config, Debug, Copy, PartialEq, Eq)]
+pub enum ProblemType {
+    /// Numbers: mean squared error.
+    Regression,
+    /// One class a text: cross entropy.
+    SingleLabel,
+    /// Any number of classes a text: binary cross entropy.
+    MultiLabel,
+}
+
+impl ProblemType {
+    /// The kinds with the names of `problem_type` in a `config.json`.
+    const NAMES: [(Self, &'static str); 3] = [
+        (Self::Regression, "regression"),
+        (Self::SingleLabel, "single_label_classification"),
+        (Self::MultiLabel, "multi_label_classification"),
+    ];
+
+    /// The name in a `config.json`.
+    pub fn name(self) -> &'static str {
+        Self::NAMES
+            .iter()
+            .find(|(kind, _)| *kind == self)
+            .map_or("", |(_, name)| name)
+    }
+
+    fn from_name(name: &str) -> Option<Self> {
+        let found = Self::NAMES.iter().find(|(_, known)| *known == name);
+        found.map(|(kind, _)| *kind)
+    }
+}
 
 /// Configuration of the BERT family; the defaults are those of `bert-base-uncased`.
 #[derive(Config, Debug)]
@@ -60,6 +95,9 @@ pub struct BertConfig {
     /// The masked-language-model head projects with the token embeddings. Default: true
     #[config(default = true)]
     pub tie_word_embeddings: bool,
+    /// What the labels of the classification head are; regression for one label, else classes, if absent.
+    /// Default: absent
+    pub problem_type: Option<ProblemType>,
 }
 
 impl BertConfig {
@@ -92,12 +130,21 @@ impl BertConfig {
         }
     }
 
-    /// Reads the text of a `config.json`. Fields that do not matter to the model are passed over.
+    /// What the labels of the classification head are, as transformers decides it.
+    pub fn problem(&self) -> ProblemType {
+        self.problem_type.unwrap_or(match self.num_labels {
+            1 => ProblemType::Regression,
+            _ => ProblemType::SingleLabel,
+        })
+    }
+
+    /// Reads the text of a `config.json`. Fields that do not matter to the model are passed over, and a warning
+    /// names those that are not known.
     ///
     /// # Errors
     ///
     /// Text that is not such a configuration, sizes that no model can have, and variants that are not
-    /// implemented (decoders, cross attention, relative positions).
+    /// implemented (decoders, cross attention, relative positions, quantized weights).
     pub fn from_hf_json(text: &str) -> Result<Self, ModelError> {
         let file: HfBertConfig = serde_json::from_str(text).map_err(|source| ModelError::Parse {
             family: FAMILY,
@@ -130,6 +177,7 @@ impl BertConfig {
             "initializer_range": self.initializer_range,
             "pad_token_id": self.pad_token_id,
             "tie_word_embeddings": self.tie_word_embeddings,
+            "problem_type": self.problem_type.map(ProblemType::name),
             "id2label": labels(|id| (id.to_string(), format!("LABEL_{id}").into())),
             "label2id": labels(|id| (format!("LABEL_{id}"), id.into())),
         });
@@ -198,6 +246,12 @@ impl BertConfig {
         BertModel::new(self, true, device)
     }
 
+    /// Builds the encoder alone, for sentence embeddings and for checkpoints without a pooler. Panics like
+    /// [`init`](Self::init).
+    pub fn init_without_pooler<B: Backend>(&self, device: &B::Device) -> BertModel<B> {
+        BertModel::new(self, false, device)
+    }
+
     /// Builds the encoder with a classification head. Panics like [`init`](Self::init).
     pub fn init_classifier<B: Backend>(&self, device: &B::Device) -> BertForSequenceClassification<B> {
         BertForSequenceClassification::new(self, device)
@@ -235,6 +289,10 @@ struct HfBertConfig {
     is_decoder: Option<bool>,
     add_cross_attention: Option<bool>,
     tie_word_embeddings: Option<bool>,
+    problem_type: Option<String>,
+    is_causal: Option<bool>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
 }
 
 fn default_padding() -> Option<usize> {
@@ -265,6 +323,17 @@ impl HfBertConfig {
                 "false",
             ));
         }
+        if self.is_causal == Some(true) {
+            return Err(ModelError::unsupported(FAMILY, "is_causal", true, "false"));
+        }
+        settings::check(FAMILY, &self.rest)?;
+        let problem_type = match self.problem_type {
+            None => None,
+            Some(name) => Some(ProblemType::from_name(&name).ok_or_else(|| {
+                let known = "regression, single_label_classification, multi_label_classification";
+                ModelError::unsupported(FAMILY, "problem_type", name, known)
+            })?),
+        };
         let standard = BertConfig::new();
         let hidden_act = match self.hidden_act {
             None => standard.hidden_act,
@@ -295,6 +364,7 @@ impl HfBertConfig {
                 None => self.num_labels.unwrap_or(standard.num_labels),
             },
             tie_word_embeddings: self.tie_word_embeddings.unwrap_or(true),
+            problem_type,
         };
         config.validate()?;
         Ok(config)

@@ -1,6 +1,7 @@
 //! The encoder: embeddings, layers of attention and feed-forward network, and the pooler.
 
 use super::BertConfig;
+use crate::ModelError;
 use crate::keys::{KeyPattern, Pretrained};
 use crate::layers::{Activation, TokenEmbedding, attention, merge_heads, split_heads};
 use burn::module::{Initializer, Module};
@@ -66,8 +67,26 @@ impl<B: Backend> BertEmbeddings<B> {
         }
     }
 
+    /// Whether there are positions for texts of `length` tokens.
+    fn check_length(&self, length: usize) -> Result<(), ModelError> {
+        let longest = self.position_embeddings.weight.lazy_shape()[0];
+        if length <= longest {
+            return Ok(());
+        }
+        Err(ModelError::Input {
+            family: "bert",
+            reason: format!(
+                "texts of {length} tokens, but the model has {longest} positions (`max_position_embeddings`): cut the \
+                 texts to {longest} tokens"
+            ),
+        })
+    }
+
     fn forward(&self, tokens: Tensor<B, 2, Int>, segments: Option<Tensor<B, 2, Int>>) -> Tensor<B, 3> {
         let [_, length] = tokens.dims();
+        if let Err(error) = self.check_length(length) {
+            panic!("{error}");
+        }
         let words = self.word_embeddings.forward(tokens);
         // Every token of an absent segment input belongs to segment 0, and positions count from 0: both
         // lookups are slices of their tables.
@@ -233,7 +252,20 @@ impl<B: Backend> BertModel<B> {
         }
     }
 
+    /// Whether the model takes texts of `length` tokens.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] if it has fewer positions.
+    pub fn check_length(&self, length: usize) -> Result<(), ModelError> {
+        self.embeddings.check_length(length)
+    }
+
     /// Hidden states of the last layer.
+    ///
+    /// # Panics
+    ///
+    /// If the texts are longer than [`check_length`](Self::check_length) allows.
     ///
     /// # Shapes
     ///

@@ -1,7 +1,7 @@
 //! Task heads: classification of a sequence and masked language modelling.
 
 use super::encoder::{dropout, layer_norm, linear};
-use super::{BertConfig, BertModel};
+use super::{BertConfig, BertModel, ProblemType};
 use crate::keys::{KeyPattern, Pretrained};
 use crate::layers::Activation;
 use crate::loss::{CrossEntropy, binary_cross_entropy, mean_squared_error, sequence_cross_entropy};
@@ -18,6 +18,8 @@ pub struct BertForSequenceClassification<B: Backend> {
     dropout: Dropout,
     /// The classifier: `hidden_size` to `num_labels`.
     pub classifier: Linear<B>,
+    #[module(skip)]
+    problem: ProblemType,
 }
 
 impl<B: Backend> BertForSequenceClassification<B> {
@@ -26,6 +28,7 @@ impl<B: Backend> BertForSequenceClassification<B> {
             bert: BertModel::new(config, true, device),
             dropout: dropout(config.classifier_dropout.unwrap_or(config.hidden_dropout_prob)),
             classifier: linear(config, config.hidden_size, config.num_labels, device),
+            problem: config.problem(),
         }
     }
 
@@ -40,13 +43,35 @@ impl<B: Backend> BertForSequenceClassification<B> {
         self.classifier.forward(self.dropout.forward(pooled))
     }
 
-    /// Mean cross entropy of one class per text; `labels` `[batch]`, output `[1]`.
+    /// The loss of one label per text, `labels` `[batch]`: mean cross entropy of classes or, in a regression on one
+    /// number ([`BertConfig::problem`]), the mean squared error of whole numbers. Output `[1]`.
+    ///
+    /// # Panics
+    ///
+    /// If the configuration asks for several labels per text, for which there are
+    /// [`multi_label_loss`](Self::multi_label_loss) and [`regression_loss`](Self::regression_loss).
     pub fn loss(
         &self,
         tokens: Tensor<B, 2, Int>,
         keep: Option<Tensor<B, 2, Int>>,
         labels: Tensor<B, 1, Int>,
     ) -> Tensor<B, 1> {
+        match self.problem {
+            ProblemType::SingleLabel => {}
+            ProblemType::Regression => {
+                let logits = self.forward(tokens, None, keep);
+                let [batch, outputs] = logits.dims();
+                assert!(
+                    outputs == 1,
+                    "bert: `problem_type` is regression on {outputs} numbers per text: use `regression_loss`"
+                );
+                let numbers = labels.float().cast(logits.dtype()).reshape([batch, 1]);
+                return mean_squared_error(logits, numbers);
+            }
+            ProblemType::MultiLabel => panic!(
+                "bert: `problem_type` is multi_label_classification, a label for each class: use `multi_label_loss`"
+            ),
+        }
         // PyTorch's cross entropy ignores -100 by default, and transformers relies on it.
         CrossEntropy::new()
             .with_ignore_index(-100)
@@ -209,7 +234,14 @@ impl<B: Backend> Pretrained<B> for BertForMaskedLm<B> {
         match key {
             "cls.predictions.bias" => vec!["cls.predictions.decoder.bias".into()],
             "cls.predictions.decoder.bias" => vec!["cls.predictions.bias".into()],
-            _ => super::aliases(key),
+            _ => {
+                let mut names = super::aliases(key);
+                if self.cls.predictions.decoder.is_none() && key == "bert.embeddings.word_embeddings.weight" {
+                    // The one tensor of tied weights; a file that has it under both names must have it twice.
+                    names.push("cls.predictions.decoder.weight".into());
+                }
+                names
+            }
         }
     }
 
@@ -218,13 +250,7 @@ impl<B: Backend> Pretrained<B> for BertForMaskedLm<B> {
     }
 
     fn ignorable(&self) -> Vec<KeyPattern> {
-        let copies = [
-            "cls.predictions.decoder.weight",
-            "cls.predictions.decoder.bias",
-            "cls.predictions.bias",
-        ];
         let mut patterns = super::computed_keys();
-        patterns.extend(copies.map(|key| KeyPattern::Exact(key.into())));
         for other in ["bert.pooler.", "pooler.", "cls.seq_relationship.", "classifier."] {
             patterns.push(KeyPattern::Prefix(other.into()));
         }

@@ -8,7 +8,7 @@ mod config;
 mod encoder;
 mod heads;
 
-pub use config::BertConfig;
+pub use config::{BertConfig, ProblemType};
 pub use encoder::{BertAttention, BertEmbeddings, BertEncoder, BertLayer, BertModel, BertPooler};
 pub use heads::{BertForMaskedLm, BertForSequenceClassification};
 

@@ -3,9 +3,11 @@
 use super::{Llama, RopeScaling};
 use crate::ModelError;
 use crate::layers::Activation;
+use crate::settings;
 use burn::config::Config;
 use burn::tensor::backend::Backend;
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
 const FAMILY: &str = "llama";
 
@@ -113,12 +115,14 @@ impl LlamaConfig {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
-    /// Reads the text of a `config.json`. Fields that do not matter to the model are passed over.
+    /// Reads the text of a `config.json`. Fields that do not matter to the model are passed over, and a warning
+    /// names those that are not known.
     ///
     /// # Errors
     ///
     /// Text that is not such a configuration, sizes that no model can have, and variants that are not
-    /// implemented (`yarn` and other scalings, partial rotation, unknown activations).
+    /// implemented (`yarn` and other scalings, partial rotation, attention that is not causal, quantized weights,
+    /// unknown activations).
     pub fn from_hf_json(text: &str) -> Result<Self, ModelError> {
         let file: HfLlamaConfig = serde_json::from_str(text).map_err(|source| ModelError::Parse {
             family: FAMILY,
@@ -269,9 +273,14 @@ struct HfLlamaConfig {
     max_position_embeddings: Option<usize>,
     rms_norm_eps: Option<f64>,
     rope_theta: Option<f64>,
-    rope_scaling: Option<HfRope>,
-    /// Where newer versions keep the base and the scaling together.
-    rope_parameters: Option<HfRope>,
+    /// Where newer versions keep the base and the scaling together; `rope_scaling` is the older name, and what it
+    /// says goes before.
+    rope_parameters: Option<Map<String, Value>>,
+    rope_scaling: Option<Map<String, Value>>,
+    /// Goes before the field of the same name in the scaling.
+    original_max_position_embeddings: Option<usize>,
+    partial_rotary_factor: Option<f64>,
+    is_causal: Option<bool>,
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
     mlp_bias: Option<bool>,
@@ -280,6 +289,8 @@ struct HfLlamaConfig {
     pad_token_id: Option<i64>,
     bos_token_id: Option<u32>,
     eos_token_id: Option<OneOrMany>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
 }
 
 #[derive(Deserialize)]
@@ -293,6 +304,8 @@ struct HfRope {
     high_freq_factor: Option<f64>,
     original_max_position_embeddings: Option<usize>,
     partial_rotary_factor: Option<f64>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
 }
 
 #[derive(Deserialize)]
@@ -307,18 +320,29 @@ impl HfLlamaConfig {
         if let Some(other) = self.model_type.filter(|kind| kind != FAMILY) {
             return Err(ModelError::unsupported(FAMILY, "model_type", other, "llama"));
         }
+        if self.is_causal == Some(false) {
+            return Err(ModelError::unsupported(FAMILY, "is_causal", false, "true"));
+        }
+        settings::check(FAMILY, &self.rest)?;
         let hidden_act = match self.hidden_act {
             None => Activation::Silu,
             Some(name) => Activation::from_name(&name)
                 .ok_or_else(|| ModelError::unsupported(FAMILY, "hidden_act", name, Activation::NAMES))?,
         };
         let max_position_embeddings = self.max_position_embeddings.unwrap_or(2048);
-        let rope = self.rope_parameters.or(self.rope_scaling);
-        let theta = rope
-            .as_ref()
-            .and_then(|rope| rope.rope_theta)
-            .or(self.rope_theta)
-            .unwrap_or(10000.0);
+        // An empty object says nothing.
+        let rope_scaling = self.rope_scaling.filter(|rope| !rope.is_empty());
+        let rope = rope_scaling.or(self.rope_parameters).unwrap_or_default();
+        let mut rope: HfRope =
+            serde_json::from_value(Value::Object(rope)).map_err(|source| ModelError::Parse {
+                family: FAMILY,
+                source,
+            })?;
+        rope.partial_rotary_factor = rope.partial_rotary_factor.or(self.partial_rotary_factor);
+        rope.original_max_position_embeddings = self
+            .original_max_position_embeddings
+            .or(rope.original_max_position_embeddings);
+        let theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10000.0);
         let config = LlamaConfig {
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
@@ -330,10 +354,7 @@ impl HfLlamaConfig {
             max_position_embeddings,
             rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
             rope_theta: theta,
-            rope_scaling: match rope {
-                Some(rope) => rope.into_scaling(max_position_embeddings)?,
-                None => RopeScaling::None,
-            },
+            rope_scaling: rope.into_scaling(max_position_embeddings)?,
             tie_word_embeddings: self.tie_word_embeddings.unwrap_or(false),
             attention_bias: self.attention_bias.unwrap_or(false),
             mlp_bias: self.mlp_bias.unwrap_or(false),
@@ -356,6 +377,16 @@ impl HfLlamaConfig {
 
 impl HfRope {
     fn into_scaling(self, max_positions: usize) -> Result<RopeScaling, ModelError> {
+        if let Some((layers, value)) = self.rest.iter().find(|(_, value)| value.is_object()) {
+            return Err(ModelError::unsupported(
+                FAMILY,
+                "rope_parameters",
+                format!("{layers}: {}", settings::shortened(value)),
+                "one scaling for all layers",
+            ));
+        }
+        let unknown = self.rest.keys().map(String::as_str);
+        settings::warn_of_unknown(FAMILY, "the scaling of positions", unknown);
         if let Some(part) = self.partial_rotary_factor.filter(|part| *part != 1.0) {
             return Err(ModelError::unsupported(
                 FAMILY,

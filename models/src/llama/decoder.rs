@@ -279,7 +279,12 @@ impl<B: Backend> Pretrained<B> for Llama<B> {
     }
 
     fn aliases(&self, key: &str) -> Vec<String> {
-        key.strip_prefix("model.").map(String::from).into_iter().collect()
+        let mut names: Vec<String> = key.strip_prefix("model.").map(String::from).into_iter().collect();
+        if self.lm_head.is_none() && key == "model.embed_tokens.weight" {
+            // The one tensor of tied weights; a file that has it under both names must have it twice.
+            names.push("lm_head.weight".into());
+        }
+        names
     }
 
     fn is_head(&self, key: &str) -> bool {
@@ -287,10 +292,6 @@ impl<B: Backend> Pretrained<B> for Llama<B> {
     }
 
     fn ignorable(&self) -> Vec<KeyPattern> {
-        let mut patterns = vec![KeyPattern::Suffix("rotary_emb.inv_freq".into())];
-        if self.lm_head.is_none() {
-            patterns.push(KeyPattern::Exact("lm_head.weight".into()));
-        }
-        patterns
+        vec![KeyPattern::Suffix("rotary_emb.inv_freq".into())]
     }
 }

@@ -3,6 +3,7 @@
 //!
 //! All weights begin with PyTorch's defaults.
 
+use crate::ModelError;
 use crate::keys::Pretrained;
 use crate::layers::{ConvSpec, adaptive_avg_pool, max_pool2d};
 use crate::loss::CrossEntropy;
@@ -76,9 +77,25 @@ impl AlexNetConfig {
 }
 
 impl<B: Backend> AlexNet<B> {
+    /// Whether the network takes a batch of shape `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] for images that are not RGB, or too small.
+    pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
+        super::check_images("alexnet", dims, 63)
+    }
+
     /// Logits of a batch of images: `[batch, 3, height, width]` to `[batch, classes]`; at least 63 pixels a
     /// side.
+    ///
+    /// # Panics
+    ///
+    /// If [`check_images`](Self::check_images) refuses the batch.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        if let Err(error) = self.check_images(images.dims()) {
+            panic!("{error}");
+        }
         let mut hidden = images;
         for (index, conv) in self.features.iter().enumerate() {
             hidden = relu(conv.forward(hidden));

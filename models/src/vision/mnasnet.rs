@@ -3,6 +3,7 @@
 //! The batch norms forget slowly (momentum 0.0003). Convolutions begin He-normal by fan out, the classifier
 //! uniform in `±sqrt(3 / classes)` behind dropout.
 
+use crate::ModelError;
 use crate::keys::{KeyPattern, Pretrained};
 use crate::layers::{ConvNorm, InvertedResidual, InvertedSpec, Rectifier, global_avg_pool, round_channels};
 use crate::loss::CrossEntropy;
@@ -98,8 +99,24 @@ impl MnasNetConfig {
 }
 
 impl<B: Backend> MnasNet<B> {
+    /// Whether the network takes a batch of shape `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] for images that are not RGB, or too small.
+    pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
+        super::check_images("mnasnet", dims, 1)
+    }
+
     /// Logits of a batch of images: `[batch, 3, height, width]` to `[batch, classes]`.
+    ///
+    /// # Panics
+    ///
+    /// If [`check_images`](Self::check_images) refuses the batch.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        if let Err(error) = self.check_images(images.dims()) {
+            panic!("{error}");
+        }
         let hidden = relu(self.stem.forward(images));
         let hidden = relu(self.depthwise.forward(hidden));
         let mut hidden = self.pointwise.forward(hidden);

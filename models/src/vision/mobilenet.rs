@@ -3,6 +3,7 @@
 //! Convolutions begin He-normal by fan out, the classifier normal with standard deviation 0.01 behind
 //! dropout.
 
+use crate::ModelError;
 use crate::keys::{KeyPattern, Pretrained};
 use crate::layers::{
     ConvNorm, InvertedResidual, InvertedSpec, Rectifier, global_avg_pool, normal_linear, round_channels,
@@ -90,8 +91,24 @@ impl MobileNetV2Config {
 }
 
 impl<B: Backend> MobileNetV2<B> {
+    /// Whether the network takes a batch of shape `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] for images that are not RGB, or too small.
+    pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
+        super::check_images("mobilenet", dims, 1)
+    }
+
     /// Logits of a batch of images: `[batch, 3, height, width]` to `[batch, classes]`.
+    ///
+    /// # Panics
+    ///
+    /// If [`check_images`](Self::check_images) refuses the batch.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        if let Err(error) = self.check_images(images.dims()) {
+            panic!("{error}");
+        }
         let mut hidden = RECTIFIER.forward(self.stem.forward(images));
         for block in &self.blocks {
             hidden = block.forward(hidden);

@@ -1,4 +1,5 @@
-//! Residual networks of torchvision: resnet18, 34, 50 and 101, and resnext50_32x4d.
+//! Residual networks of torchvision: resnet18, 34, 50 and 101, resnext50_32x4d and
+//! resnext101_32x8d.
 //!
 //! A stem (7x7 convolution with stride 2, batch norm, ReLU, 3x3 max pool with stride 2), four stages of
 //! residual blocks, a global mean and a linear layer. The basic block has two 3x3 convolutions; the
@@ -8,6 +9,7 @@
 //!
 //! Convolutions begin with He's scheme (normal, fan out), batch norms with scale 1 and shift 0.
 
+use crate::ModelError;
 use crate::keys::{KeyPattern, Pretrained, rename_segments};
 use crate::layers::{BatchNorm2d, BatchNorm2dConfig, ConvInit, ConvSpec, global_avg_pool, max_pool2d};
 use crate::loss::CrossEntropy;
@@ -84,6 +86,11 @@ impl ResNetConfig {
     /// ResNeXt with 50 layers, 32 groups of 4 channels.
     pub fn resnext50_32x4d() -> Self {
         Self::resnet50().with_groups(32).with_width_per_group(4)
+    }
+
+    /// ResNeXt with 101 layers, 32 groups of 8 channels.
+    pub fn resnext101_32x8d() -> Self {
+        Self::resnet101().with_groups(32).with_width_per_group(8)
     }
 
     /// Builds the model; its parameters are initialised when first used.
@@ -213,8 +220,24 @@ pub struct ResNet<B: Backend> {
 }
 
 impl<B: Backend> ResNet<B> {
+    /// Whether the network takes a batch of shape `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] for images that are not RGB, or too small.
+    pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
+        super::check_images("resnet", dims, 1)
+    }
+
     /// Features before the classifier: `[batch, 3, height, width]` to `[batch, features]`.
+    ///
+    /// # Panics
+    ///
+    /// If [`check_images`](Self::check_images) refuses the batch.
     pub fn features(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        if let Err(error) = self.check_images(images.dims()) {
+            panic!("{error}");
+        }
         let mut hidden = self
             .pool
             .forward(relu(self.bn1.forward(self.conv1.forward(images))));

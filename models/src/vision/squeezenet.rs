@@ -4,6 +4,7 @@
 //! Convolutions begin He-uniform by fan in, the classifier normal with standard deviation 0.01, biases at
 //! zero.
 
+use crate::ModelError;
 use crate::keys::Pretrained;
 use crate::layers::{ConvInit, ConvSpec, global_avg_pool, max_pool2d};
 use crate::loss::CrossEntropy;
@@ -94,8 +95,24 @@ impl SqueezeNetConfig {
 }
 
 impl<B: Backend> SqueezeNet<B> {
+    /// Whether the network takes a batch of shape `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] for images that are not RGB, or too small.
+    pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
+        super::check_images("squeezenet", dims, 17)
+    }
+
     /// Logits of a batch of images: `[batch, 3, height, width]` to `[batch, classes]`.
+    ///
+    /// # Panics
+    ///
+    /// If [`check_images`](Self::check_images) refuses the batch.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        if let Err(error) = self.check_images(images.dims()) {
+            panic!("{error}");
+        }
         let mut hidden = relu(self.stem.forward(images));
         for (index, fire) in self.fires.iter().enumerate() {
             if matches!(index, 0 | 2 | 4) {

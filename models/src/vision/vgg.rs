@@ -4,6 +4,7 @@
 //! Convolutions begin He-normal by fan out, linear layers normal with standard deviation 0.01, biases at
 //! zero.
 
+use crate::ModelError;
 use crate::keys::Pretrained;
 use crate::layers::{ConvInit, ConvSpec, adaptive_avg_pool, max_pool2d, normal_linear};
 use crate::loss::CrossEntropy;
@@ -83,8 +84,28 @@ impl VggConfig {
 }
 
 impl<B: Backend> Vgg<B> {
+    /// Whether the network takes a batch of shape `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] for images that are not RGB, or too small.
+    pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
+        super::check_images(
+            "vgg",
+            dims,
+            1 << self.ends_stage.iter().filter(|ends| **ends).count(),
+        )
+    }
+
     /// Logits of a batch of images: `[batch, 3, height, width]` to `[batch, classes]`.
+    ///
+    /// # Panics
+    ///
+    /// If [`check_images`](Self::check_images) refuses the batch.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        if let Err(error) = self.check_images(images.dims()) {
+            panic!("{error}");
+        }
         let mut hidden = images;
         for (conv, ends_stage) in self.features.iter().zip(&self.ends_stage) {
             hidden = relu(conv.forward(hidden));

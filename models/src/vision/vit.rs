@@ -213,8 +213,37 @@ pub struct VisionTransformer<B: Backend> {
 }
 
 impl<B: Backend> VisionTransformer<B> {
+    /// Whether the model takes a batch of shape `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] for images that are not RGB, or not of the size the model was built for.
+    pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
+        super::check_images("vit", dims, 1)?;
+        let patch = self.patch_embed.proj.kernel_size[0];
+        let size = (self.pos_embed.lazy_shape()[1] - 1).isqrt() * patch;
+        let [_, _, height, width] = dims;
+        if [height, width] == [size, size] {
+            return Ok(());
+        }
+        Err(ModelError::Input {
+            family: "vit",
+            reason: format!(
+                "images of {height}x{width} pixels, but the model was built for {size}x{size}: resize them, or build the \
+                 model for their size (`image_size`)"
+            ),
+        })
+    }
+
     /// Logits of a batch of images of the configured size: `[batch, 3, size, size]` to `[batch, classes]`.
+    ///
+    /// # Panics
+    ///
+    /// If [`check_images`](Self::check_images) refuses the batch.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        if let Err(error) = self.check_images(images.dims()) {
+            panic!("{error}");
+        }
         let patches = self.patch_embed.proj.forward(images);
         let [batch, width, rows, cols] = patches.dims();
         let patches = patches.reshape([batch, width, rows * cols]).swap_dims(1, 2);

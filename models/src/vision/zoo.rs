@@ -30,12 +30,13 @@ pub struct VisionConfig {
 
 impl VisionConfig {
     /// The known models, by their names in torchvision and timm.
-    pub const NAMES: [&str; 12] = [
+    pub const NAMES: [&str; 13] = [
         "resnet18",
         "resnet34",
         "resnet50",
         "resnet101",
         "resnext50_32x4d",
+        "resnext101_32x8d",
         "alexnet",
         "vgg16",
         "mobilenet_v2",
@@ -74,6 +75,7 @@ impl VisionConfig {
             "resnet50" => resnet(ResNetConfig::resnet50()),
             "resnet101" => resnet(ResNetConfig::resnet101()),
             "resnext50_32x4d" => resnet(ResNetConfig::resnext50_32x4d()),
+            "resnext101_32x8d" => resnet(ResNetConfig::resnext101_32x8d()),
             "alexnet" => Ok(VisionModel::AlexNet(
                 AlexNetConfig::new().with_num_classes(classes).init(device),
             )),
@@ -140,6 +142,15 @@ macro_rules! each {
 }
 
 impl<B: Backend> VisionModel<B> {
+    /// Whether the model takes a batch of shape `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Input`] for images that are not RGB, too small, or not of the size a transformer was built for.
+    pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
+        each!(self, model => model.check_images(dims))
+    }
+
     /// Logits of a batch of images: `[batch, 3, height, width]` to `[batch, classes]`.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
         each!(self, model => model.forward(images))

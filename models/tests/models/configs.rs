@@ -2,7 +2,7 @@
 
 use crate::fixture::Fixture;
 use kiln_models::ModelError;
-use kiln_models::bert::BertConfig;
+use kiln_models::bert::{BertConfig, ProblemType};
 use kiln_models::llama::{LlamaConfig, RopeScaling};
 
 const LLAMA: &str = r#"{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -44,6 +44,92 @@ fn llama_reads_older_and_newer_forms() {
     assert_eq!((newer.rope_scaling, newer.rope_theta), (expected, 500.0));
 }
 
+/// Where the same thing can be said in two places, the place that transformers prefers decides.
+#[test]
+fn llama_prefers_the_places_that_transformers_prefers() {
+    let scaling = |original| RopeScaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: original,
+    };
+    let llama3 = |more: &str| {
+        format!(
+            r#"{{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0{more}}}"#
+        )
+    };
+    let inside = llama3(r#", "original_max_position_embeddings": 16"#);
+    let without = llama3("");
+    for (fields, expected) in [
+        (format!(r#", "rope_scaling": {inside}"#), scaling(16)),
+        (
+            format!(r#", "rope_scaling": {inside}, "original_max_position_embeddings": 32"#),
+            scaling(32),
+        ),
+        (
+            format!(r#", "rope_scaling": {without}, "original_max_position_embeddings": 32"#),
+            scaling(32),
+        ),
+        (
+            format!(r#", "rope_scaling": {without}, "max_position_embeddings": 64"#),
+            scaling(64),
+        ),
+        (
+            format!(r#", "rope_parameters": {{"rope_type": "default"}}, "rope_scaling": {inside}"#),
+            scaling(16),
+        ),
+        (
+            format!(r#", "rope_parameters": {inside}, "rope_scaling": {{}}"#),
+            scaling(16),
+        ),
+        (
+            format!(r#", "rope_parameters": {inside}, "rope_scaling": null"#),
+            scaling(16),
+        ),
+        (
+            format!(r#", "rope_scaling": {inside}, "partial_rotary_factor": 1.0"#),
+            scaling(16),
+        ),
+    ] {
+        assert_eq!(llama(&fields).expect(&fields).rope_scaling, expected, "{fields}");
+    }
+    let theta = |fields: &str| llama(fields).expect(fields).rope_theta;
+    assert_eq!(
+        theta(r#", "rope_theta": 5.0, "rope_scaling": {"factor": 2, "type": "linear", "rope_theta": 7.0}"#),
+        7.0
+    );
+    assert_eq!(
+        theta(
+            r#", "rope_theta": 5.0, "rope_parameters": {"rope_theta": 9.0}, "rope_scaling": {"type": "default"}"#
+        ),
+        5.0
+    );
+}
+
+#[test]
+fn the_kind_of_labels_is_that_of_transformers() {
+    let problem = |text: &str| BertConfig::from_hf_json(text).expect(text).problem();
+    assert_eq!(problem("{}"), ProblemType::SingleLabel);
+    assert_eq!(
+        problem(r#"{"id2label": {"0": "score"}}"#),
+        ProblemType::Regression
+    );
+    assert_eq!(
+        problem(r#"{"id2label": {"0": "score"}, "problem_type": "single_label_classification"}"#),
+        ProblemType::SingleLabel
+    );
+    assert_eq!(
+        problem(r#"{"problem_type": "regression"}"#),
+        ProblemType::Regression
+    );
+    let many = BertConfig::from_hf_json(r#"{"problem_type": "multi_label_classification"}"#).expect("known");
+    assert_eq!(many.problem(), ProblemType::MultiLabel);
+    assert!(
+        many.to_hf_json("BertModel")
+            .contains(r#""problem_type": "multi_label_classification""#)
+    );
+}
+
 #[test]
 fn written_configurations_read_back() {
     for name in [
@@ -77,6 +163,23 @@ fn impossible_llamas_are_refused() {
         (r#", "attention_dropout": 1.5"#, "attention_dropout"),
         (r#", "hidden_act": "quick_gelu""#, "hidden_act"),
         (r#", "model_type": "mamba""#, "model_type"),
+        (r#", "is_causal": false"#, "is_causal"),
+        (r#", "partial_rotary_factor": 0.5"#, "partial_rotary_factor"),
+        (
+            r#", "rope_scaling": {"partial_rotary_factor": 0.5}"#,
+            "partial_rotary_factor",
+        ),
+        (
+            r#", "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}"#,
+            "rope_parameters",
+        ),
+        (
+            r#", "quantization_config": {"quant_method": "gptq", "bits": 4}"#,
+            "quantization_config",
+        ),
+        (r#", "pruned_heads": {"0": [1]}"#, "pruned_heads"),
+        (r#", "layer_types": ["sliding_attention"]"#, "layer_types"),
+        (r#", "is_encoder_decoder": true"#, "is_encoder_decoder"),
         (
             r#", "rope_scaling": {"rope_type": "yarn", "factor": 2}"#,
             "rope_type",
@@ -118,6 +221,12 @@ fn impossible_berts_are_refused() {
         ),
         (r#"{"is_decoder": true}"#, "is_decoder"),
         (r#"{"id2label": {}}"#, "num_labels"),
+        (r#"{"is_causal": true}"#, "is_causal"),
+        (r#"{"problem_type": "ranking"}"#, "problem_type"),
+        (
+            r#"{"quantization_config": {"load_in_8bit": true}}"#,
+            "quantization_config",
+        ),
     ];
     for (text, named) in cases {
         let error = BertConfig::from_hf_json(text).expect_err(text).to_string();

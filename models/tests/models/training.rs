@@ -7,6 +7,7 @@ use kiln_models::bert::BertConfig;
 use kiln_models::llama::LlamaConfig;
 use kiln_models::loss::{CrossEntropy, binary_cross_entropy};
 use kiln_models::vision::VisionConfig;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 fn spread(data: &burn::tensor::TensorData) -> f64 {
     let values: Vec<f64> = data.iter::<f64>().collect();
@@ -120,6 +121,94 @@ fn initial_weights_have_the_spread_of_the_originals() {
     );
 }
 
+/// A label that is no class is an error of the backend, never the loss of another class.
+#[test]
+fn a_label_that_is_no_class_has_no_loss() {
+    let device = Default::default();
+    for wrong in [3, -1, -101, 1 << 20] {
+        for loss in [CrossEntropy::new(), CrossEntropy::new().with_ignore_index(-100)] {
+            let logits = Tensor::<Inner, 2>::from_floats([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]], &device);
+            let targets = Tensor::<Inner, 1, Int>::from_ints([1, wrong], &device);
+            let outcome = catch_unwind(AssertUnwindSafe(|| loss.forward(logits, targets).into_data()));
+            assert!(outcome.is_err(), "label {wrong} of 3 classes: {outcome:?}");
+        }
+    }
+}
+
+/// What a batch that a model cannot take panics with: what was given and what would be right.
+#[test]
+fn inputs_that_do_not_fit_are_named() {
+    let device = Default::default();
+    let refusal = |run: Box<dyn Fn()>| {
+        let payload = catch_unwind(AssertUnwindSafe(&*run)).expect_err("the input does not fit");
+        payload.downcast_ref::<String>().expect("a message").clone()
+    };
+    for (name, shape, expected) in [
+        ("resnet18", [2, 1, 32, 32], "repeat the one channel"),
+        ("mobilenet_v2", [2, 4, 32, 32], "4 channels"),
+        ("alexnet", [1, 3, 62, 80], "at least 63x63"),
+        ("vgg16", [1, 3, 31, 31], "at least 32x32"),
+        ("squeezenet1_1", [1, 3, 16, 16], "at least 17x17"),
+        ("vit_small_patch16_224", [1, 3, 32, 32], "built for 224x224"),
+    ] {
+        let text = refusal(Box::new(move || {
+            let model = VisionConfig::new(name.into())
+                .init::<Inner>(&Default::default())
+                .expect(name);
+            let _ = model.forward(Tensor::zeros(shape, &Default::default()));
+        }));
+        assert!(text.contains(expected), "{name}: {text}");
+    }
+    // One pixel more, and the network has an answer.
+    let smallest = VisionConfig::new("squeezenet1_1".into()).with_num_classes(3);
+    let model = smallest.init::<Inner>(&device).expect("a model");
+    assert_eq!(
+        model.forward(Tensor::zeros([1, 3, 17, 17], &device)).dims(),
+        [1, 3]
+    );
+
+    let text = refusal(Box::new(|| {
+        let config = BertConfig::new()
+            .with_hidden_size(16)
+            .with_num_hidden_layers(1)
+            .with_num_attention_heads(2);
+        let model = config
+            .with_max_position_embeddings(8)
+            .with_vocab_size(9)
+            .init::<Inner>(&Default::default());
+        let _ = model.forward(Tensor::zeros([1, 9], &Default::default()), None, None);
+    }));
+    assert!(
+        text.contains("9 tokens") && text.contains("8 positions"),
+        "{text}"
+    );
+}
+
+/// The loss is that of `problem_type`: with one number per text a squared error, not the cross entropy of one class,
+/// which is always 0.
+#[test]
+fn one_number_per_text_is_a_regression() {
+    let device = Default::default();
+    let config = BertConfig::new()
+        .with_hidden_size(16)
+        .with_num_hidden_layers(1)
+        .with_num_attention_heads(2)
+        .with_intermediate_size(16)
+        .with_vocab_size(9)
+        .with_num_labels(1);
+    let model = config.init_classifier::<Inner>(&device);
+    let tokens = Tensor::<Inner, 2, Int>::from_ints([[1, 2], [3, 4]], &device);
+    let labels = Tensor::<Inner, 1, Int>::from_ints([2, -1], &device);
+    let logits: Vec<f64> = model
+        .forward(tokens.clone(), None, None)
+        .into_data()
+        .iter::<f64>()
+        .collect();
+    let expected = ((logits[0] - 2.0).powi(2) + (logits[1] + 1.0).powi(2)) / 2.0;
+    let found = f64::from(model.loss(tokens, None, labels).into_scalar());
+    assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+}
+
 #[test]
 fn a_query_without_keys_stays_finite() {
     let device = Default::default();
@@ -164,6 +253,10 @@ fn losses_equal_their_definitions() {
         loss.with_label_smoothing(0.2).forward(logits.clone(), targets),
         0.8 * plain + 0.2 * uniform,
     );
+    // An ignored target that is a class, and one that stands for the only sample that counts.
+    let first = CrossEntropy::new().with_ignore_index(1);
+    let targets = Tensor::<Inner, 1, Int>::from_ints([1, 0, 1], &device);
+    near(first.forward(logits.clone(), targets), -log_prob(rows[1], 0));
     let none = Tensor::<Inner, 1, Int>::from_ints([-100, -100, -100], &device);
     near(loss.forward(logits.clone(), none), 0.0);
 

@@ -8,8 +8,9 @@ use kiln_models::llama::LlamaConfig;
 use kiln_models::mlp::MlpConfig;
 use kiln_models::vision::VisionConfig;
 
+use crate::architecture::Architecture;
 use crate::error::CliError;
-use crate::model::{Architecture, Batch, names};
+use crate::model::{Batch, names};
 
 /// A model and the size of its inputs.
 pub struct Subject {

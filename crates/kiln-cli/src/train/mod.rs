@@ -30,11 +30,12 @@ use kiln_hub::data::Batches;
 use kiln_hub::{Checkpoint, write_bytes_atomic};
 use kiln_profile::Category;
 
+use crate::architecture::Architecture;
 use crate::args::{EvalArguments, TrainArguments};
 use crate::config::Config;
-use crate::data::{Data, HostBatch};
+use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
-use crate::model::{Architecture, Family, freeze, initialise, without_autodiff};
+use crate::model::{Family, Heads, freeze, initialise, without_autodiff};
 pub use checkpoint::{Checkpoints, locate};
 use checkpoint::{State, damaged, read_optimizer, read_state};
 use evaluate::Evaluator;
@@ -101,9 +102,11 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
     let state = read_state(&from)?;
     let data = Data::open(&config, &folder.join("data"), None)?;
     let weights = Checkpoint::open(&from).map_err(|error| damaged(&from, error.to_string()))?;
-    let model = Architecture::read(&weights)?
+    let architecture = Architecture::read(&weights)?;
+    architecture.check(&config, &data)?;
+    let model = architecture
         .init::<Kiln>(&KilnDevice::cpu())?
-        .load(&weights)?;
+        .load(&weights, Heads::Stored)?;
     let mut evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?);
     let result = evaluator.run(&model, &data)?.ok_or_else(|| {
         CliError::Usage("this run sets no examples aside: data.evaluation_fraction is 0 and data.evaluation_paths is empty"
@@ -193,30 +196,22 @@ impl Run {
             (None, Some(name)) => Some(kiln_hub::load(name)?),
             (None, None) => None,
         };
-        let pretrained = match &start_from {
-            Some(checkpoint) if family != Family::Vision => checkpoint.tokenizer().ok(),
-            _ => None,
-        };
+        let pretrained = pretrained_tokenizer(start_from.as_ref(), family)?;
         write_bytes_atomic(&folder.join("config.toml"), config.to_toml()?.as_bytes())?;
         let data = Data::open(&config, &folder.join("data"), pretrained)?;
         Kiln::seed(&device, config.seed);
         let architecture = match (&from, &start_from) {
-            (Some(_), Some(checkpoint)) => Architecture::read(checkpoint)?,
-            _ => {
-                let (length, size) = (config.data.length, config.data.image_size);
-                Architecture::resolve(
-                    &config.model,
-                    start_from.as_ref(),
-                    data.vocabulary,
-                    data.classes.len(),
-                    size,
-                    length,
-                )?
+            (Some(_), Some(checkpoint)) => {
+                let architecture = Architecture::read(checkpoint)?;
+                architecture.check(&config, &data)?;
+                architecture
             }
+            _ => Architecture::resolve(&config, start_from.as_ref(), &data)?,
         };
         let mut model = architecture.init::<TrainBackend>(&device)?;
         if let Some(checkpoint) = &start_from {
-            model = model.load(checkpoint).map_err(|error| match from {
+            let heads = if from.is_some() { Heads::Stored } else { Heads::New };
+            model = model.load(checkpoint, heads).map_err(|error| match from {
                 Some(from) => damaged(from, error.to_string()),
                 None => error,
             })?;

@@ -177,14 +177,18 @@ impl TextExamples {
     /// Examples that are already in memory.
     ///
     /// # Errors
-    /// [`DataError::Setting`] if a label is not below the number of classes.
+    /// [`DataError::Label`] with the first example whose label is not below the number of classes.
     pub fn new(examples: Vec<TextExample>, classes: Vec<String>) -> Result<Self, DataError> {
-        match examples.iter().find(|example| example.label >= classes.len()) {
-            Some(bad) => Err(DataError::Setting(format!(
-                "label {} but there are {} classes",
-                bad.label,
-                classes.len()
-            ))),
+        let bad = examples
+            .iter()
+            .enumerate()
+            .find(|(_, example)| example.label >= classes.len());
+        match bad {
+            Some((index, bad)) => Err(DataError::Label {
+                example: format!("text {index}"),
+                label: bad.label,
+                classes: classes.len(),
+            }),
             None => Ok(Self { examples, classes }),
         }
     }

@@ -49,6 +49,17 @@ pub enum DataError {
         len: usize,
     },
 
+    /// A label is not the index of a class.
+    #[error("{example} has label {label}, but there are {classes} classes, counted from 0")]
+    Label {
+        /// The example: its number in the dataset, from 0, or its line.
+        example: String,
+        /// Its label.
+        label: usize,
+        /// Number of classes.
+        classes: usize,
+    },
+
     /// Examples cannot be put into one batch, or an augmentation does not fit its image.
     #[error("{operation}: {reason}")]
     Shape {

@@ -22,27 +22,39 @@ impl ImageFolder {
     /// [`DataError::Io`]; [`DataError::Empty`] if a class has no images or there is no class.
     pub fn open(root: impl AsRef<Path>) -> Result<Self, DataError> {
         let root = root.as_ref();
+        let classes = subfolders(root)?.into_iter().map(|(name, _)| name).collect();
+        Self::open_as(root, classes)
+    }
+
+    /// Finds the images of given classes, as evaluation needs them to agree with training: a label is a class's place
+    /// in `classes`, whatever other subfolders `root` has. Classes without a subfolder have no images.
+    ///
+    /// # Errors
+    /// As [`ImageFolder::open`]; [`DataError::Format`] if a subfolder is none of the classes.
+    pub fn open_as(root: impl AsRef<Path>, classes: Vec<String>) -> Result<Self, DataError> {
+        let root = root.as_ref();
+        let found = subfolders(root)?;
+        if found.is_empty() {
+            return Err(DataError::empty(root, "no subfolders; each class is one"));
+        }
         let mut folder = Self {
             files: vec![],
-            classes: vec![],
+            classes,
         };
-        for (path, kind) in sorted(root)? {
-            let name = path.file_name().unwrap_or_default().to_string_lossy().to_string();
-            if !kind.is_dir() || name.starts_with('.') {
-                continue;
-            }
+        for (name, path) in found {
+            let Some(class) = folder.classes.iter().position(|class| *class == name) else {
+                let known = folder.classes.join(", ");
+                let reason = format!("the class `{name}` is none of those of the training: {known}");
+                return Err(DataError::format(&path, None, reason));
+            };
             let before = folder.files.len();
-            folder.add(&path, folder.classes.len())?;
+            folder.add(&path, class)?;
             if folder.files.len() == before {
                 return Err(DataError::empty(
                     &path,
                     "a class without .png, .jpg or .jpeg files",
                 ));
             }
-            folder.classes.push(name);
-        }
-        if folder.classes.is_empty() {
-            return Err(DataError::empty(root, "no subfolders; each class is one"));
         }
         Ok(folder)
     }
@@ -69,6 +81,16 @@ impl ImageFolder {
     pub fn files(&self) -> &[(PathBuf, usize)] {
         &self.files
     }
+}
+
+/// Names and paths of the subfolders that are classes, by name.
+fn subfolders(root: &Path) -> Result<Vec<(String, PathBuf)>, DataError> {
+    let named = sorted(root)?.into_iter().filter(|(_, kind)| kind.is_dir());
+    let named = named.map(|(path, _)| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().to_string();
+        (name, path)
+    });
+    Ok(named.filter(|(name, _)| !name.starts_with('.')).collect())
 }
 
 /// The entries of a folder by name. Links are not followed into folders, which might have no end.

@@ -196,6 +196,14 @@ impl<S: ImageSource> Dataset for Images<S> {
 
     fn item(&self, index: usize, rng: &mut Rng) -> Result<ImageExample, DataError> {
         let (picture, label) = self.source.picture(index)?;
+        let classes = self.source.classes().len();
+        if label >= classes {
+            return Err(DataError::Label {
+                example: format!("image {index}"),
+                label,
+                classes,
+            });
+        }
         let picture = self.pipeline.augment(picture, rng)?;
         let pixels = self.pipeline.normalise(&picture);
         Ok(ImageExample {

@@ -9,10 +9,13 @@
 //! Every offset, stride and length is checked against the storage: a truncated file, or a view that leaves its storage,
 //! is an error and never a tensor of zeros. (burn-store's reader fills what is missing with zeros and passes over
 //! strides, which turns damaged and transposed weights into wrong ones without a word; hence this one.)
+//!
+//! A pickle may call any function of Python, and an archive may carry programs. Nothing of either is run: the tensors are
+//! read, and the names of the rest are kept for a warning ([`Archive::code`]).
 
 mod pickle;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Cursor;
 use std::ops::Range;
 use std::path::Path;
@@ -22,6 +25,7 @@ use safetensors::tensor::Dtype;
 use crate::convert::itemsize;
 use crate::error::HubError;
 use crate::mapped::{Entry, MappedFile};
+use crate::mistaken;
 use pickle::{Arena, Id, Node};
 
 /// A tensor that is not one range of its file.
@@ -38,7 +42,12 @@ pub(crate) struct Archive {
     pub file: MappedFile,
     pub mapped: Vec<(String, Entry)>,
     pub owned: Vec<(String, OwnedTensor)>,
+    /// Functions that the pickle would call in Python, beyond those that make tensors, and programs in the archive.
+    pub code: Vec<String>,
 }
+
+/// Modules whose classes and functions make the plain contents of a checkpoint.
+const ORDINARY: [&str; 6] = ["torch", "collections", "numpy", "_codecs", "argparse", "pathlib"];
 
 /// Keys under which training scripts put the weights, tried in this order when the file's top level has no tensors.
 const NESTED: [&str; 4] = ["state_dict", "model_state_dict", "model", "module"];
@@ -56,15 +65,22 @@ pub(crate) fn open(path: &Path) -> Result<Archive, HubError> {
         reason,
     };
     let bytes = file.bytes();
-    let tensors = if bytes.starts_with(LEGACY_MAGIC) {
+    let content = if bytes.starts_with(LEGACY_MAGIC) {
         legacy(bytes)
     } else if bytes.starts_with(b"PK") {
         zipped(bytes)
     } else {
         Err("it is neither a zip archive nor PyTorch's older form".to_string())
     };
+    let (views, code) = match content {
+        Ok(content) => content,
+        Err(reason) => {
+            mistaken::refuse(path, bytes)?;
+            return Err(fail(reason));
+        }
+    };
     let (mut mapped, mut owned) = (vec![], vec![]);
-    for (name, view) in tensors.map_err(fail)? {
+    for (name, view) in views {
         let placed = view
             .place(bytes)
             .map_err(|reason| fail(format!("tensor `{name}`: {reason}")))?;
@@ -87,7 +103,12 @@ pub(crate) fn open(path: &Path) -> Result<Archive, HubError> {
             )),
         }
     }
-    Ok(Archive { file, mapped, owned })
+    Ok(Archive {
+        file,
+        mapped,
+        owned,
+        code,
+    })
 }
 
 /// A tensor as a view of a storage.
@@ -181,8 +202,21 @@ impl View {
 
 type Views = BTreeMap<String, View>;
 
+/// The tensors, and what an archive holds of code.
+type Content = (Views, Vec<String>);
+
+/// Functions of other modules than [`ORDINARY`] that a pickle calls, each once.
+fn foreign_calls(arena: &Arena) -> BTreeSet<String> {
+    let ordinary = |module: &str| ORDINARY.contains(&module.split('.').next().unwrap_or(module));
+    arena
+        .called()
+        .filter(|(module, _)| !ordinary(module))
+        .map(|(module, name)| format!("a call of {module}.{name}"))
+        .collect()
+}
+
 /// The form since PyTorch 1.6.
-fn zipped(bytes: &[u8]) -> Result<Views, String> {
+fn zipped(bytes: &[u8]) -> Result<Content, String> {
     let mut archive = zip::ZipArchive::new(Cursor::new(bytes)).map_err(|error| error.to_string())?;
     let mut entries = HashMap::new();
     for number in 0..archive.len() {
@@ -214,7 +248,14 @@ fn zipped(bytes: &[u8]) -> Result<Views, String> {
     }
     let dictionary = entries.get("data.pkl").ok_or("it has no data.pkl")?;
     let (arena, root, _) = pickle::read(&bytes[dictionary.clone()]).map_err(|error| error.to_string())?;
-    views(&arena, root, |storage| {
+    let mut code = foreign_calls(&arena);
+    code.extend(
+        entries
+            .keys()
+            .filter(|name| name.ends_with(".py"))
+            .map(|name| format!("the program {name}")),
+    );
+    let views = views(&arena, root, |storage| {
         let range = entries.get(&format!("data/{}", storage.key));
         let range = range
             .ok_or_else(|| format!("storage {} is missing", storage.key))?
@@ -228,11 +269,12 @@ fn zipped(bytes: &[u8]) -> Result<Views, String> {
             ));
         }
         Ok(range)
-    })
+    })?;
+    Ok((views, code.into_iter().collect()))
 }
 
 /// The form before PyTorch 1.6.
-fn legacy(bytes: &[u8]) -> Result<Views, String> {
+fn legacy(bytes: &[u8]) -> Result<Content, String> {
     let mut at = 0;
     let mut next = || {
         let (arena, root, length) = pickle::read(&bytes[at..]).map_err(|error| error.to_string())?;
@@ -280,12 +322,13 @@ fn legacy(bytes: &[u8]) -> Result<Views, String> {
     if at != bytes.len() {
         return Err(format!("{} bytes follow the last storage", bytes.len() - at));
     }
-    views(&arena, root, |storage| {
+    let views = views(&arena, root, |storage| {
         ranges
             .get(&storage.key)
             .cloned()
             .ok_or_else(|| format!("storage {} is missing", storage.key))
-    })
+    })?;
+    Ok((views, foreign_calls(&arena).into_iter().collect()))
 }
 
 /// A storage as a tensor refers to it.

@@ -43,6 +43,17 @@ impl Arena {
         &self.nodes[id.0 as usize]
     }
 
+    /// Classes and functions that the pickle calls, by module and name.
+    pub fn called(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.nodes.iter().filter_map(|node| match node {
+            Node::Call(function, _) => match self.get(*function) {
+                Node::Global(module, name) => Some((module.as_str(), name.as_str())),
+                _ => None,
+            },
+            _ => None,
+        })
+    }
+
     fn add(&mut self, node: Node) -> Result<Id, PickleError> {
         let number = u32::try_from(self.nodes.len()).map_err(|_| PickleError::new("too many values"))?;
         self.nodes.push(node);

@@ -31,7 +31,6 @@ fn safetensors_rules() {
     assert!(reason(open(&good[..good.len() - 1])).contains("truncated"));
     assert!(reason(open(&[&good[..], &[0]].concat())).contains("truncated or padded"));
     assert!(reason(open(&good[..5])).contains("shorter"));
-    assert!(reason(open(&[])).contains("shorter"));
     // Header longer than the file, and so long that the sum overflows.
     assert!(reason(open(&[&1000u64.to_le_bytes()[..], b"{}"].concat())).contains("1000"));
     assert!(reason(open(&[&u64::MAX.to_le_bytes()[..], b"{}"].concat())).contains("limit"));
@@ -55,6 +54,59 @@ fn safetensors_rules() {
     assert!(reason(open(&raw_safetensors(&beyond, &[0; 8]))).contains("truncated"));
     let dtype = r#"{"a":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}"#;
     assert!(reason(open(&raw_safetensors(dtype, &[0; 4]))).contains("JSON"));
+}
+
+#[test]
+fn what_is_no_weight_file_is_named() {
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 90868376\n";
+    let page = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>";
+    let folder = tempfile::tempdir().unwrap();
+    for (bytes, word) in [
+        (&pointer[..], "git lfs pull"),
+        (page, "HTML page"),
+        (
+            b"<?xml version=\"1.0\"?><Error><Code>AccessDenied</Code></Error>",
+            "XML",
+        ),
+        (b"GGUF\x03\0\0\0 and more", "GGUF"),
+        (b"", "empty"),
+    ] {
+        for name in [
+            "model.safetensors",
+            "pytorch_model.bin",
+            "model.safetensors.index.json",
+        ] {
+            let path = folder.path().join(name);
+            std::fs::write(&path, bytes).unwrap();
+            let error = Checkpoint::open(&path).unwrap_err();
+            assert!(matches!(error, HubError::Mistaken { .. }), "{name}: {error:?}");
+            let text = error.to_string();
+            assert!(text.contains(word) && text.contains(name), "{text}");
+        }
+        for name in ["config.json", "tokenizer.json"] {
+            let path = folder.path().join(name);
+            std::fs::write(&path, bytes).unwrap();
+            let error = match name {
+                "config.json" => Config::read(&path).unwrap_err(),
+                _ => Tokenizer::open(&path).unwrap_err(),
+            };
+            assert!(error.to_string().contains(word), "{error}");
+        }
+    }
+    let archive = Checkpoint::open(folder.path().join("model.safetensors"));
+    assert!(archive.is_err());
+    assert!(
+        open(b"PK\x03\x04 a zip")
+            .unwrap_err()
+            .to_string()
+            .contains(".bin or .pt")
+    );
+    assert!(
+        open(b"{\"error\": \"Repository not found\"}")
+            .unwrap_err()
+            .to_string()
+            .contains("server")
+    );
 }
 
 #[test]
@@ -162,7 +214,10 @@ fn broken_pickles_are_errors() {
         std::fs::write(&path, bytes).unwrap();
         let result = load(folder.path().to_str().unwrap());
         assert!(
-            matches!(result, Err(HubError::Pytorch { .. } | HubError::Io { .. })),
+            matches!(
+                result,
+                Err(HubError::Pytorch { .. } | HubError::Io { .. } | HubError::Mistaken { .. })
+            ),
             "{bytes:?}: {result:?}"
         );
     }

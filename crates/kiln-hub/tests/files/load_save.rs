@@ -109,7 +109,9 @@ fn one_error_lists_everything_that_does_not_fit() {
         report.missing,
         [MissingKey {
             param: "layers.0.weight".into(),
-            key: "mlp.0.weight".into()
+            key: "mlp.0.weight".into(),
+            shape: vec![6, 4],
+            head: false,
         }]
     );
     assert_eq!(report.unexpected, ["mlp.0.kernel", "optimizer.step"]);
@@ -160,13 +162,99 @@ fn a_new_head_and_spare_keys_are_allowed_when_asked_for() {
     let options = LoadOptions::new().with_allow_missing("head");
     let (_, loaded) = load_into_with::<B, _>(net(), &without_head, torch_map(), &options).unwrap();
     assert_eq!((loaded.filled, loaded.kept.len()), (8, 2));
-    let mut optional = torch_map();
-    optional
-        .rules
-        .iter_mut()
-        .filter(|r| r.param.starts_with("head"))
-        .for_each(|r| r.optional = true);
-    assert!(load_into::<B, _>(net(), &without_head, optional).is_ok());
+}
+
+/// The map of a classifier, with its head marked as such.
+fn map_with_head() -> KeyMap {
+    let mut map = torch_map();
+    let heads = map.rules.iter_mut().filter(|rule| rule.param.starts_with("head"));
+    heads.for_each(|rule| rule.head = true);
+    map
+}
+
+#[test]
+fn a_head_is_random_only_if_it_may_be() {
+    let mut other = TORCH_SHAPES.to_vec();
+    (other[8].1, other[9].1) = (&[5, 4], &[5]);
+    for (shapes, expected) in [
+        (&TORCH_SHAPES[..8], "classifier.weight [3, 4]"),
+        (
+            &other[..],
+            "classifier.weight: [5, 4], but parameter head.weight needs [3, 4]",
+        ),
+    ] {
+        let (_folder, checkpoint) = open(&safetensors_of(shapes));
+        let error = load_into::<B, _>(net(), &checkpoint, map_with_head())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains(expected) && error.contains("fine-tuning"),
+            "{error}"
+        );
+
+        let before = net();
+        let head = values(before.head.as_ref().unwrap().weight.val());
+        let options = LoadOptions::new().with_new_heads(true);
+        let (after, loaded) = load_into_with::<B, _>(before, &checkpoint, map_with_head(), &options).unwrap();
+        assert_eq!(values(after.head.unwrap().weight.val()), head);
+        assert_eq!(loaded.new_heads, ["head.weight", "head.bias"]);
+        assert_eq!(loaded.filled, 8);
+    }
+    // Nothing but a head may be new.
+    let (_folder, checkpoint) = open(&safetensors_of(&TORCH_SHAPES[1..]));
+    let options = LoadOptions::new().with_new_heads(true);
+    assert!(load_into_with::<B, _>(net(), &checkpoint, map_with_head(), &options).is_err());
+}
+
+/// Weights that are tied may be stored twice, if both copies say the same.
+#[test]
+fn one_parameter_has_one_value() {
+    let llama = |tied| {
+        let config = kiln_models::llama::LlamaConfig::new(9, 8, 16, 1, 2).with_tie_word_embeddings(tied);
+        let model = config.init::<B>(&Default::default());
+        let map = kiln_models::keys::Pretrained::key_map(&model);
+        (model, map)
+    };
+    let tokens = || Tensor::<B, 2, burn_tensor::Int>::from_ints([[1, 2, 3]], &Default::default());
+    let folder = tempfile::tempdir().unwrap();
+    let (untied, map) = llama(false);
+    save_pretrained::<B, _>(&untied, map, None, folder.path()).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    assert!(
+        !checkpoint
+            .same("lm_head.weight", "model.embed_tokens.weight")
+            .unwrap()
+    );
+    let (tied, map) = llama(true);
+    let error = load_into::<B, _>(tied, &checkpoint, map).unwrap_err().to_string();
+    assert!(
+        error.contains("model.embed_tokens.weight and lm_head.weight")
+            && error.contains("tie_word_embeddings"),
+        "{error}"
+    );
+
+    // The same tensor under both names, and under the name of the head alone.
+    let (tied, map) = llama(true);
+    let file = folder.path().join("tied.safetensors");
+    save_safetensors::<B, _>(&tied, &map, &file, &SaveOptions::new()).unwrap();
+    let bytes = std::fs::read(&file).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let table = tensors.tensor("model.embed_tokens.weight").unwrap();
+    for both in [true, false] {
+        let others = tensors.tensors().into_iter();
+        let mut views: Vec<(String, TensorView)> = others
+            .filter(|(name, _)| both || name != "model.embed_tokens.weight")
+            .collect();
+        views.push(("lm_head.weight".into(), table.clone()));
+        let (_folder, checkpoint) = open(&safetensors::serialize(views, None).unwrap());
+        let (fresh, map) = llama(true);
+        let loaded = load_into::<B, _>(fresh, &checkpoint, map).unwrap();
+        assert_eq!(
+            values(loaded.forward(tokens())),
+            values(tied.forward(tokens())),
+            "{both}"
+        );
+    }
 }
 
 #[test]

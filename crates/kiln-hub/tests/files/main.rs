@@ -5,3 +5,4 @@ mod damaged_files;
 mod hub_client;
 mod load_save;
 mod real_models;
+mod statistics;

@@ -37,6 +37,17 @@ fn relative_error(a: &[f32], b: &[f32]) -> f64 {
     (difference / size).sqrt()
 }
 
+/// Python would run a command on opening this file; here its tensors are read, and what it would have called is named.
+#[test]
+fn code_in_an_archive_is_named_and_never_run() {
+    let checkpoint = Checkpoint::open(fixture("state_with_code.bin")).unwrap();
+    assert_eq!(checkpoint.code(), ["a call of posix.system"]);
+    assert!(!Path::new("/tmp/this-pickle-was-executed").exists());
+    load_into::<Flex, _>(Net::<Flex>::new(&Default::default()), &checkpoint, torch_map()).unwrap();
+    let plain = Checkpoint::open(fixture("state_zip.bin")).unwrap();
+    assert!(plain.code().is_empty());
+}
+
 #[test]
 fn all_three_forms_of_pytorch_archives() {
     for name in ["state_zip.bin", "state_nested_bf16.bin", "state_legacy.bin"] {
