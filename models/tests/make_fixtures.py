@@ -380,6 +380,14 @@ class Llama:
         "llama_linear": dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.5)),
         "llama_dynamic": dict(max_position_embeddings=8,
                               rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, factor=2.0)),
+        # Older files, stored as they are: one setting in two places, and which of them transformers takes.
+        "llama3_length_outside": dict(older=dict(
+            rope_theta=500.0, original_max_position_embeddings=8,
+            rope_scaling=dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                              original_max_position_embeddings=16))),
+        "llama_two_scalings": dict(older=dict(
+            rope_theta=300.0, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+            rope_scaling=dict(type="linear", factor=3.0))),
     }
 
     def draw(rng):
@@ -402,7 +410,14 @@ class Llama:
     def save(name, c):
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = LlamaConfig(**{**Llama.base, **c})
+        older = c.pop("older", None)
+        if older is None:
+            config = LlamaConfig(**{**Llama.base, **c})
+            text = config.to_json_string()
+        else:
+            raw = dict(Llama.base, **older)
+            text = json.dumps(raw)
+            config = LlamaConfig.from_dict(copy.deepcopy(raw))
         net = LlamaForCausalLM(config)
         randomize(net)
         ids = torch.randint(0, 40, (2, 12))
@@ -423,7 +438,7 @@ class Llama:
                     tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
             extra = {"output.greedy": tokens[0, ids.shape[1]:]}
         drop = ("lm_head.weight",) if config.tie_word_embeddings else ()
-        save(name, "llama", net, config.to_json_string(), {"tokens": ids}, run, extra, drop)
+        save(name, "llama", net, text, {"tokens": ids}, run, extra, drop)
 
 
 FAMILIES = dict(mlp=Mlp, resnet=ResNet, alexnet=AlexNet, vgg=Vgg, squeezenet=SqueezeNet, mobilenet=MobileNet,

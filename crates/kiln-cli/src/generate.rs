@@ -5,8 +5,8 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 use kiln::{Kiln, KilnDevice};
-use kiln_hub::{Checkpoint, Tokenizer};
-use kiln_models::llama::{GenerateConfig, Llama};
+use kiln_hub::{Checkpoint, Config, HubError, Tokenizer};
+use kiln_models::llama::{GenerateConfig, Llama, LlamaConfig};
 
 use crate::architecture::Architecture;
 use crate::args::GenerateArguments;
@@ -48,10 +48,14 @@ pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
         temperature: arguments.temperature,
         top_k: arguments.top_k,
         top_p: arguments.top_p,
-        stop_tokens: sizes.eos_token_ids.clone(),
+        stop_tokens: stop_tokens(&checkpoint, sizes)?,
         seed: arguments.seed,
     };
-    let first = sizes.bos_token_id;
+    let first = match arguments.prompt.is_empty() {
+        // Something must be continued.
+        true => sizes.bos_token_id,
+        false => first_token(&checkpoint, sizes)?,
+    };
     let Model::Llama(model) = architecture
         .init::<Kiln>(&device)?
         .load(&checkpoint, Heads::Stored)?
@@ -66,6 +70,41 @@ pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
     })?;
     println!();
     Ok(())
+}
+
+/// A JSON file beside the weights, if there is one.
+fn side_config(checkpoint: &Checkpoint, file: &str) -> Result<Option<Config>, HubError> {
+    match checkpoint.side_file(file) {
+        Ok(path) => Config::read(path).map(Some),
+        Err(HubError::MissingFile { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The tokens that end a text: those of `generation_config.json`, which transformers generates by, else those of
+/// `config.json`.
+fn stop_tokens(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Vec<u32>, CliError> {
+    let key = "eos_token_id";
+    let generation = side_config(checkpoint, "generation_config.json")?;
+    let given = generation.filter(|file| file.get(key).is_some());
+    let Some(file) = given else {
+        return Ok(sizes.eos_token_ids.clone());
+    };
+    Ok(match file.get(key).is_some_and(serde_json::Value::is_array) {
+        true => file.required(key)?,
+        false => vec![file.required(key)?],
+    })
+}
+
+/// The token in front of a text, if the tokenizer leaves it to its caller: `tokenizer.json` says itself what it puts
+/// around a text, and `add_bos_token` in `tokenizer_config.json` is for those that do not.
+fn first_token(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Option<u32>, CliError> {
+    let file = side_config(checkpoint, "tokenizer_config.json")?;
+    let add = match file {
+        Some(file) => file.value_or("add_bos_token", false)?,
+        None => false,
+    };
+    Ok(sizes.bos_token_id.filter(|_| add))
 }
 
 /// The text a run prints at its end, prompt included; none if the model is no language model.
