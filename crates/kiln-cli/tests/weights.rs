@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use burn::module::{AutodiffModule, Module};
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Distribution, Int, Tensor};
 use burn_autodiff::Autodiff;
 use burn_optim::{GradientsParams, Optimizer, SgdConfig};
@@ -147,11 +148,11 @@ fn settings_without_effect_are_refused_by_name() {
     save_headless(&place.path("model"), &sizes(true));
     place.write("corpus.txt", &"the kiln fires clay\n".repeat(100));
     place.write("tune.toml", FINE_TUNE);
-    let train = |more: &[&str]| {
-        let arguments = ["train", "--config", "tune.toml", "--out", "run"];
+    let train = |out: &str, more: &[&str]| {
+        let arguments = ["train", "--config", "tune.toml", "--out", out];
         place.fails(&[&arguments[..], more].concat())
     };
-    let error = train(&["--set", "model.layers=3"]);
+    let error = train("layers", &["--set", "model.layers=3"]);
     assert!(
         error.contains("model.layers") && error.contains("config.json"),
         "{error}"
@@ -164,10 +165,10 @@ fn settings_without_effect_are_refused_by_name() {
         "--set",
         "model.heads=2",
     ];
-    let error = train(&shapes);
+    let error = train("shapes", &shapes);
     assert!(error.contains("model.heads"), "{error}");
     std::fs::remove_file(place.path("model/tokenizer.json")).unwrap();
-    let error = train(&[]);
+    let error = train("tokenizer", &[]);
     assert!(error.contains("data.tokenizer"), "{error}");
 }
 
