@@ -1,0 +1,92 @@
+//! Programs as Burn users write them, run plainly and compiled, and compared at every call.
+//!
+//! A program is one function of a [`Program`]: it trains, evaluates, saves and looks as a user's would, and
+//! asks the program for what may be compiled (`p.train(..)` for a `TrainStep`, `p.region()` for `kiln::compile`,
+//! `p.function(..)` for `compile_fn`). The test runs the function twice: plainly, where these are the ordinary
+//! Burn loop, then compiled. Everything the function looked at, every output of a step and every parameter must
+//! be equal, and calls that were not replayed must state a reason.
+//!
+//! ```text
+//!   fn returns_its_input(p: &Program) {                            the program
+//!       let mut step = p.train(p.mlp(), sgd(), |model, x| (loss(model.forward(x.clone())), x));
+//!       for call in 0..CALLS { step.step(0.1, p.inputs(call)); }   outputs are looked at by themselves
+//!   }
+//!   programs! { returns_its_input => Replayed }                    its line in the table: what is expected
+//! ```
+//!
+//! Each line makes four tests, one for each [`Way`]: backend, threads, and whether results are read at once
+//! or after the last call.
+
+mod captured;
+mod compare;
+mod compiled;
+mod failures;
+mod inputs;
+mod known;
+mod layers;
+mod looking;
+mod loops;
+mod models;
+mod optimizers;
+mod outputs;
+mod program;
+mod random;
+mod regions;
+mod threads;
+mod trainer;
+
+use program::{Program, Way};
+
+/// Makes four tests of each program: `programs! { function => Expectation, .. }`.
+macro_rules! programs {
+    ($($name:ident => $expected:expr),* $(,)?) => {$(
+        mod $name {
+            use crate::program::Expectation::*;
+
+            #[test]
+            fn aot_eager_1() {
+                crate::check(module_path!(), super::$name, $expected, crate::program::AOT_EAGER_1);
+            }
+
+            #[test]
+            fn aot_eager_2() {
+                crate::check(module_path!(), super::$name, $expected, crate::program::AOT_EAGER_2);
+            }
+
+            #[test]
+            fn cpu_1() {
+                crate::check(module_path!(), super::$name, $expected, crate::program::CPU_1);
+            }
+
+            #[test]
+            fn cpu_2() {
+                crate::check(module_path!(), super::$name, $expected, crate::program::CPU_2);
+            }
+        }
+    )*};
+}
+pub(crate) use programs;
+
+/// Whether a program fails for a known reason and is not to be run.
+fn known(name: &str) -> bool {
+    let cause = known::KNOWN
+        .iter()
+        .find(|(_, names)| names.contains(&name))
+        .map(|(cause, _)| cause);
+    let skipped = cause.filter(|_| std::env::var_os("KILN_KNOWN").is_none_or(|value| value != "run"));
+    if let Some(cause) = skipped {
+        println!("{name} is known to fail: {cause}");
+    }
+    skipped.is_some()
+}
+
+/// Runs a program plainly and in one way compiled.
+fn check(path: &str, program: fn(&Program), expected: program::Expectation, way: Way) {
+    let name = path.split_once("::").map_or(path, |(_, name)| name);
+    if known(name) {
+        return;
+    }
+    if let Err(message) = program::compare_runs(&program, expected, way) {
+        panic!("{message}");
+    }
+}
