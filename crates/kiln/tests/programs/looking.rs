@@ -151,7 +151,7 @@ fn reading_the_running_mean(p: &Program) {
     let mut step = p.train(p.normed(), sgd(), |model, x: T2| energy(model.forward(x)));
     for call in 0..12 {
         step.step(LR, p.x(call));
-        p.look("running mean", &step.model().norm.running_mean.value());
+        p.look("running mean", &step.model().norm.running_mean.value_sync());
     }
 }
 

@@ -125,7 +125,13 @@ where
         let model = self.model();
         let parameters = match self.program.compares_synced() {
             true => parameters(&model.valid()),
-            false => parameters::<B, M>(model),
+            false => {
+                if matches!(self.kind, Some(Kind::Plain { .. })) {
+                    // A step's statistics are current; Burn's wait until they are asked for.
+                    drop(model.valid());
+                }
+                parameters::<B, M>(model)
+            }
         };
         for (name, values) in parameters {
             self.program.look(
