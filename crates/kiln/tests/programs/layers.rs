@@ -33,7 +33,7 @@ programs! {
     huber => Replayed,
     smooth_l1 => Replayed,
     kl_divergence => Replayed,
-    poisson => Replayed,
+    poisson => Recorded,
     contrastive_loss => Replayed,
     a_penalty_on_the_weights => Replayed,
     dropout => Replayed,
