@@ -3,12 +3,16 @@
 //! The programs have a mark (`//: name`) at each line. The truth that claims are compared with comes from shapes that only one layer
 //! has, or from the weight that a product reads.
 
-use burn::tensor::Tensor;
-use burn::tensor::activation::relu;
-use kiln::{CompileOptions, Compiled};
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::tensor::activation::{gelu, relu, softmax};
+use burn::tensor::{Int, Tensor};
+use burn_optim::AdamWConfig;
+use kiln::{CompileBackend, CompileOptions, Compiled, TrainStep};
 use kiln_graph::{Graph, Node, Op, Phase, Value};
 
-use super::{B, matrix};
+use super::{B, device, matrix};
 
 /// The line of a mark, and of nothing else.
 fn line_of(mark: &str) -> String {
@@ -214,5 +218,160 @@ fn layers_that_look_alike_are_not_taken_for_each_other() {
         without * 10 <= claims.len(),
         "{without} of {} have no claim\n{text}",
         claims.len()
+    );
+}
+
+/// Five powers, each at a line of its own; the exponents tell them apart in the backward pass. (Branches of one `match` would end in one call.)
+const POWERS: [fn(Tensor<B, 2>) -> Tensor<B, 2>; 5] = [
+    |x| x.powf_scalar(1.25),  //: power 0
+    |x| x.powf_scalar(1.375), //: power 1
+    |x| x.powf_scalar(1.75),  //: power 2
+    |x| x.powf_scalar(2.25),  //: power 3
+    |x| x.powf_scalar(2.625), //: power 4
+];
+
+/// A backward power's exponent is one less than the forward one's, so that it says which line is right.
+#[test]
+fn claims_of_random_programs_are_right() {
+    let exponents = [1.25, 1.375, 1.75, 2.25, 2.625];
+    let lines: Vec<String> = (0..5).map(|which| line_of(&format!("power {which}"))).collect();
+    let (mut right, mut open) = (0, 0);
+    for seed in 0..24_u64 {
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut draw = move |below: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 33) as usize % below
+        };
+        let options = CompileOptions::default()
+            .with_name("random")
+            .with_backend(CompileBackend::AotEager);
+        let mut region = kiln::compile(options);
+        let (a, b) = (leaf::<4, 4>(1), leaf::<4, 4>(2));
+        region
+            .run(|| {
+                let mut pool = vec![a.clone(), b.clone()];
+                for _ in 0..14 {
+                    let pick = |at: usize| pool[pool.len().saturating_sub(1 + at % 4)].clone();
+                    let x = pick(draw(4));
+                    let new = match draw(8) {
+                        0 => x + pick(draw(4)),
+                        1 => x - pick(draw(4)),
+                        2 => x * pick(draw(4)),
+                        3 => x + 0.5,
+                        _ => POWERS[draw(5)](x),
+                    };
+                    pool.push(new);
+                }
+                let loss = (pool.pop().unwrap() + pool.pop().unwrap()).sum();
+                let grads = loss.backward();
+                [&a, &b].map(|it| it.grad(&grads).map(Tensor::<B, 2>::from_inner))
+            })
+            .unwrap();
+        let graph = region.report().steps[0].graph.clone();
+        for (node, data) in graph.nodes() {
+            let Op::Constant { value, .. } = data.op else {
+                continue;
+            };
+            let exponent = exponents
+                .iter()
+                .position(|it| value.to_string() == (it - 1.0).to_string());
+            let Some(which) = exponent.filter(|_| data.provenance.phase == Phase::Backward) else {
+                continue;
+            };
+            match (&data.provenance.gradient_of, &data.provenance.location) {
+                (Some(of), Some(line)) => {
+                    assert_eq!(&**of, "powf_scalar", "{node} of program {seed}\n{graph}");
+                    assert!(line.ends_with(&lines[which]), "{node} of program {seed}\n{graph}");
+                    right += 1;
+                }
+                _ => open += 1,
+            }
+        }
+    }
+    println!("{right} found, {open} open");
+    assert!(right > 4 * open, "{right} found, {open} open");
+}
+
+/// Modules of burn-nn: gradients have the line of the call, as forward operations do.
+#[derive(Module, Debug)]
+struct Network<B: burn::tensor::backend::Backend> {
+    first: Linear<B>,
+    norm: LayerNorm<B>,
+    last: Linear<B>,
+}
+
+#[test]
+fn modules_loss_and_reports() {
+    let model = Network::<B> {
+        first: LinearConfig::new(12, 20).init(&device()),
+        norm: LayerNormConfig::new(20).init(&device()),
+        last: LinearConfig::new(20, 5).init(&device()),
+    };
+    let mut step = TrainStep::new(
+        model,
+        AdamWConfig::new().init(),
+        |model: &Network<B>, x: Tensor<B, 2>| {
+            let h = gelu(model.first.forward(x)); //: first
+            let h = model.norm.forward(h); //: norm
+            let attention = softmax(h.clone(), 1); //: softmax
+            let y = model.last.forward(h * attention); //: last
+            let targets = Tensor::<B, 1, Int>::from_ints([0, 1, 2, 3, 4, 0, 1, 2], &device());
+            CrossEntropyLossConfig::new().init(&device()).forward(y, targets) //: cross entropy
+        },
+    )
+    .with_options(CompileOptions::default().with_name("network"))
+    .build()
+    .unwrap();
+    for index in 0..4 {
+        step.step(1e-3, given::<8, 12>(index)).unwrap();
+    }
+    let profile = kiln::profile();
+    step.step(1e-3, given::<8, 12>(9)).unwrap();
+    let summary = profile.summary();
+    let explain = step.explain();
+    let fused: Vec<_> = explain
+        .report()
+        .steps
+        .iter()
+        .flat_map(|step| &step.kernels)
+        .flat_map(|kernel| &kernel.fused)
+        .collect();
+    let gradients: Vec<(&str, &str)> = fused
+        .iter()
+        .filter_map(|it| Some((it.gradient_of.as_deref()?, it.location.as_deref()?)))
+        .collect();
+    let pages = [
+        ("text", explain.to_string()),
+        ("JSON", explain.to_json()),
+        ("HTML", explain.to_html()),
+    ];
+    for mark in ["first", "norm", "softmax", "last", "cross entropy"] {
+        let line = line_of(mark);
+        assert!(
+            gradients.iter().any(|(_, at)| at.ends_with(&line)),
+            "{mark}: {gradients:?}"
+        );
+        let row = summary.operations.iter().find(|row| {
+            row.gradient_of.is_some() && row.location.as_ref().is_some_and(|at| at.ends_with(&line))
+        });
+        assert!(row.is_some(), "{mark} is not in the summary");
+    }
+    let text = summary.to_string();
+    assert!(
+        text.contains(", gradient of `") && text.contains("` at tests/inside/gradients.rs:"),
+        "{text}"
+    );
+    for (name, page) in &pages {
+        assert!(page.contains("gradient"), "{name} shows no gradients");
+    }
+    assert!(pages[0].1.contains("(gradient of `"), "{}", pages[0].1);
+    // Files are shown below the working folder.
+    assert!(
+        gradients
+            .iter()
+            .all(|(_, at)| at.starts_with("tests/inside/gradients.rs:")),
+        "{gradients:?}"
     );
 }
