@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use kiln_graph::IndexError;
+
 use crate::execute::ExecuteError;
 use crate::import::ImportError;
 use crate::record::GraphBreak;
@@ -48,4 +50,17 @@ pub enum Error {
         /// What happened to it.
         reason: Arc<str>,
     },
+}
+
+impl Error {
+    /// The index out of range, if that is what the error is. The step that found it has overwritten nothing: everything it was given is as it was.
+    pub fn index(&self) -> Option<&IndexError> {
+        match self {
+            Error::Execute { source, .. } => match &**source {
+                ExecuteError::Index(error) => Some(error),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
 }

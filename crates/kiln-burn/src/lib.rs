@@ -25,6 +25,7 @@ pub use channel::{Kiln, KilnChannel};
 pub use client::KilnClient;
 pub use device::{KilnDevice, Mode};
 pub use error::Error;
+pub use kiln_graph::IndexError;
 pub use kiln_partition::Point;
 pub use options::{CompileBackend, CompileOptions, NumericsCheck, UnknownBackend};
 pub use record::{

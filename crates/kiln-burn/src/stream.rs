@@ -117,6 +117,29 @@ pub fn name(operation: &OperationIr) -> String {
     format!("{}.{}", described.family, described.variant)
 }
 
+/// Whether an operand is a tensor of indices, which may be out of range.
+pub fn takes_indices(operation: &OperationIr) -> bool {
+    let base = |op: &BaseOperationIr| {
+        matches!(
+            op,
+            BaseOperationIr::Select(_)
+                | BaseOperationIr::SelectAssign(_)
+                | BaseOperationIr::Gather(_)
+                | BaseOperationIr::Scatter(_)
+                | BaseOperationIr::GatherNd(_)
+                | BaseOperationIr::ScatterNd(_)
+        )
+    };
+    match operation {
+        OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => base(op),
+        OperationIr::Module(op) => matches!(
+            op,
+            ModuleOperationIr::Embedding(_) | ModuleOperationIr::EmbeddingBackward(_)
+        ),
+        _ => false,
+    }
+}
+
 /// Visits the parts of an operation, in order.
 pub fn walk(operation: &OperationIr, visitor: &mut dyn Visitor) {
     describe(operation).parts.visit(visitor);

@@ -1,6 +1,6 @@
 //! What can go wrong, in terms of the graph: which argument, which node, which operation.
 
-use kiln_graph::{Node, TensorType, Value};
+use kiln_graph::{IndexError, Node, TensorType, Value};
 
 /// Why an executable could not be made or a run did not finish.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +40,9 @@ pub enum CandleError {
         /// Its type.
         ty: TensorType,
     },
+    /// An index is out of range: an error of the program.
+    #[error(transparent)]
+    Index(Box<IndexError>),
     /// A node could not be computed.
     #[error("{node}, `{op}`{origin}: {failure}")]
     Node {

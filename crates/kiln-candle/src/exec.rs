@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use kiln_graph::op::{ExternOp, RandomKind};
-use kiln_graph::{DType, Graph, HostTensor, Node, NodeData, Op, Scalar, TensorType, Value, philox};
+use kiln_graph::{
+    DType, Graph, HostTensor, IndexError, Node, NodeData, Op, Scalar, TensorType, Value, philox,
+};
 
 use crate::error::{CandleError, Computed, Failure};
 use crate::value::Val;
@@ -180,6 +182,9 @@ impl CandleExecutable {
 }
 
 fn node_error(node: Node, data: &NodeData, failure: Failure) -> CandleError {
+    if let Failure::IndexOutOfRange { index, axis, extent } = failure {
+        return CandleError::Index(Box::new(IndexError::new(data, index.into(), axis, extent)));
+    }
     let provenance = &data.provenance;
     let origin = match (&provenance.operation, &provenance.location) {
         (Some(operation), Some(location)) => format!(" ({operation} at {location})"),

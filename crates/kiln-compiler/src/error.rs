@@ -1,8 +1,8 @@
 //! What can go wrong between a graph and a running step.
 
 use kiln_cpu::CpuError;
-use kiln_graph::TypeError;
 use kiln_graph::verify::VerifyError;
+use kiln_graph::{IndexError, TypeError};
 use kiln_partition::PartitionError;
 
 /// An error of the step compiler.
@@ -53,6 +53,9 @@ pub enum CompileError {
         /// Why.
         reason: String,
     },
+    /// An index is out of range. Nothing was overwritten: arguments are as they were, and outputs hold nothing.
+    #[error(transparent)]
+    Index(Box<IndexError>),
     /// Compiling the generated C, loading it or running it failed.
     #[error(transparent)]
     Cpu(#[from] CpuError),

@@ -8,13 +8,16 @@
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
 
 use kiln_cpu::{
-    BuildOptions, Cache, CacheKey, Origin, Step, StepArguments, StepHooks, StepSource, ThreadPool, Toolchain,
+    BuildOptions, Cache, CacheKey, CpuError, Origin, Step, StepArguments, StepHooks, StepSource, ThreadPool,
+    Toolchain,
 };
 use kiln_graph::Graph;
 
 use crate::arenas::Claim;
+use crate::checks::Check;
 use crate::emit::ExternCall;
 use crate::error::CompileError;
 use crate::lines::numbered;
@@ -41,7 +44,14 @@ pub struct Contract {
     pub buffers: Vec<BufferReport>,
     /// Operations that run outside, by index.
     pub externs: Vec<ExternCall>,
+    /// Indices that are looked at before anything is overwritten.
+    pub checks: Vec<Check>,
 }
+
+/// Memory for one number that the step leaves: the least or the largest of some indices.
+#[derive(Clone, Copy, Default)]
+#[repr(C, align(64))]
+struct Extreme([u8; 8]);
 
 /// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise.
 fn phases(graph: &Graph) -> String {
@@ -154,8 +164,9 @@ impl CpuExecutable {
     /// Runs the step once.
     ///
     /// # Errors
-    /// [`CompileError::Arguments`] when the pool has more threads than the step was compiled for; [`CompileError::Cpu`] when counts do
-    /// not fit or an operation outside failed.
+    /// [`CompileError::Arguments`] when the pool has more threads than the step was compiled for; [`CompileError::Index`] when an index is out of
+    /// range, and then nothing was overwritten: no input, and of the outputs none that takes over an input's memory; [`CompileError::Cpu`] when counts
+    /// do not fit or an operation outside failed.
     ///
     /// # Safety
     /// `inputs[i]` must point to the row-major elements of parameter `i` and `outputs[i]` to memory of the size of output `i`, both
@@ -197,6 +208,11 @@ impl CpuExecutable {
                 given: pool.threads(),
             });
         }
+        let checks = &self.contract.checks;
+        let mut extremes: SmallVec<[Extreme; 8]> = SmallVec::from_elem(Extreme::default(), 2 * checks.len());
+        let places = extremes.iter_mut().map(|extreme| extreme.0.as_mut_ptr());
+        let outputs: Vec<*mut u8> = outputs.iter().copied().chain(places).collect();
+        let outputs = outputs.as_slice();
         let mut arena = self.arena.arena()?;
         let (memory, bytes) = (arena.as_mut_ptr().cast_const(), arena.len());
         // SAFETY: the arena stays ours, and the outputs valid by this function's contract, until the step is over.
@@ -211,7 +227,16 @@ impl CpuExecutable {
             .as_ref()
             .map_or(hooks, |observed| observed as &dyn StepHooks);
         // SAFETY: this function's contract is that of the step; the arena is ours alone until it is dropped.
-        unsafe { self.step.run(pool, arguments, hooks) }?;
+        let result = unsafe { self.step.run(pool, arguments, hooks) };
+        if let Err(CpuError::Check { number }) = &result
+            && let Some(check) = checks.get(*number)
+        {
+            let extreme = |at: usize| check.number(extremes[2 * number + at].0);
+            if let Some(error) = check.error(extreme(0), extreme(1)) {
+                return Err(CompileError::Index(Box::new(error)));
+            }
+        }
+        result?;
         if let Some(observed) = &observed {
             observed.finish();
         }
@@ -228,13 +253,14 @@ impl CompiledStep {
     /// What the caller of the compiled code must know.
     pub fn contract(&self) -> Contract {
         Contract {
-            aliases: self.plan.aliases.clone(),
+            aliases: self.plan.aliases[..self.plan.aliases.len() - 2 * self.checks.len()].to_vec(),
             arena_bytes: self.plan.arena_bytes,
             threads: self.threads,
             partition: self.partition.as_ref().map(Decision::from),
             kernels: self.kernels.clone(),
             buffers: self.buffers.clone(),
             externs: self.externs.clone(),
+            checks: self.checks.clone(),
         }
     }
 }

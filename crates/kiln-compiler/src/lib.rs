@@ -1,9 +1,10 @@
 //! The step compiler: from a graph to C sources that run a whole training step.
 //!
 //! ```text
-//! Graph ──► transform ──► partition ──► schedule ──► emit (kernels) ──► plan ──► emit (step) ──► sources ──► CpuExecutable
+//! Graph ──► checks ──► transform ──► partition ──► schedule ──► emit (kernels) ──► plan ──► emit (step) ──► sources ──► CpuExecutable
 //! ```
 //!
+//! - [`checks`] has indices looked at before anything is overwritten.
 //! - [`transform`] rewrites the graph: simplification, common subexpressions, patterns.
 //! - [`partition`] decides what the backward pass keeps and what it computes again, under a memory budget if there is one.
 //! - [`schedule`] decides which operations share a kernel and in which order kernels run.
@@ -15,6 +16,7 @@
 //! Each stage takes plain data and returns plain data with a text form; [`compile`] is the list of them. The crate does not know Burn.
 
 mod arenas;
+pub mod checks;
 pub mod debug;
 pub mod emit;
 mod error;
@@ -42,6 +44,7 @@ use kiln_partition::Report;
 use partition::Lowered;
 use stages::Stages;
 
+pub use checks::{Check, IndexUse};
 pub use emit::ExternCall;
 pub use error::CompileError;
 pub use executable::{Contract, CpuExecutable};
@@ -74,6 +77,8 @@ pub struct CompiledStep {
     pub threads: usize,
     /// Operations that run outside, by the index that the step passes to `call_extern`.
     pub externs: Vec<ExternCall>,
+    /// Indices that are looked at; the last outputs of the graph are the least and the largest index of each.
+    pub checks: Vec<checks::Check>,
     /// Time spent in each stage.
     pub times: Vec<(&'static str, Duration)>,
     /// The graph after each pass, as text, if [`Options::dump`] asks for it.
@@ -97,6 +102,7 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
     let dump = options.dump || options.debug.is_some();
     let Lowered {
         graph,
+        checks,
         partition,
         dumps,
     } = partition::lower(graph, options, dump, &mut stages)?;
@@ -108,7 +114,7 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         emit_options,
     } = planned(&graph, options, &mut stages)?;
     let emitted = stages.time("emit", || {
-        emit::emit(&graph, &schedule, &codes, &plan, &emit_options)
+        emit::emit(&graph, &schedule, &codes, &plan, &checks, &emit_options)
     });
     let compiled = CompiledStep {
         graph,
@@ -120,6 +126,7 @@ pub fn compile(graph: &Graph, options: &Options) -> Result<CompiledStep, Compile
         buffers: emitted.buffers,
         threads: options.threads,
         externs,
+        checks,
         times: stages.times,
         dumps,
     };

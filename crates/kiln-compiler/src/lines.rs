@@ -44,6 +44,8 @@ impl Contract {
         };
         let nodes = self.kernels.iter_mut().flat_map(|kernel| &mut kernel.nodes);
         nodes.for_each(|node| line(&mut node.location, &mut node.gradient_of));
+        let uses = self.checks.iter_mut().flat_map(|check| &mut check.uses);
+        uses.for_each(|it| line(&mut it.location, &mut it.gradient_of));
         for saved in self.partition.iter_mut().flat_map(|it| &mut it.saved) {
             line(&mut saved.origin.location, &mut saved.origin.gradient_of);
             let users = saved.users.iter_mut();
@@ -132,6 +134,7 @@ mod tests {
             }],
             buffers: Vec::new(),
             externs: Vec::new(),
+            checks: Vec::new(),
         }
     }
 

@@ -16,6 +16,7 @@ use kiln_partition::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::checks::{self, Check};
 use crate::stages::Stages;
 use crate::{CompileError, Options, planned, transform};
 
@@ -179,12 +180,20 @@ fn run(graph: &Graph, options: &Options) -> Result<(Graph, Option<Report>), Comp
     Ok((graph, Some(report)))
 }
 
+/// `graph` with its index checks.
+fn checked(graph: &Graph) -> Result<(Graph, Vec<Check>), CompileError> {
+    checks::add(graph).map_err(|source| CompileError::Pass {
+        pass: "checks",
+        source,
+    })
+}
+
 /// The plans that some memory budget gets for `graph`, as recorded, from the fastest to the smallest.
 ///
 /// # Errors
 /// Those of [`crate::compile`].
 pub fn memory_curve(graph: &Graph, options: &Options) -> Result<Vec<Point>, CompileError> {
-    let (graph, _) = transform::run(graph, options, false, &mut Stages::default())?;
+    let (graph, _) = transform::run(&checked(graph)?.0, options, false, &mut Stages::default())?;
     Ok(Frontier::new(&graph, &choices(options), Arena(options))?.curve()?)
 }
 
@@ -254,25 +263,28 @@ impl Planner for Compiled<'_> {
 /// A graph that is ready to be scheduled.
 pub(crate) struct Lowered {
     pub(crate) graph: Graph,
+    pub(crate) checks: Vec<Check>,
     pub(crate) partition: Option<Report>,
     /// The graph after each pass, as text, if asked for.
     pub(crate) dumps: Vec<(String, String)>,
 }
 
-/// What comes before scheduling: the transforms and the partition.
+/// What comes before scheduling: index checks, the transforms and the partition.
 pub(crate) fn lower(
     recorded: &Graph,
     options: &Options,
     dump: bool,
     stages: &mut Stages,
 ) -> Result<Lowered, CompileError> {
-    let (graph, mut dumps) = transform::run(recorded, options, dump, stages)?;
+    let (graph, checks) = checked(recorded)?;
+    let (graph, mut dumps) = transform::run(&graph, options, dump, stages)?;
     let (graph, partition) = stages.time("partition", || run(&graph, options))?;
     if dump && partition.is_some() {
         dumps.push(("partition".into(), graph.to_string()));
     }
     Ok(Lowered {
         graph,
+        checks,
         partition,
         dumps,
     })

@@ -5,7 +5,7 @@
 //! alive at the same time must not overlap.
 //!
 //! Two reuses come before offsets are chosen. An output that the graph allows to take an argument's memory does so if its kernel is the
-//! argument's last reader and may overwrite it ([`crate::schedule::inplace`]). And a buffer that dies at the kernel where another of the same
+//! argument's last reader and may overwrite it ([`crate::schedule::inplace`]), and if all indices have been looked at by then ([`crate::checks`]). And a buffer that dies at the kernel where another of the same
 //! size is made hands its memory over under the same condition.
 //!
 //! Offsets: largest buffer first, each at the lowest offset where it fits among those already placed that overlap it in time.
@@ -18,6 +18,7 @@ use rustc_hash::FxHashMap;
 
 use kiln_graph::{Graph, Op, Value};
 
+use crate::checks::decided_after;
 use crate::schedule::{Buffer, Schedule};
 
 /// Alignment of everything in the arena, in bytes.
@@ -77,6 +78,7 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
             life.last = number;
         }
     }
+    let looked = decided_after(graph, schedule).into_iter().max();
     for (number, output) in graph.outputs.iter().enumerate() {
         let number = number as u32;
         let copy = Buffer::Output(number);
@@ -88,6 +90,7 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
         plan.places.entry(buffer).or_insert(Place::Output(number));
         if let Some(argument) = output.alias
             && may_alias(graph, schedule, &lifetimes, buffer, argument)
+            && looked.is_none_or(|looked| lifetimes.get(&buffer).is_some_and(|own| own.first > looked))
         {
             plan.aliases[number as usize] = Some(argument);
         }

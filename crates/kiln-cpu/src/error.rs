@@ -83,6 +83,13 @@ pub enum CpuError {
         message: String,
     },
 
+    /// A check that the step makes of its arguments failed, and the step stopped there.
+    #[error("check {number} of the compiled step failed")]
+    Check {
+        /// Number of the check.
+        number: usize,
+    },
+
     /// Memory could not be allocated.
     #[error("allocating {bytes} bytes: out of memory; set a smaller memory budget or batch")]
     OutOfMemory {

@@ -38,7 +38,7 @@ typedef struct kiln_signature {
 #define KILN_ABI 1
 #define KILN_EXPORT __attribute__((visibility("default")))
 
-/* Runs the step once. Returns 0, or 1 + the index of the extern operation that failed. */
+/* Runs the step once. Returns 0; 1 + the index of the extern operation that failed; or -1 - the number of the check that did. */
 KILN_EXPORT int kiln_step(const kiln_runtime *rt, void *const *inputs, void *const *outputs, void *arena,
                           const uint64_t *scalars);
 

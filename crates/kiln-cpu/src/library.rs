@@ -155,7 +155,7 @@ impl Step {
     ///
     /// # Errors
     /// [`CpuError::Arguments`] before anything ran; [`CpuError::Extern`] when an operation outside the step failed,
-    /// in which case the outputs hold no meaningful values.
+    /// in which case the outputs hold no meaningful values; [`CpuError::Check`] when a check of the step failed.
     ///
     /// # Safety
     /// Every pointer must be valid for the whole size of the tensor it stands for, aligned to its element (64 bytes
@@ -201,9 +201,13 @@ impl Step {
         if status == 0 {
             return Ok(());
         }
+        if status < 0 {
+            let number = (-1 - status) as usize;
+            return Err(CpuError::Check { number });
+        }
         let message = context.failure.take().unwrap_or_else(|| "no message".into());
         Err(CpuError::Extern {
-            index: (status - 1).max(0) as usize,
+            index: (status - 1) as usize,
             message,
         })
     }

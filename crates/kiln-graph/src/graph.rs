@@ -54,6 +54,8 @@ pub struct Output {
     /// The tensor argument whose buffer it may overwrite: an argument that nobody needs after the step, of the same
     /// size in bytes. Executors may ignore it.
     pub alias: Option<u32>,
+    /// Whether it is looked at before anything is overwritten: an executor that stops there leaves every argument as it was.
+    pub check: bool,
 }
 
 /// A training step, or part of one, as a program in SSA form.
@@ -154,7 +156,20 @@ impl Graph {
 
     /// Adds an output.
     pub fn output(&mut self, value: Value, alias: Option<u32>) {
-        self.outputs.push(Output { value, alias });
+        self.outputs.push(Output {
+            value,
+            alias,
+            check: false,
+        });
+    }
+
+    /// Adds an output that is looked at before anything is overwritten.
+    pub fn check_output(&mut self, value: Value) {
+        self.outputs.push(Output {
+            value,
+            alias: None,
+            check: true,
+        });
     }
 
     /// The tensor arguments, in order.

@@ -136,6 +136,7 @@ impl<'a> Rewriter<'a> {
                 crate::Output {
                     value: self.map(output.value),
                     alias,
+                    check: output.check,
                 }
             })
             .collect();

@@ -102,6 +102,7 @@ pub(crate) fn rewrite(joint: &Joint, closure: &Closure) -> Result<Rewritten, Par
         outputs.push(Output {
             value,
             alias: output.alias,
+            check: output.check,
         });
     }
     emitter.new.outputs = outputs;

@@ -56,8 +56,9 @@ pub use explain::{Explain, memory_curve};
 pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
 pub use kiln_burn::{
-    BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Error, GraphBreak, Kiln, KilnDevice,
-    Location, Mismatch, Mode, NumericsCheck, Point, Recompile, RegionReport, StepReport, UnknownBackend,
+    BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Error, GraphBreak, IndexError, Kiln,
+    KilnDevice, Location, Mismatch, Mode, NumericsCheck, Point, Recompile, RegionReport, StepReport,
+    UnknownBackend,
 };
 pub use kiln_derive::StepInput;
 pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};

@@ -6,6 +6,7 @@ use burn_backend::{BoolDType, DType, IntDType, Scalar, Shape, Slice};
 use burn_flex::{Flex, FlexDevice, FlexTensor};
 use burn_ir::BaseOperationIr;
 
+use super::indices::{check, check_tuples};
 use super::{Operands, OperationError, TensorStore, float_dtype};
 
 type T = FlexTensor;
@@ -131,6 +132,7 @@ pub(super) fn run<S: TensorStore>(
     s: &mut Operands<'_, S>,
 ) -> Result<(), OperationError> {
     use BaseOperationIr as Op;
+    let name = |variant: &str| format!("{}.{variant}", kind.name);
     let (out, tensor) = match op {
         Op::Reshape(d) => (&d.out, (kind.reshape)(s.take(&d.input)?, d.out.shape.clone())),
         Op::SwapDims(d) => (&d.out, (kind.swap_dims)(s.take(&d.input)?, d.dim1, d.dim2)),
@@ -145,30 +147,36 @@ pub(super) fn run<S: TensorStore>(
         }
         Op::Select(d) => {
             let (tensor, indices) = (s.take(&d.tensor)?, s.take(&d.indices)?);
+            check(&name("Select"), &tensor, d.dim, &indices)?;
             (&d.out, (kind.select)(tensor, d.dim, indices))
         }
         Op::SelectAssign(d) => {
             require_add(kind, "SelectAssign", d.update)?;
             let (tensor, indices, value) = (s.take(&d.tensor)?, s.take(&d.indices)?, s.take(&d.value)?);
+            check(&name("SelectAssign"), &tensor, d.dim, &indices)?;
             (&d.out, (kind.select_add)(tensor, d.dim, indices, value))
         }
         Op::Gather(d) => {
             let (tensor, indices) = (s.take(&d.tensor)?, s.take(&d.indices)?);
+            check(&name("Gather"), &tensor, d.dim, &indices)?;
             (&d.out, (kind.gather)(d.dim, tensor, indices))
         }
         Op::Scatter(d) => {
             require_add(kind, "Scatter", d.update)?;
             let (tensor, indices, value) = (s.take(&d.tensor)?, s.take(&d.indices)?, s.take(&d.value)?);
+            check(&name("Scatter"), &tensor, d.dim, &indices)?;
             (&d.out, (kind.scatter_add)(d.dim, tensor, indices, value))
         }
         Op::GatherNd(d) => {
             let gather = kind.gather_nd.ok_or_else(|| not_for_bool(kind, "GatherNd"))?;
             let (data, indices) = (s.take(&d.data)?, s.take(&d.indices)?);
+            check_tuples(&name("GatherNd"), &data, &indices)?;
             (&d.out, gather(data, indices))
         }
         Op::ScatterNd(d) => {
             let scatter = kind.scatter_nd.ok_or_else(|| not_for_bool(kind, "ScatterNd"))?;
             let (data, indices, values) = (s.take(&d.data)?, s.take(&d.indices)?, s.take(&d.values)?);
+            check_tuples(&name("ScatterNd"), &data, &indices)?;
             (&d.out, scatter(data, indices, values, d.reduction))
         }
         Op::MaskWhere(d) => {

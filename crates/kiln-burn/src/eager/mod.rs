@@ -21,11 +21,12 @@
 //! | `Normal(mean, deviation)` | `normal(d) * deviation + mean` in `d` | the same in f64, then truncated |
 //! | `Bernoulli(p)` | `uniform < p ? 1 : 0`, drawn and compared in f32 (f64 for f64) | the same in f32 |
 //!
-//! A panic inside burn-flex (an index out of range, say) passes through: it is the user's panic. The store lost the operands
+//! A panic inside burn-flex (shapes that do not fit, say) passes through: it is the user's panic. The store lost the operands
 //! nobody else could have used, nothing more.
 
 mod base;
 mod float;
+pub(crate) mod indices;
 mod int;
 mod module;
 mod numeric;
@@ -36,6 +37,7 @@ use burn_backend::ops::{FloatTensorOps, IntTensorOps};
 use burn_backend::{DType, FloatDType, IntDType};
 use burn_flex::{Flex, FlexTensor};
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
+use kiln_graph::IndexError;
 use smallvec::SmallVec;
 
 use crate::stream;
@@ -62,6 +64,9 @@ pub enum OperationError {
         /// What stands in the way and what to do instead.
         reason: String,
     },
+    /// An index is out of range.
+    #[error(transparent)]
+    Index(Box<IndexError>),
     /// An operand is not in the store.
     #[error("tensor {tensor} has no value: it was dropped, or made by a step that did not finish")]
     Missing {
@@ -103,11 +108,11 @@ pub type NextStream<'a> = dyn FnMut() -> (u64, u64) + 'a;
 ///
 /// # Errors
 ///
-/// If an operand has no value, or if nothing behind the backend can run the operation.
+/// If an operand has no value, an index is out of range, or nothing behind the backend can run the operation.
 ///
 /// # Panics
 ///
-/// As the operation does on burn-flex (shapes that do not fit, indices out of range).
+/// As the operation does on burn-flex (shapes that do not fit).
 pub fn run(
     operation: &OperationIr,
     tensors: &mut impl TensorStore,

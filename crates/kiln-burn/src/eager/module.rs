@@ -5,6 +5,7 @@ use burn_backend::ops::{IntTensorOps, ModuleOps};
 use burn_flex::Flex;
 use burn_ir::ModuleOperationIr;
 
+use super::indices::check;
 use super::{Operands, OperationError, TensorStore};
 
 /// Runs a convolution: `conv!(function, store, descriptor)`.
@@ -128,10 +129,12 @@ pub(super) fn run<S: TensorStore>(
     match op {
         Op::Embedding(d) => {
             let (weights, indices) = (s.take(&d.weights)?, s.take(&d.indices)?);
+            check("Module.Embedding", &weights, 0, &indices)?;
             s.put(&d.out, Flex::embedding(weights, indices));
         }
         Op::EmbeddingBackward(d) => {
             let (weights, grad, indices) = (s.take(&d.weights)?, s.take(&d.out_grad)?, s.take(&d.indices)?);
+            check("Module.EmbeddingBackward", &weights, 0, &indices)?;
             s.put(&d.out, Flex::embedding_backward(weights, grad, indices));
         }
         Op::Linear(d) => {

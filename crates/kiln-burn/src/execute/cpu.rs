@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
-use burn_std::Bytes;
+use burn_std::{Bytes, Shape};
 use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Keep, Observer, Options};
 use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, StepHooks, ThreadPool, Toolchain};
 use kiln_graph::op::ExternOp;
@@ -243,14 +243,24 @@ impl Cpu {
         }
 
         // Buffers of the outputs that do not stay in place: taken over from an argument, or new.
-        let made = |&output: &usize| {
-            let taken = aliases[output].and_then(|index| match memory.is_constant(index as usize) {
-                true => memory.tensors[index as usize].clone(),
-                false => memory.tensors[index as usize].take(),
+        let mut taken: Vec<Taken> = Vec::new();
+        let mut made: Vec<Bytes> = Vec::with_capacity(places.made.len());
+        for (position, &output) in places.made.iter().enumerate() {
+            let argument = aliases[output].map(|index| index as usize);
+            let tensor = argument.and_then(|index| match memory.is_constant(index) {
+                true => memory.tensors[index].clone(),
+                false => memory.tensors[index].take(),
             });
-            taken.map_or_else(|| convert::aligned(self.outputs[output].2), into_bytes)
-        };
-        let mut made: Vec<Bytes> = places.made.iter().map(made).collect();
+            if let (Some(argument), Some(tensor)) = (argument, &tensor) {
+                taken.push(Taken {
+                    argument,
+                    position,
+                    dtype: tensor.dtype(),
+                    shape: tensor.layout().shape().clone(),
+                });
+            }
+            made.push(tensor.map_or_else(|| convert::aligned(self.outputs[output].2), into_bytes));
+        }
         for (&output, bytes) in places.made.iter().zip(&mut made) {
             places.outputs[output] = bytes.as_mut_ptr();
         }
@@ -274,7 +284,7 @@ impl Cpu {
         // SAFETY: number and types of the arguments were checked against the graph the step was compiled from when they came into `memory`, so every pointer is valid for the
         // size of its tensor; `kernel_ready` and `aligned` put them on 64-byte borders. Output buffers are new or were taken over from the argument that `aliases` pairs
         // with them, and are exclusively ours; the others are kept alive, and unchanged, by `memory` until after the call.
-        unsafe {
+        let result = unsafe {
             self.executable.run_observed(
                 &self.pool,
                 &places.inputs,
@@ -283,7 +293,15 @@ impl Cpu {
                 &outside,
                 observe,
             )
-        }?;
+        };
+        if let Err(error) = result {
+            if let CompileError::Index(_) = error {
+                // Nothing was overwritten: each argument gets its buffer back, with its elements.
+                give_back(memory, taken, made);
+                memory.places = Some(places);
+            }
+            return Err(error.into());
+        }
         self.code_time
             .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         if let Some(clock) = outside.clock {
@@ -307,15 +325,43 @@ impl Cpu {
     }
 }
 
+/// A buffer that an argument gave to an output.
+struct Taken {
+    argument: usize,
+    /// Which of the buffers.
+    position: usize,
+    /// What the argument was.
+    dtype: DType,
+    shape: Shape,
+}
+
+/// Gives arguments the buffers back that outputs took over.
+fn give_back(memory: &mut Memory, taken: Vec<Taken>, made: Vec<Bytes>) {
+    let mut made: Vec<Option<Bytes>> = made.into_iter().map(Some).collect();
+    for it in taken.into_iter().filter(|it| !memory.is_constant(it.argument)) {
+        let bytes = made[it.position].take();
+        memory.tensors[it.argument] =
+            bytes.map(|bytes| FlexTensor::new(bytes, Layout::contiguous(it.shape), it.dtype));
+    }
+}
+
 impl Executable for Cpu {
-    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_given(
+        &self,
+        inputs: &mut Vec<FlexTensor>,
+        scalars: &[u64],
+    ) -> Result<Vec<FlexTensor>, ExecuteError> {
         check_count(&self.graph, inputs.len())?;
-        let mut memory = Memory::once(inputs, self.outputs.len());
-        Ok(self
-            .call(&mut memory, scalars, None)?
-            .into_iter()
-            .flatten()
-            .collect())
+        let mut memory = Memory::once(std::mem::take(inputs), self.outputs.len());
+        match self.call(&mut memory, scalars, None) {
+            Ok(outputs) => Ok(outputs.into_iter().flatten().collect()),
+            Err(error) => {
+                if let ExecuteError::Index(_) = error {
+                    *inputs = memory.tensors.into_iter().flatten().collect();
+                }
+                Err(error)
+            }
+        }
     }
 
     fn run_on(&self, memory: &mut Memory, scalars: &[u64]) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {

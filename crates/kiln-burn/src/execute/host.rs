@@ -37,12 +37,17 @@ impl Candle {
 }
 
 impl Executable for Candle {
-    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_given(
+        &self,
+        inputs: &mut Vec<FlexTensor>,
+        scalars: &[u64],
+    ) -> Result<Vec<FlexTensor>, ExecuteError> {
         let graph = self.executable.graph();
         let _span = kiln_profile::span_with(Category::Step, || graph.name.clone().into());
-        check_arguments(graph, &inputs, scalars)?;
+        check_arguments(graph, inputs, scalars)?;
         let handler = |op: &ExternOp, operands: Vec<HostTensor>| run_extern(op, &operands);
-        let outputs = self.executable.run_with(&to_hosts(&inputs), scalars, &handler)?;
+        let outputs = self.executable.run_with(&to_hosts(inputs), scalars, &handler)?;
+        inputs.clear();
         Ok(outputs.iter().map(to_flex).collect())
     }
 
@@ -76,9 +81,13 @@ impl Interpret {
 }
 
 impl Executable for Interpret {
-    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_given(
+        &self,
+        inputs: &mut Vec<FlexTensor>,
+        scalars: &[u64],
+    ) -> Result<Vec<FlexTensor>, ExecuteError> {
         let _span = kiln_profile::span_with(Category::Step, || self.graph.name.clone().into());
-        check_arguments(&self.graph, &inputs, scalars)?;
+        check_arguments(&self.graph, inputs, scalars)?;
         let types = self.graph.scalars().iter().map(|&value| self.graph.dtype(value));
         let scalars: Vec<Scalar> = scalars
             .iter()
@@ -87,7 +96,8 @@ impl Executable for Interpret {
             .collect();
         let mut handler = |op: &ExternOp, operands: &[HostTensor]| run_extern(op, operands);
         let interpreter = Interpreter::new(&self.graph).with_extern(&mut handler);
-        let outputs = interpreter.run(&to_hosts(&inputs), &scalars)?;
+        let outputs = interpreter.run(&to_hosts(inputs), &scalars)?;
+        inputs.clear();
         Ok(outputs.iter().map(to_flex).collect())
     }
 

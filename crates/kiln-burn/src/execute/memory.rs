@@ -88,12 +88,17 @@ impl Memory {
     }
 
     /// Runs a step that takes all its arguments and returns all its outputs. The result has none for each output that became an argument.
+    ///
+    /// Arguments that the step leaves in their list after an error stay where they were.
     pub(crate) fn run_by(
         &mut self,
-        run: impl FnOnce(Vec<FlexTensor>) -> Result<Vec<FlexTensor>, ExecuteError>,
+        run: impl FnOnce(&mut Vec<FlexTensor>) -> Result<Vec<FlexTensor>, ExecuteError>,
     ) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
         self.places = None;
         self.given.clear();
+        if let Some(index) = self.tensors.iter().position(Option::is_none) {
+            return Err(ExecuteError::Missing { index });
+        }
         let input = |(index, tensor): (usize, &mut Option<FlexTensor>)| {
             let found = match self.lifetimes[index] {
                 Lifetime::Constant => tensor.clone(),
@@ -102,7 +107,16 @@ impl Memory {
             found.ok_or(ExecuteError::Missing { index })
         };
         let inputs = self.tensors.iter_mut().enumerate().map(input);
-        let outputs = run(inputs.collect::<Result<_, _>>()?)?;
+        let mut inputs: Vec<FlexTensor> = inputs.collect::<Result<_, _>>()?;
+        let outputs = match run(&mut inputs) {
+            Ok(outputs) => outputs,
+            Err(error) => {
+                for (tensor, input) in self.tensors.iter_mut().zip(inputs) {
+                    *tensor = Some(input);
+                }
+                return Err(error);
+            }
+        };
         Ok(outputs
             .into_iter()
             .enumerate()

@@ -28,16 +28,19 @@ use burn_flex::FlexTensor;
 use kiln_candle::CandleError;
 use kiln_compiler::{CompileError, Contract};
 use kiln_cpu::CpuError;
-use kiln_graph::{Graph, InterpretError, TensorType};
+use kiln_graph::{Graph, IndexError, InterpretError, TensorType};
 
 use crate::import::external::ExternError;
 use crate::options::{CompileBackend, CompileOptions};
 use memory::Memory;
 
 /// A graph ready to run.
+///
+/// Every index is known to be in range before an argument is overwritten: after [`ExecuteError::Index`] all arguments are as they were, and where they were.
 pub trait Executable: Send + Sync {
     /// Runs the graph. `inputs` are its tensor arguments, `scalars` its runtime scalars ([`kiln_graph::Scalar::to_bits`] of each
-    /// one's type). Returns the outputs in order; two outputs may share a buffer.
+    /// one's type). Returns the outputs in order; two outputs may share a buffer. The inputs leave their list, unless the error is
+    /// [`ExecuteError::Index`].
     ///
     /// # Errors
     ///
@@ -45,21 +48,39 @@ pub trait Executable: Send + Sync {
     ///
     /// # Panics
     ///
-    /// Where a kernel of burn-flex does (an index out of range).
-    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError>;
+    /// Where a kernel of burn-flex does.
+    fn run_given(
+        &self,
+        inputs: &mut Vec<FlexTensor>,
+        scalars: &[u64],
+    ) -> Result<Vec<FlexTensor>, ExecuteError>;
+
+    /// [`Executable::run_given`] for inputs that the caller does not want back.
+    ///
+    /// # Errors
+    ///
+    /// As [`Executable::run_given`].
+    ///
+    /// # Panics
+    ///
+    /// As [`Executable::run_given`].
+    fn run(&self, mut inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+        self.run_given(&mut inputs, scalars)
+    }
 
     /// Runs the graph on the tensors of `memory`, which keeps the outputs that become arguments of the next run. The result has none
     /// for these.
     ///
     /// # Errors
     ///
-    /// As [`Executable::run`]; and if an argument is missing. What the memory had for one run is then lost.
+    /// As [`Executable::run`]; and if an argument is missing. What the memory had for one run may then be lost, unless the error is
+    /// [`ExecuteError::Index`]: the memory is then as it was.
     ///
     /// # Panics
     ///
     /// As [`Executable::run`].
     fn run_on(&self, memory: &mut Memory, scalars: &[u64]) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
-        memory.run_by(|inputs| self.run(inputs, scalars))
+        memory.run_by(|inputs| self.run_given(inputs, scalars))
     }
 
     /// What there is to say about how the graph runs, for people.
@@ -154,12 +175,15 @@ pub enum ExecuteError {
         /// What happened.
         reason: String,
     },
+    /// An index is out of range. Nothing was overwritten: all arguments are as they were before the run.
+    #[error(transparent)]
+    Index(Box<IndexError>),
     /// The candle executor failed.
     #[error("candle: {0}")]
-    Candle(#[from] CandleError),
+    Candle(CandleError),
     /// The interpreter failed.
     #[error("interpret: {0}")]
-    Interpret(#[from] InterpretError),
+    Interpret(InterpretError),
     /// An operation kept whole failed.
     #[error(transparent)]
     Extern(#[from] ExternError),
@@ -184,7 +208,34 @@ pub enum ExecuteError {
     NoCompiler(Arc<CpuError>),
     /// The step compiler failed, or the code it made.
     #[error(transparent)]
-    Compile(#[from] CompileError),
+    Compile(CompileError),
+}
+
+impl From<CandleError> for ExecuteError {
+    fn from(error: CandleError) -> Self {
+        match error {
+            CandleError::Index(error) => Self::Index(error),
+            error => Self::Candle(error),
+        }
+    }
+}
+
+impl From<InterpretError> for ExecuteError {
+    fn from(error: InterpretError) -> Self {
+        match error {
+            InterpretError::Index(error) => Self::Index(error),
+            error => Self::Interpret(error),
+        }
+    }
+}
+
+impl From<CompileError> for ExecuteError {
+    fn from(error: CompileError) -> Self {
+        match error {
+            CompileError::Index(error) => Self::Index(error),
+            error => Self::Compile(error),
+        }
+    }
 }
 
 /// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C compiler, an operation without code) the step runs on

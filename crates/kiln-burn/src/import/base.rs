@@ -282,7 +282,8 @@ fn scatter_mode(update: IndexingUpdateOp) -> ScatterMode {
     }
 }
 
-/// `data` as rows and, for each index tuple (the last dimension of `indices`), the number of the row it names.
+/// `data` as rows and, for each index tuple (the last dimension of `indices`), the number of the row it names. Each coordinate is looked up among the
+/// coordinates of its dimension, where one out of range is found: the number of the row alone does not show it.
 fn rows(l: &mut Lower, data: Value, indices: Value) -> Result<(Value, Value), Fault> {
     let (shape, tuples) = (l.shape(data), l.shape(indices));
     let last = tuples.rank() - 1;
@@ -293,7 +294,8 @@ fn rows(l: &mut Lower, data: Value, indices: Value) -> Result<(Value, Value), Fa
         let stride: usize = shape[j + 1..width].iter().product();
         let coordinate = l.narrow(indices, last, j, j + 1)?;
         let coordinate = l.reshape(coordinate, [count])?;
-        let coordinate = l.cast(coordinate, DType::I64)?;
+        let all = l.iota(DType::I64, &Shape::from([shape[j]]), 0)?;
+        let coordinate = l.index_select(all, 0, coordinate)?;
         let offset = l.with_constant(BinaryOp::Mul, coordinate, stride as i64)?;
         linear = l.binary(BinaryOp::Add, linear, offset)?;
     }

@@ -39,7 +39,7 @@ pub use breaks::{BreakReason, GraphBreak};
 pub use gradient::Source;
 pub use guard::{Changed, Mismatch};
 pub use history::CompileEvent;
-pub use location::Location;
+pub use location::{Location, user_location};
 pub use recording::Recorded;
 pub use region::{HostRead, LastRun};
 pub use replay::{Disturbance, Replay};

@@ -203,17 +203,24 @@ impl Region {
         // Most recently used first.
         self.segments[segment][..=index].rotate_right(1);
         let step = self.segments[segment][0].clone();
-        let inputs = recorded.inputs.iter().map(|input| input.ir.id).collect();
+        let inputs: Vec<TensorId> = recorded.inputs.iter().map(|input| input.ir.id).collect();
         let host_data = match self.keeps_host_data {
             true => host_data(recorded),
             false => FxHashMap::default(),
         };
         let given = std::mem::take(&mut recorded.inputs);
-        let tensors = step.run(
-            given.into_iter().map(|input| input.tensor).collect(),
-            &recorded.scalars,
-            &recorded.streams,
-        )?;
+        let surrendered: Vec<bool> = given.iter().map(Input::is_surrendered).collect();
+        let mut given: Vec<FlexTensor> = given.into_iter().map(|input| input.tensor).collect();
+        let tensors = match step.run(&mut given, &recorded.scalars, &recorded.streams) {
+            Ok(tensors) => tensors,
+            Err(error) => {
+                // What the step left there is as it was: it stopped before it overwrote anything.
+                let left = inputs.into_iter().zip(surrendered).zip(given);
+                left.filter(|((_, surrendered), _)| *surrendered)
+                    .for_each(|((id, _), tensor)| table::insert(id, tensor));
+                return Err(error);
+            }
+        };
         self.last = Some(LastRun {
             step,
             segment,

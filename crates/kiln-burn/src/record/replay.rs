@@ -294,7 +294,10 @@ impl Replay {
         let mut outputs = match self.step.run_on(&mut held.memory, scalars, &streams) {
             Ok(outputs) => outputs,
             Err(error) => {
-                held.fail(&error.to_string().into());
+                // An index out of range is found before anything is overwritten.
+                if error.index().is_none() {
+                    held.fail(&error.to_string().into());
+                }
                 return Err(error);
             }
         };

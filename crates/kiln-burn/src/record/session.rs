@@ -48,8 +48,8 @@ struct Session {
     /// The first error of this call; reported when `run` ends.
     error: Option<Error>,
     lazy: bool,
-    /// Finds the user's line of each operation; none while the recording is expected to be a step that is
-    /// known.
+    /// Finds the user's line of each operation (of those that take indices, in a lazy session); none while the recording is expected to be a
+    /// step that is known.
     lines: Option<Lines>,
 }
 
@@ -264,7 +264,7 @@ impl Session {
             since: Instant::now(),
             error: None,
             lazy,
-            lines: None,
+            lines: lazy.then(Lines::default),
         }
     }
 
@@ -279,7 +279,7 @@ impl Session {
     /// Looks lines up while the region has no compiled step for this segment: recording one costs little
     /// beside compiling it, and much beside running it.
     fn look_up_lines(&mut self) {
-        self.lines = match self.lazy || self.region.has_compiled(self.segment) {
+        self.lines = match !self.lazy && self.region.has_compiled(self.segment) {
             true => None,
             false => Some(self.lines.take().unwrap_or_default()),
         };
@@ -367,7 +367,10 @@ impl Session {
             self.since = Instant::now();
         }
         if let Some(lines) = &mut self.lines {
-            self.recording.note_line(lines.current());
+            // A lazy session records as it goes: it looks only for what an error needs.
+            let wanted = !self.lazy || stream::takes_indices(&operation);
+            self.recording
+                .note_line(wanted.then(|| lines.current()).flatten());
         }
         self.recording.push(operation, random::take);
         for id in self.recording.take_consumed() {

@@ -161,27 +161,43 @@ impl Step {
 
     /// Runs the step on `inputs`, one for each input of the recording, in order; inputs nobody else holds may be overwritten. A panic
     /// inside becomes an error. Outputs are in the recording's order and have Burn's types.
+    ///
+    /// The inputs leave their list, unless an index was out of range ([`Error::index`]): they are then as they were.
     pub fn run(
         &self,
-        inputs: Vec<FlexTensor>,
+        inputs: &mut Vec<FlexTensor>,
         scalars: &[ScalarIr],
         streams: &[Stream],
     ) -> Result<Vec<FlexTensor>, Error> {
         // Moved, not copied: a second handle would keep the step from overwriting its inputs.
-        let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
+        let mut given: Vec<Option<FlexTensor>> = inputs.drain(..).map(Some).collect();
         let arguments = self
             .arguments
             .iter()
-            .filter_map(|&position| inputs[position].take());
-        let arguments: Vec<FlexTensor> = arguments.collect();
-        drop(inputs);
-        let tensors = self.guarded(scalars, streams, |scalars| self.run_checked(arguments, scalars))?;
+            .filter_map(|&position| given[position].take());
+        let mut arguments: Vec<FlexTensor> = arguments.collect();
+        let tensors = self.guarded(scalars, streams, |scalars| {
+            self.run_checked(&mut arguments, scalars)
+        });
+        let tensors = match tensors {
+            Ok(tensors) => tensors,
+            Err(error) => {
+                if error.index().is_some() {
+                    for (&position, argument) in self.arguments.iter().zip(arguments) {
+                        given[position] = Some(argument);
+                    }
+                    inputs.extend(given.into_iter().flatten());
+                }
+                return Err(error);
+            }
+        };
         let tensors = tensors.into_iter().zip(&self.outputs);
         Ok(tensors.map(|(tensor, ir)| with_dtype(tensor, ir.dtype)).collect())
     }
 
     /// Runs the step on a memory of its arguments ([`Step::argument`]), which keeps the outputs that become arguments of the next run; the
-    /// result has none for these. After an error nothing that was there for one run is left.
+    /// result has none for these. After an error nothing that was there for one run is left, unless an index was out of range ([`Error::index`]): the memory is
+    /// then as it was.
     pub(super) fn run_on(
         &self,
         memory: &mut Memory,
@@ -193,7 +209,7 @@ impl Step {
             true => memory.run_by(|arguments| self.run_checked(arguments, scalars)),
             false => self.executable.run_on(memory, scalars),
         });
-        if result.is_err() {
+        if result.as_ref().is_err_and(|error| error.index().is_none()) {
             memory.clear();
         }
         let tensors = result?.into_iter().zip(&self.outputs);
@@ -234,14 +250,18 @@ impl Step {
     }
 
     /// Runs the executable, and compares the results with another backend's if that is due.
-    fn run_checked(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_checked(
+        &self,
+        inputs: &mut Vec<FlexTensor>,
+        scalars: &[u64],
+    ) -> Result<Vec<FlexTensor>, ExecuteError> {
         let Some(checker) = &self.checker else {
-            return self.executable.run(inputs, scalars);
+            return self.executable.run_given(inputs, scalars);
         };
-        let Some(copies) = checker.copy(&inputs) else {
-            return self.executable.run(inputs, scalars);
+        let Some(copies) = checker.copy(inputs) else {
+            return self.executable.run_given(inputs, scalars);
         };
-        let outputs = self.executable.run(inputs, scalars)?;
+        let outputs = self.executable.run_given(inputs, scalars)?;
         checker.compare(&*self.executable, &self.graph, &copies, scalars, &outputs)?;
         Ok(outputs)
     }

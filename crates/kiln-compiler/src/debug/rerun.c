@@ -147,7 +147,8 @@ int main(int count, char **words) {
     void *arena = memory(ARENA);
     kiln_runtime runtime = {NULL, parallel_for, threads, NULL, call_extern};
     double *times = malloc(sizeof(double) * runs);
-    kiln_step(&runtime, in, out, arena, scalars);
+    if (kiln_step(&runtime, in, out, arena, scalars) < 0)
+        fprintf(stderr, "an index is out of range with these inputs: the step stops early\n");
     for (int i = 0; i < runs; i++) {
         double begin = now();
         kiln_step(&runtime, in, out, arena, scalars);

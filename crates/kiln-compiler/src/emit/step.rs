@@ -8,6 +8,7 @@ use kiln_graph::{Graph, Node, Op};
 use super::nest::{Argument, FLAT_GRAIN, Launch, SERIAL_POINTS};
 use super::tree::{Functions, Part};
 use super::{Call, EmitOptions, KernelCode};
+use crate::checks::{Check, guards};
 use crate::plan::{Place, Plan};
 use crate::report::{BufferReport, Buffers, KernelReport};
 use crate::schedule::{Buffer, Kernel, KernelKind, Schedule};
@@ -38,8 +39,10 @@ pub fn emit(
     schedule: &Schedule,
     codes: &[KernelCode],
     plan: &Plan,
+    checks: &[Check],
     options: &EmitOptions,
 ) -> Emitted {
+    let guards = guards(graph, schedule, checks);
     let mut functions = Functions::default();
     let mut body = String::new();
     let mut reports = Vec::new();
@@ -111,6 +114,7 @@ pub fn emit(
                 }
             }
         }
+        body.push_str(guards.get(&number).map_or("", String::as_str));
         reports.push(report);
     }
     let mut sources = functions.files(options.isa);

@@ -51,6 +51,7 @@ use super::recompute::inline_images;
 use super::together::join_updates;
 use super::{Buffer, Kernel, KernelKind, Schedule};
 use crate::Options;
+use crate::checks::is_check;
 use crate::index::{Index, linear};
 use set::GroupSet;
 
@@ -122,11 +123,12 @@ struct Group {
 /// A part of the step whose operations share no kernel with those of other parts.
 ///
 /// What the backward pass computes once more, and what it does at all, stays out of the kernels of the forward pass: otherwise what was recomputed to be
-/// dropped meanwhile would be kept. So do chunks of rows stay out of each other's.
+/// dropped meanwhile would be kept. So do chunks of rows stay out of each other's. A look at indices waits for nothing else: updates wait for it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Part {
     forward: bool,
     chunk: Option<u16>,
+    check: bool,
 }
 
 impl Part {
@@ -135,6 +137,7 @@ impl Part {
         Self {
             forward: !provenance.phase.is_after_forward(),
             chunk: provenance.chunk,
+            check: is_check(provenance),
         }
     }
 }

@@ -7,9 +7,11 @@
 //! Two things are not where the program has them. A contraction counts from its own place, whatever follows in its epilogue. And a kernel
 //! that could write an output into the memory of an argument (an optimizer's update) runs as soon as what it reads is made and the argument's
 //! other readers are done: gradients then die one by one, while they are still in cache, instead of all being alive at the end.
+//!
+//! What looks at indices ([`crate::checks`]) runs as soon as they are made, and before whatever may overwrite an argument if it does not depend on that.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeSet, BinaryHeap};
 use std::sync::Arc;
 
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -43,7 +45,8 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
             next[writer].push(number);
         }
     }
-    let overwrites = overwrites(graph, &kernels, &writers);
+    let writers_over = writers_over(graph, &writers);
+    let overwrites = overwrites(&kernels, &writers_over);
     let updates: FxHashSet<usize> = overwrites.iter().map(|&(_, writer)| writer).collect();
     for (reader, writer) in overwrites {
         if !reaches(&next, writer, reader) {
@@ -51,9 +54,19 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
             next[reader].push(writer);
         }
     }
+    let looking = looking(graph, &writers);
+    let overwriting: BTreeSet<usize> = writers_over.values().copied().collect();
+    for &look in &looking {
+        let before = before(&next, look);
+        for &writer in overwriting.iter().filter(|&&writer| !before[writer]) {
+            waiting[writer] += 1;
+            next[look].push(writer);
+        }
+    }
     let rank = |number: usize| {
         let kernel = &kernels[number];
         let last = match &kernel.kind {
+            _ if looking.contains(&number) => 0,
             KernelKind::Contraction(node, _) => node.as_u32(),
             _ if updates.contains(&number) => made_by(graph, kernel),
             _ => kernel.nodes.iter().map(|node| node.as_u32()).max().unwrap_or(0),
@@ -103,25 +116,43 @@ fn made_by(graph: &Graph, kernel: &Kernel) -> u32 {
         .unwrap_or(0)
 }
 
-/// Pairs of a kernel that reads an argument and the kernel (maybe the same) that writes the output which may take over the argument's memory.
-fn overwrites(
-    graph: &Graph,
-    kernels: &[Kernel],
-    writers: &FxHashMap<Buffer, Vec<usize>>,
-) -> Vec<(usize, usize)> {
+/// For each argument whose memory an output may take over, the kernel that writes that output.
+fn writers_over(graph: &Graph, writers: &FxHashMap<Buffer, Vec<usize>>) -> FxHashMap<Buffer, usize> {
     let mut writers_over: FxHashMap<Buffer, usize> = FxHashMap::default();
     for (number, output) in graph.outputs.iter().enumerate() {
-        let copy = Buffer::Output(number as u32);
-        let makers = writers
-            .get(&copy)
-            .or_else(|| writers.get(&Buffer::Value(output.value)));
         if let Some(argument) = output.alias
-            && let Some([maker]) = makers.map(Vec::as_slice)
+            && let Some([maker]) = makers(graph, writers, number)
         {
             let argument = graph.parameters()[argument as usize];
             writers_over.insert(Buffer::Value(argument), *maker);
         }
     }
+    writers_over
+}
+
+/// The kernels that write output `number`.
+fn makers<'a>(
+    graph: &Graph,
+    writers: &'a FxHashMap<Buffer, Vec<usize>>,
+    number: usize,
+) -> Option<&'a [usize]> {
+    let own = writers.get(&Buffer::Output(number as u32));
+    own.or_else(|| writers.get(&Buffer::Value(graph.outputs[number].value)))
+        .map(Vec::as_slice)
+}
+
+/// The kernels that look at indices.
+fn looking(graph: &Graph, writers: &FxHashMap<Buffer, Vec<usize>>) -> BTreeSet<usize> {
+    let checks = (0..graph.outputs.len()).filter(|&number| graph.outputs[number].check);
+    checks
+        .filter_map(|number| makers(graph, writers, number))
+        .flatten()
+        .copied()
+        .collect()
+}
+
+/// Pairs of a kernel that reads an argument and the kernel (maybe the same) that writes the output which may take over the argument's memory.
+fn overwrites(kernels: &[Kernel], writers_over: &FxHashMap<Buffer, usize>) -> Vec<(usize, usize)> {
     let mut pairs = Vec::new();
     for (reader, kernel) in kernels.iter().enumerate() {
         for buffer in &kernel.reads {
@@ -132,6 +163,22 @@ fn overwrites(
         }
     }
     pairs
+}
+
+/// For each kernel, whether `last` comes after it or is it.
+fn before(next: &[Vec<usize>], last: usize) -> Vec<bool> {
+    let mut previous = vec![Vec::new(); next.len()];
+    for (kernel, after) in next.iter().enumerate() {
+        after.iter().for_each(|&after| previous[after].push(kernel));
+    }
+    let mut seen = vec![false; next.len()];
+    let mut stack = vec![last];
+    while let Some(kernel) = stack.pop() {
+        if !std::mem::replace(&mut seen[kernel], true) {
+            stack.extend(previous[kernel].iter().copied());
+        }
+    }
+    seen
 }
 
 /// Whether kernel `to` comes after `from`.

@@ -138,6 +138,11 @@ impl<'a> Memory<'a> {
 
     /// Runs the step once.
     pub fn run(&mut self, pool: &ThreadPool) {
+        self.try_run(pool).unwrap();
+    }
+
+    /// Runs the step once, if it can.
+    pub fn try_run(&mut self, pool: &ThreadPool) -> Result<(), CompileError> {
         let inputs: Vec<*const u8> = self.arguments.iter().map(AlignedBuffer::as_ptr).collect();
         let mut outputs: Vec<*mut u8> = Vec::new();
         for (buffer, alias) in self.results.iter_mut().zip(&self.step.contract().aliases) {
@@ -147,7 +152,12 @@ impl<'a> Memory<'a> {
             });
         }
         // SAFETY: one buffer of the declared size for each parameter and output.
-        unsafe { self.step.run(pool, &inputs, &outputs, &self.scalars, &NoHooks) }.unwrap();
+        unsafe { self.step.run(pool, &inputs, &outputs, &self.scalars, &NoHooks) }
+    }
+
+    /// What the arguments are now.
+    pub fn arguments(&self) -> impl Iterator<Item = &[u8]> {
+        self.arguments.iter().map(AlignedBuffer::as_slice)
     }
 
     /// What the outputs are now.

@@ -24,7 +24,7 @@ use std::rc::Rc;
 use smallvec::{SmallVec, smallvec};
 
 use crate::op::ExternOp;
-use crate::{DType, Graph, HostTensor, NodeData, Op, Scalar, TensorType, philox};
+use crate::{DType, Graph, HostTensor, IndexError, NodeData, Op, Scalar, TensorType, philox};
 use array::Array;
 
 /// Why a graph cannot be interpreted on these arguments.
@@ -61,17 +61,8 @@ pub enum InterpretError {
         given: TensorType,
     },
     /// An index is out of range.
-    #[error("index {index} is out of range for dimension {axis} of extent {extent} (in `{node}`)")]
-    IndexOutOfRange {
-        /// The node, as text.
-        node: String,
-        /// The index.
-        index: i128,
-        /// The dimension indexed.
-        axis: usize,
-        /// Its extent.
-        extent: usize,
-    },
+    #[error(transparent)]
+    Index(Box<IndexError>),
     /// An operation kept whole, and nothing that knows it: give a handler to [`Interpreter::with_extern`].
     #[error("nothing here runs the operation `{name}` (in `{node}`)")]
     UnknownExtern {
@@ -262,15 +253,9 @@ impl<'a> Interpreter<'a> {
         let one = |array: Array| -> Result<Arrays, InterpretError> { Ok(smallvec![array]) };
         let checked = |result: Result<Array, OutOfRange>| match result {
             Ok(array) => one(array),
-            Err(OutOfRange { index, axis, extent }) => {
-                let node = self.graph.node_text(node);
-                Err(InterpretError::IndexOutOfRange {
-                    node,
-                    index,
-                    axis,
-                    extent,
-                })
-            }
+            Err(OutOfRange { index, axis, extent }) => Err(InterpretError::Index(Box::new(IndexError::new(
+                node, index, axis, extent,
+            )))),
         };
         match &node.op {
             Op::Parameter { index, .. } => {

@@ -19,7 +19,8 @@
 //! attribute that names a variant: `compare lt %1, %2`, `reduce sum %3 {axes=[0]}`, `constant 0.5`. Attributes equal to
 //! their default (empty lists, `false`) may be left out where `forms` says so. Provenance is
 //! `phase [operation] [gradient forward-operation] [at location] [in module] [chunk number]`; strings with characters of their own are quoted. Names of values are
-//! free when written by hand (`%loss`); the parser numbers them in order.
+//! free when written by hand (`%loss`); the parser numbers them in order. An output may say whose buffer it takes over (`(alias 0)`) and that it is looked
+//! at before anything is overwritten (`(check)`).
 //!
 //! The round trip is exact: parsing what was printed gives an equal graph, provenance, NaN payloads and all. Printer
 //! and parser share one table, `forms`, so that an attribute cannot be printed in one way and read in another.

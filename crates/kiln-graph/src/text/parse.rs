@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::forms::{self, Attribute, Fields, FromResults};
 use super::print::{is_atom, is_provenance_word};
-use crate::{DType, Graph, Phase, Provenance, Shape, TensorType, Value};
+use crate::{DType, Graph, Output, Phase, Provenance, Shape, TensorType, Value};
 
 /// Why a text is no graph, and where.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -409,19 +409,22 @@ impl<'a> Parser<'a> {
         }
         let outputs = self.list(|parser| {
             let value = parser.value()?;
-            if !parser.eat('(') {
-                return Ok((value, None));
+            let mut output = Output {
+                value,
+                alias: None,
+                check: false,
+            };
+            while parser.eat('(') {
+                match parser.atom("`alias` or `check`")? {
+                    "alias" => output.alias = Some(parser.number::<u32>("the number of a parameter")?),
+                    "check" => output.check = true,
+                    _ => return parser.fail("expected `(alias N)` or `(check)`"),
+                }
+                parser.expect(')')?;
             }
-            if parser.atom("`alias`")? != "alias" {
-                return parser.fail("expected `(alias N)`");
-            }
-            let parameter = parser.number::<u32>("the number of a parameter")?;
-            parser.expect(')')?;
-            Ok((value, Some(parameter)))
+            Ok(output)
         })?;
-        for (value, alias) in outputs {
-            self.graph.output(value, alias);
-        }
+        self.graph.outputs.extend(outputs);
         self.end_of_line()
     }
 

@@ -170,6 +170,9 @@ impl Graph {
             if let Some(parameter) = output.alias {
                 write!(out, " (alias {parameter})")?;
             }
+            if output.check {
+                write!(out, " (check)")?;
+            }
         }
         writeln!(out, "\n}}")
     }

@@ -8,6 +8,7 @@
 mod attention;
 mod budgets;
 mod harness;
+mod indices;
 mod models;
 mod train_step;
 

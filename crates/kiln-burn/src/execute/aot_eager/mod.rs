@@ -4,8 +4,9 @@
 //! difference between this and a compiled step lies in the compiler. Each value is freed after its last use, and its last
 //! user gets it by value, so that burn-flex works in place where it can.
 //!
-//! Two things are decided once, in [`AotEager::new`]. Nodes that no output needs do not run. And a rank-0 value that is only repeated to
-//! fill an operand of a pointwise operation is not repeated: burn-flex has operations with a scalar.
+//! Three things are decided once, in [`AotEager::new`]. Nodes that no output needs do not run. A rank-0 value that is only repeated to
+//! fill an operand of a pointwise operation is not repeated: burn-flex has operations with a scalar. And what indices are computed from runs first: the
+//! arguments keep their tensors until every index is known to be in range ([`kiln_graph::indices`]), so that nothing is overwritten before.
 //!
 //! A primitive that burn-flex has no kernel for and that is not worth composing (attention, 3-d pooling, exotic integer types) runs in
 //! the interpreter.
@@ -21,7 +22,10 @@ use std::sync::{Arc, OnceLock};
 
 use burn_flex::FlexTensor;
 use kiln_graph::interpret::interpret;
-use kiln_graph::{DType, Graph, HostTensor, Node, NodeData, Op, Provenance, Scalar, Shape, Value, philox};
+use kiln_graph::{
+    DType, Graph, HostTensor, IndexCheck, IndexError, Node, NodeData, Op, Provenance, Scalar, Shape, Value,
+    indices, philox,
+};
 use kiln_profile::StepDescription;
 use smallvec::{SmallVec, smallvec};
 
@@ -29,6 +33,7 @@ use super::check::{Parting, Reference};
 use super::host::scalar_of_bits;
 use super::profile::{RunClock, describe_nodes, next_id};
 use super::{Executable, ExecuteError, check_arguments, convert};
+use crate::eager::indices::find;
 use crate::import::external;
 use crate::options::CompileBackend;
 
@@ -38,6 +43,10 @@ type Results = SmallVec<[FlexTensor; 1]>;
 pub struct AotEager {
     graph: Arc<Graph>,
     steps: Vec<Step>,
+    /// How many of them make indices.
+    first: usize,
+    /// What to look at after these.
+    checks: Vec<IndexCheck>,
     id: u64,
     description: OnceLock<Arc<StepDescription>>,
 }
@@ -73,9 +82,26 @@ impl AotEager {
         for output in &graph.outputs {
             needed[index(output.value)] = true;
         }
+        let checks = indices::checks(&graph);
+        let mut makes_indices = vec![false; graph.num_values()];
+        for check in &checks {
+            makes_indices[index(check.indices)] = true;
+            needed[index(check.indices)] = true;
+        }
+        for (_, data) in graph.nodes().rev() {
+            if data.outputs.iter().any(|&value| makes_indices[index(value)]) {
+                data.inputs
+                    .iter()
+                    .for_each(|&value| makes_indices[index(value)] = true);
+            }
+        }
+        // Values keep their order within both parts, and nothing in the first needs anything in the second.
+        let of_first = |data: &NodeData| data.outputs.iter().any(|&value| makes_indices[index(value)]);
+        let (sooner, later): (Vec<_>, Vec<_>) = graph.nodes().partition(|(_, data)| of_first(data));
         let mut used_later = needed.clone();
         let mut steps = Vec::new();
-        for (node, data) in graph.nodes().rev() {
+        let mut first = 0;
+        for (node, data) in sooner.into_iter().chain(later).rev() {
             if !data.outputs.iter().any(|&value| needed[index(value)]) {
                 continue;
             }
@@ -99,15 +125,37 @@ impl AotEager {
                 needed[index(operand.value)] = true;
                 operand.last = !std::mem::replace(&mut used_later[index(operand.value)], true);
             }
+            first += usize::from(of_first(data));
             steps.push(Step { node, operands });
         }
         steps.reverse();
         Self {
-            graph,
             steps,
+            first,
+            checks,
+            graph,
             id: next_id(),
             description: OnceLock::new(),
         }
+    }
+}
+
+impl AotEager {
+    /// Looks at the indices that the first steps made.
+    fn check(&self, values: &[Option<FlexTensor>]) -> Result<(), ExecuteError> {
+        for check in &self.checks {
+            let data = self.graph.node(check.node);
+            let indices = values[check.indices.as_u32() as usize]
+                .as_ref()
+                .ok_or_else(|| failure(data, "its indices have no value"))?;
+            let extent = check.extent as i128;
+            let wrong = find(indices, |_, index| !(0..extent).contains(&index));
+            if let Some((_, index)) = wrong {
+                let error = IndexError::new(data, index, check.axis, check.extent);
+                return Err(ExecuteError::Index(Box::new(error)));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -124,20 +172,38 @@ fn splat_of(graph: &Graph, user: &NodeData, value: Value) -> Option<Value> {
 }
 
 impl Executable for AotEager {
-    fn run(&self, inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_given(
+        &self,
+        inputs: &mut Vec<FlexTensor>,
+        scalars: &[u64],
+    ) -> Result<Vec<FlexTensor>, ExecuteError> {
         let graph = &*self.graph;
-        check_arguments(graph, &inputs, scalars)?;
-        let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
+        check_arguments(graph, inputs, scalars)?;
+        let mut arguments: Vec<Option<FlexTensor>> = Vec::new();
         let mut values: Vec<Option<FlexTensor>> = vec![None; graph.num_values()];
         let clock = RunClock::start();
         for (number, step) in self.steps.iter().enumerate() {
+            if number == self.first {
+                self.check(&values)?;
+                arguments.extend(inputs.drain(..).map(Some));
+                // From here on the handles of the first steps are the only ones.
+                for step in &self.steps[..self.first] {
+                    if let Op::Parameter { index, .. } = graph.node(step.node).op {
+                        arguments[index as usize] = None;
+                    }
+                }
+            }
             let data = graph.node(step.node);
             if let Some(clock) = &clock {
                 clock.begin();
             }
             let results = match &data.op {
+                // The first steps get a second handle: they cannot overwrite the argument.
+                Op::Parameter { index, .. } if number < self.first => {
+                    smallvec![inputs[*index as usize].clone()]
+                }
                 Op::Parameter { index, .. } => {
-                    let taken = inputs.get_mut(*index as usize).and_then(Option::take);
+                    let taken = arguments.get_mut(*index as usize).and_then(Option::take);
                     smallvec![taken.ok_or_else(|| failure(data, "its argument is gone"))?]
                 }
                 Op::Scalar { index, dtype } => {
@@ -170,6 +236,10 @@ impl Executable for AotEager {
             if let Some(clock) = &clock {
                 clock.end(number);
             }
+        }
+        if self.first == self.steps.len() {
+            self.check(&values)?;
+            inputs.clear();
         }
         if let Some(clock) = clock {
             let nodes = self.steps.iter().map(|step| graph.node(step.node));

@@ -67,6 +67,20 @@ static void kiln_run(const struct kiln_call *call, int kernel, kiln_task task, i
         kiln_run(&call, kernel, task, n, grain, places, sizeof places / sizeof *places);                    \
     } while (0)
 
+/* Whether the least or the largest of some indices, found at these places, is outside of `extent` elements. A u64 that is no i64 is a negative number
+ * here, and outside all the same.
+ */
+typedef int8_t kiln_i8;
+typedef int16_t kiln_i16;
+typedef int32_t kiln_i32;
+typedef int64_t kiln_i64;
+typedef uint8_t kiln_u8;
+typedef uint16_t kiln_u16;
+typedef uint32_t kiln_u32;
+typedef uint64_t kiln_u64;
+#define KILN_OUTSIDE(type, least, most, extent)                                                             \
+    ((int64_t)*(const kiln_##type *)(least) < 0 || (uint64_t)*(const kiln_##type *)(most) >= (uint64_t)(extent))
+
 /* The same function over the elements of several tensors, as if those were one behind the other. */
 struct kiln_tensors {
     kiln_task task;

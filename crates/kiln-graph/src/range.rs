@@ -1,0 +1,261 @@
+//! Ranges: what is known of the elements of a value without running anything.
+//!
+//! One walk over the graph gives each integer value the smallest interval that its operation and its operands' intervals allow. The
+//! question behind it is whether an index can be out of range at all ([`crate::indices`]): coordinates, positions of a largest element and
+//! clamped numbers never are, and need no look while the step runs.
+//!
+//! ```text
+//!   %i = iota {axis=0} : i64[8]        0 ..= 7
+//!   %j = parameter 0 : i64[8]          all of i64
+//!   %k = min %j, %seven                all of i64 below 7
+//!   %l = max %k, %zero                 0 ..= 7
+//! ```
+//!
+//! An operation that could wrap has the whole range of its type. Of floats only f64 is followed, because a bound computed here in f64 is then exactly what
+//! the operation computes from the extreme operand; an interval of floats also says that no element is NaN.
+
+use crate::op::{BinaryOp, ReduceOp, ScatterMode, UnaryOp};
+use crate::{DType, Graph, NodeData, Op, Scalar, Value};
+
+/// An interval that holds every element of a value; both ends belong to it.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Range {
+    /// Integers.
+    Int(i128, i128),
+    /// Finite floats.
+    Float(f64, f64),
+}
+
+impl Range {
+    /// Everything that `dtype` can hold; none for floats. Truth values count as 0 and 1.
+    pub fn of(dtype: DType) -> Option<Self> {
+        let bits = dtype.size() as u32 * 8;
+        match dtype {
+            DType::Bool => Some(Range::Int(0, 1)),
+            _ if dtype.is_signed_int() => Some(Range::Int(-(1i128 << (bits - 1)), (1i128 << (bits - 1)) - 1)),
+            _ if dtype.is_unsigned_int() => Some(Range::Int(0, (1i128 << bits) - 1)),
+            _ => None,
+        }
+    }
+
+    /// Whether every element is an index into `extent` elements.
+    pub fn is_below(self, extent: usize) -> bool {
+        matches!(self, Range::Int(low, high) if low >= 0 && high < extent as i128)
+    }
+
+    /// The smallest interval that holds both.
+    fn union(self, other: Self) -> Option<Self> {
+        match (self, other) {
+            (Range::Int(a, b), Range::Int(c, d)) => Some(Range::Int(a.min(c), b.max(d))),
+            (Range::Float(a, b), Range::Float(c, d)) => Some(Range::Float(a.min(c), b.max(d))),
+            _ => None,
+        }
+    }
+
+    /// This range if values of `dtype` take it as it is: integers without wrapping, floats of 64 bits that are finite.
+    fn within(self, dtype: DType) -> Option<Self> {
+        match (self, Range::of(dtype)) {
+            (Range::Int(low, high), Some(Range::Int(least, most))) => {
+                (least <= low && high <= most).then_some(self)
+            }
+            (Range::Float(low, high), _) => {
+                (dtype == DType::F64 && low.is_finite() && high.is_finite()).then_some(self)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// What is known of each value of a graph.
+#[derive(Clone, Debug)]
+pub struct Ranges(Vec<Option<Range>>);
+
+impl Ranges {
+    /// Walks over `graph` once.
+    pub fn new(graph: &Graph) -> Self {
+        let mut ranges = Self(Vec::with_capacity(graph.num_values()));
+        for (_, node) in graph.nodes() {
+            for (result, &value) in node.outputs.iter().enumerate() {
+                let dtype = graph.dtype(value);
+                let found = ranges
+                    .node(graph, node, result)
+                    .and_then(|range| range.within(dtype));
+                ranges.0.push(found.or_else(|| Range::of(dtype)));
+            }
+        }
+        ranges
+    }
+
+    /// The range of `value`; none if nothing is known (floats).
+    pub fn get(&self, value: Value) -> Option<Range> {
+        self.0[value.as_u32() as usize]
+    }
+
+    /// The union of the ranges of some values.
+    fn union(&self, values: &[Value]) -> Option<Range> {
+        let (&first, rest) = values.split_first()?;
+        rest.iter().try_fold(self.get(first)?, |all, &value| {
+            self.get(value).and_then(|range| all.union(range))
+        })
+    }
+
+    /// The range of one result of `node`, by its operation alone; none if it says nothing.
+    fn node(&self, graph: &Graph, node: &NodeData, result: usize) -> Option<Range> {
+        let of = |operand: usize| self.get(node.inputs[operand]);
+        let extent = |axis: usize| graph.shape(node.inputs[0])[axis] as i128;
+        let position = |extent: i128| Some(Range::Int(0, (extent - 1).max(0)));
+        match &node.op {
+            Op::Constant { value, dtype } => constant(*value, *dtype),
+            Op::Iota { dtype, shape, axis } => {
+                let last = shape[*axis].saturating_sub(1);
+                match dtype.is_float() {
+                    true => Some(Range::Float(0.0, last as f64)),
+                    false => Some(Range::Int(0, last as i128)),
+                }
+            }
+            Op::Unary(op) => unary(*op, of(0)?),
+            Op::Binary(op) => binary(*op, of(0)?, of(1)?),
+            Op::Cast(dtype) => cast(of(0)?, *dtype),
+            Op::Select => self.union(&node.inputs[1..]),
+            Op::Reshape(_)
+            | Op::Transpose(_)
+            | Op::Broadcast { .. }
+            | Op::Slice { .. }
+            | Op::Flip(_)
+            | Op::Gather { .. }
+            | Op::IndexSelect { .. } => of(0),
+            Op::Pad { .. } | Op::Concat { .. } | Op::UpdateSlice { .. } => self.union(&node.inputs),
+            // Of nothing the result is an extreme of the type.
+            Op::Reduce {
+                op: ReduceOp::Max | ReduceOp::Min,
+                axes,
+            } => axes.iter().all(|&axis| extent(axis) > 0).then(|| of(0))?,
+            Op::Cumulative {
+                op: ReduceOp::Max | ReduceOp::Min,
+                ..
+            } => of(0),
+            Op::Scatter {
+                mode: ScatterMode::Assign | ScatterMode::Max | ScatterMode::Min,
+                ..
+            }
+            | Op::IndexPut {
+                mode: ScatterMode::Assign | ScatterMode::Max | ScatterMode::Min,
+                ..
+            } => of(0)?.union(of(2)?),
+            Op::ArgReduce { axis, .. } => position(extent(*axis)),
+            Op::Sort { axis, .. } | Op::TopK { axis, .. } if result == 1 => position(extent(*axis)),
+            Op::Sort { .. } | Op::TopK { .. } => of(0),
+            Op::MaxPoolWithIndices { .. } if result == 1 => {
+                let spatial = &graph.shape(node.inputs[0])[2..];
+                position(spatial.iter().product::<usize>() as i128)
+            }
+            _ => None,
+        }
+    }
+}
+
+fn constant(value: Scalar, dtype: DType) -> Option<Range> {
+    match (dtype.is_float(), value.cast(dtype)) {
+        (true, Scalar::Float(x)) => Some(Range::Float(x, x)),
+        (false, Scalar::Int(x)) => Some(Range::Int(x.into(), x.into())),
+        (false, Scalar::UInt(x)) => Some(Range::Int(x.into(), x.into())),
+        (false, Scalar::Bool(x)) => Some(Range::Int(x.into(), x.into())),
+        _ => None,
+    }
+}
+
+fn unary(op: UnaryOp, x: Range) -> Option<Range> {
+    let steps = |step: fn(f64) -> f64| match x {
+        Range::Float(low, high) => Some(Range::Float(step(low), step(high))),
+        Range::Int(..) => None,
+    };
+    match (op, x) {
+        (UnaryOp::Neg, Range::Int(low, high)) => Some(Range::Int(-high, -low)),
+        (UnaryOp::Neg, Range::Float(low, high)) => Some(Range::Float(-high, -low)),
+        (UnaryOp::Abs, Range::Int(low, high)) if low >= 0 => Some(Range::Int(low, high)),
+        (UnaryOp::Abs, Range::Int(low, high)) => Some(Range::Int(0, high.max(-low))),
+        (UnaryOp::Sign, Range::Int(low, high)) => Some(Range::Int(low.signum(), high.signum())),
+        (UnaryOp::Floor, _) => steps(f64::floor),
+        (UnaryOp::Ceil, _) => steps(f64::ceil),
+        (UnaryOp::Round, _) => steps(f64::round_ties_even),
+        (UnaryOp::Trunc, _) => steps(f64::trunc),
+        _ => None,
+    }
+}
+
+fn binary(op: BinaryOp, a: Range, b: Range) -> Option<Range> {
+    match (a, b) {
+        (Range::Int(a, b), Range::Int(c, d)) => integers(op, (a, b), (c, d)),
+        (Range::Float(a, b), Range::Float(c, d)) => floats(op, (a, b), (c, d)),
+        _ => None,
+    }
+}
+
+/// The result may be outside of the operands' type: it would wrap, and the caller then knows nothing.
+fn integers(op: BinaryOp, (a, b): (i128, i128), (c, d): (i128, i128)) -> Option<Range> {
+    let hull = |corners: [i128; 4]| {
+        let (low, high) = (corners.iter().min()?, corners.iter().max()?);
+        Some(Range::Int(*low, *high))
+    };
+    match op {
+        BinaryOp::Add => Some(Range::Int(a + c, b + d)),
+        BinaryOp::Sub => Some(Range::Int(a - d, b - c)),
+        BinaryOp::Mul => hull([
+            a.checked_mul(c)?,
+            a.checked_mul(d)?,
+            b.checked_mul(c)?,
+            b.checked_mul(d)?,
+        ]),
+        BinaryOp::Div if c > 0 => hull([a / c, a / d, b / c, b / d]),
+        BinaryOp::Rem if c > 0 => Some(Range::Int(0, d - 1)),
+        BinaryOp::Max => Some(Range::Int(a.max(c), b.max(d))),
+        BinaryOp::Min => Some(Range::Int(a.min(c), b.min(d))),
+        BinaryOp::And if a >= 0 && c >= 0 => Some(Range::Int(0, b.min(d))),
+        BinaryOp::And if a >= 0 => Some(Range::Int(0, b)),
+        BinaryOp::And if c >= 0 => Some(Range::Int(0, d)),
+        BinaryOp::Shr if c == d && (0..64).contains(&c) => Some(Range::Int(a >> c, b >> c)),
+        _ => None,
+    }
+}
+
+fn floats(op: BinaryOp, (a, b): (f64, f64), (c, d): (f64, f64)) -> Option<Range> {
+    match op {
+        BinaryOp::Add => Some(Range::Float(a + c, b + d)),
+        BinaryOp::Sub => Some(Range::Float(a - d, b - c)),
+        BinaryOp::Mul => {
+            let corners = [a * c, a * d, b * c, b * d];
+            let low = corners.into_iter().fold(f64::INFINITY, f64::min);
+            let high = corners.into_iter().fold(f64::NEG_INFINITY, f64::max);
+            Some(Range::Float(low, high))
+        }
+        BinaryOp::Max => Some(Range::Float(a.max(c), b.max(d))),
+        BinaryOp::Min => Some(Range::Float(a.min(c), b.min(d))),
+        _ => None,
+    }
+}
+
+fn cast(x: Range, dtype: DType) -> Option<Range> {
+    /// Integers up to this magnitude are floats of 64 bits, too.
+    const EXACT: i128 = 1 << 53;
+    match (x, dtype) {
+        (Range::Int(low, high), DType::Bool) if low > 0 || high < 0 => Some(Range::Int(1, 1)),
+        (Range::Int(0, 0), DType::Bool) => Some(Range::Int(0, 0)),
+        (_, DType::Bool) => None,
+        (Range::Int(low, high), DType::F64) if -EXACT <= low && high <= EXACT => {
+            Some(Range::Float(low as f64, high as f64))
+        }
+        (Range::Int(..), _) if dtype.is_float() => None,
+        (Range::Float(..), _) if dtype.is_float() => (dtype == DType::F64).then_some(x),
+        (Range::Int(..), _) => Some(x),
+        // Truncated and saturated.
+        (Range::Float(low, high), _) => {
+            let Some(Range::Int(least, most)) = Range::of(dtype) else {
+                return None;
+            };
+            Some(Range::Int(
+                (low as i128).clamp(least, most),
+                (high as i128).clamp(least, most),
+            ))
+        }
+    }
+}
