@@ -14,8 +14,8 @@
 //! - **Reductions** of nothing give the neutral element: sum 0, product 1, any false, all true, max the lowest value of
 //!   the type (-inf for floats), min the highest. Sums of floats may be taken in any fixed order.
 //! - **Max and min** of floats propagate NaN: if any operand is NaN the result is NaN.
-//! - **Indices** out of range are an error of the program: executors that check (`interpret`, `aot_eager`, `candle`) report
-//!   it; compiled ones clamp the index into range, so that memory stays safe.
+//! - **Indices** out of range, negative ones included, are an error of the program, which every executor reports before it overwrites an argument
+//!   ([`crate::indices`]). Compiled kernels clamp them as well, so that memory stays safe until the step stops.
 
 use std::fmt;
 

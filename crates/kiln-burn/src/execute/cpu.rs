@@ -242,25 +242,7 @@ impl Cpu {
             return Err(ExecuteError::Missing { index });
         }
 
-        // Buffers of the outputs that do not stay in place: taken over from an argument, or new.
-        let mut taken: Vec<Taken> = Vec::new();
-        let mut made: Vec<Bytes> = Vec::with_capacity(places.made.len());
-        for (position, &output) in places.made.iter().enumerate() {
-            let argument = aliases[output].map(|index| index as usize);
-            let tensor = argument.and_then(|index| match memory.is_constant(index) {
-                true => memory.tensors[index].clone(),
-                false => memory.tensors[index].take(),
-            });
-            if let (Some(argument), Some(tensor)) = (argument, &tensor) {
-                taken.push(Taken {
-                    argument,
-                    position,
-                    dtype: tensor.dtype(),
-                    shape: tensor.layout().shape().clone(),
-                });
-            }
-            made.push(tensor.map_or_else(|| convert::aligned(self.outputs[output].2), into_bytes));
-        }
+        let (mut made, taken) = self.take_over(memory, &places);
         for (&output, bytes) in places.made.iter().zip(&mut made) {
             places.outputs[output] = bytes.as_mut_ptr();
         }
@@ -338,10 +320,40 @@ struct Taken {
 /// Gives arguments the buffers back that outputs took over.
 fn give_back(memory: &mut Memory, taken: Vec<Taken>, made: Vec<Bytes>) {
     let mut made: Vec<Option<Bytes>> = made.into_iter().map(Some).collect();
-    for it in taken.into_iter().filter(|it| !memory.is_constant(it.argument)) {
+    for it in taken {
+        // A constant lent a copy and kept its own.
+        if memory.is_constant(it.argument) {
+            continue;
+        }
         let bytes = made[it.position].take();
         memory.tensors[it.argument] =
             bytes.map(|bytes| FlexTensor::new(bytes, Layout::contiguous(it.shape), it.dtype));
+    }
+}
+
+impl Cpu {
+    /// Buffers of the outputs that do not stay in place: taken over from an argument, or new.
+    fn take_over(&self, memory: &mut Memory, places: &Places) -> (Vec<Bytes>, Vec<Taken>) {
+        let aliases = &self.executable.contract().aliases;
+        let mut taken: Vec<Taken> = Vec::new();
+        let mut made: Vec<Bytes> = Vec::with_capacity(places.made.len());
+        for (position, &output) in places.made.iter().enumerate() {
+            let argument = aliases[output].map(|index| index as usize);
+            let tensor = argument.and_then(|index| match memory.is_constant(index) {
+                true => memory.tensors[index].clone(),
+                false => memory.tensors[index].take(),
+            });
+            if let (Some(argument), Some(tensor)) = (argument, &tensor) {
+                taken.push(Taken {
+                    argument,
+                    position,
+                    dtype: tensor.dtype(),
+                    shape: tensor.layout().shape().clone(),
+                });
+            }
+            made.push(tensor.map_or_else(|| convert::aligned(self.outputs[output].2), into_bytes));
+        }
+        (made, taken)
     }
 }
 

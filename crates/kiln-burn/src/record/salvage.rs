@@ -28,8 +28,8 @@ pub fn run(options: &CompileOptions, recorded: Recorded) {
         Vec::new(),
     )
     .and_then(|step| {
-        let inputs = recorded.inputs.into_iter().map(|input| input.tensor).collect();
-        step.run(inputs, &recorded.scalars, &recorded.streams)
+        let mut inputs = recorded.inputs.into_iter().map(|input| input.tensor).collect();
+        step.run(&mut inputs, &recorded.scalars, &recorded.streams)
     });
     enter(ids, result);
 }
