@@ -24,7 +24,7 @@ use super::recording::{Killed, Recorded, Recording};
 use super::region::{HostRead, LastRun, Region};
 use super::report::RegionReport;
 use super::salvage;
-use super::sighting::Lines;
+use super::sighting::{Lines, Sighting};
 use super::step::panic_message;
 use crate::device::{KilnDevice, Mode};
 use crate::error::Error;
@@ -368,9 +368,11 @@ impl Session {
         }
         if let Some(lines) = &mut self.lines {
             // A lazy session records as it goes: it looks only for what an error needs.
-            let wanted = !self.lazy || stream::takes_indices(&operation);
-            self.recording
-                .note_line(wanted.then(|| lines.current()).flatten());
+            let seen = match !self.lazy || stream::takes_indices(&operation) {
+                true => lines.current(),
+                false => Sighting::default(),
+            };
+            self.recording.note_line(seen);
         }
         self.recording.push(operation, random::take);
         for id in self.recording.take_consumed() {
