@@ -417,6 +417,8 @@ fn images(p: &Program) -> Images<B> {
 }
 
 fn a_convolutional_network(p: &Program) {
+    // Group norm takes back most of what the shift before it does: its gradient is a small sum of large terms.
+    p.tolerate(1e-4);
     let (pool, mean) = (
         MaxPool2dConfig::new([2, 2]).init(),
         AdaptiveAvgPool2dConfig::new([1, 1]).init(),
