@@ -78,8 +78,11 @@ const NEUTRAL: &[&str] = &[
     "use_cache",
 ];
 
+/// A field, whether a value of it changes nothing, and what the others ask for.
+type Plain = (&'static str, fn(&Value) -> bool, &'static str);
+
 /// Fields that change the model, the test of the value that does not, and that value in words.
-const PLAIN: [(&str, fn(&Value) -> bool, &str); 5] = [
+const PLAIN: [Plain; 5] = [
     (
         "quantization_config",
         |_| false,

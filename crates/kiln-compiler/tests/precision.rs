@@ -2,7 +2,7 @@
 //! length.
 //!
 //! A sum that adds n positive numbers to one accumulator of f32 is off by some `sqrt(n) / 3` units of 2^-24
-//! (19 units for the 18432 pixels of a channel, when chunks of a sixteenth did so). In blocks of b numbers,
+//! (some 11 units for a sixteenth of the 18432 pixels of a channel). In blocks of b numbers,
 //! whose sums add up exactly, the error is some `b / (3 sqrt(n))` units: less than the half unit that
 //! rounding the result takes. The bounds are twice what the arithmetic gives on average.
 

@@ -54,7 +54,8 @@ impl<B: KilnBackend + AutodiffBackend<InnerBackend = Kiln>> TrainBackend for B {
 #[diagnostic::on_unimplemented(
     message = "`TrainStep` cannot drive `{Self}`",
     label = "not an `OptimizerAdaptor` around a `SimpleOptimizer`",
-    note = "an optimizer that evaluates the model itself, such as `LBFGS`, has no single step to replay; call it inside `kiln::compile(..).run(..)`"
+    note = "an optimizer that evaluates the model itself, such as `LBFGS`, has no single step to replay: compile what it evaluates, loss and gradients, with \
+            `kiln::compile(..).run(..)` inside its closure, and leave the optimizer outside"
 )]
 pub trait StepOptimizer<B: TrainBackend, M: AutodiffModule<B>>: Optimizer<M, B> {
     /// The optimizer's rule for one tensor.

@@ -160,7 +160,7 @@ impl<B: Backend> Trainable<B> for Tagger<B> {
     fn logits(&self, batch: &Batch<B>) -> Tensor<B, 2> {
         let hidden = self.embedding.forward(batch.tokens.clone()).flatten(1, 2);
         // A metric that nobody takes: its labels are looked up all the same.
-        let rows = batch.values.clone().slice([0..CLASSES]);
+        let rows = batch.values.clone().slice(0..CLASSES);
         drop(rows.select(0, batch.labels.clone()).sum());
         self.out.forward(hidden)
     }
