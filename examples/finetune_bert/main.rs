@@ -15,7 +15,7 @@ use burn::tensor::{Int, Tensor};
 use burn_autodiff::Autodiff;
 use kiln::{Kiln, KilnDevice, StepInput, TrainStep};
 use kiln_hub::data::{Loader, TextBatch, TextBatcher, TextExample, TextExamples};
-use kiln_hub::{BatchOptions, Checkpoint, Padding, Tokenizer, load_into, save_pretrained};
+use kiln_hub::{BatchOptions, Checkpoint, LoadOptions, Padding, Tokenizer, load_into_with, save_pretrained};
 use kiln_models::bert::{BertConfig, BertForSequenceClassification};
 use kiln_models::keys::Pretrained;
 
@@ -45,10 +45,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let tokenizer = checkpoint.tokenizer()?;
     let sizes = BertConfig::from_hf_json(&checkpoint.config()?.to_json())?.with_num_labels(2);
     let model = sizes.init_classifier::<B>(&device);
-    // The checkpoint has no classifier, and the key map says that it may lack one: the head keeps its new
-    // weights.
+    // The checkpoint has no classifier for this task: the head starts from new weights, which only fine-tuning may ask for.
     let map = model.key_map();
-    let model = load_into(model, &checkpoint, map)?;
+    let options = LoadOptions::new().with_new_heads(true);
+    let (model, loaded) = load_into_with(model, &checkpoint, map, &options)?;
+    println!("drawn anew: {}", loaded.new_heads.join(", "));
     let last = format!("bert.encoder.layer.{}.", sizes.num_hidden_layers - 1);
     let (model, trained) = train_only(model, &[&last, "bert.pooler.", "classifier."]);
     println!(
