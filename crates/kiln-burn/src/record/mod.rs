@@ -12,6 +12,7 @@
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
 //! - [`history`], [`report`], [`words`], [`stream_text`]: what was compiled and why, in words, for reports and debug dumps.
 //! - [`sighting`], [`gradient`]: which line of the program an operation comes from, and whose gradient it belongs to.
+//! - [`wish`]: tensors that other threads are about to read.
 //! - [`breaks`], [`host_operations`], [`location`]: why and where a recording was cut.
 
 pub mod binding;
@@ -32,6 +33,7 @@ pub mod sighting;
 pub mod split;
 pub mod step;
 pub mod stream_text;
+mod wish;
 pub mod words;
 
 pub use binding::{Bindings, Call, Place, ReplayError};
@@ -44,6 +46,8 @@ pub use recording::Recorded;
 pub use region::{HostRead, LastRun};
 pub use replay::{Disturbance, Replay};
 pub use report::{Guards, Recompile, RegionReport, StepReport};
-pub use session::{CompiledRegion, Position, Traced, are_ready, is_nested, position, rehearse, surrender};
+pub use session::{
+    CompiledRegion, Position, Traced, are_ready, hoist, is_nested, position, rehearse, surrender,
+};
 pub use split::{Saved, SplitRegion, SplitStep};
 pub use step::Step;

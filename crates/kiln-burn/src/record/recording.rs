@@ -9,6 +9,8 @@
 //! Burn drops tensors is not stable from run to run (maps with random seeds); only what is alive at the end matters, and that is compared
 //! separately as the list of outputs.
 
+mod hoist;
+
 use burn_flex::FlexTensor;
 use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -163,6 +165,17 @@ impl Recording {
     pub fn is_pending(&self, id: TensorId) -> bool {
         self.position(id)
             .is_some_and(|position| self.pending[position as usize].alive)
+    }
+
+    /// Whether `id` is a result of this recording, alive or consumed.
+    pub fn is_result(&self, id: TensorId) -> bool {
+        self.position(id).is_some()
+    }
+
+    /// Makes the result `id` outlive the recording, and says whether an operation has consumed it. Other ids are ignored.
+    pub fn revive(&mut self, id: TensorId) -> bool {
+        self.position(id)
+            .is_some_and(|position| !std::mem::replace(&mut self.pending[position as usize].alive, true))
     }
 
     /// Whether the recording already knows where `id` comes from.

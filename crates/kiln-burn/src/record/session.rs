@@ -26,6 +26,7 @@ use super::report::RegionReport;
 use super::salvage;
 use super::sighting::{Lines, Sighting};
 use super::step::panic_message;
+use super::wish::{self, Wish};
 use crate::device::{KilnDevice, Mode};
 use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
@@ -293,6 +294,7 @@ impl Session {
 
     /// What was recorded; goes on with an empty recording.
     fn take_recording(&mut self) -> Recorded {
+        wish::grant(&mut self.recording);
         std::mem::replace(&mut self.recording, Recording::new(table::id_watermark())).finish()
     }
 
@@ -417,6 +419,21 @@ pub fn surrender(ids: &[TensorId]) {
         if session.recording.surrender(id) {
             table::remove(id);
         }
+    }
+}
+
+/// Runs at once what the region under way has recorded of the making of these tensors, and takes it out of the
+/// recording: they are inputs of the step then. What cannot run at once stays in the step. Outside a region this does nothing.
+pub fn hoist(ids: &[TensorId]) {
+    let Some(session) = CURRENT.with_borrow(Clone::clone) else {
+        return;
+    };
+    let hoisted = lock(&session).recording.hoist(ids);
+    match hoisted {
+        Ok(tensors) => tensors
+            .into_iter()
+            .for_each(|(id, tensor)| table::insert(id, tensor)),
+        Err(error) => tracing::debug!(target: "kiln", "not run ahead of the step: {error}"),
     }
 }
 
@@ -698,11 +715,12 @@ fn own_sessions() -> Vec<Shared> {
 
 /// Materialises a tensor that is not in the table: some session has it pending, on this thread or another.
 fn wait_for(id: TensorId) -> Slot {
+    let wish = Wish::new(id);
     let own = own_sessions();
     let all = lock(&SESSIONS).clone();
     for session in &all {
         let mut guard = lock(session);
-        if guard.recording.is_pending(id) {
+        if guard.recording.is_result(id) {
             let reason = match own.iter().any(|it| Arc::ptr_eq(it, session)) {
                 true => BreakReason::OutsideOperation,
                 false => BreakReason::OtherThread,
@@ -713,7 +731,11 @@ fn wait_for(id: TensorId) -> Slot {
         }
     }
     // Between looking at the table and at the sessions, the owner may have run by itself.
-    table::get(id).unwrap_or_else(|| Slot::Failed("it was never computed".into()))
+    let found = match wish.was_consumed() {
+        true => table::remove(id),
+        false => table::get(id),
+    };
+    found.unwrap_or_else(|| Slot::Failed("it was never computed".into()))
 }
 
 /// A tensor was dropped.

@@ -106,6 +106,10 @@ struct CellMapper {
 map_tensors!(CellMapper);
 
 impl CellMapper {
+    fn skip(&mut self) {
+        self.position += 1;
+    }
+
     fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
         let position = self.position;
         self.position += 1;

@@ -9,7 +9,7 @@ pub enum Cause {
     First,
     /// Another call like the last one, which shows what stays the same.
     Confirming,
-    /// The input has other types, shapes or plain values than the step that is replayed, or other tensors of it coincide.
+    /// The input has other types, shapes or plain values than that of any step recorded lately, or other tensors of it coincide.
     Input,
     /// The program replaced, dropped or wrote something that the replay relied on.
     Disturbed(String),

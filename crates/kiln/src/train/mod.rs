@@ -166,7 +166,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             plan: None,
             lent: AtomicBool::new(false),
             was_lent: false,
-            cells: Cells::default(),
+            cells: None,
             asked: None,
             history: History::default(),
             types: std::marker::PhantomData,
@@ -176,7 +176,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
 
 /// A training step that owns model and optimizer.
 ///
-/// Parameters that were not used before the first step are initialised then, in the order of the model's fields.
+/// Parameters that were not used before the first step are drawn in the first call, in the order of their use, as in a loop without `TrainStep`.
 ///
 /// `F` is the loss closure: `Fn(&M, I) -> L` with an input `I` ([`StepInput`]) and an output `L` ([`StepOutput`]). The closure runs on the first calls
 /// and on a few later ones, therefore it should compute the same function of its input at every call. Its random operations (dropout) draw new numbers at each call all the
@@ -200,8 +200,8 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     lent: AtomicBool,
     /// Whether it ever was: the program may have a clone, which shares cells with the model.
     was_lent: bool,
-    /// Which tensors of the model are in cells that clones share.
-    cells: Cells,
+    /// Which tensors of the model are in cells that clones share; none before the first call.
+    cells: Option<Cells>,
     /// Why the next call is recorded, if something since the last one decided that.
     asked: Option<Cause>,
     /// Whether replay is tried at all.
@@ -323,7 +323,7 @@ where
     fn take_possession(&mut self) -> Result<(), TrainError> {
         let lent = std::mem::take(self.lent.get_mut());
         self.was_lent |= lent;
-        let shares_cells = self.was_lent && self.cells.any();
+        let shares_cells = self.was_lent && self.cells.as_ref().is_some_and(Cells::any);
         if !lent && !shares_cells {
             return Ok(());
         }
@@ -383,22 +383,26 @@ where
         let (model, optim) = self.trained.take().ok_or(TrainError::Lost)?;
         // A step inside another region is a part of that region.
         let traced = self.replays && !record::is_nested();
-        let mut before = places::of_model::<B, M>(&model);
-        if !self.cells.covers(before.len()) {
-            self.cells = Cells::of::<B, M>(&model);
-        }
-        let has_cells = self.cells.any();
-        if has_cells {
+        let cells = self
+            .cells
+            .get_or_insert_with(|| Cells::of::<B, M>(&model))
+            .clone();
+        // Burn draws a parameter when it is first used: until the closure has run nothing else may use it.
+        let is_initialized = places::is_initialized::<B, M>(&model);
+        if cells.any() && is_initialized {
             drop(model.valid());
-            before = places::of_model::<B, M>(&model);
         }
-        let backup = Backup::new(&model, &optim, &self.cells);
-        let device = model.devices().first().copied().unwrap_or_default();
+        let mut before = places::of_model::<B, M>(&model);
+        let backup = Backup::new(&model, &optim, &cells);
 
         let earlier = self
             .traces
             .iter()
             .position(|trace| traced && trace.signature == signature);
+        let cause = match cause {
+            Cause::Confirming if earlier.is_none() => Cause::Input,
+            cause => cause,
+        };
         let mut backup = Some(backup);
         let loss = &self.loss;
         let first_state = self.replays.then_some(self.start);
@@ -406,11 +410,16 @@ where
         let result = catch_unwind(AssertUnwindSafe(|| {
             self.region.run(|| {
                 let output = loss(&model, input);
-                if has_cells {
+                let gradients = GradientsParams::from_grads(output.loss().backward(), &model);
+                if cells.any() {
                     // Updates that wait in the cells become their values now: a cell has one tensor between calls, wherever the program looks.
                     drop(model.valid());
                 }
-                let gradients = GradientsParams::from_grads(output.loss().backward(), &model);
+                if !is_initialized {
+                    let drawn = places::drawn::<B, M>(&model, &before);
+                    record::hoist(&drawn.iter().map(|found| found.id).collect::<Vec<_>>());
+                    before.extend(drawn);
+                }
                 let mut optim = match first_state {
                     Some(start) => start(optim, &model, &gradients),
                     None => optim,
@@ -459,6 +468,7 @@ where
             optimizer_before,
         } = recorded;
         let after = places::of_model::<B, M>(&trained.0);
+        let device = trained.0.devices().first().copied().unwrap_or_default();
         let optimizer_after = match traced {
             true => places::of_optimizer(&trained.0, &trained.1),
             false => Vec::new(),

@@ -103,6 +103,10 @@ struct Owner {
 map_tensors!(Owner);
 
 impl Owner {
+    fn skip(&mut self) {
+        self.position += 1;
+    }
+
     fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
         let position = self.position;
         self.position += 1;

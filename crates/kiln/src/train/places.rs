@@ -14,7 +14,7 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::record::{AdaptorRecord, AdaptorRecordV1};
 use burn_optim::{Optimizer, SimpleOptimizer};
 use burn_tensor::{Bool, Int, Tensor};
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use kiln_burn::record::{exchange, rehearse};
 use kiln_burn::{Kiln, KilnDevice};
 
@@ -28,25 +28,49 @@ pub(super) struct Found {
     pub id: TensorId,
 }
 
-/// The tensors of `model`, in the order of its visit. A parameter that was not used yet is initialised.
+/// The tensors of `model`, in the order of its visit, without the parameters that Burn draws when they are first
+/// used and that were not used yet: looking at these would draw them.
 pub(super) fn of_model<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Vec<Found> {
-    let mut names = Names::default();
-    model.visit(&mut names);
-    names.found
+    let all = Names::of::<B, M>(model).tensors.into_iter();
+    all.filter_map(|(name, id)| Some(Found { name, id: id? }))
+        .collect()
+}
+
+/// Whether all parameters of `model` have values.
+pub(super) fn is_initialized<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> bool {
+    Names::of::<B, M>(model)
+        .tensors
+        .iter()
+        .all(|(_, id)| id.is_some())
+}
+
+/// The tensors of `model` that it had not when it had those of `before`.
+pub(super) fn drawn<B: TrainBackend, M: AutodiffModule<B>>(model: &M, before: &[Found]) -> Vec<Found> {
+    let known: HashSet<_> = before.iter().map(|found| &found.name).collect();
+    let mut now = of_model::<B, M>(model);
+    now.retain(|found| !known.contains(&found.name));
+    now
 }
 
 #[derive(Default)]
 struct Names {
     path: Vec<String>,
-    found: Vec<Found>,
+    /// Each parameter's name and tensor, if it has one.
+    tensors: Vec<(Arc<str>, Option<TensorId>)>,
     parameters: HashMap<ParamId, Arc<str>>,
 }
 
 impl Names {
+    fn of<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Self {
+        let mut names = Self::default();
+        model.visit(&mut names);
+        names
+    }
+
     fn note(&mut self, parameter: ParamId, tensor: Option<TensorId>) {
         let name: Arc<str> = format!("`{}`", self.path.join(".")).into();
         self.parameters.insert(parameter, name.clone());
-        self.found.extend(tensor.map(|id| Found { name, id }));
+        self.tensors.push((name, tensor));
     }
 }
 
@@ -67,15 +91,24 @@ impl<B: TrainBackend> ModuleVisitor<B> for Names {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.note(param.id, id_of(&param.val()));
+        self.note(
+            param.id,
+            param.is_initialized().then(|| id_of(&param.val())).flatten(),
+        );
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
-        self.note(param.id, id_of(&param.val()));
+        self.note(
+            param.id,
+            param.is_initialized().then(|| id_of(&param.val())).flatten(),
+        );
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
-        self.note(param.id, id_of(&param.val()));
+        self.note(
+            param.id,
+            param.is_initialized().then(|| id_of(&param.val())).flatten(),
+        );
     }
 }
 
@@ -86,8 +119,7 @@ where
     M: AutodiffModule<B>,
     O: SimpleOptimizer<Kiln>,
 {
-    let mut names = Names::default();
-    model.visit(&mut names);
+    let names = Names::of::<B, M>(model);
     let mut records: Vec<_> = optim.to_record().into_iter().collect();
     records.sort_by_key(|(parameter, _)| parameter.val());
     let mut found = Vec::new();
@@ -121,19 +153,19 @@ fn tensors_of<B: TrainBackend, O: SimpleOptimizer<Kiln>>(record: AdaptorRecord<O
     ranks!(Rank0 0, Rank1 1, Rank2 2, Rank3 3, Rank4 4, Rank5 5, Rank6 6, Rank7 7, Rank8 8)
 }
 
-/// Which tensors of a model are in cells that its clones share, by position in the order of its visit.
-#[derive(Clone, Debug, Default)]
+/// Which parameters of a model are in cells that its clones share, by position in the order of its visit.
+#[derive(Clone, Debug)]
 pub(super) struct Cells(Vec<bool>);
 
 impl Cells {
     /// The cells of `model`. What a clone is given shows in the model itself where both share a cell, so a clone is given tensors without elements for a
     /// moment.
     pub(super) fn of<B: TrainBackend, M: AutodiffModule<B> + Clone>(model: &M) -> Self {
-        let before = of_model::<B, M>(model);
+        let before = Names::of::<B, M>(model).tensors;
         let mut swap = Swap::default();
         let probed = rehearse(|| {
             drop(model.clone().map(&mut swap));
-            let now = of_model::<B, M>(model);
+            let now = Names::of::<B, M>(model).tensors;
             let mut back = Put {
                 tensors: std::mem::take(&mut swap.taken).into_iter(),
             };
@@ -145,14 +177,9 @@ impl Cells {
             before
                 .iter()
                 .zip(&now)
-                .map(|(before, now)| before.id != now.id)
+                .map(|((_, before), (_, now))| before != now)
                 .collect(),
         )
-    }
-
-    /// Whether these are the cells of a model with so many tensors.
-    pub(super) fn covers(&self, tensors: usize) -> bool {
-        self.0.len() == tensors
     }
 
     /// Whether there is any.
@@ -177,7 +204,8 @@ struct Put {
     tensors: std::vec::IntoIter<KilnTensor>,
 }
 
-/// A mapper that replaces each tensor, whatever its kind, by what its method `tensor` makes of it.
+/// A mapper that replaces each tensor, whatever its kind, by what its method `tensor` makes of it. A parameter that has
+/// no value yet stays without one; the mapper's method `skip` hears of it.
 macro_rules! map_tensors {
     ($mapper:ident) => {
         impl<B: $crate::train::TrainBackend> burn_core::module::ModuleMapper<B> for $mapper {
@@ -185,6 +213,10 @@ macro_rules! map_tensors {
                 &mut self,
                 param: burn_core::module::Param<burn_tensor::Tensor<B, D>>,
             ) -> burn_core::module::Param<burn_tensor::Tensor<B, D>> {
+                if !param.is_initialized() {
+                    self.skip();
+                    return param;
+                }
                 let (id, tensor, mapper) = param.consume();
                 let tracked = tensor.is_require_grad();
                 let tensor = $crate::input::StepInput::map(tensor, &mut |tensor| self.tensor(tensor));
@@ -195,6 +227,10 @@ macro_rules! map_tensors {
                 &mut self,
                 param: burn_core::module::Param<burn_tensor::Tensor<B, D, burn_tensor::Int>>,
             ) -> burn_core::module::Param<burn_tensor::Tensor<B, D, burn_tensor::Int>> {
+                if !param.is_initialized() {
+                    self.skip();
+                    return param;
+                }
                 let (id, tensor, mapper) = param.consume();
                 burn_core::module::Param::from_mapped_value(
                     id,
@@ -207,6 +243,10 @@ macro_rules! map_tensors {
                 &mut self,
                 param: burn_core::module::Param<burn_tensor::Tensor<B, D, burn_tensor::Bool>>,
             ) -> burn_core::module::Param<burn_tensor::Tensor<B, D, burn_tensor::Bool>> {
+                if !param.is_initialized() {
+                    self.skip();
+                    return param;
+                }
                 let (id, tensor, mapper) = param.consume();
                 burn_core::module::Param::from_mapped_value(
                     id,
@@ -223,6 +263,8 @@ map_tensors!(Swap);
 map_tensors!(Put);
 
 impl Swap {
+    fn skip(&mut self) {}
+
     fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
         let placeholder = tensor
             .client
@@ -233,6 +275,8 @@ impl Swap {
 }
 
 impl Put {
+    fn skip(&mut self) {}
+
     fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
         self.tensors.next().unwrap_or(tensor)
     }

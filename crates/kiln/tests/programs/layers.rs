@@ -12,9 +12,9 @@ use burn::nn::loss::{
 use burn::nn::pool::{AdaptiveAvgPool2dConfig, MaxPool2dConfig};
 use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
 use burn::nn::{
-    BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, GaussianNoiseConfig, GroupNorm, GroupNormConfig,
-    Gru, GruConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, Lstm, LstmConfig, LstmState, PRelu,
-    PReluConfig, RmsNorm, RmsNormConfig, RotaryEncodingConfig,
+    BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, GaussianNoiseConfig,
+    GroupNorm, GroupNormConfig, Gru, GruConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, Lstm,
+    LstmConfig, LstmState, PRelu, PReluConfig, RmsNorm, RmsNormConfig, RotaryEncodingConfig,
 };
 use burn::tensor::activation::{gelu, log_softmax, relu, softmax};
 use burn::tensor::backend::Backend;
@@ -51,7 +51,8 @@ programs! {
     a_convolutional_network => Replayed,
     convolutions_of_sequences => Replayed,
     a_transposed_convolution => Replayed,
-    weights_drawn_in_the_first_call => Any,
+    weights_drawn_in_the_first_call => Replayed,
+    weights_drawn_between_other_numbers => Replayed,
 }
 
 /// Trains an `Mlp` on `(x, extra)` by a loss of its output.
@@ -474,6 +475,34 @@ fn weights_drawn_in_the_first_call(p: &Program) {
     };
     let mut step = p.train(model, sgd(), |model: &Backwards<B>, x: T2| {
         energy(model.second.forward(relu(model.first.forward(x))))
+    });
+    for call in 0..CALLS {
+        step.step(LR, p.x(call));
+    }
+}
+
+#[derive(Module, Debug)]
+struct Scattered<B: Backend> {
+    never_used: Linear<B>,
+    second: Linear<B>,
+    norm: BatchNorm<B>,
+    dropout: Dropout,
+    first: Linear<B>,
+}
+
+fn weights_drawn_between_other_numbers(p: &Program) {
+    // The second weight is drawn after the first dropout mask, the one that nobody uses after the backward pass.
+    let linear = |from, to| LinearConfig::new(from, to).init(&p.device());
+    let model = Scattered {
+        never_used: linear(3, 5),
+        second: linear(HIDDEN, CLASSES),
+        norm: BatchNormConfig::new(HIDDEN).init(&p.device()),
+        dropout: DropoutConfig::new(0.3).init(),
+        first: linear(WIDTH, HIDDEN),
+    };
+    let mut step = p.train(model, adamw(), |model: &Scattered<B>, x: T2| {
+        let hidden = model.dropout.forward(relu(model.first.forward(x)));
+        energy(model.second.forward(model.norm.forward(hidden)))
     });
     for call in 0..CALLS {
         step.step(LR, p.x(call));
