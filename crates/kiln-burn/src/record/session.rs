@@ -52,6 +52,9 @@ struct Session {
     /// Finds the user's line of each operation (of those that take indices, in a lazy session); none while the recording is expected to be a
     /// step that is known.
     lines: Option<Lines>,
+    /// Tensors that other threads have read as the last ones. The session's own thread may have an operation on its way that was given such a
+    /// tensor before: they stay in the table until what it records next is complete.
+    read_elsewhere: Vec<TensorId>,
 }
 
 type Shared = Arc<Mutex<Session>>;
@@ -266,6 +269,7 @@ impl Session {
             error: None,
             lazy,
             lines: lazy.then(Lines::default),
+            read_elsewhere: Vec::new(),
         }
     }
 
@@ -295,6 +299,9 @@ impl Session {
     /// What was recorded; goes on with an empty recording.
     fn take_recording(&mut self) -> Recorded {
         wish::grant(&mut self.recording);
+        for id in self.read_elsewhere.drain(..) {
+            table::remove(id);
+        }
         std::mem::replace(&mut self.recording, Recording::new(table::id_watermark())).finish()
     }
 
@@ -583,7 +590,7 @@ fn record(session: &Shared, operation: OperationIr) {
             Some(slot) => slot,
             None => {
                 drop(guard);
-                let found = wait_for(ir.id);
+                let found = wait_for(ir.id, false);
                 guard = lock(session);
                 found
             }
@@ -649,27 +656,11 @@ pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<FlexTensor, Error> {
         lock(&session).region.note_host_read(ir);
     }
     let last_use = ir.status == TensorStatus::ReadWrite;
-    let slot = || {
-        if last_use {
-            table::remove(ir.id)
-        } else {
-            table::get(ir.id)
-        }
-    };
-    let found = match slot() {
+    let found = match take(ir.id, last_use) {
         Some(found) => found,
         None => {
             cut_own(ir.id, reason)?;
-            match slot() {
-                Some(found) => found,
-                None => {
-                    let found = wait_for(ir.id);
-                    if last_use {
-                        table::remove(ir.id);
-                    }
-                    found
-                }
-            }
+            take(ir.id, last_use).unwrap_or_else(|| wait_for(ir.id, last_use))
         }
     };
     if last_use {
@@ -713,29 +704,47 @@ fn own_sessions() -> Vec<Shared> {
     current.into_iter().chain(lazy.unwrap_or_default()).collect()
 }
 
-/// Materialises a tensor that is not in the table: some session has it pending, on this thread or another.
-fn wait_for(id: TensorId) -> Slot {
+/// Materialises a tensor that is not in the table: some session has it pending, on this thread or another. Takes it out of the table if
+/// nobody else can ask for it: with `last_use`, or if a recording has taken it for consumed.
+fn wait_for(id: TensorId, last_use: bool) -> Slot {
     let wish = Wish::new(id);
     let own = own_sessions();
     let all = lock(&SESSIONS).clone();
     for session in &all {
         let mut guard = lock(session);
         if guard.recording.is_result(id) {
-            let reason = match own.iter().any(|it| Arc::ptr_eq(it, session)) {
+            let is_own = own.iter().any(|it| Arc::ptr_eq(it, session));
+            let reason = match is_own {
                 true => BreakReason::OutsideOperation,
                 false => BreakReason::OtherThread,
             };
             // The error, if any, is in the table, and `run` of that session reports it too.
             let _ = guard.cut(reason, Some(id));
-            break;
+            // Still under the lock: the session's thread may be about to consume the tensor, or to read it once more.
+            let found = match last_use && !is_own {
+                true => {
+                    guard.read_elsewhere.push(id);
+                    table::get(id)
+                }
+                false => take(id, last_use || wish.was_consumed()),
+            };
+            return found.unwrap_or_else(never_computed);
         }
     }
     // Between looking at the table and at the sessions, the owner may have run by itself.
-    let found = match wish.was_consumed() {
+    take(id, last_use || wish.was_consumed()).unwrap_or_else(never_computed)
+}
+
+fn never_computed() -> Slot {
+    Slot::Failed("it was never computed".into())
+}
+
+/// What the table has for a tensor; it leaves the table with its last use.
+fn take(id: TensorId, last_use: bool) -> Option<Slot> {
+    match last_use {
         true => table::remove(id),
         false => table::get(id),
-    };
-    found.unwrap_or_else(|| Slot::Failed("it was never computed".into()))
+    }
 }
 
 /// A tensor was dropped.
