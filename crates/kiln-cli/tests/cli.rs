@@ -245,6 +245,48 @@ fn a_run_killed_before_its_first_checkpoint_starts_again() {
     assert_eq!(place.losses("whole"), place.losses("early"));
 }
 
+/// Evaluation reads the running statistics of batch norm and a checkpoint takes everything: neither may change what the run
+/// learns, nor may a resumption at any checkpoint.
+#[test]
+fn evaluations_checkpoints_and_resumptions_leave_a_run_as_it_is() {
+    let place = Place::new();
+    place.write(
+        "shapes.toml",
+        "[model]\nname = \"resnet18\"\n[data]\nsource = \"shapes\"\nimage_size = 32\nexamples = 32\naugment = true\n\
+         evaluation_fraction = 0.25\n[optimizer]\nname = \"sgd\"\nmomentum = 0.9\n[schedule]\nrate = 1e-2\n\
+         [train]\nsteps = 30\nbatch_size = 2\n",
+    );
+    let run = |out: &str, evaluate_every: u32, checkpoint_every: u32| {
+        let set = [
+            format!("train.evaluate_every={evaluate_every}"),
+            format!("train.checkpoint_every={checkpoint_every}"),
+        ];
+        let config = ["train", "--config", "shapes.toml", "--out", out];
+        place.ok(&[&config[..], &["--set", &set[0], "--set", &set[1]]].concat());
+        place.losses(out)
+    };
+    let alone = run("alone", 0, 0);
+    assert_eq!(alone.len(), 30);
+    for evaluate_every in [0, 1, 6, 7, 100] {
+        for checkpoint_every in [0, 4, 10, 100] {
+            let out = format!("every-{evaluate_every}-{checkpoint_every}");
+            let losses = run(&out, evaluate_every, checkpoint_every);
+            assert_eq!(losses, alone, "{out}");
+            // As if the run had been killed after one of its checkpoints.
+            let mut checkpoints = place.checkpoints(&out);
+            while checkpoints.len() > 1 {
+                let last = checkpoints.pop().unwrap();
+                std::fs::remove_dir_all(place.path(&out).join("checkpoints").join(last)).unwrap();
+            }
+            if checkpoint_every > 0 && checkpoint_every < 30 {
+                place.ok(&["train", "--resume", &out]);
+                assert_eq!(place.losses(&out), alone, "{out}, resumed at {checkpoints:?}");
+            }
+            std::fs::remove_dir_all(place.path(&out)).unwrap();
+        }
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn an_interrupted_run_saves_and_leaves() {

@@ -56,6 +56,12 @@ pub struct Measurement {
     /// Time to compile, in seconds.
     #[serde(default)]
     pub compile_s: Option<f64>,
+    /// Timed calls that were recorded instead of replayed: proofs.
+    #[serde(default)]
+    pub proofs: usize,
+    /// What these took beyond the median of all calls, as a part of the time of all calls.
+    #[serde(default)]
+    pub proof_share: f64,
 }
 
 /// `kiln bench`.
@@ -88,6 +94,8 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
         loss,
         arena_mb,
         compile_s,
+        proofs,
+        proof_share,
         ..
     } = &measurement;
     let what = if arguments.infer {
@@ -104,6 +112,12 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
         "first call {first:.1} s, of which compiling {:.1} s",
         compile_s.unwrap_or(0.0)
     );
+    if *proofs > 0 {
+        println!(
+            "{proofs} of the timed calls were recorded as proofs, which took {:.2} % of all",
+            100.0 * proof_share
+        );
+    }
     let arena = arena_mb.map_or_else(String::new, |arena| format!(", arena {arena:.1} MiB"));
     println!(
         "peak memory {mem_mb} MiB{arena}, last {} {loss:.4}",
@@ -116,34 +130,51 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Seconds of the first call, and of each timed one.
+/// Seconds of the first call, of each timed one, and of those of them that were recorded.
 struct Times {
     first: f64,
     timed: Vec<f64>,
+    recorded: Vec<f64>,
 }
 
-/// Calls `step` until it is warm and then `steps` times.
-fn time<T>(steps: usize, mut step: impl FnMut() -> Result<T, CliError>) -> Result<(Times, T), CliError> {
+impl Times {
+    fn median(&self) -> f64 {
+        self.timed[self.timed.len() / 2]
+    }
+
+    /// What the recorded calls took beyond the median, as a part of all.
+    fn proof_share(&self) -> f64 {
+        let beyond: f64 = self.recorded.iter().map(|time| time - self.median()).sum();
+        beyond / self.timed.iter().sum::<f64>()
+    }
+}
+
+/// Calls `step` until it is warm and then `steps` times. `step` returns how many calls were recorded so far, too.
+fn time<T>(
+    steps: usize,
+    mut step: impl FnMut() -> Result<(T, u64), CliError>,
+) -> Result<(Times, T), CliError> {
     let start = Instant::now();
     let mut last = step()?;
-    let first = start.elapsed();
+    let first = start.elapsed().as_secs_f64();
     for _ in 1..WARMUP {
         last = step()?;
     }
-    let mut timed = Vec::with_capacity(steps);
+    let mut times = Times {
+        first,
+        timed: Vec::with_capacity(steps),
+        recorded: Vec::new(),
+    };
     for _ in 0..steps.max(1) {
+        let recorded = last.1;
         let start = Instant::now();
         last = step()?;
-        timed.push(start.elapsed().as_secs_f64());
+        let time = start.elapsed().as_secs_f64();
+        times.timed.push(time);
+        times.recorded.extend((last.1 > recorded).then_some(time));
     }
-    timed.sort_by(f64::total_cmp);
-    Ok((
-        Times {
-            first: first.as_secs_f64(),
-            timed,
-        },
-        last,
-    ))
+    times.timed.sort_by(f64::total_cmp);
+    Ok((times, last.0))
 }
 
 fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliError> {
@@ -162,7 +193,7 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         let model = without_autodiff(&model);
         let forward = kiln::compile_fn(|batch| model.logits(batch)).with_options(options);
         let batch = subject.batch::<Kiln>(&device);
-        let (times, output) = time(arguments.steps, || Ok(forward.call(batch.clone())?))?;
+        let (times, output) = time(arguments.steps, || Ok((forward.call(batch.clone())?, 0)))?;
         let data = output
             .try_into_data()
             .map_err(|error| CliError::Usage(format!("the output cannot be read: {error}")))?;
@@ -174,10 +205,12 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         let optimizer = OptimizerConfig::default();
         let mut trainer = build_trainer(model, &optimizer, options, None)?;
         let batch = subject.batch::<TrainBackend>(&device);
-        let (times, loss) = time(arguments.steps, || trainer.step(RATE, vec![batch.clone()]))?;
+        let (times, loss) = time(arguments.steps, || {
+            let loss = trainer.step(RATE, vec![batch.clone()])?;
+            Ok((loss, trainer.history().recorded))
+        })?;
         (times, f64::from(loss), trainer.report())
     };
-    let Times { first, timed } = times;
     Ok(Measurement {
         peer: format!("kiln-{}", arguments.backend),
         model: name.to_owned(),
@@ -185,9 +218,9 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         seq: arguments.seq,
         dtype: "f32".to_owned(),
         infer: arguments.infer,
-        median: timed[timed.len() / 2],
-        min: timed[0],
-        first,
+        median: times.median(),
+        min: times.timed[0],
+        first: times.first,
         mem_mb: peak_memory_mb().unwrap_or(0),
         loss,
         arena_mb: arena_mb(&report),
@@ -198,6 +231,8 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
                 .map(|step| step.compile_time.as_secs_f64())
                 .sum(),
         ),
+        proofs: times.recorded.len(),
+        proof_share: times.proof_share(),
     })
 }
 

@@ -293,7 +293,9 @@ impl Run {
             }
             if let Some(reason) = self
                 .trainer
-                .obstacle()
+                .history()
+                .obstacle
+                .as_deref()
                 .filter(|_| !std::mem::replace(&mut warned, true))
             {
                 progress.say(&format!("the step is recorded at every call: {reason}"));

@@ -11,7 +11,7 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::grad_clipping::GradientClipping;
 use burn_optim::{Optimizer, SimpleOptimizer};
 use hashbrown::HashMap;
-use kiln::{CompileOptions, Explain, Kiln, KilnDevice, RegionReport, TrainError, TrainStep};
+use kiln::{CompileOptions, Explain, History, Kiln, KilnDevice, RegionReport, TrainError, TrainStep};
 
 use crate::config::{OptimizerConfig, OptimizerName};
 use crate::error::CliError;
@@ -50,8 +50,8 @@ pub trait Trainer {
     /// What was compiled, for people.
     fn explain(&self) -> Explain;
 
-    /// Why the step is recorded at every call, if it is.
-    fn obstacle(&self) -> Option<&str>;
+    /// How often the step was recorded and replayed, and why.
+    fn history(&self) -> &History;
 }
 
 type Loss = fn(&Model<TrainBackend>, Vec<Batch<TrainBackend>>) -> Tensor<TrainBackend, 1>;
@@ -111,8 +111,8 @@ impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
         self.step.explain()
     }
 
-    fn obstacle(&self) -> Option<&str> {
-        self.step.history().obstacle.as_deref()
+    fn history(&self) -> &History {
+        self.step.history()
     }
 }
 
