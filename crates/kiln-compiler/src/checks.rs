@@ -13,11 +13,10 @@
 //!                                                   return %rows, %least (check), %most (check)
 //! ```
 //!
-//! After the kernels that make such a pair the step compares it with the bounds and returns if an index is outside ([`guards`]). Kernels that write
+//! After the kernels that make such a pair the step compares it with the bounds and returns if an index is outside ([`decided_after`]). Kernels that write
 //! an output into an argument's memory run after all of these guards: [`crate::schedule::order`] puts them there where it can, and
 //! [`crate::plan`] gives an output memory of its own where it cannot (the index depends on that output). So a step that stops has overwritten nothing.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 use kiln_graph::op::{Dims, Op, ReduceOp};
@@ -25,6 +24,7 @@ use kiln_graph::{Graph, IndexCheck, IndexError, Phase, Provenance, Rewriter, Typ
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 
+use crate::error::CompileError;
 use crate::schedule::{Buffer, Schedule};
 
 /// The operation of the nodes that look for the least and the largest index. They share no kernel with others, which might run late.
@@ -114,8 +114,19 @@ impl Check {
 /// `graph` with the least and the largest index of each check as two more outputs, in the order of the checks.
 ///
 /// # Errors
+/// [`CompileError::Pass`] if a node is ill typed, which would be a bug.
+pub fn run(graph: &Graph) -> Result<(Graph, Vec<Check>), CompileError> {
+    add(graph).map_err(|source| CompileError::Pass {
+        pass: "checks",
+        source,
+    })
+}
+
+/// [`run`], with the error of the node.
+///
+/// # Errors
 /// Only if a node is ill typed, which would be a bug.
-pub fn add(graph: &Graph) -> Result<(Graph, Vec<Check>), TypeError> {
+fn add(graph: &Graph) -> Result<(Graph, Vec<Check>), TypeError> {
     let mut checks: Vec<(Value, Check)> = Vec::new();
     for found in kiln_graph::indices::checks(graph) {
         let used = IndexUse::new(graph, &found);
@@ -190,22 +201,6 @@ pub fn decided_after(graph: &Graph, schedule: &Schedule) -> Vec<usize> {
         .chunks(2)
         .map(|pair| pair.iter().map(|&output| made(output)).max().unwrap_or(0))
         .collect()
-}
-
-/// For each kernel after which a check is decided, the statements that decide it.
-pub fn guards(graph: &Graph, schedule: &Schedule, checks: &[Check]) -> FxHashMap<usize, String> {
-    let first = graph.outputs.iter().filter(|output| !output.check).count();
-    let mut guards: FxHashMap<usize, String> = FxHashMap::default();
-    for (number, (check, kernel)) in checks.iter().zip(decided_after(graph, schedule)).enumerate() {
-        let (least, most) = (first + 2 * number, first + 2 * number + 1);
-        let _ = writeln!(
-            guards.entry(kernel).or_default(),
-            "    if (KILN_OUTSIDE({}, outputs[{least}], outputs[{most}], {})) return -1 - {number};",
-            check.dtype,
-            check.extent()
-        );
-    }
-    guards
 }
 
 #[cfg(test)]

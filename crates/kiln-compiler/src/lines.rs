@@ -9,8 +9,8 @@ use std::sync::Arc;
 use kiln_graph::{Graph, Provenance};
 use rustc_hash::FxHashMap;
 
-use crate::Contract;
-use crate::partition::OriginReport;
+use crate::contract::Contract;
+use crate::decision::OriginReport;
 
 /// What stands for a line: `node 12`.
 fn mark(number: usize) -> String {
@@ -18,7 +18,7 @@ fn mark(number: usize) -> String {
 }
 
 /// `graph` with each node's number as its location.
-pub(crate) fn numbered(graph: &Graph) -> Graph {
+pub fn numbered(graph: &Graph) -> Graph {
     let mut marked = graph.clone();
     for (number, (node, _)) in graph.nodes().enumerate() {
         let provenance = marked.provenance_mut(node);
@@ -30,7 +30,8 @@ pub(crate) fn numbered(graph: &Graph) -> Graph {
 
 impl Contract {
     /// The contract of a step that was compiled from the [`numbered`] graph, with the lines that `graph`, an equal one, has.
-    pub(crate) fn with_lines_of(mut self, graph: &Graph) -> Self {
+    #[must_use]
+    pub fn with_lines_of(mut self, graph: &Graph) -> Self {
         let lines: FxHashMap<String, &Provenance> = graph
             .nodes()
             .enumerate()
@@ -70,7 +71,7 @@ mod tests {
     use kiln_graph::{DType, Op, Provenance, TensorType};
 
     use super::*;
-    use crate::partition::{Decision, SavedReport};
+    use crate::decision::{Decision, SavedReport};
     use crate::report::{FusedNode, KernelReport};
 
     /// `exp` and `tanh` of a parameter, at these lines.
@@ -118,7 +119,6 @@ mod tests {
         Contract {
             aliases: Vec::new(),
             arena_bytes: 0,
-            threads: 1,
             partition: Some(Decision {
                 saved_bytes: 16,
                 everything_bytes: 16,

@@ -4,11 +4,12 @@
 
 use std::fmt;
 
-use crate::partition::{Decision, RecomputedReport};
-use crate::{Contract, Keep};
+use crate::contract::Contract;
+use crate::decision::{Decision, RecomputedReport};
+use crate::partition::Keep;
 
 /// Says what the backward pass keeps, what kernels fuse, and what they cost.
-pub(crate) fn step(name: &str, keep: Keep, contract: &Contract) {
+pub fn step(name: &str, keep: Keep, contract: &Contract) {
     if let Some(decision) = &contract.partition {
         partition(name, keep, decision);
     }

@@ -21,9 +21,6 @@ use kiln_graph::{Graph, Op, Value};
 use crate::checks::decided_after;
 use crate::schedule::{Buffer, Schedule};
 
-/// Alignment of everything in the arena, in bytes.
-pub const ALIGN: usize = 64;
-
 /// Where a buffer lives.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Place {
@@ -56,8 +53,9 @@ struct Lifetime {
     last: usize,
 }
 
-/// Plans the memory of `schedule`. `scratch[k]` is the size of kernel `k`'s working memory.
-pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
+/// Plans the memory of `schedule`. `scratch[k]` is the size of kernel `k`'s working memory; everything is aligned to
+/// `alignment` bytes.
+pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], alignment: usize) -> Plan {
     let mut plan = Plan {
         aliases: vec![None; graph.outputs.len()],
         ..Plan::default()
@@ -138,7 +136,7 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize]) -> Plan {
         items.push((None, life));
     }
     for (_, life) in &mut items {
-        life.bytes = life.bytes.next_multiple_of(ALIGN);
+        life.bytes = life.bytes.next_multiple_of(alignment);
     }
     plan.lower_bound = most_alive(&items, schedule.kernels.len());
     items.sort_by_key(|(buffer, life)| (std::cmp::Reverse(life.bytes), life.first, *buffer));

@@ -160,15 +160,15 @@ pub enum BufferPlace {
 
 /// The buffers of a scheduled and planned graph.
 #[derive(Clone, Debug, Default)]
-pub struct Buffers {
+struct Buffers {
     /// In the order of the graph's values.
-    pub list: Vec<BufferReport>,
+    list: Vec<BufferReport>,
     positions: FxHashMap<Buffer, u32>,
 }
 
 impl Buffers {
     /// Collects them from the kernels.
-    pub fn new(graph: &Graph, schedule: &Schedule, plan: &Plan) -> Self {
+    fn new(graph: &Graph, schedule: &Schedule, plan: &Plan) -> Self {
         let mut touched: FxHashMap<Buffer, (u32, u32)> = FxHashMap::default();
         for (number, kernel) in schedule.kernels.iter().enumerate() {
             for &buffer in kernel.reads.iter().chain(&kernel.writes) {
@@ -209,7 +209,7 @@ impl Buffers {
     }
 
     /// What there is to say of a kernel before its code has a name.
-    pub fn describe(&self, graph: &Graph, kernel: &Kernel, scratch: (usize, usize)) -> KernelReport {
+    fn describe(&self, graph: &Graph, kernel: &Kernel, scratch: (usize, usize)) -> KernelReport {
         let positions = |buffers: &[Buffer]| -> Vec<u32> {
             buffers.iter().map(|buffer| self.positions[buffer]).collect()
         };
@@ -230,6 +230,20 @@ impl Buffers {
             scratch,
         }
     }
+}
+
+/// The buffers of a step, and its kernels but for their names; `scratch` are the sizes of their working memory.
+pub fn describe(
+    graph: &Graph,
+    schedule: &Schedule,
+    plan: &Plan,
+    scratch: impl Iterator<Item = usize>,
+) -> (Vec<BufferReport>, Vec<KernelReport>) {
+    let buffers = Buffers::new(graph, schedule, plan);
+    let kernels = schedule.kernels.iter().zip(&plan.scratch).zip(scratch);
+    let reports = kernels.map(|((kernel, &offset), bytes)| buffers.describe(graph, kernel, (offset, bytes)));
+    let reports = reports.collect();
+    (buffers.list, reports)
 }
 
 /// Bytes of the arena in use while each kernel runs: memory that is handed on counts once.

@@ -2,8 +2,8 @@
 //! what the compiler makes.
 //!
 //! ```sh
-//! cargo run -p kiln-compiler --example fingerprints -- [STEP.kg ..] > before.txt    # on the unchanged commit
-//! cargo run -p kiln-compiler --example fingerprints -- [STEP.kg ..] > after.txt     # on the changed one
+//! cargo run -p kiln-cpu --example fingerprints -- [STEP.kg ..] > before.txt    # on the unchanged commit
+//! cargo run -p kiln-cpu --example fingerprints -- [STEP.kg ..] > after.txt     # on the changed one
 //! diff before.txt after.txt
 //! ```
 //!
@@ -15,8 +15,8 @@ use std::error::Error;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 
-use kiln_compiler::{CompileError, CompiledStep, Keep, Options, compile};
-use kiln_cpu::{Isa, SourceFile};
+use kiln_compiler::{CompileError, Keep, Options, compile};
+use kiln_cpu::{CpuStep, CpuTarget, Isa, SourceFile};
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
 use kiln_graph::{DType, Graph};
 use kiln_partition::Machine;
@@ -30,19 +30,17 @@ const SETS: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Sse2];
 const SEEDS: u64 = 24;
 
 /// A compilation for `isa` and `threads`.
-fn compiled(graph: &Graph, isa: Isa, threads: usize, keep: Keep) -> Result<CompiledStep, CompileError> {
+fn compiled(graph: &Graph, isa: Isa, threads: usize, keep: Keep) -> Result<CpuStep, CompileError> {
     let options = Options {
+        keep,
+        ..Options::default()
+    };
+    let target = CpuTarget {
         isa,
         threads,
-        fuse: true,
-        update_in_epilogue: true,
-        transform: true,
-        keep,
-        machine: Machine::default(),
-        dump: false,
-        debug: None,
+        rates: Machine::default(),
     };
-    compile(graph, &options)
+    compile(graph, &options, &target)
 }
 
 /// The hash of a source tree.
@@ -56,14 +54,14 @@ fn hash(sources: &[SourceFile]) -> u64 {
 }
 
 /// One line for a compilation; the step's arena in bytes.
-fn line(name: &str, what: &str, compiled: Result<CompiledStep, CompileError>) -> Option<u64> {
+fn line(name: &str, what: &str, compiled: Result<CpuStep, CompileError>) -> Option<u64> {
     match compiled {
         Ok(step) => {
             let saved = step.partition.as_ref().map_or(0, |report| report.saved_bytes);
             let arena = step.plan.arena_bytes;
             println!(
                 "{name} {what}: {:016x} arena {arena} saved {saved}",
-                hash(&step.sources)
+                hash(&step.code)
             );
             Some(arena as u64)
         }
@@ -150,8 +148,11 @@ fn random() {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    for owner in ["kiln-compiler", "kiln-partition"] {
-        for path in files(&crates.join(owner).join("tests/cases"))? {
+    for (owner, cases) in [
+        ("kiln-compiler", "kiln-cpu"),
+        ("kiln-partition", "kiln-partition"),
+    ] {
+        for path in files(&crates.join(cases).join("tests/cases"))? {
             let mut graph = read(&path)?;
             assign_phases(&mut graph);
             let name = path.file_stem().unwrap_or_default().to_string_lossy();

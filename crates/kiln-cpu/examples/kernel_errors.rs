@@ -2,7 +2,7 @@
 //!
 //! ```sh
 //! KILN_DEBUG=/tmp/kiln cargo run --release -p kiln-cli -- explain --model resnet18 --batch 8
-//! cargo run --release -p kiln-compiler --example kernel_errors -- /tmp/kiln/train_step/step-0/0-recorded.kg
+//! cargo run --release -p kiln-cpu --example kernel_errors -- /tmp/kiln/train_step/step-0/0-recorded.kg
 //! ```
 //!
 //! The step runs once on small random numbers. After each kernel, what it wrote is compared with what the
@@ -16,8 +16,10 @@ use std::error::Error;
 
 use kiln_compiler::plan::Place;
 use kiln_compiler::schedule::Buffer;
-use kiln_compiler::{CompiledStep, CpuExecutable, Options, StepMemory, compile};
-use kiln_cpu::{BuildOptions, Cache, NoHooks, ThreadPool, Toolchain};
+use kiln_compiler::{Options, compile};
+use kiln_cpu::{
+    BuildOptions, Cache, CpuExecutable, CpuStep, CpuTarget, NoHooks, StepMemory, ThreadPool, Toolchain,
+};
 use kiln_graph::op::Dims;
 use kiln_graph::{Graph, HostTensor, Op, Scalar, TensorType, Value, interpret_f64};
 use kiln_partition::assign_phases;
@@ -29,7 +31,7 @@ use harness::Memory;
 
 /// What is known of a step's values: arguments from the start, results as kernels write them.
 struct Watch<'a> {
-    compiled: &'a CompiledStep,
+    compiled: &'a CpuStep,
     known: BTreeMap<Value, HostTensor>,
     kernels: usize,
 }
@@ -169,11 +171,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let toolchain = Toolchain::detect()?;
     let pool = ThreadPool::new(harness::threads());
     assign_phases(&mut graph);
-    let options = Options::new(&toolchain, pool.threads());
-    let compiled = compile(&graph, &options)?;
+    let (options, target) = (Options::default(), CpuTarget::new(&toolchain, pool.threads()));
+    let compiled = compile(&graph, &options, &target)?;
     let step = CpuExecutable::new(
         &graph,
         &options,
+        &target,
         &toolchain,
         &Cache::from_env(),
         &BuildOptions::default(),

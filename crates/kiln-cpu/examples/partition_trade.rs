@@ -2,7 +2,7 @@
 //!
 //! ```sh
 //! KILN_DEBUG=/tmp/kiln cargo run --release -p kiln-cli -- explain --model llama-15m --batch 4 --seq 256
-//! cargo run --release -p kiln-compiler --example partition_trade -- /tmp/kiln/train_step/step-0/0-recorded.kg
+//! cargo run --release -p kiln-cpu --example partition_trade -- /tmp/kiln/train_step/step-0/0-recorded.kg
 //! ```
 //!
 //! The step is built three times: keeping everything that the backward pass reads, as the partitioner chooses, and under the smallest memory budget that fits.
@@ -16,8 +16,8 @@
 use std::error::Error;
 use std::time::{Duration, Instant};
 
-use kiln_compiler::{CpuExecutable, Keep, Options, memory_curve};
-use kiln_cpu::{BuildOptions, Cache, NoHooks, ThreadPool, Toolchain};
+use kiln_compiler::{Keep, Options, memory_curve};
+use kiln_cpu::{BuildOptions, Cache, CpuExecutable, CpuTarget, NoHooks, ThreadPool, Toolchain};
 use kiln_graph::Graph;
 use kiln_partition::{Point, Strategy, assign_phases, partition};
 
@@ -42,16 +42,17 @@ impl Built {
         name: &'static str,
         keep: Keep,
         graph: &Graph,
-        options: &Options,
+        target: &CpuTarget,
         toolchain: &Toolchain,
     ) -> Result<Self, Box<dyn Error>> {
         let options = Options {
             keep,
-            ..options.clone()
+            ..Options::default()
         };
         let step = CpuExecutable::new(
             graph,
             &options,
+            target,
             toolchain,
             &Cache::from_env(),
             &BuildOptions::default(),
@@ -133,7 +134,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let toolchain = Toolchain::detect()?;
     let pool = ThreadPool::new(harness::threads());
     // One build serves for one thread and for two.
-    let options = Options::new(&toolchain, pool.threads().max(2));
+    let target = CpuTarget::new(&toolchain, pool.threads().max(2));
     assign_phases(&mut graph);
     let start = Instant::now();
     let eager = kept_by_eager(&graph)?;
@@ -148,7 +149,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         Ok(bytes) => bytes.parse()?,
         Err(_) => {
             let start = Instant::now();
-            let curve = memory_curve(&graph, &options)?;
+            let curve = memory_curve(&graph, &Options::default(), &target)?;
             println!(
                 "{} plans on the memory curve, found in {:.1?}",
                 curve.len(),
@@ -165,7 +166,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     ];
     let mut built = Vec::new();
     for (name, keep) in ways {
-        built.push(Built::new(name, keep, &graph, &options, &toolchain)?);
+        built.push(Built::new(name, keep, &graph, &target, &toolchain)?);
     }
 
     let mut memory = Memory::new(&graph)?;

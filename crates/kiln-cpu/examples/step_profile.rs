@@ -1,8 +1,8 @@
 //! Where the time of a compiled step goes, kernel by kernel.
 //!
 //! ```sh
-//! cargo run --release -p kiln-compiler --example step_profile                  # a decoder's training step
-//! cargo run --release -p kiln-compiler --example step_profile -- graph.kg      # a graph in its text form
+//! cargo run --release -p kiln-cpu --example step_profile                  # a decoder's training step
+//! cargo run --release -p kiln-cpu --example step_profile -- graph.kg      # a graph in its text form
 //! ```
 //!
 //! Prints compile times, what is kept, the arena, the median time of a step, and for the slowest kernels time, GB/s and
@@ -14,8 +14,10 @@ use std::error::Error;
 use std::ffi::c_void;
 use std::time::Duration;
 
-use kiln_compiler::{CpuExecutable, Keep, Options, compile};
-use kiln_cpu::{BuildOptions, Cache, KernelEvent, StepHooks, ThreadPool, Toolchain};
+use kiln_compiler::{Keep, Options, compile};
+use kiln_cpu::{
+    BuildOptions, Cache, CpuExecutable, CpuTarget, KernelEvent, StepHooks, ThreadPool, Toolchain,
+};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
 
@@ -71,16 +73,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     let toolchain = Toolchain::detect()?;
     let pool = ThreadPool::new(harness::threads());
     assign_phases(&mut graph);
-    let mut options = Options::new(&toolchain, pool.threads());
+    let target = CpuTarget::new(&toolchain, pool.threads());
+    let mut options = Options::default();
     options.keep = match std::env::var("KEEP").as_deref() {
         Ok("everything") => Keep::Everything,
         Ok(bytes) => Keep::Within(bytes.parse()?),
         Err(_) => Keep::Cheapest,
     };
-    let compiled = compile(&graph, &options)?;
+    let compiled = compile(&graph, &options, &target)?;
     if let Some(folder) = arguments.next() {
         std::fs::create_dir_all(&folder)?;
-        for file in &compiled.sources {
+        for file in &compiled.code {
             std::fs::write(format!("{folder}/{}", file.name), &file.text)?;
         }
         std::fs::write(
@@ -107,6 +110,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let step = CpuExecutable::new(
         &graph,
         &options,
+        &target,
         &toolchain,
         &Cache::disabled(),
         &BuildOptions::default(),
@@ -115,7 +119,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!(
         "cc: {:.2?} for {} bytes of C; {} kernels, arena {:.1} MB (lower bound {:.1})",
         step.build_time,
-        compiled.sources.iter().map(|file| file.text.len()).sum::<usize>(),
+        compiled.code.iter().map(|file| file.text.len()).sum::<usize>(),
         contract.kernels.len(),
         contract.arena_bytes as f64 / 1e6,
         compiled.plan.lower_bound as f64 / 1e6

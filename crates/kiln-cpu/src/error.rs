@@ -1,7 +1,10 @@
-//! What can go wrong between generated source and a finished step.
+//! What can go wrong between a graph and a finished step.
 
 use std::io;
 use std::path::PathBuf;
+
+use kiln_compiler::CompileError;
+use kiln_graph::IndexError;
 
 /// An error of the CPU runtime.
 #[derive(Debug, thiserror::Error)]
@@ -107,3 +110,40 @@ impl CpuError {
 
 /// Result of the CPU runtime.
 pub type Result<T> = std::result::Result<T, CpuError>;
+
+/// Why a step cannot be compiled for the CPU, built or run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StepError {
+    /// The step compiler failed.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    /// The compiled code takes other arguments than were given.
+    #[error("step `{name}` takes {expected} {what}, got {given}")]
+    Arguments {
+        /// Name of the step.
+        name: String,
+        /// Which arguments.
+        what: &'static str,
+        /// How many.
+        expected: usize,
+        /// How many were given.
+        given: usize,
+    },
+    /// The description that was stored beside a cached step cannot be read.
+    #[error(
+        "the cached description of step `{name}` cannot be read: {reason}; clear the cache with `kiln cache clear`"
+    )]
+    Description {
+        /// Name of the step.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// An index is out of range. Nothing was overwritten: arguments are as they were, and outputs hold nothing.
+    #[error(transparent)]
+    Index(Box<IndexError>),
+    /// Compiling the generated C, loading it or running it failed.
+    #[error(transparent)]
+    Cpu(#[from] CpuError),
+}

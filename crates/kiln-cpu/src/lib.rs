@@ -1,38 +1,44 @@
-//! The CPU runtime of Kiln: C compiler, disk cache, loading and the thread pool.
-//!
-//! The step compiler hands over C source; this crate turns it into something that runs, and runs it.
+//! The CPU as a target: C for the kernels of a step, what builds it, and what runs it.
 //!
 //! ```text
-//! SourceFile ──► Toolchain::build ──► .so ──► Library::load ──► Step::run
-//!                      ▲                │          ▲               │
-//!                      └── Cache::get_or_build ────┘           ThreadPool
+//!            kiln-compiler decides                          CpuTarget writes            Toolchain builds        CpuExecutable runs
+//! Graph ─► transform ► partition ► schedule ► plan ─► kernels ► emit ─► SourceFile ─► cc ─► .so ─► Cache ─► Library ► ThreadPool
 //! ```
 //!
-//! - [`Toolchain`] finds `cc` and says which vector instructions ([`Isa`]) the kernels may use.
-//! - [`Cache`] keeps shared objects on disk, so that a second process starts without compiling.
-//! - [`Library`] and [`Step`] load a shared object and call it; [`abi`] is the contract, in C and in Rust.
-//! - [`ThreadPool`] runs the parallel loops inside a step; [`AlignedBuffer`] is the memory that it works in.
+//! The rooms are those that another target has too:
 //!
-//! The crate knows nothing of graphs, tensors or Burn: pointers and sizes are all it sees.
+//! - [`target`]: [`CpuTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds lie. [`machine`]: what it can do in a second.
+//! - [`kernels`]: templates for what a loop nest cannot express well: products, convolutions, attention, pooling.
+//! - [`emit`]: C text from the nests and templates of a planned step.
+//! - [`build`]: the C compiler, its objects, and the trial that it must pass.
+//! - [`runtime`]: loading, calling, threads, buffers, arenas: pointers and sizes.
+//!
+//! The crate knows nothing of Burn.
 
-pub mod abi;
-mod buffer;
-mod build;
+pub mod build;
 mod cache;
+pub mod debug;
+pub mod emit;
 mod error;
 mod isa;
-mod library;
-mod objects;
-mod pool;
-mod toolchain;
+pub mod kernels;
+pub mod machine;
+pub mod policy;
+pub mod runtime;
+pub mod target;
 
-pub use abi::Signature;
-pub use buffer::{ALIGNMENT, AlignedBuffer, HUGE, current_bytes, peak_bytes, reset_peak};
+pub use build::objects::Objects;
+pub use build::toolchain::Toolchain;
+pub use build::trial::{Distrust, try_compiler};
 pub use build::{BuildOptions, Built, OptLevel, SourceFile};
 pub use cache::{Cache, CacheEntry, CacheKey, CachedStep, KeyBuilder, Origin, StepSource};
-pub use error::{CpuError, Result};
+pub use error::{CpuError, Result, StepError};
 pub use isa::Isa;
-pub use library::{KernelEvent, Library, NoHooks, Step, StepArguments, StepHooks};
-pub use objects::Objects;
-pub use pool::ThreadPool;
-pub use toolchain::Toolchain;
+pub use machine::rates;
+pub use runtime::abi::{self, Signature};
+pub use runtime::buffer::{ALIGNMENT, AlignedBuffer, HUGE, current_bytes, peak_bytes, reset_peak};
+pub use runtime::executable::CpuExecutable;
+pub use runtime::library::{KernelEvent, Library, NoHooks, Step, StepArguments, StepHooks};
+pub use runtime::observe::{Observer, StepMemory};
+pub use runtime::thread_pool::ThreadPool;
+pub use target::{CpuStep, CpuTarget};

@@ -12,13 +12,19 @@ use std::convert::Infallible;
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
 
-use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, CacheKey, KernelEvent, StepHooks, ThreadPool, Toolchain};
+use kiln_compiler::{CompileError, Options, identity};
 use kiln_graph::op::{BinaryOp, Dims, DotDims, Op, RandomKind, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, Provenance, Scalar, Shape, TensorType, TypeError, Value};
 use kiln_partition::Machine;
 
-use crate::error::CompileError;
-use crate::{CpuExecutable, Options};
+use crate::build::{BuildOptions, Toolchain};
+use crate::cache::{Cache, CacheKey};
+use crate::error::StepError;
+use crate::runtime::buffer::AlignedBuffer;
+use crate::runtime::executable::CpuExecutable;
+use crate::runtime::library::{KernelEvent, StepHooks};
+use crate::runtime::thread_pool::ThreadPool;
+use crate::target::{CPU_SOURCES, CpuTarget};
 
 /// Name of the step that measures.
 const NAME: &str = "machine_rates";
@@ -47,7 +53,8 @@ const RUNS: usize = 12;
 /// those of [`Machine::default`].
 pub fn rates(toolchain: &Toolchain, cache: &Cache, threads: usize) -> Machine {
     let key = CacheKey::builder(toolchain, &BuildOptions::default())
-        .field("compiler", env!("KILN_COMPILER_SOURCES"))
+        .field("compiler", identity::COMPILER_SOURCES)
+        .field("cpu", CPU_SOURCES)
         .field(NAME, threads.to_string())
         .finish();
     let measured = || {
@@ -62,16 +69,24 @@ pub fn rates(toolchain: &Toolchain, cache: &Cache, threads: usize) -> Machine {
 }
 
 /// Measures the rates.
-fn measure(toolchain: &Toolchain, threads: usize) -> Result<Machine, CompileError> {
+fn measure(toolchain: &Toolchain, threads: usize) -> Result<Machine, StepError> {
     let _span = tracing::info_span!("measure the machine").entered();
     let probe = Probe::new().map_err(|source| CompileError::Pass { pass: NAME, source })?;
     let options = Options {
         // What is measured must be what is written here.
         transform: false,
-        ..Options::new(toolchain, threads)
+        ..Options::default()
     };
+    let target = CpuTarget::new(toolchain, threads);
     let build = BuildOptions::default();
-    let step = CpuExecutable::new(&probe.graph, &options, toolchain, &Cache::disabled(), &build)?;
+    let step = CpuExecutable::new(
+        &probe.graph,
+        &options,
+        &target,
+        toolchain,
+        &Cache::disabled(),
+        &build,
+    )?;
     let shortest = probe.run(&step, &ThreadPool::new(threads))?;
     let mut machine = Machine::default();
     for (kernel, time) in step.contract().kernels.iter().zip(shortest) {
@@ -151,7 +166,7 @@ impl Probe {
     }
 
     /// The shortest time of each kernel.
-    fn run(&self, step: &CpuExecutable, pool: &ThreadPool) -> Result<Vec<Duration>, CompileError> {
+    fn run(&self, step: &CpuExecutable, pool: &ThreadPool) -> Result<Vec<Duration>, StepError> {
         let memory = |value: &Value| AlignedBuffer::zeroed(self.graph.ty(*value).bytes());
         let arguments = self.graph.parameters().iter().map(memory);
         let arguments: Vec<AlignedBuffer> = arguments.collect::<Result<_, _>>()?;

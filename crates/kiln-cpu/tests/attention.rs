@@ -125,7 +125,7 @@ fn check_on(
     hide(&mut tensors, extents);
     change(&mut tensors);
     let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
-    let step = build(&graph, |options| options.isa = isa).unwrap();
+    let step = build(&graph, |setup| setup.target.isa = isa).unwrap();
     let actual = run(&step, &graph, &tensors, &scalars, 1);
     for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
         let (actual, expected) = (actual.to_f64s(), expected.to_f64s());

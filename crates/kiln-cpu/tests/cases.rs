@@ -14,11 +14,9 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use kiln_compiler::{Options, compile};
-use kiln_cpu::Toolchain;
 use kiln_graph::testing::{difference, random_arguments};
 use kiln_graph::{DType, Graph, interpret_f64};
-use support::{build, run};
+use support::{Setup, build, run};
 
 fn names(graph: &Graph) -> String {
     let names: Vec<&str> = graph.nodes().map(|(_, node)| node.op.name()).collect();
@@ -41,7 +39,7 @@ fn cases() {
         let text = fs::read_to_string(&path).unwrap();
         let body: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();
         let graph = Graph::parse(&body.join("\n")).unwrap_or_else(|error| panic!("{name}: {error}"));
-        let compiled = compile(&graph, &Options::new(&Toolchain::detect().unwrap(), 2)).unwrap();
+        let compiled = Setup::detect(2).compile(&graph).unwrap();
         for line in text.lines() {
             if let Some(expected) = line.strip_prefix("//= after simplify: ") {
                 expect(&name, &names(&compiled.graph), expected);

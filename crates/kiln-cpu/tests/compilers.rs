@@ -8,8 +8,7 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use kiln_compiler::try_compiler;
-use kiln_cpu::{Cache, Toolchain};
+use kiln_cpu::{Cache, Toolchain, try_compiler};
 use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments};
 use kiln_graph::{DType, Graph, interpret_f64};
 use support::{append, batch, build_with, run};

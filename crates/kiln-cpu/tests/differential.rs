@@ -2,18 +2,18 @@
 
 mod support;
 
+use kiln_compiler::Options;
 use kiln_compiler::schedule::KernelKind;
-use kiln_compiler::{CpuExecutable, Options};
-use kiln_cpu::{BuildOptions, Cache, OptLevel, Toolchain};
+use kiln_cpu::{BuildOptions, Cache, CpuExecutable, CpuTarget, OptLevel, Toolchain};
 use kiln_graph::op::{BinaryOp, Dims, DotDims, ReduceOp, UnaryOp};
 use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments};
 use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar, Shape, TensorType, Value, interpret_f64};
-use support::{batch, build, run};
+use support::{Setup, batch, build, run};
 
 fn check(graph: &Graph, tolerances: &[f64], fuse: bool, what: &str) {
     let (tensors, scalars) = random_arguments(graph, 7);
     let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
-    let step = build(graph, |options| options.fuse = fuse).unwrap();
+    let step = build(graph, |setup| setup.options.fuse = fuse).unwrap();
     let actual = run(&step, graph, &tensors, &scalars, 2);
     for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
         if let Some(found) = difference(actual, expected, tolerances[number]) {
@@ -213,11 +213,7 @@ fn epilogues() {
             graph.output(out, None);
         }
     }
-    let compiled = kiln_compiler::compile(
-        &graph,
-        &kiln_compiler::Options::new(&kiln_cpu::Toolchain::detect().unwrap(), 2),
-    )
-    .unwrap();
+    let compiled = Setup::detect(2).compile(&graph).unwrap();
     assert!(
         compiled
             .schedule
@@ -338,9 +334,11 @@ fn rows_of_constants() {
         let options = Options {
             // Nothing is left of it after simplification.
             transform: false,
-            ..Options::new(&toolchain, 2)
+            ..Options::default()
         };
-        let step = CpuExecutable::new(&graph, &options, &toolchain, &Cache::disabled(), &build).unwrap();
+        let target = CpuTarget::new(&toolchain, 2);
+        let step =
+            CpuExecutable::new(&graph, &options, &target, &toolchain, &Cache::disabled(), &build).unwrap();
         for (number, (actual, expected)) in run(&step, &graph, &[], &[], 2).iter().zip(&expected).enumerate()
         {
             let found = difference(actual, expected, 2e-4);

@@ -3,11 +3,10 @@
 
 mod support;
 
-use kiln_compiler::{Options, compile};
 use kiln_cpu::{Isa, Toolchain};
 use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, Window};
 use kiln_graph::{DType, Graph, Provenance, Shape, TensorType, Value};
-use support::check_relative;
+use support::{Setup, check_relative};
 
 /// Types, and how far results may be from those of f64, relative to the largest element.
 const TYPES: [(DType, f64); 4] = [
@@ -131,13 +130,10 @@ fn instruction_set(number: usize) -> Isa {
 
 /// Compares with the interpreter; `mark` is what the sources must contain.
 fn check(graph: &Graph, what: &str, isa: Isa, tolerance: f64, mark: &str) {
-    check_relative(graph, what, tolerance, |options| options.isa = isa);
-    let toolchain = Toolchain::detect().unwrap();
-    let options = Options {
-        isa,
-        ..Options::new(&toolchain, 2)
-    };
-    let sources = compile(graph, &options).unwrap().sources;
+    check_relative(graph, what, tolerance, |setup| setup.target.isa = isa);
+    let mut setup = Setup::detect(2);
+    setup.target.isa = isa;
+    let sources = setup.compile(graph).unwrap().code;
     assert!(
         sources
             .iter()

@@ -2,8 +2,7 @@
 
 mod support;
 
-use kiln_compiler::{CompileError, CpuExecutable};
-use kiln_cpu::ThreadPool;
+use kiln_cpu::{CpuExecutable, StepError, ThreadPool};
 use kiln_graph::testing::random_tensor;
 use kiln_graph::{DType, Graph, HostTensor, IndexError, Op};
 use support::{Memory, build, check_on};
@@ -18,7 +17,7 @@ fn error_of(
     let mut memory = Memory::new(step, graph, inputs, &[]);
     let error = match memory.try_run(&ThreadPool::new(threads)) {
         Ok(()) => return None,
-        Err(CompileError::Index(error)) => *error,
+        Err(StepError::Index(error)) => *error,
         Err(other) => panic!("{other}"),
     };
     for (number, (argument, input)) in memory.arguments().zip(inputs).enumerate() {
@@ -228,9 +227,9 @@ fn nothing_is_overwritten_before_the_last_look() {
 fn unfused_and_untransformed_steps_check_as_well() {
     let graph = every_use(DType::I64);
     for change in [0, 1] {
-        let step = build(&graph, |options| match change {
-            0 => options.fuse = false,
-            _ => options.transform = false,
+        let step = build(&graph, |setup| match change {
+            0 => setup.options.fuse = false,
+            _ => setup.options.transform = false,
         })
         .unwrap();
         for number in 0..USES.len() {

@@ -3,11 +3,11 @@
 mod support;
 
 use kiln_compiler::schedule::Buffer;
-use kiln_compiler::{CompiledStep, Keep, Options, compile, memory_curve};
-use kiln_cpu::Toolchain;
+use kiln_compiler::{Keep, memory_curve};
+use kiln_cpu::CpuStep;
 use kiln_graph::testing::random_arguments;
 use kiln_graph::{DType, Graph, HostTensor, Op, Value};
-use support::check_on;
+use support::{Setup, check_on};
 
 /// What is minimized.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -155,11 +155,13 @@ fn step(loss: Loss, n: usize, c: usize) -> Graph {
     Graph::parse(&format!("graph @step {{\n{head}{middle}{tail}}}")).unwrap()
 }
 
-fn options() -> Options {
-    Options::new(&Toolchain::detect().unwrap(), 2)
+fn compiled(graph: &Graph, keep: Keep) -> CpuStep {
+    let mut setup = Setup::detect(2);
+    setup.options.keep = keep;
+    setup.compile(graph).unwrap()
 }
 
-fn logits_of(step: &CompiledStep) -> Value {
+fn logits_of(step: &CpuStep) -> Value {
     let mut nodes = step.graph.nodes();
     let product = nodes.find(|(_, node)| matches!(node.op, Op::DotGeneral(_)));
     product.unwrap().1.outputs[0]
@@ -169,7 +171,7 @@ fn logits_of(step: &CompiledStep) -> Value {
 fn one_kernel_reads_the_logits_and_overwrites_them() {
     for loss in LOSSES {
         for (n, c) in SIZES {
-            let compiled = compile(&step(loss, n, c), &options()).unwrap();
+            let compiled = compiled(&step(loss, n, c), Keep::default());
             let logits = logits_of(&compiled);
             let text = || {
                 let schedule = compiled.schedule.to_text(&compiled.graph);
@@ -196,7 +198,7 @@ fn one_kernel_reads_the_logits_and_overwrites_them() {
 }
 
 /// Checks `graph`, of `n` rows and `c` classes, with targets of all classes, one outside on each side, and some that are ignored.
-fn check(graph: &Graph, (n, c): (usize, usize), what: &str, change: impl FnOnce(&mut Options)) {
+fn check(graph: &Graph, (n, c): (usize, usize), what: &str, change: impl FnOnce(&mut Setup)) {
     let (mut tensors, scalars) = random_arguments(graph, 3);
     let targets = (0..n as i64).map(|row| row * 7 % (c as i64 + 2) - 1);
     tensors[2] = HostTensor::from_ints(DType::I32, [n], targets);
@@ -216,15 +218,17 @@ fn losses_and_gradients_are_right_on_any_number_of_threads() {
 fn a_memory_budget_holds_and_changes_no_result() {
     let (n, c) = (65, 1031);
     let graph = step(Loss::Ignoring, n, c);
-    let peak = compile(&graph, &options()).unwrap().plan.arena_bytes as u64;
+    let peak = compiled(&graph, Keep::default()).plan.arena_bytes as u64;
     // One tensor of logits, which becomes the gradient, and working memory of the products.
     assert!(peak < (n * c * 4 * 2) as u64, "{peak} bytes");
-    let curve = memory_curve(&graph, &options()).unwrap();
+    let Setup { options, target } = Setup::detect(2);
+    let curve = memory_curve(&graph, &options, &target).unwrap();
     for budget in curve.iter().map(|point| point.peak) {
         let keep = Keep::Within(budget);
-        let within = Options { keep, ..options() };
-        let arena = compile(&graph, &within).unwrap().plan.arena_bytes as u64;
+        let arena = compiled(&graph, keep).plan.arena_bytes as u64;
         assert!(arena <= budget, "{arena} bytes within {budget}");
-        check(&graph, (n, c), &keep.to_string(), |options| options.keep = keep);
+        check(&graph, (n, c), &keep.to_string(), |setup| {
+            setup.options.keep = keep
+        });
     }
 }

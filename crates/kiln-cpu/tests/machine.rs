@@ -1,7 +1,6 @@
 //! What the machine can do is measured once.
 
-use kiln_compiler::rates;
-use kiln_cpu::{Cache, Toolchain};
+use kiln_cpu::{Cache, Toolchain, rates};
 use kiln_partition::Machine;
 
 #[test]

@@ -7,8 +7,11 @@ mod support;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kiln_compiler::{CompileError, CpuExecutable, Keep, Options, memory_curve, split};
-use kiln_cpu::{BuildOptions, Cache, OptLevel, ThreadPool, Toolchain, current_bytes, peak_bytes, reset_peak};
+use kiln_compiler::{CompileError, Keep, Options, memory_curve, split};
+use kiln_cpu::{
+    BuildOptions, Cache, CpuExecutable, CpuTarget, OptLevel, ThreadPool, Toolchain, current_bytes,
+    peak_bytes, reset_peak,
+};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::{Graph, HostTensor, Scalar};
 use kiln_partition::testing::{
@@ -89,13 +92,14 @@ fn built(graph: &Graph, keep: Keep) -> CpuExecutable {
     let toolchain = Toolchain::detect().unwrap();
     let options = Options {
         keep,
-        ..Options::new(&toolchain, 3)
+        ..Options::default()
     };
+    let target = CpuTarget::new(&toolchain, 3);
     let build = BuildOptions {
         level: OptLevel::None,
         ..BuildOptions::default()
     };
-    CpuExecutable::new(graph, &options, &toolchain, &Cache::disabled(), &build).unwrap()
+    CpuExecutable::new(graph, &options, &target, &toolchain, &Cache::disabled(), &build).unwrap()
 }
 
 /// Builds the step and runs it once.
@@ -134,7 +138,7 @@ fn check(name: &str, graph: &Graph) {
     let everything = measure(graph, Keep::Everything, &tensors, &scalars);
     assert_eq!(everything.bytes, everything.planned, "{name}");
 
-    let curve = memory_curve(graph, &Options::new(&toolchain, 3)).unwrap();
+    let curve = memory_curve(graph, &Options::default(), &CpuTarget::new(&toolchain, 3)).unwrap();
     let (smallest, largest) = (curve[curve.len() - 1].peak, curve[0].peak);
     let mut last: Option<(Point, Measured)> = None;
     for share in 0..BUDGETS {
@@ -182,9 +186,15 @@ fn check_halves() {
     let within = |budget: u64| {
         let options = Options {
             keep: Keep::Within(budget),
-            ..Options::new(&toolchain, 3)
+            ..Options::default()
         };
-        split(&tape.graph, &tangents, &[], &options)
+        split(
+            &tape.graph,
+            &tangents,
+            &[],
+            &options,
+            &CpuTarget::new(&toolchain, 3),
+        )
     };
     let smallest = match within(0) {
         Err(CompileError::Partition(PartitionError::BudgetTooSmall { smallest, .. })) => smallest,

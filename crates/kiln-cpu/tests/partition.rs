@@ -1,8 +1,8 @@
 //! The partition inside the compiler: phases apart, a memory budget that holds. (`memory.rs` runs what is compiled.)
 
 use kiln_compiler::schedule::KernelKind;
-use kiln_compiler::{CompileError, Keep, Options, compile, memory_curve};
-use kiln_cpu::Toolchain;
+use kiln_compiler::{CompileError, Keep, Options, memory_curve};
+use kiln_cpu::{CpuStep, CpuTarget, Toolchain};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::{Graph, Phase};
 use kiln_partition::testing::{Sizes, decoder_step};
@@ -28,16 +28,20 @@ fn decoder(sizes: Sizes) -> Graph {
     step.graph
 }
 
-fn options(keep: Keep) -> Options {
-    let toolchain = Toolchain::detect().unwrap();
-    Options {
+fn target() -> CpuTarget {
+    CpuTarget::new(&Toolchain::detect().unwrap(), 3)
+}
+
+fn compile(graph: &Graph, keep: Keep) -> Result<CpuStep, CompileError> {
+    let options = Options {
         keep,
-        ..Options::new(&toolchain, 3)
-    }
+        ..Options::default()
+    };
+    kiln_compiler::compile(graph, &options, &target())
 }
 
 fn smallest_budget(graph: &Graph) -> u64 {
-    match compile(graph, &options(Keep::Within(0))) {
+    match compile(graph, Keep::Within(0)) {
         Err(CompileError::Partition(PartitionError::BudgetTooSmall { smallest, .. })) => smallest,
         other => panic!(
             "no step fits in nothing: {:?}",
@@ -54,7 +58,7 @@ fn no_kernel_mixes_forward_and_backward() {
         Keep::Cheapest,
         Keep::Within(smallest_budget(&graph)),
     ] {
-        let step = compile(&graph, &options(keep)).unwrap();
+        let step = compile(&graph, keep).unwrap();
         for kernel in &step.schedule.kernels {
             let forward = |node: &kiln_graph::Node| {
                 let data = step.graph.node(*node);
@@ -74,24 +78,21 @@ fn no_kernel_mixes_forward_and_backward() {
 #[test]
 fn more_memory_is_never_slower_and_every_budget_holds() {
     let graph = decoder(Sizes { layers: 6, ..SMALL });
-    let curve = memory_curve(&graph, &options(Keep::Cheapest)).unwrap();
+    let curve = memory_curve(&graph, &Options::default(), &target()).unwrap();
     let (smallest, largest) = (curve[curve.len() - 1].peak, curve[0].peak);
     assert_eq!(smallest, smallest_budget(&graph));
     assert_eq!(
         largest,
-        compile(&graph, &options(Keep::Cheapest))
-            .unwrap()
-            .plan
-            .arena_bytes as u64
+        compile(&graph, Keep::Cheapest).unwrap().plan.arena_bytes as u64
     );
     assert!(5 * smallest <= 3 * largest, "{smallest} of {largest} bytes");
-    let everything = compile(&graph, &options(Keep::Everything)).unwrap();
+    let everything = compile(&graph, Keep::Everything).unwrap();
     assert!(largest < everything.plan.arena_bytes as u64);
 
     let mut last_cost = u64::MAX;
     for share in 0..12 {
         let budget = smallest + (largest - smallest) * share / 11;
-        let step = compile(&graph, &options(Keep::Within(budget))).unwrap();
+        let step = compile(&graph, Keep::Within(budget)).unwrap();
         let arena = step.plan.arena_bytes as u64;
         let report = step.partition.unwrap();
         assert!(arena <= budget, "{arena} bytes under a budget of {budget}");
@@ -103,7 +104,7 @@ fn more_memory_is_never_slower_and_every_budget_holds() {
         assert!(point.cost <= last_cost);
         last_cost = point.cost;
     }
-    let error = compile(&graph, &options(Keep::Within(smallest - 1))).unwrap_err();
+    let error = compile(&graph, Keep::Within(smallest - 1)).unwrap_err();
     assert!(error.to_string().contains(&smallest.to_string()), "{error}");
 }
 
@@ -118,9 +119,9 @@ fn a_wide_vocabulary_runs_in_chunks() {
         layers: 2,
         ..SMALL
     });
-    let whole = compile(&graph, &options(Keep::Cheapest)).unwrap();
+    let whole = compile(&graph, Keep::Cheapest).unwrap();
     let smallest = smallest_budget(&graph);
-    let step = compile(&graph, &options(Keep::Within(smallest))).unwrap();
+    let step = compile(&graph, Keep::Within(smallest)).unwrap();
     let report = step.partition.unwrap();
     let chunks = report.chunks.expect("the logits are most of the memory");
     let logits = chunks.bytes * chunks.count as u64;
@@ -154,13 +155,8 @@ fn a_graph_without_backward_pass_fits_or_says_what_would() {
 }",
     )
     .unwrap();
-    assert!(
-        compile(&graph, &options(Keep::Cheapest))
-            .unwrap()
-            .partition
-            .is_none()
-    );
+    assert!(compile(&graph, Keep::Cheapest).unwrap().partition.is_none());
     let smallest = smallest_budget(&graph);
-    let step = compile(&graph, &options(Keep::Within(smallest))).unwrap();
+    let step = compile(&graph, Keep::Within(smallest)).unwrap();
     assert_eq!(step.plan.arena_bytes as u64, smallest);
 }

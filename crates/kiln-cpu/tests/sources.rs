@@ -6,7 +6,7 @@ use std::process::Command;
 
 use kiln_compiler::{Options, compile};
 use kiln_cpu::abi::{RUNTIME_HEADER, RUNTIME_HEADER_NAME};
-use kiln_cpu::{BuildOptions, SourceFile, Toolchain};
+use kiln_cpu::{BuildOptions, CpuTarget, SourceFile, Toolchain};
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
 use kiln_graph::{DType, Graph};
 use kiln_partition::testing::{Sizes, decoder_step};
@@ -18,7 +18,9 @@ const STRICT: &str = "-Wall -Wno-unused -Wno-unknown-pragmas -Wno-tautological-c
 /// What the compiler says about the sources of `graph`, checked with its own flags but with warnings on; empty if nothing.
 fn complaints(graph: &Graph) -> String {
     let toolchain = Toolchain::detect().unwrap();
-    let sources = compile(graph, &Options::new(&toolchain, 2)).unwrap().sources;
+    let sources = compile(graph, &Options::default(), &CpuTarget::new(&toolchain, 2))
+        .unwrap()
+        .code;
     let folder = tempfile::tempdir().unwrap();
     let write = |file: &SourceFile| fs::write(folder.path().join(&file.name), &file.text).unwrap();
     sources.iter().for_each(write);

@@ -3,7 +3,7 @@
 mod support;
 
 use kiln_compiler::{Options, compile};
-use kiln_cpu::{SourceFile, Toolchain};
+use kiln_cpu::{CpuTarget, SourceFile, Toolchain};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, UnaryOp};
 use kiln_graph::{Graph, HostTensor, interpret_f64};
@@ -124,13 +124,14 @@ fn the_first_step_and_the_following_ones_share_all_files_but_those_of_updates() 
         vocabulary: 160,
         keep: 0.8,
     };
-    let lasting = Options::new(&Toolchain::detect().unwrap(), 2);
+    let target = CpuTarget::new(&Toolchain::detect().unwrap(), 2);
+    let lasting = Options::default();
     let once = Options {
         update_in_epilogue: false,
         ..lasting.clone()
     };
-    let first = compile(&first_of_adam(sizes), &once).unwrap().sources;
-    let second = compile(&adam(sizes), &lasting).unwrap().sources;
+    let first = compile(&first_of_adam(sizes), &once, &target).unwrap().code;
+    let second = compile(&adam(sizes), &lasting, &target).unwrap().code;
     let kernels = |sources: &[SourceFile]| -> Vec<SourceFile> {
         let own = |name: &str| name.starts_with("updates") || name == "step.c";
         sources.iter().filter(|file| !own(&file.name)).cloned().collect()

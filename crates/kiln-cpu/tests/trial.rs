@@ -6,8 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use kiln_compiler::{Distrust, try_compiler};
-use kiln_cpu::{Cache, CpuError, Toolchain};
+use kiln_cpu::{Cache, CpuError, Distrust, Toolchain, try_compiler};
 
 /// A compiler at `folder/name`: `cc` after `fault`, a line of shell that runs where the sources are. It notes each source that it compiles.
 fn plant(folder: &Path, name: &str, fault: &str) -> String {

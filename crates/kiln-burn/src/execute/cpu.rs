@@ -1,6 +1,6 @@
 //! `cpu`: the graph compiled to one shared object.
 //!
-//! kiln-compiler writes the C and kiln-cpu builds, caches and calls it; here burn-flex's tensors become pointers and back. Inputs are read where they are if their buffers
+//! kiln-compiler plans the step and kiln-cpu writes, builds, caches and calls its C; here burn-flex's tensors become pointers and back. Inputs are read where they are if their buffers
 //! are row-major on a 64-byte border, as the outputs of compiled steps always are; others are copied. An output that the step computes in place of an input takes over that
 //! input's buffer if nobody else holds it, and a copy of it otherwise.
 
@@ -18,8 +18,11 @@ use std::time::{Duration, Instant};
 use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
 use burn_std::{Bytes, Shape};
-use kiln_compiler::{CompileError, Contract, CpuExecutable, ExternCall, Keep, Observer, Options};
-use kiln_cpu::{BuildOptions, Cache, CpuError, KernelEvent, StepHooks, ThreadPool, Toolchain};
+use kiln_compiler::{Contract, ExternCall, Keep, Options};
+use kiln_cpu::{
+    BuildOptions, Cache, CpuError, CpuExecutable, CpuTarget, KernelEvent, Observer, StepError, StepHooks,
+    ThreadPool, Toolchain,
+};
 use kiln_graph::op::ExternOp;
 use kiln_graph::{Graph, Phase, TensorType};
 use kiln_partition::{Machine, OutputRole, Point, Split};
@@ -39,8 +42,8 @@ pub struct Cpu {
     graph: Arc<Graph>,
     executable: CpuExecutable,
     pool: Arc<ThreadPool>,
-    /// How the graph was compiled.
-    compiler: Options,
+    /// How the graph was compiled, and for what.
+    compiler: (Options, CpuTarget),
     externs: Vec<ExternOp>,
     id: u64,
     description: OnceLock<Arc<StepDescription>>,
@@ -74,7 +77,7 @@ fn pool(threads: usize) -> Arc<ThreadPool> {
 /// [`ExecuteError::NoCompiler`], with what was tried.
 pub fn toolchain() -> Result<&'static Toolchain, ExecuteError> {
     static TOOLCHAIN: LazyLock<Result<Toolchain, Arc<CpuError>>> = LazyLock::new(|| {
-        Toolchain::find(|toolchain| kiln_compiler::try_compiler(toolchain, &CACHE)).map_err(Arc::new)
+        Toolchain::find(|toolchain| kiln_cpu::try_compiler(toolchain, &CACHE)).map_err(Arc::new)
     });
     TOOLCHAIN
         .as_ref()
@@ -89,27 +92,28 @@ fn machine(toolchain: &Toolchain, threads: usize) -> Machine {
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     *known
         .entry(threads)
-        .or_insert_with(|| kiln_compiler::rates(toolchain, &CACHE, threads))
+        .or_insert_with(|| kiln_cpu::rates(toolchain, &CACHE, threads))
 }
 
-/// How a graph is compiled for `options`. What the machine can do matters only for one with a choice of what to keep: one that is `trained`.
+/// How a graph is compiled for `options`, and for what. What the machine can do matters only for one with a choice of what to keep: one that is `trained`.
 fn compiler_options(
     options: &CompileOptions,
     toolchain: &Toolchain,
     threads: usize,
     trained: bool,
-) -> Options {
+) -> (Options, CpuTarget) {
     let keep = options
         .memory_budget
         .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64));
-    let mut compiler = Options {
+    let compiler = Options {
         keep,
-        ..Options::new(toolchain, threads)
+        ..Options::default()
     };
+    let mut target = CpuTarget::new(toolchain, threads);
     if trained {
-        compiler.machine = machine(toolchain, threads);
+        target.rates = machine(toolchain, threads);
     }
-    compiler
+    (compiler, target)
 }
 
 fn is_trained(graph: &Graph) -> bool {
@@ -124,8 +128,8 @@ fn is_trained(graph: &Graph) -> bool {
 /// If there is no C compiler, or the graph cannot be scheduled.
 pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
     let threads = pool(options.threads).threads();
-    let compiler = compiler_options(options, toolchain()?, threads, is_trained(graph));
-    Ok(kiln_compiler::memory_curve(graph, &compiler)?)
+    let (compiler, target) = compiler_options(options, toolchain()?, threads, is_trained(graph));
+    Ok(kiln_compiler::memory_curve(graph, &compiler, &target)?)
 }
 
 /// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see [`kiln_compiler::split`].
@@ -139,8 +143,8 @@ pub fn split(
     roles: &[OutputRole],
     options: &CompileOptions,
 ) -> Result<Split, ExecuteError> {
-    let compiler = compiler_options(options, toolchain()?, pool(options.threads).threads(), true);
-    Ok(kiln_compiler::split(graph, tangents, roles, &compiler)?)
+    let (compiler, target) = compiler_options(options, toolchain()?, pool(options.threads).threads(), true);
+    Ok(kiln_compiler::split(graph, tangents, roles, &compiler, &target)?)
 }
 
 impl Cpu {
@@ -157,13 +161,14 @@ impl Cpu {
     ) -> Result<Self, ExecuteError> {
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
+        let (compiler, target) = compiler_options(options, toolchain, pool.threads(), is_trained(&graph));
         let compiler = Options {
             debug: debug.map(Path::to_path_buf),
             update_in_epilogue: effort == Effort::Full,
-            ..compiler_options(options, toolchain, pool.threads(), is_trained(&graph))
+            ..compiler
         };
         let build = BuildOptions::default();
-        let executable = CpuExecutable::new(&graph, &compiler, toolchain, &CACHE, &build)?;
+        let executable = CpuExecutable::new(&graph, &compiler, &target, toolchain, &CACHE, &build)?;
         let externs = executable
             .contract()
             .externs
@@ -187,10 +192,13 @@ impl Cpu {
             graph,
             executable,
             pool,
-            compiler: Options {
-                debug: None,
-                ..compiler
-            },
+            compiler: (
+                Options {
+                    debug: None,
+                    ..compiler
+                },
+                target,
+            ),
             externs,
             id: next_id(),
             description: OnceLock::new(),
@@ -200,21 +208,21 @@ impl Cpu {
 }
 
 /// The operation behind a call out of the compiled code.
-fn extern_operation(call: &ExternCall) -> Result<ExternOp, CompileError> {
+fn extern_operation(call: &ExternCall) -> Result<ExternOp, StepError> {
     let outputs = call.outputs.iter().map(|(dtype, dims)| {
         let dtype =
-            dtype.parse().map_err(
-                |error: kiln_graph::dtype::UnknownDType| CompileError::Description {
+            dtype
+                .parse()
+                .map_err(|error: kiln_graph::dtype::UnknownDType| StepError::Description {
                     name: call.name.clone(),
                     reason: error.to_string(),
-                },
-            )?;
+                })?;
         Ok(TensorType::new(dtype, dims.clone()))
     });
     Ok(ExternOp {
         name: call.name.clone(),
         attributes: call.attributes.clone(),
-        outputs: outputs.collect::<Result<_, CompileError>>()?,
+        outputs: outputs.collect::<Result<_, StepError>>()?,
     })
 }
 
@@ -277,7 +285,7 @@ impl Cpu {
             )
         };
         if let Err(error) = result {
-            if let CompileError::Index(_) = error {
+            if let StepError::Index(_) = error {
                 // Nothing was overwritten: each argument gets its buffer back, with its elements.
                 give_back(memory, taken, made);
                 memory.places = Some(places);

@@ -27,7 +27,7 @@ use std::time::Duration;
 use burn_flex::FlexTensor;
 use kiln_candle::CandleError;
 use kiln_compiler::{CompileError, Contract};
-use kiln_cpu::CpuError;
+use kiln_cpu::{CpuError, StepError};
 use kiln_graph::{Graph, IndexError, InterpretError, TensorType};
 
 use crate::import::external::ExternError;
@@ -206,9 +206,12 @@ pub enum ExecuteError {
     /// There is no C compiler.
     #[error(transparent)]
     NoCompiler(Arc<CpuError>),
-    /// The step compiler failed, or the code it made.
+    /// The step compiler failed.
     #[error(transparent)]
-    Compile(CompileError),
+    Compile(#[from] CompileError),
+    /// The compiled code could not be built, or failed.
+    #[error(transparent)]
+    Step(StepError),
 }
 
 impl From<CandleError> for ExecuteError {
@@ -229,11 +232,12 @@ impl From<InterpretError> for ExecuteError {
     }
 }
 
-impl From<CompileError> for ExecuteError {
-    fn from(error: CompileError) -> Self {
+impl From<StepError> for ExecuteError {
+    fn from(error: StepError) -> Self {
         match error {
-            CompileError::Index(error) => Self::Index(error),
-            error => Self::Compile(error),
+            StepError::Index(error) => Self::Index(error),
+            StepError::Compile(error) => Self::Compile(error),
+            error => Self::Step(error),
         }
     }
 }

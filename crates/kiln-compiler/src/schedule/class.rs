@@ -9,6 +9,8 @@
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{Graph, Node};
 
+use crate::policy::Policy;
+
 /// How an operation is scheduled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Class {
@@ -25,9 +27,7 @@ pub enum Class {
 }
 
 /// The class of every node of a graph.
-pub fn classify(graph: &Graph) -> Vec<Class> {
-    /// Pointwise operations on pure operands stay inline up to this many operations.
-    const INLINE_COST: u32 = 12;
+pub fn classify(graph: &Graph, policy: &Policy) -> Vec<Class> {
     let mut cost: Vec<u32> = vec![0; graph.num_nodes()];
     // Inline operations that read no memory in the end.
     let mut pure: Vec<bool> = vec![false; graph.num_nodes()];
@@ -39,7 +39,9 @@ pub fn classify(graph: &Graph) -> Vec<Class> {
         let pure_operands = operands().all(|operand| pure[operand]);
         let class = match &data.op {
             Op::Scalar { .. } | Op::Constant { .. } | Op::Iota { .. } => Class::Inline,
-            op if op.is_pointwise() && pure_operands && operand_cost < INLINE_COST => Class::Inline,
+            op if op.is_pointwise() && pure_operands && operand_cost < policy.inline_operations => {
+                Class::Inline
+            }
             op if op.is_pointwise() => Class::Pointwise,
             Op::Random { .. } | Op::Gather { .. } | Op::IndexSelect { .. } => Class::Pointwise,
             Op::Reshape(_) | Op::Transpose(_) | Op::Broadcast { .. } | Op::Slice { .. } | Op::Flip(_) => {

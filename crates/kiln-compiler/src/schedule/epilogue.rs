@@ -7,13 +7,14 @@
 //! The template numbers the elements of its result in its own way: a [`Frame`]. [`Frame::place`] rewrites a nest from its variables to those.
 
 use kiln_graph::op::{DotDims, Op};
-use kiln_graph::{DType, Graph, Node, Value};
+use kiln_graph::{Graph, Node, Value};
 
 use super::Buffer;
 use super::access::{Strided, side, strided};
 use super::layout::position;
 use super::nest::{Nest, bijective, vars};
 use crate::index::{Index, Var, bit, linear};
+use crate::policy::Policy;
 
 /// Batch variable of the frame of a product.
 pub const BATCH: Var = 0;
@@ -21,9 +22,6 @@ pub const BATCH: Var = 0;
 pub const ROW: Var = 1;
 /// Column variable of the frame of a product.
 pub const COL: Var = 2;
-
-/// Most tensors of the result's size that an epilogue reads.
-const MAX_STREAMS: usize = 2;
 
 /// How a template numbers the elements of its result.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -95,10 +93,17 @@ pub fn vector_variable(graph: &Graph, nest: &Nest, value: Value, candidates: &[V
 }
 
 /// Whether the product `node` can be computed by the template, whatever follows it. `stop` says which values have a buffer.
-pub fn has_template(graph: &Graph, nest: &Nest, node: Node, stop: &dyn Fn(Value) -> bool) -> bool {
+pub fn has_template(
+    graph: &Graph,
+    policy: &Policy,
+    nest: &Nest,
+    node: Node,
+    stop: &dyn Fn(Value) -> bool,
+) -> bool {
     let data = graph.node(node);
     let out = data.outputs[0];
-    if !matches!(data.op, Op::DotGeneral(_)) || graph.dtype(out) != DType::F32 || graph.ty(out).numel() == 0 {
+    let takes = |value: Value| policy.epilogue_types.contains(&graph.dtype(value));
+    if !matches!(data.op, Op::DotGeneral(_)) || !takes(out) || graph.ty(out).numel() == 0 {
         return false;
     }
     data.inputs.iter().enumerate().all(|(operand, &value)| {
@@ -113,7 +118,7 @@ pub fn has_template(graph: &Graph, nest: &Nest, node: Node, stop: &dyn Fn(Value)
                 .map(|&stride| stride as i64)
                 .collect(),
         };
-        graph.dtype(value) == DType::F32
+        takes(value)
             && graph.ty(value).numel() > 0
             && (strided(graph, &nest.layouts, value, stop).is_some_and(|window| fits(&window))
                 || fits(&stored))
@@ -121,7 +126,14 @@ pub fn has_template(graph: &Graph, nest: &Nest, node: Node, stop: &dyn Fn(Value)
 }
 
 /// Whether `nest` may follow the contraction that makes `value`, which it reads at `index`.
-pub fn fits(graph: &Graph, nest: &Nest, value: Value, index: &[Index], stored: bool) -> bool {
+pub fn fits(
+    graph: &Graph,
+    policy: &Policy,
+    nest: &Nest,
+    value: Value,
+    index: &[Index],
+    stored: bool,
+) -> bool {
     let Op::DotGeneral(dims) = &graph.def(value).op else {
         return false;
     };
@@ -142,7 +154,7 @@ pub fn fits(graph: &Graph, nest: &Nest, value: Value, index: &[Index], stored: b
         .iter()
         .filter(|(used, _)| *used != value && whole(*used))
         .count();
-    if streams > MAX_STREAMS {
+    if streams > policy.epilogue_streams {
         return false;
     }
     let mut nest = nest.clone();

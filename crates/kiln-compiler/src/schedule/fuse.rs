@@ -50,24 +50,16 @@ use super::prologue::absorb;
 use super::recompute::inline_images;
 use super::together::join_updates;
 use super::{Buffer, Kernel, KernelKind, Schedule};
-use crate::Options;
 use crate::checks::is_check;
 use crate::index::{Index, linear};
+use crate::options::Options;
+use crate::policy::Policy;
 use set::GroupSet;
 
-/// Most buffers that one nest reads and writes.
-const MAX_BUFFERS: usize = 24;
-/// Most operations in one nest.
-const MAX_MEMBERS: usize = 160;
-/// Largest reduction over outer dimensions that runs inside a row instead of in chunks of rows.
-const SMALL_REDUCTION: i64 = 64;
-/// Elements from which a reduction to a single row is worth splitting over threads.
-const BIG_REDUCTION: i64 = 32 * 1024;
-
 /// Builds the schedule of `graph`. Without [`Options::fuse`] every operation is a kernel of its own.
-pub fn schedule(graph: &Graph, options: &Options) -> Schedule {
+pub fn schedule(graph: &Graph, options: &Options, policy: &Policy) -> Schedule {
     let fuse = options.fuse;
-    let mut fuser = Fuser::new(graph, options);
+    let mut fuser = Fuser::new(graph, options, policy);
     fuser.place_outputs();
     let nodes: Vec<Node> = graph.nodes().map(|(node, _)| node).collect();
     let mut picks: Vec<Node> = Vec::new();
@@ -91,8 +83,8 @@ pub fn schedule(graph: &Graph, options: &Options) -> Schedule {
     let layouts = Arc::clone(&fuser.layouts);
     let mut kernels = fuser.finish();
     if fuse {
-        kernels = absorb(graph, &layouts, kernels);
-        kernels = join_updates(graph, kernels);
+        kernels = absorb(graph, policy, &layouts, kernels);
+        kernels = join_updates(graph, policy, kernels);
     }
     Schedule {
         layouts,
@@ -144,6 +136,7 @@ impl Part {
 
 struct Fuser<'a> {
     graph: &'a Graph,
+    policy: &'a Policy,
     fuse: bool,
     /// Whether updates may follow a contraction.
     update_in_epilogue: bool,
@@ -159,16 +152,23 @@ struct Fuser<'a> {
 }
 
 impl<'a> Fuser<'a> {
-    fn new(graph: &'a Graph, options: &Options) -> Self {
+    fn new(graph: &'a Graph, options: &Options, policy: &'a Policy) -> Self {
         let fuse = options.fuse;
-        let mut classes = classify(graph);
+        let mut classes = classify(graph, policy);
         let mut layouts = Layouts::default();
         if fuse {
-            layouts = layout::choose(graph);
-            inline_images(graph, &graph.users(), &layouts, &mut classes);
+            layouts = layout::choose(graph, policy);
+            inline_images(
+                graph,
+                &graph.users(),
+                &layouts,
+                policy.image_operations,
+                &mut classes,
+            );
         }
         Self {
             graph,
+            policy,
             fuse,
             update_in_epilogue: options.update_in_epilogue,
             classes,
@@ -358,7 +358,8 @@ impl<'a> Fuser<'a> {
 
     fn has_room(&self, group: usize) -> bool {
         self.nest(group).is_some_and(|nest| {
-            nest.members.len() < MAX_MEMBERS && nest.uses.len() + nest.stores.len() < MAX_BUFFERS
+            nest.members.len() < self.policy.nest_operations
+                && nest.uses.len() + nest.stores.len() < self.policy.nest_buffers
         })
     }
 

@@ -16,14 +16,18 @@ use kiln_graph::{Graph, NodeData, Shape, Users, Value};
 use super::access::join;
 use super::class::{Class, classify, node_index};
 use crate::index::{Index, linear};
+use crate::policy::Policy;
 
 /// For values that are not stored row-major: the order of their dimensions in memory, outermost first.
 pub type Layouts = FxHashMap<Value, Dims>;
 
 /// Chooses layouts.
-pub fn choose(graph: &Graph) -> Layouts {
+pub fn choose(graph: &Graph, policy: &Policy) -> Layouts {
     let users = graph.users();
-    let mut layouts = images(graph, &users);
+    let mut layouts = match policy.channels_last {
+        true => images(graph, &users, policy),
+        false => Layouts::default(),
+    };
     let candidates = graph.nodes().flat_map(|(_, node)| {
         let count = match &node.op {
             Op::DotGeneral(_) | Op::Attention(_) | Op::Concat { .. } => 1,
@@ -63,21 +67,23 @@ pub fn choose(graph: &Graph) -> Layouts {
 }
 
 /// Whether a kernel that takes or makes images of any layout computes `op`.
-fn is_image_operation(op: &Op, spatial: usize) -> bool {
+fn is_image_operation(op: &Op, spatial: usize, policy: &Policy) -> bool {
     match op {
-        Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => (1..=3).contains(&spatial),
+        Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
+            (1..=policy.convolution_dimensions).contains(&spatial)
+        }
         Op::MaxPool(_)
         | Op::MaxPoolWithIndices { .. }
         | Op::MaxPoolGrad { .. }
         | Op::AvgPool { .. }
-        | Op::AvgPoolGrad { .. } => (1..=2).contains(&spatial),
+        | Op::AvgPoolGrad { .. } => (1..=policy.pooling_dimensions).contains(&spatial),
         _ => false,
     }
 }
 
 /// Channels-last layouts of images: results of image operations and of pointwise operations on those.
-fn images(graph: &Graph, users: &Users) -> Layouts {
-    let classes = classify(graph);
+fn images(graph: &Graph, users: &Users, policy: &Policy) -> Layouts {
+    let classes = classify(graph, policy);
     let mut layouts = Layouts::default();
     for (node, data) in graph.nodes() {
         let class = classes[node_index(node)];
@@ -88,7 +94,7 @@ fn images(graph: &Graph, users: &Users) -> Layouts {
             };
             let made = match class {
                 Class::Library => {
-                    is_image_operation(&data.op, spatial)
+                    is_image_operation(&data.op, spatial, policy)
                         && !matches!(data.op, Op::ConvWeightGrad { .. })
                         && is_plain_image(graph, data)
                 }
@@ -111,7 +117,8 @@ fn images(graph: &Graph, users: &Users) -> Layouts {
                     Class::Library => {
                         only_image
                             && (matches!(data.op, Op::DotGeneral(_))
-                                || (is_image_operation(&data.op, spatial) && is_plain_image(graph, data)))
+                                || (is_image_operation(&data.op, spatial, policy)
+                                    && is_plain_image(graph, data)))
                     }
                     _ => true,
                 }

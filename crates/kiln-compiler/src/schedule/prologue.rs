@@ -13,7 +13,7 @@
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use kiln_graph::op::{DotDims, Op};
-use kiln_graph::{DType, Graph, Node, NodeData, Value};
+use kiln_graph::{Graph, Node, NodeData, Value};
 
 use super::access::{Strided, identity, operand_index, side, strided};
 use super::class::is_cheap;
@@ -22,16 +22,12 @@ use super::layout::{Layouts, position};
 use super::nest::Nest;
 use super::{Buffer, Kernel, KernelKind};
 use crate::index::{Index, Var};
+use crate::policy::Policy;
 
 /// Batch, row or column, and depth of an operand of a product.
 pub const PRODUCT: [Var; 3] = [0, 1, 2];
 /// Pixel (of all images) and channel of an image.
 pub const IMAGE: [Var; 2] = [0, 1];
-
-/// Fewest pixels of an image that is computed: smaller ones cost little anyway.
-const LEAST_PIXELS: usize = 512;
-/// Most tensors of the operand's size that a prologue reads.
-const MAX_STREAMS: usize = 3;
 
 /// A nest that makes an operand.
 #[derive(Clone, Debug)]
@@ -49,7 +45,12 @@ pub struct Prologue {
 }
 
 /// Moves nests that only make an operand into the kernels that read it.
-pub fn absorb(graph: &Graph, layouts: &Layouts, kernels: Vec<Kernel>) -> Vec<Kernel> {
+pub fn absorb(graph: &Graph, policy: &Policy, layouts: &Layouts, kernels: Vec<Kernel>) -> Vec<Kernel> {
+    let site = Site {
+        graph,
+        policy,
+        layouts,
+    };
     let mut readers: FxHashMap<Buffer, usize> = FxHashMap::default();
     let mut writers: FxHashMap<Buffer, Vec<usize>> = FxHashMap::default();
     for (number, kernel) in kernels.iter().enumerate() {
@@ -68,7 +69,7 @@ pub fn absorb(graph: &Graph, layouts: &Layouts, kernels: Vec<Kernel>) -> Vec<Ker
             continue;
         };
         for operand in 0..2 {
-            let Some(made) = operand_of(graph, layouts, &kernel, operand) else {
+            let Some(made) = site.operand_of(&kernel, operand) else {
                 continue;
             };
             let buffer = Buffer::Value(made);
@@ -77,8 +78,7 @@ pub fn absorb(graph: &Graph, layouts: &Layouts, kernels: Vec<Kernel>) -> Vec<Ker
             };
             let alone = readers.get(&buffer) == Some(&1) && !outputs.contains(&made);
             let found = kernels[*maker].as_ref().filter(|_| alone);
-            let Some(prologue) = found.and_then(|maker| fit(graph, layouts, &kernel, operand, made, maker))
-            else {
+            let Some(prologue) = found.and_then(|maker| site.fit(&kernel, operand, made, maker)) else {
                 continue;
             };
             if let Some(maker) = &mut kernels[*maker] {
@@ -146,132 +146,145 @@ fn take(kernel: &mut Kernel, prologue: Prologue) {
     kernel.prologues.push(prologue);
 }
 
-/// The operation of a template that can compute its operands.
-fn template(graph: &Graph, kernel: &Kernel) -> Option<Node> {
-    let (KernelKind::Library(node) | KernelKind::Contraction(node, _)) = kernel.kind else {
-        return None;
-    };
-    let data = graph.node(node);
-    let plain = data
-        .inputs
-        .iter()
-        .chain(&data.outputs)
-        .all(|&value| graph.dtype(value) == DType::F32 && graph.ty(value).numel() > 0);
-    let kind = match &data.op {
-        Op::DotGeneral(_) => true,
-        Op::Conv(conv) | Op::ConvInputGrad { conv, .. } | Op::ConvWeightGrad { conv, .. } => {
-            conv.groups == 1
-                && (1..=3).contains(&conv.stride.len())
-                && data.op.is_pixelwise(graph.shape(data.inputs[1]))
-        }
-        _ => false,
-    };
-    (plain && kind).then_some(node)
+/// Where prologues are looked for.
+#[derive(Clone, Copy)]
+struct Site<'a> {
+    graph: &'a Graph,
+    policy: &'a Policy,
+    layouts: &'a Layouts,
 }
 
-/// The stored value that `kernel`'s template reads as an operand that it could compute, if nothing else in the kernel reads it.
-fn operand_of(graph: &Graph, layouts: &Layouts, kernel: &Kernel, operand: usize) -> Option<Value> {
-    let data = graph.node(template(graph, kernel)?);
-    loops(graph, data, operand)?;
-    let stop = |value: Value| kernel.reads.contains(&Buffer::Value(value));
-    let base = |at: usize| {
-        let mut value = data.inputs[at];
-        while !stop(value) {
-            value = *graph.def(value).inputs.first()?;
+impl Site<'_> {
+    /// The operation of a template that can compute its operands.
+    fn template(&self, kernel: &Kernel) -> Option<Node> {
+        let graph = self.graph;
+        let (KernelKind::Library(node) | KernelKind::Contraction(node, _)) = kernel.kind else {
+            return None;
+        };
+        let data = graph.node(node);
+        let plain = data.inputs.iter().chain(&data.outputs).all(|&value| {
+            self.policy.prologue_types.contains(&graph.dtype(value)) && graph.ty(value).numel() > 0
+        });
+        let kind = match &data.op {
+            Op::DotGeneral(_) => true,
+            Op::Conv(conv) | Op::ConvInputGrad { conv, .. } | Op::ConvWeightGrad { conv, .. } => {
+                conv.groups == 1
+                    && (1..=self.policy.convolution_dimensions).contains(&conv.stride.len())
+                    && data.op.is_pixelwise(graph.shape(data.inputs[1]))
+            }
+            _ => false,
+        };
+        (plain && kind).then_some(node)
+    }
+
+    /// The stored value that `kernel`'s template reads as an operand that it could compute, if nothing else in the kernel reads it.
+    fn operand_of(&self, kernel: &Kernel, operand: usize) -> Option<Value> {
+        let Self { graph, layouts, .. } = *self;
+        let data = graph.node(self.template(kernel)?);
+        self.loops(data, operand)?;
+        let stop = |value: Value| kernel.reads.contains(&Buffer::Value(value));
+        let base = |at: usize| {
+            let mut value = data.inputs[at];
+            while !stop(value) {
+                value = *graph.def(value).inputs.first()?;
+            }
+            Some(value)
+        };
+        let other = 1 - operand;
+        let made = base(operand)?;
+        let fits = |window: &Strided| {
+            !matches!(data.op, Op::DotGeneral(_)) || side(graph, data, other, window).is_some()
+        };
+        let in_place = kernel.prologues.iter().any(|prologue| prologue.operand == other)
+            || strided(graph, layouts, data.inputs[other], &stop).is_none_or(|window| fits(&window));
+        let shared = base(other) == Some(made)
+            || kernel.nests().iter().any(|nest| !nest.uses_of(made).is_empty())
+            || kernel
+                .prologues
+                .iter()
+                .any(|own| !own.nest.uses_of(made).is_empty());
+        (in_place && !shared).then_some(made)
+    }
+
+    /// The axes of an operand that each loop of the template runs over; none for operands that are read as they lie.
+    fn loops(&self, data: &NodeData, operand: usize) -> Option<Vec<Vec<usize>>> {
+        let graph = self.graph;
+        let shape = graph.shape(data.inputs[operand]);
+        match &data.op {
+            Op::DotGeneral(dims) => {
+                let (batch, depth) = match operand {
+                    0 => (&dims.a_batch, &dims.a_contract),
+                    _ => (&dims.b_batch, &dims.b_contract),
+                };
+                let free = DotDims::free(shape.rank(), batch, depth);
+                Some(vec![batch.to_vec(), free.to_vec(), depth.to_vec()])
+            }
+            // The other operand is the weight.
+            Op::Conv(_) | Op::ConvInputGrad { .. } if operand == 1 => None,
+            Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
+                let pixels: Vec<usize> = (0..shape.rank()).filter(|&axis| axis != 1).collect();
+                let count: usize = pixels.iter().map(|&axis| shape[axis]).product();
+                (count >= self.policy.prologue_pixels).then(|| vec![pixels, vec![1]])
+            }
+            _ => None,
         }
-        Some(value)
-    };
-    let other = 1 - operand;
-    let made = base(operand)?;
-    let fits = |window: &Strided| {
-        !matches!(data.op, Op::DotGeneral(_)) || side(graph, data, other, window).is_some()
-    };
-    let in_place = kernel.prologues.iter().any(|prologue| prologue.operand == other)
-        || strided(graph, layouts, data.inputs[other], &stop).is_none_or(|window| fits(&window));
-    let shared = base(other) == Some(made)
-        || kernel.nests().iter().any(|nest| !nest.uses_of(made).is_empty())
-        || kernel
-            .prologues
+    }
+
+    /// What `maker` does to make `made`, as the prologue of `kernel` for an operand, if it can be one.
+    fn fit(&self, kernel: &Kernel, operand: usize, made: Value, maker: &Kernel) -> Option<Prologue> {
+        let Self {
+            graph,
+            policy,
+            layouts,
+        } = *self;
+        let node = self.template(kernel)?;
+        let data = graph.node(node);
+        let KernelKind::Nest(nest) = &maker.kind else {
+            return None;
+        };
+        let mut stores = nest
+            .stores
             .iter()
-            .any(|own| !own.nest.uses_of(made).is_empty());
-    (in_place && !shared).then_some(made)
-}
-
-/// The axes of an operand that each loop of the template runs over; none for operands that are read as they lie.
-fn loops(graph: &Graph, data: &NodeData, operand: usize) -> Option<Vec<Vec<usize>>> {
-    let shape = graph.shape(data.inputs[operand]);
-    match &data.op {
-        Op::DotGeneral(dims) => {
-            let (batch, depth) = match operand {
-                0 => (&dims.a_batch, &dims.a_contract),
-                _ => (&dims.b_batch, &dims.b_contract),
-            };
-            let free = DotDims::free(shape.rank(), batch, depth);
-            Some(vec![batch.to_vec(), free.to_vec(), depth.to_vec()])
+            .filter(|store| store.buffer == Buffer::Value(made));
+        let (Some(store), None) = (stores.next(), stores.next()) else {
+            return None;
+        };
+        if store.value != made || Part::of(graph, graph.value(made).node) != Part::of(graph, node) {
+            return None;
         }
-        // The other operand is the weight.
-        Op::Conv(_) | Op::ConvInputGrad { .. } if operand == 1 => None,
-        Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
-            let pixels: Vec<usize> = (0..shape.rank()).filter(|&axis| axis != 1).collect();
-            let count: usize = pixels.iter().map(|&axis| shape[axis]).product();
-            (count >= LEAST_PIXELS).then(|| vec![pixels, vec![1]])
+        let axes = self.loops(data, operand)?;
+        let (index, found) = even_loads(graph, layouts, nest, data.inputs[operand], made, &axes)?;
+        let once = matches!(data.op, Op::DotGeneral(_)) && nest.stores.len() == 1;
+        let numel = graph.ty(made).numel();
+        let mut streams: Vec<Value> = found.list.iter().map(|(value, _)| *value).collect();
+        streams.retain(|&value| graph.ty(value).numel() == numel);
+        streams.sort_unstable();
+        streams.dedup();
+        if !found.computes
+            || !(found.cheap || once)
+            || streams.is_empty()
+            || streams.len() > policy.prologue_streams
+        {
+            return None;
         }
-        _ => None,
+        let vector = vector_variable(&found.list, axes.len())?;
+        if !matches!(data.op, Op::DotGeneral(_)) && vector != IMAGE[1] {
+            // Images are copied with their channels together.
+            return None;
+        }
+        let mut nest = (**nest).clone();
+        restrict(graph, &mut nest, &[made]);
+        nest.extents = extents(&axes, graph.shape(data.inputs[operand]));
+        nest.stores.clear();
+        nest.split = None;
+        Some(Prologue {
+            operand,
+            value: made,
+            index,
+            nest,
+            vector,
+        })
     }
-}
-
-/// What `maker` does to make `made`, as the prologue of `kernel` for an operand, if it can be one.
-fn fit(
-    graph: &Graph,
-    layouts: &Layouts,
-    kernel: &Kernel,
-    operand: usize,
-    made: Value,
-    maker: &Kernel,
-) -> Option<Prologue> {
-    let node = template(graph, kernel)?;
-    let data = graph.node(node);
-    let KernelKind::Nest(nest) = &maker.kind else {
-        return None;
-    };
-    let mut stores = nest
-        .stores
-        .iter()
-        .filter(|store| store.buffer == Buffer::Value(made));
-    let (Some(store), None) = (stores.next(), stores.next()) else {
-        return None;
-    };
-    if store.value != made || Part::of(graph, graph.value(made).node) != Part::of(graph, node) {
-        return None;
-    }
-    let axes = loops(graph, data, operand)?;
-    let (index, found) = even_loads(graph, layouts, nest, data.inputs[operand], made, &axes)?;
-    let once = matches!(data.op, Op::DotGeneral(_)) && nest.stores.len() == 1;
-    let numel = graph.ty(made).numel();
-    let mut streams: Vec<Value> = found.list.iter().map(|(value, _)| *value).collect();
-    streams.retain(|&value| graph.ty(value).numel() == numel);
-    streams.sort_unstable();
-    streams.dedup();
-    if !found.computes || !(found.cheap || once) || streams.is_empty() || streams.len() > MAX_STREAMS {
-        return None;
-    }
-    let vector = vector_variable(&found.list, axes.len())?;
-    if !matches!(data.op, Op::DotGeneral(_)) && vector != IMAGE[1] {
-        // Images are copied with their channels together.
-        return None;
-    }
-    let mut nest = (**nest).clone();
-    restrict(graph, &mut nest, &[made]);
-    nest.extents = extents(&axes, graph.shape(data.inputs[operand]));
-    nest.stores.clear();
-    nest.split = None;
-    Some(Prologue {
-        operand,
-        value: made,
-        index,
-        nest,
-        vector,
-    })
 }
 
 /// The extents of the loops over `axes`.

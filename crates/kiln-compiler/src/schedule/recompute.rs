@@ -14,9 +14,6 @@ use kiln_graph::{DType, Graph, Node, Users, Value};
 use super::class::{Class, is_cheap, node_index};
 use super::layout::Layouts;
 
-/// Most operations that are done again for each use.
-const MAX_OPERATIONS: usize = 12;
-
 /// What an inline image is computed from.
 struct Origin {
     /// Stored images.
@@ -24,8 +21,15 @@ struct Origin {
     operations: usize,
 }
 
-/// Makes images inline that are computed from one stored image or (but for masks, which are small) two, and from values of channels.
-pub fn inline_images(graph: &Graph, users: &Users, layouts: &Layouts, classes: &mut [Class]) {
+/// Makes images inline that are computed from one stored image or (but for masks, which are small) two, and from values of channels, by at most
+/// so many operations.
+pub fn inline_images(
+    graph: &Graph,
+    users: &Users,
+    layouts: &Layouts,
+    most_operations: usize,
+    classes: &mut [Class],
+) {
     let mut origins: FxHashMap<Value, Origin> = FxHashMap::default();
     for (node, data) in graph.nodes() {
         let index = node_index(node);
@@ -48,7 +52,7 @@ pub fn inline_images(graph: &Graph, users: &Users, layouts: &Layouts, classes: &
             let most = if graph.dtype(value) == DType::Bool { 1 } else { 2 };
             let there = !read_later(graph, users, value)
                 || origin.images.iter().all(|&image| read_later(graph, users, image));
-            if origin.images.len() <= most && origin.operations <= MAX_OPERATIONS && there {
+            if origin.images.len() <= most && origin.operations <= most_operations && there {
                 origins.insert(value, origin);
                 classes[index] = Class::Inline;
             }
@@ -109,6 +113,7 @@ mod tests {
     use super::*;
     use crate::schedule::class::classify;
     use crate::schedule::layout;
+    use crate::testing::POLICY;
     use kiln_graph::Phase;
 
     /// Whether `%a`, computed from the convolution `%z`, is inline in a step whose backward pass reads `reads`.
@@ -133,8 +138,9 @@ mod tests {
         ))
         .unwrap();
         let users = graph.users();
-        let mut classes = classify(&graph);
-        inline_images(&graph, &users, &layout::choose(&graph), &mut classes);
+        let mut classes = classify(&graph, &POLICY);
+        let layouts = layout::choose(&graph, &POLICY);
+        inline_images(&graph, &users, &layouts, POLICY.image_operations, &mut classes);
         let (a, _) = graph
             .nodes()
             .find(|(_, data)| {

@@ -10,25 +10,20 @@ use kiln_graph::{Graph, Op, Phase};
 
 use super::nest::Nest;
 use super::{Buffer, Kernel, KernelKind};
-
-/// Most elements of an update that joins others.
-const SMALL: i64 = 32 * 1024;
-
-/// The updates that are joined have at most the so-manyth part of all elements that the step is given: their gradients wait for each other.
-const SHARE: i64 = 64;
+use crate::policy::Policy;
 
 /// Makes one kernel of the small updates among `kernels`.
-pub fn join_updates(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
+pub fn join_updates(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec<Kernel> {
     let read: FxHashSet<Buffer> = kernels.iter().flat_map(|kernel| &kernel.reads).copied().collect();
     let (mut small, mut others): (Vec<Kernel>, Vec<Kernel>) = kernels
         .into_iter()
-        .partition(|kernel| is_small_update(graph, kernel, &read));
+        .partition(|kernel| is_small_update(graph, policy, kernel, &read));
     let given: usize = graph
         .parameters()
         .iter()
         .map(|&value| graph.ty(value).numel())
         .sum();
-    let mut left = given as i64 / SHARE;
+    let mut left = given as i64 / policy.joined_share;
     small.sort_by_key(points);
     let fitting = small.iter().take_while(|kernel| {
         left -= points(kernel);
@@ -69,7 +64,7 @@ fn points(kernel: &Kernel) -> i64 {
 }
 
 /// Whether `kernel` updates something small and nobody in the step reads the result, so that it can run at any time after its operands are made.
-fn is_small_update(graph: &Graph, kernel: &Kernel, read: &FxHashSet<Buffer>) -> bool {
+fn is_small_update(graph: &Graph, policy: &Policy, kernel: &Kernel, read: &FxHashSet<Buffer>) -> bool {
     let KernelKind::Nest(nest) = &kernel.kind else {
         return false;
     };
@@ -83,7 +78,7 @@ fn is_small_update(graph: &Graph, kernel: &Kernel, read: &FxHashSet<Buffer>) -> 
     !nest.members.is_empty()
         && !reduces
         && nest.split.is_none()
-        && points(kernel) <= SMALL
+        && points(kernel) <= policy.joined_update
         && update
         && kernel.writes.iter().all(|buffer| !read.contains(buffer))
 }

@@ -4,7 +4,7 @@
 //! gradient is exponentials again. Programs hold on to the shifted row and its exponentials, two tensors of the size of the logits. Here whoever
 //! else uses those gets operations of its own on the logits, which are part of its own loop: a vocabulary of 32 thousand is then read
 //! where it would be written and read. Where the loss and the gradient end up in one nest all the same ([`crate::schedule::fuse`]), it computes the
-//! exponentials once, and keeps those of one row ([`crate::emit`]).
+//! exponentials once.
 
 use rustc_hash::FxHashSet;
 
@@ -15,14 +15,11 @@ use super::pattern::{Bindings, Pattern};
 const LOG_SOFTMAX: &str =
     "(sub (= ?shifted (sub ?x (= ?most (row (max ?x))))) (row (log (sum (= ?e (exp ?shifted))))))";
 
-/// Tensors below this many elements stay in cache anyway.
-const LARGE: usize = 64 * 1024;
-
-/// Gives the users of shifted rows and their exponentials operations of their own.
+/// Gives the users of shifted rows and their exponentials operations of their own, for tensors from `large` elements: smaller ones stay in a cache.
 ///
 /// # Errors
 /// Only if a rule makes an ill-typed node, which would be a bug.
-pub fn log_softmax(graph: &Graph) -> Result<Graph, TypeError> {
+pub fn log_softmax(graph: &Graph, large: usize) -> Result<Graph, TypeError> {
     let pattern = Pattern::parse(LOG_SOFTMAX);
     // The shifted row and its exponential, and who may have the first copy of each.
     let mut shared: Vec<(Value, Value)> = Vec::new();
@@ -32,7 +29,7 @@ pub fn log_softmax(graph: &Graph) -> Result<Graph, TypeError> {
         let &[value] = data.outputs.as_slice() else {
             continue;
         };
-        if graph.ty(value).numel() < LARGE {
+        if graph.ty(value).numel() < large {
             continue;
         }
         let Some(found) = pattern.matches(graph, value, &Bindings::default()) else {

@@ -14,37 +14,43 @@ mod view;
 
 use kiln_graph::{Graph, TypeError};
 
+use crate::error::CompileError;
+use crate::options::Options;
+use crate::policy::Policy;
 use crate::stages::Stages;
-use crate::{CompileError, Options};
 
 /// Graphs after each pass, by name, as text.
 pub type Dumps = Vec<(String, String)>;
 
-type Pass = (&'static str, fn(&Graph) -> Result<Graph, TypeError>);
+type Pass = (&'static str, fn(&Graph, &Policy) -> Result<Graph, TypeError>);
 
 /// The passes, in the order in which they run.
 const PASSES: &[Pass] = &[
-    ("simplify", simplify::simplify),
-    ("channels", channels::channels),
-    ("attention", attention::attention),
-    ("slices", slices::slices),
+    ("simplify", |graph, _| simplify::simplify(graph)),
+    ("channels", |graph, _| channels::channels(graph)),
+    ("attention", |graph, _| attention::attention(graph)),
+    ("slices", |graph, _| slices::slices(graph)),
     // What stands for several values by now is one again, and rewrites leave transposes behind.
-    ("simplify again", simplify::simplify),
+    ("simplify again", |graph, _| simplify::simplify(graph)),
     // Last: common subexpressions would undo it.
-    ("log_softmax", log_softmax::log_softmax),
+    ("log_softmax", |graph, policy| {
+        log_softmax::log_softmax(graph, policy.cached_elements)
+    }),
 ];
 
-/// Runs all passes, each timed as a stage; with `dump`, keeps the text of the graph after each.
+/// Runs all passes, each timed as a stage; keeps the text of the graph after each if the options ask for
+/// it.
 ///
 /// # Errors
 /// [`CompileError::Pass`] if a pass makes an ill-typed node.
 pub fn run(
     graph: &Graph,
     options: &Options,
-    dump: bool,
+    policy: &Policy,
     stages: &mut Stages,
 ) -> Result<(Graph, Dumps), CompileError> {
     let mut dumps = Dumps::new();
+    let dump = options.wants_dumps();
     let mut graph = graph.without_dead_code();
     if dump {
         dumps.push(("recorded".into(), graph.to_string()));
@@ -54,7 +60,7 @@ pub fn run(
     }
     for &(name, pass) in PASSES {
         graph = stages
-            .time(name, || pass(&graph))
+            .time(name, || pass(&graph, policy))
             .map_err(|source| CompileError::Pass { pass: name, source })?;
         if cfg!(debug_assertions) {
             kiln_graph::verify::verify(&graph)?;

@@ -4,8 +4,7 @@ use std::error::Error;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use kiln_compiler::{CompileError, CpuExecutable, Observer};
-use kiln_cpu::{AlignedBuffer, StepHooks, ThreadPool};
+use kiln_cpu::{AlignedBuffer, CpuExecutable, Observer, StepError, StepHooks, ThreadPool};
 use kiln_graph::{Graph, HostTensor, Scalar, TensorType};
 
 /// The graph in the text file at `path`.
@@ -105,7 +104,7 @@ impl Memory {
         step: &CpuExecutable,
         pool: &ThreadPool,
         hooks: &dyn StepHooks,
-    ) -> Result<(), CompileError> {
+    ) -> Result<(), StepError> {
         self.run_observed(step, pool, hooks, None)
     }
 
@@ -116,7 +115,7 @@ impl Memory {
         pool: &ThreadPool,
         hooks: &dyn StepHooks,
         observer: Option<&mut Observer<'_>>,
-    ) -> Result<(), CompileError> {
+    ) -> Result<(), StepError> {
         let inputs: Vec<*const u8> = self.arguments.iter().map(AlignedBuffer::as_ptr).collect();
         let mut outputs = Vec::new();
         for (buffer, alias) in self.results.iter_mut().zip(&step.contract().aliases) {

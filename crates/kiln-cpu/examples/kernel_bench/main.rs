@@ -1,6 +1,6 @@
 //! Speed of generated matrix products and convolutions.
 //!
-//! `cargo run --release -p kiln-compiler --example kernel_bench [threads] [shape...]`
+//! `cargo run --release -p kiln-cpu --example kernel_bench [threads] [shape...]`
 //!
 //! Without shapes, those of the models that Kiln's benchmarks train. Shapes are written as
 //!
@@ -15,10 +15,10 @@
 use std::fs;
 use std::time::Instant;
 
-use kiln_compiler::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, WeightGradSpec};
-use kiln_compiler::kernels::element::Storage;
-use kiln_compiler::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
-use kiln_compiler::kernels::{Kernel, Param, Width, standalone};
+use kiln_cpu::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, WeightGradSpec};
+use kiln_cpu::kernels::element::Storage;
+use kiln_cpu::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
+use kiln_cpu::kernels::{Kernel, Param, Width, standalone};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Library, NoHooks, StepArguments, ThreadPool, Toolchain};
 
 const SHAPES: &[&str] = &[

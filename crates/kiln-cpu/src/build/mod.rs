@@ -1,8 +1,12 @@
 //! From a tree of C sources to one shared object.
 //!
 //! Each source becomes an object file in a compiler process of its own, as many at once as there are threads, unless an earlier build of
-//! this process made the object ([`crate::objects`]); one more process links them. The tree lives in a fresh temporary folder that disappears with the result, unless a
+//! this process made the object ([`objects`]); one more process links them. The tree lives in a fresh temporary folder that disappears with the result, unless a
 //! compilation fails: then it stays, and the error says where.
+
+pub mod objects;
+pub mod toolchain;
+pub mod trial;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,10 +15,11 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::abi::{RUNTIME_HEADER, RUNTIME_HEADER_NAME};
 use crate::error::{CpuError, Result};
-use crate::objects::{ObjectKey, Objects};
-use crate::toolchain::Toolchain;
+use crate::runtime::abi::{RUNTIME_HEADER, RUNTIME_HEADER_NAME};
+use objects::{ObjectKey, Objects};
+
+pub use toolchain::Toolchain;
 
 /// One file of a generated source tree.
 #[derive(Debug, Clone, PartialEq, Eq)]

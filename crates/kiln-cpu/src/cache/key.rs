@@ -4,9 +4,9 @@ use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-use crate::abi::ABI_VERSION;
 use crate::build::BuildOptions;
-use crate::toolchain::Toolchain;
+use crate::build::Toolchain;
+use crate::runtime::abi::ABI_VERSION;
 
 /// Identity of a compiled step: a SHA-256 over everything its executable depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -19,7 +19,7 @@ impl CacheKey {
         KeyBuilder { hash: Sha256::new() }
             .field("kiln", env!("CARGO_PKG_VERSION"))
             .field("abi", ABI_VERSION.to_string())
-            .field("header", crate::abi::RUNTIME_HEADER)
+            .field("header", crate::runtime::abi::RUNTIME_HEADER)
             .field("toolchain", toolchain.identity())
             .field("build", options.identity())
     }

@@ -26,11 +26,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 pub use key::{CacheKey, KeyBuilder};
 
-use crate::build::{BuildOptions, SourceFile};
+use crate::build::objects::Objects;
+use crate::build::{BuildOptions, SourceFile, Toolchain};
 use crate::error::{CpuError, Result};
-use crate::library::Library;
-use crate::objects::Objects;
-use crate::toolchain::Toolchain;
+use crate::runtime::library::Library;
 use entry::Unusable;
 
 /// Limit of the cache's size unless told otherwise, in bytes.

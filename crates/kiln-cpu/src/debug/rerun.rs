@@ -9,16 +9,16 @@ use std::path::Path;
 
 use kiln_graph::{DType, Graph, Scalar, Value};
 
-use crate::CompiledStep;
+use crate::target::CpuStep;
 
 /// The main program.
 const MAIN: &str = include_str!("rerun.c");
 
 /// Writes the script and what it needs.
-pub fn write(folder: &Path, compiled: &CompiledStep, compiler: &str) -> io::Result<()> {
+pub fn write(folder: &Path, compiled: &CpuStep, threads: usize, compiler: &str) -> io::Result<()> {
     let script = folder.join("rerun");
     std::fs::write(folder.join("rerun.c"), MAIN)?;
-    std::fs::write(folder.join("rerun.h"), tables(compiled))?;
+    std::fs::write(folder.join("rerun.h"), tables(compiled, threads))?;
     std::fs::write(&script, script_text(compiler))?;
     #[cfg(unix)]
     {
@@ -56,15 +56,15 @@ fn kind(dtype: DType) -> &'static str {
     }
 }
 
-fn tables(compiled: &CompiledStep) -> String {
-    let CompiledStep { graph, plan, .. } = compiled;
+fn tables(compiled: &CpuStep, threads: usize) -> String {
+    let CpuStep { graph, plan, .. } = compiled;
     let mut text = format!("/* What rerun.c must know of the step `{}`. */\n", graph.name);
     let _ = writeln!(text, "#define INPUTS {}", graph.parameters().len());
     let _ = writeln!(text, "#define OUTPUTS {}", graph.outputs.len());
     let _ = writeln!(text, "#define SCALARS {}", graph.scalars().len());
     let _ = writeln!(text, "#define KERNELS {}", compiled.kernels.len());
     let _ = writeln!(text, "#define ARENA {}", plan.arena_bytes);
-    let _ = writeln!(text, "#define DEFAULT_THREADS {}", compiled.threads);
+    let _ = writeln!(text, "#define DEFAULT_THREADS {}", threads);
     let outputs: Vec<Value> = graph.outputs.iter().map(|output| output.value).collect();
     tensors(&mut text, "inputs", graph, graph.parameters());
     tensors(&mut text, "outputs", graph, &outputs);

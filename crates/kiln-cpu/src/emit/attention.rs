@@ -1,5 +1,7 @@
 //! Attention and its gradient through the template of [`crate::kernels::attention`].
 
+use kiln_compiler::schedule::layout::strides;
+use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{AttentionDims, AttentionOperands, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
@@ -9,11 +11,9 @@ use super::{Call, EmitOptions};
 use crate::kernels::Param;
 use crate::kernels::attention::{self, AttentionSpec, Extents, Gradients, Skips, View};
 use crate::kernels::element::Storage;
-use crate::schedule::layout::strides;
-use crate::schedule::{Buffer, Kernel};
 
 /// The call for an attention; none for empty tensors.
-pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions) -> Option<Call> {
+pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<Call> {
     let data = graph.node(node);
     let (Op::Attention(dims) | Op::AttentionGrad(dims)) = &data.op else {
         return None;
@@ -68,7 +68,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
 struct Parameters<'a> {
     graph: &'a Graph,
     kernel: &'a Kernel,
-    options: &'a EmitOptions,
+    options: &'a EmitOptions<'a>,
     /// How queries, keys and values are stored, and what is of their type.
     storage: Storage,
     params: Vec<Param>,
@@ -106,7 +106,7 @@ impl Parameters<'_> {
     }
 
     fn windowed(&mut self, ctype: &str, name: &str, value: Value) -> View {
-        let window = window(self.graph, &self.options.layouts, value, &self.kernel.reads);
+        let window = window(self.graph, self.options.layouts, value, &self.kernel.reads);
         self.parameter(&format!("const {ctype} *"), name, window.base);
         View {
             pointer: pointer(name, window.offset),

@@ -4,6 +4,12 @@
 //! splits and repeated heads cost nothing. Convolutions and pools are [`super::image`]'s; everything else is the plain loops of
 //! [`super::library`].
 
+use kiln_compiler::schedule::access::{Strided, side, strided};
+use kiln_compiler::schedule::epilogue::{self, BATCH, COL, Frame, ROW};
+use kiln_compiler::schedule::layout::{Layouts, product_strides, strides};
+use kiln_compiler::schedule::nest::Nest;
+use kiln_compiler::schedule::prologue::{PRODUCT, Prologue};
+use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Node, Value};
 
@@ -16,12 +22,6 @@ use crate::kernels;
 use crate::kernels::Param;
 use crate::kernels::element::Storage;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand, TileCode};
-use crate::schedule::access::{Strided, side, strided};
-use crate::schedule::epilogue::{self, BATCH, COL, Frame, ROW};
-use crate::schedule::layout::{Layouts, product_strides, strides};
-use crate::schedule::nest::Nest;
-use crate::schedule::prologue::{PRODUCT, Prologue};
-use crate::schedule::{Buffer, Kernel};
 
 /// The window on one of the buffers in `reads` through which a library kernel reads `operand`.
 pub fn window(graph: &Graph, layouts: &Layouts, operand: Value, reads: &[Buffer]) -> Strided {
@@ -43,7 +43,7 @@ pub fn generate(
     graph: &Graph,
     kernel: &Kernel,
     node: Node,
-    options: &super::EmitOptions,
+    options: &super::EmitOptions<'_>,
 ) -> Option<Vec<Call>> {
     if let Some(call) = product(graph, kernel, node, options) {
         return Some(vec![call]);
@@ -54,7 +54,7 @@ pub fn generate(
     if let Some(call) = super::attention::generate(graph, kernel, node, options) {
         return Some(vec![call]);
     }
-    let launches = library::generate(graph, node, &kernel.reads, &options.layouts)?;
+    let launches = library::generate(graph, node, &kernel.reads, options.layouts)?;
     Some(launches.into_iter().map(Call::Task).collect())
 }
 
@@ -83,7 +83,7 @@ impl Sources {
         graph: &Graph,
         prologue: &Prologue,
         name: &'static str,
-        options: &super::EmitOptions,
+        options: &super::EmitOptions<'_>,
     ) -> Computed {
         let lanes = kernels::vector::lanes(options.isa) as i64;
         let computed = Computed::new(graph, prologue, name, lanes);
@@ -129,7 +129,7 @@ pub fn storage(dtype: DType) -> Option<Storage> {
 }
 
 impl Product {
-    fn new(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Self> {
+    fn new(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions<'_>) -> Option<Self> {
         let data = graph.node(node);
         let out = data.outputs[0];
         let storage = storage(graph.dtype(out))?;
@@ -144,7 +144,7 @@ impl Product {
                     prologue,
                 ));
             }
-            let window = window(graph, &options.layouts, data.inputs[at], &kernel.reads);
+            let window = window(graph, options.layouts, data.inputs[at], &kernel.reads);
             let side = side(graph, data, at, &window)?;
             sources.stored(storage, name, window.base);
             let batch = side.batch.iter().map(|&(extent, _)| extent).product();
@@ -188,7 +188,7 @@ impl Product {
         epilogue: Epilogue<'_>,
         params: Vec<Param>,
         arguments: Vec<Argument>,
-        options: &super::EmitOptions,
+        options: &super::EmitOptions<'_>,
     ) -> Call {
         let Self { batch, m, n, k, .. } = self;
         let operands = self.sources.params.iter().cloned();
@@ -223,7 +223,7 @@ fn computed(functions: Computed, prologue: &Prologue) -> (Operand<'static>, [usi
     (Operand::computed(axis, load), extents)
 }
 
-fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
+fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions<'_>) -> Option<Call> {
     let data = graph.node(node);
     let Op::DotGeneral(dims) = &data.op else {
         return None;
@@ -248,7 +248,7 @@ pub fn with_epilogue(
     kernel: &Kernel,
     node: Node,
     nest: &Nest,
-    options: &super::EmitOptions,
+    options: &super::EmitOptions<'_>,
 ) -> Option<KernelCode> {
     let data = graph.node(node);
     let Op::DotGeneral(dims) = &data.op else {

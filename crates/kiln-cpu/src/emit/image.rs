@@ -3,6 +3,9 @@
 //! Convolutions of up to three spatial dimensions go to [`crate::kernels::conv`], pools of up to two to [`crate::kernels::pool`];
 //! fewer dimensions are more with extents of one. Images are read and written in the layout that the scheduler chose for them.
 
+use kiln_compiler::schedule::access::Strided;
+use kiln_compiler::schedule::layout::{Layouts, strides};
+use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{ConvDims, Op, Window};
 use kiln_graph::{Graph, Node, Value};
 
@@ -16,12 +19,14 @@ use crate::kernels::element::Element;
 use crate::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
 use crate::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
 use crate::kernels::{Param, Width};
-use crate::schedule::access::Strided;
-use crate::schedule::layout::{Layouts, strides};
-use crate::schedule::{Buffer, Kernel};
 
 /// The call for a convolution or pool; none if the operation is neither or has no template.
-pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
+pub fn generate(
+    graph: &Graph,
+    kernel: &Kernel,
+    node: Node,
+    options: &super::EmitOptions<'_>,
+) -> Option<Call> {
     convolution(graph, kernel, node, options).or_else(|| pooling(graph, kernel, node, options))
 }
 
@@ -66,7 +71,7 @@ fn geometry(conv: &ConvDims, x: &[usize], w: &[usize], y: &[usize]) -> Geometry 
     }
 }
 
-fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
+fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions<'_>) -> Option<Call> {
     let data = graph.node(node);
     let (Op::Conv(dims) | Op::ConvInputGrad { conv: dims, .. } | Op::ConvWeightGrad { conv: dims, .. }) =
         &data.op
@@ -91,19 +96,19 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             let functions = sources.computed(graph, prologue, name, options);
             return computed(functions, spatial(&shape(data.inputs[at])[2..], 1));
         }
-        let window = window(graph, &options.layouts, data.inputs[at], &kernel.reads);
+        let window = window(graph, options.layouts, data.inputs[at], &kernel.reads);
         sources.stored(storage, name, window.base);
         Image::stored(storage, &pointer(name, window.offset), image_strides(&window))
     };
     let first = image(0, "first");
     let second = matches!(data.op, Op::ConvWeightGrad { .. }).then(|| image(1, "second"));
-    let weight = window(graph, &options.layouts, data.inputs[1], &kernel.reads);
+    let weight = window(graph, options.layouts, data.inputs[1], &kernel.reads);
     if second.is_none() {
         sources.stored(storage, "second", weight.base);
     }
     let out_param = Param::new(format!("{} *", storage.ctype()), "out");
     let params: Vec<Param> = sources.params.iter().cloned().chain([out_param]).collect();
-    let result = stored(graph, &options.layouts, out);
+    let result = stored(graph, options.layouts, out);
     let types = format!(
         "{} {} -> {}",
         graph.ty(data.inputs[0]),
@@ -249,7 +254,7 @@ fn indices_of(graph: &Graph, node: Node) -> Option<&Window> {
     }
 }
 
-fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions) -> Option<Call> {
+fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions<'_>) -> Option<Call> {
     let data = graph.node(node);
     let made_by = indices_of(graph, node);
     let pooling = Pooling::new(&data.op, made_by)?;
@@ -268,13 +273,13 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
     };
     // The operand and the result, then the indices of either direction.
     let indices = data.inputs.get(1).or(data.outputs.get(1)).copied();
-    let input = window(graph, &options.layouts, from, &kernel.reads);
-    let output = stored(graph, &options.layouts, to);
+    let input = window(graph, options.layouts, from, &kernel.reads);
+    let output = stored(graph, options.layouts, to);
     let places = indices.map(|value| {
         if pooling.grad {
-            window(graph, &options.layouts, value, &kernel.reads)
+            window(graph, options.layouts, value, &kernel.reads)
         } else {
-            stored(graph, &options.layouts, value)
+            stored(graph, options.layouts, value)
         }
     });
     let memory = |name: &str, window: &Strided| Memory {

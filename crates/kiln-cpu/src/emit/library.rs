@@ -10,17 +10,16 @@ mod pooling;
 
 use std::fmt::Write as _;
 
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::layout::Layouts;
 use kiln_graph::op::{ArgReduceOp, Op, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Shape, Value};
 
+use super::nest::{Argument, Launch};
+use super::pointwise as c;
 use convolution::{convolution, convolution_input, convolution_weight};
 use indexed::{index_put, scatter, update_slice};
 use pooling::{avg_pool, avg_pool_grad, max_pool, max_pool_grad};
-
-use super::nest::{Argument, Launch};
-use super::pointwise as c;
-use crate::schedule::Buffer;
-use crate::schedule::layout::Layouts;
 
 /// Points of work below which a kernel runs on the calling thread alone.
 const SERIAL_POINTS: usize = 16 * 1024;

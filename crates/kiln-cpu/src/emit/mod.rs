@@ -7,6 +7,7 @@
 
 pub mod attention;
 pub mod contract;
+mod guards;
 pub mod image;
 pub mod library;
 pub mod nest;
@@ -14,31 +15,28 @@ pub mod pointwise;
 mod step;
 mod tree;
 
-use std::sync::Arc;
+use kiln_compiler::CompileError;
+use kiln_compiler::schedule::layout::Layouts;
+use kiln_compiler::schedule::nest::Nest;
+use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
+use kiln_graph::{Graph, Node, Op};
 
-use serde::{Deserialize, Serialize};
-
-use kiln_cpu::Isa;
-use kiln_graph::{Graph, Node, Op, Value};
-
-use crate::error::CompileError;
+use crate::isa::Isa;
 use crate::kernels;
-use crate::schedule::layout::Layouts;
-use crate::schedule::nest::Nest;
-use crate::schedule::{Kernel, KernelKind};
+use crate::target::NAME;
 use nest::{Argument, Launch, NestCode};
 
-pub use step::{Emitted, emit};
+pub use step::emit;
 
 /// What emitting depends on besides the graph.
-#[derive(Clone, Debug)]
-pub struct EmitOptions {
+#[derive(Clone, Copy, Debug)]
+pub struct EmitOptions<'a> {
     /// Vector instructions.
     pub isa: Isa,
     /// Most threads that will run the step.
     pub threads: usize,
     /// Values that are not stored row-major.
-    pub layouts: Arc<Layouts>,
+    pub layouts: &'a Layouts,
 }
 
 /// One call of the step.
@@ -57,8 +55,6 @@ pub enum Call {
     },
     /// An operation that the front end runs.
     Extern {
-        /// Which of the step's extern operations.
-        index: usize,
         /// Operands, then results.
         arguments: Vec<Argument>,
     },
@@ -92,28 +88,14 @@ pub struct KernelCode {
     pub scratch: usize,
 }
 
-/// An operation that the front end runs during the step.
-#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
-pub struct ExternCall {
-    /// Name for people.
-    pub name: String,
-    /// What the front end needs to run it ([`kiln_graph::op::ExternOp::attributes`]).
-    pub attributes: String,
-    /// Element type (by name) and extents of each operand. Buffers are passed operands first, then results.
-    pub inputs: Vec<(String, Vec<usize>)>,
-    /// Element type and extents of each result.
-    pub outputs: Vec<(String, Vec<usize>)>,
-}
-
-/// Writes the code of `kernel` and adds the operations that run outside to `externs`.
+/// Writes the code of `kernel`.
 ///
 /// # Errors
 /// [`CompileError::Unsupported`] for operations that nothing here computes.
 pub fn generate(
     graph: &Graph,
     kernel: &Kernel,
-    options: &EmitOptions,
-    externs: &mut Vec<ExternCall>,
+    options: &EmitOptions<'_>,
 ) -> Result<KernelCode, CompileError> {
     let node = match &kernel.kind {
         KernelKind::Nest(nest) => {
@@ -142,29 +124,22 @@ pub fn generate(
             .max(library::scratch(graph, node));
         return Ok(KernelCode { calls, scratch });
     }
-    let data = graph.node(node);
-    let types = |values: &[Value]| -> Vec<(String, Vec<usize>)> {
-        values
-            .iter()
-            .map(|&v| (graph.dtype(v).name().to_owned(), graph.shape(v).to_vec()))
-            .collect()
-    };
-    let Op::Extern(op) = &data.op else {
+    if !matches!(graph.node(node).op, Op::Extern(_)) {
         return Err(unsupported(graph, node));
-    };
-    externs.push(ExternCall {
-        name: op.name.clone(),
-        attributes: op.attributes.clone(),
-        inputs: types(&data.inputs),
-        outputs: types(&data.outputs),
-    });
+    }
     Ok(KernelCode {
         calls: vec![Call::Extern {
-            index: externs.len() - 1,
-            arguments: kernel.operands(graph, node),
+            arguments: operands(graph, node),
         }],
         scratch: 0,
     })
+}
+
+/// Operands and results of an operation, as arguments.
+fn operands(graph: &Graph, node: Node) -> Vec<Argument> {
+    let data = graph.node(node);
+    let all = data.inputs.iter().chain(&data.outputs);
+    all.map(|&value| Argument::Buffer(Buffer::Value(value))).collect()
 }
 
 /// Nests side by side: those of equal text become one task.
@@ -197,6 +172,7 @@ fn unsupported(graph: &Graph, node: Node) -> CompileError {
     let data = graph.node(node);
     let types: Vec<String> = data.inputs.iter().map(|&v| graph.ty(v).to_string()).collect();
     CompileError::Unsupported {
+        target: NAME,
         op: data.op.name().into(),
         types: types.join(", "),
     }

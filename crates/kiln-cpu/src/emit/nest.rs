@@ -43,15 +43,14 @@ pub mod prologue;
 mod reduction;
 mod space;
 
-use rustc_hash::{FxHashMap, FxHashSet};
-
+use kiln_compiler::index::{Index, bit};
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::nest::Nest;
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Value};
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::pointwise as c;
-use crate::index::{Index, bit};
-use crate::schedule::Buffer;
-use crate::schedule::nest::Nest;
 use space::Space;
 
 /// Points of work below which a nest runs on the calling thread alone.

@@ -2,54 +2,36 @@
 
 use std::fmt::Write as _;
 
-use kiln_cpu::{Signature, SourceFile};
-use kiln_graph::{Graph, Node, Op};
+use kiln_compiler::plan::{Place, Plan};
+use kiln_compiler::report::KernelReport;
+use kiln_compiler::schedule::{Kernel, KernelKind};
+use kiln_compiler::{Emitted, Step};
+use kiln_graph::{Graph, Op};
 
 use super::nest::{Argument, FLAT_GRAIN, Launch, SERIAL_POINTS};
 use super::tree::{Functions, Part};
-use super::{Call, EmitOptions, KernelCode};
-use crate::checks::{Check, guards};
-use crate::plan::{Place, Plan};
-use crate::report::{BufferReport, Buffers, KernelReport};
-use crate::schedule::{Buffer, Kernel, KernelKind, Schedule};
-
-/// A source tree and what is known of its kernels.
-#[derive(Clone, Debug)]
-pub struct Emitted {
-    /// The files.
-    pub sources: Vec<SourceFile>,
-    /// Kernels, by the number that profiling events carry.
-    pub kernels: Vec<KernelReport>,
-    /// The buffers that kernels share.
-    pub buffers: Vec<BufferReport>,
-}
-
-impl Kernel {
-    /// Operands and results of a library operation, as arguments.
-    pub fn operands(&self, graph: &Graph, node: Node) -> Vec<Argument> {
-        let data = graph.node(node);
-        let all = data.inputs.iter().chain(&data.outputs);
-        all.map(|&value| Argument::Buffer(Buffer::Value(value))).collect()
-    }
-}
+use super::{Call, KernelCode, guards::guards};
+use crate::build::SourceFile;
+use crate::isa::Isa;
+use crate::runtime::abi::Signature;
 
 /// Writes the tree for a scheduled and planned graph.
-pub fn emit(
-    graph: &Graph,
-    schedule: &Schedule,
-    codes: &[KernelCode],
-    plan: &Plan,
-    checks: &[Check],
-    options: &EmitOptions,
-) -> Emitted {
-    let guards = guards(graph, schedule, checks);
+pub fn emit(step: &Step<'_, KernelCode>, isa: Isa) -> Emitted<Vec<SourceFile>> {
+    let Step {
+        graph,
+        schedule,
+        plan,
+        ..
+    } = *step;
+    let guards = guards(graph, schedule, step.checks);
     let mut functions = Functions::default();
     let mut body = String::new();
-    let mut reports = Vec::new();
-    let buffers = Buffers::new(graph, schedule, plan);
-    for (number, (kernel, code)) in schedule.kernels.iter().zip(codes).enumerate() {
-        let mut report = buffers.describe(graph, kernel, (plan.scratch[number], code.scratch));
-        comment(graph, kernel, plan, &report, &mut body);
+    let mut names = Vec::new();
+    let mut externs = 0..;
+    let kernels = schedule.kernels.iter().zip(step.kernels).zip(step.reports);
+    for (number, ((kernel, code), report)) in kernels.enumerate() {
+        let mut own_name = String::new();
+        comment(graph, kernel, plan, report, &mut body);
         let part = Part::of(graph, kernel);
         for call in &code.calls {
             let place = |argument: &Argument| place_text(plan, *argument, plan.scratch[number]);
@@ -65,8 +47,8 @@ pub fn emit(
                     let name = task_name(&launch.text);
                     let list: Vec<String> = launch.arguments.iter().map(entry).collect();
                     task(&mut body, number, &name, launch, &list);
-                    if report.name.is_empty() {
-                        report.name = name;
+                    if own_name.is_empty() {
+                        own_name = name;
                     }
                 }
                 Call::Together(task) => {
@@ -77,8 +59,8 @@ pub fn emit(
                         .filter(|(_, elements)| *elements > 0)
                         .map(|(arguments, elements)| (arguments.iter().map(entry).collect(), *elements));
                     together(&mut body, number, &name, &tensors.collect::<Vec<_>>());
-                    if report.name.is_empty() {
-                        report.name = name;
+                    if own_name.is_empty() {
+                        own_name = name;
                     }
                 }
                 Call::Kernel {
@@ -101,29 +83,26 @@ pub fn emit(
                         list.join(", "),
                         plan.scratch[number]
                     );
-                    report.name = name;
+                    own_name = name;
                 }
-                Call::Extern { index, arguments } => {
+                Call::Extern { arguments } => {
+                    let index = externs.next().unwrap_or(0);
                     let list: Vec<String> = arguments.iter().map(place).collect();
                     let _ = writeln!(
                         body,
                         "    {{\n        void *list[] = {{{}}};\n        EVENT({number}, 1);\n        int failed = rt->call_extern(rt->pool, {index}, list);\n        EVENT({number}, 0);\n        if (failed) return 1 + {index};\n    }}",
                         list.join(", ")
                     );
-                    report.name = format!("extern_{index}");
+                    own_name = format!("extern_{index}");
                 }
             }
         }
         body.push_str(guards.get(&number).map_or("", String::as_str));
-        reports.push(report);
+        names.push(own_name);
     }
-    let mut sources = functions.files(options.isa);
-    sources.push(step(graph, plan, functions.prototypes(), &body));
-    Emitted {
-        sources,
-        kernels: reports,
-        buffers: buffers.list,
-    }
+    let mut code = functions.files(isa);
+    code.push(step_file(graph, plan, functions.prototypes(), &body));
+    Emitted { code, names }
 }
 
 /// Names of functions say what kind of kernel they are.
@@ -279,7 +258,7 @@ fn wrap(text: &str) -> String {
 }
 
 /// The file with the step's entry.
-fn step(graph: &Graph, plan: &Plan, prototypes: &[String], body: &str) -> SourceFile {
+fn step_file(graph: &Graph, plan: &Plan, prototypes: &[String], body: &str) -> SourceFile {
     let signature = Signature::new(
         graph.parameters().len(),
         graph.outputs.len(),

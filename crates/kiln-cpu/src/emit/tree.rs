@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
+use kiln_compiler::schedule::Kernel;
+use kiln_graph::{Graph, Phase};
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use kiln_cpu::{Isa, SourceFile};
-use kiln_graph::{Graph, Phase};
-
+use crate::build::SourceFile;
+use crate::isa::Isa;
 use crate::kernels::{self, Helper};
-use crate::schedule::Kernel;
 
 /// Most characters of C in one file, roughly: files compile in parallel, and none should be much longer than the rest. Shorter ones would not pay:
 /// a compiler process costs as much as some ten thousand characters.

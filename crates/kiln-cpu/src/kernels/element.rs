@@ -3,9 +3,8 @@
 //! Registers hold [`Element`]s: f32, or f64 with half as many lanes. Memory holds [`Storage`]: those, or one of the 16-bit formats, which are f32 as
 //! soon as they are loaded and are rounded once when they are stored.
 
-use kiln_cpu::Isa;
-
 use super::{Width, vector};
+use crate::isa::Isa;
 
 /// A type of registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

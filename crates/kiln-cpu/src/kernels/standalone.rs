@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use kiln_cpu::{Isa, Signature, SourceFile};
-
 use super::{Kernel, Param, vector};
+use crate::build::SourceFile;
+use crate::isa::Isa;
+use crate::runtime::abi::Signature;
 
 /// Kernels that share a source file.
 const KERNELS_IN_A_FILE: usize = 8;

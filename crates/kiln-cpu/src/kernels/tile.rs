@@ -13,10 +13,9 @@
 
 use std::fmt::Write;
 
-use kiln_cpu::Isa;
-
 use super::Helper;
 use super::element::Element;
+use crate::isa::Isa;
 
 /// How a tile reads one of its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -4,7 +4,8 @@
 //! functions are named by type and operation: `vf_exp` takes and gives a vector of floats, `sf_exp` one float with the
 //! same bits that a lane would have.
 
-use kiln_cpu::{Isa, SourceFile};
+use crate::build::SourceFile;
+use crate::isa::Isa;
 
 /// Number of f32 lanes of generated vectors. At least four: narrower machines get the compiler's lowering of vectors,
 /// which is right everywhere.

@@ -7,7 +7,8 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use kiln_cpu::{AlignedBuffer, CpuError};
+use crate::error::CpuError;
+use crate::runtime::buffer::AlignedBuffer;
 
 /// A set of arenas.
 #[derive(Debug, Default)]

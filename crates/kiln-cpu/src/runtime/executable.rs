@@ -3,61 +3,27 @@
 //! [`CpuExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key is the graph's text without
 //! names, the phases of its nodes, the options, and (added by the cache) versions, compiler and CPU. What the caller must know besides the code (aliases, the
 //! arena, what the kernels are) is stored with the shared object, so that a second process does none of the compiler's work. Source lines are this process's
-//! ([`crate::lines`]).
+//! ([`kiln_compiler::numbered`]).
 
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
+use kiln_compiler::{Contract, Options, compile, identity, log_step, numbered};
+use kiln_graph::Graph;
 use smallvec::SmallVec;
 
-use kiln_cpu::{
-    BuildOptions, Cache, CacheKey, CpuError, Origin, Step, StepArguments, StepHooks, StepSource, ThreadPool,
-    Toolchain,
-};
-use kiln_graph::Graph;
-
-use crate::arenas::Claim;
-use crate::checks::Check;
-use crate::emit::ExternCall;
-use crate::error::CompileError;
-use crate::lines::numbered;
-use crate::log;
-use crate::observe::{Observed, Observer};
-use crate::partition::Decision;
-use crate::report::{BufferReport, KernelReport};
-use crate::{CompiledStep, Options, compile};
-
-/// What the caller of a step must know: stored in the cache beside the shared object.
-#[derive(Clone, Debug, Serialize, Deserialize, PartialEq)]
-pub struct Contract {
-    /// For each output, the argument whose memory it takes over: pass the argument's pointer as the output's.
-    pub aliases: Vec<Option<u32>>,
-    /// Size of the arena in bytes.
-    pub arena_bytes: usize,
-    /// Most threads that may run the step: its working memory is made for so many.
-    pub threads: usize,
-    /// What the backward pass keeps and computes again; none for a step without one.
-    pub partition: Option<Decision>,
-    /// The kernels, by number.
-    pub kernels: Vec<KernelReport>,
-    /// The buffers that kernels share.
-    pub buffers: Vec<BufferReport>,
-    /// Operations that run outside, by index.
-    pub externs: Vec<ExternCall>,
-    /// Indices that are looked at before anything is overwritten.
-    pub checks: Vec<Check>,
-}
+use crate::build::{BuildOptions, Toolchain};
+use crate::cache::{Cache, CacheKey, Origin, StepSource};
+use crate::error::{CpuError, StepError};
+use crate::runtime::arenas::Claim;
+use crate::runtime::library::{Step, StepArguments, StepHooks};
+use crate::runtime::observe::{Observed, Observer};
+use crate::runtime::thread_pool::ThreadPool;
+use crate::target::CpuTarget;
 
 /// Memory for one number that the step leaves: the least or the largest of some indices.
 #[derive(Clone, Copy, Default)]
 #[repr(C, align(64))]
 struct Extreme([u8; 8]);
-
-/// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise.
-fn phases(graph: &Graph) -> String {
-    let names = graph.nodes().map(|(_, data)| data.provenance.phase.name());
-    names.map(|name| name.chars().next().unwrap_or('-')).collect()
-}
 
 /// A step that is built and loaded.
 #[derive(Debug)]
@@ -65,6 +31,8 @@ pub struct CpuExecutable {
     name: String,
     step: Step,
     contract: Contract,
+    /// Most threads that may run the step: its working memory is made for so many.
+    threads: usize,
     arena: Claim,
     /// Whether the cache had it.
     pub from_cache: bool,
@@ -80,25 +48,25 @@ impl CpuExecutable {
     /// Compiles `graph`, or finds it in `cache`.
     ///
     /// # Errors
-    /// Those of [`compile`], of the C compiler and of loading.
+    /// Those of [`compile()`], of the C compiler and of loading.
     pub fn new(
         graph: &Graph,
         options: &Options,
+        target: &CpuTarget,
         toolchain: &Toolchain,
         cache: &Cache,
         build: &BuildOptions,
-    ) -> Result<Self, CompileError> {
+    ) -> Result<Self, StepError> {
         let start = Instant::now();
-        let key = CacheKey::builder(toolchain, build)
-            .field("graph", graph.fingerprint().0)
-            .field("phases", phases(graph))
-            .field("compiler", env!("KILN_COMPILER_SOURCES"))
-            .field("options", options.identity())
+        let fields = identity::fields(graph, options, target).into_iter();
+        let key = CacheKey::builder(toolchain, build);
+        let key = fields
+            .fold(key, |key, (name, value)| key.field(name, value))
             .finish();
         if let Some(folder) = &options.debug {
             // What is written there must not depend on what the cache holds.
-            let compiled = compile(graph, options)?;
-            crate::debug::write_build(folder, &compiled, toolchain, build);
+            let compiled = compile(graph, options, target)?;
+            crate::debug::write(folder, &compiled, target, toolchain, build);
         }
         let quiet = Options {
             debug: None,
@@ -106,28 +74,28 @@ impl CpuExecutable {
         };
         let mut stages = Vec::new();
         let mut compile_time = Duration::ZERO;
-        let cached = cache.get_or_build(&key, toolchain, build, || -> Result<StepSource, CompileError> {
-            let compiled = compile(&numbered(graph), &quiet)?;
+        let cached = cache.get_or_build(&key, toolchain, build, || -> Result<StepSource, StepError> {
+            let compiled = compile(&numbered(graph), &quiet, target)?;
             compile_time = start.elapsed();
             stages.clone_from(&compiled.times);
             let payload =
-                serde_json::to_string(&compiled.contract()).map_err(|error| CompileError::Description {
+                serde_json::to_string(&compiled.contract()).map_err(|error| StepError::Description {
                     name: graph.name.clone(),
                     reason: error.to_string(),
                 })?;
             Ok(StepSource {
                 name: graph.name.clone(),
-                files: compiled.sources,
+                files: compiled.code,
                 payload,
             })
         })?;
         let contract: Contract =
-            serde_json::from_str(&cached.payload).map_err(|error| CompileError::Description {
+            serde_json::from_str(&cached.payload).map_err(|error| StepError::Description {
                 name: graph.name.clone(),
                 reason: error.to_string(),
             })?;
         let contract = contract.with_lines_of(graph);
-        log::step(&graph.name, options.keep, &contract);
+        log_step(&graph.name, options.keep, &contract);
         let build_time = match cached.origin {
             Origin::Cache => Duration::ZERO,
             Origin::Built(elapsed) => elapsed,
@@ -149,6 +117,7 @@ impl CpuExecutable {
             step: cached.library.step(),
             arena: Claim::new(contract.arena_bytes),
             contract,
+            threads: target.threads,
             from_cache: matches!(cached.origin, Origin::Cache),
             compile_time,
             build_time,
@@ -164,8 +133,8 @@ impl CpuExecutable {
     /// Runs the step once.
     ///
     /// # Errors
-    /// [`CompileError::Arguments`] when the pool has more threads than the step was compiled for; [`CompileError::Index`] when an index is out of
-    /// range, and then nothing was overwritten: no input, and of the outputs none that takes over an input's memory; [`CompileError::Cpu`] when counts
+    /// [`StepError::Arguments`] when the pool has more threads than the step was compiled for; [`StepError::Index`] when an index is out of
+    /// range, and then nothing was overwritten: no input, and of the outputs none that takes over an input's memory; [`StepError::Cpu`] when counts
     /// do not fit or an operation outside failed.
     ///
     /// # Safety
@@ -179,7 +148,7 @@ impl CpuExecutable {
         outputs: &[*mut u8],
         scalars: &[u64],
         hooks: &dyn StepHooks,
-    ) -> Result<(), CompileError> {
+    ) -> Result<(), StepError> {
         // SAFETY: the same contract.
         unsafe { self.run_observed(pool, inputs, outputs, scalars, hooks, None) }
     }
@@ -199,12 +168,12 @@ impl CpuExecutable {
         scalars: &[u64],
         hooks: &dyn StepHooks,
         observer: Option<&mut Observer<'_>>,
-    ) -> Result<(), CompileError> {
-        if pool.threads() > self.contract.threads {
-            return Err(CompileError::Arguments {
+    ) -> Result<(), StepError> {
+        if pool.threads() > self.threads {
+            return Err(StepError::Arguments {
                 name: self.name.clone(),
                 what: "threads at most",
-                expected: self.contract.threads,
+                expected: self.threads,
                 given: pool.threads(),
             });
         }
@@ -233,7 +202,7 @@ impl CpuExecutable {
         {
             let extreme = |at: usize| check.number(extremes[2 * number + at].0);
             if let Some(error) = check.error(extreme(0), extreme(1)) {
-                return Err(CompileError::Index(Box::new(error)));
+                return Err(StepError::Index(Box::new(error)));
             }
         }
         result?;
@@ -246,21 +215,5 @@ impl CpuExecutable {
     /// Name of the step.
     pub fn name(&self) -> &str {
         &self.name
-    }
-}
-
-impl CompiledStep {
-    /// What the caller of the compiled code must know.
-    pub fn contract(&self) -> Contract {
-        Contract {
-            aliases: self.plan.aliases[..self.plan.aliases.len() - 2 * self.checks.len()].to_vec(),
-            arena_bytes: self.plan.arena_bytes,
-            threads: self.threads,
-            partition: self.partition.as_ref().map(Decision::from),
-            kernels: self.kernels.clone(),
-            buffers: self.buffers.clone(),
-            externs: self.externs.clone(),
-            checks: self.checks.clone(),
-        }
     }
 }

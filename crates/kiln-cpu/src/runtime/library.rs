@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::abi::{ABI_VERSION, RawRuntime, RawStep, Signature, Task};
-use crate::buffer::{ALIGNMENT, AlignedBuffer};
 use crate::error::{CpuError, Result};
-use crate::pool::ThreadPool;
+use crate::runtime::abi::{ABI_VERSION, RawRuntime, RawStep, Signature, Task};
+use crate::runtime::buffer::{ALIGNMENT, AlignedBuffer};
+use crate::runtime::thread_pool::ThreadPool;
 
 /// A loaded shared object; unloaded when the last [`Step`] of it is gone.
 #[derive(Debug, Clone)]

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::marker::PhantomData;
 
-use kiln_cpu::{KernelEvent, StepHooks};
+use crate::runtime::library::{KernelEvent, StepHooks};
 
 /// Called after each kernel with its number and the step's memory.
 pub type Observer<'a> = dyn FnMut(usize, &StepMemory<'_>) + 'a;

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-use crate::abi::Task;
+use crate::runtime::abi::Task;
 
 /// Rounds of pure spinning before a waiting thread begins to yield; some 20 µs.
 const SPIN_ROUNDS: u32 = 2_000;

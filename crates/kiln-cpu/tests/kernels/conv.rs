@@ -1,10 +1,10 @@
 //! Convolutions and their gradients, of random geometries and layouts.
 
-use kiln_compiler::kernels::conv::{
+use kiln_cpu::kernels::conv::{
     self, ConvSpec, Geometry, Image, ImageAxis, PixelEpilogue, Spatial, WeightGradSpec,
 };
-use kiln_compiler::kernels::element::Storage;
-use kiln_compiler::kernels::{Kernel, Param, Width};
+use kiln_cpu::kernels::element::Storage;
+use kiln_cpu::kernels::{Kernel, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
 use crate::harness::{Random, distance, instruction_sets, run};

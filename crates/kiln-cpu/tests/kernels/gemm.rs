@@ -1,7 +1,7 @@
 //! Matrix products of random shapes and layouts, with and without fused operands and results.
 
-use kiln_compiler::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
-use kiln_compiler::kernels::{Kernel, Param, Width};
+use kiln_cpu::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
+use kiln_cpu::kernels::{Kernel, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
 use crate::harness::{Random, distance, instruction_sets, run};

@@ -1,6 +1,6 @@
 //! Building kernels, running them on several thread counts, and comparing.
 
-use kiln_compiler::kernels::{Kernel, standalone};
+use kiln_cpu::kernels::{Kernel, standalone};
 use kiln_cpu::{
     AlignedBuffer, BuildOptions, Isa, Library, NoHooks, OptLevel, StepArguments, ThreadPool, Toolchain,
 };

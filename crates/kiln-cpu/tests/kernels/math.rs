@@ -1,6 +1,6 @@
 //! The vector functions against the C library in double precision, over a dense sample of all f32 bit patterns.
 
-use kiln_compiler::kernels::{Kernel, Param, standalone, vector};
+use kiln_cpu::kernels::{Kernel, Param, standalone, vector};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Isa, Library, NoHooks, StepArguments, ThreadPool, Toolchain};
 
 use crate::harness::{Random, instruction_sets};

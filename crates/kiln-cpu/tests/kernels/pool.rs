@@ -1,10 +1,10 @@
 //! Pooling and its gradients, of random windows.
 
-use kiln_compiler::kernels::conv::Place;
-use kiln_compiler::kernels::element::Storage;
-use kiln_compiler::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
-use kiln_compiler::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
-use kiln_compiler::kernels::{Kernel, Param, Width};
+use kiln_cpu::kernels::conv::Place;
+use kiln_cpu::kernels::element::Storage;
+use kiln_cpu::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
+use kiln_cpu::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
+use kiln_cpu::kernels::{Kernel, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
 use crate::harness::{Random, instruction_sets, run};

@@ -3,13 +3,45 @@
 // Each test program has its own copy of this module and needs some of it.
 #![allow(dead_code)]
 
-use kiln_compiler::{CompileError, CpuExecutable, Options};
-use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, NoHooks, ThreadPool, Toolchain};
+use kiln_compiler::{CompileError, Options, compile};
+use kiln_cpu::{
+    AlignedBuffer, BuildOptions, Cache, CpuExecutable, CpuStep, CpuTarget, NoHooks, StepError, ThreadPool,
+    Toolchain,
+};
 use kiln_graph::testing::{GraphConfig, difference, random_arguments, random_graph};
 use kiln_graph::{Graph, HostTensor, Op, Provenance, Scalar, Value, interpret_f64};
 
+/// How a test compiles.
+#[derive(Clone)]
+pub struct Setup {
+    /// The compiler's options.
+    pub options: Options,
+    /// What it compiles for.
+    pub target: CpuTarget,
+}
+
+impl Setup {
+    /// For code that `toolchain` builds and `threads` threads run.
+    pub fn new(toolchain: &Toolchain, threads: usize) -> Self {
+        Self {
+            options: Options::default(),
+            target: CpuTarget::new(toolchain, threads),
+        }
+    }
+
+    /// [`Setup::new`] with the machine's own C compiler.
+    pub fn detect(threads: usize) -> Self {
+        Self::new(&Toolchain::detect().unwrap(), threads)
+    }
+
+    /// Compiles `graph` to C.
+    pub fn compile(&self, graph: &Graph) -> Result<CpuStep, CompileError> {
+        compile(graph, &self.options, &self.target)
+    }
+}
+
 /// Builds `graph` without a cache.
-pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExecutable, CompileError> {
+pub fn build(graph: &Graph, change: impl FnOnce(&mut Setup)) -> Result<CpuExecutable, StepError> {
     build_with(&Toolchain::detect()?, graph, change)
 }
 
@@ -17,12 +49,12 @@ pub fn build(graph: &Graph, change: impl FnOnce(&mut Options)) -> Result<CpuExec
 pub fn build_with(
     toolchain: &Toolchain,
     graph: &Graph,
-    change: impl FnOnce(&mut Options),
-) -> Result<CpuExecutable, CompileError> {
-    let mut options = Options::new(toolchain, 3);
-    change(&mut options);
+    change: impl FnOnce(&mut Setup),
+) -> Result<CpuExecutable, StepError> {
+    let mut setup = Setup::new(toolchain, 3);
+    change(&mut setup);
     let (cache, build) = (Cache::disabled(), BuildOptions::default());
-    CpuExecutable::new(graph, &options, toolchain, &cache, &build)
+    CpuExecutable::new(graph, &setup.options, &setup.target, toolchain, &cache, &build)
 }
 
 /// `count` random graphs as one step, with the tolerances of its outputs: a compiler run each would be most of the time.
@@ -58,7 +90,7 @@ pub fn append(whole: &mut Graph, part: &Graph) {
 }
 
 /// [`check_on`] for random arguments.
-pub fn check_relative(graph: &Graph, what: &str, tolerance: f64, change: impl FnOnce(&mut Options)) {
+pub fn check_relative(graph: &Graph, what: &str, tolerance: f64, change: impl FnOnce(&mut Setup)) {
     check_on(graph, &random_arguments(graph, 3), what, tolerance, change);
 }
 
@@ -69,7 +101,7 @@ pub fn check_on(
     (tensors, scalars): &(Vec<HostTensor>, Vec<Scalar>),
     what: &str,
     tolerance: f64,
-    change: impl FnOnce(&mut Options),
+    change: impl FnOnce(&mut Setup),
 ) {
     let expected = interpret_f64(graph, tensors, scalars).unwrap();
     let step = build(graph, change).unwrap();
@@ -142,7 +174,7 @@ impl<'a> Memory<'a> {
     }
 
     /// Runs the step once, if it can.
-    pub fn try_run(&mut self, pool: &ThreadPool) -> Result<(), CompileError> {
+    pub fn try_run(&mut self, pool: &ThreadPool) -> Result<(), StepError> {
         let inputs: Vec<*const u8> = self.arguments.iter().map(AlignedBuffer::as_ptr).collect();
         let mut outputs: Vec<*mut u8> = Vec::new();
         for (buffer, alias) in self.results.iter_mut().zip(&self.step.contract().aliases) {

@@ -4,9 +4,10 @@
 //! transformed graph; the step runs once more, and after each kernel its memory is compared with them. If all of it agrees, the fault lies before
 //! scheduling: the transforms changed the meaning of the graph.
 
+use kiln_compiler::compile;
 use kiln_compiler::plan::Place;
 use kiln_compiler::schedule::Buffer;
-use kiln_compiler::{CompiledStep, StepMemory, compile};
+use kiln_cpu::{CpuStep, StepMemory};
 use kiln_graph::op::Dims;
 use kiln_graph::{HostTensor, TensorType, Value};
 use rustc_hash::FxHashMap;
@@ -18,7 +19,8 @@ use crate::execute::{ExecuteError, convert};
 
 /// The first kernel of `cpu` that does not give what the reference gives.
 pub fn first_kernel(cpu: &Cpu, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {
-    let compiled = compile(&cpu.graph, &cpu.compiler)?;
+    let (options, target) = &cpu.compiler;
+    let compiled = compile(&cpu.graph, options, target)?;
     let buffers = complete_after(&compiled);
     let mut values: Vec<Value> = buffers.iter().flatten().map(|&(_, value)| value).collect();
     values.sort_unstable();
@@ -61,7 +63,7 @@ pub fn first_kernel(cpu: &Cpu, reference: &Reference<'_>) -> Result<Option<Parti
 }
 
 /// For each kernel, the buffers that are complete after it, with the values they hold.
-fn complete_after(compiled: &CompiledStep) -> Vec<Vec<(Buffer, Value)>> {
+fn complete_after(compiled: &CpuStep) -> Vec<Vec<(Buffer, Value)>> {
     let mut last: FxHashMap<Buffer, usize> = FxHashMap::default();
     for (number, kernel) in compiled.schedule.kernels.iter().enumerate() {
         last.extend(kernel.writes.iter().map(|&buffer| (buffer, number)));
@@ -81,12 +83,7 @@ fn complete_after(compiled: &CompiledStep) -> Vec<Vec<(Buffer, Value)>> {
 }
 
 /// The row-major elements of a buffer; none if it has none.
-fn read(
-    compiled: &CompiledStep,
-    memory: &StepMemory<'_>,
-    buffer: Buffer,
-    value: Value,
-) -> Option<HostTensor> {
+fn read(compiled: &CpuStep, memory: &StepMemory<'_>, buffer: Buffer, value: Value) -> Option<HostTensor> {
     let ty = compiled.graph.ty(value);
     let bytes = match compiled.plan.places.get(&buffer)? {
         Place::Arena(offset) => memory.arena(*offset, ty.bytes()),

@@ -55,8 +55,15 @@ impl Fuser<'_> {
                 && self.has_room(group)
                 && (self.update_in_epilogue || !self.updates(nest))
                 && self.acyclic(value, group)
-                && epilogue::has_template(self.graph, nest, node, &stop)
-                && epilogue::fits(self.graph, nest, value, wanted, self.needed_outside(value, group))
+                && epilogue::has_template(self.graph, self.policy, nest, node, &stop)
+                && epilogue::fits(
+                    self.graph,
+                    self.policy,
+                    nest,
+                    value,
+                    wanted,
+                    self.needed_outside(value, group),
+                )
         })
     }
 

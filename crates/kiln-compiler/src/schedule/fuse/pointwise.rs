@@ -93,7 +93,9 @@ impl Fuser<'_> {
         if nest.split.is_some() || rows == 0 || !contiguous || !bijective(index, self.graph.shape(value)) {
             return None;
         }
-        if nest.points(rows) < 8 || nest.stores.iter().any(|store| vars(&store.index) != nest.all()) {
+        if nest.points(rows) < self.policy.rows
+            || nest.stores.iter().any(|store| vars(&store.index) != nest.all())
+        {
             return None;
         }
         let mut frontier = vec![value];
@@ -122,7 +124,7 @@ impl Fuser<'_> {
         let data = self.graph.node(node);
         let value = data.outputs[0];
         let shape = self.graph.shape(value);
-        if shape.numel() < 256 {
+        if shape.numel() < self.policy.sibling_elements {
             return None;
         }
         for &operand in &data.inputs {

@@ -3,8 +3,9 @@
 use kiln_graph::op::{Dims, Op};
 use kiln_graph::{Node, Value};
 
-use super::{BIG_REDUCTION, Fuser, SMALL_REDUCTION};
+use super::Fuser;
 use crate::index::{Index, Var, bit, coordinates, linear};
+use crate::policy::Policy;
 use crate::schedule::access::identity_in;
 use crate::schedule::class::Class;
 use crate::schedule::nest::{Nest, Split, bijective, vars};
@@ -41,7 +42,7 @@ impl Fuser<'_> {
                 ..Nest::default()
             };
             let trivial = path.len() == 1 && axes.iter().all(|&axis| self.graph.shape(x)[axis] == 1);
-            let role = match role(&nest, &index, axes) {
+            let role = match role(self.policy, &nest, &index, axes) {
                 None if trivial => Some((
                     Split {
                         rows: nest.all(),
@@ -85,7 +86,9 @@ impl Fuser<'_> {
         let contiguous = self.reduces_contiguous(x, axes);
         let kept: i64 = (shape.numel() as i64) / count.max(1);
         // Few long rows would leave threads idle; long columns would be read with large strides.
-        if (kept < 8 && count > BIG_REDUCTION) || (!contiguous && count > SMALL_REDUCTION) {
+        if (kept < self.policy.rows && count > self.policy.shared_reduction)
+            || (!contiguous && count > self.policy.strided_reduction)
+        {
             return false;
         }
         let mut extra: Vec<i64> = Vec::new();
@@ -230,7 +233,7 @@ impl Fuser<'_> {
 
     /// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
     pub(super) fn reduce_role(&self, group: usize, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
-        role(self.nest(group)?, index, axes)
+        role(self.policy, self.nest(group)?, index, axes)
     }
     #[allow(clippy::too_many_arguments)]
     pub(super) fn join_reduce(
@@ -262,7 +265,7 @@ impl Fuser<'_> {
 }
 
 /// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
-fn role(nest: &Nest, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
+fn role(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
     let part = |inside: bool| {
         (0..index.len())
             .filter(|axis| axes.contains(axis) == inside)
@@ -279,14 +282,14 @@ fn role(nest: &Nest, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
             cols: reduced,
         };
         let count = nest.points(reduced);
-        if kept == 0 && count > BIG_REDUCTION && nest.extents.len() > 1 {
+        if kept == 0 && count > policy.shared_reduction && nest.extents.len() > 1 {
             let split = Split {
                 rows: reduced & !last,
                 cols: last,
             };
             return Some((split, true));
         }
-        if reduced & last != 0 || count <= SMALL_REDUCTION {
+        if reduced & last != 0 || count <= policy.strided_reduction {
             let complete = nest.stores.iter().all(|store| {
                 let used = vars(&store.index);
                 used == nest.all() || used == kept

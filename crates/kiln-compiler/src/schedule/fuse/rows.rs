@@ -19,6 +19,7 @@ use kiln_graph::{Node, Value};
 
 use super::Fuser;
 use crate::index::{Index, Var, bit};
+use crate::policy::Policy;
 use crate::schedule::access::operand_index;
 use crate::schedule::nest::{Nest, Split, bijective, vars};
 
@@ -26,8 +27,6 @@ use crate::schedule::nest::{Nest, Split, bijective, vars};
 const MAX_LOOK: usize = 96;
 /// Most values that are looked at on the way to what a nest reads.
 const MAX_PATH: usize = 16;
-/// Fewest rows that a nest is split into: with fewer, threads would be idle.
-const MIN_ROWS: i64 = 8;
 
 impl Fuser<'_> {
     /// Whether `node` picks one element of each row of its operand.
@@ -95,7 +94,7 @@ impl Fuser<'_> {
         candidates.into_iter().find_map(|group| {
             let nest = self.nest(group)?;
             let index = self.index_in(nest, x)?;
-            let split = rows_of(nest, &index, axes)?;
+            let split = rows_of(self.policy, nest, &index, axes)?;
             let shared = self
                 .needs_of(nest, count)
                 .iter()
@@ -225,7 +224,7 @@ impl Fuser<'_> {
 }
 
 /// The split of `nest` in which `axes` of a value at `index`, and nothing else, number the elements of a row.
-fn rows_of(nest: &Nest, index: &[Index], axes: &Dims) -> Option<Split> {
+fn rows_of(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<Split> {
     let part = |inside: bool| {
         (0..index.len())
             .filter(|axis| axes.contains(axis) == inside)
@@ -241,5 +240,5 @@ fn rows_of(nest: &Nest, index: &[Index], axes: &Dims) -> Option<Split> {
     }
     let last = bit(nest.extents.len() as Var - 1);
     let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
-    (complete && cols & last != 0 && nest.points(rows) >= MIN_ROWS).then_some(wanted)
+    (complete && cols & last != 0 && nest.points(rows) >= policy.rows).then_some(wanted)
 }

@@ -4,7 +4,7 @@ use rustc_hash::FxHashMap;
 
 use kiln_graph::Value;
 
-use super::{Fuser, MAX_BUFFERS, MAX_MEMBERS};
+use super::Fuser;
 use crate::index::Index;
 use crate::schedule::nest::{Nest, bijective, vars};
 
@@ -20,7 +20,7 @@ impl Fuser<'_> {
         shared.sort_unstable_by_key(|(value, _)| *value);
         let mut gone: FxHashMap<usize, usize> = FxHashMap::default();
         for (value, readers) in shared {
-            if self.graph.ty(value).numel() < 256 {
+            if self.graph.ty(value).numel() < self.policy.sibling_elements {
                 continue;
             }
             for at in 0..readers.len() {
@@ -58,8 +58,8 @@ impl Fuser<'_> {
             .uses_of(value)
             .iter()
             .any(|index| full(x, index) && y.uses_of(value).contains(index));
-        let small = x.members.len() + y.members.len() <= MAX_MEMBERS
-            && x.uses.len() + y.uses.len() + x.stores.len() + y.stores.len() <= MAX_BUFFERS;
+        let small = x.members.len() + y.members.len() <= self.policy.nest_operations
+            && x.uses.len() + y.uses.len() + x.stores.len() + y.stores.len() <= self.policy.nest_buffers;
         splits
             && aligned
             && small

@@ -16,11 +16,17 @@
 
 mod program;
 
-use kiln_cpu::{AlignedBuffer, BuildOptions, Cache, CacheKey, NoHooks, ThreadPool, Toolchain};
+use kiln_compiler::{Options, identity};
 use kiln_graph::{DType, HostTensor, interpret};
 
-use crate::error::CompileError;
-use crate::{CpuExecutable, Options};
+use crate::build::{BuildOptions, Toolchain};
+use crate::cache::{Cache, CacheKey};
+use crate::error::{CpuError, StepError};
+use crate::runtime::buffer::AlignedBuffer;
+use crate::runtime::executable::CpuExecutable;
+use crate::runtime::library::NoHooks;
+use crate::runtime::thread_pool::ThreadPool;
+use crate::target::{CPU_SOURCES, CpuTarget};
 use program::Program;
 
 /// What the text of a verdict begins with.
@@ -53,7 +59,8 @@ pub enum Distrust {
 /// [`Distrust`], with the function that is wrong.
 pub fn try_compiler(toolchain: &Toolchain, cache: &Cache) -> Result<(), Distrust> {
     let key = CacheKey::builder(toolchain, &BuildOptions::default())
-        .field("compiler", env!("KILN_COMPILER_SOURCES"))
+        .field("compiler", identity::COMPILER_SOURCES)
+        .field("cpu", CPU_SOURCES)
         .field("trial", toolchain.fingerprint())
         .finish();
     let verdict = cache.note(
@@ -99,8 +106,8 @@ fn trial(toolchain: &Toolchain) -> Result<(), Distrust> {
 }
 
 /// What `error` says, of a compiler's words the first complaint.
-fn brief(error: &CompileError) -> String {
-    let CompileError::Cpu(kiln_cpu::CpuError::Compile {
+fn brief(error: &StepError) -> String {
+    let StepError::Cpu(CpuError::Compile {
         stderr,
         status,
         folder,
@@ -119,21 +126,22 @@ fn brief(error: &CompileError) -> String {
 }
 
 /// The results of the trial as `toolchain` compiles it.
-fn run(program: &Program, toolchain: &Toolchain) -> Result<Vec<HostTensor>, CompileError> {
+fn run(program: &Program, toolchain: &Toolchain) -> Result<Vec<HostTensor>, StepError> {
     let graph = &program.graph;
     let options = Options {
         // What is tried must be what is written in the list.
         transform: false,
-        ..Options::new(toolchain, THREADS)
+        ..Options::default()
     };
+    let target = CpuTarget::new(toolchain, THREADS);
     let build = BuildOptions::default();
-    let step = CpuExecutable::new(graph, &options, toolchain, &Cache::disabled(), &build)?;
+    let step = CpuExecutable::new(graph, &options, &target, toolchain, &Cache::disabled(), &build)?;
     let arguments = program.arguments.iter().map(|tensor| {
         let mut buffer = AlignedBuffer::zeroed(tensor.bytes().len())?;
         buffer.as_mut_slice().copy_from_slice(tensor.bytes());
         Ok(buffer)
     });
-    let mut arguments: Vec<AlignedBuffer> = arguments.collect::<Result<_, kiln_cpu::CpuError>>()?;
+    let mut arguments: Vec<AlignedBuffer> = arguments.collect::<Result<_, CpuError>>()?;
     let results = graph
         .outputs
         .iter()

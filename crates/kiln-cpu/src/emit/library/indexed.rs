@@ -1,11 +1,11 @@
 //! Operations that write where indices say.
 
+use kiln_compiler::schedule::fuse::starts_constant;
 use kiln_graph::Shape;
 use kiln_graph::op::{ReduceOp, ScatterMode};
 
 use super::{Writer, c, position};
 use crate::emit::nest::Launch;
-use crate::schedule::fuse::starts_constant;
 
 pub(super) fn update_slice(w: Writer, starts: &[usize], steps: &[usize]) -> Launch {
     let (out, update) = (w.out_shape(), w.shape(1));

@@ -1,14 +1,14 @@
-//! C for a nest that consumes the result of a contraction ([`crate::schedule::epilogue`]).
+//! C for a nest that consumes the result of a contraction ([`kiln_compiler::schedule::epilogue`]).
 //!
 //! The loops are the template's; what is written here are the statements inside. They are the same statements that a nest of its
 //! own would have, with one difference: the result of the contraction is not loaded but is in a vector register called `sum`.
 //! Buffers and scalars are parameters `a0`, `a1`, ... of the kernel.
 
-use super::space::Space;
-use super::{Argument, Lanes, Nest, Register, Writer, c};
+use kiln_compiler::index::Var;
 use kiln_graph::{Graph, Value};
 
-use crate::index::Var;
+use super::space::Space;
+use super::{Argument, Lanes, Nest, Register, Writer, c};
 use crate::kernels::Param;
 
 /// How the template calls the places in its loops.

@@ -1,13 +1,13 @@
 //! Expressions: values at an index, written on demand, once for each place.
 
+use kiln_compiler::index::{Index, linear};
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::access::operand_index;
+use kiln_compiler::schedule::layout::position;
 use kiln_graph::op::{Op, RandomKind};
 use kiln_graph::{DType, Value};
 
 use super::{Argument, Key, Register, Seen, Writer, c, is_expensive};
-use crate::index::{Index, linear};
-use crate::schedule::Buffer;
-use crate::schedule::access::operand_index;
-use crate::schedule::layout::position;
 
 impl Writer<'_> {
     pub(super) fn stage(&mut self, value: Value) -> usize {

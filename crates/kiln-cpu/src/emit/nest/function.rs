@@ -2,14 +2,14 @@
 
 use std::fmt::Write as _;
 
+use kiln_compiler::index::Var;
+use kiln_compiler::schedule::nest::{Store, vars};
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Node};
 
 use super::blocks::{self, BLOCK};
 use super::reduction::{Accumulator, LateSum};
 use super::{Argument, Lanes, MAX_CHUNKS, Register, Seen, Writer, c};
-use crate::index::Var;
-use crate::schedule::nest::{Store, vars};
 
 impl Writer<'_> {
     pub(super) fn run(&mut self) {

@@ -1,10 +1,10 @@
 //! Loads, stores and addresses: an index becomes C, whole vectors are read where the vector variable is contiguous.
 
+use kiln_compiler::index::{Atom, Index, Var};
+use kiln_compiler::schedule::Buffer;
 use kiln_graph::DType;
 
 use super::{Argument, Lanes, Register, Seen, Writer, c};
-use crate::index::{Atom, Index, Var};
-use crate::schedule::Buffer;
 
 impl Writer<'_> {
     /// Registers for the loaded integers in `index`; the deepest level and stage among them.

@@ -3,11 +3,11 @@
 //! Burn spells the logistic function, and with it SiLU and SwiGLU, as `exp(-log(1 + exp(-x)))`, and the minus one is an argument of the step like
 //! every other scalar. The code asks for it when it runs: at minus one the power is a division, and the logarithm and one exponential are saved.
 
+use kiln_compiler::index::Index;
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{DType, Value};
 
 use super::{Register, Writer};
-use crate::index::Index;
 
 impl Writer<'_> {
     /// The base and the exponent if `value` is such a power and all of it is computed in this nest.

@@ -1,13 +1,13 @@
-//! C for a nest that makes an operand of a template ([`crate::schedule::prologue`]): two functions from the template's loop variables, to one element and to a
+//! C for a nest that makes an operand of a template ([`kiln_compiler::schedule::prologue`]): two functions from the template's loop variables, to one element and to a
 //! vector. Buffers and scalars are parameters of the template's kernel, which it passes on.
 
+use kiln_compiler::index::Var;
+use kiln_compiler::schedule::prologue::Prologue;
 use kiln_graph::Graph;
 
 use super::space::Space;
 use super::{Argument, Lanes, Writer, epilogue};
-use crate::index::Var;
 use crate::kernels::{Param, Width};
-use crate::schedule::prologue::Prologue;
 
 /// The functions of a prologue.
 #[derive(Clone, Debug)]

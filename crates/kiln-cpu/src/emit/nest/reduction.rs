@@ -1,12 +1,12 @@
 //! Reductions: sums of a row, and late ones, which write partial results for chunks of rows and add those up in order.
 
+use kiln_compiler::index::{Index, linear};
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::nest::vars;
 use kiln_graph::op::{Op, ReduceOp};
 use kiln_graph::{DType, Node, Value};
 
 use super::{Argument, Lanes, Launch, Register, SERIAL_POINTS, Writer, blocks, c};
-use crate::index::{Index, linear};
-use crate::schedule::Buffer;
-use crate::schedule::nest::vars;
 
 impl Writer<'_> {
     pub(super) fn accumulator(&mut self, node: Node) -> Accumulator {

@@ -1,8 +1,9 @@
 //! The loops of a nest: which variables number rows and columns, which are one, and along which there are vectors.
 
+use kiln_compiler::index::{Index, Var};
+use kiln_compiler::schedule::nest::Nest;
+
 use super::Seen;
-use crate::index::{Index, Var};
-use crate::schedule::nest::Nest;
 
 /// The loops of a nest, prepared for writing.
 #[derive(Clone)]

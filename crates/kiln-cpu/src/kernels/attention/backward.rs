@@ -2,8 +2,6 @@
 
 use std::collections::BTreeSet;
 
-use kiln_cpu::Isa;
-
 use super::masks::MaskRows;
 use super::memory::Memory;
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
@@ -11,6 +9,7 @@ use super::plan::{PANEL, Plan, Product, product};
 use super::rows::{self, Dropout, Words};
 use super::seen::{Seen, scores};
 use super::{AttentionSpec, View, section};
+use crate::isa::Isa;
 use crate::kernels::tile::Access;
 use crate::kernels::{Helper, Kernel, fields, finish_kernel, indent, run_part, unpack};
 

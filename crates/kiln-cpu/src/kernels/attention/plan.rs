@@ -2,9 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use kiln_cpu::Isa;
-
 use super::AttentionSpec;
+use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, round_up};

@@ -3,8 +3,6 @@
 
 use std::collections::BTreeSet;
 
-use kiln_cpu::Isa;
-
 use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
@@ -12,6 +10,7 @@ use super::weights::{self, Panels};
 use super::{
     ConvSpec, Image, ImageAxis, ImageMemory, Place, Spatial, depthwise, few, narrow, planar, winograd,
 };
+use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};

@@ -6,10 +6,9 @@
 //!
 //! No padded copy is made: borders are tests on scalars.
 
-use kiln_cpu::Isa;
-
 use super::walk::Direction;
 use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec, address, weight_grad};
+use crate::isa::Isa;
 use crate::kernels::{Kernel, Width, indent, round_up, run_part, vector};
 
 /// Most sums of the weight gradient.

@@ -8,11 +8,10 @@
 //! A convolution of single elements with a stride (where a network halves its image beside a block) leaves out most of the image. However many pixels
 //! there are, it is a product once the others are gathered.
 
-use kiln_cpu::Isa;
-
 use super::correlate::dense_pixels;
 use super::walk::Direction;
 use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec};
+use crate::isa::Isa;
 use crate::kernels::frame::Frame;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};

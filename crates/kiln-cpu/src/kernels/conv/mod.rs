@@ -36,11 +36,10 @@ mod weights;
 mod widened;
 mod winograd;
 
-use kiln_cpu::Isa;
-
 use super::element::Storage;
 use super::frame::Frame;
 use super::{Kernel, Param, Width};
+use crate::isa::Isa;
 
 /// Below this many operations one thread does it all.
 const SERIAL_FLOPS: usize = 2_000_000;

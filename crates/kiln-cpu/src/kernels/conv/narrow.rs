@@ -6,12 +6,11 @@
 
 use std::fmt::Write;
 
-use kiln_cpu::Isa;
-
 use super::ConvSpec;
 use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
+use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::{Kernel, indent, round_up, unpack};
 

@@ -4,11 +4,10 @@
 //! shuffle) once, and multiplied with the input under all kernel elements of a row: a few shuffles serve many multiply-adds. Lines of pixels are read once
 //! and in order, for all channels; a fixed number of chunks of lines have sums of their own, which are added up in order.
 
-use kiln_cpu::Isa;
-
 use super::WeightGradSpec;
 use super::narrow::{read, spread};
 use super::weight_grad::{self, Images};
+use crate::isa::Isa;
 use crate::kernels::{Kernel, indent, round_up};
 
 /// Most sums that threads can make one each of.

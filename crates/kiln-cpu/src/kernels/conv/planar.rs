@@ -6,10 +6,9 @@
 //!
 //! The input gradient of a convolution with a stride puts zeros between the elements of the slab, which makes the stride 1.
 
-use kiln_cpu::Isa;
-
 use super::walk::Direction;
 use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec};
+use crate::isa::Isa;
 use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
 

@@ -6,11 +6,10 @@
 
 use std::collections::BTreeSet;
 
-use kiln_cpu::Isa;
-
 use super::image::{self, Padded};
 use super::weights::Panels;
 use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, few, narrow_weight, planar, winograd};
+use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};

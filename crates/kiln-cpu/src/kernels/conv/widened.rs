@@ -3,10 +3,9 @@
 //! Weights are packed in ways of their own by each form of convolution, mostly with strides. Widening them first costs one pass over what is small beside
 //! the images, and no form has to know.
 
-use kiln_cpu::Isa;
-
 use super::walk::Direction;
 use super::{ConvSpec, correlate};
+use crate::isa::Isa;
 use crate::kernels::{Kernel, Param, Width, call_part, round_up};
 
 /// Elements that a thread widens at a time.

@@ -4,9 +4,8 @@
 //! copied to consecutive memory, and each group of columns keeps one accumulator for each row and column, whose lanes
 //! are added at the end. The matrix is streamed exactly once, in place.
 
-use kiln_cpu::Isa;
-
 use super::{At, Axis, GemmSpec, Result};
+use crate::isa::Isa;
 use crate::kernels::{Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
 
 /// Most rows.

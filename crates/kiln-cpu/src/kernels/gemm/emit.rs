@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use kiln_cpu::Isa;
-
 use super::plan::{Parallel, Plan, Stream};
 use super::{Epilogue, GemmSpec, Result, TileCode, pack};
+use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::tile::{Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack};

@@ -27,10 +27,9 @@ mod emit;
 mod pack;
 mod plan;
 
-use kiln_cpu::Isa;
-
 use super::element::{Element, Storage};
 use super::{Kernel, Param, Width};
+use crate::isa::Isa;
 
 /// A dimension of an operand or of the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

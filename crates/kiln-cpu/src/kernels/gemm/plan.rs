@@ -1,8 +1,7 @@
 //! The decisions of a matrix product: tile, blocks, which operand is packed, what the threads share.
 
-use kiln_cpu::Isa;
-
 use super::{Axis, GemmSpec, Operand};
+use crate::isa::Isa;
 use crate::kernels::{round_up, tile};
 
 /// Bytes of L2 that the streamed panels of one thread may take.

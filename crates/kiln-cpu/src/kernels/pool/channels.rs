@@ -5,9 +5,8 @@
 //! index is the place. Where the indices may come from anywhere, the gradient of the maximum adds each element at its index instead, and threads share the
 //! images and blocks of channels.
 
-use kiln_cpu::Isa;
-
 use super::planes::{PoolGeometry, PoolKind, SERIAL_ELEMENTS, table};
+use crate::isa::Isa;
 use crate::kernels::conv::{Place, address};
 use crate::kernels::element::{Element, Storage};
 use crate::kernels::frame::Frame;

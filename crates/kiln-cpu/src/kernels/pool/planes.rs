@@ -5,8 +5,7 @@
 //! mean divides by is a factor for the row times one for the column, both in tables. The gradient of the mean spreads the divided
 //! gradient with zeros between its elements and sums windows of that; the gradient of the maximum adds each element at its index.
 
-use kiln_cpu::Isa;
-
+use crate::isa::Isa;
 use crate::kernels::conv::{LoadImage, Place};
 use crate::kernels::frame::Frame;
 use crate::kernels::plane::{Slab, spaced};

@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use kiln_cpu::Isa;
-
 use super::transform::{Matrices, both_sides};
 use super::{CHUNK, Cut, READ_WEIGHT, apart, by_channels, fits, guarded};
+use crate::isa::Isa;
 use crate::kernels::conv::walk::{Direction, Sides};
 use crate::kernels::conv::weights::Panels;
 use crate::kernels::conv::{ConvSpec, ImageAxis, Place};

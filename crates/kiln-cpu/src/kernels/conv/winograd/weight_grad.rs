@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use kiln_cpu::Isa;
-
 use super::transform::{Matrices, both_sides, transposed};
 use super::{Cut, SUMMED_WEIGHT, apart, by_channels, fits, guarded};
+use crate::isa::Isa;
 use crate::kernels::conv::WeightGradSpec;
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};

@@ -1,0 +1,67 @@
+//! What the caller of a compiled step must know: stored in the cache beside the code.
+
+use serde::{Deserialize, Serialize};
+
+use kiln_graph::{Graph, Op, Value};
+
+use crate::checks::Check;
+use crate::decision::Decision;
+use crate::report::{BufferReport, KernelReport};
+use crate::schedule::{KernelKind, Schedule};
+
+/// What the caller of a step must know.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq)]
+pub struct Contract {
+    /// For each output, the argument whose memory it takes over: pass the argument's pointer as the output's.
+    pub aliases: Vec<Option<u32>>,
+    /// Size of the arena in bytes.
+    pub arena_bytes: usize,
+    /// What the backward pass keeps and computes again; none for a step without one.
+    pub partition: Option<Decision>,
+    /// The kernels, by number.
+    pub kernels: Vec<KernelReport>,
+    /// The buffers that kernels share.
+    pub buffers: Vec<BufferReport>,
+    /// Operations that run outside, by index.
+    pub externs: Vec<ExternCall>,
+    /// Indices that are looked at before anything is overwritten.
+    pub checks: Vec<Check>,
+}
+
+/// An operation that the front end runs during the step.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct ExternCall {
+    /// Name for people.
+    pub name: String,
+    /// What the front end needs to run it ([`kiln_graph::op::ExternOp::attributes`]).
+    pub attributes: String,
+    /// Element type (by name) and extents of each operand. Buffers are passed operands first, then results.
+    pub inputs: Vec<(String, Vec<usize>)>,
+    /// Element type and extents of each result.
+    pub outputs: Vec<(String, Vec<usize>)>,
+}
+
+/// The operations of `schedule` that run outside, in the order in which the step calls them.
+pub fn externs(graph: &Graph, schedule: &Schedule) -> Vec<ExternCall> {
+    let types = |values: &[Value]| -> Vec<(String, Vec<usize>)> {
+        let types = values
+            .iter()
+            .map(|&v| (graph.dtype(v).name().to_owned(), graph.shape(v).to_vec()));
+        types.collect()
+    };
+    let call = |kind: &KernelKind| {
+        let KernelKind::Library(node) = kind else {
+            return None;
+        };
+        let data = graph.node(*node);
+        let Op::Extern(op) = &data.op else { return None };
+        Some(ExternCall {
+            name: op.name.clone(),
+            attributes: op.attributes.clone(),
+            inputs: types(&data.inputs),
+            outputs: types(&data.outputs),
+        })
+    };
+    let kinds = schedule.kernels.iter().map(|kernel| &kernel.kind);
+    kinds.filter_map(call).collect()
+}

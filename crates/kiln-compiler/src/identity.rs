@@ -1,0 +1,31 @@
+//! What a compiled step follows from, as the fields of a cache key that every target shares.
+
+use kiln_graph::Graph;
+
+use crate::options::Options;
+use crate::target::Target;
+
+/// A hash of the sources of this crate and of the partitioner's: a step that was built by another version of the compiler, even one with the same
+/// version number, is not the same step.
+pub const COMPILER_SOURCES: &str = env!("KILN_COMPILER_SOURCES");
+
+/// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise.
+fn phases(graph: &Graph) -> String {
+    let names = graph.nodes().map(|(_, data)| data.provenance.phase.name());
+    names.map(|name| name.chars().next().unwrap_or('-')).collect()
+}
+
+/// The named fields that identify what [`crate::compile()`] makes of `graph` for `target`.
+pub fn fields<T: Target>(graph: &Graph, options: &Options, target: &T) -> [(&'static str, Vec<u8>); 6] {
+    [
+        ("graph", graph.fingerprint().0.to_vec()),
+        ("phases", phases(graph).into_bytes()),
+        ("compiler", COMPILER_SOURCES.as_bytes().to_vec()),
+        ("options", options.identity().into_bytes()),
+        (
+            "target",
+            format!("{} {}", target.name(), target.fingerprint()).into_bytes(),
+        ),
+        ("rates", format!("{:?}", target.rates()).into_bytes()),
+    ]
+}

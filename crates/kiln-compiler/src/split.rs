@@ -1,0 +1,59 @@
+//! Functions under eager autograd: a joint graph as one graph for each of its passes.
+
+use kiln_graph::Graph;
+use kiln_partition::{OutputRole, Planner, Split};
+
+use crate::error::CompileError;
+use crate::options::Options;
+use crate::partition::{self, Keep, choices};
+use crate::planner::ArenaPlanner;
+use crate::stages::Stages;
+use crate::target::Target;
+use crate::{checks, transform};
+
+/// A function's joint graph, as recorded, as a graph for its forward and one for its backward pass. Both are compiled by themselves and take turns in
+/// one arena; a memory budget holds for it and what is kept between the passes together. `tangents` and `roles` are those of [`kiln_partition::split()`].
+///
+/// # Errors
+/// Those of [`kiln_partition::split_within`] and of [`crate::compile()`].
+pub fn split<T: Target>(
+    graph: &Graph,
+    tangents: &[u32],
+    roles: &[OutputRole],
+    options: &Options,
+    target: &T,
+) -> Result<Split, CompileError> {
+    // Before the cut: afterwards nobody sees the forward and the backward pass of one attention layer together.
+    let (graph, _) = transform::run(graph, options, target.policy(), &mut Stages::default())?;
+    let choices = choices(options.keep, target.rates());
+    Ok(match options.keep {
+        Keep::Within(budget) => {
+            let planner = FunctionPlanner { options, target };
+            kiln_partition::split_within(&graph, tangents, roles, &choices, budget, planner)?
+        }
+        _ => kiln_partition::split(&graph, tangents, roles, &choices)?,
+    })
+}
+
+/// Plans graphs that go through all of the compiler by themselves, without a budget of their own: the passes of a function under eager autograd.
+struct FunctionPlanner<'a, T> {
+    options: &'a Options,
+    target: &'a T,
+}
+
+impl<T: Target> FunctionPlanner<'_, T> {
+    fn arena(&self, graph: &Graph) -> Result<u64, CompileError> {
+        let Self { options, target } = *self;
+        let planner = ArenaPlanner { options, target };
+        let (graph, _) = checks::run(graph)?;
+        let (graph, _) = transform::run(&graph, options, target.policy(), &mut Stages::default())?;
+        let (graph, _) = partition::run(&graph, Keep::default(), target.rates(), planner)?;
+        planner.arena(&graph)
+    }
+}
+
+impl<T: Target> Planner for FunctionPlanner<'_, T> {
+    fn peak(&self, graph: &Graph) -> Result<u64, String> {
+        self.arena(graph).map_err(|error| error.to_string())
+    }
+}

@@ -1,0 +1,81 @@
+//! The CPU as a target of the step compiler.
+
+use kiln_compiler::schedule::Kernel;
+use kiln_compiler::schedule::layout::Layouts;
+use kiln_compiler::{CompileError, CompiledStep, Emitted, Policy, Step, Target};
+use kiln_graph::Graph;
+use kiln_partition::Machine;
+
+use crate::build::{SourceFile, Toolchain};
+use crate::emit::{self, EmitOptions, KernelCode};
+use crate::isa::Isa;
+use crate::policy::POLICY;
+
+/// The name that messages use.
+pub const NAME: &str = "cpu";
+
+/// A hash of this crate's sources, for cache keys.
+pub const CPU_SOURCES: &str = env!("KILN_CPU_SOURCES");
+
+/// A CPU that C is generated for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CpuTarget {
+    /// Vector instructions that the generated code uses.
+    pub isa: Isa,
+    /// Most threads that will run the step. Sizes working memory; results do not depend on it.
+    pub threads: usize,
+    /// What the machine can do in a second ([`crate::rates`]).
+    pub rates: Machine,
+}
+
+impl CpuTarget {
+    /// The CPU that `toolchain` compiles for, run by `threads` threads, with the rates of the project's reference machine.
+    pub fn new(toolchain: &Toolchain, threads: usize) -> Self {
+        Self {
+            isa: toolchain.isa(),
+            threads: threads.max(1),
+            rates: Machine::default(),
+        }
+    }
+}
+
+/// A step that was compiled to C.
+pub type CpuStep = CompiledStep<CpuTarget>;
+
+impl Target for CpuTarget {
+    type Kernel = KernelCode;
+    type Code = Vec<SourceFile>;
+
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn fingerprint(&self) -> String {
+        format!("{} threads={} sources={CPU_SOURCES}", self.isa, self.threads)
+    }
+
+    fn rates(&self) -> Machine {
+        self.rates
+    }
+
+    fn policy(&self) -> &Policy {
+        &POLICY
+    }
+
+    fn kernel(&self, graph: &Graph, kernel: &Kernel, layouts: &Layouts) -> Result<KernelCode, CompileError> {
+        let options = EmitOptions {
+            isa: self.isa,
+            threads: self.threads,
+            layouts,
+        };
+        emit::generate(graph, kernel, &options)
+    }
+
+    fn scratch(&self, kernel: &KernelCode) -> usize {
+        kernel.scratch
+    }
+
+    fn emit(&self, step: &Step<'_, KernelCode>) -> Result<Emitted<Vec<SourceFile>>, CompileError> {
+        Ok(emit::emit(step, self.isa))
+    }
+}
