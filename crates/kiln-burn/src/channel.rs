@@ -1,7 +1,6 @@
 //! The channel: what makes burn-router a backend on Kiln's client.
 
 use burn_backend::{DType, Shape};
-use burn_flex::FlexTensor;
 use burn_ir::TensorIr;
 use burn_router::{BackendRouter, MultiBackendBridge, RouterTensor, RunnerChannel, TensorHandle};
 
@@ -9,6 +8,7 @@ use crate::client::KilnClient;
 use crate::device::KilnDevice;
 use crate::record::BreakReason;
 use crate::record::{exchange, session};
+use crate::storage::Storage;
 
 /// The Kiln backend. `Autodiff<Kiln>` trains; outside compiled regions it runs each operation at once on burn-flex.
 pub type Kiln = BackendRouter<KilnChannel>;
@@ -22,18 +22,18 @@ pub struct KilnChannel;
 pub struct SharedMemory;
 
 impl MultiBackendBridge for SharedMemory {
-    type TensorHandle = FlexTensor;
+    type TensorHandle = Storage;
     type Device = KilnDevice;
 
-    fn change_backend_float(tensor: FlexTensor, _: Shape, _: &KilnDevice) -> FlexTensor {
+    fn change_backend_float(tensor: Storage, _: Shape, _: &KilnDevice) -> Storage {
         tensor
     }
 
-    fn change_backend_int(tensor: FlexTensor, _: Shape, _: &KilnDevice) -> FlexTensor {
+    fn change_backend_int(tensor: Storage, _: Shape, _: &KilnDevice) -> Storage {
         tensor
     }
 
-    fn change_backend_bool(tensor: FlexTensor, _: Shape, _: &KilnDevice) -> FlexTensor {
+    fn change_backend_bool(tensor: Storage, _: Shape, _: &KilnDevice) -> Storage {
         tensor
     }
 }
@@ -74,12 +74,7 @@ impl RunnerChannel for KilnChannel {
         session::fetch(tensor, BreakReason::OutsideOperation).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    fn register_tensor(
-        client: &KilnClient,
-        tensor: FlexTensor,
-        _: Shape,
-        _: DType,
-    ) -> RouterTensor<KilnClient> {
+    fn register_tensor(client: &KilnClient, tensor: Storage, _: Shape, _: DType) -> RouterTensor<KilnClient> {
         client.adopt(tensor)
     }
 }

@@ -3,7 +3,7 @@
 use burn_backend::backend::ExecutionError;
 use burn_backend::backend::ops::IntTensorOps;
 use burn_backend::{Backend, DType, DTypeUsageSet, Shape, TensorData};
-use burn_flex::{Flex, FlexDevice, FlexTensor, Layout};
+use burn_flex::{Flex, FlexDevice};
 use burn_ir::{CustomOpIr, FullOpIr, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr};
 use burn_router::{RouterTensor, RunnerClient};
 use burn_std::future::DynFut;
@@ -11,10 +11,10 @@ use burn_std::future::DynFut;
 use crate::channel::Kiln;
 use crate::device::KilnDevice;
 use crate::error::Error;
-use crate::execute::convert::aligned;
 use crate::host_data::{IOTA, Pattern};
 use crate::record::BreakReason;
 use crate::record::session;
+use crate::storage::Storage;
 use crate::{random, table};
 
 /// The client of a [`KilnDevice`]. It holds no state: tensors are in the process's table and recordings belong to
@@ -63,17 +63,16 @@ impl KilnClient {
     ///
     /// If the system has no such memory.
     pub fn zeros(&self, shape: Shape, dtype: DType) -> RouterTensor<Self> {
-        let bytes = aligned(shape.num_elements() * dtype.size());
-        self.adopt(FlexTensor::new(bytes, Layout::contiguous(shape), dtype))
+        self.adopt(Storage::zeros(shape, dtype))
     }
 
     /// Enters a tensor that exists and returns Burn's handle of it.
-    pub fn adopt(&self, tensor: FlexTensor) -> RouterTensor<Self> {
+    pub fn adopt(&self, tensor: Storage) -> RouterTensor<Self> {
         self.enter(table::new_id(), tensor)
     }
 
-    fn enter(&self, id: TensorId, tensor: FlexTensor) -> RouterTensor<Self> {
-        let shape = tensor.layout().shape().clone();
+    fn enter(&self, id: TensorId, tensor: Storage) -> RouterTensor<Self> {
+        let shape = tensor.shape().clone();
         let dtype = tensor.dtype();
         table::insert(id, tensor);
         RouterTensor::new(id, shape, dtype, *self)
@@ -95,7 +94,7 @@ impl RunnerClient for KilnClient {
 
     fn read_tensor_async(&self, tensor: TensorIr) -> DynFut<Result<TensorData, ExecutionError>> {
         let data = session::fetch(&tensor, BreakReason::Read)
-            .map(FlexTensor::into_data)
+            .map(Storage::into_data)
             .map_err(to_burn);
         Box::pin(std::future::ready(data))
     }
@@ -114,7 +113,7 @@ impl RunnerClient for KilnClient {
             "Kiln: quantized tensors are not supported (burn-router 0.21 cannot carry them); dequantize the data first"
         );
         if !session::is_recording(self.device) {
-            return self.adopt(FlexTensor::from_data(data));
+            return self.adopt(Storage::from_data(data));
         }
         match Pattern::of(&data) {
             Some(Pattern::Splat(value)) => self.full(data.shape.clone(), data.dtype, value),
@@ -124,7 +123,7 @@ impl RunnerClient for KilnClient {
             None => {
                 let id = table::new_id();
                 session::note_host_data(id);
-                self.enter(id, FlexTensor::from_data(data))
+                self.enter(id, Storage::from_data(data))
             }
         }
     }

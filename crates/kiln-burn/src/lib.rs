@@ -18,6 +18,7 @@ pub mod import;
 pub mod options;
 pub mod random;
 pub mod record;
+pub mod storage;
 pub mod stream;
 pub mod table;
 

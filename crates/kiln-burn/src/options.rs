@@ -12,7 +12,7 @@ pub enum CompileBackend {
     Eager,
     /// Records and imports, then interprets the graph operation by operation on burn-flex.
     AotEager,
-    /// The same graph on candle-core, whose kernels share nothing with Burn's.
+    /// The same graph on candle-core, whose kernels share nothing with Burn's. Needs the feature `candle`.
     Candle,
     /// The plain meaning of each operation in f64; slow, for tests.
     Interpret,
@@ -30,6 +30,12 @@ impl CompileBackend {
         Self::Interpret,
         Self::Cpu,
     ];
+
+    /// The backends that this build has, in the order of the ladder.
+    pub const BUILT: &[Self] = match cfg!(feature = "candle") {
+        true => &Self::ALL,
+        false => &[Self::Eager, Self::AotEager, Self::Interpret, Self::Cpu],
+    };
 
     /// The name on command lines and in reports.
     pub const fn name(self) -> &'static str {

@@ -9,7 +9,7 @@
 
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use burn_flex::FlexTensor;
+use crate::storage::Storage;
 use burn_ir::TensorId;
 use rustc_hash::FxHashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone)]
 pub enum Slot {
     /// Its elements.
-    Ready(FlexTensor),
+    Ready(Storage),
     /// Why there are none.
     Failed(Arc<str>),
 }
@@ -117,7 +117,7 @@ fn enter(id: TensorId, held: Held) {
 }
 
 /// Enters a tensor.
-pub fn insert(id: TensorId, tensor: FlexTensor) {
+pub fn insert(id: TensorId, tensor: Storage) {
     enter(id, Held::Known(Slot::Ready(tensor)));
 }
 
@@ -134,7 +134,7 @@ pub fn fail_if_known(id: TensorId, reason: &Arc<str>) {
 }
 
 /// Replaces the tensor of an id that a replayed step writes; does nothing if the program dropped the id. `own` is the step's watch.
-pub fn overwrite(id: TensorId, tensor: FlexTensor, own: &Arc<Watch>) {
+pub fn overwrite(id: TensorId, tensor: Storage, own: &Arc<Watch>) {
     exchange(id, Held::Known(Slot::Ready(tensor)), own);
 }
 
@@ -239,7 +239,7 @@ pub fn remove(id: TensorId) -> Option<Slot> {
 pub fn bytes() -> usize {
     let tensors = tensors();
     let buffers = tensors.values().filter_map(|entry| match &entry.held {
-        Held::Known(Slot::Ready(tensor)) => Some((tensor.bytes().as_ptr(), tensor.bytes().len())),
+        Held::Known(Slot::Ready(tensor)) => Some(tensor.buffer()),
         Held::Known(Slot::Failed(_)) | Held::Kept(..) => None,
     });
     let buffers: FxHashMap<*const u8, usize> = buffers.collect();

@@ -10,11 +10,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use burn_flex::FlexTensor;
 use kiln_graph::{Graph, HostTensor, NodeData, Op};
 
-use super::{Effort, Executable, ExecuteError, convert, prepare};
+use super::{Effort, Executable, ExecuteError, prepare};
 use crate::options::{CompileBackend, CompileOptions, NumericsCheck};
+use crate::storage::Storage;
 
 /// Where a step and its reference part.
 #[derive(Clone, PartialEq, Debug)]
@@ -157,7 +157,7 @@ impl Checker {
     }
 
     /// Copies of the inputs, if this run is to be checked: the step may overwrite what it is given.
-    pub fn copy(&self, inputs: &[FlexTensor]) -> Option<Vec<FlexTensor>> {
+    pub fn copy(&self, inputs: &[Storage]) -> Option<Vec<Storage>> {
         let due = self.done.fetch_add(1, Ordering::Relaxed) < self.check.steps;
         due.then(|| inputs.to_vec())
     }
@@ -171,14 +171,14 @@ impl Checker {
         &self,
         executable: &dyn Executable,
         graph: &Graph,
-        inputs: &[FlexTensor],
+        inputs: &[Storage],
         scalars: &[u64],
-        outputs: &[FlexTensor],
+        outputs: &[Storage],
     ) -> Result<(), ExecuteError> {
         let expected = self.reference.run(inputs.to_vec(), scalars)?;
         let tolerance = self.check.tolerance;
-        let differs = |(index, (expected, found)): (usize, (&FlexTensor, &FlexTensor))| {
-            let (expected, found) = (convert::to_host(expected)?, convert::to_host(found)?);
+        let differs = |(index, (expected, found)): (usize, (&Storage, &Storage))| {
+            let (expected, found) = (expected.to_host_tensor()?, found.to_host_tensor()?);
             difference(&expected, &found, tolerance).map(|difference| (index, difference))
         };
         let Some((index, difference)) = expected.iter().zip(outputs).enumerate().find_map(differs) else {
@@ -210,7 +210,7 @@ pub struct Reference<'a> {
     /// What counts as equal.
     pub tolerance: f64,
     /// The tensors the step was given.
-    pub inputs: &'a [FlexTensor],
+    pub inputs: &'a [Storage],
     /// Its runtime scalars.
     pub scalars: &'a [u64],
 }
@@ -221,7 +221,7 @@ impl Reference<'_> {
     /// # Errors
     ///
     /// Those of the reference backend.
-    pub fn values(&self, graph: Graph) -> Result<Vec<FlexTensor>, ExecuteError> {
+    pub fn values(&self, graph: Graph) -> Result<Vec<Storage>, ExecuteError> {
         let (reference, _) = prepare(self.backend, Arc::new(graph), self.options, Effort::Full, None)?;
         reference.run(self.inputs.to_vec(), self.scalars)
     }
@@ -250,7 +250,7 @@ impl Reference<'_> {
             .zip(&found)
             .zip(nodes)
             .find_map(|((expected, found), node)| {
-                let (expected, found) = (convert::to_host(expected)?, convert::to_host(found)?);
+                let (expected, found) = (expected.to_host_tensor()?, found.to_host_tensor()?);
                 let difference = difference(&expected, &found, self.tolerance)?;
                 Some(Parting::at(graph, node, difference))
             });

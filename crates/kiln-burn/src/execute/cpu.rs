@@ -34,6 +34,7 @@ use super::profile::{RunClock, describe_contract, next_id};
 use super::{Effort, Executable, ExecuteError, check_count, check_scalars, check_tensor, convert};
 use crate::import::external;
 use crate::options::CompileOptions;
+use crate::storage::Storage;
 pub use places::Places;
 use places::into_bytes;
 
@@ -233,7 +234,7 @@ impl Cpu {
         memory: &mut Memory,
         scalars: &[u64],
         observe: Option<&mut Observer<'_>>,
-    ) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
+    ) -> Result<Vec<Option<Storage>>, ExecuteError> {
         check_scalars(&self.graph, scalars)?;
         for index in std::mem::take(&mut memory.given) {
             if let Some(tensor) = &memory.tensors[index] {
@@ -258,11 +259,11 @@ impl Cpu {
             places.inputs[index] = match self.successors[index] {
                 Some(output) => places.outputs[output as usize].cast_const(),
                 None => {
-                    let ready = memory.tensors[index].take().map(convert::kernel_ready);
+                    let ready = memory.tensors[index].take().map(Storage::kernel_ready);
                     memory.tensors[index] = ready;
                     memory.tensors[index]
                         .as_ref()
-                        .map_or(std::ptr::null(), |tensor| tensor.bytes().as_ptr())
+                        .map_or(std::ptr::null(), |tensor| tensor.buffer().0)
                 }
             };
         }
@@ -308,7 +309,7 @@ impl Cpu {
         let mut outputs = vec![None; self.outputs.len()];
         for (&output, bytes) in places.made.iter().zip(made) {
             let (layout, dtype, _) = &self.outputs[output];
-            outputs[output] = memory.accept(output, FlexTensor::new(bytes, layout.clone(), *dtype));
+            outputs[output] = memory.accept(output, FlexTensor::new(bytes, layout.clone(), *dtype).into());
         }
         memory.places = Some(places);
         Ok(outputs)
@@ -335,7 +336,7 @@ fn give_back(memory: &mut Memory, taken: Vec<Taken>, made: Vec<Bytes>) {
         }
         let bytes = made[it.position].take();
         memory.tensors[it.argument] =
-            bytes.map(|bytes| FlexTensor::new(bytes, Layout::contiguous(it.shape), it.dtype));
+            bytes.map(|bytes| FlexTensor::new(bytes, Layout::contiguous(it.shape), it.dtype).into());
     }
 }
 
@@ -356,7 +357,7 @@ impl Cpu {
                     argument,
                     position,
                     dtype: tensor.dtype(),
-                    shape: tensor.layout().shape().clone(),
+                    shape: tensor.shape().clone(),
                 });
             }
             made.push(tensor.map_or_else(|| convert::aligned(self.outputs[output].2), into_bytes));
@@ -366,11 +367,7 @@ impl Cpu {
 }
 
 impl Executable for Cpu {
-    fn run_given(
-        &self,
-        inputs: &mut Vec<FlexTensor>,
-        scalars: &[u64],
-    ) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_given(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         check_count(&self.graph, inputs.len())?;
         let mut memory = Memory::once(std::mem::take(inputs), self.outputs.len());
         match self.call(&mut memory, scalars, None) {
@@ -384,7 +381,7 @@ impl Executable for Cpu {
         }
     }
 
-    fn run_on(&self, memory: &mut Memory, scalars: &[u64]) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
+    fn run_on(&self, memory: &mut Memory, scalars: &[u64]) -> Result<Vec<Option<Storage>>, ExecuteError> {
         self.call(memory, scalars, None)
     }
 

@@ -1,10 +1,9 @@
-//! Executors that work on plain host tensors: candle and the interpreter. Both copy inputs and outputs; they judge others, and
-//! are not for speed.
+//! Executors that work on plain host tensors: the interpreter, and what it shares with candle ([`super::candle`]). Both copy inputs and outputs; they
+//! judge others, and are not for speed.
 
 use std::sync::Arc;
 
 use burn_flex::FlexTensor;
-use kiln_candle::CandleExecutable;
 use kiln_graph::interpret::Interpreter;
 use kiln_graph::op::ExternOp;
 use kiln_graph::{DType, Graph, HostTensor, Scalar};
@@ -15,57 +14,7 @@ use super::profile::next_id;
 use super::{Executable, ExecuteError, check_arguments, convert};
 use crate::import::external;
 use crate::options::CompileBackend;
-
-/// The graph on candle-core.
-pub struct Candle {
-    executable: CandleExecutable,
-    id: u64,
-}
-
-impl Candle {
-    /// Prepares `graph`.
-    ///
-    /// # Errors
-    ///
-    /// If a tensor of the graph is too large for candle.
-    pub fn new(graph: Arc<Graph>) -> Result<Self, ExecuteError> {
-        Ok(Self {
-            executable: CandleExecutable::new(graph)?,
-            id: next_id(),
-        })
-    }
-}
-
-impl Executable for Candle {
-    fn run_given(
-        &self,
-        inputs: &mut Vec<FlexTensor>,
-        scalars: &[u64],
-    ) -> Result<Vec<FlexTensor>, ExecuteError> {
-        let graph = self.executable.graph();
-        let _span = kiln_profile::span_with(Category::Step, || graph.name.clone().into());
-        check_arguments(graph, inputs, scalars)?;
-        let handler = |op: &ExternOp, operands: Vec<HostTensor>| run_extern(op, &operands);
-        let outputs = self.executable.run_with(&to_hosts(inputs), scalars, &handler)?;
-        inputs.clear();
-        Ok(outputs.iter().map(to_flex).collect())
-    }
-
-    fn id(&self) -> u64 {
-        self.id
-    }
-
-    fn locate(&self, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {
-        reference.first_node(self.executable.graph(), CompileBackend::Candle)
-    }
-
-    fn report(&self) -> String {
-        format!(
-            "{} nodes, each on candle-core",
-            self.executable.graph().num_nodes()
-        )
-    }
-}
+use crate::storage::Storage;
 
 /// The plain meaning of the graph, in f64.
 pub struct Interpret {
@@ -81,11 +30,7 @@ impl Interpret {
 }
 
 impl Executable for Interpret {
-    fn run_given(
-        &self,
-        inputs: &mut Vec<FlexTensor>,
-        scalars: &[u64],
-    ) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_given(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         let _span = kiln_profile::span_with(Category::Step, || self.graph.name.clone().into());
         check_arguments(&self.graph, inputs, scalars)?;
         let types = self.graph.scalars().iter().map(|&value| self.graph.dtype(value));
@@ -98,7 +43,7 @@ impl Executable for Interpret {
         let interpreter = Interpreter::new(&self.graph).with_extern(&mut handler);
         let outputs = interpreter.run(&to_hosts(inputs), &scalars)?;
         inputs.clear();
-        Ok(outputs.iter().map(to_flex).collect())
+        Ok(outputs.iter().map(to_storage).collect())
     }
 
     fn id(&self) -> u64 {
@@ -125,7 +70,7 @@ pub fn scalar_of_bits(bits: u64, dtype: DType) -> Scalar {
 }
 
 /// Runs an operation kept whole on burn-flex, from and to host tensors.
-fn run_extern(op: &ExternOp, operands: &[HostTensor]) -> Result<Vec<HostTensor>, String> {
+pub(super) fn run_extern(op: &ExternOp, operands: &[HostTensor]) -> Result<Vec<HostTensor>, String> {
     let operands = operands.iter().map(to_flex).collect();
     let results = external::run(op, operands).map_err(|error| error.to_string())?;
     results
@@ -136,11 +81,15 @@ fn run_extern(op: &ExternOp, operands: &[HostTensor]) -> Result<Vec<HostTensor>,
         .collect()
 }
 
-fn to_flex(tensor: &HostTensor) -> FlexTensor {
+pub(super) fn to_flex(tensor: &HostTensor) -> FlexTensor {
     convert::from_host(tensor, convert::burn_dtype(tensor.ty().dtype))
 }
 
+pub(super) fn to_storage(tensor: &HostTensor) -> Storage {
+    to_flex(tensor).into()
+}
+
 /// The arguments were checked to have types of the graph.
-fn to_hosts(tensors: &[FlexTensor]) -> Vec<HostTensor> {
-    tensors.iter().filter_map(convert::to_host).collect()
+pub(super) fn to_hosts(tensors: &[Storage]) -> Vec<HostTensor> {
+    tensors.iter().filter_map(Storage::to_host_tensor).collect()
 }

@@ -3,10 +3,9 @@
 //! Most of what a training step reads is what its last run wrote: parameters, moments, statistics. [`Memory`] keeps these tensors from run to
 //! run, so that a run hands over only what is new. An executor may keep more beside them ([`Memory::places`]): compiled code its pointers.
 
-use burn_flex::FlexTensor;
-
 use super::ExecuteError;
 use super::cpu::Places;
+use crate::storage::Storage;
 
 /// What an argument is from one run to the next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,7 +19,7 @@ pub enum Lifetime {
 /// The arguments of a step between its runs.
 pub struct Memory {
     /// The tensor of each argument; none where one must be given before the next run.
-    pub(super) tensors: Vec<Option<FlexTensor>>,
+    pub(super) tensors: Vec<Option<Storage>>,
     lifetimes: Vec<Lifetime>,
     /// For each output, the argument whose next value it is.
     pub(super) becomes: Vec<Option<usize>>,
@@ -43,7 +42,7 @@ impl Memory {
     }
 
     /// The memory of a single run.
-    pub fn once(inputs: Vec<FlexTensor>, outputs: usize) -> Self {
+    pub fn once(inputs: Vec<Storage>, outputs: usize) -> Self {
         Self {
             lifetimes: vec![Lifetime::Run; inputs.len()],
             becomes: vec![None; outputs],
@@ -54,14 +53,14 @@ impl Memory {
     }
 
     /// Gives argument `index` its tensor.
-    pub fn put(&mut self, index: usize, tensor: FlexTensor) {
+    pub fn put(&mut self, index: usize, tensor: Storage) {
         self.leave_place(index);
         self.tensors[index] = Some(tensor);
         self.given.push(index);
     }
 
     /// Takes the tensor of argument `index` out; it must be given again before the next run.
-    pub fn take(&mut self, index: usize) -> Option<FlexTensor> {
+    pub fn take(&mut self, index: usize) -> Option<Storage> {
         self.leave_place(index);
         self.tensors[index].take()
     }
@@ -92,14 +91,14 @@ impl Memory {
     /// Arguments that the step leaves in their list after an error stay where they were.
     pub(crate) fn run_by(
         &mut self,
-        run: impl FnOnce(&mut Vec<FlexTensor>) -> Result<Vec<FlexTensor>, ExecuteError>,
-    ) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
+        run: impl FnOnce(&mut Vec<Storage>) -> Result<Vec<Storage>, ExecuteError>,
+    ) -> Result<Vec<Option<Storage>>, ExecuteError> {
         self.places = None;
         self.given.clear();
         if let Some(index) = self.tensors.iter().position(Option::is_none) {
             return Err(ExecuteError::Missing { index });
         }
-        let input = |(index, tensor): (usize, &mut Option<FlexTensor>)| {
+        let input = |(index, tensor): (usize, &mut Option<Storage>)| {
             let found = match self.lifetimes[index] {
                 Lifetime::Constant => tensor.clone(),
                 Lifetime::Run => tensor.take(),
@@ -107,7 +106,7 @@ impl Memory {
             found.ok_or(ExecuteError::Missing { index })
         };
         let inputs = self.tensors.iter_mut().enumerate().map(input);
-        let mut inputs: Vec<FlexTensor> = inputs.collect::<Result<_, _>>()?;
+        let mut inputs: Vec<Storage> = inputs.collect::<Result<_, _>>()?;
         let outputs = match run(&mut inputs) {
             Ok(outputs) => outputs,
             Err(error) => {
@@ -125,7 +124,7 @@ impl Memory {
     }
 
     /// Keeps an output that becomes an argument; gives back any other.
-    pub(super) fn accept(&mut self, output: usize, tensor: FlexTensor) -> Option<FlexTensor> {
+    pub(super) fn accept(&mut self, output: usize, tensor: Storage) -> Option<Storage> {
         match self.becomes[output] {
             Some(argument) => {
                 self.tensors[argument] = Some(tensor);

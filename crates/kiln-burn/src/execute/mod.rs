@@ -7,11 +7,13 @@
 //! - [`cpu`]: compiled to one shared object through C.
 //! - [`memory`]: the arguments of a step that runs again and again.
 //! - [`profile`]: what they tell an open profile. [`check`]: comparing one with another.
-//! - [`host`]: `candle` (candle-core, whose kernels share nothing with Burn's) and `interpret` (the plain meaning in f64).
+//! - [`host`]: `interpret`, the plain meaning in f64. With the feature `candle` also `candle`: candle-core, whose kernels share nothing with Burn's.
 //!
 //! Operations kept whole run on burn-flex everywhere ([`crate::import::external`]).
 
 pub mod aot_eager;
+#[cfg(feature = "candle")]
+pub mod candle;
 pub mod check;
 pub mod convert;
 pub mod cpu;
@@ -24,7 +26,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use burn_flex::FlexTensor;
+#[cfg(feature = "candle")]
 use kiln_candle::CandleError;
 use kiln_compiler::{CompileError, Contract};
 use kiln_cpu::{CpuError, StepError};
@@ -32,6 +34,7 @@ use kiln_graph::{Graph, IndexError, InterpretError, TensorType};
 
 use crate::import::external::ExternError;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::storage::Storage;
 use memory::Memory;
 
 /// A graph ready to run.
@@ -49,11 +52,7 @@ pub trait Executable: Send + Sync {
     /// # Panics
     ///
     /// Where a kernel of burn-flex does.
-    fn run_given(
-        &self,
-        inputs: &mut Vec<FlexTensor>,
-        scalars: &[u64],
-    ) -> Result<Vec<FlexTensor>, ExecuteError>;
+    fn run_given(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError>;
 
     /// [`Executable::run_given`] for inputs that the caller does not want back.
     ///
@@ -64,7 +63,7 @@ pub trait Executable: Send + Sync {
     /// # Panics
     ///
     /// As [`Executable::run_given`].
-    fn run(&self, mut inputs: Vec<FlexTensor>, scalars: &[u64]) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run(&self, mut inputs: Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         self.run_given(&mut inputs, scalars)
     }
 
@@ -79,7 +78,7 @@ pub trait Executable: Send + Sync {
     /// # Panics
     ///
     /// As [`Executable::run`].
-    fn run_on(&self, memory: &mut Memory, scalars: &[u64]) -> Result<Vec<Option<FlexTensor>>, ExecuteError> {
+    fn run_on(&self, memory: &mut Memory, scalars: &[u64]) -> Result<Vec<Option<Storage>>, ExecuteError> {
         memory.run_by(|inputs| self.run_given(inputs, scalars))
     }
 
@@ -179,8 +178,17 @@ pub enum ExecuteError {
     #[error(transparent)]
     Index(Box<IndexError>),
     /// The candle executor failed.
+    #[cfg(feature = "candle")]
     #[error("candle: {0}")]
     Candle(CandleError),
+    /// The backend is not part of this build.
+    #[error(
+        "this program was built without the backend `{backend}`: ask for it in Cargo.toml, `kiln = {{ .., features = [\"{backend}\"] }}`"
+    )]
+    NotBuilt {
+        /// The backend, which is also the name of the feature.
+        backend: CompileBackend,
+    },
     /// The interpreter failed.
     #[error("interpret: {0}")]
     Interpret(InterpretError),
@@ -214,6 +222,7 @@ pub enum ExecuteError {
     Step(StepError),
 }
 
+#[cfg(feature = "candle")]
 impl From<CandleError> for ExecuteError {
     fn from(error: CandleError) -> Self {
         match error {
@@ -259,7 +268,10 @@ pub fn prepare(
     let aot_eager = |graph| -> Box<dyn Executable> { Box::new(aot_eager::AotEager::new(graph)) };
     let executable: Box<dyn Executable> = match backend {
         CompileBackend::Eager | CompileBackend::AotEager => aot_eager(graph),
-        CompileBackend::Candle => Box::new(host::Candle::new(graph)?),
+        #[cfg(feature = "candle")]
+        CompileBackend::Candle => Box::new(candle::Candle::new(graph)?),
+        #[cfg(not(feature = "candle"))]
+        CompileBackend::Candle => return Err(ExecuteError::NotBuilt { backend }),
         CompileBackend::Interpret => Box::new(host::Interpret::new(graph)),
         CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options, effort, debug) {
             Ok(executable) => Box::new(executable),
@@ -300,7 +312,7 @@ fn warn_once(error: &ExecuteError) {
 }
 
 /// Checks that `inputs` and `scalars` are what `graph` takes.
-fn check_arguments(graph: &Graph, inputs: &[FlexTensor], scalars: &[u64]) -> Result<(), ExecuteError> {
+fn check_arguments(graph: &Graph, inputs: &[Storage], scalars: &[u64]) -> Result<(), ExecuteError> {
     check_count(graph, inputs.len())?;
     check_scalars(graph, scalars)?;
     let mut tensors = inputs.iter().enumerate();
@@ -326,12 +338,12 @@ fn check_scalars(graph: &Graph, scalars: &[u64]) -> Result<(), ExecuteError> {
 }
 
 /// Checks that `tensor` is what `graph` takes as argument `index`.
-fn check_tensor(graph: &Graph, index: usize, tensor: &FlexTensor) -> Result<(), ExecuteError> {
+fn check_tensor(graph: &Graph, index: usize, tensor: &Storage) -> Result<(), ExecuteError> {
     let expected = graph.ty(graph.parameters()[index]);
-    if convert::has_type(tensor, expected) {
+    if tensor.has_type(expected) {
         return Ok(());
     }
-    let given = convert::tensor_type(tensor);
+    let given = tensor.tensor_type();
     let given = given.map_or_else(|| format!("{:?}", tensor.dtype()), |ty| ty.to_string());
     Err(ExecuteError::TensorType {
         index,

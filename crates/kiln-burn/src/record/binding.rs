@@ -18,12 +18,12 @@
 use std::fmt;
 use std::sync::Arc;
 
-use burn_flex::FlexTensor;
 use burn_ir::TensorId;
 
 use super::breaks::GraphBreak;
 use super::region::LastRun;
 use super::words::type_text;
+use crate::storage::Storage;
 use crate::table::{self, Slot};
 
 /// Where the program keeps a tensor, and which tensor that was before and after a call.
@@ -60,9 +60,9 @@ pub enum InputBinding {
     /// Tensor of this number of the call's input.
     Fresh(usize),
     /// One tensor, the same at each call.
-    Constant(TensorId, FlexTensor),
+    Constant(TensorId, Storage),
     /// Data that the closure makes on the host, equal at each call.
-    HostData(FlexTensor),
+    HostData(Storage),
 }
 
 /// Where an output of a replayed step goes, apart from results.
@@ -88,7 +88,7 @@ pub enum ResultBinding {
     /// What this place had before the call.
     Place(usize),
     /// One tensor, the same at each call.
-    Constant(TensorId, FlexTensor),
+    Constant(TensorId, Storage),
 }
 
 /// Every input, output and result of a replayed step with its one binding.
@@ -264,7 +264,7 @@ impl Bindings {
                 (InputBinding::State(a), InputBinding::State(b)) => a == b,
                 (InputBinding::Fresh(a), InputBinding::Fresh(b)) => a == b,
                 (InputBinding::Constant(a, _), InputBinding::Constant(b, _)) => a == b,
-                (InputBinding::HostData(a), InputBinding::HostData(b)) => same_elements(a, b),
+                (InputBinding::HostData(a), InputBinding::HostData(b)) => a.has_equal_elements(b),
                 _ => false,
             };
             if !same {
@@ -410,7 +410,7 @@ impl Pair<'_> {
             return Ok(InputBinding::Constant(id, tensor));
         }
         match (previous.run.host_data.get(&index), last.run.host_data.get(&index)) {
-            (Some(before), Some(now)) if same_elements(before, now) => {
+            (Some(before), Some(now)) if before.has_equal_elements(now) => {
                 Ok(InputBinding::HostData(now.clone()))
             }
             (_, Some(_)) => Err(ReplayError::Unknown { index, ty: ty() }),
@@ -492,7 +492,7 @@ impl Pair<'_> {
 }
 
 /// The elements of a tensor that no step writes; none if one does, or the tensor is gone.
-fn constant(id: TensorId) -> Option<FlexTensor> {
+fn constant(id: TensorId) -> Option<Storage> {
     match table::is_written(id) {
         true => None,
         false => elements(id),
@@ -500,16 +500,9 @@ fn constant(id: TensorId) -> Option<FlexTensor> {
 }
 
 /// The elements of a tensor that is not pending.
-fn elements(id: TensorId) -> Option<FlexTensor> {
+fn elements(id: TensorId) -> Option<Storage> {
     match table::get(id)? {
         Slot::Ready(tensor) => Some(tensor),
         Slot::Failed(_) => None,
     }
-}
-
-/// Whether two tensors made on the host are equal in bits.
-fn same_elements(a: &FlexTensor, b: &FlexTensor) -> bool {
-    a.dtype() == b.dtype()
-        && a.layout().shape() == b.layout().shape()
-        && a.to_contiguous().bytes() == b.to_contiguous().bytes()
 }

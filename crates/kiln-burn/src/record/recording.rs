@@ -11,12 +11,12 @@
 
 mod hoist;
 
-use burn_flex::FlexTensor;
 use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::sighting::Sighting;
 use crate::random::Stream;
+use crate::storage::Storage;
 use crate::stream::{self, Visitor};
 
 /// Added to the kind of a scalar that belongs to the identity of the step.
@@ -29,7 +29,7 @@ pub struct Input {
     pub ir: TensorIr,
     /// Its elements. If the program dropped the tensor meanwhile this is the last reference, and the executable may
     /// overwrite it.
-    pub tensor: FlexTensor,
+    pub tensor: Storage,
     dies: bool,
     surrendered: bool,
     host_data: bool,
@@ -236,7 +236,7 @@ impl Recording {
     }
 
     /// Makes a materialised tensor the next input.
-    pub fn add_input(&mut self, ir: &TensorIr, tensor: FlexTensor) {
+    pub fn add_input(&mut self, ir: &TensorIr, tensor: Storage) {
         self.input_positions.insert(ir.id, self.inputs.len() as u32);
         self.inputs.push(Input {
             ir: ir.clone(),
@@ -249,8 +249,7 @@ impl Recording {
 
     /// Makes a tensor the next input without its elements: the recording will never run.
     pub fn add_placeholder(&mut self, ir: &TensorIr) {
-        let nothing = FlexTensor::empty(burn_backend::Shape::from([0usize; 1]), ir.dtype);
-        self.add_input(ir, nothing);
+        self.add_input(ir, Storage::nothing(ir.dtype));
     }
 
     /// Notes what is seen of the operation that is recorded next.

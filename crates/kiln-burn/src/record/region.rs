@@ -8,7 +8,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId, TensorIr};
 use kiln_profile::Category;
 use rustc_hash::FxHashMap;
@@ -25,6 +24,7 @@ use super::step::Step;
 use super::words::type_text;
 use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::storage::Storage;
 use crate::table;
 
 /// A tensor that the program of a region read on the host.
@@ -62,7 +62,7 @@ pub struct LastRun {
     /// Number of random operations in it.
     pub random_operations: usize,
     /// Inputs that the program made from data on the host, by position; empty unless the region keeps them.
-    pub host_data: FxHashMap<usize, FlexTensor>,
+    pub host_data: FxHashMap<usize, Storage>,
     /// The first graph break of the call.
     pub graph_break: Option<GraphBreak>,
 }
@@ -199,7 +199,7 @@ impl Region {
         segment: usize,
         index: usize,
         recorded: &mut Recorded,
-    ) -> Result<Vec<FlexTensor>, Error> {
+    ) -> Result<Vec<Storage>, Error> {
         // Most recently used first.
         self.segments[segment][..=index].rotate_right(1);
         let step = self.segments[segment][0].clone();
@@ -210,7 +210,7 @@ impl Region {
         };
         let given = std::mem::take(&mut recorded.inputs);
         let surrendered: Vec<bool> = given.iter().map(Input::is_surrendered).collect();
-        let mut given: Vec<FlexTensor> = given.into_iter().map(|input| input.tensor).collect();
+        let mut given: Vec<Storage> = given.into_iter().map(|input| input.tensor).collect();
         let tensors = match step.run(&mut given, &recorded.scalars, &recorded.streams) {
             Ok(tensors) => tensors,
             Err(error) => {
@@ -400,7 +400,7 @@ fn creates_state(recorded: &Recorded) -> bool {
 }
 
 /// The inputs made from data on the host, by position.
-fn host_data(recorded: &Recorded) -> FxHashMap<usize, FlexTensor> {
+fn host_data(recorded: &Recorded) -> FxHashMap<usize, Storage> {
     let made = recorded
         .inputs
         .iter()

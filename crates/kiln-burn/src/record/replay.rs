@@ -11,7 +11,6 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId};
 
 use super::binding::{Bindings, Call, InputBinding, OutputBinding, ResultBinding};
@@ -19,6 +18,7 @@ use super::step::Step;
 use crate::error::Error;
 use crate::execute::memory::{Lifetime, Memory};
 use crate::random;
+use crate::storage::Storage;
 use crate::table::{self, Keeper, Slot, Watch};
 
 /// A step with its state, ready to be replayed.
@@ -47,7 +47,7 @@ enum Taken {
     /// The caller's tensor of this number.
     Fresh(usize),
     /// Always this one.
-    Constant(FlexTensor),
+    Constant(Storage),
 }
 
 /// What a replayed step keeps from run to run.
@@ -277,13 +277,13 @@ impl Replay {
     /// # Errors
     ///
     /// If the step fails, or state it needs has no value. [`Replay::has_state`] tells whether its state is as before the call.
-    pub fn run(&self, fresh: &[FlexTensor], scalars: &[ScalarIr]) -> Result<Vec<FlexTensor>, Error> {
+    pub fn run(&self, fresh: &[Storage], scalars: &[ScalarIr]) -> Result<Vec<Storage>, Error> {
         let streams: Vec<random::Stream> = (0..self.random_operations).map(|_| random::take()).collect();
         let mut guard = self.state.lock();
         let held = &mut *guard;
         held.collect(&self.state)?;
         // What is handed out as it is before the step: the step then computes on a copy.
-        let before: Vec<Option<FlexTensor>> = self
+        let before: Vec<Option<Storage>> = self
             .results
             .iter()
             .map(|taken| self.before(taken, held))
@@ -336,7 +336,7 @@ impl Replay {
     }
 
     /// A result that is what a place has before the step runs.
-    fn before(&self, taken: &Taken, held: &mut Held) -> Option<FlexTensor> {
+    fn before(&self, taken: &Taken, held: &mut Held) -> Option<Storage> {
         match taken {
             Taken::Argument(argument) => {
                 let tensor = held.memory.take(*argument)?;

@@ -41,7 +41,7 @@ fn plain(options: &CompileOptions) -> CompileOptions {
         .with_name(options.name.clone())
 }
 
-fn enter(ids: Vec<burn_ir::TensorId>, result: Result<Vec<burn_flex::FlexTensor>, Error>) {
+fn enter(ids: Vec<burn_ir::TensorId>, result: Result<Vec<crate::storage::Storage>, Error>) {
     match result {
         Ok(tensors) => ids
             .into_iter()

@@ -30,6 +30,7 @@ use super::wish::{self, Wish};
 use crate::device::{KilnDevice, Mode};
 use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::storage::Storage;
 use crate::table::{self, Slot};
 use crate::{eager, random, stream};
 
@@ -637,18 +638,18 @@ struct Materialised<'a> {
 impl eager::TensorStore for Materialised<'_> {
     fn take(&mut self, ir: &TensorIr) -> Result<FlexTensor, eager::OperationError> {
         match fetch(ir, BreakReason::OutsideOperation) {
-            Ok(tensor) => Ok(tensor),
+            Ok(tensor) => Ok(tensor.into_host()),
             Err(error) => no_value(&stream::name(self.operation), &error.to_string()),
         }
     }
 
     fn put(&mut self, ir: &TensorIr, tensor: FlexTensor) {
-        table::insert(ir.id, tensor);
+        table::insert(ir.id, tensor.into());
     }
 }
 
 /// The elements of a tensor, wherever it is. Takes it out of the table if `ir` is its last use.
-pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<FlexTensor, Error> {
+pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<Storage, Error> {
     if is_rehearsing() {
         resume_unwind(Box::new(Aborted));
     }

@@ -9,7 +9,6 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn_flex::FlexTensor;
 use burn_ir::{TensorId, TensorIr};
 use kiln_compiler::CompileError;
 use kiln_graph::Graph;
@@ -20,11 +19,12 @@ use super::gradient;
 use super::guard::{Guard, Mismatch};
 use super::recording::Recorded;
 use super::salvage;
-use super::step::{Scalars, panic_message, types_of, with_dtype};
+use super::step::{Scalars, panic_message, types_of};
 use crate::error::Error;
 use crate::execute::{self, Effort, Executable, ExecuteError};
 use crate::import;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::storage::Storage;
 use crate::table;
 
 /// The compiled halves of one function, by what was recorded.
@@ -74,7 +74,7 @@ enum Place {
 /// What the backward pass needs of a forward pass that ran.
 #[derive(Clone, Debug)]
 pub struct Saved {
-    tensors: Vec<FlexTensor>,
+    tensors: Vec<Storage>,
     scalars: Vec<u64>,
 }
 
@@ -338,9 +338,9 @@ impl SplitStep {
 
     /// Runs the forward pass of `recorded`. The results are those of the recording that are no gradients, in
     /// order.
-    fn forward(&self, recorded: &Recorded) -> Result<(Vec<FlexTensor>, Saved), Error> {
+    fn forward(&self, recorded: &Recorded) -> Result<(Vec<Storage>, Saved), Error> {
         let scalars = self.scalars.bind(&recorded.scalars, &recorded.streams);
-        let inputs: Vec<FlexTensor> = self
+        let inputs: Vec<Storage> = self
             .arguments
             .iter()
             .map(|&position| recorded.inputs[position].tensor.clone())
@@ -352,7 +352,7 @@ impl SplitStep {
         });
         let tensors = tensors.collect();
         let results = outputs.into_iter().zip(&self.results);
-        let results = results.map(|(tensor, ir)| with_dtype(tensor, ir.dtype)).collect();
+        let results = results.map(|(tensor, ir)| tensor.with_dtype(ir.dtype)).collect();
         Ok((results, Saved { tensors, scalars }))
     }
 
@@ -361,19 +361,19 @@ impl SplitStep {
     /// # Errors
     ///
     /// If the backward pass fails.
-    pub fn backward(&self, saved: Saved, tangents: Vec<FlexTensor>) -> Result<Vec<FlexTensor>, Error> {
+    pub fn backward(&self, saved: Saved, tangents: Vec<Storage>) -> Result<Vec<Storage>, Error> {
         let inputs = saved.tensors.into_iter().chain(tangents).collect();
         let gradients = self.run(&*self.backward, inputs, &saved.scalars)?.into_iter();
         let typed = gradients.zip(&self.gradients);
-        Ok(typed.map(|(tensor, ir)| with_dtype(tensor, ir.dtype)).collect())
+        Ok(typed.map(|(tensor, ir)| tensor.with_dtype(ir.dtype)).collect())
     }
 
     fn run(
         &self,
         executable: &dyn Executable,
-        inputs: Vec<FlexTensor>,
+        inputs: Vec<Storage>,
         scalars: &[u64],
-    ) -> Result<Vec<FlexTensor>, Error> {
+    ) -> Result<Vec<Storage>, Error> {
         let run = AssertUnwindSafe(|| executable.run(inputs, scalars));
         let result = catch_unwind(run).unwrap_or_else(|payload| {
             Err(ExecuteError::Panicked {

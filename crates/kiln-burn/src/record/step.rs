@@ -6,8 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use burn_backend::DType;
-use burn_flex::FlexTensor;
 use burn_ir::{ScalarIr, TensorId, TensorIr};
 use kiln_compiler::stages::Stages;
 use kiln_graph::Graph;
@@ -25,6 +23,7 @@ use crate::execute::{self, Effort, Executable, ExecuteError};
 use crate::import::{self, ScalarSource};
 use crate::options::{CompileBackend, CompileOptions};
 use crate::random::Stream;
+use crate::storage::Storage;
 use crate::stream;
 
 /// A compiled step.
@@ -165,17 +164,17 @@ impl Step {
     /// The inputs leave their list, unless an index was out of range ([`Error::index`]): they are then as they were.
     pub fn run(
         &self,
-        inputs: &mut Vec<FlexTensor>,
+        inputs: &mut Vec<Storage>,
         scalars: &[ScalarIr],
         streams: &[Stream],
-    ) -> Result<Vec<FlexTensor>, Error> {
+    ) -> Result<Vec<Storage>, Error> {
         // Moved, not copied: a second handle would keep the step from overwriting its inputs.
-        let mut given: Vec<Option<FlexTensor>> = inputs.drain(..).map(Some).collect();
+        let mut given: Vec<Option<Storage>> = inputs.drain(..).map(Some).collect();
         let arguments = self
             .arguments
             .iter()
             .filter_map(|&position| given[position].take());
-        let mut arguments: Vec<FlexTensor> = arguments.collect();
+        let mut arguments: Vec<Storage> = arguments.collect();
         let tensors = self.guarded(scalars, streams, |scalars| {
             self.run_checked(&mut arguments, scalars)
         });
@@ -192,7 +191,7 @@ impl Step {
             }
         };
         let tensors = tensors.into_iter().zip(&self.outputs);
-        Ok(tensors.map(|(tensor, ir)| with_dtype(tensor, ir.dtype)).collect())
+        Ok(tensors.map(|(tensor, ir)| tensor.with_dtype(ir.dtype)).collect())
     }
 
     /// Runs the step on a memory of its arguments ([`Step::argument`]), which keeps the outputs that become arguments of the next run; the
@@ -203,7 +202,7 @@ impl Step {
         memory: &mut Memory,
         scalars: &[ScalarIr],
         streams: &[Stream],
-    ) -> Result<Vec<Option<FlexTensor>>, Error> {
+    ) -> Result<Vec<Option<Storage>>, Error> {
         let checked = self.checker.as_ref().is_some_and(Checker::is_due);
         let result = self.guarded(scalars, streams, |scalars| match checked {
             true => memory.run_by(|arguments| self.run_checked(arguments, scalars)),
@@ -214,7 +213,7 @@ impl Step {
         }
         let tensors = result?.into_iter().zip(&self.outputs);
         Ok(tensors
-            .map(|(tensor, ir)| tensor.map(|tensor| with_dtype(tensor, ir.dtype)))
+            .map(|(tensor, ir)| tensor.map(|tensor| tensor.with_dtype(ir.dtype)))
             .collect())
     }
 
@@ -250,11 +249,7 @@ impl Step {
     }
 
     /// Runs the executable, and compares the results with another backend's if that is due.
-    fn run_checked(
-        &self,
-        inputs: &mut Vec<FlexTensor>,
-        scalars: &[u64],
-    ) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_checked(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         let Some(checker) = &self.checker else {
             return self.executable.run_given(inputs, scalars);
         };
@@ -290,15 +285,6 @@ impl Step {
     pub fn is_provisional(&self) -> bool {
         self.provisional
     }
-}
-
-/// Burn distinguishes types that are one type here (bools of several widths); the tag is what the program expects.
-pub(super) fn with_dtype(tensor: FlexTensor, dtype: DType) -> FlexTensor {
-    if tensor.dtype() == dtype || dtype.size() != tensor.dtype().size() {
-        return tensor;
-    }
-    let layout = tensor.layout().clone();
-    FlexTensor::from_arc(tensor.data_arc(), layout, dtype)
 }
 
 /// Arguments that outlive the step and whose buffers outputs would take over if they did not.

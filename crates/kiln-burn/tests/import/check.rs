@@ -9,6 +9,7 @@ use burn_ir::{OperationIr, ScalarIr, TensorIr};
 use burn_tensor::{Bool, Int, Tensor};
 use kiln_burn::execute::convert;
 use kiln_burn::import::{self, Imported, ScalarSource};
+use kiln_burn::storage::Storage;
 use kiln_burn::stream;
 use kiln_graph::{DType, Graph};
 
@@ -208,14 +209,17 @@ pub fn check_executors_within(
     let graph = Arc::new(imported.graph.clone());
     for (name, executable) in crate::executors(&graph) {
         let results = executable
-            .run(inputs(&imported), &scalars)
+            .run(
+                inputs(&imported).into_iter().map(Storage::from).collect(),
+                &scalars,
+            )
             .unwrap_or_else(|error| panic!("{name}: {error}\n{text}"));
         assert_eq!(results.len(), eager.len());
         for (index, (result, eager)) in results.iter().zip(&eager).enumerate() {
             let mut tolerance = Tolerance::of(convert::dtype(eager.dtype()).expect("a graph's type"));
             tolerance.relative *= factor;
             compare(
-                result,
+                &result.clone().into_host(),
                 eager,
                 tolerance,
                 &format!("output {index}: {name} against eager\n{text}"),

@@ -20,7 +20,8 @@ use std::sync::Arc;
 
 use kiln_burn::execute::Executable;
 use kiln_burn::execute::aot_eager::AotEager;
-use kiln_burn::execute::host::{Candle, Interpret};
+use kiln_burn::execute::candle::Candle;
+use kiln_burn::execute::host::Interpret;
 use kiln_graph::Graph;
 
 /// The executors under test.

@@ -28,8 +28,8 @@ use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{DType, Shape, TensorMetadata};
-use burn_flex::FlexTensor;
 use kiln_burn::record::{BreakReason, Saved, SplitStep, session};
+use kiln_burn::storage::Storage;
 use kiln_burn::{Error, Kiln};
 
 use super::{TrackedTensor, Tracking, inner, untracked};
@@ -160,7 +160,7 @@ impl State {
         let Some(saved) = saved else { return Ok(()) };
         let elements = |(tangent, like): (Option<KilnTensor>, &KilnTensor)| match tangent {
             Some(tangent) => session::fetch(&tangent.into_ir(), BreakReason::OutsideOperation),
-            None => Ok(FlexTensor::zeros(like.shape(), like.dtype())),
+            None => Ok(Storage::zeros(like.shape(), like.dtype())),
         };
         let tangents = tangents
             .into_iter()
@@ -354,7 +354,7 @@ fn join(joins: impl Iterator<Item = (TrackedTensor, Join)>) -> Option<TrackedTen
 /// A tensor of one element.
 fn token(like: &TrackedTensor) -> KilnTensor {
     let client = inner(like.clone()).client;
-    client.adopt(FlexTensor::zeros(Shape::new([1]), DType::F32))
+    client.zeros(Shape::new([1]), DType::F32)
 }
 
 /// One call whose backward pass is compiled.

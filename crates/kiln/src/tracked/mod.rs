@@ -18,7 +18,6 @@ use burn_autodiff::Autodiff;
 use burn_backend::backend::BackendTypes;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{AutodiffBackend, TensorMetadata};
-use burn_flex::FlexTensor;
 use burn_ir::TensorId;
 use kiln_burn::record::{Recorded, SplitRegion, Traced, position};
 use kiln_burn::{CompiledRegion, Error, Kiln};
@@ -147,8 +146,7 @@ fn differentiate<R: StepInput>(
             continue;
         }
         let value = inner(output.clone());
-        let zeros = FlexTensor::zeros(value.shape(), value.dtype());
-        let tangent = value.client.adopt(zeros);
+        let tangent = value.client.zeros(value.shape(), value.dtype());
         let weighted = Tracking::float_sum(Tracking::float_mul(output, untracked(tangent.clone())));
         sum = Some(match sum {
             Some(sum) if sum.dtype() == weighted.dtype() => Tracking::float_add(sum, weighted),

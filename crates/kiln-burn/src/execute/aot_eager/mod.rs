@@ -36,6 +36,7 @@ use super::{Executable, ExecuteError, check_arguments, convert};
 use crate::eager::indices::find;
 use crate::import::external;
 use crate::options::CompileBackend;
+use crate::storage::Storage;
 
 type Results = SmallVec<[FlexTensor; 1]>;
 
@@ -172,11 +173,7 @@ fn splat_of(graph: &Graph, user: &NodeData, value: Value) -> Option<Value> {
 }
 
 impl Executable for AotEager {
-    fn run_given(
-        &self,
-        inputs: &mut Vec<FlexTensor>,
-        scalars: &[u64],
-    ) -> Result<Vec<FlexTensor>, ExecuteError> {
+    fn run_given(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         let graph = &*self.graph;
         check_arguments(graph, inputs, scalars)?;
         let mut arguments: Vec<Option<FlexTensor>> = Vec::new();
@@ -185,7 +182,7 @@ impl Executable for AotEager {
         for (number, step) in self.steps.iter().enumerate() {
             if number == self.first {
                 self.check(&values)?;
-                arguments.extend(inputs.drain(..).map(Some));
+                arguments.extend(inputs.drain(..).map(|input| Some(input.into_host())));
                 // From here on the handles of the first steps are the only ones.
                 for step in &self.steps[..self.first] {
                     if let Op::Parameter { index, .. } = graph.node(step.node).op {
@@ -200,7 +197,7 @@ impl Executable for AotEager {
             let results = match &data.op {
                 // The first steps get a second handle: they cannot overwrite the argument.
                 Op::Parameter { index, .. } if number < self.first => {
-                    smallvec![inputs[*index as usize].clone()]
+                    smallvec![inputs[*index as usize].clone().into_host()]
                 }
                 Op::Parameter { index, .. } => {
                     let taken = arguments.get_mut(*index as usize).and_then(Option::take);
@@ -252,6 +249,7 @@ impl Executable for AotEager {
             let value = &values[output.value.as_u32() as usize];
             value
                 .clone()
+                .map(Storage::from)
                 .ok_or_else(|| failure(graph.def(output.value), "the output has no value"))
         });
         outputs.collect()

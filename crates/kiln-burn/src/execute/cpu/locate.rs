@@ -13,9 +13,10 @@ use kiln_graph::{HostTensor, TensorType, Value};
 use rustc_hash::FxHashMap;
 
 use super::Cpu;
+use crate::execute::ExecuteError;
 use crate::execute::check::{Parting, Reference, difference};
 use crate::execute::memory::Memory;
-use crate::execute::{ExecuteError, convert};
+use crate::storage::Storage;
 
 /// The first kernel of `cpu` that does not give what the reference gives.
 pub fn first_kernel(cpu: &Cpu, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {
@@ -31,7 +32,7 @@ pub fn first_kernel(cpu: &Cpu, reference: &Reference<'_>) -> Result<Option<Parti
     let expected = reference.values(graph)?;
     let expected: FxHashMap<Value, HostTensor> = values
         .into_iter()
-        .zip(expected.iter().filter_map(convert::to_host))
+        .zip(expected.iter().filter_map(Storage::to_host_tensor))
         .collect();
     let mut parting = None;
     let mut observe = |kernel: usize, memory: &StepMemory<'_>| {

@@ -9,6 +9,7 @@ use burn_std::Bytes;
 
 use crate::execute::convert;
 use crate::execute::memory::Memory;
+use crate::storage::Storage;
 
 /// Pointers of arguments and outputs, and which of them have to be found at each run.
 pub struct Places {
@@ -27,7 +28,7 @@ struct Swap {
     output: usize,
     argument: usize,
     /// The buffer that the output is written to.
-    spare: FlexTensor,
+    spare: Storage,
 }
 
 // SAFETY: the pointers lead into tensors of the `Memory` that the places belong to, which may go to another thread with all it owns; nothing is read or written
@@ -61,12 +62,7 @@ impl Places {
             places.inputs[argument] = place.cast_const();
             places.outputs[output] = place;
             if alias.is_none() {
-                let like = FlexTensor::new(
-                    convert::aligned(tensor.bytes().len()),
-                    tensor.layout().clone(),
-                    tensor.dtype(),
-                );
-                let (spare, place) = own(like);
+                let (spare, place) = own(Storage::zeros(tensor.shape().clone(), tensor.dtype()));
                 places.outputs[output] = place;
                 places.swaps.push(Swap {
                     output,
@@ -85,8 +81,8 @@ impl Places {
                 && successor.is_none()
                 && let Some(tensor) = memory.tensors[argument].take()
             {
-                let tensor = convert::kernel_ready(tensor);
-                places.inputs[argument] = tensor.bytes().as_ptr();
+                let tensor = tensor.kernel_ready();
+                places.inputs[argument] = tensor.buffer().0;
                 places.held[argument] = true;
                 memory.tensors[argument] = Some(tensor);
             } else {
@@ -116,17 +112,17 @@ impl Places {
 }
 
 /// `tensor` in a buffer that a kernel can write and nobody else has, and where that is.
-fn own(tensor: FlexTensor) -> (FlexTensor, *mut u8) {
-    let layout = Layout::contiguous(tensor.layout().shape().clone());
+fn own(tensor: Storage) -> (Storage, *mut u8) {
+    let layout = Layout::contiguous(tensor.shape().clone());
     let dtype = tensor.dtype();
     let mut bytes = into_bytes(tensor);
     let place = bytes.as_mut_ptr();
-    (FlexTensor::new(bytes, layout, dtype), place)
+    (FlexTensor::new(bytes, layout, dtype).into(), place)
 }
 
 /// The buffer of a tensor that is row-major, aligned and nobody else's.
-pub(super) fn into_bytes(tensor: FlexTensor) -> Bytes {
-    let ready = convert::kernel_ready(tensor);
+pub(super) fn into_bytes(tensor: Storage) -> Bytes {
+    let ready = convert::kernel_ready(tensor.into_host());
     if ready.is_unique() {
         return ready.into_data().bytes;
     }

@@ -13,6 +13,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::Recording;
 use crate::eager::{self, OperationError, TensorStore};
 use crate::random::Stream;
+use crate::storage::Storage;
 use crate::stream;
 
 impl Recording {
@@ -21,7 +22,7 @@ impl Recording {
     ///
     /// # Errors
     /// If one of the operations fails. The recording is then as before.
-    pub fn hoist(&mut self, roots: &[TensorId]) -> Result<Vec<(TensorId, FlexTensor)>, OperationError> {
+    pub fn hoist(&mut self, roots: &[TensorId]) -> Result<Vec<(TensorId, Storage)>, OperationError> {
         for id in roots {
             // A parameter made of data on the host is no constant of the step.
             if let Some(&position) = self.input_positions.get(id) {
@@ -76,14 +77,14 @@ impl Recording {
         &mut self,
         hoisted: &[bool],
         mut made: FxHashMap<TensorId, FlexTensor>,
-    ) -> Vec<(TensorId, FlexTensor)> {
+    ) -> Vec<(TensorId, Storage)> {
         let streams: Vec<_> = self.streams_by_operation().collect();
         let mut old = std::mem::replace(self, Self::new(self.base));
         self.host_data = std::mem::take(&mut old.host_data);
         let alive: FxHashMap<_, _> = old.pending.iter().map(|it| (it.id, it.alive)).collect();
         let is_alive = |id: &TensorId| alive.get(id).copied().unwrap_or(false);
         let entered = made.iter().filter(|(id, _)| is_alive(id));
-        let entered = entered.map(|(id, tensor)| (*id, tensor.clone())).collect();
+        let entered = entered.map(|(id, tensor)| (*id, tensor.clone().into())).collect();
 
         let mut inputs: Vec<_> = old.inputs.into_iter().map(Some).collect();
         let mut lines = old.lines.into_iter();
@@ -104,7 +105,8 @@ impl Recording {
                     }
                     None => {
                         let made = made.remove(&ir.id);
-                        self.add_input(&ir, made.expect("an operand is an input or was made just now"));
+                        let made = made.expect("an operand is an input or was made just now");
+                        self.add_input(&ir, made.into());
                         if !is_alive(&ir.id) {
                             self.kill(ir.id);
                         }
@@ -139,7 +141,12 @@ impl TensorStore for Results<'_> {
         };
         let input = || {
             let position = *self.recording.input_positions.get(&ir.id)?;
-            Some(self.recording.inputs[position as usize].tensor.clone())
+            Some(
+                self.recording.inputs[position as usize]
+                    .tensor
+                    .clone()
+                    .into_host(),
+            )
         };
         made.or_else(input).ok_or(OperationError::Missing {
             tensor: ir.id.value(),
