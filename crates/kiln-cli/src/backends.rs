@@ -1,9 +1,10 @@
-//! `kiln backends`: what can run a step on this machine.
+//! `kiln backends`: what can run a step on this machine, and what it has of CUDA.
 
 use kiln::CompileBackend;
 use kiln_burn::execute::cpu;
+use kiln_cuda::{Report, Search};
 
-/// Prints every backend with what it does and whether it works here.
+/// Prints every backend with what it does and whether it works here; then NVIDIA's libraries and GPUs.
 pub fn command() {
     for &backend in kiln::list_backends() {
         println!("{:<10} {}", backend.name(), backend.description());
@@ -19,4 +20,8 @@ pub fn command() {
             }
         }
     }
+    println!(
+        "\nNVIDIA GPUs: the compiled step does not run on these yet; the libraries that it will use are"
+    );
+    print!("{}", Report::collect(&Search::from_env()));
 }

@@ -527,6 +527,10 @@ fn backends_explain_and_cache_answer() {
             .all(|name| text.contains(name)),
         "{text}"
     );
+    assert!(
+        text.contains("the compiled step does not run on these yet") && text.contains("libcublasLt"),
+        "{text}"
+    );
     let text = place.ok(&["explain", "--config", "small.toml", "--backend", "aot_eager"]);
     assert!(
         text.contains("region `train_step`") && text.contains("0 graph breaks"),

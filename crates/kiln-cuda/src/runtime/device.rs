@@ -1,0 +1,260 @@
+//! One device: its context, whether it is still there, and the pool of its memory.
+//!
+//! Every call of the driver goes through [`Device::check`], which tells three kinds of failures apart. Memory that is
+//! used up and arguments that are refused leave the device as it was. A fault of a kernel, or of the hardware, makes the
+//! context unusable for good: the first such answer is kept with the name of what was launched last, and from then on
+//! [`Device::enter`], with which every operation begins, answers with it.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use super::memory::Pool;
+use super::stream::Stream;
+use crate::error::{CudaError, Lost, MemorySizes, Result};
+use crate::libraries::{DeviceDescription, Driver};
+use crate::sys::driver::{CUcontext, CUdevice, CUresult, result};
+
+/// A device that is in use. Cheap to clone; clones are one device. The device is given back with its last clone, stream
+/// and storage.
+#[derive(Clone)]
+pub struct Device {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    driver: Driver,
+    description: DeviceDescription,
+    context: Context,
+    pool: Pool,
+    lost: OnceLock<Arc<Lost>>,
+    /// What was launched last, in words.
+    last: Mutex<Option<Arc<str>>>,
+}
+
+/// The device's primary context, retained.
+struct Context {
+    driver: Driver,
+    device: CUdevice,
+    raw: CUcontext,
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: the context was retained once by `Device::open`, and this gives it back once.
+        unsafe { (self.driver.cuDevicePrimaryCtxRelease_v2)(self.device) };
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: the context is given back after this, when the fields are dropped.
+        unsafe { (self.driver.cuCtxSetCurrent)(self.context.raw) };
+        self.pool.destroy(&self.driver);
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Device(cuda:{}, {})",
+            self.ordinal(),
+            self.inner.description.name
+        )
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+}
+
+impl Eq for Device {}
+
+/// Whether a result means that the context can never be used again.
+fn is_fatal(code: CUresult) -> bool {
+    // ECC and NVLink errors, contained errors, launch faults (illegal address to launch failure), timeouts, contexts
+    // that were destroyed, devices that fell off the bus, and errors that the driver itself does not know.
+    matches!(
+        code,
+        4 | 46 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 999
+    )
+}
+
+impl Device {
+    /// Takes device `ordinal` into use, with a pool of memory of its own. Whoever opens devices keeps the handle and
+    /// hands out clones, so that there is one pool a device.
+    ///
+    /// # Errors
+    /// [`CudaError::NoDevice`], [`CudaError::Driver`].
+    pub fn open(driver: &Driver, ordinal: usize) -> Result<Self> {
+        let description = driver.describe(ordinal)?;
+        let doing = || format!("taking cuda:{ordinal} into use");
+        let device = CUdevice::try_from(ordinal).unwrap_or(CUdevice::MAX);
+        let mut raw = CUcontext::NULL;
+        // SAFETY: the pointer is to a handle on this stack; `describe` has shown that the device is there.
+        let code = unsafe { (driver.cuDevicePrimaryCtxRetain)(&raw mut raw, device) };
+        driver.check("cuDevicePrimaryCtxRetain", code, doing)?;
+        let context = Context {
+            driver: driver.clone(),
+            device,
+            raw,
+        };
+        // SAFETY: the context was just retained.
+        let code = unsafe { (driver.cuCtxSetCurrent)(raw) };
+        driver.check("cuCtxSetCurrent", code, doing)?;
+        let pool = Pool::create(driver, device)?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                driver: driver.clone(),
+                description,
+                context,
+                pool,
+                lost: OnceLock::new(),
+                last: Mutex::new(None),
+            }),
+        })
+    }
+
+    /// Number by which the driver knows the device.
+    pub fn ordinal(&self) -> usize {
+        self.inner.description.ordinal
+    }
+
+    /// What the device is.
+    pub fn description(&self) -> &DeviceDescription {
+        &self.inner.description
+    }
+
+    /// A new stream.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn stream(&self) -> Result<Stream> {
+        Stream::create(self)
+    }
+
+    /// Who has the device's memory.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn memory(&self) -> Result<MemorySizes> {
+        self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both pointers are to integers on this stack.
+        let code = unsafe { (self.driver().cuMemGetInfo_v2)(&raw mut free, &raw mut total) };
+        self.check("cuMemGetInfo", code, || "asking for free memory".into())?;
+        let (pool, used) = self.pool().held(self)?;
+        Ok(MemorySizes {
+            total,
+            free,
+            pool,
+            used,
+        })
+    }
+
+    /// The most bytes of the pool that were in use at once since [`Self::reset_memory_peak`].
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn memory_peak(&self) -> Result<usize> {
+        self.pool().peak(self)
+    }
+
+    /// Starts counting [`Self::memory_peak`] anew.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn reset_memory_peak(&self) -> Result<()> {
+        self.pool().reset_peak(self)
+    }
+
+    /// Waits for everything that was queued on the device.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], and [`CudaError::Lost`] if something queued failed.
+    pub fn synchronize(&self) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the context is current.
+        let code = unsafe { (self.driver().cuCtxSynchronize)() };
+        self.check("cuCtxSynchronize", code, || "waiting for the device".into())
+    }
+
+    pub(crate) fn driver(&self) -> &Driver {
+        &self.inner.driver
+    }
+
+    pub(crate) fn context(&self) -> CUcontext {
+        self.inner.context.raw
+    }
+
+    pub(super) fn pool(&self) -> &Pool {
+        &self.inner.pool
+    }
+
+    /// Makes the device the calling thread's own, if it is still there.
+    pub(crate) fn enter(&self) -> Result<()> {
+        if let Some(lost) = self.inner.lost.get() {
+            return Err(CudaError::Lost(lost.clone()));
+        }
+        // SAFETY: the context is retained as long as `Inner` lives.
+        let code = unsafe { (self.driver().cuCtxSetCurrent)(self.context()) };
+        self.check("cuCtxSetCurrent", code, || "entering the device's context".into())
+    }
+
+    /// Notes what is launched, for the error of a device that is lost.
+    pub(crate) fn note_launch(&self, name: &Arc<str>) {
+        let mut last = self
+            .inner
+            .last
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        *last = Some(name.clone());
+    }
+
+    /// Success, or an error; the fatal ones are kept.
+    pub(crate) fn check(
+        &self,
+        call: &'static str,
+        code: CUresult,
+        doing: impl FnOnce() -> String,
+    ) -> Result<()> {
+        if code == result::SUCCESS {
+            return Ok(());
+        }
+        if !is_fatal(code) {
+            return self.driver().check(call, code, doing);
+        }
+        let lost = self.inner.lost.get_or_init(|| {
+            let last = self
+                .inner
+                .last
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner());
+            Arc::new(Lost {
+                device: self.ordinal(),
+                call,
+                what: self.driver().answer(code),
+                last: match &*last {
+                    Some(name) => format!("the last launch was {name}"),
+                    None => "nothing had been launched".into(),
+                },
+            })
+        });
+        tracing::error!("{lost}");
+        Err(CudaError::Lost(lost.clone()))
+    }
+
+    /// An error if `other` is another device.
+    pub(crate) fn same_as(&self, other: &Self, action: &'static str) -> Result<()> {
+        if self == other {
+            return Ok(());
+        }
+        Err(CudaError::TwoDevices {
+            action,
+            one: self.ordinal(),
+            other: other.ordinal(),
+        })
+    }
+}

@@ -1,0 +1,384 @@
+//! Building a graph, node by node.
+
+use std::ffi::c_uint;
+use std::ops::Range;
+use std::ptr;
+use std::sync::Arc;
+
+use super::step::StepGraph;
+use crate::error::{CudaError, Result};
+use crate::runtime::{Device, Kernel, Launch, Storage, Stream};
+use crate::sys::driver::{
+    CAPTURE_MODE_THREAD_LOCAL, CUgraph, CUgraphNode, CopyEnd, CudaKernelNodeParams, CudaMemcpy3D,
+    CudaMemsetNodeParams, MEMORY_TYPE_DEVICE,
+};
+
+/// A node of the graph under construction: what other nodes come after.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Node(u32);
+
+/// A graph under construction.
+#[derive(Debug)]
+pub struct GraphBuilder {
+    device: Device,
+    name: String,
+    graph: OwnedGraph,
+    nodes: Vec<CUgraphNode>,
+    /// Library calls are captured on a stream that does nothing else.
+    capture: Stream,
+    kept: Kept,
+}
+
+/// What must live as long as the graph.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub(super) storages: Vec<Arc<Storage>>,
+    pub(super) kernels: Vec<Kernel>,
+}
+
+impl Kept {
+    fn storage(&mut self, storage: &Arc<Storage>) {
+        self.storages.push(storage.clone());
+    }
+
+    /// Each storage once.
+    fn without_repeats(mut self) -> Self {
+        self.storages.sort_by_key(Arc::as_ptr);
+        self.storages.dedup_by(|a, b| Arc::ptr_eq(a, b));
+        self
+    }
+}
+
+/// A graph of the driver's, destroyed when dropped.
+#[derive(Debug)]
+pub(super) struct OwnedGraph {
+    device: Device,
+    pub(super) raw: CUgraph,
+}
+
+impl Drop for OwnedGraph {
+    fn drop(&mut self) {
+        if self.device.enter().is_ok() {
+            // SAFETY: created by `GraphBuilder::new`, destroyed here once. What was instantiated from it lives on.
+            unsafe { (self.device.driver().cuGraphDestroy)(self.raw) };
+        }
+    }
+}
+
+impl GraphBuilder {
+    /// An empty graph on `device`. `name` is for messages.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn new(device: &Device, name: &str) -> Result<Self> {
+        device.enter()?;
+        let mut raw = CUgraph::NULL;
+        // SAFETY: the pointer is to a handle on this stack.
+        let code = unsafe { (device.driver().cuGraphCreate)(&raw mut raw, 0) };
+        device.check("cuGraphCreate", code, || format!("making graph `{name}`"))?;
+        Ok(Self {
+            device: device.clone(),
+            name: name.to_owned(),
+            graph: OwnedGraph {
+                device: device.clone(),
+                raw,
+            },
+            nodes: Vec::new(),
+            capture: device.stream()?,
+            kept: Kept::default(),
+        })
+    }
+
+    /// Adds a kernel after the nodes `after`.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    ///
+    /// # Safety
+    /// With these arguments the kernel must touch only the storages among them, inside their sizes. Nodes that touch
+    /// the same bytes, one of them writing, must be ordered by edges.
+    pub unsafe fn kernel(&mut self, after: &[Node], launch: &Launch) -> Result<Node> {
+        self.device
+            .same_as(launch.kernel.device(), "adding a kernel to a graph")?;
+        launch.prepare()?;
+        let after = self.raw(after)?;
+        let mut pointers = launch.arguments.pointers();
+        let parameters = CudaKernelNodeParams {
+            function: launch.kernel.raw(),
+            grid: launch.grid,
+            block: launch.block,
+            shared_bytes: launch.shared_bytes,
+            parameters: pointers.as_mut_ptr(),
+            extra: ptr::null_mut(),
+            kernel: ptr::null_mut(),
+            context: self.device.context(),
+        };
+        self.device.enter()?;
+        let mut node = CUgraphNode::NULL;
+        // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver copies them;
+        // the nodes are of this graph. Kernel and storages are kept as long as the graph.
+        let code = unsafe {
+            (self.device.driver().cuGraphAddKernelNode_v2)(
+                &raw mut node,
+                self.graph.raw,
+                after.as_ptr(),
+                after.len(),
+                &raw const parameters,
+            )
+        };
+        self.check("cuGraphAddKernelNode", code, || {
+            format!("kernel `{}`", launch.kernel.name())
+        })?;
+        self.kept.storages.extend_from_slice(launch.arguments.storages());
+        self.kept.kernels.push(launch.kernel.clone());
+        Ok(self.add(node))
+    }
+
+    /// Adds a copy of bytes `range` of `from` to byte `at` of `to`. Two ranges of one storage must not overlap.
+    ///
+    /// # Errors
+    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn copy(
+        &mut self,
+        after: &[Node],
+        from: &Arc<Storage>,
+        range: Range<usize>,
+        to: &Arc<Storage>,
+        at: usize,
+    ) -> Result<Node> {
+        const ACTION: &str = "adding a copy to a graph";
+        self.device.same_as(from.device(), ACTION)?;
+        self.device.same_as(to.device(), ACTION)?;
+        let parameters = CudaMemcpy3D {
+            source: device_end(from.part(&range, ACTION)?),
+            destination: device_end(to.part(&(at..at.saturating_add(range.len())), ACTION)?),
+            width_in_bytes: range.len(),
+            height: 1,
+            depth: 1,
+        };
+        if range.is_empty() {
+            return self.join(after);
+        }
+        let after = self.raw(after)?;
+        self.device.enter()?;
+        let mut node = CUgraphNode::NULL;
+        // SAFETY: both ranges are inside their storages, which are kept as long as the graph; the nodes are its own.
+        let code = unsafe {
+            (self.device.driver().cuGraphAddMemcpyNode)(
+                &raw mut node,
+                self.graph.raw,
+                after.as_ptr(),
+                after.len(),
+                &raw const parameters,
+                self.device.context(),
+            )
+        };
+        self.check("cuGraphAddMemcpyNode", code, || "a copy".into())?;
+        self.kept.storage(from);
+        self.kept.storage(to);
+        Ok(self.add(node))
+    }
+
+    /// Adds setting bytes `range` of `to` to `value`.
+    ///
+    /// # Errors
+    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn fill(
+        &mut self,
+        after: &[Node],
+        to: &Arc<Storage>,
+        range: Range<usize>,
+        value: u8,
+    ) -> Result<Node> {
+        const ACTION: &str = "adding a fill to a graph";
+        self.device.same_as(to.device(), ACTION)?;
+        let parameters = CudaMemsetNodeParams {
+            destination: to.part(&range, ACTION)?,
+            pitch: 0,
+            value: c_uint::from(value),
+            element_size: 1,
+            width: range.len(),
+            height: 1,
+        };
+        if range.is_empty() {
+            return self.join(after);
+        }
+        let after = self.raw(after)?;
+        self.device.enter()?;
+        let mut node = CUgraphNode::NULL;
+        // SAFETY: the range is inside the storage, which is kept as long as the graph; the nodes are its own.
+        let code = unsafe {
+            (self.device.driver().cuGraphAddMemsetNode)(
+                &raw mut node,
+                self.graph.raw,
+                after.as_ptr(),
+                after.len(),
+                &raw const parameters,
+                self.device.context(),
+            )
+        };
+        self.check("cuGraphAddMemsetNode", code, || "a fill".into())?;
+        self.kept.storage(to);
+        Ok(self.add(node))
+    }
+
+    /// Adds a node that does nothing: one name for several that must be over.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn join(&mut self, after: &[Node]) -> Result<Node> {
+        let after = self.raw(after)?;
+        self.join_raw(&after)
+    }
+
+    /// Adds whatever `call` queues on the stream that it is given, as if it were queued where these nodes stand.
+    /// `storages` are all that the call uses.
+    ///
+    /// # Errors
+    /// Those of `call`; [`CudaError::Driver`] for what cannot be captured, such as waiting; [`CudaError::Lost`].
+    pub fn capture(
+        &mut self,
+        after: &[Node],
+        storages: &[&Arc<Storage>],
+        call: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Result<Node> {
+        let after = self.raw(after)?;
+        // Waiting for other streams happens now, outside the graph.
+        for storage in storages {
+            storage.take_to(&self.capture)?;
+        }
+        self.device.enter()?;
+        let driver = self.device.driver();
+        // SAFETY: the nodes are of this graph; without edge data edges are plain.
+        let code = unsafe {
+            (driver.cuStreamBeginCaptureToGraph)(
+                self.capture.raw(),
+                self.graph.raw,
+                after.as_ptr(),
+                ptr::null(),
+                after.len(),
+                CAPTURE_MODE_THREAD_LOCAL,
+            )
+        };
+        self.check("cuStreamBeginCaptureToGraph", code, || "a library's call".into())?;
+        let called = call(&self.capture);
+        let last = self.captured_last();
+        self.device.enter()?;
+        let mut graph = CUgraph::NULL;
+        // SAFETY: the capture was begun above, on this thread.
+        let code = unsafe { (driver.cuStreamEndCapture)(self.capture.raw(), &raw mut graph) };
+        called?;
+        self.check("cuStreamEndCapture", code, || "a library's call".into())?;
+        let last = last?;
+        storages.iter().for_each(|storage| self.kept.storage(storage));
+        match last[..] {
+            [node] => Ok(self.add(node)),
+            _ => self.join_raw(&last),
+        }
+    }
+
+    /// How many nodes were added, each capture counting as one.
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Whether nothing was added.
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
+    }
+
+    /// Makes the graph launchable on `stream` and brings it to the device.
+    ///
+    /// # Errors
+    /// [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn instantiate(self, stream: &Stream) -> Result<StepGraph> {
+        self.device.same_as(stream.device(), "instantiating a graph")?;
+        StepGraph::instantiate(&self.graph, &self.name, self.kept.without_repeats(), stream)
+    }
+
+    /// The nodes that were captured and nothing captured comes after.
+    fn captured_last(&self) -> Result<Vec<CUgraphNode>> {
+        let (mut status, mut id, mut graph) = (0, 0, CUgraph::NULL);
+        let (mut last, mut edges, mut count) = (ptr::null(), ptr::null(), 0);
+        self.device.enter()?;
+        // SAFETY: all pointers are to values on this stack.
+        let code = unsafe {
+            (self.device.driver().cuStreamGetCaptureInfo_v3)(
+                self.capture.raw(),
+                &raw mut status,
+                &raw mut id,
+                &raw mut graph,
+                &raw mut last,
+                &raw mut edges,
+                &raw mut count,
+            )
+        };
+        self.check("cuStreamGetCaptureInfo", code, || "a library's call".into())?;
+        if last.is_null() {
+            return Ok(Vec::new());
+        }
+        // SAFETY: the driver's array has `count` nodes and lives until the next call with this stream.
+        Ok(unsafe { std::slice::from_raw_parts(last, count) }.to_vec())
+    }
+
+    fn join_raw(&mut self, after: &[CUgraphNode]) -> Result<Node> {
+        self.device.enter()?;
+        let mut node = CUgraphNode::NULL;
+        // SAFETY: the nodes are of this graph.
+        let code = unsafe {
+            (self.device.driver().cuGraphAddEmptyNode)(
+                &raw mut node,
+                self.graph.raw,
+                after.as_ptr(),
+                after.len(),
+            )
+        };
+        self.check("cuGraphAddEmptyNode", code, || "a join".into())?;
+        Ok(self.add(node))
+    }
+
+    fn add(&mut self, node: CUgraphNode) -> Node {
+        let index = u32::try_from(self.nodes.len()).expect("fewer than 2^32 nodes");
+        self.nodes.push(node);
+        Node(index)
+    }
+
+    /// The driver's names of `nodes`, each once: it refuses repeated edges.
+    fn raw(&self, nodes: &[Node]) -> Result<Vec<CUgraphNode>> {
+        let mut indices: Vec<u32> = nodes.iter().map(|node| node.0).collect();
+        indices.sort_unstable();
+        indices.dedup();
+        let raw = |index: u32| self.nodes.get(index as usize).copied();
+        indices
+            .into_iter()
+            .map(raw)
+            .collect::<Option<_>>()
+            .ok_or_else(|| CudaError::Launch {
+                kernel: self.name.clone(),
+                reason: "an edge comes from a node of another graph".into(),
+            })
+    }
+
+    fn check(&self, call: &'static str, code: i32, what: impl FnOnce() -> String) -> Result<()> {
+        self.device.check(call, code, || {
+            format!("adding {} to graph `{}`", what(), self.name)
+        })
+    }
+}
+
+/// An end of a copy in the device's memory.
+fn device_end(address: u64) -> CopyEnd {
+    CopyEnd {
+        x_in_bytes: 0,
+        y: 0,
+        z: 0,
+        level_of_detail: 0,
+        memory_type: MEMORY_TYPE_DEVICE,
+        host: ptr::null_mut(),
+        device: address,
+        array: ptr::null_mut(),
+        reserved: ptr::null_mut(),
+        pitch: 0,
+        height: 0,
+    }
+}

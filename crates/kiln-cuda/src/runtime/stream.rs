@@ -1,0 +1,127 @@
+//! A stream: work that runs in the order in which it was queued.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::device::Device;
+use super::event::Event;
+use crate::error::Result;
+use crate::sys::driver::{CUstream, STREAM_NON_BLOCKING};
+
+/// A stream of a device. Cheap to clone; clones are one stream. Work that is queued when the last clone goes is done
+/// all the same.
+#[derive(Clone)]
+pub struct Stream {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    device: Device,
+    raw: CUstream,
+    id: u64,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.device.enter().is_ok() {
+            // SAFETY: created by `Stream::create`, destroyed here once; the driver frees it after its work.
+            unsafe { (self.device.driver().cuStreamDestroy_v2)(self.raw) };
+        }
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Stream({} of cuda:{})",
+            self.inner.id,
+            self.inner.device.ordinal()
+        )
+    }
+}
+
+impl PartialEq for Stream {
+    fn eq(&self, other: &Self) -> bool {
+        self.inner.id == other.inner.id
+    }
+}
+
+impl Eq for Stream {}
+
+impl Stream {
+    pub(super) fn create(device: &Device) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        device.enter()?;
+        let mut raw = CUstream::NULL;
+        // SAFETY: the pointer is to a handle on this stack.
+        let code = unsafe { (device.driver().cuStreamCreate)(&raw mut raw, STREAM_NON_BLOCKING) };
+        device.check("cuStreamCreate", code, || "making a stream".into())?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                device: device.clone(),
+                raw,
+                id: NEXT.fetch_add(1, Ordering::Relaxed),
+            }),
+        })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// Waits until everything queued so far is done.
+    ///
+    /// # Errors
+    /// `CudaError::Lost` if something queued failed.
+    pub fn synchronize(&self) -> Result<()> {
+        self.device().enter()?;
+        // SAFETY: the stream lives as long as `self`.
+        let code = unsafe { (self.device().driver().cuStreamSynchronize)(self.raw()) };
+        self.device()
+            .check("cuStreamSynchronize", code, || "waiting for a stream".into())
+    }
+
+    /// An event that happens when everything queued so far is done.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`, `CudaError::Lost`.
+    pub fn record(&self) -> Result<Event> {
+        let event = Event::untimed(self.device())?;
+        event.record(self)?;
+        Ok(event)
+    }
+
+    /// As [`Self::record`], with a time of its own: see [`Event::milliseconds_since`].
+    ///
+    /// # Errors
+    /// `CudaError::Driver`, `CudaError::Lost`.
+    pub fn record_time(&self) -> Result<Event> {
+        let event = Event::timed(self.device())?;
+        event.record(self)?;
+        Ok(event)
+    }
+
+    /// Has what is queued from here on wait for `event`. The caller waits for nothing.
+    ///
+    /// # Errors
+    /// `CudaError::Driver`, `CudaError::Lost`.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        self.device().enter()?;
+        // SAFETY: stream and event live as long as the references.
+        let code = unsafe { (self.device().driver().cuStreamWaitEvent)(self.raw(), event.raw(), 0) };
+        self.device()
+            .check("cuStreamWaitEvent", code, || "making a stream wait".into())
+    }
+
+    pub(crate) fn raw(&self) -> CUstream {
+        self.inner.raw
+    }
+
+    /// A number that no other stream of this process has.
+    pub(super) fn id(&self) -> u64 {
+        self.inner.id
+    }
+}

@@ -1,0 +1,701 @@
+//! The functions of the fake driver.
+//!
+//! SAFETY of all of them: the runtime passes pointers to values that live during the call, which is what the real driver
+//! requires of its callers too. Addresses of device memory are checked against what is allocated.
+
+#![allow(non_snake_case, reason = "the names are the driver's")]
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::slice;
+
+use super::{Capture, State, with};
+use crate::sys::driver::{
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUmemPoolProps,
+    CUmemoryPool, CUmodule, CUresult, CUstream, CudaKernelNodeParams, CudaMemcpy3D, CudaMemsetNodeParams,
+    DriverFunctions, device_attribute, function_attribute, pool_attribute, result,
+};
+
+/// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
+const CAPTURING: c_uint = 1;
+/// `CUDA_ERROR_NOT_FOUND`.
+const NOT_FOUND: c_int = 500;
+
+/// Keeps a call and does it, unless it is to fail.
+fn call(name: &'static str, given: &str, work: impl FnOnce(&mut State) -> CUresult) -> CUresult {
+    with(|state| match state.note(name, given) {
+        Some(code) => code,
+        None => work(state),
+    })
+}
+
+fn number(handle: *mut c_void) -> usize {
+    handle as usize
+}
+
+fn pointer(number: usize) -> *mut c_void {
+    number as *mut c_void
+}
+
+/// Writes a new handle to where the caller wants it.
+unsafe fn give(state: &mut State, to: *mut *mut c_void) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { *to = pointer(state.handle()) };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuInit(_: c_uint) -> CUresult {
+    call("cuInit", "", |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { *version = 13000 };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuGetErrorName(error: CUresult, name: *mut *const c_char) -> CUresult {
+    let text = match error {
+        result::OUT_OF_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
+        result::ILLEGAL_ADDRESS => c"CUDA_ERROR_ILLEGAL_ADDRESS",
+        _ => return result::INVALID_VALUE,
+    };
+    // SAFETY: see the module.
+    unsafe { *name = text.as_ptr() };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuGetErrorString(error: CUresult, text: *mut *const c_char) -> CUresult {
+    let words = match error {
+        result::OUT_OF_MEMORY => c"out of memory",
+        result::ILLEGAL_ADDRESS => c"an illegal memory access was encountered",
+        _ => return result::INVALID_VALUE,
+    };
+    // SAFETY: see the module.
+    unsafe { *text = words.as_ptr() };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { *count = with(|state| state.devices) as c_int };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { *device = ordinal };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, _: c_int, _: CUdevice) -> CUresult {
+    for (index, &byte) in b"Fake GPU\0".iter().enumerate() {
+        // SAFETY: see the module; the caller has room for a name.
+        unsafe { *name.add(index) = byte as c_char };
+    }
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, _: CUdevice) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { *bytes = with(|state| state.memory) };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _: CUdevice) -> CUresult {
+    let found = match attribute {
+        device_attribute::COMPUTE_CAPABILITY_MAJOR => 9,
+        device_attribute::COMPUTE_CAPABILITY_MINOR => 0,
+        device_attribute::MULTIPROCESSOR_COUNT => 132,
+        device_attribute::MAX_THREADS_PER_BLOCK => 1024,
+        device_attribute::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN => 232_448,
+        device_attribute::L2_CACHE_SIZE => 60 << 20,
+        _ => return result::INVALID_VALUE,
+    };
+    // SAFETY: see the module.
+    unsafe { *value = found };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice) -> CUresult {
+    call("cuDevicePrimaryCtxRetain", &format!("device {device}"), |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, context.cast()) }
+    })
+}
+
+unsafe extern "C" fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) -> CUresult {
+    call("cuDevicePrimaryCtxRelease", &format!("device {device}"), |_| {
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuCtxSetCurrent(_: CUcontext) -> CUresult {
+    // Every operation begins with it: the calls would drown in it.
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuCtxSynchronize() -> CUresult {
+    call("cuCtxSynchronize", "", |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CUresult {
+    with(|state| {
+        // SAFETY: see the module.
+        unsafe { (*free, *total) = (state.memory - state.used(), state.memory) };
+    });
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuStreamCreate(stream: *mut CUstream, _: c_uint) -> CUresult {
+    call("cuStreamCreate", "", |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, stream.cast()) }
+    })
+}
+
+unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> CUresult {
+    call("cuStreamDestroy", &format!("stream {}", number(stream.0)), |_| {
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuStreamSynchronize(stream: CUstream) -> CUresult {
+    call(
+        "cuStreamSynchronize",
+        &format!("stream {}", number(stream.0)),
+        |_| result::SUCCESS,
+    )
+}
+
+unsafe extern "C" fn cuStreamWaitEvent(stream: CUstream, event: CUevent, _: c_uint) -> CUresult {
+    let given = format!("stream {} for event {}", number(stream.0), number(event.0));
+    call("cuStreamWaitEvent", &given, |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuEventCreate(event: *mut CUevent, _: c_uint) -> CUresult {
+    // SAFETY: see the module.
+    with(|state| unsafe { give(state, event.cast()) })
+}
+
+unsafe extern "C" fn cuEventDestroy_v2(_: CUevent) -> CUresult {
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuEventRecord(event: CUevent, stream: CUstream) -> CUresult {
+    let given = format!("event {} on stream {}", number(event.0), number(stream.0));
+    call("cuEventRecord", &given, |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuEventSynchronize(event: CUevent) -> CUresult {
+    call(
+        "cuEventSynchronize",
+        &format!("event {}", number(event.0)),
+        |_| result::SUCCESS,
+    )
+}
+
+unsafe extern "C" fn cuEventQuery(_: CUevent) -> CUresult {
+    call("cuEventQuery", "", |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuEventElapsedTime(milliseconds: *mut f32, _: CUevent, _: CUevent) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { *milliseconds = 1.0 };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, _: c_uint) -> CUresult {
+    call("cuMemHostAlloc", &format!("{bytes} bytes"), |state| {
+        let start = state.allocate(bytes, true);
+        // SAFETY: see the module.
+        unsafe { *address = start as *mut c_void };
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuMemFreeHost(address: *mut c_void) -> CUresult {
+    call("cuMemFreeHost", "", |state| {
+        match state.allocated.remove(&(address as u64)) {
+            Some(_) => result::SUCCESS,
+            None => result::INVALID_VALUE,
+        }
+    })
+}
+
+unsafe extern "C" fn cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps) -> CUresult {
+    // SAFETY: see the module.
+    let device = unsafe { (*properties).location_id };
+    call("cuMemPoolCreate", &format!("device {device}"), |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, pool.cast()) }
+    })
+}
+
+unsafe extern "C" fn cuMemPoolDestroy(_: CUmemoryPool) -> CUresult {
+    call("cuMemPoolDestroy", "", |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuMemPoolSetAttribute(
+    _: CUmemoryPool,
+    attribute: c_int,
+    value: *mut c_void,
+) -> CUresult {
+    with(|state| {
+        if attribute == pool_attribute::USED_MEM_HIGH {
+            state.peak = state.used();
+        }
+    });
+    // SAFETY: see the module; every attribute that the runtime sets is a `u64`.
+    let value = unsafe { *value.cast::<u64>() };
+    call(
+        "cuMemPoolSetAttribute",
+        &format!("{attribute} to {value}"),
+        |_| result::SUCCESS,
+    )
+}
+
+unsafe extern "C" fn cuMemPoolGetAttribute(
+    _: CUmemoryPool,
+    attribute: c_int,
+    value: *mut c_void,
+) -> CUresult {
+    let bytes = with(|state| {
+        if attribute == pool_attribute::USED_MEM_HIGH {
+            state.peak
+        } else {
+            state.used()
+        }
+    });
+    // SAFETY: see the module; every attribute that the runtime asks for is a `u64`.
+    unsafe { *value.cast::<u64>() = bytes as u64 };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuMemPoolTrimTo(_: CUmemoryPool, bytes: usize) -> CUresult {
+    call("cuMemPoolTrimTo", &format!("{bytes} bytes"), |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuMemAllocFromPoolAsync(
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    _: CUmemoryPool,
+    stream: CUstream,
+) -> CUresult {
+    let given = format!("{bytes} bytes on stream {}", number(stream.0));
+    call("cuMemAllocFromPoolAsync", &given, |state| {
+        if state.used() + bytes > state.memory {
+            return result::OUT_OF_MEMORY;
+        }
+        // SAFETY: see the module.
+        unsafe { *address = state.allocate(bytes, false) };
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuMemFreeAsync(address: CUdeviceptr, stream: CUstream) -> CUresult {
+    let given = format!("on stream {}", number(stream.0));
+    call("cuMemFreeAsync", &given, |state| {
+        match state.allocated.remove(&address) {
+            Some(_) => result::SUCCESS,
+            None => result::INVALID_VALUE,
+        }
+    })
+}
+
+/// Copies, if the ends on the device are allocated.
+unsafe fn copy(state: &mut State, to: u64, from: u64, bytes: usize, ends: &[u64]) -> CUresult {
+    if !ends.iter().all(|&end| state.holds(end, bytes)) {
+        return result::ILLEGAL_ADDRESS;
+    }
+    // SAFETY: ends on the device were checked, ends on the host are the runtime's promise; they do not overlap.
+    unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
+    to: CUdeviceptr,
+    from: *const c_void,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
+    let given = format!("{bytes} bytes on stream {}", number(stream.0));
+    call("cuMemcpyHtoDAsync", &given, |state| {
+        // SAFETY: see the module.
+        unsafe { copy(state, to, from as u64, bytes, &[to]) }
+    })
+}
+
+unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
+    to: *mut c_void,
+    from: CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
+    let given = format!("{bytes} bytes on stream {}", number(stream.0));
+    call("cuMemcpyDtoHAsync", &given, |state| {
+        // SAFETY: see the module.
+        unsafe { copy(state, to as u64, from, bytes, &[from]) }
+    })
+}
+
+unsafe extern "C" fn cuMemcpyDtoDAsync_v2(
+    to: CUdeviceptr,
+    from: CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
+    let given = format!("{bytes} bytes on stream {}", number(stream.0));
+    call("cuMemcpyDtoDAsync", &given, |state| {
+        // SAFETY: see the module.
+        unsafe { copy(state, to, from, bytes, &[to, from]) }
+    })
+}
+
+unsafe extern "C" fn cuMemsetD8Async(to: CUdeviceptr, value: u8, count: usize, stream: CUstream) -> CUresult {
+    let given = format!("{count} bytes to {value} on stream {}", number(stream.0));
+    call("cuMemsetD8Async", &given, |state| {
+        if !state.holds(to, count) {
+            return result::ILLEGAL_ADDRESS;
+        }
+        // SAFETY: the range was checked.
+        unsafe { (to as *mut u8).write_bytes(value, count) };
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuModuleLoadData(module: *mut CUmodule, _: *const c_void) -> CUresult {
+    call("cuModuleLoadData", "", |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, module.cast()) }
+    })
+}
+
+unsafe extern "C" fn cuModuleUnload(_: CUmodule) -> CUresult {
+    call("cuModuleUnload", "", |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuModuleGetFunction(
+    function: *mut CUfunction,
+    _: CUmodule,
+    name: *const c_char,
+) -> CUresult {
+    // SAFETY: see the module; the name ends with a zero.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+    with(|state| {
+        if !state.kernels.contains_key(&name) {
+            return NOT_FOUND;
+        }
+        state.functions.push(name);
+        // SAFETY: see the module. A function's handle is its place in the list, counted from one.
+        unsafe { *function = CUfunction(pointer(state.functions.len())) };
+        result::SUCCESS
+    })
+}
+
+/// Name of a kernel.
+fn kernel(state: &State, function: CUfunction) -> String {
+    state.functions[number(function.0) - 1].clone()
+}
+
+unsafe extern "C" fn cuFuncSetAttribute(function: CUfunction, attribute: c_int, value: c_int) -> CUresult {
+    let given = format!(
+        "{attribute} of {} to {value}",
+        with(|state| kernel(state, function))
+    );
+    call("cuFuncSetAttribute", &given, |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, _: CUfunction) -> CUresult {
+    let found = match attribute {
+        function_attribute::MAX_THREADS_PER_BLOCK => 512,
+        function_attribute::SHARED_SIZE_BYTES => 1024,
+        function_attribute::NUM_REGS => 32,
+        _ => 0,
+    };
+    // SAFETY: see the module.
+    unsafe { *value = found };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuFuncGetParamInfo(
+    function: CUfunction,
+    index: usize,
+    _: *mut usize,
+    bytes: *mut usize,
+) -> CUresult {
+    with(|state| match state.kernels[&kernel(state, function)].get(index) {
+        Some(&size) => {
+            // SAFETY: see the module.
+            unsafe { *bytes = size };
+            result::SUCCESS
+        }
+        None => result::INVALID_VALUE,
+    })
+}
+
+unsafe extern "C" fn cuLaunchKernel(
+    function: CUfunction,
+    grid_x: c_uint,
+    grid_y: c_uint,
+    grid_z: c_uint,
+    block_x: c_uint,
+    block_y: c_uint,
+    block_z: c_uint,
+    shared_bytes: c_uint,
+    stream: CUstream,
+    _: *mut *mut c_void,
+    _: *mut *mut c_void,
+) -> CUresult {
+    let given = format!(
+        "{} grid {:?} block {:?} shared {shared_bytes} on stream {}",
+        with(|state| kernel(state, function)),
+        [grid_x, grid_y, grid_z],
+        [block_x, block_y, block_z],
+        number(stream.0)
+    );
+    call("cuLaunchKernel", &given, |state| {
+        // A launch on a capturing stream is a node after what was captured before.
+        if let Some(graph) = state
+            .capturing
+            .get(&number(stream.0))
+            .map(|capture| capture.graph)
+        {
+            let node = state.handle();
+            state.nodes.entry(graph).or_default().push(node);
+            if let Some(capture) = state.capturing.get_mut(&number(stream.0)) {
+                capture.last = vec![node];
+            }
+        }
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuGraphCreate(graph: *mut CUgraph, _: c_uint) -> CUresult {
+    call("cuGraphCreate", "", |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, graph.cast()) }
+    })
+}
+
+unsafe extern "C" fn cuGraphDestroy(_: CUgraph) -> CUresult {
+    call("cuGraphDestroy", "", |_| result::SUCCESS)
+}
+
+/// Adds a node; `given` describes it.
+unsafe fn add(
+    name: &'static str,
+    given: &str,
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+) -> CUresult {
+    let after: Vec<usize> = if count == 0 {
+        Vec::new()
+    } else {
+        // SAFETY: see the module; the array has `count` nodes.
+        unsafe { slice::from_raw_parts(after, count) }
+            .iter()
+            .map(|node| number(node.0))
+            .collect()
+    };
+    with(|state| {
+        let made = state.handle();
+        if let Some(code) = state.note(name, &format!("node {made}{given} after {after:?}")) {
+            return code;
+        }
+        let nodes = state.nodes.entry(number(graph.0)).or_default();
+        if !after.iter().all(|node| nodes.contains(node)) {
+            return result::INVALID_VALUE;
+        }
+        nodes.push(made);
+        // SAFETY: see the module.
+        unsafe { *node = CUgraphNode(pointer(made)) };
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuGraphAddKernelNode_v2(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+    parameters: *const CudaKernelNodeParams,
+) -> CUresult {
+    // SAFETY: see the module.
+    let parameters = unsafe { *parameters };
+    let kernel = with(|state| kernel(state, parameters.function));
+    let given = format!(
+        " {kernel} grid {:?} block {:?}",
+        parameters.grid, parameters.block
+    );
+    // SAFETY: see the module.
+    unsafe { add("cuGraphAddKernelNode", &given, node, graph, after, count) }
+}
+
+unsafe extern "C" fn cuGraphAddMemcpyNode(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+    parameters: *const CudaMemcpy3D,
+    _: CUcontext,
+) -> CUresult {
+    // SAFETY: see the module.
+    let bytes = unsafe { (*parameters).width_in_bytes };
+    // SAFETY: see the module.
+    unsafe {
+        add(
+            "cuGraphAddMemcpyNode",
+            &format!(" {bytes} bytes"),
+            node,
+            graph,
+            after,
+            count,
+        )
+    }
+}
+
+unsafe extern "C" fn cuGraphAddMemsetNode(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+    parameters: *const CudaMemsetNodeParams,
+    _: CUcontext,
+) -> CUresult {
+    // SAFETY: see the module.
+    let parameters = unsafe { *parameters };
+    let given = format!(" {} bytes to {}", parameters.width, parameters.value);
+    // SAFETY: see the module.
+    unsafe { add("cuGraphAddMemsetNode", &given, node, graph, after, count) }
+}
+
+unsafe extern "C" fn cuGraphAddEmptyNode(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { add("cuGraphAddEmptyNode", "", node, graph, after, count) }
+}
+
+unsafe extern "C" fn cuGraphGetNodes(graph: CUgraph, _: *mut CUgraphNode, count: *mut usize) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { *count = with(|state| state.nodes.get(&number(graph.0)).map_or(0, Vec::len)) };
+    result::SUCCESS
+}
+
+unsafe extern "C" fn cuGraphInstantiateWithFlags(
+    executable: *mut CUgraphExec,
+    _: CUgraph,
+    _: c_ulonglong,
+) -> CUresult {
+    call("cuGraphInstantiate", "", |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, executable.cast()) }
+    })
+}
+
+unsafe extern "C" fn cuGraphUpload(_: CUgraphExec, stream: CUstream) -> CUresult {
+    call(
+        "cuGraphUpload",
+        &format!("on stream {}", number(stream.0)),
+        |_| result::SUCCESS,
+    )
+}
+
+unsafe extern "C" fn cuGraphLaunch(_: CUgraphExec, stream: CUstream) -> CUresult {
+    call(
+        "cuGraphLaunch",
+        &format!("on stream {}", number(stream.0)),
+        |_| result::SUCCESS,
+    )
+}
+
+unsafe extern "C" fn cuGraphExecDestroy(_: CUgraphExec) -> CUresult {
+    call("cuGraphExecDestroy", "", |_| result::SUCCESS)
+}
+
+unsafe extern "C" fn cuStreamBeginCaptureToGraph(
+    stream: CUstream,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    _: *const c_void,
+    count: usize,
+    _: c_uint,
+) -> CUresult {
+    let last: Vec<usize> = if count == 0 {
+        Vec::new()
+    } else {
+        // SAFETY: see the module; the array has `count` nodes.
+        unsafe { slice::from_raw_parts(after, count) }
+            .iter()
+            .map(|node| number(node.0))
+            .collect()
+    };
+    let given = format!("stream {} after {last:?}", number(stream.0));
+    call("cuStreamBeginCaptureToGraph", &given, |state| {
+        let graph = number(graph.0);
+        state.capturing.insert(number(stream.0), Capture { graph, last });
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuStreamGetCaptureInfo_v3(
+    stream: CUstream,
+    status: *mut c_uint,
+    _: *mut u64,
+    graph: *mut CUgraph,
+    last: *mut *const CUgraphNode,
+    _: *mut *const c_void,
+    count: *mut usize,
+) -> CUresult {
+    with(|state| {
+        let Some(capture) = state.capturing.get(&number(stream.0)) else {
+            return result::INVALID_VALUE;
+        };
+        state.last_nodes = capture.last.clone();
+        // SAFETY: see the module; handles are pointers of the same size as the numbers.
+        unsafe {
+            *status = CAPTURING;
+            *graph = CUgraph(pointer(capture.graph));
+            *last = state.last_nodes.as_ptr().cast();
+            *count = state.last_nodes.len();
+        }
+        result::SUCCESS
+    })
+}
+
+unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, _: *mut CUgraph) -> CUresult {
+    call(
+        "cuStreamEndCapture",
+        &format!("stream {}", number(stream.0)),
+        |state| match state.capturing.remove(&number(stream.0)) {
+            Some(_) => result::SUCCESS,
+            None => result::INVALID_VALUE,
+        },
+    )
+}
+
+macro_rules! table {
+    ($($name:ident),* $(,)?) => {
+        /// The fake driver's functions.
+        pub(super) const TABLE: DriverFunctions = DriverFunctions { $($name),* };
+    };
+}
+
+table! {
+    cuInit, cuDriverGetVersion, cuGetErrorName, cuGetErrorString, cuDeviceGetCount, cuDeviceGet, cuDeviceGetName,
+    cuDeviceTotalMem_v2, cuDeviceGetAttribute, cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRelease_v2,
+    cuCtxSetCurrent, cuCtxSynchronize, cuMemGetInfo_v2, cuStreamCreate, cuStreamDestroy_v2, cuStreamSynchronize,
+    cuStreamWaitEvent, cuEventCreate, cuEventDestroy_v2, cuEventRecord, cuEventSynchronize, cuEventQuery,
+    cuEventElapsedTime, cuMemHostAlloc, cuMemFreeHost, cuMemPoolCreate, cuMemPoolDestroy, cuMemPoolSetAttribute,
+    cuMemPoolGetAttribute, cuMemPoolTrimTo, cuMemAllocFromPoolAsync, cuMemFreeAsync, cuMemcpyHtoDAsync_v2,
+    cuMemcpyDtoHAsync_v2, cuMemcpyDtoDAsync_v2, cuMemsetD8Async, cuModuleLoadData, cuModuleUnload,
+    cuModuleGetFunction, cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuGraphCreate,
+    cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode, cuGraphAddEmptyNode,
+    cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphUpload, cuGraphLaunch, cuGraphExecDestroy,
+    cuStreamBeginCaptureToGraph, cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
+}

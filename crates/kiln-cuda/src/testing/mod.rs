@@ -1,0 +1,185 @@
+//! A driver without a GPU, which keeps the calls that it gets.
+//!
+//! Its devices' memory is memory of the host: allocations count against a size, copies and fills happen at once and are
+//! checked against what is allocated. Kernels do nothing; they are declared with the sizes of their parameters, and their
+//! launches are kept. Any call can be made to fail. Streams and events are names: what the runtime orders by them shows
+//! in the calls.
+//!
+//! A table of functions carries no state, so there is one such driver at a time: [`FakeDriver::start`] waits for the one
+//! before to be dropped.
+
+mod functions;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::error::Result;
+use crate::libraries::{Driver, Opened};
+
+/// The fake driver. Its calls and settings go with it.
+#[derive(Debug)]
+pub struct FakeDriver {
+    driver: Driver,
+    _alone: MutexGuard<'static, ()>,
+}
+
+/// What the fake driver knows.
+#[derive(Debug, Default)]
+struct State {
+    calls: Vec<String>,
+    /// Calls that fail, with what they answer.
+    failing: HashMap<&'static str, i32>,
+    /// The answer of every call after a fault.
+    fault: Option<i32>,
+    devices: usize,
+    memory: usize,
+    kernels: HashMap<String, Vec<usize>>,
+    functions: Vec<String>,
+    allocated: HashMap<u64, Allocation>,
+    peak: usize,
+    /// Number of the next handle.
+    handles: usize,
+    /// Nodes of every graph, and which graph each stream captures into.
+    nodes: HashMap<usize, Vec<usize>>,
+    capturing: HashMap<usize, Capture>,
+    /// The array that the last look at a capture points to.
+    last_nodes: Vec<usize>,
+}
+
+#[derive(Debug)]
+struct Allocation {
+    bytes: usize,
+    /// Keeps the memory; a whole number of words, so that it is aligned.
+    _words: Vec<u64>,
+    pinned: bool,
+}
+
+#[derive(Debug)]
+struct Capture {
+    graph: usize,
+    last: Vec<usize>,
+}
+
+static STATE: Mutex<Option<State>> = Mutex::new(None);
+static ALONE: Mutex<()> = Mutex::new(());
+
+impl FakeDriver {
+    /// A driver with `devices` devices that have `memory` bytes each.
+    ///
+    /// # Errors
+    /// None so far; those of a driver that does not start.
+    pub fn start(devices: usize, memory: usize) -> Result<Self> {
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        *STATE.lock().unwrap_or_else(PoisonError::into_inner) = Some(State {
+            devices,
+            memory,
+            handles: 1,
+            ..State::default()
+        });
+        let driver = Driver::start(Opened {
+            functions: functions::TABLE,
+            path: PathBuf::from("fake"),
+            version: "CUDA 13.0".into(),
+        })?;
+        Ok(Self {
+            driver,
+            _alone: alone,
+        })
+    }
+
+    /// The driver as the runtime takes it.
+    pub fn driver(&self) -> &Driver {
+        &self.driver
+    }
+
+    /// Every module has a kernel called `name` with parameters of these sizes.
+    pub fn declare(&self, name: &str, parameters: &[usize]) {
+        with(|state| state.kernels.insert(name.to_owned(), parameters.to_vec()));
+    }
+
+    /// From here on `call` (such as `cuGraphLaunch`) answers `code`; zero lets it succeed again.
+    pub fn fail(&self, call: &'static str, code: i32) {
+        with(|state| match code {
+            0 => state.failing.remove(call),
+            _ => state.failing.insert(call, code),
+        });
+    }
+
+    /// From here on every call that reaches the device answers `code`.
+    pub fn fault(&self, code: i32) {
+        with(|state| state.fault = Some(code));
+    }
+
+    /// The calls since the last look, each a line: the function and what it was given.
+    pub fn calls(&self) -> Vec<String> {
+        with(|state| std::mem::take(&mut state.calls))
+    }
+
+    /// Bytes of device memory in use.
+    pub fn used(&self) -> usize {
+        with(|state| state.used())
+    }
+
+    /// Pinned blocks of the host in use.
+    pub fn pinned(&self) -> usize {
+        with(|state| {
+            state
+                .allocated
+                .values()
+                .filter(|allocation| allocation.pinned)
+                .count()
+        })
+    }
+}
+
+/// Does something with the state of the driver that was started last.
+fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
+    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+    work(state.get_or_insert_default())
+}
+
+impl State {
+    fn used(&self) -> usize {
+        let device = self.allocated.values().filter(|allocation| !allocation.pinned);
+        device.map(|allocation| allocation.bytes).sum()
+    }
+
+    /// Keeps a call; the error that it answers, if one was asked for.
+    fn note(&mut self, call: &'static str, given: &str) -> Option<i32> {
+        let line = if given.is_empty() {
+            call.to_owned()
+        } else {
+            format!("{call} {given}")
+        };
+        self.calls.push(line);
+        self.failing.get(call).copied().or(self.fault)
+    }
+
+    fn handle(&mut self) -> usize {
+        self.handles += 1;
+        self.handles
+    }
+
+    fn allocate(&mut self, bytes: usize, pinned: bool) -> u64 {
+        let words = vec![0xa5a5_a5a5_a5a5_a5a5_u64; bytes.div_ceil(8)];
+        let address = words.as_ptr() as u64;
+        let allocation = Allocation {
+            bytes,
+            _words: words,
+            pinned,
+        };
+        self.allocated.insert(address, allocation);
+        self.peak = self.peak.max(self.used());
+        address
+    }
+
+    /// Whether all of a range of the device's memory is allocated.
+    fn holds(&self, address: u64, bytes: usize) -> bool {
+        self.allocated.iter().any(|(&start, allocation)| {
+            !allocation.pinned
+                && start <= address
+                && address + bytes as u64 <= start + allocation.bytes as u64
+        })
+    }
+}

@@ -1,0 +1,516 @@
+//! The runtime on a driver that keeps the calls: what is ordered, freed, checked, and said when something fails.
+
+use std::sync::Arc;
+
+use kiln_cuda::CudaError;
+use kiln_cuda::runtime::{
+    Arguments, Device, Feed, GraphBuilder, Kernel, Launch, Module, Pinned, Scalars, Storage, Stream,
+};
+use kiln_cuda::testing::FakeDriver;
+
+const MEMORY: usize = 1 << 20;
+
+/// A fake driver, its first device, and a stream.
+fn start() -> (FakeDriver, Device, Stream) {
+    let fake = FakeDriver::start(2, MEMORY).unwrap();
+    let device = Device::open(fake.driver(), 0).unwrap();
+    let stream = device.stream().unwrap();
+    fake.calls();
+    (fake, device, stream)
+}
+
+/// The kernel `add`, which takes two pointers and a number of 32 bits.
+fn add(fake: &FakeDriver, device: &Device) -> Kernel {
+    fake.declare("add", &[8, 8, 4]);
+    let kernel = Module::load(device, "sums", b"machine code")
+        .unwrap()
+        .kernel("add")
+        .unwrap();
+    fake.calls();
+    kernel
+}
+
+fn launch(kernel: &Kernel, storage: &Arc<Storage>) -> Launch {
+    Launch {
+        kernel: kernel.clone(),
+        grid: [4, 1, 1],
+        block: [256, 1, 1],
+        shared_bytes: 0,
+        arguments: Arguments::new().memory(storage, 0).memory(storage, 16).u32(7),
+    }
+}
+
+/// Position of the first line that starts with `start`.
+fn place(calls: &[String], start: &str) -> usize {
+    calls
+        .iter()
+        .position(|call| call.starts_with(start))
+        .unwrap_or_else(|| panic!("no `{start}` in {calls:#?}"))
+}
+
+#[test]
+fn a_device_that_is_not_there_is_named() {
+    let fake = FakeDriver::start(2, MEMORY).unwrap();
+    let error = Device::open(fake.driver(), 2).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "there is no device cuda:2: the driver sees 2 (`kiln backends` lists them)"
+    );
+    let description = fake.driver().describe(1).unwrap();
+    assert_eq!(
+        description.to_string(),
+        "cuda:1      Fake GPU, compute capability 9.0, 0.0 GiB, 132 multiprocessors"
+    );
+}
+
+#[test]
+fn everything_goes_back_to_the_driver() {
+    let (fake, device, stream) = start();
+    let storage = Storage::allocate(&stream, 64).unwrap();
+    let pinned = Pinned::allocate(&device, 64).unwrap();
+    assert_eq!((fake.used(), fake.pinned()), (64, 1));
+    drop((storage, pinned, stream, device));
+    assert_eq!((fake.used(), fake.pinned()), (0, 0));
+    let calls = fake.calls();
+    assert!(
+        place(&calls, "cuMemFreeAsync") < place(&calls, "cuMemPoolDestroy"),
+        "{calls:#?}"
+    );
+    assert!(
+        place(&calls, "cuMemPoolDestroy") < place(&calls, "cuDevicePrimaryCtxRelease"),
+        "{calls:#?}"
+    );
+}
+
+#[test]
+fn a_use_on_another_stream_waits_for_the_last_one() {
+    let (fake, device, first) = start();
+    let second = device.stream().unwrap();
+    let storage = Storage::allocate(&first, 64).unwrap();
+    first.fill(&storage, 0..64, 1).unwrap();
+    fake.calls();
+
+    second.fill(&storage, 0..64, 2).unwrap();
+    let calls = fake.calls();
+    assert_eq!(calls.len(), 3, "{calls:#?}");
+    assert!(
+        calls[0].starts_with("cuEventRecord") && calls[0].ends_with("on stream 4"),
+        "{calls:#?}"
+    );
+    assert!(calls[1].starts_with("cuStreamWaitEvent stream 5"), "{calls:#?}");
+    assert!(calls[2].starts_with("cuMemsetD8Async"), "{calls:#?}");
+
+    // On the same stream there is nothing to wait for, and the storage is freed there.
+    second.fill(&storage, 0..64, 3).unwrap();
+    drop(storage);
+    let calls = fake.calls();
+    assert_eq!(
+        calls,
+        [
+            "cuMemsetD8Async 64 bytes to 3 on stream 5",
+            "cuMemFreeAsync on stream 5"
+        ]
+    );
+}
+
+#[test]
+fn a_use_that_was_ended_is_waited_for_up_to_its_end() {
+    let (fake, device, first) = start();
+    let second = device.stream().unwrap();
+    let storage = Storage::allocate(&first, 64).unwrap();
+    storage.end_use().unwrap();
+    fake.calls();
+    second.fill(&storage, 0..64, 1).unwrap();
+    // No event is recorded behind what the first stream was given since.
+    let calls = fake.calls();
+    assert!(calls[0].starts_with("cuStreamWaitEvent stream 5"), "{calls:#?}");
+    assert_eq!(calls.len(), 2, "{calls:#?}");
+
+    // A use on the same stream after the end counts again.
+    storage.end_use().unwrap();
+    second.fill(&storage, 0..64, 1).unwrap();
+    fake.calls();
+    first.fill(&storage, 0..64, 2).unwrap();
+    let calls = fake.calls();
+    assert!(
+        calls[0].starts_with("cuEventRecord") && calls[0].ends_with("on stream 5"),
+        "{calls:#?}"
+    );
+}
+
+#[test]
+fn copies_carry_bytes_and_pinned_memory_outlives_them() {
+    let (fake, device, stream) = start();
+    let storage = Storage::allocate(&stream, 8).unwrap();
+    let other = Storage::allocate(&stream, 8).unwrap();
+    let mut from = Pinned::allocate(&device, 8).unwrap();
+    from.write().unwrap().copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8]);
+    stream.upload(&from, 2..6, &storage, 1).unwrap();
+    stream.copy(&storage, 1..5, &other, 4).unwrap();
+    let mut to = Pinned::allocate(&device, 4).unwrap();
+    stream.download(&other, 4..8, &mut to, 0).unwrap();
+    assert_eq!(to.read().unwrap(), [3, 4, 5, 6]);
+    let mut plain = [0; 2];
+    stream.read(&other, 6, &mut plain).unwrap();
+    assert_eq!(plain, [5, 6]);
+    stream.write(&[9], &other, 0).unwrap();
+    stream.read(&other, 0, &mut plain[..1]).unwrap();
+    assert_eq!(plain[0], 9);
+    fake.calls();
+    // A copy is under way: freeing waits for it.
+    drop(from);
+    let calls = fake.calls();
+    assert!(
+        place(&calls, "cuEventSynchronize") < place(&calls, "cuMemFreeHost"),
+        "{calls:#?}"
+    );
+    // This one was waited for by reading it.
+    drop(to);
+    assert_eq!(fake.calls(), ["cuMemFreeHost"]);
+}
+
+#[test]
+fn ranges_outside_their_memory_reach_no_driver() {
+    let (fake, device, stream) = start();
+    let storage = Storage::allocate(&stream, 8).unwrap();
+    let pinned = Pinned::allocate(&device, 4).unwrap();
+    fake.calls();
+    let error = stream.upload(&pinned, 0..4, &storage, 5).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "copying to a device: bytes 5..9 are not all inside the 8 bytes there"
+    );
+    assert!(stream.upload(&pinned, 2..5, &storage, 0).is_err());
+    assert!(stream.fill(&storage, 4..9, 0).is_err());
+    assert!(stream.write(&[0; 3], &storage, usize::MAX).is_err());
+    assert_eq!(fake.calls(), [""; 0]);
+}
+
+#[test]
+fn memory_that_is_used_up_is_named_with_all_sizes_and_nothing_is_lost() {
+    let (fake, device, stream) = start();
+    let half = Storage::allocate(&stream, MEMORY / 2).unwrap();
+    fake.calls();
+    let error = Storage::allocate(&stream, MEMORY).unwrap_err();
+    let calls = fake.calls();
+    assert!(
+        place(&calls, "cuCtxSynchronize") < place(&calls, "cuMemPoolTrimTo 0"),
+        "{calls:#?}"
+    );
+    assert_eq!(
+        error.to_string(),
+        "cuda:0 has not 1048576 bytes of memory left: of 1048576 bytes 524288 are free, Kiln's pool holds 524288 \
+         (524288 of them in use), the rest belongs to others; set a smaller memory budget or batch"
+    );
+    stream.fill(&half, 0..MEMORY / 2, 1).unwrap();
+    drop(half);
+    Storage::allocate(&stream, MEMORY).unwrap();
+    assert_eq!(device.memory_peak().unwrap(), MEMORY);
+    device.reset_memory_peak().unwrap();
+    assert_eq!(device.memory_peak().unwrap(), 0);
+    fake.fail("cuMemHostAlloc", 2);
+    let error = Pinned::allocate(&device, 64).unwrap_err();
+    assert!(
+        matches!(error, CudaError::OutOfPinnedMemory { asked: 64, .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn two_devices_do_not_meet_in_one_operation() {
+    let (fake, _device, stream) = start();
+    let other = Device::open(fake.driver(), 1).unwrap();
+    let storage = Storage::allocate(&other.stream().unwrap(), 8).unwrap();
+    let error = stream.fill(&storage, 0..8, 0).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "using memory on a stream: cuda:1 and cuda:0 cannot take part in one operation"
+    );
+    let kernel = add(&fake, &other);
+    // SAFETY: the launch is refused.
+    let error = unsafe { stream.launch(&launch(&kernel, &Arc::new(storage))) }.unwrap_err();
+    assert!(matches!(error, CudaError::TwoDevices { .. }), "{error}");
+}
+
+#[test]
+fn a_launch_is_checked_against_its_kernel() {
+    let (fake, device, stream) = start();
+    let kernel = add(&fake, &device);
+    let storage = Arc::new(Storage::allocate(&stream, 64).unwrap());
+    let good = launch(&kernel, &storage);
+    fake.calls();
+    let refused = |change: &dyn Fn(&mut Launch), what: &str| {
+        let mut bad = good.clone();
+        change(&mut bad);
+        // SAFETY: the launch is refused.
+        let text = unsafe { stream.launch(&bad) }.unwrap_err().to_string();
+        assert!(
+            text.starts_with("kernel `add` cannot be launched: ") && text.contains(what),
+            "{text}"
+        );
+    };
+    refused(&|bad| bad.grid[1] = 0, "have no threads");
+    refused(&|bad| bad.block = [32, 32, 1], "at most 512 threads, not 1024");
+    refused(
+        &|bad| bad.shared_bytes = 232_448,
+        "at most 232448 bytes of shared memory, not 233472",
+    );
+    refused(
+        &|bad| bad.arguments = Arguments::new().memory(&storage, 0).u64(1).u64(2),
+        "its parameters have [8, 8, 4] bytes, the arguments [8, 8, 8]",
+    );
+    refused(&|bad| bad.arguments = Arguments::new(), "the arguments []");
+    assert_eq!(fake.calls(), [""; 0]);
+    // SAFETY: the fake driver runs nothing.
+    unsafe { stream.launch(&good) }.unwrap();
+    assert_eq!(
+        fake.calls(),
+        ["cuLaunchKernel add grid [4, 1, 1] block [256, 1, 1] shared 0 on stream 4"]
+    );
+    let error = Module::load(&device, "sums", b"machine code")
+        .unwrap()
+        .kernel("sub")
+        .unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("kernel `sub` cannot be launched: module `sums`"),
+        "{error}"
+    );
+}
+
+#[test]
+fn more_shared_memory_is_asked_for_once() {
+    let (fake, device, stream) = start();
+    let kernel = add(&fake, &device);
+    let storage = Arc::new(Storage::allocate(&stream, 64).unwrap());
+    let mut large = launch(&kernel, &storage);
+    large.shared_bytes = 100_000;
+    fake.calls();
+    for _ in 0..2 {
+        // SAFETY: the fake driver runs nothing.
+        unsafe { stream.launch(&large) }.unwrap();
+    }
+    let calls = fake.calls();
+    assert_eq!(calls[0], "cuFuncSetAttribute 8 of add to 100000");
+    assert_eq!(calls.len(), 3, "{calls:#?}");
+}
+
+#[test]
+fn a_fault_names_the_last_launch_and_ends_the_device() {
+    let (fake, device, stream) = start();
+    let kernel = add(&fake, &device);
+    let storage = Arc::new(Storage::allocate(&stream, 64).unwrap());
+    // SAFETY: the fake driver runs nothing.
+    unsafe { stream.launch(&launch(&kernel, &storage)) }.unwrap();
+    fake.fault(700);
+    let first = stream.synchronize().unwrap_err();
+    assert_eq!(
+        first.to_string(),
+        "cuda:0 is gone: cuStreamSynchronize reported an illegal memory access was encountered \
+         (CUDA_ERROR_ILLEGAL_ADDRESS, 700); the last launch was add. Nothing on this device can be used again in this \
+         process: start it anew from the last checkpoint"
+    );
+    fake.calls();
+    // Everything that follows says the same without asking the driver.
+    let errors = [
+        Storage::allocate(&stream, 8).map(drop).unwrap_err(),
+        stream.fill(&storage, 0..8, 0).unwrap_err(),
+        device.stream().map(drop).unwrap_err(),
+        device.memory().map(drop).unwrap_err(),
+        // SAFETY: the launch is refused.
+        unsafe { stream.launch(&launch(&kernel, &storage)) }.unwrap_err(),
+        GraphBuilder::new(&device, "step").map(drop).unwrap_err(),
+    ];
+    for error in errors {
+        assert_eq!(error.to_string(), first.to_string());
+    }
+    drop((storage, kernel, stream));
+    assert_eq!(fake.calls(), [""; 0]);
+}
+
+#[test]
+fn an_error_that_is_no_fault_leaves_the_device_usable() {
+    let (fake, _device, stream) = start();
+    let storage = Storage::allocate(&stream, 8).unwrap();
+    fake.fail("cuMemsetD8Async", 1);
+    let error = stream.fill(&storage, 0..8, 0).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("cuMemsetD8Async failed while filling memory of a device"),
+        "{error}"
+    );
+    fake.fail("cuMemsetD8Async", 0);
+    stream.fill(&storage, 0..8, 0).unwrap();
+}
+
+#[test]
+fn a_graph_has_the_edges_it_was_given() {
+    let (fake, device, stream) = start();
+    let kernel = add(&fake, &device);
+    let (one, two) = (
+        Arc::new(Storage::allocate(&stream, 64).unwrap()),
+        Arc::new(Storage::allocate(&stream, 64).unwrap()),
+    );
+    let mut graph = GraphBuilder::new(&device, "train_step").unwrap();
+    fake.calls();
+    let zeros = graph.fill(&[], &one, 0..64, 0).unwrap();
+    // SAFETY: the fake driver runs nothing.
+    let first = unsafe { graph.kernel(&[zeros], &launch(&kernel, &one)) }.unwrap();
+    let copy = graph.copy(&[zeros, zeros], &one, 0..16, &two, 48).unwrap();
+    let both = graph.join(&[copy, first]).unwrap();
+    let captured = graph
+        .capture(&[both], &[&one, &two], |stream| {
+            // SAFETY: the fake driver runs nothing.
+            unsafe { stream.launch(&launch(&kernel, &one)) }?;
+            // SAFETY: as above.
+            unsafe { stream.launch(&launch(&kernel, &two)) }
+        })
+        .unwrap();
+    // SAFETY: as above.
+    unsafe { graph.kernel(&[captured], &launch(&kernel, &two)) }.unwrap();
+    let calls = fake.calls();
+    let nodes: Vec<&String> = calls
+        .iter()
+        .filter(|call| call.starts_with("cuGraphAdd"))
+        .collect();
+    let number = |line: &str| line.split_whitespace().nth(2).unwrap().parse::<usize>().unwrap();
+    let [zeros, first, copy, both, last] = nodes[..] else {
+        panic!("{calls:#?}")
+    };
+    assert!(zeros.contains("64 bytes to 0 after []"), "{zeros}");
+    assert!(first.contains("add grid [4, 1, 1] block [256, 1, 1]"), "{first}");
+    assert!(first.ends_with(&format!("after [{}]", number(zeros))), "{first}");
+    assert!(
+        copy.ends_with(&format!("16 bytes after [{}]", number(zeros))),
+        "{copy}"
+    );
+    assert!(
+        both.ends_with(&format!("after [{}, {}]", number(first), number(copy))),
+        "{both}"
+    );
+    let begin = &calls[place(&calls, "cuStreamBeginCaptureToGraph")];
+    assert!(begin.ends_with(&format!("after [{}]", number(both))), "{begin}");
+    // The second of the two captured launches is what the last kernel comes after: numbers rise.
+    assert!(last.ends_with(&format!("after [{}]", number(last) - 1)), "{last}");
+
+    let mut step = graph.instantiate(&stream).unwrap();
+    assert_eq!(step.nodes(), 7);
+    fake.calls();
+    step.launch().unwrap();
+    let calls = fake.calls();
+    // The storages were last used on the stream that captures.
+    assert_eq!(
+        calls
+            .iter()
+            .filter(|call| call.starts_with("cuStreamWaitEvent"))
+            .count(),
+        2,
+        "{calls:#?}"
+    );
+    step.launch().unwrap();
+    assert_eq!(fake.calls(), ["cuGraphLaunch on stream 4"]);
+
+    // The graph keeps what it uses, and is waited for before anything of it goes.
+    drop((one, two, kernel));
+    assert_eq!(fake.calls(), [""; 0]);
+    drop(step);
+    let calls = fake.calls();
+    assert!(
+        place(&calls, "cuStreamSynchronize") < place(&calls, "cuGraphExecDestroy"),
+        "{calls:#?}"
+    );
+    assert!(
+        place(&calls, "cuGraphExecDestroy") < place(&calls, "cuMemFreeAsync"),
+        "{calls:#?}"
+    );
+    assert_eq!(fake.used(), 0);
+}
+
+#[test]
+fn a_capture_that_fails_ends_and_says_why() {
+    let (fake, device, stream) = start();
+    let storage = Arc::new(Storage::allocate(&stream, 8).unwrap());
+    let mut graph = GraphBuilder::new(&device, "step").unwrap();
+    fake.calls();
+    let refuse = |_: &Stream| {
+        Err(CudaError::Range {
+            action: "a call",
+            start: 0,
+            end: 1,
+            size: 0,
+        })
+    };
+    let error = graph.capture(&[], &[&storage], refuse).unwrap_err();
+    assert!(error.to_string().starts_with("a call"), "{error}");
+    place(&fake.calls(), "cuStreamEndCapture");
+    graph.fill(&[], &storage, 0..8, 0).unwrap();
+    let mut other = GraphBuilder::new(&device, "other").unwrap();
+    let foreign = other.fill(&[], &storage, 0..8, 0).unwrap();
+    let later = other.fill(&[foreign], &storage, 0..8, 0).unwrap();
+    let error = graph.join(&[later]).unwrap_err();
+    assert!(error.to_string().contains("a node of another graph"), "{error}");
+    let mut step = graph.instantiate(&stream).unwrap();
+    step.launch().unwrap();
+    fake.fault(719);
+    let error = stream.synchronize().unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("the last launch was graph `step` of 1 nodes"),
+        "{error}"
+    );
+}
+
+#[test]
+fn scalars_are_copied_in_order_from_a_ring() {
+    let (fake, _device, stream) = start();
+    let mut scalars = Scalars::new(&stream, 8).unwrap();
+    for call in 0..20_u64 {
+        scalars.send(&stream, &call.to_ne_bytes()).unwrap();
+        let mut now = [0; 8];
+        stream.read(scalars.storage(), 0, &mut now).unwrap();
+        assert_eq!(u64::from_ne_bytes(now), call);
+    }
+    // The ring has eight blocks: eight calls are queued without waiting, the ninth waits for the first.
+    let mut fresh = Scalars::new(&stream, 8).unwrap();
+    fake.calls();
+    for call in 0..8_u64 {
+        fresh.send(&stream, &call.to_ne_bytes()).unwrap();
+    }
+    assert!(
+        !fake
+            .calls()
+            .iter()
+            .any(|call| call.starts_with("cuEventSynchronize"))
+    );
+    fresh.send(&stream, &[0; 8]).unwrap();
+    assert!(
+        fake.calls()
+            .iter()
+            .any(|call| call.starts_with("cuEventSynchronize"))
+    );
+    assert!(fresh.send(&stream, &[0; 4]).is_err());
+}
+
+#[test]
+fn a_feed_copies_on_its_own_stream_and_waits_for_no_step() {
+    let (fake, device, stream) = start();
+    let input = Arc::new(Storage::allocate(&stream, 4).unwrap());
+    let mut feed = Feed::new(&device, 4).unwrap();
+    for call in 0..6_u8 {
+        fake.calls();
+        feed.deliver(&stream, &input, |bytes| bytes.fill(call)).unwrap();
+        let calls = fake.calls();
+        let upload = place(&calls, "cuMemcpyHtoDAsync 4 bytes on stream 5");
+        let inside = place(&calls, "cuMemcpyDtoDAsync 4 bytes on stream 4");
+        assert!(upload < inside, "{calls:#?}");
+        // What the upload waits for was recorded at the end of the slot's last use, not now.
+        let recorded = |line: &&String| line.starts_with("cuEventRecord") && line.ends_with("on stream 4");
+        assert!(!calls[..upload].iter().any(|line| recorded(&line)), "{calls:#?}");
+        let mut now = [0; 4];
+        stream.read(&input, 0, &mut now).unwrap();
+        assert_eq!(now, [call; 4]);
+    }
+}
