@@ -102,7 +102,8 @@ pub enum CudaError {
 
     /// NVRTC does not know the device's architecture.
     #[error(
-        "NVRTC {version} compiles for nothing that runs on compute capability {capability}: install a newer one"
+        "NVRTC {version} compiles for nothing that runs on compute capability {capability}: install a newer \
+         one"
     )]
     UnknownArchitecture {
         /// NVRTC's version.
@@ -182,7 +183,8 @@ pub struct Answer {
 /// Who has a device's memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "of {total} bytes {free} are free, Kiln's pool holds {pool} ({used} of them in use), the rest belongs to others"
+    "of {total} bytes {free} are free, Kiln's pool holds {pool} ({used} of them in use), the rest belongs to \
+     others"
 )]
 pub struct MemorySizes {
     /// Of the device.
@@ -198,8 +200,8 @@ pub struct MemorySizes {
 /// How a device was lost.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "cuda:{device} is gone: {call} reported {what}; {last}. Nothing on this device can be used again in this process: \
-     start it anew from the last checkpoint"
+    "cuda:{device} is gone: {call} reported {what}; {last}. Nothing on this device can be used again in this \
+     process: start it anew from the last checkpoint"
 )]
 pub struct Lost {
     /// Ordinal of the device.

@@ -1,4 +1,5 @@
-//! The runtime on a driver that keeps the calls: what is ordered, freed, checked, and said when something fails.
+//! The runtime on a driver that keeps the calls: what is ordered, freed, checked, and said when something
+//! fails.
 
 use std::sync::Arc;
 
@@ -199,8 +200,8 @@ fn memory_that_is_used_up_is_named_with_all_sizes_and_nothing_is_lost() {
     );
     assert_eq!(
         error.to_string(),
-        "cuda:0 has not 1048576 bytes of memory left: of 1048576 bytes 524288 are free, Kiln's pool holds 524288 \
-         (524288 of them in use), the rest belongs to others; set a smaller memory budget or batch"
+        "cuda:0 has not 1048576 bytes of memory left: of 1048576 bytes 524288 are free, Kiln's pool holds \
+         524288 (524288 of them in use), the rest belongs to others; set a smaller memory budget or batch"
     );
     stream.fill(&half, 0..MEMORY / 2, 1).unwrap();
     drop(half);
@@ -308,8 +309,8 @@ fn a_fault_names_the_last_launch_and_ends_the_device() {
     assert_eq!(
         first.to_string(),
         "cuda:0 is gone: cuStreamSynchronize reported an illegal memory access was encountered \
-         (CUDA_ERROR_ILLEGAL_ADDRESS, 700); the last launch was add. Nothing on this device can be used again in this \
-         process: start it anew from the last checkpoint"
+         (CUDA_ERROR_ILLEGAL_ADDRESS, 700); the last launch was add. Nothing on this device can be used \
+         again in this process: start it anew from the last checkpoint"
     );
     fake.calls();
     // Everything that follows says the same without asking the driver.

@@ -12,11 +12,13 @@ pub struct Architecture {
     name: String,
 }
 
-/// First number of the capability from which on devices have instructions that no later device has (`sm_90a`).
+/// First number of the capability from which on devices have instructions that no later device has
+/// (`sm_90a`).
 const FIRST_WITH_OWN_INSTRUCTIONS: u32 = 9;
 
 impl Architecture {
-    /// The architecture of devices of `capability`. From 9.0 on with the instructions that only this architecture has.
+    /// The architecture of devices of `capability`. From 9.0 on with the instructions that only this
+    /// architecture has.
     ///
     /// # Errors
     /// [`CudaError::UnknownArchitecture`].

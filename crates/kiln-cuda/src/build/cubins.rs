@@ -1,9 +1,10 @@
 //! Machine code on disk, so that a second process compiles nothing.
 //!
-//! The folder is `cubins` in the user's cache folder for Kiln (`$KILN_CACHE_DIR`, else `$XDG_CACHE_HOME/kiln`, else
-//! `~/.cache/kiln`), with one file for each key. A file is the SHA-256 of the machine code and then the code, written to a temporary
-//! name, flushed and renamed: it is whole or absent, and damage shows. Two processes that want the same code both compile
-//! it, some 50 ms, and the later name wins; either file is right. Losing the cache is never an error.
+//! The folder is `cubins` in the user's cache folder for Kiln (`$KILN_CACHE_DIR`, else
+//! `$XDG_CACHE_HOME/kiln`, else `~/.cache/kiln`), with one file for each key. A file is the SHA-256 of the
+//! machine code and then the code, written to a temporary name, flushed and renamed: it is whole or absent,
+//! and damage shows. Two processes that want the same code both compile it, some 50 ms, and the later name
+//! wins; either file is right. Losing the cache is never an error.
 
 use std::fs::{self, File};
 use std::io::{self, Write};

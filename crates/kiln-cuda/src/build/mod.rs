@@ -6,9 +6,9 @@
 //!                       └──► NVRTC ───────────┘   one program a thread
 //! ```
 //!
-//! Code is made for the device's own architecture (`sm_90a`), not for the portable intermediate language: nothing is left
-//! for the driver to compile when a module is loaded. Sources include nothing, since NVRTC brings no headers along. A
-//! source that occurs twice in one call is compiled once.
+//! Code is made for the device's own architecture (`sm_90a`), not for the portable intermediate language:
+//! nothing is left for the driver to compile when a module is loaded. Sources include nothing, since NVRTC
+//! brings no headers along. A source that occurs twice in one call is compiled once.
 
 mod architecture;
 mod cubins;
@@ -60,12 +60,13 @@ pub struct Compiler {
     threads: NonZero<usize>,
 }
 
-/// Options of every compilation: the language, and functions that run on the device unless they say otherwise.
+/// Options of every compilation: the language, and functions that run on the device unless they say
+/// otherwise.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--device-as-default-execution-space"];
 
 impl Compiler {
-    /// A compiler for devices of `capability`, two numbers such as 9 and 0. As many programs are compiled at a time as
-    /// the machine has threads.
+    /// A compiler for devices of `capability`, two numbers such as 9 and 0. As many programs are compiled at
+    /// a time as the machine has threads.
     ///
     /// # Errors
     /// [`crate::CudaError::UnknownArchitecture`] if NVRTC is older than the device.

@@ -53,8 +53,8 @@ impl Driver {
     /// Finds, opens and initialises the driver.
     ///
     /// # Errors
-    /// [`CudaError::MissingLibrary`], [`CudaError::OldLibrary`], and [`CudaError::Driver`] when the driver does not
-    /// start: there is no device, or its kernel module has another version.
+    /// [`CudaError::MissingLibrary`], [`CudaError::OldLibrary`], and [`CudaError::Driver`] when the driver
+    /// does not start: there is no device, or its kernel module has another version.
     pub fn open(search: &Search) -> Result<Self> {
         // SAFETY: `open` passes the library that was looked up as the driver's and never closes it.
         let load = |library: &_| unsafe { DriverFunctions::load(library) };
@@ -154,7 +154,8 @@ impl Driver {
     pub(crate) fn answer(&self, code: CUresult) -> Answer {
         let say = |function: unsafe extern "C" fn(CUresult, *mut *const c_char) -> CUresult| {
             let mut text = ptr::null();
-            // SAFETY: the driver points `text` at a constant text, or leaves it null for a code it does not know.
+            // SAFETY: the driver points `text` at a constant text, or leaves it null for a code it does not
+            // know.
             let known = unsafe { function(code, &raw mut text) } == result::SUCCESS && !text.is_null();
             // SAFETY: as above.
             known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())

@@ -1,8 +1,8 @@
 //! NVIDIA's libraries, found and opened at run time.
 //!
-//! Kiln links none of them, so that one binary runs on machines with and without a GPU. [`Search`] says where they are
-//! looked for and [`Opened`] is one that was found, with its functions, path and version. A library is never closed
-//! again: its threads and its functions' addresses live as long as the process.
+//! Kiln links none of them, so that one binary runs on machines with and without a GPU. [`Search`] says where
+//! they are looked for and [`Opened`] is one that was found, with its functions, path and version. A library
+//! is never closed again: its threads and its functions' addresses live as long as the process.
 
 mod driver;
 mod report;
@@ -137,8 +137,8 @@ impl Nvrtc {
     }
 }
 
-/// Opens `libnvrtc-builtins` beside NVRTC. NVRTC asks the dynamic linker for it by name, who does not look into the
-/// folder of a wheel, but knows what is open already.
+/// Opens `libnvrtc-builtins` beside NVRTC. NVRTC asks the dynamic linker for it by name, who does not look
+/// into the folder of a wheel, but knows what is open already.
 fn open_builtins(nvrtc: &Nvrtc) {
     let file = format!("libnvrtc-builtins.so.{}", nvrtc.version);
     let path = nvrtc.path.with_file_name(file);

@@ -1,9 +1,9 @@
 //! Where libraries are looked for.
 //!
-//! In this order: the folders of `KILN_CUDA_PATH`; the dynamic linker's own (`LD_LIBRARY_PATH`, its cache, the default
-//! folders) and the folders in which drivers are usually mounted; `CUDA_HOME`; the folders in which pip's wheels put
-//! them, in the Python environment that is active (`VIRTUAL_ENV`, `CONDA_PREFIX`). The first library that opens is
-//! taken. What was tried is kept, so that an error can name all of it.
+//! In this order: the folders of `KILN_CUDA_PATH`; the dynamic linker's own (`LD_LIBRARY_PATH`, its cache,
+//! the default folders) and the folders in which drivers are usually mounted; `CUDA_HOME`; the folders in
+//! which pip's wheels put them, in the Python environment that is active (`VIRTUAL_ENV`, `CONDA_PREFIX`). The
+//! first library that opens is taken. What was tried is kept, so that an error can name all of it.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -74,8 +74,8 @@ impl Search {
         Self::new(|name| std::env::var_os(name), true)
     }
 
-    /// A search with variables from `environment`. Without `system` the dynamic linker is not asked and the usual
-    /// folders are not looked at.
+    /// A search with variables from `environment`. Without `system` the dynamic linker is not asked and the
+    /// usual folders are not looked at.
     pub fn new(environment: impl Fn(&str) -> Option<OsString>, system: bool) -> Self {
         let variable = |name| environment(name).filter(|value| !value.is_empty());
         let mut places = Vec::new();
@@ -142,8 +142,8 @@ impl Place {
         if !by_name && !path.exists() {
             return Attempt::Absent;
         }
-        // SAFETY: the constructors of NVIDIA's libraries set up the library itself. A file of that name which is
-        // something else was put there, or named in a variable, by whoever runs this process.
+        // SAFETY: the constructors of NVIDIA's libraries set up the library itself. A file of that name which
+        // is something else was put there, or named in a variable, by whoever runs this process.
         match unsafe { libloading::Library::new(&path) } {
             Ok(handle) if by_name => Attempt::Opened(handle, loaded_path(file).unwrap_or(path)),
             Ok(handle) => Attempt::Opened(handle, path),
@@ -180,8 +180,8 @@ fn toolkit(home: PathBuf) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The folders of a Python environment in which wheels put libraries: `nvidia/cu13/lib` for all of CUDA 13, one folder a
-/// library (`nvidia/cudnn/lib`) otherwise.
+/// The folders of a Python environment in which wheels put libraries: `nvidia/cu13/lib` for all of CUDA 13,
+/// one folder a library (`nvidia/cudnn/lib`) otherwise.
 fn python(prefix: &Path) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = vec![prefix.join("lib")];
     for python in folders(&prefix.join("lib")) {

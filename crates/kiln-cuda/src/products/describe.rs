@@ -1,8 +1,8 @@
 //! A product in the library's terms.
 //!
-//! cuBLASLt's matrices are column-major. A row-major matrix of `m` by `n` is a column-major one of `n` by `m`, so the
-//! library is asked for the transposed result: its first matrix is the right operand, its second the left one, and the
-//! vector that it adds to each column is the one that Kiln adds to each row.
+//! cuBLASLt's matrices are column-major. A row-major matrix of `m` by `n` is a column-major one of `n` by
+//! `m`, so the library is asked for the transposed result: its first matrix is the right operand, its second
+//! the left one, and the vector that it adds to each column is the one that Kiln adds to each row.
 
 use std::ffi::c_void;
 

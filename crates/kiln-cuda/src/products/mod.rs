@@ -1,10 +1,12 @@
 //! Products of matrices through cuBLASLt.
 //!
-//! A [`Product`] says what is computed, in row-major terms; it is plain data. [`Multiplier::search`] times the library's
-//! algorithms on that shape and returns a [`Choice`], plain data too, to be stored beside a compiled step. From both,
-//! [`Multiplier::prepare`] makes a [`PreparedProduct`], whose calls are queued on a stream or captured into a graph.
+//! A [`Product`] says what is computed, in row-major terms; it is plain data. [`Multiplier::search`] times
+//! the library's algorithms on that shape and returns a [`Choice`], plain data too, to be stored beside a
+//! compiled step. From both, [`Multiplier::prepare`] makes a [`PreparedProduct`], whose calls are queued on a
+//! stream or captured into a graph.
 //!
-//! An algorithm is fixed when a step is compiled, and works in memory of its own: the same bits come out of every run.
+//! An algorithm is fixed when a step is compiled, and works in memory of its own: the same bits come out of
+//! every run.
 
 mod describe;
 mod product;

@@ -109,8 +109,8 @@ pub enum ScalarsFrom {
     Device,
 }
 
-/// `result[b] = epilogue(alpha · left[b] · right[b] + beta · result[b])` with `left[b]` of `m` by `k` and `right[b]` of `k`
-/// by `n` elements.
+/// `result[b] = epilogue(alpha · left[b] · right[b] + beta · result[b])` with `left[b]` of `m` by `k` and
+/// `right[b]` of `k` by `n` elements.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct Product {

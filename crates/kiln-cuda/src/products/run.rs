@@ -126,8 +126,8 @@ impl PreparedProduct<'_> {
     /// Queues the product on a stream, which may be capturing.
     ///
     /// # Errors
-    /// [`CudaError::Range`] if an argument is missing or too small, [`CudaError::TwoDevices`], [`CudaError::Product`],
-    /// [`CudaError::Lost`].
+    /// [`CudaError::Range`] if an argument is missing or too small, [`CudaError::TwoDevices`],
+    /// [`CudaError::Product`], [`CudaError::Lost`].
     pub fn run(&mut self, stream: &Stream, arguments: &ProductArguments<'_>) -> Result<()> {
         let product = &self.product;
         let device = &self.multiplier.device;
@@ -179,8 +179,9 @@ impl PreparedProduct<'_> {
             Compute::F64 => ((&raw const wide_one).cast(), (&raw const wide_kept).cast()),
             Compute::F32 | Compute::Tf32 => ((&raw const one).cast(), (&raw const kept).cast()),
         };
-        // SAFETY: every place is as large as the product needs (`pointer`) and is freed in the order of this stream;
-        // descriptions, algorithm and factors live until the call returns, which has then taken what it needs of them.
+        // SAFETY: every place is as large as the product needs (`pointer`) and is freed in the order of this
+        // stream; descriptions, algorithm and factors live until the call returns, which has then taken what
+        // it needs of them.
         let status = unsafe {
             (self.multiplier.library.functions.cublasLtMatmul)(
                 self.multiplier.handle,

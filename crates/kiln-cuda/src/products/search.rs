@@ -1,8 +1,8 @@
 //! Which of the library's algorithms is the fastest on a shape.
 //!
-//! The library's heuristic names algorithms in the order in which it believes in them; its first is up to twice as slow as
-//! the best. Each is timed by events of the device, on operands of random bits: products of zeros are faster than
-//! products of data.
+//! The library's heuristic names algorithms in the order in which it believes in them; its first is up to
+//! twice as slow as the best. Each is timed by events of the device, on operands of random bits: products of
+//! zeros are faster than products of data.
 
 use std::sync::Arc;
 
@@ -28,7 +28,8 @@ pub struct SearchLimits {
 }
 
 impl Default for SearchLimits {
-    /// 32 MiB, which is what the library's own fastest algorithms ask for on this generation; 32 algorithms; 10 runs.
+    /// 32 MiB, which is what the library's own fastest algorithms ask for on this generation; 32 algorithms;
+    /// 10 runs.
     fn default() -> Self {
         Self {
             workspace_bytes: 32 << 20,
@@ -57,15 +58,16 @@ pub struct Choice {
 
 /// A first run this many times as slow as the best is not timed further.
 const HOPELESS: f32 = 2.0;
-/// Microseconds that the timed runs of one algorithm should take together, so that the clock's half microsecond is little.
+/// Microseconds that the timed runs of one algorithm should take together, so that the clock's half
+/// microsecond is little.
 const TIMED_MICROSECONDS: f32 = 500.0;
 
 impl Multiplier {
     /// Times the library's algorithms for `product` and returns the fastest.
     ///
     /// # Errors
-    /// [`CudaError::Product`] if the library has none, [`CudaError::OutOfMemory`] for operands to try them on,
-    /// [`CudaError::Lost`].
+    /// [`CudaError::Product`] if the library has none, [`CudaError::OutOfMemory`] for operands to try them
+    /// on, [`CudaError::Lost`].
     pub fn search(&self, stream: &Stream, product: &Product, limits: SearchLimits) -> Result<Choice> {
         let candidates = self.candidates(product, limits)?;
         let trial = Trial::new(stream, product, &candidates)?;

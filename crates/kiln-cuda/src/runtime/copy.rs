@@ -1,7 +1,7 @@
 //! Copies between host and device, on a stream.
 //!
-//! From and to [`Pinned`] memory a copy is queued and the call returns. Ordinary memory of the host could be gone before
-//! such a copy is over, so [`Stream::write`] and [`Stream::read`], which take it, wait.
+//! From and to [`Pinned`] memory a copy is queued and the call returns. Ordinary memory of the host could be
+//! gone before such a copy is over, so [`Stream::write`] and [`Stream::read`], which take it, wait.
 
 use std::ops::Range;
 
@@ -38,8 +38,8 @@ impl Stream {
         }
         self.device().enter()?;
         let source = from.address().wrapping_add(range.start).cast_const().cast();
-        // SAFETY: both ranges are inside their memory. The pinned memory stays until the copy is over (`note_copy`), the
-        // storage is freed in the order of this stream.
+        // SAFETY: both ranges are inside their memory. The pinned memory stays until the copy is over
+        // (`note_copy`), the storage is freed in the order of this stream.
         let code = unsafe {
             (self.device().driver().cuMemcpyHtoDAsync_v2)(address, source, range.len(), self.raw())
         };
@@ -61,8 +61,8 @@ impl Stream {
         }
         self.device().enter()?;
         let target = to.address().wrapping_add(at).cast();
-        // SAFETY: both ranges are inside their memory. The pinned memory is borrowed alone now, and its bytes cannot be
-        // looked at, changed or freed before the copy is over (`note_copy`).
+        // SAFETY: both ranges are inside their memory. The pinned memory is borrowed alone now, and its bytes
+        // cannot be looked at, changed or freed before the copy is over (`note_copy`).
         let code = unsafe {
             (self.device().driver().cuMemcpyDtoHAsync_v2)(target, address, range.len(), self.raw())
         };
@@ -70,8 +70,8 @@ impl Stream {
         to.note_copy(self)
     }
 
-    /// Queues a copy inside the device, of bytes `range` of `from` to byte `at` of `to`. Two ranges of one storage must
-    /// not overlap.
+    /// Queues a copy inside the device, of bytes `range` of `from` to byte `at` of `to`. Two ranges of one
+    /// storage must not overlap.
     ///
     /// # Errors
     /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].

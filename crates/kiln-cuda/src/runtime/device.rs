@@ -1,9 +1,9 @@
 //! One device: its context, whether it is still there, and the pool of its memory.
 //!
-//! Every call of the driver goes through [`Device::check`], which tells three kinds of failures apart. Memory that is
-//! used up and arguments that are refused leave the device as it was. A fault of a kernel, or of the hardware, makes the
-//! context unusable for good: the first such answer is kept with the name of what was launched last, and from then on
-//! [`Device::enter`], with which every operation begins, answers with it.
+//! Every call of the driver goes through [`Device::check`], which tells three kinds of failures apart. Memory
+//! that is used up and arguments that are refused leave the device as it was. A fault of a kernel, or of the
+//! hardware, makes the context unusable for good: the first such answer is kept with the name of what was
+//! launched last, and from then on [`Device::enter`], with which every operation begins, answers with it.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -14,8 +14,8 @@ use crate::error::{CudaError, Lost, MemorySizes, Result};
 use crate::libraries::{DeviceDescription, Driver};
 use crate::sys::driver::{CUcontext, CUdevice, CUresult, result};
 
-/// A device that is in use. Cheap to clone; clones are one device. The device is given back with its last clone, stream
-/// and storage.
+/// A device that is in use. Cheap to clone; clones are one device. The device is given back with its last
+/// clone, stream and storage.
 #[derive(Clone)]
 pub struct Device {
     inner: Arc<Inner>,
@@ -74,8 +74,9 @@ impl Eq for Device {}
 
 /// Whether a result means that the context can never be used again.
 fn is_fatal(code: CUresult) -> bool {
-    // ECC and NVLink errors, contained errors, launch faults (illegal address to launch failure), timeouts, contexts
-    // that were destroyed, devices that fell off the bus, and errors that the driver itself does not know.
+    // ECC and NVLink errors, contained errors, launch faults (illegal address to launch failure), timeouts,
+    // contexts that were destroyed, devices that fell off the bus, and errors that the driver itself does not
+    // know.
     matches!(
         code,
         4 | 46 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 999
@@ -83,8 +84,8 @@ fn is_fatal(code: CUresult) -> bool {
 }
 
 impl Device {
-    /// Takes device `ordinal` into use, with a pool of memory of its own. Whoever opens devices keeps the handle and
-    /// hands out clones, so that there is one pool a device.
+    /// Takes device `ordinal` into use, with a pool of memory of its own. Whoever opens devices keeps the
+    /// handle and hands out clones, so that there is one pool a device.
     ///
     /// # Errors
     /// [`CudaError::NoDevice`], [`CudaError::Driver`].

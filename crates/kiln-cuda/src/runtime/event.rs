@@ -15,7 +15,8 @@ pub struct Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.device.enter().is_ok() {
-            // SAFETY: created by `Event::create`, destroyed here once; the driver frees it when it has happened.
+            // SAFETY: created by `Event::create`, destroyed here once; the driver frees it when it has
+            // happened.
             unsafe { (self.device.driver().cuEventDestroy_v2)(self.raw) };
         }
     }
@@ -79,8 +80,8 @@ impl Event {
         Ok(true)
     }
 
-    /// Milliseconds of the device's clock between `start` and this event, both of [`Stream::record_time`]. Waits for
-    /// this event.
+    /// Milliseconds of the device's clock between `start` and this event, both of [`Stream::record_time`].
+    /// Waits for this event.
     ///
     /// # Errors
     /// `CudaError::Driver` for events without time, `CudaError::Lost`.

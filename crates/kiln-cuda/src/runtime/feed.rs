@@ -1,8 +1,8 @@
 //! Fresh inputs of a graph whose addresses never change.
 //!
-//! A feed has two slots, used in turn, each with pinned memory on the host and as much on the device. While a step reads
-//! what came through one slot, the next input is copied into the other, on a stream of the feed's own; in front of the
-//! next launch a copy inside the device puts it where the graph reads.
+//! A feed has two slots, used in turn, each with pinned memory on the host and as much on the device. While a
+//! step reads what came through one slot, the next input is copied into the other, on a stream of the feed's
+//! own; in front of the next launch a copy inside the device puts it where the graph reads.
 //!
 //! ```text
 //! feed's stream   host ─► slot 0      host ─► slot 1          host ─► slot 0
@@ -53,8 +53,9 @@ impl Feed {
         })
     }
 
-    /// Takes the next input, which `write` puts into the bytes it is given, and queues everything that brings it to
-    /// `input` before what `stream` is given from here on. Waits only if the host is two inputs ahead of the copies.
+    /// Takes the next input, which `write` puts into the bytes it is given, and queues everything that brings
+    /// it to `input` before what `stream` is given from here on. Waits only if the host is two inputs ahead
+    /// of the copies.
     ///
     /// # Errors
     /// `CudaError::Range` if `input` is smaller, `CudaError::Driver`, `CudaError::Lost`.

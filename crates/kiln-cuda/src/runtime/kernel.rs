@@ -1,8 +1,8 @@
 //! Machine code on a device: modules, their kernels, and how one is launched.
 //!
-//! A launch is checked before it reaches the driver: the extents against the kernel and the device, the arguments
-//! against the sizes of the kernel's parameters, which the driver knows from the machine code. What remains for the
-//! caller is what the kernel does with its arguments, which is why launching is `unsafe`.
+//! A launch is checked before it reaches the driver: the extents against the kernel and the device, the
+//! arguments against the sizes of the kernel's parameters, which the driver knows from the machine code. What
+//! remains for the caller is what the kernel does with its arguments, which is why launching is `unsafe`.
 
 use std::ffi::{CString, c_int, c_void};
 use std::fmt;
@@ -18,7 +18,8 @@ use crate::sys::driver::{CUfunction, CUmodule, function_attribute, result};
 /// Bytes of dynamic shared memory that a launch may have without asking for more.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
-/// Loaded machine code. Cheap to clone. Unloaded with its last clone and kernel, after everything queued on the device.
+/// Loaded machine code. Cheap to clone. Unloaded with its last clone and kernel, after everything queued on
+/// the device.
 #[derive(Clone)]
 pub struct Module {
     inner: Arc<ModuleInner>,
@@ -44,7 +45,8 @@ impl fmt::Debug for Module {
 impl Drop for ModuleInner {
     fn drop(&mut self) {
         if self.device.synchronize().is_ok() {
-            // SAFETY: loaded by `Module::load`, unloaded here once, when nothing queued runs any of its kernels.
+            // SAFETY: loaded by `Module::load`, unloaded here once, when nothing queued runs any of its
+            // kernels.
             unsafe { (self.device.driver().cuModuleUnload)(self.raw) };
         }
     }
@@ -55,7 +57,8 @@ impl Drop for ModuleInner {
 pub struct KernelUse {
     /// Registers a thread.
     pub registers: u32,
-    /// Bytes a thread in local memory: arrays and registers that did not fit. Zero in a kernel that is well built.
+    /// Bytes a thread in local memory: arrays and registers that did not fit. Zero in a kernel that is well
+    /// built.
     pub local_bytes: u32,
     /// Bytes of shared memory a block, without those that a launch adds.
     pub shared_bytes: u32,
@@ -253,7 +256,8 @@ impl Arguments {
         self.raw(&(storage.address() + offset as u64).to_ne_bytes())
     }
 
-    /// A storage that the kernel reaches through a table in memory: no argument, but in use while the kernel runs.
+    /// A storage that the kernel reaches through a table in memory: no argument, but in use while the kernel
+    /// runs.
     #[must_use]
     pub fn reaching(mut self, storage: &Arc<Storage>) -> Self {
         self.storages.push(storage.clone());
@@ -381,8 +385,8 @@ impl Stream {
         self.device().note_launch(launch.kernel.shared_name());
         let mut pointers = launch.arguments.pointers();
         let ([gx, gy, gz], [bx, by, bz]) = (launch.grid, launch.block);
-        // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver copies them
-        // before it returns. What the kernel does is the caller's promise.
+        // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver
+        // copies them before it returns. What the kernel does is the caller's promise.
         let code = unsafe {
             (self.device().driver().cuLaunchKernel)(
                 launch.kernel.raw(),

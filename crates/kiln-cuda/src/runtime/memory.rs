@@ -1,9 +1,9 @@
 //! The pool of a device's memory.
 //!
-//! Memory is allocated and freed in the order of a stream (`cuMemAllocFromPoolAsync`), so neither waits for the device.
-//! The pool keeps what was freed (its release threshold has no end) and gives memory back to the driver in one case: an
-//! allocation failed. Then the device is waited for, the pool trimmed, and the allocation tried once more before it is an
-//! error with sizes.
+//! Memory is allocated and freed in the order of a stream (`cuMemAllocFromPoolAsync`), so neither waits for
+//! the device. The pool keeps what was freed (its release threshold has no end) and gives memory back to the
+//! driver in one case: an allocation failed. Then the device is waited for, the pool trimmed, and the
+//! allocation tried once more before it is an error with sizes.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -72,12 +72,12 @@ impl Pool {
         let mut code = attempt();
         if code == result::OUT_OF_MEMORY {
             device.synchronize()?;
-            // SAFETY: trimming takes only what is not in use.
-            let trimmed = unsafe { (device.driver().cuMemPoolTrimTo)(self.raw, 0) };
-            device.check("cuMemPoolTrimTo", trimmed, doing)?;
+            self.trim(device)?;
             code = attempt();
         }
         if code == result::OUT_OF_MEMORY {
+            // A failed attempt leaves in the pool what it could get: the sizes are those without it.
+            self.trim(device)?;
             return Err(CudaError::OutOfMemory {
                 device: device.ordinal(),
                 asked: bytes,
@@ -86,6 +86,14 @@ impl Pool {
         }
         device.check("cuMemAllocFromPoolAsync", code, doing)?;
         Ok(address)
+    }
+
+    /// Gives the driver back what is not in use.
+    fn trim(&self, device: &Device) -> Result<()> {
+        device.enter()?;
+        // SAFETY: trimming takes only what is not in use.
+        let code = unsafe { (device.driver().cuMemPoolTrimTo)(self.raw, 0) };
+        device.check("cuMemPoolTrimTo", code, || "trimming the pool of memory".into())
     }
 
     /// Bytes that the pool holds, and bytes of it in use.

@@ -1,7 +1,8 @@
 //! Memory of the host that the device copies from and to by itself.
 //!
-//! A copy to or from pinned memory is over some time after the call that queued it. The memory therefore keeps an event
-//! behind its last copy, and whoever looks at the bytes, changes or frees them waits for that event first.
+//! A copy to or from pinned memory is over some time after the call that queued it. The memory therefore
+//! keeps an event behind its last copy, and whoever looks at the bytes, changes or frees them waits for that
+//! event first.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -26,8 +27,8 @@ pub struct Pinned {
     in_flight: Mutex<bool>,
 }
 
-// SAFETY: the memory belongs to this value alone; the device touches it only in copies, which are waited for before
-// the bytes are looked at.
+// SAFETY: the memory belongs to this value alone; the device touches it only in copies, which are waited for
+// before the bytes are looked at.
 unsafe impl Send for Pinned {}
 // SAFETY: as above; `&Pinned` gives the bytes for reading only.
 unsafe impl Sync for Pinned {}
@@ -84,8 +85,8 @@ impl Pinned {
     /// [`CudaError::Lost`] if the copy, or what it waited for, failed.
     pub fn read(&self) -> Result<&[u8]> {
         self.wait()?;
-        // SAFETY: the memory is this long and initialised; no copy is under way, and starting one that writes takes
-        // `&mut self`.
+        // SAFETY: the memory is this long and initialised; no copy is under way, and starting one that writes
+        // takes `&mut self`.
         Ok(unsafe { slice::from_raw_parts(self.address.as_ptr(), self.bytes) })
     }
 
@@ -95,7 +96,8 @@ impl Pinned {
     /// [`CudaError::Lost`] if the copy, or what it waited for, failed.
     pub fn write(&mut self) -> Result<&mut [u8]> {
         self.wait()?;
-        // SAFETY: the memory is this long and initialised, no copy is under way, and `self` is borrowed alone.
+        // SAFETY: the memory is this long and initialised, no copy is under way, and `self` is borrowed
+        // alone.
         Ok(unsafe { slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes) })
     }
 

@@ -1,8 +1,9 @@
 //! What changes from call to call of a graph that does not: learning rate, bias correction, random streams.
 //!
-//! The numbers are one block of bytes in the device's memory, which the graph's kernels read. [`Scalars::send`] copies
-//! the next call's numbers there, in the order of the stream, from a ring of pinned blocks: the host may be several calls
-//! ahead of the device, and a block is written again only when the copy from it is over.
+//! The numbers are one block of bytes in the device's memory, which the graph's kernels read.
+//! [`Scalars::send`] copies the next call's numbers there, in the order of the stream, from a ring of pinned
+//! blocks: the host may be several calls ahead of the device, and a block is written again only when the copy
+//! from it is over.
 
 use std::sync::Arc;
 
@@ -26,7 +27,8 @@ impl Scalars {
     /// A block of `bytes` bytes, first used on `stream`.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`], [`CudaError::OutOfPinnedMemory`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::OutOfMemory`], [`CudaError::OutOfPinnedMemory`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn new(stream: &Stream, bytes: usize) -> Result<Self> {
         let ring: Result<Vec<Pinned>> = (0..DEPTH)
             .map(|_| Pinned::allocate(stream.device(), bytes))

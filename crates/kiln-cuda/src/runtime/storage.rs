@@ -1,8 +1,9 @@
 //! Memory of a device that one tensor, arena or table is in.
 //!
 //! A storage knows the stream of its last use. Whoever is about to queue work that touches the storage calls
-//! [`Storage::take_to`]: if the last use was on another stream, the new stream waits for it (the host does not). So the
-//! uses of one storage form a chain, and freeing in the order of the last stream is freeing after every use.
+//! [`Storage::take_to`]: if the last use was on another stream, the new stream waits for it (the host does
+//! not). So the uses of one storage form a chain, and freeing in the order of the last stream is freeing
+//! after every use.
 //!
 //! ```text
 //! stream 1   ── kernel writes ──●
@@ -33,13 +34,14 @@ pub struct Storage {
 #[derive(Debug)]
 struct LastUse {
     stream: Stream,
-    /// The end of the use, where the user has marked it; otherwise the use ends with whatever the stream has queued.
+    /// The end of the use, where the user has marked it; otherwise the use ends with whatever the stream has
+    /// queued.
     end: Option<Event>,
 }
 
 impl Storage {
-    /// Allocates `bytes` bytes, to be used on `stream` first. Their content is whatever was there. No bytes take no
-    /// memory.
+    /// Allocates `bytes` bytes, to be used on `stream` first. Their content is whatever was there. No bytes
+    /// take no memory.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`] with all sizes, [`CudaError::Driver`], [`CudaError::Lost`].
@@ -77,8 +79,8 @@ impl Storage {
         self.bytes
     }
 
-    /// Has `stream` wait for the last use if that was on another stream. Work queued on `stream` from here on may use
-    /// the bytes.
+    /// Has `stream` wait for the last use if that was on another stream. Work queued on `stream` from here on
+    /// may use the bytes.
     ///
     /// # Errors
     /// [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
@@ -102,8 +104,8 @@ impl Storage {
         Ok(())
     }
 
-    /// Marks the end of the use on the last stream: what is queued there later does not touch the bytes, and the next
-    /// user need not wait for it.
+    /// Marks the end of the use on the last stream: what is queued there later does not touch the bytes, and
+    /// the next user need not wait for it.
     ///
     /// # Errors
     /// [`CudaError::Driver`], [`CudaError::Lost`].
@@ -139,8 +141,8 @@ impl Drop for Storage {
             return;
         }
         let stream = self.last().stream.clone();
-        // SAFETY: allocated from the pool by `allocate`, freed here once, after everything that the last stream has
-        // queued; every earlier use was waited for by a later one.
+        // SAFETY: allocated from the pool by `allocate`, freed here once, after everything that the last
+        // stream has queued; every earlier use was waited for by a later one.
         let code = unsafe { (self.device.driver().cuMemFreeAsync)(self.address, stream.raw()) };
         if let Err(error) = self
             .device

@@ -9,8 +9,8 @@ use super::event::Event;
 use crate::error::Result;
 use crate::sys::driver::{CUstream, STREAM_NON_BLOCKING};
 
-/// A stream of a device. Cheap to clone; clones are one stream. Work that is queued when the last clone goes is done
-/// all the same.
+/// A stream of a device. Cheap to clone; clones are one stream. Work that is queued when the last clone goes
+/// is done all the same.
 #[derive(Clone)]
 pub struct Stream {
     inner: Arc<Inner>,

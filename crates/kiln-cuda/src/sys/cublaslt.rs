@@ -106,7 +106,9 @@ functions! {
     fn cublasLtGetVersion() -> usize;
     fn cublasLtCreate(handle: *mut LtHandle) -> CublasStatus;
     fn cublasLtDestroy(handle: LtHandle) -> CublasStatus;
-    fn cublasLtMatmulDescCreate(description: *mut MatmulDescription, compute: i32, scale: i32) -> CublasStatus;
+    fn cublasLtMatmulDescCreate(
+        description: *mut MatmulDescription, compute: i32, scale: i32,
+    ) -> CublasStatus;
     fn cublasLtMatmulDescDestroy(description: MatmulDescription) -> CublasStatus;
     fn cublasLtMatmulDescSetAttribute(
         description: MatmulDescription, attribute: i32, value: *const c_void, bytes: usize,

@@ -264,7 +264,9 @@ functions! {
         node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
     ) -> CUresult;
     fn cuGraphGetNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize) -> CUresult;
-    fn cuGraphInstantiateWithFlags(executable: *mut CUgraphExec, graph: CUgraph, flags: c_ulonglong) -> CUresult;
+    fn cuGraphInstantiateWithFlags(
+        executable: *mut CUgraphExec, graph: CUgraph, flags: c_ulonglong,
+    ) -> CUresult;
     fn cuGraphUpload(executable: CUgraphExec, stream: CUstream) -> CUresult;
     fn cuGraphLaunch(executable: CUgraphExec, stream: CUstream) -> CUresult;
     fn cuGraphExecDestroy(executable: CUgraphExec) -> CUresult;

@@ -1,11 +1,11 @@
 //! The functions of NVIDIA's libraries that Kiln calls, each library as one table of function pointers.
 //!
-//! A table is filled from a library that was opened at run time, so a binary that contains this crate links none of
-//! them and starts on a machine that has none. A table is also what a test replaces: `testing` fills the driver's with
-//! functions that keep the calls.
+//! A table is filled from a library that was opened at run time, so a binary that contains this crate links
+//! none of them and starts on a machine that has none. A table is also what a test replaces: `testing` fills
+//! the driver's with functions that keep the calls.
 //!
-//! The declarations are written by hand after NVIDIA's documentation and hold only what is used: a function more is a
-//! line more. Sizes of structures that cross the border are asserted where they are declared.
+//! The declarations are written by hand after NVIDIA's documentation and hold only what is used: a function
+//! more is a line more. Sizes of structures that cross the border are asserted where they are declared.
 
 pub mod cublaslt;
 pub mod cudnn;
@@ -21,7 +21,7 @@ macro_rules! functions {
     ) => {
         $(#[$meta])*
         #[derive(Clone, Copy)]
-        #[allow(non_snake_case, missing_docs, reason = "the names are the library's, and so is their documentation")]
+        #[allow(non_snake_case, missing_docs, reason = "names and documentation are the library's")]
         pub struct $table {
             $( pub $name: unsafe extern "C" fn($($argument: $kind),*) -> $result, )*
         }
@@ -39,11 +39,13 @@ macro_rules! functions {
             /// The name of the first function that the library has not.
             ///
             /// # Safety
-            /// `library` must be the library whose functions these are, and must stay open while the table is used.
+            /// `library` must be the library whose functions these are, and must stay open while the table is
+            /// used.
             pub unsafe fn load(library: &libloading::Library) -> Result<Self, &'static str> {
                 Ok(Self {
                     $(
-                        // SAFETY: the caller promises the library; the signature is that of its documentation.
+                        // SAFETY: the caller promises the library; the signature is that of its
+                        // documentation.
                         $name: *unsafe { library.get(concat!(stringify!($name), "\0").as_bytes()) }
                             .map_err(|_| stringify!($name))?,
                     )*
@@ -67,8 +69,8 @@ macro_rules! handles {
                 pub const NULL: Self = Self(std::ptr::null_mut());
             }
 
-            // SAFETY: a handle is a name. The libraries allow calls with one handle from any thread; what must not
-            // happen at the same time is kept apart by the owner of the handle.
+            // SAFETY: a handle is a name. The libraries allow calls with one handle from any thread; what
+            // must not happen at the same time is kept apart by the owner of the handle.
             unsafe impl Send for $name {}
             // SAFETY: as above.
             unsafe impl Sync for $name {}

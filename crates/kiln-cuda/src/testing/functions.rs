@@ -1,43 +1,44 @@
 //! The functions of the fake driver.
 //!
-//! SAFETY of all of them: the runtime passes pointers to values that live during the call, which is what the real driver
-//! requires of its callers too. Addresses of device memory are checked against what is allocated.
+//! SAFETY of all of them: the runtime passes pointers to values that live during the call, which is what the
+//! real driver requires of its callers too. Addresses of device memory are checked against what is allocated.
 
 #![allow(non_snake_case, reason = "the names are the driver's")]
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-use std::slice;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use super::{Capture, State, with};
+use super::graphs::{
+    cuGraphAddEmptyNode, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode, cuGraphCreate,
+    cuGraphDestroy, cuGraphExecDestroy, cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphLaunch,
+    cuGraphUpload, cuStreamBeginCaptureToGraph, cuStreamEndCapture, cuStreamGetCaptureInfo_v3,
+};
+use super::{State, with};
 use crate::sys::driver::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUmemPoolProps,
-    CUmemoryPool, CUmodule, CUresult, CUstream, CudaKernelNodeParams, CudaMemcpy3D, CudaMemsetNodeParams,
-    DriverFunctions, device_attribute, function_attribute, pool_attribute, result,
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemPoolProps, CUmemoryPool, CUmodule, CUresult,
+    CUstream, DriverFunctions, device_attribute, function_attribute, pool_attribute, result,
 };
 
-/// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
-const CAPTURING: c_uint = 1;
 /// `CUDA_ERROR_NOT_FOUND`.
 const NOT_FOUND: c_int = 500;
 
 /// Keeps a call and does it, unless it is to fail.
-fn call(name: &'static str, given: &str, work: impl FnOnce(&mut State) -> CUresult) -> CUresult {
+pub(super) fn call(name: &'static str, given: &str, work: impl FnOnce(&mut State) -> CUresult) -> CUresult {
     with(|state| match state.note(name, given) {
         Some(code) => code,
         None => work(state),
     })
 }
 
-fn number(handle: *mut c_void) -> usize {
+pub(super) fn number(handle: *mut c_void) -> usize {
     handle as usize
 }
 
-fn pointer(number: usize) -> *mut c_void {
+pub(super) fn pointer(number: usize) -> *mut c_void {
     number as *mut c_void
 }
 
 /// Writes a new handle to where the caller wants it.
-unsafe fn give(state: &mut State, to: *mut *mut c_void) -> CUresult {
+pub(super) unsafe fn give(state: &mut State, to: *mut *mut c_void) -> CUresult {
     // SAFETY: see the module.
     unsafe { *to = pointer(state.handle()) };
     result::SUCCESS
@@ -307,7 +308,8 @@ unsafe fn copy(state: &mut State, to: u64, from: u64, bytes: usize, ends: &[u64]
     if !ends.iter().all(|&end| state.holds(end, bytes)) {
         return result::ILLEGAL_ADDRESS;
     }
-    // SAFETY: ends on the device were checked, ends on the host are the runtime's promise; they do not overlap.
+    // SAFETY: ends on the device were checked, ends on the host are the runtime's promise; they do not
+    // overlap.
     unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
     result::SUCCESS
 }
@@ -393,7 +395,7 @@ unsafe extern "C" fn cuModuleGetFunction(
 }
 
 /// Name of a kernel.
-fn kernel(state: &State, function: CUfunction) -> String {
+pub(super) fn kernel(state: &State, function: CUfunction) -> String {
     state.functions[number(function.0) - 1].clone()
 }
 
@@ -470,215 +472,6 @@ unsafe extern "C" fn cuLaunchKernel(
     })
 }
 
-unsafe extern "C" fn cuGraphCreate(graph: *mut CUgraph, _: c_uint) -> CUresult {
-    call("cuGraphCreate", "", |state| {
-        // SAFETY: see the module.
-        unsafe { give(state, graph.cast()) }
-    })
-}
-
-unsafe extern "C" fn cuGraphDestroy(_: CUgraph) -> CUresult {
-    call("cuGraphDestroy", "", |_| result::SUCCESS)
-}
-
-/// Adds a node; `given` describes it.
-unsafe fn add(
-    name: &'static str,
-    given: &str,
-    node: *mut CUgraphNode,
-    graph: CUgraph,
-    after: *const CUgraphNode,
-    count: usize,
-) -> CUresult {
-    let after: Vec<usize> = if count == 0 {
-        Vec::new()
-    } else {
-        // SAFETY: see the module; the array has `count` nodes.
-        unsafe { slice::from_raw_parts(after, count) }
-            .iter()
-            .map(|node| number(node.0))
-            .collect()
-    };
-    with(|state| {
-        let made = state.handle();
-        if let Some(code) = state.note(name, &format!("node {made}{given} after {after:?}")) {
-            return code;
-        }
-        let nodes = state.nodes.entry(number(graph.0)).or_default();
-        if !after.iter().all(|node| nodes.contains(node)) {
-            return result::INVALID_VALUE;
-        }
-        nodes.push(made);
-        // SAFETY: see the module.
-        unsafe { *node = CUgraphNode(pointer(made)) };
-        result::SUCCESS
-    })
-}
-
-unsafe extern "C" fn cuGraphAddKernelNode_v2(
-    node: *mut CUgraphNode,
-    graph: CUgraph,
-    after: *const CUgraphNode,
-    count: usize,
-    parameters: *const CudaKernelNodeParams,
-) -> CUresult {
-    // SAFETY: see the module.
-    let parameters = unsafe { *parameters };
-    let kernel = with(|state| kernel(state, parameters.function));
-    let given = format!(
-        " {kernel} grid {:?} block {:?}",
-        parameters.grid, parameters.block
-    );
-    // SAFETY: see the module.
-    unsafe { add("cuGraphAddKernelNode", &given, node, graph, after, count) }
-}
-
-unsafe extern "C" fn cuGraphAddMemcpyNode(
-    node: *mut CUgraphNode,
-    graph: CUgraph,
-    after: *const CUgraphNode,
-    count: usize,
-    parameters: *const CudaMemcpy3D,
-    _: CUcontext,
-) -> CUresult {
-    // SAFETY: see the module.
-    let bytes = unsafe { (*parameters).width_in_bytes };
-    // SAFETY: see the module.
-    unsafe {
-        add(
-            "cuGraphAddMemcpyNode",
-            &format!(" {bytes} bytes"),
-            node,
-            graph,
-            after,
-            count,
-        )
-    }
-}
-
-unsafe extern "C" fn cuGraphAddMemsetNode(
-    node: *mut CUgraphNode,
-    graph: CUgraph,
-    after: *const CUgraphNode,
-    count: usize,
-    parameters: *const CudaMemsetNodeParams,
-    _: CUcontext,
-) -> CUresult {
-    // SAFETY: see the module.
-    let parameters = unsafe { *parameters };
-    let given = format!(" {} bytes to {}", parameters.width, parameters.value);
-    // SAFETY: see the module.
-    unsafe { add("cuGraphAddMemsetNode", &given, node, graph, after, count) }
-}
-
-unsafe extern "C" fn cuGraphAddEmptyNode(
-    node: *mut CUgraphNode,
-    graph: CUgraph,
-    after: *const CUgraphNode,
-    count: usize,
-) -> CUresult {
-    // SAFETY: see the module.
-    unsafe { add("cuGraphAddEmptyNode", "", node, graph, after, count) }
-}
-
-unsafe extern "C" fn cuGraphGetNodes(graph: CUgraph, _: *mut CUgraphNode, count: *mut usize) -> CUresult {
-    // SAFETY: see the module.
-    unsafe { *count = with(|state| state.nodes.get(&number(graph.0)).map_or(0, Vec::len)) };
-    result::SUCCESS
-}
-
-unsafe extern "C" fn cuGraphInstantiateWithFlags(
-    executable: *mut CUgraphExec,
-    _: CUgraph,
-    _: c_ulonglong,
-) -> CUresult {
-    call("cuGraphInstantiate", "", |state| {
-        // SAFETY: see the module.
-        unsafe { give(state, executable.cast()) }
-    })
-}
-
-unsafe extern "C" fn cuGraphUpload(_: CUgraphExec, stream: CUstream) -> CUresult {
-    call(
-        "cuGraphUpload",
-        &format!("on stream {}", number(stream.0)),
-        |_| result::SUCCESS,
-    )
-}
-
-unsafe extern "C" fn cuGraphLaunch(_: CUgraphExec, stream: CUstream) -> CUresult {
-    call(
-        "cuGraphLaunch",
-        &format!("on stream {}", number(stream.0)),
-        |_| result::SUCCESS,
-    )
-}
-
-unsafe extern "C" fn cuGraphExecDestroy(_: CUgraphExec) -> CUresult {
-    call("cuGraphExecDestroy", "", |_| result::SUCCESS)
-}
-
-unsafe extern "C" fn cuStreamBeginCaptureToGraph(
-    stream: CUstream,
-    graph: CUgraph,
-    after: *const CUgraphNode,
-    _: *const c_void,
-    count: usize,
-    _: c_uint,
-) -> CUresult {
-    let last: Vec<usize> = if count == 0 {
-        Vec::new()
-    } else {
-        // SAFETY: see the module; the array has `count` nodes.
-        unsafe { slice::from_raw_parts(after, count) }
-            .iter()
-            .map(|node| number(node.0))
-            .collect()
-    };
-    let given = format!("stream {} after {last:?}", number(stream.0));
-    call("cuStreamBeginCaptureToGraph", &given, |state| {
-        let graph = number(graph.0);
-        state.capturing.insert(number(stream.0), Capture { graph, last });
-        result::SUCCESS
-    })
-}
-
-unsafe extern "C" fn cuStreamGetCaptureInfo_v3(
-    stream: CUstream,
-    status: *mut c_uint,
-    _: *mut u64,
-    graph: *mut CUgraph,
-    last: *mut *const CUgraphNode,
-    _: *mut *const c_void,
-    count: *mut usize,
-) -> CUresult {
-    with(|state| {
-        let Some(capture) = state.capturing.get(&number(stream.0)) else {
-            return result::INVALID_VALUE;
-        };
-        state.last_nodes = capture.last.clone();
-        // SAFETY: see the module; handles are pointers of the same size as the numbers.
-        unsafe {
-            *status = CAPTURING;
-            *graph = CUgraph(pointer(capture.graph));
-            *last = state.last_nodes.as_ptr().cast();
-            *count = state.last_nodes.len();
-        }
-        result::SUCCESS
-    })
-}
-
-unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, _: *mut CUgraph) -> CUresult {
-    call(
-        "cuStreamEndCapture",
-        &format!("stream {}", number(stream.0)),
-        |state| match state.capturing.remove(&number(stream.0)) {
-            Some(_) => result::SUCCESS,
-            None => result::INVALID_VALUE,
-        },
-    )
-}
-
 macro_rules! table {
     ($($name:ident),* $(,)?) => {
         /// The fake driver's functions.
@@ -687,15 +480,16 @@ macro_rules! table {
 }
 
 table! {
-    cuInit, cuDriverGetVersion, cuGetErrorName, cuGetErrorString, cuDeviceGetCount, cuDeviceGet, cuDeviceGetName,
-    cuDeviceTotalMem_v2, cuDeviceGetAttribute, cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRelease_v2,
-    cuCtxSetCurrent, cuCtxSynchronize, cuMemGetInfo_v2, cuStreamCreate, cuStreamDestroy_v2, cuStreamSynchronize,
-    cuStreamWaitEvent, cuEventCreate, cuEventDestroy_v2, cuEventRecord, cuEventSynchronize, cuEventQuery,
-    cuEventElapsedTime, cuMemHostAlloc, cuMemFreeHost, cuMemPoolCreate, cuMemPoolDestroy, cuMemPoolSetAttribute,
-    cuMemPoolGetAttribute, cuMemPoolTrimTo, cuMemAllocFromPoolAsync, cuMemFreeAsync, cuMemcpyHtoDAsync_v2,
-    cuMemcpyDtoHAsync_v2, cuMemcpyDtoDAsync_v2, cuMemsetD8Async, cuModuleLoadData, cuModuleUnload,
-    cuModuleGetFunction, cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuGraphCreate,
-    cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode, cuGraphAddEmptyNode,
-    cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphUpload, cuGraphLaunch, cuGraphExecDestroy,
-    cuStreamBeginCaptureToGraph, cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
+    cuInit, cuDriverGetVersion, cuGetErrorName, cuGetErrorString, cuDeviceGetCount, cuDeviceGet,
+    cuDeviceGetName, cuDeviceTotalMem_v2, cuDeviceGetAttribute, cuDevicePrimaryCtxRetain,
+    cuDevicePrimaryCtxRelease_v2, cuCtxSetCurrent, cuCtxSynchronize, cuMemGetInfo_v2, cuStreamCreate,
+    cuStreamDestroy_v2, cuStreamSynchronize, cuStreamWaitEvent, cuEventCreate, cuEventDestroy_v2,
+    cuEventRecord, cuEventSynchronize, cuEventQuery, cuEventElapsedTime, cuMemHostAlloc, cuMemFreeHost,
+    cuMemPoolCreate, cuMemPoolDestroy, cuMemPoolSetAttribute, cuMemPoolGetAttribute, cuMemPoolTrimTo,
+    cuMemAllocFromPoolAsync, cuMemFreeAsync, cuMemcpyHtoDAsync_v2, cuMemcpyDtoHAsync_v2,
+    cuMemcpyDtoDAsync_v2, cuMemsetD8Async, cuModuleLoadData, cuModuleUnload, cuModuleGetFunction,
+    cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuGraphCreate,
+    cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode,
+    cuGraphAddEmptyNode, cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphUpload, cuGraphLaunch,
+    cuGraphExecDestroy, cuStreamBeginCaptureToGraph, cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
 }

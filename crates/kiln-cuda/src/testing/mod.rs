@@ -1,14 +1,15 @@
 //! A driver without a GPU, which keeps the calls that it gets.
 //!
-//! Its devices' memory is memory of the host: allocations count against a size, copies and fills happen at once and are
-//! checked against what is allocated. Kernels do nothing; they are declared with the sizes of their parameters, and their
-//! launches are kept. Any call can be made to fail. Streams and events are names: what the runtime orders by them shows
-//! in the calls.
+//! Its devices' memory is memory of the host: allocations count against a size, copies and fills happen at
+//! once and are checked against what is allocated. Kernels do nothing; they are declared with the sizes of
+//! their parameters, and their launches are kept. Any call can be made to fail. Streams and events are names:
+//! what the runtime orders by them shows in the calls.
 //!
-//! A table of functions carries no state, so there is one such driver at a time: [`FakeDriver::start`] waits for the one
-//! before to be dropped.
+//! A table of functions carries no state, so there is one such driver at a time: [`FakeDriver::start`] waits
+//! for the one before to be dropped.
 
 mod functions;
+mod graphs;
 
 use std::collections::HashMap;
 use std::path::PathBuf;

@@ -59,7 +59,8 @@ pub(super) struct OwnedGraph {
 impl Drop for OwnedGraph {
     fn drop(&mut self) {
         if self.device.enter().is_ok() {
-            // SAFETY: created by `GraphBuilder::new`, destroyed here once. What was instantiated from it lives on.
+            // SAFETY: created by `GraphBuilder::new`, destroyed here once. What was instantiated from it
+            // lives on.
             unsafe { (self.device.driver().cuGraphDestroy)(self.raw) };
         }
     }
@@ -95,8 +96,8 @@ impl GraphBuilder {
     /// [`CudaError::Launch`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
     ///
     /// # Safety
-    /// With these arguments the kernel must touch only the storages among them, inside their sizes. Nodes that touch
-    /// the same bytes, one of them writing, must be ordered by edges.
+    /// With these arguments the kernel must touch only the storages among them, inside their sizes. Nodes
+    /// that touch the same bytes, one of them writing, must be ordered by edges.
     pub unsafe fn kernel(&mut self, after: &[Node], launch: &Launch) -> Result<Node> {
         self.device
             .same_as(launch.kernel.device(), "adding a kernel to a graph")?;
@@ -115,8 +116,8 @@ impl GraphBuilder {
         };
         self.device.enter()?;
         let mut node = CUgraphNode::NULL;
-        // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver copies them;
-        // the nodes are of this graph. Kernel and storages are kept as long as the graph.
+        // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver
+        // copies them; the nodes are of this graph. Kernel and storages are kept as long as the graph.
         let code = unsafe {
             (self.device.driver().cuGraphAddKernelNode_v2)(
                 &raw mut node,
@@ -134,7 +135,8 @@ impl GraphBuilder {
         Ok(self.add(node))
     }
 
-    /// Adds a copy of bytes `range` of `from` to byte `at` of `to`. Two ranges of one storage must not overlap.
+    /// Adds a copy of bytes `range` of `from` to byte `at` of `to`. Two ranges of one storage must not
+    /// overlap.
     ///
     /// # Errors
     /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
@@ -162,7 +164,8 @@ impl GraphBuilder {
         let after = self.raw(after)?;
         self.device.enter()?;
         let mut node = CUgraphNode::NULL;
-        // SAFETY: both ranges are inside their storages, which are kept as long as the graph; the nodes are its own.
+        // SAFETY: both ranges are inside their storages, which are kept as long as the graph; the nodes are
+        // its own.
         let code = unsafe {
             (self.device.driver().cuGraphAddMemcpyNode)(
                 &raw mut node,
@@ -231,11 +234,12 @@ impl GraphBuilder {
         self.join_raw(&after)
     }
 
-    /// Adds whatever `call` queues on the stream that it is given, as if it were queued where these nodes stand.
-    /// `storages` are all that the call uses.
+    /// Adds whatever `call` queues on the stream that it is given, as if it were queued where these nodes
+    /// stand. `storages` are all that the call uses.
     ///
     /// # Errors
-    /// Those of `call`; [`CudaError::Driver`] for what cannot be captured, such as waiting; [`CudaError::Lost`].
+    /// Those of `call`; [`CudaError::Driver`] for what cannot be captured, such as waiting;
+    /// [`CudaError::Lost`].
     pub fn capture(
         &mut self,
         after: &[Node],

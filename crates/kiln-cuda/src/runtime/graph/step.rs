@@ -88,7 +88,8 @@ impl StepGraph {
         let device = self.stream.device();
         device.enter()?;
         device.note_launch(&self.label);
-        // SAFETY: executable and stream are alive, and `&mut self` keeps a second launch from starting at the same time.
+        // SAFETY: executable and stream are alive, and `&mut self` keeps a second launch from starting at the
+        // same time.
         let code = unsafe { (device.driver().cuGraphLaunch)(self.executable.raw, self.stream.raw()) };
         device.check("cuGraphLaunch", code, || format!("launching {}", self.label))
     }

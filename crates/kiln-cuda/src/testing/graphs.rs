@@ -1,0 +1,229 @@
+//! The functions of the fake driver that make graphs, launch them, and capture. SAFETY as in `functions`.
+
+#![allow(non_snake_case, reason = "the names are the driver's")]
+
+use std::ffi::{c_uint, c_ulonglong, c_void};
+use std::slice;
+
+use super::functions::{call, give, kernel, number, pointer};
+use super::{Capture, with};
+use crate::sys::driver::{
+    CUcontext, CUgraph, CUgraphExec, CUgraphNode, CUresult, CUstream, CudaKernelNodeParams, CudaMemcpy3D,
+    CudaMemsetNodeParams, result,
+};
+
+/// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
+const CAPTURING: c_uint = 1;
+
+pub(super) unsafe extern "C" fn cuGraphCreate(graph: *mut CUgraph, _: c_uint) -> CUresult {
+    call("cuGraphCreate", "", |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, graph.cast()) }
+    })
+}
+
+pub(super) unsafe extern "C" fn cuGraphDestroy(_: CUgraph) -> CUresult {
+    call("cuGraphDestroy", "", |_| result::SUCCESS)
+}
+
+/// Adds a node; `given` describes it.
+unsafe fn add(
+    name: &'static str,
+    given: &str,
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+) -> CUresult {
+    let after: Vec<usize> = if count == 0 {
+        Vec::new()
+    } else {
+        // SAFETY: see the module; the array has `count` nodes.
+        unsafe { slice::from_raw_parts(after, count) }
+            .iter()
+            .map(|node| number(node.0))
+            .collect()
+    };
+    with(|state| {
+        let made = state.handle();
+        if let Some(code) = state.note(name, &format!("node {made}{given} after {after:?}")) {
+            return code;
+        }
+        let nodes = state.nodes.entry(number(graph.0)).or_default();
+        if !after.iter().all(|node| nodes.contains(node)) {
+            return result::INVALID_VALUE;
+        }
+        nodes.push(made);
+        // SAFETY: see the module.
+        unsafe { *node = CUgraphNode(pointer(made)) };
+        result::SUCCESS
+    })
+}
+
+pub(super) unsafe extern "C" fn cuGraphAddKernelNode_v2(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+    parameters: *const CudaKernelNodeParams,
+) -> CUresult {
+    // SAFETY: see the module.
+    let parameters = unsafe { *parameters };
+    let kernel = with(|state| kernel(state, parameters.function));
+    let given = format!(
+        " {kernel} grid {:?} block {:?}",
+        parameters.grid, parameters.block
+    );
+    // SAFETY: see the module.
+    unsafe { add("cuGraphAddKernelNode", &given, node, graph, after, count) }
+}
+
+pub(super) unsafe extern "C" fn cuGraphAddMemcpyNode(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+    parameters: *const CudaMemcpy3D,
+    _: CUcontext,
+) -> CUresult {
+    // SAFETY: see the module.
+    let bytes = unsafe { (*parameters).width_in_bytes };
+    // SAFETY: see the module.
+    unsafe {
+        add(
+            "cuGraphAddMemcpyNode",
+            &format!(" {bytes} bytes"),
+            node,
+            graph,
+            after,
+            count,
+        )
+    }
+}
+
+pub(super) unsafe extern "C" fn cuGraphAddMemsetNode(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+    parameters: *const CudaMemsetNodeParams,
+    _: CUcontext,
+) -> CUresult {
+    // SAFETY: see the module.
+    let parameters = unsafe { *parameters };
+    let given = format!(" {} bytes to {}", parameters.width, parameters.value);
+    // SAFETY: see the module.
+    unsafe { add("cuGraphAddMemsetNode", &given, node, graph, after, count) }
+}
+
+pub(super) unsafe extern "C" fn cuGraphAddEmptyNode(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { add("cuGraphAddEmptyNode", "", node, graph, after, count) }
+}
+
+pub(super) unsafe extern "C" fn cuGraphGetNodes(
+    graph: CUgraph,
+    _: *mut CUgraphNode,
+    count: *mut usize,
+) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { *count = with(|state| state.nodes.get(&number(graph.0)).map_or(0, Vec::len)) };
+    result::SUCCESS
+}
+
+pub(super) unsafe extern "C" fn cuGraphInstantiateWithFlags(
+    executable: *mut CUgraphExec,
+    _: CUgraph,
+    _: c_ulonglong,
+) -> CUresult {
+    call("cuGraphInstantiate", "", |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, executable.cast()) }
+    })
+}
+
+pub(super) unsafe extern "C" fn cuGraphUpload(_: CUgraphExec, stream: CUstream) -> CUresult {
+    call(
+        "cuGraphUpload",
+        &format!("on stream {}", number(stream.0)),
+        |_| result::SUCCESS,
+    )
+}
+
+pub(super) unsafe extern "C" fn cuGraphLaunch(_: CUgraphExec, stream: CUstream) -> CUresult {
+    call(
+        "cuGraphLaunch",
+        &format!("on stream {}", number(stream.0)),
+        |_| result::SUCCESS,
+    )
+}
+
+pub(super) unsafe extern "C" fn cuGraphExecDestroy(_: CUgraphExec) -> CUresult {
+    call("cuGraphExecDestroy", "", |_| result::SUCCESS)
+}
+
+pub(super) unsafe extern "C" fn cuStreamBeginCaptureToGraph(
+    stream: CUstream,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    _: *const c_void,
+    count: usize,
+    _: c_uint,
+) -> CUresult {
+    let last: Vec<usize> = if count == 0 {
+        Vec::new()
+    } else {
+        // SAFETY: see the module; the array has `count` nodes.
+        unsafe { slice::from_raw_parts(after, count) }
+            .iter()
+            .map(|node| number(node.0))
+            .collect()
+    };
+    let given = format!("stream {} after {last:?}", number(stream.0));
+    call("cuStreamBeginCaptureToGraph", &given, |state| {
+        let graph = number(graph.0);
+        state.capturing.insert(number(stream.0), Capture { graph, last });
+        result::SUCCESS
+    })
+}
+
+pub(super) unsafe extern "C" fn cuStreamGetCaptureInfo_v3(
+    stream: CUstream,
+    status: *mut c_uint,
+    _: *mut u64,
+    graph: *mut CUgraph,
+    last: *mut *const CUgraphNode,
+    _: *mut *const c_void,
+    count: *mut usize,
+) -> CUresult {
+    with(|state| {
+        let Some(capture) = state.capturing.get(&number(stream.0)) else {
+            return result::INVALID_VALUE;
+        };
+        state.last_nodes = capture.last.clone();
+        // SAFETY: see the module; handles are pointers of the same size as the numbers.
+        unsafe {
+            *status = CAPTURING;
+            *graph = CUgraph(pointer(capture.graph));
+            *last = state.last_nodes.as_ptr().cast();
+            *count = state.last_nodes.len();
+        }
+        result::SUCCESS
+    })
+}
+
+pub(super) unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, _: *mut CUgraph) -> CUresult {
+    call(
+        "cuStreamEndCapture",
+        &format!("stream {}", number(stream.0)),
+        |state| match state.capturing.remove(&number(stream.0)) {
+            Some(_) => result::SUCCESS,
+            None => result::INVALID_VALUE,
+        },
+    )
+}
