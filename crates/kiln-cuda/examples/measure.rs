@@ -7,10 +7,12 @@
 //! Times of the device come from its events, the median of several; times of the host are wall-clock.
 
 use std::error::Error;
+use std::num::NonZero;
 use std::sync::Arc;
 use std::time::Instant;
 
 use kiln_cuda::build::{Compiler, Cubins, Source};
+use kiln_cuda::kernels::{RowSum, TableAccess, TableOperand, TableUpdate};
 use kiln_cuda::libraries::{CublasLt, Driver, Nvrtc};
 use kiln_cuda::products::{Compute, Epilogue, Multiplier, Number, Product, ProductArguments, SearchLimits};
 use kiln_cuda::runtime::{
@@ -28,13 +30,15 @@ fn main() -> Answer<()> {
     println!("{}", Report::collect(&search));
     let device = Device::open(&Driver::open(&search)?, 0)?;
     let nvrtc = Nvrtc::open(&search)?;
-    let compiler = Compiler::new(nvrtc, device.description().capability, Cubins::disabled())?;
+    let capability = device.description().capability;
+    compilation(&nvrtc, capability)?;
+    let compiler = Compiler::new(nvrtc, capability, Cubins::disabled())?;
     let stream = device.stream()?;
-    compilation(&compiler)?;
     let cubin = compiler.compile(&[source("empty", EMPTY)])?.remove(0);
     let empty = Module::load(&device, "empty", &cubin.image)?.kernel("empty")?;
     launches(&device, &stream, &empty)?;
     copies(&device, &stream)?;
+    updates(&compiler, &device, &stream)?;
     products(&device, &stream, CublasLt::open(&search)?)
 }
 
@@ -65,7 +69,8 @@ fn on_device(stream: &Stream, work: impl FnOnce() -> Answer<()>) -> Answer<f64> 
     Ok(f64::from(end.milliseconds_since(&start)?) * 1000.0)
 }
 
-fn compilation(compiler: &Compiler) -> Answer<()> {
+fn compilation(nvrtc: &Nvrtc, capability: (u32, u32)) -> Answer<()> {
+    let compiler = Compiler::new(nvrtc.clone(), capability, Cubins::disabled())?;
     let kernel = |index: usize| {
         let text = format!(
             "extern \"C\" __global__ void k{index}(float4* y, const float4* x, unsigned n) {{\n\
@@ -85,10 +90,26 @@ fn compilation(compiler: &Compiler) -> Answer<()> {
         millis(start),
         cubins[0].image.len()
     );
-    let many: Vec<Source> = (0..128).map(kernel).collect();
-    let start = Instant::now();
-    compiler.compile(&many)?;
-    println!("NVRTC: 128 of them {:.1} ms, on all threads", millis(start));
+    let text = |from: usize, count: usize| {
+        let texts: Vec<String> = (from..from + count).map(|index| kernel(index).text).collect();
+        source("several", &texts.join("\n"))
+    };
+    for (threads, together) in [(1, 1), (4, 1), (16, 1), (16, 4), (16, 8), (16, 32), (1, 128)] {
+        let Some(count) = NonZero::new(threads) else {
+            continue;
+        };
+        let compiler = Compiler::new(nvrtc.clone(), capability, Cubins::disabled())?.with_threads(count);
+        let sources: Vec<Source> = (0..128)
+            .step_by(together)
+            .map(|from| text(from, together))
+            .collect();
+        let start = Instant::now();
+        compiler.compile(&sources)?;
+        println!(
+            "NVRTC: 128 of them, {together} a program, {threads} threads: {:.0} ms",
+            millis(start)
+        );
+    }
     Ok(())
 }
 
@@ -176,6 +197,82 @@ fn copies(device: &Device, stream: &Stream) -> Answer<()> {
         Ok(millis(start) * 1000.0)
     })?;
     println!("allocating and freeing 64 MiB of the pool: {allocate:.1} us of the host");
+    Ok(())
+}
+
+/// AdamW over 125 million parameters in one launch, and sums over the rows of an activation.
+fn updates(compiler: &Compiler, device: &Device, stream: &Stream) -> Answer<()> {
+    let operand = |access| TableOperand {
+        number: Number::F32,
+        access,
+    };
+    let update = TableUpdate {
+        name: "adamw".into(),
+        operands: vec![
+            operand(TableAccess::Update),
+            operand(TableAccess::Read),
+            operand(TableAccess::Update),
+            operand(TableAccess::Update),
+        ],
+        body: "x2 = s[1] * x2 + (1.0f - s[1]) * x1; x3 = s[2] * x3 + (1.0f - s[2]) * x1 * x1; \
+               x0 = x0 - x0 * s[0] * s[4] - s[0] * (x2 / s[5]) / (sqrtf(x3 / s[6]) + s[3]);"
+            .into(),
+    };
+    let cubin = compiler.compile(&[update.source()])?.remove(0);
+    let kernel = Module::load(device, "adamw", &cubin.image)?.kernel("adamw")?;
+    let settings: Vec<u8> = [1e-3_f32, 0.9, 0.999, 1e-8, 0.01, 0.5, 0.5]
+        .iter()
+        .flat_map(|x| x.to_ne_bytes())
+        .collect();
+    let scalars = Arc::new(Storage::allocate(stream, settings.len())?);
+    stream.write(&settings, &scalars, 0)?;
+    let sizes = [vec![38_000_000], vec![589_824; 140], vec![768; 600]].concat();
+    let storage = |bytes: usize| -> Answer<Arc<Storage>> {
+        let storage = Arc::new(Storage::allocate(stream, bytes)?);
+        // Every element is a small positive number.
+        stream.fill(&storage, 0..bytes, 0x3c)?;
+        Ok(storage)
+    };
+    let rows = sizes
+        .iter()
+        .map(|&count| Ok((count, (0..4).map(|_| storage(4 * count)).collect::<Answer<_>>()?)))
+        .collect::<Answer<Vec<_>>>()?;
+    let launch = update.launch(stream, &kernel, &rows, &scalars)?;
+    // SAFETY: the tables name storages of as many elements as they say.
+    let time = micros(11, || {
+        on_device(stream, || Ok(unsafe { stream.launch(&launch) }?))
+    })?;
+    let count: usize = sizes.iter().sum();
+    println!(
+        "AdamW over {count} parameters in {} tensors: {time:.0} us, {:.0} GB/s, {:?}",
+        sizes.len(),
+        28.0 * count as f64 / time / 1000.0,
+        kernel.usage()
+    );
+    for (rows, columns) in [(4096, 3072), (65_536, 768)] {
+        let sum = RowSum {
+            rows,
+            columns,
+            number: Number::Bf16,
+        };
+        let cubin = compiler.compile(&[sum.source()])?.remove(0);
+        let module = Module::load(device, "row_sum", &cubin.image)?;
+        let x = storage((rows * columns * 2) as usize)?;
+        let (parts, y) = (storage(sum.partial_bytes())?, storage(columns as usize * 4)?);
+        let launches = sum.launches(&module, &x, &parts, &y)?;
+        let mut graph = GraphBuilder::new(device, "row_sum")?;
+        let mut last = Vec::new();
+        for _ in 0..20 {
+            for launch in &launches {
+                // SAFETY: `launches` has checked the storages, and each kernel is after the one before.
+                last = vec![unsafe { graph.kernel(&last, launch) }?];
+            }
+        }
+        let mut step = graph.instantiate(stream)?;
+        let time = micros(11, || on_device(stream, || Ok(step.launch()?)))? / 20.0;
+        let rate = 2.0 * (rows * columns) as f64 / time / 1000.0;
+        println!("sum over the rows of [{rows}, {columns}] of bf16: {time:.1} us, {rate:.0} GB/s");
+    }
     Ok(())
 }
 

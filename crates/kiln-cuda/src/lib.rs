@@ -4,11 +4,13 @@
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.
 //! - [`build`] makes machine code from CUDA C++ and keeps it on disk.
 //! - [`products`] multiplies matrices through cuBLASLt.
+//! - [`kernels`] is CUDA C++ that does not follow from a nest of loops.
 //!
 //! The crate knows nothing of graphs of operations, tensors or Burn.
 
 pub mod build;
 pub mod error;
+pub mod kernels;
 pub mod libraries;
 pub mod products;
 pub mod runtime;

@@ -1,0 +1,34 @@
+//! CUDA C++ that does not follow from a nest of loops.
+//!
+//! [`PRELUDE`] is what generated sources begin with: types of elements with 16-byte accesses, reductions of a
+//! block in a fixed order, and random numbers with the bits of every other target. [`TableUpdate`] is one
+//! launch over many tensors, which is how an optimizer's whole update runs. [`RowSum`] sums over rows in two
+//! stages.
+
+mod row_sum;
+mod table;
+
+pub use row_sum::RowSum;
+pub use table::{TableAccess, TableOperand, TableUpdate};
+
+use crate::products::Number;
+
+/// What every generated source begins with.
+pub const PRELUDE: &str = concat!(
+    include_str!("cuda/types.cuh"),
+    "\n",
+    include_str!("cuda/reduce.cuh"),
+    "\n",
+    include_str!("cuda/philox.cuh"),
+    "\n"
+);
+
+/// The name of a type of elements in CUDA C++, for those that kernels compute in f32.
+fn cuda_type(number: Number) -> &'static str {
+    match number {
+        Number::F64 => "double",
+        Number::F32 => "float",
+        Number::F16 => "kiln_f16",
+        Number::Bf16 => "kiln_bf16",
+    }
+}

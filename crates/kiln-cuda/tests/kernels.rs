@@ -1,0 +1,458 @@
+//! What generated kernels are made of, on a GPU: numbers, reductions, random numbers, updates of many
+//! tensors, sums over rows. Sources are compiled where NVRTC is; they run where a GPU is.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Gpu, bytes, gpu, numbers};
+use half::{bf16, f16};
+use kiln_cuda::build::{Compiler, Cubins, Source};
+use kiln_cuda::kernels::{PRELUDE, RowSum, TableAccess, TableOperand, TableUpdate};
+use kiln_cuda::products::Number;
+use kiln_cuda::runtime::{Arguments, Kernel, Launch, Module, Storage};
+use kiln_graph::DType;
+use kiln_graph::philox;
+
+fn adamw(copy: Option<Number>) -> TableUpdate {
+    let operand = |number, access| TableOperand { number, access };
+    let mut operands = vec![
+        operand(Number::F32, TableAccess::Update),
+        operand(Number::F32, TableAccess::Read),
+        operand(Number::F32, TableAccess::Update),
+        operand(Number::F32, TableAccess::Update),
+    ];
+    let mut body = "x2 = s[1] * x2 + (1.0f - s[1]) * x1; x3 = s[2] * x3 + (1.0f - s[2]) * x1 * x1; \
+                    x0 = x0 - x0 * s[0] * s[4] - s[0] * (x2 / s[5]) / (sqrtf(x3 / s[6]) + s[3]);"
+        .to_owned();
+    if let Some(number) = copy {
+        operands.push(operand(number, TableAccess::Write));
+        body.push_str(" x4 = x0;");
+    }
+    TableUpdate {
+        name: "adamw".into(),
+        operands,
+        body,
+    }
+}
+
+const ROW_SUMS: [RowSum; 6] = [
+    RowSum {
+        rows: 4096,
+        columns: 768,
+        number: Number::F32,
+    },
+    RowSum {
+        rows: 4096,
+        columns: 3072,
+        number: Number::Bf16,
+    },
+    RowSum {
+        rows: 1000,
+        columns: 33,
+        number: Number::F16,
+    },
+    RowSum {
+        rows: 100_000,
+        columns: 3,
+        number: Number::F32,
+    },
+    RowSum {
+        rows: 1,
+        columns: 700,
+        number: Number::Bf16,
+    },
+    RowSum {
+        rows: 63,
+        columns: 1,
+        number: Number::F32,
+    },
+];
+
+/// Kernels that apply a part of the prelude each.
+const PARTS: &str = r#"
+extern "C" __global__
+void random(kiln_u32* words, float* uniform, kiln_u64 seed, kiln_u64 stream, kiln_u64 first)
+{
+    kiln_u64 i = blockIdx.x * blockDim.x + threadIdx.x;
+    kiln_block4 b = kiln_philox(seed, stream, first + i);
+    for (int j = 0; j < 4; j++) {
+        words[4 * i + j] = b.word[j];
+        uniform[4 * i + j] = kiln_uniform(b.word[j]);
+    }
+}
+
+extern "C" __global__ void widen(const kiln_f16* halves, const kiln_bf16* brains, float* f, float* b)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    f[i] = kiln_widen(halves[i]);
+    b[i] = kiln_widen(brains[i]);
+}
+
+extern "C" __global__ void narrow(const float* x, kiln_f16* halves, kiln_bf16* brains)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    halves[i] = kiln_narrow<kiln_f16>(x[i]);
+    brains[i] = kiln_narrow<kiln_bf16>(x[i]);
+}
+
+// Loss and gradient of rows of 1024 logits, each held by the 256 threads of a block.
+extern "C" __global__
+void cross_entropy(const float* logits, const kiln_u32* labels, float* loss, float* gradient)
+{
+    kiln_vector<float, 4> v;
+    const kiln_u64 at = blockIdx.x * 1024ull + threadIdx.x * 4;
+    v.load(logits + at);
+    float most = v.at[0];
+    for (int j = 1; j < 4; j++) most = kiln_max::join(most, v.at[j]);
+    most = kiln_block<kiln_max, 256>(most);
+    const kiln_u32 label = labels[blockIdx.x];
+    float sum = 0, right = 0;
+    for (int j = 0; j < 4; j++) {
+        if (threadIdx.x * 4 + j == label) right = v.at[j];
+        v.at[j] = expf(v.at[j] - most);
+        sum += v.at[j];
+    }
+    sum = kiln_block<kiln_sum, 256>(sum);
+    right = kiln_block<kiln_sum, 256>(right);
+    for (int j = 0; j < 4; j++) v.at[j] = v.at[j] / sum - (threadIdx.x * 4 + j == label ? 1.0f : 0.0f);
+    v.store(gradient + at);
+    if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + most - right;
+}
+"#;
+
+fn part(gpu: &Gpu, name: &str) -> Kernel {
+    gpu.kernel(name, &format!("{PRELUDE}{PARTS}"))
+}
+
+fn upload(gpu: &Gpu, raw: &[u8]) -> Arc<Storage> {
+    let storage = Arc::new(Storage::allocate(&gpu.stream, raw.len()).unwrap());
+    gpu.stream.write(raw, &storage, 0).unwrap();
+    storage
+}
+
+/// Memory that no kernel has written: NaN in every type.
+fn unwritten(gpu: &Gpu, bytes: usize) -> Arc<Storage> {
+    upload(gpu, &vec![0xff; bytes])
+}
+
+fn download(gpu: &Gpu, storage: &Storage) -> Vec<u8> {
+    let mut raw = vec![0; storage.bytes()];
+    gpu.stream.read(storage, 0, &mut raw).unwrap();
+    raw
+}
+
+fn run(gpu: &Gpu, kernel: Kernel, blocks: u32, threads: u32, arguments: Arguments) {
+    let launch = Launch {
+        kernel,
+        grid: [blocks, 1, 1],
+        block: [threads, 1, 1],
+        shared_bytes: 0,
+        arguments,
+    };
+    // SAFETY: every test gives storages for `blocks * threads` elements.
+    unsafe { gpu.stream.launch(&launch) }.unwrap();
+}
+
+/// Numbers between -1 and 1.
+fn random(count: usize, seed: u64) -> Vec<f32> {
+    (0..count as u64)
+        .map(|i| 2.0 * philox::uniform(seed, 0, i, DType::F32) as f32 - 1.0)
+        .collect()
+}
+
+#[test]
+fn sources_compile_for_every_generation() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let mut sources: Vec<Source> = ROW_SUMS.iter().map(RowSum::source).collect();
+    sources.extend([None, Some(Number::Bf16), Some(Number::F16)].map(|copy| adamw(copy).source()));
+    sources.push(Source {
+        name: "parts".into(),
+        text: format!("{PRELUDE}{PARTS}"),
+    });
+    for capability in [(8, 0), (9, 0)] {
+        let compiler = Compiler::new(nvrtc.clone(), capability, Cubins::disabled()).unwrap();
+        compiler
+            .compile(&sources)
+            .unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+#[test]
+fn random_numbers_have_the_bits_of_every_target() {
+    let Some(gpu) = gpu() else { return };
+    let kernel = part(&gpu, "random");
+    let count = 1024_u64;
+    for (seed, stream, first) in [(0, 0, 0), (42, 7, 1 << 33), (u64::MAX, u64::MAX, u64::MAX - 5000)] {
+        let words = unwritten(&gpu, count as usize * 16);
+        let uniform = unwritten(&gpu, count as usize * 16);
+        let arguments = Arguments::new()
+            .memory(&words, 0)
+            .memory(&uniform, 0)
+            .u64(seed)
+            .u64(stream)
+            .u64(first);
+        run(&gpu, kernel.clone(), 4, 256, arguments);
+        let words: Vec<u32> = download(&gpu, &words)
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|word| u32::from_ne_bytes(*word))
+            .collect();
+        let expected: Vec<u32> = (0..count)
+            .flat_map(|i| philox::block(seed, stream, first + i))
+            .collect();
+        assert_eq!(words, expected);
+        if first == 0 {
+            let expected: Vec<f32> = (0..4 * count)
+                .map(|i| philox::uniform(seed, stream, i, DType::F32) as f32)
+                .collect();
+            assert_eq!(numbers(&download(&gpu, &uniform)), expected);
+        }
+    }
+}
+
+#[test]
+fn sixteen_bits_become_thirty_two_and_back() {
+    let Some(gpu) = gpu() else { return };
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();
+    let patterns = upload(&gpu, &all);
+    let (f, b) = (unwritten(&gpu, 4 << 16), unwritten(&gpu, 4 << 16));
+    let arguments = Arguments::new()
+        .memory(&patterns, 0)
+        .memory(&patterns, 0)
+        .memory(&f, 0)
+        .memory(&b, 0);
+    run(&gpu, part(&gpu, "widen"), 256, 256, arguments);
+    let same = |one: f32, other: f32| one.to_bits() == other.to_bits() || one.is_nan() && other.is_nan();
+    for (bits, (f, b)) in (0..=u16::MAX).zip(
+        numbers(&download(&gpu, &f))
+            .into_iter()
+            .zip(numbers(&download(&gpu, &b))),
+    ) {
+        assert!(same(f, f16::from_bits(bits).to_f32()), "{bits:#06x}: {f}");
+        assert!(same(b, bf16::from_bits(bits).to_f32()), "{bits:#06x}: {b}");
+    }
+    // All exponents, ties, infinities and NaN: random patterns, and each 16-bit pattern with a half of its
+    // last bit.
+    let mut x: Vec<f32> = (0..1 << 18)
+        .map(|i| f32::from_bits(philox::block(1, 2, i)[0]))
+        .collect();
+    x.extend((0..=u16::MAX).map(|bits| f32::from_bits(u32::from(bits) << 16 | 0x8000)));
+    x.extend((0..=u16::MAX).map(|bits| f32::from_bits(f16::from_bits(bits).to_f32().to_bits() | 0x1000)));
+    let values = upload(&gpu, &bytes(&x));
+    let (f, b) = (unwritten(&gpu, 2 * x.len()), unwritten(&gpu, 2 * x.len()));
+    let arguments = Arguments::new().memory(&values, 0).memory(&f, 0).memory(&b, 0);
+    run(&gpu, part(&gpu, "narrow"), x.len() as u32 / 256, 256, arguments);
+    let words = |raw: Vec<u8>| -> Vec<u16> {
+        raw.as_chunks::<2>()
+            .0
+            .iter()
+            .map(|word| u16::from_ne_bytes(*word))
+            .collect()
+    };
+    for ((x, f), b) in x
+        .iter()
+        .zip(words(download(&gpu, &f)))
+        .zip(words(download(&gpu, &b)))
+    {
+        assert!(
+            same(f16::from_bits(f).to_f32(), f16::from_f32(*x).to_f32()),
+            "{x:e}: {f:#06x}"
+        );
+        assert!(
+            same(bf16::from_bits(b).to_f32(), bf16::from_f32(*x).to_f32()),
+            "{x:e}: {b:#06x}"
+        );
+    }
+}
+
+#[test]
+fn a_row_in_registers_has_loss_and_gradient() {
+    let Some(gpu) = gpu() else { return };
+    let kernel = part(&gpu, "cross_entropy");
+    assert_eq!(kernel.usage().local_bytes, 0);
+    let rows = 300;
+    let mut logits: Vec<f32> = random(rows * 1024, 5).iter().map(|x| x * 20.0).collect();
+    // The last row has a NaN, which its loss and gradient must show.
+    *logits.last_mut().unwrap() = f32::NAN;
+    let labels: Vec<u32> = (0..rows as u32).map(|row| row * 37 % 1024).collect();
+    let (x, y) = (
+        upload(&gpu, &bytes(&logits)),
+        upload(
+            &gpu,
+            &labels
+                .iter()
+                .flat_map(|label| label.to_ne_bytes())
+                .collect::<Vec<u8>>(),
+        ),
+    );
+    let launch = || {
+        let (loss, gradient) = (unwritten(&gpu, rows * 4), unwritten(&gpu, rows * 4096));
+        let arguments = Arguments::new()
+            .memory(&x, 0)
+            .memory(&y, 0)
+            .memory(&loss, 0)
+            .memory(&gradient, 0);
+        run(&gpu, kernel.clone(), rows as u32, 256, arguments);
+        (download(&gpu, &loss), download(&gpu, &gradient))
+    };
+    let (loss, gradient) = launch();
+    assert!(launch() == (loss.clone(), gradient.clone()), "two runs differ");
+    let (loss, gradient) = (numbers(&loss), numbers(&gradient));
+    for row in 0..rows - 1 {
+        let x: Vec<f64> = logits[row * 1024..][..1024].iter().map(|&x| x.into()).collect();
+        let most = x.iter().copied().fold(f64::MIN, f64::max);
+        let sum: f64 = x.iter().map(|x| (x - most).exp()).sum();
+        let label = labels[row] as usize;
+        let expected = sum.ln() + most - x[label];
+        assert!(
+            (f64::from(loss[row]) - expected).abs() <= 2e-6 * expected.abs().max(1.0),
+            "{row}"
+        );
+        for (j, x) in x.iter().enumerate() {
+            let expected = (x - most).exp() / sum - f64::from(u8::from(j == label));
+            assert!(
+                (f64::from(gradient[row * 1024 + j]) - expected).abs() <= 1e-6,
+                "{row}, {j}"
+            );
+        }
+    }
+    assert!(loss[rows - 1].is_nan() && gradient[(rows - 1) * 1024].is_nan());
+}
+
+#[test]
+fn an_optimizer_updates_all_parameters_in_one_launch() {
+    let Some(gpu) = gpu() else { return };
+    // Smaller than an access, odd, one chunk, and several with a rest.
+    let counts = [3, 1, 8, 1027, 16 << 10, 100_003];
+    let settings: [f32; 7] = [1e-2, 0.9, 0.999, 1e-8, 0.1, 0.271, 0.003];
+    let scalars = upload(&gpu, &bytes(&settings));
+    for copy in [None, Some(Number::Bf16), Some(Number::F16)] {
+        let update = adamw(copy);
+        let kernel = gpu.kernel("adamw", &update.source().text);
+        assert_eq!(kernel.usage().local_bytes, 0);
+        let data: Vec<[Vec<f32>; 4]> = counts
+            .iter()
+            .map(|&count| {
+                let mut operands = [1, 2, 3, 4].map(|seed| random(count, seed));
+                operands[3].iter_mut().for_each(|x| *x *= *x);
+                operands
+            })
+            .collect();
+        let rows: Vec<(usize, Vec<Arc<Storage>>)> = counts
+            .iter()
+            .zip(&data)
+            .map(|(&count, operands)| {
+                let mut storages: Vec<_> = operands.iter().map(|x| upload(&gpu, &bytes(x))).collect();
+                if copy.is_some() {
+                    storages.push(unwritten(&gpu, 2 * count));
+                }
+                (count, storages)
+            })
+            .collect();
+        let launch = update.launch(&gpu.stream, &kernel, &rows, &scalars).unwrap();
+        assert_eq!(launch.grid, [4 + 1 + 7, 1, 1]);
+        // SAFETY: the tables name storages of as many elements as they say.
+        unsafe { gpu.stream.launch(&launch) }.unwrap();
+        let [lr, beta1, beta2, eps, decay, one, two] = settings.map(f64::from);
+        for ((_, storages), [p, g, m, v]) in rows.iter().zip(&data) {
+            let found: Vec<Vec<f32>> = storages[..4]
+                .iter()
+                .map(|x| numbers(&download(&gpu, x)))
+                .collect();
+            assert_eq!(&found[1], g);
+            for i in 0..p.len() {
+                let [p, g, m, v] = [p[i], g[i], m[i], v[i]].map(f64::from);
+                let m = beta1 * m + (1.0 - beta1) * g;
+                let v = beta2 * v + (1.0 - beta2) * g * g;
+                let p = p - p * lr * decay - lr * (m / one) / ((v / two).sqrt() + eps);
+                for (found, expected) in [(found[0][i], p), (found[2][i], m), (found[3][i], v)] {
+                    assert!(
+                        (f64::from(found) - expected).abs() <= 1e-6,
+                        "{i}: {found} for {expected}"
+                    );
+                }
+            }
+            if let Some(number) = copy {
+                let narrow = download(&gpu, &storages[4]);
+                for (word, wide) in narrow.as_chunks::<2>().0.iter().zip(&found[0]) {
+                    let bits = u16::from_ne_bytes(*word);
+                    let expected = match number {
+                        Number::F16 => f16::from_f32(*wide).to_bits(),
+                        _ => bf16::from_f32(*wide).to_bits(),
+                    };
+                    assert_eq!(bits, expected);
+                }
+            }
+        }
+    }
+    let small = vec![upload(&gpu, &[0; 8]); 4];
+    let update = adamw(None);
+    let kernel = gpu.kernel("adamw", &update.source().text);
+    assert!(
+        update
+            .launch(&gpu.stream, &kernel, &[(3, small)], &scalars)
+            .is_err()
+    );
+}
+
+#[test]
+fn sums_over_rows_are_right_and_the_same_from_run_to_run() {
+    let Some(gpu) = gpu() else { return };
+    for sum in ROW_SUMS {
+        let RowSum {
+            rows,
+            columns,
+            number,
+        } = sum;
+        let source = sum.source();
+        let cubin = gpu
+            .compiler
+            .compile(std::slice::from_ref(&source))
+            .unwrap()
+            .remove(0);
+        let module = Module::load(&gpu.device, &source.name, &cubin.image).unwrap();
+        // Rounded to the type: what the device sees is what the reference sees.
+        let exact = random((rows * columns) as usize, 9);
+        let (raw, seen): (Vec<u8>, Vec<f64>) = match number {
+            Number::F16 => {
+                let narrow: Vec<f16> = exact.iter().map(|&x| f16::from_f32(x)).collect();
+                (
+                    narrow.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+                    narrow.iter().map(|x| x.to_f64()).collect(),
+                )
+            }
+            Number::Bf16 => {
+                let narrow: Vec<bf16> = exact.iter().map(|&x| bf16::from_f32(x)).collect();
+                (
+                    narrow.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+                    narrow.iter().map(|x| x.to_f64()).collect(),
+                )
+            }
+            _ => (bytes(&exact), exact.iter().map(|&x| x.into()).collect()),
+        };
+        let x = upload(&gpu, &raw);
+        let run = || {
+            let (parts, y) = (
+                unwritten(&gpu, sum.partial_bytes()),
+                unwritten(&gpu, columns as usize * 4),
+            );
+            sum.run(&gpu.stream, &module, &x, &parts, &y).unwrap();
+            download(&gpu, &y)
+        };
+        let found = run();
+        assert!(found == run(), "two runs of {sum:?} differ");
+        for (column, found) in numbers(&found).into_iter().enumerate() {
+            let terms = seen[column..].iter().step_by(columns as usize);
+            let (expected, size) = terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
+            // Sums of at most 800 terms in a row, each rounded once.
+            assert!(
+                (f64::from(found) - expected).abs() <= 1e-6 * size,
+                "{sum:?}, {column}: {found}, {expected}"
+            );
+        }
+        let short = unwritten(&gpu, columns as usize * 4 - 1);
+        assert!(sum.run(&gpu.stream, &module, &x, &x, &short).is_err());
+    }
+}
