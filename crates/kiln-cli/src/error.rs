@@ -20,6 +20,9 @@ pub enum CliError {
         /// The operating system's answer.
         source: std::io::Error,
     },
+    /// A picture cannot be drawn.
+    #[error("the picture cannot be drawn: {0}")]
+    Draw(String),
     /// A config is not one: syntax, an unknown key, a value of another type.
     #[error("{place}: {reason}")]
     Config {

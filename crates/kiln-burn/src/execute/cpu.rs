@@ -6,13 +6,13 @@
 
 mod locate;
 mod places;
+mod process;
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use burn_backend::DType;
@@ -20,12 +20,12 @@ use burn_flex::{FlexTensor, Layout};
 use burn_std::{Bytes, Shape};
 use kiln_compiler::{Contract, ExternCall, Keep, Options};
 use kiln_cpu::{
-    BuildOptions, Cache, CpuError, CpuExecutable, CpuTarget, KernelEvent, Observer, StepError, StepHooks,
-    ThreadPool, Toolchain,
+    BuildOptions, CpuExecutable, CpuTarget, KernelEvent, Observer, StepError, StepHooks, ThreadPool,
+    Toolchain,
 };
 use kiln_graph::op::ExternOp;
 use kiln_graph::{Graph, Phase, TensorType};
-use kiln_partition::{Machine, OutputRole, Point, Split};
+use kiln_partition::{OutputRole, Point, Split};
 use kiln_profile::StepDescription;
 
 use super::check::{Parting, Reference};
@@ -37,6 +37,8 @@ use crate::options::CompileOptions;
 use crate::storage::Storage;
 pub use places::Places;
 use places::into_bytes;
+pub use process::toolchain;
+use process::{CACHE, machine, pool};
 
 /// The graph as compiled code.
 pub struct Cpu {
@@ -54,46 +56,6 @@ pub struct Cpu {
     outputs: Vec<(Layout, DType, usize)>,
     /// Nanoseconds in compiled code, over all runs.
     code_time: AtomicU64,
-}
-
-/// The pool of each number of threads: steps of one program share it.
-static POOLS: LazyLock<Mutex<HashMap<usize, Arc<ThreadPool>>>> = LazyLock::new(Mutex::default);
-
-fn pool(threads: usize) -> Arc<ThreadPool> {
-    let threads = match threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
-    };
-    let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
-    pools
-        .entry(threads)
-        .or_insert_with(|| Arc::new(ThreadPool::new(threads)))
-        .clone()
-}
-
-/// The C compiler that steps are built with, looked for and tried once: one that has compiled something wrongly is passed over.
-///
-/// # Errors
-///
-/// [`ExecuteError::NoCompiler`], with what was tried.
-pub fn toolchain() -> Result<&'static Toolchain, ExecuteError> {
-    static TOOLCHAIN: LazyLock<Result<Toolchain, Arc<CpuError>>> = LazyLock::new(|| {
-        Toolchain::find(|toolchain| kiln_cpu::try_compiler(toolchain, &CACHE)).map_err(Arc::new)
-    });
-    TOOLCHAIN
-        .as_ref()
-        .map_err(|error| ExecuteError::NoCompiler(error.clone()))
-}
-
-static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
-
-/// What this machine can do with so many threads: looked up or measured once.
-fn machine(toolchain: &Toolchain, threads: usize) -> Machine {
-    static KNOWN: LazyLock<Mutex<HashMap<usize, Machine>>> = LazyLock::new(Mutex::default);
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    *known
-        .entry(threads)
-        .or_insert_with(|| kiln_cpu::rates(toolchain, &CACHE, threads))
 }
 
 /// How a graph is compiled for `options`, and for what. What the machine can do matters only for one with a choice of what to keep: one that is `trained`.

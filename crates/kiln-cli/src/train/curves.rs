@@ -1,55 +1,105 @@
-//! Curves of a run as one SVG: training loss (every step, and smoothed), evaluation loss, learning rate.
+//! Curves as pictures in SVG: of a run the training loss (every step, and smoothed), the evaluation loss and the learning
+//! rate; of a step what memory budgets cost ([`crate::memory`]).
 
-use std::fmt::Write;
+use std::error::Error;
+
+use plotters::prelude::*;
 
 use super::log::Entry;
+use crate::error::CliError;
 
-const WIDTH: f64 = 860.0;
-const LOSS: Panel = Panel {
-    top: 40.0,
-    height: 320.0,
-};
-const RATE: Panel = Panel {
-    top: 410.0,
-    height: 90.0,
-};
-const LEFT: f64 = 70.0;
-const RIGHT: f64 = 20.0;
+/// Width of a picture in pixels.
+const WIDTH: u32 = 860;
+/// Height of its title.
+const TITLE: u32 = 36;
 /// Most points of a line; more would be finer than the picture.
 const POINTS: usize = 1500;
 
-/// A plotting area.
-pub(crate) struct Panel {
-    /// Distance from the top of the picture.
-    pub(crate) top: f64,
-    /// Height.
-    pub(crate) height: f64,
-}
-
-/// One line of a chart: its points, colour, width and name.
+/// One line of a panel.
 pub(crate) struct Curve<'a> {
     /// Points, from left to right.
     pub(crate) points: Vec<(f64, f64)>,
     /// Colour of the line.
-    pub(crate) colour: &'a str,
-    /// Width of the line.
-    pub(crate) width: f64,
+    pub(crate) colour: RGBColor,
+    /// Width of the line in pixels.
+    pub(crate) width: u32,
     /// Name in the legend.
     pub(crate) name: &'a str,
 }
 
-/// The beginning of a picture of a height, with a title.
-pub(crate) fn begin(title: &str, height: f64) -> String {
-    format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" font-size=\"12\">\n\
-         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-         <text x=\"{LEFT}\" y=\"24\" font-size=\"16\">{}</text>\n",
-        escape(title)
-    )
+/// Curves that share their axes.
+pub(crate) struct Panel<'a> {
+    /// Height in pixels, axes included.
+    pub(crate) height: u32,
+    /// The curves; a panel without points stays empty.
+    pub(crate) curves: Vec<Curve<'a>>,
+}
+
+/// A picture of panels below each other, under a title.
+///
+/// # Errors
+///
+/// [`CliError::Draw`] if the picture cannot be drawn.
+pub(crate) fn picture(title: &str, panels: &[Panel<'_>]) -> Result<String, CliError> {
+    let height = TITLE + panels.iter().map(|panel| panel.height).sum::<u32>();
+    let mut svg = String::new();
+    let drawn = (|| -> Result<(), Box<dyn Error>> {
+        let page = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
+        page.fill(&WHITE)?;
+        let mut rest = page.titled(title, ("sans-serif", 16))?;
+        for panel in panels {
+            let (area, below) = rest.split_vertically(panel.height);
+            panel.draw(&area)?;
+            rest = below;
+        }
+        page.present()?;
+        Ok(())
+    })();
+    drawn.map_err(|error| CliError::Draw(error.to_string()))?;
+    Ok(svg)
+}
+
+impl Panel<'_> {
+    fn draw(&self, area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>) -> Result<(), Box<dyn Error>> {
+        let points = || self.curves.iter().flat_map(|curve| curve.points.iter().copied());
+        let (Some(x), Some(y)) = (range(points().map(|(x, _)| x)), range(points().map(|(_, y)| y))) else {
+            return Ok(());
+        };
+        let mut chart = ChartBuilder::on(area)
+            .margin(8)
+            .x_label_area_size(24)
+            .y_label_area_size(62)
+            .build_cartesian_2d(x.0..x.1, y.0..y.1)?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .y_labels((self.height / 40) as usize)
+            .light_line_style(TRANSPARENT)
+            .x_label_formatter(&|x| number(*x))
+            .y_label_formatter(&|y| number(*y))
+            .draw()?;
+        for curve in self.curves.iter().filter(|curve| !curve.points.is_empty()) {
+            let style = ShapeStyle::from(curve.colour).stroke_width(curve.width);
+            chart
+                .draw_series(LineSeries::new(curve.points.iter().copied(), style))?
+                .label(curve.name)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperRight)
+            .background_style(WHITE.mix(0.8))
+            .draw()?;
+        Ok(())
+    }
 }
 
 /// Draws the curves of a log.
-pub fn draw(name: &str, entries: &[Entry]) -> String {
+///
+/// # Errors
+///
+/// [`CliError::Draw`] if the picture cannot be drawn.
+pub fn draw(name: &str, entries: &[Entry]) -> Result<String, CliError> {
     let (mut losses, mut rates, mut evaluations) = (Vec::new(), Vec::new(), Vec::new());
     for entry in entries {
         match *entry {
@@ -61,111 +111,25 @@ pub fn draw(name: &str, entries: &[Entry]) -> String {
         }
     }
     let smooth = smoothed(&losses);
-    let mut svg = begin(name, 540.0);
-    let loss_curves = [
-        Curve {
-            points: thin(&losses),
-            colour: "#b8cbe0",
-            width: 1.0,
-            name: "loss",
-        },
-        Curve {
-            points: thin(&smooth),
-            colour: "#1f5fa8",
-            width: 2.0,
-            name: "loss, smoothed",
-        },
-        Curve {
-            points: evaluations,
-            colour: "#c8501e",
-            width: 2.0,
-            name: "evaluation loss",
-        },
-    ];
-    LOSS.draw(&mut svg, &loss_curves);
-    RATE.draw(
-        &mut svg,
-        &[Curve {
-            points: thin(&rates),
-            colour: "#4a8a3c",
-            width: 2.0,
-            name: "learning rate",
-        }],
-    );
-    svg.push_str("</svg>\n");
-    svg
-}
-
-impl Panel {
-    /// Draws the curves with axes and a legend.
-    pub(crate) fn draw(&self, svg: &mut String, curves: &[Curve<'_>]) {
-        let points = || curves.iter().flat_map(|curve| curve.points.iter().copied());
-        let Some((x_low, x_high)) = range(points().map(|(x, _)| x)) else {
-            return;
-        };
-        let Some((y_low, y_high)) = range(points().map(|(_, y)| y)) else {
-            return;
-        };
-        let place_x = |x: f64| LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT);
-        let place_y = |y: f64| self.top + self.height - (y - y_low) / (y_high - y_low) * self.height;
-        let bottom = self.top + self.height;
-        for tick in ticks(y_low, y_high, (self.height / 50.0).max(2.0)) {
-            let y = place_y(tick);
-            let _ = writeln!(
-                svg,
-                "<path d=\"M{LEFT} {y:.1}H{}\" stroke=\"#e4e4e4\"/>",
-                WIDTH - RIGHT
-            );
-            let _ = writeln!(
-                svg,
-                "<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-                LEFT - 6.0,
-                y + 4.0,
-                number(tick)
-            );
-        }
-        for tick in ticks(x_low, x_high, 8.0) {
-            let x = place_x(tick);
-            let _ = writeln!(
-                svg,
-                "<text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                bottom + 16.0,
-                number(tick)
-            );
-        }
-        let _ = writeln!(
-            svg,
-            "<path d=\"M{LEFT} {}V{bottom}H{}\" fill=\"none\" stroke=\"#888\"/>",
-            self.top,
-            WIDTH - RIGHT
-        );
-        let mut legend = LEFT + 12.0;
-        for Curve {
-            points,
-            colour,
-            width,
-            name,
-        } in curves.iter().filter(|curve| !curve.points.is_empty())
-        {
-            let path: Vec<String> = points
-                .iter()
-                .map(|&(x, y)| format!("{:.1},{:.1}", place_x(x), place_y(y)))
-                .collect();
-            let _ = writeln!(
-                svg,
-                "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"{width}\"/>",
-                path.join(" ")
-            );
-            let y = self.top + 14.0;
-            let _ = writeln!(
-                svg,
-                "<path d=\"M{legend} {}h18\" stroke=\"{colour}\" stroke-width=\"3\"/>",
-                y - 4.0
-            );
-            let _ = writeln!(svg, "<text x=\"{}\" y=\"{y}\">{name}</text>", legend + 24.0);
-            legend += 44.0 + 7.0 * name.len() as f64;
-        }
-    }
+    let curve = |points, colour, width, name| Curve {
+        points,
+        colour,
+        width,
+        name,
+    };
+    let loss = Panel {
+        height: 360,
+        curves: vec![
+            curve(thin(&losses), RGBColor(184, 203, 224), 1, "loss"),
+            curve(thin(&smooth), RGBColor(31, 95, 168), 2, "loss, smoothed"),
+            curve(evaluations, RGBColor(200, 80, 30), 2, "evaluation loss"),
+        ],
+    };
+    let rate = Panel {
+        height: 140,
+        curves: vec![curve(thin(&rates), RGBColor(74, 138, 60), 2, "learning rate")],
+    };
+    picture(name, &[loss, rate])
 }
 
 /// Exponential mean over about a fiftieth of the run.
@@ -204,20 +168,6 @@ fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     }
 }
 
-/// Round numbers between two bounds, about `count` of them: 1, 2 or 5 times a power of ten apart.
-fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
-    let raw = (high - low) / count;
-    let power = 10f64.powf(raw.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0]
-        .into_iter()
-        .map(|factor| factor * power)
-        .find(|&step| step >= raw)
-        .unwrap_or(raw);
-    let first = (low / step).ceil() as i64;
-    let last = (high / step).floor() as i64;
-    (first..=last).map(|index| index as f64 * step).collect()
-}
-
 fn number(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),
@@ -229,27 +179,9 @@ fn number(value: f64) -> String {
     }
 }
 
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ticks_are_round_and_inside() {
-        assert_eq!(ticks(0.0, 10.0, 5.0), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]);
-        for (low, high) in [(0.13, 0.97), (-3.0, 250.0), (1e-5, 3e-4)] {
-            let ticks = ticks(low, high, 5.0);
-            assert!(
-                (2..=10).contains(&ticks.len()) && ticks.iter().all(|&tick| tick >= low && tick <= high),
-                "{ticks:?}"
-            );
-        }
-    }
 
     #[test]
     fn a_picture_stays_inside_its_frame() {
@@ -267,23 +199,30 @@ mod tests {
             loss: 0.5,
             accuracy: None,
         });
-        let svg = draw("a < b", &entries);
-        assert!(svg.contains("a &lt; b") && svg.len() < 120_000);
-        for points in svg.split("points=\"").skip(1) {
+        let svg = draw("a < b", &entries).unwrap();
+        assert!(svg.contains("a &lt; b") && svg.len() < 160_000, "{}", svg.len());
+        for name in ["loss, smoothed", "evaluation loss", "learning rate"] {
+            assert!(svg.contains(name), "no {name}");
+        }
+        let mut curves = 0;
+        for points in svg.split(" points=\"").skip(1) {
             let points = points.split('"').next().unwrap();
-            for point in points.split(' ') {
+            curves += usize::from(points.split(' ').count() > 1000);
+            for point in points.split_whitespace() {
                 let (x, y) = point.split_once(',').unwrap();
                 assert!(
-                    (0.0..=WIDTH).contains(&x.parse().unwrap())
-                        && (0.0..=540.0).contains(&y.parse().unwrap()),
+                    (0.0..=860.0).contains(&x.parse().unwrap())
+                        && (0.0..=536.0).contains(&y.parse().unwrap()),
                     "{point}"
                 );
             }
         }
+        assert_eq!(curves, 3, "loss, its mean and the learning rate");
     }
 
     #[test]
     fn an_empty_log_is_an_empty_picture() {
-        assert!(!draw("run", &[]).contains("NaN"));
+        let svg = draw("run", &[]).unwrap();
+        assert!(svg.starts_with("<svg") && !svg.contains("NaN"), "{svg}");
     }
 }

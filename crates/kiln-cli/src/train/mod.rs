@@ -401,7 +401,7 @@ impl Run {
     }
 
     fn draw(&self) -> Result<(), CliError> {
-        let svg = curves::draw(&self.config.name, self.log.entries());
+        let svg = curves::draw(&self.config.name, self.log.entries())?;
         Ok(write_bytes_atomic(
             &self.folder.join("curves.svg"),
             svg.as_bytes(),
