@@ -10,12 +10,19 @@
 //! constants of the generated code, so that addresses cost nothing. The result goes to memory (normally a small buffer
 //! in L1) and not straight to its consumer: the consumer's code then exists once for each kernel and not once for each
 //! accumulator, and tiles are shared by all kernels of a step.
+//!
+//! An accumulator of f32 rounds at each addition in proportion to the sum so far, so the error of a sum of n terms grows as
+//! sqrt(n). A tile therefore adds up at most [`BLOCK`] steps of the depth in its registers and adds the blocks' sums up apart,
+//! in memory of its own: the error is that of a block, however great the depth.
 
 use std::fmt::Write;
 
 use super::Helper;
 use super::element::Element;
 use crate::isa::Isa;
+
+/// Steps of the depth whose products of f32 add up in registers. A block's end costs a load and a store for each accumulator.
+const BLOCK: i64 = 128;
 
 /// How a tile reads one of its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -114,11 +121,6 @@ impl Tile {
             .flat_map(|r| (0..vectors).map(move |v| format!("c{r}_{v} = {{0}}")))
             .collect();
         let _ = writeln!(body, "    {vf} {};", declare.join(", "));
-        let _ = write!(
-            body,
-            "    if (accumulate) {{\n{}    }}\n",
-            each(&|r, v| format!("        c{r}_{v} = {vf}_load(c + {r} * ldc + {});", v * lanes))
-        );
         let mut step = String::new();
         for v in 0..vectors {
             let _ = writeln!(step, "        {vf} b{v} = {vf}_load(b + {});", v * lanes);
@@ -131,17 +133,38 @@ impl Tile {
             step.push_str(" }\n");
         }
         let _ = writeln!(step, "        a += {a_depth};\n        b += {b_depth};");
+        let steps = if self.element == Element::F32 {
+            let _ = writeln!(
+                body,
+                "    {vf} sums[{}];\n    int64_t added = 0;\n    int blocks = 0;",
+                rows * vectors
+            );
+            self.in_blocks(&step)
+        } else {
+            format!("    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n")
+        };
         if self.nested {
             let _ = write!(
                 body,
                 "    const {real} *a1 = a, *b1 = b;\n    for (int64_t n1 = 0; n1 < nest[0]; n1++, a1 += nest[1], b1 += nest[2]) \
                  {{\n    const {real} *a2 = a1, *b2 = b1;\n    for (int64_t n2 = 0; n2 < nest[3]; n2++, a2 += nest[4], b2 += \
-                 nest[5]) {{\n    a = a2, b = b2;\n    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n    }}\n    \
-                 }}\n"
+                 nest[5]) {{\n    a = a2, b = b2;\n{steps}    }}\n    }}\n"
             );
         } else {
-            let _ = write!(body, "    for (int64_t k = 0; k < depth; k++) {{\n{step}    }}\n");
+            body.push_str(&steps);
         }
+        if self.element == Element::F32 {
+            let _ = write!(
+                body,
+                "    if (blocks) {{\n{}    }}\n",
+                each(&|r, v| format!("        c{r}_{v} = sums[{}] + c{r}_{v};", r * vectors + v))
+            );
+        }
+        let _ = write!(
+            body,
+            "    if (accumulate) {{\n{}    }}\n",
+            each(&|r, v| format!("        c{r}_{v} = {vf}_load(c + {r} * ldc + {}) + c{r}_{v};", v * lanes))
+        );
         body.push_str(&each(&|r, v| {
             format!("    {vf}_store(c + {r} * ldc + {}, c{r}_{v});", v * lanes)
         }));
@@ -150,5 +173,31 @@ impl Tile {
             prototype: format!("{head};"),
             definition: format!("{head} {{\n{body}}}\n"),
         }
+    }
+
+    /// `depth` times the statements of a step; after each block its sums go to `sums`. Before the last step nothing is left over
+    /// that would be less than half a block.
+    fn in_blocks(&self, step: &str) -> String {
+        let each = |template: &dyn Fn(usize, usize, usize) -> String| -> String {
+            (0..self.rows)
+                .map(|r| {
+                    (0..self.vectors)
+                        .map(|v| template(r, v, r * self.vectors + v))
+                        .collect::<String>()
+                        + "\n"
+                })
+                .collect()
+        };
+        // A nest does not know here what is still to come.
+        let more = if self.nested { "" } else { " && left > 0" };
+        format!(
+            "    for (int64_t left = depth; left > 0;) {{\n    const int64_t some = left <= {longest} ? left : {BLOCK};\n    for \
+             (int64_t k = 0; k < some; k++) {{\n{step}    }}\n    left -= some;\n    added += some;\n    if (added >= {BLOCK}{more}) \
+             {{\n        if (blocks) {{\n{}        }} else {{\n{}        }}\n{}        added = 0;\n        blocks = 1;\n    }}\n    }}\n",
+            each(&|r, v, at| format!("            sums[{at}] = sums[{at}] + c{r}_{v};")),
+            each(&|r, v, at| format!("            sums[{at}] = c{r}_{v};")),
+            each(&|r, v, _| format!("        c{r}_{v} = (vf){{0}};")),
+            longest = BLOCK + BLOCK / 2,
+        )
     }
 }
