@@ -57,7 +57,11 @@ fn step<M: Pretrained<B> + AutodiffModule<B>>(
     let batch = SafeTensors::deserialize(&bytes)?;
     let data = |name: &str, dtype| -> Result<TensorData, Box<dyn Error>> {
         let view = batch.tensor(name)?;
-        Ok(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
+        Ok(TensorData::from_bytes_vec(
+            view.data().to_vec(),
+            view.shape().to_vec(),
+            dtype,
+        ))
     };
     let images = Tensor::<B, 4>::from_data(data("images", burn::tensor::DType::F32)?, &device);
     let labels = Tensor::<B, 1, Int>::from_data(data("labels", burn::tensor::DType::I32)?, &device);
@@ -67,14 +71,25 @@ fn step<M: Pretrained<B> + AutodiffModule<B>>(
         let logits = forward(&model, images);
         let loss = CrossEntropy::new().forward(logits.clone(), labels);
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        (model.clone().map(&mut Gradients(gradients)), logits.inner(), loss.inner())
+        (
+            model.clone().map(&mut Gradients(gradients)),
+            logits.inner(),
+            loss.inner(),
+        )
     })?;
 
     let map = gradients.key_map();
-    save_safetensors(&gradients, map, folder.join("gradients.safetensors"), &SaveOptions::default())?;
+    save_safetensors(
+        &gradients,
+        map,
+        folder.join("gradients.safetensors"),
+        &SaveOptions::default(),
+    )?;
     let (logits, loss) = (logits.into_data(), loss.into_data());
-    let view = |data: &'_ TensorData| -> (Vec<usize>, Vec<u8>) { (data.shape.to_vec(), data.as_bytes().to_vec()) };
-    let outputs: HashMap<&str, (Vec<usize>, Vec<u8>)> = HashMap::from([("logits", view(&logits)), ("loss", view(&loss))]);
+    let view =
+        |data: &'_ TensorData| -> (Vec<usize>, Vec<u8>) { (data.shape.to_vec(), data.as_bytes().to_vec()) };
+    let outputs: HashMap<&str, (Vec<usize>, Vec<u8>)> =
+        HashMap::from([("logits", view(&logits)), ("loss", view(&loss))]);
     let views: HashMap<&str, TensorView<'_>> = outputs
         .iter()
         .map(|(&name, (shape, bytes))| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?)))

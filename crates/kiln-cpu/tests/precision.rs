@@ -1,10 +1,15 @@
-//! How far sums over many elements are from their value: as far as one rounding of the result, whatever their
-//! length.
+//! How far sums, products and convolutions are from their values.
+//!
+//! Sums over many elements are as far as one rounding of the result, whatever their length.
 //!
 //! A sum that adds n positive numbers to one accumulator of f32 is off by some `sqrt(n) / 3` units of 2^-24
 //! (some 11 units for a sixteenth of the 18432 pixels of a channel). In blocks of b numbers,
 //! whose sums add up exactly, the error is some `b / (3 sqrt(n))` units: less than the half unit that
 //! rounding the result takes. The bounds are twice what the arithmetic gives on average.
+//!
+//! Products and convolutions add up numbers of both signs in registers of f32: in one chain of n terms their error is some
+//! `sqrt(n) / 5` units, in blocks of b terms some `sqrt(b + n / b) / 5`. Winograd's algorithm multiplies that by what its
+//! transforms amount to. These bounds are 1.4 times what the kernels have; one chain, or Winograd's usual points, exceed them.
 
 mod support;
 
@@ -27,9 +32,14 @@ fn positive(ty: &TensorType, seed: u64) -> HostTensor {
     HostTensor::from_floats(ty.dtype, ty.shape.clone(), values)
 }
 
+/// Numbers between -1/2 and 1/2.
+fn signed(ty: &TensorType, seed: u64) -> HostTensor {
+    let values: Vec<f64> = positive(ty, seed).to_f64s().iter().map(|x| x - 0.5).collect();
+    HostTensor::from_floats(ty.dtype, ty.shape.clone(), values)
+}
+
 /// Error of each output by norms, in units. One and three threads must give the same bits.
-fn errors(graph: &Graph, input: &HostTensor) -> Vec<f64> {
-    let inputs = std::slice::from_ref(input);
+fn errors(graph: &Graph, inputs: &[HostTensor]) -> Vec<f64> {
     let expected = interpret_f64(graph, inputs, &[]).unwrap();
     let step = build(graph, |_| ()).unwrap();
     let (one, three) = (
@@ -72,7 +82,7 @@ fn long_sums_round_once() {
         );
         let graph = Graph::parse(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
         let ty = graph.ty(graph.parameters()[0]).clone();
-        let error = errors(&graph, &positive(&ty, 1))[0];
+        let error = errors(&graph, &[positive(&ty, 1)])[0];
         assert!(error <= 1.0, "sum over {axes} of [{shape}]: {error} units");
     }
 }
@@ -115,7 +125,85 @@ fn statistics_of_channels_do_not_cancel() {
         values[((n / 2 * c + channel) * side + side / 2) * side + side / 2] = 12.0;
     }
     let input = HostTensor::from_floats(DType::F32, ty.shape, values);
-    for (what, error) in ["mean", "variance"].iter().zip(errors(&graph, &input)) {
+    for (what, error) in ["mean", "variance"].iter().zip(errors(&graph, &[input])) {
         assert!(error <= 3.0, "{what}: {error} units");
     }
+}
+
+/// Each line: what is computed, the types of its two arguments and of the result, the bound in units. The first argument is what an
+/// activation left: numbers of one sign; the second is of both.
+#[test]
+fn products_add_up_in_blocks() {
+    let window = |stride: usize, pad: usize, groups: usize| {
+        format!(
+            "stride=[{stride},{stride}], pad_low=[{pad},{pad}], pad_high=[{pad},{pad}], dilation=[1,1], groups={groups}"
+        )
+    };
+    let convolution =
+        |stride: usize, pad: usize, groups: usize| format!("conv %x, %w {{{}}}", window(stride, pad, groups));
+    let gradient = |kernel: usize, pad: usize, groups: usize| {
+        format!(
+            "conv_weight_grad %x, %w {{{}, kernel=[{kernel},{kernel}]}}",
+            window(1, pad, groups)
+        )
+    };
+    let product = "dot_general %x, %w {a_batch=[], b_batch=[], a_contract=[1], b_contract=[0]}";
+    let mut wrong = Vec::new();
+    for (operation, x, w, result, bound) in [
+        // Deep products, packed and in place.
+        (product.to_owned(), "70,3000", "3000,96", "70,96", 5.5),
+        (product.to_owned(), "4,5000", "5000,80", "4,80", 5.5),
+        // Single pixels, windows with a stride, groups.
+        (convolution(1, 0, 1), "2,960,7,7", "160,960,1,1", "2,160,7,7", 5.2),
+        (convolution(2, 1, 1), "2,256,8,8", "64,256,3,3", "2,64,4,4", 4.8),
+        (
+            convolution(1, 1, 4),
+            "2,256,10,10",
+            "256,64,3,3",
+            "2,256,10,10",
+            4.8,
+        ),
+        // Winograd's algorithm: tiles of 4 x 4 and of 2 x 2 results, many channels.
+        (convolution(1, 1, 1), "4,64,40,40", "64,64,3,3", "4,64,40,40", 6.0),
+        (convolution(1, 1, 1), "4,256,6,6", "128,256,3,3", "4,128,6,6", 5.0),
+        // Sums over pixels.
+        (gradient(3, 1, 1), "3,32,40,40", "3,32,40,40", "32,32,3,3", 8.0),
+        (gradient(1, 0, 1), "4,32,40,40", "4,64,40,40", "64,32,1,1", 5.5),
+    ] {
+        // A convolution that changes nothing has images stored as they are between the layers of a network.
+        let image = |name: &str, shape: &str| {
+            let channels = shape.split(',').nth(1).unwrap_or_default();
+            format!(
+                "  %{name}_ones = broadcast %one {{dims=[]}} : f32[{channels},1,1,1]
+  %{name} = conv %{name}_given, %{name}_ones {{{}}} : f32[{shape}]\n",
+                window(1, 0, channels.parse().unwrap())
+            )
+        };
+        let mut given = "  %one = constant 1.0 : f32[]\n".to_owned();
+        for (number, (name, shape, is_image)) in [
+            ("x", x, !operation.starts_with("dot")),
+            ("w", w, operation.starts_with("conv_weight_grad")),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let suffix = if is_image { "_given" } else { "" };
+            given += &format!("  %{name}{suffix} = parameter {number} : f32[{shape}]\n");
+            if is_image {
+                given += &image(name, shape);
+            }
+        }
+        let text = format!(
+            "graph @products {{\n{given}  %result = {operation} : f32[{result}]\n  return %result\n}}"
+        );
+        let graph = Graph::parse(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+        let types: Vec<TensorType> = graph.parameters().iter().map(|&x| graph.ty(x).clone()).collect();
+        let error = errors(&graph, &[positive(&types[0], 1), signed(&types[1], 2)])[0];
+        if error > bound {
+            wrong.push(format!(
+                "{operation} of [{x}] and [{w}]: {error:.2} units, more than {bound}"
+            ));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

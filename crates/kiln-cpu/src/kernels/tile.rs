@@ -12,7 +12,7 @@
 //! accumulator, and tiles are shared by all kernels of a step.
 //!
 //! An accumulator of f32 rounds at each addition in proportion to the sum so far, so the error of a sum of n terms grows as
-//! sqrt(n). A tile therefore adds up at most [`BLOCK`] steps of the depth in its registers and adds the blocks' sums up apart,
+//! sqrt(n). A tile of f32 therefore adds up a block of steps of the depth in its registers and the blocks' sums apart,
 //! in memory of its own: the error is that of a block, however great the depth.
 
 use std::fmt::Write;
@@ -21,8 +21,8 @@ use super::Helper;
 use super::element::Element;
 use crate::isa::Isa;
 
-/// Steps of the depth whose products of f32 add up in registers. A block's end costs a load and a store for each accumulator.
-const BLOCK: i64 = 128;
+/// Steps of the depth that add up in registers. A block's end costs a load and a store for each accumulator: 1 % of the time of 128 steps.
+pub const BLOCK: usize = 128;
 
 /// How a tile reads one of its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -53,6 +53,8 @@ pub struct Tile {
     pub element: Element,
     /// Whether the depth is three nested loops, the outer two with steps of their own through A and B.
     pub nested: bool,
+    /// Steps of the depth that add up in registers, of f32: [`BLOCK`] or less.
+    pub block: usize,
 }
 
 /// Most rows of a tile of `vectors` vectors that the registers hold.
@@ -70,12 +72,16 @@ impl Tile {
             Access::Strided { free, depth } => format!("s{free}_{depth}").replace('-', "m"),
         };
         let nested = if self.nested { "_nested" } else { "" };
+        let block = match self.block {
+            BLOCK => String::new(),
+            block => format!("_by{block}"),
+        };
         let element = match self.element {
             Element::F32 => "",
             Element::F64 => "f64_",
         };
         format!(
-            "kiln_tile_{element}{}x{}_{}_{}{nested}",
+            "kiln_tile_{element}{}x{}_{}_{}{nested}{block}",
             self.rows,
             self.vectors,
             access(self.a),
@@ -163,7 +169,10 @@ impl Tile {
         let _ = write!(
             body,
             "    if (accumulate) {{\n{}    }}\n",
-            each(&|r, v| format!("        c{r}_{v} = {vf}_load(c + {r} * ldc + {}) + c{r}_{v};", v * lanes))
+            each(&|r, v| format!(
+                "        c{r}_{v} = {vf}_load(c + {r} * ldc + {}) + c{r}_{v};",
+                v * lanes
+            ))
         );
         body.push_str(&each(&|r, v| {
             format!("    {vf}_store(c + {r} * ldc + {}, c{r}_{v});", v * lanes)
@@ -188,16 +197,17 @@ impl Tile {
                 })
                 .collect()
         };
+        let block = self.block;
         // A nest does not know here what is still to come.
         let more = if self.nested { "" } else { " && left > 0" };
         format!(
-            "    for (int64_t left = depth; left > 0;) {{\n    const int64_t some = left <= {longest} ? left : {BLOCK};\n    for \
-             (int64_t k = 0; k < some; k++) {{\n{step}    }}\n    left -= some;\n    added += some;\n    if (added >= {BLOCK}{more}) \
+            "    for (int64_t left = depth; left > 0;) {{\n    const int64_t some = left <= {longest} ? left : {block};\n    for \
+             (int64_t k = 0; k < some; k++) {{\n{step}    }}\n    left -= some;\n    added += some;\n    if (added >= {block}{more}) \
              {{\n        if (blocks) {{\n{}        }} else {{\n{}        }}\n{}        added = 0;\n        blocks = 1;\n    }}\n    }}\n",
             each(&|r, v, at| format!("            sums[{at}] = sums[{at}] + c{r}_{v};")),
             each(&|r, v, at| format!("            sums[{at}] = c{r}_{v};")),
             each(&|r, v, _| format!("        c{r}_{v} = (vf){{0}};")),
-            longest = BLOCK + BLOCK / 2,
+            longest = block + block / 2,
         )
     }
 }

@@ -126,6 +126,7 @@ pub(super) fn product(plan: &Plan, product: &Product<'_>, helpers: &mut BTreeSet
             b: product.b_access,
             element: plan.element,
             nested: false,
+            block: tile::BLOCK,
         };
         helpers.insert(tile.helper(plan.isa));
         format!(

@@ -366,6 +366,7 @@ impl Emitter<'_> {
                 b: Access::Packed,
                 element: self.element,
                 nested: true,
+                block: tile::BLOCK,
             };
             self.tiles.insert(tile.helper(self.isa));
             let nest = [

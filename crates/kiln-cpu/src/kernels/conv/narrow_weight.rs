@@ -112,8 +112,12 @@ fn block(
             .map(|(s, tx)| text(s, tx))
             .collect()
     };
-    let loads = each(&|s, tx| format!("sum{s}_{tx} = {vf}_load(own + {})", (s * kx + tx) * lanes));
-    let stores = each(&|s, tx| format!("{vf}_store(own + {}, sum{s}_{tx});\n", (s * kx + tx) * lanes));
+    // A line adds up apart: in one chain with the lines before, each product would be rounded in proportion to all of them.
+    let zeros = each(&|s, tx| format!("sum{s}_{tx} = {{0}}"));
+    let stores = each(&|s, tx| {
+        let at = (s * kx + tx) * lanes;
+        format!("{vf}_store(own + {at}, {vf}_load(own + {at}) + sum{s}_{tx});\n")
+    });
     let mut step = read("dy", &format!("grad + px * {yx}"), channels, lanes, element) + "\n";
     for tx in 0..kx {
         let address = format!(
@@ -131,7 +135,7 @@ fn block(
     }
     format!(
         "{{\n    {vf} {};\n    for (int64_t px = 0; px < {}; px++) {{\n{}    }}\n{}}}\n",
-        loads.join(", "),
+        zeros.join(", "),
         g.output[2],
         indent(&step, 8),
         indent(&stores.concat(), 4)

@@ -163,6 +163,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
             b,
             element,
             nested: true,
+            block: tile::BLOCK,
         };
         tiles.insert(tile.helper(isa));
         format!(

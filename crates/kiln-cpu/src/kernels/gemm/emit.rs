@@ -7,7 +7,7 @@ use super::plan::{Parallel, Plan, Stream};
 use super::{Epilogue, GemmSpec, Result, TileCode, pack};
 use crate::isa::Isa;
 use crate::kernels::element::Element;
-use crate::kernels::tile::{Access, Tile};
+use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack};
 
 /// Bytes between regions of the workspace.
@@ -350,6 +350,7 @@ impl Emitter<'_> {
                 b,
                 element,
                 nested: false,
+                block: tile::BLOCK,
             };
             self.tiles.insert(tile.helper(self.isa));
             format!(

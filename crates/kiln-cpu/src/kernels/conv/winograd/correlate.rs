@@ -182,11 +182,8 @@ impl Emitter<'_> {
         let (lanes, weight, name) = (self.lanes, &self.spec.weight, &self.spec.name);
         let (summed, results) = (self.sides.channels, self.sides.result_channels);
         let store = |r: usize, value: &str| {
-            format!(
-                "vf_store(to + ({} + j) * {}, {value});",
-                r * self.matrices.tile,
-                self.weight_apart()
-            )
+            let (first, apart) = (r * self.matrices.tile, self.weight_apart());
+            format!("vf_store(to + ({first} + j) * {apart}, vf_set1(scale[{first} + j]) * ({value}));")
         };
         let (gather, load): (String, Box<dyn Fn(usize) -> String>) = match self.direction {
             // For one result channel memory runs over summed channels and kernel elements: whole vectors of those, turned.
@@ -214,8 +211,9 @@ impl Emitter<'_> {
         let transform = both_sides(&self.matrices.kernel, "", &load, &store);
         format!(
             "/* Transforms a block of the weight. */\nstatic void {name}_turn(const struct {name}_args *args, int64_t c, int64_t k, float *to, int64_t ld) \
-             {{\n{}{}    for (int64_t s = 0; s < {lanes}; s++, to += ld) {{\n{}    }}\n}}\n",
+             {{\n{}{}{}    for (int64_t s = 0; s < {lanes}; s++, to += ld) {{\n{}    }}\n}}\n",
             unpack(&self.spec.params),
+            indent(&self.matrices.scales(), 4),
             indent(&gather, 4),
             indent(&transform, 8),
         )
@@ -289,6 +287,7 @@ impl Emitter<'_> {
                 b: Access::Packed,
                 element: Element::F32,
                 nested: false,
+                block: super::BLOCK,
             };
             helpers.insert(tile.helper(self.isa));
             format!(

@@ -36,6 +36,9 @@ const SUMMED_WEIGHT: usize = 1 << 20;
 /// Summed channels whose transformed weights a thread has at a time, for a panel of results.
 const CHUNK: usize = 128;
 
+/// Channels whose products add up in registers. Transforming back multiplies what the products round, so these blocks are short.
+const BLOCK: usize = 32;
+
 /// Fewest operations worth the three stages.
 const LEAST_FLOPS: usize = 20_000_000;
 

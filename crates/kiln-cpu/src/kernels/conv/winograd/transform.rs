@@ -20,8 +20,11 @@ pub(super) struct Matrices {
     pub tile: usize,
     /// `B'`: tile to tile.
     pub input: Matrix,
-    /// `G`: 3 to tile.
+    /// `G` without [`Matrices::scale`], 3 to tile: numbers that f32 represents exactly.
     pub kernel: Matrix,
+    /// What each row of `G` is multiplied by. No fraction of 2, so it is rounded, and that once for each element of a tile: it is the same for all
+    /// channels and pixels, and would not average out.
+    scale: Vec<f64>,
     /// `A'`: tile to `m`.
     pub output: Matrix,
 }
@@ -39,7 +42,8 @@ impl Matrices {
                     &[0., -1., 1., 0.],
                     &[0., 1., 0., -1.],
                 ]),
-                kernel: rows(&[&[1., 0., 0.], &[0.5, 0.5, 0.5], &[0.5, -0.5, 0.5], &[0., 0., 1.]]),
+                kernel: rows(&[&[1., 0., 0.], &[1., 1., 1.], &[1., -1., 1.], &[0., 0., 1.]]),
+                scale: vec![1., 0.5, 0.5, 1.],
                 output: rows(&[&[1., 1., 1., 0.], &[0., 1., -1., -1.]]),
             };
         }
@@ -58,13 +62,14 @@ impl Matrices {
                 &[0., aa * bb, 0., -aa - bb, 0., 1.],
             ]),
             kernel: rows(&[
-                &[1. / zero, 0., 0.],
-                &[1. / near, a / near, aa / near],
-                &[1. / near, -a / near, aa / near],
-                &[1. / far, b / far, bb / far],
-                &[1. / far, -b / far, bb / far],
+                &[1., 0., 0.],
+                &[1., a, aa],
+                &[1., -a, aa],
+                &[1., b, bb],
+                &[1., -b, bb],
                 &[0., 0., 1.],
             ]),
+            scale: vec![1. / zero, 1. / near, 1. / near, 1. / far, 1. / far, 1.],
             output: rows(&[
                 &[1., 1., 1., 1., 1., 0.],
                 &[0., a, -a, b, -b, 0.],
@@ -72,6 +77,20 @@ impl Matrices {
                 &[0., aa * a, -aa * a, bb * b, -bb * b, 1.],
             ]),
         }
+    }
+
+    /// C declaration of `scale`: the factor of each element of a transformed weight, row by row.
+    pub fn scales(&self) -> String {
+        let products = self
+            .scale
+            .iter()
+            .flat_map(|a| self.scale.iter().map(move |b| a * b));
+        let products: Vec<String> = products.map(|x| format!("{:?}f", x as f32)).collect();
+        format!(
+            "static const float scale[{}] = {{{}}};\n",
+            products.len(),
+            products.join(", ")
+        )
     }
 }
 

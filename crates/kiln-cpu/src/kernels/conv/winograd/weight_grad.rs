@@ -174,6 +174,7 @@ impl Emitter<'_> {
                 },
                 element: Element::F32,
                 nested: false,
+                block: tile::BLOCK,
             };
             helpers.insert(tile.helper(self.isa));
             format!(
@@ -206,13 +207,15 @@ impl Emitter<'_> {
                     chunk * elements * apart
                 )
             };
-            (0..chunks).map(chunk).collect::<Vec<_>>().join(" + ")
+            let sum = (0..chunks).map(chunk).collect::<Vec<_>>().join(" + ");
+            format!("vf_set1(scale[i * {t} + {j}]) * ({sum})")
         };
         let store = |r: usize, value: &str| format!("vf_store_stride(row + {} + j, 9, {value});", r * 3);
         let transform = both_sides(&transposed(&self.matrices.kernel), "", &load, &store);
         format!(
-            "float row[{all}];\n{transform}const int64_t start = (o * {} + c) * 9;\nfor (int64_t i = 0; i < {all}; i += {lanes}) {{\n    vf sum = vf_load(row + \
+            "{}float row[{all}];\n{transform}const int64_t start = (o * {} + c) * 9;\nfor (int64_t i = 0; i < {all}; i += {lanes}) {{\n    vf sum = vf_load(row + \
              i);\n{}}}\n",
+            self.matrices.scales(),
             g.in_channels,
             indent(&consume(Width::Vector, "(start + i)", "sum"), 4),
             all = 9 * lanes,
