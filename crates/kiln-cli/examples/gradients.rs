@@ -6,11 +6,11 @@
 //! python crates/kiln-cli/peers/torch_errors.py compare resnet18 --folder /tmp/resnet18
 //! ```
 //!
-//! The folder holds `model.safetensors` (the weights under torchvision's names) and `batch.safetensors` (`images`,
-//! f32 of `[batch, 3, height, width]`, and `labels`, i32 of `[batch]`). The model computes the cross entropy of
-//! that batch in training mode, without dropout, and its gradients, as one compiled step. Written to the folder:
-//! `gradients.safetensors` (under the name of each weight its gradient; the running statistics after the step
-//! under theirs) and `outputs.safetensors` (`logits` and `loss`). `KILN_BACKEND` chooses what runs the step.
+//! The folder holds `model.safetensors` (the weights under torchvision's names) and `batch.safetensors`
+//! (`images`, f32 of `[batch, 3, height, width]`, and `labels`, i32 of `[batch]`). The model computes the cross
+//! entropy of that batch in training mode, without dropout, and its gradients, as one compiled step. Written to
+//! the folder: `gradients.safetensors` (under the name of each weight its gradient; the running statistics after
+//! the step under theirs) and `outputs.safetensors` (`logits` and `loss`).
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -52,7 +52,7 @@ fn step<M: Pretrained<B> + AutodiffModule<B>>(
 ) -> Result<(), Box<dyn Error>> {
     let device = KilnDevice::default();
     let map = model.key_map();
-    let (model, _) = (load_into(model, &load(&folder.to_string_lossy())?, map)?, ());
+    let model = load_into(model, &load(folder.to_string_lossy())?, map)?;
     let bytes = std::fs::read(folder.join("batch.safetensors"))?;
     let batch = SafeTensors::deserialize(&bytes)?;
     let data = |name: &str, dtype| -> Result<TensorData, Box<dyn Error>> {
@@ -85,15 +85,14 @@ fn step<M: Pretrained<B> + AutodiffModule<B>>(
         folder.join("gradients.safetensors"),
         &SaveOptions::default(),
     )?;
-    let (logits, loss) = (logits.into_data(), loss.into_data());
-    let view =
-        |data: &'_ TensorData| -> (Vec<usize>, Vec<u8>) { (data.shape.to_vec(), data.as_bytes().to_vec()) };
-    let outputs: HashMap<&str, (Vec<usize>, Vec<u8>)> =
-        HashMap::from([("logits", view(&logits)), ("loss", view(&loss))]);
-    let views: HashMap<&str, TensorView<'_>> = outputs
-        .iter()
-        .map(|(&name, (shape, bytes))| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?)))
-        .collect::<Result<_, safetensors::SafeTensorError>>()?;
+    let outputs = [("logits", logits.into_data()), ("loss", loss.into_data())];
+    let mut views = HashMap::new();
+    for (name, data) in &outputs {
+        views.insert(
+            name,
+            TensorView::new(Dtype::F32, data.shape.to_vec(), data.as_bytes())?,
+        );
+    }
     safetensors::serialize_to_file(views, None, &folder.join("outputs.safetensors"))?;
     Ok(())
 }
