@@ -9,6 +9,11 @@
 //! Code is made for the device's own architecture (`sm_90a`), not for the portable intermediate language:
 //! nothing is left for the driver to compile when a module is loaded. Sources include nothing, since NVRTC
 //! brings no headers along. A source that occurs twice in one call is compiled once.
+//!
+//! A program costs NVRTC some 30 ms before its first kernel, of which some 10 are behind a lock of its own.
+//! 128 small kernels took 4.0 s one after the other, 1.5 s as programs of their own on 16 threads, and 0.29 s
+//! as 16 programs of eight (NVRTC 13.0, on the host of an H200): whoever writes sources puts some eight
+//! kernels into each.
 
 mod architecture;
 mod cubins;

@@ -23,10 +23,10 @@ pub const PRELUDE: &str = concat!(
     "\n"
 );
 
-/// The name of a type of elements in CUDA C++, for those that kernels compute in f32.
+/// The name of a type of elements in CUDA C++. Kernels that compute in f32 take no f64.
 fn cuda_type(number: Number) -> &'static str {
     match number {
-        Number::F64 => "double",
+        Number::F64 => panic!("this kernel computes in f32 and would round elements of f64"),
         Number::F32 => "float",
         Number::F16 => "kiln_f16",
         Number::Bf16 => "kiln_bf16",

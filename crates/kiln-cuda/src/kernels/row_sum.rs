@@ -1,9 +1,9 @@
 //! Sums over rows: the gradient of a bias, of a normalisation's weight.
 //!
 //! Few columns and many rows leave one block a column idle, and float atomics would add in any order. So
-//! there are two stages, both in a fixed order: in the first each block adds some rows, thread by thread one
-//! column, and writes a partial sum; in the second each thread adds the partial sums of one column, first to
-//! last.
+//! there are two stages, both in a fixed order: in the first each block adds some rows and writes one partial
+//! sum a column; the second adds the partial sums. In both, eight lanes of a block add every eighth row, and
+//! then the lanes are added first to last.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::products::Number;
 use crate::runtime::{Arguments, Launch, Module, Storage, Stream};
 
-/// Threads of a block, in x; each has one column.
+/// Threads of a block, in x; each has one column, or as many neighbours as 16 bytes hold.
 const COLUMNS: u32 = 32;
 /// Threads of a block, in y; each adds every eighth row of the block's.
 const LANES: u32 = 8;
@@ -34,10 +34,24 @@ pub struct RowSum {
 }
 
 impl RowSum {
+    /// Neighbouring columns of one thread: as many as 16 bytes hold, if that divides the columns.
+    fn width(&self) -> u64 {
+        let whole = 16 / self.number.bytes() as u64;
+        if self.columns.is_multiple_of(whole) {
+            whole
+        } else {
+            1
+        }
+    }
+
+    /// Columns of one block of the first stage.
+    fn across(&self) -> u64 {
+        u64::from(COLUMNS) * self.width()
+    }
+
     /// Rows of one block of the first stage: a function of the shape alone, as the order of the sums is.
     fn piece(&self) -> u64 {
-        let across = self.columns.div_ceil(COLUMNS.into());
-        let pieces = (BLOCKS / across).max(1);
+        let pieces = (BLOCKS / self.columns.div_ceil(self.across())).max(1);
         self.rows.div_ceil(pieces).max(LEAST_ROWS)
     }
 
@@ -51,39 +65,63 @@ impl RowSum {
     }
 
     /// The source of both kernels, `row_sum_parts` and `row_sum_total`.
+    ///
+    /// # Panics
+    /// For elements of f64, which these kernels would round.
     pub fn source(&self) -> Source {
         let Self {
             rows,
             columns,
             number,
         } = *self;
-        let (kind, piece, pieces) = (cuda_type(number), self.piece(), self.pieces());
+        let (kind, width, piece, pieces) = (cuda_type(number), self.width(), self.piece(), self.pieces());
+        let load = if width == 1 {
+            format!("sum[0] += kiln_widen(x[row * {columns} + column]);")
+        } else {
+            format!(
+                "kiln_vector<{kind}, {width}> v;
+            v.load(x + row * {columns} + column);
+            for (int j = 0; j < {width}; j++) sum[j] += kiln_widen(v.at[j]);"
+            )
+        };
         let text = format!(
             "{PRELUDE}
 extern \"C\" __global__ void __launch_bounds__({threads}) row_sum_parts(const {kind}* x, float* parts)
 {{
-    __shared__ float lanes[{LANES}][{COLUMNS}];
-    const kiln_u64 column = (kiln_u64)blockIdx.x * {COLUMNS} + threadIdx.x;
+    __shared__ float lanes[{LANES}][{COLUMNS} * {width}];
+    const kiln_u64 column = ((kiln_u64)blockIdx.x * {COLUMNS} + threadIdx.x) * {width};
     const kiln_u64 start = (kiln_u64)blockIdx.y * {piece};
     const kiln_u64 end = start + {piece} < {rows} ? start + {piece} : {rows};
-    float sum = 0;
-    if (column < {columns})
-        for (kiln_u64 row = start + threadIdx.y; row < end; row += {LANES})
-            sum += kiln_widen(x[row * {columns} + column]);
-    lanes[threadIdx.y][threadIdx.x] = sum;
+    float sum[{width}] = {{}};
+    if (column < {columns}) {{
+        #pragma unroll 4
+        for (kiln_u64 row = start + threadIdx.y; row < end; row += {LANES}) {{
+            {load}
+        }}
+    }}
+    for (int j = 0; j < {width}; j++) lanes[threadIdx.y][j * {COLUMNS} + threadIdx.x] = sum[j];
     __syncthreads();
-    if (threadIdx.y == 0 && column < {columns}) {{
-        for (int lane = 1; lane < {LANES}; lane++) sum += lanes[lane][threadIdx.x];
-        parts[blockIdx.y * (kiln_u64){columns} + column] = sum;
+    if (threadIdx.y != 0 || column >= {columns}) return;
+    for (int j = 0; j < {width}; j++) {{
+        for (int lane = 1; lane < {LANES}; lane++) sum[j] += lanes[lane][j * {COLUMNS} + threadIdx.x];
+        parts[blockIdx.y * (kiln_u64){columns} + column + j] = sum[j];
     }}
 }}
 
 extern \"C\" __global__ void __launch_bounds__({threads}) row_sum_total(const float* parts, float* y)
 {{
-    const kiln_u64 column = (kiln_u64)blockIdx.x * {threads} + threadIdx.x;
-    if (column >= {columns}) return;
+    __shared__ float lanes[{LANES}][{COLUMNS}];
+    const kiln_u64 column = (kiln_u64)blockIdx.x * {COLUMNS} + threadIdx.x;
     float sum = 0;
-    for (int piece = 0; piece < {pieces}; piece++) sum += parts[piece * (kiln_u64){columns} + column];
+    if (column < {columns}) {{
+        #pragma unroll 8
+        for (int piece = threadIdx.y; piece < {pieces}; piece += {LANES})
+            sum += parts[piece * (kiln_u64){columns} + column];
+    }}
+    lanes[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || column >= {columns}) return;
+    for (int lane = 1; lane < {LANES}; lane++) sum += lanes[lane][threadIdx.x];
     y[column] = sum;
 }}
 ",
@@ -120,12 +158,11 @@ extern \"C\" __global__ void __launch_bounds__({threads}) row_sum_total(const fl
         parts.part(&(0..self.partial_bytes()), "partial sums over rows")?;
         y.part(&(0..bytes(self.columns, 4)), "the result of a sum over rows")?;
         let count = |blocks: u64| u32::try_from(blocks).unwrap_or(u32::MAX);
-        let threads = COLUMNS * LANES;
         Ok([
             Launch {
                 kernel: module.kernel("row_sum_parts")?,
                 grid: [
-                    count(self.columns.div_ceil(COLUMNS.into())),
+                    count(self.columns.div_ceil(self.across())),
                     count(self.pieces()),
                     1,
                 ],
@@ -135,8 +172,8 @@ extern \"C\" __global__ void __launch_bounds__({threads}) row_sum_total(const fl
             },
             Launch {
                 kernel: module.kernel("row_sum_total")?,
-                grid: [count(self.columns.div_ceil(threads.into())), 1, 1],
-                block: [threads, 1, 1],
+                grid: [count(self.columns.div_ceil(COLUMNS.into())), 1, 1],
+                block: [COLUMNS, LANES, 1],
                 shared_bytes: 0,
                 arguments: Arguments::new().memory(parts, 0).memory(y, 0),
             },

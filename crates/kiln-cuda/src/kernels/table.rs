@@ -57,6 +57,9 @@ pub struct TableUpdate {
 
 impl TableUpdate {
     /// The kernel's source.
+    ///
+    /// # Panics
+    /// For operands of f64, which this kernel would round.
     pub fn source(&self) -> Source {
         let narrow = self.operands.iter().any(|operand| operand.number.bytes() == 2);
         // As many elements at a time as 16 bytes have of the narrowest type.

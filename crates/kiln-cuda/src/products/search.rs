@@ -108,11 +108,42 @@ impl Multiplier {
         Ok(best)
     }
 
-    /// What the library's heuristic proposes, best first.
+    /// What the library's heuristic proposes, best first. For most products it names eight algorithms, however
+    /// many it is asked for, and others where it may use less working memory: so it is asked for three sizes.
     fn candidates(&self, product: &Product, limits: SearchLimits) -> Result<Vec<HeuristicResult>> {
         let described = Described::new(self, product)?;
-        let preference = Preference::new(&self.library, limits.workspace_bytes, product)?;
-        let mut results = vec![HeuristicResult::default(); limits.algorithms.max(1)];
+        let mut candidates: Vec<HeuristicResult> = Vec::new();
+        let mut refused = None;
+        for workspace_bytes in [limits.workspace_bytes, limits.workspace_bytes / 8, 0] {
+            match self.propose(product, &described, workspace_bytes, limits.algorithms) {
+                Ok(proposed) => {
+                    for result in proposed {
+                        if !candidates.iter().any(|known| known.algorithm == result.algorithm) {
+                            candidates.push(result);
+                        }
+                    }
+                }
+                Err(error @ CudaError::Product { .. }) => refused = Some(error),
+                Err(error) => return Err(error),
+            }
+        }
+        candidates.truncate(limits.algorithms.max(1));
+        if candidates.is_empty() {
+            return Err(refused.unwrap_or_else(|| no_algorithm(product)));
+        }
+        Ok(candidates)
+    }
+
+    /// The heuristic's answer for one size of working memory.
+    fn propose(
+        &self,
+        product: &Product,
+        described: &Described,
+        workspace_bytes: u64,
+        count: usize,
+    ) -> Result<Vec<HeuristicResult>> {
+        let preference = Preference::new(&self.library, workspace_bytes, product)?;
+        let mut results = vec![HeuristicResult::default(); count.max(1)];
         let wanted = i32::try_from(results.len()).unwrap_or(i32::MAX);
         let mut found = 0;
         self.device.enter()?;
@@ -133,10 +164,7 @@ impl Multiplier {
         };
         check(status, "cublasLtMatmulAlgoGetHeuristic", || product.to_string())?;
         results.truncate(usize::try_from(found).unwrap_or(0));
-        results.retain(|result| result.state == 0 && result.workspace_bytes as u64 <= limits.workspace_bytes);
-        if results.is_empty() {
-            return Err(no_algorithm(product));
-        }
+        results.retain(|result| result.state == 0 && result.workspace_bytes as u64 <= workspace_bytes);
         Ok(results)
     }
 }
