@@ -1,0 +1,195 @@
+//! A region and its calls: the closure is recorded, then what was recorded runs.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex};
+
+use kiln_profile::Category;
+
+use super::super::recording::Recorded;
+use super::super::region::{HostRead, LastRun, Region};
+use super::super::report::RegionReport;
+use super::super::sighting::Lines;
+use super::super::step::panic_message;
+use super::{CURRENT, SESSIONS, Session, Shared, lock};
+use crate::error::Error;
+use crate::options::{CompileBackend, CompileOptions};
+
+/// A closure that is recorded and compiled: the engine behind `kiln::compile`.
+pub struct CompiledRegion {
+    session: Shared,
+    backend: CompileBackend,
+    /// Held during a call: threads that share a region take turns.
+    turn: Mutex<()>,
+}
+
+impl CompiledRegion {
+    /// A region that has compiled nothing yet.
+    pub fn new(options: CompileOptions) -> Self {
+        let backend = options.backend;
+        Self {
+            session: Arc::new(Mutex::new(Session::new(Region::new(options), false))),
+            backend,
+            turn: Mutex::default(),
+        }
+    }
+
+    /// The same region, of which a call that fails has happened as far as it came: what the closure did
+    /// before a panic or an error is run on burn-flex. What a function leaves in cells of its own, such as
+    /// running statistics, then has a value, as it would have without Kiln.
+    pub fn for_function(self) -> Self {
+        lock(&self.session).region.salvages = true;
+        self
+    }
+
+    /// The same region, which remembers what [`Replay`](super::Replay) needs to see of its last run.
+    pub fn for_replay(self) -> Self {
+        lock(&self.session).region.keeps_host_data = true;
+        self
+    }
+
+    /// Runs `closure` with its tensor operations recorded, then runs the compiled step. Tensors that outlive the closure have their elements
+    /// when `run` returns.
+    ///
+    /// Inside another region, or with backend `eager`, the closure just runs: the inner region joins the outer one.
+    ///
+    /// # Errors
+    ///
+    /// If a break occurs under `fullgraph`, or the step cannot be imported, compiled or run. Tensors the closure left behind then report the error when
+    /// they are used.
+    ///
+    /// # Panics
+    ///
+    /// With what `closure` panics with; what it recorded is discarded.
+    pub fn run<R>(&self, closure: impl FnOnce() -> R) -> Result<R, Error> {
+        if self.backend == CompileBackend::Eager || CURRENT.with_borrow(Option::is_some) {
+            return Ok(closure());
+        }
+        let _turn = lock(&self.turn);
+        lock(&self.session).begin();
+        // Other threads find the session until its results are in the table: who asks for one meanwhile waits.
+        let _listed = Listed::new(self.session.clone());
+        let value = self.record(closure)?;
+        lock(&self.session).end(value)
+    }
+
+    /// Records `closure` as [`CompiledRegion::run`] does, and gives the recording to `run_whole` in place of
+    /// running it if nothing cut it; a recording that was cut ([`position`] tells the closure) is run like any
+    /// other, and `run_whole` is not called. Tensors that outlive the closure have no elements until
+    /// `run_whole` enters them into the table. `lines` says whether to look the user's lines up.
+    ///
+    /// # Errors
+    ///
+    /// As [`CompiledRegion::run`], and those of `run_whole`.
+    ///
+    /// # Panics
+    ///
+    /// As [`CompiledRegion::run`].
+    pub fn trace<T, R>(
+        &self,
+        lines: bool,
+        closure: impl FnOnce() -> T,
+        run_whole: impl FnOnce(T, Recorded) -> Result<R, Error>,
+    ) -> Result<Traced<T, R>, Error> {
+        let _turn = lock(&self.turn);
+        let _listed = Listed::new(self.session.clone());
+        let mut session = lock(&self.session);
+        session.begin();
+        session.lines = lines.then(Lines::default);
+        drop(session);
+        let value = self.record(closure)?;
+        let mut session = lock(&self.session);
+        if session.segment > 0 || session.error.is_some() {
+            return session.end(value).map(Traced::Cut);
+        }
+        let recorded = session.take_recording();
+        drop(session);
+        run_whole(value, recorded).map(Traced::Whole)
+    }
+
+    /// Runs `closure` with its operations recorded. After a panic the recording is gone.
+    fn record<T>(&self, closure: impl FnOnce() -> T) -> Result<T, Error> {
+        let result = {
+            let _entered = Entered::new(self.session.clone());
+            let _span = kiln_profile::span(Category::Host, "recording");
+            catch_unwind(AssertUnwindSafe(closure))
+        };
+        match result {
+            Ok(value) => Ok(value),
+            Err(payload) => {
+                let mut session = lock(&self.session);
+                let message = format!(
+                    "the region `{}` panicked: {}",
+                    session.region.options.name,
+                    panic_message(&*payload)
+                );
+                session.discard(&message);
+                match session.error.take() {
+                    Some(error) => Err(error),
+                    None => {
+                        drop(session);
+                        resume_unwind(payload)
+                    }
+                }
+            }
+        }
+    }
+
+    /// What the last call of [`CompiledRegion::run`] did on the host that a replay would not do; none if nothing.
+    pub fn last_host_read(&self) -> Option<HostRead> {
+        lock(&self.session).region.host_read.clone()
+    }
+
+    /// The step the last call of [`CompiledRegion::run`] ended with; none if it recorded nothing or failed.
+    pub fn last_run(&self) -> Option<LastRun> {
+        lock(&self.session).region.last_run().cloned()
+    }
+
+    /// What the region compiled so far.
+    pub fn report(&self) -> RegionReport {
+        lock(&self.session).region.report()
+    }
+}
+
+/// What became of a trace.
+pub enum Traced<T, R> {
+    /// Nothing cut it: what was made of the recording.
+    Whole(R),
+    /// Something needed a value: the closure's own result, with everything it did run.
+    Cut(T),
+}
+
+/// Makes a session the thread's current one; undone on drop, also by a panic.
+struct Entered;
+
+impl Entered {
+    fn new(session: Shared) -> Self {
+        CURRENT.with_borrow_mut(|current| *current = Some(session));
+        Self
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        CURRENT.with_borrow_mut(|current| *current = None);
+    }
+}
+
+/// Makes a session known to other threads that look for a pending tensor; undone on drop, also by a panic.
+struct Listed(Shared);
+
+impl Listed {
+    fn new(session: Shared) -> Self {
+        lock(&SESSIONS).push(session.clone());
+        Self(session)
+    }
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        let mut all = lock(&SESSIONS);
+        // Only once: another thread may be in the same region.
+        if let Some(position) = all.iter().position(|session| Arc::ptr_eq(session, &self.0)) {
+            all.remove(position);
+        }
+    }
+}
