@@ -305,7 +305,16 @@ fn products(device: &Device, stream: &Stream, library: CublasLt) -> Answer<()> {
             .with_batch(32 * 12)
             .with_transposed_right(),
         Product::dense(128, 64, 128, Number::Bf16).with_batch(32 * 12),
+        Product::dense(3072, 768, tokens, Number::Bf16)
+            .with_transposed_left()
+            .with_result(Number::F32)
+            .with_epilogue(Epilogue::LeftSums),
+        Product::dense(3072, 768, tokens, Number::Bf16)
+            .with_transposed_left()
+            .with_epilogue(Epilogue::LeftSums),
+        // A vocabulary whose rows are no multiple of 16 bytes, and one padded to it.
         linear(30_522, 768),
+        linear(30_528, 768),
         linear(3072, 768)
             .with_compute(Compute::F32)
             .with_result(Number::F32),
@@ -352,11 +361,11 @@ fn in_graph(
         Ok(storage)
     };
     let (left, right) = (filled(product.left_bytes())?, filled(product.right_bytes())?);
-    let (result, bias) = (filled(product.result_bytes())?, filled(product.bias_bytes())?);
+    let (result, vector) = (filled(product.result_bytes())?, filled(product.vector_bytes())?);
     let mut prepared = multiplier.prepare(product, choice)?;
     let workspace = Arc::new(Storage::allocate(stream, prepared.workspace_bytes())?);
     let arguments = ProductArguments {
-        bias: product.epilogue.has_bias().then_some((&bias, 0)),
+        vector: product.epilogue.has_vector().then_some((&vector, 0)),
         workspace: Some((&workspace, 0)),
         ..ProductArguments::new((&left, 0), (&right, 0), (&result, 0))
     };

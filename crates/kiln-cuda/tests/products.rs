@@ -74,7 +74,7 @@ struct Data {
     left: Vec<f64>,
     right: Vec<f64>,
     result: Vec<f64>,
-    bias: Vec<f64>,
+    vector: Vec<f64>,
     factors: (f64, f64),
 }
 
@@ -86,13 +86,35 @@ impl Data {
             left: of(product.left_bytes(), product.left.number, seed),
             right: of(product.right_bytes(), product.right.number, seed + 1),
             result: of(product.result_bytes(), product.result.number, seed + 2),
-            bias: of(product.bias_bytes(), product.result.number, seed + 3),
+            vector: of(product.vector_bytes(), product.result.number, seed + 3),
             factors: match product.scalars {
                 ScalarsFrom::Product => (1.0, 0.0),
                 ScalarsFrom::Sum => (1.0, 1.0),
                 ScalarsFrom::Device => (0.5, -2.0),
             },
         }
+    }
+
+    /// The vector after the product: sums of an operand, or what it was.
+    fn vector_after(&self, product: &Product) -> Vec<f64> {
+        let (rows, columns, operand, values) = match product.epilogue {
+            Epilogue::LeftSums => (product.m, product.k, product.left, &self.left),
+            Epilogue::RightSums => (product.n, product.k, product.right, &self.right),
+            _ => return self.vector.clone(),
+        };
+        // Rows of the left operand, columns of the right one: the same in memory where one of them is
+        // transposed.
+        let along = operand.transposed != (product.epilogue == Epilogue::LeftSums);
+        let at = |row, p| {
+            if along {
+                row * operand.leading + p
+            } else {
+                p * operand.leading + row
+            }
+        };
+        (0..rows)
+            .map(|row| (0..columns).map(|p| values[at(row, p) as usize]).sum())
+            .collect()
     }
 
     /// The product in f64, element by element.
@@ -121,11 +143,11 @@ impl Data {
                     if self.factors.1 != 0.0 {
                         x += self.factors.1 * self.result[place];
                     }
-                    if product.epilogue.has_bias() {
-                        x += self.bias[j as usize];
+                    if product.epilogue.adds_vector() {
+                        x += self.vector[j as usize];
                     }
                     result[place] = match product.epilogue {
-                        Epilogue::None | Epilogue::Bias => x,
+                        Epilogue::None | Epilogue::Bias | Epilogue::LeftSums | Epilogue::RightSums => x,
                         Epilogue::Relu | Epilogue::BiasRelu => x.max(0.0),
                         Epilogue::TanhGelu | Epilogue::BiasTanhGelu => {
                             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
@@ -146,12 +168,12 @@ fn upload(stream: &Stream, values: &[f64], number: Number) -> Arc<Storage> {
     storage
 }
 
-/// Runs a product with `choice`; the bytes of its result.
+/// Runs a product with `choice`; the bytes of its result, then those of the vector.
 fn run(multiplier: &Multiplier, stream: &Stream, product: &Product, choice: &Choice, data: &Data) -> Vec<u8> {
     let left = upload(stream, &data.left, product.left.number);
     let right = upload(stream, &data.right, product.right.number);
     let result = upload(stream, &data.result, product.result.number);
-    let bias = upload(stream, &data.bias, product.result.number);
+    let vector = upload(stream, &data.vector, product.result.number);
     let wide = if product.compute == Compute::F64 {
         Number::F64
     } else {
@@ -162,14 +184,16 @@ fn run(multiplier: &Multiplier, stream: &Stream, product: &Product, choice: &Cho
     assert_eq!(prepared.workspace_bytes() as u64, choice.workspace_bytes);
     let workspace = Arc::new(Storage::allocate(stream, prepared.workspace_bytes()).unwrap());
     let arguments = ProductArguments {
-        bias: product.epilogue.has_bias().then_some((&bias, 0)),
+        vector: product.epilogue.has_vector().then_some((&vector, 0)),
         scalars: (product.scalars == ScalarsFrom::Device).then_some((&factors, 0)),
         workspace: Some((&workspace, 0)),
         ..ProductArguments::new((&left, 0), (&right, 0), (&result, 0))
     };
     prepared.run(stream, &arguments).unwrap();
-    let mut raw = vec![0; result.bytes()];
-    stream.read(&result, 0, &mut raw).unwrap();
+    let mut raw = vec![0; result.bytes() + vector.bytes()];
+    let (first, second) = raw.split_at_mut(result.bytes());
+    stream.read(&result, 0, first).unwrap();
+    stream.read(&vector, 0, second).unwrap();
     raw
 }
 
@@ -209,8 +233,18 @@ fn check(multiplier: &Multiplier, stream: &Stream, product: &Product, worst: &mu
     let first = run(multiplier, stream, product, &choice, &data);
     let again = run(multiplier, stream, product, &choice, &data);
     assert!(first == again, "two runs of {product} differ");
-    let found = decode(&first, product.result.number);
-    let off = distance(&found, &data.reference(product));
+    let (result, vector) = first.split_at(product.result_bytes());
+    let off = distance(&decode(result, product.result.number), &data.reference(product));
+    if product.epilogue.has_vector() {
+        let off = distance(
+            &decode(vector, product.result.number),
+            &data.vector_after(product),
+        );
+        assert!(
+            off <= allowed(product),
+            "the vector of {product} is off by {off:.2e}"
+        );
+    }
     assert!(off <= allowed(product), "{product} is off by {off:.2e}");
     worst.push(format!("{off:.1e}  {product}"));
 }
@@ -287,6 +321,41 @@ fn epilogues_and_factors_follow_the_sum() {
                     shown.push(error.to_string());
                 }
                 Err(error) => panic!("{error}"),
+            }
+        }
+    }
+    println!("{}", shown.join("\n"));
+}
+
+#[test]
+fn sums_of_an_operand_come_with_the_product() {
+    let Some(gpu) = common::gpu() else { return };
+    let multiplier = gpu.multiplier();
+    let mut shown = Vec::new();
+    for (operands, result, compute) in numbers() {
+        for epilogue in [Epilogue::LeftSums, Epilogue::RightSums] {
+            for transposed in 0..4 {
+                let mut product = Product::dense(48, 64, 160, operands)
+                    .with_result(result)
+                    .with_compute(compute)
+                    .with_epilogue(epilogue);
+                if transposed & 1 != 0 {
+                    product = product.with_transposed_left();
+                }
+                if transposed & 2 != 0 {
+                    product = product.with_transposed_right();
+                }
+                // The library has the sums for one of two layouts; else the step has a kernel of its own.
+                let served = match epilogue {
+                    Epilogue::LeftSums => product.left.transposed,
+                    _ => !product.right.transposed,
+                };
+                match multiplier.search(&gpu.stream, &product, SearchLimits::default()) {
+                    Ok(_) if served => check(&multiplier, &gpu.stream, &product, &mut shown),
+                    Err(CudaError::Product { .. }) if !served => {}
+                    Ok(_) => panic!("the library has {product}: its documentation is to be changed"),
+                    Err(error) => panic!("{error}"),
+                }
             }
         }
     }

@@ -94,6 +94,8 @@ impl Described {
             Epilogue::BiasRelu => epilogue::BIAS | epilogue::RELU,
             Epilogue::TanhGelu => epilogue::GELU,
             Epilogue::BiasTanhGelu => epilogue::BIAS | epilogue::GELU,
+            Epilogue::RightSums => epilogue::SUM_OF_A,
+            Epilogue::LeftSums => epilogue::SUM_OF_B,
         };
         for (attribute, value) in [
             (description_attribute::POINTER_MODE, pointer_mode),
@@ -160,8 +162,8 @@ impl Described {
         Ok(described)
     }
 
-    /// Names the vector to add.
-    pub(super) fn set_bias(&mut self, address: u64, product: &Product) -> Result<()> {
+    /// Names the vector to add or to write.
+    pub(super) fn set_vector(&mut self, address: u64, product: &Product) -> Result<()> {
         self.set(
             description_attribute::BIAS_POINTER,
             &address.to_ne_bytes(),

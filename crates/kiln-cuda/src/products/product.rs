@@ -65,12 +65,26 @@ pub enum Epilogue {
     TanhGelu,
     /// [`Self::Bias`], then [`Self::TanhGelu`].
     BiasTanhGelu,
+    /// Besides the product, the sum of each row of the left operand is written, `m` elements of the result's
+    /// type. In a weight's gradient `dYᵀ · X` that is the gradient of the bias. Only where the left operand
+    /// is transposed. It is no gift: beside a gradient of 3072 by 768 from 4096 rows of bf16 the sums take 12
+    /// microseconds, and [`crate::kernels::RowSum`] takes 7 (H200, cuBLASLt 13.1).
+    LeftSums,
+    /// Besides the product, the sum of each column of the right operand is written, `n` elements of the
+    /// result's type. In a weight's gradient `Xᵀ · dY` that is the gradient of the bias. Only where the right
+    /// operand is not transposed.
+    RightSums,
 }
 
 impl Epilogue {
     /// Whether there is a vector to add.
-    pub fn has_bias(self) -> bool {
+    pub fn adds_vector(self) -> bool {
         matches!(self, Self::Bias | Self::BiasRelu | Self::BiasTanhGelu)
+    }
+
+    /// Whether there is a vector to add, or one to write.
+    pub fn has_vector(self) -> bool {
+        self.adds_vector() || matches!(self, Self::LeftSums | Self::RightSums)
     }
 }
 
@@ -256,13 +270,14 @@ impl Product {
         self.span(self.m, self.n, leading, batch_stride, number)
     }
 
-    /// Bytes of the vector that is added.
-    pub fn bias_bytes(&self) -> usize {
-        if self.epilogue.has_bias() {
-            count(self.n) * self.result.number.bytes()
-        } else {
-            0
-        }
+    /// Bytes of the vector that is added or written.
+    pub fn vector_bytes(&self) -> usize {
+        let elements = match self.epilogue {
+            Epilogue::None | Epilogue::Relu | Epilogue::TanhGelu => 0,
+            Epilogue::Bias | Epilogue::BiasRelu | Epilogue::BiasTanhGelu | Epilogue::RightSums => self.n,
+            Epilogue::LeftSums => self.m,
+        };
+        count(elements).saturating_mul(self.result.number.bytes())
     }
 
     /// Bytes of one factor.
@@ -310,6 +325,8 @@ impl fmt::Display for Product {
             Epilogue::BiasRelu => write!(f, " with bias and ReLU")?,
             Epilogue::TanhGelu => write!(f, " with GELU")?,
             Epilogue::BiasTanhGelu => write!(f, " with bias and GELU")?,
+            Epilogue::LeftSums => write!(f, " and sums of the left operand")?,
+            Epilogue::RightSums => write!(f, " and sums of the right operand")?,
         }
         match self.scalars {
             ScalarsFrom::Product => Ok(()),

@@ -23,8 +23,8 @@ pub struct ProductArguments<'a> {
     pub right: Place<'a>,
     /// The result.
     pub result: Place<'a>,
-    /// The vector to add, for epilogues with a bias.
-    pub bias: Option<Place<'a>>,
+    /// The vector to add or to write, for epilogues that have one.
+    pub vector: Option<Place<'a>>,
     /// `alpha` and `beta`, for [`ScalarsFrom::Device`].
     pub scalars: Option<Place<'a>>,
     /// Working memory of [`Choice::workspace_bytes`] bytes, which nothing else uses at that time.
@@ -32,13 +32,13 @@ pub struct ProductArguments<'a> {
 }
 
 impl<'a> ProductArguments<'a> {
-    /// A product without bias, scalars and working memory.
+    /// A product without vector, scalars and working memory.
     pub fn new(left: Place<'a>, right: Place<'a>, result: Place<'a>) -> Self {
         Self {
             left,
             right,
             result,
-            bias: None,
+            vector: None,
             scalars: None,
             workspace: None,
         }
@@ -46,7 +46,7 @@ impl<'a> ProductArguments<'a> {
 
     /// Everything that the call uses.
     pub fn storages(&self) -> Vec<&'a Arc<Storage>> {
-        let optional = [self.bias, self.scalars, self.workspace];
+        let optional = [self.vector, self.scalars, self.workspace];
         let places = [self.left, self.right, self.result]
             .into_iter()
             .chain(optional.into_iter().flatten());
@@ -147,7 +147,11 @@ impl PreparedProduct<'_> {
             product.result_bytes(),
             "the result of a product",
         )?;
-        let bias = pointer(arguments.bias, product.bias_bytes(), "the bias of a product")?;
+        let vector = pointer(
+            arguments.vector,
+            product.vector_bytes(),
+            "the vector of a product",
+        )?;
         let on_device = product.scalars == ScalarsFrom::Device;
         let scalar_bytes = if on_device { 2 * product.scalar_bytes() } else { 0 };
         let scalars = pointer(arguments.scalars, scalar_bytes, "the factors of a product")?;
@@ -156,8 +160,8 @@ impl PreparedProduct<'_> {
             self.workspace_bytes,
             "the working memory of a product",
         )?;
-        if product.epilogue.has_bias() {
-            self.described.set_bias(bias, product)?;
+        if product.epilogue.has_vector() {
+            self.described.set_vector(vector, product)?;
         }
         for storage in arguments.storages() {
             storage.take_to(stream)?;

@@ -108,8 +108,9 @@ impl Multiplier {
         Ok(best)
     }
 
-    /// What the library's heuristic proposes, best first. For most products it names eight algorithms, however
-    /// many it is asked for, and others where it may use less working memory: so it is asked for three sizes.
+    /// What the library's heuristic proposes, best first. For most products it names eight algorithms,
+    /// however many it is asked for, and others where it may use less working memory: so it is asked for
+    /// three sizes.
     fn candidates(&self, product: &Product, limits: SearchLimits) -> Result<Vec<HeuristicResult>> {
         let described = Described::new(self, product)?;
         let mut candidates: Vec<HeuristicResult> = Vec::new();
@@ -182,7 +183,7 @@ struct Trial {
     left: Arc<Storage>,
     right: Arc<Storage>,
     result: Arc<Storage>,
-    bias: Arc<Storage>,
+    vector: Arc<Storage>,
     scalars: Arc<Storage>,
     workspace: Arc<Storage>,
 }
@@ -208,7 +209,7 @@ impl Trial {
             left: random(stream, product.left_bytes(), product.left.number)?,
             right: random(stream, product.right_bytes(), product.right.number)?,
             result: random(stream, product.result_bytes(), number)?,
-            bias: random(stream, product.bias_bytes(), number)?,
+            vector: random(stream, product.vector_bytes(), number)?,
             scalars,
             workspace: Arc::new(Storage::allocate(stream, workspace)?),
         })
@@ -227,7 +228,7 @@ impl Trial {
             left: (&self.left, 0),
             right: (&self.right, 0),
             result: (&self.result, 0),
-            bias: place(&self.bias),
+            vector: place(&self.vector),
             scalars: place(&self.scalars),
             workspace: place(&self.workspace),
         };

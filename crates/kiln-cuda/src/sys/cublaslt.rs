@@ -65,6 +65,10 @@ pub mod epilogue {
     pub const BIAS: i32 = 4;
     /// GELU by the hyperbolic tangent.
     pub const GELU: i32 = 32;
+    /// The first matrix is summed over the extent that the product sums over.
+    pub const SUM_OF_A: i32 = 256;
+    /// So is the second.
+    pub const SUM_OF_B: i32 = 512;
 }
 
 /// Attributes of [`MatrixLayout`].
