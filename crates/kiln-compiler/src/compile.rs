@@ -11,7 +11,7 @@ use crate::contract::{self, Contract, ExternCall};
 use crate::decision::Decision;
 use crate::error::CompileError;
 use crate::options::Options;
-use crate::plan::Plan;
+use crate::plan::{Plan, verify};
 use crate::planner::{self, ArenaPlanner};
 use crate::report::{self, BufferReport, KernelReport};
 use crate::schedule::{self, Schedule};
@@ -106,8 +106,11 @@ pub fn compile<T: Target>(
     });
     let kernels = stages.time("kernels", || planner::kernels(&graph, &schedule, target))?;
     let plan = stages.time("plan", || planner::memory(&graph, &schedule, &kernels, target));
-    let scratch = kernels.iter().map(|kernel| target.scratch(kernel));
-    let (buffers, mut reports) = report::describe(&graph, &schedule, &plan, scratch);
+    let scratch: Vec<usize> = kernels.iter().map(|kernel| target.scratch(kernel)).collect();
+    stages.time("verify", || {
+        verify::verify(&graph, &schedule, &plan, &scratch, target.policy().alignment)
+    })?;
+    let (buffers, mut reports) = report::describe(&graph, &schedule, &plan, &scratch);
     let Emitted { code, names } = stages.time("emit", || {
         target.emit(&Step {
             graph: &graph,

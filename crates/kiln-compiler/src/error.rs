@@ -4,6 +4,8 @@ use kiln_graph::TypeError;
 use kiln_graph::verify::VerifyError;
 use kiln_partition::PartitionError;
 
+use crate::plan::verify::PlanFault;
+
 /// An error of the step compiler.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -22,6 +24,9 @@ pub enum CompileError {
     /// The step cannot be partitioned: most often, nothing fits the memory budget.
     #[error(transparent)]
     Partition(#[from] PartitionError),
+    /// The plan of memory is wrong: a bug of the compiler, found before the step could run.
+    #[error("the plan of memory of the step compiler is wrong: {0}")]
+    Plan(#[from] PlanFault),
     /// The target has no code for an operation.
     #[error("the `{target}` backend has no code for `{op}` on {types}; the `aot_eager` backend runs it")]
     Unsupported {

@@ -10,7 +10,9 @@
 //!
 //! Offsets: largest buffer first, each at the lowest offset where it fits among those already placed that overlap it in time.
 //! Finding the optimum is a bin packing problem; this order is within a few per cent of the lower bound (the most bytes alive at
-//! once), which the plan also reports. What the plan says is what is allocated.
+//! once), which the plan also reports. What the plan says is what is allocated. [`verify`] checks a finished plan.
+
+pub mod verify;
 
 use std::fmt::Write as _;
 
@@ -167,37 +169,7 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], alignment: us
     for (buffer, root) in roots {
         plan.places.insert(buffer, Place::Arena(offsets[&root]));
     }
-    assert_disjoint(&plan, &lifetimes);
     plan
-}
-
-/// Checks from the result alone that no two buffers of the arena share bytes while both are alive. At the kernel where one dies and the other is made
-/// they may, if they are one memory handed on.
-fn assert_disjoint(plan: &Plan, lifetimes: &FxHashMap<Buffer, Lifetime>) {
-    let mut placed: Vec<(usize, Buffer, &Lifetime)> = lifetimes
-        .iter()
-        .filter_map(|(buffer, life)| match plan.places[buffer] {
-            Place::Arena(offset) if life.bytes > 0 => Some((offset, *buffer, life)),
-            _ => None,
-        })
-        .collect();
-    placed.sort_unstable_by_key(|&(offset, buffer, _)| (offset, buffer));
-    for (number, &(start, one, a)) in placed.iter().enumerate() {
-        for &(offset, other, b) in placed[number + 1..]
-            .iter()
-            .take_while(|it| it.0 < start + a.bytes)
-        {
-            let handed_on = offset == start && a.bytes == b.bytes && (a.last == b.first || b.last == a.first);
-            assert!(
-                a.last < b.first || b.last < a.first || handed_on,
-                "{one:?} (kernels {} to {}) and {other:?} ({} to {}) share memory at {offset}",
-                a.first,
-                a.last,
-                b.first,
-                b.last
-            );
-        }
-    }
 }
 
 fn most_alive(items: &[(Option<Buffer>, Lifetime)], kernels: usize) -> usize {

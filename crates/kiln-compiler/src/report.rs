@@ -237,11 +237,11 @@ pub fn describe(
     graph: &Graph,
     schedule: &Schedule,
     plan: &Plan,
-    scratch: impl Iterator<Item = usize>,
+    scratch: &[usize],
 ) -> (Vec<BufferReport>, Vec<KernelReport>) {
     let buffers = Buffers::new(graph, schedule, plan);
     let kernels = schedule.kernels.iter().zip(&plan.scratch).zip(scratch);
-    let reports = kernels.map(|((kernel, &offset), bytes)| buffers.describe(graph, kernel, (offset, bytes)));
+    let reports = kernels.map(|((kernel, &offset), &bytes)| buffers.describe(graph, kernel, (offset, bytes)));
     let reports = reports.collect();
     (buffers.list, reports)
 }
