@@ -396,6 +396,21 @@ impl Index {
         sum
     }
 
+    /// The index where the variables have these values; none if it depends on integers that are loaded.
+    pub fn evaluate(&self, values: &[i64]) -> Option<i64> {
+        let mut sum = self.offset();
+        for (atom, factor) in self.terms() {
+            sum += factor
+                * match atom {
+                    Atom::Var { var, .. } => values[*var as usize],
+                    Atom::Div(inner, by) => inner.evaluate(values)?.div_euclid(*by),
+                    Atom::Mod(inner, by) => inner.evaluate(values)?.rem_euclid(*by),
+                    Atom::Data { .. } => return None,
+                };
+        }
+        Some(sum)
+    }
+
     /// The C expression. `var` and `data` name variables and loaded integers.
     pub fn to_c(&self, var: &dyn Fn(Var) -> String, data: &dyn Fn(u32) -> String) -> String {
         let mut text = String::new();

@@ -1,29 +1,13 @@
-//! For tests (feature `testing`): thresholds of no machine in particular.
+//! For tests (feature `testing`): a target without a machine.
+//!
+//! [`Stub`] "emits" a list of kernels with the places of their buffers, and [`Program`] interprets it: kernel by kernel, in an arena of bytes at the
+//! planned offsets, with kiln-graph's interpreter for the operations of each kernel. So the compiler's decisions run without any code generator: what a
+//! kernel reads and writes, where every buffer lives, what is handed on, which outputs take over which arguments.
 
-use kiln_graph::DType;
+mod policy;
+mod program;
+mod stub;
 
-use crate::policy::Policy;
-
-/// Thresholds that small graphs meet, so that small graphs take every way through the scheduler.
-pub const POLICY: Policy = Policy {
-    alignment: 64,
-    nest_buffers: 24,
-    nest_operations: 160,
-    inline_operations: 12,
-    rows: 2,
-    strided_reduction: 8,
-    shared_reduction: 256,
-    sibling_elements: 16,
-    cached_elements: 256,
-    channels_last: true,
-    convolution_dimensions: 3,
-    pooling_dimensions: 2,
-    image_operations: 12,
-    epilogue_types: &[DType::F32],
-    epilogue_streams: 2,
-    prologue_types: &[DType::F32],
-    prologue_streams: 3,
-    prologue_pixels: 4,
-    joined_update: 1024,
-    joined_share: 2,
-};
+pub use policy::POLICY;
+pub use program::{Program, Stopped};
+pub use stub::Stub;

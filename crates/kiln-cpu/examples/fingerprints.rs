@@ -148,11 +148,8 @@ fn random() {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    for (owner, cases) in [
-        ("kiln-compiler", "kiln-cpu"),
-        ("kiln-partition", "kiln-partition"),
-    ] {
-        for path in files(&crates.join(cases).join("tests/cases"))? {
+    for owner in ["kiln-compiler", "kiln-partition"] {
+        for path in files(&crates.join(owner).join("tests/cases"))? {
             let mut graph = read(&path)?;
             assign_phases(&mut graph);
             let name = path.file_stem().unwrap_or_default().to_string_lossy();

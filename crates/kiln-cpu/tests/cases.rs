@@ -1,4 +1,4 @@
-//! What passes do to graphs, case by case: files in `tests/cases`.
+//! What passes do to graphs, case by case: files in `kiln-compiler/tests/cases`.
 //!
 //! A file is a graph in its text form under lines that begin with `//`. Two kinds of those say what must come out:
 //!
@@ -25,7 +25,7 @@ fn names(graph: &Graph) -> String {
 
 #[test]
 fn cases() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kiln-compiler/tests/cases");
     let mut count = 0;
     let mut wrong = Vec::new();
     let mut expect = |name: &str, actual: &str, expected: &str| {

@@ -1,5 +1,5 @@
 //! Every compiler that this machine has besides the usual one, on every instruction set that it has: the functions that a compiler is tried on,
-//! random graphs over every primitive, and the cases of `tests/cases`. A compiler that is not installed is passed by with a message.
+//! random graphs over every primitive, and the cases of `kiln-compiler/tests/cases`. A compiler that is not installed is passed by with a message.
 //!
 //! Other test programs run with the compiler that `$CC` names; `tests/kernels` does so in continuous integration for each of these.
 
@@ -31,7 +31,7 @@ fn compilers(argument: &str) -> Vec<Toolchain> {
     found.collect()
 }
 
-/// Random graphs over every primitive and the graphs of `tests/cases`, each as one step, and how far its outputs may be off.
+/// Random graphs over every primitive and the graphs of `kiln-compiler/tests/cases`, each as one step, and how far its outputs may be off.
 fn steps() -> Vec<(Graph, Vec<f64>)> {
     let mut simple = GraphConfig {
         families: vec![
@@ -55,7 +55,7 @@ fn steps() -> Vec<(Graph, Vec<f64>)> {
     ];
     kernels.floats = vec![DType::F32];
     let mut cases = (Graph::new("cases"), Vec::new());
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kiln-compiler/tests/cases");
     let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut files: Vec<_> = files.collect();
     files.sort();

@@ -51,7 +51,7 @@ fn check(graph: &Graph) {
 
 #[test]
 fn cases_are_valid_c() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kiln-compiler/tests/cases");
     for entry in fs::read_dir(folder).unwrap() {
         let text = fs::read_to_string(entry.unwrap().path()).unwrap();
         let body: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();

@@ -1,0 +1,29 @@
+//! Thresholds of no machine in particular.
+
+use kiln_graph::DType;
+
+use crate::policy::Policy;
+
+/// Thresholds that small graphs meet, so that small graphs take every way through the scheduler.
+pub const POLICY: Policy = Policy {
+    alignment: 64,
+    nest_buffers: 24,
+    nest_operations: 160,
+    inline_operations: 12,
+    rows: 2,
+    strided_reduction: 8,
+    shared_reduction: 256,
+    sibling_elements: 16,
+    cached_elements: 256,
+    channels_last: true,
+    convolution_dimensions: 3,
+    pooling_dimensions: 2,
+    image_operations: 12,
+    epilogue_types: &[DType::F32],
+    epilogue_streams: 2,
+    prologue_types: &[DType::F32],
+    prologue_streams: 3,
+    prologue_pixels: 4,
+    joined_update: 1024,
+    joined_share: 2,
+};

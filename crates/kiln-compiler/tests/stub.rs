@@ -1,0 +1,237 @@
+//! The compiler without a machine: what the stub target emits is interpreted, and compared with the interpretation of the whole graph.
+//!
+//! Random graphs over every primitive and the cases of `tests/cases`, fused and not, with the thresholds of the stub and with some that make other
+//! schedules: what is tested is that kernels compute what they should in the order, in the memory, and from the places that the plan says.
+
+use std::fs;
+use std::path::Path;
+
+use kiln_compiler::testing::{POLICY, Stopped, Stub};
+use kiln_compiler::{CompileError, CompiledStep, Keep, Options, Policy, compile, memory_curve};
+use kiln_graph::alias::assign_aliases;
+use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
+use kiln_graph::{DType, Graph, HostTensor, Scalar, Value, interpret_f64};
+use kiln_partition::assign_phases;
+use kiln_partition::testing::{Sizes, decoder_step};
+
+/// Thresholds that fuse little: small nests, few rows in one, no epilogues or prologues, images channels-first.
+const RELUCTANT: Policy = Policy {
+    alignment: 16,
+    nest_buffers: 4,
+    nest_operations: 3,
+    inline_operations: 1,
+    rows: 64,
+    strided_reduction: 1,
+    shared_reduction: 8,
+    sibling_elements: 1 << 20,
+    cached_elements: 1 << 20,
+    channels_last: false,
+    image_operations: 0,
+    epilogue_types: &[],
+    prologue_types: &[],
+    joined_update: 0,
+    ..POLICY
+};
+
+fn compiled(graph: &Graph, policy: Policy, options: &Options) -> CompiledStep<Stub> {
+    compile(graph, options, &Stub { policy }).unwrap_or_else(|error| panic!("{}: {error}", graph.name))
+}
+
+/// Compiles, runs, and compares each output with the interpreter.
+fn check(graph: &Graph, tolerances: &[f64], what: &str) {
+    let (tensors, scalars) = random_arguments(graph, 7);
+    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
+    for (policy, fuse) in [(POLICY, true), (POLICY, false), (RELUCTANT, true)] {
+        let options = Options {
+            fuse,
+            ..Options::default()
+        };
+        let step = compiled(graph, policy, &options);
+        let actual = step.code.run(&mut tensors.clone(), &scalars).unwrap();
+        for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
+            if let Some(found) = difference(actual, expected, tolerances[number]) {
+                panic!(
+                    "{what}, fuse {fuse}: output {number}: {found}\n{}\n{}\n{}",
+                    step.graph,
+                    step.schedule.to_text(&step.graph),
+                    step.plan.to_text(&step.graph)
+                );
+            }
+        }
+    }
+}
+
+fn families(families: &[Family]) -> GraphConfig {
+    GraphConfig {
+        families: families.to_vec(),
+        floats: vec![DType::F32, DType::F32, DType::F64],
+        ..GraphConfig::default()
+    }
+}
+
+#[test]
+fn random_graphs_over_every_primitive() {
+    for seed in 0..60 {
+        let random = random_graph(seed, &families(&Family::ALL));
+        check(&random.graph, &random.tolerances, &format!("seed {seed}"));
+    }
+}
+
+#[test]
+fn random_graphs_of_each_family() {
+    for family in Family::ALL {
+        let config = families(&[family, Family::Pointwise, Family::Movement]);
+        for seed in 0..12 {
+            let random = random_graph(seed, &config);
+            check(&random.graph, &random.tolerances, &format!("{family:?} {seed}"));
+        }
+    }
+}
+
+/// Outputs that take over arguments, and values handed on, need tensors of equal size.
+#[test]
+fn long_chains_share_their_memory() {
+    let config = GraphConfig {
+        steps: 40,
+        max_elements: 60,
+        zero_sized: false,
+        ..families(&[Family::Pointwise, Family::Reduce, Family::Movement])
+    };
+    for seed in 0..20 {
+        let mut random = random_graph(seed, &config);
+        let leaves = |value: &Value| random.graph.outputs.iter().any(|output| output.value == *value);
+        let dies = random.graph.parameters().iter().map(|value| !leaves(value));
+        let dies: Vec<bool> = dies.collect();
+        assign_aliases(&mut random.graph, &dies);
+        check(&random.graph, &random.tolerances, &format!("chain {seed}"));
+    }
+}
+
+#[test]
+fn cases() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases");
+    let mut count = 0;
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let text = fs::read_to_string(&path).unwrap();
+        let body: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();
+        let graph = Graph::parse(&body.join("\n")).unwrap();
+        let (tensors, scalars) = random_arguments(&graph, 1);
+        let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+        // What lies between is rounded to 16 bits in another order.
+        let tolerances = expected.iter().map(|tensor| {
+            let largest = tensor.to_f64s().iter().fold(0.0f64, |a, b| a.max(b.abs()));
+            let half = graph
+                .values()
+                .any(|(value, _)| matches!(graph.dtype(value), DType::F16 | DType::BF16));
+            1e-4f64.max(largest * if half { 3e-2 } else { 1e-4 })
+        });
+        check(
+            &graph,
+            &tolerances.collect::<Vec<_>>(),
+            &path.display().to_string(),
+        );
+        count += 1;
+    }
+    assert!(count >= 6, "the cases are gone");
+}
+
+/// A decoder's training step whose arguments may all be overwritten.
+fn decoder() -> Graph {
+    let mut step = decoder_step(Sizes {
+        layers: 2,
+        batch: 2,
+        length: 5,
+        width: 8,
+        heads: 2,
+        hidden: 12,
+        vocabulary: 20,
+        keep: 0.8,
+    });
+    let dies = vec![true; step.graph.parameters().len()];
+    assign_aliases(&mut step.graph, &dies);
+    assign_phases(&mut step.graph);
+    step.graph
+}
+
+#[test]
+fn a_training_step_under_every_memory_budget() {
+    let graph = decoder();
+    let (mut tensors, scalars) = random_arguments(&graph, 3);
+    for tensor in tensors.iter_mut().filter(|tensor| !tensor.ty().dtype.is_float()) {
+        // Tokens of the vocabulary.
+        let tokens = (0..tensor.ty().numel() as i64).map(|at| at * 7 % 20);
+        *tensor = HostTensor::from_ints(tensor.ty().dtype, tensor.ty().shape.clone(), tokens);
+    }
+    let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+    let options = Options::default();
+    let curve = memory_curve(&graph, &options, &Stub::default()).unwrap();
+    assert!(curve.len() > 2, "there is something to choose");
+    for point in curve {
+        let options = Options {
+            keep: Keep::Within(point.peak),
+            ..options.clone()
+        };
+        let step = compiled(&graph, POLICY, &options);
+        assert_eq!(step.plan.arena_bytes as u64, point.peak);
+        let actual = step.code.run(&mut tensors.clone(), &scalars).unwrap();
+        for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
+            let found = difference(actual, expected, 1e-3);
+            assert!(
+                found.is_none(),
+                "within {}: output {number}: {found:?}",
+                point.peak
+            );
+        }
+    }
+    assert!(
+        compiled(&graph, POLICY, &options)
+            .plan
+            .aliases
+            .iter()
+            .any(Option::is_some),
+        "updates take over arguments"
+    );
+}
+
+#[test]
+fn an_index_out_of_range_stops_the_step_before_anything_is_overwritten() {
+    let text = "graph @lookup {
+  %table = parameter 0 : f32[4,3]
+  %ids = parameter 1 : i64[2]
+  %state = parameter 2 : f32[5]
+  %rows = index_select %table, %ids {axis=0} : f32[2,3]
+  %next = exp %state : f32[5]
+  return %rows, %next (alias 2)
+}";
+    let graph = match Graph::parse(text) {
+        Ok(graph) => graph,
+        Err(error) => panic!("{error}"),
+    };
+    let step = compiled(&graph, POLICY, &Options::default());
+    let table = HostTensor::from_floats(DType::F32, [4, 3], (0..12).map(f64::from));
+    let state = HostTensor::from_floats(DType::F32, [5], (0..5).map(f64::from));
+    let scalars: [Scalar; 0] = [];
+    for (ids, fits) in [([0, 3], true), ([0, 4], false), ([-1, 0], false)] {
+        let ids = HostTensor::from_ints(DType::I64, [2], ids);
+        let mut arguments = [table.clone(), ids, state.clone()];
+        let result = step.code.run(&mut arguments, &scalars);
+        assert_eq!(result.is_ok(), fits);
+        if let Err(stopped) = result {
+            assert!(matches!(stopped, Stopped::Index(_)), "{stopped}");
+            assert_eq!(arguments[2].bytes(), state.bytes(), "state is as it was");
+        }
+    }
+}
+
+#[test]
+fn an_operation_without_a_kernel_is_named() {
+    let config = families(&[Family::Extern]);
+    let graph = random_graph(1, &config).graph;
+    let error = compile(&graph, &Options::default(), &Stub::default()).unwrap_err();
+    let CompileError::Unsupported { target, op, .. } = error else {
+        panic!("{error}")
+    };
+    assert_eq!(target, "stub");
+    assert!(!op.is_empty());
+}
