@@ -43,7 +43,7 @@ impl fmt::Display for Keep {
 }
 
 /// Whether a node belongs to a backward pass or an optimizer.
-fn is_training(graph: &Graph) -> bool {
+pub fn is_training(graph: &Graph) -> bool {
     graph
         .nodes()
         .any(|(_, data)| data.provenance.phase == Phase::Backward)

@@ -48,3 +48,86 @@ pub const POLICY: Policy = Policy {
     // 1.6 % of the step's arguments may wait.
     joined_share: 64,
 };
+
+// What follows only this crate asks for: where caches end, and from where on threads pay.
+
+/// Points of work below which a nest, or another operation written as plain loops, runs on the calling thread alone: some microseconds, what waking another
+/// core costs.
+pub const SERIAL_POINTS: i64 = 16 * 1024;
+
+/// Elements that a thread takes at a time from a flat nest.
+pub const FLAT_GRAIN: i64 = 4096;
+
+/// Longest row of which an expensive intermediate is kept from one pass to the next, in elements: 256 KiB of f32, which the second cache holds
+/// between the passes.
+pub const KEPT_ROW: i64 = 64 * 1024;
+
+/// Most elements of all intermediates that are kept so: 512 KiB of f32, which a thread's stack holds.
+pub const KEPT_ELEMENTS: i64 = 128 * 1024;
+
+/// Most chunks of rows of a reduction over rows, each with partial results of its own.
+pub const REDUCTION_CHUNKS: i64 = 16;
+
+/// Bytes of L2 that the streamed panels of a product may take on one thread.
+pub const PRODUCT_L2: usize = 384 << 10;
+
+/// Longest depth of a product that is not cut.
+pub const PRODUCT_DEPTH: usize = 4096;
+
+/// Floating-point operations below which a product runs on one thread: some microseconds, about what waking and waiting for another core can cost.
+pub const SERIAL_PRODUCT: usize = 1_000_000;
+
+/// Most operations of one product of a batch that is left to one thread.
+pub const BATCH_PRODUCT: usize = 16_000_000;
+
+/// Bytes that one strip of attention's scores may take: it stays in L2 between the passes over it.
+pub const ATTENTION_STRIP: usize = 128 << 10;
+
+/// Most query rows of a block of attention: more would only make the strip of scores larger.
+pub const ATTENTION_ROWS: usize = 64;
+
+/// Multiply-adds below which attention runs on one thread.
+pub const SERIAL_ATTENTION: usize = 256 * 1024;
+
+/// Operations below which a convolution runs on one thread.
+pub const SERIAL_CONVOLUTION: usize = 2_000_000;
+
+/// Bytes of L2 that the lines of an image take that a block of a convolution reads.
+pub const CONVOLUTION_L2: usize = 256 << 10;
+
+/// Bytes of results that a block of a convolution collects.
+pub const CONVOLUTION_RESULT: usize = 128 << 10;
+
+/// Bytes of L2 that the lines take which a thread brings together for the gradient of a weight.
+pub const WEIGHT_GRADIENT_L2: usize = 512 << 10;
+
+/// Bytes of a weight whose gradient stays in cache while chunks of pixels go by.
+pub const SMALL_WEIGHT: usize = 128 << 10;
+
+/// Fewest bytes of a weight that is read as it lies, for a convolution of few pixels: a smaller one is brought into another order for less than that saves.
+pub const LARGE_WEIGHT: usize = 256 << 10;
+
+/// Bytes of transformed tiles of a block that one thread takes through all stages of Winograd's algorithm: half of its L2.
+pub const WINOGRAD_OWN: usize = 512 << 10;
+
+/// Bytes of transformed tiles of a block that all threads share.
+pub const WINOGRAD_SHARED: usize = 16 << 20;
+
+/// Largest transformed weight, in bytes, that each thread reads for blocks of its own.
+pub const WINOGRAD_READ_WEIGHT: usize = 12 << 20;
+
+/// As [`WINOGRAD_READ_WEIGHT`], where the weight is a sum that each block reads and writes.
+pub const WINOGRAD_SUMMED_WEIGHT: usize = 1 << 20;
+
+/// Fewest operations of a convolution that are worth the three stages of Winograd's algorithm.
+pub const WINOGRAD_FLOPS: usize = 20_000_000;
+
+/// Bytes of all sums of the gradient of a weight by Winograd's algorithm.
+pub const WINOGRAD_SUMS: usize = 20 << 20;
+
+/// Elements below which a pooling runs on one thread.
+pub const SERIAL_POOLING: usize = 64 * 1024;
+
+/// Most characters of C in one file, roughly: files compile in parallel, and none should be much longer than the rest. Shorter ones would not pay:
+/// a compiler process costs as much as some ten thousand characters.
+pub const FILE_LENGTH: usize = 48 * 1024;

@@ -18,13 +18,14 @@ use std::time::{Duration, Instant};
 use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
 use burn_std::{Bytes, Shape};
+use kiln_compiler::partition::is_training;
 use kiln_compiler::{Contract, ExternCall, Keep, Options};
 use kiln_cpu::{
     BuildOptions, CpuExecutable, CpuTarget, KernelEvent, Observer, StepError, StepHooks, ThreadPool,
     Toolchain,
 };
 use kiln_graph::op::ExternOp;
-use kiln_graph::{Graph, Phase, TensorType};
+use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
 use kiln_profile::StepDescription;
 
@@ -79,11 +80,6 @@ fn compiler_options(
     (compiler, target)
 }
 
-fn is_trained(graph: &Graph) -> bool {
-    let mut nodes = graph.nodes();
-    nodes.any(|(_, data)| data.provenance.phase == Phase::Backward)
-}
-
 /// What memory budgets would do to a step: its plans from the fastest to the smallest.
 ///
 /// # Errors
@@ -91,7 +87,7 @@ fn is_trained(graph: &Graph) -> bool {
 /// If there is no C compiler, or the graph cannot be scheduled.
 pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
     let threads = pool(options.threads).threads();
-    let (compiler, target) = compiler_options(options, toolchain()?, threads, is_trained(graph));
+    let (compiler, target) = compiler_options(options, toolchain()?, threads, is_training(graph));
     Ok(kiln_compiler::memory_curve(graph, &compiler, &target)?)
 }
 
@@ -124,7 +120,7 @@ impl Cpu {
     ) -> Result<Self, ExecuteError> {
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
-        let (compiler, target) = compiler_options(options, toolchain, pool.threads(), is_trained(&graph));
+        let (compiler, target) = compiler_options(options, toolchain, pool.threads(), is_training(&graph));
         let compiler = Options {
             debug: debug.map(Path::to_path_buf),
             update_in_epilogue: effort == Effort::Full,

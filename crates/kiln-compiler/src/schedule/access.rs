@@ -4,7 +4,15 @@ use kiln_graph::op::{Dims, DotDims, Op};
 use kiln_graph::{Graph, NodeData, Value};
 
 use super::layout::{Layouts, position};
-use crate::index::{Index, coordinates, linear};
+use crate::index::{Index, Var, coordinates, linear};
+
+/// The first variable among `candidates` along which every position is contiguous or constant, and some are contiguous: vectors can be read along it.
+pub fn vector_variable(positions: &[Index], candidates: impl IntoIterator<Item = Var>) -> Option<Var> {
+    candidates.into_iter().find(|&var| {
+        let strides = || positions.iter().map(|position| position.stride(var));
+        strides().all(|stride| matches!(stride, Some(0 | 1))) && strides().any(|stride| stride == Some(1))
+    })
+}
 
 /// The index of operand 0 of the movement that defines `value`, for the element of `value` at `index`; none if the
 /// definition is no movement that an index expresses.

@@ -10,7 +10,7 @@ use kiln_graph::op::{DotDims, Op};
 use kiln_graph::{Graph, Node, Value};
 
 use super::Buffer;
-use super::access::{Strided, side, strided};
+use super::access::{self, Strided, side, strided};
 use super::layout::position;
 use super::nest::{Nest, bijective, vars};
 use crate::index::{Index, Var, bit, linear};
@@ -78,18 +78,7 @@ pub fn vector_variable(graph: &Graph, nest: &Nest, value: Value, candidates: &[V
         );
     }
     positions.extend(nest.stores.iter().map(|store| store.position.clone()));
-    candidates.iter().copied().find(|&var| {
-        let mut contiguous = 0;
-        let even = positions.iter().all(|position| match position.stride(var) {
-            Some(0) => true,
-            Some(1) => {
-                contiguous += 1;
-                true
-            }
-            _ => false,
-        });
-        even && contiguous > 0
-    })
+    access::vector_variable(&positions, candidates.iter().copied())
 }
 
 /// Whether the product `node` can be computed by the template, whatever follows it. `stop` says which values have a buffer.

@@ -23,7 +23,7 @@
 //!   variables in use (all of them, or the row's).
 //! - *No hidden work.* An operation used at an index that skips variables would be computed again and again; that is allowed
 //!   for operations as cheap as a load, or where the computation moves out of the innermost loop.
-//! - *Rows whole.* What a nest makes of a row stays together with the statistics of the row (`rows.rs`).
+//! - *Rows whole.* What a nest makes of a row stays together with the statistics of the row (`rows.rs`; `row.rs` says what a row is).
 //! - *Parts apart.* A group holds operations of the forward pass, or of the backward pass and the optimizer; and of one chunk of rows, where the partition
 //!   asked for chunks.
 //! - *Bounds.* A nest that touches too many buffers or holds too many operations stops growing.
@@ -31,6 +31,7 @@
 mod library;
 mod pointwise;
 mod reduce;
+mod row;
 mod rows;
 mod set;
 mod siblings;

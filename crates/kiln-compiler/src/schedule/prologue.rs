@@ -15,7 +15,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use kiln_graph::op::{DotDims, Op};
 use kiln_graph::{Graph, Node, NodeData, Value};
 
-use super::access::{Strided, identity, operand_index, side, strided};
+use super::access::{Strided, identity, operand_index, side, strided, vector_variable};
 use super::class::is_cheap;
 use super::fuse::Part;
 use super::layout::{Layouts, position};
@@ -267,7 +267,9 @@ impl Site<'_> {
         {
             return None;
         }
-        let vector = vector_variable(&found.list, axes.len())?;
+        let positions: Vec<Index> = found.list.iter().map(|(_, position)| position.clone()).collect();
+        // The innermost first.
+        let vector = vector_variable(&positions, (0..axes.len() as Var).rev())?;
         if !matches!(data.op, Op::DotGeneral(_)) && vector != IMAGE[1] {
             // Images are copied with their channels together.
             return None;
@@ -356,14 +358,6 @@ fn is_even(position: &Index, axes: &[usize], shape: &[usize]) -> bool {
         let even = expected.is_none_or(|expected| expected == stride);
         expected = Some(stride * shape[axis] as i64);
         even
-    })
-}
-
-/// The innermost loop along which everything is contiguous or constant, and something contiguous.
-fn vector_variable(loads: &[(Value, Index)], loops: usize) -> Option<Var> {
-    (0..loops as Var).rev().find(|&var| {
-        let strides = || loads.iter().map(|(_, position)| position.stride(var));
-        strides().all(|stride| matches!(stride, Some(0 | 1))) && strides().any(|stride| stride == Some(1))
     })
 }
 

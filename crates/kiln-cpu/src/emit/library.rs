@@ -17,12 +17,10 @@ use kiln_graph::{DType, Graph, Node, Shape, Value};
 
 use super::nest::{Argument, Launch};
 use super::pointwise as c;
+use crate::policy::SERIAL_POINTS;
 use convolution::{convolution, convolution_input, convolution_weight};
 use indexed::{index_put, scatter, update_slice};
 use pooling::{avg_pool, avg_pool_grad, max_pool, max_pool_grad};
-
-/// Points of work below which a kernel runs on the calling thread alone.
-const SERIAL_POINTS: usize = 16 * 1024;
 
 /// The text of one function in the making.
 struct Text {
@@ -151,8 +149,8 @@ impl<'a> Writer<'a> {
             text: text.text,
             arguments: self.arguments,
             n: n as i64,
-            grain: (SERIAL_POINTS / 4 / work.max(1)).max(1) as i64,
-            parallel: n.saturating_mul(work.max(1)) >= SERIAL_POINTS,
+            grain: (SERIAL_POINTS as usize / 4 / work.max(1)).max(1) as i64,
+            parallel: n.saturating_mul(work.max(1)) >= SERIAL_POINTS as usize,
             flat: false,
         }
     }

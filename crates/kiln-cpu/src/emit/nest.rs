@@ -51,19 +51,8 @@ use kiln_graph::{DType, Graph, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::pointwise as c;
+use crate::policy::{FLAT_GRAIN, KEPT_ELEMENTS, KEPT_ROW, SERIAL_POINTS};
 use space::Space;
-
-/// Points of work below which a nest runs on the calling thread alone.
-pub const SERIAL_POINTS: i64 = 16 * 1024;
-/// Elements that a thread takes at a time from a flat nest.
-pub const FLAT_GRAIN: i64 = 4096;
-/// Longest row of which an expensive intermediate is kept from one pass to the next, in elements: it lives on the stack, and between the passes in
-/// the second cache.
-const MAX_CACHED: i64 = 64 * 1024;
-/// Most elements of all intermediates that are kept so: a thread's stack holds them.
-const MAX_KEPT: i64 = 128 * 1024;
-/// Most chunks of rows of a late reduction.
-const MAX_CHUNKS: i64 = 16;
 
 /// What a kernel function is given.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -123,7 +112,7 @@ pub fn generate(graph: &Graph, nest: &Nest, lanes: i64) -> NestCode {
         .map(|(key, _)| key.clone())
         .collect();
     let row = space.product(&space.cols);
-    if repeated.is_empty() || row > MAX_CACHED || row * repeated.len() as i64 > MAX_KEPT {
+    if repeated.is_empty() || row > KEPT_ROW || row * repeated.len() as i64 > KEPT_ELEMENTS {
         return writer.finish();
     }
     let mut writer = Writer::new(graph, &space, lanes);

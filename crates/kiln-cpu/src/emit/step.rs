@@ -8,11 +8,12 @@ use kiln_compiler::schedule::{Kernel, KernelKind};
 use kiln_compiler::{Emitted, Step};
 use kiln_graph::{Graph, Op};
 
-use super::nest::{Argument, FLAT_GRAIN, Launch, SERIAL_POINTS};
+use super::nest::{Argument, Launch};
 use super::tree::{Functions, Part};
 use super::{Call, KernelCode, guards::guards};
 use crate::build::SourceFile;
 use crate::isa::Isa;
+use crate::policy::{FLAT_GRAIN, SERIAL_POINTS};
 use crate::runtime::abi::Signature;
 
 /// Writes the tree for a scheduled and planned graph.

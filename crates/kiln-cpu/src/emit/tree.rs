@@ -15,10 +15,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::build::SourceFile;
 use crate::isa::Isa;
 use crate::kernels::{self, Helper};
-
-/// Most characters of C in one file, roughly: files compile in parallel, and none should be much longer than the rest. Shorter ones would not pay:
-/// a compiler process costs as much as some ten thousand characters.
-const FILE_LENGTH: usize = 48 * 1024;
+use crate::policy::FILE_LENGTH;
 
 /// Hexadecimal digits of a fingerprint in a name, unless two functions agree in them.
 const DIGITS: usize = 5;

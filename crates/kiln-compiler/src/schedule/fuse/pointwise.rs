@@ -3,7 +3,7 @@
 use kiln_graph::op::Op;
 use kiln_graph::{Node, Value};
 
-use super::Fuser;
+use super::{Fuser, row};
 use crate::index::{Index, Var, bit};
 use crate::schedule::class::{Class, is_cheap};
 use crate::schedule::nest::{Nest, Split, bijective, vars};
@@ -84,18 +84,8 @@ impl Fuser<'_> {
     pub(super) fn row_split(&self, nest: &Nest, value: Value, index: &[Index]) -> Option<Split> {
         let rows = vars(index);
         let cols = nest.all() & !rows;
-        // Columns of contiguous elements are read once for each pass; others would be read with large strides.
-        let contiguous = nest
-            .extents
-            .len()
-            .checked_sub(1)
-            .is_some_and(|last| cols & bit(last as Var) != 0);
-        if nest.split.is_some() || rows == 0 || !contiguous || !bijective(index, self.graph.shape(value)) {
-            return None;
-        }
-        if nest.points(rows) < self.policy.rows
-            || nest.stores.iter().any(|store| vars(&store.index) != nest.all())
-        {
+        let split = Split { rows, cols };
+        if !row::may_split(self.policy, nest, split) || !bijective(index, self.graph.shape(value)) {
             return None;
         }
         let mut frontier = vec![value];
@@ -109,7 +99,7 @@ impl Fuser<'_> {
                 Op::Reduce { .. }
                     if self.graph.ty(data.inputs[0]).numel() as i64 == nest.points(nest.all()) =>
                 {
-                    return Some(Split { rows, cols });
+                    return Some(split);
                 }
                 Op::Reshape(_) => frontier.push(data.inputs[0]),
                 ref op if op.is_pointwise() => frontier.extend(data.inputs.iter().copied()),

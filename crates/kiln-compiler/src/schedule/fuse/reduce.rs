@@ -3,7 +3,7 @@
 use kiln_graph::op::{Dims, Op};
 use kiln_graph::{Node, Value};
 
-use super::Fuser;
+use super::{Fuser, row};
 use crate::index::{Index, Var, bit, coordinates, linear};
 use crate::policy::Policy;
 use crate::schedule::access::identity_in;
@@ -86,7 +86,7 @@ impl Fuser<'_> {
         let contiguous = self.reduces_contiguous(x, axes);
         let kept: i64 = (shape.numel() as i64) / count.max(1);
         // Few long rows would leave threads idle; long columns would be read with large strides.
-        if (kept < self.policy.rows && count > self.policy.shared_reduction)
+        if (!row::are_enough(self.policy, kept) && count > self.policy.shared_reduction)
             || (!contiguous && count > self.policy.strided_reduction)
         {
             return false;
@@ -266,21 +266,10 @@ impl Fuser<'_> {
 
 /// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
 fn role(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
-    let part = |inside: bool| {
-        (0..index.len())
-            .filter(|axis| axes.contains(axis) == inside)
-            .fold(0, |set, axis| set | index[axis].vars())
-    };
-    let (kept, reduced) = (part(false), part(true));
-    if kept & reduced != 0 || kept | reduced != nest.all() || reduced == 0 {
-        return None;
-    }
+    let wanted = row::parted(nest, index, axes)?;
+    let (kept, reduced) = (wanted.rows, wanted.cols);
     let Some(split) = nest.split else {
         let last = bit(nest.extents.len() as Var - 1);
-        let row = Split {
-            rows: kept,
-            cols: reduced,
-        };
         let count = nest.points(reduced);
         if kept == 0 && count > policy.shared_reduction && nest.extents.len() > 1 {
             let split = Split {
@@ -290,18 +279,13 @@ fn role(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<(S
             return Some((split, true));
         }
         if reduced & last != 0 || count <= policy.strided_reduction {
-            let complete = nest.stores.iter().all(|store| {
-                let used = vars(&store.index);
-                used == nest.all() || used == kept
-            });
-            return complete.then_some((row, false));
+            return row::stores_points_or_rows(nest, kept).then_some((wanted, false));
         }
-        let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
         let late = Split {
             rows: reduced,
             cols: kept,
         };
-        return complete.then_some((late, true));
+        return row::stores_points(nest).then_some((late, true));
     };
     if reduced == split.cols && kept == split.rows {
         Some((split, false))

@@ -17,8 +17,8 @@ use rustc_hash::FxHashMap;
 use kiln_graph::op::{Dims, Op};
 use kiln_graph::{Node, Value};
 
-use super::Fuser;
-use crate::index::{Index, Var, bit};
+use super::{Fuser, row};
+use crate::index::Index;
 use crate::policy::Policy;
 use crate::schedule::access::operand_index;
 use crate::schedule::nest::{Nest, Split, bijective, vars};
@@ -225,20 +225,10 @@ impl Fuser<'_> {
 
 /// The split of `nest` in which `axes` of a value at `index`, and nothing else, number the elements of a row.
 fn rows_of(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<Split> {
-    let part = |inside: bool| {
-        (0..index.len())
-            .filter(|axis| axes.contains(axis) == inside)
-            .fold(0, |set, axis| set | index[axis].vars())
+    let wanted = row::parted(nest, index, axes)?;
+    let fits = match nest.split {
+        Some(split) => split == wanted && wanted.rows != 0,
+        None => row::may_split(policy, nest, wanted),
     };
-    let (rows, cols) = (part(false), part(true));
-    if rows & cols != 0 || rows | cols != nest.all() || rows == 0 || cols == 0 {
-        return None;
-    }
-    let wanted = Split { rows, cols };
-    if let Some(split) = nest.split {
-        return (split == wanted).then_some(wanted);
-    }
-    let last = bit(nest.extents.len() as Var - 1);
-    let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
-    (complete && cols & last != 0 && nest.points(rows) >= policy.rows).then_some(wanted)
+    fits.then_some(wanted)
 }

@@ -9,7 +9,8 @@ use kiln_graph::{DType, Node};
 
 use super::blocks::{self, BLOCK};
 use super::reduction::{Accumulator, LateSum};
-use super::{Argument, Lanes, MAX_CHUNKS, Register, Seen, Writer, c};
+use super::{Argument, Lanes, Register, Seen, Writer, c};
+use crate::policy::REDUCTION_CHUNKS;
 
 impl Writer<'_> {
     pub(super) fn run(&mut self) {
@@ -129,7 +130,7 @@ impl Writer<'_> {
     }
 
     pub(super) fn chunks(&self) -> i64 {
-        self.space.product(&self.space.rows).clamp(1, MAX_CHUNKS)
+        self.space.product(&self.space.rows).clamp(1, REDUCTION_CHUNKS)
     }
 
     /// A nest of one variable without reductions: iterations are elements.

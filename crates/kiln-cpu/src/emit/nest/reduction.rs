@@ -6,7 +6,8 @@ use kiln_compiler::schedule::nest::vars;
 use kiln_graph::op::{Op, ReduceOp};
 use kiln_graph::{DType, Node, Value};
 
-use super::{Argument, Lanes, Launch, Register, SERIAL_POINTS, Writer, blocks, c};
+use super::{Argument, Lanes, Launch, Register, Writer, blocks, c};
+use crate::policy::SERIAL_POINTS;
 
 impl Writer<'_> {
     pub(super) fn accumulator(&mut self, node: Node) -> Accumulator {

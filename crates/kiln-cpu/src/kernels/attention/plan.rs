@@ -7,15 +7,10 @@ use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, round_up};
+use crate::policy::{ATTENTION_ROWS, ATTENTION_STRIP, SERIAL_ATTENTION};
 
-/// Bytes that one strip of scores may take.
-const STRIP_BYTES: usize = 128 << 10;
-/// Most rows of a block: more would only make the strip larger.
-const MAX_BLOCK: usize = 64;
 /// Vectors in a column panel.
 pub(super) const PANEL: usize = 2;
-/// Multiply-adds below which one thread does it all.
-const SERIAL_WORK: usize = 256 * 1024;
 
 /// The decisions for one attention.
 #[derive(Debug, Clone)]
@@ -54,7 +49,8 @@ impl Plan {
         } else {
             ld
         };
-        let most = (STRIP_BYTES / (element.bytes() * ld)).clamp(tile, MAX_BLOCK.max(tile)) / tile * tile;
+        let most =
+            (ATTENTION_STRIP / (element.bytes() * ld)).clamp(tile, ATTENTION_ROWS.max(tile)) / tile * tile;
         let count = e.queries.div_ceil(most).max(1);
         let block = round_up(e.queries.div_ceil(count).max(1), tile);
         let work = e.batch * e.heads * e.queries * e.keys * (e.width + e.value_width);
@@ -69,7 +65,7 @@ impl Plan {
             key_rows,
             width: round_up(e.width, lanes),
             value_width: round_up(e.value_width, lanes),
-            serial: spec.threads == 1 || work < SERIAL_WORK,
+            serial: spec.threads == 1 || work < SERIAL_ATTENTION,
         }
     }
 

@@ -12,12 +12,7 @@ use super::walk::{Class, Walk};
 use super::{ConvSpec, ImageAxis, PixelEpilogue, Place, Spatial};
 use crate::kernels::element::Element;
 use crate::kernels::{Width, indent, round_up, unpack};
-
-/// Bytes of the slab, or of the image rows, of a block.
-const L2_SHARE: usize = 256 << 10;
-
-/// Bytes of collected results of a block.
-const RESULT_SHARE: usize = 128 << 10;
+use crate::policy::{CONVOLUTION_L2, CONVOLUTION_RESULT};
 
 /// How a class of pixels is cut.
 pub(super) struct Blocks {
@@ -61,9 +56,9 @@ impl Blocks {
         let row_bytes = padded.strides[2] as usize * element.bytes();
         let span = (class.taps[1].len().max(1) - 1) * walk.tap_step[1] + 1;
         let fresh = walk.pixel_step[1].min(span);
-        let lines_each = (L2_SHARE / (row_bytes * fresh).max(1)).max(4);
+        let lines_each = (CONVOLUTION_L2 / (row_bytes * fresh).max(1)).max(4);
         let lines_each = if planes {
-            lines_each.min((RESULT_SHARE / (class.count[2] * columns * element.bytes())).max(1))
+            lines_each.min((CONVOLUTION_RESULT / (class.count[2] * columns * element.bytes())).max(1))
         } else {
             lines_each
         };

@@ -15,19 +15,17 @@ use crate::isa::Isa;
 use crate::kernels::frame::Frame;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
+use crate::policy::LARGE_WEIGHT;
 
 /// Most result pixels, and most of a convolution with a stride, which has no better way.
 const MAX_PIXELS: [usize; 2] = [128, 400];
-
-/// Fewest bytes of a weight.
-const LEAST_WEIGHT: usize = 256 << 10;
 
 /// Whether the convolution is of the kind.
 fn fits(g: &Geometry) -> bool {
     let strided = g.stride != [1; 3];
     let few = g.images * g.output.iter().product::<usize>() <= MAX_PIXELS[usize::from(strided)];
     let kind = if g.taps() > 1 { few } else { strided };
-    kind && g.groups == 1 && g.weight_len() * 4 >= LEAST_WEIGHT
+    kind && g.groups == 1 && g.weight_len() * 4 >= LARGE_WEIGHT
 }
 
 /// The result pixels, the elements of a window, and the bytes of the matrices that are written out.

@@ -40,9 +40,7 @@ use super::element::Storage;
 use super::frame::Frame;
 use super::{Kernel, Param, Width};
 use crate::isa::Isa;
-
-/// Below this many operations one thread does it all.
-const SERIAL_FLOPS: usize = 2_000_000;
+use crate::policy::SERIAL_CONVOLUTION;
 
 /// The spatial dimensions: depth, height, width.
 pub type Spatial = [usize; 3];
@@ -109,7 +107,7 @@ impl Geometry {
 
     /// Whether one thread does it all.
     fn is_small(&self) -> bool {
-        self.flops() < SERIAL_FLOPS
+        self.flops() < SERIAL_CONVOLUTION
     }
 
     /// Whether the groups are so narrow that a vector spans several whole ones.

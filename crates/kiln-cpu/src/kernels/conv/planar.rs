@@ -11,6 +11,7 @@ use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec
 use crate::isa::Isa;
 use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
+use crate::policy::SERIAL_CONVOLUTION;
 
 /// Whether a convolution is depthwise over planes.
 fn fits(g: &Geometry, image: &Image<'_>) -> bool {
@@ -135,7 +136,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         + &frame.part("", "planes", &body);
     let planes = g.images * g.in_channels;
     let calls =
-        frame.run(2 * planes * pixels * ky * kx < super::SERIAL_FLOPS)(&format!("{name}_planes"), planes);
+        frame.run(2 * planes * pixels * ky * kx < SERIAL_CONVOLUTION)(&format!("{name}_planes"), planes);
     Some(frame.finish(source, &calls, each * frame.threads))
 }
 

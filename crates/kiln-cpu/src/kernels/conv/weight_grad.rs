@@ -14,9 +14,7 @@ use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, indent, round_up};
-
-/// Bytes of both images in a chunk.
-const L2_SHARE: usize = 512 << 10;
+use crate::policy::{SMALL_WEIGHT, WEIGHT_GRADIENT_L2};
 
 /// Channels whose gradients are brought into order at a time.
 const ORDER_BLOCK: usize = 64;
@@ -141,8 +139,8 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
 
     // Chunks: some images, or some lines of one.
     let line_bytes = ((yy + g.stride[1] as i64 * xy).max(1)) as usize * element.bytes();
-    let lines = (L2_SHARE / line_bytes).clamp(1, g.output[1]);
-    let some_images = (L2_SHARE / (line_bytes * g.output[1])).clamp(1, g.images);
+    let lines = (WEIGHT_GRADIENT_L2 / line_bytes).clamp(1, g.output[1]);
+    let some_images = (WEIGHT_GRADIENT_L2 / (line_bytes * g.output[1])).clamp(1, g.images);
 
     let mut tiles: BTreeSet<Helper> = BTreeSet::new();
     let a = Access::Strided { free: 1, depth: yx };
@@ -293,9 +291,6 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
     spec.frame()
         .part("Sums in the order of the weight.", "finish", &body)
 }
-
-/// Bytes of a weight whose gradient stays in cache while chunks of pixels go by.
-const SMALL_WEIGHT: usize = 128 << 10;
 
 /// Without a window, the gradient is a matrix product over the pixels. A small one over many pixels of channels-last images is better summed in
 /// chunks, each read from memory once.

@@ -7,6 +7,7 @@
 use super::{At, Axis, GemmSpec, Result};
 use crate::isa::Isa;
 use crate::kernels::{Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
+use crate::policy::SERIAL_PRODUCT;
 
 /// Most rows.
 const MAX_ROWS: usize = 8;
@@ -87,7 +88,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
         indent(&choose(spec, columns, rest, groups, row, lanes), 8),
         units = groups + usize::from(rest > 0),
     );
-    let serial = *threads == 1 || 2 * batch * m * n * k < super::plan::SERIAL_FLOPS;
+    let serial = *threads == 1 || 2 * batch * m * n * k < SERIAL_PRODUCT;
     let run = run_part(serial);
     let calls = run_part(true)(&format!("{name}_rows"), batch * m)
         + &run(&format!("{name}_dot"), batch * (groups + usize::from(rest > 0)));

@@ -3,19 +3,7 @@
 use super::{Axis, GemmSpec, Operand};
 use crate::isa::Isa;
 use crate::kernels::{round_up, tile};
-
-/// Bytes of L2 that the streamed panels of one thread may take.
-const L2_SHARE: usize = 384 << 10;
-
-/// Longest depth that is not cut.
-const MAX_DEPTH: usize = 4096;
-
-/// Below this many floating-point operations a product runs on one thread: some microseconds, about what waking and
-/// waiting for another core can cost.
-pub(super) const SERIAL_FLOPS: usize = 1_000_000;
-
-/// Up to this many operations a product of a batch is left to one thread.
-const SMALL_FLOPS: usize = 16_000_000;
+use crate::policy::{BATCH_PRODUCT, PRODUCT_DEPTH, PRODUCT_L2, SERIAL_PRODUCT};
 
 /// What the threads share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,18 +66,18 @@ impl Plan {
             .segment
             .or(spec.b.segment)
             .filter(|&segment| segment < k)
-            .unwrap_or(MAX_DEPTH);
+            .unwrap_or(PRODUCT_DEPTH);
         let cuts = k.div_ceil(longest).max(1);
         let depth = match cuts {
             1 => k,
-            _ if longest == MAX_DEPTH => round_up(k.div_ceil(cuts), lanes),
+            _ if longest == PRODUCT_DEPTH => round_up(k.div_ceil(cuts), lanes),
             _ => longest,
         };
 
         let flops = 2 * m * n * k;
-        let parallel = if spec.threads == 1 || flops * spec.batch < SERIAL_FLOPS {
+        let parallel = if spec.threads == 1 || flops * spec.batch < SERIAL_PRODUCT {
             Parallel::Serial
-        } else if spec.batch > 1 && (flops <= SMALL_FLOPS || spec.batch >= 8 * spec.threads) {
+        } else if spec.batch > 1 && (flops <= BATCH_PRODUCT || spec.batch >= 8 * spec.threads) {
             Parallel::Batch
         } else {
             Parallel::Panels
@@ -118,7 +106,7 @@ impl Plan {
             Stream::Columns
         };
         let panel = depth * spec.element().bytes() * if stream == Stream::Rows { rows } else { width };
-        let group = (L2_SHARE / panel.max(1)).clamp(1, 8);
+        let group = (PRODUCT_L2 / panel.max(1)).clamp(1, 8);
         Self {
             lanes,
             vectors,

@@ -5,12 +5,13 @@
 //! index is the place. Where the indices may come from anywhere, the gradient of the maximum adds each element at its index instead, and threads share the
 //! images and blocks of channels.
 
-use super::planes::{PoolGeometry, PoolKind, SERIAL_ELEMENTS, table};
+use super::planes::{PoolGeometry, PoolKind, table};
 use crate::isa::Isa;
 use crate::kernels::conv::{Place, address};
 use crate::kernels::element::{Element, Storage};
 use crate::kernels::frame::Frame;
 use crate::kernels::{Kernel, Param, Width, indent};
+use crate::policy::SERIAL_POOLING;
 
 /// A tensor in memory: a C pointer and strides in elements (image, depth, height, width, channel).
 #[derive(Debug, Clone)]
@@ -269,7 +270,7 @@ fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: 
         g.images, g.input, g.channels
     );
     let source = frame.head(&about, "") + before + &frame.part("", "units", body);
-    let calls = frame.run(elements < SERIAL_ELEMENTS)(&format!("{}_units", frame.name), units);
+    let calls = frame.run(elements < SERIAL_POOLING)(&format!("{}_units", frame.name), units);
     frame.finish(source, &calls, 0)
 }
 

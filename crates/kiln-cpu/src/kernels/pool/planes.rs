@@ -10,9 +10,7 @@ use crate::kernels::conv::{LoadImage, Place};
 use crate::kernels::frame::Frame;
 use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
-
-/// Below this many elements one thread does it all.
-pub(super) const SERIAL_ELEMENTS: usize = 64 * 1024;
+use crate::policy::SERIAL_POOLING;
 
 /// What a window gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -185,7 +183,7 @@ impl Planes {
             channels = g.channels,
         );
         let units = g.images * g.channels;
-        let small = units * (g.input[0] * g.input[1] + pixels) < SERIAL_ELEMENTS;
+        let small = units * (g.input[0] * g.input[1] + pixels) < SERIAL_POOLING;
         let source = frame.head(&about, "") + &before + &frame.part("", "planes", &body);
         let calls = frame.run(small)(&format!("{}_planes", frame.name), units);
         frame.finish(source, &calls, each * frame.threads)

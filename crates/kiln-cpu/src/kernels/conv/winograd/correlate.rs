@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::transform::{Matrices, both_sides};
-use super::{CHUNK, Cut, READ_WEIGHT, apart, by_channels, fits, guarded};
+use super::{CHUNK, Cut, apart, by_channels, fits, guarded};
 use crate::isa::Isa;
 use crate::kernels::conv::walk::{Direction, Sides};
 use crate::kernels::conv::weights::Panels;
@@ -11,6 +11,7 @@ use crate::kernels::conv::{ConvSpec, ImageAxis, Place};
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, unpack, vector};
+use crate::policy::WINOGRAD_READ_WEIGHT;
 
 /// The kernel, if the convolution is of this kind and large enough.
 pub(in crate::kernels::conv) fn correlate(
@@ -32,7 +33,7 @@ pub(in crate::kernels::conv) fn correlate(
     let sides = Sides::new(spec, direction);
     let by_panel = sides.result_channels.is_multiple_of(2 * lanes);
     let channels = [sides.channels, sides.result_channels];
-    let cut = Cut::new(g, result, channels, READ_WEIGHT, by_panel)?;
+    let cut = Cut::new(g, result, channels, WINOGRAD_READ_WEIGHT, by_panel)?;
     let emitter = Emitter {
         spec,
         direction,

@@ -20,27 +20,13 @@ pub(super) use weight_grad::weight_gradient;
 use super::{Geometry, Image, ImageAxis, Spatial};
 use crate::kernels::frame::Frame;
 use crate::kernels::round_up;
-
-/// Bytes of transformed tiles of a block that one thread takes through all stages: half of its L2.
-const OWN_BYTES: usize = 512 << 10;
-
-/// Bytes of transformed tiles of a block that all threads share.
-const SHARED_BYTES: usize = 16 << 20;
-
-/// Largest transformed weight that each thread reads for blocks of its own.
-const READ_WEIGHT: usize = 12 << 20;
-
-/// As [`READ_WEIGHT`], where it is a sum that each block reads and writes.
-const SUMMED_WEIGHT: usize = 1 << 20;
+use crate::policy::{WINOGRAD_FLOPS, WINOGRAD_OWN, WINOGRAD_SHARED};
 
 /// Summed channels whose transformed weights a thread has at a time, for a panel of results.
 const CHUNK: usize = 128;
 
 /// Channels whose products add up in registers. Transforming back multiplies what the products round, so these blocks are short.
 const BLOCK: usize = 32;
-
-/// Fewest operations worth the three stages.
-const LEAST_FLOPS: usize = 20_000_000;
 
 /// How an image is cut into tiles.
 #[derive(Debug, Clone, Copy)]
@@ -73,7 +59,7 @@ impl Cut {
         };
         let flops = 2 * g.images * extents.iter().product::<usize>() * a * b * 9;
         let m = if time(4) < 0.9 * time(2) { 4 } else { 2 };
-        if flops < LEAST_FLOPS || time(m) > 0.9 * flops as f64 / 180e9 {
+        if flops < WINOGRAD_FLOPS || time(m) > 0.9 * flops as f64 / 180e9 {
             return None;
         }
         let across = [extents[1].div_ceil(m), extents[2].div_ceil(m)];
@@ -85,9 +71,9 @@ impl Cut {
         let weight = elements * a * b * 4;
         let own = !panels || (weight <= small && tiles >= 8 * 14);
         let block = if own {
-            (OWN_BYTES / each).max(14)
+            (WINOGRAD_OWN / each).max(14)
         } else {
-            (SHARED_BYTES / (elements * stride[0].max(stride[1]) * 4)).max(14)
+            (WINOGRAD_SHARED / (elements * stride[0].max(stride[1]) * 4)).max(14)
         };
         Some(Self {
             m,

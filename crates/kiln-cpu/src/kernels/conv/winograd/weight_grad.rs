@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 
 use super::transform::{Matrices, both_sides, transposed};
-use super::{Cut, SUMMED_WEIGHT, apart, by_channels, fits, guarded};
+use super::{Cut, apart, by_channels, fits, guarded};
 use crate::isa::Isa;
 use crate::kernels::conv::WeightGradSpec;
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, vector};
+use crate::policy::{WINOGRAD_SUMMED_WEIGHT, WINOGRAD_SUMS};
 
 /// The kernel, if the convolution is of this kind and large enough.
 pub(in crate::kernels::conv) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
@@ -17,7 +18,13 @@ pub(in crate::kernels::conv) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: 
     if !fits(g, lanes) || !by_channels(&spec.input) || !by_channels(&spec.output_grad) {
         return None;
     }
-    let cut = Cut::new(g, g.output, [g.in_channels, g.out_channels], SUMMED_WEIGHT, true)?;
+    let cut = Cut::new(
+        g,
+        g.output,
+        [g.in_channels, g.out_channels],
+        WINOGRAD_SUMMED_WEIGHT,
+        true,
+    )?;
     let emitter = Emitter {
         spec,
         cut,
@@ -29,15 +36,12 @@ pub(in crate::kernels::conv) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: 
     Some(emitter.kernel())
 }
 
-/// Bytes of all sums.
-const SUM_BYTES: usize = 20 << 20;
-
 /// How many sums there are, of `weights` elements each before they are transformed.
 fn chunks(cut: &Cut, weights: usize) -> usize {
     if !cut.own {
         return 1;
     }
-    (SUM_BYTES / (cut.elements() * weights * 4))
+    (WINOGRAD_SUMS / (cut.elements() * weights * 4))
         .clamp(2, 8)
         .min(cut.blocks())
 }
