@@ -42,8 +42,28 @@ impl CpuTarget {
 /// A step that was compiled to C.
 pub type CpuStep = CompiledStep<CpuTarget>;
 
+/// What is decided of a kernel before the step is written.
+#[derive(Clone, Debug)]
+pub struct CpuKernel {
+    /// Bytes of working memory.
+    scratch: usize,
+    /// The code, where nothing but the text tells how much working memory it needs.
+    code: Option<KernelCode>,
+}
+
+impl CpuTarget {
+    fn emit_options<'a>(&self, layouts: &'a Layouts) -> EmitOptions<'a> {
+        EmitOptions {
+            isa: self.isa,
+            threads: self.threads,
+            writes: true,
+            layouts,
+        }
+    }
+}
+
 impl Target for CpuTarget {
-    type Kernel = KernelCode;
+    type Kernel = CpuKernel;
     type Code = Vec<SourceFile>;
 
     fn name(&self) -> &'static str {
@@ -62,20 +82,37 @@ impl Target for CpuTarget {
         &POLICY
     }
 
-    fn kernel(&self, graph: &Graph, kernel: &Kernel, layouts: &Layouts) -> Result<KernelCode, CompileError> {
-        let options = EmitOptions {
-            isa: self.isa,
-            threads: self.threads,
-            layouts,
-        };
-        emit::generate(graph, kernel, &options)
+    fn kernel(&self, graph: &Graph, kernel: &Kernel, layouts: &Layouts) -> Result<CpuKernel, CompileError> {
+        let options = self.emit_options(layouts);
+        if let Some(scratch) = emit::scratch(graph, kernel, &options)? {
+            return Ok(CpuKernel { scratch, code: None });
+        }
+        let code = emit::generate(graph, kernel, &options)?;
+        Ok(CpuKernel {
+            scratch: code.scratch,
+            code: Some(code),
+        })
     }
 
-    fn scratch(&self, kernel: &KernelCode) -> usize {
+    fn scratch(&self, kernel: &CpuKernel) -> usize {
         kernel.scratch
     }
 
-    fn emit(&self, step: &Step<'_, KernelCode>) -> Result<Emitted<Vec<SourceFile>>, CompileError> {
-        Ok(emit::emit(step, self.isa))
+    fn emit(&self, step: &Step<'_, CpuKernel>) -> Result<Emitted<Vec<SourceFile>>, CompileError> {
+        let options = self.emit_options(&step.schedule.layouts);
+        let kernels = step.schedule.kernels.iter().zip(step.kernels);
+        let codes = kernels.map(|(kernel, planned)| {
+            let code = match &planned.code {
+                Some(code) => code.clone(),
+                None => emit::generate(step.graph, kernel, &options)?,
+            };
+            assert_eq!(
+                code.scratch, planned.scratch,
+                "a kernel's text needs the working memory of its plan"
+            );
+            Ok(code)
+        });
+        let codes = codes.collect::<Result<Vec<_>, CompileError>>()?;
+        Ok(emit::emit(step, &codes, self.isa))
     }
 }

@@ -8,9 +8,9 @@ use kiln_graph::{DType, Graph, Node, Value};
 use super::contract::{pointer, storage, window};
 use super::nest::Argument;
 use super::{Call, EmitOptions};
-use crate::kernels::Param;
 use crate::kernels::attention::{self, AttentionSpec, Extents, Gradients, Skips, View};
 use crate::kernels::element::Storage;
+use crate::kernels::{self, Param};
 
 /// The call for an attention; none for empty tensors.
 pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<Call> {
@@ -39,7 +39,10 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
             let out = call.result("out", data.outputs[0]);
             call.parameter(&format!("{real} *"), "stats", data.outputs[1]);
             let spec = call.complete(spec);
-            attention::forward(&spec, &out, options.isa)
+            match options.writes {
+                true => attention::forward(&spec, &out, options.isa),
+                false => kernels::Kernel::planned(attention::forward_workspace(&spec, options.isa)),
+            }
         }
         _ => {
             call.parameter(&format!("const {real} *"), "stats", data.inputs[at.forward]);
@@ -56,7 +59,10 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
                 d_value: call.result("d_value", data.outputs[2]),
             };
             let spec = call.complete(spec);
-            attention::gradient(&spec, &tensors, options.isa)
+            match options.writes {
+                true => attention::gradient(&spec, &tensors, options.isa),
+                false => kernels::Kernel::planned(attention::gradient_workspace(&spec, options.isa)),
+            }
         }
     };
     Some(Call::Kernel {

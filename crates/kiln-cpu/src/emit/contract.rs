@@ -85,6 +85,9 @@ impl Sources {
         name: &'static str,
         options: &super::EmitOptions<'_>,
     ) -> Computed {
+        if !options.writes {
+            return Computed::unwritten(prologue, name);
+        }
         let lanes = kernels::vector::lanes(options.isa) as i64;
         let computed = Computed::new(graph, prologue, name, lanes);
         self.params.extend(computed.params.iter().cloned());
@@ -205,7 +208,10 @@ impl Product {
             params: operands.chain(params).collect(),
             threads: options.threads,
         };
-        let made = gemm::emit(spec, options.isa);
+        let made = match options.writes {
+            true => gemm::emit(spec, options.isa),
+            false => kernels::Kernel::planned(gemm::workspace(spec, options.isa)),
+        };
         self.sources.call(made, arguments)
     }
 }
@@ -269,7 +275,10 @@ pub fn with_epilogue(
         vector,
         lanes: kernels::vector::lanes(options.isa) as i64,
     };
-    let statements = nest::epilogue::generate(graph, &placed, value, &loops);
+    let statements = match options.writes {
+        true => nest::epilogue::generate(graph, &placed, value, &loops),
+        false => nest::epilogue::Statements::default(),
+    };
     let place = format!("const int64_t i{BATCH} = batch, i{row} = i;\n");
     let column = format!("const int64_t i{vector} = j;\n");
     let code = TileCode {

@@ -18,7 +18,7 @@ use crate::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, Place
 use crate::kernels::element::Element;
 use crate::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
 use crate::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
-use crate::kernels::{Param, Width};
+use crate::kernels::{self, Param, Width};
 
 /// The call for a convolution or pool; none if the operation is neither or has no template.
 pub fn generate(
@@ -127,7 +127,10 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             params,
             threads: options.threads,
         };
-        conv::weight_grad(spec, options.isa)
+        match planned(options, || conv::weight_grad_workspace(&spec, options.isa)) {
+            Some(planned) => planned,
+            None => conv::weight_grad(spec, options.isa),
+        }
     } else {
         let forward = matches!(data.op, Op::Conv(_));
         let (x, y) = if forward {
@@ -149,13 +152,36 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             params,
             threads: options.threads,
         };
-        if forward {
+        if let Some(planned) = planned(options, || {
+            conv::correlation_workspace(&spec, forward, options.isa)
+        }) {
+            planned
+        } else if forward {
             conv::forward(spec, options.isa)
         } else {
             conv::input_grad(spec, options.isa)
         }
     };
     Some(sources.call(made, [Argument::Buffer(Buffer::Value(out))]))
+}
+
+/// A kernel that is only planned, if no text is wanted and `workspace` says what working memory it needs.
+fn planned(
+    options: &super::EmitOptions<'_>,
+    workspace: impl FnOnce() -> Option<usize>,
+) -> Option<kernels::Kernel> {
+    match options.writes {
+        true => None,
+        false => workspace().map(kernels::Kernel::planned),
+    }
+}
+
+/// Whether a convolution only mixes channels: it is a matrix product, and planned as one.
+pub fn is_product(graph: &Graph, node: Node) -> bool {
+    let data = graph.node(node);
+    data.inputs
+        .get(1)
+        .is_some_and(|&weight| data.op.is_pixelwise(graph.shape(weight)))
 }
 
 /// The image of these extents that `functions` compute.

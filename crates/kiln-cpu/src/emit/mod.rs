@@ -35,6 +35,8 @@ pub struct EmitOptions<'a> {
     pub isa: Isa,
     /// Most threads that will run the step.
     pub threads: usize,
+    /// Whether text is wanted. Without, templates are planned and say what working memory they need; where only the text tells, it is written all the same.
+    pub writes: bool,
     /// Values that are not stored row-major.
     pub layouts: &'a Layouts,
 }
@@ -86,6 +88,39 @@ pub struct KernelCode {
     pub calls: Vec<Call>,
     /// Bytes of scratch memory that the calls share.
     pub scratch: usize,
+}
+
+/// Bytes of working memory that the code of `kernel` needs, from plans; none if only its text tells.
+///
+/// # Errors
+/// Those of [`generate`].
+pub fn scratch(
+    graph: &Graph,
+    kernel: &Kernel,
+    options: &EmitOptions<'_>,
+) -> Result<Option<usize>, CompileError> {
+    let planned = match &kernel.kind {
+        KernelKind::Nest(nest) => nest::scratch(graph, nest),
+        KernelKind::Together(_) => Some(0),
+        KernelKind::Library(node) | KernelKind::Contraction(node, _) => {
+            let plans = match graph.node(*node).op {
+                Op::DotGeneral(_) | Op::Attention(_) | Op::AttentionGrad(_) => true,
+                Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
+                    image::is_product(graph, *node)
+                }
+                _ => false,
+            };
+            let options = EmitOptions {
+                writes: false,
+                ..*options
+            };
+            match plans {
+                true => Some(generate(graph, kernel, &options)?.scratch),
+                false => None,
+            }
+        }
+    };
+    Ok(planned)
 }
 
 /// Writes the code of `kernel`.

@@ -121,6 +121,18 @@ pub fn generate(graph: &Graph, nest: &Nest, lanes: i64) -> NestCode {
     writer.finish()
 }
 
+/// Bytes of scratch memory of [`generate`]'s code, from the nest alone; none if it depends on how the nest is vectorised.
+pub fn scratch(graph: &Graph, nest: &Nest) -> Option<usize> {
+    match nest.late.is_empty() {
+        true => Some(0),
+        false => nest
+            .late
+            .iter()
+            .map(|&value| reduction::late_scratch(graph, nest, value))
+            .sum(),
+    }
+}
+
 /// A value at an index.
 type Key = (Value, Vec<Index>);
 

@@ -17,7 +17,7 @@ use crate::policy::{FLAT_GRAIN, SERIAL_POINTS};
 use crate::runtime::abi::Signature;
 
 /// Writes the tree for a scheduled and planned graph.
-pub fn emit(step: &Step<'_, KernelCode>, isa: Isa) -> Emitted<Vec<SourceFile>> {
+pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Vec<SourceFile>> {
     let Step {
         graph,
         schedule,
@@ -29,7 +29,7 @@ pub fn emit(step: &Step<'_, KernelCode>, isa: Isa) -> Emitted<Vec<SourceFile>> {
     let mut body = String::new();
     let mut names = Vec::new();
     let mut externs = 0..;
-    let kernels = schedule.kernels.iter().zip(step.kernels).zip(step.reports);
+    let kernels = schedule.kernels.iter().zip(codes).zip(step.reports);
     for (number, ((kernel, code), report)) in kernels.enumerate() {
         let mut own_name = String::new();
         comment(graph, kernel, plan, report, &mut body);

@@ -194,6 +194,20 @@ pub struct Kernel {
     pub workspace_bytes: usize,
 }
 
+impl Kernel {
+    /// A kernel of which only the working memory is known: nothing is written yet.
+    pub fn planned(workspace_bytes: usize) -> Self {
+        Self {
+            name: String::new(),
+            params: Vec::new(),
+            prototype: String::new(),
+            source: String::new(),
+            helpers: Vec::new(),
+            workspace_bytes,
+        }
+    }
+}
+
 /// How many elements a snippet of C is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Width {

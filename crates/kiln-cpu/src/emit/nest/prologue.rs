@@ -61,6 +61,17 @@ impl Operand {
         }
     }
 
+    /// The operand `name` without its functions, for a template that is only planned.
+    pub fn unwritten(prologue: &Prologue, name: &'static str) -> Self {
+        Self {
+            functions: String::new(),
+            params: Vec::new(),
+            arguments: Vec::new(),
+            name,
+            loops: prologue.nest.extents.len(),
+        }
+    }
+
     /// The call for the place with these loop variables.
     pub fn load(&self, width: Width, places: &[&str]) -> String {
         debug_assert_eq!(places.len(), self.loops);

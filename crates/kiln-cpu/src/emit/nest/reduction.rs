@@ -2,12 +2,12 @@
 
 use kiln_compiler::index::{Index, linear};
 use kiln_compiler::schedule::Buffer;
-use kiln_compiler::schedule::nest::vars;
+use kiln_compiler::schedule::nest::{Nest, vars};
 use kiln_graph::op::{Op, ReduceOp};
-use kiln_graph::{DType, Node, Value};
+use kiln_graph::{DType, Graph, Node, Value};
 
 use super::{Argument, Lanes, Launch, Register, Writer, blocks, c};
-use crate::policy::SERIAL_POINTS;
+use crate::policy::{REDUCTION_CHUNKS, SERIAL_POINTS};
 
 impl Writer<'_> {
     pub(super) fn accumulator(&mut self, node: Node) -> Accumulator {
@@ -309,4 +309,35 @@ fn combine_launch(op: ReduceOp, dtype: DType, partials: &Partials, out: Buffer) 
         parallel: count * chunks >= SERIAL_POINTS,
         flat: false,
     }
+}
+
+/// Bytes of scratch memory for the partial results of `value`, a late reduction of `nest`; none if that depends on how many terms a vector's lanes
+/// share. The same decisions as in [`Writer::late_sum`], from the nest alone.
+pub(super) fn late_scratch(graph: &Graph, nest: &Nest, value: Value) -> Option<usize> {
+    let data = graph.def(value);
+    let Op::Reduce { op, axes } = &data.op else {
+        unreachable!("late results are those of reductions")
+    };
+    let rows = nest.split.map_or(0, |split| split.rows);
+    let kept = &nest.maps[&value];
+    let reduced = nest.reduced.get(&value).map_or(&[][..], Vec::as_slice);
+    let of_points = (vars(kept) | vars(&reduced[..reduced.len().min(axes.len())])) & !rows != 0;
+    let per_element = of_points && linear(kept, graph.shape(value)).vars() != 0;
+    let dtype = graph.dtype(value).compute();
+    let (count, points) = (graph.ty(value).numel() as i64, nest.points(rows));
+    let chunks = points.clamp(1, REDUCTION_CHUNKS);
+    let terms = points / chunks + 1;
+    let cuts = |terms| blocks::in_blocks(*op, dtype, terms);
+    let in_blocks = cuts(terms);
+    // Each lane of a vector adds up a part of the columns only.
+    if of_points && !per_element && in_blocks != cuts(terms * nest.points(nest.all() & !rows)) {
+        return None;
+    }
+    let stored = if dtype == DType::Bool { DType::I32 } else { dtype };
+    let bytes = |dtype: DType| ((chunks * count) as usize * dtype.size()).next_multiple_of(64);
+    Some(match (in_blocks, per_element) {
+        (true, true) => bytes(DType::F64) + bytes(stored),
+        (true, false) => bytes(DType::F64),
+        (false, _) => bytes(stored),
+    })
 }

@@ -25,30 +25,43 @@ pub struct Gradients {
     pub d_value: View,
 }
 
-/// Gradients of queries, keys and values.
-pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
-    let plan = Plan::new(spec, isa);
+/// A thread's working memory, and what finds its way through masks there.
+fn memory(spec: &AttentionSpec, plan: &Plan) -> (Memory, MaskRows, Seen) {
     let e = &spec.extents;
-    let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
-    let mut helpers = BTreeSet::new();
-    let (real, vf) = plan.element.ctypes();
+    let (real, _) = plan.element.ctypes();
     let mut memory = Memory::new();
     memory.part(real, "turned_keys", plan.turned(e.keys, e.width));
     memory.part(real, "turned_values", plan.turned(e.keys, e.value_width));
     memory.part(real, "keys", e.keys * plan.width);
     memory.part(real, "queries", plan.block * plan.width);
     memory.part(real, "outs", plan.block * plan.value_width);
-    memory.part(real, "strip", plan.block * ld);
-    memory.part(real, "d_strip", plan.block * ld);
+    memory.part(real, "strip", plan.block * plan.ld);
+    memory.part(real, "d_strip", plan.block * plan.ld);
     memory.part(real, "d_queries", plan.block * plan.width);
     memory.part(real, "d_keys", plan.key_rows * plan.width);
     memory.part(real, "d_values", plan.key_rows * plan.value_width);
-    let mask_rows = MaskRows::new(spec, &plan, &mut memory);
+    let mask_rows = MaskRows::new(spec, plan, &mut memory);
     let most = format!("({})[0]", spec.stats_of("row0 + r"));
-    let seen = Seen::new(spec, &plan, &spec.fill_counts(&most), &mut memory);
+    let seen = Seen::new(spec, plan, &spec.fill_counts(&most), &mut memory);
     if spec.dropout {
-        memory.part(real, "kept", ld + 3 * lanes);
+        memory.part(real, "kept", plan.ld + 3 * plan.lanes);
     }
+    (memory, mask_rows, seen)
+}
+
+/// Bytes of working memory of the kernel that [`gradient`] would write.
+pub fn gradient_workspace(spec: &AttentionSpec, isa: Isa) -> usize {
+    memory(spec, &Plan::new(spec, isa)).0.bytes() * spec.threads
+}
+
+/// Gradients of queries, keys and values.
+pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
+    let plan = Plan::new(spec, isa);
+    let e = &spec.extents;
+    let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
+    let mut helpers = BTreeSet::new();
+    let (_, vf) = plan.element.ctypes();
+    let (memory, mask_rows, seen) = memory(spec, &plan);
     let (declare, each) = memory.finish();
 
     let all_keys = e.keys.to_string();

@@ -13,6 +13,29 @@ use crate::isa::Isa;
 use crate::kernels::tile::Access;
 use crate::kernels::{Kernel, fields, finish_kernel, indent, run_part, unpack};
 
+/// A thread's working memory, and what finds its way through masks there.
+fn memory(spec: &AttentionSpec, plan: &Plan) -> (Memory, MaskRows, Seen) {
+    let e = &spec.extents;
+    let (real, _) = plan.element.ctypes();
+    let mut memory = Memory::new();
+    memory.part(real, "turned", plan.turned(e.keys, e.width));
+    memory.part(real, "values", e.keys * plan.value_width);
+    memory.part(real, "queries", plan.block * plan.width);
+    memory.part(real, "strip", plan.block * plan.ld);
+    memory.part(real, "sums", plan.block * plan.value_width);
+    let mask_rows = MaskRows::new(spec, plan, &mut memory);
+    let seen = Seen::new(spec, plan, "full", &mut memory);
+    if spec.dropout {
+        memory.part(real, "kept", plan.ld + 3 * plan.lanes);
+    }
+    (memory, mask_rows, seen)
+}
+
+/// Bytes of working memory of the kernel that [`forward`] would write.
+pub fn forward_workspace(spec: &AttentionSpec, isa: Isa) -> usize {
+    memory(spec, &Plan::new(spec, isa)).0.bytes() * spec.threads
+}
+
 /// `out = softmax(query key^T * scale, masked) value` and the statistics.
 pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
     let plan = Plan::new(spec, isa);
@@ -21,17 +44,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
     let mut helpers = BTreeSet::new();
     let (real, _) = plan.element.ctypes();
     let words = Words::of(&plan);
-    let mut memory = Memory::new();
-    memory.part(real, "turned", plan.turned(e.keys, e.width));
-    memory.part(real, "values", e.keys * plan.value_width);
-    memory.part(real, "queries", plan.block * plan.width);
-    memory.part(real, "strip", plan.block * ld);
-    memory.part(real, "sums", plan.block * plan.value_width);
-    let mask_rows = MaskRows::new(spec, &plan, &mut memory);
-    let seen = Seen::new(spec, &plan, "full", &mut memory);
-    if spec.dropout {
-        memory.part(real, "kept", ld + 3 * lanes);
-    }
+    let (memory, mask_rows, seen) = memory(spec, &plan);
     let (declare, each) = memory.finish();
 
     let all_keys = e.keys.to_string();

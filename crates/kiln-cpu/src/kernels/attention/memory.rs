@@ -29,6 +29,11 @@ impl Memory {
         self.bytes += round_up(count * size, 64) + 64;
     }
 
+    /// The bytes of one thread.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// The declarations, and the bytes of one thread.
     pub fn finish(self) -> (String, usize) {
         let own = format!(

@@ -28,8 +28,8 @@ mod seen;
 use super::element::{Element, Storage};
 use super::{Param, Width};
 
-pub use backward::{Gradients, gradient};
-pub use forward::forward;
+pub use backward::{Gradients, gradient, gradient_workspace};
+pub use forward::{forward, forward_workspace};
 
 /// Extents of an attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -16,17 +16,23 @@ use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, indent, round_up, run_part, signature};
 
+/// Whether the result has no elements.
+pub(super) fn is_empty(spec: &ConvSpec<'_>, direction: Direction) -> bool {
+    let g = &spec.geometry;
+    let result = match direction {
+        Direction::Forward => g.output,
+        Direction::InputGrad => g.input,
+    };
+    let channels = Sides::new(spec, direction).result_channels;
+    g.images * channels * result.iter().product::<usize>() == 0
+}
+
 pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
     let g = &spec.geometry;
     let element = spec.storage.element();
     let lanes = element.lanes(isa);
-    let result = if direction == Direction::Forward {
-        g.output
-    } else {
-        g.input
-    };
     let sides = Sides::new(spec, direction);
-    if g.images * sides.result_channels * result.iter().product::<usize>() == 0 {
+    if is_empty(spec, direction) {
         let head = signature(&spec.name, &spec.params);
         return Kernel {
             name: spec.name.clone(),
@@ -38,7 +44,7 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
         };
     }
     if g.is_product() {
-        return as_product(spec, direction, isa);
+        return gemm::emit(as_product(spec, direction), isa);
     }
     let special = || {
         planar::correlate(spec, direction, isa)
@@ -69,7 +75,7 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
 }
 
 /// A convolution that only mixes channels is a matrix product.
-fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
+pub(super) fn as_product<'a>(spec: &'a ConvSpec<'a>, direction: Direction) -> GemmSpec<'a> {
     let g = &spec.geometry;
     let [depth, height, width] = g.input;
     let pixels = depth * height * width;
@@ -80,7 +86,7 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         || (image.contiguous == Some(ImageAxis::Width) && flat && depth == 1);
     let result = spec.epilogue.axis(g.input);
     let by_image = planes || result == Some(ImageAxis::Plane);
-    let place = |batch: &str, row: &str, planes: bool| -> [String; 4] {
+    let place = move |batch: &str, row: &str, planes: bool| -> [String; 4] {
         if planes {
             return [batch.into(), "0".into(), "0".into(), row.into()];
         }
@@ -99,7 +105,7 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
             format!("({row} % {width})"),
         ]
     };
-    let load = |at: &gemm::At<'_>| {
+    let load = move |at: &gemm::At<'_>| {
         let [n, z, y, x] = if image.numbered && !by_image {
             number(at.free)
         } else {
@@ -143,7 +149,7 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         Direction::Forward => Operand::stored(spec.storage, &spec.weight, &[], k as i64, 1),
         Direction::InputGrad => Operand::stored(spec.storage, &spec.weight, &[], 1, n as i64),
     };
-    let consume = |r: &gemm::Result<'_>| {
+    let consume = move |r: &gemm::Result<'_>| {
         let [image, z, y, x] = place(r.batch, r.row, result == Some(ImageAxis::Plane));
         let place = Place {
             width: r.width,
@@ -153,7 +159,7 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         };
         (spec.epilogue.consume)(&place, r.value)
     };
-    let product = GemmSpec {
+    GemmSpec {
         name: spec.name.clone(),
         comment: spec.comment.clone(),
         batch: if by_image { g.images } else { 1 },
@@ -172,8 +178,7 @@ fn as_product(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
         ),
         params: spec.params.clone(),
         threads: spec.threads,
-    };
-    gemm::emit(product, isa)
+    }
 }
 
 /// The place of a pixel that is known by its number among those of all images.

@@ -38,7 +38,7 @@ mod winograd;
 
 use super::element::Storage;
 use super::frame::Frame;
-use super::{Kernel, Param, Width};
+use super::{Kernel, Param, Width, gemm};
 use crate::isa::Isa;
 use crate::policy::SERIAL_CONVOLUTION;
 
@@ -377,4 +377,22 @@ fn correlation(spec: ConvSpec<'_>, direction: walk::Direction, isa: Isa) -> Kern
 /// `dw[o, c, t] = sum over n, p of dy[n, o, p] * x[n, c, p * stride - pad + t * dilation]`.
 pub fn weight_grad(spec: WeightGradSpec<'_>, isa: Isa) -> Kernel {
     weight_grad::emit(&spec, isa)
+}
+
+/// Bytes of working memory of the kernel for a convolution that is a matrix product, from its plan; none for others.
+pub fn correlation_workspace(spec: &ConvSpec<'_>, forward: bool, isa: Isa) -> Option<usize> {
+    let direction = match forward {
+        true => walk::Direction::Forward,
+        false => walk::Direction::InputGrad,
+    };
+    let product = spec.geometry.is_product() && !correlate::is_empty(spec, direction);
+    product.then(|| gemm::workspace(correlate::as_product(spec, direction), isa))
+}
+
+/// [`correlation_workspace`] for the gradient of a weight.
+pub fn weight_grad_workspace(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<usize> {
+    let g = &spec.geometry;
+    let empty = g.weight_len() == 0 || g.flops() == 0;
+    let product = weight_grad::as_product(spec).filter(|_| !empty)?;
+    Some(gemm::workspace(product, isa))
 }

@@ -99,8 +99,8 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         let calls = frame.run(true)(&format!("{name}_finish"), g.out_channels);
         return frame.finish(source, &calls, 0);
     }
-    if let Some(kernel) = as_product(spec, isa) {
-        return kernel;
+    if let Some(product) = as_product(spec) {
+        return gemm::emit(product, isa);
     }
     let special = || {
         planar::weight_gradient(spec, isa)
@@ -294,7 +294,7 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
 
 /// Without a window, the gradient is a matrix product over the pixels. A small one over many pixels of channels-last images is better summed in
 /// chunks, each read from memory once.
-fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
+pub(super) fn as_product<'a>(spec: &'a WeightGradSpec<'a>) -> Option<GemmSpec<'a>> {
     let g = &spec.geometry;
     let [depth, height, width] = g.input;
     let by_channel = |image: &super::Image<'_>| image.contiguous == Some(ImageAxis::Channel);
@@ -306,9 +306,10 @@ fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
         return None;
     }
     let n = g.in_channels;
-    let consume =
-        |r: &gemm::Result<'_>| (spec.consume)(r.width, &format!("({} * {n} + {})", r.row, r.col), r.value);
-    let product = GemmSpec {
+    let consume = move |r: &gemm::Result<'_>| {
+        (spec.consume)(r.width, &format!("({} * {n} + {})", r.row, r.col), r.value)
+    };
+    Some(GemmSpec {
         name: spec.name.clone(),
         comment: spec.comment.clone(),
         batch: 1,
@@ -320,8 +321,7 @@ fn as_product(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
         epilogue: Epilogue::custom(Some(Axis::Depth), consume),
         params: spec.params.clone(),
         threads: spec.threads,
-    };
-    Some(gemm::emit(product, isa))
+    })
 }
 
 /// An image as an operand with its channels free and all pixels of all images in the depth.

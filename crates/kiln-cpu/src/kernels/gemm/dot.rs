@@ -27,6 +27,12 @@ pub(super) fn fits(spec: &GemmSpec<'_>, isa: Isa) -> bool {
         && spec.batch > 0
 }
 
+/// Bytes of working memory: the rows of A, each in whole vectors.
+pub(super) fn workspace(spec: &GemmSpec<'_>, isa: Isa) -> usize {
+    let row = round_up(spec.k, spec.element().lanes(isa));
+    round_up(spec.batch * spec.m * row * spec.element().bytes(), 64)
+}
+
 pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     let GemmSpec {
         name,
@@ -46,7 +52,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     } else {
         ACCUMULATORS / 2
     };
-    let (element_type, real, vf) = (spec.element(), spec.element().ctype(), spec.element().vector());
+    let (real, vf) = (spec.element().ctype(), spec.element().vector());
     let columns = (accumulators / m).clamp(1, 4);
     let (groups, rest) = (n / columns, n % columns);
     let row = round_up(*k, lanes);
@@ -92,13 +98,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     let run = run_part(serial);
     let calls = run_part(true)(&format!("{name}_rows"), batch * m)
         + &run(&format!("{name}_dot"), batch * (groups + usize::from(rest > 0)));
-    finish_kernel(
-        name,
-        params,
-        source,
-        &calls,
-        round_up(batch * m * row * element_type.bytes(), 64),
-    )
+    finish_kernel(name, params, source, &calls, workspace(spec, isa))
 }
 
 /// A full group of columns, or what is left of one.

@@ -106,6 +106,14 @@ impl Workspace {
     }
 }
 
+/// Bytes of working memory.
+pub(super) fn workspace(spec: &GemmSpec<'_>, isa: Isa) -> usize {
+    match spec.batch * spec.m * spec.n {
+        0 => 0,
+        _ => Workspace::new(spec, &Plan::new(spec, isa)).total,
+    }
+}
+
 pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
     let name = &spec.name;
     let head = signature(name, &spec.params);

@@ -348,6 +348,17 @@ pub fn emit(spec: GemmSpec<'_>, isa: Isa) -> Kernel {
     }
 }
 
+/// Bytes of working memory of the kernel that [`emit`] would write, from its plan. Of the operands and the epilogue only the shape of their memory
+/// counts: what is computed may be left out.
+pub fn workspace(spec: GemmSpec<'_>, isa: Isa) -> usize {
+    let spec = columns_contiguous(spec);
+    if dot::fits(&spec, isa) {
+        dot::workspace(&spec, isa)
+    } else {
+        emit::workspace(&spec, isa)
+    }
+}
+
 /// Exchanges the operands where the result's rows, not its columns, are contiguous (or are the only ones long enough
 /// for a vector): `c` transposed is `b` transposed times `a` transposed.
 fn columns_contiguous(spec: GemmSpec<'_>) -> GemmSpec<'_> {
