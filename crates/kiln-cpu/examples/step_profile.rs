@@ -74,11 +74,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let pool = ThreadPool::new(harness::threads());
     assign_phases(&mut graph);
     let target = CpuTarget::new(&toolchain, pool.threads());
-    let mut options = Options::default();
-    options.keep = match std::env::var("KEEP").as_deref() {
+    let keep = match std::env::var("KEEP").as_deref() {
         Ok("everything") => Keep::Everything,
         Ok(bytes) => Keep::Within(bytes.parse()?),
         Err(_) => Keep::Cheapest,
+    };
+    let options = Options {
+        keep,
+        ..Options::default()
     };
     let compiled = compile(&graph, &options, &target)?;
     if let Some(folder) = arguments.next() {
