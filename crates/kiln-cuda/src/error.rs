@@ -134,6 +134,20 @@ pub enum CudaError {
         size: usize,
     },
 
+    /// A stream that is being captured was given what a graph cannot hold.
+    #[error("{action} cannot be captured into a graph: do it before, or on another stream")]
+    Captured {
+        /// What was about to happen.
+        action: &'static str,
+    },
+
+    /// A library's call could not be captured, and its graph has perhaps a part of it.
+    #[error("graph `{graph}` is incomplete since a call could not be captured into it: build it anew")]
+    IncompleteGraph {
+        /// The graph.
+        graph: String,
+    },
+
     /// Memory of one device met a stream or memory of another.
     #[error("{action}: cuda:{one} and cuda:{other} cannot take part in one operation")]
     TwoDevices {

@@ -41,6 +41,9 @@ fn launch(kernel: &Kernel, storage: &Arc<Storage>) -> Launch {
     }
 }
 
+/// What a test has captured.
+type Call<'a> = dyn FnOnce(&Stream) -> kiln_cuda::Result<()> + 'a;
+
 /// Position of the first line that starts with `start`.
 fn place(calls: &[String], start: &str) -> usize {
     calls
@@ -446,6 +449,41 @@ fn a_capture_that_fails_ends_and_says_why() {
     let error = graph.capture(&[], &[&storage], refuse).unwrap_err();
     assert!(error.to_string().starts_with("a call"), "{error}");
     place(&fake.calls(), "cuStreamEndCapture");
+    // The graph may have a part of the call.
+    let error = graph.fill(&[], &storage, 0..8, 0).unwrap_err();
+    assert!(
+        error.to_string().starts_with("graph `step` is incomplete"),
+        "{error}"
+    );
+    assert!(matches!(
+        graph.instantiate(&stream),
+        Err(CudaError::IncompleteGraph { .. })
+    ));
+
+    // What a graph must not hold reaches no driver.
+    let mut pinned = Pinned::allocate(&device, 8).unwrap();
+    let mut plain = [0; 8];
+    let mut calls: Vec<Box<Call<'_>>> = vec![
+        Box::new(|stream| stream.upload(&Pinned::allocate(&device, 8)?, 0..8, &storage, 0)),
+        Box::new(|stream| stream.download(&storage, 0..8, &mut pinned, 0)),
+        Box::new(|stream| stream.write(&[1; 8], &storage, 0)),
+        Box::new(|stream| stream.read(&storage, 0, &mut plain)),
+        Box::new(|stream| Storage::allocate(stream, 8).map(drop)),
+    ];
+    fake.calls();
+    for call in calls.drain(..) {
+        let mut graph = GraphBuilder::new(&device, "step").unwrap();
+        let error = graph.capture(&[], &[&storage], call).unwrap_err();
+        assert!(matches!(error, CudaError::Captured { .. }), "{error}");
+    }
+    let reached = fake.calls();
+    assert!(
+        !reached
+            .iter()
+            .any(|call| call.starts_with("cuMemcpy") || call.starts_with("cuMemAlloc"))
+    );
+
+    let mut graph = GraphBuilder::new(&device, "step").unwrap();
     graph.fill(&[], &storage, 0..8, 0).unwrap();
     let mut other = GraphBuilder::new(&device, "other").unwrap();
     let foreign = other.fill(&[], &storage, 0..8, 0).unwrap();

@@ -27,9 +27,11 @@ impl Stream {
     /// Queues a copy of bytes `range` of `from` to byte `at` of `to`.
     ///
     /// # Errors
-    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Captured`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn upload(&self, from: &Pinned, range: Range<usize>, to: &Storage, at: usize) -> Result<()> {
         const ACTION: &str = "copying to a device";
+        self.refuse_in_capture(ACTION)?;
         inside(&range, from.len(), ACTION)?;
         let address = to.part(&(at..at.saturating_add(range.len())), ACTION)?;
         to.take_to(self)?;
@@ -50,9 +52,11 @@ impl Stream {
     /// Queues a copy of bytes `range` of `from` to byte `at` of `to`; [`Pinned::read`] waits for it.
     ///
     /// # Errors
-    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Captured`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn download(&self, from: &Storage, range: Range<usize>, to: &mut Pinned, at: usize) -> Result<()> {
         const ACTION: &str = "copying from a device";
+        self.refuse_in_capture(ACTION)?;
         inside(&(at..at.saturating_add(range.len())), to.len(), ACTION)?;
         let address = from.part(&range, ACTION)?;
         from.take_to(self)?;
@@ -74,7 +78,8 @@ impl Stream {
     /// storage must not overlap.
     ///
     /// # Errors
-    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Captured`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn copy(&self, from: &Storage, range: Range<usize>, to: &Storage, at: usize) -> Result<()> {
         const ACTION: &str = "copying inside a device";
         let source = from.part(&range, ACTION)?;
@@ -94,7 +99,8 @@ impl Stream {
     /// Queues setting bytes `range` of `to` to `value`.
     ///
     /// # Errors
-    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Captured`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn fill(&self, to: &Storage, range: Range<usize>, value: u8) -> Result<()> {
         const ACTION: &str = "filling memory of a device";
         let address = to.part(&range, ACTION)?;
@@ -112,9 +118,11 @@ impl Stream {
     /// Copies `bytes` to byte `at` of `to`, after what is queued on the stream, and waits.
     ///
     /// # Errors
-    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Captured`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn write(&self, bytes: &[u8], to: &Storage, at: usize) -> Result<()> {
         const ACTION: &str = "copying to a device";
+        self.refuse_in_capture(ACTION)?;
         let address = to.part(&(at..at.saturating_add(bytes.len())), ACTION)?;
         to.take_to(self)?;
         if bytes.is_empty() {
@@ -133,9 +141,11 @@ impl Stream {
     /// Copies `bytes.len()` bytes from byte `at` of `from`, after what is queued on the stream, and waits.
     ///
     /// # Errors
-    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::Range`], [`CudaError::TwoDevices`], [`CudaError::Captured`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn read(&self, from: &Storage, at: usize, bytes: &mut [u8]) -> Result<()> {
         const ACTION: &str = "copying from a device";
+        self.refuse_in_capture(ACTION)?;
         let address = from.part(&(at..at.saturating_add(bytes.len())), ACTION)?;
         from.take_to(self)?;
         if bytes.is_empty() {

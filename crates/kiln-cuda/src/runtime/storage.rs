@@ -44,8 +44,10 @@ impl Storage {
     /// take no memory.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`] with all sizes, [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::OutOfMemory`] with all sizes, [`CudaError::Captured`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn allocate(stream: &Stream, bytes: usize) -> Result<Self> {
+        stream.refuse_in_capture("allocating memory")?;
         let device = stream.device();
         let address = if bytes == 0 {
             0

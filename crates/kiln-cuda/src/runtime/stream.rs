@@ -2,11 +2,11 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::device::Device;
 use super::event::Event;
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::sys::driver::{CUstream, STREAM_NON_BLOCKING};
 
 /// A stream of a device. Cheap to clone; clones are one stream. Work that is queued when the last clone goes
@@ -20,6 +20,8 @@ struct Inner {
     device: Device,
     raw: CUstream,
     id: u64,
+    /// Whether what is queued goes into a graph.
+    capturing: AtomicBool,
 }
 
 impl Drop for Inner {
@@ -63,6 +65,7 @@ impl Stream {
                 device: device.clone(),
                 raw,
                 id: NEXT.fetch_add(1, Ordering::Relaxed),
+                capturing: AtomicBool::new(false),
             }),
         })
     }
@@ -114,6 +117,20 @@ impl Stream {
         let code = unsafe { (self.device().driver().cuStreamWaitEvent)(self.raw(), event.raw(), 0) };
         self.device()
             .check("cuStreamWaitEvent", code, || "making a stream wait".into())
+    }
+
+    /// Says whether what is queued from here on goes into a graph.
+    pub(super) fn set_capturing(&self, capturing: bool) {
+        self.inner.capturing.store(capturing, Ordering::Release);
+    }
+
+    /// An error while the stream is captured. A graph runs long after the call that was captured, so it must
+    /// hold no memory of the host, and none that is allocated or freed in the order of a stream.
+    pub(super) fn refuse_in_capture(&self, action: &'static str) -> Result<()> {
+        if self.inner.capturing.load(Ordering::Acquire) {
+            return Err(CudaError::Captured { action });
+        }
+        Ok(())
     }
 
     pub(crate) fn raw(&self) -> CUstream {

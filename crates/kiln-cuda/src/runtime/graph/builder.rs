@@ -27,6 +27,8 @@ pub struct GraphBuilder {
     /// Library calls are captured on a stream that does nothing else.
     capture: Stream,
     kept: Kept,
+    /// Whether a call could not be captured: the graph may have a part of it.
+    incomplete: bool,
 }
 
 /// What must live as long as the graph.
@@ -87,6 +89,7 @@ impl GraphBuilder {
             nodes: Vec::new(),
             capture: device.stream()?,
             kept: Kept::default(),
+            incomplete: false,
         })
     }
 
@@ -238,8 +241,8 @@ impl GraphBuilder {
     /// stand. `storages` are all that the call uses.
     ///
     /// # Errors
-    /// Those of `call`; [`CudaError::Driver`] for what cannot be captured, such as waiting;
-    /// [`CudaError::Lost`].
+    /// Those of `call`; [`CudaError::Captured`] and [`CudaError::Driver`] for what cannot be captured, such
+    /// as copies from the host and waiting; [`CudaError::Lost`]. After an error the graph takes nothing more.
     pub fn capture(
         &mut self,
         after: &[Node],
@@ -265,7 +268,12 @@ impl GraphBuilder {
             )
         };
         self.check("cuStreamBeginCaptureToGraph", code, || "a library's call".into())?;
+        // From here on the graph may have nodes that use the storages, and is whole again only at the end.
+        storages.iter().for_each(|storage| self.kept.storage(storage));
+        self.incomplete = true;
+        self.capture.set_capturing(true);
         let called = call(&self.capture);
+        self.capture.set_capturing(false);
         let last = self.captured_last();
         self.device.enter()?;
         let mut graph = CUgraph::NULL;
@@ -274,7 +282,7 @@ impl GraphBuilder {
         called?;
         self.check("cuStreamEndCapture", code, || "a library's call".into())?;
         let last = last?;
-        storages.iter().for_each(|storage| self.kept.storage(storage));
+        self.incomplete = false;
         match last[..] {
             [node] => Ok(self.add(node)),
             _ => self.join_raw(&last),
@@ -297,6 +305,7 @@ impl GraphBuilder {
     /// [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn instantiate(self, stream: &Stream) -> Result<StepGraph> {
         self.device.same_as(stream.device(), "instantiating a graph")?;
+        self.refuse_if_incomplete()?;
         StepGraph::instantiate(&self.graph, &self.name, self.kept.without_repeats(), stream)
     }
 
@@ -349,6 +358,7 @@ impl GraphBuilder {
 
     /// The driver's names of `nodes`, each once: it refuses repeated edges.
     fn raw(&self, nodes: &[Node]) -> Result<Vec<CUgraphNode>> {
+        self.refuse_if_incomplete()?;
         let mut indices: Vec<u32> = nodes.iter().map(|node| node.0).collect();
         indices.sort_unstable();
         indices.dedup();
@@ -361,6 +371,15 @@ impl GraphBuilder {
                 kernel: self.name.clone(),
                 reason: "an edge comes from a node of another graph".into(),
             })
+    }
+
+    fn refuse_if_incomplete(&self) -> Result<()> {
+        if self.incomplete {
+            return Err(CudaError::IncompleteGraph {
+                graph: self.name.clone(),
+            });
+        }
+        Ok(())
     }
 
     fn check(&self, call: &'static str, code: i32, what: impl FnOnce() -> String) -> Result<()> {
