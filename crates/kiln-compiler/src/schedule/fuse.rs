@@ -110,7 +110,7 @@ struct Group {
     /// What the library operation itself reads, from memory.
     operands: Vec<Value>,
     /// The part of the step that it belongs to; none while it holds no operation.
-    part: Option<Part>,
+    part: Option<Section>,
 }
 
 /// A part of the step whose operations share no kernel with those of other parts.
@@ -118,13 +118,13 @@ struct Group {
 /// What the backward pass computes once more, and what it does at all, stays out of the kernels of the forward pass: otherwise what was recomputed to be
 /// dropped meanwhile would be kept. So do chunks of rows stay out of each other's. A look at indices waits for nothing else: updates wait for it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct Section {
     forward: bool,
     chunk: Option<u16>,
     check: bool,
 }
 
-impl Part {
+impl Section {
     pub(super) fn of(graph: &Graph, node: Node) -> Self {
         let provenance = &graph.node(node).provenance;
         Self {
@@ -220,7 +220,7 @@ impl<'a> Fuser<'a> {
         };
         let group = self.new_group(Some(nest), None);
         self.groups[group].writes.push(buffer);
-        self.groups[group].part = Some(Part::of(self.graph, self.graph.value(value).node));
+        self.groups[group].part = Some(Section::of(self.graph, self.graph.value(value).node));
         self.visit(group, value, &index, true);
         group
     }
@@ -343,7 +343,7 @@ impl<'a> Fuser<'a> {
 
     /// Whether `value` may be made in `group` as far as order and parts go.
     fn acyclic(&self, value: Value, group: usize) -> bool {
-        let part = Part::of(self.graph, self.graph.value(value).node);
+        let part = Section::of(self.graph, self.graph.value(value).node);
         self.groups[group].part.is_none_or(|own| own == part)
             && self.readers.get(&value).is_none_or(|readers| {
                 readers
@@ -380,7 +380,7 @@ impl<'a> Fuser<'a> {
     fn add_member(&mut self, group: usize, node: Node, index: Vec<Index>, store: bool) {
         let graph = self.graph;
         let value = graph.node(node).outputs[0];
-        self.groups[group].part = Some(Part::of(graph, node));
+        self.groups[group].part = Some(Section::of(graph, node));
         let nest = self.nest_mut(group);
         nest.members.push(node);
         nest.maps.insert(value, index.clone());

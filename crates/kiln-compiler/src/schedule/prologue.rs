@@ -17,7 +17,7 @@ use kiln_graph::{Graph, Node, NodeData, Value};
 
 use super::access::{Strided, identity, operand_index, side, strided, vector_variable};
 use super::class::is_cheap;
-use super::fuse::Part;
+use super::fuse::Section;
 use super::layout::{Layouts, position};
 use super::nest::Nest;
 use super::{Buffer, Kernel, KernelKind};
@@ -249,7 +249,7 @@ impl Site<'_> {
         let (Some(store), None) = (stores.next(), stores.next()) else {
             return None;
         };
-        if store.value != made || Part::of(graph, graph.value(made).node) != Part::of(graph, node) {
+        if store.value != made || Section::of(graph, graph.value(made).node) != Section::of(graph, node) {
             return None;
         }
         let axes = self.loops(data, operand)?;

@@ -11,10 +11,12 @@ use kiln_graph::{Graph, Node, Value};
 
 use super::Call;
 use super::contract::{Sources, pointer, storage, window};
+use super::expressions::memory_type;
 use super::nest::Argument;
 use super::nest::prologue::Operand as Computed;
-use super::pointwise::memory_type;
-use crate::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, Place, WeightGradSpec, address};
+use crate::kernels::conv::{
+    self, ConvSpec, Geometry, Image, PixelEpilogue, PixelPlace, WeightGradSpec, address,
+};
 use crate::kernels::element::Element;
 use crate::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
 use crate::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
@@ -187,11 +189,11 @@ pub fn is_product(graph: &Graph, node: Node) -> bool {
 /// The image of these extents that `functions` compute.
 fn computed(functions: Computed, [depth, height, width]: [usize; 3]) -> Image<'static> {
     let strides = [depth * height * width, height * width, width, 1, 0].map(|stride| stride as i64);
-    let load = move |place: &Place<'_>| {
+    let load = move |place: &PixelPlace<'_>| {
         let pixel = address(
             "0",
             strides,
-            &Place {
+            &PixelPlace {
                 channel: "0",
                 ..*place
             },
@@ -379,9 +381,9 @@ fn is_planar(spec: &ChannelPool, grad: bool) -> bool {
 
 /// The same pooling for the template that works plane by plane.
 fn planar(spec: &ChannelPool, grad: bool) -> PoolSpec<'_> {
-    let at = |memory: &Memory, place: &Place<'_>| address(&memory.pointer, memory.strides, place);
-    let load = move |place: &Place<'_>| spec.storage.load(place.width, &at(&spec.input, place));
-    let consume = move |place: &Place<'_>, value: &str, index: &str| {
+    let at = |memory: &Memory, place: &PixelPlace<'_>| address(&memory.pointer, memory.strides, place);
+    let load = move |place: &PixelPlace<'_>| spec.storage.load(place.width, &at(&spec.input, place));
+    let consume = move |place: &PixelPlace<'_>, value: &str, index: &str| {
         let store = spec.storage.store(place.width, &at(&spec.output, place), value);
         let Some(indices) = spec.indices.as_ref().filter(|_| !grad) else {
             return store;
@@ -395,7 +397,7 @@ fn planar(spec: &ChannelPool, grad: bool) -> PoolSpec<'_> {
         }
     };
     let index = spec.indices.as_ref().filter(|_| grad).map(|indices| {
-        let load = move |place: &Place<'_>| format!("(int64_t)*({})", at(&indices.memory, place));
+        let load = move |place: &PixelPlace<'_>| format!("(int64_t)*({})", at(&indices.memory, place));
         Box::new(load) as conv::LoadImage<'_>
     });
     PoolSpec {

@@ -15,8 +15,8 @@ use kiln_compiler::schedule::layout::Layouts;
 use kiln_graph::op::{ArgReduceOp, Op, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Shape, Value};
 
+use super::expressions as c;
 use super::nest::{Argument, Launch};
-use super::pointwise as c;
 use crate::policy::SERIAL_POINTS;
 use convolution::{convolution, convolution_input, convolution_weight};
 use indexed::{index_put, scatter, update_slice};

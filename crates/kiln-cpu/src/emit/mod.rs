@@ -7,11 +7,11 @@
 
 pub mod attention;
 pub mod contract;
+pub mod expressions;
 mod guards;
 pub mod image;
 pub mod library;
 pub mod nest;
-pub mod pointwise;
 mod step;
 mod tree;
 

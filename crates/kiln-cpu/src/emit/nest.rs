@@ -50,7 +50,7 @@ use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::pointwise as c;
+use super::expressions as c;
 use crate::policy::{FLAT_GRAIN, KEPT_ELEMENTS, KEPT_ROW, SERIAL_POINTS};
 use space::Space;
 

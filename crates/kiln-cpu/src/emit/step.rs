@@ -9,7 +9,7 @@ use kiln_compiler::{Emitted, Step};
 use kiln_graph::{Graph, Op};
 
 use super::nest::{Argument, Launch};
-use super::tree::{Functions, Part};
+use super::tree::{FileGroup, Functions};
 use super::{Call, KernelCode, guards::guards};
 use crate::build::SourceFile;
 use crate::isa::Isa;
@@ -33,7 +33,7 @@ pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Ve
     for (number, ((kernel, code), report)) in kernels.enumerate() {
         let mut own_name = String::new();
         comment(graph, kernel, plan, report, &mut body);
-        let part = Part::of(graph, kernel);
+        let part = FileGroup::of(graph, kernel);
         for call in &code.calls {
             let place = |argument: &Argument| place_text(plan, *argument, plan.scratch[number]);
             let entry = |argument: &Argument| place_entry(plan, *argument, plan.scratch[number]);

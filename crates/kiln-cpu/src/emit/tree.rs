@@ -22,7 +22,7 @@ const DIGITS: usize = 5;
 
 /// A part of the step whose functions share files.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Part {
+pub enum FileGroup {
     /// What several kernels call.
     Tiles,
     /// The forward pass.
@@ -33,40 +33,40 @@ pub enum Part {
     Updates,
 }
 
-impl Part {
+impl FileGroup {
     /// The part that `kernel` belongs to.
     pub fn of(graph: &Graph, kernel: &Kernel) -> Self {
         let phases = kernel.nodes.iter().map(|&node| graph.node(node).provenance.phase);
         let part = phases.map(|phase| match phase {
-            Phase::Optimizer => Part::Updates,
-            Phase::Backward => Part::Backward,
-            _ => Part::Forward,
+            Phase::Optimizer => FileGroup::Updates,
+            Phase::Backward => FileGroup::Backward,
+            _ => FileGroup::Forward,
         });
-        part.max().unwrap_or(Part::Forward)
+        part.max().unwrap_or(FileGroup::Forward)
     }
 
     fn file(self) -> &'static str {
         match self {
-            Part::Tiles => "tiles",
-            Part::Forward => "forward",
-            Part::Backward => "backward",
-            Part::Updates => "updates",
+            FileGroup::Tiles => "tiles",
+            FileGroup::Forward => "forward",
+            FileGroup::Backward => "backward",
+            FileGroup::Updates => "updates",
         }
     }
 
     fn comment(self) -> &'static str {
         match self {
-            Part::Tiles => "What kernels call in their inner loops.",
-            Part::Forward => "Kernels of the forward pass.",
-            Part::Backward => "Kernels of the backward pass.",
-            Part::Updates => "Kernels with the optimizer's updates.",
+            FileGroup::Tiles => "What kernels call in their inner loops.",
+            FileGroup::Forward => "Kernels of the forward pass.",
+            FileGroup::Backward => "Kernels of the backward pass.",
+            FileGroup::Updates => "Kernels with the optimizer's updates.",
         }
     }
 }
 
 /// A function as it is written.
 struct Function {
-    part: Part,
+    part: FileGroup,
     text: String,
     /// Names of the helpers that it calls.
     helpers: Vec<String>,
@@ -96,7 +96,7 @@ impl Functions {
     pub fn name(
         &mut self,
         kind: &str,
-        part: Part,
+        part: FileGroup,
         text: &str,
         helpers: &[Helper],
         prototype: impl FnOnce(&str) -> String,
@@ -146,7 +146,12 @@ impl Functions {
         sources.push(SourceFile::new("kiln_nest.h", include_str!("c/kiln_nest.h")));
         sources.push(SourceFile::new("kiln_calls.h", include_str!("c/kiln_calls.h")));
         let tiles: Vec<Function> = self.helpers.values().map(helper).collect();
-        let parts = [Part::Tiles, Part::Forward, Part::Backward, Part::Updates];
+        let parts = [
+            FileGroup::Tiles,
+            FileGroup::Forward,
+            FileGroup::Backward,
+            FileGroup::Updates,
+        ];
         let groups = parts.into_iter().flat_map(|part| [(part, true), (part, false)]);
         for (part, from_template) in groups {
             let all = tiles.iter().chain(&self.functions);
@@ -175,7 +180,7 @@ impl Functions {
     }
 
     /// One file: what its functions call is declared, and nothing else.
-    fn file(&self, part: Part, prelude: &str, functions: &[&Function]) -> String {
+    fn file(&self, part: FileGroup, prelude: &str, functions: &[&Function]) -> String {
         let mut text = format!("/* {} */\n{prelude}", part.comment());
         let mut called: Vec<&String> = functions.iter().flat_map(|function| &function.helpers).collect();
         called.sort_unstable();
@@ -192,7 +197,7 @@ impl Functions {
 
 fn helper(helper: &Helper) -> Function {
     Function {
-        part: Part::Tiles,
+        part: FileGroup::Tiles,
         text: helper.definition.clone(),
         helpers: vec![helper.name.clone()],
     }

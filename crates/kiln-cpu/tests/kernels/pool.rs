@@ -1,6 +1,6 @@
 //! Pooling and its gradients, of random windows.
 
-use kiln_cpu::kernels::conv::Place;
+use kiln_cpu::kernels::conv::PixelPlace;
 use kiln_cpu::kernels::element::Storage;
 use kiln_cpu::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
 use kiln_cpu::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
@@ -55,7 +55,7 @@ impl Case {
     fn kernels(&self, name: usize, isa: Isa) -> [Kernel; 2] {
         let g = self.geometry;
         let element = |pointer: &'static str, [height, width]: [usize; 2]| {
-            move |place: &Place<'_>| {
+            move |place: &PixelPlace<'_>| {
                 let at = format!(
                     "({pointer} + ({} * {} + {}) * {} + {} * {width} + {})",
                     place.image,
@@ -70,7 +70,7 @@ impl Case {
         };
         let load = |pointer, extents| {
             let element = element(pointer, extents);
-            move |place: &Place<'_>| match element(place) {
+            move |place: &PixelPlace<'_>| match element(place) {
                 (at, Width::Scalar) => format!("*{at}"),
                 (at, Width::Vector) => format!("vf_load({at})"),
             }
@@ -78,7 +78,7 @@ impl Case {
         let store = |extents| {
             let (out, indices) = (element("out", extents), element("winners", extents));
             let max = self.kind == PoolKind::Max;
-            move |place: &Place<'_>, value: &str, index: &str| {
+            move |place: &PixelPlace<'_>, value: &str, index: &str| {
                 let (at, width) = out(place);
                 let (place, _) = indices(place);
                 match width {
@@ -93,7 +93,7 @@ impl Case {
         };
         let plain = |extents| {
             let out = element("out", extents);
-            move |place: &Place<'_>, value: &str, _: &str| match out(place) {
+            move |place: &PixelPlace<'_>, value: &str, _: &str| match out(place) {
                 (at, Width::Scalar) => format!("*{at} = {value};"),
                 (at, Width::Vector) => format!("vf_store({at}, {value});"),
             }

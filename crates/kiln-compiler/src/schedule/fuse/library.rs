@@ -3,7 +3,7 @@
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Node, NodeData, Phase, Value};
 
-use super::{Fuser, Part, starts_constant};
+use super::{Fuser, Section, starts_constant};
 use crate::schedule::access::{identity_in, side, strided};
 use crate::schedule::class::Class;
 use crate::schedule::nest::{Nest, Store};
@@ -142,7 +142,7 @@ impl Fuser<'_> {
                     };
                     let group = self.new_group(Some(nest), None);
                     self.groups[group].writes.push(Buffer::Value(result));
-                    self.groups[group].part = Some(Part::of(self.graph, node));
+                    self.groups[group].part = Some(Section::of(self.graph, node));
                     self.define(group, result);
                     parts.push((extents_of, group));
                     group

@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use super::masks::MaskRows;
 use super::memory::Memory;
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
-use super::plan::{PANEL, Plan, Product, product};
+use super::plan::{AttentionPlan, PANEL, Product, product};
 use super::rows::{self, Dropout, Words};
-use super::seen::{Seen, scores};
+use super::visible_keys::{VisibleKeys, scores};
 use super::{AttentionSpec, View, section};
 use crate::isa::Isa;
 use crate::kernels::tile::Access;
@@ -26,7 +26,7 @@ pub struct Gradients {
 }
 
 /// A thread's working memory, and what finds its way through masks there.
-fn memory(spec: &AttentionSpec, plan: &Plan) -> (Memory, MaskRows, Seen) {
+fn memory(spec: &AttentionSpec, plan: &AttentionPlan) -> (Memory, MaskRows, VisibleKeys) {
     let e = &spec.extents;
     let (real, _) = plan.element.ctypes();
     let mut memory = Memory::new();
@@ -42,7 +42,7 @@ fn memory(spec: &AttentionSpec, plan: &Plan) -> (Memory, MaskRows, Seen) {
     memory.part(real, "d_values", plan.key_rows * plan.value_width);
     let mask_rows = MaskRows::new(spec, plan, &mut memory);
     let most = format!("({})[0]", spec.stats_of("row0 + r"));
-    let seen = Seen::new(spec, plan, &spec.fill_counts(&most), &mut memory);
+    let seen = VisibleKeys::new(spec, plan, &spec.fill_counts(&most), &mut memory);
     if spec.dropout {
         memory.part(real, "kept", plan.ld + 3 * plan.lanes);
     }
@@ -51,12 +51,12 @@ fn memory(spec: &AttentionSpec, plan: &Plan) -> (Memory, MaskRows, Seen) {
 
 /// Bytes of working memory of the kernel that [`gradient`] would write.
 pub fn gradient_workspace(spec: &AttentionSpec, isa: Isa) -> usize {
-    memory(spec, &Plan::new(spec, isa)).0.bytes() * spec.threads
+    memory(spec, &AttentionPlan::new(spec, isa)).0.bytes() * spec.threads
 }
 
 /// Gradients of queries, keys and values.
 pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
-    let plan = Plan::new(spec, isa);
+    let plan = AttentionPlan::new(spec, isa);
     let e = &spec.extents;
     let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
     let mut helpers = BTreeSet::new();
@@ -242,9 +242,9 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
 /// Turns the strips into probabilities and gradients of scores, row by row.
 fn each_row(
     spec: &AttentionSpec,
-    plan: &Plan,
+    plan: &AttentionPlan,
     mask_rows: &MaskRows,
-    seen: &Seen,
+    seen: &VisibleKeys,
     helpers: &mut BTreeSet<Helper>,
 ) -> String {
     let (ld, masks) = (plan.ld, mask_rows.masks);

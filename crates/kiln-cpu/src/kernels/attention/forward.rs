@@ -5,16 +5,16 @@ use std::collections::BTreeSet;
 use super::masks::MaskRows;
 use super::memory::Memory;
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
-use super::plan::{PANEL, Plan, Product, product};
+use super::plan::{AttentionPlan, PANEL, Product, product};
 use super::rows::{self, Dropout, Words};
-use super::seen::{Seen, scores};
+use super::visible_keys::{VisibleKeys, scores};
 use super::{AttentionSpec, Skips, View, section};
 use crate::isa::Isa;
 use crate::kernels::tile::Access;
 use crate::kernels::{Kernel, fields, finish_kernel, indent, run_part, unpack};
 
 /// A thread's working memory, and what finds its way through masks there.
-fn memory(spec: &AttentionSpec, plan: &Plan) -> (Memory, MaskRows, Seen) {
+fn memory(spec: &AttentionSpec, plan: &AttentionPlan) -> (Memory, MaskRows, VisibleKeys) {
     let e = &spec.extents;
     let (real, _) = plan.element.ctypes();
     let mut memory = Memory::new();
@@ -24,7 +24,7 @@ fn memory(spec: &AttentionSpec, plan: &Plan) -> (Memory, MaskRows, Seen) {
     memory.part(real, "strip", plan.block * plan.ld);
     memory.part(real, "sums", plan.block * plan.value_width);
     let mask_rows = MaskRows::new(spec, plan, &mut memory);
-    let seen = Seen::new(spec, plan, "full", &mut memory);
+    let seen = VisibleKeys::new(spec, plan, "full", &mut memory);
     if spec.dropout {
         memory.part(real, "kept", plan.ld + 3 * plan.lanes);
     }
@@ -33,12 +33,12 @@ fn memory(spec: &AttentionSpec, plan: &Plan) -> (Memory, MaskRows, Seen) {
 
 /// Bytes of working memory of the kernel that [`forward`] would write.
 pub fn forward_workspace(spec: &AttentionSpec, isa: Isa) -> usize {
-    memory(spec, &Plan::new(spec, isa)).0.bytes() * spec.threads
+    memory(spec, &AttentionPlan::new(spec, isa)).0.bytes() * spec.threads
 }
 
 /// `out = softmax(query key^T * scale, masked) value` and the statistics.
 pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
-    let plan = Plan::new(spec, isa);
+    let plan = AttentionPlan::new(spec, isa);
     let e = &spec.extents;
     let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
     let mut helpers = BTreeSet::new();

@@ -1,7 +1,7 @@
 //! Masks of a row, read once where rows share them.
 
 use super::memory::Memory;
-use super::plan::Plan;
+use super::plan::AttentionPlan;
 use super::rows::Masks;
 use super::{AttentionSpec, View, section};
 use crate::kernels::{Width, indent};
@@ -14,7 +14,7 @@ pub(super) struct MaskRows {
 }
 
 impl MaskRows {
-    pub fn new(spec: &AttentionSpec, plan: &Plan, memory: &mut Memory) -> Self {
+    pub fn new(spec: &AttentionSpec, plan: &AttentionPlan, memory: &mut Memory) -> Self {
         let (mut by_head, mut by_row) = (String::new(), String::new());
         let keys = spec.extents.keys;
         let mut add = |view: &View, ctype: &str, vector: &str, statement: &str| {

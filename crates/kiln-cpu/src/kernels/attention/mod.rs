@@ -23,7 +23,7 @@ mod memory;
 mod pack;
 mod plan;
 mod rows;
-mod seen;
+mod visible_keys;
 
 use super::element::{Element, Storage};
 use super::{Param, Width};

@@ -14,7 +14,7 @@ pub(super) const PANEL: usize = 2;
 
 /// The decisions for one attention.
 #[derive(Debug, Clone)]
-pub(super) struct Plan {
+pub(super) struct AttentionPlan {
     pub element: Element,
     /// Of a vector of them.
     pub lanes: usize,
@@ -35,7 +35,7 @@ pub(super) struct Plan {
     pub serial: bool,
 }
 
-impl Plan {
+impl AttentionPlan {
     pub fn new(spec: &AttentionSpec, isa: Isa) -> Self {
         let e = &spec.extents;
         let element = spec.storage.element();
@@ -113,7 +113,7 @@ pub(super) struct Product<'a> {
 }
 
 /// The loops of a product; adds the tile functions they call to `helpers`. Panels are outermost: they stay in L1 while tiles pass.
-pub(super) fn product(plan: &Plan, product: &Product<'_>, helpers: &mut BTreeSet<Helper>) -> String {
+pub(super) fn product(plan: &AttentionPlan, product: &Product<'_>, helpers: &mut BTreeSet<Helper>) -> String {
     let mut call = |vectors: usize| {
         let tile = Tile {
             rows: plan.tile,

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use super::AttentionSpec;
-use super::plan::Plan;
+use super::plan::AttentionPlan;
 use crate::kernels::Helper;
 use crate::kernels::element::Element;
 
@@ -23,7 +23,7 @@ pub(super) struct Words {
 }
 
 impl Words {
-    pub fn of(plan: &Plan) -> Self {
+    pub fn of(plan: &AttentionPlan) -> Self {
         let element = plan.element;
         Self {
             real: element.ctype(),
@@ -265,7 +265,7 @@ pub(super) struct Dropout {
 }
 
 impl Dropout {
-    pub fn new(spec: &AttentionSpec, plan: &Plan, helpers: &mut BTreeSet<Helper>) -> Self {
+    pub fn new(spec: &AttentionSpec, plan: &AttentionPlan, helpers: &mut BTreeSet<Helper>) -> Self {
         let draw = if spec.dropout {
             let draws = draws(Words::of(plan), helpers);
             format!(

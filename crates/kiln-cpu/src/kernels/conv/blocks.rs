@@ -9,7 +9,7 @@
 
 use super::image::Padded;
 use super::walk::{Class, Walk};
-use super::{ConvSpec, ImageAxis, PixelEpilogue, Place, Spatial};
+use super::{ConvSpec, ImageAxis, PixelEpilogue, PixelPlace, Spatial};
 use crate::kernels::element::Element;
 use crate::kernels::{Width, indent, round_up, unpack};
 use crate::policy::{CONVOLUTION_L2, CONVOLUTION_RESULT};
@@ -209,7 +209,7 @@ fn finish_planes(spec: &ConvSpec<'_>, lanes: usize) -> String {
     let name = &spec.name;
     let (real, vf) = spec.storage.element().ctypes();
     let each = |width, channel: &str| {
-        let place = Place {
+        let place = PixelPlace {
             width,
             image: "image",
             at: ["z", "0", "x"],
@@ -238,7 +238,7 @@ fn finish(spec: &ConvSpec<'_>, epilogue: &PixelEpilogue<'_>, lanes: usize) -> St
     let ConvSpec { name, params, .. } = spec;
     let (real, vf) = spec.storage.element().ctypes();
     let each = |width| {
-        let place = Place {
+        let place = PixelPlace {
             width,
             image: "image",
             at: ["z", "y", "x"],

@@ -8,7 +8,8 @@ use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::weights::{self, Panels};
 use super::{
-    ConvSpec, Image, ImageAxis, ImageMemory, Place, Spatial, depthwise, few, narrow, planar, winograd,
+    ConvSpec, Image, ImageAxis, ImageMemory, PixelPlace, Spatial, depthwise, im2col, narrow_groups, planar,
+    winograd,
 };
 use crate::isa::Isa;
 use crate::kernels::element::Element;
@@ -48,7 +49,7 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
     }
     let special = || {
         planar::correlate(spec, direction, isa)
-            .or_else(|| few::correlate(spec, direction, isa))
+            .or_else(|| im2col::correlate(spec, direction, isa))
             .or_else(|| winograd::correlate(spec, direction, isa))
             .or_else(|| depthwise::input_gradient(spec, direction, isa))
     };
@@ -59,7 +60,7 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
     }
     let walk = Walk::new(spec, direction);
     if g.is_narrow(lanes) {
-        return narrow::correlate(spec, &walk, &sides, direction, isa);
+        return narrow_groups::correlate(spec, &walk, &sides, direction, isa);
     }
     Emitter {
         spec,
@@ -111,7 +112,7 @@ pub(super) fn as_product<'a>(spec: &'a ConvSpec<'a>, direction: Direction) -> Ge
         } else {
             place(at.batch, at.free, planes)
         };
-        (image.load)(&Place {
+        (image.load)(&PixelPlace {
             width: at.width,
             image: &n,
             at: [&z, &y, &x],
@@ -151,7 +152,7 @@ pub(super) fn as_product<'a>(spec: &'a ConvSpec<'a>, direction: Direction) -> Ge
     };
     let consume = move |r: &gemm::Result<'_>| {
         let [image, z, y, x] = place(r.batch, r.row, result == Some(ImageAxis::Plane));
-        let place = Place {
+        let place = PixelPlace {
             width: r.width,
             image: &image,
             at: [&z, &y, &x],

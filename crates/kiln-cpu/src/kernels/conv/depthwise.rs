@@ -7,7 +7,9 @@
 //! No padded copy is made: borders are tests on scalars.
 
 use super::walk::Direction;
-use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec, address, weight_grad};
+use super::{
+    ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGradSpec, address, weight_grad,
+};
 use crate::isa::Isa;
 use crate::kernels::{Kernel, Width, indent, round_up, run_part, vector};
 
@@ -35,7 +37,7 @@ fn about(g: &Geometry, extents: Spatial) -> String {
 fn element(image: &Image<'_>, y: &str, x: &str) -> Option<String> {
     let (pointer, strides) = image.plain()?;
     (strides[4] == 1).then(|| {
-        let place = Place {
+        let place = PixelPlace {
             width: Width::Scalar,
             image: "image",
             at: ["0", y, x],
@@ -153,7 +155,7 @@ pub(super) fn input_gradient(spec: &ConvSpec<'_>, direction: Direction, isa: Isa
     let (_, strides) = spec.image.plain()?;
     let base = element(&spec.image, "0", "0")?;
     let consume = |width| {
-        let place = Place {
+        let place = PixelPlace {
             width,
             image: "image",
             at: ["0", "y", "x"],

@@ -1,6 +1,6 @@
 //! Channels-last images with room around them, for tiles to read in place.
 
-use super::{Image, ImageAxis, Place, Spatial};
+use super::{Image, ImageAxis, PixelPlace, Spatial};
 use crate::kernels::element::Element;
 use crate::kernels::{Param, Width, indent, round_up, unpack};
 
@@ -38,7 +38,7 @@ pub(super) struct Request<'a> {
     pub prefix: &'a str,
     /// Distinguishes copies of one kernel.
     pub suffix: &'a str,
-    /// Place of the copy in the workspace, in bytes.
+    /// PixelPlace of the copy in the workspace, in bytes.
     pub offset: usize,
     pub images: usize,
     pub channels: usize,
@@ -203,7 +203,7 @@ fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides:
 }
 
 fn load(image: &Image<'_>, width: Width, x: &str, channel: &str) -> String {
-    (image.load)(&Place {
+    (image.load)(&PixelPlace {
         width,
         image: "image",
         at: ["z", "y", x],

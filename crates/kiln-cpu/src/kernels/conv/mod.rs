@@ -14,7 +14,7 @@
 //! Groups wide enough for vectors are products of their own; narrow ones (depthwise, and a few channels a group) have
 //! kernels of their own with a vector across groups.
 //!
-//! Few pixels with large weights are written out as a matrix ([`few`]).
+//! Few pixels with large weights are written out as a matrix ([`im2col`]).
 //!
 //! 3x3 convolutions of stride 1 with many channels take fewer multiplications in [`winograd`] form.
 //!
@@ -25,10 +25,10 @@
 mod blocks;
 mod correlate;
 mod depthwise;
-mod few;
+mod im2col;
 mod image;
-mod narrow;
-mod narrow_weight;
+mod narrow_groups;
+mod narrow_groups_weight;
 mod planar;
 mod walk;
 mod weight_grad;
@@ -119,7 +119,7 @@ impl Geometry {
 
 /// The place of an element of an image. All but `width` are C expressions of type `int64_t`, safe to use as factors.
 #[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
+pub struct PixelPlace<'a> {
     /// One element, or a vector of them along the contiguous axis.
     pub width: Width,
     /// Image.
@@ -143,7 +143,7 @@ pub enum ImageAxis {
 }
 
 /// A function from a place to the C expression of the element (`float`) or vector (`vf`) there.
-pub type LoadImage<'a> = Box<dyn Fn(&Place<'_>) -> String + 'a>;
+pub type LoadImage<'a> = Box<dyn Fn(&PixelPlace<'_>) -> String + 'a>;
 
 /// An image that a convolution reads.
 pub struct Image<'a> {
@@ -182,7 +182,7 @@ impl<'a> Image<'a> {
             _ => None,
         };
         let base = pointer.to_owned();
-        let load = move |place: &Place<'_>| storage.load(place.width, &address(&base, strides, place));
+        let load = move |place: &PixelPlace<'_>| storage.load(place.width, &address(&base, strides, place));
         Self {
             contiguous,
             load: Box::new(load),
@@ -196,7 +196,7 @@ impl<'a> Image<'a> {
     }
 
     /// An image that is computed while it is read, about once for each element.
-    pub fn computed(contiguous: Option<ImageAxis>, load: impl Fn(&Place<'_>) -> String + 'a) -> Self {
+    pub fn computed(contiguous: Option<ImageAxis>, load: impl Fn(&PixelPlace<'_>) -> String + 'a) -> Self {
         Self {
             contiguous,
             load: Box::new(load),
@@ -206,7 +206,7 @@ impl<'a> Image<'a> {
     }
 
     /// A computed image with vectors of channels, for whose pixels only their number among all of all images matters.
-    pub fn pixels(load: impl Fn(&Place<'_>) -> String + 'a) -> Self {
+    pub fn pixels(load: impl Fn(&PixelPlace<'_>) -> String + 'a) -> Self {
         Self {
             numbered: true,
             ..Self::computed(Some(ImageAxis::Channel), load)
@@ -221,7 +221,7 @@ impl<'a> Image<'a> {
 }
 
 /// C expression of the address of an element of a strided image.
-pub fn address(pointer: &str, strides: [i64; 5], place: &Place<'_>) -> String {
+pub fn address(pointer: &str, strides: [i64; 5], place: &PixelPlace<'_>) -> String {
     let [z, y, x] = place.at;
     let terms = [place.image, z, y, x, place.channel];
     let mut sum = pointer.to_owned();
@@ -234,7 +234,7 @@ pub fn address(pointer: &str, strides: [i64; 5], place: &Place<'_>) -> String {
 }
 
 /// A function from a place and the C variable with the finished value (`float` or `vf`, `double` or `vd` for f64) to the statements that consume it.
-pub type ConsumePixel<'a> = Box<dyn Fn(&Place<'_>, &str) -> String + 'a>;
+pub type ConsumePixel<'a> = Box<dyn Fn(&PixelPlace<'_>, &str) -> String + 'a>;
 
 /// What happens to each element of the resulting image.
 pub struct PixelEpilogue<'a> {
@@ -255,7 +255,7 @@ impl<'a> PixelEpilogue<'a> {
     /// As [`PixelEpilogue::store`], for a tensor stored in another way.
     pub fn store_as(storage: Storage, pointer: &str, strides: [i64; 5]) -> Self {
         let pointer = pointer.to_owned();
-        let consume = move |place: &Place<'_>, value: &str| {
+        let consume = move |place: &PixelPlace<'_>, value: &str| {
             storage.store(place.width, &address(&pointer, strides, place), value)
         };
         let contiguous = (strides[4] == 1).then_some(ImageAxis::Channel);
@@ -276,7 +276,10 @@ impl<'a> PixelEpilogue<'a> {
     }
 
     /// Statements of the caller's own.
-    pub fn custom(contiguous: Option<ImageAxis>, consume: impl Fn(&Place<'_>, &str) -> String + 'a) -> Self {
+    pub fn custom(
+        contiguous: Option<ImageAxis>,
+        consume: impl Fn(&PixelPlace<'_>, &str) -> String + 'a,
+    ) -> Self {
         Self {
             contiguous,
             consume: Box::new(consume),

@@ -7,7 +7,7 @@
 //! The input gradient of a convolution with a stride puts zeros between the elements of the slab, which makes the stride 1.
 
 use super::walk::Direction;
-use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec};
+use super::{ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGradSpec};
 use crate::isa::Isa;
 use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
@@ -38,7 +38,7 @@ fn fill(
     lanes: usize,
 ) -> String {
     let load = |width| {
-        (image.load)(&Place {
+        (image.load)(&PixelPlace {
             width,
             image: "image",
             at: ["0", "y", "x"],
@@ -107,7 +107,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         }
     }
     let consume = |width| {
-        let place = Place {
+        let place = PixelPlace {
             width,
             image: "image",
             at: ["0", "0", "x"],

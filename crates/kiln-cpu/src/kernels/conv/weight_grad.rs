@@ -8,7 +8,10 @@ use std::collections::BTreeSet;
 
 use super::image::{self, Padded};
 use super::weights::Panels;
-use super::{ImageAxis, Place, WeightGradSpec, correlate, depthwise, few, narrow_weight, planar, winograd};
+use super::{
+    ImageAxis, PixelPlace, WeightGradSpec, correlate, depthwise, im2col, narrow_groups_weight, planar,
+    winograd,
+};
 use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
@@ -104,7 +107,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
     }
     let special = || {
         planar::weight_gradient(spec, isa)
-            .or_else(|| few::weight_gradient(spec, isa))
+            .or_else(|| im2col::weight_gradient(spec, isa))
             .or_else(|| winograd::weight_gradient(spec, isa))
             .or_else(|| depthwise::weight_gradient(spec, isa))
     };
@@ -114,7 +117,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
         return kernel;
     }
     if g.is_narrow(lanes) {
-        return narrow_weight::weight_gradient(spec, isa);
+        return narrow_groups_weight::weight_gradient(spec, isa);
     }
 
     let (group_in, group_out, groups) = (g.group_in(), g.group_out(), g.groups);
@@ -341,7 +344,7 @@ fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Opti
         (Some(ImageAxis::Channel), None) if flat => {
             let load = move |at: &gemm::At<'_>| {
                 let [n, z, y, x] = correlate::number(at.depth);
-                (image.load)(&Place {
+                (image.load)(&PixelPlace {
                     width: at.width,
                     image: &n,
                     at: [&z, &y, &x],
@@ -355,7 +358,7 @@ fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Opti
                 let n = format!("({} / {})", at.depth, depth * plane);
                 let z = format!("({} / {plane} % {depth})", at.depth);
                 let x = format!("({} % {plane})", at.depth);
-                (image.load)(&Place {
+                (image.load)(&PixelPlace {
                     width: at.width,
                     image: &n,
                     at: [&z, "0", &x],

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use super::plan::{Parallel, Plan, Stream};
+use super::plan::{Parallel, ProductPlan, Stream};
 use super::{Epilogue, GemmSpec, Result, TileCode, pack};
 use crate::isa::Isa;
 use crate::kernels::element::Element;
@@ -38,7 +38,7 @@ struct Workspace {
 }
 
 impl Workspace {
-    fn new(spec: &GemmSpec<'_>, plan: &Plan) -> Self {
+    fn new(spec: &GemmSpec<'_>, plan: &ProductPlan) -> Self {
         // A last vector store may run over by less than a vector.
         let bytes = spec.element().bytes();
         let floats = |count: usize| round_up((count + plan.lanes) * bytes, REGION);
@@ -110,7 +110,7 @@ impl Workspace {
 pub(super) fn workspace(spec: &GemmSpec<'_>, isa: Isa) -> usize {
     match spec.batch * spec.m * spec.n {
         0 => 0,
-        _ => Workspace::new(spec, &Plan::new(spec, isa)).total,
+        _ => Workspace::new(spec, &ProductPlan::new(spec, isa)).total,
     }
 }
 
@@ -127,7 +127,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
             workspace_bytes: 0,
         };
     }
-    let plan = Plan::new(spec, isa);
+    let plan = ProductPlan::new(spec, isa);
     let workspace = Workspace::new(spec, &plan);
     let emitter = Emitter {
         spec,
@@ -149,7 +149,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
 
 struct Emitter<'a> {
     spec: &'a GemmSpec<'a>,
-    plan: &'a Plan,
+    plan: &'a ProductPlan,
     workspace: &'a Workspace,
     tiles: BTreeSet<Helper>,
     isa: Isa,

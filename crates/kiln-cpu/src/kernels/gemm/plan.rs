@@ -26,7 +26,7 @@ pub(super) enum Stream {
 }
 
 #[derive(Debug, Clone)]
-pub(super) struct Plan {
+pub(super) struct ProductPlan {
     pub lanes: usize,
     /// Vectors in a column panel.
     pub vectors: usize,
@@ -50,7 +50,7 @@ pub(super) struct Plan {
     pub in_result: bool,
 }
 
-impl Plan {
+impl ProductPlan {
     pub fn new(spec: &GemmSpec<'_>, isa: Isa) -> Self {
         let lanes = spec.element().lanes(isa);
         let (m, n, k) = (spec.m, spec.n, spec.k);

@@ -7,7 +7,7 @@
 
 use super::planes::{PoolGeometry, PoolKind, table};
 use crate::isa::Isa;
-use crate::kernels::conv::{Place, address};
+use crate::kernels::conv::{PixelPlace, address};
 use crate::kernels::element::{Element, Storage};
 use crate::kernels::frame::Frame;
 use crate::kernels::{Kernel, Param, Width, indent};
@@ -24,7 +24,7 @@ pub struct Memory {
 
 impl Memory {
     fn at(&self, y: &str, x: &str) -> String {
-        let place = Place {
+        let place = PixelPlace {
             width: Width::Scalar,
             image: "image",
             at: ["0", y, x],

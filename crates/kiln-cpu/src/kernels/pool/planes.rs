@@ -6,7 +6,7 @@
 //! gradient with zeros between its elements and sums windows of that; the gradient of the maximum adds each element at its index.
 
 use crate::isa::Isa;
-use crate::kernels::conv::{LoadImage, Place};
+use crate::kernels::conv::{LoadImage, PixelPlace};
 use crate::kernels::frame::Frame;
 use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
@@ -49,7 +49,7 @@ pub struct PoolGeometry {
 
 /// A function from a place (of a plane as a whole: `[0, 0, y * width + x]`), the C variable with the value (`float` or `vf`) and the C
 /// variable with the index of the largest element within its input plane (`int64_t` or `vi`; maximum only) to statements.
-pub type ConsumePooled<'a> = Box<dyn Fn(&Place<'_>, &str, &str) -> String + 'a>;
+pub type ConsumePooled<'a> = Box<dyn Fn(&PixelPlace<'_>, &str, &str) -> String + 'a>;
 
 /// A pooling, or the gradient of one with respect to its input.
 pub struct PoolSpec<'a> {
@@ -156,7 +156,7 @@ impl Planes {
         let plane = round_up((pixels + lanes) * 4, 64);
         let each = slab + plane * if indices { 2 } else { 1 };
         let consume = |width| {
-            let place = Place {
+            let place = PixelPlace {
                 width,
                 image: "image",
                 at: ["0", "0", "x"],
@@ -192,7 +192,7 @@ impl Planes {
 
 fn fill(spec: &PoolSpec<'_>, slab: &Slab, lanes: usize) -> String {
     let load = |width| {
-        (spec.load)(&Place {
+        (spec.load)(&PixelPlace {
             width,
             image: "image",
             at: ["0", "y", "x"],
@@ -297,7 +297,7 @@ pub fn input_grad(spec: PoolSpec<'_>, isa: Isa) -> Kernel {
 fn max_grad(spec: &PoolSpec<'_>, lanes: usize) -> Kernel {
     let g = &spec.geometry;
     let pixels = g.input[0] * g.input[1];
-    let place = Place {
+    let place = PixelPlace {
         width: Width::Scalar,
         image: "image",
         at: ["0", "0", "i"],
@@ -332,7 +332,7 @@ fn mean_grad(spec: &PoolSpec<'_>, count_padding: bool, lanes: usize) -> Kernel {
     let reach = round_up(width, lanes) + g.span(1) + lanes;
     let slab = Slab::new(g.output, before, rows, reach, g.stride, lanes);
     let load = |width| {
-        let value = (spec.load)(&Place {
+        let value = (spec.load)(&PixelPlace {
             width,
             image: "image",
             at: ["0", "y", "x"],

@@ -7,7 +7,7 @@ use super::{CHUNK, Cut, apart, by_channels, fits, guarded};
 use crate::isa::Isa;
 use crate::kernels::conv::walk::{Direction, Sides};
 use crate::kernels::conv::weights::Panels;
-use crate::kernels::conv::{ConvSpec, ImageAxis, Place};
+use crate::kernels::conv::{ConvSpec, ImageAxis, PixelPlace};
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, unpack, vector};
@@ -355,7 +355,7 @@ impl Emitter<'_> {
         let [height, width] = self.result;
         let load = |j: usize| format!("vf_load(from + (i * {t} + {j}) * {apart})");
         let consume = |r: usize, value: &str| {
-            let place = Place {
+            let place = PixelPlace {
                 width: Width::Vector,
                 image: "image",
                 at: ["0", &format!("(y0 + {r})"), "x"],

@@ -177,7 +177,7 @@ fn by_channels(image: &Image<'_>) -> bool {
 /// C expression (a vector) of the element `[y][x]` of the image at channel `c`, zero outside. Needs `inside`, whether the whole tile is inside, and `row`,
 /// whether this line is.
 fn guarded(image: &Image<'_>, y: &str, x: &str, width: usize) -> String {
-    let load = (image.load)(&super::Place {
+    let load = (image.load)(&super::PixelPlace {
         width: crate::kernels::Width::Vector,
         image: "image",
         at: ["0", y, x],

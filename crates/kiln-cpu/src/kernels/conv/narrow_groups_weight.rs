@@ -5,7 +5,7 @@
 //! and in order, for all channels; a fixed number of chunks of lines have sums of their own, which are added up in order.
 
 use super::WeightGradSpec;
-use super::narrow::{read, spread};
+use super::narrow_groups::{read, spread};
 use super::weight_grad::{self, Images};
 use crate::isa::Isa;
 use crate::kernels::{Kernel, indent, round_up};

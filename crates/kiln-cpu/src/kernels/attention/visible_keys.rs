@@ -3,14 +3,14 @@
 use std::collections::BTreeSet;
 
 use super::memory::Memory;
-use super::plan::{Plan, Product, product};
+use super::plan::{AttentionPlan, Product, product};
 use super::{AttentionSpec, Skips, View};
 use crate::kernels::tile::Access;
 use crate::kernels::{Helper, indent};
 
 /// How many keys each row sees, where that varies: `n_of` by row of a block, `limit_of` the most of each tile, `most` of all. Zeros of
 /// strips reach to `end`.
-pub(super) struct Seen {
+pub(super) struct VisibleKeys {
     /// Statements when the plane of the mask may have changed.
     pub by_head: String,
     /// Statements at the start of a block.
@@ -21,9 +21,9 @@ pub(super) struct Seen {
     pub tile: &'static str,
 }
 
-impl Seen {
+impl VisibleKeys {
     /// `all` is a C condition for row `row0 + r` to take all keys where hidden ones are left out mostly.
-    pub fn new(spec: &AttentionSpec, plan: &Plan, all: &str, memory: &mut Memory) -> Self {
+    pub fn new(spec: &AttentionSpec, plan: &AttentionPlan, all: &str, memory: &mut Memory) -> Self {
         let e = &spec.extents;
         let (queries, keys, ld, tile) = (e.queries as i64, e.keys as i64, plan.ld, plan.tile);
         if !spec.varies() {
@@ -101,8 +101,8 @@ fn last_seen(spec: &AttentionSpec, hidden: &View) -> String {
 #[allow(clippy::too_many_arguments)]
 pub(super) fn scores(
     spec: &AttentionSpec,
-    plan: &Plan,
-    seen: &Seen,
+    plan: &AttentionPlan,
+    seen: &VisibleKeys,
     from: &str,
     turned: &str,
     (pitch, depth): (usize, usize),

@@ -10,7 +10,7 @@
 
 use super::correlate::dense_pixels;
 use super::walk::Direction;
-use super::{ConvSpec, Geometry, Image, ImageAxis, Place, Spatial, WeightGradSpec};
+use super::{ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGradSpec};
 use crate::isa::Isa;
 use crate::kernels::frame::Frame;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
@@ -73,7 +73,7 @@ fn forward(spec: &ConvSpec<'_>, sizes: &Sizes, isa: Isa) -> Kernel {
     let by_channel = spec.epilogue.axis(g.output) == Some(ImageAxis::Channel);
     let consume = |r: &gemm::Result<'_>| {
         let [image, z, y, x] = place_of(r.row, g.output);
-        let place = Place {
+        let place = PixelPlace {
             width: r.width,
             image: &image,
             at: [&z, &y, &x],
@@ -234,7 +234,7 @@ fn windows(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> Str
     let [kz, ky, kx] = g.kernel;
     let (channels, taps) = (g.in_channels, g.taps());
     let [number, pz, py, px] = place_of("pixel", g.output);
-    let load = (image.load)(&Place {
+    let load = (image.load)(&PixelPlace {
         width: Width::Scalar,
         image: "image",
         at: ["z", "y", "x"],
@@ -308,7 +308,7 @@ impl Grads {
 fn copy_grads(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> String {
     let channels = g.out_channels;
     let [number, z, y, x] = place_of("pixel", g.output);
-    let load = (image.load)(&Place {
+    let load = (image.load)(&PixelPlace {
         width: Width::Scalar,
         image: &number,
         at: [&z, &y, &x],
@@ -328,7 +328,7 @@ fn places(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize) -> String {
     let (channels, taps) = (g.in_channels, g.taps());
     let [number, z, y, x] = place_of("unit", g.input);
     let consume = |width| {
-        let place = Place {
+        let place = PixelPlace {
             width,
             image: "image",
             at: ["z", "y", "x"],
