@@ -4,7 +4,7 @@
 //! every point needs that one element only. Bias, activation and its gradient, residual and dropout are like that. Reductions are not: no
 //! tile holds a whole row, and sums over the rows would be kept for each panel of rows.
 //!
-//! The template numbers the elements of its result in its own way: a [`Frame`]. [`Frame::place`] rewrites a nest from its variables to those.
+//! The template numbers the elements of its result in its own way: a [`ResultFrame`]. [`ResultFrame::place`] rewrites a nest from its variables to those.
 
 use kiln_graph::op::{DotDims, Op};
 use kiln_graph::{Graph, Node, Value};
@@ -25,14 +25,14 @@ pub const COL: Var = 2;
 
 /// How a template numbers the elements of its result.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Frame {
+pub struct ResultFrame {
     /// Extent of each variable.
     pub extents: Vec<i64>,
     /// Position of an element among the row-major elements of the result.
     pub position: Index,
 }
 
-impl Frame {
+impl ResultFrame {
     /// The frame of a matrix product: batch, row, column.
     pub fn product(graph: &Graph, value: Value, dims: &DotDims) -> Self {
         let shape = graph.shape(value);
@@ -150,7 +150,7 @@ pub fn fits(
     if stored {
         nest.add_store(graph, value, index.to_vec());
     }
-    let frame = Frame::product(graph, value, dims);
+    let frame = ResultFrame::product(graph, value, dims);
     let placed = frame.place(graph, &nest, value, index);
     vector_variable(graph, &placed, value, &[COL, ROW]).is_some()
 }

@@ -18,7 +18,7 @@ use std::time::Instant;
 use kiln_cpu::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, WeightGradSpec};
 use kiln_cpu::kernels::element::Storage;
 use kiln_cpu::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
-use kiln_cpu::kernels::{Kernel, Param, Width, standalone};
+use kiln_cpu::kernels::{KernelText, Param, Width, standalone};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Library, NoHooks, StepArguments, ThreadPool, Toolchain};
 
 const SHAPES: &[&str] = &[
@@ -218,7 +218,7 @@ impl Bench {
     }
 
     /// Builds the kernel, runs it on two inputs and an output of these lengths, and prints its rate.
-    fn time(&self, name: &str, kernel: &Kernel, lengths: [usize; 3], flops: f64) -> Result<(), Error> {
+    fn time(&self, name: &str, kernel: &KernelText, lengths: [usize; 3], flops: f64) -> Result<(), Error> {
         let files = standalone::step(std::slice::from_ref(kernel), self.toolchain.isa());
         let built = self.toolchain.build(&files, &BuildOptions::default())?;
         let step = Library::load(built.path())?.step();

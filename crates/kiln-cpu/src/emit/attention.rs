@@ -41,7 +41,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
             let spec = call.complete(spec);
             match options.writes {
                 true => attention::forward(&spec, &out, options.isa),
-                false => kernels::Kernel::planned(attention::forward_workspace(&spec, options.isa)),
+                false => kernels::KernelText::planned(attention::forward_workspace(&spec, options.isa)),
             }
         }
         _ => {
@@ -61,7 +61,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
             let spec = call.complete(spec);
             match options.writes {
                 true => attention::gradient(&spec, &tensors, options.isa),
-                false => kernels::Kernel::planned(attention::gradient_workspace(&spec, options.isa)),
+                false => kernels::KernelText::planned(attention::gradient_workspace(&spec, options.isa)),
             }
         }
     };

@@ -5,7 +5,7 @@
 //! [`super::library`].
 
 use kiln_compiler::schedule::access::{Strided, side, strided};
-use kiln_compiler::schedule::epilogue::{self, BATCH, COL, Frame, ROW};
+use kiln_compiler::schedule::epilogue::{self, BATCH, COL, ROW, ResultFrame};
 use kiln_compiler::schedule::layout::{Layouts, product_strides, strides};
 use kiln_compiler::schedule::nest::Nest;
 use kiln_compiler::schedule::prologue::{PRODUCT, Prologue};
@@ -97,7 +97,7 @@ impl Sources {
     }
 
     /// The call of `kernel`, whose parameters are those of the operands and then as many as `rest`.
-    pub fn call(self, mut kernel: kernels::Kernel, rest: impl IntoIterator<Item = Argument>) -> Call {
+    pub fn call(self, mut kernel: kernels::KernelText, rest: impl IntoIterator<Item = Argument>) -> Call {
         kernel.source.insert_str(0, &self.functions);
         Call::Kernel {
             kernel: Box::new(kernel),
@@ -210,7 +210,7 @@ impl Product {
         };
         let made = match options.writes {
             true => gemm::emit(spec, options.isa),
-            false => kernels::Kernel::planned(gemm::workspace(spec, options.isa)),
+            false => kernels::KernelText::planned(gemm::workspace(spec, options.isa)),
         };
         self.sources.call(made, arguments)
     }
@@ -262,7 +262,7 @@ pub fn with_epilogue(
     };
     let value = data.outputs[0];
     let mut product = Product::new(graph, kernel, node, options)?;
-    let placed = Frame::product(graph, value, dims).place(graph, nest, value, nest.maps.get(&value)?);
+    let placed = ResultFrame::product(graph, value, dims).place(graph, nest, value, nest.maps.get(&value)?);
     let vector = epilogue::vector_variable(graph, &placed, value, &[COL, ROW])
         // What joined later may be uneven; it is then read element by element.
         .unwrap_or(COL);

@@ -171,10 +171,10 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
 fn planned(
     options: &super::EmitOptions<'_>,
     workspace: impl FnOnce() -> Option<usize>,
-) -> Option<kernels::Kernel> {
+) -> Option<kernels::KernelText> {
     match options.writes {
         true => None,
-        false => workspace().map(kernels::Kernel::planned),
+        false => workspace().map(kernels::KernelText::planned),
     }
 }
 

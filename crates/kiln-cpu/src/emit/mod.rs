@@ -51,7 +51,7 @@ pub enum Call {
     /// A template's function, which shares its work itself. Its workspace is the kernel's scratch memory.
     Kernel {
         /// The function, named `@`.
-        kernel: Box<kernels::Kernel>,
+        kernel: Box<kernels::KernelText>,
         /// Its parameters.
         arguments: Vec<Argument>,
     },

@@ -1,7 +1,7 @@
 //! What templates write around their own code: the comment and the structure of arguments before it, the heads of its parallel parts, and the
 //! kernel's function after it.
 
-use super::{Kernel, Param, fields, finish_kernel, indent, run_part, unpack};
+use super::{KernelText, Param, fields, finish_kernel, indent, run_part, unpack};
 
 /// What the description of any kernel has.
 #[derive(Clone, Copy)]
@@ -49,7 +49,7 @@ impl Frame<'_> {
     }
 
     /// The kernel around its parts.
-    pub fn finish(&self, source: String, calls: &str, workspace: usize) -> Kernel {
+    pub fn finish(&self, source: String, calls: &str, workspace: usize) -> KernelText {
         finish_kernel(self.name, self.params, source, calls, workspace)
     }
 }

@@ -1,7 +1,7 @@
 //! C text for the kernels that a loop nest cannot express well: vector mathematics, matrix products, convolutions,
 //! pooling.
 //!
-//! A template is a Rust function from a description (shapes, strides, snippets of C for what is fused) to a [`Kernel`]:
+//! A template is a Rust function from a description (shapes, strides, snippets of C for what is fused) to a [`KernelText`]:
 //! C source of one function that the step calls. Shapes are known, so blocks, tails, packing and the split over
 //! threads are decided here and appear in the source as constants.
 //!
@@ -178,7 +178,7 @@ pub struct Helper {
 
 /// A generated kernel: `void name(const kiln_runtime *rt, <params>, char *workspace)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Kernel {
+pub struct KernelText {
     /// Name of the function.
     pub name: String,
     /// Parameters between `rt` and `workspace`, in order.
@@ -194,7 +194,7 @@ pub struct Kernel {
     pub workspace_bytes: usize,
 }
 
-impl Kernel {
+impl KernelText {
     /// A kernel of which only the working memory is known: nothing is written yet.
     pub fn planned(workspace_bytes: usize) -> Self {
         Self {
@@ -281,13 +281,13 @@ pub(crate) fn finish_kernel(
     mut source: String,
     calls: &str,
     workspace: usize,
-) -> Kernel {
+) -> KernelText {
     let head = signature(name, params);
     source.push_str(&format!(
         "{head} {{\n    struct {name}_args args = {{{}.workspace = workspace}};\n{calls}}}\n",
         pack_fields(params)
     ));
-    Kernel {
+    KernelText {
         name: name.into(),
         params: params.to_vec(),
         prototype: format!("{head};"),

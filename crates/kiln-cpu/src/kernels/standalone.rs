@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Kernel, Param, vector};
+use super::{KernelText, Param, vector};
 use crate::build::SourceFile;
 use crate::isa::Isa;
 use crate::runtime::abi::Signature;
@@ -17,7 +17,7 @@ pub fn is_input(param: &Param) -> bool {
 
 /// A source tree whose `kiln_step` calls each of `kernels` once, in order. All parameters are pointers: those to
 /// `const`, over all kernels in order, are the step's inputs, the others its outputs.
-pub fn step(kernels: &[Kernel], isa: Isa) -> Vec<SourceFile> {
+pub fn step(kernels: &[KernelText], isa: Isa) -> Vec<SourceFile> {
     let (mut inputs, mut outputs) = (0, 0);
     let mut calls = String::new();
     for kernel in kernels {

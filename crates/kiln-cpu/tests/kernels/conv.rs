@@ -4,7 +4,7 @@ use kiln_cpu::kernels::conv::{
     self, ConvSpec, Geometry, Image, ImageAxis, PixelEpilogue, Spatial, WeightGradSpec,
 };
 use kiln_cpu::kernels::element::Storage;
-use kiln_cpu::kernels::{Kernel, Param, Width};
+use kiln_cpu::kernels::{KernelText, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
 use crate::harness::{Random, distance, instruction_sets, run};
@@ -110,7 +110,7 @@ impl Case {
     }
 
     /// Forward, input gradient, weight gradient.
-    fn kernels(&self, index: usize, isa: Isa) -> Vec<Kernel> {
+    fn kernels(&self, index: usize, isa: Isa) -> Vec<KernelText> {
         let (input, output) = (self.input(), self.output());
         let comment = format!("{self:?}");
         let spec = |name: &str, image, epilogue| ConvSpec {
@@ -265,7 +265,7 @@ fn check_within(cases: &[Case], seed: u64, tolerance: f64) {
             cases.len().div_ceil(2)
         };
         let cases = &cases[..count];
-        let kernels: Vec<Kernel> = cases
+        let kernels: Vec<KernelText> = cases
             .iter()
             .enumerate()
             .flat_map(|(i, case)| case.kernels(i, isa))

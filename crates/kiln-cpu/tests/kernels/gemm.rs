@@ -1,7 +1,7 @@
 //! Matrix products of random shapes and layouts, with and without fused operands and results.
 
 use kiln_cpu::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
-use kiln_cpu::kernels::{Kernel, Param, Width};
+use kiln_cpu::kernels::{KernelText, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
 use crate::harness::{Random, distance, instruction_sets, run};
@@ -110,7 +110,7 @@ impl Case {
         }
     }
 
-    fn kernel(&self, name: String, isa: Isa, threads: usize) -> Kernel {
+    fn kernel(&self, name: String, isa: Isa, threads: usize) -> KernelText {
         let (a, b, c) = (
             self.a.dims(&self.batch),
             self.b.dims(&self.batch),
@@ -225,7 +225,7 @@ fn check(cases: &[Case], seed: u64) {
             cases.len().div_ceil(2)
         };
         let cases = &cases[..count];
-        let kernels: Vec<Kernel> = cases
+        let kernels: Vec<KernelText> = cases
             .iter()
             .enumerate()
             .map(|(i, case)| case.kernel(format!("gemm{i}"), isa, 3))

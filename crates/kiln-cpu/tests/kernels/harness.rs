@@ -1,6 +1,6 @@
 //! Building kernels, running them on several thread counts, and comparing.
 
-use kiln_cpu::kernels::{Kernel, standalone};
+use kiln_cpu::kernels::{KernelText, standalone};
 use kiln_cpu::{
     AlignedBuffer, BuildOptions, Isa, Library, NoHooks, OptLevel, StepArguments, ThreadPool, Toolchain,
 };
@@ -57,7 +57,7 @@ pub fn instruction_sets(toolchain: &Toolchain) -> Vec<Isa> {
 pub fn run(
     toolchain: &Toolchain,
     isa: Isa,
-    kernels: &[Kernel],
+    kernels: &[KernelText],
     inputs: &[&[f32]],
     outputs: &[&[f32]],
 ) -> Vec<Vec<f32>> {

@@ -1,6 +1,6 @@
 //! The vector functions against the C library in double precision, over a dense sample of all f32 bit patterns.
 
-use kiln_cpu::kernels::{Kernel, Param, standalone, vector};
+use kiln_cpu::kernels::{KernelText, Param, standalone, vector};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Isa, Library, NoHooks, StepArguments, ThreadPool, Toolchain};
 
 use crate::harness::{Random, instruction_sets};
@@ -25,7 +25,7 @@ const FUNCTIONS: [(&str, f64, &str); 11] = [
 ];
 
 /// A kernel that applies `vf_<name>` to `len` floats and computes `exact` in double beside it.
-fn kernel(name: &str, len: usize, lanes: usize, call: &str, exact: &str) -> Kernel {
+fn kernel(name: &str, len: usize, lanes: usize, call: &str, exact: &str) -> KernelText {
     let params = vec![
         Param::new("const float *", "a"),
         Param::new("float *", "out"),
@@ -39,7 +39,7 @@ fn kernel(name: &str, len: usize, lanes: usize, call: &str, exact: &str) -> Kern
         "{head} {{\n    for (int64_t i = 0; i < {len}; i += {lanes}) vf_store(out + i, {call});\n    for (int64_t i = 0; i < {len}; \
          i++) {{ double x = a[i]; reference[i] = {exact}; }}\n}}\n"
     );
-    Kernel {
+    KernelText {
         name: format!("math_{name}"),
         params,
         prototype: format!("{head};"),
@@ -53,7 +53,7 @@ fn kernel(name: &str, len: usize, lanes: usize, call: &str, exact: &str) -> Kern
 fn evaluate(
     toolchain: &Toolchain,
     isa: Isa,
-    kernels: &[Kernel],
+    kernels: &[KernelText],
     input: &[f32],
     len: usize,
 ) -> Vec<(Vec<f32>, Vec<f64>)> {
@@ -112,7 +112,7 @@ fn functions_keep_their_bounds() {
         let mut sample: Vec<f32> = (0..=u32::MAX).step_by(stride).map(f32::from_bits).collect();
         sample.resize(sample.len().next_multiple_of(16), 0.0);
         let lanes = vector::lanes(isa);
-        let kernels: Vec<Kernel> = FUNCTIONS
+        let kernels: Vec<KernelText> = FUNCTIONS
             .iter()
             .map(|(name, _, exact)| {
                 kernel(
@@ -392,7 +392,7 @@ fn falling_exponential_of_doubles() {
              ilogbl(exact) - 52));\n    }}\n    out[0] = vd_exp_down(vd_set1(0.0))[0];\n    out[1] = vd_exp_down(vd_set1(-708.1))[0];\n    out[2] = \
              vd_exp_down(vd_set1(-KILN_INF))[0];\n    out[3] = vd_exp_down(vd_set1(KILN_NAN))[0];\n}}\n"
         );
-        let kernel = Kernel {
+        let kernel = KernelText {
             source,
             prototype: format!("{head};"),
             ..kernel("exp_down", LEN, half, "", "")

@@ -4,7 +4,7 @@ use kiln_cpu::kernels::conv::PixelPlace;
 use kiln_cpu::kernels::element::Storage;
 use kiln_cpu::kernels::pool::channels::{self, ChannelPool, Indices, Memory};
 use kiln_cpu::kernels::pool::{self, PoolGeometry, PoolKind, PoolSpec};
-use kiln_cpu::kernels::{Kernel, Param, Width};
+use kiln_cpu::kernels::{KernelText, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
 use crate::harness::{Random, instruction_sets, run};
@@ -52,7 +52,7 @@ impl Case {
         Self { kind, geometry: g }
     }
 
-    fn kernels(&self, name: usize, isa: Isa) -> [Kernel; 2] {
+    fn kernels(&self, name: usize, isa: Isa) -> [KernelText; 2] {
         let g = self.geometry;
         let element = |pointer: &'static str, [height, width]: [usize; 2]| {
             move |place: &PixelPlace<'_>| {
@@ -206,7 +206,7 @@ fn turned(planes: &[f32], g: &PoolGeometry, back: bool) -> Vec<f32> {
 
 impl Case {
     /// The same over channels-last images: forward, and the gradient with indices that are known to be its own or not.
-    fn by_channels(&self, name: usize, isa: Isa) -> [Kernel; 3] {
+    fn by_channels(&self, name: usize, isa: Isa) -> [KernelText; 3] {
         let g = self.geometry;
         let memory = |pointer: &str, [height, width]: [usize; 2]| Memory {
             pointer: pointer.into(),
@@ -311,7 +311,7 @@ fn channels_last_windows_match_the_definition() {
     let outputs: Vec<&[f32]> = outputs.iter().map(Vec::as_slice).collect();
     let toolchain = Toolchain::detect().unwrap();
     for isa in instruction_sets(&toolchain) {
-        let kernels: Vec<Kernel> = cases
+        let kernels: Vec<KernelText> = cases
             .iter()
             .enumerate()
             .flat_map(|(i, case)| case.by_channels(i, isa))
@@ -366,7 +366,7 @@ fn random_windows_match_the_definition() {
         .collect();
     let toolchain = Toolchain::detect().unwrap();
     for isa in instruction_sets(&toolchain) {
-        let kernels: Vec<Kernel> = cases
+        let kernels: Vec<KernelText> = cases
             .iter()
             .enumerate()
             .flat_map(|(i, case)| case.kernels(i, isa))

@@ -11,7 +11,7 @@ use super::visible_keys::{VisibleKeys, scores};
 use super::{AttentionSpec, View, section};
 use crate::isa::Isa;
 use crate::kernels::tile::Access;
-use crate::kernels::{Helper, Kernel, fields, finish_kernel, indent, run_part, unpack};
+use crate::kernels::{Helper, KernelText, fields, finish_kernel, indent, run_part, unpack};
 
 /// What the gradient reads besides the forward's operands, and what it writes.
 pub struct Gradients {
@@ -55,7 +55,7 @@ pub fn gradient_workspace(spec: &AttentionSpec, isa: Isa) -> usize {
 }
 
 /// Gradients of queries, keys and values.
-pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> Kernel {
+pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> KernelText {
     let plan = AttentionPlan::new(spec, isa);
     let e = &spec.extents;
     let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);

@@ -11,7 +11,7 @@ use super::visible_keys::{VisibleKeys, scores};
 use super::{AttentionSpec, Skips, View, section};
 use crate::isa::Isa;
 use crate::kernels::tile::Access;
-use crate::kernels::{Kernel, fields, finish_kernel, indent, run_part, unpack};
+use crate::kernels::{KernelText, fields, finish_kernel, indent, run_part, unpack};
 
 /// A thread's working memory, and what finds its way through masks there.
 fn memory(spec: &AttentionSpec, plan: &AttentionPlan) -> (Memory, MaskRows, VisibleKeys) {
@@ -37,7 +37,7 @@ pub fn forward_workspace(spec: &AttentionSpec, isa: Isa) -> usize {
 }
 
 /// `out = softmax(query key^T * scale, masked) value` and the statistics.
-pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> Kernel {
+pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> KernelText {
     let plan = AttentionPlan::new(spec, isa);
     let e = &spec.extents;
     let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);

@@ -15,7 +15,7 @@ use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, indent, round_up, run_part, signature};
+use crate::kernels::{Helper, KernelText, indent, round_up, run_part, signature};
 
 /// Whether the result has no elements.
 pub(super) fn is_empty(spec: &ConvSpec<'_>, direction: Direction) -> bool {
@@ -28,14 +28,14 @@ pub(super) fn is_empty(spec: &ConvSpec<'_>, direction: Direction) -> bool {
     g.images * channels * result.iter().product::<usize>() == 0
 }
 
-pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
+pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> KernelText {
     let g = &spec.geometry;
     let element = spec.storage.element();
     let lanes = element.lanes(isa);
     let sides = Sides::new(spec, direction);
     if is_empty(spec, direction) {
         let head = signature(&spec.name, &spec.params);
-        return Kernel {
+        return KernelText {
             name: spec.name.clone(),
             params: spec.params.clone(),
             prototype: format!("{head};"),
@@ -213,7 +213,7 @@ struct Emitter<'a> {
 }
 
 impl Emitter<'_> {
-    fn kernel(mut self) -> Kernel {
+    fn kernel(mut self) -> KernelText {
         let frame = self.spec.frame();
         let (name, params) = (frame.name, frame.params);
         let (g, image) = (&self.spec.geometry, &self.spec.image);

@@ -11,7 +11,7 @@ use super::{
     ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGradSpec, address, weight_grad,
 };
 use crate::isa::Isa;
-use crate::kernels::{Kernel, Width, indent, round_up, run_part, vector};
+use crate::kernels::{KernelText, Width, indent, round_up, run_part, vector};
 
 /// Most sums of the weight gradient.
 const MAX_CHUNKS: usize = 16;
@@ -56,7 +56,7 @@ fn read(address: &str, channels: usize, lanes: usize) -> String {
 }
 
 /// The weight gradient, if the convolution is of this kind.
-pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
+pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<KernelText> {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let name = frame.name;
     let [_, ky, kx] = g.kernel;
@@ -138,7 +138,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
 }
 
 /// The input gradient of a convolution with a stride, if it is of this kind.
-pub(super) fn input_gradient(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<Kernel> {
+pub(super) fn input_gradient(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<KernelText> {
     let (frame, g, weight) = (spec.frame(), &spec.geometry, &spec.weight);
     let name = frame.name;
     let strided = direction == Direction::InputGrad && (g.stride[1] > 1 || g.stride[2] > 1);

@@ -14,7 +14,7 @@ use super::{ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGra
 use crate::isa::Isa;
 use crate::kernels::frame::Frame;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
-use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
+use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::LARGE_WEIGHT;
 
 /// Most result pixels, and most of a convolution with a stride, which has no better way.
@@ -54,7 +54,7 @@ impl Sizes {
 }
 
 /// The forward convolution or the input gradient, if it is of this kind.
-pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<Kernel> {
+pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<KernelText> {
     let g = &spec.geometry;
     if !fits(g) {
         return None;
@@ -67,7 +67,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     })
 }
 
-fn forward(spec: &ConvSpec<'_>, sizes: &Sizes, isa: Isa) -> Kernel {
+fn forward(spec: &ConvSpec<'_>, sizes: &Sizes, isa: Isa) -> KernelText {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let k = sizes.window;
     let by_channel = spec.epilogue.axis(g.output) == Some(ImageAxis::Channel);
@@ -101,7 +101,7 @@ fn forward(spec: &ConvSpec<'_>, sizes: &Sizes, isa: Isa) -> Kernel {
     finish(&frame, source, &calls, sizes.windows, product)
 }
 
-fn input_gradient(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize, isa: Isa) -> Kernel {
+fn input_gradient(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize, isa: Isa) -> KernelText {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let (k, o) = (sizes.window, g.out_channels);
     let grads = Grads::new(&frame, g, &spec.image, sizes.windows);
@@ -127,7 +127,7 @@ fn input_gradient(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize, isa: Isa) ->
 }
 
 /// The weight gradient, if the convolution is of this kind.
-pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
+pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<KernelText> {
     let (frame, g) = (spec.frame(), &spec.geometry);
     if !fits(g) {
         return None;
@@ -176,7 +176,7 @@ fn product(
     b: Operand<'_>,
     epilogue: Epilogue<'_>,
     isa: Isa,
-) -> Kernel {
+) -> KernelText {
     let own = [
         ("const float *", "few_left"),
         ("const float *", "few_right"),
@@ -212,7 +212,7 @@ fn call(frame: &Frame<'_>, left: &str, right: &str, at: usize) -> String {
     )
 }
 
-fn finish(frame: &Frame<'_>, source: String, calls: &str, at: usize, product: Kernel) -> Kernel {
+fn finish(frame: &Frame<'_>, source: String, calls: &str, at: usize, product: KernelText) -> KernelText {
     let mut kernel = frame.finish(source, calls, at + product.workspace_bytes);
     kernel.helpers = product.helpers;
     kernel

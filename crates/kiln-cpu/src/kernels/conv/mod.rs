@@ -38,7 +38,7 @@ mod winograd;
 
 use super::element::Storage;
 use super::frame::Frame;
-use super::{Kernel, Param, Width, gemm};
+use super::{KernelText, Param, Width, gemm};
 use crate::isa::Isa;
 use crate::policy::SERIAL_CONVOLUTION;
 
@@ -359,17 +359,17 @@ impl WeightGradSpec<'_> {
 }
 
 /// `out[n, o, p] = sum over c, t of x[n, c, p * stride - pad + t * dilation] * w[o, c, t]`.
-pub fn forward(spec: ConvSpec<'_>, isa: Isa) -> Kernel {
+pub fn forward(spec: ConvSpec<'_>, isa: Isa) -> KernelText {
     correlation(spec, walk::Direction::Forward, isa)
 }
 
 /// `dx[n, c, q] = sum over o, t of dy[n, o, (q + pad - t * dilation) / stride] * w[o, c, t]`, over those `t` for which the
 /// division is exact. With `w` read as `[in, out / groups, ..]` this is also the transposed convolution.
-pub fn input_grad(spec: ConvSpec<'_>, isa: Isa) -> Kernel {
+pub fn input_grad(spec: ConvSpec<'_>, isa: Isa) -> KernelText {
     correlation(spec, walk::Direction::InputGrad, isa)
 }
 
-fn correlation(spec: ConvSpec<'_>, direction: walk::Direction, isa: Isa) -> Kernel {
+fn correlation(spec: ConvSpec<'_>, direction: walk::Direction, isa: Isa) -> KernelText {
     if spec.storage.is_plain() || spec.geometry.is_product() {
         correlate::emit(&spec, direction, isa)
     } else {
@@ -378,7 +378,7 @@ fn correlation(spec: ConvSpec<'_>, direction: walk::Direction, isa: Isa) -> Kern
 }
 
 /// `dw[o, c, t] = sum over n, p of dy[n, o, p] * x[n, c, p * stride - pad + t * dilation]`.
-pub fn weight_grad(spec: WeightGradSpec<'_>, isa: Isa) -> Kernel {
+pub fn weight_grad(spec: WeightGradSpec<'_>, isa: Isa) -> KernelText {
     weight_grad::emit(&spec, isa)
 }
 

@@ -12,7 +12,7 @@ use super::image::{self, Padded};
 use super::walk::{Class, Direction, Sides, Walk};
 use crate::isa::Isa;
 use crate::kernels::element::Element;
-use crate::kernels::{Kernel, indent, round_up, unpack};
+use crate::kernels::{KernelText, indent, round_up, unpack};
 
 /// Most pixels of a tile.
 fn max_pixels(isa: Isa) -> usize {
@@ -51,7 +51,7 @@ pub(super) fn correlate(
     sides: &Sides,
     direction: Direction,
     isa: Isa,
-) -> Kernel {
+) -> KernelText {
     let frame = spec.frame();
     let (name, params) = (frame.name, frame.params);
     let (g, image) = (&spec.geometry, &spec.image);

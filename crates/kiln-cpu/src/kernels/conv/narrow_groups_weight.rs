@@ -8,7 +8,7 @@ use super::WeightGradSpec;
 use super::narrow_groups::{read, spread};
 use super::weight_grad::{self, Images};
 use crate::isa::Isa;
-use crate::kernels::{Kernel, indent, round_up};
+use crate::kernels::{KernelText, indent, round_up};
 
 /// Most sums that threads can make one each of.
 const MAX_CHUNKS: usize = 16;
@@ -18,7 +18,7 @@ fn accumulators(isa: Isa) -> usize {
     if isa.registers() >= 32 { 24 } else { 10 }
 }
 
-pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
+pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let name = frame.name;
     let element = spec.storage.element();

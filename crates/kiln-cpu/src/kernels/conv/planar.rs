@@ -10,7 +10,7 @@ use super::walk::Direction;
 use super::{ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGradSpec};
 use crate::isa::Isa;
 use crate::kernels::plane::{Slab, spaced};
-use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
+use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::SERIAL_CONVOLUTION;
 
 /// Whether a convolution is depthwise over planes.
@@ -49,7 +49,7 @@ fn fill(
 }
 
 /// The forward convolution or the input gradient, if it is of this kind.
-pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<Kernel> {
+pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<KernelText> {
     let frame = spec.frame();
     let (name, params) = (frame.name, frame.params);
     let (g, image, weight, epilogue) = (&spec.geometry, &spec.image, &spec.weight, &spec.epilogue);
@@ -141,7 +141,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
 }
 
 /// The weight gradient, if it is of this kind.
-pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
+pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<KernelText> {
     let frame = spec.frame();
     let (name, params) = (frame.name, frame.params);
     let (g, input, output_grad, consume) = (&spec.geometry, &spec.input, &spec.output_grad, &spec.consume);

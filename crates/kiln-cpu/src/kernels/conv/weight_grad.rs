@@ -16,7 +16,7 @@ use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, Width, indent, round_up};
+use crate::kernels::{Helper, KernelText, Width, indent, round_up};
 use crate::policy::{SMALL_WEIGHT, WEIGHT_GRADIENT_L2};
 
 /// Channels whose gradients are brought into order at a time.
@@ -88,7 +88,7 @@ impl Images {
     }
 }
 
-pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> Kernel {
+pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let name = frame.name;
     let element = spec.storage.element();

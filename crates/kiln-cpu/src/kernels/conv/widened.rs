@@ -6,13 +6,13 @@
 use super::walk::Direction;
 use super::{ConvSpec, correlate};
 use crate::isa::Isa;
-use crate::kernels::{Kernel, Param, Width, call_part, round_up};
+use crate::kernels::{KernelText, Param, Width, call_part, round_up};
 
 /// Elements that a thread widens at a time.
 const BLOCK: usize = 1024;
 
 /// The forward convolution or the input gradient.
-pub(super) fn correlate(spec: ConvSpec<'_>, direction: Direction, isa: Isa) -> Kernel {
+pub(super) fn correlate(spec: ConvSpec<'_>, direction: Direction, isa: Isa) -> KernelText {
     let (storage, element) = (spec.storage, spec.storage.element());
     let (outer, comment, threads) = (spec.name.clone(), spec.comment.clone(), spec.threads);
     let (weight, params) = (spec.weight.clone(), spec.params.clone());

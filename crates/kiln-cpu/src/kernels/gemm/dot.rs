@@ -6,7 +6,7 @@
 
 use super::{At, Axis, GemmSpec, Result};
 use crate::isa::Isa;
-use crate::kernels::{Kernel, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
+use crate::kernels::{KernelText, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
 use crate::policy::SERIAL_PRODUCT;
 
 /// Most rows.
@@ -33,7 +33,7 @@ pub(super) fn workspace(spec: &GemmSpec<'_>, isa: Isa) -> usize {
     round_up(spec.batch * spec.m * row * spec.element().bytes(), 64)
 }
 
-pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
+pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
     let GemmSpec {
         name,
         comment,

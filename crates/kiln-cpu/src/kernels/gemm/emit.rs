@@ -8,7 +8,7 @@ use super::{Epilogue, GemmSpec, Result, TileCode, pack};
 use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, Width, fields, indent, pack_fields, round_up, signature, unpack};
+use crate::kernels::{Helper, KernelText, Width, fields, indent, pack_fields, round_up, signature, unpack};
 
 /// Bytes between regions of the workspace.
 const REGION: usize = 64;
@@ -114,11 +114,11 @@ pub(super) fn workspace(spec: &GemmSpec<'_>, isa: Isa) -> usize {
     }
 }
 
-pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
+pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
     let name = &spec.name;
     let head = signature(name, &spec.params);
     if spec.batch == 0 || spec.m == 0 || spec.n == 0 {
-        return Kernel {
+        return KernelText {
             name: name.clone(),
             params: spec.params.clone(),
             prototype: format!("{head};"),
@@ -137,7 +137,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> Kernel {
         isa,
     };
     let (source, tiles) = emitter.source(&head);
-    Kernel {
+    KernelText {
         name: name.clone(),
         params: spec.params.clone(),
         prototype: format!("{head};"),

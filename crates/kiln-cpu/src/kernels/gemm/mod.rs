@@ -28,7 +28,7 @@ mod pack;
 mod plan;
 
 use super::element::{Element, Storage};
-use super::{Kernel, Param, Width};
+use super::{KernelText, Param, Width};
 use crate::isa::Isa;
 
 /// A dimension of an operand or of the result.
@@ -339,7 +339,7 @@ impl GemmSpec<'_> {
 }
 
 /// Generates the kernel.
-pub fn emit(spec: GemmSpec<'_>, isa: Isa) -> Kernel {
+pub fn emit(spec: GemmSpec<'_>, isa: Isa) -> KernelText {
     let spec = columns_contiguous(spec);
     if dot::fits(&spec, isa) {
         dot::emit(&spec, isa)

@@ -10,7 +10,7 @@ use crate::isa::Isa;
 use crate::kernels::conv::{PixelPlace, address};
 use crate::kernels::element::{Element, Storage};
 use crate::kernels::frame::Frame;
-use crate::kernels::{Kernel, Param, Width, indent};
+use crate::kernels::{KernelText, Param, Width, indent};
 use crate::policy::SERIAL_POOLING;
 
 /// A tensor in memory: a C pointer and strides in elements (image, depth, height, width, channel).
@@ -116,7 +116,7 @@ impl ChannelPool {
 }
 
 /// As [`super::forward`].
-pub fn forward(spec: &ChannelPool, isa: Isa) -> Kernel {
+pub fn forward(spec: &ChannelPool, isa: Isa) -> KernelText {
     let lanes = spec.lanes(isa);
     let g = &spec.geometry;
     let tables = match spec.kind {
@@ -257,7 +257,7 @@ fn lines(
     )
 }
 
-fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: usize) -> Kernel {
+fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: usize) -> KernelText {
     let g = &spec.geometry;
     let frame = Frame {
         name: &spec.name,
@@ -275,14 +275,14 @@ fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: 
 }
 
 /// As [`super::input_grad`].
-pub fn input_grad(spec: &ChannelPool, isa: Isa) -> Kernel {
+pub fn input_grad(spec: &ChannelPool, isa: Isa) -> KernelText {
     match spec.kind {
         PoolKind::Max => max_gather(spec, spec.lanes(isa)).unwrap_or_else(|| max_grad(spec, spec.lanes(isa))),
         PoolKind::Mean { count_padding } => mean_grad(spec, count_padding, spec.lanes(isa)),
     }
 }
 
-fn max_grad(spec: &ChannelPool, lanes: usize) -> Kernel {
+fn max_grad(spec: &ChannelPool, lanes: usize) -> KernelText {
     let g = &spec.geometry;
     let [height, width] = g.input;
     let index = spec.indices.as_ref().map_or_else(
@@ -316,7 +316,7 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> Kernel {
 }
 
 /// The gradient of the maximum, gathered: the order of the sums is that of [`max_grad`]. None where windows do not tell what is needed.
-fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<Kernel> {
+fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
     let g = &spec.geometry;
     let indices = spec.indices.as_ref().filter(|indices| indices.own)?;
     let load_indices = match (spec.element(), indices.ctype) {
@@ -386,7 +386,7 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<Kernel> {
     Some(kernel(spec, "", &body, g.images * height, elements))
 }
 
-fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> Kernel {
+fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> KernelText {
     let (g, name) = (&spec.geometry, &spec.name);
     let each = |width| {
         let (ty, zero) = spec.register(width);

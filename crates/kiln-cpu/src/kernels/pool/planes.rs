@@ -9,7 +9,7 @@ use crate::isa::Isa;
 use crate::kernels::conv::{LoadImage, PixelPlace};
 use crate::kernels::frame::Frame;
 use crate::kernels::plane::{Slab, spaced};
-use crate::kernels::{Kernel, Param, Width, indent, round_up, vector};
+use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::SERIAL_POOLING;
 
 /// What a window gives.
@@ -138,7 +138,7 @@ struct Planes {
 }
 
 impl Planes {
-    fn kernel(self, spec: &PoolSpec<'_>, lanes: usize) -> Kernel {
+    fn kernel(self, spec: &PoolSpec<'_>, lanes: usize) -> KernelText {
         let (g, consume) = (&spec.geometry, &spec.consume);
         let frame = Frame {
             name: &spec.name,
@@ -210,7 +210,7 @@ fn fill(spec: &PoolSpec<'_>, slab: &Slab, lanes: usize) -> String {
 
 /// `out[n, c, p]` is the maximum or mean of `x[n, c, p * stride - pad_low + t * dilation]` over the window's elements `t` (those inside the
 /// input). The index of the maximum is that of the first of equals, or of the first NaN; 0 where the window holds padding only.
-pub fn forward(spec: PoolSpec<'_>, isa: Isa) -> Kernel {
+pub fn forward(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
     let lanes = vector::lanes(isa);
     let g = &spec.geometry;
     let [height, width] = g.output;
@@ -287,14 +287,14 @@ pub fn forward(spec: PoolSpec<'_>, isa: Isa) -> Kernel {
 
 /// The gradient of [`forward`] with respect to its input. For the maximum, each element of `dy` is added at its index (clamped into the
 /// plane).
-pub fn input_grad(spec: PoolSpec<'_>, isa: Isa) -> Kernel {
+pub fn input_grad(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
     match spec.kind {
         PoolKind::Max => max_grad(&spec, vector::lanes(isa)),
         PoolKind::Mean { count_padding } => mean_grad(&spec, count_padding, vector::lanes(isa)),
     }
 }
 
-fn max_grad(spec: &PoolSpec<'_>, lanes: usize) -> Kernel {
+fn max_grad(spec: &PoolSpec<'_>, lanes: usize) -> KernelText {
     let g = &spec.geometry;
     let pixels = g.input[0] * g.input[1];
     let place = PixelPlace {
@@ -324,7 +324,7 @@ fn max_grad(spec: &PoolSpec<'_>, lanes: usize) -> Kernel {
     .kernel(spec, lanes)
 }
 
-fn mean_grad(spec: &PoolSpec<'_>, count_padding: bool, lanes: usize) -> Kernel {
+fn mean_grad(spec: &PoolSpec<'_>, count_padding: bool, lanes: usize) -> KernelText {
     let g = &spec.geometry;
     let [height, width] = g.input;
     let before = [0, 1].map(|d| g.span(d) as i64 - g.pad_low[d] as i64);

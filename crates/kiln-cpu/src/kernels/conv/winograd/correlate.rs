@@ -10,7 +10,7 @@ use crate::kernels::conv::weights::Panels;
 use crate::kernels::conv::{ConvSpec, ImageAxis, PixelPlace};
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, unpack, vector};
+use crate::kernels::{Helper, KernelText, Width, call_part, indent, round_up, unpack, vector};
 use crate::policy::WINOGRAD_READ_WEIGHT;
 
 /// The kernel, if the convolution is of this kind and large enough.
@@ -18,7 +18,7 @@ pub(in crate::kernels::conv) fn correlate(
     spec: &ConvSpec<'_>,
     direction: Direction,
     isa: Isa,
-) -> Option<Kernel> {
+) -> Option<KernelText> {
     let g = &spec.geometry;
     let lanes = vector::lanes(isa);
     let (result, pad) = match direction {
@@ -65,7 +65,7 @@ struct Emitter<'a> {
 }
 
 impl Emitter<'_> {
-    fn kernel(self) -> Kernel {
+    fn kernel(self) -> KernelText {
         let frame = self.spec.frame();
         let name = frame.name;
         let (cut, elements) = (self.cut, self.cut.elements());

@@ -8,11 +8,11 @@ use crate::isa::Isa;
 use crate::kernels::conv::WeightGradSpec;
 use crate::kernels::element::Element;
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, Kernel, Width, call_part, indent, round_up, vector};
+use crate::kernels::{Helper, KernelText, Width, call_part, indent, round_up, vector};
 use crate::policy::{WINOGRAD_SUMMED_WEIGHT, WINOGRAD_SUMS};
 
 /// The kernel, if the convolution is of this kind and large enough.
-pub(in crate::kernels::conv) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Kernel> {
+pub(in crate::kernels::conv) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<KernelText> {
     let g = &spec.geometry;
     let lanes = vector::lanes(isa);
     if !fits(g, lanes) || !by_channels(&spec.input) || !by_channels(&spec.output_grad) {
@@ -57,7 +57,7 @@ struct Emitter<'a> {
 }
 
 impl Emitter<'_> {
-    fn kernel(self) -> Kernel {
+    fn kernel(self) -> KernelText {
         let frame = self.spec.frame();
         let (name, g) = (frame.name, &self.spec.geometry);
         let (cut, elements) = (self.cut, self.cut.elements());
@@ -103,7 +103,7 @@ impl Emitter<'_> {
     }
 
     /// The kernel that takes a panel of input channels and some output channels from the products to the gradient: sums stay in cache.
-    fn by_panels(self) -> Kernel {
+    fn by_panels(self) -> KernelText {
         let frame = self.spec.frame();
         let (name, g) = (frame.name, &self.spec.geometry);
         let (cut, lanes, elements) = (self.cut, self.lanes, self.cut.elements());
