@@ -416,9 +416,9 @@ where
                     drop(model.valid());
                 }
                 if !is_initialized {
-                    let drawn = places::drawn::<B, M>(&model, &before);
-                    record::hoist(&drawn.iter().map(|found| found.id).collect::<Vec<_>>());
-                    before.extend(drawn);
+                    let (all, drawn) = places::with_drawn::<B, M>(&model, std::mem::take(&mut before));
+                    record::hoist(&drawn);
+                    before = all;
                 }
                 let mut optim = match first_state {
                     Some(start) => start(optim, &model, &gradients),

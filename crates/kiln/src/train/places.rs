@@ -14,7 +14,7 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::record::{AdaptorRecord, AdaptorRecordV1};
 use burn_optim::{Optimizer, SimpleOptimizer};
 use burn_tensor::{Bool, Int, Tensor};
-use hashbrown::{HashMap, HashSet};
+use hashbrown::HashMap;
 use kiln_burn::record::{exchange, rehearse};
 use kiln_burn::{Kiln, KilnDevice};
 
@@ -44,12 +44,22 @@ pub(super) fn is_initialized<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -
         .all(|(_, id)| id.is_some())
 }
 
-/// The tensors of `model` that it had not when it had those of `before`.
-pub(super) fn drawn<B: TrainBackend, M: AutodiffModule<B>>(model: &M, before: &[Found]) -> Vec<Found> {
-    let known: HashSet<_> = before.iter().map(|found| &found.name).collect();
-    let mut now = of_model::<B, M>(model);
-    now.retain(|found| !known.contains(&found.name));
-    now
+/// `before`, the tensors that `model` had, together with those that were drawn since, in the order of the model's visit; and the ids of
+/// those that were drawn.
+pub(super) fn with_drawn<B: TrainBackend, M: AutodiffModule<B>>(
+    model: &M,
+    before: Vec<Found>,
+) -> (Vec<Found>, Vec<TensorId>) {
+    let known: HashMap<_, _> = before.into_iter().map(|found| (found.name, found.id)).collect();
+    let mut all = of_model::<B, M>(model);
+    let mut drawn = Vec::new();
+    for found in &mut all {
+        match known.get(&found.name) {
+            Some(&id) => found.id = id,
+            None => drawn.push(found.id),
+        }
+    }
+    (all, drawn)
 }
 
 #[derive(Default)]
