@@ -91,7 +91,7 @@ pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point
     Ok(kiln_compiler::memory_curve(graph, &compiler, &target)?)
 }
 
-/// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see [`kiln_compiler::split`].
+/// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see [`kiln_compiler::split()`].
 ///
 /// # Errors
 ///

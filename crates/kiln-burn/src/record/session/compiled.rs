@@ -41,7 +41,7 @@ impl CompiledRegion {
         self
     }
 
-    /// The same region, which remembers what [`Replay`](super::Replay) needs to see of its last run.
+    /// The same region, which remembers what [`Replay`](crate::record::Replay) needs to see of its last run.
     pub fn for_replay(self) -> Self {
         lock(&self.session).region.keeps_host_data = true;
         self
@@ -73,7 +73,7 @@ impl CompiledRegion {
     }
 
     /// Records `closure` as [`CompiledRegion::run`] does, and gives the recording to `run_whole` in place of
-    /// running it if nothing cut it; a recording that was cut ([`position`] tells the closure) is run like any
+    /// running it if nothing cut it; a recording that was cut ([`position`](super::position()) tells the closure) is run like any
     /// other, and `run_whole` is not called. Tensors that outlive the closure have no elements until
     /// `run_whole` enters them into the table. `lines` says whether to look the user's lines up.
     ///
