@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::step::StepGraph;
 use crate::error::{CudaError, Result};
+use crate::libraries::Driver;
 use crate::runtime::{Device, Kernel, Launch, Storage, Stream};
 use crate::sys::driver::{
     CAPTURE_MODE_THREAD_LOCAL, CUgraph, CUgraphNode, CopyEnd, CudaKernelNodeParams, CudaMemcpy3D,
@@ -117,25 +118,15 @@ impl GraphBuilder {
             kernel: ptr::null_mut(),
             context: self.device.context(),
         };
-        self.device.enter()?;
-        let mut node = CUgraphNode::NULL;
+        let what = || format!("kernel `{}`", launch.kernel.name());
         // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver
         // copies them; the nodes are of this graph. Kernel and storages are kept as long as the graph.
-        let code = unsafe {
-            (self.device.driver().cuGraphAddKernelNode_v2)(
-                &raw mut node,
-                self.graph.raw,
-                after.as_ptr(),
-                after.len(),
-                &raw const parameters,
-            )
-        };
-        self.check("cuGraphAddKernelNode", code, || {
-            format!("kernel `{}`", launch.kernel.name())
+        let node = self.insert("cuGraphAddKernelNode", what, |driver, node, graph| unsafe {
+            (driver.cuGraphAddKernelNode_v2)(node, graph, after.as_ptr(), after.len(), &raw const parameters)
         })?;
         self.kept.storages.extend_from_slice(launch.arguments.storages());
         self.kept.kernels.push(launch.kernel.clone());
-        Ok(self.add(node))
+        Ok(node)
     }
 
     /// Adds a copy of bytes `range` of `from` to byte `at` of `to`. Two ranges of one storage must not
@@ -165,24 +156,23 @@ impl GraphBuilder {
             return self.join(after);
         }
         let after = self.raw(after)?;
-        self.device.enter()?;
-        let mut node = CUgraphNode::NULL;
+        let context = self.device.context();
+        let what = || "a copy".to_owned();
         // SAFETY: both ranges are inside their storages, which are kept as long as the graph; the nodes are
         // its own.
-        let code = unsafe {
-            (self.device.driver().cuGraphAddMemcpyNode)(
-                &raw mut node,
-                self.graph.raw,
+        let node = self.insert("cuGraphAddMemcpyNode", what, |driver, node, graph| unsafe {
+            (driver.cuGraphAddMemcpyNode)(
+                node,
+                graph,
                 after.as_ptr(),
                 after.len(),
                 &raw const parameters,
-                self.device.context(),
+                context,
             )
-        };
-        self.check("cuGraphAddMemcpyNode", code, || "a copy".into())?;
+        })?;
         self.kept.storage(from);
         self.kept.storage(to);
-        Ok(self.add(node))
+        Ok(node)
     }
 
     /// Adds setting bytes `range` of `to` to `value`.
@@ -210,22 +200,21 @@ impl GraphBuilder {
             return self.join(after);
         }
         let after = self.raw(after)?;
-        self.device.enter()?;
-        let mut node = CUgraphNode::NULL;
+        let context = self.device.context();
+        let what = || "a fill".to_owned();
         // SAFETY: the range is inside the storage, which is kept as long as the graph; the nodes are its own.
-        let code = unsafe {
-            (self.device.driver().cuGraphAddMemsetNode)(
-                &raw mut node,
-                self.graph.raw,
+        let node = self.insert("cuGraphAddMemsetNode", what, |driver, node, graph| unsafe {
+            (driver.cuGraphAddMemsetNode)(
+                node,
+                graph,
                 after.as_ptr(),
                 after.len(),
                 &raw const parameters,
-                self.device.context(),
+                context,
             )
-        };
-        self.check("cuGraphAddMemsetNode", code, || "a fill".into())?;
+        })?;
         self.kept.storage(to);
-        Ok(self.add(node))
+        Ok(node)
     }
 
     /// Adds a node that does nothing: one name for several that must be over.
@@ -335,18 +324,25 @@ impl GraphBuilder {
     }
 
     fn join_raw(&mut self, after: &[CUgraphNode]) -> Result<Node> {
+        let what = || "a join".to_owned();
+        // SAFETY: the nodes are of this graph.
+        self.insert("cuGraphAddEmptyNode", what, |driver, node, graph| unsafe {
+            (driver.cuGraphAddEmptyNode)(node, graph, after.as_ptr(), after.len())
+        })
+    }
+
+    /// Adds the node that `add` makes by the driver's function `call`. `add` is given where the node goes and
+    /// the graph, and returns the driver's code. `what` names the node in messages.
+    fn insert(
+        &mut self,
+        call: &'static str,
+        what: impl FnOnce() -> String,
+        add: impl FnOnce(&Driver, *mut CUgraphNode, CUgraph) -> i32,
+    ) -> Result<Node> {
         self.device.enter()?;
         let mut node = CUgraphNode::NULL;
-        // SAFETY: the nodes are of this graph.
-        let code = unsafe {
-            (self.device.driver().cuGraphAddEmptyNode)(
-                &raw mut node,
-                self.graph.raw,
-                after.as_ptr(),
-                after.len(),
-            )
-        };
-        self.check("cuGraphAddEmptyNode", code, || "a join".into())?;
+        let code = add(self.device.driver(), &raw mut node, self.graph.raw);
+        self.check(call, code, what)?;
         Ok(self.add(node))
     }
 
