@@ -1,35 +1,7 @@
-//! Gives the compiler a hash of its own sources and of the partitioner's. It is part of the key of the disk cache: a step built by another version of
-//! the compiler, even one with the same version number, is not the same step.
+//! Gives the compiler a hash of its own sources and of the partitioner's.
 
-use std::collections::hash_map::DefaultHasher;
-use std::fs;
-use std::hash::{Hash, Hasher};
-use std::path::{Path, PathBuf};
+mod source_hash;
 
 fn main() -> std::io::Result<()> {
-    let mut files = Vec::new();
-    for folder in ["src", "../kiln-partition/src"] {
-        println!("cargo:rerun-if-changed={folder}");
-        collect(Path::new(folder), &mut files)?;
-    }
-    files.sort();
-    let mut hasher = DefaultHasher::new();
-    for file in files {
-        file.hash(&mut hasher);
-        fs::read(file)?.hash(&mut hasher);
-    }
-    println!("cargo:rustc-env=KILN_COMPILER_SOURCES={:016x}", hasher.finish());
-    Ok(())
-}
-
-fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> std::io::Result<()> {
-    for entry in fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.is_dir() {
-            collect(&path, files)?;
-        } else {
-            files.push(path);
-        }
-    }
-    Ok(())
+    source_hash::set("KILN_COMPILER_SOURCES", &["src", "../kiln-partition/src"])
 }
