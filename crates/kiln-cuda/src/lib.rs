@@ -1,22 +1,34 @@
-//! The CUDA runtime of Kiln: what runs a compiled step on an NVIDIA GPU.
+//! NVIDIA GPUs as a target: CUDA C++ for the kernels of a step, what builds it, and what runs it.
 //!
+//! ```text
+//!            kiln-compiler decides                          CudaTarget writes       Compiler builds           CudaExecutable runs
+//! Graph ─► transform ► partition ► schedule ► plan ─► kernels ► emit ─► StepCode ─► NVRTC ─► cubin ─► Module ► GraphBuilder ► StepGraph
+//! ```
+//!
+//! - [`target`]: [`CudaTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds lie.
+//! - [`emit`]: CUDA C++ from the nests and operations of a planned step. [`code`]: what that makes, as plain data.
 //! - [`libraries`] finds and opens NVIDIA's libraries at run time. [`sys`] declares the functions.
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.
 //! - [`build`] makes machine code from CUDA C++ and keeps it on disk.
 //! - [`products`] multiplies matrices through cuBLASLt.
 //! - [`kernels`] is CUDA C++ that does not follow from a nest of loops.
 //!
-//! The crate knows nothing of graphs of operations, tensors or Burn.
+//! The crate knows nothing of Burn.
 
 pub mod build;
+pub mod code;
+pub mod emit;
 pub mod error;
 pub mod kernels;
 pub mod libraries;
+pub mod policy;
 pub mod products;
 pub mod runtime;
 pub mod sys;
+pub mod target;
 #[cfg(feature = "testing")]
 pub mod testing;
 
 pub use error::{CudaError, Result};
 pub use libraries::{Report, Search};
+pub use target::{CudaStep, CudaTarget};

@@ -1,0 +1,173 @@
+//! What the target makes of a step: functions in CUDA C++ and the calls of them, as plain data.
+//!
+//! A [`StepCode`] depends on no device. It is stored in the cache, compiled by NVRTC anywhere, run by the host in tests, and bound to addresses by
+//! [`crate::runtime::executable`].
+
+use std::fmt::Write as _;
+
+use serde::{Deserialize, Serialize};
+
+use crate::build::Source;
+use crate::kernels::PRELUDE;
+use crate::products::Product;
+
+/// Where an argument of a call is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub enum Address {
+    /// Byte `.1` of tensor argument `.0`.
+    Input(u32, usize),
+    /// Byte `.1` of output `.0`.
+    Output(u32, usize),
+    /// Byte `.0` of the arena.
+    Arena(usize),
+    /// The eight bytes of runtime scalar `.0`.
+    Scalar(u32),
+}
+
+/// An argument of a kernel. Every parameter of a kernel is a pointer.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Pointer {
+    /// To memory of the step.
+    To(Address),
+    /// To a table in the device's memory, which is written when the step is bound: for each row its addresses, then its numbers, eight bytes each.
+    Table(Vec<(Vec<Address>, Vec<u64>)>),
+}
+
+/// A kernel in CUDA C++, without its name.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+pub struct FunctionText {
+    /// Device functions and constants in front of the kernel; `@` stands for the kernel's name, so that two kernels in one program do not share names.
+    pub helpers: String,
+    /// Declarations of the parameters, all of them pointers, such as `const float* a0`.
+    pub parameters: Vec<String>,
+    /// Statements; `@` as in `helpers`.
+    pub body: String,
+    /// Threads of a block: `blockDim.x`. A multiple of 32.
+    pub threads: u32,
+    /// Whether the kernel uses instructions that only a GPU has (tensor cores, asynchronous copies): such kernels do not run on the host in tests.
+    pub device_only: bool,
+}
+
+impl FunctionText {
+    /// The source of the kernel called `name`. A guarded kernel has one more parameter and does nothing once an index was out of range.
+    pub fn source(&self, name: &str, guarded: bool) -> String {
+        let mut parameters = self.parameters.clone();
+        if guarded {
+            parameters.push("const int* kiln_stopped".into());
+        }
+        let mut text = self.helpers.replace('@', name);
+        let _ = write!(
+            text,
+            "\nextern \"C\" __global__ void __launch_bounds__({})\n{name}({})\n{{\n{}{}\n}}\n",
+            self.threads,
+            parameters.join(", "),
+            if guarded {
+                "if (*kiln_stopped) return;\n"
+            } else {
+                ""
+            },
+            self.body.replace('@', name)
+        );
+        text
+    }
+}
+
+/// A kernel of the step, under its name.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Function {
+    /// Its name, unique in the step.
+    pub name: String,
+    /// What it is.
+    pub text: FunctionText,
+    /// Whether it looks whether the step was stopped ([`FunctionText::source`]).
+    pub guarded: bool,
+}
+
+/// What a call does.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub enum CallKind {
+    /// Runs a function of [`StepCode::functions`].
+    Launch {
+        /// Which.
+        function: usize,
+        /// Blocks in x, y and z.
+        grid: [u32; 3],
+        /// Bytes of dynamic shared memory.
+        shared_bytes: u32,
+        /// An argument for each parameter.
+        arguments: Vec<Pointer>,
+    },
+    /// Multiplies matrices through cuBLASLt.
+    Product {
+        /// What is multiplied.
+        product: Box<Product>,
+        /// The left operand's first element.
+        left: Address,
+        /// The right operand's first element.
+        right: Address,
+        /// The result's first element.
+        result: Address,
+        /// Working memory, and how much there is.
+        workspace: (Address, usize),
+    },
+    /// Compares the least and the largest index of a check with its bound, and stops the step if one is outside.
+    Guard {
+        /// The check's number.
+        check: u32,
+        /// Where the least index is; the largest is the next output.
+        least: Address,
+        /// Where the largest index is.
+        most: Address,
+    },
+    /// Runs an operation outside: number `.0` of the step's, with its operands and results.
+    Extern(u32, Vec<Address>),
+}
+
+/// A call.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct StepCall {
+    /// The kernel of the schedule that it belongs to.
+    pub kernel: u32,
+    /// What it does.
+    pub kind: CallKind,
+}
+
+/// A whole step.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct StepCode {
+    /// Kernels, each text once.
+    pub functions: Vec<Function>,
+    /// Calls, in order.
+    pub calls: Vec<StepCall>,
+    /// Bytes of the arena.
+    pub arena_bytes: usize,
+    /// Bytes of each tensor argument.
+    pub inputs: Vec<usize>,
+    /// Bytes of each output.
+    pub outputs: Vec<usize>,
+    /// How many runtime scalars there are.
+    pub scalars: usize,
+}
+
+/// Kernels in one program: NVRTC takes some 30 ms for a program before its first kernel.
+const KERNELS_OF_A_PROGRAM: usize = 8;
+
+impl StepCode {
+    /// The programs to compile, and for each function the number of its program.
+    pub fn sources(&self) -> (Vec<Source>, Vec<usize>) {
+        let mut sources = Vec::new();
+        let mut places = Vec::new();
+        for (number, functions) in self.functions.chunks(KERNELS_OF_A_PROGRAM).enumerate() {
+            let mut text = PRELUDE.to_owned();
+            for function in functions {
+                text.push_str(&function.text.source(&function.name, function.guarded));
+                places.push(number);
+            }
+            sources.push(Source {
+                name: functions[0].name.clone(),
+                text,
+            });
+        }
+        (sources, places)
+    }
+}

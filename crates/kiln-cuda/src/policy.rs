@@ -1,0 +1,39 @@
+//! Where the thresholds of an NVIDIA GPU lie, and how each was found.
+//!
+//! The reference machine is an H200: 132 multiprocessors of 2,048 threads, 228 KiB of shared memory and 64 Ki registers each, 50 MiB of L2, 4.3 TB/s.
+
+use kiln_compiler::Policy;
+
+/// The thresholds that scheduling asks for.
+pub const POLICY: Policy = Policy {
+    // What the driver's own allocations have, and two lines of L2.
+    alignment: 256,
+    // All arguments of a kernel travel in 4 KiB; what bounds a nest are the registers that loads in flight take.
+    nest_buffers: 24,
+    nest_operations: 160,
+    // Integer work is hidden behind memory.
+    inline_operations: 16,
+    // A row is at least a warp's: fewer rows than multiprocessors leave most of the device idle.
+    rows: 32,
+    // Neighbouring threads take neighbouring rows.
+    strided_reduction: 64,
+    // One block reduces so many elements in some ten microseconds.
+    shared_reduction: 16 * 1024,
+    // A launch costs more than the loads that it saves, whatever the size.
+    sibling_elements: 256,
+    // A share of L2: 8 MiB of f32.
+    cached_elements: 2 * 1024 * 1024,
+    channels_last: true,
+    convolution_dimensions: 3,
+    pooling_dimensions: 3,
+    image_operations: 12,
+    // The library's products store what they compute; what follows is a nest.
+    epilogue_types: &[],
+    epilogue_streams: 0,
+    prologue_types: &[],
+    prologue_streams: 0,
+    prologue_pixels: usize::MAX,
+    // One launch updates all parameters; larger ones fill the device by themselves.
+    joined_update: 4 * 1024 * 1024,
+    joined_share: 2,
+};
