@@ -114,7 +114,11 @@ pub enum CallKind {
     Guard {
         /// The check's number.
         check: u32,
-        /// Where the least index is; the largest is the next output.
+        /// Element type of the indices, by name.
+        dtype: String,
+        /// What they must be below.
+        extent: u64,
+        /// Where the least index is.
         least: Address,
         /// Where the largest index is.
         most: Address,

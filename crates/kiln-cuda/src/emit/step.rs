@@ -79,6 +79,8 @@ pub fn emit(step: &Step<'_, KernelCode>) -> Emitted<StepCode> {
                 number,
                 CallKind::Guard {
                     check: check as u32,
+                    dtype: step.checks[check].dtype.clone(),
+                    extent: step.checks[check].extent() as u64,
                     least: extreme(output),
                     most: extreme(output + 1),
                 },
