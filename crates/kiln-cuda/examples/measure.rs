@@ -11,7 +11,7 @@ use std::num::NonZero;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kiln_cuda::build::{Compiler, Cubins, Source};
+use kiln_cuda::build::{Compiler, Source, Store};
 use kiln_cuda::kernels::{RowSum, TableAccess, TableOperand, TableUpdate};
 use kiln_cuda::libraries::{CublasLt, Driver, Nvrtc};
 use kiln_cuda::products::{Compute, Epilogue, Multiplier, Number, Product, ProductArguments, SearchLimits};
@@ -32,7 +32,7 @@ fn main() -> Answer<()> {
     let nvrtc = Nvrtc::open(&search)?;
     let capability = device.description().capability;
     compilation(&nvrtc, capability)?;
-    let compiler = Compiler::new(nvrtc, capability, Cubins::disabled())?;
+    let compiler = Compiler::new(nvrtc, capability, Store::disabled())?;
     let stream = device.stream()?;
     let cubin = compiler.compile(&[source("empty", EMPTY)])?.remove(0);
     let empty = Module::load(&device, "empty", &cubin.image)?.kernel("empty")?;
@@ -70,7 +70,7 @@ fn on_device(stream: &Stream, work: impl FnOnce() -> Answer<()>) -> Answer<f64> 
 }
 
 fn compilation(nvrtc: &Nvrtc, capability: (u32, u32)) -> Answer<()> {
-    let compiler = Compiler::new(nvrtc.clone(), capability, Cubins::disabled())?;
+    let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled())?;
     let kernel = |index: usize| {
         let text = format!(
             "extern \"C\" __global__ void k{index}(float4* y, const float4* x, unsigned n) {{\n\
@@ -98,7 +98,7 @@ fn compilation(nvrtc: &Nvrtc, capability: (u32, u32)) -> Answer<()> {
         let Some(count) = NonZero::new(threads) else {
             continue;
         };
-        let compiler = Compiler::new(nvrtc.clone(), capability, Cubins::disabled())?.with_threads(count);
+        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled())?.with_threads(count);
         let sources: Vec<Source> = (0..128)
             .step_by(together)
             .map(|from| text(from, together))

@@ -19,6 +19,7 @@ pub mod build;
 pub mod code;
 pub mod emit;
 pub mod error;
+pub mod execute;
 pub mod kernels;
 pub mod libraries;
 pub mod policy;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use common::{Gpu, bytes, gpu, numbers};
 use half::{bf16, f16};
-use kiln_cuda::build::{Compiler, Cubins, Source};
+use kiln_cuda::build::{Compiler, Source, Store};
 use kiln_cuda::kernels::{PRELUDE, RowSum, TableAccess, TableOperand, TableUpdate};
 use kiln_cuda::products::Number;
 use kiln_cuda::runtime::{Arguments, Kernel, Launch, Module, Storage};
@@ -171,7 +171,7 @@ fn sources_compile_for_every_generation() {
         text: format!("{PRELUDE}{PARTS}"),
     });
     for capability in [(8, 0), (9, 0)] {
-        let compiler = Compiler::new(nvrtc.clone(), capability, Cubins::disabled()).unwrap();
+        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
         compiler
             .compile(&sources)
             .unwrap_or_else(|error| panic!("{error}"));

@@ -6,7 +6,7 @@ use std::fs;
 use std::num::NonZero;
 
 use kiln_cuda::CudaError;
-use kiln_cuda::build::{Compiler, Cubins, Source};
+use kiln_cuda::build::{Compiler, Source, Store};
 
 fn source(name: &str, body: &str) -> Source {
     Source {
@@ -24,7 +24,7 @@ fn is_cubin(image: &[u8]) -> bool {
 fn machine_code_comes_out_for_several_generations() {
     let Some(nvrtc) = common::nvrtc() else { return };
     for (capability, name) in [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a")] {
-        let compiler = Compiler::new(nvrtc.clone(), capability, Cubins::disabled()).unwrap();
+        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
         assert_eq!(compiler.architecture().name(), name);
         let cubins = compiler
             .compile(&[source("twice", "if (threadIdx.x < n) x[threadIdx.x] *= 2;")])
@@ -37,7 +37,7 @@ fn machine_code_comes_out_for_several_generations() {
 fn a_device_that_is_newer_than_nvrtc_is_named() {
     let Some(nvrtc) = common::nvrtc() else { return };
     let version = nvrtc.version.clone();
-    let error = Compiler::new(nvrtc, (99, 0), Cubins::disabled()).unwrap_err();
+    let error = Compiler::new(nvrtc, (99, 0), Store::disabled()).unwrap_err();
     let expected = format!("NVRTC {version} compiles for nothing that runs on compute capability 99.0");
     assert!(error.to_string().starts_with(&expected), "{error}");
 }
@@ -45,7 +45,7 @@ fn a_device_that_is_newer_than_nvrtc_is_named() {
 #[test]
 fn an_error_shows_the_line_of_the_source() {
     let Some(nvrtc) = common::nvrtc() else { return };
-    let compiler = Compiler::new(nvrtc, (9, 0), Cubins::disabled()).unwrap();
+    let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
     let good = source("good", "x[0] = 1;");
     let error = compiler.compile(&[good, source("bad", "x[0] = y;")]).unwrap_err();
     let text = error.to_string();
@@ -63,7 +63,7 @@ fn many_sources_come_back_in_order_and_equal_ones_are_compiled_once() {
     let folder = tempfile::tempdir().unwrap();
     let threads = NonZero::new(3).unwrap();
     let compiler = || {
-        let cache = Cubins::at(folder.path(), 1 << 30);
+        let cache = Store::at(folder.path(), 1 << 30);
         Compiler::new(nvrtc.clone(), (9, 0), cache)
             .unwrap()
             .with_threads(threads)

@@ -1,8 +1,8 @@
 //! From CUDA C++ to machine code for the device at hand.
 //!
 //! ```text
-//! Source ──► key ──► Cubins (disk) ──hit──► Cubin
-//!                       │ miss                ▲
+//! Source ──► key ──► Store (disk) ──hit──► Cubin
+//!                       │ miss               ▲
 //!                       └──► NVRTC ───────────┘   one program a thread
 //! ```
 //!
@@ -16,9 +16,9 @@
 //! kernels into each.
 
 mod architecture;
-mod cubins;
 mod messages;
 mod nvrtc;
+mod store;
 
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -28,11 +28,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 pub use architecture::Architecture;
-pub use cubins::Cubins;
+pub use store::{Key, Store};
 
 use crate::error::Result;
 use crate::libraries::Nvrtc;
-use cubins::Key;
 
 /// A program in CUDA C++, whose kernels are declared `extern "C"`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -61,7 +60,7 @@ pub struct Compiler {
     architecture: Architecture,
     /// Options besides the architecture.
     options: Vec<String>,
-    cubins: Cubins,
+    store: Store,
     threads: NonZero<usize>,
 }
 
@@ -75,13 +74,13 @@ impl Compiler {
     ///
     /// # Errors
     /// [`crate::CudaError::UnknownArchitecture`] if NVRTC is older than the device.
-    pub fn new(nvrtc: Nvrtc, capability: (u32, u32), cubins: Cubins) -> Result<Self> {
+    pub fn new(nvrtc: Nvrtc, capability: (u32, u32), store: Store) -> Result<Self> {
         let architecture = Architecture::of(&nvrtc, capability)?;
         Ok(Self {
             nvrtc,
             architecture,
             options: OPTIONS.map(String::from).to_vec(),
-            cubins,
+            store,
             threads: std::thread::available_parallelism().unwrap_or(NonZero::<usize>::MIN),
         })
     }
@@ -120,13 +119,13 @@ impl Compiler {
             });
         }
         let made = self.each(&distinct, |index| self.one(&sources[index], &keys[index]));
-        self.cubins.evict();
+        self.store.evict();
         let made: Vec<Cubin> = made.into_iter().collect::<Result<_>>()?;
         Ok(keys.iter().map(|key| made[place[key]].clone()).collect())
     }
 
     fn one(&self, source: &Source, key: &Key) -> Result<Cubin> {
-        if let Some(image) = self.cubins.get(key) {
+        if let Some(image) = self.store.get(key) {
             return Ok(Cubin {
                 image,
                 cached: true,
@@ -142,7 +141,7 @@ impl Compiler {
             bytes = image.len(),
             "compiled"
         );
-        self.cubins.put(key, &image);
+        self.store.put(key, &image);
         Ok(Cubin {
             image,
             cached: false,
@@ -159,7 +158,7 @@ impl Compiler {
             &source.text,
         ];
         parts.extend(self.options.iter().map(String::as_str));
-        Key::of(&parts)
+        Store::key(&parts)
     }
 
     /// `work` on each of `items`, on the compiler's threads; results in the order of the items.

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use kiln_cuda::Search;
-use kiln_cuda::build::{Compiler, Cubins, Source};
+use kiln_cuda::build::{Compiler, Source, Store};
 use kiln_cuda::libraries::{CublasLt, Driver, Nvrtc};
 use kiln_cuda::products::Multiplier;
 use kiln_cuda::runtime::{Device, Kernel, Module, Stream};
@@ -47,7 +47,7 @@ pub fn gpu() -> Option<Gpu> {
         let nvrtc = Nvrtc::open(&search())?;
         Ok(Gpu {
             stream: device.stream()?,
-            compiler: Compiler::new(nvrtc, device.description().capability, Cubins::disabled())?,
+            compiler: Compiler::new(nvrtc, device.description().capability, Store::disabled())?,
             device,
         })
     };

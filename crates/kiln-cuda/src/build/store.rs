@@ -1,10 +1,11 @@
-//! Machine code on disk, so that a second process compiles nothing.
+//! What was made, on disk, so that a second process makes nothing again: machine code, steps, the choice of
+//! algorithms.
 //!
-//! The folder is `cubins` in the user's cache folder for Kiln (`$KILN_CACHE_DIR`, else
-//! `$XDG_CACHE_HOME/kiln`, else `~/.cache/kiln`), with one file for each key. A file is the SHA-256 of the
-//! machine code and then the code, written to a temporary name, flushed and renamed: it is whole or absent,
-//! and damage shows. Two processes that want the same code both compile it, some 50 ms, and the later name
-//! wins; either file is right. Losing the cache is never an error.
+//! A store is a folder, such as `cubins`, in the user's cache folder for Kiln (`$KILN_CACHE_DIR`, else
+//! `$XDG_CACHE_HOME/kiln`, else `~/.cache/kiln`), with one file for each key. A file is the SHA-256 of its
+//! content and then the content, written to a temporary name, flushed and renamed: it is whole or absent,
+//! and damage shows. Two processes that want the same both make it, and the later name wins; either file is
+//! right. Losing the cache is never an error.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -17,28 +18,31 @@ use sha2::{Digest, Sha256};
 /// Limit of the cache's size unless told otherwise, in bytes: some ten thousand kernels.
 const DEFAULT_LIMIT: u64 = 512 << 20;
 
-/// Bytes of the checksum in front of the code.
+/// Bytes of the checksum in front of the content.
 const CHECKSUM: usize = 32;
 
-/// Identity of machine code: a SHA-256 over everything it depends on, in hexadecimal.
+/// Identity of what is stored: a SHA-256 over everything it depends on, in hexadecimal.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Key(String);
+pub struct Key(String);
 
 impl Key {
     /// Order counts; lengths are hashed too, so that neighbours cannot run together.
-    pub(super) fn of(parts: &[&str]) -> Self {
+    fn of(parts: &[impl AsRef<[u8]>]) -> Self {
         let mut hash = Sha256::new();
         for part in parts {
+            let part = part.as_ref();
             hash.update((part.len() as u64).to_le_bytes());
-            hash.update(part.as_bytes());
+            hash.update(part);
         }
         Self(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
     }
 }
 
-/// The cache of machine code.
+/// A cache on disk.
 #[derive(Debug)]
-pub struct Cubins {
+pub struct Store {
+    /// How its files' names end.
+    extension: &'static str,
     /// `None`: no folder could be determined, or the cache is switched off.
     folder: Option<PathBuf>,
     limit: u64,
@@ -48,9 +52,9 @@ pub struct Cubins {
     warned: AtomicBool,
 }
 
-impl Cubins {
-    /// The cache of this user, where the environment says.
-    pub fn from_env() -> Self {
+impl Store {
+    /// This user's store called `name`, where the environment says, with files that end in `extension`.
+    pub fn from_env(name: &str, extension: &'static str) -> Self {
         let variable = |name| {
             std::env::var_os(name)
                 .filter(|value| !value.is_empty())
@@ -59,30 +63,41 @@ impl Cubins {
         let folder = variable("KILN_CACHE_DIR")
             .or_else(|| variable("XDG_CACHE_HOME").map(|folder| folder.join("kiln")))
             .or_else(|| variable("HOME").map(|home| home.join(".cache").join("kiln")));
-        Self::with(folder, DEFAULT_LIMIT)
+        Self::with(folder.map(|folder| folder.join(name)), extension, DEFAULT_LIMIT)
     }
 
-    /// A cache in `folder` that holds at most `limit` bytes.
+    /// The store of this user's machine code.
+    pub fn of_cubins() -> Self {
+        Self::from_env("cubins", "cubin")
+    }
+
+    /// A store in `folder` that holds at most `limit` bytes.
     pub fn at(folder: impl Into<PathBuf>, limit: u64) -> Self {
-        Self::with(Some(folder.into()), limit)
+        Self::with(Some(folder.into()), "cubin", limit)
     }
 
     /// No cache.
     pub fn disabled() -> Self {
-        Self::with(None, 0)
+        Self::with(None, "", 0)
     }
 
-    fn with(folder: Option<PathBuf>, limit: u64) -> Self {
+    fn with(folder: Option<PathBuf>, extension: &'static str, limit: u64) -> Self {
         Self {
-            folder: folder.map(|folder| folder.join("cubins")),
+            extension,
+            folder,
             limit,
             grown: AtomicBool::new(false),
             warned: AtomicBool::new(false),
         }
     }
 
-    /// The code of `key`, if it is there and sound. Damage is reported and removed.
-    pub(super) fn get(&self, key: &Key) -> Option<Vec<u8>> {
+    /// The key of what depends on `parts` and nothing else.
+    pub fn key(parts: &[impl AsRef<[u8]>]) -> Key {
+        Key::of(parts)
+    }
+
+    /// What is stored under `key`, if it is there and sound. Damage is reported and removed.
+    pub fn get(&self, key: &Key) -> Option<Vec<u8>> {
         let path = self.path(key)?;
         let mut bytes = fs::read(&path).ok()?;
         if bytes.len() > CHECKSUM && Sha256::digest(&bytes[CHECKSUM..])[..] == bytes[..CHECKSUM] {
@@ -93,21 +108,22 @@ impl Cubins {
                 .and_then(|file| file.set_modified(SystemTime::now()));
             return Some(bytes.split_off(CHECKSUM));
         }
-        tracing::warn!(file = %path.display(), "damaged machine code in the cache is compiled again");
+        tracing::warn!(file = %path.display(), "a damaged file of the cache is made again");
         if let Err(error) = fs::remove_file(&path) {
             self.warn_once("removing a damaged file of", &error);
         }
         None
     }
 
-    pub(super) fn put(&self, key: &Key, code: &[u8]) {
+    /// Stores `content` under `key`.
+    pub fn put(&self, key: &Key, content: &[u8]) {
         let Some(path) = self.path(key) else { return };
         let write = || -> io::Result<()> {
             let folder = path.parent().unwrap_or(Path::new("."));
             fs::create_dir_all(folder)?;
             let mut file = tempfile::Builder::new().prefix(".writing-").tempfile_in(folder)?;
-            file.write_all(&Sha256::digest(code))?;
-            file.write_all(code)?;
+            file.write_all(&Sha256::digest(content))?;
+            file.write_all(content)?;
             file.as_file().sync_all()?;
             file.persist(&path).map_err(|error| error.error)?;
             Ok(())
@@ -129,7 +145,9 @@ impl Cubins {
             .filter_map(|entry| {
                 let path = entry.ok()?.path();
                 let data = fs::metadata(&path).ok()?;
-                let is_ours = path.extension().is_some_and(|extension| extension == "cubin");
+                let is_ours = path
+                    .extension()
+                    .is_some_and(|extension| extension == self.extension);
                 is_ours.then_some((data.modified().ok()?, data.len(), path))
             })
             .collect();
@@ -147,7 +165,11 @@ impl Cubins {
     }
 
     fn path(&self, key: &Key) -> Option<PathBuf> {
-        Some(self.folder.as_ref()?.join(format!("{}.cubin", key.0)))
+        Some(
+            self.folder
+                .as_ref()?
+                .join(format!("{}.{}", key.0, self.extension)),
+        )
     }
 
     fn warn_once(&self, action: &str, error: &io::Error) {
@@ -157,7 +179,7 @@ impl Cubins {
                 .as_ref()
                 .map_or_else(String::new, |folder| folder.display().to_string());
             tracing::warn!(
-                "{action} the cache {folder}: {error}; kernels are compiled for this process alone (set \
+                "{action} the cache {folder}: {error}; what is made is made for this process alone (set \
                  KILN_CACHE_DIR to a folder that can be written)"
             );
         }
@@ -166,13 +188,13 @@ impl Cubins {
 
 #[cfg(test)]
 mod tests {
-    use super::{Cubins, Key};
+    use super::{Key, Store};
     use std::fs;
 
     #[test]
     fn what_was_put_is_found_and_damage_is_not_given_out() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cubins::at(folder.path(), 1 << 20);
+        let cache = Store::at(folder.path(), 1 << 20);
         let key = Key::of(&["a", "b"]);
         assert_ne!(key, Key::of(&["ab", ""]));
         assert_eq!(cache.get(&key), None);
@@ -189,7 +211,7 @@ mod tests {
     #[test]
     fn the_file_used_longest_ago_goes_first() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cubins::at(folder.path(), 150);
+        let cache = Store::at(folder.path(), 150);
         let keys = [Key::of(&["1"]), Key::of(&["2"])];
         for (age, key) in [20, 10].into_iter().zip(&keys) {
             cache.put(key, &[0; 60]);
@@ -207,7 +229,7 @@ mod tests {
 
     #[test]
     fn without_a_folder_nothing_is_kept() {
-        let cache = Cubins::disabled();
+        let cache = Store::disabled();
         cache.put(&Key::of(&["1"]), b"code");
         assert_eq!(cache.get(&Key::of(&["1"])), None);
     }

@@ -1,0 +1,245 @@
+//! The calls of a step at given addresses.
+
+use std::sync::Arc;
+
+use crate::code::{Address, CallKind, Pointer, StepCode};
+use crate::error::Result;
+use crate::products::{Choice, Multiplier, PreparedProduct, ProductArguments};
+use crate::runtime::{Arguments, GraphBuilder, Kernel, Launch, Node, Storage, Stream};
+
+/// Where everything of a call of the step is.
+pub struct Memory<'a> {
+    /// Tensor arguments.
+    pub inputs: &'a [Arc<Storage>],
+    /// Outputs, those of the checks included.
+    pub outputs: &'a [Arc<Storage>],
+    /// Intermediate values.
+    pub arena: &'a Arc<Storage>,
+    /// Eight bytes for each runtime scalar.
+    pub scalars: &'a Arc<Storage>,
+    /// The mark that guards leave, four bytes.
+    pub stopped: &'a Arc<Storage>,
+}
+
+impl Memory<'_> {
+    /// The storage of an address, and the bytes in front of it.
+    pub fn place(&self, address: Address) -> (&Arc<Storage>, usize) {
+        match address {
+            Address::Input(index, bytes) => (&self.inputs[index as usize], bytes),
+            Address::Output(index, bytes) => (&self.outputs[index as usize], bytes),
+            Address::Arena(bytes) => (self.arena, bytes),
+            Address::Scalar(index) => (self.scalars, 8 * index as usize),
+        }
+    }
+}
+
+/// What the calls of a step need besides memory.
+pub struct Parts<'a> {
+    /// The step.
+    pub code: &'a StepCode,
+    /// The kernel of each function.
+    pub kernels: &'a [Kernel],
+    /// The kernel of each guard, by the check's number.
+    pub guards: &'a [Kernel],
+    /// The algorithm of each call that is a product.
+    pub choices: &'a [Option<Choice>],
+}
+
+/// Where calls go: a stream, which runs them, or a graph, which keeps them.
+pub trait Sink {
+    /// Takes a kernel.
+    ///
+    /// # Safety
+    /// With these arguments the kernel must touch only the storages among them, inside their sizes.
+    unsafe fn kernel(&mut self, launch: &Launch) -> Result<()>;
+
+    /// Takes a product.
+    fn product(&mut self, product: &mut PreparedProduct<'_>, arguments: &ProductArguments<'_>) -> Result<()>;
+
+    /// Takes the filling of a storage with zeros.
+    fn clear(&mut self, storage: &Arc<Storage>) -> Result<()>;
+}
+
+impl Sink for Stream {
+    unsafe fn kernel(&mut self, launch: &Launch) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(launch) }
+    }
+
+    fn product(&mut self, product: &mut PreparedProduct<'_>, arguments: &ProductArguments<'_>) -> Result<()> {
+        product.run(self, arguments)
+    }
+
+    fn clear(&mut self, storage: &Arc<Storage>) -> Result<()> {
+        self.fill(storage, 0..storage.bytes(), 0)
+    }
+}
+
+/// A graph whose calls follow each other.
+pub struct Chain {
+    builder: GraphBuilder,
+    last: Option<Node>,
+}
+
+impl Chain {
+    /// Calls are added to `builder`.
+    pub fn new(builder: GraphBuilder) -> Self {
+        Self { builder, last: None }
+    }
+
+    /// The graph with all calls.
+    pub fn finish(self) -> GraphBuilder {
+        self.builder
+    }
+}
+
+impl Sink for Chain {
+    unsafe fn kernel(&mut self, launch: &Launch) -> Result<()> {
+        // SAFETY: the caller's promise; every node comes after all nodes before it.
+        self.last = Some(unsafe { self.builder.kernel(self.last.as_slice(), launch) }?);
+        Ok(())
+    }
+
+    fn product(&mut self, product: &mut PreparedProduct<'_>, arguments: &ProductArguments<'_>) -> Result<()> {
+        let storages = arguments.storages();
+        let node = self.builder.capture(self.last.as_slice(), &storages, |stream| {
+            product.run(stream, arguments)
+        })?;
+        self.last = Some(node);
+        Ok(())
+    }
+
+    fn clear(&mut self, storage: &Arc<Storage>) -> Result<()> {
+        self.last = Some(
+            self.builder
+                .fill(self.last.as_slice(), storage, 0..storage.bytes(), 0)?,
+        );
+        Ok(())
+    }
+}
+
+/// A call that is ready to be queued.
+pub enum Bound<'a> {
+    /// A kernel.
+    Kernel(Launch),
+    /// A product.
+    Product(PreparedProduct<'a>, &'a CallKind),
+    /// Operation `.0` that runs outside, with its operands and results.
+    Extern(u32, &'a [Address]),
+}
+
+/// Binds the step's calls, in order. Tables are written to the device, which waits for `stream`.
+pub fn bind<'a>(
+    parts: &Parts<'a>,
+    memory: &Memory<'_>,
+    multiplier: Option<&'a Multiplier>,
+    stream: &Stream,
+) -> Result<Vec<Bound<'a>>> {
+    let mut bound = Vec::with_capacity(parts.code.calls.len());
+    for (call, choice) in parts.code.calls.iter().zip(parts.choices) {
+        bound.push(match &call.kind {
+            CallKind::Launch {
+                function,
+                grid,
+                shared_bytes,
+                arguments,
+            } => {
+                let mut given = Arguments::new();
+                for pointer in arguments {
+                    given = match pointer {
+                        Pointer::To(address) => {
+                            let (storage, at) = memory.place(*address);
+                            given.memory(storage, at)
+                        }
+                        Pointer::Table(rows) => table(rows, memory, given, stream)?,
+                    };
+                }
+                let function = *function;
+                if parts.code.functions[function].guarded {
+                    given = given.memory(memory.stopped, 0);
+                }
+                Bound::Kernel(Launch {
+                    kernel: parts.kernels[function].clone(),
+                    grid: *grid,
+                    block: [parts.code.functions[function].text.threads, 1, 1],
+                    shared_bytes: *shared_bytes,
+                    arguments: given,
+                })
+            }
+            CallKind::Product { product, .. } => {
+                let (Some(multiplier), Some(choice)) = (multiplier, choice) else {
+                    unreachable!("every product has an algorithm, from the library")
+                };
+                Bound::Product(multiplier.prepare(product, choice)?, &call.kind)
+            }
+            CallKind::Guard {
+                check, least, most, ..
+            } => {
+                let mut given = Arguments::new();
+                for address in [*least, *most] {
+                    let (storage, at) = memory.place(address);
+                    given = given.memory(storage, at);
+                }
+                Bound::Kernel(Launch {
+                    kernel: parts.guards[*check as usize].clone(),
+                    grid: [1; 3],
+                    block: [1; 3],
+                    shared_bytes: 0,
+                    arguments: given.memory(memory.stopped, 0),
+                })
+            }
+            CallKind::Extern(index, addresses) => Bound::Extern(*index, addresses),
+        });
+    }
+    Ok(bound)
+}
+
+/// Writes a table to the device and adds it to the arguments, with everything that it leads to.
+fn table(
+    rows: &[(Vec<Address>, Vec<u64>)],
+    memory: &Memory<'_>,
+    mut given: Arguments,
+    stream: &Stream,
+) -> Result<Arguments> {
+    let mut bytes: Vec<u8> = Vec::new();
+    for (addresses, numbers) in rows {
+        for &address in addresses {
+            let (storage, at) = memory.place(address);
+            given = given.reaching(storage);
+            bytes.extend((storage.address() + at as u64).to_ne_bytes());
+        }
+        numbers
+            .iter()
+            .for_each(|number| bytes.extend(number.to_ne_bytes()));
+    }
+    let storage = Arc::new(Storage::allocate(stream, bytes.len())?);
+    stream.write(&bytes, &storage, 0)?;
+    Ok(given.memory(&storage, 0))
+}
+
+impl Bound<'_> {
+    /// Gives the call to `sink`; not one that runs outside, which neither a stream nor a graph can take.
+    pub fn give(&mut self, sink: &mut impl Sink, memory: &Memory<'_>) -> Result<()> {
+        match self {
+            // SAFETY: the compiler's plan gave every pointer memory of the size that the kernel touches, and the sizes of the storages were checked against the plan's.
+            Self::Kernel(launch) => unsafe { sink.kernel(launch) },
+            Self::Product(prepared, kind) => {
+                let CallKind::Product {
+                    left,
+                    right,
+                    result,
+                    workspace,
+                    ..
+                } = kind
+                else {
+                    unreachable!("a product's call")
+                };
+                let mut arguments =
+                    ProductArguments::new(memory.place(*left), memory.place(*right), memory.place(*result));
+                arguments.workspace = Some(memory.place(workspace.0));
+                sink.product(prepared, &arguments)
+            }
+            Self::Extern(..) => unreachable!("operations outside are not queued"),
+        }
+    }
+}

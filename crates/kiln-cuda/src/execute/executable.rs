@@ -1,0 +1,456 @@
+//! A compiled step that can be called.
+//!
+//! [`CudaExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key is the graph's text without names, the phases of its nodes, the
+//! options and the device. What the compiler made is stored with what the caller must know; machine code and the algorithms of products have caches of their own. So a
+//! second process compiles nothing and measures nothing.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kiln_compiler::{CompileError, Contract, Options, compile, identity, log_step, numbered};
+use kiln_graph::{Graph, IndexError};
+
+use super::bound::{Bound, Memory, Parts, Sink, bind};
+use super::gpu::Gpu;
+use super::guards;
+use super::replayed::{Replayed, addresses};
+use crate::build::{Cubin, Store};
+use crate::code::{Address, CallKind, StepCode};
+use crate::error::CudaError;
+use crate::products::{Choice, Multiplier};
+use crate::runtime::{Kernel, Module, Scalars, Storage};
+use crate::target::CudaTarget;
+
+/// Why a step could not be compiled, or failed.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    /// The step compiler failed.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    /// The device, a library or the building of kernels failed.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// An index was out of range. Nothing that the step was given was overwritten.
+    #[error(transparent)]
+    Index(Box<IndexError>),
+    /// What the cache has of a step cannot be read.
+    #[error("step `{name}`: its description cannot be read: {reason}")]
+    Description {
+        /// The step.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// The arguments of a call do not fit the step.
+    #[error("step `{name}` takes {expected} {what}, got {given}")]
+    Arguments {
+        /// The step.
+        name: String,
+        /// What was counted.
+        what: &'static str,
+        /// What the step takes.
+        expected: usize,
+        /// What it was given.
+        given: usize,
+    },
+    /// An operation that runs outside failed.
+    #[error("operation {index} outside of step `{name}` failed: {reason}")]
+    Outside {
+        /// The step.
+        name: String,
+        /// The operation's number.
+        index: u32,
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Runs operations that stay outside the compiled step.
+pub trait Outside {
+    /// Runs operation `index`. `places` are its operands and then its results, each a storage and the bytes in front of its first element. Everything before the operation is
+    /// queued on the device's stream.
+    ///
+    /// # Errors
+    /// Why it failed, for people.
+    fn call(&self, index: u32, places: &[(Arc<Storage>, usize)]) -> Result<(), String>;
+}
+
+/// For steps without such operations.
+#[derive(Clone, Copy, Debug)]
+pub struct NothingOutside;
+
+impl Outside for NothingOutside {
+    fn call(&self, index: u32, _: &[(Arc<Storage>, usize)]) -> Result<(), String> {
+        Err(format!("nothing runs operation {index}"))
+    }
+}
+
+/// A step that is compiled and loaded.
+pub struct CudaExecutable {
+    name: String,
+    gpu: Arc<Gpu>,
+    code: StepCode,
+    contract: Contract,
+    kernels: Vec<Kernel>,
+    guards: Vec<Kernel>,
+    choices: Vec<Option<Choice>>,
+    state: Mutex<State>,
+    /// Whether the cache had it.
+    pub from_cache: bool,
+    /// Time in Kiln's own passes.
+    pub compile_time: Duration,
+    /// Time in NVRTC and in the search for algorithms.
+    pub build_time: Duration,
+    /// Time in each stage.
+    pub stages: Vec<(&'static str, Duration)>,
+}
+
+/// What a step keeps from call to call.
+struct State {
+    scalars: Scalars,
+    stopped: Arc<Storage>,
+    /// Where the least and the largest index of each check are left.
+    extremes: Vec<Arc<Storage>>,
+    /// The addresses of the last call.
+    last: Vec<u64>,
+    /// Inputs and outputs that were elsewhere from one call to the next, though no output takes the input's place.
+    moves: Vec<bool>,
+    graph: Option<Replayed>,
+}
+
+impl std::fmt::Debug for CudaExecutable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaExecutable({} on {:?})", self.name, self.gpu)
+    }
+}
+
+/// What the compiler made of a graph, from the cache or new.
+fn compiled(
+    graph: &Graph,
+    options: &Options,
+    target: &CudaTarget,
+    store: &Store,
+    stages: &mut Vec<(&'static str, Duration)>,
+) -> Result<(StepCode, Contract, bool), StepError> {
+    let description = |error: serde_json::Error| StepError::Description {
+        name: graph.name.clone(),
+        reason: error.to_string(),
+    };
+    let fields = identity::fields(graph, options, target);
+    let mut parts: Vec<Vec<u8>> = vec![b"step".to_vec()];
+    for (name, value) in fields {
+        parts.push(name.as_bytes().to_vec());
+        parts.push(value);
+    }
+    let key = Store::key(&parts);
+    if options.debug.is_none()
+        && let Some(stored) = store.get(&key)
+        && let Ok((code, contract)) = serde_json::from_slice::<(StepCode, Contract)>(&stored)
+    {
+        return Ok((code, contract.with_lines_of(graph), true));
+    }
+    let step = compile(&numbered(graph), options, target)?;
+    stages.extend_from_slice(&step.times);
+    let contract = step.contract();
+    if options.debug.is_none() {
+        let bytes = serde_json::to_vec(&(&step.code, &contract)).map_err(description)?;
+        store.put(&key, &bytes);
+    }
+    Ok((step.code, contract.with_lines_of(graph), false))
+}
+
+impl CudaExecutable {
+    /// Compiles `graph` for the device, or finds it in the cache.
+    ///
+    /// # Errors
+    /// Those of [`compile()`], of NVRTC, of cuBLASLt and of loading.
+    pub fn new(graph: &Graph, options: &Options, gpu: &Arc<Gpu>) -> Result<Self, StepError> {
+        let start = Instant::now();
+        let mut stages = Vec::new();
+        let target = gpu.target();
+        let (code, contract, from_cache) = compiled(graph, options, &target, gpu.store(), &mut stages)?;
+        let compile_time = start.elapsed();
+        log_step(&graph.name, options.keep, &contract);
+
+        let start = Instant::now();
+        let (kernels, guards) = load(&code, &contract, gpu)?;
+        stages.push(("nvrtc", start.elapsed()));
+        let start = Instant::now();
+        let mut choices = Vec::with_capacity(code.calls.len());
+        for call in &code.calls {
+            choices.push(match &call.kind {
+                CallKind::Product {
+                    product, workspace, ..
+                } => Some(gpu.choice(product, workspace.1)?),
+                _ => None,
+            });
+        }
+        stages.push(("products", start.elapsed()));
+
+        let outputs = code.outputs.len() - 2 * contract.checks.len();
+        let extremes = code.outputs[outputs..].iter();
+        let state = State {
+            scalars: Scalars::new(gpu.stream(), 8 * code.scalars.max(1))?,
+            stopped: gpu.allocate(4)?,
+            extremes: extremes
+                .map(|&bytes| gpu.allocate(bytes))
+                .collect::<Result<_, _>>()?,
+            last: Vec::new(),
+            moves: vec![false; code.inputs.len() + code.outputs.len()],
+            graph: None,
+        };
+        let build_time = stages.iter().rev().take(2).map(|(_, time)| *time).sum();
+        tracing::info!(
+            name = graph.name,
+            calls = code.calls.len(),
+            functions = code.functions.len(),
+            arena = code.arena_bytes,
+            ?compile_time,
+            ?build_time,
+            "step ready"
+        );
+        Ok(Self {
+            name: graph.name.clone(),
+            gpu: gpu.clone(),
+            code,
+            contract,
+            kernels,
+            guards,
+            choices,
+            state: Mutex::new(state),
+            from_cache,
+            compile_time,
+            build_time,
+            stages,
+        })
+    }
+
+    /// What the caller must know.
+    pub fn contract(&self) -> &Contract {
+        &self.contract
+    }
+
+    /// What runs on the device.
+    pub fn code(&self) -> &StepCode {
+        &self.code
+    }
+
+    /// The device.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// How many nodes the graph of the step has; none while calls are queued one by one.
+    pub fn graph_nodes(&self) -> Option<usize> {
+        self.lock().graph.as_ref().map(Replayed::nodes)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // What a panic could leave half done is the graph, which is compared with the addresses of each call.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues the step and returns. `outputs` has a storage for each output; an output that takes over an input's memory ([`Contract::aliases`]) may have the input's
+    /// storage, and otherwise storages must differ. `wait` says whether to wait for the index checks.
+    ///
+    /// # Errors
+    /// [`StepError::Arguments`]; [`StepError::Index`] when `wait` and an index is out of range: then no output that has an input's storage was
+    /// written; [`StepError::Outside`]; [`StepError::Cuda`].
+    pub fn run(
+        &self,
+        inputs: &[Arc<Storage>],
+        outputs: &[Arc<Storage>],
+        scalars: &[u64],
+        outside: &dyn Outside,
+        wait: bool,
+    ) -> Result<(), StepError> {
+        self.check(inputs, outputs, scalars)?;
+        let mut state = self.lock();
+        let state = &mut *state;
+        let stream = self.gpu.stream();
+        let bytes: Vec<u8> = match scalars {
+            [] => vec![0; 8],
+            scalars => scalars.iter().flat_map(|bits| bits.to_ne_bytes()).collect(),
+        };
+        state.scalars.send(stream, &bytes)?;
+        let arena = self.gpu.arena(self.code.arena_bytes)?;
+        let outputs: Vec<Arc<Storage>> = outputs.iter().chain(&state.extremes).cloned().collect();
+        let memory = Memory {
+            inputs,
+            outputs: &outputs,
+            arena: &arena,
+            scalars: &state.scalars.storage().clone(),
+            stopped: &state.stopped.clone(),
+        };
+        let now = addresses(inputs, &outputs);
+        match &mut state.graph {
+            Some(graph) if graph.fits(&now, &arena) => graph.launch(&memory, stream)?,
+            _ => self.run_unfit(state, &memory, &now, outside)?,
+        }
+        state.last = now;
+        if wait && !self.contract.checks.is_empty() {
+            self.look_at_checks(&memory)?;
+        }
+        Ok(())
+    }
+
+    /// A call for which there is no graph yet: it is queued call by call if addresses changed since the last one, and the first of a new graph otherwise.
+    fn run_unfit(
+        &self,
+        state: &mut State,
+        memory: &Memory<'_>,
+        now: &[u64],
+        outside: &dyn Outside,
+    ) -> Result<(), StepError> {
+        let stream = self.gpu.stream();
+        let multiplier = self.multiplier()?;
+        let had_graph = state.graph.take().is_some();
+        let first = state.last.len() != now.len();
+        if !first {
+            let count = self.code.inputs.len();
+            for (index, moves) in state.moves.iter_mut().enumerate() {
+                let is_state = match index.checked_sub(count) {
+                    None => self.contract.aliases.contains(&Some(index as u32)),
+                    Some(output) => self.contract.aliases.get(output).is_some_and(Option::is_some),
+                };
+                *moves |= !is_state && state.last[index] != now[index];
+            }
+        }
+        if first || had_graph || !self.contract.externs.is_empty() {
+            return self.run_one_by_one(memory, multiplier, outside);
+        }
+        let moved = state.last.iter().zip(now).map(|(last, now)| last != now);
+        let moves: Vec<bool> = state.moves.iter().zip(moved).map(|(a, b)| *a || b).collect();
+        let mut graph = Replayed::build(&self.name, &self.parts(), memory, &moves, multiplier, stream)?;
+        graph.launch(memory, stream)?;
+        state.graph = Some(graph);
+        Ok(())
+    }
+
+    fn run_one_by_one(
+        &self,
+        memory: &Memory<'_>,
+        multiplier: Option<&Multiplier>,
+        outside: &dyn Outside,
+    ) -> Result<(), StepError> {
+        let mut stream = self.gpu.stream().clone();
+        if !self.guards.is_empty() {
+            stream.clear(memory.stopped)?;
+        }
+        for mut call in bind(&self.parts(), memory, multiplier, self.gpu.stream())? {
+            let Bound::Extern(index, addresses) = call else {
+                call.give(&mut stream, memory)?;
+                continue;
+            };
+            let place = |address: &Address| {
+                let (storage, at) = memory.place(*address);
+                (storage.clone(), at)
+            };
+            let places: Vec<_> = addresses.iter().map(place).collect();
+            outside
+                .call(index, &places)
+                .map_err(|reason| StepError::Outside {
+                    name: self.name.clone(),
+                    index,
+                    reason,
+                })?;
+        }
+        Ok(())
+    }
+
+    fn parts(&self) -> Parts<'_> {
+        Parts {
+            code: &self.code,
+            kernels: &self.kernels,
+            guards: &self.guards,
+            choices: &self.choices,
+        }
+    }
+
+    /// cuBLASLt, if a call needs it.
+    fn multiplier(&self) -> Result<Option<&Multiplier>, StepError> {
+        match self.choices.iter().any(Option::is_some) {
+            true => Ok(Some(self.gpu.multiplier()?)),
+            false => Ok(None),
+        }
+    }
+
+    /// Waits for the step and says whether an index was out of range.
+    fn look_at_checks(&self, memory: &Memory<'_>) -> Result<(), StepError> {
+        let stream = self.gpu.stream();
+        let mut mark = [0; 4];
+        stream.read(memory.stopped, 0, &mut mark)?;
+        let mark = u32::from_ne_bytes(mark);
+        let Some(number) = mark.checked_sub(1) else {
+            return Ok(());
+        };
+        let check = &self.contract.checks[number as usize];
+        let guard = |kind: &CallKind| match kind {
+            CallKind::Guard {
+                check, least, most, ..
+            } if *check == number => Some([*least, *most]),
+            _ => None,
+        };
+        let places = self.code.calls.iter().find_map(|call| guard(&call.kind));
+        let mut extremes = [0; 2];
+        for (extreme, address) in extremes.iter_mut().zip(places.into_iter().flatten()) {
+            let (storage, at) = memory.place(address);
+            let mut bytes = [0; 8];
+            let size = bytes.len().min(storage.bytes() - at);
+            stream.read(storage, at, &mut bytes[..size])?;
+            *extreme = check.number(bytes);
+        }
+        match check.error(extremes[0], extremes[1]) {
+            Some(error) => Err(StepError::Index(Box::new(error))),
+            None => Ok(()),
+        }
+    }
+
+    fn check(
+        &self,
+        inputs: &[Arc<Storage>],
+        outputs: &[Arc<Storage>],
+        scalars: &[u64],
+    ) -> Result<(), StepError> {
+        let expect = |what, expected: usize, given: usize| match expected == given {
+            true => Ok(()),
+            false => Err(StepError::Arguments {
+                name: self.name.clone(),
+                what,
+                expected,
+                given,
+            }),
+        };
+        let own = self.code.outputs.len() - 2 * self.contract.checks.len();
+        expect("tensors", self.code.inputs.len(), inputs.len())?;
+        expect("outputs", own, outputs.len())?;
+        expect("scalars", self.code.scalars, scalars.len())?;
+        let inputs = inputs.iter().zip(&self.code.inputs);
+        for (storage, &bytes) in inputs.chain(outputs.iter().zip(&self.code.outputs)) {
+            expect("bytes", bytes, storage.bytes())?;
+        }
+        Ok(())
+    }
+}
+
+/// Compiles and loads the kernels of a step, and those of its guards.
+fn load(code: &StepCode, contract: &Contract, gpu: &Gpu) -> Result<(Vec<Kernel>, Vec<Kernel>), CudaError> {
+    let (mut sources, programs) = code.sources();
+    let guards = guards::source(code);
+    sources.extend(guards.clone());
+    let cubins: Vec<Cubin> = gpu.compiler().compile(&sources)?;
+    let modules = sources.iter().zip(&cubins);
+    let modules: Vec<Module> = modules
+        .map(|(source, cubin)| Module::load(gpu.device(), &source.name, &cubin.image))
+        .collect::<Result<_, _>>()?;
+    let kernels = code.functions.iter().zip(programs);
+    let kernels = kernels.map(|(function, program)| modules[program].kernel(&function.name));
+    let kernels = kernels.collect::<Result<_, _>>()?;
+    let guards = match guards {
+        Some(_) => (0..contract.checks.len() as u32)
+            .map(|number| modules[modules.len() - 1].kernel(&guards::name(number)))
+            .collect::<Result<_, _>>()?,
+        None => Vec::new(),
+    };
+    Ok((kernels, guards))
+}

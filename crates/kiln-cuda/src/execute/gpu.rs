@@ -1,0 +1,212 @@
+//! A device with everything that the steps on it share.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use super::staging::Staging;
+use crate::build::{Compiler, Store};
+#[cfg(doc)]
+use crate::error::CudaError;
+use crate::error::Result;
+use crate::libraries::{CublasLt, Driver, Nvrtc, Search};
+use crate::products::{Choice, Multiplier, Product, SearchLimits};
+use crate::runtime::{Device, Storage, Stream};
+use crate::target::CudaTarget;
+
+/// A device in use by this process.
+///
+/// Steps run on one stream, one after the other, so that they can share the memory of their intermediate values. Inputs arrive on another stream: what a step reads
+/// is copied while the step before it runs.
+pub struct Gpu {
+    device: Device,
+    stream: Stream,
+    copies: Stream,
+    compiler: Compiler,
+    /// cuBLASLt, opened by the first step that multiplies matrices.
+    multiplier: OnceLock<Multiplier>,
+    /// The algorithms that were found for products, by their description.
+    choices: Mutex<HashMap<Product, Choice>>,
+    /// Steps and algorithms of earlier processes.
+    store: Store,
+    staging: Staging,
+    /// Memory of intermediate values; the largest step's.
+    arena: Mutex<Option<Arc<Storage>>>,
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({:?})", self.device)
+    }
+}
+
+/// The devices that are in use.
+static GPUS: Mutex<Vec<(usize, Arc<Gpu>)>> = Mutex::new(Vec::new());
+
+impl Gpu {
+    /// Device `ordinal`, opened at its first use.
+    ///
+    /// # Errors
+    /// [`CudaError::MissingLibrary`] and [`CudaError::OldLibrary`] of the driver and of NVRTC, [`CudaError::NoDevice`],
+    /// [`CudaError::UnknownArchitecture`], [`CudaError::Driver`].
+    pub fn get(ordinal: usize) -> Result<Arc<Self>> {
+        let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, gpu)) = gpus.iter().find(|(own, _)| *own == ordinal) {
+            return Ok(gpu.clone());
+        }
+        let search = Search::from_env();
+        let device = Device::open(&Driver::open(&search)?, ordinal)?;
+        let gpu = Arc::new(Self::new(&device, Nvrtc::open(&search)?)?);
+        gpus.push((ordinal, gpu.clone()));
+        Ok(gpu)
+    }
+
+    /// A device of one's own, compiled for by `nvrtc`.
+    ///
+    /// # Errors
+    /// [`CudaError::UnknownArchitecture`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn new(device: &Device, nvrtc: Nvrtc) -> Result<Self> {
+        let capability = device.description().capability;
+        Ok(Self {
+            stream: device.stream()?,
+            copies: device.stream()?,
+            compiler: Compiler::new(nvrtc, capability, Store::of_cubins())?,
+            device: device.clone(),
+            multiplier: OnceLock::new(),
+            choices: Mutex::default(),
+            store: Store::from_env("cuda", "json"),
+            staging: Staging::default(),
+            arena: Mutex::default(),
+        })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The stream that steps run on.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// What compiles kernels for this device.
+    pub(super) fn compiler(&self) -> &Compiler {
+        &self.compiler
+    }
+
+    /// Steps and algorithms on disk.
+    pub(super) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// What steps for this device are compiled for.
+    pub fn target(&self) -> CudaTarget {
+        CudaTarget::of(self.device.description())
+    }
+
+    /// Memory for `bytes` bytes, used on the steps' stream first.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn allocate(&self, bytes: usize) -> Result<Arc<Storage>> {
+        Ok(Arc::new(Storage::allocate(&self.stream, bytes)?))
+    }
+
+    /// The bytes in the device's memory. The host does not wait for the copy.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`], [`CudaError::OutOfPinnedMemory`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn upload(&self, bytes: &[u8]) -> Result<Arc<Storage>> {
+        let storage = Storage::allocate(&self.copies, bytes.len())?;
+        self.staging.upload(&self.copies, bytes, &storage)?;
+        // The steps that use it wait for this copy and not for later ones.
+        storage.end_use()?;
+        Ok(Arc::new(storage))
+    }
+
+    /// Copies what is in the device's memory to the host, after everything that steps do with it.
+    ///
+    /// # Errors
+    /// [`CudaError::Range`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn download(&self, storage: &Storage, bytes: &mut [u8]) -> Result<()> {
+        self.stream.read(storage, 0, bytes)
+    }
+
+    /// A copy in the device's memory.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn duplicate(&self, storage: &Storage) -> Result<Arc<Storage>> {
+        let copy = self.allocate(storage.bytes())?;
+        self.stream.copy(storage, 0..storage.bytes(), &copy, 0)?;
+        Ok(copy)
+    }
+
+    /// Working memory of at least `bytes` bytes, which all steps share.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`], [`CudaError::Driver`], [`CudaError::Lost`].
+    pub(super) fn arena(&self, bytes: usize) -> Result<Arc<Storage>> {
+        let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = arena.as_ref().filter(|known| known.bytes() >= bytes) {
+            return Ok(known.clone());
+        }
+        // Not both at once: the smaller one goes first, unless a graph still has it.
+        *arena = None;
+        let made = self.allocate(bytes.max(256))?;
+        *arena = Some(made.clone());
+        Ok(made)
+    }
+
+    /// cuBLASLt on this device.
+    ///
+    /// # Errors
+    /// [`CudaError::MissingLibrary`], [`CudaError::OldLibrary`], [`CudaError::Product`].
+    pub(super) fn multiplier(&self) -> Result<&Multiplier> {
+        if let Some(multiplier) = self.multiplier.get() {
+            return Ok(multiplier);
+        }
+        let made = Multiplier::new(&self.device, CublasLt::open(&Search::from_env())?)?;
+        Ok(self.multiplier.get_or_init(|| made))
+    }
+
+    /// The algorithm for a product: known, on disk, or searched for now.
+    ///
+    /// # Errors
+    /// Those of [`Multiplier::search`].
+    pub(super) fn choice(&self, product: &Product, workspace: usize) -> Result<Choice> {
+        let multiplier = self.multiplier()?;
+        let mut choices = self.choices.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = choices.get(product) {
+            return Ok(known.clone());
+        }
+        let description = format!("{product:?} {workspace}");
+        let key = Store::key(&[
+            "product",
+            &self.device.description().name,
+            multiplier.version(),
+            &description,
+        ]);
+        let stored = self
+            .store
+            .get(&key)
+            .and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let choice: Choice = match stored {
+            Some(choice) => choice,
+            None => {
+                let limits = SearchLimits {
+                    workspace_bytes: workspace as u64,
+                    ..SearchLimits::default()
+                };
+                let found = multiplier.search(&self.stream, product, limits)?;
+                if let Ok(bytes) = serde_json::to_vec(&found) {
+                    self.store.put(&key, &bytes);
+                }
+                found
+            }
+        };
+        choices.insert(product.clone(), choice.clone());
+        Ok(choice)
+    }
+}

@@ -1,0 +1,22 @@
+//! Running compiled steps on a device.
+//!
+//! ```text
+//! StepCode ──NVRTC──► kernels ─┐
+//!        └──cuBLASLt─► choices ─┴─► CudaExecutable ──first call───► bound calls, queued one by one
+//!                                        └──────── further calls ─► one graph over fixed addresses
+//! ```
+//!
+//! - [`gpu`]: a device with everything that steps share: streams, compiler, products, arena, staging memory.
+//! - [`executable`]: a step that can be called.
+//! - `bound`: its calls at given addresses, queued on a stream or added to a graph.
+//! - `replayed`: the graph, and which addresses it relies on.
+
+mod bound;
+pub mod executable;
+pub mod gpu;
+mod guards;
+mod replayed;
+mod staging;
+
+pub use executable::{CudaExecutable, NothingOutside, Outside, StepError};
+pub use gpu::Gpu;
