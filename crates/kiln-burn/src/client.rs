@@ -68,7 +68,11 @@ impl KilnClient {
 
     /// Enters a tensor that exists and returns Burn's handle of it.
     pub fn adopt(&self, tensor: Storage) -> RouterTensor<Self> {
-        self.enter(table::new_id(), tensor)
+        self.enter(self.new_id(), tensor)
+    }
+
+    fn new_id(&self) -> TensorId {
+        table::new_id(self.device.place())
     }
 
     fn enter(&self, id: TensorId, tensor: Storage) -> RouterTensor<Self> {
@@ -94,7 +98,7 @@ impl RunnerClient for KilnClient {
 
     fn read_tensor_async(&self, tensor: TensorIr) -> DynFut<Result<TensorData, ExecutionError>> {
         let data = session::fetch(&tensor, BreakReason::Read)
-            .map(Storage::into_data)
+            .and_then(|tensor| tensor.try_into_data().map_err(Error::from))
             .map_err(to_burn);
         Box::pin(std::future::ready(data))
     }
@@ -104,7 +108,7 @@ impl RunnerClient for KilnClient {
     }
 
     fn create_empty_handle(&self) -> TensorId {
-        table::new_id()
+        self.new_id()
     }
 
     fn register_tensor_data(&self, data: TensorData) -> RouterTensor<Self> {
@@ -121,7 +125,7 @@ impl RunnerClient for KilnClient {
                 self.progression(data.shape.clone(), data.dtype, start, step)
             }
             None => {
-                let id = table::new_id();
+                let id = self.new_id();
                 session::note_host_data(id);
                 self.enter(id, Storage::from_data(data))
             }

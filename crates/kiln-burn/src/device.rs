@@ -1,6 +1,7 @@
 //! The device: where tensors live and when operations run.
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::LazyLock;
 
 use burn_backend::{DeviceId, DeviceOps};
@@ -10,17 +11,63 @@ use crate::options::CompileBackend;
 
 /// A Kiln device.
 ///
-/// There is one place, the CPU, and two modes. **Eager** (the default) runs each operation at once on burn-flex, except inside a
-/// compiled region. **Lazy** records until a value is read or `sync` is called, then compiles and runs what was recorded; it
-/// carries the backend to run on.
+/// A device is a place, the CPU or an NVIDIA GPU, and a mode. **Eager** (the default) runs each operation at once, except inside a compiled region.
+/// **Lazy** records until a value is read or `sync` is called, then compiles and runs what was recorded; it carries the backend to run on.
 ///
-/// All devices share one table of tensors: `to_device` between them copies nothing.
+/// Compiled steps of tensors on a GPU run on that GPU, and leave their results in its memory. Operations outside compiled steps run on the host, with burn-flex: elements
+/// are copied when such an operation, or the program, asks for them. An operation on tensors of two places is an error; `to_device` moves them, and
+/// copies nothing before somebody needs the elements.
 ///
-/// `Default` is the eager CPU unless the environment variable `KILN_DEVICE` says otherwise: `cpu`, `lazy`, or `lazy:BACKEND` with a name of
-/// [`CompileBackend`]. That is how an unchanged program or test suite exercises the compiler.
+/// `Default` is the eager CPU unless the environment variable `KILN_DEVICE` says otherwise: `cpu`, `cuda`, `cuda:ORDINAL`, `lazy`, or `lazy:BACKEND` with a name of
+/// [`CompileBackend`] (and `lazy:cuda:ORDINAL`). That is how an unchanged program or test suite exercises the compiler.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KilnDevice {
+    place: Place,
     mode: Mode,
+}
+
+/// Where tensors live.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Place {
+    /// In the host's memory.
+    Host,
+    /// In the memory of the NVIDIA GPU of this ordinal.
+    Cuda(u8),
+}
+
+impl Place {
+    /// A number for it, from 0.
+    pub(crate) const fn index(self) -> u8 {
+        match self {
+            Self::Host => 0,
+            Self::Cuda(ordinal) => ordinal + 1,
+        }
+    }
+
+    /// The place of a number.
+    pub(crate) const fn from_index(index: u8) -> Self {
+        match index.checked_sub(1) {
+            None => Self::Host,
+            Some(ordinal) => Self::Cuda(ordinal),
+        }
+    }
+
+    /// The ordinal of the GPU, if it is one.
+    pub const fn gpu(self) -> Option<usize> {
+        match self {
+            Self::Host => None,
+            Self::Cuda(ordinal) => Some(ordinal as usize),
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
 }
 
 /// When operations outside a compiled region run.
@@ -35,14 +82,40 @@ pub enum Mode {
 impl KilnDevice {
     /// The CPU, operations run at once.
     pub const fn cpu() -> Self {
-        Self { mode: Mode::Eager }
+        Self {
+            place: Place::Host,
+            mode: Mode::Eager,
+        }
     }
 
-    /// The CPU, operations are recorded until a value is needed and then run together on `backend`.
-    pub const fn lazy(backend: CompileBackend) -> Self {
+    /// The NVIDIA GPU of this ordinal: compiled steps run there. Nothing is asked of the GPU before the first of them does.
+    ///
+    /// # Panics
+    ///
+    /// If `ordinal` is 100 or more.
+    pub const fn cuda(ordinal: usize) -> Self {
+        assert!(ordinal < GPUS, "no machine has so many GPUs");
         Self {
+            place: Place::Cuda(ordinal as u8),
+            mode: Mode::Eager,
+        }
+    }
+
+    /// Operations are recorded until a value is needed and then run together on `backend`: on the first GPU with backend `cuda`, on the CPU with all others.
+    pub const fn lazy(backend: CompileBackend) -> Self {
+        let place = match backend {
+            CompileBackend::Cuda => Place::Cuda(0),
+            _ => Place::Host,
+        };
+        Self {
+            place,
             mode: Mode::Lazy(backend),
         }
+    }
+
+    /// Where its tensors live.
+    pub const fn place(self) -> Place {
+        self.place
     }
 
     /// When operations run.
@@ -57,7 +130,7 @@ impl KilnDevice {
             let device = KilnDevice::parse(&name);
             if device.is_none() {
                 tracing::warn!(
-                    "KILN_DEVICE={name} names no device (expected cpu, lazy or lazy:BACKEND); using cpu"
+                    "KILN_DEVICE={name} names no device (expected cpu, cuda, cuda:ORDINAL, lazy or lazy:BACKEND); using cpu"
                 );
             }
             device
@@ -66,12 +139,42 @@ impl KilnDevice {
     }
 
     fn parse(name: &str) -> Option<Self> {
+        let gpu = |name: &str| match name.split_once(':') {
+            None if name == "cuda" => Some(Self::cuda(0)),
+            Some(("cuda", ordinal)) => {
+                let ordinal = ordinal.parse().ok().filter(|&ordinal: &usize| ordinal < GPUS);
+                ordinal.map(Self::cuda)
+            }
+            _ => None,
+        };
         match name.split_once(':') {
             None if name == "cpu" => Some(Self::cpu()),
             None if name == "lazy" => Some(Self::lazy(CompileBackend::default())),
-            Some(("lazy", backend)) => backend.parse().ok().map(Self::lazy),
-            _ => None,
+            Some(("lazy", name)) => match gpu(name) {
+                Some(device) => Some(Self {
+                    mode: Mode::Lazy(CompileBackend::Cuda),
+                    ..device
+                }),
+                None => name.parse().ok().map(Self::lazy),
+            },
+            _ => gpu(name),
         }
+    }
+}
+
+/// More GPUs than a machine has.
+const GPUS: usize = 100;
+
+/// A name that is no device.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("unknown device `{0}` (expected cpu, cuda, cuda:ORDINAL, lazy or lazy:BACKEND)")]
+pub struct UnknownDevice(pub String);
+
+impl FromStr for KilnDevice {
+    type Err = UnknownDevice;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Self::parse(name).ok_or_else(|| UnknownDevice(name.to_owned()))
     }
 }
 
@@ -83,9 +186,10 @@ impl Default for KilnDevice {
 
 impl fmt::Debug for KilnDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.mode {
-            Mode::Eager => f.write_str("cpu"),
-            Mode::Lazy(backend) => write!(f, "lazy:{backend}"),
+        match (self.mode, self.place) {
+            (Mode::Eager, place) => write!(f, "{place}"),
+            (Mode::Lazy(_), place @ Place::Cuda(_)) => write!(f, "lazy:{place}"),
+            (Mode::Lazy(backend), Place::Host) => write!(f, "lazy:{backend}"),
         }
     }
 }
@@ -99,16 +203,24 @@ impl fmt::Display for KilnDevice {
 impl Device for KilnDevice {
     /// The reverse of [`Device::to_id`]; an id of no device gives the CPU.
     fn from_id(id: DeviceId) -> Self {
-        match (id.type_id, CompileBackend::ALL.get(id.index_id as usize)) {
+        let index = id.index_id as usize;
+        match (id.type_id, CompileBackend::ALL.get(index)) {
             (1, Some(&backend)) => Self::lazy(backend),
+            (2, _) if index < GPUS => Self::cuda(index),
+            (3, _) if index < GPUS => Self {
+                mode: Mode::Lazy(CompileBackend::Cuda),
+                ..Self::cuda(index)
+            },
             _ => Self::cpu(),
         }
     }
 
     fn to_id(&self) -> DeviceId {
-        match self.mode {
-            Mode::Eager => DeviceId::new(0, 0),
-            Mode::Lazy(backend) => {
+        match (self.mode, self.place.gpu()) {
+            (Mode::Eager, None) => DeviceId::new(0, 0),
+            (Mode::Eager, Some(ordinal)) => DeviceId::new(2, ordinal as _),
+            (Mode::Lazy(_), Some(ordinal)) => DeviceId::new(3, ordinal as _),
+            (Mode::Lazy(backend), None) => {
                 let index = CompileBackend::ALL.iter().position(|&other| other == backend);
                 DeviceId::new(1, index.unwrap_or(0) as _)
             }
@@ -127,11 +239,16 @@ mod tests {
         let lazy = CompileBackend::ALL
             .iter()
             .map(|&backend| KilnDevice::lazy(backend));
-        for device in lazy.chain([KilnDevice::cpu()]) {
+        let gpus = ["cuda:0", "cuda:3", "lazy:cuda:2"].map(|name| KilnDevice::parse(name).unwrap());
+        assert_eq!(KilnDevice::parse("cuda"), Some(KilnDevice::cuda(0)));
+        assert_eq!(KilnDevice::lazy(CompileBackend::Cuda).to_string(), "lazy:cuda:0");
+        for device in lazy.chain([KilnDevice::cpu()]).chain(gpus) {
             assert_eq!(KilnDevice::from_id(device.to_id()), device);
             assert_eq!(KilnDevice::parse(&device.to_string()), Some(device));
         }
         assert_eq!(KilnDevice::parse("gpu"), None);
+        assert_eq!(KilnDevice::parse("cuda:x"), None);
+        assert_eq!(KilnDevice::parse("cuda:100"), None);
         assert_eq!(KilnDevice::parse("lazy:nothing"), None);
     }
 }

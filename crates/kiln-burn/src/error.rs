@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kiln_cuda::CudaError;
 use kiln_graph::IndexError;
 
 use crate::execute::ExecuteError;
@@ -44,12 +45,26 @@ pub enum Error {
         /// Name of the function.
         region: String,
     },
+    /// A tensor's elements could not be copied from a GPU.
+    #[error("reading a tensor: {source}")]
+    Gpu {
+        /// What failed.
+        source: Arc<CudaError>,
+    },
     /// A tensor that the region reads has no value, because what was to produce it failed.
     #[error("a tensor has no value: {reason}")]
     NoValue {
         /// What happened to it.
         reason: Arc<str>,
     },
+}
+
+impl From<CudaError> for Error {
+    fn from(source: CudaError) -> Self {
+        Self::Gpu {
+            source: Arc::new(source),
+        }
+    }
 }
 
 impl Error {

@@ -13,6 +13,7 @@ pub mod device;
 pub mod eager;
 pub mod error;
 pub mod execute;
+pub mod gpu_tensor;
 pub mod host_data;
 pub mod import;
 pub mod options;
@@ -24,7 +25,7 @@ pub mod table;
 
 pub use channel::{Kiln, KilnChannel};
 pub use client::KilnClient;
-pub use device::{KilnDevice, Mode};
+pub use device::{KilnDevice, Mode, Place, UnknownDevice};
 pub use error::Error;
 pub use kiln_graph::IndexError;
 pub use kiln_partition::Point;

@@ -19,22 +19,31 @@ pub enum CompileBackend {
     /// Compiles the step to one shared object through C.
     #[default]
     Cpu,
+    /// Compiles the step to one graph of kernels on an NVIDIA GPU.
+    Cuda,
 }
 
 impl CompileBackend {
     /// Every backend, in the order of the ladder.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Eager,
         Self::AotEager,
         Self::Candle,
         Self::Interpret,
         Self::Cpu,
+        Self::Cuda,
     ];
 
     /// The backends that this build has, in the order of the ladder.
     pub const BUILT: &[Self] = match cfg!(feature = "candle") {
         true => &Self::ALL,
-        false => &[Self::Eager, Self::AotEager, Self::Interpret, Self::Cpu],
+        false => &[
+            Self::Eager,
+            Self::AotEager,
+            Self::Interpret,
+            Self::Cpu,
+            Self::Cuda,
+        ],
     };
 
     /// The name on command lines and in reports.
@@ -45,6 +54,7 @@ impl CompileBackend {
             Self::Candle => "candle",
             Self::Interpret => "interpret",
             Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
         }
     }
 
@@ -56,6 +66,20 @@ impl CompileBackend {
             Self::Candle => "the recorded graph on candle-core, an executor that shares no kernel with Burn",
             Self::Interpret => "the plain meaning of the recorded graph, in f64; slow, for tests",
             Self::Cpu => "the recorded step compiled to one shared object through C",
+            Self::Cuda => "the recorded step compiled to one graph of kernels on an NVIDIA GPU",
+        }
+    }
+
+    /// Whether it compiles a step as a whole and plans its memory.
+    pub const fn compiles(self) -> bool {
+        matches!(self, Self::Cpu | Self::Cuda)
+    }
+
+    /// The backend for a step on `gpu`, where the program asked for this one: what compiles for the CPU gives way to what compiles for the GPU.
+    pub(crate) const fn on(self, gpu: Option<usize>) -> Self {
+        match (self, gpu) {
+            (Self::Cpu, Some(_)) => Self::Cuda,
+            (backend, _) => backend,
         }
     }
 }
@@ -79,18 +103,18 @@ impl FromStr for CompileBackend {
 
 /// A name that is no backend.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("unknown backend `{0}` (expected one of eager, aot_eager, candle, interpret, cpu)")]
+#[error("unknown backend `{0}` (expected one of eager, aot_eager, candle, interpret, cpu, cuda)")]
 pub struct UnknownBackend(pub String);
 
 /// Options of a compiled region. Build with [`CompileOptions::default`] and the `with_*` methods.
 #[derive(Clone, PartialEq, Debug)]
 pub struct CompileOptions {
-    /// What runs the recorded step. Default: [`CompileBackend::Cpu`].
+    /// What runs the recorded step. Default: [`CompileBackend::Cpu`], which stands for [`CompileBackend::Cuda`] where the step's tensors are on a GPU.
     pub backend: CompileBackend,
     /// Whether a graph break is an error. Default: false.
     pub fullgraph: bool,
     /// Upper bound in bytes of what the step allocates beyond parameters, optimizer state, inputs and outputs: its intermediate
-    /// values. The backend `cpu` recomputes in the backward pass whatever it takes to stay within, or says what the smallest budget
+    /// values. The backends `cpu` and `cuda` recompute in the backward pass whatever it takes to stay within, or says what the smallest budget
     /// is; a larger budget never gives a slower step. The other backends have no plan of memory and ignore it, which `explain` reports. Default: none.
     pub memory_budget: Option<usize>,
     /// Whether a training step that turns out not to compute the same function at every call fails with an error, instead of a warning and being recorded

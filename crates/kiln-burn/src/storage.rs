@@ -6,15 +6,25 @@
 
 use burn_backend::{DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
+use kiln_cuda::CudaError;
 use kiln_graph::{HostTensor, TensorType};
 
 use crate::execute::convert;
+use crate::gpu_tensor::GpuTensor;
 
 /// The elements of a tensor. A clone shares them.
 #[derive(Clone, Debug)]
 pub enum Storage {
     /// In the memory of the host, as burn-flex has them: strided, in a buffer that several tensors may share.
     Host(FlexTensor),
+    /// In the memory of a GPU.
+    Gpu(GpuTensor),
+}
+
+impl From<GpuTensor> for Storage {
+    fn from(tensor: GpuTensor) -> Self {
+        Self::Gpu(tensor)
+    }
 }
 
 impl From<FlexTensor> for Storage {
@@ -48,6 +58,7 @@ impl Storage {
     pub fn shape(&self) -> &Shape {
         match self {
             Self::Host(tensor) => tensor.layout().shape(),
+            Self::Gpu(tensor) => tensor.shape(),
         }
     }
 
@@ -55,40 +66,62 @@ impl Storage {
     pub fn dtype(&self) -> DType {
         match self {
             Self::Host(tensor) => tensor.dtype(),
+            Self::Gpu(tensor) => tensor.dtype(),
         }
     }
 
     /// The type in a graph; none if graphs have no such element type.
     pub fn tensor_type(&self) -> Option<TensorType> {
-        match self {
-            Self::Host(tensor) => convert::tensor_type(tensor),
-        }
+        Some(TensorType::new(
+            convert::dtype(self.dtype())?,
+            kiln_graph::Shape::new(self.shape().iter().copied()),
+        ))
     }
 
     /// Whether [`Storage::tensor_type`] is `ty`.
     pub fn has_type(&self, ty: &TensorType) -> bool {
-        match self {
-            Self::Host(tensor) => convert::has_type(tensor, ty),
-        }
+        convert::dtype(self.dtype()) == Some(ty.dtype) && self.shape().iter().eq(ty.shape.iter())
     }
 
     /// Where the buffer begins, and its bytes: equal for storages that share a buffer.
     pub fn buffer(&self) -> (*const u8, usize) {
         match self {
             Self::Host(tensor) => (tensor.bytes().as_ptr(), tensor.bytes().len()),
+            Self::Gpu(tensor) => {
+                let storage = tensor.storage();
+                (storage.address() as *const u8, storage.bytes())
+            }
         }
     }
 
-    /// The elements on the host.
+    /// The elements on the host: copied there if they are on a GPU.
+    ///
+    /// # Panics
+    ///
+    /// If the GPU is lost: [`Storage::try_into_host`] says so with an error.
     pub fn into_host(self) -> FlexTensor {
+        self.try_into_host().unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// The elements on the host: copied there if they are on a GPU.
+    ///
+    /// # Errors
+    ///
+    /// If the GPU is lost.
+    pub fn try_into_host(self) -> Result<FlexTensor, CudaError> {
         match self {
-            Self::Host(tensor) => tensor,
+            Self::Host(tensor) => Ok(tensor),
+            Self::Gpu(tensor) => tensor.download(),
         }
     }
 
     /// The elements on the host, row-major.
-    pub fn into_data(self) -> TensorData {
-        self.into_host().into_data()
+    ///
+    /// # Errors
+    ///
+    /// As [`Storage::try_into_host`].
+    pub fn try_into_data(self) -> Result<TensorData, CudaError> {
+        self.try_into_host().map(FlexTensor::into_data)
     }
 
     /// The same elements under another name of their type: Burn distinguishes types that are one type in a graph (bools of several
@@ -102,6 +135,7 @@ impl Storage {
                     dtype,
                 ))
             }
+            Self::Gpu(tensor) if tensor.dtype().size() == dtype.size() => Self::Gpu(tensor.with_dtype(dtype)),
             same => same,
         }
     }
@@ -110,6 +144,7 @@ impl Storage {
     pub fn to_host_tensor(&self) -> Option<HostTensor> {
         match self {
             Self::Host(tensor) => convert::to_host(tensor),
+            Self::Gpu(_) => convert::to_host(&self.clone().into_host()),
         }
     }
 
@@ -120,9 +155,9 @@ impl Storage {
 
     /// Whether both have the same type, shape and bits.
     pub fn has_equal_elements(&self, other: &Self) -> bool {
-        let (Self::Host(a), Self::Host(b)) = (self, other);
-        a.dtype() == b.dtype()
-            && a.layout().shape() == b.layout().shape()
-            && a.to_contiguous().bytes() == b.to_contiguous().bytes()
+        self.dtype() == other.dtype() && self.shape() == other.shape() && {
+            let (a, b) = (self.clone().into_host(), other.clone().into_host());
+            a.to_contiguous().bytes() == b.to_contiguous().bytes()
+        }
     }
 }

@@ -9,6 +9,7 @@
 
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
+use crate::device::Place;
 use crate::storage::Storage;
 use burn_ir::TensorId;
 use rustc_hash::FxHashMap;
@@ -88,12 +89,26 @@ fn tensors() -> MutexGuard<'static, FxHashMap<TensorId, Entry>> {
     TENSORS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An id no tensor has had.
-pub fn new_id() -> TensorId {
-    TensorId::new(NEXT_ID.fetch_add(1, Ordering::Relaxed))
+/// Bits of an id that number tensors; those above say where the tensor lives.
+const NUMBER_BITS: u32 = 56;
+
+/// An id no tensor has had, of a tensor that lives at `place`.
+pub fn new_id(place: Place) -> TensorId {
+    let number = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+    TensorId::new((u64::from(place.index()) << NUMBER_BITS) | number)
 }
 
-/// The id [`new_id`] gives next, or a later one.
+/// Where the program has the tensor of an id. Its elements may be elsewhere for the time being.
+pub fn place(id: TensorId) -> Place {
+    Place::from_index((id.value() >> NUMBER_BITS) as u8)
+}
+
+/// The number of an id: they count up, over all places.
+pub fn number(id: TensorId) -> u64 {
+    id.value() & ((1 << NUMBER_BITS) - 1)
+}
+
+/// The number of the id that [`new_id`] gives next, or a later one.
 pub fn id_watermark() -> u64 {
     NEXT_ID.load(Ordering::Relaxed)
 }

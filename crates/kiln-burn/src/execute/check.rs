@@ -142,7 +142,7 @@ impl Checker {
         let Some(check) = options.check else {
             return Ok(None);
         };
-        let (reference, _) = prepare(check.backend, graph.clone(), options, Effort::Full, None)?;
+        let (reference, _) = prepare(check.backend, 0, graph.clone(), options, Effort::Full, None)?;
         Ok(Some(Self {
             check,
             options: options.clone(),
@@ -222,7 +222,7 @@ impl Reference<'_> {
     ///
     /// Those of the reference backend.
     pub fn values(&self, graph: Graph) -> Result<Vec<Storage>, ExecuteError> {
-        let (reference, _) = prepare(self.backend, Arc::new(graph), self.options, Effort::Full, None)?;
+        let (reference, _) = prepare(self.backend, 0, Arc::new(graph), self.options, Effort::Full, None)?;
         reference.run(self.inputs.to_vec(), self.scalars)
     }
 
@@ -242,7 +242,14 @@ impl Reference<'_> {
             node.outputs.iter().for_each(|&value| all.output(value, None));
         }
         let nodes: Vec<&NodeData> = all.outputs.iter().map(|output| graph.def(output.value)).collect();
-        let (own, _) = prepare(backend, Arc::new(all.clone()), self.options, Effort::Full, None)?;
+        let (own, _) = prepare(
+            backend,
+            0,
+            Arc::new(all.clone()),
+            self.options,
+            Effort::Full,
+            None,
+        )?;
         let found = own.run(self.inputs.to_vec(), self.scalars)?;
         let expected = self.values(all.clone())?;
         let parting = expected

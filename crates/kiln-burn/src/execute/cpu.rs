@@ -34,7 +34,7 @@ use super::memory::Memory;
 use super::profile::{RunClock, describe_contract, next_id};
 use super::{Effort, Executable, ExecuteError, check_count, check_scalars, check_tensor, convert};
 use crate::import::external;
-use crate::options::CompileOptions;
+use crate::options::{CompileBackend, CompileOptions};
 use crate::storage::Storage;
 pub use places::Places;
 use places::into_bytes;
@@ -167,7 +167,7 @@ impl Cpu {
 }
 
 /// The operation behind a call out of the compiled code.
-fn extern_operation(call: &ExternCall) -> Result<ExternOp, StepError> {
+pub(super) fn extern_operation(call: &ExternCall) -> Result<ExternOp, StepError> {
     let outputs = call.outputs.iter().map(|(dtype, dims)| {
         let dtype =
             dtype
@@ -255,7 +255,14 @@ impl Cpu {
             .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         if let Some(clock) = outside.clock {
             let contract = self.executable.contract();
-            let describe = || Arc::new(describe_contract(&self.graph.name, self.id, contract));
+            let describe = || {
+                Arc::new(describe_contract(
+                    CompileBackend::Cpu,
+                    &self.graph.name,
+                    self.id,
+                    contract,
+                ))
+            };
             clock.finish(self.description.get_or_init(describe));
         }
         for &index in &places.moving {

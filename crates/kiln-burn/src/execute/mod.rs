@@ -4,7 +4,7 @@
 //! comes again. Inputs are handed over by value: a tensor nobody else holds may be overwritten.
 //!
 //! - [`aot_eager`]: node by node on burn-flex. The reference in the ladder of backends, and what runs where nothing can be compiled.
-//! - [`cpu`]: compiled to one shared object through C.
+//! - [`cpu`]: compiled to one shared object through C. [`cuda`]: compiled to one graph of kernels on an NVIDIA GPU.
 //! - [`memory`]: the arguments of a step that runs again and again.
 //! - [`profile`]: what they tell an open profile. [`check`]: comparing one with another.
 //! - [`host`]: `interpret`, the plain meaning in f64. With the feature `candle` also `candle`: candle-core, whose kernels share nothing with Burn's.
@@ -17,6 +17,7 @@ pub mod candle;
 pub mod check;
 pub mod convert;
 pub mod cpu;
+pub mod cuda;
 pub mod host;
 pub mod memory;
 pub mod profile;
@@ -220,6 +221,9 @@ pub enum ExecuteError {
     /// The compiled code could not be built, or failed.
     #[error(transparent)]
     Step(StepError),
+    /// The code on a GPU could not be built, or failed.
+    #[error(transparent)]
+    Cuda(kiln_cuda::execute::StepError),
 }
 
 #[cfg(feature = "candle")]
@@ -251,14 +255,32 @@ impl From<StepError> for ExecuteError {
     }
 }
 
+impl From<kiln_cuda::execute::StepError> for ExecuteError {
+    fn from(error: kiln_cuda::execute::StepError) -> Self {
+        use kiln_cuda::execute::StepError;
+        match error {
+            StepError::Index(error) => Self::Index(error),
+            StepError::Compile(error) => Self::Compile(error),
+            error => Self::Cuda(error),
+        }
+    }
+}
+
+impl From<kiln_cuda::CudaError> for ExecuteError {
+    fn from(error: kiln_cuda::CudaError) -> Self {
+        Self::Cuda(error.into())
+    }
+}
+
 /// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C compiler, an operation without code) the step runs on
-/// `aot_eager`, after one warning. `debug` is the folder for what the step compiler made of it, if that is wanted.
+/// `aot_eager`, after one warning. `gpu` is the ordinal of the GPU, for a backend that runs on one. `debug` is the folder for what the step compiler made of it, if that is wanted.
 ///
 /// # Errors
 ///
 /// If the backend cannot take the graph.
 pub fn prepare(
     backend: CompileBackend,
+    gpu: usize,
     graph: Arc<Graph>,
     options: &CompileOptions,
     effort: Effort,
@@ -279,6 +301,14 @@ pub fn prepare(
                 error @ (ExecuteError::NoCompiler(_)
                 | ExecuteError::Compile(CompileError::Unsupported { .. })),
             ) => {
+                warn_once(&error);
+                return Ok((aot_eager(graph), CompileBackend::AotEager));
+            }
+            Err(error) => return Err(error),
+        },
+        CompileBackend::Cuda => match cuda::Cuda::new(gpu, graph.clone(), options, debug) {
+            Ok(executable) => Box::new(executable),
+            Err(error @ ExecuteError::Compile(CompileError::Unsupported { .. })) => {
                 warn_once(&error);
                 return Ok((aot_eager(graph), CompileBackend::AotEager));
             }

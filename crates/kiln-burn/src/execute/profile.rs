@@ -30,7 +30,12 @@ pub fn phase_word(name: &str) -> &'static str {
 }
 
 /// Describes compiled code.
-pub fn describe_contract(region: &str, number: u64, contract: &Contract) -> StepDescription {
+pub fn describe_contract(
+    backend: CompileBackend,
+    region: &str,
+    number: u64,
+    contract: &Contract,
+) -> StepDescription {
     let in_use = arena_in_use(&contract.kernels, &contract.buffers);
     let kernel = |(kernel, arena_bytes): (&KernelReport, u64)| KernelDescription {
         name: kernel.name.clone(),
@@ -43,7 +48,7 @@ pub fn describe_contract(region: &str, number: u64, contract: &Contract) -> Step
     StepDescription {
         region: region.to_owned(),
         number,
-        backend: CompileBackend::Cpu.name(),
+        backend: backend.name(),
         kernels: contract.kernels.iter().zip(in_use).map(kernel).collect(),
     }
 }

@@ -15,9 +15,11 @@ use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::sighting::Sighting;
+use crate::device::Place;
 use crate::random::Stream;
 use crate::storage::Storage;
 use crate::stream::{self, Visitor};
+use crate::table;
 
 /// Added to the kind of a scalar that belongs to the identity of the step.
 const STATIC: u64 = 4;
@@ -62,11 +64,11 @@ struct Pending {
 /// Operations recorded and not run yet.
 #[derive(Debug, Default)]
 pub struct Recording {
-    /// Ids from here on are dense enough for a table: `results` has the position of `id - base`.
+    /// Numbers of ids from here on are dense enough for a table: `results` has the position of `number - base`.
     base: u64,
-    /// Position plus one, by `id - base`; 0 for ids that are no results.
+    /// Position plus one, by `number - base`; 0 for ids that are no results.
     results: Vec<u32>,
-    /// Positions of results with ids below `base`: those of an operation that was on its way when the recording began.
+    /// Positions of results with numbers below `base`: those of an operation that was on its way when the recording began.
     early: FxHashMap<TensorId, u32>,
     pending: Vec<Pending>,
     inputs: Vec<Input>,
@@ -124,8 +126,17 @@ pub struct Recorded {
     pub lines: Vec<Sighting>,
 }
 
+impl Recorded {
+    /// The GPU that the step runs on: that of its tensors; none if they are all the host's.
+    pub fn gpu(&self) -> Option<usize> {
+        let inputs = self.inputs.iter().map(|input| input.ir.id);
+        let mut places = self.output_ids.iter().copied().chain(inputs).map(table::place);
+        places.find_map(Place::gpu)
+    }
+}
+
 impl Recording {
-    /// An empty recording. Most results of its operations will have ids of at least `base`.
+    /// An empty recording. Most results of its operations will have ids with numbers of at least `base`.
     pub fn new(base: u64) -> Self {
         Self {
             base,
@@ -155,7 +166,7 @@ impl Recording {
 
     /// Position of a result of this recording.
     fn position(&self, id: TensorId) -> Option<u32> {
-        match id.value().checked_sub(self.base) {
+        match table::number(id).checked_sub(self.base) {
             Some(offset) => self.results.get(usize::try_from(offset).ok()?)?.checked_sub(1),
             None => self.early.get(&id).copied(),
         }
@@ -356,7 +367,7 @@ impl Visitor for Encoder<'_> {
             id: tensor.id,
             alive: true,
         });
-        match tensor.id.value().checked_sub(recording.base) {
+        match table::number(tensor.id).checked_sub(recording.base) {
             Some(offset) => {
                 let offset = offset as usize;
                 if recording.results.len() <= offset {

@@ -330,7 +330,7 @@ impl Region {
     /// The backend for a new step, and whether it is provisional: the first call of an optimizer has a graph of its own, because the
     /// state does not exist yet, and will not come again.
     fn choose_backend(&mut self, segment: usize, recorded: &Recorded, seen: bool) -> (CompileBackend, bool) {
-        let backend = self.options.backend;
+        let backend = self.options.backend.on(recorded.gpu());
         let compiled = self.segments[segment]
             .iter()
             .filter(|step| !step.provisional)
@@ -351,7 +351,7 @@ impl Region {
             return (CompileBackend::AotEager, false);
         }
         let first = self.segments[segment].is_empty() && !seen;
-        if first && backend == CompileBackend::Cpu && creates_state(recorded) {
+        if first && backend.compiles() && creates_state(recorded) {
             return (backend, true);
         }
         (backend, false)

@@ -345,9 +345,26 @@ pub fn submit(device: KilnDevice, operation: OperationIr) {
     if let OperationIr::Drop(tensor) = &operation {
         return release(tensor.id);
     }
+    refuse_two_places(&operation);
     match current(device) {
         Some(session) => record(&session, operation),
         None => run_now(&operation),
+    }
+}
+
+/// Stops the user's program at an operation on tensors that live at two places. Burn's operations return no errors.
+fn refuse_two_places(operation: &OperationIr) {
+    let mut operands = operation.inputs();
+    let Some(first) = operands.next() else { return };
+    let place = table::place(first.id);
+    if let Some(other) = operands
+        .map(|ir| table::place(ir.id))
+        .find(|&other| other != place)
+    {
+        panic!(
+            "{}: one operand is on {place} and another on {other}; move one of them with `to_device`",
+            stream::name(operation)
+        );
     }
 }
 

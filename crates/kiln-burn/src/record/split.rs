@@ -172,7 +172,7 @@ impl SplitRegion {
             );
             CompileBackend::AotEager
         } else {
-            self.options.backend
+            self.options.backend.on(recorded.gpu())
         };
         let step = SplitStep::compile(&self.options, backend, recorded, gradients, tangents, places)?;
         let step = Arc::new(step);
@@ -239,18 +239,20 @@ fn place(recorded: &Recorded, id: TensorId) -> Option<Place> {
 
 /// The joint graph as one graph for each pass, as `backend` needs them.
 fn cut(
-    backend: CompileBackend,
+    (backend, gpu): (CompileBackend, usize),
     graph: &Graph,
     tangents: &[u32],
     roles: &[OutputRole],
     options: &CompileOptions,
 ) -> Result<Split, ExecuteError> {
-    if backend == CompileBackend::Cpu {
-        match execute::cpu::split(graph, tangents, roles, options) {
+    match backend {
+        CompileBackend::Cpu => match execute::cpu::split(graph, tangents, roles, options) {
             // The halves are going to run on another backend, and a warning says so.
             Err(ExecuteError::NoCompiler(_)) => {}
             other => return other,
-        }
+        },
+        CompileBackend::Cuda => return execute::cuda::split(gpu, graph, tangents, roles, options),
+        _ => {}
     }
     let choices = kiln_partition::Options::default();
     let split = kiln_partition::split(graph, tangents, roles, &choices);
@@ -271,6 +273,7 @@ impl SplitStep {
             region: options.name.clone(),
             source: source.into(),
         };
+        let gpu = recorded.gpu().unwrap_or(0);
         let results = results(recorded, gradients);
         let outputs: Vec<TensorId> = results.iter().chain(gradients).copied().collect();
         let sources = gradient::sources(&recorded.operations, &recorded.lines);
@@ -299,16 +302,16 @@ impl SplitStep {
             .collect();
         let mut roles = vec![OutputRole::Forward; results.len()];
         roles.resize(outputs.len(), OutputRole::Gradient);
-        let split = cut(backend, &graph, &tangent_arguments, &roles, options).map_err(failed)?;
+        let split = cut((backend, gpu), &graph, &tangent_arguments, &roles, options).map_err(failed)?;
         // The budget has been spent on the cut: a half by itself has nothing to recompute.
         let half = CompileOptions {
             memory_budget: None,
             ..options.clone()
         };
-        let prepare = |graph| execute::prepare(backend, Arc::new(graph), &half, Effort::Full, None);
+        let prepare = |graph| execute::prepare(backend, gpu, Arc::new(graph), &half, Effort::Full, None);
         let (forward, ran_forward) = prepare(split.forward).map_err(failed)?;
         let (backward, ran_backward) = prepare(split.backward).map_err(failed)?;
-        let planned = ran_forward == CompileBackend::Cpu && ran_backward == CompileBackend::Cpu;
+        let planned = ran_forward.compiles() && ran_backward.compiles();
         Ok(Self {
             guard: Guard::new(recorded, sources),
             places,
@@ -318,7 +321,7 @@ impl SplitStep {
             arguments,
             scalars,
             saved: split.saved,
-            // Only one backend plans memory; the others allocate value by value.
+            // What does not compile plans no memory: it allocates value by value.
             ignored_budget: options.memory_budget.filter(|_| !planned),
             results: types_of(recorded, &results),
             gradients: types_of(recorded, gradients),

@@ -111,8 +111,9 @@ impl Step {
         kiln_partition::assign_phases(&mut graph);
         let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
+        let gpu = recorded.gpu().unwrap_or(0);
         let effort = if provisional { Effort::Quick } else { Effort::Full };
-        let (executable, backend) = execute::prepare(backend, graph.clone(), options, effort, debug)
+        let (executable, backend) = execute::prepare(backend, gpu, graph.clone(), options, effort, debug)
             .map_err(|source| Error::Execute {
                 region: options.name.clone(),
                 source: source.into(),
@@ -139,8 +140,8 @@ impl Step {
             provisional,
             runs: Arc::default(),
             compile_time: start.elapsed(),
-            // Only one backend plans memory; the others allocate value by value.
-            ignored_budget: options.memory_budget.filter(|_| backend != CompileBackend::Cpu),
+            // What does not compile plans no memory: it allocates value by value.
+            ignored_budget: options.memory_budget.filter(|_| !backend.compiles()),
             run_time: AtomicU64::new(0),
             operations: recorded.operations.len(),
         })

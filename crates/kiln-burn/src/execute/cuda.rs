@@ -1,0 +1,335 @@
+//! `cuda`: the graph compiled to kernels for an NVIDIA GPU.
+//!
+//! kiln-compiler plans the step and kiln-cuda writes, builds, caches and queues its kernels; here tensors become memory of the GPU. Inputs that are on the host are copied
+//! there, outputs stay there. An output that the step computes in place of an input takes over that input's memory if nobody else holds it.
+//!
+//! Indices that the step is given from the host are looked at before anything is queued, so that a run need not wait for the GPU; those that are on the
+//! GPU already, or that the step computes, are looked at by the step, and the run waits for what it found.
+
+use std::fmt::Write;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use burn_backend::{DType, Shape};
+use kiln_compiler::{Contract, Keep, Options};
+use kiln_cuda::CudaError;
+use kiln_cuda::execute::{CudaExecutable, Gpu, Outside};
+use kiln_cuda::runtime::Storage as Memory;
+use kiln_graph::op::{ExternOp, Op};
+use kiln_graph::{Graph, TensorType};
+use kiln_partition::{OutputRole, Point, Split};
+
+use super::check::{Parting, Reference};
+use super::cpu::extern_operation;
+use super::profile::next_id;
+use super::{Executable, ExecuteError, check_arguments, convert, memory};
+use crate::gpu_tensor::GpuTensor;
+use crate::import::external;
+use crate::options::{CompileBackend, CompileOptions};
+use crate::storage::Storage;
+
+/// The graph as kernels on a GPU.
+pub struct Cuda {
+    graph: Arc<Graph>,
+    executable: CudaExecutable,
+    externs: Vec<ExternOp>,
+    id: u64,
+    /// Shape, element type and bytes of each output.
+    outputs: Vec<(Shape, DType, usize)>,
+    /// For each index check, the argument that has the indices, if it is one.
+    checked: Vec<Option<usize>>,
+    /// Nanoseconds of the host in queuing the step, over all runs.
+    code_time: AtomicU64,
+}
+
+fn compiler_options(options: &CompileOptions) -> Options {
+    Options {
+        keep: options
+            .memory_budget
+            .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64)),
+        ..Options::default()
+    }
+}
+
+/// What memory budgets would do to a step on this GPU: its plans from the fastest to the smallest.
+///
+/// # Errors
+///
+/// If there is no such GPU, or the graph cannot be scheduled.
+pub fn memory_curve(gpu: usize, graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
+    let target = Gpu::get(gpu)?.target();
+    Ok(kiln_compiler::memory_curve(
+        graph,
+        &compiler_options(options),
+        &target,
+    )?)
+}
+
+/// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see [`kiln_compiler::split()`].
+///
+/// # Errors
+///
+/// If there is no such GPU, the graph cannot be split, or nothing fits the budget.
+pub fn split(
+    gpu: usize,
+    graph: &Graph,
+    tangents: &[u32],
+    roles: &[OutputRole],
+    options: &CompileOptions,
+) -> Result<Split, ExecuteError> {
+    let target = Gpu::get(gpu)?.target();
+    let options = compiler_options(options);
+    Ok(kiln_compiler::split(graph, tangents, roles, &options, &target)?)
+}
+
+impl Cuda {
+    /// Compiles `graph` for GPU `gpu`, or finds it in the disk cache. What the compiler made is written to `debug`, if given.
+    ///
+    /// # Errors
+    ///
+    /// If a library or the GPU is missing, an operation has no code, or the build fails.
+    pub fn new(
+        gpu: usize,
+        graph: Arc<Graph>,
+        options: &CompileOptions,
+        debug: Option<&Path>,
+    ) -> Result<Self, ExecuteError> {
+        let gpu = Gpu::get(gpu)?;
+        let compiler = Options {
+            debug: debug.map(Path::to_path_buf),
+            update_in_epilogue: false,
+            ..compiler_options(options)
+        };
+        let executable = CudaExecutable::new(&graph, &compiler, &gpu)?;
+        let externs = executable.contract().externs.iter().map(extern_operation);
+        let externs = externs.collect::<Result<_, _>>().map_err(ExecuteError::Step)?;
+        let output = |output: &kiln_graph::Output| {
+            let ty = graph.ty(output.value);
+            (
+                convert::burn_shape(&ty.shape),
+                convert::burn_dtype(ty.dtype),
+                ty.bytes(),
+            )
+        };
+        Ok(Self {
+            outputs: graph.outputs.iter().map(output).collect(),
+            checked: checked_arguments(&graph),
+            graph,
+            executable,
+            externs,
+            id: next_id(),
+            code_time: AtomicU64::new(0),
+        })
+    }
+
+    /// Looks at the indices that are on the host. Whether some are left for the step to look at.
+    fn check_indices(&self, inputs: &[Storage]) -> Result<bool, ExecuteError> {
+        let mut left = false;
+        for (check, argument) in self.executable.contract().checks.iter().zip(&self.checked) {
+            let Some(Storage::Host(tensor)) = argument.map(|index| &inputs[index]) else {
+                left = true;
+                continue;
+            };
+            let Some(host) = convert::to_host(tensor) else {
+                left = true;
+                continue;
+            };
+            let indices = host.to_i64s();
+            let (Some(&least), Some(&most)) = (indices.iter().min(), indices.iter().max()) else {
+                continue;
+            };
+            if let Some(error) = check.error(least.into(), most.into()) {
+                return Err(ExecuteError::Index(Box::new(error)));
+            }
+        }
+        Ok(left)
+    }
+
+    /// Queues the step. The inputs stay in their list.
+    fn queue(&self, inputs: &mut [Storage], scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
+        check_arguments(&self.graph, inputs, scalars)?;
+        let wait = self.check_indices(inputs)?;
+        let gpu = self.executable.gpu();
+        inputs
+            .iter_mut()
+            .try_for_each(|input| move_to(gpu, input).map(|_| ()))?;
+        let tensors: Vec<&GpuTensor> = inputs.iter().filter_map(on_gpu).collect();
+        let aliases = &self.executable.contract().aliases;
+        let place = |(output, &(.., bytes)): (usize, &(Shape, DType, usize))| {
+            let input = aliases[output].map(|input| tensors[input as usize]);
+            match input.filter(|tensor| tensor.is_unique()) {
+                Some(tensor) => Ok(tensor.storage().clone()),
+                None => gpu.allocate(bytes),
+            }
+        };
+        let outputs = self.outputs.iter().enumerate().map(place);
+        let outputs = outputs.collect::<Result<Vec<_>, CudaError>>()?;
+        let memory: Vec<Arc<Memory>> = tensors.iter().map(|tensor| tensor.storage().clone()).collect();
+        let start = Instant::now();
+        self.executable.run(&memory, &outputs, scalars, self, wait)?;
+        self.code_time
+            .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        let made = outputs.into_iter().zip(&self.outputs);
+        let made = made
+            .map(|(storage, (shape, dtype, _))| GpuTensor::new(gpu, storage, shape.clone(), *dtype).into());
+        Ok(made.collect())
+    }
+}
+
+/// Brings the elements to `gpu`, from wherever they are.
+fn move_to(gpu: &Arc<Gpu>, tensor: &mut Storage) -> Result<(), CudaError> {
+    if let Storage::Gpu(own) = tensor
+        && Arc::ptr_eq(own.gpu(), gpu)
+    {
+        return Ok(());
+    }
+    let host = tensor.clone().try_into_host()?;
+    *tensor = GpuTensor::upload(gpu, host)?.into();
+    Ok(())
+}
+
+fn on_gpu(tensor: &Storage) -> Option<&GpuTensor> {
+    match tensor {
+        Storage::Gpu(tensor) => Some(tensor),
+        Storage::Host(_) => None,
+    }
+}
+
+/// For each index check of the compiled step, the argument whose elements are the indices; none if the step computes them.
+fn checked_arguments(graph: &Graph) -> Vec<Option<usize>> {
+    let mut seen = Vec::new();
+    for check in kiln_graph::indices::checks(graph) {
+        if !seen.contains(&check.indices) {
+            seen.push(check.indices);
+        }
+    }
+    let argument = |value: &kiln_graph::Value| match graph.def(*value).op {
+        Op::Parameter { index, .. } => Some(index as usize),
+        _ => None,
+    };
+    seen.iter().map(argument).collect()
+}
+
+impl Executable for Cuda {
+    fn run_given(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
+        let outputs = self.queue(inputs, scalars)?;
+        inputs.clear();
+        Ok(outputs)
+    }
+
+    fn run_on(
+        &self,
+        memory: &mut memory::Memory,
+        scalars: &[u64],
+    ) -> Result<Vec<Option<Storage>>, ExecuteError> {
+        // What stays is copied once, not at each run.
+        for index in 0..memory.tensors.len() {
+            if memory.is_constant(index)
+                && let Some(tensor) = &mut memory.tensors[index]
+            {
+                move_to(self.executable.gpu(), tensor)?;
+            }
+        }
+        memory.run_by(|inputs| self.run_given(inputs, scalars))
+    }
+
+    fn locate(&self, reference: &Reference<'_>) -> Result<Option<Parting>, ExecuteError> {
+        reference.first_node(&self.graph, CompileBackend::Cuda)
+    }
+
+    fn report(&self) -> String {
+        let (contract, code) = (self.executable.contract(), self.executable.code());
+        let source = if self.executable.from_cache {
+            "from the disk cache"
+        } else {
+            "built"
+        };
+        let mut text = format!(
+            "{} kernels, {} launches of {} functions ({source}: compiler {:.0?}, NVRTC and cuBLASLt {:.0?}), arena {} KiB on {}",
+            contract.kernels.len(),
+            code.calls.len(),
+            code.functions.len(),
+            self.executable.compile_time,
+            self.executable.build_time,
+            contract.arena_bytes >> 10,
+            self.executable.gpu().device().description().name,
+        );
+        if let Some(nodes) = self.executable.graph_nodes() {
+            let _ = write!(text, "\none graph of {nodes} nodes");
+        }
+        for call in &contract.externs {
+            let _ = write!(text, "\noutside the compiled code, on the host: {}", call.name);
+        }
+        text
+    }
+
+    fn arena_bytes(&self) -> Option<usize> {
+        Some(self.executable.contract().arena_bytes)
+    }
+
+    fn code_time(&self) -> Option<Duration> {
+        Some(Duration::from_nanos(self.code_time.load(Ordering::Relaxed)))
+    }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn contract(&self) -> Option<&Contract> {
+        Some(self.executable.contract())
+    }
+
+    fn stages(&self) -> &[(&'static str, Duration)] {
+        &self.executable.stages
+    }
+
+    fn is_from_cache(&self) -> bool {
+        self.executable.from_cache
+    }
+}
+
+impl Outside for Cuda {
+    fn call(&self, index: u32, places: &[(Arc<Memory>, usize)]) -> Result<(), String> {
+        let call = &self.executable.contract().externs[index as usize];
+        let op = &self.externs[index as usize];
+        let stream = self.executable.gpu().stream();
+        let (operands, results) = places.split_at(call.inputs.len());
+        let read = |((storage, at), (dtype, dims)): (&(Arc<Memory>, usize), &(String, Vec<usize>))| {
+            let dtype = dtype
+                .parse()
+                .map_err(|error: kiln_graph::dtype::UnknownDType| error.to_string())?;
+            let ty = TensorType::new(dtype, dims.clone());
+            let mut bytes = convert::aligned(ty.bytes());
+            stream
+                .read(storage, *at, &mut bytes)
+                .map_err(|error| error.to_string())?;
+            let layout = burn_flex::Layout::contiguous(convert::burn_shape(&ty.shape));
+            Ok(burn_flex::FlexTensor::new(
+                bytes,
+                layout,
+                convert::burn_dtype(ty.dtype),
+            ))
+        };
+        let operands = operands.iter().zip(&call.inputs).map(read);
+        let operands = operands.collect::<Result<_, String>>()?;
+        let made = external::run(op, operands).map_err(|error| error.to_string())?;
+        for (position, ((made, ty), (storage, at))) in
+            made.into_iter().zip(&op.outputs).zip(results).enumerate()
+        {
+            let made = convert::contiguous(made);
+            if made.bytes().len() != ty.bytes() {
+                return Err(format!(
+                    "{}: result {position} has {} bytes, expected {ty}",
+                    op.name,
+                    made.bytes().len()
+                ));
+            }
+            stream
+                .write(made.bytes(), storage, *at)
+                .map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+}
