@@ -1,6 +1,6 @@
-//! A driver without a GPU, which keeps the calls that it gets.
+//! For tests (feature `testing`): a driver without a GPU, which keeps the calls that it gets, and [`host`], which runs generated kernels.
 //!
-//! Its devices' memory is memory of the host: allocations count against a size, copies and fills happen at
+//! The driver's devices' memory is memory of the host: allocations count against a size, copies and fills happen at
 //! once and are checked against what is allocated. Kernels do nothing; they are declared with the sizes of
 //! their parameters, and their launches are kept. Any call can be made to fail. Streams and events are names:
 //! what the runtime orders by them shows in the calls.
@@ -10,6 +10,7 @@
 
 mod functions;
 mod graphs;
+pub mod host;
 
 use std::collections::HashMap;
 use std::path::PathBuf;

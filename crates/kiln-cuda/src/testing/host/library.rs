@@ -1,0 +1,196 @@
+//! From the kernels of a step to a library that the host loads.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::{env, fs};
+
+use libloading::Library;
+use sha2::{Digest, Sha256};
+
+use crate::code::{Function, StepCode};
+use crate::kernels::PRELUDE;
+
+const HEADER: &str = include_str!("kiln_host.h");
+
+/// Compilers that machines have, in the order in which they are tried behind `$CXX`.
+const COMPILERS: [&str; 3] = ["g++", "c++", "clang++"];
+
+/// One arena holds buffers of different types in turn, hence no type-based alias analysis. Hidden symbols keep the shared memory of one library from being
+/// that of another. Contraction is off so that results do not depend on the host's instructions.
+const FLAGS: [&str; 13] = [
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-O1",
+    "-w",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-fno-threadsafe-statics",
+    "-fno-math-errno",
+    "-fno-exceptions",
+    "-ffp-contract=off",
+];
+
+/// `kiln_host_launch` of the header.
+type LaunchFunction =
+    unsafe extern "C" fn(usize, *const u32, u32, usize, *mut *mut c_void, c_int, *mut c_char, usize) -> c_int;
+
+/// One launch at a time: a library that is loaded twice is one, with one set of fibers.
+static RUNNING: Mutex<()> = Mutex::new(());
+
+/// The kernels of a step, built for the host.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    library: Library,
+}
+
+/// How a kernel is launched.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shape {
+    pub function: usize,
+    pub grid: [u32; 3],
+    pub threads: u32,
+    pub shared_bytes: u32,
+    /// Whether the last thread of the last block runs first.
+    pub backward: bool,
+}
+
+impl Kernels {
+    /// Builds the kernels of `code`, or loads what was built of the same sources before.
+    pub fn build(code: &StepCode) -> Result<Self, String> {
+        let text = source(code)?;
+        let mut hash = Sha256::new();
+        hash.update(FLAGS.join(" "));
+        hash.update(&text);
+        let key: String = hash.finalize()[..12].iter().fold(String::new(), |mut key, byte| {
+            let _ = write!(key, "{byte:02x}");
+            key
+        });
+        let folder = env::temp_dir().join("kiln-cuda-host");
+        let path = folder.join(format!("{key}.so"));
+        if !path.is_file() {
+            fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+            compile(&text, &path)?;
+        }
+        // SAFETY: the library was built of the header and kernels; loading it runs no code of theirs.
+        let library =
+            unsafe { Library::new(&path) }.map_err(|error| format!("{}: {error}", path.display()))?;
+        Ok(Self { library })
+    }
+
+    /// Runs a launch to its end.
+    ///
+    /// # Safety
+    /// The arguments point to what the kernel reads and writes.
+    pub unsafe fn launch(&self, shape: Shape, arguments: &mut [*mut c_void]) -> Result<(), String> {
+        let _alone = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut message: [c_char; 1024] = [0; 1024];
+        // SAFETY: the header defines the symbol with this type; it writes a text that ends with a zero into `message`.
+        unsafe {
+            let launch = self
+                .library
+                .get::<LaunchFunction>(b"kiln_host_launch\0")
+                .map_err(|error| error.to_string())?;
+            let failed = launch(
+                shape.function,
+                shape.grid.as_ptr(),
+                shape.threads,
+                shape.shared_bytes as usize,
+                arguments.as_mut_ptr(),
+                shape.backward.into(),
+                message.as_mut_ptr(),
+                message.len(),
+            );
+            match failed {
+                0 => Ok(()),
+                _ => Err(CStr::from_ptr(message.as_ptr()).to_string_lossy().into_owned()),
+            }
+        }
+    }
+}
+
+/// The header, the prelude and all kernels as one program.
+fn source(code: &StepCode) -> Result<String, String> {
+    let mut text = format!("#line 1 \"kiln_host.h\"\n{HEADER}\n#line 1 \"prelude\"\n{PRELUDE}\n");
+    let mut kernels = String::new();
+    for Function {
+        name,
+        text: function,
+        guarded,
+    } in &code.functions
+    {
+        if function.device_only {
+            return Err(format!("kernel {name} runs on a GPU alone"));
+        }
+        let _ = write!(text, "#line 1 \"{name}\"\n{}", function.source(name, *guarded));
+        let _ = writeln!(
+            kernels,
+            "    {{ \"{name}\", [](void** arguments) {{ kiln_host::call({name}, arguments); }} }},"
+        );
+    }
+    let _ = write!(
+        text,
+        "extern \"C\" const kiln_host::Kernel kiln_host_kernels[] = {{\n{kernels}    {{ nullptr, nullptr }}\n}};\n"
+    );
+    Ok(text)
+}
+
+/// Compiles `text` to the library at `path`.
+fn compile(text: &str, path: &Path) -> Result<(), String> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let failed = |error: std::io::Error| format!("{}: {error}", folder.display());
+    let source = path.with_extension("cpp");
+    fs::write(&source, text).map_err(failed)?;
+    // Another process may build the same: the finished library takes its place at once.
+    let built = tempfile::Builder::new()
+        .suffix(".so")
+        .tempfile_in(folder)
+        .map_err(failed)?
+        .into_temp_path();
+    let output = Command::new(compiler()?)
+        .args(FLAGS)
+        .args(if cfg!(target_arch = "x86_64") {
+            &["-march=native"][..]
+        } else {
+            &[]
+        })
+        .arg("-o")
+        .arg(&built)
+        .arg(&source)
+        .output()
+        .map_err(failed)?;
+    if !output.status.success() {
+        let log = String::from_utf8_lossy(&output.stderr);
+        let lines: Vec<&str> = log.lines().take(40).collect();
+        return Err(format!(
+            "the host's compiler rejects {}:\n{}",
+            source.display(),
+            lines.join("\n")
+        ));
+    }
+    built
+        .persist(path)
+        .map_err(|error| format!("{}: {error}", path.display()))
+}
+
+/// The first compiler that runs.
+fn compiler() -> Result<&'static Path, String> {
+    static FOUND: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        let chosen = env::var_os("CXX").map(PathBuf::from);
+        let candidates = chosen.into_iter().chain(COMPILERS.map(PathBuf::from));
+        let runs = |command: &PathBuf| {
+            let output = Command::new(command).arg("--version").output();
+            output.is_ok_and(|output| output.status.success())
+        };
+        candidates.into_iter().find(runs)
+    });
+    found
+        .as_deref()
+        .ok_or_else(|| "there is no C++ compiler ($CXX, g++, c++ and clang++ were tried)".into())
+}

@@ -1,0 +1,305 @@
+//! A step on the host.
+
+use std::ffi::c_void;
+
+use kiln_compiler::checks::Check;
+
+use super::HostError;
+use super::library::{Kernels, Shape};
+use super::memory::Region;
+use super::product;
+use crate::code::{Address, CallKind, Pointer, StepCode};
+use crate::target::CudaStep;
+
+/// Inputs of more bytes in all are compared with what they were after the last call alone.
+const SMALL_INPUTS: usize = 1 << 20;
+
+/// A step whose kernels were built for the host.
+#[derive(Debug)]
+pub struct HostStep {
+    code: StepCode,
+    kernels: Kernels,
+    aliases: Vec<Option<u32>>,
+    backward: bool,
+}
+
+impl HostStep {
+    /// Builds the kernels of `code`. No output takes over an input's memory, unless [`Self::with_aliases`] says so.
+    ///
+    /// # Errors
+    /// What the compiler says, if it rejects the sources; the name of a kernel that needs a GPU.
+    pub fn build(code: &StepCode) -> Result<Self, String> {
+        Ok(Self {
+            kernels: Kernels::build(code)?,
+            aliases: vec![None; code.outputs.len()],
+            code: code.clone(),
+            backward: false,
+        })
+    }
+
+    /// A compiled step, whose plan says which outputs take over inputs.
+    ///
+    /// # Errors
+    /// Those of [`Self::build`].
+    pub fn of(step: &CudaStep) -> Result<Self, String> {
+        Ok(Self::build(&step.code)?.with_aliases(&step.plan.aliases))
+    }
+
+    /// For each output, the input whose memory it takes over.
+    #[must_use]
+    pub fn with_aliases(mut self, aliases: &[Option<u32>]) -> Self {
+        self.aliases = aliases.to_vec();
+        self.aliases.resize(self.code.outputs.len(), None);
+        self
+    }
+
+    /// Blocks and threads run from the last to the first. Threads that race show in a difference.
+    #[must_use]
+    pub fn backward(mut self, backward: bool) -> Self {
+        self.backward = backward;
+        self
+    }
+
+    /// Runs the step once. Scalars are given as their bits. Outputs that take over an input are written there as well.
+    ///
+    /// # Errors
+    /// [`HostError::Index`] if indices were out of range; [`HostError::Fault`] for kernels that hang, write where they may not, or cannot run here.
+    pub fn run(&self, inputs: &mut [Vec<u8>], scalars: &[u64]) -> Result<Vec<Vec<u8>>, HostError> {
+        let mut run = Run::new(self, inputs, scalars).map_err(HostError::Fault)?;
+        for call in &self.code.calls {
+            run.call(&call.kind).map_err(HostError::Fault)?;
+        }
+        run.inputs_kept("the step").map_err(HostError::Fault)?;
+        let outputs = run.outputs();
+        for (own, input) in inputs.iter_mut().zip(&run.inputs) {
+            own.copy_from_slice(input.as_slice());
+        }
+        match run.wrong {
+            Some(error) => Err(error),
+            None => Ok(outputs),
+        }
+    }
+}
+
+/// One run.
+struct Run<'a> {
+    step: &'a HostStep,
+    originals: Vec<Vec<u8>>,
+    inputs: Vec<Region>,
+    outputs: Vec<Region>,
+    arena: Region,
+    scalars: Region,
+    stopped: Region,
+    wrong: Option<HostError>,
+}
+
+impl<'a> Run<'a> {
+    fn new(step: &'a HostStep, inputs: &[Vec<u8>], scalars: &[u64]) -> Result<Self, String> {
+        let code = &step.code;
+        let sizes: Vec<usize> = inputs.iter().map(Vec::len).collect();
+        if sizes != code.inputs || scalars.len() != code.scalars {
+            return Err(format!(
+                "the step takes inputs of {:?} bytes and {} scalars, not {sizes:?} and {}",
+                code.inputs,
+                code.scalars,
+                scalars.len()
+            ));
+        }
+        let bits: Vec<u8> = scalars.iter().flat_map(|bits| bits.to_ne_bytes()).collect();
+        Ok(Self {
+            step,
+            originals: inputs.to_vec(),
+            inputs: inputs.iter().map(|input| Region::of(input)).collect(),
+            outputs: code.outputs.iter().map(|&bytes| Region::noise(bytes)).collect(),
+            arena: Region::noise(code.arena_bytes),
+            scalars: Region::of(&bits),
+            stopped: Region::of(&0_i32.to_ne_bytes()),
+            wrong: None,
+        })
+    }
+
+    /// The memory that `address` lies in, and its offset there.
+    fn region(&mut self, address: Address) -> (&mut Region, usize) {
+        match address {
+            Address::Input(index, bytes) => (&mut self.inputs[index as usize], bytes),
+            Address::Output(index, bytes) => match self.step.aliases[index as usize] {
+                Some(input) => (&mut self.inputs[input as usize], bytes),
+                None => (&mut self.outputs[index as usize], bytes),
+            },
+            Address::Arena(bytes) => (&mut self.arena, bytes),
+            Address::Scalar(index) => (&mut self.scalars, 8 * index as usize),
+        }
+    }
+
+    fn pointer(&mut self, address: Address) -> Result<*mut u8, String> {
+        let (region, offset) = self.region(address);
+        if offset > region.len() {
+            return Err(format!("{address:?} lies outside of {} bytes", region.len()));
+        }
+        // SAFETY: inside the region, or just behind it.
+        Ok(unsafe { region.as_mut_ptr().add(offset) })
+    }
+
+    /// The bytes from `address` to the end of its memory.
+    fn bytes(&mut self, address: Address) -> Vec<u8> {
+        let (region, offset) = self.region(address);
+        region.as_slice().get(offset..).unwrap_or_default().to_vec()
+    }
+
+    fn call(&mut self, kind: &CallKind) -> Result<(), String> {
+        match kind {
+            CallKind::Launch {
+                function,
+                grid,
+                shared_bytes,
+                arguments,
+            } => {
+                let function_of = &self.step.code.functions[*function];
+                let shape = Shape {
+                    function: *function,
+                    grid: *grid,
+                    threads: function_of.text.threads,
+                    shared_bytes: *shared_bytes,
+                    backward: self.step.backward,
+                };
+                self.launch(shape, arguments)
+                    .and_then(|()| self.kept(&function_of.name))
+            }
+            CallKind::Product {
+                product,
+                left,
+                right,
+                result,
+                workspace: _,
+            } => {
+                let (left, right) = (self.bytes(*left), self.bytes(*right));
+                let mut sums = self.bytes(*result);
+                product::compute(product, &left, &right, &mut sums)?;
+                let to = self.pointer(*result)?;
+                // SAFETY: the region goes on for as many bytes.
+                unsafe { std::slice::from_raw_parts_mut(to, sums.len()) }.copy_from_slice(&sums);
+                self.kept(&format!("product {product}"))
+            }
+            CallKind::Guard {
+                check,
+                dtype,
+                extent,
+                least,
+                most,
+            } => {
+                let number = |bytes: Vec<u8>| {
+                    let mut first = [0; 8];
+                    let count = bytes.len().min(8);
+                    first[..count].copy_from_slice(&bytes[..count]);
+                    let dtype = dtype.clone();
+                    Check {
+                        dtype,
+                        uses: Vec::new(),
+                    }
+                    .number(first)
+                };
+                let (least, most) = (number(self.bytes(*least)), number(self.bytes(*most)));
+                if least < 0 || most >= i128::from(*extent) {
+                    let check = *check;
+                    self.wrong.get_or_insert(HostError::Index { check, least, most });
+                    self.stopped = Region::of(&1_i32.to_ne_bytes());
+                }
+                Ok(())
+            }
+            CallKind::Extern(number, _) => Err(format!(
+                "operation {number} runs outside: the host has nobody to run it"
+            )),
+        }
+    }
+
+    fn launch(&mut self, shape: Shape, arguments: &[Pointer]) -> Result<(), String> {
+        let function = &self.step.code.functions[shape.function];
+        let (name, declared) = (&function.name, function.text.parameters.len());
+        if declared != arguments.len() {
+            return Err(format!(
+                "kernel {name} takes {declared} arguments and is given {}",
+                arguments.len()
+            ));
+        }
+        let mut pointers: Vec<*mut c_void> = Vec::new();
+        let mut tables = Vec::new();
+        for argument in arguments {
+            pointers.push(match argument {
+                Pointer::To(address) => self.pointer(*address)?.cast(),
+                Pointer::Table(rows) => {
+                    let mut table = Vec::new();
+                    for (addresses, numbers) in rows {
+                        for &address in addresses {
+                            table.extend((self.pointer(address)? as u64).to_ne_bytes());
+                        }
+                        table.extend(numbers.iter().flat_map(|number| number.to_ne_bytes()));
+                    }
+                    let mut table = Region::of(&table);
+                    let at = table.as_mut_ptr().cast();
+                    tables.push(table);
+                    at
+                }
+            });
+        }
+        if function.guarded {
+            pointers.push(self.stopped.as_mut_ptr().cast());
+        }
+        // SAFETY: every pointer is to memory of the step, or to a table that lives until the kernel has ended.
+        unsafe { self.step.kernels.launch(shape, &mut pointers) }
+    }
+
+    /// Whether `name`, which has just run, wrote into its own memory alone.
+    fn kept(&self, name: &str) -> Result<(), String> {
+        let named = |regions: &'a str| move |number: usize| format!("{regions} {number}");
+        let (input, output) = (named("input"), named("output"));
+        let inputs = self
+            .inputs
+            .iter()
+            .enumerate()
+            .map(|(number, region)| (input(number), region));
+        let outputs = self
+            .outputs
+            .iter()
+            .enumerate()
+            .map(|(number, region)| (output(number), region));
+        let others = [
+            ("the arena".to_owned(), &self.arena),
+            ("the scalars".to_owned(), &self.scalars),
+            ("the stop flag".to_owned(), &self.stopped),
+        ];
+        for (what, region) in inputs.chain(outputs).chain(others) {
+            if !region.is_intact() {
+                return Err(format!(
+                    "kernel {name} writes outside of {what} ({} bytes)",
+                    region.len()
+                ));
+            }
+        }
+        let bytes: usize = self.originals.iter().map(Vec::len).sum();
+        match bytes <= SMALL_INPUTS {
+            true => self.inputs_kept(&format!("kernel {name}")),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether inputs that no output takes over are as they were.
+    fn inputs_kept(&self, name: &str) -> Result<(), String> {
+        for (number, (region, original)) in self.inputs.iter().zip(&self.originals).enumerate() {
+            let taken = self.step.aliases.contains(&Some(number as u32));
+            if !taken && region.as_slice() != original {
+                return Err(format!("{name} overwrites input {number}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn outputs(&self) -> Vec<Vec<u8>> {
+        let outputs = self.outputs.iter().zip(&self.step.aliases);
+        outputs
+            .map(|(own, alias)| match alias {
+                Some(input) => self.inputs[*input as usize].as_slice().to_vec(),
+                None => own.as_slice().to_vec(),
+            })
+            .collect()
+    }
+}
