@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use kiln::CompileBackend;
+use kiln::{CompileBackend, KilnDevice};
 
 /// Compiled training steps for Burn.
 #[derive(Parser, Debug)]
@@ -62,9 +62,12 @@ pub struct TrainArguments {
     /// Number of optimizer steps, instead of the config's
     #[arg(long)]
     pub steps: Option<u64>,
-    /// What runs the step: eager, aot_eager, candle, interpret or cpu
+    /// What runs the step: eager, aot_eager, candle, interpret, cpu or cuda
     #[arg(long)]
     pub backend: Option<CompileBackend>,
+    /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL
+    #[arg(long)]
+    pub device: Option<KilnDevice>,
     /// Folder of the run; by default runs/NAME
     #[arg(long)]
     pub out: Option<PathBuf>,
@@ -89,6 +92,9 @@ pub struct EvalArguments {
     /// What runs the forward pass
     #[arg(long)]
     pub backend: Option<CompileBackend>,
+    /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL
+    #[arg(long)]
+    pub device: Option<KilnDevice>,
 }
 
 /// Arguments of `kiln generate`.
@@ -100,6 +106,9 @@ pub struct GenerateArguments {
     /// The text to continue
     #[arg(long)]
     pub prompt: String,
+    /// Where it runs: cpu, cuda or cuda:ORDINAL
+    #[arg(long, default_value_t = KilnDevice::cpu())]
+    pub device: KilnDevice,
     /// Most tokens to add
     #[arg(long, default_value_t = 128)]
     pub tokens: usize,
@@ -136,9 +145,12 @@ pub struct BenchArguments {
     /// Timed steps
     #[arg(long, default_value_t = 10)]
     pub steps: usize,
-    /// What runs the step: eager, aot_eager, candle, interpret or cpu
+    /// What runs the step: eager, aot_eager, candle, interpret, cpu or cuda
     #[arg(long, default_value_t = CompileBackend::Cpu)]
     pub backend: CompileBackend,
+    /// Where it runs: cpu, cuda or cuda:ORDINAL; steps on a GPU run on backend cuda
+    #[arg(long, default_value_t = KilnDevice::cpu())]
+    pub device: KilnDevice,
     /// Most bytes of intermediate values, such as 200000000
     #[arg(long, value_name = "BYTES")]
     pub memory_budget: Option<usize>,
@@ -174,9 +186,12 @@ pub struct ExplainArguments {
     /// What to explain.
     #[command(flatten)]
     pub subject: ExplainSubject,
-    /// What runs the step: eager, aot_eager, candle, interpret or cpu
+    /// What runs the step: eager, aot_eager, candle, interpret, cpu or cuda
     #[arg(long, default_value_t = CompileBackend::Cpu)]
     pub backend: CompileBackend,
+    /// Where it runs: cpu, cuda or cuda:ORDINAL; steps on a GPU run on backend cuda
+    #[arg(long, default_value_t = KilnDevice::cpu())]
+    pub device: KilnDevice,
     /// Examples in a batch, for --model
     #[arg(long, default_value_t = 2)]
     pub batch: usize,

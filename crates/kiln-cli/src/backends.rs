@@ -20,8 +20,6 @@ pub fn command() {
             }
         }
     }
-    println!(
-        "\nNVIDIA GPUs: the compiled step does not run on these yet; the libraries that it will use are"
-    );
+    println!("\nNVIDIA GPUs, and the libraries that the backend cuda uses");
     print!("{}", Report::collect(&Search::from_env()));
 }

@@ -2,7 +2,7 @@
 
 use burn::tensor::backend::Backend;
 use kiln::explain::Machine;
-use kiln::{CompileOptions, Kiln, KilnDevice};
+use kiln::{CompileOptions, Kiln};
 
 use crate::architecture::Architecture;
 use crate::args::ExplainArguments;
@@ -29,7 +29,7 @@ const CALLS: usize = 3;
 ///
 /// As `kiln train` and `kiln bench`.
 pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
-    let device = KilnDevice::cpu();
+    let device = arguments.device;
     Kiln::seed(&device, 0);
     let (architecture, frozen, optimizer, batches) =
         match (&arguments.subject.config, &arguments.subject.model) {

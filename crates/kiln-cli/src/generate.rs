@@ -4,7 +4,8 @@ use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use kiln::{Kiln, KilnDevice};
+use burn::module::Module;
+use kiln::Kiln;
 use kiln_hub::{Checkpoint, Config, HubError, Tokenizer};
 use kiln_models::llama::{GenerateConfig, Llama, LlamaConfig};
 
@@ -35,7 +36,7 @@ pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
         Some((run, None)) => return Err(CliError::NoCheckpoint { path: run }),
         None => kiln_hub::load(&arguments.model)?,
     };
-    let device = KilnDevice::cpu();
+    let device = arguments.device;
     let architecture = Architecture::read(&checkpoint)?;
     let Architecture::Llama(sizes) = &architecture else {
         return Err(CliError::Usage(format!(
@@ -149,7 +150,8 @@ fn continue_text(
     let mut tokens = ids.clone();
     let mut printed = tokenizer.decode(&tokens, true)?;
     let mut failed = None;
-    model.generate(&ids, &config, &KilnDevice::cpu(), |token| {
+    let device = model.devices().into_iter().next().unwrap_or_default();
+    model.generate(&ids, &config, &device, |token| {
         tokens.push(token);
         match tokenizer.decode(&tokens, true) {
             Ok(text) if text.ends_with(char::REPLACEMENT_CHARACTER) => {}

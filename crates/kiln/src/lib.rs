@@ -57,8 +57,8 @@ pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
 pub use kiln_burn::{
     BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Error, GraphBreak, IndexError, Kiln,
-    KilnDevice, Location, Mismatch, Mode, NumericsCheck, Point, Recompile, RegionReport, StepReport,
-    UnknownBackend,
+    KilnDevice, Location, Mismatch, Mode, NumericsCheck, Place, Point, Recompile, RegionReport, StepReport,
+    UnknownBackend, UnknownDevice,
 };
 pub use kiln_derive::StepInput;
 pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};

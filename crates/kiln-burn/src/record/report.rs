@@ -49,6 +49,8 @@ pub struct StepReport {
     pub guards: Guards,
     /// The backend that runs it.
     pub backend: CompileBackend,
+    /// Ordinal of the GPU, for a backend that runs on one.
+    pub gpu: usize,
     /// Recorded operations.
     pub operations: usize,
     /// Nodes of the graph.
@@ -137,6 +139,7 @@ impl Step {
                 outputs: self.outputs.len(),
             },
             backend: self.backend,
+            gpu: self.gpu,
             operations: self.operations,
             nodes: self.graph.num_nodes(),
             inputs: self.graph.parameters().len(),

@@ -39,6 +39,8 @@ pub struct Step {
     /// Burn's type and shape of each output.
     pub(super) outputs: Vec<TensorIr>,
     pub(super) backend: CompileBackend,
+    /// Ordinal of the GPU, for a backend that runs on one.
+    pub(super) gpu: usize,
     /// Inputs of the recording whose buffers outputs could take over, had they ended in the step.
     lasting: Vec<usize>,
     /// Runs in a row in which one of them did end.
@@ -135,6 +137,7 @@ impl Step {
             scalars,
             outputs,
             backend,
+            gpu,
             lasting,
             ended: AtomicU64::new(0),
             provisional,

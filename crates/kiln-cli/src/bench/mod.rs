@@ -11,7 +11,7 @@ mod table;
 use std::time::Instant;
 
 use burn::tensor::backend::Backend;
-use kiln::{CompileOptions, Kiln, KilnDevice, RegionReport};
+use kiln::{CompileOptions, Kiln, Place, RegionReport};
 use serde::{Deserialize, Serialize};
 
 use crate::args::BenchArguments;
@@ -178,7 +178,7 @@ fn time<T>(
 }
 
 fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliError> {
-    let device = KilnDevice::cpu();
+    let device = arguments.device;
     Kiln::seed(&device, 0);
     let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
     let options = CompileOptions {
@@ -212,7 +212,10 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         (times, f64::from(loss), trainer.report())
     };
     Ok(Measurement {
-        peer: format!("kiln-{}", arguments.backend),
+        peer: match device.place() {
+            Place::Host => format!("kiln-{}", arguments.backend),
+            place => format!("kiln-{place}"),
+        },
         model: name.to_owned(),
         batch: arguments.batch,
         seq: arguments.seq,

@@ -146,6 +146,8 @@ pub struct TrainConfig {
     pub accumulate: usize,
     /// What runs the step.
     pub backend: String,
+    /// Where it runs: `cpu`, `cuda` or `cuda:ORDINAL`.
+    pub device: String,
     /// Bound in MiB of what a step may allocate beyond parameters, state and inputs; 0 is none.
     pub memory_budget_mb: usize,
     /// Steps between lines on a screen that is no terminal.
@@ -169,6 +171,7 @@ impl Default for TrainConfig {
             batch_size: 8,
             accumulate: 1,
             backend: "cpu".to_owned(),
+            device: "cpu".to_owned(),
             memory_budget_mb: 0,
             log_every: 10,
             evaluate_every: 0,

@@ -32,14 +32,16 @@ impl fmt::Display for Evaluation {
 pub struct Evaluator {
     region: Compiled,
     most: usize,
+    device: KilnDevice,
 }
 
 impl Evaluator {
-    /// An evaluator for the runs of a config.
-    pub fn new(config: &Config, options: CompileOptions) -> Self {
+    /// An evaluator for the runs of a config, with models on `device`.
+    pub fn new(config: &Config, options: CompileOptions, device: KilnDevice) -> Self {
         Self {
             region: kiln::compile(options),
             most: config.train.evaluation_batches,
+            device,
         }
     }
 
@@ -52,7 +54,7 @@ impl Evaluator {
         let Some(batches) = data.evaluation()? else {
             return Ok(None);
         };
-        let device = KilnDevice::cpu();
+        let device = self.device;
         let (mut sum, mut count, mut right, mut examples) = (0.0, 0usize, 0usize, 0usize);
         for batch in batches.take(self.most) {
             let batch = batch?;

@@ -74,6 +74,9 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     if let Some(backend) = arguments.backend {
         config.train.backend = backend.name().to_owned();
     }
+    if let Some(device) = arguments.device {
+        config.train.device = device.to_string();
+    }
     let folder = match folder {
         Some(folder) => folder,
         None => new_folder(arguments.out.as_deref(), &config.name)?,
@@ -97,6 +100,9 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
     if let Some(backend) = arguments.backend {
         config.train.backend = backend.name().to_owned();
     }
+    if let Some(device) = arguments.device {
+        config.train.device = device.to_string();
+    }
     // Of an evaluation asked for by hand, all of it.
     config.train.evaluation_batches = usize::MAX;
     let state = read_state(&from)?;
@@ -105,9 +111,9 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
     let architecture = Architecture::read(&weights)?;
     architecture.check(&config, &data)?;
     let model = architecture
-        .init::<Kiln>(&KilnDevice::cpu())?
+        .init::<Kiln>(&device(&config)?)?
         .load(&weights, Heads::Stored)?;
-    let mut evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?);
+    let mut evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?, device(&config)?);
     let result = evaluator.run(&model, &data)?.ok_or_else(|| {
         CliError::Usage("this run sets no examples aside: data.evaluation_fraction is 0 and data.evaluation_paths is empty"
                 .to_owned())
@@ -144,6 +150,11 @@ fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliErr
         0 => options,
         budget => options.with_memory_budget(budget << 20),
     })
+}
+
+fn device(config: &Config) -> Result<KilnDevice, CliError> {
+    let device = config.train.device.parse();
+    device.map_err(|error: kiln::UnknownDevice| CliError::config("train.device", error))
 }
 
 /// Ctrl-C and a request to terminate let the step finish; a second one ends the program at once.
@@ -185,7 +196,7 @@ impl Run {
         family.check(config.data.source)?;
         std::fs::create_dir_all(&folder).map_err(CliError::io("create", &folder))?;
         let state = from.map(read_state).transpose()?;
-        let device = KilnDevice::cpu();
+        let device = device(&config)?;
 
         // Weights to start from decide about tokenizer and sizes; a resumed run has both beside its own
         // weights.
@@ -236,7 +247,7 @@ impl Run {
         let trainer = build_trainer(model, &config.optimizer, options, saved)?;
         let batches = data.train(state.as_ref().map(|state| state.data))?;
         let step = state.as_ref().map_or(0, |state| state.step);
-        let evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?);
+        let evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?, device);
         let log = Log::open(&folder, step)?;
         // Last: preparing the model has drawn random numbers.
         if let Some(state) = &state {

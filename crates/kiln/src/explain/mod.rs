@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use kiln_burn::record::Bindings;
-use kiln_burn::{CompileOptions, Error, Point, RegionReport, StepReport, execute};
+use kiln_burn::{CompileBackend, CompileOptions, Error, Point, RegionReport, StepReport, execute};
 
 pub use machine::Limit;
 pub use report::{
@@ -94,9 +94,13 @@ impl Explain {
 ///
 /// # Errors
 ///
-/// If there is no C compiler, or the step cannot be scheduled.
+/// If there is no C compiler, or no GPU for a step that runs on one, or the step cannot be scheduled.
 pub fn memory_curve(step: &StepReport, options: &CompileOptions) -> Result<Vec<Point>, Error> {
-    execute::cpu::memory_curve(&step.graph, options).map_err(|source| Error::Execute {
+    let curve = match step.backend {
+        CompileBackend::Cuda => execute::cuda::memory_curve(step.gpu, &step.graph, options),
+        _ => execute::cpu::memory_curve(&step.graph, options),
+    };
+    curve.map_err(|source| Error::Execute {
         region: options.name.clone(),
         source: Arc::new(source),
     })
