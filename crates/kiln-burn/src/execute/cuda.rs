@@ -8,22 +8,23 @@
 
 use std::fmt::Write;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use burn_backend::{DType, Shape};
 use kiln_compiler::{Contract, Keep, Options};
 use kiln_cuda::CudaError;
-use kiln_cuda::execute::{CudaExecutable, Gpu, Outside};
+use kiln_cuda::execute::{CallTime, CudaExecutable, Gpu, Outside};
 use kiln_cuda::runtime::Storage as Memory;
 use kiln_graph::op::{ExternOp, Op};
 use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
+use kiln_profile::{KernelTime, StepDescription, StepRun};
 
 use super::check::{Parting, Reference};
 use super::cpu::extern_operation;
-use super::profile::next_id;
+use super::profile::{describe_contract, next_id};
 use super::{Executable, ExecuteError, check_arguments, convert, memory};
 use crate::gpu_tensor::GpuTensor;
 use crate::import::external;
@@ -36,6 +37,7 @@ pub struct Cuda {
     executable: CudaExecutable,
     externs: Vec<ExternOp>,
     id: u64,
+    description: OnceLock<Arc<StepDescription>>,
     /// Shape, element type and bytes of each output.
     outputs: Vec<(Shape, DType, usize)>,
     /// For each index check, the argument that has the indices, if it is one.
@@ -120,6 +122,7 @@ impl Cuda {
             executable,
             externs,
             id: next_id(),
+            description: OnceLock::new(),
             code_time: AtomicU64::new(0),
         })
     }
@@ -168,7 +171,10 @@ impl Cuda {
         let outputs = outputs.collect::<Result<Vec<_>, CudaError>>()?;
         let memory: Vec<Arc<Memory>> = tensors.iter().map(|tensor| tensor.storage().clone()).collect();
         let start = Instant::now();
-        self.executable.run(&memory, &outputs, scalars, self, wait)?;
+        match kiln_profile::is_active() {
+            true => self.run_profiled(&memory, &outputs, scalars)?,
+            false => self.executable.run(&memory, &outputs, scalars, self, wait)?,
+        }
         self.code_time
             .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         let made = outputs.into_iter().zip(&self.outputs);
@@ -176,6 +182,59 @@ impl Cuda {
             .map(|(storage, (shape, dtype, _))| GpuTensor::new(gpu, storage, shape.clone(), *dtype).into());
         Ok(made.collect())
     }
+}
+
+impl Cuda {
+    /// A run under a profile: call by call, with a look at the GPU's clock between two calls.
+    fn run_profiled(
+        &self,
+        inputs: &[Arc<Memory>],
+        outputs: &[Arc<Memory>],
+        scalars: &[u64],
+    ) -> Result<(), ExecuteError> {
+        let begin = kiln_profile::now();
+        let times = self.executable.run_timed(inputs, outputs, scalars, self)?;
+        let describe = || {
+            let contract = self.executable.contract();
+            Arc::new(describe_contract(
+                CompileBackend::Cuda,
+                &self.graph.name,
+                self.id,
+                contract,
+            ))
+        };
+        // The step ended when the host had waited for it: the GPU's clock is laid so that its last call ended then.
+        let end = kiln_profile::now();
+        let nanoseconds = |milliseconds: f32| (f64::from(milliseconds) * 1e6) as u64;
+        let whole = times.last().map_or(0, |last| nanoseconds(last.end));
+        let at = |milliseconds: f32| end.saturating_sub(whole) + nanoseconds(milliseconds);
+        kiln_profile::add_run(StepRun {
+            step: self.description.get_or_init(describe).clone(),
+            row: kiln_profile::row(),
+            begin,
+            end,
+            kernels: kernel_times(&times, at),
+        });
+        Ok(())
+    }
+}
+
+/// The time of each kernel, whose calls follow each other.
+fn kernel_times(times: &[CallTime], at: impl Fn(f32) -> u64) -> Vec<KernelTime> {
+    let mut kernels: Vec<KernelTime> = Vec::new();
+    for time in times {
+        let (begin, end) = (at(time.begin), at(time.end));
+        match kernels.last_mut() {
+            Some(last) if last.kernel == time.kernel => last.end = end,
+            _ => kernels.push(KernelTime {
+                kernel: time.kernel,
+                thread: 0,
+                begin,
+                end,
+            }),
+        }
+    }
+    kernels
 }
 
 /// Brings the elements to `gpu`, from wherever they are.

@@ -18,7 +18,7 @@ use crate::build::{Cubin, Store};
 use crate::code::{Address, CallKind, StepCode};
 use crate::error::CudaError;
 use crate::products::{Choice, Multiplier};
-use crate::runtime::{Kernel, Module, Scalars, Storage};
+use crate::runtime::{Event, Kernel, Module, Scalars, Storage};
 use crate::target::CudaTarget;
 
 /// Why a step could not be compiled, or failed.
@@ -83,6 +83,17 @@ impl Outside for NothingOutside {
     fn call(&self, index: u32, _: &[(Arc<Storage>, usize)]) -> Result<(), String> {
         Err(format!("nothing runs operation {index}"))
     }
+}
+
+/// When a call ran.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CallTime {
+    /// The kernel of the schedule that it belongs to.
+    pub kernel: u32,
+    /// When it began, in milliseconds of the device's clock since the step did.
+    pub begin: f32,
+    /// When it ended.
+    pub end: f32,
 }
 
 /// A step that is compiled and loaded.
@@ -264,15 +275,68 @@ impl CudaExecutable {
         outside: &dyn Outside,
         wait: bool,
     ) -> Result<(), StepError> {
+        self.on_memory(inputs, outputs, scalars, |state, memory| {
+            let now = addresses(memory.inputs, memory.outputs);
+            match &mut state.graph {
+                Some(graph) if graph.fits(&now, memory.arena) => graph.launch(memory, self.gpu.stream())?,
+                _ => self.run_unfit(state, memory, &now, outside)?,
+            }
+            state.last = now;
+            if wait && !self.contract.checks.is_empty() {
+                self.look_at_checks(memory)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// As [`CudaExecutable::run`], call by call and with a look at the clock between two calls. Waits for the step. A call takes a little longer so than in
+    /// the graph, where no launch lies between two.
+    ///
+    /// # Errors
+    /// Those of [`CudaExecutable::run`].
+    pub fn run_timed(
+        &self,
+        inputs: &[Arc<Storage>],
+        outputs: &[Arc<Storage>],
+        scalars: &[u64],
+        outside: &dyn Outside,
+    ) -> Result<Vec<CallTime>, StepError> {
+        self.on_memory(inputs, outputs, scalars, |_, memory| {
+            let mut marks = vec![self.gpu.stream().record_time()?];
+            self.run_one_by_one(memory, self.multiplier()?, outside, |_| {
+                marks.push(self.gpu.stream().record_time()?);
+                Ok(())
+            })?;
+            self.look_at_checks(memory)?;
+            let start = &marks[0];
+            let at = |mark: &Event| mark.milliseconds_since(start);
+            let times = self.code.calls.iter().zip(marks.windows(2)).map(|(call, pair)| {
+                Ok(CallTime {
+                    kernel: call.kernel,
+                    begin: at(&pair[0])?,
+                    end: at(&pair[1])?,
+                })
+            });
+            Ok(times.collect::<Result<_, CudaError>>()?)
+        })
+    }
+
+    /// Checks the arguments, sends the scalars, and does `work` with all memory of a call.
+    fn on_memory<R>(
+        &self,
+        inputs: &[Arc<Storage>],
+        outputs: &[Arc<Storage>],
+        scalars: &[u64],
+        work: impl FnOnce(&mut State, &Memory<'_>) -> Result<R, StepError>,
+    ) -> Result<R, StepError> {
         self.check(inputs, outputs, scalars)?;
         let mut state = self.lock();
         let state = &mut *state;
-        let stream = self.gpu.stream();
         let bytes: Vec<u8> = match scalars {
             [] => vec![0; 8],
             scalars => scalars.iter().flat_map(|bits| bits.to_ne_bytes()).collect(),
         };
-        state.scalars.send(stream, &bytes)?;
+        state.scalars.send(self.gpu.stream(), &bytes)?;
         let arena = self.gpu.arena(self.code.arena_bytes)?;
         let outputs: Vec<Arc<Storage>> = outputs.iter().chain(&state.extremes).cloned().collect();
         let memory = Memory {
@@ -282,16 +346,7 @@ impl CudaExecutable {
             scalars: &state.scalars.storage().clone(),
             stopped: &state.stopped.clone(),
         };
-        let now = addresses(inputs, &outputs);
-        match &mut state.graph {
-            Some(graph) if graph.fits(&now, &arena) => graph.launch(&memory, stream)?,
-            _ => self.run_unfit(state, &memory, &now, outside)?,
-        }
-        state.last = now;
-        if wait && !self.contract.checks.is_empty() {
-            self.look_at_checks(&memory)?;
-        }
-        Ok(())
+        work(state, &memory)
     }
 
     /// A call for which there is no graph yet: it is queued call by call if addresses changed since the last one, and the first of a new graph otherwise.
@@ -317,7 +372,7 @@ impl CudaExecutable {
             }
         }
         if first || had_graph || !self.contract.externs.is_empty() {
-            return self.run_one_by_one(memory, multiplier, outside);
+            return self.run_one_by_one(memory, multiplier, outside, |_| Ok(()));
         }
         let moved = state.last.iter().zip(now).map(|(last, now)| last != now);
         let moves: Vec<bool> = state.moves.iter().zip(moved).map(|(a, b)| *a || b).collect();
@@ -327,33 +382,36 @@ impl CudaExecutable {
         Ok(())
     }
 
+    /// Queues call by call; `behind` comes behind each.
     fn run_one_by_one(
         &self,
         memory: &Memory<'_>,
         multiplier: Option<&Multiplier>,
         outside: &dyn Outside,
+        mut behind: impl FnMut(usize) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
         let mut stream = self.gpu.stream().clone();
         if !self.guards.is_empty() {
             stream.clear(memory.stopped)?;
         }
-        for mut call in bind(&self.parts(), memory, multiplier, self.gpu.stream())? {
-            let Bound::Extern(index, addresses) = call else {
-                call.give(&mut stream, memory)?;
-                continue;
-            };
-            let place = |address: &Address| {
-                let (storage, at) = memory.place(*address);
-                (storage.clone(), at)
-            };
-            let places: Vec<_> = addresses.iter().map(place).collect();
-            outside
-                .call(index, &places)
-                .map_err(|reason| StepError::Outside {
+        let calls = bind(&self.parts(), memory, multiplier, self.gpu.stream())?;
+        for (number, mut call) in calls.into_iter().enumerate() {
+            if let Bound::Extern(index, addresses) = call {
+                let place = |address: &Address| {
+                    let (storage, at) = memory.place(*address);
+                    (storage.clone(), at)
+                };
+                let places: Vec<_> = addresses.iter().map(place).collect();
+                let failed = |reason| StepError::Outside {
                     name: self.name.clone(),
                     index,
                     reason,
-                })?;
+                };
+                outside.call(index, &places).map_err(failed)?;
+            } else {
+                call.give(&mut stream, memory)?;
+            }
+            behind(number)?;
         }
         Ok(())
     }

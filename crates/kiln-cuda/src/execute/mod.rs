@@ -18,5 +18,5 @@ mod guards;
 mod replayed;
 mod staging;
 
-pub use executable::{CudaExecutable, NothingOutside, Outside, StepError};
+pub use executable::{CallTime, CudaExecutable, NothingOutside, Outside, StepError};
 pub use gpu::Gpu;
