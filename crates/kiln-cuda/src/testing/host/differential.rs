@@ -89,6 +89,27 @@ impl<'a> Differential<'a> {
         let host = HostStep::of(&step)?;
         let actual = self.run(&host)?;
         let backward = self.run(&host.backward(true))?;
+        self.compare(&actual)?;
+        for (number, (one, other)) in actual.iter().zip(&backward).enumerate() {
+            if one.bytes() != other.bytes() {
+                return Err(format!(
+                    "output {number} depends on the order in which threads run"
+                ));
+            }
+        }
+        Ok(Outcome::Same)
+    }
+
+    /// The arguments.
+    pub fn given(&self) -> (&[HostTensor], &[Scalar]) {
+        (&self.arguments.0, &self.arguments.1)
+    }
+
+    /// Compares outputs with the interpreter's.
+    ///
+    /// # Errors
+    /// The first difference; what the interpreter says.
+    pub fn compare(&self, actual: &[HostTensor]) -> Result<(), String> {
         let (tensors, scalars) = &self.arguments;
         let expected = interpret_f64(self.graph, tensors, scalars).map_err(|error| error.to_string())?;
         for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
@@ -100,13 +121,8 @@ impl<'a> Differential<'a> {
                 let value = self.graph.outputs[number].value;
                 return Err(format!("output {number} ({value}): {found}"));
             }
-            if actual.bytes() != backward[number].bytes() {
-                return Err(format!(
-                    "output {number} depends on the order in which threads run"
-                ));
-            }
         }
-        Ok(Outcome::Same)
+        Ok(())
     }
 
     /// The outputs of one run.

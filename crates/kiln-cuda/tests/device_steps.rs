@@ -1,0 +1,180 @@
+//! Whole steps on a GPU: against the interpreter, call by call and as a graph, twice with the same bits. Skipped with a message where there is no GPU.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use kiln_compiler::{CompileError, Options};
+use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside, StepError};
+use kiln_cuda::runtime::Storage;
+use kiln_cuda::testing::host::Differential;
+use kiln_graph::testing::{Family, GraphConfig, random_graph};
+use kiln_graph::{DType, Graph, HostTensor};
+
+/// The first GPU; a printed reason if there is none.
+fn gpu() -> Option<Arc<Gpu>> {
+    common::gpu()?;
+    Some(Gpu::get(0).unwrap())
+}
+
+/// Runs of each step: call by call, the first of its graph, and two more.
+const RUNS: usize = 4;
+
+/// Runs `graph` on the GPU; none if the target does not compute one of its operations.
+fn check(gpu: &Arc<Gpu>, graph: &Graph, tolerances: Option<&[f64]>) -> Result<Option<()>, String> {
+    let executable = match CudaExecutable::new(graph, &Options::default(), gpu) {
+        Ok(executable) => executable,
+        Err(StepError::Compile(error @ CompileError::Unsupported { .. })) => {
+            println!("{error}");
+            return Ok(None);
+        }
+        Err(error) => return Err(error.to_string()),
+    };
+    let mut differential = Differential::new(graph);
+    if let Some(tolerances) = tolerances {
+        differential = differential.tolerances(tolerances);
+    }
+    let (tensors, scalars) = differential.given();
+    let types = graph.scalars().iter().map(|&value| graph.dtype(value));
+    let bits: Vec<u64> = scalars
+        .iter()
+        .zip(types)
+        .map(|(scalar, dtype)| scalar.to_bits(dtype))
+        .collect();
+    let upload = |tensor: &HostTensor| gpu.upload(tensor.bytes()).unwrap();
+    let states: Vec<Arc<Storage>> = tensors.iter().map(upload).collect();
+    let mut first: Option<Vec<HostTensor>> = None;
+    for run in 0..RUNS {
+        // The state is overwritten in place: its memory stays, its elements are those of the first run.
+        for (state, tensor) in states.iter().zip(tensors) {
+            gpu.stream().write(tensor.bytes(), state, 0).unwrap();
+        }
+        let aliases = &executable.contract().aliases;
+        let place = |(output, alias): (&kiln_graph::Output, &Option<u32>)| match alias {
+            Some(input) => states[*input as usize].clone(),
+            None => gpu.allocate(graph.ty(output.value).bytes()).unwrap(),
+        };
+        let outputs: Vec<Arc<Storage>> = graph.outputs.iter().zip(aliases).map(place).collect();
+        executable
+            .run(&states, &outputs, &bits, &NothingOutside, true)
+            .map_err(|error| format!("run {run}: {error}"))?;
+        let read = |(output, storage): (&kiln_graph::Output, &Arc<Storage>)| {
+            let ty = graph.ty(output.value).clone();
+            let mut bytes = vec![0; ty.bytes()];
+            gpu.download(storage, &mut bytes).unwrap();
+            HostTensor::from_bytes(ty, bytes).unwrap()
+        };
+        let outputs: Vec<HostTensor> = graph.outputs.iter().zip(&outputs).map(read).collect();
+        differential
+            .compare(&outputs)
+            .map_err(|error| format!("run {run}: {error}"))?;
+        match &first {
+            None => first = Some(outputs),
+            Some(first) => {
+                for (number, (one, other)) in first.iter().zip(&outputs).enumerate() {
+                    if one.bytes() != other.bytes() {
+                        return Err(format!("output {number} has other bits in run {run}"));
+                    }
+                }
+            }
+        }
+    }
+    if executable.contract().externs.is_empty() && executable.graph_nodes().is_none() {
+        return Err("the step never became a graph".into());
+    }
+    Ok(Some(()))
+}
+
+/// Checks graphs, and how many of them the target computes.
+fn check_all(gpu: &Arc<Gpu>, graphs: impl Iterator<Item = (String, Graph, Option<Vec<f64>>)>) {
+    let (mut count, mut done, mut wrong) = (0, 0, Vec::new());
+    for (name, graph, tolerances) in graphs {
+        count += 1;
+        match check(gpu, &graph, tolerances.as_deref()) {
+            Ok(made) => done += usize::from(made.is_some()),
+            Err(error) => wrong.push(format!("{name}: {error}")),
+        }
+    }
+    println!("{done} of {count} graphs ran");
+    assert!(
+        wrong.is_empty(),
+        "{} graphs are wrong:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
+    assert_eq!(done, count, "the target refuses graphs");
+}
+
+fn random(
+    families: &[Family],
+    seeds: std::ops::Range<u64>,
+) -> impl Iterator<Item = (String, Graph, Option<Vec<f64>>)> {
+    let mut config = GraphConfig {
+        families: families.to_vec(),
+        ..GraphConfig::default()
+    };
+    config.floats = vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16];
+    let name = format!("{families:?}");
+    seeds.map(move |seed| {
+        let made = random_graph(seed, &config);
+        (format!("{name} {seed}"), made.graph, Some(made.tolerances))
+    })
+}
+
+#[test]
+fn the_cases_of_the_compiler() {
+    let Some(gpu) = gpu() else { return };
+    // A test that was built elsewhere finds the folder by the variable.
+    let root = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    let folder = Path::new(&root).join("../kiln-compiler/tests/cases");
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let graphs = files.map(|path| {
+        let text = fs::read_to_string(&path).unwrap();
+        let body: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        (name, Graph::parse(&body.join("\n")).unwrap(), None)
+    });
+    check_all(&gpu, graphs);
+}
+
+#[test]
+fn nests() {
+    let Some(gpu) = gpu() else { return };
+    let families = [
+        Family::Pointwise,
+        Family::Reduce,
+        Family::Movement,
+        Family::Index,
+        Family::Random,
+    ];
+    check_all(&gpu, random(&families, 0..40));
+}
+
+#[test]
+fn products() {
+    let Some(gpu) = gpu() else { return };
+    check_all(&gpu, random(&[Family::Dot, Family::Pointwise], 100..130));
+}
+
+#[test]
+fn images() {
+    let Some(gpu) = gpu() else { return };
+    check_all(
+        &gpu,
+        random(&[Family::Conv, Family::Pool, Family::Pointwise], 200..240),
+    );
+}
+
+#[test]
+fn sorts() {
+    let Some(gpu) = gpu() else { return };
+    check_all(&gpu, random(&[Family::Sort, Family::Pointwise], 300..320));
+}
+
+#[test]
+fn attention() {
+    let Some(gpu) = gpu() else { return };
+    check_all(&gpu, random(&[Family::Attention, Family::Pointwise], 400..430));
+}
