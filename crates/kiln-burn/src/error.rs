@@ -68,6 +68,16 @@ impl From<CudaError> for Error {
 }
 
 impl Error {
+    /// Whether the step that failed has overwritten nothing: everything it was given is as it was.
+    pub fn is_before_overwriting(&self) -> bool {
+        match self {
+            Error::Execute { source, .. } => {
+                matches!(**source, ExecuteError::Index(_) | ExecuteError::GpuMemory { .. })
+            }
+            _ => false,
+        }
+    }
+
     /// The index out of range, if that is what the error is. The step that found it has overwritten nothing: everything it was given is as it was.
     pub fn index(&self) -> Option<&IndexError> {
         match self {

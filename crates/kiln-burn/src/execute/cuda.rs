@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use burn_backend::{DType, Shape};
 use kiln_compiler::{Contract, Keep, Options};
 use kiln_cuda::CudaError;
-use kiln_cuda::execute::{CallTime, CudaExecutable, Gpu, Outside};
+use kiln_cuda::execute::{CallTime, CudaExecutable, Gpu, Outside, StepError};
 use kiln_cuda::runtime::Storage as Memory;
 use kiln_graph::op::{ExternOp, Op};
 use kiln_graph::{Graph, TensorType};
@@ -40,6 +40,8 @@ pub struct Cuda {
     description: OnceLock<Arc<StepDescription>>,
     /// Shape, element type and bytes of each output.
     outputs: Vec<(Shape, DType, usize)>,
+    /// How the graph was compiled.
+    options: Options,
     /// For each index check, the argument that has the indices, if it is one.
     checked: Vec<Option<usize>>,
     /// Nanoseconds of the host in queuing the step, over all runs.
@@ -118,6 +120,7 @@ impl Cuda {
         Ok(Self {
             outputs: graph.outputs.iter().map(output).collect(),
             checked: checked_arguments(&graph),
+            options: compiler_options(options),
             graph,
             executable,
             externs,
@@ -152,6 +155,42 @@ impl Cuda {
 
     /// Queues the step. The inputs stay in their list.
     fn queue(&self, inputs: &mut [Storage], scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
+        self.try_queue(inputs, scalars).map_err(|error| match error {
+            ExecuteError::Cuda(StepError::Cuda(source @ CudaError::OutOfMemory { .. })) => {
+                self.out_of_memory(source)
+            }
+            error => error,
+        })
+    }
+
+    /// What a step takes for which the GPU has no memory, and what would do.
+    fn out_of_memory(&self, source: CudaError) -> ExecuteError {
+        let arguments = self.graph.parameters().iter();
+        let aliases = &self.executable.contract().aliases;
+        let outputs = self.outputs.iter().zip(aliases);
+        let arena = self.executable.contract().arena_bytes;
+        let target = self.executable.gpu().target();
+        let smallest = kiln_compiler::memory_curve(&self.graph, &self.options, &target);
+        let smallest = smallest
+            .ok()
+            .and_then(|curve| curve.iter().map(|point| point.peak).min());
+        ExecuteError::GpuMemory {
+            source: Box::new(source),
+            arguments: arguments.map(|&value| self.graph.ty(value).bytes()).sum(),
+            outputs: outputs
+                .filter(|(_, alias)| alias.is_none())
+                .map(|((.., bytes), _)| bytes)
+                .sum(),
+            arena,
+            remedy: match smallest.filter(|&smallest| smallest < arena as u64) {
+                Some(smallest) => format!("with a memory budget these would need {smallest} at least"),
+                None => "no memory budget would need fewer: take a smaller batch".to_owned(),
+            },
+        }
+    }
+
+    /// As [`Cuda::queue`], without words for missing memory.
+    fn try_queue(&self, inputs: &mut [Storage], scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         check_arguments(&self.graph, inputs, scalars)?;
         let wait = self.check_indices(inputs)?;
         let gpu = self.executable.gpu();

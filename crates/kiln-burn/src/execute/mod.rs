@@ -221,6 +221,22 @@ pub enum ExecuteError {
     /// The compiled code could not be built, or failed.
     #[error(transparent)]
     Step(StepError),
+    /// A GPU has not the memory that the step needs. Nothing was overwritten: all arguments are as they were before the run.
+    #[error(
+        "{source}. The step has {arguments} bytes of arguments and {outputs} of outputs, and {arena} of intermediate values; {remedy}"
+    )]
+    GpuMemory {
+        /// The allocation that failed, with the sizes of the GPU's memory.
+        source: Box<kiln_cuda::CudaError>,
+        /// Bytes of all arguments.
+        arguments: usize,
+        /// Bytes of the outputs that do not take an argument's place.
+        outputs: usize,
+        /// Bytes of all intermediate values.
+        arena: usize,
+        /// What would do.
+        remedy: String,
+    },
     /// The code on a GPU could not be built, or failed.
     #[error(transparent)]
     Cuda(kiln_cuda::execute::StepError),

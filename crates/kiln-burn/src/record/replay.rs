@@ -294,8 +294,8 @@ impl Replay {
         let mut outputs = match self.step.run_on(&mut held.memory, scalars, &streams) {
             Ok(outputs) => outputs,
             Err(error) => {
-                // An index out of range is found before anything is overwritten.
-                if error.index().is_none() {
+                // An index out of range, or missing memory, is found before anything is overwritten.
+                if !error.is_before_overwriting() {
                     held.fail(&error.to_string().into());
                 }
                 return Err(error);

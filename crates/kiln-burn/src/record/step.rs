@@ -165,7 +165,7 @@ impl Step {
     /// Runs the step on `inputs`, one for each input of the recording, in order; inputs nobody else holds may be overwritten. A panic
     /// inside becomes an error. Outputs are in the recording's order and have Burn's types.
     ///
-    /// The inputs leave their list, unless an index was out of range ([`Error::index`]): they are then as they were.
+    /// The inputs leave their list, unless the step had overwritten nothing ([`Error::is_before_overwriting`]): they are then as they were.
     pub fn run(
         &self,
         inputs: &mut Vec<Storage>,
@@ -185,7 +185,7 @@ impl Step {
         let tensors = match tensors {
             Ok(tensors) => tensors,
             Err(error) => {
-                if error.index().is_some() {
+                if error.is_before_overwriting() {
                     for (&position, argument) in self.arguments.iter().zip(arguments) {
                         given[position] = Some(argument);
                     }
@@ -199,7 +199,7 @@ impl Step {
     }
 
     /// Runs the step on a memory of its arguments ([`Step::argument`]), which keeps the outputs that become arguments of the next run; the
-    /// result has none for these. After an error nothing that was there for one run is left, unless an index was out of range ([`Error::index`]): the memory is
+    /// result has none for these. After an error nothing that was there for one run is left, unless the step had overwritten nothing ([`Error::is_before_overwriting`]): the memory is
     /// then as it was.
     pub(super) fn run_on(
         &self,
@@ -212,7 +212,7 @@ impl Step {
             true => memory.run_by(|arguments| self.run_checked(arguments, scalars)),
             false => self.executable.run_on(memory, scalars),
         });
-        if result.as_ref().is_err_and(|error| error.index().is_none()) {
+        if result.as_ref().is_err_and(|error| !error.is_before_overwriting()) {
             memory.clear();
         }
         let tensors = result?.into_iter().zip(&self.outputs);

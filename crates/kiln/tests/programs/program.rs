@@ -50,6 +50,17 @@ pub const CPU_2: Way = Way {
     at_once: false,
 };
 
+impl Way {
+    /// With `KILN_TEST_CUDA=required` the ways of the backend `cpu` go over the first GPU.
+    pub fn on_this_machine(mut self) -> Self {
+        let required = std::env::var_os("KILN_TEST_CUDA").is_some_and(|value| value == "required");
+        if required && self.backend == CompileBackend::Cpu {
+            self.backend = CompileBackend::Cuda;
+        }
+        self
+    }
+}
+
 /// What a program's steps must come to, besides equal results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expectation {
@@ -128,7 +139,10 @@ impl Program {
 
     /// Where tensors are made.
     pub fn device(&self) -> KilnDevice {
-        KilnDevice::cpu()
+        match self.0.way {
+            Some(way) if way.backend == CompileBackend::Cuda => KilnDevice::cuda(0),
+            _ => KilnDevice::cpu(),
+        }
     }
 
     /// A device whose operations wait until a value is read, where the program is compiled.
