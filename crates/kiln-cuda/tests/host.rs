@@ -128,8 +128,6 @@ fn barriers_part_writes_from_reads() {
     };
     // One barrier is missing: the second sum may overwrite what others still read.
     let step = HostStep::build(&kernel.code()).unwrap();
-    let results = [false, true].map(|_| ());
-    assert_eq!(results.len(), 2);
     let forward = step.run(&mut [counting(128)], &[]).unwrap();
     let backward = step.backward(true).run(&mut [counting(128)], &[]).unwrap();
     assert_ne!(forward, backward, "a race shows in the order of threads");
@@ -321,6 +319,35 @@ fn writes_outside_of_a_buffer() {
         ..OneKernel::default()
     };
     assert!(stack.fault().contains("bytes of stack"));
+}
+
+#[test]
+fn accesses_that_a_device_refuses() {
+    let fault = |body: &'static str| {
+        OneKernel {
+            body,
+            ..OneKernel::default()
+        }
+        .fault()
+    };
+    let aligned = fault("*(uint4*)(out + threadIdx.x % 32) = make_uint4(1, 1, 1, 1);");
+    assert!(
+        aligned
+            .starts_with("kernel one, block (0, 0, 0): thread 1 does what C++ leaves undefined: an access"),
+        "{aligned}"
+    );
+    let missing = fault("if (threadIdx.x == 5) *(volatile int*)((char*)out + (1ull << 40)) = 1;");
+    assert_eq!(
+        missing,
+        "kernel one, block (0, 0, 0): thread 5 touches memory that is not there"
+    );
+    let shifted = fault("out[threadIdx.x] = 1u << in[threadIdx.x];");
+    assert!(
+        shifted.contains("thread 32 does what C++ leaves undefined"),
+        "{shifted}"
+    );
+    let divided = fault("out[threadIdx.x] = 7 / in[63 - threadIdx.x];");
+    assert!(divided.contains("thread 63 "), "{divided}");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Compares what generated CUDA C++ computes with the interpreter.
 
+use kiln_compiler::schedule::Buffer;
 use kiln_compiler::{CompileError, Options, compile};
 use kiln_graph::testing::{difference, random_arguments};
 use kiln_graph::{DType, Graph, HostTensor, Scalar, interpret_f64};
@@ -88,14 +89,20 @@ impl<'a> Differential<'a> {
         };
         let host = HostStep::of(&step)?;
         let actual = self.run(&host)?;
-        let backward = self.run(&host.backward(true))?;
-        self.compare(&actual)?;
-        for (number, (one, other)) in actual.iter().zip(&backward).enumerate() {
-            if one.bytes() != other.bytes() {
-                return Err(format!(
-                    "output {number} depends on the order in which threads run"
-                ));
-            }
+        let host = host.backward(true);
+        let backward = self.run(&host)?;
+        if let Some((number, found)) = self.first_difference(&actual)? {
+            return Err(format!(
+                "output {number} ({}): {found}",
+                origin(&step, number, &host)
+            ));
+        }
+        let differs = |(one, other): (&HostTensor, &HostTensor)| one.bytes() != other.bytes();
+        if let Some(number) = actual.iter().zip(&backward).position(differs) {
+            return Err(format!(
+                "output {number} ({}) depends on the order in which threads run",
+                origin(&step, number, &host)
+            ));
         }
         Ok(Outcome::Same)
     }
@@ -110,19 +117,27 @@ impl<'a> Differential<'a> {
     /// # Errors
     /// The first difference; what the interpreter says.
     pub fn compare(&self, actual: &[HostTensor]) -> Result<(), String> {
+        match self.first_difference(actual)? {
+            Some((number, found)) => {
+                let value = self.graph.outputs[number].value;
+                Err(format!("output {number} ({value}): {found}"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The first output that differs from the interpreter's, and how.
+    fn first_difference(&self, actual: &[HostTensor]) -> Result<Option<(usize, String)>, String> {
         let (tensors, scalars) = &self.arguments;
         let expected = interpret_f64(self.graph, tensors, scalars).map_err(|error| error.to_string())?;
-        for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
+        let mut outputs = actual.iter().zip(&expected).enumerate();
+        Ok(outputs.find_map(|(number, (actual, expected))| {
             let tolerance = match &self.tolerances {
                 Some(tolerances) => tolerances[number],
                 None => relative(actual.ty().dtype) * largest(expected),
             };
-            if let Some(found) = difference(actual, expected, tolerance) {
-                let value = self.graph.outputs[number].value;
-                return Err(format!("output {number} ({value}): {found}"));
-            }
-        }
-        Ok(())
+            difference(actual, expected, tolerance).map(|found| (number, found))
+        }))
     }
 
     /// The outputs of one run.
@@ -149,6 +164,16 @@ impl<'a> Differential<'a> {
             })
             .collect()
     }
+}
+
+/// The kernel that writes an output, and where the sources are.
+fn origin(step: &CudaStep, output: usize, host: &HostStep) -> String {
+    let value = step.graph.outputs[output].value;
+    let own = [Buffer::Output(output as u32), Buffer::Value(value)];
+    let mut kernels = step.schedule.kernels.iter().zip(&step.kernels);
+    let writer = kernels.find(|(kernel, _)| kernel.writes.iter().any(|buffer| own.contains(buffer)));
+    let name = writer.map_or("no kernel", |(_, report)| &report.name);
+    format!("{value}, written by {name} of {}", host.source().display())
 }
 
 /// A few roundings of a type, or of the type that it is computed in.

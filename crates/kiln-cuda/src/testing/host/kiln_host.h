@@ -5,17 +5,21 @@
 // its threads one after the other on one stack.
 //
 // What a GPU leaves undefined is an error here: threads of a block that wait at different barriers, or at none; lanes of a warp that exchange values at
-// different places; exchanges among a part of a warp.
+// different places; exchanges among a part of a warp. So are accesses to memory that is not there or not aligned, shifts by too much and divisions of
+// integers by zero: the compiler makes them traps, and a trap ends the launch.
 
 #pragma once
 
 #define KILN_HOST 1
 
 #include <cmath>
+#include <csetjmp>
+#include <csignal>
 #include <cstdarg>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <utility>
 #if !defined(__x86_64__)
@@ -513,6 +517,48 @@ inline void run_grid(const unsigned (&grid)[3], size_t shared_bytes)
     }
 }
 
+// What a kernel did to get a signal.
+inline const char* crime(int signal)
+{
+    switch (signal) {
+    case SIGSEGV:
+    case SIGBUS: return "touches memory that is not there";
+    case SIGFPE: return "divides an integer by zero";
+    default: return "does what C++ leaves undefined: an access that is not aligned, a shift by too much, a division by zero";
+    }
+}
+
+constexpr int SIGNALS[] = { SIGSEGV, SIGBUS, SIGFPE, SIGILL };
+constexpr int SIGNAL_COUNT = 4;
+
+KILN_KEPT static struct sigaction earlier[SIGNAL_COUNT] = {};
+KILN_KEPT static pthread_t runner = {};
+KILN_KEPT static jmp_buf caught = {};
+
+// Ends the launch; a signal in another thread of the program goes to whom it went before.
+inline void handle(int signal)
+{
+    if (!pthread_equal(pthread_self(), runner)) {
+        for (int i = 0; i < SIGNAL_COUNT; i++)
+            if (SIGNALS[i] == signal) sigaction(signal, &earlier[i], nullptr);
+        return;
+    }
+    report("thread %d %s", current, crime(signal));
+    _longjmp(caught, 1);
+}
+
+// Runs all blocks, and ends at the first signal.
+inline void run_caught(const unsigned (&grid)[3], size_t shared_bytes)
+{
+    struct sigaction action = {};
+    action.sa_handler = handle;
+    action.sa_flags = SA_ONSTACK | SA_NODEFER;
+    runner = pthread_self();
+    for (int i = 0; i < SIGNAL_COUNT; i++) sigaction(SIGNALS[i], &action, &earlier[i]);
+    if (_setjmp(caught) == 0) run_grid(grid, shared_bytes);
+    for (int i = 0; i < SIGNAL_COUNT; i++) sigaction(SIGNALS[i], &earlier[i], nullptr);
+}
+
 // A kernel of the library.
 struct Kernel {
     const char* name;
@@ -541,6 +587,6 @@ extern "C" __attribute__((visibility("default"))) int kiln_host_launch(size_t ke
     else if (shared_bytes > MOST_SHARED_BYTES) report("it asks for %zu bytes of shared memory", shared_bytes);
     else if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) report("its grid is empty");
     else if (grid[1] > 65535 || grid[2] > 65535 || grid[0] > 0x7fffffffu) report("its grid is too large");
-    else run_grid({ grid[0], grid[1], grid[2] }, shared_bytes);
+    else run_caught({ grid[0], grid[1], grid[2] }, shared_bytes);
     return launch.failed;
 }

@@ -20,7 +20,9 @@ const COMPILERS: [&str; 3] = ["g++", "c++", "clang++"];
 
 /// One arena holds buffers of different types in turn, hence no type-based alias analysis. Hidden symbols keep the shared memory of one library from being
 /// that of another. Contraction is off so that results do not depend on the host's instructions.
-const FLAGS: [&str; 13] = [
+///
+/// Accesses that are not aligned, which a GPU refuses, become traps, as do shifts by too much, which it computes otherwise than the host.
+const FLAGS: [&str; 15] = [
     "-x",
     "c++",
     "-std=c++17",
@@ -34,6 +36,8 @@ const FLAGS: [&str; 13] = [
     "-fno-math-errno",
     "-fno-exceptions",
     "-ffp-contract=off",
+    "-fsanitize=alignment,shift-exponent,integer-divide-by-zero,bounds",
+    "-fsanitize-undefined-trap-on-error",
 ];
 
 /// `kiln_host_launch` of the header.
@@ -47,6 +51,7 @@ static RUNNING: Mutex<()> = Mutex::new(());
 #[derive(Debug)]
 pub(super) struct Kernels {
     library: Library,
+    source: PathBuf,
 }
 
 /// How a kernel is launched.
@@ -80,7 +85,13 @@ impl Kernels {
         // SAFETY: the library was built of the header and kernels; loading it runs no code of theirs.
         let library =
             unsafe { Library::new(&path) }.map_err(|error| format!("{}: {error}", path.display()))?;
-        Ok(Self { library })
+        let source = path.with_extension("cpp");
+        Ok(Self { library, source })
+    }
+
+    /// The program.
+    pub fn source(&self) -> &Path {
+        &self.source
     }
 
     /// Runs a launch to its end.

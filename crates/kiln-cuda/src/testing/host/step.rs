@@ -1,6 +1,7 @@
 //! A step on the host.
 
 use std::ffi::c_void;
+use std::path::Path;
 
 use kiln_compiler::checks::Check;
 
@@ -58,6 +59,11 @@ impl HostStep {
     pub fn backward(mut self, backward: bool) -> Self {
         self.backward = backward;
         self
+    }
+
+    /// The program that was built, for people.
+    pub fn source(&self) -> &Path {
+        self.kernels.source()
     }
 
     /// Runs the step once. Scalars are given as their bits. Outputs that take over an input are written there as well.
