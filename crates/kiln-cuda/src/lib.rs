@@ -7,6 +7,7 @@
 //!
 //! - [`target`]: [`CudaTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds lie.
 //! - [`emit`]: CUDA C++ from the nests and operations of a planned step. [`code`]: what that makes, as plain data.
+//! - [`execute`]: a step on a device. [`debug`]: what a debug dump has of it.
 //! - [`libraries`] finds and opens NVIDIA's libraries at run time. [`sys`] declares the functions.
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.
 //! - [`build`] makes machine code from CUDA C++ and keeps it on disk.
@@ -17,6 +18,7 @@
 
 pub mod build;
 pub mod code;
+pub mod debug;
 pub mod emit;
 pub mod error;
 pub mod execute;

@@ -16,6 +16,7 @@ use super::guards;
 use super::replayed::{Replayed, addresses};
 use crate::build::{Cubin, Store};
 use crate::code::{Address, CallKind, StepCode};
+use crate::debug;
 use crate::error::CudaError;
 use crate::products::{Choice, Multiplier};
 use crate::runtime::{Event, Kernel, Module, Scalars, Storage};
@@ -182,7 +183,30 @@ impl CudaExecutable {
         let (code, contract, from_cache) = compiled(graph, options, &target, gpu.store(), &mut stages)?;
         let compile_time = start.elapsed();
         log_step(&graph.name, options.keep, &contract);
+        if let Some(folder) = &options.debug {
+            debug::write(folder, &code, &contract);
+        }
+        let mut made = Self::from_code(&graph.name, code, contract, gpu)?;
+        stages.append(&mut made.stages);
+        Ok(Self {
+            from_cache,
+            compile_time,
+            stages,
+            ..made
+        })
+    }
 
+    /// Builds and loads the code of a step.
+    ///
+    /// # Errors
+    /// Those of NVRTC, of cuBLASLt and of loading.
+    pub fn from_code(
+        name: &str,
+        code: StepCode,
+        contract: Contract,
+        gpu: &Arc<Gpu>,
+    ) -> Result<Self, StepError> {
+        let mut stages = Vec::new();
         let start = Instant::now();
         let (kernels, guards) = load(&code, &contract, gpu)?;
         stages.push(("nvrtc", start.elapsed()));
@@ -210,18 +234,17 @@ impl CudaExecutable {
             moves: vec![false; code.inputs.len() + code.outputs.len()],
             graph: None,
         };
-        let build_time = stages.iter().rev().take(2).map(|(_, time)| *time).sum();
+        let build_time = stages.iter().map(|(_, time)| *time).sum();
         tracing::info!(
-            name = graph.name,
+            name,
             calls = code.calls.len(),
             functions = code.functions.len(),
             arena = code.arena_bytes,
-            ?compile_time,
             ?build_time,
             "step ready"
         );
         Ok(Self {
-            name: graph.name.clone(),
+            name: name.to_owned(),
             gpu: gpu.clone(),
             code,
             contract,
@@ -229,8 +252,8 @@ impl CudaExecutable {
             guards,
             choices,
             state: Mutex::new(state),
-            from_cache,
-            compile_time,
+            from_cache: false,
+            compile_time: Duration::ZERO,
             build_time,
             stages,
         })
