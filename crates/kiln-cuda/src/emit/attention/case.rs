@@ -60,7 +60,10 @@ impl Case<'_> {
         for (name, own) in &self.views {
             view(name, own);
         }
-        let map = operands.hidden.as_ref().map_or([1; 3], |hidden| self.map_extents(hidden));
+        let map = operands
+            .hidden
+            .as_ref()
+            .map_or([1; 3], |hidden| self.map_extents(hidden));
         views.push_str(&self.map_text(map));
         names.push_str("    typedef @_map map_view;\n");
         let numbers = [

@@ -85,7 +85,14 @@ impl Writer {
     }
 
     /// The launch of `blocks` blocks of the template that `call` calls.
-    fn launch(&mut self, case: &Case<'_>, reading: Reading, call: &str, blocks: usize, shared_bytes: u32) -> Option<()> {
+    fn launch(
+        &mut self,
+        case: &Case<'_>,
+        reading: Reading,
+        call: &str,
+        blocks: usize,
+        shared_bytes: u32,
+    ) -> Option<()> {
         let blocks = i32::try_from(blocks).ok()?;
         let text = FunctionText {
             helpers: format!("{TEMPLATES}{}", case.text()),
@@ -118,7 +125,10 @@ impl Writer {
             reading.tensor("o", name, view);
         }
         let masks = [("mask", &operands.mask), ("hidden", &operands.hidden)];
-        for (name, view) in masks.into_iter().filter_map(|(name, view)| Some((name, view.as_ref()?))) {
+        for (name, view) in masks
+            .into_iter()
+            .filter_map(|(name, view)| Some((name, view.as_ref()?)))
+        {
             reading.tensor("o", name, view);
         }
         for (name, number) in &operands.numbers {
@@ -198,12 +208,19 @@ impl Writer {
             reading.pass("int* counts", counts);
             reading.statements.push_str("g.counts = counts;\n");
         }
-        let pointer = |view: &View, name: &str| (format!("{}* {name}", view.ctype), Argument::Buffer(view.buffer));
+        let pointer =
+            |view: &View, name: &str| (format!("{}* {name}", view.ctype), Argument::Buffer(view.buffer));
         let mut of_queries = reading.clone();
         let (parameter, argument) = pointer(d_query, "d_query");
         of_queries.pass(parameter, argument);
         let call = "kiln_attention_d_query<@_case>(o, g, d_query);\n";
-        self.launch(&case, of_queries, call, row_tiles * plan.chunks, plan.shared_bytes(1))?;
+        self.launch(
+            &case,
+            of_queries,
+            call,
+            row_tiles * plan.chunks,
+            plan.shared_bytes(1),
+        )?;
         for (view, name) in [(d_key, "d_key"), (d_value, "d_value")] {
             let (parameter, argument) = pointer(view, name);
             reading.pass(parameter, argument);

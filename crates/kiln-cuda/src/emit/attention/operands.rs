@@ -37,7 +37,9 @@ impl View {
     pub fn index(&self) -> &'static str {
         let reach = |axis: usize| self.strides[axis].abs() * self.extents[axis] as i64;
         // What threads compute beyond the last row and is not read is no longer than a tile.
-        match reach(2) + reach(3) + 128 * (self.strides[2].abs() + self.strides[3].abs()) < i64::from(i32::MAX) {
+        match reach(2) + reach(3) + 128 * (self.strides[2].abs() + self.strides[3].abs())
+            < i64::from(i32::MAX)
+        {
             true => "int",
             false => "long long",
         }

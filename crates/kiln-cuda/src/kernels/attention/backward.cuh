@@ -71,7 +71,7 @@ void kiln_attention_d_query(
         most[i] = inside ? g.stats[(plane.row + row + i) * 2] : (real)0;
         share[i] = inside ? 1 / g.stats[(plane.row + row + i) * 2 + 1] : (real)0;
         delta[i] = 0;
-        counts = counts || (inside && o.fill > most[i] - kiln_attention_reach(o.fill));
+        counts = counts || (inside && o.fill - most[i] > -kiln_attention_reach(o.fill));
     }
     if (C::mapped) {
         counts = kiln_attention_any(counts);

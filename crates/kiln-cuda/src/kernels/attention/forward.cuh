@@ -88,7 +88,7 @@ void kiln_attention_forward(
             if (!left_out) break;
             bool counts = false;
             for (int i = 0; i < C::RM; i++)
-                counts = counts || (row + i < C::queries && o.fill > rows.most[i] - kiln_attention_reach(o.fill));
+                counts = counts || (row + i < C::queries && o.fill - rows.most[i] > -kiln_attention_reach(o.fill));
             if (!kiln_attention_any(counts)) break;
         }
         #pragma unroll 1

@@ -118,7 +118,7 @@ template <class C> int kiln_attention_keys(int end)
     return seen < C::keys ? seen : C::keys;
 }
 
-// The tile of a mask in which keys are hidden, so that attention leaves out tiles that are hidden altogether, and reads the
+// Looks in which tiles of a mask keys are hidden, so that attention leaves out tiles that are hidden altogether, and reads the
 // mask nowhere but in those that are mixed. A block looks at one tile of one head of the mask.
 template <class C> void kiln_attention_map(const unsigned char* hidden, int* map)
 {
