@@ -14,6 +14,7 @@
 
 pub mod attention;
 pub mod convolution;
+pub mod expressions;
 pub mod library;
 pub mod nest;
 pub mod pooling;

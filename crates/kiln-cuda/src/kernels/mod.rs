@@ -3,9 +3,8 @@
 //! [`PRELUDE`] is what generated sources begin with: types of elements with 16-byte accesses, reductions of a
 //! block in a fixed order, and random numbers with the bits of every other target. [`TableUpdate`] is one
 //! launch over many tensors, which is how an optimizer's whole update runs. [`RowSum`] sums over rows in two
-//! stages. [`attention`] has the templates of attention.
+//! stages.
 
-pub mod attention;
 mod row_sum;
 mod table;
 
@@ -21,6 +20,10 @@ pub const PRELUDE: &str = concat!(
     include_str!("cuda/reduce.cuh"),
     "\n",
     include_str!("cuda/philox.cuh"),
+    "\n",
+    include_str!("cuda/math.cuh"),
+    "\n",
+    include_str!("cuda/group.cuh"),
     "\n"
 );
 

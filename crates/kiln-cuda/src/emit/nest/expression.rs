@@ -1,0 +1,246 @@
+//! Expressions: values at an index, written on demand, once for each place.
+
+use kiln_compiler::index::{Index, linear};
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::access::operand_index;
+use kiln_compiler::schedule::layout::position;
+use kiln_graph::op::{BinaryOp, Op, RandomKind, UnaryOp};
+use kiln_graph::{DType, Value};
+
+use super::space::Lanes;
+use super::writer::{Key, Register, Writer, is_expensive};
+use super::{Argument, c};
+
+impl Writer<'_> {
+    /// How many row reductions, one behind the other, `value` waits for.
+    pub(super) fn stage(&mut self, value: Value) -> usize {
+        if let Some(&stage) = self.stages.get(&value) {
+            return stage;
+        }
+        let stage = if self.space.nest.uses_of(value).is_empty() {
+            let data = self.graph.def(value);
+            let operands = data.inputs.iter().map(|&v| self.stage(v)).max().unwrap_or(0);
+            operands + usize::from(matches!(data.op, Op::Reduce { .. }))
+        } else {
+            0
+        };
+        self.stages.insert(value, stage);
+        stage
+    }
+
+    /// The register of `value` at `index`.
+    pub(super) fn eval(&mut self, value: Value, index: &[Index]) -> Register {
+        let value = *self.equal.get(&value).unwrap_or(&value);
+        if let Some(register) = self.reduced.get(&value) {
+            return register.clone();
+        }
+        let key = (value, index.to_vec());
+        if let Some(register) = self.known.get(&key) {
+            return register.clone();
+        }
+        let register = match self.kept.arrays.get(&key) {
+            Some((element, pass)) if *pass < self.pass => {
+                let (dtype, element) = (self.graph.dtype(value), element.clone());
+                let loaded = !self.space.nest.uses_of(value).is_empty();
+                let text = if loaded {
+                    c::widened(dtype, &element)
+                } else {
+                    element
+                };
+                self.define(dtype, 2, 0, &text)
+            }
+            _ => self.compute(&key),
+        };
+        self.known.insert(key, register.clone());
+        register
+    }
+
+    fn compute(&mut self, key: &Key) -> Register {
+        let (value, index) = (key.0, &key.1);
+        let graph = self.graph;
+        if !self.space.nest.uses_of(value).is_empty() {
+            let position = position(graph, &self.space.nest.layouts, value, index);
+            return self.load(Buffer::Value(value), &position, key);
+        }
+        if let Some(operand) = operand_index(graph, value, index) {
+            return self.eval(graph.def(value).inputs[0], &operand);
+        }
+        let register = self.operation(value, index);
+        if register.level == 2 && is_expensive(&graph.def(value).op) {
+            *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
+            if self.kept.keys.contains(key) {
+                self.keep(key, &register);
+            }
+        }
+        register
+    }
+
+    /// Keeps a computed value of a point for later passes.
+    fn keep(&mut self, key: &Key, register: &Register) {
+        let name = self.fresh("kept");
+        let ty = c::register_type(register.dtype);
+        let (lanes, lane) = match self.width {
+            1 => (String::new(), ""),
+            width => (format!("[{width}]"), "[l]"),
+        };
+        self.row_arrays
+            .push(format!("{ty} {name}[{}]{lanes};", self.turns));
+        let element = format!("{name}[k]{lane}");
+        self.body.push(format!("{element} = {};", register.name));
+        self.kept.arrays.insert(key.clone(), (element, self.pass));
+    }
+
+    fn operation(&mut self, value: Value, index: &[Index]) -> Register {
+        let graph = self.graph;
+        let data = graph.def(value);
+        let dtype = graph.dtype(value);
+        if let Some(register) = self.power(value, index) {
+            return register;
+        }
+        match &data.op {
+            Op::Constant { value, dtype } => Register {
+                name: c::literal(*value, *dtype),
+                dtype: *dtype,
+                level: 0,
+                stage: 0,
+            },
+            Op::Scalar { index, dtype } => self.scalar(*index, *dtype),
+            Op::Iota { axis, dtype, .. } => self.number(&index[*axis], *dtype),
+            Op::Random { kind, dtype, shape } => {
+                self.random(*kind, *dtype, &linear(index, shape), &data.inputs)
+            }
+            Op::Gather { .. } | Op::IndexSelect { .. } => {
+                let mut nest = self.space.nest.clone();
+                let operands = nest.operands(graph, graph.value(value).node, index);
+                debug_assert_eq!(nest.data.len(), self.space.nest.data.len());
+                let (x, at) = &operands[1];
+                self.eval(*x, at)
+            }
+            op => {
+                let registers: Vec<Register> = data.inputs.iter().map(|&v| self.eval(v, index)).collect();
+                let level = registers.iter().map(|register| register.level).max().unwrap_or(0);
+                let stage = registers.iter().map(|register| register.stage).max().unwrap_or(0);
+                let name = |at: usize| registers[at].name.as_str();
+                let of = registers[0].dtype;
+                let text = match op {
+                    Op::Unary(op) => c::unary(*op, of, name(0)),
+                    Op::Binary(op) => c::binary(*op, of, name(0), name(1)),
+                    Op::Compare(op) => c::compare(*op, name(0), name(1)),
+                    Op::Select => format!("{} ? {} : {}", name(0), name(1), name(2)),
+                    Op::Cast(to) => c::cast(of, *to, name(0)),
+                    other => unreachable!("{} is not computed point by point", other.name()),
+                };
+                self.define(dtype, level, stage, &text)
+            }
+        }
+    }
+
+    /// Runtime scalar number `index`.
+    fn scalar(&mut self, index: u32, dtype: DType) -> Register {
+        let at = self.argument(Argument::Scalar(index));
+        let text = match dtype {
+            DType::Bool => format!("*a{at} != 0"),
+            DType::F64 => format!("*(const double*)a{at}"),
+            DType::F32 => format!("(float)*(const double*)a{at}"),
+            DType::F16 | DType::BF16 => c::rounded(dtype, &format!("(float)*(const double*)a{at}")),
+            dtype => format!("({})*a{at}", c::memory_type(dtype)),
+        };
+        self.define(dtype, 0, 0, &text)
+    }
+
+    /// An index as a number.
+    fn number(&mut self, index: &Index, dtype: DType) -> Register {
+        let (data_level, stage) = self.load_slots(index);
+        self.see(index, 0, dtype);
+        let level = self.level(index.vars()).max(data_level);
+        let base = format!("(kiln_i64)({})", self.index_text(index, level == 2));
+        let text = c::cast(DType::I64, dtype, &base);
+        self.define(dtype, level, stage, &text)
+    }
+
+    fn random(&mut self, kind: RandomKind, dtype: DType, position: &Index, inputs: &[Value]) -> Register {
+        let scalars: Vec<String> = inputs.iter().map(|&v| self.eval(v, &[]).name).collect();
+        let place = scalars[..2].join(", ");
+        let (data_level, stage) = self.load_slots(position);
+        self.see(position, 1, DType::F32);
+        let level = self.level(position.vars()).max(data_level);
+        // Elements of a block of the generator.
+        let per = if kind == RandomKind::IntRange || dtype == DType::F64 {
+            2
+        } else {
+            4
+        };
+        let (first, each) = (
+            self.index_text(position, false),
+            self.index_text(position, level == 2),
+        );
+        let width = self.width;
+        let (block, element) = if data_level < 2 && width > 1 && self.lanes(position) == Lanes::Together {
+            let (name, count) = (self.fresh("g"), (width / per).max(1));
+            self.loads.push(format!("kiln_block4 {name}[{count}];"));
+            self.loads.push(format!(
+                "#pragma unroll\nfor (int j = 0; j < {count}; j++) {name}[j] = kiln_philox({place}, (kiln_u64)({first}) / {per} + j);"
+            ));
+            (
+                format!("{name}[l / {per}]"),
+                format!("(int)(({first} + l) % {per})"),
+            )
+        } else {
+            (
+                format!("kiln_philox({place}, (kiln_u64)({each}) / {per})"),
+                format!("(int)(({each}) % {per})"),
+            )
+        };
+        let text = match kind {
+            RandomKind::IntRange => {
+                let range = format!(
+                    "kiln_random_range({block}, {element}, {}, {})",
+                    scalars[2], scalars[3]
+                );
+                c::cast(DType::I64, dtype, &range)
+            }
+            RandomKind::Uniform => format!("kiln_uniform_{dtype}({block}, {element})"),
+            RandomKind::Normal => match dtype {
+                DType::F64 => format!("kiln_normal_f64({block}, {element})"),
+                DType::F32 => format!("kiln_normal_f32({block}, {element})"),
+                half => c::rounded(half, &format!("kiln_normal_f32({block}, {element})")),
+            },
+        };
+        self.define(dtype, level, stage, &text)
+    }
+
+    // ---- exp(log(u) * s) with a number s that is known when the step runs ----
+
+    /// The base and the exponent if `value` is such a power and all of it is computed in this nest. Burn spells the logistic function, and with it SiLU and
+    /// SwiGLU, as `exp(-log(1 + exp(-x)))`, and the minus one is an argument of the step like every other scalar.
+    fn power_of(&self, value: Value) -> Option<(Value, Value)> {
+        let graph = self.graph;
+        let here = |value: Value| self.space.nest.uses_of(value).is_empty();
+        let data = graph.def(value);
+        if data.op != Op::Unary(UnaryOp::Exp) || graph.dtype(value) != DType::F32 || !here(data.inputs[0]) {
+            return None;
+        }
+        let product = graph.def(data.inputs[0]);
+        if product.op != Op::Binary(BinaryOp::Mul) {
+            return None;
+        }
+        let [a, b] = product.inputs[..] else { return None };
+        [(a, b), (b, a)].into_iter().find_map(|(log, factor)| {
+            let (logarithm, spread) = (graph.def(log), graph.def(factor));
+            let matches = logarithm.op == Op::Unary(UnaryOp::Log)
+                && matches!(spread.op, Op::Broadcast { .. })
+                && here(log)
+                && here(factor)
+                && matches!(graph.def(spread.inputs[0]).op, Op::Scalar { .. });
+            matches.then(|| (logarithm.inputs[0], spread.inputs[0]))
+        })
+    }
+
+    /// The value at `index`, if it is such a power. The code asks for the exponent when it runs: at minus one the power is a division.
+    fn power(&mut self, value: Value, index: &[Index]) -> Option<Register> {
+        let (base, exponent) = self.power_of(value)?;
+        let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));
+        let text = format!("kiln_power_of({}, {})", u.name, s.name);
+        Some(self.define(DType::F32, u.level, u.stage, &text))
+    }
+}

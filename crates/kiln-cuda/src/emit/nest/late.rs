@@ -1,0 +1,210 @@
+//! Late reductions: partial results of chunks, and the kernel that adds them up.
+
+use kiln_compiler::index::{Index, linear};
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::nest::vars;
+use kiln_graph::op::{Op, ReduceOp};
+use kiln_graph::{DType, Node, Value};
+
+use super::writer::Writer;
+use super::{Argument, Launch, c, ceil, grid, power_of_two};
+use crate::code::FunctionText;
+
+/// A late reduction being accumulated.
+#[derive(Clone, Debug)]
+pub(super) struct Late {
+    /// The accumulator of a thread.
+    pub(super) name: String,
+    pub(super) value: Value,
+    /// What is reduced, and its index.
+    pub(super) x: Value,
+    pub(super) index: Vec<Index>,
+    pub(super) op: ReduceOp,
+    /// The type of the accumulator.
+    pub(super) dtype: DType,
+    /// Which element of the result a point belongs to; a constant if there is one.
+    pub(super) position: Index,
+    /// How many elements the result has.
+    pub(super) count: i64,
+    /// Whether the operand differs from point to point of a row.
+    pub(super) of_points: bool,
+}
+
+impl Late {
+    /// Whether each column has a result of its own.
+    pub(super) fn by_column(&self) -> bool {
+        self.of_points && self.position.vars() != 0
+    }
+
+    pub(super) fn neutral(&self) -> String {
+        c::neutral(self.op, self.dtype)
+    }
+
+    pub(super) fn register(&self) -> &'static str {
+        c::register_type(self.dtype)
+    }
+}
+
+/// Where partial results go: to working memory, or, of one chunk, to the result itself.
+#[derive(Clone, Debug)]
+pub(super) struct Partials {
+    /// C++ of the address.
+    pub(super) address: String,
+    /// The type of an element.
+    pub(super) dtype: DType,
+    scratch: Option<usize>,
+    chunks: i64,
+}
+
+impl Writer<'_> {
+    /// The index of a reduction's operand: reduced axes are recorded, kept ones are those of the result.
+    pub(super) fn reduced_index(&self, value: Value, axes: &[usize], kept: &[Index]) -> Vec<Index> {
+        let x = self.graph.def(value).inputs[0];
+        let reduced = self.space.nest.reduced.get(&value).cloned().unwrap_or_default();
+        let (mut reduced, mut kept) = (reduced.into_iter(), kept.iter().cloned());
+        (0..self.graph.shape(x).rank())
+            .map(|axis| match axes.contains(&axis) {
+                true => reduced.next().unwrap_or_default(),
+                false => kept.next().unwrap_or_default(),
+            })
+            .collect()
+    }
+
+    /// The late reductions of the nest, each with the stage of its operand.
+    pub(super) fn lates(&mut self) -> Vec<(usize, Late)> {
+        let nest = &self.space.nest;
+        let nodes: Vec<Node> = nest.members.clone();
+        let mut lates = Vec::new();
+        for node in nodes {
+            let data = self.graph.node(node);
+            let value = data.outputs[0];
+            let Op::Reduce { op, axes } = &data.op else {
+                continue;
+            };
+            if !nest.late.contains(&value) {
+                continue;
+            }
+            let kept = &nest.maps[&value];
+            let index = self.reduced_index(value, axes, kept);
+            let late = Late {
+                name: self.fresh("late"),
+                value,
+                x: data.inputs[0],
+                of_points: vars(&index) & !self.space.row_set() != 0,
+                index,
+                op: *op,
+                dtype: self.graph.dtype(value).compute(),
+                position: linear(kept, self.graph.shape(value)),
+                count: self.graph.ty(value).numel() as i64,
+            };
+            lates.push((self.stage(data.inputs[0]), late));
+        }
+        lates
+    }
+
+    /// Reserves the partial results of `late` for so many chunks. One chunk alone stores the result, if it may do so `directly`.
+    pub(super) fn partials(&mut self, late: &Late, chunks: i64, chunk: &str, directly: bool) -> Partials {
+        if chunks == 1 && directly {
+            let at = self.target(Argument::Buffer(Buffer::Value(late.value)));
+            return Partials {
+                address: format!("a{at}"),
+                dtype: self.graph.dtype(late.value),
+                scratch: None,
+                chunks,
+            };
+        }
+        let scratch = self.scratch;
+        self.scratch += ((chunks * late.count) as usize * late.dtype.size()).next_multiple_of(256);
+        let at = self.target(Argument::Scratch(scratch));
+        let ty = c::memory_type(late.dtype);
+        Partials {
+            address: format!("(({ty}*)a{at} + (kiln_u64)({chunk}) * {})", late.count),
+            dtype: late.dtype,
+            scratch: Some(scratch),
+            chunks,
+        }
+    }
+
+    /// The text that ends a reduction to one number: the block's threads combined and stored by the first.
+    pub(super) fn store_total(&self, late: &Late, partials: &Partials, threads: i64) -> String {
+        let (name, by) = (&late.name, c::joiner(late.op));
+        let stored = c::narrowed(partials.dtype, name);
+        format!(
+            "{name} = kiln_group<{by}, {threads}>({name});\nif (threadIdx.x == 0) {}[0] = {stored};\n",
+            partials.address
+        )
+    }
+
+    /// The kernel that combines the chunks, if there are several.
+    pub(super) fn combination(&self, late: &Late, partials: &Partials) -> Option<Launch> {
+        let scratch = partials.scratch?;
+        Some(combination(
+            late,
+            self.graph.dtype(late.value),
+            scratch,
+            partials.chunks,
+        ))
+    }
+}
+
+/// Adds up the partial results of the chunks, sums of f32 in f64. Neighbouring threads have neighbouring elements; several lanes of the block take every so-many-th
+/// chunk each, and are combined in pairs.
+fn combination(late: &Late, dtype: DType, scratch: usize, chunks: i64) -> Launch {
+    let count = late.count;
+    let register = match (late.op, late.dtype) {
+        (ReduceOp::Sum, DType::F32) => DType::F64,
+        (_, dtype) => dtype,
+    };
+    let across = if count >= 32 { 32 } else { power_of_two(count) };
+    // Some eight chunks a lane, and no more threads than a block has.
+    let lanes = power_of_two(ceil(chunks, 8)).clamp(1, 1024 / across);
+    let lanes = if across * lanes < 32 { 32 / across } else { lanes };
+    let threads = across * lanes;
+    let (part, memory) = (c::memory_type(late.dtype), c::memory_type(dtype));
+    let (wide, narrow) = (c::register_type(register), c::register_type(dtype));
+    let neutral = c::neutral(late.op, register);
+    let element = c::widened(late.dtype, &format!("part[chunk * {count} + k]"));
+    let next = c::combine(late.op, register, "x", &format!("({wide})({element})"));
+    let pair = c::combine(
+        late.op,
+        register,
+        "x",
+        &format!("lanes[(y + apart) * {across} + threadIdx.x % {across}]"),
+    );
+    let stored = c::narrowed(dtype, &format!("({narrow})x"));
+    let body = format!(
+        "__shared__ {wide} lanes[{threads}];
+const {part}* part = (const {part}*)a0;
+const kiln_u64 k = (kiln_u64)blockIdx.x * {across} + threadIdx.x % {across};
+const int y = threadIdx.x / {across};
+{wide} x = {neutral};
+if (k < {count}) {{
+#pragma unroll 8
+for (kiln_u64 chunk = y; chunk < {chunks}; chunk += {lanes}) x = {next};
+}}
+#pragma unroll
+for (int apart = {lanes} / 2; apart > 0; apart /= 2) {{
+lanes[threadIdx.x] = x;
+__syncthreads();
+if (y < apart) x = {pair};
+__syncthreads();
+}}
+if (y == 0 && k < {count}) a1[k] = {stored};
+"
+    );
+    Launch {
+        text: FunctionText {
+            helpers: String::new(),
+            parameters: vec!["const unsigned char* a0".into(), format!("{memory}* a1")],
+            body,
+            threads: threads as u32,
+            device_only: false,
+        },
+        grid: [grid(ceil(count, across)), 1, 1],
+        shared_bytes: 0,
+        arguments: vec![
+            Argument::Scratch(scratch),
+            Argument::Buffer(Buffer::Value(late.value)),
+        ],
+    }
+}

@@ -1,0 +1,187 @@
+//! Loads, stores and addresses: an index becomes C++; neighbours that lie together are moved by one instruction.
+
+use kiln_compiler::index::{Atom, Index, Var};
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::nest::Store;
+use kiln_graph::DType;
+
+use super::space::{Lanes, Seen, lanes};
+use super::writer::{Key, Register, Writer};
+use super::{Argument, c};
+
+impl Writer<'_> {
+    /// Registers for the loaded integers in `index`; the deepest level and stage among them.
+    pub(super) fn load_slots(&mut self, index: &Index) -> (u8, usize) {
+        let mut place = (0, 0);
+        for (atom, _) in index.terms() {
+            let inner = match atom {
+                Atom::Var { .. } => (0, 0),
+                Atom::Div(inner, _) | Atom::Mod(inner, _) => self.load_slots(inner),
+                Atom::Data { slot, extent, .. } => {
+                    let register = self.slot(*slot, *extent);
+                    (register.level, register.stage)
+                }
+            };
+            place = (place.0.max(inner.0), place.1.max(inner.1));
+        }
+        place
+    }
+
+    fn slot(&mut self, slot: u32, extent: i64) -> Register {
+        if let Some(register) = self.slots.get(&slot) {
+            return register.clone();
+        }
+        let (indices, at) = self.space.nest.data[slot as usize].clone();
+        let loaded = self.eval(indices, &at);
+        let bits = if self.space.wide { "u64" } else { "u32" };
+        let wide = c::cast(loaded.dtype, DType::I64, &loaded.name);
+        let name = self.fresh("at");
+        let ty = self.index_type();
+        let line = format!("const {ty} {name} = kiln_index_{bits}({wide}, {extent});");
+        self.line(loaded.level, loaded.stage, line);
+        let register = Register { name, ..loaded };
+        self.slots.insert(slot, register.clone());
+        register
+    }
+
+    /// C++ of an index, of the first neighbour or, with `lane`, of neighbour `l`.
+    pub(super) fn index_text(&self, index: &Index, lane: bool) -> String {
+        let vector = self.space.vector.filter(|_| lane && self.width > 1);
+        let var = |var: Var| match Some(var) == vector {
+            true => format!("(i{var} + l)"),
+            false => format!("i{var}"),
+        };
+        let data = |slot: u32| match self.slots.get(&slot) {
+            Some(register) => register.name.clone(),
+            None => unreachable!("slots are loaded before they are used"),
+        };
+        index.to_c(&var, &data)
+    }
+
+    /// How an index behaves over the neighbours of a thread.
+    pub(super) fn lanes(&self, index: &Index) -> Lanes {
+        match self.space.vector {
+            Some(vector) => lanes(index, vector, self.width),
+            None => Lanes::Same,
+        }
+    }
+
+    /// Notes that `index` was seen.
+    pub(super) fn see(&mut self, index: &Index, weight: i64, dtype: DType) {
+        self.seen.push(Seen {
+            index: index.clone(),
+            weight,
+            bytes: dtype.size() as i64,
+        });
+    }
+
+    /// Loads the element of `buffer` at `position`, which is the value `key`.
+    pub(super) fn load(&mut self, buffer: Buffer, position: &Index, key: &Key) -> Register {
+        let dtype = self.buffer_dtype(buffer);
+        let at = self.argument(Argument::Buffer(buffer));
+        let (data_level, stage) = self.load_slots(position);
+        self.see(position, 1, dtype);
+        let level = self.level(position.vars()).max(data_level);
+        let ty = c::memory_type(dtype);
+        if level < 2 {
+            self.reads_rows |= level == 1;
+            let text = c::widened(dtype, &format!("a{at}[{}]", self.index_text(position, false)));
+            return self.define(dtype, level, stage, &text);
+        }
+        *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
+        let lanes = if data_level == 2 {
+            Lanes::Apart
+        } else {
+            self.lanes(position)
+        };
+        let kept = self.kept.keys.contains(key);
+        let (first, each) = (self.index_text(position, false), self.index_text(position, true));
+        if (self.width == 1 || data_level == 2) && !kept {
+            let text = c::widened(dtype, &format!("a{at}[{each}]"));
+            return self.define(dtype, 2, stage, &text);
+        }
+        // One variable for all neighbours, in an array over the turns of the loop if it is kept.
+        let name = self.fresh("v");
+        let own = if kept { format!("{name}[k]") } else { name.clone() };
+        let turns = if kept {
+            format!("[{}]", self.turns)
+        } else {
+            String::new()
+        };
+        let (declaration, fill, element) = match lanes {
+            _ if self.width == 1 => (
+                format!("{ty} {name}{turns};"),
+                format!("{own} = a{at}[{first}];"),
+                own.clone(),
+            ),
+            Lanes::Same => (
+                format!("{ty} {name}{turns};"),
+                format!("{own} = a{at}[{first}];"),
+                own.clone(),
+            ),
+            Lanes::Together => {
+                let vector = format!("kiln_lanes<{ty}, {}>", self.width);
+                (
+                    format!("{vector} {name}{turns};"),
+                    format!("{own} = *(const {vector}*)(a{at} + ({first}));"),
+                    format!("{own}.at[l]"),
+                )
+            }
+            Lanes::Apart => {
+                let (width, fill) = (self.width, format!("{own}[l] = a{at}[{each}];"));
+                let fill = match data_level {
+                    2 => fill,
+                    _ => format!("#pragma unroll\nfor (int l = 0; l < {width}; l++) {fill}"),
+                };
+                (format!("{ty} {name}{turns}[{width}];"), fill, format!("{own}[l]"))
+            }
+        };
+        let place = if data_level == 2 {
+            &mut self.body
+        } else {
+            &mut self.loads
+        };
+        if kept {
+            place.push(fill);
+            self.row_arrays.push(declaration);
+            self.kept.arrays.insert(key.clone(), (element.clone(), self.pass));
+        } else {
+            place.push(declaration);
+            place.push(fill);
+        }
+        self.define(dtype, 2, stage, &c::widened(dtype, &element))
+    }
+
+    /// Evaluates what `store` stores at the point being written and stores it behind everything that the point loads.
+    pub(super) fn store_point(&mut self, store: &Store) {
+        let register = self.eval(store.value, &store.index);
+        let dtype = self.buffer_dtype(store.buffer);
+        let at = self.target(Argument::Buffer(store.buffer));
+        self.store_at(dtype, &format!("a{at}"), &store.position, &register.name);
+    }
+
+    /// Stores `x` of the point being written at a position of `address`.
+    pub(super) fn store_at(&mut self, dtype: DType, address: &str, position: &Index, x: &str) {
+        let ty = c::memory_type(dtype);
+        let (first, each) = (self.index_text(position, false), self.index_text(position, true));
+        let narrowed = c::narrowed(dtype, x);
+        let name = self.fresh("y");
+        let width = self.width;
+        if width == 1 {
+            self.body.push(format!("const {ty} {name} = {narrowed};"));
+            self.stores.push(format!("{address}[{first}] = {name};"));
+        } else if self.lanes(position) == Lanes::Together {
+            self.loads.push(format!("kiln_lanes<{ty}, {width}> {name};"));
+            self.body.push(format!("{name}.at[l] = {narrowed};"));
+            self.stores.push(format!(
+                "*(kiln_lanes<{ty}, {width}>*)({address} + ({first})) = {name};"
+            ));
+        } else {
+            self.loads.push(format!("{ty} {name}[{width}];"));
+            self.body.push(format!("{name}[l] = {narrowed};"));
+            self.stores.push(format!(
+                "#pragma unroll\nfor (int l = 0; l < {width}; l++) {address}[{each}] = {name}[l];"
+            ));
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! The loops of a nest: which variables number rows and columns, which of them are one, and along which a thread takes neighbours.
+
+use kiln_compiler::index::{Atom, Index, Var, bit};
+use kiln_compiler::schedule::nest::Nest;
+
+/// An index that ends up as an address or a number.
+#[derive(Clone, Debug)]
+pub(super) struct Seen {
+    pub(super) index: Index,
+    /// How much memory moves there: 0 for a number, 1 for a load, 2 for a store.
+    pub(super) weight: i64,
+    /// Bytes of an element.
+    pub(super) bytes: i64,
+}
+
+/// The loops of a nest, prepared for writing. Of several variables the last of a list runs fastest.
+#[derive(Clone, Debug)]
+pub(super) struct Space {
+    pub(super) nest: Nest,
+    pub(super) rows: Vec<Var>,
+    pub(super) cols: Vec<Var>,
+    /// The variable of which a thread takes [`Space::width`] neighbours.
+    pub(super) vector: Option<Var>,
+    pub(super) width: i64,
+    /// Whether positions need 64 bits.
+    pub(super) wide: bool,
+}
+
+impl Space {
+    pub(super) fn new(nest: &Nest) -> Self {
+        let list = |set: u64| nest.list(set).iter().map(|&(var, _)| var).collect::<Vec<Var>>();
+        let (rows, cols) = match nest.split {
+            Some(split) => (list(split.rows), list(split.cols)),
+            None => (Vec::new(), list(nest.all())),
+        };
+        Self {
+            nest: nest.clone(),
+            rows,
+            cols,
+            vector: None,
+            width: 1,
+            wide: false,
+        }
+    }
+
+    pub(super) fn extent(&self, var: Var) -> i64 {
+        self.nest.extents[var as usize]
+    }
+
+    pub(super) fn product(&self, list: &[Var]) -> i64 {
+        list.iter().map(|&var| self.extent(var)).product()
+    }
+
+    pub(super) fn row_set(&self) -> u64 {
+        self.rows.iter().fold(0, |set, &var| set | bit(var))
+    }
+
+    /// Makes all variables columns: for nests of which every result is one number or one a point.
+    pub(super) fn flatten(&mut self) {
+        self.cols = self.rows.drain(..).chain(self.cols.iter().copied()).collect();
+        self.cols.sort_unstable();
+    }
+
+    /// Joins two variables that every index treats as one; whether it found a pair.
+    pub(super) fn collapse(&mut self, seen: &[Seen]) -> bool {
+        for of_rows in [true, false] {
+            let list = match of_rows {
+                true => self.rows.clone(),
+                false => self.cols.clone(),
+            };
+            for &outer in &list {
+                for &inner in list.iter().filter(|&&inner| inner != outer) {
+                    let extent = self.extent(inner);
+                    let as_one = |seen: &Seen| match (seen.index.stride(outer), seen.index.stride(inner)) {
+                        (Some(a), Some(b)) => a == b * extent,
+                        _ => false,
+                    };
+                    // The sets of variables are bits of 64.
+                    if seen.iter().all(as_one) && self.nest.extents.len() < 60 {
+                        self.join(outer, inner, of_rows);
+                        return true;
+                    }
+                }
+            }
+        }
+        false
+    }
+
+    fn join(&mut self, outer: Var, inner: Var, of_rows: bool) {
+        let (a, b) = (self.extent(outer), self.extent(inner));
+        let joint = self.nest.extents.len() as Var;
+        self.nest.extents.push(a * b);
+        let list = if of_rows { &mut self.rows } else { &mut self.cols };
+        let at = list.iter().position(|&var| var == outer).unwrap_or(0);
+        list[at] = joint;
+        list.retain(|&var| var != inner);
+        let whole = Index::var(joint, a * b);
+        let with = |var: Var, extent: i64| {
+            if var == outer {
+                whole.div(b)
+            } else if var == inner {
+                whole.rem(b)
+            } else {
+                Index::var(var, extent)
+            }
+        };
+        self.nest.substitute(&with);
+    }
+
+    /// Chooses along which variable neighbouring threads lie: that in which most accesses are contiguous. It becomes the last of its list.
+    /// Of `rows_too`, also variables of rows are candidates.
+    pub(super) fn choose_vector(&mut self, seen: &[Seen], rows_too: bool) {
+        let score = |var: Var| {
+            let mut score = 0i64;
+            for seen in seen {
+                score += match seen.index.stride(var) {
+                    Some(0) => 0,
+                    Some(1) => 2 * seen.weight,
+                    None if lanes(&seen.index, var, 2) != Lanes::Apart => seen.weight,
+                    _ => -3 * seen.weight,
+                };
+            }
+            // Few neighbours, few accesses worth having.
+            let extent = self.extent(var);
+            let worth = if extent < 32 {
+                score * extent / 32 - 1
+            } else {
+                score
+            };
+            (worth, self.cols.contains(&var), var)
+        };
+        let rows = self.rows.iter().filter(|_| rows_too);
+        self.vector = self
+            .cols
+            .iter()
+            .chain(rows)
+            .copied()
+            .max_by_key(|&var| score(var));
+        let vector = self.vector;
+        for list in [&mut self.rows, &mut self.cols] {
+            list.sort_by_key(|&var| (Some(var) == vector, var));
+        }
+    }
+
+    /// How many neighbours a thread takes at once: as many as 16 bytes hold of the narrowest tensor that is read or written along the vector variable, as long as
+    /// that divides its extent (`ragged`: or rows begin anywhere, and a tail is left over), its accesses are not torn apart, and registers suffice.
+    pub(super) fn choose_width(&mut self, seen: &[Seen], ragged: bool) {
+        self.width = 1;
+        let Some(vector) = self.vector else { return };
+        let extent = self.extent(vector);
+        let streams = |width: i64| {
+            let seen = seen.iter().filter(|seen| seen.weight > 0);
+            let moved = seen.map(move |seen| (seen, lanes(&seen.index, vector, width)));
+            moved.filter(|(_, lanes)| *lanes != Lanes::Same)
+        };
+        let Some(narrowest) = streams(2).map(|(seen, _)| seen.bytes).min() else {
+            self.width = if extent % 4 == 0 { 4 } else { 1 };
+            return;
+        };
+        for width in [8, 4, 2] {
+            let fits = width * narrowest <= 16 && (extent % width == 0 || (ragged && extent >= width));
+            let (mut together, mut apart, mut bytes) = (0, 0, 0);
+            for (seen, lanes) in streams(width) {
+                bytes += width * seen.bytes;
+                match lanes {
+                    Lanes::Apart => apart += seen.weight,
+                    _ => together += seen.weight,
+                }
+            }
+            // Elements apart are read by instructions of their own, which neighbouring threads would share cache lines for.
+            if fits && together > 2 * apart && bytes <= 4 * MOST_LIVE {
+                self.width = width;
+                return;
+            }
+        }
+    }
+}
+
+/// Registers of 32 bits that the elements of one point loop may take while they are loaded.
+const MOST_LIVE: i64 = 96;
+
+/// How an index behaves over `width` neighbours of a variable, of which the first is a multiple of `width`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Lanes {
+    /// It is the same for all.
+    Same,
+    /// It grows by one, from a multiple of `width`.
+    Together,
+    /// Anything else.
+    Apart,
+}
+
+/// How `index` behaves over `width` neighbours of `var`.
+pub(super) fn lanes(index: &Index, var: Var, width: i64) -> Lanes {
+    if width == 1 {
+        // One element is its own neighbourhood.
+        return if index.vars() & bit(var) == 0 {
+            Lanes::Same
+        } else {
+            Lanes::Together
+        };
+    }
+    let mut growing = false;
+    let mut aligned = index.offset() % width == 0;
+    for (atom, factor) in index.terms() {
+        let own = match atom {
+            Atom::Var { var: own, .. } if *own == var => Lanes::Together,
+            atom if atom.vars() & bit(var) == 0 => Lanes::Same,
+            Atom::Div(inner, by) => match lanes(inner, var, width) {
+                Lanes::Together if by % width == 0 => Lanes::Same,
+                Lanes::Same => Lanes::Same,
+                _ => Lanes::Apart,
+            },
+            Atom::Mod(inner, by) => match lanes(inner, var, width) {
+                Lanes::Together if by % width != 0 => Lanes::Apart,
+                lanes => lanes,
+            },
+            _ => Lanes::Apart,
+        };
+        match own {
+            Lanes::Same => aligned &= factor % width == 0,
+            Lanes::Together if *factor == 1 && !growing => growing = true,
+            _ => return Lanes::Apart,
+        }
+    }
+    match (growing, aligned) {
+        (false, _) => Lanes::Same,
+        (true, true) => Lanes::Together,
+        (true, false) => Lanes::Apart,
+    }
+}

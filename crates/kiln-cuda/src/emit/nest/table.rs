@@ -1,0 +1,152 @@
+//! Nests side by side: those of equal text become one launch over a table of tensors.
+//!
+//! A row of the first table has the addresses of one nest's tensors and their number of elements. A row of the second is a chunk: which row, and the first element. So a
+//! thousand small parameters keep the device as busy as one large one, and no size is part of the text.
+
+use kiln_compiler::schedule::nest::Nest;
+use kiln_graph::Graph;
+
+use super::space::Space;
+use super::writer::Writer;
+use super::{Argument, Call, EmitOptions, KernelCode, Launch, c, grid, points, prepare};
+use crate::code::FunctionText;
+
+/// Threads of a block.
+const THREADS: i64 = 256;
+
+/// Turns of a thread.
+const TURNS: i64 = 8;
+
+/// Nests that share a launch: text, scalars and a row for each of them.
+struct Task {
+    text: FunctionText,
+    scalars: Vec<Argument>,
+    rows: Vec<(Vec<Argument>, i64)>,
+    chunk: i64,
+}
+
+/// Nests side by side: those of equal text become one launch over a table.
+pub fn together(graph: &Graph, nests: &[Nest], options: &EmitOptions<'_>) -> KernelCode {
+    let mut tasks: Vec<Task> = Vec::new();
+    let mut code = KernelCode::default();
+    for nest in nests {
+        let Some(task) = task(graph, nest) else {
+            let own = super::generate(graph, nest, options);
+            debug_assert_eq!(own.scratch, 0, "what reduces is not joined");
+            code.calls.extend(own.calls);
+            continue;
+        };
+        let same = |own: &&mut Task| own.text == task.text && own.scalars == task.scalars;
+        match tasks.iter_mut().find(same) {
+            Some(own) => own.rows.extend(task.rows),
+            None => tasks.push(task),
+        }
+    }
+    code.calls
+        .extend(tasks.into_iter().map(|task| Call::Launch(launch(task))));
+    code
+}
+
+/// The text of a nest over one variable, or over one element; none for others, whose extents are part of their text.
+fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
+    let mut space = Space::new(nest);
+    if nest.split.is_some() {
+        return None;
+    }
+    let seen = prepare(&mut space, |space| points::seen(graph, space));
+    if space.cols.len() > 1 || space.wide {
+        return None;
+    }
+    space.choose_vector(&seen, false);
+    let elements = space.product(&space.cols);
+    // Every size takes as many neighbours; what is left over goes one by one.
+    if let Some(vector) = space.vector {
+        let extent = &mut space.nest.extents[vector as usize];
+        let own = std::mem::replace(extent, 1 << 20);
+        space.choose_width(&seen, true);
+        space.nest.extents[vector as usize] = own;
+    }
+    let mut writer = Writer::new(graph, &space);
+    let (width, ty) = (space.width, writer.index_type());
+    let text = points::body(&mut writer);
+    let var = space.vector.unwrap_or(0);
+    let chunk = THREADS * TURNS * width;
+    let mut loops = format!(
+        "for ({ty} i{var} = first + threadIdx.x * {width}; i{var} < last; i{var} += {}) {{\n",
+        THREADS * width
+    );
+    if width > 1 {
+        writer.width = 1;
+        let single = points::body(&mut writer);
+        loops.push_str(&format!(
+            "if (i{var} + {width} <= last) {{\n{text}}} else {{\nfor ({ty} from = i{var}; from < last; from++) {{\n\
+             const {ty} i{var} = from;\n{single}}}\n}}\n}}\n"
+        ));
+    } else {
+        loops.push_str(&format!("{text}}}\n"));
+    }
+    let mut parameters = vec![
+        "const kiln_u64* rows".to_owned(),
+        "const kiln_u64* chunks".to_owned(),
+    ];
+    let (mut scalars, mut buffers, mut pointers) = (Vec::new(), Vec::new(), String::new());
+    for (at, (argument, written)) in writer.arguments.iter().zip(&writer.written).enumerate() {
+        let constant = if *written { "" } else { "const " };
+        if matches!(argument, Argument::Scalar(_)) {
+            parameters.push(format!("{constant}kiln_u64* a{at}"));
+            scalars.push(argument.clone());
+            continue;
+        }
+        let Argument::Buffer(buffer) = argument else {
+            return None;
+        };
+        let pointed = c::memory_type(writer.buffer_dtype(*buffer));
+        pointers.push_str(&format!(
+            "{constant}{pointed}* const a{at} = ({constant}{pointed}*)row[{}];\n",
+            buffers.len()
+        ));
+        buffers.push(argument.clone());
+    }
+    let words = buffers.len();
+    let top: String = writer.top.iter().map(|line| format!("{line}\n")).collect();
+    let body = format!(
+        "const kiln_u64* row = rows + chunks[2 * blockIdx.x] * {};\nconst {ty} count = ({ty})row[{words}];\n\
+         const {ty} first = ({ty})chunks[2 * blockIdx.x + 1];\nconst {ty} last = first + {chunk} < count ? first + {chunk} : count;\n\
+         {pointers}{top}{loops}",
+        words + 1
+    );
+    let text = FunctionText {
+        helpers: String::new(),
+        parameters,
+        body,
+        threads: THREADS as u32,
+        device_only: false,
+    };
+    Some(Task {
+        text,
+        scalars,
+        rows: vec![(buffers, elements)],
+        chunk,
+    })
+}
+
+fn launch(task: Task) -> Launch {
+    let mut chunks = Vec::new();
+    for (row, (_, elements)) in task.rows.iter().enumerate() {
+        let firsts = (0..*elements).step_by(task.chunk as usize);
+        chunks.extend(firsts.map(|first| (Vec::new(), vec![row as u64, first as u64])));
+    }
+    let blocks = grid(chunks.len() as i64);
+    let rows = task
+        .rows
+        .into_iter()
+        .map(|(buffers, elements)| (buffers, vec![elements as u64]));
+    let mut arguments = vec![Argument::Table(rows.collect()), Argument::Table(chunks)];
+    arguments.extend(task.scalars);
+    Launch {
+        text: task.text,
+        grid: [blocks, 1, 1],
+        shared_bytes: 0,
+        arguments,
+    }
+}

@@ -1,0 +1,280 @@
+//! The state of writing one kernel: its arguments, the registers that exist, and the lines of each place.
+
+use kiln_compiler::index::Index;
+use kiln_compiler::schedule::Buffer;
+use kiln_graph::op::Op;
+use kiln_graph::{DType, Graph, Value};
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use super::space::{Seen, Space};
+use super::{Argument, c};
+
+/// A value at an index.
+pub(super) type Key = (Value, Vec<Index>);
+
+/// A value that is held in a C++ variable.
+#[derive(Clone, Debug)]
+pub(super) struct Register {
+    /// The variable, or a literal.
+    pub(super) name: String,
+    pub(super) dtype: DType,
+    /// Where it exists from: 0 the kernel, 1 the row, 2 the point.
+    pub(super) level: u8,
+    /// How many row reductions, one behind the other, it waits for.
+    pub(super) stage: usize,
+}
+
+/// Values that the first pass over a row keeps for the later ones.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Kept {
+    /// Which.
+    pub(super) keys: FxHashSet<Key>,
+    /// The array of each that was written, and the pass that fills it.
+    pub(super) arrays: FxHashMap<Key, (String, usize)>,
+}
+
+pub(super) struct Writer<'a> {
+    pub(super) graph: &'a Graph,
+    pub(super) space: &'a Space,
+    /// Elements that a thread handles at a time, neighbours along the vector variable.
+    pub(super) width: i64,
+    pub(super) arguments: Vec<Argument>,
+    /// For each argument whether the kernel writes to it.
+    pub(super) written: Vec<bool>,
+    names: usize,
+    /// Lines of the kernel.
+    pub(super) top: Vec<String>,
+    /// Lines of a row, by stage.
+    pub(super) sections: Vec<Vec<String>>,
+    /// Lines of a point: what is loaded for all neighbours, what is done for each, what is stored for all.
+    pub(super) loads: Vec<String>,
+    pub(super) body: Vec<String>,
+    pub(super) stores: Vec<String>,
+    /// Declarations of arrays that live as long as a row.
+    pub(super) row_arrays: Vec<String>,
+    pub(super) known: FxHashMap<Key, Register>,
+    pub(super) slots: FxHashMap<u32, Register>,
+    /// Results of row reductions.
+    pub(super) reduced: FxHashMap<Value, Register>,
+    pub(super) stages: FxHashMap<Value, usize>,
+    /// For results of operations that another member does as well: that member's result.
+    pub(super) equal: FxHashMap<Value, Value>,
+    pub(super) seen: Vec<Seen>,
+    /// The pass being written.
+    pub(super) pass: usize,
+    /// For values of points that are loaded or dear: the passes that evaluate them, as a bit set.
+    pub(super) evaluated: FxHashMap<Key, u64>,
+    pub(super) kept: Kept,
+    /// How often the loop over a row runs, where it is unrolled.
+    pub(super) turns: i64,
+    /// Whether an element was read once for a row.
+    pub(super) reads_rows: bool,
+    /// Bytes of working memory.
+    pub(super) scratch: usize,
+}
+
+impl<'a> Writer<'a> {
+    pub(super) fn new(graph: &'a Graph, space: &'a Space) -> Self {
+        Self {
+            graph,
+            space,
+            width: space.width,
+            arguments: Vec::new(),
+            written: Vec::new(),
+            names: 0,
+            top: Vec::new(),
+            sections: Vec::new(),
+            loads: Vec::new(),
+            body: Vec::new(),
+            stores: Vec::new(),
+            row_arrays: Vec::new(),
+            known: FxHashMap::default(),
+            slots: FxHashMap::default(),
+            reduced: FxHashMap::default(),
+            stages: FxHashMap::default(),
+            equal: equal_members(graph, space),
+            seen: Vec::new(),
+            pass: 0,
+            evaluated: FxHashMap::default(),
+            kept: Kept::default(),
+            turns: 1,
+            reads_rows: false,
+            scratch: 0,
+        }
+    }
+
+    pub(super) fn fresh(&mut self, prefix: &str) -> String {
+        self.names += 1;
+        format!("{prefix}{}", self.names - 1)
+    }
+
+    /// The number of an argument, new or known.
+    pub(super) fn argument(&mut self, argument: Argument) -> usize {
+        if let Some(at) = self.arguments.iter().position(|own| *own == argument) {
+            return at;
+        }
+        self.arguments.push(argument);
+        self.written.push(false);
+        self.arguments.len() - 1
+    }
+
+    /// The number of an argument that is written.
+    pub(super) fn target(&mut self, argument: Argument) -> usize {
+        let at = self.argument(argument);
+        self.written[at] = true;
+        at
+    }
+
+    /// Declarations of the parameters; working memory is cast where it is used.
+    pub(super) fn parameters(&self) -> Vec<String> {
+        let arguments = self.arguments.iter().zip(&self.written).enumerate();
+        let parameters = arguments.map(|(at, (argument, written))| {
+            let constant = if *written { "" } else { "const " };
+            format!("{constant}{}* a{at}", self.pointed(argument))
+        });
+        parameters.collect()
+    }
+
+    /// What an argument points to.
+    pub(super) fn pointed(&self, argument: &Argument) -> &'static str {
+        match argument {
+            Argument::Buffer(buffer) => c::memory_type(self.buffer_dtype(*buffer)),
+            Argument::Scalar(_) => "kiln_u64",
+            Argument::Scratch(_) | Argument::Table(_) => "unsigned char",
+        }
+    }
+
+    pub(super) fn buffer_dtype(&self, buffer: Buffer) -> DType {
+        self.graph.dtype(buffer.value(self.graph))
+    }
+
+    /// The type of positions.
+    pub(super) fn index_type(&self) -> &'static str {
+        if self.space.wide { "kiln_u64" } else { "kiln_u32" }
+    }
+
+    // ---- places ----
+
+    pub(super) fn level(&self, set: u64) -> u8 {
+        if set == 0 {
+            0
+        } else if set & !self.space.row_set() == 0 {
+            1
+        } else {
+            2
+        }
+    }
+
+    pub(super) fn line(&mut self, level: u8, stage: usize, text: String) {
+        match level {
+            0 => self.top.push(text),
+            1 => {
+                while self.sections.len() <= stage {
+                    self.sections.push(Vec::new());
+                }
+                self.sections[stage].push(text);
+            }
+            _ => self.body.push(text),
+        }
+    }
+
+    pub(super) fn define(&mut self, dtype: DType, level: u8, stage: usize, expression: &str) -> Register {
+        let name = self.fresh("x");
+        let ty = c::register_type(dtype);
+        self.line(level, stage, format!("const {ty} {name} = {expression};"));
+        Register {
+            name,
+            dtype,
+            level,
+            stage,
+        }
+    }
+
+    /// Starts the body of a point: nothing of points is known.
+    pub(super) fn begin_points(&mut self) {
+        self.known.retain(|_, register| register.level < 2);
+        self.slots.retain(|_, register| register.level < 2);
+        self.loads.clear();
+        self.body.clear();
+        self.stores.clear();
+    }
+
+    /// The text of the body of a point; `guard` is a condition of its stores.
+    pub(super) fn end_points(&mut self, guard: Option<&str>) -> String {
+        let mut text = String::new();
+        let mut lines = |lines: &mut Vec<String>| {
+            for line in lines.drain(..) {
+                text.push_str(&line);
+                text.push('\n');
+            }
+        };
+        lines(&mut self.loads);
+        if self.width > 1 && !self.body.is_empty() {
+            self.body.insert(
+                0,
+                format!("#pragma unroll\nfor (int l = 0; l < {}; l++) {{", self.width),
+            );
+            self.body.push("}".into());
+        }
+        lines(&mut self.body);
+        if let (Some(guard), false) = (guard, self.stores.is_empty()) {
+            self.stores.insert(0, format!("if ({guard}) {{"));
+            self.stores.push("}".into());
+        }
+        lines(&mut self.stores);
+        self.known.retain(|_, register| register.level < 2);
+        self.slots.retain(|_, register| register.level < 2);
+        text
+    }
+
+    /// Starts a row: nothing of rows is known.
+    pub(super) fn begin_row(&mut self) {
+        self.known.retain(|_, register| register.level < 1);
+        self.slots.retain(|_, register| register.level < 1);
+        self.reduced.clear();
+        self.sections = vec![Vec::new()];
+    }
+}
+
+/// Whether an operation costs more than keeping its result until the next pass.
+pub(super) fn is_expensive(op: &Op) -> bool {
+    use kiln_graph::op::{BinaryOp, UnaryOp};
+    match op {
+        Op::Unary(op) => !matches!(
+            op,
+            UnaryOp::Neg
+                | UnaryOp::Abs
+                | UnaryOp::Sign
+                | UnaryOp::Not
+                | UnaryOp::Sqrt
+                | UnaryOp::Recip
+                | UnaryOp::IsNan
+                | UnaryOp::IsInf
+        ),
+        Op::Binary(op) => matches!(op, BinaryOp::Pow | BinaryOp::Atan2 | BinaryOp::Rem),
+        Op::Random { .. } => true,
+        _ => false,
+    }
+}
+
+/// Members that do what an earlier member does, each with that one. Programs that were made to compute something again instead of reading it have such
+/// members where both ended up in one nest after all.
+fn equal_members(graph: &Graph, space: &Space) -> FxHashMap<Value, Value> {
+    let mut equal: FxHashMap<Value, Value> = FxHashMap::default();
+    let mut firsts: Vec<(&Op, Vec<Value>, Value)> = Vec::new();
+    let members = space.nest.members.iter().map(|&node| graph.node(node));
+    for data in members.filter(|data| data.op.is_pointwise()) {
+        let first_of = |value: &Value| *equal.get(value).unwrap_or(value);
+        let operands: Vec<Value> = data.inputs.iter().map(first_of).collect();
+        let known = firsts
+            .iter()
+            .find(|(op, own, _)| **op == data.op && *own == operands);
+        match known.map(|known| known.2) {
+            Some(first) => {
+                equal.insert(data.outputs[0], first);
+            }
+            None => firsts.push((&data.op, operands, data.outputs[0])),
+        }
+    }
+    equal
+}

@@ -1,0 +1,324 @@
+//! Loop nests in CUDA C++, on the host, against the interpreter: each kind of kernel in each element type, with sizes that fit its groups and sizes that do not.
+
+mod common;
+
+use std::fmt::Write as _;
+
+use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::testing::host::{Differential, Outcome};
+use kiln_graph::testing::{Family, GraphConfig, random_graph};
+use kiln_graph::{DType, Graph};
+
+const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
+
+fn parse(text: &str) -> Graph {
+    Graph::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+/// Compares a graph, whose outputs may be off by a few roundings.
+fn check(text: &str) {
+    let graph = parse(text);
+    match Differential::new(&graph).check() {
+        Ok(Outcome::Same) => {}
+        Ok(Outcome::Unsupported(what)) => panic!("{what}"),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Several graphs of parameters only, as one: a compiler run each would be most of the time.
+#[derive(Default)]
+struct Batch {
+    lines: String,
+    returns: Vec<String>,
+    parameters: usize,
+    scalars: usize,
+    parts: usize,
+}
+
+impl Batch {
+    /// Adds lines in which `P` is the next parameter, `S` the next scalar, and the names of values begin with `%`; `results` are returned.
+    fn add(&mut self, lines: &str, results: &[&str]) {
+        self.parts += 1;
+        let own = |line: &str| line.replace('%', &format!("%p{}_", self.parts));
+        let mut text = String::new();
+        for line in lines.lines().map(str::trim).filter(|line| !line.is_empty()) {
+            let mut line = own(line);
+            if line.contains("= parameter P") {
+                line = line.replace("parameter P", &format!("parameter {}", self.parameters));
+                self.parameters += 1;
+            }
+            if line.contains("= scalar S") {
+                line = line.replace("scalar S", &format!("scalar {}", self.scalars));
+                self.scalars += 1;
+            }
+            let _ = writeln!(text, "  {line}");
+        }
+        self.lines.push_str(&text);
+        self.returns.extend(results.iter().map(|result| own(result)));
+    }
+
+    fn text(&self) -> String {
+        format!(
+            "graph @batch {{\n{}  return {}\n}}",
+            self.lines,
+            self.returns.join(", ")
+        )
+    }
+
+    fn check(&self) {
+        check(&self.text());
+    }
+
+    /// Compiles the kernels for two generations of devices, where NVRTC is.
+    fn compile(&self) {
+        let graph = parse(&self.text());
+        let Some(nvrtc) = common::nvrtc() else { return };
+        let step = Differential::new(&graph).compile().unwrap();
+        for capability in [(8, 0), (9, 0)] {
+            let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
+            compiler.compile(&step.code.sources().0).unwrap();
+        }
+    }
+}
+
+#[test]
+fn points_of_every_type() {
+    let mut batch = Batch::default();
+    for dtype in DType::ALL {
+        if dtype == DType::Bool {
+            continue;
+        }
+        for count in [1, 3, 8, 1024, 1027] {
+            let ty = format!("{dtype}[{count}]");
+            batch.add(
+                &format!(
+                    "%a = parameter P : {ty}\n%b = parameter P : {ty}\n%c = compare lt %a, %b : bool[{count}]\n\
+                     %d = add %a, %b : {ty}\n%e = mul %d, %b : {ty}\n%f = max %e, %a : {ty}\n%g = select %c, %f, %d : {ty}"
+                ),
+                &["%g", "%c"],
+            );
+        }
+    }
+    batch.check();
+}
+
+#[test]
+fn points_with_coordinates_views_and_scalars() {
+    let mut batch = Batch::default();
+    for dtype in [DType::F32, DType::BF16, DType::I32] {
+        for [a, b, c] in [[3, 5, 7], [4, 6, 16], [2, 1, 33]] {
+            let ty = |shape: &[i32]| format!("{dtype}{shape:?}").replace(' ', "");
+            let whole = ty(&[a, b, c]);
+            // A bias, a transposed operand, a flipped and cut one, coordinates, and a scalar.
+            batch.add(
+                &format!(
+                    "%x = parameter P : {whole}\n%bias = parameter P : {bias}\n%t = parameter P : {turned}\n%w = parameter P : {wide}\n%s = scalar S : {dtype}[]\n\
+                     %bb = broadcast %bias {{dims=[2]}} : {whole}\n%tt = transpose %t {{perm=[2,1,0]}} : {whole}\n\
+                     %ww = slice %w {{starts=[1,0,1],limits=[{a1},{b},{c1}],steps=[1,1,2]}} : {whole}\n%fl = flip %ww {{axes=[0,2]}} : {whole}\n\
+                     %i = iota {{axis=1}} : {whole}\n%ss = broadcast %s {{dims=[]}} : {whole}\n\
+                     %1 = add %x, %bb : {whole}\n%2 = mul %1, %tt : {whole}\n%3 = add %2, %fl : {whole}\n%4 = sub %3, %i : {whole}\n%5 = mul %4, %ss : {whole}\n\
+                     %6 = reshape %5 : {flat}",
+                    bias = ty(&[c]),
+                    turned = ty(&[c, b, a]),
+                    wide = ty(&[a + 1, b, 2 * c + 1]),
+                    flat = ty(&[a * b, c]),
+                    a1 = a + 1,
+                    c1 = 2 * c + 1,
+                ),
+                &["%6", "%tt"],
+            );
+        }
+    }
+    batch.check();
+    batch.compile();
+}
+
+#[test]
+fn rows_in_registers_and_rows_read_again() {
+    for dtype in FLOATS {
+        let mut batch = Batch::default();
+        for [rows, columns] in [
+            [5, 1],
+            [7, 3],
+            [33, 8],
+            [40, 100],
+            [64, 1024],
+            [3, 5000],
+            [2, 33001],
+        ] {
+            let (whole, row) = (format!("{dtype}[{rows},{columns}]"), format!("{dtype}[{rows}]"));
+            // Softmax, and the row's largest as a result of its own.
+            batch.add(
+                &format!(
+                    "%x = parameter P : {whole}\n%m = reduce max %x {{axes=[1]}} : {row}\n%mm = broadcast %m {{dims=[0]}} : {whole}\n\
+                     %d = sub %x, %mm : {whole}\n%e = exp %d : {whole}\n%s = reduce sum %e {{axes=[1]}} : {row}\n\
+                     %ss = broadcast %s {{dims=[0]}} : {whole}\n%y = div %e, %ss : {whole}"
+                ),
+                &["%y", "%m"],
+            );
+        }
+        batch.check();
+    }
+}
+
+#[test]
+fn rows_that_neighbouring_threads_have() {
+    let mut batch = Batch::default();
+    for dtype in [DType::F32, DType::F16, DType::I16, DType::I64] {
+        for [rows, columns] in [[3, 40], [17, 7], [64, 300]] {
+            batch.add(
+                &format!(
+                    "%x = parameter P : {dtype}[{rows},{columns}]\n%s = reduce sum %x {{axes=[0]}} : {dtype}[{columns}]\n\
+                     %p = reduce prod %x {{axes=[0]}} : {dtype}[{columns}]\n%m = reduce min %x {{axes=[0]}} : {dtype}[{columns}]"
+                ),
+                &["%s", "%m"],
+            );
+        }
+    }
+    batch.check();
+}
+
+#[test]
+fn every_reduction_of_every_type() {
+    let mut batch = Batch::default();
+    for dtype in DType::ALL {
+        for [rows, columns] in [[40, 5], [33, 65], [2, 700]] {
+            let whole = format!("{dtype}[{rows},{columns}]");
+            let ops: &[&str] = match dtype {
+                DType::Bool => &["any", "all"],
+                dtype if dtype.is_float() => &["sum", "max", "min"],
+                _ => &["sum", "prod", "max", "min"],
+            };
+            for op in ops {
+                batch.add(
+                    &format!(
+                        "%x = parameter P : {whole}\n%r = reduce {op} %x {{axes=[1]}} : {dtype}[{rows}]\n\
+                         %c = reduce {op} %x {{axes=[0]}} : {dtype}[{columns}]\n%a = reduce {op} %x {{axes=[0,1]}} : {dtype}[]"
+                    ),
+                    &["%r", "%c", "%a"],
+                );
+            }
+        }
+    }
+    batch.check();
+}
+
+#[test]
+fn late_sums_over_rows() {
+    for dtype in FLOATS {
+        let mut batch = Batch::default();
+        for [rows, columns] in [[100, 3], [300, 64], [4000, 33], [70, 1000]] {
+            // A gradient that is stored, and the bias gradient beside it.
+            batch.add(
+                &format!(
+                    "%x = parameter P : {dtype}[{rows},{columns}]\n%y = parameter P : {dtype}[{rows},{columns}]\n%g = mul %x, %y : {dtype}[{rows},{columns}]\n\
+                     %b = reduce sum %g {{axes=[0]}} : {dtype}[{columns}]"
+                ),
+                &["%g", "%b"],
+            );
+        }
+        batch.check();
+    }
+}
+
+#[test]
+fn late_sums_beside_rows() {
+    for dtype in [DType::F32, DType::BF16, DType::F64] {
+        let mut batch = Batch::default();
+        for [rows, columns] in [[100, 16], [300, 100], [70, 1024], [1000, 12], [40, 9000]] {
+            let (whole, row, column) = (
+                format!("{dtype}[{rows},{columns}]"),
+                format!("{dtype}[{rows}]"),
+                format!("{dtype}[{columns}]"),
+            );
+            // The gradient of a normalisation: rows for the input, columns for the weight, everything for a norm.
+            batch.add(
+                &format!(
+                    "%x = parameter P : {whole}\n%dy = parameter P : {whole}\n%g = parameter P : {column}\n\
+                     %gg = broadcast %g {{dims=[1]}} : {whole}\n%d = mul %dy, %gg : {whole}\n%p = mul %d, %x : {whole}\n\
+                     %s = reduce sum %p {{axes=[1]}} : {row}\n%ss = broadcast %s {{dims=[0]}} : {whole}\n%c = constant 0.0625 : {dtype}[]\n\
+                     %cc = broadcast %c {{dims=[]}} : {whole}\n%sc = mul %ss, %cc : {whole}\n%dx = sub %d, %sc : {whole}\n\
+                     %q = mul %dy, %x : {whole}\n%dg = reduce sum %q {{axes=[0]}} : {column}\n%db = reduce sum %dy {{axes=[0]}} : {column}"
+                ),
+                &["%dx", "%dg", "%db"],
+            );
+        }
+        batch.check();
+        batch.compile();
+    }
+}
+
+#[test]
+fn sums_of_everything() {
+    for dtype in FLOATS {
+        let mut batch = Batch::default();
+        for shape in [[200, 300], [70001, 1], [37, 1111]] {
+            let [rows, columns] = shape;
+            batch.add(
+                &format!(
+                    "%x = parameter P : {dtype}[{rows},{columns}]\n%y = mul %x, %x : {dtype}[{rows},{columns}]\n\
+                     %s = reduce sum %x {{axes=[0,1]}} : {dtype}[]\n%m = reduce max %x {{axes=[0,1]}} : {dtype}[]"
+                ),
+                &["%y", "%s", "%m"],
+            );
+        }
+        batch.check();
+    }
+}
+
+#[test]
+fn random_numbers_have_the_bits_of_the_graph() {
+    let mut batch = Batch::default();
+    for dtype in FLOATS {
+        for kind in ["uniform", "normal"] {
+            for count in [8, 13, 2050] {
+                batch.add(
+                    &format!(
+                        "%a = scalar S : u64[]\n%b = scalar S : u64[]\n%r = random {kind} %a, %b : {dtype}[{count},3]"
+                    ),
+                    &["%r"],
+                );
+            }
+        }
+    }
+    for dtype in [DType::I64, DType::I32, DType::U8] {
+        batch.add(
+            &format!(
+                "%a = scalar S : u64[]\n%b = scalar S : u64[]\n%l = constant 3 : i64[]\n%h = constant 99 : i64[]\n%r = random int_range %a, %b, %l, %h : {dtype}[41,4]"
+            ),
+            &["%r"],
+        );
+    }
+    batch.check();
+}
+
+#[test]
+fn nests_of_many_random_graphs() {
+    let mut config = GraphConfig {
+        families: vec![
+            Family::Pointwise,
+            Family::Reduce,
+            Family::Movement,
+            Family::Index,
+            Family::Random,
+        ],
+        floats: FLOATS.to_vec(),
+        ints: DType::ALL.into_iter().filter(|dtype| dtype.is_int()).collect(),
+        steps: 4,
+        ..GraphConfig::default()
+    };
+    let mut compared = 0;
+    for seed in 0..60 {
+        config.max_elements = if seed % 4 == 0 { 3000 } else { 120 };
+        let random = random_graph(9000 + seed, &config);
+        match Differential::new(&random.graph)
+            .tolerances(&random.tolerances)
+            .check()
+        {
+            Ok(Outcome::Same) => compared += 1,
+            Ok(Outcome::Unsupported(_)) => {}
+            Err(error) => panic!("seed {seed}: {error}\n{}", random.graph),
+        }
+    }
+    assert!(compared > 10, "only {compared} graphs had nests alone");
+}
