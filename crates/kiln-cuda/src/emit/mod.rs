@@ -14,12 +14,14 @@
 
 pub mod attention;
 pub mod convolution;
+pub mod elements;
 pub mod expressions;
 pub mod library;
 pub mod nest;
 pub mod pooling;
 pub mod product;
 pub mod step;
+pub mod text;
 
 use kiln_compiler::CompileError;
 use kiln_compiler::schedule::layout::Layouts;
@@ -136,6 +138,9 @@ pub fn generate(
         KernelKind::Library(node) => *node,
         KernelKind::Contraction(node, _) => return Err(unsupported(graph, *node)),
     };
+    if let Some(code) = library::empty(graph, node, options) {
+        return Ok(code);
+    }
     let code = match graph.node(node).op {
         Op::DotGeneral(_) => product::generate(graph, kernel, node, options),
         Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {

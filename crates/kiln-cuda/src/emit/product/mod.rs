@@ -1,0 +1,195 @@
+//! Products of matrices.
+//!
+//! Operands are strided windows on stored values, so transposes, slices, head splits and repeated heads cost nothing. A product is described by its
+//! dimensions, each with the elements between neighbours in the left operand, the right one and the result (zero where it does not occur):
+//!
+//! ```text
+//! dimensions   left  right  result
+//! batch         x      x      x
+//! rows          x             x
+//! columns              x      x
+//! depth         x      x
+//! ```
+//!
+//! [`matrices`] finds the matrices in that which cuBLASLt takes. [`tiles`] computes all the rest: integers, windows that no matrix has, and products whose
+//! results are single numbers.
+
+mod matrices;
+mod tiles;
+
+use kiln_compiler::schedule::access::{Strided, strided};
+use kiln_compiler::schedule::layout::{Layouts, strides};
+use kiln_compiler::schedule::{Buffer, Kernel};
+use kiln_graph::op::{DotDims, Op, ReduceOp};
+use kiln_graph::{DType, Graph, Node, Value};
+
+use super::{Call, EmitOptions, KernelCode, elements, library};
+
+/// The code of `node`; none if nothing here computes it.
+pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
+    let result = graph.node(node).outputs[0];
+    if graph.ty(result).numel() == 0 {
+        return Some(KernelCode::default());
+    }
+    let frame = Frame::new(graph, kernel, node, options.layouts)?;
+    if frame.extent(&frame.depth) == 0 {
+        let zero = elements::neutral(ReduceOp::Sum, frame.dtype);
+        return Some(KernelCode::launches([library::fill(graph, result, &zero)]));
+    }
+    if !frame.is_single_numbers()
+        && let Some(calls) = matrices::calls(&frame, options.tf32)
+    {
+        let scratch = calls.iter().map(|call| call.workspace).max().unwrap_or(0);
+        return Some(KernelCode {
+            calls: calls
+                .into_iter()
+                .map(|call| Call::Product(Box::new(call)))
+                .collect(),
+            scratch,
+        });
+    }
+    Some(KernelCode::launches([tiles::launch(&frame)]))
+}
+
+/// The window on one of the buffers in `reads` through which a kernel reads `operand`.
+pub fn window(graph: &Graph, layouts: &Layouts, operand: Value, reads: &[Buffer]) -> Strided {
+    let stop = |value: Value| reads.contains(&Buffer::Value(value));
+    strided(graph, layouts, operand, &stop).unwrap_or_else(|| Strided {
+        base: operand,
+        offset: 0,
+        strides: strides(graph.shape(operand), layouts.get(&operand)),
+    })
+}
+
+/// A dimension of a product: its extent, and the elements between neighbours.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Dim {
+    extent: usize,
+    left: i64,
+    right: i64,
+    result: i64,
+}
+
+impl Dim {
+    /// No dimension: one element.
+    const ONE: Self = Self {
+        extent: 1,
+        left: 0,
+        right: 0,
+        result: 0,
+    };
+
+    /// The same dimension of the transposed product.
+    fn exchanged(self) -> Self {
+        Self {
+            left: self.right,
+            right: self.left,
+            ..self
+        }
+    }
+}
+
+/// Dimensions with those joined that are evenly spaced everywhere, outermost first; those of one element left out.
+fn joined(mut dims: Vec<Dim>) -> Vec<Dim> {
+    dims.retain(|dim| dim.extent != 1);
+    // The order in which elements are visited or summed is free.
+    dims.sort_by_key(|dim| std::cmp::Reverse((dim.result.abs(), dim.left.abs(), dim.right.abs())));
+    let mut out: Vec<Dim> = Vec::new();
+    for dim in dims {
+        let inner = dim.extent as i64;
+        match out.last_mut() {
+            Some(outer)
+                if outer.left == dim.left * inner
+                    && outer.right == dim.right * inner
+                    && outer.result == dim.result * inner =>
+            {
+                outer.extent *= dim.extent;
+                (outer.left, outer.right, outer.result) = (dim.left, dim.right, dim.result);
+            }
+            _ => out.push(dim),
+        }
+    }
+    out
+}
+
+/// A product as its dimensions.
+#[derive(Clone, Debug)]
+struct Frame {
+    dtype: DType,
+    /// The left operand's buffer, and the elements in front of its first.
+    left: (Value, i64),
+    /// The right operand's.
+    right: (Value, i64),
+    result: Value,
+    batch: Vec<Dim>,
+    rows: Vec<Dim>,
+    columns: Vec<Dim>,
+    depth: Vec<Dim>,
+}
+
+impl Frame {
+    fn new(graph: &Graph, kernel: &Kernel, node: Node, layouts: &Layouts) -> Option<Self> {
+        let data = graph.node(node);
+        let Op::DotGeneral(dims) = &data.op else {
+            return None;
+        };
+        let (a, b, out) = (data.inputs[0], data.inputs[1], data.outputs[0]);
+        let left = window(graph, layouts, a, &kernel.reads);
+        let right = window(graph, layouts, b, &kernel.reads);
+        let result = strides(graph.shape(out), layouts.get(&out));
+        let (a, b) = (graph.shape(a), graph.shape(b));
+        let batch = dims.a_batch.iter().zip(&dims.b_batch).enumerate();
+        let batch: Vec<Dim> = batch
+            .map(|(at, (&i, &j))| Dim {
+                extent: a[i],
+                left: left.strides[i],
+                right: right.strides[j],
+                result: result[at],
+            })
+            .collect();
+        let free = DotDims::free(a.rank(), &dims.a_batch, &dims.a_contract);
+        let rows: Vec<Dim> = free
+            .iter()
+            .zip(&result[batch.len()..])
+            .map(|(&i, &result)| Dim {
+                extent: a[i],
+                left: left.strides[i],
+                right: 0,
+                result,
+            })
+            .collect();
+        let free = DotDims::free(b.rank(), &dims.b_batch, &dims.b_contract);
+        let columns = free.iter().zip(&result[batch.len() + rows.len()..]);
+        let columns = columns.map(|(&j, &result)| Dim {
+            extent: b[j],
+            left: 0,
+            right: right.strides[j],
+            result,
+        });
+        let depth = dims.a_contract.iter().zip(&dims.b_contract).map(|(&i, &j)| Dim {
+            extent: a[i],
+            left: left.strides[i],
+            right: right.strides[j],
+            result: 0,
+        });
+        Some(Self {
+            dtype: graph.dtype(out),
+            left: (left.base, left.offset),
+            right: (right.base, right.offset),
+            result: out,
+            columns: joined(columns.collect()),
+            depth: joined(depth.collect()),
+            batch: joined(batch),
+            rows: joined(rows),
+        })
+    }
+
+    fn extent(&self, dims: &[Dim]) -> usize {
+        dims.iter().map(|dim| dim.extent).product()
+    }
+
+    /// Whether the product is of many pairs of vectors, each pair giving a number: no work for the library's tiles.
+    fn is_single_numbers(&self) -> bool {
+        self.rows.is_empty() && self.columns.is_empty() && self.extent(&self.batch) >= 32
+    }
+}
