@@ -1,7 +1,7 @@
 //! CUDA C++ that does not follow from a nest of loops.
 //!
 //! [`PRELUDE`] is what generated sources begin with: types of elements with 16-byte accesses, reductions of a
-//! block in a fixed order, and random numbers with the bits of every other target. [`TableUpdate`] is one
+//! block in a fixed order, random numbers with the bits of every other target, and sorting. [`TableUpdate`] is one
 //! launch over many tensors, which is how an optimizer's whole update runs. [`RowSum`] sums over rows in two
 //! stages.
 
@@ -24,6 +24,8 @@ pub const PRELUDE: &str = concat!(
     include_str!("cuda/math.cuh"),
     "\n",
     include_str!("cuda/group.cuh"),
+    "\n",
+    include_str!("cuda/order.cuh"),
     "\n"
 );
 
