@@ -1,43 +1,189 @@
-//! Products of matrices as the target emits them: through cuBLASLt, and by its own kernels.
+//! Products of matrices as the target emits them, through cuBLASLt and by its own kernels, against the interpreter.
 
 mod common;
 mod emitted;
 
-use emitted::{Emitted, machine_code};
+use emitted::{Emitted, check, graph, machine_code};
 use kiln_cuda::emit::Call;
-use kiln_graph::Graph;
 
-/// The calls that the product in `text` becomes.
-fn emitted(text: &str) -> Emitted {
-    Emitted::new(&Graph::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}")))
+const PLAIN: &str = "$a = parameter : T[5,7]
+    $b = parameter : T[7,3]
+    $c = dot_general $a, $b {a_contract=[1], b_contract=[0]} : T[5,3]
+    return $c";
+const TRANSPOSED: &str = "$a = parameter : T[7,5]
+    $b = parameter : T[3,7]
+    $c = dot_general $a, $b {a_contract=[0], b_contract=[1]} : T[5,3]
+    return $c";
+const BATCH: &str = "$a = parameter : T[2,3,5,7]
+    $b = parameter : T[2,3,7,4]
+    $c = dot_general $a, $b {a_batch=[0,1], b_batch=[0,1], a_contract=[3], b_contract=[2]} : T[2,3,5,4]
+    return $c";
+/// Scores of heads that are parts of one projection: a batch of two dimensions that do not join.
+const HEADS: &str = "$x = parameter : T[2,5,24]
+    $q0 = slice $x {starts=[0,0,0], limits=[2,5,8], steps=[1,1,1]} : T[2,5,8]
+    $q1 = reshape $q0 : T[2,5,2,4]
+    $q = transpose $q1 {perm=[0,2,1,3]} : T[2,2,5,4]
+    $k0 = slice $x {starts=[0,0,8], limits=[2,5,16], steps=[1,1,1]} : T[2,5,8]
+    $k1 = reshape $k0 : T[2,5,2,4]
+    $k = transpose $k1 {perm=[0,2,1,3]} : T[2,2,5,4]
+    $s = dot_general $q, $k {a_batch=[0,1], b_batch=[0,1], a_contract=[3], b_contract=[3]} : T[2,2,5,5]
+    return $s";
+/// Heads that share keys.
+const REPEATED: &str = "$q = parameter : T[2,4,5,3]
+    $k0 = parameter : T[2,1,6,3]
+    $k = broadcast $k0 {dims=[0,1,2,3]} : T[2,4,6,3]
+    $s = dot_general $q, $k {a_batch=[0,1], b_batch=[0,1], a_contract=[3], b_contract=[3]} : T[2,4,5,6]
+    return $s";
+/// Rows of two dimensions, around the contracted one.
+const SPLIT_ROWS: &str = "$a = parameter : T[4,7,3]
+    $b = parameter : T[7,6]
+    $c = dot_general $a, $b {a_contract=[1], b_contract=[0]} : T[4,3,6]
+    return $c";
+const TWO_DEPTHS: &str = "$a = parameter : T[3,4,5]
+    $b = parameter : T[5,6,3]
+    $c = dot_general $a, $b {a_contract=[0,2], b_contract=[2,0]} : T[4,6]
+    return $c";
+const VECTORS: &str = "$a = parameter : T[70]
+    $b = parameter : T[70,5]
+    $c = parameter : T[5,70]
+    $d = parameter : T[70]
+    $x = dot_general $a, $b {a_contract=[0], b_contract=[0]} : T[5]
+    $y = dot_general $c, $a {a_contract=[1], b_contract=[0]} : T[5]
+    $z = dot_general $a, $d {a_contract=[0], b_contract=[0]} : T[]
+    $w = dot_general $a, $d {} : T[70,70]
+    return $x, $y, $z, $w";
+const SINGLE_NUMBERS: &str = "$a = parameter : T[40,70]
+    $b = parameter : T[40,70]
+    $c = parameter : T[40,5]
+    $d = parameter : T[5,40]
+    $x = dot_general $a, $b {a_batch=[0], b_batch=[0], a_contract=[1], b_contract=[1]} : T[40]
+    $y = dot_general $c, $d {a_batch=[0], b_batch=[1], a_contract=[1], b_contract=[0]} : T[40]
+    return $x, $y";
+const NOTHING: &str = "$a = parameter : T[5,0]
+    $b = parameter : T[0,3]
+    $c = dot_general $a, $b {a_contract=[1], b_contract=[0]} : T[5,3]
+    $d = dot_general $b, $b {a_contract=[1], b_contract=[1]} : T[0,0]
+    return $c, $d";
+const ONES: &str = "$a = parameter : T[1,1]
+    $b = parameter : T[1,1]
+    $c = dot_general $a, $b {a_contract=[1], b_contract=[0]} : T[1,1]
+    return $c";
+/// Windows that no matrix has: backwards, rows that repeat, elements that are apart in both directions.
+const WINDOWS: &str = "$a = parameter : T[20,33]
+    $b = parameter : T[33,19]
+    $r = flip $a {axes=[1]} : T[20,33]
+    $x = dot_general $r, $b {a_contract=[1], b_contract=[0]} : T[20,19]
+    $v = parameter : T[33]
+    $rows = broadcast $v {dims=[1]} : T[9,33]
+    $y = dot_general $rows, $b {a_contract=[1], b_contract=[0]} : T[9,19]
+    $wide = parameter : T[40,66]
+    $apart = slice $wide {starts=[1,1], limits=[40,66], steps=[2,2]} : T[20,33]
+    $z = dot_general $apart, $b {a_contract=[1], b_contract=[0]} : T[20,19]
+    return $x, $y, $z";
+/// Enough tiles that they are of the largest kind.
+const MANY_TILES: &str = "$a = parameter : T[70,65,17]
+    $b0 = parameter : T[70,17,66]
+    $b = flip $b0 {axes=[1]} : T[70,17,66]
+    $c = dot_general $a, $b {a_batch=[0], b_batch=[0], a_contract=[2], b_contract=[1]} : T[70,65,66]
+    return $c";
+/// The heads of attention, joined before the next product: the first one stores them in the order that the second one reads.
+const JOINED_HEADS: &str = "$p = parameter : T[2,3,5,6]
+    $v = parameter : T[2,3,6,4]
+    $w = parameter : T[12,7]
+    $h = dot_general $p, $v {a_batch=[0,1], b_batch=[0,1], a_contract=[3], b_contract=[2]} : T[2,3,5,4]
+    $t = transpose $h {perm=[0,2,1,3]} : T[2,5,3,4]
+    $r = reshape $t : T[10,12]
+    $y = dot_general $r, $w {a_contract=[1], b_contract=[0]} : T[10,7]
+    return $y";
+
+const ALL: &[&str] = &[
+    PLAIN,
+    TRANSPOSED,
+    BATCH,
+    HEADS,
+    REPEATED,
+    SPLIT_ROWS,
+    TWO_DEPTHS,
+    VECTORS,
+    SINGLE_NUMBERS,
+    NOTHING,
+    ONES,
+    WINDOWS,
+    JOINED_HEADS,
+];
+
+/// The cases for elements of type `dtype`.
+fn cases(all: &[&str], dtype: &str) -> Vec<String> {
+    all.iter()
+        .map(|text| text.replace("T[", &format!("{dtype}[")))
+        .collect()
 }
 
-/// A graph that multiplies operands of type `dtype`; `{d}` in the text stands for the type.
-const MATRICES: &[&str] = &["graph g {
-      %a = parameter 0 : {d}[5,7]
-      %b = parameter 1 : {d}[7,3]
-      %c = dot_general %a, %b {a_contract=[1], b_contract=[0]} : {d}[5,3]
-      return %c
-    }"];
+/// The cases that need no kernel besides those of the products: windows on integers are copied first.
+fn without_windows(all: &[&str], dtype: &str) -> Vec<String> {
+    let moved = |text: &&&str| {
+        ["slice", "flip", "broadcast", "transpose"]
+            .iter()
+            .any(|op| text.contains(op))
+    };
+    let plain: Vec<&str> = all.iter().filter(|text| !moved(text)).copied().collect();
+    cases(&plain, dtype)
+}
 
 #[test]
-fn all_types_compile() {
+fn products_of_floats() {
+    for dtype in ["f32", "bf16", "f16", "f64"] {
+        check(&cases(ALL, dtype));
+    }
+}
+
+#[test]
+fn products_of_integers() {
+    for dtype in ["i32", "u8", "i64"] {
+        check(&without_windows(ALL, dtype));
+    }
+    for dtype in ["i16", "i8", "u64", "u32", "u16"] {
+        check(&cases(&[PLAIN, TWO_DEPTHS], dtype));
+    }
+}
+
+#[test]
+fn large_tiles() {
+    check(&cases(&[MANY_TILES], "f32"));
+}
+
+#[test]
+fn every_kernel_is_machine_code() {
     let mut kernels = Vec::new();
-    for dtype in [
-        "f32", "f64", "f16", "bf16", "i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8",
-    ] {
-        for text in MATRICES {
-            kernels.extend(emitted(&text.replace("{d}", dtype)).functions);
-        }
+    for dtype in ["f32", "f64", "f16", "bf16"] {
+        let mut all = cases(ALL, dtype);
+        all.extend(cases(&[MANY_TILES], dtype));
+        kernels.extend(Emitted::new(&graph(&all)).functions);
+    }
+    for dtype in ["i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8"] {
+        kernels.extend(Emitted::new(&graph(&without_windows(ALL, dtype))).functions);
     }
     machine_code(&kernels);
 }
 
+/// The products that a case becomes in the library, as text; a dash for each launch of our own.
+fn products(case: &str) -> Vec<String> {
+    let calls = Emitted::new(&graph(&cases(&[case], "bf16"))).calls;
+    let text = calls.iter().map(|call| match call {
+        Call::Product(call) => call.product.to_string(),
+        _ => "-".to_owned(),
+    });
+    text.collect()
+}
+
 #[test]
-fn floats_are_products_of_the_library() {
-    let calls = emitted(&MATRICES[0].replace("{d}", "bf16")).calls;
-    let [Call::Product(call)] = &calls[..] else {
-        panic!("{calls:?}");
-    };
-    assert_eq!(call.product.to_string(), "[5, 7] · [7, 3] of bf16");
+fn matrices_are_products_of_the_library() {
+    assert_eq!(products(PLAIN), ["[5, 7] · [7, 3] of bf16"]);
+    assert_eq!(products(TRANSPOSED), ["[5, 7]ᵀ · [7, 3]ᵀ of bf16"]);
+    assert_eq!(products(BATCH), ["6 x [5, 7] · [7, 4] of bf16"]);
+    assert_eq!(products(HEADS), ["2 x [5, 4] · [4, 5]ᵀ of bf16"; 2]);
+    assert_eq!(products(REPEATED), ["4 x [5, 3] · [3, 6]ᵀ of bf16"; 2]);
+    assert_eq!(products(SPLIT_ROWS), ["4 x [3, 7]ᵀ · [7, 6] of bf16"]);
+    assert_eq!(products(NOTHING), ["-"]);
+    assert_eq!(products(WINDOWS), ["-"; 3]);
 }

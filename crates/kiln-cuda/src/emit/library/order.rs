@@ -205,22 +205,26 @@ for (int e = threadIdx.x; e < TILE; e += THREADS) {{
                 declare: &other,
                 text: &write,
             };
-            let to = if 2 * run < row { &between } else { sink };
-            launches.push(self.merge(run, Argument::Scratch(places[from]), to));
+            let (to, limit) = if 2 * run < row {
+                (&between, row)
+            } else {
+                (sink, self.keep)
+            };
+            launches.push(self.merge(run, limit, Argument::Scratch(places[from]), to));
             (run, from) = (2 * run, 1 - from);
         }
         launches
     }
 
-    /// Merges pairs of sorted runs of `run` items each.
-    fn merge(&self, run: usize, runs: Argument, sink: &Port<'_>) -> Launch {
+    /// Merges pairs of sorted runs of `run` items each, and hands on the first `limit` items.
+    fn merge(&self, run: usize, limit: usize, runs: Argument, sink: &Port<'_>) -> Launch {
         let pieces = self.extent.div_ceil(MERGED);
         let text = Text::default()
             .ty("Item", self.item())
             .ty("Index", index_type(self.rows * self.extent))
             .count("ROWS", self.rows)
             .count("EXTENT", self.extent)
-            .count("LIMIT", self.keep)
+            .count("LIMIT", limit)
             .count("RUN", run)
             .count("MERGED", MERGED)
             .count("PIECES", pieces)
