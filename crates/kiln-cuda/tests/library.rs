@@ -325,14 +325,14 @@ fn elements_are_scattered_where_indices_say() {
         $i = parameter : u8[700,2,2]
         $u = parameter : T[700,2,2]
         scatter MODE $x, $i, $u {axis=0}";
-    let one = "$x = parameter : T[9,256]
-        $i = parameter : u8[9,1]
-        $u = parameter : T[9,1]
+    let lines = "$x = parameter : T[9,256]
+        $i = parameter : u8[9,2]
+        $u = parameter : T[9,2]
         scatter MODE $x, $i, $u {axis=1}";
     let texts = [
         in_all_modes(few, "T[5,256,3]"),
         in_all_modes(many, "T[256,3,2]"),
-        in_all_modes(one, "T[9,256]"),
+        in_all_modes(lines, "T[9,256]"),
     ];
     let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
     check_all(&of_all(&["i32", "i8", "u64"], &texts));

@@ -14,9 +14,9 @@ pub fn empty(graph: &Graph, node: Node, options: &EmitOptions<'_>) -> Option<Ker
     let is_empty = |&value: &_| graph.ty(value).numel() == 0;
     match data.op {
         Op::Extern(_) => return None,
-        _ if data.outputs.iter().all(|value| is_empty(value)) => return Some(KernelCode::default()),
+        _ if data.outputs.iter().all(is_empty) => return Some(KernelCode::default()),
         Op::Attention(_) | Op::AttentionGrad(_) => return None,
-        _ if !data.inputs.iter().any(|value| is_empty(value)) => return None,
+        _ if !data.inputs.iter().any(is_empty) => return None,
         _ => {}
     }
     let out = data.outputs[0];
