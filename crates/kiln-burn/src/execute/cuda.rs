@@ -153,8 +153,8 @@ impl Cuda {
         Ok(left)
     }
 
-    /// Queues the step. The inputs stay in their list.
-    fn queue(&self, inputs: &mut [Storage], scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
+    /// Queues the step. The inputs leave their list, unless the step could not be queued.
+    fn queue(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         self.try_queue(inputs, scalars).map_err(|error| match error {
             ExecuteError::Cuda(StepError::Cuda(source @ CudaError::OutOfMemory { .. })) => {
                 self.out_of_memory(source)
@@ -190,7 +190,7 @@ impl Cuda {
     }
 
     /// As [`Cuda::queue`], without words for missing memory.
-    fn try_queue(&self, inputs: &mut [Storage], scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
+    fn try_queue(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         check_arguments(&self.graph, inputs, scalars)?;
         let wait = self.check_indices(inputs)?;
         let gpu = self.executable.gpu();
@@ -199,12 +199,14 @@ impl Cuda {
             .try_for_each(|input| move_to(gpu, input).map(|_| ()))?;
         let tensors: Vec<&GpuTensor> = inputs.iter().filter_map(on_gpu).collect();
         let aliases = &self.executable.contract().aliases;
-        let place = |(output, &(.., bytes)): (usize, &(Shape, DType, usize))| {
-            let input = aliases[output].map(|input| tensors[input as usize]);
-            match input.filter(|tensor| tensor.is_unique()) {
-                Some(tensor) => Ok(tensor.storage().clone()),
-                None => gpu.allocate(bytes),
-            }
+        let in_place = |alias: &Option<u32>| {
+            let input = alias.map(|input| input as usize);
+            input.filter(|&input| tensors[input].is_unique())
+        };
+        let taken: Vec<Option<usize>> = aliases.iter().map(in_place).collect();
+        let place = |(output, &(.., bytes)): (usize, &(Shape, DType, usize))| match taken[output] {
+            Some(input) => Ok(tensors[input].storage().clone()),
+            None => gpu.allocate(bytes),
         };
         let outputs = self.outputs.iter().enumerate().map(place);
         let outputs = outputs.collect::<Result<Vec<_>, CudaError>>()?;
@@ -216,9 +218,15 @@ impl Cuda {
         }
         self.code_time
             .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        let made = outputs.into_iter().zip(&self.outputs);
-        let made = made
-            .map(|(storage, (shape, dtype, _))| GpuTensor::new(gpu, storage, shape.clone(), *dtype).into());
+        // An output in an input's memory is the input, with other elements.
+        let mut given: Vec<Option<Storage>> = inputs.drain(..).map(Some).collect();
+        let made = outputs.into_iter().zip(&self.outputs).zip(taken);
+        let made = made.map(|((storage, (shape, dtype, _)), taken)| {
+            match taken.and_then(|input| given[input].take()) {
+                Some(tensor) => tensor.with_dtype(*dtype),
+                None => GpuTensor::new(gpu, storage, shape.clone(), *dtype).into(),
+            }
+        });
         Ok(made.collect())
     }
 }
@@ -312,9 +320,7 @@ fn checked_arguments(graph: &Graph) -> Vec<Option<usize>> {
 
 impl Executable for Cuda {
     fn run_given(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
-        let outputs = self.queue(inputs, scalars)?;
-        inputs.clear();
-        Ok(outputs)
+        self.queue(inputs, scalars)
     }
 
     fn run_on(

@@ -3,8 +3,9 @@
 //! [`PRELUDE`] is what generated sources begin with: types of elements with 16-byte accesses, reductions of a
 //! block in a fixed order, random numbers with the bits of every other target, and sorting. [`TableUpdate`] is one
 //! launch over many tensors, which is how an optimizer's whole update runs. [`RowSum`] sums over rows in two
-//! stages.
+//! stages. [`attention`] has the templates of attention.
 
+pub mod attention;
 mod row_sum;
 mod table;
 

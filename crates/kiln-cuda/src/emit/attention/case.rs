@@ -1,0 +1,153 @@
+//! The struct of constants that the templates are told.
+
+use std::fmt::Write as _;
+
+use super::operands::{Operands, View, ctype};
+use super::plan::Plan;
+
+/// A case of the templates.
+pub struct Case<'a> {
+    /// What is read and computed.
+    pub operands: &'a Operands,
+    /// How it is cut.
+    pub plan: Plan,
+    /// Views besides those of the operands.
+    pub views: Vec<(&'static str, &'a View)>,
+}
+
+impl Case<'_> {
+    /// The type that is computed in.
+    pub fn real(&self) -> &'static str {
+        ctype(self.operands.real).unwrap_or("float")
+    }
+
+    /// Tiles of the mask that are looked at before attention, if hidden ones may be left out: a score there is `fill`, whatever the key.
+    pub fn mapped_tiles(&self) -> Option<usize> {
+        let hidden = self.operands.hidden.as_ref()?;
+        if self.operands.dims.mask_last {
+            return None;
+        }
+        let [batch, heads, rows] = self.map_extents(hidden);
+        Some(batch * heads * rows * self.key_tiles())
+    }
+
+    fn key_tiles(&self) -> usize {
+        self.plan.tiles(self.operands.extents.keys)
+    }
+
+    /// Sequences, heads and tiles of rows of a mask.
+    fn map_extents(&self, hidden: &View) -> [usize; 3] {
+        let [batch, heads, rows, _] = hidden.extents;
+        [batch, heads, self.plan.tiles(rows)]
+    }
+
+    /// The struct, and those of the views.
+    pub fn text(&self) -> String {
+        let Self { operands, plan, .. } = self;
+        let e = &operands.extents;
+        let mut views = String::new();
+        let mut names = String::new();
+        let mut view = |name: &str, view: &View| {
+            views.push_str(&view_text(name, view));
+            let _ = writeln!(names, "    typedef @_{name} {name}_view;");
+        };
+        view("query", &operands.query);
+        view("key", &operands.key);
+        view("value", &operands.value);
+        // What the operation has no operand for is in no branch that is taken.
+        view("mask", operands.mask.as_ref().unwrap_or(&operands.query));
+        view("hidden", operands.hidden.as_ref().unwrap_or(&operands.query));
+        for (name, own) in &self.views {
+            view(name, own);
+        }
+        let map = operands
+            .hidden
+            .as_ref()
+            .map_or([1; 3], |hidden| self.map_extents(hidden));
+        views.push_str(&self.map_text(map));
+        names.push_str("    typedef @_map map_view;\n");
+        let numbers = [
+            ("batch", e.batch),
+            ("heads", e.heads),
+            ("key_heads", e.key_heads),
+            ("queries", e.queries),
+            ("keys", e.keys),
+            ("width", e.width),
+            ("value_width", e.value_width),
+            ("TILE", plan.tile),
+            ("RM", plan.each[0]),
+            ("RN", plan.each[1]),
+            ("ACROSS", plan.tile / plan.each[1]),
+            ("THREADS", plan.threads),
+            ("WIDTH_DEPTH", plan.width_depth),
+            ("VALUE_DEPTH", plan.value_depth),
+            ("PITCH", plan.pitch),
+            ("WEIGHTS_PITCH", plan.weights_pitch),
+            ("VECTOR", plan.vector),
+            ("GROUPS", plan.groups),
+            ("COLUMNS", plan.columns),
+            ("CHUNKS", plan.chunks),
+            ("SECOND", plan.second),
+            ("ROW_TILES", plan.tiles(e.queries)),
+            ("KEY_TILES", self.key_tiles()),
+            ("map_heads", map[1]),
+            ("map_rows", map[2]),
+        ];
+        let dims = &operands.dims;
+        let flags = [
+            ("causal", dims.causal),
+            ("mask", dims.mask),
+            ("hidden", dims.hidden),
+            ("mapped", self.mapped_tiles().is_some()),
+            ("mask_last", dims.mask_last),
+            ("dropout", dims.dropout),
+            ("drop_scores", dims.drop_scores),
+            ("safe", dims.safe),
+        ];
+        let mut text = format!(
+            "{views}struct @_case {{\n    typedef {} real;\n    typedef {} stored;\n    typedef {} mask_type;\n{names}",
+            self.real(),
+            operands.query.ctype,
+            operands.mask.as_ref().map_or("float", |mask| mask.ctype),
+        );
+        for (name, number) in numbers {
+            let _ = writeln!(text, "    static constexpr int {name} = {number};");
+        }
+        for (name, flag) in flags {
+            let _ = writeln!(text, "    static constexpr bool {name} = {flag};");
+        }
+        text.push_str("};\n");
+        text
+    }
+
+    /// Strides of the map of a mask's tiles; 0 where the mask repeats.
+    fn map_text(&self, [batch, heads, rows]: [usize; 3]) -> String {
+        let tiles = self.key_tiles();
+        let stride = |extent: usize, inner: usize| if extent == 1 { 0 } else { inner };
+        // A mask that rows do not share may have one row of tiles: then the row of tiles is 0 anyway.
+        strides_text(
+            "map",
+            [
+                stride(batch, heads * rows * tiles),
+                stride(heads, rows * tiles),
+                stride(rows, tiles),
+            ],
+        )
+    }
+}
+
+fn strides_text(name: &str, [batch, head, row]: [usize; 3]) -> String {
+    format!(
+        "struct @_{name} {{ static constexpr long long batch = {batch}, head = {head}; static constexpr int row = {row}; }};\n"
+    )
+}
+
+fn view_text(name: &str, view: &View) -> String {
+    let [batch, head, row, column] = view.strides;
+    format!(
+        "struct @_{name} {{ static constexpr long long batch = {batch}, head = {head}, row = {row}, column = {column}; \
+         typedef {} index; static constexpr bool vectors = {}; }};\n",
+        view.index(),
+        view.vectors()
+    )
+}

@@ -1,0 +1,232 @@
+//! Attention, forward and backward: the case that the templates of [`crate::kernels::attention`] are told.
+//!
+//! Operands are windows of any strides, so heads are never split or joined in memory, and heads of keys that several heads of queries share are never
+//! repeated. Where keys are hidden by a mask, one more launch looks at its tiles first ([`Masks`]).
+//!
+//! [`operands`] collects what an operation reads, [`plan`] cuts it into tiles, [`case`] writes the struct of constants.
+
+mod case;
+mod operands;
+mod plan;
+
+use kiln_compiler::schedule::Kernel;
+use kiln_graph::{Graph, Node, Op};
+
+use self::case::Case;
+use self::operands::{Operands, View};
+use self::plan::Plan;
+use super::{Argument, EmitOptions, KernelCode, Launch};
+use crate::code::FunctionText;
+use crate::kernels::attention::TEMPLATES;
+
+/// The code of `node`; none if nothing here computes it.
+pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
+    let operands = Operands::new(graph, kernel, node, options)?;
+    let mut writer = Writer {
+        operands,
+        code: KernelCode::default(),
+    };
+    match graph.node(node).op {
+        Op::Attention(_) => writer.forward()?,
+        _ => writer.backward()?,
+    }
+    Some(writer.code)
+}
+
+struct Writer {
+    operands: Operands,
+    code: KernelCode,
+}
+
+/// Parameters of a kernel, what is passed for them, and the statements that read them.
+#[derive(Clone, Default)]
+struct Reading {
+    parameters: Vec<String>,
+    arguments: Vec<Argument>,
+    statements: String,
+}
+
+impl Reading {
+    fn pass(&mut self, parameter: impl Into<String>, argument: Argument) {
+        self.parameters.push(parameter.into());
+        self.arguments.push(argument);
+    }
+
+    /// A tensor that member `name` of `of` is to point to.
+    fn tensor(&mut self, of: &str, name: &str, view: &View) {
+        self.pass(
+            format!("const {}* {name}", view.ctype),
+            Argument::Buffer(view.buffer),
+        );
+        self.statements
+            .push_str(&format!("{of}.{name} = {name} + {};\n", view.offset));
+    }
+
+    /// A number that member `name` of `of` is to hold.
+    fn number(&mut self, of: &str, name: &str, (ctype, argument): &(&'static str, Argument)) {
+        self.pass(format!("const {ctype}* {name}"), argument.clone());
+        self.statements
+            .push_str(&format!("{of}.{name} = kiln_attention_wide(*{name});\n"));
+    }
+
+    /// A word that member `name` of the operands is to hold.
+    fn word(&mut self, name: &str, argument: &Argument) {
+        self.pass(format!("const kiln_u64* {name}"), argument.clone());
+        self.statements.push_str(&format!("o.{name} = *{name};\n"));
+    }
+}
+
+impl Writer {
+    /// Bytes of working memory, at a multiple of 256.
+    fn scratch(&mut self, bytes: usize) -> Argument {
+        let at = self.code.scratch;
+        self.code.scratch += bytes.next_multiple_of(256);
+        Argument::Scratch(at)
+    }
+
+    /// The launch of `blocks` blocks of the template that `call` calls.
+    fn launch(
+        &mut self,
+        case: &Case<'_>,
+        reading: Reading,
+        call: &str,
+        blocks: usize,
+        shared_bytes: u32,
+    ) -> Option<()> {
+        let blocks = i32::try_from(blocks).ok()?;
+        let text = FunctionText {
+            helpers: format!("{TEMPLATES}{}", case.text()),
+            parameters: reading.parameters,
+            body: format!("{}{call}", reading.statements),
+            threads: case.plan.threads as u32,
+            device_only: false,
+        };
+        self.code.calls.push(super::Call::Launch(Launch {
+            text,
+            grid: [blocks as u32, 1, 1],
+            shared_bytes,
+            arguments: reading.arguments,
+        }));
+        Some(())
+    }
+
+    /// What all kernels read; looks at the tiles of the mask first, where that says which ones to leave out.
+    fn operands(&mut self, case: &Case<'_>) -> Option<Reading> {
+        let mut reading = Reading {
+            statements: "kiln_attention_operands<@_case> o = {};\n".into(),
+            ..Reading::default()
+        };
+        let operands = &self.operands;
+        for (name, view) in [
+            ("query", &operands.query),
+            ("key", &operands.key),
+            ("value", &operands.value),
+        ] {
+            reading.tensor("o", name, view);
+        }
+        let masks = [("mask", &operands.mask), ("hidden", &operands.hidden)];
+        for (name, view) in masks
+            .into_iter()
+            .filter_map(|(name, view)| Some((name, view.as_ref()?)))
+        {
+            reading.tensor("o", name, view);
+        }
+        for (name, number) in &operands.numbers {
+            reading.number("o", name, number);
+        }
+        for (name, word) in &operands.words {
+            reading.word(name, word);
+        }
+        if let Some(tiles) = case.mapped_tiles() {
+            let map = self.scratch(4 * tiles);
+            let mut looking = Reading::default();
+            let hidden = self.operands.hidden.as_ref()?;
+            looking.pass("const unsigned char* hidden", Argument::Buffer(hidden.buffer));
+            looking.pass("int* map", map.clone());
+            let call = format!("kiln_attention_map<@_case>(hidden + {}, map);\n", hidden.offset);
+            self.launch(case, looking, &call, tiles, 0)?;
+            reading.pass("const int* map", map);
+            reading.statements.push_str("o.map = map;\n");
+        }
+        Some(reading)
+    }
+
+    fn forward(&mut self) -> Option<()> {
+        let operands = self.operands.clone();
+        let [out, stats] = operands.results.as_slice() else {
+            return None;
+        };
+        let e = operands.extents;
+        let plan = Plan::new(&e, operands.real, e.value_width);
+        let case = Case {
+            operands: &operands,
+            plan,
+            views: vec![("out", out)],
+        };
+        let mut reading = self.operands(&case)?;
+        reading.pass(format!("{}* out", out.ctype), Argument::Buffer(out.buffer));
+        reading.pass(format!("{}* stats", stats.ctype), Argument::Buffer(stats.buffer));
+        let blocks = e.batch * e.heads * plan.tiles(e.queries) * plan.chunks;
+        let call = "kiln_attention_forward<@_case>(o, out, stats);\n";
+        self.launch(&case, reading, call, blocks, plan.shared_bytes(1))
+    }
+
+    fn backward(&mut self) -> Option<()> {
+        let operands = self.operands.clone();
+        let [d_query, d_key, d_value] = operands.results.as_slice() else {
+            return None;
+        };
+        let gradient = operands.gradient.as_ref()?;
+        let e = operands.extents;
+        let plan = Plan::new(&e, operands.real, e.width.max(e.value_width));
+        let case = Case {
+            operands: &operands,
+            plan,
+            views: vec![
+                ("d_out", &gradient.d_out),
+                ("d_query", d_query),
+                ("d_key", d_key),
+                ("d_value", d_value),
+            ],
+        };
+        let mut reading = self.operands(&case)?;
+        reading
+            .statements
+            .push_str("kiln_attention_gradient<@_case> g = {};\n");
+        reading.tensor("g", "d_out", &gradient.d_out);
+        reading.tensor("g", "stats", &gradient.stats);
+        for (name, number) in &gradient.numbers {
+            reading.number("g", name, number);
+        }
+        let rows = e.batch * e.heads * e.queries;
+        let delta = self.scratch(rows * plan.bytes);
+        reading.pass(format!("{}* delta", case.real()), delta);
+        reading.statements.push_str("g.delta = delta;\n");
+        let row_tiles = e.batch * e.heads * plan.tiles(e.queries);
+        if case.mapped_tiles().is_some() {
+            let counts = self.scratch(4 * row_tiles);
+            reading.pass("int* counts", counts);
+            reading.statements.push_str("g.counts = counts;\n");
+        }
+        let pointer =
+            |view: &View, name: &str| (format!("{}* {name}", view.ctype), Argument::Buffer(view.buffer));
+        let mut of_queries = reading.clone();
+        let (parameter, argument) = pointer(d_query, "d_query");
+        of_queries.pass(parameter, argument);
+        let call = "kiln_attention_d_query<@_case>(o, g, d_query);\n";
+        self.launch(
+            &case,
+            of_queries,
+            call,
+            row_tiles * plan.chunks,
+            plan.shared_bytes(1),
+        )?;
+        for (view, name) in [(d_key, "d_key"), (d_value, "d_value")] {
+            let (parameter, argument) = pointer(view, name);
+            reading.pass(parameter, argument);
+        }
+        let blocks = e.batch * e.key_heads * plan.tiles(e.keys) * plan.chunks;
+        let call = "kiln_attention_d_key<@_case>(o, g, d_key, d_value);\n";
+        self.launch(&case, reading, call, blocks, plan.shared_bytes(2))
+    }
+}

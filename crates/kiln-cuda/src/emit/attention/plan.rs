@@ -1,0 +1,148 @@
+//! How the kernels of an attention are cut into blocks and tiles.
+
+use kiln_graph::DType;
+
+/// Extents of an attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extents {
+    /// Sequences.
+    pub batch: usize,
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys and values; divides `heads`.
+    pub key_heads: usize,
+    /// Query positions.
+    pub queries: usize,
+    /// Key positions.
+    pub keys: usize,
+    /// Elements of a query or key.
+    pub width: usize,
+    /// Elements of a value.
+    pub value_width: usize,
+}
+
+/// Constants of the templates in [`crate::kernels::attention`]; a function of extents and type alone, as the order of the sums is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Plan {
+    /// Rows and columns of a tile of scores.
+    pub tile: usize,
+    /// Rows and columns of a tile that one thread has.
+    pub each: [usize; 2],
+    /// Threads of a block.
+    pub threads: usize,
+    /// Elements of queries and keys that are in shared memory at a time.
+    pub width_depth: usize,
+    /// The same of values.
+    pub value_depth: usize,
+    /// Elements between rows of those.
+    pub pitch: usize,
+    /// Elements between rows of weights.
+    pub weights_pitch: usize,
+    /// Neighbouring columns of a result that one thread has, and how many times.
+    pub vector: usize,
+    /// How many times.
+    pub groups: usize,
+    /// Columns of a result that one block has.
+    pub columns: usize,
+    /// Blocks that share the columns.
+    pub chunks: usize,
+    /// Elements of the second operand of a product, in shared memory.
+    pub second: usize,
+    /// Bytes of an element in registers.
+    pub bytes: usize,
+}
+
+impl Plan {
+    /// The plan for results of up to `widest` columns.
+    pub fn new(e: &Extents, real: DType, widest: usize) -> Self {
+        let wide = real == DType::F64;
+        // A tile of f64 has as many bytes as one of f32 with twice the elements.
+        let (tile, each) = if wide { (32, [2, 4]) } else { (64, [4, 4]) };
+        let bytes = if wide { 8 } else { 4 };
+        let across = tile / each[1];
+        let most_depth = tile;
+        let depth = |width: usize| {
+            let chunks = width.div_ceil(most_depth);
+            width.div_ceil(chunks).next_multiple_of(4)
+        };
+        let (width_depth, value_depth) = (depth(e.width), depth(e.value_width));
+        // Neighbouring rows begin in banks that are 16 bytes apart.
+        let sixteenth = 16 / bytes;
+        let lanes = width_depth.max(value_depth) / sixteenth;
+        let pitch = (lanes + 1 - lanes % 2) * sixteenth;
+        let (vector, groups) = columns(widest, across, if wide { 2 } else { 4 }, 2 * tile);
+        let columns = across * vector * groups;
+        Self {
+            tile,
+            each,
+            threads: (tile / each[0]) * across,
+            width_depth,
+            value_depth,
+            pitch,
+            weights_pitch: tile + 4,
+            vector,
+            groups,
+            columns,
+            chunks: widest.div_ceil(columns),
+            second: tile * pitch.max(columns),
+            bytes,
+        }
+    }
+
+    /// Tiles of `rows` rows.
+    pub fn tiles(&self, rows: usize) -> usize {
+        rows.div_ceil(self.tile)
+    }
+
+    /// Bytes of shared memory with `weights` tiles of weights.
+    pub fn shared_bytes(&self, weights: usize) -> u32 {
+        let elements = self.tile * self.pitch + self.second + weights * self.tile * self.weights_pitch;
+        (elements * self.bytes) as u32
+    }
+}
+
+/// Neighbouring columns of a thread (up to `widest_vector`), and groups of them, where `across` threads share a row of up to `most` columns. Wide vectors
+/// read shared memory faster; narrow ones leave fewer threads without a column.
+fn columns(width: usize, across: usize, widest_vector: usize, most: usize) -> (usize, usize) {
+    let chunk = width.div_ceil(width.div_ceil(most));
+    let mut best = (widest_vector, chunk.div_ceil(across * widest_vector));
+    let mut vector = widest_vector / 2;
+    while vector > 0 {
+        let groups = chunk.div_ceil(across * vector);
+        if 4 * vector * groups <= 3 * best.0 * best.1 {
+            best = (vector, groups);
+        }
+        vector /= 2;
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All columns have a thread, rows of operands begin at multiples of 16 bytes in banks of their own, and shared memory is what every GPU has.
+    #[test]
+    fn plans_fit() {
+        for real in [DType::F32, DType::F64] {
+            for (width, value_width) in (1..300).map(|width| (width, width * 7 % 290 + 1)) {
+                let e = Extents {
+                    batch: 1,
+                    heads: 1,
+                    key_heads: 1,
+                    queries: 1,
+                    keys: 1,
+                    width,
+                    value_width,
+                };
+                let plan = Plan::new(&e, real, width.max(value_width));
+                assert!(plan.chunks * plan.columns >= width.max(value_width));
+                assert!(plan.columns.is_multiple_of(4) && plan.width_depth.is_multiple_of(4));
+                assert!(plan.pitch >= plan.width_depth.max(plan.value_depth));
+                assert_eq!(plan.pitch * plan.bytes / 16 % 2, 1);
+                assert!(plan.threads.is_multiple_of(32) && plan.threads <= 256);
+                assert!(plan.shared_bytes(2) <= 99 * 1024, "{plan:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,429 @@
+//! Attention and its gradient: kernels that run on the host over extents, masks, types and windows, against the interpreter.
+
+mod common;
+
+use kiln_compiler::{Options, compile};
+use kiln_cuda::CudaTarget;
+use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::testing::host::HostStep;
+use kiln_graph::op::{AttentionDims, Dims, Op};
+use kiln_graph::testing::{every_attention, random_arguments};
+use kiln_graph::{DType, Graph, HostTensor, Provenance, TensorType, Value, interpret_f64};
+
+/// Extents: batch, heads, key heads, queries, keys, width, width of values.
+type Extents = [usize; 7];
+
+/// Types of tensors, and of numbers and additive masks.
+#[derive(Clone, Copy, Debug)]
+struct Types {
+    tensors: DType,
+    numbers: DType,
+}
+
+const F32: Types = Types {
+    tensors: DType::F32,
+    numbers: DType::F32,
+};
+
+impl Types {
+    /// How far results may be from those of f64, relative to the norm: what is stored in 16 bits is rounded once.
+    fn tolerance(self) -> f64 {
+        match self.tensors {
+            DType::F64 => 1e-14,
+            DType::F16 => 4e-4,
+            DType::BF16 => 3e-3,
+            _ => 1e-5,
+        }
+    }
+
+    /// The fill that programs hide with.
+    fn lowest(self) -> f64 {
+        match self.numbers {
+            DType::F16 => -65504.0,
+            DType::BF16 => -3.3895313892515355e38,
+            _ => f64::from(f32::MIN),
+        }
+    }
+}
+
+/// How queries, keys and values are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stored {
+    /// Each by itself, head after head.
+    Apart,
+    /// As what a projection gives: positions of `[heads, width]`.
+    Positions,
+    /// Keys transposed: `[heads, width, positions]`.
+    Transposed,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    extents: Extents,
+    dims: AttentionDims,
+    fill: f64,
+    types: Types,
+    stored: Stored,
+    /// Which dimensions of the additive mask and of the hiding one have their full extents.
+    masks: [[bool; 4]; 2],
+}
+
+const PLAIN: AttentionDims = AttentionDims {
+    causal: false,
+    mask: false,
+    hidden: false,
+    mask_last: false,
+    dropout: false,
+    drop_scores: false,
+    safe: false,
+};
+
+fn case(extents: Extents, dims: AttentionDims) -> Case {
+    Case {
+        extents,
+        dims,
+        fill: F32.lowest(),
+        types: F32,
+        stored: Stored::Apart,
+        masks: [[false, true, false, true], [true, false, true, true]],
+    }
+}
+
+/// What numbers are given for, in the order of the operands.
+struct Numbers {
+    of: Vec<(Value, f64)>,
+}
+
+impl Case {
+    /// A tensor of four dimensions, as it is stored: the parameter and the window on it.
+    fn tensor(&self, graph: &mut Graph, shape: [usize; 4], stored: Stored) -> Value {
+        let order = match stored {
+            Stored::Apart => [0, 1, 2, 3],
+            Stored::Positions => [0, 2, 1, 3],
+            Stored::Transposed => [0, 1, 3, 2],
+        };
+        let kept = order.map(|axis: usize| shape[axis]);
+        let x = graph.parameter(TensorType::new(self.types.tensors, kept));
+        if stored == Stored::Apart {
+            return x;
+        }
+        // Both orders are their own inverses.
+        graph
+            .add(
+                Op::Transpose(Dims::from_slice(&order)),
+                &[x],
+                &Provenance::default(),
+            )
+            .unwrap()
+    }
+
+    fn number(&self, graph: &mut Graph, numbers: &mut Numbers, value: f64, dtype: DType) -> Value {
+        let x = graph.parameter(TensorType::new(dtype, []));
+        numbers.of.push((x, value));
+        x
+    }
+
+    /// A step of one attention and its gradient, and what its numbers are.
+    fn step(&self) -> (Graph, Numbers) {
+        let [b, h, g, t, s, d, e] = self.extents;
+        let Types { tensors: _, numbers } = self.types;
+        let dims = self.dims;
+        let mut graph = Graph::new("attention");
+        let mut given = Numbers { of: Vec::new() };
+        let p = Provenance::default();
+        let positions = match self.stored {
+            Stored::Transposed => Stored::Positions,
+            other => other,
+        };
+        let mut operands = vec![
+            self.tensor(&mut graph, [b, h, t, d], positions),
+            self.tensor(&mut graph, [b, g, s, d], self.stored),
+            self.tensor(&mut graph, [b, g, s, e], positions),
+        ];
+        operands.push(self.number(&mut graph, &mut given, 0.625, numbers));
+        let mask = |which: usize| {
+            let full = [b, h, t, s];
+            [0, 1, 2, 3].map(|axis| if self.masks[which][axis] { full[axis] } else { 1 })
+        };
+        if dims.mask {
+            operands.push(graph.parameter(TensorType::new(numbers, mask(0))));
+        }
+        if dims.hidden {
+            operands.push(graph.parameter(TensorType::new(DType::Bool, mask(1))));
+            operands.push(self.number(&mut graph, &mut given, self.fill, numbers));
+        }
+        if dims.dropout {
+            for word in [5.0, 9.0] {
+                operands.push(self.number(&mut graph, &mut given, word, DType::U64));
+            }
+            operands.push(self.number(&mut graph, &mut given, 0.75, numbers));
+            operands.push(self.number(&mut graph, &mut given, 1.25, numbers));
+        }
+        let forward = graph.add_node(Op::Attention(dims), &operands, p.clone()).unwrap();
+        operands.push(forward[1]);
+        operands.push(self.tensor(&mut graph, [b, h, t, e], positions));
+        for value in [0.5, -1.0] {
+            operands.push(self.number(&mut graph, &mut given, value, numbers));
+        }
+        if dims.dropout {
+            operands.push(self.number(&mut graph, &mut given, 1.5, numbers));
+        }
+        let gradients = graph
+            .add_node(Op::AttentionGrad(dims), &operands, p.clone())
+            .unwrap();
+        graph.output(forward[0], None);
+        graph.output(forward[1], None);
+        for value in gradients {
+            graph.output(value, None);
+        }
+        (graph, given)
+    }
+
+    /// Arguments of the step. Of the mask that hides, some rows see a prefix, some have holes, one sees nothing.
+    fn arguments(&self, graph: &Graph, given: &Numbers) -> Vec<HostTensor> {
+        let (mut tensors, _) = random_arguments(graph, 11);
+        let s = self.extents[4];
+        for (tensor, &value) in tensors.iter_mut().zip(graph.parameters()) {
+            let ty = tensor.ty().clone();
+            if let Some(&(_, number)) = given.of.iter().find(|(of, _)| *of == value) {
+                *tensor = match ty.dtype {
+                    DType::U64 => HostTensor::from_ints(DType::U64, ty.shape, [number as i64]),
+                    dtype => HostTensor::from_floats(dtype, ty.shape, [number]),
+                };
+            } else if ty.dtype == DType::Bool {
+                let [rows, keys] = [ty.shape[2], ty.shape[3]];
+                let hidden = (0..ty.numel()).map(|at| {
+                    let (row, key) = (at / keys % rows, at % keys);
+                    i64::from(key > row + s / 3 || (row % 4 == 1 && key % 3 == 0) || row == 2)
+                });
+                *tensor = HostTensor::from_ints(DType::Bool, ty.shape, hidden.collect::<Vec<_>>());
+            }
+        }
+        tensors
+    }
+
+    fn check(&self) {
+        self.check_on(self.types.tolerance(), |_| ());
+    }
+
+    /// With changed arguments, to within `tolerance`.
+    fn check_on(&self, tolerance: f64, change: impl Fn(&mut [HostTensor])) {
+        let (graph, given) = self.step();
+        let mut tensors = self.arguments(&graph, &given);
+        change(&mut tensors);
+        let expected = interpret_f64(&graph, &tensors, &[]).unwrap();
+        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+        let host = HostStep::of(&step).unwrap();
+        let inputs: Vec<Vec<u8>> = tensors.iter().map(|tensor| tensor.bytes().to_vec()).collect();
+        let actual = host.run(&mut inputs.clone(), &[]).unwrap();
+        for (number, (bytes, expected)) in actual.iter().zip(&expected).enumerate() {
+            let ty = graph.ty(graph.outputs[number].value).clone();
+            let actual = HostTensor::from_bytes(ty, bytes.clone()).unwrap().to_f64s();
+            let expected = expected.to_f64s();
+            let norm = expected.iter().map(|x| x * x).sum::<f64>().sqrt();
+            let distances = actual.iter().zip(&expected).map(|(a, e)| (a - e) * (a - e));
+            let distance = distances.sum::<f64>().sqrt();
+            assert!(
+                distance <= tolerance * norm,
+                "{self:?}: output {number} is off by {:e}",
+                distance / norm
+            );
+        }
+        let backward = host.backward(true).run(&mut inputs.clone(), &[]).unwrap();
+        assert!(actual == backward, "{self:?}: the order of threads shows");
+    }
+}
+
+const CAUSAL: AttentionDims = AttentionDims {
+    causal: true,
+    ..PLAIN
+};
+const HIDDEN: AttentionDims = AttentionDims {
+    hidden: true,
+    ..PLAIN
+};
+const ALL: AttentionDims = AttentionDims {
+    causal: true,
+    mask: true,
+    hidden: true,
+    dropout: true,
+    ..PLAIN
+};
+
+/// Whole tiles; primes; one query; fewer keys than a tile; more tiles than one; widths of one and of several columns of blocks.
+#[test]
+fn extents() {
+    case([1, 2, 2, 64, 64, 64, 64], PLAIN).check();
+    case([1, 6, 2, 131, 131, 19, 33], PLAIN).check();
+    case([2, 4, 4, 1, 200, 48, 48], CAUSAL).check();
+    case([1, 3, 1, 131, 131, 8, 8], CAUSAL).check();
+    case([2, 2, 1, 7, 65, 32, 128], CAUSAL).check();
+    case([1, 1, 1, 65, 1, 1, 1], PLAIN).check();
+    case([1, 2, 1, 17, 33, 200, 80], PLAIN).check();
+    case([1, 1, 1, 9, 70, 20, 300], CAUSAL).check();
+}
+
+#[test]
+fn masks() {
+    case([2, 2, 1, 37, 90, 5, 7], HIDDEN).check();
+    let seen = Case {
+        fill: -2.0,
+        ..case([2, 2, 1, 150, 70, 16, 16], HIDDEN)
+    };
+    seen.check();
+    case([1, 4, 2, 41, 53, 64, 24], ALL).check();
+    let repeated = Case {
+        masks: [[true, false, true, false], [false, true, false, true]],
+        fill: -1.0,
+        ..case([2, 4, 2, 68, 70, 12, 24], ALL)
+    };
+    repeated.check();
+    // Tiles that are hidden altogether, from all heads alike and word by word.
+    let shared = Case {
+        masks: [[false; 4], [false, false, true, true]],
+        ..case([2, 2, 2, 132, 260, 16, 16], HIDDEN)
+    };
+    shared.check();
+}
+
+/// A fill that hides from most rows, but not from those that score as low themselves.
+#[test]
+fn fills_that_count_in_some_rows() {
+    let low = Case {
+        fill: -1e3,
+        ..case([2, 2, 2, 70, 200, 32, 16], HIDDEN)
+    };
+    // The first head's queries and keys point in opposite directions: its scores are around -1000.
+    let oppose = |tensors: &mut [HostTensor]| {
+        for (tensor, factor) in tensors.iter_mut().zip([1.0, -50.0]) {
+            let shape = tensor.ty().shape.clone();
+            let head = shape[2] * shape[3];
+            let elements = tensor.to_f64s().into_iter().enumerate();
+            let first = |at: usize| (at / head).is_multiple_of(shape[1]);
+            let opposed = elements.map(|(at, x)| if first(at) { x.abs() * factor } else { x });
+            let opposed: Vec<f64> = opposed.collect();
+            *tensor = HostTensor::from_floats(tensor.ty().dtype, shape, opposed);
+        }
+    };
+    // Scores of that size are exact to about 1e-4.
+    low.check_on(1e-3, oppose);
+}
+
+/// Masks and dropout in other orders, and rows that see nothing. Neighbours of the list differ in one or two members; every fourth has each order of masks.
+#[test]
+fn orders_of_masks_and_dropout() {
+    let mut seen = 0;
+    for dims in every_attention().filter(|dims| !dims.causal).step_by(4) {
+        let fill = if dims.safe { f64::NEG_INFINITY } else { -2.0 };
+        let one = Case {
+            fill,
+            ..case([2, 4, 2, 21, 37, 19, 9], dims)
+        };
+        one.check();
+        seen += 1;
+    }
+    assert!(seen >= 7);
+}
+
+#[test]
+fn types() {
+    let all = AttentionDims {
+        mask: true,
+        hidden: true,
+        mask_last: true,
+        dropout: true,
+        drop_scores: true,
+        safe: true,
+        ..PLAIN
+    };
+    let dropout = AttentionDims {
+        dropout: true,
+        ..CAUSAL
+    };
+    let types = [
+        (DType::BF16, DType::BF16),
+        (DType::BF16, DType::F32),
+        (DType::F16, DType::F16),
+        (DType::F16, DType::F32),
+        (DType::F64, DType::F64),
+    ];
+    for (at, (tensors, numbers)) in types.into_iter().enumerate() {
+        let types = Types { tensors, numbers };
+        let hidden = Case {
+            types,
+            fill: types.lowest(),
+            ..case([2, 2, 1, 37, 90, 5, 7], HIDDEN)
+        };
+        let extents = [1, 3, 1, 67 + at, 67 + at, 48, 33];
+        let dropped = Case {
+            types,
+            ..case(extents, dropout)
+        };
+        let last = Case {
+            types,
+            fill: f64::NEG_INFINITY,
+            ..case([1, 2, 1, 67, 67, 16, 16], all)
+        };
+        match at % 3 {
+            0 => hidden.check(),
+            1 => dropped.check(),
+            _ => last.check(),
+        }
+        if tensors == DType::F64 {
+            dropped.check();
+            last.check();
+        }
+    }
+}
+
+/// Heads that are windows on a projection, and keys that are stored transposed.
+#[test]
+fn windows() {
+    for stored in [Stored::Positions, Stored::Transposed] {
+        let one = Case {
+            stored,
+            ..case([2, 4, 2, 65, 70, 32, 36], CAUSAL)
+        };
+        one.check();
+        let (graph, _) = one.step();
+        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+        // The forward, and the two kernels of the gradient: nothing is copied.
+        assert_eq!(step.code.calls.len(), 3, "{stored:?}");
+    }
+}
+
+/// NVRTC takes every kind of kernel.
+#[test]
+fn machine_code() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let mut sources = Vec::new();
+    let half = Types {
+        tensors: DType::BF16,
+        numbers: DType::F32,
+    };
+    let double = Types {
+        tensors: DType::F64,
+        numbers: DType::F64,
+    };
+    for one in [
+        case([2, 4, 2, 128, 128, 64, 64], ALL),
+        case([2, 4, 4, 256, 256, 128, 128], CAUSAL),
+        Case {
+            types: half,
+            ..case([2, 4, 2, 65, 70, 33, 256], PLAIN)
+        },
+        Case {
+            types: double,
+            ..case([2, 4, 2, 65, 70, 80, 80], HIDDEN)
+        },
+    ] {
+        let (graph, _) = one.step();
+        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+        sources.extend(step.code.sources().0);
+    }
+    for capability in [(8, 0), (9, 0)] {
+        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
+        let cubins = compiler.compile(&sources).unwrap();
+        assert!(cubins.iter().all(|cubin| !cubin.image.is_empty()));
+    }
+}
