@@ -392,6 +392,63 @@ fn windows() {
     }
 }
 
+/// Widths and types that tensor cores take, whose instructions the host follows lane by lane: rows and tiles of both sizes, masks, dropout with and
+/// without whole blocks of draws, heads that share keys.
+#[test]
+fn tensor_cores() {
+    let of = |tensors, numbers| Types { tensors, numbers };
+    let types = [of(DType::BF16, DType::F32), of(DType::F16, DType::F16)];
+    let dropout = AttentionDims {
+        dropout: true,
+        ..PLAIN
+    };
+    let all = AttentionDims {
+        mask: true,
+        drop_scores: true,
+        ..AttentionDims {
+            dropout: true,
+            ..HIDDEN
+        }
+    };
+    let cases = [
+        case([1, 2, 2, 64, 64, 64, 64], PLAIN),
+        case([1, 2, 1, 70, 131, 32, 48], CAUSAL),
+        case([1, 1, 1, 65, 68, 128, 16], dropout),
+        case([1, 1, 1, 33, 37, 16, 128], dropout),
+        Case {
+            masks: [[false; 4], [false, false, true, true]],
+            ..case([1, 2, 1, 40, 200, 16, 16], HIDDEN)
+        },
+        Case {
+            fill: -2.0,
+            stored: Stored::Positions,
+            ..case([2, 2, 1, 20, 68, 32, 32], all)
+        },
+        // As many blocks as fill a device: two blocks of rows for each warp.
+        case([264, 1, 1, 5, 36, 16, 16], dropout),
+    ];
+    for (at, one) in cases.into_iter().enumerate() {
+        let one = Case {
+            types: types[at % 2],
+            ..one
+        };
+        let (graph, _) = one.step();
+        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+        let attends = step
+            .code
+            .functions
+            .iter()
+            .filter(|function| !function.text.body.contains("_map<"));
+        assert_eq!(attends.clone().count(), 3);
+        assert!(
+            attends
+                .into_iter()
+                .all(|function| function.text.body.contains("_tensor_"))
+        );
+        one.check();
+    }
+}
+
 /// NVRTC takes every kind of kernel.
 #[test]
 fn machine_code() {
@@ -411,6 +468,14 @@ fn machine_code() {
         Case {
             types: half,
             ..case([2, 4, 2, 65, 70, 33, 256], PLAIN)
+        },
+        Case {
+            types: half,
+            ..case([32, 12, 12, 128, 128, 64, 64], ALL)
+        },
+        Case {
+            types: half,
+            ..case([32, 12, 12, 512, 512, 128, 128], CAUSAL)
         },
         Case {
             types: double,

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::operands::{Operands, View, ctype};
-use super::plan::Plan;
+use super::plan::{Plan, TensorPlan};
 
 /// A case of the templates.
 pub struct Case<'a> {
@@ -11,6 +11,8 @@ pub struct Case<'a> {
     pub operands: &'a Operands,
     /// How it is cut.
     pub plan: Plan,
+    /// How it is cut for tensor cores, if these compute it.
+    pub tensor: Option<TensorPlan>,
     /// Views besides those of the operands.
     pub views: Vec<(&'static str, &'a View)>,
 }
@@ -19,6 +21,29 @@ impl Case<'_> {
     /// The type that is computed in.
     pub fn real(&self) -> &'static str {
         ctype(self.operands.real).unwrap_or("float")
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self) -> usize {
+        self.tensor.map_or(self.plan.threads, |_| TensorPlan::THREADS)
+    }
+
+    /// Blocks that share the rows of queries of a head.
+    pub fn row_tiles(&self) -> usize {
+        let queries = self.operands.extents.queries;
+        self.tensor
+            .map_or(self.plan.tiles(queries) * self.plan.chunks, |tensor| {
+                tensor.tiles(queries)
+            })
+    }
+
+    /// Blocks that share the keys of a head.
+    pub fn key_row_tiles(&self) -> usize {
+        let keys = self.operands.extents.keys;
+        self.tensor
+            .map_or(self.plan.tiles(keys) * self.plan.chunks, |tensor| {
+                tensor.tiles(keys)
+            })
     }
 
     /// Tiles of the mask that are looked at before attention, if hidden ones may be left out: a score there is `fill`, whatever the key.
@@ -78,7 +103,7 @@ impl Case<'_> {
             ("RM", plan.each[0]),
             ("RN", plan.each[1]),
             ("ACROSS", plan.tile / plan.each[1]),
-            ("THREADS", plan.threads),
+            ("THREADS", self.threads()),
             ("WIDTH_DEPTH", plan.width_depth),
             ("VALUE_DEPTH", plan.value_depth),
             ("PITCH", plan.pitch),
@@ -110,7 +135,17 @@ impl Case<'_> {
             operands.query.ctype,
             operands.mask.as_ref().map_or("float", |mask| mask.ctype),
         );
-        for (name, number) in numbers {
+        let tensor = self.tensor.iter().flat_map(|tensor| {
+            [
+                ("MT", tensor.row_blocks),
+                ("NT", tensor.column_blocks),
+                ("OWN", tensor.own()),
+                ("OTHER", tensor.other()),
+                ("OWN_TILES", tensor.tiles(e.queries)),
+                ("OWN_KEY_TILES", tensor.tiles(e.keys)),
+            ]
+        });
+        for (name, number) in numbers.into_iter().chain(tensor) {
             let _ = writeln!(text, "    static constexpr int {name} = {number};");
         }
         for (name, flag) in flags {

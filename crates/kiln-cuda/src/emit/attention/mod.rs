@@ -14,15 +14,16 @@ use kiln_graph::{Graph, Node, Op};
 
 use self::case::Case;
 use self::operands::{Operands, View};
-use self::plan::Plan;
+use self::plan::{Plan, TensorPlan};
 use super::{Argument, EmitOptions, KernelCode, Launch};
 use crate::code::FunctionText;
-use crate::kernels::attention::TEMPLATES;
+use crate::kernels::attention::{TEMPLATES, TENSOR_TEMPLATES};
 
 /// The code of `node`; none if nothing here computes it.
 pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
     let operands = Operands::new(graph, kernel, node, options)?;
     let mut writer = Writer {
+        tensor_cores: operands.fits_tensor_cores(options),
         operands,
         code: KernelCode::default(),
     };
@@ -35,6 +36,8 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
 
 struct Writer {
     operands: Operands,
+    /// Whether tensor cores may compute this.
+    tensor_cores: bool,
     code: KernelCode,
 }
 
@@ -95,10 +98,18 @@ impl Writer {
     ) -> Option<()> {
         let blocks = i32::try_from(blocks).ok()?;
         let text = FunctionText {
-            helpers: format!("{TEMPLATES}{}", case.text()),
+            helpers: format!(
+                "{TEMPLATES}{}{}",
+                if case.tensor.is_some() {
+                    TENSOR_TEMPLATES
+                } else {
+                    ""
+                },
+                case.text()
+            ),
             parameters: reading.parameters,
             body: format!("{}{call}", reading.statements),
-            threads: case.plan.threads as u32,
+            threads: case.threads() as u32,
             device_only: false,
         };
         self.code.calls.push(super::Call::Launch(Launch {
@@ -161,14 +172,24 @@ impl Writer {
         let case = Case {
             operands: &operands,
             plan,
+            tensor: TensorPlan::forward(&e).filter(|_| self.tensor_cores),
             views: vec![("out", out)],
         };
         let mut reading = self.operands(&case)?;
         reading.pass(format!("{}* out", out.ctype), Argument::Buffer(out.buffer));
         reading.pass(format!("{}* stats", stats.ctype), Argument::Buffer(stats.buffer));
-        let blocks = e.batch * e.heads * plan.tiles(e.queries) * plan.chunks;
-        let call = "kiln_attention_forward<@_case>(o, out, stats);\n";
-        self.launch(&case, reading, call, blocks, plan.shared_bytes(1))
+        let (call, shared_bytes) = match &case.tensor {
+            Some(tensor) => (
+                "kiln_attention_tensor_forward<@_case>(o, out, stats);\n",
+                tensor.shared_bytes(&e, false),
+            ),
+            None => (
+                "kiln_attention_forward<@_case>(o, out, stats);\n",
+                plan.shared_bytes(1),
+            ),
+        };
+        let blocks = e.batch * e.heads * case.row_tiles();
+        self.launch(&case, reading, call, blocks, shared_bytes)
     }
 
     fn backward(&mut self) -> Option<()> {
@@ -182,6 +203,7 @@ impl Writer {
         let case = Case {
             operands: &operands,
             plan,
+            tensor: TensorPlan::backward(&e).filter(|_| self.tensor_cores),
             views: vec![
                 ("d_out", &gradient.d_out),
                 ("d_query", d_query),
@@ -202,7 +224,7 @@ impl Writer {
         let delta = self.scratch(rows * plan.bytes);
         reading.pass(format!("{}* delta", case.real()), delta);
         reading.statements.push_str("g.delta = delta;\n");
-        let row_tiles = e.batch * e.heads * plan.tiles(e.queries);
+        let row_tiles = e.batch * e.heads * case.row_tiles();
         if case.mapped_tiles().is_some() {
             let counts = self.scratch(4 * row_tiles);
             reading.pass("int* counts", counts);
@@ -213,20 +235,22 @@ impl Writer {
         let mut of_queries = reading.clone();
         let (parameter, argument) = pointer(d_query, "d_query");
         of_queries.pass(parameter, argument);
-        let call = "kiln_attention_d_query<@_case>(o, g, d_query);\n";
-        self.launch(
-            &case,
-            of_queries,
-            call,
-            row_tiles * plan.chunks,
-            plan.shared_bytes(1),
-        )?;
+        let prefix = match &case.tensor {
+            Some(_) => "kiln_attention_tensor",
+            None => "kiln_attention",
+        };
+        let shared_bytes = |weights: usize| match &case.tensor {
+            Some(tensor) => tensor.shared_bytes(&e, true),
+            None => plan.shared_bytes(weights),
+        };
+        let call = format!("{prefix}_d_query<@_case>(o, g, d_query);\n");
+        self.launch(&case, of_queries, &call, row_tiles, shared_bytes(1))?;
         for (view, name) in [(d_key, "d_key"), (d_value, "d_value")] {
             let (parameter, argument) = pointer(view, name);
             reading.pass(parameter, argument);
         }
-        let blocks = e.batch * e.key_heads * plan.tiles(e.keys) * plan.chunks;
-        let call = "kiln_attention_d_key<@_case>(o, g, d_key, d_value);\n";
-        self.launch(&case, reading, call, blocks, plan.shared_bytes(2))
+        let blocks = e.batch * e.key_heads * case.key_row_tiles();
+        let call = format!("{prefix}_d_key<@_case>(o, g, d_key, d_value);\n");
+        self.launch(&case, reading, &call, blocks, shared_bytes(2))
     }
 }

@@ -25,12 +25,17 @@ pub struct View {
 }
 
 impl View {
-    /// Whether four neighbours of a row may be moved at once: rows begin at multiples of four elements.
+    /// Whether four neighbours of a row may be moved at once.
     pub fn vectors(&self) -> bool {
+        self.rows_begin_at(4)
+    }
+
+    /// Whether rows are contiguous and begin at multiples of `count` elements.
+    pub fn rows_begin_at(&self, count: i64) -> bool {
         self.strides[3] == 1
-            && self.extents[3].is_multiple_of(4)
-            && self.offset % 4 == 0
-            && self.strides[..3].iter().all(|stride| stride % 4 == 0)
+            && (self.extents[3] as i64) % count == 0
+            && self.offset % count == 0
+            && self.strides[..3].iter().all(|stride| stride % count == 0)
     }
 
     /// The integer type of distances in a head.
@@ -177,6 +182,19 @@ impl Operands {
                 .map(|&value| read.stored(value))
                 .collect::<Option<_>>()?,
         })
+    }
+}
+
+impl Operands {
+    /// Whether tensor cores may compute this: elements of 16 bits, and tensors of which 16 bytes may be copied at once.
+    pub fn fits_tensor_cores(&self, options: &EmitOptions<'_>) -> bool {
+        let own = [&self.query, &self.key, &self.value];
+        let mut tensors = own
+            .into_iter()
+            .chain(self.gradient.as_ref().map(|gradient| &gradient.d_out));
+        options.capability >= (8, 0)
+            && matches!(self.query.ctype, "kiln_f16" | "kiln_bf16")
+            && tensors.all(|view| view.rows_begin_at(8))
     }
 }
 

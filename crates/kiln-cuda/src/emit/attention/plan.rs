@@ -101,6 +101,88 @@ impl Plan {
     }
 }
 
+/// Constants of the templates for tensor cores; a function of extents alone as well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorPlan {
+    /// Blocks of 16 rows that a warp has.
+    pub row_blocks: usize,
+    /// Blocks of 8 columns of a tile of scores.
+    pub column_blocks: usize,
+}
+
+/// Blocks that fill the reference machine twice: with fewer of them, smaller ones spread better.
+const ENOUGH_BLOCKS: usize = 264;
+
+impl TensorPlan {
+    /// Threads of a block: four warps.
+    pub const THREADS: usize = 128;
+
+    /// The plan for the forward kernel; none for widths that tensor cores do not take.
+    pub fn forward(e: &Extents) -> Option<Self> {
+        let column_blocks = if Self::widest(e)? <= 64 { 8 } else { 4 };
+        let wide = Self {
+            row_blocks: 2,
+            column_blocks,
+        };
+        let enough = e.batch * e.heads * wide.tiles(e.queries) >= ENOUGH_BLOCKS;
+        Some(if enough {
+            wide
+        } else {
+            Self {
+                row_blocks: 1,
+                column_blocks: 8,
+            }
+        })
+    }
+
+    /// The plan for the kernels of the gradient, whose sums take more registers.
+    pub fn backward(e: &Extents) -> Option<Self> {
+        let wide = Self {
+            row_blocks: 2,
+            column_blocks: 4,
+        };
+        let blocks = e.batch * e.key_heads * wide.tiles(e.keys.min(e.queries));
+        let few = Self::widest(e)? > 64 || blocks < ENOUGH_BLOCKS;
+        Some(if few {
+            Self {
+                row_blocks: 1,
+                ..wide
+            }
+        } else {
+            wide
+        })
+    }
+
+    /// The wider one of queries and values.
+    fn widest(e: &Extents) -> Option<usize> {
+        let widths = [e.width, e.value_width];
+        let fits = |width: &usize| width.is_multiple_of(16) && (16..=128).contains(width);
+        widths.iter().all(fits).then(|| e.width.max(e.value_width))
+    }
+
+    /// Rows of a block.
+    pub fn own(&self) -> usize {
+        self.row_blocks * 16 * (Self::THREADS / 32)
+    }
+
+    /// Columns of a tile of scores.
+    pub fn other(&self) -> usize {
+        self.column_blocks * 8
+    }
+
+    /// Blocks for `rows` rows.
+    pub fn tiles(&self, rows: usize) -> usize {
+        rows.div_ceil(self.own())
+    }
+
+    /// Bytes of shared memory: rows of the block, of queries alone or of the values' width as well, and two tiles of both. Rows are eight elements apart.
+    pub fn shared_bytes(&self, e: &Extents, own_values: bool) -> u32 {
+        let (width, value_width) = (e.width + 8, e.value_width + 8);
+        let own = self.own() * (width + if own_values { value_width } else { 0 });
+        (2 * (own + 2 * self.other() * (width + value_width))) as u32
+    }
+}
+
 /// Neighbouring columns of a thread (up to `widest_vector`), and groups of them, where `across` threads share a row of up to `most` columns. Wide vectors
 /// read shared memory faster; narrow ones leave fewer threads without a column.
 fn columns(width: usize, across: usize, widest_vector: usize, most: usize) -> (usize, usize) {
@@ -143,6 +225,33 @@ mod tests {
                 assert!(plan.threads.is_multiple_of(32) && plan.threads <= 256);
                 assert!(plan.shared_bytes(2) <= 99 * 1024, "{plan:?}");
             }
+        }
+    }
+
+    /// Whatever the widths, two blocks share a multiprocessor of an A100.
+    #[test]
+    fn tensor_plans_fit() {
+        for (batch, width, value_width) in [(1, 16, 128), (64, 128, 128), (64, 64, 64), (1, 128, 32)] {
+            let e = Extents {
+                batch,
+                heads: 8,
+                key_heads: 8,
+                queries: 1024,
+                keys: 1024,
+                width,
+                value_width,
+            };
+            let [forward, backward] = [TensorPlan::forward(&e), TensorPlan::backward(&e)].map(Option::unwrap);
+            assert!(forward.shared_bytes(&e, false) <= 99 * 1024, "{forward:?}");
+            assert!(backward.shared_bytes(&e, true) <= 99 * 1024, "{backward:?}");
+            assert_eq!(TensorPlan::forward(&Extents { width: 24, ..e }), None);
+            assert_eq!(
+                TensorPlan::backward(&Extents {
+                    value_width: 144,
+                    ..e
+                }),
+                None
+            );
         }
     }
 }

@@ -85,7 +85,7 @@ void kiln_attention_d_query(
     for (int pass = ONE ? 1 : 0; pass < 2; pass++) {
         #pragma unroll 1
         for (int from = 0; from < end; from += C::TILE) {
-            const int state = plane.state(o, tile, from / C::TILE);
+            const int state = plane.template state<C::TILE, C::TILE>(o, first, from);
             if (C::mapped && state == KILN_ATTENTION_HIDDEN && !counts) continue;
             real p[C::RM][C::RN] = {}, dp[C::RM][C::RN] = {};
             kiln_attention_product<
@@ -174,7 +174,7 @@ void kiln_attention_d_key(
         const auto d_out = kiln_attention_head<typename C::d_out_view>(g.d_out, batch, head);
         #pragma unroll 1
         for (int from = start; from < C::queries; from += C::TILE) {
-            const int state = plane.state(o, from / C::TILE, tile);
+            const int state = plane.template state<C::TILE, C::TILE>(o, from, first);
             if (C::mapped && state == KILN_ATTENTION_HIDDEN
                 && !g.counts[(batch * C::heads + head) * C::ROW_TILES + from / C::TILE])
                 continue;

@@ -93,7 +93,7 @@ void kiln_attention_forward(
         }
         #pragma unroll 1
         for (int from = 0; from < end; from += C::TILE) {
-            const int state = plane.state(o, tile, from / C::TILE);
+            const int state = plane.template state<C::TILE, C::TILE>(o, first, from);
             if (C::mapped && (state == KILN_ATTENTION_HIDDEN) != (pass == 1)) {
                 left_out = left_out || state == KILN_ATTENTION_HIDDEN;
                 continue;

@@ -1,7 +1,8 @@
 //! Attention in CUDA C++: templates over a case, the struct of constants that [`crate::emit::attention`] writes for an operation.
 //!
 //! `tiles.cuh` has the products of tiles, `scores.cuh` what is between a product and a weight, `forward.cuh` and `backward.cuh` the kernels. They
-//! compute in the type that the operands' type is computed in, on the cores that every GPU has.
+//! compute in the type that the operands' type is computed in, on the cores that every GPU has. `fragments.cuh`, `tensor_forward.cuh` and `tensor_backward.cuh`
+//! are for tensor cores: operands of 16 bits, sums in f32.
 
 /// The templates, once in a program.
 pub const TEMPLATES: &str = concat!(
@@ -10,5 +11,14 @@ pub const TEMPLATES: &str = concat!(
     include_str!("scores.cuh"),
     include_str!("forward.cuh"),
     include_str!("backward.cuh"),
+    "#endif\n"
+);
+
+/// The templates for tensor cores, once in a program, behind [`TEMPLATES`].
+pub const TENSOR_TEMPLATES: &str = concat!(
+    "#ifndef KILN_ATTENTION_TENSOR\n#define KILN_ATTENTION_TENSOR\n",
+    include_str!("fragments.cuh"),
+    include_str!("tensor_forward.cuh"),
+    include_str!("tensor_backward.cuh"),
     "#endif\n"
 );

@@ -81,12 +81,22 @@ template <class C> struct kiln_attention_plane {
         row = ((kiln_u64)batch * C::heads + head) * C::queries;
     }
 
-    // The state of a tile of the mask.
-    __device__ int state(const kiln_attention_operands<C>& o, int row_tile, int key_tile) const
+    // The state of ROWS by KEYS scores from here on: some tiles of the mask, or a part of one.
+    template <int ROWS, int KEYS> __device__ int state(const kiln_attention_operands<C>& o, int row, int key) const
     {
         if (!C::mapped) return C::hidden ? KILN_ATTENTION_MIXED : KILN_ATTENTION_OPEN;
         typedef typename C::map_view map;
-        return o.map[batch * map::batch + head * map::head + row_tile * map::row + key_tile];
+        const int* at = o.map + (batch * map::batch + head * map::head + row / C::TILE * map::row + key / C::TILE);
+        const int state = *at;
+        bool same = true;
+        #pragma unroll
+        for (int i = 0; i < ROWS; i += C::TILE) {
+            #pragma unroll
+            for (int j = 0; j < KEYS; j += C::TILE)
+                if (i + j != 0 && row + i < C::queries && key + j < C::keys)
+                    same = same && at[i / C::TILE * map::row + j / C::TILE] == state;
+        }
+        return same ? state : KILN_ATTENTION_MIXED;
     }
 
     // Whether the score is `fill`, whatever query and key are.

@@ -1,0 +1,241 @@
+// Tensor cores: fragments of matrices in the registers of a warp, and asynchronous copies into shared memory.
+//
+// A product takes 16 x 16 elements of a left operand (four registers of two elements), 16 x 8 of a right one (two registers)
+// and adds to 16 x 8 sums of f32 (four). With g = lane / 4 and t = lane % 4 a lane has, two neighbours in a register:
+//
+//     left   rows g and g + 8 at columns 2 t of the left half, then the same rows at columns 2 t of the right half
+//     right  column g, rows 2 t of the upper half, then of the lower half
+//     sums   rows g and g + 8, columns 2 t and 2 t + 1
+//
+// The host's versions follow this table lane by lane, so that tests run the kernels as they are.
+
+#ifdef KILN_HOST
+
+template <class T> kiln_u32 kiln_fragment_pack(float low, float high)
+{
+    return kiln_narrow<T>(low).bits | (kiln_u32)kiln_narrow<T>(high).bits << 16;
+}
+
+inline float kiln_fragment_power(float x) { return exp2f(x); }
+
+// Gives the lanes of a warp what each of them has, until the next call.
+template <class T, int N> const T (*kiln_fragment_gather(const T (&mine)[N]))[N]
+{
+    __shared__ T all[1024][N];
+    // Nobody writes before everybody has read what was there.
+    __syncwarp();
+    for (int i = 0; i < N; i++) all[threadIdx.x][i] = mine[i];
+    __syncwarp();
+    return &all[threadIdx.x / 32 * 32];
+}
+
+inline void kiln_fragment_load(kiln_u32 (&to)[4], const unsigned short* row)
+{
+    typedef const unsigned short* pointer;
+    const pointer mine[1] = { row };
+    const auto rows = kiln_fragment_gather(mine);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        const pointer from = rows[8 * i + lane / 4][0] + 2 * (lane % 4);
+        to[i] = from[0] | (kiln_u32)from[1] << 16;
+    }
+}
+
+inline void kiln_fragment_load_turned(kiln_u32 (&to)[4], const unsigned short* row)
+{
+    typedef const unsigned short* pointer;
+    const pointer mine[1] = { row };
+    const auto rows = kiln_fragment_gather(mine);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++)
+        to[i] = rows[8 * i + 2 * (lane % 4)][0][lane / 4]
+            | (kiln_u32)rows[8 * i + 2 * (lane % 4) + 1][0][lane / 4] << 16;
+}
+
+template <class T> void kiln_fragment_product(float (&sum)[4], const kiln_u32 (&left)[4], kiln_u32 low, kiln_u32 high)
+{
+    const kiln_u32 mine[6] = { left[0], left[1], left[2], left[3], low, high };
+    const auto lanes = kiln_fragment_gather(mine);
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    // Element k of a row or column: half, lane, and which of the two in its register.
+    auto element = [&](int lane, int register_of_half, int stride, int k) {
+        const kiln_u32 word = lanes[4 * lane + k % 8 / 2][register_of_half + stride * (k / 8)];
+        return kiln_widen(T { (kiln_u16)(word >> (16 * (k % 2))) });
+    };
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 16; k++) sum[i] += element(g, i / 2, 2, k) * element(2 * t + i % 2, 4, 1, k);
+}
+
+inline void kiln_copy(unsigned short* to, const void* from, bool inside)
+{
+    for (int i = 0; i < 8; i++) to[i] = inside ? ((const unsigned short*)from)[i] : 0;
+}
+
+inline void kiln_copies_end_group() {}
+
+inline void kiln_copies_wait() {}
+
+#else
+
+// Two elements in a register, the first one low.
+template <class T> kiln_u32 kiln_fragment_pack(float low, float high);
+
+template <> inline kiln_u32 kiln_fragment_pack<kiln_bf16>(float low, float high)
+{
+    kiln_u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+template <> inline kiln_u32 kiln_fragment_pack<kiln_f16>(float low, float high)
+{
+    kiln_u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Two to the power of x, zero where that is not normal.
+inline float kiln_fragment_power(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Four matrices of 8 x 8 elements: lane 8 i + r says where row r of matrix i is. A lane gets the pair 2 (lane % 4) of row lane / 4.
+inline void kiln_fragment_load(kiln_u32 (&to)[4], const unsigned short* row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"((kiln_u32)__cvta_generic_to_shared(row)));
+}
+
+// The same of the transposed matrices.
+inline void kiln_fragment_load_turned(kiln_u32 (&to)[4], const unsigned short* row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"((kiln_u32)__cvta_generic_to_shared(row)));
+}
+
+// sum += left right.
+template <class T> void kiln_fragment_product(float (&sum)[4], const kiln_u32 (&left)[4], kiln_u32 low, kiln_u32 high);
+
+template <>
+inline void kiln_fragment_product<kiln_bf16>(float (&sum)[4], const kiln_u32 (&left)[4], kiln_u32 low, kiln_u32 high)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
+}
+
+template <>
+inline void kiln_fragment_product<kiln_f16>(float (&sum)[4], const kiln_u32 (&left)[4], kiln_u32 low, kiln_u32 high)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
+}
+
+// Begins to copy 16 bytes into shared memory; zeros if what is to be copied is not inside.
+inline void kiln_copy(unsigned short* to, const void* from, bool inside)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((kiln_u32)__cvta_generic_to_shared(to)),
+                 "l"(from), "r"(inside ? 16 : 0)
+                 : "memory");
+}
+
+inline void kiln_copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all copies of this thread. Those of others are there behind the next barrier.
+inline void kiln_copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+#endif
+
+// Elements between rows in shared memory: eight rows begin in different banks.
+constexpr int kiln_fragment_pitch(int width) { return width + 8; }
+
+// sum[m][n] += 16 MT rows of `a`, times 8 NT rows of `b`, of WIDTH columns each: inner products of rows.
+template <class T, int MT, int NT, int WIDTH>
+void kiln_fragment_dot(float (&sum)[MT][NT][4], const unsigned short* a, const unsigned short* b)
+{
+    constexpr int PITCH = kiln_fragment_pitch(WIDTH);
+    const int lane = threadIdx.x % 32;
+    a += lane % 16 * PITCH + lane / 16 * 8;
+    b += (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 8;
+    #pragma unroll
+    for (int k = 0; k < WIDTH; k += 16) {
+        kiln_u32 left[MT][4];
+        #pragma unroll
+        for (int m = 0; m < MT; m++) kiln_fragment_load(left[m], a + 16 * m * PITCH + k);
+        #pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            kiln_u32 right[4];
+            kiln_fragment_load(right, b + 8 * n * PITCH + k);
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                kiln_fragment_product<T>(sum[m][n], left[m], right[0], right[1]);
+                kiln_fragment_product<T>(sum[m][n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// sum[m][c] += weights, packed sums of a product with 8 NT columns, times 8 NT rows of `b` with WIDTH columns. The two columns that
+// a lane has of sums are the two that it has of a left operand, so weights stay where they are.
+template <class T, int MT, int NT, int WIDTH>
+void kiln_fragment_combine(
+    float (&sum)[MT][WIDTH / 8][4], const kiln_u32 (&weights)[MT][NT][2], const unsigned short* b)
+{
+    constexpr int PITCH = kiln_fragment_pitch(WIDTH);
+    const int lane = threadIdx.x % 32;
+    b += lane % 16 * PITCH + lane / 16 * 8;
+    #pragma unroll
+    for (int n = 0; n < NT; n += 2) {
+        #pragma unroll
+        for (int c = 0; c < WIDTH / 8; c += 2) {
+            kiln_u32 right[4];
+            kiln_fragment_load_turned(right, b + 8 * n * PITCH + 8 * c);
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                const kiln_u32 left[4] = { weights[m][n][0], weights[m][n][1], weights[m][n + 1][0],
+                    weights[m][n + 1][1] };
+                kiln_fragment_product<T>(sum[m][c], left, right[0], right[1]);
+                kiln_fragment_product<T>(sum[m][c + 1], left, right[2], right[3]);
+            }
+        }
+    }
+}
+
+// Begins to copy ROWS rows from `first` of a head with `rows` rows of WIDTH columns into shared memory; zeros behind the last.
+template <class C, class V, int ROWS, int WIDTH, class T>
+void kiln_fragment_fetch(unsigned short* to, const T* head, int first, int rows)
+{
+    constexpr int PARTS = WIDTH / 8;
+    #pragma unroll
+    for (int begin = 0; begin < ROWS * PARTS; begin += C::THREADS) {
+        const int at = begin + threadIdx.x;
+        if (ROWS * PARTS % C::THREADS != 0 && at >= ROWS * PARTS) break;
+        const int row = at / PARTS, column = at % PARTS * 8;
+        const bool inside = first + row < rows;
+        const T* from = head + (inside ? kiln_attention_place<V>(first + row, column) : 0);
+        kiln_copy(to + row * kiln_fragment_pitch(WIDTH) + column, from, inside);
+    }
+}
+
+// Stores what a lane has of a row of sums, each times `factor`; `half` is 0 for row g and 1 for row g + 8.
+template <class V, int WIDTH, class T>
+void kiln_fragment_store(T* head, int row, const float (&sum)[WIDTH / 8][4], int half, float factor)
+{
+    #pragma unroll
+    for (int c = 0; c < WIDTH / 8; c++) {
+        const kiln_u32 both = kiln_fragment_pack<T>(sum[c][2 * half] * factor, sum[c][2 * half + 1] * factor);
+        T* to = head + kiln_attention_place<V>(row, 8 * c + threadIdx.x % 4 * 2);
+        if (V::vectors) {
+            *(kiln_u32*)to = both;
+        } else {
+            to[0].bits = (kiln_u16)both;
+            to[kiln_attention_place<V>(0, 1)].bits = (kiln_u16)(both >> 16);
+        }
+    }
+}
