@@ -16,6 +16,7 @@ pub mod attention;
 pub mod convolution;
 pub mod elements;
 pub mod expressions;
+pub mod image;
 pub mod library;
 pub mod nest;
 pub mod pooling;

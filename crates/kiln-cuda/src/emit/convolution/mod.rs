@@ -1,0 +1,198 @@
+//! Convolutions and their gradients, in CUDA C++ of our own.
+//!
+//! | what | how |
+//! | --- | --- |
+//! | windows of one element, without strides | [`pixelwise`]: a product of matrices in cuBLASLt |
+//! | a filter for each channel by itself | [`depthwise`] |
+//! | results of a convolution, gradients of its input | [`correlation`]: tiles of pixels by channels |
+//! | gradients of its weight | [`weight`]: tiles of channels by taps, the pixels in chunks |
+//! | integers, empty tensors, few channels of a group | [`direct`]: one result a thread |
+//!
+//! A convolution and the gradient of its input are both correlations: a pixel of the result is a sum over taps of the window and over channels (the
+//! *depth*) of an image. The gradient reads the image of the convolution's results, its window is mirrored, and its strides are the result's.
+
+mod correlation;
+mod depthwise;
+mod direct;
+mod pixelwise;
+mod tile;
+mod weight;
+
+use kiln_compiler::schedule::Kernel;
+use kiln_graph::op::{ConvDims, Op};
+use kiln_graph::{DType, Graph, Node, Value};
+
+use super::image::{Image, Template, spatial, window};
+use super::{Argument, EmitOptions, KernelCode, Launch};
+
+/// Working memory is given out in multiples of so many bytes.
+const ALIGNMENT: usize = 256;
+
+/// Threads of a block of kernels with one result or vector a thread.
+const THREADS: u32 = 256;
+
+/// What the kernels of a convolution share.
+struct Convolution<'a> {
+    dtype: DType,
+    dims: &'a ConvDims,
+    /// The image of the forward input: an operand, or the gradient that is computed.
+    x: Image,
+    /// The image of the forward result, or its gradient.
+    y: Image,
+    /// Channels of one group of `x`, and of `y`.
+    group: [usize; 2],
+    /// Spatial extents of the window.
+    window: [usize; 3],
+    stride: [usize; 3],
+    low: [usize; 3],
+    dilation: [usize; 3],
+}
+
+/// A convolution's weight in memory: where it is, and elements between neighbours.
+struct Weight {
+    base: Value,
+    offset: i64,
+    strides: Vec<i64>,
+}
+
+/// The code of `node`; none if nothing here computes it.
+pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
+    let data = graph.node(node);
+    let (first, second, out) = (data.inputs[0], data.inputs[1], data.outputs[0]);
+    if graph.ty(out).numel() == 0 {
+        return Some(KernelCode::default());
+    }
+    let read = |value: Value| Image::read(graph, kernel, options, value);
+    let result = |value: Value| Image::result(graph, options, value);
+    let (dims, x, y, weight) = match &data.op {
+        Op::Conv(dims) => (dims, read(first), result(out), second),
+        Op::ConvInputGrad { conv, .. } => (conv, result(out), read(first), second),
+        Op::ConvWeightGrad { conv, .. } => (conv, read(first), read(second), out),
+        _ => return None,
+    };
+    if !(1..=3).contains(&dims.stride.len()) {
+        return None;
+    }
+    let convolution = Convolution {
+        dtype: graph.dtype(out),
+        dims,
+        group: [x.channels / dims.groups, y.channels / dims.groups],
+        x,
+        y,
+        window: spatial(&graph.shape(weight)[2..], 1),
+        stride: spatial(&dims.stride, 1),
+        low: spatial(&dims.pad_low, 0),
+        dilation: spatial(&dims.dilation, 1),
+    };
+    if matches!(data.op, Op::ConvWeightGrad { .. }) {
+        return convolution.weight_gradient(out, options);
+    }
+    let window = window(graph, kernel, options, weight);
+    let weight = Weight {
+        base: window.base,
+        offset: window.offset,
+        strides: window.strides,
+    };
+    convolution.correlation(&weight, matches!(data.op, Op::ConvInputGrad { .. }), options)
+}
+
+impl Convolution<'_> {
+    fn correlation(&self, weight: &Weight, gradient: bool, options: &EmitOptions<'_>) -> Option<KernelCode> {
+        let task = correlation::Correlation::new(self, weight, gradient);
+        if !self.has_tiles() {
+            return Some(KernelCode::launches([direct::correlation(&task)?]));
+        }
+        if let Some(code) = pixelwise::correlation(&task, options) {
+            return Some(code);
+        }
+        if self.is_depthwise() {
+            return depthwise::correlation(&task);
+        }
+        match self.is_narrow() {
+            true => Some(KernelCode::launches([direct::correlation(&task)?])),
+            false => correlation::generate(&task),
+        }
+    }
+
+    fn weight_gradient(&self, out: Value, options: &EmitOptions<'_>) -> Option<KernelCode> {
+        if !self.has_tiles() {
+            return Some(KernelCode::launches([direct::weight(self, out)?]));
+        }
+        if let Some(code) = pixelwise::weight(self, out, options) {
+            return Some(code);
+        }
+        match self.is_depthwise() {
+            true => depthwise::weight(self, out),
+            false => weight::generate(self, out),
+        }
+    }
+
+    /// Whether kernels with vectors and tiles compute it: of floats, none of the tensors empty, pixels and places of the depth counted in 31 bits.
+    fn has_tiles(&self) -> bool {
+        let counts = [
+            self.x.pixels(),
+            self.y.pixels(),
+            self.group[0] * self.taps(),
+            self.group[1] * self.taps(),
+        ];
+        self.dtype.is_float() && counts.iter().all(|&count| (1..1 << 30).contains(&count))
+    }
+
+    /// Whether each channel has a filter of its own.
+    fn is_depthwise(&self) -> bool {
+        self.group == [1, 1] && self.dims.groups > 1
+    }
+
+    /// Whether groups are so narrow that a tile of one of them would read a few bytes of each line of memory.
+    fn is_narrow(&self) -> bool {
+        self.dims.groups > 1 && self.group[0].min(self.group[1]) * self.dtype.size() < 16
+    }
+
+    /// Elements of the window.
+    fn taps(&self) -> usize {
+        self.window.iter().product()
+    }
+
+    /// The constants that all kernels have, on elements of the type of the tensors.
+    fn template(&self, threads: u32) -> Template {
+        let register = match self.dtype.is_float() {
+            true => super::image::sum_type(self.dtype),
+            // Integers wrap, which those without a sign may.
+            false => "unsigned long long",
+        };
+        let mut template = Template::new(self.dtype, register, threads, &[&self.x, &self.y]);
+        template
+            .spatial("WINDOW", self.window)
+            .spatial("STRIDE", self.stride)
+            .spatial("LOW", self.low)
+            .spatial("DILATION", self.dilation)
+            .ints([("GROUPS", self.dims.groups), ("TAPS", self.taps())]);
+        template
+    }
+
+    /// Bytes of the type that results are summed in.
+    fn sum_bytes(&self) -> usize {
+        self.dtype.compute().size()
+    }
+}
+
+/// The launch that adds `chunks` partial results of `parts` elements each, which are in working memory from byte `at`. `place` defines `part_at`, where a
+/// result is stored.
+fn join(
+    mut template: Template,
+    [chunks, parts]: [usize; 2],
+    place: &[&str],
+    at: usize,
+    out: Value,
+) -> Option<Launch> {
+    template
+        .ints([("CHUNKS", chunks)])
+        .constant("Index", "PARTS", parts);
+    let operands = vec![
+        (template.sums(), 0, Argument::Scratch(at)),
+        (template.writes(), 0, Argument::value(out)),
+    ];
+    let join = include_str!("../../kernels/cuda/convolution/join.cuh");
+    let templates: Vec<&str> = place.iter().copied().chain([join]).collect();
+    template.launch(&templates, parts.div_ceil(THREADS as usize), operands)
+}

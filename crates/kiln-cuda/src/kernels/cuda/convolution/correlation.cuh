@@ -1,0 +1,252 @@
+// A convolution or the gradient of its input as a product of matrices: a tile of pixels by a tile of channels, summed over the depth, which is the
+// channels of the image at each tap of the window. The matrix of the image is never stored: its elements are read where the window lies.
+//
+//          depth                     channels
+//   pixels [image, gathered]  x  depth [packed weight]  =  pixels [result]
+//
+// Two tiles of either operand are in shared memory: while one is multiplied, the next is on its way. Each thread has TM by TN results in registers.
+//
+// The gradient of an input whose convolution had strides is made in phases. Pixels with equal remainders by the strides meet the same taps, every
+// EVERY-th one of each dimension, so each phase is a convolution without strides of its own taps.
+
+// The taps of a phase, in each dimension: where they begin, how many there are, and where the image is read by the first for pixel 0.
+struct Phase { int begin[3], first[3], count[3], origin[3]; };
+
+inline void enter_phase(Phase& phase, int axis, int begin, int stride, int dilation, int low, int window, int every)
+{
+    int first = 0;
+    while (first < window && (begin + low - first * dilation) % stride != 0) first++;
+    phase.begin[axis] = begin;
+    phase.first[axis] = first;
+    phase.count[axis] = first < window ? (window - 1 - first) / every + 1 : 0;
+    phase.origin[axis] = (begin + low - first * dilation) / stride;
+}
+
+inline Phase phase_of(int number)
+{
+    Phase phase = { { 0, 0, 0 }, { 0, 0, 0 }, { WINDOW0, WINDOW1, WINDOW2 }, { ORIGIN0, ORIGIN1, ORIGIN2 } };
+    if (PHASES > 1) {
+        enter_phase(phase, 2, number % STEP2, STEP2, DILATION2, LOW2, WINDOW2, EVERY2);
+        number /= STEP2;
+        enter_phase(phase, 1, number % STEP1, STEP1, DILATION1, LOW1, WINDOW1, EVERY1);
+        number /= STEP1;
+        enter_phase(phase, 0, number, STEP0, DILATION0, LOW0, WINDOW0, EVERY0);
+    }
+    return phase;
+}
+
+// What a place of the depth is: where the image is read from the pixel's own place, which channel, and which row of the packed weight.
+struct Tap { int apart[3], channel, row; };
+
+inline Tap tap_of(int depth, const Phase& phase)
+{
+    Tap tap;
+    int number = depth / DEPTH;
+    tap.channel = depth - number * DEPTH;
+    if (PHASES == 1) {
+        tap.apart[2] = number % WINDOW2 * HOP2;
+        tap.apart[1] = number / WINDOW2 % WINDOW1 * HOP1;
+        tap.apart[0] = number / (WINDOW2 * WINDOW1) * HOP0;
+        tap.row = depth;
+        return tap;
+    }
+    int count2 = phase.count[2], count1 = phase.count[1];
+    int rest = number / count2, k2 = number - rest * count2;
+    int k0 = rest / count1, k1 = rest - k0 * count1;
+    tap.apart[2] = k2 * HOP2;
+    tap.apart[1] = k1 * HOP1;
+    tap.apart[0] = k0 * HOP0;
+    k0 = phase.first[0] + k0 * EVERY0;
+    k1 = phase.first[1] + k1 * EVERY1;
+    k2 = phase.first[2] + k2 * EVERY2;
+    tap.row = ((k0 * WINDOW1 + k1) * WINDOW2 + k2) * DEPTH + tap.channel;
+    return tap;
+}
+
+// A pixel of the tile: its image, and where tap 0 reads.
+struct Pixel { Index base; int at[3]; };
+
+inline Pixel pixel_of(int number, const Phase& phase)
+{
+    Pixel pixel;
+    if (number >= PIXELS) {
+        pixel.base = 0;
+        pixel.at[0] = pixel.at[1] = pixel.at[2] = -(1 << 29);
+        return pixel;
+    }
+    pixel.at[2] = number % TILED2 * SLIDE2 + phase.origin[2];
+    number /= TILED2;
+    pixel.at[1] = number % TILED1 * SLIDE1 + phase.origin[1];
+    number /= TILED1;
+    pixel.at[0] = number % TILED0 * SLIDE0 + phase.origin[0];
+    pixel.base = number / TILED0 * X_IMAGE;
+    return pixel;
+}
+
+// What a thread brings of a tile of the image: `VECTOR` neighbouring channels of some pixels.
+constexpr int BROUGHT = BM * BK / VECTOR;
+constexpr int BRINGS = (BROUGHT + THREADS - 1) / THREADS;
+struct alignas(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Channels { T at[VECTOR]; };
+
+// Which pixel of the tile, and which channels, a thread brings as its number `i`.
+inline int slot_pixel(int i)
+{
+    int slot = threadIdx.x + i * THREADS;
+    return PIXELS_FIRST ? slot % BM : slot / (BK / VECTOR);
+}
+
+inline int slot_depth(int i)
+{
+    int slot = threadIdx.x + i * THREADS;
+    return (PIXELS_FIRST ? slot / BM : slot % (BK / VECTOR)) * VECTOR;
+}
+
+inline void read_image(Channels (&held)[BRINGS], const T* image, const Pixel (&pixels)[BRINGS], int start, int depth, const Phase& phase)
+{
+    #pragma unroll
+    for (int i = 0; i < BRINGS; i++) {
+        #pragma unroll
+        for (int j = 0; j < VECTOR; j++) held[i].at[j] = T{};
+        int d = start + slot_depth(i);
+        if (d >= depth) continue;
+        Tap tap = tap_of(d, phase);
+        const Pixel& pixel = pixels[i];
+        int p0 = pixel.at[0] + tap.apart[0], p1 = pixel.at[1] + tap.apart[1], p2 = pixel.at[2] + tap.apart[2];
+        if ((unsigned)p0 >= IMAGE0 || (unsigned)p1 >= IMAGE1 || (unsigned)p2 >= IMAGE2) continue;
+        held[i] = *(const Channels*)(image + pixel.base + p0 * X0 + p1 * X1 + p2 * X2 + tap.channel * X_CHANNEL);
+    }
+}
+
+// What a thread brings of a tile of the weight.
+constexpr int WEIGHED = BK * BN / 4;
+constexpr int WEIGHTS = (WEIGHED + THREADS - 1) / THREADS;
+
+inline void read_weight(Four (&held)[WEIGHTS], const T* packed, int column, int start, int depth, const Phase& phase)
+{
+    #pragma unroll
+    for (int i = 0; i < WEIGHTS; i++) {
+        #pragma unroll
+        for (int j = 0; j < 4; j++) held[i].at[j] = T{};
+        int slot = threadIdx.x + i * THREADS;
+        int d = start + slot / (BN / 4), n = column + slot % (BN / 4) * 4;
+        if ((WEIGHED % THREADS != 0 && slot >= WEIGHED) || d >= depth || n >= OUT_PADDED) continue;
+        held[i] = *(const Four*)(packed + (Index)tap_of(d, phase).row * OUT_PADDED + n);
+    }
+}
+
+// Row `i` of a thread's results in the tile, and column `j`: in fours, so that the lanes of a warp read neighbouring fours of shared memory.
+inline int row_of(int i) { return i / 4 * (BM / (TM / 4)) + (int)threadIdx.x / (BN / TN) * 4 + i % 4; }
+inline int column_of(int j) { return j / 4 * (BN / (TN / 4)) + (int)threadIdx.x % (BN / TN) * 4 + j % 4; }
+
+inline void store(const R (&sum)[TM][TN], T* result, R* parts, int first_pixel, int group, int column, const Phase& phase)
+{
+    #pragma unroll
+    for (int i = 0; i < TM; i++) {
+        int number = first_pixel + row_of(i);
+        if (number >= PIXELS) continue;
+        int o2 = number % TILED2 * STEP2 + phase.begin[2];
+        number /= TILED2;
+        int o1 = number % TILED1 * STEP1 + phase.begin[1];
+        number /= TILED1;
+        int o0 = number % TILED0 * STEP0 + phase.begin[0], n = number / TILED0;
+        if (PHASES > 1 && (o0 >= RESULT0 || o1 >= RESULT1 || o2 >= RESULT2)) continue;
+        T* to = result + n * Y_IMAGE + o0 * Y0 + o1 * Y1 + o2 * Y2 + group * OUT * Y_CHANNEL;
+        R* part = parts + ((((Index)n * RESULT0 + o0) * RESULT1 + o1) * RESULT2 + o2) * CHANNELS + group * OUT;
+        #pragma unroll
+        for (int j = 0; j < TN; j += 4) {
+            int c = column + column_of(j);
+            if (STORE_FOURS && CHUNKS == 1) {
+                if (c >= OUT) continue;
+                Four four;
+                #pragma unroll
+                for (int l = 0; l < 4; l++) four.at[l] = narrow(sum[i][j + l]);
+                *(Four*)(to + c) = four;
+                continue;
+            }
+            #pragma unroll
+            for (int l = 0; l < 4; l++) {
+                if (c + l >= OUT) continue;
+                if (CHUNKS > 1) part[c + l] = sum[i][j + l];
+                else to[(c + l) * Y_CHANNEL] = narrow(sum[i][j + l]);
+            }
+        }
+    }
+}
+
+inline void run(const T* __restrict__ image, const T* __restrict__ packed, T* __restrict__ result, R* __restrict__ parts)
+{
+    alignas(16) __shared__ R a[2][BK][BM + 4];
+    alignas(16) __shared__ R b[2][BK][BN];
+
+    unsigned block = blockIdx.x;
+    int column = block % COLUMN_TILES * BN;
+    block /= COLUMN_TILES;
+    int first_pixel = block % PIXEL_TILES * BM;
+    block /= PIXEL_TILES;
+    Phase phase = phase_of(block % PHASES);
+    block /= PHASES;
+    int group = block % GROUPS, chunk = block / GROUPS;
+
+    int depth = phase.count[0] * phase.count[1] * phase.count[2] * DEPTH;
+    int steps = (depth + BK - 1) / BK, share = (steps + CHUNKS - 1) / CHUNKS;
+    int step = chunk * share, end = step + share < steps ? step + share : steps;
+
+    image += group * DEPTH * X_CHANNEL;
+    packed += (Index)group * TAPS * DEPTH * OUT_PADDED;
+    Pixel pixels[BRINGS];
+    #pragma unroll
+    for (int i = 0; i < BRINGS; i++) {
+        bool mine = BROUGHT % THREADS == 0 || (int)threadIdx.x + i * THREADS < BROUGHT;
+        pixels[i] = pixel_of(mine ? first_pixel + slot_pixel(i) : PIXELS, phase);
+    }
+
+    Channels of_image[BRINGS];
+    Four of_weight[WEIGHTS];
+    auto keep = [&](int half) {
+        #pragma unroll
+        for (int i = 0; i < BRINGS; i++) {
+            if (BROUGHT % THREADS != 0 && (int)threadIdx.x + i * THREADS >= BROUGHT) continue;
+            #pragma unroll
+            for (int j = 0; j < VECTOR; j++) a[half][slot_depth(i) + j][slot_pixel(i)] = widen(of_image[i].at[j]);
+        }
+        #pragma unroll
+        for (int i = 0; i < WEIGHTS; i++) {
+            int slot = threadIdx.x + i * THREADS;
+            if (WEIGHED % THREADS != 0 && slot >= WEIGHED) continue;
+            Quad quad;
+            #pragma unroll
+            for (int j = 0; j < 4; j++) quad.at[j] = widen(of_weight[i].at[j]);
+            *(Quad*)&b[half][slot / (BN / 4)][slot % (BN / 4) * 4] = quad;
+        }
+    };
+
+    R sum[TM][TN] = {};
+    if (step < end) {
+        read_image(of_image, image, pixels, step * BK, depth, phase);
+        read_weight(of_weight, packed, column, step * BK, depth, phase);
+        keep(0);
+    }
+    __syncthreads();
+    for (int half = 0; step < end; step++, half ^= 1) {
+        bool more = step + 1 < end;
+        if (more) {
+            read_image(of_image, image, pixels, (step + 1) * BK, depth, phase);
+            read_weight(of_weight, packed, column, (step + 1) * BK, depth, phase);
+        }
+        #pragma unroll
+        for (int k = 0; k < BK; k++) {
+            Quad left[TM / 4], right[TN / 4];
+            #pragma unroll
+            for (int i = 0; i < TM / 4; i++) left[i] = *(const Quad*)&a[half][k][row_of(4 * i)];
+            #pragma unroll
+            for (int j = 0; j < TN / 4; j++) right[j] = *(const Quad*)&b[half][k][column_of(4 * j)];
+            #pragma unroll
+            for (int i = 0; i < TM; i++)
+                #pragma unroll
+                for (int j = 0; j < TN; j++) sum[i][j] += left[i / 4].at[i % 4] * right[j / 4].at[j % 4];
+        }
+        if (more) keep(half ^ 1);
+        __syncthreads();
+    }
+    store(sum, result, parts + (Index)chunk * PARTS, first_pixel, group, column, phase);
+}

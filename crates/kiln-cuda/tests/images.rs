@@ -1,0 +1,765 @@
+//! Convolutions and pools as CUDA C++, run on the host against the interpreter: odd shapes, strides, dilations, groups and paddings, of one to three dimensions
+//! and every type, of images whose channels are first or last. NVRTC compiles the same kernels where it is.
+
+mod common;
+
+use std::fmt::Write;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::testing::host::{Differential, Outcome, differential};
+use kiln_graph::{Graph, HostTensor};
+use kiln_graph::op::Window;
+
+const FLOATS: [&str; 4] = ["f32", "f64", "f16", "bf16"];
+
+/// A convolution, one entry for each spatial dimension.
+#[derive(Clone, Copy)]
+struct Convolution {
+    images: usize,
+    /// Channels of the input and of the result.
+    channels: [usize; 2],
+    groups: usize,
+    input: &'static [usize],
+    window: &'static [usize],
+    stride: &'static [usize],
+    low: &'static [usize],
+    high: &'static [usize],
+    dilation: &'static [usize],
+}
+
+/// A square convolution of two dimensions with the same numbers in both.
+fn square(
+    images: usize,
+    channels: [usize; 2],
+    groups: usize,
+    input: &'static [usize],
+    window: &'static [usize],
+) -> Convolution {
+    Convolution {
+        images,
+        channels,
+        groups,
+        input,
+        window,
+        stride: &[1, 1],
+        low: &[0, 0],
+        high: &[0, 0],
+        dilation: &[1, 1],
+    }
+}
+
+/// `[a,b,..]`.
+fn list(numbers: &[usize]) -> String {
+    format!("{numbers:?}").replace(' ', "")
+}
+
+/// `a,b,..`.
+fn bare(numbers: &[usize]) -> String {
+    list(numbers).trim_matches(['[', ']']).to_owned()
+}
+
+/// Lines of a graph that change no element: a pool of single elements, which stores an image with its channels last.
+fn same(name: &str, of: &str, ty: &str, dimensions: usize) -> String {
+    let (ones, zeros) = (list(&vec![1; dimensions]), list(&vec![0; dimensions]));
+    format!(
+        "  %{name} = avg_pool %{of} {{size={ones}, stride={ones}, pad_low={zeros}, pad_high={zeros}, dilation={ones}}} : {ty}\n"
+    )
+}
+
+impl Convolution {
+    fn output(&self) -> Vec<usize> {
+        (0..self.input.len())
+            .map(|axis| {
+                let reach = self.dilation[axis] * (self.window[axis] - 1) + 1;
+                (self.input[axis] + self.low[axis] + self.high[axis] - reach) / self.stride[axis] + 1
+            })
+            .collect()
+    }
+
+    /// The convolution and both gradients; channels first, or last.
+    fn graph(&self, dtype: &str, last: bool) -> Graph {
+        let [from, to] = self.channels;
+        let dims = self.input.len();
+        let attributes = format!(
+            "stride={}, pad_low={}, pad_high={}, dilation={}, groups={}",
+            list(self.stride),
+            list(self.low),
+            list(self.high),
+            list(self.dilation),
+            self.groups
+        );
+        let x = format!("{dtype}[{},{from},{}]", self.images, bare(self.input));
+        let y = format!("{dtype}[{},{to},{}]", self.images, bare(&self.output()));
+        let w = format!("{dtype}[{to},{},{}]", from / self.groups, bare(self.window));
+        let mut text = format!(
+            "graph @convolution {{\n  %0 = parameter 0 : {x}\n  %1 = parameter 1 : {w}\n  %2 = parameter 2 : {y}\n"
+        );
+        let (mut image, mut gradient) = ("0", "2");
+        if last {
+            text += &same("3", "0", &x, dims);
+            text += &same("4", "2", &y, dims);
+            (image, gradient) = ("3", "4");
+        }
+        let _ = writeln!(text, "  %5 = conv %{image}, %1 {{{attributes}}} : {y}");
+        let _ = writeln!(
+            text,
+            "  %6 = conv_input_grad %{gradient}, %1 {{{attributes}, input={}}} : {x}",
+            list(self.input)
+        );
+        let _ = writeln!(
+            text,
+            "  %7 = conv_weight_grad %{image}, %{gradient} {{{attributes}, kernel={}}} : {w}",
+            list(self.window)
+        );
+        if last {
+            text += &same("8", "5", &y, dims);
+            text += &same("9", "6", &x, dims);
+            text += "  return %8, %9, %7\n}";
+        } else {
+            text += "  return %5, %6, %7\n}";
+        }
+        parse(&text)
+    }
+}
+
+fn parse(text: &str) -> Graph {
+    Graph::parse(text).unwrap_or_else(|error| panic!("{error}:\n{text}"))
+}
+
+/// Runs `graph` on the host and compares.
+fn check(graph: &Graph, what: &str) {
+    if let Err(error) = differential(graph) {
+        panic!("{what}: {error}\n{graph}");
+    }
+}
+
+/// Runs `work` on all of `items`, on two threads: most of the time goes into the host's compiler.
+fn each<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    work(item);
+                }
+            });
+        }
+    });
+}
+
+/// One of each kind, with what is odd about each.
+fn convolutions() -> Vec<(&'static str, Convolution)> {
+    vec![
+        (
+            "tiles",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(2, [20, 36], 1, &[9, 7], &[3, 3])
+            },
+        ),
+        (
+            "wide tiles",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(1, [68, 132], 1, &[12, 13], &[3, 3])
+            },
+        ),
+        (
+            "odd channels",
+            Convolution {
+                low: &[2, 1],
+                high: &[0, 2],
+                ..square(2, [3, 17], 1, &[8, 11], &[5, 3])
+            },
+        ),
+        (
+            "one channel",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(3, [1, 1], 1, &[9, 10], &[3, 3])
+            },
+        ),
+        (
+            "strides",
+            Convolution {
+                stride: &[2, 2],
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(2, [8, 12], 1, &[9, 12], &[3, 3])
+            },
+        ),
+        (
+            "uneven strides",
+            Convolution {
+                stride: &[3, 2],
+                low: &[0, 3],
+                high: &[2, 1],
+                dilation: &[2, 3],
+                ..square(2, [8, 10], 1, &[14, 13], &[3, 4])
+            },
+        ),
+        (
+            "strides over gaps",
+            Convolution {
+                stride: &[4, 3],
+                ..square(1, [4, 8], 1, &[14, 13], &[2, 1])
+            },
+        ),
+        (
+            "dilation equal to strides",
+            Convolution {
+                stride: &[2, 2],
+                dilation: &[2, 2],
+                low: &[2, 2],
+                high: &[1, 2],
+                ..square(1, [4, 4], 1, &[11, 8], &[3, 3])
+            },
+        ),
+        (
+            "single elements with strides",
+            Convolution {
+                stride: &[2, 2],
+                ..square(2, [16, 24], 1, &[7, 8], &[1, 1])
+            },
+        ),
+        ("single elements", square(2, [12, 20], 1, &[5, 7], &[1, 1])),
+        (
+            "single elements of groups",
+            square(3, [12, 18], 3, &[5, 3], &[1, 1]),
+        ),
+        (
+            "padded single elements",
+            Convolution {
+                low: &[1, 0],
+                high: &[0, 2],
+                ..square(2, [4, 5], 1, &[4, 3], &[1, 1])
+            },
+        ),
+        (
+            "groups",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(2, [24, 16], 2, &[6, 7], &[3, 3])
+            },
+        ),
+        (
+            "narrow groups",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(2, [12, 18], 6, &[6, 7], &[3, 3])
+            },
+        ),
+        (
+            "depthwise",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(2, [12, 12], 12, &[9, 7], &[3, 3])
+            },
+        ),
+        (
+            "depthwise with strides",
+            Convolution {
+                stride: &[2, 3],
+                low: &[2, 1],
+                high: &[1, 2],
+                dilation: &[1, 2],
+                ..square(2, [7, 7], 7, &[9, 12], &[4, 3])
+            },
+        ),
+        (
+            "depthwise of many",
+            Convolution {
+                low: &[2, 2],
+                high: &[2, 2],
+                ..square(1, [160, 160], 160, &[6, 5], &[5, 5])
+            },
+        ),
+        (
+            "multiplied depthwise",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(2, [5, 10], 5, &[6, 7], &[3, 3])
+            },
+        ),
+        (
+            "deep and small",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(1, [96, 8], 1, &[3, 3], &[3, 3])
+            },
+        ),
+        (
+            "many pixels",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(3, [4, 8], 1, &[27, 29], &[3, 3])
+            },
+        ),
+        ("as large as the image", square(2, [8, 16], 1, &[4, 5], &[4, 5])),
+        ("single places", square(3, [8, 12], 1, &[1, 1], &[1, 1])),
+        (
+            "one dimension",
+            Convolution {
+                images: 2,
+                channels: [8, 12],
+                groups: 1,
+                input: &[23],
+                window: &[5],
+                stride: &[2],
+                low: &[3],
+                high: &[1],
+                dilation: &[2],
+            },
+        ),
+        (
+            "a wide window",
+            Convolution {
+                images: 2,
+                channels: [2, 3],
+                groups: 1,
+                input: &[50],
+                window: &[31],
+                stride: &[1],
+                low: &[15],
+                high: &[15],
+                dilation: &[1],
+            },
+        ),
+        (
+            "three dimensions",
+            Convolution {
+                images: 2,
+                channels: [4, 8],
+                groups: 1,
+                input: &[5, 6, 7],
+                window: &[3, 2, 3],
+                stride: &[1, 2, 1],
+                low: &[1, 0, 1],
+                high: &[1, 1, 0],
+                dilation: &[1, 1, 2],
+            },
+        ),
+        (
+            "three dimensions in phases",
+            Convolution {
+                images: 1,
+                channels: [3, 5],
+                groups: 1,
+                input: &[6, 5, 7],
+                window: &[3, 3, 3],
+                stride: &[2, 2, 2],
+                low: &[1, 1, 1],
+                high: &[1, 1, 1],
+                dilation: &[1, 1, 1],
+            },
+        ),
+    ]
+}
+
+#[test]
+fn convolutions_and_their_gradients() {
+    let mut items = Vec::new();
+    for (number, (what, convolution)) in convolutions().into_iter().enumerate() {
+        for last in [false, true] {
+            // f32 in one layout, the other types in turn in the other.
+            let dtype = match (number % 2 == 0) == last {
+                true => "f32",
+                false => FLOATS[1 + number % 3],
+            };
+            items.push((what, convolution, dtype, last));
+        }
+    }
+    each(&items, |&(what, convolution, dtype, last)| {
+        let layout = if last { "last" } else { "first" };
+        check(
+            &convolution.graph(dtype, last),
+            &format!("{what}, {dtype}, channels {layout}"),
+        );
+    });
+}
+
+/// Integers and empty tensors are computed one result a thread.
+#[test]
+fn convolutions_of_integers_and_of_nothing() {
+    let convolution = Convolution {
+        stride: &[2, 1],
+        low: &[1, 1],
+        high: &[1, 0],
+        ..square(2, [6, 4], 2, &[7, 6], &[3, 2])
+    };
+    let nothing = Convolution {
+        images: 0,
+        ..convolution
+    };
+    let items = [
+        ("i32", convolution),
+        ("u8", convolution),
+        ("i64", convolution),
+        ("f32", nothing),
+    ];
+    each(&items, |(dtype, convolution)| {
+        check(&convolution.graph(dtype, false), dtype)
+    });
+}
+
+/// A pool, and the type of its indices.
+#[derive(Clone, Copy)]
+struct Pool {
+    images: usize,
+    channels: usize,
+    input: &'static [usize],
+    size: &'static [usize],
+    stride: &'static [usize],
+    low: &'static [usize],
+    high: &'static [usize],
+    dilation: &'static [usize],
+    ceil: bool,
+    padding: bool,
+    indices: &'static str,
+}
+
+impl Pool {
+    fn window(&self) -> Window {
+        let dims = |list: &[usize]| list.iter().copied().collect();
+        Window {
+            size: dims(self.size),
+            stride: dims(self.stride),
+            pad_low: dims(self.low),
+            pad_high: dims(self.high),
+            dilation: dims(self.dilation),
+            ceil_mode: self.ceil,
+        }
+    }
+
+    fn output(&self) -> Vec<usize> {
+        let window = self.window();
+        (0..self.input.len())
+            .map(|axis| window.output_extent(axis, self.input[axis]).unwrap())
+            .collect()
+    }
+
+    /// All pools and their gradients; channels first, or last.
+    fn graph(&self, dtype: &str, last: bool) -> Graph {
+        let dims = self.input.len();
+        let window = |dilation: &[usize]| {
+            let [size, stride, low, high] = [self.size, self.stride, self.low, self.high].map(list);
+            let ceil = if self.ceil { ", ceil_mode=true" } else { "" };
+            format!(
+                "size={size}, stride={stride}, pad_low={low}, pad_high={high}, dilation={}{ceil}",
+                list(dilation)
+            )
+        };
+        let input = list(self.input);
+        let x = format!("[{},{},{}]", self.images, self.channels, bare(self.input));
+        let y = format!("[{},{},{}]", self.images, self.channels, bare(&self.output()));
+        let (x, i, y) = (
+            format!("{dtype}{x}"),
+            format!("{}{y}", self.indices),
+            format!("{dtype}{y}"),
+        );
+        let plain = window(self.dilation);
+        let mean = format!(
+            "{plain}{}",
+            if self.padding {
+                ", count_include_pad=true"
+            } else {
+                ""
+            }
+        );
+        let mut text = format!("graph @pool {{\n  %0 = parameter 0 : {x}\n  %1 = parameter 1 : {y}\n");
+        let (mut image, mut gradient) = ("0", "1");
+        if last {
+            text += &same("2", "0", &x, dims);
+            text += &same("3", "1", &y, dims);
+            (image, gradient) = ("2", "3");
+        }
+        let _ = writeln!(text, "  %4 = max_pool %{image} {{{plain}}} : {y}");
+        let _ = writeln!(
+            text,
+            "  %5, %6 = max_pool_with_indices %{image} {{{plain}}} : {y}, {i}"
+        );
+        let _ = writeln!(
+            text,
+            "  %7 = max_pool_grad %{gradient}, %6 {{input={input}}} : {x}"
+        );
+        let _ = writeln!(text, "  %8 = avg_pool %{image} {{{mean}}} : {y}");
+        let _ = writeln!(
+            text,
+            "  %9 = avg_pool_grad %{gradient} {{{mean}, input={input}}} : {x}"
+        );
+        // In one layout the indices are a result, in the other they are not and are stored as images are.
+        if last {
+            for (name, of, ty) in [
+                ("10", "4", &y),
+                ("11", "5", &y),
+                ("12", "7", &x),
+                ("13", "8", &y),
+                ("14", "9", &x),
+            ] {
+                text += &same(name, of, ty, dims);
+            }
+            text += "  return %10, %11, %12, %13, %14\n}";
+        } else {
+            text += "  return %4, %5, %6, %7, %8, %9\n}";
+        }
+        parse(&text)
+    }
+}
+
+fn pools() -> Vec<(&'static str, Pool)> {
+    let usual = Pool {
+        images: 2,
+        channels: 8,
+        input: &[9, 11],
+        size: &[3, 3],
+        stride: &[2, 2],
+        low: &[1, 1],
+        high: &[1, 1],
+        dilation: &[1, 1],
+        ceil: false,
+        padding: true,
+        indices: "i64",
+    };
+    vec![
+        ("the usual", usual),
+        (
+            "odd channels",
+            Pool {
+                channels: 7,
+                padding: false,
+                indices: "i32",
+                ..usual
+            },
+        ),
+        (
+            "one channel",
+            Pool {
+                channels: 1,
+                indices: "u32",
+                ..usual
+            },
+        ),
+        (
+            "side by side",
+            Pool {
+                channels: 12,
+                input: &[8, 6],
+                size: &[2, 2],
+                low: &[0, 0],
+                high: &[0, 0],
+                ..usual
+            },
+        ),
+        (
+            "overlapping",
+            Pool {
+                channels: 4,
+                stride: &[1, 1],
+                padding: false,
+                ..usual
+            },
+        ),
+        (
+            "rounded up",
+            Pool {
+                input: &[8, 10],
+                low: &[0, 1],
+                high: &[0, 1],
+                ceil: true,
+                padding: false,
+                ..usual
+            },
+        ),
+        (
+            "rounded up, padding counted",
+            Pool {
+                channels: 3,
+                input: &[8, 10],
+                stride: &[3, 2],
+                high: &[0, 1],
+                ceil: true,
+                ..usual
+            },
+        ),
+        (
+            "padding alone",
+            Pool {
+                input: &[4, 5],
+                size: &[2, 2],
+                low: &[2, 3],
+                high: &[2, 2],
+                padding: false,
+                ..usual
+            },
+        ),
+        (
+            "gaps between windows",
+            Pool {
+                size: &[2, 1],
+                stride: &[3, 4],
+                low: &[0, 0],
+                high: &[0, 0],
+                ..usual
+            },
+        ),
+        (
+            "the whole image",
+            Pool {
+                channels: 20,
+                input: &[5, 7],
+                size: &[5, 7],
+                stride: &[1, 1],
+                low: &[0, 0],
+                high: &[0, 0],
+                ..usual
+            },
+        ),
+        (
+            "small indices",
+            Pool {
+                channels: 2,
+                input: &[17, 18],
+                indices: "u8",
+                ..usual
+            },
+        ),
+        (
+            "one dimension",
+            Pool {
+                input: &[19],
+                size: &[4],
+                stride: &[3],
+                low: &[2],
+                high: &[1],
+                dilation: &[1],
+                ..usual
+            },
+        ),
+        (
+            "three dimensions",
+            Pool {
+                channels: 4,
+                input: &[5, 4, 6],
+                size: &[2, 3, 2],
+                stride: &[2, 1, 2],
+                low: &[1, 1, 0],
+                high: &[0, 1, 1],
+                dilation: &[1, 1, 1],
+                ..usual
+            },
+        ),
+        (
+            "dilation",
+            Pool {
+                input: &[9, 12],
+                low: &[1, 2],
+                high: &[2, 1],
+                dilation: &[2, 3],
+                stride: &[1, 2],
+                ..usual
+            },
+        ),
+    ]
+}
+
+#[test]
+fn pools_and_their_gradients() {
+    let mut items = Vec::new();
+    for (number, (what, pool)) in pools().into_iter().enumerate() {
+        if what == "small indices" {
+            // Indices of 8 bits wrap, which only the forward pool may meet.
+            continue;
+        }
+        items.push((what, pool, FLOATS[number % 4], true));
+        items.push((what, pool, FLOATS[(number + 2) % 4], false));
+        items.push((what, pool, ["i32", "u8", "i64", "i16", "u64"][number % 5], false));
+    }
+    each(&items, |&(what, pool, dtype, last)| {
+        let layout = if last { "last" } else { "first" };
+        check(
+            &pool.graph(dtype, last),
+            &format!("pool {what}, {dtype}, channels {layout}"),
+        );
+    });
+}
+
+/// Gradients of a pool from indices that no pool of the graph made: many of one place, in any order.
+#[test]
+fn gradients_from_any_indices() {
+    let items = [
+        ("f32", "i64", 1000),
+        ("bf16", "i32", 3),
+        ("i32", "i64", 1),
+        ("f64", "u8", 70_000),
+    ];
+    each(&items, |&(dtype, indices, channels)| {
+        let (y, x) = ([2, channels, 3, 2], [5, 4]);
+        let shape = bare(&y);
+        let graph = parse(&format!(
+            "graph @indices {{\n  %0 = parameter 0 : {dtype}[{shape}]\n  %1 = parameter 1 : {indices}[{shape}]\n  \
+             %2 = max_pool_grad %0, %1 {{input={}}} : {dtype}[2,{channels},{}]\n  return %2\n}}",
+            list(&x),
+            bare(&x)
+        ));
+        let types: Vec<_> = graph
+            .parameters()
+            .iter()
+            .map(|&value| graph.ty(value).clone())
+            .collect();
+        let values = (0..types[0].numel()).map(|i| ((i * 7919) % 23) as i64 - 11);
+        let places = (0..types[1].numel()).map(|i| ((i * i * 31 + i / 3) % 20 / 3) as i64);
+        let of = |number: usize, list: Vec<i64>| {
+            let ty: &kiln_graph::TensorType = &types[number];
+            match ty.dtype.is_float() {
+                true => HostTensor::from_floats(ty.dtype, ty.shape.clone(), list.iter().map(|&x| x as f64)),
+                false => HostTensor::from_ints(ty.dtype, ty.shape.clone(), list),
+            }
+        };
+        let tensors = vec![of(0, values.collect()), of(1, places.collect())];
+        let outcome = Differential::new(&graph).arguments(tensors, Vec::new()).check();
+        assert_eq!(outcome, Ok(Outcome::Same), "{dtype} at {indices}");
+    });
+}
+
+/// The same kernels as machine code.
+#[test]
+fn kernels_compile_for_devices() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let mut sources = Vec::new();
+    let thorough = std::env::var_os("KILN_TEST_THOROUGH").is_some();
+    let mut add = |graph: &Graph| {
+        let step = Differential::new(graph).compile().unwrap();
+        sources.extend(step.code.sources().0);
+    };
+    for (number, (what, convolution)) in convolutions().into_iter().enumerate() {
+        let usual = ["tiles", "strides", "depthwise", "groups"].contains(&what);
+        if usual || thorough {
+            add(&convolution.graph(FLOATS[number % 4], true));
+        }
+        if thorough {
+            add(&convolution.graph(FLOATS[(number + 1) % 4], false));
+        }
+    }
+    for (number, (what, pool)) in pools().into_iter().enumerate() {
+        if what == "the usual" || thorough {
+            add(&pool.graph(FLOATS[number % 4], true));
+        }
+    }
+    for capability in [(8, 0), (9, 0)] {
+        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
+        let cubins = compiler
+            .compile(&sources)
+            .unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(cubins.len(), sources.len());
+    }
+}
