@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::testing::host::{Differential, Outcome, differential};
-use kiln_graph::{Graph, HostTensor};
 use kiln_graph::op::Window;
+use kiln_graph::{Graph, HostTensor};
 
 const FLOATS: [&str; 4] = ["f32", "f64", "f16", "bf16"];
 

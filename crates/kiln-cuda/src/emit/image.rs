@@ -6,11 +6,13 @@
 
 use std::fmt::{Display, Write};
 
-use kiln_compiler::schedule::access::{Strided, join, strided};
+use kiln_compiler::schedule::Kernel;
+use kiln_compiler::schedule::access::{Strided, join};
 use kiln_compiler::schedule::layout::strides;
-use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::{DType, Graph, Value};
 
+use super::expressions::memory_type;
+use super::product::window;
 use super::{Argument, EmitOptions, Launch};
 use crate::code::FunctionText;
 
@@ -51,7 +53,7 @@ pub struct Image {
 impl Image {
     /// The operand `value` of a library kernel, through the window that it is read by.
     pub fn read(graph: &Graph, kernel: &Kernel, options: &EmitOptions<'_>, value: Value) -> Self {
-        Self::new(graph, value, window(graph, kernel, options, value))
+        Self::new(graph, value, window(graph, options.layouts, value, &kernel.reads))
     }
 
     /// The result `value`, which has a buffer of its own.
@@ -137,34 +139,6 @@ impl Image {
             span += (extent as i64 - 1).max(0) * stride.abs();
         }
         span
-    }
-}
-
-/// The window on one of the buffers that `kernel` reads through which it reads `operand`.
-pub fn window(graph: &Graph, kernel: &Kernel, options: &EmitOptions<'_>, operand: Value) -> Strided {
-    let stop = |value: Value| kernel.reads.contains(&Buffer::Value(value));
-    strided(graph, options.layouts, operand, &stop).unwrap_or_else(|| Strided {
-        base: operand,
-        offset: 0,
-        strides: strides(graph.shape(operand), None),
-    })
-}
-
-/// The name of a type of elements in CUDA C++.
-pub fn memory_type(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F64 => "double",
-        DType::F32 => "float",
-        DType::F16 => "kiln_f16",
-        DType::BF16 => "kiln_bf16",
-        DType::I64 => "long long",
-        DType::I32 => "int",
-        DType::I16 => "short",
-        DType::I8 => "signed char",
-        DType::U64 => "unsigned long long",
-        DType::U32 => "unsigned int",
-        DType::U16 => "unsigned short",
-        DType::U8 | DType::Bool => "unsigned char",
     }
 }
 

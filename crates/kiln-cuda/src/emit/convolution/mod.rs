@@ -22,7 +22,8 @@ use kiln_compiler::schedule::Kernel;
 use kiln_graph::op::{ConvDims, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
-use super::image::{Image, Template, spatial, window};
+use super::image::{Image, Template, spatial};
+use super::product::window;
 use super::{Argument, EmitOptions, KernelCode, Launch};
 
 /// Working memory is given out in multiples of so many bytes.
@@ -87,7 +88,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
     if matches!(data.op, Op::ConvWeightGrad { .. }) {
         return convolution.weight_gradient(out, options);
     }
-    let window = window(graph, kernel, options, weight);
+    let window = window(graph, options.layouts, weight, &kernel.reads);
     let weight = Weight {
         base: window.base,
         offset: window.offset,

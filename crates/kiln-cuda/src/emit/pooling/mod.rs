@@ -10,7 +10,8 @@ use kiln_compiler::schedule::Kernel;
 use kiln_graph::op::{Op, Window};
 use kiln_graph::{DType, Graph, Node, Value};
 
-use super::image::{Image, PLACE, Template, memory_type, spatial, sum_type};
+use super::expressions::memory_type;
+use super::image::{Image, PLACE, Template, spatial, sum_type};
 use super::{Argument, EmitOptions, KernelCode};
 
 const WINDOW: &str = include_str!("../../kernels/cuda/pooling/window.cuh");

@@ -1,7 +1,8 @@
 //! The gradient of a pool of largest elements from any indices.
 
 use super::{Pool, THREADS, sum_register};
-use crate::emit::image::{Image, Template, memory_type};
+use crate::emit::expressions::memory_type;
+use crate::emit::image::{Image, Template};
 use crate::emit::{Argument, KernelCode};
 
 const SCATTER: &str = include_str!("../../kernels/cuda/pooling/scatter.cuh");
