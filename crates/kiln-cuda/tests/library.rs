@@ -116,6 +116,71 @@ fn empty_tensors() {
     ];
     check_all(&of_all(&["f32", "f64", "bf16"], &texts));
     check_all(&of_all(&["i32", "u8", "i64"], &texts[..3]));
+    let windows = [
+        "$x = parameter : T[2,0,5,5]
+        $w = parameter : T[3,0,3,3]
+        $y = conv $x, $w {stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1} : T[2,3,3,3]
+        return $y",
+        "$x = parameter : T[0,2,5]
+        $g = parameter : T[0,3,3]
+        $y = conv_weight_grad $x, $g {stride=[1], pad_low=[0], pad_high=[0], dilation=[1], groups=1, kernel=[3]} : T[3,2,3]
+        return $y",
+        "$x = parameter : T[2,3,0]
+        $a, $i = max_pool_with_indices $x {size=[2], stride=[1], pad_low=[1], pad_high=[1], dilation=[1]} : T[2,3,1], i32[2,3,1]
+        $b = avg_pool $x {size=[2], stride=[1], pad_low=[1], pad_high=[1], dilation=[1], count_include_pad=true} : T[2,3,1]
+        return $a, $i, $b",
+    ];
+    check_all(&of_all(&["f32", "f16"], &windows));
+}
+
+#[test]
+fn indices_of_all_types() {
+    // Signed ones come from what is known to be in range; that of others is looked at in the step.
+    let cases = ["i64", "i32", "i16", "u64", "u32", "u16"].map(|ty| {
+        let indices = match ty.starts_with('u') {
+            true => format!("$i = parameter : {ty}[40]"),
+            false => format!("$b = parameter : u8[40]\n$i = cast $b : {ty}[40]"),
+        };
+        format!(
+            "$x = parameter : f32[300,3]
+            {indices}
+            $u = parameter : f32[40,3]
+            $y = index_put add $x, $i, $u {{axis=0}} : f32[300,3]
+            $j = slice $i {{starts=[0], limits=[10], steps=[1]}} : {ty}[10]
+            $v = slice $u {{starts=[0,0], limits=[10,3], steps=[1,1]}} : f32[10,3]
+            $z = index_put assign $x, $j, $v {{axis=0}} : f32[300,3]
+            return $y, $z"
+        )
+    });
+    check_special(&cases);
+    machine_code(&Emitted::new(&graph(&cases)).functions);
+}
+
+#[test]
+fn tensors_of_more_than_32_bits_are_machine_code() {
+    let cases = [
+        "$x = parameter : i8[70000,40000]
+        $v = parameter : i8[]
+        $y = pad $x, $v {low=[1,1], high=[0,0]} : i8[70001,40001]
+        $z = update_slice $y, $x {starts=[1,0], steps=[1,1]} : i8[70001,40001]
+        return $z",
+        "$x = parameter : bf16[70000,40000]
+        $i = parameter : i32[100000]
+        $u = parameter : bf16[100000,40000]
+        $y = index_put add $x, $i, $u {axis=0} : bf16[70000,40000]
+        $j = parameter : i64[50,40000]
+        $w = parameter : bf16[50,40000]
+        $z = scatter max $y, $j, $w {axis=0} : bf16[70000,40000]
+        return $z",
+        "$x = parameter : f16[70000,40000]
+        $a = arg_reduce max $x {axis=1} : i64[70000]
+        $b = cumulative sum $x {axis=1} : f16[70000,40000]
+        $c = cumulative max $x {axis=0} : f16[70000,40000]
+        $v, $i = sort $x {axis=0} : f16[70000,40000], i64[70000,40000]
+        $w, $j = top_k $x {axis=1, k=50} : f16[70000,50], i64[70000,50]
+        return $a, $b, $c, $v, $i, $w, $j",
+    ];
+    machine_code(&Emitted::new(&graph(&cases.map(str::to_owned))).functions);
 }
 
 #[test]

@@ -8,38 +8,17 @@ use std::fmt::Write as _;
 use kiln_compiler::schedule::fuse::starts_constant;
 use kiln_graph::{Graph, Node, Value};
 
+use super::super::elements::{elements_of_a_word, word};
 use super::super::text::{THREADS, Text, blocks, index_type};
-use super::super::{Argument, Launch, elements};
+use super::super::{Argument, Launch, expressions};
 use super::fill;
-
-/// The type of words of so many bytes.
-pub(super) fn word(bytes: usize) -> &'static str {
-    match bytes {
-        16 => "uint4",
-        8 => "kiln_u64",
-        4 => "kiln_u32",
-        2 => "kiln_u16",
-        _ => "unsigned char",
-    }
-}
-
-/// How many elements of `size` bytes a word has, if each of `lengths` elements is to be a number of words.
-pub(super) fn elements_of_a_word(size: usize, lengths: impl IntoIterator<Item = usize>) -> usize {
-    let mut width = 16 / size;
-    for length in lengths {
-        while !length.is_multiple_of(width) {
-            width /= 2;
-        }
-    }
-    width
-}
 
 /// What a scatter's result is where nothing is scattered to: a constant, or the first operand.
 pub(super) fn start(graph: &Graph, node: Node) -> Launch {
     let data = graph.node(node);
     let out = data.outputs[0];
     match starts_constant(graph, node) {
-        Some(value) => fill(graph, out, &elements::literal(value, graph.dtype(out))),
+        Some(value) => fill(graph, out, &expressions::literal(value, graph.dtype(out))),
         None => copy(graph, data.inputs[0], out),
     }
 }

@@ -5,7 +5,7 @@ use kiln_graph::op::{Op, ReduceOp};
 use kiln_graph::{Graph, Node, Scalar};
 
 use super::super::text::{THREADS, Text, blocks, index_type};
-use super::super::{Argument, EmitOptions, KernelCode, Launch, elements};
+use super::super::{Argument, EmitOptions, KernelCode, Launch, expressions};
 use super::{copies, fill};
 
 /// The code of an operation of which a result or an operand is empty; none if none is, or if the operation's own code knows what to do.
@@ -21,14 +21,14 @@ pub fn empty(graph: &Graph, node: Node, options: &EmitOptions<'_>) -> Option<Ker
     }
     let out = data.outputs[0];
     let launches = match &data.op {
-        Op::Reduce { op, .. } => vec![fill(graph, out, &elements::neutral(*op, graph.dtype(out)))],
+        Op::Reduce { op, .. } => vec![fill(graph, out, &expressions::neutral(*op, graph.dtype(out)))],
         Op::Pad { .. } => vec![fill_with(graph, node)],
         Op::Concat { axis } => join(graph, node, *axis, options),
         Op::Scatter { .. } | Op::IndexPut { .. } => vec![copies::start(graph, node)],
         Op::UpdateSlice { .. } => vec![copies::copy(graph, data.inputs[0], out)],
         // Windows of padding only: the lowest value, at index 0.
         Op::MaxPool(_) | Op::MaxPoolWithIndices { .. } => {
-            let lowest = elements::neutral(ReduceOp::Max, graph.dtype(out));
+            let lowest = expressions::neutral(ReduceOp::Max, graph.dtype(out));
             let indices = data.outputs.get(1).map(|&indices| fill(graph, indices, "0"));
             [fill(graph, out, &lowest)].into_iter().chain(indices).collect()
         }
@@ -38,7 +38,7 @@ pub fn empty(graph: &Graph, node: Node, options: &EmitOptions<'_>) -> Option<Ker
                 fill(
                     graph,
                     value,
-                    &elements::literal(Scalar::Int(0), graph.dtype(value)),
+                    &expressions::literal(Scalar::Int(0), graph.dtype(value)),
                 )
             };
             data.outputs
@@ -55,7 +55,7 @@ pub fn empty(graph: &Graph, node: Node, options: &EmitOptions<'_>) -> Option<Ker
 fn fill_with(graph: &Graph, node: Node) -> Launch {
     let data = graph.node(node);
     let count = graph.ty(data.outputs[0]).numel();
-    let memory = elements::memory(graph.dtype(data.outputs[0]));
+    let memory = expressions::memory_type(graph.dtype(data.outputs[0]));
     let text = Text::default()
         .reads(memory, "value", Argument::value(data.inputs[1]))
         .writes(memory, "result", Argument::value(data.outputs[0]))

@@ -7,7 +7,7 @@ use kiln_graph::op::ArgReduceOp;
 use kiln_graph::{Graph, Node};
 
 use super::super::text::{THREADS, Text, blocks, index_type};
-use super::super::{Argument, Call, KernelCode, Launch, elements};
+use super::super::{Argument, Call, KernelCode, Launch, expressions};
 use super::Lanes;
 
 /// Lines that are long enough to be divided, and elements of a piece.
@@ -32,7 +32,10 @@ pub(super) fn arg_reduce(graph: &Graph, node: Node, op: ArgReduceOp, axis: usize
     let (x, out) = (data.inputs[0], data.outputs[0]);
     let (dtype, lanes) = (graph.dtype(x), Lanes::new(graph.shape(x), axis));
     u32::try_from(lanes.extent + 1).ok()?;
-    let (memory, index) = (elements::memory(dtype), elements::memory(graph.dtype(out)));
+    let (memory, index) = (
+        expressions::memory_type(dtype),
+        expressions::memory_type(graph.dtype(out)),
+    );
     let key = if dtype.size() == 8 { "kiln_u64" } else { "kiln_u32" };
     let rank = match op {
         ArgReduceOp::Max => "kiln_key(x)",

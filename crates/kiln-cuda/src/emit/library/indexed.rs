@@ -16,7 +16,7 @@ use kiln_graph::op::{Op, ReduceOp, ScatterMode};
 use kiln_graph::{DType, Graph, Node, Shape, Value};
 
 use super::super::text::{THREADS, Text, blocks, index_type};
-use super::super::{Argument, Call, KernelCode, Launch, elements};
+use super::super::{Argument, Call, KernelCode, Launch, expressions};
 use super::Lanes;
 use super::order::{Order, Port};
 
@@ -190,7 +190,7 @@ const Index first_index = 0, list = 0;"
     fn text(&self, count: usize) -> Text {
         let data = self.graph.node(self.node);
         let (memory, limit) = (
-            elements::memory(self.dtype),
+            expressions::memory_type(self.dtype),
             self.graph
                 .ty(self.out)
                 .numel()
@@ -215,17 +215,20 @@ const Index first_index = 0, list = 0;"
     /// A text with the indices, as they come.
     fn with_indices(&self, text: Text) -> Text {
         let indices = self.graph.node(self.node).inputs[1];
-        let ty = elements::memory(self.graph.dtype(indices));
+        let ty = expressions::memory_type(self.graph.dtype(indices));
         text.reads(ty, "indices", Argument::value(indices))
     }
 
     /// Some neighbouring elements in registers, and how updates reach them.
     fn elements(&self) -> String {
         let indices = self.graph.dtype(self.graph.node(self.node).inputs[1]);
-        let (memory, wide) = (elements::memory(self.dtype), elements::register(self.dtype));
+        let (memory, wide) = (
+            expressions::memory_type(self.dtype),
+            expressions::register_type(self.dtype),
+        );
         let join = match reduction(self.mode) {
             None => "b".to_owned(),
-            Some(op) => elements::combine(op, self.dtype, "a", "b"),
+            Some(op) => expressions::combine(op, self.dtype, "a", "b"),
         };
         let vector = |load: &str, store: &str| {
             if self.width > 1 {
@@ -243,7 +246,7 @@ const Index first_index = 0, list = 0;"
             &format!(
                 "{loop_} {}[w] = {};",
                 if self.width > 1 { "v.at" } else { "to" },
-                elements::narrow(self.dtype, "at[w]")
+                expressions::narrowed(self.dtype, "at[w]")
             ),
         );
         let last = self.lanes.extent - 1;
@@ -255,7 +258,7 @@ const Index first_index = 0, list = 0;"
         let start = match starts_constant(self.graph, self.node) {
             Some(value) => format!(
                 "inline @_Elements @_start(long long) {{ @_Elements all; {loop_} all.at[w] = {}; return all; }}",
-                elements::literal(value, self.dtype)
+                expressions::literal(value, self.dtype)
             ),
             None => format!(
                 "inline @_Elements @_start(long long i, const {memory}* x) {{ @_Elements all; all.load(x + i); return all; }}"
@@ -274,8 +277,8 @@ const Index first_index = 0, list = 0;"
 inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
 ",
             width = self.width,
-            widen = elements::widen(self.dtype, "v.at[w]"),
-            index = elements::memory(indices),
+            widen = expressions::widened(self.dtype, "v.at[w]"),
+            index = expressions::memory_type(indices),
         )
     }
 
@@ -286,7 +289,7 @@ inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
             None => {
                 let x = self.graph.node(self.node).inputs[0];
                 (
-                    text.reads(elements::memory(self.dtype), "x", Argument::value(x)),
+                    text.reads(expressions::memory_type(self.dtype), "x", Argument::value(x)),
                     ", x",
                 )
             }
@@ -300,7 +303,11 @@ inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
     fn direct(&self) -> Launch {
         let count = self.words().0;
         let (text, starts) = self.with_start(self.with_indices(self.text(count)));
-        let text = text.writes(elements::memory(self.dtype), "result", Argument::value(self.out));
+        let text = text.writes(
+            expressions::memory_type(self.dtype),
+            "result",
+            Argument::value(self.out),
+        );
         text.launch(
             &self.statements(DIRECT, starts),
             blocks(count, THREADS as usize),
@@ -340,7 +347,7 @@ inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
             let count = self.lanes.extent + 1;
             launches.push(text.launch(BOUNDS, blocks(count, THREADS as usize), THREADS));
         }
-        let wide = elements::register(self.dtype);
+        let wide = expressions::register_type(self.dtype);
         if has_parts {
             let text = sorted(self.text(part_words)).writes(wide, "parts", Argument::Scratch(rest));
             let statements = self.statements(PARTS, "");
@@ -363,7 +370,11 @@ inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
             (_, true) => UPDATE_CHUNKS,
             (_, false) => UPDATE_ALL,
         };
-        let text = text.writes(elements::memory(self.dtype), "result", Argument::value(self.out));
+        let text = text.writes(
+            expressions::memory_type(self.dtype),
+            "result",
+            Argument::value(self.out),
+        );
         let statements = statements.replace("UPDATE", update);
         launches.push(text.launch(&statements, blocks(count, THREADS as usize), THREADS));
         KernelCode {

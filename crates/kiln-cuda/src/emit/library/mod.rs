@@ -15,7 +15,7 @@ use kiln_compiler::schedule::Kernel;
 use kiln_graph::{Graph, Node, Op, Shape, Value};
 
 use super::text::{THREADS, Text, blocks, index_type};
-use super::{Argument, EmitOptions, KernelCode, Launch, elements};
+use super::{Argument, EmitOptions, KernelCode, Launch, expressions};
 pub use empty::empty;
 
 /// The code of `node`; none if nothing here computes it.
@@ -71,7 +71,7 @@ impl Lanes {
 /// A kernel that writes the register `element` to every place of `value`.
 pub fn fill(graph: &Graph, value: Value, element: &str) -> Launch {
     let (dtype, count) = (graph.dtype(value), graph.ty(value).numel());
-    let memory = elements::memory(dtype);
+    let memory = expressions::memory_type(dtype);
     let width = 16 / dtype.size();
     let text = Text::default()
         .writes(memory, "result", Argument::value(value))
@@ -92,7 +92,7 @@ if (first + WIDTH <= COUNT) {{
     for (Index i = first; i < COUNT; i++) result[i] = element;
 }}
 ",
-        elements::narrow(dtype, element)
+        expressions::narrowed(dtype, element)
     );
     text.launch(&statements, blocks(count, THREADS as usize * width), THREADS)
 }

@@ -7,7 +7,7 @@ use kiln_graph::op::ReduceOp;
 use kiln_graph::{Graph, Node};
 
 use super::super::text::{THREADS, Text, blocks, index_type};
-use super::super::{Argument, Call, KernelCode, Launch, elements};
+use super::super::{Argument, Call, KernelCode, Launch, expressions};
 use super::Lanes;
 
 /// Lines that keep a large device busy: threads, or blocks.
@@ -155,17 +155,17 @@ pub(super) fn cumulative(graph: &Graph, node: Node, op: ReduceOp, axis: usize) -
         chunk,
         lanes: own,
     } = Division::of(&lanes);
-    let (memory, wide) = (elements::memory(dtype), elements::register(dtype));
+    let (memory, wide) = (expressions::memory_type(dtype), expressions::register_type(dtype));
     let helpers = format!(
         "inline {wide} @_none() {{ return {}; }}
 inline {wide} @_join({wide} a, {wide} b) {{ return {}; }}
 inline {wide} @_widen({memory} x) {{ return {}; }}
 inline {memory} @_narrow({wide} x) {{ return {}; }}
 ",
-        elements::neutral(op, dtype),
-        elements::combine(op, dtype, "a", "b"),
-        elements::widen(dtype, "x"),
-        elements::narrow(dtype, "x"),
+        expressions::neutral(op, dtype),
+        expressions::combine(op, dtype, "a", "b"),
+        expressions::widened(dtype, "x"),
+        expressions::narrowed(dtype, "x"),
     );
     let text = || {
         Text::default()

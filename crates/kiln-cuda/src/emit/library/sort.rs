@@ -2,10 +2,10 @@
 
 use kiln_graph::{Graph, Node};
 
+use super::super::elements::word;
 use super::super::text::Text;
-use super::super::{Argument, Call, KernelCode, elements};
+use super::super::{Argument, Call, KernelCode, expressions};
 use super::Lanes;
-use super::copies::word;
 use super::order::{Order, Port};
 
 /// The first `keep` elements of each sorted line, and where they were.
@@ -33,13 +33,13 @@ pub(super) fn sort(
         "Item::make({}kiln_key(x[row / {inner} * {from} + k * {inner} + row % {inner}]), (kiln_u32)k)",
         if descending { "~" } else { "" }
     );
-    let index = elements::memory(graph.dtype(data.outputs[1]));
+    let index = expressions::memory_type(graph.dtype(data.outputs[1]));
     let write = format!(
         "const Index place = row / {inner} * {to} + k * {inner} + row % {inner};
 values[place] = words[row / {inner} * {from} + (Index)item.place() * {inner} + row % {inner}];
 places[place] = ({index})item.place();"
     );
-    let memory = elements::memory(dtype);
+    let memory = expressions::memory_type(dtype);
     let source = |text: Text| text.reads(memory, "x", Argument::value(x));
     let bits = word(dtype.size());
     // Values are moved as they are, whatever a NaN's bits.

@@ -23,7 +23,7 @@ use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{DotDims, Op, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Value};
 
-use super::{Call, EmitOptions, KernelCode, elements, library};
+use super::{Call, EmitOptions, KernelCode, expressions, library};
 
 /// The code of `node`; none if nothing here computes it.
 pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
@@ -33,7 +33,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
     }
     let frame = Frame::new(graph, kernel, node, options.layouts)?;
     if frame.extent(&frame.depth) == 0 {
-        let zero = elements::neutral(ReduceOp::Sum, frame.dtype);
+        let zero = expressions::neutral(ReduceOp::Sum, frame.dtype);
         return Some(KernelCode::launches([library::fill(graph, result, &zero)]));
     }
     if !frame.is_single_numbers()

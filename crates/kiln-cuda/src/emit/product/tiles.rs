@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 use super::{Dim, Frame};
 use crate::emit::text::{THREADS, Text, blocks, index_type};
-use crate::emit::{Argument, Launch, elements};
+use crate::emit::{Argument, Launch, elements, expressions};
 
 /// Threads of a tile in each direction.
 const SIDE: usize = 16;
@@ -146,7 +146,7 @@ pub(super) fn launch(frame: &Frame) -> Launch {
 /// Parameters, types and the functions that find elements.
 fn declared(frame: &Frame) -> Text {
     let dtype = frame.dtype;
-    let memory = elements::memory(dtype);
+    let memory = expressions::memory_type(dtype);
     let all = || {
         frame
             .batch
@@ -169,9 +169,9 @@ fn declared(frame: &Frame) -> Text {
     let index = index_type(limit);
     let mut helpers = format!(
         "inline {wide} @_widen({memory} x) {{ return {}; }}\ninline {memory} @_narrow({sum} x) {{ return {}; }}\n",
-        elements::widen(dtype, "x"),
-        elements::narrow(dtype, "x"),
-        wide = elements::register(dtype),
+        expressions::widened(dtype, "x"),
+        expressions::narrowed(dtype, "x"),
+        wide = expressions::register_type(dtype),
         sum = elements::arithmetic(dtype),
     );
     let mut position = |name: &str, dims: &[Dim], stride: fn(&Dim) -> i64| {
