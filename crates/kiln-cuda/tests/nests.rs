@@ -3,11 +3,14 @@
 mod common;
 
 use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
 
 use kiln_cuda::build::{Compiler, Store};
-use kiln_cuda::testing::host::{Differential, Outcome};
+use kiln_cuda::testing::host::{Differential, HostStep, Outcome};
+use kiln_graph::op::{BinaryOp, CompareOp, UnaryOp};
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
-use kiln_graph::{DType, Graph};
+use kiln_graph::{DType, Graph, HostTensor, Shape, interpret};
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
@@ -321,4 +324,249 @@ fn nests_of_many_random_graphs() {
         }
     }
     assert!(compared > 10, "only {compared} graphs had nests alone");
+}
+
+/// Elements that tell operations apart: ends of the range, both zeros, halves, NaN and infinities.
+fn edges(dtype: DType, count: usize, shift: usize) -> HostTensor {
+    let shape = Shape::from([count]);
+    if dtype.is_float() {
+        let values = [
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            0.5,
+            -0.5,
+            1.5,
+            2.5,
+            -2.5,
+            3.0,
+            -7.25,
+            100.0,
+            88.5,
+            -90.0,
+            1e-3,
+            300.0,
+            -70000.0,
+            1e10,
+            f64::INFINITY,
+            f64::NEG_INFINITY,
+            f64::NAN,
+            0.75,
+            -0.25,
+            2.0,
+            128.0,
+            255.5,
+            65535.0,
+            -128.5,
+        ];
+        let values = (0..count).map(|i| values[(i * (shift + 1) + i / values.len() + shift) % values.len()]);
+        return HostTensor::from_floats(dtype, shape, values);
+    }
+    let bits = 8 * dtype.size() as u32;
+    let (low, high) = match dtype.is_unsigned_int() {
+        true => (0, (u64::MAX >> (64 - bits)) as i64),
+        false => (i64::MIN >> (64 - bits), i64::MAX >> (64 - bits)),
+    };
+    let values = [
+        0,
+        1,
+        -1,
+        2,
+        3,
+        -3,
+        7,
+        31,
+        32,
+        63,
+        64,
+        8,
+        low,
+        high,
+        low.wrapping_add(1),
+        -8,
+        5,
+        100,
+    ];
+    let values = values.map(|value: i64| {
+        if dtype.is_unsigned_int() && value < 0 && bits < 64 {
+            -value
+        } else {
+            value
+        }
+    });
+    let values = (0..count).map(|i| values[(i * (shift + 1) + i / values.len() + shift) % values.len()]);
+    HostTensor::from_ints(dtype, shape, values)
+}
+
+/// One graph with every operation of a type on its edges, compared with the interpreter in the type itself.
+fn compare_edges(dtype: DType, operations: &[(String, String)]) {
+    const COUNT: usize = 18 * 28;
+    let mut text = format!(
+        "graph @edges {{\n  %a = parameter 0 : {dtype}[{COUNT}]\n  %b = parameter 1 : {dtype}[{COUNT}]\n"
+    );
+    for (number, (operation, result)) in operations.iter().enumerate() {
+        let _ = writeln!(text, "  %r{number} = {operation} : {result}[{COUNT}]");
+    }
+    let names: Vec<String> = (0..operations.len())
+        .map(|number| format!("%r{number}"))
+        .collect();
+    let graph = parse(&format!("{text}  return {}\n}}", names.join(", ")));
+    let inputs = vec![edges(dtype, COUNT, 0), edges(dtype, COUNT, 4)];
+    let differential = Differential::new(&graph).arguments(inputs.clone(), Vec::new());
+    let step = HostStep::of(&differential.compile().unwrap()).unwrap();
+    let actual = differential.run(&step).unwrap();
+    let expected = interpret(&graph, &inputs, &[]).unwrap();
+    for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
+        let (a, e) = (actual.to_f64s(), expected.to_f64s());
+        let epsilon = match expected.ty().dtype {
+            DType::F64 => 1e-14,
+            DType::F16 => 2e-3,
+            DType::BF16 => 1.6e-2,
+            _ => 2e-6,
+        };
+        let agree = |a: f64, e: f64| {
+            a == e || (a.is_nan() && e.is_nan()) || (a - e).abs() <= epsilon * e.abs().max(1e-30)
+        };
+        let exact = !expected.ty().dtype.is_float();
+        let wrong = (0..COUNT).find(|&i| match exact {
+            true => actual.to_i64s()[i] != expected.to_i64s()[i],
+            false => !agree(a[i], e[i]),
+        });
+        if let Some(i) = wrong {
+            let (x, y) = (inputs[0].to_f64s()[i], inputs[1].to_f64s()[i]);
+            panic!(
+                "{} of {dtype} {x}, {y} is {}, not {}",
+                operations[number].0, a[i], e[i]
+            );
+        }
+    }
+}
+
+#[test]
+fn operations_on_the_edges_of_their_types() {
+    for dtype in DType::ALL.into_iter().filter(|dtype| *dtype != DType::Bool) {
+        let mut operations: Vec<(String, String)> = Vec::new();
+        for op in UnaryOp::ALL {
+            let fits = match op {
+                UnaryOp::Neg | UnaryOp::Abs | UnaryOp::Sign => true,
+                UnaryOp::Not => dtype.is_int(),
+                _ => dtype.is_float(),
+            };
+            let truth = matches!(op, UnaryOp::IsNan | UnaryOp::IsInf);
+            if fits {
+                operations.push((
+                    format!("{op} %a"),
+                    if truth { "bool".into() } else { dtype.to_string() },
+                ));
+            }
+        }
+        for op in BinaryOp::ALL {
+            let fits = match op {
+                BinaryOp::And | BinaryOp::Or | BinaryOp::Xor | BinaryOp::Shl | BinaryOp::Shr => {
+                    dtype.is_int()
+                }
+                BinaryOp::Atan2 => dtype.is_float(),
+                _ => true,
+            };
+            if fits {
+                operations.push((format!("{op} %a, %b"), dtype.to_string()));
+            }
+        }
+        for op in CompareOp::ALL {
+            operations.push((format!("compare {op} %a, %b"), "bool".into()));
+        }
+        for to in DType::ALL {
+            operations.push(("cast %a".into(), to.to_string()));
+        }
+        compare_edges(dtype, &operations);
+    }
+}
+
+/// The compiler's own cases, each of which asks for a certain fusion.
+#[test]
+fn what_the_compiler_fuses() {
+    let cases = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kiln-compiler/tests/cases");
+    let names = [
+        "by_dimension",
+        "channels",
+        "common",
+        "draws",
+        "first_piece",
+        "first_token",
+        "halves",
+        "loss",
+        "one_hot",
+        "small_updates",
+        "softmax",
+        "update_order",
+    ];
+    for name in names {
+        let text = fs::read_to_string(cases.join(format!("{name}.kg"))).unwrap();
+        let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();
+        let graph = parse(&lines.join("\n"));
+        if let Err(error) = Differential::new(&graph).check() {
+            panic!("{name}: {error}");
+        }
+    }
+}
+
+#[test]
+fn indices_and_joins() {
+    let mut batch = Batch::default();
+    for (dtype, index) in [
+        (DType::F32, DType::I64),
+        (DType::BF16, DType::I32),
+        (DType::F64, DType::U8),
+    ] {
+        for width in [1, 5, 64] {
+            batch.add(
+                &format!(
+                    "%x = parameter P : {dtype}[10,{width}]\n%i = parameter P : bool[37]\n%n = cast %i : {index}[37]\n\
+                     %r = index_select %x, %n {{axis=0}} : {dtype}[37,{width}]\n%two = add %r, %r : {dtype}[37,{width}]\n\
+                     %g = parameter P : bool[10,{width}]\n%gn = cast %g : {index}[10,{width}]\n%p = gather %x, %gn {{axis=0}} : {dtype}[10,{width}]\n\
+                     %e = mul %p, %x : {dtype}[10,{width}]\n%j = concat %two, %x, %e {{axis=0}} : {dtype}[57,{width}]\n\
+                     %k = concat %x, %e {{axis=1}} : {dtype}[10,{}]",
+                    2 * width
+                ),
+                &["%two", "%j", "%k"],
+            );
+        }
+    }
+    batch.check();
+    batch.compile();
+}
+
+#[test]
+fn results_take_over_arguments() {
+    // An update in place, a softmax in place, and a loss's gradient over its logits, of which one element of each row is read apart.
+    for (count, classes) in [(64, 1000), (33, 129), (40, 7)] {
+        let text = format!(
+            "graph @in_place {{
+  %w = parameter 0 : f32[{count},{classes}]
+  %g = parameter 1 : f32[{count},{classes}]
+  %x = parameter 2 : f32[{count},{classes}]
+  %t = parameter 3 : bool[{count},1]
+  %r = scalar 0 : f32[]
+  %rr = broadcast %r {{dims=[]}} : f32[{count},{classes}]
+  %u = mul %g, %rr : f32[{count},{classes}]
+  %w2 = sub %w, %u : f32[{count},{classes}]
+  %m = reduce max %x {{axes=[1]}} : f32[{count}]
+  %mm = broadcast %m {{dims=[0]}} : f32[{count},{classes}]
+  %d = sub %x, %mm : f32[{count},{classes}]
+  %e = exp %d : f32[{count},{classes}]
+  %s = reduce sum %e {{axes=[1]}} : f32[{count}]
+  %ss = broadcast %s {{dims=[0]}} : f32[{count},{classes}]
+  %y = div %e, %ss : f32[{count},{classes}]
+  %i = cast %t : i64[{count},1]
+  %p = gather %x, %i {{axis=1}} : f32[{count},1]
+  %l = log %s : f32[{count}]
+  %pr = reshape %p : f32[{count}]
+  %lm = add %l, %m : f32[{count}]
+  %loss = sub %lm, %pr : f32[{count}]
+  return %w2 (alias 0), %y (alias 2), %loss
+}}"
+        );
+        check(&text);
+    }
 }
