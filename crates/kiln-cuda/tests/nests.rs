@@ -228,7 +228,14 @@ fn late_sums_over_rows() {
 fn late_sums_beside_rows() {
     for dtype in [DType::F32, DType::BF16, DType::F64] {
         let mut batch = Batch::default();
-        for [rows, columns] in [[100, 16], [300, 100], [70, 1024], [1000, 12], [40, 9000]] {
+        for [rows, columns] in [
+            [100, 16],
+            [300, 100],
+            [70, 1024],
+            [1000, 12],
+            [40, 9000],
+            [2200, 768],
+        ] {
             let (whole, row, column) = (
                 format!("{dtype}[{rows},{columns}]"),
                 format!("{dtype}[{rows}]"),

@@ -9,7 +9,7 @@ use kiln_graph::Graph;
 use super::late::{Late, Partials};
 use super::space::{Lanes, Seen, Space};
 use super::writer::Writer;
-use super::{Launch, THREADS, c, ceil, coordinates, grid, power_of_two};
+use super::{Launch, THREADS, c, ceil, coordinates, grid, power_of_two, unroll};
 use crate::code::FunctionText;
 
 /// Rows that a lane adds up at most, if there are so many chunks: the error of a sum grows with its length.
@@ -18,8 +18,8 @@ const LONGEST: i64 = 128;
 /// Rows of a lane at least, so that the second kernel has little to do.
 const LEAST: i64 = 8;
 
-/// Blocks that fill the device: four for each of 132 multiprocessors.
-const BLOCKS: i64 = 528;
+/// Blocks that fill the device: eight for each of 132 multiprocessors.
+const BLOCKS: i64 = 1056;
 
 /// The indices of the kernel.
 pub(super) fn seen(graph: &Graph, space: &Space) -> Vec<Seen> {
@@ -116,8 +116,9 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     statements.push_str(&format!(
         "const {ty} column = ({ty})blockIdx.x * {across} + threadIdx.x % {across};\nconst int y = threadIdx.x / {across};\n\
          const {ty} first = ({ty})blockIdx.y * {each};\nconst {ty} last = first + {each} < {rows} ? first + {each} : {rows};\n{}\
-         if (column < {items})\nfor ({ty} row = first + y; row < last; row += {lanes}) {{\n{}{text}}}\n",
+         if (column < {items})\n{}for ({ty} row = first + y; row < last; row += {lanes}) {{\n{}{text}}}\n",
         coordinates(space, &space.cols, ty, "column"),
+        unroll(&writer, &text),
         coordinates(space, &space.rows, ty, "row"),
     ));
     let mut combinations = Vec::new();

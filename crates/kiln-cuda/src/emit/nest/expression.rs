@@ -41,6 +41,7 @@ impl Writer<'_> {
         let register = match self.kept.arrays.get(&key) {
             Some((element, pass)) if *pass < self.pass => {
                 let (dtype, element) = (self.graph.dtype(value), element.clone());
+                *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
                 let loaded = !self.space.nest.uses_of(value).is_empty();
                 let text = if loaded {
                     c::widened(dtype, &element)

@@ -126,6 +126,16 @@ fn coordinates(space: &Space, list: &[kiln_compiler::index::Var], ty: &str, from
     text
 }
 
+/// What lets a loop of `points` have several loads under way: it is unrolled where nothing is stored, which loads could not pass.
+fn unroll(writer: &writer::Writer<'_>, points: &str) -> &'static str {
+    let stores = writer.written.iter().any(|written| *written);
+    if stores || points.len() > 4000 {
+        ""
+    } else {
+        "#pragma unroll 4\n"
+    }
+}
+
 /// A number of blocks.
 fn grid(blocks: i64) -> u32 {
     u32::try_from(blocks).unwrap_or(u32::MAX)

@@ -11,10 +11,11 @@ use kiln_compiler::index::Index;
 use kiln_compiler::schedule::nest::{Store, vars};
 use kiln_graph::op::{Op, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Value};
+use rustc_hash::FxHashSet;
 
 use super::late::{Late, Partials};
 use super::space::{Lanes, Seen, Space};
-use super::writer::{Register, Writer};
+use super::writer::{Key, Register, Writer};
 use super::{Argument, Launch, c, ceil, coordinates, grid, power_of_two};
 use crate::code::FunctionText;
 
@@ -88,10 +89,11 @@ impl Shape {
 
 /// The indices of the kernel.
 pub(super) fn seen(graph: &Graph, space: &Space) -> Vec<Seen> {
-    dry_run(graph, space).seen
+    dry_run(graph, space, FxHashSet::default()).seen
 }
 
-fn dry_run<'a>(graph: &'a Graph, space: &'a Space) -> Writer<'a> {
+/// Writes a row for the sake of what is seen and evaluated, where passes keep the values `kept` for later ones.
+fn dry_run<'a>(graph: &'a Graph, space: &'a Space, kept: FxHashSet<Key>) -> Writer<'a> {
     let shape = Shape {
         group: 1,
         threads: 32,
@@ -103,9 +105,52 @@ fn dry_run<'a>(graph: &'a Graph, space: &'a Space) -> Writer<'a> {
         late: false,
     };
     let mut writer = Writer::new(graph, space);
+    writer.kept.keys = kept;
     let lates = writer.lates();
     row(&mut writer, &shape, &lates, &[]);
     writer
+}
+
+/// Values that several passes need, and how many registers hold those of one point that live from one pass to a later one.
+struct Kept {
+    keys: FxHashSet<Key>,
+    words: i64,
+}
+
+impl Kept {
+    /// What several passes evaluate, or of that only what is loaded.
+    fn of(graph: &Graph, space: &Space, loads_only: bool) -> Self {
+        let several = |writer: &mut Writer<'_>| -> Vec<(Key, u64)> {
+            let evaluated = std::mem::take(&mut writer.evaluated).into_iter();
+            evaluated.filter(|(_, passes)| passes.count_ones() > 1).collect()
+        };
+        let candidates = several(&mut dry_run(graph, space, FxHashSet::default()));
+        let loaded = |value: Value| !space.nest.uses_of(value).is_empty();
+        let candidates = candidates
+            .into_iter()
+            .filter(|((value, _), _)| !loads_only || loaded(*value));
+        let candidates: FxHashSet<Key> = candidates.map(|(key, _)| key).collect();
+        // With those kept, what they are computed from is needed in fewer passes.
+        let own = several(&mut dry_run(graph, space, candidates.clone()));
+        let own: Vec<(Key, u64)> = own
+            .into_iter()
+            .filter(|(key, _)| candidates.contains(key))
+            .collect();
+        let live_behind = |pass: u32| -> i64 {
+            let lives = |passes: u64| passes.trailing_zeros() <= pass && passes >> (pass + 1) != 0;
+            let alive = own.iter().filter(|(_, passes)| lives(*passes));
+            alive.map(|((value, _), _)| words(graph.dtype(*value))).sum()
+        };
+        Self {
+            words: (0..63).map(live_behind).max().unwrap_or(0),
+            keys: own.into_iter().map(|(key, _)| key).collect(),
+        }
+    }
+}
+
+/// Registers of 32 bits that an element takes.
+fn words(dtype: DType) -> i64 {
+    ceil(dtype.size() as i64, 4)
 }
 
 /// Writes the kernels.
@@ -170,82 +215,87 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
 }
 
 /// Shares out the rows, and says which values passes keep for later ones.
-fn shape(graph: &Graph, space: &Space) -> (Shape, rustc_hash::FxHashSet<super::writer::Key>) {
-    let mut writer = dry_run(graph, space);
-    let evaluated = std::mem::take(&mut writer.evaluated);
-    let several = evaluated
+fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
+    let lates: Vec<Late> = Writer::new(graph, space)
+        .lates()
         .into_iter()
-        .filter(|(_, passes)| passes.count_ones() > 1);
-    let kept: rustc_hash::FxHashSet<_> = several.map(|(key, _)| key).collect();
-    let words = |dtype: DType| ceil(dtype.size() as i64, 4);
-    let lates: Vec<Late> = writer.lates().into_iter().map(|(_, late)| late).collect();
+        .map(|(_, late)| late)
+        .collect();
+    let all = Kept::of(graph, space, false);
+    let (group, unrolled) = group(space, &lates, all.words);
+    if unrolled {
+        return (complete(space, &lates, group, true), all.keys);
+    }
+    // Dear values are computed again before elements are loaded again.
+    let loads = Kept::of(graph, space, true);
+    let (group, unrolled) = self::group(space, &lates, loads.words);
+    (complete(space, &lates, group, unrolled), loads.keys)
+}
+
+/// The bytes of the widest accumulator of a column; 0 if there is none.
+fn column_bytes(lates: &[Late]) -> i64 {
     let columns = lates.iter().filter(|late| late.by_column());
-    let column_bytes = columns
-        .clone()
-        .map(|late| late.dtype.size() as i64)
-        .max()
-        .unwrap_or(0);
-    let each: i64 = kept
-        .iter()
-        .map(|(value, _)| words(graph.dtype(*value)))
-        .sum::<i64>()
-        + columns.map(|late| words(late.dtype)).sum::<i64>();
+    columns.map(|late| late.dtype.size() as i64).max().unwrap_or(0)
+}
+
+/// How many threads share a row, and whether what each holds of it fits into registers if it keeps `kept` words of a point.
+fn group(space: &Space, lates: &[Late], kept: i64) -> (i64, bool) {
+    let columns = lates.iter().filter(|late| late.by_column());
+    let each = kept + columns.map(|late| words(late.dtype)).sum::<i64>();
     let rows = space.product(&space.rows);
     let items = space.product(&space.cols) / space.width;
     let turns = |group: i64| ceil(items, group);
-    let of_rows = space.vector.is_some_and(|vector| space.rows.contains(&vector));
-    // What a thread holds of a row, and whether that fits.
     let fits = |group: i64| {
+        // A thread of a large block has fewer registers.
         let most = if group >= 1024 { KEPT / 2 } else { KEPT };
-        turns(group) <= TURNS && turns(group) * space.width * each <= most
+        let shared = items * space.width * column_bytes(lates);
+        turns(group) <= TURNS && turns(group) * space.width * each <= most && shared <= SHARED
     };
-    let mut group = match of_rows {
-        true => 1,
-        false => power_of_two(items).min(32),
-    };
-    if !of_rows {
-        while group < 1024 && turns(group) > 1 && (!fits(group) || turns(group) > 8 || rows * group < FILL) {
-            group *= 2;
-        }
+    if space.vector.is_some_and(|vector| space.rows.contains(&vector)) {
+        return (1, fits(1));
     }
-    let mut threads = group.max(if of_rows { 128 } else { 256 });
+    let mut group = power_of_two(items).min(32);
+    // Few rows are shared by more threads, so that all multiprocessors have work.
+    while group < 1024 && turns(group) > 1 && (!fits(group) || turns(group) > 8 || rows * group < FILL) {
+        group *= 2;
+    }
+    (group, fits(group))
+}
+
+/// The rest of the shape.
+fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape {
+    let rows = space.product(&space.rows);
+    let items = space.product(&space.cols) / space.width;
+    let bytes = items * space.width * column_bytes(lates);
+    // Late results that do not fit are accumulated in memory, by one group a block.
+    let group = if !unrolled && bytes > 0 { 1024 } else { group };
+    let mut threads = if group > 32 { group } else { 256 };
     while threads > group.max(64) && rows * group / threads < 264 {
         threads /= 2;
     }
-    while threads > group.max(32) && threads / group * items * space.width * column_bytes > SHARED {
+    while threads > group.max(32) && threads / group * bytes > SHARED {
         threads /= 2;
     }
-    let unrolled = fits(group) && threads / group * items * space.width * column_bytes <= SHARED;
-    let late = !lates.is_empty();
-    if late && !unrolled && column_bytes > 0 {
-        // Late results are accumulated in memory, by one group a block.
-        group = 1024;
-        threads = 1024;
-    }
     let abreast = threads / group;
+    let late = !lates.is_empty();
     let each = match late {
         false => abreast,
         true => {
-            let least = rows / (abreast * 4);
-            let blocks = (132 * 2048 / threads / 2)
-                .min(least)
-                .max(rows / (abreast * LONGEST))
-                .max(1);
-            let each = ceil(rows, blocks);
-            ceil(each, abreast) * abreast
+            let fill = (132 * 2048 / threads / 2).min(rows / (abreast * 4));
+            let blocks = fill.max(rows / (abreast * LONGEST)).max(1);
+            ceil(ceil(rows, blocks), abreast) * abreast
         }
     };
-    let shape = Shape {
+    Shape {
         group,
         threads,
         items,
-        turns: turns(group),
+        turns: ceil(items, group),
         unrolled,
         rows,
         each,
         late,
-    };
-    (shape, kept)
+    }
 }
 
 /// The loops over the rows of a block, around `text`.
@@ -479,7 +529,10 @@ fn columns(writer: &Writer<'_>, shape: &Shape, points: &str, flush: &str) -> Str
         );
     }
     if flush.is_empty() {
-        return format!("for ({ty} item = lane; item < {items}; item += {group}) {{\n{own}{points}}}\n");
+        let unroll = super::unroll(writer, points);
+        return format!(
+            "{unroll}for ({ty} item = lane; item < {items}; item += {group}) {{\n{own}{points}}}\n"
+        );
     }
     let block = group * (BLOCK / writer.width).max(1);
     format!(

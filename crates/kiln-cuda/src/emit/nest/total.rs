@@ -5,7 +5,7 @@ use kiln_graph::Graph;
 use super::late::Late;
 use super::space::{Seen, Space};
 use super::writer::Writer;
-use super::{Launch, THREADS, c, ceil, coordinates, grid};
+use super::{Launch, THREADS, c, ceil, coordinates, grid, unroll};
 use crate::code::FunctionText;
 
 /// Points of a block at least: enough for each thread to have some loads in flight.
@@ -14,8 +14,8 @@ const LEAST: i64 = 16 * THREADS;
 /// Elements that a thread adds up at most, if there are so many blocks: the error of a sum grows with its length.
 const LONGEST: i64 = 128;
 
-/// Blocks that fill the device: two for each of 132 multiprocessors.
-const BLOCKS: i64 = 264;
+/// Blocks that fill the device: eight for each of 132 multiprocessors.
+const BLOCKS: i64 = 1056;
 
 /// The indices of the kernel.
 pub(super) fn seen(graph: &Graph, space: &Space) -> Vec<Seen> {
@@ -70,7 +70,8 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     }
     statements.push_str(&format!(
         "const {ty} first = ({ty})blockIdx.x * {each};\nconst {ty} last = first + {each} < {items} ? first + {each} : {items};\n\
-         for ({ty} t = first + threadIdx.x; t < last; t += {THREADS}) {{\n{}{text}}}\n",
+         {}for ({ty} t = first + threadIdx.x; t < last; t += {THREADS}) {{\n{}{text}}}\n",
+        unroll(&writer, &text),
         coordinates(space, &space.cols, ty, "t")
     ));
     if points % width != 0 {
