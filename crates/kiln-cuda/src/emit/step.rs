@@ -65,7 +65,8 @@ pub fn emit(step: &Step<'_, KernelCode>) -> Emitted<StepCode> {
             writer.call(number, kind);
         }
         names.push(own_name.unwrap_or(kind));
-        for (check, _) in guards.iter().enumerate().filter(|(_, after)| **after == number) {
+        let checks = step.checks.iter().zip(&guards).enumerate();
+        for (check, (looked, _)) in checks.filter(|(_, (_, after))| **after == number) {
             let output = first_check + 2 * check as u32;
             let extreme = |output: u32| {
                 let value = graph.outputs[output as usize].value;
@@ -79,8 +80,8 @@ pub fn emit(step: &Step<'_, KernelCode>) -> Emitted<StepCode> {
                 number,
                 CallKind::Guard {
                     check: check as u32,
-                    dtype: step.checks[check].dtype.clone(),
-                    extent: step.checks[check].extent() as u64,
+                    dtype: looked.dtype.clone(),
+                    extent: looked.extent() as u64,
                     least: extreme(output),
                     most: extreme(output + 1),
                 },
