@@ -1,7 +1,7 @@
 //! Nests side by side: those of equal text become one launch over a table of tensors.
 //!
-//! A row of the first table has the addresses of one nest's tensors and their number of elements. A row of the second is a chunk: which row, and the first element. So a
-//! thousand small parameters keep the device as busy as one large one, and no size is part of the text.
+//! A row of the first table has the addresses of one nest's tensors and runtime scalars, and the number of elements. A row of the second is a chunk: which row, and the first
+//! element. So a thousand small parameters, each with a learning rate of its own, keep the device as busy as one large one, and no size is part of the text.
 
 use kiln_compiler::schedule::nest::Nest;
 use kiln_graph::Graph;
@@ -17,10 +17,9 @@ const THREADS: i64 = 256;
 /// Turns of a thread.
 const TURNS: i64 = 8;
 
-/// Nests that share a launch: text, scalars and a row for each of them.
+/// Nests that share a launch: text, and a row for each of them.
 struct Task {
     text: FunctionText,
-    scalars: Vec<Argument>,
     rows: Vec<(Vec<Argument>, i64)>,
     chunk: i64,
 }
@@ -36,8 +35,7 @@ pub fn together(graph: &Graph, nests: &[Nest], options: &EmitOptions<'_>) -> Ker
             code.calls.extend(own.calls);
             continue;
         };
-        let same = |own: &&mut Task| own.text == task.text && own.scalars == task.scalars;
-        match tasks.iter_mut().find(same) {
+        match tasks.iter_mut().find(|own| own.text == task.text) {
             Some(own) => own.rows.extend(task.rows),
             None => tasks.push(task),
         }
@@ -85,29 +83,21 @@ fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
     } else {
         loops.push_str(&format!("{text}}}\n"));
     }
-    let mut parameters = vec![
-        "const kiln_u64* rows".to_owned(),
-        "const kiln_u64* chunks".to_owned(),
-    ];
-    let (mut scalars, mut buffers, mut pointers) = (Vec::new(), Vec::new(), String::new());
+    let (mut row, mut pointers) = (Vec::new(), String::new());
     for (at, (argument, written)) in writer.arguments.iter().zip(&writer.written).enumerate() {
         let constant = if *written { "" } else { "const " };
-        if matches!(argument, Argument::Scalar(_)) {
-            parameters.push(format!("{constant}kiln_u64* a{at}"));
-            scalars.push(argument.clone());
-            continue;
-        }
-        let Argument::Buffer(buffer) = argument else {
-            return None;
+        let pointed = match argument {
+            Argument::Buffer(buffer) => c::memory_type(writer.buffer_dtype(*buffer)),
+            Argument::Scalar(_) => "kiln_u64",
+            Argument::Scratch(_) | Argument::Table(_) => return None,
         };
-        let pointed = c::memory_type(writer.buffer_dtype(*buffer));
         pointers.push_str(&format!(
             "{constant}{pointed}* const a{at} = ({constant}{pointed}*)row[{}];\n",
-            buffers.len()
+            row.len()
         ));
-        buffers.push(argument.clone());
+        row.push(argument.clone());
     }
-    let words = buffers.len();
+    let words = row.len();
     let top: String = writer.top.iter().map(|line| format!("{line}\n")).collect();
     let body = format!(
         "const kiln_u64* row = rows + chunks[2 * blockIdx.x] * {};\nconst {ty} count = ({ty})row[{words}];\n\
@@ -117,15 +107,16 @@ fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
     );
     let text = FunctionText {
         helpers: String::new(),
-        parameters,
+        parameters: ["rows", "chunks"]
+            .map(|name| format!("const kiln_u64* {name}"))
+            .to_vec(),
         body,
         threads: THREADS as u32,
         device_only: false,
     };
     Some(Task {
         text,
-        scalars,
-        rows: vec![(buffers, elements)],
+        rows: vec![(row, elements)],
         chunk,
     })
 }
@@ -140,13 +131,11 @@ fn launch(task: Task) -> Launch {
     let rows = task
         .rows
         .into_iter()
-        .map(|(buffers, elements)| (buffers, vec![elements as u64]));
-    let mut arguments = vec![Argument::Table(rows.collect()), Argument::Table(chunks)];
-    arguments.extend(task.scalars);
+        .map(|(row, elements)| (row, vec![elements as u64]));
     Launch {
         text: task.text,
         grid: [blocks, 1, 1],
         shared_bytes: 0,
-        arguments,
+        arguments: vec![Argument::Table(rows.collect()), Argument::Table(chunks)],
     }
 }
