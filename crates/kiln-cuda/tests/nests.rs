@@ -137,6 +137,27 @@ fn points_with_coordinates_views_and_scalars() {
 }
 
 #[test]
+fn tensors_read_across() {
+    let mut batch = Batch::default();
+    for dtype in [DType::F32, DType::BF16, DType::F64, DType::Bool] {
+        for [a, b, c] in [[33, 70, 1], [64, 32, 3], [17, 5, 100], [40, 2, 16]] {
+            // A transpose alone, and one beside operands that lie as the result does.
+            batch.add(
+                &format!(
+                    "%x = parameter P : {dtype}[{c},{a},{b}]\n%y = parameter P : {dtype}[{b},{c},{a}]\n\
+                     %t = transpose %x {{perm=[0,2,1]}} : {dtype}[{c},{b},{a}]\n%u = transpose %y {{perm=[1,0,2]}} : {dtype}[{c},{b},{a}]\n\
+                     %v = transpose %x {{perm=[2,0,1]}} : {dtype}[{b},{c},{a}]\n%s = select %q, %t, %u : {dtype}[{c},{b},{a}]",
+                )
+                .replace("%s = select %q", &format!("%q = compare eq %t, %u : bool[{c},{b},{a}]\n%s = select %q")),
+                &["%v", "%s"],
+            );
+        }
+    }
+    batch.check();
+    batch.compile();
+}
+
+#[test]
 fn rows_in_registers_and_rows_read_again() {
     for dtype in FLOATS {
         let mut batch = Batch::default();

@@ -8,7 +8,7 @@ use kiln_graph::op::{BinaryOp, Op, RandomKind, UnaryOp};
 use kiln_graph::{DType, Value};
 
 use super::space::Lanes;
-use super::writer::{Key, Register, Writer, is_expensive};
+use super::writer::{Key, Place, Register, Writer, is_expensive};
 use super::{Argument, c};
 
 impl Writer<'_> {
@@ -48,7 +48,12 @@ impl Writer<'_> {
                 } else {
                     element
                 };
-                self.define(dtype, 2, 0, &text)
+                let place = Place {
+                    level: 2,
+                    stage: 0,
+                    lane: text.contains("[l]"),
+                };
+                self.define(dtype, place, &text)
             }
             _ => self.compute(&key),
         };
@@ -67,7 +72,7 @@ impl Writer<'_> {
             return self.eval(graph.def(value).inputs[0], &operand);
         }
         let register = self.operation(value, index);
-        if register.level == 2 && is_expensive(&graph.def(value).op) {
+        if register.place.level == 2 && is_expensive(&graph.def(value).op) {
             *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
             if self.kept.keys.contains(key) {
                 self.keep(key, &register);
@@ -81,13 +86,13 @@ impl Writer<'_> {
         let name = self.fresh("kept");
         let ty = c::register_type(register.dtype);
         let (lanes, lane) = match self.width {
-            1 => (String::new(), ""),
-            width => (format!("[{width}]"), "[l]"),
+            width if width > 1 && register.place.lane => (format!("[{width}]"), "[l]"),
+            _ => (String::new(), ""),
         };
         self.row_arrays
             .push(format!("{ty} {name}[{}]{lanes};", self.turns));
         let element = format!("{name}[k]{lane}");
-        self.body.push(format!("{element} = {};", register.name));
+        self.line(register.place, format!("{element} = {};", register.name));
         self.kept.arrays.insert(key.clone(), (element, self.pass));
     }
 
@@ -102,8 +107,7 @@ impl Writer<'_> {
             Op::Constant { value, dtype } => Register {
                 name: c::literal(*value, *dtype),
                 dtype: *dtype,
-                level: 0,
-                stage: 0,
+                place: Place::default(),
             },
             Op::Scalar { index, dtype } => self.scalar(*index, *dtype),
             Op::Iota { axis, dtype, .. } => self.number(&index[*axis], *dtype),
@@ -119,8 +123,8 @@ impl Writer<'_> {
             }
             op => {
                 let registers: Vec<Register> = data.inputs.iter().map(|&v| self.eval(v, index)).collect();
-                let level = registers.iter().map(|register| register.level).max().unwrap_or(0);
-                let stage = registers.iter().map(|register| register.stage).max().unwrap_or(0);
+                let places = registers.iter().map(|register| register.place);
+                let place = places.fold(Place::default(), Place::and);
                 let name = |at: usize| registers[at].name.as_str();
                 let of = registers[0].dtype;
                 let text = match op {
@@ -131,7 +135,7 @@ impl Writer<'_> {
                     Op::Cast(to) => c::cast(of, *to, name(0)),
                     other => unreachable!("{} is not computed point by point", other.name()),
                 };
-                self.define(dtype, level, stage, &text)
+                self.define(dtype, place, &text)
             }
         }
     }
@@ -146,25 +150,25 @@ impl Writer<'_> {
             DType::F16 | DType::BF16 => c::rounded(dtype, &format!("(float)*(const double*)a{at}")),
             dtype => format!("({})*a{at}", c::memory_type(dtype)),
         };
-        self.define(dtype, 0, 0, &text)
+        self.define(dtype, Place::default(), &text)
     }
 
     /// An index as a number.
     fn number(&mut self, index: &Index, dtype: DType) -> Register {
-        let (data_level, stage) = self.load_slots(index);
+        let data = self.load_slots(index);
         self.see(index, 0, dtype);
-        let level = self.level(index.vars()).max(data_level);
-        let base = format!("(kiln_i64)({})", self.index_text(index, level == 2));
+        let place = self.place(index.vars()).and(data);
+        let base = format!("(kiln_i64)({})", self.index_text(index, place.lane));
         let text = c::cast(DType::I64, dtype, &base);
-        self.define(dtype, level, stage, &text)
+        self.define(dtype, place, &text)
     }
 
     fn random(&mut self, kind: RandomKind, dtype: DType, position: &Index, inputs: &[Value]) -> Register {
         let scalars: Vec<String> = inputs.iter().map(|&v| self.eval(v, &[]).name).collect();
         let place = scalars[..2].join(", ");
-        let (data_level, stage) = self.load_slots(position);
+        let data = self.load_slots(position);
         self.see(position, 1, DType::F32);
-        let level = self.level(position.vars()).max(data_level);
+        let own = self.place(position.vars()).and(data);
         // Elements of a block of the generator.
         let per = if kind == RandomKind::IntRange || dtype == DType::F64 {
             2
@@ -173,10 +177,14 @@ impl Writer<'_> {
         };
         let (first, each) = (
             self.index_text(position, false),
-            self.index_text(position, level == 2),
+            self.index_text(position, own.lane),
         );
         let width = self.width;
-        let (block, element) = if data_level < 2 && width > 1 && self.lanes(position) == Lanes::Together {
+        let (block, element) = if own.level == 2
+            && !data.lane
+            && width > 1
+            && self.lanes(position) == Lanes::Together
+        {
             let (name, count) = (self.fresh("g"), (width / per).max(1));
             self.loads.push(format!("kiln_block4 {name}[{count}];"));
             self.loads.push(format!(
@@ -207,7 +215,7 @@ impl Writer<'_> {
                 half => c::rounded(half, &format!("kiln_normal_f32({block}, {element})")),
             },
         };
-        self.define(dtype, level, stage, &text)
+        self.define(dtype, own, &text)
     }
 
     // ---- exp(log(u) * s) with a number s that is known when the step runs ----
@@ -242,6 +250,6 @@ impl Writer<'_> {
         let (base, exponent) = self.power_of(value)?;
         let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));
         let text = format!("kiln_power_of({}, {})", u.name, s.name);
-        Some(self.define(DType::F32, u.level, u.stage, &text))
+        Some(self.define(DType::F32, u.place, &text))
     }
 }

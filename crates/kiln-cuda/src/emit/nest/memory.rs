@@ -6,23 +6,19 @@ use kiln_compiler::schedule::nest::Store;
 use kiln_graph::DType;
 
 use super::space::{Lanes, Seen, lanes};
-use super::writer::{Key, Register, Writer};
+use super::writer::{Key, Place, Register, Writer};
 use super::{Argument, c};
 
 impl Writer<'_> {
-    /// Registers for the loaded integers in `index`; the deepest level and stage among them.
-    pub(super) fn load_slots(&mut self, index: &Index) -> (u8, usize) {
-        let mut place = (0, 0);
+    /// Registers for the loaded integers in `index`; the place where all of them exist.
+    pub(super) fn load_slots(&mut self, index: &Index) -> Place {
+        let mut place = Place::default();
         for (atom, _) in index.terms() {
-            let inner = match atom {
-                Atom::Var { .. } => (0, 0),
+            place = place.and(match atom {
+                Atom::Var { .. } => Place::default(),
                 Atom::Div(inner, _) | Atom::Mod(inner, _) => self.load_slots(inner),
-                Atom::Data { slot, extent, .. } => {
-                    let register = self.slot(*slot, *extent);
-                    (register.level, register.stage)
-                }
-            };
-            place = (place.0.max(inner.0), place.1.max(inner.1));
+                Atom::Data { slot, extent, .. } => self.slot(*slot, *extent).place,
+            });
         }
         place
     }
@@ -38,7 +34,7 @@ impl Writer<'_> {
         let name = self.fresh("at");
         let ty = self.index_type();
         let line = format!("const {ty} {name} = kiln_index_{bits}({wide}, {extent});");
-        self.line(loaded.level, loaded.stage, line);
+        self.line(loaded.place, line);
         let register = Register { name, ..loaded };
         self.slots.insert(slot, register.clone());
         register
@@ -79,27 +75,35 @@ impl Writer<'_> {
     pub(super) fn load(&mut self, buffer: Buffer, position: &Index, key: &Key) -> Register {
         let dtype = self.buffer_dtype(buffer);
         let at = self.argument(Argument::Buffer(buffer));
-        let (data_level, stage) = self.load_slots(position);
+        let data = self.load_slots(position);
         self.see(position, 1, dtype);
-        let level = self.level(position.vars()).max(data_level);
-        let ty = c::memory_type(dtype);
-        if level < 2 {
-            self.reads_rows |= level == 1;
-            let text = c::widened(dtype, &format!("a{at}[{}]", self.index_text(position, false)));
-            return self.define(dtype, level, stage, &text);
-        }
-        *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
-        let lanes = if data_level == 2 {
+        let lanes = if data.lane {
             Lanes::Apart
         } else {
             self.lanes(position)
         };
-        let kept = self.kept.keys.contains(key);
-        let (first, each) = (self.index_text(position, false), self.index_text(position, true));
-        if (self.width == 1 || data_level == 2) && !kept {
-            let text = c::widened(dtype, &format!("a{at}[{each}]"));
-            return self.define(dtype, 2, stage, &text);
+        let place = Place {
+            lane: lanes != Lanes::Same,
+            ..self.place(position.vars()).and(data)
+        };
+        let ty = c::memory_type(dtype);
+        let text = c::widened(
+            dtype,
+            &format!("a{at}[{}]", self.index_text(position, place.lane)),
+        );
+        if place.level < 2 {
+            self.reads_rows |= place.level == 1;
+            return self.define(dtype, place, &text);
         }
+        *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
+        if let Some(element) = self.stage_tile(position, data, &format!("a{at}"), dtype) {
+            return self.define(dtype, place, &c::widened(dtype, &element));
+        }
+        let kept = self.kept.keys.contains(key);
+        if (self.width == 1 || data.lane || lanes == Lanes::Same) && !kept {
+            return self.define(dtype, place, &text);
+        }
+        let (first, each) = (self.index_text(position, false), self.index_text(position, true));
         // One variable for all neighbours, in an array over the turns of the loop if it is kept.
         let name = self.fresh("v");
         let own = if kept { format!("{name}[k]") } else { name.clone() };
@@ -129,27 +133,26 @@ impl Writer<'_> {
             }
             Lanes::Apart => {
                 let (width, fill) = (self.width, format!("{own}[l] = a{at}[{each}];"));
-                let fill = match data_level {
-                    2 => fill,
-                    _ => format!("#pragma unroll\nfor (int l = 0; l < {width}; l++) {fill}"),
+                let fill = match data.lane {
+                    true => fill,
+                    false => format!("#pragma unroll\nfor (int l = 0; l < {width}; l++) {fill}"),
                 };
                 (format!("{ty} {name}{turns}[{width}];"), fill, format!("{own}[l]"))
             }
         };
-        let place = if data_level == 2 {
-            &mut self.body
-        } else {
-            &mut self.loads
+        let lines = match data.lane || self.width == 1 {
+            true => &mut self.body,
+            false => &mut self.loads,
         };
         if kept {
-            place.push(fill);
+            lines.push(fill);
             self.row_arrays.push(declaration);
             self.kept.arrays.insert(key.clone(), (element.clone(), self.pass));
         } else {
-            place.push(declaration);
-            place.push(fill);
+            lines.push(declaration);
+            lines.push(fill);
         }
-        self.define(dtype, 2, stage, &c::widened(dtype, &element))
+        self.define(dtype, place, &c::widened(dtype, &element))
     }
 
     /// Evaluates what `store` stores at the point being written and stores it behind everything that the point loads.

@@ -1,10 +1,11 @@
 //! CUDA C++ for a fused loop nest.
 //!
-//! Every nest is one of four kinds of kernel, and each kind says which thread computes what:
+//! Every nest is one of five kinds of kernel, and each kind says which thread computes what:
 //!
 //! | nest | kernel | a thread has |
 //! | --- | --- | --- |
 //! | nothing is reduced | [`points`] | some neighbouring points |
+//! | nothing is reduced, something is transposed | [`tiles`] | some points of a tile that its block shares |
 //! | rows are reduced | [`rows`] | a part of a row that it shares with its group: some threads of a warp, or the block |
 //! | columns are reduced, late | [`columns`] | some neighbouring columns of a chunk of rows |
 //! | everything is reduced, late | [`total`] | every so-many-th point of a chunk |
@@ -31,6 +32,7 @@ mod points;
 mod rows;
 mod space;
 mod table;
+mod tiles;
 mod total;
 mod writer;
 
@@ -61,7 +63,10 @@ pub fn generate(graph: &Graph, nest: &Nest, options: &EmitOptions<'_>) -> Kernel
     let code = if nest.split.is_none() {
         let seen = prepare(&mut space, |space| points::seen(graph, space));
         points::shape(&mut space, &seen);
-        points::generate(graph, &space)
+        match tiles::generate(graph, &space, &seen) {
+            Some(launch) => (vec![launch], 0),
+            None => points::generate(graph, &space),
+        }
     } else if reduces(false) || nest.late.is_empty() {
         let seen = prepare(&mut space, |space| rows::seen(graph, space));
         rows::generate(graph, &mut space, &seen)

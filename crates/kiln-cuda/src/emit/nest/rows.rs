@@ -15,7 +15,7 @@ use rustc_hash::FxHashSet;
 
 use super::late::{Late, Partials};
 use super::space::{Lanes, Seen, Space};
-use super::writer::{Key, Register, Writer};
+use super::writer::{Key, Place, Register, Writer};
 use super::{Argument, Launch, c, ceil, coordinates, grid, power_of_two};
 use crate::code::FunctionText;
 
@@ -504,8 +504,11 @@ fn one_pass(
         let register = Register {
             name: result,
             dtype: sum.dtype,
-            level: 1,
-            stage: number + 1,
+            place: Place {
+                level: 1,
+                stage: number + 1,
+                lane: false,
+            },
         };
         writer.reduced.insert(sum.value, register);
     }
@@ -551,11 +554,8 @@ fn accumulate(writer: &mut Writer<'_>, shape: &Shape, late: &Late, partials: Opt
     if !late.of_points {
         let next = c::combine(late.op, late.dtype, &late.name, &x.name);
         let active = if shape.ragged() { " && active" } else { "" };
-        writer.line(
-            1,
-            x.stage,
-            format!("if (lane == 0{active}) {} = {next};", late.name),
-        );
+        let place = Place { level: 1, ..x.place };
+        writer.line(place, format!("if (lane == 0{active}) {} = {next};", late.name));
         return;
     }
     if !late.by_column() {

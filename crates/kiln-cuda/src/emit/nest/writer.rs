@@ -1,16 +1,39 @@
 //! The state of writing one kernel: its arguments, the registers that exist, and the lines of each place.
 
-use kiln_compiler::index::Index;
+use kiln_compiler::index::{Index, bit};
 use kiln_compiler::schedule::Buffer;
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::space::{Seen, Space};
+use super::tiles::Tiles;
 use super::{Argument, c};
 
 /// A value at an index.
 pub(super) type Key = (Value, Vec<Index>);
+
+/// Where a register exists.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(super) struct Place {
+    /// 0 the kernel, 1 the row, 2 the point.
+    pub(super) level: u8,
+    /// How many row reductions, one behind the other, it waits for.
+    pub(super) stage: usize,
+    /// Whether it differs between the neighbours of a thread.
+    pub(super) lane: bool,
+}
+
+impl Place {
+    /// The outermost place where what exists here and what exists at `other` both do.
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            level: self.level.max(other.level),
+            stage: self.stage.max(other.stage),
+            lane: self.lane || other.lane,
+        }
+    }
+}
 
 /// A value that is held in a C++ variable.
 #[derive(Clone, Debug)]
@@ -18,10 +41,7 @@ pub(super) struct Register {
     /// The variable, or a literal.
     pub(super) name: String,
     pub(super) dtype: DType,
-    /// Where it exists from: 0 the kernel, 1 the row, 2 the point.
-    pub(super) level: u8,
-    /// How many row reductions, one behind the other, it waits for.
-    pub(super) stage: usize,
+    pub(super) place: Place,
 }
 
 /// Values that the first pass over a row keeps for the later ones.
@@ -71,6 +91,8 @@ pub(super) struct Writer<'a> {
     pub(super) reads_rows: bool,
     /// Bytes of working memory.
     pub(super) scratch: usize,
+    /// What a block brings into shared memory to read it across, if it does.
+    pub(super) tiles: Option<Tiles>,
 }
 
 impl<'a> Writer<'a> {
@@ -100,6 +122,7 @@ impl<'a> Writer<'a> {
             turns: 1,
             reads_rows: false,
             scratch: 0,
+            tiles: None,
         }
     }
 
@@ -165,35 +188,41 @@ impl<'a> Writer<'a> {
         }
     }
 
-    pub(super) fn line(&mut self, level: u8, stage: usize, text: String) {
-        match level {
+    /// The place of what depends on a set of variables.
+    pub(super) fn place(&self, set: u64) -> Place {
+        Place {
+            level: self.level(set),
+            stage: 0,
+            lane: self.space.vector.is_some_and(|vector| set & bit(vector) != 0),
+        }
+    }
+
+    pub(super) fn line(&mut self, place: Place, text: String) {
+        match place.level {
             0 => self.top.push(text),
             1 => {
-                while self.sections.len() <= stage {
+                while self.sections.len() <= place.stage {
                     self.sections.push(Vec::new());
                 }
-                self.sections[stage].push(text);
+                self.sections[place.stage].push(text);
             }
+            // What all neighbours share stands in front of the loop over them.
+            _ if self.width > 1 && !place.lane => self.loads.push(text),
             _ => self.body.push(text),
         }
     }
 
-    pub(super) fn define(&mut self, dtype: DType, level: u8, stage: usize, expression: &str) -> Register {
+    pub(super) fn define(&mut self, dtype: DType, place: Place, expression: &str) -> Register {
         let name = self.fresh("x");
         let ty = c::register_type(dtype);
-        self.line(level, stage, format!("const {ty} {name} = {expression};"));
-        Register {
-            name,
-            dtype,
-            level,
-            stage,
-        }
+        self.line(place, format!("const {ty} {name} = {expression};"));
+        Register { name, dtype, place }
     }
 
     /// Starts the body of a point: nothing of points is known.
     pub(super) fn begin_points(&mut self) {
-        self.known.retain(|_, register| register.level < 2);
-        self.slots.retain(|_, register| register.level < 2);
+        self.known.retain(|_, register| register.place.level < 2);
+        self.slots.retain(|_, register| register.place.level < 2);
         self.loads.clear();
         self.body.clear();
         self.stores.clear();
@@ -222,15 +251,15 @@ impl<'a> Writer<'a> {
             self.stores.push("}".into());
         }
         lines(&mut self.stores);
-        self.known.retain(|_, register| register.level < 2);
-        self.slots.retain(|_, register| register.level < 2);
+        self.known.retain(|_, register| register.place.level < 2);
+        self.slots.retain(|_, register| register.place.level < 2);
         text
     }
 
     /// Starts a row: nothing of rows is known.
     pub(super) fn begin_row(&mut self) {
-        self.known.retain(|_, register| register.level < 1);
-        self.slots.retain(|_, register| register.level < 1);
+        self.known.retain(|_, register| register.place.level < 1);
+        self.slots.retain(|_, register| register.place.level < 1);
         self.reduced.clear();
         self.sections = vec![Vec::new()];
     }
