@@ -4,7 +4,7 @@
 //! which there are few are divided into pieces, and a second launch finds the best of the pieces.
 
 use kiln_graph::op::ArgReduceOp;
-use kiln_graph::{Graph, Node};
+use kiln_graph::{DType, Graph, Node};
 
 use super::super::text::{THREADS, Text, blocks, index_type};
 use super::super::{Argument, Call, KernelCode, Launch, expressions};
@@ -20,9 +20,12 @@ const PIECES: usize = 256;
 
 /// How a kernel gets at the elements and what it does with the best one.
 struct Stage<'a> {
-    /// The key of element `k` of line `line`, and where that was.
-    key: &'a str,
+    /// Statements that load the `keys` of the `WIDTH` elements of line `line` from element `k` on.
+    load: &'a str,
+    /// Where element `k + w` of the line was.
     place: &'a str,
+    /// Neighbouring elements that are loaded at once.
+    width: usize,
     /// Stores `best` and `at` of piece `piece` of the line.
     store: &'a str,
 }
@@ -37,23 +40,25 @@ pub(super) fn arg_reduce(graph: &Graph, node: Node, op: ArgReduceOp, axis: usize
         expressions::memory_type(graph.dtype(out)),
     );
     let key = if dtype.size() == 8 { "kiln_u64" } else { "kiln_u32" };
-    let rank = match op {
-        ArgReduceOp::Max => "kiln_key(x)",
-        // NaN stays the first choice.
-        ArgReduceOp::Min if dtype.is_float() => "x_is_nan ? ~(Key)0 : ~kiln_key(x)",
-        ArgReduceOp::Min => "~kiln_key(x)",
-    };
-    let nan = if dtype.is_float() {
-        "const bool x_is_nan = kiln_key(x) == ~(Key)0;\n"
-    } else {
-        ""
-    };
-    let helpers = format!(
-        "typedef {key} @_Key;\ninline @_Key @_key({memory} x)\n{{\n    typedef @_Key Key;\n    {nan}    return {rank};\n}}\n"
-    );
+    let helpers = key_text(dtype, op);
     let Lanes { extent, inner, .. } = lanes;
     let length = inner * extent;
-    let read = format!("@_key(x[line / {inner} * {length} + k * {inner} + line % {inner}])");
+    let pieces = pieces(&lanes);
+    let own = 16 / dtype.size();
+    let width = if inner == 1 && extent.is_multiple_of(own) {
+        own
+    } else {
+        1
+    };
+    let load = if width > 1 {
+        format!(
+            "kiln_vector<{memory}, WIDTH> all;
+        all.load(x + (line * {extent} + k));
+        for (int w = 0; w < WIDTH; w++) keys[w] = @_key(all.at[w]);"
+        )
+    } else {
+        format!("keys[0] = @_key(x[line / {inner} * {length} + k * {inner} + line % {inner}]);")
+    };
     let store = format!("result[line] = ({index})at;");
     let text = || {
         Text::default()
@@ -62,30 +67,32 @@ pub(super) fn arg_reduce(graph: &Graph, node: Node, op: ArgReduceOp, axis: usize
             .reads(memory, "x", Argument::value(x))
     };
     let stage = Stage {
-        key: &read,
-        place: "k",
+        load: &load,
+        place: "k + w",
+        width,
         store: &store,
     };
-    let pieces = pieces(&lanes);
     if pieces == 1 {
         let text = text().writes(index, "result", Argument::value(out));
         return Some(KernelCode::launches([launch(text, &lanes, 1, &stage)]));
     }
     let keys = lanes.lines() * pieces * if dtype.size() == 8 { 8 } else { 4 };
     let places = keys.next_multiple_of(256);
-    let first = text().writes(key, "keys", Argument::Scratch(0)).writes(
+    let first = text().writes(key, "best_keys", Argument::Scratch(0)).writes(
         "kiln_u32",
-        "places",
+        "best_places",
         Argument::Scratch(places),
     );
     let to = Stage {
-        store: &format!("keys[line * {pieces} + piece] = best; places[line * {pieces} + piece] = at;"),
+        store: &format!(
+            "best_keys[line * {pieces} + piece] = best; best_places[line * {pieces} + piece] = at;"
+        ),
         ..stage
     };
     let second = Text::default()
         .ty("Key", key)
-        .reads(key, "keys", Argument::Scratch(0))
-        .reads("kiln_u32", "places", Argument::Scratch(places))
+        .reads(key, "best_keys", Argument::Scratch(0))
+        .reads("kiln_u32", "best_places", Argument::Scratch(places))
         .writes(index, "result", Argument::value(out));
     let of_pieces = Lanes {
         outer: lanes.lines(),
@@ -93,8 +100,9 @@ pub(super) fn arg_reduce(graph: &Graph, node: Node, op: ArgReduceOp, axis: usize
         inner: 1,
     };
     let from = Stage {
-        key: &format!("keys[line * {pieces} + k]"),
-        place: &format!("places[line * {pieces} + k]"),
+        load: &format!("keys[0] = best_keys[line * {pieces} + k];"),
+        place: &format!("best_places[line * {pieces} + k]"),
+        width: 1,
         store: &store,
     };
     Some(KernelCode {
@@ -104,6 +112,19 @@ pub(super) fn arg_reduce(graph: &Graph, node: Node, op: ArgReduceOp, axis: usize
         ],
         scratch: places + lanes.lines() * pieces * 4,
     })
+}
+
+/// The type `@_Key` and the function `@_key` that gives an element's: the largest is the best.
+fn key_text(dtype: DType, op: ArgReduceOp) -> String {
+    let memory = expressions::memory_type(dtype);
+    let key = if dtype.size() == 8 { "kiln_u64" } else { "kiln_u32" };
+    let rank = match op {
+        ArgReduceOp::Max => "kiln_key(x)",
+        // NaN stays the first choice.
+        ArgReduceOp::Min if dtype.is_float() => "kiln_key(x) == ~(@_Key)0 ? ~(@_Key)0 : (@_Key)~kiln_key(x)",
+        ArgReduceOp::Min => "~kiln_key(x)",
+    };
+    format!("typedef {key} @_Key;\ninline @_Key @_key({memory} x) {{ return {rank}; }}\n")
 }
 
 fn pieces(lanes: &Lanes) -> usize {
@@ -137,7 +158,9 @@ fn launch(text: Text, lanes: &Lanes, pieces: usize, stage: &Stage<'_>) -> Launch
         .count("LINES", lanes.lines())
         .count("EXTENT", lanes.extent)
         .count("PIECES", pieces)
-        .count("PIECE", lanes.extent.div_ceil(pieces))
+        // Words do not lie across the ends of pieces.
+        .count("PIECE", lanes.extent.div_ceil(pieces).next_multiple_of(16))
+        .count("WIDTH", stage.width)
         .count("LANES", own)
         .count("LINES_HERE", lines)
         .count("ACROSS", usize::from(lanes.inner > 1));
@@ -154,11 +177,14 @@ Key best = 0;
 kiln_u32 at = 0xffffffffu;
 if (line < LINES) {{
     #pragma unroll 4
-    for (Index k = piece * PIECE + lane; k < end; k += LANES) {{
-        const Key key = {key};
-        if (key > best || at == 0xffffffffu) {{
-            best = key;
-            at = {place};
+    for (Index k = piece * PIECE + lane * WIDTH; k < end; k += LANES * WIDTH) {{
+        Key keys[WIDTH];
+        {load}
+        for (int w = 0; w < WIDTH; w++) {{
+            if (keys[w] > best || at == 0xffffffffu) {{
+                best = keys[w];
+                at = {place};
+            }}
         }}
     }}
 }}
@@ -178,7 +204,7 @@ for (int apart = LANES / 2; apart; apart /= 2) {{
 }}
 if (lane == 0 && line < LINES) {{ {store} }}
 ",
-        key = stage.key,
+        load = stage.load,
         place = stage.place,
         store = stage.store
     );
