@@ -1,7 +1,8 @@
 //! The harness that runs kernels on the host: what CUDA's words do there, and which defects of a kernel it finds.
 
 use kiln_cuda::code::{Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
-use kiln_cuda::testing::host::{HostError, HostStep};
+use kiln_cuda::testing::host::{Differential, HostError, HostStep};
+use kiln_graph::{Graph, HostTensor};
 
 /// A step of one kernel that reads input 0 and writes output 0.
 struct OneKernel {
@@ -346,8 +347,33 @@ fn accesses_that_a_device_refuses() {
         shifted.contains("thread 32 does what C++ leaves undefined"),
         "{shifted}"
     );
+    let overflown = fault("out[threadIdx.x] = (int)in[threadIdx.x] + 0x7fffffe0;");
+    assert!(overflown.contains("thread 32 "), "{overflown}");
+    let cast = fault("out[threadIdx.x] = (int)(1e9f * in[threadIdx.x]);");
+    assert!(cast.contains("thread 3 "), "{cast}");
     let divided = fault("out[threadIdx.x] = 7 / in[63 - threadIdx.x];");
     assert!(divided.contains("thread 63 "), "{divided}");
+}
+
+/// A comparison finds an element that is off by a little more than rounding, and one that is NaN.
+#[test]
+fn differences_from_the_interpreter() {
+    let graph =
+        Graph::parse("graph @sum {\n %x = parameter 0 : f32[3]\n %y = add %x, %x : f32[3]\n return %y\n}")
+            .unwrap();
+    let x = HostTensor::from_vec([3], [1.0f32, 2.0, 3.0]);
+    let comparison = Differential::new(&graph).arguments(vec![x], Vec::new());
+    let compare = |y: [f32; 3]| comparison.compare(&[HostTensor::from_vec([3], y)]);
+    assert_eq!(compare([2.0, 4.0, 6.0]), Ok(()));
+    assert_eq!(compare([2.0, 4.000_001, 6.0]), Ok(()));
+    for wrong in [4.001, f32::NAN] {
+        let error = compare([2.0, wrong, 6.0]).unwrap_err();
+        let expected = format!("element 1 of f32[3] is {}, expected 4", f64::from(wrong));
+        assert!(
+            error.starts_with("output 0 ") && error.contains(&expected),
+            "{error}"
+        );
+    }
 }
 
 #[test]

@@ -5,8 +5,8 @@
 // its threads one after the other on one stack.
 //
 // What a GPU leaves undefined is an error here: threads of a block that wait at different barriers, or at none; lanes of a warp that exchange values at
-// different places; exchanges among a part of a warp. So are accesses to memory that is not there or not aligned, shifts by too much and divisions of
-// integers by zero: the compiler makes them traps, and a trap ends the launch.
+// different places; exchanges among a part of a warp. So are accesses to memory that is not there or not aligned, shifts by too much, sums of signed
+// integers and casts of floats that are out of range, and divisions of integers by zero: the compiler makes them traps, and a trap ends the launch.
 
 #pragma once
 
@@ -524,7 +524,7 @@ inline const char* crime(int signal)
     case SIGSEGV:
     case SIGBUS: return "touches memory that is not there";
     case SIGFPE: return "divides an integer by zero";
-    default: return "does what C++ leaves undefined: an access that is not aligned, a shift by too much, a division by zero";
+    default: return "does what C++ leaves undefined: an access that is not aligned, or an integer that is out of range";
     }
 }
 

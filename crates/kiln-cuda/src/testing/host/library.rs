@@ -21,7 +21,8 @@ const COMPILERS: [&str; 3] = ["g++", "c++", "clang++"];
 /// One arena holds buffers of different types in turn, hence no type-based alias analysis. Hidden symbols keep the shared memory of one library from being
 /// that of another. Contraction is off so that results do not depend on the host's instructions.
 ///
-/// Accesses that are not aligned, which a GPU refuses, become traps, as do shifts by too much, which it computes otherwise than the host.
+/// What C++ leaves undefined becomes a trap: accesses that are not aligned, which a GPU refuses; shifts by too much and casts of floats that are out of
+/// range, which a GPU computes otherwise than the host; sums that overflow, for which compilers assume that they do not.
 const FLAGS: [&str; 15] = [
     "-x",
     "c++",
@@ -36,7 +37,7 @@ const FLAGS: [&str; 15] = [
     "-fno-math-errno",
     "-fno-exceptions",
     "-ffp-contract=off",
-    "-fsanitize=alignment,shift-exponent,integer-divide-by-zero,bounds",
+    "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow",
     "-fsanitize-undefined-trap-on-error",
 ];
 

@@ -1,0 +1,232 @@
+//! Random graphs over every primitive, compiled for a GPU, run on the host, and compared with the interpreter.
+
+mod common;
+mod support;
+
+use kiln_compiler::Options;
+use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::code::StepCode;
+use kiln_cuda::testing::host::{Differential, HostStep, differential};
+use kiln_graph::op::DotDims;
+use kiln_graph::testing::{Family, GraphConfig, random_arguments, special_arguments};
+use kiln_graph::{DType, Graph, Op, Provenance, Scalar, TensorType, interpret_f64};
+use support::{Batch, families};
+
+fn nests() -> GraphConfig {
+    let mut config = families(&[
+        Family::Pointwise,
+        Family::Reduce,
+        Family::Movement,
+        Family::Index,
+        Family::Random,
+    ]);
+    config.floats = vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16];
+    config.ints = vec![
+        DType::I64,
+        DType::I32,
+        DType::I16,
+        DType::I8,
+        DType::U64,
+        DType::U32,
+        DType::U16,
+        DType::U8,
+    ];
+    config.steps = 25;
+    config
+}
+
+fn not_fused() -> Options {
+    Options {
+        fuse: false,
+        ..Options::default()
+    }
+}
+
+/// Operations that loop nests compute, over all types.
+#[test]
+fn nests_compute_what_the_interpreter_does() {
+    for seed in 0..2 {
+        let what = format!("seeds from {}", 1000 * seed);
+        let options = Options::default();
+        Batch::new(1000 * seed..1000 * seed + 8, &nests(), &options).check(&what, &options, 0);
+    }
+}
+
+#[test]
+fn nests_that_are_not_fused() {
+    let options = not_fused();
+    Batch::new(3000..3008, &nests(), &options).check("not fused", &options, 0);
+}
+
+/// Larger tensors: several blocks, whole vectors, long rows.
+#[test]
+fn large_nests() {
+    let mut config = families(&[Family::Pointwise, Family::Reduce, Family::Movement]);
+    config.max_elements = 60_000;
+    config.steps = 20;
+    let options = Options::default();
+    Batch::new(500..506, &config, &options).check("large", &options, 0);
+}
+
+#[test]
+fn not_a_number_and_negative_zero() {
+    let options = Options::default();
+    let config = families(&[Family::Pointwise, Family::Reduce, Family::Movement]);
+    let batch = Batch::new(40..52, &config, &options);
+    let (tensors, scalars) = special_arguments(&batch.graph, 5);
+    let outcome = Differential::new(&batch.graph)
+        .arguments(tensors, scalars)
+        .tolerances(&batch.tolerances)
+        .check();
+    assert!(outcome.is_ok(), "{}", outcome.unwrap_err());
+}
+
+/// `count` graphs with operations of `family`, of which none may be refused.
+fn family(family: Family, count: u64) {
+    let mut config = families(&[family, Family::Pointwise]);
+    config.floats = vec![DType::F32, DType::F64, DType::F16, DType::BF16];
+    let options = Options::default();
+    let first = 100 * family as u64;
+    Batch::new(first..first + count, &config, &options).check(&format!("{family:?}"), &options, 0);
+}
+
+#[test]
+fn products() {
+    family(Family::Dot, 14);
+}
+
+#[test]
+fn convolutions() {
+    family(Family::Conv, 12);
+}
+
+#[test]
+fn pools() {
+    family(Family::Pool, 12);
+}
+
+#[test]
+fn sorts() {
+    family(Family::Sort, 14);
+}
+
+#[test]
+fn attentions() {
+    family(Family::Attention, 5);
+}
+
+/// Products of every float type, at shapes with tails on every side: either order of the second operand in memory, several products of a batch, few rows, a
+/// depth that is long.
+#[test]
+fn products_of_every_float() {
+    for (dtype, limit) in [
+        (DType::F32, 1e-6),
+        (DType::F64, 1e-14),
+        (DType::F16, 6e-4),
+        (DType::BF16, 5e-3),
+    ] {
+        let mut graph = Graph::new("products");
+        for (batch, m, k, n) in [
+            (1, 61, 33, 75),
+            (1, 5, 130, 37),
+            (3, 29, 17, 64),
+            (1, 3, 4200, 8),
+            (2, 1, 1, 19),
+        ] {
+            for (shape, axis) in [([batch, n, k], 2), ([batch, k, n], 1)] {
+                let a = graph.parameter(TensorType::new(dtype, &[batch, m, k][..]));
+                let b = graph.parameter(TensorType::new(dtype, &shape[..]));
+                let dims = DotDims {
+                    a_batch: [0].into_iter().collect(),
+                    b_batch: [0].into_iter().collect(),
+                    a_contract: [2].into_iter().collect(),
+                    b_contract: [axis].into_iter().collect(),
+                };
+                let dot = graph
+                    .add(Op::DotGeneral(dims), &[a, b], &Provenance::default())
+                    .unwrap();
+                graph.output(dot, None);
+            }
+        }
+        let (tensors, scalars) = random_arguments(&graph, 11);
+        let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+        let comparison = Differential::new(&graph).arguments(tensors, scalars);
+        let host = HostStep::of(&comparison.compile().unwrap()).unwrap();
+        let actual = comparison.run(&host).unwrap();
+        for (actual, expected) in actual.iter().zip(&expected) {
+            let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
+            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+            let error = norm(&mut actual.iter().zip(&expected).map(|(a, e)| a - e))
+                / norm(&mut expected.iter().copied()).max(1e-12);
+            assert!(error < limit, "{dtype}: error {error:e}");
+        }
+    }
+}
+
+/// Numbers that are arguments of the step, of every type.
+#[test]
+fn scalars_of_every_type() {
+    let mut graph = Graph::new("scalars");
+    let mut scalars = Vec::new();
+    for dtype in DType::ALL {
+        let scalar = graph.scalar(dtype);
+        let shape = [3].as_slice().into();
+        let dims = [].into_iter().collect();
+        let wide = graph
+            .add(Op::Broadcast { shape, dims }, &[scalar], &Provenance::default())
+            .unwrap();
+        graph.output(wide, None);
+        scalars.push(match dtype {
+            DType::Bool => Scalar::Bool(true),
+            dtype if dtype.is_float() => Scalar::Float(-1.25),
+            dtype if dtype.is_unsigned_int() => Scalar::UInt(200),
+            _ => Scalar::Int(-100),
+        });
+    }
+    let outcome = Differential::new(&graph).arguments(Vec::new(), scalars).check();
+    assert!(outcome.is_ok(), "{}", outcome.unwrap_err());
+}
+
+#[test]
+fn a_graph_without_work() {
+    let graph = Graph::parse(
+        "graph @copies {\n %x = parameter 0 : f32[5]\n %e = parameter 1 : f32[0,3]\n return %x, %e\n}",
+    );
+    differential(&graph.unwrap()).unwrap();
+}
+
+/// The code of a step is stored as text and comes back as it was.
+#[test]
+fn code_survives_being_stored() {
+    let options = Options::default();
+    let config = families(&[Family::Pointwise, Family::Reduce, Family::Index, Family::Dot]);
+    let batch = Batch::new(60..66, &config, &options);
+    let code = Differential::new(&batch.graph).compile().unwrap().code;
+    assert!(!code.functions.is_empty() && !code.calls.is_empty());
+    let text = serde_json::to_string(&code).unwrap();
+    assert_eq!(serde_json::from_str::<StepCode>(&text).unwrap(), code);
+}
+
+/// What random graphs become is accepted by NVIDIA's compiler, for the oldest and the newest of the reference devices.
+#[test]
+fn generated_sources_compile_for_devices() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let mut config = nests();
+    config.families = Family::ALL
+        .iter()
+        .copied()
+        .filter(|&family| family != Family::Extern)
+        .collect();
+    let options = Options::default();
+    let batch = Batch::new(200..204, &config, &options);
+    assert!(batch.refused.is_empty(), "{:?}", batch.refused);
+    for capability in [(8, 0), (9, 0)] {
+        let mut comparison = Differential::new(&batch.graph);
+        comparison.target.capability = capability;
+        let (sources, _) = comparison.compile().unwrap().code.sources();
+        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
+        if let Err(error) = compiler.compile(&sources) {
+            panic!("{error}");
+        }
+    }
+}
