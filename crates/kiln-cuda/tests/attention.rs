@@ -449,6 +449,23 @@ fn tensor_cores() {
     }
 }
 
+/// Values with much in common: the gradient of each weight is then large beside what distinguishes them, which is all that reaches the queries.
+#[test]
+fn values_with_a_common_part() {
+    let one = Case {
+        types: Types {
+            tensors: DType::BF16,
+            numbers: DType::F32,
+        },
+        ..case([1, 1, 1, 40, 100, 64, 16], PLAIN)
+    };
+    let raise = |tensors: &mut [HostTensor]| {
+        let raised: Vec<f64> = tensors[2].to_f64s().into_iter().map(|x| x + 4.0).collect();
+        tensors[2] = HostTensor::from_floats(DType::BF16, tensors[2].ty().shape.clone(), raised);
+    };
+    one.check_on(one.types.tolerance(), raise);
+}
+
 /// NVRTC takes every kind of kernel.
 #[test]
 fn machine_code() {

@@ -13,7 +13,7 @@ use kiln_compiler::schedule::Kernel;
 use kiln_graph::{Graph, Node, Op};
 
 use self::case::Case;
-use self::operands::{Operands, View};
+use self::operands::{Gradient, Operands, View};
 use self::plan::{Plan, TensorPlan};
 use super::{Argument, EmitOptions, KernelCode, Launch};
 use crate::code::FunctionText;
@@ -200,10 +200,10 @@ impl Writer {
         let gradient = operands.gradient.as_ref()?;
         let e = operands.extents;
         let plan = Plan::new(&e, operands.real, e.width.max(e.value_width));
-        let case = Case {
+        let case = |tensor: Option<TensorPlan>| Case {
             operands: &operands,
             plan,
-            tensor: TensorPlan::backward(&e).filter(|_| self.tensor_cores),
+            tensor: tensor.filter(|_| self.tensor_cores),
             views: vec![
                 ("d_out", &gradient.d_out),
                 ("d_query", d_query),
@@ -211,7 +211,42 @@ impl Writer {
                 ("d_value", d_value),
             ],
         };
-        let mut reading = self.operands(&case)?;
+        let (of_queries, of_keys) = (case(TensorPlan::d_query(&e)), case(TensorPlan::d_key(&e)));
+        let common = self.gradient(&of_queries, gradient)?;
+        for (case, name, results, heads, weights) in [
+            (&of_queries, "d_query", vec![("d_query", d_query)], e.heads, 1),
+            (
+                &of_keys,
+                "d_key",
+                vec![("d_key", d_key), ("d_value", d_value)],
+                e.key_heads,
+                2,
+            ),
+        ] {
+            let mut reading = common.clone();
+            for (name, view) in &results {
+                reading.pass(format!("{}* {name}", view.ctype), Argument::Buffer(view.buffer));
+            }
+            let names: Vec<&str> = results.iter().map(|(name, _)| *name).collect();
+            let (prefix, shared_bytes) = match &case.tensor {
+                Some(tensor) => ("kiln_attention_tensor", tensor.shared_bytes(&e, true)),
+                None => ("kiln_attention", plan.shared_bytes(weights)),
+            };
+            let tiles = if name == "d_query" {
+                case.row_tiles()
+            } else {
+                case.key_row_tiles()
+            };
+            let call = format!("{prefix}_{name}<@_case>(o, g, {});\n", names.join(", "));
+            self.launch(case, reading, &call, e.batch * heads * tiles, shared_bytes)?;
+        }
+        Some(())
+    }
+
+    /// What both kernels of the gradient read.
+    fn gradient(&mut self, case: &Case<'_>, gradient: &Gradient) -> Option<Reading> {
+        let e = case.operands.extents;
+        let mut reading = self.operands(case)?;
         reading
             .statements
             .push_str("kiln_attention_gradient<@_case> g = {};\n");
@@ -220,37 +255,15 @@ impl Writer {
         for (name, number) in &gradient.numbers {
             reading.number("g", name, number);
         }
-        let rows = e.batch * e.heads * e.queries;
-        let delta = self.scratch(rows * plan.bytes);
+        let heads = e.batch * e.heads;
+        let delta = self.scratch(heads * e.queries * case.plan.bytes);
         reading.pass(format!("{}* delta", case.real()), delta);
         reading.statements.push_str("g.delta = delta;\n");
-        let row_tiles = e.batch * e.heads * case.row_tiles();
         if case.mapped_tiles().is_some() {
-            let counts = self.scratch(4 * row_tiles);
+            let counts = self.scratch(4 * heads * case.plan.tiles(e.queries));
             reading.pass("int* counts", counts);
             reading.statements.push_str("g.counts = counts;\n");
         }
-        let pointer =
-            |view: &View, name: &str| (format!("{}* {name}", view.ctype), Argument::Buffer(view.buffer));
-        let mut of_queries = reading.clone();
-        let (parameter, argument) = pointer(d_query, "d_query");
-        of_queries.pass(parameter, argument);
-        let prefix = match &case.tensor {
-            Some(_) => "kiln_attention_tensor",
-            None => "kiln_attention",
-        };
-        let shared_bytes = |weights: usize| match &case.tensor {
-            Some(tensor) => tensor.shared_bytes(&e, true),
-            None => plan.shared_bytes(weights),
-        };
-        let call = format!("{prefix}_d_query<@_case>(o, g, d_query);\n");
-        self.launch(&case, of_queries, &call, row_tiles, shared_bytes(1))?;
-        for (view, name) in [(d_key, "d_key"), (d_value, "d_value")] {
-            let (parameter, argument) = pointer(view, name);
-            reading.pass(parameter, argument);
-        }
-        let blocks = e.batch * e.key_heads * case.key_row_tiles();
-        let call = format!("{prefix}_d_key<@_case>(o, g, d_key, d_value);\n");
-        self.launch(&case, reading, &call, blocks, shared_bytes(2))
+        Some(reading)
     }
 }

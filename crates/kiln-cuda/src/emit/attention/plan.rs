@@ -135,15 +135,23 @@ impl TensorPlan {
         })
     }
 
-    /// The plan for the kernels of the gradient, whose sums take more registers.
-    pub fn backward(e: &Extents) -> Option<Self> {
+    /// The plan for the gradient of the queries: blocks have as many rows as the tiles of a mask, for which they say whether `fill` counts. More columns would
+    /// take the registers of a third block.
+    pub fn d_query(e: &Extents) -> Option<Self> {
+        Self::widest(e).map(|_| Self {
+            row_blocks: 1,
+            column_blocks: 4,
+        })
+    }
+
+    /// The plan for the gradients of keys and values.
+    pub fn d_key(e: &Extents) -> Option<Self> {
         let wide = Self {
             row_blocks: 2,
             column_blocks: 4,
         };
-        let blocks = e.batch * e.key_heads * wide.tiles(e.keys.min(e.queries));
-        let few = Self::widest(e)? > 64 || blocks < ENOUGH_BLOCKS;
-        Some(if few {
+        let few = e.batch * e.key_heads * wide.tiles(e.keys) < ENOUGH_BLOCKS;
+        Some(if few || Self::widest(e)? > 64 {
             Self {
                 row_blocks: 1,
                 ..wide
@@ -228,7 +236,7 @@ mod tests {
         }
     }
 
-    /// Whatever the widths, two blocks share a multiprocessor of an A100.
+    /// Shared memory is what every GPU with these instructions has.
     #[test]
     fn tensor_plans_fit() {
         for (batch, width, value_width) in [(1, 16, 128), (64, 128, 128), (64, 64, 64), (1, 128, 32)] {

@@ -54,27 +54,31 @@ float kiln_attention_tensor_probability(
 }
 
 template <class C> struct kiln_attention_tensor_statistics {
-    float most[C::MT][2], share[C::MT][2], delta[C::MT][2];
+    float most[C::MT][2], share[C::MT][2], delta[C::MT][2], sum[C::MT][2], shift[C::MT][2];
 };
 
-// What is wanted of a tile.
-template <bool D, bool S> struct kiln_attention_wanted {
-    static constexpr bool DELTA = D, SCORES = S;
-};
+// The sum over the four lanes that share a row.
+inline float kiln_attention_row_sum(float x)
+{
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
 
-// From products to delta (DELTA), and to packed gradients of scores (SCORES).
-template <class C, bool PLAIN, bool DELTA, bool SCORES>
+// From products to packed p (dp - shift), then packed p. The shift of a row is the mean of dp so far, with weights p; the sums of what was
+// shifted by less or more are corrected.
+template <class C, bool PLAIN>
 void kiln_attention_tensor_d_scores(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
     kiln_attention_tensor_statistics<C>& rows, float (&p)[C::MT][C::NT][4], float (&dp)[C::MT][C::NT][4],
-    const unsigned (&kept)[C::MT], int query, int key, bool mixed, kiln_u32 (&weights)[C::MT][C::NT][2])
+    const unsigned (&kept)[C::MT], int query, int key, bool mixed, float (&sums)[2 * C::MT][C::width / 8][4],
+    kiln_u32 (&weights)[2 * C::MT][C::NT][2])
 {
     #pragma unroll
     for (int m = 0; m < C::MT; m++) {
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = query + 16 * m + 8 * h;
-            float factor[C::NT][2], dropped;
+            float factor[C::NT][2], dropped, sum = 0, delta = 0;
             #pragma unroll
             for (int n = 0; n < C::NT; n++) {
                 #pragma unroll
@@ -83,29 +87,42 @@ void kiln_attention_tensor_d_scores(
                     factor[n][j] = kiln_attention_tensor_probability<C, PLAIN>(
                         o, g, plane, p[m][n][i], dp[m][n][i], dropped, row, key + 8 * n + j, mixed,
                         kept[m] >> (4 * n + i) & 1, rows.most[m][h], rows.share[m][h]);
-                    if (DELTA) rows.delta[m][h] += p[m][n][i] * dp[m][n][i];
+                    sum += p[m][n][i];
+                    delta += p[m][n][i] * dp[m][n][i];
                 }
             }
-            if (!SCORES) continue;
-            if (DELTA) {
-                rows.delta[m][h] += __shfl_xor_sync(0xffffffffu, rows.delta[m][h], 1);
-                rows.delta[m][h] += __shfl_xor_sync(0xffffffffu, rows.delta[m][h], 2);
+            rows.sum[m][h] += kiln_attention_row_sum(sum);
+            rows.delta[m][h] += kiln_attention_row_sum(delta);
+            const float shift = rows.sum[m][h] > 0 ? rows.delta[m][h] / rows.sum[m][h] : 0;
+            const float less = rows.shift[m][h] - shift;
+            rows.shift[m][h] = shift;
+            #pragma unroll
+            for (int c = 0; c < C::width / 8; c++) {
+                #pragma unroll
+                for (int i = 2 * h; i < 2 * h + 2; i++) sums[m][c][i] += less * sums[C::MT + m][c][i];
             }
-            const float add = g.inner * rows.delta[m][h];
             #pragma unroll
             for (int n = 0; n < C::NT; n++) {
-                float ds[2];
+                float shifted[2], plain[2];
                 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     const int i = 2 * h + j;
-                    ds[j] = factor[n][j] == 0 ? 0 : p[m][n][i] * (dp[m][n][i] + add) * factor[n][j];
+                    plain[j] = factor[n][j] == 0 ? 0 : p[m][n][i] * factor[n][j];
+                    shifted[j] = factor[n][j] == 0 ? 0 : plain[j] * (dp[m][n][i] - shift);
                 }
-                weights[m][n][h] = kiln_fragment_pack<typename C::stored>(ds[0], ds[1]);
+                weights[m][n][h] = kiln_fragment_pack<typename C::stored>(shifted[0], shifted[1]);
+                weights[C::MT + m][n][h] = kiln_fragment_pack<typename C::stored>(plain[0], plain[1]);
             }
         }
     }
 }
 
+// The gradient of the queries in one pass over the keys, though delta is known behind the last key alone: for any number c of a row
+//
+//     sum ds key = sum p (dp - c) key + (c + inner delta) sum p key
+//
+// Both sums are products of the same keys. With the mean of dp for c the first sum's terms are small where p is large, as those of the
+// whole are, and so are their roundings.
 template <class C>
 void kiln_attention_tensor_d_query(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, typename C::stored* d_query)
@@ -138,12 +155,13 @@ void kiln_attention_tensor_d_query(
             counts = counts || o.fill - rows.most[m][h] > -kiln_attention_reach(o.fill);
         }
     }
+    static_assert(C::OWN == C::TILE, "one of the counts is for the rows of one block");
     if (C::mapped) {
         counts = kiln_attention_any(counts);
-        if (threadIdx.x == 0) g.counts[number * C::OWN_TILES + tile] = counts;
+        if (threadIdx.x == 0) g.counts[number * C::ROW_TILES + tile] = counts;
     }
     const int end = kiln_attention_keys<C>(first + C::OWN);
-    float sums[C::MT][C::width / 8][4] = {};
+    float sums[2 * C::MT][C::width / 8][4] = {};
     int place = 0;
     bool left_out = false;
     auto next = [&](int from) {
@@ -155,55 +173,33 @@ void kiln_attention_tensor_d_query(
         kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::value_width>(to + KEYS, values, from, C::keys);
         kiln_copies_end_group();
     };
-    // As in backward.cuh: the first pass is for delta, unless there is one tile of keys.
-    constexpr bool ONE = C::keys <= C::OTHER;
+    int at = next(0);
+    if (at < end) fetch(at, place);
     #pragma unroll 1
-    for (int pass = ONE ? 1 : 0; pass < 2; pass++) {
-        int at = next(0);
-        if (at < end) fetch(at, place);
-        #pragma unroll 1
-        while (at < end) {
-            const int following = next(at + C::OTHER);
-            kiln_copies_wait();
-            __syncthreads();
-            if (following < end) fetch(following, 1 - place);
-            const unsigned short* with = tiles + place * BOTH;
-            float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
-            kiln_fragment_dot<stored, C::MT, C::NT, C::width>(p, own + warp * PITCH, with);
-            kiln_fragment_dot<stored, C::MT, C::NT, C::value_width>(dp, own_d_out + warp * VALUE_PITCH, with + KEYS);
-            unsigned kept[C::MT] = {};
-            if (C::dropout)
-                for (int m = 0; m < C::MT; m++)
-                    kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
-            kiln_u32 weights[C::MT][C::NT][2];
-            const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
-            const bool plain = kiln_attention_plain<C>(state, first, at, C::OTHER), mixed = state != KILN_ATTENTION_OPEN;
-            auto scores = [&](auto wanted) {
-                typedef decltype(wanted) of;
-                if (plain)
-                    kiln_attention_tensor_d_scores<C, true, of::DELTA, of::SCORES>(
-                        o, g, plane, rows, p, dp, kept, row, at + column, mixed, weights);
-                else
-                    kiln_attention_tensor_d_scores<C, false, of::DELTA, of::SCORES>(
-                        o, g, plane, rows, p, dp, kept, row, at + column, mixed, weights);
-            };
-            if (pass == 0) {
-                scores(kiln_attention_wanted<true, false>());
-            } else {
-                scores(kiln_attention_wanted<ONE, true>());
-                kiln_fragment_combine<stored, C::MT, C::NT, C::width>(sums, weights, with);
-            }
-            place = 1 - place;
-            at = following;
-        }
-        if (pass == 0) {
-            for (int m = 0; m < C::MT; m++) {
-                for (int h = 0; h < 2; h++) {
-                    rows.delta[m][h] += __shfl_xor_sync(0xffffffffu, rows.delta[m][h], 1);
-                    rows.delta[m][h] += __shfl_xor_sync(0xffffffffu, rows.delta[m][h], 2);
-                }
-            }
-        }
+    while (at < end) {
+        const int following = next(at + C::OTHER);
+        kiln_copies_wait();
+        __syncthreads();
+        if (following < end) fetch(following, 1 - place);
+        const unsigned short* with = tiles + place * BOTH;
+        float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
+        kiln_fragment_dot<stored, C::MT, C::NT, C::width>(p, own + warp * PITCH, with);
+        kiln_fragment_dot<stored, C::MT, C::NT, C::value_width>(dp, own_d_out + warp * VALUE_PITCH, with + KEYS);
+        unsigned kept[C::MT] = {};
+        if (C::dropout)
+            for (int m = 0; m < C::MT; m++)
+                kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
+        kiln_u32 weights[2 * C::MT][C::NT][2];
+        const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
+        if (kiln_attention_plain<C>(state, first, at, C::OTHER))
+            kiln_attention_tensor_d_scores<C, true>(
+                o, g, plane, rows, p, dp, kept, row, at + column, false, sums, weights);
+        else
+            kiln_attention_tensor_d_scores<C, false>(
+                o, g, plane, rows, p, dp, kept, row, at + column, state != KILN_ATTENTION_OPEN, sums, weights);
+        kiln_fragment_combine<stored, 2 * C::MT, C::NT, C::width>(sums, weights, with);
+        place = 1 - place;
+        at = following;
     }
 
     kiln_copies_wait();
@@ -211,9 +207,14 @@ void kiln_attention_tensor_d_query(
     for (int m = 0; m < C::MT; m++) {
         for (int h = 0; h < 2; h++) {
             const int at = row + 16 * m + 8 * h;
+            const float delta = rows.delta[m][h];
+            const float rest = rows.shift[m][h] + g.inner * delta;
+            #pragma unroll
+            for (int c = 0; c < C::width / 8; c++)
+                for (int j = 2 * h; j < 2 * h + 2; j++) sums[m][c][j] += rest * sums[C::MT + m][c][j];
             if (at >= C::queries) continue;
             kiln_fragment_store<typename C::d_query_view, C::width>(result, at, sums[m], h, 1);
-            if (threadIdx.x % 4 == 0) g.delta[plane.row + at] = rows.delta[m][h];
+            if (threadIdx.x % 4 == 0) g.delta[plane.row + at] = delta;
         }
     }
 }
@@ -292,7 +293,7 @@ void kiln_attention_tensor_d_key(
             if (C::mapped)
                 while (from < C::queries
                     && plane.template state<C::OTHER, C::OWN>(o, from, first) == KILN_ATTENTION_HIDDEN
-                    && !g.counts[(batch * C::heads + head) * C::OWN_TILES + from / C::OWN])
+                    && !g.counts[(batch * C::heads + head) * C::ROW_TILES + from / C::TILE])
                     from += C::OTHER;
             return from;
         };
