@@ -124,6 +124,8 @@ pub struct CompileOptions {
     pub recompile_limit: usize,
     /// Threads of the executable; 0 is the number of cores. Default: 0.
     pub threads: usize,
+    /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction, for the tensor cores: several times faster, with errors of some 1e-3. Default: false.
+    pub tf32: bool,
     /// Whether the same inputs must give the same bits whatever the number of threads. Default: true.
     pub deterministic: bool,
     /// Name of the region in reports, dumps and traces. Default: `step`.
@@ -158,6 +160,7 @@ impl Default for CompileOptions {
             memory_budget: None,
             recompile_limit: 8,
             threads: 0,
+            tf32: false,
             deterministic: true,
             name: "step".to_owned(),
             debug: None,
@@ -200,6 +203,12 @@ impl CompileOptions {
     /// Sets [`CompileOptions::threads`].
     pub fn with_threads(mut self, threads: usize) -> Self {
         self.threads = threads;
+        self
+    }
+
+    /// Sets [`CompileOptions::tf32`].
+    pub fn with_tf32(mut self, tf32: bool) -> Self {
+        self.tf32 = tf32;
         self
     }
 

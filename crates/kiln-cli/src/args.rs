@@ -154,6 +154,9 @@ pub struct BenchArguments {
     /// Most bytes of intermediate values, such as 200000000
     #[arg(long, value_name = "BYTES")]
     pub memory_budget: Option<usize>,
+    /// Let products of f32 on a GPU round their operands to 10 bits of fraction
+    #[arg(long)]
+    pub tf32: bool,
     /// Time the forward pass alone
     #[arg(long)]
     pub infer: bool,
@@ -216,6 +219,9 @@ pub struct ExplainArguments {
     /// Most bytes of intermediate values, such as 200000000
     #[arg(long, value_name = "BYTES")]
     pub memory_budget: Option<usize>,
+    /// Let products of f32 on a GPU round their operands to 10 bits of fraction
+    #[arg(long)]
+    pub tf32: bool,
     /// Time the step under several memory budgets, print the trade and draw it
     #[arg(long, value_name = "FILE.svg")]
     pub memory_curve: Option<PathBuf>,

@@ -2,7 +2,7 @@
 
 use burn::tensor::backend::Backend;
 use kiln::explain::Machine;
-use kiln::{CompileOptions, Kiln};
+use kiln::{CompileBackend, CompileOptions, Kiln};
 
 use crate::architecture::Architecture;
 use crate::args::ExplainArguments;
@@ -64,6 +64,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         };
     let options = CompileOptions {
         memory_budget: arguments.memory_budget,
+        tf32: arguments.tf32,
         ..CompileOptions::default()
             .with_backend(arguments.backend)
             .with_name("train_step")
@@ -85,9 +86,17 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         for _ in 0..MEASURED {
             trainer.step(RATE, batches.clone())?;
         }
-        explain = trainer
-            .explain()
-            .with_times(&profile.summary(), Some(Machine::measure(0)?));
+        let gpu = trainer
+            .report()
+            .steps
+            .iter()
+            .find(|step| step.backend == CompileBackend::Cuda)
+            .map(|step| step.gpu);
+        let machine = match gpu {
+            Some(ordinal) => Machine::measure_gpu(ordinal, options.tf32)?,
+            None => Machine::measure(0)?,
+        };
+        explain = trainer.explain().with_times(&profile.summary(), Some(machine));
     }
     if let Some(path) = &arguments.html {
         std::fs::write(path, explain.to_html()).map_err(CliError::io("write", path))?;

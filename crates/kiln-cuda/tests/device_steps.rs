@@ -24,7 +24,7 @@ const RUNS: usize = 4;
 
 /// Runs `graph` on the GPU; none if the target does not compute one of its operations.
 fn check(gpu: &Arc<Gpu>, graph: &Graph, tolerances: Option<&[f64]>) -> Result<Option<()>, String> {
-    let executable = match CudaExecutable::new(graph, &Options::default(), gpu) {
+    let executable = match CudaExecutable::new(graph, &Options::default(), &gpu.target(), gpu) {
         Ok(executable) => executable,
         Err(StepError::Compile(error @ CompileError::Unsupported { .. })) => {
             println!("{error}");

@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use burn_backend::{DType, Shape};
 use kiln_compiler::{Contract, Keep, Options};
-use kiln_cuda::CudaError;
 use kiln_cuda::execute::{CallTime, CudaExecutable, Gpu, Outside, StepError};
 use kiln_cuda::runtime::Storage as Memory;
+use kiln_cuda::{CudaError, CudaTarget};
 use kiln_graph::op::{ExternOp, Op};
 use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
@@ -40,8 +40,8 @@ pub struct Cuda {
     description: OnceLock<Arc<StepDescription>>,
     /// Shape, element type and bytes of each output.
     outputs: Vec<(Shape, DType, usize)>,
-    /// How the graph was compiled.
-    options: Options,
+    /// How the graph was compiled, and for what.
+    options: (Options, CudaTarget),
     /// For each index check, the argument that has the indices, if it is one.
     checked: Vec<Option<usize>>,
     /// Nanoseconds of the host in queuing the step, over all runs.
@@ -57,13 +57,20 @@ fn compiler_options(options: &CompileOptions) -> Options {
     }
 }
 
+fn target(gpu: &Gpu, options: &CompileOptions) -> CudaTarget {
+    CudaTarget {
+        tf32: options.tf32,
+        ..gpu.target()
+    }
+}
+
 /// What memory budgets would do to a step on this GPU: its plans from the fastest to the smallest.
 ///
 /// # Errors
 ///
 /// If there is no such GPU, or the graph cannot be scheduled.
 pub fn memory_curve(gpu: usize, graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
-    let target = Gpu::get(gpu)?.target();
+    let target = target(&*Gpu::get(gpu)?, options);
     Ok(kiln_compiler::memory_curve(
         graph,
         &compiler_options(options),
@@ -83,7 +90,7 @@ pub fn split(
     roles: &[OutputRole],
     options: &CompileOptions,
 ) -> Result<Split, ExecuteError> {
-    let target = Gpu::get(gpu)?.target();
+    let target = target(&*Gpu::get(gpu)?, options);
     let options = compiler_options(options);
     Ok(kiln_compiler::split(graph, tangents, roles, &options, &target)?)
 }
@@ -106,7 +113,8 @@ impl Cuda {
             update_in_epilogue: false,
             ..compiler_options(options)
         };
-        let executable = CudaExecutable::new(&graph, &compiler, &gpu)?;
+        let target = target(&gpu, options);
+        let executable = CudaExecutable::new(&graph, &compiler, &target, &gpu)?;
         let externs = executable.contract().externs.iter().map(extern_operation);
         let externs = externs.collect::<Result<_, _>>().map_err(ExecuteError::Step)?;
         let output = |output: &kiln_graph::Output| {
@@ -120,7 +128,7 @@ impl Cuda {
         Ok(Self {
             outputs: graph.outputs.iter().map(output).collect(),
             checked: checked_arguments(&graph),
-            options: compiler_options(options),
+            options: (compiler_options(options), target),
             graph,
             executable,
             externs,
@@ -169,8 +177,8 @@ impl Cuda {
         let aliases = &self.executable.contract().aliases;
         let outputs = self.outputs.iter().zip(aliases);
         let arena = self.executable.contract().arena_bytes;
-        let target = self.executable.gpu().target();
-        let smallest = kiln_compiler::memory_curve(&self.graph, &self.options, &target);
+        let (options, target) = &self.options;
+        let smallest = kiln_compiler::memory_curve(&self.graph, options, target);
         let smallest = smallest
             .ok()
             .and_then(|curve| curve.iter().map(|point| point.peak).min());
@@ -360,6 +368,9 @@ impl Executable for Cuda {
             contract.arena_bytes >> 10,
             self.executable.gpu().device().description().name,
         );
+        if self.options.1.tf32 {
+            text.push_str("\nproducts of f32 round their operands to 10 bits of fraction (TF32)");
+        }
         if let Some(nodes) = self.executable.graph_nodes() {
             let _ = write!(text, "\none graph of {nodes} nodes");
         }

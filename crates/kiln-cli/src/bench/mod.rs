@@ -183,6 +183,7 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
     let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
     let options = CompileOptions {
         memory_budget: arguments.memory_budget,
+        tf32: arguments.tf32,
         ..CompileOptions::default()
             .with_backend(arguments.backend)
             .with_name("bench")

@@ -148,6 +148,8 @@ pub struct TrainConfig {
     pub backend: String,
     /// Where it runs: `cpu`, `cuda` or `cuda:ORDINAL`.
     pub device: String,
+    /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction.
+    pub tf32: bool,
     /// Bound in MiB of what a step may allocate beyond parameters, state and inputs; 0 is none.
     pub memory_budget_mb: usize,
     /// Steps between lines on a screen that is no terminal.
@@ -172,6 +174,7 @@ impl Default for TrainConfig {
             accumulate: 1,
             backend: "cpu".to_owned(),
             device: "cpu".to_owned(),
+            tf32: false,
             memory_budget_mb: 0,
             log_every: 10,
             evaluate_every: 0,

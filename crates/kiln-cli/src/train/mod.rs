@@ -145,7 +145,10 @@ fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliErr
         .backend
         .parse()
         .map_err(|error: kiln::UnknownBackend| CliError::config("train.backend", error))?;
-    let options = CompileOptions::default().with_backend(backend).with_name(name);
+    let options = CompileOptions::default()
+        .with_backend(backend)
+        .with_tf32(config.train.tf32)
+        .with_name(name);
     Ok(match config.train.memory_budget_mb {
         0 => options,
         budget => options.with_memory_budget(budget << 20),

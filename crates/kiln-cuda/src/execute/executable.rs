@@ -172,15 +172,19 @@ fn compiled(
 }
 
 impl CudaExecutable {
-    /// Compiles `graph` for the device, or finds it in the cache.
+    /// Compiles `graph` for the device, which `target` describes ([`Gpu::target`]), or finds it in the cache.
     ///
     /// # Errors
     /// Those of [`compile()`], of NVRTC, of cuBLASLt and of loading.
-    pub fn new(graph: &Graph, options: &Options, gpu: &Arc<Gpu>) -> Result<Self, StepError> {
+    pub fn new(
+        graph: &Graph,
+        options: &Options,
+        target: &CudaTarget,
+        gpu: &Arc<Gpu>,
+    ) -> Result<Self, StepError> {
         let start = Instant::now();
         let mut stages = Vec::new();
-        let target = gpu.target();
-        let (code, contract, from_cache) = compiled(graph, options, &target, gpu.store(), &mut stages)?;
+        let (code, contract, from_cache) = compiled(graph, options, target, gpu.store(), &mut stages)?;
         let compile_time = start.elapsed();
         log_step(&graph.name, options.keep, &contract);
         if let Some(folder) = &options.debug {
@@ -325,8 +329,8 @@ impl CudaExecutable {
         outside: &dyn Outside,
     ) -> Result<Vec<CallTime>, StepError> {
         self.on_memory(inputs, outputs, scalars, |_, memory| {
-            let mut marks = vec![self.gpu.stream().record_time()?];
-            self.run_one_by_one(memory, self.multiplier()?, outside, |_| {
+            let mut marks = Vec::with_capacity(self.code.calls.len() + 1);
+            self.run_one_by_one(memory, self.multiplier()?, outside, || {
                 marks.push(self.gpu.stream().record_time()?);
                 Ok(())
             })?;
@@ -395,7 +399,7 @@ impl CudaExecutable {
             }
         }
         if first || had_graph || !self.contract.externs.is_empty() {
-            return self.run_one_by_one(memory, multiplier, outside, |_| Ok(()));
+            return self.run_one_by_one(memory, multiplier, outside, || Ok(()));
         }
         let moved = state.last.iter().zip(now).map(|(last, now)| last != now);
         let moves: Vec<bool> = state.moves.iter().zip(moved).map(|(a, b)| *a || b).collect();
@@ -405,20 +409,21 @@ impl CudaExecutable {
         Ok(())
     }
 
-    /// Queues call by call; `behind` comes behind each.
+    /// Queues call by call; `between` comes in front of the first and behind each.
     fn run_one_by_one(
         &self,
         memory: &Memory<'_>,
         multiplier: Option<&Multiplier>,
         outside: &dyn Outside,
-        mut behind: impl FnMut(usize) -> Result<(), StepError>,
+        mut between: impl FnMut() -> Result<(), StepError>,
     ) -> Result<(), StepError> {
         let mut stream = self.gpu.stream().clone();
         if !self.guards.is_empty() {
             stream.clear(memory.stopped)?;
         }
         let calls = bind(&self.parts(), memory, multiplier, self.gpu.stream())?;
-        for (number, mut call) in calls.into_iter().enumerate() {
+        between()?;
+        for mut call in calls {
             if let Bound::Extern(index, addresses) = call {
                 let place = |address: &Address| {
                     let (storage, at) = memory.place(*address);
@@ -434,7 +439,7 @@ impl CudaExecutable {
             } else {
                 call.give(&mut stream, memory)?;
             }
-            behind(number)?;
+            between()?;
         }
         Ok(())
     }

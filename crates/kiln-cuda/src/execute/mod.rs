@@ -15,8 +15,10 @@ mod bound;
 pub mod executable;
 pub mod gpu;
 mod guards;
+mod limits;
 mod replayed;
 mod staging;
 
 pub use executable::{CallTime, CudaExecutable, NothingOutside, Outside, StepError};
 pub use gpu::Gpu;
+pub use limits::Limits;

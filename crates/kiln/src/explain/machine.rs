@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use burn_tensor::{Distribution, Tensor};
 use kiln_burn::{CompileOptions, Error, Kiln, KilnDevice};
+use kiln_cuda::execute::{Gpu, Limits};
 
 use super::report::{Kernel, Machine, Rate};
 
@@ -81,9 +82,36 @@ impl Machine {
             caches: rates,
             flops_per_second: product_speed(threads)?,
             threads,
+            gpu: None,
         };
         known.insert(threads, machine.clone());
         Ok(machine)
+    }
+
+    /// Measures what the GPU of this ordinal can do; takes some milliseconds. `tf32` is [`CompileOptions::tf32`].
+    ///
+    /// # Errors
+    ///
+    /// If there is no such GPU, or it has not 1 GiB of memory left.
+    pub fn measure_gpu(ordinal: usize, tf32: bool) -> Result<Self, Error> {
+        let gpu = Gpu::get(ordinal)?;
+        let Limits {
+            moving,
+            flops_per_second,
+        } = Limits::measure(&gpu, tf32)?;
+        let rate = |&(bytes, bytes_per_second): &(u64, f64)| Rate {
+            bytes,
+            bytes_per_second,
+        };
+        let mut caches: Vec<Rate> = moving.iter().map(rate).collect();
+        let memory = caches.pop().map_or(0.0, |rate| rate.bytes_per_second);
+        Ok(Self {
+            bytes_per_second: memory,
+            caches,
+            flops_per_second,
+            threads: 1,
+            gpu: Some(gpu.device().description().name.clone()),
+        })
     }
 
     /// Bytes a second that the machine moves if there are `bytes` of them: as fast as caches where they fit, between two measurements by the
@@ -106,6 +134,14 @@ impl Machine {
             below = Some(rate);
         }
         self.bytes_per_second
+    }
+
+    /// What was measured, in words: `with 8 threads`, `on NVIDIA H200`.
+    pub fn what(&self) -> String {
+        match &self.gpu {
+            Some(gpu) => format!("on {gpu}"),
+            None => format!("with {} threads", self.threads),
+        }
     }
 
     /// The shortest time in seconds in which this machine could do the work of `kernel`, and what it would spend it with.

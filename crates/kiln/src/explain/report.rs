@@ -302,6 +302,9 @@ pub struct Machine {
     pub flops_per_second: f64,
     /// Threads it was measured with.
     pub threads: usize,
+    /// The GPU that was measured, if it was one.
+    #[serde(default)]
+    pub gpu: Option<String>,
 }
 
 /// How fast an amount of memory is read and written over and over.

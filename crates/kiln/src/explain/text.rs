@@ -50,14 +50,14 @@ impl fmt::Display for Report {
         if let Some(machine) = &self.machine {
             writeln!(
                 f,
-                "  machine: {:.1} GB/s from memory{}, {:.0} GFLOP/s with {} threads",
+                "  machine: {:.1} GB/s from memory{}, {:.0} GFLOP/s {}",
                 machine.bytes_per_second * 1e-9,
                 match machine.caches.first() {
                     Some(rate) => format!(", {:.1} GB/s from the first cache", rate.bytes_per_second * 1e-9),
                     None => String::new(),
                 },
                 machine.flops_per_second * 1e-9,
-                machine.threads
+                machine.what()
             )?;
         }
         Ok(())

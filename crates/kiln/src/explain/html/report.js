@@ -333,7 +333,7 @@ function step(step) {
 
 root.append(node("h1", {}, `Region “${report.region}”`), node("p", { class: "note" },
   `${count(report.calls, "call")}, ${count(report.steps.length, "compiled step")}, ${count(report.breaks.length, "graph break")}, ${count(report.compiles.filter(it => !it.expected).length, "recompile")}` +
-  (report.machine ? `; machine: ${(report.machine.bytes_per_second / 1e9).toFixed(1)} GB/s from memory, ${(report.machine.flops_per_second / 1e9).toFixed(0)} GFLOP/s with ${count(report.machine.threads, "thread")}` : "")));
+  (report.machine ? `; machine: ${(report.machine.bytes_per_second / 1e9).toFixed(1)} GB/s from memory, ${(report.machine.flops_per_second / 1e9).toFixed(0)} GFLOP/s ${report.machine.gpu ? `on ${report.machine.gpu}` : `with ${count(report.machine.threads, "thread")}`}` : "")));
 root.append(findings());
 const tabs = node("div", { class: "tabs", role: "tablist" }), body = node("div");
 function show(at) {
