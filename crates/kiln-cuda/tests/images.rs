@@ -298,6 +298,23 @@ fn convolutions() -> Vec<(&'static str, Convolution)> {
             },
         ),
         (
+            "deep with strides",
+            Convolution {
+                stride: &[2, 2],
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(2, [8, 260], 1, &[5, 4], &[3, 3])
+            },
+        ),
+        (
+            "groups of four",
+            Convolution {
+                low: &[1, 1],
+                high: &[1, 1],
+                ..square(2, [16, 16], 4, &[6, 7], &[3, 3])
+            },
+        ),
+        (
             "many pixels",
             Convolution {
                 low: &[1, 1],
@@ -385,6 +402,50 @@ fn convolutions_and_their_gradients() {
             &convolution.graph(dtype, last),
             &format!("{what}, {dtype}, channels {layout}"),
         );
+    });
+}
+
+/// Convolutions of windows on stored images: of every second place, of some channels, transposed, mirrored, repeated.
+#[test]
+fn convolutions_read_windows() {
+    let attributes = "stride=[1,2], pad_low=[1,0], pad_high=[1,1], dilation=[1,1], groups=1";
+    let plain = "stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1";
+    let windows = [
+        // The stored image, and what is read of it.
+        (
+            "[2,8,9,14]",
+            "slice %0 {starts=[0,0,1,0], limits=[2,8,9,14], steps=[1,1,1,2]}",
+        ),
+        (
+            "[2,13,8,7]",
+            "slice %0 {starts=[0,4,0,0], limits=[2,12,8,7], steps=[1,1,1,1]}",
+        ),
+        ("[2,8,7,8]", "transpose %0 {perm=[0,3,1,2]}"),
+        ("[8,7,8,2]", "transpose %0 {perm=[3,2,0,1]}"),
+        ("[2,8,8,7]", "flip %0 {axes=[2,3]}"),
+        ("[2,8,1,7]", "broadcast %0 {dims=[0,1,2,3]}"),
+    ];
+    let mut items = Vec::new();
+    for (number, window) in windows.into_iter().enumerate() {
+        items.push((window, "f32"));
+        items.push((window, FLOATS[1 + number % 3]));
+    }
+    each(&items, |&((stored, window), dtype)| {
+        let (y, w) = (format!("{dtype}[2,12,8,3]"), format!("{dtype}[12,8,3,3]"));
+        let text = format!(
+            "graph @windows {{
+  %0 = parameter 0 : {dtype}{stored}
+  %1 = parameter 1 : {w}
+  %2 = parameter 2 : {y}
+  %3 = parameter 3 : {dtype}[8,4,2,3]
+  %4 = {window} : {dtype}[2,8,8,7]
+  %5 = conv %4, %1 {{{attributes}}} : {y}
+  %6 = conv_weight_grad %4, %2 {{{attributes}, kernel=[3,3]}} : {w}
+  %7 = conv_input_grad %4, %3 {{{plain}, input=[9,9]}} : {dtype}[2,4,9,9]
+  return %5, %6, %7
+}}"
+        );
+        check(&parse(&text), &format!("{window}, {dtype}"));
     });
 }
 

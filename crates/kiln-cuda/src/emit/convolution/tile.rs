@@ -54,6 +54,31 @@ impl Tile {
         }
     }
 
+    /// A tile for the gradient of a weight of `channels` by `columns`. Chunks of pixels fill the device, whatever the tile is.
+    pub fn of_weight(channels: usize, columns: usize, wide: bool) -> Self {
+        let m = match channels {
+            65.. if !wide => 128,
+            33.. => 64,
+            _ => channels.next_power_of_two().max(8),
+        };
+        // At least a warp of threads with four by four results.
+        let least = (32 * 16 / m).max(8);
+        let n = [8, 16, 32]
+            .into_iter()
+            .find(|&n| n >= least && columns <= n)
+            .unwrap_or(64);
+        let thread = match (m, n) {
+            _ if wide => [4, 4],
+            (128, 64) => [8, 8],
+            (128, 32) | (64, 64) => [8, 4],
+            _ => [4, 4],
+        };
+        Self {
+            block: [m, n],
+            thread,
+        }
+    }
+
     /// Threads of a block.
     pub fn threads(self) -> u32 {
         let [rows, columns] = [0, 1].map(|side| self.block[side] / self.thread[side]);
@@ -61,12 +86,16 @@ impl Tile {
     }
 
     /// The constants of a template.
-    pub fn constants(self) -> [(&'static str, usize); 4] {
+    pub fn constants(self) -> [(&'static str, usize); 5] {
+        // Written out to the end, the products of a thread with 64 results read so far ahead that they take 150 registers and more, and a multiprocessor
+        // has room for one block of 256 threads; with two steps they take 128, and it has room for two.
+        let unrolled = if self.thread == [8, 8] { 2 } else { 8 };
         [
             ("BM", self.block[0]),
             ("BN", self.block[1]),
             ("TM", self.thread[0]),
             ("TN", self.thread[1]),
+            ("UNROLLED", unrolled),
         ]
     }
 }

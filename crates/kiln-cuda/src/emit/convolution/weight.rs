@@ -35,7 +35,7 @@ pub fn generate(convolution: &Convolution<'_>, out: Value) -> Option<KernelCode>
     let ([depth, channels], groups) = (convolution.group, convolution.dims.groups);
     let (columns, pixels) = (depth * convolution.taps(), y.pixels());
     let wide = convolution.sum_bytes() > 4;
-    let tile = tile(channels, columns, wide);
+    let tile = Tile::of_weight(channels, columns, wide);
     let tiles = [channels.div_ceil(tile.block[0]), columns.div_ceil(tile.block[1])];
     let bk = 8;
     let blocks = tiles[0] * tiles[1] * groups;
@@ -86,20 +86,4 @@ pub fn generate(convolution: &Convolution<'_>, out: Value) -> Option<KernelCode>
     let mut code = KernelCode::launches([main, add]);
     code.scratch = count * parts * convolution.sum_bytes();
     Some(code)
-}
-
-/// The tile for a weight of `channels` by `columns`: pixels in chunks fill the device, whatever the tile is.
-fn tile(channels: usize, columns: usize, wide: bool) -> Tile {
-    let m = if channels > 64 && !wide { 128 } else { 64 };
-    let n = [8, 16, 32].into_iter().find(|&n| columns <= n).unwrap_or(64);
-    let thread = match (m, n) {
-        _ if wide => [4, 4],
-        (128, 64) => [8, 8],
-        (128, 32) | (_, 64) => [8, 4],
-        _ => [4, 4],
-    };
-    Tile {
-        block: [m, n],
-        thread,
-    }
 }

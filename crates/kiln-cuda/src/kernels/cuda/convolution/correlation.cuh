@@ -233,7 +233,7 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, T* __
             read_image(of_image, image, pixels, (step + 1) * BK, depth, phase);
             read_weight(of_weight, packed, column, (step + 1) * BK, depth, phase);
         }
-        #pragma unroll
+        #pragma unroll UNROLLED
         for (int k = 0; k < BK; k++) {
             Quad left[TM / 4], right[TN / 4];
             #pragma unroll

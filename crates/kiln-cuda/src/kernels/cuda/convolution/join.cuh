@@ -5,7 +5,7 @@ inline void run(const R* __restrict__ parts, T* __restrict__ result)
     Index number = (Index)blockIdx.x * THREADS + threadIdx.x;
     if (number >= PARTS) return;
     R sum = 0;
-    #pragma unroll 4
+    #pragma unroll 16
     for (int chunk = 0; chunk < CHUNKS; chunk++) sum += parts[chunk * (Index)PARTS + number];
     result[part_at(number)] = narrow(sum);
 }

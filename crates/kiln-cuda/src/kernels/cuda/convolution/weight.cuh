@@ -153,7 +153,7 @@ inline void run(const T* __restrict__ image, const T* __restrict__ gradient, T* 
             read_gradient(of_gradient, gradient, first_row, start + BK, end);
             read_image(of_image, image, columns, start + BK, end);
         }
-        #pragma unroll
+        #pragma unroll UNROLLED
         for (int k = 0; k < BK; k++) {
             Quad left[TM / 4], right[TN / 4];
             #pragma unroll
