@@ -7,6 +7,7 @@ use std::fmt::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::code::CallKind;
 use kiln_cuda::testing::host::{Differential, Outcome, differential};
 use kiln_graph::op::Window;
 use kiln_graph::{Graph, HostTensor};
@@ -405,6 +406,63 @@ fn convolutions_and_their_gradients() {
     });
 }
 
+/// What computes each kernel of a step: the constants by which the templates are told apart.
+fn ways(graph: &Graph) -> Vec<&'static str> {
+    let step = Differential::new(graph).compile().unwrap();
+    let calls = step.code.calls.iter().map(|call| match &call.kind {
+        CallKind::Product { .. } => "product",
+        CallKind::Launch { function, .. } => {
+            let text = &step.code.functions[*function].text.helpers;
+            let has = |constant: &str| text.contains(&format!("constexpr int {constant} ="));
+            match () {
+                () if has("PIXEL_TILES") && has("HOP0") => "tiles",
+                () if has("ROW_TILES") => "tiles of a weight",
+                () if has("CHANNEL_TILES") => "depthwise weight",
+                () if has("OUT_PADDED") && has("VECTOR") => "depthwise",
+                () if has("OUT_PADDED") => "pack",
+                () if has("CHUNKS") => "join",
+                () if has("OUT") => "direct",
+                () => "pool",
+            }
+        }
+        other => panic!("{other:?}"),
+    });
+    calls.collect()
+}
+
+/// Each kind of convolution is computed the way that is meant for it.
+#[test]
+fn each_convolution_has_its_way() {
+    let tiles: &[&str] = &["pack", "tiles", "pack", "tiles", "tiles of a weight"];
+    let cases: [(&str, &[&str]); 9] = [
+        ("tiles", tiles),
+        ("strides", tiles),
+        ("groups", tiles),
+        (
+            "one channel",
+            &["pack", "tiles", "pack", "tiles", "tiles of a weight"],
+        ),
+        ("single elements", &["product", "product", "product"]),
+        ("single elements of groups", &["product", "product", "product"]),
+        (
+            "depthwise",
+            &["pack", "depthwise", "pack", "depthwise", "depthwise weight"],
+        ),
+        ("multiplied depthwise", &["direct", "direct", "tiles of a weight"]),
+        (
+            "many pixels",
+            &["pack", "tiles", "pack", "tiles", "tiles of a weight", "join"],
+        ),
+    ];
+    let all = convolutions();
+    for (what, expected) in cases {
+        let (_, convolution) = all.iter().find(|(name, _)| *name == what).unwrap();
+        let mut found = ways(&convolution.graph("f32", true));
+        found.retain(|&way| way != "pool");
+        assert_eq!(found, expected, "{what}");
+    }
+}
+
 /// Convolutions of windows on stored images: of every second place, of some channels, transposed, mirrored, repeated.
 #[test]
 fn convolutions_read_windows() {
@@ -742,8 +800,12 @@ fn pools_and_their_gradients() {
             continue;
         }
         items.push((what, pool, FLOATS[number % 4], true));
-        items.push((what, pool, FLOATS[(number + 2) % 4], false));
-        items.push((what, pool, ["i32", "u8", "i64", "i16", "u64"][number % 5], false));
+        // Integers every second time.
+        let first = match number % 2 {
+            0 => FLOATS[(number / 2 + 1) % 4],
+            _ => ["i32", "u8", "i64", "i16", "u64"][number / 2 % 5],
+        };
+        items.push((what, pool, first, false));
     }
     each(&items, |&(what, pool, dtype, last)| {
         let layout = if last { "last" } else { "first" };

@@ -170,7 +170,7 @@ impl Template {
             _ => (format!("({register})x"), format!("({memory})x")),
         };
         let text = format!(
-            "namespace @_ {{\ntypedef {memory} T;\ntypedef {register} R;\ntypedef {index} Index;\ninline R widen(T x) {{ return {widen}; }}\n\
+            "namespace @_ {{\ntypedef {memory} T;\ntypedef {register} R;\ntypedef {index} Index;\ntypedef unsigned {index} Count;\ninline R widen(T x) {{ return {widen}; }}\n\
              inline T narrow(R x) {{ return {narrow}; }}\nconstexpr int THREADS = {threads};\n"
         );
         Self {

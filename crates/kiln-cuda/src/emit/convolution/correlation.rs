@@ -155,7 +155,10 @@ pub fn generate(task: &Correlation<'_>) -> Option<KernelCode> {
 /// The launch of the tiles; partial sums are in working memory from byte `parts`.
 fn tiles(task: &Correlation<'_>, division: &Division, parts: usize) -> Option<Launch> {
     let (convolution, image, result) = (task.convolution, task.image, task.result);
-    let vector = if image.has_vectors(4, task.depth) { 4 } else { 1 };
+    let narrow = convolution.dtype.size() == 2;
+    let widths = if narrow { [8, 4] } else { [4, 4] };
+    let fits = |width: &usize| image.has_vectors(*width, task.depth);
+    let vector = widths.into_iter().find(fits).unwrap_or(1);
     let mut template = task.template(division.tile.threads());
     constants_of_the_slide(&mut template, task, division);
     template

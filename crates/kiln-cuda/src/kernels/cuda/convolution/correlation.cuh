@@ -38,21 +38,20 @@ inline Phase phase_of(int number)
 // What a place of the depth is: where the image is read from the pixel's own place, which channel, and which row of the packed weight.
 struct Tap { int apart[3], channel, row; };
 
-inline Tap tap_of(int depth, const Phase& phase)
+inline Tap tap_of(unsigned depth, const Phase& phase)
 {
     Tap tap;
-    int number = depth / DEPTH;
-    tap.channel = depth - number * DEPTH;
+    unsigned number = depth / DEPTH;
+    tap.channel = (int)(depth - number * DEPTH);
     if (PHASES == 1) {
-        tap.apart[2] = number % WINDOW2 * HOP2;
-        tap.apart[1] = number / WINDOW2 % WINDOW1 * HOP1;
-        tap.apart[0] = number / (WINDOW2 * WINDOW1) * HOP0;
-        tap.row = depth;
+        tap.apart[2] = (int)(number % WINDOW2) * HOP2;
+        tap.apart[1] = (int)(number / WINDOW2 % WINDOW1) * HOP1;
+        tap.apart[0] = (int)(number / (WINDOW2 * WINDOW1)) * HOP0;
+        tap.row = (int)depth;
         return tap;
     }
-    int count2 = phase.count[2], count1 = phase.count[1];
-    int rest = number / count2, k2 = number - rest * count2;
-    int k0 = rest / count1, k1 = rest - k0 * count1;
+    unsigned count2 = phase.count[2], count1 = phase.count[1], rest = number / count2;
+    int k2 = (int)(number - rest * count2), k0 = (int)(rest / count1), k1 = (int)(rest - k0 * count1);
     tap.apart[2] = k2 * HOP2;
     tap.apart[1] = k1 * HOP1;
     tap.apart[0] = k0 * HOP0;
@@ -66,7 +65,7 @@ inline Tap tap_of(int depth, const Phase& phase)
 // A pixel of the tile: its image, and where tap 0 reads.
 struct Pixel { Index base; int at[3]; };
 
-inline Pixel pixel_of(int number, const Phase& phase)
+inline Pixel pixel_of(unsigned number, const Phase& phase)
 {
     Pixel pixel;
     if (number >= PIXELS) {
@@ -74,12 +73,12 @@ inline Pixel pixel_of(int number, const Phase& phase)
         pixel.at[0] = pixel.at[1] = pixel.at[2] = -(1 << 29);
         return pixel;
     }
-    pixel.at[2] = number % TILED2 * SLIDE2 + phase.origin[2];
+    pixel.at[2] = (int)(number % TILED2) * SLIDE2 + phase.origin[2];
     number /= TILED2;
-    pixel.at[1] = number % TILED1 * SLIDE1 + phase.origin[1];
+    pixel.at[1] = (int)(number % TILED1) * SLIDE1 + phase.origin[1];
     number /= TILED1;
-    pixel.at[0] = number % TILED0 * SLIDE0 + phase.origin[0];
-    pixel.base = number / TILED0 * X_IMAGE;
+    pixel.at[0] = (int)(number % TILED0) * SLIDE0 + phase.origin[0];
+    pixel.base = (Index)(number / TILED0) * X_IMAGE;
     return pixel;
 }
 
@@ -91,14 +90,14 @@ struct alignas(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Channels { T a
 // Which pixel of the tile, and which channels, a thread brings as its number `i`.
 inline int slot_pixel(int i)
 {
-    int slot = threadIdx.x + i * THREADS;
-    return PIXELS_FIRST ? slot % BM : slot / (BK / VECTOR);
+    unsigned slot = threadIdx.x + i * THREADS;
+    return (int)(PIXELS_FIRST ? slot % BM : slot / (BK / VECTOR));
 }
 
 inline int slot_depth(int i)
 {
-    int slot = threadIdx.x + i * THREADS;
-    return (PIXELS_FIRST ? slot / BM : slot % (BK / VECTOR)) * VECTOR;
+    unsigned slot = threadIdx.x + i * THREADS;
+    return (int)(PIXELS_FIRST ? slot / BM : slot % (BK / VECTOR)) * VECTOR;
 }
 
 inline void read_image(Channels (&held)[BRINGS], const T* image, const Pixel (&pixels)[BRINGS], int start, int depth, const Phase& phase)
@@ -127,28 +126,28 @@ inline void read_weight(Four (&held)[WEIGHTS], const T* packed, int column, int 
     for (int i = 0; i < WEIGHTS; i++) {
         #pragma unroll
         for (int j = 0; j < 4; j++) held[i].at[j] = T{};
-        int slot = threadIdx.x + i * THREADS;
-        int d = start + slot / (BN / 4), n = column + slot % (BN / 4) * 4;
+        unsigned slot = threadIdx.x + i * THREADS;
+        int d = start + (int)(slot / (BN / 4)), n = column + (int)(slot % (BN / 4)) * 4;
         if ((WEIGHED % THREADS != 0 && slot >= WEIGHED) || d >= depth || n >= OUT_PADDED) continue;
         held[i] = *(const Four*)(packed + (Index)tap_of(d, phase).row * OUT_PADDED + n);
     }
 }
 
 // Row `i` of a thread's results in the tile, and column `j`: in fours, so that the lanes of a warp read neighbouring fours of shared memory.
-inline int row_of(int i) { return i / 4 * (BM / (TM / 4)) + (int)threadIdx.x / (BN / TN) * 4 + i % 4; }
-inline int column_of(int j) { return j / 4 * (BN / (TN / 4)) + (int)threadIdx.x % (BN / TN) * 4 + j % 4; }
+inline int row_of(int i) { return i / 4 * (BM / (TM / 4)) + (int)(threadIdx.x / (BN / TN)) * 4 + i % 4; }
+inline int column_of(int j) { return j / 4 * (BN / (TN / 4)) + (int)(threadIdx.x % (BN / TN)) * 4 + j % 4; }
 
 inline void store(const R (&sum)[TM][TN], T* result, R* parts, int first_pixel, int group, int column, const Phase& phase)
 {
     #pragma unroll
     for (int i = 0; i < TM; i++) {
-        int number = first_pixel + row_of(i);
+        unsigned number = first_pixel + row_of(i);
         if (number >= PIXELS) continue;
-        int o2 = number % TILED2 * STEP2 + phase.begin[2];
+        int o2 = (int)(number % TILED2) * STEP2 + phase.begin[2];
         number /= TILED2;
-        int o1 = number % TILED1 * STEP1 + phase.begin[1];
+        int o1 = (int)(number % TILED1) * STEP1 + phase.begin[1];
         number /= TILED1;
-        int o0 = number % TILED0 * STEP0 + phase.begin[0], n = number / TILED0;
+        int o0 = (int)(number % TILED0) * STEP0 + phase.begin[0], n = (int)(number / TILED0);
         if (PHASES > 1 && (o0 >= RESULT0 || o1 >= RESULT1 || o2 >= RESULT2)) continue;
         T* to = result + n * Y_IMAGE + o0 * Y0 + o1 * Y1 + o2 * Y2 + group * OUT * Y_CHANNEL;
         R* part = parts + ((((Index)n * RESULT0 + o0) * RESULT1 + o1) * RESULT2 + o2) * CHANNELS + group * OUT;
@@ -211,7 +210,7 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, T* __
         }
         #pragma unroll
         for (int i = 0; i < WEIGHTS; i++) {
-            int slot = threadIdx.x + i * THREADS;
+            unsigned slot = threadIdx.x + i * THREADS;
             if (WEIGHED % THREADS != 0 && slot >= WEIGHED) continue;
             Quad quad;
             #pragma unroll

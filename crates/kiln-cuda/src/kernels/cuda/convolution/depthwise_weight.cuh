@@ -24,12 +24,12 @@ inline void run(const T* __restrict__ image, const T* __restrict__ gradient, T* 
     }
     R sum[PIECE][VECTOR] = {};
     for (int number = start + lane; mine && number < end; number += LANES) {
-        int rest = number;
-        int o2 = rest % PIXELS2;
+        unsigned rest = number;
+        int o2 = (int)(rest % PIXELS2);
         rest /= PIXELS2;
-        int o1 = rest % PIXELS1;
+        int o1 = (int)(rest % PIXELS1);
         rest /= PIXELS1;
-        int o0 = rest % PIXELS0, n = rest / PIXELS0;
+        int o0 = (int)(rest % PIXELS0), n = (int)(rest / PIXELS0);
         Channels dy = *(const Channels*)(gradient + n * G_IMAGE + o0 * G0 + o1 * G1 + o2 * G2 + channel * G_CHANNEL);
         const T* x = image + n * X_IMAGE + channel * X_CHANNEL;
         #pragma unroll

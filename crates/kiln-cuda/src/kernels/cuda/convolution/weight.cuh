@@ -16,14 +16,14 @@ constexpr int X_BROUGHT = BK * BN / X_VECTOR, X_BRINGS = (X_BROUGHT + THREADS - 
 // Which of a tile's pixels and columns a thread brings as its number `i`; neighbouring threads bring neighbours in memory.
 template <int COLUMNS_OF_TILE, int VECTOR, bool FIRST> inline int pixel_slot(int i)
 {
-    int slot = threadIdx.x + i * THREADS;
-    return FIRST ? slot % BK : slot / (COLUMNS_OF_TILE / VECTOR);
+    unsigned slot = threadIdx.x + i * THREADS;
+    return (int)(FIRST ? slot % BK : slot / (COLUMNS_OF_TILE / VECTOR));
 }
 
 template <int COLUMNS_OF_TILE, int VECTOR, bool FIRST> inline int column_slot(int i)
 {
-    int slot = threadIdx.x + i * THREADS;
-    return (FIRST ? slot / BK : slot % (COLUMNS_OF_TILE / VECTOR)) * VECTOR;
+    unsigned slot = threadIdx.x + i * THREADS;
+    return (int)(FIRST ? slot / BK : slot % (COLUMNS_OF_TILE / VECTOR)) * VECTOR;
 }
 
 inline int g_pixel(int i) { return pixel_slot<BM, G_VECTOR, G_PIXELS_FIRST>(i); }
@@ -36,7 +36,7 @@ inline bool x_mine(int i) { return X_BROUGHT % THREADS == 0 || (int)threadIdx.x 
 // A column: where the image is read from the pixel's own place, and the channel in elements. Columns beyond the last read nowhere.
 struct Column { int apart[3]; Index channel; };
 
-inline Column column_of_image(int number)
+inline Column column_of_image(unsigned number)
 {
     Column column;
     if (number >= COLUMNS) {
@@ -44,25 +44,25 @@ inline Column column_of_image(int number)
         column.channel = 0;
         return column;
     }
-    int tap = number / DEPTH;
-    column.channel = (number - tap * DEPTH) * X_CHANNEL;
-    column.apart[2] = tap % WINDOW2 * DILATION2 - LOW2;
-    column.apart[1] = tap / WINDOW2 % WINDOW1 * DILATION1 - LOW1;
-    column.apart[0] = tap / (WINDOW2 * WINDOW1) * DILATION0 - LOW0;
+    unsigned tap = number / DEPTH;
+    column.channel = (Index)(number - tap * DEPTH) * X_CHANNEL;
+    column.apart[2] = (int)(tap % WINDOW2) * DILATION2 - LOW2;
+    column.apart[1] = (int)(tap / WINDOW2 % WINDOW1) * DILATION1 - LOW1;
+    column.apart[0] = (int)(tap / (WINDOW2 * WINDOW1)) * DILATION0 - LOW0;
     return column;
 }
 
 struct Pixel { int image, at[3]; };
 
-inline Pixel pixel_of(int number)
+inline Pixel pixel_of(unsigned number)
 {
     Pixel pixel;
-    pixel.at[2] = number % PIXELS2;
+    pixel.at[2] = (int)(number % PIXELS2);
     number /= PIXELS2;
-    pixel.at[1] = number % PIXELS1;
+    pixel.at[1] = (int)(number % PIXELS1);
     number /= PIXELS1;
-    pixel.at[0] = number % PIXELS0;
-    pixel.image = number / PIXELS0;
+    pixel.at[0] = (int)(number % PIXELS0);
+    pixel.image = (int)(number / PIXELS0);
     return pixel;
 }
 
@@ -103,8 +103,8 @@ inline void read_image(OfImage (&held)[X_BRINGS], const T* image, const Column (
 }
 
 // Row `i` of a thread's results in the tile, and column `j`: in fours, so that the lanes of a warp read neighbouring fours of shared memory.
-inline int row_of(int i) { return i / 4 * (BM / (TM / 4)) + (int)threadIdx.x / (BN / TN) * 4 + i % 4; }
-inline int column_of(int j) { return j / 4 * (BN / (TN / 4)) + (int)threadIdx.x % (BN / TN) * 4 + j % 4; }
+inline int row_of(int i) { return i / 4 * (BM / (TM / 4)) + (int)(threadIdx.x / (BN / TN)) * 4 + i % 4; }
+inline int column_of(int j) { return j / 4 * (BN / (TN / 4)) + (int)(threadIdx.x % (BN / TN)) * 4 + j % 4; }
 
 inline void run(const T* __restrict__ image, const T* __restrict__ gradient, T* __restrict__ result, R* __restrict__ parts)
 {

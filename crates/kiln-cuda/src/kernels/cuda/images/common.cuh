@@ -1,7 +1,7 @@
 // What kernels of images share. It stands in a namespace of the kernel's own, behind these names:
 //   T, R        type of the elements in memory, and the type that they are computed in
 //   widen, narrow   between T and R
-//   Index       of elements: 64 bits where a tensor has more than 32 count
+//   Index       of elements: 64 bits where a tensor has more than 32 count; Count without a sign, which is faster to divide
 //   THREADS     of a block
 
 // Four neighbouring elements in memory, read and written together.

@@ -4,9 +4,10 @@
 struct Place { int image, channel, at[3]; };
 
 // Element `number` of the result, counted in the order of memory.
-inline Place place_of(Index number)
+inline Place place_of(Index element)
 {
     Place place;
+    Count number = (Count)element;
     if (CHANNELS_LAST) {
         place.channel = (int)(number % CHANNELS);
         number /= CHANNELS;
