@@ -48,14 +48,14 @@ fn nests_compute_what_the_interpreter_does() {
     for seed in 0..2 {
         let what = format!("seeds from {}", 1000 * seed);
         let options = Options::default();
-        Batch::new(1000 * seed..1000 * seed + 8, &nests(), &options).check(&what, &options, 0);
+        Batch::new(1000 * seed..1000 * seed + 8, &nests(), &options).check(&what, &options);
     }
 }
 
 #[test]
 fn nests_that_are_not_fused() {
     let options = not_fused();
-    Batch::new(3000..3008, &nests(), &options).check("not fused", &options, 0);
+    Batch::new(3000..3008, &nests(), &options).check("not fused", &options);
 }
 
 /// Larger tensors: several blocks, whole vectors, long rows.
@@ -65,7 +65,7 @@ fn large_nests() {
     config.max_elements = 60_000;
     config.steps = 20;
     let options = Options::default();
-    Batch::new(500..506, &config, &options).check("large", &options, 0);
+    Batch::new(500..506, &config, &options).check("large", &options);
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn family(family: Family, count: u64) {
     config.floats = vec![DType::F32, DType::F64, DType::F16, DType::BF16];
     let options = Options::default();
     let first = 100 * family as u64;
-    Batch::new(first..first + count, &config, &options).check(&format!("{family:?}"), &options, 0);
+    Batch::new(first..first + count, &config, &options).check(&format!("{family:?}"), &options);
 }
 
 #[test]
