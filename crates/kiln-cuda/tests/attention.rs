@@ -412,7 +412,16 @@ fn tensor_cores() {
     };
     let cases = [
         case([1, 2, 2, 64, 64, 64, 64], PLAIN),
-        case([1, 2, 1, 70, 131, 32, 48], CAUSAL),
+        Case {
+            fill: -60000.0,
+            ..case(
+                [1, 2, 1, 70, 131, 32, 48],
+                AttentionDims {
+                    hidden: true,
+                    ..CAUSAL
+                },
+            )
+        },
         case([1, 1, 1, 65, 68, 128, 16], dropout),
         case([1, 1, 1, 33, 37, 16, 128], dropout),
         Case {

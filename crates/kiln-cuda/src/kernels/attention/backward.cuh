@@ -26,7 +26,7 @@ template <class C> struct kiln_attention_gradient {
 template <class C>
 typename C::real kiln_attention_probability(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
-    typename C::real& p, typename C::real& dp, typename C::real& dropped, int query, int key, bool mixed, bool kept,
+    typename C::real& p, typename C::real& dp, typename C::real& dropped, int query, int key, bool hide, bool kept,
     typename C::real most, typename C::real share)
 {
     typedef typename C::real real;
@@ -34,7 +34,6 @@ typename C::real kiln_attention_probability(
         p = dp = dropped = 0;
         return 0;
     }
-    const bool hide = mixed && plane.hides(query, key);
     p = kiln_attention_exp(plane.score(o, p, query, key, hide, kept) - most) * share;
     dropped = p;
     if (C::dropout && !C::drop_scores) {
@@ -102,9 +101,10 @@ void kiln_attention_d_query(
                 real factor[C::RN], dropped;
                 #pragma unroll
                 for (int j = 0; j < C::RN; j++) {
+                    const bool hide = state != KILN_ATTENTION_OPEN && plane.hides(row + i, from + column + j);
                     factor[j] = kiln_attention_probability<C>(
-                        o, g, plane, p[i][j], dp[i][j], dropped, row + i, from + column + j,
-                        state != KILN_ATTENTION_OPEN, kept >> j & 1, most[i], share[i]);
+                        o, g, plane, p[i][j], dp[i][j], dropped, row + i, from + column + j, hide, kept >> j & 1,
+                        most[i], share[i]);
                     if (ONE || pass == 0) delta[i] += p[i][j] * dp[i][j];
                 }
                 if (ONE) {
@@ -197,9 +197,9 @@ void kiln_attention_d_key(
                 #pragma unroll
                 for (int i = 0; i < C::RM; i++) {
                     real dropped;
+                    const bool hide = state != KILN_ATTENTION_OPEN && plane.hides(at, row + i);
                     const real factor = kiln_attention_probability<C>(
-                        o, g, plane, p[i][j], dp[i][j], dropped, at, row + i, state != KILN_ATTENTION_OPEN,
-                        kept >> i & 1, most, share);
+                        o, g, plane, p[i][j], dp[i][j], dropped, at, row + i, hide, kept >> i & 1, most, share);
                     dp[i][j] = factor == 0 ? (real)0 : p[i][j] * (dp[i][j] + g.inner * delta) * factor;
                     p[i][j] = dropped;
                 }

@@ -25,7 +25,7 @@ void kiln_attention_softmax(
         #pragma unroll
         for (int j = 0; j < C::RN; j++) {
             const bool inside = query + i < C::queries && key + j < C::keys;
-            const bool hide = mixed && inside && plane.hides(query + i, key + j);
+            const bool hide = mixed && plane.hides(query + i, key + j);
             s[i][j] = inside ? plane.score(o, s[i][j], query + i, key + j, hide, kept >> j & 1) : -infinity;
             most = kiln_attention_larger(s[i][j], most);
         }

@@ -99,10 +99,11 @@ template <class C> struct kiln_attention_plane {
         return same ? state : KILN_ATTENTION_MIXED;
     }
 
-    // Whether the score is `fill`, whatever query and key are.
+    // Whether the score is `fill`, whatever query and key are. There is none outside the head.
     __device__ bool hides(int query, int key) const
     {
-        return C::hidden && hidden[kiln_attention_place<typename C::hidden_view>(query, key)];
+        return C::hidden && query < C::queries && key < C::keys
+            && hidden[kiln_attention_place<typename C::hidden_view>(query, key)];
     }
 
     // The score of what has this product; `hide` says whether it is hidden. Both positions are inside the head.

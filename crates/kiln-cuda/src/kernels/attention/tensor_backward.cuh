@@ -35,15 +35,31 @@ template <class C> unsigned kiln_attention_kept_in_columns(
     return bits;
 }
 
+// As kiln_attention_hidden_in_rows, in the order of these bits.
+template <class C>
+unsigned kiln_attention_hidden_in_columns(const kiln_attention_plane<C>& plane, int query, int key)
+{
+    query += threadIdx.x % 4 * 2;
+    key += threadIdx.x % 32 / 4;
+    unsigned bits = 0;
+    #pragma unroll
+    for (int n = 0; n < C::NT; n++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            bits |= (unsigned)plane.hides(query + 8 * n + i % 2, key + 8 * (i / 2)) << (4 * n + i);
+    }
+    return bits;
+}
+
 // kiln_attention_probability, in short where scores are products times the scale.
 template <class C, bool PLAIN>
 float kiln_attention_tensor_probability(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
-    float& p, float& dp, float& dropped, int query, int key, bool mixed, bool kept, float most, float share)
+    float& p, float& dp, float& dropped, int query, int key, bool hide, bool kept, float most, float share)
 {
     if (!PLAIN)
         return kiln_attention_probability<C>(
-            o, g, plane, p, dp, dropped, query, key, mixed, kept, most, share);
+            o, g, plane, p, dp, dropped, query, key, hide, kept, most, share);
     p = kiln_attention_power(p * o.scale, most) * share;
     dropped = p;
     if (C::dropout) {
@@ -70,7 +86,7 @@ template <class C, bool PLAIN>
 void kiln_attention_tensor_d_scores(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
     kiln_attention_tensor_statistics<C>& rows, float (&p)[C::MT][C::NT][4], float (&dp)[C::MT][C::NT][4],
-    const unsigned (&kept)[C::MT], int query, int key, bool mixed, float (&sums)[2 * C::MT][C::width / 8][4],
+    const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int query, int key, float (&sums)[2 * C::MT][C::width / 8][4],
     kiln_u32 (&weights)[2 * C::MT][C::NT][2])
 {
     #pragma unroll
@@ -85,8 +101,8 @@ void kiln_attention_tensor_d_scores(
                 for (int j = 0; j < 2; j++) {
                     const int i = 2 * h + j;
                     factor[n][j] = kiln_attention_tensor_probability<C, PLAIN>(
-                        o, g, plane, p[m][n][i], dp[m][n][i], dropped, row, key + 8 * n + j, mixed,
-                        kept[m] >> (4 * n + i) & 1, rows.most[m][h], rows.share[m][h]);
+                        o, g, plane, p[m][n][i], dp[m][n][i], dropped, row, key + 8 * n + j,
+                        hidden[m] >> (4 * n + i) & 1, kept[m] >> (4 * n + i) & 1, rows.most[m][h], rows.share[m][h]);
                     sum += p[m][n][i];
                     delta += p[m][n][i] * dp[m][n][i];
                 }
@@ -182,21 +198,24 @@ void kiln_attention_tensor_d_query(
         __syncthreads();
         if (following < end) fetch(following, 1 - place);
         const unsigned short* with = tiles + place * BOTH;
+        const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
+        unsigned kept[C::MT] = {}, hidden[C::MT] = {};
+        if (state != KILN_ATTENTION_OPEN)
+            for (int m = 0; m < C::MT; m++)
+                hidden[m] = kiln_attention_hidden_in_rows<C>(plane, first + warp + 16 * m, at);
         float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
         kiln_fragment_dot<stored, C::MT, C::NT, C::width>(p, own + warp * PITCH, with);
         kiln_fragment_dot<stored, C::MT, C::NT, C::value_width>(dp, own_d_out + warp * VALUE_PITCH, with + KEYS);
-        unsigned kept[C::MT] = {};
         if (C::dropout)
             for (int m = 0; m < C::MT; m++)
                 kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
         kiln_u32 weights[2 * C::MT][C::NT][2];
-        const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
         if (kiln_attention_plain<C>(state, first, at, C::OTHER))
             kiln_attention_tensor_d_scores<C, true>(
-                o, g, plane, rows, p, dp, kept, row, at + column, false, sums, weights);
+                o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
         else
             kiln_attention_tensor_d_scores<C, false>(
-                o, g, plane, rows, p, dp, kept, row, at + column, state != KILN_ATTENTION_OPEN, sums, weights);
+                o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
         kiln_fragment_combine<stored, 2 * C::MT, C::NT, C::width>(sums, weights, with);
         place = 1 - place;
         at = following;
@@ -224,7 +243,7 @@ template <class C, bool PLAIN>
 void kiln_attention_tensor_d_columns(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
     const float (*of_queries)[C::OTHER], const float (&p)[C::MT][C::NT][4], const float (&dp)[C::MT][C::NT][4],
-    const unsigned (&kept)[C::MT], int key, int first, bool mixed, kiln_u32 (&of_values)[C::MT][C::NT][2],
+    const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int key, int first, kiln_u32 (&of_values)[C::MT][C::NT][2],
     kiln_u32 (&of_keys)[C::MT][C::NT][2])
 {
     const int column = threadIdx.x % 4 * 2;
@@ -246,8 +265,8 @@ void kiln_attention_tensor_d_columns(
                 for (int j = 0; j < 2; j++) {
                     float x = p[m][n][2 * h + j], d = dp[m][n][2 * h + j];
                     const float factor = kiln_attention_tensor_probability<C, PLAIN>(
-                        o, g, plane, x, d, dropped[j], first + 8 * n + column + j, key + 16 * m + 8 * h, mixed,
-                        kept[m] >> (4 * n + 2 * h + j) & 1, most[j], share[j]);
+                        o, g, plane, x, d, dropped[j], first + 8 * n + column + j, key + 16 * m + 8 * h,
+                        hidden[m] >> (4 * n + 2 * h + j) & 1, kept[m] >> (4 * n + 2 * h + j) & 1, most[j], share[j]);
                     ds[j] = factor == 0 ? 0 : x * (d + add[j]) * factor;
                 }
                 of_values[m][n][h] = kiln_fragment_pack<typename C::stored>(dropped[0], dropped[1]);
@@ -331,23 +350,25 @@ void kiln_attention_tensor_d_key(
             __syncthreads();
             if (following < C::queries) fetch(following, 1 - place);
             const unsigned short* with = tiles + place * BOTH;
+            const int state = plane.template state<C::OTHER, C::OWN>(o, at, first);
+            unsigned kept[C::MT] = {}, hidden[C::MT] = {};
+            if (state != KILN_ATTENTION_OPEN)
+                for (int m = 0; m < C::MT; m++)
+                    hidden[m] = kiln_attention_hidden_in_columns<C>(plane, at, first + warp + 16 * m);
             float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
             kiln_fragment_dot<stored, C::MT, C::NT, C::width>(p, own + warp * PITCH, with);
             kiln_fragment_dot<stored, C::MT, C::NT, C::value_width>(
                 dp, own_values + warp * VALUE_PITCH, with + QUERIES);
-            unsigned kept[C::MT] = {};
             if (C::dropout)
                 for (int m = 0; m < C::MT; m++)
                     kept[m] = kiln_attention_kept_in_columns<C>(o, plane, at, first + warp + 16 * m);
             kiln_u32 of_values[C::MT][C::NT][2], of_keys[C::MT][C::NT][2];
-            const int state = plane.template state<C::OTHER, C::OWN>(o, at, first);
             if (at + C::OTHER <= C::queries && kiln_attention_plain<C>(state, at, first, C::OWN))
                 kiln_attention_tensor_d_columns<C, true>(
-                    o, g, plane, statistics[place], p, dp, kept, row, at, false, of_values, of_keys);
+                    o, g, plane, statistics[place], p, dp, kept, hidden, row, at, of_values, of_keys);
             else
                 kiln_attention_tensor_d_columns<C, false>(
-                    o, g, plane, statistics[place], p, dp, kept, row, at, state != KILN_ATTENTION_OPEN, of_values,
-                    of_keys);
+                    o, g, plane, statistics[place], p, dp, kept, hidden, row, at, of_values, of_keys);
             kiln_fragment_combine<stored, C::MT, C::NT, C::value_width>(d_values, of_values, with + QUERIES);
             kiln_fragment_combine<stored, C::MT, C::NT, C::width>(d_keys, of_keys, with);
             if (following < C::queries) put(1 - place);

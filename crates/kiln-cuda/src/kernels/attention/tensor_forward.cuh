@@ -33,6 +33,34 @@ template <class C> unsigned kiln_attention_kept_in_rows(
     return bits;
 }
 
+// The bits of what is hidden, in the order of those of dropout. They are read before the products, which hide the time that this takes.
+template <class C>
+unsigned kiln_attention_hidden_in_rows(const kiln_attention_plane<C>& plane, int query, int key)
+{
+    typedef typename C::hidden_view view;
+    // Two neighbouring keys at a time, where they are in one word of 16 bits.
+    constexpr bool PAIRS = C::keys % 2 == 0 && view::vectors;
+    query += threadIdx.x % 32 / 4;
+    key += threadIdx.x % 4 * 2;
+    unsigned bits = 0;
+    #pragma unroll
+    for (int n = 0; n < C::NT; n++) {
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = query + 8 * h, column = key + 8 * n;
+            unsigned both = 0;
+            if (PAIRS) {
+                if (row < C::queries && column < C::keys)
+                    both = *(const unsigned short*)(plane.hidden + kiln_attention_place<view>(row, column));
+            } else {
+                both = plane.hides(row, column) | plane.hides(row, column + 1) << 8;
+            }
+            bits |= (both & 1 | both >> 7 & 2) << (4 * n + 2 * h);
+        }
+    }
+    return bits;
+}
+
 // exp(score - most).
 inline float kiln_attention_power(float score, float most)
 {
@@ -69,7 +97,7 @@ template <class C> struct kiln_attention_tensor_rows {
 template <class C, bool PLAIN>
 void kiln_attention_tensor_softmax(
     const kiln_attention_operands<C>& o, const kiln_attention_plane<C>& plane, kiln_attention_tensor_rows<C>& rows,
-    float (&s)[C::MT][C::NT][4], const unsigned (&kept)[C::MT], int query, int key, bool mixed,
+    float (&s)[C::MT][C::NT][4], const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int query, int key,
     kiln_u32 (&weights)[C::MT][C::NT][2])
 {
     const float infinity = kiln_attention_infinity<float>();
@@ -84,12 +112,11 @@ void kiln_attention_tensor_softmax(
                 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     float& x = s[m][n][2 * h + j];
-                    const int column = key + 8 * n + j;
+                    const int column = key + 8 * n + j, bit = 4 * n + 2 * h + j;
                     if (PLAIN) {
                         x *= o.scale;
                     } else if (row < C::queries && column < C::keys) {
-                        const bool hide = mixed && plane.hides(row, column);
-                        x = plane.score(o, x, row, column, hide, kept[m] >> (4 * n + 2 * h + j) & 1);
+                        x = plane.score(o, x, row, column, hidden[m] >> bit & 1, kept[m] >> bit & 1);
                     } else {
                         x = -infinity;
                     }
@@ -171,21 +198,24 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             __syncthreads();
             if (following < end) fetch(following, 1 - place);
             const unsigned short* with = tiles + place * BOTH;
+            const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
+            unsigned kept[C::MT] = {}, hidden[C::MT] = {};
+            if (state != KILN_ATTENTION_OPEN)
+                for (int m = 0; m < C::MT; m++)
+                    hidden[m] = kiln_attention_hidden_in_rows<C>(plane, first + warp + 16 * m, at);
             float s[C::MT][C::NT][4] = {};
             kiln_fragment_dot<stored, C::MT, C::NT, C::width>(
                 s, own + warp * kiln_fragment_pitch(C::width), with);
-            unsigned kept[C::MT] = {};
             if (C::dropout)
                 for (int m = 0; m < C::MT; m++)
                     kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
             kiln_u32 weights[C::MT][C::NT][2];
-            const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
             if (kiln_attention_plain<C>(state, first, at, C::OTHER))
                 kiln_attention_tensor_softmax<C, true>(
-                    o, plane, rows, s, kept, row, at + column, false, weights);
+                    o, plane, rows, s, kept, hidden, row, at + column, weights);
             else
                 kiln_attention_tensor_softmax<C, false>(
-                    o, plane, rows, s, kept, row, at + column, state != KILN_ATTENTION_OPEN, weights);
+                    o, plane, rows, s, kept, hidden, row, at + column, weights);
             kiln_fragment_combine<stored, C::MT, C::NT, C::value_width>(rows.sums, weights, with + KEYS);
             place = 1 - place;
             at = following;
