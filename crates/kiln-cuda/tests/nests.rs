@@ -6,6 +6,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
+use kiln_compiler::{Options, compile};
+use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::testing::host::{Differential, HostStep, Outcome};
 use kiln_graph::op::{BinaryOp, CompareOp, UnaryOp};
@@ -597,4 +599,64 @@ fn results_take_over_arguments() {
         );
         check(&text);
     }
+}
+
+/// Tensors of 2^31 elements and more fit into no test, but their kernels compile, and their positions have 64 bits.
+#[test]
+fn positions_beyond_32_bits() {
+    let text = "graph @large {
+  %x = parameter 0 : bf16[50000,50000]
+  %y = parameter 1 : bf16[50000,50000]
+  %g = mul %x, %y : bf16[50000,50000]
+  %b = reduce sum %g {axes=[0]} : bf16[50000]
+  %t = transpose %x {perm=[1,0]} : bf16[50000,50000]
+  %r = reduce max %y {axes=[1]} : bf16[50000]
+  %s = reduce min %x {axes=[0,1]} : bf16[]
+  return %g, %b, %t, %r, %s
+}";
+    let step = compile(&parse(text), &Options::default(), &CudaTarget::default()).unwrap();
+    for function in &step.code.functions {
+        let body = &function.text.body;
+        let combines = body.contains("* part = ");
+        assert!(
+            combines || body.contains("(kiln_u64)blockIdx") || body.contains("kiln_u64 tile"),
+            "{body}"
+        );
+        assert!(combines || !body.contains("const kiln_u32"), "{body}");
+    }
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
+    compiler.compile(&step.code.sources().0).unwrap();
+}
+
+/// Updates of tensors of any size, and with numbers of their own, share one text and one launch.
+#[test]
+fn updates_share_a_launch() {
+    let mut lines = String::new();
+    let mut results = Vec::new();
+    let mut parameter = 0;
+    for (number, shape) in ["7", "64,33", "1", "4,5,6", "9000"].iter().enumerate() {
+        let count: usize = shape
+            .split(',')
+            .map(|extent| extent.parse::<usize>().unwrap())
+            .product();
+        let _ = writeln!(
+            lines,
+            "  %w{number} = parameter {parameter} : f32[{shape}] ; opt\n  %g{number} = parameter {} : f32[{count}] ; bwd\n  %s{number} = scalar {number} : f32[] ; opt\n  \
+             %h{number} = reshape %g{number} : f32[{shape}] ; opt\n  %q{number} = mul %h{number}, %h{number} : f32[{shape}] ; opt\n  \
+             %b{number} = broadcast %s{number} {{dims=[]}} : f32[{shape}] ; opt\n  %u{number} = mul %q{number}, %b{number} : f32[{shape}] ; opt\n  \
+             %r{number} = sub %w{number}, %u{number} : f32[{shape}] ; opt",
+            parameter + 1,
+        );
+        results.push(format!("%r{number} (alias {parameter})"));
+        parameter += 2;
+    }
+    let text = format!(
+        "graph @updates {{\n{lines}  %large = parameter {parameter} : f32[100000]\n  return {}\n}}",
+        results.join(", ")
+    );
+    check(&text);
+    let step = compile(&parse(&text), &Options::default(), &CudaTarget::default()).unwrap();
+    // One element has no variable, and so a text of its own.
+    assert_eq!((step.code.functions.len(), step.code.calls.len()), (2, 2));
 }

@@ -121,20 +121,22 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
         unroll(&writer, &text),
         coordinates(space, &space.rows, ty, "row"),
     ));
-    let mut combinations = Vec::new();
+    let mut parts: Vec<Partials> = Vec::new();
     let mut shared = 0;
     for late in &lates {
         if late.by_column() {
             let partials = writer.partials(late, chunks, "blockIdx.y", true);
             statements.push_str(&store_columns(&writer, late, &partials, across, lanes, items));
             shared = shared.max(THREADS * width * late.dtype.size() as i64);
-            combinations.extend(writer.combination(late, &partials));
+            parts.push(partials);
         } else {
             let partials = writer.partials(late, tiles * chunks, "blockIdx.y * gridDim.x + blockIdx.x", true);
             statements.push_str(&writer.store_total(late, &partials, THREADS));
-            combinations.extend(writer.combination(late, &partials));
+            parts.push(partials);
         }
     }
+    let pairs: Vec<(&Late, &Partials)> = lates.iter().zip(&parts).collect();
+    let combinations = writer.combinations(&pairs);
     let launch = Launch {
         text: FunctionText {
             helpers: String::new(),

@@ -135,47 +135,89 @@ impl Writer<'_> {
         )
     }
 
-    /// The kernel that combines the chunks, if there are several.
-    pub(super) fn combination(&self, late: &Late, partials: &Partials) -> Option<Launch> {
-        let scratch = partials.scratch?;
-        Some(combination(
-            late,
-            self.graph.dtype(late.value),
-            scratch,
-            partials.chunks,
-        ))
+    /// The kernels that combine the chunks: results that are combined alike share one.
+    pub(super) fn combinations(&self, lates: &[(&Late, &Partials)]) -> Vec<Launch> {
+        let mut launches: Vec<(Alike, Vec<Argument>)> = Vec::new();
+        for (late, partials) in lates {
+            let Some(scratch) = partials.scratch else { continue };
+            let alike = Alike {
+                op: late.op,
+                part: late.dtype,
+                dtype: self.graph.dtype(late.value),
+                count: late.count,
+                chunks: partials.chunks,
+            };
+            let own = [
+                Argument::Scratch(scratch),
+                Argument::Buffer(Buffer::Value(late.value)),
+            ];
+            match launches.iter_mut().find(|(known, _)| *known == alike) {
+                Some((_, arguments)) => arguments.extend(own),
+                None => launches.push((alike, own.to_vec())),
+            }
+        }
+        let launch = |(alike, arguments): (Alike, Vec<Argument>)| alike.launch(arguments);
+        launches.into_iter().map(launch).collect()
     }
 }
 
-/// Adds up the partial results of the chunks, sums of f32 in f64. Neighbouring threads have neighbouring elements; several lanes of the block take every so-many-th
-/// chunk each, and are combined in pairs.
-fn combination(late: &Late, dtype: DType, scratch: usize, chunks: i64) -> Launch {
-    let count = late.count;
-    let register = match (late.op, late.dtype) {
-        (ReduceOp::Sum, DType::F32) => DType::F64,
-        (_, dtype) => dtype,
-    };
-    let across = if count >= 32 { 32 } else { power_of_two(count) };
-    // Some eight chunks a lane, and no more threads than a block has.
-    let lanes = power_of_two(ceil(chunks, 8)).clamp(1, 1024 / across);
-    let lanes = if across * lanes < 32 { 32 / across } else { lanes };
-    let threads = across * lanes;
-    let (part, memory) = (c::memory_type(late.dtype), c::memory_type(dtype));
-    let (wide, narrow) = (c::register_type(register), c::register_type(dtype));
-    let neutral = c::neutral(late.op, register);
-    let element = c::widened(late.dtype, &format!("part[chunk * {count} + k]"));
-    let next = c::combine(late.op, register, "x", &format!("({wide})({element})"));
-    let pair = c::combine(
-        late.op,
-        register,
-        "x",
-        &format!("lanes[(y + apart) * {across} + threadIdx.x % {across}]"),
-    );
-    let stored = c::narrowed(dtype, &format!("({narrow})x"));
-    let body = format!(
-        "__shared__ {wide} lanes[{threads}];
-const {part}* part = (const {part}*)a0;
-const kiln_u64 k = (kiln_u64)blockIdx.x * {across} + threadIdx.x % {across};
+/// What says how partial results are combined.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Alike {
+    op: ReduceOp,
+    /// The type of partial results.
+    part: DType,
+    /// The type of results.
+    dtype: DType,
+    count: i64,
+    chunks: i64,
+}
+
+impl Alike {
+    /// Adds up the partial results of the chunks, sums of f32 in f64. Neighbouring threads have neighbouring elements; several lanes of the block take every so-many-th
+    /// chunk each, and are combined in pairs. `blockIdx.y` numbers results; each has two arguments.
+    fn launch(self, arguments: Vec<Argument>) -> Launch {
+        let Self {
+            op,
+            part,
+            dtype,
+            count,
+            chunks,
+        } = self;
+        let results = arguments.len() / 2;
+        let register = match (op, part) {
+            (ReduceOp::Sum, DType::F32) => DType::F64,
+            (_, dtype) => dtype,
+        };
+        let across = if count >= 32 { 32 } else { power_of_two(count) };
+        // Some eight chunks a lane, and no more threads than a block has.
+        let lanes = power_of_two(ceil(chunks, 8)).clamp(1, 1024 / across);
+        let lanes = if across * lanes < 32 { 32 / across } else { lanes };
+        let threads = across * lanes;
+        let (ty, memory) = (c::memory_type(part), c::memory_type(dtype));
+        let (wide, narrow) = (c::register_type(register), c::register_type(dtype));
+        let neutral = c::neutral(op, register);
+        let element = c::widened(part, &format!("part[chunk * {count} + k]"));
+        let next = c::combine(op, register, "x", &format!("({wide})({element})"));
+        let pair = c::combine(
+            op,
+            register,
+            "x",
+            &format!("lanes[(y + apart) * {across} + threadIdx.x % {across}]"),
+        );
+        let stored = c::narrowed(dtype, &format!("({narrow})x"));
+        let choose = |name: char| {
+            let others = (1..results).map(|result| format!("blockIdx.y == {result} ? {name}{result} : "));
+            others.collect::<String>() + &format!("{name}0")
+        };
+        let pointers = format!(
+            "const {ty}* part = {};\n{memory}* out = {};\n",
+            choose('a'),
+            choose('b')
+        );
+        let body = format!(
+            "__shared__ {wide} lanes[{threads}];
+{pointers}const kiln_u64 k = (kiln_u64)blockIdx.x * {across} + threadIdx.x % {across};
 const int y = threadIdx.x / {across};
 {wide} x = {neutral};
 if (k < {count}) {{
@@ -189,22 +231,22 @@ __syncthreads();
 if (y < apart) x = {pair};
 __syncthreads();
 }}
-if (y == 0 && k < {count}) a1[k] = {stored};
+if (y == 0 && k < {count}) out[k] = {stored};
 "
-    );
-    Launch {
-        text: FunctionText {
-            helpers: String::new(),
-            parameters: vec!["const unsigned char* a0".into(), format!("{memory}* a1")],
-            body,
-            threads: threads as u32,
-            device_only: false,
-        },
-        grid: [grid(ceil(count, across)), 1, 1],
-        shared_bytes: 0,
-        arguments: vec![
-            Argument::Scratch(scratch),
-            Argument::Buffer(Buffer::Value(late.value)),
-        ],
+        );
+        Launch {
+            text: FunctionText {
+                helpers: String::new(),
+                parameters: (0..results)
+                    .flat_map(|result| [format!("const {ty}* a{result}"), format!("{memory}* b{result}")])
+                    .collect(),
+                body,
+                threads: threads as u32,
+                device_only: false,
+            },
+            grid: [grid(ceil(count, across)), results as u32, 1],
+            shared_bytes: 0,
+            arguments,
+        }
     }
 }

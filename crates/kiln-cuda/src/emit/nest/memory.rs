@@ -92,7 +92,9 @@ impl Writer<'_> {
             &format!("a{at}[{}]", self.index_text(position, place.lane)),
         );
         if place.level < 2 {
-            self.reads_rows |= place.level == 1;
+            if place.level == 1 {
+                self.read_by_rows.push(buffer.bytes(self.graph));
+            }
             return self.define(dtype, place, &text);
         }
         *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);

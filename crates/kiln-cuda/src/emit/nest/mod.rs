@@ -97,8 +97,9 @@ fn is_total(graph: &Graph, nest: &Nest) -> bool {
 /// Joins variables as long as every index treats two of them as one; the indices of the space that is left. `seen` writes the kernel for the sake of them.
 fn prepare(space: &mut Space, seen: impl Fn(&Space) -> Vec<Seen>) -> Vec<Seen> {
     loop {
-        let found = seen(space);
-        if !space.collapse(&found) {
+        if !space.collapse(&seen(space)) {
+            space.renumber();
+            let found = seen(space);
             let positions = found.iter().filter(|seen| seen.weight > 0);
             let most = positions.map(|seen| seen.index.range().1).max().unwrap_or(0);
             let points = space.product(&space.rows) * space.product(&space.cols);

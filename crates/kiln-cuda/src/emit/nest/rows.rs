@@ -181,7 +181,7 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     let text = row(&mut writer, &shape, &lates, &partials);
     let mut statements: String = writer.top.iter().map(|line| format!("{line}\n")).collect();
     let mut shared = 0;
-    let (mut ends, mut combinations) = (String::new(), Vec::new());
+    let mut ends = String::new();
     for ((_, late), partials) in lates.iter().zip(&partials) {
         statements.push_str(&begin_late(&writer, &shape, late, partials));
         if !late.by_column() {
@@ -190,11 +190,14 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
             }
             ends.push_str(&writer.store_total(late, partials, shape.threads));
         } else if shape.unrolled {
-            shared = shared.max(shape.abreast() * shape.items * space.width * late.dtype.size() as i64);
+            if shape.abreast() > 1 {
+                shared = shared.max(shape.abreast() * shape.items * space.width * late.dtype.size() as i64);
+            }
             ends.push_str(&store_columns(&writer, &shape, late, partials));
         }
-        combinations.extend(writer.combination(late, partials));
     }
+    let pairs: Vec<(&Late, &Partials)> = lates.iter().map(|(_, late)| late).zip(&partials).collect();
+    let combinations = writer.combinations(&pairs);
     statements.push_str(&rows(&writer, &shape, &text));
     let launch = Launch {
         text: FunctionText {
@@ -281,7 +284,7 @@ fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape 
     let each = match late {
         false => abreast,
         true => {
-            let fill = (132 * 2048 / threads / 2).min(rows / (abreast * 4));
+            let fill = (132 * 1024 / threads).min(1056).min(rows / (abreast * 8));
             let blocks = fill.max(rows / (abreast * LONGEST)).max(1);
             ceil(ceil(rows, blocks), abreast) * abreast
         }
@@ -375,9 +378,10 @@ fn row(writer: &mut Writer<'_>, shape: &Shape, lates: &[(usize, Late)], partials
             text.push_str(line);
             text.push('\n');
         }
-        // An element that was read once for the row may be overwritten from here on.
-        let stores = passes.get(stage).is_some_and(|pass| !pass.stores.is_empty());
-        if stores && writer.reads_rows && shape.group > 1 {
+        // A store may be to the memory of a tensor of which the row has read one element, by threads that are behind.
+        let overwrites = |store: &Store| writer.read_by_rows.contains(&store.buffer.bytes(writer.graph));
+        let pass = passes.get(stage);
+        if shape.group > 1 && pass.is_some_and(|pass| pass.stores.iter().any(overwrites)) {
             text.push_str(if shape.group > 32 {
                 "__syncthreads();\n"
             } else {
@@ -637,6 +641,12 @@ fn begin_late(writer: &Writer<'_>, shape: &Shape, late: &Late, partials: &Partia
 
 /// Combines the groups of a block, column by column, through shared memory, and stores the partial results.
 fn store_columns(writer: &Writer<'_>, shape: &Shape, late: &Late, partials: &Partials) -> String {
+    if shape.abreast() == 1 {
+        let position = writer.index_text(&late.position, true);
+        let stored = c::narrowed(partials.dtype, &element(writer, late));
+        let store = format!("{}[{position}] = {stored};", partials.address);
+        return each_element(writer, shape, &store);
+    }
     let (ty, index) = (late.register(), writer.index_type());
     let (width, items, abreast, threads) = (writer.width, shape.items, shape.abreast(), shape.threads);
     let lane = if width == 1 { "" } else { " + l" };

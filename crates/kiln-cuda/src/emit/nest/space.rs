@@ -107,6 +107,21 @@ impl Space {
         self.nest.substitute(&with);
     }
 
+    /// Numbers the variables that are left from 0 on, so that nests that differ in others have one text.
+    pub(super) fn renumber(&mut self) {
+        let left: Vec<Var> = self.rows.iter().chain(&self.cols).copied().collect();
+        let extents: Vec<i64> = left.iter().map(|&var| self.extent(var)).collect();
+        let with = |var: Var, extent: i64| match left.iter().position(|&own| own == var) {
+            Some(at) => Index::var(at as Var, extent),
+            None => Index::default(),
+        };
+        self.nest.substitute(&with);
+        self.nest.extents = extents;
+        let rows = self.rows.len() as Var;
+        self.cols = (rows..left.len() as Var).collect();
+        self.rows = (0..rows).collect();
+    }
+
     /// Chooses along which variable neighbouring threads lie: that in which most accesses are contiguous. It becomes the last of its list.
     /// Of `rows_too`, also variables of rows are candidates.
     pub(super) fn choose_vector(&mut self, seen: &[Seen], rows_too: bool) {

@@ -2,7 +2,7 @@
 
 use kiln_graph::Graph;
 
-use super::late::Late;
+use super::late::{Late, Partials};
 use super::space::{Seen, Space};
 use super::writer::Writer;
 use super::{Launch, THREADS, c, ceil, coordinates, grid, unroll};
@@ -84,12 +84,14 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
             items * width
         ));
     }
-    let mut combinations = Vec::new();
+    let mut parts: Vec<Partials> = Vec::new();
     for late in &lates {
         let partials = writer.partials(late, chunks, "blockIdx.x", true);
         statements.push_str(&writer.store_total(late, &partials, THREADS));
-        combinations.extend(writer.combination(late, &partials));
+        parts.push(partials);
     }
+    let pairs: Vec<(&Late, &Partials)> = lates.iter().zip(&parts).collect();
+    let combinations = writer.combinations(&pairs);
     let launch = Launch {
         text: FunctionText {
             helpers: String::new(),

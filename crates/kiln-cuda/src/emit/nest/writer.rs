@@ -87,8 +87,8 @@ pub(super) struct Writer<'a> {
     pub(super) kept: Kept,
     /// How often the loop over a row runs, where it is unrolled.
     pub(super) turns: i64,
-    /// Whether an element was read once for a row.
-    pub(super) reads_rows: bool,
+    /// The sizes of buffers of which an element was read once for a row.
+    pub(super) read_by_rows: Vec<usize>,
     /// Bytes of working memory.
     pub(super) scratch: usize,
     /// What a block brings into shared memory to read it across, if it does.
@@ -120,7 +120,7 @@ impl<'a> Writer<'a> {
             evaluated: FxHashMap::default(),
             kept: Kept::default(),
             turns: 1,
-            reads_rows: false,
+            read_by_rows: Vec::new(),
             scratch: 0,
             tiles: None,
         }
