@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use burn_backend::{DType, Shape};
+use burn_flex::FlexTensor;
 use kiln_compiler::{Contract, Keep, Options};
 use kiln_cuda::execute::{CallTime, CudaExecutable, Gpu, Outside, StepError};
 use kiln_cuda::runtime::Storage as Memory;
@@ -146,15 +147,8 @@ impl Cuda {
                 left = true;
                 continue;
             };
-            let Some(host) = convert::to_host(tensor) else {
-                left = true;
-                continue;
-            };
-            let indices = host.to_i64s();
-            let (Some(&least), Some(&most)) = (indices.iter().min(), indices.iter().max()) else {
-                continue;
-            };
-            if let Some(error) = check.error(least.into(), most.into()) {
+            let wrong = extremes(tensor).and_then(|(least, most)| check.error(least, most));
+            if let Some(error) = wrong {
                 return Err(ExecuteError::Index(Box::new(error)));
             }
         }
@@ -308,6 +302,29 @@ fn on_gpu(tensor: &Storage) -> Option<&GpuTensor> {
     match tensor {
         Storage::Gpu(tensor) => Some(tensor),
         Storage::Host(_) => None,
+    }
+}
+
+/// The least and the largest of some integers; none if there are none.
+fn extremes(tensor: &FlexTensor) -> Option<(i128, i128)> {
+    fn of<T: Copy + Ord + Into<i128>>(elements: &[T]) -> Option<(i128, i128)> {
+        let first = *elements.first()?;
+        let (least, most) = elements.iter().fold((first, first), |(least, most), &element| {
+            (least.min(element), most.max(element))
+        });
+        Some((least.into(), most.into()))
+    }
+    let tensor = convert::contiguous(tensor.clone());
+    match tensor.dtype() {
+        DType::I64 => of(tensor.storage::<i64>()),
+        DType::I32 => of(tensor.storage::<i32>()),
+        DType::I16 => of(tensor.storage::<i16>()),
+        DType::I8 => of(tensor.storage::<i8>()),
+        DType::U64 => of(tensor.storage::<u64>()),
+        DType::U32 => of(tensor.storage::<u32>()),
+        DType::U16 => of(tensor.storage::<u16>()),
+        DType::U8 => of(tensor.storage::<u8>()),
+        other => unreachable!("indices are integers, not {other:?}"),
     }
 }
 
