@@ -1,9 +1,13 @@
 //! Attention, forward and backward: the case that the templates of [`crate::kernels::attention`] are told.
 //!
 //! Operands are windows of any strides, so heads are never split or joined in memory, and heads of keys that several heads of queries share are never
-//! repeated. Where keys are hidden by a mask, one more launch looks at its tiles first ([`Masks`]).
+//! repeated. Where a mask hides keys, one more launch says for each tile of scores whether all, some or none are hidden there: attention leaves out tiles of
+//! the first kind, and reads the mask in those of the second alone.
 //!
-//! [`operands`] collects what an operation reads, [`plan`] cuts it into tiles, [`case`] writes the struct of constants.
+//! Types of 16 bits are computed by tensor cores where widths are multiples of 16 up to 128 and rows begin at multiples of 16 bytes; everything else is
+//! computed in f32 or f64 by the plain kernels.
+//!
+//! `operands` collects what an operation reads, `plan` cuts it into tiles, `case` writes the struct of constants.
 
 mod case;
 mod operands;
