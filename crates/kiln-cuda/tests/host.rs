@@ -168,14 +168,19 @@ fn lanes_exchange_values() {
                 .sum()
         }),
     ];
-    for (expression, expected) in cases {
-        let body = format!("unsigned x = in[threadIdx.x]; __syncwarp(); out[threadIdx.x] = {expression};");
-        let kernel = OneKernel {
-            body: body.leak(),
-            ..OneKernel::default()
-        };
+    let lines: Vec<String> = (0..)
+        .zip(&cases)
+        .map(|(number, (expression, _))| format!("out[64 * {number} + threadIdx.x] = {expression};\n"))
+        .collect();
+    let body = format!("unsigned x = in[threadIdx.x]; __syncwarp();\n{}", lines.concat());
+    let kernel = OneKernel {
+        body: body.leak(),
+        bytes: [256, 256 * cases.len()],
+        ..OneKernel::default()
+    };
+    for ((expression, expected), actual) in cases.iter().zip(kernel.words().chunks(64)) {
         assert_eq!(
-            kernel.words(),
+            actual,
             (0..64).map(expected).collect::<Vec<u32>>(),
             "{expression}"
         );

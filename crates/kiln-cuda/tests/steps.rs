@@ -2,7 +2,7 @@
 
 use kiln_cuda::testing::host::{Differential, HostStep};
 use kiln_graph::alias::assign_aliases;
-use kiln_graph::{Graph, HostTensor, interpret_f64};
+use kiln_graph::{DType, Graph, HostTensor, interpret_f64};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, arguments, decoder_step};
 
@@ -74,4 +74,24 @@ fn a_decoder_step_of_whole_vectors() {
         keep: 1.0,
     };
     check(&adam(sizes), 2e-4);
+}
+
+/// The same step with all floats of another type; what lies between is rounded to it as well.
+#[test]
+fn decoder_steps_of_every_float() {
+    let sizes = Sizes {
+        layers: 1,
+        batch: 2,
+        length: 9,
+        width: 32,
+        heads: 2,
+        hidden: 48,
+        vocabulary: 40,
+        keep: 0.8,
+    };
+    let text = adam(sizes).to_string();
+    for (dtype, limit) in [(DType::F64, 1e-13), (DType::F16, 1e-3), (DType::BF16, 8e-3)] {
+        let graph = Graph::parse(&text.replace("f32", dtype.name())).unwrap();
+        check(&graph, limit);
+    }
 }

@@ -2,9 +2,11 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt::Write as _;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 use std::{env, fs};
 
 use libloading::Library;
@@ -40,6 +42,9 @@ const FLAGS: [&str; 15] = [
     "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow",
     "-fsanitize-undefined-trap-on-error",
 ];
+
+/// How long a library is kept.
+const KEPT: Duration = Duration::from_secs(2 * 24 * 3600);
 
 /// `kiln_host_launch` of the header.
 type LaunchFunction =
@@ -77,10 +82,8 @@ impl Kernels {
             let _ = write!(key, "{byte:02x}");
             key
         });
-        let folder = env::temp_dir().join("kiln-cuda-host");
-        let path = folder.join(format!("{key}.so"));
+        let path = folder()?.join(format!("{key}.so"));
         if !path.is_file() {
-            fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             compile(&text, &path)?;
         }
         // SAFETY: the library was built of the header and kernels; loading it runs no code of theirs.
@@ -122,6 +125,36 @@ impl Kernels {
                 0 => Ok(()),
                 _ => Err(CStr::from_ptr(message.as_ptr()).to_string_lossy().into_owned()),
             }
+        }
+    }
+}
+
+/// Where libraries are kept: a folder of this user alone, from which old ones are removed.
+fn folder() -> Result<&'static Path, String> {
+    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let made = FOLDER.get_or_init(|| {
+        // SAFETY: asks for a number.
+        let user = unsafe { libc::geteuid() };
+        let folder = env::temp_dir().join(format!("kiln-cuda-host-{user}"));
+        let mut builder = fs::DirBuilder::new();
+        let made = builder.recursive(true).mode(0o700).create(&folder);
+        made.map_err(|error| format!("{}: {error}", folder.display()))?;
+        remove_old(&folder);
+        Ok(folder)
+    });
+    made.as_deref().map_err(Clone::clone)
+}
+
+/// Removes what was built more than [`KEPT`] ago. What cannot be removed stays.
+fn remove_old(folder: &Path) {
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    for file in files {
+        let age = file
+            .metadata()
+            .and_then(|it| it.modified())
+            .map(|at| at.elapsed().unwrap_or_default());
+        if age.is_ok_and(|age| age > KEPT) {
+            let _ = fs::remove_file(file.path());
         }
     }
 }
