@@ -143,6 +143,7 @@ impl Writer<'_> {
             }
         };
         let lines = match data.lane || self.width == 1 {
+            _ if kept && data.level < 2 => &mut self.fills,
             true => &mut self.body,
             false => &mut self.loads,
         };

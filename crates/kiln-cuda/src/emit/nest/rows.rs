@@ -23,8 +23,8 @@ use crate::code::FunctionText;
 const LONGEST: i64 = 128;
 const BLOCK: i64 = 64;
 
-/// Registers of 32 bits that the kept elements of a row and late sums may take.
-const KEPT: i64 = 64;
+/// Bytes of registers that the kept elements of a row and late sums may take in a thread: a quarter of what it has.
+const KEPT: i64 = 256;
 
 /// Most turns of an unrolled loop over a row.
 const TURNS: i64 = 16;
@@ -111,46 +111,54 @@ fn dry_run<'a>(graph: &'a Graph, space: &'a Space, kept: FxHashSet<Key>) -> Writ
     writer
 }
 
-/// Values that several passes need, and how many registers hold those of one point that live from one pass to a later one.
+/// What a thread keeps of a row in registers.
 struct Kept {
+    /// Values that several passes need.
     keys: FxHashSet<Key>,
-    words: i64,
+    /// Bytes of those of one point that live from one pass to a later one.
+    bytes: i64,
+    /// What one pass alone loads, and the bytes of that for one point: kept too if there is room, so that all loads of a thread are under way at once.
+    once: FxHashSet<Key>,
+    once_bytes: i64,
 }
 
 impl Kept {
     /// What several passes evaluate, or of that only what is loaded.
     fn of(graph: &Graph, space: &Space, loads_only: bool) -> Self {
-        let several = |writer: &mut Writer<'_>| -> Vec<(Key, u64)> {
-            let evaluated = std::mem::take(&mut writer.evaluated).into_iter();
-            evaluated.filter(|(_, passes)| passes.count_ones() > 1).collect()
-        };
-        let candidates = several(&mut dry_run(graph, space, FxHashSet::default()));
-        let loaded = |value: Value| !space.nest.uses_of(value).is_empty();
-        let candidates = candidates
-            .into_iter()
-            .filter(|((value, _), _)| !loads_only || loaded(*value));
+        let evaluated = |kept: FxHashSet<Key>| std::mem::take(&mut dry_run(graph, space, kept).evaluated);
+        let several = |passes: u64| passes.count_ones() > 1;
+        let loaded = |key: &Key| !space.nest.uses_of(key.0).is_empty();
+        let candidates = evaluated(FxHashSet::default()).into_iter();
+        let candidates = candidates.filter(|(key, passes)| several(*passes) && (!loads_only || loaded(key)));
         let candidates: FxHashSet<Key> = candidates.map(|(key, _)| key).collect();
         // With those kept, what they are computed from is needed in fewer passes.
-        let own = several(&mut dry_run(graph, space, candidates.clone()));
-        let own: Vec<(Key, u64)> = own
-            .into_iter()
-            .filter(|(key, _)| candidates.contains(key))
-            .collect();
+        let all = evaluated(candidates.clone());
+        let size = |key: &Key| {
+            let dtype = graph.dtype(key.0);
+            let held = if loaded(key) { dtype } else { dtype.compute() };
+            held.size() as i64
+        };
+        let own = || {
+            all.iter()
+                .filter(|(key, passes)| several(**passes) && candidates.contains(*key))
+        };
         let live_behind = |pass: u32| -> i64 {
             let lives = |passes: u64| passes.trailing_zeros() <= pass && passes >> (pass + 1) != 0;
-            let alive = own.iter().filter(|(_, passes)| lives(*passes));
-            alive.map(|((value, _), _)| words(graph.dtype(*value))).sum()
+            let alive = own().filter(|(_, passes)| lives(**passes));
+            alive.map(|(key, _)| size(key)).sum()
         };
+        let at_loaded = |key: &Key| key.1.iter().any(Index::has_data);
+        let once = all
+            .iter()
+            .filter(|(key, passes)| !several(**passes) && loaded(key) && !at_loaded(key));
+        let once: FxHashSet<Key> = once.map(|(key, _)| key.clone()).collect();
         Self {
-            words: (0..63).map(live_behind).max().unwrap_or(0),
-            keys: own.into_iter().map(|(key, _)| key).collect(),
+            bytes: (0..63).map(live_behind).max().unwrap_or(0),
+            keys: own().map(|(key, _)| key.clone()).collect(),
+            once_bytes: once.iter().map(size).sum(),
+            once,
         }
     }
-}
-
-/// Registers of 32 bits that an element takes.
-fn words(dtype: DType) -> i64 {
-    ceil(dtype.size() as i64, 4)
 }
 
 /// Writes the kernels.
@@ -225,13 +233,17 @@ fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
         .map(|(_, late)| late)
         .collect();
     let all = Kept::of(graph, space, false);
-    let (group, unrolled) = group(space, &lates, all.words);
+    let (group, unrolled) = group(space, &lates, all.bytes);
     if unrolled {
-        return (complete(space, &lates, group, true), all.keys);
+        let mut keys = all.keys;
+        if fits(space, &lates, group, all.bytes + all.once_bytes) {
+            keys.extend(all.once);
+        }
+        return (complete(space, &lates, group, true), keys);
     }
     // Dear values are computed again before elements are loaded again.
     let loads = Kept::of(graph, space, true);
-    let (group, unrolled) = self::group(space, &lates, loads.words);
+    let (group, unrolled) = self::group(space, &lates, loads.bytes);
     (complete(space, &lates, group, unrolled), loads.keys)
 }
 
@@ -241,22 +253,27 @@ fn column_bytes(lates: &[Late]) -> i64 {
     columns.map(|late| late.dtype.size() as i64).max().unwrap_or(0)
 }
 
-/// How many threads share a row, and whether what each holds of it fits into registers if it keeps `kept` words of a point.
-fn group(space: &Space, lates: &[Late], kept: i64) -> (i64, bool) {
+/// Whether what a thread of `group` holds of a row fits into registers, if it keeps `kept` bytes of a point.
+fn fits(space: &Space, lates: &[Late], group: i64, kept: i64) -> bool {
     let columns = lates.iter().filter(|late| late.by_column());
-    let each = kept + columns.map(|late| words(late.dtype)).sum::<i64>();
+    let each = kept + columns.map(|late| late.dtype.size() as i64).sum::<i64>();
+    let items = space.product(&space.cols) / space.width;
+    let turns = ceil(items, group);
+    // A thread of a large block has fewer registers.
+    let most = if group >= 1024 { KEPT / 2 } else { KEPT };
+    let shared = items * space.width * column_bytes(lates);
+    turns <= TURNS && turns * space.width * each <= most && shared <= SHARED
+}
+
+/// How many threads share a row, and whether what each holds of it fits into registers if it keeps `kept` bytes of a point.
+fn group(space: &Space, lates: &[Late], kept: i64) -> (i64, bool) {
     let rows = space.product(&space.rows);
     let items = space.product(&space.cols) / space.width;
-    let turns = |group: i64| ceil(items, group);
-    let fits = |group: i64| {
-        // A thread of a large block has fewer registers.
-        let most = if group >= 1024 { KEPT / 2 } else { KEPT };
-        let shared = items * space.width * column_bytes(lates);
-        turns(group) <= TURNS && turns(group) * space.width * each <= most && shared <= SHARED
-    };
+    let fits = |group: i64| fits(space, lates, group, kept);
     if space.vector.is_some_and(|vector| space.rows.contains(&vector)) {
         return (1, fits(1));
     }
+    let turns = |group: i64| ceil(items, group);
     let mut group = power_of_two(items).min(32);
     // Few rows are shared by more threads, so that all multiprocessors have work.
     while group < 1024 && turns(group) > 1 && (!fits(group) || turns(group) > 8 || rows * group < FILL) {
@@ -489,6 +506,10 @@ fn one_pass(
         let dtype = writer.buffer_dtype(store.buffer);
         writer.see(&store.position, 2, dtype);
         writer.store_point(store);
+    }
+    let fills: String = writer.fills.drain(..).map(|line| format!("{line}\n")).collect();
+    if !fills.is_empty() {
+        text.push_str(&columns(writer, shape, &fills, ""));
     }
     let points = writer.end_points(active);
     if !points.is_empty() {

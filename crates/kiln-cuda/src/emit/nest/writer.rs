@@ -68,6 +68,8 @@ pub(super) struct Writer<'a> {
     pub(super) sections: Vec<Vec<String>>,
     /// Lines of a point: what is loaded for all neighbours, what is done for each, what is stored for all.
     pub(super) loads: Vec<String>,
+    /// Lines that load what is kept, all turns of a thread in front of the first that computes.
+    pub(super) fills: Vec<String>,
     pub(super) body: Vec<String>,
     pub(super) stores: Vec<String>,
     /// Declarations of arrays that live as long as a row.
@@ -107,6 +109,7 @@ impl<'a> Writer<'a> {
             top: Vec::new(),
             sections: Vec::new(),
             loads: Vec::new(),
+            fills: Vec::new(),
             body: Vec::new(),
             stores: Vec::new(),
             row_arrays: Vec::new(),
@@ -224,6 +227,7 @@ impl<'a> Writer<'a> {
         self.known.retain(|_, register| register.place.level < 2);
         self.slots.retain(|_, register| register.place.level < 2);
         self.loads.clear();
+        self.fills.clear();
         self.body.clear();
         self.stores.clear();
     }
