@@ -434,10 +434,11 @@ fn ways(graph: &Graph) -> Vec<&'static str> {
 #[test]
 fn each_convolution_has_its_way() {
     let tiles: &[&str] = &["pack", "tiles", "pack", "tiles", "tiles of a weight"];
-    let cases: [(&str, &[&str]); 9] = [
+    let cases: [(&str, &[&str]); 10] = [
         ("tiles", tiles),
         ("strides", tiles),
         ("groups", tiles),
+        ("groups of four", tiles),
         (
             "one channel",
             &["pack", "tiles", "pack", "tiles", "tiles of a weight"],

@@ -144,9 +144,9 @@ impl Convolution<'_> {
         self.group == [1, 1] && self.dims.groups > 1
     }
 
-    /// Whether groups are so narrow that a tile of one of them would read a few bytes of each line of memory.
+    /// Whether groups are narrower than a tile's narrowest vectors.
     fn is_narrow(&self) -> bool {
-        self.dims.groups > 1 && self.group[0].min(self.group[1]) * self.dtype.size() < 16
+        self.dims.groups > 1 && self.group[0].min(self.group[1]) < 4
     }
 
     /// Elements of the window.

@@ -178,13 +178,15 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, T* __
     alignas(16) __shared__ R b[2][BK][BN];
 
     unsigned block = blockIdx.x;
+    // Neighbouring blocks read the same pixels: the channels of narrow groups share what memory is read in.
     int column = block % COLUMN_TILES * BN;
     block /= COLUMN_TILES;
+    int group = block % GROUPS;
+    block /= GROUPS;
     int first_pixel = block % PIXEL_TILES * BM;
     block /= PIXEL_TILES;
     Phase phase = phase_of(block % PHASES);
-    block /= PHASES;
-    int group = block % GROUPS, chunk = block / GROUPS;
+    int chunk = block / PHASES;
 
     int depth = phase.count[0] * phase.count[1] * phase.count[2] * DEPTH;
     int steps = (depth + BK - 1) / BK, share = (steps + CHUNKS - 1) / CHUNKS;
