@@ -423,6 +423,8 @@ fn tensor_cores() {
             )
         },
         case([1, 1, 1, 65, 68, 128, 16], dropout),
+        case([1, 2, 1, 20, 36, 24, 8], PLAIN),
+        case([1, 1, 1, 20, 36, 8, 40], PLAIN),
         case([1, 1, 1, 33, 37, 16, 128], dropout),
         Case {
             masks: [[false; 4], [false, false, true, true]],

@@ -137,6 +137,8 @@ impl Case<'_> {
         );
         let tensor = self.tensor.iter().flat_map(|tensor| {
             [
+                ("WIDE", TensorPlan::padded(e.width)),
+                ("VALUE_WIDE", TensorPlan::padded(e.value_width)),
                 ("MT", tensor.row_blocks),
                 ("NT", tensor.column_blocks),
                 ("OWN", tensor.own()),
@@ -181,7 +183,8 @@ fn view_text(name: &str, view: &View) -> String {
     let [batch, head, row, column] = view.strides;
     format!(
         "struct @_{name} {{ static constexpr long long batch = {batch}, head = {head}, row = {row}, column = {column}; \
-         typedef {} index; static constexpr bool vectors = {}; }};\n",
+         static constexpr int columns = {}; typedef {} index; static constexpr bool vectors = {}; }};\n",
+        view.extents[3],
         view.index(),
         view.vectors()
     )

@@ -4,7 +4,7 @@
 //! repeated. Where a mask hides keys, one more launch says for each tile of scores whether all, some or none are hidden there: attention leaves out tiles of
 //! the first kind, and reads the mask in those of the second alone.
 //!
-//! Types of 16 bits are computed by tensor cores where widths are multiples of 16 up to 128 and rows begin at multiples of 16 bytes; everything else is
+//! Types of 16 bits are computed by tensor cores where widths are multiples of 8 up to 128 and rows begin at multiples of 16 bytes; everything else is
 //! computed in f32 or f64 by the plain kernels.
 //!
 //! `operands` collects what an operation reads, `plan` cuts it into tiles, `case` writes the struct of constants.
@@ -25,6 +25,10 @@ use crate::kernels::attention::{TEMPLATES, TENSOR_TEMPLATES};
 
 /// The code of `node`; none if nothing here computes it.
 pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
+    let mut results = graph.node(node).outputs.iter();
+    if results.all(|&value| graph.ty(value).numel() == 0) {
+        return Some(KernelCode::default());
+    }
     let operands = Operands::new(graph, kernel, node, options)?;
     let mut writer = Writer {
         tensor_cores: operands.fits_tensor_cores(options),

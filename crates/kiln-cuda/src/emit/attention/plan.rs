@@ -162,10 +162,15 @@ impl TensorPlan {
         })
     }
 
+    /// The width of a row in shared memory: whole blocks of 16 columns.
+    pub fn padded(width: usize) -> usize {
+        width.next_multiple_of(16)
+    }
+
     /// The wider one of queries and values.
     fn widest(e: &Extents) -> Option<usize> {
         let widths = [e.width, e.value_width];
-        let fits = |width: &usize| width.is_multiple_of(16) && (16..=128).contains(width);
+        let fits = |width: &usize| width.is_multiple_of(8) && (8..=128).contains(width);
         widths.iter().all(fits).then(|| e.width.max(e.value_width))
     }
 
@@ -186,7 +191,7 @@ impl TensorPlan {
 
     /// Bytes of shared memory: rows of the block, of queries alone or of the values' width as well, and two tiles of both. Rows are eight elements apart.
     pub fn shared_bytes(&self, e: &Extents, own_values: bool) -> u32 {
-        let (width, value_width) = (e.width + 8, e.value_width + 8);
+        let (width, value_width) = (Self::padded(e.width) + 8, Self::padded(e.value_width) + 8);
         let own = self.own() * (width + if own_values { value_width } else { 0 });
         (2 * (own + 2 * self.other() * (width + value_width))) as u32
     }
@@ -256,7 +261,7 @@ mod tests {
                 let gradient = gradient.unwrap();
                 assert!(gradient.shared_bytes(&e, true) <= 99 * 1024, "{gradient:?}");
             }
-            assert_eq!(TensorPlan::forward(&Extents { width: 24, ..e }), None);
+            assert_eq!(TensorPlan::forward(&Extents { width: 20, ..e }), None);
             let wide = Extents {
                 value_width: 144,
                 ..e

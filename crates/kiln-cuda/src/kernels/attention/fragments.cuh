@@ -207,7 +207,7 @@ void kiln_fragment_combine(
     }
 }
 
-// Begins to copy ROWS rows from `first` of a head with `rows` rows of WIDTH columns into shared memory; zeros behind the last.
+// Begins to copy ROWS rows from `first` of a head with `rows` rows into shared memory, WIDTH columns each; zeros behind the last row and column.
 template <class C, class V, int ROWS, int WIDTH, class T>
 void kiln_fragment_fetch(unsigned short* to, const T* head, int first, int rows)
 {
@@ -217,7 +217,7 @@ void kiln_fragment_fetch(unsigned short* to, const T* head, int first, int rows)
         const int at = begin + threadIdx.x;
         if (ROWS * PARTS % C::THREADS != 0 && at >= ROWS * PARTS) break;
         const int row = at / PARTS, column = at % PARTS * 8;
-        const bool inside = first + row < rows;
+        const bool inside = first + row < rows && (WIDTH == V::columns || column < V::columns);
         const T* from = head + (inside ? kiln_attention_place<V>(first + row, column) : 0);
         kiln_copy(to + row * kiln_fragment_pitch(WIDTH) + column, from, inside);
     }
@@ -228,7 +228,7 @@ template <class V, int WIDTH, class T>
 void kiln_fragment_store(T* head, int row, const float (&sum)[WIDTH / 8][4], int half, float factor)
 {
     #pragma unroll
-    for (int c = 0; c < WIDTH / 8; c++) {
+    for (int c = 0; c < V::columns / 8; c++) {
         const kiln_u32 both = kiln_fragment_pack<T>(sum[c][2 * half] * factor, sum[c][2 * half + 1] * factor);
         T* to = head + kiln_attention_place<V>(row, 8 * c + threadIdx.x % 4 * 2);
         if (V::vectors) {

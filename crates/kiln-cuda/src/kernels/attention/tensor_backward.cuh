@@ -86,7 +86,7 @@ template <class C, bool PLAIN>
 void kiln_attention_tensor_d_scores(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
     kiln_attention_tensor_statistics<C>& rows, float (&p)[C::MT][C::NT][4], float (&dp)[C::MT][C::NT][4],
-    const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int query, int key, float (&sums)[2 * C::MT][C::width / 8][4],
+    const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int query, int key, float (&sums)[2 * C::MT][C::WIDE / 8][4],
     kiln_u32 (&weights)[2 * C::MT][C::NT][2])
 {
     #pragma unroll
@@ -113,7 +113,7 @@ void kiln_attention_tensor_d_scores(
             const float less = rows.shift[m][h] - shift;
             rows.shift[m][h] = shift;
             #pragma unroll
-            for (int c = 0; c < C::width / 8; c++) {
+            for (int c = 0; c < C::WIDE / 8; c++) {
                 #pragma unroll
                 for (int i = 2 * h; i < 2 * h + 2; i++) sums[m][c][i] += less * sums[C::MT + m][c][i];
             }
@@ -144,7 +144,7 @@ void kiln_attention_tensor_d_query(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, typename C::stored* d_query)
 {
     typedef typename C::stored stored;
-    constexpr int PITCH = kiln_fragment_pitch(C::width), VALUE_PITCH = kiln_fragment_pitch(C::value_width);
+    constexpr int PITCH = kiln_fragment_pitch(C::WIDE), VALUE_PITCH = kiln_fragment_pitch(C::VALUE_WIDE);
     constexpr int KEYS = C::OTHER * PITCH, BOTH = KEYS + C::OTHER * VALUE_PITCH;
     unsigned short* own = (unsigned short*)kiln_dynamic_shared();
     unsigned short* own_d_out = own + C::OWN * PITCH;
@@ -157,8 +157,8 @@ void kiln_attention_tensor_d_query(
     const auto values = kiln_attention_head<typename C::value_view>(o.value, plane.batch, plane.group);
     const int first = tile * C::OWN, warp = threadIdx.x / 32 * 16 * C::MT;
     const int row = first + warp + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    kiln_fragment_fetch<C, typename C::query_view, C::OWN, C::width>(own, queries, first, C::queries);
-    kiln_fragment_fetch<C, typename C::d_out_view, C::OWN, C::value_width>(own_d_out, d_out, first, C::queries);
+    kiln_fragment_fetch<C, typename C::query_view, C::OWN, C::WIDE>(own, queries, first, C::queries);
+    kiln_fragment_fetch<C, typename C::d_out_view, C::OWN, C::VALUE_WIDE>(own_d_out, d_out, first, C::queries);
 
     kiln_attention_tensor_statistics<C> rows = {};
     bool counts = false;
@@ -177,7 +177,7 @@ void kiln_attention_tensor_d_query(
         if (threadIdx.x == 0) g.counts[number * C::ROW_TILES + tile] = counts;
     }
     const int end = kiln_attention_keys<C>(first + C::OWN);
-    float sums[2 * C::MT][C::width / 8][4] = {};
+    float sums[2 * C::MT][C::WIDE / 8][4] = {};
     int place = 0;
     bool left_out = false;
     auto next = [&](int from) {
@@ -185,8 +185,8 @@ void kiln_attention_tensor_d_query(
     };
     auto fetch = [&](int from, int where) {
         unsigned short* to = tiles + where * BOTH;
-        kiln_fragment_fetch<C, typename C::key_view, C::OTHER, C::width>(to, keys, from, C::keys);
-        kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::value_width>(to + KEYS, values, from, C::keys);
+        kiln_fragment_fetch<C, typename C::key_view, C::OTHER, C::WIDE>(to, keys, from, C::keys);
+        kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::VALUE_WIDE>(to + KEYS, values, from, C::keys);
         kiln_copies_end_group();
     };
     int at = next(0);
@@ -204,8 +204,8 @@ void kiln_attention_tensor_d_query(
             for (int m = 0; m < C::MT; m++)
                 hidden[m] = kiln_attention_hidden_in_rows<C>(plane, first + warp + 16 * m, at);
         float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
-        kiln_fragment_dot<stored, C::MT, C::NT, C::width>(p, own + warp * PITCH, with);
-        kiln_fragment_dot<stored, C::MT, C::NT, C::value_width>(dp, own_d_out + warp * VALUE_PITCH, with + KEYS);
+        kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(p, own + warp * PITCH, with);
+        kiln_fragment_dot<stored, C::MT, C::NT, C::VALUE_WIDE>(dp, own_d_out + warp * VALUE_PITCH, with + KEYS);
         if (C::dropout)
             for (int m = 0; m < C::MT; m++)
                 kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
@@ -216,7 +216,7 @@ void kiln_attention_tensor_d_query(
         else
             kiln_attention_tensor_d_scores<C, false>(
                 o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
-        kiln_fragment_combine<stored, 2 * C::MT, C::NT, C::width>(sums, weights, with);
+        kiln_fragment_combine<stored, 2 * C::MT, C::NT, C::WIDE>(sums, weights, with);
         place = 1 - place;
         at = following;
     }
@@ -229,10 +229,10 @@ void kiln_attention_tensor_d_query(
             const float delta = rows.delta[m][h];
             const float rest = rows.shift[m][h] + g.inner * delta;
             #pragma unroll
-            for (int c = 0; c < C::width / 8; c++)
+            for (int c = 0; c < C::WIDE / 8; c++)
                 for (int j = 2 * h; j < 2 * h + 2; j++) sums[m][c][j] += rest * sums[C::MT + m][c][j];
             if (at >= C::queries) continue;
-            kiln_fragment_store<typename C::d_query_view, C::width>(result, at, sums[m], h, 1);
+            kiln_fragment_store<typename C::d_query_view, C::WIDE>(result, at, sums[m], h, 1);
             if (threadIdx.x % 4 == 0) g.delta[plane.row + at] = delta;
         }
     }
@@ -282,7 +282,7 @@ void kiln_attention_tensor_d_key(
     typename C::stored* d_value)
 {
     typedef typename C::stored stored;
-    constexpr int PITCH = kiln_fragment_pitch(C::width), VALUE_PITCH = kiln_fragment_pitch(C::value_width);
+    constexpr int PITCH = kiln_fragment_pitch(C::WIDE), VALUE_PITCH = kiln_fragment_pitch(C::VALUE_WIDE);
     constexpr int QUERIES = C::OTHER * PITCH, BOTH = QUERIES + C::OTHER * VALUE_PITCH;
     // Of the queries of two tiles: the largest score, one over the sum of exponentials, delta.
     __shared__ float statistics[2][3][C::OTHER];
@@ -295,13 +295,13 @@ void kiln_attention_tensor_d_key(
     const auto values = kiln_attention_head<typename C::value_view>(o.value, batch, group);
     const int first = tile * C::OWN, warp = threadIdx.x / 32 * 16 * C::MT;
     const int row = first + warp + threadIdx.x % 32 / 4;
-    kiln_fragment_fetch<C, typename C::key_view, C::OWN, C::width>(own, keys, first, C::keys);
-    kiln_fragment_fetch<C, typename C::value_view, C::OWN, C::value_width>(own_values, values, first, C::keys);
+    kiln_fragment_fetch<C, typename C::key_view, C::OWN, C::WIDE>(own, keys, first, C::keys);
+    kiln_fragment_fetch<C, typename C::value_view, C::OWN, C::VALUE_WIDE>(own_values, values, first, C::keys);
     constexpr int SHARE = C::heads / C::key_heads;
     const int ahead = first - (C::keys - C::queries);
     const int start = C::causal && ahead > 0 ? ahead / C::OTHER * C::OTHER : 0;
 
-    float d_keys[C::MT][C::width / 8][4] = {}, d_values[C::MT][C::value_width / 8][4] = {};
+    float d_keys[C::MT][C::WIDE / 8][4] = {}, d_values[C::MT][C::VALUE_WIDE / 8][4] = {};
     int place = 0;
     #pragma unroll 1
     for (int head = group * SHARE; head < (group + 1) * SHARE; head++) {
@@ -319,8 +319,8 @@ void kiln_attention_tensor_d_key(
         float fresh[3];
         auto fetch = [&](int from, int where) {
             unsigned short* to = tiles + where * BOTH;
-            kiln_fragment_fetch<C, typename C::query_view, C::OTHER, C::width>(to, queries, from, C::queries);
-            kiln_fragment_fetch<C, typename C::d_out_view, C::OTHER, C::value_width>(
+            kiln_fragment_fetch<C, typename C::query_view, C::OTHER, C::WIDE>(to, queries, from, C::queries);
+            kiln_fragment_fetch<C, typename C::d_out_view, C::OTHER, C::VALUE_WIDE>(
                 to + QUERIES, d_out, from, C::queries);
             kiln_copies_end_group();
             const int at = from + threadIdx.x;
@@ -356,8 +356,8 @@ void kiln_attention_tensor_d_key(
                 for (int m = 0; m < C::MT; m++)
                     hidden[m] = kiln_attention_hidden_in_columns<C>(plane, at, first + warp + 16 * m);
             float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
-            kiln_fragment_dot<stored, C::MT, C::NT, C::width>(p, own + warp * PITCH, with);
-            kiln_fragment_dot<stored, C::MT, C::NT, C::value_width>(
+            kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(p, own + warp * PITCH, with);
+            kiln_fragment_dot<stored, C::MT, C::NT, C::VALUE_WIDE>(
                 dp, own_values + warp * VALUE_PITCH, with + QUERIES);
             if (C::dropout)
                 for (int m = 0; m < C::MT; m++)
@@ -369,8 +369,8 @@ void kiln_attention_tensor_d_key(
             else
                 kiln_attention_tensor_d_columns<C, false>(
                     o, g, plane, statistics[place], p, dp, kept, hidden, row, at, of_values, of_keys);
-            kiln_fragment_combine<stored, C::MT, C::NT, C::value_width>(d_values, of_values, with + QUERIES);
-            kiln_fragment_combine<stored, C::MT, C::NT, C::width>(d_keys, of_keys, with);
+            kiln_fragment_combine<stored, C::MT, C::NT, C::VALUE_WIDE>(d_values, of_values, with + QUERIES);
+            kiln_fragment_combine<stored, C::MT, C::NT, C::WIDE>(d_keys, of_keys, with);
             if (following < C::queries) put(1 - place);
             place = 1 - place;
             at = following;
@@ -384,8 +384,8 @@ void kiln_attention_tensor_d_key(
         for (int h = 0; h < 2; h++) {
             const int at = row + 16 * m + 8 * h;
             if (at >= C::keys) continue;
-            kiln_fragment_store<typename C::d_key_view, C::width>(to_keys, at, d_keys[m], h, 1);
-            kiln_fragment_store<typename C::d_value_view, C::value_width>(to_values, at, d_values[m], h, 1);
+            kiln_fragment_store<typename C::d_key_view, C::WIDE>(to_keys, at, d_keys[m], h, 1);
+            kiln_fragment_store<typename C::d_value_view, C::VALUE_WIDE>(to_values, at, d_values[m], h, 1);
         }
     }
 }

@@ -90,7 +90,7 @@ template <class C> bool kiln_attention_plain(int state, int query, int key, int 
 }
 
 template <class C> struct kiln_attention_tensor_rows {
-    float most[C::MT][2], total[C::MT][2], sums[C::MT][C::value_width / 8][4];
+    float most[C::MT][2], total[C::MT][2], sums[C::MT][C::VALUE_WIDE / 8][4];
 };
 
 // Takes a tile of products into the sums of the rows, and gives the weights.
@@ -142,7 +142,7 @@ void kiln_attention_tensor_softmax(
                 weights[m][n][h] = kiln_fragment_pack<typename C::stored>(weight[0], weight[1]);
             }
             #pragma unroll
-            for (int c = 0; c < C::value_width / 8; c++) {
+            for (int c = 0; c < C::VALUE_WIDE / 8; c++) {
                 rows.sums[m][c][2 * h] *= shrink;
                 rows.sums[m][c][2 * h + 1] *= shrink;
             }
@@ -154,10 +154,10 @@ template <class C>
 void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename C::stored* out, float* stats)
 {
     typedef typename C::stored stored;
-    constexpr int KEYS = C::OTHER * kiln_fragment_pitch(C::width);
-    constexpr int BOTH = KEYS + C::OTHER * kiln_fragment_pitch(C::value_width);
+    constexpr int KEYS = C::OTHER * kiln_fragment_pitch(C::WIDE);
+    constexpr int BOTH = KEYS + C::OTHER * kiln_fragment_pitch(C::VALUE_WIDE);
     unsigned short* own = (unsigned short*)kiln_dynamic_shared();
-    unsigned short* tiles = own + C::OWN * kiln_fragment_pitch(C::width);
+    unsigned short* tiles = own + C::OWN * kiln_fragment_pitch(C::WIDE);
     const int tile = C::OWN_TILES - 1 - (int)(blockIdx.x % C::OWN_TILES), number = blockIdx.x / C::OWN_TILES;
     const kiln_attention_plane<C> plane(o, number / C::heads, number % C::heads);
     const auto queries = kiln_attention_head<typename C::query_view>(o.query, plane.batch, plane.head);
@@ -166,7 +166,7 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
     const int first = tile * C::OWN, warp = threadIdx.x / 32 * 16 * C::MT;
     // The first of this lane's rows, and of its columns in a tile.
     const int row = first + warp + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    kiln_fragment_fetch<C, typename C::query_view, C::OWN, C::width>(own, queries, first, C::queries);
+    kiln_fragment_fetch<C, typename C::query_view, C::OWN, C::WIDE>(own, queries, first, C::queries);
 
     kiln_attention_tensor_rows<C> rows = {};
     for (int m = 0; m < C::MT; m++) rows.most[m][0] = rows.most[m][1] = -kiln_attention_infinity<float>();
@@ -186,8 +186,8 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
         int at = kiln_attention_next<C>(o, plane, first, 0, end, pass == 1, left_out);
         auto fetch = [&](int from, int where) {
             unsigned short* to = tiles + where * BOTH;
-            kiln_fragment_fetch<C, typename C::key_view, C::OTHER, C::width>(to, keys, from, C::keys);
-            kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::value_width>(to + KEYS, values, from, C::keys);
+            kiln_fragment_fetch<C, typename C::key_view, C::OTHER, C::WIDE>(to, keys, from, C::keys);
+            kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::VALUE_WIDE>(to + KEYS, values, from, C::keys);
             kiln_copies_end_group();
         };
         if (at < end) fetch(at, place);
@@ -204,8 +204,8 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
                 for (int m = 0; m < C::MT; m++)
                     hidden[m] = kiln_attention_hidden_in_rows<C>(plane, first + warp + 16 * m, at);
             float s[C::MT][C::NT][4] = {};
-            kiln_fragment_dot<stored, C::MT, C::NT, C::width>(
-                s, own + warp * kiln_fragment_pitch(C::width), with);
+            kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(
+                s, own + warp * kiln_fragment_pitch(C::WIDE), with);
             if (C::dropout)
                 for (int m = 0; m < C::MT; m++)
                     kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
@@ -216,7 +216,7 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             else
                 kiln_attention_tensor_softmax<C, false>(
                     o, plane, rows, s, kept, hidden, row, at + column, weights);
-            kiln_fragment_combine<stored, C::MT, C::NT, C::value_width>(rows.sums, weights, with + KEYS);
+            kiln_fragment_combine<stored, C::MT, C::NT, C::VALUE_WIDE>(rows.sums, weights, with + KEYS);
             place = 1 - place;
             at = following;
         }
@@ -235,7 +235,7 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             }
             const int at = row + 16 * m + 8 * h;
             if (at >= C::queries) continue;
-            kiln_fragment_store<typename C::out_view, C::value_width>(result, at, rows.sums[m], h, 1 / total);
+            kiln_fragment_store<typename C::out_view, C::VALUE_WIDE>(result, at, rows.sums[m], h, 1 / total);
             if (threadIdx.x % 4 == 0) {
                 stats[(plane.row + at) * 2] = most;
                 stats[(plane.row + at) * 2 + 1] = total;
