@@ -148,7 +148,7 @@ fn arguments_that_do_not_fit_are_refused_before_anything_is_queued() {
         let outputs = [setup.state.clone(), setup.gpu.allocate(4).unwrap()];
         setup.step.run(inputs, &outputs, &[], &NothingOutside, false)
     };
-    let error = run(&[setup.state.clone()]).unwrap_err();
+    let error = run(std::slice::from_ref(&setup.state)).unwrap_err();
     assert_eq!(error.to_string(), "step `step` takes 2 tensors, got 1");
     let error = run(&[setup.state.clone(), small]).unwrap_err();
     assert_eq!(error.to_string(), "step `step` takes 4096 bytes, got 16");

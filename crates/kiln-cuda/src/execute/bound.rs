@@ -123,7 +123,7 @@ pub enum Bound<'a> {
     /// A kernel.
     Kernel(Launch),
     /// A product.
-    Product(PreparedProduct<'a>, &'a CallKind),
+    Product(Box<PreparedProduct<'a>>, &'a CallKind),
     /// Operation `.0` that runs outside, with its operands and results.
     Extern(u32, &'a [Address]),
 }
@@ -170,7 +170,7 @@ pub fn bind<'a>(
                 let (Some(multiplier), Some(choice)) = (multiplier, choice) else {
                     unreachable!("every product has an algorithm, from the library")
                 };
-                Bound::Product(multiplier.prepare(product, choice)?, &call.kind)
+                Bound::Product(Box::new(multiplier.prepare(product, choice)?), &call.kind)
             }
             CallKind::Guard {
                 check, least, most, ..
