@@ -855,7 +855,7 @@ fn gradients_from_any_indices() {
     });
 }
 
-/// The same kernels as machine code.
+/// The same kernels as machine code: one of each kind, or with `KILN_TEST_THOROUGH` in the environment all of them.
 #[test]
 fn kernels_compile_for_devices() {
     let Some(nvrtc) = common::nvrtc() else { return };
