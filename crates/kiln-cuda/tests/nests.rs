@@ -1,4 +1,5 @@
-//! Loop nests in CUDA C++, on the host, against the interpreter: each kind of kernel in each element type, with sizes that fit its groups and sizes that do not.
+//! Loop nests in CUDA C++, on the host, against the interpreter: each kind of kernel in each element type,
+//! with sizes that fit its groups and sizes that do not.
 
 mod common;
 
@@ -41,7 +42,8 @@ struct Batch {
 }
 
 impl Batch {
-    /// Adds lines in which `P` is the next parameter, `S` the next scalar, and the names of values begin with `%`; `results` are returned.
+    /// Adds lines in which `P` is the next parameter, `S` the next scalar, and the names of values begin with
+    /// `%`; `results` are returned.
     fn add(&mut self, lines: &str, results: &[&str]) {
         self.parts += 1;
         let own = |line: &str| line.replace('%', &format!("%p{}_", self.parts));
@@ -264,7 +266,8 @@ fn late_sums_beside_rows() {
                 format!("{dtype}[{rows}]"),
                 format!("{dtype}[{columns}]"),
             );
-            // The gradient of a normalisation: rows for the input, columns for the weight, everything for a norm.
+            // The gradient of a normalisation: rows for the input, columns for the weight, everything for a
+            // norm.
             batch.add(
                 &format!(
                     "%x = parameter P : {whole}\n%dy = parameter P : {whole}\n%g = parameter P : {column}\n\
@@ -569,7 +572,8 @@ fn indices_and_joins() {
 
 #[test]
 fn results_take_over_arguments() {
-    // An update in place, a softmax in place, and a loss's gradient over its logits, of which one element of each row is read apart.
+    // An update in place, a softmax in place, and a loss's gradient over its logits, of which one element of
+    // each row is read apart.
     for (count, classes) in [(64, 1000), (33, 129), (40, 7)] {
         let text = format!(
             "graph @in_place {{
@@ -601,7 +605,8 @@ fn results_take_over_arguments() {
     }
 }
 
-/// Tensors of 2^31 elements and more fit into no test, but their kernels compile, and their positions have 64 bits.
+/// Tensors of 2^31 elements and more fit into no test, but their kernels compile, and their positions have 64
+/// bits.
 #[test]
 fn positions_beyond_32_bits() {
     let text = "graph @large {

@@ -1,7 +1,8 @@
 //! Nests that reduce columns, late, and no rows: the gradient of a bias beside the gradient it sums up.
 //!
-//! A block is a tile of columns by lanes: each thread has some neighbouring columns and takes every so-many-th row of a chunk. Neighbouring threads read neighbours in
-//! memory. At the end the lanes are combined in pairs. `blockIdx.x` numbers tiles of columns, `blockIdx.y` chunks of rows.
+//! A block is a tile of columns by lanes: each thread has some neighbouring columns and takes every
+//! so-many-th row of a chunk. Neighbouring threads read neighbours in memory. At the end the lanes are
+//! combined in pairs. `blockIdx.x` numbers tiles of columns, `blockIdx.y` chunks of rows.
 
 use kiln_compiler::schedule::nest::{Store, vars};
 use kiln_graph::Graph;

@@ -220,8 +220,9 @@ impl Writer<'_> {
 
     // ---- exp(log(u) * s) with a number s that is known when the step runs ----
 
-    /// The base and the exponent if `value` is such a power and all of it is computed in this nest. Burn spells the logistic function, and with it SiLU and
-    /// SwiGLU, as `exp(-log(1 + exp(-x)))`, and the minus one is an argument of the step like every other scalar.
+    /// The base and the exponent if `value` is such a power and all of it is computed in this nest. Burn
+    /// spells the logistic function, and with it SiLU and SwiGLU, as `exp(-log(1 + exp(-x)))`, and the minus
+    /// one is an argument of the step like every other scalar.
     fn power_of(&self, value: Value) -> Option<(Value, Value)> {
         let graph = self.graph;
         let here = |value: Value| self.space.nest.uses_of(value).is_empty();
@@ -245,7 +246,8 @@ impl Writer<'_> {
         })
     }
 
-    /// The value at `index`, if it is such a power. The code asks for the exponent when it runs: at minus one the power is a division.
+    /// The value at `index`, if it is such a power. The code asks for the exponent when it runs: at minus one
+    /// the power is a division.
     fn power(&mut self, value: Value, index: &[Index]) -> Option<Register> {
         let (base, exponent) = self.power_of(value)?;
         let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));

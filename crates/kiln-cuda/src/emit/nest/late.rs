@@ -102,7 +102,8 @@ impl Writer<'_> {
         lates
     }
 
-    /// Reserves the partial results of `late` for so many chunks. One chunk alone stores the result, if it may do so `directly`.
+    /// Reserves the partial results of `late` for so many chunks. One chunk alone stores the result, if it
+    /// may do so `directly`.
     pub(super) fn partials(&mut self, late: &Late, chunks: i64, chunk: &str, directly: bool) -> Partials {
         if chunks == 1 && directly {
             let at = self.target(Argument::Buffer(Buffer::Value(late.value)));
@@ -174,8 +175,9 @@ struct Alike {
 }
 
 impl Alike {
-    /// Adds up the partial results of the chunks, sums of f32 in f64. Neighbouring threads have neighbouring elements; several lanes of the block take every so-many-th
-    /// chunk each, and are combined in pairs. `blockIdx.y` numbers results; each has two arguments.
+    /// Adds up the partial results of the chunks, sums of f32 in f64. Neighbouring threads have neighbouring
+    /// elements; several lanes of the block take every so-many-th chunk each, and are combined in pairs.
+    /// `blockIdx.y` numbers results; each has two arguments.
     fn launch(self, arguments: Vec<Argument>) -> Launch {
         let Self {
             op,

@@ -1,4 +1,5 @@
-//! Loads, stores and addresses: an index becomes C++; neighbours that lie together are moved by one instruction.
+//! Loads, stores and addresses: an index becomes C++; neighbours that lie together are moved by one
+//! instruction.
 
 use kiln_compiler::index::{Atom, Index, Var};
 use kiln_compiler::schedule::Buffer;
@@ -158,7 +159,8 @@ impl Writer<'_> {
         self.define(dtype, place, &c::widened(dtype, &element))
     }
 
-    /// Evaluates what `store` stores at the point being written and stores it behind everything that the point loads.
+    /// Evaluates what `store` stores at the point being written and stores it behind everything that the
+    /// point loads.
     pub(super) fn store_point(&mut self, store: &Store) {
         let register = self.eval(store.value, &store.index);
         let dtype = self.buffer_dtype(store.buffer);

@@ -4,25 +4,28 @@
 //!
 //! | nest | kernel | a thread has |
 //! | --- | --- | --- |
-//! | nothing is reduced | [`points`] | some neighbouring points |
-//! | nothing is reduced, something is transposed | [`tiles`] | some points of a tile that its block shares |
-//! | rows are reduced | [`rows`] | a part of a row that it shares with its group: some threads of a warp, or the block |
-//! | columns are reduced, late | [`columns`] | some neighbouring columns of a chunk of rows |
-//! | everything is reduced, late | [`total`] | every so-many-th point of a chunk |
+//! | nothing is reduced | `points` | some neighbouring points |
+//! | nothing is reduced, something is transposed | `tiles` | some points of a tile that its block shares |
+//! | rows are reduced | `rows` | a part of a row that it shares with its group: some threads of a warp, or the block |
+//! | columns are reduced, late | `columns` | some neighbouring columns of a chunk of rows |
+//! | everything is reduced, late | `total` | every so-many-th point of a chunk |
 //!
 //! Three ideas carry all of them.
 //!
-//! **Levels.** Every register belongs to the outermost place where its operands exist: the kernel (level 0), the row (level 1) or the point (level 2). Expressions
-//! are written on demand, once for each value, index and place ([`expression`]).
+//! **Levels.** Every register belongs to the outermost place where its operands exist: the kernel (level 0),
+//! the row (level 1) or the point (level 2). Expressions are written on demand, once for each value, index
+//! and place (`expression`).
 //!
-//! **Neighbours.** A thread takes `width` neighbours along one variable at a time. What lies together in memory is moved by one instruction of up to 16 bytes
-//! ([`memory`]): first all loads, then a loop over the neighbours that computes, then all stores, so that a nest may overwrite what it reads.
+//! **Neighbours.** A thread takes `width` neighbours along one variable at a time. What lies together in
+//! memory is moved by one instruction of up to 16 bytes (`memory`): first all loads, then a loop over the
+//! neighbours that computes, then all stores, so that a nest may overwrite what it reads.
 //!
-//! **Stages.** The result of a row reduction of stage `s` operands exists at stage `s + 1`. Pass `p` over a row evaluates everything of stage `p` that is needed:
-//! operands of reductions, stores and late reductions. What several passes need of a row stays in registers where the row is short enough.
+//! **Stages.** The result of a row reduction of stage `s` operands exists at stage `s + 1`. Pass `p` over a
+//! row evaluates everything of stage `p` that is needed: operands of reductions, stores and late reductions.
+//! What several passes need of a row stays in registers where the row is short enough.
 //!
-//! Late reductions write partial results for chunks whose number follows from the shape; a second kernel adds the chunks up in order ([`late`]). Every order
-//! of additions follows from the shape alone.
+//! Late reductions write partial results for chunks whose number follows from the shape; a second kernel adds
+//! the chunks up in order (`late`). Every order of additions follows from the shape alone.
 
 mod columns;
 mod expression;
@@ -30,6 +33,7 @@ mod late;
 mod memory;
 mod points;
 mod rows;
+mod shape;
 mod space;
 mod table;
 mod tiles;
@@ -94,7 +98,8 @@ fn is_total(graph: &Graph, nest: &Nest) -> bool {
     late && stores.all(|store| vars(&store.index) == nest.all())
 }
 
-/// Joins variables as long as every index treats two of them as one; the indices of the space that is left. `seen` writes the kernel for the sake of them.
+/// Joins variables as long as every index treats two of them as one; the indices of the space that is left.
+/// `seen` writes the kernel for the sake of them.
 fn prepare(space: &mut Space, seen: impl Fn(&Space) -> Vec<Seen>) -> Vec<Seen> {
     loop {
         if !space.collapse(&seen(space)) {
@@ -109,7 +114,8 @@ fn prepare(space: &mut Space, seen: impl Fn(&Space) -> Vec<Seen>) -> Vec<Seen> {
     }
 }
 
-/// The lines that give each of `list` its value from the number `from`, the last running fastest; the first of them needs no remainder.
+/// The lines that give each of `list` its value from the number `from`, the last running fastest; the first
+/// of them needs no remainder.
 fn coordinates(space: &Space, list: &[kiln_compiler::index::Var], ty: &str, from: &str) -> String {
     let mut text = String::new();
     let mut rest = from.to_owned();
@@ -132,7 +138,8 @@ fn coordinates(space: &Space, list: &[kiln_compiler::index::Var], ty: &str, from
     text
 }
 
-/// What lets a loop of `points` have several loads under way: it is unrolled where nothing is stored, which loads could not pass.
+/// What lets a loop of `points` have several loads under way: it is unrolled where nothing is stored, which
+/// loads could not pass.
 fn unroll(writer: &writer::Writer<'_>, points: &str) -> &'static str {
     let stores = writer.written.iter().any(|written| *written);
     if stores || points.len() > 4000 {

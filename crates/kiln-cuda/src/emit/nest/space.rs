@@ -1,4 +1,5 @@
-//! The loops of a nest: which variables number rows and columns, which of them are one, and along which a thread takes neighbours.
+//! The loops of a nest: which variables number rows and columns, which of them are one, and along which a
+//! thread takes neighbours.
 
 use kiln_compiler::index::{Atom, Index, Var, bit};
 use kiln_compiler::schedule::nest::Nest;
@@ -122,8 +123,8 @@ impl Space {
         self.rows = (0..rows).collect();
     }
 
-    /// Chooses along which variable neighbouring threads lie: that in which most accesses are contiguous. It becomes the last of its list.
-    /// Of `rows_too`, also variables of rows are candidates.
+    /// Chooses along which variable neighbouring threads lie: that in which most accesses are contiguous. It
+    /// becomes the last of its list. Of `rows_too`, also variables of rows are candidates.
     pub(super) fn choose_vector(&mut self, seen: &[Seen], rows_too: bool) {
         let score = |var: Var| {
             let mut score = 0i64;
@@ -157,8 +158,9 @@ impl Space {
         }
     }
 
-    /// How many neighbours a thread takes at once: as many as 16 bytes hold of the narrowest tensor that is read or written along the vector variable, as long as
-    /// that divides its extent (`ragged`: or rows begin anywhere, and a tail is left over), its accesses are not torn apart, and registers suffice.
+    /// How many neighbours a thread takes at once: as many as 16 bytes hold of the narrowest tensor that is
+    /// read or written along the vector variable, as long as that divides its extent (`ragged`: or rows begin
+    /// anywhere, and a tail is left over), its accesses are not torn apart, and registers suffice.
     pub(super) fn choose_width(&mut self, seen: &[Seen], ragged: bool) {
         self.width = 1;
         let Some(vector) = self.vector else { return };
@@ -182,7 +184,8 @@ impl Space {
                     _ => together += seen.weight,
                 }
             }
-            // Elements apart are read by instructions of their own, which neighbouring threads would share cache lines for.
+            // Elements apart are read by instructions of their own, which neighbouring threads would share
+            // cache lines for.
             if fits && together > 2 * apart && bytes <= 4 * MOST_LIVE {
                 self.width = width;
                 return;

@@ -1,7 +1,9 @@
 //! Nests side by side: those of equal text become one launch over a table of tensors.
 //!
-//! A row of the first table has the addresses of one nest's tensors and runtime scalars, and the number of elements. A row of the second is a chunk: which row, and the first
-//! element. So a thousand small parameters, each with a learning rate of its own, keep the device as busy as one large one, and no size is part of the text.
+//! A row of the first table has the addresses of one nest's tensors and runtime scalars, and the number of
+//! elements. A row of the second is a chunk: which row, and the first element. So a thousand small
+//! parameters, each with a learning rate of its own, keep the device as busy as one large one, and no size is
+//! part of the text.
 
 use kiln_compiler::schedule::nest::Nest;
 use kiln_graph::Graph;
@@ -45,7 +47,8 @@ pub fn together(graph: &Graph, nests: &[Nest], options: &EmitOptions<'_>) -> Ker
     code
 }
 
-/// The text of a nest over one variable, or over one element; none for others, whose extents are part of their text.
+/// The text of a nest over one variable, or over one element; none for others, whose extents are part of
+/// their text.
 fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
     let mut space = Space::new(nest);
     if nest.split.is_some() {

@@ -1,8 +1,9 @@
 //! Nests without reductions that read a tensor across: transposes, and what is fused with them.
 //!
-//! Where a result is contiguous along one variable and an operand along another, neighbouring threads would read elements that lie far apart. So a block has a tile
-//! of 32 by 32 points. It brings the operand's part into shared memory in the order in which it lies, and reads it from there in the other. A row of the part has one
-//! element more than a warp has lanes, so that the lanes of a warp never meet in a bank.
+//! Where a result is contiguous along one variable and an operand along another, neighbouring threads would
+//! read elements that lie far apart. So a block has a tile of 32 by 32 points. It brings the operand's part
+//! into shared memory in the order in which it lies, and reads it from there in the other. A row of the part
+//! has one element more than a warp has lanes, so that the lanes of a warp never meet in a bank.
 
 use kiln_compiler::index::{Index, Var};
 use kiln_graph::{DType, Graph};
@@ -42,7 +43,8 @@ fn lies_across(position: &Index, along: Var, across: Var) -> bool {
 }
 
 impl Writer<'_> {
-    /// The element of shared memory that has what is at `position` of `address`, if the block brings it there.
+    /// The element of shared memory that has what is at `position` of `address`, if the block brings it
+    /// there.
     pub(super) fn stage_tile(
         &mut self,
         position: &Index,

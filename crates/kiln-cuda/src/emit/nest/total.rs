@@ -11,7 +11,8 @@ use crate::code::FunctionText;
 /// Points of a block at least: enough for each thread to have some loads in flight.
 const LEAST: i64 = 16 * THREADS;
 
-/// Elements that a thread adds up at most, if there are so many blocks: the error of a sum grows with its length.
+/// Elements that a thread adds up at most, if there are so many blocks: the error of a sum grows with its
+/// length.
 const LONGEST: i64 = 128;
 
 /// Blocks that fill the device: eight for each of 132 multiprocessors.

@@ -290,8 +290,8 @@ pub(super) fn is_expensive(op: &Op) -> bool {
     }
 }
 
-/// Members that do what an earlier member does, each with that one. Programs that were made to compute something again instead of reading it have such
-/// members where both ended up in one nest after all.
+/// Members that do what an earlier member does, each with that one. Programs that were made to compute
+/// something again instead of reading it have such members where both ended up in one nest after all.
 fn equal_members(graph: &Graph, space: &Space) -> FxHashMap<Value, Value> {
     let mut equal: FxHashMap<Value, Value> = FxHashMap::default();
     let mut firsts: Vec<(&Op, Vec<Value>, Value)> = Vec::new();

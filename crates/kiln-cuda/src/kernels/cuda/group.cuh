@@ -1,6 +1,7 @@
 // Reductions over groups of threads, in an order that depends on the size of the group alone.
 //
-// A group is 1, 2, 4, .., 32 neighbouring threads of a warp, or the whole block. Every thread of the block takes part.
+// A group is 1, 2, 4, .., 32 neighbouring threads of a warp, or the whole block. Every thread of the block
+// takes part.
 
 struct kiln_by_sum {
     template <class T> static inline T join(T a, T b) { return kiln_add(a, b); }
@@ -32,8 +33,9 @@ inline kiln_u64 kiln_partner(kiln_u64 x, int apart) { return __shfl_xor_sync(0xf
 inline float kiln_partner(float x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 inline double kiln_partner(double x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 
-// What the GROUP threads of each group have, joined; every thread of the group gets it. Pairs are joined, then pairs of
-// pairs, which gives both of a pair the same bits; then the warps are joined one after the other.
+// What the GROUP threads of each group have, joined; every thread of the group gets it. Pairs are joined,
+// then pairs of pairs, which gives both of a pair the same bits; then the warps are joined one after the
+// other.
 template <class By, int GROUP, class T> inline T kiln_group(T x)
 {
     constexpr int within = GROUP < 32 ? GROUP : 32;

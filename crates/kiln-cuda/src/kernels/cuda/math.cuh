@@ -1,7 +1,8 @@
 // The pointwise operations, as kiln_graph::op defines them.
 //
-// Registers hold the type that an element is computed in: f32 for the two types of 16 bits, bool for truth values. Integers wrap,
-// so they are added as unsigned numbers of 64 bits and cut, which the compiler narrows again.
+// Registers hold the type that an element is computed in: f32 for the two types of 16 bits, bool for truth
+// values. Integers wrap, so they are added as unsigned numbers of 64 bits and cut, which the compiler narrows
+// again.
 
 typedef signed char kiln_i8;
 typedef short kiln_i16;

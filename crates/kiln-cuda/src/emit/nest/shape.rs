@@ -1,0 +1,208 @@
+//! How rows are shared out: how many threads have a row, how many rows a block has, and what a thread keeps
+//! of its row.
+
+use kiln_compiler::index::Index;
+use kiln_graph::Graph;
+use rustc_hash::FxHashSet;
+
+use super::late::Late;
+use super::rows::dry_run;
+use super::space::Space;
+use super::writer::{Key, Writer};
+use super::{ceil, power_of_two};
+
+/// Rows that an accumulator of a late reduction takes at most, if there are so many blocks.
+const LONGEST: i64 = 128;
+
+/// Bytes of registers that the kept elements of a row and late sums may take in a thread: a quarter of what
+/// it has.
+const KEPT: i64 = 256;
+
+/// Most turns of an unrolled loop over a row.
+const TURNS: i64 = 16;
+
+/// Bytes of shared memory in which the groups of a block combine late results.
+const SHARED: i64 = 48 << 10;
+
+/// Threads that keep every multiprocessor busy, if there is work for so many.
+const FILL: i64 = 132 * 512;
+
+/// How a row is shared out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// Threads of a row.
+    pub(super) group: i64,
+    /// Threads of a block.
+    pub(super) threads: i64,
+    /// Items of a row.
+    pub(super) items: i64,
+    /// Items of a thread.
+    pub(super) turns: i64,
+    /// Whether the loop over them is unrolled.
+    pub(super) unrolled: bool,
+    pub(super) rows: i64,
+    /// Rows of a block: all at once without late reductions, one after the other with them.
+    pub(super) each: i64,
+    pub(super) late: bool,
+}
+
+impl Shape {
+    /// Rows of a block at a time.
+    pub(super) fn abreast(&self) -> i64 {
+        self.threads / self.group
+    }
+
+    pub(super) fn blocks(&self) -> i64 {
+        ceil(self.rows, self.each)
+    }
+
+    /// Whether some threads may be without a row.
+    pub(super) fn ragged(&self) -> bool {
+        self.rows % self.abreast() != 0
+    }
+}
+
+/// What a thread keeps of a row in registers.
+struct Kept {
+    /// Values that several passes need.
+    keys: FxHashSet<Key>,
+    /// Bytes of those of one point that live from one pass to a later one.
+    bytes: i64,
+    /// What one pass alone loads, and the bytes of that for one point: kept too if there is room, so that all
+    /// loads of a thread are under way at once.
+    once: FxHashSet<Key>,
+    once_bytes: i64,
+}
+
+impl Kept {
+    /// What several passes evaluate, or of that only what is loaded.
+    fn of(graph: &Graph, space: &Space, loads_only: bool) -> Self {
+        let evaluated = |kept: FxHashSet<Key>| std::mem::take(&mut dry_run(graph, space, kept).evaluated);
+        let several = |passes: u64| passes.count_ones() > 1;
+        let loaded = |key: &Key| !space.nest.uses_of(key.0).is_empty();
+        let candidates = evaluated(FxHashSet::default()).into_iter();
+        let candidates = candidates.filter(|(key, passes)| several(*passes) && (!loads_only || loaded(key)));
+        let candidates: FxHashSet<Key> = candidates.map(|(key, _)| key).collect();
+        // With those kept, what they are computed from is needed in fewer passes.
+        let all = evaluated(candidates.clone());
+        let size = |key: &Key| {
+            let dtype = graph.dtype(key.0);
+            let held = if loaded(key) { dtype } else { dtype.compute() };
+            held.size() as i64
+        };
+        let own = || {
+            all.iter()
+                .filter(|(key, passes)| several(**passes) && candidates.contains(*key))
+        };
+        let live_behind = |pass: u32| -> i64 {
+            let lives = |passes: u64| passes.trailing_zeros() <= pass && passes >> (pass + 1) != 0;
+            let alive = own().filter(|(_, passes)| lives(**passes));
+            alive.map(|(key, _)| size(key)).sum()
+        };
+        let at_loaded = |key: &Key| key.1.iter().any(Index::has_data);
+        let once = all
+            .iter()
+            .filter(|(key, passes)| !several(**passes) && loaded(key) && !at_loaded(key));
+        let once: FxHashSet<Key> = once.map(|(key, _)| key.clone()).collect();
+        Self {
+            bytes: (0..63).map(live_behind).max().unwrap_or(0),
+            keys: own().map(|(key, _)| key.clone()).collect(),
+            once_bytes: once.iter().map(size).sum(),
+            once,
+        }
+    }
+}
+
+/// Shares out the rows, and says which values passes keep for later ones.
+pub(super) fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
+    let lates: Vec<Late> = Writer::new(graph, space)
+        .lates()
+        .into_iter()
+        .map(|(_, late)| late)
+        .collect();
+    let all = Kept::of(graph, space, false);
+    let (group, unrolled) = group(space, &lates, all.bytes);
+    if unrolled {
+        let mut keys = all.keys;
+        if fits(space, &lates, group, all.bytes + all.once_bytes) {
+            keys.extend(all.once);
+        }
+        return (complete(space, &lates, group, true), keys);
+    }
+    // Dear values are computed again before elements are loaded again.
+    let loads = Kept::of(graph, space, true);
+    let (group, unrolled) = self::group(space, &lates, loads.bytes);
+    (complete(space, &lates, group, unrolled), loads.keys)
+}
+
+/// The bytes of the widest accumulator of a column; 0 if there is none.
+fn column_bytes(lates: &[Late]) -> i64 {
+    let columns = lates.iter().filter(|late| late.by_column());
+    columns.map(|late| late.dtype.size() as i64).max().unwrap_or(0)
+}
+
+/// Whether what a thread of `group` holds of a row fits into registers, if it keeps `kept` bytes of a point.
+fn fits(space: &Space, lates: &[Late], group: i64, kept: i64) -> bool {
+    let columns = lates.iter().filter(|late| late.by_column());
+    let each = kept + columns.map(|late| late.dtype.size() as i64).sum::<i64>();
+    let items = space.product(&space.cols) / space.width;
+    let turns = ceil(items, group);
+    // A thread of a large block has fewer registers.
+    let most = if group >= 1024 { KEPT / 2 } else { KEPT };
+    let shared = items * space.width * column_bytes(lates);
+    turns <= TURNS && turns * space.width * each <= most && shared <= SHARED
+}
+
+/// How many threads share a row, and whether what each holds of it fits into registers if it keeps `kept`
+/// bytes of a point.
+fn group(space: &Space, lates: &[Late], kept: i64) -> (i64, bool) {
+    let rows = space.product(&space.rows);
+    let items = space.product(&space.cols) / space.width;
+    let fits = |group: i64| fits(space, lates, group, kept);
+    if space.vector.is_some_and(|vector| space.rows.contains(&vector)) {
+        return (1, fits(1));
+    }
+    let turns = |group: i64| ceil(items, group);
+    let mut group = power_of_two(items).min(32);
+    // Few rows are shared by more threads, so that all multiprocessors have work.
+    while group < 1024 && turns(group) > 1 && (!fits(group) || turns(group) > 8 || rows * group < FILL) {
+        group *= 2;
+    }
+    (group, fits(group))
+}
+
+/// The rest of the shape.
+fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape {
+    let rows = space.product(&space.rows);
+    let items = space.product(&space.cols) / space.width;
+    let bytes = items * space.width * column_bytes(lates);
+    // Late results that do not fit are accumulated in memory, by one group a block.
+    let group = if !unrolled && bytes > 0 { 1024 } else { group };
+    let mut threads = if group > 32 { group } else { 256 };
+    while threads > group.max(64) && rows * group / threads < 264 {
+        threads /= 2;
+    }
+    while threads > group.max(32) && threads / group * bytes > SHARED {
+        threads /= 2;
+    }
+    let abreast = threads / group;
+    let late = !lates.is_empty();
+    let each = match late {
+        false => abreast,
+        true => {
+            let fill = (132 * 1024 / threads).min(1056).min(rows / (abreast * 8));
+            let blocks = fill.max(rows / (abreast * LONGEST)).max(1);
+            ceil(ceil(rows, blocks), abreast) * abreast
+        }
+    };
+    Shape {
+        group,
+        threads,
+        items,
+        turns: ceil(items, group),
+        unrolled,
+        rows,
+        each,
+        late,
+    }
+}
