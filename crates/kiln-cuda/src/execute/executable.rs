@@ -364,16 +364,18 @@ impl CudaExecutable {
             scalars => scalars.iter().flat_map(|bits| bits.to_ne_bytes()).collect(),
         };
         state.scalars.send(self.gpu.stream(), &bytes)?;
-        let arena = self.gpu.arena(self.code.arena_bytes)?;
         let outputs: Vec<Arc<Storage>> = outputs.iter().chain(&state.extremes).cloned().collect();
-        let memory = Memory {
-            inputs,
-            outputs: &outputs,
-            arena: &arena,
-            scalars: &state.scalars.storage().clone(),
-            stopped: &state.stopped.clone(),
-        };
-        work(state, &memory)
+        let (scalars, stopped) = (state.scalars.storage().clone(), state.stopped.clone());
+        self.gpu.with_arena(self.code.arena_bytes, |arena| {
+            let memory = Memory {
+                inputs,
+                outputs: &outputs,
+                arena,
+                scalars: &scalars,
+                stopped: &stopped,
+            };
+            work(state, &memory)
+        })
     }
 
     /// A call for which there is no graph yet: it is queued call by call if addresses changed since the last one, and the first of a new graph otherwise.

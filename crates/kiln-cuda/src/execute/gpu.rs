@@ -6,9 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::staging::Staging;
 use crate::build::{Compiler, Store};
-#[cfg(doc)]
-use crate::error::CudaError;
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::libraries::{CublasLt, Driver, Nvrtc, Search};
 use crate::products::{Choice, Multiplier, Product, SearchLimits};
 use crate::runtime::{Device, Storage, Stream};
@@ -30,7 +28,7 @@ pub struct Gpu {
     /// Steps and algorithms of earlier processes.
     store: Store,
     staging: Staging,
-    /// Memory of intermediate values; the largest step's.
+    /// Memory of intermediate values, the largest step's: whoever queues a step holds the lock.
     arena: Mutex<Option<Arc<Storage>>>,
 }
 
@@ -143,20 +141,24 @@ impl Gpu {
         Ok(copy)
     }
 
-    /// Working memory of at least `bytes` bytes, which all steps share.
+    /// Does `work` with working memory of at least `bytes` bytes. Steps share it: their kernels follow each other on one stream, and no other step is queued
+    /// between them, whichever thread asks.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`], [`CudaError::Driver`], [`CudaError::Lost`].
-    pub(super) fn arena(&self, bytes: usize) -> Result<Arc<Storage>> {
+    /// [`CudaError::OutOfMemory`], [`CudaError::Driver`], [`CudaError::Lost`]; those of `work`.
+    pub(super) fn with_arena<R, E: From<CudaError>>(
+        &self,
+        bytes: usize,
+        work: impl FnOnce(&Arc<Storage>) -> std::result::Result<R, E>,
+    ) -> std::result::Result<R, E> {
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = arena.as_ref().filter(|known| known.bytes() >= bytes) {
-            return Ok(known.clone());
-        }
-        // Not both at once: the smaller one goes first, unless a graph still has it.
-        *arena = None;
-        let made = self.allocate(bytes.max(256))?;
-        *arena = Some(made.clone());
-        Ok(made)
+        let known = arena.take().filter(|known| known.bytes() >= bytes);
+        // Not both at once: a smaller one is gone by now, unless a graph still has it.
+        let own = match known {
+            Some(known) => known,
+            None => self.allocate(bytes.max(256))?,
+        };
+        work(arena.insert(own))
     }
 
     /// cuBLASLt on this device.
