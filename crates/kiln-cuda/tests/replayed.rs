@@ -74,6 +74,49 @@ impl Setup {
     }
 }
 
+/// Steps share working memory: the kernels of one are all queued before the first of another, whichever threads ask.
+#[test]
+fn steps_of_two_threads_do_not_mix() {
+    let Some(setup) = Setup::new() else { return };
+    let text = include_str!("../../kiln-compiler/tests/cases/batch_norm.kg");
+    let body: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();
+    let graph = Graph::parse(&body.join("\n")).unwrap();
+    let steps = ["one", "two"].map(|name| {
+        let compiled = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+        let (contract, mut code) = (compiled.contract(), compiled.code);
+        for function in &mut code.functions {
+            function.name = format!("{name}_{}", function.name);
+            let pointers = function.text.parameters.len() + usize::from(function.guarded);
+            setup.fake.declare(&function.name, &vec![8; pointers]);
+        }
+        CudaExecutable::from_code(name, code, contract, &setup.gpu).unwrap()
+    });
+    let kernels = steps[0].code().calls.len();
+    assert!(kernels > 1, "a step of one kernel cannot be cut");
+    setup.fake.calls();
+    std::thread::scope(|scope| {
+        for step in &steps {
+            scope.spawn(|| {
+                for _ in 0..40 {
+                    let memory = |bytes: &usize| setup.gpu.allocate(*bytes).unwrap();
+                    let inputs: Vec<_> = step.code().inputs.iter().map(memory).collect();
+                    let outputs: Vec<_> = step.code().outputs.iter().map(memory).collect();
+                    let scalars = vec![0; step.code().scalars];
+                    step.run(&inputs, &outputs, &scalars, &NothingOutside, false)
+                        .unwrap();
+                }
+            });
+        }
+    });
+    let calls = setup.fake.calls();
+    let launched = calls.iter().filter(|call| call.starts_with("cuLaunchKernel"));
+    let launched: Vec<bool> = launched.map(|call| call.contains("one_")).collect();
+    assert!(launched.contains(&true) && launched.contains(&false));
+    for step in launched.chunk_by(|a, b| a == b) {
+        assert_eq!(step.len() % kernels, 0, "a step was cut: {calls:#?}");
+    }
+}
+
 fn count(calls: &[String], start: &str) -> usize {
     calls.iter().filter(|call| call.starts_with(start)).count()
 }
