@@ -10,7 +10,7 @@ use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::code::CallKind;
 use kiln_cuda::testing::host::{Differential, Outcome, differential};
 use kiln_graph::op::Window;
-use kiln_graph::{Graph, HostTensor};
+use kiln_graph::{Graph, HostTensor, interpret_f64};
 
 const FLOATS: [&str; 4] = ["f32", "f64", "f16", "bf16"];
 
@@ -407,14 +407,17 @@ fn convolutions_and_their_gradients() {
 }
 
 /// What computes each kernel of a step: the constants by which the templates are told apart.
-fn ways(graph: &Graph) -> Vec<&'static str> {
-    let step = Differential::new(graph).compile().unwrap();
+fn ways(comparison: &Differential<'_>) -> Vec<&'static str> {
+    let step = comparison.compile().unwrap();
     let calls = step.code.calls.iter().map(|call| match &call.kind {
         CallKind::Product { .. } => "product",
         CallKind::Launch { function, .. } => {
             let text = &step.code.functions[*function].text.helpers;
             let has = |constant: &str| text.contains(&format!("constexpr int {constant} ="));
             match () {
+                () if has("ROW_WARPS") && has("HOP0") => "tensor tiles",
+                () if has("ROW_WARPS") => "tensor tiles of a weight",
+                () if text.contains("rounded(from[") => "rounding pack",
                 () if has("PIXEL_TILES") && has("HOP0") => "tiles",
                 () if has("ROW_TILES") => "tiles of a weight",
                 () if has("CHANNEL_TILES") => "depthwise weight",
@@ -458,10 +461,155 @@ fn each_convolution_has_its_way() {
     let all = convolutions();
     for (what, expected) in cases {
         let (_, convolution) = all.iter().find(|(name, _)| *name == what).unwrap();
-        let mut found = ways(&convolution.graph("f32", true));
+        let mut found = ways(&Differential::new(&convolution.graph("f32", true)));
         found.retain(|&way| way != "pool");
         assert_eq!(found, expected, "{what}");
     }
+}
+
+/// Convolutions whose channels come in fours, for tensor cores: tiles of each shape with rows, columns and a depth that end inside one.
+fn convolutions_of_fours() -> Vec<(&'static str, Convolution)> {
+    let padded = Convolution {
+        low: &[1, 1],
+        high: &[1, 1],
+        ..square(1, [20, 36], 1, &[9, 7], &[3, 3])
+    };
+    vec![
+        ("small", padded),
+        (
+            "wide",
+            Convolution {
+                images: 2,
+                channels: [68, 132],
+                input: &[10, 9],
+                ..padded
+            },
+        ),
+        (
+            "large tiles",
+            Convolution {
+                channels: [36, 128],
+                input: &[180, 188],
+                window: &[1, 1],
+                low: &[1, 0],
+                high: &[0, 0],
+                ..padded
+            },
+        ),
+        (
+            "chunks",
+            Convolution {
+                channels: [96, 24],
+                input: &[6, 90],
+                ..padded
+            },
+        ),
+        (
+            "strides",
+            Convolution {
+                images: 2,
+                channels: [24, 40],
+                stride: &[2, 2],
+                ..padded
+            },
+        ),
+        (
+            "uneven strides",
+            Convolution {
+                channels: [16, 20],
+                input: &[14, 13],
+                window: &[3, 4],
+                stride: &[3, 2],
+                low: &[0, 3],
+                high: &[2, 1],
+                dilation: &[2, 3],
+                ..padded
+            },
+        ),
+        (
+            "single elements with strides",
+            Convolution {
+                stride: &[2, 2],
+                ..square(2, [64, 72], 1, &[7, 8], &[1, 1])
+            },
+        ),
+        (
+            "groups",
+            Convolution {
+                channels: [48, 72],
+                groups: 2,
+                ..padded
+            },
+        ),
+        (
+            "three dimensions",
+            Convolution {
+                images: 2,
+                channels: [16, 32],
+                groups: 1,
+                input: &[4, 5, 6],
+                window: &[3, 2, 3],
+                stride: &[1, 2, 1],
+                low: &[1, 0, 1],
+                high: &[1, 1, 0],
+                dilation: &[1, 1, 2],
+            },
+        ),
+    ]
+}
+
+/// A comparison where products may round their operands, to within some roundings of 10 bits.
+fn rounding(graph: &Graph) -> Differential<'_> {
+    let mut comparison = Differential::new(graph);
+    comparison.target.tf32 = true;
+    let (tensors, scalars) = comparison.given();
+    let expected = interpret_f64(graph, tensors, scalars).unwrap();
+    let largest = expected.iter().map(|tensor| {
+        let values = tensor.to_f64s();
+        2e-3 * values.iter().fold(0.0, |most: f64, x| most.max(x.abs()))
+    });
+    let tolerances: Vec<f64> = largest.collect();
+    comparison.tolerances(&tolerances)
+}
+
+/// On tensor cores, in both directions.
+#[test]
+fn convolutions_that_round_their_operands() {
+    let all = convolutions_of_fours();
+    each(&all, |(what, convolution)| {
+        let graph = convolution.graph("f32", true);
+        let outcome = rounding(&graph).check();
+        assert_eq!(outcome, Ok(Outcome::Same), "{what}\n{graph}");
+    });
+}
+
+/// Tensor cores compute what they are meant for, and nothing where products must not round.
+#[test]
+fn tensor_cores_have_channels_in_fours() {
+    let tensor = ["rounding pack", "tensor tiles", "tensor tiles of a weight"];
+    let way = |graph: &Graph, tf32: bool| {
+        let mut comparison = Differential::new(graph);
+        comparison.target.tf32 = tf32;
+        ways(&comparison)
+    };
+    for (what, convolution) in convolutions_of_fours() {
+        let graph = convolution.graph("f32", true);
+        let found = way(&graph, true);
+        let count = |kind: &str| found.iter().filter(|&&way| way == kind).count();
+        assert_eq!(tensor.map(count), [2, 2, 1], "{what}: {found:?}");
+        assert!(
+            way(&graph, false).iter().all(|way| !tensor.contains(way)),
+            "{what}"
+        );
+        let halves = convolution.graph("bf16", true);
+        assert!(
+            way(&halves, true).iter().all(|way| !tensor.contains(way)),
+            "{what}"
+        );
+    }
+    let (_, odd) = convolutions()[2];
+    let found = way(&odd.graph("f32", true), true);
+    assert!(found.iter().all(|way| !tensor.contains(way)), "{found:?}");
 }
 
 /// Convolutions of windows on stored images: of every second place, of some channels, transposed, mirrored, repeated.
@@ -874,11 +1022,22 @@ fn kernels_compile_for_devices() {
             add(&convolution.graph(FLOATS[(number + 1) % 4], false));
         }
     }
+    let rounded: Vec<_> = convolutions_of_fours()
+        .iter()
+        .filter(|(what, _)| ["wide", "large tiles", "strides"].contains(what) || thorough)
+        .flat_map(|(_, convolution)| {
+            let graph = convolution.graph("f32", true);
+            let mut comparison = Differential::new(&graph);
+            comparison.target.tf32 = true;
+            comparison.compile().unwrap().code.sources().0
+        })
+        .collect();
     for (number, (what, pool)) in pools().into_iter().enumerate() {
         if what == "the usual" || thorough {
             add(&pool.graph(FLOATS[number % 4], true));
         }
     }
+    sources.extend(rounded);
     for capability in [(8, 0), (9, 0)] {
         let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
         let cubins = compiler

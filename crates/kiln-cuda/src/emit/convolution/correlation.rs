@@ -6,6 +6,8 @@ use crate::emit::image::{Image, PLACE, Template};
 use crate::emit::{Argument, KernelCode, Launch};
 
 const PACK: &str = include_str!("../../kernels/cuda/convolution/pack.cuh");
+/// How the image is read where the window lies.
+pub const SLIDE: &str = include_str!("../../kernels/cuda/convolution/slide.cuh");
 const CORRELATION: &str = include_str!("../../kernels/cuda/convolution/correlation.cuh");
 const PART_AT: &str = "inline Index part_at(Index number) { return result_at(place_of(number)); }\n";
 
@@ -83,42 +85,45 @@ impl<'a> Correlation<'a> {
 }
 
 /// How a correlation is divided among blocks.
-struct Division {
-    tile: Tile,
+pub struct Division {
+    /// Rows and columns of a block: pixels and channels.
+    pub block: [usize; 2],
     /// Steps of the result's places, in each dimension, that one phase takes: 1 but for gradients of convolutions with strides.
     step: [usize; 3],
     /// Extents of a phase.
     tiled: [usize; 3],
-    phases: usize,
-    chunks: usize,
+    pub phases: usize,
+    pub pixels: usize,
+    pub chunks: usize,
     /// Tiles in the direction of pixels, and of channels.
-    tiles: [usize; 2],
+    pub tiles: [usize; 2],
 }
 
 impl Division {
-    fn new(task: &Correlation<'_>) -> Self {
+    /// Among blocks of the sides that `choose` gives to results of so many rows and columns, of which a number is computed side by side.
+    pub fn new(task: &Correlation<'_>, choose: impl FnOnce([usize; 2], usize) -> [usize; 2]) -> Self {
         let convolution = task.convolution;
         let step = if task.gradient { convolution.stride } else { [1; 3] };
         let tiled = [0, 1, 2].map(|axis| task.result.extents[axis].div_ceil(step[axis]));
         let phases = step.iter().product::<usize>();
         let pixels = task.result.images * tiled.iter().product::<usize>();
         let side_by_side = convolution.dims.groups * phases;
-        let wide = convolution.sum_bytes() > 4;
-        let tile = Tile::new([pixels, task.out], side_by_side, wide);
-        let tiles = [pixels.div_ceil(tile.block[0]), task.out.div_ceil(tile.block[1])];
+        let block = choose([pixels, task.out], side_by_side);
+        let tiles = [pixels.div_ceil(block[0]), task.out.div_ceil(block[1])];
         let depth = task.depth * convolution.taps() / phases;
         let chunks = BLOCKS / (tiles[0] * tiles[1] * side_by_side);
         Self {
-            tile,
+            block,
             step,
             tiled,
             phases,
+            pixels,
             chunks: chunks.min(depth / LEAST_DEPTH).max(1),
             tiles,
         }
     }
 
-    fn blocks(&self, groups: usize) -> usize {
+    pub fn blocks(&self, groups: usize) -> usize {
         self.tiles[0] * self.tiles[1] * self.phases * groups * self.chunks
     }
 }
@@ -126,17 +131,27 @@ impl Division {
 /// The code of `task`.
 pub fn generate(task: &Correlation<'_>) -> Option<KernelCode> {
     let convolution = task.convolution;
-    let (groups, division) = (convolution.dims.groups, Division::new(task));
-    let (pack, packed) = task.pack(groups, task.out)?;
+    let mut tile = None;
+    let division = Division::new(task, |sides, side_by_side| {
+        let chosen = Tile::new(sides, side_by_side, convolution.sum_bytes() > 4);
+        tile.insert(chosen).block
+    });
+    let (pack, packed) = task.pack(convolution.dims.groups, task.out)?;
+    let main = tiles(task, &division, tile?, packed)?;
+    finish(task, &division, [pack, main], packed)
+}
+
+/// The code of a correlation whose weight is packed into `packed` bytes, behind which `main` leaves its chunks' sums if there are several.
+pub fn finish(
+    task: &Correlation<'_>,
+    division: &Division,
+    [pack, main]: [Launch; 2],
+    packed: usize,
+) -> Option<KernelCode> {
     let results = task.result.elements();
-    let split = division.chunks > 1;
-    let mut scratch = packed;
-    if split {
-        scratch += division.chunks * results * convolution.sum_bytes();
-    }
-    let main = tiles(task, &division, packed)?;
-    let mut launches = vec![pack, main];
-    if split {
+    let (mut scratch, mut launches) = (packed, vec![pack, main]);
+    if division.chunks > 1 {
+        scratch += division.chunks * results * task.convolution.sum_bytes();
         let mut template = task.template(THREADS);
         template.result(task.result, true);
         launches.push(join(
@@ -153,20 +168,20 @@ pub fn generate(task: &Correlation<'_>) -> Option<KernelCode> {
 }
 
 /// The launch of the tiles; partial sums are in working memory from byte `parts`.
-fn tiles(task: &Correlation<'_>, division: &Division, parts: usize) -> Option<Launch> {
+fn tiles(task: &Correlation<'_>, division: &Division, tile: Tile, parts: usize) -> Option<Launch> {
     let (convolution, image, result) = (task.convolution, task.image, task.result);
     let narrow = convolution.dtype.size() == 2;
     let widths = if narrow { [8, 4] } else { [4, 4] };
     let fits = |width: &usize| image.has_vectors(*width, task.depth);
     let vector = widths.into_iter().find(fits).unwrap_or(1);
-    let mut template = task.template(division.tile.threads());
+    let mut template = task.template(tile.threads());
     constants_of_the_slide(&mut template, task, division);
     template
         .spatial("IMAGE", image.extents)
         .spatial("RESULT", result.extents)
         .strides('X', image)
         .strides('Y', result)
-        .ints(division.tile.constants())
+        .ints(tile.constants())
         .ints([
             (
                 "BK",
@@ -177,7 +192,7 @@ fn tiles(task: &Correlation<'_>, division: &Division, parts: usize) -> Option<La
                 },
             ),
             ("VECTOR", vector),
-            ("PIXELS", result.images * division.tiled.iter().product::<usize>()),
+            ("PIXELS", division.pixels),
             ("PIXEL_TILES", division.tiles[0]),
             ("COLUMN_TILES", division.tiles[1]),
             ("PHASES", division.phases),
@@ -200,11 +215,15 @@ fn tiles(task: &Correlation<'_>, division: &Division, parts: usize) -> Option<La
         (template.writes(), 0, Argument::value(result.base)),
         (template.sums_written(), 0, parts),
     ];
-    template.launch(&[CORRELATION], division.blocks(convolution.dims.groups), operands)
+    template.launch(
+        &[SLIDE, CORRELATION],
+        division.blocks(convolution.dims.groups),
+        operands,
+    )
 }
 
 /// How places of the result and taps of the window lead to places of the image.
-fn constants_of_the_slide(template: &mut Template, task: &Correlation<'_>, division: &Division) {
+pub fn constants_of_the_slide(template: &mut Template, task: &Correlation<'_>, division: &Division) {
     let convolution = task.convolution;
     let all = |of: &dyn Fn(usize) -> i64| [0, 1, 2].map(of);
     let dilation = |axis: usize| convolution.dilation[axis] as i64;

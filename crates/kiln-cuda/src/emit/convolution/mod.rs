@@ -6,6 +6,7 @@
 //! | a filter for each channel by itself | [`depthwise`] |
 //! | results of a convolution, gradients of its input | [`correlation`]: tiles of pixels by channels |
 //! | gradients of its weight | [`weight`]: tiles of channels by taps, the pixels in chunks |
+//! | both with channels in fours, where products may round | [`tensor`]: the same tiles on tensor cores |
 //! | integers, empty tensors, few channels of a group | [`direct`]: one result a thread |
 //!
 //! A convolution and the gradient of its input are both correlations: a pixel of the result is a sum over taps of the window and over channels (the
@@ -15,6 +16,7 @@ mod correlation;
 mod depthwise;
 mod direct;
 mod pixelwise;
+mod tensor;
 mod tile;
 mod weight;
 
@@ -109,6 +111,9 @@ impl Convolution<'_> {
         if self.is_depthwise() {
             return depthwise::correlation(&task);
         }
+        if let Some(code) = tensor::correlation(&task, options) {
+            return Some(code);
+        }
         match self.is_narrow() {
             true => Some(KernelCode::launches([direct::correlation(&task)?])),
             false => correlation::generate(&task),
@@ -120,6 +125,9 @@ impl Convolution<'_> {
             return Some(KernelCode::launches([direct::weight(self, out)?]));
         }
         if let Some(code) = pixelwise::weight(self, out, options) {
+            return Some(code);
+        }
+        if let Some(code) = tensor::weight(self, out, options) {
             return Some(code);
         }
         match self.is_depthwise() {

@@ -4,8 +4,11 @@ use kiln_graph::Value;
 
 use super::tile::{BLOCKS, Tile};
 use super::{Convolution, THREADS, join};
-use crate::emit::{Argument, KernelCode};
+use crate::emit::{Argument, KernelCode, Launch};
 
+const VECTORS: &str = include_str!("../../kernels/cuda/convolution/weight_vectors.cuh");
+/// Which elements of the image and the gradient belong to columns and pixels.
+pub const PLACES: &str = include_str!("../../kernels/cuda/convolution/weight_places.cuh");
 const WEIGHT: &str = include_str!("../../kernels/cuda/convolution/weight.cuh");
 
 /// The partial sums of a weight are ordered by channel, tap and depth; the weight itself by channel, depth and tap.
@@ -76,10 +79,18 @@ pub fn generate(convolution: &Convolution<'_>, out: Value) -> Option<KernelCode>
         (template.writes(), 0, Argument::value(out)),
         (template.sums_written(), 0, Argument::Scratch(0)),
     ];
-    let main = template.launch(&[WEIGHT], blocks * count, operands)?;
+    let main = template.launch(&[VECTORS, PLACES, WEIGHT], blocks * count, operands)?;
+    finish(convolution, main, count, out)
+}
+
+/// The code of a gradient whose `main` part leaves the sums of `count` chunks in working memory if there are several.
+pub fn finish(convolution: &Convolution<'_>, main: Launch, count: usize, out: Value) -> Option<KernelCode> {
     if count == 1 {
         return Some(KernelCode::launches([main]));
     }
+    let depth = convolution.group[0];
+    let columns = depth * convolution.taps();
+    let parts = convolution.y.channels * columns;
     let mut template = convolution.template(THREADS);
     template.ints([("DEPTH", depth), ("COLUMNS", columns)]);
     let add = join(template, [count, parts], &[PART_AT], 0, out)?;
