@@ -244,6 +244,7 @@ mod tests {
             caches: vec![rate(1 << 16, 1e11), rate(1 << 20, 5e10)],
             flops_per_second: 1e11,
             threads: 1,
+            gpu: None,
         }
     }
 

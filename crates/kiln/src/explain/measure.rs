@@ -48,6 +48,7 @@ mod tests {
             caches: Vec::new(),
             flops_per_second: 1e10,
             threads: 1,
+            gpu: None,
         };
         let kernel = Kernel {
             bytes: 1000,

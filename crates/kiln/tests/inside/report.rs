@@ -153,6 +153,7 @@ fn measured_times_are_those_of_the_profile() {
         caches: Vec::new(),
         flops_per_second: 1e13,
         threads: 1,
+        gpu: None,
     };
     let explain = explain.with_times(&profile.summary(), Some(machine));
     let step = explain
