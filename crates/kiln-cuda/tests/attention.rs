@@ -202,17 +202,34 @@ impl Case {
         tensors
     }
 
+    /// Which of the three kernels are for tensor cores.
+    fn on_tensor_cores(&self, target: &CudaTarget) -> [bool; 3] {
+        let (graph, _) = self.step();
+        let step = compile(&graph, &Options::default(), target).unwrap();
+        let bodies = step.code.functions.iter().map(|function| &function.text.body);
+        let found: Vec<bool> = bodies
+            .filter(|body| !body.contains("_map<"))
+            .map(|body| body.contains("_tensor_"))
+            .collect();
+        found.try_into().unwrap()
+    }
+
     fn check(&self) {
         self.check_on(self.types.tolerance(), |_| ());
     }
 
     /// With changed arguments, to within `tolerance`.
     fn check_on(&self, tolerance: f64, change: impl Fn(&mut [HostTensor])) {
+        self.check_for(&CudaTarget::default(), tolerance, change);
+    }
+
+    /// For a target of its own.
+    fn check_for(&self, target: &CudaTarget, tolerance: f64, change: impl Fn(&mut [HostTensor])) {
         let (graph, given) = self.step();
         let mut tensors = self.arguments(&graph, &given);
         change(&mut tensors);
         let expected = interpret_f64(&graph, &tensors, &[]).unwrap();
-        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+        let step = compile(&graph, &Options::default(), target).unwrap();
         let host = HostStep::of(&step).unwrap();
         let inputs: Vec<Vec<u8>> = tensors.iter().map(|tensor| tensor.bytes().to_vec()).collect();
         let actual = host.run(&mut inputs.clone(), &[]).unwrap();
@@ -443,21 +460,102 @@ fn tensor_cores() {
             types: types[at % 2],
             ..one
         };
-        let (graph, _) = one.step();
-        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
-        let attends = step
-            .code
-            .functions
-            .iter()
-            .filter(|function| !function.text.body.contains("_map<"));
-        assert_eq!(attends.clone().count(), 3);
-        assert!(
-            attends
-                .into_iter()
-                .all(|function| function.text.body.contains("_tensor_"))
-        );
+        assert_eq!(one.on_tensor_cores(&CudaTarget::default()), [true; 3]);
         one.check();
     }
+}
+
+const TF32: fn() -> CudaTarget = || CudaTarget {
+    tf32: true,
+    ..CudaTarget::default()
+};
+
+/// The same of f32 where it may be rounded to TF32: the sums of the gradient of the queries, corrected from tile to tile, are the least exact ones.
+#[test]
+fn tensor_cores_for_f32() {
+    let dropout = AttentionDims {
+        dropout: true,
+        ..PLAIN
+    };
+    let all = AttentionDims {
+        mask: true,
+        drop_scores: true,
+        ..AttentionDims {
+            dropout: true,
+            ..HIDDEN
+        }
+    };
+    let cases = [
+        case([1, 2, 2, 64, 64, 64, 64], PLAIN),
+        case(
+            [1, 2, 1, 70, 131, 32, 48],
+            AttentionDims {
+                hidden: true,
+                ..CAUSAL
+            },
+        ),
+        case([1, 1, 1, 65, 68, 128, 16], dropout),
+        case([1, 2, 1, 20, 36, 24, 8], PLAIN),
+        case([1, 1, 1, 20, 36, 8, 40], ALL),
+        case([1, 1, 1, 33, 37, 16, 128], dropout),
+        case([1, 2, 1, 40, 70, 128, 128], CAUSAL),
+        Case {
+            masks: [[false; 4], [false, false, true, true]],
+            ..case([1, 2, 1, 40, 200, 16, 16], HIDDEN)
+        },
+        Case {
+            fill: -2.0,
+            stored: Stored::Positions,
+            ..case([2, 4, 2, 20, 68, 32, 32], all)
+        },
+        // As many blocks as fill a device: two blocks of rows for each warp.
+        case([264, 1, 1, 5, 36, 16, 16], dropout),
+    ];
+    for one in cases {
+        assert_eq!(one.on_tensor_cores(&TF32()), [true; 3], "{one:?}");
+        assert_eq!(one.on_tensor_cores(&CudaTarget::default()), [false; 3]);
+        one.check_for(&TF32(), 5e-4, |_| ());
+    }
+}
+
+/// What the tensor cores do not take stays as it is: other widths, keys that are stored transposed, and tiles that a GPU has no room for.
+#[test]
+fn f32_beside_tensor_cores() {
+    let odd = case([1, 2, 2, 20, 36, 20, 16], PLAIN);
+    assert_eq!(odd.on_tensor_cores(&TF32()), [false; 3]);
+    odd.check_for(&TF32(), 1e-5, |_| ());
+    let transposed = Case {
+        stored: Stored::Transposed,
+        ..case([1, 2, 2, 20, 36, 16, 16], PLAIN)
+    };
+    assert_eq!(transposed.on_tensor_cores(&TF32()), [false; 3]);
+    let small = CudaTarget {
+        capability: (8, 6),
+        ..TF32()
+    };
+    let wide = case([1, 2, 2, 40, 70, 128, 128], HIDDEN);
+    assert_eq!(wide.on_tensor_cores(&small), [true, false, false]);
+    wide.check_for(&small, 5e-4, |_| ());
+}
+
+/// Operands are rounded, not cut: cutting makes all products of positive numbers smaller by half of the last place of each.
+#[test]
+fn tf32_is_rounded_to() {
+    let (graph, given) = case([1, 1, 1, 64, 64, 64, 64], PLAIN).step();
+    let mut tensors = case([1, 1, 1, 64, 64, 64, 64], PLAIN).arguments(&graph, &given);
+    for tensor in tensors.iter_mut().filter(|tensor| tensor.ty().shape.rank() == 4) {
+        let found: Vec<f64> = tensor.to_f64s().into_iter().map(f64::abs).collect();
+        *tensor = HostTensor::from_floats(DType::F32, tensor.ty().shape.clone(), found);
+    }
+    let expected = interpret_f64(&graph, &tensors, &[]).unwrap();
+    let step = compile(&graph, &Options::default(), &TF32()).unwrap();
+    let mut inputs: Vec<Vec<u8>> = tensors.iter().map(|tensor| tensor.bytes().to_vec()).collect();
+    let actual = HostStep::of(&step).unwrap().run(&mut inputs, &[]).unwrap();
+    let ty = graph.ty(graph.outputs[0].value).clone();
+    let actual = HostTensor::from_bytes(ty, actual[0].clone()).unwrap();
+    let sum = |tensor: &HostTensor| tensor.to_f64s().iter().sum::<f64>();
+    let relative = sum(&actual) / sum(&expected[0]) - 1.0;
+    assert!(relative.abs() < 5e-5, "the result is off by {relative:e}");
 }
 
 /// Values with much in common: the gradient of each weight is then large beside what distinguishes them, which is all that reaches the queries.
@@ -513,6 +611,10 @@ fn machine_code() {
         let (graph, _) = one.step();
         let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
         sources.extend(step.code.sources().0);
+        if one.types.tensors == DType::F32 {
+            let step = compile(&graph, &Options::default(), &TF32()).unwrap();
+            sources.extend(step.code.sources().0);
+        }
     }
     for capability in [(8, 0), (9, 0)] {
         let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();

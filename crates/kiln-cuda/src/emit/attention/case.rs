@@ -137,8 +137,8 @@ impl Case<'_> {
         );
         let tensor = self.tensor.iter().flat_map(|tensor| {
             [
-                ("WIDE", TensorPlan::padded(e.width)),
-                ("VALUE_WIDE", TensorPlan::padded(e.value_width)),
+                ("WIDE", tensor.element.padded(e.width)),
+                ("VALUE_WIDE", tensor.element.padded(e.value_width)),
                 ("MT", tensor.row_blocks),
                 ("NT", tensor.column_blocks),
                 ("OWN", tensor.own()),

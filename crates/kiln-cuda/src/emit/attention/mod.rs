@@ -4,8 +4,8 @@
 //! repeated. Where a mask hides keys, one more launch says for each tile of scores whether all, some or none are hidden there: attention leaves out tiles of
 //! the first kind, and reads the mask in those of the second alone.
 //!
-//! Types of 16 bits are computed by tensor cores where widths are multiples of 8 up to 128 and rows begin at multiples of 16 bytes; everything else is
-//! computed in f32 or f64 by the plain kernels.
+//! Types of 16 bits, and f32 where it may be rounded to TF32, are computed by tensor cores where widths are multiples of 8 up to 128 and rows begin at
+//! multiples of 16 bytes; everything else is computed in f32 or f64 by the plain kernels.
 //!
 //! `operands` collects what an operation reads, `plan` cuts it into tiles, `case` writes the struct of constants.
 
@@ -18,7 +18,7 @@ use kiln_graph::{Graph, Node, Op};
 
 use self::case::Case;
 use self::operands::{Gradient, Operands, View};
-use self::plan::{Plan, TensorPlan};
+use self::plan::{Element, Extents, Plan, TensorPlan};
 use super::{Argument, EmitOptions, KernelCode, Launch};
 use crate::code::FunctionText;
 use crate::kernels::attention::{TEMPLATES, TENSOR_TEMPLATES};
@@ -31,7 +31,8 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
     }
     let operands = Operands::new(graph, kernel, node, options)?;
     let mut writer = Writer {
-        tensor_cores: operands.fits_tensor_cores(options),
+        element: operands.tensor_element(options),
+        most_shared_bytes: TensorPlan::most_shared_bytes(options.capability),
         operands,
         code: KernelCode::default(),
     };
@@ -44,8 +45,10 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
 
 struct Writer {
     operands: Operands,
-    /// Whether tensor cores may compute this.
-    tensor_cores: bool,
+    /// What tensor cores may compute this with.
+    element: Option<Element>,
+    /// What a block may have.
+    most_shared_bytes: u32,
     code: KernelCode,
 }
 
@@ -88,6 +91,17 @@ impl Reading {
 }
 
 impl Writer {
+    /// A plan for tensor cores, if they may compute this and the tiles fit.
+    fn tensor(
+        &self,
+        plan: impl Fn(&Extents, Element) -> Option<TensorPlan>,
+        own_values: bool,
+    ) -> Option<TensorPlan> {
+        let extents = &self.operands.extents;
+        plan(extents, self.element?)
+            .filter(|plan| plan.shared_bytes(extents, own_values) <= self.most_shared_bytes)
+    }
+
     /// Bytes of working memory, at a multiple of 256.
     fn scratch(&mut self, bytes: usize) -> Argument {
         let at = self.code.scratch;
@@ -180,7 +194,7 @@ impl Writer {
         let case = Case {
             operands: &operands,
             plan,
-            tensor: TensorPlan::forward(&e).filter(|_| self.tensor_cores),
+            tensor: self.tensor(TensorPlan::forward, false),
             views: vec![("out", out)],
         };
         let mut reading = self.operands(&case)?;
@@ -211,7 +225,7 @@ impl Writer {
         let case = |tensor: Option<TensorPlan>| Case {
             operands: &operands,
             plan,
-            tensor: tensor.filter(|_| self.tensor_cores),
+            tensor,
             views: vec![
                 ("d_out", &gradient.d_out),
                 ("d_query", d_query),
@@ -219,7 +233,9 @@ impl Writer {
                 ("d_value", d_value),
             ],
         };
-        let (of_queries, of_keys) = (case(TensorPlan::d_query(&e)), case(TensorPlan::d_key(&e)));
+        let most_shared = self.most_shared_bytes;
+        let of_queries = case(self.tensor(TensorPlan::d_query, true));
+        let of_keys = case(self.tensor(|e, element| TensorPlan::d_key(e, element, most_shared), true));
         let common = self.gradient(&of_queries, gradient)?;
         for (case, name, results, heads, weights) in [
             (&of_queries, "d_query", vec![("d_query", d_query)], e.heads, 1),

@@ -6,7 +6,7 @@ use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{AttentionDims, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
-use super::plan::Extents;
+use super::plan::{Element, Extents};
 use crate::emit::{Argument, EmitOptions};
 
 /// A tensor of four dimensions in memory.
@@ -186,15 +186,21 @@ impl Operands {
 }
 
 impl Operands {
-    /// Whether tensor cores may compute this: elements of 16 bits, and tensors of which 16 bytes may be copied at once.
-    pub fn fits_tensor_cores(&self, options: &EmitOptions<'_>) -> bool {
+    /// The elements that tensor cores may compute this with: of 16 bits, or TF32 where f32 may be rounded; tensors of which 16 bytes may be
+    /// copied at once. None if there is no such.
+    pub fn tensor_element(&self, options: &EmitOptions<'_>) -> Option<Element> {
+        let element = match self.query.ctype {
+            "kiln_f16" | "kiln_bf16" => Element::Half,
+            "float" if options.tf32 => Element::Tf32,
+            _ => return None,
+        };
         let own = [&self.query, &self.key, &self.value];
         let mut tensors = own
             .into_iter()
             .chain(self.gradient.as_ref().map(|gradient| &gradient.d_out));
-        options.capability >= (8, 0)
-            && matches!(self.query.ctype, "kiln_f16" | "kiln_bf16")
-            && tensors.all(|view| view.rows_begin_at(8))
+        let at_once = 16 / element.bytes() as i64;
+        let fits = options.capability >= (8, 0) && tensors.all(|view| view.rows_begin_at(at_once));
+        fits.then_some(element)
     }
 }
 

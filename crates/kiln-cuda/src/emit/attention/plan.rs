@@ -101,13 +101,44 @@ impl Plan {
     }
 }
 
-/// Constants of the templates for tensor cores; a function of extents alone as well.
+/// Constants of the templates for tensor cores; a function of extents, the kind of element and the capability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorPlan {
     /// Blocks of 16 rows that a warp has.
     pub row_blocks: usize,
     /// Blocks of 8 columns of a tile of scores.
     pub column_blocks: usize,
+    /// What operands are rounded to.
+    pub element: Element,
+}
+
+/// Elements of the operands of tensor cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Element {
+    /// f16 or bf16.
+    Half,
+    /// f32, rounded to TF32.
+    Tf32,
+}
+
+impl Element {
+    /// Bytes in memory.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Half => 2,
+            Self::Tf32 => 4,
+        }
+    }
+
+    /// Blocks of columns of a tile of the gradient: beside wide rows of f32 there is room for half as many.
+    fn gradient_columns(self, widest: usize) -> usize {
+        if self == Self::Tf32 && widest > 64 { 2 } else { 4 }
+    }
+
+    /// The width of a row in shared memory: what one product takes, times a whole number.
+    pub fn padded(self, width: usize) -> usize {
+        width.next_multiple_of(32 / self.bytes())
+    }
 }
 
 /// Blocks that fill the reference machine twice: with fewer of them, smaller ones spread better.
@@ -118,11 +149,19 @@ impl TensorPlan {
     pub const THREADS: usize = 128;
 
     /// The plan for the forward kernel; none for widths that tensor cores do not take.
-    pub fn forward(e: &Extents) -> Option<Self> {
-        let column_blocks = if Self::widest(e)? <= 64 { 8 } else { 4 };
+    pub fn forward(e: &Extents, element: Element) -> Option<Self> {
+        let narrow = Self::widest(e)? <= 64;
+        // Of a block that has many rows, and of one that has few.
+        let (row_blocks, [many, few]) = match (element, narrow) {
+            (Element::Half, true) => (2, [8, 8]),
+            (Element::Half, false) => (2, [4, 8]),
+            (Element::Tf32, true) => (2, [4, 4]),
+            (Element::Tf32, false) => (1, [2, 2]),
+        };
         let wide = Self {
-            row_blocks: 2,
-            column_blocks,
+            row_blocks,
+            column_blocks: many,
+            element,
         };
         let enough = e.batch * e.heads * wide.tiles(e.queries) >= ENOUGH_BLOCKS;
         Some(if enough {
@@ -130,41 +169,41 @@ impl TensorPlan {
         } else {
             Self {
                 row_blocks: 1,
-                column_blocks: 8,
+                column_blocks: few,
+                element,
             }
         })
     }
 
     /// The plan for the gradient of the queries: blocks have as many rows as the tiles of a mask, for which they say whether `fill` counts. More columns would
     /// take the registers of a third block.
-    pub fn d_query(e: &Extents) -> Option<Self> {
-        Self::widest(e).map(|_| Self {
+    pub fn d_query(e: &Extents, element: Element) -> Option<Self> {
+        Self::widest(e).map(|widest| Self {
             row_blocks: 1,
-            column_blocks: 4,
+            column_blocks: element.gradient_columns(widest),
+            element,
         })
     }
 
-    /// The plan for the gradients of keys and values.
-    pub fn d_key(e: &Extents) -> Option<Self> {
+    /// The plan for the gradients of keys and values, of blocks with up to `most_shared` bytes of shared memory.
+    pub fn d_key(e: &Extents, element: Element, most_shared: u32) -> Option<Self> {
         let widest = Self::widest(e)?;
         let wide = Self {
             row_blocks: 2,
-            column_blocks: 4,
+            column_blocks: element.gradient_columns(widest),
+            element,
         };
         let enough = e.batch * e.key_heads * wide.tiles(e.keys) >= ENOUGH_BLOCKS;
-        Some(if enough && widest <= 64 {
-            wide
-        } else {
-            Self {
-                row_blocks: 1,
-                ..wide
-            }
-        })
-    }
-
-    /// The width of a row in shared memory: whole blocks of 16 columns.
-    pub fn padded(width: usize) -> usize {
-        width.next_multiple_of(16)
+        Some(
+            if enough && widest <= 64 && wide.shared_bytes(e, true) <= most_shared {
+                wide
+            } else {
+                Self {
+                    row_blocks: 1,
+                    ..wide
+                }
+            },
+        )
     }
 
     /// The wider one of queries and values.
@@ -172,6 +211,16 @@ impl TensorPlan {
         let widths = [e.width, e.value_width];
         let fits = |width: &usize| width.is_multiple_of(8) && (8..=128).contains(width);
         widths.iter().all(fits).then(|| e.width.max(e.value_width))
+    }
+
+    /// Bytes of shared memory that a block may ask for: what GPUs of that capability have, less a kibibyte for what kernels declare.
+    pub fn most_shared_bytes(capability: (u32, u32)) -> u32 {
+        let kibibytes = match capability {
+            (8, 0 | 7) => 163,
+            (9 | 10, _) => 227,
+            _ => 99,
+        };
+        (kibibytes - 1) * 1024
     }
 
     /// Rows of a block.
@@ -189,11 +238,13 @@ impl TensorPlan {
         rows.div_ceil(self.own())
     }
 
-    /// Bytes of shared memory: rows of the block, of queries alone or of the values' width as well, and two tiles of both. Rows are eight elements apart.
+    /// Bytes of shared memory: rows of the block, of queries alone or of the values' width as well, and two tiles of both. Rows are 16 bytes apart.
     pub fn shared_bytes(&self, e: &Extents, own_values: bool) -> u32 {
-        let (width, value_width) = (Self::padded(e.width) + 8, Self::padded(e.value_width) + 8);
+        let bytes = self.element.bytes();
+        let [width, value_width] =
+            [e.width, e.value_width].map(|width| self.element.padded(width) + 16 / bytes);
         let own = self.own() * (width + if own_values { value_width } else { 0 });
-        (2 * (own + 2 * self.other() * (width + value_width))) as u32
+        (bytes * (own + 2 * self.other() * (width + value_width))) as u32
     }
 }
 
@@ -242,31 +293,43 @@ mod tests {
         }
     }
 
-    /// Shared memory is what every GPU with these instructions has.
+    /// Shared memory is what every GPU with these instructions has, but for wide rows of f32.
     #[test]
     fn tensor_plans_fit() {
-        for (batch, width, value_width) in [(1, 16, 128), (64, 128, 128), (64, 64, 64), (1, 128, 32)] {
-            let e = Extents {
-                batch,
-                heads: 8,
-                key_heads: 8,
-                queries: 1024,
-                keys: 1024,
-                width,
-                value_width,
-            };
-            let forward = TensorPlan::forward(&e).unwrap();
-            assert!(forward.shared_bytes(&e, false) <= 99 * 1024, "{forward:?}");
-            for gradient in [TensorPlan::d_query(&e), TensorPlan::d_key(&e)] {
-                let gradient = gradient.unwrap();
-                assert!(gradient.shared_bytes(&e, true) <= 99 * 1024, "{gradient:?}");
+        for element in [Element::Half, Element::Tf32] {
+            for (batch, width, value_width) in [(1, 16, 128), (64, 128, 128), (64, 64, 64), (1, 128, 32)] {
+                let e = Extents {
+                    batch,
+                    heads: 8,
+                    key_heads: 8,
+                    queries: 1024,
+                    keys: 1024,
+                    width,
+                    value_width,
+                };
+                let everywhere = TensorPlan::most_shared_bytes((8, 6));
+                let forward = TensorPlan::forward(&e, element).unwrap();
+                assert!(forward.shared_bytes(&e, false) <= everywhere, "{forward:?}");
+                let most = match (element, width + value_width) {
+                    (Element::Tf32, 256) => TensorPlan::most_shared_bytes((8, 0)),
+                    _ => everywhere,
+                };
+                let plans = [
+                    TensorPlan::d_query(&e, element),
+                    TensorPlan::d_key(&e, element, most),
+                ];
+                for gradient in plans {
+                    let gradient = gradient.unwrap();
+                    assert!(gradient.shared_bytes(&e, true) <= most, "{gradient:?}");
+                }
+                assert_eq!(TensorPlan::forward(&Extents { width: 20, ..e }, element), None);
+                let wide = Extents {
+                    value_width: 144,
+                    ..e
+                };
+                assert_eq!(TensorPlan::d_query(&wide, element), None);
+                assert_eq!(TensorPlan::d_key(&wide, element, most), None);
             }
-            assert_eq!(TensorPlan::forward(&Extents { width: 20, ..e }), None);
-            let wide = Extents {
-                value_width: 144,
-                ..e
-            };
-            assert_eq!([TensorPlan::d_query(&wide), TensorPlan::d_key(&wide)], [None; 2]);
         }
     }
 }

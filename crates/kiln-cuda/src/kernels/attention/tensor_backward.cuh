@@ -87,7 +87,7 @@ void kiln_attention_tensor_d_scores(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
     kiln_attention_tensor_statistics<C>& rows, float (&p)[C::MT][C::NT][4], float (&dp)[C::MT][C::NT][4],
     const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int query, int key, float (&sums)[2 * C::MT][C::WIDE / 8][4],
-    kiln_u32 (&weights)[2 * C::MT][C::NT][2])
+    kiln_u32 (&weights)[2 * C::MT][C::NT][kiln_fragment_of<typename C::stored>::WORDS])
 {
     #pragma unroll
     for (int m = 0; m < C::MT; m++) {
@@ -126,8 +126,8 @@ void kiln_attention_tensor_d_scores(
                     plain[j] = factor[n][j] == 0 ? 0 : p[m][n][i] * factor[n][j];
                     shifted[j] = factor[n][j] == 0 ? 0 : plain[j] * (dp[m][n][i] - shift);
                 }
-                weights[m][n][h] = kiln_fragment_pack<typename C::stored>(shifted[0], shifted[1]);
-                weights[C::MT + m][n][h] = kiln_fragment_pack<typename C::stored>(plain[0], plain[1]);
+                kiln_fragment_weigh<typename C::stored>(weights[m][n], h, shifted[0], shifted[1]);
+                kiln_fragment_weigh<typename C::stored>(weights[C::MT + m][n], h, plain[0], plain[1]);
             }
         }
     }
@@ -144,11 +144,12 @@ void kiln_attention_tensor_d_query(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, typename C::stored* d_query)
 {
     typedef typename C::stored stored;
-    constexpr int PITCH = kiln_fragment_pitch(C::WIDE), VALUE_PITCH = kiln_fragment_pitch(C::VALUE_WIDE);
+    typedef typename kiln_fragment_of<stored>::element element;
+    constexpr int PITCH = kiln_fragment_pitch<stored>(C::WIDE), VALUE_PITCH = kiln_fragment_pitch<stored>(C::VALUE_WIDE);
     constexpr int KEYS = C::OTHER * PITCH, BOTH = KEYS + C::OTHER * VALUE_PITCH;
-    unsigned short* own = (unsigned short*)kiln_dynamic_shared();
-    unsigned short* own_d_out = own + C::OWN * PITCH;
-    unsigned short* tiles = own_d_out + C::OWN * VALUE_PITCH;
+    element* own = (element*)kiln_dynamic_shared();
+    element* own_d_out = own + C::OWN * PITCH;
+    element* tiles = own_d_out + C::OWN * VALUE_PITCH;
     const int tile = C::OWN_TILES - 1 - (int)(blockIdx.x % C::OWN_TILES), number = blockIdx.x / C::OWN_TILES;
     const kiln_attention_plane<C> plane(o, number / C::heads, number % C::heads);
     const auto queries = kiln_attention_head<typename C::query_view>(o.query, plane.batch, plane.head);
@@ -184,20 +185,27 @@ void kiln_attention_tensor_d_query(
         return counts ? from : kiln_attention_next<C>(o, plane, first, from, end, false, left_out);
     };
     auto fetch = [&](int from, int where) {
-        unsigned short* to = tiles + where * BOTH;
+        element* to = tiles + where * BOTH;
         kiln_fragment_fetch<C, typename C::key_view, C::OTHER, C::WIDE>(to, keys, from, C::keys);
         kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::VALUE_WIDE>(to + KEYS, values, from, C::keys);
         kiln_copies_end_group();
     };
     int at = next(0);
     if (at < end) fetch(at, place);
+    if (kiln_fragment_of<stored>::ROUNDED) {
+        kiln_copies_wait();
+        kiln_fragment_settle<C, C::OWN, C::WIDE>(own);
+        kiln_fragment_settle<C, C::OWN, C::VALUE_WIDE>(own_d_out);
+    }
     #pragma unroll 1
     while (at < end) {
         const int following = next(at + C::OTHER);
         kiln_copies_wait();
+        kiln_fragment_settle<C, C::OTHER, C::WIDE>(tiles + place * BOTH);
+        kiln_fragment_settle<C, C::OTHER, C::VALUE_WIDE>(tiles + place * BOTH + KEYS);
         __syncthreads();
         if (following < end) fetch(following, 1 - place);
-        const unsigned short* with = tiles + place * BOTH;
+        const element* with = tiles + place * BOTH;
         const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
         unsigned kept[C::MT] = {}, hidden[C::MT] = {};
         if (state != KILN_ATTENTION_OPEN)
@@ -209,7 +217,7 @@ void kiln_attention_tensor_d_query(
         if (C::dropout)
             for (int m = 0; m < C::MT; m++)
                 kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
-        kiln_u32 weights[2 * C::MT][C::NT][2];
+        kiln_u32 weights[2 * C::MT][C::NT][kiln_fragment_of<stored>::WORDS];
         if (kiln_attention_plain<C>(state, first, at, C::OTHER))
             kiln_attention_tensor_d_scores<C, true>(
                 o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
@@ -243,8 +251,9 @@ template <class C, bool PLAIN>
 void kiln_attention_tensor_d_columns(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
     const float (*of_queries)[C::OTHER], const float (&p)[C::MT][C::NT][4], const float (&dp)[C::MT][C::NT][4],
-    const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int key, int first, kiln_u32 (&of_values)[C::MT][C::NT][2],
-    kiln_u32 (&of_keys)[C::MT][C::NT][2])
+    const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int key, int first,
+    kiln_u32 (&of_values)[C::MT][C::NT][kiln_fragment_of<typename C::stored>::WORDS],
+    kiln_u32 (&of_keys)[C::MT][C::NT][kiln_fragment_of<typename C::stored>::WORDS])
 {
     const int column = threadIdx.x % 4 * 2;
     #pragma unroll
@@ -269,8 +278,8 @@ void kiln_attention_tensor_d_columns(
                         hidden[m] >> (4 * n + 2 * h + j) & 1, kept[m] >> (4 * n + 2 * h + j) & 1, most[j], share[j]);
                     ds[j] = factor == 0 ? 0 : x * (d + add[j]) * factor;
                 }
-                of_values[m][n][h] = kiln_fragment_pack<typename C::stored>(dropped[0], dropped[1]);
-                of_keys[m][n][h] = kiln_fragment_pack<typename C::stored>(ds[0], ds[1]);
+                kiln_fragment_weigh<typename C::stored>(of_values[m][n], h, dropped[0], dropped[1]);
+                kiln_fragment_weigh<typename C::stored>(of_keys[m][n], h, ds[0], ds[1]);
             }
         }
     }
@@ -282,13 +291,14 @@ void kiln_attention_tensor_d_key(
     typename C::stored* d_value)
 {
     typedef typename C::stored stored;
-    constexpr int PITCH = kiln_fragment_pitch(C::WIDE), VALUE_PITCH = kiln_fragment_pitch(C::VALUE_WIDE);
+    typedef typename kiln_fragment_of<stored>::element element;
+    constexpr int PITCH = kiln_fragment_pitch<stored>(C::WIDE), VALUE_PITCH = kiln_fragment_pitch<stored>(C::VALUE_WIDE);
     constexpr int QUERIES = C::OTHER * PITCH, BOTH = QUERIES + C::OTHER * VALUE_PITCH;
     // Of the queries of two tiles: the largest score, one over the sum of exponentials, delta.
     __shared__ float statistics[2][3][C::OTHER];
-    unsigned short* own = (unsigned short*)kiln_dynamic_shared();
-    unsigned short* own_values = own + C::OWN * PITCH;
-    unsigned short* tiles = own_values + C::OWN * VALUE_PITCH;
+    element* own = (element*)kiln_dynamic_shared();
+    element* own_values = own + C::OWN * PITCH;
+    element* tiles = own_values + C::OWN * VALUE_PITCH;
     const int tile = blockIdx.x % C::OWN_KEY_TILES, number = blockIdx.x / C::OWN_KEY_TILES;
     const int batch = number / C::key_heads, group = number % C::key_heads;
     const auto keys = kiln_attention_head<typename C::key_view>(o.key, batch, group);
@@ -297,6 +307,12 @@ void kiln_attention_tensor_d_key(
     const int row = first + warp + threadIdx.x % 32 / 4;
     kiln_fragment_fetch<C, typename C::key_view, C::OWN, C::WIDE>(own, keys, first, C::keys);
     kiln_fragment_fetch<C, typename C::value_view, C::OWN, C::VALUE_WIDE>(own_values, values, first, C::keys);
+    if (kiln_fragment_of<stored>::ROUNDED) {
+        kiln_copies_end_group();
+        kiln_copies_wait();
+        kiln_fragment_settle<C, C::OWN, C::WIDE>(own);
+        kiln_fragment_settle<C, C::OWN, C::VALUE_WIDE>(own_values);
+    }
     constexpr int SHARE = C::heads / C::key_heads;
     const int ahead = first - (C::keys - C::queries);
     const int start = C::causal && ahead > 0 ? ahead / C::OTHER * C::OTHER : 0;
@@ -318,7 +334,7 @@ void kiln_attention_tensor_d_key(
         };
         float fresh[3];
         auto fetch = [&](int from, int where) {
-            unsigned short* to = tiles + where * BOTH;
+            element* to = tiles + where * BOTH;
             kiln_fragment_fetch<C, typename C::query_view, C::OTHER, C::WIDE>(to, queries, from, C::queries);
             kiln_fragment_fetch<C, typename C::d_out_view, C::OTHER, C::VALUE_WIDE>(
                 to + QUERIES, d_out, from, C::queries);
@@ -347,9 +363,11 @@ void kiln_attention_tensor_d_key(
         while (at < C::queries) {
             const int following = next(at + C::OTHER);
             kiln_copies_wait();
+            kiln_fragment_settle<C, C::OTHER, C::WIDE>(tiles + place * BOTH);
+            kiln_fragment_settle<C, C::OTHER, C::VALUE_WIDE>(tiles + place * BOTH + QUERIES);
             __syncthreads();
             if (following < C::queries) fetch(following, 1 - place);
-            const unsigned short* with = tiles + place * BOTH;
+            const element* with = tiles + place * BOTH;
             const int state = plane.template state<C::OTHER, C::OWN>(o, at, first);
             unsigned kept[C::MT] = {}, hidden[C::MT] = {};
             if (state != KILN_ATTENTION_OPEN)
@@ -362,7 +380,8 @@ void kiln_attention_tensor_d_key(
             if (C::dropout)
                 for (int m = 0; m < C::MT; m++)
                     kept[m] = kiln_attention_kept_in_columns<C>(o, plane, at, first + warp + 16 * m);
-            kiln_u32 of_values[C::MT][C::NT][2], of_keys[C::MT][C::NT][2];
+            constexpr int WORDS = kiln_fragment_of<stored>::WORDS;
+            kiln_u32 of_values[C::MT][C::NT][WORDS], of_keys[C::MT][C::NT][WORDS];
             if (at + C::OTHER <= C::queries && kiln_attention_plain<C>(state, at, first, C::OWN))
                 kiln_attention_tensor_d_columns<C, true>(
                     o, g, plane, statistics[place], p, dp, kept, hidden, row, at, of_values, of_keys);

@@ -1,4 +1,4 @@
-// Attention on tensor cores, for types of 16 bits: the plan of forward.cuh, with scores and weights in registers alone.
+// Attention on tensor cores, for types of 16 bits and for f32 as TF32: the plan of forward.cuh, with scores and weights in registers alone.
 //
 // A block has OWN rows of queries, 16 MT for each of its warps, and goes over tiles of OTHER = 8 NT keys. While it computes with one tile, the
 // next one is copied into the other of two places in shared memory.
@@ -98,7 +98,7 @@ template <class C, bool PLAIN>
 void kiln_attention_tensor_softmax(
     const kiln_attention_operands<C>& o, const kiln_attention_plane<C>& plane, kiln_attention_tensor_rows<C>& rows,
     float (&s)[C::MT][C::NT][4], const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int query, int key,
-    kiln_u32 (&weights)[C::MT][C::NT][2])
+    kiln_u32 (&weights)[C::MT][C::NT][kiln_fragment_of<typename C::stored>::WORDS])
 {
     const float infinity = kiln_attention_infinity<float>();
     #pragma unroll
@@ -139,7 +139,7 @@ void kiln_attention_tensor_softmax(
                     if (C::dropout && !C::drop_scores)
                         weight[j] = kept[m] >> (4 * n + 2 * h + j) & 1 ? weight[j] * o.factor : 0;
                 }
-                weights[m][n][h] = kiln_fragment_pack<typename C::stored>(weight[0], weight[1]);
+                kiln_fragment_weigh<typename C::stored>(weights[m][n], h, weight[0], weight[1]);
             }
             #pragma unroll
             for (int c = 0; c < C::VALUE_WIDE / 8; c++) {
@@ -154,10 +154,11 @@ template <class C>
 void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename C::stored* out, float* stats)
 {
     typedef typename C::stored stored;
-    constexpr int KEYS = C::OTHER * kiln_fragment_pitch(C::WIDE);
-    constexpr int BOTH = KEYS + C::OTHER * kiln_fragment_pitch(C::VALUE_WIDE);
-    unsigned short* own = (unsigned short*)kiln_dynamic_shared();
-    unsigned short* tiles = own + C::OWN * kiln_fragment_pitch(C::WIDE);
+    typedef typename kiln_fragment_of<stored>::element element;
+    constexpr int KEYS = C::OTHER * kiln_fragment_pitch<stored>(C::WIDE);
+    constexpr int BOTH = KEYS + C::OTHER * kiln_fragment_pitch<stored>(C::VALUE_WIDE);
+    element* own = (element*)kiln_dynamic_shared();
+    element* tiles = own + C::OWN * kiln_fragment_pitch<stored>(C::WIDE);
     const int tile = C::OWN_TILES - 1 - (int)(blockIdx.x % C::OWN_TILES), number = blockIdx.x / C::OWN_TILES;
     const kiln_attention_plane<C> plane(o, number / C::heads, number % C::heads);
     const auto queries = kiln_attention_head<typename C::query_view>(o.query, plane.batch, plane.head);
@@ -185,19 +186,25 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
         }
         int at = kiln_attention_next<C>(o, plane, first, 0, end, pass == 1, left_out);
         auto fetch = [&](int from, int where) {
-            unsigned short* to = tiles + where * BOTH;
+            element* to = tiles + where * BOTH;
             kiln_fragment_fetch<C, typename C::key_view, C::OTHER, C::WIDE>(to, keys, from, C::keys);
             kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::VALUE_WIDE>(to + KEYS, values, from, C::keys);
             kiln_copies_end_group();
         };
         if (at < end) fetch(at, place);
+        if (kiln_fragment_of<stored>::ROUNDED && pass == 0) {
+            kiln_copies_wait();
+            kiln_fragment_settle<C, C::OWN, C::WIDE>(own);
+        }
         #pragma unroll 1
         while (at < end) {
             const int following = kiln_attention_next<C>(o, plane, first, at + C::OTHER, end, pass == 1, left_out);
             kiln_copies_wait();
+            kiln_fragment_settle<C, C::OTHER, C::WIDE>(tiles + place * BOTH);
+            kiln_fragment_settle<C, C::OTHER, C::VALUE_WIDE>(tiles + place * BOTH + KEYS);
             __syncthreads();
             if (following < end) fetch(following, 1 - place);
-            const unsigned short* with = tiles + place * BOTH;
+            const element* with = tiles + place * BOTH;
             const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
             unsigned kept[C::MT] = {}, hidden[C::MT] = {};
             if (state != KILN_ATTENTION_OPEN)
@@ -205,11 +212,11 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
                     hidden[m] = kiln_attention_hidden_in_rows<C>(plane, first + warp + 16 * m, at);
             float s[C::MT][C::NT][4] = {};
             kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(
-                s, own + warp * kiln_fragment_pitch(C::WIDE), with);
+                s, own + warp * kiln_fragment_pitch<stored>(C::WIDE), with);
             if (C::dropout)
                 for (int m = 0; m < C::MT; m++)
                     kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
-            kiln_u32 weights[C::MT][C::NT][2];
+            kiln_u32 weights[C::MT][C::NT][kiln_fragment_of<stored>::WORDS];
             if (kiln_attention_plain<C>(state, first, at, C::OTHER))
                 kiln_attention_tensor_softmax<C, true>(
                     o, plane, rows, s, kept, hidden, row, at + column, weights);
