@@ -2,9 +2,13 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use kiln_compiler::{Options, compile};
 use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
+use kiln_cuda::runtime::Storage;
 use kiln_cuda::testing::host::HostStep;
 use kiln_graph::op::{AttentionDims, Dims, Op};
 use kiln_graph::testing::{every_attention, random_arguments};
@@ -202,6 +206,48 @@ impl Case {
         tensors
     }
 
+    /// The bytes of outputs must be what is expected, to within `tolerance` of the norm.
+    fn compare(&self, graph: &Graph, expected: &[HostTensor], actual: &[Vec<u8>], tolerance: f64) {
+        for (number, (bytes, expected)) in actual.iter().zip(expected).enumerate() {
+            let ty = graph.ty(graph.outputs[number].value).clone();
+            let actual = HostTensor::from_bytes(ty, bytes.clone()).unwrap().to_f64s();
+            let expected = expected.to_f64s();
+            let norm = expected.iter().map(|x| x * x).sum::<f64>().sqrt();
+            let distances = actual.iter().zip(&expected).map(|(a, e)| (a - e) * (a - e));
+            let distance = distances.sum::<f64>().sqrt();
+            assert!(
+                distance <= tolerance * norm,
+                "{self:?}: output {number} is off by {:e}",
+                distance / norm
+            );
+        }
+    }
+
+    /// On a GPU; with `tf32`, products of f32 may round their operands.
+    fn check_on_gpu(&self, gpu: &Arc<Gpu>, tf32: bool, tolerance: f64) {
+        let (graph, given) = self.step();
+        let tensors = self.arguments(&graph, &given);
+        let expected = interpret_f64(&graph, &tensors, &[]).unwrap();
+        let target = CudaTarget { tf32, ..gpu.target() };
+        let executable = CudaExecutable::new(&graph, &Options::default(), &target, gpu).unwrap();
+        let inputs: Vec<_> = tensors
+            .iter()
+            .map(|tensor| gpu.upload(tensor.bytes()).unwrap())
+            .collect();
+        let bytes = graph.outputs.iter().map(|output| graph.ty(output.value).bytes());
+        let outputs: Vec<_> = bytes.clone().map(|bytes| gpu.allocate(bytes).unwrap()).collect();
+        executable
+            .run(&inputs, &outputs, &[], &NothingOutside, false)
+            .unwrap();
+        let read = |(bytes, output): (usize, &Arc<Storage>)| {
+            let mut found = vec![0; bytes];
+            gpu.download(output, &mut found).unwrap();
+            found
+        };
+        let actual: Vec<Vec<u8>> = bytes.zip(&outputs).map(read).collect();
+        self.compare(&graph, &expected, &actual, tolerance);
+    }
+
     /// Which of the three kernels are for tensor cores.
     fn on_tensor_cores(&self, target: &CudaTarget) -> [bool; 3] {
         let (graph, _) = self.step();
@@ -233,19 +279,7 @@ impl Case {
         let host = HostStep::of(&step).unwrap();
         let inputs: Vec<Vec<u8>> = tensors.iter().map(|tensor| tensor.bytes().to_vec()).collect();
         let actual = host.run(&mut inputs.clone(), &[]).unwrap();
-        for (number, (bytes, expected)) in actual.iter().zip(&expected).enumerate() {
-            let ty = graph.ty(graph.outputs[number].value).clone();
-            let actual = HostTensor::from_bytes(ty, bytes.clone()).unwrap().to_f64s();
-            let expected = expected.to_f64s();
-            let norm = expected.iter().map(|x| x * x).sum::<f64>().sqrt();
-            let distances = actual.iter().zip(&expected).map(|(a, e)| (a - e) * (a - e));
-            let distance = distances.sum::<f64>().sqrt();
-            assert!(
-                distance <= tolerance * norm,
-                "{self:?}: output {number} is off by {:e}",
-                distance / norm
-            );
-        }
+        self.compare(&graph, &expected, &actual, tolerance);
         let backward = host.backward(true).run(&mut inputs.clone(), &[]).unwrap();
         assert!(actual == backward, "{self:?}: the order of threads shows");
     }
@@ -470,9 +504,7 @@ const TF32: fn() -> CudaTarget = || CudaTarget {
     ..CudaTarget::default()
 };
 
-/// The same of f32 where it may be rounded to TF32: the sums of the gradient of the queries, corrected from tile to tile, are the least exact ones.
-#[test]
-fn tensor_cores_for_f32() {
+fn tf32_cases() -> [Case; 10] {
     let dropout = AttentionDims {
         dropout: true,
         ..PLAIN
@@ -485,7 +517,7 @@ fn tensor_cores_for_f32() {
             ..HIDDEN
         }
     };
-    let cases = [
+    [
         case([1, 2, 2, 64, 64, 64, 64], PLAIN),
         case(
             [1, 2, 1, 70, 131, 32, 48],
@@ -510,11 +542,19 @@ fn tensor_cores_for_f32() {
         },
         // As many blocks as fill a device: two blocks of rows for each warp.
         case([264, 1, 1, 5, 36, 16, 16], dropout),
-    ];
-    for one in cases {
+    ]
+}
+
+/// How far results may be off where operands have 11 bits.
+const TF32_TOLERANCE: f64 = 5e-4;
+
+/// The same of f32 where it may be rounded to TF32.
+#[test]
+fn tensor_cores_for_f32() {
+    for one in tf32_cases() {
         assert_eq!(one.on_tensor_cores(&TF32()), [true; 3], "{one:?}");
         assert_eq!(one.on_tensor_cores(&CudaTarget::default()), [false; 3]);
-        one.check_for(&TF32(), 5e-4, |_| ());
+        one.check_for(&TF32(), TF32_TOLERANCE, |_| ());
     }
 }
 
@@ -535,7 +575,7 @@ fn f32_beside_tensor_cores() {
     };
     let wide = case([1, 2, 2, 40, 70, 128, 128], HIDDEN);
     assert_eq!(wide.on_tensor_cores(&small), [true, false, false]);
-    wide.check_for(&small, 5e-4, |_| ());
+    wide.check_for(&small, TF32_TOLERANCE, |_| ());
 }
 
 /// Operands are rounded, not cut: cutting makes all products of positive numbers smaller by half of the last place of each.
@@ -556,6 +596,28 @@ fn tf32_is_rounded_to() {
     let sum = |tensor: &HostTensor| tensor.to_f64s().iter().sum::<f64>();
     let relative = sum(&actual) / sum(&expected[0]) - 1.0;
     assert!(relative.abs() < 5e-5, "the result is off by {relative:e}");
+}
+
+/// The instructions of a GPU do what the host's versions of them do. Skipped with a message where there is no GPU.
+#[test]
+fn on_a_gpu() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let gpu = Gpu::get(0).unwrap();
+    let large = case([1, 2, 2, 700, 700, 64, 64], CAUSAL);
+    for one in tf32_cases().into_iter().chain([large]) {
+        one.check_on_gpu(&gpu, true, TF32_TOLERANCE);
+        one.check_on_gpu(&gpu, false, F32.tolerance());
+        let half = Case {
+            types: Types {
+                tensors: DType::BF16,
+                ..F32
+            },
+            ..one
+        };
+        half.check_on_gpu(&gpu, false, half.types.tolerance());
+    }
 }
 
 /// Values with much in common: the gradient of each weight is then large beside what distinguishes them, which is all that reaches the queries.
