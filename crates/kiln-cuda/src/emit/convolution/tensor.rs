@@ -16,8 +16,8 @@ const PACK: &str = include_str!("../../kernels/cuda/convolution/pack_tensor.cuh"
 const CORRELATION: &str = include_str!("../../kernels/cuda/convolution/correlation_tensor.cuh");
 const WEIGHT: &str = include_str!("../../kernels/cuda/convolution/weight_tensor.cuh");
 
-/// Warps of a block.
-const WARPS: usize = THREADS as usize / 32;
+/// Warps of a block. Few warps with large parts of a tile read less of shared memory than many with small ones.
+const WARPS: usize = 4;
 
 /// Places of the depth that a step multiplies.
 const STEP: usize = 32;
@@ -73,7 +73,7 @@ impl TensorTile {
     /// The constants of a template whose step takes `stage` elements of shared memory.
     fn constants(self, stage: usize) -> [(&'static str, usize); 6] {
         let [m, n] = self.block;
-        let row_warps = if m == 128 && n < 128 { 4 } else { 2 };
+        let row_warps = if n == 32 { WARPS } else { 2 };
         [
             ("BM", m),
             ("BN", n),
@@ -134,7 +134,7 @@ fn tiles(task: &Correlation<'_>, division: &Division, parts: usize) -> Option<La
         block: division.block,
     };
     let stage = (tile.block[0] + tile.block[1]) * (STEP + 4);
-    let mut template = task.template(THREADS);
+    let mut template = task.template(32 * WARPS as u32);
     constants_of_the_slide(&mut template, task, division);
     template
         .spatial("IMAGE", image.extents)
@@ -183,7 +183,7 @@ pub fn weight(convolution: &Convolution<'_>, out: Value, options: &EmitOptions<'
     let tiles = [channels.div_ceil(tile.block[0]), columns.div_ceil(tile.block[1])];
     let blocks = tiles[0] * tiles[1] * convolution.dims.groups;
     let [count, share] = chunks(y.pixels(), blocks, STEP);
-    let mut template = convolution.template(THREADS);
+    let mut template = convolution.template(32 * WARPS as u32);
     template
         .spatial("IMAGE", x.extents)
         .spatial("PIXELS", y.extents)
