@@ -6,8 +6,11 @@ mod common;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use kiln_compiler::Options;
+use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::code::CallKind;
+use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
 use kiln_cuda::testing::host::{Differential, Outcome, differential};
 use kiln_graph::op::Window;
 use kiln_graph::{Graph, HostTensor, interpret_f64};
@@ -581,6 +584,41 @@ fn convolutions_that_round_their_operands() {
         let outcome = rounding(&graph).check();
         assert_eq!(outcome, Ok(Outcome::Same), "{what}\n{graph}");
     });
+}
+
+/// The same on a GPU, where there is one: the host's versions of its instructions are only as good as their reading of the manual.
+#[test]
+fn convolutions_that_round_their_operands_on_a_gpu() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let gpu = Gpu::get(0).unwrap();
+    let target = CudaTarget {
+        tf32: true,
+        ..gpu.target()
+    };
+    for (what, convolution) in convolutions_of_fours() {
+        let graph = convolution.graph("f32", true);
+        let comparison = rounding(&graph);
+        let executable = CudaExecutable::new(&graph, &Options::default(), &target, &gpu).unwrap();
+        let upload = |tensor: &HostTensor| gpu.upload(tensor.bytes()).unwrap();
+        let inputs: Vec<_> = comparison.given().0.iter().map(upload).collect();
+        let types = graph.outputs.iter().map(|output| graph.ty(output.value));
+        let outputs: Vec<_> = types
+            .clone()
+            .map(|ty| gpu.allocate(ty.bytes()).unwrap())
+            .collect();
+        executable
+            .run(&inputs, &outputs, &[], &NothingOutside, false)
+            .unwrap();
+        let found = types.zip(&outputs).map(|(ty, storage)| {
+            let mut bytes = vec![0; ty.bytes()];
+            gpu.download(storage, &mut bytes).unwrap();
+            HostTensor::from_bytes(ty.clone(), bytes).unwrap()
+        });
+        let found: Vec<HostTensor> = found.collect();
+        assert_eq!(comparison.compare(&found), Ok(()), "{what}");
+    }
 }
 
 /// Tensor cores compute what they are meant for, and nothing where products must not round.
