@@ -1,9 +1,9 @@
 """One training step in PyTorch, timed like `kiln bench`.
 
-    torch_step.py [--mode eager|compile] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer]
+    torch_step.py [--mode eager|compile|overhead] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer] [--device cpu|cuda]
 
 The models are those of `kiln bench` with the same sizes; image classifiers need torchvision (and timm for `vit_small`), BERT needs
-transformers. Prints one JSON object whose fields are those of `kiln bench --json`.
+transformers. On a GPU products and convolutions may use TF32, as `kiln bench --tf32` does, and `overhead` is torch.compile with CUDA graphs. Prints one JSON object whose fields are those of `kiln bench --json`.
 """
 
 import argparse
@@ -141,19 +141,38 @@ def subject(arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--mode", choices=("eager", "compile"), default="eager")
+    parser.add_argument("--mode", choices=("eager", "compile", "overhead"), default="eager")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--infer", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
+    on_gpu = arguments.device == "cuda"
+    torch.set_default_device(arguments.device)
+    if on_gpu:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
     model, inputs, loss_of = subject(arguments)
+    if on_gpu and inputs.dim() == 4:
+        model = model.to(memory_format=torch.channels_last)
+
+    def compiled(function):
+        if arguments.mode == "eager":
+            return function
+        return torch.compile(function, mode="reduce-overhead" if arguments.mode == "overhead" else None)
+
+    def wait():
+        if on_gpu:
+            torch.cuda.synchronize()
+
     if arguments.infer:
         model.eval()
-        forward = torch.compile(model) if arguments.mode == "compile" else model
+        forward = compiled(model)
 
         def step():
             with torch.no_grad():
@@ -162,12 +181,12 @@ def main():
 
     else:
         model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
 
         def forward():
             return loss_of(model(inputs))
 
-        forward = torch.compile(forward) if arguments.mode == "compile" else forward
+        forward = compiled(forward)
 
         def step():
             loss = forward()
@@ -178,13 +197,16 @@ def main():
 
     start = time.perf_counter()
     result = step()
+    wait()
     first = time.perf_counter() - start
     for _ in range(WARMUP):
         step()
+    wait()
     times = []
     for _ in range(arguments.steps):
         start = time.perf_counter()
         result = step()
+        wait()
         times.append(time.perf_counter() - start)
     print(
         json.dumps(
