@@ -522,13 +522,13 @@ fn backends_explain_and_cache_answer() {
     let place = Place::new();
     let text = place.ok(&["backends"]);
     assert!(
-        ["eager", "aot_eager", "candle", "interpret", "cpu"]
+        ["eager", "aot_eager", "candle", "interpret", "cpu", "cuda"]
             .iter()
             .all(|name| text.contains(name)),
         "{text}"
     );
     assert!(
-        text.contains("the compiled step does not run on these yet") && text.contains("libcublasLt"),
+        text.contains("NVIDIA GPUs") && text.contains("libcublasLt"),
         "{text}"
     );
     let text = place.ok(&["explain", "--config", "small.toml", "--backend", "aot_eager"]);
@@ -538,6 +538,16 @@ fn backends_explain_and_cache_answer() {
     );
     assert!(place.ok(&["cache", "list"]).contains("0 steps"));
     assert!(place.ok(&["cache", "clear"]).contains("removed 0 steps"));
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_named() {
+    let place = Place::new();
+    let text = place.fails(&["bench", "mlp", "--steps", "1", "--device", "cuda:99"]);
+    let missing = text.contains("libcuda was not found; install NVIDIA's driver");
+    assert!(missing || text.contains("there is no device cuda:99"), "{text}");
+    let text = place.fails(&["bench", "mlp", "--device", "gpu"]);
+    assert!(text.contains("unknown device `gpu`"), "{text}");
 }
 
 #[test]
