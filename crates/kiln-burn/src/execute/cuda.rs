@@ -428,7 +428,7 @@ impl Outside for Cuda {
         let op = &self.externs[index as usize];
         let stream = self.executable.gpu().stream();
         let (operands, results) = places.split_at(call.inputs.len());
-        let read = |((storage, at), (dtype, dims)): (&(Arc<Memory>, usize), &(String, Vec<usize>))| {
+        let read = |(storage, at): &(Arc<Memory>, usize), (dtype, dims): &(String, Vec<usize>)| {
             let dtype = dtype
                 .parse()
                 .map_err(|error: kiln_graph::dtype::UnknownDType| error.to_string())?;
@@ -444,7 +444,8 @@ impl Outside for Cuda {
                 convert::burn_dtype(ty.dtype),
             ))
         };
-        let operands = operands.iter().zip(&call.inputs).map(read);
+        let operands = operands.iter().zip(&call.inputs);
+        let operands = operands.map(|(place, ty)| read(place, ty));
         let operands = operands.collect::<Result<_, String>>()?;
         let made = external::run(op, operands).map_err(|error| error.to_string())?;
         for (position, ((made, ty), (storage, at))) in
