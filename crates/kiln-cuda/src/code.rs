@@ -1,7 +1,7 @@
 //! What the target makes of a step: functions in CUDA C++ and the calls of them, as plain data.
 //!
 //! A [`StepCode`] depends on no device. It is stored in the cache, compiled by NVRTC anywhere, run by the host in tests, and bound to addresses by
-//! [`crate::runtime::executable`].
+//! [`crate::execute::executable`].
 
 use std::fmt::Write as _;
 

@@ -37,7 +37,7 @@ pub fn write(folder: &Path, code: &StepCode, contract: &Contract) {
     warn_unless_written(folder, written());
 }
 
-/// Reads a step that [`write`] wrote.
+/// Reads a step that [`write()`] wrote.
 ///
 /// # Errors
 /// If the file is missing or no step.
