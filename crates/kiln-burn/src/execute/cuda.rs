@@ -196,9 +196,7 @@ impl Cuda {
         check_arguments(&self.graph, inputs, scalars)?;
         let wait = self.check_indices(inputs)?;
         let gpu = self.executable.gpu();
-        inputs
-            .iter_mut()
-            .try_for_each(|input| move_to(gpu, input).map(|_| ()))?;
+        inputs.iter_mut().try_for_each(|input| move_to(gpu, input))?;
         let tensors: Vec<&GpuTensor> = inputs.iter().filter_map(on_gpu).collect();
         let aliases = &self.executable.contract().aliases;
         let in_place = |alias: &Option<u32>| {
