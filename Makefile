@@ -18,6 +18,7 @@ test: lint nextest doc
 test-cuda: nextest
 	KILN_TEST_CUDA=required $(CARGO) nextest run -p kiln-cuda --test-threads 1 --no-capture
 	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace --test programs -E 'test(cpu_1) | test(cpu_2)'
+	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace --test devices
 
 lint:
 	$(CARGO) fmt --all --check

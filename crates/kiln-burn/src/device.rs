@@ -14,9 +14,9 @@ use crate::options::CompileBackend;
 /// A device is a place, the CPU or an NVIDIA GPU, and a mode. **Eager** (the default) runs each operation at once, except inside a compiled region.
 /// **Lazy** records until a value is read or `sync` is called, then compiles and runs what was recorded; it carries the backend to run on.
 ///
-/// Compiled steps of tensors on a GPU run on that GPU, and leave their results in its memory. Operations outside compiled steps run on the host, with burn-flex: elements
-/// are copied when such an operation, or the program, asks for them. An operation on tensors of two places is an error; `to_device` moves them, and
-/// copies nothing before somebody needs the elements.
+/// Compiled steps of tensors on a GPU run on that GPU, and leave their results in its memory. An operation outside of compiled steps runs there as a compiled step of one
+/// operation, made once for each shape; the host runs those on small tensors that are on the host already, and, with copies and a warning, what has no kernel on the GPU.
+/// An operation on tensors of two places is an error; `to_device` moves them, and copies nothing before somebody needs the elements.
 ///
 /// `Default` is the eager CPU unless the environment variable `KILN_DEVICE` says otherwise: `cpu`, `cuda`, `cuda:ORDINAL`, `lazy`, or `lazy:BACKEND` with a name of
 /// [`CompileBackend`] (and `lazy:cuda:ORDINAL`). That is how an unchanged program or test suite exercises the compiler.

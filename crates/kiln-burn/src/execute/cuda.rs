@@ -26,7 +26,7 @@ use kiln_profile::{KernelTime, StepDescription, StepRun};
 use super::check::{Parting, Reference};
 use super::cpu::extern_operation;
 use super::profile::{describe_contract, next_id};
-use super::{Executable, ExecuteError, check_arguments, convert, memory};
+use super::{Effort, Executable, ExecuteError, check_arguments, convert, memory};
 use crate::gpu_tensor::GpuTensor;
 use crate::import::external;
 use crate::options::{CompileBackend, CompileOptions};
@@ -97,7 +97,8 @@ pub fn split(
 }
 
 impl Cuda {
-    /// Compiles `graph` for GPU `gpu`, or finds it in the disk cache. What the compiler made is written to `debug`, if given.
+    /// Compiles `graph` for GPU `gpu`, or finds it in the disk cache. What the compiler made is written to `debug`, if given. A step of [`Effort::Quick`] is
+    /// queued kernel by kernel at each run.
     ///
     /// # Errors
     ///
@@ -106,6 +107,7 @@ impl Cuda {
         gpu: usize,
         graph: Arc<Graph>,
         options: &CompileOptions,
+        effort: Effort,
         debug: Option<&Path>,
     ) -> Result<Self, ExecuteError> {
         let gpu = Gpu::get(gpu)?;
@@ -116,6 +118,10 @@ impl Cuda {
         };
         let target = target(&gpu, options);
         let executable = CudaExecutable::new(&graph, &compiler, &target, &gpu)?;
+        let executable = match effort {
+            Effort::Full => executable,
+            Effort::Quick => executable.without_graph(),
+        };
         let externs = executable.contract().externs.iter().map(extern_operation);
         let externs = externs.collect::<Result<_, _>>().map_err(ExecuteError::Step)?;
         let output = |output: &kiln_graph::Output| {

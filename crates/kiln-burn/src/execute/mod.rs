@@ -322,7 +322,7 @@ pub fn prepare(
             }
             Err(error) => return Err(error),
         },
-        CompileBackend::Cuda => match cuda::Cuda::new(gpu, graph.clone(), options, debug) {
+        CompileBackend::Cuda => match cuda::Cuda::new(gpu, graph.clone(), options, effort, debug) {
             Ok(executable) => Box::new(executable),
             Err(error @ ExecuteError::Compile(CompileError::Unsupported { .. })) => {
                 warn_once(&error);

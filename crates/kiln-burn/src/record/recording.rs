@@ -97,7 +97,7 @@ pub enum Killed {
 }
 
 /// What identifies a recorded step: operations in relative form, and which results leave.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Identity {
     /// Relative form of the operations.
     pub words: Vec<u64>,

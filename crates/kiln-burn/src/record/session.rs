@@ -10,6 +10,7 @@
 
 mod compiled;
 mod rehearsal;
+mod single;
 mod tensors;
 
 use std::cell::RefCell;
@@ -348,6 +349,7 @@ pub fn submit(device: KilnDevice, operation: OperationIr) {
     refuse_two_places(&operation);
     match current(device) {
         Some(session) => record(&session, operation),
+        None if single::run(&operation) => {}
         None => run_now(&operation),
     }
 }

@@ -107,6 +107,8 @@ pub struct CudaExecutable {
     guards: Vec<Kernel>,
     choices: Vec<Option<Choice>>,
     state: Mutex<State>,
+    /// Whether calls become a graph at the second run.
+    replays: bool,
     /// Whether the cache had it.
     pub from_cache: bool,
     /// Time in Kiln's own passes.
@@ -256,11 +258,19 @@ impl CudaExecutable {
             guards,
             choices,
             state: Mutex::new(state),
+            replays: true,
             from_cache: false,
             compile_time: Duration::ZERO,
             build_time,
             stages,
         })
+    }
+
+    /// The same step, whose calls never become a graph: for one that runs once, or on other memory each time.
+    #[must_use]
+    pub fn without_graph(mut self) -> Self {
+        self.replays = false;
+        self
     }
 
     /// What the caller must know.
@@ -400,7 +410,7 @@ impl CudaExecutable {
                 *moves |= !is_state && state.last[index] != now[index];
             }
         }
-        if first || had_graph || !self.contract.externs.is_empty() {
+        if first || had_graph || !self.replays || !self.contract.externs.is_empty() {
             return self.run_one_by_one(memory, multiplier, outside, || Ok(()));
         }
         let moved = state.last.iter().zip(now).map(|(last, now)| last != now);

@@ -1,0 +1,155 @@
+//! Tensors at several places: what is refused, what moves, and operations on a GPU outside of compiled steps.
+//!
+//! Tests that need a GPU say so and pass where there is none; with `KILN_TEST_CUDA=required` they fail there.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn_backend::ops::FloatTensorOps;
+use burn_tensor::activation::{gelu, log_softmax, softmax};
+use burn_tensor::module::conv2d;
+use burn_tensor::ops::ConvOptions;
+use burn_tensor::{Distribution, Int, Tensor, TensorData, Tolerance};
+use kiln::{CompileOptions, Kiln, KilnDevice};
+
+fn vector(values: &[f32], device: &KilnDevice) -> Tensor<Kiln, 1> {
+    Tensor::from_floats(values, device)
+}
+
+fn message(panic: Box<dyn std::any::Any + Send>) -> String {
+    match panic.downcast::<String>() {
+        Ok(text) => *text,
+        Err(panic) => panic
+            .downcast_ref::<&str>()
+            .map(|text| (*text).to_owned())
+            .unwrap(),
+    }
+}
+
+/// The first GPU; none, with a word about it, if there is none.
+fn gpu() -> Option<KilnDevice> {
+    match kiln_cuda::execute::Gpu::get(0) {
+        Ok(_) => Some(KilnDevice::cuda(0)),
+        Err(error) if std::env::var_os("KILN_TEST_CUDA").is_some_and(|value| value == "required") => {
+            panic!("KILN_TEST_CUDA=required, but: {error}")
+        }
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+fn an_operation_on_tensors_of_two_places_names_both() {
+    let (host, gpu) = (KilnDevice::cpu(), KilnDevice::cuda(0));
+    let operation = || vector(&[1.0, 2.0], &host) + vector(&[3.0, 4.0], &gpu);
+    let text = message(catch_unwind(AssertUnwindSafe(operation)).unwrap_err());
+    assert!(text.contains("cpu") && text.contains("cuda:0"), "{text}");
+
+    // Where Burn's tensors do not look, the backend does.
+    let primitive = |device: &KilnDevice| vector(&[1.0, 2.0], device).into_primitive().tensor();
+    let below = || Kiln::float_add(primitive(&host), primitive(&gpu));
+    let text = message(catch_unwind(AssertUnwindSafe(below)).map(drop).unwrap_err());
+    assert!(
+        text.contains("cpu") && text.contains("cuda:0") && text.contains("to_device"),
+        "{text}"
+    );
+
+    let mut region = kiln::compile(CompileOptions::default());
+    let inside = || region.run(operation).map(|tensor| tensor.into_data());
+    let text = message(catch_unwind(AssertUnwindSafe(inside)).unwrap_err());
+    assert!(text.contains("cpu") && text.contains("cuda:0"), "{text}");
+
+    let sum = vector(&[1.0, 2.0], &host).to_device(&gpu) + vector(&[3.0, 4.0], &gpu);
+    assert_eq!(sum.into_data().to_vec::<f32>().unwrap(), [4.0, 6.0]);
+}
+
+/// What an operation gives on the host and on the GPU, from operands that are drawn on each.
+fn both<const D: usize>(
+    gpu: &KilnDevice,
+    operation: impl Fn(&KilnDevice) -> Tensor<Kiln, D>,
+) -> (TensorData, TensorData) {
+    let of = |device: &KilnDevice| {
+        <Kiln as burn_backend::Backend>::seed(device, 7);
+        operation(device).into_data()
+    };
+    (of(&KilnDevice::cpu()), of(gpu))
+}
+
+#[test]
+fn operations_outside_of_steps_run_on_the_gpu() {
+    let Some(gpu) = gpu() else { return };
+    type Matrix = Tensor<Kiln, 2>;
+    let draw = |device: &KilnDevice| Matrix::random([192, 256], Distribution::Default, device);
+    let (host, device) = both(&gpu, draw);
+    assert_eq!(host, device, "the same random numbers");
+    let ints = |device: &KilnDevice| Tensor::<Kiln, 1, Int>::arange(0..192, device).float() * 3.0;
+    let (host, device) = both(&gpu, ints);
+    assert_eq!(host, device);
+
+    let programs: [(&str, fn(Matrix) -> Matrix); 9] = [
+        ("product", |x| x.clone().matmul(x.transpose())),
+        ("softmax", |x| softmax(x * 4.0, 1)),
+        ("log_softmax", |x| log_softmax(x, 0)),
+        ("gelu", gelu),
+        ("normalised", |x| {
+            (x.clone() - x.clone().mean_dim(1)) / (x.var(1) + 1e-5).sqrt()
+        }),
+        ("selected", |x| {
+            let rows = Tensor::<Kiln, 1, Int>::from_ints([5, 0, 191, 5], &x.device());
+            x.select(0, rows)
+        }),
+        ("cut and joined", |x| {
+            Tensor::cat(
+                vec![x.clone().slice([3..60, 10..200]), x.slice([0..9, 0..190])],
+                0,
+            )
+        }),
+        ("masked", |x| {
+            let mask = x.clone().greater_elem(0.5);
+            x.mask_fill(mask, -1.0)
+        }),
+        ("in place", |x| {
+            let kept = x.clone();
+            let changed = x.add_scalar(1.0).mul_scalar(2.0);
+            changed - kept
+        }),
+    ];
+    for (name, program) in programs {
+        let (host, device) = both(&gpu, |device| program(draw(device)));
+        eprintln!("{name}");
+        device.assert_approx_eq::<f32>(&host, Tolerance::rel_abs(1e-4, 1e-5));
+    }
+    let images = |device: &KilnDevice| {
+        let x = Tensor::<Kiln, 4>::random([4, 8, 40, 40], Distribution::Default, device);
+        let weight = Tensor::<Kiln, 4>::random([16, 8, 3, 3], Distribution::Default, device);
+        conv2d(x, weight, None, ConvOptions::new([1, 1], [1, 1], [1, 1], 1))
+    };
+    let (host, device) = both(&gpu, images);
+    device.assert_approx_eq::<f32>(&host, Tolerance::rel_abs(1e-4, 1e-4));
+}
+
+/// Lengths that grow, as of text that is generated, are not compiled for ever.
+#[test]
+fn more_shapes_than_are_worth_compiling_are_still_right() {
+    let Some(gpu) = gpu() else { return };
+    for length in 1..80 {
+        let x = Tensor::<Kiln, 2>::ones([1 << 10, 32 + length], &gpu) * 2.0;
+        let sum = x.sum_dim(1).into_data().to_vec::<f32>().unwrap();
+        assert!(
+            sum.iter().all(|&sum| sum == 2.0 * (32 + length) as f32),
+            "{length}"
+        );
+    }
+}
+
+#[test]
+fn an_index_out_of_range_stops_an_operation_on_the_gpu() {
+    let Some(gpu) = gpu() else { return };
+    let x = Tensor::<Kiln, 2>::ones([256, 256], &gpu) + 1.0;
+    let rows = Tensor::<Kiln, 1, Int>::from_ints([3, 256], &gpu);
+    let selected = catch_unwind(AssertUnwindSafe(|| x.clone().select(0, rows).into_data()));
+    let text = message(selected.unwrap_err());
+    assert!(text.contains("256"), "{text}");
+    assert_eq!(x.sum().into_scalar(), 2.0 * 65536.0);
+}
