@@ -97,3 +97,24 @@ pub fn is_cheap(op: &Op) -> bool {
         _ => false,
     }
 }
+
+/// Whether computing the operation costs more than keeping its result close by until the next pass over a row. These are
+/// functions of many instructions, division aside.
+pub fn is_expensive(op: &Op) -> bool {
+    match op {
+        Op::Unary(op) => !matches!(
+            op,
+            UnaryOp::Neg
+                | UnaryOp::Abs
+                | UnaryOp::Sign
+                | UnaryOp::Not
+                | UnaryOp::Sqrt
+                | UnaryOp::Recip
+                | UnaryOp::IsNan
+                | UnaryOp::IsInf
+        ),
+        Op::Binary(op) => matches!(op, BinaryOp::Pow | BinaryOp::Atan2 | BinaryOp::Rem),
+        Op::Random { .. } => true,
+        _ => false,
+    }
+}

@@ -5,17 +5,16 @@
 //! last pass over a row: the body of a loop loads before it stores. What is read once for each row, such as the element that a loss picks
 //! from a row of logits, may also be another element of the same row: it is read before the passes begin that need no later statistics.
 
-use rustc_hash::FxHashMap;
-
 use kiln_graph::{Graph, Op, Value};
 
 use super::layout::position;
 use super::nest::{Nest, Split, Store, vars};
+use super::row_stages::RowStages;
 use crate::index::{Atom, Index};
 
 /// The values whose memory `store` may take over.
 pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
-    let mut stages = FxHashMap::default();
+    let mut stages = RowStages::default();
     let rows = nest.split.map_or(0, |split| split.rows);
     let of_points = |index: &[Index]| vars(index) & !rows != 0;
     if nest.late.contains(&store.value) || (nest.split.is_some() && !of_points(&store.index)) {
@@ -25,16 +24,16 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
         .members
         .iter()
         .filter(|&&node| matches!(graph.node(node).op, Op::Reduce { .. }))
-        .map(|&node| stage(graph, nest, graph.node(node).inputs[0], &mut stages))
+        .map(|&node| stages.of(graph, nest, graph.node(node).inputs[0]))
         .chain(
             nest.stores
                 .iter()
                 .filter(|other| !nest.late.contains(&other.value) && of_points(&other.index))
-                .map(|other| stage(graph, nest, other.value, &mut FxHashMap::default())),
+                .map(|other| RowStages::default().of(graph, nest, other.value)),
         )
         .max()
         .unwrap_or(0);
-    if stage(graph, nest, store.value, &mut stages) != last {
+    if stages.of(graph, nest, store.value) != last {
         return Vec::new();
     }
     // Values that only rows depend on are stored after the last pass. The store may be one piece of its buffer; memory goes to the whole.
@@ -73,29 +72,8 @@ fn loaded_by(graph: &Graph, nest: &Nest, index: &Index, pass: usize) -> bool {
         Atom::Div(inner, _) | Atom::Mod(inner, _) => loaded_by(graph, nest, inner, pass),
         Atom::Data { slot, .. } => {
             let (indices, at) = &nest.data[*slot as usize];
-            stage(graph, nest, *indices, &mut FxHashMap::default()) <= pass
+            RowStages::default().of(graph, nest, *indices) <= pass
                 && at.iter().all(|index| loaded_by(graph, nest, index, pass))
         }
     })
-}
-
-fn stage(graph: &Graph, nest: &Nest, value: Value, known: &mut FxHashMap<Value, usize>) -> usize {
-    if let Some(&stage) = known.get(&value) {
-        return stage;
-    }
-    // A contraction's result is there before the nest begins.
-    let stage = if graph.def(value).op.is_contraction() || !nest.uses_of(value).is_empty() {
-        0
-    } else {
-        let data = graph.def(value);
-        let operands = data
-            .inputs
-            .iter()
-            .map(|&v| stage(graph, nest, v, known))
-            .max()
-            .unwrap_or(0);
-        operands + usize::from(matches!(data.op, Op::Reduce { .. }))
-    };
-    known.insert(value, stage);
-    stage
 }

@@ -10,10 +10,13 @@ pub mod epilogue;
 pub mod fuse;
 pub mod inplace;
 pub mod layout;
+pub mod loops;
 pub mod nest;
 pub mod order;
+pub mod power;
 pub mod prologue;
 pub mod recompute;
+pub mod row_stages;
 pub mod together;
 
 use std::fmt::Write as _;

@@ -190,6 +190,47 @@ impl Nest {
         }
     }
 
+    /// The index of the operand of a reduction whose result is at `kept`: reduced axes are recorded, the others are those
+    /// of the result.
+    pub fn reduced_operand_index(&self, graph: &Graph, reduction: Node, kept: &[Index]) -> Vec<Index> {
+        let data = graph.node(reduction);
+        let axes = match &data.op {
+            Op::Reduce { axes, .. } => axes.as_slice(),
+            _ => &[],
+        };
+        let mut reduced = self.reduced.get(&data.outputs[0]).into_iter().flatten();
+        let mut kept = kept.iter();
+        let axes = (0..graph.shape(data.inputs[0]).rank()).map(|axis| {
+            let next = if axes.contains(&axis) {
+                reduced.next()
+            } else {
+                kept.next()
+            };
+            next.cloned().unwrap_or_default()
+        });
+        axes.collect()
+    }
+
+    /// The pointwise members that compute what an earlier member computes, each with that member's result. Rewrites that
+    /// compute something again instead of reading it leave such members where both copies end up in one nest.
+    pub fn equal_members(&self, graph: &Graph) -> FxHashMap<Value, Value> {
+        let mut equal: FxHashMap<Value, Value> = FxHashMap::default();
+        let mut firsts: FxHashMap<Vec<Value>, Vec<(&Op, Value)>> = FxHashMap::default();
+        let members = self.members.iter().map(|&node| graph.node(node));
+        for data in members.filter(|data| data.op.is_pointwise()) {
+            let first_of = |value: &Value| *equal.get(value).unwrap_or(value);
+            let operands: Vec<Value> = data.inputs.iter().map(first_of).collect();
+            let firsts = firsts.entry(operands).or_default();
+            match firsts.iter().find(|(op, _)| **op == data.op) {
+                Some(&(_, first)) => {
+                    equal.insert(data.outputs[0], first);
+                }
+                None => firsts.push((&data.op, data.outputs[0])),
+            }
+        }
+        equal
+    }
+
     fn data_index(&mut self, graph: &Graph, x: Value, axis: usize, indices: Value, at: Vec<Index>) -> Index {
         let vars = vars(&at);
         let slot = self.slot(indices, at);

@@ -46,7 +46,7 @@ mod space;
 use kiln_compiler::index::{Index, bit};
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::schedule::nest::Nest;
-use kiln_graph::op::Op;
+use kiln_compiler::schedule::row_stages::RowStages;
 use kiln_graph::{DType, Graph, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -98,7 +98,8 @@ pub fn generate(graph: &Graph, nest: &Nest, lanes: i64) -> NestCode {
         let mut writer = Writer::new(graph, &space, lanes);
         writer.run();
         let seen = writer.seen;
-        if !space.collapse(&seen) {
+        let indices: Vec<&Index> = seen.iter().map(|seen| &seen.index).collect();
+        if !space.loops.collapse(&indices) {
             space.choose_vector(&seen, lanes);
             break;
         }
@@ -111,7 +112,7 @@ pub fn generate(graph: &Graph, nest: &Nest, lanes: i64) -> NestCode {
         .filter(|(_, passes)| passes.count_ones() > 1)
         .map(|(key, _)| key.clone())
         .collect();
-    let row = space.product(&space.cols);
+    let row = space.loops.row_length();
     if repeated.is_empty() || row > KEPT_ROW || row * repeated.len() as i64 > KEPT_ELEMENTS {
         return writer.finish();
     }
@@ -135,49 +136,6 @@ pub fn scratch(graph: &Graph, nest: &Nest) -> Option<usize> {
 
 /// A value at an index.
 type Key = (Value, Vec<Index>);
-
-/// Whether an operation costs more than keeping its result in cache until the next pass.
-fn is_expensive(op: &Op) -> bool {
-    use kiln_graph::op::{BinaryOp, UnaryOp};
-    match op {
-        Op::Unary(op) => !matches!(
-            op,
-            UnaryOp::Neg
-                | UnaryOp::Abs
-                | UnaryOp::Sign
-                | UnaryOp::Not
-                | UnaryOp::Sqrt
-                | UnaryOp::Recip
-                | UnaryOp::IsNan
-                | UnaryOp::IsInf
-        ),
-        Op::Binary(op) => matches!(op, BinaryOp::Pow | BinaryOp::Atan2 | BinaryOp::Rem),
-        Op::Random { .. } => true,
-        _ => false,
-    }
-}
-
-/// Members that do what an earlier member does, each with that one. Programs that were made to compute something again instead of reading it
-/// ([`crate::transform`]) have such members where both ended up in one nest after all.
-fn equal_members(graph: &Graph, nest: &Nest) -> FxHashMap<Value, Value> {
-    let mut equal: FxHashMap<Value, Value> = FxHashMap::default();
-    let mut firsts: Vec<(&Op, Vec<Value>, Value)> = Vec::new();
-    let members = nest.members.iter().map(|&node| graph.node(node));
-    for data in members.filter(|data| data.op.is_pointwise()) {
-        let first_of = |value: &Value| *equal.get(value).unwrap_or(value);
-        let operands: Vec<Value> = data.inputs.iter().map(first_of).collect();
-        let first = firsts
-            .iter()
-            .find(|(op, own, _)| **op == data.op && *own == operands);
-        match first {
-            Some(&(_, _, first)) => {
-                equal.insert(data.outputs[0], first);
-            }
-            None => firsts.push((&data.op, operands, data.outputs[0])),
-        }
-    }
-    equal
-}
 
 /// An index that ends up as an address or a number, and how much it counts.
 struct Seen {
@@ -237,7 +195,7 @@ struct Writer<'a> {
     kept: FxHashMap<Key, (String, usize)>,
     slots: FxHashMap<u32, Register>,
     reduced: FxHashMap<Value, Register>,
-    stages: FxHashMap<Value, usize>,
+    stages: RowStages,
     /// For results of operations that another member does as well: that member's result.
     equal: FxHashMap<Value, Value>,
     seen: Vec<Seen>,
@@ -275,8 +233,8 @@ impl<'a> Writer<'a> {
             kept: FxHashMap::default(),
             slots: FxHashMap::default(),
             reduced: FxHashMap::default(),
-            stages: FxHashMap::default(),
-            equal: equal_members(graph, &space.nest),
+            stages: RowStages::default(),
+            equal: space.loops.nest.equal_members(graph),
             seen: Vec::new(),
             chunk_top: Vec::new(),
             chunk_end: Vec::new(),
@@ -327,14 +285,10 @@ impl<'a> Writer<'a> {
 
     // ---- places ----
 
-    fn row_set(&self) -> u64 {
-        self.space.rows.iter().fold(0, |set, &var| set | bit(var))
-    }
-
     fn level(&self, set: u64) -> u8 {
         if set == 0 {
             0
-        } else if set & !self.row_set() == 0 {
+        } else if set & !self.space.loops.row_set() == 0 {
             1
         } else {
             2
@@ -390,14 +344,14 @@ impl<'a> Writer<'a> {
 
     fn finish(mut self) -> NestCode {
         let space = self.space;
-        let late = !space.nest.late.is_empty();
-        let points: i64 = space.product(&space.rows) * space.product(&space.cols);
+        let late = !space.loops.nest.late.is_empty();
+        let points: i64 = space.loops.row_count() * space.loops.row_length();
         let (n, grain) = if space.flat() {
             (points, FLAT_GRAIN)
         } else if late {
             (self.chunks(), 1)
         } else {
-            let rows = space.product(&self.outer_rows());
+            let rows = space.loops.product(&self.outer_rows());
             let each = (points / rows.max(1)).max(1);
             (rows, (SERIAL_POINTS / 4 / each).max(1))
         };

@@ -41,8 +41,8 @@ pub struct Statements {
 /// Writes the statements of `nest`, which is over the frame's variables, for the contraction result `value`.
 pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: &Loops<'_>) -> Statements {
     let mut space = Space::new(nest);
-    space.rows = loops.rows.to_vec();
-    space.cols = vec![loops.vector];
+    space.loops.rows = loops.rows.to_vec();
+    space.loops.cols = vec![loops.vector];
     space.vector = Some(loops.vector);
     let mut writer = Writer::new(graph, &space, loops.lanes);
     writer.named = true;

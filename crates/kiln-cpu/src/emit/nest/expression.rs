@@ -3,28 +3,17 @@
 use kiln_compiler::index::{Index, linear};
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::schedule::access::operand_index;
+use kiln_compiler::schedule::class::is_expensive;
 use kiln_compiler::schedule::layout::position;
 use kiln_graph::op::{Op, RandomKind};
 use kiln_graph::{DType, Value};
 
-use super::{Argument, Key, Register, Seen, Writer, c, is_expensive};
+use super::{Argument, Key, Register, Seen, Writer, c};
 
 impl Writer<'_> {
+    /// The number of the pass over a row that has `value`.
     pub(super) fn stage(&mut self, value: Value) -> usize {
-        if let Some(&stage) = self.stages.get(&value) {
-            return stage;
-        }
-        let given = self.given.as_ref().is_some_and(|(given, _)| *given == value);
-        let stage = if given || !self.space.nest.uses_of(value).is_empty() {
-            0
-        } else {
-            let data = self.graph.def(value);
-            let inputs = data.inputs.clone();
-            let operands = inputs.into_iter().map(|v| self.stage(v)).max().unwrap_or(0);
-            operands + usize::from(matches!(data.op, Op::Reduce { .. }))
-        };
-        self.stages.insert(value, stage);
-        stage
+        self.stages.of(self.graph, &self.space.loops.nest, value)
     }
 
     pub(super) fn eval(&mut self, value: Value, index: &[Index]) -> Register {
@@ -54,15 +43,15 @@ impl Writer<'_> {
     pub(super) fn compute_once(&mut self, key: &Key) -> Register {
         let (value, index) = key;
         let dtype = self.graph.dtype(*value).compute();
-        let columns = self.space.cols.clone();
+        let columns = self.space.loops.cols.clone();
         let position = || {
             let index: Vec<Index> = columns
                 .iter()
-                .map(|&var| Index::var(var, self.space.extent(var)))
+                .map(|&var| Index::var(var, self.space.loops.extent(var)))
                 .collect();
             let extents: Vec<usize> = columns
                 .iter()
-                .map(|&var| self.space.extent(var) as usize)
+                .map(|&var| self.space.loops.extent(var) as usize)
                 .collect();
             linear(&index, &extents)
         };
@@ -87,7 +76,7 @@ impl Writer<'_> {
                 Some((name, _)) => name.clone(),
                 None => {
                     let name = self.fresh("kept");
-                    let length = self.space.product(&columns) + self.lanes;
+                    let length = self.space.loops.product(&columns) + self.lanes;
                     let ty = c::memory_type(dtype);
                     self.top
                         .push(format!("{ty} {name}[{length}] __attribute__((aligned(64)));"));
@@ -104,8 +93,8 @@ impl Writer<'_> {
 
     pub(super) fn compute(&mut self, value: Value, index: &[Index]) -> Register {
         let graph = self.graph;
-        if !self.space.nest.uses_of(value).is_empty() {
-            let position = position(graph, &self.space.nest.layouts, value, index);
+        if !self.space.loops.nest.uses_of(value).is_empty() {
+            let position = position(graph, &self.space.loops.nest.layouts, value, index);
             return self.load(Buffer::Value(value), &position, 1);
         }
         let data = graph.def(value);
@@ -149,9 +138,9 @@ impl Writer<'_> {
                 self.random(*kind, *dtype, &linear(index, shape), &data.inputs)
             }
             Op::Gather { .. } | Op::IndexSelect { .. } => {
-                let mut nest = self.space.nest.clone();
+                let mut nest = self.space.loops.nest.clone();
                 let operands = nest.operands(graph, graph.value(value).node, index);
-                debug_assert_eq!(nest.data.len(), self.space.nest.data.len());
+                debug_assert_eq!(nest.data.len(), self.space.loops.nest.data.len());
                 let (x, at) = &operands[1];
                 self.eval(*x, at)
             }

@@ -14,7 +14,7 @@ use crate::policy::REDUCTION_CHUNKS;
 
 impl Writer<'_> {
     pub(super) fn run(&mut self) {
-        for store in self.space.nest.stores.clone() {
+        for store in self.space.loops.nest.stores.clone() {
             self.seen.push(Seen {
                 index: store.position.clone(),
                 weight: 2,
@@ -23,14 +23,14 @@ impl Writer<'_> {
         let vector_rows = self
             .space
             .vector
-            .is_some_and(|vector| self.space.rows.contains(&vector));
-        let late = !self.space.nest.late.is_empty();
+            .is_some_and(|vector| self.space.loops.rows.contains(&vector));
+        let late = !self.space.loops.nest.late.is_empty();
         let mut rows = String::new();
         if self.space.flat() {
             self.flat_body(&mut rows);
         } else if vector_rows {
             let vector = self.space.vector.unwrap_or(0);
-            let extent = self.space.extent(vector);
+            let extent = self.space.loops.extent(vector);
             let whole = extent / self.lanes * self.lanes;
             if whole > 0 {
                 let _ = writeln!(
@@ -59,7 +59,7 @@ impl Writer<'_> {
             text.push_str(&rows);
         } else {
             let outer: Vec<Var> = self.outer_rows();
-            let count = self.space.product(&outer);
+            let count = self.space.loops.product(&outer);
             let mut loops = String::new();
             let (from, to) = if late {
                 let chunks = self.chunks();
@@ -89,7 +89,7 @@ impl Writer<'_> {
             let _ = writeln!(loops, "for (int64_t row = {from}; row < {to}; row++) {{");
             let mut rest = "row".to_owned();
             for (at, &var) in outer.iter().enumerate() {
-                let inner = self.space.product(&outer[at + 1..]);
+                let inner = self.space.loops.product(&outer[at + 1..]);
                 let value = if inner == 1 {
                     rest.clone()
                 } else {
@@ -122,6 +122,7 @@ impl Writer<'_> {
 
     pub(super) fn outer_rows(&self) -> Vec<Var> {
         self.space
+            .loops
             .rows
             .iter()
             .copied()
@@ -130,13 +131,13 @@ impl Writer<'_> {
     }
 
     pub(super) fn chunks(&self) -> i64 {
-        self.space.product(&self.space.rows).clamp(1, REDUCTION_CHUNKS)
+        self.space.loops.row_count().clamp(1, REDUCTION_CHUNKS)
     }
 
     /// A nest of one variable without reductions: iterations are elements.
     pub(super) fn flat_body(&mut self, out: &mut String) {
-        let stores = self.space.nest.stores.clone();
-        let Some(vector) = self.space.vector.or(self.space.cols.first().copied()) else {
+        let stores = self.space.loops.nest.stores.clone();
+        let Some(vector) = self.space.vector.or(self.space.loops.cols.first().copied()) else {
             // One element.
             self.sections.clear();
             for store in &stores {
@@ -208,7 +209,7 @@ impl Writer<'_> {
         self.reduced.clear();
         self.sections = vec![Vec::new()];
         self.mode = mode;
-        let nest = &self.space.nest;
+        let nest = &self.space.loops.nest;
         let reduces: Vec<Node> = nest
             .members
             .iter()
@@ -222,7 +223,7 @@ impl Writer<'_> {
             .filter(|store| !late.contains(&store.value))
             .cloned()
             .collect();
-        let row_set = self.row_set();
+        let row_set = self.space.loops.row_set();
         let mut passes = 0;
         for &node in &reduces {
             passes = passes.max(self.stage(graph.node(node).inputs[0]) + 1);
@@ -337,7 +338,7 @@ impl Writer<'_> {
     pub(super) fn vector_rows(&self) -> bool {
         self.space
             .vector
-            .is_some_and(|vector| self.space.rows.contains(&vector))
+            .is_some_and(|vector| self.space.loops.rows.contains(&vector))
     }
 
     /// The variables that number the elements of a row, one loop each, and the one of them whose loop goes by vectors.
@@ -345,16 +346,16 @@ impl Writer<'_> {
         let vector = self
             .space
             .vector
-            .filter(|vector| self.space.cols.contains(vector));
-        let loops = self.space.cols.iter().copied();
+            .filter(|vector| self.space.loops.cols.contains(vector));
+        let loops = self.space.loops.cols.iter().copied();
         (loops.filter(|&var| Some(var) != vector).collect(), vector)
     }
 
     /// How often each of the loops over the columns runs, outermost first.
     pub(super) fn trips(&self) -> Vec<i64> {
         let (loops, vector) = self.column_loops();
-        let whole = vector.map(|vector| self.space.extent(vector) / self.lanes);
-        let loops = loops.iter().map(|&var| self.space.extent(var));
+        let whole = vector.map(|vector| self.space.loops.extent(vector) / self.lanes);
+        let loops = loops.iter().map(|&var| self.space.loops.extent(var));
         loops.chain(whole.map(|trips| trips.max(1))).collect()
     }
 
@@ -384,7 +385,7 @@ impl Writer<'_> {
         let block = |at: usize| cut.and_then(|(own, block)| (own == at).then_some(block));
         let mut ends = Vec::new();
         for (at, &var) in loops.iter().enumerate() {
-            let extent = self.space.extent(var);
+            let extent = self.space.loops.extent(var);
             let (head, end) = blocks::counted(&format!("i{var}"), extent, 1, block(at), &flush);
             let _ = writeln!(out, "{head}");
             ends.push(end);
@@ -392,7 +393,7 @@ impl Writer<'_> {
         let parts: Vec<(Lanes, String, String)> = match vector {
             None => vec![(row_mode, "{".to_owned(), "}\n".to_owned())],
             Some(vector) => {
-                let extent = self.space.extent(vector);
+                let extent = self.space.loops.extent(vector);
                 let whole = extent / self.lanes * self.lanes;
                 let mut parts = Vec::new();
                 if whole > 0 {

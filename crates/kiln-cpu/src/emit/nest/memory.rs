@@ -28,7 +28,7 @@ impl Writer<'_> {
         if let Some(register) = self.slots.get(&slot) {
             return register.clone();
         }
-        let (indices, at) = self.space.nest.data[slot as usize].clone();
+        let (indices, at) = self.space.loops.nest.data[slot as usize].clone();
         let loaded = self.eval(indices, &at);
         let wide = c::cast(loaded.dtype, DType::I64, loaded.vector, &loaded.name);
         let clamp = if loaded.vector {

@@ -94,8 +94,8 @@ struct Body {
 
 fn body(graph: &Graph, prologue: &Prologue, vector: Option<Var>, lanes: i64) -> Body {
     let mut space = Space::new(&prologue.nest);
-    space.cols = vector.into_iter().collect();
-    space.rows = (0..prologue.nest.extents.len() as Var)
+    space.loops.cols = vector.into_iter().collect();
+    space.loops.rows = (0..prologue.nest.extents.len() as Var)
         .filter(|&var| Some(var) != vector)
         .collect();
     space.vector = vector;

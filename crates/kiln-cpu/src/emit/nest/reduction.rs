@@ -12,41 +12,23 @@ use crate::policy::{REDUCTION_CHUNKS, SERIAL_POINTS};
 impl Writer<'_> {
     pub(super) fn accumulator(&mut self, node: Node) -> Accumulator {
         let data = self.graph.node(node);
-        let Op::Reduce { op, axes } = &data.op else {
+        let Op::Reduce { op, .. } = &data.op else {
             unreachable!("members that reduce are reductions")
         };
         let value = data.outputs[0];
-        let kept = &self.space.nest.maps[&value];
+        let nest = &self.space.loops.nest;
+        let index = nest.reduced_operand_index(self.graph, node, &nest.maps[&value]);
         let terms = self.trips().iter().product();
         Accumulator {
             name: self.fresh("sum"),
             value,
             x: data.inputs[0],
-            index: self.reduced_index(value, axes, kept),
+            index,
             op: *op,
             dtype: self.graph.dtype(value),
             vector: self.space.vector.is_some(),
             blocks: blocks::in_blocks(*op, self.graph.dtype(value), terms),
         }
-    }
-
-    /// The index of a reduction's operand: recorded among the maps of members or uses; kept axes from the result.
-    pub(super) fn reduced_index(&self, value: Value, axes: &[usize], kept: &[Index]) -> Vec<Index> {
-        let x = self.graph.def(value).inputs[0];
-        let shape = self.graph.shape(x);
-        let reduced = self.space.nest.reduced.get(&value).cloned().unwrap_or_default();
-        let mut reduced = reduced.into_iter();
-        let mut kept = kept.iter().cloned();
-        (0..shape.rank())
-            .map(|axis| {
-                if axes.contains(&axis) {
-                    reduced.next()
-                } else {
-                    kept.next()
-                }
-                .unwrap_or_default()
-            })
-            .collect()
     }
 
     pub(super) fn accumulate(&mut self, sum: &Accumulator, mask: bool) {
@@ -65,20 +47,21 @@ impl Writer<'_> {
 
     pub(super) fn late_sum(&mut self, node: Node) -> LateSum {
         let data = self.graph.node(node);
-        let Op::Reduce { op, axes } = &data.op else {
+        let Op::Reduce { op, .. } = &data.op else {
             unreachable!("members that reduce are reductions")
         };
         let (op, value, x) = (*op, data.outputs[0], data.inputs[0]);
-        let kept = self.space.nest.maps[&value].clone();
-        let index = self.reduced_index(value, axes, &kept);
+        let nest = &self.space.loops.nest;
+        let kept = &nest.maps[&value];
+        let index = nest.reduced_operand_index(self.graph, node, kept);
         let dtype = self.graph.dtype(value).compute();
         let count = self.graph.ty(value).numel() as i64;
-        let position = linear(&kept, self.graph.shape(value));
-        let of_points = vars(&index) & !self.row_set() != 0;
+        let position = linear(kept, self.graph.shape(value));
+        let of_points = vars(&index) & !self.space.loops.row_set() != 0;
         let chunks = self.chunks();
         let per_element = of_points && position.vars() != 0;
         // Terms that one accumulator gets from a chunk.
-        let rows = self.space.product(&self.space.rows) / chunks + 1;
+        let rows = self.space.loops.row_count() / chunks + 1;
         let trips: i64 = self.trips().iter().product();
         let terms = if per_element || !of_points {
             rows

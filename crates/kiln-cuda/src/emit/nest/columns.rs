@@ -38,7 +38,7 @@ fn all(writer: &mut Writer<'_>) -> Vec<Late> {
 fn body(writer: &mut Writer<'_>, lates: &[Late]) -> String {
     writer.begin_row();
     writer.begin_points();
-    let rows = writer.space.row_set();
+    let rows = writer.space.loops.row_set();
     let mut of_rows = String::new();
     for late in lates {
         let x = writer.eval(late.x, &late.index);
@@ -55,9 +55,9 @@ fn body(writer: &mut Writer<'_>, lates: &[Late]) -> String {
             of_rows.push_str(&format!("if (column == 0) {} = {next};\n", late.name));
         }
     }
-    let stores = writer.space.nest.stores.iter();
+    let stores = writer.space.loops.nest.stores.iter();
     let stores: Vec<&Store> = stores
-        .filter(|store| !writer.space.nest.late.contains(&store.value))
+        .filter(|store| !writer.space.loops.nest.late.contains(&store.value))
         .collect();
     for store in stores {
         let dtype = writer.buffer_dtype(store.buffer);
@@ -96,7 +96,7 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     let text = body(&mut writer, &lates);
     let ty = writer.index_type();
     let width = space.width;
-    let (rows, items) = (space.product(&space.rows), space.product(&space.cols) / width);
+    let (rows, items) = (space.loops.row_count(), space.loops.row_length() / width);
     let across = power_of_two(items).min(32);
     let lanes = THREADS / across;
     let tiles = ceil(items, across);
@@ -118,9 +118,9 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
         "const {ty} column = ({ty})blockIdx.x * {across} + threadIdx.x % {across};\nconst int y = threadIdx.x / {across};\n\
          const {ty} first = ({ty})blockIdx.y * {each};\nconst {ty} last = first + {each} < {rows} ? first + {each} : {rows};\n{}\
          if (column < {items})\n{}for ({ty} row = first + y; row < last; row += {lanes}) {{\n{}{text}}}\n",
-        coordinates(space, &space.cols, ty, "column"),
+        coordinates(space, &space.loops.cols, ty, "column"),
         unroll(&writer, &text),
-        coordinates(space, &space.rows, ty, "row"),
+        coordinates(space, &space.loops.rows, ty, "row"),
     ));
     let mut parts: Vec<Partials> = Vec::new();
     let mut shared = 0;

@@ -3,29 +3,20 @@
 use kiln_compiler::index::{Index, linear};
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::schedule::access::operand_index;
+use kiln_compiler::schedule::class::is_expensive;
 use kiln_compiler::schedule::layout::position;
-use kiln_graph::op::{BinaryOp, Op, RandomKind, UnaryOp};
+use kiln_compiler::schedule::power::power_of_scalar;
+use kiln_graph::op::{Op, RandomKind};
 use kiln_graph::{DType, Value};
 
 use super::space::Lanes;
-use super::writer::{Key, Place, Register, Writer, is_expensive};
+use super::writer::{Key, Place, Register, Writer};
 use super::{Argument, c};
 
 impl Writer<'_> {
     /// How many row reductions, one behind the other, `value` waits for.
     pub(super) fn stage(&mut self, value: Value) -> usize {
-        if let Some(&stage) = self.stages.get(&value) {
-            return stage;
-        }
-        let stage = if self.space.nest.uses_of(value).is_empty() {
-            let data = self.graph.def(value);
-            let operands = data.inputs.iter().map(|&v| self.stage(v)).max().unwrap_or(0);
-            operands + usize::from(matches!(data.op, Op::Reduce { .. }))
-        } else {
-            0
-        };
-        self.stages.insert(value, stage);
-        stage
+        self.stages.of(self.graph, &self.space.loops.nest, value)
     }
 
     /// The register of `value` at `index`.
@@ -42,7 +33,7 @@ impl Writer<'_> {
             Some((element, pass)) if *pass < self.pass => {
                 let (dtype, element) = (self.graph.dtype(value), element.clone());
                 *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
-                let loaded = !self.space.nest.uses_of(value).is_empty();
+                let loaded = !self.space.loops.nest.uses_of(value).is_empty();
                 let text = if loaded {
                     c::widened(dtype, &element)
                 } else {
@@ -64,8 +55,8 @@ impl Writer<'_> {
     fn compute(&mut self, key: &Key) -> Register {
         let (value, index) = (key.0, &key.1);
         let graph = self.graph;
-        if !self.space.nest.uses_of(value).is_empty() {
-            let position = position(graph, &self.space.nest.layouts, value, index);
+        if !self.space.loops.nest.uses_of(value).is_empty() {
+            let position = position(graph, &self.space.loops.nest.layouts, value, index);
             return self.load(Buffer::Value(value), &position, key);
         }
         if let Some(operand) = operand_index(graph, value, index) {
@@ -115,9 +106,9 @@ impl Writer<'_> {
                 self.random(*kind, *dtype, &linear(index, shape), &data.inputs)
             }
             Op::Gather { .. } | Op::IndexSelect { .. } => {
-                let mut nest = self.space.nest.clone();
+                let mut nest = self.space.loops.nest.clone();
                 let operands = nest.operands(graph, graph.value(value).node, index);
-                debug_assert_eq!(nest.data.len(), self.space.nest.data.len());
+                debug_assert_eq!(nest.data.len(), self.space.loops.nest.data.len());
                 let (x, at) = &operands[1];
                 self.eval(*x, at)
             }
@@ -218,38 +209,10 @@ impl Writer<'_> {
         self.define(dtype, own, &text)
     }
 
-    // ---- exp(log(u) * s) with a number s that is known when the step runs ----
-
-    /// The base and the exponent if `value` is such a power and all of it is computed in this nest. Burn
-    /// spells the logistic function, and with it SiLU and SwiGLU, as `exp(-log(1 + exp(-x)))`, and the minus
-    /// one is an argument of the step like every other scalar.
-    fn power_of(&self, value: Value) -> Option<(Value, Value)> {
-        let graph = self.graph;
-        let here = |value: Value| self.space.nest.uses_of(value).is_empty();
-        let data = graph.def(value);
-        if data.op != Op::Unary(UnaryOp::Exp) || graph.dtype(value) != DType::F32 || !here(data.inputs[0]) {
-            return None;
-        }
-        let product = graph.def(data.inputs[0]);
-        if product.op != Op::Binary(BinaryOp::Mul) {
-            return None;
-        }
-        let [a, b] = product.inputs[..] else { return None };
-        [(a, b), (b, a)].into_iter().find_map(|(log, factor)| {
-            let (logarithm, spread) = (graph.def(log), graph.def(factor));
-            let matches = logarithm.op == Op::Unary(UnaryOp::Log)
-                && matches!(spread.op, Op::Broadcast { .. })
-                && here(log)
-                && here(factor)
-                && matches!(graph.def(spread.inputs[0]).op, Op::Scalar { .. });
-            matches.then(|| (logarithm.inputs[0], spread.inputs[0]))
-        })
-    }
-
     /// The value at `index`, if it is such a power. The code asks for the exponent when it runs: at minus one
     /// the power is a division.
     fn power(&mut self, value: Value, index: &[Index]) -> Option<Register> {
-        let (base, exponent) = self.power_of(value)?;
+        let (base, exponent) = power_of_scalar(self.graph, &self.space.loops.nest, value)?;
         let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));
         let text = format!("kiln_power_of({}, {})", u.name, s.name);
         Some(self.define(DType::F32, u.place, &text))

@@ -57,40 +57,27 @@ pub(super) struct Partials {
 }
 
 impl Writer<'_> {
-    /// The index of a reduction's operand: reduced axes are recorded, kept ones are those of the result.
-    pub(super) fn reduced_index(&self, value: Value, axes: &[usize], kept: &[Index]) -> Vec<Index> {
-        let x = self.graph.def(value).inputs[0];
-        let reduced = self.space.nest.reduced.get(&value).cloned().unwrap_or_default();
-        let (mut reduced, mut kept) = (reduced.into_iter(), kept.iter().cloned());
-        (0..self.graph.shape(x).rank())
-            .map(|axis| match axes.contains(&axis) {
-                true => reduced.next().unwrap_or_default(),
-                false => kept.next().unwrap_or_default(),
-            })
-            .collect()
-    }
-
     /// The late reductions of the nest, each with the stage of its operand.
     pub(super) fn lates(&mut self) -> Vec<(usize, Late)> {
-        let nest = &self.space.nest;
+        let nest = &self.space.loops.nest;
         let nodes: Vec<Node> = nest.members.clone();
         let mut lates = Vec::new();
         for node in nodes {
             let data = self.graph.node(node);
             let value = data.outputs[0];
-            let Op::Reduce { op, axes } = &data.op else {
+            let Op::Reduce { op, .. } = &data.op else {
                 continue;
             };
             if !nest.late.contains(&value) {
                 continue;
             }
             let kept = &nest.maps[&value];
-            let index = self.reduced_index(value, axes, kept);
+            let index = nest.reduced_operand_index(self.graph, node, kept);
             let late = Late {
                 name: self.fresh("late"),
                 value,
                 x: data.inputs[0],
-                of_points: vars(&index) & !self.space.row_set() != 0,
+                of_points: vars(&index) & !self.space.loops.row_set() != 0,
                 index,
                 op: *op,
                 dtype: self.graph.dtype(value).compute(),

@@ -40,6 +40,7 @@ mod tiles;
 mod total;
 mod writer;
 
+use kiln_compiler::index::{Index, Var};
 use kiln_compiler::schedule::nest::{Nest, vars};
 use kiln_graph::{Graph, Op};
 
@@ -61,7 +62,7 @@ pub fn generate(graph: &Graph, nest: &Nest, options: &EmitOptions<'_>) -> Kernel
         let mut reductions = outputs.filter(|data| matches!(data.op, Op::Reduce { .. }));
         reductions.any(|data| nest.late.contains(&data.outputs[0]) == late)
     };
-    if space.product(&space.rows) * space.product(&space.cols) == 0 {
+    if space.loops.row_count() * space.loops.row_length() == 0 {
         return KernelCode::default();
     }
     let code = if nest.split.is_none() {
@@ -102,12 +103,14 @@ fn is_total(graph: &Graph, nest: &Nest) -> bool {
 /// `seen` writes the kernel for the sake of them.
 fn prepare(space: &mut Space, seen: impl Fn(&Space) -> Vec<Seen>) -> Vec<Seen> {
     loop {
-        if !space.collapse(&seen(space)) {
+        let found = seen(space);
+        let indices: Vec<&Index> = found.iter().map(|seen| &seen.index).collect();
+        if !space.loops.collapse(&indices) {
             space.renumber();
             let found = seen(space);
             let positions = found.iter().filter(|seen| seen.weight > 0);
             let most = positions.map(|seen| seen.index.range().1).max().unwrap_or(0);
-            let points = space.product(&space.rows) * space.product(&space.cols);
+            let points = space.loops.row_count() * space.loops.row_length();
             space.wide = most.max(points) >= 1 << 31;
             return found;
         }
@@ -116,12 +119,12 @@ fn prepare(space: &mut Space, seen: impl Fn(&Space) -> Vec<Seen>) -> Vec<Seen> {
 
 /// The lines that give each of `list` its value from the number `from`, the last running fastest; the first
 /// of them needs no remainder.
-fn coordinates(space: &Space, list: &[kiln_compiler::index::Var], ty: &str, from: &str) -> String {
+fn coordinates(space: &Space, list: &[Var], ty: &str, from: &str) -> String {
     let mut text = String::new();
     let mut rest = from.to_owned();
     for (at, &var) in list.iter().enumerate().rev() {
         let width = if space.vector == Some(var) { space.width } else { 1 };
-        let extent = space.extent(var) / width;
+        let extent = space.loops.extent(var) / width;
         let scale = if width > 1 {
             format!(" * {width}")
         } else {

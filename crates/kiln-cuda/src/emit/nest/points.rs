@@ -17,14 +17,14 @@ pub(super) fn seen(graph: &Graph, space: &Space) -> Vec<Seen> {
 /// Chooses neighbours.
 pub(super) fn shape(space: &mut Space, seen: &[Seen]) {
     space.choose_vector(seen, false);
-    let ragged = space.cols.len() == 1;
+    let ragged = space.loops.cols.len() == 1;
     space.choose_width(seen, ragged);
 }
 
 /// What happens at `writer.width` points.
 pub(super) fn body(writer: &mut Writer<'_>) -> String {
     writer.begin_points();
-    for store in &writer.space.nest.stores {
+    for store in &writer.space.loops.nest.stores {
         let dtype = writer.buffer_dtype(store.buffer);
         writer.see(&store.position, 2, dtype);
         writer.store_point(store);
@@ -38,7 +38,7 @@ pub(super) fn generate(graph: &Graph, space: &Space) -> (Vec<Launch>, usize) {
     let ty = writer.index_type();
     let text = body(&mut writer);
     let width = space.width;
-    let points = space.product(&space.cols);
+    let points = space.loops.row_length();
     let items = ceil(points, width);
     let number = format!("({ty})blockIdx.x * {THREADS} + threadIdx.x");
     let mut statements = format!("const {ty} t = {number};\n");
@@ -46,7 +46,7 @@ pub(super) fn generate(graph: &Graph, space: &Space) -> (Vec<Launch>, usize) {
         statements.push_str(&format!("if (t >= {items}) return;\n"));
     }
     if points % width == 0 {
-        statements.push_str(&coordinates(space, &space.cols, ty, "t"));
+        statements.push_str(&coordinates(space, &space.loops.cols, ty, "t"));
         statements.push_str(&text);
     } else {
         // One variable, whose last points are fewer than a thread takes.

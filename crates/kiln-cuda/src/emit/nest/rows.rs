@@ -78,7 +78,10 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     };
     space.choose_vector(seen, !by_column);
     space.choose_width(seen, false);
-    if space.vector.is_none_or(|vector| !space.cols.contains(&vector)) {
+    if space
+        .vector
+        .is_none_or(|vector| !space.loops.cols.contains(&vector))
+    {
         space.width = 1;
     }
     let (shape, kept) = shape(graph, space);
@@ -164,15 +167,15 @@ fn rows(writer: &Writer<'_>, shape: &Shape, text: &str) -> String {
         }
         ""
     };
-    head.push_str(&coordinates(space, &space.rows, ty, "row"));
+    head.push_str(&coordinates(space, &space.loops.rows, ty, "row"));
     head + text + end
 }
 
 /// Everything that happens on one row.
 fn row(writer: &mut Writer<'_>, shape: &Shape, lates: &[(usize, Late)], partials: &[Partials]) -> String {
     writer.begin_row();
-    let nest = &writer.space.nest;
-    let of_points = |store: &Store| vars(&store.index) & !writer.space.row_set() != 0;
+    let nest = &writer.space.loops.nest;
+    let of_points = |store: &Store| vars(&store.index) & !writer.space.loops.row_set() != 0;
     let stores = nest
         .stores
         .iter()
@@ -239,9 +242,10 @@ fn passes(writer: &mut Writer<'_>, lates: &[(usize, Late)], stores: Vec<Store>) 
             });
         }
     };
-    for &node in &writer.space.nest.members {
+    for &node in &writer.space.loops.nest.members {
         let data = writer.graph.node(node);
-        let own = matches!(data.op, Op::Reduce { .. }) && !writer.space.nest.late.contains(&data.outputs[0]);
+        let own =
+            matches!(data.op, Op::Reduce { .. }) && !writer.space.loops.nest.late.contains(&data.outputs[0]);
         if own {
             let stage = writer.stage(data.inputs[0]);
             pass(&mut passes, stage);
@@ -263,13 +267,13 @@ fn passes(writer: &mut Writer<'_>, lates: &[(usize, Late)], stores: Vec<Store>) 
 
 fn sum(writer: &mut Writer<'_>, node: Node) -> Sum {
     let data = writer.graph.node(node);
-    let Op::Reduce { op, axes } = &data.op else {
+    let Op::Reduce { op, .. } = &data.op else {
         unreachable!("members that reduce are reductions")
     };
     let value = data.outputs[0];
-    let kept = &writer.space.nest.maps[&value];
+    let nest = &writer.space.loops.nest;
     Sum {
-        index: writer.reduced_index(value, axes, kept),
+        index: nest.reduced_operand_index(writer.graph, node, &nest.maps[&value]),
         name: writer.fresh("sum"),
         value,
         x: data.inputs[0],
@@ -361,7 +365,7 @@ fn one_pass(
 fn columns(writer: &Writer<'_>, shape: &Shape, points: &str, flush: &str) -> String {
     let ty = writer.index_type();
     let (group, items) = (shape.group, shape.items);
-    let own = coordinates(writer.space, &writer.space.cols, ty, "item");
+    let own = coordinates(writer.space, &writer.space.loops.cols, ty, "item");
     if shape.unrolled {
         let guard = if items % group == 0 {
             String::new()
@@ -517,7 +521,7 @@ fn store_columns(writer: &Writer<'_>, shape: &Shape, late: &Late, partials: &Par
          {ty} x = parts[item * {width}{lane}];\nfor (int g = 1; g < {abreast}; g++) x = {next};\n\
          {}[{position}] = {stored};\n}}\n}}\n}}\n",
         each_element(writer, shape, &write),
-        coordinates(writer.space, &writer.space.cols, index, "item"),
+        coordinates(writer.space, &writer.space.loops.cols, index, "item"),
         partials.address
     )
 }

@@ -79,7 +79,7 @@ impl Kept {
     fn of(graph: &Graph, space: &Space, loads_only: bool) -> Self {
         let evaluated = |kept: FxHashSet<Key>| std::mem::take(&mut dry_run(graph, space, kept).evaluated);
         let several = |passes: u64| passes.count_ones() > 1;
-        let loaded = |key: &Key| !space.nest.uses_of(key.0).is_empty();
+        let loaded = |key: &Key| !space.loops.nest.uses_of(key.0).is_empty();
         let candidates = evaluated(FxHashSet::default()).into_iter();
         let candidates = candidates.filter(|(key, passes)| several(*passes) && (!loads_only || loaded(key)));
         let candidates: FxHashSet<Key> = candidates.map(|(key, _)| key).collect();
@@ -145,7 +145,7 @@ fn column_bytes(lates: &[Late]) -> i64 {
 fn fits(space: &Space, lates: &[Late], group: i64, kept: i64) -> bool {
     let columns = lates.iter().filter(|late| late.by_column());
     let each = kept + columns.map(|late| late.dtype.size() as i64).sum::<i64>();
-    let items = space.product(&space.cols) / space.width;
+    let items = space.loops.row_length() / space.width;
     let turns = ceil(items, group);
     // A thread of a large block has fewer registers.
     let most = if group >= 1024 { KEPT / 2 } else { KEPT };
@@ -156,10 +156,13 @@ fn fits(space: &Space, lates: &[Late], group: i64, kept: i64) -> bool {
 /// How many threads share a row, and whether what each holds of it fits into registers if it keeps `kept`
 /// bytes of a point.
 fn group(space: &Space, lates: &[Late], kept: i64) -> (i64, bool) {
-    let rows = space.product(&space.rows);
-    let items = space.product(&space.cols) / space.width;
+    let rows = space.loops.row_count();
+    let items = space.loops.row_length() / space.width;
     let fits = |group: i64| fits(space, lates, group, kept);
-    if space.vector.is_some_and(|vector| space.rows.contains(&vector)) {
+    if space
+        .vector
+        .is_some_and(|vector| space.loops.rows.contains(&vector))
+    {
         return (1, fits(1));
     }
     let turns = |group: i64| ceil(items, group);
@@ -173,8 +176,8 @@ fn group(space: &Space, lates: &[Late], kept: i64) -> (i64, bool) {
 
 /// The rest of the shape.
 fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape {
-    let rows = space.product(&space.rows);
-    let items = space.product(&space.cols) / space.width;
+    let rows = space.loops.row_count();
+    let items = space.loops.row_length() / space.width;
     let bytes = items * space.width * column_bytes(lates);
     // Late results that do not fit are accumulated in memory, by one group a block.
     let group = if !unrolled && bytes > 0 { 1024 } else { group };

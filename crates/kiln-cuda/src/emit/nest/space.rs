@@ -2,6 +2,7 @@
 //! thread takes neighbours.
 
 use kiln_compiler::index::{Atom, Index, Var, bit};
+use kiln_compiler::schedule::loops::NestLoops;
 use kiln_compiler::schedule::nest::Nest;
 
 /// An index that ends up as an address or a number.
@@ -14,12 +15,10 @@ pub(super) struct Seen {
     pub(super) bytes: i64,
 }
 
-/// The loops of a nest, prepared for writing. Of several variables the last of a list runs fastest.
+/// The loops of a nest, prepared for writing.
 #[derive(Clone, Debug)]
 pub(super) struct Space {
-    pub(super) nest: Nest,
-    pub(super) rows: Vec<Var>,
-    pub(super) cols: Vec<Var>,
+    pub(super) loops: NestLoops,
     /// The variable of which a thread takes [`Space::width`] neighbours.
     pub(super) vector: Option<Var>,
     pub(super) width: i64,
@@ -29,98 +28,38 @@ pub(super) struct Space {
 
 impl Space {
     pub(super) fn new(nest: &Nest) -> Self {
-        let list = |set: u64| nest.list(set).iter().map(|&(var, _)| var).collect::<Vec<Var>>();
-        let (rows, cols) = match nest.split {
-            Some(split) => (list(split.rows), list(split.cols)),
-            None => (Vec::new(), list(nest.all())),
-        };
         Self {
-            nest: nest.clone(),
-            rows,
-            cols,
+            loops: NestLoops::new(nest),
             vector: None,
             width: 1,
             wide: false,
         }
     }
 
-    pub(super) fn extent(&self, var: Var) -> i64 {
-        self.nest.extents[var as usize]
-    }
-
-    pub(super) fn product(&self, list: &[Var]) -> i64 {
-        list.iter().map(|&var| self.extent(var)).product()
-    }
-
-    pub(super) fn row_set(&self) -> u64 {
-        self.rows.iter().fold(0, |set, &var| set | bit(var))
-    }
-
     /// Makes all variables columns: for nests of which every result is one number or one a point.
     pub(super) fn flatten(&mut self) {
-        self.cols = self.rows.drain(..).chain(self.cols.iter().copied()).collect();
-        self.cols.sort_unstable();
-    }
-
-    /// Joins two variables that every index treats as one; whether it found a pair.
-    pub(super) fn collapse(&mut self, seen: &[Seen]) -> bool {
-        for of_rows in [true, false] {
-            let list = match of_rows {
-                true => self.rows.clone(),
-                false => self.cols.clone(),
-            };
-            for &outer in &list {
-                for &inner in list.iter().filter(|&&inner| inner != outer) {
-                    let extent = self.extent(inner);
-                    let as_one = |seen: &Seen| match (seen.index.stride(outer), seen.index.stride(inner)) {
-                        (Some(a), Some(b)) => a == b * extent,
-                        _ => false,
-                    };
-                    // The sets of variables are bits of 64.
-                    if seen.iter().all(as_one) && self.nest.extents.len() < 60 {
-                        self.join(outer, inner, of_rows);
-                        return true;
-                    }
-                }
-            }
-        }
-        false
-    }
-
-    fn join(&mut self, outer: Var, inner: Var, of_rows: bool) {
-        let (a, b) = (self.extent(outer), self.extent(inner));
-        let joint = self.nest.extents.len() as Var;
-        self.nest.extents.push(a * b);
-        let list = if of_rows { &mut self.rows } else { &mut self.cols };
-        let at = list.iter().position(|&var| var == outer).unwrap_or(0);
-        list[at] = joint;
-        list.retain(|&var| var != inner);
-        let whole = Index::var(joint, a * b);
-        let with = |var: Var, extent: i64| {
-            if var == outer {
-                whole.div(b)
-            } else if var == inner {
-                whole.rem(b)
-            } else {
-                Index::var(var, extent)
-            }
-        };
-        self.nest.substitute(&with);
+        self.loops.cols = self
+            .loops
+            .rows
+            .drain(..)
+            .chain(self.loops.cols.iter().copied())
+            .collect();
+        self.loops.cols.sort_unstable();
     }
 
     /// Numbers the variables that are left from 0 on, so that nests that differ in others have one text.
     pub(super) fn renumber(&mut self) {
-        let left: Vec<Var> = self.rows.iter().chain(&self.cols).copied().collect();
-        let extents: Vec<i64> = left.iter().map(|&var| self.extent(var)).collect();
+        let left: Vec<Var> = self.loops.rows.iter().chain(&self.loops.cols).copied().collect();
+        let extents: Vec<i64> = left.iter().map(|&var| self.loops.extent(var)).collect();
         let with = |var: Var, extent: i64| match left.iter().position(|&own| own == var) {
             Some(at) => Index::var(at as Var, extent),
             None => Index::default(),
         };
-        self.nest.substitute(&with);
-        self.nest.extents = extents;
-        let rows = self.rows.len() as Var;
-        self.cols = (rows..left.len() as Var).collect();
-        self.rows = (0..rows).collect();
+        self.loops.nest.substitute(&with);
+        self.loops.nest.extents = extents;
+        let rows = self.loops.rows.len() as Var;
+        self.loops.cols = (rows..left.len() as Var).collect();
+        self.loops.rows = (0..rows).collect();
     }
 
     /// Chooses along which variable neighbouring threads lie: that in which most accesses are contiguous. It
@@ -137,23 +76,24 @@ impl Space {
                 };
             }
             // Few neighbours, few accesses worth having.
-            let extent = self.extent(var);
+            let extent = self.loops.extent(var);
             let worth = if extent < 32 {
                 score * extent / 32 - 1
             } else {
                 score
             };
-            (worth, self.cols.contains(&var), var)
+            (worth, self.loops.cols.contains(&var), var)
         };
-        let rows = self.rows.iter().filter(|_| rows_too);
+        let rows = self.loops.rows.iter().filter(|_| rows_too);
         self.vector = self
+            .loops
             .cols
             .iter()
             .chain(rows)
             .copied()
             .max_by_key(|&var| score(var));
         let vector = self.vector;
-        for list in [&mut self.rows, &mut self.cols] {
+        for list in [&mut self.loops.rows, &mut self.loops.cols] {
             list.sort_by_key(|&var| (Some(var) == vector, var));
         }
     }
@@ -164,7 +104,7 @@ impl Space {
     pub(super) fn choose_width(&mut self, seen: &[Seen], ragged: bool) {
         self.width = 1;
         let Some(vector) = self.vector else { return };
-        let extent = self.extent(vector);
+        let extent = self.loops.extent(vector);
         let streams = |width: i64| {
             let seen = seen.iter().filter(|seen| seen.weight > 0);
             let moved = seen.map(move |seen| (seen, lanes(&seen.index, vector, width)));

@@ -55,17 +55,17 @@ fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
         return None;
     }
     let seen = prepare(&mut space, |space| points::seen(graph, space));
-    if space.cols.len() > 1 || space.wide {
+    if space.loops.cols.len() > 1 || space.wide {
         return None;
     }
     space.choose_vector(&seen, false);
-    let elements = space.product(&space.cols);
+    let elements = space.loops.row_length();
     // Every size takes as many neighbours; what is left over goes one by one.
     if let Some(vector) = space.vector {
-        let extent = &mut space.nest.extents[vector as usize];
+        let extent = &mut space.loops.nest.extents[vector as usize];
         let own = std::mem::replace(extent, 1 << 20);
         space.choose_width(&seen, true);
-        space.nest.extents[vector as usize] = own;
+        space.loops.nest.extents[vector as usize] = own;
     }
     let mut writer = Writer::new(graph, &space);
     let (width, ty) = (space.width, writer.index_type());

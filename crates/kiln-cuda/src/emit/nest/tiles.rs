@@ -73,16 +73,17 @@ impl Writer<'_> {
 
 /// The variable along which most of what is read across lies.
 fn across(space: &Space, seen: &[Seen]) -> Option<Var> {
-    let along = space.vector.filter(|&along| space.extent(along) >= LEAST)?;
+    let along = space.vector.filter(|&along| space.loops.extent(along) >= LEAST)?;
     let loads = |var: Var| {
         let across = |seen: &&Seen| seen.weight == 1 && lies_across(&seen.index, along, var);
         seen.iter().filter(across).count()
     };
     let others = space
+        .loops
         .cols
         .iter()
         .copied()
-        .filter(|&var| var != along && space.extent(var) >= LEAST);
+        .filter(|&var| var != along && space.loops.extent(var) >= LEAST);
     others.filter(|&var| loads(var) > 0).max_by_key(|&var| loads(var))
 }
 
@@ -103,8 +104,9 @@ pub(super) fn generate(graph: &Graph, space: &Space, seen: &[Seen]) -> Option<La
         return None;
     }
     let ty = writer.index_type();
-    let count = |var: Var| ceil(space.extent(var), TILE);
+    let count = |var: Var| ceil(space.loops.extent(var), TILE);
     let others: Vec<Var> = space
+        .loops
         .cols
         .iter()
         .copied()
@@ -113,8 +115,9 @@ pub(super) fn generate(graph: &Graph, space: &Space, seen: &[Seen]) -> Option<La
     let lines = THREADS / TILE;
     // The points of a tile whose rows run along `rows`; those beyond the space are left out.
     let each = |rows: Var, lanes: Var, text: &str| {
-        let inside =
-            |var: Var| (space.extent(var) % TILE != 0).then(|| format!("i{var} < {}", space.extent(var)));
+        let inside = |var: Var| {
+            (space.loops.extent(var) % TILE != 0).then(|| format!("i{var} < {}", space.loops.extent(var)))
+        };
         let guard: Vec<String> = [rows, lanes].into_iter().filter_map(inside).collect();
         let guard = if guard.is_empty() {
             String::new()
@@ -142,7 +145,7 @@ pub(super) fn generate(graph: &Graph, space: &Space, seen: &[Seen]) -> Option<La
         each(across, along, &text),
         declarations = tiles.declarations,
     );
-    let blocks = count(along) * count(across) * space.product(&others);
+    let blocks = count(along) * count(across) * space.loops.product(&others);
     Some(Launch {
         text: FunctionText {
             helpers: String::new(),

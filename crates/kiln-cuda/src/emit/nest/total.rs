@@ -37,8 +37,8 @@ fn body(writer: &mut Writer<'_>, lates: &[Late]) -> String {
         let next = c::combine(late.op, late.dtype, &late.name, &x.name);
         writer.body.push(format!("{} = {next};", late.name));
     }
-    let stores = writer.space.nest.stores.iter();
-    for store in stores.filter(|store| !writer.space.nest.late.contains(&store.value)) {
+    let stores = writer.space.loops.nest.stores.iter();
+    for store in stores.filter(|store| !writer.space.loops.nest.late.contains(&store.value)) {
         let dtype = writer.buffer_dtype(store.buffer);
         writer.see(&store.position, 2, dtype);
         writer.store_point(store);
@@ -49,13 +49,13 @@ fn body(writer: &mut Writer<'_>, lates: &[Late]) -> String {
 /// Writes the kernels.
 pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<Launch>, usize) {
     space.choose_vector(seen, false);
-    let ragged = space.cols.len() == 1;
+    let ragged = space.loops.cols.len() == 1;
     space.choose_width(seen, ragged);
     let mut writer = Writer::new(graph, space);
     let lates = all(&mut writer);
     let text = body(&mut writer, &lates);
     let ty = writer.index_type();
-    let (width, points) = (space.width, space.product(&space.cols));
+    let (width, points) = (space.width, space.loops.row_length());
     let chunks = (points / LEAST).clamp(1, BLOCKS.max(ceil(points, THREADS * LONGEST)));
     let items = points / width;
     let each = ceil(ceil(items, chunks), THREADS) * THREADS;
@@ -73,7 +73,7 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
         "const {ty} first = ({ty})blockIdx.x * {each};\nconst {ty} last = first + {each} < {items} ? first + {each} : {items};\n\
          {}for ({ty} t = first + threadIdx.x; t < last; t += {THREADS}) {{\n{}{text}}}\n",
         unroll(&writer, &text),
-        coordinates(space, &space.cols, ty, "t")
+        coordinates(space, &space.loops.cols, ty, "t")
     ));
     if points % width != 0 {
         let var = space.vector.unwrap_or(0);

@@ -2,7 +2,7 @@
 
 use kiln_compiler::index::{Index, bit};
 use kiln_compiler::schedule::Buffer;
-use kiln_graph::op::Op;
+use kiln_compiler::schedule::row_stages::RowStages;
 use kiln_graph::{DType, Graph, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -78,7 +78,7 @@ pub(super) struct Writer<'a> {
     pub(super) slots: FxHashMap<u32, Register>,
     /// Results of row reductions.
     pub(super) reduced: FxHashMap<Value, Register>,
-    pub(super) stages: FxHashMap<Value, usize>,
+    pub(super) stages: RowStages,
     /// For results of operations that another member does as well: that member's result.
     pub(super) equal: FxHashMap<Value, Value>,
     pub(super) seen: Vec<Seen>,
@@ -116,8 +116,8 @@ impl<'a> Writer<'a> {
             known: FxHashMap::default(),
             slots: FxHashMap::default(),
             reduced: FxHashMap::default(),
-            stages: FxHashMap::default(),
-            equal: equal_members(graph, space),
+            stages: RowStages::default(),
+            equal: space.loops.nest.equal_members(graph),
             seen: Vec::new(),
             pass: 0,
             evaluated: FxHashMap::default(),
@@ -184,7 +184,7 @@ impl<'a> Writer<'a> {
     pub(super) fn level(&self, set: u64) -> u8 {
         if set == 0 {
             0
-        } else if set & !self.space.row_set() == 0 {
+        } else if set & !self.space.loops.row_set() == 0 {
             1
         } else {
             2
@@ -267,47 +267,4 @@ impl<'a> Writer<'a> {
         self.reduced.clear();
         self.sections = vec![Vec::new()];
     }
-}
-
-/// Whether an operation costs more than keeping its result until the next pass.
-pub(super) fn is_expensive(op: &Op) -> bool {
-    use kiln_graph::op::{BinaryOp, UnaryOp};
-    match op {
-        Op::Unary(op) => !matches!(
-            op,
-            UnaryOp::Neg
-                | UnaryOp::Abs
-                | UnaryOp::Sign
-                | UnaryOp::Not
-                | UnaryOp::Sqrt
-                | UnaryOp::Recip
-                | UnaryOp::IsNan
-                | UnaryOp::IsInf
-        ),
-        Op::Binary(op) => matches!(op, BinaryOp::Pow | BinaryOp::Atan2 | BinaryOp::Rem),
-        Op::Random { .. } => true,
-        _ => false,
-    }
-}
-
-/// Members that do what an earlier member does, each with that one. Programs that were made to compute
-/// something again instead of reading it have such members where both ended up in one nest after all.
-fn equal_members(graph: &Graph, space: &Space) -> FxHashMap<Value, Value> {
-    let mut equal: FxHashMap<Value, Value> = FxHashMap::default();
-    let mut firsts: Vec<(&Op, Vec<Value>, Value)> = Vec::new();
-    let members = space.nest.members.iter().map(|&node| graph.node(node));
-    for data in members.filter(|data| data.op.is_pointwise()) {
-        let first_of = |value: &Value| *equal.get(value).unwrap_or(value);
-        let operands: Vec<Value> = data.inputs.iter().map(first_of).collect();
-        let known = firsts
-            .iter()
-            .find(|(op, own, _)| **op == data.op && *own == operands);
-        match known.map(|known| known.2) {
-            Some(first) => {
-                equal.insert(data.outputs[0], first);
-            }
-            None => firsts.push((&data.op, operands, data.outputs[0])),
-        }
-    }
-    equal
 }
