@@ -1,12 +1,13 @@
-//! For build scripts: a hash of sources. It is part of the key of the disk cache: a step written by another version of a crate,
-//! even one with the same version number, is not the same step.
+//! For build scripts: a hash of sources. It is part of the key of the disk cache: a step written by another
+//! version of a crate, even one with the same version number, is not the same step.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fs;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 
-/// Sets the environment variable `variable`, for the crate that is built, to a hash of all files in `folders`.
+/// Sets the environment variable `variable`, for the crate that is built, to a hash of all files in
+/// `folders`.
 pub fn set(variable: &str, folders: &[&str]) -> std::io::Result<()> {
     let mut files = Vec::new();
     for folder in folders {

@@ -45,7 +45,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let tokenizer = checkpoint.tokenizer()?;
     let sizes = BertConfig::from_hf_json(&checkpoint.config()?.to_json())?.with_num_labels(2);
     let model = sizes.init_classifier::<B>(&device);
-    // The checkpoint has no classifier for this task: the head starts from new weights, which only fine-tuning may ask for.
+    // The checkpoint has no classifier for this task: the head starts from new weights, which only
+    // fine-tuning may ask for.
     let map = model.key_map();
     let options = LoadOptions::new().with_new_heads(true);
     let (model, loaded) = load_into_with(model, &checkpoint, map, &options)?;

@@ -105,7 +105,8 @@ fn finetune_bert() {
 #[test]
 fn train_llama() {
     let text = run(env!("CARGO_BIN_EXE_train_llama"));
-    // 257 tokens: an untrained model's loss is near the logarithm of that. The short run's batch is 32 bytes of sources that change, so not very near.
+    // 257 tokens: an untrained model's loss is near the logarithm of that. The short run's batch is 32 bytes
+    // of sources that change, so not very near.
     assert!((losses(&text)[0] - 257f64.ln()).abs() < 0.8, "{text}");
     assert!(text.contains("/// The "), "{text}");
 }

@@ -1,4 +1,5 @@
-//! A renderer that prints one line an epoch. burn-train's own draw a terminal interface (feature `tui`) or print every batch.
+//! A renderer that prints one line an epoch. burn-train's own draw a terminal interface (feature `tui`) or
+//! print every batch.
 
 use std::collections::BTreeMap;
 use std::time::Instant;

@@ -1,5 +1,5 @@
-//! burn-train's `Learner` with compiled steps: an ordinary Burn training with metrics and checkpoints, and one
-//! line more.
+//! burn-train's `Learner` with compiled steps: an ordinary Burn training with metrics and checkpoints, and
+//! one line more.
 
 mod epochs;
 

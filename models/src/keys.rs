@@ -30,7 +30,8 @@ pub struct KeyEntry {
     pub transpose: bool,
     /// Whether the tensor is trained.
     pub kind: TensorKind,
-    /// The tensor belongs to a task head: a file of the base model lacks it, and fine-tuning may start it anew.
+    /// The tensor belongs to a task head: a file of the base model lacks it, and fine-tuning may start it
+    /// anew.
     pub head: bool,
 }
 

@@ -57,10 +57,10 @@ pub fn num_trainable<B: Backend, M: Module<B>>(module: &M) -> usize {
 /// Brings the running statistics of `module` up to date.
 ///
 /// A training step's forward pass leaves the new statistics of a `RunningState` aside, and the next step or
-/// `module.valid()` puts them in place. A walk over the module (to save it, for one) does neither and sees the
-/// values of the step before, or the initial ones after a single step. Call this before such a walk. Copies of
-/// the module share the statistics and are brought up to date too. Parameters that have no value yet get their
-/// initial one.
+/// `module.valid()` puts them in place. A walk over the module (to save it, for one) does neither and sees
+/// the values of the step before, or the initial ones after a single step. Call this before such a walk.
+/// Copies of the module share the statistics and are brought up to date too. Parameters that have no value
+/// yet get their initial one.
 pub fn sync_running<B: Backend, M: Module<B>>(module: &M) {
     // A copy draws initial values of its own, so the module draws them first.
     module.visit(&mut Initialise);

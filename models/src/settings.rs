@@ -1,14 +1,16 @@
 //! The fields of a Hugging Face `config.json` that a family does not read.
 //!
-//! Such a file holds much that does not change what a model computes: who wrote it, which tokens frame a text, how
-//! text is drawn from it. It may also hold a field that makes another model of it. So every field is one of four:
-//! a family reads it; it is known not to matter ([`NEUTRAL`]); it is known to matter and only the value of the
-//! implemented architecture passes ([`PLAIN`]); or nobody here knows it, and one warning names all of those.
+//! Such a file holds much that does not change what a model computes: who wrote it, which tokens frame a
+//! text, how text is drawn from it. It may also hold a field that makes another model of it. So every field
+//! is one of four: a family reads it; it is known not to matter ([`NEUTRAL`]); it is known to matter and only
+//! the value of the implemented architecture passes ([`PLAIN`]); or nobody here knows it, and one warning
+//! names all of those.
 
 use crate::ModelError;
 use serde_json::{Map, Value};
 
-/// Fields that leave the function of the model alone. Names that begin with an underscore are of this kind too.
+/// Fields that leave the function of the model alone. Names that begin with an underscore are of this kind
+/// too.
 const NEUTRAL: &[&str] = &[
     "architectures",
     "attn_implementation",

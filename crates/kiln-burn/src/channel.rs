@@ -10,7 +10,8 @@ use crate::record::BreakReason;
 use crate::record::{exchange, session};
 use crate::storage::Storage;
 
-/// The Kiln backend. `Autodiff<Kiln>` trains; outside compiled regions it runs each operation at once on burn-flex.
+/// The Kiln backend. `Autodiff<Kiln>` trains; outside compiled regions it runs each operation at once on
+/// burn-flex.
 pub type Kiln = BackendRouter<KilnChannel>;
 
 /// Burn-router's channel to [`KilnClient`].
@@ -69,7 +70,8 @@ impl RunnerChannel for KilnChannel {
 
     /// # Panics
     ///
-    /// If the tensor has no value because what was to produce it failed: the trait leaves no way to return an error.
+    /// If the tensor has no value because what was to produce it failed: the trait leaves no way to return an
+    /// error.
     fn get_tensor_handle(tensor: &TensorIr, _: &KilnClient) -> TensorHandle<SharedMemory> {
         session::fetch(tensor, BreakReason::OutsideOperation).unwrap_or_else(|error| panic!("{error}"))
     }

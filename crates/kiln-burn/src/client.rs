@@ -17,8 +17,8 @@ use crate::record::session;
 use crate::storage::Storage;
 use crate::{random, table};
 
-/// The client of a [`KilnDevice`]. It holds no state: tensors are in the process's table and recordings belong to
-/// threads, so that a clone, which every tensor carries, costs nothing.
+/// The client of a [`KilnDevice`]. It holds no state: tensors are in the process's table and recordings
+/// belong to threads, so that a clone, which every tensor carries, costs nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct KilnClient {
     device: KilnDevice,

@@ -11,15 +11,19 @@ use crate::options::CompileBackend;
 
 /// A Kiln device.
 ///
-/// A device is a place, the CPU or an NVIDIA GPU, and a mode. **Eager** (the default) runs each operation at once, except inside a compiled region.
-/// **Lazy** records until a value is read or `sync` is called, then compiles and runs what was recorded; it carries the backend to run on.
+/// A device is a place, the CPU or an NVIDIA GPU, and a mode. **Eager** (the default) runs each operation at
+/// once, except inside a compiled region. **Lazy** records until a value is read or `sync` is called, then
+/// compiles and runs what was recorded; it carries the backend to run on.
 ///
-/// Compiled steps of tensors on a GPU run on that GPU, and leave their results in its memory. An operation outside of compiled steps runs there as a compiled step of one
-/// operation, made once for each shape; the host runs those on small tensors that are on the host already, and, with copies and a warning, what has no kernel on the GPU.
-/// An operation on tensors of two places is an error; `to_device` moves them, and copies nothing before somebody needs the elements.
+/// Compiled steps of tensors on a GPU run on that GPU, and leave their results in its memory. An operation
+/// outside of compiled steps runs there as a compiled step of one operation, made once for each shape; the
+/// host runs those on small tensors that are on the host already, and, with copies and a warning, what has no
+/// kernel on the GPU. An operation on tensors of two places is an error; `to_device` moves them, and copies
+/// nothing before somebody needs the elements.
 ///
-/// `Default` is the eager CPU unless the environment variable `KILN_DEVICE` says otherwise: `cpu`, `cuda`, `cuda:ORDINAL`, `lazy`, or `lazy:BACKEND` with a name of
-/// [`CompileBackend`] (and `lazy:cuda:ORDINAL`). That is how an unchanged program or test suite exercises the compiler.
+/// `Default` is the eager CPU unless the environment variable `KILN_DEVICE` says otherwise: `cpu`, `cuda`,
+/// `cuda:ORDINAL`, `lazy`, or `lazy:BACKEND` with a name of [`CompileBackend`] (and `lazy:cuda:ORDINAL`).
+/// That is how an unchanged program or test suite exercises the compiler.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KilnDevice {
     place: Place,
@@ -88,7 +92,8 @@ impl KilnDevice {
         }
     }
 
-    /// The NVIDIA GPU of this ordinal: compiled steps run there. Nothing is asked of the GPU before the first of them does.
+    /// The NVIDIA GPU of this ordinal: compiled steps run there. Nothing is asked of the GPU before the first
+    /// of them does.
     ///
     /// # Panics
     ///
@@ -101,7 +106,8 @@ impl KilnDevice {
         }
     }
 
-    /// Operations are recorded until a value is needed and then run together on `backend`: on the first GPU with backend `cuda`, on the CPU with all others.
+    /// Operations are recorded until a value is needed and then run together on `backend`: on the first GPU
+    /// with backend `cuda`, on the CPU with all others.
     pub const fn lazy(backend: CompileBackend) -> Self {
         let place = match backend {
             CompileBackend::Cuda => Place::Cuda(0),

@@ -36,7 +36,8 @@ pub enum Error {
         /// What failed.
         source: Arc<ExecuteError>,
     },
-    /// A function that is compiled with its gradients uses a tensor that is computed from trained ones outside of it.
+    /// A function that is compiled with its gradients uses a tensor that is computed from trained ones
+    /// outside of it.
     #[error(
         "`{region}` uses a tensor that it captures and that follows from trained tensors: its gradient would be lost. Pass \
          the tensor as an argument, or detach it if it needs no gradient"
@@ -78,7 +79,8 @@ impl Error {
         }
     }
 
-    /// The index out of range, if that is what the error is. The step that found it has overwritten nothing: everything it was given is as it was.
+    /// The index out of range, if that is what the error is. The step that found it has overwritten nothing:
+    /// everything it was given is as it was.
     pub fn index(&self) -> Option<&IndexError> {
         match self {
             Error::Execute { source, .. } => match &**source {

@@ -19,7 +19,8 @@ pub struct GpuTensor {
     dtype: DType,
 }
 
-/// Memory of a GPU that tensors have. A compiled step's graph has the storage, too: that is not a tensor that somebody could look at.
+/// Memory of a GPU that tensors have. A compiled step's graph has the storage, too: that is not a tensor that
+/// somebody could look at.
 struct Memory {
     gpu: Arc<Gpu>,
     storage: Arc<Storage>,

@@ -4,8 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// What runs a recorded step. The order is a ladder: when a result looks wrong, go down it until it is right; the step
-/// between is where the fault is.
+/// What runs a recorded step. The order is a ladder: when a result looks wrong, go down it until it is right;
+/// the step between is where the fault is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord)]
 pub enum CompileBackend {
     /// Does not record: each operation runs at once on burn-flex.
@@ -75,7 +75,8 @@ impl CompileBackend {
         matches!(self, Self::Cpu | Self::Cuda)
     }
 
-    /// The backend for a step on `gpu`, where the program asked for this one: what compiles for the CPU gives way to what compiles for the GPU.
+    /// The backend for a step on `gpu`, where the program asked for this one: what compiles for the CPU gives
+    /// way to what compiles for the GPU.
     pub(crate) const fn on(self, gpu: Option<usize>) -> Self {
         match (self, gpu) {
             (Self::Cpu, Some(_)) => Self::Cuda,
@@ -109,35 +110,42 @@ pub struct UnknownBackend(pub String);
 /// Options of a compiled region. Build with [`CompileOptions::default`] and the `with_*` methods.
 #[derive(Clone, PartialEq, Debug)]
 pub struct CompileOptions {
-    /// What runs the recorded step. Default: [`CompileBackend::Cpu`], which stands for [`CompileBackend::Cuda`] where the step's tensors are on a GPU.
+    /// What runs the recorded step. Default: [`CompileBackend::Cpu`], which stands for
+    /// [`CompileBackend::Cuda`] where the step's tensors are on a GPU.
     pub backend: CompileBackend,
     /// Whether a graph break is an error. Default: false.
     pub fullgraph: bool,
-    /// Upper bound in bytes of what the step allocates beyond parameters, optimizer state, inputs and outputs: its intermediate
-    /// values. The backends `cpu` and `cuda` recompute in the backward pass whatever it takes to stay within, or says what the smallest budget
-    /// is; a larger budget never gives a slower step. The other backends have no plan of memory and ignore it, which `explain` reports. Default: none.
+    /// Upper bound in bytes of what the step allocates beyond parameters, optimizer state, inputs and
+    /// outputs: its intermediate values. The backends `cpu` and `cuda` recompute in the backward pass
+    /// whatever it takes to stay within, or says what the smallest budget is; a larger budget never gives a
+    /// slower step. The other backends have no plan of memory and ignore it, which `explain` reports.
+    /// Default: none.
     pub memory_budget: Option<usize>,
-    /// Whether a training step that turns out not to compute the same function at every call fails with an error, instead of a warning and being recorded
-    /// from then on. Default: false.
+    /// Whether a training step that turns out not to compute the same function at every call fails with an
+    /// error, instead of a warning and being recorded from then on. Default: false.
     pub strict: bool,
-    /// How many different executables one region may have before further ones run on `aot_eager`, after one warning. Default: 8.
+    /// How many different executables one region may have before further ones run on `aot_eager`, after one
+    /// warning. Default: 8.
     pub recompile_limit: usize,
     /// Threads of the executable; 0 is the number of cores. Default: 0.
     pub threads: usize,
-    /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction, for the tensor cores: several times faster, with errors of some 1e-3. Default: false.
+    /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction, for the tensor
+    /// cores: several times faster, with errors of some 1e-3. Default: false.
     pub tf32: bool,
     /// Whether the same inputs must give the same bits whatever the number of threads. Default: true.
     pub deterministic: bool,
     /// Name of the region in reports, dumps and traces. Default: `step`.
     pub name: String,
-    /// Folder for what each compilation made ([`kiln_compiler::debug`]): recorded stream, graphs, schedule, plan, sources, a script that runs the step alone.
-    /// Default: the environment variable `KILN_DEBUG`; nothing is written without it.
+    /// Folder for what each compilation made ([`kiln_compiler::debug`]): recorded stream, graphs, schedule,
+    /// plan, sources, a script that runs the step alone. Default: the environment variable `KILN_DEBUG`;
+    /// nothing is written without it.
     pub debug: Option<PathBuf>,
     /// Whether the first runs of each compiled step are compared with another backend. Default: no.
     pub check: Option<NumericsCheck>,
 }
 
-/// A comparison of the first runs of each compiled step with another backend. See [`CompileOptions::check_against`].
+/// A comparison of the first runs of each compiled step with another backend. See
+/// [`CompileOptions::check_against`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct NumericsCheck {
     /// The backend that is taken to be right.
@@ -218,8 +226,10 @@ impl CompileOptions {
         self
     }
 
-    /// Compares the first runs of each compiled step with `backend` (a name of the ladder, such as `aot_eager`) on the same inputs. If results differ by more than `tolerance`, relative to the
-    /// largest magnitude of a tensor, `run` fails with an error that names the first kernel, the operation and the Burn call where they part.
+    /// Compares the first runs of each compiled step with `backend` (a name of the ladder, such as
+    /// `aot_eager`) on the same inputs. If results differ by more than `tolerance`, relative to the largest
+    /// magnitude of a tensor, `run` fails with an error that names the first kernel, the operation and the
+    /// Burn call where they part.
     ///
     /// ```
     /// use kiln_burn::CompileOptions;

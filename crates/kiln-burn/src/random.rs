@@ -1,7 +1,8 @@
 //! The device's random generator: a seed, and the number of the next stream.
 //!
-//! Every random operation takes one stream of its own when it is *called*, whether it runs now, is recorded, or is replayed; what it draws from it
-//! is [`kiln_graph::philox`]'s business. So a program draws the same numbers however it is run, and streams never overlap.
+//! Every random operation takes one stream of its own when it is *called*, whether it runs now, is recorded,
+//! or is replayed; what it draws from it is [`kiln_graph::philox`]'s business. So a program draws the same
+//! numbers however it is run, and streams never overlap.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
@@ -28,12 +29,14 @@ pub fn seed(seed: u64) {
     *next() = Some(Stream { seed, stream: 0 });
 }
 
-/// Where the generator stands: the stream the next random operation will take; none if it was never seeded nor used. For a checkpoint.
+/// Where the generator stands: the stream the next random operation will take; none if it was never seeded
+/// nor used. For a checkpoint.
 pub fn state() -> Option<Stream> {
     *next()
 }
 
-/// Goes on from where [`state`] was taken, so that a resumed program draws what the uninterrupted one would have drawn.
+/// Goes on from where [`state`] was taken, so that a resumed program draws what the uninterrupted one would
+/// have drawn.
 pub fn restore(state: Stream) {
     *next() = Some(state);
 }

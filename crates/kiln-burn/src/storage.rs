@@ -1,8 +1,8 @@
 //! The elements of a tensor, wherever they are.
 //!
-//! The table of tensors, recordings, executables and replays hand [`Storage`]s to each other and never look at an
-//! element. An executor takes the elements where it computes: those that run on burn-flex by [`Storage::into_host`], compiled code by
-//! address.
+//! The table of tensors, recordings, executables and replays hand [`Storage`]s to each other and never look
+//! at an element. An executor takes the elements where it computes: those that run on burn-flex by
+//! [`Storage::into_host`], compiled code by address.
 
 use burn_backend::{DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
@@ -124,8 +124,8 @@ impl Storage {
         self.try_into_host().map(FlexTensor::into_data)
     }
 
-    /// The same elements under another name of their type: Burn distinguishes types that are one type in a graph (bools of several
-    /// widths). A type of another size changes nothing.
+    /// The same elements under another name of their type: Burn distinguishes types that are one type in a
+    /// graph (bools of several widths). A type of another size changes nothing.
     pub fn with_dtype(self, dtype: DType) -> Self {
         match self {
             Self::Host(tensor) if tensor.dtype() != dtype && tensor.dtype().size() == dtype.size() => {

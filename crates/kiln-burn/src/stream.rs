@@ -1,11 +1,13 @@
 //! Walking a recorded operation: its name, tensors, scalars and attributes, in one fixed order.
 //!
-//! `burn_ir::OperationIr` has some 250 variants over some 90 structs. Two things need to look at all of them without
-//! caring which is which: the guard, which turns a stream of operations into words that do not depend on tensor ids
-//! ([`crate::record`]), and the binding of runtime scalars, which must find the k-th scalar of a stream again on the next call.
-//! Both walk with [`walk`]; the order of visits *is* the order of scalars that [`crate::import`] numbers.
+//! `burn_ir::OperationIr` has some 250 variants over some 90 structs. Two things need to look at all of them
+//! without caring which is which: the guard, which turns a stream of operations into words that do not depend
+//! on tensor ids ([`crate::record`]), and the binding of runtime scalars, which must find the k-th scalar of
+//! a stream again on the next call. Both walk with [`walk`]; the order of visits *is* the order of scalars
+//! that [`crate::import`] numbers.
 //!
-//! People are told of an operation by the names of its parts: [`read`] visits the same parts with their names.
+//! People are told of an operation by the names of its parts: [`read`] visits the same parts with their
+//! names.
 //!
 //! Which scalars are runtime arguments and which belong to the identity of the step is decided here, by
 //! [`scalars_are_static`], for guard and import alike.
@@ -52,7 +54,8 @@ pub trait Visit: Debug {
         format!("{self:?}").to_lowercase()
     }
 
-    /// Reads the parts in order. `name` is what a single value is called; parts of a structure have names of their own.
+    /// Reads the parts in order. `name` is what a single value is called; parts of a structure have names of
+    /// their own.
     fn read(&self, name: &'static str, reader: &mut dyn Reader) {
         reader.attribute(name, self.text());
     }
@@ -150,14 +153,15 @@ pub fn read(operation: &OperationIr, reader: &mut dyn Reader) {
     describe(operation).parts.read("", reader);
 }
 
-/// Whether the scalars of this operation are part of the step's identity (a changed value is another step) instead of
-/// runtime arguments.
+/// Whether the scalars of this operation are part of the step's identity (a changed value is another step)
+/// instead of runtime arguments.
 ///
-/// Exponents are: code for `x^2` and `x^0.5` differs. So are the values that masks write and that comparisons compare with: they are
-/// what rewrites look for (`-inf` in attention masks, 0 in ReLU), and no schedule changes them. Everything else is a runtime argument whatever its value, even 0 or 1:
-/// Adam's bias correction reaches exactly 1 after some hundred steps and a warm-up may start at 0, and neither may recompile. But a factor
-/// of -1 is Burn's negation, which rewrites look for too.
-/// Operations that stay whole carry their scalars inside.
+/// Exponents are: code for `x^2` and `x^0.5` differs. So are the values that masks write and that comparisons
+/// compare with: they are what rewrites look for (`-inf` in attention masks, 0 in ReLU), and no schedule
+/// changes them. Everything else is a runtime argument whatever its value, even 0 or 1: Adam's bias
+/// correction reaches exactly 1 after some hundred steps and a warm-up may start at 0, and neither may
+/// recompile. But a factor of -1 is Burn's negation, which rewrites look for too. Operations that stay whole
+/// carry their scalars inside.
 pub fn scalars_are_static(operation: &OperationIr) -> bool {
     use NumericOperationIr as N;
     match operation {

@@ -1,4 +1,5 @@
-//! Attention and its gradient, composed of matrix products and a softmax, all in f64 and rounded once at the end.
+//! Attention and its gradient, composed of matrix products and a softmax, all in f64 and rounded once at the
+//! end.
 
 use candle_core::{Device, Result, Tensor};
 use kiln_graph::op::{AttentionDims, RandomKind};
@@ -7,7 +8,8 @@ use kiln_graph::{DType, Shape, philox};
 use crate::contract::matmul;
 use crate::value::{Val, float, repeat, select};
 
-/// Operands of the forward attention, in f64, heads of keys and values repeated for the queries that read them.
+/// Operands of the forward attention, in f64, heads of keys and values repeated for the queries that read
+/// them.
 struct Operands {
     batch: usize,
     heads: usize,
@@ -85,7 +87,8 @@ impl Operands {
         })
     }
 
-    /// `q k^T * scale + mask`, `fill` where hidden, -inf where causality forbids, as `dims` orders them: `[batch * heads, t, s]`.
+    /// `q k^T * scale + mask`, `fill` where hidden, -inf where causality forbids, as `dims` orders them:
+    /// `[batch * heads, t, s]`.
     fn scores(&self) -> Result<Tensor> {
         let product = matmul(&self.q, &self.k.transpose(1, 2)?, DType::F64)?;
         let mut scores = product.broadcast_mul(&self.scale)?;
@@ -115,8 +118,8 @@ impl Operands {
         Ok(scores)
     }
 
-    /// Probabilities, the largest score of each row and the sum of its exponentials: `[batch * heads, t, s]` and twice
-    /// `[batch * heads, t, 1]`.
+    /// Probabilities, the largest score of each row and the sum of its exponentials: `[batch * heads, t, s]`
+    /// and twice `[batch * heads, t, 1]`.
     fn softmax(&self) -> Result<[Tensor; 3]> {
         let scores = self.scores()?;
         let (planes, t, s) = scores.dims3()?;
@@ -165,8 +168,9 @@ impl Operands {
         }
     }
 
-    /// Sums of `ds * other` along `axis`, of what is not hidden only: NaN in a hidden key or query has no part in the gradient. `ds` is
-    /// `[planes, t, s]`, `other` `[planes, 1, s, width]` or `[planes, t, 1, width]`.
+    /// Sums of `ds * other` along `axis`, of what is not hidden only: NaN in a hidden key or query has no
+    /// part in the gradient. `ds` is `[planes, t, s]`, `other` `[planes, 1, s, width]` or
+    /// `[planes, t, 1, width]`.
     fn visible_sum(&self, ds: &Tensor, other: &Tensor, axis: usize) -> Result<Tensor> {
         let terms = ds.unsqueeze(3)?.broadcast_mul(other)?;
         let terms = match &self.hidden {

@@ -35,7 +35,8 @@ pub type ExternHandler<'a> = &'a dyn Fn(&ExternOp, Vec<HostTensor>) -> Result<Ve
 #[derive(Clone, Debug)]
 pub struct CandleExecutable {
     graph: Arc<Graph>,
-    /// The values each node is the last to use, in the order of nodes; values nobody uses die where they are defined.
+    /// The values each node is the last to use, in the order of nodes; values nobody uses die where they are
+    /// defined.
     dying: Vec<Vec<Value>>,
 }
 
@@ -74,12 +75,13 @@ impl CandleExecutable {
         &self.graph
     }
 
-    /// Runs the graph on tensor arguments and runtime scalars (each [`Scalar::to_bits`] of its type); returns the
-    /// outputs in order. A graph with operations kept whole needs [`CandleExecutable::run_with`].
+    /// Runs the graph on tensor arguments and runtime scalars (each [`Scalar::to_bits`] of its type); returns
+    /// the outputs in order. A graph with operations kept whole needs [`CandleExecutable::run_with`].
     ///
     /// # Errors
     ///
-    /// Arguments that do not fit the graph, an index out of range, an operation kept whole; the error names the node.
+    /// Arguments that do not fit the graph, an index out of range, an operation kept whole; the error names
+    /// the node.
     pub fn run(&self, inputs: &[HostTensor], scalars: &[u64]) -> Result<Vec<HostTensor>, CandleError> {
         self.execute(inputs, scalars, None)
     }
@@ -88,7 +90,8 @@ impl CandleExecutable {
     ///
     /// # Errors
     ///
-    /// As [`CandleExecutable::run`]; also what the handler reports, and results of it that are not the declared ones.
+    /// As [`CandleExecutable::run`]; also what the handler reports, and results of it that are not the
+    /// declared ones.
     pub fn run_with(
         &self,
         inputs: &[HostTensor],
@@ -216,7 +219,8 @@ impl Call<'_> {
         }
         let types: Vec<&TensorType> = data.outputs.iter().map(|&value| self.graph.ty(value)).collect();
         if types.iter().all(|ty| ty.numel() == 0) {
-            // Nothing to compute, and candle's kernels need not know about empty tensors. Wrong indices stay wrong.
+            // Nothing to compute, and candle's kernels need not know about empty tensors. Wrong indices stay
+            // wrong.
             match &data.op {
                 Op::Gather { axis }
                 | Op::Scatter { axis, .. }

@@ -1,15 +1,16 @@
 //! Floating point functions: those candle has, and the others composed from them.
 //!
-//! Functions are computed in f64 and rounded to the type of the operand once, so that what they compose of loses nothing
-//! that an f32 result would show; in f64 itself they are good to some units in the last place (powers to `|b ln a|` of
-//! them). What costs accuracy when composed naively is avoided by known means:
+//! Functions are computed in f64 and rounded to the type of the operand once, so that what they compose of
+//! loses nothing that an f32 result would show; in f64 itself they are good to some units in the last place
+//! (powers to `|b ln a|` of them). What costs accuracy when composed naively is avoided by known means:
 //!
-//! - `expm1` and `log1p` by Kahan's corrections: `(u - 1) * x / ln u` with `u = exp x`, and `x * ln u / (u - 1)` with `u = 1 + x`,
-//!   where the rounding error of `u` cancels;
-//! - `sinh`, `asinh`, `acosh`, `atanh` through these two near zero, and through halved exponents where `exp` would overflow first;
-//! - candle has no inverse trigonometric function, but sine and cosine: the angle of a point `(c, s)` on the unit circle is
-//!   guessed to two digits and then corrected by `e + e^3 / 6` with `e = s cos - c sin = sin(error)`, which triples
-//!   the number of digits at every step.
+//! - `expm1` and `log1p` by Kahan's corrections: `(u - 1) * x / ln u` with `u = exp x`, and
+//!   `x * ln u / (u - 1)` with `u = 1 + x`, where the rounding error of `u` cancels;
+//! - `sinh`, `asinh`, `acosh`, `atanh` through these two near zero, and through halved exponents where `exp`
+//!   would overflow first;
+//! - candle has no inverse trigonometric function, but sine and cosine: the angle of a point `(c, s)` on the
+//!   unit circle is guessed to two digits and then corrected by `e + e^3 / 6` with
+//!   `e = s cos - c sin = sin(error)`, which triples the number of digits at every step.
 
 use std::f64::consts::{FRAC_PI_2, FRAC_PI_4, LN_2, PI};
 

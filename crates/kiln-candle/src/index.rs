@@ -1,13 +1,15 @@
 //! Gathering, scattering and sorting.
 //!
-//! Indices are checked against the extent first: candle reads the largest number of an index type as "no element".
+//! Indices are checked against the extent first: candle reads the largest number of an index type as "no
+//! element".
 //!
-//! candle scatters by assigning and by adding. A scatter becomes an indexed update of rows: [`put`] of the flattened
-//! tensor with row-major positions as indices. Multiplying and taking extremes go in rounds: round `r` takes
-//! the `r`-th update of every target, so that within a round no target occurs twice and gather, combine, assign is right.
+//! candle scatters by assigning and by adding. A scatter becomes an indexed update of rows: [`put`] of the
+//! flattened tensor with row-major positions as indices. Multiplying and taking extremes go in rounds: round
+//! `r` takes the `r`-th update of every target, so that within a round no target occurs twice and gather,
+//! combine, assign is right.
 //!
-//! candle's sort compares with Rust's stable sort, but needs a total order: NaN is sorted as infinity first, and a second stable
-//! sort by "is NaN" puts it behind.
+//! candle's sort compares with Rust's stable sort, but needs a total order: NaN is sorted as infinity first,
+//! and a second stable sort by "is NaN" puts it behind.
 
 use std::collections::HashMap;
 
@@ -90,7 +92,8 @@ pub(crate) fn index_put(x: &Val, at: &Val, updates: &Val, axis: usize, mode: Sca
     Ok(put(x, &at.tensor.contiguous()?, updates, axis, mode)?)
 }
 
-/// Combines slice `j` of `updates` into slice `at[j]` of `x`, in the order of `j`; `at` holds valid i64 indices.
+/// Combines slice `j` of `updates` into slice `at[j]` of `x`, in the order of `j`; `at` holds valid i64
+/// indices.
 fn put(x: &Val, at: &Tensor, updates: &Val, axis: usize, mode: ScatterMode) -> Result<Val> {
     let step = match mode {
         ScatterMode::Assign => {
@@ -148,7 +151,8 @@ pub(crate) fn add(x: &Val, at: &Tensor, updates: &Val, axis: usize) -> Result<Va
     Val::narrow(tensor, x.dtype)
 }
 
-/// [`add`] at checked positions: `dy` added at row-major positions of the last dimensions merged, for each of `planes`.
+/// [`add`] at checked positions: `dy` added at row-major positions of the last dimensions merged, for each of
+/// `planes`.
 pub(crate) fn max_pool_grad(dy: &Val, at: &Val, result: &TensorType) -> Computed<Val> {
     let planes = result.shape[0] * result.shape[1];
     let spatial: usize = result.shape[2..].iter().product();

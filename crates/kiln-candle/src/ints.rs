@@ -1,11 +1,11 @@
 //! Integer arithmetic that wraps.
 //!
-//! candle's i64 kernels are Rust's operators: they panic on overflow where overflow checks are on. So nothing here lets
-//! them overflow. Types of up to 32 bits are computed in i64, where one operation has room, and wrapped into range. For
-//! 64 bits a look at the extremes of the operands most often shows that nothing can overflow; otherwise numbers are split
-//! into 32-bit limbs, `x = hi * 2^32 + lo` with `0 <= lo < 2^32`, and carries are propagated by hand. A u64 is the i64 of the
-//! same bits, for which sums, differences and products are the signed ones; what differs is order, division and
-//! shifting right.
+//! candle's i64 kernels are Rust's operators: they panic on overflow where overflow checks are on. So nothing
+//! here lets them overflow. Types of up to 32 bits are computed in i64, where one operation has room, and
+//! wrapped into range. For 64 bits a look at the extremes of the operands most often shows that nothing can
+//! overflow; otherwise numbers are split into 32-bit limbs, `x = hi * 2^32 + lo` with `0 <= lo < 2^32`, and
+//! carries are propagated by hand. A u64 is the i64 of the same bits, for which sums, differences and
+//! products are the signed ones; what differs is order, division and shifting right.
 //!
 //! Bitwise operations go byte by byte through a table of 65,536 products `a & b`; or and xor follow from
 //! `a | b = a + b - (a & b)` and `a ^ b = a + b - 2 (a & b)`.
@@ -133,8 +133,8 @@ pub(crate) fn sum_last(x: &Tensor, dtype: DType) -> Result<Tensor> {
     join(&hi.sum(axis)?, &lo.sum(axis)?)
 }
 
-/// Mean along the last dimension with `counts >= 1` as divisors, truncated toward zero: of the exact sum, which for 64-bit
-/// types has more than 64 bits.
+/// Mean along the last dimension with `counts >= 1` as divisors, truncated toward zero: of the exact sum,
+/// which for 64-bit types has more than 64 bits.
 pub(crate) fn mean_last(x: &Tensor, counts: &Tensor, dtype: DType) -> Result<Tensor> {
     let axis = x.rank() - 1;
     if !is_64(dtype) {
@@ -304,7 +304,8 @@ fn shl(x: &Tensor, shift: &Tensor, dtype: DType) -> Result<Tensor> {
     select(&inside, &shifted, &zero)
 }
 
-/// `x >> shift`, arithmetic for signed types; a shift outside of `0..bits` leaves the sign: -1 for negative numbers, else 0.
+/// `x >> shift`, arithmetic for signed types; a shift outside of `0..bits` leaves the sign: -1 for negative
+/// numbers, else 0.
 fn shr(x: &Tensor, shift: &Tensor, dtype: DType) -> Result<Tensor> {
     let (zero, one) = (int(x, 0)?, int(x, 1)?);
     let outside = either(&shift.lt(&zero)?, &shift.ge(&int(x, bits(dtype))?)?)?;

@@ -30,8 +30,8 @@ pub(crate) fn slice(x: &Val, starts: &Dims, limits: &Dims, steps: &Dims) -> Resu
     Ok(Val::new(tensor, x.dtype))
 }
 
-/// Element `i` of the result is element `i - low` of `x` if it has one, `value` otherwise: this is also what cropping by
-/// more than the extent means.
+/// Element `i` of the result is element `i - low` of `x` if it has one, `value` otherwise: this is also what
+/// cropping by more than the extent means.
 pub(crate) fn pad(x: &Val, value: &Val, low: &SignedDims, result: &TensorType) -> Result<Val> {
     let mut tensor = x.tensor.clone();
     for axis in 0..low.len() {
@@ -86,7 +86,8 @@ pub(crate) fn flip(x: &Val, axes: &Dims) -> Result<Val> {
     Ok(Val::new(tensor, x.dtype))
 }
 
-/// The row-major positions in `shape` of the elements that a slice of extents `extents` reads, in its row-major order.
+/// The row-major positions in `shape` of the elements that a slice of extents `extents` reads, in its
+/// row-major order.
 fn positions(shape: &[usize], starts: &[usize], steps: &[usize], extents: &[usize]) -> Vec<i64> {
     let mut positions = vec![0i64];
     for axis in 0..shape.len() {

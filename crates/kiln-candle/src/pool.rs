@@ -53,7 +53,8 @@ pub(crate) fn max_pool_with_indices(
         .broadcast_as((count, windows.outputs, windows.elements))?
         .contiguous()?
         .reshape((count * windows.outputs, windows.elements))?;
-    // The first element of the input, not of the padding, that equals the largest, or is NaN as it is; 0 if all is padding.
+    // The first element of the input, not of the padding, that equals the largest, or is NaN as it is; 0 if
+    // all is padding.
     let largest_each = repeat(&largest.unsqueeze(1)?, rows.shape())?;
     let extreme = either(&rows.eq(&largest_each)?, &is_nan(&rows)?)?;
     let candidates = both(&extreme, &table.ne(&int(&table, windows.positions as i64)?)?)?;

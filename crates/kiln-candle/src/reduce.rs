@@ -1,8 +1,9 @@
 //! Reductions, arg-reductions and running reductions.
 //!
-//! candle sums over any axes and finds extremes along one; NaN does not survive its comparisons, so a mask of NaN is
-//! reduced beside the numbers. Products and running reductions are composed: a product halves the axis again and
-//! again, a running reduction adds shifted copies of itself (Hillis and Steele 1986), which takes `log2(n)` steps.
+//! candle sums over any axes and finds extremes along one; NaN does not survive its comparisons, so a mask of
+//! NaN is reduced beside the numbers. Products and running reductions are composed: a product halves the axis
+//! again and again, a running reduction adds shifted copies of itself (Hillis and Steele 1986), which takes
+//! `log2(n)` steps.
 
 use candle_core::{Device, Result, Tensor};
 use kiln_graph::op::{ArgReduceOp, BinaryOp, ReduceOp};
@@ -91,7 +92,8 @@ pub(crate) fn extreme_last(op: ReduceOp, x: &Tensor, dtype: DType) -> Result<Ten
     select(&is_nan(x)?.max(1)?, &float(&found, f64::NAN)?, &found)
 }
 
-/// Index along the last of two dimensions of the extreme: the first of equals, the first NaN if there is one. As i64.
+/// Index along the last of two dimensions of the extreme: the first of equals, the first NaN if there is one.
+/// As i64.
 pub(crate) fn arg_extreme_last(op: ArgReduceOp, x: &Tensor, dtype: DType) -> Result<Tensor> {
     let arg = |x: &Tensor| match op {
         ArgReduceOp::Max => x.argmax(1),

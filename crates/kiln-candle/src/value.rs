@@ -1,6 +1,7 @@
 //! Values of the graph as candle tensors.
 //!
-//! candle has fewer element types than the graph, and its integer kernels panic on overflow in debug builds. The mapping:
+//! candle has fewer element types than the graph, and its integer kernels panic on overflow in debug builds.
+//! The mapping:
 //!
 //! | graph | candle | held as |
 //! | --- | --- | --- |
@@ -9,7 +10,8 @@
 //! | u64 | i64 | the i64 of the same bits |
 //! | bool | u8 | 0 or 1 |
 //!
-//! What holds for every [`Val`]: its tensor has the candle type of this table and, for integers, only numbers in range.
+//! What holds for every [`Val`]: its tensor has the candle type of this table and, for integers, only numbers
+//! in range.
 
 use std::sync::Arc;
 
@@ -50,8 +52,8 @@ impl Val {
         }
     }
 
-    /// A value of type `dtype` from the result of arithmetic on [`Val::compute`] or [`Val::wide`]: floats round,
-    /// integers of fewer than 64 bits wrap.
+    /// A value of type `dtype` from the result of arithmetic on [`Val::compute`] or [`Val::wide`]: floats
+    /// round, integers of fewer than 64 bits wrap.
     pub fn narrow(tensor: Tensor, dtype: DType) -> Result<Self> {
         let tensor = if dtype.is_int() {
             wrap(&tensor, dtype)?
@@ -163,8 +165,8 @@ pub(crate) fn wrap(x: &Tensor, dtype: DType) -> Result<Tensor> {
 
 /// `x` repeated to `shape` along dimensions of extent 1 (and new ones in front), as a view.
 ///
-/// A view with strides of zero along dimensions of extent 1 counts as contiguous for candle, but its reductions divide by
-/// the stride; such a view gets ordinary strides here.
+/// A view with strides of zero along dimensions of extent 1 counts as contiguous for candle, but its
+/// reductions divide by the stride; such a view gets ordinary strides here.
 pub(crate) fn repeat(x: &Tensor, shape: impl Into<candle_core::Shape>) -> Result<Tensor> {
     let view = x.broadcast_as(shape)?;
     if view.is_contiguous() {

@@ -1,9 +1,10 @@
 //! Sliding windows as index tables.
 //!
-//! A window operation in any number of spatial dimensions is a gather: with the spatial dimensions merged into one, element `k`
-//! of the window at output position `p` sits at a row-major position that depends on the geometry alone. [`Windows`] is the
-//! table of these positions; positions in the padding point one past the end, where the caller puts what padding counts as.
-//! The adjoint, needed by gradients, adds at the same positions and drops what fell into the padding.
+//! A window operation in any number of spatial dimensions is a gather: with the spatial dimensions merged
+//! into one, element `k` of the window at output position `p` sits at a row-major position that depends on
+//! the geometry alone. [`Windows`] is the table of these positions; positions in the padding point one past
+//! the end, where the caller puts what padding counts as. The adjoint, needed by gradients, adds at the same
+//! positions and drops what fell into the padding.
 
 use candle_core::{Result, Tensor};
 
@@ -48,8 +49,8 @@ impl<'a> Geometry<'a> {
         }
     }
 
-    /// Calls `f` for each window element and output position, elements outermost, with the coordinates in the padded
-    /// input along every dimension.
+    /// Calls `f` for each window element and output position, elements outermost, with the coordinates in the
+    /// padded input along every dimension.
     fn for_each(&self, mut f: impl FnMut(&[usize])) {
         let rank = self.input.len();
         let mut padded = vec![0; rank];
@@ -63,8 +64,8 @@ impl<'a> Geometry<'a> {
         }
     }
 
-    /// How many elements of the window at each output position lie in the input, or, `with_padding`, in the input
-    /// and its padding.
+    /// How many elements of the window at each output position lie in the input, or, `with_padding`, in the
+    /// input and its padding.
     pub fn counts(&self, with_padding: bool) -> Vec<f64> {
         let outputs: usize = self.output.iter().product();
         let mut counts = vec![0.0; outputs];
@@ -137,13 +138,15 @@ impl Windows {
         Ok(self.table.max_all()?.to_scalar::<i64>()? == self.positions as i64)
     }
 
-    /// Where element `k` of the windows is in the input: a mask over output positions, repeated to `[.., outputs]`.
+    /// Where element `k` of the windows is in the input: a mask over output positions, repeated to
+    /// `[.., outputs]`.
     pub fn inside(&self, k: usize, shape: &candle_core::Shape) -> Result<Tensor> {
         let row = self.table.narrow(0, k * self.outputs, self.outputs)?;
         repeat(&row.ne(&int(&row, self.positions as i64)?)?, shape)
     }
 
-    /// `[planes, positions]` to `[planes, elements * outputs]`, padding reading as the one element of `padding`.
+    /// `[planes, positions]` to `[planes, elements * outputs]`, padding reading as the one element of
+    /// `padding`.
     pub fn read(&self, x: &Tensor, padding: &Tensor) -> Result<Tensor> {
         let padding = padding.to_dtype(x.dtype())?.reshape((1, 1))?;
         let padding = repeat(&padding, (x.dims()[0], 1))?;

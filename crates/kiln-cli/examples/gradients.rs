@@ -7,10 +7,10 @@
 //! ```
 //!
 //! The folder holds `model.safetensors` (the weights under torchvision's names) and `batch.safetensors`
-//! (`images`, f32 of `[batch, 3, height, width]`, and `labels`, i32 of `[batch]`). The model computes the cross
-//! entropy of that batch in training mode, without dropout, and its gradients, as one compiled step. Written to
-//! the folder: `gradients.safetensors` (under the name of each weight its gradient; the running statistics after
-//! the step under theirs) and `outputs.safetensors` (`logits` and `loss`).
+//! (`images`, f32 of `[batch, 3, height, width]`, and `labels`, i32 of `[batch]`). The model computes the
+//! cross entropy of that batch in training mode, without dropout, and its gradients, as one compiled step.
+//! Written to the folder: `gradients.safetensors` (under the name of each weight its gradient; the running
+//! statistics after the step under theirs) and `outputs.safetensors` (`logits` and `loss`).
 
 use std::collections::HashMap;
 use std::error::Error;

@@ -1,8 +1,8 @@
 //! A model's sizes: what a run's config, a `config.json` and the data add up to.
 //!
 //! Three things decide: the weights a run starts from (their `config.json`), the run's config, and the data
-//! (vocabulary, classes). What two of them say differently is an error that names both, because the loser would
-//! otherwise be ignored without a word.
+//! (vocabulary, classes). What two of them say differently is an error that names both, because the loser
+//! would otherwise be ignored without a word.
 
 use burn::tensor::backend::Backend;
 use kiln::{Kiln, KilnDevice};
@@ -266,7 +266,8 @@ fn llama(
     }
 }
 
-/// Weights that are called tied and are not: like transformers, the file is believed and not the configuration.
+/// Weights that are called tied and are not: like transformers, the file is believed and not the
+/// configuration.
 fn untie(mut sizes: LlamaConfig, checkpoint: &Checkpoint) -> Result<LlamaConfig, CliError> {
     let head = "lm_head.weight";
     let table = ["model.embed_tokens.weight", "embed_tokens.weight"]

@@ -171,7 +171,8 @@ pub fn pretrained_tokenizer(
     }
 }
 
-/// The classes of a run are those of its beginning: a class more or less would shift the labels of the others.
+/// The classes of a run are those of its beginning: a class more or less would shift the labels of the
+/// others.
 fn keep_classes(prepared: &Path, classes: &[String]) -> Result<(), CliError> {
     let kept = prepared.join("classes.json");
     if !kept.exists() {

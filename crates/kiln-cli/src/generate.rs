@@ -82,8 +82,8 @@ fn side_config(checkpoint: &Checkpoint, file: &str) -> Result<Option<Config>, Hu
     }
 }
 
-/// The tokens that end a text: those of `generation_config.json`, which transformers generates by, else those of
-/// `config.json`.
+/// The tokens that end a text: those of `generation_config.json`, which transformers generates by, else those
+/// of `config.json`.
 fn stop_tokens(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Vec<u32>, CliError> {
     let key = "eos_token_id";
     let generation = side_config(checkpoint, "generation_config.json")?;
@@ -97,8 +97,8 @@ fn stop_tokens(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Vec<u32>,
     })
 }
 
-/// The token in front of a text, if the tokenizer leaves it to its caller: `tokenizer.json` says itself what it puts
-/// around a text, and `add_bos_token` in `tokenizer_config.json` is for those that do not.
+/// The token in front of a text, if the tokenizer leaves it to its caller: `tokenizer.json` says itself what
+/// it puts around a text, and `add_bos_token` in `tokenizer_config.json` is for those that do not.
 fn first_token(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Option<u32>, CliError> {
     let file = side_config(checkpoint, "tokenizer_config.json")?;
     let add = match file {
@@ -175,8 +175,8 @@ fn continue_text(
     Ok(())
 }
 
-/// What `text` says after what it has in common with `printed`. A tokenizer may join a new token to the text before
-/// it in another way than it had ended that text.
+/// What `text` says after what it has in common with `printed`. A tokenizer may join a new token to the text
+/// before it in another way than it had ended that text.
 fn added<'a>(printed: &str, text: &'a str) -> &'a str {
     let common: usize = printed
         .chars()

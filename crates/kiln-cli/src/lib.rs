@@ -11,9 +11,9 @@
 //! ```
 //!
 //! The crate joins the others and adds no mathematics of its own. [`config`] is what a run is made of,
-//! [`architecture`] is a model's sizes, [`model`] puts the families of kiln-models behind one module, [`data`]
-//! puts the sources of kiln-hub behind one batch, [`train`] is the loop. Results go to standard output,
-//! everything else to standard error.
+//! [`architecture`] is a model's sizes, [`model`] puts the families of kiln-models behind one module,
+//! [`data`] puts the sources of kiln-hub behind one batch, [`train`] is the loop. Results go to standard
+//! output, everything else to standard error.
 
 pub mod architecture;
 pub mod args;

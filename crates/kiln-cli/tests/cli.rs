@@ -245,8 +245,8 @@ fn a_run_killed_before_its_first_checkpoint_starts_again() {
     assert_eq!(place.losses("whole"), place.losses("early"));
 }
 
-/// Evaluation reads the running statistics of batch norm and a checkpoint takes everything: neither may change what the run
-/// learns, nor may a resumption at any checkpoint.
+/// Evaluation reads the running statistics of batch norm and a checkpoint takes everything: neither may
+/// change what the run learns, nor may a resumption at any checkpoint.
 #[test]
 fn evaluations_checkpoints_and_resumptions_leave_a_run_as_it_is() {
     let place = Place::new();

@@ -1,5 +1,5 @@
-//! Weights and labels from outside: what does not fit the model is an error that names both, and what is saved is what
-//! was trained.
+//! Weights and labels from outside: what does not fit the model is an error that names both, and what is
+//! saved is what was trained.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -1,9 +1,10 @@
 //! Index checks of compiled code: before anything is overwritten, every index is known to be in range.
 //!
-//! Kernels clamp indices so that memory stays safe, and look no further: a test beside each load would cost what a gather costs. Instead the
-//! least and the largest element of each tensor of indices leave the step as two more outputs, before the partition and fusion see the
-//! graph. Token ids and labels are arguments, so these are small kernels at the very start; an index that the step computes is looked at where
-//! it is made. One that cannot be out of range ([`kiln_graph::range`]) is not looked at.
+//! Kernels clamp indices so that memory stays safe, and look no further: a test beside each load would cost
+//! what a gather costs. Instead the least and the largest element of each tensor of indices leave the step as
+//! two more outputs, before the partition and fusion see the graph. Token ids and labels are arguments, so
+//! these are small kernels at the very start; an index that the step computes is looked at where it is made.
+//! One that cannot be out of range ([`kiln_graph::range`]) is not looked at.
 //!
 //! ```text
 //!   %ids = parameter 1 : i64[32]                    %ids = parameter 1 : i64[32]
@@ -13,9 +14,11 @@
 //!                                                   return %rows, %least (check), %most (check)
 //! ```
 //!
-//! After the kernels that make such a pair the step compares it with the bounds and returns if an index is outside ([`decided_after`]). Kernels that write
-//! an output into an argument's memory run after all of these guards: [`crate::schedule::order`] puts them there where it can, and
-//! [`crate::plan`] gives an output memory of its own where it cannot (the index depends on that output). So a step that stops has overwritten nothing.
+//! After the kernels that make such a pair the step compares it with the bounds and returns if an index is
+//! outside ([`decided_after`]). Kernels that write an output into an argument's memory run after all of these
+//! guards: [`crate::schedule::order`] puts them there where it can, and [`crate::plan`] gives an output
+//! memory of its own where it cannot (the index depends on that output). So a step that stops has overwritten
+//! nothing.
 
 use std::sync::Arc;
 
@@ -27,7 +30,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::CompileError;
 use crate::schedule::{Buffer, Schedule};
 
-/// The operation of the nodes that look for the least and the largest index. They share no kernel with others, which might run late.
+/// The operation of the nodes that look for the least and the largest index. They share no kernel with
+/// others, which might run late.
 pub const OPERATION: &str = "index check";
 
 /// Indices that are looked at: stored in the cache with the step.
@@ -77,7 +81,8 @@ impl Check {
         self.uses.iter().map(|it| it.extent).min().unwrap_or(usize::MAX)
     }
 
-    /// What is wrong with indices from `least` to `most`, at the first use that they do not fit; none if they fit all.
+    /// What is wrong with indices from `least` to `most`, at the first use that they do not fit; none if they
+    /// fit all.
     pub fn error(&self, least: i128, most: i128) -> Option<IndexError> {
         let wrong = |extent: usize| match least < 0 {
             true => Some(least),
@@ -111,7 +116,8 @@ impl Check {
     }
 }
 
-/// `graph` with the least and the largest index of each check as two more outputs, in the order of the checks.
+/// `graph` with the least and the largest index of each check as two more outputs, in the order of the
+/// checks.
 ///
 /// # Errors
 /// [`CompileError::Pass`] if a node is ill typed, which would be a bug.

@@ -70,14 +70,16 @@ impl<T: Target> CompiledStep<T> {
     }
 }
 
-/// Compiles `graph` for `target`. What each stage made is written to [`Options::debug`], if that names a folder.
+/// Compiles `graph` for `target`. What each stage made is written to [`Options::debug`], if that names a
+/// folder.
 ///
-/// The compiled step takes one pointer for each parameter and one for each output, row-major and contiguous, and the runtime scalars
-/// as eight bytes each ([`kiln_graph::Scalar::to_bits`]). [`Plan::aliases`] says which outputs take over which parameter's memory.
+/// The compiled step takes one pointer for each parameter and one for each output, row-major and contiguous,
+/// and the runtime scalars as eight bytes each ([`kiln_graph::Scalar::to_bits`]). [`Plan::aliases`] says
+/// which outputs take over which parameter's memory.
 ///
 /// # Errors
-/// [`CompileError::Invalid`] if the graph breaks a rule of kiln-graph; [`CompileError::Unsupported`] if nothing computes one of its
-/// operations; [`CompileError::Partition`] if nothing fits a memory budget.
+/// [`CompileError::Invalid`] if the graph breaks a rule of kiln-graph; [`CompileError::Unsupported`] if
+/// nothing computes one of its operations; [`CompileError::Partition`] if nothing fits a memory budget.
 pub fn compile<T: Target>(
     graph: &Graph,
     options: &Options,

@@ -5,8 +5,9 @@
 //! schedule.txt plan.txt            kernels; where every buffer lives
 //! ```
 //!
-//! A target adds its code. Names and contents are a function of the graph and the options, so that `diff -r` of two dumps shows what changed. (Times are
-//! therefore not among them; they are in `kiln::compile_times`.) Trouble with writing is a warning and never stops a compilation.
+//! A target adds its code. Names and contents are a function of the graph and the options, so that `diff -r`
+//! of two dumps shows what changed. (Times are therefore not among them; they are in `kiln::compile_times`.)
+//! Trouble with writing is a warning and never stops a compilation.
 
 use std::io;
 use std::path::Path;
@@ -17,7 +18,8 @@ use crate::plan::Plan;
 use crate::schedule::Schedule;
 use crate::transform::Dumps;
 
-/// Writes what belongs to no machine into `folder`: `graph` after each pass (`dumps`), its schedule and its plan of memory.
+/// Writes what belongs to no machine into `folder`: `graph` after each pass (`dumps`), its schedule and its
+/// plan of memory.
 pub fn write(folder: &Path, dumps: &Dumps, graph: &Graph, schedule: &Schedule, plan: &Plan) {
     let written = || -> io::Result<()> {
         std::fs::create_dir_all(folder)?;

@@ -1,4 +1,5 @@
-//! What the partition decided, for people: stored in the cache with the step, without references to the graph.
+//! What the partition decided, for people: stored in the cache with the step, without references to the
+//! graph.
 
 use std::fmt;
 use std::sync::Arc;
@@ -49,7 +50,8 @@ pub struct OriginReport {
     pub op: String,
     /// The recorded operation, if known.
     pub operation: Option<String>,
-    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that
+    /// operation's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.

@@ -5,8 +5,8 @@ use kiln_graph::Graph;
 use crate::options::Options;
 use crate::target::Target;
 
-/// A hash of the sources of this crate and of the partitioner's: a step that was built by another version of the compiler, even one with the same
-/// version number, is not the same step.
+/// A hash of the sources of this crate and of the partitioner's: a step that was built by another version of
+/// the compiler, even one with the same version number, is not the same step.
 pub const COMPILER_SOURCES: &str = env!("KILN_COMPILER_SOURCES");
 
 /// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise.

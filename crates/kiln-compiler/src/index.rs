@@ -1,19 +1,21 @@
 //! Symbolic indices: where in a tensor a loop nest reads, as a function of its loop variables.
 //!
-//! Reshapes, transposes, slices and broadcasts never move data in a fused kernel; they only change the index at which
-//! an operand is read. An index is a sum of integer multiples of *atoms* plus a constant. Atoms are loop variables,
-//! quotients and remainders of other indices (they come from reshapes), and integers loaded from memory (they come from
-//! gathers). Every atom knows its own range, so simplification needs no context:
+//! Reshapes, transposes, slices and broadcasts never move data in a fused kernel; they only change the index
+//! at which an operand is read. An index is a sum of integer multiples of *atoms* plus a constant. Atoms are
+//! loop variables, quotients and remainders of other indices (they come from reshapes), and integers loaded
+//! from memory (they come from gathers). Every atom knows its own range, so simplification needs no context:
 //!
-//! - `(64 i + j) / 64 = i` and `(64 i + j) % 64 = j` whenever `0 <= j < 64`: splitting and joining dimensions cancels;
+//! - `(64 i + j) / 64 = i` and `(64 i + j) % 64 = j` whenever `0 <= j < 64`: splitting and joining dimensions
+//!   cancels;
 //! - `64 (q / 64) + q % 64 = q`: so does joining and splitting;
 //! - quotients and remainders of quotients and remainders collapse when the divisors divide each other.
 //!
-//! What remains after simplification tells the code generator all it needs: an index that is affine in the innermost
-//! variable with stride 1 is a vector load, with stride 0 one scalar for all lanes, and anything else a gather.
+//! What remains after simplification tells the code generator all it needs: an index that is affine in the
+//! innermost variable with stride 1 is a vector load, with stride 0 one scalar for all lanes, and anything
+//! else a gather.
 //!
-//! Invariant: an index denotes a position, so its value is never negative on the whole iteration space. `/` and `%`
-//! below rely on it, and so does the C that is printed.
+//! Invariant: an index denotes a position, so its value is never negative on the whole iteration space. `/`
+//! and `%` below rely on it, and so does the C that is printed.
 
 use std::fmt;
 
@@ -250,8 +252,8 @@ impl Index {
         (whole, rest)
     }
 
-    /// `(g, x, r)` with `self = g x + r`, `0 <= r < g` and `g` a proper divisor of `k`, for the largest such `g`: then `self / k` is
-    /// `x / (k / g)`, and what is below `g` does not matter.
+    /// `(g, x, r)` with `self = g x + r`, `0 <= r < g` and `g` a proper divisor of `k`, for the largest such
+    /// `g`: then `self / k` is `x / (k / g)`, and what is below `g` does not matter.
     fn coarse(&self, k: i64) -> Option<(i64, Self, Self)> {
         let mut divisors: Vec<i64> = self
             .terms
@@ -365,7 +367,8 @@ impl Index {
         Self::atom(Atom::Mod(Box::new(rest), k))
     }
 
-    /// This with every variable replaced. Data atoms keep their slot and get the variable set of the replacements.
+    /// This with every variable replaced. Data atoms keep their slot and get the variable set of the
+    /// replacements.
     pub fn substitute(&self, with: &dyn Fn(Var, i64) -> Self, slot: &dyn Fn(u32) -> u32) -> Self {
         let mut sum = Self::constant(self.constant);
         for (atom, factor) in &self.terms {

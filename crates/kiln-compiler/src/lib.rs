@@ -7,14 +7,16 @@
 //!
 //! - [`checks`] has indices looked at before anything is overwritten.
 //! - [`transform`] rewrites the graph: simplification, common subexpressions, patterns.
-//! - [`partition`] decides what the backward pass keeps and what it computes again, under a memory budget if there is one.
+//! - [`partition`] decides what the backward pass keeps and what it computes again, under a memory budget if
+//!   there is one.
 //! - [`schedule`] decides which operations share a kernel and in which order kernels run.
 //! - [`plan`] gives every buffer its memory.
-//! - A [`Target`] answers what depends on the machine: where thresholds lie ([`Policy`]), how each kernel is computed and how much working memory that
-//!   takes, and what the code is.
+//! - A [`Target`] answers what depends on the machine: where thresholds lie ([`Policy`]), how each kernel is
+//!   computed and how much working memory that takes, and what the code is.
 //!
-//! Each stage takes plain data and returns plain data with a text form; [`compile()`] is the list of them, and no stage calls back into the list. The
-//! crate knows no language, vector width, cache size or thread, and nothing of Burn.
+//! Each stage takes plain data and returns plain data with a text form; [`compile()`] is the list of them,
+//! and no stage calls back into the list. The crate knows no language, vector width, cache size or thread,
+//! and nothing of Burn.
 
 pub mod checks;
 pub mod compile;

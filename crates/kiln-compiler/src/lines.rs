@@ -1,8 +1,10 @@
 //! Source lines of compiled steps.
 //!
-//! A step in the disk cache outlives the program it was compiled for: an edit of the program moves lines and leaves the graph as it is. So what is compiled for
-//! the cache has the numbers of recorded nodes in place of lines ([`numbered`]), and each process puts the lines of its own recording there
-//! ([`Contract::with_lines_of`]). So it does with the forward operations that gradients belong to, which are found by way of the lines.
+//! A step in the disk cache outlives the program it was compiled for: an edit of the program moves lines and
+//! leaves the graph as it is. So what is compiled for the cache has the numbers of recorded nodes in place of
+//! lines ([`numbered`]), and each process puts the lines of its own recording there
+//! ([`Contract::with_lines_of`]). So it does with the forward operations that gradients belong to, which are
+//! found by way of the lines.
 
 use std::sync::Arc;
 
@@ -29,7 +31,8 @@ pub fn numbered(graph: &Graph) -> Graph {
 }
 
 impl Contract {
-    /// The contract of a step that was compiled from the [`numbered`] graph, with the lines that `graph`, an equal one, has.
+    /// The contract of a step that was compiled from the [`numbered`] graph, with the lines that `graph`, an
+    /// equal one, has.
     #[must_use]
     pub fn with_lines_of(mut self, graph: &Graph) -> Self {
         let lines: FxHashMap<String, &Provenance> = graph

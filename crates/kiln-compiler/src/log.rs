@@ -1,4 +1,5 @@
-//! What a compiled step is, one line an event: for steps that were built and for those that the disk cache had.
+//! What a compiled step is, one line an event: for steps that were built and for those that the disk cache
+//! had.
 //!
 //! Nothing is formatted unless a subscriber wants the target.
 

@@ -7,10 +7,12 @@ pub use crate::partition::Keep;
 /// How far the compiler goes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// Whether operations are fused. Without, each is a kernel of its own: slow, for narrowing down a wrong result.
+    /// Whether operations are fused. Without, each is a kernel of its own: slow, for narrowing down a wrong
+    /// result.
     pub fuse: bool,
-    /// Whether an optimizer's update may run in the epilogue of the product that makes its gradient. Without, updates are kernels of their own, and all
-    /// others are those of a step with other updates: for a step that runs once, before the one that lasts.
+    /// Whether an optimizer's update may run in the epilogue of the product that makes its gradient. Without,
+    /// updates are kernels of their own, and all others are those of a step with other updates: for a step
+    /// that runs once, before the one that lasts.
     pub update_in_epilogue: bool,
     /// Whether the graph is simplified and rewritten first.
     pub transform: bool,

@@ -1,11 +1,11 @@
 //! Partition: what the backward pass keeps of the forward pass and what it computes again.
 //!
-//! kiln-partition decides; this stage gives it what it does not know: how holding a byte compares with moving it on the machine at hand, and, under
-//! a memory budget, a planner that knows the size of the arena that a graph really gets ([`crate::planner`]). A budget is thereby exact: what was
-//! promised is what is allocated.
+//! kiln-partition decides; this stage gives it what it does not know: how holding a byte compares with moving
+//! it on the machine at hand, and, under a memory budget, a planner that knows the size of the arena that a
+//! graph really gets ([`crate::planner`]). A budget is thereby exact: what was promised is what is allocated.
 //!
-//! Later stages keep the phases apart. Nothing merges equal nodes any more, and no kernel holds operations of the forward pass together with
-//! operations of the backward pass ([`crate::schedule::fuse`]).
+//! Later stages keep the phases apart. Nothing merges equal nodes any more, and no kernel holds operations of
+//! the forward pass together with operations of the backward pass ([`crate::schedule::fuse`]).
 
 use std::fmt;
 
@@ -49,11 +49,12 @@ pub fn is_training(graph: &Graph) -> bool {
         .any(|(_, data)| data.provenance.phase == Phase::Backward)
 }
 
-/// The partitioned graph and what was decided, on a machine of these rates; `planner` says what a memory budget must hold. A graph without a
-/// backward pass has nothing to decide.
+/// The partitioned graph and what was decided, on a machine of these rates; `planner` says what a memory
+/// budget must hold. A graph without a backward pass has nothing to decide.
 ///
 /// # Errors
-/// [`CompileError::Partition`] if nothing fits the memory budget; those of the planner if a graph cannot be planned.
+/// [`CompileError::Partition`] if nothing fits the memory budget; those of the planner if a graph cannot be
+/// planned.
 pub fn run(
     graph: &Graph,
     keep: Keep,
@@ -84,7 +85,8 @@ pub fn memory_curve<T: Target>(
     Ok(Frontier::new(&graph, &choices(options.keep, target.rates()), planner)?.curve()?)
 }
 
-/// What holding a byte costs, in times of moving it. A little more than one: of two choices that take the same time, the one that keeps less.
+/// What holding a byte costs, in times of moving it. A little more than one: of two choices that take the
+/// same time, the one that keeps less.
 const HOLD: f64 = 1.01;
 
 /// What the kernels of a machine of these rates can do, for the partitioner.

@@ -1,16 +1,18 @@
 //! Memory: where every buffer lives.
 //!
-//! Arguments and outputs live with the caller. Everything else gets an offset in one arena. A buffer is alive from the kernel
-//! that first writes it to the last that touches it; the scratch memory of a kernel is alive during that kernel. Buffers
-//! alive at the same time must not overlap.
+//! Arguments and outputs live with the caller. Everything else gets an offset in one arena. A buffer is alive
+//! from the kernel that first writes it to the last that touches it; the scratch memory of a kernel is alive
+//! during that kernel. Buffers alive at the same time must not overlap.
 //!
-//! Two reuses come before offsets are chosen. An output that the graph allows to take an argument's memory does so if its kernel is the
-//! argument's last reader and may overwrite it ([`crate::schedule::inplace`]), and if all indices have been looked at by then ([`crate::checks`]). And a buffer that dies at the kernel where another of the same
-//! size is made hands its memory over under the same condition.
+//! Two reuses come before offsets are chosen. An output that the graph allows to take an argument's memory
+//! does so if its kernel is the argument's last reader and may overwrite it ([`crate::schedule::inplace`]),
+//! and if all indices have been looked at by then ([`crate::checks`]). And a buffer that dies at the kernel
+//! where another of the same size is made hands its memory over under the same condition.
 //!
-//! Offsets: largest buffer first, each at the lowest offset where it fits among those already placed that overlap it in time.
-//! Finding the optimum is a bin packing problem; this order is within a few per cent of the lower bound (the most bytes alive at
-//! once), which the plan also reports. What the plan says is what is allocated. [`verify`] checks a finished plan.
+//! Offsets: largest buffer first, each at the lowest offset where it fits among those already placed that
+//! overlap it in time. Finding the optimum is a bin packing problem; this order is within a few per cent of
+//! the lower bound (the most bytes alive at once), which the plan also reports. What the plan says is what is
+//! allocated. [`verify`] checks a finished plan.
 
 pub mod verify;
 
@@ -55,8 +57,8 @@ struct Lifetime {
     last: usize,
 }
 
-/// Plans the memory of `schedule`. `scratch[k]` is the size of kernel `k`'s working memory; everything is aligned to
-/// `alignment` bytes.
+/// Plans the memory of `schedule`. `scratch[k]` is the size of kernel `k`'s working memory; everything is
+/// aligned to `alignment` bytes.
 pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], alignment: usize) -> Plan {
     let mut plan = Plan {
         aliases: vec![None; graph.outputs.len()],

@@ -1,7 +1,8 @@
-//! What a graph takes, for the partitioner: the passes behind the partition, as far as the size of the arena needs them.
+//! What a graph takes, for the partitioner: the passes behind the partition, as far as the size of the arena
+//! needs them.
 //!
-//! A memory budget is met by trying partitions. Of each the arena is what scheduling, the target's decisions on every kernel and the plan of memory make it;
-//! no text is written for that.
+//! A memory budget is met by trying partitions. Of each the arena is what scheduling, the target's decisions
+//! on every kernel and the plan of memory make it; no text is written for that.
 
 use kiln_graph::Graph;
 use kiln_partition::Planner;

@@ -1,8 +1,9 @@
 //! The thresholds of a machine: what scheduling must know of it, in one type with one value for each target.
 //!
-//! Which operations may share a kernel at all follows from the graph. Whether sharing pays follows from the machine: how many rows keep its threads
-//! busy, how much a nest can hold in registers, what its templates can compute while they read an operand or store a result. The second kind
-//! of question is answered here and nowhere else in this crate. A target says beside each number how it was found.
+//! Which operations may share a kernel at all follows from the graph. Whether sharing pays follows from the
+//! machine: how many rows keep its threads busy, how much a nest can hold in registers, what its templates
+//! can compute while they read an operand or store a result. The second kind of question is answered here and
+//! nowhere else in this crate. A target says beside each number how it was found.
 
 use kiln_graph::DType;
 
@@ -19,9 +20,11 @@ pub struct Policy {
     pub inline_operations: u32,
     /// Fewest rows that a nest is split into: fewer would leave threads without work.
     pub rows: i64,
-    /// Most elements of a reduction over outer dimensions that runs inside a row, whose elements it reads with large strides.
+    /// Most elements of a reduction over outer dimensions that runs inside a row, whose elements it reads
+    /// with large strides.
     pub strided_reduction: i64,
-    /// Elements from which a reduction to fewer rows than [`Policy::rows`] is shared out over its own elements.
+    /// Elements from which a reduction to fewer rows than [`Policy::rows`] is shared out over its own
+    /// elements.
     pub shared_reduction: i64,
     /// Fewest elements of a tensor for whose sake nests that read it become one.
     pub sibling_elements: usize,
@@ -39,7 +42,8 @@ pub struct Policy {
     pub epilogue_types: &'static [DType],
     /// Most other tensors of the result's size that such a nest reads.
     pub epilogue_streams: usize,
-    /// Element types of products and convolutions whose template computes an operand by a nest while it reads.
+    /// Element types of products and convolutions whose template computes an operand by a nest while it
+    /// reads.
     pub prologue_types: &'static [DType],
     /// Most tensors of the operand's size that such a nest reads.
     pub prologue_streams: usize,
@@ -47,7 +51,7 @@ pub struct Policy {
     pub prologue_pixels: usize,
     /// Most elements of an update that shares a kernel with other updates.
     pub joined_update: i64,
-    /// Joined updates may hold at most one in so many of the elements that the step is given, because each of their gradients stays in memory until
-    /// the joint update runs.
+    /// Joined updates may hold at most one in so many of the elements that the step is given, because each of
+    /// their gradients stays in memory until the joint update runs.
     pub joined_share: i64,
 }

@@ -1,7 +1,7 @@
 //! What is known of a compiled step, for people: its kernels and the buffers they touch.
 //!
-//! The report is part of what is stored beside the shared object ([`crate::Contract`]), so that a step from the disk cache can be explained,
-//! profiled and drawn without compiling it again.
+//! The report is part of what is stored beside the shared object ([`crate::Contract`]), so that a step from
+//! the disk cache can be explained, profiled and drawn without compiling it again.
 
 use std::fmt;
 
@@ -34,7 +34,8 @@ pub struct KernelReport {
 }
 
 impl KernelReport {
-    /// The phase of most of its operations, as in the text form of graphs; the later one where two have as many.
+    /// The phase of most of its operations, as in the text form of graphs; the later one where two have as
+    /// many.
     pub fn phase(&self) -> &'static str {
         let count = |phase: &&str| self.nodes.iter().filter(|node| node.phase == **phase).count();
         let phases = ["fwd", "bwd", "opt"].into_iter().filter(|phase| count(phase) > 0);
@@ -58,7 +59,8 @@ pub struct FusedNode {
     /// The recorded Burn operation, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub operation: Option<String>,
-    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that
+    /// operation's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
@@ -232,7 +234,8 @@ impl Buffers {
     }
 }
 
-/// The buffers of a step, and its kernels but for their names; `scratch` are the sizes of their working memory.
+/// The buffers of a step, and its kernels but for their names; `scratch` are the sizes of their working
+/// memory.
 pub fn describe(
     graph: &Graph,
     schedule: &Schedule,

@@ -1,8 +1,9 @@
 //! What the compiler asks of a machine.
 //!
-//! A target computes each kernel of a schedule in two steps. [`Target::kernel`] decides: which template, which tiles, how the work is shared, how much working
-//! memory that takes. [`Target::emit`] writes: the text of all kernels, once their memory is planned. A memory budget is met by planning many
-//! candidates, and none but the last is written.
+//! A target computes each kernel of a schedule in two steps. [`Target::kernel`] decides: which template,
+//! which tiles, how the work is shared, how much working memory that takes. [`Target::emit`] writes: the text
+//! of all kernels, once their memory is planned. A memory budget is met by planning many candidates, and none
+//! but the last is written.
 
 use kiln_graph::Graph;
 use kiln_partition::Machine;
@@ -25,7 +26,8 @@ pub trait Target {
     /// The name that messages use, such as `cpu`.
     fn name(&self) -> &'static str;
 
-    /// Everything that the code depends on besides graph, options and the compiler's own sources: for cache keys.
+    /// Everything that the code depends on besides graph, options and the compiler's own sources: for cache
+    /// keys.
     fn fingerprint(&self) -> String;
 
     /// What the machine can do in a second: the partitioner weighs keeping against computing again with it.

@@ -1,7 +1,9 @@
-//! The compiler without a machine: what the stub target emits is interpreted, and compared with the interpretation of the whole graph.
+//! The compiler without a machine: what the stub target emits is interpreted, and compared with the
+//! interpretation of the whole graph.
 //!
-//! Random graphs over every primitive and the cases of `tests/cases`, fused and not, with the thresholds of the stub and with some that make other
-//! schedules: what is tested is that kernels compute what they should in the order, in the memory, and from the places that the plan says.
+//! Random graphs over every primitive and the cases of `tests/cases`, fused and not, with the thresholds of
+//! the stub and with some that make other schedules: what is tested is that kernels compute what they should
+//! in the order, in the memory, and from the places that the plan says.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +16,8 @@ use kiln_graph::{DType, Graph, HostTensor, Scalar, Value, interpret_f64};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
 
-/// Thresholds that fuse little: small nests, few rows in one, no epilogues or prologues, images channels-first.
+/// Thresholds that fuse little: small nests, few rows in one, no epilogues or prologues, images
+/// channels-first.
 const RELUCTANT: Policy = Policy {
     alignment: 16,
     nest_buffers: 4,

@@ -5,13 +5,15 @@
 //! cargo run --release -p kiln-cpu --example partition_trade -- /tmp/kiln/train_step/step-0/0-recorded.kg
 //! ```
 //!
-//! The step is built three times: keeping everything that the backward pass reads, as the partitioner chooses, and under the smallest memory budget that fits.
-//! Printed for each: bytes kept for the backward pass, the arena, and the time of a step. The three
-//! take turns, so that a ratio compares neighbours in time. Built steps are cached: a second run only measures.
+//! The step is built three times: keeping everything that the backward pass reads, as the partitioner
+//! chooses, and under the smallest memory budget that fits. Printed for each: bytes kept for the backward
+//! pass, the arena, and the time of a step. The three take turns, so that a ratio compares neighbours in
+//! time. Built steps are cached: a second run only measures.
 //!
-//! Then come twelve budgets between the smallest and the one that changes nothing, with the plan that each gets. In the environment,
-//! `ROUNDS=21` sets how often each step runs, `THREADS=1` on how many threads (one thread's time does not see what else the machine does); `BUDGET=BYTES` measures that budget and skips the search for
-//! the smallest and the twelve.
+//! Then come twelve budgets between the smallest and the one that changes nothing, with the plan that each
+//! gets. In the environment, `ROUNDS=21` sets how often each step runs, `THREADS=1` on how many threads (one
+//! thread's time does not see what else the machine does); `BUDGET=BYTES` measures that budget and skips the
+//! search for the smallest and the twelve.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -74,7 +76,8 @@ impl Built {
     }
 }
 
-/// What an eager autograd engine keeps: everything that the recorded backward pass reads of the recorded forward pass, before any rewrite.
+/// What an eager autograd engine keeps: everything that the recorded backward pass reads of the recorded
+/// forward pass, before any rewrite.
 fn kept_by_eager(graph: &Graph) -> Result<u64, Box<dyn Error>> {
     let options = kiln_partition::Options {
         strategy: Strategy::KeepEverything,

@@ -5,9 +5,10 @@
 //! cargo run --release -p kiln-cpu --example step_profile -- graph.kg      # a graph in its text form
 //! ```
 //!
-//! Prints compile times, what is kept, the arena, the median time of a step, and for the slowest kernels time, GB/s and
-//! GFLOP/s. With a second argument the generated sources are written to that folder. In the environment, `KEEP=everything` or
-//! `KEEP=BYTES` sets what the backward pass keeps, `TOP=100` shows more kernels, `THREADS=1` runs on one thread.
+//! Prints compile times, what is kept, the arena, the median time of a step, and for the slowest kernels
+//! time, GB/s and GFLOP/s. With a second argument the generated sources are written to that folder. In the
+//! environment, `KEEP=everything` or `KEEP=BYTES` sets what the backward pass keeps, `TOP=100` shows more
+//! kernels, `THREADS=1` runs on one thread.
 
 use std::cell::RefCell;
 use std::error::Error;

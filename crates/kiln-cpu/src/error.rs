@@ -140,7 +140,8 @@ pub enum StepError {
         /// Why.
         reason: String,
     },
-    /// An index is out of range. Nothing was overwritten: arguments are as they were, and outputs hold nothing.
+    /// An index is out of range. Nothing was overwritten: arguments are as they were, and outputs hold
+    /// nothing.
     #[error(transparent)]
     Index(Box<IndexError>),
     /// Compiling the generated C, loading it or running it failed.

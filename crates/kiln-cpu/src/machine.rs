@@ -1,11 +1,14 @@
-//! What this machine can do, measured with kernels of this compiler's own: the rates that the partitioner's cost model takes.
+//! What this machine can do, measured with kernels of this compiler's own: the rates that the partitioner's
+//! cost model takes.
 //!
-//! One small step has a kernel for each rate: a sum of arrays that no cache holds, a matrix product, a chain of simple operations and one
-//! of transcendental functions on data that a cache holds, a sum of random numbers. It runs for a few milliseconds, some ten times, and for each kernel
-//! the shortest time counts: whatever else the machine does can only make a kernel slower.
+//! One small step has a kernel for each rate: a sum of arrays that no cache holds, a matrix product, a chain
+//! of simple operations and one of transcendental functions on data that a cache holds, a sum of random
+//! numbers. It runs for a few milliseconds, some ten times, and for each kernel the shortest time counts:
+//! whatever else the machine does can only make a kernel slower.
 //!
-//! Rates are part of a step's identity, because another partition is another step; so they must not change from process to process. They are
-//! measured once, rounded to two digits and kept in the cache, for each compiler, CPU and number of threads. Without a cache folder each process measures its own.
+//! Rates are part of a step's identity, because another partition is another step; so they must not change
+//! from process to process. They are measured once, rounded to two digits and kept in the cache, for each
+//! compiler, CPU and number of threads. Without a cache folder each process measures its own.
 
 use std::cell::RefCell;
 use std::convert::Infallible;
@@ -49,8 +52,8 @@ const SPECIAL: usize = 12;
 const TIME: Duration = Duration::from_millis(30);
 const RUNS: usize = 12;
 
-/// The rates of this machine with `threads` threads: from `cache` if they are there, else measured and put there. Where they cannot be measured,
-/// those of [`Machine::default`].
+/// The rates of this machine with `threads` threads: from `cache` if they are there, else measured and put
+/// there. Where they cannot be measured, those of [`Machine::default`].
 pub fn rates(toolchain: &Toolchain, cache: &Cache, threads: usize) -> Machine {
     let key = CacheKey::builder(toolchain, &BuildOptions::default())
         .field("compiler", identity::COMPILER_SOURCES)
@@ -181,7 +184,8 @@ impl Probe {
         };
         let start = Instant::now();
         for _ in 0..RUNS {
-            // SAFETY: one buffer of the declared size for each parameter and output, and no output takes over an argument's memory.
+            // SAFETY: one buffer of the declared size for each parameter and output, and no output takes over
+            // an argument's memory.
             unsafe { step.run(pool, &inputs, &outputs, &scalars, &clock) }?;
             if start.elapsed() > TIME {
                 break;

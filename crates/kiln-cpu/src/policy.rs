@@ -1,7 +1,8 @@
 //! Where the thresholds of a CPU lie, and how each was found.
 //!
-//! The reference machine is an x86-64 server core with AVX-512, 2 MiB of L2 and a share of L3. A threshold that was chosen by measuring says so; one that
-//! follows from a size (a cache line, a register file) says which.
+//! The reference machine is an x86-64 server core with AVX-512, 2 MiB of L2 and a share of L3. A threshold
+//! that was chosen by measuring says so; one that follows from a size (a cache line, a register file) says
+//! which.
 
 use kiln_compiler::Policy;
 use kiln_graph::DType;
@@ -10,9 +11,11 @@ use kiln_graph::DType;
 pub const POLICY: Policy = Policy {
     // A cache line, and the widest vector there is.
     alignment: 64,
-    // Each buffer takes a pointer register or a reload of it; 16 and 32 are the general registers of the machines at hand. Some steps were slower with 16.
+    // Each buffer takes a pointer register or a reload of it; 16 and 32 are the general registers of the
+    // machines at hand. Some steps were slower with 16.
     nest_buffers: 24,
-    // Bounds the registers that a loop body keeps alive, and the time of the C compiler, which grows faster than the body.
+    // Bounds the registers that a loop body keeps alive, and the time of the C compiler, which grows faster
+    // than the body.
     nest_operations: 160,
     // About the latency of one load from L2, in simple operations on integers.
     inline_operations: 12,
@@ -20,7 +23,8 @@ pub const POLICY: Policy = Policy {
     rows: 8,
     // So many lines of a cache fit L1 beside the row.
     strided_reduction: 64,
-    // 128 KiB of f32: shared between threads it takes some microseconds less than on one, which is what waking them costs.
+    // 128 KiB of f32: shared between threads it takes some microseconds less than on one, which is what
+    // waking them costs.
     shared_reduction: 32 * 1024,
     // Below, the call of a kernel costs more than the loads that a joint one saves.
     sibling_elements: 256,
@@ -31,13 +35,15 @@ pub const POLICY: Policy = Policy {
     convolution_dimensions: 3,
     // Height and width.
     pooling_dimensions: 2,
-    // A batch normalisation with its activation and mask; the next step up would store less and compute for longer than storing takes.
+    // A batch normalisation with its activation and mask; the next step up would store less and compute for
+    // longer than storing takes.
     image_operations: 12,
     // The register tiles of other types hand their results on in f32.
     epilogue_types: &[DType::F32],
     // Measured: with three, AdamW in the weight gradients of bert-minilm took 87 ms instead of 78.
     epilogue_streams: 2,
-    // Tensors of 16 bits are widened while they are packed, and computed operands would be rounded once more or once less.
+    // Tensors of 16 bits are widened while they are packed, and computed operands would be rounded once more
+    // or once less.
     prologue_types: &[DType::F32],
     // More compete with the panel being packed for L1.
     prologue_streams: 3,
@@ -51,15 +57,15 @@ pub const POLICY: Policy = Policy {
 
 // What follows only this crate asks for: where caches end, and from where on threads pay.
 
-/// Points of work below which a nest, or another operation written as plain loops, runs on the calling thread alone: some microseconds, what waking another
-/// core costs.
+/// Points of work below which a nest, or another operation written as plain loops, runs on the calling thread
+/// alone: some microseconds, what waking another core costs.
 pub const SERIAL_POINTS: i64 = 16 * 1024;
 
 /// Elements that a thread takes at a time from a flat nest.
 pub const FLAT_GRAIN: i64 = 4096;
 
-/// Longest row of which an expensive intermediate is kept from one pass to the next, in elements: 256 KiB of f32, which the second cache holds
-/// between the passes.
+/// Longest row of which an expensive intermediate is kept from one pass to the next, in elements: 256 KiB of
+/// f32, which the second cache holds between the passes.
 pub const KEPT_ROW: i64 = 64 * 1024;
 
 /// Most elements of all intermediates that are kept so: 512 KiB of f32, which a thread's stack holds.
@@ -74,7 +80,8 @@ pub const PRODUCT_L2: usize = 384 << 10;
 /// Longest depth of a product that is not cut.
 pub const PRODUCT_DEPTH: usize = 4096;
 
-/// Floating-point operations below which a product runs on one thread: some microseconds, about what waking and waiting for another core can cost.
+/// Floating-point operations below which a product runs on one thread: some microseconds, about what waking
+/// and waiting for another core can cost.
 pub const SERIAL_PRODUCT: usize = 1_000_000;
 
 /// Most operations of one product of a batch that is left to one thread.
@@ -104,10 +111,12 @@ pub const WEIGHT_GRADIENT_L2: usize = 512 << 10;
 /// Bytes of a weight whose gradient stays in cache while chunks of pixels go by.
 pub const SMALL_WEIGHT: usize = 128 << 10;
 
-/// Fewest bytes of a weight that is read as it lies, for a convolution of few pixels: a smaller one is brought into another order for less than that saves.
+/// Fewest bytes of a weight that is read as it lies, for a convolution of few pixels: a smaller one is
+/// brought into another order for less than that saves.
 pub const LARGE_WEIGHT: usize = 256 << 10;
 
-/// Bytes of transformed tiles of a block that one thread takes through all stages of Winograd's algorithm: half of its L2.
+/// Bytes of transformed tiles of a block that one thread takes through all stages of Winograd's algorithm:
+/// half of its L2.
 pub const WINOGRAD_OWN: usize = 512 << 10;
 
 /// Bytes of transformed tiles of a block that all threads share.
@@ -128,6 +137,6 @@ pub const WINOGRAD_SUMS: usize = 20 << 20;
 /// Elements below which a pooling runs on one thread.
 pub const SERIAL_POOLING: usize = 64 * 1024;
 
-/// Most characters of C in one file, roughly: files compile in parallel, and none should be much longer than the rest. Shorter ones would not pay:
-/// a compiler process costs as much as some ten thousand characters.
+/// Most characters of C in one file, roughly: files compile in parallel, and none should be much longer than
+/// the rest. Shorter ones would not pay: a compiler process costs as much as some ten thousand characters.
 pub const FILE_LENGTH: usize = 48 * 1024;

@@ -29,7 +29,8 @@ pub struct CpuTarget {
 }
 
 impl CpuTarget {
-    /// The CPU that `toolchain` compiles for, run by `threads` threads, with the rates of the project's reference machine.
+    /// The CPU that `toolchain` compiles for, run by `threads` threads, with the rates of the project's
+    /// reference machine.
     pub fn new(toolchain: &Toolchain, threads: usize) -> Self {
         Self {
             isa: toolchain.isa(),

@@ -1,4 +1,5 @@
-//! The cache on disk: found again, damaged, unwritable, shared, evicted, each with the warnings it should give.
+//! The cache on disk: found again, damaged, unwritable, shared, evicted, each with the warnings it should
+//! give.
 
 use std::fs;
 use std::io;

@@ -1,6 +1,7 @@
 //! What passes do to graphs, case by case: files in `kiln-compiler/tests/cases`.
 //!
-//! A file is a graph in its text form under lines that begin with `//`. Two kinds of those say what must come out:
+//! A file is a graph in its text form under lines that begin with `//`. Two kinds of those say what must come
+//! out:
 //!
 //! ```text
 //! //= after simplify: parameter exp mul        the operations left by the transforms, in order

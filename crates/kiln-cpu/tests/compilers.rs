@@ -1,7 +1,9 @@
-//! Every compiler that this machine has besides the usual one, on every instruction set that it has: the functions that a compiler is tried on,
-//! random graphs over every primitive, and the cases of `kiln-compiler/tests/cases`. A compiler that is not installed is passed by with a message.
+//! Every compiler that this machine has besides the usual one, on every instruction set that it has: the
+//! functions that a compiler is tried on, random graphs over every primitive, and the cases of
+//! `kiln-compiler/tests/cases`. A compiler that is not installed is passed by with a message.
 //!
-//! Other test programs run with the compiler that `$CC` names; `tests/kernels` does so in continuous integration for each of these.
+//! Other test programs run with the compiler that `$CC` names; `tests/kernels` does so in continuous
+//! integration for each of these.
 
 mod support;
 
@@ -31,7 +33,8 @@ fn compilers(argument: &str) -> Vec<Toolchain> {
     found.collect()
 }
 
-/// Random graphs over every primitive and the graphs of `kiln-compiler/tests/cases`, each as one step, and how far its outputs may be off.
+/// Random graphs over every primitive and the graphs of `kiln-compiler/tests/cases`, each as one step, and
+/// how far its outputs may be off.
 fn steps() -> Vec<(Graph, Vec<f64>)> {
     let mut simple = GraphConfig {
         families: vec![
@@ -79,7 +82,8 @@ fn steps() -> Vec<(Graph, Vec<f64>)> {
     vec![batch(4000, 8, &simple), batch(4100, 12, &kernels), cases]
 }
 
-/// Tries each compiler with `argument`, which leaves it the instruction set `isa` where this machine has that.
+/// Tries each compiler with `argument`, which leaves it the instruction set `isa` where this machine has
+/// that.
 fn try_all(argument: &str, isa: &str) {
     let steps = steps();
     let prepared: Vec<_> = steps

@@ -32,10 +32,12 @@ const LOSSES: [Loss; 5] = [
     Loss::Soft,
 ];
 
-/// Rows and classes: few of both, odd ones, so many that the logits count as large, and longer rows than are kept between passes.
+/// Rows and classes: few of both, odd ones, so many that the logits count as large, and longer rows than are
+/// kept between passes.
 const SIZES: [(usize, usize); 4] = [(9, 2), (37, 53), (65, 1031), (9, 66_001)];
 
-/// A step of a linear classifier of `n` rows and `c` classes: the loss and both gradients. The loss's own gradient is a runtime scalar.
+/// A step of a linear classifier of `n` rows and `c` classes: the loss and both gradients. The loss's own
+/// gradient is a runtime scalar.
 fn step(loss: Loss, n: usize, c: usize) -> Graph {
     let k = 5;
     let head = format!(
@@ -77,7 +79,8 @@ fn step(loss: Loss, n: usize, c: usize) -> Graph {
   %loss = div %total, %of : f32[] ; fwd
 ";
     let afterwards = loss == Loss::MeanAfterwards;
-    // `%rows` are the losses of rows, `%of` what their sum is divided by, `%by` the weight of each row in the gradient.
+    // `%rows` are the losses of rows, `%of` what their sum is divided by, `%by` the weight of each row in the
+    // gradient.
     let before = if afterwards { "" } else { &mean };
     let middle = match loss {
         Loss::Mean | Loss::MeanAfterwards => format!(
@@ -197,7 +200,8 @@ fn one_kernel_reads_the_logits_and_overwrites_them() {
     }
 }
 
-/// Checks `graph`, of `n` rows and `c` classes, with targets of all classes, one outside on each side, and some that are ignored.
+/// Checks `graph`, of `n` rows and `c` classes, with targets of all classes, one outside on each side, and
+/// some that are ignored.
 fn check(graph: &Graph, (n, c): (usize, usize), what: &str, change: impl FnOnce(&mut Setup)) {
     let (mut tensors, scalars) = random_arguments(graph, 3);
     let targets = (0..n as i64).map(|row| row * 7 % (c as i64 + 2) - 1);

@@ -1,4 +1,5 @@
-//! Memory budgets of small models, by the allocator: what was planned is what is allocated, and more memory never makes a slower plan or another result.
+//! Memory budgets of small models, by the allocator: what was planned is what is allocated, and more memory
+//! never makes a slower plan or another result.
 //!
 //! The whole file is one test, so that nothing else allocates in its process.
 
@@ -170,7 +171,8 @@ fn check(name: &str, graph: &Graph) {
     }
 }
 
-/// A function's forward and backward pass under a budget for both: what was planned is what their arena and the tensors between them take.
+/// A function's forward and backward pass under a budget for both: what was planned is what their arena and
+/// the tensors between them take.
 fn check_halves() {
     let mut tape = Tape::new("function");
     let loss = decoder_loss(&mut tape, sizes(2, 0.8));

@@ -1,4 +1,5 @@
-//! The partition inside the compiler: phases apart, a memory budget that holds. (`memory.rs` runs what is compiled.)
+//! The partition inside the compiler: phases apart, a memory budget that holds. (`memory.rs` runs what is
+//! compiled.)
 
 use kiln_compiler::schedule::KernelKind;
 use kiln_compiler::{CompileError, Keep, Options, memory_curve};
@@ -108,7 +109,8 @@ fn more_memory_is_never_slower_and_every_budget_holds() {
     assert!(error.to_string().contains(&smallest.to_string()), "{error}");
 }
 
-/// A vocabulary that outweighs the rest: its chunks are kernels of their own, and their memory is one chunk's.
+/// A vocabulary that outweighs the rest: its chunks are kernels of their own, and their memory is one
+/// chunk's.
 #[test]
 fn a_wide_vocabulary_runs_in_chunks() {
     let graph = decoder(Sizes {

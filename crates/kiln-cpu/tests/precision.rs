@@ -7,9 +7,10 @@
 //! whose sums add up exactly, the error is some `b / (3 sqrt(n))` units: less than the half unit that
 //! rounding the result takes. The bounds are twice what the arithmetic gives on average.
 //!
-//! Products and convolutions add up numbers of both signs in registers of f32: in one chain of n terms their error is some
-//! `sqrt(n) / 5` units, in blocks of b terms some `sqrt(b + n / b) / 5`. Winograd's algorithm multiplies that by what its
-//! transforms amount to. These bounds are 1.4 times what the kernels have; one chain, or Winograd's usual points, exceed them.
+//! Products and convolutions add up numbers of both signs in registers of f32: in one chain of n terms their
+//! error is some `sqrt(n) / 5` units, in blocks of b terms some `sqrt(b + n / b) / 5`. Winograd's algorithm
+//! multiplies that by what its transforms amount to. These bounds are 1.4 times what the kernels have; one
+//! chain, or Winograd's usual points, exceed them.
 
 mod support;
 
@@ -130,8 +131,8 @@ fn statistics_of_channels_do_not_cancel() {
     }
 }
 
-/// Each line: what is computed, the types of its two arguments and of the result, the bound in units. The first argument is what an
-/// activation left: numbers of one sign; the second is of both.
+/// Each line: what is computed, the types of its two arguments and of the result, the bound in units. The
+/// first argument is what an activation left: numbers of one sign; the second is of both.
 #[test]
 fn products_add_up_in_blocks() {
     let window = |stride: usize, pad: usize, groups: usize| {

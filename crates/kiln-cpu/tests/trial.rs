@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use kiln_cpu::{Cache, CpuError, Distrust, Toolchain, try_compiler};
 
-/// A compiler at `folder/name`: `cc` after `fault`, a line of shell that runs where the sources are. It notes each source that it compiles.
+/// A compiler at `folder/name`: `cc` after `fault`, a line of shell that runs where the sources are. It notes
+/// each source that it compiles.
 fn plant(folder: &Path, name: &str, fault: &str) -> String {
     let path = folder.join(name);
     let cc = Toolchain::detect().unwrap().command();

@@ -28,7 +28,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let ordinal = arguments.next().map_or(Ok(0), |text| text.parse())?;
     let (code, contract) = debug::read(Path::new(&folder))?;
     let gpu = Gpu::get(ordinal)?;
-    // Small numbers of either sign in f32; zeros in small inputs, which may be indices. Products of zeros alone would be faster than those of numbers.
+    // Small numbers of either sign in f32; zeros in small inputs, which may be indices. Products of zeros
+    // alone would be faster than those of numbers.
     let noise = |bytes: usize| -> Vec<u8> {
         let word =
             |at: usize| (((at.wrapping_mul(2_654_435_761) >> 7) % 2001) as f32 / 1000.0 - 1.0).to_ne_bytes();

@@ -1,6 +1,7 @@
 //! Where the thresholds of an NVIDIA GPU lie, and how each was found.
 //!
-//! The reference machine is an H200: 132 multiprocessors of 2,048 threads, 228 KiB of shared memory and 64 Ki registers each, 50 MiB of L2, 4.3 TB/s.
+//! The reference machine is an H200: 132 multiprocessors of 2,048 threads, 228 KiB of shared memory and 64 Ki
+//! registers each, 50 MiB of L2, 4.3 TB/s.
 
 use kiln_compiler::Policy;
 
@@ -8,7 +9,8 @@ use kiln_compiler::Policy;
 pub const POLICY: Policy = Policy {
     // What the driver's own allocations have, and two lines of L2.
     alignment: 256,
-    // All arguments of a kernel travel in 4 KiB; what bounds a nest are the registers that loads in flight take.
+    // All arguments of a kernel travel in 4 KiB; what bounds a nest are the registers that loads in flight
+    // take.
     nest_buffers: 24,
     nest_operations: 160,
     // Integer work is hidden behind memory.

@@ -1,4 +1,5 @@
-//! Attention and its gradient: kernels that run on the host over extents, masks, types and windows, against the interpreter.
+//! Attention and its gradient: kernels that run on the host over extents, masks, types and windows, against
+//! the interpreter.
 
 mod common;
 
@@ -30,7 +31,8 @@ const F32: Types = Types {
 };
 
 impl Types {
-    /// How far results may be from those of f64, relative to the norm: what is stored in 16 bits is rounded once.
+    /// How far results may be from those of f64, relative to the norm: what is stored in 16 bits is rounded
+    /// once.
     fn tolerance(self) -> f64 {
         match self.tensors {
             DType::F64 => 1e-14,
@@ -183,7 +185,8 @@ impl Case {
         (graph, given)
     }
 
-    /// Arguments of the step. Of the mask that hides, some rows see a prefix, some have holes, one sees nothing.
+    /// Arguments of the step. Of the mask that hides, some rows see a prefix, some have holes, one sees
+    /// nothing.
     fn arguments(&self, graph: &Graph, given: &Numbers) -> Vec<HostTensor> {
         let (mut tensors, _) = random_arguments(graph, 11);
         let s = self.extents[4];
@@ -301,7 +304,8 @@ const ALL: AttentionDims = AttentionDims {
     ..PLAIN
 };
 
-/// Whole tiles; primes; one query; fewer keys than a tile; more tiles than one; widths of one and of several columns of blocks.
+/// Whole tiles; primes; one query; fewer keys than a tile; more tiles than one; widths of one and of several
+/// columns of blocks.
 #[test]
 fn extents() {
     case([1, 2, 2, 64, 64, 64, 64], PLAIN).check();
@@ -360,7 +364,8 @@ fn fills_that_count_in_some_rows() {
     low.check_on(1e-3, oppose);
 }
 
-/// Masks and dropout in other orders, and rows that see nothing. Neighbours of the list differ in one or two members; every fourth has each order of masks.
+/// Masks and dropout in other orders, and rows that see nothing. Neighbours of the list differ in one or two
+/// members; every fourth has each order of masks.
 #[test]
 fn orders_of_masks_and_dropout() {
     let mut seen = 0;
@@ -443,8 +448,8 @@ fn windows() {
     }
 }
 
-/// Widths and types that tensor cores take, whose instructions the host follows lane by lane: rows and tiles of both sizes, masks, dropout with and
-/// without whole blocks of draws, heads that share keys.
+/// Widths and types that tensor cores take, whose instructions the host follows lane by lane: rows and tiles
+/// of both sizes, masks, dropout with and without whole blocks of draws, heads that share keys.
 #[test]
 fn tensor_cores() {
     let of = |tensors, numbers| Types { tensors, numbers };
@@ -558,7 +563,8 @@ fn tensor_cores_for_f32() {
     }
 }
 
-/// What the tensor cores do not take stays as it is: other widths, keys that are stored transposed, and tiles that a GPU has no room for.
+/// What the tensor cores do not take stays as it is: other widths, keys that are stored transposed, and tiles
+/// that a GPU has no room for.
 #[test]
 fn f32_beside_tensor_cores() {
     let odd = case([1, 2, 2, 20, 36, 20, 16], PLAIN);
@@ -578,7 +584,8 @@ fn f32_beside_tensor_cores() {
     wide.check_for(&small, TF32_TOLERANCE, |_| ());
 }
 
-/// Operands are rounded, not cut: cutting makes all products of positive numbers smaller by half of the last place of each.
+/// Operands are rounded, not cut: cutting makes all products of positive numbers smaller by half of the last
+/// place of each.
 #[test]
 fn tf32_is_rounded_to() {
     let (graph, given) = case([1, 1, 1, 64, 64, 64, 64], PLAIN).step();
@@ -598,7 +605,8 @@ fn tf32_is_rounded_to() {
     assert!(relative.abs() < 5e-5, "the result is off by {relative:e}");
 }
 
-/// The instructions of a GPU do what the host's versions of them do. Skipped with a message where there is no GPU.
+/// The instructions of a GPU do what the host's versions of them do. Skipped with a message where there is no
+/// GPU.
 #[test]
 fn on_a_gpu() {
     if common::gpu().is_none() {
@@ -620,7 +628,8 @@ fn on_a_gpu() {
     }
 }
 
-/// Values with much in common: the gradient of each weight is then large beside what distinguishes them, which is all that reaches the queries.
+/// Values with much in common: the gradient of each weight is then large beside what distinguishes them,
+/// which is all that reaches the queries.
 #[test]
 fn values_with_a_common_part() {
     let one = Case {

@@ -1,6 +1,8 @@
-//! The case files of the compiler (`kiln-compiler/tests/cases`), compiled for a GPU, run on the host, and compared with the interpreter.
+//! The case files of the compiler (`kiln-compiler/tests/cases`), compiled for a GPU, run on the host, and
+//! compared with the interpreter.
 //!
-//! The lines of a case that say what the compiler decides hold for the CPU's thresholds; here the results count.
+//! The lines of a case that say what the compiler decides hold for the CPU's thresholds; here the results
+//! count.
 
 use std::fs;
 use std::path::Path;

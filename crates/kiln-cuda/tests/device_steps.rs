@@ -1,4 +1,5 @@
-//! Whole steps on a GPU: against the interpreter, call by call and as a graph, twice with the same bits. Skipped with a message where there is no GPU.
+//! Whole steps on a GPU: against the interpreter, call by call and as a graph, twice with the same bits.
+//! Skipped with a message where there is no GPU.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! The harness that runs kernels on the host: what CUDA's words do there, and which defects of a kernel it finds.
+//! The harness that runs kernels on the host: what CUDA's words do there, and which defects of a kernel it
+//! finds.
 
 use kiln_cuda::code::{Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
 use kiln_cuda::testing::host::{Differential, HostError, HostStep};

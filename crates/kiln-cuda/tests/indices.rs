@@ -163,7 +163,8 @@ fn unsigned_indices_beyond_every_signed_number() {
     }
 }
 
-/// A step that updates `%w` in place; `indices` says how those of its last look-up come about, `%new` being the updated `%w`.
+/// A step that updates `%w` in place; `indices` says how those of its last look-up come about, `%new` being
+/// the updated `%w`.
 fn step_with(indices: &str) -> Graph {
     let text = format!(
         "graph @step {{
@@ -225,7 +226,8 @@ fn nothing_is_overwritten_before_the_last_look() {
         let early = run(1e-3, 64).unwrap();
         assert_eq!((early.index, early.location.as_deref()), (64, Some("main.rs:1")));
         let late = if in_place { run(1e-3, 40) } else { run(-1.0, 20) };
-        // Row 20 gets its own gradient, -1; the others of the first sixteen as well: 0. The first line that has none is row 15.
+        // Row 20 gets its own gradient, -1; the others of the first sixteen as well: 0. The first line that
+        // has none is row 15.
         let late = late.unwrap();
         assert_eq!(late.location.as_deref(), Some("main.rs:3"), "{late}");
         assert_eq!(late.index, if in_place { 80 } else { -100 });

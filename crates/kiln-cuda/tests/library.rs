@@ -379,7 +379,8 @@ fn slices_are_put_where_indices_say() {
 
 #[test]
 fn the_gradient_of_an_embedding() {
-    // It begins with zeros that are never stored. Indices are few different ones: whole chunks go to one place.
+    // It begins with zeros that are never stored. Indices are few different ones: whole chunks go to one
+    // place.
     let case = "$z = constant 0 : T[]
         $x = broadcast $z {dims=[]} : T[256,24]
         $i = parameter : u8[5000]

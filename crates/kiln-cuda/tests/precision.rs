@@ -1,8 +1,9 @@
 //! How far sums and convolutions in kernels of our own are from their values.
 //!
-//! A sum over many elements is as far as one or two roundings of the result, whatever its length: one accumulator of f32 that adds n positive numbers is off by some
-//! `sqrt(n) / 3` units of 2^-24, so threads, warps and blocks must share the work, each over a short chain. Convolutions add numbers of both signs in one
-//! chain of n terms, which is off by some `sqrt(n) / 5` units.
+//! A sum over many elements is as far as one or two roundings of the result, whatever its length: one
+//! accumulator of f32 that adds n positive numbers is off by some `sqrt(n) / 3` units of 2^-24, so threads,
+//! warps and blocks must share the work, each over a short chain. Convolutions add numbers of both signs in
+//! one chain of n terms, which is off by some `sqrt(n) / 5` units.
 
 use kiln_cuda::testing::host::{Differential, HostStep};
 use kiln_graph::{DType, Graph, HostTensor, TensorType, interpret_f64};
@@ -118,8 +119,8 @@ fn statistics_of_channels_do_not_cancel() {
     }
 }
 
-/// Each line: what is computed, the shapes of its two arguments and of the result, the bound in units. The first argument is what an
-/// activation left: numbers of one sign; the second is of both.
+/// Each line: what is computed, the shapes of its two arguments and of the result, the bound in units. The
+/// first argument is what an activation left: numbers of one sign; the second is of both.
 #[test]
 fn convolutions_add_up_in_short_chains() {
     let window = |stride: usize, pad: usize, groups: usize| {

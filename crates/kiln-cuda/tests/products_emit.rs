@@ -1,4 +1,5 @@
-//! Products of matrices as the target emits them, through cuBLASLt and by its own kernels, against the interpreter.
+//! Products of matrices as the target emits them, through cuBLASLt and by its own kernels, against the
+//! interpreter.
 
 mod common;
 mod emitted;
@@ -86,7 +87,8 @@ const MANY_TILES: &str = "$a = parameter : T[70,65,17]
     $b = flip $b0 {axes=[1]} : T[70,17,66]
     $c = dot_general $a, $b {a_batch=[0], b_batch=[0], a_contract=[2], b_contract=[1]} : T[70,65,66]
     return $c";
-/// The heads of attention, joined before the next product: the first one stores them in the order that the second one reads.
+/// The heads of attention, joined before the next product: the first one stores them in the order that the
+/// second one reads.
 const JOINED_HEADS: &str = "$p = parameter : T[2,3,5,6]
     $v = parameter : T[2,3,6,4]
     $w = parameter : T[12,7]

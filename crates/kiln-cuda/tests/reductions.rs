@@ -8,7 +8,8 @@ use kiln_graph::op::{BinaryOp, Dims, ReduceOp};
 use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar, Shape, TensorType, Value, interpret_f64};
 use support::append;
 
-/// Shapes and the axes that are reduced: one element, one row, few long rows, many short ones, columns, what lies between, all of a tensor.
+/// Shapes and the axes that are reduced: one element, one row, few long rows, many short ones, columns, what
+/// lies between, all of a tensor.
 const SHAPES: [(&[usize], &[usize]); 21] = [
     (&[1], &[0]),
     (&[33], &[0]),
@@ -152,8 +153,8 @@ fn rows_of_constants() {
     assert_eq!(comparison.check(), Ok(Outcome::Same));
 }
 
-/// Burn's logistic function, `exp(-log(1 + exp(-x)))`, with numbers that are arguments of the step, at the ends of the range, at NaN and where the
-/// logarithm has none.
+/// Burn's logistic function, `exp(-log(1 + exp(-x)))`, with numbers that are arguments of the step, at the
+/// ends of the range, at NaN and where the logarithm has none.
 #[test]
 fn powers_by_a_number_known_at_run_time() {
     let graph = Graph::parse(

@@ -6,7 +6,8 @@ use syn::{Data, DeriveInput, Fields, Index, parse_macro_input, parse_quote};
 
 /// Implements `kiln::StepInput` for a struct or enum whose fields implement it.
 ///
-/// Tensors among the fields become arguments of the compiled step; numbers, lengths and the variant become part of its identity.
+/// Tensors among the fields become arguments of the compiled step; numbers, lengths and the variant become
+/// part of its identity.
 #[proc_macro_derive(StepInput)]
 pub fn derive_step_input(input: TokenStream) -> TokenStream {
     let input = parse_macro_input!(input as DeriveInput);
@@ -81,7 +82,8 @@ fn field_types(data: &Data) -> Vec<syn::Type> {
     }
 }
 
-/// The pattern that binds the fields, the visits of the bindings, and the expression that builds the value from mapped bindings.
+/// The pattern that binds the fields, the visits of the bindings, and the expression that builds the value
+/// from mapped bindings.
 fn fields(
     fields: &Fields,
 ) -> (

@@ -1,4 +1,5 @@
-//! Properties of random graphs: they are sound, survive the text form, and mean the same after rewriting and in either precision.
+//! Properties of random graphs: they are sound, survive the text form, and mean the same after rewriting and
+//! in either precision.
 
 use kiln_graph::testing::{
     Family, GraphConfig, difference, graphs, random_arguments, random_graph, special_arguments,

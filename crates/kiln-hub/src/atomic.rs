@@ -1,9 +1,9 @@
 //! Files that appear whole or not at all.
 //!
-//! A checkpoint may be read while it is written, and the writer may be killed between any two instructions. So every
-//! file is written under a temporary name in the folder it belongs to, flushed to the disk, and renamed: `rename`
-//! within one folder replaces the old file in one step. The folder's own entry is flushed too, so the new name survives
-//! a power loss.
+//! A checkpoint may be read while it is written, and the writer may be killed between any two instructions.
+//! So every file is written under a temporary name in the folder it belongs to, flushed to the disk, and
+//! renamed: `rename` within one folder replaces the old file in one step. The folder's own entry is flushed
+//! too, so the new name survives a power loss.
 
 use std::fs::File;
 use std::path::Path;

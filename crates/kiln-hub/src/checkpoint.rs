@@ -1,9 +1,9 @@
 //! A checkpoint: the tensors and side files of one saved model, wherever they lie.
 //!
-//! [`load`] turns a path or a repository's name into a [`Checkpoint`]. The checkpoint knows each tensor's name, shape and
-//! element type, and reads a tensor when asked for it. It hides three layouts (one safetensors file, several with an
-//! index, PyTorch archives) and two origins (a folder, the hub's cache). Nothing about it is tied to a model: what the
-//! names mean is the business of a [`KeyMap`](crate::KeyMap).
+//! [`load`] turns a path or a repository's name into a [`Checkpoint`]. The checkpoint knows each tensor's
+//! name, shape and element type, and reads a tensor when asked for it. It hides three layouts (one
+//! safetensors file, several with an index, PyTorch archives) and two origins (a folder, the hub's cache).
+//! Nothing about it is tied to a model: what the names mean is the business of a [`KeyMap`](crate::KeyMap).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,10 +24,10 @@ use crate::tokenizer::Tokenizer;
 
 /// Loads a checkpoint from a folder, a file, or a repository of the Hugging Face hub.
 ///
-/// `repo_or_path` is, in this order: an existing folder with `model.safetensors` (or shards, or `pytorch_model.bin`); an
-/// existing `.safetensors`, index or PyTorch file; the name of a repository, `owner/name`. The hub is used as the
-/// environment says (`HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`); for more control see
-/// [`Hub`].
+/// `repo_or_path` is, in this order: an existing folder with `model.safetensors` (or shards, or
+/// `pytorch_model.bin`); an existing `.safetensors`, index or PyTorch file; the name of a repository,
+/// `owner/name`. The hub is used as the environment says (`HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`,
+/// `HF_ENDPOINT`, `HF_HUB_OFFLINE`); for more control see [`Hub`].
 ///
 /// # Errors
 /// [`HubError`]: not found, no access, offline, no weights, damaged files.
@@ -311,8 +311,8 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// What the files hold of code, in words: functions that a pickle would call in Python, programs in an archive.
-    /// Nothing of it is run; a warning has named it when the checkpoint was opened.
+    /// What the files hold of code, in words: functions that a pickle would call in Python, programs in an
+    /// archive. Nothing of it is run; a warning has named it when the checkpoint was opened.
     pub fn code(&self) -> &[String] {
         &self.code
     }
@@ -359,7 +359,8 @@ impl Checkpoint {
         self.raw(name)?.to_floats(dtype)
     }
 
-    /// Whether two tensors have the same shape and the same values, floats of different types by their values.
+    /// Whether two tensors have the same shape and the same values, floats of different types by their
+    /// values.
     ///
     /// # Errors
     /// [`HubError::UnknownTensor`] if one of them does not exist.

@@ -1,8 +1,9 @@
 //! `config.json`: the hyperparameters beside the weights.
 //!
-//! The file is a JSON object whose keys are the model family's business, so this type stays a view of it: typed getters
-//! whose errors name the file and the key, and conversion to a struct with serde. Python writes `NaN` and `Infinity`
-//! into JSON when it is not stopped; those are errors here, with line and column, as is any number beyond f64.
+//! The file is a JSON object whose keys are the model family's business, so this type stays a view of it:
+//! typed getters whose errors name the file and the key, and conversion to a struct with serde. Python writes
+//! `NaN` and `Infinity` into JSON when it is not stopped; those are errors here, with line and column, as is
+//! any number beyond f64.
 
 use std::path::{Path, PathBuf};
 

@@ -1,9 +1,10 @@
 //! From bytes in a file to tensor data in memory, and back.
 //!
-//! Checkpoints store little-endian, row-major elements of some fifteen types. Models want one of Burn's float types (or
-//! integers and booleans as they are). Float types convert among each other with round-to-nearest-even; nothing else
-//! converts, because a checkpoint whose weights are integers is quantized and means something else than their values.
-//! A transpose happens on the stored bytes, before the conversion, so half-precision files move half the memory.
+//! Checkpoints store little-endian, row-major elements of some fifteen types. Models want one of Burn's float
+//! types (or integers and booleans as they are). Float types convert among each other with
+//! round-to-nearest-even; nothing else converts, because a checkpoint whose weights are integers is quantized
+//! and means something else than their values. A transpose happens on the stored bytes, before the
+//! conversion, so half-precision files move half the memory.
 
 use burn_tensor::{BoolStore, DType, TensorData};
 use half::{bf16, f16};
@@ -29,7 +30,8 @@ impl Kind {
     }
 }
 
-/// The kind of a stored type; `None` for types that have no counterpart in Burn (8-bit floats and smaller, complex).
+/// The kind of a stored type; `None` for types that have no counterpart in Burn (8-bit floats and smaller,
+/// complex).
 pub(crate) fn kind_of(dtype: Dtype) -> Option<Kind> {
     match dtype {
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 => Some(Kind::Float),

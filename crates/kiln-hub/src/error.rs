@@ -1,8 +1,9 @@
 //! What can go wrong between a name and a filled module, as one type.
 //!
-//! Every variant names the file, repository or tensor it is about and says what the caller can do. Nothing here is
-//! recoverable by the crate itself: a damaged file stays damaged, so the error leaves it to the caller to fetch again,
-//! choose another revision or fix the mapping. Errors of datasets are apart, in [`DataError`](crate::data::DataError).
+//! Every variant names the file, repository or tensor it is about and says what the caller can do. Nothing
+//! here is recoverable by the crate itself: a damaged file stays damaged, so the error leaves it to the
+//! caller to fetch again, choose another revision or fix the mapping. Errors of datasets are apart, in
+//! [`DataError`](crate::data::DataError).
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! The Hugging Face hub and its cache.
 //!
-//! A repository's files live in the cache in the layout that all of the hub's clients share, so a model that Python has
-//! downloaded is not downloaded again:
+//! A repository's files live in the cache in the layout that all of the hub's clients share, so a model that
+//! Python has downloaded is not downloaded again:
 //!
 //! ```text
 //! models--owner--name/blobs/<etag>                 the bytes
@@ -9,10 +9,11 @@
 //! models--owner--name/refs/<revision>              the commit a branch or tag stood at
 //! ```
 //!
-//! [`Hub::snapshot`] asks the endpoint once what commit the revision stands at and which files it has, and then takes
-//! every file from that commit: a push between two shards cannot mix two models. hf-hub does the transfers (with
-//! resume and retries); this file adds what it leaves to its callers: offline mode, the cache as a fallback when the
-//! network is down, whether a revision has moved, checks on names and lengths, and errors that say what to do.
+//! [`Hub::snapshot`] asks the endpoint once what commit the revision stands at and which files it has, and
+//! then takes every file from that commit: a push between two shards cannot mix two models. hf-hub does the
+//! transfers (with resume and retries); this file adds what it leaves to its callers: offline mode, the cache
+//! as a fallback when the network is down, whether a revision has moved, checks on names and lengths, and
+//! errors that say what to do.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -67,8 +68,8 @@ impl Hub {
 
     /// The hub as the environment describes it, as for Python's client.
     ///
-    /// `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`; `HF_ENDPOINT`; `HF_TOKEN`, else the file
-    /// `token` that `hf auth login` writes; `HF_HUB_OFFLINE`; `HF_HUB_DISABLE_PROGRESS_BARS`.
+    /// `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`; `HF_ENDPOINT`; `HF_TOKEN`, else
+    /// the file `token` that `hf auth login` writes; `HF_HUB_OFFLINE`; `HF_HUB_DISABLE_PROGRESS_BARS`.
     pub fn from_env() -> Self {
         Self::from_vars(|name| std::env::var(name).ok().filter(|value| !value.trim().is_empty()))
     }
@@ -80,7 +81,8 @@ impl Hub {
             let cache = cache.or_else(|| std::env::home_dir().map(|home| home.join(".cache")));
             cache.map(|cache| cache.join("huggingface"))
         });
-        // Without a home folder there is no place that lasts; one under the working folder is at least visible.
+        // Without a home folder there is no place that lasts; one under the working folder is at least
+        // visible.
         let home = home.unwrap_or_else(|| PathBuf::from(".huggingface"));
         let mut hub = Self::new(var("HF_HUB_CACHE").map_or_else(|| home.join("hub"), PathBuf::from));
         if let Some(endpoint) = var("HF_ENDPOINT") {

@@ -1,9 +1,10 @@
 //! Which tensor of a checkpoint fills which parameter of a module, as plain data.
 //!
-//! A parameter's name is the path of its fields in the module, joined with dots (`layers.0.attention.query.weight`).
-//! A checkpoint has the names of the program that wrote it. A [`KeyMap`] lists the pairs, one [`KeyRule`] each, and is
-//! read in both directions: by loading and by saving. The models of `kiln-models` produce one from their own key map;
-//! for any other module, start from [`KeyMap::identity`] and rename.
+//! A parameter's name is the path of its fields in the module, joined with dots
+//! (`layers.0.attention.query.weight`). A checkpoint has the names of the program that wrote it. A [`KeyMap`]
+//! lists the pairs, one [`KeyRule`] each, and is read in both directions: by loading and by saving. The
+//! models of `kiln-models` produce one from their own key map; for any other module, start from
+//! [`KeyMap::identity`] and rename.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +20,8 @@ pub enum Transform {
     /// Nothing.
     #[default]
     None,
-    /// The two dimensions of a matrix are swapped: PyTorch stores a linear layer as `[out, in]`, Burn as `[in, out]`.
+    /// The two dimensions of a matrix are swapped: PyTorch stores a linear layer as `[out, in]`, Burn as
+    /// `[in, out]`.
     Transpose,
 }
 

@@ -2,9 +2,11 @@
 //!
 //! Three things stand between a Burn module and a useful run, and this crate is the three of them:
 //!
-//! - **Weights.** [`load`] opens a checkpoint from a folder or from the Hugging Face hub, [`load_into`] fills any Burn
-//!   module from it through a [`KeyMap`], [`save_pretrained`] writes files that the Python libraries load back.
-//! - **Tokenizers.** [`Tokenizer`] reads a model's `tokenizer.json`, or makes one from bytes or from a corpus.
+//! - **Weights.** [`load`] opens a checkpoint from a folder or from the Hugging Face hub, [`load_into`] fills
+//!   any Burn module from it through a [`KeyMap`], [`save_pretrained`] writes files that the Python libraries
+//!   load back.
+//! - **Tokenizers.** [`Tokenizer`] reads a model's `tokenizer.json`, or makes one from bytes or from a
+//!   corpus.
 //! - **Data.** [`data`] turns texts, tables and images into shuffled batches with prefetch and exact resume.
 //!
 //! ```no_run
@@ -16,9 +18,9 @@
 //! # }
 //! ```
 //!
-//! Everything that is read may be damaged or hostile: lengths, names and numbers are checked before they are used, and
-//! what is wrong comes back as a [`HubError`] or [`data::DataError`] that names the file. The crate knows no backend and
-//! nothing about compiling.
+//! Everything that is read may be damaged or hostile: lengths, names and numbers are checked before they are
+//! used, and what is wrong comes back as a [`HubError`] or [`data::DataError`] that names the file. The crate
+//! knows no backend and nothing about compiling.
 
 mod atomic;
 mod checkpoint;

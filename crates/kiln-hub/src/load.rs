@@ -1,8 +1,8 @@
 //! From a checkpoint into a module.
 //!
-//! Loading has two halves. The first compares checkpoint and module ([`compare`]) and reports every disagreement at
-//! once, so that a half-filled module never exists. The second fills, and by then nothing is left to fail but reading.
-//! Tensors are read one at a time, so the peak is the module plus one tensor.
+//! Loading has two halves. The first compares checkpoint and module ([`compare`]) and reports every
+//! disagreement at once, so that a half-filled module never exists. The second fills, and by then nothing is
+//! left to fail but reading. Tensors are read one at a time, so the peak is the module plus one tensor.
 
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_tensor::backend::Backend;
@@ -21,13 +21,13 @@ use crate::walk::{PathStack, list_params};
 pub struct LoadOptions {
     /// Float type of the filled parameters; by default the backend's own.
     pub dtype: Option<DType>,
-    /// Parameters whose path begins with one of these keep their initial values, whatever the checkpoint has (a head
-    /// for other classes).
+    /// Parameters whose path begins with one of these keep their initial values, whatever the checkpoint has
+    /// (a head for other classes).
     pub skip: Vec<String>,
     /// Parameters whose path begins with one of these may be absent from the checkpoint.
     pub allow_missing: Vec<String>,
-    /// Parameters of a task head keep their initial values where the checkpoint has no tensor for them, or one of
-    /// another shape.
+    /// Parameters of a task head keep their initial values where the checkpoint has no tensor for them, or
+    /// one of another shape.
     pub new_heads: bool,
     /// Keys of the checkpoint that no parameter uses are not an error.
     pub allow_unexpected: bool,
@@ -57,8 +57,8 @@ impl LoadOptions {
         self
     }
 
-    /// Starts task heads anew that the checkpoint lacks or has for other classes, as fine-tuning wants it. What was
-    /// started anew is in [`Loaded::new_heads`] and in a warning.
+    /// Starts task heads anew that the checkpoint lacks or has for other classes, as fine-tuning wants it.
+    /// What was started anew is in [`Loaded::new_heads`] and in a warning.
     pub fn with_new_heads(mut self, allow: bool) -> Self {
         self.new_heads = allow;
         self
@@ -86,12 +86,12 @@ pub struct Loaded {
 
 /// Fills a module from a checkpoint; everything must fit.
 ///
-/// The parameters keep their ids, devices and whether they require gradients. Stored f64, f32, f16 and bf16 become the
-/// backend's float type.
+/// The parameters keep their ids, devices and whether they require gradients. Stored f64, f32, f16 and bf16
+/// become the backend's float type.
 ///
 /// # Errors
-/// [`HubError::Keys`] with every missing, unexpected and misshapen key at once, the keys of a task head among them;
-/// [`HubError::KeyMap`] for a contradictory map.
+/// [`HubError::Keys`] with every missing, unexpected and misshapen key at once, the keys of a task head among
+/// them; [`HubError::KeyMap`] for a contradictory map.
 pub fn load_into<B: Backend, M: Module<B>>(
     module: M,
     checkpoint: &Checkpoint,

@@ -34,9 +34,9 @@ impl MappedFile {
         if !metadata.is_file() {
             return Err(fail("map")(std::io::Error::other("not a regular file")));
         }
-        // SAFETY: the map is private to this struct and only read through `&[u8]`. The one way to break it is another
-        // process that truncates or rewrites the file in place while it is mapped; this crate and the hub's clients
-        // replace files by rename, which leaves the mapped inode intact.
+        // SAFETY: the map is private to this struct and only read through `&[u8]`. The one way to break it is
+        // another process that truncates or rewrites the file in place while it is mapped; this crate and the
+        // hub's clients replace files by rename, which leaves the mapped inode intact.
         let map = unsafe { Mmap::map(&file) }.map_err(fail("map"))?;
         Ok(Self {
             path: path.to_path_buf(),
@@ -54,7 +54,8 @@ impl MappedFile {
         &self.map
     }
 
-    /// The bytes of a tensor, little endian, row major. Entries are checked against the length when they are made.
+    /// The bytes of a tensor, little endian, row major. Entries are checked against the length when they are
+    /// made.
     pub fn tensor(&self, entry: &Entry) -> &[u8] {
         &self.map[entry.range.clone()]
     }

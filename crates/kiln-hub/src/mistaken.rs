@@ -1,8 +1,8 @@
 //! What a file is that is not what its name says.
 //!
-//! A download that went wrong rarely leaves noise. It leaves a page that says "please log in", the pointer that Git LFS
-//! keeps in place of a large file, or the right bytes under another format's name. Readers ask here before they describe
-//! the first bytes as the header that these bytes are not.
+//! A download that went wrong rarely leaves noise. It leaves a page that says "please log in", the pointer
+//! that Git LFS keeps in place of a large file, or the right bytes under another format's name. Readers ask
+//! here before they describe the first bytes as the header that these bytes are not.
 
 use std::path::Path;
 

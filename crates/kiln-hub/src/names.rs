@@ -1,8 +1,9 @@
 //! Names that come from outside: is this one safe to join to a folder?
 //!
-//! An index of shards and an endpoint's list of files are written by strangers, and both end up in `folder.join(name)`.
-//! `join` follows `..`, replaces everything on an absolute path, and on Windows honours drive letters and backslashes.
-//! One predicate guards all such joins: a name is relative, made of plain components, in portable characters.
+//! An index of shards and an endpoint's list of files are written by strangers, and both end up in
+//! `folder.join(name)`. `join` follows `..`, replaces everything on an absolute path, and on Windows honours
+//! drive letters and backslashes. One predicate guards all such joins: a name is relative, made of plain
+//! components, in portable characters.
 
 use std::path::{Component, Path, PathBuf};
 

@@ -1,9 +1,9 @@
 //! Safetensors files.
 //!
-//! The format is eight bytes of header length, a JSON header that gives each tensor's type, shape and byte range, and
-//! the data. The header is checked completely when the file is opened (ranges must tile the data without gap or overlap
-//! and agree with shape and type), so that later reads are slices that cannot fail. The data stays on disk until a
-//! tensor is read: opening a 7-billion-parameter model costs a header.
+//! The format is eight bytes of header length, a JSON header that gives each tensor's type, shape and byte
+//! range, and the data. The header is checked completely when the file is opened (ranges must tile the data
+//! without gap or overlap and agree with shape and type), so that later reads are slices that cannot fail.
+//! The data stays on disk until a tensor is read: opening a 7-billion-parameter model costs a header.
 
 use std::path::Path;
 
@@ -13,7 +13,8 @@ use crate::error::HubError;
 use crate::mapped::{Entry, MappedFile};
 use crate::mistaken;
 
-/// Maps a file and checks its header; returns it with the names and places of its tensors, in the order of the data.
+/// Maps a file and checks its header; returns it with the names and places of its tensors, in the order of
+/// the data.
 pub(crate) fn open(path: &Path) -> Result<(MappedFile, Vec<(String, Entry)>), HubError> {
     let file = MappedFile::open(path)?;
     match entries(file.bytes()) {
@@ -32,7 +33,8 @@ fn entries(bytes: &[u8]) -> Result<Vec<(String, Entry)>, String> {
     let mut tensors = Vec::new();
     for (name, info) in metadata.tensors() {
         let range = data_start + info.data_offsets.0..data_start + info.data_offsets.1;
-        // The library promises this; a slice out of bounds is a panic, so the promise is checked where it is used.
+        // The library promises this; a slice out of bounds is a panic, so the promise is checked where it is
+        // used.
         if range.start > range.end || range.end > bytes.len() {
             return Err(format!("tensor `{name}` lies outside the file"));
         }

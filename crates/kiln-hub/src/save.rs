@@ -1,11 +1,11 @@
 //! From a module to files that transformers, torchvision and timm load.
 //!
-//! Each parameter is written under the key of its rule, with the rule's transform undone, so that what [`load_into`]
-//! reads is what [`save_pretrained`] writes. The header of a safetensors file needs only shapes and types, which are
-//! known beforehand; values are read from the device one at a time while the file is written, so saving needs memory for
-//! one tensor, not for a second model. Running statistics are written as the model after `valid()` has them, the newest
-//! step's included. Every file is written atomically, and the files that readers look for first are
-//! written last.
+//! Each parameter is written under the key of its rule, with the rule's transform undone, so that what
+//! [`load_into`] reads is what [`save_pretrained`] writes. The header of a safetensors file needs only shapes
+//! and types, which are known beforehand; values are read from the device one at a time while the file is
+//! written, so saving needs memory for one tensor, not for a second model. Running statistics are written as
+//! the model after `valid()` has them, the newest step's included. Every file is written atomically, and the
+//! files that readers look for first are written last.
 //!
 //! [`load_into`]: crate::load_into
 
@@ -31,7 +31,8 @@ use crate::walk::PathStack;
 pub struct SaveOptions {
     /// Float type in the file (f64, f32, f16 or bf16); by default that of each parameter.
     pub dtype: Option<DType>,
-    /// Largest size of one file in bytes; a larger model becomes several files with an index. No limit by default.
+    /// Largest size of one file in bytes; a larger model becomes several files with an index. No limit by
+    /// default.
     pub max_shard_bytes: Option<u64>,
     /// More entries for the file's header, beside `format: pt`.
     pub metadata: HashMap<String, String>,
@@ -56,10 +57,11 @@ impl SaveOptions {
     }
 }
 
-/// Writes `model.safetensors` and, if given, `config.json` into a folder, as transformers' `save_pretrained` does.
+/// Writes `model.safetensors` and, if given, `config.json` into a folder, as transformers' `save_pretrained`
+/// does.
 ///
-/// The folder is created if needed. `config` must be a JSON object. Weight files of an earlier save in the folder are
-/// replaced or removed.
+/// The folder is created if needed. `config` must be a JSON object. Weight files of an earlier save in the
+/// folder are replaced or removed.
 ///
 /// # Errors
 /// [`HubError::Keys`] if a parameter has no rule; [`HubError::Config`] if `config` is not a JSON object;

@@ -1,7 +1,8 @@
 //! The index of a checkpoint in several files.
 //!
-//! `model.safetensors.index.json` (and `pytorch_model.bin.index.json` in the same form) maps each tensor to the file
-//! that holds it. Its file names are joined to the checkpoint's folder, so they are checked before any is opened.
+//! `model.safetensors.index.json` (and `pytorch_model.bin.index.json` in the same form) maps each tensor to
+//! the file that holds it. Its file names are joined to the checkpoint's folder, so they are checked before
+//! any is opened.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

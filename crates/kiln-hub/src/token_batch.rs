@@ -1,7 +1,8 @@
 //! Texts as a rectangle of token ids.
 //!
-//! A model takes `[rows, cols]` ids of one length, with a mask that tells tokens from padding. How long a row may be, to
-//! what length it is padded and on which side are [`BatchOptions`]; what they leave open is as the tokenizer's file says.
+//! A model takes `[rows, cols]` ids of one length, with a mask that tells tokens from padding. How long a row
+//! may be, to what length it is padded and on which side are [`BatchOptions`]; what they leave open is as the
+//! tokenizer's file says.
 
 use burn_tensor::backend::Backend;
 use burn_tensor::{Int, Tensor, TensorData};
@@ -128,7 +129,8 @@ impl BatchEncoder {
             mask: vec![0; rows * cols],
             type_ids: vec![0; rows * cols],
         };
-        // The library has padded to one length, except where a row is longer than a fixed length and truncation is off.
+        // The library has padded to one length, except where a row is longer than a fixed length and
+        // truncation is off.
         for (row, encoding) in encodings.iter().enumerate() {
             let start = row * cols;
             for (to, from) in batch.ids[start..].iter_mut().zip(encoding.get_ids()) {

@@ -1,11 +1,12 @@
 //! Tokenizers: text to ids and back.
 //!
-//! A model's `tokenizer.json` is used as it is, through the library that wrote it. Its settings for padding and
-//! truncation apply to batches only: a text that is encoded alone, to be packed into a stream, must not lose its end or
-//! gain padding. So the tokenizer itself carries neither, and [`Tokenizer::batch_encoder`] makes a second one that does.
+//! A model's `tokenizer.json` is used as it is, through the library that wrote it. Its settings for padding
+//! and truncation apply to batches only: a text that is encoded alone, to be packed into a stream, must not
+//! lose its end or gain padding. So the tokenizer itself carries neither, and [`Tokenizer::batch_encoder`]
+//! makes a second one that does.
 //!
-//! For training from scratch there are two makers: the 256 bytes as they are, and byte-level BPE trained on a corpus.
-//! Both cover every text, so there is no unknown token.
+//! For training from scratch there are two makers: the 256 bytes as they are, and byte-level BPE trained on a
+//! corpus. Both cover every text, so there is no unknown token.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -109,8 +110,8 @@ impl Tokenizer {
 
     /// Trains byte-level BPE on texts. The same texts in the same order give the same tokenizer.
     ///
-    /// `vocabulary` counts all tokens: [`END_OF_TEXT`] (id 0), the 256 bytes, and as many merges as fit and as the texts
-    /// support.
+    /// `vocabulary` counts all tokens: [`END_OF_TEXT`] (id 0), the 256 bytes, and as many merges as fit and
+    /// as the texts support.
     ///
     /// # Errors
     /// [`HubError::Tokenizer`] if `vocabulary` is below 257.
@@ -149,8 +150,8 @@ impl Tokenizer {
         write_bytes_atomic(path.as_ref(), text.as_bytes())
     }
 
-    /// Rows that a table of embeddings needs: one more than the largest id, added tokens included. Where the file leaves
-    /// gaps between its ids that is more than the number of tokens.
+    /// Rows that a table of embeddings needs: one more than the largest id, added tokens included. Where the
+    /// file leaves gaps between its ids that is more than the number of tokens.
     pub fn vocabulary(&self) -> usize {
         let ids = self.inner.get_vocab(true).into_values();
         ids.max().map_or(0, |largest| largest as usize + 1)
@@ -180,8 +181,9 @@ impl Tokenizer {
         .find_map(|t| self.id(t))
     }
 
-    /// The same tokenizer with eyes closed to special tokens: `<|endoftext|>` within a text is then eleven or so
-    /// ordinary tokens. For text that is data, such as a corpus that may contain the sources of a tokenizer.
+    /// The same tokenizer with eyes closed to special tokens: `<|endoftext|>` within a text is then eleven or
+    /// so ordinary tokens. For text that is data, such as a corpus that may contain the sources of a
+    /// tokenizer.
     pub fn literal(&self) -> Self {
         let mut literal = self.clone();
         literal.inner.set_encode_special_tokens(true);
@@ -213,7 +215,8 @@ impl Tokenizer {
     /// An encoder of batches, with the file's settings where `options` says nothing.
     ///
     /// # Errors
-    /// [`HubError::Tokenizer`] if the lengths are impossible, or padding is asked for and no padding token is known.
+    /// [`HubError::Tokenizer`] if the lengths are impossible, or padding is asked for and no padding token is
+    /// known.
     pub fn batch_encoder(&self, options: &BatchOptions) -> Result<BatchEncoder, HubError> {
         let mut inner = self.inner.clone();
         let mut truncation = self.truncation.clone();
@@ -254,8 +257,8 @@ impl Tokenizer {
         Ok(BatchEncoder::new(inner, pad_id, !options.no_special_tokens))
     }
 
-    /// Padding for files that say nothing about it: the usual names of the padding token, else the end of text (it is
-    /// masked, so any id would do).
+    /// Padding for files that say nothing about it: the usual names of the padding token, else the end of
+    /// text (it is masked, so any id would do).
     fn default_padding(&self) -> PaddingParams {
         let named = ["[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>"]
             .into_iter()
@@ -291,8 +294,8 @@ fn byte_level(mut tokenizer: tokenizers::Tokenizer) -> tokenizers::Tokenizer {
     tokenizer
 }
 
-/// The printable stand-ins that byte-level tokenizers use for bytes, in the order of the bytes: printable Latin-1 stands
-/// for itself, the other bytes are numbered on from U+0100.
+/// The printable stand-ins that byte-level tokenizers use for bytes, in the order of the bytes: printable
+/// Latin-1 stands for itself, the other bytes are numbered on from U+0100.
 fn byte_characters() -> impl Iterator<Item = char> {
     let mut spare = 0x100u32;
     (0u8..=255).map(move |byte| {

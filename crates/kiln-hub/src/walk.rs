@@ -1,8 +1,8 @@
 //! A module's parameters in the order of its fields, each with its path.
 //!
-//! Burn walks a module with a visitor (to look) or a mapper (to replace) that is told when a field is entered and left.
-//! The path of a parameter is the stack of those names. Looking asks for shapes through `lazy_shape`, so parameters that
-//! were never used are not initialised just to be overwritten.
+//! Burn walks a module with a visitor (to look) or a mapper (to replace) that is told when a field is entered
+//! and left. The path of a parameter is the stack of those names. Looking asks for shapes through
+//! `lazy_shape`, so parameters that were never used are not initialised just to be overwritten.
 
 use burn_core::module::{Module, ModuleVisitor, Param};
 use burn_tensor::backend::Backend;

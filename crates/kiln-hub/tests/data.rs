@@ -60,8 +60,8 @@ fn take(batches: &mut Batches<Batch>, n: usize) -> Vec<Batch> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..Default::default() })]
 
-    /// An epoch visits each example once; the same seed gives the same batches with any prefetch; a run resumed after
-    /// any batch, through its serialized state, continues exactly.
+    /// An epoch visits each example once; the same seed gives the same batches with any prefetch; a run
+    /// resumed after any batch, through its serialized state, continues exactly.
     #[test]
     fn order_and_resume(
         len in 1usize..40, size in 1usize..9, seed in any::<u64>(), drop_last: bool, shuffle: bool,
@@ -522,8 +522,8 @@ fn labels_are_classes() {
     assert!(error.contains("`y`"), "{error}");
 }
 
-/// A pair that is too long is cut as transformers cuts it: the longer text loses first, and of an odd length the text
-/// that was longer keeps one token more (the second, if both were equally long).
+/// A pair that is too long is cut as transformers cuts it: the longer text loses first, and of an odd length
+/// the text that was longer keeps one token more (the second, if both were equally long).
 #[test]
 fn pairs_are_cut_as_transformers_cuts_them() {
     let tokenizer = Tokenizer::bytes().unwrap();
@@ -795,7 +795,8 @@ fn drawn_shapes_differ_by_shape_only() {
         by_class.entry(label).or_default().push(mean);
     }
     assert!(by_class.values().all(|means| means.len() == 50));
-    // The colour of a picture says nothing about its class: class means lie within the spread of one class's mean.
+    // The colour of a picture says nothing about its class: class means lie within the spread of one class's
+    // mean.
     let overall: Vec<f64> = by_class.values().map(|m| m.iter().sum::<f64>() / 50.0).collect();
     let centre = overall.iter().sum::<f64>() / 8.0;
     assert!(

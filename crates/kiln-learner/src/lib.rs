@@ -1,7 +1,8 @@
 //! burn-train's `Learner` with compiled steps.
 //!
-//! A `Learner` trains on `Autodiff<Kiln>` as on any other backend, operation by operation. With [`CompiledLearning`] as its training strategy each
-//! iteration is one compiled step: what the model's `TrainStep::step` does, the backward pass, and the update by the optimizer. Validation is compiled, too.
+//! A `Learner` trains on `Autodiff<Kiln>` as on any other backend, operation by operation. With
+//! [`CompiledLearning`] as its training strategy each iteration is one compiled step: what the model's
+//! `TrainStep::step` does, the backward pass, and the update by the optimizer. Validation is compiled, too.
 //! Model, data loaders, metrics, checkpoints, early stopping and learning-rate schedules stay what they are.
 //!
 //! ```no_run
@@ -35,8 +36,9 @@
 //! # }
 //! ```
 //!
-//! The strategy is burn-train's loop for one device with a region around each iteration ([`kiln::compile`]). The model's Rust code runs in every iteration,
-//! its tensor operations do not. Metrics read losses and outputs on a thread of their own, when the step has run.
+//! The strategy is burn-train's loop for one device with a region around each iteration ([`kiln::compile`]).
+//! The model's Rust code runs in every iteration, its tensor operations do not. Metrics read losses and
+//! outputs on a thread of their own, when the step has run.
 
 mod epoch;
 
@@ -50,16 +52,16 @@ use burn_train::{
 };
 use kiln::{CompileOptions, Compiled, Explain, Kiln};
 
-/// A training strategy for burn-train's `SupervisedTraining` that compiles each iteration as one step, and each
-/// batch of the validation as another. See the [crate's documentation](crate).
+/// A training strategy for burn-train's `SupervisedTraining` that compiles each iteration as one step, and
+/// each batch of the validation as another. See the [crate's documentation](crate).
 ///
 /// Clones share what they have compiled, so a clone that stays behind tells what was:
 /// [`CompiledLearning::explain`].
 ///
 /// # Panics
 ///
-/// A training strategy cannot return errors. A step that cannot be compiled or run ends the training with a panic
-/// that carries the [`kiln::Error`].
+/// A training strategy cannot return errors. A step that cannot be compiled or run ends the training with a
+/// panic that carries the [`kiln::Error`].
 #[derive(Clone)]
 pub struct CompiledLearning {
     regions: Arc<Regions>,

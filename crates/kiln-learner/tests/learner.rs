@@ -1,5 +1,5 @@
-//! burn-train's `Learner` on `Autodiff<Kiln>`: eagerly, as on any other backend, and with compiled steps. What it learns and every loss its
-//! metrics see are compared with the same training on `Autodiff<Flex>`.
+//! burn-train's `Learner` on `Autodiff<Kiln>`: eagerly, as on any other backend, and with compiled steps.
+//! What it learns and every loss its metrics see are compared with the same training on `Autodiff<Flex>`.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -218,7 +218,8 @@ fn model<B: Backend>() -> Model<B> {
     Model::new(&device).load_record(recorder.load(start(), &device).unwrap())
 }
 
-/// Trains `model` on `items` items under a learning rate that changes at every step. `configure` sets what differs from test to test.
+/// Trains `model` on `items` items under a learning rate that changes at every step. `configure` sets what
+/// differs from test to test.
 fn learn<B: AutodiffBackend>(
     folder: &Path,
     model: Model<B>,

@@ -1,26 +1,29 @@
 //! The memory budget: of all plans that fit, the fastest; if none fits, what would.
 //!
-//! The trade between time and memory is explored once, without looking at any budget: a [`Frontier`] holds a fixed list of plans,
-//! fastest first, and asks the planner for the exact peak of one when it first needs to know. A budget takes
-//! the first plan that fits. From that alone follow the promises: a plan that is returned fits, exactly, because it was planned; a
-//! larger budget admits at least the plans that a smaller one does, so it never gives a slower one; and when no plan fits, every
-//! plan has been measured, so the smallest budget that would is known.
+//! The trade between time and memory is explored once, without looking at any budget: a [`Frontier`] holds a
+//! fixed list of plans, fastest first, and asks the planner for the exact peak of one when it first needs to
+//! know. A budget takes the first plan that fits. From that alone follow the promises: a plan that is
+//! returned fits, exactly, because it was planned; a larger budget admits at least the plans that a smaller
+//! one does, so it never gives a slower one; and when no plan fits, every plan has been measured, so the
+//! smallest budget that would is known.
 //!
 //! The list, for a forward pass of `n` units (blocks between narrow places, found by how much crosses them):
 //!
 //! - the minimum cut, fastest of all;
-//! - for several prices of a kept byte, with and without recomputing expensive operations: the cut at that price inside the first
-//!   `m` units, the fastest cut in the others. The first units are the ones whose values are kept longest, and the last
-//!   ones are needed at once. The boundaries of repriced units are kept, so that each can be recomputed by itself;
-//! - the same with only every second, third, .. boundary kept, and nothing between them: fewer kept values, longer pieces to
-//!   bring back. Around the square root of `n` this is the classic way to train in sublinear memory (Chen, Xu, Zhang and
-//!   Guestrin, 2016);
+//! - for several prices of a kept byte, with and without recomputing expensive operations: the cut at that
+//!   price inside the first `m` units, the fastest cut in the others. The first units are the ones whose
+//!   values are kept longest, and the last ones are needed at once. The boundaries of repriced units are
+//!   kept, so that each can be recomputed by itself;
+//! - the same with only every second, third, .. boundary kept, and nothing between them: fewer kept values,
+//!   longer pieces to bring back. Around the square root of `n` this is the classic way to train in sublinear
+//!   memory (Chen, Xu, Zhang and Guestrin, 2016);
 //! - all but the first with early optimizer updates, where gradients do not pile up;
 //! - each of them with the widest product, and what follows from it, in chunks of rows ([`crate::chunk`]).
 //!
-//! Planning a graph exactly takes time, so the list is thinned ([`thin`]): what is slower and by the estimate of [`Liveness`] no smaller
-//! than another plan goes, and of plans that are close to each other one stays. A joint graph with few values to choose from
-//! is searched completely instead: every subset of them is a plan, and the reported minimum is the minimum over all.
+//! Planning a graph exactly takes time, so the list is thinned ([`thin`]): what is slower and by the estimate
+//! of [`Liveness`] no smaller than another plan goes, and of plans that are close to each other one stays. A
+//! joint graph with few values to choose from is searched completely instead: every subset of them is a plan,
+//! and the reported minimum is the minimum over all.
 
 use std::collections::{HashMap, HashSet};
 
@@ -41,12 +44,12 @@ const EXHAUSTIVE: usize = 8;
 /// Neighbours in the list are smaller by at least this factor.
 const APART: f64 = 0.95;
 
-/// How many of the plans with the least estimated memory stay in the list, however close they are: which one is smallest is
-/// for the planner to say.
+/// How many of the plans with the least estimated memory stay in the list, however close they are: which one
+/// is smallest is for the planner to say.
 const SMALLEST: usize = 3;
 
-/// Prices of a kept byte, in picoseconds. A byte moved costs some 35; a matrix product over 1,000 terms some 2,000 for each byte of
-/// its result. The last one drops whatever can be dropped.
+/// Prices of a kept byte, in picoseconds. A byte moved costs some 35; a matrix product over 1,000 terms some
+/// 2,000 for each byte of its result. The last one drops whatever can be dropped.
 const PRICES: [f64; 5] = [100.0, 400.0, 1_500.0, 6_000.0, 1e6];
 
 /// One way to run the step.
@@ -109,7 +112,8 @@ impl<P: Planner> Frontier<P> {
         Self::of(graph.without_dead_code(), options, planner, None)
     }
 
-    /// Lists the plans for a joint graph without dead nodes that runs as a whole or, given [`Halves`], as two graphs.
+    /// Lists the plans for a joint graph without dead nodes that runs as a whole or, given [`Halves`], as two
+    /// graphs.
     pub(crate) fn of(
         graph: Graph,
         options: &Options,
@@ -143,7 +147,8 @@ impl<P: Planner> Frontier<P> {
     ///
     /// # Errors
     ///
-    /// [`PartitionError::BudgetTooSmall`] with the smallest budget that fits; or whatever the planner reports.
+    /// [`PartitionError::BudgetTooSmall`] with the smallest budget that fits; or whatever the planner
+    /// reports.
     pub fn fit(&mut self, budget: u64) -> Result<Partition, PartitionError> {
         let mut smallest = u64::MAX;
         for index in 0..self.plans.len() {
@@ -310,8 +315,8 @@ fn is_apart(bytes: u64, than: u64) -> bool {
     bytes as f64 <= APART * than as f64
 }
 
-/// The values that can be kept or recomputed: those that candidates define and the backward pass may need, but not those
-/// that cannot be made again, or that are drawn again as a rule.
+/// The values that can be kept or recomputed: those that candidates define and the backward pass may need,
+/// but not those that cannot be made again, or that are drawn again as a rule.
 fn choices(joint: &Joint) -> Vec<Value> {
     let needed = joint.closure(&EntitySet::new(), true);
     let values = joint
@@ -410,7 +415,8 @@ fn anchors(units: &Units, stride: usize) -> EntitySet<Value> {
 }
 
 impl Joint<'_> {
-    /// Bytes of values that are kept from the forward to the backward pass, without what leaves the step anyway.
+    /// Bytes of values that are kept from the forward to the backward pass, without what leaves the step
+    /// anyway.
     pub(crate) fn held(&self, kept: impl Iterator<Item = Value>) -> u64 {
         let kept = kept.filter(|&value| self.users.outputs(value) == 0);
         let kept = kept.filter(|&value| self.side_of(value) != Side::Fixed);

@@ -1,14 +1,17 @@
 //! Chunks: the widest part of a step, run for some of its rows at a time.
 //!
-//! A language model's logits are wider than all else: rows of tokens times a vocabulary. What makes them (a product with the vocabulary's
-//! matrix) and what follows from them (softmax, the loss, its gradient, the two products that take the gradient back) treats each row by
-//! itself, or sums over rows. So the whole can be done for a chunk of the rows, and again for the next one, in the memory of one chunk; results
-//! for rows are joined, sums over rows are added up. Recomputation cannot do that: whatever is kept, the logits are there once.
-//! What it costs is the other operand of each product, read once for each chunk, and the sums, which are written as often.
+//! A language model's logits are wider than all else: rows of tokens times a vocabulary. What makes them (a
+//! product with the vocabulary's matrix) and what follows from them (softmax, the loss, its gradient, the two
+//! products that take the gradient back) treats each row by itself, or sums over rows. So the whole can be
+//! done for a chunk of the rows, and again for the next one, in the memory of one chunk; results for rows are
+//! joined, sums over rows are added up. Recomputation cannot do that: whatever is kept, the logits are there
+//! once. What it costs is the other operand of each product, read once for each chunk, and the sums, which
+//! are written as often.
 //!
-//! Nothing here knows what a loss is. [`Region::find`] takes the widest product, follows one dimension of its rows through the graph by each
-//! operation's own rule ([`follow`]), and gives up where a wide value meets an operation that needs all rows at once.
-//! [`Region::cut`] rebuilds the graph. Sums over rows are taken in another order than before, so results are equal to rounding, not bit for bit.
+//! Nothing here knows what a loss is. [`Region::find`] takes the widest product, follows one dimension of its
+//! rows through the graph by each operation's own rule ([`follow`]), and gives up where a wide value meets an
+//! operation that needs all rows at once. [`Region::cut`] rebuilds the graph. Sums over rows are taken in
+//! another order than before, so results are equal to rounding, not bit for bit.
 
 mod cut;
 mod follow;
@@ -40,17 +43,20 @@ pub(crate) struct Region {
     pub(crate) count: usize,
     /// The product whose result is not made whole any more.
     root: Value,
-    /// Which dimension of a value is cut: of the root, what follows from it, and what is repeated. What the region makes and is not here is a sum.
+    /// Which dimension of a value is cut: of the root, what follows from it, and what is repeated. What the
+    /// region makes and is not here is a sum.
     axis: SecondaryMap<Value, Option<usize>>,
     /// What runs once for each chunk.
     nodes: EntitySet<Node>,
-    /// Those of `nodes` that only repeat what is there for the region to read: the originals stay if others read them.
+    /// Those of `nodes` that only repeat what is there for the region to read: the originals stay if others
+    /// read them.
     repeated: EntitySet<Node>,
 }
 
 impl Region {
-    /// The region around the widest product of `graph`, if it takes a good part of the memory and its rows can be told apart. A product that is
-    /// computed twice is left alone: what its chunks would save is alive again the second time.
+    /// The region around the widest product of `graph`, if it takes a good part of the memory and its rows
+    /// can be told apart. A product that is computed twice is left alone: what its chunks would save is alive
+    /// again the second time.
     pub(crate) fn find(graph: &Graph) -> Option<Self> {
         let products = graph
             .nodes()
@@ -112,7 +118,8 @@ impl Region {
         self.axis[value]
     }
 
-    /// Gives every value whose rows follow from those of the root its dimension; returns the nodes that cannot be followed.
+    /// Gives every value whose rows follow from those of the root its dimension; returns the nodes that
+    /// cannot be followed.
     fn follow_rows(&mut self, graph: &Graph) -> EntitySet<Node> {
         let mut stuck = EntitySet::new();
         let root = graph.value(self.root).node;
@@ -132,8 +139,8 @@ impl Region {
         stuck
     }
 
-    /// Puts into the region what makes wide values, what reads them, and what lies between. None if a wide value is read by a node that is
-    /// stuck.
+    /// Puts into the region what makes wide values, what reads them, and what lies between. None if a wide
+    /// value is read by a node that is stuck.
     fn choose(&mut self, graph: &Graph, users: &Users, stuck: &EntitySet<Node>) -> Option<()> {
         let root = graph.value(self.root).node;
         self.nodes.insert(root);
@@ -165,8 +172,8 @@ impl Region {
         Some(())
     }
 
-    /// Wide operands that follow from narrow ones (one-hot labels, repeated numbers) are made again for each chunk. None if one is needed in
-    /// two ways.
+    /// Wide operands that follow from narrow ones (one-hot labels, repeated numbers) are made again for each
+    /// chunk. None if one is needed in two ways.
     fn repeat_wide_operands(&mut self, graph: &Graph) -> Option<()> {
         let mut open: Vec<Node> = self.nodes.iter().collect();
         while let Some(node) = open.pop() {
@@ -219,7 +226,8 @@ impl Region {
         })
     }
 
-    /// Time that chunks take longer than the whole, in picoseconds: operands that are read once for each, and sums that are added up.
+    /// Time that chunks take longer than the whole, in picoseconds: operands that are read once for each, and
+    /// sums that are added up.
     pub(crate) fn cost(&self, graph: &Graph, machine: &Machine) -> u64 {
         let mut moved = 0;
         for node in self.nodes.iter() {
@@ -252,7 +260,8 @@ mod tests {
     use crate::testing::arguments;
     use kiln_graph::{interpret_f64, verify};
 
-    /// Cuts the graph of a product `%z: f32[4,64,32]` (of `%x` and `%w`) and `lines`, and compares results. How many chunks there are; 0 if it is left alone.
+    /// Cuts the graph of a product `%z: f32[4,64,32]` (of `%x` and `%w`) and `lines`, and compares results.
+    /// How many chunks there are; 0 if it is left alone.
     fn chunks(lines: &str, outputs: &str) -> usize {
         let text = format!(
             "graph @head {{

@@ -1,8 +1,9 @@
 //! What things cost, in picoseconds of a machine.
 //!
-//! Moving a byte and computing an element are both time, so that keeping a value (writing and reading it) and computing
-//! it again can be compared. The model is deliberately small: a few rates of a [`Machine`], operation counts from
-//! shapes. Costs are whole picoseconds: sums do not depend on their order, and an optimum is one.
+//! Moving a byte and computing an element are both time, so that keeping a value (writing and reading it) and
+//! computing it again can be compared. The model is deliberately small: a few rates of a [`Machine`],
+//! operation counts from shapes. Costs are whole picoseconds: sums do not depend on their order, and an
+//! optimum is one.
 
 use kiln_graph::op::UnaryOp;
 use kiln_graph::{Graph, NodeData, Op, Value};
@@ -11,8 +12,8 @@ use crate::recompute::Recompute;
 
 /// The rates of a machine that the choice between keeping and recomputing depends on.
 ///
-/// [`Machine::default`] is the project's reference machine (two cores with AVX-512, no AMX); measure your own by
-/// timing a copy, a matrix product and a loop of each kind.
+/// [`Machine::default`] is the project's reference machine (two cores with AVX-512, no AMX); measure your own
+/// by timing a copy, a matrix product and a loop of each kind.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Machine {
     /// Bytes read or written per second, all cores streaming.
@@ -23,10 +24,12 @@ pub struct Machine {
     pub simple_per_second: f64,
     /// Elements per second through one transcendental function (exp, tanh, erf) on data in registers.
     pub special_per_second: f64,
-    /// Random elements per second. What a draw costs is counted and reported, but does not decide: draws are not kept.
+    /// Random elements per second. What a draw costs is counted and reported, but does not decide: draws are
+    /// not kept.
     pub random_per_second: f64,
-    /// The share of a fused kernel's simple arithmetic that takes no time, because the kernel waits for memory meanwhile; from
-    /// 0 to 1. Transcendental functions and random numbers are not hidden: a kernel that computes one waits for it, not for memory.
+    /// The share of a fused kernel's simple arithmetic that takes no time, because the kernel waits for
+    /// memory meanwhile; from 0 to 1. Transcendental functions and random numbers are not hidden: a kernel
+    /// that computes one waits for it, not for memory.
     pub hidden: f64,
 }
 
@@ -54,7 +57,8 @@ pub struct Sample {
     pub seconds: f64,
 }
 
-/// `amount / rate` seconds in picoseconds. A rate that is not positive makes the work free rather than infinite.
+/// `amount / rate` seconds in picoseconds. A rate that is not positive makes the work free rather than
+/// infinite.
 fn picoseconds(amount: f64, rate: f64) -> u64 {
     if rate > 0.0 {
         (amount / rate * 1e12).round() as u64
@@ -64,9 +68,9 @@ fn picoseconds(amount: f64, rate: f64) -> u64 {
 }
 
 impl Machine {
-    /// This machine with the rates of memory and of products as measured. Kernels that do products measure the latter, all others the former;
-    /// a rate that nothing measures stays as it is. A rate is the total work over the total time, so that long kernels,
-    /// which matter, count more.
+    /// This machine with the rates of memory and of products as measured. Kernels that do products measure
+    /// the latter, all others the former; a rate that nothing measures stays as it is. A rate is the total
+    /// work over the total time, so that long kernels, which matter, count more.
     #[must_use]
     pub fn measured(mut self, samples: &[Sample]) -> Self {
         let rate = |work: &dyn Fn(&Sample) -> f64, products: bool| {
@@ -86,7 +90,8 @@ impl Machine {
         picoseconds(bytes as f64, self.bytes_per_second)
     }
 
-    /// Time of the arithmetic of `node` alone, in picoseconds: its operands and results are in registers or caches.
+    /// Time of the arithmetic of `node` alone, in picoseconds: its operands and results are in registers or
+    /// caches.
     pub fn arithmetic(&self, graph: &Graph, node: &NodeData) -> u64 {
         let simple = |count: f64| picoseconds(count, self.simple_per_second);
         let special = |count: f64| picoseconds(count, self.special_per_second);
@@ -133,7 +138,8 @@ impl Machine {
         }
     }
 
-    /// Time of `node` as a kernel of its own: arithmetic, or moving operands and results if that takes longer.
+    /// Time of `node` as a kernel of its own: arithmetic, or moving operands and results if that takes
+    /// longer.
     pub fn kernel(&self, graph: &Graph, node: &NodeData) -> u64 {
         let moved = node.inputs.iter().chain(&node.outputs);
         let moved = self.moved(moved.map(|&value| bytes(graph, value)).sum());
@@ -145,8 +151,8 @@ impl Machine {
         match Recompute::of(&node.op) {
             Recompute::Free | Recompute::Never => 0,
             Recompute::Fused => {
-                // A reduction or a look-up goes over its operand once more; half of it is still in a cache, because
-                // the kernel that wants a row's statistics reads the row as well.
+                // A reduction or a look-up goes over its operand once more; half of it is still in a cache,
+                // because the kernel that wants a row's statistics reads the row as well.
                 let again = match &node.op {
                     Op::Reduce { .. } => self.moved(bytes(graph, node.inputs[0])) / 2,
                     Op::Gather { .. } | Op::IndexSelect { .. } => self.moved(bytes(graph, node.outputs[0])),
@@ -251,7 +257,8 @@ mod tests {
   return %c
 }";
         assert_eq!(of_last(product), 2.0 * (3 * 5 * 2 * 7) as f64);
-        // Forward, input gradient and weight gradient of one convolution do the same multiplications (without padding).
+        // Forward, input gradient and weight gradient of one convolution do the same multiplications (without
+        // padding).
         let w = [6.0, 2.0, 3.0, 3.0];
         let outputs = (2 * 6 * 8 * 8) as f64;
         let expected = 2.0 * outputs * w[1] * w[2] * w[3];

@@ -1,6 +1,7 @@
 //! What crosses from the forward to the backward pass, chosen by a minimum cut.
 //!
-//! Every candidate node `n` (see [`crate::joint`]) becomes a vertex, and every value `v` that it defines another one:
+//! Every candidate node `n` (see [`crate::joint`]) becomes a vertex, and every value `v` that it defines
+//! another one:
 //!
 //! ```text
 //!              recompute(n)            keep(v)                 ∞
@@ -8,11 +9,13 @@
 //!                                                  └────── ∞ ──► m              if candidate m reads v
 //! ```
 //!
-//! A vertex on the sink's side is something the backward pass has. If `v` is there, either `n` is too, and the cut goes
-//! through `source → n`: the node runs in the backward pass; or the cut goes through `n → v`: the value is kept. If `n` runs
-//! there, so must everything it reads be there: the edges from its operands cannot be cut. What must not be
-//! recomputed has an uncuttable edge from the source, and what must not be kept (random draws) one from `n` to `v`. So the cuts of this network are exactly the ways to run the backward
-//! pass, each with its cost, and a minimum cut is a cheapest one; the test beside this file tries all of them.
+//! A vertex on the sink's side is something the backward pass has. If `v` is there, either `n` is too, and
+//! the cut goes through `source → n`: the node runs in the backward pass; or the cut goes through `n → v`:
+//! the value is kept. If `n` runs there, so must everything it reads be there: the edges from its operands
+//! cannot be cut. What must not be recomputed has an uncuttable edge from the source, and what must not be
+//! kept (random draws) one from `n` to `v`. So the cuts of this network are exactly the ways to run the
+//! backward pass, each with its cost, and a minimum cut is a cheapest one; the test beside this file tries
+//! all of them.
 
 use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::{Node, Value};
@@ -184,7 +187,8 @@ mod tests {
         }
     }
 
-    /// A joint graph: forward nodes, then backward nodes that read them, the last of which depends on a product.
+    /// A joint graph: forward nodes, then backward nodes that read them, the last of which depends on a
+    /// product.
     fn joint_graph(forward: &[Choice], backward: &[Choice]) -> Graph {
         let mut graph = Graph::new("random");
         let ty = TensorType::new(DType::F32, [4, 4]);
@@ -222,8 +226,8 @@ mod tests {
         prop::collection::vec((any::<u8>(), 0usize..64, 0usize..64), count)
     }
 
-    /// Whether anything of a dropout mask is kept on a machine that draws this many elements per second; `output`: the step
-    /// returns the mask.
+    /// Whether anything of a dropout mask is kept on a machine that draws this many elements per second;
+    /// `output`: the step returns the mask.
     fn keeps_the_draw(per_second: f64, output: bool) -> bool {
         let graph = Graph::parse(&format!(
             "graph @dropout {{
@@ -268,7 +272,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(320))]
 
-        /// No set of kept values is cheaper than the chosen one, at any price, and its cost is what the cut says.
+        /// No set of kept values is cheaper than the chosen one, at any price, and its cost is what the cut
+        /// says.
         #[test]
         fn the_choice_is_optimal(
             forward in choices(3..15),

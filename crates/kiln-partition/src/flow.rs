@@ -1,15 +1,16 @@
 //! Maximum flow and minimum cut: Dinic's algorithm on integer capacities.
 //!
-//! Dinic (1970) repeats two steps until the sink is out of reach: a breadth-first search gives every vertex its distance
-//! to the sink through edges with room left, and a depth-first search sends flow along shortest paths only until none is
-//! left. Each round makes the shortest path longer, so there are at most as many rounds as vertices; the networks of
-//! [`crate::cut`] need a few dozen, because a value that the backward pass reads is rarely far from one that must be kept.
+//! Dinic (1970) repeats two steps until the sink is out of reach: a breadth-first search gives every vertex
+//! its distance to the sink through edges with room left, and a depth-first search sends flow along shortest
+//! paths only until none is left. Each round makes the shortest path longer, so there are at most as many
+//! rounds as vertices; the networks of [`crate::cut`] need a few dozen, because a value that the backward
+//! pass reads is rarely far from one that must be kept.
 //!
 //! Both searches are loops with their own stacks: a path through a deep model would overflow the thread's.
 //!
-//! When no flow can be added, the vertices that still reach the sink form one side of a minimum cut. Of all minimum cuts
-//! this is the one nearest to the sink: what is kept is as close as possible to who reads it, so ties are broken towards
-//! less recomputation.
+//! When no flow can be added, the vertices that still reach the sink form one side of a minimum cut. Of all
+//! minimum cuts this is the one nearest to the sink: what is kept is as close as possible to who reads it, so
+//! ties are broken towards less recomputation.
 
 /// More than any sum of real capacities: an edge that must not be cut.
 pub(crate) const INFINITE: u64 = u64::MAX / 8;
@@ -66,7 +67,8 @@ impl Network {
         }
     }
 
-    /// Saturates the network. Returns the value of the cut and, for each vertex, whether it is on the sink's side.
+    /// Saturates the network. Returns the value of the cut and, for each vertex, whether it is on the sink's
+    /// side.
     pub(crate) fn minimum_cut(mut self) -> (u64, Vec<bool>) {
         let mut total = 0;
         loop {

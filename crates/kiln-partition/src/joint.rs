@@ -1,26 +1,29 @@
 //! The joint graph as the partitioner sees it: who may be kept, who may be recomputed, and at what cost.
 //!
-//! Every node has a [`Side`]. The forward nodes are those that may run twice. A backward node that depends on forward
-//! values and arguments alone (but for tangents, which come with the backward pass: see [`mod@crate::split`]) through fusable operations (`1 - tanh(x)^2`, a comparison with zero, probabilities minus one-hot
-//! labels) is *primal*: it runs once wherever it is put, so it may also be put into the forward pass and its result kept,
-//! a mask of bytes in place of the floats that it compares. Everything else is *fixed*: it stays where it is, and what it
-//! reads is what the backward pass demands.
+//! Every node has a [`Side`]. The forward nodes are those that may run twice. A backward node that depends on
+//! forward values and arguments alone (but for tangents, which come with the backward pass: see
+//! [`mod@crate::split`]) through fusable operations (`1 - tanh(x)^2`, a comparison with zero, probabilities
+//! minus one-hot labels) is *primal*: it runs once wherever it is put, so it may also be put into the forward
+//! pass and its result kept, a mask of bytes in place of the floats that it compares. Everything else is
+//! *fixed*: it stays where it is, and what it reads is what the backward pass demands.
 //!
 //! The costs are times of a [`crate::Machine`]:
 //!
-//! - Keeping a value costs reading it in the backward pass; writing it, if the forward pass would otherwise have
-//!   kept it in registers; and holding its bytes ([`crate::Options::hold`]), unless it leaves the step as an output, which has a
-//!   buffer anyway. Arguments are there anyway and cost nothing.
-//! - Recomputing costs the arithmetic of the node alone when it fuses with its reader ([`crate::Recompute`]): the traffic that
-//!   its operands cause is counted where they are kept. Two things spoil the fusion and add a write and a read of
-//!   the result: readers in different kernels (before and after a product, such as a residual stream), and readers that find it in memory: a kernel
-//!   that computes no operands, or two products, neither of which does the other's work.
-//! - A primal node that makes an operand of such a reader (the gradient of logits) is written and read whether it is kept or not. Keeping the
-//!   forward values that it is made from in its stead saves nothing.
+//! - Keeping a value costs reading it in the backward pass; writing it, if the forward pass would otherwise
+//!   have kept it in registers; and holding its bytes ([`crate::Options::hold`]), unless it leaves the step
+//!   as an output, which has a buffer anyway. Arguments are there anyway and cost nothing.
+//! - Recomputing costs the arithmetic of the node alone when it fuses with its reader ([`crate::Recompute`]):
+//!   the traffic that its operands cause is counted where they are kept. Two things spoil the fusion and add
+//!   a write and a read of the result: readers in different kernels (before and after a product, such as a
+//!   residual stream), and readers that find it in memory: a kernel that computes no operands, or two
+//!   products, neither of which does the other's work.
+//! - A primal node that makes an operand of such a reader (the gradient of logits) is written and read
+//!   whether it is kept or not. Keeping the forward values that it is made from in its stead saves nothing.
 //!
-//! One choice is a rule and no matter of cost: a random draw, and what follows from draws alone element by element (a dropout
-//! mask), is not kept, however slowly the machine draws, but made from the counter again by the kernels that read it. Only a draw that
-//! leaves the step as an output, and so lies in memory anyway, may be read from there.
+//! One choice is a rule and no matter of cost: a random draw, and what follows from draws alone element by
+//! element (a dropout mask), is not kept, however slowly the machine draws, but made from the counter again
+//! by the kernels that read it. Only a draw that leaves the step as an output, and so lies in memory anyway,
+//! may be read from there.
 
 use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::op::Op;
@@ -64,13 +67,14 @@ pub(crate) struct Joint<'a> {
 }
 
 impl<'a> Joint<'a> {
-    /// Looks at `graph`, whose nodes carry phases (as [`crate::assign_phases`] writes them; found by their looks if not).
+    /// Looks at `graph`, whose nodes carry phases (as [`crate::assign_phases`] writes them; found by their
+    /// looks if not).
     pub(crate) fn new(graph: &'a Graph, options: &'a Options) -> Result<Self, PartitionError> {
         Self::with_tangents(graph, options, &[])
     }
 
-    /// The same where the tensor arguments with indices in `tangents` exist only in the backward pass: what reads one cannot run
-    /// in the forward pass.
+    /// The same where the tensor arguments with indices in `tangents` exist only in the backward pass: what
+    /// reads one cannot run in the forward pass.
     pub(crate) fn with_tangents(
         graph: &'a Graph,
         options: &'a Options,
@@ -114,7 +118,8 @@ impl<'a> Joint<'a> {
                 Side::Fixed
             };
         }
-        // A transform may have merged a backward node with an equal forward one: what forward needs is forward.
+        // A transform may have merged a backward node with an equal forward one: what forward needs is
+        // forward.
         for (node, data) in self.graph.nodes().rev() {
             if self.side[node] == Side::Primal {
                 let mut users = data.outputs.iter().flat_map(|&value| self.users.of(value));
@@ -161,8 +166,8 @@ impl<'a> Joint<'a> {
         self.side[self.node_of(value)]
     }
 
-    /// What is read in the backward pass whatever is kept: values that candidates define and fixed nodes take as
-    /// operands, and primal outputs of the graph.
+    /// What is read in the backward pass whatever is kept: values that candidates define and fixed nodes take
+    /// as operands, and primal outputs of the graph.
     pub(crate) fn demanded(&self, value: Value) -> bool {
         match self.side_of(value) {
             Side::Resident | Side::Fixed => false,
@@ -185,7 +190,8 @@ impl<'a> Joint<'a> {
         }
     }
 
-    /// Whether `user` has to find `value` in memory: its kernel computes no operands, or another one does the same work.
+    /// Whether `user` has to find `value` in memory: its kernel computes no operands, or another one does the
+    /// same work.
     fn is_read_whole_by(&self, value: Value, user: Node) -> bool {
         let kernel = |node: Node| Recompute::of(&self.graph.node(node).op).is_kernel();
         let beside = |&&other: &&Node| self.side[other] == self.side[user] && kernel(other);
@@ -211,7 +217,8 @@ impl<'a> Joint<'a> {
         })
     }
 
-    /// Whether `value` is drawn from the counter again wherever it is read: by [`crate::Strategy::MinimumCut`] it is never kept.
+    /// Whether `value` is drawn from the counter again wherever it is read: by
+    /// [`crate::Strategy::MinimumCut`] it is never kept.
     pub(crate) fn is_redrawn(&self, value: Value) -> bool {
         self.drawn[self.node_of(value)] && self.users.outputs(value) == 0
     }
@@ -251,7 +258,8 @@ impl<'a> Joint<'a> {
         let data = self.graph.node(node);
         let class = Recompute::of(&data.op);
         if self.side[node] != Side::Forward {
-            // Kept or not, what a kernel reads from memory is written and read. (`keep` counts that for those that are kept.)
+            // Kept or not, what a kernel reads from memory is written and read. (`keep` counts that for those
+            // that are kept.)
             let stored =
                 class == Recompute::Fused && self.side[node] == Side::Primal && self.is_read_whole(data);
             return if stored {
@@ -320,8 +328,9 @@ impl<'a> Joint<'a> {
         false
     }
 
-    /// What the backward pass needs of the forward pass when only `kept` is kept: values that are read, and nodes that run
-    /// in the backward pass. A needed value that can be neither found nor recomputed counts as kept.
+    /// What the backward pass needs of the forward pass when only `kept` is kept: values that are read, and
+    /// nodes that run in the backward pass. A needed value that can be neither found nor recomputed counts as
+    /// kept.
     pub(crate) fn closure(&self, kept: &EntitySet<Value>, expensive: bool) -> Closure {
         let mut closure = Closure::default();
         let mut seen: EntitySet<Value> = EntitySet::new();
@@ -370,8 +379,9 @@ impl<'a> Joint<'a> {
     }
 }
 
-/// The phases that nodes carry. A node that a transform made from nothing has none: it belongs to its first user, or, if it
-/// leaves the graph unused, to its last operand. In a graph where no node has a phase, all are found by their looks.
+/// The phases that nodes carry. A node that a transform made from nothing has none: it belongs to its first
+/// user, or, if it leaves the graph unused, to its last operand. In a graph where no node has a phase, all
+/// are found by their looks.
 fn known_phases(graph: &Graph) -> SecondaryMap<Node, Phase> {
     let carried = |data: &NodeData| data.provenance.phase;
     if graph

@@ -1,22 +1,25 @@
 //! What the backward pass keeps and what it recomputes.
 //!
-//! The joint graph of a training step computes values in its forward pass that its backward pass reads, much later. Each
-//! of them can be kept, which costs memory and traffic, or computed again from others, which costs arithmetic, and
-//! often nothing at all when the reader is a kernel that waits for memory anyway. This crate makes that choice. In the
-//! order in which a graph goes through it:
+//! The joint graph of a training step computes values in its forward pass that its backward pass reads, much
+//! later. Each of them can be kept, which costs memory and traffic, or computed again from others, which
+//! costs arithmetic, and often nothing at all when the reader is a kernel that waits for memory anyway. This
+//! crate makes that choice. In the order in which a graph goes through it:
 //!
 //! 1. [`phase`]: which nodes are forward, backward, optimizer.
 //! 2. [`recompute`] and [`cost`]: what may be computed twice, and what that and keeping cost on a machine.
-//! 3. A minimum cut over the forward values ([`partition`]): the cheapest choice, as a graph with duplicated nodes.
-//! 4. [`budget`]: the fastest choice that a memory planner says fits ([`partition_within`], [`Frontier`]), with the widest product in chunks of
-//!    rows where that is what it takes.
-//! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program, with or without a budget.
+//! 3. A minimum cut over the forward values ([`partition`]): the cheapest choice, as a graph with duplicated
+//!    nodes.
+//! 4. [`budget`]: the fastest choice that a memory planner says fits ([`partition_within`], [`Frontier`]),
+//!    with the widest product in chunks of rows where that is what it takes.
+//! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program, with
+//!    or without a budget.
 //!
-//! The result is a graph again, with a [`Report`] of what was done. Whoever transforms it afterwards must not merge
-//! nodes of different phases, and should run the nodes in their order, or in one that was chosen for memory.
+//! The result is a graph again, with a [`Report`] of what was done. Whoever transforms it afterwards must not
+//! merge nodes of different phases, and should run the nodes in their order, or in one that was chosen for
+//! memory.
 //!
-//! What this crate does not know: Burn, kernels, buffers. What it needs of them comes in as numbers ([`Machine`]) or through
-//! [`Planner`].
+//! What this crate does not know: Burn, kernels, buffers. What it needs of them comes in as numbers
+//! ([`Machine`]) or through [`Planner`].
 //!
 //! ```
 //! use kiln_graph::Graph;
@@ -84,24 +87,27 @@ pub struct Options {
     pub strategy: Strategy,
     /// Rates of the machine that will run the step.
     pub machine: Machine,
-    /// Cost of holding a byte through the backward pass, in picoseconds: what it pushes out of caches, and what memory is worth
-    /// where there is no budget. The default is that of moving it once.
+    /// Cost of holding a byte through the backward pass, in picoseconds: what it pushes out of caches, and
+    /// what memory is worth where there is no budget. The default is that of moving it once.
     pub hold: f64,
     /// Whether matrix products compute fused operands while they read them.
     pub dot_prologue: bool,
     /// Whether convolutions of single pixels do.
     pub conv_prologue: bool,
-    /// Whether optimizer updates run as soon as they can, for the least memory, rather than where they were recorded.
+    /// Whether optimizer updates run as soon as they can, for the least memory, rather than where they were
+    /// recorded.
     pub early_updates: bool,
 }
 
 /// How [`partition`] chooses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Strategy {
-    /// The cheapest choice of those that store no random draws: dropout masks are made from the counter again.
+    /// The cheapest choice of those that store no random draws: dropout masks are made from the counter
+    /// again.
     #[default]
     MinimumCut,
-    /// Everything that the backward pass reads is kept, as an eager autograd engine does: a baseline to compare with.
+    /// Everything that the backward pass reads is kept, as an eager autograd engine does: a baseline to
+    /// compare with.
     KeepEverything,
 }
 
@@ -121,8 +127,8 @@ impl Default for Options {
 /// A joint graph that keeps and recomputes as chosen.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Partition {
-    /// The graph. It computes the same outputs from the same arguments, bit for bit; under a budget that asks for [`Report::chunks`], sums over rows
-    /// are taken in another order.
+    /// The graph. It computes the same outputs from the same arguments, bit for bit; under a budget that asks
+    /// for [`Report::chunks`], sums over rows are taken in another order.
     pub graph: Graph,
     /// What was decided.
     pub report: Report,
@@ -132,7 +138,8 @@ pub struct Partition {
 
 /// Chooses what the backward pass keeps, for the least time, and returns the graph that does so.
 ///
-/// `graph` is a joint graph after [`assign_phases`] and any transforms; where a node has no phase, all are found by their looks.
+/// `graph` is a joint graph after [`assign_phases`] and any transforms; where a node has no phase, all are
+/// found by their looks.
 ///
 /// # Errors
 ///
@@ -149,8 +156,8 @@ pub fn partition(graph: &Graph, options: &Options) -> Result<Partition, Partitio
     build(&joint, assemble(&joint, &closure, options.early_updates)?)
 }
 
-/// [`partition`] under a memory budget of `budget` bytes for everything that the step allocates beyond its arguments, by the
-/// account of `planner`. To ask for several budgets, make a [`Frontier`] once.
+/// [`partition`] under a memory budget of `budget` bytes for everything that the step allocates beyond its
+/// arguments, by the account of `planner`. To ask for several budgets, make a [`Frontier`] once.
 ///
 /// # Errors
 ///
@@ -176,7 +183,8 @@ struct Assembled {
 }
 
 impl Assembled {
-    /// The same with its widest product in chunks, and the time that they cost; none if it cannot be done or is not worth it.
+    /// The same with its widest product in chunks, and the time that they cost; none if it cannot be done or
+    /// is not worth it.
     fn in_chunks(&self, machine: &Machine) -> Result<Option<(Self, u64)>, PartitionError> {
         let Some(region) = chunk::Region::find(&self.graph) else {
             return Ok(None);

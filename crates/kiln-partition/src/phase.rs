@@ -1,40 +1,44 @@
 //! Forward, backward and optimizer: which phase of the step each node belongs to.
 //!
-//! The joint graph is what a tracer saw: the forward pass, then what the autograd engine did, then the optimizer, with
-//! nothing marking where one ends. [`assign_phases`] finds out, right after import, while the order of the nodes is
-//! still the order of the recording, and writes it into each node's provenance, where later transforms keep it.
+//! The joint graph is what a tracer saw: the forward pass, then what the autograd engine did, then the
+//! optimizer, with nothing marking where one ends. [`assign_phases`] finds out, right after import, while the
+//! order of the nodes is still the order of the recording, and writes it into each node's provenance, where
+//! later transforms keep it.
 //!
-//! **Rounds.** A backward pass starts from a tensor of ones of the shape of its loss, the *seed*. A recorder below the autograd
-//! engine sees it as any other tensor, so it is found by its looks: a node whose recorded operation is `Ones`, of
-//! one element. (A program's own tensor of that kind is taken for one, too, and what follows from it in the forward pass for tangents: the tail of a
-//! loss, most often.) The seeds divide the recording into windows: window 0 is the
-//! first forward pass; window `r` holds backward pass `r`, perhaps an optimizer update, and the forward pass of the next
-//! round, if there is one. Several rounds are gradient accumulation (backward, forward, backward, one update), or several
-//! models trained against each other (backward and update of one, then forward through it, backward and update of the
-//! other).
+//! **Rounds.** A backward pass starts from a tensor of ones of the shape of its loss, the *seed*. A recorder
+//! below the autograd engine sees it as any other tensor, so it is found by its looks: a node whose recorded
+//! operation is `Ones`, of one element. (A program's own tensor of that kind is taken for one, too, and what
+//! follows from it in the forward pass for tangents: the tail of a loss, most often.) The seeds divide the
+//! recording into windows: window 0 is the first forward pass; window `r` holds backward pass `r`, perhaps an
+//! optimizer update, and the forward pass of the next round, if there is one. Several rounds are gradient
+//! accumulation (backward, forward, backward, one update), or several models trained against each other
+//! (backward and update of one, then forward through it, backward and update of the other).
 //!
 //! A node is a *tangent* if it depends on a seed. Then:
 //!
 //! - Window 0 is forward.
-//! - A node of a later window that is no tangent is forward if a forward output needs it or a later round does (not by
-//!   way of this window's tangents); otherwise its users decide (primal arithmetic of a gradient formula, `1 - tanh^2`).
-//!   So a running mean, which needs no gradient, is part of the forward pass, and so is a metric computed after it.
-//! - A tangent is forward if it belongs to a later round's forward pass *through updated state*: it comes after the first
-//!   operation that does not look like an update (a product, a look-up, a reduction to more than one element) and depends
-//!   on one.
-//! - A tangent is *an update* if it combines with state: it depends on an argument that an output aliases and the forward
-//!   pass never reads (a moment), or combines an aliased argument with a tensor of its own type elementwise
-//!   (`p - delta`). What depends on an update is optimizer, what is recorded after the first update is optimizer
-//!   (optimizers run after the whole backward pass), and pointwise preparation whose only users are updates
-//!   (`(1 - beta) * g`, `g * g`, the sum of squares of clipping by norm) is, too.
+//! - A node of a later window that is no tangent is forward if a forward output needs it or a later round
+//!   does (not by way of this window's tangents); otherwise its users decide (primal arithmetic of a gradient
+//!   formula, `1 - tanh^2`). So a running mean, which needs no gradient, is part of the forward pass, and so
+//!   is a metric computed after it.
+//! - A tangent is forward if it belongs to a later round's forward pass *through updated state*: it comes
+//!   after the first operation that does not look like an update (a product, a look-up, a reduction to more
+//!   than one element) and depends on one.
+//! - A tangent is *an update* if it combines with state: it depends on an argument that an output aliases and
+//!   the forward pass never reads (a moment), or combines an aliased argument with a tensor of its own type
+//!   elementwise (`p - delta`). What depends on an update is optimizer, what is recorded after the first
+//!   update is optimizer (optimizers run after the whole backward pass), and pointwise preparation whose only
+//!   users are updates (`(1 - beta) * g`, `g * g`, the sum of squares of clipping by norm) is, too.
 //! - The remaining tangents are backward.
 //!
-//! A graph without any seed, such as one from a text file or one that a transform has already folded, is classified by
-//! its outputs alone: forward is what the forward outputs need, state updates that share no work with the update of
-//! an argument that forward reads are forward, too, and the rest is divided into backward and optimizer as above.
+//! A graph without any seed, such as one from a text file or one that a transform has already folded, is
+//! classified by its outputs alone: forward is what the forward outputs need, state updates that share no
+//! work with the update of an argument that forward reads are forward, too, and the rest is divided into
+//! backward and optimizer as above.
 //!
-//! A wrong guess never makes a wrong program: the partitioner duplicates pure operations and orders nodes, nothing else. It
-//! can only make a worse plan or a misleading report. A node whose provenance already has a phase keeps it.
+//! A wrong guess never makes a wrong program: the partitioner duplicates pure operations and orders nodes,
+//! nothing else. It can only make a worse plan or a misleading report. A node whose provenance already has a
+//! phase keeps it.
 
 use cranelift_entity::{EntityRef, SecondaryMap};
 use kiln_graph::op::Op;
@@ -218,7 +222,8 @@ impl<'a> Finder<'a> {
         leads
     }
 
-    /// Nodes that lead to one of `roots`, the roots' own included, not going on beyond nodes for which `stop` holds.
+    /// Nodes that lead to one of `roots`, the roots' own included, not going on beyond nodes for which `stop`
+    /// holds.
     fn ancestors(
         &self,
         roots: impl IntoIterator<Item = Value>,
@@ -309,8 +314,8 @@ impl<'a> Finder<'a> {
                 .iter()
                 .any(|&user| nodes[user])
         };
-        // Work shared with the update of something that forward reads is training; other state updates (running
-        // statistics) are forward.
+        // Work shared with the update of something that forward reads is training; other state updates
+        // (running statistics) are forward.
         let states = || {
             graph
                 .outputs
@@ -400,8 +405,8 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// Whether a node whose users are updates prepares one: it scales by one number, squares, or reduces to one
-    /// element, and does not itself finish a gradient.
+    /// Whether a node whose users are updates prepares one: it scales by one number, squares, or reduces to
+    /// one element, and does not itself finish a gradient.
     fn is_preparation(&self, data: &NodeData) -> bool {
         let graph = self.graph;
         // One element repeated: a learning rate, a loss scale, a clipping factor.
@@ -420,8 +425,8 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// What is left (arguments, constants, primal arithmetic of gradient formulas, dead nodes) goes where its first user
-    /// is: the forward pass if any user is there, else backward, else optimizer.
+    /// What is left (arguments, constants, primal arithmetic of gradient formulas, dead nodes) goes where its
+    /// first user is: the forward pass if any user is there, else backward, else optimizer.
     fn leaves(&mut self) {
         for (node, data) in self.graph.nodes().rev() {
             if self.phase[node] != Phase::Unknown && !data.inputs.is_empty() {

@@ -11,8 +11,8 @@
 //! | `parameter`, `scalar` | `Never` | they are there anyway |
 //! | `extern` | `Never` | what it does is not known here; it may not be a function of its operands |
 //!
-//! Everything else is a pure function of its operands, and an executor runs equal nodes on equal operands in the same
-//! way, so a value computed twice has the same bits twice.
+//! Everything else is a pure function of its operands, and an executor runs equal nodes on equal operands in
+//! the same way, so a value computed twice has the same bits twice.
 
 use kiln_graph::Op;
 

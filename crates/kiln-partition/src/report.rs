@@ -66,7 +66,8 @@ pub struct Origin {
     pub op: String,
     /// The recorded operation.
     pub operation: Option<Arc<str>>,
-    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that
+    /// operation's.
     pub gradient_of: Option<Arc<str>>,
     /// `file:line` of the user's call.
     pub location: Option<Arc<str>>,

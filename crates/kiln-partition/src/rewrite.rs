@@ -1,13 +1,15 @@
 //! The partitioned graph: the joint graph with the chosen nodes duplicated into its backward pass.
 //!
-//! The joint graph is walked in order and rebuilt. Forward nodes are copied. When a fixed node (backward or optimizer)
-//! reads a value that is not kept, the nodes that make it are emitted once more, right there, just in time: each at most
-//! once, so a block of the forward pass that is recomputed as a whole comes back when the backward pass arrives at it and
-//! lives until the backward pass has left it. Primal nodes run in the forward pass if their result is kept; else where they
-//! were recorded, or, if that was before the end of the forward pass, where they are needed.
+//! The joint graph is walked in order and rebuilt. Forward nodes are copied. When a fixed node (backward or
+//! optimizer) reads a value that is not kept, the nodes that make it are emitted once more, right there, just
+//! in time: each at most once, so a block of the forward pass that is recomputed as a whole comes back when
+//! the backward pass arrives at it and lives until the backward pass has left it. Primal nodes run in the
+//! forward pass if their result is kept; else where they were recorded, or, if that was before the end of the
+//! forward pass, where they are needed.
 //!
-//! A duplicate has the operation, the operands and the provenance of its original, but for the phase, which is backward.
-//! Passes that come later must not merge nodes of different phases: that they are equal is the point.
+//! A duplicate has the operation, the operands and the provenance of its original, but for the phase, which
+//! is backward. Passes that come later must not merge nodes of different phases: that they are equal is the
+//! point.
 
 use cranelift_entity::packed_option::PackedOption;
 use cranelift_entity::{EntitySet, SecondaryMap};

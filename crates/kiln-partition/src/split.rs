@@ -1,9 +1,10 @@
 //! The partition as two graphs: a compiled forward pass inside an eager program.
 //!
-//! The joint graph here takes *tangents* as arguments: the gradients of the forward outputs, which the eager program's autograd
-//! engine provides later. [`split`] chooses what is kept as for a whole step and cuts the partitioned graph in two:
-//! `forward(inputs) -> (outputs, saved)` and `backward(saved, tangents) -> gradients`. What the backward graph reads of the
-//! inputs themselves, or of the outputs, is not copied: [`SavedSource`] says where to find it.
+//! The joint graph here takes *tangents* as arguments: the gradients of the forward outputs, which the eager
+//! program's autograd engine provides later. [`split`] chooses what is kept as for a whole step and cuts the
+//! partitioned graph in two: `forward(inputs) -> (outputs, saved)` and
+//! `backward(saved, tangents) -> gradients`. What the backward graph reads of the inputs themselves, or of
+//! the outputs, is not copied: [`SavedSource`] says where to find it.
 
 use cranelift_entity::packed_option::PackedOption;
 use cranelift_entity::{EntitySet, SecondaryMap};
@@ -31,11 +32,12 @@ pub enum SavedSource {
 /// A joint graph as two.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Split {
-    /// `forward(inputs) -> (outputs, saved)`. Its tensor arguments are those of the joint graph without the tangents, in
-    /// order; its outputs are the joint graph's forward and state outputs, in order, and then what is kept besides.
+    /// `forward(inputs) -> (outputs, saved)`. Its tensor arguments are those of the joint graph without the
+    /// tangents, in order; its outputs are the joint graph's forward and state outputs, in order, and then
+    /// what is kept besides.
     pub forward: Graph,
-    /// `backward(saved, tangents) -> gradients`. Its tensor arguments are [`Split::saved`], then the tangents in the order given;
-    /// its outputs are the joint graph's gradients, in order.
+    /// `backward(saved, tangents) -> gradients`. Its tensor arguments are [`Split::saved`], then the tangents
+    /// in the order given; its outputs are the joint graph's gradients, in order.
     pub backward: Graph,
     /// What the backward graph takes from the forward pass, in the order of its arguments.
     pub saved: Vec<SavedSource>,
@@ -47,15 +49,16 @@ pub struct Split {
     pub report: Report,
 }
 
-/// Splits a joint graph. `tangents` are the indices of the tensor arguments that exist only in the backward pass; `roles` says
-/// what each output is. An output whose role is `Auto` is a gradient if it depends on a tangent.
+/// Splits a joint graph. `tangents` are the indices of the tensor arguments that exist only in the backward
+/// pass; `roles` says what each output is. An output whose role is `Auto` is a gradient if it depends on a
+/// tangent.
 ///
 /// Both graphs declare all runtime scalars of the joint graph, so one list of scalars serves both.
 ///
 /// # Errors
 ///
-/// If a tangent or the number of roles does not fit the graph, or an output with the role `Forward` or `State` depends on a
-/// tangent.
+/// If a tangent or the number of roles does not fit the graph, or an output with the role `Forward` or
+/// `State` depends on a tangent.
 pub fn split(
     graph: &Graph,
     tangents: &[u32],
@@ -73,12 +76,14 @@ pub fn split(
     halves.split(build(&joint, assemble(&joint, &closure, false)?)?)
 }
 
-/// [`split`] under a memory budget of `budget` bytes for what the graph that needs more takes, by `planner`, and what is kept between the two, without
-/// arguments, outputs of the function and tangents: so much is allocated if the two graphs take turns in the same working memory.
+/// [`split`] under a memory budget of `budget` bytes for what the graph that needs more takes, by `planner`,
+/// and what is kept between the two, without arguments, outputs of the function and tangents: so much is
+/// allocated if the two graphs take turns in the same working memory.
 ///
 /// # Errors
 ///
-/// Those of [`split`], and [`PartitionError::BudgetTooSmall`], naming the smallest budget that fits, if none of the plans does.
+/// Those of [`split`], and [`PartitionError::BudgetTooSmall`], naming the smallest budget that fits, if none
+/// of the plans does.
 pub fn split_within(
     graph: &Graph,
     tangents: &[u32],
@@ -184,7 +189,8 @@ impl Cut {
     }
 }
 
-/// Forward is what the forward outputs need; all else is backward. Returns, for each output, whether it is a gradient.
+/// Forward is what the forward outputs need; all else is backward. Returns, for each output, whether it is a
+/// gradient.
 fn assign(graph: &mut Graph, tangents: &[u32], roles: &[OutputRole]) -> Result<Vec<bool>, PartitionError> {
     // One tangent that each node depends on.
     let mut depends: SecondaryMap<Node, Option<u32>> = SecondaryMap::new();

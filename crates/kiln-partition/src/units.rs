@@ -1,12 +1,13 @@
 //! The forward pass as a row of units: transformer blocks, residual blocks, layers.
 //!
-//! Recomputing pays off in memory where much lies between two narrow places: keep the narrow places, drop what is
-//! between them, and bring it back, unit by unit, when the backward pass gets there. The narrow places are found, not
-//! named: walk the forward nodes in order, and after each one add up the *heavy* values that are defined before and
-//! used by forward nodes after it. (A value is light if it follows from arguments without any kernel of its own: masks, tables of
-//! positions, embeddings.) Between two expensive nodes the best place is the one where the least crosses, and a place is
-//! a boundary if no less crosses at either neighbouring place. Inside an attention layer queries, keys and values cross together
-//! with the residual stream; between two layers the stream crosses alone.
+//! Recomputing pays off in memory where much lies between two narrow places: keep the narrow places, drop
+//! what is between them, and bring it back, unit by unit, when the backward pass gets there. The narrow
+//! places are found, not named: walk the forward nodes in order, and after each one add up the *heavy* values
+//! that are defined before and used by forward nodes after it. (A value is light if it follows from arguments
+//! without any kernel of its own: masks, tables of positions, embeddings.) Between two expensive nodes the
+//! best place is the one where the least crosses, and a place is a boundary if no less crosses at either
+//! neighbouring place. Inside an attention layer queries, keys and values cross together with the residual
+//! stream; between two layers the stream crosses alone.
 
 use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::{Node, Value};

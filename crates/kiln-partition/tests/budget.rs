@@ -82,7 +82,8 @@ proptest! {
                     prop_assert_eq!(fitted.report.peak, Some(planned));
                     let found = interpret(&fitted.graph, &tensors, &scalars).expect("runs");
                     prop_assert_eq!(&found, &expected);
-                    // The point of the curve that this budget buys: never slower than what a smaller one bought.
+                    // The point of the curve that this budget buys: never slower than what a smaller one
+                    // bought.
                     let point = curve.iter().find(|point| point.peak <= budget).expect("on the curve");
                     prop_assert_eq!(point.peak, planned);
                     prop_assert!(point.cost <= last_cost);
@@ -101,11 +102,13 @@ proptest! {
     }
 }
 
-/// Where the values to choose from can be counted on the fingers, the minimum is the minimum over all choices: here known by hand.
+/// Where the values to choose from can be counted on the fingers, the minimum is the minimum over all
+/// choices: here known by hand.
 #[test]
 fn the_smallest_budget_of_a_chain_is_exact() {
-    // h0 .. h3 of 64 KiB each. Forward needs two at a time. The backward pass reads h2, then h1, then h0, each beside a
-    // tangent or two; whatever is kept or brought back, three buffers are alive when h2 or h1 meets its tangents.
+    // h0 .. h3 of 64 KiB each. Forward needs two at a time. The backward pass reads h2, then h1, then h0,
+    // each beside a tangent or two; whatever is kept or brought back, three buffers are alive when h2 or h1
+    // meets its tangents.
     let text = include_str!("cases/budget.kg");
     let graph = Graph::parse(text).expect("well formed");
     let mut frontier = Frontier::new(&graph, &Options::default(), Liveness).expect("valid");

@@ -1,9 +1,9 @@
 //! Joint graphs with a known right choice, as text: see `tests/cases`.
 //!
-//! A case is a graph with phases, and in its comments the expected choice: `keeps:` lists the kept values as type and
-//! operation, `recomputes:` the operations that run again, one word each time. `below the peak recomputes:` lists operations that must be
-//! among those that run again under a budget one byte below the peak of the unlimited choice. Adding a case takes no
-//! code.
+//! A case is a graph with phases, and in its comments the expected choice: `keeps:` lists the kept values as
+//! type and operation, `recomputes:` the operations that run again, one word each time.
+//! `below the peak recomputes:` lists operations that must be among those that run again under a budget one
+//! byte below the peak of the unlimited choice. Adding a case takes no code.
 
 use std::path::Path;
 

@@ -273,7 +273,8 @@ fn strip(graph: &mut Graph) {
     }
 }
 
-/// Two models trained against each other: the critic is updated first, and the generator's loss goes through the updated one.
+/// Two models trained against each other: the critic is updated first, and the generator's loss goes through
+/// the updated one.
 #[test]
 fn two_backward_passes_with_an_update_between() {
     let mut r = Recording::new();

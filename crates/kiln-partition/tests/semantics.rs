@@ -115,7 +115,8 @@ fn nodes_without_a_phase_take_their_neighbours() {
     let expected = partition(&step.graph, &Options::default()).expect("partitions");
     for index in (0..step.graph.num_nodes() as u32).step_by(7) {
         let node = Node::from_u32(index);
-        // The first node of a phase has nobody before it who could tell; a forward node that only the backward pass reads neither.
+        // The first node of a phase has nobody before it who could tell; a forward node that only the
+        // backward pass reads neither.
         let data = step.graph.node(node);
         let users = step.graph.users();
         let alike = data

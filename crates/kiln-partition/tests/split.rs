@@ -145,7 +145,8 @@ fn a_budget_holds_for_both_halves_and_what_lies_between_them() {
     }
 }
 
-/// Several outputs, one of which carries no gradient, gradients in between the outputs, an input as an output, running state.
+/// Several outputs, one of which carries no gradient, gradients in between the outputs, an input as an
+/// output, running state.
 #[test]
 fn mixed_outputs() {
     let mut tape = Tape::new("mixed");

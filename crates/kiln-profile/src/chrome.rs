@@ -1,8 +1,10 @@
 //! A trace in the Trace Event Format of Chrome, which Perfetto reads.
 //!
-//! One row (thread) each for the threads of the program and of the pool. A run of a compiled step is a slice on the row of its caller; inside it lie the
-//! phases (runs of kernels of one phase) and inside these the kernels. Arrows lead from the run to every kernel, on whatever row it is. The bytes of the arena
-//! in use are a counter. Times are microseconds with three decimals: nanoseconds, exactly, so that what was nested stays nested.
+//! One row (thread) each for the threads of the program and of the pool. A run of a compiled step is a slice
+//! on the row of its caller; inside it lie the phases (runs of kernels of one phase) and inside these the
+//! kernels. Arrows lead from the run to every kernel, on whatever row it is. The bytes of the arena in use
+//! are a counter. Times are microseconds with three decimals: nanoseconds, exactly, so that what was nested
+//! stays nested.
 
 use std::cmp::Reverse;
 use std::io::{self, Write};
@@ -14,12 +16,14 @@ use crate::event::{Category, Event, EventKind, KernelTime, StepRun, Trace};
 /// The number of the only process of a trace.
 pub const PROCESS: u32 = 1;
 
-/// The number of a row's thread: from 1, which is the process's main thread. Thread 0 stands for none in some readers.
+/// The number of a row's thread: from 1, which is the process's main thread. Thread 0 stands for none in some
+/// readers.
 fn thread(row: usize) -> usize {
     row + 1
 }
 
-/// An entry with what it is sorted by: its start, then the longest first, then the order in which it was made.
+/// An entry with what it is sorted by: its start, then the longest first, then the order in which it was
+/// made.
 struct Entry {
     start: u64,
     length: u64,

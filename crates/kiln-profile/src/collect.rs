@@ -1,7 +1,7 @@
 //! Collecting events, and the profile that asks for them.
 //!
-//! One list for the process, behind a lock that is taken once for each event: events come a few thousand a second, kernels in one
-//! bundle for each run of a step ([`add_run`]).
+//! One list for the process, behind a lock that is taken once for each event: events come a few thousand a
+//! second, kernels in one bundle for each run of a step ([`add_run`]).
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -158,7 +158,8 @@ pub fn add_run(run: StepRun) {
     }
 }
 
-/// Collects events from its creation until it is dropped. Several may be open at once; each sees what happens in its own time.
+/// Collects events from its creation until it is dropped. Several may be open at once; each sees what happens
+/// in its own time.
 ///
 /// ```no_run
 /// let profile = kiln_profile::Profile::start();
@@ -208,7 +209,8 @@ impl Profile {
         }
     }
 
-    /// Writes what happened so far as a Chrome trace, which Perfetto (<https://ui.perfetto.dev>) and `chrome://tracing` open.
+    /// Writes what happened so far as a Chrome trace, which Perfetto (<https://ui.perfetto.dev>) and
+    /// `chrome://tracing` open.
     ///
     /// # Errors
     ///

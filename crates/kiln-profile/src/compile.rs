@@ -1,7 +1,7 @@
 //! Compile times: what each step cost before it could run, stage by stage.
 //!
-//! Always collected: a compilation takes milliseconds at least, and its record a microsecond. The list is bounded, because a program that
-//! recompiles for ever must not grow for ever.
+//! Always collected: a compilation takes milliseconds at least, and its record a microsecond. The list is
+//! bounded, because a program that recompiles for ever must not grow for ever.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -18,7 +18,8 @@ static STEPS: Mutex<VecDeque<StepCompile>> = Mutex::new(VecDeque::new());
 /// One stage of a compilation.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Stage {
-    /// What it is called: `record`, `import`, a pass, `partition`, `schedule`, `kernels`, `plan`, `emit`, `cc`, `load`.
+    /// What it is called: `record`, `import`, a pass, `partition`, `schedule`, `kernels`, `plan`, `emit`,
+    /// `cc`, `load`.
     pub name: String,
     /// How long it took.
     pub seconds: f64,

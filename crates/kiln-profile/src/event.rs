@@ -81,7 +81,8 @@ pub struct OperationShare {
     pub op: String,
     /// The recorded Burn operation, if known.
     pub operation: Option<String>,
-    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that
+    /// operation's.
     pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
     pub location: Option<String>,

@@ -1,12 +1,14 @@
-//! Where the time of a program goes: events while a [`Profile`] is open, and the compile times of the process.
+//! Where the time of a program goes: events while a [`Profile`] is open, and the compile times of the
+//! process.
 //!
 //! ```text
 //! span(..), instant(..)      any crate ──►  collect  ──► Trace ──► chrome   a file for Perfetto
 //! StepRun, KernelTime        executors ──►                    └──► summary  tables by kernel and by operation
 //! ```
 //!
-//! While no profile is open a span is one load of an atomic flag, and nothing else happens. While one is open, a kernel costs two readings of the
-//! clock and one entry of a list: names, arguments, phases and arrows are added when the trace is written.
+//! While no profile is open a span is one load of an atomic flag, and nothing else happens. While one is
+//! open, a kernel costs two readings of the clock and one entry of a list: names, arguments, phases and
+//! arrows are added when the trace is written.
 //!
 //! ```
 //! use kiln_profile::{Category, span};

@@ -1,7 +1,8 @@
 //! A trace as tables: by kernel, by Burn operation, by what the host did.
 //!
-//! A kernel's time is shared among the operations it fuses in proportion to their work. What one operation costs inside a fused kernel cannot be measured
-//! without taking the kernel apart; the share says where to look.
+//! A kernel's time is shared among the operations it fuses in proportion to their work. What one operation
+//! costs inside a fused kernel cannot be measured without taking the kernel apart; the share says where to
+//! look.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -62,7 +63,8 @@ pub struct KernelRow {
 pub struct OperationRow {
     /// The Burn operation, or the primitive where no operation is known.
     pub operation: String,
-    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that
+    /// operation's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.

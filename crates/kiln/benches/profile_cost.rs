@@ -1,8 +1,10 @@
 //! What an open profile adds to a training step.
 //!
-//! A transformer encoder with AdamW through `TrainStep`, with many kernels of some ten to some hundred microseconds: a step in which the events of a profile weigh the most.
-//! Steps with a profile and without take turns, so that a machine that slows down slows both. Noise hits single pairs: what counts is the median over the pairs of the ratio of
-//! their times, and on a busy machine the ratio of the shortest times. Steps without a profile are compared with one another in the same way, which says how much of the result
+//! A transformer encoder with AdamW through `TrainStep`, with many kernels of some ten to some hundred
+//! microseconds: a step in which the events of a profile weigh the most. Steps with a profile and without
+//! take turns, so that a machine that slows down slows both. Noise hits single pairs: what counts is the
+//! median over the pairs of the ratio of their times, and on a busy machine the ratio of the shortest times.
+//! Steps without a profile are compared with one another in the same way, which says how much of the result
 //! is noise. Once on one thread, once on all cores, where the pieces of other threads are timed too.
 //!
 //! ```text

@@ -16,9 +16,10 @@ pub type KilnTensor = RouterTensor<KilnClient>;
 
 /// Something a step takes or gives: a tensor, or a structure that holds tensors and plain values.
 ///
-/// Implemented for tensors of `Kiln` and `Autodiff<Kiln>`, tuples, arrays, `Vec`, `Option`, numbers, `bool` and `String`, and for structs through
-/// `#[derive(StepInput)]`. Tensors are arguments of the compiled step. Everything else is part of its identity: a step called with another number,
-/// length or variant is another step, recorded anew.
+/// Implemented for tensors of `Kiln` and `Autodiff<Kiln>`, tuples, arrays, `Vec`, `Option`, numbers, `bool`
+/// and `String`, and for structs through `#[derive(StepInput)]`. Tensors are arguments of the compiled step.
+/// Everything else is part of its identity: a step called with another number, length or variant is another
+/// step, recorded anew.
 ///
 /// ```
 /// use burn_tensor::backend::Backend;
@@ -36,11 +37,13 @@ pub trait StepInput: Sized {
     /// Shows every tensor and every plain value to `visitor`, in a fixed order.
     fn visit(&self, visitor: &mut InputVisitor);
 
-    /// The same structure with every tensor replaced by what `map` makes of it, in the order of [`StepInput::visit`].
+    /// The same structure with every tensor replaced by what `map` makes of it, in the order of
+    /// [`StepInput::visit`].
     fn map(self, map: &mut dyn TensorMap) -> Self;
 }
 
-/// What [`StepInput::map`] does to each tensor. Closures from tensor to tensor are such maps; they drop a tensor's place in an autograd graph.
+/// What [`StepInput::map`] does to each tensor. Closures from tensor to tensor are such maps; they drop a
+/// tensor's place in an autograd graph.
 pub trait TensorMap {
     /// What stands for `tensor`.
     fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor;

@@ -1,13 +1,14 @@
 //! `KILN_LOG`: what Kiln decides, one line an event, on standard error.
 //!
-//! A comma-separated list of [`WORDS`], or of filters as tracing-subscriber's `EnvFilter` takes them (`info`, `kiln=debug`):
+//! A comma-separated list of [`WORDS`], or of filters as tracing-subscriber's `EnvFilter` takes them (`info`,
+//! `kiln=debug`):
 //!
 //! ```text
 //! KILN_LOG=recompiles,graph_breaks cargo run
 //! ```
 //!
-//! Nothing is written, and nothing is formatted, unless the variable is set. A program that has a subscriber of its own gets the same events there, under the targets
-//! `kiln::recompiles` and so on.
+//! Nothing is written, and nothing is formatted, unless the variable is set. A program that has a subscriber
+//! of its own gets the same events there, under the targets `kiln::recompiles` and so on.
 
 use std::io::IsTerminal;
 use std::sync::Once;
@@ -51,7 +52,8 @@ pub fn filter(text: &str) -> String {
     filter
 }
 
-/// Writes events to standard error as `KILN_LOG` says; warnings only if it is not set. Does nothing if the program has a subscriber already.
+/// Writes events to standard error as `KILN_LOG` says; warnings only if it is not set. Does nothing if the
+/// program has a subscriber already.
 pub fn init() {
     let text = std::env::var("KILN_LOG").unwrap_or_default();
     let filter = EnvFilter::try_new(filter(&text)).unwrap_or_else(|error| {

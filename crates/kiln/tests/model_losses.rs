@@ -1,10 +1,11 @@
 //! Fifty training steps of a small model of each family, compiled for `cpu` and replayed, against the same
 //! program on `Autodiff<Flex>`: every loss must agree.
 //!
-//! Dropout is off, since burn-flex draws other random numbers. AdamW is taken with an epsilon above rounding errors: it divides
-//! gradients by their own size, so that of a parameter whose gradient is zero but for rounding (a bias before a
-//! normalisation) only noise remains, in any two programs. Networks with batch norm over eight images amplify such noise: they
-//! are trained by plain gradient descent, over fewer steps, and compared less closely.
+//! Dropout is off, since burn-flex draws other random numbers. AdamW is taken with an epsilon above rounding
+//! errors: it divides gradients by their own size, so that of a parameter whose gradient is zero but for
+//! rounding (a bias before a normalisation) only noise remains, in any two programs. Networks with batch norm
+//! over eight images amplify such noise: they are trained by plain gradient descent, over fewer steps, and
+//! compared less closely.
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
@@ -32,8 +33,8 @@ const CLASSES: usize = 5;
 const VOCABULARY: usize = 40;
 /// Largest relative difference of a loss.
 const TOLERANCE: f64 = 1e-4;
-/// The same for networks with batch norm: eight images leave it eight numbers a channel in the last layers, and it amplifies rounding by the
-/// inverse of their deviation.
+/// The same for networks with batch norm: eight images leave it eight numbers a channel in the last layers,
+/// and it amplifies rounding by the inverse of their deviation.
 const NORMALISED: f64 = 1e-2;
 
 /// Numbers from -1 to 1 without a pattern that a model could see; five batches that come again and again.

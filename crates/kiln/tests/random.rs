@@ -1,5 +1,5 @@
-//! Random numbers: the same however a program is run. The generator is the process's, so these tests take turns, and have
-//! a program of their own.
+//! Random numbers: the same however a program is run. The generator is the process's, so these tests take
+//! turns, and have a program of their own.
 
 use std::sync::{Mutex, PoisonError};
 

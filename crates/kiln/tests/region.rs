@@ -337,7 +337,8 @@ fn a_dtype_and_a_branch_recompile() {
     assert!(reasons[1].contains("f32 [2] became f64 [2]"), "{reasons:?}");
 }
 
-/// Rewrites know a negation, so the factor -1 is part of a step's identity; any other factor is an argument of the step.
+/// Rewrites know a negation, so the factor -1 is part of a step's identity; any other factor is an argument
+/// of the step.
 #[test]
 fn a_factor_is_an_argument_unless_it_negates() {
     let mut region = region();

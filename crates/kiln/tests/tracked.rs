@@ -1,4 +1,5 @@
-//! A compiled function in an eager training loop: gradients from a compiled backward pass, found where the program looks for them.
+//! A compiled function in an eager training loop: gradients from a compiled backward pass, found where the
+//! program looks for them.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -84,7 +85,8 @@ fn train(
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     Kiln::seed(&device(), 7);
     let mut model = model.clone();
-    // Linear in the gradients: where Adam divides by them, rounding decides the sign of a gradient that is zero.
+    // Linear in the gradients: where Adam divides by them, rounding decides the sign of a gradient that is
+    // zero.
     let mut optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
     let mut losses = Vec::new();
     for step in 0..5 {
@@ -108,7 +110,8 @@ fn train(
 fn an_eager_loop_with_a_compiled_forward_pass_trains_as_the_eager_one() {
     let _turn = take_turns();
     Kiln::seed(&device(), 3);
-    // Copies of a model share its running statistics, and draw weights that nobody has used yet once more: each run loads one record.
+    // Copies of a model share its running statistics, and draw weights that nobody has used yet once more:
+    // each run loads one record.
     let drawn = Perceptron::<B>::new(&device()).into_record();
     let model = Perceptron::<B>::new(&device()).load_record(drawn);
     let fresh = || {

@@ -138,8 +138,8 @@ impl BertConfig {
         })
     }
 
-    /// Reads the text of a `config.json`. Fields that do not matter to the model are passed over, and a warning
-    /// names those that are not known.
+    /// Reads the text of a `config.json`. Fields that do not matter to the model are passed over, and a
+    /// warning names those that are not known.
     ///
     /// # Errors
     ///

@@ -43,8 +43,8 @@ impl<B: Backend> BertForSequenceClassification<B> {
         self.classifier.forward(self.dropout.forward(pooled))
     }
 
-    /// The loss of one label per text, `labels` `[batch]`: mean cross entropy of classes or, in a regression on one
-    /// number ([`BertConfig::problem`]), the mean squared error of whole numbers. Output `[1]`.
+    /// The loss of one label per text, `labels` `[batch]`: mean cross entropy of classes or, in a regression
+    /// on one number ([`BertConfig::problem`]), the mean squared error of whole numbers. Output `[1]`.
     ///
     /// # Panics
     ///

@@ -56,8 +56,8 @@ impl Activation {
 
 /// Exact GELU, `x Φ(x) = x (1 + erf(x / √2)) / 2`, of any shape.
 ///
-/// Composed rather than Burn's own function: backends that do not bring a gradient of their own for that one get its approximation by the
-/// hyperbolic tangent, which is up to 1e-3 off.
+/// Composed rather than Burn's own function: backends that do not bring a gradient of their own for that one
+/// get its approximation by the hyperbolic tangent, which is up to 1e-3 off.
 pub fn gelu<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     let twice = (x.clone() * std::f64::consts::FRAC_1_SQRT_2).erf() + 1.0;
     x * twice * 0.5

@@ -115,14 +115,14 @@ impl LlamaConfig {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
-    /// Reads the text of a `config.json`. Fields that do not matter to the model are passed over, and a warning
-    /// names those that are not known.
+    /// Reads the text of a `config.json`. Fields that do not matter to the model are passed over, and a
+    /// warning names those that are not known.
     ///
     /// # Errors
     ///
     /// Text that is not such a configuration, sizes that no model can have, and variants that are not
-    /// implemented (`yarn` and other scalings, partial rotation, attention that is not causal, quantized weights,
-    /// unknown activations).
+    /// implemented (`yarn` and other scalings, partial rotation, attention that is not causal, quantized
+    /// weights, unknown activations).
     pub fn from_hf_json(text: &str) -> Result<Self, ModelError> {
         let file: HfLlamaConfig = serde_json::from_str(text).map_err(|source| ModelError::Parse {
             family: FAMILY,
@@ -273,8 +273,8 @@ struct HfLlamaConfig {
     max_position_embeddings: Option<usize>,
     rms_norm_eps: Option<f64>,
     rope_theta: Option<f64>,
-    /// Where newer versions keep the base and the scaling together; `rope_scaling` is the older name, and what it
-    /// says goes before.
+    /// Where newer versions keep the base and the scaling together; `rope_scaling` is the older name, and
+    /// what it says goes before.
     rope_parameters: Option<Map<String, Value>>,
     rope_scaling: Option<Map<String, Value>>,
     /// Goes before the field of the same name in the scaling.

@@ -14,8 +14,9 @@ pub use zoo::{VisionConfig, VisionModel};
 
 use crate::ModelError;
 
-/// Whether a network that was built for colour images takes a batch of shape `[batch, channels, height, width]`;
-/// `least` is the smallest side that its pools and strides leave a pixel of.
+/// Whether a network that was built for colour images takes a batch of shape
+/// `[batch, channels, height, width]`; `least` is the smallest side that its pools and strides leave a pixel
+/// of.
 fn check_images(family: &'static str, dims: [usize; 4], least: usize) -> Result<(), ModelError> {
     let [_, channels, height, width] = dims;
     let reason = if channels == 1 {

@@ -146,7 +146,8 @@ impl<B: Backend> VisionModel<B> {
     ///
     /// # Errors
     ///
-    /// [`ModelError::Input`] for images that are not RGB, too small, or not of the size a transformer was built for.
+    /// [`ModelError::Input`] for images that are not RGB, too small, or not of the size a transformer was
+    /// built for.
     pub fn check_images(&self, dims: [usize; 4]) -> Result<(), ModelError> {
         each!(self, model => model.check_images(dims))
     }

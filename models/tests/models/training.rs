@@ -184,8 +184,8 @@ fn inputs_that_do_not_fit_are_named() {
     );
 }
 
-/// The loss is that of `problem_type`: with one number per text a squared error, not the cross entropy of one class,
-/// which is always 0.
+/// The loss is that of `problem_type`: with one number per text a squared error, not the cross entropy of one
+/// class, which is always 0.
 #[test]
 fn one_number_per_text_is_a_regression() {
     let device = Default::default();

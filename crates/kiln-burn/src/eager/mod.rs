@@ -1,18 +1,21 @@
 //! Eager execution: one recorded operation, run at once on burn-flex.
 //!
-//! `burn-router` describes every backend call as an [`OperationIr`] whose operands are ids. [`run`] looks the operands up in a
-//! [`TensorStore`], calls the operation of the same name on [`Flex`], and stores the results. All three tensor kinds are
-//! `FlexTensor` there, so operations that only move elements share one table of functions per kind.
+//! `burn-router` describes every backend call as an [`OperationIr`] whose operands are ids. [`run`] looks the
+//! operands up in a [`TensorStore`], calls the operation of the same name on [`Flex`], and stores the
+//! results. All three tensor kinds are `FlexTensor` there, so operations that only move elements share one
+//! table of functions per kind.
 //!
 //! Two rules keep this safe and fast:
 //!
-//! - An operand whose status is `ReadWrite` is used for the last time and leaves the store, so that burn-flex owns its buffer
-//!   and may work in place. If the same tensor is also another operand of the operation, it leaves at the end.
-//! - Results have the element type the stream announces, even where burn-flex prefers another (it indexes with 64 bits).
+//! - An operand whose status is `ReadWrite` is used for the last time and leaves the store, so that burn-flex
+//!   owns its buffer and may work in place. If the same tensor is also another operand of the operation, it
+//!   leaves at the end.
+//! - Results have the element type the stream announces, even where burn-flex prefers another (it indexes
+//!   with 64 bits).
 //!
-//! Random operations do not use burn-flex's generator. Each is a draw from its own Philox stream ([`kiln_graph::philox`]) followed by the
-//! arithmetic below. The import emits exactly these steps as primitives, so eager and compiled results agree bit for bit; each step
-//! rounds once to the type named.
+//! Random operations do not use burn-flex's generator. Each is a draw from its own Philox stream
+//! ([`kiln_graph::philox`]) followed by the arithmetic below. The import emits exactly these steps as
+//! primitives, so eager and compiled results agree bit for bit; each step rounds once to the type named.
 //!
 //! | distribution | float tensor of type `d` | integer tensor |
 //! | --- | --- | --- |
@@ -21,8 +24,8 @@
 //! | `Normal(mean, deviation)` | `normal(d) * deviation + mean` in `d` | the same in f64, then truncated |
 //! | `Bernoulli(p)` | `uniform < p ? 1 : 0`, drawn and compared in f32 (f64 for f64) | the same in f32 |
 //!
-//! A panic inside burn-flex (shapes that do not fit, say) passes through: it is the user's panic. The store lost the operands
-//! nobody else could have used, nothing more.
+//! A panic inside burn-flex (shapes that do not fit, say) passes through: it is the user's panic. The store
+//! lost the operands nobody else could have used, nothing more.
 
 mod base;
 mod float;
@@ -99,10 +102,12 @@ impl OperationError {
     }
 }
 
-/// Draws the position of the next random operation: the seed of the device's generator and a stream nobody else has.
+/// Draws the position of the next random operation: the seed of the device's generator and a stream nobody
+/// else has.
 pub type NextStream<'a> = dyn FnMut() -> (u64, u64) + 'a;
 
-/// Runs `operation` on burn-flex, operands and results in `tensors`; `random` is called once for each random operation.
+/// Runs `operation` on burn-flex, operands and results in `tensors`; `random` is called once for each random
+/// operation.
 ///
 /// `Drop` takes its tensor out of the store; `Init` does nothing.
 ///

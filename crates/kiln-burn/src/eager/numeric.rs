@@ -226,8 +226,8 @@ fn largest(input: &FlexTensor, axis: usize, out: &TensorIr) -> Result<FlexTensor
     })
 }
 
-/// An extreme of all elements: along the only dimension of their list. burn-flex's own reduction of everything passes over NaN, its reduction of a
-/// dimension does not; one of the two must hold for all.
+/// An extreme of all elements: along the only dimension of their list. burn-flex's own reduction of
+/// everything passes over NaN, its reduction of a dimension does not; one of the two must hold for all.
 fn over_all(f: ReduceDim, d: &ReduceOpIr, s: &mut Operands<'_, impl TensorStore>) -> Done {
     let input = s.take(&d.input)?;
     let count = input.layout().num_elements();

@@ -10,7 +10,8 @@ use kiln_graph::{DType, HostTensor, Scalar, Shape, philox};
 
 use crate::execute::convert;
 
-/// The bounds of [`Distribution::Default`] for an integer type, as the half-open range of [`RandomKind::IntRange`].
+/// The bounds of [`Distribution::Default`] for an integer type, as the half-open range of
+/// [`RandomKind::IntRange`].
 pub(crate) fn full_range(dtype: DType) -> (i64, i64) {
     match dtype {
         DType::I8 => (i64::from(i8::MIN), i64::from(i8::MAX) + 1),

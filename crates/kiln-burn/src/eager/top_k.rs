@@ -1,7 +1,8 @@
 //! The places of the largest elements along a dimension.
 //!
-//! burn-flex has no top-k, and its sort leaves the order of equal elements open; results must not depend on how a program is
-//! run. So: a stable order, largest first, the first one first among equals, NaN before everything.
+//! burn-flex has no top-k, and its sort leaves the order of equal elements open; results must not depend on
+//! how a program is run. So: a stable order, largest first, the first one first among equals, NaN before
+//! everything.
 
 use std::cmp::Ordering;
 
@@ -11,8 +12,8 @@ use kiln_graph::DType;
 
 use crate::execute::convert;
 
-/// `int64[.., k, ..]`: the indices along `axis` of the `k` largest elements of `tensor`, largest first. All of them if there are
-/// fewer than `k`. None if the element type has no order.
+/// `int64[.., k, ..]`: the indices along `axis` of the `k` largest elements of `tensor`, largest first. All
+/// of them if there are fewer than `k`. None if the element type has no order.
 pub(crate) fn top_k_indices(tensor: &FlexTensor, axis: usize, k: usize) -> Option<FlexTensor> {
     let host = convert::to_host(tensor)?;
     let shape = host.ty().shape.clone();

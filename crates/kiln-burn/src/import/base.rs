@@ -166,8 +166,8 @@ struct Strided {
     reversed: Dims,
 }
 
-/// Burn's ranges say *which* elements (`start..end`, negative counting from the end, clamped), the step in which order: a
-/// negative one starts from the last element of the range.
+/// Burn's ranges say *which* elements (`start..end`, negative counting from the end, clamped), the step in
+/// which order: a negative one starts from the last element of the range.
 fn strided(ranges: &[Slice], shape: &Shape) -> Strided {
     let mut strided = Strided {
         starts: Dims::from_elem(0, shape.rank()),
@@ -282,8 +282,9 @@ fn scatter_mode(update: IndexingUpdateOp) -> ScatterMode {
     }
 }
 
-/// `data` as rows and, for each index tuple (the last dimension of `indices`), the number of the row it names. Each coordinate is looked up among the
-/// coordinates of its dimension, where one out of range is found: the number of the row alone does not show it.
+/// `data` as rows and, for each index tuple (the last dimension of `indices`), the number of the row it
+/// names. Each coordinate is looked up among the coordinates of its dimension, where one out of range is
+/// found: the number of the row alone does not show it.
 fn rows(l: &mut Lower, data: Value, indices: Value) -> Result<(Value, Value), Fault> {
     let (shape, tuples) = (l.shape(data), l.shape(indices));
     let last = tuples.rank() - 1;

@@ -1,9 +1,10 @@
 //! Operations kept whole inside a graph.
 //!
-//! Some operations have no lowering: grid sampling, deformable convolution, CTC loss, bicubic and Lanczos interpolation.
-//! They become [`Op::Extern`] nodes whose attributes are the recorded operation as JSON, its tensor ids replaced by positions (operands
-//! first, then results, each in the order of `OperationIr::inputs` and `outputs`). So equal operations have equal attributes, and
-//! any executor can hand the node back to burn-flex: [`run`] does that.
+//! Some operations have no lowering: grid sampling, deformable convolution, CTC loss, bicubic and Lanczos
+//! interpolation. They become [`Op::Extern`] nodes whose attributes are the recorded operation as JSON, its
+//! tensor ids replaced by positions (operands first, then results, each in the order of `OperationIr::inputs`
+//! and `outputs`). So equal operations have equal attributes, and any executor can hand the node back to
+//! burn-flex: [`run`] does that.
 
 use burn_flex::FlexTensor;
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};

@@ -1,4 +1,5 @@
-//! Lowering of operations of one tensor kind alone: functions and products of floats, bits of integers, logic.
+//! Lowering of operations of one tensor kind alone: functions and products of floats, bits of integers,
+//! logic.
 
 use burn_ir::{
     BoolOperationIr, CastOpIr, CrossOpIr, FloatOperationIr, IntOperationIr, MatmulOpIr, OperationIr,
@@ -92,8 +93,8 @@ fn matmul(l: &mut Lower, d: &MatmulOpIr) -> Done {
     l.define(&d.out, out)
 }
 
-/// `[.., m, k] x [.., k, n] -> out`, batch dimensions broadcast. One matrix on the right serves all batches without being
-/// repeated.
+/// `[.., m, k] x [.., k, n] -> out`, batch dimensions broadcast. One matrix on the right serves all batches
+/// without being repeated.
 pub(super) fn product(l: &mut Lower, a: Value, b: Value, out: &Shape) -> Result<Value, Fault> {
     let batch = out.rank() - 2;
     let (m, n) = (out[batch], out[batch + 1]);

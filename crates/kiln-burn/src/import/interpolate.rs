@@ -1,8 +1,8 @@
-//! Lowering of interpolation: nearest and bilinear through indices and weights of each dimension, their gradients by adding
-//! back. Bicubic and Lanczos stay whole.
+//! Lowering of interpolation: nearest and bilinear through indices and weights of each dimension, their
+//! gradients by adding back. Bicubic and Lanczos stay whole.
 //!
-//! Coordinates are computed in f64 as burn-flex computes them, so that every index is the same: a coordinate that a rounding error moves across
-//! an integer would read another pixel.
+//! Coordinates are computed in f64 as burn-flex computes them, so that every index is the same: a coordinate
+//! that a rounding error moves across an integer would read another pixel.
 
 use burn_ir::{InterpolateBackwardOpIr, InterpolateModeIr, InterpolateOpIr, OperationIr};
 use kiln_graph::op::{BinaryOp, ScatterMode, UnaryOp};

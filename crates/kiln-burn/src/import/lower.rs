@@ -154,8 +154,8 @@ impl Lower {
         self.define(ir, value)
     }
 
-    /// The next scalar of the operation as a rank-0 value: a constant or a runtime scalar. Must be called once for each
-    /// scalar, in order.
+    /// The next scalar of the operation as a rank-0 value: a constant or a runtime scalar. Must be called
+    /// once for each scalar, in order.
     pub(super) fn scalar(&mut self, value: ScalarIr, dtype: DType) -> Result<Value, Fault> {
         let nth = self.nth;
         self.nth += 1;

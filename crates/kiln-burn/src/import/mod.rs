@@ -1,18 +1,19 @@
 //! Import: from recorded operations to a [`Graph`].
 //!
-//! [`import`] goes over the operations once, in order. Each is lowered to primitives whose values take the places of its
-//! results: a table maps tensor ids to values. A tensor no operation of the recording defined is an argument of
-//! the graph, numbered by first use. What each primitive means is [`kiln_graph::op`]'s business; what each operation means is burn-flex's, whose
-//! results the primitives must give. Where the two differ in corners (the remainder of infinities, NaN in
-//! max pooling, shifts beyond the width) the primitive's meaning holds.
+//! [`import`] goes over the operations once, in order. Each is lowered to primitives whose values take the
+//! places of its results: a table maps tensor ids to values. A tensor no operation of the recording defined
+//! is an argument of the graph, numbered by first use. What each primitive means is [`kiln_graph::op`]'s
+//! business; what each operation means is burn-flex's, whose results the primitives must give. Where the two
+//! differ in corners (the remainder of infinities, NaN in max pooling, shifts beyond the width) the
+//! primitive's meaning holds.
 //!
-//! Scalars become constants or runtime scalars as [`crate::stream::scalars_are_static`] says; runtime scalars are
-//! numbered in the order of the graph, and [`Imported::scalars`] says where each comes from. A random operation is
-//! a draw from its own stream, whose seed and number are runtime scalars too, followed by the arithmetic that
-//! [`crate::eager`] documents.
+//! Scalars become constants or runtime scalars as [`crate::stream::scalars_are_static`] says; runtime scalars
+//! are numbered in the order of the graph, and [`Imported::scalars`] says where each comes from. A random
+//! operation is a draw from its own stream, whose seed and number are runtime scalars too, followed by the
+//! arithmetic that [`crate::eager`] documents.
 //!
-//! An operation without lowering stays whole as [`Op::Extern`](kiln_graph::Op::Extern) (see [`external`]). Operations that nothing else uses are
-//! lowered like all others; removing them is a transform's work.
+//! An operation without lowering stays whole as [`Op::Extern`](kiln_graph::Op::Extern) (see [`external`]).
+//! Operations that nothing else uses are lowered like all others; removing them is a transform's work.
 
 mod base;
 mod conv;

@@ -130,8 +130,9 @@ fn linear_weight_backward(l: &mut Lower, d: &LinearWeightBackwardOpIr) -> Done {
     l.define(&d.out, out)
 }
 
-/// `softmax(mask(softcap(q k^T * scale)) + bias) v`. A query all of whose keys are masked gives zeros: the row maximum is kept
-/// finite and the row sum positive. Half types compute in f32 throughout, as burn-flex does.
+/// `softmax(mask(softcap(q k^T * scale)) + bias) v`. A query all of whose keys are masked gives zeros: the
+/// row maximum is kept finite and the row sum positive. Half types compute in f32 throughout, as burn-flex
+/// does.
 fn attention(l: &mut Lower, d: &AttentionOpIr) -> Done {
     let (q, k, v) = (l.input(&d.query)?, l.input(&d.key)?, l.input(&d.value)?);
     let dtype = l.dtype(q);

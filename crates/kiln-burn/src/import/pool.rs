@@ -1,11 +1,12 @@
 //! Lowering of pooling in one and two dimensions.
 //!
-//! Average and max pooling have primitives. burn-flex gives a window that starts beyond the padded input (in ceil mode) an
-//! output of its own where the primitives do not; such shapes are rare and stay whole.
+//! Average and max pooling have primitives. burn-flex gives a window that starts beyond the padded input (in
+//! ceil mode) an output of its own where the primitives do not; such shapes are rare and stay whole.
 //!
-//! Adaptive average pooling is ordinary average pooling where the output extents divide the input's. Elsewhere windows differ in
-//! size: output `i` is the mean of inputs `floor(i n / m) .. ceil((i + 1) n / m)`, which is a product with an `[m, n]` matrix of weights
-//! along each dimension.
+//! Adaptive average pooling is ordinary average pooling where the output extents divide the input's.
+//! Elsewhere windows differ in size: output `i` is the mean of inputs
+//! `floor(i n / m) .. ceil((i + 1) n / m)`, which is a product with an `[m, n]` matrix of weights along each
+//! dimension.
 
 use burn_ir::{ModuleOperationIr, OperationIr, TensorIr};
 use kiln_graph::op::{BinaryOp, CompareOp, Dims, DotDims, Window};

@@ -1,4 +1,5 @@
-//! The programs of the `import` tests on compiled steps. A binary of its own: each program is one more run of the C compiler.
+//! The programs of the `import` tests on compiled steps. A binary of its own: each program is one more run of
+//! the C compiler.
 
 #[path = "../import/check.rs"]
 mod check;

@@ -272,7 +272,8 @@ pub struct Tolerance {
 }
 
 impl Tolerance {
-    /// Some tens of units in the last place of the type: sums are taken in other orders, functions computed otherwise.
+    /// Some tens of units in the last place of the type: sums are taken in other orders, functions computed
+    /// otherwise.
     fn of(dtype: DType) -> Self {
         let relative = match dtype {
             DType::F64 => 1e-11,

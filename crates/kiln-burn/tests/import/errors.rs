@@ -143,7 +143,8 @@ fn only_dying_operands_are_overwritten() {
     }
 }
 
-/// Where burn-flex works in place, it gets to: a dying operand's buffer is the result's, a living one's is not.
+/// Where burn-flex works in place, it gets to: a dying operand's buffer is the result's, a living one's is
+/// not.
 #[test]
 fn a_dying_operand_gives_its_buffer() {
     for status in [TensorStatus::ReadOnly, TensorStatus::ReadWrite] {

@@ -1,8 +1,9 @@
 //! Import and executors against burn-flex.
 //!
-//! Each test is a Burn program. It runs on burn-flex as it is, and on a backend that runs every operation eagerly and logs it
-//! ([`record`]). The log is imported and the graph run on every executor. All must agree ([`check`]): eager with burn-flex
-//! exactly, executors with eager exactly for integers and within rounding for floats.
+//! Each test is a Burn program. It runs on burn-flex as it is, and on a backend that runs every operation
+//! eagerly and logs it ([`record`]). The log is imported and the graph run on every executor. All must agree
+//! ([`check`]): eager with burn-flex exactly, executors with eager exactly for integers and within rounding
+//! for floats.
 
 mod check;
 mod errors;

@@ -153,7 +153,8 @@ programs! {
     }
 }
 
-/// The router composes sign and others of its own operations, which do not keep NaN as burn-flex does: executors only.
+/// The router composes sign and others of its own operations, which do not keep NaN as burn-flex does:
+/// executors only.
 #[test]
 fn special_values() {
     use crate::record::Log;

@@ -1,7 +1,7 @@
 //! Generated programs with gradients: every executor against eager execution.
 //!
-//! A program is a list of steps over a growing pool of matrices of one shape. The functions are continuous and their values bounded, so that
-//! a difference is a fault and not a rounding error that grew.
+//! A program is a list of steps over a growing pool of matrices of one shape. The functions are continuous
+//! and their values bounded, so that a difference is a fault and not a rounding error that grew.
 
 use burn_autodiff::Autodiff;
 use burn_backend::{AutodiffBackend, DType};

@@ -1,8 +1,9 @@
-//! One primitive, or a whole graph, on candle and on the plain interpreter, and when their results count as equal.
+//! One primitive, or a whole graph, on candle and on the plain interpreter, and when their results count as
+//! equal.
 //!
-//! Both round once per primitive, so results of one primitive differ by what the functions differ by in f64, and by one unit
-//! in the last place of a narrower type where that straddles a rounding border. Products of matrices accumulate in f32
-//! here, so they are compared relative to the largest element.
+//! Both round once per primitive, so results of one primitive differ by what the functions differ by in f64,
+//! and by one unit in the last place of a narrower type where that straddles a rounding border. Products of
+//! matrices accumulate in f32 here, so they are compared relative to the largest element.
 
 use std::sync::Arc;
 
@@ -33,7 +34,8 @@ pub enum Relative {
     Tensor,
 }
 
-/// The relative difference allowed after one primitive: some units in the last place in f64, one or two in the others.
+/// The relative difference allowed after one primitive: some units in the last place in f64, one or two in
+/// the others.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-12,
@@ -55,8 +57,8 @@ fn smallest(dtype: DType) -> f64 {
     }
 }
 
-/// Panics unless the tensors are equal: bits for integers and bools, NaN for NaN, infinities of one sign, and finite
-/// floats within the tolerance times `slack`.
+/// Panics unless the tensors are equal: bits for integers and bools, NaN for NaN, infinities of one sign, and
+/// finite floats within the tolerance times `slack`.
 pub fn assert_close(got: &HostTensor, expected: &HostTensor, by: Relative, slack: f64, what: &str) {
     assert_eq!(got.ty(), expected.ty(), "{what}");
     let dtype = got.ty().dtype;

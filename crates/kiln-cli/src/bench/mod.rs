@@ -1,9 +1,9 @@
 //! `kiln bench`: one training step, timed.
 //!
 //! The step is what users run: forward pass, loss, backward pass and AdamW through [`kiln::TrainStep`], on
-//! random inputs, one step after the other. `first` is the time of the first call, which records, compiles and
-//! runs the step. `median` and `min` are of calls after the step is replayed. The fields are those of the peers in `crates/kiln-cli/peers`, so that lines
-//! can stand beside each other.
+//! random inputs, one step after the other. `first` is the time of the first call, which records, compiles
+//! and runs the step. `median` and `min` are of calls after the step is replayed. The fields are those of the
+//! peers in `crates/kiln-cli/peers`, so that lines can stand beside each other.
 
 mod subject;
 mod table;
@@ -149,7 +149,8 @@ impl Times {
     }
 }
 
-/// Calls `step` until it is warm and then `steps` times. `step` returns how many calls were recorded so far, too.
+/// Calls `step` until it is warm and then `steps` times. `step` returns how many calls were recorded so far,
+/// too.
 fn time<T>(
     steps: usize,
     mut step: impl FnMut() -> Result<(T, u64), CliError>,

@@ -2,8 +2,8 @@
 //!
 //! Every measurement is a process of its own, so that memory is one program's and nothing is warm by
 //! accident, and the programs take turns, so that a machine which slows down slows all of them. Of the rounds
-//! the one with the median step time counts. Every process compiles anew, with its caches in a new folder; the
-//! line "cached" is a second process of ours that finds the first one's cache.
+//! the one with the median step time counts. Every process compiles anew, with its caches in a new folder;
+//! the line "cached" is a second process of ours that finds the first one's cache.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -45,8 +45,8 @@ struct Program {
 }
 
 impl Program {
-    /// Measures one row, with caches of compiled code in `cache`; none with a note on standard error if the program
-    /// does not know the model or fails.
+    /// Measures one row, with caches of compiled code in `cache`; none with a note on standard error if the
+    /// program does not know the model or fails.
     fn measure(
         &self,
         row: (&str, usize, usize, usize),

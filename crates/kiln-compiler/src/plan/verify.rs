@@ -1,17 +1,21 @@
 //! Verification of a finished plan, from its result alone.
 //!
-//! The verifier knows the kernels, what each reads, writes and stores where, and the plan. It knows nothing of how the plan was made. Memory is a set of
-//! spaces: the arena, each argument, and each output that takes over no argument; an output that does is in the argument's space. A buffer *lives* from
-//! the kernel that first writes it to the last that touches it, an argument from before the first kernel, an output to after the last.
+//! The verifier knows the kernels, what each reads, writes and stores where, and the plan. It knows nothing
+//! of how the plan was made. Memory is a set of spaces: the arena, each argument, and each output that takes
+//! over no argument; an output that does is in the argument's space. A buffer *lives* from the kernel that
+//! first writes it to the last that touches it, an argument from before the first kernel, an output to after
+//! the last.
 //!
 //! What must hold:
 //!
 //! - everything that a kernel touches has a place, inside its space and aligned;
 //! - nothing is read before it is complete, and every output is made;
 //! - the pieces of a buffer that is written in pieces (a concatenation) are apart and fill it;
-//! - two things share bytes only while one of them does not live. At the kernel where one dies and the other is made they may be one memory handed on, if
-//!   that kernel reads each element before, or at, the point where it writes its place ([`super::super::schedule::inplace`]);
-//! - an output takes over an argument only where the graph allows it, at equal size, each argument once, and after every index was looked at.
+//! - two things share bytes only while one of them does not live. At the kernel where one dies and the other
+//!   is made they may be one memory handed on, if that kernel reads each element before, or at, the point
+//!   where it writes its place ([`super::super::schedule::inplace`]);
+//! - an output takes over an argument only where the graph allows it, at equal size, each argument once, and
+//!   after every index was looked at.
 
 use rustc_hash::FxHashMap;
 
@@ -142,7 +146,8 @@ pub enum PlanFault {
     },
 }
 
-/// Checks `plan`; `scratch` are the sizes of the kernels' working memory, and offsets are multiples of `alignment`.
+/// Checks `plan`; `scratch` are the sizes of the kernels' working memory, and offsets are multiples of
+/// `alignment`.
 ///
 /// # Errors
 /// The first fault that is found.
@@ -166,7 +171,8 @@ pub fn verify(
     verifier.memory(scratch, alignment)
 }
 
-/// The kernels that touch a buffer. Kernels count from one here, so that an argument can live before the first.
+/// The kernels that touch a buffer. Kernels count from one here, so that an argument can live before the
+/// first.
 #[derive(Clone, Copy)]
 struct Life {
     first_write: Option<usize>,
@@ -544,7 +550,8 @@ impl Piece {
     }
 }
 
-/// The variables of a store's position with their factors and extents, by factor; none if something else is in it.
+/// The variables of a store's position with their factors and extents, by factor; none if something else is
+/// in it.
 fn digits(store: &Store) -> Option<Vec<(i64, i64)>> {
     let terms = store.position.terms().iter();
     let digits = terms.map(|(atom, factor)| match atom {
@@ -556,7 +563,8 @@ fn digits(store: &Store) -> Option<Vec<(i64, i64)>> {
     Some(digits)
 }
 
-/// Elements that a store to the whole of a buffer writes, each once; none if it writes one twice or leaves a gap.
+/// Elements that a store to the whole of a buffer writes, each once; none if it writes one twice or leaves a
+/// gap.
 fn whole(store: &Store) -> Option<i64> {
     let mut reach = 1;
     for (factor, extent) in digits(store)? {

@@ -6,7 +6,8 @@ use kiln_graph::{Graph, NodeData, Value};
 use super::layout::{Layouts, position};
 use crate::index::{Index, Var, coordinates, linear};
 
-/// The first variable among `candidates` along which every position is contiguous or constant, and some are contiguous: vectors can be read along it.
+/// The first variable among `candidates` along which every position is contiguous or constant, and some are
+/// contiguous: vectors can be read along it.
 pub fn vector_variable(positions: &[Index], candidates: impl IntoIterator<Item = Var>) -> Option<Var> {
     candidates.into_iter().find(|&var| {
         let strides = || positions.iter().map(|position| position.stride(var));
@@ -14,8 +15,8 @@ pub fn vector_variable(positions: &[Index], candidates: impl IntoIterator<Item =
     })
 }
 
-/// The index of operand 0 of the movement that defines `value`, for the element of `value` at `index`; none if the
-/// definition is no movement that an index expresses.
+/// The index of operand 0 of the movement that defines `value`, for the element of `value` at `index`; none
+/// if the definition is no movement that an index expresses.
 pub fn operand_index(graph: &Graph, value: Value, index: &[Index]) -> Option<Vec<Index>> {
     let data = graph.def(value);
     let operand = graph.shape(*data.inputs.first()?);
@@ -78,7 +79,8 @@ pub fn identity(shape: &[usize], first: u32) -> (Vec<Index>, Vec<i64>) {
     (index, extents)
 }
 
-/// [`identity`] with the variables numbered in the order in which the elements lie in memory, so that the last is the contiguous one.
+/// [`identity`] with the variables numbered in the order in which the elements lie in memory, so that the
+/// last is the contiguous one.
 pub fn identity_in(shape: &[usize], order: Option<&Dims>) -> (Vec<Index>, Vec<i64>) {
     let Some(order) = order else {
         return identity(shape, 0);
@@ -92,7 +94,8 @@ pub fn identity_in(shape: &[usize], order: Option<&Dims>) -> (Vec<Index>, Vec<i6
     (index, extents)
 }
 
-/// A value seen as a strided window on a stored buffer: element `i` is `base[offset + sum(i[d] * strides[d])]`.
+/// A value seen as a strided window on a stored buffer: element `i` is
+/// `base[offset + sum(i[d] * strides[d])]`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Strided {
     /// The stored value behind it.
@@ -163,8 +166,8 @@ pub struct Side {
     pub depth: (usize, i64),
 }
 
-/// Operand number `operand` of a product seen through `window` as a batch of matrices; none if its free or contracted dimensions
-/// are not evenly spaced.
+/// Operand number `operand` of a product seen through `window` as a batch of matrices; none if its free or
+/// contracted dimensions are not evenly spaced.
 pub fn side(graph: &Graph, product: &NodeData, operand: usize, window: &Strided) -> Option<Side> {
     let Op::DotGeneral(dims) = &product.op else {
         return None;

@@ -1,10 +1,10 @@
 //! What the scheduler may do with each operation.
 //!
-//! Four classes. *Inline* operations compute nothing worth storing: constants, coordinates, and movements that are
-//! folded into the index at which a consumer reads; so are pointwise operations on nothing but those (a causal mask made
-//! of two coordinates). *Nest* operations become statements of fused loop nests. *Joins* (concatenation) are written by
-//! one loop nest for each operand, directly into its part of the result. *Library* operations run as a kernel of their
-//! own, from a template.
+//! Four classes. *Inline* operations compute nothing worth storing: constants, coordinates, and movements
+//! that are folded into the index at which a consumer reads; so are pointwise operations on nothing but those
+//! (a causal mask made of two coordinates). *Nest* operations become statements of fused loop nests. *Joins*
+//! (concatenation) are written by one loop nest for each operand, directly into its part of the result.
+//! *Library* operations run as a kernel of their own, from a template.
 
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{Graph, Node};
@@ -98,8 +98,8 @@ pub fn is_cheap(op: &Op) -> bool {
     }
 }
 
-/// Whether computing the operation costs more than keeping its result close by until the next pass over a row. These are
-/// functions of many instructions, division aside.
+/// Whether computing the operation costs more than keeping its result close by until the next pass over a
+/// row. These are functions of many instructions, division aside.
 pub fn is_expensive(op: &Op) -> bool {
     match op {
         Op::Unary(op) => !matches!(

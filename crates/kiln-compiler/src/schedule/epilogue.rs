@@ -1,10 +1,13 @@
-//! Epilogues: a loop nest that consumes the result of a contraction, tile by tile, before it ever reaches memory.
+//! Epilogues: a loop nest that consumes the result of a contraction, tile by tile, before it ever reaches
+//! memory.
 //!
-//! A nest may follow a contraction inside its kernel if it runs over exactly the elements of the result, one point for each, and
-//! every point needs that one element only. Bias, activation and its gradient, residual and dropout are like that. Reductions are not: no
-//! tile holds a whole row, and sums over the rows would be kept for each panel of rows.
+//! A nest may follow a contraction inside its kernel if it runs over exactly the elements of the result, one
+//! point for each, and every point needs that one element only. Bias, activation and its gradient, residual
+//! and dropout are like that. Reductions are not: no tile holds a whole row, and sums over the rows would be
+//! kept for each panel of rows.
 //!
-//! The template numbers the elements of its result in its own way: a [`ResultFrame`]. [`ResultFrame::place`] rewrites a nest from its variables to those.
+//! The template numbers the elements of its result in its own way: a [`ResultFrame`]. [`ResultFrame::place`]
+//! rewrites a nest from its variables to those.
 
 use kiln_graph::op::{DotDims, Op};
 use kiln_graph::{Graph, Node, Value};
@@ -67,7 +70,8 @@ impl ResultFrame {
     }
 }
 
-/// The variable among `candidates` along which every access of the nest is contiguous or constant, and some are contiguous.
+/// The variable among `candidates` along which every access of the nest is contiguous or constant, and some
+/// are contiguous.
 pub fn vector_variable(graph: &Graph, nest: &Nest, value: Value, candidates: &[Var]) -> Option<Var> {
     let mut positions: Vec<Index> = Vec::new();
     for (used, indices) in nest.uses.iter().filter(|(used, _)| *used != value) {
@@ -81,7 +85,8 @@ pub fn vector_variable(graph: &Graph, nest: &Nest, value: Value, candidates: &[V
     access::vector_variable(&positions, candidates.iter().copied())
 }
 
-/// Whether the product `node` can be computed by the template, whatever follows it. `stop` says which values have a buffer.
+/// Whether the product `node` can be computed by the template, whatever follows it. `stop` says which values
+/// have a buffer.
 pub fn has_template(
     graph: &Graph,
     policy: &Policy,
@@ -135,8 +140,9 @@ pub fn fits(
     if nest.members.iter().any(reduces) || !complete {
         return false;
     }
-    // An epilogue saves writing and reading the result. Against that, it meets its other operands in pieces of rows, where a nest of its
-    // own streams them; measured, that costs more than it saves where there are more than two of them or sums over the rows to keep.
+    // An epilogue saves writing and reading the result. Against that, it meets its other operands in pieces
+    // of rows, where a nest of its own streams them; measured, that costs more than it saves where there are
+    // more than two of them or sums over the rows to keep.
     let whole = |used: Value| graph.ty(used).numel() == graph.ty(value).numel();
     let streams = nest
         .uses

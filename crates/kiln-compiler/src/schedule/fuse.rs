@@ -1,31 +1,35 @@
 //! Fusion: which operations share a kernel.
 //!
-//! The graph is walked from its end to its beginning, so that when an operation is placed all its users already are, and
-//! each user has said at which index it wants the result. An operation goes, in this order,
+//! The graph is walked from its end to its beginning, so that when an operation is placed all its users
+//! already are, and each user has said at which index it wants the result. An operation goes, in this order,
 //!
-//! 1. into the nest of a user. If that nest is the only user the value never exists in memory; otherwise the nest also
-//!    stores it, and the others read it;
-//! 2. into a nest that reads the same operands over the same space (siblings: a bias gradient beside the gradient it sums up);
+//! 1. into the nest of a user. If that nest is the only user the value never exists in memory; otherwise the
+//!    nest also stores it, and the others read it;
+//! 2. into a nest that reads the same operands over the same space (siblings: a bias gradient beside the
+//!    gradient it sums up);
 //! 3. into a nest of its own.
 //!
-//! At the end, nests over the same space that read the same values and do not depend on each other become one, and those that only make an operand of a
-//! product or convolution go into its kernel ([`super::prologue`]).
+//! At the end, nests over the same space that read the same values and do not depend on each other become
+//! one, and those that only make an operand of a product or convolution go into its kernel
+//! ([`super::prologue`]).
 //!
-//! Movements are never placed: walking through them turns the wanted index of the result into the wanted index of the operand
-//! ([`super::access`]). A value that must exist in memory because a library kernel wants it there is *demanded*; a demanded
-//! movement becomes a copying nest.
+//! Movements are never placed: walking through them turns the wanted index of the result into the wanted
+//! index of the operand ([`super::access`]). A value that must exist in memory because a library kernel wants
+//! it there is *demanded*; a demanded movement becomes a copying nest.
 //!
 //! What keeps fusion sound:
 //!
-//! - *No cycles.* Each group knows the groups reachable from it. An operation with other users may join a group only if that
-//!   group is not reachable from any of them.
-//! - *One store for each element.* A value that others need may only join where its index is a bijection of the loop
-//!   variables in use (all of them, or the row's).
-//! - *No hidden work.* An operation used at an index that skips variables would be computed again and again; that is allowed
-//!   for operations as cheap as a load, or where the computation moves out of the innermost loop.
-//! - *Rows whole.* What a nest makes of a row stays together with the statistics of the row (`rows.rs`; `row.rs` says what a row is).
-//! - *Parts apart.* A group holds operations of the forward pass, or of the backward pass and the optimizer; and of one chunk of rows, where the partition
-//!   asked for chunks.
+//! - *No cycles.* Each group knows the groups reachable from it. An operation with other users may join a
+//!   group only if that group is not reachable from any of them.
+//! - *One store for each element.* A value that others need may only join where its index is a bijection of
+//!   the loop variables in use (all of them, or the row's).
+//! - *No hidden work.* An operation used at an index that skips variables would be computed again and again;
+//!   that is allowed for operations as cheap as a load, or where the computation moves out of the innermost
+//!   loop.
+//! - *Rows whole.* What a nest makes of a row stays together with the statistics of the row (`rows.rs`;
+//!   `row.rs` says what a row is).
+//! - *Parts apart.* A group holds operations of the forward pass, or of the backward pass and the optimizer;
+//!   and of one chunk of rows, where the partition asked for chunks.
 //! - *Bounds.* A nest that touches too many buffers or holds too many operations stops growing.
 
 mod library;
@@ -115,8 +119,9 @@ struct Group {
 
 /// A part of the step whose operations share no kernel with those of other parts.
 ///
-/// What the backward pass computes once more, and what it does at all, stays out of the kernels of the forward pass: otherwise what was recomputed to be
-/// dropped meanwhile would be kept. So do chunks of rows stay out of each other's. A look at indices waits for nothing else: updates wait for it.
+/// What the backward pass computes once more, and what it does at all, stays out of the kernels of the
+/// forward pass: otherwise what was recomputed to be dropped meanwhile would be kept. So do chunks of rows
+/// stay out of each other's. A look at indices waits for nothing else: updates wait for it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Section {
     forward: bool,
@@ -249,8 +254,8 @@ impl<'a> Fuser<'a> {
         self.groups[group].nest.get_or_insert_default()
     }
 
-    /// Notes that `group` reads `value` at `index`, walking through inline operations. `through` looks behind `value`
-    /// itself even where it is demanded (for the nest that makes it).
+    /// Notes that `group` reads `value` at `index`, walking through inline operations. `through` looks behind
+    /// `value` itself even where it is demanded (for the nest that makes it).
     fn visit(&mut self, group: usize, value: Value, index: &[Index], through: bool) {
         if self.class(value) == Class::Inline && (through || !self.demanded.contains_key(&value)) {
             let inputs = self.graph.def(value).inputs.clone();
@@ -322,8 +327,9 @@ impl<'a> Fuser<'a> {
         self.outputs.contains_key(&value) || self.readers.get(&value).is_some_and(|r| !r.is_empty())
     }
 
-    /// Nests that use `value`: those over the largest space first (a statistic belongs into the loop that reads the data, not into the
-    /// small one that updates its running mean), among equals the one that runs first, which was made last.
+    /// Nests that use `value`: those over the largest space first (a statistic belongs into the loop that
+    /// reads the data, not into the small one that updates its running mean), among equals the one that runs
+    /// first, which was made last.
     fn user_nests(&self, value: Value) -> Vec<usize> {
         let mut users = self.readers.get(&value).cloned().unwrap_or_default();
         users.retain(|&group| self.groups[group].nest.is_some());
@@ -435,7 +441,8 @@ impl<'a> Fuser<'a> {
     }
 }
 
-/// The constant that a scatter begins with in every element; its kernel writes it instead of reading a tensor of it.
+/// The constant that a scatter begins with in every element; its kernel writes it instead of reading a tensor
+/// of it.
 pub fn starts_constant(graph: &Graph, node: Node) -> Option<Scalar> {
     let data = graph.node(node);
     if !matches!(data.op, Op::Scatter { .. } | Op::IndexPut { .. }) {

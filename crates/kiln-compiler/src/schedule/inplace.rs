@@ -1,9 +1,10 @@
 //! Which operands a nest may overwrite with its results.
 //!
-//! A nest may store into the memory of an operand it reads if every element is read for the last time before, or at, the point where
-//! its place is written. That holds if all reads of the operand are at the position that is stored, and the store happens in the
-//! last pass over a row: the body of a loop loads before it stores. What is read once for each row, such as the element that a loss picks
-//! from a row of logits, may also be another element of the same row: it is read before the passes begin that need no later statistics.
+//! A nest may store into the memory of an operand it reads if every element is read for the last time before,
+//! or at, the point where its place is written. That holds if all reads of the operand are at the position
+//! that is stored, and the store happens in the last pass over a row: the body of a loop loads before it
+//! stores. What is read once for each row, such as the element that a loss picks from a row of logits, may
+//! also be another element of the same row: it is read before the passes begin that need no later statistics.
 
 use kiln_graph::{Graph, Op, Value};
 
@@ -36,7 +37,8 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
     if stages.of(graph, nest, store.value) != last {
         return Vec::new();
     }
-    // Values that only rows depend on are stored after the last pass. The store may be one piece of its buffer; memory goes to the whole.
+    // Values that only rows depend on are stored after the last pass. The store may be one piece of its
+    // buffer; memory goes to the whole.
     let bytes = store.buffer.bytes(graph);
     nest.uses
         .iter()

@@ -1,12 +1,14 @@
 //! Layouts: values stored in another order of dimensions than their shape's.
 //!
-//! *Images* are stored channels-last: what convolutions and pools make, and whatever is computed from that element by element. Channels are then
-//! contiguous for the tiles of convolutions, for vectors of pools and nests, and for products (a 1x1 convolution is one, without copies). Chosen once
-//! for the whole step: loop nests take any layout, so only values that a kernel without strides reads stay row-major.
+//! *Images* are stored channels-last: what convolutions and pools make, and whatever is computed from that
+//! element by element. Channels are then contiguous for the tiles of convolutions, for vectors of pools and
+//! nests, and for products (a 1x1 convolution is one, without copies). Chosen once for the whole step: loop
+//! nests take any layout, so only values that a kernel without strides reads stay row-major.
 //!
-//! The heads of attention are joined by a transpose and a reshape before the output projection. If the product that makes the heads stores
-//! them in the transposed order to begin with, the joined matrix is a contiguous window and nothing is ever moved. Only values that products
-//! make are considered, and only where every reader takes strides: loop nests always do, products do for their operands.
+//! The heads of attention are joined by a transpose and a reshape before the output projection. If the
+//! product that makes the heads stores them in the transposed order to begin with, the joined matrix is a
+//! contiguous window and nothing is ever moved. Only values that products make are considered, and only where
+//! every reader takes strides: loop nests always do, products do for their operands.
 
 use rustc_hash::FxHashMap;
 
@@ -138,7 +140,8 @@ fn is_plain_image(graph: &Graph, data: &NodeData) -> bool {
     all().all(|&v| graph.ty(v).numel() > 0) && graph.dtype(data.outputs[0]).is_float()
 }
 
-/// Whether a product can store its result in this order: rows and columns evenly spaced, one of them contiguous.
+/// Whether a product can store its result in this order: rows and columns evenly spaced, one of them
+/// contiguous.
 fn product_fits(graph: &Graph, value: Value, dims: &DotDims, order: &Dims) -> bool {
     let Some((_, rows, cols)) =
         product_strides(graph, value, dims, &strides(graph.shape(value), Some(order)))

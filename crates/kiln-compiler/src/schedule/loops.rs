@@ -1,21 +1,23 @@
-//! The loops that a target writes for a nest: which variables number rows, which number the elements of a row, and
-//! which of them are one loop.
+//! The loops that a target writes for a nest: which variables number rows, which number the elements of a
+//! row, and which of them are one loop.
 //!
-//! A nest has a variable for each axis that fusion met. Where every index that the code needs treats two variables as one,
-//! `index = .. + (outer * extent(inner) + inner) * stride`, one loop over both is shorter, and a vector may run across their border:
+//! A nest has a variable for each axis that fusion met. Where every index that the code needs treats two
+//! variables as one, `index = .. + (outer * extent(inner) + inner) * stride`, one loop over both is shorter,
+//! and a vector may run across their border:
 //!
 //! ```text
 //! rows i0=8 i1=128, columns i2=64        x[i0 * 8192 + i1 * 64 + i2]
 //! rows i3=1024, columns i2=64            x[i3 * 64 + i2]
 //! ```
 //!
-//! Which indices the code needs follows from writing it, so a target writes a nest, joins a pair of variables, and writes it again.
+//! Which indices the code needs follows from writing it, so a target writes a nest, joins a pair of
+//! variables, and writes it again.
 
 use super::nest::Nest;
 use crate::index::{Index, Var, bit};
 
-/// Sets of variables are bits of a word. A joint variable gets a new number, so joining stops before numbers reach the
-/// width of the word.
+/// Sets of variables are bits of a word. A joint variable gets a new number, so joining stops before numbers
+/// reach the width of the word.
 const MOST_VARIABLES: usize = 60;
 
 /// A nest and the order of its loops. Of several variables the last of a list runs fastest.
@@ -126,7 +128,8 @@ mod tests {
     use crate::schedule::nest::{Split, Store};
     use kiln_graph::{DType, Graph, TensorType};
 
-    /// Loops over `[8, 128]` rows of 64 elements that are joined as long as a row-major index and `other` allow.
+    /// Loops over `[8, 128]` rows of 64 elements that are joined as long as a row-major index and `other`
+    /// allow.
     fn joined(other: &Index) -> NestLoops {
         let position = Index::var(0, 8)
             .scale(8192)

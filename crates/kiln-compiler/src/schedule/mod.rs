@@ -1,8 +1,9 @@
 //! Schedule: which operations run together as one kernel, and in which order.
 //!
-//! The result is a list of [`Kernel`]s. A kernel is a fused loop nest ([`nest::Nest`]) or one operation of the library;
-//! it reads and writes *buffers*, which are the values that need memory. [`fuse`] decides, [`order`] puts the kernels
-//! into the order in which they run. The text form ([`Schedule::to_text`]) lists kernels with what they read and write.
+//! The result is a list of [`Kernel`]s. A kernel is a fused loop nest ([`nest::Nest`]) or one operation of
+//! the library; it reads and writes *buffers*, which are the values that need memory. [`fuse`] decides,
+//! [`order`] puts the kernels into the order in which they run. The text form ([`Schedule::to_text`]) lists
+//! kernels with what they read and write.
 
 pub mod access;
 pub mod class;
@@ -31,7 +32,8 @@ use prologue::Prologue;
 /// Memory that a kernel reads or writes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Buffer {
-    /// The row-major elements of a value. A value that leaves the graph lives in the memory of its first output.
+    /// The row-major elements of a value. A value that leaves the graph lives in the memory of its first
+    /// output.
     Value(Value),
     /// The memory of output number `.0`, where it is a second copy of a value or of an argument.
     Output(u32),
@@ -72,7 +74,8 @@ pub struct Kernel {
     pub kind: KernelKind,
     /// Buffers read, in a fixed order.
     pub reads: Vec<Buffer>,
-    /// Buffers written. A buffer that several kernels write (the parts of a concatenation) is complete after the last.
+    /// Buffers written. A buffer that several kernels write (the parts of a concatenation) is complete after
+    /// the last.
     pub writes: Vec<Buffer>,
     /// Nodes computed here, for people.
     pub nodes: Vec<Node>,
@@ -95,7 +98,8 @@ impl Kernel {
         self.prologues.iter().find(|prologue| prologue.operand == operand)
     }
 
-    /// The values whose memory the elements stored to `buffer` may take over; none if they are not stored at one place.
+    /// The values whose memory the elements stored to `buffer` may take over; none if they are not stored at
+    /// one place.
     pub fn overwritable(&self, graph: &Graph, buffer: Buffer) -> Vec<Value> {
         let stores = |nest: &Nest| nest.stores.iter().filter(|store| store.buffer == buffer).count();
         let mut writers = self.nests().iter().filter(|nest| stores(nest) > 0);

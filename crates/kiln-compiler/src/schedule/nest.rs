@@ -1,15 +1,15 @@
 //! A fused loop nest: an iteration space and what happens at each point of it.
 //!
-//! The space is a box of loop variables. Every member operation has a *map*: the index of its result as a function of the
-//! variables. A map that uses all variables makes the member a statement of the innermost loop; one that uses fewer is
-//! computed once for each combination of those.
+//! The space is a box of loop variables. Every member operation has a *map*: the index of its result as a
+//! function of the variables. A map that uses all variables makes the member a statement of the innermost
+//! loop; one that uses fewer is computed once for each combination of those.
 //!
-//! Once a nest contains a reduction its variables are split into *rows* and *columns*. A **row reduction** combines the
-//! columns of one row; its result is available to later statements on the same row, so that softmax or a layer
-//! normalisation is one nest: several passes over a row that sits in cache. A **late reduction** combines rows (a bias
-//! gradient) or everything (a mean loss); its result exists only after the nest, so nothing inside may use it. Rows are dealt
-//! to a fixed number of chunks with partial results of their own, which are combined in order: the bits of the result do not
-//! depend on the number of threads.
+//! Once a nest contains a reduction its variables are split into *rows* and *columns*. A **row reduction**
+//! combines the columns of one row; its result is available to later statements on the same row, so that
+//! softmax or a layer normalisation is one nest: several passes over a row that sits in cache. A **late
+//! reduction** combines rows (a bias gradient) or everything (a mean loss); its result exists only after the
+//! nest, so nothing inside may use it. Rows are dealt to a fixed number of chunks with partial results of
+//! their own, which are combined in order: the bits of the result do not depend on the number of threads.
 
 use std::sync::Arc;
 
@@ -139,7 +139,8 @@ impl Nest {
         });
     }
 
-    /// Whether a value with this index is either complete at each point or once for each row, so that it can be stored.
+    /// Whether a value with this index is either complete at each point or once for each row, so that it can
+    /// be stored.
     pub fn storable(&self, graph: &Graph, value: Value, index: &[Index]) -> bool {
         let used = vars(index);
         let fits = used == self.all() || self.split.is_some_and(|split| used == split.rows);
@@ -167,7 +168,8 @@ impl Nest {
         }
     }
 
-    /// Operands of a pointwise member at `index`, as `(operand, index)`; gathers register the integers they load.
+    /// Operands of a pointwise member at `index`, as `(operand, index)`; gathers register the integers they
+    /// load.
     pub fn operands(&mut self, graph: &Graph, node: Node, index: &[Index]) -> Vec<(Value, Vec<Index>)> {
         let data = graph.node(node);
         match data.op {
@@ -190,8 +192,8 @@ impl Nest {
         }
     }
 
-    /// The index of the operand of a reduction whose result is at `kept`: reduced axes are recorded, the others are those
-    /// of the result.
+    /// The index of the operand of a reduction whose result is at `kept`: reduced axes are recorded, the
+    /// others are those of the result.
     pub fn reduced_operand_index(&self, graph: &Graph, reduction: Node, kept: &[Index]) -> Vec<Index> {
         let data = graph.node(reduction);
         let axes = match &data.op {
@@ -211,8 +213,9 @@ impl Nest {
         axes.collect()
     }
 
-    /// The pointwise members that compute what an earlier member computes, each with that member's result. Rewrites that
-    /// compute something again instead of reading it leave such members where both copies end up in one nest.
+    /// The pointwise members that compute what an earlier member computes, each with that member's result.
+    /// Rewrites that compute something again instead of reading it leave such members where both copies end
+    /// up in one nest.
     pub fn equal_members(&self, graph: &Graph) -> FxHashMap<Value, Value> {
         let mut equal: FxHashMap<Value, Value> = FxHashMap::default();
         let mut firsts: FxHashMap<Vec<Value>, Vec<(&Op, Value)>> = FxHashMap::default();
@@ -244,7 +247,8 @@ pub fn vars(index: &[Index]) -> u64 {
     index.iter().fold(0, |set, i| set | i.vars())
 }
 
-/// Whether the map from the variables of `index` to the elements of `shape` reaches each element exactly once.
+/// Whether the map from the variables of `index` to the elements of `shape` reaches each element exactly
+/// once.
 pub fn bijective(index: &[Index], shape: &[usize]) -> bool {
     let position = linear(index, shape);
     let mut terms: Vec<(i64, i64)> = Vec::new();

@@ -1,14 +1,16 @@
 //! The order in which kernels run.
 //!
-//! Any topological order is correct. This one follows the program: among the kernels that are ready the one whose last
-//! operation comes first in the graph runs first. Programs are written so that values are used soon after they are
-//! made, which keeps few of them alive.
+//! Any topological order is correct. This one follows the program: among the kernels that are ready the one
+//! whose last operation comes first in the graph runs first. Programs are written so that values are used
+//! soon after they are made, which keeps few of them alive.
 //!
-//! Two things are not where the program has them. A contraction counts from its own place, whatever follows in its epilogue. And a kernel
-//! that could write an output into the memory of an argument (an optimizer's update) runs as soon as what it reads is made and the argument's
-//! other readers are done: gradients then die one by one, while they are still in cache, instead of all being alive at the end.
+//! Two things are not where the program has them. A contraction counts from its own place, whatever follows
+//! in its epilogue. And a kernel that could write an output into the memory of an argument (an optimizer's
+//! update) runs as soon as what it reads is made and the argument's other readers are done: gradients then
+//! die one by one, while they are still in cache, instead of all being alive at the end.
 //!
-//! What looks at indices ([`crate::checks`]) runs as soon as they are made, and before whatever may overwrite an argument if it does not depend on that.
+//! What looks at indices ([`crate::checks`]) runs as soon as they are made, and before whatever may overwrite
+//! an argument if it does not depend on that.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
@@ -151,7 +153,8 @@ fn looking(graph: &Graph, writers: &FxHashMap<Buffer, Vec<usize>>) -> BTreeSet<u
         .collect()
 }
 
-/// Pairs of a kernel that reads an argument and the kernel (maybe the same) that writes the output which may take over the argument's memory.
+/// Pairs of a kernel that reads an argument and the kernel (maybe the same) that writes the output which may
+/// take over the argument's memory.
 fn overwrites(kernels: &[Kernel], writers_over: &FxHashMap<Buffer, usize>) -> Vec<(usize, usize)> {
     let mut pairs = Vec::new();
     for (reader, kernel) in kernels.iter().enumerate() {

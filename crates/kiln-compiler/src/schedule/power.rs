@@ -1,8 +1,8 @@
 //! `exp(log(u) * s)` with a number `s` that is known when the step runs.
 //!
-//! Burn spells the logistic function, and with it SiLU and SwiGLU, as `exp(-log(1 + exp(-x)))`, and the minus one is an
-//! argument of the step like every other scalar. Code asks for the exponent when it runs: at minus one the power is a
-//! division, which saves a logarithm and an exponential.
+//! Burn spells the logistic function, and with it SiLU and SwiGLU, as `exp(-log(1 + exp(-x)))`, and the minus
+//! one is an argument of the step like every other scalar. Code asks for the exponent when it runs: at minus
+//! one the power is a division, which saves a logarithm and an exponential.
 
 use kiln_graph::op::{BinaryOp, UnaryOp};
 use kiln_graph::{DType, Graph, Op, Value};

@@ -1,14 +1,16 @@
 //! Prologues: a loop nest that makes an operand of a product or a convolution while the template reads it.
 //!
 //! Where a template packs an operand into panels before it multiplies it may as well compute it then: what
-//! lies between two layers, such as an activation or what a normalisation makes of its statistics, is neither written nor read. A nest may become a prologue
-//! if nothing else reads the operand, and it reads memory evenly: at one distance between neighbours along each of the loops of the template, and vectors along
-//! one of them. A nest that makes other things as well goes on making those: it and the template then both compute from the same memory, and one tensor less is
-//! written.
+//! lies between two layers, such as an activation or what a normalisation makes of its statistics, is neither
+//! written nor read. A nest may become a prologue if nothing else reads the operand, and it reads memory
+//! evenly: at one distance between neighbours along each of the loops of the template, and vectors along one
+//! of them. A nest that makes other things as well goes on making those: it and the template then both
+//! compute from the same memory, and one tensor less is written.
 //!
-//! Products read each element once, and so do convolutions of single pixels, which are products. Other convolutions have windows that overlap and tiles that read
-//! some elements more than twice; measured, that costs what is saved, and they read memory. Cheap operations only are computed for convolutions, some of which
-//! gather their pixels one by one, and where the nest stays, since it may compute the same for itself.
+//! Products read each element once, and so do convolutions of single pixels, which are products. Other
+//! convolutions have windows that overlap and tiles that read some elements more than twice; measured, that
+//! costs what is saved, and they read memory. Cheap operations only are computed for convolutions, some of
+//! which gather their pixels one by one, and where the nest stays, since it may compute the same for itself.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -177,7 +179,8 @@ impl Site<'_> {
         (plain && kind).then_some(node)
     }
 
-    /// The stored value that `kernel`'s template reads as an operand that it could compute, if nothing else in the kernel reads it.
+    /// The stored value that `kernel`'s template reads as an operand that it could compute, if nothing else
+    /// in the kernel reads it.
     fn operand_of(&self, kernel: &Kernel, operand: usize) -> Option<Value> {
         let Self { graph, layouts, .. } = *self;
         let data = graph.node(self.template(kernel)?);
@@ -206,7 +209,8 @@ impl Site<'_> {
         (in_place && !shared).then_some(made)
     }
 
-    /// The axes of an operand that each loop of the template runs over; none for operands that are read as they lie.
+    /// The axes of an operand that each loop of the template runs over; none for operands that are read as
+    /// they lie.
     fn loops(&self, data: &NodeData, operand: usize) -> Option<Vec<Vec<usize>>> {
         let graph = self.graph;
         let shape = graph.shape(data.inputs[operand]);
@@ -295,8 +299,8 @@ fn extents(axes: &[Vec<usize>], shape: &[usize]) -> Vec<i64> {
     axes.iter().map(extent).collect()
 }
 
-/// The index of `made` for the element of `operand` at the loops over `axes`, and what `nest` reads to make it; none unless that is at one distance
-/// for neighbours along each loop.
+/// The index of `made` for the element of `operand` at the loops over `axes`, and what `nest` reads to make
+/// it; none unless that is at one distance for neighbours along each loop.
 fn even_loads(
     graph: &Graph,
     layouts: &Layouts,
@@ -333,7 +337,8 @@ fn even_loads(
     even.then_some((index, found))
 }
 
-/// The index of `base` for the element of `value` at `index`: through movements that leave out nothing and repeat nothing.
+/// The index of `base` for the element of `value` at `index`: through movements that leave out nothing and
+/// repeat nothing.
 fn at_base(graph: &Graph, value: Value, base: Value, mut index: Vec<Index>) -> Option<Vec<Index>> {
     let mut value = value;
     while value != base {
@@ -347,7 +352,8 @@ fn at_base(graph: &Graph, value: Value, base: Value, mut index: Vec<Index>) -> O
     Some(index)
 }
 
-/// Whether neighbours along the joined `axes` of an operand are at one distance. The axes of extent above one are numbered in order.
+/// Whether neighbours along the joined `axes` of an operand are at one distance. The axes of extent above one
+/// are numbered in order.
 fn is_even(position: &Index, axes: &[usize], shape: &[usize]) -> bool {
     let number = |axis: usize| shape[..axis].iter().filter(|&&extent| extent > 1).count() as Var;
     let mut expected: Option<i64> = None;
@@ -381,7 +387,8 @@ impl Loads {
         }
     }
 
-    /// Adds what `value` at `index` is made from; none if it depends on the index itself, or on numbers that are read.
+    /// Adds what `value` at `index` is made from; none if it depends on the index itself, or on numbers that
+    /// are read.
     fn visit(
         &mut self,
         graph: &Graph,

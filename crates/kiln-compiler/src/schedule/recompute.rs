@@ -1,10 +1,12 @@
 //! Images that are computed wherever they are read, instead of being stored.
 //!
-//! What a batch normalisation makes of a convolution's result (the difference from the mean, the normalised, scaled and shifted value, the mask of the
-//! activation) is needed in several places of the backward pass, each of which reads the convolution's result anyway. A few arithmetic
-//! operations cost less than writing and reading an image. Such a value becomes [`Class::Inline`]: as cheap as an index.
+//! What a batch normalisation makes of a convolution's result (the difference from the mean, the normalised,
+//! scaled and shifted value, the mask of the activation) is needed in several places of the backward pass,
+//! each of which reads the convolution's result anyway. A few arithmetic operations cost less than writing
+//! and reading an image. Such a value becomes [`Class::Inline`]: as cheap as an index.
 //!
-//! What the partition keeps for the backward pass stays kept, and is not made there from images that are not: they would be kept in its place.
+//! What the partition keeps for the backward pass stays kept, and is not made there from images that are not:
+//! they would be kept in its place.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -21,8 +23,8 @@ struct Origin {
     operations: usize,
 }
 
-/// Makes images inline that are computed from one stored image or (but for masks, which are small) two, and from values of channels, by at most
-/// so many operations.
+/// Makes images inline that are computed from one stored image or (but for masks, which are small) two, and
+/// from values of channels, by at most so many operations.
 pub fn inline_images(
     graph: &Graph,
     users: &Users,
@@ -66,7 +68,8 @@ fn read_later(graph: &Graph, users: &Users, value: Value) -> bool {
     !backward(graph.value(value).node) && users.of(value).iter().any(|&user| backward(user))
 }
 
-/// What a pointwise operation on `inputs` is computed from; none if one of them is moved in a way that makes reading it dear.
+/// What a pointwise operation on `inputs` is computed from; none if one of them is moved in a way that makes
+/// reading it dear.
 fn origin(
     graph: &Graph,
     inputs: &[Value],
@@ -116,7 +119,8 @@ mod tests {
     use crate::testing::POLICY;
     use kiln_graph::Phase;
 
-    /// Whether `%a`, computed from the convolution `%z`, is inline in a step whose backward pass reads `reads`.
+    /// Whether `%a`, computed from the convolution `%z`, is inline in a step whose backward pass reads
+    /// `reads`.
     fn is_inline(reads: &str) -> bool {
         let graph = Graph::parse(&format!(
             "graph @g {{

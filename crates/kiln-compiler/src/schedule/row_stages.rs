@@ -1,7 +1,7 @@
 //! How many passes over a row come before a value is known.
 //!
-//! Softmax of a row needs the maximum, then the sum of exponentials, then the quotients. Each row reduction needs a pass
-//! over the row, and the next pass may use its result:
+//! Softmax of a row needs the maximum, then the sum of exponentials, then the quotients. Each row reduction
+//! needs a pass over the row, and the next pass may use its result:
 //!
 //! ```text
 //! m = max x            x has stage 0, m has stage 1
@@ -10,9 +10,9 @@
 //! y = e / s            y has stage 2: pass 2 stores it
 //! ```
 //!
-//! The stage of a value is the number of row reductions, one behind the other, that it depends on inside its nest. Pass
-//! `p` over a row evaluates what has stage `p`. What a nest reads from memory has stage 0, and so has the result of the
-//! contraction that the nest follows.
+//! The stage of a value is the number of row reductions, one behind the other, that it depends on inside its
+//! nest. Pass `p` over a row evaluates what has stage `p`. What a nest reads from memory has stage 0, and so
+//! has the result of the contraction that the nest follows.
 
 use rustc_hash::FxHashMap;
 

@@ -1,8 +1,9 @@
 //! Small updates together: one kernel for all of them.
 //!
-//! A model has many small parameters, such as biases and the scales of normalisations. Updating each is a loop over a few hundred elements
-//! that costs a call, and a kernel to look at in every report. Updates whose results leave the step are independent of each other, so the small ones
-//! become one kernel, which walks through a table of tensors. Large ones stay alone: they run where their gradient was just made.
+//! A model has many small parameters, such as biases and the scales of normalisations. Updating each is a
+//! loop over a few hundred elements that costs a call, and a kernel to look at in every report. Updates whose
+//! results leave the step are independent of each other, so the small ones become one kernel, which walks
+//! through a table of tensors. Large ones stay alone: they run where their gradient was just made.
 
 use rustc_hash::FxHashSet;
 
@@ -63,7 +64,8 @@ fn points(kernel: &Kernel) -> i64 {
     kernel.nests().iter().map(|nest| nest.points(nest.all())).sum()
 }
 
-/// Whether `kernel` updates something small and nobody in the step reads the result, so that it can run at any time after its operands are made.
+/// Whether `kernel` updates something small and nobody in the step reads the result, so that it can run at
+/// any time after its operands are made.
 fn is_small_update(graph: &Graph, policy: &Policy, kernel: &Kernel, read: &FxHashSet<Buffer>) -> bool {
     let KernelKind::Nest(nest) = &kernel.kind else {
         return false;

@@ -210,10 +210,12 @@ impl Piece {
 }
 
 impl Program {
-    /// Runs the program; the outputs, without those that checks look at. `arguments` are overwritten where outputs take over their memory.
+    /// Runs the program; the outputs, without those that checks look at. `arguments` are overwritten where
+    /// outputs take over their memory.
     ///
     /// # Errors
-    /// [`Stopped::Index`], and no argument was overwritten; [`Stopped::Interpret`] for what kiln-graph's interpreter cannot do.
+    /// [`Stopped::Index`], and no argument was overwritten; [`Stopped::Interpret`] for what kiln-graph's
+    /// interpreter cannot do.
     pub fn run(&self, arguments: &mut [HostTensor], scalars: &[Scalar]) -> Result<Vec<HostTensor>, Stopped> {
         let mut bytes: Vec<Vec<u8>> = arguments.iter().map(|tensor| tensor.bytes().to_vec()).collect();
         let noise = |ty: &TensorType| vec![NOISE; ty.bytes()];

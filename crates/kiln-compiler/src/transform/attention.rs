@@ -1,18 +1,20 @@
-//! Attention: `softmax(q k^T * scale, masked) v` and its gradient become [`Attention`](kiln_graph::op::Op::Attention) and
-//! [`AttentionGrad`](kiln_graph::op::Op::AttentionGrad).
+//! Attention: `softmax(q k^T * scale, masked) v` and its gradient become
+//! [`Attention`](kiln_graph::op::Op::Attention) and [`AttentionGrad`](kiln_graph::op::Op::AttentionGrad).
 //!
-//! The score matrix is by far the largest value of the composition, and every step of it passes over the matrix; the operations keep it
-//! in cache. What is matched, from the product with the values backwards, is the table below: each line is one form that programs
-//! write. The gradient is found by the products it must have: with the values (`dp`), with the weights (`dv`), with keys and queries
-//! (`dq`, `dk`). Between `dp` and those must be the gradient of the same masks, softmax and dropout.
+//! The score matrix is by far the largest value of the composition, and every step of it passes over the
+//! matrix; the operations keep it in cache. What is matched, from the product with the values backwards, is
+//! the table below: each line is one form that programs write. The gradient is found by the products it must
+//! have: with the values (`dp`), with the weights (`dv`), with keys and queries (`dq`, `dk`). Between `dp`
+//! and those must be the gradient of the same masks, softmax and dropout.
 //!
-//! Heads of keys and values that several heads of queries share arrive repeated; the repetition and the sum of its gradients are left
-//! out.
+//! Heads of keys and values that several heads of queries share arrive repeated; the repetition and the sum
+//! of its gradients are left out.
 //!
-//! In types of 16 bits programs do the softmax, masks or scale in that type or in f32, with casts before and after. The operations compute in f32
-//! either way: what they leave out are roundings of scores and weights.
+//! In types of 16 bits programs do the softmax, masks or scale in that type or in f32, with casts before and
+//! after. The operations compute in f32 either way: what they leave out are roundings of scores and weights.
 //!
-//! A composition is replaced only if nothing of its size is left: where a program also uses the weights, it stays.
+//! A composition is replaced only if nothing of its size is left: where a program also uses the weights, it
+//! stays.
 
 use rustc_hash::FxHashSet;
 
@@ -44,8 +46,8 @@ macro_rules! d_dropout {
     };
 }
 
-/// Layers of the composition, from `?weights` inwards to `?qk`: what is matched, and the forms it has. A form that is a name alone is a layer that a
-/// program may leave out.
+/// Layers of the composition, from `?weights` inwards to `?qk`: what is matched, and the forms it has. A form
+/// that is a name alone is a layer that a program may leave out.
 const FORWARD: &[(&str, &[&str])] = &[
     ("?weights", &[dropout!("?p"), "?p"]),
     ("?p", &[SOFTMAX, SAFE_SOFTMAX]),
@@ -95,7 +97,8 @@ const D_MASKED: [&[&str]; 3] = [
 ];
 /// The gradient of a softmax, from the gradient of its result.
 const D_SOFTMAX: &str = "(wide (mul (add (row (sum (mul ?dp (div (mul ?e (splat ?inner)) (row (mul ?sum ?sum)))))) (mul ?dp (row (recip ?sum)))) ?e))";
-/// The same of the safe one. Programs also pass a gradient to the largest score: the sum of all the others', which is zero.
+/// The same of the safe one. Programs also pass a gradient to the largest score: the sum of all the others',
+/// which is zero.
 const D_SAFE_SOFTMAX: &str = "(wide (add (select (eq (iota) (row (argmax ?scores))) (row (select ?nothing (splat ?zero) (sum (mul ?direct (splat ?minus))))) (splat ?zero)) \
      (= ?direct (mul (add (row (select ?empty (splat ?zero) (sum (mul ?dp (div (mul ?e (splat ?inner)) (row (mul ?sum ?sum))))))) (mul ?dp (row (recip ?sum)))) ?e))))";
 /// The gradient of dropout of weights.
@@ -210,7 +213,8 @@ fn forward(graph: &Graph, product: &Matmul) -> Option<Match> {
         .find_map(|bindings| complete(graph, product, bindings))
 }
 
-/// The attention that the layers in `bindings` make, if they are about products and of types that go together.
+/// The attention that the layers in `bindings` make, if they are about products and of types that go
+/// together.
 fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match> {
     let dtype = graph.dtype(product.out);
     let scores = matmul(graph, graph.value(behind_casts(graph, bindings.of("?qk"))).node)?;
@@ -244,8 +248,8 @@ fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match
     })
 }
 
-/// Whether the bounds of a safe softmax change rows alone of which every score is -inf: the largest score of any other is at least the
-/// least number, and the sum of its exponentials at least 1.
+/// Whether the bounds of a safe softmax change rows alone of which every score is -inf: the largest score of
+/// any other is at least the least number, and the sum of its exponentials at least 1.
 fn guards_nothing_else(graph: &Graph, bindings: &Bindings) -> bool {
     let lowest = bindings.of("?lowest");
     let least_number = match graph.dtype(lowest) {

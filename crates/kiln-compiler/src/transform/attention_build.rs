@@ -68,8 +68,8 @@ struct Build<'a> {
 }
 
 impl Build<'_> {
-    /// Which old values the gradients stand for. Where heads are shared these are the sums over the heads that share; if there are
-    /// none, the heads are left as they are.
+    /// Which old values the gradients stand for. Where heads are shared these are the sums over the heads
+    /// that share; if there are none, the heads are left as they are.
     fn note_gradient(&mut self, at: usize, gradient: &Gradient, shared: &mut Option<Shared>) {
         let mut list = [gradient.d_query, gradient.d_key, gradient.d_value];
         if let Some(of) = shared {

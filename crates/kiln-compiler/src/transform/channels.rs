@@ -1,4 +1,5 @@
-//! Statistics of channels, as batch normalisation and its gradient take them, in as few passes over the images as possible.
+//! Statistics of channels, as batch normalisation and its gradient take them, in as few passes over the
+//! images as possible.
 //!
 //! Values that differ only by channel are computed once for each channel, not at each place:
 //!
@@ -7,10 +8,11 @@
 //! x / broadcast(sqrt a)                -> x * broadcast(1 / sqrt a)
 //! ```
 //!
-//! The second rounds twice; a square root is never so small or large that its reciprocal overflows or loses digits.
+//! The second rounds twice; a square root is never so small or large that its reciprocal overflows or loses
+//! digits.
 //!
-//! Sums over everything but the channels are brought to few forms, so that the many sums of a gradient become sums of the same two or three
-//! products, over one pass:
+//! Sums over everything but the channels are brought to few forms, so that the many sums of a gradient become
+//! sums of the same two or three products, over one pass:
 //!
 //! ```text
 //! sum(x * broadcast a)                 -> sum(x) * a
@@ -19,8 +21,8 @@
 //!                                         with t = m - s, p = sum(x - s), q = sum((x - s)^2)
 //! ```
 //!
-//! A factor that is infinite or zero then meets the whole sum and not its elements: `sum(x) * inf` may be infinite where an element `0 * inf` would have
-//! made the sum NaN.
+//! A factor that is infinite or zero then meets the whole sum and not its elements: `sum(x) * inf` may be
+//! infinite where an element `0 * inf` would have made the sum NaN.
 //!
 //! The last needs the mean only after the pass that also sums it. `s` is the mean of `SAMPLES` elements of
 //! the channel, spread over images and places. What is lost to cancellation is `1 + (t / deviation)^2` times

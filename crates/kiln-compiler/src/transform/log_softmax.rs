@@ -1,10 +1,12 @@
-//! Log-softmax of long rows, as cross entropy uses it: the row is read again instead of storing what was made of it.
+//! Log-softmax of long rows, as cross entropy uses it: the row is read again instead of storing what was made
+//! of it.
 //!
-//! Forward, the largest element and the sum of exponentials are all that must be kept of a row; the loss picks one logarithm, and the
-//! gradient is exponentials again. Programs hold on to the shifted row and its exponentials, two tensors of the size of the logits. Here whoever
-//! else uses those gets operations of its own on the logits, which are part of its own loop: a vocabulary of 32 thousand is then read
-//! where it would be written and read. Where the loss and the gradient end up in one nest all the same ([`crate::schedule::fuse`]), it computes the
-//! exponentials once.
+//! Forward, the largest element and the sum of exponentials are all that must be kept of a row; the loss
+//! picks one logarithm, and the gradient is exponentials again. Programs hold on to the shifted row and its
+//! exponentials, two tensors of the size of the logits. Here whoever else uses those gets operations of its
+//! own on the logits, which are part of its own loop: a vocabulary of 32 thousand is then read where it would
+//! be written and read. Where the loss and the gradient end up in one nest all the same
+//! ([`crate::schedule::fuse`]), it computes the exponentials once.
 
 use rustc_hash::FxHashSet;
 
@@ -15,7 +17,8 @@ use super::pattern::{Bindings, Pattern};
 const LOG_SOFTMAX: &str =
     "(sub (= ?shifted (sub ?x (= ?most (row (max ?x))))) (row (log (sum (= ?e (exp ?shifted))))))";
 
-/// Gives the users of shifted rows and their exponentials operations of their own, for tensors from `large` elements: smaller ones stay in a cache.
+/// Gives the users of shifted rows and their exponentials operations of their own, for tensors from `large`
+/// elements: smaller ones stay in a cache.
 ///
 /// # Errors
 /// Only if a rule makes an ill-typed node, which would be a bug.

@@ -1,7 +1,7 @@
 //! Transform: from the recorded graph to one that schedules well.
 //!
-//! Passes in order, each from graph to graph and each with a text form (the graph's). Values keep their meaning; the number and order of
-//! arguments, scalars and outputs never change.
+//! Passes in order, each from graph to graph and each with a text form (the graph's). Values keep their
+//! meaning; the number and order of arguments, scalars and outputs never change.
 
 pub mod attention;
 mod attention_build;

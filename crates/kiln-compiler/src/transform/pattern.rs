@@ -15,7 +15,8 @@
 //! (uniform ?s ?t)    random numbers
 //! ```
 //!
-//! Inside `row`, values have one element for each row; reshapes that only put in or take out a last dimension of one are not seen.
+//! Inside `row`, values have one element for each row; reshapes that only put in or take out a last dimension
+//! of one are not seen.
 
 use kiln_graph::op::{ArgReduceOp, BinaryOp, CompareOp, Op, RandomKind, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, Value};

@@ -1,14 +1,17 @@
 //! Simplification: each node is looked at once, with its operands already simplified.
 //!
-//! - **Common subexpressions.** Two nodes that apply the same operation to the same values are one. Random numbers are pure functions of seed
-//!   and stream, so that goes for them too.
-//! - **Constants.** Arithmetic on repeated constants is done now, in the precision of the type. `x * 1`, `x / 1`, `x - 0`, `x + -0` are `x`.
-//!   `x + 0` stays: for `x = -0` it is not `x`.
+//! - **Common subexpressions.** Two nodes that apply the same operation to the same values are one. Random
+//!   numbers are pure functions of seed and stream, so that goes for them too.
+//! - **Constants.** Arithmetic on repeated constants is done now, in the precision of the type. `x * 1`,
+//!   `x / 1`, `x - 0`, `x + -0` are `x`. `x + 0` stays: for `x = -0` it is not `x`.
 //! - **Powers.** A constant exponent of 1, 2, 3 or -1 is multiplications or a reciprocal.
-//! - **Movements.** Reshapes of reshapes and transposes of transposes are one; those that move nothing are none.
-//! - **Reductions.** Over single elements they are reshapes; reductions one dimension at a time are one over all of them.
-//! - **One-hot scatters.** A scatter of one update for each line (the gradient of picking the target's logit) is a selection by comparing the
-//!   coordinate with the index: point by point, and thereby part of whatever loop nest surrounds it.
+//! - **Movements.** Reshapes of reshapes and transposes of transposes are one; those that move nothing are
+//!   none.
+//! - **Reductions.** Over single elements they are reshapes; reductions one dimension at a time are one over
+//!   all of them.
+//! - **One-hot scatters.** A scatter of one update for each line (the gradient of picking the target's logit)
+//!   is a selection by comparing the coordinate with the index: point by point, and thereby part of whatever
+//!   loop nest surrounds it.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -158,7 +161,8 @@ impl Simplify<'_> {
         }
     }
 
-    /// Reductions over single elements are reshapes; a reduction of a reduction, maybe with dimensions of 1 put in between, is one.
+    /// Reductions over single elements are reshapes; a reduction of a reduction, maybe with dimensions of 1
+    /// put in between, is one.
     fn reduce(
         &mut self,
         op: ReduceOp,
@@ -245,7 +249,8 @@ impl Simplify<'_> {
             return Ok(None);
         }
         let (x, y) = (self.float_splat(a), self.float_splat(b));
-        // Rounding to f64 and then to the type is rounding once: f64 has more than twice the digits of the narrower types.
+        // Rounding to f64 and then to the type is rounding once: f64 has more than twice the digits of the
+        // narrower types.
         if let (Some(x), Some(y)) = (x, y) {
             let value = match op {
                 BinaryOp::Add => x + y,

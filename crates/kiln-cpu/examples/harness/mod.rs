@@ -65,7 +65,8 @@ fn argument(ty: &TensorType, seed: u64) -> HostTensor {
     }
 }
 
-/// Memory for the arguments and results of a graph. All executables of the graph can run on it, one after the other.
+/// Memory for the arguments and results of a graph. All executables of the graph can run on it, one after the
+/// other.
 pub struct Memory {
     /// The elements of each parameter.
     pub arguments: Vec<AlignedBuffer>,
@@ -98,7 +99,8 @@ impl Memory {
         })
     }
 
-    /// Runs `step`, which must be compiled from the graph that this memory was made for. Outputs overwrite the arguments whose memory they take over.
+    /// Runs `step`, which must be compiled from the graph that this memory was made for. Outputs overwrite
+    /// the arguments whose memory they take over.
     pub fn run(
         &mut self,
         step: &CpuExecutable,
@@ -124,8 +126,8 @@ impl Memory {
                 None => buffer.as_mut_ptr(),
             });
         }
-        // SAFETY: one buffer of the declared size for each parameter and output; an output that takes over an argument's memory
-        // shares its pointer.
+        // SAFETY: one buffer of the declared size for each parameter and output; an output that takes over an
+        // argument's memory shares its pointer.
         unsafe { step.run_observed(pool, &inputs, &outputs, &self.scalars, hooks, observer) }
     }
 }

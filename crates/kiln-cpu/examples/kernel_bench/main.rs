@@ -4,13 +4,13 @@
 //!
 //! Without shapes, those of the models that Kiln's benchmarks train. Shapes are written as
 //!
-//! - `1024x688x256nt`: rows, columns, depth; `t` or `n` for each operand says whether it is read transposed. `32*` in front
-//!   makes it a batch.
-//! - `conv:8x64x56-64k3s1g1`: images, channels, size, output channels, kernel, stride, groups; forward, both gradients. Images
-//!   are channels-last; `first:` instead of `conv:` makes them channels-first.
+//! - `1024x688x256nt`: rows, columns, depth; `t` or `n` for each operand says whether it is read transposed.
+//!   `32*` in front makes it a batch.
+//! - `conv:8x64x56-64k3s1g1`: images, channels, size, output channels, kernel, stride, groups; forward, both
+//!   gradients. Images are channels-last; `first:` instead of `conv:` makes them channels-first.
 //!
-//! Each line gives the median over repetitions in wall time, and the best. With one thread the rate by processor time is
-//! printed too, which other work on the machine does not disturb as much.
+//! Each line gives the median over repetitions in wall time, and the best. With one thread the rate by
+//! processor time is printed too, which other work on the machine does not disturb as much.
 
 use std::fs;
 use std::time::Instant;

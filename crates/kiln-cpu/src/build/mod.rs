@@ -1,8 +1,9 @@
 //! From a tree of C sources to one shared object.
 //!
-//! Each source becomes an object file in a compiler process of its own, as many at once as there are threads, unless an earlier build of
-//! this process made the object ([`objects`]); one more process links them. The tree lives in a fresh temporary folder that disappears with the result, unless a
-//! compilation fails: then it stays, and the error says where.
+//! Each source becomes an object file in a compiler process of its own, as many at once as there are threads,
+//! unless an earlier build of this process made the object ([`objects`]); one more process links them. The
+//! tree lives in a fresh temporary folder that disappears with the result, unless a compilation fails: then
+//! it stays, and the error says where.
 
 pub mod objects;
 pub mod toolchain;
@@ -47,7 +48,8 @@ pub enum OptLevel {
     None,
     /// `-O1`.
     Quick,
-    /// `-O2`: the generated kernels are vectorised and unrolled by the generator, so this is as fast as `-O3`.
+    /// `-O2`: the generated kernels are vectorised and unrolled by the generator, so this is as fast as
+    /// `-O3`.
     #[default]
     Full,
     /// `-O3`.
@@ -130,17 +132,18 @@ struct Commands {
 const LIBRARY_NAME: &str = "step.so";
 
 impl Toolchain {
-    /// Compiles the `.c` files of `sources` and links them into one shared object. `kiln_runtime.h` is added to the
-    /// tree.
+    /// Compiles the `.c` files of `sources` and links them into one shared object. `kiln_runtime.h` is added
+    /// to the tree.
     ///
     /// # Errors
-    /// [`CpuError::Compile`] with the compiler's output and the kept sources; [`CpuError::Io`] when the temporary
-    /// folder cannot be written or the compiler cannot be started.
+    /// [`CpuError::Compile`] with the compiler's output and the kept sources; [`CpuError::Io`] when the
+    /// temporary folder cannot be written or the compiler cannot be started.
     pub fn build(&self, sources: &[SourceFile], options: &BuildOptions) -> Result<Built> {
         self.build_reusing(sources, options, &Objects::default())
     }
 
-    /// [`Toolchain::build`], but what `objects` has is not compiled again, and what is compiled is added to it.
+    /// [`Toolchain::build`], but what `objects` has is not compiled again, and what is compiled is added to
+    /// it.
     ///
     /// # Errors
     /// Those of [`Toolchain::build`].
@@ -273,8 +276,8 @@ impl Toolchain {
         compile.iter().map(key).collect()
     }
 
-    /// The commands of a build, as they would be typed in the folder that holds the sources and `kiln_runtime.h`: one for each `.c` file, then the one that
-    /// links them to `step.so`.
+    /// The commands of a build, as they would be typed in the folder that holds the sources and
+    /// `kiln_runtime.h`: one for each `.c` file, then the one that links them to `step.so`.
     pub fn build_commands(&self, sources: &[SourceFile], options: &BuildOptions) -> Vec<String> {
         let Commands { compile, link } = self.commands(sources, options);
         let all = compile.into_iter().map(|(_, arguments)| arguments).chain([link]);
@@ -311,8 +314,8 @@ impl Toolchain {
             if running.is_empty() {
                 return first_error.map_or(Ok(()), Err);
             }
-            // Oldest first. The pipe of a younger child holds far more than a compiler run with `-w` prints before it
-            // fails, and draining it only later delays that child, not the result.
+            // Oldest first. The pipe of a younger child holds far more than a compiler run with `-w` prints
+            // before it fails, and draining it only later delays that child, not the result.
             let (file, child) = running.remove(0);
             match child
                 .wait_with_output()

@@ -1,8 +1,9 @@
 //! Object files of this process, by what they were compiled from.
 //!
-//! Steps of one program share most of their kernels: the first step of an optimizer and the following ones, a step before and after a change of
-//! its last layers. The C compiler sees each file once; the next build that has it finds its object here. What a restart should find is
-//! the business of the cache on disk, which holds whole steps.
+//! Steps of one program share most of their kernels: the first step of an optimizer and the following ones, a
+//! step before and after a change of its last layers. The C compiler sees each file once; the next build that
+//! has it finds its object here. What a restart should find is the business of the cache on disk, which holds
+//! whole steps.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,8 +1,9 @@
 //! One entry of the cache on disk: `<key>.so` and, beside it, `<key>.json` with what is needed to trust it.
 //!
-//! The shared object is written first and the description last, each to a temporary name, flushed, then renamed. An
-//! entry therefore either has a complete description or does not exist, and its checksum catches what a crash, a full
-//! disk or a careless hand did to the object afterwards. The description's modification time is the time of last use.
+//! The shared object is written first and the description last, each to a temporary name, flushed, then
+//! renamed. An entry therefore either has a complete description or does not exist, and its checksum catches
+//! what a crash, a full disk or a careless hand did to the object afterwards. The description's modification
+//! time is the time of last use.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -130,8 +131,8 @@ pub(super) fn remove(folder: &Path, key: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Notes that the entry was used now. In a read-only folder this fails, and the order of eviction, which cannot
-/// happen there either, stays as it was.
+/// Notes that the entry was used now. In a read-only folder this fails, and the order of eviction, which
+/// cannot happen there either, stays as it was.
 pub(super) fn touch(folder: &Path, key: &str) {
     let touched = File::options()
         .append(true)

@@ -13,8 +13,8 @@ use crate::runtime::abi::ABI_VERSION;
 pub struct CacheKey([u8; 32]);
 
 impl CacheKey {
-    /// Starts a key with what every step depends on: Kiln's version, the ABI, compiler, CPU and build options. Add
-    /// the rest (graph text, compile options) as fields.
+    /// Starts a key with what every step depends on: Kiln's version, the ABI, compiler, CPU and build
+    /// options. Add the rest (graph text, compile options) as fields.
     pub fn builder(toolchain: &Toolchain, options: &BuildOptions) -> KeyBuilder {
         KeyBuilder { hash: Sha256::new() }
             .field("kiln", env!("CARGO_PKG_VERSION"))
@@ -39,7 +39,8 @@ pub struct KeyBuilder {
 }
 
 impl KeyBuilder {
-    /// Adds a named field. Order and names count; lengths are hashed too, so that neighbours cannot run together.
+    /// Adds a named field. Order and names count; lengths are hashed too, so that neighbours cannot run
+    /// together.
     #[must_use]
     pub fn field(mut self, name: &str, value: impl AsRef<[u8]>) -> Self {
         for part in [name.as_bytes(), value.as_ref()] {

@@ -1,18 +1,19 @@
 //! Compiled steps on disk, so that a second process starts without compiling.
 //!
-//! The folder is `$KILN_CACHE_DIR`, else `$XDG_CACHE_HOME/kiln`, else `~/.cache/kiln`; inside it `steps/` holds one
-//! entry for each [`CacheKey`]. Losing the cache is never an error: a damaged entry is rebuilt with a warning, and a
-//! folder that cannot be written (read-only, full, no home) means one warning and steps that are built for this
-//! process alone.
+//! The folder is `$KILN_CACHE_DIR`, else `$XDG_CACHE_HOME/kiln`, else `~/.cache/kiln`; inside it `steps/`
+//! holds one entry for each [`CacheKey`]. Losing the cache is never an error: a damaged entry is rebuilt with
+//! a warning, and a folder that cannot be written (read-only, full, no home) means one warning and steps that
+//! are built for this process alone.
 //!
-//! Two processes that want the same step: the first takes the lock file of the key and builds, the second waits and
-//! then finds the entry. Where locks do not work (some network file systems) both build and the later rename wins;
-//! either object is right.
+//! Two processes that want the same step: the first takes the lock file of the key and builds, the second
+//! waits and then finds the entry. Where locks do not work (some network file systems) both build and the
+//! later rename wins; either object is right.
 //!
-//! Small texts that are dear to find out, such as what the machine can do, lie there as well ([`Cache::note`]).
+//! Small texts that are dear to find out, such as what the machine can do, lie there as well
+//! ([`Cache::note`]).
 //!
-//! The total size is kept under a limit (`$KILN_CACHE_BYTES`, 2 GiB by default) by removing the entries that were
-//! used longest ago. A process that has an evicted object loaded keeps it: its pages outlive the name.
+//! The total size is kept under a limit (`$KILN_CACHE_BYTES`, 2 GiB by default) by removing the entries that
+//! were used longest ago. A process that has an evicted object loaded keeps it: its pages outlive the name.
 
 mod entry;
 mod key;
@@ -184,11 +185,12 @@ impl Cache {
         None
     }
 
-    /// The step of `key` from the cache; else `source` is asked for the step, which is built, stored and loaded.
+    /// The step of `key` from the cache; else `source` is asked for the step, which is built, stored and
+    /// loaded.
     ///
     /// # Errors
-    /// Those of `source`, of [`Toolchain::build`] and of [`Library::load`]. Trouble with the cache itself is a
-    /// warning.
+    /// Those of `source`, of [`Toolchain::build`] and of [`Library::load`]. Trouble with the cache itself is
+    /// a warning.
     pub fn get_or_build<E: From<CpuError>>(
         &self,
         key: &CacheKey,
@@ -222,8 +224,9 @@ impl Cache {
         })
     }
 
-    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same time. A text that is not `sound` is
-    /// made again. Texts are no entries: they have no part in [`Cache::list`] and the limit, and [`Cache::clear`] removes them.
+    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same
+    /// time. A text that is not `sound` is made again. Texts are no entries: they have no part in
+    /// [`Cache::list`] and the limit, and [`Cache::clear`] removes them.
     ///
     /// # Errors
     /// Those of `make`, of which nothing is kept. Trouble with the cache is a warning.
@@ -310,7 +313,8 @@ impl Cache {
         Ok((entries.len(), entries.iter().map(|entry| entry.bytes).sum()))
     }
 
-    /// The lock of `key`, waiting for whoever holds it; `None` when the folder cannot be written. Released on drop.
+    /// The lock of `key`, waiting for whoever holds it; `None` when the folder cannot be written. Released on
+    /// drop.
     fn lock(&self, key: &CacheKey) -> Option<File> {
         let folder = self.folder()?;
         let take = || -> io::Result<File> {

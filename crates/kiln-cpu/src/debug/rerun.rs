@@ -1,7 +1,8 @@
 //! The `rerun` script of a debug dump: the step as a program of its own.
 //!
-//! The step is linked with a small main program in C (`rerun.c`) that makes random arguments, shares loops between threads as the runtime does, and
-//! times the step and each kernel. What it must know of the step (sizes, element types, aliases, names of kernels) is generated as `rerun.h`.
+//! The step is linked with a small main program in C (`rerun.c`) that makes random arguments, shares loops
+//! between threads as the runtime does, and times the step and each kernel. What it must know of the step
+//! (sizes, element types, aliases, names of kernels) is generated as `rerun.h`.
 
 use std::fmt::Write as _;
 use std::io;

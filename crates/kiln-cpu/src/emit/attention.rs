@@ -215,7 +215,8 @@ fn skips(graph: &Graph, fill: Value, dims: &AttentionDims) -> Skips {
         DType::F16 => -65504.0,
         _ => -1e30,
     };
-    // Written by programs that mean a mask. Of a row that sees nothing but -inf the statistics of a safe softmax do not tell.
+    // Written by programs that mean a mask. Of a row that sees nothing but -inf the statistics of a safe
+    // softmax do not tell.
     let low = if dims.mask_last || dims.safe { zero } else { -1e3 };
     match value.to_f64() {
         value if value <= zero => Skips::Always,

@@ -1,7 +1,8 @@
 //! Guards: the statements that stop a step when an index is out of range.
 //!
-//! The least and the largest element of each tensor of indices are outputs of the step ([`kiln_compiler::checks`]). After the kernel that completes such a
-//! pair the step compares it with the bounds and returns. Kernels that write into an argument's memory run after all guards.
+//! The least and the largest element of each tensor of indices are outputs of the step
+//! ([`kiln_compiler::checks`]). After the kernel that completes such a pair the step compares it with the
+//! bounds and returns. Kernels that write into an argument's memory run after all guards.
 
 use std::fmt::Write as _;
 

@@ -1,9 +1,10 @@
 //! Emit: from a schedule and a plan to a tree of C sources.
 //!
-//! Each kernel of the schedule becomes one or more calls: a task that the pool shares out ([`nest::Launch`]), a template's
-//! function, or an operation that runs outside. Functions take their buffers as arguments, so kernels of equal text (the layers of
-//! a model, the updates of equal parameters) are one function called several times. `kiln_step` is the list of calls, each under a
-//! comment that says what is computed, for which part of the program, and where its operands live.
+//! Each kernel of the schedule becomes one or more calls: a task that the pool shares out ([`nest::Launch`]),
+//! a template's function, or an operation that runs outside. Functions take their buffers as arguments, so
+//! kernels of equal text (the layers of a model, the updates of equal parameters) are one function called
+//! several times. `kiln_step` is the list of calls, each under a comment that says what is computed, for
+//! which part of the program, and where its operands live.
 
 pub mod attention;
 pub mod contract;
@@ -35,7 +36,8 @@ pub struct EmitOptions<'a> {
     pub isa: Isa,
     /// Most threads that will run the step.
     pub threads: usize,
-    /// Whether text is wanted. Without, templates are planned and say what working memory they need; where only the text tells, it is written all the same.
+    /// Whether text is wanted. Without, templates are planned and say what working memory they need; where
+    /// only the text tells, it is written all the same.
     pub writes: bool,
     /// Values that are not stored row-major.
     pub layouts: &'a Layouts,

@@ -18,20 +18,21 @@
 //!
 //! Three ideas carry it.
 //!
-//! **Levels.** Every register belongs to the outermost place where its operands exist: the kernel (level 0), the row
-//! (level 1) or the point (level 2). Expressions are written on demand, once for each (value, index) and place.
+//! **Levels.** Every register belongs to the outermost place where its operands exist: the kernel (level 0),
+//! the row (level 1) or the point (level 2). Expressions are written on demand, once for each (value, index)
+//! and place.
 //!
-//! **Stages.** The result of a row reduction of stage `s` operands exists at stage `s + 1`. Pass `p` over a row evaluates
-//! everything of stage `p` that is needed: operands of reductions, stores and late reductions. Values of earlier stages
-//! are evaluated again in later passes, from a row that is in cache by then.
+//! **Stages.** The result of a row reduction of stage `s` operands exists at stage `s + 1`. Pass `p` over a
+//! row evaluates everything of stage `p` that is needed: operands of reductions, stores and late reductions.
+//! Values of earlier stages are evaluated again in later passes, from a row that is in cache by then.
 //!
-//! **One vector variable.** It is chosen so that most memory accesses are contiguous in it. If it numbers columns, a vector holds
-//! neighbours of a row and reductions fold lanes at the end of a pass; if it numbers rows, a vector holds one element of
-//! each of several rows, and nothing folds. The loop body is written for whole vectors and once more for the
-//! remaining lanes.
+//! **One vector variable.** It is chosen so that most memory accesses are contiguous in it. If it numbers
+//! columns, a vector holds neighbours of a row and reductions fold lanes at the end of a pass; if it numbers
+//! rows, a vector holds one element of each of several rows, and nothing folds. The loop body is written for
+//! whole vectors and once more for the remaining lanes.
 //!
-//! Late reductions write partial results for a fixed number of chunks of rows; a second function adds the chunks up in
-//! order. Long sums of f32 go by blocks (`blocks`).
+//! Late reductions write partial results for a fixed number of chunks of rows; a second function adds the
+//! chunks up in order. Long sums of f32 go by blocks (`blocks`).
 
 mod blocks;
 pub mod epilogue;
@@ -122,7 +123,8 @@ pub fn generate(graph: &Graph, nest: &Nest, lanes: i64) -> NestCode {
     writer.finish()
 }
 
-/// Bytes of scratch memory of [`generate`]'s code, from the nest alone; none if it depends on how the nest is vectorised.
+/// Bytes of scratch memory of [`generate`]'s code, from the nest alone; none if it depends on how the nest is
+/// vectorised.
 pub fn scratch(graph: &Graph, nest: &Nest) -> Option<usize> {
     match nest.late.is_empty() {
         true => Some(0),

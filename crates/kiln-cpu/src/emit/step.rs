@@ -1,4 +1,5 @@
-//! The step: calls of its kernels in order, each under a comment that says what is computed. [`super::tree`] has the functions.
+//! The step: calls of its kernels in order, each under a comment that says what is computed. [`super::tree`]
+//! has the functions.
 
 use std::fmt::Write as _;
 

@@ -1,8 +1,9 @@
 //! The source tree around the step: every function once, spread over files that compile in parallel.
 //!
-//! A function is named by a fingerprint of its text, and a file holds functions of one part of the step: its register tiles, the forward
-//! pass, the backward pass, the updates. Steps that agree in a part therefore have equal files for it, and the C compiler sees those once
-//! ([`kiln_cpu::Objects`]): an optimizer's first step, whose state does not exist yet, differs from the following ones in the updates only.
+//! A function is named by a fingerprint of its text, and a file holds functions of one part of the step: its
+//! register tiles, the forward pass, the backward pass, the updates. Steps that agree in a part therefore
+//! have equal files for it, and the C compiler sees those once ([`kiln_cpu::Objects`]): an optimizer's first
+//! step, whose state does not exist yet, differs from the following ones in the updates only.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -73,8 +74,9 @@ struct Function {
 }
 
 impl Function {
-    /// Whether it comes from a template, as those do that call helpers. What is not is a loop nest: these are fused otherwise where the
-    /// optimizer has no state yet, and share no files with templates, so that those files stay equal.
+    /// Whether it comes from a template, as those do that call helpers. What is not is a loop nest: these are
+    /// fused otherwise where the optimizer has no state yet, and share no files with templates, so that those
+    /// files stay equal.
     fn is_from_template(&self) -> bool {
         !self.helpers.is_empty()
     }
@@ -91,8 +93,8 @@ pub struct Functions {
 }
 
 impl Functions {
-    /// The name of the function with this text (`@` for the name), which calls `helpers`; `kind` begins a new name. A function that
-    /// several parts call is in the part that calls it first.
+    /// The name of the function with this text (`@` for the name), which calls `helpers`; `kind` begins a new
+    /// name. A function that several parts call is in the part that calls it first.
     pub fn name(
         &mut self,
         kind: &str,

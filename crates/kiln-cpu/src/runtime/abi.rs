@@ -1,9 +1,9 @@
 //! The C interface of a compiled step, in Rust.
 //!
-//! `kiln_runtime.h` is the authority; the structures here mirror it field by field. A generated source tree includes
-//! that header (`#include "kiln_runtime.h"`; the build writes the file beside the sources) and defines two symbols:
-//! the entry `kiln_step` and the constant `kiln_step_signature`, which says how many arguments the entry expects, so
-//! that a caller's mistake is an error and not a wild read.
+//! `kiln_runtime.h` is the authority; the structures here mirror it field by field. A generated source tree
+//! includes that header (`#include "kiln_runtime.h"`; the build writes the file beside the sources) and
+//! defines two symbols: the entry `kiln_step` and the constant `kiln_step_signature`, which says how many
+//! arguments the entry expects, so that a caller's mistake is an error and not a wild read.
 
 use std::ffi::{c_int, c_void};
 

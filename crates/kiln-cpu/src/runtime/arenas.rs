@@ -1,8 +1,9 @@
 //! Working memory for compiled steps, shared by all steps of the process.
 //!
-//! What is in an arena need not survive a run, and a program seldom runs two steps at once: the first step of an optimizer, the following ones and the
-//! evaluation in between take turns in the same memory. It is as large as the largest of them needs; two steps that do run at once have
-//! an arena each. Memory that no living step is large enough for is given back.
+//! What is in an arena need not survive a run, and a program seldom runs two steps at once: the first step of
+//! an optimizer, the following ones and the evaluation in between take turns in the same memory. It is as
+//! large as the largest of them needs; two steps that do run at once have an arena each. Memory that no
+//! living step is large enough for is given back.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -60,7 +61,8 @@ impl Claim {
         }
     }
 
-    /// An arena for one run: the smallest free one that is large enough, or a new one instead of those that are too small.
+    /// An arena for one run: the smallest free one that is large enough, or a new one instead of those that
+    /// are too small.
     ///
     /// # Errors
     /// [`CpuError::OutOfMemory`].

@@ -1,9 +1,9 @@
 //! Aligned memory for arenas, with counters.
 //!
-//! Generated kernels load whole vectors, so every buffer starts on a 64-byte border (a cache line, and the widest
-//! vector there is). Buffers of [`HUGE`] and more start on a 2 MiB border and ask the kernel for huge pages: an arena
-//! of a few hundred megabytes on 4 KiB pages spends a measurable part of a step in page walks. The counters make
-//! "planned peak equals allocated peak" a thing that a test can check.
+//! Generated kernels load whole vectors, so every buffer starts on a 64-byte border (a cache line, and the
+//! widest vector there is). Buffers of [`HUGE`] and more start on a 2 MiB border and ask the kernel for huge
+//! pages: an arena of a few hundred megabytes on 4 KiB pages spends a measurable part of a step in page
+//! walks. The counters make "planned peak equals allocated peak" a thing that a test can check.
 
 use std::alloc::{self, Layout};
 use std::ptr::NonNull;
@@ -44,7 +44,8 @@ pub struct AlignedBuffer {
     bytes: usize,
 }
 
-// SAFETY: the buffer owns its memory exclusively; access goes through `&self` for reads and `&mut self` for writes.
+// SAFETY: the buffer owns its memory exclusively; access goes through `&self` for reads and `&mut self` for
+// writes.
 unsafe impl Send for AlignedBuffer {}
 // SAFETY: as above; a shared reference only gives out a pointer and a shared slice.
 unsafe impl Sync for AlignedBuffer {}
@@ -61,8 +62,8 @@ impl AlignedBuffer {
         let memory = unsafe { alloc::alloc(layout) };
         let start = NonNull::new(memory).ok_or(CpuError::OutOfMemory { bytes })?;
         advise_huge(start, bytes);
-        // SAFETY: `bytes` bytes were just allocated at `start`. Written after the advice, so that the first touch
-        // already maps huge pages.
+        // SAFETY: `bytes` bytes were just allocated at `start`. Written after the advice, so that the first
+        // touch already maps huge pages.
         unsafe { write_zeros(start, bytes) };
         let now = CURRENT.fetch_add(bytes, Ordering::Relaxed) + bytes;
         PEAK.fetch_max(now, Ordering::Relaxed);
@@ -124,14 +125,15 @@ impl Drop for AlignedBuffer {
 fn advise_huge(start: NonNull<u8>, bytes: usize) {
     if bytes >= HUGE {
         let whole_pages = bytes / HUGE_PAGE * HUGE_PAGE;
-        // SAFETY: the range lies inside a live allocation and starts on a page border; the advice changes how it is
-        // backed, not what it holds. A refusal (huge pages switched off) is harmless and therefore ignored.
+        // SAFETY: the range lies inside a live allocation and starts on a page border; the advice changes how
+        // it is backed, not what it holds. A refusal (huge pages switched off) is harmless and therefore
+        // ignored.
         unsafe { libc::madvise(start.as_ptr().cast(), whole_pages, libc::MADV_HUGEPAGE) };
     }
 }
 
-/// Makes `bytes` bytes at `start` zero. Most of the time is the system's, which finds pages for what is touched first, so large buffers are touched
-/// by several threads.
+/// Makes `bytes` bytes at `start` zero. Most of the time is the system's, which finds pages for what is
+/// touched first, so large buffers are touched by several threads.
 ///
 /// # Safety
 /// The bytes must be valid for writes.

@@ -1,9 +1,10 @@
 //! A compiled step that can be called.
 //!
-//! [`CpuExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key is the graph's text without
-//! names, the phases of its nodes, the options, and (added by the cache) versions, compiler and CPU. What the caller must know besides the code (aliases, the
-//! arena, what the kernels are) is stored with the shared object, so that a second process does none of the compiler's work. Source lines are this process's
-//! ([`kiln_compiler::numbered`]).
+//! [`CpuExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key is
+//! the graph's text without names, the phases of its nodes, the options, and (added by the cache) versions,
+//! compiler and CPU. What the caller must know besides the code (aliases, the arena, what the kernels are) is
+//! stored with the shared object, so that a second process does none of the compiler's work. Source lines are
+//! this process's ([`kiln_compiler::numbered`]).
 
 use std::time::{Duration, Instant};
 
@@ -133,14 +134,16 @@ impl CpuExecutable {
     /// Runs the step once.
     ///
     /// # Errors
-    /// [`StepError::Arguments`] when the pool has more threads than the step was compiled for; [`StepError::Index`] when an index is out of
-    /// range, and then nothing was overwritten: no input, and of the outputs none that takes over an input's memory; [`StepError::Cpu`] when counts
-    /// do not fit or an operation outside failed.
+    /// [`StepError::Arguments`] when the pool has more threads than the step was compiled for;
+    /// [`StepError::Index`] when an index is out of range, and then nothing was overwritten: no input, and of
+    /// the outputs none that takes over an input's memory; [`StepError::Cpu`] when counts do not fit or an
+    /// operation outside failed.
     ///
     /// # Safety
-    /// `inputs[i]` must point to the row-major elements of parameter `i` and `outputs[i]` to memory of the size of output `i`, both
-    /// aligned to 64 bytes, valid and not used by anyone else during the call. An output must not overlap an input or another output, unless
-    /// [`Contract::aliases`] pairs it with an input: then both pointers must be the same.
+    /// `inputs[i]` must point to the row-major elements of parameter `i` and `outputs[i]` to memory of the
+    /// size of output `i`, both aligned to 64 bytes, valid and not used by anyone else during the call. An
+    /// output must not overlap an input or another output, unless [`Contract::aliases`] pairs it with an
+    /// input: then both pointers must be the same.
     pub unsafe fn run(
         &self,
         pool: &ThreadPool,
@@ -153,7 +156,8 @@ impl CpuExecutable {
         unsafe { self.run_observed(pool, inputs, outputs, scalars, hooks, None) }
     }
 
-    /// [`CpuExecutable::run`], with an observer that is shown the step's memory after each kernel, for finding wrong results.
+    /// [`CpuExecutable::run`], with an observer that is shown the step's memory after each kernel, for
+    /// finding wrong results.
     ///
     /// # Errors
     /// Those of [`CpuExecutable::run`].
@@ -184,7 +188,8 @@ impl CpuExecutable {
         let outputs = outputs.as_slice();
         let mut arena = self.arena.arena()?;
         let (memory, bytes) = (arena.as_mut_ptr().cast_const(), arena.len());
-        // SAFETY: the arena stays ours, and the outputs valid by this function's contract, until the step is over.
+        // SAFETY: the arena stays ours, and the outputs valid by this function's contract, until the step is
+        // over.
         let observed = observer.map(|it| unsafe { Observed::new(hooks, memory, bytes, outputs, it) });
         let arguments = StepArguments {
             inputs,

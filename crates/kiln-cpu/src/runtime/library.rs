@@ -109,8 +109,8 @@ pub enum KernelEvent {
 
 /// What a step asks of its caller while it runs.
 pub trait StepHooks {
-    /// Runs operation `index` that stayed outside the compiled code. `buffers` points to the operation's input and
-    /// output pointers, as many as the compiler recorded for it. The step stops at the first error.
+    /// Runs operation `index` that stayed outside the compiled code. `buffers` points to the operation's
+    /// input and output pointers, as many as the compiler recorded for it. The step stops at the first error.
     fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> std::result::Result<(), String>;
 
     /// Whether [`kernel_event`](Self::kernel_event) wants to be called.
@@ -121,8 +121,9 @@ pub trait StepHooks {
     /// Called on the calling thread around each kernel.
     fn kernel_event(&self, _kernel: usize, _event: KernelEvent) {}
 
-    /// Called on the calling thread after each parallel loop of a kernel, once for each other thread that had a piece of it, with the times
-    /// ([`kiln_profile::now`]) at which that thread began and ended. Only if [`wants_events`](Self::wants_events).
+    /// Called on the calling thread after each parallel loop of a kernel, once for each other thread that had
+    /// a piece of it, with the times ([`kiln_profile::now`]) at which that thread began and ended. Only if
+    /// [`wants_events`](Self::wants_events).
     fn piece_event(&self, _kernel: usize, _thread: usize, _begin: u64, _end: u64) {}
 }
 
@@ -154,14 +155,15 @@ impl Step {
     /// Runs the step once on the threads of `pool`; returns when it is done.
     ///
     /// # Errors
-    /// [`CpuError::Arguments`] before anything ran; [`CpuError::Extern`] when an operation outside the step failed,
-    /// in which case the outputs hold no meaningful values; [`CpuError::Check`] when a check of the step failed.
+    /// [`CpuError::Arguments`] before anything ran; [`CpuError::Extern`] when an operation outside the step
+    /// failed, in which case the outputs hold no meaningful values; [`CpuError::Check`] when a check of the
+    /// step failed.
     ///
     /// # Safety
-    /// Every pointer must be valid for the whole size of the tensor it stands for, aligned to its element (64 bytes
-    /// where the compiler was told so), and nobody else may write the inputs or touch the outputs during the call.
-    /// Buffers may only coincide where the compiled step aliases an output with an input. The shared object must come
-    /// from a source this process trusts.
+    /// Every pointer must be valid for the whole size of the tensor it stands for, aligned to its element (64
+    /// bytes where the compiler was told so), and nobody else may write the inputs or touch the outputs
+    /// during the call. Buffers may only coincide where the compiled step aliases an output with an input.
+    /// The shared object must come from a source this process trusts.
     pub unsafe fn run(
         &self,
         pool: &ThreadPool,
@@ -187,8 +189,9 @@ impl Step {
             call_extern,
         };
         let _awake = pool.keep_awake();
-        // SAFETY: the counts were checked against the signature, the rest is this function's own contract. `runtime`
-        // and `context` outlive the call, and the callbacks below are given back exactly the context they expect.
+        // SAFETY: the counts were checked against the signature, the rest is this function's own contract.
+        // `runtime` and `context` outlive the call, and the callbacks below are given back exactly the
+        // context they expect.
         let status = unsafe {
             (self.library.inner.entry)(
                 &runtime,
@@ -255,16 +258,16 @@ fn open(path: &Path) -> std::result::Result<libloading::Library, libloading::Err
     unsafe { libloading::Library::new(path) }
 }
 
-/// SAFETY of the three callbacks: generated code passes `kiln_runtime.pool` back unchanged, and `Step::run` points it
-/// at a `Context` that lives until the entry returns.
+/// SAFETY of the three callbacks: generated code passes `kiln_runtime.pool` back unchanged, and `Step::run`
+/// points it at a `Context` that lives until the entry returns.
 unsafe fn context<'a>(pool: *mut c_void) -> &'a Context<'a> {
     // SAFETY: see above.
     unsafe { &*pool.cast::<Context<'a>>() }
 }
 
 unsafe extern "C" fn parallel_for(pool: *mut c_void, n: i64, grain: i64, task: Task, ctx: *mut c_void) {
-    // SAFETY: see `context`. The task and its context come from generated code, which keeps the context alive on its
-    // stack and splits its work so that pieces do not overlap.
+    // SAFETY: see `context`. The task and its context come from generated code, which keeps the context alive
+    // on its stack and splits its work so that pieces do not overlap.
     unsafe { context(pool).pool.run_task(n, grain, task, ctx) };
 }
 
@@ -297,7 +300,8 @@ unsafe extern "C" fn timed_parallel_for(pool: *mut c_void, n: i64, grain: i64, t
         ctx,
         times: times.collect(),
     };
-    // SAFETY: as in `parallel_for`; `timed` lives until the loop is done, and is only read but for its atomics.
+    // SAFETY: as in `parallel_for`; `timed` lives until the loop is done, and is only read but for its
+    // atomics.
     unsafe {
         context
             .pool

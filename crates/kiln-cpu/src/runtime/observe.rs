@@ -26,7 +26,8 @@ impl StepMemory<'_> {
     /// If the arena ends before.
     pub fn arena(&self, offset: usize, bytes: usize) -> &[u8] {
         assert!(offset + bytes <= self.arena_bytes, "beyond the arena");
-        // SAFETY: within the arena, which `observed` was promised to be valid; no kernel runs while the observer does.
+        // SAFETY: within the arena, which `observed` was promised to be valid; no kernel runs while the
+        // observer does.
         unsafe { std::slice::from_raw_parts(self.arena.add(offset), bytes) }
     }
 
@@ -35,7 +36,8 @@ impl StepMemory<'_> {
         if bytes == 0 {
             return &[];
         }
-        // SAFETY: the caller of the step promised memory of the size of each output; no kernel runs while the observer does.
+        // SAFETY: the caller of the step promised memory of the size of each output; no kernel runs while the
+        // observer does.
         unsafe { std::slice::from_raw_parts(self.outputs[index], bytes) }
     }
 }
@@ -51,7 +53,8 @@ pub(crate) struct Observed<'a, 'o> {
 
 impl<'a, 'o> Observed<'a, 'o> {
     /// # Safety
-    /// `arena` must be valid for `arena_bytes` bytes, and `outputs` for the sizes of their tensors, as long as the step runs.
+    /// `arena` must be valid for `arena_bytes` bytes, and `outputs` for the sizes of their tensors, as long
+    /// as the step runs.
     pub unsafe fn new(
         hooks: &'a dyn StepHooks,
         arena: *const u8,

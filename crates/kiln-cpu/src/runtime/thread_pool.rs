@@ -1,17 +1,17 @@
 //! The threads that share the parallel loops of a step.
 //!
-//! A step is hundreds of short parallel loops in a row, so what counts is the time to start and finish one. Workers
-//! are fixed and wait at a mailbox of their own: the caller writes a pointer to the loop (which lives on the caller's
-//! stack) into each mailbox, runs piece 0 itself, and waits for a counter to reach zero. Nothing is allocated and no
-//! lock is taken. A worker waits by spinning for some microseconds, then by yielding for as long as a step is
-//! running, and then sleeps; between steps it costs nothing.
+//! A step is hundreds of short parallel loops in a row, so what counts is the time to start and finish one.
+//! Workers are fixed and wait at a mailbox of their own: the caller writes a pointer to the loop (which lives
+//! on the caller's stack) into each mailbox, runs piece 0 itself, and waits for a counter to reach zero.
+//! Nothing is allocated and no lock is taken. A worker waits by spinning for some microseconds, then by
+//! yielding for as long as a step is running, and then sleeps; between steps it costs nothing.
 //!
-//! The split is static: thread `t` of `T` gets the `t`-th run of whole grains. A loop body never combines values
-//! across pieces, so results are the same for any number of threads.
+//! The split is static: thread `t` of `T` gets the `t`-th run of whole grains. A loop body never combines
+//! values across pieces, so results are the same for any number of threads.
 //!
-//! Measured on the 2-core reference machine (`cargo run --release -p kiln-cpu --example pool_latency`): an empty loop
-//! over two threads takes 0.2 µs here, against 12 µs for rayon's `broadcast` and 16 µs for its `scope`, which put jobs
-//! in a queue and wake sleepers; hence no rayon.
+//! Measured on the 2-core reference machine (`cargo run --release -p kiln-cpu --example pool_latency`): an
+//! empty loop over two threads takes 0.2 µs here, against 12 µs for rayon's `broadcast` and 16 µs for its
+//! `scope`, which put jobs in a queue and wake sleepers; hence no rayon.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -107,8 +107,8 @@ impl Drop for Awake<'_> {
 }
 
 impl ThreadPool {
-    /// A pool of `threads` threads, the caller's included; 0 means one for each available core. If the system refuses
-    /// to start a thread, the pool has as many as it got.
+    /// A pool of `threads` threads, the caller's included; 0 means one for each available core. If the system
+    /// refuses to start a thread, the pool has as many as it got.
     pub fn new(threads: usize) -> Self {
         let wanted = match threads {
             0 => thread::available_parallelism().map_or(1, usize::from),
@@ -152,8 +152,8 @@ impl ThreadPool {
         self.workers.len() + 1
     }
 
-    /// Runs `body(begin, end, thread)` over `[0, n)`, split into at most [`threads`](Self::threads) pieces whose
-    /// borders are multiples of `grain`. From within a loop body it runs inline, as one piece.
+    /// Runs `body(begin, end, thread)` over `[0, n)`, split into at most [`threads`](Self::threads) pieces
+    /// whose borders are multiples of `grain`. From within a loop body it runs inline, as one piece.
     ///
     /// # Panics
     /// If `body` panics, once all pieces are done.
@@ -168,7 +168,8 @@ impl ThreadPool {
             end: i64,
             thread: c_int,
         ) {
-            // SAFETY: `ctx` is the closure below, borrowed until all pieces are done; `F: Sync` allows sharing.
+            // SAFETY: `ctx` is the closure below, borrowed until all pieces are done; `F: Sync` allows
+            // sharing.
             let closure = unsafe { &*ctx.cast::<Closure<F>>() };
             let run = || (closure.body)(begin as usize, end as usize, thread as usize);
             if let Err(payload) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
@@ -204,8 +205,8 @@ impl ThreadPool {
     /// [`parallel_for`](Self::parallel_for) for a C function.
     ///
     /// # Safety
-    /// `task` must be sound to call with `ctx` from several threads at once on disjoint ranges within `[0, n)`, and
-    /// must not unwind.
+    /// `task` must be sound to call with `ctx` from several threads at once on disjoint ranges within
+    /// `[0, n)`, and must not unwind.
     pub unsafe fn run_task(&self, n: i64, grain: i64, task: Task, ctx: *mut c_void) {
         if n <= 0 {
             return;
@@ -286,8 +287,8 @@ fn work(shared: &Shared, index: usize) {
     let mailbox = &shared.mailboxes[index];
     mailbox.thread.get_or_init(thread::current);
     while let Some(job) = wait_for_job(shared, mailbox) {
-        // SAFETY: the thread that posted the job waits until `pending` is zero, so the job lives until our decrement
-        // below, after which we do not touch it; its contract covers the task.
+        // SAFETY: the thread that posted the job waits until `pending` is zero, so the job lives until our
+        // decrement below, after which we do not touch it; its contract covers the task.
         unsafe {
             (*job).run(index as i64 + 1);
             // Empty first: once `pending` is zero the next loop may be posted.

@@ -352,8 +352,9 @@ fn network_layers_match_f64() {
     );
 }
 
-/// Few pixels, or few of many, and weights of some 300 kB: strides, dilation, padding wider than the window, three dimensions, odd channels, images of either layout, images
-/// computed while they are read, a single pixel.
+/// Few pixels, or few of many, and weights of some 300 kB: strides, dilation, padding wider than the window,
+/// three dimensions, odd channels, images of either layout, images computed while they are read, a single
+/// pixel.
 #[test]
 fn few_pixels_match_f64() {
     let layer = |images: usize,
@@ -396,7 +397,8 @@ fn few_pixels_match_f64() {
     );
 }
 
-/// A few channels a group: partial vectors, strides, dilation, rows of kernel elements that need several passes.
+/// A few channels a group: partial vectors, strides, dilation, rows of kernel elements that need several
+/// passes.
 #[test]
 fn narrow_groups_match_f64() {
     let layer = |group: usize, groups: usize, kernel: [usize; 3], stride: usize, last: bool| {
@@ -432,8 +434,8 @@ fn narrow_groups_match_f64() {
     );
 }
 
-/// Large 3x3 convolutions of stride 1, which take Winograd's form: blocks of a thread's own and shared ones, extents that tiles do not divide, padding of
-/// all widths, images computed while they are read.
+/// Large 3x3 convolutions of stride 1, which take Winograd's form: blocks of a thread's own and shared ones,
+/// extents that tiles do not divide, padding of all widths, images computed while they are read.
 #[test]
 fn tiled_convolutions_match_f64() {
     let layer =

@@ -1,4 +1,5 @@
-//! The vector functions against the C library in double precision, over a dense sample of all f32 bit patterns.
+//! The vector functions against the C library in double precision, over a dense sample of all f32 bit
+//! patterns.
 
 use kiln_cpu::kernels::{KernelText, Param, standalone, vector};
 use kiln_cpu::{AlignedBuffer, BuildOptions, Isa, Library, NoHooks, StepArguments, ThreadPool, Toolchain};
@@ -79,8 +80,8 @@ fn evaluate(
     results
 }
 
-/// Distance of `got` from `exact` in units of the last place of f32 at `exact`; infinite if one is NaN, or infinite where the other
-/// does not round to it.
+/// Distance of `got` from `exact` in units of the last place of f32 at `exact`; infinite if one is NaN, or
+/// infinite where the other does not round to it.
 fn ulps(exact: f64, got: f32) -> f64 {
     let rounded = exact as f32;
     if exact.is_nan() || got.is_nan() {
@@ -322,7 +323,8 @@ fn powers_match_c() {
     }
 }
 
-/// One value at a time gives the same bits as a lane; half precision survives a round trip and rounds to nearest even.
+/// One value at a time gives the same bits as a lane; half precision survives a round trip and rounds to
+/// nearest even.
 #[test]
 fn scalars_and_half_precision_agree_with_vectors() {
     let toolchain = Toolchain::detect().unwrap();
@@ -376,7 +378,8 @@ fn half_precision_vectors_agree_with_scalars() {
     }
 }
 
-/// The exponential of doubles down to the least that is not zero, against the C library's in more than double precision.
+/// The exponential of doubles down to the least that is not zero, against the C library's in more than double
+/// precision.
 #[test]
 fn falling_exponential_of_doubles() {
     const LEN: usize = 1 << 16;

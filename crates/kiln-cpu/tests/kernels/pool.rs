@@ -205,7 +205,8 @@ fn turned(planes: &[f32], g: &PoolGeometry, back: bool) -> Vec<f32> {
 }
 
 impl Case {
-    /// The same over channels-last images: forward, and the gradient with indices that are known to be its own or not.
+    /// The same over channels-last images: forward, and the gradient with indices that are known to be its
+    /// own or not.
     fn by_channels(&self, name: usize, isa: Isa) -> [KernelText; 3] {
         let g = self.geometry;
         let memory = |pointer: &str, [height, width]: [usize; 2]| Memory {

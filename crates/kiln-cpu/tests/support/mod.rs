@@ -57,7 +57,8 @@ pub fn build_with(
     CpuExecutable::new(graph, &setup.options, &setup.target, toolchain, &cache, &build)
 }
 
-/// `count` random graphs as one step, with the tolerances of its outputs: a compiler run each would be most of the time.
+/// `count` random graphs as one step, with the tolerances of its outputs: a compiler run each would be most
+/// of the time.
 pub fn batch(first_seed: u64, count: u64, config: &GraphConfig) -> (Graph, Vec<f64>) {
     let mut whole = Graph::new("random");
     let mut tolerances = Vec::new();
@@ -94,8 +95,8 @@ pub fn check_relative(graph: &Graph, what: &str, tolerance: f64, change: impl Fn
     check_on(graph, &random_arguments(graph, 3), what, tolerance, change);
 }
 
-/// Builds and runs `graph` and compares with the interpreter, relative to the largest element of each output (1 at least); one and two threads must give
-/// the same bits.
+/// Builds and runs `graph` and compares with the interpreter, relative to the largest element of each output
+/// (1 at least); one and two threads must give the same bits.
 pub fn check_on(
     graph: &Graph,
     (tensors, scalars): &(Vec<HostTensor>, Vec<Scalar>),

@@ -1,7 +1,9 @@
-//! A launch in the making: parameters with their arguments, and the numbers and types that its text is written for.
+//! A launch in the making: parameters with their arguments, and the numbers and types that its text is
+//! written for.
 //!
-//! The statements of a kernel are a plain text in CUDA C++ with names such as `EXTENT` for what varies. The names are declared in front of them, so that
-//! the text reads like a program and the compiler still knows every number:
+//! The statements of a kernel are a plain text in CUDA C++ with names such as `EXTENT` for what varies. The
+//! names are declared in front of them, so that the text reads like a program and the compiler still knows
+//! every number:
 //!
 //! ```text
 //! constexpr int EXTENT = 768;

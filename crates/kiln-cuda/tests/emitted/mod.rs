@@ -16,7 +16,8 @@ use crate::common;
 
 /// One graph of many cases: the host's compiler takes longer to start than to compile.
 ///
-/// A case has statements of the text form and ends with `return`. Its values begin with `$`, its parameters are not numbered.
+/// A case has statements of the text form and ends with `return`. Its values begin with `$`, its parameters
+/// are not numbered.
 pub fn graph(cases: &[String]) -> Graph {
     let (mut statements, mut outputs, mut parameters) = (String::new(), Vec::new(), 0);
     for (number, case) in cases.iter().enumerate() {
@@ -45,7 +46,8 @@ pub fn check(cases: &[String]) {
     differential(&graph).unwrap_or_else(|error| panic!("{error}\n{graph}"));
 }
 
-/// Compares with the interpreter, on arguments full of what is special: ties, zeros of both signs, infinities, NaN.
+/// Compares with the interpreter, on arguments full of what is special: ties, zeros of both signs,
+/// infinities, NaN.
 pub fn check_special(cases: &[String]) {
     let graph = graph(cases);
     let types = graph.parameters().iter().map(|&value| graph.ty(value));

@@ -18,7 +18,8 @@ pub enum Augment {
         /// Black pixels added on each side first.
         padding: usize,
     },
-    /// A rectangle of random area and ratio, scaled to a square: Inception's crop, the usual one for ImageNet.
+    /// A rectangle of random area and ratio, scaled to a square: Inception's crop, the usual one for
+    /// ImageNet.
     RandomResizedCrop {
         /// Pixels a side of the result.
         size: usize,
@@ -192,8 +193,8 @@ impl Augment {
     }
 }
 
-/// Where a crop in the middle of a side begins, rounded as torchvision does: halves to the even neighbour when it cuts,
-/// the larger part of an odd padding at the end when it pads.
+/// Where a crop in the middle of a side begins, rounded as torchvision does: halves to the even neighbour
+/// when it cuts, the larger part of an odd padding at the end when it pads.
 fn centred(side: usize, size: usize) -> isize {
     if side < size {
         return -((size - side) as isize / 2);
@@ -203,8 +204,8 @@ fn centred(side: usize, size: usize) -> isize {
     half + isize::from(room % 2 == 1 && half % 2 == 1)
 }
 
-/// A rectangle of random area and ratio inside the picture: ten attempts, then the largest one in the middle whose ratio
-/// is allowed.
+/// A rectangle of random area and ratio inside the picture: ten attempts, then the largest one in the middle
+/// whose ratio is allowed.
 fn random_rectangle(
     picture: &Picture,
     scale: (f32, f32),

@@ -1,8 +1,8 @@
 //! CIFAR-10 and CIFAR-100 in their binary form (Krizhevsky, 2009).
 //!
-//! A record is one label byte (CIFAR-100: a coarse and a fine one) and 3072 bytes of a 32 by 32 picture, all red, then
-//! all green, then all blue. Ten thousand records make a file of CIFAR-10, of which training has five. The files are
-//! read whole: 150 MB at most.
+//! A record is one label byte (CIFAR-100: a coarse and a fine one) and 3072 bytes of a 32 by 32 picture, all
+//! red, then all green, then all blue. Ten thousand records make a file of CIFAR-10, of which training has
+//! five. The files are read whole: 150 MB at most.
 
 use std::path::{Path, PathBuf};
 

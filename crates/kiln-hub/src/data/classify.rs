@@ -1,8 +1,9 @@
 //! Labelled texts from JSONL and CSV tables.
 //!
-//! Both formats come down to rows of named fields, of which one is the text, maybe one a second text, and one the label.
-//! Labels are strings or integers; the classes are the distinct labels in the order of their numbers (if all are
-//! integers) or of their text, unless the caller gives the list. Every refusal names the line.
+//! Both formats come down to rows of named fields, of which one is the text, maybe one a second text, and one
+//! the label. Labels are strings or integers; the classes are the distinct labels in the order of their
+//! numbers (if all are integers) or of their text, unless the caller gives the list. Every refusal names the
+//! line.
 
 use std::path::Path;
 

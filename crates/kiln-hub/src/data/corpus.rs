@@ -1,8 +1,8 @@
 //! Text for language models, gathered from files and folders.
 //!
-//! A corpus is a list of documents in a fixed order: files as given, folders walked in the order of their names, so two
-//! machines with the same files have the same corpus. Pointed at a source tree (its own, for the default run) it takes
-//! what a person wrote and leaves out hidden folders and what tools put there.
+//! A corpus is a list of documents in a fixed order: files as given, folders walked in the order of their
+//! names, so two machines with the same files have the same corpus. Pointed at a source tree (its own, for
+//! the default run) it takes what a person wrote and leaves out hidden folders and what tools put there.
 
 use std::path::{Path, PathBuf};
 
@@ -52,8 +52,8 @@ impl Corpus {
     /// In folders, files that are not UTF-8 are left out; a file given by itself must be.
     ///
     /// # Errors
-    /// [`DataError::Io`], [`DataError::Format`] for a given file that is not UTF-8, [`DataError::Empty`] if there is no
-    /// text at all.
+    /// [`DataError::Io`], [`DataError::Format`] for a given file that is not UTF-8, [`DataError::Empty`] if
+    /// there is no text at all.
     pub fn read<P: AsRef<Path>>(paths: &[P], options: &CorpusOptions) -> Result<Self, DataError> {
         let mut corpus = Self::default();
         for path in paths {

@@ -1,7 +1,7 @@
 //! A folder of images: one subfolder a class, any files inside.
 //!
-//! The layout is torchvision's `ImageFolder`: `root/class/…/name.png`. Classes and files are in the order of their
-//! names. Files are found when the folder is opened and decoded when they are asked for.
+//! The layout is torchvision's `ImageFolder`: `root/class/…/name.png`. Classes and files are in the order of
+//! their names. Files are found when the folder is opened and decoded when they are asked for.
 
 use std::path::{Path, PathBuf};
 
@@ -26,8 +26,9 @@ impl ImageFolder {
         Self::open_as(root, classes)
     }
 
-    /// Finds the images of given classes, as evaluation needs them to agree with training: a label is a class's place
-    /// in `classes`, whatever other subfolders `root` has. Classes without a subfolder have no images.
+    /// Finds the images of given classes, as evaluation needs them to agree with training: a label is a
+    /// class's place in `classes`, whatever other subfolders `root` has. Classes without a subfolder have no
+    /// images.
     ///
     /// # Errors
     /// As [`ImageFolder::open`]; [`DataError::Format`] if a subfolder is none of the classes.

@@ -1,8 +1,8 @@
 //! Images: the picture in memory, sources of labelled pictures, and batches.
 //!
-//! A source ([`ImageFolder`](super::ImageFolder), [`Cifar`](super::Cifar), [`Shapes`](super::Shapes)) gives bytes; a
-//! [`Pipeline`] crops, flips and normalises them; [`Images`] joins the two into a dataset. Everything is RGB: grey
-//! images are widened and an alpha channel is dropped, as torchvision's loader does.
+//! A source ([`ImageFolder`](super::ImageFolder), [`Cifar`](super::Cifar), [`Shapes`](super::Shapes)) gives
+//! bytes; a [`Pipeline`] crops, flips and normalises them; [`Images`] joins the two into a dataset.
+//! Everything is RGB: grey images are widened and an alpha channel is dropped, as torchvision's loader does.
 
 use std::path::Path;
 
@@ -38,7 +38,8 @@ impl Picture {
     /// Reads a PNG or JPEG file, whatever its name says.
     ///
     /// # Errors
-    /// [`DataError::Io`]; [`DataError::Format`] if it is neither, is damaged, or is larger than 16384 pixels a side.
+    /// [`DataError::Io`]; [`DataError::Format`] if it is neither, is damaged, or is larger than 16384 pixels
+    /// a side.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, DataError> {
         let path = path.as_ref();
         let bytes = std::fs::read(path).map_err(|source| DataError::io("read", path, source))?;

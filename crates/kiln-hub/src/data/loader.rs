@@ -1,12 +1,12 @@
 //! The loader: order, batches, prefetch, resume.
 //!
-//! Epoch `e` of seed `s` visits the examples in the permutation that `Rng::at([s, e])` shuffles, and example `i` draws its
-//! augmentation from `Rng::at([s, e, i])`. A position is therefore two numbers, the epoch and the batch within it, and
-//! resuming is computing the permutation again and starting there.
+//! Epoch `e` of seed `s` visits the examples in the permutation that `Rng::at([s, e])` shuffles, and example
+//! `i` draws its augmentation from `Rng::at([s, e, i])`. A position is therefore two numbers, the epoch and
+//! the batch within it, and resuming is computing the permutation again and starting there.
 //!
-//! Batches are prepared on a thread of their own and handed over through a bounded channel, so that reading, decoding and
-//! augmenting overlap with the training step. The position is counted where batches are *taken*: what was prepared but
-//! not yet used does not count, and is prepared again after a resume.
+//! Batches are prepared on a thread of their own and handed over through a bounded channel, so that reading,
+//! decoding and augmenting overlap with the training step. The position is counted where batches are *taken*:
+//! what was prepared but not yet used does not count, and is prepared again after a resume.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -98,8 +98,8 @@ impl<D, C> Clone for Loader<D, C> {
 }
 
 impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
-    /// A loader that shuffles with seed 0, drops an incomplete last batch (a compiled step wants one shape), repeats for
-    /// ever, and prepares two batches ahead.
+    /// A loader that shuffles with seed 0, drops an incomplete last batch (a compiled step wants one shape),
+    /// repeats for ever, and prepares two batches ahead.
     pub fn new(dataset: D, collate: C, batch_size: usize) -> Self {
         Self {
             dataset: Arc::new(dataset),
@@ -145,7 +145,8 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
         self
     }
 
-    /// How many batches are prepared ahead on another thread; 0 prepares each when it is asked for, on the caller's.
+    /// How many batches are prepared ahead on another thread; 0 prepares each when it is asked for, on the
+    /// caller's.
     pub fn with_prefetch(mut self, batches: usize) -> Self {
         self.prefetch = batches;
         self
@@ -187,8 +188,8 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
     /// Starts after the last batch that was taken when `state` was saved.
     ///
     /// # Errors
-    /// [`DataError::Resume`] if the state is of other data, another batch size or another seed; [`DataError::Setting`] if
-    /// no epoch would have a batch.
+    /// [`DataError::Resume`] if the state is of other data, another batch size or another seed;
+    /// [`DataError::Setting`] if no epoch would have a batch.
     pub fn resume(&self, mut state: LoaderState) -> Result<Batches<C::Batch>, DataError> {
         let per_epoch = self.batches_per_epoch() as u64;
         if per_epoch == 0 {

@@ -4,9 +4,9 @@
 //! files ──► Dataset (one example by number) ──► Loader (order, batches, prefetch, resume) ──► batch
 //! ```
 //!
-//! A [`Dataset`] answers "example number `i`", with random numbers handed in for augmentation. A [`Loader`] decides which
-//! numbers come when. Nothing depends on time, threads or hash order: the same seed gives the same batches, bit for bit,
-//! and a run that stopped after batch `n` goes on with batch `n + 1`.
+//! A [`Dataset`] answers "example number `i`", with random numbers handed in for augmentation. A [`Loader`]
+//! decides which numbers come when. Nothing depends on time, threads or hash order: the same seed gives the
+//! same batches, bit for bit, and a run that stopped after batch `n` goes on with batch `n + 1`.
 //!
 //! | Source | Type | Batch |
 //! | --- | --- | --- |

@@ -1,9 +1,10 @@
 //! Random numbers for order and augmentation.
 //!
-//! Resuming exactly needs numbers that depend on nothing but their place: which run (seed), which epoch, which example.
-//! So a generator is made for each such place by mixing its coordinates, and is cheap enough to be thrown away after a
-//! few draws. The generator is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014): a
-//! counter and a mixing function. It is part of the meaning of a saved position and must not change.
+//! Resuming exactly needs numbers that depend on nothing but their place: which run (seed), which epoch,
+//! which example. So a generator is made for each such place by mixing its coordinates, and is cheap enough
+//! to be thrown away after a few draws. The generator is SplitMix64 (Steele, Lea, Flood: Fast splittable
+//! pseudorandom number generators, 2014): a counter and a mixing function. It is part of the meaning of a
+//! saved position and must not change.
 
 /// The odd constant nearest to 2^64 divided by the golden ratio: the counter's step.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -34,8 +35,8 @@ impl Rng {
         if bound == 0 {
             return 0;
         }
-        // The high half of a 128-bit product is uniform once the few low halves that would favour some results are
-        // drawn again (Lemire: Fast random integer generation in an interval, 2019).
+        // The high half of a 128-bit product is uniform once the few low halves that would favour some
+        // results are drawn again (Lemire: Fast random integer generation in an interval, 2019).
         let threshold = bound.wrapping_neg() % bound;
         loop {
             let product = u128::from(self.bits()) * u128::from(bound);
@@ -123,7 +124,8 @@ mod tests {
         let n = 100_000;
         let mut counts = [0u32; 7];
         (0..n).for_each(|_| counts[rng.index(7)] += 1);
-        // Chi-square with 6 degrees of freedom; 22.5 is its 0.999 quantile, and the draw is fixed by the seed.
+        // Chi-square with 6 degrees of freedom; 22.5 is its 0.999 quantile, and the draw is fixed by the
+        // seed.
         let expected = n as f64 / 7.0;
         let chi: f64 = counts
             .iter()

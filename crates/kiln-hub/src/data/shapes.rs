@@ -1,9 +1,9 @@
 //! Pictures drawn by the program: geometric shapes in noise, for runs that need no download.
 //!
-//! Each picture has one shape of a random colour, size, place and turn on a background of another colour, both shaded,
-//! with noise on every pixel. The class is the shape. Nothing but outline tells the classes apart (colour, size and place
-//! have the same distribution in all), so a model that learns them has learned to see edges. Picture `i` of seed `s` is
-//! always the same.
+//! Each picture has one shape of a random colour, size, place and turn on a background of another colour,
+//! both shaded, with noise on every pixel. The class is the shape. Nothing but outline tells the classes
+//! apart (colour, size and place have the same distribution in all), so a model that learns them has learned
+//! to see edges. Picture `i` of seed `s` is always the same.
 
 use super::error::DataError;
 use super::image::{ImageSource, Picture};
@@ -25,7 +25,8 @@ pub struct Shapes {
 }
 
 impl Shapes {
-    /// `len` pictures of `size` by `size` pixels with all eight shapes. Training and evaluation take different seeds.
+    /// `len` pictures of `size` by `size` pixels with all eight shapes. Training and evaluation take
+    /// different seeds.
     pub fn new(len: usize, size: usize, seed: u64) -> Self {
         Self {
             len,

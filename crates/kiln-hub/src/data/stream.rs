@@ -1,12 +1,12 @@
 //! A corpus as one long stream of tokens, cut into windows.
 //!
-//! Language models learn from windows of one length. Packing puts all documents end to end with a separator between and
-//! cuts the stream into windows of `length + 1` tokens: the first `length` are the input, the last `length` the targets.
-//! No token is padding and all but the stream's last few are used.
+//! Language models learn from windows of one length. Packing puts all documents end to end with a separator
+//! between and cuts the stream into windows of `length + 1` tokens: the first `length` are the input, the
+//! last `length` the targets. No token is padding and all but the stream's last few are used.
 //!
-//! A stream can be kept in a file and is mapped from there, so a corpus is encoded once and need not fit into memory.
-//! The file is the text `KILNTOK`, one byte for the size of a token (2 or 4), the number of tokens as a little-endian
-//! u64, and the tokens, little endian.
+//! A stream can be kept in a file and is mapped from there, so a corpus is encoded once and need not fit into
+//! memory. The file is the text `KILNTOK`, one byte for the size of a token (2 or 4), the number of tokens as
+//! a little-endian u64, and the tokens, little endian.
 
 use std::fs::File;
 use std::ops::Range;
@@ -77,8 +77,8 @@ impl TokenStream {
         if !metadata.is_file() || metadata.len() < HEADER as u64 {
             return Err(damaged("not a token stream: shorter than its header".into()));
         }
-        // SAFETY: the map is only read, through `&[u8]`. Token files are written by `save`, which replaces them by rename
-        // and never changes a file in place, so a mapped file stays as it is.
+        // SAFETY: the map is only read, through `&[u8]`. Token files are written by `save`, which replaces
+        // them by rename and never changes a file in place, so a mapped file stays as it is.
         let map = unsafe { Mmap::map(&file) }.map_err(|source| DataError::io("map", path, source))?;
         if &map[..7] != MAGIC {
             return Err(damaged("not a token stream".into()));

@@ -1,17 +1,18 @@
 //! PyTorch archives: `pytorch_model.bin`, `.pt`, `.pth`.
 //!
-//! There are two forms. Since PyTorch 1.6 an archive is a zip file with the pickled dictionary in `data.pkl` and the
-//! bytes of each storage, uncompressed, in `data/<key>`. Before that it was five pickles in a row (magic number,
-//! protocol, system, dictionary, list of storage keys) followed by the storages. In both a tensor is a view of a storage:
-//! offset, sizes and strides. Views that are contiguous are read from the mapped file when asked for; others (transposed
-//! weights, say) are gathered when the file is opened.
+//! There are two forms. Since PyTorch 1.6 an archive is a zip file with the pickled dictionary in `data.pkl`
+//! and the bytes of each storage, uncompressed, in `data/<key>`. Before that it was five pickles in a row
+//! (magic number, protocol, system, dictionary, list of storage keys) followed by the storages. In both a
+//! tensor is a view of a storage: offset, sizes and strides. Views that are contiguous are read from the
+//! mapped file when asked for; others (transposed weights, say) are gathered when the file is opened.
 //!
-//! Every offset, stride and length is checked against the storage: a truncated file, or a view that leaves its storage,
-//! is an error and never a tensor of zeros. (burn-store's reader fills what is missing with zeros and passes over
-//! strides, which turns damaged and transposed weights into wrong ones without a word; hence this one.)
+//! Every offset, stride and length is checked against the storage: a truncated file, or a view that leaves
+//! its storage, is an error and never a tensor of zeros. (burn-store's reader fills what is missing with
+//! zeros and passes over strides, which turns damaged and transposed weights into wrong ones without a word;
+//! hence this one.)
 //!
-//! A pickle may call any function of Python, and an archive may carry programs. Nothing of either is run: the tensors are
-//! read, and the names of the rest are kept for a warning ([`Archive::code`]).
+//! A pickle may call any function of Python, and an archive may carry programs. Nothing of either is run: the
+//! tensors are read, and the names of the rest are kept for a warning ([`Archive::code`]).
 
 mod pickle;
 
@@ -42,14 +43,16 @@ pub(crate) struct Archive {
     pub file: MappedFile,
     pub mapped: Vec<(String, Entry)>,
     pub owned: Vec<(String, OwnedTensor)>,
-    /// Functions that the pickle would call in Python, beyond those that make tensors, and programs in the archive.
+    /// Functions that the pickle would call in Python, beyond those that make tensors, and programs in the
+    /// archive.
     pub code: Vec<String>,
 }
 
 /// Modules whose classes and functions make the plain contents of a checkpoint.
 const ORDINARY: [&str; 6] = ["torch", "collections", "numpy", "_codecs", "argparse", "pathlib"];
 
-/// Keys under which training scripts put the weights, tried in this order when the file's top level has no tensors.
+/// Keys under which training scripts put the weights, tried in this order when the file's top level has no
+/// tensors.
 const NESTED: [&str; 4] = ["state_dict", "model_state_dict", "model", "module"];
 
 /// What the old form begins with: protocol 2, and the magic number as an integer of ten bytes.
@@ -451,7 +454,8 @@ fn rebuild(arena: &Arena, arguments: &[Id], dtype: Option<&str>) -> Result<(Stor
     ))
 }
 
-/// The reference `("storage", type, key, device, elements)`; the older form has a sixth item, for views of storages.
+/// The reference `("storage", type, key, device, elements)`; the older form has a sixth item, for views of
+/// storages.
 fn storage(arena: &Arena, id: Id) -> Result<Storage, String> {
     let items = match arena.get(id) {
         Node::Persistent(reference) => arena.items(*reference),

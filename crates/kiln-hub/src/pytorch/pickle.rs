@@ -1,9 +1,10 @@
 //! The part of Python's pickle format that state dictionaries need.
 //!
-//! A pickle is a program for a small stack machine that builds objects. This interpreter builds plain values and runs
-//! nothing: a name of a class or function stays a name ([`Node::Global`]), a call of one stays a call
-//! ([`Node::Call`]), and what it means is decided by the reader of the result. Values live in an arena and refer to
-//! each other by number, as the format's own memo does, so shared and nested values cost no copies and no recursion.
+//! A pickle is a program for a small stack machine that builds objects. This interpreter builds plain values
+//! and runs nothing: a name of a class or function stays a name ([`Node::Global`]), a call of one stays a
+//! call ([`Node::Call`]), and what it means is decided by the reader of the result. Values live in an arena
+//! and refer to each other by number, as the format's own memo does, so shared and nested values cost no
+//! copies and no recursion.
 
 use std::fmt;
 
@@ -107,7 +108,8 @@ impl fmt::Display for PickleError {
     }
 }
 
-/// Reads one pickle from the front of `bytes`; returns its values, the result, and the number of bytes it took.
+/// Reads one pickle from the front of `bytes`; returns its values, the result, and the number of bytes it
+/// took.
 pub(crate) fn read(bytes: &[u8]) -> Result<(Arena, Id, usize), PickleError> {
     let mut machine = Machine {
         bytes,
@@ -241,7 +243,8 @@ impl<'a> Machine<'a> {
                 let (arguments, function) = (self.pop()?, self.pop()?);
                 self.call(function, arguments)?;
             }
-            // BUILD sets attributes, which no value here has; the dictionaries' own (`_metadata`) are not needed.
+            // BUILD sets attributes, which no value here has; the dictionaries' own (`_metadata`) are not
+            // needed.
             b'b' => drop(self.pop()?),
             b'Q' => {
                 let what = self.pop()?;
@@ -281,7 +284,8 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// A call. Dictionaries are made by calling `OrderedDict`, and filled later, so they must be dictionaries at once.
+    /// A call. Dictionaries are made by calling `OrderedDict`, and filled later, so they must be dictionaries
+    /// at once.
     fn call(&mut self, function: Id, arguments: Id) -> Result<(), PickleError> {
         let node = match self.arena.get(function) {
             Node::Global(module, name) if module == "collections" && name == "OrderedDict" => {
@@ -356,7 +360,8 @@ impl<'a> Machine<'a> {
         })
     }
 
-    /// A little-endian integer in two's complement. PyTorch's magic number has ten bytes, so long ones stay bytes.
+    /// A little-endian integer in two's complement. PyTorch's magic number has ten bytes, so long ones stay
+    /// bytes.
     fn long(&mut self, length: usize) -> Result<(), PickleError> {
         let bytes = self.take(length)?;
         if length > 8 {

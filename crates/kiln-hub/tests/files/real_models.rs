@@ -1,7 +1,8 @@
-//! Files of other programs: PyTorch's archives, a published model, and transformers reading what was saved here.
+//! Files of other programs: PyTorch's archives, a published model, and transformers reading what was saved
+//! here.
 //!
-//! The published model is used when `make real-weights` has fetched it, transformers when an interpreter that has it is
-//! found (`KILN_PYTHON`, else `python3`). Without them the tests say so and pass.
+//! The published model is used when `make real-weights` has fetched it, transformers when an interpreter that
+//! has it is found (`KILN_PYTHON`, else `python3`). Without them the tests say so and pass.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -37,7 +38,8 @@ fn relative_error(a: &[f32], b: &[f32]) -> f64 {
     (difference / size).sqrt()
 }
 
-/// Python would run a command on opening this file; here its tensors are read, and what it would have called is named.
+/// Python would run a command on opening this file; here its tensors are read, and what it would have called
+/// is named.
 #[test]
 fn code_in_an_archive_is_named_and_never_run() {
     let checkpoint = Checkpoint::open(fixture("state_with_code.bin")).unwrap();

@@ -66,7 +66,8 @@ impl Region {
             cutter.chunk(chunk)?;
         }
         cutter.join()?;
-        // What runs after the chunks must not share a kernel with what they wait for (the loss, with the number of rows that count).
+        // What runs after the chunks must not share a kernel with what they wait for (the loss, with the
+        // number of rows that count).
         for node in behind {
             cutter.copy(node)?;
             let new = Node::new(cutter.origin.len() - 1);

@@ -1,4 +1,5 @@
-//! How each operation treats the rows of its operands: one dimension, followed from operand to result and back.
+//! How each operation treats the rows of its operands: one dimension, followed from operand to result and
+//! back.
 
 use kiln_graph::op::{DotDims, Op, ReduceOp};
 use kiln_graph::{Graph, NodeData, Shape};
@@ -26,8 +27,8 @@ impl Result {
 /// One entry for each operand: the dimension that is cut, or none if it is read whole.
 pub(super) type Axes = SmallVec<[Option<usize>; 4]>;
 
-/// What `node` makes of chunks, given the dimensions of those operands that are known to be cut; none if it needs all rows at once, or its operands
-/// are cut in ways that do not fit.
+/// What `node` makes of chunks, given the dimensions of those operands that are known to be cut; none if it
+/// needs all rows at once, or its operands are cut in ways that do not fit.
 pub(super) fn follow(
     graph: &Graph,
     node: &NodeData,
@@ -73,8 +74,8 @@ pub(super) fn follow(
     fits.then_some(result)
 }
 
-/// Which dimension of each operand is cut where the result is cut along `result` (none: the result is a sum over rows). For contractions, `known` says which
-/// operand's rows they are.
+/// Which dimension of each operand is cut where the result is cut along `result` (none: the result is a sum
+/// over rows). For contractions, `known` says which operand's rows they are.
 pub(super) fn operands_of(
     graph: &Graph,
     node: &NodeData,
@@ -127,7 +128,8 @@ pub(super) fn operands_of(
     })
 }
 
-/// Whether `node` makes a chunk of its result along `axis` from chunks of its operands without arithmetic worth counting.
+/// Whether `node` makes a chunk of its result along `axis` from chunks of its operands without arithmetic
+/// worth counting.
 pub(super) fn is_repeatable(graph: &Graph, node: &NodeData, axis: usize) -> bool {
     let simple = node.op.is_pointwise()
         || matches!(
@@ -158,7 +160,8 @@ fn product(graph: &Graph, node: &NodeData, dims: &DotDims, position: usize, axis
     Some(Result::Rows(batch.len() + before + number))
 }
 
-/// The dimension of `to` that has the rows of dimension `axis` of `from`, in the same order and such that chunks of one are chunks of the other.
+/// The dimension of `to` that has the rows of dimension `axis` of `from`, in the same order and such that
+/// chunks of one are chunks of the other.
 fn same_rows(from: &Shape, axis: usize, to: &Shape, count: usize) -> Option<usize> {
     let before: usize = from[..axis].iter().product();
     dimension_after(to, before).filter(|&found| to[found].is_multiple_of(count))

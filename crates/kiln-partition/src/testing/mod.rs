@@ -1,7 +1,7 @@
 //! Joint graphs of real models, for tests and benchmarks: behind the feature `testing`.
 //!
-//! The functions here panic where a test would want to know: on shapes that do not fit, and on operations without a
-//! gradient.
+//! The functions here panic where a test would want to know: on shapes that do not fit, and on operations
+//! without a gradient.
 
 mod models;
 mod tape;

@@ -1,7 +1,8 @@
 //! What this machine can do at most, measured.
 //!
-//! Briefly: how fast all threads together read and copy, for amounts from what the first cache holds to what none does, and a matrix product of the step
-//! compiler's own. The rates are the limits that kernels are compared with, no benchmark.
+//! Briefly: how fast all threads together read and copy, for amounts from what the first cache holds to what
+//! none does, and a matrix product of the step compiler's own. The rates are the limits that kernels are
+//! compared with, no benchmark.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -14,7 +15,8 @@ use kiln_cuda::execute::{Gpu, Limits};
 
 use super::report::{Kernel, Machine, Rate};
 
-/// Bytes that all threads together work on, the smallest first: within the caches of most machines, and beyond.
+/// Bytes that all threads together work on, the smallest first: within the caches of most machines, and
+/// beyond.
 const AMOUNTS: [u64; 6] = [64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20, 256 << 20];
 
 /// Bytes that a thread moves, at least, in one measurement: some milliseconds.
@@ -49,8 +51,8 @@ impl Limit {
 }
 
 impl Machine {
-    /// Measures what `threads` threads of this machine can do; 0 means all cores. Takes about a second, once for each number of threads in a
-    /// process; the first time on a machine some more for the C compiler.
+    /// Measures what `threads` threads of this machine can do; 0 means all cores. Takes about a second, once
+    /// for each number of threads in a process; the first time on a machine some more for the C compiler.
     ///
     /// # Errors
     ///
@@ -88,7 +90,8 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Measures what the GPU of this ordinal can do; takes some milliseconds. `tf32` is [`CompileOptions::tf32`].
+    /// Measures what the GPU of this ordinal can do; takes some milliseconds. `tf32` is
+    /// [`CompileOptions::tf32`].
     ///
     /// # Errors
     ///
@@ -114,8 +117,8 @@ impl Machine {
         })
     }
 
-    /// Bytes a second that the machine moves if there are `bytes` of them: as fast as caches where they fit, between two measurements by the
-    /// logarithm of the amount.
+    /// Bytes a second that the machine moves if there are `bytes` of them: as fast as caches where they fit,
+    /// between two measurements by the logarithm of the amount.
     pub fn moving_rate(&self, bytes: u64) -> f64 {
         let memory = Rate {
             bytes: AMOUNTS[AMOUNTS.len() - 1],
@@ -144,7 +147,8 @@ impl Machine {
         }
     }
 
-    /// The shortest time in seconds in which this machine could do the work of `kernel`, and what it would spend it with.
+    /// The shortest time in seconds in which this machine could do the work of `kernel`, and what it would
+    /// spend it with.
     pub fn least_seconds(&self, kernel: &Kernel) -> (f64, Limit) {
         let moving = kernel.bytes as f64 / self.moving_rate(kernel.bytes);
         let computing = kernel.flops as f64 / self.flops_per_second;
@@ -157,7 +161,8 @@ impl Machine {
     }
 }
 
-/// Bytes a second by `threads` threads that copy from one half of `bytes` to the other, or read all of it, whichever is faster.
+/// Bytes a second by `threads` threads that copy from one half of `bytes` to the other, or read all of it,
+/// whichever is faster.
 fn moving_speed(threads: usize, bytes: u64) -> f64 {
     let elements = (bytes as usize / 4 / threads / 2).max(1024);
     let rounds = (MOVED as usize / (elements * 8)).max(1);

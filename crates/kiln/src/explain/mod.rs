@@ -78,19 +78,22 @@ impl Explain {
         self.report.to_json()
     }
 
-    /// The data as one HTML file that needs nothing else: findings, memory over the step, the graph with phases coloured and kernels as boxes, sortable tables.
+    /// The data as one HTML file that needs nothing else: findings, memory over the step, the graph with
+    /// phases coloured and kernels as boxes, sortable tables.
     pub fn to_html(&self) -> String {
         self.report.to_html()
     }
 
-    /// With the times of kernels that ran under a profile. `machine` ([`Machine::measure`]) is what to compare them with.
+    /// With the times of kernels that ran under a profile. `machine` ([`Machine::measure`]) is what to
+    /// compare them with.
     pub fn with_times(mut self, summary: &kiln_profile::Summary, machine: Option<Machine>) -> Self {
         self.report.add_times(summary, machine);
         self
     }
 }
 
-/// What memory budgets would do to a compiled step: its plans from the fastest to the smallest. [`Point::peak`] is the smallest budget that gets a plan.
+/// What memory budgets would do to a compiled step: its plans from the fastest to the smallest.
+/// [`Point::peak`] is the smallest budget that gets a plan.
 ///
 /// # Errors
 ///

@@ -1,7 +1,7 @@
 //! The report behind `explain`: plain data, the same for text, JSON and HTML.
 //!
-//! Everything in it was true of this process: counts, times and reasons come from the region's history, kernels and memory from what was compiled. What was not measured is
-//! `None`, not zero.
+//! Everything in it was true of this process: counts, times and reasons come from the region's history,
+//! kernels and memory from what was compiled. What was not measured is `None`, not zero.
 
 use serde::{Deserialize, Serialize};
 
@@ -39,7 +39,8 @@ pub struct Replay {
     pub obstacle: Option<String>,
     /// Why calls were recorded.
     pub causes: Vec<Counted>,
-    /// Where each input comes from: ``input 3 (f32 [64]): state of `encoder.norm.running_mean` ``. Empty while there is no plan.
+    /// Where each input comes from: ``input 3 (f32 [64]): state of `encoder.norm.running_mean` ``. Empty
+    /// while there is no plan.
     pub inputs: Vec<String>,
     /// Where each output goes.
     pub outputs: Vec<String>,
@@ -64,7 +65,8 @@ pub struct Step {
     pub operations: usize,
     /// Nodes of the recorded graph.
     pub nodes: usize,
-    /// What the phases consist of, in the order forward, backward, optimizer, unassigned. Phases without nodes are left out.
+    /// What the phases consist of, in the order forward, backward, optimizer, unassigned. Phases without
+    /// nodes are left out.
     pub phases: Vec<PhaseCount>,
     /// Tensor arguments.
     pub inputs: usize,
@@ -163,7 +165,8 @@ pub struct Compile {
     pub backend: String,
     /// Whether it was prepared for one run only.
     pub provisional: bool,
-    /// Whether it is no cause for concern: the first of a segment, or the one after the first step of an optimizer.
+    /// Whether it is no cause for concern: the first of a segment, or the one after the first step of an
+    /// optimizer.
     pub expected: bool,
     /// The guard that failed; none for the first compilation of a segment.
     pub guard: Option<String>,
@@ -204,8 +207,8 @@ pub struct Kernel {
     pub seconds: Option<f64>,
     /// Share of what the machine can do at most, from 0 to 1, if measured.
     pub machine_share: Option<f64>,
-    /// What that most is: `arithmetic`, or the rate of `cache` or `memory` for as many bytes. A kernel that would be beyond it reads only a part of
-    /// its buffers, and this says so.
+    /// What that most is: `arithmetic`, or the rate of `cache` or `memory` for as many bytes. A kernel that
+    /// would be beyond it reads only a part of its buffers, and this says so.
     pub limit: Option<String>,
 }
 
@@ -222,7 +225,8 @@ pub struct Fused {
     pub inputs: Vec<usize>,
     /// The recorded Burn operation, if known.
     pub operation: Option<String>,
-    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that
+    /// operation's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
@@ -324,7 +328,8 @@ impl Step {
 }
 
 impl Report {
-    /// Whether a segment has as many compiled steps as it may have, so that what comes next runs node by node.
+    /// Whether a segment has as many compiled steps as it may have, so that what comes next runs node by
+    /// node.
     pub fn at_recompile_limit(&self) -> bool {
         let lasting = |segment: usize| {
             let own = self.compiles.iter().filter(move |it| it.segment == segment);

@@ -1,9 +1,9 @@
 //! Tensors that a function captures and that are trained.
 //!
 //! A function takes its tracked tensors as arguments; one that it captures is not replaced by a leaf of the
-//! trace. The trace's gradients reach such a tensor all the same, and Burn's autograd files its gradient under
-//! the number of its node. So once the gradients of the leaves are taken out, whatever is filed under some
-//! number belongs to a tensor that the function captures. Most such tensors are older than the trace. A
+//! trace. The trace's gradients reach such a tensor all the same, and Burn's autograd files its gradient
+//! under the number of its node. So once the gradients of the leaves are taken out, whatever is filed under
+//! some number belongs to a tensor that the function captures. Most such tensors are older than the trace. A
 //! parameter that nobody has used before is drawn in it.
 //!
 //! A captured tensor that is no leaf itself cannot be had in this way: the trace's gradients have run through
@@ -43,8 +43,8 @@ impl Captured {
     }
 }
 
-/// The captured leaves among what `gradients` were found for, of which those for the `leaves` of the trace are
-/// no part any more.
+/// The captured leaves among what `gradients` were found for, of which those for the `leaves` of the trace
+/// are no part any more.
 pub(super) fn find(gradients: &Gradients, leaves: &[TrackedTensor]) -> Vec<Captured> {
     let Some(leaf) = leaves.first() else {
         return Vec::new();

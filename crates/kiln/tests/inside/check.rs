@@ -1,6 +1,7 @@
 //! The numerics check: the first place where two backends part.
 //!
-//! Backends agree on sums and products of small integers to the last bit, and round exponentials differently. So `exp` is the planted fault, and everything before it is not.
+//! Backends agree on sums and products of small integers to the last bit, and round exponentials differently.
+//! So `exp` is the planted fault, and everything before it is not.
 
 use burn::tensor::Tensor;
 use kiln::{CompileBackend, CompileOptions, Error, Kiln};

@@ -1,10 +1,13 @@
 //! A strict reader of the Trace Event Format, with the rules by which Perfetto imports it.
 //!
-//! Perfetto is lenient: what it cannot place it drops, and counts in a table that nobody looks at. Here each of these is an error:
+//! Perfetto is lenient: what it cannot place it drops, and counts in a table that nobody looks at. Here each
+//! of these is an error:
 //!
-//! - an event without phase, process, thread, name or (but for metadata) time and category; times that are not numbers of microseconds;
+//! - an event without phase, process, thread, name or (but for metadata) time and category; times that are
+//!   not numbers of microseconds;
 //! - a slice (`X`) that begins inside another of its thread and ends after it;
-//! - an arrow (`s`, `f`) whose end is in no slice of its thread at that time, that ends before it begins, or that has one end only;
+//! - an arrow (`s`, `f`) whose end is in no slice of its thread at that time, that ends before it begins, or
+//!   that has one end only;
 //! - a counter (`C`) with a value that is no number; an instant (`i`) without scope; a thread without a name.
 
 use std::collections::BTreeMap;

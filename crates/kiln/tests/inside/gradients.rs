@@ -1,7 +1,8 @@
-//! Lines of gradients: each operation of the backward pass is shown at the line of the forward operation whose gradient it belongs to.
+//! Lines of gradients: each operation of the backward pass is shown at the line of the forward operation
+//! whose gradient it belongs to.
 //!
-//! The programs have a mark (`//: name`) at each line. The truth that claims are compared with comes from shapes that only one layer
-//! has, or from the weight that a product reads.
+//! The programs have a mark (`//: name`) at each line. The truth that claims are compared with comes from
+//! shapes that only one layer has, or from the weight that a product reads.
 
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -221,7 +222,8 @@ fn layers_that_look_alike_are_not_taken_for_each_other() {
     );
 }
 
-/// Five powers, each at a line of its own; the exponents tell them apart in the backward pass. (Branches of one `match` would end in one call.)
+/// Five powers, each at a line of its own; the exponents tell them apart in the backward pass. (Branches of
+/// one `match` would end in one call.)
 const POWERS: [fn(Tensor<B, 2>) -> Tensor<B, 2>; 5] = [
     |x| x.powf_scalar(1.25),  //: power 0
     |x| x.powf_scalar(1.375), //: power 1

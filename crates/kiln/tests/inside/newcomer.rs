@@ -1,7 +1,7 @@
 //! The newcomer's test: three programs with a planted fault each, and what Kiln's own reports say of them.
 //!
-//! Who has never seen the inside of Kiln must find the line of the fault, what happened there and what to do, in `explain()`, in the log or in the summary of a
-//! profile alone.
+//! Who has never seen the inside of Kiln must find the line of the fault, what happened there and what to do,
+//! in `explain()`, in the log or in the summary of a profile alone.
 
 use std::process::Command;
 

@@ -418,7 +418,8 @@ fn images(p: &Program) -> Images<B> {
 }
 
 fn a_convolutional_network(p: &Program) {
-    // Group norm takes back most of what the shift before it does: its gradient is a small sum of large terms.
+    // Group norm takes back most of what the shift before it does: its gradient is a small sum of large
+    // terms.
     p.tolerate(1e-4);
     let (pool, mean) = (
         MaxPool2dConfig::new([2, 2]).init(),
@@ -491,7 +492,8 @@ struct Scattered<B: Backend> {
 }
 
 fn weights_drawn_between_other_numbers(p: &Program) {
-    // The second weight is drawn after the first dropout mask, the one that nobody uses after the backward pass.
+    // The second weight is drawn after the first dropout mask, the one that nobody uses after the backward
+    // pass.
     let linear = |from, to| LinearConfig::new(from, to).init(&p.device());
     let model = Scattered {
         never_used: linear(3, 5),

@@ -1,10 +1,10 @@
 //! Programs as Burn users write them, run plainly and compiled, and compared at every call.
 //!
 //! A program is one function of a [`Program`]: it trains, evaluates, saves and looks as a user's would, and
-//! asks the program for what may be compiled (`p.train(..)` for a `TrainStep`, `p.region()` for `kiln::compile`,
-//! `p.function(..)` for `compile_fn`). The test runs the function twice: plainly, where these are the ordinary
-//! Burn loop, then compiled. Everything the function looked at, every output of a step and every parameter must
-//! be equal, and calls that were not replayed must state a reason.
+//! asks the program for what may be compiled (`p.train(..)` for a `TrainStep`, `p.region()` for
+//! `kiln::compile`, `p.function(..)` for `compile_fn`). The test runs the function twice: plainly, where
+//! these are the ordinary Burn loop, then compiled. Everything the function looked at, every output of a step
+//! and every parameter must be equal, and calls that were not replayed must state a reason.
 //!
 //! ```text
 //!   fn returns_its_input(p: &Program) {                            the program

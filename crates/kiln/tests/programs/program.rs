@@ -123,7 +123,8 @@ impl Program {
             calls: RefCell::default(),
             steps: Cell::new(0),
             synced: Cell::new(false),
-            // A GPU adds up in another order, and an optimizer that divides by small numbers makes more of that.
+            // A GPU adds up in another order, and an optimizer that divides by small numbers makes more of
+            // that.
             tolerance: Cell::new(match way {
                 Some(way) if way.backend == CompileBackend::Cuda => 10.0 * TOLERANCE,
                 _ => TOLERANCE,

@@ -1,5 +1,6 @@
 //! Training steps drawn at random: what the closure returns, which inputs coincide, what is captured, what
-//! the program does between calls, and which calls panic. Each is a program like the others, run plainly and compiled.
+//! the program does between calls, and which calls panic. Each is a program like the others, run plainly and
+//! compiled.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

@@ -1,4 +1,5 @@
-//! Burn's own attention, trained: the losses and weights of eager, one kernel forward and one backward, and no scores in memory.
+//! Burn's own attention, trained: the losses and weights of eager, one kernel forward and one backward, and
+//! no scores in memory.
 
 use burn::module::Module;
 use burn::nn::attention::{
@@ -224,8 +225,8 @@ type Heads = Tensor<Compiled, 4>;
 /// Attention of queries, keys and values.
 type Way<'a> = dyn Fn(Heads, Heads, Heads) -> Heads + 'a;
 
-/// Attention computed in a type of 16 bits, forward and backward, from parameters in f32: one kernel each, with the results of f32 to within
-/// the type's roundings.
+/// Attention computed in a type of 16 bits, forward and backward, from parameters in f32: one kernel each,
+/// with the results of f32 to within the type's roundings.
 #[test]
 fn sixteen_bits() {
     let _turn = turn();

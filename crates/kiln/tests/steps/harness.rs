@@ -32,8 +32,8 @@ pub fn turn() -> MutexGuard<'static, ()> {
 }
 
 /// Trains a model with an optimizer on backend `$reference`, eagerly, then in every compiled way, and
-/// compares; gives the reports of the regions. `$model` and `$optim` are expressions generic over the backend; all
-/// runs start from equal weights and draw the same random numbers.
+/// compares; gives the reports of the regions. `$model` and `$optim` are expressions generic over the
+/// backend; all runs start from equal weights and draw the same random numbers.
 macro_rules! compare {
     ($reference:ty, $ty:ident, |$device:ident| $model:expr, $optim:expr, $steps:expr, [$($backend:ident),*]) => {{
         use burn::tensor::backend::Backend;
@@ -124,7 +124,8 @@ pub fn parameters<B: Backend, M: Module<B>>(model: &M) -> Vec<Vec<f64>> {
     visitor.0
 }
 
-/// The same of a model in training, whose running statistics are one update behind until it is asked for its inference form.
+/// The same of a model in training, whose running statistics are one update behind until it is asked for its
+/// inference form.
 pub fn trained<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) -> Vec<Vec<f64>> {
     parameters::<B::InnerBackend, M::InnerModule>(&model.valid())
 }
@@ -134,7 +135,8 @@ pub fn value<B: Backend>(loss: Tensor<B, 1>) -> f64 {
     loss.into_data().convert::<f64>().to_vec().unwrap()[0]
 }
 
-/// `model` with its parameters drawn: Burn draws them at first use, and each clone of an unused model would draw its own.
+/// `model` with its parameters drawn: Burn draws them at first use, and each clone of an unused model would
+/// draw its own.
 pub fn initialised<B: Backend, M: Module<B>>(model: M) -> M {
     parameters::<B, M>(&model);
     model
@@ -236,7 +238,8 @@ where
     )
 }
 
-/// Trains through `TrainStep`, replayed from the third or fourth step on; with the number of recorded calls and what was compiled.
+/// Trains through `TrainStep`, replayed from the third or fourth step on; with the number of recorded calls
+/// and what was compiled.
 pub fn train_replayed<M, O>(
     model: M,
     optim: OptimizerAdaptor<O, M, Compiled>,

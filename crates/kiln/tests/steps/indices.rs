@@ -1,4 +1,5 @@
-//! Indices out of range: on every backend an error that names operation, line, index and bound, with everything the step was given as it was.
+//! Indices out of range: on every backend an error that names operation, line, index and bound, with
+//! everything the step was given as it was.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -112,7 +112,8 @@ fn other_state_is_made_by_the_first_step() {
 
 #[test]
 fn the_optimizer_catches_up() {
-    // Bias correction depends on the optimizer's count of steps: a plain loop that goes on from its state must agree.
+    // Bias correction depends on the optimizer's count of steps: a plain loop that goes on from its state
+    // must agree.
     let start = initialised(Mlp::<Compiled>::new(&device()));
     let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
     let (mut model, mut optim) = (Some(copy()), AdamWConfig::new().init());

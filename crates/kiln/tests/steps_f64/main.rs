@@ -4,12 +4,13 @@
 //! In f32 the same program on two backends differs by more than the rounding of its operations: burn-router
 //! composes softmax of primitives where burn-flex has kernels, and optimizers that divide by the gradient's
 //! size magnify what is left of a gradient that should be zero. In f64 all this is far below the tolerance,
-//! and a wrong operation is far above it. Default element types are the process's, hence a program of its own.
+//! and a wrong operation is far above it. Default element types are the process's, hence a program of its
+//! own.
 //!
-//! The models have tanh where those of `steps` have GELU: burn-router takes burn-backend's default gradient of
-//! GELU, that of the tanh approximation with constants of six digits, where burn-flex has the exact one. They
-//! differ by up to 9e-4 (the exact one is about 1) in any precision. (The default sigmoid, in the LSTM, is in f32
-//! whatever the type of its operand; that is below the tolerance.)
+//! The models have tanh where those of `steps` have GELU: burn-router takes burn-backend's default gradient
+//! of GELU, that of the tanh approximation with constants of six digits, where burn-flex has the exact one.
+//! They differ by up to 9e-4 (the exact one is about 1) in any precision. (The default sigmoid, in the LSTM,
+//! is in f32 whatever the type of its operand; that is below the tolerance.)
 
 #[path = "../steps/harness.rs"]
 mod harness;

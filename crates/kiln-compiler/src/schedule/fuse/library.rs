@@ -83,7 +83,8 @@ impl Fuser<'_> {
         }
     }
 
-    /// The stored value through which a library kernel reads `operand`: a strided window where the kernel takes one.
+    /// The stored value through which a library kernel reads `operand`: a strided window where the kernel
+    /// takes one.
     pub(super) fn library_operand(&mut self, node: &NodeData, position: usize, operand: Value) -> Value {
         let dtype = self.graph.dtype(operand);
         let usual = dtype.is_float() || dtype == DType::Bool;
@@ -112,7 +113,8 @@ impl Fuser<'_> {
         operand
     }
 
-    /// Each operand of a concatenation is stored into its part of the result; operands of one shape share a nest.
+    /// Each operand of a concatenation is stored into its part of the result; operands of one shape share a
+    /// nest.
     pub(super) fn place_join(&mut self, node: Node) {
         let data = self.graph.node(node);
         let Op::Concat { axis } = data.op else { return };

@@ -79,8 +79,8 @@ impl Fuser<'_> {
         (wanted.len() <= 4).then(|| primary.clone())
     }
 
-    /// The split that makes `value` a row's in a nest that has none: for values computed from a reduction of the nest's whole space,
-    /// which is going to follow them into the nest.
+    /// The split that makes `value` a row's in a nest that has none: for values computed from a reduction of
+    /// the nest's whole space, which is going to follow them into the nest.
     pub(super) fn row_split(&self, nest: &Nest, value: Value, index: &[Index]) -> Option<Split> {
         let rows = vars(index);
         let cols = nest.all() & !rows;

@@ -1,4 +1,5 @@
-//! Reductions: as passes over the rows of a nest that uses the result, beside a nest that reads the operand, or alone.
+//! Reductions: as passes over the rows of a nest that uses the result, beside a nest that reads the operand,
+//! or alone.
 
 use kiln_graph::op::{Dims, Op};
 use kiln_graph::{Node, Value};
@@ -31,8 +32,8 @@ impl Fuser<'_> {
                 return;
             }
         }
-        // Variables number the dimensions of what is behind views: that is what others will compute and store. A view that mixes kept
-        // and reduced dimensions does not allow that.
+        // Variables number the dimensions of what is behind views: that is what others will compute and
+        // store. A view that mixes kept and reduced dimensions does not allow that.
         let behind = if self.fuse { self.views(x) } else { vec![x] };
         for path in [behind, vec![x]] {
             let (base, extents) = self.identity_of(path[path.len() - 1]);
@@ -162,8 +163,8 @@ impl Fuser<'_> {
             .any(|&axis| index[axis].vars() & bit(last as Var) != 0)
     }
 
-    /// The index of `x` where a value behind it is read at `index`; `path` leads from `x` to that value through reshapes, transposes
-    /// and pointwise operations.
+    /// The index of `x` where a value behind it is read at `index`; `path` leads from `x` to that value
+    /// through reshapes, transposes and pointwise operations.
     pub(super) fn index_along(&self, path: &[Value], index: &[Index]) -> Vec<Index> {
         let mut index = index.to_vec();
         for pair in path.windows(2).rev() {
@@ -231,7 +232,8 @@ impl Fuser<'_> {
         None
     }
 
-    /// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
+    /// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether
+    /// it is late.
     pub(super) fn reduce_role(&self, group: usize, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
         role(self.policy, self.nest(group)?, index, axes)
     }
@@ -264,7 +266,8 @@ impl Fuser<'_> {
     }
 }
 
-/// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it is late.
+/// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it
+/// is late.
 fn role(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
     let wanted = row::parted(nest, index, axes)?;
     let (kept, reduced) = (wanted.rows, wanted.cols);

@@ -1,8 +1,9 @@
 //! What a row is: the one place that says how a nest may be split.
 //!
-//! The variables of a nest are split into those that number rows and those that number the elements of a row ([`Split`]). Statistics of rows, values that
-//! only rows depend on, and whatever a nest makes of a row follow from that split, so four questions must have one answer: into what the axes of a
-//! reduction part a space ([`parted`]), whether a nest may be split so ([`may_split`]), whether so many rows keep threads busy
+//! The variables of a nest are split into those that number rows and those that number the elements of a row
+//! ([`Split`]). Statistics of rows, values that only rows depend on, and whatever a nest makes of a row
+//! follow from that split, so four questions must have one answer: into what the axes of a reduction part a
+//! space ([`parted`]), whether a nest may be split so ([`may_split`]), whether so many rows keep threads busy
 //! ([`are_enough`]), and what a nest with a split has stored so far ([`stores_points`]).
 
 use kiln_graph::op::Dims;
@@ -11,8 +12,8 @@ use crate::index::{Index, Var, bit};
 use crate::policy::Policy;
 use crate::schedule::nest::{Nest, Split, vars};
 
-/// Rows and columns into which `axes` of a value at `index` part the space of `nest`; none if a variable numbers both or neither, or if there are
-/// no columns.
+/// Rows and columns into which `axes` of a value at `index` part the space of `nest`; none if a variable
+/// numbers both or neither, or if there are no columns.
 pub(super) fn parted(nest: &Nest, index: &[Index], axes: &Dims) -> Option<Split> {
     let part = |inside: bool| {
         (0..index.len())

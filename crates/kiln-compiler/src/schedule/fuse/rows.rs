@@ -1,16 +1,17 @@
 //! Rows that are read once: what else is made of a row belongs into the nest that passes over it anyway.
 //!
-//! A loss and its gradient are the example. The gradient's nest reads each row of logits for its statistics and once more for the gradient. The
-//! loss needs the statistics and one element of the row. In a nest of its own it would read the logits behind the statistics; they would
-//! be a kernel by themselves, the gradient another that reads the logits again, and could not overwrite them. Two rules keep all of this
-//! together:
+//! A loss and its gradient are the example. The gradient's nest reads each row of logits for its statistics
+//! and once more for the gradient. The loss needs the statistics and one element of the row. In a nest of its
+//! own it would read the logits behind the statistics; they would be a kernel by themselves, the gradient
+//! another that reads the logits again, and could not overwrite them. Two rules keep all of this together:
 //!
-//! - What picks or sums up elements of rows, of values that depend on statistics that a nest over these rows needs too, joins that nest, whoever uses it.
-//! - A result (a number of targets, a sum of weights) that such a nest needs is not made in one that waits for the same statistics, for then
-//!   the statistics could not be in the former.
+//! - What picks or sums up elements of rows, of values that depend on statistics that a nest over these rows
+//!   needs too, joins that nest, whoever uses it.
+//! - A result (a number of targets, a sum of weights) that such a nest needs is not made in one that waits
+//!   for the same statistics, for then the statistics could not be in the former.
 //!
-//! Where a program has the loss after the gradient, the nest would not be there yet when the pick is placed; so picks are placed as late as their
-//! operands allow.
+//! Where a program has the loss after the gradient, the nest would not be there yet when the pick is placed;
+//! so picks are placed as late as their operands allow.
 
 use rustc_hash::FxHashMap;
 
@@ -38,7 +39,8 @@ impl Fuser<'_> {
         self.graph.shape(data.inputs[1])[axis] == 1 && self.graph.shape(data.inputs[0])[axis] != 1
     }
 
-    /// Makes `node`, if it [picks](Fuser::is_pick), a member of the nest that passes over the rows it picks from.
+    /// Makes `node`, if it [picks](Fuser::is_pick), a member of the nest that passes over the rows it picks
+    /// from.
     pub(super) fn pick_beside_rows(&mut self, node: Node) -> bool {
         let data = self.graph.node(node);
         let (Op::Gather { axis }, true) = (&data.op, self.is_pick(node)) else {
@@ -72,8 +74,9 @@ impl Fuser<'_> {
         true
     }
 
-    /// A nest over the elements of `x` that needs statistics of its rows, along `axes`, which `x` needs too; the index of `x` there, and the
-    /// split into rows. None if a nest over as many elements uses `value`, what is made of `x`: that one comes first.
+    /// A nest over the elements of `x` that needs statistics of its rows, along `axes`, which `x` needs too;
+    /// the index of `x` there, and the split into rows. None if a nest over as many elements uses `value`,
+    /// what is made of `x`: that one comes first.
     fn nest_over_rows(&self, x: Value, value: Value, axes: &Dims) -> Option<(usize, Vec<Index>, Split)> {
         let count = self.graph.ty(x).numel() as i64;
         let over = |group: usize| {
@@ -103,7 +106,8 @@ impl Fuser<'_> {
         })
     }
 
-    /// The index of `x` where `nest` reads it, or what it is computed from element by element, over all variables.
+    /// The index of `x` where `nest` reads it, or what it is computed from element by element, over all
+    /// variables.
     fn index_in(&self, nest: &Nest, x: Value) -> Option<Vec<Index>> {
         let read = self.streams(nest);
         let mut paths = vec![vec![x]];
@@ -125,7 +129,8 @@ impl Fuser<'_> {
         None
     }
 
-    /// What `nest` reads over all its variables, with the values behind that element by element, which it may come to read.
+    /// What `nest` reads over all its variables, with the values behind that element by element, which it may
+    /// come to read.
     fn streams(&self, nest: &Nest) -> FxHashMap<Value, Vec<Index>> {
         let full = |value: Value, index: &Vec<Index>| {
             vars(index) == nest.all() && bijective(index, self.graph.shape(value))
@@ -166,7 +171,8 @@ impl Fuser<'_> {
         data.inputs.iter().filter(same).copied().collect()
     }
 
-    /// The reductions of values of `count` elements among `values` and what they are computed from, nearest first.
+    /// The reductions of values of `count` elements among `values` and what they are computed from, nearest
+    /// first.
     fn statistics(&self, values: &[Value], count: i64) -> Vec<Value> {
         let mut seen = values.to_vec();
         let mut found = Vec::new();

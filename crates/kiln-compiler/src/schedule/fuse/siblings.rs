@@ -9,8 +9,8 @@ use crate::index::Index;
 use crate::schedule::nest::{Nest, bijective, vars};
 
 impl Fuser<'_> {
-    /// Joins nests over the same space that read the same values and do not depend on each other: sums of a gradient, and what passes
-    /// the gradient on.
+    /// Joins nests over the same space that read the same values and do not depend on each other: sums of a
+    /// gradient, and what passes the gradient on.
     pub(super) fn merge_siblings(&mut self) {
         let mut shared: Vec<(Value, Vec<usize>)> = self
             .readers

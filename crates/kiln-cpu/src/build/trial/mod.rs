@@ -1,18 +1,20 @@
 //! Trying a C compiler before steps are trusted to it.
 //!
-//! Compilers have been wrong about the C of this crate: a select of a copysign was folded into the wrong instruction, a sum of constants lost half
-//! of its lanes. Nobody notices, because a training step with a wrong `erf` still trains. So the first time Kiln meets a compiler,
-//! one step of all that generated code consists of is compiled with it and run: [`program`] lists functions, conversions,
-//! reductions, kernels and the patterns that fusion makes of them, each with arguments at which mistakes show. The values that must come out
-//! are those of the interpreter, in double precision, from Rust's own functions.
+//! Compilers have been wrong about the C of this crate: a select of a copysign was folded into the wrong
+//! instruction, a sum of constants lost half of its lanes. Nobody notices, because a training step with a
+//! wrong `erf` still trains. So the first time Kiln meets a compiler, one step of all that generated code
+//! consists of is compiled with it and run: [`program`] lists functions, conversions, reductions, kernels and
+//! the patterns that fusion makes of them, each with arguments at which mistakes show. The values that must
+//! come out are those of the interpreter, in double precision, from Rust's own functions.
 //!
 //! ```text
 //! compiler ──► verdict in the cache? ──yes──► right, or the function that is wrong
 //!                    └─no─► compile the trial ──► run ──► compare ──► verdict
 //! ```
 //!
-//! The verdict is kept in the cache under the compiler's file, version, flags and CPU and this crate's sources; one that cannot be read is made
-//! again. A compiler that fails to compile the trial gets no lasting verdict: a full disk looks the same.
+//! The verdict is kept in the cache under the compiler's file, version, flags and CPU and this crate's
+//! sources; one that cannot be read is made again. A compiler that fails to compile the trial gets no lasting
+//! verdict: a full disk looks the same.
 
 mod program;
 
@@ -163,7 +165,8 @@ fn run(program: &Program, toolchain: &Toolchain) -> Result<Vec<HostTensor>, Step
         .zip(&program.scalars)
         .map(|(&value, scalar)| scalar.to_bits(graph.dtype(value)))
         .collect();
-    // SAFETY: one buffer of the declared size for each parameter and output; an output that takes over an argument's memory has its pointer.
+    // SAFETY: one buffer of the declared size for each parameter and output; an output that takes over an
+    // argument's memory has its pointer.
     unsafe { step.run(&ThreadPool::new(THREADS), &inputs, &outputs, &scalars, &NoHooks) }?;
     let tensors = graph.outputs.iter().zip(&results).zip(aliases);
     let tensors = tensors.filter_map(|((output, buffer), alias)| {
@@ -176,8 +179,8 @@ fn run(program: &Program, toolchain: &Toolchain) -> Result<Vec<HostTensor>, Step
     Ok(tensors.collect())
 }
 
-/// The first element of `actual` that is more than `units` in the last place from `expected`; NaN is like any other NaN, zeros of either sign are
-/// different.
+/// The first element of `actual` that is more than `units` in the last place from `expected`; NaN is like any
+/// other NaN, zeros of either sign are different.
 fn difference(actual: &HostTensor, expected: &HostTensor, units: f64) -> Option<String> {
     let dtype = expected.ty().dtype;
     if !dtype.is_float() {

@@ -1,8 +1,8 @@
 //! C for a nest that consumes the result of a contraction ([`kiln_compiler::schedule::epilogue`]).
 //!
-//! The loops are the template's; what is written here are the statements inside. They are the same statements that a nest of its
-//! own would have, with one difference: the result of the contraction is not loaded but is in a vector register called `sum`.
-//! Buffers and scalars are parameters `a0`, `a1`, ... of the kernel.
+//! The loops are the template's; what is written here are the statements inside. They are the same statements
+//! that a nest of its own would have, with one difference: the result of the contraction is not loaded but is
+//! in a vector register called `sum`. Buffers and scalars are parameters `a0`, `a1`, ... of the kernel.
 
 use kiln_compiler::index::Var;
 use kiln_graph::{Graph, Value};
@@ -21,7 +21,8 @@ pub struct Loops<'a> {
     pub lanes: i64,
 }
 
-/// The statements of an epilogue. They refer to the frame's variables as `i0`, `i1`, ... and to the result as `sum`.
+/// The statements of an epilogue. They refer to the frame's variables as `i0`, `i1`, ... and to the result as
+/// `sum`.
 #[derive(Clone, Debug, Default)]
 pub struct Statements {
     /// Once for each tile.

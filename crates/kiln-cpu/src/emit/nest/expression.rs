@@ -39,7 +39,8 @@ impl Writer<'_> {
         register
     }
 
-    /// An expensive value: evaluated by the first pass over a row that needs it, kept on the stack for the others.
+    /// An expensive value: evaluated by the first pass over a row that needs it, kept on the stack for the
+    /// others.
     pub(super) fn compute_once(&mut self, key: &Key) -> Register {
         let (value, index) = key;
         let dtype = self.graph.dtype(*value).compute();

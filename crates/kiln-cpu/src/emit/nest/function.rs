@@ -341,7 +341,8 @@ impl Writer<'_> {
             .is_some_and(|vector| self.space.loops.rows.contains(&vector))
     }
 
-    /// The variables that number the elements of a row, one loop each, and the one of them whose loop goes by vectors.
+    /// The variables that number the elements of a row, one loop each, and the one of them whose loop goes by
+    /// vectors.
     fn column_loops(&self) -> (Vec<Var>, Option<Var>) {
         let vector = self
             .space

@@ -1,4 +1,5 @@
-//! Loads, stores and addresses: an index becomes C, whole vectors are read where the vector variable is contiguous.
+//! Loads, stores and addresses: an index becomes C, whole vectors are read where the vector variable is
+//! contiguous.
 
 use kiln_compiler::index::{Atom, Index, Var};
 use kiln_compiler::schedule::Buffer;

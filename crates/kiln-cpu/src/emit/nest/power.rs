@@ -1,4 +1,5 @@
-//! Code of `exp(log(u) * s)` with a number `s` that is known when the step runs ([`kiln_compiler::schedule::power`]).
+//! Code of `exp(log(u) * s)` with a number `s` that is known when the step runs
+//! ([`kiln_compiler::schedule::power`]).
 
 use kiln_compiler::index::Index;
 use kiln_compiler::schedule::power::power_of_scalar;

@@ -1,5 +1,6 @@
-//! C for a nest that makes an operand of a template ([`kiln_compiler::schedule::prologue`]): two functions from the template's loop variables, to one element and to a
-//! vector. Buffers and scalars are parameters of the template's kernel, which it passes on.
+//! C for a nest that makes an operand of a template ([`kiln_compiler::schedule::prologue`]): two functions
+//! from the template's loop variables, to one element and to a vector. Buffers and scalars are parameters of
+//! the template's kernel, which it passes on.
 
 use kiln_compiler::index::Var;
 use kiln_compiler::schedule::prologue::Prologue;

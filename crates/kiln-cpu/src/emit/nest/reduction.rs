@@ -1,4 +1,5 @@
-//! Reductions: sums of a row, and late ones, which write partial results for chunks of rows and add those up in order.
+//! Reductions: sums of a row, and late ones, which write partial results for chunks of rows and add those up
+//! in order.
 
 use kiln_compiler::index::{Index, linear};
 use kiln_compiler::schedule::Buffer;
@@ -109,7 +110,8 @@ impl Writer<'_> {
         at
     }
 
-    /// Partial results in memory, one for each element of the result; if those are sums of blocks, the block in hand is too.
+    /// Partial results in memory, one for each element of the result; if those are sums of blocks, the block
+    /// in hand is too.
     fn element_partials(&mut self, name: &str, op: ReduceOp, dtype: DType, partials: &Partials) {
         let count = partials.count;
         let in_blocks = partials.dtype != dtype;
@@ -294,8 +296,9 @@ fn combine_launch(op: ReduceOp, dtype: DType, partials: &Partials, out: Buffer) 
     }
 }
 
-/// Bytes of scratch memory for the partial results of `value`, a late reduction of `nest`; none if that depends on how many terms a vector's lanes
-/// share. The same decisions as in [`Writer::late_sum`], from the nest alone.
+/// Bytes of scratch memory for the partial results of `value`, a late reduction of `nest`; none if that
+/// depends on how many terms a vector's lanes share. The same decisions as in [`Writer::late_sum`], from the
+/// nest alone.
 pub(super) fn late_scratch(graph: &Graph, nest: &Nest, value: Value) -> Option<usize> {
     let data = graph.def(value);
     let Op::Reduce { op, axes } = &data.op else {

@@ -1,7 +1,8 @@
 //! Copies: padding, slices that are replaced, and what a scatter begins with.
 //!
-//! Elements are moved as words of up to 16 bytes, as long as a word never lies across the border between two sources. Dimensions that are taken whole are
-//! joined with the one in front of them, so that most copies have one or two dimensions.
+//! Elements are moved as words of up to 16 bytes, as long as a word never lies across the border between two
+//! sources. Dimensions that are taken whole are joined with the one in front of them, so that most copies
+//! have one or two dimensions.
 
 use std::fmt::Write as _;
 
@@ -29,7 +30,8 @@ pub(super) fn copy(graph: &Graph, from: Value, to: Value) -> Launch {
     place(graph, from, to, &[(count, 1)], 0)
 }
 
-/// A copy of the elements of `from`, row-major in dimensions of extent and stride `dims`, into `to` from element `start` on.
+/// A copy of the elements of `from`, row-major in dimensions of extent and stride `dims`, into `to` from
+/// element `start` on.
 pub(super) fn place(graph: &Graph, from: Value, to: Value, dims: &[(usize, i64)], start: i64) -> Launch {
     let mut joined: Vec<(usize, i64)> = Vec::new();
     for &(extent, stride) in dims.iter().filter(|(extent, _)| *extent != 1) {
@@ -75,7 +77,8 @@ if (i < COUNT) to[{position}] = from[i];
     text.launch(&statements, blocks(count / width, THREADS as usize), THREADS)
 }
 
-/// A dimension of a result that has a part from elsewhere: the element at `start + i * step` is element `i` of that part.
+/// A dimension of a result that has a part from elsewhere: the element at `start + i * step` is element `i`
+/// of that part.
 #[derive(Clone, Copy)]
 struct Part {
     extent: usize,
@@ -106,8 +109,8 @@ fn joined(dims: impl IntoIterator<Item = Part>) -> Vec<Part> {
     out
 }
 
-/// Words of the result that are copied: the declarations of `inside`, whether word `i` of the result is of the part, and of `at`, where it is there. Gives
-/// the elements of a word.
+/// Words of the result that are copied: the declarations of `inside`, whether word `i` of the result is of
+/// the part, and of `at`, where it is there. Gives the elements of a word.
 fn parts(dims: &mut [Part], size: usize, statements: &mut String) -> usize {
     let width = match dims.last() {
         Some(last) if last.step == 1 => {

@@ -8,7 +8,8 @@ use super::super::text::{THREADS, Text, blocks, index_type};
 use super::super::{Argument, EmitOptions, KernelCode, Launch, expressions};
 use super::{copies, fill};
 
-/// The code of an operation of which a result or an operand is empty; none if none is, or if the operation's own code knows what to do.
+/// The code of an operation of which a result or an operand is empty; none if none is, or if the operation's
+/// own code knows what to do.
 pub fn empty(graph: &Graph, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
     let data = graph.node(node);
     let is_empty = |&value: &_| graph.ty(value).numel() == 0;
@@ -69,7 +70,8 @@ if (i < COUNT) result[i] = value[0];
     text.launch(statements, blocks(count, THREADS as usize), THREADS)
 }
 
-/// Copies each operand of a concatenation that has elements to its place, in whatever order the result is stored.
+/// Copies each operand of a concatenation that has elements to its place, in whatever order the result is
+/// stored.
 fn join(graph: &Graph, node: Node, axis: usize, options: &EmitOptions<'_>) -> Vec<Launch> {
     let data = graph.node(node);
     let out = data.outputs[0];

@@ -1,7 +1,8 @@
 //! Where the largest or smallest element of each line is.
 //!
-//! Elements are compared by their keys, so that NaN wins and the first of equal ones does. The lanes of a line take its elements in turn; long lines of
-//! which there are few are divided into pieces, and a second launch finds the best of the pieces.
+//! Elements are compared by their keys, so that NaN wins and the first of equal ones does. The lanes of a
+//! line take its elements in turn; long lines of which there are few are divided into pieces, and a second
+//! launch finds the best of the pieces.
 
 use kiln_graph::op::ArgReduceOp;
 use kiln_graph::{DType, Graph, Node};
@@ -135,7 +136,8 @@ fn pieces(lanes: &Lanes) -> usize {
     lanes.extent.div_ceil(PIECE).min(PIECES)
 }
 
-/// Lanes of a line, a power of two. Where lines are neighbours in memory, neighbouring threads have neighbouring lines.
+/// Lanes of a line, a power of two. Where lines are neighbours in memory, neighbouring threads have
+/// neighbouring lines.
 fn lanes_of_a_line(lanes: &Lanes) -> usize {
     let threads = THREADS as usize;
     let useful = lanes.extent.div_ceil(4).next_power_of_two().min(threads);

@@ -1,11 +1,13 @@
 //! Operations that write where indices say: `scatter` and `index_put`.
 //!
-//! Nothing is written twice and nothing is added atomically: each thread computes some elements of the result from all updates that go there, in the order
-//! of the updates. Both operations are lists of indices along a dimension. `index_put` has one list, for whole slices; `scatter` has a list for each line.
+//! Nothing is written twice and nothing is added atomically: each thread computes some elements of the result
+//! from all updates that go there, in the order of the updates. Both operations are lists of indices along a
+//! dimension. `index_put` has one list, for whole slices; `scatter` has a list for each line.
 //!
 //! - Short lists are looked through by each thread ([`DIRECT`]).
-//! - Longer ones are sorted first, as pairs of index and position. The updates of an element are then neighbours in the list, found by bisection. Where many
-//!   updates go to one place, such as the most common token of a text, whole chunks of the list are joined beforehand, all at the same time.
+//! - Longer ones are sorted first, as pairs of index and position. The updates of an element are then
+//!   neighbours in the list, found by bisection. Where many updates go to one place, such as the most common
+//!   token of a text, whole chunks of the list are joined beforehand, all at the same time.
 //!
 //! ```text
 //! indices   3 0 3 1 3 ..        sorted    (0,1) (1,3) (3,0) (3,2) (3,4) ..     updates of row 3:  0, 2, 4
@@ -419,7 +421,8 @@ fn reduction(mode: ScatterMode) -> Option<ReduceOp> {
     }
 }
 
-/// The line of the indices that belongs to the line `o`, `q` of a result: whether there is one, where it begins and its number.
+/// The line of the indices that belongs to the line `o`, `q` of a result: whether there is one, where it
+/// begins and its number.
 fn line_text(shape: &Shape, indices: &Shape, axis: usize) -> String {
     let strides = indices.strides();
     let (mut inside, mut first, mut list) = (

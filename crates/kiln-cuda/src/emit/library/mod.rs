@@ -1,7 +1,9 @@
-//! Operations that are kernels of their own: scatters, sorts, cumulative operations, and everything on empty tensors.
+//! Operations that are kernels of their own: scatters, sorts, cumulative operations, and everything on empty
+//! tensors.
 //!
-//! The operands and results of these operations are stored row-major. A tensor is mostly seen as three dimensions, those in front of an axis as one
-//! (`outer`), the axis, and those behind it as one (`inner`): [`Lanes`].
+//! The operands and results of these operations are stored row-major. A tensor is mostly seen as three
+//! dimensions, those in front of an axis as one (`outer`), the axis, and those behind it as one (`inner`):
+//! [`Lanes`].
 
 mod copies;
 mod empty;

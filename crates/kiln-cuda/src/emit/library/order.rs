@@ -1,12 +1,14 @@
 //! Sorting of lists of items: a key with the place where it was.
 //!
-//! Short lists are sorted in shared memory, several in a block. Of a long one each block sorts a tile. If all items are wanted, passes merge pairs of sorted
-//! runs until one is left; if only the first few are, the first few of each tile make a shorter list, which is sorted in turn.
+//! Short lists are sorted in shared memory, several in a block. Of a long one each block sorts a tile. If all
+//! items are wanted, passes merge pairs of sorted runs until one is left; if only the first few are, the
+//! first few of each tile make a shorter list, which is sorted in turn.
 
 use super::super::text::{Text, blocks, index_type};
 use super::super::{Argument, Launch};
 
-/// Items of a list that one block sorts whole: of 8 bytes, and half as many of 16, in 32 KiB of shared memory.
+/// Items of a list that one block sorts whole: of 8 bytes, and half as many of 16, in 32 KiB of shared
+/// memory.
 const LONGEST: usize = 4096;
 /// Items of a tile of a longer list.
 const TILE: usize = 2048;
@@ -16,8 +18,8 @@ const SMALLEST: usize = 1024;
 const MERGED: usize = 8;
 const MERGE_THREADS: usize = 256;
 
-/// Where items come from or go to: parameters, and a text that reads or writes one. The text knows the list as `row` and the item's number there as `k`; one
-/// that writes also knows the `item`.
+/// Where items come from or go to: parameters, and a text that reads or writes one. The text knows the list
+/// as `row` and the item's number there as `k`; one that writes also knows the `item`.
 pub(super) struct Port<'a> {
     pub declare: &'a dyn Fn(Text) -> Text,
     pub text: &'a str,
@@ -94,7 +96,8 @@ impl Order {
         self.merge_sort(tiles, scratch, source, sink)
     }
 
-    /// Sorts lists that get shorter in turn. The next ones go to byte `places.0` of the working memory, those after them to byte `places.1`.
+    /// Sorts lists that get shorter in turn. The next ones go to byte `places.0` of the working memory, those
+    /// after them to byte `places.1`.
     fn select(&self, places: [usize; 2], source: &Port<'_>, sink: &Port<'_>) -> Vec<Launch> {
         let tiles = self.tiles();
         if tiles == 1 {
@@ -125,7 +128,8 @@ impl Order {
         launches
     }
 
-    /// Sorts each tile; the first `tile_keep` items of a tile are numbered on from tile to tile, up to `limit`.
+    /// Sorts each tile; the first `tile_keep` items of a tile are numbered on from tile to tile, up to
+    /// `limit`.
     fn sort_tiles(
         &self,
         tiles: usize,

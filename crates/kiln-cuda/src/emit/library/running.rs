@@ -1,7 +1,8 @@
 //! Running sums, products, largest and smallest elements along a dimension.
 //!
-//! Lines that are neighbours in memory have a thread each; other lines have the lanes of a warp or of a block, which scan tiles of the line in turn. Few
-//! long lines are divided into chunks: a first launch joins the elements of each chunk, and in a second one each chunk begins with all that is in front of it.
+//! Lines that are neighbours in memory have a thread each; other lines have the lanes of a warp or of a
+//! block, which scan tiles of the line in turn. Few long lines are divided into chunks: a first launch joins
+//! the elements of each chunk, and in a second one each chunk begins with all that is in front of it.
 
 use kiln_graph::op::ReduceOp;
 use kiln_graph::{Graph, Node};
@@ -13,7 +14,8 @@ use super::Lanes;
 /// Lines that keep a large device busy: threads, or blocks.
 const BUSY_THREADS: usize = 32 * 1024;
 const BUSY_BLOCKS: usize = 256;
-/// The least elements of a chunk of a thread, and the most chunks: each thread joins those in front of its own.
+/// The least elements of a chunk of a thread, and the most chunks: each thread joins those in front of its
+/// own.
 const THREAD_CHUNK: usize = 64;
 const THREAD_CHUNKS: usize = 64;
 /// The least elements of a chunk of a block, and the most chunks.

@@ -1,8 +1,8 @@
 //! Pools and their gradients: a thread has a few neighbouring channels of one place of the result.
 //!
-//! Gradients are gathered, so that no two threads add to one element: a place looks at the windows that it is in. The gradient of a pool of largest
-//! elements does not say what its windows were. Where the pool that made its indices is in the graph, they are known; elsewhere [`scatter`] reads all
-//! indices of a channel.
+//! Gradients are gathered, so that no two threads add to one element: a place looks at the windows that it is
+//! in. The gradient of a pool of largest elements does not say what its windows were. Where the pool that
+//! made its indices is in the graph, they are known; elsewhere [`scatter`] reads all indices of a channel.
 
 mod scatter;
 
@@ -139,7 +139,8 @@ impl Pool {
         self.launch(template, &[PLACE, WINDOW, text], operands)
     }
 
-    /// Whether indices say which window they are of: every window has an element that is no padding, and no index wrapped.
+    /// Whether indices say which window they are of: every window has an element that is no padding, and no
+    /// index wrapped.
     fn is_covered(&self, window: &Window) -> bool {
         let bits = self
             .indices

@@ -29,11 +29,12 @@ pub enum Outcome {
     Unsupported(String),
 }
 
-/// Compiles `graph` for a GPU, runs it on the host with random arguments and compares with the interpreter, to within a few roundings of the outputs' types
-/// relative to each output's largest element.
+/// Compiles `graph` for a GPU, runs it on the host with random arguments and compares with the interpreter,
+/// to within a few roundings of the outputs' types relative to each output's largest element.
 ///
 /// # Errors
-/// The first difference; what went wrong before. An operation that the target does not compute is an error too.
+/// The first difference; what went wrong before. An operation that the target does not compute is an error
+/// too.
 pub fn differential(graph: &Graph) -> Result<(), String> {
     match Differential::new(graph).check()? {
         Outcome::Same => Ok(()),

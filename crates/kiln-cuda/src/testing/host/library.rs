@@ -20,11 +20,13 @@ const HEADER: &str = include_str!("kiln_host.h");
 /// Compilers that machines have, in the order in which they are tried behind `$CXX`.
 const COMPILERS: [&str; 3] = ["g++", "c++", "clang++"];
 
-/// One arena holds buffers of different types in turn, hence no type-based alias analysis. Hidden symbols keep the shared memory of one library from being
-/// that of another. Contraction is off so that results do not depend on the host's instructions.
+/// One arena holds buffers of different types in turn, hence no type-based alias analysis. Hidden symbols
+/// keep the shared memory of one library from being that of another. Contraction is off so that results do
+/// not depend on the host's instructions.
 ///
-/// What C++ leaves undefined becomes a trap: accesses that are not aligned, which a GPU refuses; shifts by too much and casts of floats that are out of
-/// range, which a GPU computes otherwise than the host; sums that overflow, for which compilers assume that they do not.
+/// What C++ leaves undefined becomes a trap: accesses that are not aligned, which a GPU refuses; shifts by
+/// too much and casts of floats that are out of range, which a GPU computes otherwise than the host; sums
+/// that overflow, for which compilers assume that they do not.
 const FLAGS: [&str; 15] = [
     "-x",
     "c++",
@@ -105,7 +107,8 @@ impl Kernels {
     pub unsafe fn launch(&self, shape: Shape, arguments: &mut [*mut c_void]) -> Result<(), String> {
         let _alone = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         let mut message: [c_char; 1024] = [0; 1024];
-        // SAFETY: the header defines the symbol with this type; it writes a text that ends with a zero into `message`.
+        // SAFETY: the header defines the symbol with this type; it writes a text that ends with a zero into
+        // `message`.
         unsafe {
             let launch = self
                 .library

@@ -1,7 +1,7 @@
 //! The report as one HTML file: style, script and data inside, nothing from the network.
 //!
-//! The script draws; here the file is put together. The data is JSON in an element that browsers do not run, with every `<` written as `\u003c`, so that no text of the program
-//! can end the element.
+//! The script draws; here the file is put together. The data is JSON in an element that browsers do not run,
+//! with every `<` written as `\u003c`, so that no text of the program can end the element.
 
 use super::report::Report;
 
