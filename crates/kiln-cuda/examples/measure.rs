@@ -12,11 +12,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kiln_cuda::build::{Compiler, Source, Store};
-use kiln_cuda::kernels::{RowSum, TableAccess, TableOperand, TableUpdate};
 use kiln_cuda::libraries::{CublasLt, Driver, Nvrtc};
 use kiln_cuda::products::{Compute, Epilogue, Multiplier, Number, Product, ProductArguments, SearchLimits};
 use kiln_cuda::runtime::{
-    Arguments, Device, GraphBuilder, Kernel, Launch, Module, Pinned, Scalars, Storage, Stream,
+    Arguments, Device, GraphBuilder, Kernel, Launch, Module, Parcel, Pinned, Storage, Stream,
 };
 use kiln_cuda::{Report, Search};
 
@@ -38,7 +37,6 @@ fn main() -> Answer<()> {
     let empty = Module::load(&device, "empty", &cubin.image)?.kernel("empty")?;
     launches(&device, &stream, &empty)?;
     copies(&device, &stream)?;
-    updates(&compiler, &device, &stream)?;
     products(&device, &stream, CublasLt::open(&search)?)
 }
 
@@ -151,11 +149,11 @@ fn launches(device: &Device, stream: &Stream, empty: &Kernel) -> Answer<()> {
         stream.synchronize()?;
         let made = millis(start);
         let device_time = micros(21, || on_device(stream, || Ok(step.launch()?)))?;
-        let mut scalars = Scalars::new(stream, 256)?;
+        let mut scalars = Parcel::new(stream, 256)?;
         let host = micros(51, || {
             stream.synchronize()?;
             let start = Instant::now();
-            scalars.send(stream, &[0; 256])?;
+            scalars.send(stream, 256, |block| block.fill(0))?;
             step.launch()?;
             Ok(millis(start) * 1000.0)
         })?;
@@ -197,82 +195,6 @@ fn copies(device: &Device, stream: &Stream) -> Answer<()> {
         Ok(millis(start) * 1000.0)
     })?;
     println!("allocating and freeing 64 MiB of the pool: {allocate:.1} us of the host");
-    Ok(())
-}
-
-/// AdamW over 125 million parameters in one launch, and sums over the rows of an activation.
-fn updates(compiler: &Compiler, device: &Device, stream: &Stream) -> Answer<()> {
-    let operand = |access| TableOperand {
-        number: Number::F32,
-        access,
-    };
-    let update = TableUpdate {
-        name: "adamw".into(),
-        operands: vec![
-            operand(TableAccess::Update),
-            operand(TableAccess::Read),
-            operand(TableAccess::Update),
-            operand(TableAccess::Update),
-        ],
-        body: "x2 = s[1] * x2 + (1.0f - s[1]) * x1; x3 = s[2] * x3 + (1.0f - s[2]) * x1 * x1; \
-               x0 = x0 - x0 * s[0] * s[4] - s[0] * (x2 / s[5]) / (sqrtf(x3 / s[6]) + s[3]);"
-            .into(),
-    };
-    let cubin = compiler.compile(&[update.source()])?.remove(0);
-    let kernel = Module::load(device, "adamw", &cubin.image)?.kernel("adamw")?;
-    let settings: Vec<u8> = [1e-3_f32, 0.9, 0.999, 1e-8, 0.01, 0.5, 0.5]
-        .iter()
-        .flat_map(|x| x.to_ne_bytes())
-        .collect();
-    let scalars = Arc::new(Storage::allocate(stream, settings.len())?);
-    stream.write(&settings, &scalars, 0)?;
-    let sizes = [vec![38_000_000], vec![589_824; 140], vec![768; 600]].concat();
-    let storage = |bytes: usize| -> Answer<Arc<Storage>> {
-        let storage = Arc::new(Storage::allocate(stream, bytes)?);
-        // Every element is a small positive number.
-        stream.fill(&storage, 0..bytes, 0x3c)?;
-        Ok(storage)
-    };
-    let rows = sizes
-        .iter()
-        .map(|&count| Ok((count, (0..4).map(|_| storage(4 * count)).collect::<Answer<_>>()?)))
-        .collect::<Answer<Vec<_>>>()?;
-    let launch = update.launch(stream, &kernel, &rows, &scalars)?;
-    // SAFETY: the tables name storages of as many elements as they say.
-    let time = micros(11, || {
-        on_device(stream, || Ok(unsafe { stream.launch(&launch) }?))
-    })?;
-    let count: usize = sizes.iter().sum();
-    println!(
-        "AdamW over {count} parameters in {} tensors: {time:.0} us, {:.0} GB/s, {:?}",
-        sizes.len(),
-        28.0 * count as f64 / time / 1000.0,
-        kernel.usage()
-    );
-    for (rows, columns) in [(4096, 3072), (65_536, 768)] {
-        let sum = RowSum {
-            rows,
-            columns,
-            number: Number::Bf16,
-        };
-        let cubin = compiler.compile(&[sum.source()])?.remove(0);
-        let module = Module::load(device, "row_sum", &cubin.image)?;
-        let x = storage((rows * columns * 2) as usize)?;
-        let (parts, y) = (storage(sum.partial_bytes())?, storage(columns as usize * 4)?);
-        let launches = sum.launches(&module, &x, &parts, &y)?;
-        let mut graph = GraphBuilder::new(device, "row_sum")?;
-        let mut last = Vec::new();
-        for _ in 0..20 {
-            for launch in &launches {
-                // SAFETY: `launches` has checked the storages, and each kernel is after the one before.
-                last = vec![unsafe { graph.kernel(&last, launch) }?];
-            }
-        }
-        let mut step = graph.instantiate(stream)?;
-        let time = micros(11, || on_device(stream, || Ok(step.launch()?)))? / 20.0;
-        let rate = 2.0 * (rows * columns) as f64 / time / 1000.0;
-        println!("sum over the rows of [{rows}, {columns}] of bf16: {time:.1} us, {rate:.0} GB/s");
-    }
     Ok(())
 }
 

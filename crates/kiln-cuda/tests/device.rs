@@ -8,7 +8,7 @@ use common::{bytes, gpu, numbers};
 use kiln_cuda::CudaError;
 use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::products::{Number, Product, ProductArguments, SearchLimits};
-use kiln_cuda::runtime::{Arguments, Feed, GraphBuilder, Kernel, Launch, Pinned, Scalars, Storage, Stream};
+use kiln_cuda::runtime::{Arguments, GraphBuilder, Kernel, Launch, Parcel, Pinned, Storage, Stream};
 
 /// `y[i] = a * x[i] + b` after `cycles` cycles of waiting.
 const AFFINE: &str = r#"
@@ -315,8 +315,8 @@ extern "C" __global__ void update(float* weights, const float* product, const Sc
     (0..n).for_each(|i| unit[(i * n + i) as usize] = 1.0);
     stream.write(&bytes(&unit), &identity, 0).unwrap();
     stream.fill(&weights, 0..weights.bytes(), 0).unwrap();
-    let mut scalars = Scalars::new(stream, 8).unwrap();
-    let mut feed = Feed::new(&gpu.device, input.bytes()).unwrap();
+    let mut scalars = Parcel::new(stream, 8).unwrap();
+    let mut fresh_input = Parcel::new(stream, input.bytes()).unwrap();
 
     let dense = Product::dense(n.into(), n.into(), n.into(), Number::F32);
     let choice = multiplier
@@ -368,10 +368,13 @@ extern "C" __global__ void update(float* weights, const float* product, const Sc
         let fresh: Vec<f32> = (0..count).map(|i| ((i * 7 + call * 13) % 64) as f32).collect();
         // A rate that f32 and the products have exactly.
         let rate = 0.25 * (call % 4) as f32;
-        feed.deliver(stream, &input, |slot| slot.copy_from_slice(&bytes(&fresh)))
+        let arrives = |block: &mut [u8]| block.copy_from_slice(&bytes(&fresh));
+        fresh_input.send(stream, input.bytes(), arrives).unwrap();
+        stream
+            .copy(fresh_input.storage(), 0..input.bytes(), &input, 0)
             .unwrap();
         let block = [rate.to_ne_bytes(), call.to_ne_bytes()].concat();
-        scalars.send(stream, &block).unwrap();
+        scalars.send(stream, 8, |to| to.copy_from_slice(&block)).unwrap();
         step.launch().unwrap();
         before.clone_from(&expected);
         for (weight, x) in expected.iter_mut().zip(&fresh) {

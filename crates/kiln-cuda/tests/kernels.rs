@@ -1,5 +1,4 @@
-//! What generated kernels are made of, on a GPU: numbers, reductions, random numbers, updates of many
-//! tensors, sums over rows. Sources are compiled where NVRTC is; they run where a GPU is.
+//! What generated kernels are made of, on a GPU: numbers, reductions, random numbers. Sources are compiled where NVRTC is; they run where a GPU is.
 
 mod common;
 
@@ -8,66 +7,10 @@ use std::sync::Arc;
 use common::{Gpu, bytes, gpu, numbers};
 use half::{bf16, f16};
 use kiln_cuda::build::{Compiler, Source, Store};
-use kiln_cuda::kernels::{PRELUDE, RowSum, TableAccess, TableOperand, TableUpdate};
-use kiln_cuda::products::Number;
-use kiln_cuda::runtime::{Arguments, Kernel, Launch, Module, Storage};
+use kiln_cuda::kernels::PRELUDE;
+use kiln_cuda::runtime::{Arguments, Kernel, Launch, Storage};
 use kiln_graph::DType;
 use kiln_graph::philox;
-
-fn adamw(copy: Option<Number>) -> TableUpdate {
-    let operand = |number, access| TableOperand { number, access };
-    let mut operands = vec![
-        operand(Number::F32, TableAccess::Update),
-        operand(Number::F32, TableAccess::Read),
-        operand(Number::F32, TableAccess::Update),
-        operand(Number::F32, TableAccess::Update),
-    ];
-    let mut body = "x2 = s[1] * x2 + (1.0f - s[1]) * x1; x3 = s[2] * x3 + (1.0f - s[2]) * x1 * x1; \
-                    x0 = x0 - x0 * s[0] * s[4] - s[0] * (x2 / s[5]) / (sqrtf(x3 / s[6]) + s[3]);"
-        .to_owned();
-    if let Some(number) = copy {
-        operands.push(operand(number, TableAccess::Write));
-        body.push_str(" x4 = x0;");
-    }
-    TableUpdate {
-        name: "adamw".into(),
-        operands,
-        body,
-    }
-}
-
-const ROW_SUMS: [RowSum; 6] = [
-    RowSum {
-        rows: 4096,
-        columns: 768,
-        number: Number::F32,
-    },
-    RowSum {
-        rows: 4096,
-        columns: 3072,
-        number: Number::Bf16,
-    },
-    RowSum {
-        rows: 1000,
-        columns: 33,
-        number: Number::F16,
-    },
-    RowSum {
-        rows: 100_000,
-        columns: 3,
-        number: Number::F32,
-    },
-    RowSum {
-        rows: 1,
-        columns: 700,
-        number: Number::Bf16,
-    },
-    RowSum {
-        rows: 63,
-        columns: 1,
-        number: Number::F32,
-    },
-];
 
 /// Kernels that apply a part of the prelude each.
 const PARTS: &str = r#"
@@ -164,12 +107,10 @@ fn random(count: usize, seed: u64) -> Vec<f32> {
 #[test]
 fn sources_compile_for_every_generation() {
     let Some(nvrtc) = common::nvrtc() else { return };
-    let mut sources: Vec<Source> = ROW_SUMS.iter().map(RowSum::source).collect();
-    sources.extend([None, Some(Number::Bf16), Some(Number::F16)].map(|copy| adamw(copy).source()));
-    sources.push(Source {
+    let sources = [Source {
         name: "parts".into(),
         text: format!("{PRELUDE}{PARTS}"),
-    });
+    }];
     for capability in [(8, 0), (9, 0)] {
         let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
         compiler
@@ -319,140 +260,4 @@ fn a_row_in_registers_has_loss_and_gradient() {
         }
     }
     assert!(loss[rows - 1].is_nan() && gradient[(rows - 1) * 1024].is_nan());
-}
-
-#[test]
-fn an_optimizer_updates_all_parameters_in_one_launch() {
-    let Some(gpu) = gpu() else { return };
-    // Smaller than an access, odd, one chunk, and several with a rest.
-    let counts = [3, 1, 8, 1027, 16 << 10, 100_003];
-    let settings: [f32; 7] = [1e-2, 0.9, 0.999, 1e-8, 0.1, 0.271, 0.003];
-    let scalars = upload(&gpu, &bytes(&settings));
-    for copy in [None, Some(Number::Bf16), Some(Number::F16)] {
-        let update = adamw(copy);
-        let kernel = gpu.kernel("adamw", &update.source().text);
-        assert_eq!(kernel.usage().local_bytes, 0);
-        let data: Vec<[Vec<f32>; 4]> = counts
-            .iter()
-            .map(|&count| {
-                let mut operands = [1, 2, 3, 4].map(|seed| random(count, seed));
-                operands[3].iter_mut().for_each(|x| *x *= *x);
-                operands
-            })
-            .collect();
-        let rows: Vec<(usize, Vec<Arc<Storage>>)> = counts
-            .iter()
-            .zip(&data)
-            .map(|(&count, operands)| {
-                let mut storages: Vec<_> = operands.iter().map(|x| upload(&gpu, &bytes(x))).collect();
-                if copy.is_some() {
-                    storages.push(unwritten(&gpu, 2 * count));
-                }
-                (count, storages)
-            })
-            .collect();
-        let launch = update.launch(&gpu.stream, &kernel, &rows, &scalars).unwrap();
-        assert_eq!(launch.grid, [4 + 1 + 7, 1, 1]);
-        // SAFETY: the tables name storages of as many elements as they say.
-        unsafe { gpu.stream.launch(&launch) }.unwrap();
-        let [lr, beta1, beta2, eps, decay, one, two] = settings.map(f64::from);
-        for ((_, storages), [p, g, m, v]) in rows.iter().zip(&data) {
-            let found: Vec<Vec<f32>> = storages[..4]
-                .iter()
-                .map(|x| numbers(&download(&gpu, x)))
-                .collect();
-            assert_eq!(&found[1], g);
-            for i in 0..p.len() {
-                let [p, g, m, v] = [p[i], g[i], m[i], v[i]].map(f64::from);
-                let m = beta1 * m + (1.0 - beta1) * g;
-                let v = beta2 * v + (1.0 - beta2) * g * g;
-                let p = p - p * lr * decay - lr * (m / one) / ((v / two).sqrt() + eps);
-                for (found, expected) in [(found[0][i], p), (found[2][i], m), (found[3][i], v)] {
-                    assert!(
-                        (f64::from(found) - expected).abs() <= 1e-6,
-                        "{i}: {found} for {expected}"
-                    );
-                }
-            }
-            if let Some(number) = copy {
-                let narrow = download(&gpu, &storages[4]);
-                for (word, wide) in narrow.as_chunks::<2>().0.iter().zip(&found[0]) {
-                    let bits = u16::from_ne_bytes(*word);
-                    let expected = match number {
-                        Number::F16 => f16::from_f32(*wide).to_bits(),
-                        _ => bf16::from_f32(*wide).to_bits(),
-                    };
-                    assert_eq!(bits, expected);
-                }
-            }
-        }
-    }
-    let small = vec![upload(&gpu, &[0; 8]); 4];
-    let update = adamw(None);
-    let kernel = gpu.kernel("adamw", &update.source().text);
-    assert!(
-        update
-            .launch(&gpu.stream, &kernel, &[(3, small)], &scalars)
-            .is_err()
-    );
-}
-
-#[test]
-fn sums_over_rows_are_right_and_the_same_from_run_to_run() {
-    let Some(gpu) = gpu() else { return };
-    for sum in ROW_SUMS {
-        let RowSum {
-            rows,
-            columns,
-            number,
-        } = sum;
-        let source = sum.source();
-        let cubin = gpu
-            .compiler
-            .compile(std::slice::from_ref(&source))
-            .unwrap()
-            .remove(0);
-        let module = Module::load(&gpu.device, &source.name, &cubin.image).unwrap();
-        // Rounded to the type: what the device sees is what the reference sees.
-        let exact = random((rows * columns) as usize, 9);
-        let (raw, seen): (Vec<u8>, Vec<f64>) = match number {
-            Number::F16 => {
-                let narrow: Vec<f16> = exact.iter().map(|&x| f16::from_f32(x)).collect();
-                (
-                    narrow.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-                    narrow.iter().map(|x| x.to_f64()).collect(),
-                )
-            }
-            Number::Bf16 => {
-                let narrow: Vec<bf16> = exact.iter().map(|&x| bf16::from_f32(x)).collect();
-                (
-                    narrow.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-                    narrow.iter().map(|x| x.to_f64()).collect(),
-                )
-            }
-            _ => (bytes(&exact), exact.iter().map(|&x| x.into()).collect()),
-        };
-        let x = upload(&gpu, &raw);
-        let run = || {
-            let (parts, y) = (
-                unwritten(&gpu, sum.partial_bytes()),
-                unwritten(&gpu, columns as usize * 4),
-            );
-            sum.run(&gpu.stream, &module, &x, &parts, &y).unwrap();
-            download(&gpu, &y)
-        };
-        let found = run();
-        assert!(found == run(), "two runs of {sum:?} differ");
-        for (column, found) in numbers(&found).into_iter().enumerate() {
-            let terms = seen[column..].iter().step_by(columns as usize);
-            let (expected, size) = terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
-            // Sums of at most 800 terms in a row, each rounded once.
-            assert!(
-                (f64::from(found) - expected).abs() <= 1e-6 * size,
-                "{sum:?}, {column}: {found}, {expected}"
-            );
-        }
-        let short = unwritten(&gpu, columns as usize * 4 - 1);
-        assert!(sum.run(&gpu.stream, &module, &x, &x, &short).is_err());
-    }
 }

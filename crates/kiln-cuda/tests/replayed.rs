@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kiln_compiler::{Options, compile};
 use kiln_cuda::CudaTarget;
-use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
+use kiln_cuda::execute::{CudaExecutable, Given, Gpu, NothingOutside, Settled};
 use kiln_cuda::runtime::{Device, Storage};
 use kiln_cuda::testing::FakeDriver;
 use kiln_graph::Graph;
@@ -31,8 +31,16 @@ struct Setup {
 
 impl Setup {
     fn new() -> Option<Self> {
+        let setup = Self::of(STEP)?;
+        let aliases = &setup.step.contract().aliases;
+        assert_eq!(*aliases, [Some(0), None], "the state is updated in place");
+        Some(setup)
+    }
+
+    /// The step of a graph whose first argument is 4 KiB of state.
+    fn of(text: &str) -> Option<Self> {
         let nvrtc = common::nvrtc()?;
-        let graph = Graph::parse(STEP).unwrap();
+        let graph = Graph::parse(text).unwrap();
         let fake = FakeDriver::start(1, 64 << 20).unwrap();
         let compiled = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
         for function in &compiled.code.functions {
@@ -42,7 +50,6 @@ impl Setup {
         let device = Device::open(fake.driver(), 0).unwrap();
         let gpu = Arc::new(Gpu::new(&device, nvrtc).unwrap());
         let contract = compiled.contract();
-        assert_eq!(contract.aliases, [Some(0), None], "the state is updated in place");
         let step = CudaExecutable::from_code("step", compiled.code, contract, &gpu).unwrap();
         let state = gpu.allocate(4096).unwrap();
         fake.calls();
@@ -145,15 +152,10 @@ fn a_step_becomes_a_graph_and_stays_one() {
             .map(|call| call.split(['(', ' ']).next().unwrap_or_default())
             .filter(|call| !call.starts_with("cuEvent") && !call.starts_with("cuStreamWait"))
             .collect();
-        // The scalars, the batch into its slot, the graph, the loss from its slot.
+        // The batch into its slot, the graph, the loss from its slot. There are no scalars.
         assert_eq!(
             asked,
-            [
-                "cuMemcpyHtoDAsync",
-                "cuMemcpyDtoDAsync",
-                "cuGraphLaunch",
-                "cuMemcpyDtoDAsync"
-            ],
+            ["cuMemcpyDtoDAsync", "cuGraphLaunch", "cuMemcpyDtoDAsync"],
             "{next:#?}"
         );
     }
@@ -196,4 +198,191 @@ fn arguments_that_do_not_fit_are_refused_before_anything_is_queued() {
     let error = run(&[setup.state.clone(), small]).unwrap_err();
     assert_eq!(error.to_string(), "step `step` takes 4096 bytes, got 16");
     assert_eq!(count(&setup.fake.calls(), "cuLaunchKernel"), 0);
+}
+
+/// Without what orders streams: the names of the calls.
+fn names(calls: &[String]) -> Vec<&str> {
+    calls
+        .iter()
+        .map(|call| call.split(['(', ' ']).next().unwrap_or_default())
+        .filter(|call| !call.starts_with("cuEvent") && !call.starts_with("cuStreamWait"))
+        .collect()
+}
+
+/// A call of a settled step with a batch from the host, and what it asked of the driver. The loss goes to `keep`.
+fn settled_call(setup: &Setup, settled: &mut Settled, keep: &mut Vec<Arc<Storage>>) -> Vec<String> {
+    setup.fake.calls();
+    let batch = [1; 4096];
+    let results = setup
+        .step
+        .run_settled(settled, &[Given::Host(&batch)], &[], false)
+        .unwrap();
+    keep.extend(results);
+    setup.fake.calls()
+}
+
+#[test]
+fn a_settled_step_is_one_copy_and_one_launch() {
+    let Some(setup) = Setup::new() else { return };
+    let mut keep = Vec::new();
+    let settle = |state: &Arc<Storage>| {
+        let inputs = vec![Some(state.clone()), None];
+        setup.step.settle(inputs, &[Some(0), None]).unwrap()
+    };
+    let mut settled = settle(&setup.state);
+    assert_eq!((settled.fresh(), settled.leaving()), (&[1][..], &[1][..]));
+    let first = settled_call(&setup, &mut settled, &mut keep);
+    assert_eq!(count(&first, "cuGraphInstantiate"), 1, "{first:#?}");
+    for _ in 0..20 {
+        let next = settled_call(&setup, &mut settled, &mut keep);
+        let asked = [
+            "cuMemAllocFromPoolAsync",
+            "cuMemcpyHtoDAsync",
+            "cuGraphLaunch",
+            "cuMemcpyDtoDAsync",
+        ];
+        assert_eq!(names(&next), asked, "{next:#?}");
+    }
+    // A batch that is on the device already is copied there.
+    let batch = setup.gpu.upload(&[1; 4096]).unwrap();
+    setup.fake.calls();
+    keep.extend(
+        setup
+            .step
+            .run_settled(&mut settled, &[Given::Device(&batch)], &[], false)
+            .unwrap(),
+    );
+    let calls = setup.fake.calls();
+    assert_eq!(count(&calls, "cuMemcpyHtoDAsync"), 0, "{calls:#?}");
+    assert_eq!(count(&calls, "cuMemcpyDtoDAsync"), 2, "{calls:#?}");
+
+    // Whoever settles at the same addresses takes the graph over; calls at these addresses use it meanwhile.
+    drop(settled);
+    assert!(setup.step.graph_nodes().is_some());
+    let plain = setup.call(&mut keep);
+    assert_eq!(count(&plain, "cuGraphLaunch"), 1, "{plain:#?}");
+    let mut again = settle(&setup.state);
+    let calls = settled_call(&setup, &mut again, &mut keep);
+    assert_eq!(count(&calls, "cuGraphInstantiate"), 0, "{calls:#?}");
+    assert_eq!(setup.step.graph_nodes(), None, "what is settled has the graph");
+
+    // State that is elsewhere is another graph.
+    drop(again);
+    let other = setup.gpu.allocate(4096).unwrap();
+    let mut moved = settle(&other);
+    let calls = settled_call(&setup, &mut moved, &mut keep);
+    assert_eq!(count(&calls, "cuGraphInstantiate"), 1, "{calls:#?}");
+    let kernels = calls
+        .iter()
+        .filter(|call| call.starts_with("cuGraphAddKernelNode"));
+    let address = format!("{:x}", other.address());
+    assert!(kernels.clone().any(|call| call.contains(&address)), "{calls:#?}");
+    let old = format!("{:x}", setup.state.address());
+    assert!(!kernels.clone().any(|call| call.contains(&old)), "{calls:#?}");
+}
+
+/// A step whose state is no output's to take over: each element is computed from many.
+const MIXED: &str = "graph @mixed {
+  %state = parameter 0 : f32[32,32]
+  %batch = parameter 1 : f32[32,32]
+  %turned = transpose %state {perm=[1,0]} : f32[32,32]
+  %next = add %turned, %batch : f32[32,32]
+  %square = mul %next, %next : f32[32,32]
+  %loss = reduce sum %square {axes=[0,1]} : f32[]
+  return %next, %loss
+}";
+
+#[test]
+fn state_that_is_not_updated_in_place_has_two_buffers_in_turn() {
+    let Some(setup) = Setup::of(MIXED) else { return };
+    assert_eq!(setup.step.contract().aliases, [None, None]);
+    let mut keep = Vec::new();
+    let inputs = vec![Some(setup.state.clone()), None];
+    let mut settled = setup.step.settle(inputs, &[Some(0), None]).unwrap();
+    assert_eq!(settled.pairs(), [(0, 0)]);
+    let own = settled.argument(0).unwrap().address();
+    let spare = settled.output(0).unwrap().address();
+    assert_ne!(own, spare);
+    let first = settled_call(&setup, &mut settled, &mut keep);
+    assert_eq!(count(&first, "cuGraphInstantiate"), 2, "{first:#?}");
+    assert_eq!(
+        settled.argument(0).unwrap().address(),
+        spare,
+        "the result is the state"
+    );
+    // The second graph is the first with the two exchanged.
+    let nodes: Vec<&str> = first
+        .iter()
+        .filter(|call| call.starts_with("cuGraphAddKernelNode"))
+        .filter_map(|call| call.split_once(" of ")?.1.split_once(" after"))
+        .map(|(pointers, _)| pointers)
+        .collect();
+    let (one, other) = nodes.split_at(nodes.len() / 2);
+    let (own, spare) = (format!("{own:x}"), format!("{spare:x}"));
+    assert!(one.iter().any(|pointers| pointers.contains(&own)));
+    let exchanged = one.iter().map(|pointers| {
+        pointers
+            .replace(&own, "?")
+            .replace(&spare, &own)
+            .replace('?', &spare)
+    });
+    assert_eq!(exchanged.collect::<Vec<_>>(), other);
+    // The graphs take turns, and nothing is copied but the batch and the loss.
+    let mut launched = Vec::new();
+    for _ in 0..4 {
+        let next = settled_call(&setup, &mut settled, &mut keep);
+        assert_eq!(count(&next, "cuMemcpyDtoDAsync"), 1, "{next:#?}");
+        launched.extend(next.into_iter().filter(|call| call.starts_with("cuGraphLaunch")));
+    }
+    assert_ne!(launched[0], launched[1]);
+    assert_eq!(launched[..2], launched[2..]);
+}
+
+#[test]
+fn what_does_not_fit_is_not_settled() {
+    let Some(setup) = Setup::new() else { return };
+    let small = setup.gpu.allocate(16).unwrap();
+    let error = setup
+        .step
+        .settle(vec![Some(small), None], &[Some(0), None])
+        .unwrap_err();
+    assert_eq!(error.to_string(), "step `step` takes 4096 bytes, got 16");
+    let error = setup.step.settle(vec![None], &[Some(0), None]).unwrap_err();
+    assert_eq!(error.to_string(), "step `step` takes 2 tensors, got 1");
+    // State that each call is given is returned by each call.
+    let mut settled = setup.step.settle(vec![None, None], &[Some(0), None]).unwrap();
+    assert_eq!((settled.fresh(), settled.leaving()), (&[0, 1][..], &[0, 1][..]));
+    let error = setup
+        .step
+        .run_settled(&mut settled, &[Given::Host(&[0; 4096])], &[], false)
+        .unwrap_err();
+    assert_eq!(error.to_string(), "step `step` takes 2 fresh tensors, got 1");
+}
+
+#[test]
+fn a_larger_arena_is_another_graph() {
+    let Some(setup) = Setup::new() else { return };
+    let mut keep = Vec::new();
+    let inputs = vec![Some(setup.state.clone()), None];
+    let mut settled = setup.step.settle(inputs, &[Some(0), None]).unwrap();
+    settled_call(&setup, &mut settled, &mut keep);
+    // A step that needs more working memory moves the arena, which the graph's kernels have by address.
+    let compiled = compile(
+        &Graph::parse(STEP).unwrap(),
+        &Options::default(),
+        &CudaTarget::default(),
+    )
+    .unwrap();
+    let contract = compiled.contract();
+    let mut code = compiled.code;
+    code.arena_bytes += 1 << 20;
+    let large = CudaExecutable::from_code("large", code, contract, &setup.gpu).unwrap();
+    let storages = [setup.state.clone(), setup.gpu.upload(&[0; 4096]).unwrap()];
+    let outputs = [setup.state.clone(), setup.gpu.allocate(4).unwrap()];
+    large
+        .run(&storages, &outputs, &[], &NothingOutside, false)
+        .unwrap();
+    let calls = settled_call(&setup, &mut settled, &mut keep);
+    assert_eq!(count(&calls, "cuGraphInstantiate"), 1, "{calls:#?}");
+    assert_eq!(count(&calls, "cuGraphLaunch"), 1, "{calls:#?}");
 }

@@ -7,12 +7,16 @@ use crate::error::Result;
 use crate::products::{Choice, Multiplier, PreparedProduct, ProductArguments};
 use crate::runtime::{Arguments, GraphBuilder, Kernel, Launch, Node, Storage, Stream};
 
+/// A storage, and the bytes in front of what is meant.
+pub type Place = (Arc<Storage>, usize);
+
 /// Where everything of a call of the step is.
+#[derive(Clone, Copy)]
 pub struct Memory<'a> {
     /// Tensor arguments.
-    pub inputs: &'a [Arc<Storage>],
+    pub inputs: &'a [Place],
     /// Outputs, those of the checks included.
-    pub outputs: &'a [Arc<Storage>],
+    pub outputs: &'a [Place],
     /// Intermediate values.
     pub arena: &'a Arc<Storage>,
     /// Eight bytes for each runtime scalar.
@@ -24,9 +28,12 @@ pub struct Memory<'a> {
 impl Memory<'_> {
     /// The storage of an address, and the bytes in front of it.
     pub fn place(&self, address: Address) -> (&Arc<Storage>, usize) {
+        fn inside((storage, at): &Place, bytes: usize) -> (&Arc<Storage>, usize) {
+            (storage, at + bytes)
+        }
         match address {
-            Address::Input(index, bytes) => (&self.inputs[index as usize], bytes),
-            Address::Output(index, bytes) => (&self.outputs[index as usize], bytes),
+            Address::Input(index, bytes) => inside(&self.inputs[index as usize], bytes),
+            Address::Output(index, bytes) => inside(&self.outputs[index as usize], bytes),
             Address::Arena(bytes) => (self.arena, bytes),
             Address::Scalar(index) => (self.scalars, 8 * index as usize),
         }

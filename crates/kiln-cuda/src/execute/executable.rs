@@ -10,16 +10,17 @@ use std::time::{Duration, Instant};
 use kiln_compiler::{CompileError, Contract, Options, compile, identity, log_step, numbered};
 use kiln_graph::{Graph, IndexError};
 
-use super::bound::{Bound, Memory, Parts, Sink, bind};
+use super::bound::{Bound, Memory, Parts, Place, Sink, bind};
 use super::gpu::Gpu;
 use super::guards;
-use super::replayed::{Replayed, addresses};
+use super::replayed::{Arrangement, Common, Given, Replayed};
+use super::settled::Parked;
 use crate::build::{Cubin, Store};
 use crate::code::{Address, CallKind, StepCode};
 use crate::debug;
 use crate::error::CudaError;
 use crate::products::{Choice, Multiplier};
-use crate::runtime::{Event, Kernel, Module, Scalars, Storage};
+use crate::runtime::{Event, Kernel, Module, Parcel, Storage};
 use crate::target::CudaTarget;
 
 /// Why a step could not be compiled, or failed.
@@ -109,6 +110,7 @@ pub struct CudaExecutable {
     state: Mutex<State>,
     /// Whether calls become a graph at the second run.
     replays: bool,
+    parked: Parked,
     /// Whether the cache had it.
     pub from_cache: bool,
     /// Time in Kiln's own passes.
@@ -120,16 +122,35 @@ pub struct CudaExecutable {
 }
 
 /// What a step keeps from call to call.
-struct State {
-    scalars: Scalars,
+pub(super) struct State {
+    /// Runtime scalars of calls that are queued one by one.
+    scalars: Parcel,
     stopped: Arc<Storage>,
     /// Where the least and the largest index of each check are left.
     extremes: Vec<Arc<Storage>>,
-    /// The addresses of the last call.
+    /// The addresses of the last call of [`CudaExecutable::run`].
     last: Vec<u64>,
     /// Inputs and outputs that were elsewhere from one call to the next, though no output takes the input's place.
     moves: Vec<bool>,
-    graph: Option<Replayed>,
+}
+
+/// What a call is given.
+#[derive(Clone, Copy)]
+struct CallArguments<'a> {
+    inputs: &'a [Arc<Storage>],
+    outputs: &'a [Arc<Storage>],
+    scalars: &'a [u64],
+    outside: &'a dyn Outside,
+    /// Whether to wait for the index checks.
+    wait: bool,
+}
+
+impl CallArguments<'_> {
+    /// The addresses of inputs and then of outputs.
+    fn addresses(&self) -> Vec<u64> {
+        let all = self.inputs.iter().chain(self.outputs);
+        all.map(|storage| storage.address()).collect()
+    }
 }
 
 impl std::fmt::Debug for CudaExecutable {
@@ -231,14 +252,13 @@ impl CudaExecutable {
         let outputs = code.outputs.len() - 2 * contract.checks.len();
         let extremes = code.outputs[outputs..].iter();
         let state = State {
-            scalars: Scalars::new(gpu.stream(), 8 * code.scalars.max(1))?,
+            scalars: Parcel::new(gpu.stream(), 8 * code.scalars.max(1))?,
             stopped: gpu.allocate(4)?,
             extremes: extremes
                 .map(|&bytes| gpu.allocate(bytes))
                 .collect::<Result<_, _>>()?,
             last: Vec::new(),
-            moves: vec![false; code.inputs.len() + code.outputs.len()],
-            graph: None,
+            moves: vec![false; code.inputs.len() + outputs],
         };
         let build_time = stages.iter().map(|(_, time)| *time).sum();
         tracing::info!(
@@ -259,6 +279,7 @@ impl CudaExecutable {
             choices,
             state: Mutex::new(state),
             replays: true,
+            parked: Parked::default(),
             from_cache: false,
             compile_time: Duration::ZERO,
             build_time,
@@ -271,6 +292,11 @@ impl CudaExecutable {
     pub fn without_graph(mut self) -> Self {
         self.replays = false;
         self
+    }
+
+    /// Whether calls may become a graph: not where operations run outside, which would cut it.
+    pub fn can_settle(&self) -> bool {
+        self.replays && self.contract.externs.is_empty()
     }
 
     /// What the caller must know.
@@ -288,13 +314,22 @@ impl CudaExecutable {
         &self.gpu
     }
 
-    /// How many nodes the graph of the step has; none while calls are queued one by one.
+    /// How many nodes the graph of the step has; none while calls are queued one by one, and where what is settled has the graph.
     pub fn graph_nodes(&self) -> Option<usize> {
-        self.lock().graph.as_ref().map(Replayed::nodes)
+        self.park().as_ref().map(Replayed::nodes)
+    }
+
+    /// The graph that nobody has settled on.
+    pub(super) fn parked(&self) -> &Parked {
+        &self.parked
+    }
+
+    fn park(&self) -> MutexGuard<'_, Option<Replayed>> {
+        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // What a panic could leave half done is the graph, which is compared with the addresses of each call.
+        // What a panic could leave half done is compared with the addresses of each call.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -312,18 +347,43 @@ impl CudaExecutable {
         outside: &dyn Outside,
         wait: bool,
     ) -> Result<(), StepError> {
-        self.on_memory(inputs, outputs, scalars, |state, memory| {
-            let now = addresses(memory.inputs, memory.outputs);
-            match &mut state.graph {
-                Some(graph) if graph.fits(&now, memory.arena) => graph.launch(memory, self.gpu.stream())?,
-                _ => self.run_unfit(state, memory, &now, outside)?,
+        self.check(inputs, outputs, scalars)?;
+        let call = CallArguments {
+            inputs,
+            outputs,
+            scalars,
+            outside,
+            wait,
+        };
+        self.with_state(|state, arena| {
+            let now = call.addresses();
+            let mut parked = self.park();
+            let fitting = parked.as_ref().and_then(|graph| graph.fitting(&now, arena));
+            match (&mut *parked, fitting) {
+                (Some(graph), Some(variant)) => self.launch(graph, variant, &call)?,
+                (parked, _) => self.run_unfit(state, parked, &call, &now, arena)?,
             }
             state.last = now;
-            if wait && !self.contract.checks.is_empty() {
-                self.look_at_checks(memory)?;
-            }
             Ok(())
         })
+    }
+
+    /// Launches a graph that fits.
+    fn launch(
+        &self,
+        graph: &mut Replayed,
+        variant: usize,
+        call: &CallArguments<'_>,
+    ) -> Result<(), StepError> {
+        graph.missed = false;
+        let (entering, leaving): (Vec<_>, Vec<_>) = (graph.entering().collect(), graph.leaving().collect());
+        let given = entering.iter().map(|&index| Given::Device(&call.inputs[index]));
+        let results = leaving.iter().map(|&index| &call.outputs[index]);
+        graph.launch(variant, &self.gpu, call.scalars, given, results)?;
+        if call.wait && !self.contract.checks.is_empty() {
+            self.look_at_checks(&graph.memory(variant))?;
+        }
+        Ok(())
     }
 
     /// As [`CudaExecutable::run`], call by call and with a look at the clock between two calls. Waits for the step. A call takes a little longer so than in
@@ -338,67 +398,93 @@ impl CudaExecutable {
         scalars: &[u64],
         outside: &dyn Outside,
     ) -> Result<Vec<CallTime>, StepError> {
-        self.on_memory(inputs, outputs, scalars, |_, memory| {
-            let mut marks = Vec::with_capacity(self.code.calls.len() + 1);
-            self.run_one_by_one(memory, self.multiplier()?, outside, || {
-                marks.push(self.gpu.stream().record_time()?);
-                Ok(())
-            })?;
-            self.look_at_checks(memory)?;
-            let start = &marks[0];
-            let at = |mark: &Event| mark.milliseconds_since(start);
-            let times = self.code.calls.iter().zip(marks.windows(2)).map(|(call, pair)| {
-                Ok(CallTime {
-                    kernel: call.kernel,
-                    begin: at(&pair[0])?,
-                    end: at(&pair[1])?,
-                })
-            });
-            Ok(times.collect::<Result<_, CudaError>>()?)
+        self.check(inputs, outputs, scalars)?;
+        let call = CallArguments {
+            inputs,
+            outputs,
+            scalars,
+            outside,
+            wait: true,
+        };
+        self.with_state(|state, arena| {
+            self.on_memory(state, &call, arena, |memory| {
+                let mut marks = Vec::with_capacity(self.code.calls.len() + 1);
+                self.run_one_by_one(memory, self.multiplier()?, outside, || {
+                    marks.push(self.gpu.stream().record_time()?);
+                    Ok(())
+                })?;
+                self.look_at_checks(memory)?;
+                let start = &marks[0];
+                let at = |mark: &Event| mark.milliseconds_since(start);
+                let times = self.code.calls.iter().zip(marks.windows(2)).map(|(call, pair)| {
+                    Ok(CallTime {
+                        kernel: call.kernel,
+                        begin: at(&pair[0])?,
+                        end: at(&pair[1])?,
+                    })
+                });
+                Ok(times.collect::<Result<_, CudaError>>()?)
+            })
         })
     }
 
-    /// Checks the arguments, sends the scalars, and does `work` with all memory of a call.
+    /// Does `work` with what the step keeps from call to call and the memory of intermediate values. Nobody queues another step meanwhile.
+    pub(super) fn with_state<R>(
+        &self,
+        work: impl FnOnce(&mut State, &Arc<Storage>) -> Result<R, StepError>,
+    ) -> Result<R, StepError> {
+        let mut state = self.lock();
+        self.gpu
+            .with_arena(self.code.arena_bytes, |arena| work(&mut state, arena))
+    }
+
+    /// Sends the scalars, and does `work` with all memory of a call that is queued one by one.
     fn on_memory<R>(
         &self,
-        inputs: &[Arc<Storage>],
-        outputs: &[Arc<Storage>],
-        scalars: &[u64],
-        work: impl FnOnce(&mut State, &Memory<'_>) -> Result<R, StepError>,
+        state: &mut State,
+        call: &CallArguments<'_>,
+        arena: &Arc<Storage>,
+        work: impl FnOnce(&Memory<'_>) -> Result<R, StepError>,
     ) -> Result<R, StepError> {
-        self.check(inputs, outputs, scalars)?;
-        let mut state = self.lock();
-        let state = &mut *state;
-        let bytes: Vec<u8> = match scalars {
-            [] => vec![0; 8],
-            scalars => scalars.iter().flat_map(|bits| bits.to_ne_bytes()).collect(),
-        };
-        state.scalars.send(self.gpu.stream(), &bytes)?;
-        let outputs: Vec<Arc<Storage>> = outputs.iter().chain(&state.extremes).cloned().collect();
-        let (scalars, stopped) = (state.scalars.storage().clone(), state.stopped.clone());
-        self.gpu.with_arena(self.code.arena_bytes, |arena| {
-            let memory = Memory {
-                inputs,
-                outputs: &outputs,
-                arena,
-                scalars: &scalars,
-                stopped: &stopped,
-            };
-            work(state, &memory)
+        let scalars = call.scalars;
+        state
+            .scalars
+            .send(self.gpu.stream(), 8 * scalars.len(), |block| {
+                let (words, _) = block.as_chunks_mut::<8>();
+                for (word, bits) in words.iter_mut().zip(scalars) {
+                    *word = bits.to_ne_bytes();
+                }
+            })?;
+        let start = |storage: &Arc<Storage>| (storage.clone(), 0);
+        let inputs: Vec<Place> = call.inputs.iter().map(start).collect();
+        let outputs: Vec<Place> = call.outputs.iter().chain(&state.extremes).map(start).collect();
+        work(&Memory {
+            inputs: &inputs,
+            outputs: &outputs,
+            arena,
+            scalars: state.scalars.storage(),
+            stopped: &state.stopped,
         })
     }
 
-    /// A call for which there is no graph yet: it is queued call by call if addresses changed since the last one, and the first of a new graph otherwise.
+    /// A call that no graph is of: it is queued call by call if addresses changed since the last one, and the first of a new graph otherwise. A graph that a single call does not
+    /// fit is kept.
     fn run_unfit(
         &self,
         state: &mut State,
-        memory: &Memory<'_>,
+        parked: &mut Option<Replayed>,
+        call: &CallArguments<'_>,
         now: &[u64],
-        outside: &dyn Outside,
+        arena: &Arc<Storage>,
     ) -> Result<(), StepError> {
-        let stream = self.gpu.stream();
-        let multiplier = self.multiplier()?;
-        let had_graph = state.graph.take().is_some();
+        let kept = parked.as_mut().is_some_and(|graph| {
+            let kept = !graph.missed && graph.has_arena(arena);
+            graph.missed = true;
+            kept
+        });
+        if !kept {
+            *parked = None;
+        }
         let first = state.last.len() != now.len();
         if !first {
             let count = self.code.inputs.len();
@@ -410,15 +496,45 @@ impl CudaExecutable {
                 *moves |= !is_state && state.last[index] != now[index];
             }
         }
-        if first || had_graph || !self.replays || !self.contract.externs.is_empty() {
-            return self.run_one_by_one(memory, multiplier, outside, || Ok(()));
+        if first || kept || !self.can_settle() {
+            return self.on_memory(state, call, arena, |memory| {
+                self.run_one_by_one(memory, self.multiplier()?, call.outside, || Ok(()))?;
+                match call.wait && !self.contract.checks.is_empty() {
+                    true => self.look_at_checks(memory),
+                    false => Ok(()),
+                }
+            });
         }
         let moved = state.last.iter().zip(now).map(|(last, now)| last != now);
         let moves: Vec<bool> = state.moves.iter().zip(moved).map(|(a, b)| *a || b).collect();
-        let mut graph = Replayed::build(&self.name, &self.parts(), memory, &moves, multiplier, stream)?;
-        graph.launch(memory, stream)?;
-        state.graph = Some(graph);
-        Ok(())
+        let stays = |(storage, &moves): (&Arc<Storage>, &bool)| (!moves).then(|| storage.clone());
+        let (inputs, outputs) = moves.split_at(self.code.inputs.len());
+        let arrangement = Arrangement {
+            inputs: call.inputs.iter().zip(inputs).map(stays).collect(),
+            outputs: call.outputs.iter().zip(outputs).map(stays).collect(),
+            pairs: Vec::new(),
+        };
+        let graph = parked.insert(self.build(&arrangement, state, arena)?);
+        self.launch(graph, 0, call)
+    }
+
+    /// The graphs of calls whose arguments are so arranged.
+    pub(super) fn build(
+        &self,
+        arrangement: &Arrangement,
+        state: &State,
+        arena: &Arc<Storage>,
+    ) -> Result<Replayed, StepError> {
+        let common = Common {
+            name: &self.name,
+            parts: &self.parts(),
+            multiplier: self.multiplier()?,
+            stream: self.gpu.stream(),
+            arena,
+            stopped: &state.stopped,
+            extremes: &state.extremes,
+        };
+        Ok(Replayed::build(&common, arrangement)?)
     }
 
     /// Queues call by call; `between` comes in front of the first and behind each.
@@ -474,7 +590,7 @@ impl CudaExecutable {
     }
 
     /// Waits for the step and says whether an index was out of range.
-    fn look_at_checks(&self, memory: &Memory<'_>) -> Result<(), StepError> {
+    pub(super) fn look_at_checks(&self, memory: &Memory<'_>) -> Result<(), StepError> {
         let stream = self.gpu.stream();
         let mut mark = [0; 4];
         stream.read(memory.stopped, 0, &mut mark)?;
@@ -510,7 +626,24 @@ impl CudaExecutable {
         outputs: &[Arc<Storage>],
         scalars: &[u64],
     ) -> Result<(), StepError> {
-        let expect = |what, expected: usize, given: usize| match expected == given {
+        self.expect("tensors", self.code.inputs.len(), inputs.len())?;
+        self.expect("outputs", self.own_outputs(), outputs.len())?;
+        self.expect("scalars", self.code.scalars, scalars.len())?;
+        let inputs = inputs.iter().zip(&self.code.inputs);
+        for (storage, &bytes) in inputs.chain(outputs.iter().zip(&self.code.outputs)) {
+            self.expect("bytes", bytes, storage.bytes())?;
+        }
+        Ok(())
+    }
+
+    /// How many outputs the caller sees: without those of the index checks.
+    pub(super) fn own_outputs(&self) -> usize {
+        self.code.outputs.len() - 2 * self.contract.checks.len()
+    }
+
+    /// An error if the step takes another number of `what`.
+    pub(super) fn expect(&self, what: &'static str, expected: usize, given: usize) -> Result<(), StepError> {
+        match expected == given {
             true => Ok(()),
             false => Err(StepError::Arguments {
                 name: self.name.clone(),
@@ -518,16 +651,7 @@ impl CudaExecutable {
                 expected,
                 given,
             }),
-        };
-        let own = self.code.outputs.len() - 2 * self.contract.checks.len();
-        expect("tensors", self.code.inputs.len(), inputs.len())?;
-        expect("outputs", own, outputs.len())?;
-        expect("scalars", self.code.scalars, scalars.len())?;
-        let inputs = inputs.iter().zip(&self.code.inputs);
-        for (storage, &bytes) in inputs.chain(outputs.iter().zip(&self.code.outputs)) {
-            expect("bytes", bytes, storage.bytes())?;
         }
-        Ok(())
     }
 }
 

@@ -10,6 +10,7 @@
 //! - [`executable`]: a step that can be called.
 //! - `bound`: its calls at given addresses, queued on a stream or added to a graph.
 //! - `replayed`: the graph, and which addresses it relies on.
+//! - [`settled`]: calls whose arguments stay where they are.
 
 mod bound;
 pub mod executable;
@@ -17,8 +18,11 @@ pub mod gpu;
 mod guards;
 mod limits;
 mod replayed;
+pub mod settled;
 mod staging;
 
 pub use executable::{CallTime, CudaExecutable, NothingOutside, Outside, StepError};
 pub use gpu::Gpu;
 pub use limits::Limits;
+pub use replayed::Given;
+pub use settled::Settled;

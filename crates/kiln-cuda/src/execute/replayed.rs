@@ -1,106 +1,318 @@
 //! The step as one graph.
 //!
 //! A graph holds addresses. State is computed in place and constants stay, so most addresses are the same at every call: the graph is built over those. What is somewhere
-//! else at each call (a batch, a loss) gets a *slot*, memory of the executable's own: an input is copied into its slot in front of the launch, an output from its slot behind it.
+//! else at each call (a batch, a loss) gets a *slot*, memory of the graph's own: an input is copied into its slot in front of the launch, an output from its slot behind it. The
+//! slots of small inputs lie behind the runtime scalars in one [`Parcel`], so that what comes from the host arrives in one copy.
 //!
-//! Which is which is seen from two calls: the first is queued call by call, and addresses that are the same in the second become the graph's. When one of
-//! them changes all the same, that call is queued call by call, and the next one builds the graph anew.
+//! ```text
+//! host       [ scalars | tokens | labels ]
+//!                     one copy
+//! device     [ scalars | tokens | labels ] ─► graph ─► slot of the loss ─► loss
+//! ```
+//!
+//! State that no output takes over in place has two buffers, which change roles after each call: there are then two graphs, and no copy.
 
 use std::sync::Arc;
 
-use super::bound::{Chain, Memory, Parts, bind};
+use super::bound::{Chain, Memory, Parts, Place, Sink, bind};
+use super::gpu::Gpu;
 use crate::error::Result;
 use crate::products::Multiplier;
-use crate::runtime::{GraphBuilder, StepGraph, Storage, Stream};
+use crate::runtime::{GraphBuilder, Parcel, StepGraph, Storage, Stream};
 
-/// The addresses of a call: inputs, then outputs.
-pub fn addresses(inputs: &[Arc<Storage>], outputs: &[Arc<Storage>]) -> Vec<u64> {
-    inputs
-        .iter()
-        .chain(outputs)
-        .map(|storage| storage.address())
-        .collect()
+/// Inputs of more bytes get memory of their own: the parcel's ring is pinned memory, eight times its size.
+const SMALL: usize = 256 << 10;
+
+/// Slots in the parcel begin at such addresses: kernels load sixteen bytes at once.
+const ALIGNMENT: usize = 256;
+
+/// Where arguments and outputs of the calls are.
+#[derive(Clone, Debug, Default)]
+pub struct Arrangement {
+    /// The storage of each argument that stays; none for one that is elsewhere at each call.
+    pub inputs: Vec<Option<Arc<Storage>>>,
+    /// The storage of each output that stays.
+    pub outputs: Vec<Option<Arc<Storage>>>,
+    /// Arguments and outputs whose two storages change roles after each call.
+    pub pairs: Vec<(usize, usize)>,
 }
 
-/// A graph, and what it relies on.
-pub struct Replayed {
+impl Arrangement {
+    /// The roles of the pairs at every other call.
+    fn swapped(&self) -> Self {
+        let mut other = self.clone();
+        for &(input, output) in &self.pairs {
+            std::mem::swap(&mut other.inputs[input], &mut other.outputs[output]);
+        }
+        other
+    }
+
+    /// The address of each argument and each output that stays.
+    fn addresses(&self) -> Vec<Option<u64>> {
+        let all = self.inputs.iter().chain(&self.outputs);
+        all.map(|storage| storage.as_ref().map(|storage| storage.address()))
+            .collect()
+    }
+}
+
+/// The elements of an argument that is elsewhere at each call.
+#[derive(Clone, Copy, Debug)]
+pub enum Given<'a> {
+    /// In the memory of the host; they may change as soon as the call returns.
+    Host(&'a [u8]),
+    /// On the device.
+    Device(&'a Arc<Storage>),
+}
+
+impl Given<'_> {
+    /// How many bytes they are.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Host(bytes) => bytes.len(),
+            Self::Device(storage) => storage.bytes(),
+        }
+    }
+}
+
+/// A slot of an argument or an output.
+#[derive(Debug)]
+struct Slot {
+    /// The argument's or the output's number.
+    index: usize,
+    place: Place,
+    bytes: usize,
+}
+
+/// The graph for one assignment of roles.
+struct Variant {
     graph: StepGraph,
-    /// For each input and output the address that the graph has; none for one with a slot.
+    inputs: Vec<Place>,
+    outputs: Vec<Place>,
+    /// The addresses that the graph relies on, arguments and then outputs; none for slots.
     fixed: Vec<Option<u64>>,
-    slots: Vec<(usize, Arc<Storage>)>,
+}
+
+/// One graph, or two that take turns, and what they rely on.
+pub struct Replayed {
+    variants: Vec<Variant>,
+    entering: Vec<Slot>,
+    leaving: Vec<Slot>,
+    /// The runtime scalars, and the slots of small inputs behind them.
+    parcel: Parcel,
     arena: Arc<Storage>,
+    stopped: Arc<Storage>,
+    /// Whether the last call did not fit.
+    pub missed: bool,
+}
+
+/// What all graphs of a step have in common.
+pub struct Common<'a> {
+    /// The step's name.
+    pub name: &'a str,
+    /// Its code and kernels.
+    pub parts: &'a Parts<'a>,
+    /// cuBLASLt, if a call needs it.
+    pub multiplier: Option<&'a Multiplier>,
+    /// The stream of launches.
+    pub stream: &'a Stream,
+    /// Intermediate values.
+    pub arena: &'a Arc<Storage>,
+    /// The mark that guards leave.
+    pub stopped: &'a Arc<Storage>,
+    /// Where the extremes of the index checks are left.
+    pub extremes: &'a [Arc<Storage>],
 }
 
 impl Replayed {
-    /// Builds the graph for a call at these addresses; `moves` says which inputs and outputs are elsewhere at each call.
-    pub fn build(
-        name: &str,
-        parts: &Parts<'_>,
-        memory: &Memory<'_>,
-        moves: &[bool],
-        multiplier: Option<&Multiplier>,
-        stream: &Stream,
-    ) -> Result<Self> {
-        let count = memory.inputs.len();
-        let mut slots = Vec::new();
-        let mut own = |index: usize, storage: &Arc<Storage>| -> Result<Arc<Storage>> {
-            if !moves[index] {
-                return Ok(storage.clone());
+    /// Builds the graphs for calls whose arguments and outputs are so arranged.
+    pub fn build(common: &Common<'_>, arrangement: &Arrangement) -> Result<Self> {
+        let code = common.parts.code;
+        let mut bytes = 8 * code.scalars;
+        let mut offsets = Vec::with_capacity(code.inputs.len());
+        for (storage, &size) in arrangement.inputs.iter().zip(&code.inputs) {
+            let small = storage.is_none() && size <= SMALL;
+            offsets.push(small.then(|| {
+                let at = bytes.next_multiple_of(ALIGNMENT);
+                bytes = at + size;
+                at
+            }));
+        }
+        let parcel = Parcel::new(common.stream, bytes.max(8))?;
+        let mut entering = Vec::new();
+        for (index, (offset, &bytes)) in offsets.into_iter().zip(&code.inputs).enumerate() {
+            if arrangement.inputs[index].is_some() {
+                continue;
             }
-            let slot = Arc::new(Storage::allocate(stream, storage.bytes())?);
-            slots.push((index, slot.clone()));
-            Ok(slot)
+            let place = match offset {
+                Some(at) => (parcel.storage().clone(), at),
+                None => (Arc::new(Storage::allocate(common.stream, bytes)?), 0),
+            };
+            entering.push(Slot { index, place, bytes });
+        }
+        let mut leaving = Vec::new();
+        for (index, (storage, &bytes)) in arrangement.outputs.iter().zip(&code.outputs).enumerate() {
+            if storage.is_none() {
+                let place = (Arc::new(Storage::allocate(common.stream, bytes)?), 0);
+                leaving.push(Slot { index, place, bytes });
+            }
+        }
+        let mut replayed = Self {
+            variants: Vec::new(),
+            entering,
+            leaving,
+            parcel,
+            arena: common.arena.clone(),
+            stopped: common.stopped.clone(),
+            missed: false,
         };
-        let inputs = memory.inputs.iter().enumerate();
-        let inputs: Vec<_> = inputs.map(|(at, it)| own(at, it)).collect::<Result<_>>()?;
-        let outputs = memory.outputs.iter().enumerate();
-        let outputs: Vec<_> = outputs
-            .map(|(at, it)| own(count + at, it))
-            .collect::<Result<_>>()?;
+        let first = replayed.variant(common, arrangement)?;
+        replayed.variants.push(first);
+        if !arrangement.pairs.is_empty() {
+            let second = replayed.variant(common, &arrangement.swapped())?;
+            replayed.variants.push(second);
+        }
+        Ok(replayed)
+    }
+
+    fn variant(&self, common: &Common<'_>, arrangement: &Arrangement) -> Result<Variant> {
+        let inputs = places(&arrangement.inputs, &self.entering);
+        let mut outputs = places(&arrangement.outputs, &self.leaving);
+        outputs.extend(common.extremes.iter().map(|storage| (storage.clone(), 0)));
         let memory = Memory {
             inputs: &inputs,
             outputs: &outputs,
-            ..*memory
+            arena: common.arena,
+            scalars: self.parcel.storage(),
+            stopped: common.stopped,
         };
-        let mut chain = Chain::new(GraphBuilder::new(stream.device(), name)?);
-        if !parts.guards.is_empty() {
-            super::bound::Sink::clear(&mut chain, memory.stopped)?;
+        let mut chain = Chain::new(GraphBuilder::new(common.stream.device(), common.name)?);
+        if !common.parts.guards.is_empty() {
+            chain.clear(memory.stopped)?;
         }
-        for mut call in bind(parts, &memory, multiplier, stream)? {
+        for mut call in bind(common.parts, &memory, common.multiplier, common.stream)? {
             call.give(&mut chain, &memory)?;
         }
-        let fixed = addresses(&inputs, &outputs).into_iter().zip(moves);
-        Ok(Self {
-            graph: chain.finish().instantiate(stream)?,
-            fixed: fixed
-                .map(|(address, moves)| (!moves).then_some(address))
-                .collect(),
-            slots,
-            arena: memory.arena.clone(),
+        Ok(Variant {
+            graph: chain.finish().instantiate(common.stream)?,
+            fixed: arrangement.addresses(),
+            inputs,
+            outputs,
         })
     }
 
-    /// Whether the graph is that of a call at these addresses.
-    pub fn fits(&self, addresses: &[u64], arena: &Arc<Storage>) -> bool {
-        let same = |(fixed, own): (&Option<u64>, &u64)| fixed.is_none_or(|fixed| fixed == *own);
-        Arc::ptr_eq(&self.arena, arena) && self.fixed.iter().zip(addresses).all(same)
+    /// Whether the graphs are those of calls so arranged.
+    pub fn is_of(&self, arrangement: &Arrangement, arena: &Arc<Storage>) -> bool {
+        self.has_arena(arena)
+            && (self.variants.len() == 2) != arrangement.pairs.is_empty()
+            && self.variants[0].fixed == arrangement.addresses()
+            && (arrangement.pairs.is_empty() || self.variants[1].fixed == arrangement.swapped().addresses())
     }
 
-    /// Queues the step.
-    pub fn launch(&mut self, memory: &Memory<'_>, stream: &Stream) -> Result<()> {
-        let count = memory.inputs.len();
-        for (index, slot) in self.slots.iter().filter(|(index, _)| *index < count) {
-            stream.copy(&memory.inputs[*index], 0..slot.bytes(), slot, 0)?;
+    /// The graph of a call at these addresses, arguments and then outputs.
+    pub fn fitting(&self, addresses: &[u64], arena: &Arc<Storage>) -> Option<usize> {
+        let same = |(fixed, own): (&Option<u64>, &u64)| fixed.is_none_or(|fixed| fixed == *own);
+        let fits = |variant: &Variant| variant.fixed.iter().zip(addresses).all(same);
+        self.variants
+            .iter()
+            .position(fits)
+            .filter(|_| self.has_arena(arena))
+    }
+
+    /// Whether the graphs' intermediate values are in `arena`.
+    pub fn has_arena(&self, arena: &Arc<Storage>) -> bool {
+        Arc::ptr_eq(&self.arena, arena)
+    }
+
+    /// Queues the step by graph `variant`. `given` has the elements of each argument with a slot, in order; `results` takes each output with one.
+    pub fn launch<'a>(
+        &mut self,
+        variant: usize,
+        gpu: &Gpu,
+        scalars: &[u64],
+        given: impl Iterator<Item = Given<'a>> + Clone,
+        results: impl Iterator<Item = &'a Arc<Storage>>,
+    ) -> Result<()> {
+        let stream = gpu.stream();
+        let entering = self.entering.iter().zip(given);
+        let packed = |(slot, given): (&Slot, Given<'a>)| match given {
+            Given::Host(bytes) if slot.bytes <= SMALL => Some((slot.place.1, bytes)),
+            _ => None,
+        };
+        let ends = entering
+            .clone()
+            .filter_map(packed)
+            .map(|(at, bytes)| at + bytes.len());
+        let end = ends.fold(8 * scalars.len(), usize::max);
+        self.parcel.send(stream, end, |block| {
+            let (words, _) = block.as_chunks_mut::<8>();
+            for (word, bits) in words.iter_mut().zip(scalars) {
+                *word = bits.to_ne_bytes();
+            }
+            for (at, bytes) in entering.clone().filter_map(packed) {
+                block[at..at + bytes.len()].copy_from_slice(bytes);
+            }
+        })?;
+        for (slot, given) in entering {
+            let (to, at) = &slot.place;
+            match given {
+                Given::Host(_) if slot.bytes <= SMALL => {}
+                // While the step before runs, on another stream.
+                Given::Host(bytes) => {
+                    let arrived = gpu.upload(bytes)?;
+                    stream.copy(&arrived, 0..slot.bytes, to, *at)?;
+                }
+                Given::Device(storage) => stream.copy(storage, 0..slot.bytes, to, *at)?,
+            }
         }
-        self.graph.launch()?;
-        for (index, slot) in self.slots.iter().filter(|(index, _)| *index >= count) {
-            stream.copy(slot, 0..slot.bytes(), &memory.outputs[index - count], 0)?;
+        self.variants[variant].graph.launch()?;
+        for (slot, to) in self.leaving.iter().zip(results) {
+            stream.copy(&slot.place.0, 0..slot.bytes, to, 0)?;
         }
         Ok(())
     }
 
-    /// How many nodes the graph has.
-    pub fn nodes(&self) -> usize {
-        self.graph.nodes()
+    /// The arguments that have a slot, in order.
+    pub fn entering(&self) -> impl Iterator<Item = usize> + Clone + '_ {
+        self.entering.iter().map(|slot| slot.index)
     }
+
+    /// The outputs that have a slot, in order.
+    pub fn leaving(&self) -> impl Iterator<Item = usize> + Clone + '_ {
+        self.leaving.iter().map(|slot| slot.index)
+    }
+
+    /// Where everything of graph `variant` is.
+    pub fn memory(&self, variant: usize) -> Memory<'_> {
+        let Variant { inputs, outputs, .. } = &self.variants[variant];
+        Memory {
+            inputs,
+            outputs,
+            arena: &self.arena,
+            scalars: self.parcel.storage(),
+            stopped: &self.stopped,
+        }
+    }
+
+    /// How many graphs take turns.
+    pub fn variants(&self) -> usize {
+        self.variants.len()
+    }
+
+    /// How many nodes a graph has.
+    pub fn nodes(&self) -> usize {
+        self.variants[0].graph.nodes()
+    }
+}
+
+/// The storage of each argument, or of each output, and the slots of those that have none.
+fn places(storages: &[Option<Arc<Storage>>], slots: &[Slot]) -> Vec<Place> {
+    let mut slots = slots.iter();
+    let place = |storage: &Option<Arc<Storage>>| match storage {
+        Some(storage) => (storage.clone(), 0),
+        None => {
+            let slot = slots.next().expect("a slot for each argument without a storage");
+            slot.place.clone()
+        }
+    };
+    storages.iter().map(place).collect()
 }

@@ -18,21 +18,19 @@
 mod copy;
 mod device;
 mod event;
-mod feed;
 mod graph;
 mod kernel;
 mod memory;
+mod parcel;
 mod pinned;
-mod scalars;
 mod storage;
 mod stream;
 
 pub use device::Device;
 pub use event::Event;
-pub use feed::Feed;
 pub use graph::{GraphBuilder, Node, StepGraph};
 pub use kernel::{Arguments, Kernel, KernelUse, Launch, Module};
+pub use parcel::Parcel;
 pub use pinned::Pinned;
-pub use scalars::Scalars;
 pub use storage::Storage;
 pub use stream::Stream;

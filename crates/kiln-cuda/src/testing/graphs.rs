@@ -69,10 +69,22 @@ pub(super) unsafe extern "C" fn cuGraphAddKernelNode_v2(
 ) -> CUresult {
     // SAFETY: see the module.
     let parameters = unsafe { *parameters };
-    let kernel = with(|state| kernel(state, parameters.function));
+    let (kernel, sizes) = with(|state| {
+        let kernel = kernel(state, parameters.function);
+        let sizes = state.kernels.get(&kernel).cloned().unwrap_or_default();
+        (kernel, sizes)
+    });
+    let pointers = sizes
+        .iter()
+        .enumerate()
+        .filter(|(_, size)| **size == 8)
+        // SAFETY: see the module; there is a pointer to each parameter, of the size that was declared.
+        .map(|(index, _)| unsafe { (*parameters.parameters.add(index)).cast::<u64>().read_unaligned() });
     let given = format!(
-        " {kernel} grid {:?} block {:?}",
-        parameters.grid, parameters.block
+        " {kernel} grid {:?} block {:?} of {:x?}",
+        parameters.grid,
+        parameters.block,
+        pointers.collect::<Vec<_>>()
     );
     // SAFETY: see the module.
     unsafe { add("cuGraphAddKernelNode", &given, node, graph, after, count) }
@@ -155,10 +167,10 @@ pub(super) unsafe extern "C" fn cuGraphUpload(_: CUgraphExec, stream: CUstream) 
     )
 }
 
-pub(super) unsafe extern "C" fn cuGraphLaunch(_: CUgraphExec, stream: CUstream) -> CUresult {
+pub(super) unsafe extern "C" fn cuGraphLaunch(graph: CUgraphExec, stream: CUstream) -> CUresult {
     call(
         "cuGraphLaunch",
-        &format!("on stream {}", number(stream.0)),
+        &format!("graph {} on stream {}", number(graph.0), number(stream.0)),
         |_| result::SUCCESS,
     )
 }

@@ -12,7 +12,7 @@ mod functions;
 mod graphs;
 pub mod host;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -38,7 +38,7 @@ struct State {
     memory: usize,
     kernels: HashMap<String, Vec<usize>>,
     functions: Vec<String>,
-    allocated: HashMap<u64, Allocation>,
+    allocated: BTreeMap<u64, Allocation>,
     peak: usize,
     /// Number of the next handle.
     handles: usize,
@@ -178,10 +178,9 @@ impl State {
 
     /// Whether all of a range of the device's memory is allocated.
     fn holds(&self, address: u64, bytes: usize) -> bool {
-        self.allocated.iter().any(|(&start, allocation)| {
-            !allocation.pinned
-                && start <= address
-                && address + bytes as u64 <= start + allocation.bytes as u64
+        let before = self.allocated.range(..=address).next_back();
+        before.is_some_and(|(&start, allocation)| {
+            !allocation.pinned && address + bytes as u64 <= start + allocation.bytes as u64
         })
     }
 }

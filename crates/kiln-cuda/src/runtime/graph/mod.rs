@@ -5,7 +5,7 @@
 //! that nobody else knows: its calls are captured into the same graph at their place.
 //! [`GraphBuilder::instantiate`] makes a [`StepGraph`], which is launched with one call however many nodes it
 //! has, and is never changed: memory stays where it is, and numbers that change go through
-//! [`super::Scalars`].
+//! [`super::Parcel`].
 
 mod builder;
 mod step;

@@ -1,0 +1,190 @@
+//! A step whose arguments stay from call to call.
+//!
+//! A training step that is called again reads what its last call has left: parameters, moments, statistics. [`CudaExecutable::settle`] finds once where these are, and
+//! builds the graph over them. A call then copies what is new, launches the graph, and looks at no argument that stays: whoever takes one of them away, or puts another
+//! there, must drop the [`Settled`] and settle anew.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::executable::{CudaExecutable, StepError};
+use super::replayed::{Arrangement, Given, Replayed};
+use crate::runtime::Storage;
+
+/// The graph of the last call, or of what was settled last: whoever makes calls at the same addresses takes it from here.
+pub(super) type Parked = Arc<Mutex<Option<Replayed>>>;
+
+/// Where the arguments and outputs of a step are from call to call.
+pub struct Settled {
+    arrangement: Arrangement,
+    fresh: Vec<usize>,
+    leaving: Vec<usize>,
+    graph: Option<Replayed>,
+    /// The graph of the next call: with pairs, each of two in turn.
+    turn: usize,
+    parked: Parked,
+}
+
+impl std::fmt::Debug for Settled {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (fresh, leaving) = (&self.fresh, &self.leaving);
+        write!(f, "Settled(fresh {fresh:?}, leaving {leaving:?})")
+    }
+}
+
+impl Drop for Settled {
+    /// The graph stays with the executable: what is settled next is often at the same addresses.
+    fn drop(&mut self) {
+        if let Some(graph) = self.graph.take() {
+            let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+            let before = parked.replace(graph);
+            drop(parked);
+            // Dropping a graph waits for its last launch.
+            drop(before);
+        }
+    }
+}
+
+impl Settled {
+    /// Arguments that each call must be given, in order.
+    pub fn fresh(&self) -> &[usize] {
+        &self.fresh
+    }
+
+    /// Outputs that each call returns, in order.
+    pub fn leaving(&self) -> &[usize] {
+        &self.leaving
+    }
+
+    /// Arguments that the step does not compute in place, each with the output that is its next value. Their storages change roles at each call.
+    pub fn pairs(&self) -> &[(usize, usize)] {
+        &self.arrangement.pairs
+    }
+
+    /// Where argument `index` is now; none if each call is given it.
+    pub fn argument(&self, index: usize) -> Option<&Arc<Storage>> {
+        let pair = self.arrangement.pairs.iter().find(|(input, _)| *input == index);
+        match pair {
+            Some((_, output)) if self.turn == 1 => self.arrangement.outputs[*output].as_ref(),
+            _ => self.arrangement.inputs[index].as_ref(),
+        }
+    }
+
+    /// Where the next call leaves output `index`; none if it returns it.
+    pub fn output(&self, index: usize) -> Option<&Arc<Storage>> {
+        let pair = self.arrangement.pairs.iter().find(|(_, output)| *output == index);
+        match pair {
+            Some((input, _)) if self.turn == 1 => self.arrangement.inputs[*input].as_ref(),
+            _ => self.arrangement.outputs[index].as_ref(),
+        }
+    }
+}
+
+impl CudaExecutable {
+    /// Settles the arguments of further calls. `inputs` has the storage of each argument that stays; nobody else may write it or rely on its elements from here on. `becomes` has for each
+    /// output the argument whose next value it is; where that argument stays, so does the output, and all others are returned by each call.
+    ///
+    /// # Errors
+    /// [`StepError::Arguments`] if storages or `becomes` do not fit the step, or the step has operations outside; [`StepError::Cuda`].
+    pub fn settle(
+        &self,
+        inputs: Vec<Option<Arc<Storage>>>,
+        becomes: &[Option<usize>],
+    ) -> Result<Settled, StepError> {
+        let own = self.own_outputs();
+        self.expect("tensors", self.code().inputs.len(), inputs.len())?;
+        self.expect("outputs", own, becomes.len())?;
+        self.expect("operations outside", self.contract().externs.len(), 0)?;
+        for (storage, &bytes) in inputs.iter().zip(&self.code().inputs) {
+            if let Some(storage) = storage {
+                self.expect("bytes", bytes, storage.bytes())?;
+            }
+        }
+        let aliases = &self.contract().aliases;
+        let mut arrangement = Arrangement {
+            outputs: vec![None; own],
+            inputs,
+            pairs: Vec::new(),
+        };
+        for (output, becomes) in becomes.iter().enumerate() {
+            let Some(input) = *becomes else { continue };
+            let Some(storage) = arrangement.inputs.get(input).and_then(Option::as_ref) else {
+                continue;
+            };
+            self.expect("bytes", self.code().outputs[output], storage.bytes())?;
+            arrangement.outputs[output] = Some(if aliases[output] == Some(input as u32) {
+                storage.clone()
+            } else {
+                arrangement.pairs.push((input, output));
+                self.gpu().allocate(storage.bytes())?
+            });
+        }
+        let without = |storages: &[Option<Arc<Storage>>]| -> Vec<usize> {
+            let numbered = storages.iter().enumerate();
+            numbered
+                .filter(|(_, storage)| storage.is_none())
+                .map(|(index, _)| index)
+                .collect()
+        };
+        let (fresh, leaving) = (without(&arrangement.inputs), without(&arrangement.outputs));
+        Ok(Settled {
+            arrangement,
+            fresh,
+            leaving,
+            graph: None,
+            turn: 0,
+            parked: self.parked().clone(),
+        })
+    }
+
+    /// Queues the step on what is settled and returns. `given` has the elements of each argument of [`Settled::fresh`]; the result has the storage of each output of
+    /// [`Settled::leaving`]. `wait` says whether to wait for the index checks.
+    ///
+    /// # Errors
+    /// As [`CudaExecutable::run`]; after [`StepError::Index`] what is settled is as it was.
+    pub fn run_settled(
+        &self,
+        settled: &mut Settled,
+        given: &[Given<'_>],
+        scalars: &[u64],
+        wait: bool,
+    ) -> Result<Vec<Arc<Storage>>, StepError> {
+        self.expect("fresh tensors", settled.fresh.len(), given.len())?;
+        self.expect("scalars", self.code().scalars, scalars.len())?;
+        for (&index, given) in settled.fresh.iter().zip(given) {
+            self.expect("bytes", self.code().inputs[index], given.bytes())?;
+        }
+        let allocate = |&output: &usize| self.gpu().allocate(self.code().outputs[output]);
+        let results: Vec<_> = settled.leaving.iter().map(allocate).collect::<Result<_, _>>()?;
+        self.with_state(|state, arena| {
+            if !settled.graph.as_ref().is_some_and(|graph| graph.has_arena(arena)) {
+                settled.graph = None;
+                let parked = settled
+                    .parked
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take();
+                let known = parked.filter(|graph| graph.is_of(&settled.arrangement, arena));
+                settled.graph = Some(match known {
+                    Some(known) => known,
+                    None => self.build(&settled.arrangement, state, arena)?,
+                });
+            }
+            let Some(graph) = &mut settled.graph else {
+                unreachable!("a graph was just put there")
+            };
+            graph.launch(
+                settled.turn,
+                self.gpu(),
+                scalars,
+                given.iter().copied(),
+                results.iter(),
+            )?;
+            if wait && !self.contract().checks.is_empty() {
+                self.look_at_checks(&graph.memory(settled.turn))?;
+            }
+            settled.turn = (settled.turn + 1) % graph.variants();
+            Ok(())
+        })?;
+        Ok(results)
+    }
+}
