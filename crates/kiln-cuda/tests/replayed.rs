@@ -264,7 +264,6 @@ fn a_settled_step_is_one_copy_and_one_launch() {
     let mut again = settle(&setup.state);
     let calls = settled_call(&setup, &mut again, &mut keep);
     assert_eq!(count(&calls, "cuGraphInstantiate"), 0, "{calls:#?}");
-    assert_eq!(setup.step.graph_nodes(), None, "what is settled has the graph");
 
     // State that is elsewhere is another graph.
     drop(again);

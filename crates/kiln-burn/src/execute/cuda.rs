@@ -3,8 +3,12 @@
 //! kiln-compiler plans the step and kiln-cuda writes, builds, caches and queues its kernels; here tensors become memory of the GPU. Inputs that are on the host are copied
 //! there, outputs stay there. An output that the step computes in place of an input takes over that input's memory if nobody else holds it.
 //!
+//! A step that is replayed finds what stays once ([`Resident`]), and copies what comes new into the slots of its graph.
+//!
 //! Indices that the step is given from the host are looked at before anything is queued, so that a run need not wait for the GPU; those that are on the
 //! GPU already, or that the step computes, are looked at by the step, and the run waits for what it found.
+
+mod resident;
 
 use std::fmt::Write;
 use std::path::Path;
@@ -14,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use burn_backend::{DType, Shape};
 use burn_flex::FlexTensor;
-use kiln_compiler::{Contract, Keep, Options};
+use kiln_compiler::{Check, Contract, Keep, Options};
 use kiln_cuda::execute::{CallTime, CudaExecutable, Gpu, Outside, StepError};
 use kiln_cuda::runtime::Storage as Memory;
 use kiln_cuda::{CudaError, CudaTarget};
@@ -26,11 +30,16 @@ use kiln_profile::{KernelTime, StepDescription, StepRun};
 use super::check::{Parting, Reference};
 use super::cpu::extern_operation;
 use super::profile::{describe_contract, next_id};
-use super::{Effort, Executable, ExecuteError, check_arguments, convert, memory};
+use super::{
+    Effort, Executable, ExecuteError, check_arguments, check_scalars, check_tensor, convert, memory,
+};
 use crate::gpu_tensor::GpuTensor;
 use crate::import::external;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::storage::Storage;
+
+use resident::Ready;
+pub use resident::Resident;
 
 /// The graph as kernels on a GPU.
 pub struct Cuda {
@@ -153,22 +162,25 @@ impl Cuda {
                 left = true;
                 continue;
             };
-            let wrong = extremes(tensor).and_then(|(least, most)| check.error(least, most));
-            if let Some(error) = wrong {
-                return Err(ExecuteError::Index(Box::new(error)));
-            }
+            check_host_indices(check, tensor)?;
         }
         Ok(left)
     }
 
     /// Queues the step. The inputs leave their list, unless the step could not be queued.
     fn queue(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
-        self.try_queue(inputs, scalars).map_err(|error| match error {
+        self.try_queue(inputs, scalars)
+            .map_err(|error| self.explained(error))
+    }
+
+    /// The error, with words for missing memory.
+    fn explained(&self, error: ExecuteError) -> ExecuteError {
+        match error {
             ExecuteError::Cuda(StepError::Cuda(source @ CudaError::OutOfMemory { .. })) => {
                 self.out_of_memory(source)
             }
             error => error,
-        })
+        }
     }
 
     /// What a step takes for which the GPU has no memory, and what would do.
@@ -238,6 +250,68 @@ impl Cuda {
 }
 
 impl Cuda {
+    /// A run on what stays. The memory is as before after an error that is found before anything is overwritten.
+    fn run_resident(
+        &self,
+        memory: &mut memory::Memory,
+        scalars: &[u64],
+    ) -> Result<Vec<Option<Storage>>, ExecuteError> {
+        check_scalars(&self.graph, scalars)?;
+        for index in std::mem::take(&mut memory.given) {
+            if let Some(tensor) = &memory.tensors[index] {
+                check_tensor(&self.graph, index, tensor)?;
+            }
+        }
+        let mut resident = match memory.resident.take() {
+            Some(resident) => resident,
+            None => Resident::find(&self.executable, memory, &self.checked)?,
+        };
+        let outputs = self.queue_resident(&mut resident, memory, scalars);
+        memory.resident = Some(resident);
+        outputs
+    }
+
+    fn queue_resident(
+        &self,
+        resident: &mut Resident,
+        memory: &mut memory::Memory,
+        scalars: &[u64],
+    ) -> Result<Vec<Option<Storage>>, ExecuteError> {
+        let gpu = self.executable.gpu();
+        let mut wait = false;
+        let checks = self.executable.contract().checks.iter();
+        for ((check, argument), looked) in checks.zip(&self.checked).zip(&resident.looked) {
+            match argument.map(|index| &memory.tensors[index]) {
+                _ if *looked => {}
+                Some(Some(Storage::Host(tensor))) => check_host_indices(check, tensor)?,
+                _ => wait = true,
+            }
+        }
+        let fresh = resident.fresh(gpu, memory)?;
+        let given: Vec<_> = fresh.iter().map(Ready::given).collect();
+        let start = Instant::now();
+        let made = self
+            .executable
+            .run_settled(&mut resident.settled, &given, scalars, wait)?;
+        self.code_time
+            .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        if wait {
+            // What the step has looked at and is constant stays in range.
+            let constant = |argument: &Option<usize>| argument.is_some_and(|index| memory.is_constant(index));
+            for (looked, argument) in resident.looked.iter_mut().zip(&self.checked) {
+                *looked |= constant(argument);
+            }
+        }
+        resident.advance(memory);
+        let mut outputs: Vec<Option<Storage>> = self.outputs.iter().map(|_| None).collect();
+        for (&output, storage) in resident.settled.leaving().iter().zip(made) {
+            let (shape, dtype, _) = &self.outputs[output];
+            let tensor = GpuTensor::new(gpu, storage, shape.clone(), *dtype);
+            outputs[output] = memory.accept(output, tensor.into());
+        }
+        Ok(outputs)
+    }
+
     /// A run under a profile: call by call, with a look at the GPU's clock between two calls.
     fn run_profiled(
         &self,
@@ -332,6 +406,15 @@ fn extremes(tensor: &FlexTensor) -> Option<(i128, i128)> {
     }
 }
 
+/// An error if an index on the host is out of range.
+fn check_host_indices(check: &Check, tensor: &FlexTensor) -> Result<(), ExecuteError> {
+    let wrong = extremes(tensor).and_then(|(least, most)| check.error(least, most));
+    match wrong {
+        Some(error) => Err(ExecuteError::Index(Box::new(error))),
+        None => Ok(()),
+    }
+}
+
 /// For each index check of the compiled step, the argument whose elements are the indices; none if the step computes them.
 fn checked_arguments(graph: &Graph) -> Vec<Option<usize>> {
     let mut seen = Vec::new();
@@ -357,6 +440,11 @@ impl Executable for Cuda {
         memory: &mut memory::Memory,
         scalars: &[u64],
     ) -> Result<Vec<Option<Storage>>, ExecuteError> {
+        // A profile looks at the clock between two kernels, which a graph has no place for.
+        if self.executable.can_settle() && !kiln_profile::is_active() {
+            let outputs = self.run_resident(memory, scalars);
+            return outputs.map_err(|error| self.explained(error));
+        }
         // What stays is copied once, not at each run.
         for index in 0..memory.tensors.len() {
             if memory.is_constant(index)

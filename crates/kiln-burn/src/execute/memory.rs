@@ -5,6 +5,7 @@
 
 use super::ExecuteError;
 use super::cpu::Places;
+use super::cuda::Resident;
 use crate::storage::Storage;
 
 /// What an argument is from one run to the next.
@@ -27,6 +28,8 @@ pub struct Memory {
     pub(super) given: Vec<usize>,
     /// Where compiled code finds what stays in place; none before its first run and after such a tensor was taken out.
     pub(super) places: Option<Places>,
+    /// The same for a step on a GPU.
+    pub(super) resident: Option<Resident>,
 }
 
 impl Memory {
@@ -38,6 +41,7 @@ impl Memory {
             becomes,
             given: Vec::new(),
             places: None,
+            resident: None,
         }
     }
 
@@ -49,6 +53,7 @@ impl Memory {
             given: (0..inputs.len()).collect(),
             tensors: inputs.into_iter().map(Some).collect(),
             places: None,
+            resident: None,
         }
     }
 
@@ -68,6 +73,7 @@ impl Memory {
     /// Forgets every tensor that a failed run may have left half written.
     pub fn clear(&mut self) {
         self.places = None;
+        self.resident = None;
         for (tensor, lifetime) in self.tensors.iter_mut().zip(&self.lifetimes) {
             if *lifetime == Lifetime::Run {
                 *tensor = None;
@@ -84,6 +90,13 @@ impl Memory {
         if self.places.as_ref().is_some_and(|places| places.holds(index)) {
             self.places = None;
         }
+        if self
+            .resident
+            .as_ref()
+            .is_some_and(|resident| resident.holds(index))
+        {
+            self.resident = None;
+        }
     }
 
     /// Runs a step that takes all its arguments and returns all its outputs. The result has none for each output that became an argument.
@@ -94,6 +107,7 @@ impl Memory {
         run: impl FnOnce(&mut Vec<Storage>) -> Result<Vec<Storage>, ExecuteError>,
     ) -> Result<Vec<Option<Storage>>, ExecuteError> {
         self.places = None;
+        self.resident = None;
         self.given.clear();
         if let Some(index) = self.tensors.iter().position(Option::is_none) {
             return Err(ExecuteError::Missing { index });

@@ -4,7 +4,7 @@
 //! options and the device. What the compiler made is stored with what the caller must know; machine code and the algorithms of products have caches of their own. So a
 //! second process compiles nothing and measures nothing.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use kiln_compiler::{CompileError, Contract, Options, compile, identity, log_step, numbered};
@@ -111,6 +111,8 @@ pub struct CudaExecutable {
     /// Whether calls become a graph at the second run.
     replays: bool,
     parked: Parked,
+    /// Nodes of the graph, once there was one.
+    nodes: OnceLock<usize>,
     /// Whether the cache had it.
     pub from_cache: bool,
     /// Time in Kiln's own passes.
@@ -280,6 +282,7 @@ impl CudaExecutable {
             state: Mutex::new(state),
             replays: true,
             parked: Parked::default(),
+            nodes: OnceLock::new(),
             from_cache: false,
             compile_time: Duration::ZERO,
             build_time,
@@ -314,9 +317,9 @@ impl CudaExecutable {
         &self.gpu
     }
 
-    /// How many nodes the graph of the step has; none while calls are queued one by one, and where what is settled has the graph.
+    /// How many nodes the step has as a graph; none as long as all calls were queued one by one.
     pub fn graph_nodes(&self) -> Option<usize> {
-        self.park().as_ref().map(Replayed::nodes)
+        self.nodes.get().copied()
     }
 
     /// The graph that nobody has settled on.
@@ -534,7 +537,9 @@ impl CudaExecutable {
             stopped: &state.stopped,
             extremes: &state.extremes,
         };
-        Ok(Replayed::build(&common, arrangement)?)
+        let graph = Replayed::build(&common, arrangement)?;
+        self.nodes.get_or_init(|| graph.nodes());
+        Ok(graph)
     }
 
     /// Queues call by call; `between` comes in front of the first and behind each.

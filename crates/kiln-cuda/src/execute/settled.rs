@@ -188,3 +188,10 @@ impl CudaExecutable {
         Ok(results)
     }
 }
+
+/// A step and what it is settled on go from thread to thread.
+const _: () = {
+    const fn is_shared<T: Send + Sync>() {}
+    is_shared::<Settled>();
+    is_shared::<CudaExecutable>();
+};

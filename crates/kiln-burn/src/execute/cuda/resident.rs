@@ -1,0 +1,152 @@
+//! Where a step on a GPU finds its arguments and leaves its outputs, from run to run.
+//!
+//! State and constants stay in the GPU's memory: they are found once, and a run looks at none of them. State that the step does not compute in its place has two
+//! buffers, which change roles after each run. What comes new at each run is copied from wherever it is.
+
+use std::sync::Arc;
+
+use burn_flex::FlexTensor;
+use kiln_compiler::Contract;
+use kiln_cuda::execute::{CudaExecutable, Given, Gpu, Settled};
+
+use super::{check_host_indices, move_to};
+use crate::execute::memory::Memory;
+use crate::execute::{ExecuteError, convert};
+use crate::gpu_tensor::GpuTensor;
+use crate::storage::Storage;
+
+/// The arguments of a step that stay.
+pub struct Resident {
+    pub(super) settled: Settled,
+    held: Vec<bool>,
+    /// For each argument with two buffers, the tensor whose memory the next run writes.
+    spares: Vec<(usize, Storage)>,
+    /// For each index check, whether its indices are constant and were looked at.
+    pub(super) looked: Vec<bool>,
+}
+
+impl Resident {
+    /// Finds the tensors of `memory` that stay, brings them to the GPU, and copies state that somebody else has, too. `checked` has for each index check the argument with the
+    /// indices, if it is one.
+    pub(super) fn find(
+        executable: &CudaExecutable,
+        memory: &mut Memory,
+        checked: &[Option<usize>],
+    ) -> Result<Self, ExecuteError> {
+        let gpu = executable.gpu();
+        let count = memory.tensors.len();
+        let mut is_state = vec![false; count];
+        let next_values = memory.becomes.iter().flatten();
+        next_values.for_each(|&argument| is_state[argument] = true);
+        let looked = look_at_constants(executable.contract(), memory, checked)?;
+        let mut inputs = vec![None; count];
+        for index in 0..count {
+            if !is_state[index] && !memory.is_constant(index) {
+                continue;
+            }
+            let tensor = memory.tensors[index]
+                .as_mut()
+                .ok_or(ExecuteError::Missing { index })?;
+            move_to(gpu, tensor)?;
+            if let Storage::Gpu(own) = tensor {
+                if is_state[index] && !own.is_unique() {
+                    *own = copy(gpu, own)?;
+                }
+                inputs[index] = Some(own.storage().clone());
+            }
+        }
+        let held = inputs.iter().map(Option::is_some).collect();
+        let settled = executable.settle(inputs, &memory.becomes)?;
+        let spare = |&(argument, output): &(usize, usize)| {
+            let (Some(Storage::Gpu(tensor)), Some(storage)) =
+                (&memory.tensors[argument], settled.output(output))
+            else {
+                unreachable!("state with two buffers is on the GPU")
+            };
+            let (shape, dtype) = (tensor.shape().clone(), tensor.dtype());
+            let spare = GpuTensor::new(gpu, storage.clone(), shape, dtype);
+            (argument, Storage::Gpu(spare))
+        };
+        let spares = settled.pairs().iter().map(spare).collect();
+        Ok(Self {
+            settled,
+            held,
+            spares,
+            looked,
+        })
+    }
+
+    /// Whether argument `index` stays.
+    pub fn holds(&self, index: usize) -> bool {
+        self.held[index]
+    }
+
+    /// The elements of what comes new, ready to be copied.
+    pub(super) fn fresh(&self, gpu: &Arc<Gpu>, memory: &Memory) -> Result<Vec<Ready>, ExecuteError> {
+        let ready = |&index: &usize| match &memory.tensors[index] {
+            None => Err(ExecuteError::Missing { index }),
+            Some(Storage::Gpu(tensor)) if Arc::ptr_eq(tensor.gpu(), gpu) => Ok(Ready::Gpu(tensor.clone())),
+            Some(tensor) => {
+                let host = tensor.clone().try_into_host()?;
+                Ok(Ready::Host(convert::contiguous(host)))
+            }
+        };
+        self.settled.fresh().iter().map(ready).collect()
+    }
+
+    /// After a run: what came new is used up, and buffers change roles.
+    pub(super) fn advance(&mut self, memory: &mut Memory) {
+        for &index in self.settled.fresh() {
+            memory.tensors[index] = None;
+        }
+        for (argument, spare) in &mut self.spares {
+            if let Some(tensor) = &mut memory.tensors[*argument] {
+                std::mem::swap(tensor, spare);
+            }
+        }
+    }
+}
+
+/// An argument that comes new at each run.
+pub(super) enum Ready {
+    /// Row-major on the host.
+    Host(FlexTensor),
+    /// On the GPU of the step.
+    Gpu(GpuTensor),
+}
+
+impl Ready {
+    /// As the step takes it.
+    pub(super) fn given(&self) -> Given<'_> {
+        match self {
+            Self::Host(tensor) => Given::Host(tensor.bytes()),
+            Self::Gpu(tensor) => Given::Device(tensor.storage()),
+        }
+    }
+}
+
+/// Looks at the indices of constants that are on the host, before these go to the GPU. For each check, whether it was made.
+fn look_at_constants(
+    contract: &Contract,
+    memory: &Memory,
+    checked: &[Option<usize>],
+) -> Result<Vec<bool>, ExecuteError> {
+    let look = |(check, argument): (_, &Option<usize>)| match argument {
+        Some(index) if memory.is_constant(*index) => match &memory.tensors[*index] {
+            Some(Storage::Host(tensor)) => check_host_indices(check, tensor).map(|()| true),
+            _ => Ok(false),
+        },
+        _ => Ok(false),
+    };
+    contract.checks.iter().zip(checked).map(look).collect()
+}
+
+fn copy(gpu: &Arc<Gpu>, tensor: &GpuTensor) -> Result<GpuTensor, ExecuteError> {
+    let storage = gpu.duplicate(tensor.storage())?;
+    Ok(GpuTensor::new(
+        gpu,
+        storage,
+        tensor.shape().clone(),
+        tensor.dtype(),
+    ))
+}
