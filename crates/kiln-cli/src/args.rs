@@ -34,6 +34,8 @@ pub enum Command {
     Bench(BenchArguments),
     /// Show what a training step compiles to
     Explain(ExplainArguments),
+    /// Write a run's training step as a folder that trains without Kiln, Rust or a compiler
+    Export(ExportArguments),
     /// List what can run a compiled step
     Backends,
     /// Look into the disk cache of compiled steps
@@ -95,6 +97,17 @@ pub struct EvalArguments {
     /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL
     #[arg(long)]
     pub device: Option<KilnDevice>,
+}
+
+/// Arguments of `kiln export`.
+#[derive(Args, Debug, Clone)]
+pub struct ExportArguments {
+    /// Folder of the run, or one of its checkpoints
+    #[arg(long, value_name = "DIR")]
+    pub run: PathBuf,
+    /// Folder to write
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
 }
 
 /// Arguments of `kiln generate`.

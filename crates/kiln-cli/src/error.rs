@@ -91,6 +91,9 @@ pub enum CliError {
     /// A training step failed.
     #[error(transparent)]
     Train(#[from] kiln::TrainError),
+    /// A training step cannot be exported.
+    #[error(transparent)]
+    Export(#[from] kiln::ExportError),
     /// Weights, a tokenizer or a file of the hub.
     #[error(transparent)]
     Hub(#[from] HubError),

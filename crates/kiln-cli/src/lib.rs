@@ -6,6 +6,7 @@
 //! kiln generate  text from a Llama checkpoint
 //! kiln bench     one training step, timed; a table beside other frameworks
 //! kiln explain   what a model's step compiles to
+//! kiln export    a run's step as a folder that trains without Kiln
 //! kiln backends  what can run a step here
 //! kiln cache     the disk cache of compiled steps
 //! ```
@@ -53,6 +54,7 @@ fn dispatch(command: Command) -> Result<ExitCode, CliError> {
         Command::Generate(arguments) => generate::command(&arguments)?,
         Command::Bench(arguments) => bench::command(&arguments)?,
         Command::Explain(arguments) => explain::command(&arguments)?,
+        Command::Export(arguments) => train::export::command(&arguments)?,
         Command::Backends => backends::command(),
         Command::Cache {
             action: CacheAction::List,

@@ -643,3 +643,31 @@ fn the_configs_of_the_repository_are_valid() {
     }
     assert_eq!(count, 6);
 }
+
+#[test]
+fn a_run_is_exported() {
+    let place = Place::new();
+    place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "8"]);
+    let log = std::fs::read(place.path("run/log.jsonl")).unwrap();
+    let text = place.ok(&["export", "--run", "run", "--out", "exported"]);
+    assert!(text.contains("after step 10"), "{text}");
+    assert_eq!(std::fs::read(place.path("run/log.jsonl")).unwrap(), log);
+    for name in ["step.so", "step.h", "state.safetensors", "README.md"] {
+        assert!(place.path("exported").join(name).exists(), "{name}");
+    }
+    let manifest = std::fs::read_to_string(place.path("exported/manifest.json")).unwrap();
+    let manifest: Value = serde_json::from_str(&manifest).unwrap();
+    assert_eq!(manifest["learning_rate"], "any");
+    assert_eq!(manifest["inputs"][0]["shape"][0], 4);
+    // Every parameter with two moments.
+    let states = manifest["states"].as_array().unwrap();
+    assert!(
+        states.iter().filter(|state| state["binding"] == "state").count() >= 30,
+        "{}",
+        states.len()
+    );
+    let error = place.fails(&["export", "--run", "run", "--out", "exported"]);
+    assert!(error.contains("holds an exported step"), "{error}");
+    let error = place.fails(&["export", "--run", "nowhere", "--out", "other"]);
+    assert!(error.contains("nowhere"), "{error}");
+}

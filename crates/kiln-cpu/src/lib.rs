@@ -20,6 +20,7 @@ mod cache;
 pub mod debug;
 pub mod emit;
 mod error;
+pub mod export;
 mod isa;
 pub mod kernels;
 pub mod machine;

@@ -63,7 +63,9 @@ pub use kiln_burn::{
 pub use kiln_derive::StepInput;
 pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};
 pub use tracked::TrackedTensor;
-pub use train::{Cause, History, StepOptimizer, StepOutput, TrainError, TrainStep, TrainStepBuilder};
+pub use train::{
+    Cause, ExportError, History, StepOptimizer, StepOutput, TrainError, TrainStep, TrainStepBuilder,
+};
 
 /// The backends a step can be compiled for, in the order in which to try them when a result looks wrong.
 ///

@@ -20,6 +20,7 @@ use burn_flex::{FlexTensor, Layout};
 use burn_std::{Bytes, Shape};
 use kiln_compiler::partition::is_training;
 use kiln_compiler::{Contract, ExternCall, Keep, Options};
+use kiln_cpu::export::ExportedStep;
 use kiln_cpu::{
     BuildOptions, CpuExecutable, CpuTarget, KernelEvent, Observer, StepError, StepHooks, ThreadPool,
     Toolchain,
@@ -35,6 +36,7 @@ use super::profile::{RunClock, describe_contract, next_id};
 use super::{Effort, Executable, ExecuteError, check_count, check_scalars, check_tensor, convert};
 use crate::import::external;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::record::StepExportError;
 use crate::storage::Storage;
 pub use places::Places;
 use places::into_bytes;
@@ -104,6 +106,24 @@ pub fn split(
 ) -> Result<Split, ExecuteError> {
     let (compiler, target) = compiler_options(options, toolchain()?, pool(options.threads).threads(), true);
     Ok(kiln_compiler::split(graph, tangents, roles, &compiler, &target)?)
+}
+
+/// Compiles a step that is to run without Kiln and writes its folder.
+///
+/// # Errors
+///
+/// If there is no C compiler, the step cannot be compiled, or a file cannot be written.
+pub fn export(
+    step: &ExportedStep<'_>,
+    options: &CompileOptions,
+    folder: &Path,
+) -> Result<(), StepExportError> {
+    let toolchain = toolchain()?;
+    let threads = pool(options.threads).threads();
+    let (compiler, target) = compiler_options(options, toolchain, threads, is_training(step.graph));
+    let build = BuildOptions::default();
+    kiln_cpu::export::write(folder, step, &compiler, &target, toolchain, &build)?;
+    Ok(())
 }
 
 impl Cpu {

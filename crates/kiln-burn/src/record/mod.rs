@@ -6,6 +6,7 @@
 //! - [`step`]: one compiled step, and running it.
 //! - [`binding`]: where each input of a step comes from, and where each output goes.
 //! - [`replay`]: running a step again without the program that recorded it.
+//! - [`export`]: a replayed step as files that run without Kiln.
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
 //! - [`salvage`]: running what a function did before it failed, for what it leaves behind.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
@@ -18,6 +19,7 @@
 pub mod binding;
 pub mod breaks;
 pub mod exchange;
+pub mod export;
 pub mod gradient;
 pub mod guard;
 pub mod history;
@@ -38,6 +40,7 @@ pub mod words;
 
 pub use binding::{Bindings, Call, Place, ReplayError};
 pub use breaks::{BreakReason, GraphBreak};
+pub use export::{Number, Numbers, StepExportError, export};
 pub use gradient::Source;
 pub use guard::{Changed, Mismatch};
 pub use history::CompileEvent;

@@ -240,6 +240,16 @@ impl Replay {
         &self.bindings
     }
 
+    /// The step.
+    pub(super) fn step(&self) -> &Step {
+        &self.step
+    }
+
+    /// Number of random operations in a call.
+    pub(super) fn random_operations(&self) -> usize {
+        self.random_operations
+    }
+
     /// Ids of the places that the step writes.
     pub fn state_ids(&self) -> Vec<TensorId> {
         let state = self

@@ -226,6 +226,11 @@ impl Step {
         self.arguments.iter().position(|&input| input == position)
     }
 
+    /// The input of the recording that each argument of the graph is, by position.
+    pub(super) fn argument_positions(&self) -> &[usize] {
+        &self.arguments
+    }
+
     /// Binds the scalars, and counts, times and guards one run.
     fn guarded<R>(
         &self,
@@ -315,7 +320,7 @@ pub(super) fn types_of(recorded: &Recorded, ids: &[TensorId]) -> Vec<TensorIr> {
 
 /// Where a runtime scalar comes from.
 #[derive(Clone, Copy, Debug)]
-enum Binding {
+pub(super) enum Binding {
     /// The k-th scalar of the recording.
     Recorded(usize),
     /// The generator's seed, as the k-th random operation found it.
@@ -339,6 +344,11 @@ impl Scalars {
         };
         let types = graph.scalars().iter().map(|&value| graph.dtype(value));
         Self(sources.iter().map(bind).zip(types).collect())
+    }
+
+    /// Where each comes from, and its type in the graph.
+    pub(super) fn sources(&self) -> impl Iterator<Item = (Binding, kiln_graph::DType)> {
+        self.0.iter().copied()
     }
 
     /// How many there are.

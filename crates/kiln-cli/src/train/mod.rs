@@ -13,6 +13,7 @@
 mod checkpoint;
 pub(crate) mod curves;
 mod evaluate;
+pub mod export;
 mod log;
 mod profile;
 mod progress;

@@ -3,6 +3,8 @@
 //! [`kiln::TrainStep`] is generic over the optimizer; a config names one. The loop works on `dyn`
 //! [`Trainer`], of which there is one implementation for each optimizer.
 
+use std::path::Path;
+
 use burn::module::ParamId;
 use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
 use burn::tensor::Tensor;
@@ -43,6 +45,13 @@ pub trait Trainer {
     ///
     /// [`CliError::Train`] as [`Trainer::model`]; [`CliError::Usage`] if the recorder fails.
     fn optimizer_state(&mut self, order: &[ParamId]) -> Result<Vec<u8>, CliError>;
+
+    /// Writes the step, as it is now, as a folder that trains without Kiln.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Export`] if it cannot be exported.
+    fn export(&mut self, folder: &Path) -> Result<(), CliError>;
 
     /// What was compiled, in numbers.
     fn report(&self) -> RegionReport;
@@ -101,6 +110,10 @@ impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
         let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
         let bytes = Recorder::<TrainBackend>::record(&recorder, named, ());
         bytes.map_err(|error| CliError::Usage(format!("the optimizer's state cannot be recorded: {error}")))
+    }
+
+    fn export(&mut self, folder: &Path) -> Result<(), CliError> {
+        Ok(self.step.export(folder)?)
     }
 
     fn report(&self) -> RegionReport {

@@ -17,6 +17,7 @@
 //! the plan ([`plan`]).
 
 mod backup;
+mod export;
 mod history;
 mod ownership;
 mod places;
@@ -40,6 +41,7 @@ use kiln_profile::Category;
 use crate::explain::Explain;
 use crate::input::{KilnBackend, KilnTensor, Signature, StepInput, inspect};
 use backup::Backup;
+pub use export::ExportError;
 pub use history::{Cause, History};
 use places::{Cells, Found};
 use plan::{Obstacle, Plan, Scrutiny, Trace};
@@ -168,6 +170,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             was_lent: false,
             cells: None,
             asked: None,
+            rate: None,
             history: History::default(),
             types: std::marker::PhantomData,
         })
@@ -204,6 +207,8 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     cells: Option<Cells>,
     /// Why the next call is recorded, if something since the last one decided that.
     asked: Option<Cause>,
+    /// The learning rate of the last call; none before the first.
+    rate: Option<LearningRate>,
     /// Whether replay is tried at all.
     replays: bool,
     /// Whether a closure that is not the same function at every call is an error.
@@ -277,6 +282,7 @@ where
     /// If the closure or the optimizer panics, with the same payload. Model and optimizer are then as before the call.
     pub fn step(&mut self, lr: LearningRate, input: I) -> Result<L, TrainError> {
         let _call = kiln_profile::span(Category::Host, "train step");
+        self.rate = Some(lr);
         let (tensors, signature) = inspect(&input);
         let cause = match self.replay(lr, &tensors, &signature)? {
             Ok(scalars) => return self.run_plan(&tensors, input, &scalars),
@@ -496,6 +502,7 @@ where
         let mut trace = Trace {
             varied: vec![false; call.fresh.len()],
             call,
+            tensors: tensors.to_vec(),
             signature,
             optimizer,
             expected: None,

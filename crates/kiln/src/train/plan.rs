@@ -19,6 +19,8 @@ use crate::input::{KilnTensor, Signature, StepInput, inspect};
 /// A recorded call.
 pub(super) struct Trace {
     pub call: Call,
+    /// The tensors of the call's input.
+    pub tensors: Vec<TensorIr>,
     pub signature: Signature,
     /// Where the optimizer's part of the recording begins.
     pub optimizer: Position,
@@ -169,6 +171,8 @@ pub(super) struct Plan<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer
     pub replay: Replay,
     pub signature: Signature,
     pub rehearsal: Rehearsal<B, M, O>,
+    /// Types and shapes of the tensors of a call's input.
+    pub fresh: Vec<TensorIr>,
     /// The scalars of the model's part; they are the same at each call.
     model_scalars: Vec<ScalarIr>,
     /// Structure of the output, with tensors that have no elements.
@@ -204,10 +208,16 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L:
             replay: Replay::new(bindings, &last.call),
             signature: last.signature.clone(),
             rehearsal,
+            fresh: last.tensors.clone(),
             model_scalars: model_scalars.to_vec(),
             output: output.clone().map(&mut hollow),
             device,
         })
+    }
+
+    /// The scalars of the model's part.
+    pub(super) fn model_scalars(&self) -> &[ScalarIr] {
+        &self.model_scalars
     }
 
     /// Whether the plan is for this input.

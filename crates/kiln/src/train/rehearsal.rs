@@ -45,6 +45,7 @@ pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
 }
 
 /// Parameters whose update is the same program with the same scalars.
+#[derive(Clone)]
 struct Class {
     representative: ParamId,
     /// The operations of one update, in relative form.
@@ -111,6 +112,12 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
     /// The optimizer's scalars of the next step with learning rate `lr`, for all parameters in order; the state moves on with [`Rehearsal::commit`]. None if
     /// the host code took another branch than before: the step must then be recorded.
     pub(super) fn scalars(&mut self, lr: LearningRate) -> Option<Vec<ScalarIr>> {
+        let scalars = self.representative_scalars(lr)?;
+        Some(self.for_all(&scalars))
+    }
+
+    /// As [`Rehearsal::scalars`], of one representative of each class.
+    pub(super) fn representative_scalars(&mut self, lr: LearningRate) -> Option<Vec<ScalarIr>> {
         let representatives: Vec<ParamId> = self.classes.iter().map(|class| class.representative).collect();
         let mut next = self.shadow.clone();
         let ((), recorded) = rehearse_update(&mut next, &representatives, lr)?;
@@ -124,6 +131,12 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
             return None;
         }
         self.next = next;
+        let expected: usize = self.classes.iter().map(|class| class.scalars).sum();
+        (recorded.scalars.len() == expected).then_some(recorded.scalars)
+    }
+
+    /// What belongs to the scalars of the representatives, for all parameters in order.
+    pub(super) fn for_all<T: Clone>(&self, of_representatives: &[T]) -> Vec<T> {
         let mut first = 0;
         let starts: Vec<usize> = self
             .classes
@@ -134,13 +147,21 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
                 start
             })
             .collect();
-        if recorded.scalars.len() != first {
-            return None;
-        }
         let of = |&(_, class): &(ParamId, usize)| {
-            &recorded.scalars[starts[class]..starts[class] + self.classes[class].scalars]
+            of_representatives[starts[class]..starts[class] + self.classes[class].scalars].to_vec()
         };
-        Some(self.members.iter().flat_map(of).copied().collect())
+        self.members.iter().flat_map(of).collect()
+    }
+
+    /// A rehearsal of its own that goes on where this one is.
+    pub(super) fn fork(&self) -> Self {
+        Self {
+            shadow: self.shadow.clone(),
+            next: None,
+            classes: self.classes.clone(),
+            members: self.members.clone(),
+            words: self.words.clone(),
+        }
     }
 
     /// Moves the state on by the step whose scalars were asked for last: it ran.

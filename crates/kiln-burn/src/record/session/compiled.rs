@@ -144,6 +144,11 @@ impl CompiledRegion {
         lock(&self.session).region.last_run().cloned()
     }
 
+    /// How its steps are compiled.
+    pub fn options(&self) -> CompileOptions {
+        lock(&self.session).region.options.clone()
+    }
+
     /// What the region compiled so far.
     pub fn report(&self) -> RegionReport {
         lock(&self.session).region.report()

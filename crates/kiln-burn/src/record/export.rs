@@ -1,0 +1,267 @@
+//! From a replay to a step that runs without Kiln ([`kiln_cpu::export`]).
+//!
+//! The bindings say where every tensor comes from and goes; what the owner of the step adds is how its numbers follow from the learning rate and from how many steps were
+//! run ([`Number`]).
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use burn_ir::{ScalarIr, TensorId, TensorIr};
+use kiln_cpu::export::{
+    ArgumentSource, ExportError, ExportedStep, NamedTensor, NumberSource, NumberTable, ResultSource,
+    StateTensor,
+};
+use kiln_graph::{DType, Graph, TensorType};
+
+use super::binding::{InputBinding, OutputBinding, ResultBinding};
+use super::replay::Replay;
+use super::step::{Binding, Step};
+use crate::execute::{ExecuteError, convert, cpu};
+use crate::options::CompileOptions;
+use crate::random;
+use crate::storage::Storage;
+use crate::stream;
+use crate::table::{self, Slot};
+
+/// How a number of the recorded step follows at a later call.
+#[derive(Clone, Debug)]
+pub enum Number {
+    /// It is the same at each call.
+    Fixed(ScalarIr),
+    /// `offset + factor * learning rate`, in f64.
+    Rate {
+        /// What is added.
+        offset: f64,
+        /// What the learning rate is multiplied by.
+        factor: f64,
+    },
+    /// The entry of the call in [`Numbers::sequences`].
+    Sequence(usize),
+}
+
+/// The numbers of a step at all later calls.
+#[derive(Clone, Debug, Default)]
+pub struct Numbers {
+    /// For each number of the recording, in order.
+    pub of: Vec<Number>,
+    /// One number for each call, and whether the last one stays.
+    pub sequences: Vec<(Vec<ScalarIr>, bool)>,
+    /// The learning rate that they are for; none if it may be any.
+    pub fixed_rate: Option<f64>,
+    /// Steps that were run before.
+    pub steps: u64,
+}
+
+/// Why a step was not exported.
+#[derive(Debug, thiserror::Error)]
+pub enum StepExportError {
+    /// The step could not be compiled, or its folder not be written.
+    #[error(transparent)]
+    Export(#[from] ExportError),
+    /// There is no C compiler, or it cannot be used.
+    #[error(transparent)]
+    Execute(#[from] ExecuteError),
+    /// State of the step has no elements.
+    #[error("{name} has no value: {reason}")]
+    NoValue {
+        /// What it is called.
+        name: String,
+        /// What happened to it.
+        reason: String,
+    },
+    /// The element type of a tensor is one that graphs do not have.
+    #[error("{name} is of a type that compiled steps do not have")]
+    ElementType {
+        /// The tensor.
+        name: String,
+    },
+}
+
+/// The states of the exported step, by the tensor that each is now.
+#[derive(Default)]
+struct States {
+    tensors: Vec<StateTensor>,
+    by_id: HashMap<TensorId, usize>,
+}
+
+impl States {
+    fn add(&mut self, name: String, storage: &Storage, constant: bool) -> Result<usize, StepExportError> {
+        let Some(ty) = storage.tensor_type() else {
+            return Err(StepExportError::ElementType { name });
+        };
+        let data = storage.clone().try_into_data().map_err(ExecuteError::from)?;
+        self.tensors.push(StateTensor {
+            elements: data.as_bytes().to_vec(),
+            tensor: NamedTensor { name, ty },
+            constant,
+        });
+        Ok(self.tensors.len() - 1)
+    }
+
+    /// The state that the tensor of `id` is.
+    fn of_place(&mut self, name: &str, id: TensorId) -> Result<usize, StepExportError> {
+        if let Some(&known) = self.by_id.get(&id) {
+            return Ok(known);
+        }
+        let name = plain(name);
+        let storage = match table::get(id) {
+            Some(Slot::Ready(storage)) => storage,
+            Some(Slot::Failed(reason)) => {
+                let reason = reason.to_string();
+                return Err(StepExportError::NoValue { name, reason });
+            }
+            None => {
+                let reason = "the program dropped it".to_owned();
+                return Err(StepExportError::NoValue { name, reason });
+            }
+        };
+        let index = self.add(name, &storage, false)?;
+        self.by_id.insert(id, index);
+        Ok(index)
+    }
+
+    fn of_constant(&mut self, id: TensorId, storage: &Storage) -> Result<usize, StepExportError> {
+        if let Some(&known) = self.by_id.get(&id) {
+            return Ok(known);
+        }
+        let name = format!("constant.{}", self.tensors.len());
+        let index = self.add(name, storage, true)?;
+        self.by_id.insert(id, index);
+        Ok(index)
+    }
+}
+
+/// A name without what JSON or C would have to escape.
+fn plain(name: &str) -> String {
+    name.chars()
+        .filter(|c| !matches!(c, '`' | '"' | '\\') && !c.is_control())
+        .collect()
+}
+
+/// Writes the folder of a step that goes on where `replay` is now. `fresh` are the tensors of a call's input. The replay goes on as if nothing had been.
+///
+/// # Errors
+///
+/// [`StepExportError`].
+pub fn export(
+    replay: &Replay,
+    fresh: &[TensorIr],
+    numbers: &Numbers,
+    options: &CompileOptions,
+    folder: &Path,
+) -> Result<(), StepExportError> {
+    let (step, bindings) = (replay.step(), replay.bindings());
+    let graph: &Graph = &step.graph;
+    let mut states = States::default();
+    let place = |states: &mut States, place: usize| {
+        let place = &bindings.places[place];
+        states.of_place(&place.name, place.after)
+    };
+    let mut arguments = Vec::with_capacity(graph.parameters().len());
+    for &position in step.argument_positions() {
+        arguments.push(match &bindings.inputs[position] {
+            InputBinding::State(number) => ArgumentSource::State(place(&mut states, *number)?),
+            InputBinding::Fresh(number) => ArgumentSource::Input(*number),
+            InputBinding::Constant(id, storage) => ArgumentSource::State(states.of_constant(*id, storage)?),
+            InputBinding::HostData(storage) => {
+                let name = format!("constant.{}", states.tensors.len());
+                ArgumentSource::State(states.add(name, storage, true)?)
+            }
+            InputBinding::Unread => unreachable!("an argument of the graph is read"),
+        });
+    }
+    let mut outputs = Vec::with_capacity(bindings.outputs.len());
+    for binding in &bindings.outputs {
+        outputs.push(match *binding {
+            OutputBinding::State(number) | OutputBinding::Written(number) => {
+                Some(place(&mut states, number)?)
+            }
+            OutputBinding::Result | OutputBinding::Dropped => None,
+        });
+    }
+    let mut inputs = Vec::with_capacity(fresh.len());
+    for (number, ir) in fresh.iter().enumerate() {
+        let name = format!("input.{number}");
+        inputs.push(NamedTensor {
+            ty: tensor_type(ir).ok_or_else(|| StepExportError::ElementType { name: name.clone() })?,
+            name,
+        });
+    }
+    let mut results = Vec::with_capacity(bindings.results.len());
+    for (number, binding) in bindings.results.iter().enumerate() {
+        let (ty, source) = match binding {
+            ResultBinding::Computed(output) => (
+                graph.ty(graph.outputs[*output].value).clone(),
+                ResultSource::Output(*output),
+            ),
+            ResultBinding::Fresh(input) => (inputs[*input].ty.clone(), ResultSource::Input(*input)),
+            ResultBinding::Place(number) => {
+                let state = place(&mut states, *number)?;
+                of_state(&states, state)
+            }
+            ResultBinding::Constant(id, storage) => {
+                let state = states.of_constant(*id, storage)?;
+                of_state(&states, state)
+            }
+        };
+        let name = format!("result.{number}");
+        results.push((NamedTensor { name, ty }, source));
+    }
+    let (sources, tables, fixed_rate) = number_sources(step, numbers);
+    let random = random::state().unwrap_or(random::Stream { seed: 0, stream: 0 });
+    let exported = ExportedStep {
+        graph,
+        inputs,
+        results,
+        states: states.tensors,
+        arguments,
+        outputs,
+        numbers: sources,
+        tables,
+        fixed_rate,
+        steps: numbers.steps,
+        random: (random.seed, random.stream),
+        streams: replay.random_operations() as u64,
+    };
+    cpu::export(&exported, options, folder)
+}
+
+fn of_state(states: &States, state: usize) -> (TensorType, ResultSource) {
+    (
+        states.tensors[state].tensor.ty.clone(),
+        ResultSource::State(state),
+    )
+}
+
+fn tensor_type(ir: &TensorIr) -> Option<TensorType> {
+    let shape = kiln_graph::Shape::new(ir.shape.iter().copied());
+    Some(TensorType::new(convert::dtype(ir.dtype)?, shape))
+}
+
+/// Where each runtime scalar of the graph comes from, the tables that these need, and the learning rate if calls may have only one.
+fn number_sources(step: &Step, numbers: &Numbers) -> (Vec<NumberSource>, Vec<NumberTable>, Option<f64>) {
+    let mut tables = Vec::new();
+    let mut known: HashMap<(usize, DType), usize> = HashMap::new();
+    let bits = |scalar: ScalarIr, dtype: DType| stream::to_scalar(scalar).to_bits(dtype);
+    let sources = step.scalars.sources().map(|(binding, dtype)| match binding {
+        Binding::Seed(_) => NumberSource::Seed,
+        Binding::Stream(index) => NumberSource::Stream(index),
+        Binding::Recorded(index) => match numbers.of[index] {
+            Number::Fixed(scalar) => NumberSource::Fixed(bits(scalar, dtype)),
+            Number::Rate { offset, factor } => NumberSource::Rate { offset, factor },
+            Number::Sequence(sequence) => {
+                let table = *known.entry((sequence, dtype)).or_insert_with(|| {
+                    let (scalars, settles) = &numbers.sequences[sequence];
+                    tables.push(NumberTable {
+                        bits: scalars.iter().map(|&scalar| bits(scalar, dtype)).collect(),
+                        settles: *settles,
+                    });
+                    tables.len() - 1
+                });
+                NumberSource::Table(table)
+            }
+        },
+    });
+    let sources = sources.collect();
+    (sources, tables, numbers.fixed_rate)
+}

@@ -1,0 +1,45 @@
+//! `kiln export`: the training step of a run as a folder that trains without Kiln.
+
+use crate::args::ExportArguments;
+use crate::config::Config;
+use crate::error::CliError;
+
+use super::progress::Progress;
+use super::{Run, locate};
+
+/// Steps until a training step is known and replayed.
+const UNTIL_KNOWN: u64 = 2;
+
+/// `kiln export`. The run itself stays as it is: what the command does happens in a temporary folder.
+///
+/// # Errors
+///
+/// Everything that can be wrong with a run; [`CliError::Export`] if its step cannot be exported.
+pub fn command(arguments: &ExportArguments) -> Result<(), CliError> {
+    let (folder, from) = locate(&arguments.run)?;
+    let from = from.ok_or_else(|| CliError::NoCheckpoint { path: folder.clone() })?;
+    if arguments.out.join("step.so").exists() {
+        return Err(CliError::Usage(format!(
+            "{} holds an exported step already; choose another folder with --out",
+            arguments.out.display()
+        )));
+    }
+    let mut config = Config::read(&folder.join("config.toml"), &[])?;
+    // The step runs on the CPU wherever the run trains.
+    config.train.device = "cpu".to_owned();
+    config.train.backend = "cpu".to_owned();
+    let scratch = tempfile::tempdir().map_err(CliError::io("create", &std::env::temp_dir()))?;
+    let mut run = Run::open(config, scratch.path().to_path_buf(), Some(&from))?;
+    let last = run.step + UNTIL_KNOWN;
+    let mut progress = Progress::new(last, run.step, run.data.unit, 0);
+    while run.step < last {
+        run.train_step(&mut progress)?;
+    }
+    progress.finish();
+    run.trainer.export(&arguments.out)?;
+    println!(
+        "{}: the step after step {last} (the checkpoint's and {UNTIL_KNOWN} more, which showed what the step is); README.md there says how to call it",
+        arguments.out.display()
+    );
+    Ok(())
+}

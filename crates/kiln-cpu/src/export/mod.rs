@@ -1,0 +1,230 @@
+//! Exported steps: a folder that trains, resumes and saves without Kiln, Rust or a compiler.
+//!
+//! ```text
+//! step.so              the compiled step, and the session that calls it (session.c)
+//! step.h               the functions of step.so, for C and for foreign-function interfaces
+//! manifest.json        inputs, results, states, numbers: their types, shapes and bindings
+//! state.safetensors    the state to start from
+//! README.md            how to call it
+//! ```
+//!
+//! What an exported step is, is plain data ([`ExportedStep`]): where each argument of the graph comes from and where each output goes. Whoever knows the
+//! program that the step was recorded from makes it; this module turns it into C tables and files.
+
+mod manifest;
+mod tables;
+
+use std::path::{Path, PathBuf};
+
+use kiln_compiler::{Options, compile};
+use kiln_graph::{DType, Graph, TensorType};
+
+use crate::build::{BuildOptions, SourceFile, Toolchain};
+use crate::error::{CpuError, StepError};
+use crate::target::CpuTarget;
+
+/// What keeps the state, makes the numbers and calls the step.
+const SESSION: &str = include_str!("session.c");
+
+/// The functions of an exported step.
+const HEADER: &str = include_str!("step.h");
+
+/// A tensor that people know by a name.
+#[derive(Clone, Debug)]
+pub struct NamedTensor {
+    /// Its name, without quotes or backslashes.
+    pub name: String,
+    /// Its element type and shape.
+    pub ty: TensorType,
+}
+
+/// A tensor that the session keeps, with the elements it starts from.
+#[derive(Clone, Debug)]
+pub struct StateTensor {
+    /// Name and type.
+    pub tensor: NamedTensor,
+    /// Row-major elements in the machine's byte order.
+    pub elements: Vec<u8>,
+    /// Whether no run changes it.
+    pub constant: bool,
+}
+
+/// Where an argument of the step comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ArgumentSource {
+    /// The state of this number.
+    State(usize),
+    /// The tensor of this number of the call's input.
+    Input(usize),
+}
+
+/// What a result of a call is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ResultSource {
+    /// This output of the step.
+    Output(usize),
+    /// This state, before the call.
+    State(usize),
+    /// This tensor of the call's input, unchanged.
+    Input(usize),
+}
+
+/// Where a number of the step comes from.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum NumberSource {
+    /// The same eight bytes at each call.
+    Fixed(u64),
+    /// `offset + factor * learning rate`, computed in f64 and rounded to the number's type.
+    Rate {
+        /// What is added.
+        offset: f64,
+        /// What the learning rate is multiplied by.
+        factor: f64,
+    },
+    /// What this table has for the call.
+    Table(usize),
+    /// The seed of the random numbers.
+    Seed,
+    /// The stream of this random operation of the call.
+    Stream(usize),
+}
+
+/// Numbers that follow from how many steps were run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NumberTable {
+    /// The eight bytes for each call from the export on.
+    pub bits: Vec<u64>,
+    /// Whether the last entry is that of all later calls, too.
+    pub settles: bool,
+}
+
+/// A step and everything that a call of it needs.
+#[derive(Clone, Debug)]
+pub struct ExportedStep<'a> {
+    /// The graph.
+    pub graph: &'a Graph,
+    /// The tensors of a call's input.
+    pub inputs: Vec<NamedTensor>,
+    /// The tensors that a call returns, with where they come from.
+    pub results: Vec<(NamedTensor, ResultSource)>,
+    /// What the session keeps.
+    pub states: Vec<StateTensor>,
+    /// Where each parameter of the graph comes from.
+    pub arguments: Vec<ArgumentSource>,
+    /// The state that each output of the graph becomes; none if it is only a result, or nobody needs it.
+    pub outputs: Vec<Option<usize>>,
+    /// Where each runtime scalar of the graph comes from.
+    pub numbers: Vec<NumberSource>,
+    /// The tables of [`NumberSource::Table`].
+    pub tables: Vec<NumberTable>,
+    /// The learning rate that the numbers were made for; none if calls may have any.
+    pub fixed_rate: Option<f64>,
+    /// Steps that were run before the export.
+    pub steps: u64,
+    /// Seed of the random numbers, and the first stream of the next call.
+    pub random: (u64, u64),
+    /// Random operations in a call.
+    pub streams: u64,
+}
+
+/// Why a step was not exported.
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    /// An operation runs outside of the compiled code.
+    #[error(
+        "the step calls `{operation}`, which runs outside of the compiled code: an exported step has only compiled operations"
+    )]
+    Extern {
+        /// The operation.
+        operation: String,
+    },
+    /// The step could not be compiled.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// A file could not be written.
+    #[error("writing {}: {source}", path.display())]
+    Write {
+        /// The file or folder.
+        path: PathBuf,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// The state could not be written as safetensors.
+    #[error("writing the state: {0}")]
+    State(String),
+}
+
+impl From<CpuError> for ExportError {
+    fn from(error: CpuError) -> Self {
+        Self::Step(error.into())
+    }
+}
+
+/// Compiles `step` and writes its folder, which is made if it is not there.
+///
+/// # Errors
+///
+/// [`ExportError`].
+pub fn write(
+    folder: &Path,
+    step: &ExportedStep<'_>,
+    options: &Options,
+    target: &CpuTarget,
+    toolchain: &Toolchain,
+    build: &BuildOptions,
+) -> Result<(), ExportError> {
+    let quiet = Options {
+        debug: None,
+        ..options.clone()
+    };
+    let compiled = compile(step.graph, &quiet, target).map_err(StepError::from)?;
+    if let Some(outside) = compiled.externs.first() {
+        return Err(ExportError::Extern {
+            operation: outside.name.clone(),
+        });
+    }
+    let tables = tables::text(step, &compiled, target.threads);
+    let mut sources = compiled.code.clone();
+    sources.push(SourceFile::new("session.c", SESSION));
+    sources.push(SourceFile::new("step.h", HEADER));
+    sources.push(SourceFile::new("tables.h", tables));
+    let built = toolchain.build(&sources, build)?;
+    let failed = |path: &Path| {
+        let path = path.to_path_buf();
+        move |source| ExportError::Write { path, source }
+    };
+    std::fs::create_dir_all(folder).map_err(failed(folder))?;
+    let file = |name: &str| folder.join(name);
+    // The library last: what finds one finds everything else.
+    let manifest = manifest::json(step, target.threads);
+    for (name, text) in [
+        ("manifest.json", manifest.as_str()),
+        ("README.md", &manifest::readme(step)),
+        ("step.h", &tables::header(step, HEADER)),
+    ] {
+        std::fs::write(file(name), text).map_err(failed(&file(name)))?;
+    }
+    manifest::write_state(step, &file("state.safetensors"))?;
+    let part = file("step.so.part");
+    std::fs::copy(built.path(), &part).map_err(failed(&part))?;
+    std::fs::rename(&part, file("step.so")).map_err(failed(&file("step.so")))
+}
+
+/// The name of an element type in safetensors.
+const fn safetensors_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "F64",
+        DType::F32 => "F32",
+        DType::F16 => "F16",
+        DType::BF16 => "BF16",
+        DType::I64 => "I64",
+        DType::I32 => "I32",
+        DType::I16 => "I16",
+        DType::I8 => "I8",
+        DType::U64 => "U64",
+        DType::U32 => "U32",
+        DType::U16 => "U16",
+        DType::U8 => "U8",
+        DType::Bool => "BOOL",
+    }
+}

@@ -1,0 +1,230 @@
+//! A replayed training step as files that train without Kiln.
+//!
+//! What a replay asks of the host at each call are the optimizer's numbers. They come from its Rust code, which the exported step has not: here that code is
+//! rehearsed for later calls and several learning rates, and each number found to be constant, to follow from the learning rate, or to follow from how many
+//! steps were run. A number that follows from both is exported for the learning rate of the last call, and the exported step refuses any other.
+
+use std::path::Path;
+
+use burn_core::module::AutodiffModule;
+use burn_ir::ScalarIr;
+use burn_optim::{LearningRate, SimpleOptimizer};
+use kiln_burn::record::{self, Number, Numbers, StepExportError};
+
+use super::plan::Plan;
+use super::rehearsal::Rehearsal;
+use super::{StepOutput, TrainBackend, TrainStep};
+use crate::input::StepInput;
+
+/// Calls for which numbers that follow from the number of the call are exported, unless they settle before.
+const MOST_CALLS: usize = 1 << 17;
+
+/// Calls that are rehearsed at each of the other learning rates.
+const SAMPLED_CALLS: usize = 12;
+
+/// A sequence has settled when this part of it, at its end, is one number. A number like `1 - beta^t` stays for no more than 7 % of its way on one value before it
+/// reaches its limit: `ln 3` of `24 ln 2` time constants.
+const SETTLED_PART: usize = 8;
+
+/// Shortest sequence that can be said to have settled.
+const SHORTEST: usize = 256;
+
+/// Why a training step was not exported.
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    /// The step is not replayed, so that not everything of it is known.
+    #[error("the training step cannot be exported: {reason}")]
+    NotReplayed {
+        /// Why it is not.
+        reason: String,
+    },
+    /// The optimizer's numbers cannot be foretold.
+    #[error(
+        "the training step cannot be exported: the optimizer reads tensors on the host, or takes another branch at the next step"
+    )]
+    Optimizer,
+    /// The step could not be compiled, or its folder not be written.
+    #[error(transparent)]
+    Step(#[from] StepExportError),
+}
+
+impl<B, M, O, F, I, L> TrainStep<B, M, O, F, I, L>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B> + Clone,
+    O: SimpleOptimizer<kiln_burn::Kiln>,
+    F: Fn(&M, I) -> L,
+    I: StepInput,
+    L: StepOutput<B>,
+{
+    /// Writes a folder that goes on training where this step is now, without Kiln, Rust or a compiler: `step.so` and `step.h` for C and foreign-function
+    /// interfaces, `manifest.json` with every input, result and state, `state.safetensors`, and a `README.md` that shows how to call it. It runs on the CPU, draws the random numbers
+    /// that this process would draw next, and computes the same bits.
+    ///
+    /// The step must be replayed, which it is from the third call on. It goes on here as if nothing had been.
+    ///
+    /// # Errors
+    ///
+    /// If the step is not replayed, calls operations that are not compiled, or the folder cannot be written.
+    pub fn export(&mut self, folder: impl AsRef<Path>) -> Result<(), ExportError> {
+        let (Some(plan), Some(rate)) = (&self.plan, self.rate) else {
+            let reason = match &self.history.obstacle {
+                Some(obstacle) => obstacle.clone(),
+                None => "it is known from two equal calls on; call it again with an input of the same shapes"
+                    .to_owned(),
+            };
+            return Err(ExportError::NotReplayed { reason });
+        };
+        let numbers = numbers(plan, rate, self.history.calls()).ok_or(ExportError::Optimizer)?;
+        let options = self.region.options();
+        record::export(&plan.replay, &plan.fresh, &numbers, &options, folder.as_ref())?;
+        Ok(())
+    }
+}
+
+/// The numbers of all later calls.
+fn numbers<B, M, O, L>(plan: &Plan<B, M, O, L>, rate: LearningRate, steps: u64) -> Option<Numbers>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B> + Clone,
+    O: SimpleOptimizer<kiln_burn::Kiln>,
+    L: StepOutput<B>,
+{
+    let mut numbers = Numbers {
+        of: plan.model_scalars().iter().copied().map(Number::Fixed).collect(),
+        steps,
+        ..Numbers::default()
+    };
+    let mut here = calls(&plan.rehearsal, rate);
+    let first = rehearsed(&mut here, SAMPLED_CALLS)?;
+    let others = [0.5 * rate, 3.0 * rate, 1e-3, 0.017, 1.0].map(|rate| {
+        let sample = rehearsed(&mut calls(&plan.rehearsal, rate), SAMPLED_CALLS);
+        sample.map(|sample| (rate, sample))
+    });
+    let others: Vec<(LearningRate, Vec<Vec<ScalarIr>>)> = others.into_iter().collect::<Option<_>>()?;
+    let mut kinds = Vec::with_capacity(first[0].len());
+    let mut moving = Vec::new();
+    for column in 0..first[0].len() {
+        let of =
+            |sample: &[Vec<ScalarIr>]| -> Vec<ScalarIr> { sample.iter().map(|row| row[column]).collect() };
+        let values = of(&first);
+        let moves = values.iter().any(|value| *value != values[0]);
+        let follows_rate = others.iter().any(|(_, sample)| of(sample) != values);
+        let fitted = || {
+            fit(
+                rate,
+                values[0],
+                others.iter().map(|(rate, sample)| (*rate, sample[0][column])),
+            )
+        };
+        kinds.push(match (moves, follows_rate) {
+            (false, false) => Number::Fixed(values[0]),
+            (false, true) => match fitted() {
+                Some(number) => number,
+                None => {
+                    numbers.fixed_rate = Some(rate);
+                    Number::Fixed(values[0])
+                }
+            },
+            (true, follows_rate) => {
+                if follows_rate {
+                    numbers.fixed_rate = Some(rate);
+                }
+                moving.push((column, values));
+                Number::Sequence(moving.len() - 1)
+            }
+        });
+    }
+    let expanded = plan.rehearsal.for_all(&kinds);
+    numbers.of.extend(expanded);
+    numbers.sequences = sequences(moving, &mut here);
+    Some(numbers)
+}
+
+/// The optimizer's numbers at the next calls, one row a call; ends where they cannot be foretold.
+fn calls<B, M, O>(
+    rehearsal: &Rehearsal<B, M, O>,
+    rate: LearningRate,
+) -> impl Iterator<Item = Vec<ScalarIr>> + use<B, M, O>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B> + Clone,
+    O: SimpleOptimizer<kiln_burn::Kiln>,
+{
+    let mut rehearsal = rehearsal.fork();
+    std::iter::from_fn(move || {
+        let row = rehearsal.representative_scalars(rate)?;
+        rehearsal.commit();
+        Some(row)
+    })
+}
+
+fn rehearsed(calls: &mut impl Iterator<Item = Vec<ScalarIr>>, count: usize) -> Option<Vec<Vec<ScalarIr>>> {
+    let rows: Vec<Vec<ScalarIr>> = calls.take(count).collect();
+    (rows.len() == count).then_some(rows)
+}
+
+/// `value` as `offset + factor * rate`, if that gives exactly the values at all other rates.
+fn fit(
+    rate: LearningRate,
+    value: ScalarIr,
+    others: impl Iterator<Item = (LearningRate, ScalarIr)> + Clone,
+) -> Option<Number> {
+    let ScalarIr::Float(value) = value else {
+        return None;
+    };
+    let agrees = |offset: f64, factor: f64| {
+        let equal = |(rate, value): (f64, ScalarIr)| matches!(value, ScalarIr::Float(value) if (offset + factor * rate).to_bits() == value.to_bits());
+        equal((rate, ScalarIr::Float(value))) && others.clone().all(equal)
+    };
+    [0.0, 1.0].into_iter().find_map(|offset| {
+        let factor = (value - offset) / rate;
+        // The division rounds: the number that the optimizer multiplied by is that, or next to it.
+        let next = [
+            factor,
+            factor.next_up(),
+            factor.next_down(),
+            f64::from(factor as f32),
+        ];
+        let factor = next.into_iter().find(|&factor| agrees(offset, factor))?;
+        Some(Number::Rate { offset, factor })
+    })
+}
+
+/// Goes on with the columns that move until all have settled, or cannot be foretold any further.
+fn sequences(
+    moving: Vec<(usize, Vec<ScalarIr>)>,
+    rows: &mut impl Iterator<Item = Vec<ScalarIr>>,
+) -> Vec<(Vec<ScalarIr>, bool)> {
+    if moving.is_empty() {
+        return Vec::new();
+    }
+    let (columns, mut sequences): (Vec<usize>, Vec<Vec<ScalarIr>>) = moving.into_iter().unzip();
+    // How many of the last entries are one number.
+    let mut equal = vec![1; columns.len()];
+    let settled = |equal: usize, length: usize| length >= SHORTEST && equal >= length / SETTLED_PART;
+    while sequences[0].len() < MOST_CALLS {
+        let length = sequences[0].len();
+        if equal.iter().all(|&equal| settled(equal, length)) {
+            break;
+        }
+        let Some(row) = rows.next() else {
+            return sequences.into_iter().map(|sequence| (sequence, false)).collect();
+        };
+        for ((&column, sequence), equal) in columns.iter().zip(&mut sequences).zip(&mut equal) {
+            *equal = match sequence.last() == Some(&row[column]) {
+                true => *equal + 1,
+                false => 1,
+            };
+            sequence.push(row[column]);
+        }
+    }
+    let ended = sequences.into_iter().zip(equal).map(|(mut sequence, equal)| {
+        let settles = settled(equal, sequence.len());
+        if settles {
+            sequence.truncate(sequence.len() - equal + 1);
+        }
+        (sequence, settles)
+    });
+    ended.collect()
+}

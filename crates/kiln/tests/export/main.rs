@@ -1,0 +1,334 @@
+//! Exported steps: a C program and a Python script train on where the Rust program was, to the same bits.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use burn::grad_clipping::GradientClippingConfig;
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{
+    BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, LayerNorm,
+    LayerNormConfig, Linear, LinearConfig,
+};
+use burn::tensor::activation::gelu;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData};
+use burn_autodiff::Autodiff;
+use burn_optim::{AdamWConfig, SgdConfig, momentum::MomentumConfig};
+use kiln::{CompileBackend, ExportError, Kiln, KilnDevice, TrainStep};
+use safetensors::SafeTensors;
+
+type B = Autodiff<Kiln>;
+
+const WORDS: usize = 50;
+const CLASSES: usize = 7;
+const BATCH: usize = 6;
+const LENGTH: usize = 5;
+
+/// A bit of everything that has state: parameters, running statistics, dropout, a tied tensor, a constant.
+#[derive(Module, Debug)]
+struct Net<B: Backend> {
+    words: Embedding<B>,
+    norm: LayerNorm<B>,
+    hidden: Linear<B>,
+    batch_norm: BatchNorm<B>,
+    dropout: Dropout,
+    out: Linear<B>,
+}
+
+impl<B: Backend> Net<B> {
+    fn new(device: &B::Device) -> Self {
+        Self {
+            words: EmbeddingConfig::new(WORDS, 16).init(device),
+            norm: LayerNormConfig::new(16).init(device),
+            hidden: LinearConfig::new(16, 33).init(device),
+            batch_norm: BatchNormConfig::new(33).init(device),
+            dropout: DropoutConfig::new(0.3).init(),
+            out: LinearConfig::new(33, CLASSES).init(device),
+        }
+    }
+
+    fn forward(&self, words: Tensor<B, 2, Int>, features: Tensor<B, 2>) -> Tensor<B, 2> {
+        let x = self
+            .norm
+            .forward(self.words.forward(words))
+            .mean_dim(1)
+            .squeeze_dim(1);
+        let x = self.hidden.forward(x + features);
+        let x = self.batch_norm.forward(x.unsqueeze_dim::<3>(2)).squeeze_dim(2);
+        self.out.forward(self.dropout.forward(gelu(x)))
+    }
+}
+
+#[derive(Clone, kiln::StepInput)]
+struct Batch {
+    words: Tensor<B, 2, Int>,
+    features: Tensor<B, 2>,
+    labels: Tensor<B, 1, Int>,
+}
+
+fn loss(model: &Net<B>, batch: Batch) -> (Tensor<B, 1>, Tensor<B, 2>) {
+    let logits = model.forward(batch.words, batch.features.clone());
+    let loss = CrossEntropyLossConfig::new()
+        .init(&logits.device())
+        .forward(logits, batch.labels);
+    (loss, batch.features)
+}
+
+/// The elements of batch `number`, by tensor.
+fn batch(number: usize) -> [TensorData; 3] {
+    let at = |i: usize, of: usize| ((number * 7919 + i * 104_729) % of) as i32;
+    let words: Vec<i32> = (0..BATCH * LENGTH).map(|i| at(i, WORDS)).collect();
+    let features: Vec<f32> = (0..BATCH * 16)
+        .map(|i| at(i, 1000) as f32 / 500.0 - 1.0)
+        .collect();
+    let labels: Vec<i32> = (0..BATCH).map(|i| at(i + 3, CLASSES)).collect();
+    [
+        TensorData::new(words, [BATCH, LENGTH]),
+        TensorData::new(features, [BATCH, 16]),
+        TensorData::new(labels, [BATCH]),
+    ]
+}
+
+fn input(number: usize) -> Batch {
+    let [words, features, labels] = batch(number);
+    let device = KilnDevice::cpu();
+    Batch {
+        words: Tensor::from_data(words, &device),
+        features: Tensor::from_data(features, &device),
+        labels: Tensor::from_data(labels, &device),
+    }
+}
+
+/// A file of batches, as the programs read it.
+fn write_batches(path: &Path, numbers: std::ops::Range<usize>) {
+    let bytes = |data: &TensorData| data.as_bytes().to_vec();
+    let sizes = batch(0)
+        .iter()
+        .flat_map(|data| (data.as_bytes().len() as u64).to_ne_bytes())
+        .collect::<Vec<u8>>();
+    let elements = numbers.flat_map(|number| batch(number).iter().flat_map(bytes).collect::<Vec<u8>>());
+    std::fs::write(path, sizes.into_iter().chain(elements).collect::<Vec<u8>>()).unwrap();
+}
+
+/// The C program, built in `folder` against the exported step.
+fn c_program(folder: &Path) -> PathBuf {
+    let program = folder.join("train");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/export/train.c");
+    let built = Command::new("cc")
+        .args(["-Wall", "-Wextra", "-Werror", "-I"])
+        .arg(folder)
+        .arg(source)
+        .arg(folder.join("step.so"))
+        .arg(format!("-Wl,-rpath,{}", folder.display()))
+        .args(["-lpthread", "-lm", "-o"])
+        .arg(&program)
+        .output()
+        .unwrap();
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
+    program
+}
+
+/// What a program printed: the bits of the loss of each call. Or what it complained of.
+fn losses(command: &mut Command) -> Result<Vec<u32>, String> {
+    let output = command.output().unwrap();
+    match output.status.success() {
+        true => Ok(String::from_utf8(output.stdout)
+            .unwrap()
+            .lines()
+            .map(|line| line.parse().unwrap())
+            .collect()),
+        false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+    }
+}
+
+fn assert_equal_states(one: &Path, other: &Path) {
+    let (one, other) = (std::fs::read(one).unwrap(), std::fs::read(other).unwrap());
+    let metadata = |bytes: &[u8]| SafeTensors::read_metadata(bytes).unwrap().1.metadata().clone();
+    assert_eq!(metadata(&one), metadata(&other));
+    let (one, other) = (
+        SafeTensors::deserialize(&one).unwrap(),
+        SafeTensors::deserialize(&other).unwrap(),
+    );
+    let mut names = one.names();
+    names.sort();
+    let mut others = other.names();
+    others.sort();
+    assert_eq!(names, others);
+    assert!(names.len() > 10, "{names:?}");
+    for name in names {
+        let (a, b) = (one.tensor(name).unwrap(), other.tensor(name).unwrap());
+        assert_eq!((a.dtype(), a.shape()), (b.dtype(), b.shape()));
+        assert!(a.data() == b.data(), "{name}");
+    }
+}
+
+/// Trains, exports, trains on in Rust, and trains on in C and Python.
+macro_rules! goes_on {
+    ($optim:expr, $rates:expr) => {{
+        let device = KilnDevice::cpu();
+        <Kiln as Backend>::seed(&device, 3);
+        let mut step = TrainStep::new(Net::<B>::new(&device), $optim, loss)
+            .with_backend(CompileBackend::Cpu)
+            .build()
+            .unwrap();
+        let rates: [f64; 2] = $rates;
+        for number in 0..6 {
+            step.step(rates[0], input(number)).unwrap();
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let (first, last) = (folder.path().join("first"), folder.path().join("last"));
+        step.export(&first).unwrap();
+        let mut expected = Vec::new();
+        for number in 6..26 {
+            let rate = rates[usize::from(number >= 16)];
+            let (loss, features) = step.step(rate, input(number)).unwrap();
+            expected.push(loss.into_scalar().to_bits());
+            assert_eq!(features.into_data(), batch(number)[1]);
+        }
+        step.export(&last).unwrap();
+        let file = |name: &str| folder.path().join(name);
+        write_batches(&file("early"), 6..16);
+        write_batches(&file("late"), 16..26);
+        let program = c_program(&first);
+        for threads in ["1", "2", "64"] {
+            let run = |state: &Path, batches: &str, rate: f64, saved: &str| {
+                let rate = format!("{rate:e}");
+                let arguments = [&file(batches).display().to_string(), "10", &rate, threads];
+                losses(Command::new(&program).arg(state).args(arguments).arg(file(saved))).unwrap()
+            };
+            let mut found = run(&first.join("state.safetensors"), "early", rates[0], "between");
+            found.extend(run(&file("between"), "late", rates[1], "saved"));
+            assert_eq!(found, expected, "{threads} threads");
+            assert_equal_states(&file("saved"), &last.join("state.safetensors"));
+        }
+        (folder, expected)
+    }};
+}
+
+#[test]
+fn adamw_goes_on_in_c_and_python() {
+    let optim = AdamWConfig::new()
+        .with_weight_decay(0.05)
+        .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
+        .init::<B, Net<B>>();
+    let (folder, expected) = goes_on!(optim, [0.01, 0.003]);
+    let first = folder.path().join("first");
+    let manifest = std::fs::read_to_string(first.join("manifest.json")).unwrap();
+    let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap();
+    assert_eq!(manifest["learning_rate"], "any");
+    assert!(manifest["steps"].is_null(), "the corrections of AdamW settle");
+    assert_eq!(manifest["inputs"].as_array().unwrap().len(), 3);
+
+    let python = Command::new("python3").args(["-c", "import numpy"]).output();
+    if !python.is_ok_and(|output| output.status.success()) {
+        eprintln!("python3 has no numpy: the script is not run");
+        return;
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/export/train.py");
+    let found = losses(
+        Command::new("python3")
+            .arg(script)
+            .arg(&first)
+            .arg(folder.path().join("early"))
+            .args(["10", "0.01", "2"])
+            .arg(folder.path().join("python")),
+    );
+    assert_eq!(found.unwrap(), expected[..10]);
+}
+
+#[test]
+fn momentum_goes_on_in_c() {
+    let optim = SgdConfig::new()
+        .with_momentum(Some(MomentumConfig::new().with_momentum(0.9).with_nesterov(true)))
+        .init::<B, Net<B>>();
+    goes_on!(optim, [0.05, 0.02]);
+}
+
+#[test]
+fn a_step_that_is_not_replayed_is_not_exported() {
+    let device = KilnDevice::cpu();
+    let folder = tempfile::tempdir().unwrap();
+    let optim = AdamWConfig::new().init::<B, Net<B>>();
+    let mut step = TrainStep::new(Net::<B>::new(&device), optim, loss)
+        .with_backend(CompileBackend::AotEager)
+        .build()
+        .unwrap();
+    step.step(0.01, input(0)).unwrap();
+    let error = step.export(folder.path().join("step")).unwrap_err();
+    assert!(matches!(error, ExportError::NotReplayed { .. }), "{error}");
+    assert!(!folder.path().join("step").exists());
+}
+
+/// What a session refuses leaves it, and the files, as they were.
+#[test]
+fn faults_are_told() {
+    let device = KilnDevice::cpu();
+    <Kiln as Backend>::seed(&device, 5);
+    let optim = AdamWConfig::new().init::<B, Net<B>>();
+    let mut step = TrainStep::new(Net::<B>::new(&device), optim, loss)
+        .build()
+        .unwrap();
+    for number in 0..4 {
+        step.step(0.01, input(number)).unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let exported = folder.path().join("exported");
+    step.export(&exported).unwrap();
+    let program = c_program(&exported);
+    let (state, batches) = (exported.join("state.safetensors"), folder.path().join("batches"));
+    let run = |state: &Path, saved: &Path| {
+        let batches = batches.display().to_string();
+        losses(
+            Command::new(&program)
+                .arg(state)
+                .args([&batches, "2", "0.01", "2"])
+                .arg(saved),
+        )
+    };
+    let saved = folder.path().join("saved");
+    write_batches(&batches, 4..6);
+    run(&state, &saved).unwrap();
+    let before = std::fs::read(&saved).unwrap();
+
+    // An index out of range in the second call.
+    let mut bytes = std::fs::read(&batches).unwrap();
+    let first: usize = batch(0).iter().map(|data| data.as_bytes().len()).sum();
+    bytes[24 + first..24 + first + 4].copy_from_slice(&(WORDS as i32).to_ne_bytes());
+    std::fs::write(&batches, &bytes).unwrap();
+    let error = run(&state, &saved).unwrap_err();
+    assert!(error.contains("index") && error.contains("50"), "{error}");
+    assert_eq!(std::fs::read(&saved).unwrap(), before);
+    write_batches(&batches, 4..6);
+
+    let wrong = folder.path().join("wrong");
+    let error = run(&wrong, &saved).unwrap_err();
+    assert!(error.contains("cannot be opened"), "{error}");
+    std::fs::write(&wrong, b"not a file of tensors").unwrap();
+    assert!(
+        run(&wrong, &saved)
+            .unwrap_err()
+            .contains("not a safetensors file")
+    );
+    let whole = std::fs::read(&state).unwrap();
+    std::fs::write(&wrong, &whole[..whole.len() - 8]).unwrap();
+    let error = run(&wrong, &saved).unwrap_err();
+    assert!(error.contains("ends within"), "{error}");
+    // Another shape under the same name.
+    let header = String::from_utf8_lossy(&whole[8..]).find("[16,33]").unwrap() + 8;
+    let mut other = whole.clone();
+    other[header..header + 7].copy_from_slice(b"[33,16]");
+    std::fs::write(&wrong, &other).unwrap();
+    assert!(
+        run(&wrong, &saved)
+            .unwrap_err()
+            .contains("this step has F32[16,33]")
+    );
+    let error = run(&state, &folder.path().join("nowhere/saved")).unwrap_err();
+    assert!(error.contains("cannot be written"), "{error}");
+    assert_eq!(std::fs::read(&saved).unwrap(), before);
+}
