@@ -1,0 +1,46 @@
+//! Functions of functions, on graphs: derivatives in both modes, and batching.
+//!
+//! Each transform takes a [`Graph`](kiln_graph::Graph) and gives another one, made of the same primitives, so
+//! that transforms compose in any order: `vmap` of `grad` gives per-sample gradients, `jvp` of `grad` a
+//! Hessian times a vector.
+//!
+//! | transform | made of |
+//! |---|---|
+//! | [`jvp()`] | a rule for each primitive ([`forward`]) |
+//! | [`vjp`] | the linear part of that, transposed ([`transpose`]) |
+//! | [`vmap`] | a rule for each primitive ([`batch`]) |
+//! | [`grad`], [`value_and_grad`], [`jacobian`], [`hessian`] | the three above ([`derivative`]) |
+//!
+//! Reverse mode as linearisation and transposition (Radul, Paszke, Frostig, Johnson, Maclaurin: *You only
+//! linearize once*, POPL 2023) needs a derivative of each primitive once, for both modes, and transposes of
+//! the two dozen linear ones. Operations whose rules follow from those of others are written with these
+//! (`expand`): products of many elements, updates that combine other than by addition, attention.
+//!
+//! Arguments that are not differentiated, integers, bools, comparisons, positions and random draws have no
+//! derivative: they count as constant. An operation kept whole has none that is known, and in the way of a
+//! derivative it is an error that names it.
+//!
+//! # Over closures of tensors
+//!
+//! A front end records a closure into a graph whose parameters are the tensors that it takes and captures,
+//! transforms the graph, and runs the result on the same tensors. Three things are its own to decide. What
+//! the closure captures has no batch dimension and is not differentiated by. The runtime scalars of the graph
+//! (numbers, seeds, the streams of random operations) keep their order through every transform here, so their
+//! values are those of the recording. And a closure that reads a value, and so cuts its recording, cannot be
+//! transformed.
+//!
+//! What this crate does not know: Burn, executors, machines.
+
+pub mod batch;
+mod build;
+pub mod derivative;
+pub mod error;
+mod expand;
+pub mod forward;
+pub mod transpose;
+
+pub use batch::{Randomness, vmap};
+pub use derivative::{Mode, grad, hessian, jacobian, value_and_grad};
+pub use error::{FuncError, Origin};
+pub use forward::jvp;
+pub use transpose::vjp;
