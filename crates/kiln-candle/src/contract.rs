@@ -59,7 +59,7 @@ pub(crate) fn dot_general(a: &Val, b: &Val, dims: &DotDims, result: &TensorType)
     let left = left.contiguous()?.reshape((batch, m, k))?;
     let right = right.contiguous()?.reshape((batch, k, n))?;
     let product = matmul(&left, &right, a.dtype)?;
-    Val::narrow(product.reshape(result.shape.dims())?, a.dtype)
+    Val::narrow(product.reshape(result.shape.dims())?, result.dtype)
 }
 
 /// Shapes of one convolution and the table of its windows.
@@ -165,19 +165,22 @@ impl Conv {
 
 pub(crate) fn conv(x: &Val, w: &Val, dims: &ConvDims, result: &TensorType) -> Result<Val> {
     if x.numel() * w.numel() == 0 {
-        return Val::zeros(&result.shape, x.dtype);
+        return Val::zeros(&result.shape, result.dtype);
     }
     let conv = Conv::new(dims, x.dims(), w.dims(), &result.shape)?;
     let (input, weight) = (x.compute()?, conv.matrices(&w.compute()?)?);
     let samples = (0..x.dims()[0])
         .map(|i| conv.product(&weight, &conv.read(&input, i)?, x.dtype))
         .collect::<Result<Vec<_>>>()?;
-    Val::narrow(Tensor::cat(&samples, 0)?.reshape(result.shape.dims())?, x.dtype)
+    Val::narrow(
+        Tensor::cat(&samples, 0)?.reshape(result.shape.dims())?,
+        result.dtype,
+    )
 }
 
 pub(crate) fn conv_input_grad(dy: &Val, w: &Val, dims: &ConvDims, result: &TensorType) -> Result<Val> {
     if dy.numel() * w.numel() == 0 {
-        return Val::zeros(&result.shape, dy.dtype);
+        return Val::zeros(&result.shape, result.dtype);
     }
     let conv = Conv::new(dims, &result.shape, w.dims(), dy.dims())?;
     let gradient = dy.compute()?;
@@ -191,12 +194,15 @@ pub(crate) fn conv_input_grad(dy: &Val, w: &Val, dims: &ConvDims, result: &Tenso
             Ok(conv.windows.add_up(&read)?.tensor)
         })
         .collect::<Result<Vec<_>>>()?;
-    Val::narrow(Tensor::cat(&samples, 0)?.reshape(result.shape.dims())?, dy.dtype)
+    Val::narrow(
+        Tensor::cat(&samples, 0)?.reshape(result.shape.dims())?,
+        result.dtype,
+    )
 }
 
 pub(crate) fn conv_weight_grad(x: &Val, dy: &Val, dims: &ConvDims, result: &TensorType) -> Result<Val> {
     if x.numel() * dy.numel() == 0 {
-        return Val::zeros(&result.shape, x.dtype);
+        return Val::zeros(&result.shape, result.dtype);
     }
     let conv = Conv::new(dims, x.dims(), &result.shape, dy.dims())?;
     let (input, gradient) = (x.compute()?, dy.compute()?);
@@ -212,8 +218,8 @@ pub(crate) fn conv_weight_grad(x: &Val, dy: &Val, dims: &ConvDims, result: &Tens
         });
     }
     match sum {
-        Some(sum) => Val::narrow(sum.reshape(result.shape.dims())?, x.dtype),
-        None => Val::zeros(&result.shape, x.dtype),
+        Some(sum) => Val::narrow(sum.reshape(result.shape.dims())?, result.dtype),
+        None => Val::zeros(&result.shape, result.dtype),
     }
 }
 

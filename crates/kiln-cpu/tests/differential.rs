@@ -120,11 +120,13 @@ fn contractions_pools_and_sorts() {
 /// depth that is cut.
 #[test]
 fn products_of_every_float() {
-    for (dtype, limit) in [
-        (DType::F32, 1e-6),
-        (DType::F64, 1e-14),
-        (DType::F16, 6e-4),
-        (DType::BF16, 5e-3),
+    for (dtype, result, limit) in [
+        (DType::F32, None, 1e-6),
+        (DType::F64, None, 1e-14),
+        (DType::F16, None, 6e-4),
+        (DType::BF16, None, 5e-3),
+        (DType::F16, Some(DType::F32), 1e-6),
+        (DType::BF16, Some(DType::F32), 1e-6),
     ] {
         let mut graph = Graph::new("products");
         let p = Provenance::default();
@@ -143,6 +145,7 @@ fn products_of_every_float() {
                     b_batch: [0].into_iter().collect(),
                     a_contract: [2].into_iter().collect(),
                     b_contract: [axis].into_iter().collect(),
+                    result,
                 };
                 let dot = graph.add(Op::DotGeneral(dims), &[a, b], &p).unwrap();
                 graph.output(dot, None);
@@ -190,6 +193,7 @@ fn epilogues() {
                 b_batch: [0].into_iter().collect(),
                 a_contract: [2].into_iter().collect(),
                 b_contract: [2].into_iter().collect(),
+                result: None,
             };
             let dot = add(&mut graph, Op::DotGeneral(dims), &[a, b]);
             let (x, shape) = if transposed {

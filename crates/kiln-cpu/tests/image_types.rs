@@ -26,6 +26,8 @@ struct Case {
     pad: usize,
     dilation: usize,
     groups: usize,
+    /// Element type of the results, where it is not the operands'.
+    result: Option<DType>,
 }
 
 impl Case {
@@ -40,6 +42,7 @@ impl Case {
             pad,
             dilation: 1,
             groups: 1,
+            result: None,
         }
     }
 
@@ -51,6 +54,7 @@ impl Case {
             pad_high: all(self.pad),
             dilation: all(self.dilation),
             groups: self.groups,
+            result: self.result,
         }
     }
 
@@ -182,18 +186,24 @@ fn convolutions_and_their_gradients() {
                 (_, true) => "kiln_tile_",
                 (_, false) => "vf_fma(",
             };
-            let graph = case.graph(dtype, plain);
-            let what = format!(
-                "convolution {number} of {dtype}{}",
-                if plain { ", row-major" } else { "" }
-            );
-            check(
-                &graph,
-                &what,
-                instruction_set(number + position / 2),
-                tolerance,
-                mark,
-            );
+            let results = match plain && dtype != dtype.compute() {
+                true => [(None, tolerance), (Some(dtype.compute()), 1e-5)].to_vec(),
+                false => vec![(None, tolerance)],
+            };
+            for (result, tolerance) in results {
+                let graph = Case { result, ..*case }.graph(dtype, plain);
+                let what = format!(
+                    "convolution {number} of {dtype}{}",
+                    if plain { ", row-major" } else { "" }
+                );
+                check(
+                    &graph,
+                    &what,
+                    instruction_set(number + position / 2),
+                    tolerance,
+                    mark,
+                );
+            }
         }
     }
 }

@@ -82,6 +82,7 @@ fn conv(stride: usize, pad: usize, dilation: usize, groups: usize) -> ConvDims {
         pad_high: two(pad),
         dilation: two(dilation),
         groups,
+        result: None,
     }
 }
 

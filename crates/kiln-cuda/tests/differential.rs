@@ -122,11 +122,13 @@ fn attentions() {
 /// depth that is long.
 #[test]
 fn products_of_every_float() {
-    for (dtype, limit) in [
-        (DType::F32, 1e-6),
-        (DType::F64, 1e-14),
-        (DType::F16, 6e-4),
-        (DType::BF16, 5e-3),
+    for (dtype, result, limit) in [
+        (DType::F32, None, 1e-6),
+        (DType::F64, None, 1e-14),
+        (DType::F16, None, 6e-4),
+        (DType::BF16, None, 5e-3),
+        (DType::F16, Some(DType::F32), 1e-6),
+        (DType::BF16, Some(DType::F32), 1e-6),
     ] {
         let mut graph = Graph::new("products");
         for (batch, m, k, n) in [
@@ -144,6 +146,7 @@ fn products_of_every_float() {
                     b_batch: [0].into_iter().collect(),
                     a_contract: [2].into_iter().collect(),
                     b_contract: [axis].into_iter().collect(),
+                    result,
                 };
                 let dot = graph
                     .add(Op::DotGeneral(dims), &[a, b], &Provenance::default())

@@ -186,9 +186,10 @@ pub enum Op {
 
     /// `(a, b) -> [batch.., a free.., b free..]`. Sum of products over the contracted dimensions, for each index of the batch
     /// dimensions; the free dimensions keep their order. Batch and contracted dimensions are matched by position in the lists.
-    /// Accumulates in [`DType::compute`], in any fixed order.
+    /// Accumulates in [`DType::compute`], in any fixed order, and rounds once to the type of the result.
     DotGeneral(DotDims),
-    /// `(x: [n, c, s..], w: [o, c / groups, k..]) -> [n, o, out..]`. Cross-correlation (no flipping of the kernel).
+    /// `(x: [n, c, s..], w: [o, c / groups, k..]) -> [n, o, out..]`. Cross-correlation (no flipping of the kernel). Accumulates as
+    /// [`Op::DotGeneral`] does, and so do its gradients.
     Conv(ConvDims),
     /// `(dy: [n, o, out..], w: [o, c / groups, k..]) -> [n, c, input..]`. Gradient of [`Op::Conv`] with respect to its input of spatial extents
     /// `input`. With `w` read as `[in, out / groups, k..]` this is also the transposed convolution.
@@ -423,6 +424,9 @@ pub struct DotDims {
     pub a_contract: Dims,
     /// Contracted dimensions of `b`, in the order of `a_contract`.
     pub b_contract: Dims,
+    /// Element type of the result where it is not the operands': f32, of operands of `f16` or `bf16`. The sum is then not rounded. (XLA's
+    /// `preferred_element_type`.)
+    pub result: Option<DType>,
 }
 
 impl DotDims {
@@ -441,6 +445,7 @@ impl DotDims {
             b_batch: (0..batch).collect(),
             a_contract: Dims::from_slice(&[batch + 1]),
             b_contract: Dims::from_slice(&[batch]),
+            result: None,
         }
     }
 }
@@ -458,6 +463,8 @@ pub struct ConvDims {
     pub dilation: Dims,
     /// Channel groups.
     pub groups: usize,
+    /// Element type of the result where it is not the operands', as in [`DotDims::result`].
+    pub result: Option<DType>,
 }
 
 impl ConvDims {
@@ -647,6 +654,19 @@ impl Op {
             self,
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select | Op::Cast(_)
         )
+    }
+
+    /// The same product or convolution with f32 results of operands of 16 bits; none for other operations.
+    pub fn with_result(&self, dtype: Option<DType>) -> Option<Op> {
+        let mut op = self.clone();
+        match &mut op {
+            Op::DotGeneral(dims) => dims.result = dtype,
+            Op::Conv(conv) | Op::ConvInputGrad { conv, .. } | Op::ConvWeightGrad { conv, .. } => {
+                conv.result = dtype;
+            }
+            _ => return None,
+        }
+        Some(op)
     }
 
     /// Whether it is a convolution of single pixels, or a gradient of one; `second` is the shape of its second operand.

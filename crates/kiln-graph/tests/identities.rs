@@ -121,6 +121,7 @@ fn convolutions() -> impl Strategy<Value = (ConvDims, Vec<usize>, Vec<usize>)> {
                 pad_high: of(&|axis| axis.3),
                 dilation: of(&|axis| axis.4),
                 groups,
+                result: None,
             };
             let x = [n, c * groups]
                 .into_iter()

@@ -19,7 +19,9 @@ graph @step {
   %4, %5 = top_k %3 {axis=1, k=3} : f32[8,3], i32[8,3]
   %6 = compare lt %0, %3 : bool[8,6]
   %7 = dot_general %0, %3 {a_contract=[1], b_contract=[1]} : f32[8,8]
-  return %3 (alias 0), %5, %6, %7
+  %8 = cast %0 : bf16[8,6]
+  %9 = dot_general %8, %8 {a_contract=[1], b_contract=[1], result=f32} : f32[8,8]
+  return %3 (alias 0), %5, %6, %7, %9
 }
 ";
     let graph = Graph::parse(text).expect("well formed");

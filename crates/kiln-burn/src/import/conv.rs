@@ -15,6 +15,7 @@ macro_rules! dims {
             pad_high: Dims::from_slice(&$options.padding),
             dilation: Dims::from_slice(&$options.dilation),
             groups: $options.groups,
+            result: None,
         }
     };
 }

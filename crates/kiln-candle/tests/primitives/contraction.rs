@@ -19,6 +19,7 @@ fn matrix_products() {
         b_batch: dims([1, 2]),
         a_contract: dims([1]),
         b_contract: dims([0]),
+        result: None,
     };
     let outer = DotDims::default();
     let two = DotDims {
@@ -78,6 +79,7 @@ fn case<const N: usize>(
         pad_high: dims(pad_high),
         dilation: dims(dilation),
         groups,
+        result: None,
     };
     Case { x, w, conv }
 }

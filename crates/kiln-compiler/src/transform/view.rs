@@ -57,13 +57,13 @@ pub struct Matmul {
     pub out: Value,
 }
 
-/// `node` as a product with two batch dimensions, if it is one.
+/// `node` as a product with two batch dimensions and a result of its operands' type, if it is one.
 pub fn matmul(graph: &Graph, node: Node) -> Option<Matmul> {
     let data = graph.node(node);
     let Op::DotGeneral(dims) = &data.op else {
         return None;
     };
-    if dims.a_batch.len() != 2 || dims.a_contract.len() != 1 {
+    if dims.a_batch.len() != 2 || dims.a_contract.len() != 1 || dims.result.is_some() {
         return None;
     }
     let operand = |at: usize, batch: &Dims, contract: &Dims, free_first: bool| {

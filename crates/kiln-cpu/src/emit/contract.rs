@@ -116,7 +116,7 @@ struct Product {
     b: Operand<'static>,
     /// Where the operands are.
     sources: Sources,
-    /// How operands and result are stored.
+    /// How the result is stored.
     storage: Storage,
 }
 
@@ -135,7 +135,7 @@ impl Product {
     fn new(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions<'_>) -> Option<Self> {
         let data = graph.node(node);
         let out = data.outputs[0];
-        let storage = storage(graph.dtype(out))?;
+        let (result, storage) = (storage(graph.dtype(out))?, storage(graph.dtype(data.inputs[0]))?);
         if graph.ty(out).numel() == 0 {
             return None;
         }
@@ -170,7 +170,7 @@ impl Product {
             a,
             b,
             sources,
-            storage,
+            storage: result,
         })
     }
 

@@ -81,7 +81,7 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
         return None;
     };
     let out = data.outputs[0];
-    let storage = storage(graph.dtype(out))?;
+    let (result_storage, storage) = (storage(graph.dtype(out))?, storage(graph.dtype(data.inputs[0]))?);
     if !(1..=3).contains(&dims.stride.len())
         || data
             .inputs
@@ -108,7 +108,7 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
     if second.is_none() {
         sources.stored(storage, "second", weight.base);
     }
-    let out_param = Param::new(format!("{} *", storage.ctype()), "out");
+    let out_param = Param::new(format!("{} *", result_storage.ctype()), "out");
     let params: Vec<Param> = sources.params.iter().cloned().chain([out_param]).collect();
     let result = stored(graph, options.layouts, out);
     let types = format!(
@@ -125,7 +125,9 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             input: first,
             output_grad: second,
             storage,
-            consume: Box::new(move |width, at, value| storage.store(width, &format!("out + {at}"), value)),
+            consume: Box::new(move |width, at, value| {
+                result_storage.store(width, &format!("out + {at}"), value)
+            }),
             params,
             threads: options.threads,
         };
@@ -150,7 +152,7 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
             image: first,
             weight: pointer("second", weight.offset),
             storage,
-            epilogue: PixelEpilogue::store_as(storage, "out", image_strides(&result)),
+            epilogue: PixelEpilogue::store_as(result_storage, "out", image_strides(&result)),
             params,
             threads: options.threads,
         };

@@ -347,7 +347,7 @@ fn dot(mut w: Writer, reads: &[Buffer], layouts: &Layouts) -> Launch {
         for _ in &dims.a_contract {
             t.close();
         }
-        t.line(format!("put_{dtype}(out0 + i, sum);"));
+        t.line(format!("put_{}(out0 + i, sum);", w.out_dtype()));
     })
 }
 

@@ -156,6 +156,7 @@ pub fn sum_type(dtype: DType) -> &'static str {
 pub struct Template {
     text: String,
     memory: &'static str,
+    stored: &'static str,
     register: &'static str,
     threads: u32,
 }
@@ -163,19 +164,36 @@ pub struct Template {
 impl Template {
     /// A kernel of blocks of `threads` on elements of `dtype`, computed in the type `register`, that accesses `images`.
     pub fn new(dtype: DType, register: &'static str, threads: u32, images: &[&Image]) -> Self {
+        Self::between([dtype; 2], register, threads, images)
+    }
+
+    /// [`Template::new`] with results of another type than the elements that are read: the two types, in this order.
+    pub fn between(
+        [dtype, result]: [DType; 2],
+        register: &'static str,
+        threads: u32,
+        images: &[&Image],
+    ) -> Self {
         let wide = images.iter().any(|image| image.span() > i64::from(i32::MAX));
-        let (memory, index) = (memory_type(dtype), if wide { "long long" } else { "int" });
-        let (widen, narrow) = match dtype {
-            DType::F16 | DType::BF16 => ("kiln_widen(x)".to_owned(), format!("kiln_narrow<{memory}>(x)")),
-            _ => (format!("({register})x"), format!("({memory})x")),
+        let index = if wide { "long long" } else { "int" };
+        let (memory, stored) = (memory_type(dtype), memory_type(result));
+        let is_half = |dtype: DType| matches!(dtype, DType::F16 | DType::BF16);
+        let widen = match is_half(dtype) {
+            true => "kiln_widen(x)".to_owned(),
+            false => format!("({register})x"),
+        };
+        let narrow = match is_half(result) {
+            true => format!("kiln_narrow<{stored}>(x)"),
+            false => format!("({stored})x"),
         };
         let text = format!(
-            "namespace @_ {{\ntypedef {memory} T;\ntypedef {register} R;\ntypedef {index} Index;\ntypedef unsigned {index} Count;\ninline R widen(T x) {{ return {widen}; }}\n\
-             inline T narrow(R x) {{ return {narrow}; }}\nconstexpr int THREADS = {threads};\n"
+            "namespace @_ {{\ntypedef {memory} T;\ntypedef {stored} O;\ntypedef {register} R;\ntypedef {index} Index;\ntypedef unsigned {index} Count;\ninline R widen(T x) {{ return {widen}; }}\n\
+             inline O narrow(R x) {{ return {narrow}; }}\nconstexpr int THREADS = {threads};\n"
         );
         Self {
             text,
             memory,
+            stored,
             register,
             threads,
         }
@@ -186,8 +204,13 @@ impl Template {
         format!("const {}", self.memory)
     }
 
-    /// The parameter of elements that are written.
+    /// The parameter of results that are written.
     pub fn writes(&self) -> String {
+        self.stored.to_owned()
+    }
+
+    /// The parameter of elements that are brought into another order, for another kernel to read.
+    pub fn packs(&self) -> String {
         self.memory.to_owned()
     }
 

@@ -39,10 +39,20 @@ impl Rule<'_> {
             .chain(free_a.iter().map(|&axis| a.shape[axis]))
             .chain(free_b.iter().map(|&axis| b.shape[axis]))
             .collect();
-        Ok(smallvec![TensorType {
-            dtype: a.dtype,
-            shape
-        }])
+        let dtype = self.product_type(a.dtype, dims.result)?;
+        Ok(smallvec![TensorType { dtype, shape }])
+    }
+
+    /// The element type of a product or convolution of operands of type `operands`, which asks for `result` if it is another.
+    fn product_type(&self, operands: DType, result: Option<DType>) -> Infer<DType> {
+        let Some(result) = result else {
+            return Ok(operands);
+        };
+        let fits = result != operands && result == operands.compute();
+        self.require(fits, || {
+            format!("operands of {operands} have no results of {result}")
+        })?;
+        Ok(result)
     }
 
     /// Convolutions and pooling.
@@ -53,7 +63,7 @@ impl Rule<'_> {
                 let [x, w] = self.operands()?;
                 self.same_dtype(x, w)?;
                 let out = self.conv_output(conv, x, w)?;
-                one(x.dtype, out)
+                one(self.product_type(x.dtype, conv.result)?, out)
             }
             Op::ConvInputGrad { conv, input } => {
                 let [dy, w] = self.operands()?;
@@ -71,7 +81,7 @@ impl Rule<'_> {
                 self.require(dy.shape == expected, || {
                     format!("the gradient is {dy}, the forward result is {expected}")
                 })?;
-                Ok(smallvec![x])
+                one(self.product_type(dy.dtype, conv.result)?, x.shape)
             }
             Op::ConvWeightGrad { conv, kernel } => {
                 let [x, dy] = self.operands()?;
@@ -91,7 +101,7 @@ impl Rule<'_> {
                 self.require(dy.shape == expected, || {
                     format!("the gradient is {dy}, the forward result is {expected}")
                 })?;
-                Ok(smallvec![w])
+                one(self.product_type(x.dtype, conv.result)?, w.shape)
             }
             Op::MaxPool(window) | Op::AvgPool { window, .. } => {
                 let [x] = self.operands()?;

@@ -97,15 +97,19 @@ impl Builder<'_> {
     }
 
     /// Adds a node whose results are sums of at most `terms` products of elements of `a` and `b`.
+    /// Half of those of operands of 16 bits are not rounded to them.
     fn products(&mut self, op: Op, a: Fact, b: Fact, terms: usize) -> Fact {
-        let dtype = self.ty(a).dtype;
-        if !dtype.is_float() {
+        let operands = self.ty(a).dtype;
+        if !operands.is_float() {
             return self.exact(op, &[a, b]);
         }
+        let wide = operands != operands.compute() && self.chance(2);
+        let result = wide.then(|| operands.compute());
+        let (op, dtype) = (op.with_result(result).unwrap_or(op), result.unwrap_or(operands));
         let n = terms as f64;
         let bound = n * a.bound * b.bound;
         let error = n * (a.error * b.bound + b.error * a.bound) + n * rounding(dtype, bound);
-        self.computed(op, &[a, b], bound, error)
+        self.node(op, &[a, b], &[(bound, error + rounding(dtype, bound))])[0]
     }
 
     pub(super) fn dot(&mut self) {
@@ -131,6 +135,7 @@ impl Builder<'_> {
             b_batch,
             a_contract,
             b_contract,
+            result: None,
         };
         self.products(Op::DotGeneral(dims), a, b, contract.iter().product());
     }
@@ -175,6 +180,7 @@ impl Builder<'_> {
             pad_high,
             dilation,
             groups,
+            result: None,
         };
         let out: Dims = (0..spatial)
             .filter_map(|axis| conv.output_extent(axis, input[axis], kernel[axis]))

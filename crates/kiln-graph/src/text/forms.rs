@@ -118,8 +118,8 @@ macro_rules! fields {
 }
 
 fields! {
-    DotDims { opt a_batch, opt b_batch, opt a_contract, opt b_contract }
-    ConvDims { key stride, key pad_low, key pad_high, key dilation, key groups }
+    DotDims { opt a_batch, opt b_batch, opt a_contract, opt b_contract, opt result }
+    ConvDims { key stride, key pad_low, key pad_high, key dilation, key groups, opt result }
     Window { key size, key stride, key pad_low, key pad_high, key dilation, opt ceil_mode }
     AttentionDims { opt causal, opt mask, opt hidden, opt mask_last, opt dropout, opt drop_scores, opt safe }
     ExternOp { word name, opt attributes, result outputs }
@@ -207,6 +207,23 @@ macro_rules! lists {
 }
 
 lists!(Dims: "a list of non-negative integers", SignedDims: "a list of integers");
+
+impl Attribute for Option<DType> {
+    const KIND: &'static str = "an element type";
+
+    fn write(&self, out: &mut String) {
+        if let Some(dtype) = self {
+            out.push_str(dtype.name());
+        }
+    }
+
+    fn read(raw: &Raw<'_>) -> Option<Self> {
+        match raw {
+            Raw::Atom(text) => text.parse().ok().map(Some),
+            _ => None,
+        }
+    }
+}
 
 impl Attribute for String {
     const KIND: &'static str = "a quoted string";

@@ -378,6 +378,7 @@ impl Tape {
                     b_batch: (0..batch).collect(),
                     a_contract: Dims::from_slice(&[a]),
                     b_contract: Dims::from_slice(&[b]),
+                    result: None,
                 };
                 if needs(inputs[0]) {
                     out.push((inputs[0], self.add(Op::DotGeneral(all(n, k)), &[dy, inputs[1]])));

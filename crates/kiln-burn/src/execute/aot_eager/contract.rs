@@ -8,6 +8,7 @@ use kiln_graph::{DType, Graph, NodeData, Op, Shape};
 use smallvec::{SmallVec, smallvec};
 
 use super::movement::{slice, splat};
+use super::pointwise::cast;
 use super::{ExecuteError, Results, convert, failure, fallback, rank_0};
 
 pub(super) fn compute(
@@ -15,7 +16,7 @@ pub(super) fn compute(
     data: &NodeData,
     operands: SmallVec<[FlexTensor; 3]>,
 ) -> Result<Results, ExecuteError> {
-    let dtype = graph.dtype(data.inputs[0]);
+    let (given, dtype) = (graph.dtype(data.inputs[0]), graph.dtype(data.outputs[0]));
     let out = graph.shape(data.outputs[0]);
     let mut operands = operands.into_iter();
     let (Some(a), Some(b)) = (operands.next(), operands.next()) else {
@@ -34,6 +35,11 @@ pub(super) fn compute(
     if !supported {
         return fallback(graph, data, &[a, b]);
     }
+    // Where the sum is not rounded to the operands' type, operands of the sum's type have the same one.
+    let (a, b) = match given == dtype {
+        true => (a, b),
+        false => (cast(a, given, dtype), cast(b, given, dtype)),
+    };
     let result = match &data.op {
         Op::DotGeneral(dims) => dot(dims, a, b, dtype).reshape(convert::burn_shape(out)),
         Op::Conv(conv) => {

@@ -405,6 +405,7 @@ impl Program {
             pad_high: Dims::from_slice(&[1, 1]),
             dilation: Dims::from_slice(&[1, 1]),
             groups: 1,
+            result: None,
         };
         let y = self.add(Op::Conv(conv), &[x, w])?;
         self.check(y, "convolution of f32", 0.0);

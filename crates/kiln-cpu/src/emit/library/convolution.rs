@@ -54,7 +54,7 @@ pub(super) fn convolution(w: Writer, conv: &ConvDims) -> Launch {
         for _ in 0..k.len() - 1 {
             t.close();
         }
-        t.line(format!("put_{dtype}(out0 + i, sum);"));
+        t.line(format!("put_{}(out0 + i, sum);", w.out_dtype()));
     })
 }
 
@@ -109,7 +109,7 @@ pub(super) fn convolution_input(w: Writer, conv: &ConvDims) -> Launch {
         for _ in 0..k.len() - 1 {
             t.close();
         }
-        t.line(format!("put_{dtype}(out0 + i, sum);"));
+        t.line(format!("put_{}(out0 + i, sum);", w.out_dtype()));
     })
 }
 
@@ -145,6 +145,6 @@ pub(super) fn convolution_weight(w: Writer, conv: &ConvDims) -> Launch {
         for _ in 0..k.len() - 1 {
             t.close();
         }
-        t.line(format!("put_{dtype}(out0 + i, sum);"));
+        t.line(format!("put_{}(out0 + i, sum);", w.out_dtype()));
     })
 }

@@ -76,7 +76,7 @@ impl<'a> Correlation<'a> {
                 self.weight.offset,
                 Argument::value(self.weight.base),
             ),
-            (template.writes(), 0, Argument::Scratch(0)),
+            (template.packs(), 0, Argument::Scratch(0)),
         ];
         let blocks = (groups * self.depth * padded).div_ceil(THREADS as usize);
         let launch = template.launch(&[PACK], blocks, operands)?;

@@ -36,7 +36,10 @@ const THREADS: u32 = 256;
 
 /// What the kernels of a convolution share.
 struct Convolution<'a> {
+    /// Element type of the operands.
     dtype: DType,
+    /// Element type of the result.
+    result_dtype: DType,
     dims: &'a ConvDims,
     /// The image of the forward input: an operand, or the gradient that is computed.
     x: Image,
@@ -77,7 +80,8 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         return None;
     }
     let convolution = Convolution {
-        dtype: graph.dtype(out),
+        dtype: graph.dtype(first),
+        result_dtype: graph.dtype(out),
         dims,
         group: [x.channels / dims.groups, y.channels / dims.groups],
         x,
@@ -169,7 +173,8 @@ impl Convolution<'_> {
             // Integers wrap, which those without a sign may.
             false => "unsigned long long",
         };
-        let mut template = Template::new(self.dtype, register, threads, &[&self.x, &self.y]);
+        let types = [self.dtype, self.result_dtype];
+        let mut template = Template::between(types, register, threads, &[&self.x, &self.y]);
         template
             .spatial("WINDOW", self.window)
             .spatial("STRIDE", self.stride)

@@ -147,9 +147,9 @@ pub fn correlation(task: &Correlation<'_>, options: &EmitOptions<'_>) -> Option<
         (task.weight.base, task.weight.offset),
     );
     let out = task.result.base;
-    let dtype = convolution.dtype;
+    let dtypes = [convolution.dtype, convolution.result_dtype];
     product(
-        dtype,
+        dtypes,
         count,
         [image, weight, result],
         [image_at, weight_at],
@@ -158,7 +158,7 @@ pub fn correlation(task: &Correlation<'_>, options: &EmitOptions<'_>) -> Option<
     )
     .or_else(|| {
         let sides = [weight, image, result].map(Matrix::transposed);
-        product(dtype, count, sides, [weight_at, image_at], out, options)
+        product(dtypes, count, sides, [weight_at, image_at], out, options)
     })
 }
 
@@ -178,7 +178,7 @@ pub fn weight(convolution: &Convolution<'_>, out: Value, options: &EmitOptions<'
     };
     let places = [(y.base, y.offset), (x.base, x.offset)];
     product(
-        convolution.dtype,
+        [convolution.dtype, convolution.result_dtype],
         convolution.dims.groups,
         [gradient, image, result],
         places,
@@ -187,22 +187,23 @@ pub fn weight(convolution: &Convolution<'_>, out: Value, options: &EmitOptions<'
     )
 }
 
-/// `count` products of `left` and `right`.
+/// `count` products of `left` and `right`, given the element types of the operands and of the result.
 fn product(
-    dtype: DType,
+    [dtype, result_dtype]: [DType; 2],
     count: usize,
     [left, right, result]: [Matrix; 3],
     [left_at, right_at]: [Place; 2],
     out: Value,
     options: &EmitOptions<'_>,
 ) -> Option<KernelCode> {
-    let number = match dtype {
-        DType::F32 => Number::F32,
-        DType::F64 => Number::F64,
-        DType::F16 => Number::F16,
-        DType::BF16 => Number::Bf16,
-        _ => return None,
+    let number_of = |dtype: DType| match dtype {
+        DType::F32 => Some(Number::F32),
+        DType::F64 => Some(Number::F64),
+        DType::F16 => Some(Number::F16),
+        DType::BF16 => Some(Number::Bf16),
+        _ => None,
     };
+    let number = number_of(dtype)?;
     let compute = match dtype {
         DType::F64 => Compute::F64,
         DType::F32 if options.tf32 => Compute::Tf32,
@@ -215,7 +216,7 @@ fn product(
         k: left.extents[1] as u64,
         left: left.operand(number)?,
         right: right.operand(number)?,
-        result: result.result(number)?,
+        result: result.result(number_of(result_dtype)?)?,
         compute,
         epilogue: Epilogue::None,
         scalars: ScalarsFrom::Product,

@@ -118,7 +118,7 @@ fn pack(task: &Correlation<'_>) -> Option<(Launch, usize)> {
             task.weight.offset,
             Argument::value(task.weight.base),
         ),
-        (template.writes(), 0, Argument::Scratch(0)),
+        (template.packs(), 0, Argument::Scratch(0)),
     ];
     let rows = convolution.dims.groups * task.out * task.depth;
     let templates = [TENSOR, PACK];

@@ -19,7 +19,7 @@ const SPLITS: usize = 16;
 
 /// The calls that compute the product; none if cuBLASLt does not take it.
 pub(super) fn calls(frame: &Frame, tf32: bool) -> Option<Vec<ProductCall>> {
-    let number = number(frame.dtype)?;
+    let numbers = [number(frame.dtype)?, number(frame.result_dtype)?];
     let depth = match frame.depth[..] {
         [] => Dim::ONE,
         [depth] => depth,
@@ -32,7 +32,7 @@ pub(super) fn calls(frame: &Frame, tf32: bool) -> Option<Vec<ProductCall>> {
                 let mut batch = frame.batch.clone();
                 batch.extend(other_rows.iter().chain(&other_columns));
                 let matrices = Matrices {
-                    number,
+                    numbers,
                     rows: row,
                     columns: column,
                     depth,
@@ -70,7 +70,8 @@ fn number(dtype: DType) -> Option<Number> {
 
 /// A batch of products of matrices.
 struct Matrices {
-    number: Number,
+    /// Element types of the operands and of the result.
+    numbers: [Number; 2],
     rows: Dim,
     columns: Dim,
     depth: Dim,
@@ -85,7 +86,7 @@ impl Matrices {
             (left, right) = (right, left);
             let batch = self.batch.into_iter().map(Dim::exchanged).collect();
             self = Self {
-                number: self.number,
+                numbers: self.numbers,
                 rows: self.columns.exchanged(),
                 columns: self.rows.exchanged(),
                 depth: self.depth.exchanged(),
@@ -100,18 +101,19 @@ impl Matrices {
         }
         let product = self.product(inner, tf32)?;
         let workspace = workspace(&product);
+        let [operands, result] = self.numbers;
         (0..outer)
             .map(|call| {
                 let at = self.offsets(call);
-                let place = |value, offset: i64| {
-                    let bytes = offset * self.number.bytes() as i64;
+                let place = |number: Number, value, offset: i64| {
+                    let bytes = offset * number.bytes() as i64;
                     Some((Buffer::Value(value), usize::try_from(bytes).ok()?))
                 };
                 Some(ProductCall {
                     product: product.clone(),
-                    left: place(left.0, left.1 + at.left)?,
-                    right: place(right.0, right.1 + at.right)?,
-                    result: place(frame.result, at.result)?,
+                    left: place(operands, left.0, left.1 + at.left)?,
+                    right: place(operands, right.0, right.1 + at.right)?,
+                    result: place(result, frame.result, at.result)?,
                     workspace,
                 })
             })
@@ -134,7 +136,7 @@ impl Matrices {
     /// The product of the matrices along `batch`.
     fn product(&self, batch: Dim, tf32: bool) -> Option<Product> {
         let Self {
-            number,
+            numbers: [number, result],
             rows,
             columns,
             depth,
@@ -165,7 +167,7 @@ impl Matrices {
                 batch.right,
             )?,
             result: MatrixOut {
-                number,
+                number: result,
                 leading,
                 batch_stride: stride(batch.result)?,
             },

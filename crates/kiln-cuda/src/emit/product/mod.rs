@@ -33,7 +33,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
     }
     let frame = Frame::new(graph, kernel, node, options.layouts)?;
     if frame.extent(&frame.depth) == 0 {
-        let zero = expressions::neutral(ReduceOp::Sum, frame.dtype);
+        let zero = expressions::neutral(ReduceOp::Sum, frame.result_dtype);
         return Some(KernelCode::launches([library::fill(graph, result, &zero)]));
     }
     if !frame.is_single_numbers()
@@ -115,7 +115,10 @@ fn joined(mut dims: Vec<Dim>) -> Vec<Dim> {
 /// A product as its dimensions.
 #[derive(Clone, Debug)]
 struct Frame {
+    /// Element type of the operands.
     dtype: DType,
+    /// Element type of the result.
+    result_dtype: DType,
     /// The left operand's buffer, and the elements in front of its first.
     left: (Value, i64),
     /// The right operand's.
@@ -173,7 +176,8 @@ impl Frame {
             result: 0,
         });
         Some(Self {
-            dtype: graph.dtype(out),
+            dtype: graph.dtype(data.inputs[0]),
+            result_dtype: graph.dtype(out),
             left: (left.base, left.offset),
             right: (right.base, right.offset),
             result: out,

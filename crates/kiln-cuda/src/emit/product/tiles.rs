@@ -146,7 +146,10 @@ pub(super) fn launch(frame: &Frame) -> Launch {
 /// Parameters, types and the functions that find elements.
 fn declared(frame: &Frame) -> Text {
     let dtype = frame.dtype;
-    let memory = expressions::memory_type(dtype);
+    let (memory, stored) = (
+        expressions::memory_type(dtype),
+        expressions::memory_type(frame.result_dtype),
+    );
     let all = || {
         frame
             .batch
@@ -168,9 +171,9 @@ fn declared(frame: &Frame) -> Text {
         .max(count);
     let index = index_type(limit);
     let mut helpers = format!(
-        "inline {wide} @_widen({memory} x) {{ return {}; }}\ninline {memory} @_narrow({sum} x) {{ return {}; }}\n",
+        "inline {wide} @_widen({memory} x) {{ return {}; }}\ninline {stored} @_narrow({sum} x) {{ return {}; }}\n",
         expressions::widened(dtype, "x"),
-        expressions::narrowed(dtype, "x"),
+        expressions::narrowed(frame.result_dtype, "x"),
         wide = expressions::register_type(dtype),
         sum = elements::arithmetic(dtype),
     );
@@ -191,7 +194,7 @@ fn declared(frame: &Frame) -> Text {
         .helpers(&helpers)
         .reads(memory, "left", Argument::value(frame.left.0))
         .reads(memory, "right", Argument::value(frame.right.0))
-        .writes(memory, "result", Argument::value(frame.result))
+        .writes(stored, "result", Argument::value(frame.result))
         .ty("Sum", elements::arithmetic(dtype))
         .ty("Index", index)
 }

@@ -53,7 +53,7 @@ inline void read_weight(Four (&held)[WEIGHTS], const T* packed, int column, int 
 inline int row_of(int i) { return i / 4 * (BM / (TM / 4)) + (int)(threadIdx.x / (BN / TN)) * 4 + i % 4; }
 inline int column_of(int j) { return j / 4 * (BN / (TN / 4)) + (int)(threadIdx.x % (BN / TN)) * 4 + j % 4; }
 
-inline void store(const R (&sum)[TM][TN], T* result, R* parts, int first_pixel, int group, int column, const Phase& phase)
+inline void store(const R (&sum)[TM][TN], O* result, R* parts, int first_pixel, int group, int column, const Phase& phase)
 {
     #pragma unroll
     for (int i = 0; i < TM; i++) {
@@ -65,17 +65,17 @@ inline void store(const R (&sum)[TM][TN], T* result, R* parts, int first_pixel, 
         number /= TILED1;
         int o0 = (int)(number % TILED0) * STEP0 + phase.begin[0], n = (int)(number / TILED0);
         if (PHASES > 1 && (o0 >= RESULT0 || o1 >= RESULT1 || o2 >= RESULT2)) continue;
-        T* to = result + n * Y_IMAGE + o0 * Y0 + o1 * Y1 + o2 * Y2 + group * OUT * Y_CHANNEL;
+        O* to = result + n * Y_IMAGE + o0 * Y0 + o1 * Y1 + o2 * Y2 + group * OUT * Y_CHANNEL;
         R* part = parts + ((((Index)n * RESULT0 + o0) * RESULT1 + o1) * RESULT2 + o2) * CHANNELS + group * OUT;
         #pragma unroll
         for (int j = 0; j < TN; j += 4) {
             int c = column + column_of(j);
             if (STORE_FOURS && CHUNKS == 1) {
                 if (c >= OUT) continue;
-                Four four;
+                FourResults four;
                 #pragma unroll
                 for (int l = 0; l < 4; l++) four.at[l] = narrow(sum[i][j + l]);
-                *(Four*)(to + c) = four;
+                *(FourResults*)(to + c) = four;
                 continue;
             }
             #pragma unroll
@@ -88,7 +88,7 @@ inline void store(const R (&sum)[TM][TN], T* result, R* parts, int first_pixel, 
     }
 }
 
-inline void run(const T* __restrict__ image, const T* __restrict__ packed, T* __restrict__ result, R* __restrict__ parts)
+inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __restrict__ result, R* __restrict__ parts)
 {
     alignas(16) __shared__ R a[2][BK][BM + 4];
     alignas(16) __shared__ R b[2][BK][BN];

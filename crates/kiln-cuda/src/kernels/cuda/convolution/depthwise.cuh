@@ -1,8 +1,9 @@
 // A convolution that filters each channel by itself, or the gradient of its input: a thread has `VECTOR` neighbouring channels of one place.
 
 struct alignas(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Channels { T at[VECTOR]; };
+struct alignas(sizeof(O) * VECTOR < 16 ? sizeof(O) * VECTOR : 16) Results { O at[VECTOR]; };
 
-inline void run(const T* __restrict__ image, const T* __restrict__ packed, T* __restrict__ result)
+inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __restrict__ result)
 {
     Index number = ((Index)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
     if (number >= RESULTS) return;
@@ -25,8 +26,8 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, T* __
             }
         }
     }
-    Channels to;
+    Results to;
     #pragma unroll
     for (int j = 0; j < VECTOR; j++) to.at[j] = narrow(sum[j]);
-    *(Channels*)(result + result_at(y)) = to;
+    *(Results*)(result + result_at(y)) = to;
 }

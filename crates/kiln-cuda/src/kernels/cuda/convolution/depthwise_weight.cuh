@@ -3,7 +3,7 @@
 
 struct alignas(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Channels { T at[VECTOR]; };
 
-inline void run(const T* __restrict__ image, const T* __restrict__ gradient, T* __restrict__ result, R* __restrict__ parts)
+inline void run(const T* __restrict__ image, const T* __restrict__ gradient, O* __restrict__ result, R* __restrict__ parts)
 {
     __shared__ R lanes[LANES][ACROSS * VECTOR];
     unsigned block = blockIdx.x;

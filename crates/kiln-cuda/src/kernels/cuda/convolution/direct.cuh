@@ -1,6 +1,6 @@
 // A convolution or the gradient of its input, one result a thread: for any type, and where tiles would be mostly empty.
 
-inline void run(const T* __restrict__ image, const T* __restrict__ weight, T* __restrict__ result)
+inline void run(const T* __restrict__ image, const T* __restrict__ weight, O* __restrict__ result)
 {
     Index number = (Index)blockIdx.x * THREADS + threadIdx.x;
     if (number >= RESULTS) return;

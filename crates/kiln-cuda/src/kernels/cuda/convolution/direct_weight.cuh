@@ -1,6 +1,6 @@
 // The gradient of a convolution's weight, one element a thread: for any type. The result is dense: [channel, depth, window..].
 
-inline void run(const T* __restrict__ image, const T* __restrict__ gradient, T* __restrict__ result)
+inline void run(const T* __restrict__ image, const T* __restrict__ gradient, O* __restrict__ result)
 {
     Index number = (Index)blockIdx.x * THREADS + threadIdx.x;
     if (number >= RESULTS) return;

@@ -1,6 +1,6 @@
 // Adds what the chunks of a depth gave, first to last, and stores the results.
 
-inline void run(const R* __restrict__ parts, T* __restrict__ result)
+inline void run(const R* __restrict__ parts, O* __restrict__ result)
 {
     Index number = (Index)blockIdx.x * THREADS + threadIdx.x;
     if (number >= PARTS) return;

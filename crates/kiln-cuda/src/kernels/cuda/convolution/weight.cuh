@@ -38,7 +38,7 @@ inline void read_image(OfImage (&held)[X_BRINGS], const T* image, const Column (
 inline int row_of(int i) { return i / 4 * (BM / (TM / 4)) + (int)(threadIdx.x / (BN / TN)) * 4 + i % 4; }
 inline int column_of(int j) { return j / 4 * (BN / (TN / 4)) + (int)(threadIdx.x % (BN / TN)) * 4 + j % 4; }
 
-inline void run(const T* __restrict__ image, const T* __restrict__ gradient, T* __restrict__ result, R* __restrict__ parts)
+inline void run(const T* __restrict__ image, const T* __restrict__ gradient, O* __restrict__ result, R* __restrict__ parts)
 {
     alignas(16) __shared__ R a[2][BK][BM + 4];
     alignas(16) __shared__ R b[2][BK][BN + 4];
