@@ -15,7 +15,7 @@
 //! ```
 //!
 //! After the kernels that make such a pair the step compares it with the bounds and returns if an index is
-//! outside ([`decided_after`]). Kernels that write an output into an argument's memory run after all of these
+//! outside ([`crate::schedule::Schedule::checks_decided_after`]). Kernels that write an output into an argument's memory run after all of these
 //! guards: [`crate::schedule::order`] puts them there where it can, and [`crate::plan`] gives an output
 //! memory of its own where it cannot (the index depends on that output). So a step that stops has overwritten
 //! nothing.
@@ -26,9 +26,6 @@ use kiln_graph::op::{Dims, Op, ReduceOp};
 use kiln_graph::{Graph, IndexCheck, IndexError, Phase, Provenance, Rewriter, TypeError, Value};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
-
-use crate::error::CompileError;
-use crate::schedule::{Buffer, Schedule};
 
 /// The operation of the nodes that look for the least and the largest index. They share no kernel with
 /// others, which might run late.
@@ -120,19 +117,8 @@ impl Check {
 /// checks.
 ///
 /// # Errors
-/// [`CompileError::Pass`] if a node is ill typed, which would be a bug.
-pub fn run(graph: &Graph) -> Result<(Graph, Vec<Check>), CompileError> {
-    add(graph).map_err(|source| CompileError::Pass {
-        pass: "checks",
-        source,
-    })
-}
-
-/// [`run`], with the error of the node.
-///
-/// # Errors
 /// Only if a node is ill typed, which would be a bug.
-fn add(graph: &Graph) -> Result<(Graph, Vec<Check>), TypeError> {
+pub fn run(graph: &Graph) -> Result<(Graph, Vec<Check>), TypeError> {
     let mut checks: Vec<(Value, Check)> = Vec::new();
     for found in kiln_graph::indices::checks(graph) {
         let used = IndexUse::new(graph, &found);
@@ -188,27 +174,6 @@ pub fn is_check(provenance: &Provenance) -> bool {
     provenance.operation.as_deref() == Some(OPERATION)
 }
 
-/// The kernels of `schedule` that make what is looked at, by check: each after which a check can be decided.
-pub fn decided_after(graph: &Graph, schedule: &Schedule) -> Vec<usize> {
-    let extremes: Vec<usize> = (0..graph.outputs.len())
-        .filter(|&output| graph.outputs[output].check)
-        .collect();
-    let mut last: FxHashMap<Buffer, usize> = FxHashMap::default();
-    for (number, kernel) in schedule.kernels.iter().enumerate() {
-        last.extend(kernel.writes.iter().map(|&buffer| (buffer, number)));
-    }
-    let made = |output: usize| {
-        let own = last.get(&Buffer::Output(output as u32));
-        own.or_else(|| last.get(&Buffer::Value(graph.outputs[output].value)))
-            .copied()
-            .unwrap_or(0)
-    };
-    extremes
-        .chunks(2)
-        .map(|pair| pair.iter().map(|&output| made(output)).max().unwrap_or(0))
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -232,7 +197,7 @@ mod tests {
                return %a, %b, %c
              }",
         );
-        let (checked, checks) = add(&graph).unwrap();
+        let (checked, checks) = run(&graph).unwrap();
         assert_eq!(
             checks.len(),
             1,

@@ -90,7 +90,7 @@ pub fn compile<T: Target>(
     let mut stages = Stages::default();
 
     kiln_graph::verify::verify(graph)?;
-    let (graph, checks) = checks::run(graph)?;
+    let (graph, checks) = checks::run(graph).map_err(CompileError::pass("checks"))?;
     let (graph, mut dumps) = transform::run(&graph, options, target.policy(), &mut stages)?;
     let (graph, partition) = stages.time("partition", || {
         partition::run(

@@ -38,3 +38,10 @@ pub enum CompileError {
         types: String,
     },
 }
+
+impl CompileError {
+    /// Wraps the error of an ill-typed node that `pass` made.
+    pub(crate) fn pass(pass: &'static str) -> impl FnOnce(TypeError) -> Self {
+        move |source| Self::Pass { pass, source }
+    }
+}

@@ -7,7 +7,7 @@ use std::fmt;
 
 use crate::contract::Contract;
 use crate::decision::{Decision, RecomputedReport};
-use crate::partition::Keep;
+use crate::options::Keep;
 
 /// Says what the backward pass keeps, what kernels fuse, and what they cost.
 pub fn step(name: &str, keep: Keep, contract: &Contract) {

@@ -1,8 +1,29 @@
 //! Options of the step compiler: those that belong to no machine.
 
+use std::fmt;
 use std::path::PathBuf;
 
-pub use crate::partition::Keep;
+/// What the backward pass keeps of the forward pass.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Keep {
+    /// Everything it reads, as an eager autograd engine does.
+    Everything,
+    /// What is cheaper to keep than to compute again.
+    #[default]
+    Cheapest,
+    /// What lets the arena be no larger than so many bytes, in the least time.
+    Within(u64),
+}
+
+impl fmt::Display for Keep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Keep::Everything => f.write_str("everything"),
+            Keep::Cheapest => f.write_str("cheapest"),
+            Keep::Within(bytes) => write!(f, "within {bytes} bytes"),
+        }
+    }
+}
 
 /// How far the compiler goes.
 #[derive(Clone, Debug, PartialEq)]

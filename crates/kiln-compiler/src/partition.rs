@@ -7,40 +7,16 @@
 //! Later stages keep the phases apart. Nothing merges equal nodes any more, and no kernel holds operations of
 //! the forward pass together with operations of the backward pass ([`crate::schedule::fuse`]).
 
-use std::fmt;
-
 use kiln_graph::{Graph, Phase};
 use kiln_partition::{Frontier, Machine, Options as Choices, Partition, Planner, Point, Report, Strategy};
 
 use crate::checks;
 use crate::error::CompileError;
-use crate::options::Options;
+use crate::options::{Keep, Options};
 use crate::planner::ArenaPlanner;
 use crate::stages::Stages;
 use crate::target::Target;
 use crate::transform;
-
-/// What the backward pass keeps of the forward pass.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum Keep {
-    /// Everything it reads, as an eager autograd engine does.
-    Everything,
-    /// What is cheaper to keep than to compute again.
-    #[default]
-    Cheapest,
-    /// What lets the arena be no larger than so many bytes, in the least time.
-    Within(u64),
-}
-
-impl fmt::Display for Keep {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Keep::Everything => f.write_str("everything"),
-            Keep::Cheapest => f.write_str("cheapest"),
-            Keep::Within(bytes) => write!(f, "within {bytes} bytes"),
-        }
-    }
-}
 
 /// Whether a node belongs to a backward pass or an optimizer.
 pub fn is_training(graph: &Graph) -> bool {
@@ -79,7 +55,7 @@ pub fn memory_curve<T: Target>(
     options: &Options,
     target: &T,
 ) -> Result<Vec<Point>, CompileError> {
-    let (graph, _) = checks::run(graph)?;
+    let (graph, _) = checks::run(graph).map_err(CompileError::pass("checks"))?;
     let (graph, _) = transform::run(&graph, options, target.policy(), &mut Stages::default())?;
     let planner = ArenaPlanner { options, target };
     Ok(Frontier::new(&graph, &choices(options.keep, target.rates()), planner)?.curve()?)

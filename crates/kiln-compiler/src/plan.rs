@@ -22,7 +22,6 @@ use rustc_hash::FxHashMap;
 
 use kiln_graph::{Graph, Op, Value};
 
-use crate::checks::decided_after;
 use crate::schedule::{Buffer, Schedule};
 
 /// Where a buffer lives.
@@ -51,6 +50,8 @@ pub struct Plan {
     pub aliases: Vec<Option<u32>>,
 }
 
+/// When a piece of memory is in use: from kernel number `first` to kernel number `last`.
+#[derive(Clone, Copy)]
 struct Lifetime {
     bytes: usize,
     first: usize,
@@ -60,74 +61,14 @@ struct Lifetime {
 /// Plans the memory of `schedule`. `scratch[k]` is the size of kernel `k`'s working memory; everything is
 /// aligned to `alignment` bytes.
 pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], alignment: usize) -> Plan {
-    let mut plan = Plan {
-        aliases: vec![None; graph.outputs.len()],
-        ..Plan::default()
-    };
-    for &value in graph.parameters() {
-        if let Op::Parameter { index, .. } = graph.def(value).op {
-            plan.places.insert(Buffer::Value(value), Place::Input(index));
-        }
-    }
-    let mut lifetimes: FxHashMap<Buffer, Lifetime> = FxHashMap::default();
-    for (number, kernel) in schedule.kernels.iter().enumerate() {
-        for &buffer in kernel.writes.iter().chain(&kernel.reads) {
-            let life = lifetimes.entry(buffer).or_insert(Lifetime {
-                bytes: buffer.bytes(graph),
-                first: number,
-                last: number,
-            });
-            life.last = number;
-        }
-    }
-    let looked = decided_after(graph, schedule).into_iter().max();
-    for (number, output) in graph.outputs.iter().enumerate() {
-        let number = number as u32;
-        let copy = Buffer::Output(number);
-        let buffer = if lifetimes.contains_key(&copy) {
-            copy
-        } else {
-            Buffer::Value(output.value)
-        };
-        plan.places.entry(buffer).or_insert(Place::Output(number));
-        if let Some(argument) = output.alias
-            && may_alias(graph, schedule, &lifetimes, buffer, argument)
-            && looked.is_none_or(|looked| lifetimes.get(&buffer).is_some_and(|own| own.first > looked))
-        {
-            plan.aliases[number as usize] = Some(argument);
-        }
-    }
-    // Buffers of the arena, with those that hand their memory on joined into one.
-    let mut roots: FxHashMap<Buffer, Buffer> = FxHashMap::default();
+    let lifetimes = lifetimes(graph, schedule);
+    let mut plan = at_the_caller(graph, schedule, &lifetimes);
+    let roots = handed_on(graph, schedule, &lifetimes, &plan);
     let mut joined: FxHashMap<Buffer, Lifetime> = FxHashMap::default();
-    for (number, kernel) in schedule.kernels.iter().enumerate() {
-        let mut taken: Vec<Value> = Vec::new();
-        for &buffer in &kernel.writes {
-            let life = &lifetimes[&buffer];
-            if plan.places.contains_key(&buffer) || life.first != number {
-                continue;
-            }
-            let heir = kernel.overwritable(graph, buffer).into_iter().find(|&value| {
-                let dying = Buffer::Value(value);
-                !taken.contains(&value)
-                    && !plan.places.contains_key(&dying)
-                    && lifetimes[&dying].last == number
-            });
-            let root = match heir {
-                Some(value) => {
-                    taken.push(value);
-                    roots[&Buffer::Value(value)]
-                }
-                None => buffer,
-            };
-            roots.insert(buffer, root);
-            let whole = joined.entry(root).or_insert(Lifetime {
-                bytes: life.bytes,
-                first: life.first,
-                last: life.last,
-            });
-            whole.last = whole.last.max(life.last);
-        }
+    for (buffer, root) in &roots {
+        let own = lifetimes[buffer];
+        let whole = joined.entry(*root).or_insert(lifetimes[root]);
+        whole.last = whole.last.max(own.last);
     }
     let mut items: Vec<(Option<Buffer>, Lifetime)> =
         joined.into_iter().map(|(b, life)| (Some(b), life)).collect();
@@ -143,27 +84,13 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], alignment: us
         life.bytes = life.bytes.next_multiple_of(alignment);
     }
     plan.lower_bound = most_alive(&items, schedule.kernels.len());
-    items.sort_by_key(|(buffer, life)| (std::cmp::Reverse(life.bytes), life.first, *buffer));
     plan.scratch = vec![0; schedule.kernels.len()];
-    let mut placed: Vec<(usize, usize, usize, usize)> = Vec::new(); // offset, bytes, first, last; by offset
     let mut offsets: FxHashMap<Buffer, usize> = FxHashMap::default();
-    for (buffer, life) in &items {
-        let mut offset = 0;
-        for &(start, bytes, first, last) in &placed {
-            if last < life.first || first > life.last {
-                continue;
-            }
-            if start >= offset + life.bytes {
-                break;
-            }
-            offset = offset.max(start + bytes);
-        }
-        let at = placed.partition_point(|&(start, ..)| start <= offset);
-        placed.insert(at, (offset, life.bytes, life.first, life.last));
+    for (buffer, life, offset) in offsets_of(items) {
         plan.arena_bytes = plan.arena_bytes.max(offset + life.bytes);
         match buffer {
             Some(buffer) => {
-                offsets.insert(*buffer, offset);
+                offsets.insert(buffer, offset);
             }
             None => plan.scratch[life.first] = offset,
         }
@@ -174,6 +101,111 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], alignment: us
     plan
 }
 
+/// From which kernel to which every buffer is in use.
+fn lifetimes(graph: &Graph, schedule: &Schedule) -> FxHashMap<Buffer, Lifetime> {
+    let mut lifetimes: FxHashMap<Buffer, Lifetime> = FxHashMap::default();
+    for (number, kernel) in schedule.kernels.iter().enumerate() {
+        for &buffer in kernel.writes.iter().chain(&kernel.reads) {
+            let life = lifetimes.entry(buffer).or_insert(Lifetime {
+                bytes: buffer.bytes(graph),
+                first: number,
+                last: number,
+            });
+            life.last = number;
+        }
+    }
+    lifetimes
+}
+
+/// The plan of what lives with the caller: arguments, outputs, and the outputs that take over arguments.
+fn at_the_caller(graph: &Graph, schedule: &Schedule, lifetimes: &FxHashMap<Buffer, Lifetime>) -> Plan {
+    let mut plan = Plan {
+        aliases: vec![None; graph.outputs.len()],
+        ..Plan::default()
+    };
+    for &value in graph.parameters() {
+        if let Op::Parameter { index, .. } = graph.def(value).op {
+            plan.places.insert(Buffer::Value(value), Place::Input(index));
+        }
+    }
+    let looked = schedule.checks_decided_after(graph).into_iter().max();
+    for (number, output) in graph.outputs.iter().enumerate() {
+        let number = number as u32;
+        let copy = Buffer::Output(number);
+        let buffer = if lifetimes.contains_key(&copy) {
+            copy
+        } else {
+            Buffer::Value(output.value)
+        };
+        plan.places.entry(buffer).or_insert(Place::Output(number));
+        if let Some(argument) = output.alias
+            && may_alias(graph, schedule, lifetimes, buffer, argument)
+            && looked.is_none_or(|looked| lifetimes.get(&buffer).is_some_and(|own| own.first > looked))
+        {
+            plan.aliases[number as usize] = Some(argument);
+        }
+    }
+    plan
+}
+
+/// The buffers of the arena, each with the first of those that hand their memory on to it one after the other
+/// (itself, if nobody does). `plan` has what lives elsewhere.
+fn handed_on(
+    graph: &Graph,
+    schedule: &Schedule,
+    lifetimes: &FxHashMap<Buffer, Lifetime>,
+    plan: &Plan,
+) -> FxHashMap<Buffer, Buffer> {
+    let mut roots: FxHashMap<Buffer, Buffer> = FxHashMap::default();
+    for (number, kernel) in schedule.kernels.iter().enumerate() {
+        let mut taken: Vec<Value> = Vec::new();
+        for &buffer in &kernel.writes {
+            if plan.places.contains_key(&buffer) || lifetimes[&buffer].first != number {
+                continue;
+            }
+            let giver = kernel.overwritable(graph, buffer).into_iter().find(|&value| {
+                let dying = Buffer::Value(value);
+                !taken.contains(&value)
+                    && !plan.places.contains_key(&dying)
+                    && lifetimes[&dying].last == number
+            });
+            let root = match giver {
+                Some(value) => {
+                    taken.push(value);
+                    roots[&Buffer::Value(value)]
+                }
+                None => buffer,
+            };
+            roots.insert(buffer, root);
+        }
+    }
+    roots
+}
+
+/// The offset of each piece of memory in the arena, the largest first.
+fn offsets_of(mut items: Vec<(Option<Buffer>, Lifetime)>) -> Vec<(Option<Buffer>, Lifetime, usize)> {
+    items.sort_by_key(|(buffer, life)| (std::cmp::Reverse(life.bytes), life.first, *buffer));
+    // By offset.
+    let mut placed: Vec<(usize, Lifetime)> = Vec::new();
+    let place = |(buffer, life): (Option<Buffer>, Lifetime)| {
+        let mut offset = 0;
+        for (start, other) in &placed {
+            if other.last < life.first || other.first > life.last {
+                continue;
+            }
+            if *start >= offset + life.bytes {
+                break;
+            }
+            offset = offset.max(start + other.bytes);
+        }
+        let at = placed.partition_point(|(start, _)| *start <= offset);
+        placed.insert(at, (offset, life));
+        (buffer, life, offset)
+    };
+    items.into_iter().map(place).collect()
+}
+
+/// The most bytes that are in use at once.
 fn most_alive(items: &[(Option<Buffer>, Lifetime)], kernels: usize) -> usize {
     let mut change = vec![0i64; kernels + 1];
     for (_, life) in items {

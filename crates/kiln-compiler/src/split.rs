@@ -4,8 +4,9 @@ use kiln_graph::Graph;
 use kiln_partition::{OutputRole, Planner, Split};
 
 use crate::error::CompileError;
+use crate::options::Keep;
 use crate::options::Options;
-use crate::partition::{self, Keep, choices};
+use crate::partition::{self, choices};
 use crate::planner::ArenaPlanner;
 use crate::stages::Stages;
 use crate::target::Target;
@@ -48,7 +49,7 @@ impl<T: Target> FunctionPlanner<'_, T> {
     fn arena(&self, graph: &Graph) -> Result<u64, CompileError> {
         let Self { options, target } = *self;
         let planner = ArenaPlanner { options, target };
-        let (graph, _) = checks::run(graph)?;
+        let (graph, _) = checks::run(graph).map_err(CompileError::pass("checks"))?;
         let (graph, _) = transform::run(&graph, options, target.policy(), &mut Stages::default())?;
         let (graph, _) = partition::run(&graph, Keep::default(), target.rates(), planner)?;
         planner.arena(&graph)

@@ -22,7 +22,6 @@ use rustc_hash::FxHashMap;
 use kiln_graph::{Graph, Op};
 
 use super::{Place, Plan};
-use crate::checks::decided_after;
 use crate::index::Atom;
 use crate::schedule::nest::Store;
 use crate::schedule::{Buffer, Schedule};
@@ -370,7 +369,7 @@ impl Verifier<'_> {
     }
 
     fn taken_over(&self) -> Result<(), PlanFault> {
-        let looked = decided_after(self.graph, self.schedule).into_iter().max();
+        let looked = self.schedule.checks_decided_after(self.graph).into_iter().max();
         let mut taken: Vec<u32> = Vec::new();
         for (number, alias) in self.plan.aliases.iter().enumerate() {
             let Some(argument) = *alias else { continue };

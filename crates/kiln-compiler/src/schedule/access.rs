@@ -3,7 +3,7 @@
 use kiln_graph::op::{Dims, DotDims, Op};
 use kiln_graph::{Graph, NodeData, Value};
 
-use super::layout::{Layouts, position};
+use super::layout::{Layouts, join, position};
 use crate::index::{Index, Var, coordinates, linear};
 
 /// The first variable among `candidates` along which every position is contiguous or constant, and some are
@@ -137,22 +137,6 @@ pub fn strided(
         offset: position.offset(),
         strides,
     })
-}
-
-/// Extents and strides of several dimensions as one dimension; none if they are not evenly spaced.
-pub fn join(extents: &[usize], strides: &[i64]) -> Option<(usize, i64)> {
-    let mut joined = (1usize, 0i64);
-    for (&extent, &stride) in extents.iter().zip(strides).rev() {
-        if extent == 1 {
-            continue;
-        }
-        joined = match joined {
-            (1, _) => (extent, stride),
-            (inner, unit) if stride == unit * inner as i64 => (inner * extent, unit),
-            _ => return None,
-        };
-    }
-    Some(joined)
 }
 
 /// One operand of a product as a batch of matrices.

@@ -12,8 +12,8 @@
 use kiln_graph::op::{DotDims, Op};
 use kiln_graph::{Graph, Node, Value};
 
-use super::Buffer;
 use super::access::{self, Strided, side, strided};
+use super::buffer::Buffer;
 use super::layout::position;
 use super::nest::{Nest, bijective, vars};
 use crate::index::{Index, Var, bit, linear};

@@ -32,11 +32,13 @@
 //!   and of one chunk of rows, where the partition asked for chunks.
 //! - *Bounds.* A nest that touches too many buffers or holds too many operations stops growing.
 
+mod absorb;
 mod library;
 mod pointwise;
 mod reduce;
 mod row;
 mod rows;
+mod section;
 mod set;
 mod siblings;
 
@@ -51,14 +53,14 @@ use super::access::{identity, operand_index};
 use super::class::{Class, classify, node_index};
 use super::layout::{self, Layouts};
 use super::nest::{Nest, Store};
-use super::prologue::absorb;
 use super::recompute::inline_images;
 use super::together::join_updates;
 use super::{Buffer, Kernel, KernelKind, Schedule};
-use crate::checks::is_check;
 use crate::index::{Index, linear};
 use crate::options::Options;
 use crate::policy::Policy;
+use absorb::absorb;
+use section::Section;
 use set::GroupSet;
 
 /// Builds the schedule of `graph`. Without [`Options::fuse`] every operation is a kernel of its own.
@@ -115,29 +117,6 @@ struct Group {
     operands: Vec<Value>,
     /// The part of the step that it belongs to; none while it holds no operation.
     part: Option<Section>,
-}
-
-/// A part of the step whose operations share no kernel with those of other parts.
-///
-/// What the backward pass computes once more, and what it does at all, stays out of the kernels of the
-/// forward pass: otherwise what was recomputed to be dropped meanwhile would be kept. So do chunks of rows
-/// stay out of each other's. A look at indices waits for nothing else: updates wait for it.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Section {
-    forward: bool,
-    chunk: Option<u16>,
-    check: bool,
-}
-
-impl Section {
-    pub(super) fn of(graph: &Graph, node: Node) -> Self {
-        let provenance = &graph.node(node).provenance;
-        Self {
-            forward: !provenance.phase.is_after_forward(),
-            chunk: provenance.chunk,
-            check: is_check(provenance),
-        }
-    }
 }
 
 struct Fuser<'a> {

@@ -15,7 +15,6 @@ use rustc_hash::FxHashMap;
 use kiln_graph::op::{Dims, DotDims, Op};
 use kiln_graph::{Graph, NodeData, Shape, Users, Value};
 
-use super::access::join;
 use super::class::{Class, classify, node_index};
 use crate::index::{Index, linear};
 use crate::policy::Policy;
@@ -198,4 +197,20 @@ pub fn position(graph: &Graph, layouts: &Layouts, value: Value, index: &[Index])
             linear(&index, &shape)
         }
     }
+}
+
+/// Extents and strides of several dimensions as one dimension; none if they are not evenly spaced.
+pub fn join(extents: &[usize], strides: &[i64]) -> Option<(usize, i64)> {
+    let mut joined = (1usize, 0i64);
+    for (&extent, &stride) in extents.iter().zip(strides).rev() {
+        if extent == 1 {
+            continue;
+        }
+        joined = match joined {
+            (1, _) => (extent, stride),
+            (inner, unit) if stride == unit * inner as i64 => (inner * extent, unit),
+            _ => return None,
+        };
+    }
+    Some(joined)
 }

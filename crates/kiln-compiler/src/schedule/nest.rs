@@ -17,7 +17,7 @@ use rustc_hash::FxHashMap;
 
 use kiln_graph::{Graph, Node, Op, Value};
 
-use super::Buffer;
+use super::buffer::Buffer;
 use super::layout::{Layouts, position};
 use crate::index::{Index, Var, bit, linear};
 

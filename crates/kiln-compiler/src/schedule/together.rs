@@ -9,8 +9,9 @@ use rustc_hash::FxHashSet;
 
 use kiln_graph::{Graph, Op, Phase};
 
+use super::buffer::Buffer;
+use super::kernel::{Kernel, KernelKind};
 use super::nest::Nest;
-use super::{Buffer, Kernel, KernelKind};
 use crate::policy::Policy;
 
 /// Makes one kernel of the small updates among `kernels`.

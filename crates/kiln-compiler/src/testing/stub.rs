@@ -4,9 +4,8 @@ use kiln_graph::{Graph, Op, Value};
 use kiln_partition::Machine;
 use rustc_hash::FxHashMap;
 
-use super::POLICY;
+use super::policy::POLICY;
 use super::program::{Piece, Program, ProgramKernel, Read, Whole};
-use crate::checks::decided_after;
 use crate::error::CompileError;
 use crate::plan::Place;
 use crate::policy::Policy;
@@ -97,7 +96,7 @@ impl Target for Stub {
             aliases: plan.aliases.clone(),
             arena_bytes: plan.arena_bytes,
             checks: step.checks.to_vec(),
-            decided_after: decided_after(graph, schedule),
+            decided_after: schedule.checks_decided_after(graph),
         };
         let names = (0..schedule.kernels.len()).map(|number| format!("kernel_{number}"));
         Ok(Emitted {
@@ -159,7 +158,7 @@ impl<'a> Extract<'a> {
         let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
         let provenance = data.provenance.clone();
         let made = self.kernel.graph.add_node(data.op.clone(), &inputs, provenance);
-        let made = made.map_err(|source| CompileError::Pass { pass: "stub", source })?;
+        let made = made.map_err(CompileError::pass("stub"))?;
         self.known
             .extend(data.outputs.iter().copied().zip(made.iter().copied()));
         Ok(self.known[&value])

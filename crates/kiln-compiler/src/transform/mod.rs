@@ -4,7 +4,6 @@
 //! meaning; the number and order of arguments, scalars and outputs never change.
 
 pub mod attention;
-mod attention_build;
 pub mod channels;
 pub mod log_softmax;
 pub mod pattern;
@@ -61,7 +60,7 @@ pub fn run(
     for &(name, pass) in PASSES {
         graph = stages
             .time(name, || pass(&graph, policy))
-            .map_err(|source| CompileError::Pass { pass: name, source })?;
+            .map_err(CompileError::pass(name))?;
         if cfg!(debug_assertions) {
             kiln_graph::verify::verify(&graph)?;
         }

@@ -7,7 +7,6 @@
 use std::fmt::Write as _;
 
 use kiln_compiler::Check;
-use kiln_compiler::checks::decided_after;
 use kiln_compiler::schedule::Schedule;
 use kiln_graph::Graph;
 use rustc_hash::FxHashMap;
@@ -16,7 +15,11 @@ use rustc_hash::FxHashMap;
 pub fn guards(graph: &Graph, schedule: &Schedule, checks: &[Check]) -> FxHashMap<usize, String> {
     let first = graph.outputs.iter().filter(|output| !output.check).count();
     let mut guards: FxHashMap<usize, String> = FxHashMap::default();
-    for (number, (check, kernel)) in checks.iter().zip(decided_after(graph, schedule)).enumerate() {
+    for (number, (check, kernel)) in checks
+        .iter()
+        .zip(schedule.checks_decided_after(graph))
+        .enumerate()
+    {
         let (least, most) = (first + 2 * number, first + 2 * number + 1);
         let _ = writeln!(
             guards.entry(kernel).or_default(),

@@ -14,11 +14,12 @@ use crate::runtime::buffer::AlignedBuffer;
 /// A set of arenas.
 #[derive(Debug, Default)]
 struct Arenas {
-    state: Mutex<State>,
+    pool: Mutex<Pool>,
 }
 
+/// Free arenas, and what the living steps need of them.
 #[derive(Debug, Default)]
-struct State {
+struct Pool {
     /// Arenas that nobody uses now.
     free: Vec<AlignedBuffer>,
     /// What each living step needs, in bytes.
@@ -26,12 +27,12 @@ struct State {
 }
 
 impl Arenas {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Pool> {
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl Pool {
     /// Gives back what is larger than any step needs.
     fn trim(&mut self) {
         let most = self.needs.iter().copied().max().unwrap_or(0);
@@ -67,14 +68,14 @@ impl Claim {
     /// # Errors
     /// [`CpuError::OutOfMemory`].
     pub fn arena(&self) -> Result<Arena<'_>, CpuError> {
-        let mut state = self.arenas.lock();
-        let fitting = state.free.iter().enumerate();
+        let mut pool = self.arenas.lock();
+        let fitting = pool.free.iter().enumerate();
         let fitting = fitting.filter(|(_, arena)| arena.len() >= self.bytes);
         let buffer = match fitting.min_by_key(|(_, arena)| arena.len()) {
-            Some((at, _)) => state.free.swap_remove(at),
+            Some((at, _)) => pool.free.swap_remove(at),
             None => {
-                state.free.clear();
-                drop(state);
+                pool.free.clear();
+                drop(pool);
                 AlignedBuffer::zeroed(self.bytes)?
             }
         };
@@ -87,11 +88,11 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let mut state = self.arenas.lock();
-        if let Some(at) = state.needs.iter().position(|&bytes| bytes == self.bytes) {
-            state.needs.swap_remove(at);
+        let mut pool = self.arenas.lock();
+        if let Some(at) = pool.needs.iter().position(|&bytes| bytes == self.bytes) {
+            pool.needs.swap_remove(at);
         }
-        state.trim();
+        pool.trim();
     }
 }
 
@@ -119,9 +120,9 @@ impl DerefMut for Arena<'_> {
 
 impl Drop for Arena<'_> {
     fn drop(&mut self) {
-        let mut state = self.arenas.lock();
-        state.free.extend(self.buffer.take());
-        state.trim();
+        let mut pool = self.arenas.lock();
+        pool.free.extend(self.buffer.take());
+        pool.trim();
     }
 }
 

@@ -7,8 +7,8 @@
 use std::fmt::{Display, Write};
 
 use kiln_compiler::schedule::Kernel;
-use kiln_compiler::schedule::access::{Strided, join};
-use kiln_compiler::schedule::layout::strides;
+use kiln_compiler::schedule::access::Strided;
+use kiln_compiler::schedule::layout::{join, strides};
 use kiln_graph::{DType, Graph, Value};
 
 use super::expressions::memory_type;

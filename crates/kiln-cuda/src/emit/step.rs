@@ -1,6 +1,5 @@
 //! The step: its functions, each once and under a name, and the calls of its kernels in order.
 
-use kiln_compiler::checks::decided_after;
 use kiln_compiler::plan::{Place, Plan};
 use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
 use kiln_compiler::{Emitted, Step};
@@ -24,7 +23,7 @@ pub fn emit(step: &Step<'_, KernelCode>) -> Emitted<StepCode> {
         calls: Vec::new(),
     };
     let first_check = graph.outputs.iter().filter(|output| !output.check).count() as u32;
-    let guards = decided_after(graph, schedule);
+    let guards = schedule.checks_decided_after(graph);
     let mut externs = 0..;
     let mut names = Vec::new();
     for (number, (kernel, code)) in schedule.kernels.iter().zip(step.kernels).enumerate() {

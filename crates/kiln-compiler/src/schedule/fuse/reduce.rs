@@ -26,9 +26,9 @@ impl Fuser<'_> {
                 }
             }
             if let Some((group, index)) = self.reduce_sibling(x, value)
-                && let Some((split, late)) = self.reduce_role(group, &index, axes)
+                && let Some(role) = self.reduce_role(group, &index, axes)
             {
-                self.join_reduce(group, node, index, axes, split, late, true);
+                self.join_reduce(group, node, index, role);
                 return;
             }
         }
@@ -44,18 +44,15 @@ impl Fuser<'_> {
             };
             let trivial = path.len() == 1 && axes.iter().all(|&axis| self.graph.shape(x)[axis] == 1);
             let role = match role(self.policy, &nest, &index, axes) {
-                None if trivial => Some((
-                    Split {
-                        rows: nest.all(),
-                        cols: 0,
-                    },
-                    false,
-                )),
+                None if trivial => Some(ReduceRole::of_rows(Split {
+                    rows: nest.all(),
+                    cols: 0,
+                })),
                 role => role,
             };
-            if let Some((split, late)) = role {
+            if let Some(role) = role {
                 let group = self.new_group(Some(nest), None);
-                self.join_reduce(group, node, index, axes, split, late, true);
+                self.join_reduce(group, node, index, role);
                 return;
             }
         }
@@ -232,23 +229,16 @@ impl Fuser<'_> {
         None
     }
 
-    /// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether
-    /// it is late.
-    pub(super) fn reduce_role(&self, group: usize, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
+    /// How a reduction over `axes` of a value at `index` fits into the nest of `group`; none if it does not.
+    pub(super) fn reduce_role(&self, group: usize, index: &[Index], axes: &Dims) -> Option<ReduceRole> {
         role(self.policy, self.nest(group)?, index, axes)
     }
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn join_reduce(
-        &mut self,
-        group: usize,
-        node: Node,
-        index: Vec<Index>,
-        axes: &Dims,
-        split: Split,
-        late: bool,
-        store: bool,
-    ) {
+
+    /// Makes the reduction `node`, whose operand is at `index`, a member of the nest of `group`, which stores
+    /// its result.
+    pub(super) fn join_reduce(&mut self, group: usize, node: Node, index: Vec<Index>, role: ReduceRole) {
         let data = self.graph.node(node);
+        let Op::Reduce { axes, .. } = &data.op else { return };
         let (x, value) = (data.inputs[0], data.outputs[0]);
         let result: Vec<Index> = (0..index.len())
             .filter(|axis| !axes.contains(axis))
@@ -256,19 +246,39 @@ impl Fuser<'_> {
             .collect();
         let reduced = axes.iter().map(|&axis| index[axis].clone()).collect();
         let nest = self.nest_mut(group);
-        nest.split = Some(split);
+        nest.split = Some(role.split);
         nest.reduced.insert(value, reduced);
         self.visit(group, x, &index, false);
-        self.add_member(group, node, result, store);
-        if late {
+        self.add_member(group, node, result, true);
+        if role.late {
             self.nest_mut(group).late.push(value);
         }
     }
 }
 
-/// How a reduction over `axes` of a value at `index` fits into a nest: its rows and columns, and whether it
-/// is late.
-fn role(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<(Split, bool)> {
+/// How a reduction takes part in a nest.
+#[derive(Clone, Copy)]
+pub(super) struct ReduceRole {
+    /// The rows and columns that the nest has then.
+    split: Split,
+    /// Whether it combines rows, so that its result exists behind the nest only.
+    late: bool,
+}
+
+impl ReduceRole {
+    /// A reduction that combines the columns of each row.
+    pub(super) fn of_rows(split: Split) -> Self {
+        Self { split, late: false }
+    }
+
+    /// A reduction that combines rows.
+    fn late(split: Split) -> Self {
+        Self { split, late: true }
+    }
+}
+
+/// How a reduction over `axes` of a value at `index` fits into a nest; none if it does not.
+fn role(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<ReduceRole> {
     let wanted = row::parted(nest, index, axes)?;
     let (kept, reduced) = (wanted.rows, wanted.cols);
     let Some(split) = nest.split else {
@@ -279,21 +289,21 @@ fn role(policy: &Policy, nest: &Nest, index: &[Index], axes: &Dims) -> Option<(S
                 rows: reduced & !last,
                 cols: last,
             };
-            return Some((split, true));
+            return Some(ReduceRole::late(split));
         }
         if reduced & last != 0 || count <= policy.strided_reduction {
-            return row::stores_points_or_rows(nest, kept).then_some((wanted, false));
+            return row::stores_points_or_rows(nest, kept).then_some(ReduceRole::of_rows(wanted));
         }
         let late = Split {
             rows: reduced,
             cols: kept,
         };
-        return row::stores_points(nest).then_some((late, true));
+        return row::stores_points(nest).then_some(ReduceRole::late(late));
     };
     if reduced == split.cols && kept == split.rows {
-        Some((split, false))
+        Some(ReduceRole::of_rows(split))
     } else if (reduced == split.rows && kept == split.cols) || reduced == nest.all() {
-        Some((split, true))
+        Some(ReduceRole::late(split))
     } else {
         None
     }

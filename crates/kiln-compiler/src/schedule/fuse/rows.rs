@@ -18,6 +18,7 @@ use rustc_hash::FxHashMap;
 use kiln_graph::op::{Dims, Op};
 use kiln_graph::{Node, Value};
 
+use super::reduce::ReduceRole;
 use super::{Fuser, row};
 use crate::index::Index;
 use crate::policy::Policy;
@@ -70,7 +71,7 @@ impl Fuser<'_> {
         let Some((group, index, split)) = self.nest_over_rows(x, value, axes) else {
             return false;
         };
-        self.join_reduce(group, node, index, axes, split, false, true);
+        self.join_reduce(group, node, index, ReduceRole::of_rows(split));
         true
     }
 

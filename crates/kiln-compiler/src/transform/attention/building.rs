@@ -6,9 +6,9 @@ use smallvec::SmallVec;
 use kiln_graph::op::{BinaryOp, Dims, Op, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, NodeData, Provenance, Rewriter, Scalar, Shape, TypeError, Value};
 
-use super::attention::{Gradient, Match, Number};
-use super::pattern::splat;
-use super::view::View;
+use super::matching::{Gradient, Match, Number};
+use crate::transform::pattern::splat;
+use crate::transform::view::View;
 
 /// A result of a gradient: which composition's, which of `dq, dk, dv`, and whether transposed.
 type Stand = (usize, usize, bool);

@@ -1,0 +1,89 @@
+//! Kernels: what is launched as one.
+
+use kiln_graph::{Graph, Node, Value};
+
+use super::buffer::Buffer;
+use super::nest::Nest;
+use super::prologue::Prologue;
+use super::{epilogue, inplace};
+
+/// What a kernel does.
+#[derive(Clone, Debug)]
+pub enum KernelKind {
+    /// A fused loop nest.
+    Nest(Box<Nest>),
+    /// One operation from the library.
+    Library(Node),
+    /// A contraction whose result a nest consumes before it reaches memory ([`super::epilogue`]).
+    Contraction(Node, Box<Nest>),
+    /// Loop nests over different tensors that do not depend on each other ([`super::together`]).
+    Together(Vec<Nest>),
+}
+
+/// One kernel of the schedule.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// What it does.
+    pub kind: KernelKind,
+    /// Buffers read, in a fixed order.
+    pub reads: Vec<Buffer>,
+    /// Buffers written. A buffer that several kernels write (the parts of a concatenation) is complete after
+    /// the last.
+    pub writes: Vec<Buffer>,
+    /// Nodes computed here, for people.
+    pub nodes: Vec<Node>,
+    /// Operands that are computed while they are read.
+    pub prologues: Vec<Prologue>,
+}
+
+impl Kernel {
+    /// The loop nests of this kernel, alone, after a contraction or side by side.
+    pub fn nests(&self) -> &[Nest] {
+        match &self.kind {
+            KernelKind::Nest(nest) | KernelKind::Contraction(_, nest) => std::slice::from_ref(nest),
+            KernelKind::Together(nests) => nests,
+            KernelKind::Library(_) => &[],
+        }
+    }
+
+    /// The prologue that makes an operand, if it is computed here.
+    pub fn prologue(&self, operand: usize) -> Option<&Prologue> {
+        self.prologues.iter().find(|prologue| prologue.operand == operand)
+    }
+
+    /// The values whose memory the elements stored to `buffer` may take over; none if they are not stored at
+    /// one place.
+    pub fn overwritable(&self, graph: &Graph, buffer: Buffer) -> Vec<Value> {
+        let stores = |nest: &Nest| nest.stores.iter().filter(|store| store.buffer == buffer).count();
+        let mut writers = self.nests().iter().filter(|nest| stores(nest) > 0);
+        let (Some(nest), None) = (writers.next(), writers.next()) else {
+            return Vec::new();
+        };
+        let [store] = nest
+            .stores
+            .iter()
+            .filter(|store| store.buffer == buffer)
+            .collect::<Vec<_>>()[..]
+        else {
+            return Vec::new();
+        };
+        let mut values = inplace::overwritable(graph, nest, store);
+        // Nests side by side run in any order.
+        let others = self.nests().iter().filter(|other| !std::ptr::eq(*other, nest));
+        let read: Vec<Value> = others
+            .flat_map(|other| other.uses.iter().map(|(value, _)| *value))
+            .collect();
+        values.retain(|value| !read.contains(value));
+        if let KernelKind::Contraction(node, _) = &self.kind {
+            // Other tiles still read the contraction's own operands.
+            let operands = epilogue::operands(graph, *node, &self.reads);
+            values.retain(|value| !operands.contains(value));
+        }
+        values.retain(|&value| {
+            self.prologues
+                .iter()
+                .all(|prologue| prologue.nest.uses_of(value).is_empty())
+        });
+        values
+    }
+}
