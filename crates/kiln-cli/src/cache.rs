@@ -1,45 +1,60 @@
-//! `kiln cache`: the disk cache of compiled steps.
+//! `kiln cache`: the disk cache of compiled steps, of whatever target.
 
 use std::time::SystemTime;
 
-use kiln_cpu::Cache;
+use kiln_store::{CacheFolder, Listing};
 
 use crate::error::CliError;
 
-/// Prints the compiled steps, last used first.
+/// Entries of a store that are listed; a GPU's machine code has hundreds.
+const LISTED: usize = 20;
+
+/// Prints what each store of the cache holds, last used first.
 ///
 /// # Errors
 ///
-/// [`CliError::Cpu`] if the folder cannot be read.
+/// [`CliError::Cache`] if the folder cannot be read.
 pub fn list() -> Result<(), CliError> {
-    let cache = Cache::from_env();
-    let Some(folder) = cache.folder() else {
+    let cache = CacheFolder::from_env();
+    let Some(folder) = cache.path() else {
         println!("the cache is switched off");
         return Ok(());
     };
-    let entries = cache.list()?;
-    for entry in &entries {
-        let key = entry.key.get(..12).unwrap_or(&entry.key);
+    let stores = cache.list()?;
+    for store in stores.iter().filter(|store| !store.entries.is_empty()) {
         println!(
-            "{key}  {:>9}  {:>8} ago  {}",
-            size(entry.bytes),
-            age(entry.last_used),
-            entry.name
+            "{}: {} entries, {}",
+            store.store,
+            store.entries.len(),
+            size(store.bytes())
         );
+        for entry in store.entries.iter().take(LISTED) {
+            let key = entry.key.get(..12).unwrap_or(&entry.key);
+            println!(
+                "  {key}  {:>9}  {:>8} ago  {}",
+                size(entry.bytes),
+                age(entry.last_used),
+                entry.name()
+            );
+        }
+        if store.entries.len() > LISTED {
+            println!("  and {} used longer ago", store.entries.len() - LISTED);
+        }
     }
-    let total = entries.iter().map(|entry| entry.bytes).sum();
-    println!("{} steps, {} in {}", entries.len(), size(total), folder.display());
+    let count: usize = stores.iter().map(|store| store.entries.len()).sum();
+    let total = stores.iter().map(Listing::bytes).sum();
+    println!("{count} entries, {} in {}", size(total), folder.display());
     Ok(())
 }
 
-/// Removes all compiled steps.
+/// Removes everything.
 ///
 /// # Errors
 ///
-/// [`CliError::Cpu`] if an entry cannot be removed.
+/// [`CliError::Cache`] if an entry cannot be removed.
 pub fn clear() -> Result<(), CliError> {
-    let (count, bytes) = Cache::from_env().clear()?;
-    println!("removed {count} steps, {}", size(bytes));
+    let (count, bytes) = CacheFolder::from_env().clear()?;
+    println!("removed {count} entries, {}", size(bytes));
     Ok(())
 }
 

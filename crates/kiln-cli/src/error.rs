@@ -103,9 +103,9 @@ pub enum CliError {
     /// A model's configuration.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// The disk cache or the C compiler.
+    /// The disk cache.
     #[error(transparent)]
-    Cpu(#[from] kiln_cpu::CpuError),
+    Cache(#[from] kiln_store::StoreError),
 }
 
 impl CliError {

@@ -536,8 +536,8 @@ fn backends_explain_and_cache_answer() {
         text.contains("region `train_step`") && text.contains("0 graph breaks"),
         "{text}"
     );
-    assert!(place.ok(&["cache", "list"]).contains("0 steps"));
-    assert!(place.ok(&["cache", "clear"]).contains("removed 0 steps"));
+    assert!(place.ok(&["cache", "list"]).contains("0 entries"));
+    assert!(place.ok(&["cache", "clear"]).contains("removed 0 entries"));
 }
 
 #[test]

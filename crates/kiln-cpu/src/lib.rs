@@ -32,7 +32,7 @@ pub use build::objects::Objects;
 pub use build::toolchain::Toolchain;
 pub use build::trial::{Distrust, try_compiler};
 pub use build::{BuildOptions, Built, OptLevel, SourceFile};
-pub use cache::{Cache, CacheEntry, CacheKey, CachedStep, KeyBuilder, Origin, StepSource};
+pub use cache::{Cache, CachedStep, Origin, StepSource, step_key};
 pub use error::{CpuError, Result, StepError};
 pub use isa::Isa;
 pub use machine::rates;

@@ -21,7 +21,7 @@ use kiln_graph::{DType, Graph, Provenance, Scalar, Shape, TensorType, TypeError,
 use kiln_partition::Machine;
 
 use crate::build::{BuildOptions, Toolchain};
-use crate::cache::{Cache, CacheKey};
+use crate::cache::{Cache, step_key};
 use crate::error::StepError;
 use crate::runtime::buffer::AlignedBuffer;
 use crate::runtime::executable::CpuExecutable;
@@ -55,7 +55,7 @@ const RUNS: usize = 12;
 /// The rates of this machine with `threads` threads: from `cache` if they are there, else measured and put
 /// there. Where they cannot be measured, those of [`Machine::default`].
 pub fn rates(toolchain: &Toolchain, cache: &Cache, threads: usize) -> Machine {
-    let key = CacheKey::builder(toolchain, &BuildOptions::default())
+    let key = step_key(toolchain, &BuildOptions::default())
         .field("compiler", identity::COMPILER_SOURCES)
         .field("cpu", CPU_SOURCES)
         .field(NAME, threads.to_string())
@@ -67,7 +67,9 @@ pub fn rates(toolchain: &Toolchain, cache: &Cache, threads: usize) -> Machine {
         });
         Ok::<_, Infallible>(to_text(&machine))
     };
-    let Ok(text) = cache.note(&key, |text| from_text(text).is_some(), measured);
+    let Ok(text) = cache
+        .notes()
+        .note(&key, |text| from_text(text).is_some(), measured);
     from_text(&text).unwrap_or_default()
 }
 

@@ -2,11 +2,13 @@
 
 use kiln_cpu::{Cache, Toolchain, rates};
 use kiln_partition::Machine;
+use kiln_store::CacheFolder;
 
 #[test]
 fn rates_are_measured_once() {
     let folder = tempfile::tempdir().unwrap();
-    let cache = Cache::at(folder.path(), 1 << 30);
+    let root = CacheFolder::at(folder.path(), 1 << 30);
+    let cache = Cache::of(&root);
     let toolchain = Toolchain::detect().unwrap();
     let first = rates(&toolchain, &cache, 2);
     assert_eq!(rates(&toolchain, &cache, 2), first);
@@ -26,10 +28,10 @@ fn rates_are_measured_once() {
     }
     assert_ne!(first, Machine::default());
     assert!(
-        cache.list().unwrap().is_empty(),
+        root.list().unwrap().iter().all(|store| store.entries.is_empty()),
         "the step that measures is no entry"
     );
-    cache.clear().unwrap();
+    root.clear().unwrap();
     let left = std::fs::read_dir(cache.folder().unwrap()).unwrap();
     assert_eq!(
         left.filter(|file| file.is_ok()).count(),

@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use kiln_cpu::{Cache, CpuError, Distrust, Toolchain, try_compiler};
+use kiln_store::CacheFolder;
 
 /// A compiler at `folder/name`: `cc` after `fault`, a line of shell that runs where the sources are. It notes
 /// each source that it compiles.
@@ -89,7 +90,8 @@ fn each_fault_is_named() {
 #[test]
 fn a_compiler_is_tried_once_and_again_after_an_upgrade() {
     let folder = tempfile::tempdir().unwrap();
-    let cache = Cache::at(folder.path().join("cache"), 1 << 30);
+    let root = CacheFolder::at(folder.path().join("cache"), 1 << 30);
+    let cache = Cache::of(&root);
     let command = plant(
         folder.path(),
         "compiler",
@@ -123,7 +125,7 @@ fn a_compiler_is_tried_once_and_again_after_an_upgrade() {
     }
     assert_eq!(compiled(folder.path()), 6 * once, "the upgrade is tried once");
     assert_eq!(verdicts(&cache).len(), 2);
-    cache.clear().unwrap();
+    root.clear().unwrap();
     assert!(verdicts(&cache).is_empty(), "verdicts go with the entries");
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use common::{bytes, gpu, numbers};
 use kiln_cuda::CudaError;
-use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::build::{CacheFolder, Compiler, code_store};
 use kiln_cuda::products::{Number, Product, ProductArguments, SearchLimits};
 use kiln_cuda::runtime::{Arguments, GraphBuilder, Kernel, Launch, Parcel, Pinned, Storage, Stream};
 
@@ -412,7 +412,7 @@ fn machine_code_of_the_cache_runs() {
     };
     for cached in [false, true] {
         let nvrtc = common::nvrtc().unwrap();
-        let cache = Store::at(folder.path(), 1 << 30);
+        let cache = code_store(&CacheFolder::at(folder.path(), 1 << 30));
         let compiler = Compiler::new(nvrtc, gpu.device.description().capability, cache).unwrap();
         let cubin = compiler.compile(std::slice::from_ref(&source)).unwrap().remove(0);
         assert_eq!(cubin.cached, cached);

@@ -2,11 +2,10 @@
 
 mod common;
 
-use std::fs;
 use std::num::NonZero;
 
 use kiln_cuda::CudaError;
-use kiln_cuda::build::{Compiler, Source, Store};
+use kiln_cuda::build::{CacheFolder, Compiler, Source, Store, code_store};
 
 fn source(name: &str, body: &str) -> Source {
     Source {
@@ -63,7 +62,7 @@ fn many_sources_come_back_in_order_and_equal_ones_are_compiled_once() {
     let folder = tempfile::tempdir().unwrap();
     let threads = NonZero::new(3).unwrap();
     let compiler = || {
-        let cache = Store::at(folder.path(), 1 << 30);
+        let cache = code_store(&CacheFolder::at(folder.path(), 1 << 30));
         Compiler::new(nvrtc.clone(), (9, 0), cache)
             .unwrap()
             .with_threads(threads)
@@ -83,7 +82,11 @@ fn many_sources_come_back_in_order_and_equal_ones_are_compiled_once() {
             "{name}"
         );
     }
-    let files = || fs::read_dir(folder.path()).unwrap().count();
+    let files = || {
+        CacheFolder::at(folder.path(), 1 << 30).list().unwrap()[0]
+            .entries
+            .len()
+    };
     assert_eq!(files(), 4);
     let again = compiler().compile(&sources).unwrap();
     assert!(again.iter().all(|cubin| cubin.cached));

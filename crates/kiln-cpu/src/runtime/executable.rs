@@ -13,7 +13,7 @@ use kiln_graph::Graph;
 use smallvec::SmallVec;
 
 use crate::build::{BuildOptions, Toolchain};
-use crate::cache::{Cache, CacheKey, Origin, StepSource};
+use crate::cache::{Cache, Origin, StepSource, step_key};
 use crate::error::{CpuError, StepError};
 use crate::runtime::arenas::Claim;
 use crate::runtime::library::{Step, StepArguments, StepHooks};
@@ -60,7 +60,7 @@ impl CpuExecutable {
     ) -> Result<Self, StepError> {
         let start = Instant::now();
         let fields = identity::fields(graph, options, target).into_iter();
-        let key = CacheKey::builder(toolchain, build);
+        let key = step_key(toolchain, build);
         let key = fields
             .fold(key, |key, (name, value)| key.field(name, value))
             .finish();

@@ -18,7 +18,6 @@
 mod architecture;
 mod messages;
 mod nvrtc;
-mod store;
 
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -28,7 +27,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 pub use architecture::Architecture;
-pub use store::{Key, Store};
+pub use kiln_store::{CacheFolder, Key, Store};
 
 use crate::error::Result;
 use crate::libraries::Nvrtc;
@@ -62,6 +61,11 @@ pub struct Compiler {
     options: Vec<String>,
     store: Store,
     threads: NonZero<usize>,
+}
+
+/// The store of machine code in the cache.
+pub fn code_store(folder: &CacheFolder) -> Store {
+    folder.store("cuda-code", "cubin")
 }
 
 /// Options of every compilation: the language, and functions that run on the device unless they say
@@ -119,15 +123,14 @@ impl Compiler {
             });
         }
         let made = self.each(&distinct, |index| self.one(&sources[index], &keys[index]));
-        self.store.evict();
         let made: Vec<Cubin> = made.into_iter().collect::<Result<_>>()?;
         Ok(keys.iter().map(|key| made[place[key]].clone()).collect())
     }
 
     fn one(&self, source: &Source, key: &Key) -> Result<Cubin> {
-        if let Some(image) = self.store.get(key) {
+        if let Some(found) = self.store.get(key) {
             return Ok(Cubin {
-                image,
+                image: found.content,
                 cached: true,
                 compile_time: Duration::ZERO,
             });
@@ -141,7 +144,7 @@ impl Compiler {
             bytes = image.len(),
             "compiled"
         );
-        self.store.put(key, &image);
+        self.store.put(key, &image, &source.name, "");
         Ok(Cubin {
             image,
             cached: false,
@@ -158,7 +161,7 @@ impl Compiler {
             &source.text,
         ];
         parts.extend(self.options.iter().map(String::as_str));
-        Store::key(&parts)
+        Key::of(&parts)
     }
 
     /// `work` on each of `items`, on the compiler's threads; results in the order of the items.

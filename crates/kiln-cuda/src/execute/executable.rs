@@ -15,7 +15,7 @@ use super::gpu::Gpu;
 use super::guards;
 use super::replayed::{Arrangement, Common, Given, Replayed};
 use super::settled::Parked;
-use crate::build::{Cubin, Store};
+use crate::build::{Cubin, Key, Store};
 use crate::code::{Address, CallKind, StepCode};
 use crate::debug;
 use crate::error::CudaError;
@@ -179,10 +179,10 @@ fn compiled(
         parts.push(name.as_bytes().to_vec());
         parts.push(value);
     }
-    let key = Store::key(&parts);
+    let key = Key::of(&parts);
     if options.debug.is_none()
         && let Some(stored) = store.get(&key)
-        && let Ok((code, contract)) = serde_json::from_slice::<(StepCode, Contract)>(&stored)
+        && let Ok((code, contract)) = serde_json::from_slice::<(StepCode, Contract)>(&stored.content)
     {
         return Ok((code, contract.with_lines_of(graph), true));
     }
@@ -191,7 +191,7 @@ fn compiled(
     let contract = step.contract();
     if options.debug.is_none() {
         let bytes = serde_json::to_vec(&(&step.code, &contract)).map_err(description)?;
-        store.put(&key, &bytes);
+        store.put(&key, &bytes, &graph.name, "");
     }
     Ok((step.code, contract.with_lines_of(graph), false))
 }

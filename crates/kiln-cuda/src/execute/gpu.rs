@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::staging::Staging;
-use crate::build::{Compiler, Store};
+use crate::build::{CacheFolder, Compiler, Key, Store, code_store};
 use crate::error::{CudaError, Result};
 use crate::libraries::{CublasLt, Driver, Nvrtc, Search};
 use crate::products::{Choice, Multiplier, Product, SearchLimits};
@@ -65,14 +65,15 @@ impl Gpu {
     /// [`CudaError::UnknownArchitecture`], [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn new(device: &Device, nvrtc: Nvrtc) -> Result<Self> {
         let capability = device.description().capability;
+        let cache = CacheFolder::from_env();
         Ok(Self {
             stream: device.stream()?,
             copies: device.stream()?,
-            compiler: Compiler::new(nvrtc, capability, Store::of_cubins())?,
+            compiler: Compiler::new(nvrtc, capability, code_store(&cache))?,
             device: device.clone(),
             multiplier: OnceLock::new(),
             choices: Mutex::default(),
-            store: Store::from_env("cuda", "json"),
+            store: cache.store("cuda-steps", "data"),
             staging: Staging::default(),
             arena: Mutex::default(),
         })
@@ -184,7 +185,7 @@ impl Gpu {
             return Ok(known.clone());
         }
         let description = format!("{product:?} {workspace}");
-        let key = Store::key(&[
+        let key = Key::of(&[
             "product",
             &self.device.description().name,
             multiplier.version(),
@@ -193,7 +194,7 @@ impl Gpu {
         let stored = self
             .store
             .get(&key)
-            .and_then(|bytes| serde_json::from_slice(&bytes).ok());
+            .and_then(|found| serde_json::from_slice(&found.content).ok());
         let choice: Choice = match stored {
             Some(choice) => choice,
             None => {
@@ -203,7 +204,7 @@ impl Gpu {
                 };
                 let found = multiplier.search(&self.stream, product, limits)?;
                 if let Ok(bytes) = serde_json::to_vec(&found) {
-                    self.store.put(&key, &bytes);
+                    self.store.put(&key, &bytes, "choice of an algorithm", "");
                 }
                 found
             }

@@ -22,7 +22,7 @@ use kiln_compiler::{Options, identity};
 use kiln_graph::{DType, HostTensor, interpret};
 
 use crate::build::{BuildOptions, Toolchain};
-use crate::cache::{Cache, CacheKey};
+use crate::cache::{Cache, step_key};
 use crate::error::{CpuError, StepError};
 use crate::runtime::buffer::AlignedBuffer;
 use crate::runtime::executable::CpuExecutable;
@@ -60,12 +60,12 @@ pub enum Distrust {
 /// # Errors
 /// [`Distrust`], with the function that is wrong.
 pub fn try_compiler(toolchain: &Toolchain, cache: &Cache) -> Result<(), Distrust> {
-    let key = CacheKey::builder(toolchain, &BuildOptions::default())
+    let key = step_key(toolchain, &BuildOptions::default())
         .field("compiler", identity::COMPILER_SOURCES)
         .field("cpu", CPU_SOURCES)
         .field("trial", toolchain.fingerprint())
         .finish();
-    let verdict = cache.note(
+    let verdict = cache.notes().note(
         &key,
         |text| parse(text).is_some(),
         || match trial(toolchain) {

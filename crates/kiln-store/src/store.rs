@@ -1,0 +1,181 @@
+//! A store: entries of one kind.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use crate::entry::{self, Files, Unusable};
+use crate::folder::CacheFolder;
+use crate::key::Key;
+
+/// Entries of one kind, in a folder of the [`CacheFolder`]. Clones share their state.
+#[derive(Debug, Clone)]
+pub struct Store {
+    root: CacheFolder,
+    /// `None`: there is no cache.
+    folder: Option<PathBuf>,
+    /// How the files of contents end.
+    extension: &'static str,
+}
+
+/// One line of a listing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    pub(crate) folder: PathBuf,
+    /// How the content's file ends; empty if there is none.
+    pub(crate) extension: String,
+    /// The key, 64 hexadecimal digits.
+    pub key: String,
+    /// Bytes on disk.
+    pub bytes: u64,
+    /// When it was last used.
+    pub last_used: SystemTime,
+}
+
+/// An entry that was found, sound.
+#[derive(Debug)]
+pub struct Found {
+    /// What was stored.
+    pub content: Vec<u8>,
+    /// What it is called in listings.
+    pub name: String,
+    /// The text that was stored beside it.
+    pub payload: String,
+    /// The file that holds the content.
+    pub path: PathBuf,
+}
+
+/// The right to make the entry of a key; other processes wait for it. Released on drop.
+#[derive(Debug)]
+#[must_use = "a lock that is dropped is released"]
+pub struct Lock(#[expect(dead_code, reason = "the lock is the open file")] File);
+
+impl Store {
+    pub(crate) fn new(root: CacheFolder, folder: Option<PathBuf>, extension: &'static str) -> Self {
+        Self {
+            root,
+            folder,
+            extension,
+        }
+    }
+
+    /// A store that finds nothing and keeps nothing.
+    pub fn disabled() -> Self {
+        Self::new(CacheFolder::disabled(), None, "")
+    }
+
+    /// The folder that holds the entries, if there is one.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
+    /// What is stored under `key`, if it is there and sound. Damage is reported once and removed.
+    pub fn get(&self, key: &Key) -> Option<Found> {
+        self.get_if(key, Ok)
+    }
+
+    /// What `accept` makes of the entry of `key`. An entry that it refuses, with the reason, is damaged as well.
+    pub fn get_if<T>(&self, key: &Key, accept: impl FnOnce(Found) -> Result<T, String>) -> Option<T> {
+        let (folder, key) = (self.folder()?, key.to_string());
+        let files = Files { folder, key: &key };
+        let found = files.read(self.extension).map(|(content, name, payload)| Found {
+            content,
+            name,
+            payload,
+            path: files.with(self.extension),
+        });
+        let reason = match found {
+            Ok(found) => match accept(found) {
+                Ok(accepted) => {
+                    files.touch();
+                    return Some(accepted);
+                }
+                Err(reason) => reason,
+            },
+            Err(Unusable::Absent) => return None,
+            Err(Unusable::Damaged(reason)) => reason,
+        };
+        tracing::warn!(key, reason, "a damaged entry of the cache is made again");
+        if let Err(error) = files.remove(self.extension) {
+            self.root.warn_once("removing a damaged entry of", &error);
+        }
+        None
+    }
+
+    /// Stores `content` under `key`, called `name` in listings, with a text beside it. Makes room where the cache is full.
+    pub fn put(&self, key: &Key, content: &[u8], name: &str, payload: &str) {
+        let Some(folder) = self.folder() else { return };
+        let key = key.to_string();
+        let files = Files { folder, key: &key };
+        let written =
+            fs::create_dir_all(folder).and_then(|()| files.write(self.extension, content, name, payload));
+        match written {
+            Ok(()) => self.root.added(folder, &key, content.len() as u64),
+            Err(error) => self.root.warn_once("writing to", &error),
+        }
+    }
+
+    /// Stores what is in the file `built`, as [`Store::put`] does.
+    pub fn put_file(&self, key: &Key, built: &Path, name: &str, payload: &str) {
+        match fs::read(built) {
+            Ok(content) => self.put(key, &content, name, payload),
+            Err(error) => self.root.warn_once("reading what is stored in", &error),
+        }
+    }
+
+    /// The lock of `key`, waiting for the process that holds it; `None` where nothing can be written. A file system
+    /// without locks gives everybody the lock: several processes then make the entry, and the last one's stays.
+    pub fn lock(&self, key: &Key) -> Option<Lock> {
+        let folder = self.folder()?;
+        let key = key.to_string();
+        let take = || -> io::Result<Lock> {
+            fs::create_dir_all(folder)?;
+            let path = Files { folder, key: &key }.lock();
+            let file = File::options().create(true).append(true).open(path)?;
+            match file.lock() {
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(Lock(file)),
+                other => other.map(|()| Lock(file)),
+            }
+        };
+        take()
+            .map_err(|error| self.root.warn_once("writing to", &error))
+            .ok()
+    }
+
+    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same time. A text
+    /// that is not `sound` is made again. Notes are small and no entries: they have no part in listings and in the limit.
+    ///
+    /// # Errors
+    /// Those of `make`, of which nothing is kept. Trouble with the cache is a warning.
+    pub fn note<E>(
+        &self,
+        key: &Key,
+        sound: impl Fn(&str) -> bool,
+        make: impl FnOnce() -> Result<String, E>,
+    ) -> Result<String, E> {
+        let Some(folder) = self.folder() else {
+            return make();
+        };
+        let digits = key.to_string();
+        let path = Files { folder, key: &digits }.note();
+        let kept = || fs::read_to_string(&path).ok().filter(|text| sound(text));
+        if let Some(text) = kept() {
+            return Ok(text);
+        }
+        let lock = self.lock(key);
+        if lock.is_some()
+            && let Some(text) = kept()
+        {
+            // Another process made it while this one waited.
+            return Ok(text);
+        }
+        let text = make()?;
+        if lock.is_some()
+            && let Err(error) = entry::write_atomically(folder, &path, text.as_bytes())
+        {
+            self.root.warn_once("writing to", &error);
+        }
+        Ok(text)
+    }
+}
