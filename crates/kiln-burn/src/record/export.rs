@@ -46,8 +46,10 @@ pub struct Numbers {
     pub of: Vec<Number>,
     /// One number for each call, and whether the last one stays.
     pub sequences: Vec<(Vec<ScalarIr>, bool)>,
-    /// The learning rate that they are for; none if it may be any.
-    pub fixed_rate: Option<f64>,
+    /// The learning rate of the last call.
+    pub rate: f64,
+    /// Whether they are right for that rate only.
+    pub is_rate_fixed: bool,
     /// Steps that were run before.
     pub steps: u64,
 }
@@ -241,6 +243,7 @@ fn tensor_type(ir: &TensorIr) -> Option<TensorType> {
 /// Where each runtime scalar of the graph comes from, the tables that these need, and the learning rate if calls may have only one.
 fn number_sources(step: &Step, numbers: &Numbers) -> (Vec<NumberSource>, Vec<NumberTable>, Option<f64>) {
     let mut tables = Vec::new();
+    let mut is_rate_fixed = numbers.is_rate_fixed;
     let mut known: HashMap<(usize, DType), usize> = HashMap::new();
     let bits = |scalar: ScalarIr, dtype: DType| stream::to_scalar(scalar).to_bits(dtype);
     let sources = step.scalars.sources().map(|(binding, dtype)| match binding {
@@ -248,7 +251,14 @@ fn number_sources(step: &Step, numbers: &Numbers) -> (Vec<NumberSource>, Vec<Num
         Binding::Stream(index) => NumberSource::Stream(index),
         Binding::Recorded(index) => match numbers.of[index] {
             Number::Fixed(scalar) => NumberSource::Fixed(bits(scalar, dtype)),
-            Number::Rate { offset, factor } => NumberSource::Rate { offset, factor },
+            Number::Rate { offset, factor } if matches!(dtype, DType::F32 | DType::F64) => {
+                NumberSource::Rate { offset, factor }
+            }
+            // The exported step rounds to no narrower type.
+            Number::Rate { offset, factor } => {
+                is_rate_fixed = true;
+                NumberSource::Fixed(bits(ScalarIr::Float(offset + factor * numbers.rate), dtype))
+            }
             Number::Sequence(sequence) => {
                 let table = *known.entry((sequence, dtype)).or_insert_with(|| {
                     let (scalars, settles) = &numbers.sequences[sequence];
@@ -263,5 +273,5 @@ fn number_sources(step: &Step, numbers: &Numbers) -> (Vec<NumberSource>, Vec<Num
         },
     });
     let sources = sources.collect();
-    (sources, tables, numbers.fixed_rate)
+    (sources, tables, is_rate_fixed.then_some(numbers.rate))
 }

@@ -27,7 +27,7 @@ struct argument { enum argument_kind from; int index; size_t bytes; int copied; 
 struct output { enum output_kind to; int index; size_t bytes; int alias; };
 /* What a result of a call is. */
 struct result { enum result_kind from; int index; size_t bytes; };
-/* A number of the step: bits; offset + factor * learning rate as f32 or f64; entry of a table; seed; stream. */
+/* A number of the step: bits; offset + factor * learning rate, rounded to f32 unless `wide`, as the bits of an f64; entry of a table; seed; stream. */
 struct number { enum number_kind is; uint64_t bits; double offset, factor; int index, wide; };
 /* The numbers of one sequence, from the step of the export on; the last one stays if `settles`. */
 struct table { const uint64_t *bits; uint64_t length; int settles; };
@@ -503,11 +503,9 @@ static int make_numbers(kiln_session *session, double rate, uint64_t *bits) {
         case NUMBER_SEED: bits[i] = session->seed; break;
         case NUMBER_STREAM: bits[i] = session->stream + (uint64_t)it->index; break;
         case NUMBER_RATE: {
-            double wide = it->offset + it->factor * rate;
-            float narrow = (float)wide;
-            bits[i] = 0;
-            if (it->wide) memcpy(&bits[i], &wide, sizeof wide);
-            else memcpy(&bits[i], &narrow, sizeof narrow);
+            double value = it->offset + it->factor * rate;
+            if (!it->wide) value = (double)(float)value;
+            memcpy(&bits[i], &value, sizeof value);
             break;
         }
         case NUMBER_TABLE: {

@@ -92,6 +92,7 @@ where
 {
     let mut numbers = Numbers {
         of: plan.model_scalars().iter().copied().map(Number::Fixed).collect(),
+        rate,
         steps,
         ..Numbers::default()
     };
@@ -122,13 +123,13 @@ where
             (false, true) => match fitted() {
                 Some(number) => number,
                 None => {
-                    numbers.fixed_rate = Some(rate);
+                    numbers.is_rate_fixed = true;
                     Number::Fixed(values[0])
                 }
             },
             (true, follows_rate) => {
                 if follows_rate {
-                    numbers.fixed_rate = Some(rate);
+                    numbers.is_rate_fixed = true;
                 }
                 moving.push((column, values));
                 Number::Sequence(moving.len() - 1)
