@@ -24,7 +24,7 @@ use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
 
 /// Instruction sets that C is generated for.
-const SETS: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Sse2];
+const SETS: [Isa; 4] = [Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Sse2];
 
 /// Random graphs of each kind.
 const SEEDS: u64 = 24;

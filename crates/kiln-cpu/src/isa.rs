@@ -18,6 +18,8 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, DQ, BW and VL: 16 f32 lanes, 32 registers.
     Avx512,
+    /// AVX-512 with BF16: sums of products of pairs of bf16.
+    Avx512Bf16,
 }
 
 impl Isa {
@@ -27,7 +29,7 @@ impl Isa {
             Self::Scalar => 1,
             Self::Sse2 | Self::Neon => 4,
             Self::Avx2 => 8,
-            Self::Avx512 => 16,
+            Self::Avx512 | Self::Avx512Bf16 => 16,
         }
     }
 
@@ -35,13 +37,35 @@ impl Isa {
     pub fn registers(self) -> usize {
         match self {
             Self::Scalar | Self::Sse2 | Self::Avx2 => 16,
-            Self::Neon | Self::Avx512 => 32,
+            Self::Neon | Self::Avx512 | Self::Avx512Bf16 => 32,
         }
     }
 
     /// Whether a fused multiply-add is one instruction; without it, `fma` is a slow library call.
     pub fn has_fma(self) -> bool {
-        matches!(self, Self::Neon | Self::Avx2 | Self::Avx512)
+        matches!(self, Self::Neon | Self::Avx2 | Self::Avx512 | Self::Avx512Bf16)
+    }
+
+    /// Whether it has AVX-512 F, DQ, BW and VL.
+    pub fn is_avx512(self) -> bool {
+        matches!(self, Self::Avx512 | Self::Avx512Bf16)
+    }
+
+    /// Whether one instruction adds the products of a pair of bf16 with another to an f32.
+    pub fn has_bf16_pairs(self) -> bool {
+        self == Self::Avx512Bf16
+    }
+
+    /// This set and all that it contains, widest first: what a machine with it can run.
+    pub fn contained(self) -> &'static [Self] {
+        match self {
+            Self::Avx512Bf16 => &[Self::Avx512Bf16, Self::Avx512, Self::Avx2, Self::Sse2],
+            Self::Avx512 => &[Self::Avx512, Self::Avx2, Self::Sse2],
+            Self::Avx2 => &[Self::Avx2, Self::Sse2],
+            Self::Sse2 => &[Self::Sse2],
+            Self::Neon => &[Self::Neon],
+            Self::Scalar => &[Self::Scalar],
+        }
     }
 
     /// The widest set that the compiler's predefined macros (`#define NAME VALUE` lines) allow.
@@ -61,7 +85,10 @@ impl Isa {
         .iter()
         .all(|m| has(m))
         {
-            Self::Avx512
+            match has("__AVX512BF16__") {
+                true => Self::Avx512Bf16,
+                false => Self::Avx512,
+            }
         } else if has("__AVX2__") && has("__FMA__") {
             Self::Avx2
         } else if has("__aarch64__") && has("__ARM_NEON") {
@@ -82,6 +109,7 @@ impl fmt::Display for Isa {
             Self::Neon => "neon",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512-bf16",
         })
     }
 }
@@ -106,5 +134,11 @@ mod tests {
             Isa::Neon
         );
         assert_eq!(Isa::from_macros("#define __riscv 1"), Isa::Scalar);
+        let set = ["AVX512F", "AVX512DQ", "AVX512BW", "AVX512VL", "FMA"];
+        let avx512: String = set.iter().map(|name| format!("#define __{name}__ 1\n")).collect();
+        assert_eq!(Isa::from_macros(&avx512), Isa::Avx512);
+        let with_bf16 = avx512 + "#define __AVX512BF16__ 1\n";
+        assert_eq!(Isa::from_macros(&with_bf16), Isa::Avx512Bf16);
+        assert_eq!(Isa::from_macros("#define __AVX512BF16__ 1\n"), Isa::Scalar);
     }
 }

@@ -125,11 +125,8 @@ fn halved(graph: &mut Graph, value: Value) -> Value {
 
 /// The machine's instruction set or one that it contains, in turns.
 fn instruction_set(number: usize) -> Isa {
-    match Toolchain::detect().unwrap().isa() {
-        Isa::Avx512 => [Isa::Avx512, Isa::Avx2, Isa::Sse2][number % 3],
-        Isa::Avx2 => [Isa::Avx2, Isa::Sse2][number % 2],
-        other => other,
-    }
+    let sets = Toolchain::detect().unwrap().isa().contained();
+    sets[number % sets.len()]
 }
 
 /// Compares with the interpreter; `mark` is what the sources must contain.

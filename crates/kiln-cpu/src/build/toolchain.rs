@@ -147,7 +147,7 @@ impl Toolchain {
                 let isa = Isa::from_macros(&macros);
                 let mut flags: Vec<String> = native.iter().copied().map(str::to_owned).collect();
                 flags.extend(MEANING.map(str::to_owned));
-                if isa == Isa::Avx512 {
+                if isa.is_avx512() {
                     // Left alone, some tunings split vectors in halves.
                     flags.push("-mprefer-vector-width=512".into());
                 }

@@ -142,10 +142,8 @@ impl Product {
         let mut sources = Sources::default();
         let mut operand = |at: usize, name: &'static str| {
             if let Some(prologue) = kernel.prologue(at) {
-                return Some(computed(
-                    sources.computed(graph, prologue, name, options),
-                    prologue,
-                ));
+                let functions = sources.computed(graph, prologue, name, options);
+                return Some(computed(functions, prologue, storage));
             }
             let window = window(graph, options.layouts, data.inputs[at], &kernel.reads);
             let side = side(graph, data, at, &window)?;
@@ -216,8 +214,8 @@ impl Product {
     }
 }
 
-/// The operand that a prologue computes, and its extents: batch, free and depth.
-fn computed(functions: Computed, prologue: &Prologue) -> (Operand<'static>, [usize; 3]) {
+/// The operand that a prologue computes, which would be stored as `storage` says, and its extents: batch, free and depth.
+fn computed(functions: Computed, prologue: &Prologue, storage: Storage) -> (Operand<'static>, [usize; 3]) {
     let [_, free, depth] = PRODUCT;
     let axis = match prologue.vector {
         var if var == free => Some(Axis::Free),
@@ -226,7 +224,7 @@ fn computed(functions: Computed, prologue: &Prologue) -> (Operand<'static>, [usi
     };
     let load = move |at: &gemm::At<'_>| functions.load(at.width, &[at.batch, at.free, at.depth]);
     let extents = [0, 1, 2].map(|var| prologue.nest.extents[var] as usize);
-    (Operand::computed(axis, load), extents)
+    (Operand::computed(axis, load).standing_for(storage), extents)
 }
 
 fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOptions<'_>) -> Option<Call> {

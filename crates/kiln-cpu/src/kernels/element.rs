@@ -76,6 +76,64 @@ impl Element {
     }
 }
 
+/// What register tiles multiply, and packed panels hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Factor {
+    /// `float`.
+    #[default]
+    F32,
+    /// `double`.
+    F64,
+    /// `bf16_pair`: two neighbours along the depth, the first in the lower half. One instruction multiplies them with another pair and adds both products to an
+    /// f32. It takes subnormal numbers for zero, and rounds after each of the two products.
+    Bf16Pair,
+}
+
+impl Factor {
+    /// What products are added up in.
+    pub fn sum(self) -> Element {
+        match self {
+            Self::F32 | Self::Bf16Pair => Element::F32,
+            Self::F64 => Element::F64,
+        }
+    }
+
+    /// C type of one of them.
+    pub fn ctype(self) -> &'static str {
+        match self {
+            Self::F32 => "float",
+            Self::F64 => "double",
+            Self::Bf16Pair => "bf16_pair",
+        }
+    }
+
+    /// C type of a vector, with which the names of functions on it begin.
+    pub fn vector(self) -> &'static str {
+        match self {
+            Self::F32 => "vf",
+            Self::F64 => "vd",
+            Self::Bf16Pair => "vu",
+        }
+    }
+
+    /// Elements of the depth that one holds.
+    pub fn depth(self) -> usize {
+        match self {
+            Self::F32 | Self::F64 => 1,
+            Self::Bf16Pair => 2,
+        }
+    }
+}
+
+impl From<Element> for Factor {
+    fn from(element: Element) -> Self {
+        match element {
+            Element::F32 => Self::F32,
+            Element::F64 => Self::F64,
+        }
+    }
+}
+
 /// How numbers lie in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Storage {

@@ -18,7 +18,7 @@
 use std::fmt::Write;
 
 use super::Helper;
-use super::element::Element;
+use super::element::{Element, Factor};
 use crate::isa::Isa;
 
 /// Steps of the depth that add up in registers. A block's end costs a load and a store for each accumulator: 1 % of the time of 128 steps.
@@ -49,8 +49,8 @@ pub struct Tile {
     pub a: Access,
     /// How B is read.
     pub b: Access,
-    /// What it computes with.
-    pub element: Element,
+    /// What it multiplies; steps of the depth, and strides, are in these.
+    pub factor: Factor,
     /// Whether the depth is three nested loops, the outer two with steps of their own through A and B.
     pub nested: bool,
     /// Steps of the depth that add up in registers, of f32: [`BLOCK`] or less.
@@ -60,7 +60,7 @@ pub struct Tile {
 /// Most rows of a tile of `vectors` vectors that the registers hold.
 pub fn max_rows(isa: Isa, vectors: usize) -> usize {
     // AVX-512 broadcasts from memory within the multiply-add; the others need a register for it.
-    let spare = if isa == Isa::Avx512 { 1 } else { 2 };
+    let spare = if isa.is_avx512() { 1 } else { 2 };
     ((isa.registers() - spare - vectors) / vectors).clamp(1, 24)
 }
 
@@ -76,12 +76,13 @@ impl Tile {
             BLOCK => String::new(),
             block => format!("_by{block}"),
         };
-        let element = match self.element {
-            Element::F32 => "",
-            Element::F64 => "f64_",
+        let factor = match self.factor {
+            Factor::F32 => "",
+            Factor::F64 => "f64_",
+            Factor::Bf16Pair => "bf16_",
         };
         format!(
-            "kiln_tile_{element}{}x{}_{}_{}{nested}{block}",
+            "kiln_tile_{factor}{}x{}_{}_{}{nested}{block}",
             self.rows,
             self.vectors,
             access(self.a),
@@ -98,15 +99,21 @@ impl Tile {
     /// `ldc` is the distance of rows of `c`; `accumulate` adds to what `c` holds. Nested: `nest` is `{count, a, b}` twice,
     /// outermost first: how often, and the elements that A and B advance by each time.
     pub fn helper(&self, isa: Isa) -> Helper {
-        let (rows, vectors, lanes) = (self.rows, self.vectors, self.element.lanes(isa));
-        let (real, vf) = (self.element.ctype(), self.element.vector());
+        let element = self.factor.sum();
+        let (rows, vectors, lanes) = (self.rows, self.vectors, element.lanes(isa));
+        let (real, vf) = element.ctypes();
+        let (factor, factors) = (self.factor.ctype(), self.factor.vector());
+        let multiply = match self.factor {
+            Factor::F32 | Factor::F64 => format!("{vf}_fma"),
+            Factor::Bf16Pair => "vf_dot_bf16".to_owned(),
+        };
         let nested = if self.nested {
             ", const int64_t nest[6]"
         } else {
             ""
         };
         let head = format!(
-            "void {}(const {real} *a, const {real} *b, int64_t depth, {real} *c, int64_t ldc, int accumulate{nested})",
+            "void {}(const {factor} *a, const {factor} *b, int64_t depth, {real} *c, int64_t ldc, int accumulate{nested})",
             self.name()
         );
         let (a_free, a_depth) = match self.a {
@@ -129,17 +136,22 @@ impl Tile {
         let _ = writeln!(body, "    {vf} {};", declare.join(", "));
         let mut step = String::new();
         for v in 0..vectors {
-            let _ = writeln!(step, "        {vf} b{v} = {vf}_load(b + {});", v * lanes);
+            let _ = writeln!(
+                step,
+                "        {factors} b{v} = {factors}_load(b + {});",
+                v * lanes
+            );
         }
         for r in 0..rows {
-            let _ = write!(step, "        {{ {vf} x = {vf}_set1(a[{}]);", r as i64 * a_free);
+            let at = r as i64 * a_free;
+            let _ = write!(step, "        {{ {factors} x = {factors}_set1(a[{at}]);");
             for v in 0..vectors {
-                let _ = write!(step, " c{r}_{v} = {vf}_fma(x, b{v}, c{r}_{v});");
+                let _ = write!(step, " c{r}_{v} = {multiply}(x, b{v}, c{r}_{v});");
             }
             step.push_str(" }\n");
         }
         let _ = writeln!(step, "        a += {a_depth};\n        b += {b_depth};");
-        let steps = if self.element == Element::F32 {
+        let steps = if element == Element::F32 {
             let _ = writeln!(
                 body,
                 "    {vf} sums[{}];\n    int64_t added = 0;\n    int blocks = 0;",
@@ -152,14 +164,14 @@ impl Tile {
         if self.nested {
             let _ = write!(
                 body,
-                "    const {real} *a1 = a, *b1 = b;\n    for (int64_t n1 = 0; n1 < nest[0]; n1++, a1 += nest[1], b1 += nest[2]) \
-                 {{\n    const {real} *a2 = a1, *b2 = b1;\n    for (int64_t n2 = 0; n2 < nest[3]; n2++, a2 += nest[4], b2 += \
+                "    const {factor} *a1 = a, *b1 = b;\n    for (int64_t n1 = 0; n1 < nest[0]; n1++, a1 += nest[1], b1 += nest[2]) \
+                 {{\n    const {factor} *a2 = a1, *b2 = b1;\n    for (int64_t n2 = 0; n2 < nest[3]; n2++, a2 += nest[4], b2 += \
                  nest[5]) {{\n    a = a2, b = b2;\n{steps}    }}\n    }}\n"
             );
         } else {
             body.push_str(&steps);
         }
-        if self.element == Element::F32 {
+        if element == Element::F32 {
             let _ = write!(
                 body,
                 "    if (blocks) {{\n{}    }}\n",

@@ -1,10 +1,11 @@
 //! Matrix products of random shapes and layouts, with and without fused operands and results.
 
+use kiln_cpu::kernels::element::Storage;
 use kiln_cpu::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use kiln_cpu::kernels::{KernelText, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
-use crate::harness::{Random, distance, instruction_sets, run};
+use crate::harness::{Random, distance, from_bf16, instruction_sets, run, to_bf16};
 
 /// One random product.
 #[derive(Debug, Clone)]
@@ -21,6 +22,8 @@ struct Case {
     prologue: bool,
     /// The result is added to what is there, with a bias for each column, where it is positive.
     epilogue: bool,
+    /// How the operands and the result are stored.
+    storage: [Storage; 2],
 }
 
 /// Strides of an operand, and how many elements it spans.
@@ -107,6 +110,26 @@ impl Case {
             k,
             prologue: random.below(3) == 0,
             epilogue: random.below(3) == 0,
+            storage: [Storage::F32; 2],
+        }
+    }
+
+    /// The same case with operands of bf16, and a result that is stored so.
+    fn of_bf16(self, result: Storage) -> Self {
+        Self {
+            storage: [Storage::BF16, result],
+            ..self
+        }
+    }
+
+    /// Relative distance from the exact result that rounding explains.
+    fn bound(&self) -> f64 {
+        // Rounding errors of a running sum grow like the square root of its length.
+        let sums = 3e-8 * (10.0 + (self.k as f64).sqrt());
+        match self.storage[1] {
+            // Half a unit in the last place of 8 bits.
+            Storage::BF16 => sums + 2f64.powi(-8),
+            _ => sums,
         }
     }
 
@@ -116,7 +139,8 @@ impl Case {
             self.b.dims(&self.batch),
             self.c.dims(&self.batch),
         );
-        let plain = Operand::strided("left", &a, self.a.free, self.a.depth);
+        let [of, to] = self.storage;
+        let plain = Operand::stored(of, "left", &a, self.a.free, self.a.depth);
         let left = if self.prologue {
             Operand::computed(plain.contiguous, move |at| {
                 let element = (plain.load)(at);
@@ -125,6 +149,7 @@ impl Case {
                     Width::Vector => format!("2.0f * vf_abs({element})"),
                 }
             })
+            .standing_for(of)
         } else {
             plain
         };
@@ -134,20 +159,24 @@ impl Case {
             Epilogue::custom(along, move |r| {
                 let offset = gemm::batch_offset(&c, r.batch).unwrap_or_else(|| "0".into());
                 let place = format!("out + {offset} + {} * {row} + {} * {col}", r.row, r.col);
+                let before = to.load(r.width, &place);
                 match r.width {
                     Width::Scalar => format!(
-                        "float y = {} + bias[{}];\n*({place}) += y > 0 ? y : 0;",
-                        r.value, r.col
+                        "float y = {} + bias[{}];\ny = {before} + (y > 0 ? y : 0);\n{}",
+                        r.value,
+                        r.col,
+                        to.store(r.width, &place, "y")
                     ),
                     Width::Vector => format!(
-                        "vf y = {} + vf_load(bias + {});\nfloat *at = {place};\nvf_store(at, vf_load(at) + \
-                         vf_select(y > 0, y, (vf){{0}}));",
-                        r.value, r.col
+                        "vf y = {} + vf_load(bias + {});\ny = {before} + vf_select(y > 0, y, (vf){{0}});\n{}",
+                        r.value,
+                        r.col,
+                        to.store(r.width, &place, "y")
                     ),
                 }
             })
         } else {
-            Epilogue::store("out", &c, row, col)
+            Epilogue::store_as(to, "out", &c, row, col)
         };
         let spec = GemmSpec {
             comment: format!("{self:?}"),
@@ -157,13 +186,13 @@ impl Case {
             n: self.n,
             k: self.k,
             a: left,
-            b: Operand::strided("right", &b, self.b.free, self.b.depth),
+            b: Operand::stored(of, "right", &b, self.b.free, self.b.depth),
             epilogue,
             params: vec![
-                Param::new("const float *", "left"),
-                Param::new("const float *", "right"),
+                Param::new(format!("const {} *", of.ctype()), "left"),
+                Param::new(format!("const {} *", of.ctype()), "right"),
                 Param::new("const float *", "bias"),
-                Param::new("float *", "out"),
+                Param::new(format!("{} *", to.ctype()), "out"),
             ],
             threads,
         };
@@ -204,19 +233,54 @@ fn indices(extents: &[usize]) -> Vec<Vec<usize>> {
     })
 }
 
+/// Rounds `values` to what `storage` holds.
+fn round(values: &mut [f32], storage: Storage) {
+    if storage == Storage::BF16 {
+        values
+            .iter_mut()
+            .for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
+    }
+}
+
+/// `values` as `storage` has them.
+fn bits(values: &[f32], storage: Storage) -> Vec<f32> {
+    match storage {
+        Storage::BF16 => to_bf16(values),
+        _ => values.to_vec(),
+    }
+}
+
 /// Runs the cases on every instruction set and compares each output, gaps included, with the reference.
 fn check(cases: &[Case], seed: u64) {
     let toolchain = Toolchain::detect().unwrap();
     let mut random = Random::new(seed);
     let data: Vec<[Vec<f32>; 4]> = cases
         .iter()
-        .map(|case| [case.a.len, case.b.len, case.n + 16, case.c.len].map(|count| random.floats(count)))
+        .map(|case| {
+            let mut values =
+                [case.a.len, case.b.len, case.n + 16, case.c.len].map(|count| random.floats(count));
+            let [of, to] = case.storage;
+            let storage = [of, of, Storage::F32, to];
+            values
+                .iter_mut()
+                .zip(storage)
+                .for_each(|(values, storage)| round(values, storage));
+            values
+        })
         .collect();
-    let inputs: Vec<&[f32]> = data
+    let stored: Vec<[Vec<f32>; 4]> = cases
+        .iter()
+        .zip(&data)
+        .map(|(case, [a, b, bias, c])| {
+            let [of, to] = case.storage;
+            [bits(a, of), bits(b, of), bias.clone(), bits(c, to)]
+        })
+        .collect();
+    let inputs: Vec<&[f32]> = stored
         .iter()
         .flat_map(|[a, b, bias, _]| [&a[..], &b[..], &bias[..]])
         .collect();
-    let outputs: Vec<&[f32]> = data.iter().map(|[_, _, _, c]| &c[..]).collect();
+    let outputs: Vec<&[f32]> = stored.iter().map(|[_, _, _, c]| &c[..]).collect();
     for (position, isa) in instruction_sets(&toolchain).into_iter().enumerate() {
         // All cases on the widest vectors; the first half is enough to see that other widths work alike.
         let count = if position == 0 {
@@ -232,10 +296,12 @@ fn check(cases: &[Case], seed: u64) {
             .collect();
         let results = run(&toolchain, isa, &kernels, &inputs[..3 * count], &outputs[..count]);
         for ((case, [a, b, bias, c]), result) in cases.iter().zip(&data).zip(&results) {
+            let result = match case.storage[1] {
+                Storage::BF16 => &from_bf16(result)[..c.len()],
+                _ => result,
+            };
             let error = distance(result, &case.reference(a, b, bias, c));
-            // Rounding errors of a running sum grow like the square root of its length.
-            let bound = 3e-8 * (10.0 + (case.k as f64).sqrt());
-            assert!(error < bound, "{isa}: error {error} in {case:?}");
+            assert!(error < case.bound(), "{isa}: error {error} in {case:?}");
         }
     }
 }
@@ -245,6 +311,16 @@ fn random_products_match_f64() {
     let mut random = Random::new(11);
     let cases: Vec<Case> = (0..48).map(|_| Case::random(&mut random)).collect();
     check(&cases, 12);
+}
+
+/// Operands of bf16, with results of f32 and of bf16.
+#[test]
+fn random_products_of_bf16_match_f64() {
+    let mut random = Random::new(21);
+    let cases: Vec<Case> = (0..40)
+        .map(|number| Case::random(&mut random).of_bf16([Storage::F32, Storage::BF16][number % 2]))
+        .collect();
+    check(&cases, 22);
 }
 
 fn dense(m: usize, n: usize, k: usize, transposed: [bool; 3]) -> Case {
@@ -264,6 +340,7 @@ fn dense(m: usize, n: usize, k: usize, transposed: [bool; 3]) -> Case {
         c: layout(m, n, transposed[2]),
         prologue: false,
         epilogue: false,
+        storage: [Storage::F32; 2],
     }
 }
 
@@ -271,6 +348,21 @@ fn dense(m: usize, n: usize, k: usize, transposed: [bool; 3]) -> Case {
 /// the last element, so that a read beyond would hit other memory.
 #[test]
 fn large_deep_and_skinny_products_match_f64() {
+    check(&large_deep_and_skinny(), 5);
+}
+
+/// The same of bf16, where a pair may end a cut, a panel or the depth.
+#[test]
+fn large_deep_and_skinny_products_of_bf16_match_f64() {
+    let results = [Storage::F32, Storage::BF16];
+    let cases = large_deep_and_skinny().into_iter().enumerate();
+    let cases: Vec<Case> = cases
+        .map(|(number, case)| case.of_bf16(results[number % 2]))
+        .collect();
+    check(&cases, 6);
+}
+
+fn large_deep_and_skinny() -> Vec<Case> {
     let mut cases = vec![
         dense(150, 70, 9001, [false, true, false]),
         dense(33, 47, 5003, [true, false, false]),
@@ -289,7 +381,7 @@ fn large_deep_and_skinny_products_match_f64() {
     for prologue in &mut cases[..4] {
         prologue.prologue = true;
     }
-    check(&cases, 5);
+    cases
 }
 
 /// Infinity and NaN reach exactly the results whose sums contain them: padding multiplies nothing with them.
@@ -301,13 +393,19 @@ fn non_finite_values_stay_in_their_rows_and_columns() {
     let b = vec![1f32; case.b.len];
     a[case.a.at(&[], 4, 22)] = f32::NAN;
     a[case.a.at(&[], 18, 0)] = f32::INFINITY;
-    for isa in instruction_sets(&toolchain) {
+    let both = [Storage::F32, Storage::BF16];
+    let isas = instruction_sets(&toolchain).into_iter();
+    for (isa, of) in isas.flat_map(|isa| both.map(|of| (isa, of))) {
+        let case = Case {
+            storage: [of, Storage::F32],
+            ..case.clone()
+        };
         let kernel = case.kernel("gemm".into(), isa, 3);
         let c = &run(
             &toolchain,
             isa,
             &[kernel],
-            &[&a, &b, &[0.0; 64]],
+            &[&bits(&a, of), &bits(&b, of), &[0.0; 64]],
             &[&vec![0.0; case.c.len]],
         )[0];
         for i in 0..case.m {

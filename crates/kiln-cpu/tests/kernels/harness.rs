@@ -45,11 +45,7 @@ impl Random {
 
 /// The instruction sets to test: the machine's and all that it contains.
 pub fn instruction_sets(toolchain: &Toolchain) -> Vec<Isa> {
-    match toolchain.isa() {
-        Isa::Avx512 => vec![Isa::Avx512, Isa::Avx2, Isa::Sse2],
-        Isa::Avx2 => vec![Isa::Avx2, Isa::Sse2],
-        other => vec![other],
-    }
+    toolchain.isa().contained().to_vec()
 }
 
 /// Builds `kernels` into one step, runs it on 1, 2 and 3 threads (workspaces filled with NaN), checks that the bits agree, and
@@ -98,6 +94,21 @@ pub fn run(
         }
     }
     first.unwrap()
+}
+
+/// `values` rounded to bf16, two in the bits of one number: what a kernel that is given `uint16_t *` reads.
+pub fn to_bf16(values: &[f32]) -> Vec<f32> {
+    let half = |x: f32| u32::from(half::bf16::from_f32(x).to_bits());
+    let pair = |pair: &[f32]| half(pair[0]) | pair.get(1).map_or(0, |&x| half(x) << 16);
+    values.chunks(2).map(|two| f32::from_bits(pair(two))).collect()
+}
+
+/// The numbers that [`to_bf16`] made of as many.
+pub fn from_bf16(bits: &[f32]) -> Vec<f32> {
+    let halves = bits
+        .iter()
+        .flat_map(|x| [x.to_bits() << 16, x.to_bits() & 0xffff_0000]);
+    halves.map(f32::from_bits).collect()
 }
 
 /// Relative distance `||a - b|| / ||b||`.

@@ -396,6 +396,22 @@ impl Program {
         let (a, b) = (self.argument(a), self.argument(b));
         let product = self.add(Op::DotGeneral(DotDims::matmul(0)), &[a, b])?;
         self.check(product, "matrix product of f32", 0.0);
+        // As they lie in memory, and rounded while they are packed: along the rows, and turned.
+        let cast = |program: &mut Self, value| program.add(Op::Cast(DType::BF16), &[value]);
+        let stored = [([33, 19], 7), ([37, 33], 11)].map(|(shape, by)| {
+            let values = whole(shape[0] * shape[1], by);
+            self.argument(HostTensor::from_floats(DType::BF16, shape, values))
+        });
+        let transposed = DotDims {
+            a_contract: Dims::from_slice(&[0]),
+            b_contract: Dims::from_slice(&[1]),
+            ..DotDims::matmul(0)
+        };
+        let product = self.add(Op::DotGeneral(transposed), &stored)?;
+        self.check(product, "matrix product of bf16", 0.0);
+        let rounded = [cast(self, a)?, cast(self, b)?];
+        let product = self.add(Op::DotGeneral(DotDims::matmul(0)), &rounded)?;
+        self.check(product, "matrix product of f32 cast to bf16", 0.0);
         let x = HostTensor::from_floats(DType::F32, [1, 16, 7, 9], whole(16 * 63, 7));
         let w = HostTensor::from_floats(DType::F32, [16, 16, 3, 3], whole(256 * 9, 11));
         let (x, w) = (self.argument(x), self.argument(w));

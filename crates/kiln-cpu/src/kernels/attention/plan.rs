@@ -120,7 +120,7 @@ pub(super) fn product(plan: &AttentionPlan, product: &Product<'_>, helpers: &mut
             vectors,
             a: product.a_access,
             b: product.b_access,
-            element: plan.element,
+            factor: plan.element.into(),
             nested: false,
             block: tile::BLOCK,
         };

@@ -550,4 +550,47 @@ KILN_SPACED(f16)
 KILN_SPACED(bf16)
 #undef KILN_SPACED
 
+
+/* Pairs of bf16: neighbours along the depth of a product, the first in the lower half. They may lie at any even address. */
+typedef uint32_t bf16_pair __attribute__((aligned(2)));
+KILN_INLINE vu vu_set1(uint32_t x) { return (vu)vi_set1((int32_t)x); }
+KILN_INLINE vu vu_load(const bf16_pair *p) { vu v; __builtin_memcpy(&v, p, sizeof v); return v; }
+KILN_INLINE void vu_store(bf16_pair *p, vu v) { __builtin_memcpy(p, &v, sizeof v); }
+KILN_INLINE void vu_store_n(bf16_pair *p, vu v, int64_t n) { __builtin_memcpy(p, &v, (size_t)n * sizeof *p); }
+KILN_INLINE void vu_transpose(vu row[KILN_LANES]) { vf_transpose((vf *)row); }
+/* The pairs of low[l] and high[l] in memory. */
+KILN_INLINE vu vu_zip_bf16(const uint16_t *low, const uint16_t *high) {
+    vu_half a, b;
+    __builtin_memcpy(&a, low, sizeof a);
+    __builtin_memcpy(&b, high, sizeof b);
+    return __builtin_convertvector(a, vu) | __builtin_convertvector(b, vu) << 16;
+}
+/* Two instructions are written as such: the functions of immintrin.h for them take other types with each compiler. Both take subnormal numbers
+ * for zero. */
+#if KILN_LANES == 16 && defined(__AVX512BF16__)
+/* c + high(a) * high(b), then + low(a) * low(b). */
+KILN_INLINE vf vf_dot_bf16(vu a, vu b, vf c) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+}
+/* The pairs of neighbours in a, then those in b, rounded. */
+KILN_INLINE vu vu_pairs_vf(vf a, vf b) {
+    vu pairs;
+    __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(pairs) : "v"(a), "v"(b));
+    return pairs;
+}
+/* The pairs of low[l] and high[l], rounded. */
+KILN_INLINE vu vu_zip_vf(vf low, vf high) {
+    typedef uint16_t vh __attribute__((vector_size(64)));
+    vh x = (vh)vu_pairs_vf(low, high);
+#define KILN_ZIP 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#if defined(__clang__)
+    return (vu)__builtin_shufflevector(x, x, KILN_ZIP);
+#else
+    return (vu)__builtin_shuffle(x, (vh){KILN_ZIP});
+#endif
+#undef KILN_ZIP
+}
+#endif
+
 #endif

@@ -138,7 +138,7 @@ pub(super) fn as_product<'a>(spec: &'a ConvSpec<'a>, direction: Direction) -> Ge
                 Some(ImageAxis::Plane) => Some(Axis::Free),
                 _ => None,
             };
-            Operand::computed(axis, load).of(spec.storage.element())
+            Operand::computed(axis, load).standing_for(spec.storage)
         }
     };
     let (k, n) = if direction == Direction::Forward {
@@ -370,7 +370,7 @@ impl Emitter<'_> {
                 vectors: width / lanes,
                 a,
                 b: Access::Packed,
-                element: self.element,
+                factor: self.element.into(),
                 nested: true,
                 block: tile::BLOCK,
             };

@@ -162,7 +162,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText {
             vectors: width / lanes,
             a,
             b,
-            element,
+            factor: element.into(),
             nested: true,
             block: tile::BLOCK,
         };
@@ -351,7 +351,7 @@ fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Opti
                     channel: at.free,
                 })
             };
-            Some(Operand::computed(Some(Axis::Free), load))
+            Some(Operand::computed(Some(Axis::Free), load).standing_for(spec.storage))
         }
         (Some(ImageAxis::Plane), _) | (Some(ImageAxis::Width), Some(_)) if flat || image.memory.is_none() => {
             let load = move |at: &gemm::At<'_>| {
@@ -365,7 +365,7 @@ fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Opti
                     channel: at.free,
                 })
             };
-            let operand = Operand::computed(Some(Axis::Depth), load).of(spec.storage.element());
+            let operand = Operand::computed(Some(Axis::Depth), load).standing_for(spec.storage);
             Some(operand.in_segments(plane))
         }
         _ => None,

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use super::plan::{Parallel, ProductPlan, Stream};
-use super::{Epilogue, GemmSpec, Result, TileCode, pack};
+use super::{Epilogue, GemmSpec, Memory, Result, TileCode, pack};
 use crate::isa::Isa;
-use crate::kernels::element::Element;
+use crate::kernels::element::{Element, Factor};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, KernelText, Width, fields, indent, pack_fields, round_up, signature, unpack};
 
@@ -177,7 +177,11 @@ impl Emitter<'_> {
         };
         let _ = writeln!(
             out,
-            "/* {comment}\n * {products}[{m} x {k}] * [{k} x {n}], tiles of {} x {}, A {}, B {}{}{}. */",
+            "/* {comment}\n * {products}[{m} x {k}] * [{k} x {n}]{}, tiles of {} x {}, A {}, B {}{}{}. */",
+            match plan.factor {
+                Factor::Bf16Pair => " of pairs of bf16",
+                _ => "",
+            },
             plan.rows,
             plan.width(),
             packed(plan.a_packed),
@@ -221,11 +225,16 @@ impl Emitter<'_> {
     /// `name_pack_a(args, row panel, packed)`.
     fn pack_rows(&self) -> String {
         let GemmSpec {
-            name, m, a, params, ..
+            name,
+            m,
+            k,
+            a,
+            params,
+            ..
         } = self.spec;
-        let (plan, real) = (self.plan, self.spec.element().ctype());
+        let (plan, factor) = (self.plan, self.plan.factor.ctype());
         let copy = |rows: usize| {
-            let body = pack::panel(a, rows, plan.lanes);
+            let body = pack::panel(a, plan.factor, *k, rows, plan.lanes);
             format!("{{\n    int64_t valid = {rows};\n{}}}", indent(&body, 4))
         };
         let body = if plan.uneven_rows() {
@@ -239,7 +248,7 @@ impl Emitter<'_> {
             copy(plan.rows) + "\n"
         };
         format!(
-            "/* Packs a row panel of A. */\nstatic void {name}_pack_a(const struct {name}_args *args, int64_t panel, {real} \
+            "/* Packs a row panel of A. */\nstatic void {name}_pack_a(const struct {name}_args *args, int64_t panel, {factor} \
              *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
              {m};\n    const int64_t free = {};\n{}}}\n",
             unpack(params),
@@ -251,12 +260,17 @@ impl Emitter<'_> {
     /// `name_pack_b(args, column panel, packed)`.
     fn pack_columns(&self) -> String {
         let GemmSpec {
-            name, n, b, params, ..
+            name,
+            n,
+            k,
+            b,
+            params,
+            ..
         } = self.spec;
-        let (plan, real) = (self.plan, self.spec.element().ctype());
+        let (plan, factor) = (self.plan, self.plan.factor.ctype());
         let copy = |vectors: usize| {
             let width = vectors * plan.lanes;
-            let body = pack::panel(b, width, plan.lanes);
+            let body = pack::panel(b, plan.factor, *k, width, plan.lanes);
             format!(
                 "{{\n    const int64_t valid = extent - free < {width} ? extent - free : {width};\n{}}}",
                 indent(&body, 4)
@@ -278,7 +292,7 @@ impl Emitter<'_> {
         };
         format!(
             "/* Packs a column panel of B. */\nstatic void {name}_pack_b(const struct {name}_args *args, int64_t panel, \
-             {real} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
+             {factor} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
              {n};\n    const int64_t free = panel * {};\n{}}}\n",
             unpack(params),
             plan.width(),
@@ -323,7 +337,7 @@ impl Emitter<'_> {
         if !self.stationary_packed() {
             return String::new();
         }
-        let (name, real) = (&self.spec.name, self.spec.element().ctype());
+        let (name, factor) = (&self.spec.name, self.plan.factor.ctype());
         let (letter, offset) = match self.plan.stream {
             Stream::Columns => ("a", self.first_row("panel")),
             Stream::Rows => ("b", format!("(panel * {})", self.plan.width())),
@@ -331,18 +345,22 @@ impl Emitter<'_> {
         format!(
             "static void {name}_stationary(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
              {name}_args *args = ctx;\n    for (int64_t panel = begin; panel < end; panel++)\n        \
-             {name}_pack_{letter}(args, panel, ({real} *)(args->workspace + {}) + {offset} * args->depth);\n}}\n",
+             {name}_pack_{letter}(args, panel, ({factor} *)(args->workspace + {}) + {offset} * args->depth);\n}}\n",
             self.workspace.stationary
         )
     }
 
     /// Calls of the tile functions that differ in height and width, chosen at run time.
     fn tile_calls(&mut self) -> String {
-        let (plan, element) = (self.plan, self.spec.element());
-        let access = |packed: bool, operand: &super::Operand<'_>| match &operand.memory {
-            Some(memory) if !packed => Access::Strided {
+        let (plan, factor) = (self.plan, self.plan.factor);
+        let access = |packed: bool, operand: &super::Operand<'_>| match (&operand.memory, &operand.halves) {
+            (Some(memory), _) if !packed => Access::Strided {
                 free: memory.free_stride,
                 depth: memory.depth_stride,
+            },
+            (_, Some(memory)) if !packed => Access::Strided {
+                free: memory.free_stride / 2,
+                depth: 1,
             },
             _ => Access::Packed,
         };
@@ -356,7 +374,7 @@ impl Emitter<'_> {
                 vectors,
                 a,
                 b,
-                element,
+                factor,
                 nested: false,
                 block: tile::BLOCK,
             };
@@ -405,6 +423,7 @@ impl Emitter<'_> {
             ..
         } = self.spec;
         let (plan, workspace, real) = (self.plan, self.workspace, self.spec.element().ctype());
+        let factor = plan.factor.ctype();
         let width = plan.width();
         let row = self.first_row("rp");
         let rows = if plan.uneven_rows() {
@@ -414,14 +433,19 @@ impl Emitter<'_> {
         };
 
         // Where tiles find their operands.
-        let in_place = |operand: &super::Operand<'_>, free: &str| match &operand.memory {
-            Some(memory) => format!(
-                "{} + {free} * {} + args->start * {}",
-                (memory.base)("batch"),
-                memory.free_stride,
-                memory.depth_stride
-            ),
-            None => String::new(),
+        let in_place = |operand: &super::Operand<'_>, free: &str| {
+            let place = |memory: &Memory<'_>, step: i64| {
+                format!(
+                    "{} + {free} * {} + args->start * {step}",
+                    (memory.base)("batch"),
+                    memory.free_stride,
+                )
+            };
+            match (&operand.memory, &operand.halves) {
+                (Some(memory), _) => place(memory, memory.depth_stride),
+                (_, Some(memory)) => format!("(const {factor} *)({})", place(memory, 2)),
+                _ => String::new(),
+            }
         };
         let (a_place, b_place) = match plan.stream {
             Stream::Columns => (
@@ -479,7 +503,7 @@ impl Emitter<'_> {
         };
         let tile = format!(
             "const int64_t row = {row}, col = cp * {width};\nconst \
-             {real} *tile_a = {a_place};\nconst {real} *tile_b = {b_place};\n{real} *target = base + {at};\n{calls}"
+             {factor} *tile_a = {a_place};\nconst {factor} *tile_b = {b_place};\n{real} *target = base + {at};\n{calls}"
         );
         // The epilogue runs over several column panels at once: over rows long enough for caches to run ahead of it.
         let finish = |from: &str, end: &str, at: &str| {
@@ -542,8 +566,8 @@ impl Emitter<'_> {
         };
         format!(
             "static void {name}_panels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
-             *args = ctx;\n{}    const int64_t batch = args->batch, ldc = {ldc};\n    const {real} *stationary = (const {real} \
-             *)(args->workspace + {});\n    {real} *streamed = ({real} *)({});\n{block_at}    {real} *base = {block};\n    for (int64_t \
+             *args = ctx;\n{}    const int64_t batch = args->batch, ldc = {ldc};\n    const {factor} *stationary = (const {factor} \
+             *)(args->workspace + {});\n    {factor} *streamed = ({factor} *)({});\n{block_at}    {real} *base = {block};\n    for (int64_t \
              group = begin; group < end; group += {group}) {{\n        const int64_t group_end = group + {group} < end ? group + \
              {group} : end;\n{}{}    }}\n}}\n",
             unpack(params),
@@ -558,11 +582,7 @@ impl Emitter<'_> {
     /// The loops over batch and depth cuts, and the kernel itself.
     fn entry(&self, head: &str) -> String {
         let GemmSpec {
-            name,
-            batch,
-            k,
-            params,
-            ..
+            name, batch, params, ..
         } = self.spec;
         let (plan, workspace) = (self.plan, self.workspace);
         let run = |part: &str, panels: usize| match plan.parallel {
@@ -578,10 +598,11 @@ impl Emitter<'_> {
         once.push_str(&run("panels", self.streamed_panels()));
         if plan.cuts > 1 {
             once = format!(
-                "for (int64_t start = 0; start < {k}; start += {depth}) {{\n    args.start = start;\n    args.depth = {k} - \
-                 start < {depth} ? {k} - start : {depth};\n    args.from_zero = start == 0;\n    args.to_end = start + args.depth == \
-                 {k};\n{}}}\n",
+                "for (int64_t start = 0; start < {all}; start += {depth}) {{\n    args.start = start;\n    args.depth = {all} - \
+                 start < {depth} ? {all} - start : {depth};\n    args.from_zero = start == 0;\n    args.to_end = start + args.depth == \
+                 {all};\n{}}}\n",
                 indent(&once, 4),
+                all = plan.all,
                 depth = plan.depth
             );
         }

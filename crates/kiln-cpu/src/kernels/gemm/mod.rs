@@ -1,6 +1,8 @@
 //! Matrix products: `c[b][i][j] = sum over k of a[b][i][k] * b[b][k][j]`, for each batch index, in f32 or f64.
 //!
-//! Operands of 16 bits become f32 while they are packed, and results are rounded once.
+//! Operands of 16 bits become f32 while they are packed, and results are rounded once. Where the machine multiplies pairs of bf16 and both operands hold
+//! bf16 numbers, panels hold pairs instead ([`Factor::Bf16Pair`]): two neighbours along the depth, half the bytes and half the instructions. Sums are f32
+//! either way, but the instruction takes subnormal numbers for zero.
 //!
 //! The caller says how an element of each operand is obtained (a strided load, or any expression: an activation, a
 //! normalisation, a gather) and what happens to each element of the result (a store, a bias, an optimizer's whole
@@ -27,7 +29,7 @@ mod emit;
 mod pack;
 mod plan;
 
-use super::element::{Element, Storage};
+use super::element::{Element, Factor, Storage};
 use super::{KernelText, Param, Width};
 use crate::isa::Isa;
 
@@ -65,13 +67,17 @@ pub struct Operand<'a> {
     pub load: Load<'a>,
     /// Set if the operand is memory of what registers hold, so that tiles may read it in place.
     pub memory: Option<Memory<'a>>,
+    /// Set if the operand is memory of bf16, from which pairs are packed as they are.
+    halves: Option<Memory<'a>>,
+    /// Whether its elements are bf16 numbers, whatever holds them.
+    is_bf16: bool,
     /// Set if vectors along the depth must not cross multiples of this.
     segment: Option<usize>,
     /// What its elements are in registers.
     element: Element,
 }
 
-/// Memory as registers hold it.
+/// Memory that tiles or panels take as it is.
 pub struct Memory<'a> {
     /// C expression (a pointer) of element (0, 0) for a batch index.
     pub base: Box<dyn Fn(&str) -> String + 'a>,
@@ -111,14 +117,23 @@ impl<'a> Operand<'a> {
             );
             storage.load(at.width, &place)
         };
+        let is_bf16 = storage == Storage::BF16;
+        let memory = || Memory {
+            base: Box::new(base),
+            free_stride,
+            depth_stride,
+        };
+        let (memory, halves) = match (storage.is_plain(), is_bf16) {
+            (true, _) => (Some(memory()), None),
+            (_, true) => (None, Some(memory())),
+            _ => (None, None),
+        };
         Self {
             contiguous: contiguous_axis(free_stride, depth_stride),
             load: Box::new(load),
-            memory: storage.is_plain().then(|| Memory {
-                base: Box::new(base),
-                free_stride,
-                depth_stride,
-            }),
+            memory,
+            halves,
+            is_bf16,
             segment: None,
             element: storage.element(),
         }
@@ -131,6 +146,8 @@ impl<'a> Operand<'a> {
             contiguous,
             load: Box::new(load),
             memory: None,
+            halves: None,
+            is_bf16: false,
             segment: None,
             element: Element::F32,
         }
@@ -145,9 +162,11 @@ impl Operand<'_> {
         self
     }
 
-    /// An operand whose elements are of this type in registers.
-    pub fn of(mut self, element: Element) -> Self {
-        self.element = element;
+    /// A computed operand whose elements stand for numbers that would be stored so: registers hold what they would hold of those, and packing may round
+    /// to them.
+    pub fn standing_for(mut self, storage: Storage) -> Self {
+        self.element = storage.element();
+        self.is_bf16 = storage == Storage::BF16;
         self
     }
 }
@@ -335,6 +354,19 @@ impl GemmSpec<'_> {
     fn element(&self) -> Element {
         debug_assert_eq!(self.a.element, self.b.element);
         self.a.element
+    }
+
+    /// What its panels hold.
+    fn factor(&self, isa: Isa) -> Factor {
+        let both = self.a.is_bf16 && self.b.is_bf16;
+        // A pair must not lie on both sides of a cut.
+        let whole = [&self.a, &self.b]
+            .iter()
+            .all(|operand| operand.segment.is_none_or(|length| length.is_multiple_of(2)));
+        match isa.has_bf16_pairs() && both && whole && self.k > 1 {
+            true => Factor::Bf16Pair,
+            false => self.element().into(),
+        }
     }
 }
 

@@ -1,14 +1,24 @@
 //! Code that copies a panel of an operand into the layout of the tiles: `packed[k * width + r]`, for `width` consecutive
 //! rows of A or columns of B and one cut of the depth.
 
-use super::{At, Axis, Operand};
+use super::{At, Axis, Memory, Operand, contiguous_axis};
+use crate::kernels::element::Factor;
 use crate::kernels::{Width, indent};
 
 /// Statements that pack one panel.
 ///
 /// In scope: `batch`, `free` (first row or column), `valid` (how many of `width` exist; the rest become zero), `start`
-/// and `depth` (the cut), `extent`, `packed`. `width` is a constant. At most `depth * width` elements are written.
-pub(super) fn panel(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
+/// and `depth` (the cut), `extent`, `packed`. `width` is a constant. At most `depth * width` elements are written. `all` is the depth of all cuts in
+/// elements of the operand; everything else is in what panels hold.
+pub(super) fn panel(operand: &Operand<'_>, factor: Factor, all: usize, width: usize, lanes: usize) -> String {
+    match factor {
+        Factor::Bf16Pair => Pairs { operand, all }.panel(width, lanes),
+        _ => elements(operand, width, lanes),
+    }
+}
+
+/// As [`panel`], of what registers hold.
+fn elements(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
     let vf = operand.element.vector();
     let load = |width, free: &str, depth: &str| {
         (operand.load)(&At {
@@ -71,4 +81,147 @@ pub(super) fn panel(operand: &Operand<'_>, width: usize, lanes: usize) -> String
             )
         }
     }
+}
+
+/// An operand of which pairs of bf16 are packed: element `2 i` of the depth, and in the upper half `2 i + 1`, or zero past the end.
+struct Pairs<'a> {
+    operand: &'a Operand<'a>,
+    /// Elements of the whole depth.
+    all: usize,
+}
+
+impl Pairs<'_> {
+    /// As [`panel`].
+    fn panel(&self, width: usize, lanes: usize) -> String {
+        let contiguous = match &self.operand.halves {
+            Some(memory) => contiguous_axis(memory.free_stride, memory.depth_stride),
+            None => self.operand.contiguous,
+        };
+        let element = |k: &str| {
+            format!(
+                "for (int64_t k = {k}; k < depth; k++)\n    for (int64_t r = 0; r < {width}; r++)\n        packed[k * {width} + r] = r < valid ? \
+                 {} : 0;\n",
+                self.one()
+            )
+        };
+        let Some(axis) = contiguous else {
+            return element("0");
+        };
+        // Vectors are of whole pairs.
+        let last = match self.all % 2 {
+            0 => String::from("const int64_t last = depth;\n"),
+            _ => format!(
+                "const int64_t last = start + depth > {0} ? {0} - start : depth;\n",
+                self.all / 2
+            ),
+        };
+        let vectors = match axis {
+            Axis::Free => self.along_free(width, lanes),
+            Axis::Depth => self.along_depth(width, lanes),
+        };
+        format!("int64_t k0 = 0;\n{last}{vectors}{}", element("k0"))
+    }
+
+    /// Loops that pack steps with vectors of neighbours; `k0` counts them.
+    fn along_free(&self, width: usize, lanes: usize) -> String {
+        let whole = width.div_ceil(lanes) * lanes;
+        // A vector store of a narrow panel runs over into the next steps, which are written later.
+        let spill = (whole - width).div_ceil(width);
+        let pairs = match &self.operand.halves {
+            Some(memory) => format!(
+                "vu_zip_bf16({}, {})",
+                place(memory, "(free + r)", "(start + k0) * 2"),
+                place(memory, "(free + r)", "((start + k0) * 2 + 1)"),
+            ),
+            None => format!(
+                "vu_zip_vf({}, {})",
+                self.value(Width::Vector, "(free + r)", "((start + k0) * 2)"),
+                self.value(Width::Vector, "(free + r)", "((start + k0) * 2 + 1)"),
+            ),
+        };
+        format!(
+            "if (valid == {width} && free + {whole} <= extent) {{\n    for (; k0 < last - {spill}; k0++)\n        for (int64_t r = 0; r < {width}; r += \
+             {lanes}) vu_store(packed + k0 * {width} + r, {pairs});\n}}\n"
+        )
+    }
+
+    /// Loops that pack steps with vectors of pairs, turned; `k0` counts them.
+    fn along_depth(&self, width: usize, lanes: usize) -> String {
+        let spill = (width.div_ceil(lanes) * lanes - width).div_ceil(width);
+        let mut block = String::new();
+        // The last group first: where it is narrow, what it spills is overwritten by the first.
+        for group in (0..width).step_by(lanes).rev() {
+            let rows = lanes.min(width - group);
+            block.push_str(&format!("{{\n    vu row[{lanes}] = {{{{0}}}};\n"));
+            for r in group..group + rows {
+                let free = format!("(free + {r})");
+                let pairs = match &self.operand.halves {
+                    Some(memory) => {
+                        format!(
+                            "vu_load((const bf16_pair *)({}))",
+                            place(memory, &free, "(start + k0) * 2")
+                        )
+                    }
+                    None => format!(
+                        "vu_pairs_vf({}, {})",
+                        self.value(Width::Vector, &free, "((start + k0) * 2)"),
+                        self.value(Width::Vector, &free, &format!("((start + k0) * 2 + {lanes})")),
+                    ),
+                };
+                block.push_str(&format!("    if ({r} < valid) row[{}] = {pairs};\n", r - group));
+            }
+            block.push_str("    vu_transpose(row);\n");
+            for l in 0..lanes {
+                let to = format!("packed + (k0 + {l}) * {width} + {group}");
+                // The steps that a vector runs over into belong to this block, but for the last ones.
+                let store = if rows == lanes || l + spill < lanes {
+                    format!("vu_store({to}, row[{l}]);")
+                } else {
+                    format!("vu_store_n({to}, row[{l}], {rows});")
+                };
+                block.push_str(&format!("    {store}\n"));
+            }
+            block.push_str("}\n");
+        }
+        format!(
+            "for (; k0 + {lanes} <= last; k0 += {lanes}) {{\n{}}}\n",
+            indent(&block, 4)
+        )
+    }
+
+    /// C expression of the pair of row `r` at step `k`.
+    fn one(&self) -> String {
+        let half = |depth: &str| match &self.operand.halves {
+            Some(memory) => format!("*({})", place(memory, "(free + r)", depth)),
+            None => format!("bf16_from_sf({})", self.value(Width::Scalar, "(free + r)", depth)),
+        };
+        let (low, high) = (half("((start + k) * 2)"), half("((start + k) * 2 + 1)"));
+        match self.all % 2 {
+            0 => format!("((uint32_t){low} | (uint32_t){high} << 16)"),
+            _ => format!(
+                "((uint32_t){low} | (start + k < {} ? (uint32_t){high} << 16 : 0))",
+                self.all / 2
+            ),
+        }
+    }
+
+    /// C expression of an element, or a vector of them, as f32.
+    fn value(&self, width: Width, free: &str, depth: &str) -> String {
+        (self.operand.load)(&At {
+            width,
+            batch: "batch",
+            free,
+            depth,
+        })
+    }
+}
+
+/// C expression of an element's address.
+fn place(memory: &Memory<'_>, free: &str, depth: &str) -> String {
+    format!(
+        "{} + {free} * {} + {depth} * {}",
+        (memory.base)("batch"),
+        memory.free_stride,
+        memory.depth_stride
+    )
 }

@@ -2,6 +2,7 @@
 
 use super::{Axis, GemmSpec, Operand};
 use crate::isa::Isa;
+use crate::kernels::element::Factor;
 use crate::kernels::{round_up, tile};
 use crate::policy::{BATCH_PRODUCT, PRODUCT_DEPTH, PRODUCT_L2, SERIAL_PRODUCT};
 
@@ -27,6 +28,8 @@ pub(super) enum Stream {
 
 #[derive(Debug, Clone)]
 pub(super) struct ProductPlan {
+    /// What panels hold. The depth is counted in these.
+    pub factor: Factor,
     pub lanes: usize,
     /// Vectors in a column panel.
     pub vectors: usize,
@@ -37,6 +40,8 @@ pub(super) struct ProductPlan {
     pub rows: usize,
     pub tall_panels: usize,
     pub row_panels: usize,
+    /// Depth of all cuts.
+    pub all: usize,
     /// Depth of each cut but the last.
     pub depth: usize,
     pub cuts: usize,
@@ -53,7 +58,9 @@ pub(super) struct ProductPlan {
 impl ProductPlan {
     pub fn new(spec: &GemmSpec<'_>, isa: Isa) -> Self {
         let lanes = spec.element().lanes(isa);
+        let factor = spec.factor(isa);
         let (m, n, k) = (spec.m, spec.n, spec.k);
+        let all = k.div_ceil(factor.depth());
         let vectors = choose_vectors(m, n, lanes, isa);
         let width = vectors * lanes;
         let column_panels = n.div_ceil(width);
@@ -66,11 +73,11 @@ impl ProductPlan {
             .segment
             .or(spec.b.segment)
             .filter(|&segment| segment < k)
-            .unwrap_or(PRODUCT_DEPTH);
-        let cuts = k.div_ceil(longest).max(1);
+            .map_or(PRODUCT_DEPTH, |segment| segment / factor.depth());
+        let cuts = all.div_ceil(longest).max(1);
         let depth = match cuts {
-            1 => k,
-            _ if longest == PRODUCT_DEPTH => round_up(k.div_ceil(cuts), lanes),
+            1 => all,
+            _ if longest == PRODUCT_DEPTH => round_up(all.div_ceil(cuts), lanes),
             _ => longest,
         };
 
@@ -108,6 +115,7 @@ impl ProductPlan {
         let panel = depth * spec.element().bytes() * if stream == Stream::Rows { rows } else { width };
         let group = (PRODUCT_L2 / panel.max(1)).clamp(1, 8);
         Self {
+            factor,
             lanes,
             vectors,
             last_vectors,
@@ -115,10 +123,11 @@ impl ProductPlan {
             rows,
             tall_panels,
             row_panels,
+            all,
             depth,
             cuts,
-            a_packed: pack_a(&spec.a, n, lanes),
-            b_packed: pack_b(&spec.b, m, n, lanes),
+            a_packed: pack_a(&spec.a, factor, k, n, lanes),
+            b_packed: factor == Factor::Bf16Pair || pack_b(&spec.b, m, n, lanes),
             stream,
             group,
             parallel,
@@ -164,14 +173,22 @@ fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
 }
 
 /// Whether packing A pays. Each element is used once for each column panel; a tile can read A in place with any stride,
-/// at some cost in cache lines.
-fn pack_a(a: &Operand<'_>, n: usize, lanes: usize) -> bool {
-    let Some(memory) = &a.memory else { return true };
+/// at some cost in cache lines. Pairs must lie in memory as such.
+fn pack_a(a: &Operand<'_>, factor: Factor, k: usize, n: usize, lanes: usize) -> bool {
+    let (memory, bytes) = match factor {
+        Factor::Bf16Pair => (&a.halves, 2),
+        _ => (&a.memory, a.element.bytes() as i64),
+    };
+    let Some(memory) = memory else { return true };
+    let in_pairs = memory.depth_stride == 1 && memory.free_stride % 2 == 0 && k.is_multiple_of(2);
+    if factor == Factor::Bf16Pair && !in_pairs {
+        return true;
+    }
     if n <= 4 * lanes {
         return false;
     }
     // Rows whose distance is a multiple of 2 KiB fight for the same lines of L1.
-    let aliased = memory.free_stride * a.element.bytes() as i64 % 2048 == 0 && memory.free_stride != 0;
+    let aliased = memory.free_stride * bytes % 2048 == 0 && memory.free_stride != 0;
     let in_lines = a.contiguous == Some(Axis::Depth) && !aliased;
     !(in_lines && n <= 32 * lanes)
 }

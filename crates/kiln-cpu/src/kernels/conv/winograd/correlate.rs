@@ -8,7 +8,7 @@ use crate::isa::Isa;
 use crate::kernels::conv::walk::{Direction, Sides};
 use crate::kernels::conv::weights::Panels;
 use crate::kernels::conv::{ConvSpec, ImageAxis, PixelPlace};
-use crate::kernels::element::Element;
+use crate::kernels::element::Factor;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, KernelText, Width, call_part, indent, round_up, unpack, vector};
 use crate::policy::WINOGRAD_READ_WEIGHT;
@@ -286,7 +286,7 @@ impl Emitter<'_> {
                     depth: 1,
                 },
                 b: Access::Packed,
-                element: Element::F32,
+                factor: Factor::F32,
                 nested: false,
                 block: super::BLOCK,
             };

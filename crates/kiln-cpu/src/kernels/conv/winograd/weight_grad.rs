@@ -6,7 +6,7 @@ use super::transform::{Matrices, both_sides, transposed};
 use super::{Cut, apart, by_channels, fits, guarded};
 use crate::isa::Isa;
 use crate::kernels::conv::WeightGradSpec;
-use crate::kernels::element::Element;
+use crate::kernels::element::Factor;
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, KernelText, Width, call_part, indent, round_up, vector};
 use crate::policy::{WINOGRAD_SUMMED_WEIGHT, WINOGRAD_SUMS};
@@ -176,7 +176,7 @@ impl Emitter<'_> {
                     free: 1,
                     depth: cut.stride[0] as i64,
                 },
-                element: Element::F32,
+                factor: Factor::F32,
                 nested: false,
                 block: tile::BLOCK,
             };

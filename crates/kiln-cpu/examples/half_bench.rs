@@ -1,0 +1,332 @@
+//! Products and convolutions of bf16 beside those of f32, and beside what the units can do.
+//!
+//! `cargo run --release -p kiln-cpu --example half_bench [threads] [shape...]`
+//!
+//! Shapes are those of `kernel_bench`: `1024x688x256nt`, `32*128x128x64nt`, `conv:8x64x56-64k3s1g1` (forward and both gradients, channels-last). Each line has the
+//! best rate of f32, of bf16 with results of bf16, and of bf16 with results of f32, their share of the rate at which registers alone can be multiplied (of f32, and of pairs of
+//! bf16, on as many threads), and the time of f32 by that of bf16. The kernels of a line take turns.
+
+use std::time::{Duration, Instant};
+
+use kiln_cpu::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, WeightGradSpec};
+use kiln_cpu::kernels::element::Storage;
+use kiln_cpu::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
+use kiln_cpu::kernels::{KernelText, Param, standalone};
+use kiln_cpu::{AlignedBuffer, BuildOptions, Isa, Library, NoHooks, StepArguments, ThreadPool, Toolchain};
+
+const SHAPES: &[&str] = &[
+    "1024x1024x1024nn",
+    // llama-tiny: projections, feed-forward, logits and their gradients.
+    "1024x256x256nn",
+    "1024x688x256nn",
+    "1024x256x688nt",
+    "256x688x1024tn",
+    "1024x4096x256nt",
+    // bert-minilm.
+    "1024x384x384nt",
+    "1024x1536x384nt",
+    "384x1536x1024tn",
+    // Batches, small and skinny.
+    "32*128x128x64nt",
+    "32*128x64x128nn",
+    "8x1024x1024nt",
+    "64x64x64nn",
+    // resnet.
+    "conv:8x64x56-64k3s1g1",
+    "conv:8x128x28-128k3s1g1",
+    "conv:8x256x14-256k3s1g1",
+    "conv:8x512x7-512k3s1g1",
+    "conv:8x128x56-128k3s2g1",
+    "conv:4x256x56-64k1s1g1",
+    "conv:4x64x56-256k1s1g1",
+];
+
+/// How operands and result are stored.
+const TYPES: [[Storage; 2]; 3] = [
+    [Storage::F32, Storage::F32],
+    [Storage::BF16, Storage::BF16],
+    [Storage::BF16, Storage::F32],
+];
+
+/// Each kernel of a line runs so often.
+const TURNS: usize = 25;
+
+type Error = Box<dyn std::error::Error>;
+
+fn main() -> Result<(), Error> {
+    let mut arguments = std::env::args().skip(1);
+    let threads: usize = arguments.next().map_or(Ok(1), |text| text.parse())?;
+    let shapes: Vec<String> = arguments.collect();
+    let mut bench = Bench {
+        toolchain: Toolchain::detect()?,
+        pool: ThreadPool::new(threads),
+        peaks: [f64::INFINITY; 2],
+    };
+    let isa = bench.toolchain.isa();
+    bench.peaks = [bench.peak(false)?, bench.peak(isa.has_bf16_pairs())?];
+    println!(
+        "{} on {isa}, {threads} threads; registers alone: {:.0} GFLOP/s of f32, {:.0} of bf16",
+        bench.toolchain.version(),
+        bench.peaks[0],
+        bench.peaks[1]
+    );
+    if shapes.is_empty() {
+        SHAPES.iter().try_for_each(|shape| bench.shape(shape))
+    } else {
+        shapes.iter().try_for_each(|shape| bench.shape(shape))
+    }
+}
+
+struct Bench {
+    toolchain: Toolchain,
+    pool: ThreadPool,
+    /// GFLOP/s of registers alone.
+    peaks: [f64; 2],
+}
+
+/// A kernel, and the bytes of its inputs and its output.
+struct Case {
+    kernel: KernelText,
+    bytes: [usize; 3],
+}
+
+impl Bench {
+    fn isa(&self) -> Isa {
+        self.toolchain.isa()
+    }
+
+    /// GFLOP/s of independent multiply-adds in registers, of f32 or of pairs of bf16.
+    fn peak(&self, pairs: bool) -> Result<f64, Error> {
+        const CHAINS: usize = 24;
+        const STEPS: usize = 200_000;
+        let names = |text: &dyn Fn(usize) -> String| (0..CHAINS).map(text).collect::<Vec<_>>().join(" ");
+        let (vector, multiply, each) = match pairs {
+            true => ("vu", "vf_dot_bf16", 4),
+            false => ("vf", "vf_fma", 2),
+        };
+        let source = format!(
+            "static void peak_part(void *ctx, int64_t begin, int64_t end, int thread) {{\n    float *out = *(float **)ctx;\n    for (int64_t unit = begin; unit < end; unit++) {{\n        {vector} a = {{0}}, b = {{0}};\n        \
+             vf {} all = {{0}};\n        {}\n        for (int64_t i = 0; i < {STEPS}; i++) {{ {} }}\n        {}\n        vf_store(out + unit * \
+             KILN_LANES, all);\n    }}\n}}\nvoid peak(const kiln_runtime *rt, const float *left, const float *right, float *out, char *workspace) {{\n    rt->parallel_for(rt->pool, {}, 1, peak_part, &out);\n}}\n",
+            names(&|c| format!("c{c} = {{0}},")),
+            // Nothing is known of the chains, lest they become one.
+            names(&|c| format!("__asm__(\"\" : \"+m\"(c{c}));")),
+            names(&|c| format!("c{c} = {multiply}(a, b, c{c});")),
+            names(&|c| format!("all += c{c};")),
+            self.pool.threads(),
+        );
+        let kernel = KernelText {
+            name: "peak".into(),
+            params: params([Storage::F32; 2]),
+            prototype: "void peak(const kiln_runtime *rt, const float *left, const float *right, float *out, char *workspace);".into(),
+            source,
+            helpers: Vec::new(),
+            workspace_bytes: 0,
+        };
+        let bytes = [64, 64, 64 * self.pool.threads()];
+        let [best] = self.best([Case { kernel, bytes }])?;
+        let lanes = self.isa().lanes().max(4);
+        Ok((each * lanes * CHAINS * STEPS * self.pool.threads()) as f64 / best.as_nanos() as f64)
+    }
+
+    fn shape(&self, shape: &str) -> Result<(), Error> {
+        match shape.strip_prefix("conv:") {
+            Some(rest) => self.conv(shape, rest),
+            None => self.product(shape),
+        }
+    }
+
+    fn product(&self, shape: &str) -> Result<(), Error> {
+        let (batch, one) = shape.split_once('*').unwrap_or(("1", shape));
+        let batch: usize = batch.parse()?;
+        let (sizes, order) = one.split_at(one.find(['n', 't']).unwrap_or(one.len()));
+        let [m, n, k] = numbers(sizes)?;
+        let all = |stride: usize| [(batch, stride as i64)];
+        let transposed = |index| order.chars().nth(index) == Some('t');
+        let (a_free, a_depth) = if transposed(0) {
+            (1, m as i64)
+        } else {
+            (k as i64, 1)
+        };
+        let (b_free, b_depth) = if transposed(1) {
+            (k as i64, 1)
+        } else {
+            (1, n as i64)
+        };
+        let cases = TYPES.map(|[of, to]| {
+            let spec = GemmSpec {
+                name: "gemm".into(),
+                comment: shape.into(),
+                batch,
+                m,
+                n,
+                k,
+                a: Operand::stored(of, "left", &all(m * k), a_free, a_depth),
+                b: Operand::stored(of, "right", &all(k * n), b_free, b_depth),
+                epilogue: Epilogue::store_as(to, "out", &all(m * n), n as i64, 1),
+                params: params([of, to]),
+                threads: self.pool.threads(),
+            };
+            Case {
+                kernel: gemm::emit(spec, self.isa()),
+                bytes: bytes([m * k, k * n, m * n].map(|each| each * batch), [of, of, to]),
+            }
+        });
+        self.line(shape, cases, 2.0 * (batch * m * n * k) as f64)
+    }
+
+    fn conv(&self, shape: &str, rest: &str) -> Result<(), Error> {
+        let text = rest.replace(['-', 'k', 's', 'g'], "x");
+        let [images, channels, size, out_channels, kernel, stride, groups] = numbers(&text)?;
+        let pad = kernel / 2;
+        let output = (size + 2 * pad - kernel) / stride + 1;
+        let geometry = Geometry {
+            images,
+            groups,
+            in_channels: channels,
+            out_channels,
+            input: [1, size, size],
+            output: [1, output, output],
+            kernel: [1, kernel, kernel],
+            stride: [1, stride, stride],
+            pad: [0, pad, pad],
+            dilation: [1; 3],
+        };
+        let strides = |channels: usize, size: usize| {
+            let (c, s) = (channels as i64, size as i64);
+            [s * s * c, s * s * c, s * c, c, 1]
+        };
+        let (input, out) = (strides(channels, size), strides(out_channels, output));
+        let x = images * channels * size * size;
+        let y = images * out_channels * output * output;
+        let w = geometry.weight_len();
+        let flops = 2.0 * (images * output * output * w) as f64;
+        let correlation = |forward: bool| {
+            TYPES.map(|[of, to]| {
+                let (image, result) = if forward { (input, out) } else { (out, input) };
+                let spec = ConvSpec {
+                    name: "conv".into(),
+                    comment: shape.into(),
+                    geometry,
+                    image: Image::stored(of, "left", image),
+                    weight: "right".into(),
+                    storage: of,
+                    epilogue: PixelEpilogue::store_as(to, "out", result),
+                    params: params([of, to]),
+                    threads: self.pool.threads(),
+                };
+                let (kernel, lengths) = if forward {
+                    (conv::forward(spec, self.isa()), [x, w, y])
+                } else {
+                    (conv::input_grad(spec, self.isa()), [y, w, x])
+                };
+                let bytes = bytes(lengths, [of, of, to]);
+                Case { kernel, bytes }
+            })
+        };
+        let weight_grad = TYPES.map(|[of, to]| {
+            let spec = WeightGradSpec {
+                name: "conv".into(),
+                comment: shape.into(),
+                geometry,
+                input: Image::stored(of, "left", input),
+                output_grad: Image::stored(of, "right", out),
+                storage: of,
+                consume: Box::new(move |width, index, value| {
+                    to.store(width, &format!("out + {index}"), value)
+                }),
+                params: params([of, to]),
+                threads: self.pool.threads(),
+            };
+            let kernel = conv::weight_grad(spec, self.isa());
+            let bytes = bytes([x, y, w], [of, of, to]);
+            Case { kernel, bytes }
+        });
+        self.line(shape, correlation(true), flops)?;
+        self.line("       input gradient", correlation(false), flops)?;
+        self.line("       weight gradient", weight_grad, flops)
+    }
+
+    /// Prints the rates of kernels of f32, of bf16, and of bf16 with results of f32.
+    fn line(&self, name: &str, cases: [Case; 3], flops: f64) -> Result<(), Error> {
+        let best = self.best(cases)?;
+        let rates = best.map(|best| flops / best.as_nanos() as f64);
+        let share = |rate: f64, peak: usize| 100.0 * rate / self.peaks[peak];
+        println!(
+            "{name:26} f32 {:6.1} GFLOP/s ({:3.0} %), bf16 {:6.1} ({:3.0} %), to f32 {:6.1} ({:3.0} %), {:.2} and {:.2} times f32",
+            rates[0],
+            share(rates[0], 0),
+            rates[1],
+            share(rates[1], 1),
+            rates[2],
+            share(rates[2], 1),
+            rates[1] / rates[0],
+            rates[2] / rates[0],
+        );
+        Ok(())
+    }
+
+    /// The shortest time of each kernel; they take turns.
+    fn best<const N: usize>(&self, cases: [Case; N]) -> Result<[Duration; N], Error> {
+        let mut steps = Vec::new();
+        for case in &cases {
+            let files = standalone::step(std::slice::from_ref(&case.kernel), self.isa());
+            let built = self.toolchain.build(&files, &BuildOptions::default())?;
+            let mut memory = Vec::new();
+            for bytes in case.bytes {
+                let mut buffer = AlignedBuffer::zeroed(bytes)?;
+                // Numbers about one, as f32 and as bf16.
+                let halves = buffer.as_mut_slice().chunks_exact_mut(2);
+                halves
+                    .enumerate()
+                    .for_each(|(i, half)| half.copy_from_slice(&[(i * 31 % 256) as u8, 0x3f]));
+                memory.push(buffer);
+            }
+            let arena = AlignedBuffer::zeroed(case.kernel.workspace_bytes)?;
+            steps.push((Library::load(built.path())?.step(), memory, arena, built));
+        }
+        let mut best = [Duration::MAX; N];
+        for _ in 0..TURNS {
+            for ((step, memory, arena, _), best) in steps.iter_mut().zip(&mut best) {
+                let [left, right, out] = &mut memory[..] else {
+                    continue;
+                };
+                // The second run finds its operands as the last one left them, as in a step.
+                for _ in 0..2 {
+                    let arguments = StepArguments {
+                        inputs: &[left.as_ptr(), right.as_ptr()],
+                        outputs: &[out.as_mut_ptr()],
+                        arena,
+                        scalars: &[],
+                    };
+                    let start = Instant::now();
+                    // SAFETY: three buffers of the sizes the kernel was generated for.
+                    unsafe { step.run(&self.pool, arguments, &NoHooks) }?;
+                    *best = (*best).min(start.elapsed());
+                }
+            }
+        }
+        Ok(best)
+    }
+}
+
+/// Bytes of buffers of so many numbers.
+fn bytes(lengths: [usize; 3], storage: [Storage; 3]) -> [usize; 3] {
+    let size = |storage| if storage == Storage::BF16 { 2 } else { 4 };
+    std::array::from_fn(|at| lengths[at] * size(storage[at]))
+}
+
+fn params([of, to]: [Storage; 2]) -> Vec<Param> {
+    let input = |name| Param::new(format!("const {} *", of.ctype()), name);
+    vec![
+        input("left"),
+        input("right"),
+        Param::new(format!("{} *", to.ctype()), "out"),
+    ]
+}
+
+fn numbers<const N: usize>(text: &str) -> Result<[usize; N], Error> {
+    let list: Vec<usize> = text.split('x').map(str::parse).collect::<Result<_, _>>()?;
+    list.try_into()
+        .map_err(|_| format!("{text}: expected {N} numbers").into())
+}
