@@ -1,9 +1,9 @@
 //! What this machine can do, measured with kernels of this compiler's own: the rates that the partitioner's
 //! cost model takes.
 //!
-//! One small step has a kernel for each rate: a sum of arrays that no cache holds, a matrix product, a chain
-//! of simple operations and one of transcendental functions on data that a cache holds, a sum of random
-//! numbers. It runs for a few milliseconds, some ten times, and for each kernel the shortest time counts:
+//! One small step has a kernel for each rate: a sum of arrays that no cache holds, matrix products of f32 and
+//! of bf16, a chain of simple operations and one of transcendental functions on data that a cache holds, a sum
+//! of random numbers. It runs for a few milliseconds, some ten times, and for each kernel the shortest time counts:
 //! whatever else the machine does can only make a kernel slower.
 //!
 //! Rates are part of a step's identity, because another partition is another step; so they must not change
@@ -99,7 +99,12 @@ fn measure(toolchain: &Toolchain, threads: usize) -> Result<Machine, StepError> 
         let (rate, work) = if has("random") {
             (&mut machine.random_per_second, DRAWN[0] * DRAWN[1])
         } else if has("dot_general") {
-            (&mut machine.flops_per_second, 2 * SIDE * SIDE * SIDE)
+            // The kernels differ in the bytes of an element.
+            let rate = match kernel.bytes < 3 * 4 * (SIDE * SIDE) as u64 {
+                true => &mut machine.bf16_flops_per_second,
+                false => &mut machine.flops_per_second,
+            };
+            (rate, 2 * SIDE * SIDE * SIDE)
         } else if has("exp") {
             (&mut machine.special_per_second, SPECIAL * NEAR[0] * NEAR[1])
         } else if has("max") {
@@ -138,6 +143,9 @@ impl Probe {
         let (a, b) = (array(&mut graph, &[SIDE, SIDE]), array(&mut graph, &[SIDE, SIDE]));
         let product = graph.add(Op::DotGeneral(DotDims::matmul(0)), &[a, b], &at)?;
 
+        let halves = [0; 2].map(|_| graph.parameter(TensorType::new(DType::BF16, [SIDE, SIDE])));
+        let half_product = graph.add(Op::DotGeneral(DotDims::matmul(0)), &halves, &at)?;
+
         let (a, b) = (array(&mut graph, &NEAR), array(&mut graph, &NEAR));
         let mut simple = a;
         for number in 0..SIMPLE {
@@ -165,7 +173,7 @@ impl Probe {
         let op = ReduceOp::Sum;
         let drawn = graph.add(Op::Reduce { op, axes }, &[random], &at)?;
 
-        let outputs: [Value; 5] = [moved, product, simple, special, drawn];
+        let outputs: [Value; 6] = [moved, product, half_product, simple, special, drawn];
         outputs.into_iter().for_each(|value| graph.output(value, None));
         Ok(Self { graph })
     }
@@ -229,6 +237,7 @@ fn to_text(machine: &Machine) -> String {
     let rates = [
         ("bytes", machine.bytes_per_second),
         ("flops", machine.flops_per_second),
+        ("bf16_flops", machine.bf16_flops_per_second),
         ("simple", machine.simple_per_second),
         ("special", machine.special_per_second),
         ("random", machine.random_per_second),
@@ -249,6 +258,9 @@ fn from_text(text: &str) -> Option<Machine> {
     Some(Machine {
         bytes_per_second: rate("bytes")?,
         flops_per_second: rate("flops")?,
+        bf16_flops_per_second: rate("bf16_flops")?,
+        // Products of f16 are those of f32.
+        f16_flops_per_second: rate("flops")?,
         simple_per_second: rate("simple")?,
         special_per_second: rate("special")?,
         random_per_second: rate("random")?,

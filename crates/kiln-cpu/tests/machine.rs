@@ -16,6 +16,7 @@ fn rates_are_measured_once() {
         [
             machine.bytes_per_second,
             machine.flops_per_second,
+            machine.bf16_flops_per_second,
             machine.simple_per_second,
             machine.special_per_second,
             machine.random_per_second,

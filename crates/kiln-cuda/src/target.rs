@@ -36,6 +36,9 @@ pub const H200: Machine = Machine {
     bytes_per_second: 4.3e12,
     // f32 without tensor cores: 132 x 128 multiply-adds at 1.98 GHz.
     flops_per_second: 60e12,
+    // Tensor cores, by the data sheet, without sparsity.
+    bf16_flops_per_second: 989e12,
+    f16_flops_per_second: 989e12,
     simple_per_second: 30e12,
     special_per_second: 4e12,
     random_per_second: 1e12,

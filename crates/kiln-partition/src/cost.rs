@@ -6,7 +6,7 @@
 //! optimum is one.
 
 use kiln_graph::op::UnaryOp;
-use kiln_graph::{Graph, NodeData, Op, Value};
+use kiln_graph::{DType, Graph, NodeData, Op, Value};
 
 use crate::recompute::Recompute;
 
@@ -20,6 +20,10 @@ pub struct Machine {
     pub bytes_per_second: f64,
     /// Floating point operations per second in matrix products and convolutions (a multiply-add is two).
     pub flops_per_second: f64,
+    /// The same of operands of bf16.
+    pub bf16_flops_per_second: f64,
+    /// The same of operands of f16.
+    pub f16_flops_per_second: f64,
     /// Elements per second through one simple operation (add, compare, select) on data in registers.
     pub simple_per_second: f64,
     /// Elements per second through one transcendental function (exp, tanh, erf) on data in registers.
@@ -38,6 +42,9 @@ impl Default for Machine {
         Self {
             bytes_per_second: 28.8e9,
             flops_per_second: 260e9,
+            // Its cores have AVX-512 BF16, which multiplies twice as many; f16 is widened to f32.
+            bf16_flops_per_second: 520e9,
+            f16_flops_per_second: 260e9,
             simple_per_second: 70e9,
             special_per_second: 9e9,
             random_per_second: 6e9,
@@ -133,7 +140,14 @@ impl Machine {
             | Op::ConvInputGrad { .. }
             | Op::ConvWeightGrad { .. }
             | Op::Attention(_)
-            | Op::AttentionGrad(_) => picoseconds(flops(graph, node), self.flops_per_second),
+            | Op::AttentionGrad(_) => {
+                let rate = match graph.dtype(node.inputs[0]) {
+                    DType::BF16 => self.bf16_flops_per_second,
+                    DType::F16 => self.f16_flops_per_second,
+                    _ => self.flops_per_second,
+                };
+                picoseconds(flops(graph, node), rate)
+            }
             _ => 0,
         }
     }
