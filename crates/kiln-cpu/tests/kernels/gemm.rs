@@ -236,9 +236,8 @@ fn indices(extents: &[usize]) -> Vec<Vec<usize>> {
 /// Rounds `values` to what `storage` holds.
 fn round(values: &mut [f32], storage: Storage) {
     if storage == Storage::BF16 {
-        values
-            .iter_mut()
-            .for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
+        let rounded = from_bf16(&to_bf16(values));
+        values.copy_from_slice(&rounded[..values.len()]);
     }
 }
 

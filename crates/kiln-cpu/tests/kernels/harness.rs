@@ -4,6 +4,7 @@ use kiln_cpu::kernels::{KernelText, standalone};
 use kiln_cpu::{
     AlignedBuffer, BuildOptions, Isa, Library, NoHooks, OptLevel, StepArguments, ThreadPool, Toolchain,
 };
+use kiln_graph::{DType, HostTensor};
 
 /// A small generator of pseudo-random numbers (xorshift), so that failures repeat.
 pub struct Random(u64);
@@ -98,9 +99,19 @@ pub fn run(
 
 /// `values` rounded to bf16, two in the bits of one number: what a kernel that is given `uint16_t *` reads.
 pub fn to_bf16(values: &[f32]) -> Vec<f32> {
-    let half = |x: f32| u32::from(half::bf16::from_f32(x).to_bits());
-    let pair = |pair: &[f32]| half(pair[0]) | pair.get(1).map_or(0, |&x| half(x) << 16);
-    values.chunks(2).map(|two| f32::from_bits(pair(two))).collect()
+    let numbers = values.iter().map(|&x| f64::from(x));
+    let halves = HostTensor::from_floats(DType::BF16, [values.len()], numbers);
+    let bits = |bytes: &[u8]| {
+        bytes
+            .iter()
+            .rev()
+            .fold(0, |bits, &byte| bits << 8 | u32::from(byte))
+    };
+    halves
+        .bytes()
+        .chunks(4)
+        .map(|bytes| f32::from_bits(bits(bytes)))
+        .collect()
 }
 
 /// The numbers that [`to_bf16`] made of as many.
