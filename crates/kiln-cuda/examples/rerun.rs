@@ -1,15 +1,19 @@
-//! Runs a step of a debug dump alone, on random inputs, and prints how long each kernel takes.
+//! Runs a step alone, on random inputs, and prints how long each kernel takes: the code of a debug dump, or a recorded step, which is compiled first.
 //!
 //! ```text
 //! cargo run --release -p kiln-cuda --example rerun -- DUMP/step/step-0 [ORDINAL]
+//! cargo run --release -p kiln-cuda --example rerun -- STEP.kg [ORDINAL] [--tf32] [--without-cudnn]
 //! ```
 
 use std::error::Error;
 use std::path::Path;
 use std::time::Instant;
 
-use kiln_cuda::debug;
+use kiln_compiler::{Contract, Options, compile};
+use kiln_cuda::code::StepCode;
 use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
+use kiln_cuda::{CudaTarget, debug};
+use kiln_graph::Graph;
 
 /// Runs that are timed.
 const RUNS: usize = 20;
@@ -20,14 +24,33 @@ const AHEAD: usize = 4;
 /// Bytes below which an input may be indices.
 const SMALL: usize = 256 << 10;
 
+/// The code of a dump, or that of a recorded step.
+fn read(step: &Path, flags: &[String], gpu: &Gpu) -> Result<(StepCode, Contract), Box<dyn Error>> {
+    if step.is_dir() {
+        return Ok(debug::read(step)?);
+    }
+    let has = |flag: &str| flags.iter().any(|given| given == flag);
+    let target = gpu.target();
+    let target = CudaTarget {
+        tf32: has("--tf32"),
+        cudnn: target.cudnn && !has("--without-cudnn"),
+        ..target
+    };
+    let graph = Graph::parse(&std::fs::read_to_string(step)?)?;
+    let compiled = compile(&graph, &Options::default(), &target)?;
+    let contract = compiled.contract();
+    Ok((compiled.code, contract))
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
-    let mut arguments = std::env::args().skip(1);
-    let folder = arguments
-        .next()
-        .ok_or("give the folder of a step in a debug dump")?;
-    let ordinal = arguments.next().map_or(Ok(0), |text| text.parse())?;
-    let (code, contract) = debug::read(Path::new(&folder))?;
+    let (flags, places): (Vec<String>, Vec<String>) =
+        std::env::args().skip(1).partition(|text| text.starts_with("--"));
+    let step = places
+        .first()
+        .ok_or("give a recorded step, or the folder of a step in a debug dump")?;
+    let ordinal = places.get(1).map_or(Ok(0), |text| text.parse())?;
     let gpu = Gpu::get(ordinal)?;
+    let (code, contract) = read(Path::new(step), &flags, &gpu)?;
     // Small numbers of either sign in f32; zeros in small inputs, which may be indices. Products of zeros
     // alone would be faster than those of numbers.
     let noise = |bytes: usize| -> Vec<u8> {
@@ -51,7 +74,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         })
         .collect::<Result<_, _>>()?;
     let scalars = vec![1_f64.to_bits(); code.scalars];
+    let start = Instant::now();
     let executable = CudaExecutable::from_code("rerun", code, contract, &gpu)?;
+    println!("built in {:?}: {:?}", start.elapsed(), executable.stages);
     for _ in 0..3 {
         executable.run(&inputs, &outputs, &scalars, &NothingOutside, false)?;
     }
@@ -76,6 +101,22 @@ fn main() -> Result<(), Box<dyn Error>> {
         .map(|kernel| kernel.name.as_str())
         .collect();
     let mut times = executable.run_timed(&inputs, &outputs, &scalars, &NothingOutside)?;
+    // Time of each kernel, and of each kind of kernel: the first word of its name.
+    let mut kinds: Vec<(String, f32, usize)> = Vec::new();
+    for time in &times {
+        let name = names[time.kernel as usize];
+        let kind = name.split([' ', '_']).take(2).collect::<Vec<_>>().join(" ");
+        let kind = kind.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end();
+        let taken = 1000.0 * (time.end - time.begin);
+        match kinds.iter_mut().find(|(known, ..)| known == kind) {
+            Some((_, sum, count)) => (*sum, *count) = (*sum + taken, *count + 1),
+            None => kinds.push((kind.to_owned(), taken, 1)),
+        }
+    }
+    kinds.sort_by(|a, b| b.1.total_cmp(&a.1));
+    for (kind, taken, count) in kinds.iter().take(12) {
+        println!("{taken:>9.1} us  {count:>4} calls of {kind}");
+    }
     times.sort_by(|a, b| (b.end - b.begin).total_cmp(&(a.end - a.begin)));
     for time in times.iter().take(40) {
         println!(

@@ -8,6 +8,7 @@ use std::fmt::Write as _;
 use serde::{Deserialize, Serialize};
 
 use crate::build::Source;
+use crate::convolutions::Convolution;
 use crate::kernels::PRELUDE;
 use crate::products::Product;
 
@@ -110,6 +111,23 @@ pub enum CallKind {
         /// Working memory, and how much there is.
         workspace: (Address, usize),
     },
+    /// Computes a convolution through cuDNN.
+    Convolution {
+        /// What is computed.
+        convolution: Box<Convolution>,
+        /// The first elements of `x`, `w` and `y`.
+        tensors: [Address; 3],
+        /// Working memory, and how much there is.
+        workspace: (Address, usize),
+    },
+    /// The calls of `library` where cuDNN takes its convolution and is faster, those of `own` elsewhere: decided when the step meets a device
+    /// ([`StepCode::decided`]).
+    Either {
+        /// With convolutions in the library.
+        library: Vec<CallKind>,
+        /// Without.
+        own: Vec<CallKind>,
+    },
     /// Compares the least and the largest index of a check with its bound, and stops the step if one is outside.
     Guard {
         /// The check's number.
@@ -156,7 +174,71 @@ pub struct StepCode {
 /// Kernels in one program: NVRTC takes some 30 ms for a program before its first kernel.
 const KERNELS_OF_A_PROGRAM: usize = 8;
 
+impl CallKind {
+    /// The call and those inside of it.
+    fn visit(&mut self, look: &mut impl FnMut(&mut Self)) {
+        if let Self::Either { library, own } = self {
+            library.iter_mut().chain(own).for_each(|call| call.visit(look));
+        }
+        look(self);
+    }
+}
+
 impl StepCode {
+    /// The step with one side of each [`CallKind::Either`], without the functions that only the other side calls. `takes` is given both sides and says
+    /// whether the library's is taken. Returns the kernels, too, of which it is not.
+    ///
+    /// # Errors
+    /// Those of `takes`.
+    pub fn decided<E>(
+        mut self,
+        mut takes: impl FnMut(&[CallKind], &[CallKind]) -> Result<bool, E>,
+    ) -> Result<(Self, Vec<u32>), E> {
+        let mut refused = Vec::new();
+        let mut calls = Vec::with_capacity(self.calls.len());
+        for StepCall { kernel, kind } in self.calls {
+            let CallKind::Either { library, own } = kind else {
+                calls.push(StepCall { kernel, kind });
+                continue;
+            };
+            let taken = takes(&library, &own)?;
+            if !taken {
+                refused.push(kernel);
+            }
+            let chosen = if taken { library } else { own };
+            calls.extend(chosen.into_iter().map(|kind| StepCall { kernel, kind }));
+        }
+        self.calls = calls;
+        self.drop_unused_functions();
+        Ok((self, refused))
+    }
+
+    /// Forgets functions that no call runs.
+    fn drop_unused_functions(&mut self) {
+        let mut used = vec![false; self.functions.len()];
+        let mut each = |look: &mut dyn FnMut(&mut usize)| {
+            for call in &mut self.calls {
+                call.kind.visit(&mut |kind| {
+                    if let CallKind::Launch { function, .. } = kind {
+                        look(function);
+                    }
+                });
+            }
+        };
+        each(&mut |function| used[*function] = true);
+        let mut next = 0;
+        let numbers: Vec<usize> = used
+            .iter()
+            .map(|&used| {
+                next += usize::from(used);
+                next.saturating_sub(1)
+            })
+            .collect();
+        each(&mut |function| *function = numbers[*function]);
+        let mut used = used.into_iter();
+        self.functions.retain(|_| used.next() == Some(true));
+    }
+
     /// The programs to compile, and for each function the number of its program.
     pub fn sources(&self) -> (Vec<Source>, Vec<usize>) {
         let mut sources = Vec::new();

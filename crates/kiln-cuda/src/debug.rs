@@ -50,38 +50,61 @@ pub fn read(folder: &Path) -> io::Result<(StepCode, Contract)> {
 fn calls(code: &StepCode) -> String {
     let mut text = String::new();
     for call in &code.calls {
-        let _ = write!(text, "{:>4}  ", call.kernel);
-        let _ = match &call.kind {
-            CallKind::Launch {
-                function,
-                grid,
-                shared_bytes,
-                arguments,
-            } => {
-                let function = &code.functions[*function];
-                let threads = function.text.threads;
-                writeln!(
-                    text,
-                    "{} {grid:?} x {threads}, {shared_bytes} B shared: {arguments:?}",
-                    function.name
-                )
-            }
-            CallKind::Product {
-                product,
-                left,
-                right,
-                result,
-                ..
-            } => writeln!(text, "cuBLASLt {product}: {left:?} {right:?} -> {result:?}"),
-            CallKind::Guard {
-                check,
-                extent,
-                least,
-                most,
-                ..
-            } => writeln!(text, "guard {check}: {least:?} and {most:?} in 0..{extent}"),
-            CallKind::Extern(number, places) => writeln!(text, "outside: operation {number} {places:?}"),
-        };
+        write_call(&mut text, code, &format!("{:>4}  ", call.kernel), &call.kind);
     }
     text
+}
+
+/// The line of a call behind `start`, or the lines of both sides of one that is decided on the device.
+fn write_call(text: &mut String, code: &StepCode, start: &str, kind: &CallKind) {
+    if let CallKind::Either { library, own } = kind {
+        for (side, calls) in [("cuDNN: ", library), ("or: ", own)] {
+            for call in calls {
+                write_call(text, code, &format!("{start}{side}"), call);
+            }
+        }
+        return;
+    }
+    text.push_str(start);
+    let _ = match kind {
+        CallKind::Launch {
+            function,
+            grid,
+            shared_bytes,
+            arguments,
+        } => {
+            let function = &code.functions[*function];
+            let threads = function.text.threads;
+            writeln!(
+                text,
+                "{} {grid:?} x {threads}, {shared_bytes} B shared: {arguments:?}",
+                function.name
+            )
+        }
+        CallKind::Product {
+            product,
+            left,
+            right,
+            result,
+            ..
+        } => writeln!(text, "cuBLASLt {product}: {left:?} {right:?} -> {result:?}"),
+        CallKind::Convolution {
+            convolution,
+            tensors: [x, w, y],
+            workspace,
+        } => writeln!(
+            text,
+            "{convolution}: x {x:?} w {w:?} y {y:?}, {} B of working memory",
+            workspace.1
+        ),
+        CallKind::Guard {
+            check,
+            extent,
+            least,
+            most,
+            ..
+        } => writeln!(text, "guard {check}: {least:?} and {most:?} in 0..{extent}"),
+        CallKind::Extern(number, places) => writeln!(text, "outside: operation {number} {places:?}"),
+        CallKind::Either { .. } => Ok(()),
+    };
 }

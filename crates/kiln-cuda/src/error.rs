@@ -170,6 +170,17 @@ pub enum CudaError {
         what: String,
     },
 
+    /// cuDNN has no way, or failed, to compute a convolution.
+    #[error("cuDNN cannot compute {convolution}: {call} answered {what}")]
+    Convolution {
+        /// The convolution.
+        convolution: String,
+        /// The function, or what was being done.
+        call: &'static str,
+        /// The library's answer.
+        what: String,
+    },
+
     /// A file could not be read or written.
     #[error("{action} {}: {source}", path.display())]
     Io {

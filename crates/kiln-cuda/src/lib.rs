@@ -11,13 +11,14 @@
 //! - [`libraries`] finds and opens NVIDIA's libraries at run time. [`sys`] declares the functions.
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.
 //! - [`build`] makes machine code from CUDA C++ and keeps it on disk.
-//! - [`products`] multiplies matrices through cuBLASLt.
+//! - [`products`] multiplies matrices through cuBLASLt, [`convolutions`] has cuDNN.
 //! - [`kernels`] is CUDA C++ that does not follow from a nest of loops.
 //!
 //! The crate knows nothing of Burn.
 
 pub mod build;
 pub mod code;
+pub mod convolutions;
 pub mod debug;
 pub mod emit;
 pub mod error;

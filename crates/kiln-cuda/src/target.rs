@@ -26,6 +26,9 @@ pub struct CudaTarget {
     pub processors: u32,
     /// Whether products of f32 may round their operands to 10 bits of fraction, for the tensor cores.
     pub tf32: bool,
+    /// Whether there is cuDNN. Code for a device with it has both sides of each convolution: which of them runs is decided on the device, which may
+    /// refuse one.
+    pub cudnn: bool,
     /// What the machine can do in a second.
     pub rates: Machine,
 }
@@ -52,6 +55,7 @@ impl Default for CudaTarget {
             capability: (9, 0),
             processors: 132,
             tf32: false,
+            cudnn: false,
             rates: H200,
         }
     }
@@ -72,6 +76,7 @@ impl CudaTarget {
             capability: self.capability,
             processors: self.processors,
             tf32: self.tf32,
+            cudnn: self.cudnn,
             layouts,
         }
     }
@@ -91,8 +96,8 @@ impl Target for CudaTarget {
     fn fingerprint(&self) -> String {
         let (major, minor) = self.capability;
         format!(
-            "sm_{major}{minor} processors={} tf32={} sources={CUDA_SOURCES}",
-            self.processors, self.tf32
+            "sm_{major}{minor} processors={} tf32={} cudnn={} sources={CUDA_SOURCES}",
+            self.processors, self.tf32, self.cudnn
         )
     }
 

@@ -4,16 +4,18 @@
 mod common;
 
 use std::fmt::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kiln_compiler::Options;
 use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{Compiler, Store};
-use kiln_cuda::code::CallKind;
+use kiln_cuda::code::{CallKind, StepCall};
 use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
+use kiln_cuda::runtime::Storage;
 use kiln_cuda::testing::host::{Differential, Outcome, differential};
 use kiln_graph::op::Window;
-use kiln_graph::{Graph, HostTensor, interpret_f64};
+use kiln_graph::{Graph, HostTensor, TensorType, interpret_f64};
 
 const FLOATS: [&str; 4] = ["f32", "f64", "f16", "bf16"];
 
@@ -426,6 +428,38 @@ fn convolutions_and_their_gradients() {
     });
 }
 
+/// Where there is cuDNN: what is copied for the library and from it. The host's library computes convolutions by plain loops.
+#[test]
+fn convolutions_in_the_library() {
+    let mut items = Vec::new();
+    for (number, (what, convolution)) in convolutions().into_iter().enumerate() {
+        for last in [false, true] {
+            let dtype = ["f32", "f16", "bf16"][(number + usize::from(last)) % 3];
+            items.push((what, convolution, dtype, last));
+        }
+    }
+    each(&items, |&(what, convolution, dtype, last)| {
+        let graph = convolution.graph(dtype, last);
+        let mut comparison = Differential::new(&graph);
+        comparison.target.cudnn = true;
+        let what = format!("{what}, {dtype}, channels last: {last}");
+        match comparison.check() {
+            Ok(Outcome::Same) => {}
+            other => panic!("{what}: {other:?}\n{graph}"),
+        }
+        let step = comparison.compile().unwrap();
+        let either = |call: &StepCall| matches!(call.kind, CallKind::Either { .. });
+        let asked = step.code.calls.iter().filter(|call| either(call)).count();
+        // Depthwise convolutions are not the library's, nor are those of f32 with few channels.
+        let depthwise = convolution.groups > 1 && convolution.channels == [convolution.groups; 2];
+        let few = dtype == "f32" && convolution.channels[0] < 4;
+        assert_eq!(asked, if depthwise || few { 0 } else { 3 }, "{what}");
+        let names: Vec<&str> = step.kernels.iter().map(|kernel| kernel.name.as_str()).collect();
+        let named = names.iter().filter(|name| name.starts_with("cuDNN ")).count();
+        assert_eq!(named, asked, "{what}: {names:?}");
+    });
+}
+
 /// What computes each kernel of a step: the constants by which the templates are told apart.
 fn ways(comparison: &Differential<'_>) -> Vec<&'static str> {
     let step = comparison.compile().unwrap();
@@ -603,6 +637,34 @@ fn convolutions_that_round_their_operands() {
     });
 }
 
+/// What `graph` gives on a GPU, in two runs of equal bits, and the names of its kernels.
+fn on_gpu(gpu: &Arc<Gpu>, comparison: &Differential<'_>, graph: &Graph) -> (Vec<HostTensor>, Vec<String>) {
+    let executable = CudaExecutable::new(graph, &Options::default(), &comparison.target, gpu).unwrap();
+    let upload = |tensor: &HostTensor| gpu.upload(tensor.bytes()).unwrap();
+    let inputs: Vec<_> = comparison.given().0.iter().map(upload).collect();
+    let types = graph.outputs.iter().map(|output| graph.ty(output.value));
+    let run = || -> Vec<HostTensor> {
+        let types = types.clone();
+        let memory = |ty: &TensorType| gpu.upload(&vec![0xff; ty.bytes()]).unwrap();
+        let outputs: Vec<_> = types.clone().map(memory).collect();
+        executable
+            .run(&inputs, &outputs, &[], &NothingOutside, false)
+            .unwrap();
+        let read = |(ty, storage): (&TensorType, &Arc<Storage>)| {
+            let mut bytes = vec![0; ty.bytes()];
+            gpu.download(storage, &mut bytes).unwrap();
+            HostTensor::from_bytes(ty.clone(), bytes).unwrap()
+        };
+        types.zip(&outputs).map(read).collect()
+    };
+    let (first, second) = (run(), run());
+    for (one, other) in first.iter().zip(&second) {
+        assert_eq!(one.bytes(), other.bytes(), "two runs have other bits\n{graph}");
+    }
+    let kernels = &executable.contract().kernels;
+    (first, kernels.iter().map(|kernel| kernel.name.clone()).collect())
+}
+
 /// The same on a GPU, where there is one: the host's versions of its instructions are only as good as their reading of the manual.
 #[test]
 fn convolutions_that_round_their_operands_on_a_gpu() {
@@ -610,32 +672,56 @@ fn convolutions_that_round_their_operands_on_a_gpu() {
         return;
     }
     let gpu = Gpu::get(0).unwrap();
-    let target = CudaTarget {
-        tf32: true,
-        ..gpu.target()
-    };
     for (what, convolution) in convolutions_of_fours() {
         let graph = convolution.graph("f32", true);
         let comparison = rounding(&graph);
-        let executable = CudaExecutable::new(&graph, &Options::default(), &target, &gpu).unwrap();
-        let upload = |tensor: &HostTensor| gpu.upload(tensor.bytes()).unwrap();
-        let inputs: Vec<_> = comparison.given().0.iter().map(upload).collect();
-        let types = graph.outputs.iter().map(|output| graph.ty(output.value));
-        let outputs: Vec<_> = types
-            .clone()
-            .map(|ty| gpu.allocate(ty.bytes()).unwrap())
-            .collect();
-        executable
-            .run(&inputs, &outputs, &[], &NothingOutside, false)
-            .unwrap();
-        let found = types.zip(&outputs).map(|(ty, storage)| {
-            let mut bytes = vec![0; ty.bytes()];
-            gpu.download(storage, &mut bytes).unwrap();
-            HostTensor::from_bytes(ty.clone(), bytes).unwrap()
-        });
-        let found: Vec<HostTensor> = found.collect();
+        let (found, _) = on_gpu(&gpu, &comparison, &graph);
         assert_eq!(comparison.compare(&found), Ok(()), "{what}");
     }
+}
+
+/// Every convolution on a GPU with cuDNN, in every type that the library is asked for.
+#[test]
+fn convolutions_in_the_library_on_a_gpu() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let gpu = Gpu::get(0).unwrap();
+    if !gpu.target().cudnn {
+        println!("skipped: no cuDNN here");
+        return;
+    }
+    let (mut taken, mut asked, mut wrong) = (0, 0, Vec::new());
+    let all = convolutions().into_iter().chain(convolutions_of_fours());
+    for (number, (what, convolution)) in all.enumerate() {
+        for (kind, (dtype, tf32)) in [("f32", false), ("f32", true), ("f16", false), ("bf16", false)]
+            .into_iter()
+            .enumerate()
+        {
+            let last = (number + kind) % 4 != 0;
+            let graph = convolution.graph(dtype, last);
+            let mut comparison = match tf32 {
+                true => rounding(&graph),
+                false => Differential::new(&graph),
+            };
+            comparison.target = CudaTarget { tf32, ..gpu.target() };
+            let (found, names) = on_gpu(&gpu, &comparison, &graph);
+            let is_taken = |name: &&String| name.starts_with("cuDNN ");
+            let count = names.iter().filter(is_taken).count();
+            (taken, asked) = (taken + count, asked + 3);
+            if let Err(error) = comparison.compare(&found) {
+                wrong.push(format!(
+                    "{what}, {dtype}, TF32 {tf32}, channels last {last}: {error}, of {names:?}"
+                ));
+            }
+        }
+    }
+    println!("cuDNN computes {taken} of {asked} convolutions");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(
+        taken > asked / 2,
+        "cuDNN computes {taken} of {asked} convolutions"
+    );
 }
 
 /// Tensor cores compute what they are meant for, and nothing where products must not round.

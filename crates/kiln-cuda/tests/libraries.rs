@@ -44,7 +44,16 @@ fn library(folder: &Path, file: &str, source: &str) -> PathBuf {
 }
 
 /// All functions that Kiln takes from cuDNN.
-const CUDNN: &str = "unsigned long cudnnGetVersion(void) { return 91900; }";
+const CUDNN: &str = "unsigned long cudnnGetVersion(void) { return 91900; }
+int cudnnCreate(void **handle) { return 0; }
+int cudnnDestroy(void *handle) { return 0; }
+int cudnnSetStream(void *handle, void *stream) { return 0; }
+int cudnnBackendCreateDescriptor(int kind, void **descriptor) { return 0; }
+int cudnnBackendDestroyDescriptor(void *descriptor) { return 0; }
+int cudnnBackendSetAttribute(void *d, int name, int kind, long count, const void *elements) { return 0; }
+int cudnnBackendGetAttribute(void *d, int name, int kind, long wanted, long *count, void *to) { return 0; }
+int cudnnBackendFinalize(void *descriptor) { return 0; }
+int cudnnBackendExecute(void *handle, void *plan, void *pack) { return 0; }";
 
 #[test]
 fn a_missing_library_names_every_place_and_the_remedy() {

@@ -30,6 +30,7 @@ use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
 use kiln_graph::{Graph, Node, Op};
 
 use crate::code::FunctionText;
+use crate::convolutions::Convolution;
 use crate::products::Product;
 use crate::target::NAME;
 
@@ -81,6 +82,17 @@ pub struct ProductCall {
     pub workspace: usize,
 }
 
+/// A convolution in the library.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ConvolutionCall {
+    /// What is computed.
+    pub convolution: Convolution,
+    /// Where `x`, `w` and `y` are: a buffer or working memory, and the bytes in front of the first element.
+    pub tensors: [(Argument, usize); 3],
+    /// Where the library's working memory begins in the kernel's, and its bytes.
+    pub workspace: (usize, usize),
+}
+
 /// One call of the step.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Call {
@@ -88,6 +100,10 @@ pub enum Call {
     Launch(Launch),
     /// A product.
     Product(Box<ProductCall>),
+    /// A convolution.
+    Convolution(Box<ConvolutionCall>),
+    /// The first calls where the library takes their convolutions, the others elsewhere.
+    Either(Vec<Call>, Vec<Call>),
     /// An operation that the front end runs: operands, then results.
     Extern(Vec<Argument>),
 }
@@ -120,6 +136,8 @@ pub struct EmitOptions<'a> {
     pub processors: u32,
     /// Whether products of f32 may round their operands for the tensor cores.
     pub tf32: bool,
+    /// Whether there is cuDNN, which is then asked first for each convolution.
+    pub cudnn: bool,
     /// Values that are not stored row-major.
     pub layouts: &'a Layouts,
 }

@@ -32,35 +32,16 @@ pub fn emit(step: &Step<'_, KernelCode>) -> Emitted<StepCode> {
         let scratch = plan.scratch[number];
         let mut own_name = None;
         for call in &code.calls {
-            let kind = match call {
-                Call::Launch(launch) => {
-                    let function = writer.functions.number(&kind, &launch.text, overwrites);
-                    own_name.get_or_insert_with(|| writer.functions.list[function].name.clone());
-                    writer.launch(function, launch, scratch)
-                }
-                Call::Product(call) => {
-                    own_name.get_or_insert_with(|| format!("product {}", call.product));
-                    let at = |(buffer, bytes): (Buffer, usize)| place(plan, buffer, bytes);
-                    CallKind::Product {
-                        product: Box::new(call.product.clone()),
-                        left: at(call.left),
-                        right: at(call.right),
-                        result: at(call.result),
-                        workspace: (Address::Arena(scratch), call.workspace),
-                    }
-                }
-                Call::Extern(arguments) => {
-                    let index = externs.next().unwrap_or(0);
-                    own_name.get_or_insert_with(|| format!("extern_{index}"));
-                    CallKind::Extern(
-                        index,
-                        arguments
-                            .iter()
-                            .map(|argument| address(plan, argument, scratch))
-                            .collect(),
-                    )
-                }
-            };
+            let kind = writer.kind(
+                call,
+                &mut Frame {
+                    kind: &kind,
+                    overwrites,
+                    scratch,
+                    externs: &mut externs,
+                    name: &mut own_name,
+                },
+            );
             writer.call(number, kind);
         }
         names.push(own_name.unwrap_or(kind));
@@ -101,6 +82,19 @@ pub fn emit(step: &Step<'_, KernelCode>) -> Emitted<StepCode> {
     Emitted { code, names }
 }
 
+/// What the calls of one kernel share.
+struct Frame<'a> {
+    /// What the kernel is, in a word.
+    kind: &'a str,
+    overwrites: bool,
+    /// Where its working memory begins.
+    scratch: usize,
+    /// Numbers for the operations that run outside.
+    externs: &'a mut std::ops::RangeFrom<u32>,
+    /// What people call the kernel: after its main call, or after its first.
+    name: &'a mut Option<String>,
+}
+
 struct Writer<'a> {
     plan: &'a Plan,
     functions: Functions,
@@ -113,6 +107,71 @@ impl Writer<'_> {
             kernel: kernel as u32,
             kind,
         });
+    }
+
+    /// A call at the planned addresses.
+    fn kind(&mut self, call: &Call, frame: &mut Frame<'_>) -> CallKind {
+        let scratch = frame.scratch;
+        match call {
+            Call::Launch(launch) => {
+                let function = self.functions.number(frame.kind, &launch.text, frame.overwrites);
+                let name = &self.functions.list[function].name;
+                frame.name.get_or_insert_with(|| name.clone());
+                self.launch(function, launch, scratch)
+            }
+            Call::Product(call) => {
+                frame
+                    .name
+                    .get_or_insert_with(|| format!("product {}", call.product));
+                let at = |(buffer, bytes): (Buffer, usize)| place(self.plan, buffer, bytes);
+                CallKind::Product {
+                    product: Box::new(call.product.clone()),
+                    left: at(call.left),
+                    right: at(call.right),
+                    result: at(call.result),
+                    workspace: (Address::Arena(scratch), call.workspace),
+                }
+            }
+            Call::Convolution(call) => {
+                *frame.name = Some(format!("cuDNN {}", call.convolution));
+                let at = |(argument, bytes): &(Argument, usize)| match argument {
+                    Argument::Buffer(buffer) => place(self.plan, *buffer, *bytes),
+                    Argument::Scratch(offset) => Address::Arena(scratch + offset + bytes),
+                    other => address(self.plan, other, scratch),
+                };
+                let (offset, bytes) = call.workspace;
+                CallKind::Convolution {
+                    convolution: Box::new(call.convolution.clone()),
+                    tensors: [0, 1, 2].map(|tensor: usize| at(&call.tensors[tensor])),
+                    workspace: (Address::Arena(scratch + offset), bytes),
+                }
+            }
+            Call::Either(library, own) => {
+                let mut name = None;
+                let mut side = |calls: &[Call], name: &mut Option<String>| -> Vec<CallKind> {
+                    let mut inner = Frame {
+                        kind: frame.kind,
+                        overwrites: frame.overwrites,
+                        scratch,
+                        externs: &mut *frame.externs,
+                        name,
+                    };
+                    calls.iter().map(|call| self.kind(call, &mut inner)).collect()
+                };
+                CallKind::Either {
+                    library: side(library, frame.name),
+                    own: side(own, &mut name),
+                }
+            }
+            Call::Extern(arguments) => {
+                let index = frame.externs.next().unwrap_or(0);
+                frame.name.get_or_insert_with(|| format!("extern_{index}"));
+                let places = arguments
+                    .iter()
+                    .map(|argument| address(self.plan, argument, scratch));
+                CallKind::Extern(index, places.collect())
+            }
+        }
     }
 
     /// Whether the kernel writes into memory that the step was given.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::code::{Address, CallKind, Pointer, StepCode};
+use crate::convolutions::{ConvolutionArguments, PreparedConvolution};
 use crate::error::Result;
 use crate::products::{Choice, Multiplier, PreparedProduct, ProductArguments};
 use crate::runtime::{Arguments, GraphBuilder, Kernel, Launch, Node, Storage, Stream};
@@ -48,8 +49,19 @@ pub struct Parts<'a> {
     pub kernels: &'a [Kernel],
     /// The kernel of each guard, by the check's number.
     pub guards: &'a [Kernel],
-    /// The algorithm of each call that is a product.
-    pub choices: &'a [Option<Choice>],
+    /// How the libraries compute each call.
+    pub choices: &'a [Chosen],
+}
+
+/// How a library computes a call.
+#[derive(Debug)]
+pub enum Chosen {
+    /// The call is none of a library.
+    Nothing,
+    /// A product's algorithm.
+    Product(Choice),
+    /// A convolution with its plan.
+    Convolution(Arc<PreparedConvolution>),
 }
 
 /// Where calls go: a stream, which runs them, or a graph, which keeps them.
@@ -63,6 +75,13 @@ pub trait Sink {
     /// Takes a product.
     fn product(&mut self, product: &mut PreparedProduct<'_>, arguments: &ProductArguments<'_>) -> Result<()>;
 
+    /// Takes a convolution.
+    fn convolution(
+        &mut self,
+        convolution: &PreparedConvolution,
+        arguments: &ConvolutionArguments<'_>,
+    ) -> Result<()>;
+
     /// Takes the filling of a storage with zeros.
     fn clear(&mut self, storage: &Arc<Storage>) -> Result<()>;
 }
@@ -75,6 +94,14 @@ impl Sink for Stream {
 
     fn product(&mut self, product: &mut PreparedProduct<'_>, arguments: &ProductArguments<'_>) -> Result<()> {
         product.run(self, arguments)
+    }
+
+    fn convolution(
+        &mut self,
+        convolution: &PreparedConvolution,
+        arguments: &ConvolutionArguments<'_>,
+    ) -> Result<()> {
+        convolution.run(self, arguments)
     }
 
     fn clear(&mut self, storage: &Arc<Storage>) -> Result<()> {
@@ -116,6 +143,19 @@ impl Sink for Chain {
         Ok(())
     }
 
+    fn convolution(
+        &mut self,
+        convolution: &PreparedConvolution,
+        arguments: &ConvolutionArguments<'_>,
+    ) -> Result<()> {
+        let storages = arguments.storages();
+        let node = self.builder.capture(self.last.as_slice(), &storages, |stream| {
+            convolution.run(stream, arguments)
+        })?;
+        self.last = Some(node);
+        Ok(())
+    }
+
     fn clear(&mut self, storage: &Arc<Storage>) -> Result<()> {
         self.last = Some(
             self.builder
@@ -131,6 +171,8 @@ pub enum Bound<'a> {
     Kernel(Launch),
     /// A product.
     Product(Box<PreparedProduct<'a>>, &'a CallKind),
+    /// A convolution, the places of its tensors, and of its working memory.
+    Convolution(&'a PreparedConvolution, [Address; 3], Address),
     /// Operation `.0` that runs outside, with its operands and results.
     Extern(u32, &'a [Address]),
 }
@@ -174,11 +216,20 @@ pub fn bind<'a>(
                 })
             }
             CallKind::Product { product, .. } => {
-                let (Some(multiplier), Some(choice)) = (multiplier, choice) else {
+                let (Some(multiplier), Chosen::Product(choice)) = (multiplier, choice) else {
                     unreachable!("every product has an algorithm, from the library")
                 };
                 Bound::Product(Box::new(multiplier.prepare(product, choice)?), &call.kind)
             }
+            CallKind::Convolution {
+                tensors, workspace, ..
+            } => {
+                let Chosen::Convolution(prepared) = choice else {
+                    unreachable!("every convolution in the library has a plan")
+                };
+                Bound::Convolution(prepared, *tensors, workspace.0)
+            }
+            CallKind::Either { .. } => unreachable!("a step is bound after it was decided"),
             CallKind::Guard {
                 check, least, most, ..
             } => {
@@ -245,6 +296,15 @@ impl Bound<'_> {
                     ProductArguments::new(memory.place(*left), memory.place(*right), memory.place(*result));
                 arguments.workspace = Some(memory.place(workspace.0));
                 sink.product(prepared, &arguments)
+            }
+            Self::Convolution(prepared, [x, w, y], workspace) => {
+                let arguments = ConvolutionArguments {
+                    x: memory.place(*x),
+                    w: memory.place(*w),
+                    y: memory.place(*y),
+                    workspace: Some(memory.place(*workspace)),
+                };
+                sink.convolution(prepared, &arguments)
             }
             Self::Extern(..) => unreachable!("operations outside are not queued"),
         }

@@ -10,16 +10,16 @@ use std::time::{Duration, Instant};
 use kiln_compiler::{CompileError, Contract, Options, compile, identity, log_step, numbered};
 use kiln_graph::{Graph, IndexError};
 
-use super::bound::{Bound, Memory, Parts, Place, Sink, bind};
+use super::bound::{Bound, Chosen, Memory, Parts, Place, Sink, bind};
 use super::gpu::Gpu;
 use super::guards;
 use super::replayed::{Arrangement, Common, Given, Replayed};
 use super::settled::Parked;
 use crate::build::{Cubin, Key, Store};
-use crate::code::{Address, CallKind, StepCode};
+use crate::code::{Address, CallKind, StepCall, StepCode};
 use crate::debug;
 use crate::error::CudaError;
-use crate::products::{Choice, Multiplier};
+use crate::products::Multiplier;
 use crate::runtime::{Event, Kernel, Module, Parcel, Storage};
 use crate::target::CudaTarget;
 
@@ -106,7 +106,7 @@ pub struct CudaExecutable {
     contract: Contract,
     kernels: Vec<Kernel>,
     guards: Vec<Kernel>,
-    choices: Vec<Option<Choice>>,
+    choices: Vec<Chosen>,
     state: Mutex<State>,
     /// Whether calls become a graph at the second run.
     replays: bool,
@@ -232,23 +232,19 @@ impl CudaExecutable {
     pub fn from_code(
         name: &str,
         code: StepCode,
-        contract: Contract,
+        mut contract: Contract,
         gpu: &Arc<Gpu>,
     ) -> Result<Self, StepError> {
         let mut stages = Vec::new();
         let start = Instant::now();
+        let (code, refused) = code.decided(|library, own| takes(gpu, library, own))?;
+        name_own_kernels(&code, &mut contract, &refused);
+        stages.push(("convolutions", start.elapsed()));
+        let start = Instant::now();
         let (kernels, guards) = load(&code, &contract, gpu)?;
         stages.push(("nvrtc", start.elapsed()));
         let start = Instant::now();
-        let mut choices = Vec::with_capacity(code.calls.len());
-        for call in &code.calls {
-            choices.push(match &call.kind {
-                CallKind::Product {
-                    product, workspace, ..
-                } => Some(gpu.choice(product, workspace.1)?),
-                _ => None,
-            });
-        }
+        let choices = choices(&code, gpu)?;
         stages.push(("products", start.elapsed()));
 
         let outputs = code.outputs.len() - 2 * contract.checks.len();
@@ -588,7 +584,8 @@ impl CudaExecutable {
 
     /// cuBLASLt, if a call needs it.
     fn multiplier(&self) -> Result<Option<&Multiplier>, StepError> {
-        match self.choices.iter().any(Option::is_some) {
+        let is_product = |choice: &Chosen| matches!(choice, Chosen::Product(_));
+        match self.choices.iter().any(is_product) {
             true => Ok(Some(self.gpu.multiplier()?)),
             false => Ok(None),
         }
@@ -656,6 +653,76 @@ impl CudaExecutable {
                 expected,
                 given,
             }),
+        }
+    }
+}
+
+/// Whether cuDNN takes the convolution among `library`. A convolution that is a product of matrices is the faster library's; tiles of our own are
+/// only for what cuDNN refuses.
+fn takes(gpu: &Gpu, library: &[CallKind], own: &[CallKind]) -> Result<bool, CudaError> {
+    for call in library {
+        let CallKind::Convolution {
+            convolution,
+            workspace,
+            ..
+        } = call
+        else {
+            continue;
+        };
+        let Some(plan) = gpu.plan(convolution, workspace.1)? else {
+            return Ok(false);
+        };
+        if let [
+            CallKind::Product {
+                product, workspace, ..
+            },
+        ] = own
+        {
+            let choice = gpu.choice(product, workspace.1)?;
+            if library.len() > 1 || plan.microseconds() >= choice.microseconds {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
+}
+
+/// How the libraries compute the calls of a step.
+fn choices(code: &StepCode, gpu: &Gpu) -> Result<Vec<Chosen>, CudaError> {
+    let choice = |call: &StepCall| {
+        Ok(match &call.kind {
+            CallKind::Product {
+                product, workspace, ..
+            } => Chosen::Product(gpu.choice(product, workspace.1)?),
+            CallKind::Convolution {
+                convolution,
+                workspace,
+                ..
+            } => match gpu.plan(convolution, workspace.1)? {
+                Some(plan) => Chosen::Convolution(plan),
+                None => unreachable!("the library took the convolution when the step was decided"),
+            },
+            _ => Chosen::Nothing,
+        })
+    };
+    code.calls.iter().map(choice).collect()
+}
+
+/// Kernels that were to be the library's and are not have the names of the functions that compute them.
+fn name_own_kernels(code: &StepCode, contract: &mut Contract, refused: &[u32]) {
+    for call in code
+        .calls
+        .iter()
+        .rev()
+        .filter(|call| refused.contains(&call.kernel))
+    {
+        let name = match &call.kind {
+            CallKind::Launch { function, .. } => code.functions[*function].name.clone(),
+            CallKind::Product { product, .. } => format!("product {product}"),
+            _ => continue,
+        };
+        if let Some(kernel) = contract.kernels.get_mut(call.kernel as usize) {
+            kernel.name = name;
         }
     }
 }

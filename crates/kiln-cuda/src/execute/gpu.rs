@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::staging::Staging;
 use crate::build::{CacheFolder, Compiler, Key, Store, code_store};
+use crate::convolutions::{Convolution, Convolver, Plan, PlanLimits, PreparedConvolution};
 use crate::error::{CudaError, Result};
-use crate::libraries::{CublasLt, Driver, Nvrtc, Search};
+use crate::libraries::{CublasLt, Cudnn, Driver, Nvrtc, Search};
 use crate::products::{Choice, Multiplier, Product, SearchLimits};
 use crate::runtime::{Device, Storage, Stream};
 use crate::target::CudaTarget;
@@ -25,12 +26,21 @@ pub struct Gpu {
     multiplier: OnceLock<Multiplier>,
     /// The algorithms that were found for products, by their description.
     choices: Mutex<HashMap<Product, Choice>>,
+    /// cuDNN, looked for when a step is compiled first; none if it is not there.
+    cudnn: OnceLock<Option<Cudnn>>,
+    /// The same on this device, started by the first step with a convolution; none if it does not start.
+    convolver: OnceLock<Option<Convolver>>,
+    /// The plans that were found for convolutions in so many bytes of working memory; none for those that the library does not take.
+    plans: Mutex<Plans>,
     /// Steps and algorithms of earlier processes.
     store: Store,
     staging: Staging,
     /// Memory of intermediate values, the largest step's: whoever queues a step holds the lock.
     arena: Mutex<Option<Arc<Storage>>>,
 }
+
+/// Plans by convolution and bytes of working memory.
+type Plans = HashMap<(Convolution, usize), Option<Arc<PreparedConvolution>>>;
 
 impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -73,6 +83,9 @@ impl Gpu {
             device: device.clone(),
             multiplier: OnceLock::new(),
             choices: Mutex::default(),
+            cudnn: OnceLock::new(),
+            convolver: OnceLock::new(),
+            plans: Mutex::default(),
             store: cache.store("cuda-steps", "data"),
             staging: Staging::default(),
             arena: Mutex::default(),
@@ -101,7 +114,30 @@ impl Gpu {
 
     /// What steps for this device are compiled for.
     pub fn target(&self) -> CudaTarget {
-        CudaTarget::of(self.device.description())
+        CudaTarget {
+            cudnn: self.cudnn().is_some(),
+            ..CudaTarget::of(self.device.description())
+        }
+    }
+
+    /// cuDNN, if it is there.
+    fn cudnn(&self) -> Option<&Cudnn> {
+        let find = || {
+            let found = Cudnn::open(&Search::from_env());
+            found
+                .inspect_err(|error| tracing::info!("convolutions use Kiln's own kernels: {error}"))
+                .ok()
+        };
+        self.cudnn.get_or_init(find).as_ref()
+    }
+
+    /// This device computes convolutions through `library` and not through what the environment has.
+    #[must_use]
+    pub fn with_cudnn(self, library: Option<Cudnn>) -> Self {
+        Self {
+            cudnn: OnceLock::from(library),
+            ..self
+        }
     }
 
     /// Memory for `bytes` bytes, used on the steps' stream first.
@@ -211,5 +247,85 @@ impl Gpu {
         };
         choices.insert(product.clone(), choice.clone());
         Ok(choice)
+    }
+
+    /// cuDNN on this device, if it starts. It finds cuBLASLt only where that was opened before.
+    fn convolver(&self) -> Option<&Convolver> {
+        let start = || {
+            let library = self.cudnn()?.clone();
+            if let Err(error) = self.multiplier() {
+                tracing::debug!("cuDNN starts without cuBLASLt: {error}");
+            }
+            let started = Convolver::new(&self.device, library);
+            started
+                .inspect_err(|error| tracing::warn!("convolutions use Kiln's own kernels: {error}"))
+                .ok()
+        };
+        self.convolver.get_or_init(start).as_ref()
+    }
+
+    /// The convolution with the library's fastest plan in `workspace` bytes of working memory: known, on disk, or searched for now. None if the library is
+    /// not there or does not take the convolution.
+    ///
+    /// # Errors
+    /// [`CudaError::Lost`] and [`CudaError::Driver`].
+    pub(super) fn plan(
+        &self,
+        convolution: &Convolution,
+        workspace: usize,
+    ) -> Result<Option<Arc<PreparedConvolution>>> {
+        let Some(convolver) = self.convolver() else {
+            return Ok(None);
+        };
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (convolution.clone(), workspace);
+        if let Some(known) = plans.get(&key) {
+            return Ok(known.clone());
+        }
+        let description = format!("{convolution:?} {workspace}");
+        let name = Key::of(&[
+            "convolution",
+            &self.device.description().name,
+            convolver.version(),
+            &description,
+        ]);
+        let stored = self.store.get(&name);
+        let stored = stored.and_then(|found| serde_json::from_slice::<Option<Plan>>(&found.content).ok());
+        let prepare = |plan: &Plan| taken(convolver.prepare(convolution, plan));
+        let prepared = match stored {
+            Some(None) => None,
+            Some(Some(plan)) => prepare(&plan)?,
+            None => {
+                let limits = PlanLimits {
+                    workspace_bytes: workspace,
+                    ..PlanLimits::default()
+                };
+                let found = taken(convolver.search(&self.stream, convolution, limits))?;
+                let prepared = match &found {
+                    Some(plan) => prepare(plan)?,
+                    None => None,
+                };
+                let kept = found.filter(|_| prepared.is_some());
+                if let Ok(bytes) = serde_json::to_vec(&kept) {
+                    self.store.put(&name, &bytes, "choice of a plan", "");
+                }
+                prepared
+            }
+        };
+        let prepared = prepared.map(Arc::new);
+        plans.insert(key, prepared.clone());
+        Ok(prepared)
+    }
+}
+
+/// What the library answered; none if it does not take the convolution, for which there are kernels of our own.
+fn taken<T>(answer: Result<T>) -> Result<Option<T>> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(error @ CudaError::Convolution { .. }) => {
+            tracing::info!("Kiln's own kernel instead: {error}");
+            Ok(None)
+        }
+        Err(error) => Err(error),
     }
 }

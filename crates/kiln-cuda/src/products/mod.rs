@@ -16,6 +16,7 @@ mod search;
 pub use product::{Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
 pub use run::{Place, PreparedProduct, ProductArguments};
 pub use search::{Choice, SearchLimits};
+pub(crate) use search::{random, time_runs};
 
 use crate::error::{CudaError, Result};
 use crate::libraries::CublasLt;

@@ -232,34 +232,44 @@ impl Trial {
             scalars: place(&self.scalars),
             workspace: place(&self.workspace),
         };
-        let mut time = |runs: u32| -> Result<f32> {
-            let start = stream.record_time()?;
-            for _ in 0..runs {
-                prepared.run(stream, &arguments)?;
-            }
-            let end = stream.record_time()?;
-            #[allow(clippy::cast_precision_loss, reason = "a count of at most some dozens")]
-            let runs = runs as f32;
-            Ok(end.milliseconds_since(&start)? * 1000.0 / runs)
-        };
-        // The first run loads the library's code.
-        time(1)?;
-        let guess = time(1)?;
-        if fastest.is_some_and(|fastest| guess > HOPELESS * fastest.max(10.0)) {
-            return Ok(guess);
-        }
-        #[allow(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "between one and `runs`"
-        )]
-        let runs = (TIMED_MICROSECONDS / guess.max(1.0)).clamp(1.0, runs.max(1) as f32) as u32;
-        Ok(time(runs)?.min(time(runs)?))
+        time_runs(stream, runs, fastest, || prepared.run(stream, &arguments))
     }
 }
 
+/// Microseconds of one of at most `runs` runs of a library's call that `run` queues; a first guess if that is hopeless beside `fastest`.
+pub(crate) fn time_runs(
+    stream: &Stream,
+    runs: u32,
+    fastest: Option<f32>,
+    mut run: impl FnMut() -> Result<()>,
+) -> Result<f32> {
+    let mut time = |runs: u32| -> Result<f32> {
+        let start = stream.record_time()?;
+        for _ in 0..runs {
+            run()?;
+        }
+        let end = stream.record_time()?;
+        #[allow(clippy::cast_precision_loss, reason = "a count of at most some dozens")]
+        let runs = runs as f32;
+        Ok(end.milliseconds_since(&start)? * 1000.0 / runs)
+    };
+    // The first run loads the library's code.
+    time(1)?;
+    let guess = time(1)?;
+    if fastest.is_some_and(|fastest| guess > HOPELESS * fastest.max(10.0)) {
+        return Ok(guess);
+    }
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "between one and `runs`"
+    )]
+    let runs = (TIMED_MICROSECONDS / guess.max(1.0)).clamp(1.0, runs.max(1) as f32) as u32;
+    Ok(time(runs)?.min(time(runs)?))
+}
+
 /// `bytes` bytes of random numbers between -1 and 1.
-fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Arc<Storage>> {
+pub(crate) fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Arc<Storage>> {
     /// Bytes that are drawn on the host; the device repeats them.
     const BLOCK: usize = 1 << 20;
     let storage = Arc::new(Storage::allocate(stream, bytes)?);

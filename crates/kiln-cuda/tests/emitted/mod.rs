@@ -112,6 +112,7 @@ impl Emitted {
             capability: (9, 0),
             processors: 132,
             tf32: false,
+            cudnn: false,
             layouts: &schedule.layouts,
         };
         let mut calls = Vec::new();

@@ -1,7 +1,8 @@
-//! Convolutions and their gradients, in CUDA C++ of our own.
+//! Convolutions and their gradients: in cuDNN where there is one that takes them, and in CUDA C++ of our own.
 //!
 //! | what | how |
 //! | --- | --- |
+//! | 16 and 32 bits, where there is cuDNN | [`library`] |
 //! | windows of one element, without strides | [`pixelwise`]: a product of matrices in cuBLASLt |
 //! | a filter for each channel by itself | [`depthwise`] |
 //! | results of a convolution, gradients of its input | [`correlation`]: tiles of pixels by channels |
@@ -15,6 +16,7 @@
 mod correlation;
 mod depthwise;
 mod direct;
+mod library;
 mod pixelwise;
 mod tensor;
 mod tile;
@@ -26,7 +28,8 @@ use kiln_graph::{DType, Graph, Node, Value};
 
 use super::image::{Image, Template, spatial};
 use super::product::window;
-use super::{Argument, EmitOptions, KernelCode, Launch};
+use super::{Argument, Call, EmitOptions, KernelCode, Launch};
+use crate::convolutions::Task;
 
 /// Working memory is given out in multiples of so many bytes.
 const ALIGNMENT: usize = 256;
@@ -91,19 +94,58 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         low: spatial(&dims.pad_low, 0),
         dilation: spatial(&dims.dilation, 1),
     };
-    if matches!(data.op, Op::ConvWeightGrad { .. }) {
-        return convolution.weight_gradient(out, options);
-    }
-    let window = window(graph, options.layouts, weight, &kernel.reads);
-    let weight = Weight {
-        base: window.base,
-        offset: window.offset,
-        strides: window.strides,
+    let task = match &data.op {
+        Op::ConvInputGrad { .. } => Task::InputGradient,
+        Op::ConvWeightGrad { .. } => Task::WeightGradient,
+        _ => Task::Forward,
     };
-    convolution.correlation(&weight, matches!(data.op, Op::ConvInputGrad { .. }), options)
+    let stored = match task {
+        Task::WeightGradient => result(weight),
+        _ => read(weight),
+    };
+    let own = match task {
+        Task::WeightGradient => convolution.weight_gradient(out, options),
+        _ => {
+            let window = window(graph, options.layouts, weight, &kernel.reads);
+            let weight = Weight {
+                base: window.base,
+                offset: window.offset,
+                strides: window.strides,
+            };
+            convolution.correlation(&weight, task == Task::InputGradient, options)
+        }
+    }?;
+    let [first, second, out] = [first, second, out].map(|value| graph.dtype(value));
+    let dtypes = match task {
+        Task::Forward => [first, second, out],
+        Task::InputGradient => [out, second, first],
+        Task::WeightGradient => [first, out, second],
+    };
+    Some(convolution.or_library(own, stored, dtypes, task, options))
 }
 
 impl Convolution<'_> {
+    /// The code of cuDNN where it takes the convolution, and `own` elsewhere.
+    fn or_library(
+        &self,
+        own: KernelCode,
+        weight: Image,
+        dtypes: [DType; 3],
+        task: Task,
+        options: &EmitOptions<'_>,
+    ) -> KernelCode {
+        if !self.has_tiles() {
+            return own;
+        }
+        match library::generate(self, weight, dtypes, task, options) {
+            Some(library) => KernelCode {
+                scratch: own.scratch.max(library.scratch),
+                calls: vec![Call::Either(library.calls, own.calls)],
+            },
+            None => own,
+        }
+    }
+
     fn correlation(&self, weight: &Weight, gradient: bool, options: &EmitOptions<'_>) -> Option<KernelCode> {
         let task = correlation::Correlation::new(self, weight, gradient);
         if !self.has_tiles() {

@@ -8,6 +8,7 @@
 //! noise that is NaN in every float type, and lies between guard zones, so elements that nobody wrote and writes beside a buffer show. Products
 //! of matrices are computed by plain loops. [`Differential`] compiles a graph, runs it so, and compares with the interpreter.
 
+mod convolution;
 mod differential;
 mod library;
 mod memory;

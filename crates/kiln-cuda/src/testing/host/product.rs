@@ -4,7 +4,7 @@ use kiln_graph::{DType, HostTensor, TensorType};
 
 use crate::products::{Epilogue, Number, Product, ScalarsFrom};
 
-fn dtype(number: Number) -> DType {
+pub(super) fn dtype(number: Number) -> DType {
     match number {
         Number::F32 => DType::F32,
         Number::F64 => DType::F64,
@@ -14,7 +14,7 @@ fn dtype(number: Number) -> DType {
 }
 
 /// Elements as f64.
-fn widen(number: Number, bytes: &[u8]) -> Vec<f64> {
+pub(super) fn widen(number: Number, bytes: &[u8]) -> Vec<f64> {
     let count = bytes.len() / number.bytes();
     let whole = bytes[..count * number.bytes()].to_vec();
     HostTensor::from_bytes(TensorType::new(dtype(number), [count]), whole)

@@ -1,0 +1,111 @@
+//! Convolutions through cuDNN's backend API.
+//!
+//! A [`Convolution`] says what is computed; it is plain data. [`Convolver::search`] asks the library's heuristic for engines, leaves out those whose results
+//! vary from run to run or are rounded more than asked for, times the best on that shape, and returns a [`Plan`] to store beside a compiled step. From both,
+//! [`Convolver::prepare`] makes a [`PreparedConvolution`], whose calls are queued on a stream or captured into a graph.
+//!
+//! A plan is fixed when a step is compiled, and works in memory of its own: the same bits come out of every run.
+
+mod convolution;
+mod describe;
+mod descriptor;
+mod run;
+mod search;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub use convolution::{Convolution, Task, Tensor};
+pub use run::{ConvolutionArguments, PreparedConvolution};
+pub use search::{Plan, PlanLimits};
+
+use crate::error::{CudaError, Result};
+use crate::libraries::Cudnn;
+use crate::runtime::Device;
+use crate::sys::cudnn::{CudnnFunctions, CudnnHandle, CudnnStatus};
+
+/// cuDNN on a device. Cheap to clone; clones are one.
+#[derive(Debug, Clone)]
+pub struct Convolver {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    device: Device,
+    library: Cudnn,
+    /// The library does not allow two calls with one handle at the same time.
+    handle: Mutex<CudnnHandle>,
+}
+
+impl Convolver {
+    /// Starts the library on a device.
+    ///
+    /// # Errors
+    /// [`CudaError::Convolution`] with the library's answer, [`CudaError::Lost`].
+    pub fn new(device: &Device, library: Cudnn) -> Result<Self> {
+        device.enter()?;
+        let mut handle = CudnnHandle::NULL;
+        // SAFETY: the device's context is current; the pointer is to a handle on this stack.
+        let status = unsafe { (library.functions.cudnnCreate)(&raw mut handle) };
+        check(status, "cudnnCreate", || "anything on this device".into())?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                device: device.clone(),
+                library,
+                handle: Mutex::new(handle),
+            }),
+        })
+    }
+
+    /// The library's version, which a [`Plan`] belongs to.
+    pub fn version(&self) -> &str {
+        &self.inner.library.version
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    fn functions(&self) -> &CudnnFunctions {
+        &self.inner.library.functions
+    }
+
+    /// Does `work` with the library's handle, which nothing else uses meanwhile. The device's context is current.
+    fn with_handle<R>(&self, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
+        // The handle has no state of ours besides the stream, which every call sets.
+        let handle = self.inner.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        self.device().enter()?;
+        work(*handle)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.device.enter().is_ok() {
+            let handle = *self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
+            // SAFETY: created by `Convolver::new`, destroyed here once; the library waits for what it has queued.
+            unsafe { (self.library.functions.cudnnDestroy)(handle) };
+        }
+    }
+}
+
+/// Success, or an error that names convolution and answer.
+fn check(status: CudnnStatus, call: &'static str, convolution: impl FnOnce() -> String) -> Result<()> {
+    let kind = match status {
+        0 => return Ok(()),
+        1001 => "CUDNN_STATUS_NOT_INITIALIZED",
+        1008 => "CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED",
+        1000..=1999 => "an error of the library's set-up",
+        2000..=2999 => "CUDNN_STATUS_BAD_PARAM",
+        3000..=3999 => "CUDNN_STATUS_NOT_SUPPORTED",
+        4000..=4999 => "CUDNN_STATUS_INTERNAL_ERROR",
+        5000..=5999 => "CUDNN_STATUS_EXECUTION_FAILED",
+        _ => "an unknown status",
+    };
+    Err(CudaError::Convolution {
+        convolution: convolution(),
+        call,
+        what: format!("{kind} ({status})"),
+    })
+}

@@ -1,0 +1,351 @@
+//! Which of the library's engines is the fastest on a shape.
+//!
+//! The heuristic names engine configurations in the order in which it believes in them. Left out are engines
+//!
+//! - that may give other bits from run to run;
+//! - that round operands or sums more than asked for: tensor cores for f32 without TF32, narrower operands, narrower sums;
+//! - that transform (Fourier, Winograd), whose rounding errors are larger and spread NaN over tiles of pixels.
+//!
+//! Engines whose kernels the library compiles when a plan is made come last: a plan takes the better part of a second then. They are looked at where no
+//! other engine computes the convolution, such as one of 16-bit operands with a result of f32.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use super::Convolver;
+use super::convolution::Convolution;
+use super::describe::Described;
+use super::descriptor::Descriptor;
+use super::run::{ConvolutionArguments, PreparedConvolution, about};
+use crate::error::{CudaError, Result};
+use crate::products::{Number, random, time_runs};
+use crate::runtime::{Storage, Stream};
+use crate::sys::cudnn::{
+    CudnnHandle, attribute, attribute_type, behavior_note, descriptor, heuristics_mode, numerical_note,
+};
+
+/// How far a search goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlanLimits {
+    /// Bytes of working memory that a plan may have.
+    pub workspace_bytes: usize,
+    /// How many plans are timed.
+    pub plans: usize,
+    /// The most runs of one plan that are timed together.
+    pub runs: u32,
+    /// Whether engines that compile their kernels are tried beside the others, and not only where there are no others.
+    pub compiling: bool,
+}
+
+impl Default for PlanLimits {
+    /// 64 MiB; 6 plans; 10 runs; compiling engines only where there are no others.
+    fn default() -> Self {
+        Self {
+            workspace_bytes: 64 << 20,
+            plans: 6,
+            runs: 10,
+            compiling: false,
+        }
+    }
+}
+
+/// A plan for one convolution, of one version of the library, on one kind of device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// The plan in the library's form.
+    pub plan: String,
+    /// Bytes of working memory.
+    pub workspace_bytes: usize,
+    /// Time of one run, in microseconds; zero if there was no memory to try it on.
+    pub microseconds: f32,
+    /// The same of the library's first proposal.
+    pub first_microseconds: f32,
+    /// How many plans were timed.
+    pub timed: usize,
+    /// Milliseconds that making the plan took.
+    pub made_milliseconds: f32,
+    /// Whether making the plan compiled a kernel.
+    pub compiles: bool,
+    /// The library's version.
+    pub library: String,
+}
+
+/// What is said of an engine.
+struct Notes {
+    numerical: Vec<i32>,
+    behavior: Vec<i32>,
+}
+
+impl Notes {
+    fn of(functions: &crate::sys::cudnn::CudnnFunctions, configuration: &Descriptor) -> Result<Self> {
+        let mut engine = Descriptor::new(functions, descriptor::ENGINE)?;
+        configuration.descriptor_of(attribute::CONFIGURATION_ENGINE, &mut engine)?;
+        Ok(Self {
+            numerical: engine.choices_of::<{ numerical_note::COUNT }>(
+                attribute::ENGINE_NUMERICAL_NOTES,
+                attribute_type::NUMERICAL_NOTE,
+            )?,
+            behavior: engine.choices_of::<{ behavior_note::COUNT }>(
+                attribute::ENGINE_BEHAVIOR_NOTES,
+                attribute_type::BEHAVIOR_NOTE,
+            )?,
+        })
+    }
+
+    /// Whether the engine's results are what was asked for.
+    fn suit(&self, convolution: &Convolution) -> bool {
+        let [first, ..] = convolution.tensors();
+        let mut refused = vec![
+            numerical_note::NONDETERMINISTIC,
+            numerical_note::DOWN_CONVERT_INPUTS,
+            numerical_note::REDUCED_PRECISION_REDUCTION,
+            numerical_note::FFT,
+            numerical_note::WINOGRAD,
+        ];
+        if first.number == Number::F32 && !convolution.tf32 {
+            refused.push(numerical_note::TENSOR_CORE);
+        }
+        !self.numerical.iter().any(|note| refused.contains(note))
+    }
+
+    fn compile(&self) -> bool {
+        self.behavior.contains(&behavior_note::RUNTIME_COMPILATION)
+    }
+}
+
+/// A plan that was made.
+struct Candidate {
+    prepared: PreparedConvolution,
+    json: String,
+    milliseconds: f32,
+    compiles: bool,
+}
+
+impl Convolver {
+    /// Times the library's plans for `convolution` and returns the fastest.
+    ///
+    /// # Errors
+    /// [`CudaError::Convolution`] if the library has none, [`CudaError::Lost`].
+    pub fn search(&self, stream: &Stream, convolution: &Convolution, limits: PlanLimits) -> Result<Plan> {
+        let mut plans = self.survey(stream, convolution, limits)?;
+        let first = plans[0].microseconds;
+        let timed = plans.len();
+        let best = (0..timed).min_by(|&a, &b| plans[a].microseconds.total_cmp(&plans[b].microseconds));
+        let best = Plan {
+            first_microseconds: first,
+            timed,
+            ..plans.swap_remove(best.unwrap_or(0))
+        };
+        tracing::debug!(
+            %convolution,
+            microseconds = best.microseconds,
+            first,
+            timed,
+            workspace = best.workspace_bytes,
+            "a plan was chosen"
+        );
+        Ok(best)
+    }
+
+    /// The library's plans for `convolution`, in the order in which it believes in them, each timed. Never none.
+    ///
+    /// # Errors
+    /// Those of [`Self::search`].
+    pub fn survey(
+        &self,
+        stream: &Stream,
+        convolution: &Convolution,
+        limits: PlanLimits,
+    ) -> Result<Vec<Plan>> {
+        self.with_handle(|handle| {
+            let candidates = self.candidates(handle, convolution, limits)?;
+            let trial = match Trial::new(stream, convolution, &candidates) {
+                Ok(trial) => Some(trial),
+                // Then the heuristic's word has to do.
+                Err(CudaError::OutOfMemory { .. }) => None,
+                Err(error) => return Err(error),
+            };
+            let mut plans = Vec::new();
+            let (mut fastest, mut refused) = (None, None);
+            for candidate in candidates {
+                let microseconds = match &trial {
+                    Some(trial) => {
+                        let time = time_runs(stream, limits.runs, fastest, || {
+                            candidate.prepared.run_with(handle, stream, &trial.arguments())
+                        });
+                        match time {
+                            Ok(time) => time,
+                            Err(error @ CudaError::Convolution { .. }) => {
+                                refused = Some(error);
+                                continue;
+                            }
+                            Err(error) => return Err(error),
+                        }
+                    }
+                    None => 0.0,
+                };
+                fastest = Some(fastest.map_or(microseconds, |fastest: f32| fastest.min(microseconds)));
+                plans.push(Plan {
+                    plan: candidate.json,
+                    workspace_bytes: candidate.prepared.workspace_bytes(),
+                    microseconds,
+                    first_microseconds: microseconds,
+                    timed: 1,
+                    made_milliseconds: candidate.milliseconds,
+                    compiles: candidate.compiles,
+                    library: self.version().to_owned(),
+                });
+            }
+            match plans.is_empty() {
+                true => Err(refused.unwrap_or_else(no_engine)),
+                false => Ok(plans),
+            }
+        })
+        .map_err(about(convolution))
+    }
+
+    /// Plans whose results are what was asked for and whose working memory is small enough.
+    fn candidates(
+        &self,
+        handle: CudnnHandle,
+        convolution: &Convolution,
+        limits: PlanLimits,
+    ) -> Result<Vec<Candidate>> {
+        let described = Described::new(self.functions(), handle, convolution)?;
+        let (mut plain, mut compiling) = (Vec::new(), Vec::new());
+        for mode in [heuristics_mode::A, heuristics_mode::FALLBACK] {
+            let configurations = match self.configurations(&described, mode) {
+                Ok(configurations) => configurations,
+                // Unsupported shapes have no answer.
+                Err(CudaError::Convolution { .. }) => continue,
+                Err(error) => return Err(error),
+            };
+            for configuration in configurations {
+                let Ok(notes) = Notes::of(self.functions(), &configuration) else {
+                    continue;
+                };
+                match notes.suit(convolution) {
+                    true if notes.compile() => compiling.push(configuration),
+                    true => plain.push(configuration),
+                    false => {}
+                }
+            }
+            // The second mode's engines are slow.
+            if !plain.is_empty() {
+                break;
+            }
+        }
+        let mut made = self.make(handle, convolution, &plain, false, limits)?;
+        if made.is_empty() || limits.compiling {
+            made.extend(self.make(handle, convolution, &compiling, true, limits)?);
+        }
+        match made.is_empty() {
+            true => Err(no_engine()),
+            false => Ok(made),
+        }
+    }
+
+    /// The first of `configurations` that make plans.
+    fn make(
+        &self,
+        handle: CudnnHandle,
+        convolution: &Convolution,
+        configurations: &[Descriptor],
+        compiles: bool,
+        limits: PlanLimits,
+    ) -> Result<Vec<Candidate>> {
+        // Making one takes long.
+        let most = if compiles {
+            2.min(limits.plans)
+        } else {
+            limits.plans
+        };
+        let mut made: Vec<Candidate> = Vec::new();
+        for configuration in configurations {
+            if made.len() >= most.max(1) {
+                break;
+            }
+            let start = Instant::now();
+            let plan = || -> Result<Candidate> {
+                let mut plan = Descriptor::new(self.functions(), descriptor::EXECUTION_PLAN)?;
+                plan.handle(attribute::PLAN_HANDLE, handle)?;
+                plan.descriptor(attribute::PLAN_CONFIGURATION, configuration)?;
+                plan.finalize()?;
+                let json = plan.text_of(attribute::PLAN_JSON)?;
+                Ok(Candidate {
+                    prepared: self.prepared(convolution, plan, 0.0)?,
+                    json,
+                    milliseconds: start.elapsed().as_secs_f32() * 1000.0,
+                    compiles,
+                })
+            };
+            match plan() {
+                Ok(plan) if plan.prepared.workspace_bytes() <= limits.workspace_bytes => made.push(plan),
+                // A configuration that the engine refuses, or one of too much working memory.
+                Ok(_) | Err(CudaError::Convolution { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(made)
+    }
+
+    /// What the heuristic proposes, best first.
+    fn configurations(&self, described: &Described, mode: i32) -> Result<Vec<Descriptor>> {
+        let functions = self.functions();
+        let mut heuristics = Descriptor::new(functions, descriptor::HEURISTICS)?;
+        heuristics.descriptor(attribute::HEURISTICS_OPERATION_GRAPH, &described.graph)?;
+        heuristics.choice(attribute::HEURISTICS_MODE, attribute_type::HEURISTICS_MODE, mode)?;
+        heuristics.finalize()?;
+        let count = heuristics.descriptor_count(attribute::HEURISTICS_RESULTS)?;
+        let configurations: Vec<Descriptor> = (0..count)
+            .map(|_| Descriptor::new(functions, descriptor::ENGINE_CONFIGURATION))
+            .collect::<Result<_>>()?;
+        if count == 0 {
+            return Ok(configurations);
+        }
+        let written = heuristics.descriptors_of(attribute::HEURISTICS_RESULTS, &configurations)?;
+        Ok(configurations.into_iter().take(written).collect())
+    }
+}
+
+fn no_engine() -> CudaError {
+    CudaError::Convolution {
+        convolution: "it".into(),
+        call: "the heuristic",
+        what: "no engine that is deterministic and rounds no more than asked for".into(),
+    }
+}
+
+/// Memory to try plans on.
+struct Trial {
+    x: Arc<Storage>,
+    w: Arc<Storage>,
+    y: Arc<Storage>,
+    workspace: Arc<Storage>,
+}
+
+impl Trial {
+    fn new(stream: &Stream, convolution: &Convolution, candidates: &[Candidate]) -> Result<Self> {
+        let workspace = candidates
+            .iter()
+            .map(|candidate| candidate.prepared.workspace_bytes());
+        let memory = |tensor: &super::Tensor| random(stream, tensor.bytes(), tensor.number);
+        Ok(Self {
+            x: memory(&convolution.x)?,
+            w: memory(&convolution.w)?,
+            y: memory(&convolution.y)?,
+            workspace: Arc::new(Storage::allocate(stream, workspace.max().unwrap_or(0))?),
+        })
+    }
+
+    fn arguments(&self) -> ConvolutionArguments<'_> {
+        ConvolutionArguments {
+            x: (&self.x, 0),
+            w: (&self.w, 0),
+            y: (&self.y, 0),
+            workspace: Some((&self.workspace, 0)),
+        }
+    }
+}
