@@ -1,17 +1,18 @@
 //! `compile_fn`: a function whose tensor operations become one executable, and whose gradients become
 //! another.
 
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use burn_core::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param};
 use burn_tensor::{Tensor, TensorPrimitive};
-use kiln_burn::record::{SplitRegion, session};
+use kiln_burn::record::{SplitRegion, export_function, session};
 use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, RegionReport};
 
 use crate::explain::Explain;
-use crate::input::StepInput;
+use crate::input::{StepInput, inspect};
 use crate::tracked::{self, Called, Collect, Leaves};
-use crate::train::TrainBackend;
+use crate::train::{ExportError, TrainBackend};
 
 /// Compiles a function, most often a forward pass:
 /// `let forward = kiln::compile_fn(move |x| model.forward(x));`. Default options; see
@@ -138,6 +139,46 @@ impl<F> CompiledFn<F> {
         let traced = |leaves: &mut Leaves| (self.function)(arguments.map(leaves));
         let called = tracked::call(&self.region, &self.split, tracked, traced)?;
         Ok(self.note(called))
+    }
+
+    /// Calls the function once and writes it to a folder, as [`crate::TrainStep::export`] does with a training step: `kiln_run` then computes it without Kiln. Tensors that the function
+    /// captures, such as a model's parameters, and numbers that it computes on the host are constants of the exported function. Returns what the call returned.
+    ///
+    /// ```no_run
+    /// # use burn_tensor::Tensor;
+    /// # use kiln::{Kiln, KilnDevice};
+    /// let weight = Tensor::<Kiln, 2>::ones([3, 2], &KilnDevice::default());
+    /// let forward = kiln::compile_fn(move |x: Tensor<Kiln, 2>| x.matmul(weight.clone()));
+    /// let example = Tensor::zeros([8, 3], &KilnDevice::default());
+    /// forward.export(example, "exported")?;
+    /// # Ok::<(), kiln::ExportError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If the call fails, the function is cut by a graph break or keeps a tensor elsewhere, or the folder cannot be written.
+    ///
+    /// # Panics
+    ///
+    /// If the function panics, with the same payload.
+    pub fn export<A, R>(&self, example: A, folder: impl AsRef<Path>) -> Result<R, ExportError>
+    where
+        F: Fn(A) -> R,
+        A: StepInput + Clone,
+        R: StepInput,
+    {
+        if session::is_nested() {
+            return Err(ExportError::Nothing);
+        }
+        let (fresh, _) = inspect(&example);
+        self.region.keep_host_data(true);
+        let called = self.region.run(|| (self.function)(example.clone()));
+        self.region.keep_host_data(false);
+        let result = called?;
+        let run = self.region.last_run().ok_or(ExportError::Nothing)?;
+        let results: Vec<_> = inspect(&result).0.iter().map(|ir| ir.id).collect();
+        export_function(&run, &fresh, &results, &self.region.options(), folder.as_ref())?;
+        Ok(result)
     }
 
     /// Calls a function of a model and an input. The model's parameters are tracked as they are in the

@@ -3,6 +3,8 @@
 //! The bindings say where every tensor comes from and goes; what the owner of the step adds is how its numbers follow from the learning rate and from how many steps were
 //! run ([`Number`]).
 
+mod function;
+
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -22,6 +24,7 @@ use crate::random;
 use crate::storage::Storage;
 use crate::stream;
 use crate::table::{self, Slot};
+pub use function::export_function;
 
 /// How a number of the recorded step follows at a later call.
 #[derive(Clone, Debug)]
@@ -71,6 +74,17 @@ pub enum StepExportError {
         /// What happened to it.
         reason: String,
     },
+    /// A graph break cuts the function.
+    #[error("the function has a graph break, and only a whole one can be exported: {graph_break}")]
+    Broken {
+        /// Where and why.
+        graph_break: String,
+    },
+    /// A function keeps a tensor elsewhere.
+    #[error(
+        "the function leaves a tensor behind that it does not return, such as a running statistic: an exported function has no state"
+    )]
+    Kept,
     /// The element type of a tensor is one that graphs do not have.
     #[error("{name} is of a type that compiled steps do not have")]
     ElementType {
@@ -181,14 +195,7 @@ pub fn export(
             OutputBinding::Result | OutputBinding::Dropped => None,
         });
     }
-    let mut inputs = Vec::with_capacity(fresh.len());
-    for (number, ir) in fresh.iter().enumerate() {
-        let name = format!("input.{number}");
-        inputs.push(NamedTensor {
-            ty: tensor_type(ir).ok_or_else(|| StepExportError::ElementType { name: name.clone() })?,
-            name,
-        });
-    }
+    let inputs = named_inputs(fresh)?;
     let mut results = Vec::with_capacity(bindings.results.len());
     for (number, binding) in bindings.results.iter().enumerate() {
         let (ty, source) = match binding {
@@ -226,6 +233,18 @@ pub fn export(
         streams: replay.random_operations() as u64,
     };
     cpu::export(&exported, options, folder)
+}
+
+/// The tensors of a call's input, by number.
+fn named_inputs(fresh: &[TensorIr]) -> Result<Vec<NamedTensor>, StepExportError> {
+    let named = fresh.iter().enumerate().map(|(number, ir)| {
+        let name = format!("input.{number}");
+        match tensor_type(ir) {
+            Some(ty) => Ok(NamedTensor { name, ty }),
+            None => Err(StepExportError::ElementType { name }),
+        }
+    });
+    named.collect()
 }
 
 fn of_state(states: &States, state: usize) -> (TensorType, ResultSource) {

@@ -40,7 +40,7 @@ pub mod words;
 
 pub use binding::{Bindings, Call, Place, ReplayError};
 pub use breaks::{BreakReason, GraphBreak};
-pub use export::{Number, Numbers, StepExportError, export};
+pub use export::{Number, Numbers, StepExportError, export, export_function};
 pub use gradient::Source;
 pub use guard::{Changed, Mismatch};
 pub use history::CompileEvent;

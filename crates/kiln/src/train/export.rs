@@ -46,6 +46,14 @@ pub enum ExportError {
     /// The step could not be compiled, or its folder not be written.
     #[error(transparent)]
     Step(#[from] StepExportError),
+    /// The function could not be called.
+    #[error(transparent)]
+    Call(#[from] kiln_burn::Error),
+    /// The function recorded nothing.
+    #[error(
+        "the function cannot be exported: it computes nothing from tensors, or runs inside another compiled region"
+    )]
+    Nothing,
 }
 
 impl<B, M, O, F, I, L> TrainStep<B, M, O, F, I, L>

@@ -332,3 +332,61 @@ fn faults_are_told() {
     assert!(error.contains("cannot be written"), "{error}");
     assert_eq!(std::fs::read(&saved).unwrap(), before);
 }
+
+/// A function of a model in inference: parameters, and what it makes on the host, are constants.
+#[test]
+fn a_function_runs_in_c() {
+    let device = KilnDevice::cpu();
+    <Kiln as Backend>::seed(&device, 3);
+    let model = Net::<Kiln>::new(&device);
+    let mask: Vec<f32> = (0..16).map(|i| (i * 5 % 7) as f32).collect();
+    let forward = kiln::compile_fn(
+        move |(words, features, _): (Tensor<Kiln, 2, Int>, Tensor<Kiln, 2>, Tensor<Kiln, 1, Int>)| {
+            let masked =
+                features.clone() * Tensor::<Kiln, 1>::from_floats(&*mask, &features.device()).unsqueeze();
+            (model.forward(words, masked).mean() * 2.5, features)
+        },
+    );
+    let input = |number: usize| {
+        let [words, features, labels] = batch(number);
+        (
+            Tensor::from_data(words, &device),
+            Tensor::from_data(features, &device),
+            Tensor::from_data(labels, &device),
+        )
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let exported = folder.path().join("function");
+    forward.export(input(0), &exported).unwrap();
+    let expected: Vec<u32> = (1..9)
+        .map(|number| forward.call(input(number)).unwrap().0.into_scalar().to_bits())
+        .collect();
+    write_batches(&folder.path().join("batches"), 1..9);
+    let program = c_program(&exported);
+    let found = losses(
+        Command::new(&program)
+            .arg(exported.join("state.safetensors"))
+            .arg(folder.path().join("batches"))
+            .args(["8", "0", "2"])
+            .arg(folder.path().join("saved")),
+    );
+    assert_eq!(found.unwrap(), expected);
+
+    let kept = std::cell::RefCell::new(None);
+    let keeps = kiln::compile_fn(|x: Tensor<Kiln, 1>| {
+        kept.replace(Some(x.clone() * 2.0));
+        x + 1.0
+    });
+    let error = keeps
+        .export(Tensor::zeros([3], &device), folder.path().join("kept"))
+        .unwrap_err();
+    assert!(error.to_string().contains("leaves a tensor behind"), "{error}");
+    let reads = kiln::compile_fn(|x: Tensor<Kiln, 1>| {
+        let sum = x.clone().sum().into_scalar();
+        x * sum
+    });
+    let error = reads
+        .export(Tensor::ones([3], &device), folder.path().join("reads"))
+        .unwrap_err();
+    assert!(error.to_string().contains("graph break"), "{error}");
+}

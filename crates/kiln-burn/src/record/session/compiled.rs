@@ -144,6 +144,11 @@ impl CompiledRegion {
         lock(&self.session).region.last_run().cloned()
     }
 
+    /// Keeps the tensors that the program makes from data on the host during a call, for [`CompiledRegion::last_run`].
+    pub fn keep_host_data(&self, keeps: bool) {
+        lock(&self.session).region.keeps_host_data = keeps;
+    }
+
     /// How its steps are compiled.
     pub fn options(&self) -> CompileOptions {
         lock(&self.session).region.options.clone()
