@@ -17,12 +17,16 @@ use crate::report::{self, BufferReport, KernelReport};
 use crate::schedule::{self, Schedule};
 use crate::stages::Stages;
 use crate::target::{Emitted, Step, Target};
+use crate::transform::Transformed;
+use crate::transform::autocast::AutocastReport;
 use crate::{debug, partition, transform};
 
 /// The result of [`compile`].
 pub struct CompiledStep<T: Target> {
     /// The graph after all transforms. Extern operations keep their order.
     pub graph: Graph,
+    /// What autocast did; none if it was not asked for, or had nothing to do.
+    pub autocast: Option<AutocastReport>,
     /// What the backward pass keeps; none for a graph without one.
     pub partition: Option<Report>,
     /// What runs together and when.
@@ -61,6 +65,7 @@ impl<T: Target> CompiledStep<T> {
         Contract {
             aliases: self.plan.aliases[..self.plan.aliases.len() - 2 * self.checks.len()].to_vec(),
             arena_bytes: self.plan.arena_bytes,
+            autocast: self.autocast.clone(),
             partition: self.partition.as_ref().map(Decision::from),
             kernels: self.kernels.clone(),
             buffers: self.buffers.clone(),
@@ -91,7 +96,11 @@ pub fn compile<T: Target>(
 
     kiln_graph::verify::verify(graph)?;
     let (graph, checks) = checks::run(graph).map_err(CompileError::pass("checks"))?;
-    let (graph, mut dumps) = transform::run(&graph, options, target.policy(), &mut stages)?;
+    let Transformed {
+        graph,
+        mut dumps,
+        autocast,
+    } = transform::run(&graph, options, target.policy(), &mut stages)?;
     let (graph, partition) = stages.time("partition", || {
         partition::run(
             &graph,
@@ -132,6 +141,7 @@ pub fn compile<T: Target>(
     Ok(CompiledStep {
         externs: contract::externs(&graph, &schedule),
         graph,
+        autocast,
         partition,
         schedule,
         plan,

@@ -8,6 +8,7 @@ use crate::checks::Check;
 use crate::decision::Decision;
 use crate::report::{BufferReport, KernelReport};
 use crate::schedule::{KernelKind, Schedule};
+use crate::transform::autocast::AutocastReport;
 
 /// What the caller of a step must know.
 #[derive(Clone, Debug, Serialize, Deserialize, PartialEq)]
@@ -16,6 +17,9 @@ pub struct Contract {
     pub aliases: Vec<Option<u32>>,
     /// Size of the arena in bytes.
     pub arena_bytes: usize,
+    /// What autocast did; none if it was not asked for, or had nothing to do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub autocast: Option<AutocastReport>,
     /// What the backward pass keeps and computes again; none for a step without one.
     pub partition: Option<Decision>,
     /// The kernels, by number.

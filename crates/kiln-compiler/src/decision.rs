@@ -4,6 +4,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use kiln_graph::NodeData;
 use kiln_partition::{Origin, Report};
 use serde::{Deserialize, Serialize};
 
@@ -58,6 +59,13 @@ pub struct OriginReport {
     pub location: Option<String>,
     /// The user's module, if known.
     pub module: Option<String>,
+}
+
+impl OriginReport {
+    /// What a node is and where it comes from.
+    pub(crate) fn of(data: &NodeData) -> Self {
+        Self::from(&Origin::of(data))
+    }
 }
 
 impl From<&Origin> for OriginReport {

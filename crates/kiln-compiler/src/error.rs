@@ -1,7 +1,7 @@
 //! What can go wrong between a graph and a step's code.
 
-use kiln_graph::TypeError;
 use kiln_graph::verify::VerifyError;
+use kiln_graph::{DType, TypeError};
 use kiln_partition::PartitionError;
 
 use crate::plan::verify::PlanFault;
@@ -24,6 +24,9 @@ pub enum CompileError {
     /// The step cannot be partitioned: most often, nothing fits the memory budget.
     #[error(transparent)]
     Partition(#[from] PartitionError),
+    /// Autocast is to a type of 16 bits.
+    #[error("autocast takes `f16` or `bf16`, not `{0}`")]
+    Autocast(DType),
     /// The plan of memory is wrong: a bug of the compiler, found before the step could run.
     #[error("the plan of memory of the step compiler is wrong: {0}")]
     Plan(#[from] PlanFault),

@@ -1,6 +1,6 @@
 //! What a compiled step follows from, as the fields of a cache key that every target shares.
 
-use kiln_graph::Graph;
+use kiln_graph::{Graph, Provenance};
 
 use crate::options::Options;
 use crate::target::Target;
@@ -9,10 +9,17 @@ use crate::target::Target;
 /// the compiler, even one with the same version number, is not the same step.
 pub const COMPILER_SOURCES: &str = env!("KILN_COMPILER_SOURCES");
 
-/// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise.
+/// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise. A capital stands for a node of full precision.
 fn phases(graph: &Graph) -> String {
-    let names = graph.nodes().map(|(_, data)| data.provenance.phase.name());
-    names.map(|name| name.chars().next().unwrap_or('-')).collect()
+    let letter = |provenance: &Provenance| {
+        let letter = provenance.phase.name().chars().next().unwrap_or('-');
+        match (provenance.full_precision, letter) {
+            (false, letter) => letter,
+            (true, '-') => '+',
+            (true, letter) => letter.to_ascii_uppercase(),
+        }
+    };
+    graph.nodes().map(|(_, data)| letter(&data.provenance)).collect()
 }
 
 /// The named fields that identify what [`crate::compile()`] makes of `graph` for `target`.

@@ -56,3 +56,4 @@ pub use policy::Policy;
 pub use report::{BufferPlace, BufferReport, FusedNode, KernelReport};
 pub use split::split;
 pub use target::{Emitted, Step, Target};
+pub use transform::autocast::AutocastReport;

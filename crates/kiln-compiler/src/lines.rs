@@ -50,6 +50,12 @@ impl Contract {
         nodes.for_each(|node| line(&mut node.location, &mut node.gradient_of));
         let uses = self.checks.iter_mut().flat_map(|check| &mut check.uses);
         uses.for_each(|it| line(&mut it.location, &mut it.gradient_of));
+        if let Some(report) = &mut self.autocast {
+            for origin in report.origins() {
+                line(&mut origin.location, &mut origin.gradient_of);
+            }
+            report.merge_users();
+        }
         for saved in self.partition.iter_mut().flat_map(|it| &mut it.saved) {
             line(&mut saved.origin.location, &mut saved.origin.gradient_of);
             let users = saved.users.iter_mut();
@@ -122,6 +128,7 @@ mod tests {
         Contract {
             aliases: Vec::new(),
             arena_bytes: 0,
+            autocast: None,
             partition: Some(Decision {
                 saved_bytes: 16,
                 everything_bytes: 16,

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use kiln_graph::DType;
+
 /// What the backward pass keeps of the forward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Keep {
@@ -37,6 +39,9 @@ pub struct Options {
     pub update_in_epilogue: bool,
     /// Whether the graph is simplified and rewritten first.
     pub transform: bool,
+    /// The type, `f16` or `bf16`, in which products of f32 are computed and what flows between them is stored
+    /// ([`crate::transform::autocast`]); none to leave f32 what it is. Needs [`Options::transform`].
+    pub autocast: Option<DType>,
     /// What the backward pass keeps of the forward pass.
     pub keep: Keep,
     /// Whether to keep the text of the graph after each pass.
@@ -51,6 +56,7 @@ impl Default for Options {
             fuse: true,
             update_in_epilogue: true,
             transform: true,
+            autocast: None,
             keep: Keep::default(),
             dump: false,
             debug: None,
@@ -61,8 +67,9 @@ impl Default for Options {
 impl Options {
     /// What of the options the generated code depends on, for cache keys.
     pub fn identity(&self) -> String {
+        let autocast = self.autocast.map_or("none", DType::name);
         format!(
-            "fuse={} update_in_epilogue={} transform={} keep={}",
+            "fuse={} update_in_epilogue={} transform={} autocast={autocast} keep={}",
             self.fuse, self.update_in_epilogue, self.transform, self.keep,
         )
     }

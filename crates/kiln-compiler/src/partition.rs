@@ -56,7 +56,7 @@ pub fn memory_curve<T: Target>(
     target: &T,
 ) -> Result<Vec<Point>, CompileError> {
     let (graph, _) = checks::run(graph).map_err(CompileError::pass("checks"))?;
-    let (graph, _) = transform::run(&graph, options, target.policy(), &mut Stages::default())?;
+    let graph = transform::run(&graph, options, target.policy(), &mut Stages::default())?.graph;
     let planner = ArenaPlanner { options, target };
     Ok(Frontier::new(&graph, &choices(options.keep, target.rates()), planner)?.curve()?)
 }

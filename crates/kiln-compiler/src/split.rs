@@ -27,7 +27,7 @@ pub fn split<T: Target>(
 ) -> Result<Split, CompileError> {
     // Before the cut: afterwards nobody sees the forward and the backward pass of one attention layer
     // together.
-    let (graph, _) = transform::run(graph, options, target.policy(), &mut Stages::default())?;
+    let graph = transform::run(graph, options, target.policy(), &mut Stages::default())?.graph;
     let choices = choices(options.keep, target.rates());
     Ok(match options.keep {
         Keep::Within(budget) => {
@@ -50,7 +50,7 @@ impl<T: Target> FunctionPlanner<'_, T> {
         let Self { options, target } = *self;
         let planner = ArenaPlanner { options, target };
         let (graph, _) = checks::run(graph).map_err(CompileError::pass("checks"))?;
-        let (graph, _) = transform::run(&graph, options, target.policy(), &mut Stages::default())?;
+        let graph = transform::run(&graph, options, target.policy(), &mut Stages::default())?.graph;
         let (graph, _) = partition::run(&graph, Keep::default(), target.rates(), planner)?;
         planner.arena(&graph)
     }

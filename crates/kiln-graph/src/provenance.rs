@@ -65,6 +65,8 @@ pub struct Provenance {
     /// Which chunk of the rows it computes, where a part of the step runs chunk by chunk to save memory; one more than the last for what runs after them.
     /// Operations that differ in this must not share a kernel: the first chunk's memory is the next one's.
     pub chunk: Option<u16>,
+    /// Whether the program asked that it and its gradient be computed and stored in f32, whatever other operations use.
+    pub full_precision: bool,
 }
 
 impl Provenance {

@@ -96,6 +96,7 @@ fn odd_numbers_and_strings_come_back() {
                     .num_nodes()
                     .is_multiple_of(3)
                     .then_some(graph.num_nodes() as u16),
+                full_precision: graph.num_nodes().is_multiple_of(2),
             };
             let value = graph
                 .add(Op::Constant { value, dtype }, &[], &provenance)

@@ -27,7 +27,7 @@
 
 use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::op::Op;
-use kiln_graph::{Graph, Node, NodeData, Phase, Users, Value};
+use kiln_graph::{DType, Graph, Node, NodeData, Phase, Users, Value};
 
 use crate::cost::bytes;
 use crate::error::PartitionError;
@@ -179,8 +179,12 @@ impl<'a> Joint<'a> {
         }
     }
 
-    /// Whether the kernels of `user` compute its operands while they read them.
+    /// Whether the kernels of `user` compute its operands while they read them. Operands of 16 bits are rounded where they are stored, and read from there.
     fn takes_fused_operands(&self, user: &NodeData) -> bool {
+        let stored = |&value: &Value| matches!(self.graph.dtype(value), DType::F16 | DType::BF16);
+        if user.op.is_contraction() && user.inputs.first().is_some_and(stored) {
+            return false;
+        }
         match user.op {
             Op::DotGeneral(_) => self.options.dot_prologue,
             Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
@@ -243,6 +247,8 @@ impl<'a> Joint<'a> {
     pub(crate) fn may_recompute(&self, node: Node, expensive: bool) -> bool {
         match self.side[node] {
             Side::Primal => true,
+            // What is cast for the forward pass is a copy to read, not to make a second time.
+            Side::Forward if self.is_cast_argument(node) => false,
             Side::Forward => match Recompute::of(&self.graph.node(node).op) {
                 Recompute::Free | Recompute::Fused | Recompute::Kernel => true,
                 Recompute::Expensive => expensive,
@@ -250,6 +256,13 @@ impl<'a> Joint<'a> {
             },
             Side::Resident | Side::Fixed => false,
         }
+    }
+
+    /// Whether `node` casts an argument to 16 bits, for products to read.
+    fn is_cast_argument(&self, node: Node) -> bool {
+        let data = self.graph.node(node);
+        let argument = |&value: &Value| matches!(self.graph.def(value).op, Op::Parameter { .. });
+        matches!(data.op, Op::Cast(DType::F16 | DType::BF16)) && data.inputs.iter().all(argument)
     }
 
     /// Cost of running a node in the backward pass (again, for forward nodes) when its operands are there, in

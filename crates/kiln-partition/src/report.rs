@@ -76,7 +76,8 @@ pub struct Origin {
 }
 
 impl Origin {
-    pub(crate) fn of(node: &NodeData) -> Self {
+    /// That of `node`.
+    pub fn of(node: &NodeData) -> Self {
         Self {
             op: node.op.name().to_owned(),
             operation: node.provenance.operation.clone(),

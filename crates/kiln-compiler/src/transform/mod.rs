@@ -4,6 +4,7 @@
 //! meaning; the number and order of arguments, scalars and outputs never change.
 
 pub mod attention;
+pub mod autocast;
 pub mod channels;
 pub mod log_softmax;
 pub mod pattern;
@@ -11,12 +12,13 @@ pub mod simplify;
 pub mod slices;
 mod view;
 
-use kiln_graph::{Graph, TypeError};
+use kiln_graph::{DType, Graph, TypeError};
 
 use crate::error::CompileError;
 use crate::options::Options;
 use crate::policy::Policy;
 use crate::stages::Stages;
+use autocast::AutocastReport;
 
 /// Graphs after each pass, by name, as text.
 pub type Dumps = Vec<(String, String)>;
@@ -37,17 +39,28 @@ const PASSES: &[Pass] = &[
     }),
 ];
 
-/// Runs all passes, each timed as a stage; keeps the text of the graph after each if the options ask for
-/// it.
+/// What the passes made.
+#[derive(Clone, Debug)]
+pub struct Transformed {
+    /// The graph.
+    pub graph: Graph,
+    /// The graph after each pass, if the options ask for it.
+    pub dumps: Dumps,
+    /// What autocast did; none if it was not asked for, or had nothing to do.
+    pub autocast: Option<AutocastReport>,
+}
+
+/// Runs all passes, each timed as a stage: those of the list, then [`autocast`] if the options ask for it. That one comes behind the patterns, which match
+/// compositions of f32, and behind what merges equal nodes, which would merge the casts of different readers.
 ///
 /// # Errors
-/// [`CompileError::Pass`] if a pass makes an ill-typed node.
+/// [`CompileError::Pass`] if a pass makes an ill-typed node; [`CompileError::Autocast`] if the options ask for a type that is not one of 16 bits.
 pub fn run(
     graph: &Graph,
     options: &Options,
     policy: &Policy,
     stages: &mut Stages,
-) -> Result<(Graph, Dumps), CompileError> {
+) -> Result<Transformed, CompileError> {
     let mut dumps = Dumps::new();
     let dump = options.wants_dumps();
     let mut graph = graph.without_dead_code();
@@ -55,7 +68,11 @@ pub fn run(
         dumps.push(("recorded".into(), graph.to_string()));
     }
     if !options.transform {
-        return Ok((graph, dumps));
+        return Ok(Transformed {
+            graph,
+            dumps,
+            autocast: None,
+        });
     }
     for &(name, pass) in PASSES {
         graph = stages
@@ -68,5 +85,24 @@ pub fn run(
             dumps.push((name.into(), graph.to_string()));
         }
     }
-    Ok((graph, dumps))
+    let mut report = None;
+    if let Some(dtype) = options.autocast {
+        if !matches!(dtype, DType::F16 | DType::BF16) {
+            return Err(CompileError::Autocast(dtype));
+        }
+        (graph, report) = stages
+            .time("autocast", || autocast::autocast(&graph, dtype))
+            .map_err(CompileError::pass("autocast"))?;
+        if cfg!(debug_assertions) {
+            kiln_graph::verify::verify(&graph)?;
+        }
+        if dump {
+            dumps.push(("autocast".into(), graph.to_string()));
+        }
+    }
+    Ok(Transformed {
+        graph,
+        dumps,
+        autocast: report,
+    })
 }

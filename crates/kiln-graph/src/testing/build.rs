@@ -136,6 +136,7 @@ impl<'a> Builder<'a> {
         provenance.gradient_of = pick(1, "matmul");
         provenance.module = pick(2, "a name with \"quotes\"");
         provenance.chunk = (self.rng.below(4) == 0).then(|| self.rng.below(9) as u16);
+        provenance.full_precision = bits == 7;
         provenance
     }
 

@@ -554,6 +554,10 @@ impl<'a> Parser<'a> {
                 })?);
                 continue;
             }
+            if word == "full_precision" && !quoted {
+                provenance.full_precision = true;
+                continue;
+            }
             let (slot, text) = match word.as_str() {
                 "gradient" if !quoted => (&mut provenance.gradient_of, self.provenance_word()?.0),
                 "at" if !quoted => (&mut provenance.location, self.provenance_word()?.0),

@@ -78,7 +78,7 @@ pub(super) fn is_provenance_word(c: char) -> bool {
 fn provenance_word(text: &str) -> String {
     let plain = !text.is_empty()
         && text.chars().all(is_provenance_word)
-        && !["at", "in", "chunk", "gradient"].contains(&text);
+        && !["at", "in", "chunk", "gradient", "full_precision"].contains(&text);
     if plain { text.to_owned() } else { quoted(text) }
 }
 
@@ -102,6 +102,9 @@ fn provenance(p: &Provenance) -> Option<String> {
     }
     if let Some(chunk) = p.chunk {
         let _ = write!(out, " chunk {chunk}");
+    }
+    if p.full_precision {
+        out.push_str(" full_precision");
     }
     Some(out)
 }

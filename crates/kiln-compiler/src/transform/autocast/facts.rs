@@ -1,0 +1,223 @@
+//! What autocast knows of each node and value before it changes anything.
+
+use cranelift_entity::SecondaryMap;
+use kiln_graph::op::Op;
+use kiln_graph::{DType, Graph, Node, NodeData, Phase, Users, Value};
+
+use super::report::Reason;
+
+/// What the pass decides from.
+pub(super) struct Facts<'a> {
+    graph: &'a Graph,
+    users: Users,
+    /// Contractions that will read 16 bits.
+    narrowed: SecondaryMap<Node, bool>,
+    /// Values that only the optimizer phase and the step's outputs depend on, but for contractions.
+    only_updates: SecondaryMap<Value, bool>,
+    /// Values that a contraction of 16 bits made, and what moving, pooling and pointwise operations make of them.
+    from_products: SecondaryMap<Value, bool>,
+    /// Kernels of their own that run before a node, and after it at the earliest: on the longest way to it.
+    before: SecondaryMap<Node, u32>,
+    after: SecondaryMap<Node, u32>,
+}
+
+impl<'a> Facts<'a> {
+    pub(super) fn new(graph: &'a Graph) -> Self {
+        let mut facts = Self {
+            graph,
+            users: graph.users(),
+            narrowed: SecondaryMap::new(),
+            only_updates: SecondaryMap::new(),
+            from_products: SecondaryMap::new(),
+            before: SecondaryMap::new(),
+            after: SecondaryMap::new(),
+        };
+        for (node, data) in graph.nodes() {
+            facts.narrowed[node] =
+                data.op.is_contraction() && graph.dtype(data.inputs[0]) == DType::F32 && takes_part(data);
+            facts.follow_products(node, data);
+            facts.count_kernels(node, data);
+        }
+        for (_, data) in graph.nodes().rev() {
+            for &value in &data.outputs {
+                facts.only_updates[value] = facts.users.of(value).iter().all(|&user| {
+                    let data = graph.node(user);
+                    data.provenance.phase == Phase::Optimizer
+                        || !data.op.is_contraction()
+                            && data.outputs.iter().all(|&made| facts.only_updates[made])
+                });
+            }
+        }
+        facts
+    }
+
+    /// Whether there is anything to do.
+    pub(super) fn has_work(&self) -> bool {
+        self.graph.nodes().any(|(node, _)| self.narrowed[node])
+    }
+
+    /// Whether `node` is a contraction that will read 16 bits.
+    pub(super) fn is_narrowed(&self, node: Node) -> bool {
+        self.narrowed[node]
+    }
+
+    /// Whether `node` is a pooling that will work on 16 bits.
+    pub(super) fn is_narrow_pool(&self, node: Node) -> bool {
+        let data = self.graph.node(node);
+        is_pool(&data.op) && takes_part(data) && self.from_products[data.inputs[0]]
+    }
+
+    /// Why the result `value` of a contraction of 16 bits is f32, if it is.
+    pub(super) fn wide_result(&self, value: Value) -> Option<Reason> {
+        let data = self.graph.def(value);
+        if matches!(data.op, Op::Attention(_) | Op::AttentionGrad(_)) {
+            return None;
+        }
+        if self.only_updates[value] {
+            return Some(Reason::Update);
+        }
+        let mut readers = Readers::default();
+        self.readers(value, &mut readers);
+        if readers.is_output {
+            return Some(Reason::Output);
+        }
+        let wants_f32 = |&(node, _): &(Node, Value)| is_library(&self.graph.node(node).op);
+        let narrow = readers
+            .list
+            .iter()
+            .any(|&(node, read)| self.wants_16_bits(node, read));
+        (!narrow && readers.list.iter().any(wants_f32)).then_some(Reason::Whole)
+    }
+
+    /// Why `value`, which a loop nest makes, is rounded to 16 bits, if it is.
+    pub(super) fn rounded(&self, value: Value) -> Option<Reason> {
+        let data = self.graph.def(value);
+        let in_nest = data.op.is_pointwise() || matches!(data.op, Op::Gather { .. } | Op::IndexSelect { .. });
+        let floats = self.graph.dtype(value) == DType::F32;
+        if !in_nest || !floats || !takes_part(data) || self.only_updates[value] {
+            return None;
+        }
+        let mut readers = Readers::default();
+        self.readers(value, &mut readers);
+        if readers
+            .list
+            .iter()
+            .any(|&(node, read)| self.wants_16_bits(node, read))
+        {
+            return Some(Reason::Operand);
+        }
+        let node = self.graph.value(value).node;
+        let after_forward = data.provenance.phase.is_after_forward();
+        let far = readers.list.iter().any(|&(user, _)| {
+            let phase = self.graph.node(user).provenance.phase;
+            phase.is_after_forward() == after_forward && self.before[user] > self.after[node]
+        });
+        (self.from_products[value] && far).then_some(Reason::ReadAgain)
+    }
+
+    /// Whether `node` reads its operand `read` in 16 bits.
+    fn wants_16_bits(&self, node: Node, read: Value) -> bool {
+        let data = self.graph.node(node);
+        let is = |operand: usize| data.inputs[operand] == read;
+        if self.narrowed[node] {
+            return (0..data.inputs.len()).any(|operand| is_narrow_operand(&data.op, operand) && is(operand));
+        }
+        is(0) && self.is_narrow_pool(node)
+    }
+
+    /// Who reads `value`, itself or moved.
+    fn readers(&self, value: Value, readers: &mut Readers) {
+        readers.is_output |= self.users.outputs(value) > 0;
+        for &user in self.users.of(value) {
+            let data = self.graph.node(user);
+            if data.op.is_movement() {
+                self.readers(data.outputs[0], readers);
+            } else {
+                readers.list.push((user, value));
+            }
+        }
+    }
+
+    fn follow_products(&mut self, node: Node, data: &NodeData) {
+        if self.narrowed[node] {
+            let count = match data.op {
+                Op::AttentionGrad(_) => 3,
+                // The statistics of attention stay f32.
+                _ => 1,
+            };
+            for &value in &data.outputs[..count] {
+                self.from_products[value] = true;
+            }
+            return;
+        }
+        let follows = data.op.is_pointwise() || data.op.is_movement() || is_pool(&data.op);
+        if !follows || !takes_part(data) || self.graph.dtype(data.outputs[0]) != DType::F32 {
+            return;
+        }
+        let from_products = data.inputs.iter().any(|&value| self.from_products[value]);
+        self.from_products[data.outputs[0]] = from_products;
+    }
+
+    fn count_kernels(&mut self, node: Node, data: &NodeData) {
+        let operands = data
+            .inputs
+            .iter()
+            .map(|&value| self.after[self.graph.value(value).node]);
+        let before = operands.max().unwrap_or(0);
+        let kernel = data.op.is_contraction() || is_library(&data.op);
+        self.before[node] = before;
+        self.after[node] = before + u32::from(kernel);
+    }
+}
+
+/// Who reads a value.
+#[derive(Default)]
+struct Readers {
+    /// Each reader, and the value that it reads.
+    list: Vec<(Node, Value)>,
+    /// Whether the value leaves the step.
+    is_output: bool,
+}
+
+/// Whether 16 bits are anything for the node: it belongs to the forward or the backward pass, and nobody asked for full precision.
+fn takes_part(data: &NodeData) -> bool {
+    data.provenance.phase != Phase::Optimizer && !data.provenance.full_precision
+}
+
+/// Whether a contraction reads operand number `operand` in 16 bits: all of a product, and the tensors of attention but masks.
+pub(super) fn is_narrow_operand(op: &Op, operand: usize) -> bool {
+    match op {
+        Op::Attention(_) => operand < 3,
+        Op::AttentionGrad(dims) => operand < 3 || operand == dims.operands().forward + 1,
+        _ => true,
+    }
+}
+
+pub(super) fn is_pool(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::MaxPool(_)
+            | Op::MaxPoolWithIndices { .. }
+            | Op::MaxPoolGrad { .. }
+            | Op::AvgPool { .. }
+            | Op::AvgPoolGrad { .. }
+    )
+}
+
+/// Whether a kernel of its own computes the operation, reads its operands from memory, and knows no type but theirs.
+pub(super) fn is_library(op: &Op) -> bool {
+    let in_nests = op.is_pointwise()
+        || op.is_movement()
+        || matches!(
+            op,
+            Op::Parameter { .. }
+                | Op::Scalar { .. }
+                | Op::Constant { .. }
+                | Op::Iota { .. }
+                | Op::Random { .. }
+                | Op::Reduce { .. }
+                | Op::Gather { .. }
+                | Op::IndexSelect { .. }
+        );
+    !in_nests && !op.is_contraction()
+}

@@ -1,0 +1,338 @@
+//! Autocast: what it stores in which type, and that the step it makes computes what the step of f32 does, as far as 16 bits can.
+
+use kiln_compiler::schedule::Buffer;
+use kiln_compiler::testing::{POLICY, Stub};
+use kiln_compiler::transform::autocast::{Reason, autocast};
+use kiln_compiler::{CompiledStep, Options, compile};
+use kiln_graph::alias::assign_aliases;
+use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, UnaryOp, Window};
+use kiln_graph::testing::{Family, GraphConfig, random_graph};
+use kiln_graph::{
+    DType, Graph, HostTensor, Phase, Provenance, TensorType, Value, interpret, interpret_f64, verify,
+};
+use kiln_partition::assign_phases;
+use kiln_partition::testing::{
+    Sizes, Tape, accumulating_step, adversarial_step, arguments, decoder_step, f32s,
+};
+
+/// The types of 16 bits, and how far a step may be from f64, relative to the norm of each output.
+const TYPES: [(DType, f64); 2] = [(DType::BF16, 3e-2), (DType::F16, 4e-3)];
+
+fn prepared(step: Tape) -> Graph {
+    let mut graph = step.graph;
+    let dies = vec![true; graph.parameters().len()];
+    assign_aliases(&mut graph, &dies);
+    assign_phases(&mut graph);
+    graph
+}
+
+fn decoder() -> Graph {
+    prepared(decoder_step(Sizes {
+        layers: 2,
+        batch: 2,
+        length: 8,
+        width: 16,
+        heads: 2,
+        hidden: 24,
+        vocabulary: 20,
+        keep: 0.8,
+    }))
+}
+
+/// Two perceptrons, one of which is updated before the other reads it, and three micro-batches.
+fn others() -> [Graph; 2] {
+    [prepared(adversarial_step()), prepared(accumulating_step())]
+}
+
+/// The forward pass and the gradients of a small image network by hand: convolutions, a normalisation by channel statistics, ReLU, a residual, a pooling.
+fn images() -> Graph {
+    let mut graph = Graph::new("images");
+    let [forward, backward, update] =
+        [Phase::Forward, Phase::Backward, Phase::Optimizer].map(|phase| Provenance {
+            phase,
+            ..Provenance::default()
+        });
+    let two = |x: usize| [x, x].into_iter().collect::<Dims>();
+    let conv = ConvDims {
+        stride: two(1),
+        pad_low: two(1),
+        pad_high: two(1),
+        dilation: two(1),
+        groups: 1,
+        result: None,
+    };
+    let (x, rate) = (graph.parameter(f32s(&[2, 3, 8, 8])), graph.scalar(DType::F32));
+    let (first, second) = (
+        graph.parameter(f32s(&[16, 3, 3, 3])),
+        graph.parameter(f32s(&[16, 16, 3, 3])),
+    );
+    let p = &forward;
+    let mut add =
+        |op: Op, inputs: &[Value], p: &Provenance| graph.add_node(op, inputs, p.clone()).unwrap()[0];
+    let binary = Op::Binary;
+    let a = add(Op::Conv(conv.clone()), &[x, first], p);
+    let image = TensorType::new(DType::F32, [2, 16, 8, 8]);
+    let sum = |axes: &[usize]| Op::Reduce {
+        op: kiln_graph::op::ReduceOp::Sum,
+        axes: axes.iter().copied().collect(),
+    };
+    let spread = |shape: &[usize], dims: &[usize]| Op::Broadcast {
+        shape: shape.into(),
+        dims: dims.iter().copied().collect(),
+    };
+    let squares = add(binary(BinaryOp::Mul), &[a, a], p);
+    let power = add(sum(&[0, 2, 3]), &[squares], p);
+    let scale = add(Op::Unary(UnaryOp::Rsqrt), &[power], p);
+    let scales = add(spread(&image.shape, &[1]), &[scale], p);
+    let normal = add(binary(BinaryOp::Mul), &[a, scales], p);
+    let zero = add(
+        Op::Constant {
+            value: 0.0.into(),
+            dtype: DType::F32,
+        },
+        &[],
+        p,
+    );
+    let zeros = add(spread(&image.shape, &[]), &[zero], p);
+    let active = add(binary(BinaryOp::Max), &[normal, zeros], p);
+    let b = add(Op::Conv(conv.clone()), &[active, second], p);
+    let stream = add(binary(BinaryOp::Add), &[active, b], p);
+    let window = Window {
+        size: two(2),
+        stride: two(2),
+        pad_low: two(0),
+        pad_high: two(0),
+        dilation: two(1),
+        ceil_mode: false,
+    };
+    let pooled = add(
+        Op::AvgPool {
+            window: window.clone(),
+            count_include_pad: true,
+        },
+        &[stream],
+        p,
+    );
+    let c = add(Op::Conv(conv.clone()), &[pooled, second], p);
+    let energy = add(binary(BinaryOp::Mul), &[c, c], p);
+    let loss = add(sum(&[0, 1, 2, 3]), &[energy], p);
+    // Backward: of c, the pooling, the stream, b. (The normalisation's statistics count as constants.)
+    let p = &backward;
+    // Of half of the loss' 256th: f16 has no larger numbers than 65504.
+    let small = add(
+        Op::Constant {
+            value: (1.0 / 256.0).into(),
+            dtype: DType::F32,
+        },
+        &[],
+        p,
+    );
+    let smalls = add(spread(&[2, 16, 4, 4], &[]), &[small], p);
+    let dc = add(binary(BinaryOp::Mul), &[c, smalls], p);
+    let input = |extent: usize| Op::ConvInputGrad {
+        conv: conv.clone(),
+        input: two(extent),
+    };
+    let weight = || Op::ConvWeightGrad {
+        conv: conv.clone(),
+        kernel: two(3),
+    };
+    let d_pooled = add(input(4), &[dc, second], p);
+    let from_c = add(weight(), &[pooled, dc], p);
+    let unpool = Op::AvgPoolGrad {
+        window,
+        count_include_pad: true,
+        input: two(8),
+    };
+    let d_stream = add(unpool, &[d_pooled], p);
+    let from_b = add(weight(), &[active, d_stream], p);
+    let d_active = add(input(8), &[d_stream, second], p);
+    let d_active = add(binary(BinaryOp::Add), &[d_active, d_stream], p);
+    let open = add(Op::Compare(kiln_graph::op::CompareOp::Gt), &[normal, zeros], p);
+    let d_normal = add(Op::Select, &[open, d_active, zeros], p);
+    let da = add(binary(BinaryOp::Mul), &[d_normal, scales], p);
+    let d_first = add(weight(), &[x, da], p);
+    let d_second = add(binary(BinaryOp::Add), &[from_c, from_b], p);
+    let p = &update;
+    let mut outputs = Vec::new();
+    for (weight, gradient, shape) in [
+        (first, d_first, [16, 3, 3, 3]),
+        (second, d_second, [16, 16, 3, 3]),
+    ] {
+        let rates = add(spread(&shape, &[]), &[rate], p);
+        let change = add(binary(BinaryOp::Mul), &[gradient, rates], p);
+        outputs.push(add(binary(BinaryOp::Sub), &[weight, change], p));
+    }
+    outputs.push(loss);
+    outputs.into_iter().for_each(|value| graph.output(value, None));
+    graph
+}
+
+fn compiled(graph: &Graph, autocast: Option<DType>) -> CompiledStep<Stub> {
+    let options = Options {
+        autocast,
+        ..Options::default()
+    };
+    compile(graph, &options, &Stub { policy: POLICY })
+        .unwrap_or_else(|error| panic!("{}: {error}", graph.name))
+}
+
+/// `||actual - expected|| / ||expected||`.
+fn error(actual: &HostTensor, expected: &HostTensor) -> f64 {
+    let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut actual.iter().zip(&expected).map(|(a, b)| a - b));
+    difference / norm(&mut expected.iter().copied()).max(1e-12)
+}
+
+fn is_16_bits(graph: &Graph, value: Value) -> bool {
+    matches!(graph.dtype(value), DType::F16 | DType::BF16)
+}
+
+#[test]
+fn steps_compute_what_those_of_f32_do() {
+    let graphs = [decoder(), images()].into_iter().chain(others());
+    for graph in graphs {
+        let (tensors, scalars) = arguments(&graph, 3);
+        let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+        for (dtype, limit) in TYPES {
+            let step = compiled(&graph, Some(dtype));
+            let same = interpret(&step.graph, &tensors, &scalars).unwrap();
+            let actual = step.code.run(&mut tensors.clone(), &scalars).unwrap();
+            for (number, output) in graph.outputs.iter().enumerate() {
+                let what = format!("{} in {dtype}, output {number}", graph.name);
+                assert_eq!(actual[number].ty(), graph.ty(output.value), "{what}");
+                let rounded = error(&actual[number], &expected[number]);
+                assert!(rounded < limit, "{what}: {rounded:e}");
+                // The same graph: what a kernel keeps in registers differs by sums of f32 and what they flip when they are rounded.
+                let between = error(&actual[number], &same[number]);
+                assert!(between < limit / 8.0, "{what}: {between:e} from the interpreter");
+            }
+        }
+    }
+}
+
+#[test]
+fn no_kernel_only_casts_but_those_of_arguments() {
+    for graph in [decoder(), images()].into_iter().chain(others()) {
+        let step = compiled(&graph, Some(DType::BF16));
+        let graph = &step.graph;
+        for kernel in &step.schedule.kernels {
+            // Operations on images may be computed inside a kernel without being named by it: then it does not read the cast's operand.
+            let casts = |&node: &kiln_graph::Node| {
+                let data = graph.node(node);
+                let operand = data.inputs.first().copied();
+                matches!(data.op, Op::Cast(_))
+                    && operand.is_some_and(|value| {
+                        !matches!(graph.def(value).op, Op::Parameter { .. })
+                            && kernel.reads.contains(&Buffer::Value(value))
+                    })
+            };
+            assert!(
+                !kernel.nodes.iter().all(casts),
+                "a kernel only casts:\n{graph}\n{}",
+                step.schedule.to_text(graph)
+            );
+        }
+    }
+}
+
+#[test]
+fn what_backward_keeps_is_halved_and_updates_see_f32_only() {
+    for graph in [decoder(), images()] {
+        let [wide, narrow] = [None, Some(DType::BF16)].map(|dtype| compiled(&graph, dtype));
+        let kept = |step: &CompiledStep<Stub>| step.partition.as_ref().unwrap().saved_bytes;
+        // Copies of the weights are kept too, two bytes an element.
+        let weights: u64 = graph
+            .parameters()
+            .iter()
+            .map(|&value| graph.ty(value).numel() as u64 * 2)
+            .sum();
+        assert!(
+            kept(&narrow) < kept(&wide) * 6 / 10 + weights,
+            "{}: {} of {}",
+            graph.name,
+            kept(&narrow),
+            kept(&wide)
+        );
+        for (_, data) in narrow.graph.nodes() {
+            if data.provenance.phase == Phase::Optimizer {
+                let mut all = data.inputs.iter().chain(&data.outputs);
+                assert!(
+                    !all.any(|&value| is_16_bits(&narrow.graph, value)),
+                    "an update of 16 bits"
+                );
+            }
+            if data.op.is_contraction() {
+                assert!(is_16_bits(&narrow.graph, data.inputs[0]), "a product of f32");
+            }
+        }
+        let report = narrow.autocast.unwrap();
+        let count = |reason: Reason| {
+            report
+                .stored
+                .iter()
+                .filter(|value| value.reason == reason)
+                .count()
+        };
+        assert!(
+            count(Reason::Product) > 0 && count(Reason::Operand) > 0 && count(Reason::Update) > 0,
+            "{report}"
+        );
+        assert!(
+            report.casts.iter().any(|cast| cast.argument.is_some()),
+            "{report}"
+        );
+    }
+}
+
+#[test]
+fn full_precision_is_kept() {
+    let mut graph = decoder();
+    let products: Vec<_> = graph
+        .nodes()
+        .filter(|(_, data)| data.op.is_contraction())
+        .map(|(node, _)| node)
+        .collect();
+    for &node in &products {
+        graph.provenance_mut(node).full_precision = true;
+    }
+    let (same, report) = autocast(&graph, DType::BF16).unwrap();
+    assert!(report.is_none());
+    assert_eq!(same.canonical_text(), graph.canonical_text());
+    graph.provenance_mut(products[0]).full_precision = false;
+    let (one, _) = autocast(&graph, DType::BF16).unwrap();
+    let narrow = one
+        .nodes()
+        .filter(|(_, data)| data.op.is_contraction() && is_16_bits(&one, data.inputs[0]));
+    assert_eq!(narrow.count(), 1);
+}
+
+#[test]
+fn any_graph_stays_well_typed_and_a_second_pass_changes_nothing() {
+    let config = GraphConfig {
+        families: Family::ALL
+            .iter()
+            .copied()
+            .filter(|&family| family != Family::Extern)
+            .collect(),
+        floats: vec![DType::F32, DType::F32, DType::BF16, DType::F64],
+        ..GraphConfig::default()
+    };
+    for seed in 0..150 {
+        let graph = random_graph(seed, &config).graph;
+        let (once, _) = autocast(&graph, DType::BF16).unwrap();
+        verify(&once).unwrap();
+        let types = |graph: &Graph| -> Vec<TensorType> {
+            graph
+                .outputs
+                .iter()
+                .map(|output| graph.ty(output.value).clone())
+                .collect()
+        };
+        assert_eq!(types(&graph), types(&once), "seed {seed}");
+        let (twice, report) = autocast(&once, DType::BF16).unwrap();
+        assert!(report.is_none(), "seed {seed}");
+        assert_eq!(once.canonical_text(), twice.canonical_text(), "seed {seed}");
+    }
+}
