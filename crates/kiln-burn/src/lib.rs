@@ -19,6 +19,7 @@ pub mod gpu_tensor;
 pub mod host_data;
 pub mod import;
 pub mod options;
+mod precision;
 pub mod random;
 pub mod record;
 pub mod storage;
@@ -32,6 +33,7 @@ pub use error::Error;
 pub use kiln_graph::IndexError;
 pub use kiln_partition::Point;
 pub use options::{CompileBackend, CompileOptions, NumericsCheck, UnknownBackend};
+pub use precision::full_precision;
 pub use record::{
     BreakReason, Changed, CompileEvent, CompiledRegion, GraphBreak, Guards, Location, Mismatch, Recompile,
     RegionReport, StepReport,

@@ -4,6 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use burn_backend::DType;
+
 /// What runs a recorded step. The order is a ladder: when a result looks wrong, go down it until it is right;
 /// the step between is where the fault is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord)]
@@ -132,6 +134,10 @@ pub struct CompileOptions {
     /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction, for the tensor
     /// cores: several times faster, with errors of some 1e-3. Default: false.
     pub tf32: bool,
+    /// Mixed precision: products, convolutions and attention of f32 read this type, [`DType::BF16`] or [`DType::F16`], and add up in f32, and what flows between them is stored in it.
+    /// Parameters, optimizer state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`] keeps more of the step so. The backends `cpu` and
+    /// `cuda` do this, the others compute in f32. Default: none.
+    pub autocast: Option<DType>,
     /// Whether the same inputs must give the same bits whatever the number of threads. Default: true.
     pub deterministic: bool,
     /// Name of the region in reports, dumps and traces. Default: `step`.
@@ -169,6 +175,7 @@ impl Default for CompileOptions {
             recompile_limit: 8,
             threads: 0,
             tf32: false,
+            autocast: None,
             deterministic: true,
             name: "step".to_owned(),
             debug: None,
@@ -211,6 +218,12 @@ impl CompileOptions {
     /// Sets [`CompileOptions::threads`].
     pub fn with_threads(mut self, threads: usize) -> Self {
         self.threads = threads;
+        self
+    }
+
+    /// Sets [`CompileOptions::autocast`].
+    pub fn with_autocast(mut self, dtype: DType) -> Self {
+        self.autocast = Some(dtype);
         self
     }
 

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use burn::tensor::DType;
 use clap::{Args, Parser, Subcommand};
 use kiln::{CompileBackend, KilnDevice};
 
@@ -19,6 +20,27 @@ pub struct Arguments {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// The 16-bit type that a name stands for.
+///
+/// # Errors
+///
+/// In words, if the name is another.
+pub fn parse_autocast(name: &str) -> Result<DType, String> {
+    match name {
+        "bf16" => Ok(DType::BF16),
+        "f16" => Ok(DType::F16),
+        other => Err(format!("`{other}` is neither bf16 nor f16")),
+    }
+}
+
+/// The name that [`parse_autocast`] takes.
+pub fn autocast_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => "f16",
+        _ => "bf16",
+    }
 }
 
 /// What to do.
@@ -70,6 +92,9 @@ pub struct TrainArguments {
     /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL
     #[arg(long)]
     pub device: Option<KilnDevice>,
+    /// Mixed precision, instead of the config's `train.autocast`: let products, convolutions and attention read bf16 or f16
+    #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
+    pub autocast: Option<DType>,
     /// Folder of the run; by default runs/NAME
     #[arg(long)]
     pub out: Option<PathBuf>,
@@ -170,6 +195,9 @@ pub struct BenchArguments {
     /// Let products of f32 on a GPU round their operands to 10 bits of fraction
     #[arg(long)]
     pub tf32: bool,
+    /// Mixed precision: let products, convolutions and attention read bf16 or f16
+    #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
+    pub autocast: Option<DType>,
     /// Time the forward pass alone
     #[arg(long)]
     pub infer: bool,
@@ -235,6 +263,9 @@ pub struct ExplainArguments {
     /// Let products of f32 on a GPU round their operands to 10 bits of fraction
     #[arg(long)]
     pub tf32: bool,
+    /// Mixed precision: let products, convolutions and attention read bf16 or f16
+    #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
+    pub autocast: Option<DType>,
     /// Time the step under several memory budgets, print the trade and draw it
     #[arg(long, value_name = "FILE.svg")]
     pub memory_curve: Option<PathBuf>,

@@ -65,6 +65,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
     let options = CompileOptions {
         memory_budget: arguments.memory_budget,
         tf32: arguments.tf32,
+        autocast: arguments.autocast,
         ..CompileOptions::default()
             .with_backend(arguments.backend)
             .with_name("train_step")

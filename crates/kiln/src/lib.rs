@@ -58,7 +58,7 @@ pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
 pub use kiln_burn::{
     BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Error, GraphBreak, IndexError, Kiln,
     KilnDevice, Location, Mismatch, Mode, NumericsCheck, Place, Point, Recompile, RegionReport, StepReport,
-    UnknownBackend, UnknownDevice,
+    UnknownBackend, UnknownDevice, full_precision,
 };
 pub use kiln_derive::StepInput;
 pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};

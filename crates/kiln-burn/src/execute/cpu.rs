@@ -30,6 +30,7 @@ use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
 use kiln_profile::StepDescription;
 
+use super::autocast_text;
 use super::check::{Parting, Reference};
 use super::memory::Memory;
 use super::profile::{RunClock, describe_contract, next_id};
@@ -67,19 +68,20 @@ fn compiler_options(
     toolchain: &Toolchain,
     threads: usize,
     trained: bool,
-) -> (Options, CpuTarget) {
+) -> Result<(Options, CpuTarget), ExecuteError> {
     let keep = options
         .memory_budget
         .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64));
     let compiler = Options {
         keep,
+        autocast: super::autocast(options)?,
         ..Options::default()
     };
     let mut target = CpuTarget::new(toolchain, threads);
     if trained {
         target.rates = machine(toolchain, threads);
     }
-    (compiler, target)
+    Ok((compiler, target))
 }
 
 /// What memory budgets would do to a step: its plans from the fastest to the smallest.
@@ -89,7 +91,7 @@ fn compiler_options(
 /// If there is no C compiler, or the graph cannot be scheduled.
 pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
     let threads = pool(options.threads).threads();
-    let (compiler, target) = compiler_options(options, toolchain()?, threads, is_training(graph));
+    let (compiler, target) = compiler_options(options, toolchain()?, threads, is_training(graph))?;
     Ok(kiln_compiler::memory_curve(graph, &compiler, &target)?)
 }
 
@@ -104,7 +106,7 @@ pub fn split(
     roles: &[OutputRole],
     options: &CompileOptions,
 ) -> Result<Split, ExecuteError> {
-    let (compiler, target) = compiler_options(options, toolchain()?, pool(options.threads).threads(), true);
+    let (compiler, target) = compiler_options(options, toolchain()?, pool(options.threads).threads(), true)?;
     Ok(kiln_compiler::split(graph, tangents, roles, &compiler, &target)?)
 }
 
@@ -120,7 +122,7 @@ pub fn export(
 ) -> Result<(), StepExportError> {
     let toolchain = toolchain()?;
     let threads = pool(options.threads).threads();
-    let (compiler, target) = compiler_options(options, toolchain, threads, is_training(step.graph));
+    let (compiler, target) = compiler_options(options, toolchain, threads, is_training(step.graph))?;
     let build = BuildOptions::default();
     kiln_cpu::export::write(folder, step, &compiler, &target, toolchain, &build)?;
     Ok(())
@@ -140,7 +142,7 @@ impl Cpu {
     ) -> Result<Self, ExecuteError> {
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
-        let (compiler, target) = compiler_options(options, toolchain, pool.threads(), is_training(&graph));
+        let (compiler, target) = compiler_options(options, toolchain, pool.threads(), is_training(&graph))?;
         let compiler = Options {
             debug: debug.map(Path::to_path_buf),
             update_in_epilogue: effort == Effort::Full,
@@ -413,6 +415,7 @@ impl Executable for Cpu {
         for call in &contract.externs {
             let _ = write!(text, "\noutside the compiled code: {}", call.name);
         }
+        text.extend(autocast_text(contract));
         text
     }
 

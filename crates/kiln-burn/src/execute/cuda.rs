@@ -27,6 +27,7 @@ use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
 use kiln_profile::{KernelTime, StepDescription, StepRun};
 
+use super::autocast_text;
 use super::check::{Parting, Reference};
 use super::cpu::extern_operation;
 use super::profile::{describe_contract, next_id};
@@ -58,13 +59,14 @@ pub struct Cuda {
     code_time: AtomicU64,
 }
 
-fn compiler_options(options: &CompileOptions) -> Options {
-    Options {
+fn compiler_options(options: &CompileOptions) -> Result<Options, ExecuteError> {
+    Ok(Options {
         keep: options
             .memory_budget
             .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64)),
+        autocast: super::autocast(options)?,
         ..Options::default()
-    }
+    })
 }
 
 fn target(gpu: &Gpu, options: &CompileOptions) -> CudaTarget {
@@ -83,7 +85,7 @@ pub fn memory_curve(gpu: usize, graph: &Graph, options: &CompileOptions) -> Resu
     let target = target(&*Gpu::get(gpu)?, options);
     Ok(kiln_compiler::memory_curve(
         graph,
-        &compiler_options(options),
+        &compiler_options(options)?,
         &target,
     )?)
 }
@@ -101,7 +103,7 @@ pub fn split(
     options: &CompileOptions,
 ) -> Result<Split, ExecuteError> {
     let target = target(&*Gpu::get(gpu)?, options);
-    let options = compiler_options(options);
+    let options = compiler_options(options)?;
     Ok(kiln_compiler::split(graph, tangents, roles, &options, &target)?)
 }
 
@@ -123,7 +125,7 @@ impl Cuda {
         let compiler = Options {
             debug: debug.map(Path::to_path_buf),
             update_in_epilogue: false,
-            ..compiler_options(options)
+            ..compiler_options(options)?
         };
         let target = target(&gpu, options);
         let executable = CudaExecutable::new(&graph, &compiler, &target, &gpu)?;
@@ -144,7 +146,7 @@ impl Cuda {
         Ok(Self {
             outputs: graph.outputs.iter().map(output).collect(),
             checked: checked_arguments(&graph),
-            options: (compiler_options(options), target),
+            options: (compiler_options(options)?, target),
             graph,
             executable,
             externs,
@@ -486,6 +488,7 @@ impl Executable for Cuda {
         for call in &contract.externs {
             let _ = write!(text, "\noutside the compiled code, on the host: {}", call.name);
         }
+        text.extend(autocast_text(self.executable.contract()));
         text
     }
 

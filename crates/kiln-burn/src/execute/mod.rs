@@ -196,6 +196,12 @@ pub enum ExecuteError {
     /// An operation kept whole failed.
     #[error(transparent)]
     Extern(#[from] ExternError),
+    /// Autocast to a type that is none of 16 bits.
+    #[error("autocast takes bf16 or f16, not {dtype:?}")]
+    Autocast {
+        /// The type.
+        dtype: burn_backend::DType,
+    },
     /// A kernel panicked.
     #[error("a kernel panicked: {message}")]
     Panicked {
@@ -331,6 +337,11 @@ pub fn prepare(
             Err(error) => return Err(error),
         },
     };
+    if options.autocast.is_some() && !backend.compiles() {
+        say_once(&format!(
+            "steps on {backend} compute in f32: autocast is for the backends cpu and cuda"
+        ));
+    }
     Ok((executable, backend))
 }
 
@@ -346,15 +357,33 @@ pub enum Effort {
 
 /// Says once for each cause that steps run on the slower executor.
 fn warn_once(error: &ExecuteError) {
+    say_once(&format!("steps run on aot_eager, which is slower: {error}"));
+}
+
+/// Warns of something once.
+fn say_once(text: &str) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    let cause = error.to_string();
-    if SAID
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .insert(cause.clone())
-    {
-        tracing::warn!(target: "kiln", "steps run on aot_eager, which is slower: {cause}");
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if said.insert(text.to_owned()) {
+        tracing::warn!(target: "kiln", "{text}");
     }
+}
+
+/// The type that the step compiler casts to.
+fn autocast(options: &CompileOptions) -> Result<Option<kiln_graph::DType>, ExecuteError> {
+    let Some(dtype) = options.autocast else {
+        return Ok(None);
+    };
+    match convert::dtype(dtype) {
+        Some(known @ (kiln_graph::DType::BF16 | kiln_graph::DType::F16)) => Ok(Some(known)),
+        _ => Err(ExecuteError::Autocast { dtype }),
+    }
+}
+
+/// What autocast did to a step, in lines: which type each value has that was decided on, and what is cast where. None without autocast.
+fn autocast_text(contract: &Contract) -> Option<String> {
+    let report = contract.autocast.as_ref()?;
+    Some(format!("\n{}", report.to_string().trim_end()))
 }
 
 /// Checks that `inputs` and `scalars` are what `graph` takes.

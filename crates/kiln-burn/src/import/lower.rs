@@ -103,6 +103,7 @@ impl Lower {
         self.p = Provenance {
             location: source.line,
             gradient_of: source.gradient_of,
+            full_precision: source.full_precision,
             ..Provenance::operation(name.clone())
         };
         self.position = position;

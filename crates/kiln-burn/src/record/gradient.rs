@@ -41,6 +41,8 @@ pub struct Source {
     pub line: Option<Arc<str>>,
     /// The forward operation whose gradient it belongs to, by Burn's name, such as `matmul`.
     pub gradient_of: Option<Arc<str>>,
+    /// Whether autocast leaves it as it is.
+    pub full_precision: bool,
 }
 
 /// `matmul` of `float_matmul`.
@@ -88,15 +90,20 @@ const ZERO: &[&str] = &[
     "float_unfold",
 ];
 
-/// Where each of `operations` comes from. Empty if nothing was seen of them.
-pub fn sources(operations: &[OperationIr], sightings: &[Sighting]) -> Vec<Source> {
+/// Where each of `operations` comes from. Empty if nothing was seen of them. Those of `full_precision` are known to stay as they are; what belongs to their gradients is found.
+pub fn sources(operations: &[OperationIr], sightings: &[Sighting], full_precision: &[u32]) -> Vec<Source> {
     let mut sources: Vec<Source> = sightings
         .iter()
         .map(|sighting| Source {
             line: sighting.line.clone(),
-            gradient_of: None,
+            ..Source::default()
         })
         .collect();
+    for &operation in full_precision {
+        if let Some(source) = sources.get_mut(operation as usize) {
+            source.full_precision = true;
+        }
+    }
     let calls = || sightings.iter().filter_map(|sighting| sighting.call.as_ref());
     let part = |part: Part| calls().any(|call| call.part == part);
     let nameless = |call: &Call| {
@@ -118,6 +125,7 @@ pub fn sources(operations: &[OperationIr], sightings: &[Sighting]) -> Vec<Source
         if let Some(found) = tracer.claim(operation) {
             *source = found;
         }
+        source.full_precision |= tracer.is_part_of(operation, full_precision);
     }
     sources
 }
@@ -223,7 +231,21 @@ impl<'a> Tracer<'a> {
         Some(Source {
             line: Some(line),
             gradient_of: one.then(|| shown(name).into()),
+            full_precision: false,
         })
+    }
+
+    /// Whether an operation may be part of the gradient of a call that one of `operations` belongs to. In doubt it is.
+    fn is_part_of(&self, operation: usize, operations: &[u32]) -> bool {
+        let Some(candidates) = self.candidates[operation]
+            .as_ref()
+            .filter(|_| !operations.is_empty())
+        else {
+            return false;
+        };
+        let known = candidates.iter().filter(|&&call| call != OUTSIDE);
+        let mut made = known.flat_map(|&call| &self.recording.calls[call as usize].operations);
+        made.any(|made| operations.contains(made))
     }
 
     fn narrow(&mut self, operation: u32, keep: impl Fn(u32) -> bool) {

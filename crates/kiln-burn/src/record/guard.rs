@@ -306,6 +306,7 @@ impl Guard {
         let Some(Source {
             line: Some(line),
             gradient_of,
+            ..
         }) = self.lines.get(index)
         else {
             return name.clone();

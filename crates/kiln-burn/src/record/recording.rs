@@ -14,8 +14,10 @@ mod hoist;
 use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::gradient::Source;
 use super::sighting::Sighting;
 use crate::device::Place;
+use crate::precision;
 use crate::random::Stream;
 use crate::storage::Storage;
 use crate::stream::{self, Visitor};
@@ -23,6 +25,9 @@ use crate::table;
 
 /// Added to the kind of a scalar that belongs to the identity of the step.
 const STATIC: u64 = 4;
+
+/// Added to the identity of an operation that autocast leaves as it is.
+const FULL_PRECISION: u64 = u64::MAX;
 
 /// A tensor that existed before the recording and is read in it.
 #[derive(Debug)]
@@ -81,6 +86,8 @@ pub struct Recording {
     ends: Vec<u32>,
     scalars: Vec<ScalarIr>,
     streams: Vec<Stream>,
+    /// Operations that autocast leaves as they are.
+    full_precision: Vec<u32>,
     /// What was seen of each operation; shorter than `operations` if only the first ones were looked up.
     lines: Vec<Sighting>,
 }
@@ -122,11 +129,20 @@ pub struct Recorded {
     pub scalars: Vec<ScalarIr>,
     /// Streams of the random operations, in order.
     pub streams: Vec<Stream>,
+    /// Positions of the operations that autocast leaves as they are ([`crate::full_precision`]).
+    pub full_precision: Vec<u32>,
     /// What was seen of each operation on the stack; empty unless it was looked up.
     pub lines: Vec<Sighting>,
 }
 
 impl Recorded {
+    /// Where operation `position` comes from, by `sources` as far as they tell.
+    pub fn source(&self, sources: &[Source], position: usize) -> Source {
+        let mut source = sources.get(position).cloned().unwrap_or_default();
+        source.full_precision |= self.full_precision.contains(&(position as u32));
+        source
+    }
+
     /// The GPU that the step runs on: that of its tensors; none if they are all the host's.
     pub fn gpu(&self) -> Option<usize> {
         let inputs = self.inputs.iter().map(|input| input.ir.id);
@@ -270,8 +286,22 @@ impl Recording {
 
     /// Appends an operation all of whose operands are known ([`Recording::knows`]). `take_stream` is called once if it is random.
     pub fn push(&mut self, operation: OperationIr, take_stream: impl FnOnce() -> Stream) {
+        self.push_in(precision::is_full(), operation, take_stream);
+    }
+
+    /// As [`Recording::push`], of an operation that autocast leaves as it is, or not.
+    fn push_in(
+        &mut self,
+        full_precision: bool,
+        operation: OperationIr,
+        take_stream: impl FnOnce() -> Stream,
+    ) {
         let described = stream::describe(&operation);
         self.words.push(described.code);
+        if full_precision {
+            self.words.push(FULL_PRECISION);
+            self.full_precision.push(self.operations.len() as u32);
+        }
         if let Some(dtype) = described.dtype {
             self.words.push(dtype_word(dtype));
         }
@@ -304,6 +334,7 @@ impl Recording {
             output_ids,
             scalars: self.scalars,
             streams: self.streams,
+            full_precision: self.full_precision,
             lines: self.lines,
         }
     }

@@ -313,7 +313,7 @@ impl Region {
     /// Where each operation comes from: looked up while recording, or else those of the step it resembles most.
     fn lines(&self, segment: usize, recorded: &Recorded) -> Vec<Source> {
         match recorded.lines.is_empty() {
-            false => gradient::sources(&recorded.operations, &recorded.lines),
+            false => gradient::sources(&recorded.operations, &recorded.lines, &recorded.full_precision),
             true => self
                 .nearest(segment, recorded)
                 .map_or_else(Vec::new, |step| step.guard.lines_of(recorded)),

@@ -276,9 +276,9 @@ impl SplitStep {
         let gpu = recorded.gpu().unwrap_or(0);
         let results = results(recorded, gradients);
         let outputs: Vec<TensorId> = results.iter().chain(gradients).copied().collect();
-        let sources = gradient::sources(&recorded.operations, &recorded.lines);
+        let sources = gradient::sources(&recorded.operations, &recorded.lines, &recorded.full_precision);
         let imported = import::import_located(&recorded.operations, &outputs, |position| {
-            sources.get(position).cloned().unwrap_or_default()
+            recorded.source(&sources, position)
         })
         .map_err(|source| Error::Import {
             region: options.name.clone(),

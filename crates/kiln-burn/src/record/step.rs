@@ -78,7 +78,7 @@ impl Step {
         let mut stages = Stages::default();
         let start = Instant::now();
         let outputs = types_of(recorded, &recorded.output_ids);
-        let line = |position: usize| lines.get(position).cloned().unwrap_or_default();
+        let line = |position: usize| recorded.source(&lines, position);
         let imported = stages
             .time("import", || {
                 import::import_located(&recorded.operations, &recorded.output_ids, line)

@@ -185,6 +185,7 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
     let options = CompileOptions {
         memory_budget: arguments.memory_budget,
         tf32: arguments.tf32,
+        autocast: arguments.autocast,
         ..CompileOptions::default()
             .with_backend(arguments.backend)
             .with_name("bench")

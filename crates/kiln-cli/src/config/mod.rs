@@ -150,6 +150,8 @@ pub struct TrainConfig {
     pub device: String,
     /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction.
     pub tf32: bool,
+    /// Mixed precision: the type that products, convolutions and attention read, `bf16` or `f16`; `none` is f32.
+    pub autocast: String,
     /// Bound in MiB of what a step may allocate beyond parameters, state and inputs; 0 is none.
     pub memory_budget_mb: usize,
     /// Steps between lines on a screen that is no terminal.
@@ -175,6 +177,7 @@ impl Default for TrainConfig {
             backend: "cpu".to_owned(),
             device: "cpu".to_owned(),
             tf32: false,
+            autocast: "none".to_owned(),
             memory_budget_mb: 0,
             log_every: 10,
             evaluate_every: 0,

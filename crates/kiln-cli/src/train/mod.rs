@@ -32,7 +32,7 @@ use kiln_hub::{Checkpoint, write_bytes_atomic};
 use kiln_profile::Category;
 
 use crate::architecture::Architecture;
-use crate::args::{EvalArguments, TrainArguments};
+use crate::args::{EvalArguments, TrainArguments, autocast_name, parse_autocast};
 use crate::config::Config;
 use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
@@ -77,6 +77,9 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     }
     if let Some(device) = arguments.device {
         config.train.device = device.to_string();
+    }
+    if let Some(dtype) = arguments.autocast {
+        config.train.autocast = autocast_name(dtype).to_owned();
     }
     let folder = match folder {
         Some(folder) => folder,
@@ -150,6 +153,13 @@ fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliErr
         .with_backend(backend)
         .with_tf32(config.train.tf32)
         .with_name(name);
+    let options = match config.train.autocast.as_str() {
+        "none" => options,
+        name => {
+            let dtype = parse_autocast(name);
+            options.with_autocast(dtype.map_err(|error| CliError::config("train.autocast", error))?)
+        }
+    };
     Ok(match config.train.memory_budget_mb {
         0 => options,
         budget => options.with_memory_budget(budget << 20),

@@ -88,7 +88,9 @@ impl Recording {
 
         let mut inputs: Vec<_> = old.inputs.into_iter().map(Some).collect();
         let mut lines = old.lines.into_iter();
-        for ((operation, stream), &hoisted) in old.operations.into_iter().zip(streams).zip(hoisted) {
+        for (position, ((operation, stream), &hoisted)) in
+            old.operations.into_iter().zip(streams).zip(hoisted).enumerate()
+        {
             let line = lines.next();
             if hoisted {
                 continue;
@@ -116,7 +118,10 @@ impl Recording {
             if let Some(line) = line {
                 self.note_line(line);
             }
-            self.push(operation, || stream.unwrap_or(Stream { seed: 0, stream: 0 }));
+            let full_precision = old.full_precision.contains(&(position as u32));
+            self.push_in(full_precision, operation, || {
+                stream.unwrap_or(Stream { seed: 0, stream: 0 })
+            });
         }
         for result in &mut self.pending {
             result.alive = is_alive(&result.id);
