@@ -58,6 +58,8 @@ pub enum Command {
     Explain(ExplainArguments),
     /// Write a run's training step as a folder that trains without Kiln, Rust or a compiler
     Export(ExportArguments),
+    /// Shrink a graph on which a backend goes wrong to the smallest that still shows it
+    Minify(MinifyArguments),
     /// List what can run a compiled step
     Backends,
     /// Look into the disk cache of compiled steps
@@ -68,12 +70,43 @@ pub enum Command {
     },
 }
 
+/// Arguments of `kiln minify`.
+#[derive(Args, Debug, Clone)]
+pub struct MinifyArguments {
+    /// A graph (.kg), or the folder of a step in a debug dump (KILN_DEBUG)
+    pub dump: PathBuf,
+    /// What is looked at: aot_eager, candle, cpu or cuda
+    #[arg(long, default_value_t = CompileBackend::Cpu)]
+    pub backend: CompileBackend,
+    /// Where it runs: cpu, cuda or cuda:ORDINAL
+    #[arg(long, default_value_t = KilnDevice::cpu())]
+    pub device: KilnDevice,
+    /// By how much results may differ from the interpreter's, relative to the largest of an output
+    #[arg(long, default_value_t = 1e-4)]
+    pub tolerance: f64,
+    /// Where the smallest graph goes; by default beside the dump, as NAME.min.kg
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+    /// Seconds to look for a smaller graph
+    #[arg(long, default_value_t = 600)]
+    pub seconds: u64,
+    /// Seconds after which a graph that still runs is taken to hang
+    #[arg(long, default_value_t = 120)]
+    pub timeout: u64,
+    /// Look at this graph only, and say what is wrong; the exit status is 1 if anything is
+    #[arg(long)]
+    pub check: bool,
+    /// Answer the process that asks
+    #[arg(long, hide = true, requires = "check")]
+    pub verdict: bool,
+}
+
 /// What to do with the cache.
 #[derive(Subcommand, Debug, Clone, Copy)]
 pub enum CacheAction {
-    /// Print the compiled steps, last used first
+    /// Print what it holds for each target, last used first
     List,
-    /// Remove all compiled steps
+    /// Remove all of it
     Clear,
 }
 

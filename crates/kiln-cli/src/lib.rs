@@ -7,6 +7,7 @@
 //! kiln bench     one training step, timed; a table beside other frameworks
 //! kiln explain   what a model's step compiles to
 //! kiln export    a run's step as a folder that trains without Kiln
+//! kiln minify    the smallest graph on which a backend still goes wrong
 //! kiln backends  what can run a step here
 //! kiln cache     the disk cache of compiled steps
 //! ```
@@ -27,6 +28,7 @@ pub mod error;
 pub mod explain;
 pub mod generate;
 pub mod memory;
+pub mod minify;
 pub mod model;
 pub mod train;
 
@@ -55,6 +57,7 @@ fn dispatch(command: Command) -> Result<ExitCode, CliError> {
         Command::Bench(arguments) => bench::command(&arguments)?,
         Command::Explain(arguments) => explain::command(&arguments)?,
         Command::Export(arguments) => train::export::command(&arguments)?,
+        Command::Minify(arguments) => return minify::command(&arguments),
         Command::Backends => backends::command(),
         Command::Cache {
             action: CacheAction::List,

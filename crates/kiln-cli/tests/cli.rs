@@ -541,6 +541,42 @@ fn backends_explain_and_cache_answer() {
 }
 
 #[test]
+fn a_graph_that_a_backend_cannot_run_is_minified() {
+    let place = Place::new();
+    let graph = "graph @step {
+  %x = parameter 0 : f32[8,6]
+  %e = exp %x : f32[8,6]
+  %s = reduce sum %e {axes=[0]} : f32[6]
+  %t = tanh %s : f32[6]
+  return %t, %e
+}
+";
+    place.write("step.kg", graph);
+    let right = ["minify", "step.kg", "--backend", "aot_eager"];
+    assert!(place.ok(&right).contains("shows no fault"));
+    // A GPU that is not there refuses every graph.
+    let nowhere = ["--backend", "cuda", "--device", "cuda:99"];
+    let text = place.ok(&[&["minify", "step.kg"][..], &nowhere].concat());
+    assert!(
+        text.contains("does not compile") && text.contains("step.min.kg"),
+        "{text}"
+    );
+    let small = std::fs::read_to_string(place.path("step.min.kg")).unwrap();
+    assert!(
+        small.starts_with("// repeated by: kiln minify --check step.min.kg"),
+        "{small}"
+    );
+    assert_eq!(
+        small.matches(" = ").count(),
+        2,
+        "an argument and an operation: {small}"
+    );
+    let again = place.run(&[&["minify", "--check", "step.min.kg"][..], &nowhere].concat());
+    assert!(String::from_utf8_lossy(&again.stdout).contains("does not compile"));
+    assert_eq!(again.status.code(), Some(1));
+}
+
+#[test]
 fn a_gpu_that_is_not_there_is_named() {
     let place = Place::new();
     let text = place.fails(&["bench", "mlp", "--steps", "1", "--device", "cuda:99"]);

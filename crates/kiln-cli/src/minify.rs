@@ -1,0 +1,196 @@
+//! `kiln minify`: the smallest graph on which a backend still goes wrong.
+//!
+//! Each candidate runs in a child process, `kiln minify --check FILE`, which compares the backend with the interpreter: the
+//! backend may crash. That is also the command by which a person repeats the fault.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kiln::{CompileBackend, CompileOptions, KilnDevice};
+use kiln_burn::execute::{Effort, convert, prepare};
+use kiln_burn::storage::Storage;
+use kiln_graph::{Graph, HostTensor, Scalar};
+use kiln_minify::{
+    Case, ChildProbe, Failure, Fill, Limits, Subject, minify, observe, print_verdict, provoke,
+};
+
+use crate::args::MinifyArguments;
+use crate::error::CliError;
+
+/// The recorded step in a folder of a debug dump.
+const RECORDED: &str = "0-recorded.kg";
+
+/// `kiln minify`.
+///
+/// # Errors
+///
+/// If the dump is no graph, or no child process can be started.
+pub fn command(arguments: &MinifyArguments) -> Result<ExitCode, CliError> {
+    let dump = match arguments.dump.is_dir() {
+        true => arguments.dump.join(RECORDED),
+        false => arguments.dump.clone(),
+    };
+    let text = std::fs::read_to_string(&dump).map_err(CliError::io("read", &dump))?;
+    let case =
+        Case::parse(&text, Fill::Signed, 1).map_err(|error| CliError::config(dump.display(), error))?;
+    let recorded = case.graph.num_nodes();
+    if arguments.check {
+        return check(&case, arguments);
+    }
+    let cache =
+        tempfile::tempdir().map_err(CliError::io("create a temporary folder in", std::env::temp_dir()))?;
+    let probe = probe(arguments, cache.path())?;
+    let mut trouble = None;
+    let mut oracle = |case: &Case| {
+        probe.observe(case).unwrap_or_else(|error| {
+            trouble.get_or_insert(error);
+            None
+        })
+    };
+    let shown = match Case::has_arguments(&text) {
+        true => Some(case),
+        false => provoke(&case.graph, &mut oracle),
+    };
+    let limits = Limits {
+        time: Duration::from_secs(arguments.seconds),
+        ..Limits::default()
+    };
+    let found = shown.and_then(|case| minify(case, &mut oracle, &limits));
+    if let Some(error) = trouble {
+        return Err(CliError::io(
+            "observe a graph in a process of",
+            std::env::temp_dir(),
+        )(error));
+    }
+    let Some(found) = found else {
+        println!(
+            "{} shows no fault on backend {}",
+            dump.display(),
+            arguments.backend
+        );
+        return Ok(ExitCode::SUCCESS);
+    };
+    let out = arguments
+        .out
+        .clone()
+        .unwrap_or_else(|| dump.with_extension("min.kg"));
+    let repeat = format!("kiln minify --check {}{}", out.display(), on_backend(arguments));
+    std::fs::write(&out, found.to_text(&repeat)).map_err(CliError::io("write", &out))?;
+    println!("{}", found.fault);
+    let until = if found.complete {
+        ""
+    } else {
+        ", until the time was over"
+    };
+    let nodes = found.case.graph.num_nodes();
+    println!(
+        "{nodes} of {recorded} nodes are left; {} graphs were tried{until}",
+        found.attempts
+    );
+    println!("repeat it with `{repeat}`");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The options that say which backend is looked at, as they are typed.
+fn on_backend(arguments: &MinifyArguments) -> String {
+    let MinifyArguments {
+        backend,
+        device,
+        tolerance,
+        ..
+    } = arguments;
+    format!(" --backend {backend} --device {device} --tolerance {tolerance:?}")
+}
+
+/// The child processes. They compile hundreds of graphs, and have a cache of their own for that.
+fn probe(arguments: &MinifyArguments, cache: &Path) -> Result<ChildProbe, CliError> {
+    let program = std::env::current_exe().map_err(CliError::io("find the program of", Path::new("kiln")))?;
+    let options = on_backend(arguments);
+    let options = options.split_whitespace().chain(["--verdict", "--check"]);
+    Ok(ChildProbe {
+        command: [program.into_os_string(), "minify".into()]
+            .into_iter()
+            .chain(options.map(OsString::from))
+            .collect(),
+        environment: vec![("KILN_CACHE_DIR".into(), cache.into())],
+        timeout: Duration::from_secs(arguments.timeout),
+    })
+}
+
+/// Observes one case in this process: for a person, or for the process that started this one.
+fn check(case: &Case, arguments: &MinifyArguments) -> Result<ExitCode, CliError> {
+    let backend = Backend {
+        backend: arguments.backend,
+        device: arguments.device,
+    };
+    let observed = observe(case, &backend, arguments.tolerance);
+    if arguments.verdict {
+        // A graph that the interpreter refuses shows nothing.
+        print_verdict(observed.ok().flatten().as_ref());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let observed = observed.map_err(|error| CliError::config(arguments.dump.display(), error))?;
+    match observed {
+        Some(fault) => {
+            println!("{fault}");
+            Ok(ExitCode::FAILURE)
+        }
+        None => {
+            println!("no fault on backend {}", arguments.backend);
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// A backend of kiln-burn.
+struct Backend {
+    backend: CompileBackend,
+    device: KilnDevice,
+}
+
+impl Subject for Backend {
+    fn run(
+        &self,
+        graph: &Graph,
+        inputs: &[HostTensor],
+        scalars: &[Scalar],
+    ) -> Result<Vec<HostTensor>, Failure> {
+        let options = CompileOptions::default()
+            .with_backend(self.backend)
+            .with_name("minify");
+        let gpu = self.device.place().gpu().unwrap_or(0);
+        let refused = |reason: String| Failure::Refused(reason);
+        let (executable, runs_on) = prepare(
+            self.backend,
+            gpu,
+            Arc::new(graph.clone()),
+            &options,
+            Effort::Full,
+            None,
+        )
+        .map_err(|error| refused(error.to_string()))?;
+        if runs_on != self.backend {
+            return Err(refused(format!("no code for it: it would run on {runs_on}")));
+        }
+        let storage = |tensor: &HostTensor| {
+            let dtype = convert::burn_dtype(tensor.ty().dtype);
+            Storage::from(convert::from_host(tensor, dtype))
+        };
+        let types = graph.scalars().iter().map(|&value| graph.dtype(value));
+        let scalars: Vec<u64> = scalars
+            .iter()
+            .zip(types)
+            .map(|(scalar, dtype)| scalar.to_bits(dtype))
+            .collect();
+        let failed = |reason: String| Failure::Failed(reason);
+        let outputs = executable
+            .run(inputs.iter().map(storage).collect(), &scalars)
+            .map_err(|error| failed(error.to_string()))?;
+        let tensors = outputs.iter().map(Storage::to_host_tensor);
+        let tensors: Option<Vec<HostTensor>> = tensors.collect();
+        tensors.ok_or_else(|| failed("an output has an element type that graphs have not".to_owned()))
+    }
+}
