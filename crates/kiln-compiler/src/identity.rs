@@ -9,7 +9,8 @@ use crate::target::Target;
 /// the compiler, even one with the same version number, is not the same step.
 pub const COMPILER_SOURCES: &str = env!("KILN_COMPILER_SOURCES");
 
-/// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise. A capital stands for a node of full precision.
+/// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise. A capital
+/// stands for a node of full precision.
 fn phases(graph: &Graph) -> String {
     let letter = |provenance: &Provenance| {
         let letter = provenance.phase.name().chars().next().unwrap_or('-');

@@ -1,4 +1,5 @@
-//! Autocast: what it stores in which type, and that the step it makes computes what the step of f32 does, as far as 16 bits can.
+//! Autocast: what it stores in which type, and that the step it makes computes what the step of f32 does, as
+//! far as 16 bits can.
 
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::testing::{POLICY, Stub};
@@ -44,7 +45,8 @@ fn others() -> [Graph; 2] {
     [prepared(adversarial_step()), prepared(accumulating_step())]
 }
 
-/// The forward pass and the gradients of a small image network by hand: convolutions, a normalisation by channel statistics, ReLU, a residual, a pooling.
+/// The forward pass and the gradients of a small image network by hand: convolutions, a normalisation by
+/// channel statistics, ReLU, a residual, a pooling.
 fn images() -> Graph {
     let mut graph = Graph::new("images");
     let [forward, backward, update] =
@@ -204,7 +206,8 @@ fn steps_compute_what_those_of_f32_do() {
                 assert_eq!(actual[number].ty(), graph.ty(output.value), "{what}");
                 let rounded = error(&actual[number], &expected[number]);
                 assert!(rounded < limit, "{what}: {rounded:e}");
-                // The same graph: what a kernel keeps in registers differs by sums of f32 and what they flip when they are rounded.
+                // The same graph: what a kernel keeps in registers differs by sums of f32 and what they flip
+                // when they are rounded.
                 let between = error(&actual[number], &same[number]);
                 assert!(between < limit / 8.0, "{what}: {between:e} from the interpreter");
             }
@@ -218,7 +221,8 @@ fn no_kernel_only_casts_but_those_of_arguments() {
         let step = compiled(&graph, Some(DType::BF16));
         let graph = &step.graph;
         for kernel in &step.schedule.kernels {
-            // Operations on images may be computed inside a kernel without being named by it: then it does not read the cast's operand.
+            // Operations on images may be computed inside a kernel without being named by it: then it does
+            // not read the cast's operand.
             let casts = |&node: &kiln_graph::Node| {
                 let data = graph.node(node);
                 let operand = data.inputs.first().copied();

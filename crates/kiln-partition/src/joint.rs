@@ -152,6 +152,15 @@ impl<'a> Joint<'a> {
                     _ => operands().any(|operand| self.drawn[operand]),
                 };
         }
+        // A cast from 16 bits runs in the kernel that reads it, wherever that is: who reads what is cast is
+        // as far away as who reads the cast.
+        for (node, data) in self.graph.nodes().rev() {
+            let widens = matches!(data.op, Op::Cast(DType::F32))
+                && matches!(self.graph.dtype(data.inputs[0]), DType::F16 | DType::BF16);
+            if widens && let Some(&[reader]) = data.outputs.first().map(|&value| self.users.of(value)) {
+                self.before[node] = self.before[reader];
+            }
+        }
     }
 
     pub(crate) fn machine(&self) -> &Machine {
@@ -179,7 +188,8 @@ impl<'a> Joint<'a> {
         }
     }
 
-    /// Whether the kernels of `user` compute its operands while they read them. Operands of 16 bits are rounded where they are stored, and read from there.
+    /// Whether the kernels of `user` compute its operands while they read them. Operands of 16 bits are rounded
+    /// where they are stored, and read from there.
     fn takes_fused_operands(&self, user: &NodeData) -> bool {
         let stored = |&value: &Value| matches!(self.graph.dtype(value), DType::F16 | DType::BF16);
         if user.op.is_contraction() && user.inputs.first().is_some_and(stored) {

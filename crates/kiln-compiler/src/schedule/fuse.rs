@@ -54,7 +54,7 @@ use super::class::{Class, classify, node_index};
 use super::layout::{self, Layouts};
 use super::nest::{Nest, Store};
 use super::recompute::inline_images;
-use super::together::join_updates;
+use super::together::{join_casts, join_updates};
 use super::{Buffer, Kernel, KernelKind, Schedule};
 use crate::index::{Index, linear};
 use crate::options::Options;
@@ -92,6 +92,7 @@ pub fn schedule(graph: &Graph, options: &Options, policy: &Policy) -> Schedule {
     if fuse {
         kernels = absorb(graph, policy, &layouts, kernels);
         kernels = join_updates(graph, policy, kernels);
+        kernels = join_casts(graph, kernels);
     }
     Schedule {
         layouts,

@@ -7,7 +7,7 @@
 
 use rustc_hash::FxHashSet;
 
-use kiln_graph::{Graph, Op, Phase};
+use kiln_graph::{Graph, Node, Op, Phase};
 
 use super::buffer::Buffer;
 use super::kernel::{Kernel, KernelKind};
@@ -33,9 +33,41 @@ pub fn join_updates(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec
     });
     let fitting = fitting.count();
     others.extend(small.drain(fitting..));
+    others.extend(side_by_side(small));
+    others
+}
+
+/// Makes one kernel of those among `kernels` that only cast arguments: the 16-bit copies of parameters, which
+/// products read. They depend on nothing, and most are needed until the backward pass has read them too.
+pub fn join_casts(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
+    let casts = |&node: &Node| {
+        let data = graph.node(node);
+        matches!(data.op, Op::Cast(_)) && matches!(graph.def(data.inputs[0]).op, Op::Parameter { .. })
+    };
+    let (casts, mut others): (Vec<Kernel>, Vec<Kernel>) = kernels.into_iter().partition(|kernel| {
+        matches!(&kernel.kind, KernelKind::Nest(nest) if nest.split.is_none() && !nest.members.is_empty())
+            && kernel.nodes.iter().all(casts)
+    });
+    // Parts of the step that share no kernels: those of the forward pass, those behind it, and chunks.
+    let part = |kernel: &Kernel| {
+        let provenance = &graph.node(kernel.nodes[0]).provenance;
+        (provenance.phase.is_after_forward(), provenance.chunk)
+    };
+    let mut parts: Vec<Vec<Kernel>> = Vec::new();
+    for kernel in casts {
+        match parts.iter_mut().find(|list| part(&list[0]) == part(&kernel)) {
+            Some(list) => list.push(kernel),
+            None => parts.push(vec![kernel]),
+        }
+    }
+    others.extend(parts.into_iter().flat_map(side_by_side));
+    others
+}
+
+/// Nests that do not depend on each other as one kernel, if there are several.
+fn side_by_side(mut small: Vec<Kernel>) -> Vec<Kernel> {
     if small.len() < 2 {
-        others.extend(small);
-        return others;
+        return small;
     }
     small.sort_by_key(|kernel| kernel.nodes.first().copied());
     let mut nests: Vec<Nest> = Vec::new();
@@ -57,8 +89,7 @@ pub fn join_updates(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec
     joined.reads.sort_unstable();
     joined.reads.dedup();
     joined.kind = KernelKind::Together(nests);
-    others.push(joined);
-    others
+    vec![joined]
 }
 
 fn points(kernel: &Kernel) -> i64 {

@@ -50,11 +50,13 @@ pub struct Transformed {
     pub autocast: Option<AutocastReport>,
 }
 
-/// Runs all passes, each timed as a stage: those of the list, then [`autocast`] if the options ask for it. That one comes behind the patterns, which match
-/// compositions of f32, and behind what merges equal nodes, which would merge the casts of different readers.
+/// Runs all passes, each timed as a stage: those of the list, then [`autocast`] if the options ask for it.
+/// That one comes behind the patterns, which match compositions of f32, and behind what merges equal nodes,
+/// which would merge the casts of different readers.
 ///
 /// # Errors
-/// [`CompileError::Pass`] if a pass makes an ill-typed node; [`CompileError::Autocast`] if the options ask for a type that is not one of 16 bits.
+/// [`CompileError::Pass`] if a pass makes an ill-typed node; [`CompileError::Autocast`] if the options ask
+/// for a type that is not one of 16 bits.
 pub fn run(
     graph: &Graph,
     options: &Options,

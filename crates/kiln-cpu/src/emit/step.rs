@@ -7,7 +7,7 @@ use kiln_compiler::plan::{Place, Plan};
 use kiln_compiler::report::KernelReport;
 use kiln_compiler::schedule::{Kernel, KernelKind};
 use kiln_compiler::{Emitted, Step};
-use kiln_graph::{Graph, Op};
+use kiln_graph::{Graph, Node, Op};
 
 use super::nest::{Argument, Launch};
 use super::tree::{FileGroup, Functions};
@@ -107,12 +107,17 @@ pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Ve
     Emitted { code, names }
 }
 
+fn is_cast(graph: &Graph, node: Node) -> bool {
+    matches!(graph.node(node).op, Op::Cast(_))
+}
+
 /// Names of functions say what kind of kernel they are.
 fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
     match &kernel.kind {
         KernelKind::Nest(nest) if nest.split.is_some() => "rows".into(),
         KernelKind::Nest(nest) if nest.members.is_empty() => "copy".into(),
         KernelKind::Nest(_) => "points".into(),
+        KernelKind::Together(_) if kernel.nodes.iter().all(|&node| is_cast(graph, node)) => "casts".into(),
         KernelKind::Together(_) => "updates".into(),
         KernelKind::Library(node) | KernelKind::Contraction(node, _) => graph.node(*node).op.name().into(),
     }
@@ -220,7 +225,7 @@ fn comment(graph: &Graph, kernel: &Kernel, plan: &Plan, report: &KernelReport, b
         let operations = report.nodes.len();
         let _ = writeln!(
             body,
-            "    /* {} small updates, {operations} operations */",
+            "    /* {} tensors side by side, {operations} operations */",
             nests.len()
         );
         return;

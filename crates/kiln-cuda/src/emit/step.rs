@@ -3,7 +3,7 @@
 use kiln_compiler::plan::{Place, Plan};
 use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
 use kiln_compiler::{Emitted, Step};
-use kiln_graph::{Graph, Op};
+use kiln_graph::{Graph, Node, Op};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{Argument, Call, KernelCode, Launch};
@@ -234,12 +234,17 @@ impl Functions {
     }
 }
 
+fn is_cast(graph: &Graph, node: Node) -> bool {
+    matches!(graph.node(node).op, Op::Cast(_))
+}
+
 /// Names of functions say what kind of kernel they are.
 fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
     match &kernel.kind {
         KernelKind::Nest(nest) if nest.split.is_some() => "rows".into(),
         KernelKind::Nest(nest) if nest.members.is_empty() => "copy".into(),
         KernelKind::Nest(_) => "points".into(),
+        KernelKind::Together(_) if kernel.nodes.iter().all(|&node| is_cast(graph, node)) => "casts".into(),
         KernelKind::Together(_) => "updates".into(),
         KernelKind::Library(node) | KernelKind::Contraction(node, _) => match &graph.node(*node).op {
             Op::Extern(_) => "extern".into(),

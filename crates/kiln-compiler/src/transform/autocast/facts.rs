@@ -14,7 +14,8 @@ pub(super) struct Facts<'a> {
     narrowed: SecondaryMap<Node, bool>,
     /// Values that only the optimizer phase and the step's outputs depend on, but for contractions.
     only_updates: SecondaryMap<Value, bool>,
-    /// Values that a contraction of 16 bits made, and what moving, pooling and pointwise operations make of them.
+    /// Values that a contraction of 16 bits made, and what moving, pooling and pointwise operations make of
+    /// them.
     from_products: SecondaryMap<Value, bool>,
     /// Kernels of their own that run before a node, and after it at the earliest: on the longest way to it.
     before: SecondaryMap<Node, u32>,
@@ -179,12 +180,14 @@ struct Readers {
     is_output: bool,
 }
 
-/// Whether 16 bits are anything for the node: it belongs to the forward or the backward pass, and nobody asked for full precision.
+/// Whether 16 bits are anything for the node: it belongs to the forward or the backward pass, and nobody
+/// asked for full precision.
 fn takes_part(data: &NodeData) -> bool {
     data.provenance.phase != Phase::Optimizer && !data.provenance.full_precision
 }
 
-/// Whether a contraction reads operand number `operand` in 16 bits: all of a product, and the tensors of attention but masks.
+/// Whether a contraction reads operand number `operand` in 16 bits: all of a product, and the tensors of
+/// attention but masks.
 pub(super) fn is_narrow_operand(op: &Op, operand: usize) -> bool {
     match op {
         Op::Attention(_) => operand < 3,
@@ -204,7 +207,8 @@ pub(super) fn is_pool(op: &Op) -> bool {
     )
 }
 
-/// Whether a kernel of its own computes the operation, reads its operands from memory, and knows no type but theirs.
+/// Whether a kernel of its own computes the operation, reads its operands from memory, and knows no type but
+/// theirs.
 pub(super) fn is_library(op: &Op) -> bool {
     let in_nests = op.is_pointwise()
         || op.is_movement()

@@ -77,7 +77,8 @@ pub struct CastReport {
     pub from: String,
     /// The element type that it is cast to.
     pub to: String,
-    /// The tensor argument that it is, if it is one: such casts run at the start of the step, all others where the value is made or read.
+    /// The tensor argument that it is, if it is one: such casts run at the start of the step, all others
+    /// where the value is made or read.
     pub argument: Option<u32>,
     /// What makes it.
     pub origin: OriginReport,

@@ -1,7 +1,9 @@
 //! The graph with its 16-bit values.
 //!
-//! For each old value of f32 there are up to three new ones: the *exact* one, which an f32 operation made; the *narrow* one, of 16 bits; and the
-//! *widened* one, a cast of the narrow one back to f32. A value is *settled* on 16 bits if readers of f32 get the widened one, though there may be an exact one.
+//! For each old value of f32 there are up to three new ones: the *exact* one, which an f32 operation made;
+//! the *narrow* one, of 16 bits; and the
+//! *widened* one, a cast of the narrow one back to f32. A value is *settled* on 16 bits if readers of f32 get
+//! the widened one, though there may be an exact one.
 
 use cranelift_entity::SecondaryMap;
 use cranelift_entity::packed_option::PackedOption;
@@ -167,11 +169,20 @@ impl<'a> Rewrite<'a> {
         Ok(())
     }
 
-    /// Whether everything that `data` moves is settled on 16 bits. (What pads is a number.)
+    /// Whether everything that `data` moves is settled on 16 bits, or a number that pads it.
     fn moves_narrow(&self, data: &NodeData) -> bool {
+        let mut inputs = data.inputs.iter();
+        inputs.clone().any(|&value| self.settled[value])
+            && inputs.all(|&value| self.settled[value] || self.is_number(value))
+    }
+
+    /// Whether every element of `value` is the same constant.
+    fn is_number(&self, value: Value) -> bool {
+        let data = self.old.def(value);
         match data.op {
-            Op::Pad { .. } => self.settled[data.inputs[0]],
-            _ => data.inputs.iter().all(|&value| self.settled[value]),
+            Op::Constant { .. } => true,
+            Op::Broadcast { .. } | Op::Reshape(_) => self.is_number(data.inputs[0]),
+            _ => false,
         }
     }
 
@@ -232,7 +243,8 @@ impl<'a> Rewrite<'a> {
         Ok(widened)
     }
 
-    /// `value` in 16 bits, for `reader`. Casts move in front of movements, so that one cast serves all of what is moved and no moved f32 is stored.
+    /// `value` in 16 bits, for `reader`. Casts move in front of movements, so that one cast serves all of
+    /// what is moved and no moved f32 is stored.
     fn read_narrow(&mut self, value: Value, reader: &Provenance) -> Result<Value, TypeError> {
         if let Some(narrow) = self.narrow[value].expand() {
             self.needed_by(value, reader);
@@ -272,7 +284,8 @@ impl<'a> Rewrite<'a> {
     }
 }
 
-/// The provenance of what is made of a node of provenance `own` for `reader`: arguments and constants are in no phase.
+/// The provenance of what is made of a node of provenance `own` for `reader`: arguments and constants are in
+/// no phase.
 fn read_by(own: &Provenance, reader: &Provenance) -> Provenance {
     match own.phase {
         Phase::Unknown => reader.clone(),

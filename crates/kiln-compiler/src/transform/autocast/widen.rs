@@ -1,7 +1,8 @@
 //! Each reader widens for itself.
 //!
-//! A value of 16 bits that several kernels read as f32 is cast in each of them while it is loaded. One cast with several readers would be a value of its own: the
-//! scheduler would store its f32. So every operation that reads a cast from 16 bits to f32 gets a cast of its own, in its own part of the step.
+//! A value of 16 bits that several kernels read as f32 is cast in each of them while it is loaded. One cast
+//! with several readers would be a value of its own: the scheduler would store its f32. So every operation
+//! that reads a cast from 16 bits to f32 gets a cast of its own, in its own part of the step.
 
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Phase, Rewriter, TypeError, Value};
@@ -18,7 +19,8 @@ pub(super) fn widen_at_readers(graph: &Graph) -> Result<Graph, TypeError> {
         matches!(data.op, Op::Cast(DType::F32)) && matches!(from, Some(DType::F16 | DType::BF16))
     };
     let users = graph.users();
-    // A cast that an operation without kernels of its own moves on is left where it is: its readers are others.
+    // A cast that an operation without kernels of its own moves on is left where it is: its readers are
+    // others.
     let moved = |value: Value| {
         users
             .of(value)
