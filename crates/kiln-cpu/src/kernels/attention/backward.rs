@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use super::masks::MaskRows;
 use super::memory::Memory;
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
+use super::pairs;
 use super::plan::{AttentionPlan, PANEL, Product, product};
 use super::rows::{self, Dropout, Words};
 use super::visible_keys::{VisibleKeys, scores};
@@ -28,13 +29,22 @@ pub struct Gradients {
 /// A thread's working memory, and what finds its way through masks there.
 fn memory(spec: &AttentionSpec, plan: &AttentionPlan) -> (Memory, MaskRows, VisibleKeys) {
     let e = &spec.extents;
-    let (real, _) = plan.element.ctypes();
+    let (real, factor) = (plan.element.ctype(), plan.factor.ctype());
     let mut memory = Memory::new();
-    memory.part(real, "turned_keys", plan.turned(e.keys, e.width));
-    memory.part(real, "turned_values", plan.turned(e.keys, e.value_width));
-    memory.part(real, "keys", e.keys * plan.width);
-    memory.part(real, "queries", plan.block * plan.width);
-    memory.part(real, "outs", plan.block * plan.value_width);
+    memory.part(factor, "turned_keys", plan.turned(e.keys, e.width));
+    memory.part(factor, "turned_values", plan.turned(e.keys, e.value_width));
+    memory.part(factor, "keys", plan.steps(e.keys) * plan.width);
+    memory.part(factor, "queries", plan.block * plan.pitch(e.width, plan.width));
+    memory.part(
+        factor,
+        "outs",
+        plan.block * plan.pitch(e.value_width, plan.value_width),
+    );
+    if plan.pairs() {
+        memory.part(factor, "zipped_queries", plan.steps(plan.block) * plan.width);
+        memory.part(factor, "zipped_outs", plan.steps(plan.block) * plan.value_width);
+        memory.part(factor, "d_pairs", plan.block * plan.pair_ld());
+    }
     memory.part(real, "strip", plan.block * plan.ld);
     memory.part(real, "d_strip", plan.block * plan.ld);
     memory.part(real, "d_queries", plan.block * plan.width);
@@ -79,9 +89,19 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> KernelTe
     let of_queries = |view, size| rows(view, "head", ("row0", "rows"), size);
     let wide = PANEL * lanes;
     let (keys, values) = (of_keys(&spec.key, key_size), of_keys(&spec.value, value_size));
-    let pack = turn_rows(&keys, e.keys, "turned_keys", wide, lanes)
-        + &turn_rows(&values, e.keys, "turned_values", wide, lanes)
-        + &copy_rows(&keys, "keys", &all_keys, "", lanes)
+    let packed = match plan.pairs() {
+        true => {
+            pairs::turn(&keys, e.keys, "turned_keys", wide, lanes)
+                + &pairs::turn(&values, e.keys, "turned_values", wide, lanes)
+                + &pairs::zip(&keys, "keys", lanes)
+        }
+        false => {
+            turn_rows(&keys, e.keys, "turned_keys", wide, lanes)
+                + &turn_rows(&values, e.keys, "turned_values", wide, lanes)
+                + &copy_rows(&keys, "keys", &all_keys, "", lanes)
+        }
+    };
+    let pack = packed
         + &format!(
             "for (int64_t c = 0; c < {}; c += {lanes}) {vf}_store(d_keys + c, ({vf}){{0}});\nfor (int64_t c = 0; c < {}; c += {lanes}) {vf}_store(d_values + c, \
              ({vf}){{0}});\n",
@@ -89,26 +109,34 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> KernelTe
             plan.key_rows * plan.value_width
         );
     let all_rows = format!("tiles * {tile}");
-    let load = copy_rows(
-        &of_queries(&spec.query, key_size),
-        "queries",
-        &all_rows,
-        "",
-        lanes,
-    ) + &copy_rows(
-        &of_queries(&tensors.d_out, value_size),
-        "outs",
-        &all_rows,
-        "",
-        lanes,
+    let (queries, outs) = (
+        of_queries(&spec.query, key_size),
+        of_queries(&tensors.d_out, value_size),
     );
+    let (query_pitch, out_pitch) = (
+        plan.pitch(e.width, plan.width),
+        plan.pitch(e.value_width, plan.value_width),
+    );
+    let load = match plan.pairs() {
+        true => {
+            let rows = |pitch, rows| Rows { pitch, ..rows };
+            pairs::zip(&queries, "zipped_queries", lanes)
+                + &pairs::zip(&outs, "zipped_outs", lanes)
+                + &pairs::copy(&rows(query_pitch, queries), "queries", &all_rows)
+                + &pairs::copy(&rows(out_pitch, outs), "outs", &all_rows)
+        }
+        false => {
+            copy_rows(&queries, "queries", &all_rows, "", lanes)
+                + &copy_rows(&outs, "outs", &all_rows, "", lanes)
+        }
+    };
     let strips = scores(
         spec,
         &plan,
         &seen,
         "queries",
         "turned_keys",
-        (plan.width, e.width),
+        (query_pitch, e.width),
         "strip",
         &mut helpers,
     ) + &scores(
@@ -117,18 +145,25 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> KernelTe
         &seen,
         "outs",
         "turned_values",
-        (plan.value_width, e.value_width),
+        (out_pitch, e.value_width),
         "d_strip",
         &mut helpers,
     );
 
-    let each_row = each_row(spec, &plan, &mask_rows, &seen, &mut helpers);
+    let mut each_row = each_row(spec, &plan, &mask_rows, &seen, &mut helpers);
+    if plan.pairs() {
+        each_row.push_str(&pairs::round_strips(&plan));
+    }
+    let (d_scores, d_ld) = match plan.pairs() {
+        true => ("d_pairs", plan.pair_ld()),
+        false => ("d_strip", ld),
+    };
     let d_queries = product(
         &plan,
         &Product {
-            a: &format!("d_strip + i * {}", tile * ld),
+            a: &format!("{d_scores} + i * {}", tile * d_ld),
             a_access: Access::Strided {
-                free: ld as i64,
+                free: d_ld as i64,
                 depth: 1,
             },
             b_access: Access::Strided {
@@ -136,7 +171,7 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> KernelTe
                 depth: plan.width as i64,
             },
             b: "keys + j",
-            depth: seen.tile,
+            depth: &plan.steps_of(seen.tile),
             c: &format!("d_queries + i * {} + j", tile * plan.width),
             ldc: plan.width,
             accumulate: false,
@@ -148,27 +183,41 @@ pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> KernelTe
     ) + &store_rows(&of_queries(&tensors.d_query, key_size), "d_queries", "", lanes);
     // Rows before `start` see none of the tile's keys.
     let before = if spec.varies() {
+        // Pairs of rows begin at even ones.
+        let even = if plan.pairs() {
+            "\n        start &= ~INT64_C(1);"
+        } else {
+            ""
+        };
         format!(
-            "int64_t start = 0;\n        while (start < rows && n_of[start] <= i * {tile}) start++;\n        if (start == rows) continue;"
+            "int64_t start = 0;\n        while (start < rows && n_of[start] <= i * {tile}) start++;\n        if (start == rows) continue;{even}"
         )
     } else {
         "const int64_t start = 0;".to_owned()
+    };
+    let step = plan.factor.depth();
+    let [zipped, cast] = match plan.pairs() {
+        true => ["zipped_", "(const bf16_pair *)"],
+        false => [""; 2],
     };
     let mut collect = |strip: &str, rows: &str, pitch: usize, to: &str| {
         product(
             &plan,
             &Product {
-                a: &format!("{strip} + start * {ld} + i * {tile}"),
+                a: &format!("{cast}{strip} + start * {ld} + i * {tile}"),
                 a_access: Access::Strided {
                     free: 1,
-                    depth: ld as i64,
+                    depth: (step * ld) as i64,
                 },
                 b_access: Access::Strided {
                     free: 1,
                     depth: pitch as i64,
                 },
-                b: &format!("{rows} + start * {pitch} + j"),
-                depth: "rows - start",
+                b: &match plan.pairs() {
+                    true => format!("{zipped}{rows} + start / 2 * {pitch} + j"),
+                    false => format!("{rows} + start * {pitch} + j"),
+                },
+                depth: &plan.steps_of("rows - start"),
                 c: &format!("{to} + i * {} + j", tile * pitch),
                 ldc: pitch,
                 accumulate: true,

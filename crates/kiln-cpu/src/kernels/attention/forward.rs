@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use super::masks::MaskRows;
 use super::memory::Memory;
 use super::pack::{Rows, copy_rows, store_rows, turn_rows};
+use super::pairs;
 use super::plan::{AttentionPlan, PANEL, Product, product};
 use super::rows::{self, Dropout, Words};
 use super::visible_keys::{VisibleKeys, scores};
@@ -16,11 +17,11 @@ use crate::kernels::{KernelText, fields, finish_kernel, indent, run_part, unpack
 /// A thread's working memory, and what finds its way through masks there.
 fn memory(spec: &AttentionSpec, plan: &AttentionPlan) -> (Memory, MaskRows, VisibleKeys) {
     let e = &spec.extents;
-    let (real, _) = plan.element.ctypes();
+    let (real, factor) = (plan.element.ctype(), plan.factor.ctype());
     let mut memory = Memory::new();
-    memory.part(real, "turned", plan.turned(e.keys, e.width));
-    memory.part(real, "values", e.keys * plan.value_width);
-    memory.part(real, "queries", plan.block * plan.width);
+    memory.part(factor, "turned", plan.turned(e.keys, e.width));
+    memory.part(factor, "values", plan.steps(e.keys) * plan.value_width);
+    memory.part(factor, "queries", plan.block * plan.pitch(e.width, plan.width));
     memory.part(real, "strip", plan.block * plan.ld);
     memory.part(real, "sums", plan.block * plan.value_width);
     let mask_rows = MaskRows::new(spec, plan, &mut memory);
@@ -57,19 +58,22 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> KernelText {
         width: e.width,
         pitch: plan.width,
     };
-    let keys = turn_rows(&key_rows, e.keys, "turned", PANEL * lanes, lanes)
-        + &copy_rows(
-            &Rows {
-                view: &spec.value,
-                width: e.value_width,
-                pitch: plan.value_width,
-                ..key_rows
-            },
-            "values",
-            &all_keys,
-            "",
-            lanes,
-        );
+    let value_rows = Rows {
+        view: &spec.value,
+        width: e.value_width,
+        pitch: plan.value_width,
+        ..key_rows
+    };
+    let keys = match plan.pairs() {
+        true => {
+            pairs::turn(&key_rows, e.keys, "turned", PANEL * lanes, lanes)
+                + &pairs::zip(&value_rows, "values", lanes)
+        }
+        false => {
+            turn_rows(&key_rows, e.keys, "turned", PANEL * lanes, lanes)
+                + &copy_rows(&value_rows, "values", &all_keys, "", lanes)
+        }
+    };
     let block_rows = Rows {
         view: &spec.query,
         storage: spec.storage,
@@ -77,20 +81,26 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> KernelText {
         first: "row0",
         rows: "rows",
         width: e.width,
-        pitch: plan.width,
+        pitch: plan.pitch(e.width, plan.width),
     };
-    let load = copy_rows(&block_rows, "queries", &format!("tiles * {tile}"), "scale", lanes);
+    let all_rows = format!("tiles * {tile}");
+    // Scaled queries would have to be rounded: of pairs, the scores are scaled.
+    let load = match plan.pairs() {
+        true => pairs::copy(&block_rows, "queries", &all_rows),
+        false => copy_rows(&block_rows, "queries", &all_rows, "scale", lanes),
+    };
     let scores = scores(
         spec,
         &plan,
         &seen,
         "queries",
         "turned",
-        (plan.width, e.width),
+        (block_rows.pitch, e.width),
         "strip",
         &mut helpers,
     );
-    let weights = rows::weights(mask_rows.masks, spec.safe, words, &mut helpers);
+    let weights = rows::weights(mask_rows.masks, spec.safe, plan.pairs(), words, &mut helpers);
+    let scale = if plan.pairs() { "scale, " } else { "" };
     let dropout = Dropout::new(spec, &plan, &mut helpers);
     let dropped = dropout.times("x", "factor");
     let (of_scores, of_weights) = if spec.drop_scores {
@@ -114,7 +124,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> KernelText {
         Default::default()
     };
     let each_row = format!(
-        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld};\n{}{}{}    {weights}(x, n, end, {}{});\n{}{}}}\n",
+        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld};\n{}{}{}    {weights}(x, n, end, {}{scale}{});\n{}{}{}}}\n",
         seen.row,
         indent(&mask_rows.by_row, 4),
         indent(&dropout.draw, 4),
@@ -123,11 +133,20 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> KernelText {
         spec.stats_of("row"),
         indent(&look, 4),
         indent(of_weights, 4),
+        match plan.pairs() {
+            true => indent(&pairs::round_row("x", "(bf16_pair *)x", lanes), 4),
+            false => String::new(),
+        },
     );
+    let strip = format!("(const {} *)strip", plan.factor.ctype());
     let combine = product(
         &plan,
         &Product {
-            a: &format!("strip + i * {}", tile * ld),
+            a: &format!(
+                "{} + i * {}",
+                if plan.pairs() { &strip } else { "strip" },
+                tile * ld
+            ),
             a_access: Access::Strided {
                 free: ld as i64,
                 depth: 1,
@@ -137,7 +156,7 @@ pub fn forward(spec: &AttentionSpec, out: &View, isa: Isa) -> KernelText {
                 depth: plan.value_width as i64,
             },
             b: "values + j",
-            depth: seen.tile,
+            depth: &plan.steps_of(seen.tile),
             c: &format!("sums + i * {} + j", tile * plan.value_width),
             ldc: plan.value_width,
             accumulate: false,

@@ -21,6 +21,7 @@ mod forward;
 mod masks;
 mod memory;
 mod pack;
+mod pairs;
 mod plan;
 mod rows;
 mod visible_keys;

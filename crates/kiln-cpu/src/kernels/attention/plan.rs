@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::AttentionSpec;
 use crate::isa::Isa;
-use crate::kernels::element::Element;
+use crate::kernels::element::{Element, Factor, Storage};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, round_up};
 use crate::policy::{ATTENTION_ROWS, ATTENTION_STRIP, SERIAL_ATTENTION};
@@ -16,6 +16,8 @@ pub(super) const PANEL: usize = 2;
 #[derive(Debug, Clone)]
 pub(super) struct AttentionPlan {
     pub element: Element,
+    /// What products take: elements, or pairs of bf16, two of whatever they sum over.
+    pub factor: Factor,
     /// Of a vector of them.
     pub lanes: usize,
     pub isa: Isa,
@@ -54,8 +56,13 @@ impl AttentionPlan {
         let count = e.queries.div_ceil(most).max(1);
         let block = round_up(e.queries.div_ceil(count).max(1), tile);
         let work = e.batch * e.heads * e.queries * e.keys * (e.width + e.value_width);
+        let factor = match spec.storage == Storage::BF16 && isa.has_bf16_pairs() {
+            true => Factor::Bf16Pair,
+            false => element.into(),
+        };
         Self {
             element,
+            factor,
             lanes,
             isa,
             tile,
@@ -69,9 +76,40 @@ impl AttentionPlan {
         }
     }
 
-    /// Numbers in the transposed panels of all keys, `width` deep.
+    /// Whether products take pairs.
+    pub fn pairs(&self) -> bool {
+        self.factor == Factor::Bf16Pair
+    }
+
+    /// How many of what products take so many elements are.
+    pub fn steps(&self, elements: usize) -> usize {
+        elements.div_ceil(self.factor.depth())
+    }
+
+    /// C expression for as many of what products take as the elements that the C expression `elements` counts.
+    pub fn steps_of(&self, elements: &str) -> String {
+        match self.pairs() {
+            true => format!("(({elements}) + 1) / 2"),
+            false => elements.to_owned(),
+        }
+    }
+
+    /// Of what products take: from one row of a block to the next, where each row is `width` (in whole vectors: `padded`) elements.
+    pub fn pitch(&self, width: usize, padded: usize) -> usize {
+        match self.pairs() {
+            true => self.steps(width),
+            false => padded,
+        }
+    }
+
+    /// Pairs between rows of a strip that was rounded.
+    pub fn pair_ld(&self) -> usize {
+        round_up(self.ld, 2 * self.lanes) / 2
+    }
+
+    /// Of what products take, in the transposed panels of all keys, `width` elements deep.
     pub fn turned(&self, keys: usize, width: usize) -> usize {
-        round_up(keys, self.lanes) * width
+        round_up(keys, self.lanes) * self.steps(width)
     }
 }
 
@@ -120,7 +158,7 @@ pub(super) fn product(plan: &AttentionPlan, product: &Product<'_>, helpers: &mut
             vectors,
             a: product.a_access,
             b: product.b_access,
-            factor: plan.element.into(),
+            factor: plan.factor,
             nested: false,
             block: tile::BLOCK,
         };

@@ -105,7 +105,14 @@ fn define(helpers: &mut BTreeSet<Helper>, name: String, head: &str, body: &str, 
 
 /// `name(x, n, end, .., stats)`: scores become `exp(score - largest)`, zero from `n` to `end`; `stats` gets the largest and the sum, 0 and 1 where
 /// all are -inf and that is `safe`.
-pub(super) fn weights(masks: Masks, safe: bool, words: Words, helpers: &mut BTreeSet<Helper>) -> String {
+/// They are multiplied by a parameter `scale` first, before `stats`, if `scaled`.
+pub(super) fn weights(
+    masks: Masks,
+    safe: bool,
+    scaled: bool,
+    words: Words,
+    helpers: &mut BTreeSet<Helper>,
+) -> String {
     let Words {
         real,
         vf,
@@ -115,15 +122,20 @@ pub(super) fn weights(masks: Masks, safe: bool, words: Words, helpers: &mut BTre
         lanes,
     } = words;
     let name = format!(
-        "kiln_attention_weights{}{}{suffix}",
+        "kiln_attention_weights{}{}{}{suffix}",
         masks.suffix(),
-        if safe { "_safe" } else { "" }
+        if safe { "_safe" } else { "" },
+        if scaled { "_scaled" } else { "" },
     );
+    let (parameter, times) = match scaled {
+        true => (format!("{real} scale, "), " * scale"),
+        false => (String::new(), ""),
+    };
     let head = format!(
-        "void {name}({real} *x, int64_t n, int64_t end, {}{real} *stats)",
+        "void {name}({real} *x, int64_t n, int64_t end, {}{parameter}{real} *stats)",
         masks.params(words)
     );
-    let store = if masks.bias || masks.hide {
+    let store = if masks.bias || masks.hide || scaled {
         format!(" {vf}_store(x + j, v);")
     } else {
         String::new()
@@ -143,7 +155,7 @@ pub(super) fn weights(masks: Masks, safe: bool, words: Words, helpers: &mut BTre
     };
     let body = format!(
         "    {vf} largest = {vf}_set1(-KILN_INF), sum = {{0}};\n    int64_t j = 0;\n    for (; j + {lanes} <= n; j += {lanes}) {{\n        {vf} v = {vf}_load(x + \
-         j);{apply}{store}\n        largest = {vf}_larger(v, largest);\n    }}\n    if (j < n) {{\n        {vf} v = {vf}_load(x + j);{apply}\n        v = \
+         j){times};{apply}{store}\n        largest = {vf}_larger(v, largest);\n    }}\n    if (j < n) {{\n        {vf} v = {vf}_load(x + j){times};{apply}\n        v = \
          {vf}_select({vi}_iota() < ({int})(n - j), v, {vf}_set1(-KILN_INF));\n        {vf}_store(x + j, v);\n        largest = {vf}_larger(v, largest);\n    \
          }}\n    {most}for (j = 0; j + {lanes} <= n; j += {lanes}) {{\n        {vf} v = {vf}_exp_down({vf}_load(x + j) - \
          most);\n        {vf}_store(x + j, v);\n        sum += v;\n    }}\n    if (j < n) {{\n        {vf} v = {vf}_exp_down({vf}_load(x + j) - most);\n        v = \

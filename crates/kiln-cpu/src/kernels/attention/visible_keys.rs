@@ -97,7 +97,7 @@ fn last_seen(spec: &AttentionSpec, hidden: &View) -> String {
     )
 }
 
-/// The product of a block of rows (`pitch` apart, `depth` long) with transposed panels, into a strip; tiles that no row sees are left out.
+/// The product of a block of rows (`pitch` of what products take apart, `width` elements long) with transposed panels, into a strip; tiles that no row sees are left out.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn scores(
     spec: &AttentionSpec,
@@ -105,11 +105,11 @@ pub(super) fn scores(
     seen: &VisibleKeys,
     from: &str,
     turned: &str,
-    (pitch, depth): (usize, usize),
+    (pitch, width): (usize, usize),
     strip: &str,
     helpers: &mut BTreeSet<Helper>,
 ) -> String {
-    let tile = plan.tile;
+    let (tile, depth) = (plan.tile, plan.steps(width));
     let before = if spec.varies() {
         format!("if (j >= {}) continue;", seen.tile)
     } else {

@@ -557,6 +557,8 @@ KILN_INLINE vu vu_set1(uint32_t x) { return (vu)vi_set1((int32_t)x); }
 KILN_INLINE vu vu_load(const bf16_pair *p) { vu v; __builtin_memcpy(&v, p, sizeof v); return v; }
 KILN_INLINE void vu_store(bf16_pair *p, vu v) { __builtin_memcpy(p, &v, sizeof v); }
 KILN_INLINE void vu_store_n(bf16_pair *p, vu v, int64_t n) { __builtin_memcpy(p, &v, (size_t)n * sizeof *p); }
+/* The pairs of the first n halves, the rest zero. */
+KILN_INLINE vu vu_load_halves(const uint16_t *p, int64_t n) { vu v = {0}; __builtin_memcpy(&v, p, (size_t)n * sizeof *p); return v; }
 KILN_INLINE void vu_transpose(vu row[KILN_LANES]) { vf_transpose((vf *)row); }
 /* The pairs of low[l] and high[l] in memory. */
 KILN_INLINE vu vu_zip_bf16(const uint16_t *low, const uint16_t *high) {

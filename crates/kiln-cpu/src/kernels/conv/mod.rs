@@ -396,6 +396,6 @@ pub fn correlation_workspace(spec: &ConvSpec<'_>, forward: bool, isa: Isa) -> Op
 pub fn weight_grad_workspace(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<usize> {
     let g = &spec.geometry;
     let empty = g.weight_len() == 0 || g.flops() == 0;
-    let product = weight_grad::as_product(spec).filter(|_| !empty)?;
+    let product = weight_grad::as_product(spec, isa).filter(|_| !empty)?;
     Some(gemm::workspace(product, isa))
 }

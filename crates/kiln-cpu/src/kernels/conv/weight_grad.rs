@@ -13,7 +13,7 @@ use super::{
     winograd,
 };
 use crate::isa::Isa;
-use crate::kernels::element::Element;
+use crate::kernels::element::{Element, Storage};
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::tile::{self, Access, Tile};
 use crate::kernels::{Helper, KernelText, Width, indent, round_up};
@@ -102,7 +102,7 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText {
         let calls = frame.run(true)(&format!("{name}_finish"), g.out_channels);
         return frame.finish(source, &calls, 0);
     }
-    if let Some(product) = as_product(spec) {
+    if let Some(product) = as_product(spec, isa) {
         return gemm::emit(product, isa);
     }
     let special = || {
@@ -297,11 +297,14 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
 
 /// Without a window, the gradient is a matrix product over the pixels. A small one over many pixels of channels-last images is better summed in
 /// chunks, each read from memory once.
-pub(super) fn as_product<'a>(spec: &'a WeightGradSpec<'a>) -> Option<GemmSpec<'a>> {
+pub(super) fn as_product<'a>(spec: &'a WeightGradSpec<'a>, isa: Isa) -> Option<GemmSpec<'a>> {
     let g = &spec.geometry;
     let [depth, height, width] = g.input;
     let by_channel = |image: &super::Image<'_>| image.contiguous == Some(ImageAxis::Channel);
-    let chunks = g.weight_len() * spec.storage.element().bytes() <= SMALL_WEIGHT
+    // Chunks are widened; a product takes pairs.
+    let pairs = spec.storage == Storage::BF16 && isa.has_bf16_pairs();
+    let chunks = !pairs
+        && g.weight_len() * spec.storage.element().bytes() <= SMALL_WEIGHT
         && g.images * depth * height * width >= 1024
         && by_channel(&spec.input)
         && by_channel(&spec.output_grad);
