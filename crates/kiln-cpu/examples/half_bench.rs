@@ -1,13 +1,16 @@
-//! Products and convolutions of bf16 beside those of f32, and beside what the units can do.
+//! Products, convolutions and attention of bf16 beside those of f32, and beside what the units can do.
 //!
 //! `cargo run --release -p kiln-cpu --example half_bench [threads] [shape...]`
 //!
-//! Shapes are those of `kernel_bench`: `1024x688x256nt`, `32*128x128x64nt`, `conv:8x64x56-64k3s1g1` (forward and both gradients, channels-last). Each line has the
-//! best rate of f32, of bf16 with results of bf16, and of bf16 with results of f32, their share of the rate at which registers alone can be multiplied (of f32, and of pairs of
-//! bf16, on as many threads), and the time of f32 by that of bf16. The kernels of a line take turns.
+//! Shapes are those of `kernel_bench`: `1024x688x256nt`, `32*128x128x64nt`, `conv:8x64x56-64k3s1g1` (forward and both
+//! gradients, channels-last), and `attention:32x128x64` (heads, positions, width; forward and gradient). Each line has the
+//! best rate of f32, of bf16 with results of bf16, and of bf16 with results of f32, their share of the rate at which
+//! registers alone can be multiplied (of f32, and of pairs of bf16, on as many threads), and the time of f32 by that of
+//! bf16. The kernels of a line take turns.
 
 use std::time::{Duration, Instant};
 
+use kiln_cpu::kernels::attention::{self, AttentionSpec, Extents, Gradients, Skips, View};
 use kiln_cpu::kernels::conv::{self, ConvSpec, Geometry, Image, PixelEpilogue, WeightGradSpec};
 use kiln_cpu::kernels::element::Storage;
 use kiln_cpu::kernels::gemm::{self, Epilogue, GemmSpec, Operand};
@@ -39,6 +42,10 @@ const SHAPES: &[&str] = &[
     "conv:8x128x56-128k3s2g1",
     "conv:4x256x56-64k1s1g1",
     "conv:4x64x56-256k1s1g1",
+    // llama-tiny, bert-minilm, vit.
+    "attention:32x128x64",
+    "attention:96x128x32",
+    "attention:12x1024x64",
 ];
 
 /// How operands and result are stored.
@@ -84,10 +91,10 @@ struct Bench {
     peaks: [f64; 2],
 }
 
-/// A kernel, and the bytes of its inputs and its output.
+/// A kernel, and the bytes of its parameters.
 struct Case {
     kernel: KernelText,
-    bytes: [usize; 3],
+    bytes: Vec<usize>,
 }
 
 impl Bench {
@@ -123,15 +130,16 @@ impl Bench {
             helpers: Vec::new(),
             workspace_bytes: 0,
         };
-        let bytes = [64, 64, 64 * self.pool.threads()];
+        let bytes = vec![64, 64, 64 * self.pool.threads()];
         let [best] = self.best([Case { kernel, bytes }])?;
         let lanes = self.isa().lanes().max(4);
         Ok((each * lanes * CHAINS * STEPS * self.pool.threads()) as f64 / best.as_nanos() as f64)
     }
 
     fn shape(&self, shape: &str) -> Result<(), Error> {
-        match shape.strip_prefix("conv:") {
-            Some(rest) => self.conv(shape, rest),
+        match shape.split_once(':') {
+            Some(("attention", rest)) => self.attention(shape, rest),
+            Some((_, rest)) => self.conv(shape, rest),
             None => self.product(shape),
         }
     }
@@ -247,6 +255,91 @@ impl Bench {
         self.line("       weight gradient", weight_grad, flops)
     }
 
+    fn attention(&self, shape: &str, rest: &str) -> Result<(), Error> {
+        let [heads, positions, width] = numbers(rest)?;
+        let flops = 4.0 * (heads * positions * positions * width) as f64;
+        let types = TYPES.map(|[of, _]| of);
+        let case = |of, gradient| self.attention_case([heads, positions, width], of, gradient);
+        self.line(shape, types.map(|of| case(of, false)), flops)?;
+        self.line("       gradient", types.map(|of| case(of, true)), 2.5 * flops)
+    }
+
+    fn attention_case(&self, [heads, positions, width]: [usize; 3], of: Storage, gradient: bool) -> Case {
+        let count = heads * positions * width;
+        let strides = [count, positions * width, width, 1].map(|stride| stride as i64);
+        let view = |name: &str| View {
+            pointer: name.into(),
+            strides,
+        };
+        let ctype = of.ctype();
+        let tensor = |name| (format!("const {ctype} *"), name, bytes([count; 3], [of; 3])[0]);
+        let made = |name| (format!("{ctype} *"), name, bytes([count; 3], [of; 3])[0]);
+        let scalar = |name| ("const float *".to_owned(), name, 4);
+        let stats_bytes = heads * positions * 8;
+        let mut params = vec![
+            tensor("query"),
+            tensor("key"),
+            tensor("value"),
+            scalar("scale_at"),
+        ];
+        let mut names = vec!["scale"];
+        if gradient {
+            params.extend([
+                tensor("d_out"),
+                ("const float *".to_owned(), "stats", stats_bytes),
+            ]);
+            params.extend([scalar("d_scale_at"), scalar("inner_at")]);
+            params.extend([made("d_query"), made("d_key"), made("d_value")]);
+            names.extend(["d_scale", "inner"]);
+        } else {
+            params.extend([made("out"), ("float *".to_owned(), "stats", stats_bytes)]);
+        }
+        let spec = AttentionSpec {
+            name: "attention".into(),
+            extents: Extents {
+                batch: 1,
+                heads,
+                key_heads: heads,
+                queries: positions,
+                keys: positions,
+                width,
+                value_width: width,
+            },
+            storage: of,
+            numbers: names.into_iter().map(|name| (name, Storage::F32)).collect(),
+            query: view("query"),
+            key: view("key"),
+            value: view("value"),
+            causal: false,
+            mask: None,
+            hidden: None,
+            mask_last: false,
+            skips: Skips::Never,
+            dropout: false,
+            drop_scores: false,
+            safe: false,
+            stats: "stats".into(),
+            params: params
+                .iter()
+                .map(|(ctype, name, _)| Param::new(ctype.as_str(), *name))
+                .collect(),
+            threads: self.pool.threads(),
+        };
+        let kernel = if gradient {
+            let tensors = Gradients {
+                d_out: view("d_out"),
+                d_query: view("d_query"),
+                d_key: view("d_key"),
+                d_value: view("d_value"),
+            };
+            attention::gradient(&spec, &tensors, self.isa())
+        } else {
+            attention::forward(&spec, &view("out"), self.isa())
+        };
+        let bytes = params.into_iter().map(|(_, _, bytes)| bytes).collect();
+        Case { kernel, bytes }
+    }
+
     /// Prints the rates of kernels of f32, of bf16, and of bf16 with results of f32.
     fn line(&self, name: &str, cases: [Case; 3], flops: f64) -> Result<(), Error> {
         let best = self.best(cases)?;
@@ -273,7 +366,7 @@ impl Bench {
             let files = standalone::step(std::slice::from_ref(&case.kernel), self.isa());
             let built = self.toolchain.build(&files, &BuildOptions::default())?;
             let mut memory = Vec::new();
-            for bytes in case.bytes {
+            for &bytes in &case.bytes {
                 let mut buffer = AlignedBuffer::zeroed(bytes)?;
                 // Numbers about one, as f32 and as bf16.
                 let halves = buffer.as_mut_slice().chunks_exact_mut(2);
@@ -283,24 +376,33 @@ impl Bench {
                 memory.push(buffer);
             }
             let arena = AlignedBuffer::zeroed(case.kernel.workspace_bytes)?;
-            steps.push((Library::load(built.path())?.step(), memory, arena, built));
+            steps.push((
+                Library::load(built.path())?.step(),
+                memory,
+                arena,
+                &case.kernel.params,
+            ));
         }
         let mut best = [Duration::MAX; N];
         for _ in 0..TURNS {
-            for ((step, memory, arena, _), best) in steps.iter_mut().zip(&mut best) {
-                let [left, right, out] = &mut memory[..] else {
-                    continue;
-                };
+            for ((step, memory, arena, params), best) in steps.iter_mut().zip(&mut best) {
+                let (mut inputs, mut outputs) = (Vec::new(), Vec::new());
+                for (param, buffer) in params.iter().zip(memory.iter_mut()) {
+                    match standalone::is_input(param) {
+                        true => inputs.push(buffer.as_ptr()),
+                        false => outputs.push(buffer.as_mut_ptr()),
+                    }
+                }
                 // The second run finds its operands as the last one left them, as in a step.
                 for _ in 0..2 {
                     let arguments = StepArguments {
-                        inputs: &[left.as_ptr(), right.as_ptr()],
-                        outputs: &[out.as_mut_ptr()],
+                        inputs: &inputs,
+                        outputs: &outputs,
                         arena,
                         scalars: &[],
                     };
                     let start = Instant::now();
-                    // SAFETY: three buffers of the sizes the kernel was generated for.
+                    // SAFETY: buffers of the sizes the kernel was generated for.
                     unsafe { step.run(&self.pool, arguments, &NoHooks) }?;
                     *best = (*best).min(start.elapsed());
                 }
@@ -311,9 +413,10 @@ impl Bench {
 }
 
 /// Bytes of buffers of so many numbers.
-fn bytes(lengths: [usize; 3], storage: [Storage; 3]) -> [usize; 3] {
+fn bytes(lengths: [usize; 3], storage: [Storage; 3]) -> Vec<usize> {
     let size = |storage| if storage == Storage::BF16 { 2 } else { 4 };
-    std::array::from_fn(|at| lengths[at] * size(storage[at]))
+    let each = lengths.iter().zip(storage);
+    each.map(|(length, storage)| length * size(storage)).collect()
 }
 
 fn params([of, to]: [Storage; 2]) -> Vec<Param> {

@@ -191,6 +191,37 @@ fn extents_and_masks() {
     check([1, 4, 2, 41, 53, 64, 24], all, -1.0, isa, F32);
 }
 
+/// Odd rows, keys and widths of bf16, where a pair may end a row, a tile, a block or what a row sees.
+#[test]
+fn extents_of_bf16() {
+    let types = Types {
+        tensors: DType::BF16,
+        numbers: DType::F32,
+    };
+    let isa = Toolchain::detect().unwrap().isa();
+    let causal = AttentionDims {
+        causal: true,
+        ..PLAIN
+    };
+    let hidden = AttentionDims {
+        hidden: true,
+        ..PLAIN
+    };
+    let all = AttentionDims {
+        mask: true,
+        dropout: true,
+        causal: true,
+        hidden: true,
+        ..PLAIN
+    };
+    let low = types.lowest();
+    check([1, 6, 2, 197, 197, 19, 33], PLAIN, low, isa, types);
+    check([1, 2, 2, 67, 131, 31, 64], causal, low, isa, types);
+    check([1, 3, 1, 131, 131, 48, 47], causal, low, isa, types);
+    check([2, 2, 1, 37, 90, 5, 7], hidden, -2.0, isa, types);
+    check([1, 4, 2, 41, 53, 64, 24], all, low, isa, types);
+}
+
 #[test]
 fn narrower_vectors() {
     let all = AttentionDims {

@@ -12,6 +12,7 @@ use super::correlate::dense_pixels;
 use super::walk::Direction;
 use super::{ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGradSpec};
 use crate::isa::Isa;
+use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
@@ -84,8 +85,8 @@ fn forward(spec: &ConvSpec<'_>, sizes: &Sizes, isa: Isa) -> KernelText {
     let product = product(
         &frame,
         [sizes.pixels, g.out_channels, k],
-        Operand::strided("few_left", &[], k as i64, 1),
-        Operand::strided("few_right", &[], k as i64, 1),
+        few("few_left", k as i64, 1, spec.storage),
+        few("few_right", k as i64, 1, spec.storage),
         Epilogue::custom(by_channel.then_some(Axis::Depth), consume),
         isa,
     );
@@ -108,8 +109,8 @@ fn input_gradient(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize, isa: Isa) ->
     let product = product(
         &frame,
         [sizes.pixels, k, o],
-        Operand::strided("few_left", &[], grads.row, 1),
-        Operand::strided("few_right", &[], 1, k as i64),
+        few("few_left", grads.row, 1, spec.storage),
+        few("few_right", 1, k as i64, spec.storage),
         Epilogue::store("few_out", &[], k as i64, 1),
         isa,
     );
@@ -140,8 +141,8 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     let product = product(
         &frame,
         [o, k, sizes.pixels],
-        Operand::strided("few_left", &[], 1, grads.row),
-        Operand::strided("few_right", &[], 1, k as i64),
+        few("few_left", 1, grads.row, spec.storage),
+        few("few_right", 1, k as i64, spec.storage),
         Epilogue::custom(Some(Axis::Depth), consume),
         isa,
     );
@@ -197,6 +198,11 @@ fn product(
         threads: frame.threads,
     };
     gemm::emit(spec, isa)
+}
+
+/// The matrix of f32 at `pointer`, whose elements come from tensors that are stored as `storage` says.
+fn few(pointer: &str, free: i64, depth: i64, storage: Storage) -> Operand<'static> {
+    Operand::strided(pointer, &[], free, depth).standing_for(storage)
 }
 
 /// The call of [`product`] with its own workspace at `at`.

@@ -4,8 +4,9 @@
 //! copied to consecutive memory, and each group of columns keeps one accumulator for each row and column, whose lanes
 //! are added at the end. The matrix is streamed exactly once, in place.
 
-use super::{At, Axis, GemmSpec, Result};
+use super::{At, Axis, GemmSpec, Result, pack};
 use crate::isa::Isa;
+use crate::kernels::element::Factor;
 use crate::kernels::{KernelText, Width, fields, finish_kernel, indent, round_up, run_part, unpack};
 use crate::policy::SERIAL_PRODUCT;
 
@@ -25,6 +26,11 @@ pub(super) fn fits(spec: &GemmSpec<'_>, isa: Isa) -> bool {
         && spec.k >= 4 * lanes
         && spec.n >= 4
         && spec.batch > 0
+}
+
+/// Whether whole vectors are of pairs of bf16: the few rows are copied as such, and the matrix is memory of them.
+fn in_pairs(spec: &GemmSpec<'_>, isa: Isa) -> bool {
+    spec.factor(isa) == Factor::Bf16Pair && spec.b.halves.is_some()
 }
 
 /// Bytes of working memory: the rows of A, each in whole vectors.
@@ -53,6 +59,12 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
         ACCUMULATORS / 2
     };
     let (real, vf) = (spec.element().ctype(), spec.element().vector());
+    let pairs = in_pairs(spec, isa);
+    // What the few rows are copied as, and how a number or vector of them is stored.
+    let (copy, store, rounded) = match pairs {
+        true => ("uint16_t", "vf_store_bf16", "bf16_from_sf"),
+        false => (real, &*format!("{vf}_store"), ""),
+    };
     let columns = (accumulators / m).clamp(1, 4);
     let (groups, rest) = (n / columns, n % columns);
     let row = round_up(*k, lanes);
@@ -67,7 +79,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
     };
     let vectors = if a.contiguous == Some(Axis::Depth) {
         format!(
-            "        for (; k + {lanes} <= {k}; k += {lanes}) {vf}_store(rows + (batch * {m} + r) * {row} + k, {});\n",
+            "        for (; k + {lanes} <= {k}; k += {lanes}) {store}(rows + (batch * {m} + r) * {row} + k, {});\n",
             element(Width::Vector)
         )
     } else {
@@ -81,17 +93,17 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
     let source = format!(
         "/* {comment}\n * {batch} times [{m} x {k}] * [{k} x {n}], vectors along the depth, {columns} columns at a time. */\nstruct {name}_args \
          {{\n{}    char *workspace;\n}};\n/* Copies rows of A. */\nstatic void {name}_rows(void *ctx, int64_t begin, int64_t end, int thread) {{\n    \
-         const struct {name}_args *args = ctx;\n{}    {real} *rows = ({real} *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
+         const struct {name}_args *args = ctx;\n{}    {copy} *rows = ({copy} *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
          {{\n        const int64_t batch = unit / {m}, r = unit % {m};\n        int64_t k = 0;\n{vectors}        for (; k < {k}; k++) rows[(batch * {m} \
-         + r) * {row} + k] = {};\n    }}\n}}\n{finish}static void {name}_dot(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
-         {name}_args *args = ctx;\n{}    const {real} *rows = (const {real} *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
-         {{\n        const int64_t batch = unit / {units}, group = unit % {units};\n        const {real} *few = rows + batch * {};\n{}    }}\n}}\n",
+         + r) * {row} + k] = {rounded}({});\n    }}\n}}\n{finish}static void {name}_dot(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
+         {name}_args *args = ctx;\n{}    const {copy} *rows = (const {copy} *)args->workspace;\n    for (int64_t unit = begin; unit < end; unit++) \
+         {{\n        const int64_t batch = unit / {units}, group = unit % {units};\n        const {copy} *few = rows + batch * {};\n{}    }}\n}}\n",
         fields(params),
         unpack(params),
         element(Width::Scalar),
         unpack(params),
         m * row,
-        indent(&choose(spec, columns, rest, groups, row, lanes), 8),
+        indent(&choose(spec, pairs, columns, rest, groups, row, lanes), 8),
         units = groups + usize::from(rest > 0),
     );
     let serial = *threads == 1 || 2 * batch * m * n * k < SERIAL_PRODUCT;
@@ -104,26 +116,27 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
 /// A full group of columns, or what is left of one.
 fn choose(
     spec: &GemmSpec<'_>,
+    pairs: bool,
     columns: usize,
     rest: usize,
     groups: usize,
     row: usize,
     lanes: usize,
 ) -> String {
-    let full = group(spec, columns, columns, row, lanes);
+    let full = group(spec, pairs, columns, columns, row, lanes);
     match (groups, rest) {
         (_, 0) => full,
-        (0, _) => group(spec, columns, rest, row, lanes),
+        (0, _) => group(spec, pairs, columns, rest, row, lanes),
         _ => format!(
             "if (group < {groups}) {{\n{}}} else {{\n{}}}\n",
             indent(&full, 4),
-            indent(&group(spec, columns, rest, row, lanes), 4)
+            indent(&group(spec, pairs, columns, rest, row, lanes), 4)
         ),
     }
 }
 
 /// The products of all rows with `some` columns, from `group * columns` on.
-fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: usize) -> String {
+fn group(spec: &GemmSpec<'_>, pairs: bool, columns: usize, some: usize, row: usize, lanes: usize) -> String {
     let GemmSpec {
         m, k, b, epilogue, ..
     } = spec;
@@ -148,20 +161,32 @@ fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: us
     let mut tail = String::new();
     let mut end = String::new();
     for c in 0..some {
-        step.push_str(&format!("const {vf} right{c} = {};\n", load(Width::Vector, c)));
+        let right = match &spec.b.halves {
+            Some(memory) if pairs => format!(
+                "const vu right{c} = vu_load((const bf16_pair *)({}));\n",
+                pack::place(memory, &place(c), "k")
+            ),
+            _ => format!("const {vf} right{c} = {};\n", load(Width::Vector, c)),
+        };
+        step.push_str(&right);
         tail.push_str(&format!("const {real} right{c} = {};\n", load(Width::Scalar, c)));
     }
     for r in 0..*m {
         for c in 0..some {
             let x = r * row;
-            step.push_str(&format!(
-                "sum{r}_{c} = {vf}_fma({vf}_load(few + {x} + k), right{c}, sum{r}_{c});\n"
-            ));
-            tail.push_str(&format!(
-                "total[{}] = {sf}_fma(few[{x} + k], right{c}, total[{}]);\n",
-                r * some + c,
-                r * some + c
-            ));
+            let total = format!("total[{}]", r * some + c);
+            let (next, last) = match pairs {
+                true => (
+                    format!("vf_dot_bf16(vu_load((const bf16_pair *)(few + {x} + k)), right{c}, sum{r}_{c})"),
+                    format!("sf_from_bf16(few[{x} + k])"),
+                ),
+                false => (
+                    format!("{vf}_fma({vf}_load(few + {x} + k), right{c}, sum{r}_{c})"),
+                    format!("few[{x} + k]"),
+                ),
+            };
+            step.push_str(&format!("sum{r}_{c} = {next};\n"));
+            tail.push_str(&format!("{total} = {sf}_fma({last}, right{c}, {total});\n"));
             end.push_str(&format!("total[{}] = {vf}_sum(sum{r}_{c});\n", r * some + c));
         }
     }
@@ -188,10 +213,11 @@ fn group(spec: &GemmSpec<'_>, columns: usize, some: usize, row: usize, lanes: us
         )
     };
     format!(
-        "{vf} {};\n{real} total[{}];\nint64_t k = 0;\nfor (; k + {lanes} <= {k}; k += {lanes}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\n{consume}",
+        "{vf} {};\n{real} total[{}];\nint64_t k = 0;\nfor (; k + {step_width} <= {k}; k += {step_width}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\n{consume}",
         sums.join(", "),
         m * some,
         indent(&step, 4),
         indent(&tail, 4),
+        step_width = if pairs { 2 * lanes } else { lanes },
     )
 }

@@ -162,7 +162,7 @@ impl Operand<'_> {
         self
     }
 
-    /// A computed operand whose elements stand for numbers that would be stored so: registers hold what they would hold of those, and packing may round
+    /// An operand of what registers hold whose elements stand for numbers that would be stored so: registers hold what they would hold of those, and packing may round
     /// to them.
     pub fn standing_for(mut self, storage: Storage) -> Self {
         self.element = storage.element();

@@ -217,7 +217,7 @@ impl Pairs<'_> {
 }
 
 /// C expression of an element's address.
-fn place(memory: &Memory<'_>, free: &str, depth: &str) -> String {
+pub(super) fn place(memory: &Memory<'_>, free: &str, depth: &str) -> String {
     format!(
         "{} + {free} * {} + {depth} * {}",
         (memory.base)("batch"),
