@@ -2,11 +2,11 @@
 //!
 //! `cargo run --release -p kiln-cpu --example half_bench [threads] [shape...]`
 //!
-//! Shapes are those of `kernel_bench`: `1024x688x256nt`, `32*128x128x64nt`, `conv:8x64x56-64k3s1g1` (forward and both
-//! gradients, channels-last), and `attention:32x128x64` (heads, positions, width; forward and gradient). Each line has the
-//! best rate of f32, of bf16 with results of bf16, and of bf16 with results of f32, their share of the rate at which
-//! registers alone can be multiplied (of f32, and of pairs of bf16, on as many threads), and the time of f32 by that of
-//! bf16. The kernels of a line take turns.
+//! Shapes are those of `kernel_bench`: `1024x688x256nt`, `32*128x128x64nt`, `conv:8x64x56-64k3s1g1` (forward
+//! and both gradients, channels-last), and `attention:32x128x64` (heads, positions, width; forward and
+//! gradient). Each line has the best rate of f32, of bf16 with results of bf16, and of bf16 with results of
+//! f32, their share of the rate at which registers alone can be multiplied (of f32, and of pairs of bf16, on
+//! as many threads), and the time of f32 by that of bf16. The kernels of a line take turns.
 
 use std::time::{Duration, Instant};
 

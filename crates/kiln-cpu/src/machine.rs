@@ -2,9 +2,9 @@
 //! cost model takes.
 //!
 //! One small step has a kernel for each rate: a sum of arrays that no cache holds, matrix products of f32 and
-//! of bf16, a chain of simple operations and one of transcendental functions on data that a cache holds, a sum
-//! of random numbers. It runs for a few milliseconds, some ten times, and for each kernel the shortest time counts:
-//! whatever else the machine does can only make a kernel slower.
+//! of bf16, a chain of simple operations and one of transcendental functions on data that a cache holds, a
+//! sum of random numbers. It runs for a few milliseconds, some ten times, and for each kernel the shortest
+//! time counts: whatever else the machine does can only make a kernel slower.
 //!
 //! Rates are part of a step's identity, because another partition is another step; so they must not change
 //! from process to process. They are measured once, rounded to two digits and kept in the cache, for each

@@ -214,7 +214,8 @@ impl Product {
     }
 }
 
-/// The operand that a prologue computes, which would be stored as `storage` says, and its extents: batch, free and depth.
+/// The operand that a prologue computes, which would be stored as `storage` says, and its extents: batch,
+/// free and depth.
 fn computed(functions: Computed, prologue: &Prologue, storage: Storage) -> (Operand<'static>, [usize; 3]) {
     let [_, free, depth] = PRODUCT;
     let axis = match prologue.vector {

@@ -84,8 +84,9 @@ pub enum Factor {
     F32,
     /// `double`.
     F64,
-    /// `bf16_pair`: two neighbours along the depth, the first in the lower half. One instruction multiplies them with another pair and adds both products to an
-    /// f32. It takes subnormal numbers for zero, and rounds after each of the two products.
+    /// `bf16_pair`: two neighbours along the depth, the first in the lower half. One instruction multiplies
+    /// them with another pair and adds both products to an f32. It takes subnormal numbers for zero, and
+    /// rounds after each of the two products.
     Bf16Pair,
 }
 

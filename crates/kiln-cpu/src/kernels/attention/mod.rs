@@ -8,7 +8,9 @@
 //!
 //! **Operands** are windows of any strides, so heads are never split or joined in memory. Keys are packed once for a head, transposed, in
 //! panels of two vectors; values and blocks of queries are copied to rows of whole vectors. What is stored in 16 bits becomes f32 there, and
-//! results are rounded once, when they leave: no type but that of the copies needs kernels of its own.
+//! results are rounded once, when they leave: no type but that of the copies needs kernels of its own. Where the
+//! machine multiplies pairs of bf16 the copies are of such ([`pairs`]), and weights and gradients of scores are
+//! rounded to bf16 before they are multiplied.
 //!
 //! **Causal order** leaves out tiles of scores that no row of the tile sees, both in the products that make strips and in those that
 //! read them. Where the order is not known but in a mask, the kernel looks in the mask for the last key that each row sees.

@@ -1,10 +1,11 @@
-//! Working memory of pairs of bf16, where products multiply those ([`crate::kernels::element::Factor::Bf16Pair`]).
+//! Working memory of pairs of bf16, where products multiply those
+//! ([`crate::kernels::element::Factor::Bf16Pair`]).
 //!
-//! A pair holds two neighbours along whatever a product sums over: two elements of a query and of a key for the
-//! scores, two keys for what weights are multiplied with, two queries for the gradients of keys and values. So the
-//! tensors are packed as rows of pairs ([`copy`]), turned ([`turn`]), or with two rows in each row ([`zip`]). Between
-//! the products everything is f32: weights and the gradients of scores are rounded once, to pairs, when all that
-//! is computed from them in f32 is done.
+//! A pair holds two neighbours along whatever a product sums over: two elements of a query and of a key for
+//! the scores, two keys for what weights are multiplied with, two queries for the gradients of keys and
+//! values. So the tensors are packed as rows of pairs ([`copy`]), turned ([`turn`]), or with two rows in each
+//! row ([`zip`]). Between the products everything is f32: weights and the gradients of scores are rounded
+//! once, to pairs, when all that is computed from them in f32 is done.
 
 use super::pack::Rows;
 use super::plan::AttentionPlan;
@@ -37,7 +38,8 @@ pub(super) fn copy(rows: &Rows<'_>, to: &str, all: &str) -> String {
     )
 }
 
-/// Copies pairs of rows to `to`: row `p` of `pitch` pairs has the elements of rows `2 p` and `2 p + 1`, or zero for rows past the last.
+/// Copies pairs of rows to `to`: row `p` of `pitch` pairs has the elements of rows `2 p` and `2 p + 1`, or
+/// zero for rows past the last.
 pub(super) fn zip(rows: &Rows<'_>, to: &str, lanes: usize) -> String {
     let Rows {
         view,
@@ -59,8 +61,8 @@ pub(super) fn zip(rows: &Rows<'_>, to: &str, lanes: usize) -> String {
     )
 }
 
-/// Packs all `keys` rows of a head transposed, in panels as [`super::pack::turn_rows`] does: pair `c` of row `j` is at `to + panel start * steps + c * panel
-/// width + column`.
+/// Packs all `keys` rows of a head transposed, in panels as [`super::pack::turn_rows`] does: pair `c` of row
+/// `j` is at `to + panel start * steps + c * panel width + column`.
 pub(super) fn turn(rows: &Rows<'_>, keys: usize, to: &str, panel: usize, lanes: usize) -> String {
     let Rows {
         view, head, width, ..
@@ -99,7 +101,8 @@ pub(super) fn turn(rows: &Rows<'_>, keys: usize, to: &str, panel: usize, lanes: 
     )
 }
 
-/// Statements that round row `x` of `end` elements to pairs of neighbours at `to`, which may be the row itself.
+/// Statements that round row `x` of `end` elements to pairs of neighbours at `to`, which may be the row
+/// itself.
 pub(super) fn round_row(x: &str, to: &str, lanes: usize) -> String {
     format!(
         "for (int64_t j = 0; j < end; j += {}) vu_store({to} + j / 2, vu_pairs_vf(vf_load({x} + j), vf_load({x} + j + {lanes})));\n",
@@ -107,8 +110,8 @@ pub(super) fn round_row(x: &str, to: &str, lanes: usize) -> String {
     )
 }
 
-/// Statements that round the strips of a block. Rows `2 p` and `2 p + 1` of both become the pairs of row `2 p`, in place; before, those of the gradients of scores
-/// become rows of pairs at `d_pairs`.
+/// Statements that round the strips of a block. Rows `2 p` and `2 p + 1` of both become the pairs of row `2
+/// p`, in place; before, those of the gradients of scores become rows of pairs at `d_pairs`.
 pub(super) fn round_strips(plan: &AttentionPlan) -> String {
     let (ld, pitch, lanes) = (plan.ld, plan.pair_ld(), plan.lanes);
     format!(

@@ -86,7 +86,8 @@ impl AttentionPlan {
         elements.div_ceil(self.factor.depth())
     }
 
-    /// C expression for as many of what products take as the elements that the C expression `elements` counts.
+    /// C expression for as many of what products take as the elements that the C expression `elements`
+    /// counts.
     pub fn steps_of(&self, elements: &str) -> String {
         match self.pairs() {
             true => format!("(({elements}) + 1) / 2"),
@@ -94,7 +95,8 @@ impl AttentionPlan {
         }
     }
 
-    /// Of what products take: from one row of a block to the next, where each row is `width` (in whole vectors: `padded`) elements.
+    /// Of what products take: from one row of a block to the next, where each row is `width` (in whole
+    /// vectors: `padded`) elements.
     pub fn pitch(&self, width: usize, padded: usize) -> usize {
         match self.pairs() {
             true => self.steps(width),

@@ -97,7 +97,8 @@ fn last_seen(spec: &AttentionSpec, hidden: &View) -> String {
     )
 }
 
-/// The product of a block of rows (`pitch` of what products take apart, `width` elements long) with transposed panels, into a strip; tiles that no row sees are left out.
+/// The product of a block of rows (`pitch` of what products take apart, `width` elements long) with
+/// transposed panels, into a strip; tiles that no row sees are left out.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn scores(
     spec: &AttentionSpec,

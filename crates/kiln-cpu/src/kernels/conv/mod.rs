@@ -20,7 +20,8 @@
 //!
 //! One and two spatial dimensions are three with extents of one. Accumulation is in f32, or in f64 for f64, in an order that depends on the
 //! shape alone. Tensors of 16 bits are widened where f32 would be copied: images while they are padded, weights before all else ([`widened`]). Tiles and narrow
-//! groups know f64; the forms for special shapes are for registers of f32 alone.
+//! groups know f64; the forms for special shapes are for registers of f32 alone. Pairs of bf16 are multiplied where
+//! a convolution or a gradient is a matrix product.
 
 mod blocks;
 mod correlate;

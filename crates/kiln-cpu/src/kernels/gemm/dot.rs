@@ -28,7 +28,8 @@ pub(super) fn fits(spec: &GemmSpec<'_>, isa: Isa) -> bool {
         && spec.batch > 0
 }
 
-/// Whether whole vectors are of pairs of bf16: the few rows are copied as such, and the matrix is memory of them.
+/// Whether whole vectors are of pairs of bf16: the few rows are copied as such, and the matrix is memory of
+/// them.
 fn in_pairs(spec: &GemmSpec<'_>, isa: Isa) -> bool {
     spec.factor(isa) == Factor::Bf16Pair && spec.b.halves.is_some()
 }

@@ -1,8 +1,9 @@
 //! Matrix products: `c[b][i][j] = sum over k of a[b][i][k] * b[b][k][j]`, for each batch index, in f32 or f64.
 //!
-//! Operands of 16 bits become f32 while they are packed, and results are rounded once. Where the machine multiplies pairs of bf16 and both operands hold
-//! bf16 numbers, panels hold pairs instead ([`Factor::Bf16Pair`]): two neighbours along the depth, half the bytes and half the instructions. Sums are f32
-//! either way, but the instruction takes subnormal numbers for zero.
+//! Operands of 16 bits become f32 while they are packed, and results are rounded once. Where the machine
+//! multiplies pairs of bf16 and both operands hold bf16 numbers, panels hold pairs instead
+//! ([`Factor::Bf16Pair`]): two neighbours along the depth, half the bytes and half the instructions. Sums are
+//! f32 either way, but the instruction takes subnormal numbers for zero.
 //!
 //! The caller says how an element of each operand is obtained (a strided load, or any expression: an activation, a
 //! normalisation, a gather) and what happens to each element of the result (a store, a bias, an optimizer's whole
@@ -162,8 +163,8 @@ impl Operand<'_> {
         self
     }
 
-    /// An operand of what registers hold whose elements stand for numbers that would be stored so: registers hold what they would hold of those, and packing may round
-    /// to them.
+    /// An operand of what registers hold whose elements stand for numbers that would be stored so: registers
+    /// hold what they would hold of those, and packing may round to them.
     pub fn standing_for(mut self, storage: Storage) -> Self {
         self.element = storage.element();
         self.is_bf16 = storage == Storage::BF16;

@@ -7,9 +7,10 @@ use crate::kernels::{Width, indent};
 
 /// Statements that pack one panel.
 ///
-/// In scope: `batch`, `free` (first row or column), `valid` (how many of `width` exist; the rest become zero), `start`
-/// and `depth` (the cut), `extent`, `packed`. `width` is a constant. At most `depth * width` elements are written. `all` is the depth of all cuts in
-/// elements of the operand; everything else is in what panels hold.
+/// In scope: `batch`, `free` (first row or column), `valid` (how many of `width` exist; the rest become
+/// zero), `start` and `depth` (the cut), `extent`, `packed`. `width` is a constant. At most `depth * width`
+/// elements are written. `all` is the depth of all cuts in elements of the operand; everything else is in
+/// what panels hold.
 pub(super) fn panel(operand: &Operand<'_>, factor: Factor, all: usize, width: usize, lanes: usize) -> String {
     match factor {
         Factor::Bf16Pair => Pairs { operand, all }.panel(width, lanes),
@@ -83,7 +84,8 @@ fn elements(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
     }
 }
 
-/// An operand of which pairs of bf16 are packed: element `2 i` of the depth, and in the upper half `2 i + 1`, or zero past the end.
+/// An operand of which pairs of bf16 are packed: element `2 i` of the depth, and in the upper half `2 i + 1`,
+/// or zero past the end.
 struct Pairs<'a> {
     operand: &'a Operand<'a>,
     /// Elements of the whole depth.
