@@ -1,8 +1,9 @@
 //! A graph with arguments that follow from a few numbers, and its text form.
 
 use std::fmt::Write as _;
+use std::ops::Range;
 
-use kiln_graph::{DType, Graph, HostTensor, Op, ParseError, Scalar, TensorType, Value, indices};
+use kiln_graph::{DType, Graph, HostTensor, NodeData, Op, ParseError, Scalar, TensorType, Value, indices};
 
 /// The values that the elements of an argument take: uniformly distributed from `low` to `high`, both included.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -81,20 +82,21 @@ impl Case {
         case
     }
 
-    /// Brings the arguments that are used as indices, directly or converted, into the range of what they index.
+    /// Brings the arguments whose elements are used as indices into the range of what they index.
     pub(crate) fn fit_indices(&mut self) {
         for check in indices::checks(&self.graph) {
-            let mut value = check.indices;
-            while let Op::Cast(_) = self.graph.def(value).op {
-                value = self.graph.def(value).inputs[0];
-            }
-            let Op::Parameter { index, .. } = self.graph.def(value).op else {
-                continue;
-            };
-            let interval = &mut self.intervals[index as usize];
             let last = check.extent.saturating_sub(1) as f64;
-            interval.low = interval.low.clamp(0.0, last);
-            interval.high = interval.high.clamp(interval.low, last);
+            let mut stack = vec![check.indices];
+            while let Some(value) = stack.pop() {
+                let data = self.graph.def(value);
+                if let Op::Parameter { index, .. } = data.op {
+                    let interval = &mut self.intervals[index as usize];
+                    interval.low = interval.low.clamp(0.0, last);
+                    interval.high = interval.high.clamp(interval.low, last);
+                } else {
+                    stack.extend_from_slice(&data.inputs[elements_from(data)]);
+                }
+            }
         }
     }
 
@@ -197,6 +199,23 @@ impl Case {
         let nodes = self.graph.nodes().filter(|(_, data)| !leaf(&data.op)).count();
         let elements = self.graph.values().map(|(_, data)| data.ty.numel()).sum();
         (nodes, self.graph.outputs.len(), elements)
+    }
+}
+
+/// The operands whose elements, converted at most, are those of the result.
+fn elements_from(data: &NodeData) -> Range<usize> {
+    match data.op {
+        Op::Cast(_)
+        | Op::Reshape(_)
+        | Op::Transpose(_)
+        | Op::Broadcast { .. }
+        | Op::Flip(_)
+        | Op::Slice { .. }
+        | Op::Gather { .. }
+        | Op::IndexSelect { .. } => 0..1,
+        Op::Concat { .. } => 0..data.inputs.len(),
+        Op::Select => 1..3,
+        _ => 0..0,
     }
 }
 

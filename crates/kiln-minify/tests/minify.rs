@@ -284,8 +284,10 @@ fn indices_are_in_range() {
     let text = "graph @g {
   %table = parameter 0 : f32[7,4]
   %ids = parameter 1 : i32[9]
-  %wide = cast %ids : i64[9]
-  %rows = index_select %table, %wide {axis=0} : f32[9,4]
+  %column = reshape %ids : i32[9,1]
+  %wide = cast %column : i64[9,1]
+  %list = reshape %wide : i64[9]
+  %rows = index_select %table, %list {axis=0} : f32[9,4]
   return %rows
 }";
     let case = Case::new(Graph::parse(text).unwrap(), Fill::Signed, 1);
