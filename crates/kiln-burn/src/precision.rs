@@ -7,8 +7,8 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Runs `part`, and keeps what it does, and its gradients, in f32 when the step that records it is compiled with autocast
-/// ([`crate::CompileOptions::with_autocast`]). Without autocast this changes nothing.
+/// Runs `part`, and keeps what it does, and its gradients, in f32 when the step that records it is compiled
+/// with autocast ([`crate::CompileOptions::with_autocast`]). Without autocast this changes nothing.
 ///
 /// ```
 /// let five = kiln_burn::full_precision(|| 2 + 3);

@@ -1,9 +1,10 @@
 //! Matrix products and convolutions.
 //!
-//! Both come down to candle's batched matrix product, in f32 for f32 and the half types and in f64 for f64. Integers take
-//! the f64 product where that is exact and a sum of outer products otherwise. A convolution multiplies the weights with the
-//! windows of its input, one sample at a time; its gradients are the two products with one operand moved to the other
-//! side, the one for the input followed by the adjoint of reading windows.
+//! Both come down to candle's batched matrix product, in f32 for f32 and the half types and in f64 for f64.
+//! Integers take the f64 product where that is exact and a sum of outer products otherwise. A convolution
+//! multiplies the weights with the windows of its input, one sample at a time; its gradients are the two
+//! products with one operand moved to the other side, the one for the input followed by the adjoint of
+//! reading windows.
 
 use candle_core::{DType as CandleType, Device, Result, Tensor};
 use kiln_graph::op::{ConvDims, DotDims};
@@ -104,8 +105,9 @@ impl Conv {
             .reshape((self.groups, self.outputs, self.windows.outputs))
     }
 
-    /// Product of the weight's matrices with the windows of a sample. Padding takes no part, but multiplied in as zeros it
-    /// would: times infinity or NaN. So then each element of the window is multiplied by itself and its padding left out.
+    /// Product of the weight's matrices with the windows of a sample. Padding takes no part, but multiplied
+    /// in as zeros it would: times infinity or NaN. So then each element of the window is multiplied by
+    /// itself and its padding left out.
     fn product(&self, weight: &Tensor, read: &Tensor, dtype: DType) -> Result<Tensor> {
         if !self.careful(weight)? {
             return matmul(weight, read, dtype);
@@ -123,8 +125,8 @@ impl Conv {
         Ok(sum)
     }
 
-    /// Product of a sample's gradient with the windows of its input, `[groups, outputs of a group, depth]`; padding as in
-    /// [`Conv::product`].
+    /// Product of a sample's gradient with the windows of its input, `[groups, outputs of a group, depth]`;
+    /// padding as in [`Conv::product`].
     fn outer_product(&self, gradient: &Tensor, read: &Tensor, dtype: DType) -> Result<Tensor> {
         if !self.careful(gradient)? {
             return matmul(gradient, &read.transpose(1, 2)?, dtype);
@@ -149,7 +151,8 @@ impl Conv {
         Ok(nothing.to_dtype(CandleType::F64)?.to_scalar::<f64>()?.is_nan())
     }
 
-    /// Element `k` of the windows, out of dimension `axis` with extent `depth`, which holds channels and elements.
+    /// Element `k` of the windows, out of dimension `axis` with extent `depth`, which holds channels and
+    /// elements.
     fn element(&self, x: &Tensor, axis: usize, k: usize) -> Result<Tensor> {
         let mut shape = x.dims().to_vec();
         shape[axis] = self.depth / self.windows.elements;

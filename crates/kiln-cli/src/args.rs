@@ -125,7 +125,8 @@ pub struct TrainArguments {
     /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL
     #[arg(long)]
     pub device: Option<KilnDevice>,
-    /// Mixed precision, instead of the config's `train.autocast`: let products, convolutions and attention read bf16 or f16
+    /// Mixed precision, instead of the config's `train.autocast`: let products, convolutions and attention
+    /// read bf16 or f16
     #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
     pub autocast: Option<DType>,
     /// Folder of the run; by default runs/NAME

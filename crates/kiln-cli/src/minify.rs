@@ -1,7 +1,7 @@
 //! `kiln minify`: the smallest graph on which a backend still goes wrong.
 //!
-//! Each candidate runs in a child process, `kiln minify --check FILE`, which compares the backend with the interpreter: the
-//! backend may crash. That is also the command by which a person repeats the fault.
+//! Each candidate runs in a child process, `kiln minify --check FILE`, which compares the backend with the
+//! interpreter: the backend may crash. That is also the command by which a person repeats the fault.
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -15,10 +15,10 @@
 //! ```
 //!
 //! After the kernels that make such a pair the step compares it with the bounds and returns if an index is
-//! outside ([`crate::schedule::Schedule::checks_decided_after`]). Kernels that write an output into an argument's memory run after all of these
-//! guards: [`crate::schedule::order`] puts them there where it can, and [`crate::plan`] gives an output
-//! memory of its own where it cannot (the index depends on that output). So a step that stops has overwritten
-//! nothing.
+//! outside ([`crate::schedule::Schedule::checks_decided_after`]). Kernels that write an output into an
+//! argument's memory run after all of these guards: [`crate::schedule::order`] puts them there where it can,
+//! and [`crate::plan`] gives an output memory of its own where it cannot (the index depends on that output).
+//! So a step that stops has overwritten nothing.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! One hash a step of the C that is generated for it, with the step's arena and what its backward pass keeps: for a change that must not change
-//! what the compiler makes.
+//! One hash a step of the C that is generated for it, with the step's arena and what its backward pass keeps:
+//! for a change that must not change what the compiler makes.
 //!
 //! ```sh
 //! cargo run -p kiln-cpu --example fingerprints -- [STEP.kg ..] > before.txt    # on the unchanged commit
@@ -7,9 +7,10 @@
 //! diff before.txt after.txt
 //! ```
 //!
-//! Compiled are the graphs of the tests, random graphs of fixed seeds, and the recorded steps that are given as files; for each instruction set, on one
-//! thread and two, with and without a memory budget, and for fixed rates of the machine. Nothing depends on the machine that runs the program. A
-//! recorded step is what `KILN_DEBUG=DIR kiln explain --model NAME` leaves in `DIR/train_step/step-0/0-recorded.kg`.
+//! Compiled are the graphs of the tests, random graphs of fixed seeds, and the recorded steps that are given
+//! as files; for each instruction set, on one thread and two, with and without a memory budget, and for fixed
+//! rates of the machine. Nothing depends on the machine that runs the program. A recorded step is what
+//! `KILN_DEBUG=DIR kiln explain --model NAME` leaves in `DIR/train_step/step-0/0-recorded.kg`.
 
 use std::error::Error;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -72,8 +73,8 @@ fn line(name: &str, what: &str, compiled: Result<CpuStep, CompileError>) -> Opti
     }
 }
 
-/// The lines of a graph: each instruction set and number of threads, each with no budget, with budgets below what the step takes then, and with
-/// everything kept.
+/// The lines of a graph: each instruction set and number of threads, each with no budget, with budgets below
+/// what the step takes then, and with everything kept.
 fn lines(name: &str, graph: &Graph, sets: &[Isa]) {
     for &isa in sets {
         for threads in [1, 2] {
@@ -111,7 +112,8 @@ fn read(path: &Path) -> Result<Graph, Box<dyn Error>> {
     Ok(Graph::parse(&body.join("\n")).map_err(|error| format!("{}: {error}", path.display()))?)
 }
 
-/// Random graphs: of every kind of operation, and of each kind that has kernels of its own in every float type.
+/// Random graphs: of every kind of operation, and of each kind that has kernels of its own in every float
+/// type.
 fn random() {
     for seed in 0..SEEDS {
         let graph = random_graph(seed, &GraphConfig::default()).graph;

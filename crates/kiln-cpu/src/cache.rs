@@ -1,9 +1,11 @@
 //! Compiled steps on disk ([`kiln_store`]), so that a second process starts without a C compiler.
 //!
-//! An entry is a shared object, which is loaded from where it lies, and beside it the step's plan. Two processes that
-//! want the same step: the first takes the lock of the key and builds, the second waits and then finds the entry.
+//! An entry is a shared object, which is loaded from where it lies, and beside it the step's plan. Two
+//! processes that want the same step: the first takes the lock of the key and builds, the second waits and
+//! then finds the entry.
 //!
-//! Small texts that are dear to find out, such as what the machine can do, lie there as well ([`Cache::notes`]).
+//! Small texts that are dear to find out, such as what the machine can do, lie there as well
+//! ([`Cache::notes`]).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,8 +19,8 @@ use crate::error::{CpuError, Result};
 use crate::runtime::abi::{ABI_VERSION, RUNTIME_HEADER};
 use crate::runtime::library::Library;
 
-/// Starts the key of a step with what every step depends on: Kiln's version, the ABI, compiler, CPU and build options.
-/// Add the rest (graph text, compile options) as fields.
+/// Starts the key of a step with what every step depends on: Kiln's version, the ABI, compiler, CPU and build
+/// options. Add the rest (graph text, compile options) as fields.
 pub fn step_key(toolchain: &Toolchain, options: &BuildOptions) -> KeyBuilder {
     Key::builder()
         .field("kiln", env!("CARGO_PKG_VERSION"))
@@ -124,11 +126,12 @@ impl Cache {
         })
     }
 
-    /// The step of `key` from the cache; else `source` is asked for the step, which is built, stored and loaded.
+    /// The step of `key` from the cache; else `source` is asked for the step, which is built, stored and
+    /// loaded.
     ///
     /// # Errors
-    /// Those of `source`, of [`Toolchain::build`] and of [`Library::load`]. Trouble with the cache itself is a
-    /// warning.
+    /// Those of `source`, of [`Toolchain::build`] and of [`Library::load`]. Trouble with the cache itself is
+    /// a warning.
     pub fn get_or_build<E: From<CpuError>>(
         &self,
         key: &Key,

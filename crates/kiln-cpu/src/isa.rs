@@ -4,8 +4,8 @@ use std::fmt;
 
 /// The vector instruction set that kernels are generated for.
 ///
-/// It is read off the compiler's predefined macros under the flags the build uses, so it is by construction something
-/// that the compiler will accept and the machine can run.
+/// It is read off the compiler's predefined macros under the flags the build uses, so it is by construction
+/// something that the compiler will accept and the machine can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// No vectors, one element at a time; right everywhere.

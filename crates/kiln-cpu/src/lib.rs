@@ -7,8 +7,10 @@
 //!
 //! The rooms are those that another target has too:
 //!
-//! - [`target`]: [`CpuTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds lie. [`machine`]: what it can do in a second.
-//! - [`kernels`]: templates for what a loop nest cannot express well: products, convolutions, attention, pooling.
+//! - [`target`]: [`CpuTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds lie.
+//!   [`machine`]: what it can do in a second.
+//! - [`kernels`]: templates for what a loop nest cannot express well: products, convolutions, attention,
+//!   pooling.
 //! - [`emit`]: C text from the nests and templates of a planned step.
 //! - [`build`]: the C compiler, its objects, and the trial that it must pass.
 //! - [`runtime`]: loading, calling, threads, buffers, arenas: pointers and sizes.

@@ -1,4 +1,5 @@
-//! Attention and its gradient over odd extents, masks, types and instruction sets, against the interpreter; the bits do not depend on threads.
+//! Attention and its gradient over odd extents, masks, types and instruction sets, against the interpreter;
+//! the bits do not depend on threads.
 
 mod support;
 
@@ -24,7 +25,8 @@ const F32: Types = Types {
 };
 
 impl Types {
-    /// How far results may be from those of f64, relative to the norm: what is stored in 16 bits is rounded once.
+    /// How far results may be from those of f64, relative to the norm: what is stored in 16 bits is rounded
+    /// once.
     fn tolerance(self) -> f64 {
         match self.tensors {
             DType::F64 => 1e-14,
@@ -180,7 +182,8 @@ fn extents_and_masks() {
         dropout: true,
         ..PLAIN
     };
-    // Whole vectors and blocks; primes; one query; more blocks than one; fewer keys than a vector; more queries than keys.
+    // Whole vectors and blocks; primes; one query; more blocks than one; fewer keys than a vector; more
+    // queries than keys.
     check([2, 2, 2, 64, 64, 32, 32], PLAIN, low, isa, F32);
     check([1, 6, 2, 197, 197, 19, 33], PLAIN, low, isa, F32);
     check([2, 4, 4, 1, 300, 48, 48], causal, low, isa, F32);

@@ -116,8 +116,8 @@ fn contractions_pools_and_sorts() {
     }
 }
 
-/// Products of every float type, at shapes with tails on every side: either order of the second operand in memory, several products of a batch, few rows, a
-/// depth that is cut.
+/// Products of every float type, at shapes with tails on every side: either order of the second operand in
+/// memory, several products of a batch, few rows, a depth that is cut.
 #[test]
 fn products_of_every_float() {
     for (dtype, result, limit) in [
@@ -170,8 +170,8 @@ fn products_of_every_float() {
     }
 }
 
-/// Products followed by pointwise operations, at shapes with tails on every side: the epilogue's vectors, its last lanes, results stored transposed,
-/// several products of a batch, few rows, and a depth that is cut.
+/// Products followed by pointwise operations, at shapes with tails on every side: the epilogue's vectors, its
+/// last lanes, results stored transposed, several products of a batch, few rows, and a depth that is cut.
 #[test]
 fn epilogues() {
     let f32s = |shape: &[usize]| TensorType::new(DType::F32, shape);
@@ -235,8 +235,9 @@ fn epilogues() {
     );
 }
 
-/// Burn's logistic function, `exp(-log(1 + exp(-x)))`, with numbers that are arguments of the step: minus one is computed another way than other exponents, and
-/// neither may be told from the meaning, at the ends of the range, at NaN and where the logarithm has none.
+/// Burn's logistic function, `exp(-log(1 + exp(-x)))`, with numbers that are arguments of the step: minus one
+/// is computed another way than other exponents, and neither may be told from the meaning, at the ends of the
+/// range, at NaN and where the logarithm has none.
 #[test]
 fn powers_by_a_number_known_at_run_time() {
     let graph = Graph::parse(
@@ -293,8 +294,8 @@ fn powers_by_a_number_known_at_run_time() {
     }
 }
 
-/// Sums, products and largest values over rows of constants, of every length up to some vectors: with the operands known, the C compiler computes
-/// the last lanes of a row by itself, and has been wrong.
+/// Sums, products and largest values over rows of constants, of every length up to some vectors: with the
+/// operands known, the C compiler computes the last lanes of a row by itself, and has been wrong.
 #[test]
 fn rows_of_constants() {
     let mut graph = Graph::new("constants");

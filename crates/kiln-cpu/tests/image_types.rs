@@ -1,5 +1,5 @@
-//! Convolutions and pools of every float type, at odd sizes: against the interpreter, the same bits for any number of threads, and in tiles and vectors
-//! rather than element by element.
+//! Convolutions and pools of every float type, at odd sizes: against the interpreter, the same bits for any
+//! number of threads, and in tiles and vectors rather than element by element.
 
 mod support;
 
@@ -58,7 +58,8 @@ impl Case {
         }
     }
 
-    /// The convolution and both gradients: of images that are stored as the scheduler likes, or (`plain`) of arguments.
+    /// The convolution and both gradients: of images that are stored as the scheduler likes, or (`plain`) of
+    /// arguments.
     fn graph(&self, dtype: DType, plain: bool) -> Graph {
         let at = Provenance::default();
         let mut graph = Graph::new("images");
@@ -116,7 +117,8 @@ impl Case {
     }
 }
 
-/// Half of each element, which is exact: results of the graph are row-major, but what they are computed from need not be.
+/// Half of each element, which is exact: results of the graph are row-major, but what they are computed from
+/// need not be.
 fn halved(graph: &mut Graph, value: Value) -> Value {
     let at = Provenance::default();
     let half = graph.full(0.5, &graph.ty(value).clone(), &at).unwrap();

@@ -1,5 +1,5 @@
-//! Graphs of convolutions and pools, whose values the scheduler stores channels-last: against the interpreter, and the same bits for any
-//! number of threads.
+//! Graphs of convolutions and pools, whose values the scheduler stores channels-last: against the
+//! interpreter, and the same bits for any number of threads.
 
 mod support;
 
@@ -102,8 +102,8 @@ fn check(graph: &Graph, what: &str, tolerance: f64) {
     check_relative(graph, what, tolerance, |_| ());
 }
 
-/// Forward and backward of a convolution with normalisation, a pool with indices, a depthwise and a 1x1 convolution with a residual, a
-/// concatenation and a mean.
+/// Forward and backward of a convolution with normalisation, a pool with indices, a depthwise and a 1x1
+/// convolution with a residual, a concatenation and a mean.
 #[test]
 fn layers_and_their_gradients() {
     for (case, &(images, channels, size, pool)) in
@@ -221,8 +221,9 @@ fn layers_and_their_gradients() {
     }
 }
 
-/// Batch normalisation as programs write it (statistics through a transpose and a reshape, a division by a root), activation, and the gradient that
-/// automatic differentiation gives; the channels have means far from zero, which sums of squares must bear.
+/// Batch normalisation as programs write it (statistics through a transpose and a reshape, a division by a
+/// root), activation, and the gradient that automatic differentiation gives; the channels have means far from
+/// zero, which sums of squares must bear.
 #[test]
 fn normalisation_and_its_gradient() {
     for (case, &(images, channels, size)) in [(2, 16, 9), (3, 7, 12), (1, 40, 5)].iter().enumerate() {

@@ -1,10 +1,12 @@
-//! What cuDNN has for the convolutions of a recorded step: for each shape and task the plans that are deterministic and round no more than asked for, timed.
+//! What cuDNN has for the convolutions of a recorded step: for each shape and task the plans that are
+//! deterministic and round no more than asked for, timed.
 //!
 //! ```text
 //! cargo run --release -p kiln-cuda --example convolutions -- STEP.kg [f32|tf32|bf16|bf16-f32] [--compiling] [WINDOW]
 //! ```
 //!
-//! `bf16-f32` has operands of bf16 and a result of f32, `--compiling` asks engines that compile their kernels, too. `WINDOW` is the least side of a window.
+//! `bf16-f32` has operands of bf16 and a result of f32, `--compiling` asks engines that compile their
+//! kernels, too. `WINDOW` is the least side of a window.
 
 use std::error::Error;
 

@@ -1,11 +1,13 @@
-//! What the host pays for a call of a step, without a GPU: the driver is one that keeps its calls, and takes next to no time for them.
+//! What the host pays for a call of a step, without a GPU: the driver is one that keeps its calls, and takes
+//! next to no time for them.
 //!
 //! ```text
 //! cargo run --release -p kiln-cuda --features testing --example replay_cost -- [ARGUMENTS]
 //! ```
 //!
-//! The step updates some 600 tensors by AdamW, as a training step does, and is given a batch from the host. What NVIDIA's driver takes comes on top: some 3 microseconds for a
-//! small copy, 2.5 and one nanosecond a node for a graph's launch.
+//! The step updates some 600 tensors by AdamW, as a training step does, and is given a batch from the host.
+//! What NVIDIA's driver takes comes on top: some 3 microseconds for a small copy, 2.5 and one nanosecond a
+//! node for a graph's launch.
 
 use std::error::Error;
 use std::fmt::Write as _;

@@ -5,8 +5,10 @@
 //! Graph ─► transform ► partition ► schedule ► plan ─► kernels ► emit ─► StepCode ─► NVRTC ─► cubin ─► Module ► GraphBuilder ► StepGraph
 //! ```
 //!
-//! - [`target`]: [`CudaTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds lie.
-//! - [`emit`]: CUDA C++ from the nests and operations of a planned step. [`code`]: what that makes, as plain data.
+//! - [`target`]: [`CudaTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds
+//!   lie.
+//! - [`emit`]: CUDA C++ from the nests and operations of a planned step. [`code`]: what that makes, as plain
+//!   data.
 //! - [`execute`]: a step on a device. [`debug`]: what a debug dump has of it.
 //! - [`libraries`] finds and opens NVIDIA's libraries at run time. [`sys`] declares the functions.
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.

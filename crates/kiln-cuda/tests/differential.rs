@@ -1,4 +1,5 @@
-//! Random graphs over every primitive, compiled for a GPU, run on the host, and compared with the interpreter.
+//! Random graphs over every primitive, compiled for a GPU, run on the host, and compared with the
+//! interpreter.
 
 mod common;
 mod support;
@@ -118,8 +119,8 @@ fn attentions() {
     family(Family::Attention, 5);
 }
 
-/// Products of every float type, at shapes with tails on every side: either order of the second operand in memory, several products of a batch, few rows, a
-/// depth that is long.
+/// Products of every float type, at shapes with tails on every side: either order of the second operand in
+/// memory, several products of a batch, few rows, a depth that is long.
 #[test]
 fn products_of_every_float() {
     for (dtype, result, limit) in [
@@ -213,7 +214,8 @@ fn code_survives_being_stored() {
     assert_eq!(serde_json::from_str::<StepCode>(&text).unwrap(), code);
 }
 
-/// What random graphs become is accepted by NVIDIA's compiler, for the oldest and the newest of the reference devices.
+/// What random graphs become is accepted by NVIDIA's compiler, for the oldest and the newest of the reference
+/// devices.
 #[test]
 fn generated_sources_compile_for_devices() {
     let Some(nvrtc) = common::nvrtc() else { return };

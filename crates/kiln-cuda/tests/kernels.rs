@@ -1,4 +1,5 @@
-//! What generated kernels are made of, on a GPU: numbers, reductions, random numbers. Sources are compiled where NVRTC is; they run where a GPU is.
+//! What generated kernels are made of, on a GPU: numbers, reductions, random numbers. Sources are compiled
+//! where NVRTC is; they run where a GPU is.
 
 mod common;
 

@@ -1,15 +1,17 @@
 //! Which output may take over which input's buffer.
 //!
-//! An argument that the program drops during the step (a parameter replaced by its update, a moment, a running mean) leaves a buffer of
-//! just the right size behind. [`assign_aliases`] pairs such arguments with outputs of the same type. A pair is useful only if the executor
-//! can write the output while it reads the argument, so an output is paired with arguments it is computed from *elementwise*: following
-//! operands of the output's own shape through pointwise operations only. Among those the pairing is a maximum
-//! bipartite matching (augmenting paths), because an update reads several candidates (parameter and both moments) and a greedy choice would
-//! leave others without one.
+//! An argument that the program drops during the step (a parameter replaced by its update, a moment, a
+//! running mean) leaves a buffer of just the right size behind. [`assign_aliases`] pairs such arguments with
+//! outputs of the same type. A pair is useful only if the executor can write the output while it reads the
+//! argument, so an output is paired with arguments it is computed from *elementwise*: following operands of
+//! the output's own shape through pointwise operations only. Among those the pairing is a maximum bipartite
+//! matching (augmenting paths), because an update reads several candidates (parameter and both moments) and a
+//! greedy choice would leave others without one.
 
 use crate::{Graph, Value};
 
-/// Sets [`crate::Output::alias`] of every output of `graph`. `dies[i]` says whether argument `i` is dead after the step.
+/// Sets [`crate::Output::alias`] of every output of `graph`. `dies[i]` says whether argument `i` is dead
+/// after the step.
 pub fn assign_aliases(graph: &mut Graph, dies: &[bool]) {
     let candidates: Vec<Vec<usize>> = graph
         .outputs
@@ -30,8 +32,9 @@ pub fn assign_aliases(graph: &mut Graph, dies: &[bool]) {
     }
 }
 
-/// Puts aliases right after a rewrite that found an output to be an argument (`x * 1`): an argument that leaves cannot give its buffer to
-/// another output. It gives it to itself; if it leaves more than once, to none.
+/// Puts aliases right after a rewrite that found an output to be an argument (`x * 1`): an argument that
+/// leaves cannot give its buffer to another output. It gives it to itself; if it leaves more than once, to
+/// none.
 pub(crate) fn settle_aliases(graph: &mut Graph) {
     for index in 0..graph.parameters.len() {
         let taker = graph
@@ -80,7 +83,8 @@ fn augment(
 
 /// Dying arguments of the type of `output` from which it is computed elementwise, nearest first.
 fn candidates(graph: &Graph, output: Value, dies: &[bool]) -> Vec<usize> {
-    /// An update formula is some twenty operations deep at most; the bound keeps long pointwise chains linear.
+    /// An update formula is some twenty operations deep at most; the bound keeps long pointwise chains
+    /// linear.
     const REACH: usize = 64;
     let ty = graph.ty(output);
     let mut found = Vec::new();

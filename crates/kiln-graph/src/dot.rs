@@ -38,8 +38,8 @@ fn label(graph: &Graph, node: &NodeData) -> String {
     lines.join("\\n")
 }
 
-/// The graph in Graphviz's language. Arguments are ovals, outputs double ovals; an edge is labelled with the result it
-/// carries if its node has several.
+/// The graph in Graphviz's language. Arguments are ovals, outputs double ovals; an edge is labelled with the
+/// result it carries if its node has several.
 pub fn to_dot(graph: &Graph) -> String {
     let mut out = String::new();
     write(graph, &mut out).expect("writing to a string does not fail");

@@ -85,8 +85,8 @@ impl DType {
         matches!(self, DType::U64 | DType::U32 | DType::U16 | DType::U8)
     }
 
-    /// The type in which arithmetic on this type is done and sums are accumulated: f32 for the half types, the type
-    /// itself for the rest.
+    /// The type in which arithmetic on this type is done and sums are accumulated: f32 for the half types,
+    /// the type itself for the rest.
     pub const fn compute(self) -> DType {
         match self {
             DType::F16 | DType::BF16 => DType::F32,

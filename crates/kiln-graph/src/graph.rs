@@ -1,9 +1,9 @@
 //! The graph: arenas of values and nodes, and the order in which nodes run.
 //!
-//! Values and nodes are entities: `u32` indices into arenas. Everything prints, copies and serves as a key of a side
-//! table; nothing borrows. Nodes are only appended, so their index order *is* a topological order. A transform does not
-//! edit a graph in place; it builds a new one ([`crate::Graph::add`] types every node on the way), which keeps every
-//! intermediate graph valid by construction.
+//! Values and nodes are entities: `u32` indices into arenas. Everything prints, copies and serves as a key of
+//! a side table; nothing borrows. Nodes are only appended, so their index order *is* a topological order. A
+//! transform does not edit a graph in place; it builds a new one ([`crate::Graph::add`] types every node on
+//! the way), which keeps every intermediate graph valid by construction.
 
 use cranelift_entity::{PrimaryMap, entity_impl};
 use smallvec::SmallVec;
@@ -51,10 +51,11 @@ pub struct NodeData {
 pub struct Output {
     /// The value that leaves.
     pub value: Value,
-    /// The tensor argument whose buffer it may overwrite: an argument that nobody needs after the step, of the same
-    /// size in bytes. Executors may ignore it.
+    /// The tensor argument whose buffer it may overwrite: an argument that nobody needs after the step, of
+    /// the same size in bytes. Executors may ignore it.
     pub alias: Option<u32>,
-    /// Whether it is looked at before anything is overwritten: an executor that stops there leaves every argument as it was.
+    /// Whether it is looked at before anything is overwritten: an executor that stops there leaves every
+    /// argument as it was.
     pub check: bool,
 }
 
@@ -323,8 +324,8 @@ impl Graph {
         self.add(Op::Transpose(perm.into()), &[x], p)
     }
 
-    /// `x` repeated to `shape` by the rule of NumPy: aligned at the last dimension, extents equal or 1; `x` itself if it
-    /// has that shape.
+    /// `x` repeated to `shape` by the rule of NumPy: aligned at the last dimension, extents equal or 1; `x`
+    /// itself if it has that shape.
     pub fn broadcast_to(&mut self, x: Value, shape: &Shape, p: &Provenance) -> Result<Value, TypeError> {
         if self.shape(x) == shape {
             return Ok(x);

@@ -1,12 +1,14 @@
 //! Kiln's graph: one training step as a small, typed program in SSA form.
 //!
-//! A [`Graph`] is a list of nodes in topological order. Each node applies one primitive ([`Op`]) to values and defines
-//! one or more new values; a value has a [`TensorType`] (dtype and static shape) that follows from the operation
-//! alone ([`infer`]). Inputs arrive through [`Op::Parameter`] (tensors) and [`Op::Scalar`] (runtime scalars such as a
-//! learning rate); [`Graph::outputs`] lists what leaves, and which input each output may take its buffer from.
+//! A [`Graph`] is a list of nodes in topological order. Each node applies one primitive ([`Op`]) to values
+//! and defines one or more new values; a value has a [`TensorType`] (dtype and static shape) that follows
+//! from the operation alone ([`infer`]). Inputs arrive through [`Op::Parameter`] (tensors) and [`Op::Scalar`]
+//! (runtime scalars such as a learning rate); [`Graph::outputs`] lists what leaves, and which input each
+//! output may take its buffer from.
 //!
-//! The crate also fixes what the primitives *mean*: the rustdoc of [`op`] states it in words, [`interpret()`] is it in
-//! code (plain loops in f64), and [`philox`] is the meaning of random numbers. Every executor is compared with these.
+//! The crate also fixes what the primitives *mean*: the rustdoc of [`op`] states it in words, [`interpret()`]
+//! is it in code (plain loops in f64), and [`philox`] is the meaning of random numbers. Every executor is
+//! compared with these.
 //!
 //! What this crate does not know: Burn, files, threads, memory, machines.
 

@@ -1,21 +1,26 @@
 //! The primitives, and what each means.
 //!
-//! Some sixty operations are the whole vocabulary after import. Each variant of [`Op`] says what it computes in terms
-//! of elements; [`crate::infer`] gives its result type and its typing rules, [`crate::interpret()`] computes it.
+//! Some sixty operations are the whole vocabulary after import. Each variant of [`Op`] says what it computes
+//! in terms of elements; [`crate::infer`] gives its result type and its typing rules, [`crate::interpret()`]
+//! computes it.
 //!
 //! Rules that hold everywhere:
 //!
-//! - **No implicit broadcasting.** Operands of a pointwise operation have the same shape; [`Op::Broadcast`] is explicit.
-//! - **Floats** follow IEEE 754 with round-to-nearest-even. NaN and infinities propagate as the formula says; nothing is
-//!   reassociated across primitives and nothing assumes that NaN does not occur. `f16` and `bf16` compute in f32 and round once per
-//!   primitive; fused executors may keep the f32 intermediate (they are compared with a tolerance).
-//! - **Integers** wrap on overflow. Division or remainder by zero gives 0. Shifts by the width or more give 0 (for `>>` of
-//!   negative numbers: -1); a negative count acts like one that is too large.
-//! - **Reductions** of nothing give the neutral element: sum 0, product 1, any false, all true, max the lowest value of
-//!   the type (-inf for floats), min the highest. Sums of floats may be taken in any fixed order.
+//! - **No implicit broadcasting.** Operands of a pointwise operation have the same shape; [`Op::Broadcast`]
+//!   is explicit.
+//! - **Floats** follow IEEE 754 with round-to-nearest-even. NaN and infinities propagate as the formula says;
+//!   nothing is reassociated across primitives and nothing assumes that NaN does not occur. `f16` and `bf16`
+//!   compute in f32 and round once per primitive; fused executors may keep the f32 intermediate (they are
+//!   compared with a tolerance).
+//! - **Integers** wrap on overflow. Division or remainder by zero gives 0. Shifts by the width or more give 0
+//!   (for `>>` of negative numbers: -1); a negative count acts like one that is too large.
+//! - **Reductions** of nothing give the neutral element: sum 0, product 1, any false, all true, max the
+//!   lowest value of the type (-inf for floats), min the highest. Sums of floats may be taken in any fixed
+//!   order.
 //! - **Max and min** of floats propagate NaN: if any operand is NaN the result is NaN.
-//! - **Indices** out of range, negative ones included, are an error of the program, which every executor reports before it overwrites an argument
-//!   ([`crate::indices`]). Compiled kernels clamp them as well, so that memory stays safe until the step stops.
+//! - **Indices** out of range, negative ones included, are an error of the program, which every executor
+//!   reports before it overwrites an argument ([`crate::indices`]). Compiled kernels clamp them as well, so
+//!   that memory stays safe until the step stops.
 
 use std::fmt;
 
@@ -29,7 +34,8 @@ pub type Dims = SmallVec<[usize; 4]>;
 /// A short list of signed per-dimension numbers (paddings may be negative: they crop).
 pub type SignedDims = SmallVec<[i64; 4]>;
 
-/// A primitive operation with its attributes. Operands are the node's inputs, in the order each variant states.
+/// A primitive operation with its attributes. Operands are the node's inputs, in the order each variant
+/// states.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Op {
     /// `() -> t`. Tensor argument number `index` of the graph, row-major.
@@ -39,8 +45,8 @@ pub enum Op {
         /// Its type.
         ty: TensorType,
     },
-    /// `() -> d[]`. Runtime scalar number `index`: a rank-0 value that differs from call to call and is no part of the
-    /// graph's identity. Passed as eight bytes ([`Scalar::to_bits`]) and rounded to `dtype`.
+    /// `() -> d[]`. Runtime scalar number `index`: a rank-0 value that differs from call to call and is no
+    /// part of the graph's identity. Passed as eight bytes ([`Scalar::to_bits`]) and rounded to `dtype`.
     Scalar {
         /// Position among the runtime scalars.
         index: u32,
@@ -63,8 +69,9 @@ pub enum Op {
         /// The dimension counted along.
         axis: usize,
     },
-    /// `(seed: u64[], stream: u64[], ..) -> d[shape]`. Counter-based random numbers: element `i` (row-major) is a pure function
-    /// of seed, stream and `i`, stated in [`crate::philox`]. [`RandomKind::IntRange`] takes two more operands: `low` and `high`, `i64[]`.
+    /// `(seed: u64[], stream: u64[], ..) -> d[shape]`. Counter-based random numbers: element `i` (row-major)
+    /// is a pure function of seed, stream and `i`, stated in [`crate::philox`]. [`RandomKind::IntRange`]
+    /// takes two more operands: `low` and `high`, `i64[]`.
     Random {
         /// The distribution.
         kind: RandomKind,
@@ -78,12 +85,14 @@ pub enum Op {
     Unary(UnaryOp),
     /// `(a, b) -> same type`. Applied to each pair of elements; both operands have one type.
     Binary(BinaryOp),
-    /// `(a, b) -> bool`. Comparison of each pair of elements; any comparison with NaN is false but `Ne`, which is true.
+    /// `(a, b) -> bool`. Comparison of each pair of elements; any comparison with NaN is false but `Ne`,
+    /// which is true.
     Compare(CompareOp),
     /// `(c: bool, a, b) -> type of a`. `c ? a : b` for each element.
     Select,
-    /// `(x) -> dtype`. Conversion of each element. Float to float rounds to nearest even; float to integer truncates toward
-    /// zero, saturates, NaN gives 0; integer to integer keeps the low bits; anything to bool is `x != 0`; bool gives 0 or 1.
+    /// `(x) -> dtype`. Conversion of each element. Float to float rounds to nearest even; float to integer
+    /// truncates toward zero, saturates, NaN gives 0; integer to integer keeps the low bits; anything to bool
+    /// is `x != 0`; bool gives 0 or 1.
     Cast(DType),
 
     /// `(x) -> x without axes`. Combines the elements along `axes` (sorted, distinct, at least one).
@@ -93,8 +102,8 @@ pub enum Op {
         /// The dimensions that disappear.
         axes: Dims,
     },
-    /// `(x) -> dtype[x without axis]`. Index along `axis` of the largest or smallest element; the first one on ties, and the first
-    /// NaN if there is one. The axis must not be empty.
+    /// `(x) -> dtype[x without axis]`. Index along `axis` of the largest or smallest element; the first one
+    /// on ties, and the first NaN if there is one. The axis must not be empty.
     ArgReduce {
         /// Largest or smallest.
         op: ArgReduceOp,
@@ -103,7 +112,8 @@ pub enum Op {
         /// Integer type of the result.
         dtype: DType,
     },
-    /// `(x) -> same type`. Running sum, product, maximum or minimum along `axis`, each including its own element.
+    /// `(x) -> same type`. Running sum, product, maximum or minimum along `axis`, each including its own
+    /// element.
     Cumulative {
         /// How elements combine: `Sum`, `Prod`, `Max` or `Min`.
         op: ReduceOp,
@@ -115,16 +125,17 @@ pub enum Op {
     Reshape(Shape),
     /// `(x) -> permuted`. Dimension `d` of the result is dimension `perm[d]` of `x`.
     Transpose(Dims),
-    /// `(x) -> shape`. Dimension `d` of `x` becomes dimension `dims[d]` of the result (strictly increasing); its extent is the
-    /// result's, or 1 and then repeated. Result dimensions not named repeat the whole. A rank-0 `x` with no dims fills the result.
+    /// `(x) -> shape`. Dimension `d` of `x` becomes dimension `dims[d]` of the result (strictly increasing);
+    /// its extent is the result's, or 1 and then repeated. Result dimensions not named repeat the whole. A
+    /// rank-0 `x` with no dims fills the result.
     Broadcast {
         /// Result shape.
         shape: Shape,
         /// Where each dimension of the operand goes.
         dims: Dims,
     },
-    /// `(x) -> sliced`. `out[i] = x[start + i * step]`, with `start <= limit <= extent` and `step >= 1`; the extent is
-    /// `ceil((limit - start) / step)`.
+    /// `(x) -> sliced`. `out[i] = x[start + i * step]`, with `start <= limit <= extent` and `step >= 1`; the
+    /// extent is `ceil((limit - start) / step)`.
     Slice {
         /// First index, per dimension.
         starts: Dims,
@@ -133,7 +144,8 @@ pub enum Op {
         /// Stride, per dimension.
         steps: Dims,
     },
-    /// `(x, value: d[]) -> padded`. `value` before (`low`) and after (`high`) each dimension. Negative amounts crop.
+    /// `(x, value: d[]) -> padded`. `value` before (`low`) and after (`high`) each dimension. Negative
+    /// amounts crop.
     Pad {
         /// Elements added before, per dimension.
         low: SignedDims,
@@ -147,7 +159,8 @@ pub enum Op {
     },
     /// `(x) -> same type`. Reverses the order of elements along each of `axes`.
     Flip(Dims),
-    /// `(x, update) -> type of x`. `x` with the elements that [`Op::Slice`] with these attributes would read replaced by `update`.
+    /// `(x, update) -> type of x`. `x` with the elements that [`Op::Slice`] with these attributes would read
+    /// replaced by `update`.
     UpdateSlice {
         /// First index, per dimension.
         starts: Dims,
@@ -155,28 +168,28 @@ pub enum Op {
         steps: Dims,
     },
 
-    /// `(x, indices) -> d[indices shape]`. Ranks agree; `out[i] = x[i with i[axis] := indices[i]]`. Extents of `indices` other than along `axis`
-    /// are at most those of `x`.
+    /// `(x, indices) -> d[indices shape]`. Ranks agree; `out[i] = x[i with i[axis] := indices[i]]`. Extents
+    /// of `indices` other than along `axis` are at most those of `x`.
     Gather {
         /// The dimension indexed.
         axis: usize,
     },
-    /// `(x, indices, updates) -> type of x`. The reverse of [`Op::Gather`]: every `updates[i]` is combined into
-    /// `x[i with i[axis] := indices[i]]`, in row-major order of `i`.
+    /// `(x, indices, updates) -> type of x`. The reverse of [`Op::Gather`]: every `updates[i]` is combined
+    /// into `x[i with i[axis] := indices[i]]`, in row-major order of `i`.
     Scatter {
         /// The dimension indexed.
         axis: usize,
         /// How an update combines with what is there.
         mode: ScatterMode,
     },
-    /// `(x, indices: int[n]) -> x with extent n along axis`. Whole slices: `out[.., j, ..] = x[.., indices[j], ..]`. An embedding
-    /// look-up is this with axis 0.
+    /// `(x, indices: int[n]) -> x with extent n along axis`. Whole slices:
+    /// `out[.., j, ..] = x[.., indices[j], ..]`. An embedding look-up is this with axis 0.
     IndexSelect {
         /// The dimension indexed.
         axis: usize,
     },
-    /// `(x, indices: int[n], updates) -> type of x`. The reverse of [`Op::IndexSelect`]: slice `j` of `updates` is combined into slice
-    /// `indices[j]` of `x`, in the order of `j`.
+    /// `(x, indices: int[n], updates) -> type of x`. The reverse of [`Op::IndexSelect`]: slice `j` of
+    /// `updates` is combined into slice `indices[j]` of `x`, in the order of `j`.
     IndexPut {
         /// The dimension indexed.
         axis: usize,
@@ -184,45 +197,52 @@ pub enum Op {
         mode: ScatterMode,
     },
 
-    /// `(a, b) -> [batch.., a free.., b free..]`. Sum of products over the contracted dimensions, for each index of the batch
-    /// dimensions; the free dimensions keep their order. Batch and contracted dimensions are matched by position in the lists.
-    /// Accumulates in [`DType::compute`], in any fixed order, and rounds once to the type of the result.
+    /// `(a, b) -> [batch.., a free.., b free..]`. Sum of products over the contracted dimensions, for each
+    /// index of the batch dimensions; the free dimensions keep their order. Batch and contracted dimensions
+    /// are matched by position in the lists. Accumulates in [`DType::compute`], in any fixed order, and
+    /// rounds once to the type of the result.
     DotGeneral(DotDims),
-    /// `(x: [n, c, s..], w: [o, c / groups, k..]) -> [n, o, out..]`. Cross-correlation (no flipping of the kernel). Accumulates as
-    /// [`Op::DotGeneral`] does, and so do its gradients.
+    /// `(x: [n, c, s..], w: [o, c / groups, k..]) -> [n, o, out..]`. Cross-correlation (no flipping of the
+    /// kernel). Accumulates as [`Op::DotGeneral`] does, and so do its gradients.
     Conv(ConvDims),
-    /// `(dy: [n, o, out..], w: [o, c / groups, k..]) -> [n, c, input..]`. Gradient of [`Op::Conv`] with respect to its input of spatial extents
-    /// `input`. With `w` read as `[in, out / groups, k..]` this is also the transposed convolution.
+    /// `(dy: [n, o, out..], w: [o, c / groups, k..]) -> [n, c, input..]`. Gradient of [`Op::Conv`] with
+    /// respect to its input of spatial extents `input`. With `w` read as `[in, out / groups, k..]` this is
+    /// also the transposed convolution.
     ConvInputGrad {
         /// Attributes of the forward convolution.
         conv: ConvDims,
         /// Spatial extents of the forward input.
         input: Dims,
     },
-    /// `(x: [n, c, s..], dy: [n, o, out..]) -> [o, c / groups, k..]`. Gradient of [`Op::Conv`] with respect to its weight.
+    /// `(x: [n, c, s..], dy: [n, o, out..]) -> [o, c / groups, k..]`. Gradient of [`Op::Conv`] with respect
+    /// to its weight.
     ConvWeightGrad {
         /// Attributes of the forward convolution.
         conv: ConvDims,
         /// Spatial extents of the kernel.
         kernel: Dims,
     },
-    /// `(x: [n, c, s..]) -> [n, c, out..]`. Largest element of each window; padding counts as the lowest value.
+    /// `(x: [n, c, s..]) -> [n, c, out..]`. Largest element of each window; padding counts as the lowest
+    /// value.
     MaxPool(Window),
-    /// `(x: [n, c, s..]) -> ([n, c, out..], dtype[n, c, out..])`. [`Op::MaxPool`] and where the element was: its row-major index
-    /// within the spatial extents of `x`; the first on ties, the first NaN if there is one. A window of padding only gives 0.
+    /// `(x: [n, c, s..]) -> ([n, c, out..], dtype[n, c, out..])`. [`Op::MaxPool`] and where the element was:
+    /// its row-major index within the spatial extents of `x`; the first on ties, the first NaN if there is
+    /// one. A window of padding only gives 0.
     MaxPoolWithIndices {
         /// The window.
         window: Window,
         /// Integer type of the indices.
         dtype: DType,
     },
-    /// `(dy: [n, c, out..], indices: int[n, c, out..]) -> [n, c, input..]`. Gradient of max pooling: each `dy` added at its index.
+    /// `(dy: [n, c, out..], indices: int[n, c, out..]) -> [n, c, input..]`. Gradient of max pooling: each
+    /// `dy` added at its index.
     MaxPoolGrad {
         /// Spatial extents of the forward input.
         input: Dims,
     },
-    /// `(x: [n, c, s..]) -> [n, c, out..]`. Mean of each window. Padding counts in the divisor if `count_include_pad`; positions beyond the
-    /// padded extent (they occur with ceil mode, as negative room at the end) never do. A window that counts nothing gives 0.
+    /// `(x: [n, c, s..]) -> [n, c, out..]`. Mean of each window. Padding counts in the divisor if
+    /// `count_include_pad`; positions beyond the padded extent (they occur with ceil mode, as negative room
+    /// at the end) never do. A window that counts nothing gives 0.
     AvgPool {
         /// The window; its dilation is 1.
         window: Window,
@@ -239,22 +259,26 @@ pub enum Op {
         input: Dims,
     },
 
-    /// `(q: [b, h, t, d], k: [b, g, s, d], v: [b, g, s, e], scale: c[], [mask], [hidden, fill], [seed, stream, keep, factor]) ->
-    /// ([b, h, t, e], stats: c[b, h, t, 2])`. Attention: `softmax(q k^T * scale + mask) v` with `h` a multiple of `g` (query head `i` reads
-    /// head `i / (h / g)`). Everything between the operands and the result is of the type `c` that their type is computed in
-    /// ([`DType::compute`](crate::DType::compute)); the numbers `c[]` and the mask may also be of the operands' own. `stats` holds the largest score of
-    /// each row and the sum of `exp(score - largest)`: both, because their logarithmic
-    /// sum would lose the second beside a large first. A row of which every score is -inf gives NaN, as the formula does, if
-    /// [`AttentionDims::safe`] does not say otherwise; whether values
-    /// of weight zero that causal order or a `fill` of at most -1000 hides are multiplied by it or left out is not specified. Made by rewriting.
+    /// `(q: [b, h, t, d], k: [b, g, s, d], v: [b, g, s, e], scale: c[], [mask], [hidden, fill], [seed,
+    /// stream, keep, factor]) -> ([b, h, t, e], stats: c[b, h, t, 2])`. Attention:
+    /// `softmax(q k^T * scale + mask) v` with `h` a multiple of `g` (query head `i` reads head
+    /// `i / (h / g)`). Everything between the operands and the result is of the type `c` that their type is
+    /// computed in ([`DType::compute`](crate::DType::compute)); the numbers `c[]` and the mask may also be of
+    /// the operands' own. `stats` holds the largest score of each row and the sum of `exp(score - largest)`:
+    /// both, because their logarithmic sum would lose the second beside a large first. A row of which every
+    /// score is -inf gives NaN, as the formula does, if [`AttentionDims::safe`] does not say otherwise;
+    /// whether values of weight zero that causal order or a `fill` of at most -1000 hides are multiplied by
+    /// it or left out is not specified. Made by rewriting.
     Attention(AttentionDims),
-    /// `(operands of the forward.., stats, d out, d scale: c[], inner: c[], [d factor: c[]]) -> (dq, dk, dv)`. Gradient of
-    /// [`Op::Attention`]. `d scale` and `d factor` are what gradients are multiplied by where the forward multiplies by `scale` and
-    /// `factor`: the same numbers, but programs pass them again. `inner` is the -1 in the gradient `p (dp + inner sum(p dp))` of a
-    /// softmax, which programs pass too. Hidden scores have no gradient, and a `safe` softmax has that of the plain one.
+    /// `(operands of the forward.., stats, d out, d scale: c[], inner: c[], [d factor: c[]]) -> (dq, dk,
+    /// dv)`. Gradient of [`Op::Attention`]. `d scale` and `d factor` are what gradients are multiplied by
+    /// where the forward multiplies by `scale` and `factor`: the same numbers, but programs pass them again.
+    /// `inner` is the -1 in the gradient `p (dp + inner sum(p dp))` of a softmax, which programs pass too.
+    /// Hidden scores have no gradient, and a `safe` softmax has that of the plain one.
     AttentionGrad(AttentionDims),
 
-    /// `(x) -> (type of x, int[x])`. Sorts along `axis`, stable; NaN sorts as the largest. The second result is where each element was.
+    /// `(x) -> (type of x, int[x])`. Sorts along `axis`, stable; NaN sorts as the largest. The second result
+    /// is where each element was.
     Sort {
         /// The dimension sorted.
         axis: usize,
@@ -263,7 +287,8 @@ pub enum Op {
         /// Integer type of the indices.
         dtype: DType,
     },
-    /// `(x) -> (d[.., k, ..], int[.., k, ..])`. The `k` largest elements along `axis`, largest first, the first one first on ties; NaN counts as the largest.
+    /// `(x) -> (d[.., k, ..], int[.., k, ..])`. The `k` largest elements along `axis`, largest first, the
+    /// first one first on ties; NaN counts as the largest.
     TopK {
         /// The dimension searched.
         axis: usize,
@@ -272,15 +297,16 @@ pub enum Op {
         /// Integer type of the indices.
         dtype: DType,
     },
-    /// `(..) -> (..)`. An operation kept whole: it has no lowering to primitives, or is the user's own. Executors hand it to the
-    /// front end, which knows what `attributes` mean.
+    /// `(..) -> (..)`. An operation kept whole: it has no lowering to primitives, or is the user's own.
+    /// Executors hand it to the front end, which knows what `attributes` mean.
     Extern(Box<ExternOp>),
 }
 
 /// Distribution of [`Op::Random`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum RandomKind {
-    /// Uniform in `[0, 1)`, on the grid of the type's significand (24 bits for f32, 53 for f64, 11 for f16, 8 for bf16).
+    /// Uniform in `[0, 1)`, on the grid of the type's significand (24 bits for f32, 53 for f64, 11 for f16, 8
+    /// for bf16).
     Uniform,
     /// Standard normal by the Box-Muller transform.
     Normal,
@@ -424,8 +450,8 @@ pub struct DotDims {
     pub a_contract: Dims,
     /// Contracted dimensions of `b`, in the order of `a_contract`.
     pub b_contract: Dims,
-    /// Element type of the result where it is not the operands': f32, of operands of `f16` or `bf16`. The sum is then not rounded. (XLA's
-    /// `preferred_element_type`.)
+    /// Element type of the result where it is not the operands': f32, of operands of `f16` or `bf16`. The sum
+    /// is then not rounded. (XLA's `preferred_element_type`.)
     pub result: Option<DType>,
 }
 
@@ -437,8 +463,8 @@ impl DotDims {
             .collect()
     }
 
-    /// Matrix product of the last two dimensions, all dimensions before them being batch dimensions of rank `batch`:
-    /// `[.., m, k] x [.., k, n]`.
+    /// Matrix product of the last two dimensions, all dimensions before them being batch dimensions of rank
+    /// `batch`: `[.., m, k] x [.., k, n]`.
     pub fn matmul(batch: usize) -> Self {
         Self {
             a_batch: (0..batch).collect(),
@@ -468,8 +494,8 @@ pub struct ConvDims {
 }
 
 impl ConvDims {
-    /// Output extent along spatial dimension `axis` for an input of extent `input` and a kernel of extent `kernel`;
-    /// none if the kernel does not fit.
+    /// Output extent along spatial dimension `axis` for an input of extent `input` and a kernel of extent
+    /// `kernel`; none if the kernel does not fit.
     pub fn output_extent(&self, axis: usize, input: usize, kernel: usize) -> Option<usize> {
         let reach = self.dilation[axis]
             .checked_mul(kernel.checked_sub(1)?)?
@@ -499,8 +525,8 @@ pub struct Window {
 }
 
 impl Window {
-    /// Output extent along spatial dimension `axis` for an input of extent `input`; none if the window does not fit.
-    /// In ceil mode the last window must start inside the input or the padding before it.
+    /// Output extent along spatial dimension `axis` for an input of extent `input`; none if the window does
+    /// not fit. In ceil mode the last window must start inside the input or the padding before it.
     pub fn output_extent(&self, axis: usize, input: usize) -> Option<usize> {
         let reach = self.dilation[axis]
             .checked_mul(self.size[axis].checked_sub(1)?)?
@@ -519,19 +545,23 @@ impl Window {
     }
 }
 
-/// What varies between attentions. Scores are scaled, then masked, then hidden, then cut by causal order, if no member says otherwise.
+/// What varies between attentions. Scores are scaled, then masked, then hidden, then cut by causal order, if
+/// no member says otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct AttentionDims {
     /// Query position `i` sees key positions `j <= i + s - t` only.
     pub causal: bool,
-    /// An additive mask operand follows `scale`: a tensor broadcastable to `[b, h, t, s]` (extents equal or 1).
+    /// An additive mask operand follows `scale`: a tensor broadcastable to `[b, h, t, s]` (extents equal or
+    /// 1).
     pub mask: bool,
-    /// Two operands `hidden: bool` (broadcastable to `[b, h, t, s]`) and `fill: c[]` follow: where `hidden` is true the score is `fill`.
+    /// Two operands `hidden: bool` (broadcastable to `[b, h, t, s]`) and `fill: c[]` follow: where `hidden`
+    /// is true the score is `fill`.
     pub hidden: bool,
     /// The additive mask comes after hiding, and is added to `fill` too. Needs `mask` and `hidden`.
     pub mask_last: bool,
-    /// Four operands `seed: u64[]`, `stream: u64[]`, `keep: c[]`, `factor: c[]` follow: a probability is multiplied by `factor` where the
-    /// uniform draw of type `c[b, h, t, s]` is below `keep`, and by 0 elsewhere.
+    /// Four operands `seed: u64[]`, `stream: u64[]`, `keep: c[]`, `factor: c[]` follow: a probability is
+    /// multiplied by `factor` where the uniform draw of type `c[b, h, t, s]` is below `keep`, and by 0
+    /// elsewhere.
     pub dropout: bool,
     /// Dropout is not of probabilities but of scores, after scaling and before masks. Needs `dropout`.
     pub drop_scores: bool,
@@ -669,7 +699,8 @@ impl Op {
         Some(op)
     }
 
-    /// Whether it is a convolution of single pixels, or a gradient of one; `second` is the shape of its second operand.
+    /// Whether it is a convolution of single pixels, or a gradient of one; `second` is the shape of its
+    /// second operand.
     pub fn is_pixelwise(&self, second: &[usize]) -> bool {
         match self {
             Op::Conv(_) | Op::ConvInputGrad { .. } => second[2..].iter().all(|&extent| extent == 1),
@@ -692,7 +723,8 @@ impl Op {
         )
     }
 
-    /// Whether this is a matrix product, convolution or attention: the work is cubic, not linear, in the data.
+    /// Whether this is a matrix product, convolution or attention: the work is cubic, not linear, in the
+    /// data.
     pub fn is_contraction(&self) -> bool {
         matches!(
             self,

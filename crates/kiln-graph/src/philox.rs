@@ -1,16 +1,18 @@
 //! Random numbers: Philox4x32-10, and what [`Op::Random`](crate::Op::Random) draws from it.
 //!
-//! Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*, SC 2011) is a keyed bijection of a
-//! 128-bit counter: ten rounds of two 32-bit multiplications and a Weyl sequence on the key. Block `n` of a stream is a
-//! pure function of (seed, stream, n), so any element of a random tensor can be computed alone, in any order, twice.
+//! Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*, SC 2011) is a keyed
+//! bijection of a 128-bit counter: ten rounds of two 32-bit multiplications and a Weyl sequence on the key.
+//! Block `n` of a stream is a pure function of (seed, stream, n), so any element of a random tensor can be
+//! computed alone, in any order, twice.
 //!
 //! Layout, fixed for all executors: the key is the seed (low word first); counter words 0 and 1 are the block
-//! number, words 2 and 3 the stream (low words first). Streams therefore never overlap: each random operation draws from a stream of
-//! its own and a stream has 2^64 blocks.
+//! number, words 2 and 3 the stream (low words first). Streams therefore never overlap: each random operation
+//! draws from a stream of its own and a stream has 2^64 blocks.
 //!
 //! Element `i` of a random tensor (row-major) takes from its stream:
 //! - uniform and normal in f32, f16, bf16: word `i % 4` of block `i / 4` (normal: see [`normal_pair`]);
-//! - uniform and normal in f64, and integers: words `2 (i % 2)` and `2 (i % 2) + 1` of block `i / 2`, low word first.
+//! - uniform and normal in f64, and integers: words `2 (i % 2)` and `2 (i % 2) + 1` of block `i / 2`, low
+//!   word first.
 
 use rayon::prelude::*;
 
@@ -57,8 +59,8 @@ fn wide(seed: u64, stream: u64, i: u64) -> u64 {
     u64::from(words[first]) | u64::from(words[first + 1]) << 32
 }
 
-/// Element `i` of a uniform tensor: in `[0, 1)`, a multiple of 2^-24 (f32), 2^-53 (f64), 2^-11 (f16) or 2^-8 (bf16), so that
-/// it is exact in `dtype`.
+/// Element `i` of a uniform tensor: in `[0, 1)`, a multiple of 2^-24 (f32), 2^-53 (f64), 2^-11 (f16) or 2^-8
+/// (bf16), so that it is exact in `dtype`.
 pub fn uniform(seed: u64, stream: u64, i: u64, dtype: DType) -> f64 {
     if dtype == DType::F64 {
         return (wide(seed, stream, i) >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
@@ -72,11 +74,12 @@ pub fn uniform(seed: u64, stream: u64, i: u64, dtype: DType) -> f64 {
     f64::from(word >> (32 - bits)) / f64::from(1u32 << bits)
 }
 
-/// Two independent standard normal numbers from two uniform ones, `u1` in `(0, 1]` and `u2` in `[0, 1)` (Box and Muller 1958):
-/// `r cos(2 pi u2)` and `r sin(2 pi u2)` with `r = sqrt(-2 ln u1)`.
+/// Two independent standard normal numbers from two uniform ones, `u1` in `(0, 1]` and `u2` in `[0, 1)` (Box
+/// and Muller 1958): `r cos(2 pi u2)` and `r sin(2 pi u2)` with `r = sqrt(-2 ln u1)`.
 ///
-/// Element pairs `(2 j, 2 j + 1)` of a normal tensor are one call: `u1` is one minus the uniform draw of element `2 j`, `u2` is
-/// that of element `2 j + 1`, both as [`uniform`] draws them in f32 (half types too) or f64.
+/// Element pairs `(2 j, 2 j + 1)` of a normal tensor are one call: `u1` is one minus the uniform draw of
+/// element `2 j`, `u2` is that of element `2 j + 1`, both as [`uniform`] draws them in f32 (half types too)
+/// or f64.
 pub fn normal_pair(u1: f64, u2: f64) -> (f64, f64) {
     let radius = (-2.0 * u1.ln()).sqrt();
     let (sin, cos) = (std::f64::consts::TAU * u2).sin_cos();
@@ -98,8 +101,8 @@ pub fn normal(seed: u64, stream: u64, i: u64, dtype: DType) -> f64 {
     if i == first { pair.0 } else { pair.1 }
 }
 
-/// Element `i` of an integer tensor in `[low, high)`: `low + bits mod (high - low)`, with 64 bits an element; `low` if the range is
-/// empty. The bias is below `(high - low) / 2^64`.
+/// Element `i` of an integer tensor in `[low, high)`: `low + bits mod (high - low)`, with 64 bits an element;
+/// `low` if the range is empty. The bias is below `(high - low) / 2^64`.
 pub fn int_range(seed: u64, stream: u64, i: u64, low: i64, high: i64) -> i64 {
     if high <= low {
         return low;

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// The part of the training step a node belongs to. Import leaves every node `Unknown`; the partitioner assigns the
-/// rest (kiln-partition says how).
+/// The part of the training step a node belongs to. Import leaves every node `Unknown`; the partitioner
+/// assigns the rest (kiln-partition says how).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord)]
 pub enum Phase {
     /// Not assigned yet.
@@ -57,15 +57,17 @@ pub struct Provenance {
     pub phase: Phase,
     /// The forward operation whose gradient it belongs to, by Burn's name (`matmul`), if it is known.
     pub gradient_of: Option<Arc<str>>,
-    /// `file:line` of the user's call, where recording could see it cheaply; of a node with [`Provenance::gradient_of`],
-    /// that of the forward operation.
+    /// `file:line` of the user's call, where recording could see it cheaply; of a node with
+    /// [`Provenance::gradient_of`], that of the forward operation.
     pub location: Option<Arc<str>>,
     /// Path of the Burn module the operation ran in, if known.
     pub module: Option<Arc<str>>,
-    /// Which chunk of the rows it computes, where a part of the step runs chunk by chunk to save memory; one more than the last for what runs after them.
-    /// Operations that differ in this must not share a kernel: the first chunk's memory is the next one's.
+    /// Which chunk of the rows it computes, where a part of the step runs chunk by chunk to save memory; one
+    /// more than the last for what runs after them. Operations that differ in this must not share a kernel:
+    /// the first chunk's memory is the next one's.
     pub chunk: Option<u16>,
-    /// Whether the program asked that it and its gradient be computed and stored in f32, whatever other operations use.
+    /// Whether the program asked that it and its gradient be computed and stored in f32, whatever other
+    /// operations use.
     pub full_precision: bool,
 }
 

@@ -1,8 +1,9 @@
 //! Ranges: what is known of the elements of a value without running anything.
 //!
-//! One walk over the graph gives each integer value the smallest interval that its operation and its operands' intervals allow. The
-//! question behind it is whether an index can be out of range at all ([`crate::indices`]): coordinates, positions of a largest element and
-//! clamped numbers never are, and need no look while the step runs.
+//! One walk over the graph gives each integer value the smallest interval that its operation and its
+//! operands' intervals allow. The question behind it is whether an index can be out of range at all
+//! ([`crate::indices`]): coordinates, positions of a largest element and clamped numbers never are, and need
+//! no look while the step runs.
 //!
 //! ```text
 //!   %i = iota {axis=0} : i64[8]        0 ..= 7
@@ -11,8 +12,9 @@
 //!   %l = max %k, %zero                 0 ..= 7
 //! ```
 //!
-//! An operation that could wrap has the whole range of its type. Of floats only f64 is followed, because a bound computed here in f64 is then exactly what
-//! the operation computes from the extreme operand; an interval of floats also says that no element is NaN.
+//! An operation that could wrap has the whole range of its type. Of floats only f64 is followed, because a
+//! bound computed here in f64 is then exactly what the operation computes from the extreme operand; an
+//! interval of floats also says that no element is NaN.
 
 use crate::op::{BinaryOp, ReduceOp, ScatterMode, UnaryOp};
 use crate::{DType, Graph, NodeData, Op, Scalar, Value};
@@ -52,7 +54,8 @@ impl Range {
         }
     }
 
-    /// This range if values of `dtype` take it as it is: integers without wrapping, floats of 64 bits that are finite.
+    /// This range if values of `dtype` take it as it is: integers without wrapping, floats of 64 bits that
+    /// are finite.
     fn within(self, dtype: DType) -> Option<Self> {
         match (self, Range::of(dtype)) {
             (Range::Int(low, high), Some(Range::Int(least, most))) => {

@@ -1,9 +1,9 @@
 //! Rebuilding a graph: what a transform uses in place of editing.
 //!
-//! A [`Rewriter`] walks an old graph and fills a new one. It keeps which new value stands for each old one; a pass calls
-//! [`Rewriter::copy`] for the nodes it leaves alone, adds nodes of its own to [`Rewriter::graph`], and tells the rewriter
-//! with [`Rewriter::replace`] what stands for a result from now on. Since old nodes come in topological order, operands are
-//! always mapped before they are needed.
+//! A [`Rewriter`] walks an old graph and fills a new one. It keeps which new value stands for each old one; a
+//! pass calls [`Rewriter::copy`] for the nodes it leaves alone, adds nodes of its own to [`Rewriter::graph`],
+//! and tells the rewriter with [`Rewriter::replace`] what stands for a result from now on. Since old nodes
+//! come in topological order, operands are always mapped before they are needed.
 //!
 //! ```
 //! use kiln_graph::op::{BinaryOp, Op};
@@ -84,8 +84,8 @@ impl<'a> Rewriter<'a> {
         self.copy_as(node, data.op.clone())
     }
 
-    /// [`Rewriter::copy`] with another operation on the same operands. Parameters and scalars are renumbered in the order
-    /// in which they are copied.
+    /// [`Rewriter::copy`] with another operation on the same operands. Parameters and scalars are renumbered
+    /// in the order in which they are copied.
     pub fn copy_as(&mut self, node: Node, op: Op) -> Result<SmallVec<[Value; 1]>, TypeError> {
         let data = self.old.node(node);
         let inputs = self.map_all(&data.inputs);
@@ -112,12 +112,13 @@ impl<'a> Rewriter<'a> {
         self.map[old] = new.into();
     }
 
-    /// The new graph, with the old outputs and aliases mapped. An argument that an output turned out to be keeps its buffer.
+    /// The new graph, with the old outputs and aliases mapped. An argument that an output turned out to be
+    /// keeps its buffer.
     ///
     /// # Panics
     ///
-    /// If an output's node was neither copied nor replaced, or aliased parameters were not all copied in order: the pass
-    /// has a bug.
+    /// If an output's node was neither copied nor replaced, or aliased parameters were not all copied in
+    /// order: the pass has a bug.
     pub fn finish(mut self) -> Graph {
         self.graph.outputs = self
             .old
@@ -166,7 +167,8 @@ impl Graph {
         live
     }
 
-    /// This graph without the nodes no output needs, values renumbered. Arguments stay: they are how the graph is called.
+    /// This graph without the nodes no output needs, values renumbered. Arguments stay: they are how the
+    /// graph is called.
     pub fn without_dead_code(&self) -> Graph {
         let live = self.live_nodes();
         let mut new = Rewriter::new(self);

@@ -6,9 +6,9 @@ use std::str::FromStr;
 
 use crate::DType;
 
-/// One number, as wide as it can be. What it becomes depends on the dtype it is used with ([`Scalar::to_f64`],
-/// [`Scalar::to_i64`]). Equality and hashing are by bits, so that NaN equals itself and 0.0 differs from -0.0: two
-/// constants are the same constant exactly if no executor could tell them apart.
+/// One number, as wide as it can be. What it becomes depends on the dtype it is used with
+/// ([`Scalar::to_f64`], [`Scalar::to_i64`]). Equality and hashing are by bits, so that NaN equals itself and
+/// 0.0 differs from -0.0: two constants are the same constant exactly if no executor could tell them apart.
 #[derive(Clone, Copy, Debug)]
 pub enum Scalar {
     /// A floating point number.
@@ -52,7 +52,8 @@ impl Scalar {
         }
     }
 
-    /// The value in the form natural to `dtype`: `Float` for floats, `Int`/`UInt` for integers, `Bool` for bool.
+    /// The value in the form natural to `dtype`: `Float` for floats, `Int`/`UInt` for integers, `Bool` for
+    /// bool.
     pub fn cast(self, dtype: DType) -> Scalar {
         match dtype {
             DType::Bool => Scalar::Bool(self.to_bool()),
@@ -65,8 +66,8 @@ impl Scalar {
         }
     }
 
-    /// The eight bytes in which a runtime scalar of type `dtype` is handed to an executable: the bits of an f64 for
-    /// every float type, of an i64 or u64 for integers, 0 or 1 for bool.
+    /// The eight bytes in which a runtime scalar of type `dtype` is handed to an executable: the bits of an
+    /// f64 for every float type, of an i64 or u64 for integers, 0 or 1 for bool.
     pub fn to_bits(self, dtype: DType) -> u64 {
         match self.cast(dtype) {
             Scalar::Float(x) => x.to_bits(),
@@ -101,8 +102,9 @@ impl Hash for Scalar {
 }
 
 impl fmt::Display for Scalar {
-    /// Floats always show a point, an exponent or a word (`1.0`, `1e-5`, `inf`, `nan`), so that the kind survives
-    /// being parsed back; unsigned integers end in `u`. A NaN other than the usual one shows its bits (`nan0xfff8…`).
+    /// Floats always show a point, an exponent or a word (`1.0`, `1e-5`, `inf`, `nan`), so that the kind
+    /// survives being parsed back; unsigned integers end in `u`. A NaN other than the usual one shows its
+    /// bits (`nan0xfff8…`).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Scalar::Float(x) if x.to_bits() == f64::NAN.to_bits() => f.write_str("nan"),

@@ -148,8 +148,8 @@ impl TensorType {
         self.shape.numel()
     }
 
-    /// Whether sizes and strides of this type can be computed without overflow: the product of the extents (0 counted
-    /// as 1) and the size of an element is at most `isize::MAX`. Every type in a graph does.
+    /// Whether sizes and strides of this type can be computed without overflow: the product of the extents (0
+    /// counted as 1) and the size of an element is at most `isize::MAX`. Every type in a graph does.
     pub fn fits_memory(&self) -> bool {
         let bytes = self
             .shape

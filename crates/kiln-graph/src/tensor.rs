@@ -1,4 +1,5 @@
-//! Tensors in memory, as plain as possible: what the interpreter takes and gives, and the currency between executors.
+//! Tensors in memory, as plain as possible: what the interpreter takes and gives, and the currency between
+//! executors.
 
 use std::sync::Arc;
 

@@ -40,8 +40,8 @@ impl Users {
     }
 }
 
-/// What a graph computes, as 32 bytes: SHA-256 of the text form without names and provenance. Equal computations
-/// written in the same order have equal fingerprints, on every machine and in every process.
+/// What a graph computes, as 32 bytes: SHA-256 of the text form without names and provenance. Equal
+/// computations written in the same order have equal fingerprints, on every machine and in every process.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fingerprint(pub [u8; 32]);
 

@@ -1,13 +1,13 @@
 //! The verifier: what every graph must satisfy, checked from scratch.
 //!
-//! [`Graph::add_node`](crate::Graph::add_node) keeps most rules by construction; the verifier trusts nothing, so that a
-//! pass that breaks a graph is caught right behind it. Run it after every pass in debug builds.
+//! [`Graph::add_node`](crate::Graph::add_node) keeps most rules by construction; the verifier trusts nothing,
+//! so that a pass that breaks a graph is caught right behind it. Run it after every pass in debug builds.
 //!
-//! Rules, in the order in which they are checked: for each node, its operands are results of earlier nodes, its results
-//! are recorded as its own, and their types are those [`infer`] gives; the argument nodes are exactly the listed
-//! arguments, in order, each once; every output is a value of the graph; an alias names an existing parameter of the
-//! output's size in bytes, no parameter is given away twice, and a parameter that is given away does not itself leave
-//! the graph through another output.
+//! Rules, in the order in which they are checked: for each node, its operands are results of earlier nodes,
+//! its results are recorded as its own, and their types are those [`infer`] gives; the argument nodes are
+//! exactly the listed arguments, in order, each once; every output is a value of the graph; an alias names an
+//! existing parameter of the output's size in bytes, no parameter is given away twice, and a parameter that
+//! is given away does not itself leave the graph through another output.
 
 use std::fmt;
 
@@ -23,7 +23,8 @@ pub enum Rule {
     ResultsRecorded,
     /// The recorded type of a result is not the inferred one, or the operands do not fit the operation.
     ResultType,
-    /// Parameter or scalar nodes and the lists of arguments disagree: one is missing, doubled or out of order.
+    /// Parameter or scalar nodes and the lists of arguments disagree: one is missing, doubled or out of
+    /// order.
     ArgumentsComplete,
     /// An output is no value of the graph.
     OutputExists,

@@ -1,5 +1,5 @@
-//! Primitives against each other: a composition of others, an adjoint, a difference quotient. All in f64, on random
-//! shapes, so that only the formulas are compared.
+//! Primitives against each other: a composition of others, an adjoint, a difference quotient. All in f64, on
+//! random shapes, so that only the formulas are compared.
 
 use kiln_graph::op::{
     AttentionDims, BinaryOp, CompareOp, ConvDims, Dims, DotDims, Op, ReduceOp, ScatterMode, SignedDims,
@@ -261,8 +261,8 @@ proptest! {
         close(&out[0], &out[1])?;
     }
 
-    /// `<conv(x, w), dy> = <x, input_grad(dy, w)> = <w, weight_grad(x, dy)>`: the definition of both gradients, since the
-    /// convolution is linear in either operand.
+    /// `<conv(x, w), dy> = <x, input_grad(dy, w)> = <w, weight_grad(x, dy)>`: the definition of both
+    /// gradients, since the convolution is linear in either operand.
     #[test]
     fn convolution_gradients_are_adjoint((conv, x_shape, w_shape) in convolutions(), seed in 0..1000u64) {
         let mut p = Program::new(seed);
@@ -560,7 +560,8 @@ fn attention_is_softmax_of_scores() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Each element of q, k and v moved by a small step both ways: the difference quotient of `<attention, g>` is the gradient.
+/// Each element of q, k and v moved by a small step both ways: the difference quotient of `<attention, g>` is
+/// the gradient.
 #[test]
 fn attention_gradient_is_the_difference_quotient() {
     for dims in every_attention() {

@@ -1,4 +1,5 @@
-//! The text form where random graphs do not reach: what a person writes, and what the parser says to mistakes.
+//! The text form where random graphs do not reach: what a person writes, and what the parser says to
+//! mistakes.
 
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Phase, Provenance, Scalar, TensorType};

@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use kiln_graph::{DType, Graph, HostTensor, NodeData, Op, ParseError, Scalar, TensorType, Value, indices};
 
-/// The values that the elements of an argument take: uniformly distributed from `low` to `high`, both included.
+/// The values that the elements of an argument take: uniformly distributed from `low` to `high`, both
+/// included.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Interval {
     /// The least.
@@ -146,8 +147,8 @@ impl Case {
         text.lines().any(|line| line.starts_with(SEED))
     }
 
-    /// Reads [`Case::to_text`]. Arguments of which the text says nothing are those of [`Case::new`]; other comments are
-    /// passed over.
+    /// Reads [`Case::to_text`]. Arguments of which the text says nothing are those of [`Case::new`]; other
+    /// comments are passed over.
     ///
     /// # Errors
     /// [`CaseError`] if the graph does not parse or a line about an argument does not fit it.
@@ -219,7 +220,8 @@ fn elements_from(data: &NodeData) -> Range<usize> {
     }
 }
 
-/// The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+/// 2014).
 fn mixed(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -15,8 +15,8 @@ const VERDICT: &str = "kiln-minify verdict: ";
 /// How often a running child process is looked at.
 const INTERVAL: Duration = Duration::from_millis(2);
 
-/// The command that observes a case: it is given the case's file as its last argument, and calls [`print_verdict`] once it
-/// knows.
+/// The command that observes a case: it is given the case's file as its last argument, and calls
+/// [`print_verdict`] once it knows.
 #[derive(Clone, Debug)]
 pub struct ChildProbe {
     /// The program and its first arguments.
@@ -39,7 +39,8 @@ impl ChildProbe {
     /// The fault that `case` shows in a process of its own.
     ///
     /// # Errors
-    /// [`io::Error`] if the process cannot be started or the case not be written: this machine's fault, not the backend's.
+    /// [`io::Error`] if the process cannot be started or the case not be written: this machine's fault, not
+    /// the backend's.
     pub fn observe(&self, case: &Case) -> io::Result<Option<Fault>> {
         let folder = tempfile::Builder::new().prefix("kiln-minify-").tempdir()?;
         let file = folder.path().join("case.kg");

@@ -78,8 +78,9 @@ impl<'a> Rebuild<'a> {
         Some(())
     }
 
-    /// The new case with these values of the old one as outputs, without what nobody needs; none if one of them is gone or
-    /// the graph breaks a rule. An output goes on to take over its argument, if both are left.
+    /// The new case with these values of the old one as outputs, without what nobody needs; none if one of
+    /// them is gone or the graph breaks a rule. An output goes on to take over its argument, if both are
+    /// left.
     pub(crate) fn finish(mut self, outputs: &[Value]) -> Option<Case> {
         let old = &self.old.graph;
         for &value in outputs {
@@ -188,7 +189,8 @@ impl Case {
         new.finish(outputs)
     }
 
-    /// The case without the nodes `cut`: what others need of them becomes arguments, which take the values of `observed`.
+    /// The case without the nodes `cut`: what others need of them becomes arguments, which take the values of
+    /// `observed`.
     pub(crate) fn without(&self, cut: &FxHashSet<Node>, observed: &Observed) -> Option<Self> {
         let graph = &self.graph;
         let kept = graph.nodes().filter(|(node, _)| !cut.contains(node));
@@ -223,7 +225,8 @@ impl Case {
         self.without(&externs, &Observed { values: None })
     }
 
-    /// The case without the nodes `cut`, which lie at the end: what they read of the others becomes the outputs.
+    /// The case without the nodes `cut`, which lie at the end: what they read of the others becomes the
+    /// outputs.
     pub(crate) fn before(&self, cut: &FxHashSet<Node>) -> Option<Self> {
         let graph = &self.graph;
         let mut outputs: Vec<Value> = Vec::new();

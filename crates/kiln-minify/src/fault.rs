@@ -75,8 +75,8 @@ impl fmt::Display for Fault {
 }
 
 impl Fault {
-    /// Whether `other` is the same fault, of another graph: the same kind, and the same message but for numbers, names of
-    /// values and paths. Where and by how much an output differs may change.
+    /// Whether `other` is the same fault, of another graph: the same kind, and the same message but for
+    /// numbers, names of values and paths. Where and by how much an output differs may change.
     pub fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Differs { .. }, Self::Differs { .. }) | (Self::Hung, Self::Hung) => true,
@@ -96,18 +96,20 @@ fn words(message: &str) -> Vec<&str> {
         .collect()
 }
 
-/// How many times the rounding errors of the interpreter itself a backend may be off: sums in another order, functions of
-/// another library.
+/// How many times the rounding errors of the interpreter itself a backend may be off: sums in another order,
+/// functions of another library.
 const ROUNDINGS: f64 = 32.0;
 
 /// The fault that `subject` shows on `case`, if any.
 ///
-/// Two numbers agree if they differ by at most `tolerance` times the largest magnitude of the output, or by some times what
-/// rounding to the declared types costs the interpreter there: where a graph subtracts nearly equal numbers, every executor
-/// is far off, and none is wrong. Integers and truth values agree if they are equal. NaN agrees with NaN.
+/// Two numbers agree if they differ by at most `tolerance` times the largest magnitude of the output, or by
+/// some times what rounding to the declared types costs the interpreter there: where a graph subtracts nearly
+/// equal numbers, every executor is far off, and none is wrong. Integers and truth values agree if they are
+/// equal. NaN agrees with NaN.
 ///
 /// # Errors
-/// [`InterpretError`] if the interpreter has no answer (an index out of range): then there is nothing to compare with.
+/// [`InterpretError`] if the interpreter has no answer (an index out of range): then there is nothing to
+/// compare with.
 pub fn observe(case: &Case, subject: &dyn Subject, tolerance: f64) -> Result<Option<Fault>, InterpretError> {
     let inputs = case.arguments();
     let exact = interpret_f64(&case.graph, &inputs, &case.scalars)?;

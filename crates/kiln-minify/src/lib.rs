@@ -8,13 +8,14 @@
 //!                    └── fewer outputs, values cut off, nodes bypassed, dimensions halved
 //! ```
 //!
-//! A [`Case`] is a graph with a rule for its arguments, so that a few lines of text repeat it: every element follows from a
-//! seed and from the interval of its argument. A value that is cut off becomes an argument whose interval is the one that
-//! the value had, so that logarithms keep positive operands and indices stay in range.
+//! A [`Case`] is a graph with a rule for its arguments, so that a few lines of text repeat it: every element
+//! follows from a seed and from the interval of its argument. A value that is cut off becomes an argument
+//! whose interval is the one that the value had, so that logarithms keep positive operands and indices stay
+//! in range.
 //!
-//! A [`Fault`] is what a backend does wrong: results that differ from the interpreter's beyond rounding, a graph that it does
-//! not compile, a run that fails, a process that crashes or does not end. A smaller case counts only if it shows the *same*
-//! fault ([`Fault::is_like`]): another error message is another fault.
+//! A [`Fault`] is what a backend does wrong: results that differ from the interpreter's beyond rounding, a
+//! graph that it does not compile, a run that fails, a process that crashes or does not end. A smaller case
+//! counts only if it shows the *same* fault ([`Fault::is_like`]): another error message is another fault.
 //!
 //! The crate knows graphs and their meaning. What a backend is, its caller knows ([`Subject`]).
 

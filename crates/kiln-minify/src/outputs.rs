@@ -5,8 +5,8 @@ use kiln_graph::Value;
 use crate::case::Case;
 use crate::fault::Fault;
 
-/// The lists of outputs that are worth a try: the one that differs, each half, each alone, all but one. Each is shorter than
-/// that of the case.
+/// The lists of outputs that are worth a try: the one that differs, each half, each alone, all but one. Each
+/// is shorter than that of the case.
 pub(crate) fn subsets(case: &Case, fault: &Fault) -> Vec<Vec<Value>> {
     let mut all = case.outputs();
     let outputs = all.len();

@@ -1,9 +1,9 @@
 //! Cases with smaller dimensions.
 //!
-//! Dimensions that belong together mostly have one extent: the width of a layer is that of its weight, its gradient and its
-//! optimizer's state. So an extent is replaced wherever it occurs, alone or (`[2, 64, 8]` reshaped to `[128, 8]`) with all its
-//! multiples, and inference says whether the result is still a graph. Rules need no knowledge of operations that way, but for
-//! the attributes that hold extents.
+//! Dimensions that belong together mostly have one extent: the width of a layer is that of its weight, its
+//! gradient and its optimizer's state. So an extent is replaced wherever it occurs, alone or (`[2, 64, 8]`
+//! reshaped to `[128, 8]`) with all its multiples, and inference says whether the result is still a graph.
+//! Rules need no knowledge of operations that way, but for the attributes that hold extents.
 
 use kiln_graph::op::{ConvDims, Dims};
 use kiln_graph::{Graph, Op, Shape, TensorType};

@@ -1,9 +1,10 @@
 //! The search: smaller and smaller cases, as long as they show the fault.
 //!
-//! Delta debugging (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002), with passes that
-//! know graphs. Each pass tries large steps before small ones, because each try runs the backend: the outputs, then the
-//! nodes behind the fault, then those before it, in runs of half the graph, a quarter, down to single nodes; then the
-//! dimensions. What one pass removes lets another remove more, so the passes repeat until none of them finds anything.
+//! Delta debugging (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002), with
+//! passes that know graphs. Each pass tries large steps before small ones, because each try runs the backend:
+//! the outputs, then the nodes behind the fault, then those before it, in runs of half the graph, a quarter,
+//! down to single nodes; then the dimensions. What one pass removes lets another remove more, so the passes
+//! repeat until none of them finds anything.
 
 use std::time::{Duration, Instant};
 
@@ -103,8 +104,8 @@ const TRIALS: [(Fill, u64); 4] = [
     (Fill::Positive, 2),
 ];
 
-/// `graph` with arguments on which `oracle` sees a fault; none if it sees none on any that are tried. The results of
-/// operations that only the front end knows are arguments there.
+/// `graph` with arguments on which `oracle` sees a fault; none if it sees none on any that are tried. The
+/// results of operations that only the front end knows are arguments there.
 pub fn provoke(graph: &Graph, oracle: &mut dyn FnMut(&Case) -> Option<Fault>) -> Option<Case> {
     let cases = TRIALS.iter().filter_map(|&(fill, seed)| {
         let case = Case::new(graph.clone(), fill, seed);

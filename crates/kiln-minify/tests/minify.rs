@@ -1,7 +1,7 @@
 //! Planted faults of each kind, in graphs that have much besides, and what is left of them.
 //!
-//! The backend is the compiler's stub target, with faults: it computes one operation wrongly, does not compile a shape, fails
-//! when it runs, or ends the process.
+//! The backend is the compiler's stub target, with faults: it computes one operation wrongly, does not
+//! compile a shape, fails when it runs, or ends the process.
 
 use std::time::Duration;
 

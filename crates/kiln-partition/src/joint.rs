@@ -188,8 +188,8 @@ impl<'a> Joint<'a> {
         }
     }
 
-    /// Whether the kernels of `user` compute its operands while they read them. Operands of 16 bits are rounded
-    /// where they are stored, and read from there.
+    /// Whether the kernels of `user` compute its operands while they read them. Operands of 16 bits are
+    /// rounded where they are stored, and read from there.
     fn takes_fused_operands(&self, user: &NodeData) -> bool {
         let stored = |&value: &Value| matches!(self.graph.dtype(value), DType::F16 | DType::BF16);
         if user.op.is_contraction() && user.inputs.first().is_some_and(stored) {

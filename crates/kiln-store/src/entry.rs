@@ -1,9 +1,9 @@
-//! The files of one entry: `<key>.<extension>` with what was made and, beside it, `<key>.json` with what is needed to
-//! trust it.
+//! The files of one entry: `<key>.<extension>` with what was made and, beside it, `<key>.json` with what is
+//! needed to trust it.
 //!
-//! The content is written first and the description last, each to a temporary name, flushed, then renamed. So an entry
-//! has a complete description or does not exist, and its checksums catch what a crash, a full disk or a careless hand did
-//! to it afterwards. The description's modification time is the time of last use.
+//! The content is written first and the description last, each to a temporary name, flushed, then renamed. So
+//! an entry has a complete description or does not exist, and its checksums catch what a crash, a full disk
+//! or a careless hand did to it afterwards. The description's modification time is the time of last use.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -123,8 +123,8 @@ impl Files<'_> {
             .try_for_each(|extension| remove_if_there(&self.with(extension)))
     }
 
-    /// Notes that the entry was used now. In a read-only folder this fails, and the order of eviction, which cannot
-    /// happen there either, stays as it was.
+    /// Notes that the entry was used now. In a read-only folder this fails, and the order of eviction, which
+    /// cannot happen there either, stays as it was.
     pub(crate) fn touch(&self) {
         let touched = File::options()
             .append(true)

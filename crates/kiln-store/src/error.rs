@@ -3,7 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The cache exists and cannot be read or emptied. Making and finding entries has no errors: trouble is a warning there.
+/// The cache exists and cannot be read or emptied. Making and finding entries has no errors: trouble is a
+/// warning there.
 #[derive(Debug, thiserror::Error)]
 #[error("{action} {}: {source}", path.display())]
 pub struct StoreError {

@@ -25,8 +25,8 @@ struct Inner {
     root: Option<PathBuf>,
     /// Bytes that all entries may take together.
     limit: u64,
-    /// Bytes of all entries when they were last counted, and of those that this process has added since; none before the
-    /// first count. Other processes count for themselves.
+    /// Bytes of all entries when they were last counted, and of those that this process has added since; none
+    /// before the first count. Other processes count for themselves.
     bytes: Mutex<Option<u64>>,
     /// Whether the warning about a folder that cannot be written was given.
     warned: AtomicBool,
@@ -160,8 +160,8 @@ impl CacheFolder {
         };
     }
 
-    /// Removes the entries used longest ago, of whichever store, until the rest fits the limit; `newest` of the store in
-    /// `folder` stays. Returns the bytes that are left; none if the folder cannot be read.
+    /// Removes the entries used longest ago, of whichever store, until the rest fits the limit; `newest` of
+    /// the store in `folder` stays. Returns the bytes that are left; none if the folder cannot be read.
     fn evict(&self, folder: &Path, newest: &str) -> Option<u64> {
         let listings = self.list().ok()?;
         let mut total: u64 = listings.iter().map(Listing::bytes).sum();

@@ -11,15 +11,15 @@
 //! └── cuda/                        steps and choices of algorithms
 //! ```
 //!
-//! The folder is `$KILN_CACHE_DIR`, else `$XDG_CACHE_HOME/kiln`, else `~/.cache/kiln`. An entry's name is a [`Key`], a
-//! hash of everything that the entry depends on, so entries never change and never become wrong.
+//! The folder is `$KILN_CACHE_DIR`, else `$XDG_CACHE_HOME/kiln`, else `~/.cache/kiln`. An entry's name is a
+//! [`Key`], a hash of everything that the entry depends on, so entries never change and never become wrong.
 //!
-//! Losing the cache is never an error. A damaged entry is made again, with a warning. A folder that cannot be written
-//! (read-only, full, no home) costs one warning, and then everything is made for the process alone.
+//! Losing the cache is never an error. A damaged entry is made again, with a warning. A folder that cannot be
+//! written (read-only, full, no home) costs one warning, and then everything is made for the process alone.
 //!
-//! Entries together stay under a limit (`$KILN_CACHE_BYTES`, 2 GiB by default): what was used longest ago goes first,
-//! whichever target made it. A process that has loaded an evicted object keeps it, because the pages of a file outlive
-//! its name.
+//! Entries together stay under a limit (`$KILN_CACHE_BYTES`, 2 GiB by default): what was used longest ago
+//! goes first, whichever target made it. A process that has loaded an evicted object keeps it, because the
+//! pages of a file outlive its name.
 
 mod entry;
 mod error;

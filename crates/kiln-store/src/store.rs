@@ -75,7 +75,8 @@ impl Store {
         self.get_if(key, Ok)
     }
 
-    /// What `accept` makes of the entry of `key`. An entry that it refuses, with the reason, is damaged as well.
+    /// What `accept` makes of the entry of `key`. An entry that it refuses, with the reason, is damaged as
+    /// well.
     pub fn get_if<T>(&self, key: &Key, accept: impl FnOnce(Found) -> Result<T, String>) -> Option<T> {
         let (folder, key) = (self.folder()?, key.to_string());
         let files = Files { folder, key: &key };
@@ -103,7 +104,8 @@ impl Store {
         None
     }
 
-    /// Stores `content` under `key`, called `name` in listings, with a text beside it. Makes room where the cache is full.
+    /// Stores `content` under `key`, called `name` in listings, with a text beside it. Makes room where the
+    /// cache is full.
     pub fn put(&self, key: &Key, content: &[u8], name: &str, payload: &str) {
         let Some(folder) = self.folder() else { return };
         let key = key.to_string();
@@ -124,8 +126,9 @@ impl Store {
         }
     }
 
-    /// The lock of `key`, waiting for the process that holds it; `None` where nothing can be written. A file system
-    /// without locks gives everybody the lock: several processes then make the entry, and the last one's stays.
+    /// The lock of `key`, waiting for the process that holds it; `None` where nothing can be written. A file
+    /// system without locks gives everybody the lock: several processes then make the entry, and the last
+    /// one's stays.
     pub fn lock(&self, key: &Key) -> Option<Lock> {
         let folder = self.folder()?;
         let key = key.to_string();
@@ -143,8 +146,9 @@ impl Store {
             .ok()
     }
 
-    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same time. A text
-    /// that is not `sound` is made again. Notes are small and no entries: they have no part in listings and in the limit.
+    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same
+    /// time. A text that is not `sound` is made again. Notes are small and no entries: they have no part in
+    /// listings and in the limit.
     ///
     /// # Errors
     /// Those of `make`, of which nothing is kept. Trouble with the cache is a warning.

@@ -1,4 +1,5 @@
-//! Entries on disk: found again, damaged, evicted, unwritable. (kiln-cpu's `tests/cache.rs` has several processes.)
+//! Entries on disk: found again, damaged, evicted, unwritable. (kiln-cpu's `tests/cache.rs` has several
+//! processes.)
 
 use std::fs::{self, File};
 use std::time::{Duration, SystemTime};

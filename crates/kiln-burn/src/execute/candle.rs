@@ -1,4 +1,5 @@
-//! The graph on candle-core, whose kernels share nothing with Burn's: a second opinion. Inputs and outputs are copied.
+//! The graph on candle-core, whose kernels share nothing with Burn's: a second opinion. Inputs and outputs
+//! are copied.
 
 use std::sync::Arc;
 

@@ -1,10 +1,13 @@
-//! The numerics check: a step and a reference backend on the same inputs, and the first place where they part.
+//! The numerics check: a step and a reference backend on the same inputs, and the first place where they
+//! part.
 //!
-//! The step runs as always; then the reference runs the recorded graph on copies of the inputs, and outputs are compared. If one differs, the executable is asked to find out where
-//! ([`Executable::locate`]): compiled code compares the memory of each kernel, while it runs, with the reference's values of the same graph.
+//! The step runs as always; then the reference runs the recorded graph on copies of the inputs, and outputs
+//! are compared. If one differs, the executable is asked to find out where ([`Executable::locate`]): compiled
+//! code compares the memory of each kernel, while it runs, with the reference's values of the same graph.
 //!
-//! Two numbers agree if they differ by at most the tolerance times the largest magnitude in the reference's tensor: rounding grows with the numbers that were added up, not
-//! with their sum. Integers and truth values agree if they are equal. NaN agrees with NaN.
+//! Two numbers agree if they differ by at most the tolerance times the largest magnitude in the reference's
+//! tensor: rounding grows with the numbers that were added up, not with their sum. Integers and truth values
+//! agree if they are equal. NaN agrees with NaN.
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,7 +28,8 @@ pub struct Parting {
     pub op: String,
     /// The recorded Burn operation, if known.
     pub operation: Option<String>,
-    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that operation's.
+    /// The forward operation whose gradient it belongs to, by Burn's name, if it is one; the line is that
+    /// operation's.
     pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
     pub location: Option<String>,
@@ -226,7 +230,8 @@ impl Reference<'_> {
         reference.run(self.inputs.to_vec(), self.scalars)
     }
 
-    /// The first node whose value on `backend` is not the reference's: both run `graph` with every value as an output.
+    /// The first node whose value on `backend` is not the reference's: both run `graph` with every value as
+    /// an output.
     ///
     /// # Errors
     ///

@@ -1,9 +1,9 @@
 //! Tensors between burn-flex, the graph's plain host tensors and compiled kernels.
 //!
-//! Element types map one to one but for two: Burn stores truth values in one byte under two names, and `Flex32` (a float
-//! whose precision is the backend's choice) is f32. Buffers are handed over as they are wherever their elements lie
-//! row-major from the start; compiled kernels also want them on a 64-byte border, and [`aligned`] makes such buffers for
-//! burn-flex to own.
+//! Element types map one to one but for two: Burn stores truth values in one byte under two names, and
+//! `Flex32` (a float whose precision is the backend's choice) is f32. Buffers are handed over as they are
+//! wherever their elements lie row-major from the start; compiled kernels also want them on a 64-byte border,
+//! and [`aligned`] makes such buffers for burn-flex to own.
 
 use std::mem::MaybeUninit;
 
@@ -71,13 +71,14 @@ pub fn has_type(tensor: &FlexTensor, ty: &TensorType) -> bool {
     dtype(tensor.dtype()) == Some(ty.dtype) && shape.iter().eq(ty.shape.iter())
 }
 
-/// `tensor` with its elements row-major from the start of a buffer of exactly their size. Copies only if they are not.
+/// `tensor` with its elements row-major from the start of a buffer of exactly their size. Copies only if they
+/// are not.
 pub fn contiguous(tensor: FlexTensor) -> FlexTensor {
     tensor.to_contiguous()
 }
 
-/// Whether the buffer of `tensor` starts on a 64-byte border and holds its elements row-major and nothing else: whether a compiled
-/// kernel can read it where it is.
+/// Whether the buffer of `tensor` starts on a 64-byte border and holds its elements row-major and nothing
+/// else: whether a compiled kernel can read it where it is.
 pub fn is_kernel_ready(tensor: &FlexTensor) -> bool {
     let layout = tensor.layout();
     let bytes = tensor.bytes();
@@ -114,8 +115,8 @@ pub fn to_host(tensor: &FlexTensor) -> Option<HostTensor> {
     HostTensor::from_bytes(ty, tensor.bytes())
 }
 
-/// A burn-flex tensor with the elements of `tensor`, as Burn's `dtype` where that is another name for the same elements
-/// (`Bool(U8)`, `Flex32`) and as the natural one otherwise.
+/// A burn-flex tensor with the elements of `tensor`, as Burn's `dtype` where that is another name for the
+/// same elements (`Bool(U8)`, `Flex32`) and as the natural one otherwise.
 pub fn from_host(tensor: &HostTensor, announced: BurnDType) -> FlexTensor {
     let ty = tensor.ty();
     let natural = burn_dtype(ty.dtype);
@@ -150,8 +151,8 @@ pub fn from_aligned(buffer: AlignedBuffer) -> Bytes {
 struct Controller(AlignedBuffer);
 
 impl AllocationController for Controller {
-    /// What burn-std promises for tensors: the true alignment is larger, but copies that burn-std makes of these bytes can
-    /// only have the largest alignment it knows.
+    /// What burn-std promises for tensors: the true alignment is larger, but copies that burn-std makes of
+    /// these bytes can only have the largest alignment it knows.
     fn alloc_align(&self) -> usize {
         align_of::<u128>()
     }
@@ -163,7 +164,8 @@ impl AllocationController for Controller {
 
     unsafe fn memory_mut(&mut self) -> &mut [MaybeUninit<u8>] {
         let bytes = self.0.as_mut_slice();
-        // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and the caller promises to write initialised bytes only.
+        // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and the caller promises to write initialised
+        // bytes only.
         unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
     }
 

@@ -1,8 +1,9 @@
 //! `cpu`: the graph compiled to one shared object.
 //!
-//! kiln-compiler plans the step and kiln-cpu writes, builds, caches and calls its C; here burn-flex's tensors become pointers and back. Inputs are read where they are if their buffers
-//! are row-major on a 64-byte border, as the outputs of compiled steps always are; others are copied. An output that the step computes in place of an input takes over that
-//! input's buffer if nobody else holds it, and a copy of it otherwise.
+//! kiln-compiler plans the step and kiln-cpu writes, builds, caches and calls its C; here burn-flex's tensors
+//! become pointers and back. Inputs are read where they are if their buffers are row-major on a 64-byte
+//! border, as the outputs of compiled steps always are; others are copied. An output that the step computes
+//! in place of an input takes over that input's buffer if nobody else holds it, and a copy of it otherwise.
 
 mod locate;
 mod places;
@@ -62,7 +63,8 @@ pub struct Cpu {
     code_time: AtomicU64,
 }
 
-/// How a graph is compiled for `options`, and for what. What the machine can do matters only for one with a choice of what to keep: one that is `trained`.
+/// How a graph is compiled for `options`, and for what. What the machine can do matters only for one with a
+/// choice of what to keep: one that is `trained`.
 fn compiler_options(
     options: &CompileOptions,
     toolchain: &Toolchain,
@@ -95,7 +97,8 @@ pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point
     Ok(kiln_compiler::memory_curve(graph, &compiler, &target)?)
 }
 
-/// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see [`kiln_compiler::split()`].
+/// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see
+/// [`kiln_compiler::split()`].
 ///
 /// # Errors
 ///
@@ -129,7 +132,8 @@ pub fn export(
 }
 
 impl Cpu {
-    /// Compiles `graph`, or finds it in the disk cache. What the compiler made is written to `debug`, if given.
+    /// Compiles `graph`, or finds it in the disk cache. What the compiler made is written to `debug`, if
+    /// given.
     ///
     /// # Errors
     ///
@@ -208,7 +212,8 @@ pub(super) fn extern_operation(call: &ExternCall) -> Result<ExternOp, StepError>
 }
 
 impl Cpu {
-    /// Runs the step on `memory`. The result has none for each output that stays there. `observe` sees the step's memory after each kernel.
+    /// Runs the step on `memory`. The result has none for each output that stays there. `observe` sees the
+    /// step's memory after each kernel.
     fn call(
         &self,
         memory: &mut Memory,
@@ -252,9 +257,11 @@ impl Cpu {
             clock: RunClock::start(),
         };
         let start = Instant::now();
-        // SAFETY: number and types of the arguments were checked against the graph the step was compiled from when they came into `memory`, so every pointer is valid for the
-        // size of its tensor; `kernel_ready` and `aligned` put them on 64-byte borders. Output buffers are new or were taken over from the argument that `aliases` pairs
-        // with them, and are exclusively ours; the others are kept alive, and unchanged, by `memory` until after the call.
+        // SAFETY: number and types of the arguments were checked against the graph the step was compiled from
+        // when they came into `memory`, so every pointer is valid for the size of its tensor; `kernel_ready`
+        // and `aligned` put them on 64-byte borders. Output buffers are new or were taken over from the
+        // argument that `aliases` pairs with them, and are exclusively ours; the others are kept alive, and
+        // unchanged, by `memory` until after the call.
         let result = unsafe {
             self.executable.run_observed(
                 &self.pool,
@@ -486,7 +493,8 @@ impl StepHooks for Outside<'_> {
                 dims.clone(),
             );
             let mut bytes = convert::aligned(ty.bytes());
-            // SAFETY: the step passes one pointer for each operand and result of this call, operands first, each valid for its type.
+            // SAFETY: the step passes one pointer for each operand and result of this call, operands first,
+            // each valid for its type.
             let source =
                 unsafe { std::slice::from_raw_parts((*buffers.add(position)).cast::<u8>(), ty.bytes()) };
             bytes.copy_from_slice(source);
@@ -509,7 +517,8 @@ impl StepHooks for Outside<'_> {
                     result.bytes().len()
                 ));
             }
-            // SAFETY: as above; results follow the operands, and nothing else refers to their memory during the call.
+            // SAFETY: as above; results follow the operands, and nothing else refers to their memory during
+            // the call.
             let target = unsafe {
                 std::slice::from_raw_parts_mut(
                     (*buffers.add(call.inputs.len() + position)).cast::<u8>(),

@@ -1,12 +1,15 @@
 //! `cuda`: the graph compiled to kernels for an NVIDIA GPU.
 //!
-//! kiln-compiler plans the step and kiln-cuda writes, builds, caches and queues its kernels; here tensors become memory of the GPU. Inputs that are on the host are copied
-//! there, outputs stay there. An output that the step computes in place of an input takes over that input's memory if nobody else holds it.
+//! kiln-compiler plans the step and kiln-cuda writes, builds, caches and queues its kernels; here tensors
+//! become memory of the GPU. Inputs that are on the host are copied there, outputs stay there. An output that
+//! the step computes in place of an input takes over that input's memory if nobody else holds it.
 //!
-//! A step that is replayed finds what stays once ([`Resident`]), and copies what comes new into the slots of its graph.
+//! A step that is replayed finds what stays once ([`Resident`]), and copies what comes new into the slots of
+//! its graph.
 //!
-//! Indices that the step is given from the host are looked at before anything is queued, so that a run need not wait for the GPU; those that are on the
-//! GPU already, or that the step computes, are looked at by the step, and the run waits for what it found.
+//! Indices that the step is given from the host are looked at before anything is queued, so that a run need
+//! not wait for the GPU; those that are on the GPU already, or that the step computes, are looked at by the
+//! step, and the run waits for what it found.
 
 mod resident;
 
@@ -90,7 +93,8 @@ pub fn memory_curve(gpu: usize, graph: &Graph, options: &CompileOptions) -> Resu
     )?)
 }
 
-/// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see [`kiln_compiler::split()`].
+/// The joint graph of a function as one graph for each pass, within the memory budget of `options`: see
+/// [`kiln_compiler::split()`].
 ///
 /// # Errors
 ///
@@ -108,8 +112,8 @@ pub fn split(
 }
 
 impl Cuda {
-    /// Compiles `graph` for GPU `gpu`, or finds it in the disk cache. What the compiler made is written to `debug`, if given. A step of [`Effort::Quick`] is
-    /// queued kernel by kernel at each run.
+    /// Compiles `graph` for GPU `gpu`, or finds it in the disk cache. What the compiler made is written to
+    /// `debug`, if given. A step of [`Effort::Quick`] is queued kernel by kernel at each run.
     ///
     /// # Errors
     ///
@@ -252,7 +256,8 @@ impl Cuda {
 }
 
 impl Cuda {
-    /// A run on what stays. The memory is as before after an error that is found before anything is overwritten.
+    /// A run on what stays. The memory is as before after an error that is found before anything is
+    /// overwritten.
     fn run_resident(
         &self,
         memory: &mut memory::Memory,
@@ -332,7 +337,8 @@ impl Cuda {
                 contract,
             ))
         };
-        // The step ended when the host had waited for it: the GPU's clock is laid so that its last call ended then.
+        // The step ended when the host had waited for it: the GPU's clock is laid so that its last call ended
+        // then.
         let end = kiln_profile::now();
         let nanoseconds = |milliseconds: f32| (f64::from(milliseconds) * 1e6) as u64;
         let whole = times.last().map_or(0, |last| nanoseconds(last.end));
@@ -417,7 +423,8 @@ fn check_host_indices(check: &Check, tensor: &FlexTensor) -> Result<(), ExecuteE
     }
 }
 
-/// For each index check of the compiled step, the argument whose elements are the indices; none if the step computes them.
+/// For each index check of the compiled step, the argument whose elements are the indices; none if the step
+/// computes them.
 fn checked_arguments(graph: &Graph) -> Vec<Option<usize>> {
     let mut seen = Vec::new();
     for check in kiln_graph::indices::checks(graph) {

@@ -1,7 +1,8 @@
 //! The arguments of a step that runs again and again.
 //!
-//! Most of what a training step reads is what its last run wrote: parameters, moments, statistics. [`Memory`] keeps these tensors from run to
-//! run, so that a run hands over only what is new. An executor may keep more beside them ([`Memory::places`]): compiled code its pointers.
+//! Most of what a training step reads is what its last run wrote: parameters, moments, statistics. [`Memory`]
+//! keeps these tensors from run to run, so that a run hands over only what is new. An executor may keep more
+//! beside them ([`Memory::places`]): compiled code its pointers.
 
 use super::ExecuteError;
 use super::cpu::Places;
@@ -11,7 +12,8 @@ use crate::storage::Storage;
 /// What an argument is from one run to the next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lifetime {
-    /// The run uses it up: the next one needs another, given by [`Memory::put`] or by the output that becomes it.
+    /// The run uses it up: the next one needs another, given by [`Memory::put`] or by the output that becomes
+    /// it.
     Run,
     /// It stays, unchanged.
     Constant,
@@ -26,14 +28,16 @@ pub struct Memory {
     pub(super) becomes: Vec<Option<usize>>,
     /// Arguments given since the last run: their types are not checked yet.
     pub(super) given: Vec<usize>,
-    /// Where compiled code finds what stays in place; none before its first run and after such a tensor was taken out.
+    /// Where compiled code finds what stays in place; none before its first run and after such a tensor was
+    /// taken out.
     pub(super) places: Option<Places>,
     /// The same for a step on a GPU.
     pub(super) resident: Option<Resident>,
 }
 
 impl Memory {
-    /// A memory without tensors. `becomes` has for each output the argument whose next value it is; other outputs leave the step.
+    /// A memory without tensors. `becomes` has for each output the argument whose next value it is; other
+    /// outputs leave the step.
     pub fn new(lifetimes: Vec<Lifetime>, becomes: Vec<Option<usize>>) -> Self {
         Self {
             tensors: vec![None; lifetimes.len()],
@@ -99,7 +103,8 @@ impl Memory {
         }
     }
 
-    /// Runs a step that takes all its arguments and returns all its outputs. The result has none for each output that became an argument.
+    /// Runs a step that takes all its arguments and returns all its outputs. The result has none for each
+    /// output that became an argument.
     ///
     /// Arguments that the step leaves in their list after an error stay where they were.
     pub(crate) fn run_by(

@@ -1,13 +1,17 @@
 //! Executors: what runs a [`Graph`].
 //!
-//! An executor turns a graph into an [`Executable`] once ([`prepare`]); the executable runs it on burn-flex tensors as often as the step
-//! comes again. Inputs are handed over by value: a tensor nobody else holds may be overwritten.
+//! An executor turns a graph into an [`Executable`] once ([`prepare`]); the executable runs it on burn-flex
+//! tensors as often as the step comes again. Inputs are handed over by value: a tensor nobody else holds may
+//! be overwritten.
 //!
-//! - [`aot_eager`]: node by node on burn-flex. The reference in the ladder of backends, and what runs where nothing can be compiled.
-//! - [`cpu`]: compiled to one shared object through C. [`cuda`]: compiled to one graph of kernels on an NVIDIA GPU.
+//! - [`aot_eager`]: node by node on burn-flex. The reference in the ladder of backends, and what runs where
+//!   nothing can be compiled.
+//! - [`cpu`]: compiled to one shared object through C. [`cuda`]: compiled to one graph of kernels on an
+//!   NVIDIA GPU.
 //! - [`memory`]: the arguments of a step that runs again and again.
 //! - [`profile`]: what they tell an open profile. [`check`]: comparing one with another.
-//! - [`host`]: `interpret`, the plain meaning in f64. With the feature `candle` also `candle`: candle-core, whose kernels share nothing with Burn's.
+//! - [`host`]: `interpret`, the plain meaning in f64. With the feature `candle` also `candle`: candle-core,
+//!   whose kernels share nothing with Burn's.
 //!
 //! Operations kept whole run on burn-flex everywhere ([`crate::import::external`]).
 
@@ -40,11 +44,12 @@ use memory::Memory;
 
 /// A graph ready to run.
 ///
-/// Every index is known to be in range before an argument is overwritten: after [`ExecuteError::Index`] all arguments are as they were, and where they were.
+/// Every index is known to be in range before an argument is overwritten: after [`ExecuteError::Index`] all
+/// arguments are as they were, and where they were.
 pub trait Executable: Send + Sync {
-    /// Runs the graph. `inputs` are its tensor arguments, `scalars` its runtime scalars ([`kiln_graph::Scalar::to_bits`] of each
-    /// one's type). Returns the outputs in order; two outputs may share a buffer. The inputs leave their list, unless the error is
-    /// [`ExecuteError::Index`].
+    /// Runs the graph. `inputs` are its tensor arguments, `scalars` its runtime scalars
+    /// ([`kiln_graph::Scalar::to_bits`] of each one's type). Returns the outputs in order; two outputs may
+    /// share a buffer. The inputs leave their list, unless the error is [`ExecuteError::Index`].
     ///
     /// # Errors
     ///
@@ -68,12 +73,13 @@ pub trait Executable: Send + Sync {
         self.run_given(&mut inputs, scalars)
     }
 
-    /// Runs the graph on the tensors of `memory`, which keeps the outputs that become arguments of the next run. The result has none
-    /// for these.
+    /// Runs the graph on the tensors of `memory`, which keeps the outputs that become arguments of the next
+    /// run. The result has none for these.
     ///
     /// # Errors
     ///
-    /// As [`Executable::run`]; and if an argument is missing. What the memory had for one run may then be lost, unless the error is
+    /// As [`Executable::run`]; and if an argument is missing. What the memory had for one run may then be
+    /// lost, unless the error is
     /// [`ExecuteError::Index`]: the memory is then as it was.
     ///
     /// # Panics
@@ -118,7 +124,8 @@ pub trait Executable: Send + Sync {
         1
     }
 
-    /// Bytes of the one block that holds all intermediate values of a run; none where values are allocated one by one.
+    /// Bytes of the one block that holds all intermediate values of a run; none where values are allocated
+    /// one by one.
     fn arena_bytes(&self) -> Option<usize> {
         None
     }
@@ -227,7 +234,8 @@ pub enum ExecuteError {
     /// The compiled code could not be built, or failed.
     #[error(transparent)]
     Step(StepError),
-    /// A GPU has not the memory that the step needs. Nothing was overwritten: all arguments are as they were before the run.
+    /// A GPU has not the memory that the step needs. Nothing was overwritten: all arguments are as they were
+    /// before the run.
     #[error(
         "{source}. The step has {arguments} bytes of arguments and {outputs} of outputs, and {arena} of intermediate values; {remedy}"
     )]
@@ -294,8 +302,10 @@ impl From<kiln_cuda::CudaError> for ExecuteError {
     }
 }
 
-/// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C compiler, an operation without code) the step runs on
-/// `aot_eager`, after one warning. `gpu` is the ordinal of the GPU, for a backend that runs on one. `debug` is the folder for what the step compiler made of it, if that is wanted.
+/// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C
+/// compiler, an operation without code) the step runs on `aot_eager`, after one warning. `gpu` is the ordinal
+/// of the GPU, for a backend that runs on one. `debug` is the folder for what the step compiler made of it,
+/// if that is wanted.
 ///
 /// # Errors
 ///
@@ -351,7 +361,8 @@ pub enum Effort {
     /// The step runs again and again.
     #[default]
     Full,
-    /// The step runs once: what it shares with the step that lasts is compiled for both, and its updates are kernels of their own.
+    /// The step runs once: what it shares with the step that lasts is compiled for both, and its updates are
+    /// kernels of their own.
     Quick,
 }
 
@@ -380,7 +391,8 @@ fn autocast(options: &CompileOptions) -> Result<Option<kiln_graph::DType>, Execu
     }
 }
 
-/// What autocast did to a step, in lines: which type each value has that was decided on, and what is cast where. None without autocast.
+/// What autocast did to a step, in lines: which type each value has that was decided on, and what is cast
+/// where. None without autocast.
 fn autocast_text(contract: &Contract) -> Option<String> {
     let report = contract.autocast.as_ref()?;
     Some(format!("\n{}", report.to_string().trim_end()))

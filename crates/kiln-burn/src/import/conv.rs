@@ -97,9 +97,9 @@ fn bias_backward(l: &mut Lower, grad: &TensorIr, out: &TensorIr) -> Done {
     l.define_reshaped(out, db)
 }
 
-/// A transposed convolution is the input gradient of the convolution with the same attributes, of which `x` is the output
-/// gradient. `padding_out` asks for more of that input at its end: rows that the padding would have cut off, and where the
-/// padding is used up, rows that nothing reaches, which are zero.
+/// A transposed convolution is the input gradient of the convolution with the same attributes, of which `x`
+/// is the output gradient. `padding_out` asks for more of that input at its end: rows that the padding would
+/// have cut off, and where the padding is used up, rows that nothing reaches, which are zero.
 fn transposed(
     l: &mut Lower,
     mut conv: ConvDims,

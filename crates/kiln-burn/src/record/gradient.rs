@@ -1,27 +1,29 @@
 //! Which forward operation a backward operation is the gradient of.
 //!
-//! Burn's autodiff makes a *node* for each call of one of its functions and runs the node's *step* once in the backward
-//! pass. A step reads the gradient of the call's result and tensors that the call saved (its operands and results), and leaves one
-//! gradient for each operand. The recording has the tensors, the stack has the function of each operation
-//! ([`super::sighting`]); what nobody says is which call of that function a step belongs to. [`sources`] finds out.
+//! Burn's autodiff makes a *node* for each call of one of its functions and runs the node's *step* once in
+//! the backward pass. A step reads the gradient of the call's result and tensors that the call saved (its
+//! operands and results), and leaves one gradient for each operand. The recording has the tensors, the stack
+//! has the function of each operation ([`super::sighting`]); what nobody says is which call of that function
+//! a step belongs to. [`sources`] finds out.
 //!
-//! Each backward operation has *candidates*: the calls whose step it may be part of. They begin as all calls of its
-//! function, and are never fewer than what is possible:
+//! Each backward operation has *candidates*: the calls whose step it may be part of. They begin as all calls
+//! of its function, and are never fewer than what is possible:
 //!
 //! - A forward tensor that it reads was saved: the call has it as operand or result.
 //! - A backward tensor that it reads was made in the same step, or is the gradient of the call's result. The
-//!   gradient that an operation makes can only be one of an operand of its candidates, of the same type, or of what an
-//!   addition (or another call that hands gradients on as they are) made that operand from.
+//!   gradient that an operation makes can only be one of an operand of its candidates, of the same type, or
+//!   of what an addition (or another call that hands gradients on as they are) made that operand from.
 //! - A tensor that does not depend on the gradient of the loss is used only in the step that made it.
 //! - A gradient that leaves a step is read by the step of the call that made the operand.
 //! - A step runs once. What is known to be one call's step excludes that call elsewhere.
 //!
-//! The operations of a step follow one another. Two of the same function are in different steps for certain if the same
-//! chain of calls has come in between, loops excepted.
+//! The operations of a step follow one another. Two of the same function are in different steps for certain
+//! if the same chain of calls has come in between, loops excepted.
 //!
 //! A line is claimed only if all candidates are at the same line; otherwise the operation keeps the line of
-//! `backward()`. One thing is assumed at first: that no step belongs to a call before the recording. If that leaves some
-//! operation without candidates, it is wrong, and such calls become candidates wherever they can be.
+//! `backward()`. One thing is assumed at first: that no step belongs to a call before the recording. If that
+//! leaves some operation without candidates, it is wrong, and such calls become candidates wherever they can
+//! be.
 
 mod calls;
 
@@ -37,7 +39,8 @@ use super::sighting::{Call, Part, Sighting};
 /// Where an operation comes from.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct Source {
-    /// The user's line, as `file:line`, if it is known. Of an operation that belongs to a gradient: the line of the forward operation.
+    /// The user's line, as `file:line`, if it is known. Of an operation that belongs to a gradient: the line
+    /// of the forward operation.
     pub line: Option<Arc<str>>,
     /// The forward operation whose gradient it belongs to, by Burn's name, such as `matmul`.
     pub gradient_of: Option<Arc<str>>,
@@ -57,7 +60,8 @@ const OUTSIDE: u32 = u32::MAX;
 /// Rounds of refinement; each makes candidates fewer, none is needed for them to be right.
 const ROUNDS: usize = 6;
 
-/// Functions of burn-autodiff 0.21 that may hand the gradient of their result on, as it is, to an operand of the same type.
+/// Functions of burn-autodiff 0.21 that may hand the gradient of their result on, as it is, to an operand of
+/// the same type.
 const HANDS_ON: &[&str] = &[
     "float_add",
     "float_add_scalar",
@@ -90,7 +94,8 @@ const ZERO: &[&str] = &[
     "float_unfold",
 ];
 
-/// Where each of `operations` comes from. Empty if nothing was seen of them. Those of `full_precision` are known to stay as they are; what belongs to their gradients is found.
+/// Where each of `operations` comes from. Empty if nothing was seen of them. Those of `full_precision` are
+/// known to stay as they are; what belongs to their gradients is found.
 pub fn sources(operations: &[OperationIr], sightings: &[Sighting], full_precision: &[u32]) -> Vec<Source> {
     let mut sources: Vec<Source> = sightings
         .iter()
@@ -235,7 +240,8 @@ impl<'a> Tracer<'a> {
         })
     }
 
-    /// Whether an operation may be part of the gradient of a call that one of `operations` belongs to. In doubt it is.
+    /// Whether an operation may be part of the gradient of a call that one of `operations` belongs to. In
+    /// doubt it is.
     fn is_part_of(&self, operation: usize, operations: &[u32]) -> bool {
         let Some(candidates) = self.candidates[operation]
             .as_ref()
@@ -426,7 +432,8 @@ impl<'a> Tracer<'a> {
         }
     }
 
-    /// What leaves a step is the gradient of an operand, and is read by the step of the call that made the operand.
+    /// What leaves a step is the gradient of an operand, and is read by the step of the call that made the
+    /// operand.
     fn leave(&mut self) {
         let recording = self.recording;
         for value in 0..recording.values.len() {

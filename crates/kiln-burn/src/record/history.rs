@@ -79,8 +79,9 @@ pub fn note_compile(
     });
 }
 
-/// The folder for the debug dumps of a region: `root/name`, or `root/name-2` and so on if other regions of the process have the same name. `root` is the
-/// region's option, else `KILN_DEBUG`; none if neither is given.
+/// The folder for the debug dumps of a region: `root/name`, or `root/name-2` and so on if other regions of
+/// the process have the same name. `root` is the region's option, else `KILN_DEBUG`; none if neither is
+/// given.
 pub fn debug_folder(root: Option<&Path>, name: &str) -> Option<PathBuf> {
     static TAKEN: Mutex<Option<FxHashMap<PathBuf, usize>>> = Mutex::new(None);
     let variable = || {

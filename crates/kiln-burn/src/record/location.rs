@@ -1,8 +1,9 @@
 //! The line of the user's program that is running now.
 //!
 //! Taken from a backtrace: the innermost frame that belongs neither to a crate of the registry (Burn), nor to
-//! Kiln, nor to the standard library. This is done for graph breaks and, in a way that remembers what each return
-//! address was ([`super::sighting`]), for recordings that are going to be compiled; not for each operation of each step.
+//! Kiln, nor to the standard library. This is done for graph breaks and, in a way that remembers what each
+//! return address was ([`super::sighting`]), for recordings that are going to be compiled; not for each
+//! operation of each step.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

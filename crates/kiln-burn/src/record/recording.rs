@@ -1,13 +1,14 @@
 //! One recording: the operations of a region between two points where values are needed, in relative form.
 //!
-//! While operations arrive, three things are kept: the operations as they are (to import them if this turns out to be a new
-//! step), their *words* (the same stream without tensor ids, to compare with steps seen before), and their runtime scalars. A tensor is
-//! named by position: input number or result number. Positions follow from the order of operations alone, so two runs of a step have the same
-//! words exactly if they are the same step.
+//! While operations arrive, three things are kept: the operations as they are (to import them if this turns
+//! out to be a new step), their *words* (the same stream without tensor ids, to compare with steps seen
+//! before), and their runtime scalars. A tensor is named by position: input number or result number.
+//! Positions follow from the order of operations alone, so two runs of a step have the same words exactly if
+//! they are the same step.
 //!
-//! Not part of the words: the scalars that are runtime arguments, the numbers of random streams, and *when* tensors die. The order in which
-//! Burn drops tensors is not stable from run to run (maps with random seeds); only what is alive at the end matters, and that is compared
-//! separately as the list of outputs.
+//! Not part of the words: the scalars that are runtime arguments, the numbers of random streams, and *when*
+//! tensors die. The order in which Burn drops tensors is not stable from run to run (maps with random seeds);
+//! only what is alive at the end matters, and that is compared separately as the list of outputs.
 
 mod hoist;
 
@@ -34,8 +35,8 @@ const FULL_PRECISION: u64 = u64::MAX;
 pub struct Input {
     /// Its id, type and shape.
     pub ir: TensorIr,
-    /// Its elements. If the program dropped the tensor meanwhile this is the last reference, and the executable may
-    /// overwrite it.
+    /// Its elements. If the program dropped the tensor meanwhile this is the last reference, and the
+    /// executable may overwrite it.
     pub tensor: Storage,
     dies: bool,
     surrendered: bool,
@@ -69,11 +70,13 @@ struct Pending {
 /// Operations recorded and not run yet.
 #[derive(Debug, Default)]
 pub struct Recording {
-    /// Numbers of ids from here on are dense enough for a table: `results` has the position of `number - base`.
+    /// Numbers of ids from here on are dense enough for a table: `results` has the position of
+    /// `number - base`.
     base: u64,
     /// Position plus one, by `number - base`; 0 for ids that are no results.
     results: Vec<u32>,
-    /// Positions of results with numbers below `base`: those of an operation that was on its way when the recording began.
+    /// Positions of results with numbers below `base`: those of an operation that was on its way when the
+    /// recording began.
     early: FxHashMap<TensorId, u32>,
     pending: Vec<Pending>,
     inputs: Vec<Input>,
@@ -199,7 +202,8 @@ impl Recording {
         self.position(id).is_some()
     }
 
-    /// Makes the result `id` outlive the recording, and says whether an operation has consumed it. Other ids are ignored.
+    /// Makes the result `id` outlive the recording, and says whether an operation has consumed it. Other ids
+    /// are ignored.
     pub fn revive(&mut self, id: TensorId) -> bool {
         self.position(id)
             .is_some_and(|position| !std::mem::replace(&mut self.pending[position as usize].alive, true))
@@ -241,7 +245,8 @@ impl Recording {
         }
     }
 
-    /// Notes that the program keeps the input `id` only for the case that the step fails: it dies. Says whether it is an input.
+    /// Notes that the program keeps the input `id` only for the case that the step fails: it dies. Says
+    /// whether it is an input.
     pub fn surrender(&mut self, id: TensorId) -> bool {
         let Some(&position) = self.input_positions.get(&id) else {
             return false;
@@ -284,7 +289,8 @@ impl Recording {
         self.lines.push(line);
     }
 
-    /// Appends an operation all of whose operands are known ([`Recording::knows`]). `take_stream` is called once if it is random.
+    /// Appends an operation all of whose operands are known ([`Recording::knows`]). `take_stream` is called
+    /// once if it is random.
     pub fn push(&mut self, operation: OperationIr, take_stream: impl FnOnce() -> Stream) {
         self.push_in(precision::is_full(), operation, take_stream);
     }

@@ -23,7 +23,8 @@ pub struct Recompile {
     pub mismatch: Mismatch,
 }
 
-/// What must be the same for a step to run again. The operations themselves, with their attributes, are the rest of it.
+/// What must be the same for a step to run again. The operations themselves, with their attributes, are the
+/// rest of it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Guards {
     /// Element type and shape of each input, in order of first use.
@@ -43,7 +44,8 @@ pub struct StepReport {
     pub number: usize,
     /// Number of the executable in the process: what kernels in profiles are filed under.
     pub executable: u64,
-    /// Whether it was prepared for one run only: the first step of an optimizer, whose graph does not come again.
+    /// Whether it was prepared for one run only: the first step of an optimizer, whose graph does not come
+    /// again.
     pub provisional: bool,
     /// What must be the same for it to run.
     pub guards: Guards,

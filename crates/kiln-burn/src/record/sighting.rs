@@ -1,18 +1,18 @@
-//! What the stack says about an operation while it is recorded: the user's line, and which call of Burn's autodiff it
-//! belongs to.
+//! What the stack says about an operation while it is recorded: the user's line, and which call of Burn's
+//! autodiff it belongs to.
 //!
-//! A backward pass runs below one line of the program, that of `backward()`. Which forward operation a backward operation
-//! serves is found later from the whole recording ([`super::gradient`]); the stack contributes the two things that the
-//! recording does not have: in which function of burn-autodiff the operation was issued (`float_matmul`, and whether
-//! by its forward part or by the `Backward` of it), and by which chain of calls, so that two operations of one call are told from the
-//! same operation of two calls.
+//! A backward pass runs below one line of the program, that of `backward()`. Which forward operation a
+//! backward operation serves is found later from the whole recording ([`super::gradient`]); the stack
+//! contributes the two things that the recording does not have: in which function of burn-autodiff the
+//! operation was issued (`float_matmul`, and whether by its forward part or by the `Backward` of it), and by
+//! which chain of calls, so that two operations of one call are told from the same operation of two calls.
 //!
-//! burn-autodiff writes the `Backward` of a function inside that function, above its forward part. A line of a backward
-//! step therefore belongs to the function with the next line of a forward part below it, and that function was called
-//! if its backward step runs. No names of symbols are needed, which inlining cuts short.
+//! burn-autodiff writes the `Backward` of a function inside that function, above its forward part. A line of
+//! a backward step therefore belongs to the function with the next line of a forward part below it, and that
+//! function was called if its backward step runs. No names of symbols are needed, which inlining cuts short.
 //!
-//! Walking to a frame costs less than looking it up, and a step has few distinct frames: [`Lines`] remembers what
-//! each return address was.
+//! Walking to a frame costs less than looking it up, and a step has few distinct frames: [`Lines`] remembers
+//! what each return address was.
 
 use std::hash::Hasher;
 use std::sync::Arc;
@@ -41,8 +41,8 @@ pub struct Call {
     pub function: Option<Function>,
     /// The return addresses from the operation up to the function, as one number.
     pub below: u64,
-    /// For a forward call: the return addresses from beyond the function up to the user's line, as one number; 0 if
-    /// the function is inlined where the user's line is.
+    /// For a forward call: the return addresses from beyond the function up to the user's line, as one
+    /// number; 0 if the function is inlined where the user's line is.
     pub above: u64,
     /// Whether `below` may come again in the same call, because a loop is on the way.
     pub repeats: bool,

@@ -1,4 +1,5 @@
-//! A recording as text, for debug dumps: one operation a line, tensors by position instead of id, so that two recordings of the same step are equal texts.
+//! A recording as text, for debug dumps: one operation a line, tensors by position instead of id, so that two
+//! recordings of the same step are equal texts.
 
 use std::fmt::Write as _;
 
@@ -31,7 +32,8 @@ pub fn to_text(recorded: &Recorded) -> String {
     text
 }
 
-/// `r5: f32 [2] = NumericFloat.Sum in0 {axis=1}`. Values of runtime scalars are not part of the step, and not of the text.
+/// `r5: f32 [2] = NumericFloat.Sum in0 {axis=1}`. Values of runtime scalars are not part of the step, and not
+/// of the text.
 fn line(name: &str, parts: &[Named]) -> String {
     let (mut operands, mut defined, mut attributes) = (Vec::new(), Vec::new(), Vec::new());
     for Named { name, part } in parts {

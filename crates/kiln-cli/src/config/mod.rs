@@ -150,7 +150,8 @@ pub struct TrainConfig {
     pub device: String,
     /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction.
     pub tf32: bool,
-    /// Mixed precision: the type that products, convolutions and attention read, `bf16` or `f16`; `none` is f32.
+    /// Mixed precision: the type that products, convolutions and attention read, `bf16` or `f16`; `none` is
+    /// f32.
     pub autocast: String,
     /// Bound in MiB of what a step may allocate beyond parameters, state and inputs; 0 is none.
     pub memory_budget_mb: usize,

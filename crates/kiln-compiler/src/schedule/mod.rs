@@ -74,8 +74,8 @@ impl Schedule {
         text
     }
 
-    /// For each index check ([`crate::checks`]) the kernel after which it can be decided: the last that makes the least
-    /// or the largest of its indices.
+    /// For each index check ([`crate::checks`]) the kernel after which it can be decided: the last that makes
+    /// the least or the largest of its indices.
     pub fn checks_decided_after(&self, graph: &Graph) -> Vec<usize> {
         let extremes: Vec<usize> = (0..graph.outputs.len())
             .filter(|&output| graph.outputs[output].check)

@@ -2,10 +2,10 @@
 //! [`Attention`](kiln_graph::op::Op::Attention) and [`AttentionGrad`](kiln_graph::op::Op::AttentionGrad).
 //!
 //! The score matrix is by far the largest value of the composition, and every step of it passes over the
-//! matrix; the operations keep it in cache. What is matched, from the product with the values backwards, is
-//! a table (`matching`): each line is one form that programs write. The gradient is found by the products it must
-//! have: with the values (`dp`), with the weights (`dv`), with keys and queries (`dq`, `dk`). Between `dp`
-//! and those must be the gradient of the same masks, softmax and dropout.
+//! matrix; the operations keep it in cache. What is matched, from the product with the values backwards, is a
+//! table (`matching`): each line is one form that programs write. The gradient is found by the products it
+//! must have: with the values (`dp`), with the weights (`dv`), with keys and queries (`dq`, `dk`). Between
+//! `dp` and those must be the gradient of the same masks, softmax and dropout.
 //!
 //! Heads of keys and values that several heads of queries share arrive repeated; the repetition and the sum
 //! of its gradients are left out.

@@ -1,12 +1,12 @@
 //! Finding the system's C compiler and asking what it can do.
 //!
-//! `$CC` comes first (it may hold arguments: `ccache gcc`), then `cc`, `gcc` and `clang`. One process start answers
-//! everything: the predefined macros under the flags of a build contain the
-//! compiler's version, the target and every instruction set of this machine. Their text is the identity that cache
-//! keys contain, so a new compiler or another CPU never meets an old executable.
+//! `$CC` comes first (it may hold arguments: `ccache gcc`), then `cc`, `gcc` and `clang`. One process start
+//! answers everything: the predefined macros under the flags of a build contain the compiler's version, the
+//! target and every instruction set of this machine. Their text is the identity that cache keys contain, so a
+//! new compiler or another CPU never meets an old executable.
 //!
-//! A compiler that runs is not yet one that is right. [`Toolchain::find`] asks its caller about each, and passes over
-//! those that the caller refuses.
+//! A compiler that runs is not yet one that is right. [`Toolchain::find`] asks its caller about each, and
+//! passes over those that the caller refuses.
 
 use std::ffi::OsStr;
 use std::fmt::{Display, Write as _};
@@ -25,10 +25,10 @@ const USUAL: [&str; 3] = ["cc", "gcc", "clang"];
 /// Flags that choose the CPU, best first; the first that the compiler accepts is used.
 const NATIVE: [&[&str]; 3] = [&["-march=native"], &["-mcpu=native"], &[]];
 
-/// Flags that every generated source relies on for its meaning. Contraction is off because kernels spell out each
-/// fused multiply-add; NaN, infinities and signed zeros behave as IEEE 754 says; only `errno` and floating-point
-/// traps, which nothing reads, are given up. One arena holds buffers of different types in turn, hence no
-/// type-based alias analysis.
+/// Flags that every generated source relies on for its meaning. Contraction is off because kernels spell out
+/// each fused multiply-add; NaN, infinities and signed zeros behave as IEEE 754 says; only `errno` and
+/// floating-point traps, which nothing reads, are given up. One arena holds buffers of different types in
+/// turn, hence no type-based alias analysis.
 const MEANING: [&str; 7] = [
     "-std=gnu11",
     "-ffp-contract=off",
@@ -69,8 +69,9 @@ impl Toolchain {
         Self::first_accepted(candidates, |_| Ok::<(), String>(()))
     }
 
-    /// The compiler that programs are built with: the first of `$CC`, `cc`, `gcc` and `clang` that runs and that `accept` takes. One
-    /// warning names those that were passed over, and why: what `$CC` says, and whatever `accept` refused.
+    /// The compiler that programs are built with: the first of `$CC`, `cc`, `gcc` and `clang` that runs and
+    /// that `accept` takes. One warning names those that were passed over, and why: what `$CC` says, and
+    /// whatever `accept` refused.
     ///
     /// # Errors
     /// [`CpuError::NoCompiler`], with what was tried.
@@ -202,8 +203,9 @@ impl Toolchain {
         )
     }
 
-    /// [`Toolchain::identity`], and which files the commands are, with their sizes and times of change: it differs after an upgrade
-    /// that leaves the version as it was. The name a compiler is called by has no part in it.
+    /// [`Toolchain::identity`], and which files the commands are, with their sizes and times of change: it
+    /// differs after an upgrade that leaves the version as it was. The name a compiler is called by has no
+    /// part in it.
     pub fn fingerprint(&self) -> String {
         let mut text = format!("{} {} {}", self.version, self.flags.join(" "), self.identity);
         for word in &self.command {

@@ -1,8 +1,8 @@
 //! Which template makes a contraction, and how its operands are addressed.
 //!
-//! Matrix products of floats go to [`crate::kernels::gemm`]: operands are strided windows on stored values, so transposes, slices, head
-//! splits and repeated heads cost nothing. Convolutions and pools are [`super::image`]'s; everything else is the plain loops of
-//! [`super::library`].
+//! Matrix products of floats go to [`crate::kernels::gemm`]: operands are strided windows on stored values,
+//! so transposes, slices, head splits and repeated heads cost nothing. Convolutions and pools are
+//! [`super::image`]'s; everything else is the plain loops of [`super::library`].
 
 use kiln_compiler::schedule::access::{Strided, side, strided};
 use kiln_compiler::schedule::epilogue::{self, BATCH, COL, ROW, ResultFrame};
@@ -183,7 +183,8 @@ impl Product {
         }
     }
 
-    /// The call of the kernel, with parameters for the operands before `params`, for which `arguments` are passed.
+    /// The call of the kernel, with parameters for the operands before `params`, for which `arguments` are
+    /// passed.
     fn emit(
         self,
         epilogue: Epilogue<'_>,

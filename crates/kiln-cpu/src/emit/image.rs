@@ -1,7 +1,8 @@
 //! How convolutions and pools address their images, and which template makes them.
 //!
-//! Convolutions of up to three spatial dimensions go to [`crate::kernels::conv`], pools of up to two to [`crate::kernels::pool`];
-//! fewer dimensions are more with extents of one. Images are read and written in the layout that the scheduler chose for them.
+//! Convolutions of up to three spatial dimensions go to [`crate::kernels::conv`], pools of up to two to
+//! [`crate::kernels::pool`]; fewer dimensions are more with extents of one. Images are read and written in
+//! the layout that the scheduler chose for them.
 
 use kiln_compiler::schedule::access::Strided;
 use kiln_compiler::schedule::layout::{Layouts, strides};

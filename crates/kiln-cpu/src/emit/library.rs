@@ -1,8 +1,8 @@
 //! C for operations that are kernels of their own: plain loops, right for every type and shape.
 //!
-//! Each function writes one task over the elements (or rows) of the result; how an element is computed reads like the definition of the
-//! operation in [`kiln_graph::op`]. The heavy cases of floats (matrix products, convolutions, pooling) go to the templates of
-//! [`crate::kernels`] instead; [`super::contract`] chooses.
+//! Each function writes one task over the elements (or rows) of the result; how an element is computed reads
+//! like the definition of the operation in [`kiln_graph::op`]. The heavy cases of floats (matrix products,
+//! convolutions, pooling) go to the templates of [`crate::kernels`] instead; [`super::contract`] chooses.
 
 mod convolution;
 mod indexed;
@@ -357,7 +357,8 @@ fn sort(mut w: Writer, axis: usize, descending: bool, first: Option<usize>) -> L
     let (extent, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
     let n = shape.iter().product::<usize>() / extent.max(1);
     let kept = first.unwrap_or(extent);
-    // Two lists of positions for each line would need memory that depends on threads; each line has its own instead.
+    // Two lists of positions for each line would need memory that depends on threads; each line has its own
+    // instead.
     let scratch = w.arguments.len();
     w.arguments.push(Argument::Scratch(0));
     w.task(n, extent * 16, |w, t| {

@@ -8,8 +8,9 @@
 //! README.md            how to call it
 //! ```
 //!
-//! What an exported step is, is plain data ([`ExportedStep`]): where each argument of the graph comes from and where each output goes. Whoever knows the
-//! program that the step was recorded from makes it; this module turns it into C tables and files.
+//! What an exported step is, is plain data ([`ExportedStep`]): where each argument of the graph comes from
+//! and where each output goes. Whoever knows the program that the step was recorded from makes it; this
+//! module turns it into C tables and files.
 
 mod manifest;
 mod tables;

@@ -343,8 +343,8 @@ fn dense(m: usize, n: usize, k: usize, transposed: [bool; 3]) -> Case {
     }
 }
 
-/// Sizes that are shared by threads, streamed along either side, cut along the depth, and read in place; buffers end with
-/// the last element, so that a read beyond would hit other memory.
+/// Sizes that are shared by threads, streamed along either side, cut along the depth, and read in place;
+/// buffers end with the last element, so that a read beyond would hit other memory.
 #[test]
 fn large_deep_and_skinny_products_match_f64() {
     check(&large_deep_and_skinny(), 5);

@@ -49,8 +49,8 @@ pub fn instruction_sets(toolchain: &Toolchain) -> Vec<Isa> {
     toolchain.isa().contained().to_vec()
 }
 
-/// Builds `kernels` into one step, runs it on 1, 2 and 3 threads (workspaces filled with NaN), checks that the bits agree, and
-/// returns the outputs. `outputs` gives the contents before the run.
+/// Builds `kernels` into one step, runs it on 1, 2 and 3 threads (workspaces filled with NaN), checks that
+/// the bits agree, and returns the outputs. `outputs` gives the contents before the run.
 pub fn run(
     toolchain: &Toolchain,
     isa: Isa,

@@ -8,7 +8,8 @@ use crate::sys::cudnn::{
     CudnnFunctions, CudnnHandle, Descriptor as Raw, attribute_type as kinds, descriptor as types,
 };
 
-/// A descriptor, destroyed when dropped. Descriptors that are attributes of others must live as long as those.
+/// A descriptor, destroyed when dropped. Descriptors that are attributes of others must live as long as
+/// those.
 #[derive(Debug)]
 pub(super) struct Descriptor {
     functions: CudnnFunctions,
@@ -62,7 +63,8 @@ impl Descriptor {
     /// Elements of `kind` must be of the size of `T`.
     unsafe fn set<T>(&mut self, attribute: i32, kind: i32, elements: &[T]) -> Result<()> {
         let count = i64::try_from(elements.len()).unwrap_or(i64::MAX);
-        // SAFETY: the descriptor is alive; the library copies `count` elements, of the size that the caller promises.
+        // SAFETY: the descriptor is alive; the library copies `count` elements, of the size that the caller
+        // promises.
         let status = unsafe {
             (self.functions.cudnnBackendSetAttribute)(
                 self.raw,

@@ -1,10 +1,13 @@
 //! Convolutions through cuDNN's backend API.
 //!
-//! A [`Convolution`] says what is computed; it is plain data. [`Convolver::search`] asks the library's heuristic for engines, leaves out those whose results
-//! vary from run to run or are rounded more than asked for, times the best on that shape, and returns a [`Plan`] to store beside a compiled step. From both,
-//! [`Convolver::prepare`] makes a [`PreparedConvolution`], whose calls are queued on a stream or captured into a graph.
+//! A [`Convolution`] says what is computed; it is plain data. [`Convolver::search`] asks the library's
+//! heuristic for engines, leaves out those whose results vary from run to run or are rounded more than asked
+//! for, times the best on that shape, and returns a [`Plan`] to store beside a compiled step. From both,
+//! [`Convolver::prepare`] makes a [`PreparedConvolution`], whose calls are queued on a stream or captured
+//! into a graph.
 //!
-//! A plan is fixed when a step is compiled, and works in memory of its own: the same bits come out of every run.
+//! A plan is fixed when a step is compiled, and works in memory of its own: the same bits come out of every
+//! run.
 
 mod convolution;
 mod describe;
@@ -71,7 +74,8 @@ impl Convolver {
         &self.inner.library.functions
     }
 
-    /// Does `work` with the library's handle, which nothing else uses meanwhile. The device's context is current.
+    /// Does `work` with the library's handle, which nothing else uses meanwhile. The device's context is
+    /// current.
     fn with_handle<R>(&self, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
         // The handle has no state of ours besides the stream, which every call sets.
         let handle = self.inner.handle.lock().unwrap_or_else(PoisonError::into_inner);
@@ -84,7 +88,8 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if self.device.enter().is_ok() {
             let handle = *self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
-            // SAFETY: created by `Convolver::new`, destroyed here once; the library waits for what it has queued.
+            // SAFETY: created by `Convolver::new`, destroyed here once; the library waits for what it has
+            // queued.
             unsafe { (self.library.functions.cudnnDestroy)(handle) };
         }
     }

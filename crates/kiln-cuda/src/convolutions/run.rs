@@ -162,8 +162,9 @@ impl PreparedConvolution {
         // SAFETY: the device's context is current and the caller has the handle.
         let status = unsafe { (functions.cudnnSetStream)(handle, stream.raw()) };
         check(status, "cudnnSetStream", name)?;
-        // SAFETY: every tensor's place is as large as the tensor and the working memory as large as the plan says, and they are freed in the order of this
-        // stream; the library has taken what it needs of both descriptors when it returns.
+        // SAFETY: every tensor's place is as large as the tensor and the working memory as large as the plan
+        // says, and they are freed in the order of this stream; the library has taken what it needs of both
+        // descriptors when it returns.
         let status = unsafe { (functions.cudnnBackendExecute)(handle, self.plan.raw(), pack.raw()) };
         check(status, "cudnnBackendExecute", name)
     }

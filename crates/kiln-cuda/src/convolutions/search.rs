@@ -3,11 +3,14 @@
 //! The heuristic names engine configurations in the order in which it believes in them. Left out are engines
 //!
 //! - that may give other bits from run to run;
-//! - that round operands or sums more than asked for: tensor cores for f32 without TF32, narrower operands, narrower sums;
-//! - that transform (Fourier, Winograd), whose rounding errors are larger and spread NaN over tiles of pixels.
+//! - that round operands or sums more than asked for: tensor cores for f32 without TF32, narrower operands,
+//!   narrower sums;
+//! - that transform (Fourier, Winograd), whose rounding errors are larger and spread NaN over tiles of
+//!   pixels.
 //!
-//! Engines whose kernels the library compiles when a plan is made come last: a plan takes the better part of a second then. They are looked at where no
-//! other engine computes the convolution, such as one of 16-bit operands with a result of f32.
+//! Engines whose kernels the library compiles when a plan is made come last: a plan takes the better part of
+//! a second then. They are looked at where no other engine computes the convolution, such as one of 16-bit
+//! operands with a result of f32.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -35,7 +38,8 @@ pub struct PlanLimits {
     pub plans: usize,
     /// The most runs of one plan that are timed together.
     pub runs: u32,
-    /// Whether engines that compile their kernels are tried beside the others, and not only where there are no others.
+    /// Whether engines that compile their kernels are tried beside the others, and not only where there are
+    /// no others.
     pub compiling: bool,
 }
 
@@ -149,7 +153,8 @@ impl Convolver {
         Ok(best)
     }
 
-    /// The library's plans for `convolution`, in the order in which it believes in them, each timed. Never none.
+    /// The library's plans for `convolution`, in the order in which it believes in them, each timed. Never
+    /// none.
     ///
     /// # Errors
     /// Those of [`Self::search`].

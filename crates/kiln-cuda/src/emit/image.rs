@@ -1,8 +1,9 @@
 //! How kernels of convolutions and pools address their images, and how their text is put together.
 //!
-//! Such a kernel is a template in `kernels/cuda/` in a namespace of its own, behind the constants of its shape: extents and strides have names there, and
-//! the compiler folds them. Images have three spatial dimensions; fewer are more with extents of one. They are read and written in the layout that the
-//! scheduler chose for them.
+//! Such a kernel is a template in `kernels/cuda/` in a namespace of its own, behind the constants of its
+//! shape: extents and strides have names there, and the compiler folds them. Images have three spatial
+//! dimensions; fewer are more with extents of one. They are read and written in the layout that the scheduler
+//! chose for them.
 
 use std::fmt::{Display, Write};
 
@@ -82,7 +83,8 @@ impl Image {
         }
     }
 
-    /// Elements between neighbouring pixels, counted over images and places; none if they are not evenly spaced.
+    /// Elements between neighbouring pixels, counted over images and places; none if they are not evenly
+    /// spaced.
     pub fn pixel(&self) -> Option<i64> {
         let [depth, height, width] = self.extents;
         let [a, b, c] = self.places;
@@ -109,7 +111,8 @@ impl Image {
         self.pixels() * self.channels
     }
 
-    /// Whether `count` neighbouring channels, of groups of `group`, are `count` neighbouring elements that may be accessed together.
+    /// Whether `count` neighbouring channels, of groups of `group`, are `count` neighbouring elements that
+    /// may be accessed together.
     pub fn has_vectors(&self, count: usize, group: usize) -> bool {
         let aligned = |stride: i64| stride % count as i64 == 0;
         self.channel == 1
@@ -162,12 +165,14 @@ pub struct Template {
 }
 
 impl Template {
-    /// A kernel of blocks of `threads` on elements of `dtype`, computed in the type `register`, that accesses `images`.
+    /// A kernel of blocks of `threads` on elements of `dtype`, computed in the type `register`, that accesses
+    /// `images`.
     pub fn new(dtype: DType, register: &'static str, threads: u32, images: &[&Image]) -> Self {
         Self::between([dtype; 2], register, threads, images)
     }
 
-    /// [`Template::new`] with results of another type than the elements that are read: the two types, in this order.
+    /// [`Template::new`] with results of another type than the elements that are read: the two types, in this
+    /// order.
     pub fn between(
         [dtype, result]: [DType; 2],
         register: &'static str,
@@ -270,7 +275,8 @@ impl Template {
         self
     }
 
-    /// What `place_of` and `result_at` need: the result `Y`, whose elements are counted with the channels last or first.
+    /// What `place_of` and `result_at` need: the result `Y`, whose elements are counted with the channels
+    /// last or first.
     pub fn result(&mut self, image: &Image, channels_last: bool) -> &mut Self {
         self.strides('Y', image)
             .spatial("RESULT", image.extents)
@@ -279,7 +285,8 @@ impl Template {
             .constant("Index", "RESULTS", image.elements())
     }
 
-    /// The launch of the function `run` of `templates` with `operands`: their declared types, the elements to skip, and the arguments.
+    /// The launch of the function `run` of `templates` with `operands`: their declared types, the elements to
+    /// skip, and the arguments.
     pub fn launch(
         self,
         templates: &[&str],

@@ -279,7 +279,8 @@ impl Bound<'_> {
     /// Gives the call to `sink`; not one that runs outside, which neither a stream nor a graph can take.
     pub fn give(&mut self, sink: &mut impl Sink, memory: &Memory<'_>) -> Result<()> {
         match self {
-            // SAFETY: the compiler's plan gave every pointer memory of the size that the kernel touches, and the sizes of the storages were checked against the plan's.
+            // SAFETY: the compiler's plan gave every pointer memory of the size that the kernel touches, and
+            // the sizes of the storages were checked against the plan's.
             Self::Kernel(launch) => unsafe { sink.kernel(launch) },
             Self::Product(prepared, kind) => {
                 let CallKind::Product {

@@ -1,8 +1,9 @@
 //! A compiled step that can be called.
 //!
-//! [`CudaExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key is the graph's text without names, the phases of its nodes, the
-//! options and the device. What the compiler made is stored with what the caller must know; machine code and the algorithms of products have caches of their own. So a
-//! second process compiles nothing and measures nothing.
+//! [`CudaExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key
+//! is the graph's text without names, the phases of its nodes, the options and the device. What the compiler
+//! made is stored with what the caller must know; machine code and the algorithms of products have caches of
+//! their own. So a second process compiles nothing and measures nothing.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -69,8 +70,8 @@ pub enum StepError {
 
 /// Runs operations that stay outside the compiled step.
 pub trait Outside {
-    /// Runs operation `index`. `places` are its operands and then its results, each a storage and the bytes in front of its first element. Everything before the operation is
-    /// queued on the device's stream.
+    /// Runs operation `index`. `places` are its operands and then its results, each a storage and the bytes
+    /// in front of its first element. Everything before the operation is queued on the device's stream.
     ///
     /// # Errors
     /// Why it failed, for people.
@@ -132,7 +133,8 @@ pub(super) struct State {
     extremes: Vec<Arc<Storage>>,
     /// The addresses of the last call of [`CudaExecutable::run`].
     last: Vec<u64>,
-    /// Inputs and outputs that were elsewhere from one call to the next, though no output takes the input's place.
+    /// Inputs and outputs that were elsewhere from one call to the next, though no output takes the input's
+    /// place.
     moves: Vec<bool>,
 }
 
@@ -332,12 +334,13 @@ impl CudaExecutable {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues the step and returns. `outputs` has a storage for each output; an output that takes over an input's memory ([`Contract::aliases`]) may have the input's
-    /// storage, and otherwise storages must differ. `wait` says whether to wait for the index checks.
+    /// Queues the step and returns. `outputs` has a storage for each output; an output that takes over an
+    /// input's memory ([`Contract::aliases`]) may have the input's storage, and otherwise storages must
+    /// differ. `wait` says whether to wait for the index checks.
     ///
     /// # Errors
-    /// [`StepError::Arguments`]; [`StepError::Index`] when `wait` and an index is out of range: then no output that has an input's storage was
-    /// written; [`StepError::Outside`]; [`StepError::Cuda`].
+    /// [`StepError::Arguments`]; [`StepError::Index`] when `wait` and an index is out of range: then no
+    /// output that has an input's storage was written; [`StepError::Outside`]; [`StepError::Cuda`].
     pub fn run(
         &self,
         inputs: &[Arc<Storage>],
@@ -385,8 +388,8 @@ impl CudaExecutable {
         Ok(())
     }
 
-    /// As [`CudaExecutable::run`], call by call and with a look at the clock between two calls. Waits for the step. A call takes a little longer so than in
-    /// the graph, where no launch lies between two.
+    /// As [`CudaExecutable::run`], call by call and with a look at the clock between two calls. Waits for the
+    /// step. A call takes a little longer so than in the graph, where no launch lies between two.
     ///
     /// # Errors
     /// Those of [`CudaExecutable::run`].
@@ -427,7 +430,8 @@ impl CudaExecutable {
         })
     }
 
-    /// Does `work` with what the step keeps from call to call and the memory of intermediate values. Nobody queues another step meanwhile.
+    /// Does `work` with what the step keeps from call to call and the memory of intermediate values. Nobody
+    /// queues another step meanwhile.
     pub(super) fn with_state<R>(
         &self,
         work: impl FnOnce(&mut State, &Arc<Storage>) -> Result<R, StepError>,
@@ -466,8 +470,8 @@ impl CudaExecutable {
         })
     }
 
-    /// A call that no graph is of: it is queued call by call if addresses changed since the last one, and the first of a new graph otherwise. A graph that a single call does not
-    /// fit is kept.
+    /// A call that no graph is of: it is queued call by call if addresses changed since the last one, and the
+    /// first of a new graph otherwise. A graph that a single call does not fit is kept.
     fn run_unfit(
         &self,
         state: &mut State,
@@ -657,8 +661,8 @@ impl CudaExecutable {
     }
 }
 
-/// Whether cuDNN takes the convolution among `library`. A convolution that is a product of matrices is the faster library's; tiles of our own are
-/// only for what cuDNN refuses.
+/// Whether cuDNN takes the convolution among `library`. A convolution that is a product of matrices is the
+/// faster library's; tiles of our own are only for what cuDNN refuses.
 fn takes(gpu: &Gpu, library: &[CallKind], own: &[CallKind]) -> Result<bool, CudaError> {
     for call in library {
         let CallKind::Convolution {

@@ -15,8 +15,8 @@ use crate::target::CudaTarget;
 
 /// A device in use by this process.
 ///
-/// Steps run on one stream, one after the other, so that they can share the memory of their intermediate values. Inputs arrive on another stream: what a step reads
-/// is copied while the step before it runs.
+/// Steps run on one stream, one after the other, so that they can share the memory of their intermediate
+/// values. Inputs arrive on another stream: what a step reads is copied while the step before it runs.
 pub struct Gpu {
     device: Device,
     stream: Stream,
@@ -30,7 +30,8 @@ pub struct Gpu {
     cudnn: OnceLock<Option<Cudnn>>,
     /// The same on this device, started by the first step with a convolution; none if it does not start.
     convolver: OnceLock<Option<Convolver>>,
-    /// The plans that were found for convolutions in so many bytes of working memory; none for those that the library does not take.
+    /// The plans that were found for convolutions in so many bytes of working memory; none for those that the
+    /// library does not take.
     plans: Mutex<Plans>,
     /// Steps and algorithms of earlier processes.
     store: Store,
@@ -55,8 +56,8 @@ impl Gpu {
     /// Device `ordinal`, opened at its first use.
     ///
     /// # Errors
-    /// [`CudaError::MissingLibrary`] and [`CudaError::OldLibrary`] of the driver and of NVRTC, [`CudaError::NoDevice`],
-    /// [`CudaError::UnknownArchitecture`], [`CudaError::Driver`].
+    /// [`CudaError::MissingLibrary`] and [`CudaError::OldLibrary`] of the driver and of NVRTC,
+    /// [`CudaError::NoDevice`], [`CudaError::UnknownArchitecture`], [`CudaError::Driver`].
     pub fn get(ordinal: usize) -> Result<Arc<Self>> {
         let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, gpu)) = gpus.iter().find(|(own, _)| *own == ordinal) {
@@ -151,7 +152,8 @@ impl Gpu {
     /// The bytes in the device's memory. The host does not wait for the copy.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`], [`CudaError::OutOfPinnedMemory`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::OutOfMemory`], [`CudaError::OutOfPinnedMemory`], [`CudaError::Driver`],
+    /// [`CudaError::Lost`].
     pub fn upload(&self, bytes: &[u8]) -> Result<Arc<Storage>> {
         let storage = Storage::allocate(&self.copies, bytes.len())?;
         self.staging.upload(&self.copies, bytes, &storage)?;
@@ -178,8 +180,8 @@ impl Gpu {
         Ok(copy)
     }
 
-    /// Does `work` with working memory of at least `bytes` bytes. Steps share it: their kernels follow each other on one stream, and no other step is queued
-    /// between them, whichever thread asks.
+    /// Does `work` with working memory of at least `bytes` bytes. Steps share it: their kernels follow each
+    /// other on one stream, and no other step is queued between them, whichever thread asks.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`], [`CudaError::Driver`], [`CudaError::Lost`]; those of `work`.
@@ -264,8 +266,8 @@ impl Gpu {
         self.convolver.get_or_init(start).as_ref()
     }
 
-    /// The convolution with the library's fastest plan in `workspace` bytes of working memory: known, on disk, or searched for now. None if the library is
-    /// not there or does not take the convolution.
+    /// The convolution with the library's fastest plan in `workspace` bytes of working memory: known, on
+    /// disk, or searched for now. None if the library is not there or does not take the convolution.
     ///
     /// # Errors
     /// [`CudaError::Lost`] and [`CudaError::Driver`].
@@ -318,7 +320,8 @@ impl Gpu {
     }
 }
 
-/// What the library answered; none if it does not take the convolution, for which there are kernels of our own.
+/// What the library answered; none if it does not take the convolution, for which there are kernels of our
+/// own.
 fn taken<T>(answer: Result<T>) -> Result<Option<T>> {
     match answer {
         Ok(answer) => Ok(Some(answer)),

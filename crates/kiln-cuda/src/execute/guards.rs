@@ -1,7 +1,8 @@
 //! Guards: kernels that stop a step when an index is out of range.
 //!
-//! A guard compares the least and the largest index with the bound and leaves a mark. Kernels that overwrite what the step was given look at the mark and do nothing. The mark
-//! stays until the next call, so that a step that stopped has overwritten nothing.
+//! A guard compares the least and the largest index with the bound and leaves a mark. Kernels that overwrite
+//! what the step was given look at the mark and do nothing. The mark stays until the next call, so that a
+//! step that stopped has overwritten nothing.
 
 use crate::build::Source;
 use crate::code::{CallKind, StepCode};

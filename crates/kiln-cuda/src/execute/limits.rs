@@ -23,7 +23,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Measures `gpu`; takes some milliseconds. With `tf32` the product rounds its operands for the tensor cores.
+    /// Measures `gpu`; takes some milliseconds. With `tf32` the product rounds its operands for the tensor
+    /// cores.
     ///
     /// # Errors
     /// Those of allocating and of cuBLASLt.

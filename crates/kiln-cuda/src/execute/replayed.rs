@@ -1,8 +1,10 @@
 //! The step as one graph.
 //!
-//! A graph holds addresses. State is computed in place and constants stay, so most addresses are the same at every call: the graph is built over those. What is somewhere
-//! else at each call (a batch, a loss) gets a *slot*, memory of the graph's own: an input is copied into its slot in front of the launch, an output from its slot behind it. The
-//! slots of small inputs lie behind the runtime scalars in one [`Parcel`], so that what comes from the host arrives in one copy.
+//! A graph holds addresses. State is computed in place and constants stay, so most addresses are the same at
+//! every call: the graph is built over those. What is somewhere else at each call (a batch, a loss) gets a
+//! *slot*, memory of the graph's own: an input is copied into its slot in front of the launch, an output from
+//! its slot behind it. The slots of small inputs lie behind the runtime scalars in one [`Parcel`], so that
+//! what comes from the host arrives in one copy.
 //!
 //! ```text
 //! host       [ scalars | tokens | labels ]
@@ -10,7 +12,8 @@
 //! device     [ scalars | tokens | labels ] ─► graph ─► slot of the loss ─► loss
 //! ```
 //!
-//! State that no output takes over in place has two buffers, which change roles after each call: there are then two graphs, and no copy.
+//! State that no output takes over in place has two buffers, which change roles after each call: there are
+//! then two graphs, and no copy.
 
 use std::sync::Arc;
 
@@ -223,7 +226,8 @@ impl Replayed {
         Arc::ptr_eq(&self.arena, arena)
     }
 
-    /// Queues the step by graph `variant`. `given` has the elements of each argument with a slot, in order; `results` takes each output with one.
+    /// Queues the step by graph `variant`. `given` has the elements of each argument with a slot, in order;
+    /// `results` takes each output with one.
     pub fn launch<'a>(
         &mut self,
         variant: usize,

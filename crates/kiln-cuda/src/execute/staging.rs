@@ -28,7 +28,8 @@ struct Ring {
 }
 
 impl Staging {
-    /// Queues the copy of `bytes` into `to`, which is as large, on `stream`. `bytes` may change as soon as this returns.
+    /// Queues the copy of `bytes` into `to`, which is as large, on `stream`. `bytes` may change as soon as
+    /// this returns.
     pub fn upload(&self, stream: &Stream, bytes: &[u8], to: &Storage) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());

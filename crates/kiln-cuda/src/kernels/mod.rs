@@ -1,8 +1,8 @@
 //! CUDA C++ that does not follow from a nest of loops.
 //!
 //! [`PRELUDE`] is what generated sources begin with: types of elements with 16-byte accesses, reductions of a
-//! block in a fixed order, random numbers with the bits of every other target, and sorting. [`attention`] has the
-//! templates of attention.
+//! block in a fixed order, random numbers with the bits of every other target, and sorting. [`attention`] has
+//! the templates of attention.
 
 pub mod attention;
 

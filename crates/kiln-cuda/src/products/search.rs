@@ -236,7 +236,8 @@ impl Trial {
     }
 }
 
-/// Microseconds of one of at most `runs` runs of a library's call that `run` queues; a first guess if that is hopeless beside `fastest`.
+/// Microseconds of one of at most `runs` runs of a library's call that `run` queues; a first guess if that is
+/// hopeless beside `fastest`.
 pub(crate) fn time_runs(
     stream: &Stream,
     runs: u32,

@@ -1,8 +1,10 @@
-//! What the host sends in front of each call: numbers that change (learning rate, bias correction, random streams) and inputs of a few kilobytes.
+//! What the host sends in front of each call: numbers that change (learning rate, bias correction, random
+//! streams) and inputs of a few kilobytes.
 //!
-//! A parcel is one block of bytes in the device's memory, at an address that never changes, so that the kernels of a graph can read it. [`Parcel::send`] copies the next
-//! call's bytes there, in the order of the stream, from a ring of pinned blocks: the host may be several calls ahead of the device, and a block is written again only
-//! when the copy from it is over.
+//! A parcel is one block of bytes in the device's memory, at an address that never changes, so that the
+//! kernels of a graph can read it. [`Parcel::send`] copies the next call's bytes there, in the order of the
+//! stream, from a ring of pinned blocks: the host may be several calls ahead of the device, and a block is
+//! written again only when the copy from it is over.
 
 use std::sync::Arc;
 
@@ -44,7 +46,8 @@ impl Parcel {
         &self.device
     }
 
-    /// Queues the copy of the first `bytes` bytes, which `write` fills in, on `stream`. What `write` leaves alone is of an earlier call. No bytes are no copy.
+    /// Queues the copy of the first `bytes` bytes, which `write` fills in, on `stream`. What `write` leaves
+    /// alone is of an earlier call. No bytes are no copy.
     ///
     /// # Errors
     /// [`CudaError::Range`] if the block has fewer, [`CudaError::Driver`], [`CudaError::Lost`].

@@ -1,6 +1,7 @@
 //! `libcudnn`: convolutions, through the backend (graph) API of cuDNN 9.
 //!
-//! Everything is a descriptor: it is created with a type, given attributes, and finalized. An attribute's type is that of its elements.
+//! Everything is a descriptor: it is created with a type, given attributes, and finalized. An attribute's
+//! type is that of its elements.
 
 use std::ffi::{c_int, c_void};
 

@@ -43,7 +43,8 @@ impl Rule<'_> {
         Ok(smallvec![TensorType { dtype, shape }])
     }
 
-    /// The element type of a product or convolution of operands of type `operands`, which asks for `result` if it is another.
+    /// The element type of a product or convolution of operands of type `operands`, which asks for `result`
+    /// if it is another.
     fn product_type(&self, operands: DType, result: Option<DType>) -> Infer<DType> {
         let Some(result) = result else {
             return Ok(operands);

@@ -1,6 +1,7 @@
 //! Typing: which operands an operation takes, and the types of its results.
 //!
-//! [`infer`] is the only place where shapes of results are computed; builders, the parser and the verifier all call it.
+//! [`infer`] is the only place where shapes of results are computed; builders, the parser and the verifier
+//! all call it.
 
 mod kernels;
 mod movement;

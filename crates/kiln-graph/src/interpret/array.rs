@@ -1,7 +1,8 @@
 //! Tensors of the interpreter: every float as f64, every integer (bool as 0 and 1) as i128.
 //!
-//! i128 holds all of i64 and u64, and sums, differences and products of them modulo 2^128, which is exact modulo the width of
-//! every integer type. Results are therefore left unwrapped by the primitives and wrapped once by [`Array::settle`].
+//! i128 holds all of i64 and u64, and sums, differences and products of them modulo 2^128, which is exact
+//! modulo the width of every integer type. Results are therefore left unwrapped by the primitives and wrapped
+//! once by [`Array::settle`].
 
 use half::{bf16, f16};
 
@@ -265,7 +266,8 @@ pub(crate) fn strides(shape: &[usize]) -> Vec<isize> {
     strides
 }
 
-/// The positions of a strided walk: for each index of `shape` in row-major order, `start + sum(index * strides)`.
+/// The positions of a strided walk: for each index of `shape` in row-major order,
+/// `start + sum(index * strides)`.
 pub(crate) fn walk(shape: &[usize], strides: &[isize], start: isize) -> Walk {
     Walk {
         left: shape.iter().product(),
@@ -322,7 +324,8 @@ impl Lanes {
         }
     }
 
-    /// First position of every lane, in row-major order of the other dimensions. A lane's elements are `inner` apart.
+    /// First position of every lane, in row-major order of the other dimensions. A lane's elements are
+    /// `inner` apart.
     pub(crate) fn starts(self) -> impl Iterator<Item = usize> {
         (0..self.outer).flat_map(move |o| (0..self.inner).map(move |i| o * self.extent * self.inner + i))
     }

@@ -8,7 +8,8 @@
 //! out  = sum_j p_j r_j v_j
 //! ```
 //!
-//! and, with `g` the gradient of `out`, `r'` the dropout mask with `d factor`, and `D = sum_j p_j r'_j (g . v_j)`:
+//! and, with `g` the gradient of `out`, `r'` the dropout mask with `d factor`, and
+//! `D = sum_j p_j r'_j (g . v_j)`:
 //!
 //! ```text
 //! dv_j += p_j r_j g      ds_j = p_j (r'_j (g . v_j) + inner D)      0 where j is hidden

@@ -37,8 +37,8 @@ pub(super) fn dot_general(a: &Array, b: &Array, dims: &DotDims, ty: &TensorType)
     Array::new(ty.clone(), data)
 }
 
-/// One product of a sliding window: which output it belongs to, which kernel element, which input. All three are row-major
-/// positions within the spatial dimensions.
+/// One product of a sliding window: which output it belongs to, which kernel element, which input. All three
+/// are row-major positions within the spatial dimensions.
 #[derive(Clone, Copy)]
 pub(super) struct Tap {
     pub(super) out: usize,
@@ -56,7 +56,8 @@ pub(super) struct Slide {
     pub(super) pad_low: usize,
 }
 
-/// All taps that fall inside the input, output by output; those of one output in row-major order of the kernel.
+/// All taps that fall inside the input, output by output; those of one output in row-major order of the
+/// kernel.
 pub(super) fn taps(slides: &[Slide]) -> Vec<Tap> {
     let mut taps = vec![Tap {
         out: 0,
@@ -128,7 +129,8 @@ impl Convolution {
         }
     }
 
-    /// Calls `product(y, w, x)` with the positions in output, weight and input of every product of the forward pass.
+    /// Calls `product(y, w, x)` with the positions in output, weight and input of every product of the
+    /// forward pass.
     fn for_each(&self, mut product: impl FnMut(usize, usize, usize)) {
         for n in 0..self.batch {
             for o in 0..self.groups * self.out_channels {

@@ -1,11 +1,12 @@
 //! The interpreter: the meaning of every primitive, as plain loops.
 //!
-//! Slow and clear on purpose; it is what fast executors are compared with, so nothing here is shared with them but
-//! [`crate::philox`]. Floats are held as f64 and integers as i128 (`array`); each primitive computes in those and its result is then
-//! brought into the declared dtype: floats rounded, integers wrapped. [`interpret_f64`] leaves out the rounding of floats, so
-//! that a program of f32 operations is computed in f64 throughout and serves as the reference for error measurements.
-//! What stays rounded there is what the program itself rounds: its constants and runtime scalars, its random numbers,
-//! and casts to a narrower float.
+//! Slow and clear on purpose; it is what fast executors are compared with, so nothing here is shared with
+//! them but [`crate::philox`]. Floats are held as f64 and integers as i128 (`array`); each primitive computes
+//! in those and its result is then brought into the declared dtype: floats rounded, integers wrapped.
+//! [`interpret_f64`] leaves out the rounding of floats, so that a program of f32 operations is computed in
+//! f64 throughout and serves as the reference for error measurements. What stays rounded there is what the
+//! program itself rounds: its constants and runtime scalars, its random numbers, and casts to a narrower
+//! float.
 //!
 //! One file a family: `pointwise`, `reduce`, `movement`, `index`, `contract`, `pool`, `attention`, `sort`.
 

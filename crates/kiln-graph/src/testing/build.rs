@@ -224,7 +224,8 @@ impl<'a> Builder<'a> {
         self.graph.ty(fact.value).clone()
     }
 
-    /// Adds a node and remembers its results: bound and error of each, the error without what the node itself adds.
+    /// Adds a node and remembers its results: bound and error of each, the error without what the node itself
+    /// adds.
     pub(super) fn node(&mut self, op: Op, inputs: &[Fact], facts: &[(f64, f64)]) -> Vec<Fact> {
         let inputs: Vec<Value> = inputs.iter().map(|fact| fact.value).collect();
         let outputs = match self.graph.add_node(op, &inputs, self.provenance.clone()) {

@@ -375,8 +375,8 @@ impl Builder<'_> {
             operands.push(self.constant(0.75, number));
             operands.push(self.constant(1.25, number));
         }
-        // Scores are at most width * 2 * 2 / 2, raised by dropout, + 2, or fill + 2; each of their errors moves a probability by at most
-        // as much.
+        // Scores are at most width * 2 * 2 / 2, raised by dropout, + 2, or fill + 2; each of their errors
+        // moves a probability by at most as much.
         let d = width as f64;
         let factor = if dims.drop_scores { 0.5 * 1.25 } else { 0.5 };
         let score_bound = factor * d * q.bound * k.bound + 4.0;

@@ -1,15 +1,16 @@
-//! Random well-typed graphs and arguments for them: the raw material of differential tests (feature `testing`).
+//! Random well-typed graphs and arguments for them: the raw material of differential tests (feature
+//! `testing`).
 //!
-//! [`random_graph`] is a plain function of a seed; [`graphs`] is the same as a proptest strategy, which shrinks by taking
-//! fewer steps (a graph of fewer steps is a prefix of the larger one). Every primitive occurs, with small odd shapes,
-//! zero-sized and rank-0 tensors included.
+//! [`random_graph`] is a plain function of a seed; [`graphs`] is the same as a proptest strategy, which
+//! shrinks by taking fewer steps (a graph of fewer steps is a prefix of the larger one). Every primitive
+//! occurs, with small odd shapes, zero-sized and rank-0 tensors included.
 //!
-//! The graphs are *tame*: on the arguments that [`random_arguments`] makes, every executor that follows the rules of
-//! [`crate::op`] must agree with the interpreter to within [`RandomGraph::tolerances`]. To that end the generator keeps for
-//! each float value a bound of its size and a first-order bound of its rounding error (`build`). Functions that
-//! amplify errors without limit (a logarithm near 0) get operands moved away from there, and functions that are not
-//! continuous (comparisons, rounding, positions of extremes) get only values that are exact: arguments and what moves or
-//! selects among them.
+//! The graphs are *tame*: on the arguments that [`random_arguments`] makes, every executor that follows the
+//! rules of [`crate::op`] must agree with the interpreter to within [`RandomGraph::tolerances`]. To that end
+//! the generator keeps for each float value a bound of its size and a first-order bound of its rounding error
+//! (`build`). Functions that amplify errors without limit (a logarithm near 0) get operands moved away from
+//! there, and functions that are not continuous (comparisons, rounding, positions of extremes) get only
+//! values that are exact: arguments and what moves or selects among them.
 
 mod build;
 mod kernels;
@@ -95,7 +96,8 @@ pub struct GraphConfig {
     pub steps: usize,
     /// No tensor made on purpose is larger, in elements. Default 120.
     pub max_elements: usize,
-    /// Which operations occur besides constants, pointwise helpers and reshapes, which always may. Default [`Family::ALL`].
+    /// Which operations occur besides constants, pointwise helpers and reshapes, which always may. Default
+    /// [`Family::ALL`].
     pub families: Vec<Family>,
     /// Float types, each as likely as it is often listed. Default f32 three times, f64 once.
     pub floats: Vec<DType>,
@@ -123,8 +125,8 @@ impl Default for GraphConfig {
 pub struct RandomGraph {
     /// The graph. Its outputs are all values that nothing else uses.
     pub graph: Graph,
-    /// For each output, the absolute difference from [`crate::interpret_f64`] that rounding may explain in any element; 0
-    /// where the result is exact (integers, moved arguments).
+    /// For each output, the absolute difference from [`crate::interpret_f64`] that rounding may explain in
+    /// any element; 0 where the result is exact (integers, moved arguments).
     pub tolerances: Vec<f64>,
 }
 
@@ -165,8 +167,8 @@ pub fn every_attention() -> impl Iterator<Item = AttentionDims> {
         .filter(AttentionDims::is_consistent)
 }
 
-/// A tensor of exact small numbers: multiples of 1/16 in `[-2, 2]` for floats (exact in every float type, with ties), -9 to 9 for
-/// signed integers, 0 to 9 for unsigned ones.
+/// A tensor of exact small numbers: multiples of 1/16 in `[-2, 2]` for floats (exact in every float type,
+/// with ties), -9 to 9 for signed integers, 0 to 9 for unsigned ones.
 pub fn random_tensor(ty: &TensorType, seed: u64) -> HostTensor {
     let mut rng = Rng::new(seed);
     let count = ty.numel();
@@ -185,9 +187,9 @@ pub fn random_tensor(ty: &TensorType, seed: u64) -> HostTensor {
     }
 }
 
-/// [`random_arguments`] in which some floats are NaN or -0. The tolerances of a tame graph hold here too, for an executor that
-/// propagates NaN as the rules say. (Not for infinities: the rounding error of a factor near 0 decides the sign of its product
-/// with one.)
+/// [`random_arguments`] in which some floats are NaN or -0. The tolerances of a tame graph hold here too, for
+/// an executor that propagates NaN as the rules say. (Not for infinities: the rounding error of a factor near
+/// 0 decides the sign of its product with one.)
 pub fn special_arguments(graph: &Graph, seed: u64) -> (Vec<HostTensor>, Vec<Scalar>) {
     let (tensors, scalars) = random_arguments(graph, seed);
     let mut rng = Rng::new(!seed);
@@ -227,8 +229,8 @@ pub fn random_arguments(graph: &Graph, seed: u64) -> (Vec<HostTensor>, Vec<Scala
     (tensors, scalars)
 }
 
-/// Where `actual` differs from the reference that [`crate::interpret_f64`] gave by more than `tolerance`: a sentence for
-/// an assertion, or none. NaN equals NaN, infinities equal themselves; element types may differ.
+/// Where `actual` differs from the reference that [`crate::interpret_f64`] gave by more than `tolerance`: a
+/// sentence for an assertion, or none. NaN equals NaN, infinities equal themselves; element types may differ.
 pub fn difference(actual: &HostTensor, reference: &HostTensor, tolerance: f64) -> Option<String> {
     if actual.ty().shape != reference.ty().shape {
         return Some(format!("{} has not the shape of {}", actual.ty(), reference.ty()));

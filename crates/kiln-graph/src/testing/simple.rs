@@ -1,4 +1,5 @@
-//! Steps for operations whose result looks like their operand: pointwise, random, reduce, movement, sort, extern.
+//! Steps for operations whose result looks like their operand: pointwise, random, reduce, movement, sort,
+//! extern.
 
 use smallvec::smallvec;
 
@@ -76,7 +77,8 @@ impl Builder<'_> {
             }
             Log | Sqrt | Rsqrt | Recip => {
                 let x = self.at_least(x, 0.5);
-                // Steepest at 0.5, where 1 / x has slope 4; ln and sqrt stay below their operand's bound or 1.
+                // Steepest at 0.5, where 1 / x has slope 4; ln and sqrt stay below their operand's bound or
+                // 1.
                 self.unary(op, x, x.bound.max(2.0), 4.0);
             }
             Log1p => {

@@ -1,7 +1,9 @@
-//! How the attributes of each operation appear in the text form: one table, from which both directions are made.
+//! How the attributes of each operation appear in the text form: one table, from which both directions are
+//! made.
 //!
-//! A line of the table is `Variant "mnemonic" { mode member: name, .. }`. The member is the field of the variant (`0` for
-//! tuple variants), the name is the key in the text. The mode says where the attribute stands:
+//! A line of the table is `Variant "mnemonic" { mode member: name, .. }`. The member is the field of the
+//! variant (`0` for tuple variants), the name is the key in the text. The mode says where the attribute
+//! stands:
 //!
 //! - `word`: bare, before the operands;
 //! - `key`: `name=value` in braces;

@@ -1,8 +1,8 @@
 //! Parsing: recursive descent over the characters of the text, one statement a line.
 //!
-//! A statement is first read as raw parts (words, operands, `key=value` pairs, result types), then [`forms::read`] takes
-//! from them what the operation needs, and what is left over is an error. The node is added through
-//! [`Graph::add_node`], which types it; the types written must equal the types inferred.
+//! A statement is first read as raw parts (words, operands, `key=value` pairs, result types), then
+//! [`forms::read`] takes from them what the operation needs, and what is left over is an error. The node is
+//! added through [`Graph::add_node`], which types it; the types written must equal the types inferred.
 
 use std::collections::HashMap;
 use std::collections::VecDeque;
@@ -145,8 +145,9 @@ impl Graph {
     ///
     /// # Errors
     ///
-    /// With line and column, if the text is malformed, a value is used before its definition or defined twice, or the
-    /// operands, attributes or written types of a node break the rules of [`crate::infer`](mod@crate::infer).
+    /// With line and column, if the text is malformed, a value is used before its definition or defined
+    /// twice, or the operands, attributes or written types of a node break the rules of
+    /// [`crate::infer`](mod@crate::infer).
     pub fn parse(text: &str) -> Result<Graph, ParseError> {
         let mut parser = Parser {
             text,

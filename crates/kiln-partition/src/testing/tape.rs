@@ -1,7 +1,8 @@
 //! A reverse-mode engine over [`kiln_graph`], small enough to read.
 //!
-//! The tape records forward operations straight into a graph. [`Tape::backward`] adds the gradient of each of them in
-//! reverse order, starting from a tensor of ones, which is what an autograd engine under a tracer leaves behind.
+//! The tape records forward operations straight into a graph. [`Tape::backward`] adds the gradient of each of
+//! them in reverse order, starting from a tensor of ones, which is what an autograd engine under a tracer
+//! leaves behind.
 
 use std::collections::HashMap;
 
@@ -196,8 +197,8 @@ impl Tape {
         self.scale(total, 1.0 / shape.numel() as f64)
     }
 
-    /// Adds the gradient of `loss` (rank 0) with respect to every value of the graph so far, and returns the gradients of
-    /// `wanted`.
+    /// Adds the gradient of `loss` (rank 0) with respect to every value of the graph so far, and returns the
+    /// gradients of `wanted`.
     pub fn backward(&mut self, loss: Value, wanted: &[Value]) -> Vec<Value> {
         let ty = self.graph.ty(loss).clone();
         let one = self.named(

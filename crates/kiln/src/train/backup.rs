@@ -1,8 +1,9 @@
 //! Model and optimizer as they were before a recorded call.
 //!
-//! A clone of the model is a backup of its parameters and not of its cells ([`super::places`]), whose tensors are kept one by one. While the closure runs a backup holds
-//! what the step reads. When the closure is over it gives the tensors up ([`Backup::surrender`]), so that the step may overwrite them; should the step
-//! fail before it ran, they have their elements again.
+//! A clone of the model is a backup of its parameters and not of its cells ([`super::places`]), whose tensors
+//! are kept one by one. While the closure runs a backup holds what the step reads. When the closure is over
+//! it gives the tensors up ([`Backup::surrender`]), so that the step may overwrite them; should the step fail
+//! before it ran, they have their elements again.
 
 use burn_core::module::AutodiffModule;
 use burn_ir::TensorId;
@@ -83,7 +84,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
         if !cells.any() {
             return Some((model, optim));
         }
-        // Updates that wait in the cells come from the failed call and may have no elements: they are taken out without being computed.
+        // Updates that wait in the cells come from the failed call and may have no elements: they are taken
+        // out without being computed.
         let _ = rehearse(|| drop(model.valid()));
         let model = model.map(&mut CellMapper {
             cells,

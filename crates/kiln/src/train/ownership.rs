@@ -1,8 +1,10 @@
 //! Objects that are the only owners of their tensors.
 //!
-//! A replayed step leaves the program's objects alone and changes the tensors behind their ids. Whatever else holds such an id (a clone of the model, a handle that
-//! the closure put aside) must stay as it was. So before the first replay, and after the program has looked at the model, each tensor of the step's state that
-//! something else holds, too, gets an id of its own: both ids stand for one buffer then, and the step writes to another.
+//! A replayed step leaves the program's objects alone and changes the tensors behind their ids. Whatever else
+//! holds such an id (a clone of the model, a handle that the closure put aside) must stay as it was. So
+//! before the first replay, and after the program has looked at the model, each tensor of the step's state
+//! that something else holds, too, gets an id of its own: both ids stand for one buffer then, and the step
+//! writes to another.
 
 use std::collections::{HashMap, HashSet};
 
@@ -18,7 +20,8 @@ use super::TrainBackend;
 use super::places::{Cells, map_tensors};
 use crate::input::KilnTensor;
 
-/// `model` with an id of its own for each tensor of `state` that something else holds too, and the new id of each old one.
+/// `model` with an id of its own for each tensor of `state` that something else holds too, and the new id of
+/// each old one.
 pub(super) fn renew<B: TrainBackend, M: AutodiffModule<B>>(
     model: M,
     state: HashSet<TensorId>,

@@ -1,8 +1,9 @@
 //! Optimizer state that starts from zeros.
 //!
-//! Burn's optimizers have no state before the first step and take another branch there. That of Adam and AdamW computes what the usual one computes from
-//! moments of zero at time zero: `beta * 0 + (1 - beta) * gradient`. With such state made beforehand the first step is the same graph as all that follow:
-//! one graph is compiled instead of two, and the third call is replayed.
+//! Burn's optimizers have no state before the first step and take another branch there. That of Adam and
+//! AdamW computes what the usual one computes from moments of zero at time zero:
+//! `beta * 0 + (1 - beta) * gradient`. With such state made beforehand the first step is the same graph as
+//! all that follow: one graph is compiled instead of two, and the third call is replayed.
 
 use std::any::{Any, TypeId};
 
@@ -19,7 +20,8 @@ use kiln_burn::{Kiln, KilnClient};
 
 use super::TrainBackend;
 
-/// `optim` with state for each parameter of `model` that has a gradient and no state yet; as it was if its state does not start from zeros.
+/// `optim` with state for each parameter of `model` that has a gradient and no state yet; as it was if its
+/// state does not start from zeros.
 pub(super) fn start<B, M, O>(
     optim: OptimizerAdaptor<O, M, B>,
     model: &M,

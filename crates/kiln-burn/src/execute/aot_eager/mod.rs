@@ -1,15 +1,17 @@
 //! `aot_eager`: the graph node by node on burn-flex.
 //!
-//! What eager execution computes, computed from the graph: a difference between the two lies in recording or import, and a
-//! difference between this and a compiled step lies in the compiler. Each value is freed after its last use, and its last
-//! user gets it by value, so that burn-flex works in place where it can.
+//! What eager execution computes, computed from the graph: a difference between the two lies in recording or
+//! import, and a difference between this and a compiled step lies in the compiler. Each value is freed after
+//! its last use, and its last user gets it by value, so that burn-flex works in place where it can.
 //!
-//! Three things are decided once, in [`AotEager::new`]. Nodes that no output needs do not run. A rank-0 value that is only repeated to
-//! fill an operand of a pointwise operation is not repeated: burn-flex has operations with a scalar. And what indices are computed from runs first: the
-//! arguments keep their tensors until every index is known to be in range ([`kiln_graph::indices`]), so that nothing is overwritten before.
+//! Three things are decided once, in [`AotEager::new`]. Nodes that no output needs do not run. A rank-0 value
+//! that is only repeated to fill an operand of a pointwise operation is not repeated: burn-flex has
+//! operations with a scalar. And what indices are computed from runs first: the arguments keep their tensors
+//! until every index is known to be in range ([`kiln_graph::indices`]), so that nothing is overwritten
+//! before.
 //!
-//! A primitive that burn-flex has no kernel for and that is not worth composing (attention, 3-d pooling, exotic integer types) runs in
-//! the interpreter.
+//! A primitive that burn-flex has no kernel for and that is not worth composing (attention, 3-d pooling,
+//! exotic integer types) runs in the interpreter.
 
 mod contract;
 mod index;

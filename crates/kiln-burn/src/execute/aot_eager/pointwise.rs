@@ -1,7 +1,7 @@
 //! Pointwise primitives on burn-flex.
 //!
-//! Float arithmetic, comparisons and functions are burn-flex's. Integer arithmetic is done here: the primitives wrap and divide by
-//! zero where burn-flex panics. So are the few float functions burn-flex lacks.
+//! Float arithmetic, comparisons and functions are burn-flex's. Integer arithmetic is done here: the
+//! primitives wrap and divide by zero where burn-flex panics. So are the few float functions burn-flex lacks.
 
 use burn_backend::Scalar as BurnScalar;
 use burn_backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};

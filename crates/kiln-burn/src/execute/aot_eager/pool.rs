@@ -1,4 +1,5 @@
-//! Pooling on burn-flex, in one and two dimensions with equal padding on both sides; the rest in the interpreter.
+//! Pooling on burn-flex, in one and two dimensions with equal padding on both sides; the rest in the
+//! interpreter.
 
 use burn_backend::ops::{FloatTensorOps, IntTensorOps, ModuleOps};
 use burn_backend::{IntDType, Slice};
@@ -100,7 +101,8 @@ pub(super) fn compute(
             );
             smallvec![finish(result)]
         }
-        // burn-flex divides by the whole window where the primitive leaves out what lies beyond the padded input.
+        // burn-flex divides by the whole window where the primitive leaves out what lies beyond the padded
+        // input.
         Op::AvgPoolGrad { window, .. } if window.ceil_mode => return fallback(graph, data, &operands),
         Op::AvgPoolGrad {
             window,

@@ -1,8 +1,9 @@
 //! Where compiled code finds its arguments and leaves its outputs.
 //!
-//! An output that the step computes in place of an argument, and that is that argument's next value, stays where it is for as long as the step
-//! runs again: its pointer is found once. So is that of an argument that never changes. An output that is an argument's next value but not made in
-//! its place has two buffers, which change roles after each run. Everything else *moves*: its buffer is another one at each run.
+//! An output that the step computes in place of an argument, and that is that argument's next value, stays
+//! where it is for as long as the step runs again: its pointer is found once. So is that of an argument that
+//! never changes. An output that is an argument's next value but not made in its place has two buffers, which
+//! change roles after each run. Everything else *moves*: its buffer is another one at each run.
 
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
@@ -31,14 +32,16 @@ struct Swap {
     spare: Storage,
 }
 
-// SAFETY: the pointers lead into tensors of the `Memory` that the places belong to, which may go to another thread with all it owns; nothing is read or written
-// through them but by a run, which has the memory to itself.
+// SAFETY: the pointers lead into tensors of the `Memory` that the places belong to, which may go to another
+// thread with all it owns; nothing is read or written through them but by a run, which has the memory to
+// itself.
 unsafe impl Send for Places {}
 // SAFETY: as above: shared places can only be looked at.
 unsafe impl Sync for Places {}
 
 impl Places {
-    /// Finds the tensors of `memory` that stay in place. `aliases` has for each output the argument whose buffer it takes over, `successors` the same the other way round.
+    /// Finds the tensors of `memory` that stay in place. `aliases` has for each output the argument whose
+    /// buffer it takes over, `successors` the same the other way round.
     pub(super) fn find(memory: &mut Memory, aliases: &[Option<u32>], successors: &[Option<u32>]) -> Self {
         let mut places = Self {
             inputs: vec![std::ptr::null(); successors.len()],

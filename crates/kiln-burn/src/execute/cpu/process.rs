@@ -1,4 +1,5 @@
-//! What all compiled steps of the process share: thread pools, the C compiler, the disk cache, what the machine can do.
+//! What all compiled steps of the process share: thread pools, the C compiler, the disk cache, what the
+//! machine can do.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -23,7 +24,8 @@ pub(super) fn pool(threads: usize) -> Arc<ThreadPool> {
         .clone()
 }
 
-/// The C compiler that steps are built with, looked for and tried once: one that has compiled something wrongly is passed over.
+/// The C compiler that steps are built with, looked for and tried once: one that has compiled something
+/// wrongly is passed over.
 ///
 /// # Errors
 ///

@@ -1,7 +1,8 @@
 //! Where a step on a GPU finds its arguments and leaves its outputs, from run to run.
 //!
-//! State and constants stay in the GPU's memory: they are found once, and a run looks at none of them. State that the step does not compute in its place has two
-//! buffers, which change roles after each run. What comes new at each run is copied from wherever it is.
+//! State and constants stay in the GPU's memory: they are found once, and a run looks at none of them. State
+//! that the step does not compute in its place has two buffers, which change roles after each run. What comes
+//! new at each run is copied from wherever it is.
 
 use std::sync::Arc;
 
@@ -26,8 +27,8 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// Finds the tensors of `memory` that stay, brings them to the GPU, and copies state that somebody else has, too. `checked` has for each index check the argument with the
-    /// indices, if it is one.
+    /// Finds the tensors of `memory` that stay, brings them to the GPU, and copies state that somebody else
+    /// has, too. `checked` has for each index check the argument with the indices, if it is one.
     pub(super) fn find(
         executable: &CudaExecutable,
         memory: &mut Memory,
@@ -125,7 +126,8 @@ impl Ready {
     }
 }
 
-/// Looks at the indices of constants that are on the host, before these go to the GPU. For each check, whether it was made.
+/// Looks at the indices of constants that are on the host, before these go to the GPU. For each check,
+/// whether it was made.
 fn look_at_constants(
     contract: &Contract,
     memory: &Memory,

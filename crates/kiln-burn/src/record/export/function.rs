@@ -13,7 +13,8 @@ use crate::record::region::LastRun;
 use crate::storage::Storage;
 use crate::table::{self, Slot};
 
-/// Writes the folder of a function whose last call was `run`, with the inputs `fresh` and the results `results`. Every other tensor that it read is a constant.
+/// Writes the folder of a function whose last call was `run`, with the inputs `fresh` and the results
+/// `results`. Every other tensor that it read is a constant.
 ///
 /// # Errors
 ///

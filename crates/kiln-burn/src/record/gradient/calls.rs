@@ -1,7 +1,7 @@
 //! The calls and steps of a recording, in numbers: what [`super`] reasons about.
 //!
-//! Forward operations are taken together to calls, tensors and their types are numbered, and each backward operation is
-//! given the function whose step it is in and the extent that this step may have.
+//! Forward operations are taken together to calls, tensors and their types are numbered, and each backward
+//! operation is given the function whose step it is in and the extent that this step may have.
 
 use std::sync::Arc;
 

@@ -1,10 +1,10 @@
 //! Operations that belong before a step: they run at once, and leave its recording.
 //!
 //! Burn draws a parameter when a program first uses it. In the first call of a training step that is in the
-//! middle of the recording, and no later call draws anything. [`Recording::hoist`] runs the operations that make
-//! such tensors, with the random streams that the operations took when they were called, and makes the tensors
-//! inputs of the step: the first call is then the same step as all later ones, and the parameters have the values
-//! that an eager program draws.
+//! middle of the recording, and no later call draws anything. [`Recording::hoist`] runs the operations that
+//! make such tensors, with the random streams that the operations took when they were called, and makes the
+//! tensors inputs of the step: the first call is then the same step as all later ones, and the parameters
+//! have the values that an eager program draws.
 
 use burn_flex::FlexTensor;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
@@ -17,8 +17,8 @@ use crate::storage::Storage;
 use crate::stream;
 
 impl Recording {
-    /// Runs the operations that make the tensors `roots`, and takes them out of the recording. Returns the tensors
-    /// that the program still has, for the table.
+    /// Runs the operations that make the tensors `roots`, and takes them out of the recording. Returns the
+    /// tensors that the program still has, for the table.
     ///
     /// # Errors
     /// If one of the operations fails. The recording is then as before.

@@ -21,8 +21,9 @@ pub(super) fn is_rehearsing() -> bool {
         .unwrap_or(false)
 }
 
-/// Runs `closure` with its operations recorded and never run: host code is executed for its scalars alone. Tensors it makes never get a value, operands may be
-/// such tensors of earlier rehearsals, and random operations take no streams. None if the closure read a value.
+/// Runs `closure` with its operations recorded and never run: host code is executed for its scalars alone.
+/// Tensors it makes never get a value, operands may be such tensors of earlier rehearsals, and random
+/// operations take no streams. None if the closure read a value.
 pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
     /// Ends the rehearsal also when the closure panics.
     struct Ended;

@@ -1,8 +1,10 @@
-//! Operations on a GPU outside of regions: each is a compiled step of one operation, made once for each of its shapes.
+//! Operations on a GPU outside of regions: each is a compiled step of one operation, made once for each of
+//! its shapes.
 //!
-//! An operation runs where its work is small: on the GPU if some operand is there or the tensors are large, otherwise on the host, where the program's
-//! small tensors (a batch's labels, a mask, a learning rate) come from. What has no kernel on the GPU runs on the host with copies, and so does an operation that is
-//! asked for in ever new shapes: both are said once.
+//! An operation runs where its work is small: on the GPU if some operand is there or the tensors are large,
+//! otherwise on the host, where the program's small tensors (a batch's labels, a mask, a learning rate) come
+//! from. What has no kernel on the GPU runs on the host with copies, and so does an operation that is asked
+//! for in ever new shapes: both are said once.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -21,10 +23,12 @@ use crate::random::{self, Stream};
 use crate::storage::Storage;
 use crate::{stream, table};
 
-/// Elements of the largest tensor from which on an operation on tensors of the host runs on the GPU: below, the host is done before a kernel and a copy would be.
+/// Elements of the largest tensor from which on an operation on tensors of the host runs on the GPU: below,
+/// the host is done before a kernel and a copy would be.
 const LARGE: usize = 1 << 15;
 
-/// Shapes of one operation that are compiled. A program that goes on has lengths that grow, and would wait for a compiler at each of them.
+/// Shapes of one operation that are compiled. A program that goes on has lengths that grow, and would wait
+/// for a compiler at each of them.
 const SHAPES: usize = 64;
 
 /// The steps of one operation each that were compiled. None: the host runs it.
@@ -41,7 +45,8 @@ static SINGLES: LazyLock<Mutex<Singles>> = LazyLock::new(Mutex::default);
 ///
 /// # Panics
 ///
-/// If an operand has no value, an index is out of range, or the GPU fails: Burn's operations return no errors.
+/// If an operand has no value, an index is out of range, or the GPU fails: Burn's operations return no
+/// errors.
 pub(super) fn run(operation: &OperationIr) -> bool {
     let Some(place) = place(operation).filter(|place| place.gpu().is_some()) else {
         return false;
@@ -121,7 +126,8 @@ fn find_or_compile(place: Place, operation: &OperationIr, recorded: &Recorded) -
         singles.say(&name, place, &reason);
         return None;
     }
-    // Without the lock: other threads' operations go on. Two threads may compile the same one; the first to end is kept.
+    // Without the lock: other threads' operations go on. Two threads may compile the same one; the first to
+    // end is kept.
     drop(singles);
     let options = CompileOptions::default()
         .with_backend(CompileBackend::Cuda)

@@ -1,7 +1,7 @@
 //! Finds attention: the forms that programs write, as layers of text patterns, and their gradients.
 //!
-//! Each table below lists the forms of one layer, so a form more is a line more. A form that is a name alone is a layer
-//! that a program may leave out.
+//! Each table below lists the forms of one layer, so a form more is a line more. A form that is a name alone
+//! is a layer that a program may leave out.
 
 use rustc_hash::FxHashSet;
 

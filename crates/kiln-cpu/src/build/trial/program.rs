@@ -1,15 +1,18 @@
 //! What a compiler is tried on: one graph, every output of which has a name.
 //!
-//! The list is short, for a compiler takes some ten milliseconds for each of its entries and somebody waits: of functions that differ in the type alone,
-//! and those that are a call of the C library for each lane, it has the ones that training needs. Arguments hold zeros of both signs, infinities,
-//! NaN, subnormal numbers and the ends of each range among ordinary values. They are whole vectors and a part of one, which are different code.
+//! The list is short, for a compiler takes some ten milliseconds for each of its entries and somebody waits:
+//! of functions that differ in the type alone, and those that are a call of the C library for each lane, it
+//! has the ones that training needs. Arguments hold zeros of both signs, infinities, NaN, subnormal numbers
+//! and the ends of each range among ordinary values. They are whole vectors and a part of one, which are
+//! different code.
 
 use kiln_graph::op::{
     ArgReduceOp, BinaryOp, CompareOp, ConvDims, Dims, DotDims, Op, RandomKind, ReduceOp, UnaryOp,
 };
 use kiln_graph::{DType, Graph, HostTensor, Provenance, Scalar, Shape, TypeError, Value};
 
-/// Units in the last place that the functions of the C library and of this crate may be off, rounding of the expected value included.
+/// Units in the last place that the functions of the C library and of this crate may be off, rounding of the
+/// expected value included.
 const FUNCTION: f64 = 4.0;
 
 /// Elements of a row: whole vectors of every instruction set, and a part of one.

@@ -5,8 +5,8 @@ use kiln_graph::op::ConvDims;
 use super::{Text, Writer, c, position};
 use crate::emit::nest::Launch;
 
-/// Opens loops over kernel positions `k0, k1, ..` and defines the input coordinates `p0, p1, ..` under output coordinates
-/// `o0, o1, ..`, skipping those outside.
+/// Opens loops over kernel positions `k0, k1, ..` and defines the input coordinates `p0, p1, ..` under output
+/// coordinates `o0, o1, ..`, skipping those outside.
 pub(super) fn taps(
     t: &mut Text,
     window: &[usize],
@@ -58,7 +58,8 @@ pub(super) fn convolution(w: Writer, conv: &ConvDims) -> Launch {
     })
 }
 
-/// Opens loops over kernel positions and defines the output coordinates `o0, ..` that read input coordinates `p0, ..`.
+/// Opens loops over kernel positions and defines the output coordinates `o0, ..` that read input coordinates
+/// `p0, ..`.
 pub(super) fn reverse_taps(
     t: &mut Text,
     window: &[usize],

@@ -46,7 +46,8 @@ impl Case<'_> {
             })
     }
 
-    /// Tiles of the mask that are looked at before attention, if hidden ones may be left out: a score there is `fill`, whatever the key.
+    /// Tiles of the mask that are looked at before attention, if hidden ones may be left out: a score there
+    /// is `fill`, whatever the key.
     pub fn mapped_tiles(&self) -> Option<usize> {
         let hidden = self.operands.hidden.as_ref()?;
         if self.operands.dims.mask_last {

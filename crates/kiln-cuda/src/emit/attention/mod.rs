@@ -1,13 +1,16 @@
 //! Attention, forward and backward: the case that the templates of [`crate::kernels::attention`] are told.
 //!
-//! Operands are windows of any strides, so heads are never split or joined in memory, and heads of keys that several heads of queries share are never
-//! repeated. Where a mask hides keys, one more launch says for each tile of scores whether all, some or none are hidden there: attention leaves out tiles of
-//! the first kind, and reads the mask in those of the second alone.
+//! Operands are windows of any strides, so heads are never split or joined in memory, and heads of keys that
+//! several heads of queries share are never repeated. Where a mask hides keys, one more launch says for each
+//! tile of scores whether all, some or none are hidden there: attention leaves out tiles of the first kind,
+//! and reads the mask in those of the second alone.
 //!
-//! Types of 16 bits, and f32 where it may be rounded to TF32, are computed by tensor cores where widths are multiples of 8 up to 128 and rows begin at
-//! multiples of 16 bytes; everything else is computed in f32 or f64 by the plain kernels.
+//! Types of 16 bits, and f32 where it may be rounded to TF32, are computed by tensor cores where widths are
+//! multiples of 8 up to 128 and rows begin at multiples of 16 bytes; everything else is computed in f32 or
+//! f64 by the plain kernels.
 //!
-//! `operands` collects what an operation reads, `plan` cuts it into tiles, `case` writes the struct of constants.
+//! `operands` collects what an operation reads, `plan` cuts it into tiles, `case` writes the struct of
+//! constants.
 
 mod case;
 mod operands;

@@ -186,8 +186,8 @@ impl Operands {
 }
 
 impl Operands {
-    /// The elements that tensor cores may compute this with: of 16 bits, or TF32 where f32 may be rounded; tensors of which 16 bytes may be
-    /// copied at once. None if there is no such.
+    /// The elements that tensor cores may compute this with: of 16 bits, or TF32 where f32 may be rounded;
+    /// tensors of which 16 bytes may be copied at once. None if there is no such.
     pub fn tensor_element(&self, options: &EmitOptions<'_>) -> Option<Element> {
         let element = match self.query.ctype {
             "kiln_f16" | "kiln_bf16" => Element::Half,

@@ -21,7 +21,8 @@ pub struct Extents {
     pub value_width: usize,
 }
 
-/// Constants of the templates in [`crate::kernels::attention`]; a function of extents and type alone, as the order of the sums is.
+/// Constants of the templates in [`crate::kernels::attention`]; a function of extents and type alone, as the
+/// order of the sums is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plan {
     /// Rows and columns of a tile of scores.
@@ -101,7 +102,8 @@ impl Plan {
     }
 }
 
-/// Constants of the templates for tensor cores; a function of extents, the kind of element and the capability.
+/// Constants of the templates for tensor cores; a function of extents, the kind of element and the
+/// capability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorPlan {
     /// Blocks of 16 rows that a warp has.
@@ -175,8 +177,8 @@ impl TensorPlan {
         })
     }
 
-    /// The plan for the gradient of the queries: blocks have as many rows as the tiles of a mask, for which they say whether `fill` counts. More columns would
-    /// take the registers of a third block.
+    /// The plan for the gradient of the queries: blocks have as many rows as the tiles of a mask, for which
+    /// they say whether `fill` counts. More columns would take the registers of a third block.
     pub fn d_query(e: &Extents, element: Element) -> Option<Self> {
         Self::widest(e).map(|widest| Self {
             row_blocks: 1,
@@ -185,7 +187,8 @@ impl TensorPlan {
         })
     }
 
-    /// The plan for the gradients of keys and values, of blocks with up to `most_shared` bytes of shared memory.
+    /// The plan for the gradients of keys and values, of blocks with up to `most_shared` bytes of shared
+    /// memory.
     pub fn d_key(e: &Extents, element: Element, most_shared: u32) -> Option<Self> {
         let widest = Self::widest(e)?;
         let wide = Self {
@@ -213,7 +216,8 @@ impl TensorPlan {
         widths.iter().all(fits).then(|| e.width.max(e.value_width))
     }
 
-    /// Bytes of shared memory that a block may ask for: what GPUs of that capability have, less a kibibyte for what kernels declare.
+    /// Bytes of shared memory that a block may ask for: what GPUs of that capability have, less a kibibyte
+    /// for what kernels declare.
     pub fn most_shared_bytes(capability: (u32, u32)) -> u32 {
         let kibibytes = match capability {
             (8, 0 | 7) => 163,
@@ -238,7 +242,8 @@ impl TensorPlan {
         rows.div_ceil(self.own())
     }
 
-    /// Bytes of shared memory: rows of the block, of queries alone or of the values' width as well, and two tiles of both. Rows are 16 bytes apart.
+    /// Bytes of shared memory: rows of the block, of queries alone or of the values' width as well, and two
+    /// tiles of both. Rows are 16 bytes apart.
     pub fn shared_bytes(&self, e: &Extents, own_values: bool) -> u32 {
         let bytes = self.element.bytes();
         let [width, value_width] =
@@ -248,8 +253,9 @@ impl TensorPlan {
     }
 }
 
-/// Neighbouring columns of a thread (up to `widest_vector`), and groups of them, where `across` threads share a row of up to `most` columns. Wide vectors
-/// read shared memory faster; narrow ones leave fewer threads without a column.
+/// Neighbouring columns of a thread (up to `widest_vector`), and groups of them, where `across` threads share
+/// a row of up to `most` columns. Wide vectors read shared memory faster; narrow ones leave fewer threads
+/// without a column.
 fn columns(width: usize, across: usize, widest_vector: usize, most: usize) -> (usize, usize) {
     let chunk = width.div_ceil(width.div_ceil(most));
     let mut best = (widest_vector, chunk.div_ceil(across * widest_vector));
@@ -268,7 +274,8 @@ fn columns(width: usize, across: usize, widest_vector: usize, most: usize) -> (u
 mod tests {
     use super::*;
 
-    /// All columns have a thread, rows of operands begin at multiples of 16 bytes in banks of their own, and shared memory is what every GPU has.
+    /// All columns have a thread, rows of operands begin at multiples of 16 bytes in banks of their own, and
+    /// shared memory is what every GPU has.
     #[test]
     fn plans_fit() {
         for real in [DType::F32, DType::F64] {

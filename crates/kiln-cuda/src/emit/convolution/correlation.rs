@@ -88,7 +88,8 @@ impl<'a> Correlation<'a> {
 pub struct Division {
     /// Rows and columns of a block: pixels and channels.
     pub block: [usize; 2],
-    /// Steps of the result's places, in each dimension, that one phase takes: 1 but for gradients of convolutions with strides.
+    /// Steps of the result's places, in each dimension, that one phase takes: 1 but for gradients of
+    /// convolutions with strides.
     step: [usize; 3],
     /// Extents of a phase.
     tiled: [usize; 3],
@@ -100,7 +101,8 @@ pub struct Division {
 }
 
 impl Division {
-    /// Among blocks of the sides that `choose` gives to results of so many rows and columns, of which a number is computed side by side.
+    /// Among blocks of the sides that `choose` gives to results of so many rows and columns, of which a
+    /// number is computed side by side.
     pub fn new(task: &Correlation<'_>, choose: impl FnOnce([usize; 2], usize) -> [usize; 2]) -> Self {
         let convolution = task.convolution;
         let step = if task.gradient { convolution.stride } else { [1; 3] };
@@ -141,7 +143,8 @@ pub fn generate(task: &Correlation<'_>) -> Option<KernelCode> {
     finish(task, &division, [pack, main], packed)
 }
 
-/// The code of a correlation whose weight is packed into `packed` bytes, behind which `main` leaves its chunks' sums if there are several.
+/// The code of a correlation whose weight is packed into `packed` bytes, behind which `main` leaves its
+/// chunks' sums if there are several.
 pub fn finish(
     task: &Correlation<'_>,
     division: &Division,

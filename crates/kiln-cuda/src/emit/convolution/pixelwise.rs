@@ -6,8 +6,8 @@
 //! gradient of its weight    [out, in]     = [pixels, out]ᵀ · [pixels, in]
 //! ```
 //!
-//! Where the channels of the result come first, both sides of the first two are transposed. Groups are a batch of products, and so are images whose pixels
-//! are not evenly spaced with those of the next.
+//! Where the channels of the result come first, both sides of the first two are transposed. Groups are a
+//! batch of products, and so are images whose pixels are not evenly spaced with those of the next.
 
 use kiln_compiler::schedule::Buffer;
 use kiln_graph::{DType, Value};
@@ -18,7 +18,8 @@ use crate::emit::image::Image;
 use crate::emit::{Call, EmitOptions, KernelCode, ProductCall};
 use crate::products::{Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
 
-/// The most working memory that cuBLASLt may use, in bytes: what its documentation recommends for this generation.
+/// The most working memory that cuBLASLt may use, in bytes: what its documentation recommends for this
+/// generation.
 const WORKSPACE: usize = 32 << 20;
 
 /// The parts of a long sum that working memory has room for.

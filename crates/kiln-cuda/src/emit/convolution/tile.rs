@@ -1,7 +1,7 @@
 //! Shapes of tiles.
 
-/// Blocks that fill a large device: two for each of 132 multiprocessors. A number, not the device's: the shape of a tile and the number of chunks follow
-/// from the tensors alone.
+/// Blocks that fill a large device: two for each of 132 multiprocessors. A number, not the device's: the
+/// shape of a tile and the number of chunks follow from the tensors alone.
 pub const BLOCKS: usize = 264;
 
 /// A tile of results: what a block computes, and what each of its threads does.
@@ -54,7 +54,8 @@ impl Tile {
         }
     }
 
-    /// A tile for the gradient of a weight of `channels` by `columns`. Chunks of pixels fill the device, whatever the tile is.
+    /// A tile for the gradient of a weight of `channels` by `columns`. Chunks of pixels fill the device,
+    /// whatever the tile is.
     pub fn of_weight(channels: usize, columns: usize, wide: bool) -> Self {
         let m = match channels {
             65.. if !wide => 128,
@@ -87,8 +88,9 @@ impl Tile {
 
     /// The constants of a template.
     pub fn constants(self) -> [(&'static str, usize); 5] {
-        // Written out to the end, the products of a thread with 64 results read so far ahead that they take 150 registers and more, and a multiprocessor
-        // has room for one block of 256 threads; with two steps they take 128, and it has room for two.
+        // Written out to the end, the products of a thread with 64 results read so far ahead that they take
+        // 150 registers and more, and a multiprocessor has room for one block of 256 threads; with two steps
+        // they take 128, and it has room for two.
         let unrolled = if self.thread == [8, 8] { 2 } else { 8 };
         [
             ("BM", self.block[0]),

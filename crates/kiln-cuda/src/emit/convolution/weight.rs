@@ -11,7 +11,8 @@ const VECTORS: &str = include_str!("../../kernels/cuda/convolution/weight_vector
 pub const PLACES: &str = include_str!("../../kernels/cuda/convolution/weight_places.cuh");
 const WEIGHT: &str = include_str!("../../kernels/cuda/convolution/weight.cuh");
 
-/// The partial sums of a weight are ordered by channel, tap and depth; the weight itself by channel, depth and tap.
+/// The partial sums of a weight are ordered by channel, tap and depth; the weight itself by channel, depth
+/// and tap.
 const PART_AT: &str = "inline Index part_at(Index number)
 {
     Index row = number / COLUMNS;
@@ -23,9 +24,11 @@ const PART_AT: &str = "inline Index part_at(Index number)
 /// The fewest pixels of a chunk: fewer are not worth another pass over the weight.
 const LEAST_PIXELS: usize = 512;
 
-/// In how many chunks `pixels` are added where `blocks` are busy with each, and how many pixels each has, a multiple of `unit`.
+/// In how many chunks `pixels` are added where `blocks` are busy with each, and how many pixels each has, a
+/// multiple of `unit`.
 pub fn chunks(pixels: usize, blocks: usize, unit: usize) -> [usize; 2] {
-    // Twice as many blocks as elsewhere: chunks differ in what they cost, as pixels at the border have fewer taps.
+    // Twice as many blocks as elsewhere: chunks differ in what they cost, as pixels at the border have fewer
+    // taps.
     let wanted = (2 * BLOCKS).div_ceil(blocks);
     let wanted = wanted.min(pixels.div_ceil(LEAST_PIXELS)).max(1);
     let share = pixels.div_ceil(wanted).next_multiple_of(unit);
@@ -83,7 +86,8 @@ pub fn generate(convolution: &Convolution<'_>, out: Value) -> Option<KernelCode>
     finish(convolution, main, count, out)
 }
 
-/// The code of a gradient whose `main` part leaves the sums of `count` chunks in working memory if there are several.
+/// The code of a gradient whose `main` part leaves the sums of `count` chunks in working memory if there are
+/// several.
 pub fn finish(convolution: &Convolution<'_>, main: Launch, count: usize, out: Value) -> Option<KernelCode> {
     if count == 1 {
         return Some(KernelCode::launches([main]));

@@ -1,7 +1,8 @@
 //! Products as cuBLASLt takes them: matrices with one stride of 1, and one evenly spaced batch of them.
 //!
-//! Rows or columns of which there are several dimensions that do not join give all but one of them to the batch, where the other operand repeats. Of a
-//! batch of several dimensions that do not join all but one become calls of their own, if there are few.
+//! Rows or columns of which there are several dimensions that do not join give all but one of them to the
+//! batch, where the other operand repeats. Of a batch of several dimensions that do not join all but one
+//! become calls of their own, if there are few.
 
 use kiln_compiler::schedule::Buffer;
 use kiln_graph::DType;
@@ -182,8 +183,8 @@ impl Matrices {
     }
 }
 
-/// How a matrix lies in memory, given extent and stride of its rows and columns: whether it is transposed, and the elements from one row in memory to the
-/// next; none if neither stride is 1, or rows overlap.
+/// How a matrix lies in memory, given extent and stride of its rows and columns: whether it is transposed,
+/// and the elements from one row in memory to the next; none if neither stride is 1, or rows overlap.
 fn stored(rows: (usize, i64), columns: (usize, i64)) -> Option<(bool, u64)> {
     let along = |line: (usize, i64), across: (usize, i64)| {
         let (extent, stride) = line;

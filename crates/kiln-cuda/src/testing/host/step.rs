@@ -26,7 +26,8 @@ pub struct HostStep {
 }
 
 impl HostStep {
-    /// Builds the kernels of `code`. No output takes over an input's memory, unless [`Self::with_aliases`] says so.
+    /// Builds the kernels of `code`. No output takes over an input's memory, unless [`Self::with_aliases`]
+    /// says so.
     ///
     /// # Errors
     /// What the compiler says, if it rejects the sources; the name of a kernel that needs a GPU.
@@ -69,10 +70,12 @@ impl HostStep {
         self.kernels.source()
     }
 
-    /// Runs the step once. Scalars are given as their bits. Outputs that take over an input are written there as well.
+    /// Runs the step once. Scalars are given as their bits. Outputs that take over an input are written there
+    /// as well.
     ///
     /// # Errors
-    /// [`HostError::Index`] if indices were out of range; [`HostError::Fault`] for kernels that hang, write where they may not, or cannot run here.
+    /// [`HostError::Index`] if indices were out of range; [`HostError::Fault`] for kernels that hang, write
+    /// where they may not, or cannot run here.
     pub fn run(&self, inputs: &mut [Vec<u8>], scalars: &[u64]) -> Result<Vec<Vec<u8>>, HostError> {
         let mut run = Run::new(self, inputs, scalars).map_err(HostError::Fault)?;
         for call in &self.code.calls {
@@ -283,7 +286,8 @@ impl<'a> Run<'a> {
         if function.guarded {
             pointers.push(self.stopped.as_mut_ptr().cast());
         }
-        // SAFETY: every pointer is to memory of the step, or to a table that lives until the kernel has ended.
+        // SAFETY: every pointer is to memory of the step, or to a table that lives until the kernel has
+        // ended.
         unsafe { self.step.kernels.launch(shape, &mut pointers) }
     }
 
