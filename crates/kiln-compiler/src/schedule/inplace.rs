@@ -1,10 +1,10 @@
 //! Which operands a nest may overwrite with its results.
 //!
-//! A nest may store into the memory of an operand it reads if every element is read for the last time before,
-//! or at, the point where its place is written. That holds if all reads of the operand are at the position
-//! that is stored, and the store happens in the last pass over a row: the body of a loop loads before it
-//! stores. What is read once for each row, such as the element that a loss picks from a row of logits, may
-//! also be another element of the same row: it is read before the passes begin that need no later statistics.
+//! A nest may store into the memory of an operand if each element of the operand is read for the last time
+//! before, or at, the point that overwrites it. Two conditions ensure that. All reads of the operand are at the
+//! position that is stored. And the store happens in the last pass over a row, where the loop body loads before
+//! it stores. An element that is read once for each row, such as the one that a loss picks from a row of
+//! logits, may lie anywhere in that row if it is read before the last pass begins.
 
 use kiln_graph::{Graph, Op, Value};
 

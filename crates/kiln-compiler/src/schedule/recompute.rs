@@ -1,12 +1,12 @@
-//! Images that are computed wherever they are read, instead of being stored.
+//! Images that every reader computes for itself, instead of one kernel storing them.
 //!
-//! What a batch normalisation makes of a convolution's result (the difference from the mean, the normalised,
-//! scaled and shifted value, the mask of the activation) is needed in several places of the backward pass,
-//! each of which reads the convolution's result anyway. A few arithmetic operations cost less than writing
-//! and reading an image. Such a value becomes [`Class::Inline`]: as cheap as an index.
+//! Several kernels of a batch normalisation's backward pass need the difference from the mean, the normalised,
+//! scaled and shifted value, or the mask of the activation. All of these follow from the convolution's result,
+//! which each of the kernels reads anyway, by a few arithmetic operations. Those cost less than writing and
+//! reading an image, so such a value becomes [`Class::Inline`]: as cheap as an index.
 //!
-//! What the partition keeps for the backward pass stays kept, and is not made there from images that are not:
-//! they would be kept in its place.
+//! A value that the partition keeps for the backward pass stays stored, unless what it is computed from is kept
+//! as well: otherwise the operands would have to be kept in its place.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;

@@ -1,14 +1,15 @@
 //! Which nests become prologues ([`Prologue`]) of the kernels that read what they make.
 //!
-//! A nest may become a prologue if nothing else reads the operand, and it reads memory
-//! evenly: at one distance between neighbours along each of the loops of the template, and vectors along one
-//! of them. A nest that makes other things as well goes on making those: it and the template then both
-//! compute from the same memory, and one tensor less is written.
+//! A nest may become a prologue under two conditions. The template must be the only reader of the operand. And
+//! the nest must read memory evenly: along each loop of the template neighbours lie at one distance, and along
+//! one of the loops they are vectors. A nest that computes other values as well stays for those; the nest and
+//! the template then both read the same memory, and one tensor less is written.
 //!
-//! Products read each element once, and so do convolutions of single pixels, which are products. Other
-//! convolutions have windows that overlap and tiles that read some elements more than twice; measured, that
-//! costs what is saved, and they read memory. Cheap operations only are computed for convolutions, some of
-//! which gather their pixels one by one, and where the nest stays, since it may compute the same for itself.
+//! Products and convolutions of single pixels, which are products, read each element of an operand once. Other
+//! convolutions have overlapping windows, and their tiles read some elements more than twice. Computing these
+//! elements again was measured to cost what it saves, so such convolutions get no prologue. Only cheap
+//! operations become prologues of convolutions, because some convolutions gather pixels one by one, and only
+//! cheap operations are computed twice where the nest stays.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -76,7 +77,7 @@ pub fn absorb(graph: &Graph, policy: &Policy, layouts: &Layouts, kernels: Vec<Ke
     left.filter(|kernel| !makes_nothing(kernel)).collect()
 }
 
-/// Takes what `prologue` makes out of `maker`, with what only that needs.
+/// Removes the value that `prologue` computes from `maker`, and the members that only this value needs.
 fn give(graph: &Graph, maker: &mut Kernel, prologue: &Prologue) {
     let KernelKind::Nest(nest) = &mut maker.kind else {
         return;
@@ -100,7 +101,7 @@ fn give(graph: &Graph, maker: &mut Kernel, prologue: &Prologue) {
     maker.reads.retain(read);
 }
 
-/// Leaves in `nest` what `values` need.
+/// Removes the members of `nest` that `values` do not need.
 fn restrict(graph: &Graph, nest: &mut Nest, values: &[Value]) {
     let mut needed: FxHashSet<Value> = FxHashSet::default();
     let mut stack = values.to_vec();

@@ -1,10 +1,10 @@
 //! What a row is: the one place that says how a nest may be split.
 //!
 //! The variables of a nest are split into those that number rows and those that number the elements of a row
-//! ([`Split`]). Statistics of rows, values that only rows depend on, and whatever a nest makes of a row
-//! follow from that split, so four questions must have one answer: into what the axes of a reduction part a
-//! space ([`parted`]), whether a nest may be split so ([`may_split`]), whether so many rows keep threads busy
-//! ([`are_enough`]), and what a nest with a split has stored so far ([`stores_points`]).
+//! ([`Split`]). Every file that fuses something with rows asks the same four questions, which are answered
+//! here: how the axes of a reduction divide the variables ([`parted`]), whether a nest may get a split
+//! ([`may_split`]), whether there are enough rows to keep all threads busy ([`are_enough`]), and whether what
+//! the nest stores so far fits the split ([`stores_points`]).
 
 use kiln_graph::op::Dims;
 

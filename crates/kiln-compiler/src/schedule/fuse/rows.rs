@@ -1,17 +1,17 @@
-//! Rows that are read once: what else is made of a row belongs into the nest that passes over it anyway.
+//! Rows that are read once: the nest that passes over a row also computes whatever else needs that row.
 //!
-//! A loss and its gradient are the example. The gradient's nest reads each row of logits for its statistics
-//! and once more for the gradient. The loss needs the statistics and one element of the row. In a nest of its
-//! own it would read the logits behind the statistics; they would be a kernel by themselves, the gradient
-//! another that reads the logits again, and could not overwrite them. Two rules keep all of this together:
+//! A loss and its gradient are the example. The gradient's nest passes over each row of logits for its
+//! statistics (the largest element, the sum of exponentials) and once more for the gradient. The loss needs
+//! the statistics and one element of the row. As a nest of its own the loss would read the logits a third
+//! time, and the gradient could not overwrite them. Two rules keep loss and gradient together:
 //!
-//! - What picks or sums up elements of rows, of values that depend on statistics that a nest over these rows
-//!   needs too, joins that nest, whoever uses it.
-//! - A result (a number of targets, a sum of weights) that such a nest needs is not made in one that waits
-//!   for the same statistics, for then the statistics could not be in the former.
+//! - An operation that picks or sums up elements of rows joins the nest that passes over these rows, whoever
+//!   uses the result, if both need the same statistics.
+//! - A number that such a nest reads (a count of targets, a sum of weights) is not computed in another nest
+//!   that waits for the same statistics: then the first nest could not compute the statistics itself.
 //!
-//! Where a program has the loss after the gradient, the nest would not be there yet when the pick is placed;
-//! so picks are placed as late as their operands allow.
+//! Fusion walks the graph backwards. Where a program computes the loss after the gradient, the gradient's nest
+//! does not exist yet when the walk meets the pick, so picks are placed as late as their operands allow.
 
 use rustc_hash::FxHashMap;
 

@@ -6,9 +6,10 @@ use crate::checks::is_check;
 
 /// A part of the step whose operations share no kernel with those of other parts.
 ///
-/// What the backward pass computes once more, and what it does at all, stays out of the kernels of the
-/// forward pass: otherwise what was recomputed to be dropped meanwhile would be kept. So do chunks of rows
-/// stay out of each other's. A look at indices waits for nothing else: updates wait for it.
+/// The forward pass is apart from the backward pass and the optimizer: a kernel of both would have to keep the
+/// values that the partition drops after the forward pass and computes again. Chunks of rows are apart, so that
+/// one chunk's memory is free when the next one runs. Index checks are apart because updates wait for them: a
+/// kernel that did other work as well would make the updates wait for that, too.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Section {
     forward: bool,
