@@ -9,6 +9,9 @@
 //! and if all indices have been looked at by then ([`crate::checks`]). And a buffer that dies at the kernel
 //! where another of the same size is made hands its memory over under the same condition.
 //!
+//! Where a target may run small kernels in another order, small buffers ([`Policy::kept_buffer`]) keep their memory
+//! for the whole step.
+//!
 //! Offsets: largest buffer first, each at the lowest offset where it fits among those already placed that
 //! overlap it in time. Finding the optimum is a bin packing problem; this order is within a few per cent of
 //! the lower bound (the most bytes alive at once), which the plan also reports. What the plan says is what is
@@ -22,6 +25,7 @@ use rustc_hash::FxHashMap;
 
 use kiln_graph::{Graph, Op, Value};
 
+use crate::policy::Policy;
 use crate::schedule::{Buffer, Schedule};
 
 /// Where a buffer lives.
@@ -58,17 +62,19 @@ struct Lifetime {
     last: usize,
 }
 
-/// Plans the memory of `schedule`. `scratch[k]` is the size of kernel `k`'s working memory; everything is
-/// aligned to `alignment` bytes.
-pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], alignment: usize) -> Plan {
+/// Plans the memory of `schedule`. `scratch[k]` is the size of kernel `k`'s working memory.
+pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], policy: &Policy) -> Plan {
     let lifetimes = lifetimes(graph, schedule);
     let mut plan = at_the_caller(graph, schedule, &lifetimes);
-    let roots = handed_on(graph, schedule, &lifetimes, &plan);
+    let roots = handed_on(graph, schedule, &lifetimes, &plan, policy);
     let mut joined: FxHashMap<Buffer, Lifetime> = FxHashMap::default();
     for (buffer, root) in &roots {
         let own = lifetimes[buffer];
         let whole = joined.entry(*root).or_insert(lifetimes[root]);
         whole.last = whole.last.max(own.last);
+        if own.bytes <= policy.kept_buffer {
+            (whole.first, whole.last) = (0, schedule.kernels.len() - 1);
+        }
     }
     let mut items: Vec<(Option<Buffer>, Lifetime)> =
         joined.into_iter().map(|(b, life)| (Some(b), life)).collect();
@@ -81,7 +87,7 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], alignment: us
         items.push((None, life));
     }
     for (_, life) in &mut items {
-        life.bytes = life.bytes.next_multiple_of(alignment);
+        life.bytes = life.bytes.next_multiple_of(policy.alignment);
     }
     plan.lower_bound = most_alive(&items, schedule.kernels.len());
     plan.scratch = vec![0; schedule.kernels.len()];
@@ -155,6 +161,7 @@ fn handed_on(
     schedule: &Schedule,
     lifetimes: &FxHashMap<Buffer, Lifetime>,
     plan: &Plan,
+    policy: &Policy,
 ) -> FxHashMap<Buffer, Buffer> {
     let mut roots: FxHashMap<Buffer, Buffer> = FxHashMap::default();
     for (number, kernel) in schedule.kernels.iter().enumerate() {
@@ -163,9 +170,11 @@ fn handed_on(
             if plan.places.contains_key(&buffer) || lifetimes[&buffer].first != number {
                 continue;
             }
+            let kept = lifetimes[&buffer].bytes <= policy.kept_buffer;
             let giver = kernel.overwritable(graph, buffer).into_iter().find(|&value| {
                 let dying = Buffer::Value(value);
-                !taken.contains(&value)
+                !kept
+                    && !taken.contains(&value)
                     && !plan.places.contains_key(&dying)
                     && lifetimes[&dying].last == number
             });

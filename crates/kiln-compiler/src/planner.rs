@@ -31,7 +31,7 @@ pub fn kernels<T: Target>(
 /// The memory of a step of these kernels.
 pub fn memory<T: Target>(graph: &Graph, schedule: &Schedule, kernels: &[T::Kernel], target: &T) -> Plan {
     let scratch: Vec<usize> = kernels.iter().map(|kernel| target.scratch(kernel)).collect();
-    plan::plan(graph, schedule, &scratch, target.policy().alignment)
+    plan::plan(graph, schedule, &scratch, target.policy())
 }
 
 /// Plans partitioned graphs: schedule, kernels, memory.

@@ -12,6 +12,9 @@ use kiln_graph::DType;
 pub struct Policy {
     /// Alignment of everything in the arena, in bytes; a power of two.
     pub alignment: usize,
+    /// Most bytes of a buffer that shares its memory with no other: kernels that touch nothing else may then change
+    /// places.
+    pub kept_buffer: usize,
     /// Most buffers that one nest reads and writes.
     pub nest_buffers: usize,
     /// Most operations in one nest.

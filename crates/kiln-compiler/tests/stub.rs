@@ -20,6 +20,7 @@ use kiln_partition::testing::{Sizes, decoder_step};
 /// channels-first.
 const RELUCTANT: Policy = Policy {
     alignment: 16,
+    kept_buffer: 64,
     nest_buffers: 4,
     nest_operations: 3,
     inline_operations: 1,

@@ -11,6 +11,8 @@ use kiln_graph::DType;
 pub const POLICY: Policy = Policy {
     // A cache line, and the widest vector there is.
     alignment: 64,
+    // Kernels run in the order of the schedule.
+    kept_buffer: 0,
     // Each buffer takes a pointer register or a reload of it; 16 and 32 are the general registers of the
     // machines at hand. Some steps were slower with 16.
     nest_buffers: 24,

@@ -1,7 +1,7 @@
 //! What the runtime costs and the device gives: launches, copies, products, compilation.
 //!
 //! ```text
-//! cargo run --release -p kiln-cuda --example measure
+//! cargo run --release -p kiln-cuda --example measure [-- products | launches]
 //! ```
 //!
 //! Times of the device come from its events, the median of several; times of the host are wall-clock.
@@ -30,12 +30,21 @@ fn main() -> Answer<()> {
     let device = Device::open(&Driver::open(&search)?, 0)?;
     let nvrtc = Nvrtc::open(&search)?;
     let capability = device.description().capability;
-    compilation(&nvrtc, capability)?;
-    let compiler = Compiler::new(nvrtc, capability, Store::disabled())?;
     let stream = device.stream()?;
+    let part = std::env::args().nth(1);
+    if part.as_deref() == Some("products") {
+        return products(&device, &stream, CublasLt::open(&search)?);
+    }
+    if part.is_none() {
+        compilation(&nvrtc, capability)?;
+    }
+    let compiler = Compiler::new(nvrtc, capability, Store::disabled())?;
     let cubin = compiler.compile(&[source("empty", EMPTY)])?.remove(0);
     let empty = Module::load(&device, "empty", &cubin.image)?.kernel("empty")?;
     launches(&device, &stream, &empty)?;
+    if part.as_deref() == Some("launches") {
+        return Ok(());
+    }
     copies(&device, &stream)?;
     products(&device, &stream, CublasLt::open(&search)?)
 }
@@ -163,6 +172,50 @@ fn launches(device: &Device, stream: &Stream, empty: &Kernel) -> Answer<()> {
             device_time / f64::from(nodes)
         );
     }
+    calls(device, stream, &launch)
+}
+
+/// What the host pays for a call of a step of 500 kernels, four calls ahead of the device: with scalars sent in front, a result copied behind, memory for it allocated and freed.
+fn calls(device: &Device, stream: &Stream, launch: &Launch) -> Answer<()> {
+    let mut graph = GraphBuilder::new(device, "step")?;
+    let mut last = Vec::new();
+    for _ in 0..500 {
+        // SAFETY: the kernel touches nothing.
+        last = vec![unsafe { graph.kernel(&last, launch) }?];
+    }
+    let mut step = graph.instantiate(stream)?;
+    let mut parcel = Parcel::new(stream, 1 << 17)?;
+    let slot = Storage::allocate(stream, 256)?;
+    let kept = Arc::new(Storage::allocate(stream, 256)?);
+    for (sent, copied, allocated) in [
+        (0, false, false),
+        (256, false, false),
+        (1 << 17, false, false),
+        (0, true, false),
+        (0, false, true),
+        (256, true, false),
+        (256, true, true),
+    ] {
+        let host = micros(15, || {
+            stream.synchronize()?;
+            let start = Instant::now();
+            for _ in 0..4 {
+                parcel.send(stream, sent, |block| block.fill(1))?;
+                let result = match allocated {
+                    true => Arc::new(Storage::allocate(stream, 256)?),
+                    false => kept.clone(),
+                };
+                step.launch()?;
+                if copied {
+                    stream.copy(&slot, 0..256, &result, 0)?;
+                }
+            }
+            Ok(millis(start) * 1000.0 / 4.0)
+        })?;
+        println!(
+            "a call of 500 kernels: {host:.1} us of the host, {sent} bytes sent, result copied: {copied}, allocated: {allocated}"
+        );
+    }
     Ok(())
 }
 
@@ -205,6 +258,11 @@ fn products(device: &Device, stream: &Stream, library: CublasLt) -> Answer<()> {
     // their gradients, the vocabulary.
     let tokens = 32 * 128;
     let linear = |n, k| Product::dense(tokens, n, k, Number::Bf16).with_transposed_right();
+    let weights = |vocabulary: u64| {
+        Product::dense(vocabulary, 768, tokens, Number::Bf16)
+            .with_transposed_left()
+            .with_result(Number::F32)
+    };
     let shapes = [
         square(Number::Bf16),
         square(Number::F16),
@@ -234,9 +292,13 @@ fn products(device: &Device, stream: &Stream, library: CublasLt) -> Answer<()> {
         Product::dense(3072, 768, tokens, Number::Bf16)
             .with_transposed_left()
             .with_epilogue(Epilogue::LeftSums),
-        // A vocabulary whose rows are no multiple of 16 bytes, and one padded to it.
+        // A vocabulary that tensor cores do not take, and one padded for them: logits, and the gradients.
         linear(30_522, 768),
         linear(30_528, 768),
+        Product::dense(tokens, 768, 30_522, Number::Bf16),
+        Product::dense(tokens, 768, 30_528, Number::Bf16),
+        weights(30_522),
+        weights(30_528),
         linear(3072, 768)
             .with_compute(Compute::F32)
             .with_result(Number::F32),

@@ -50,7 +50,8 @@ pub struct FunctionText {
 }
 
 impl FunctionText {
-    /// The source of the kernel called `name`. A guarded kernel has one more parameter and does nothing once an index was out of range.
+    /// The source of the kernel called `name`. A guarded kernel has one more parameter, `kiln_stopped`, and does nothing once an index was out of range, unless its statements look at
+    /// that parameter themselves.
     pub fn source(&self, name: &str, guarded: bool) -> String {
         let mut parameters = self.parameters.clone();
         if guarded {
@@ -62,7 +63,7 @@ impl FunctionText {
             "\nextern \"C\" __global__ void __launch_bounds__({})\n{name}({})\n{{\n{}{}\n}}\n",
             self.threads,
             parameters.join(", "),
-            if guarded {
+            if guarded && !self.body.contains("kiln_stopped") {
                 "if (*kiln_stopped) return;\n"
             } else {
                 ""

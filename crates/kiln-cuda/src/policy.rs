@@ -9,6 +9,9 @@ use kiln_compiler::Policy;
 pub const POLICY: Policy = Policy {
     // What the driver's own allocations have, and two lines of L2.
     alignment: 256,
+    // Statistics of some thousand channels or rows: kernels on these are joined where nothing keeps their order.
+    // Some hundred such buffers are a few megabytes.
+    kept_buffer: 32 * 1024,
     // All arguments of a kernel travel in 4 KiB; what bounds a nest are the registers that loads in flight
     // take.
     nest_buffers: 24,
@@ -22,7 +25,7 @@ pub const POLICY: Policy = Policy {
     // One block reduces so many elements in some ten microseconds.
     shared_reduction: 16 * 1024,
     // A launch costs more than the loads that it saves, whatever the size.
-    sibling_elements: 256,
+    sibling_elements: 1,
     // A share of L2: 8 MiB of f32.
     cached_elements: 2 * 1024 * 1024,
     channels_last: true,

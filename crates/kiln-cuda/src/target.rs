@@ -7,6 +7,7 @@ use kiln_graph::Graph;
 use kiln_partition::Machine;
 
 use crate::code::StepCode;
+use crate::emit::product::padded::Padding;
 use crate::emit::{self, EmitOptions, KernelCode};
 use crate::libraries::DeviceDescription;
 use crate::policy::POLICY;
@@ -29,6 +30,8 @@ pub struct CudaTarget {
     /// Whether there is cuDNN. Code for a device with it has both sides of each convolution: which of them runs is decided on the device, which may
     /// refuse one.
     pub cudnn: bool,
+    /// Which products of 16 bits are computed on padded copies.
+    pub padding: Padding,
     /// What the machine can do in a second.
     pub rates: Machine,
 }
@@ -56,6 +59,7 @@ impl Default for CudaTarget {
             processors: 132,
             tf32: false,
             cudnn: false,
+            padding: Padding::default(),
             rates: H200,
         }
     }
@@ -76,6 +80,7 @@ impl CudaTarget {
             capability: self.capability,
             processors: self.processors,
             tf32: self.tf32,
+            padding: self.padding,
             cudnn: self.cudnn,
             layouts,
         }
@@ -96,8 +101,8 @@ impl Target for CudaTarget {
     fn fingerprint(&self) -> String {
         let (major, minor) = self.capability;
         format!(
-            "sm_{major}{minor} processors={} tf32={} cudnn={} sources={CUDA_SOURCES}",
-            self.processors, self.tf32, self.cudnn
+            "sm_{major}{minor} processors={} tf32={} cudnn={} padding={:?} sources={CUDA_SOURCES}",
+            self.processors, self.tf32, self.cudnn, self.padding
         )
     }
 
@@ -118,6 +123,6 @@ impl Target for CudaTarget {
     }
 
     fn emit(&self, step: &Step<'_, KernelCode>) -> Result<Emitted<StepCode>, CompileError> {
-        Ok(emit::step::emit(step))
+        Ok(emit::step::emit(step, self.processors))
     }
 }

@@ -8,11 +8,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kiln_compiler::{CompileError, Options};
-use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside, StepError};
+use kiln_cuda::CudaTarget;
+use kiln_cuda::emit::product::padded::Padding;
+use kiln_cuda::execute::{CudaExecutable, Given, Gpu, NothingOutside, StepError};
 use kiln_cuda::runtime::Storage;
 use kiln_cuda::testing::host::Differential;
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
-use kiln_graph::{DType, Graph, HostTensor};
+use kiln_graph::{DType, Graph, HostTensor, interpret_f64};
 
 /// The first GPU; a printed reason if there is none.
 fn gpu() -> Option<Arc<Gpu>> {
@@ -25,7 +27,16 @@ const RUNS: usize = 4;
 
 /// Runs `graph` on the GPU; none if the target does not compute one of its operations.
 fn check(gpu: &Arc<Gpu>, graph: &Graph, tolerances: Option<&[f64]>) -> Result<Option<()>, String> {
-    let executable = match CudaExecutable::new(graph, &Options::default(), &gpu.target(), gpu) {
+    check_for(gpu, graph, tolerances, &gpu.target())
+}
+
+fn check_for(
+    gpu: &Arc<Gpu>,
+    graph: &Graph,
+    tolerances: Option<&[f64]>,
+    target: &CudaTarget,
+) -> Result<Option<()>, String> {
+    let executable = match CudaExecutable::new(graph, &Options::default(), target, gpu) {
         Ok(executable) => executable,
         Err(StepError::Compile(error @ CompileError::Unsupported { .. })) => {
             println!("{error}");
@@ -85,7 +96,120 @@ fn check(gpu: &Arc<Gpu>, graph: &Graph, tolerances: Option<&[f64]>) -> Result<Op
     if executable.contract().externs.is_empty() && executable.graph_nodes().is_none() {
         return Err("the step never became a graph".into());
     }
+    if executable.can_settle() {
+        check_settled(gpu, &executable, (tensors, &bits), &first.unwrap_or_default())?;
+    }
     Ok(Some(()))
+}
+
+/// Calls on what is settled have the bits of `expected`: arguments that an output takes over stay, the others come from the host at each call.
+fn check_settled(
+    gpu: &Gpu,
+    executable: &CudaExecutable,
+    (tensors, scalars): (&[HostTensor], &[u64]),
+    expected: &[HostTensor],
+) -> Result<(), String> {
+    let aliases: Vec<Option<usize>> = executable
+        .contract()
+        .aliases
+        .iter()
+        .map(|alias| alias.map(|input| input as usize))
+        .collect();
+    let stays = |(index, tensor): (usize, &HostTensor)| {
+        let taken = aliases.contains(&Some(index));
+        taken.then(|| gpu.upload(tensor.bytes()).unwrap())
+    };
+    let inputs = tensors.iter().enumerate().map(stays).collect();
+    let mut settled = executable
+        .settle(inputs, &aliases)
+        .map_err(|error| error.to_string())?;
+    for run in 0..3 {
+        for (index, tensor) in tensors.iter().enumerate() {
+            if let Some(storage) = settled.argument(index) {
+                gpu.stream().write(tensor.bytes(), storage, 0).unwrap();
+            }
+        }
+        let fresh = settled.fresh().to_vec();
+        let given: Vec<Given<'_>> = fresh
+            .iter()
+            .map(|&index| Given::Host(tensors[index].bytes()))
+            .collect();
+        let made = executable
+            .run_settled(&mut settled, &given, scalars, true)
+            .map_err(|error| format!("settled run {run}: {error}"))?;
+        let mut made = made.iter();
+        for (number, (alias, expected)) in aliases.iter().zip(expected).enumerate() {
+            let storage = match alias {
+                Some(input) => settled.argument(*input),
+                None => made.next(),
+            };
+            let mut bytes = vec![0; expected.bytes().len()];
+            gpu.download(storage.unwrap(), &mut bytes).unwrap();
+            if bytes != expected.bytes() {
+                return Err(format!("output {number} has other bits in settled run {run}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// State that is not computed in place has two buffers and two graphs: its values are those of as many runs of the interpreter.
+#[test]
+fn state_with_two_buffers() {
+    let Some(gpu) = gpu() else { return };
+    let text = "graph @mixed {
+      %state = parameter 0 : f32[32,32]
+      %batch = parameter 1 : f32[32,32]
+      %turned = transpose %state {perm=[1,0]} : f32[32,32]
+      %next = add %turned, %batch : f32[32,32]
+      return %next
+    }";
+    let graph = Graph::parse(text).unwrap();
+    let executable = CudaExecutable::new(&graph, &Options::default(), &gpu.target(), &gpu).unwrap();
+    let numbers = |seed: usize| -> HostTensor {
+        let number = |at: usize| ((at * 37 + seed * 11) % 64) as f64 - 32.0;
+        HostTensor::from_floats(DType::F32, [32, 32], (0..1024).map(number))
+    };
+    let mut expected = numbers(0);
+    let state = gpu.upload(expected.bytes()).unwrap();
+    let mut settled = executable.settle(vec![Some(state), None], &[Some(0)]).unwrap();
+    assert_eq!(settled.pairs(), [(0, 0)]);
+    for call in 1..8 {
+        let batch = numbers(call);
+        let given = [Given::Host(batch.bytes())];
+        executable.run_settled(&mut settled, &given, &[], true).unwrap();
+        expected = interpret_f64(&graph, &[expected, batch.clone()], &[])
+            .unwrap()
+            .remove(0);
+        let mut bytes = vec![0; 4096];
+        gpu.download(settled.argument(0).unwrap(), &mut bytes).unwrap();
+        let ty = graph.ty(graph.outputs[0].value).clone();
+        let actual = HostTensor::from_bytes(ty, bytes).unwrap();
+        assert_eq!(actual.to_f64s(), expected.to_f64s(), "call {call}");
+    }
+}
+
+/// Products on copies with padded extents.
+#[test]
+fn padded_products() {
+    let Some(gpu) = gpu() else { return };
+    let text = "graph @padded {
+      %a = parameter 0 : T[390,400]
+      %b = parameter 1 : T[400,389]
+      %c = parameter 2 : T[386,389]
+      %d = parameter 3 : T[385,386]
+      %x = dot_general %a, %b {a_contract=[1], b_contract=[0]} : T[390,389]
+      %y = dot_general %c, %d {a_contract=[0], b_contract=[1]} : T[389,385]
+      return %x, %y
+    }";
+    for dtype in ["bf16", "f16"] {
+        let graph = Graph::parse(&text.replace("T[", &format!("{dtype}["))).unwrap();
+        let target = CudaTarget {
+            padding: Padding::Always,
+            ..gpu.target()
+        };
+        check_for(&gpu, &graph, None, &target).unwrap();
+    }
 }
 
 /// Checks graphs, and how many of them the target computes.

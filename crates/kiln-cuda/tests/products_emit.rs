@@ -5,7 +5,10 @@ mod common;
 mod emitted;
 
 use emitted::{Emitted, check, graph, machine_code};
+use kiln_cuda::code::CallKind;
 use kiln_cuda::emit::Call;
+use kiln_cuda::emit::product::padded::Padding;
+use kiln_cuda::testing::host::{Differential, Outcome};
 
 const PLAIN: &str = "$a = parameter : T[5,7]
     $b = parameter : T[7,3]
@@ -183,4 +186,79 @@ fn matrices_are_products_of_the_library() {
     assert_eq!(products(SPLIT_ROWS), ["4 x [3, 7]ᵀ · [7, 6] of bf16"]);
     assert_eq!(products(NOTHING), ["-"]);
     assert_eq!(products(WINDOWS), ["-"; 3]);
+}
+
+/// Products on copies with padded extents, as a letter for each call: a copy, the product, the product itself.
+fn padded(case: &str) -> String {
+    let calls = Emitted::new(&graph(&cases(&[case], "bf16"))).calls;
+    let letter = |call: &Call| match call {
+        Call::Padded(_) => 'P',
+        Call::Product(_) => 'p',
+        _ => 'c',
+    };
+    calls.iter().map(letter).collect()
+}
+
+fn plain(rows: usize, columns: usize, depth: usize) -> String {
+    format!(
+        "$a = parameter : T[{rows},{depth}]
+        $b = parameter : T[{depth},{columns}]
+        $c = dot_general $a, $b {{a_contract=[1], b_contract=[0]}} : T[{rows},{columns}]
+        return $c"
+    )
+}
+
+#[test]
+fn a_vocabulary_of_odd_extent_is_padded() {
+    // The logits, their gradient's way back, and the weights' gradient.
+    assert_eq!(padded(&plain(4096, 30_522, 768)), "cPc");
+    assert_eq!(padded(&plain(4096, 768, 30_522)), "ccP");
+    assert_eq!(padded(&plain(30_522, 768, 4096)), "cPc");
+    // Nothing to pad, and nothing to gain.
+    assert_eq!(padded(&plain(4096, 30_528, 768)), "p");
+    assert_eq!(padded(&plain(512, 30_522, 64)), "p");
+    let f32 = Emitted::new(&graph(&cases(&[&plain(4096, 30_522, 768)], "f32")));
+    assert_eq!(f32.calls.len(), 1);
+    let logits = graph(&cases(
+        &[&plain(4096, 30_522, 768), &plain(30_522, 767, 4096)],
+        "bf16",
+    ));
+    machine_code(&Emitted::new(&logits).functions);
+}
+
+#[test]
+fn products_on_padded_copies_are_right() {
+    let exchanged = "$a = parameter : T[23,41]
+        $b = parameter : T[9,23]
+        $c = dot_general $a, $b {a_contract=[0], b_contract=[1]} : T[41,9]
+        return $c";
+    let windows = "$x = parameter : T[30,50]
+        $y = parameter : T[40,24]
+        $a = slice $x {starts=[3,5], limits=[19,45], steps=[1,1]} : T[16,40]
+        $c = dot_general $a, $y {a_contract=[1], b_contract=[0]} : T[16,24]
+        return $c";
+    let all = [
+        plain(17, 19, 21),
+        plain(16, 19, 32),
+        plain(16, 24, 9),
+        plain(8, 10, 12),
+    ];
+    let mut all: Vec<&str> = all.iter().map(String::as_str).collect();
+    all.extend([exchanged, windows]);
+    for dtype in ["bf16", "f16"] {
+        let graph = graph(&cases(&all, dtype));
+        let mut comparison = Differential::new(&graph);
+        comparison.target.padding = Padding::Always;
+        let step = comparison.compile().unwrap();
+        let products = step
+            .code
+            .calls
+            .iter()
+            .filter(|call| matches!(call.kind, CallKind::Product { .. }));
+        assert!(
+            step.code.calls.len() > products.count() + all.len(),
+            "nothing was copied"
+        );
+        assert_eq!(comparison.check(), Ok(Outcome::Same));
+    }
 }

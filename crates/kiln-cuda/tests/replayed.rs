@@ -243,6 +243,19 @@ fn a_settled_step_is_one_copy_and_one_launch() {
         ];
         assert_eq!(names(&next), asked, "{next:#?}");
     }
+    // A result that nobody has any more gives its memory to the next one; one that somebody has does not.
+    let taken = keep.pop().unwrap();
+    keep.drain(..);
+    let free = settled_call(&setup, &mut settled, &mut keep);
+    assert_eq!(count(&free, "cuMemAllocFromPoolAsync"), 0, "{free:#?}");
+    let other = settled_call(&setup, &mut settled, &mut keep);
+    assert_eq!(count(&other, "cuMemAllocFromPoolAsync"), 0, "{other:#?}");
+    let addresses: Vec<u64> = keep
+        .iter()
+        .chain([&taken])
+        .map(|result| result.address())
+        .collect();
+    assert!(addresses[0] != addresses[1] && !addresses[..2].contains(&addresses[2]));
     // A batch that is on the device already is copied there.
     let batch = setup.gpu.upload(&[1; 4096]).unwrap();
     setup.fake.calls();

@@ -7,6 +7,7 @@ use crate::policy::Policy;
 /// Thresholds that small graphs meet, so that small graphs take every way through the scheduler.
 pub const POLICY: Policy = Policy {
     alignment: 64,
+    kept_buffer: 0,
     nest_buffers: 24,
     nest_operations: 160,
     inline_operations: 12,

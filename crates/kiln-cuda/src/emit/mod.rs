@@ -11,8 +11,11 @@
 //! | pools | [`pooling`] |
 //! | attention | [`attention`] |
 //! | everything else of the library: scatter, sort, cumulative sums, .. | [`library`] |
+//!
+//! Small kernels that do not depend on each other are one launch (`beside`).
 
 pub mod attention;
+mod beside;
 pub mod convolution;
 pub mod elements;
 pub mod expressions;
@@ -29,6 +32,7 @@ use kiln_compiler::schedule::layout::Layouts;
 use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
 use kiln_graph::{Graph, Node, Op};
 
+use self::product::padded::Padding;
 use crate::code::FunctionText;
 use crate::convolutions::Convolution;
 use crate::products::Product;
@@ -93,6 +97,15 @@ pub struct ConvolutionCall {
     pub workspace: (usize, usize),
 }
 
+/// A product some of whose matrices are in the kernel's working memory.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PaddedProduct {
+    /// The product, as the matrices lie there.
+    pub call: ProductCall,
+    /// Where in working memory the left operand, the right operand and the result are instead of in their buffers.
+    pub copies: [Option<usize>; 3],
+}
+
 /// One call of the step.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Call {
@@ -104,6 +117,8 @@ pub enum Call {
     Convolution(Box<ConvolutionCall>),
     /// The first calls where the library takes their convolutions, the others elsewhere.
     Either(Vec<Call>, Vec<Call>),
+    /// A product on copies of matrices.
+    Padded(Box<PaddedProduct>),
     /// An operation that the front end runs: operands, then results.
     Extern(Vec<Argument>),
 }
@@ -136,6 +151,8 @@ pub struct EmitOptions<'a> {
     pub processors: u32,
     /// Whether products of f32 may round their operands for the tensor cores.
     pub tf32: bool,
+    /// Which products are computed on padded copies.
+    pub padding: Padding,
     /// Whether there is cuDNN, which is then asked first for each convolution.
     pub cudnn: bool,
     /// Values that are not stored row-major.

@@ -1,76 +1,59 @@
 //! The step: its functions, each once and under a name, and the calls of its kernels in order.
 
+use kiln_compiler::Check;
 use kiln_compiler::plan::{Place, Plan};
 use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
 use kiln_compiler::{Emitted, Step};
 use kiln_graph::{Graph, Node, Op};
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::{Argument, Call, KernelCode, Launch};
+use super::beside::{self, Entry, Placed, Range, Small, Space};
+use super::{Argument, Call, KernelCode, Launch, ProductCall};
 use crate::code::{Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
 
-/// Puts the calls of a scheduled and planned graph together.
-pub fn emit(step: &Step<'_, KernelCode>) -> Emitted<StepCode> {
+/// Puts the calls of a scheduled and planned graph together, for a device of so many multiprocessors.
+pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
     let Step {
         graph,
         schedule,
         plan,
         ..
     } = *step;
+    let guards = schedule.checks_decided_after(graph);
     let mut writer = Writer {
+        graph,
         plan,
+        kernels: &schedule.kernels,
+        codes: step.kernels,
+        has_guards: !guards.is_empty(),
         functions: Functions::default(),
         calls: Vec::new(),
+        externs: 0,
+        names: vec![None; schedule.kernels.len()],
     };
-    let first_check = graph.outputs.iter().filter(|output| !output.check).count() as u32;
-    let guards = schedule.checks_decided_after(graph);
-    let mut externs = 0..;
-    let mut names = Vec::new();
-    for (number, (kernel, code)) in schedule.kernels.iter().zip(step.kernels).enumerate() {
-        let overwrites = writer.overwrites(kernel) && !guards.is_empty();
-        let kind = kind_name(graph, kernel);
-        let scratch = plan.scratch[number];
-        let mut own_name = None;
-        for call in &code.calls {
-            let kind = writer.kind(
-                call,
-                &mut Frame {
-                    kind: &kind,
-                    overwrites,
-                    scratch,
-                    externs: &mut externs,
-                    name: &mut own_name,
-                },
-            );
-            writer.call(number, kind);
+    let entries: Vec<Entry<'_>> = (0..schedule.kernels.len())
+        .map(|number| writer.entry(number, guards.contains(&number), processors))
+        .collect();
+    let mut emitted = 0;
+    for group in beside::groups(&entries) {
+        match &group[..] {
+            [lane] if lane.len() == 1 => writer.alone(lane[0]),
+            lanes => writer.beside(lanes),
         }
-        names.push(own_name.unwrap_or(kind));
-        let checks = step.checks.iter().zip(&guards).enumerate();
-        for (check, (looked, _)) in checks.filter(|(_, (_, after))| **after == number) {
-            let output = first_check + 2 * check as u32;
-            let extreme = |output: u32| {
-                let value = graph.outputs[output as usize].value;
-                let own = plan.places.get(&Buffer::Output(output));
-                match own.or_else(|| plan.places.get(&Buffer::Value(value))) {
-                    Some(&found) => placed(found, 0),
-                    None => Address::Output(output, 0),
-                }
-            };
-            writer.call(
-                number,
-                CallKind::Guard {
-                    check: check as u32,
-                    dtype: looked.dtype.clone(),
-                    extent: looked.extent() as u64,
-                    least: extreme(output),
-                    most: extreme(output + 1),
-                },
-            );
+        emitted += group.iter().map(Vec::len).sum::<usize>();
+        // Nothing waits behind a kernel that decides a check: all up to it are emitted by now.
+        for (check, looked) in step.checks.iter().enumerate() {
+            if guards[check] + 1 == emitted {
+                writer.guard(check as u32, looked, emitted - 1);
+            }
         }
     }
     let bytes = |values: &mut dyn Iterator<Item = kiln_graph::Value>| -> Vec<usize> {
         values.map(|value| graph.ty(value).bytes()).collect()
     };
+    let names = writer.names.into_iter().zip(&schedule.kernels);
+    let names = names.map(|(name, kernel)| name.unwrap_or_else(|| kind_name(graph, kernel)));
+    let names = names.collect();
     let code = StepCode {
         functions: writer.functions.list,
         calls: writer.calls,
@@ -96,17 +79,97 @@ struct Frame<'a> {
 }
 
 struct Writer<'a> {
+    graph: &'a Graph,
     plan: &'a Plan,
+    kernels: &'a [Kernel],
+    codes: &'a [KernelCode],
+    /// Whether the step looks at indices.
+    has_guards: bool,
     functions: Functions,
     calls: Vec<StepCall>,
+    /// Operations outside, so far.
+    externs: u32,
+    /// The first function of each kernel.
+    names: Vec<Option<String>>,
 }
 
-impl Writer<'_> {
+impl<'a> Writer<'a> {
     fn call(&mut self, kernel: usize, kind: CallKind) {
         self.calls.push(StepCall {
             kernel: kernel as u32,
             kind,
         });
+    }
+
+    /// What the place of kernel `number` among the others depends on. `decides` says whether a guard follows it.
+    fn entry(&self, number: usize, decides: bool, processors: u32) -> Entry<'a> {
+        let (kernel, code) = (&self.kernels[number], &self.codes[number]);
+        let ranges =
+            |buffers: &[Buffer]| -> Vec<Range> { buffers.iter().filter_map(|&it| self.range(it)).collect() };
+        let mut writes = ranges(&kernel.writes);
+        let start = self.plan.scratch[number];
+        writes.push(Range {
+            space: Space::Arena,
+            start,
+            end: start + code.scratch,
+        });
+        let small = match &code.calls[..] {
+            [Call::Launch(launch)] => {
+                let blocks = launch.grid.iter().fold(1, |all: u32, &it| all.saturating_mul(it));
+                let is_table = |argument: &Argument| matches!(argument, Argument::Table(_));
+                let fits = blocks <= processors
+                    && launch.shared_bytes == 0
+                    && !launch.arguments.iter().any(is_table)
+                    && beside::is_plain(&launch.text);
+                fits.then(|| Small {
+                    text: &launch.text,
+                    pointers: launch.arguments.len(),
+                    blocks,
+                })
+            }
+            _ => None,
+        };
+        let outside = code.calls.iter().any(|call| matches!(call, Call::Extern(_)));
+        Entry {
+            reads: ranges(&kernel.reads),
+            writes,
+            small,
+            barrier: decides || outside,
+        }
+    }
+
+    /// The bytes of a buffer; none if it has none.
+    fn range(&self, buffer: Buffer) -> Option<Range> {
+        let (space, start) = match *self.plan.places.get(&buffer)? {
+            Place::Input(index) => (Space::Input(index), 0),
+            Place::Output(index) => match self.plan.aliases[index as usize] {
+                Some(input) => (Space::Input(input), 0),
+                None => (Space::Output(index), 0),
+            },
+            Place::Arena(offset) => (Space::Arena, offset),
+        };
+        let end = start + buffer.bytes(self.graph);
+        Some(Range { space, start, end })
+    }
+
+    /// The calls of kernel `number`.
+    fn alone(&mut self, number: usize) {
+        let (kernel, codes) = (&self.kernels[number], self.codes);
+        let kind = kind_name(self.graph, kernel);
+        let (mut externs, mut name) = (self.externs.., None);
+        for call in &codes[number].calls {
+            let mut frame = Frame {
+                kind: &kind,
+                overwrites: self.guarded(kernel),
+                scratch: self.plan.scratch[number],
+                externs: &mut externs,
+                name: &mut name,
+            };
+            let kind = self.kind(call, &mut frame);
+            self.call(number, kind);
+        }
+        self.externs = externs.start;
+        self.names[number] = name;
     }
 
     /// A call at the planned addresses.
@@ -123,14 +186,14 @@ impl Writer<'_> {
                 frame
                     .name
                     .get_or_insert_with(|| format!("product {}", call.product));
-                let at = |(buffer, bytes): (Buffer, usize)| place(self.plan, buffer, bytes);
-                CallKind::Product {
-                    product: Box::new(call.product.clone()),
-                    left: at(call.left),
-                    right: at(call.right),
-                    result: at(call.result),
-                    workspace: (Address::Arena(scratch), call.workspace),
-                }
+                product(self.plan, call, [None; 3], scratch)
+            }
+            Call::Padded(padded) => {
+                let call = &padded.call;
+                let name = format!("product {}", call.product);
+                // After the product, not after the copies around it.
+                *frame.name = Some(name);
+                product(self.plan, call, padded.copies, scratch)
             }
             Call::Convolution(call) => {
                 *frame.name = Some(format!("cuDNN {}", call.convolution));
@@ -174,6 +237,66 @@ impl Writer<'_> {
         }
     }
 
+    /// One launch for small kernels, in lanes.
+    fn beside(&mut self, lanes: &[Vec<usize>]) {
+        let codes = self.codes;
+        let placed = |&number: &usize| match &codes[number].calls[..] {
+            [Call::Launch(launch)] => Some(Placed {
+                text: &launch.text,
+                guarded: self.guarded(&self.kernels[number]),
+                grid: launch.grid,
+                arguments: self.pointers(launch, self.plan.scratch[number]),
+            }),
+            _ => None,
+        };
+        let placed: Vec<Vec<Placed<'_>>> = lanes
+            .iter()
+            .map(|lane| lane.iter().filter_map(placed).collect())
+            .collect();
+        let (text, grid, arguments) = beside::together(&placed);
+        let first = lanes[0][0];
+        let guarded = placed.iter().flatten().any(|placed| placed.guarded);
+        let function = self.functions.number("beside", &text, guarded);
+        let name = &self.functions.list[function].name;
+        for &number in lanes.iter().flatten() {
+            self.names[number] = Some(name.clone());
+        }
+        let launch = CallKind::Launch {
+            function,
+            grid,
+            shared_bytes: 0,
+            arguments,
+        };
+        self.call(first, launch);
+    }
+
+    /// The guard of check `check`, behind kernel `number`.
+    fn guard(&mut self, check: u32, looked: &Check, number: usize) {
+        let own_outputs = self.graph.outputs.iter().filter(|output| !output.check);
+        let output = own_outputs.count() as u32 + 2 * check;
+        let extreme = |output: u32| {
+            let value = self.graph.outputs[output as usize].value;
+            let own = self.plan.places.get(&Buffer::Output(output));
+            match own.or_else(|| self.plan.places.get(&Buffer::Value(value))) {
+                Some(&found) => placed(found, 0),
+                None => Address::Output(output, 0),
+            }
+        };
+        let guard = CallKind::Guard {
+            check,
+            dtype: looked.dtype.clone(),
+            extent: looked.extent() as u64,
+            least: extreme(output),
+            most: extreme(output + 1),
+        };
+        self.call(number, guard);
+    }
+
+    /// Whether the kernel does nothing once an index was out of range.
+    fn guarded(&self, kernel: &Kernel) -> bool {
+        self.has_guards && self.overwrites(kernel)
+    }
+
     /// Whether the kernel writes into memory that the step was given.
     fn overwrites(&self, kernel: &Kernel) -> bool {
         kernel
@@ -187,6 +310,15 @@ impl Writer<'_> {
     }
 
     fn launch(&self, function: usize, launch: &Launch, scratch: usize) -> CallKind {
+        CallKind::Launch {
+            function,
+            grid: launch.grid,
+            shared_bytes: launch.shared_bytes,
+            arguments: self.pointers(launch, scratch),
+        }
+    }
+
+    fn pointers(&self, launch: &Launch, scratch: usize) -> Vec<Pointer> {
         let one = |argument: &Argument| address(self.plan, argument, scratch);
         let arguments = launch.arguments.iter().map(|argument| match argument {
             Argument::Table(rows) => Pointer::Table(
@@ -196,12 +328,7 @@ impl Writer<'_> {
             ),
             argument => Pointer::To(one(argument)),
         });
-        CallKind::Launch {
-            function,
-            grid: launch.grid,
-            shared_bytes: launch.shared_bytes,
-            arguments: arguments.collect(),
-        }
+        arguments.collect()
     }
 }
 
@@ -250,6 +377,21 @@ fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
             Op::Extern(_) => "extern".into(),
             op => op.name().into(),
         },
+    }
+}
+
+/// A product's call. `copies` are matrices in working memory, which begins at byte `scratch` of the arena.
+fn product(plan: &Plan, call: &ProductCall, copies: [Option<usize>; 3], scratch: usize) -> CallKind {
+    let at = |matrix: usize, (buffer, bytes): (Buffer, usize)| match copies[matrix] {
+        Some(offset) => Address::Arena(scratch + offset),
+        None => place(plan, buffer, bytes),
+    };
+    CallKind::Product {
+        product: Box::new(call.product.clone()),
+        left: at(0, call.left),
+        right: at(1, call.right),
+        result: at(2, call.result),
+        workspace: (Address::Arena(scratch), call.workspace),
     }
 }
 

@@ -7,8 +7,16 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::executable::{CudaExecutable, StepError};
+use super::gpu::Gpu;
 use super::replayed::{Arrangement, Given, Replayed};
+use crate::error::CudaError;
 use crate::runtime::Storage;
+
+/// Results of at most so many bytes get memory that an earlier result no longer needs: asking the driver takes longer than the result's copy.
+const SMALL_RESULT: usize = 64 << 10;
+
+/// Results of one output that are remembered.
+const REMEMBERED: usize = 16;
 
 /// The graph of the last call, or of what was settled last: whoever makes calls at the same addresses takes it from here.
 pub(super) type Parked = Arc<Mutex<Option<Replayed>>>;
@@ -21,7 +29,31 @@ pub struct Settled {
     graph: Option<Replayed>,
     /// The graph of the next call: with pairs, each of two in turn.
     turn: usize,
+    /// Memory of earlier results, for each output that leaves.
+    results: Vec<Results>,
     parked: Parked,
+}
+
+/// Memory of earlier results of one output.
+#[derive(Debug, Default)]
+struct Results(Vec<Arc<Storage>>);
+
+impl Results {
+    /// Memory for a result: of one that nobody has any more, or new.
+    fn take(&mut self, gpu: &Gpu, bytes: usize) -> Result<Arc<Storage>, CudaError> {
+        if bytes > SMALL_RESULT {
+            return gpu.allocate(bytes);
+        }
+        // Whoever has used it on another stream is waited for there, as with any storage.
+        if let Some(free) = self.0.iter().find(|storage| Arc::strong_count(storage) == 1) {
+            return Ok(free.clone());
+        }
+        let made = gpu.allocate(bytes)?;
+        if self.0.len() < REMEMBERED {
+            self.0.push(made.clone());
+        }
+        Ok(made)
+    }
 }
 
 impl std::fmt::Debug for Settled {
@@ -129,6 +161,7 @@ impl CudaExecutable {
         Ok(Settled {
             arrangement,
             fresh,
+            results: leaving.iter().map(|_| Results::default()).collect(),
             leaving,
             graph: None,
             turn: 0,
@@ -153,8 +186,10 @@ impl CudaExecutable {
         for (&index, given) in settled.fresh.iter().zip(given) {
             self.expect("bytes", self.code().inputs[index], given.bytes())?;
         }
-        let allocate = |&output: &usize| self.gpu().allocate(self.code().outputs[output]);
-        let results: Vec<_> = settled.leaving.iter().map(allocate).collect::<Result<_, _>>()?;
+        let leaving = settled.leaving.iter().zip(&mut settled.results);
+        let results: Vec<_> = leaving
+            .map(|(&output, results)| results.take(self.gpu(), self.code().outputs[output]))
+            .collect::<Result<_, _>>()?;
         self.with_state(|state, arena| {
             if !settled.graph.as_ref().is_some_and(|graph| graph.has_arena(arena)) {
                 settled.graph = None;

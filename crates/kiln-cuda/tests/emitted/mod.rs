@@ -6,6 +6,7 @@ use kiln_compiler::Options;
 use kiln_compiler::schedule::{KernelKind, fuse};
 use kiln_cuda::build::{Compiler, Source, Store};
 use kiln_cuda::code::FunctionText;
+use kiln_cuda::emit::product::padded::Padding;
 use kiln_cuda::emit::{Call, EmitOptions, generate};
 use kiln_cuda::kernels::PRELUDE;
 use kiln_cuda::policy::POLICY;
@@ -112,6 +113,7 @@ impl Emitted {
             capability: (9, 0),
             processors: 132,
             tf32: false,
+            padding: Padding::default(),
             cudnn: false,
             layouts: &schedule.layouts,
         };

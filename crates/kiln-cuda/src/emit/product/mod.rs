@@ -11,10 +11,11 @@
 //! depth         x      x
 //! ```
 //!
-//! [`matrices`] finds the matrices in that which cuBLASLt takes. [`tiles`] computes all the rest: integers, windows that no matrix has, and products whose
+//! [`matrices`] finds the matrices in that which cuBLASLt takes, [`padded`] pads their extents where that pays. [`tiles`] computes all the rest: integers, windows that no matrix has, and products whose
 //! results are single numbers.
 
 mod matrices;
+pub mod padded;
 mod tiles;
 
 use kiln_compiler::schedule::access::{Strided, strided};
@@ -37,8 +38,13 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         return Some(KernelCode::launches([library::fill(graph, result, &zero)]));
     }
     if !frame.is_single_numbers()
-        && let Some(calls) = matrices::calls(&frame, options.tf32)
+        && let Some(mut calls) = matrices::calls(&frame, options.tf32)
     {
+        if calls.len() == 1
+            && let Some(call) = calls.pop()
+        {
+            return Some(padded::calls(call, options.padding));
+        }
         let scratch = calls.iter().map(|call| call.workspace).max().unwrap_or(0);
         return Some(KernelCode {
             calls: calls
