@@ -471,7 +471,8 @@ fn ways(comparison: &Differential<'_>) -> Vec<&'static str> {
             match () {
                 () if has("ROW_WARPS") && has("HOP0") => "tensor tiles",
                 () if has("ROW_WARPS") => "tensor tiles of a weight",
-                () if text.contains("rounded(from[") => "rounding pack",
+                () if text.contains("packed_element(from[") => "tensor pack",
+                () if has("EACH") => "copy",
                 () if has("PIXEL_TILES") && has("HOP0") => "tiles",
                 () if has("ROW_TILES") => "tiles of a weight",
                 () if has("CHANNEL_TILES") => "depthwise weight",
@@ -637,6 +638,105 @@ fn convolutions_that_round_their_operands() {
     });
 }
 
+/// The same convolutions with channels in eights, for tensor cores of 16 bits, and those of pictures, whose channels are padded. Each with types of its operands
+/// and results.
+fn convolutions_of_eights() -> Vec<(String, Convolution, [&'static str; 2])> {
+    let types = [["bf16", "bf16"], ["f16", "f32"], ["bf16", "f32"], ["f16", "f16"]];
+    let eights = convolutions_of_fours().into_iter().map(|(what, convolution)| {
+        let groups = convolution.groups;
+        let channels = convolution
+            .channels
+            .map(|count| groups * (count / groups).next_multiple_of(8));
+        (
+            what,
+            Convolution {
+                channels,
+                ..convolution
+            },
+        )
+    });
+    let picture = Convolution {
+        stride: &[2, 2],
+        low: &[3, 3],
+        high: &[3, 3],
+        ..square(2, [3, 24], 1, &[19, 22], &[7, 7])
+    };
+    let gray = Convolution {
+        low: &[1, 0],
+        high: &[1, 2],
+        ..square(3, [1, 16], 1, &[9, 8], &[5, 3])
+    };
+    let all = eights.chain([("picture", picture), ("gray picture", gray)]);
+    let typed = all.enumerate().map(|(number, (what, convolution))| {
+        let types = types[number % 4];
+        (
+            format!("{what}, {} to {}", types[0], types[1]),
+            convolution,
+            types,
+        )
+    });
+    typed
+        .chain([
+            ("picture in TF32".into(), picture, ["f32"; 2]),
+            ("gray picture in TF32".into(), gray, ["f32"; 2]),
+        ])
+        .collect()
+}
+
+/// A comparison of a graph of [`convolutions_of_eights`].
+fn on_tensor_cores<'a>(graph: &'a Graph, types: [&str; 2]) -> Differential<'a> {
+    match types {
+        ["f32", _] => rounding(graph),
+        _ => Differential::new(graph),
+    }
+}
+
+#[test]
+fn convolutions_of_16_bits_and_of_pictures() {
+    each(&convolutions_of_eights(), |(what, convolution, types)| {
+        for last in [true, false] {
+            // Channels that come first are only read by copies of pictures.
+            let is_picture = what.contains("picture");
+            if !last && !is_picture {
+                continue;
+            }
+            let graph = convolution.graph_to(types[0], types[1], last);
+            let comparison = on_tensor_cores(&graph, *types);
+            assert_eq!(comparison.check(), Ok(Outcome::Same), "{what}\n{graph}");
+            let found = ways(&comparison);
+            let count = |kind: &str| found.iter().filter(|&&way| way == kind).count();
+            let counts = ["copy", "tensor pack", "tensor tiles", "tensor tiles of a weight"].map(count);
+            match (is_picture, last) {
+                (true, true) => assert_eq!(counts, [4, 1, 1, 1], "{what}: {found:?}"),
+                (true, false) => assert!(counts[2] <= 1, "{what}: {found:?}"),
+                (false, _) => assert_eq!(counts, [0, 2, 2, 1], "{what}: {found:?}"),
+            }
+        }
+    });
+}
+
+#[test]
+fn convolutions_of_16_bits_and_of_pictures_on_a_gpu() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let gpu = Gpu::get(0).unwrap();
+    for (what, convolution, types) in convolutions_of_eights() {
+        let graph = convolution.graph_to(types[0], types[1], true);
+        let mut comparison = on_tensor_cores(&graph, types);
+        // Our own kernels, and whatever is chosen beside a library.
+        for cudnn in [false, true] {
+            comparison.target = CudaTarget {
+                tf32: types[0] == "f32",
+                cudnn: cudnn && gpu.target().cudnn,
+                ..gpu.target()
+            };
+            let (found, names) = on_gpu(&gpu, &comparison, &graph);
+            assert_eq!(comparison.compare(&found), Ok(()), "{what}: {names:?}");
+        }
+    }
+}
+
 /// What `graph` gives on a GPU, in two runs of equal bits, and the names of its kernels.
 fn on_gpu(gpu: &Arc<Gpu>, comparison: &Differential<'_>, graph: &Graph) -> (Vec<HostTensor>, Vec<String>) {
     let executable = CudaExecutable::new(graph, &Options::default(), &comparison.target, gpu).unwrap();
@@ -727,7 +827,7 @@ fn convolutions_in_the_library_on_a_gpu() {
 /// Tensor cores compute what they are meant for, and nothing where products must not round.
 #[test]
 fn tensor_cores_have_channels_in_fours() {
-    let tensor = ["rounding pack", "tensor tiles", "tensor tiles of a weight"];
+    let tensor = ["tensor pack", "tensor tiles", "tensor tiles of a weight"];
     let way = |graph: &Graph, tf32: bool| {
         let mut comparison = Differential::new(graph);
         comparison.target.tf32 = tf32;
@@ -740,11 +840,6 @@ fn tensor_cores_have_channels_in_fours() {
         assert_eq!(tensor.map(count), [2, 2, 1], "{what}: {found:?}");
         assert!(
             way(&graph, false).iter().all(|way| !tensor.contains(way)),
-            "{what}"
-        );
-        let halves = convolution.graph("bf16", true);
-        assert!(
-            way(&halves, true).iter().all(|way| !tensor.contains(way)),
             "{what}"
         );
     }
@@ -1179,6 +1274,12 @@ fn kernels_compile_for_devices() {
         }
     }
     sources.extend(rounded);
+    for (_, convolution, types) in convolutions_of_eights().into_iter().rev().take(4) {
+        let graph = convolution.graph_to(types[0], types[1], true);
+        let mut comparison = Differential::new(&graph);
+        comparison.target.tf32 = true;
+        sources.extend(comparison.compile().unwrap().code.sources().0);
+    }
     for capability in [(8, 0), (9, 0)] {
         let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
         let cubins = compiler

@@ -10,22 +10,18 @@
 
 use kiln_graph::DType;
 
-use super::{ALIGNMENT, Convolution, THREADS};
+use super::transfer::transfer;
+use super::{ALIGNMENT, Convolution};
 use crate::convolutions::{self, Task, Tensor};
-use crate::emit::image::{Image, Template, spatial};
+use crate::emit::image::{Image, spatial};
 use crate::emit::{Argument, Call, ConvolutionCall, EmitOptions, KernelCode, Launch};
 use crate::products::Number;
-
-const TRANSFER: &str = include_str!("../../kernels/cuda/convolution/transfer.cuh");
 
 /// The most working memory that the library may use, in bytes.
 const WORKSPACE: usize = 64 << 20;
 
 /// The parts of a long sum that working memory has room for.
 const SPLITS: usize = 16;
-
-/// Windows of so many elements are copied by one thread for each channel.
-const SMALL_PLANE: usize = 64;
 
 /// The order of a tensor's dimensions in memory.
 #[derive(Clone, Copy, PartialEq)]
@@ -54,7 +50,9 @@ pub fn generate(
     options: &EmitOptions<'_>,
 ) -> Option<KernelCode> {
     let few = dtypes[0] == DType::F32 && convolution.x.channels < 4;
-    if !options.cudnn || convolution.is_depthwise() || few {
+    // For 64 channels of 56 by 56 (128 images, bf16, H200) the library's engine takes 2.0 ms, where one with a result of bf16 takes 0.07.
+    let wide = task == Task::WeightGradient && dtypes[0] != dtypes[1];
+    if !options.cudnn || convolution.is_depthwise() || few || wide {
         return None;
     }
     let numbers = [number(dtypes[0])?, number(dtypes[1])?, number(dtypes[2])?];
@@ -113,7 +111,7 @@ pub fn generate(
     let mut calls = Vec::new();
     for (_, operand) in operands.iter().enumerate().filter(|&(at, _)| at != result) {
         if let Some(copy) = operand.copy {
-            calls.push(Call::Launch(transfer(operand, copy, true)?));
+            calls.push(Call::Launch(operand.transfer(copy, true)?));
         }
     }
     calls.push(Call::Convolution(Box::new(ConvolutionCall {
@@ -122,7 +120,7 @@ pub fn generate(
         workspace: (scratch, workspace),
     })));
     if let Some(copy) = operands[result].copy {
-        calls.push(Call::Launch(transfer(&operands[result], copy, false)?));
+        calls.push(Call::Launch(operands[result].transfer(copy, false)?));
     }
     Some(KernelCode {
         calls,
@@ -255,64 +253,20 @@ fn workspace(convolution: &convolutions::Convolution) -> usize {
     (copies + sums).min(WORKSPACE).next_multiple_of(ALIGNMENT)
 }
 
-/// The launch that copies a tensor to its place in working memory, or from there.
-fn transfer(operand: &Operand, copy: usize, to_library: bool) -> Option<Launch> {
-    let stored = &operand.stored;
-    let given = &operand.given;
-    let channels = usize::try_from(given.extents[1]).ok()?;
-    let strides = &given.strides;
-    let mut places = [0; 3];
-    places[5 - strides.len()..].copy_from_slice(&strides[2..]);
-    let library = Image {
-        offset: 0,
-        channels,
-        image: strides[0],
-        places,
-        channel: strides[1],
-        ..stored.clone()
-    };
-    let (from, to) = if to_library {
-        (stored, &library)
-    } else {
-        (&library, stored)
-    };
-    // Only a copy has padding.
-    let to_channels = to.channels;
-    let plane = stored.plane();
-    let each = match () {
-        () if to_library && to_channels <= 8 && to.has_vectors(4, to_channels) => 0,
-        () if plane <= SMALL_PLANE && stored.images * to_channels >= THREADS as usize => 1,
-        () => 2,
-    };
-    let units = match each {
-        0 => stored.images * plane,
-        1 => stored.images * to_channels,
-        _ => stored.images * plane * to_channels,
-    };
-    let mut template = Template::new(operand.dtype, "float", THREADS, &[from, to]);
-    template
-        .strides('F', from)
-        .strides('T', to)
-        .spatial("EXTENT", stored.extents)
-        .ints([
-            ("EACH_PLACE", 0),
-            ("EACH_CHANNEL", 1),
-            ("EACH", each),
-            ("PLANE", plane),
-            ("CHANNELS", stored.channels),
-            ("TO_CHANNELS", to_channels),
-            ("UNITS", units),
-        ]);
-    let (own, other) = (Argument::value(stored.base), Argument::Scratch(copy));
-    let operands = match to_library {
-        true => vec![
-            (template.reads(), stored.offset, own),
-            (template.writes(), 0, other),
-        ],
-        false => vec![
-            (template.reads(), 0, other),
-            (template.writes(), stored.offset, own),
-        ],
-    };
-    template.launch(&[TRANSFER], units.div_ceil(THREADS as usize), operands)
+impl Operand {
+    /// The launch that copies it to its place in working memory, or from there.
+    fn transfer(&self, copy: usize, to_library: bool) -> Option<Launch> {
+        let strides = &self.given.strides;
+        let mut places = [0; 3];
+        places[5 - strides.len()..].copy_from_slice(&strides[2..]);
+        let library = Image {
+            offset: 0,
+            channels: usize::try_from(self.given.extents[1]).ok()?,
+            image: strides[0],
+            places,
+            channel: strides[1],
+            ..self.stored.clone()
+        };
+        transfer(self.dtype, [&self.stored, &library], copy, to_library)
+    }
 }

@@ -1,14 +1,18 @@
-//! Tiles of f32 on tensor cores, where products may round their operands to 10 bits of fraction.
+//! Tiles on tensor cores: of 16 bits, and of f32 where products may round their operands to 10 bits of fraction.
 //!
-//! Steps of the depth are copied into shared memory four channels at a time, so images have channels in fours.
+//! Steps of the depth are copied into shared memory 16 bytes at a time, so images have channels in fours of f32 or in eights of 16 bits. The few channels of a
+//! picture are padded with zeros in working memory first ([`padded`]).
 
 use kiln_graph::{DType, Value};
 
 use super::correlation::{self, Correlation, Division, SLIDE, constants_of_the_slide};
 use super::tile::BLOCKS;
+use super::transfer::transfer;
 use super::weight::{self, PLACES, chunks};
-use super::{ALIGNMENT, Convolution, THREADS};
-use crate::emit::{Argument, EmitOptions, KernelCode, Launch};
+use super::{ALIGNMENT, Convolution, THREADS, Weight};
+use crate::convolutions::Task;
+use crate::emit::image::Image;
+use crate::emit::{Argument, Call, EmitOptions, KernelCode, Launch};
 
 const TENSOR: &str = include_str!("../../kernels/cuda/convolution/tensor.cuh");
 const TILE: &str = include_str!("../../kernels/cuda/convolution/tensor_tile.cuh");
@@ -19,8 +23,11 @@ const WEIGHT: &str = include_str!("../../kernels/cuda/convolution/weight_tensor.
 /// Warps of a block. Few warps with large parts of a tile read less of shared memory than many with small ones.
 const WARPS: usize = 4;
 
-/// Places of the depth that a step multiplies.
+/// Words of the depth that a step multiplies: elements of f32, or pairs of 16 bits.
 const STEP: usize = 32;
+
+/// An image with more channels is not copied to pad them.
+const FEW_CHANNELS: usize = 16;
 
 /// The fewest channels of a result that are worth a tile: others leave most of its columns empty.
 const LEAST_CHANNELS: usize = 16;
@@ -86,19 +93,46 @@ impl TensorTile {
 }
 
 impl Convolution<'_> {
-    /// Whether tensor cores may compute it, and both images have their channels in fours.
+    /// Whether tensor cores may compute it.
+    fn has_tensor_types(&self, options: &EmitOptions<'_>) -> bool {
+        let operands = match self.dtype {
+            DType::F32 => options.tf32,
+            DType::F16 | DType::BF16 => true,
+            _ => false,
+        };
+        operands && options.capability >= (8, 0)
+    }
+
+    /// Whether tensor cores may compute it, and both images have their channels in whole vectors.
     fn has_tensor_tiles(&self, options: &EmitOptions<'_>) -> bool {
-        self.dtype == DType::F32
-            && options.tf32
-            && options.capability >= (8, 0)
-            && self.group.iter().all(|group| group.is_multiple_of(4))
+        let whole = |group: &usize| group.is_multiple_of(self.vector());
+        self.has_tensor_types(options) && self.group.iter().all(whole)
+    }
+
+    /// Elements that are copied together.
+    fn vector(&self) -> usize {
+        16 / self.dtype.size()
+    }
+
+    /// Elements of a word.
+    fn per_word(&self) -> usize {
+        4 / self.dtype.size()
+    }
+
+    /// The constants that all templates of tensor cores have.
+    fn types(&self) -> [(&'static str, usize); 2] {
+        [
+            ("PER_WORD", self.per_word()),
+            ("IS_BF16", usize::from(self.dtype == DType::BF16)),
+        ]
     }
 }
 
 /// The code of a correlation; none if it has no tiles of this kind.
 pub fn correlation(task: &Correlation<'_>, options: &EmitOptions<'_>) -> Option<KernelCode> {
     let convolution = task.convolution;
-    let fits = convolution.has_tensor_tiles(options) && task.image.has_vectors(4, task.depth);
+    let fits =
+        convolution.has_tensor_tiles(options) && task.image.has_vectors(convolution.vector(), task.depth);
     if !fits || task.out < LEAST_CHANNELS {
         return None;
     }
@@ -111,7 +145,8 @@ pub fn correlation(task: &Correlation<'_>, options: &EmitOptions<'_>) -> Option<
 /// The launch that packs and rounds the weight, and the bytes of working memory that it fills.
 fn pack(task: &Correlation<'_>) -> Option<(Launch, usize)> {
     let convolution = task.convolution;
-    let template = task.template(THREADS);
+    let mut template = task.template(THREADS);
+    template.ints(convolution.types());
     let operands = vec![
         (
             template.reads(),
@@ -123,7 +158,7 @@ fn pack(task: &Correlation<'_>) -> Option<(Launch, usize)> {
     let rows = convolution.dims.groups * task.out * task.depth;
     let templates = [TENSOR, PACK];
     let launch = template.launch(&templates, rows.div_ceil(THREADS as usize), operands)?;
-    let bytes = rows * convolution.taps() * size_of::<f32>();
+    let bytes = rows * convolution.taps() * convolution.dtype.size();
     Some((launch, bytes.next_multiple_of(ALIGNMENT)))
 }
 
@@ -141,6 +176,7 @@ fn tiles(task: &Correlation<'_>, division: &Division, parts: usize) -> Option<La
         .spatial("RESULT", result.extents)
         .strides('X', image)
         .strides('Y', result)
+        .ints(task.convolution.types())
         .ints(tile.constants(stage))
         .ints([
             ("PIXELS", division.pixels),
@@ -171,7 +207,10 @@ fn tiles(task: &Correlation<'_>, division: &Division, parts: usize) -> Option<La
 pub fn weight(convolution: &Convolution<'_>, out: Value, options: &EmitOptions<'_>) -> Option<KernelCode> {
     let (x, y) = (&convolution.x, &convolution.y);
     let [depth, channels] = convolution.group;
-    let fits = convolution.has_tensor_tiles(options) && x.has_vectors(4, depth) && y.has_vectors(4, channels);
+    let vector = convolution.vector();
+    let fits = convolution.has_tensor_tiles(options)
+        && x.has_vectors(vector, depth)
+        && y.has_vectors(vector, channels);
     let columns = depth * convolution.taps();
     if !fits || channels < LEAST_CHANNELS || columns < LEAST_CHANNELS {
         return None;
@@ -182,13 +221,14 @@ pub fn weight(convolution: &Convolution<'_>, out: Value, options: &EmitOptions<'
     let stage = (tile.block[0] + 8 + tile.block[1] + 8) * STEP;
     let tiles = [channels.div_ceil(tile.block[0]), columns.div_ceil(tile.block[1])];
     let blocks = tiles[0] * tiles[1] * convolution.dims.groups;
-    let [count, share] = chunks(y.pixels(), blocks, STEP);
+    let [count, share] = chunks(y.pixels(), blocks, STEP * convolution.per_word());
     let mut template = convolution.template(32 * WARPS as u32);
     template
         .spatial("IMAGE", x.extents)
         .spatial("PIXELS", y.extents)
         .strides('X', x)
         .strides('G', y)
+        .ints(convolution.types())
         .ints(tile.constants(stage))
         .ints([
             ("DEPTH", depth),
@@ -210,6 +250,102 @@ pub fn weight(convolution: &Convolution<'_>, out: Value, options: &EmitOptions<'
     ];
     let launch = template.launch(&[PLACES, TENSOR, TILE, WEIGHT], blocks * count, operands)?;
     weight::finish(convolution, tile.shared(launch, stage)?, count, out)
+}
+
+/// The code of a convolution, or of its weight's gradient, whose image has too few channels for a vector: image and weight are padded in working memory.
+/// None for the gradient of such an image, which is rarely asked for.
+pub fn padded(
+    convolution: &Convolution<'_>,
+    weight: &Image,
+    task: Task,
+    options: &EmitOptions<'_>,
+) -> Option<KernelCode> {
+    let vector = convolution.vector();
+    let channels = convolution.x.channels.next_multiple_of(vector);
+    let bases = [convolution.x.base, weight.base, convolution.y.base];
+    let distinct = bases[0] != bases[1] && bases[1] != bases[2] && bases[0] != bases[2];
+    let few = channels != convolution.x.channels && convolution.x.channels < FEW_CHANNELS;
+    let fits = convolution.dims.groups == 1 && convolution.has_tensor_types(options) && few && distinct;
+    if !fits || task == Task::InputGradient {
+        return None;
+    }
+    // The same convolution of whole vectors of channels, as if image and weight lay so in memory.
+    let x = whole(&convolution.x, channels, true);
+    let w = whole(weight, channels, false);
+    let inner = Convolution {
+        x: x.clone(),
+        y: convolution.y.clone(),
+        group: [channels, convolution.group[1]],
+        ..*convolution
+    };
+    let code = match task {
+        Task::WeightGradient => self::weight(&inner, w.base, options)?,
+        _ => {
+            let [e0, e1, e2] = w.places;
+            let dimensions = convolution.dims.stride.len();
+            let weight = Weight {
+                base: w.base,
+                offset: 0,
+                strides: [w.image, w.channel]
+                    .into_iter()
+                    .chain([e0, e1, e2][3 - dimensions..].iter().copied())
+                    .collect(),
+            };
+            correlation(&Correlation::new(&inner, &weight, false), options)?
+        }
+    };
+    // Where they are instead: in front of the working memory of the tiles.
+    let size = |image: &Image, dtype: DType| (image.elements() * dtype.size()).next_multiple_of(ALIGNMENT);
+    let weight_dtype = match task {
+        Task::WeightGradient => convolution.result_dtype,
+        _ => convolution.dtype,
+    };
+    let copied = size(&x, convolution.dtype);
+    let all = copied + size(&w, weight_dtype);
+    let place = |argument: &mut Argument| match argument {
+        Argument::Scratch(at) => *at += all,
+        argument if *argument == Argument::value(x.base) => *argument = Argument::Scratch(0),
+        argument if *argument == Argument::value(w.base) => *argument = Argument::Scratch(copied),
+        _ => {}
+    };
+    let mut calls = vec![Call::Launch(transfer(
+        convolution.dtype,
+        [&convolution.x, &x],
+        0,
+        true,
+    )?)];
+    let weight_copy = transfer(weight_dtype, [weight, &w], copied, task != Task::WeightGradient)?;
+    let mut weight_copy = Some(Call::Launch(weight_copy));
+    if task != Task::WeightGradient {
+        calls.extend(weight_copy.take());
+    }
+    for call in code.calls {
+        let Call::Launch(mut launch) = call else {
+            return None;
+        };
+        launch.arguments.iter_mut().for_each(place);
+        calls.push(Call::Launch(launch));
+    }
+    calls.extend(weight_copy);
+    Some(KernelCode {
+        calls,
+        scratch: all + code.scratch,
+    })
+}
+
+/// `image` with `channels` channels without gaps: the channels last, or behind the images as in a weight.
+fn whole(image: &Image, channels: usize, last: bool) -> Image {
+    let [_, height, width] = image.extents.map(|extent| extent as i64);
+    let (count, plane) = (channels as i64, image.plane() as i64);
+    let step = if last { count } else { 1 };
+    Image {
+        offset: 0,
+        channels,
+        image: count * plane,
+        places: [height * width * step, width * step, step],
+        channel: if last { 1 } else { plane },
+        ..image.clone()
+    }
 }
 
 #[cfg(test)]

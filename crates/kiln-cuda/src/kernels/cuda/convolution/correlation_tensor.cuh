@@ -5,7 +5,7 @@
 constexpr int PITCH = BK + 4;
 static_assert(STAGE == (BM + BN) * PITCH, "a stage is of another size");
 
-// Rows that a thread copies four elements of: every RAISE-th from its own.
+// Rows that a thread copies a vector of: every RAISE-th from its own.
 constexpr int FOURS = BK / 4, RAISE = THREADS / FOURS;
 static_assert(BM % RAISE == 0 && BN % RAISE == 0, "threads have different numbers of rows");
 
@@ -53,7 +53,7 @@ inline void multiply(float (&sum)[MT][NT][4], const float* stage)
     }
 }
 
-inline void store(const float (&sum)[MT][NT][4], float* result, float* parts, int first_pixel, int group, int column, const Phase& phase)
+inline void store(const float (&sum)[MT][NT][4], O* result, float* parts, int first_pixel, int group, int column, const Phase& phase)
 {
     #pragma unroll
     for (int row = 0; row < 2 * MT; row++) {
@@ -66,7 +66,7 @@ inline void store(const float (&sum)[MT][NT][4], float* result, float* parts, in
         number /= TILED1;
         int o0 = (int)(number % TILED0) * STEP0 + phase.begin[0], n = (int)(number / TILED0);
         if (PHASES > 1 && (o0 >= RESULT0 || o1 >= RESULT1 || o2 >= RESULT2)) continue;
-        float* to = result + n * Y_IMAGE + o0 * Y0 + o1 * Y1 + o2 * Y2 + group * OUT * Y_CHANNEL;
+        O* to = result + n * Y_IMAGE + o0 * Y0 + o1 * Y1 + o2 * Y2 + group * OUT * Y_CHANNEL;
         float* part = parts + ((((Index)n * RESULT0 + o0) * RESULT1 + o1) * RESULT2 + o2) * CHANNELS + group * OUT;
         #pragma unroll
         for (int i = 0; i < NT; i++) {
@@ -76,16 +76,17 @@ inline void store(const float (&sum)[MT][NT][4], float* result, float* parts, in
             if (CHUNKS > 1) {
                 *(Pair*)(part + c) = pair;
             } else if (STORE_PAIRS) {
-                *(Pair*)(to + c) = pair;
+                PairOfResults results = { { narrow(pair.at[0]), narrow(pair.at[1]) } };
+                *(PairOfResults*)(to + c) = results;
             } else {
-                to[c * Y_CHANNEL] = pair.at[0];
-                to[(c + 1) * Y_CHANNEL] = pair.at[1];
+                to[c * Y_CHANNEL] = narrow(pair.at[0]);
+                to[(c + 1) * Y_CHANNEL] = narrow(pair.at[1]);
             }
         }
     }
 }
 
-inline void run(const float* __restrict__ image, const float* __restrict__ packed, float* __restrict__ result, float* __restrict__ parts)
+inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __restrict__ result, float* __restrict__ parts)
 {
     unsigned block = blockIdx.x;
     // Neighbouring blocks read the same pixels: the channels of narrow groups share what memory is read in.
@@ -99,7 +100,7 @@ inline void run(const float* __restrict__ image, const float* __restrict__ packe
     int chunk = block / PHASES;
 
     int depth = phase.count[0] * phase.count[1] * phase.count[2] * DEPTH;
-    int steps = (depth + BK - 1) / BK, share = (steps + CHUNKS - 1) / CHUNKS;
+    int steps = (depth + BK * PER_WORD - 1) / (BK * PER_WORD), share = (steps + CHUNKS - 1) / CHUNKS;
     int step = chunk * share, end = step + share < steps ? step + share : steps;
 
     image += group * DEPTH * X_CHANNEL;
@@ -110,7 +111,7 @@ inline void run(const float* __restrict__ image, const float* __restrict__ packe
     for (int i = 0; i < BM / RAISE; i++) rows[i] = row_of_image(first_pixel + own + i * RAISE, phase);
 
     auto fetch = [&](float* stage, int step) {
-        int d = step * BK + place;
+        int d = (step * BK + place) * PER_WORD;
         bool deep = d < depth;
         Tap tap = tap_of(deep ? d : 0, phase);
         Index apart = tap.apart[0] * X0 + tap.apart[1] * X1 + tap.apart[2] * X2 + tap.channel;
@@ -119,13 +120,13 @@ inline void run(const float* __restrict__ image, const float* __restrict__ packe
         for (int i = 0; i < BM / RAISE; i++) {
             bool inside = deep && (unsigned)(rows[i].at[1] + tap.apart[1]) < IMAGE1 && (unsigned)(rows[i].at[2] + tap.apart[2]) < IMAGE2
                 && (FLAT || (unsigned)(rows[i].at[0] + tap.apart[0]) < IMAGE0);
-            copy_four(to + i * RAISE * PITCH, image + (inside ? rows[i].base + apart : 0), inside);
+            copy_vector(to + i * RAISE * PITCH, image + (inside ? rows[i].base + apart : 0), inside);
         }
         #pragma unroll
         for (int i = 0; i < BN / RAISE; i++) {
             int n = column + own + i * RAISE;
             bool inside = deep && n < OUT;
-            copy_four(to + (BM + i * RAISE) * PITCH, packed + (inside ? (Index)n * (TAPS * DEPTH) + tap.row : 0), inside);
+            copy_vector(to + (BM + i * RAISE) * PITCH, packed + (inside ? (Index)n * (TAPS * DEPTH) + tap.row : 0), inside);
         }
     };
     float sum[MT][NT][4] = {};

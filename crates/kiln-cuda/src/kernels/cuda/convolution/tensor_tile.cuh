@@ -2,7 +2,10 @@
 
 struct alignas(8) Pair { float at[2]; };
 
-// A tile of the result is shared out among warps, MT by NT products of each; a step of the depth takes BK.
+// Two neighbouring results in memory.
+struct alignas(2 * sizeof(O)) PairOfResults { O at[2]; };
+
+// A tile of the result is shared out among warps, MT by NT products of each; a step of the depth takes BK words.
 constexpr int BK = 32;
 constexpr int WARP_ROWS = BM / ROW_WARPS, WARP_COLUMNS = BN / COLUMN_WARPS;
 constexpr int MT = WARP_ROWS / 16, NT = WARP_COLUMNS / 8;
