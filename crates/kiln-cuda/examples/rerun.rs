@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release -p kiln-cuda --example rerun -- DUMP/step/step-0 [ORDINAL]
-//! cargo run --release -p kiln-cuda --example rerun -- STEP.kg [ORDINAL] [--tf32] [--without-cudnn]
+//! cargo run --release -p kiln-cuda --example rerun -- STEP.kg [ORDINAL] [--tf32] [--bf16] [--without-cudnn]
 //! ```
 
 use std::error::Error;
@@ -15,7 +15,7 @@ use kiln_cuda::code::StepCode;
 use kiln_cuda::execute::{CudaExecutable, Given, Gpu, NothingOutside};
 use kiln_cuda::runtime::Storage;
 use kiln_cuda::{CudaTarget, debug};
-use kiln_graph::Graph;
+use kiln_graph::{DType, Graph};
 
 /// Runs that are timed.
 const RUNS: usize = 20;
@@ -39,7 +39,11 @@ fn read(step: &Path, flags: &[String], gpu: &Gpu) -> Result<(StepCode, Contract)
         ..target
     };
     let graph = Graph::parse(&std::fs::read_to_string(step)?)?;
-    let compiled = compile(&graph, &Options::default(), &target)?;
+    let options = Options {
+        autocast: has("--bf16").then_some(DType::BF16),
+        ..Options::default()
+    };
+    let compiled = compile(&graph, &options, &target)?;
     let contract = compiled.contract();
     Ok((compiled.code, contract))
 }

@@ -450,10 +450,18 @@ fn convolutions_in_the_library() {
         let step = comparison.compile().unwrap();
         let either = |call: &StepCall| matches!(call.kind, CallKind::Either { .. });
         let asked = step.code.calls.iter().filter(|call| either(call)).count();
-        // Depthwise convolutions are not the library's, nor are those of f32 with few channels.
+        // Depthwise convolutions are not the library's, nor are those of f32 with few channels, nor those of pictures that tensor cores compute.
         let depthwise = convolution.groups > 1 && convolution.channels == [convolution.groups; 2];
         let few = dtype == "f32" && convolution.channels[0] < 4;
-        assert_eq!(asked, if depthwise || few { 0 } else { 3 }, "{what}");
+        let padded = convolution.groups == 1
+            && !convolution.channels[0].is_multiple_of(8)
+            && convolution.channels[0] < 16
+            && convolution.channels[1].is_multiple_of(8);
+        match dtype {
+            _ if depthwise || few => assert_eq!(asked, 0, "{what}"),
+            "f16" | "bf16" if padded => assert!((1..=3).contains(&asked), "{what}: {asked}"),
+            _ => assert_eq!(asked, 3, "{what}"),
+        }
         let names: Vec<&str> = step.kernels.iter().map(|kernel| kernel.name.as_str()).collect();
         let named = names.iter().filter(|name| name.starts_with("cuDNN ")).count();
         assert_eq!(named, asked, "{what}: {names:?}");

@@ -75,8 +75,15 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::UnknownArchitecture`], [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn new(device: &Device, nvrtc: Nvrtc) -> Result<Self> {
+        Self::in_cache(device, nvrtc, &CacheFolder::from_env())
+    }
+
+    /// As [`Gpu::new`], keeping machine code, steps and algorithms in `cache`.
+    ///
+    /// # Errors
+    /// Those of [`Gpu::new`].
+    pub fn in_cache(device: &Device, nvrtc: Nvrtc, cache: &CacheFolder) -> Result<Self> {
         let capability = device.description().capability;
-        let cache = CacheFolder::from_env();
         Ok(Self {
             stream: device.stream()?,
             copies: device.stream()?,
@@ -255,7 +262,7 @@ impl Gpu {
     fn convolver(&self) -> Option<&Convolver> {
         let start = || {
             let library = self.cudnn()?.clone();
-            if let Err(error) = self.multiplier() {
+            if let Err(error) = CublasLt::open(&Search::from_env()) {
                 tracing::debug!("cuDNN starts without cuBLASLt: {error}");
             }
             let started = Convolver::new(&self.device, library);

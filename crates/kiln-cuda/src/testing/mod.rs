@@ -8,6 +8,7 @@
 //! A table of functions carries no state, so there is one such driver at a time: [`FakeDriver::start`] waits
 //! for the one before to be dropped.
 
+mod convolutions;
 mod functions;
 mod graphs;
 pub mod host;
@@ -15,6 +16,8 @@ pub mod host;
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub use convolutions::{FakeEngine, fake_cudnn, fake_cudnn_descriptors};
 
 use crate::error::Result;
 use crate::libraries::{Driver, Opened};
@@ -47,6 +50,7 @@ struct State {
     capturing: HashMap<usize, Capture>,
     /// The array that the last look at a capture points to.
     last_nodes: Vec<usize>,
+    cudnn: convolutions::Library,
 }
 
 #[derive(Debug)]

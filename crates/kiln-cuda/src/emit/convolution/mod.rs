@@ -7,7 +7,7 @@
 //! | a filter for each channel by itself | [`depthwise`] |
 //! | results of a convolution, gradients of its input | [`correlation`]: tiles of pixels by channels |
 //! | gradients of its weight | [`weight`]: tiles of channels by taps, the pixels in chunks |
-//! | both, of 16 bits or where products may round | [`tensor`]: the same tiles on tensor cores |
+//! | both, of 16 bits or where products may round | [`tensor`]: the same tiles on tensor cores; of pictures before cuDNN is asked |
 //! | integers, empty tensors, few channels of a group | [`direct`]: one result a thread |
 //!
 //! A convolution and the gradient of its input are both correlations: a pixel of the result is a sum over taps of the window and over channels (the
@@ -116,9 +116,12 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
             convolution.correlation(&weight, task == Task::InputGradient, options)
         }
     };
-    let own = tensor::padded(&convolution, &stored, task, options)
-        .filter(|_| convolution.has_tiles())
-        .or(own)?;
+    if convolution.has_tiles()
+        && let Some(code) = tensor::padded(&convolution, &stored, task, options)
+    {
+        return Some(code);
+    }
+    let own = own?;
     let [first, second, out] = [first, second, out].map(|value| graph.dtype(value));
     let dtypes = match task {
         Task::Forward => [first, second, out],

@@ -1,0 +1,212 @@
+//! Convolutions through a cuDNN that keeps the calls: which engines are taken, what a plan's call is given, what becomes of steps.
+
+mod common;
+
+use std::sync::Arc;
+
+use kiln_compiler::{Options, compile};
+use kiln_cuda::build::CacheFolder;
+use kiln_cuda::convolutions::{Convolution, ConvolutionArguments, Convolver, PlanLimits, Task, Tensor};
+use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
+use kiln_cuda::products::Number;
+use kiln_cuda::runtime::{Device, Storage};
+use kiln_cuda::sys::cudnn::{behavior_note, numerical_note};
+use kiln_cuda::testing::{FakeDriver, FakeEngine, fake_cudnn, fake_cudnn_descriptors};
+use kiln_cuda::{CudaError, CudaTarget};
+use kiln_graph::Graph;
+
+/// Engines of these numerical notes.
+fn engines<const COUNT: usize>(notes: [&[i32]; COUNT]) -> Vec<FakeEngine> {
+    let engine = |notes: &[i32]| FakeEngine {
+        numerical_notes: notes.to_vec(),
+        ..FakeEngine::default()
+    };
+    notes.map(engine).to_vec()
+}
+
+/// A convolution of three by three, channels last.
+fn convolution(number: Number, tf32: bool) -> Convolution {
+    let tensor = |[n, c, h, w]: [i64; 4]| Tensor {
+        number,
+        extents: vec![n, c, h, w],
+        strides: vec![h * w * c, 1, w * c, c],
+    };
+    Convolution {
+        task: Task::Forward,
+        x: tensor([2, 16, 8, 8]),
+        w: tensor([32, 16, 3, 3]),
+        y: tensor([2, 32, 8, 8]),
+        stride: vec![1; 2],
+        dilation: vec![1; 2],
+        low: vec![1; 2],
+        high: vec![1; 2],
+        tf32,
+    }
+}
+
+fn text(call: &str, calls: &[String]) -> Vec<String> {
+    let of = calls.iter().filter(|line| line.starts_with(call));
+    of.cloned().collect()
+}
+
+/// The engine that is chosen for a convolution, or the error.
+fn chosen(
+    engines: &[FakeEngine],
+    convolution: &Convolution,
+    limits: PlanLimits,
+) -> Result<String, CudaError> {
+    let fake = FakeDriver::start(1, 64 << 20).unwrap();
+    let device = Device::open(fake.driver(), 0).unwrap();
+    let stream = device.stream().unwrap();
+    let result = {
+        let convolver = Convolver::new(&device, fake_cudnn(engines)).unwrap();
+        convolver.search(&stream, convolution, limits).and_then(|plan| {
+            assert_eq!(plan.library, "9.99.0");
+            let prepared = convolver.prepare(convolution, &plan)?;
+            let memory = |bytes: usize| Arc::new(Storage::allocate(&stream, bytes).unwrap());
+            let (x, w) = (memory(convolution.x.bytes()), memory(convolution.w.bytes()));
+            let y = memory(convolution.y.bytes());
+            let workspace = memory(prepared.workspace_bytes());
+            let mut arguments = ConvolutionArguments {
+                x: (&x, 0),
+                w: (&w, 0),
+                y: (&y, 0),
+                workspace: Some((&workspace, 0)),
+            };
+            fake.calls();
+            prepared.run(&stream, &arguments)?;
+            let calls = fake.calls();
+            // Arguments that are too small are refused before the library sees them.
+            arguments.y = (&y, 16);
+            let error = prepared.run(&stream, &arguments).unwrap_err();
+            assert!(matches!(error, CudaError::Range { .. }), "{error}");
+            assert!(text("cudnn", &fake.calls()).is_empty());
+            Ok(text("cudnnBackendExecute", &calls).concat())
+        })
+    };
+    assert_eq!(fake_cudnn_descriptors(), 0, "descriptors are destroyed");
+    result
+}
+
+#[test]
+fn engines_that_round_more_or_vary_are_left_out() {
+    use numerical_note::{
+        DOWN_CONVERT_INPUTS, FFT, NONDETERMINISTIC, REDUCED_PRECISION_REDUCTION, TENSOR_CORE, WINOGRAD,
+    };
+    let all = engines([
+        &[NONDETERMINISTIC],
+        &[DOWN_CONVERT_INPUTS],
+        &[TENSOR_CORE, REDUCED_PRECISION_REDUCTION],
+        &[FFT],
+        &[WINOGRAD],
+        &[TENSOR_CORE],
+        &[],
+    ]);
+    let take = |number, tf32| chosen(&all, &convolution(number, tf32), PlanLimits::default()).unwrap();
+    assert_eq!(take(Number::F32, false), "cudnnBackendExecute engine 6");
+    assert_eq!(take(Number::F32, true), "cudnnBackendExecute engine 5");
+    assert_eq!(take(Number::Bf16, false), "cudnnBackendExecute engine 5");
+    let none = chosen(&all[..5], &convolution(Number::F16, false), PlanLimits::default());
+    let error = none.unwrap_err().to_string();
+    assert!(
+        error.contains("convolution f16[2x16x8x8] * f16[32x16x3x3] -> f16[2x32x8x8]")
+            && error.contains("no engine that is deterministic"),
+        "{error}"
+    );
+}
+
+#[test]
+fn working_memory_and_compilation_are_limited() {
+    let mut all = engines([&[], &[], &[], &[]]);
+    all[0].workspace_bytes = 1 << 20;
+    all[1].behavior_notes = vec![behavior_note::RUNTIME_COMPILATION];
+    all[2].refuses = true;
+    all[3].workspace_bytes = 1 << 10;
+    let limits = PlanLimits {
+        workspace_bytes: 1 << 16,
+        ..PlanLimits::default()
+    };
+    let convolution = convolution(Number::Bf16, false);
+    let take = |engines: &[FakeEngine]| chosen(engines, &convolution, limits).unwrap();
+    assert_eq!(take(&all), "cudnnBackendExecute engine 3");
+    // With nothing else, one that compiles does.
+    assert_eq!(take(&all[..3]), "cudnnBackendExecute engine 1");
+}
+
+#[test]
+fn a_plan_is_of_one_version() {
+    let fake = FakeDriver::start(1, 64 << 20).unwrap();
+    let device = Device::open(fake.driver(), 0).unwrap();
+    let stream = device.stream().unwrap();
+    let convolution = convolution(Number::F32, false);
+    let convolver = Convolver::new(&device, fake_cudnn(&engines([&[]]))).unwrap();
+    let mut plan = convolver
+        .search(&stream, &convolution, PlanLimits::default())
+        .unwrap();
+    plan.library = "9.1.0".into();
+    let error = convolver.prepare(&convolution, &plan).unwrap_err().to_string();
+    assert!(
+        error.contains("the plan is cuDNN 9.1.0's, not 9.99.0's"),
+        "{error}"
+    );
+}
+
+/// A convolution with strides, channels first, and what the library needs none of.
+const STEP: &str = "graph @step {
+  %x = parameter 0 : f32[2,16,8,8]
+  %w = parameter 1 : f32[32,16,3,3]
+  %y = conv %x, %w {stride=[2,2], pad_low=[1,1], pad_high=[1,1], dilation=[1,1], groups=1} : f32[2,32,4,4]
+  %z = mul %y, %y : f32[2,32,4,4]
+  return %z
+}";
+
+/// A step calls the library where it takes the convolution, alone and in a graph, and has its own kernels where it does not; the report says which.
+#[test]
+fn a_step_has_the_library_or_its_own_kernels() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let graph = Graph::parse(STEP).unwrap();
+    let target = CudaTarget {
+        cudnn: true,
+        ..CudaTarget::default()
+    };
+    for takes in [true, false] {
+        let fake = FakeDriver::start(1, 64 << 20).unwrap();
+        let compiled = compile(&graph, &Options::default(), &target).unwrap();
+        for function in &compiled.code.functions {
+            let pointers = function.text.parameters.len() + usize::from(function.guarded);
+            fake.declare(&function.name, &vec![8; pointers]);
+        }
+        let device = Device::open(fake.driver(), 0).unwrap();
+        let notes: &[i32] = if takes {
+            &[]
+        } else {
+            &[numerical_note::NONDETERMINISTIC]
+        };
+        let library = fake_cudnn(&engines([notes]));
+        let gpu = Gpu::in_cache(&device, nvrtc.clone(), &CacheFolder::disabled()).unwrap();
+        let gpu = Arc::new(gpu.with_cudnn(Some(library)));
+        let contract = compiled.contract();
+        assert!(contract.kernels[0].name.starts_with("cuDNN convolution"));
+        let step = CudaExecutable::from_code("step", compiled.code, contract, &gpu).unwrap();
+        let name = &step.contract().kernels[0].name;
+        assert_eq!(name.starts_with("cuDNN convolution"), takes, "{name}");
+        let memory = |bytes: &usize| gpu.allocate(*bytes).unwrap();
+        let inputs: Vec<_> = step.code().inputs.iter().map(memory).collect();
+        let outputs: Vec<_> = step.code().outputs.iter().map(memory).collect();
+        for run in 0..3 {
+            fake.calls();
+            step.run(&inputs, &outputs, &[], &NothingOutside, false).unwrap();
+            let calls = fake.calls();
+            // Call by call, captured, and in the graph.
+            let expected = usize::from(takes && run < 2);
+            assert_eq!(
+                text("cudnnBackendExecute", &calls).len(),
+                expected,
+                "run {run}: {calls:#?}"
+            );
+            let captured = text("cuStreamBeginCaptureToGraph", &calls).len();
+            assert_eq!(captured, usize::from(takes && run == 1), "run {run}: {calls:#?}");
+            assert_eq!(text("cuGraphLaunch", &calls).len(), usize::from(run > 0));
+        }
+    }
+}
