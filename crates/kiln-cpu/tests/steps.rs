@@ -6,10 +6,10 @@ use kiln_compiler::{Options, compile};
 use kiln_cpu::{CpuTarget, SourceFile, Toolchain};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, UnaryOp};
-use kiln_graph::{Graph, HostTensor, interpret_f64};
+use kiln_graph::{DType, Graph, HostTensor, interpret, interpret_f64};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, Tape, arguments, decoder, decoder_step};
-use support::{build, run};
+use support::{Setup, build, run};
 
 /// `||actual - expected|| / ||expected||`.
 fn error(actual: &HostTensor, expected: &HostTensor) -> f64 {
@@ -80,6 +80,45 @@ fn a_decoder_step_of_whole_vectors() {
         keep: 1.0,
     };
     check(&adam(sizes), 2e-4);
+}
+
+/// Autocast, beside the graph of f32 in f64 and beside the interpreter of the very graph that it made.
+#[test]
+fn a_decoder_step_in_16_bits() {
+    let sizes = Sizes {
+        layers: 2,
+        batch: 2,
+        length: 24,
+        width: 48,
+        heads: 3,
+        hidden: 80,
+        vocabulary: 64,
+        keep: 0.8,
+    };
+    let graph = adam(sizes);
+    let (tensors, scalars) = arguments(&graph, 3);
+    let exact = interpret_f64(&graph, &tensors, &scalars).unwrap();
+    for (dtype, limit) in [(DType::BF16, 3e-2), (DType::F16, 4e-3)] {
+        let autocast = |setup: &mut Setup| setup.options.autocast = Some(dtype);
+        let mut setup = Setup::detect(3);
+        autocast(&mut setup);
+        let cast = setup.compile(&graph).unwrap().graph;
+        let same = interpret(&cast, &tensors, &scalars).unwrap();
+        let step = build(&graph, autocast).unwrap();
+        assert!(step.contract().autocast.is_some());
+        let actual = run(&step, &graph, &tensors, &scalars, 2);
+        for (number, actual) in actual.iter().enumerate() {
+            let what = format!("{dtype}, output {number} of type {}", actual.ty());
+            assert_eq!(actual.ty(), exact_type(&graph, number), "{what}");
+            let (rounded, between) = (error(actual, &exact[number]), error(actual, &same[number]));
+            assert!(rounded < limit, "{what}: {rounded:e}");
+            assert!(between < limit / 4.0, "{what}: {between:e} from the interpreter");
+        }
+    }
+}
+
+fn exact_type(graph: &Graph, output: usize) -> &kiln_graph::TensorType {
+    graph.ty(graph.outputs[output].value)
 }
 
 /// The first step of Adam, whose moments do not exist yet.
