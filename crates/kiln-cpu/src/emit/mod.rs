@@ -101,28 +101,30 @@ pub fn scratch(
     kernel: &Kernel,
     options: &EmitOptions<'_>,
 ) -> Result<Option<usize>, CompileError> {
-    let planned = match &kernel.kind {
-        KernelKind::Nest(nest) => nest::scratch(graph, nest),
-        KernelKind::Together(_) => Some(0),
-        KernelKind::Library(node) | KernelKind::Contraction(node, _) => {
-            let plans = match graph.node(*node).op {
-                Op::DotGeneral(_) | Op::Attention(_) | Op::AttentionGrad(_) => true,
-                Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
-                    image::is_product(graph, *node)
-                }
-                _ => false,
-            };
-            let options = EmitOptions {
-                writes: false,
-                ..*options
-            };
-            match plans {
-                true => Some(generate(graph, kernel, &options)?.scratch),
-                false => None,
-            }
-        }
+    let node = match &kernel.kind {
+        KernelKind::Nest(nest) => return Ok(nest::scratch(graph, nest)),
+        KernelKind::Together(_) => return Ok(Some(0)),
+        KernelKind::Library(node) | KernelKind::Contraction(node, _) => *node,
     };
-    Ok(planned)
+    let template_plans = match graph.node(node).op {
+        Op::DotGeneral(_) | Op::Attention(_) | Op::AttentionGrad(_) => true,
+        Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => image::is_product(graph, node),
+        Op::MaxPool(_)
+        | Op::MaxPoolWithIndices { .. }
+        | Op::MaxPoolGrad { .. }
+        | Op::AvgPool { .. }
+        | Op::AvgPoolGrad { .. } => false,
+        // Plain loops.
+        _ => return Ok(Some(library::scratch(graph, node))),
+    };
+    if !template_plans {
+        return Ok(None);
+    }
+    let options = EmitOptions {
+        writes: false,
+        ..*options
+    };
+    Ok(Some(generate(graph, kernel, &options)?.scratch))
 }
 
 /// Writes the code of `kernel`.

@@ -12,112 +12,127 @@ use super::reduction::{Accumulator, LateSum};
 use super::{Argument, Lanes, Register, Seen, Writer, c};
 use crate::policy::REDUCTION_CHUNKS;
 
+/// What one pass over a row makes.
+#[derive(Default)]
+struct Pass {
+    /// Reductions of the row.
+    of_rows: Vec<Node>,
+    /// Late reductions.
+    late: Vec<Node>,
+    /// Stores of points.
+    stores: Vec<Store>,
+}
+
+/// Appends lines to a text.
+fn push_lines<'a>(text: &mut String, lines: impl IntoIterator<Item = &'a String>) {
+    for line in lines {
+        text.push_str(line);
+        text.push('\n');
+    }
+}
+
 impl Writer<'_> {
+    /// Writes the function of the nest.
     pub(super) fn run(&mut self) {
-        for store in self.space.loops.nest.stores.clone() {
+        for store in &self.space.loops.nest.stores {
             self.seen.push(Seen {
                 index: store.position.clone(),
                 weight: 2,
             });
         }
-        let vector_rows = self
-            .space
-            .vector
-            .is_some_and(|vector| self.space.loops.rows.contains(&vector));
-        let late = !self.space.loops.nest.late.is_empty();
-        let mut rows = String::new();
-        if self.space.flat() {
-            self.flat_body(&mut rows);
-        } else if vector_rows {
-            let vector = self.space.vector.unwrap_or(0);
-            let extent = self.space.loops.extent(vector);
-            let whole = extent / self.lanes * self.lanes;
-            if whole > 0 {
-                let _ = writeln!(
-                    rows,
-                    "for (int64_t i{vector} = 0; i{vector} < {whole}; i{vector} += {}) {{",
-                    self.lanes
-                );
-                self.row(Lanes::All, &mut rows);
-                rows.push_str("}\n");
-            }
-            if whole < extent {
-                let _ = writeln!(rows, "{{\nconst int64_t i{vector} = {whole};");
-                self.row(Lanes::First(extent - whole), &mut rows);
-                rows.push_str("}\n");
-            }
-        } else {
-            self.row(Lanes::All, &mut rows);
-        }
-        let mut text = String::new();
-        text.push_str("void @(void *ctx, int64_t begin, int64_t end, int thread) {\nvoid *const *b = ctx;\n(void)thread;\n");
-        for line in &self.top {
-            text.push_str(line);
-            text.push('\n');
-        }
+        let rows = self.row_bodies();
+        let mut text = String::from(
+            "void @(void *ctx, int64_t begin, int64_t end, int thread) {\nvoid *const *b = ctx;\n(void)thread;\n",
+        );
+        push_lines(&mut text, &self.top);
         if self.space.flat() {
             text.push_str(&rows);
         } else {
-            let outer: Vec<Var> = self.outer_rows();
-            let count = self.space.loops.product(&outer);
-            let mut loops = String::new();
-            let (from, to) = if late {
-                let chunks = self.chunks();
-                let _ = writeln!(loops, "for (int64_t chunk = begin; chunk < end; chunk++) {{");
-                let _ = writeln!(
-                    loops,
-                    "const int64_t first = {count} * chunk / {chunks}, last = {count} * (chunk + 1) / {chunks};"
-                );
-                self.chunk_top
-                    .iter()
-                    .for_each(|line| loops.push_str(&format!("{line}\n")));
-                ("first", "last")
-            } else {
-                ("begin", "end")
-            };
-            let in_blocks = !self.block_end.is_empty();
-            let (from, to) = if in_blocks {
-                let _ = writeln!(
-                    loops,
-                    "for (int64_t block = first; block < last; block += {BLOCK}) {{\n\
-                     const int64_t stop = block + {BLOCK} < last ? block + {BLOCK} : last;"
-                );
-                ("block", "stop")
-            } else {
-                (from, to)
-            };
-            let _ = writeln!(loops, "for (int64_t row = {from}; row < {to}; row++) {{");
-            let mut rest = "row".to_owned();
-            for (at, &var) in outer.iter().enumerate() {
-                let inner = self.space.loops.product(&outer[at + 1..]);
-                let value = if inner == 1 {
-                    rest.clone()
-                } else {
-                    format!("{rest} / {inner}")
-                };
-                let _ = writeln!(loops, "const int64_t i{var} = {value};");
-                if inner != 1 {
-                    rest = format!("{rest} % {inner}");
-                }
-            }
-            loops.push_str(&rows);
-            loops.push_str("}\n");
-            if in_blocks {
-                self.block_end
-                    .iter()
-                    .for_each(|line| loops.push_str(&format!("{line}\n")));
-                loops.push_str("}\n");
-            }
-            if late {
-                self.chunk_end
-                    .iter()
-                    .for_each(|line| loops.push_str(&format!("{line}\n")));
-                loops.push_str("}\n");
-            }
-            text.push_str(&loops);
+            self.row_loops(&rows, &mut text);
         }
         text.push_str("}\n");
         self.text = text;
+    }
+
+    /// What happens on each row: for vectors of rows and for the rows that are left over, or for one row.
+    fn row_bodies(&mut self) -> String {
+        let mut rows = String::new();
+        if self.space.flat() {
+            self.flat_body(&mut rows);
+            return rows;
+        }
+        let Some(vector) = self.space.vector.filter(|_| self.vector_rows()) else {
+            self.row(Lanes::All, &mut rows);
+            return rows;
+        };
+        let extent = self.space.loops.extent(vector);
+        let whole = extent / self.lanes * self.lanes;
+        if whole > 0 {
+            let _ = writeln!(
+                rows,
+                "for (int64_t i{vector} = 0; i{vector} < {whole}; i{vector} += {}) {{",
+                self.lanes
+            );
+            self.row(Lanes::All, &mut rows);
+            rows.push_str("}\n");
+        }
+        if whole < extent {
+            let _ = writeln!(rows, "{{\nconst int64_t i{vector} = {whole};");
+            self.row(Lanes::First(extent - whole), &mut rows);
+            rows.push_str("}\n");
+        }
+        rows
+    }
+
+    /// The loops around `rows`: over chunks and blocks of rows where late reductions need them, and over rows.
+    fn row_loops(&self, rows: &str, out: &mut String) {
+        let outer: Vec<Var> = self.outer_rows();
+        let count = self.space.loops.product(&outer);
+        let late = !self.space.loops.nest.late.is_empty();
+        let in_blocks = !self.block_end.is_empty();
+        let (mut from, mut to) = ("begin", "end");
+        if late {
+            let chunks = self.chunks();
+            let _ = writeln!(out, "for (int64_t chunk = begin; chunk < end; chunk++) {{");
+            let _ = writeln!(
+                out,
+                "const int64_t first = {count} * chunk / {chunks}, last = {count} * (chunk + 1) / {chunks};"
+            );
+            push_lines(out, &self.chunk_top);
+            (from, to) = ("first", "last");
+        }
+        if in_blocks {
+            let _ = writeln!(
+                out,
+                "for (int64_t block = first; block < last; block += {BLOCK}) {{\n\
+                 const int64_t stop = block + {BLOCK} < last ? block + {BLOCK} : last;"
+            );
+            (from, to) = ("block", "stop");
+        }
+        let _ = writeln!(out, "for (int64_t row = {from}; row < {to}; row++) {{");
+        let mut rest = "row".to_owned();
+        for (at, &var) in outer.iter().enumerate() {
+            let inner = self.space.loops.product(&outer[at + 1..]);
+            let value = if inner == 1 {
+                rest.clone()
+            } else {
+                format!("{rest} / {inner}")
+            };
+            let _ = writeln!(out, "const int64_t i{var} = {value};");
+            if inner != 1 {
+                rest = format!("{rest} % {inner}");
+            }
+        }
+        out.push_str(rows);
+        out.push_str("}\n");
+        if in_blocks {
+            push_lines(out, &self.block_end);
+            out.push_str("}\n");
+        }
+        if late {
+            push_lines(out, &self.chunk_end);
+            out.push_str("}\n");
+        }
     }
 
     pub(super) fn outer_rows(&self) -> Vec<Var> {
@@ -203,107 +218,102 @@ impl Writer<'_> {
 
     /// Everything that happens on one row (or, if the vector variable numbers rows, on a vector of rows).
     pub(super) fn row(&mut self, mode: Lanes, out: &mut String) {
-        let graph = self.graph;
         self.known.retain(|_, register| register.level < 1);
         self.slots.retain(|_, register| register.level < 1);
         self.reduced.clear();
         self.sections = vec![Vec::new()];
         self.mode = mode;
+        let row_set = self.space.loops.row_set();
         let nest = &self.space.loops.nest;
-        let reduces: Vec<Node> = nest
-            .members
-            .iter()
-            .copied()
-            .filter(|&node| matches!(graph.node(node).op, Op::Reduce { .. }))
-            .collect();
-        let late = nest.late.clone();
-        let stores: Vec<Store> = nest
+        let stores = nest
             .stores
             .iter()
-            .filter(|store| !late.contains(&store.value))
+            .filter(|store| !nest.late.contains(&store.value));
+        let (of_points, of_rows): (Vec<Store>, Vec<Store>) = stores
             .cloned()
-            .collect();
-        let row_set = self.space.loops.row_set();
-        let mut passes = 0;
-        for &node in &reduces {
-            passes = passes.max(self.stage(graph.node(node).inputs[0]) + 1);
-        }
-        for store in &stores {
-            let stage = self.stage(store.value);
-            if vars(&store.index) & !row_set != 0 {
-                passes = passes.max(stage + 1);
-            }
-        }
-        let mut pass_texts: Vec<String> = Vec::new();
-        for pass in 0..passes {
-            self.pass = pass;
-            let mut text = String::new();
-            let due: Vec<Node> = reduces
-                .iter()
-                .copied()
-                .filter(|&node| self.stage(graph.node(node).inputs[0]) == pass)
-                .collect();
-            let (due_late, due_row): (Vec<Node>, Vec<Node>) = due
-                .into_iter()
-                .partition(|&node| late.contains(&graph.node(node).outputs[0]));
-            let due_stores: Vec<Store> = stores
-                .iter()
-                .filter(|store| vars(&store.index) & !row_set != 0)
-                .cloned()
-                .collect::<Vec<_>>()
-                .into_iter()
-                .filter(|store| self.stage(store.value) == pass)
-                .collect();
-            let sums: Vec<Accumulator> = due_row.iter().map(|&node| self.accumulator(node)).collect();
-            for sum in &sums {
-                let _ = writeln!(
-                    text,
-                    "{} {} = {};",
-                    c::register_type(sum.dtype, sum.vector),
-                    sum.name,
-                    sum.neutral()
-                );
-                if sum.blocks {
-                    text.push_str(&blocks::declare(&sum.name, sum.vector));
-                }
-            }
-            let lates: Vec<LateSum> = due_late.iter().map(|&node| self.late_sum(node)).collect();
-            let (point_late, row_late): (Vec<LateSum>, Vec<LateSum>) =
-                lates.into_iter().partition(|late| late.of_points);
-            for late in &row_late {
-                let x = self.eval(late.x, &late.index);
-                let value = c::combine(late.op, late.dtype, false, &late.name, &x.name);
-                self.line(1, x.stage, format!("{} = {value};", late.name));
-            }
-            if !sums.is_empty() || !due_stores.is_empty() || !point_late.is_empty() {
-                self.columns(mode, &sums, &due_stores, &point_late, &mut text);
-            }
-            for sum in sums {
-                let register = self.row_result(&sum, pass, &mut text);
-                self.reduced.insert(sum.value, register);
-            }
-            pass_texts.push(text);
+            .partition(|store| vars(&store.index) & !row_set != 0);
+        let passes = self.passes(of_points);
+        let mut texts: Vec<String> = Vec::new();
+        for (number, pass) in passes.iter().enumerate() {
+            self.pass = number;
+            texts.push(self.one_pass(mode, number, pass));
         }
         let mut row_stores = Vec::new();
-        for store in stores.iter().filter(|store| vars(&store.index) & !row_set == 0) {
+        for store in &of_rows {
             let register = self.eval(store.value, &store.index);
             let dtype = self.buffer_dtype(store.buffer);
             let at = self.argument(Argument::Buffer(store.buffer));
             row_stores.push(self.store_text(dtype, &format!("a{at}"), &store.position, &register));
         }
-        for stage in 0..self.sections.len().max(pass_texts.len()) {
-            for line in self.sections.get(stage).into_iter().flatten() {
-                out.push_str(line);
-                out.push('\n');
-            }
-            if let Some(text) = pass_texts.get(stage) {
+        for stage in 0..self.sections.len().max(texts.len()) {
+            push_lines(out, self.sections.get(stage).into_iter().flatten());
+            if let Some(text) = texts.get(stage) {
                 out.push_str(text);
             }
         }
-        for line in row_stores {
-            out.push_str(&line);
-            out.push('\n');
+        push_lines(out, &row_stores);
+    }
+
+    /// What each pass over a row makes: the reductions and stores of points whose operands are known by then.
+    fn passes(&mut self, stores: Vec<Store>) -> Vec<Pass> {
+        let graph = self.graph;
+        let mut passes: Vec<Pass> = Vec::new();
+        let at = |passes: &mut Vec<Pass>, stage: usize| {
+            if passes.len() <= stage {
+                passes.resize_with(stage + 1, Pass::default);
+            }
+        };
+        for &node in &self.space.loops.nest.members {
+            let data = graph.node(node);
+            if matches!(data.op, Op::Reduce { .. }) {
+                let stage = self.stage(data.inputs[0]);
+                at(&mut passes, stage);
+                match self.space.loops.nest.late.contains(&data.outputs[0]) {
+                    true => passes[stage].late.push(node),
+                    false => passes[stage].of_rows.push(node),
+                }
+            }
         }
+        for store in stores {
+            let stage = self.stage(store.value);
+            at(&mut passes, stage);
+            passes[stage].stores.push(store);
+        }
+        passes
+    }
+
+    /// The text of a pass: accumulators, the loops over the columns, results of the row.
+    fn one_pass(&mut self, mode: Lanes, number: usize, pass: &Pass) -> String {
+        let mut text = String::new();
+        let sums: Vec<Accumulator> = pass.of_rows.iter().map(|&node| self.accumulator(node)).collect();
+        for sum in &sums {
+            let _ = writeln!(
+                text,
+                "{} {} = {};",
+                c::register_type(sum.dtype, sum.vector),
+                sum.name,
+                sum.neutral()
+            );
+            if sum.blocks {
+                text.push_str(&blocks::declare(&sum.name, sum.vector));
+            }
+        }
+        let lates: Vec<LateSum> = pass.late.iter().map(|&node| self.late_sum(node)).collect();
+        let (point_late, row_late): (Vec<LateSum>, Vec<LateSum>) =
+            lates.into_iter().partition(|late| late.of_points);
+        for late in &row_late {
+            let x = self.eval(late.x, &late.index);
+            let value = c::combine(late.op, late.dtype, false, &late.name, &x.name);
+            self.line(1, x.stage, format!("{} = {value};", late.name));
+        }
+        if !sums.is_empty() || !pass.stores.is_empty() || !point_late.is_empty() {
+            self.columns(mode, &sums, &pass.stores, &point_late, &mut text);
+        }
+        for sum in sums {
+            let register = self.row_result(&sum, number, &mut text);
+            self.reduced.insert(sum.value, register);
+        }
+        text
     }
 
     /// The register that has the result of a row reduction, written behind the loops of its pass.

@@ -31,7 +31,7 @@ pub(super) struct Blocks {
     /// Columns of collected results.
     result_columns: usize,
     /// What they are.
-    element: Element,
+    pub element: Element,
 }
 
 impl Blocks {

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 
 use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
+use super::parts::{Parts, TileColumns};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::weights::{self, Panels};
 use super::{
@@ -212,30 +213,26 @@ struct Emitter<'a> {
     tiles: BTreeSet<Helper>,
 }
 
+/// One class of pixels, and where its kernel finds what it needs.
+struct ClassWork<'a> {
+    index: usize,
+    class: &'a Class,
+    padded: &'a Padded,
+    blocks: &'a Blocks,
+    panels: Panels,
+    /// Where the packed weights lie in the workspace, in bytes.
+    weights: usize,
+    /// Where the memory of its blocks begins there.
+    workspace: usize,
+}
+
 impl Emitter<'_> {
     fn kernel(mut self) -> KernelText {
         let frame = self.spec.frame();
         let (name, params) = (frame.name, frame.params);
-        let (g, image) = (&self.spec.geometry, &self.spec.image);
+        let g = &self.spec.geometry;
         let lanes = self.lanes;
-        let padded = image::padded(
-            image,
-            &image::Request {
-                prefix: name,
-                suffix: "",
-                offset: 0,
-                images: g.images,
-                channels: self.sides.channels,
-                extents: self.sides.extents,
-                before: self.walk.before,
-                reach: self.walk.reach,
-                spread: self.walk.spread,
-                params,
-                lanes,
-                element: self.element,
-                in_place: true,
-            },
-        );
+        let padded = self.padded();
         let vectors = self.sides.result_group.div_ceil(lanes).min(2);
         let panels = Panels::new(self.sides.result_group, vectors, lanes);
         let result = self.result();
@@ -244,24 +241,7 @@ impl Emitter<'_> {
         let serial = frame.threads == 1 || g.is_small();
         let run = run_part(serial);
 
-        let about = format!(
-            "{} images of {:?} x {} channels{}{}, {} classes of pixels.",
-            g.images,
-            self.sides.extents,
-            self.sides.channels,
-            if g.groups > 1 {
-                format!(" in {} groups", g.groups)
-            } else {
-                String::new()
-            },
-            if padded.copy.is_some() {
-                ", copied with padding"
-            } else {
-                ", read in place"
-            },
-            self.walk.classes.len()
-        );
-        let mut source = frame.head(&about, "");
+        let mut source = frame.head(&self.about(&padded), "");
         let mut calls = String::new();
         // Without slabs, the copy of the whole image comes first in the workspace; its address is part of `padded`.
         let classes = self.walk.classes.clone();
@@ -306,7 +286,15 @@ impl Emitter<'_> {
                 }));
                 calls.push_str(&run(&pack, g.groups * panels.count));
             }
-            source.push_str(&self.class(index, class, &padded, blocks, panels, weights, workspace));
+            source.push_str(&self.class(&ClassWork {
+                index,
+                class,
+                padded: &padded,
+                blocks,
+                panels,
+                weights,
+                workspace,
+            }));
             calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
             workspace += blocks.bytes(class, &padded, lanes) * if serial { 1 } else { frame.threads };
         }
@@ -318,6 +306,50 @@ impl Emitter<'_> {
         kernel
     }
 
+    /// The image with room for the window around it.
+    fn padded(&self) -> Padded {
+        let frame = self.spec.frame();
+        let (sides, walk) = (&self.sides, &self.walk);
+        image::padded(
+            &self.spec.image,
+            &image::Request {
+                prefix: frame.name,
+                suffix: "",
+                offset: 0,
+                images: self.spec.geometry.images,
+                channels: sides.channels,
+                extents: sides.extents,
+                before: walk.before,
+                reach: walk.reach,
+                spread: walk.spread,
+                params: frame.params,
+                lanes: self.lanes,
+                element: self.element,
+                in_place: true,
+            },
+        )
+    }
+
+    /// What the source says of itself.
+    fn about(&self, padded: &Padded) -> String {
+        let (g, sides) = (&self.spec.geometry, &self.sides);
+        let groups = match g.groups {
+            1 => String::new(),
+            groups => format!(" in {groups} groups"),
+        };
+        let copied = match padded.copy.is_some() {
+            true => ", copied with padding",
+            false => ", read in place",
+        };
+        format!(
+            "{} images of {:?} x {} channels{groups}{copied}, {} classes of pixels.",
+            g.images,
+            sides.extents,
+            sides.channels,
+            self.walk.classes.len()
+        )
+    }
+
     /// Extents of the result.
     fn result(&self) -> Spatial {
         match self.direction {
@@ -327,158 +359,63 @@ impl Emitter<'_> {
     }
 
     /// `name_class<index>(ctx, begin, end, thread)`: the pixels of one class.
-    #[allow(clippy::too_many_arguments)] // Values that belong to different stages.
-    fn class(
-        &mut self,
-        index: usize,
-        class: &Class,
-        padded: &Padded,
-        blocks: &Blocks,
-        panels: Panels,
-        weights: usize,
-        workspace: usize,
-    ) -> String {
-        let ConvSpec {
-            name, geometry: g, ..
-        } = self.spec;
-        let (lanes, sides, walk) = (self.lanes, &self.sides, &self.walk);
-        let real = self.element.ctype();
-        let [_, sz, sy, sx] = padded.strides;
-        let vectors = panels.width / lanes;
-        let count_x = class.count[2];
-        let parts = count_x.div_ceil(tile::max_rows(self.isa, vectors));
-        let rows = count_x.div_ceil(parts);
-        let tall = count_x - parts * (rows - 1);
-
-        let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
-        let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
-        // Neighbouring kernel elements of a row are one run if nothing lies between them.
-        let merged = g.groups == 1 && walk.tap_step[2] == 1 && sx == sides.channels as i64;
-        let (depth, along_x) = if merged {
-            (taps_x * sides.group, 1)
-        } else {
-            (sides.group, taps_x)
-        };
-        let taps = taps_z * taps_y * taps_x;
-        let a = Access::Strided {
-            free: walk.pixel_step[2] as i64 * sx,
-            depth: 1,
-        };
-        let mut call = |rows: usize, width: usize| {
-            let tile = Tile {
-                rows,
-                vectors: width / lanes,
-                a,
-                b: Access::Packed,
-                factor: self.element.into(),
-                nested: true,
-                block: tile::BLOCK,
-            };
-            self.tiles.insert(tile.helper(self.isa));
-            let nest = [
-                if taps == 0 { 0 } else { taps_y as i64 },
-                step(1, sy),
-                (taps_x * sides.group * width) as i64,
-                along_x as i64,
-                step(2, sx),
-                (sides.group * width) as i64,
-            ];
-            let nest = nest.map(|n| n.to_string()).join(", ");
-            let each_z = taps_y * taps_x * sides.group * width;
-            format!(
-                "for (int64_t t = 0; t < {}; t++)\n    {}(tile_a + t * {}, tile_b + t * {each_z}, {depth}, target, {width}, t > 0, (const \
-                 int64_t[6]){{{nest}}});\n",
-                taps_z.max(1),
-                tile.name(),
-                step(0, sz)
-            )
-        };
-        let mut heights = |width: usize| {
-            if tall == parts {
-                call(rows, width)
-            } else {
-                let (first, second) = (call(rows, width), call(rows - 1, width));
-                format!(
-                    "if (part < {tall}) {{\n{}}} else {{\n{}}}\n",
-                    indent(&first, 4),
-                    indent(&second, 4)
-                )
-            }
-        };
+    fn class(&mut self, work: &ClassWork<'_>) -> String {
+        let ClassWork {
+            index,
+            class,
+            padded,
+            blocks,
+            panels,
+            weights,
+            workspace,
+        } = *work;
+        let vectors = panels.width / self.lanes;
+        let parts = Parts::of(class.count[2], tile::max_rows(self.isa, vectors));
+        let uneven = panels.count > 1 && panels.last < panels.width;
+        let last = panels.count - 1;
         let full = if panels.count == 1 {
             panels.last
         } else {
             panels.width
         };
-        let uneven = panels.count > 1 && panels.last < panels.width;
-        let last = panels.count - 1;
+        let wide = self.part_tiles(work, &parts, full);
         let calls = if uneven {
-            let (wide, narrow) = (heights(full), heights(panels.last));
+            let narrow = self.part_tiles(work, &parts, panels.last);
             format!(
                 "if (cp < {last}) {{\n{}}} else {{\n{}}}\n",
                 indent(&wide, 4),
                 indent(&narrow, 4)
             )
         } else {
-            heights(full)
+            wide
         };
-        let ld = if uneven {
-            format!("(cp < {last} ? {full} : {})", panels.last)
-        } else {
-            full.to_string()
-        };
-        let (first_x, height) = if tall == parts {
-            (format!("part * {rows}"), rows.to_string())
-        } else {
-            let short = rows - 1;
-            (
-                format!("part * {short} + (part < {tall} ? part : {tall})"),
-                format!("(part < {tall} ? {rows} : {short})"),
-            )
-        };
+        let ConvSpec {
+            name, geometry: g, ..
+        } = self.spec;
+        let (lanes, sides, walk, real) = (self.lanes, &self.sides, &self.walk, self.element.ctype());
         let (n, w) = (sides.result_group, panels.width);
-        let column = format!("group * {n} + cp * {w}");
-        let columns = format!("({n} - cp * {w} < {w} ? {n} - cp * {w} : {w})");
-        let (target, consume) = if blocks.planes {
-            (
-                format!("{real} *target = result + ((unit - block) * {count_x} + px) * {ld};\n"),
-                String::new(),
-            )
-        } else {
-            (
-                format!("{real} *target = tile;\n"),
-                format!(
-                    "{name}_finish(args, tile, {ld}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, {height}, {column}, \
-                     {columns});\n",
-                    class.step[0],
-                    class.start[0],
-                    class.step[1],
-                    class.start[1],
-                    class.step[2],
-                    class.start[2],
-                    class.step[2],
-                ),
-            )
+        let columns = TileColumns {
+            pitch: if uneven {
+                format!("(cp < {last} ? {full} : {})", panels.last)
+            } else {
+                full.to_string()
+            },
+            first: format!("group * {n} + cp * {w}"),
+            count: format!("({n} - cp * {w} < {w} ? {n} - cp * {w} : {w})"),
         };
-        let one = format!(
-            "const int64_t px = {first_x};\nconst {real} *tile_a = from + px * {} + group * {};\n{target}{calls}{consume}",
-            walk.pixel_step[2] as i64 * sx,
+        let pixels = format!(
+            "const {real} *tile_a = from + px * {} + group * {};\n",
+            walk.pixel_step[2] as i64 * padded.strides[3],
             sides.group,
         );
         let line = blocks.line(walk, class, padded);
-        let unit = if blocks.by_line {
-            format!(
-                "const int64_t line = unit;\n{line}for (int64_t part = 0; part < {parts}; part++) {{\n{}}}\n",
-                indent(&one, 4)
-            )
-        } else {
-            format!("const int64_t line = unit / {parts}, part = unit % {parts};\n{line}{one}")
-        };
+        let unit = parts.unit((name, class, blocks), &line, [&pixels, &calls], &columns);
         let planes = if blocks.planes {
-            blocks.consume_planes(name, class, &ld, &column, &columns)
+            blocks.consume_planes(name, class, &columns.pitch, &columns.first, &columns.count)
         } else {
             String::new()
         };
+        let taps: usize = class.taps.iter().map(Vec::len).product();
         let body = format!(
             "for (int64_t group = 0; group < {}; group++)\nfor (int64_t cp = 0; cp < {}; cp++) {{\n    const {real} *tile_b = (const {real} \
              *)(args->workspace + {weights}) + (group * {} + cp * {w}) * {};\n    for (int64_t unit = block; unit < block_end; unit++) \
@@ -490,10 +427,76 @@ impl Emitter<'_> {
             indent(&unit, 8),
             indent(&planes, 4),
         );
-        let declare = format!("{real} tile[{}] __attribute__((aligned(64)));\n", rows * w);
+        let declare = format!("{real} tile[{}] __attribute__((aligned(64)));\n", parts.rows * w);
         let function = format!("{name}_class{index}");
         blocks.function(
             self.spec, walk, class, padded, &function, workspace, lanes, &declare, &body,
+        )
+    }
+
+    /// The tile of a part, `width` columns wide: a long part's or a short one's.
+    fn part_tiles(&mut self, work: &ClassWork<'_>, parts: &Parts, width: usize) -> String {
+        match parts.heights()[..] {
+            [long, short] => {
+                let (first, second) = (
+                    self.tile_call(work, long, width),
+                    self.tile_call(work, short, width),
+                );
+                format!(
+                    "if ({}) {{\n{}}} else {{\n{}}}\n",
+                    parts.is_long(),
+                    indent(&first, 4),
+                    indent(&second, 4)
+                )
+            }
+            _ => self.tile_call(work, parts.rows, width),
+        }
+    }
+
+    /// The call that computes a tile of `rows` pixels and `width` columns, over all kernel elements.
+    fn tile_call(&mut self, work: &ClassWork<'_>, rows: usize, width: usize) -> String {
+        let ClassWork { class, padded, .. } = *work;
+        let (sides, walk) = (&self.sides, &self.walk);
+        let [_, sz, sy, sx] = padded.strides;
+        let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
+        let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
+        // Neighbouring kernel elements of a row are one run if nothing lies between them.
+        let merged = self.spec.geometry.groups == 1 && walk.tap_step[2] == 1 && sx == sides.channels as i64;
+        let (depth, along_x) = if merged {
+            (taps_x * sides.group, 1)
+        } else {
+            (sides.group, taps_x)
+        };
+        let tile = Tile {
+            rows,
+            vectors: width / self.lanes,
+            a: Access::Strided {
+                free: walk.pixel_step[2] as i64 * sx,
+                depth: 1,
+            },
+            b: Access::Packed,
+            factor: self.element.into(),
+            nested: true,
+            block: tile::BLOCK,
+        };
+        self.tiles.insert(tile.helper(self.isa));
+        let any = taps_z * taps_y * taps_x > 0;
+        let nest = [
+            if any { taps_y as i64 } else { 0 },
+            step(1, sy),
+            (taps_x * sides.group * width) as i64,
+            along_x as i64,
+            step(2, sx),
+            (sides.group * width) as i64,
+        ];
+        let nest = nest.map(|n| n.to_string()).join(", ");
+        let each_z = taps_y * taps_x * sides.group * width;
+        format!(
+            "for (int64_t t = 0; t < {}; t++)\n    {}(tile_a + t * {}, tile_b + t * {each_z}, {depth}, target, {width}, t > 0, (const \
+             int64_t[6]){{{nest}}});\n",
+            taps_z.max(1),
+            tile.name(),
+            step(0, sz)
         )
     }
 }

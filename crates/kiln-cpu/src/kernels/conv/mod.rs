@@ -30,6 +30,7 @@ mod im2col;
 mod image;
 mod narrow_groups;
 mod narrow_groups_weight;
+mod parts;
 mod planar;
 mod walk;
 mod weight_grad;

@@ -9,6 +9,7 @@ use std::fmt::Write;
 use super::ConvSpec;
 use super::blocks::{self, Blocks};
 use super::image::{self, Padded};
+use super::parts::{Parts, TileColumns};
 use super::walk::{Class, Direction, Sides, Walk};
 use crate::isa::Isa;
 use crate::kernels::element::Element;
@@ -156,174 +157,169 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    /// Packing of weights (at `weights` in the workspace) and the loops of the class (with its blocks from `workspace` on).
+    /// Packing of weights (at `weights` in the workspace) and the loops of the class (with its blocks from
+    /// `workspace` on).
     fn source(&self, weights: usize, workspace: usize) -> String {
-        let Self {
-            spec,
-            walk,
-            sides,
-            class,
-            index,
-            padded,
-            blocks,
-            direction,
-            isa,
-        } = *self;
+        let parts = Parts::of(self.class.count[2], max_pixels(self.isa));
+        let mut source = self.pack_weights(weights);
+        for height in parts.heights() {
+            source.push_str(&self.row(height));
+        }
+        source + &self.blocks_of_class(&parts, weights, workspace)
+    }
+
+    /// Kernel elements along each dimension.
+    fn taps(&self) -> [usize; 3] {
+        [0, 1, 2].map(|d| self.class.taps[d].len())
+    }
+
+    fn lanes(&self) -> usize {
+        self.spec.storage.element().lanes(self.isa)
+    }
+
+    /// Vectors of all channels.
+    fn vectors(&self) -> usize {
+        self.sides.channels.div_ceil(self.lanes())
+    }
+
+    /// The function that packs weights as `[vector][kernel element][channel of the group][lane]`; empty without kernel
+    /// elements.
+    fn pack_weights(&self, weights: usize) -> String {
         let ConvSpec {
             name,
             geometry: g,
             weight,
             params,
             ..
-        } = spec;
-        let element = spec.storage.element();
-        let (real, vf) = element.ctypes();
-        let (lanes, group, channels) = (element.lanes(isa), sides.group, sides.channels);
-        let vectors = channels.div_ceil(lanes);
-        let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());
-        let taps = taps_z * taps_y * taps_x;
-        let mut source = String::new();
-
-        // Weights as [vector][kernel element][channel of the group][lane].
-        if taps > 0 {
-            let list: Vec<String> = super::weights::flat_taps(&class.taps, g.kernel)
-                .iter()
-                .map(usize::to_string)
-                .collect();
-            let place = match direction {
-                Direction::Forward => format!("(channel * {group} + s)"),
-                Direction::InputGrad => {
-                    format!("((channel / {group} * {group} + s) * {group} + channel % {group})")
-                }
-            };
-            let _ = write!(
-                source,
-                "static void {name}_pack{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
+        } = self.spec;
+        let (real, _) = self.spec.storage.element().ctypes();
+        let (lanes, group, channels, index) =
+            (self.lanes(), self.sides.group, self.sides.channels, self.index);
+        let taps: usize = self.taps().iter().product();
+        if taps == 0 {
+            return String::new();
+        }
+        let list: Vec<String> = super::weights::flat_taps(&self.class.taps, g.kernel)
+            .iter()
+            .map(usize::to_string)
+            .collect();
+        let place = match self.direction {
+            Direction::Forward => format!("(channel * {group} + s)"),
+            Direction::InputGrad => {
+                format!("((channel / {group} * {group} + s) * {group} + channel % {group})")
+            }
+        };
+        format!(
+            "static void {name}_pack{index}(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = \
              ctx;\n{}    static const int32_t taps[] = {{{}}};\n    {real} *packed = ({real} *)(args->workspace + {weights});\n    for \
              (int64_t v = begin; v < end; v++)\n        for (int64_t t = 0; t < {taps}; t++)\n            for (int64_t s = 0; s < {group}; \
              s++)\n                for (int64_t l = 0; l < {lanes}; l++) {{\n                    const int64_t channel = v * {lanes} + \
              l;\n                    packed[((v * {taps} + t) * {group} + s) * {lanes} + l] =\n                        channel < \
              {channels} ? {weight}[{place} * {} + taps[t]] : 0.0f;\n                }}\n}}\n",
-                unpack(params),
-                list.join(", "),
-                g.taps(),
-            );
-        }
+            unpack(params),
+            list.join(", "),
+            g.taps(),
+        )
+    }
 
-        let count_x = class.count[2];
-        let parts = count_x.div_ceil(max_pixels(isa));
-        let rows = count_x.div_ceil(parts);
-        let tall = count_x - parts * (rows - 1);
+    /// The function that computes `height` neighbouring pixels, all channels.
+    fn row(&self, height: usize) -> String {
+        let Self {
+            spec,
+            walk,
+            sides,
+            index,
+            padded,
+            ..
+        } = *self;
+        let (name, element) = (&spec.name, spec.storage.element());
+        let (real, vf) = element.ctypes();
+        let (lanes, group, channels, vectors) = (self.lanes(), sides.group, sides.channels, self.vectors());
+        let [taps_z, taps_y, taps_x] = self.taps();
         let padded_channels = vectors * lanes;
         let [_, sz, sy, sx] = padded.strides;
         let step = |d: usize, stride: i64| walk.tap_step[d] as i64 * stride;
-        let mut heights = vec![rows];
-        if tall < parts {
-            heights.push(rows - 1);
-        }
-        for &height in &heights {
-            let mut body = String::new();
-            for r in 0..height {
-                let address = format!("at + {} + v * {lanes}", r as i64 * walk.pixel_step[2] as i64 * sx);
-                let _ = writeln!(body, "{{ {}", read("pixel", &address, channels, lanes, element));
-                for s in 0..group {
-                    let _ = writeln!(
-                        body,
-                        "    sum{r} = {vf}_fma({}, {vf}_load(w + {}), sum{r});",
-                        spread("pixel", s, group, lanes, element),
-                        s * lanes
-                    );
-                }
-                body.push_str("}\n");
+        let mut body = String::new();
+        for r in 0..height {
+            let address = format!("at + {} + v * {lanes}", r as i64 * walk.pixel_step[2] as i64 * sx);
+            let _ = writeln!(body, "{{ {}", read("pixel", &address, channels, lanes, element));
+            for s in 0..group {
+                let _ = writeln!(
+                    body,
+                    "    sum{r} = {vf}_fma({}, {vf}_load(w + {}), sum{r});",
+                    spread("pixel", s, group, lanes, element),
+                    s * lanes
+                );
             }
-            // Depthwise bodies are short enough to be written out for all kernel elements.
-            let unroll = if group == 1 && taps <= 25 {
-                "KILN_UNROLL "
-            } else {
-                ""
-            };
-            let sums: Vec<String> = (0..height).map(|r| format!("sum{r} = {{0}}")).collect();
-            let stores: String = (0..height)
-                .map(|r| {
-                    format!(
-                        "        {vf}_store(tile + {} + v * {lanes}, sum{r});\n",
-                        r * padded_channels
-                    )
-                })
-                .collect();
-            let _ = write!(
-                source,
-                "/* {height} neighbouring pixels, all channels. */\nstatic __attribute__((noinline)) void {name}_row{index}_{height}(const {real} \
+            body.push_str("}\n");
+        }
+        // Depthwise bodies are short enough to be written out for all kernel elements.
+        let unroll = if group == 1 && taps_z * taps_y * taps_x <= 25 {
+            "KILN_UNROLL "
+        } else {
+            ""
+        };
+        let sums: Vec<String> = (0..height).map(|r| format!("sum{r} = {{0}}")).collect();
+        let stores: String = (0..height)
+            .map(|r| {
+                format!(
+                    "        {vf}_store(tile + {} + v * {lanes}, sum{r});\n",
+                    r * padded_channels
+                )
+            })
+            .collect();
+        format!(
+            "/* {height} neighbouring pixels, all channels. */\nstatic __attribute__((noinline)) void {name}_row{index}_{height}(const {real} \
              *from, const {real} *w, {real} *tile) {{\n    for (int64_t v = 0; v < {vectors}; v++) {{\n        {vf} {};\n        for \
              (int64_t z = 0; z < {taps_z}; z++)\n        {unroll}for (int64_t y = 0; y < {taps_y}; y++) {{\n            const {real} *at = from + z \
              * {} + y * {};\n            {unroll}for (int64_t x = 0; x < {taps_x}; x++, at += {}, w += {}) {{\n{}            }}\n        \
              }}\n{stores}    }}\n}}\n",
-                sums.join(", "),
-                step(0, sz),
-                step(1, sy),
-                step(2, sx),
-                group * lanes,
-                indent(&body, 16)
-            );
-        }
-        let (first_x, height, call) = if heights.len() == 1 {
-            (
-                format!("part * {rows}"),
-                rows.to_string(),
-                format!("{name}_row{index}_{rows}(at, w, target);\n"),
-            )
-        } else {
-            let short = rows - 1;
-            (
-                format!("part * {short} + (part < {tall} ? part : {tall})"),
-                format!("(part < {tall} ? {rows} : {short})"),
-                format!(
-                    "if (part < {tall}) {name}_row{index}_{rows}(at, w, target);\nelse {name}_row{index}_{short}(at, w, target);\n"
-                ),
-            )
+            sums.join(", "),
+            step(0, sz),
+            step(1, sy),
+            step(2, sx),
+            group * lanes,
+            indent(&body, 16)
+        )
+    }
+
+    /// The function that computes blocks of the class: lines of pixels, each in parts.
+    fn blocks_of_class(&self, parts: &Parts, weights: usize, workspace: usize) -> String {
+        let Self {
+            spec,
+            walk,
+            class,
+            index,
+            padded,
+            blocks,
+            ..
+        } = *self;
+        let name = &spec.name;
+        let (real, _) = spec.storage.element().ctypes();
+        let (lanes, channels) = (self.lanes(), self.sides.channels);
+        let padded_channels = self.vectors() * lanes;
+        let [.., sx] = padded.strides;
+        let rows = parts.rows;
+        let call = match parts.heights()[..] {
+            [_, short] => format!(
+                "if ({}) {name}_row{index}_{rows}(at, w, target);\nelse {name}_row{index}_{short}(at, w, target);\n",
+                parts.is_long()
+            ),
+            _ => format!("{name}_row{index}_{rows}(at, w, target);\n"),
         };
-        let (target, consume) = if blocks.planes {
-            (
-                format!("{real} *target = result + ((unit - block) * {count_x} + px) * {padded_channels};\n"),
-                String::new(),
-            )
-        } else {
-            (
-                format!("{real} *target = tile;\n"),
-                format!(
-                    "{name}_finish(args, tile, {padded_channels}, image, pz * {} + {}, py * {} + {}, px * {} + {}, {}, {height}, 0, \
-                 {channels});\n",
-                    class.step[0],
-                    class.start[0],
-                    class.step[1],
-                    class.start[1],
-                    class.step[2],
-                    class.start[2],
-                    class.step[2],
-                ),
-            )
-        };
-        let one = format!(
-            "const int64_t px = {first_x};\nconst {real} *at = from + px * {};\n{target}{call}{consume}",
+        let pixels = format!(
+            "const {real} *at = from + px * {};\n",
             walk.pixel_step[2] as i64 * sx
         );
-        let line = blocks.line(walk, class, padded);
-        let unit = if blocks.by_line {
-            format!(
-                "const int64_t line = unit;\n{line}for (int64_t part = 0; part < {parts}; part++) {{\n{}}}\n",
-                indent(&one, 4)
-            )
-        } else {
-            format!("const int64_t line = unit / {parts}, part = unit % {parts};\n{line}{one}")
+        let columns = TileColumns {
+            pitch: padded_channels.to_string(),
+            first: "0".into(),
+            count: channels.to_string(),
         };
+        let line = blocks.line(walk, class, padded);
+        let unit = parts.unit((name, class, blocks), &line, [&pixels, &call], &columns);
         let planes = if blocks.planes {
-            blocks.consume_planes(
-                name,
-                class,
-                &padded_channels.to_string(),
-                "0",
-                &channels.to_string(),
-            )
+            blocks.consume_planes(name, class, &columns.pitch, &columns.first, &columns.count)
         } else {
             String::new()
         };
@@ -336,9 +332,8 @@ impl Work<'_> {
             rows * padded_channels
         );
         let function = format!("{name}_class{index}");
-        source.push_str(&blocks.function(
+        blocks.function(
             spec, walk, class, padded, &function, workspace, lanes, &declare, &body,
-        ));
-        source
+        )
     }
 }
