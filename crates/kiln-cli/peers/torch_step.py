@@ -1,9 +1,10 @@
 """One training step in PyTorch, timed like `kiln bench`.
 
-    torch_step.py [--mode eager|compile|overhead] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer] [--device cpu|cuda]
+    torch_step.py [--mode eager|compile|overhead] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer] [--device cpu|cuda] [--autocast bf16|f16]
 
 The models are those of `kiln bench` with the same sizes; image classifiers need torchvision (and timm for `vit_small`), BERT needs
-transformers. On a GPU products and convolutions may use TF32, as `kiln bench --tf32` does, and `overhead` is torch.compile with CUDA graphs. Prints one JSON object whose fields are those of `kiln bench --json`.
+transformers. On a GPU products and convolutions may use TF32, as `kiln bench --tf32` does, and `overhead` is torch.compile with CUDA graphs. `--autocast` is
+torch.autocast around the forward pass. Prints one JSON object whose fields are those of `kiln bench --json`.
 """
 
 import argparse
@@ -148,6 +149,7 @@ def main():
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--infer", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--autocast", choices=("bf16", "f16"))
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -160,6 +162,12 @@ def main():
     model, inputs, loss_of = subject(arguments)
     if on_gpu and inputs.dim() == 4:
         model = model.to(memory_format=torch.channels_last)
+        inputs = inputs.to(memory_format=torch.channels_last)
+    autocast = torch.autocast(
+        arguments.device,
+        dtype=torch.float16 if arguments.autocast == "f16" else torch.bfloat16,
+        enabled=arguments.autocast is not None,
+    )
 
     def compiled(function):
         if arguments.mode == "eager":
@@ -175,7 +183,7 @@ def main():
         forward = compiled(model)
 
         def step():
-            with torch.no_grad():
+            with torch.no_grad(), autocast:
                 output = forward(inputs)
             return getattr(output, "logits", output)
 
@@ -184,7 +192,8 @@ def main():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
 
         def forward():
-            return loss_of(model(inputs))
+            with autocast:
+                return loss_of(model(inputs))
 
         forward = compiled(forward)
 
