@@ -121,7 +121,7 @@ impl<'a> Writer<'a> {
                     && launch.shared_bytes == 0
                     && !launch.arguments.iter().any(is_table)
                     && beside::is_plain(&launch.text);
-                fits.then(|| Small {
+                fits.then_some(Small {
                     text: &launch.text,
                     pointers: launch.arguments.len(),
                     blocks,

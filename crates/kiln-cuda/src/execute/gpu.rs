@@ -87,7 +87,7 @@ impl Gpu {
         Ok(Self {
             stream: device.stream()?,
             copies: device.stream()?,
-            compiler: Compiler::new(nvrtc, capability, code_store(&cache))?,
+            compiler: Compiler::new(nvrtc, capability, code_store(cache))?,
             device: device.clone(),
             multiplier: OnceLock::new(),
             choices: Mutex::default(),
