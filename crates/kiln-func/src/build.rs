@@ -222,14 +222,13 @@ impl Builder {
 }
 
 /// A product over these batch and contracted dimensions, with a result of the operands' type.
-#[allow(clippy::needless_update)]
 pub(crate) fn dot_dims(a_batch: Dims, b_batch: Dims, a_contract: Dims, b_contract: Dims) -> DotDims {
     DotDims {
         a_batch,
         b_batch,
         a_contract,
         b_contract,
-        ..DotDims::default()
+        result: None,
     }
 }
 

@@ -23,11 +23,11 @@
 //! # Over closures of tensors
 //!
 //! A front end records a closure into a graph whose parameters are the tensors that it takes and captures,
-//! transforms the graph, and runs the result on the same tensors. Three things are its own to decide. What
-//! the closure captures has no batch dimension and is not differentiated by. The runtime scalars of the graph
-//! (numbers, seeds, the streams of random operations) keep their order through every transform here, so their
-//! values are those of the recording. And a closure that reads a value, and so cuts its recording, cannot be
-//! transformed.
+//! transforms the graph, and runs the result on the same tensors (`kiln::func` does). Three things are its own to
+//! decide. What the closure captures has no batch dimension and is not differentiated by. The runtime scalars of the
+//! graph (numbers, seeds, the streams of random operations) keep their order through every transform here, so their
+//! values are those of the recording; new parameters come last. And a closure that reads a value, and so cuts its
+//! recording, cannot be transformed.
 //!
 //! What this crate does not know: Burn, executors, machines.
 

@@ -248,6 +248,40 @@ fn other_float_types() {
     assert_eq!(results[2].to_f64s(), [1.0, 8.0, 2.0, 10.0, 3.0, 12.0]);
 }
 
+/// A product of 16 bits with a result of f32: the gradients have the operands' type.
+#[test]
+fn wide_results_of_narrow_operands() {
+    let half =
+        |shape: &[usize], values: &[f64]| HostTensor::from_floats(DType::BF16, shape, values.iter().copied());
+    let (x, w) = (half(&[1, 2], &[1.5, -2.0]), half(&[2, 1], &[0.5, 3.0]));
+    let image = |x: &HostTensor| half(&[1, 2, 1], &x.to_f64s());
+    let one = || [1][..].into();
+    let conv = common::conv_dims(one(), [0][..].into(), [0][..].into(), one(), 1);
+    let dot = Op::DotGeneral(DotDims::matmul(0));
+    let cases = [
+        (dot, x.clone(), w.clone()),
+        (Op::Conv(conv), image(&x), image(&w)),
+    ];
+    for (op, x, w) in cases {
+        let op = op.with_result(Some(DType::F32)).expect("a product");
+        let case = Case {
+            op,
+            operands: vec![x, w],
+        };
+        let graph = case.graph();
+        let dtype = |graph: &Graph, output: usize| graph.dtype(graph.outputs[output].value);
+        assert_eq!(dtype(&graph, 0), DType::F32);
+        let reverse = vjp(&graph, &[0, 1], &[0]).expect("has a derivative");
+        assert_eq!([dtype(&reverse, 1), dtype(&reverse, 2)], [DType::BF16; 2]);
+        let shape = graph.shape(graph.outputs[0].value).clone();
+        let two = HostTensor::from_floats(DType::F32, shape, [2.0]);
+        let arguments = [&case.operands[..], &[two]].concat();
+        let results = kiln_graph::interpret(&reverse, &arguments, &[]).expect("runs");
+        assert_eq!(results[1].to_f64s(), [1.0, 6.0]);
+        assert_eq!(results[2].to_f64s(), [3.0, -4.0]);
+    }
+}
+
 /// Two hidden layers with tanh and sigmoid, a mean squared error: weights are parameters 0 to 2, the batch 3,
 /// the target 4.
 fn mlp() -> (Graph, Vec<HostTensor>) {

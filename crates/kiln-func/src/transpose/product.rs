@@ -54,10 +54,15 @@ impl Reverse<'_> {
         self.linear.shape(value)[2..].into()
     }
 
-    /// `ct` in the type of the operand beside it, and `conv` with results of that type.
+    /// `ct` in the type of the operand beside it, and `conv` with results of that type: a product of 16 bits may
+    /// have a result of f32, and the cotangent of its operand has the operand's type.
     fn narrowed(&mut self, conv: &ConvDims, ct: Value, beside: Value) -> Result<(ConvDims, Value)> {
         let ct = self.b.cast(ct, self.b.dtype(beside))?;
-        Ok((conv.clone(), ct))
+        let conv = ConvDims {
+            result: None,
+            ..conv.clone()
+        };
+        Ok((conv, ct))
     }
 
     pub(super) fn conv(&mut self, conv: &ConvDims, x: &[Value], ct: Value) -> Result<()> {

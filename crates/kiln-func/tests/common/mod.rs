@@ -353,7 +353,6 @@ fn products() -> Vec<Case> {
     let dot = |dims: DotDims, a: &[usize], b: &[usize]| {
         Case::new(Op::DotGeneral(dims), [floats(a, ANY, 1), floats(b, ANY, 2)])
     };
-    #[allow(clippy::needless_update)]
     let general = DotDims {
         a_batch: dims([2, 0]),
         b_batch: dims([1, 3]),
@@ -411,6 +410,7 @@ pub fn conv_dims(stride: Dims, pad_low: Dims, pad_high: Dims, dilation: Dims, gr
         pad_high,
         dilation,
         groups,
+        result: None,
     }
 }
 
