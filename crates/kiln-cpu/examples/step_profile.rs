@@ -8,7 +8,7 @@
 //! Prints compile times, what is kept, the arena, the median time of a step, and for the slowest kernels
 //! time, GB/s and GFLOP/s. With a second argument the generated sources are written to that folder. In the
 //! environment, `KEEP=everything` or `KEEP=BYTES` sets what the backward pass keeps, `TOP=100` shows more
-//! kernels, `THREADS=1` runs on one thread.
+//! kernels, `THREADS=1` runs on one thread, `AUTOCAST=bf16` (or `f16`) computes products in 16 bits.
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -19,6 +19,7 @@ use kiln_compiler::{Keep, Options, compile};
 use kiln_cpu::{
     BuildOptions, Cache, CpuExecutable, CpuTarget, KernelEvent, StepHooks, ThreadPool, Toolchain,
 };
+use kiln_graph::DType;
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
 
@@ -80,8 +81,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         Ok(bytes) => Keep::Within(bytes.parse()?),
         Err(_) => Keep::Cheapest,
     };
+    let autocast = match std::env::var("AUTOCAST").as_deref() {
+        Ok("bf16") => Some(DType::BF16),
+        Ok("f16") => Some(DType::F16),
+        _ => None,
+    };
     let options = Options {
         keep,
+        autocast,
         ..Options::default()
     };
     let compiled = compile(&graph, &options, &target)?;

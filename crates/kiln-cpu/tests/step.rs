@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 
 use kiln_cpu::{
-    AlignedBuffer, BuildOptions, CpuError, Isa, KernelEvent, Library, NoHooks, Objects, OptLevel, Signature,
+    AlignedBuffer, BuildOptions, CpuError, KernelEvent, Library, NoHooks, Objects, OptLevel, Signature,
     SourceFile, Step, StepArguments, StepHooks, ThreadPool, Toolchain,
 };
 
