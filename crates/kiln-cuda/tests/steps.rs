@@ -2,7 +2,7 @@
 
 use kiln_cuda::testing::host::{Differential, HostStep};
 use kiln_graph::alias::assign_aliases;
-use kiln_graph::{DType, Graph, HostTensor, interpret_f64};
+use kiln_graph::{DType, Graph, HostTensor, interpret, interpret_f64};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, arguments, decoder_step};
 
@@ -93,5 +93,37 @@ fn decoder_steps_of_every_float() {
     for (dtype, limit) in [(DType::F64, 1e-13), (DType::F16, 1e-3), (DType::BF16, 8e-3)] {
         let graph = Graph::parse(&text.replace("f32", dtype.name())).unwrap();
         check(&graph, limit);
+    }
+}
+
+/// Autocast, beside the graph of f32 in f64 and beside the interpreter of the very graph that it made.
+#[test]
+fn a_decoder_step_in_16_bits() {
+    let sizes = Sizes {
+        layers: 1,
+        batch: 2,
+        length: 16,
+        width: 32,
+        heads: 2,
+        hidden: 48,
+        vocabulary: 40,
+        keep: 0.8,
+    };
+    let graph = adam(sizes);
+    let (tensors, scalars) = arguments(&graph, 3);
+    let exact = interpret_f64(&graph, &tensors, &scalars).unwrap();
+    for (dtype, limit) in [(DType::BF16, 3e-2), (DType::F16, 4e-3)] {
+        let mut comparison = Differential::new(&graph).arguments(tensors.clone(), scalars.clone());
+        comparison.options.autocast = Some(dtype);
+        let step = comparison.compile().unwrap();
+        assert!(step.autocast.is_some());
+        let same = interpret(&step.graph, &tensors, &scalars).unwrap();
+        let actual = comparison.run(&HostStep::of(&step).unwrap()).unwrap();
+        for (number, actual) in actual.iter().enumerate() {
+            let what = format!("{dtype}, output {number} of type {}", actual.ty());
+            let (rounded, between) = (error(actual, &exact[number]), error(actual, &same[number]));
+            assert!(rounded < limit, "{what}: {rounded:e}");
+            assert!(between < limit / 4.0, "{what}: {between:e} from the interpreter");
+        }
     }
 }

@@ -21,8 +21,8 @@
 //! = cast %v : bf16 %u = dot_general %v, %r              %u = dot_general %vh, ..
 //! ```
 //!
-//! There are three steps. [`facts`] finds for each value what it is made from and who reads it. [`rewrite`]
-//! makes the graph with its casts; equal casts are one, and casts stand in front of movements. [`widen`]
+//! There are three steps. `facts` finds for each value what it is made from and who reads it. `rewrite`
+//! makes the graph with its casts; equal casts are one, and casts stand in front of movements. `widen`
 //! gives each reader of 16 bits a widening cast of its own, so that no f32 copy is ever stored.
 //!
 //! The pass runs behind all patterns, which match f32 compositions, and in front of the partition, which then
