@@ -121,6 +121,23 @@ fn custom_step_fn() {
 }
 
 #[test]
+fn custom_op() {
+    let text = run(env!("CARGO_BIN_EXE_custom_op"));
+    let losses = losses(&text);
+    assert!(losses.last() < losses.first(), "{text}");
+    assert!(
+        text.contains("0 graph breaks") && text.contains("custom isotonic"),
+        "{text}"
+    );
+    // Quantiles do not cross.
+    for line in text.lines().filter(|line| line.starts_with("quantiles at")) {
+        let values = line.split(": ").nth(1).unwrap().split_whitespace();
+        let values: Vec<f64> = values.map(|value| value.parse().unwrap()).collect();
+        assert!(values.len() == 5 && values.is_sorted(), "{line}");
+    }
+}
+
+#[test]
 fn with_learner() {
     let text = run(env!("CARGO_BIN_EXE_with_learner"));
     assert!(text.contains("epoch 2: training accuracy"), "{text}");

@@ -66,6 +66,28 @@ impl KilnClient {
         self.adopt(Storage::zeros(shape, dtype))
     }
 
+    /// Calls the operation of the program's own that has this id ([`crate::custom`]); one result for each
+    /// shape and type.
+    pub fn custom(
+        &self,
+        id: &str,
+        inputs: Vec<RouterTensor<Self>>,
+        outputs: &[(Shape, DType)],
+    ) -> Vec<RouterTensor<Self>> {
+        let inputs: Vec<TensorIr> = inputs.into_iter().map(RouterTensor::into_ir).collect();
+        let result = |(shape, dtype): &(Shape, DType)| {
+            TensorIr::uninit(self.create_empty_handle(), shape.clone(), *dtype)
+        };
+        let results: Vec<TensorIr> = outputs.iter().map(result).collect();
+        self.register_op(OperationIr::Custom(CustomOpIr {
+            id: id.to_owned(),
+            inputs,
+            outputs: results.clone(),
+        }));
+        let tensor = |ir: TensorIr| RouterTensor::new(ir.id, ir.shape, ir.dtype, *self);
+        results.into_iter().map(tensor).collect()
+    }
+
     /// Enters a tensor that exists and returns Burn's handle of it.
     pub fn adopt(&self, tensor: Storage) -> RouterTensor<Self> {
         self.enter(self.new_id(), tensor)

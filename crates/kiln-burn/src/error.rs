@@ -7,7 +7,7 @@ use kiln_graph::IndexError;
 
 use crate::execute::ExecuteError;
 use crate::import::ImportError;
-use crate::record::GraphBreak;
+use crate::record::{GraphBreak, Mismatch};
 
 /// An error of a compiled region. Clones share their cause.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -19,6 +19,16 @@ pub enum Error {
         region: String,
         /// Why and where.
         graph_break: Box<GraphBreak>,
+    },
+    /// The region is frozen ([`CompileOptions::frozen`](crate::CompileOptions::frozen)), and the call would
+    /// have compiled a step. Nothing ran: what the program gave is as it was. Tensors that a recorded closure
+    /// has made all the same are computed, one operation at a time, if they are used.
+    #[error("region `{region}` is frozen, and the call would compile: {guard}; `unfreeze` lets it")]
+    Frozen {
+        /// Name of the region.
+        region: String,
+        /// The guard that failed, and what to do about it.
+        guard: String,
     },
     /// The recorded operations could not be made a graph.
     #[error("region `{region}`: {source}")]
@@ -69,9 +79,27 @@ impl From<CudaError> for Error {
 }
 
 impl Error {
+    /// The error of a frozen region whose nearest step differs by `mismatch`; none if there is no step.
+    pub fn frozen(region: &str, mismatch: Option<&Mismatch>) -> Self {
+        let guard = match mismatch {
+            Some(mismatch) => format!("{mismatch}; {}", mismatch.remedy()),
+            None => "nothing was compiled for it yet".to_owned(),
+        };
+        Self::Frozen {
+            region: region.to_owned(),
+            guard,
+        }
+    }
+
+    /// Whether a frozen region refused the call.
+    pub fn is_frozen(&self) -> bool {
+        matches!(self, Self::Frozen { .. })
+    }
+
     /// Whether the step that failed has overwritten nothing: everything it was given is as it was.
     pub fn is_before_overwriting(&self) -> bool {
         match self {
+            Error::Frozen { .. } => true,
             Error::Execute { source, .. } => {
                 matches!(**source, ExecuteError::Index(_) | ExecuteError::GpuMemory { .. })
             }

@@ -11,6 +11,7 @@
 
 pub mod channel;
 pub mod client;
+pub mod custom;
 pub mod device;
 pub mod eager;
 pub mod error;

@@ -126,6 +126,11 @@ pub struct CompileOptions {
     /// Whether a training step that turns out not to compute the same function at every call fails with an
     /// error, instead of a warning and being recorded from then on. Default: false.
     pub strict: bool,
+    /// Whether a call that would compile is an error ([`crate::Error::Frozen`]) that names the guard, before
+    /// anything ran. With this option nothing is ever compiled until the region is told otherwise
+    /// (`unfreeze`); more often a region is frozen when it has compiled what it needs (`freeze`). Default:
+    /// false.
+    pub frozen: bool,
     /// How many different executables one region may have before further ones run on `aot_eager`, after one
     /// warning. Default: 8.
     pub recompile_limit: usize,
@@ -171,6 +176,7 @@ impl Default for CompileOptions {
             backend: CompileBackend::default(),
             fullgraph: false,
             strict: false,
+            frozen: false,
             memory_budget: None,
             recompile_limit: 8,
             threads: 0,
@@ -200,6 +206,12 @@ impl CompileOptions {
     /// Sets [`CompileOptions::strict`].
     pub fn with_strict(mut self, strict: bool) -> Self {
         self.strict = strict;
+        self
+    }
+
+    /// Sets [`CompileOptions::frozen`].
+    pub fn with_frozen(mut self, frozen: bool) -> Self {
+        self.frozen = frozen;
         self
     }
 

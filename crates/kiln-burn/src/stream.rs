@@ -116,6 +116,9 @@ type Entry<'a> = (u64, &'static str, &'a dyn Visit);
 
 /// The name shown to people: `NumericFloat.Add`.
 pub fn name(operation: &OperationIr) -> String {
+    if let Some(id) = crate::custom::id(operation) {
+        return id.to_owned();
+    }
     let described = describe(operation);
     format!("{}.{}", described.family, described.variant)
 }
@@ -502,7 +505,9 @@ parts! {
 
 impl Visit for CustomOpIr {
     fn visit(&self, visitor: &mut dyn Visitor) {
+        visitor.word(self.id.len() as u64);
         self.id.bytes().for_each(|byte| visitor.word(u64::from(byte)));
+        visitor.word(self.inputs.len() as u64);
         self.inputs.iter().for_each(|tensor| visitor.input(tensor));
         self.outputs.iter().for_each(|tensor| visitor.output(tensor));
     }

@@ -28,6 +28,11 @@ pub enum Slot {
 pub trait Keeper: Send + Sync {
     /// Hands tensor `index` over, by [`settle`]. Whoever runs the step meanwhile is waited for.
     fn give_back(&self, index: usize);
+
+    /// Whether a tensor that is dropped must be handed over before.
+    fn is_needed_for_drop(&self) -> bool {
+        true
+    }
 }
 
 /// Trips when a tensor it watches is dropped, or is written by another step than the watch's owner.
@@ -148,6 +153,33 @@ pub fn fail_if_known(id: TensorId, reason: &Arc<str>) {
     }
 }
 
+/// Enters a tensor that `keeper` makes when somebody asks for it, as its number `index`.
+pub fn defer(id: TensorId, keeper: Arc<dyn Keeper>, index: usize) {
+    enter(id, Held::Kept(keeper, index));
+}
+
+/// Forgets a tensor that the program dropped; false if there is none.
+pub fn discard(id: TensorId) -> bool {
+    let mut tensors = tensors();
+    let unread = match tensors.get(&id).map(|entry| &entry.held) {
+        None => return false,
+        Some(Held::Kept(keeper, _)) => !keeper.is_needed_for_drop(),
+        Some(Held::Known(_)) => false,
+    };
+    if !unread {
+        drop(tensors);
+        return remove(id).is_some();
+    }
+    let entry = tensors.remove(&id);
+    drop(tensors);
+    if let Some(entry) = &entry {
+        entry.trip(id, None);
+    }
+    // The keeper may go with its last tensor, without the lock.
+    drop(entry);
+    true
+}
+
 /// Replaces the tensor of an id that a replayed step writes; does nothing if the program dropped the id. `own` is the step's watch.
 pub fn overwrite(id: TensorId, tensor: Storage, own: &Arc<Watch>) {
     exchange(id, Held::Known(Slot::Ready(tensor)), own);
@@ -190,6 +222,7 @@ pub fn settle(id: TensorId, slot: Slot) {
 /// Puts `watch` on `id`. A tensor that is not there trips the watch at once.
 pub fn watch(id: TensorId, watch: &Arc<Watch>) {
     match tensors().get_mut(&id) {
+        Some(entry) if entry.watches.iter().any(|other| Arc::ptr_eq(other, watch)) => {}
         Some(entry) => entry.watches.push(watch.clone()),
         None => watch.trip(id),
     }

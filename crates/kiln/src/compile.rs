@@ -12,6 +12,41 @@ pub fn compile(options: CompileOptions) -> Compiled {
     }
 }
 
+/// Runs `closure` with its tensor operations run at once, not recorded: in a compiled region, in a
+/// [`crate::TrainStep`], in a compiled function, on a lazy device. What it does with the elements of tensors
+/// is then its own affair.
+///
+/// The region is cut there, by one graph break that `explain` lists as what it is
+/// ([`crate::BreakReason::Disabled`]); under `fullgraph` that is an error. A `TrainStep` with such a part is
+/// recorded at every call, because a replay would not run the part; its history says so. Regions inside of
+/// `closure` are not recorded either.
+///
+/// Gradients go through the part as through any other.
+///
+/// ```
+/// use burn_tensor::Tensor;
+/// use kiln::{BreakReason, CompileBackend, CompileOptions, Kiln, KilnDevice};
+///
+/// let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
+/// let mut step = kiln::compile(options);
+/// let x = Tensor::<Kiln, 1>::from_floats([1.0, 2.5], &KilnDevice::cpu());
+/// let y = step.run(|| {
+///     let squares = x.clone() * x;
+///     let largest = kiln::disable(|| squares.clone().max().into_scalar());
+///     squares / largest
+/// })?;
+/// assert_eq!(y.into_data().to_vec::<f32>().unwrap(), [0.16, 1.0]);
+/// assert_eq!(step.report().breaks[0].0.reason, BreakReason::Disabled);
+/// # Ok::<(), kiln::Error>(())
+/// ```
+///
+/// # Panics
+///
+/// With what `closure` panics with.
+pub fn disable<R>(closure: impl FnOnce() -> R) -> R {
+    kiln_burn::record::disable(closure)
+}
+
 /// A region of the program that is compiled: made by [`compile`], one for each place that calls [`Compiled::run`].
 pub struct Compiled {
     region: CompiledRegion,
@@ -37,6 +72,34 @@ impl Compiled {
     /// If `closure` panics, with the same payload. Nothing it recorded has happened.
     pub fn run<R>(&mut self, closure: impl FnOnce() -> R) -> Result<R, Error> {
         self.region.run(closure)
+    }
+
+    /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that
+    /// failed. The closure has run then, as it does at each call, but none of its tensor operations: what it
+    /// was given is as it was, and tensors that it assigned are computed, one operation at a time, only if
+    /// they are used. A region that is cut by graph breaks has run as far as its compiled parts go.
+    ///
+    /// ```
+    /// use burn_tensor::Tensor;
+    /// use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice};
+    ///
+    /// let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
+    /// let mut step = kiln::compile(options);
+    /// let x = |values: &[f32]| Tensor::<Kiln, 1>::from_floats(values, &KilnDevice::cpu());
+    /// step.run(|| x(&[1.0, 2.5]).exp())?;
+    /// step.freeze();
+    /// step.run(|| x(&[3.0, 4.5]).exp())?;
+    /// let error = step.run(|| x(&[3.0, 4.5, 0.5]).exp()).unwrap_err();
+    /// assert!(error.is_frozen() && error.to_string().contains("f32 [2] became f32 [3]"), "{error}");
+    /// # Ok::<(), kiln::Error>(())
+    /// ```
+    pub fn freeze(&mut self) {
+        self.region.freeze();
+    }
+
+    /// Takes [`Compiled::freeze`] back, and [`CompileOptions::frozen`].
+    pub fn unfreeze(&mut self) {
+        self.region.unfreeze();
     }
 
     /// What was compiled, why, and what cut it.

@@ -258,6 +258,19 @@ impl<F> CompiledFn<F> {
         tracing::warn!(target: "kiln", function = %self.name, "Burn's own backward pass runs: {reason}");
     }
 
+    /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that
+    /// failed; see [`crate::Compiled::freeze`]. That holds for calls with tracked tensors, too.
+    pub fn freeze(&self) {
+        self.region.freeze();
+        self.split.freeze();
+    }
+
+    /// Takes [`CompiledFn::freeze`] back, and [`CompileOptions::frozen`].
+    pub fn unfreeze(&self) {
+        self.region.unfreeze();
+        self.split.unfreeze();
+    }
+
     /// What was compiled for calls without tracked tensors, why, and what cut it; see
     /// [`CompiledFn::explain_tracked`] for the others.
     pub fn explain(&self) -> Explain {
@@ -298,8 +311,8 @@ impl<F> CompiledFn<F> {
 }
 
 /// Why a backward pass is not compiled.
-const READS: &str =
-    "the function reads a value, and cannot be compiled together with its gradients; move the read out of it";
+const READS: &str = "the function reads a value (or calls `kiln::disable`), and cannot be compiled together with its \
+     gradients; move that out of it";
 const CAPTURES: &str = "the function captures tensors that are trained; pass them as arguments, or the \
      module as the model of `call_with`, or detach them (`no_grad`) if they are not trained";
 

@@ -43,6 +43,7 @@
 //! Outside of these Kiln is an eager backend on burn-flex.
 
 mod compile;
+mod custom;
 pub mod explain;
 mod function;
 mod input;
@@ -51,7 +52,8 @@ pub mod ops;
 mod tracked;
 mod train;
 
-pub use compile::{Compiled, compile};
+pub use compile::{Compiled, compile, disable};
+pub use custom::{HostFunction, HostGradient, HostInputs, NoGradient, custom_op};
 pub use explain::{Explain, memory_curve};
 pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};

@@ -605,3 +605,156 @@ fn a_recompiled_step_has_lines_where_it_resembles_the_one_before() {
         "nobody saw the line of the new operation: {now:?}"
     );
 }
+
+#[test]
+fn a_frozen_region_refuses_and_loses_nothing() {
+    let mut region = region();
+    let mut state = vector(&[1.0, 2.0]);
+    let advance = |region: &mut Compiled, state: &mut Vector, exponential: bool| {
+        region.run(|| {
+            let next = state.clone() * 2.0;
+            *state = if exponential { next.exp() } else { next };
+        })
+    };
+    advance(&mut region, &mut state, false).unwrap();
+    region.freeze();
+    advance(&mut region, &mut state, false).unwrap();
+    assert_eq!(values(state.clone()), [4.0, 8.0]);
+    let before = kiln_burn::table::len();
+    let error = advance(&mut region, &mut state, true).unwrap_err();
+    let Error::Frozen { guard, .. } = &error else {
+        panic!("{error}")
+    };
+    assert!(guard.contains("operation 1") && guard.contains("Exp"), "{guard}");
+    assert!(error.to_string().contains("`test` is frozen"), "{error}");
+    assert_eq!(region.report().compiles.len(), 1);
+    // What the closure assigned is there when somebody asks for it, ..
+    assert_eq!(values(state.clone()), [8.0f32.exp(), 16.0f32.exp()]);
+    // .. and costs nothing otherwise.
+    let _ = advance(&mut region, &mut state, true).unwrap_err();
+    drop(state);
+    assert!(kiln_burn::table::len() < before, "everything was dropped");
+    region.unfreeze();
+    let mut state = vector(&[1.0, 2.0]);
+    advance(&mut region, &mut state, true).unwrap();
+    assert_eq!(region.report().compiles.len(), 2);
+}
+
+#[test]
+fn a_frozen_function_refuses_other_shapes() {
+    let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
+    let double = kiln::compile_fn(|x: Vector| x * 2.0).with_options(options.clone());
+    assert_eq!(values(double.call(vector(&[1.5])).unwrap()), [3.0]);
+    double.freeze();
+    assert_eq!(values(double.call(vector(&[2.5])).unwrap()), [5.0]);
+    let error = double.call(vector(&[1.0, 2.5])).unwrap_err();
+    assert!(error.to_string().contains("f32 [1] became f32 [2]"), "{error}");
+    double.unfreeze();
+    assert_eq!(values(double.call(vector(&[1.0, 2.5])).unwrap()), [2.0, 5.0]);
+
+    let cold = kiln::compile_fn(|x: Vector| x * 2.0).with_options(options.with_frozen(true));
+    let error = cold.call(vector(&[1.5])).unwrap_err();
+    assert!(
+        error.is_frozen() && error.to_string().contains("nothing was compiled"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_frozen_function_refuses_with_gradients_too() {
+    use burn_autodiff::Autodiff;
+    type Tracked = Tensor<Autodiff<Kiln>, 1>;
+    let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
+    let square = kiln::compile_fn(|x: Tracked| x.clone() * x).with_options(options);
+    let x = |values: &[f32]| Tracked::from_floats(values, &device()).require_grad();
+    square.call(x(&[1.0, 2.0])).unwrap();
+    square.freeze();
+    let (input, seen) = (x(&[3.0, 4.0]), |x: Tensor<Kiln, 1>| values(x));
+    let gradients = square.call(input.clone()).unwrap().sum().backward();
+    assert_eq!(seen(input.grad(&gradients).unwrap()), [6.0, 8.0]);
+    let error = square.call(x(&[3.0, 4.0, 5.0])).unwrap_err();
+    assert!(error.to_string().contains("f32 [2] became f32 [3]"), "{error}");
+    assert_eq!(square.compiled_pairs(), 1);
+}
+
+#[test]
+fn a_disabled_part_runs_at_once() {
+    for backend in [CompileBackend::AotEager, CompileBackend::Cpu] {
+        let mut region = kiln::compile(CompileOptions::default().with_backend(backend));
+        let x = vector(&[1.0, 2.0, 3.0]);
+        for _ in 0..3 {
+            let (before, y) = region
+                .run(|| {
+                    let square = x.clone() * x.clone();
+                    let before = kiln::disable(|| {
+                        let next = square.clone() + 1.0;
+                        // It has elements while the region is under way: nothing is recorded here, not by
+                        // regions inside either.
+                        let mut inner = kiln::compile(CompileOptions::default());
+                        let inside = inner.run(|| next.clone() * 1.0).unwrap();
+                        assert_eq!(inner.report().calls, 0);
+                        values(inside)
+                    });
+                    (before, square * 3.0)
+                })
+                .unwrap();
+            assert_eq!((before, values(y)), (vec![2.0, 5.0, 10.0], vec![3.0, 12.0, 27.0]));
+        }
+        let report = region.report();
+        let (graph_break, times) = &report.breaks[0];
+        assert_eq!(
+            (&graph_break.reason, *times, report.breaks.len()),
+            (&BreakReason::Disabled, 3, 1)
+        );
+        assert!(graph_break.to_string().contains("kiln::disable"), "{graph_break}");
+        assert_eq!(report.steps.len(), 2, "one before it, one after it");
+        assert!(region.explain().to_string().contains("kiln::disable"));
+    }
+}
+
+#[test]
+fn under_fullgraph_a_disabled_part_is_an_error() {
+    let options = CompileOptions::default()
+        .with_backend(CompileBackend::AotEager)
+        .with_fullgraph(true);
+    let mut region = kiln::compile(options);
+    let x = vector(&[1.0]);
+    let ran = std::cell::Cell::new(false);
+    let result = region.run(|| {
+        let y = x.clone() + 1.0;
+        kiln::disable(|| ran.set(true));
+        y
+    });
+    let error = result.unwrap_err();
+    assert!(error.to_string().contains("kiln::disable"), "{error}");
+    assert!(!ran.get());
+    assert_eq!(values(region.run(|| x.clone() + 1.0).unwrap()), [2.0]);
+}
+
+#[test]
+fn a_panic_in_a_disabled_part_leaves_the_region_usable() {
+    let mut region = region();
+    let x = vector(&[1.0]);
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        region.run(|| {
+            let _y = x.clone() + 1.0;
+            kiln::disable::<()>(|| panic!("inside"));
+        })
+    }));
+    assert!(result.is_err());
+    let y = region.run(|| x.clone() + 1.0).unwrap();
+    assert_eq!(values(y), [2.0]);
+    // Outside of everything it only runs.
+    assert_eq!(kiln::disable(|| values(x + 1.0)), [2.0]);
+}
+
+#[test]
+fn a_disabled_part_on_a_lazy_device_runs_at_once() {
+    let lazy = KilnDevice::lazy(CompileBackend::AotEager);
+    let x = Tensor::<Kiln, 1>::from_floats([1.0, 2.0], &lazy) * 2.0;
+    let before = kiln_burn::table::len();
+    let y = kiln::disable(|| x.clone() + 1.0);
+    assert!(kiln_burn::table::len() > before, "it has its elements");
+    assert_eq!(values(y), [3.0, 5.0]);
+    assert_eq!(values(x), [2.0, 4.0]);
+}

@@ -43,7 +43,7 @@ use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
 use kiln_graph::IndexError;
 use smallvec::SmallVec;
 
-use crate::stream;
+use crate::{custom, stream};
 
 /// Where the operands of an operation are and its results go.
 pub trait TensorStore {
@@ -139,6 +139,13 @@ pub fn run(
             Ok(_) | Err(OperationError::Missing { .. }) => {}
             Err(error) => return Err(error),
         },
+        OperationIr::Custom(op) if custom::id(operation).is_some() => {
+            let inputs = op.inputs.iter().map(|ir| operands.take(ir));
+            let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
+            for (ir, result) in op.outputs.iter().zip(custom::run(op, inputs)?) {
+                operands.put(ir, result);
+            }
+        }
         OperationIr::Custom(_) => {
             return Err(OperationError::unsupported(
                 operation,

@@ -164,6 +164,7 @@ fn lower_operation(lower: &mut Lower, operation: &OperationIr) -> Result<(), Fau
                 lower.define(out, value)
             })
         }
+        OperationIr::Custom(_) if crate::custom::id(operation).is_some() => external::keep(lower, operation),
         OperationIr::Custom(_) => Err(Fault::Unsupported(
             "custom operations have no implementation on this backend; express it with tensor operations"
                 .into(),

@@ -7,6 +7,7 @@
 //! | ---------- | ------------------------------------------------- | -------------------------------------------------- |
 //! | state      | what the step made of a *place* last time         | kept for that place                                |
 //! | fresh(n)   | tensor n of this call's input                     |                                                    |
+//! | unchanged  | what a *place* has; the step leaves it as it is   |                                                    |
 //! | constant   | the same tensor at every call                     |                                                    |
 //! | result(n)  |                                                   | computed by the step, for the caller               |
 //! | through    |                                                   | a tensor of the input, a place before the step, or a constant |
@@ -14,6 +15,9 @@
 //! A *place* is where the program keeps a tensor that its owner (`TrainStep`) can look into: a parameter, a running statistic, a moment of the optimizer. Whoever
 //! records a call says which tensor each place had before and after it ([`Place`]). A tensor that the closure keeps anywhere else and writes from call to call
 //! has no place, and its step is not replayed: nobody could put the next value there.
+//!
+//! Bindings name places, and not the tensors that are there: an owner with several steps has one state, and
+//! what one of them leaves at a place is what the others find there.
 
 use std::fmt;
 use std::sync::Arc;
@@ -57,6 +61,8 @@ pub enum InputBinding {
     Unread,
     /// What the last call left at this place (a position in [`Bindings::places`]).
     State(usize),
+    /// What this place has; the step leaves it there as it is.
+    Unchanged(usize),
     /// Tensor of this number of the call's input.
     Fresh(usize),
     /// One tensor, the same at each call.
@@ -221,11 +227,6 @@ impl Bindings {
         if !last.run.step.is_same(&previous.run.step)
             || previous.results.len() != last.results.len()
             || previous.fresh.len() != last.fresh.len()
-            || !previous
-                .places
-                .iter()
-                .map(|place| &place.name)
-                .eq(last.places.iter().map(|place| &place.name))
         {
             return Err(ReplayError::Differs);
         }
@@ -257,11 +258,14 @@ impl Bindings {
 
     /// What differs between these bindings and those of an earlier call of the same step, in words; none if each tensor has the same binding.
     pub fn difference(&self, earlier: &Self) -> Option<String> {
+        // Places by name: other steps of the owner may have added some since.
+        let same_place = |before: usize, now: usize| earlier.places[before].name == self.places[now].name;
         let pairs = earlier.inputs.iter().zip(&self.inputs).enumerate();
         for (index, (before, now)) in pairs {
             let same = match (before, now) {
                 (InputBinding::Unread, InputBinding::Unread) => true,
-                (InputBinding::State(a), InputBinding::State(b)) => a == b,
+                (InputBinding::State(a), InputBinding::State(b))
+                | (InputBinding::Unchanged(a), InputBinding::Unchanged(b)) => same_place(*a, *b),
                 (InputBinding::Fresh(a), InputBinding::Fresh(b)) => a == b,
                 (InputBinding::Constant(a, _), InputBinding::Constant(b, _)) => a == b,
                 (InputBinding::HostData(a), InputBinding::HostData(b)) => a.has_equal_elements(b),
@@ -276,15 +280,21 @@ impl Bindings {
                 });
             }
         }
-        if self.outputs != earlier.outputs {
+        let same_output = |(before, now): (&OutputBinding, &OutputBinding)| match (*before, *now) {
+            (OutputBinding::State(a), OutputBinding::State(b))
+            | (OutputBinding::Written(a), OutputBinding::Written(b)) => same_place(a, b),
+            (before, now) => before == now,
+        };
+        let same_length = earlier.outputs.len() == self.outputs.len();
+        if !same_length || !earlier.outputs.iter().zip(&self.outputs).all(same_output) {
             return Some("outputs go to other places than before".to_owned());
         }
         let results = earlier.results.iter().zip(&self.results).enumerate();
         for (index, (before, now)) in results {
             let same = match (before, now) {
                 (ResultBinding::Computed(a), ResultBinding::Computed(b))
-                | (ResultBinding::Fresh(a), ResultBinding::Fresh(b))
-                | (ResultBinding::Place(a), ResultBinding::Place(b)) => a == b,
+                | (ResultBinding::Fresh(a), ResultBinding::Fresh(b)) => a == b,
+                (ResultBinding::Place(a), ResultBinding::Place(b)) => same_place(*a, *b),
                 (ResultBinding::Constant(a, _), ResultBinding::Constant(b, _)) => a == b,
                 _ => false,
             };
@@ -304,11 +314,9 @@ impl Bindings {
         match binding {
             InputBinding::Unread => "not read".to_owned(),
             InputBinding::State(place) => format!("state of {}", self.places[*place].name),
+            InputBinding::Unchanged(place) => format!("constant {}", self.places[*place].name),
             InputBinding::Fresh(number) => format!("tensor {number} of the call's input"),
-            InputBinding::Constant(id, _) => match self.places.iter().find(|place| place.after == *id) {
-                Some(place) => format!("constant {}", place.name),
-                None => "a constant that the closure captures".to_owned(),
-            },
+            InputBinding::Constant(..) => "a constant that the closure captures".to_owned(),
             InputBinding::HostData(_) => "a constant that the closure makes on the host".to_owned(),
         }
     }
@@ -395,28 +403,35 @@ impl Pair<'_> {
             if self.parts(place) {
                 return Err(self.parted(place));
             }
-            if previous.places[place].before != before {
+            if self.previously(place) != Some(before) {
                 return Err(ReplayError::Differs);
             }
-            if after != id {
-                return Ok(InputBinding::State(place));
-            }
-            // The owner alone writes to its places, and drops the replay before anything else does.
-            let tensor = elements(id).ok_or_else(|| ReplayError::Written { index, ty: ty() })?;
-            return Ok(InputBinding::Constant(id, tensor));
-        }
-        if before == id {
-            let tensor = constant(id).ok_or_else(|| ReplayError::Written { index, ty: ty() })?;
-            return Ok(InputBinding::Constant(id, tensor));
+            return Ok(match after != id {
+                true => InputBinding::State(place),
+                false => InputBinding::Unchanged(place),
+            });
         }
         match (previous.run.host_data.get(&index), last.run.host_data.get(&index)) {
             (Some(before), Some(now)) if before.has_equal_elements(now) => {
                 Ok(InputBinding::HostData(now.clone()))
             }
             (_, Some(_)) => Err(ReplayError::Unknown { index, ty: ty() }),
+            _ if before == id => {
+                let tensor = constant(id).ok_or_else(|| ReplayError::Written { index, ty: ty() })?;
+                Ok(InputBinding::Constant(id, tensor))
+            }
             _ if previous.run.outputs.contains(&id) => Err(ReplayError::Kept { ty: ty() }),
             _ => Err(ReplayError::Exchanged { index, ty: ty() }),
         }
+    }
+
+    /// The tensor that a place of the last call had before the previous one; none if there was no such place.
+    fn previously(&self, place: usize) -> Option<TensorId> {
+        let name = &self.last.places[place].name;
+        let places = &self.previous.places;
+        let at_once = places.get(place).filter(|place| place.name == *name);
+        let found = at_once.or_else(|| places.iter().find(|place| place.name == *name));
+        found.map(|place| place.before)
     }
 
     /// Whether some place that had the same tensor as `place` before the call has another one after it, or the other way round.
@@ -475,18 +490,14 @@ impl Pair<'_> {
             };
         }
         if let Some(place) = last.places.iter().position(|place| place.before == id) {
-            if previous.places[place].before != before {
-                return Err(ReplayError::Differs);
-            }
-            if last.places[place].after != id {
-                return Ok(ResultBinding::Place(place));
-            }
+            return match self.previously(place) == Some(before) {
+                true => Ok(ResultBinding::Place(place)),
+                false => Err(ReplayError::Differs),
+            };
         }
-        let found = match last.places.iter().any(|place| place.before == id) {
-            true => elements(id),
-            false => constant(id).filter(|_| before == id),
-        };
-        let tensor = found.ok_or(ReplayError::UnknownResult { index })?;
+        let tensor = constant(id)
+            .filter(|_| before == id)
+            .ok_or(ReplayError::UnknownResult { index })?;
         Ok(ResultBinding::Constant(id, tensor))
     }
 }

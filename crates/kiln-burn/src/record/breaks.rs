@@ -18,6 +18,8 @@ pub enum BreakReason {
     OutsideOperation,
     /// The lazy recording reached its greatest length.
     Length,
+    /// The program runs a part of the region without recording it (`kiln::disable`).
+    Disabled,
 }
 
 impl BreakReason {
@@ -31,6 +33,9 @@ impl BreakReason {
             Self::OtherThread => "use the tensor on the thread that runs the region, or after the region",
             Self::OutsideOperation => "move the tensor to its device before the region",
             Self::Length => "read a value or call sync once a step",
+            Self::Disabled => {
+                "the program asks for this break; without `kiln::disable` the operations are part of the step"
+            }
         }
     }
 }
@@ -43,6 +48,7 @@ impl fmt::Display for BreakReason {
             Self::OtherThread => "another thread used a tensor of the recording",
             Self::OutsideOperation => "an operation outside the recording used a tensor of it",
             Self::Length => "the recording became too long",
+            Self::Disabled => "`kiln::disable` runs a part outside of the recording",
         })
     }
 }

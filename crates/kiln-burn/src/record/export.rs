@@ -177,6 +177,11 @@ pub fn export(
     for &position in step.argument_positions() {
         arguments.push(match &bindings.inputs[position] {
             InputBinding::State(number) => ArgumentSource::State(place(&mut states, *number)?),
+            InputBinding::Unchanged(number) => {
+                let state = place(&mut states, *number)?;
+                states.tensors[state].constant = true;
+                ArgumentSource::State(state)
+            }
             InputBinding::Fresh(number) => ArgumentSource::Input(*number),
             InputBinding::Constant(id, storage) => ArgumentSource::State(states.of_constant(*id, storage)?),
             InputBinding::HostData(storage) => {

@@ -9,7 +9,7 @@ use burn_ir::OperationIr;
 
 use super::gradient::Source;
 use super::recording::{Identity, Recorded};
-use super::words::{Named, Part, Position, Words, type_text};
+use super::words::{Named, Part, Position, Words, dims_of, type_text};
 use crate::stream;
 
 /// What is kept of a recorded step to recognise it again.
@@ -125,6 +125,28 @@ impl Mismatch {
         }
     }
 
+    /// The one dimension of an input that is another, and which input that is; none if more than a dimension
+    /// differs.
+    pub fn dimension(&self) -> Option<(usize, String)> {
+        let Self::Input {
+            index, before, after, ..
+        } = self
+        else {
+            return None;
+        };
+        let (before_dims, after_dims) = (dims_of(before)?, dims_of(after)?);
+        let element = |text: &str| text.split(' ').next().map(str::to_owned);
+        if element(before) != element(after) || before_dims.len() != after_dims.len() {
+            return None;
+        }
+        let mut differing = (0..before_dims.len()).filter(|&dim| before_dims[dim] != after_dims[dim]);
+        let dim = differing.next()?;
+        differing
+            .next()
+            .is_none()
+            .then(|| (dim, format!("input {index}")))
+    }
+
     /// The guard that failed.
     pub fn guard(&self) -> String {
         match self {
@@ -174,6 +196,51 @@ impl fmt::Display for Mismatch {
         write!(f, "{}: {before} became {after}", self.guard())
     }
 }
+
+/// What to do about compilations that these mismatches made necessary: which dimension differed and the
+/// values that it had where the last of them is one of a dimension.
+pub fn advice<'a>(
+    mismatches: impl IntoIterator<Item = &'a Mismatch, IntoIter: DoubleEndedIterator + Clone>,
+) -> String {
+    let mismatches = mismatches.into_iter();
+    let Some(last) = mismatches.clone().next_back() else {
+        return String::new();
+    };
+    let remedy = last.remedy();
+    let failed = format!(" Last guard that failed: {last}.");
+    let Some((dim, of)) = last.dimension() else {
+        return format!("{failed} Likely fix: {remedy}; or raise recompile_limit");
+    };
+    // The same dimension of the same input, however the steps differ otherwise.
+    let mut values: Vec<usize> = Vec::new();
+    let same = |mismatch: &&Mismatch| {
+        mismatch
+            .dimension()
+            .is_some_and(|other| other.0 == dim && other.1 == of)
+    };
+    for mismatch in mismatches.filter(same) {
+        let (before, after) = mismatch.change();
+        for value in [before, after]
+            .iter()
+            .filter_map(|text| dims_of(text)?.get(dim).copied())
+        {
+            if !values.contains(&value) {
+                values.push(value);
+            }
+        }
+    }
+    let shown: Vec<String> = values.iter().take(SHOWN_SIZES).map(usize::to_string).collect();
+    let more = if values.len() > SHOWN_SIZES { ", .." } else { "" };
+    format!(
+        "{failed} What differs is dimension {dim} of {of}: it had {} sizes ({}{more}). Likely fix: pad it to one size, or to a few, and mask what is padded (a last \
+         batch that is smaller can be dropped); or raise recompile_limit to the number of sizes",
+        values.len(),
+        shown.join(", "),
+    )
+}
+
+/// Sizes of a dimension that a message lists.
+const SHOWN_SIZES: usize = 6;
 
 impl Guard {
     /// A guard that accepts what has the identity of `recorded`. `lines` says where its operations come from, as far as that is known.

@@ -8,6 +8,7 @@
 //! - [`replay`]: running a step again without the program that recorded it.
 //! - [`export`]: a replayed step as files that run without Kiln.
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
+//! - [`deferred`]: recordings that a frozen region did not run, until somebody needs what they make.
 //! - [`salvage`]: running what a function did before it failed, for what it leaves behind.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
@@ -18,6 +19,7 @@
 
 pub mod binding;
 pub mod breaks;
+mod deferred;
 pub mod exchange;
 pub mod export;
 pub mod gradient;
@@ -50,7 +52,11 @@ pub use region::{HostRead, LastRun};
 pub use replay::{Disturbance, Replay};
 pub use report::{Guards, Recompile, RegionReport, StepReport};
 pub use session::{
-    CompiledRegion, Position, Traced, are_ready, hoist, is_nested, position, rehearse, surrender,
+    CompiledRegion, Position, Traced, are_ready, disable, hoist, is_disabled, is_nested, position, rehearse,
+    surrender,
 };
 pub use split::{Saved, SplitRegion, SplitStep};
 pub use step::Step;
+pub use words::type_text;
+
+pub use crate::table::Watch;

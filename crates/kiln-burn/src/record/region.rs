@@ -13,8 +13,9 @@ use kiln_profile::Category;
 use rustc_hash::FxHashMap;
 
 use super::breaks::GraphBreak;
+use super::deferred;
 use super::gradient::{self, Source};
-use super::guard::Mismatch;
+use super::guard;
 use super::history::{self, CompileEvent};
 use super::location::{Location, user_location};
 use super::recording::{Input, Recorded};
@@ -75,6 +76,8 @@ pub struct Region {
     pub capacity: usize,
     /// Whether [`LastRun::host_data`] is kept: a replay needs to know whether it is the same at each call.
     pub keeps_host_data: bool,
+    /// Whether a recording that would have to be compiled is an error.
+    pub frozen: bool,
     /// Whether a recording that cannot be compiled is run all the same, for what it leaves behind ([`super::salvage`]).
     pub salvages: bool,
     /// The first tensor that the program read on the host in this call.
@@ -99,6 +102,7 @@ impl Region {
     pub fn new(options: CompileOptions) -> Self {
         Self {
             debug: history::debug_folder(options.debug.as_deref(), &options.name),
+            frozen: options.frozen,
             options,
             capacity: usize::MAX,
             keeps_host_data: false,
@@ -170,6 +174,12 @@ impl Region {
         }
         self.last = None;
         let index = match self.find_or_compile(segment, &recorded) {
+            Err(error @ Error::Frozen { .. }) => {
+                let surrendered = recorded.inputs.iter().filter(|input| input.is_surrendered());
+                surrendered.for_each(|input| table::insert(input.ir.id, input.tensor.clone()));
+                deferred::enter(&self.options, recorded);
+                return Err(error);
+            }
             Err(error) if self.salvages => {
                 salvage::run(&self.options, recorded);
                 return Err(error);
@@ -246,9 +256,14 @@ impl Region {
         let mut reason = None;
         if let Some(index) = known {
             let step = &self.segments[segment][index];
-            if !step.provisional && !step.could_overwrite_more(recorded) {
+            if self.frozen || (!step.provisional && !step.could_overwrite_more(recorded)) {
                 return Ok(index);
             }
+        }
+        if self.frozen {
+            let nearest = self.nearest(segment, recorded);
+            let mismatch = nearest.and_then(|step| step.guard.mismatch(recorded));
+            return Err(Error::frozen(&self.options.name, mismatch.as_ref()));
         }
         let lines = self.lines(segment, recorded);
         if let Some(index) = known {
@@ -337,15 +352,13 @@ impl Region {
             .count();
         if compiled >= self.options.recompile_limit && backend > CompileBackend::AotEager {
             if !std::mem::replace(&mut self.warned_limit, true) {
-                let last = self.recompiles.last().map(|recompile| &recompile.mismatch);
-                let failed = last.map(Mismatch::to_string).unwrap_or_default();
-                let remedy = last.map_or("keep shapes and control flow the same", Mismatch::remedy);
+                let mismatches = self.recompiles.iter().map(|recompile| &recompile.mismatch);
                 tracing::warn!(
                     target: "kiln::recompiles",
                     region = %self.options.name,
-                    "recompile limit of {} reached; further steps run on aot_eager, which is slower. Last guard that failed: {failed}. \
-                     Likely fix: {remedy}; or raise recompile_limit",
+                    "recompile limit of {} reached; further steps run on aot_eager, which is slower.{}",
                     self.options.recompile_limit,
+                    guard::advice(mismatches),
                 );
             }
             return (CompileBackend::AotEager, false);

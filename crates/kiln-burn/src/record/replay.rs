@@ -6,6 +6,19 @@
 //! State stays in the replay's memory from run to run, and the table knows where it is ([`table::Keeper`]). When the program asks for such a
 //! tensor it is moved into the table; the next run takes it back, and computes on a copy if the program still holds it. A [`table::Watch`] on every
 //! constant and on all state says when the program has dropped one of them: the replay is over then ([`Replay::disturbed`]), and the step is recorded again.
+//!
+//! An owner with several replays (`TrainStep` has one for each signature of its input) has one state. The
+//! replays share the watch on it, so that one may write what another reads, and only one of them has it in
+//! its memory:
+//!
+//! ```text
+//!   a.run()                          state is in a's memory
+//!   a.release()    a ──► table       .. and in the table
+//!   b.run()        table ──► b       what a's step made is b's state
+//! ```
+//!
+//! A recorded call leaves the state under other ids. The owner takes the replays off the state before
+//! ([`Replay::suspend`]) and tells them the new ids after it ([`Replay::follow`]).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -29,10 +42,15 @@ pub struct Replay {
     /// Argument of the step, and number among the caller's tensors.
     fresh: Vec<(usize, usize)>,
     results: Vec<Taken>,
-    /// Outputs that go to places the step does not read, and their ids.
-    written: Vec<(usize, TensorId)>,
+    /// For each argument of the step that is state, its place.
+    state_places: Vec<Option<usize>>,
+    /// Outputs that go to places the step does not read, and these places.
+    written: Vec<(usize, usize)>,
+    /// Arguments that places have and the step leaves as they are, and these places.
+    unchanged: Vec<(usize, usize)>,
     /// Ids of constants: their elements do not change while they exist.
     constants: Vec<TensorId>,
+    constants_watch: Arc<Watch>,
     random_operations: usize,
 }
 
@@ -42,7 +60,7 @@ enum Taken {
     Output(usize),
     /// This argument, before the step runs.
     Argument(usize),
-    /// The table, under the id of this entry of `written`, before the step runs.
+    /// The table, which has the tensor of this place, before the step runs.
     Table(usize),
     /// The caller's tensor of this number.
     Fresh(usize),
@@ -53,7 +71,6 @@ enum Taken {
 /// What a replayed step keeps from run to run.
 struct State {
     held: Mutex<Held>,
-    watch: Arc<Watch>,
 }
 
 struct Held {
@@ -64,6 +81,10 @@ struct Held {
     outside: Vec<bool>,
     /// Whether any is.
     any_outside: bool,
+    /// Whether the memory has the arguments that places have and the step leaves as they are.
+    has_unchanged: bool,
+    /// The owner's watch on state.
+    watch: Arc<Watch>,
 }
 
 /// What put an end to a replay.
@@ -117,7 +138,7 @@ impl Held {
                 continue;
             };
             // Out of the table: the step may overwrite what nobody else holds.
-            let tensor = match table::keep(id, keeper.clone(), index, &keeper.watch) {
+            let tensor = match table::keep(id, keeper.clone(), index, &self.watch) {
                 Some(Slot::Ready(tensor)) => tensor,
                 Some(Slot::Failed(reason)) => return Err(Error::NoValue { reason }),
                 None => {
@@ -130,6 +151,12 @@ impl Held {
         }
         self.any_outside = false;
         Ok(())
+    }
+
+    /// Whether the memory has any of the owner's state.
+    fn holds_state(&self) -> bool {
+        let mut state = self.ids.iter().zip(&self.outside);
+        self.has_unchanged || state.any(|(id, outside)| id.is_some() && !outside)
     }
 
     /// Gives up all state, after a run that failed half way.
@@ -145,21 +172,26 @@ impl Held {
 }
 
 impl Replay {
-    /// A replay of `call`, whose bindings are `bindings`.
-    pub fn new(bindings: Bindings, call: &Call) -> Self {
+    /// A replay of `call`, whose bindings are `bindings`. `watch` is the owner's watch on state, one for all
+    /// its replays.
+    pub fn new(bindings: Bindings, call: &Call, watch: &Arc<Watch>) -> Self {
         let run = &call.run;
         let step = run.step.clone();
-        let place_id = |place: usize| bindings.places[place].after;
         let arguments: Vec<(usize, usize)> = (0..run.inputs.len())
             .filter_map(|input| Some((step.argument(input)?, input)))
             .collect();
         let mut lifetimes = vec![Lifetime::Run; arguments.len()];
-        let mut ids = vec![None; arguments.len()];
+        let mut state_places = vec![None; arguments.len()];
         let mut fresh = Vec::new();
+        let mut unchanged = Vec::new();
         let mut held_from_start = Vec::new();
         for &(argument, input) in &arguments {
             match &bindings.inputs[input] {
-                InputBinding::State(place) => ids[argument] = Some(place_id(*place)),
+                InputBinding::State(place) => state_places[argument] = Some(*place),
+                InputBinding::Unchanged(place) => {
+                    lifetimes[argument] = Lifetime::Constant;
+                    unchanged.push((argument, *place));
+                }
                 InputBinding::Fresh(number) => fresh.push((argument, *number)),
                 InputBinding::Constant(_, tensor) | InputBinding::HostData(tensor) => {
                     lifetimes[argument] = Lifetime::Constant;
@@ -168,7 +200,15 @@ impl Replay {
                 InputBinding::Unread => {}
             }
         }
-        let argument_of = |id: TensorId| ids.iter().position(|&known| known == Some(id));
+        let ids: Vec<Option<TensorId>> = state_places
+            .iter()
+            .map(|place| place.map(|place| bindings.places[place].after))
+            .collect();
+        // By id: places may share a tensor.
+        let argument_of = |place: usize| {
+            let id = Some(bindings.places[place].after);
+            ids.iter().position(|&known| known == id)
+        };
         let returned = |output: usize| {
             let is = |result: &ResultBinding| matches!(result, ResultBinding::Computed(of) if *of == output);
             bindings.results.iter().any(is)
@@ -179,9 +219,9 @@ impl Replay {
             match *binding {
                 // A result leaves the memory; its copy for the next run is put back after the run.
                 OutputBinding::State(place) if !returned(output) => {
-                    becomes[output] = argument_of(place_id(place));
+                    becomes[output] = argument_of(place);
                 }
-                OutputBinding::Written(place) => written.push((output, place_id(place))),
+                OutputBinding::Written(place) => written.push((output, place)),
                 OutputBinding::State(_) | OutputBinding::Result | OutputBinding::Dropped => {}
             }
         }
@@ -189,14 +229,10 @@ impl Replay {
             ResultBinding::Computed(output) => Taken::Output(*output),
             ResultBinding::Fresh(number) => Taken::Fresh(*number),
             ResultBinding::Constant(_, tensor) => Taken::Constant(tensor.clone()),
-            ResultBinding::Place(place) => {
-                let id = place_id(*place);
-                match (argument_of(id), written.iter().position(|&(_, of)| of == id)) {
-                    (Some(argument), _) => Taken::Argument(argument),
-                    (None, Some(entry)) => Taken::Table(entry),
-                    (None, None) => unreachable!("a place that changes is an output of the step"),
-                }
-            }
+            ResultBinding::Place(place) => match argument_of(*place) {
+                Some(argument) => Taken::Argument(argument),
+                None => Taken::Table(*place),
+            },
         };
         let results = bindings.results.iter().map(taken).collect();
         let constants = bindings.inputs.iter().filter_map(|input| match input {
@@ -216,22 +252,30 @@ impl Replay {
             memory,
             outside: ids.iter().map(Option::is_some).collect(),
             any_outside: true,
+            has_unchanged: false,
+            watch: watch.clone(),
             ids,
         };
         let replay = Self {
             step,
             state: Arc::new(State {
                 held: Mutex::new(held),
-                watch: Arc::default(),
             }),
             bindings,
             fresh,
             results,
+            state_places,
             written,
+            unchanged,
             constants,
+            constants_watch: Arc::default(),
             random_operations: run.random_operations,
         };
-        replay.watch(table::watch);
+        replay
+            .constants
+            .iter()
+            .for_each(|&id| table::watch(id, &replay.constants_watch));
+        replay.watch();
         replay
     }
 
@@ -252,32 +296,33 @@ impl Replay {
 
     /// Ids of the places that the step writes.
     pub fn state_ids(&self) -> Vec<TensorId> {
-        let state = self
-            .state
-            .lock()
-            .ids
-            .iter()
-            .flatten()
-            .copied()
-            .collect::<Vec<_>>();
+        let state = self.state_places.iter().flatten();
+        let written = self.written.iter().map(|(_, place)| place);
         state
-            .into_iter()
-            .chain(self.written.iter().map(|&(_, id)| id))
+            .chain(written)
+            .map(|&place| self.bindings.places[place].after)
             .collect()
     }
 
     /// What ended the replay; none if everything it relies on is as it was.
     pub fn disturbed(&self) -> Option<Disturbance> {
-        let id = self.state.watch.tripped()?;
+        let of_state = self.state.lock().watch.tripped();
+        let id = of_state.or_else(|| self.constants_watch.tripped())?;
         let of = |binding: &InputBinding| match binding {
-            InputBinding::State(place) => self.bindings.places[*place].after == id,
+            InputBinding::State(place) | InputBinding::Unchanged(place) => {
+                self.bindings.places[*place].after == id
+            }
             InputBinding::Constant(constant, _) => *constant == id,
             _ => false,
         };
         let place = || self.bindings.places.iter().find(|place| place.after == id);
         let what = match self.bindings.inputs.iter().position(of) {
             Some(index) => format!("input {index}, {},", self.bindings.describe_input(index)),
-            None => place().map_or_else(|| "a constant result".to_owned(), |place| place.name.to_string()),
+            None => match (place(), of_state) {
+                (Some(place), _) => place.name.to_string(),
+                (None, Some(_)) => "state of the step".to_owned(),
+                (None, None) => "a constant result".to_owned(),
+            },
         };
         Some(Disturbance { what })
     }
@@ -292,6 +337,7 @@ impl Replay {
         let mut guard = self.state.lock();
         let held = &mut *guard;
         held.collect(&self.state)?;
+        self.collect_unchanged(held)?;
         // What is handed out as it is before the step: the step then computes on a copy.
         let before: Vec<Option<Storage>> = self
             .results
@@ -325,9 +371,9 @@ impl Replay {
                 Taken::Argument(_) | Taken::Table(_) => before.ok_or_else(missing),
             });
         let results = results.collect::<Result<Vec<_>, _>>()?;
-        for &(output, id) in &self.written {
+        for &(output, place) in &self.written {
             if let Some(tensor) = &outputs[output] {
-                table::overwrite(id, tensor.clone(), &self.state.watch);
+                table::overwrite(self.bindings.places[place].after, tensor.clone(), &held.watch);
             }
         }
         // State that is a result, too: both have one buffer until the next run.
@@ -345,6 +391,26 @@ impl Replay {
         Ok(results)
     }
 
+    /// Puts what places have and the step leaves as it is into the memory.
+    fn collect_unchanged(&self, held: &mut Held) -> Result<(), Error> {
+        if std::mem::replace(&mut held.has_unchanged, true) {
+            return Ok(());
+        }
+        for &(argument, place) in &self.unchanged {
+            let reason = match table::get(self.bindings.places[place].after) {
+                Some(Slot::Ready(tensor)) => {
+                    held.memory.put(argument, tensor);
+                    continue;
+                }
+                Some(Slot::Failed(reason)) => reason,
+                None => "a constant of the step was dropped while the step was called".into(),
+            };
+            held.has_unchanged = false;
+            return Err(Error::NoValue { reason });
+        }
+        Ok(())
+    }
+
     /// A result that is what a place has before the step runs.
     fn before(&self, taken: &Taken, held: &mut Held) -> Option<Storage> {
         match taken {
@@ -353,7 +419,7 @@ impl Replay {
                 held.memory.put(*argument, tensor.clone());
                 Some(tensor)
             }
-            Taken::Table(entry) => match table::get(self.written[*entry].1)? {
+            Taken::Table(place) => match table::get(self.bindings.places[*place].after)? {
                 Slot::Ready(tensor) => Some(tensor),
                 Slot::Failed(_) => None,
             },
@@ -367,15 +433,69 @@ impl Replay {
         ids.into_iter().all(table::is_ready)
     }
 
-    /// Follows state that the program's objects hold under another id now: `renew` renames objects and gives the new id of each old one. The tensors are in the table, under
-    /// the new ids.
-    pub fn rename<E>(
-        &mut self,
-        renew: impl FnOnce() -> Result<HashMap<TensorId, TensorId>, E>,
-    ) -> Result<(), E> {
-        // The old ids may be dropped now.
-        self.watch(table::unwatch);
-        let names = renew()?;
+    /// Puts all state into the table: another replay of the owner is about to run.
+    pub fn release(&self) {
+        if !self.state.lock().holds_state() {
+            return;
+        }
+        (0..self.state_places.len()).for_each(|index| self.state.give_back(index));
+        let mut held = self.state.lock();
+        let held = &mut *held;
+        if std::mem::take(&mut held.has_unchanged) {
+            for &(argument, _) in &self.unchanged {
+                held.memory.take(argument);
+            }
+        }
+    }
+
+    /// Takes the replay off the owner's state, which a recorded call is about to exchange. It runs again
+    /// after [`Replay::follow`].
+    pub fn suspend(&self) {
+        self.release();
+        self.unwatch();
+    }
+
+    /// Goes on from the tensors that places have after a recorded call, by name, under the owner's watch,
+    /// which it enters with [`Replay::watch`]. False if the replay cannot: a place is gone, or shares its
+    /// tensor with other places than it did.
+    pub fn follow(&mut self, now: &HashMap<Arc<str>, TensorId>, watch: &Arc<Watch>) -> bool {
+        let found = self
+            .bindings
+            .places
+            .iter()
+            .map(|place| now.get(&place.name).copied());
+        let Some(ids) = found.collect::<Option<Vec<TensorId>>>() else {
+            return false;
+        };
+        let before = self.bindings.places.iter().map(|place| place.after);
+        if first_equals(before) != first_equals(ids.iter().copied()) {
+            return false;
+        }
+        for (place, id) in self.bindings.places.iter_mut().zip(ids) {
+            place.after = id;
+        }
+        self.state.lock().watch = watch.clone();
+        self.note_ids();
+        true
+    }
+
+    /// Enters the ids that places have now; state is in the table.
+    fn note_ids(&self) {
+        let mut held = self.state.lock();
+        let held = &mut *held;
+        for (index, place) in self.state_places.iter().enumerate() {
+            let id = place.map(|place| self.bindings.places[place].after);
+            if held.ids[index] != id {
+                held.ids[index] = id;
+                held.outside[index] = true;
+                held.any_outside = true;
+            }
+        }
+    }
+
+    /// Follows tensors of places that the program's objects hold under another id now, by the new id of each
+    /// old one. They are in the table, under the new ids. The watch is off meanwhile ([`Replay::unwatch`]).
+    pub fn rename(&mut self, names: &HashMap<TensorId, TensorId>) {
         // An object that two places share is renamed twice.
         let last_name = |mut id: TensorId| {
             while let Some(&next) = names.get(&id) {
@@ -383,39 +503,53 @@ impl Replay {
             }
             id
         };
-        {
-            let mut held = self.state.lock();
-            let held = &mut *held;
-            for (index, id) in held.ids.iter_mut().enumerate() {
-                let old = *id;
-                *id = id.map(last_name);
-                if *id != old {
-                    held.outside[index] = true;
-                    held.any_outside = true;
-                }
-            }
-        }
-        self.written.iter_mut().for_each(|(_, id)| *id = last_name(*id));
         let places = self.bindings.places.iter_mut();
         places.for_each(|place| place.after = last_name(place.after));
-        self.watch(table::watch);
-        Ok(())
+        self.note_ids();
     }
 
-    /// Puts the watch on everything the replay relies on, or takes it off.
-    fn watch(&self, change: impl Fn(TensorId, &Arc<Watch>)) {
-        let ids = self.state_ids();
-        ids.iter()
-            .chain(&self.constants)
-            .for_each(|&id| change(id, &self.state.watch));
+    /// Takes the owner's watch off all state and what the step finds at places: they are about to be dropped
+    /// or renamed. It is off for all of the owner's replays then.
+    pub fn unwatch(&self) {
+        self.change_watch(table::unwatch);
+    }
+
+    /// Puts the owner's watch on all state and what the step finds at places.
+    pub fn watch(&self) {
+        self.change_watch(table::watch);
+    }
+
+    fn change_watch(&self, change: impl Fn(TensorId, &Arc<Watch>)) {
+        let watch = self.state.lock().watch.clone();
+        let unchanged = self.unchanged.iter().map(|(_, place)| *place);
+        let returned = self.results.iter().filter_map(|taken| match taken {
+            Taken::Table(place) => Some(*place),
+            _ => None,
+        });
+        let read = unchanged
+            .chain(returned)
+            .map(|place| self.bindings.places[place].after);
+        self.state_ids()
+            .into_iter()
+            .chain(read)
+            .for_each(|id| change(id, &watch));
     }
 }
 
+/// For each id, the position of the first that is equal.
+fn first_equals(ids: impl Iterator<Item = TensorId>) -> Vec<usize> {
+    let mut first = HashMap::new();
+    ids.enumerate()
+        .map(|(position, id)| *first.entry(id).or_insert(position))
+        .collect()
+}
+
 impl Drop for Replay {
-    /// State goes to the table, where the program's objects find it.
+    /// State goes to the table, where the program's objects find it. The owner's watch goes off it, for the
+    /// other replays too.
     fn drop(&mut self) {
-        self.watch(table::unwatch);
-        let arguments = self.state.lock().ids.len();
-        (0..arguments).for_each(|index| self.state.give_back(index));
+        self.suspend();
+        let constants = self.constants.iter();
+        constants.for_each(|&id| table::unwatch(id, &self.constants_watch));
     }
 }

@@ -5,13 +5,10 @@
 //! what was recorded is run node by node on burn-flex, which needs no compiler, and its tensors enter the
 //! table. Random operations draw from the streams that they took when they were recorded.
 
-use std::sync::Arc;
-
 use super::recording::Recorded;
 use super::step::Step;
-use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
-use crate::table;
+use crate::table::{self, Slot};
 
 /// Runs `recorded` and enters what outlives it into the table. What cannot be run is entered with the reason.
 pub fn run(options: &CompileOptions, recorded: Recorded) {
@@ -19,6 +16,17 @@ pub fn run(options: &CompileOptions, recorded: Recorded) {
     if ids.is_empty() {
         return;
     }
+    ids.into_iter()
+        .zip(compute(options, recorded))
+        .for_each(|(id, slot)| match slot {
+            Slot::Ready(tensor) => table::insert(id, tensor),
+            Slot::Failed(reason) => table::fail(id, reason),
+        });
+}
+
+/// Runs `recorded`; the tensors that outlive it, in order, or why there are none.
+pub(super) fn compute(options: &CompileOptions, recorded: Recorded) -> Vec<Slot> {
+    let count = recorded.output_ids.len();
     let result = Step::compile(
         &plain(options),
         CompileBackend::AotEager,
@@ -31,7 +39,10 @@ pub fn run(options: &CompileOptions, recorded: Recorded) {
         let mut inputs = recorded.inputs.into_iter().map(|input| input.tensor).collect();
         step.run(&mut inputs, &recorded.scalars, &recorded.streams)
     });
-    enter(ids, result);
+    match result {
+        Ok(tensors) => tensors.into_iter().map(Slot::Ready).collect(),
+        Err(error) => vec![Slot::Failed(error.to_string().into()); count],
+    }
 }
 
 /// The options without what asks for more than the results.
@@ -39,17 +50,4 @@ fn plain(options: &CompileOptions) -> CompileOptions {
     CompileOptions::default()
         .with_backend(CompileBackend::AotEager)
         .with_name(options.name.clone())
-}
-
-fn enter(ids: Vec<burn_ir::TensorId>, result: Result<Vec<crate::storage::Storage>, Error>) {
-    match result {
-        Ok(tensors) => ids
-            .into_iter()
-            .zip(tensors)
-            .for_each(|(id, tensor)| table::insert(id, tensor)),
-        Err(error) => {
-            let reason: Arc<str> = error.to_string().into();
-            ids.into_iter().for_each(|id| table::fail(id, reason.clone()));
-        }
-    }
 }

@@ -9,6 +9,7 @@
 //! elsewhere are materialised before the own session is locked.
 
 mod compiled;
+mod disable;
 mod rehearsal;
 mod single;
 mod tensors;
@@ -36,6 +37,7 @@ use crate::options::{CompileBackend, CompileOptions};
 use crate::table::{self, Slot};
 use crate::{eager, random, stream};
 pub use compiled::{CompiledRegion, Traced};
+pub use disable::{disable, is_disabled};
 pub use rehearsal::rehearse;
 use rehearsal::{is_rehearsing, offer_to_rehearsal};
 pub use tensors::fetch;
@@ -222,6 +224,9 @@ fn current(device: KilnDevice) -> Option<Shared> {
     if let Some(session) = CURRENT.try_with(|current| current.borrow().clone()).ok()? {
         return Some(session);
     }
+    if is_disabled() {
+        return None;
+    }
     match device.mode() {
         Mode::Lazy(backend) if backend != CompileBackend::Eager => LAZY
             .try_with(|sessions| lazy_session(&mut sessions.borrow_mut(), backend))
@@ -325,9 +330,10 @@ pub fn position() -> Option<Position> {
     })
 }
 
-/// Whether this thread is inside a region or a rehearsal: what it does is part of that.
+/// Whether this thread is inside a region or a rehearsal, and what it does is part of that, or where nothing
+/// is recorded ([`disable()`]).
 pub fn is_nested() -> bool {
-    CURRENT.with_borrow(Option::is_some) || is_rehearsing()
+    CURRENT.with_borrow(Option::is_some) || is_rehearsing() || is_disabled()
 }
 
 /// Takes an operation from Burn: records it, or runs it at once.

@@ -7,6 +7,7 @@
 //! that.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn_ir::{TensorId, TensorIr};
@@ -15,8 +16,9 @@ use kiln_graph::Graph;
 use kiln_partition::{OutputRole, SavedSource, Split};
 use rustc_hash::FxHashSet;
 
+use super::deferred;
 use super::gradient;
-use super::guard::{Guard, Mismatch};
+use super::guard::{self, Guard, Mismatch};
 use super::recording::Recorded;
 use super::salvage;
 use super::step::{Scalars, panic_message, types_of};
@@ -31,6 +33,7 @@ use crate::table;
 pub struct SplitRegion {
     /// How the halves are compiled. A memory budget is for both together.
     options: CompileOptions,
+    frozen: AtomicBool,
     compiled: Mutex<Compiled>,
 }
 
@@ -90,9 +93,20 @@ impl SplitRegion {
     /// A region that has compiled nothing.
     pub fn new(options: CompileOptions) -> Self {
         Self {
+            frozen: AtomicBool::new(options.frozen),
             options,
             compiled: Mutex::default(),
         }
+    }
+
+    /// From now on a trace that would have to be compiled is an error.
+    pub fn freeze(&self) {
+        self.frozen.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes [`SplitRegion::freeze`] back.
+    pub fn unfreeze(&self) {
+        self.frozen.store(false, Ordering::Relaxed);
     }
 
     /// Runs the forward pass of a trace, compiled before or now, and enters its results into the table.
@@ -117,6 +131,10 @@ impl SplitRegion {
                 ids.zip(tensors)
                     .for_each(|(id, tensor)| table::insert(id, tensor));
                 Ok((step, saved))
+            }
+            Err(error @ Error::Frozen { .. }) => {
+                deferred::enter(&self.options, recorded);
+                Err(error)
             }
             Err(error) => {
                 self.salvage(recorded);
@@ -158,7 +176,11 @@ impl SplitRegion {
             return Ok(step.clone());
         }
         let nearest = steps.iter().max_by_key(|step| step.guard.agreement(recorded));
-        if let Some(mismatch) = nearest.and_then(|step| step.guard.mismatch(recorded)) {
+        let mismatch = nearest.and_then(|step| step.guard.mismatch(recorded));
+        if self.frozen.load(Ordering::Relaxed) {
+            return Err(Error::frozen(&self.options.name, mismatch.as_ref()));
+        }
+        if let Some(mismatch) = mismatch {
             tracing::info!(target: "kiln::recompiles", region = %self.options.name, "{mismatch}");
             recompiles.push(mismatch);
         }
@@ -167,8 +189,9 @@ impl SplitRegion {
             tracing::warn!(
                 target: "kiln::recompiles",
                 region = %self.options.name,
-                "recompile limit of {} reached; further forward passes run on aot_eager, which is slower",
+                "recompile limit of {} reached; further forward passes run on aot_eager, which is slower.{}",
                 self.options.recompile_limit,
+                guard::advice(recompiles.iter()),
             );
             CompileBackend::AotEager
         } else {

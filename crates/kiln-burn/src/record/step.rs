@@ -16,6 +16,7 @@ use super::guard::Guard;
 use super::history;
 use super::recording::Recorded;
 use super::stream_text;
+use crate::custom;
 use crate::error::Error;
 use crate::execute::check::Checker;
 use crate::execute::memory::Memory;
@@ -120,6 +121,13 @@ impl Step {
                 region: options.name.clone(),
                 source: source.into(),
             })?;
+        if backend == CompileBackend::Cuda {
+            let externs = graph.nodes().filter_map(|(_, node)| match &node.op {
+                kiln_graph::Op::Extern(op) => Some(op.name.clone()),
+                _ => None,
+            });
+            custom::say_that_copies(externs);
+        }
         let checker = Checker::new(&graph, options).map_err(|source| Error::Execute {
             region: options.name.clone(),
             source: source.into(),

@@ -106,6 +106,13 @@ pub fn type_text(ir: &TensorIr) -> String {
     format!("{:?} [{}]", ir.dtype, dims.join(", ")).to_lowercase()
 }
 
+/// The shape in the text of [`type_text`].
+pub fn dims_of(text: &str) -> Option<Vec<usize>> {
+    let list = text.split_once('[')?.1.strip_suffix(']')?;
+    let dims = list.split(", ").filter(|dim| !dim.is_empty());
+    dims.map(|dim| dim.parse().ok()).collect()
+}
+
 /// Collects the parts of one operation.
 struct Parts<'a> {
     words: &'a mut Words,

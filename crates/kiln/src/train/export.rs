@@ -12,7 +12,7 @@ use burn_optim::{LearningRate, SimpleOptimizer};
 use kiln_burn::record::{self, Number, Numbers, StepExportError};
 
 use super::plan::Plan;
-use super::rehearsal::Rehearsal;
+use super::rehearsal::{Rehearsal, Updates};
 use super::{StepOutput, TrainBackend, TrainStep};
 use crate::input::StepInput;
 
@@ -75,7 +75,8 @@ where
     ///
     /// If the step is not replayed, calls operations that are not compiled, or the folder cannot be written.
     pub fn export(&mut self, folder: impl AsRef<Path>) -> Result<(), ExportError> {
-        let (Some(plan), Some(rate)) = (&self.plan, self.rate) else {
+        let rate = self.rate.unwrap_or_default();
+        let Some(replayed) = self.variants.replayed(rate, &mut self.trained) else {
             let reason = match &self.history.obstacle {
                 Some(obstacle) => obstacle.clone(),
                 None => "it is known from two equal calls on; call it again with an input of the same shapes"
@@ -83,7 +84,8 @@ where
             };
             return Err(ExportError::NotReplayed { reason });
         };
-        let numbers = numbers(plan, rate, self.history.calls()).ok_or(ExportError::Optimizer)?;
+        let (plan, rehearsal) = replayed;
+        let numbers = numbers(plan, rehearsal, rate, self.history.calls()).ok_or(ExportError::Optimizer)?;
         let options = self.region.options();
         record::export(&plan.replay, &plan.fresh, &numbers, &options, folder.as_ref())?;
         Ok(())
@@ -91,7 +93,12 @@ where
 }
 
 /// The numbers of all later calls.
-fn numbers<B, M, O, L>(plan: &Plan<B, M, O, L>, rate: LearningRate, steps: u64) -> Option<Numbers>
+fn numbers<B, M, O, L>(
+    plan: &Plan<L>,
+    rehearsal: &Rehearsal<B, M, O>,
+    rate: LearningRate,
+    steps: u64,
+) -> Option<Numbers>
 where
     B: TrainBackend,
     M: AutodiffModule<B> + Clone,
@@ -104,10 +111,10 @@ where
         steps,
         ..Numbers::default()
     };
-    let mut here = calls(&plan.rehearsal, rate);
+    let mut here = calls(rehearsal, &plan.updates, rate);
     let first = rehearsed(&mut here, SAMPLED_CALLS)?;
     let others = [0.5 * rate, 3.0 * rate, 1e-3, 0.017, 1.0].map(|rate| {
-        let sample = rehearsed(&mut calls(&plan.rehearsal, rate), SAMPLED_CALLS);
+        let sample = rehearsed(&mut calls(rehearsal, &plan.updates, rate), SAMPLED_CALLS);
         sample.map(|sample| (rate, sample))
     });
     let others: Vec<(LearningRate, Vec<Vec<ScalarIr>>)> = others.into_iter().collect::<Option<_>>()?;
@@ -144,15 +151,17 @@ where
             }
         });
     }
-    let expanded = plan.rehearsal.for_all(&kinds);
+    let expanded = rehearsal.for_all(&kinds);
     numbers.of.extend(expanded);
     numbers.sequences = sequences(moving, &mut here);
     Some(numbers)
 }
 
-/// The optimizer's numbers at the next calls, one row a call; ends where they cannot be foretold.
+/// The optimizer's numbers at the next calls, one row a call; ends where they cannot be foretold, or the
+/// optimizer does something else than `updates`.
 fn calls<B, M, O>(
     rehearsal: &Rehearsal<B, M, O>,
+    updates: &Updates,
     rate: LearningRate,
 ) -> impl Iterator<Item = Vec<ScalarIr>> + use<B, M, O>
 where
@@ -160,11 +169,11 @@ where
     M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<kiln_burn::Kiln>,
 {
-    let mut rehearsal = rehearsal.fork();
+    let (mut rehearsal, updates) = (rehearsal.fork(), updates.clone());
     std::iter::from_fn(move || {
         let row = rehearsal.representative_scalars(rate)?;
         rehearsal.commit();
-        Some(row)
+        (*rehearsal.updates() == updates).then_some(row)
     })
 }
 

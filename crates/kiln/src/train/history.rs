@@ -17,6 +17,8 @@ pub enum Cause {
     Optimizer,
     /// The call was due to be compared with the plan ([`History::proofs`]).
     Proof,
+    /// The step was called where nothing is recorded ([`crate::disable`]).
+    Disabled,
     /// The step cannot be replayed.
     Obstacle(String),
 }
@@ -34,6 +36,9 @@ impl fmt::Display for Cause {
                 f.write_str("the optimizer's host code took another branch, or its state was asked for")
             }
             Self::Proof => f.write_str("a proof: the step is recorded again and compared with its plan"),
+            Self::Disabled => {
+                f.write_str("called inside of `kiln::disable`, where nothing is recorded or replayed")
+            }
             Self::Obstacle(reason) => write!(f, "the step cannot be replayed: {reason}"),
         }
     }

@@ -10,11 +10,15 @@
 //!   call 3 ..  replayed
 //! ```
 //!
+//! Batches of two sizes are two variants of the step, each with calls 1, 2 and 3 of its own, and one state
+//! ([`variants`]).
+//!
 //! An optimizer whose state does not start from zeros ([`zeros`]) needs one call more: the first creates the state, by a graph of its own.
 //!
 //! Anything the replay does not cover (another batch shape, a step whose host code takes another branch, state that the program replaced) is recorded again; the
-//! optimizer's state is brought up to date first ([`rehearsal::Rehearsal::catch_up`]). Calls 4, 8, 16, .. are proofs: they are recorded although they could be replayed, and compared with
-//! the plan ([`plan`]).
+//! optimizer's state is brought up to date first ([`rehearsal::Rehearsal::catch_up`]). Calls 4, 8, 16, .. of
+//! a variant are proofs: they are recorded although they could be replayed, and compared with the plan
+//! ([`plan`]).
 
 mod backup;
 mod export;
@@ -22,10 +26,11 @@ mod history;
 mod ownership;
 mod places;
 mod plan;
+mod recorded;
 mod rehearsal;
+mod variants;
 mod zeros;
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn_backend::AutodiffBackend;
@@ -34,18 +39,16 @@ use burn_ir::TensorIr;
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
 use burn_tensor::Tensor;
-use kiln_burn::record::{self, Call, Place, Position};
+use kiln_burn::record;
 use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, RegionReport};
 use kiln_profile::Category;
 
 use crate::explain::Explain;
-use crate::input::{KilnBackend, KilnTensor, Signature, StepInput, inspect};
-use backup::Backup;
+use crate::input::{KilnBackend, Signature, StepInput, inspect};
 pub use export::ExportError;
 pub use history::{Cause, History};
-use places::{Cells, Found};
-use plan::{Obstacle, Plan, Scrutiny, Trace};
-use rehearsal::{Rehearsal, trained_parameters};
+use places::Cells;
+use variants::Variants;
 
 /// The backends a model can be trained on: `Autodiff<Kiln>`, with any checkpointing strategy.
 pub trait TrainBackend: KilnBackend + AutodiffBackend<InnerBackend = Kiln> {}
@@ -157,6 +160,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         L: StepOutput<B>,
     {
         crate::log::init_if_asked();
+        let capacity = self.options.recompile_limit.clamp(VARIANTS.0, VARIANTS.1);
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
             strict: self.options.strict,
@@ -164,13 +168,12 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             trained: Some((self.model, self.optim)),
             loss: self.loss,
             start: self.start,
-            traces: Vec::new(),
-            plan: None,
+            variants: Variants::new(capacity),
             lent: AtomicBool::new(false),
             was_lent: false,
             cells: None,
-            asked: None,
             rate: None,
+            warned: Vec::new(),
             history: History::default(),
             types: std::marker::PhantomData,
         })
@@ -188,27 +191,29 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
 /// - A closure that reads a tensor on the host, returns a plain number, or keeps a tensor from call to call outside the model is recorded at every call, with a
 ///   warning that names the reason and the line ([`History::obstacle`]).
 /// - A captured tensor that the program drops or replaces, and state of the model that it replaces, end the replay; the step is recorded once or twice and replayed again.
-/// - Calls 4, 8, 16, .. and every 1024th are recorded again and compared. A number counted in a `Cell`, say, is found there: a warning names it (an error under
-///   [`CompileOptions::strict`]), and the step is recorded from then on.
+/// - Inputs of several signatures (batches of two sizes, the smaller last batch of an epoch) are recorded and
+///   replayed each by itself; the state is one.
+/// - Calls 4, 8, 16, .. and every 1024th of a signature are recorded again and compared. A number counted in
+///   a `Cell`, say, is found there: a warning names it (an error under [`CompileOptions::strict`]), and the
+///   step is recorded from then on.
 pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F, I, L> {
     region: CompiledRegion,
     /// None once a step failed half way.
     trained: Option<(M, OptimizerAdaptor<O, M, B>)>,
     loss: F,
     start: Start<B, M, O>,
-    /// The last recorded call of each of the last few signatures.
-    traces: Vec<Trace>,
-    plan: Option<Plan<B, M, O, L>>,
+    /// What is known of the calls of each signature.
+    variants: Variants<B, M, O, L>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
     lent: AtomicBool,
     /// Whether it ever was: the program may have a clone, which shares cells with the model.
     was_lent: bool,
     /// Which tensors of the model are in cells that clones share; none before the first call.
     cells: Option<Cells>,
-    /// Why the next call is recorded, if something since the last one decided that.
-    asked: Option<Cause>,
     /// The learning rate of the last call; none before the first.
     rate: Option<LearningRate>,
+    /// Why steps are recorded at each call, as far as it was said.
+    warned: Vec<String>,
     /// Whether replay is tried at all.
     replays: bool,
     /// Whether a closure that is not the same function at every call is an error.
@@ -217,22 +222,15 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     types: std::marker::PhantomData<fn(I) -> L>,
 }
 
-/// What the closure of a recorded call leaves behind.
-struct Recorded<M, T, L> {
-    trained: (M, T),
-    output: L,
-    optimizer: Option<Position>,
-    /// The optimizer's tensors before the update.
-    optimizer_before: Vec<Found>,
-}
+/// Least and greatest number of signatures that are kept; between them it is that of executables
+/// ([`CompileOptions::recompile_limit`]).
+const VARIANTS: (usize, usize) = (8, 256);
 
-/// Signatures whose last recorded call is kept.
-const TRACES: usize = 8;
-
-/// From here on every so many calls are proofs; before, those whose number is a power of two, from 4 on.
+/// From here on every so many calls of a signature are proofs; before, those whose number is a power of two,
+/// from 4 on.
 const PROOF_EVERY: u64 = 1024;
 
-/// Whether call `number` is recorded, though it could be replayed, and compared with the plan.
+/// Whether call `number` of a signature is recorded, though it could be replayed, and compared with the plan.
 const fn is_proof(number: u64) -> bool {
     number.is_multiple_of(PROOF_EVERY) || (number >= 4 && number.is_power_of_two())
 }
@@ -285,43 +283,76 @@ where
         self.rate = Some(lr);
         let (tensors, signature) = inspect(&input);
         let cause = match self.replay(lr, &tensors, &signature)? {
-            Ok(scalars) => return self.run_plan(&tensors, input, &scalars),
+            Ok((variant, scalars)) => return self.run_plan(variant, &tensors, input, &scalars),
             Err(cause) => cause,
         };
+        self.refuse_if_frozen(&tensors, &signature)?;
         self.leave_replay();
         self.record(lr, input, &tensors, signature, cause)
     }
 
-    /// The optimizer's scalars if the call can be replayed, or why it is recorded.
+    /// Under [`TrainStep::freeze`]: an error where the input has a signature for which nothing was compiled.
+    /// Of other inputs the step's guard decides, before anything runs.
+    fn refuse_if_frozen(&self, tensors: &[TensorIr], signature: &Signature) -> Result<(), Error> {
+        let known = || self.variants.position(signature).is_some();
+        if !self.replays || record::is_nested() || !self.region.is_frozen() || known() {
+            return Ok(());
+        }
+        let types: Vec<String> = tensors.iter().map(record::type_text).collect();
+        Err(Error::Frozen {
+            region: self.region.name(),
+            guard: self.variants.difference(&types),
+        })
+    }
+
+    /// The variant that can be replayed and the optimizer's scalars for it, or why the call is recorded.
     fn replay(
         &mut self,
         lr: LearningRate,
         tensors: &[TensorIr],
         signature: &Signature,
-    ) -> Result<Result<Vec<burn_ir::ScalarIr>, Cause>, TrainError> {
-        let Some(plan) = &self.plan else {
-            let unplanned = || match (&self.history.obstacle, self.history.calls()) {
-                (Some(obstacle), _) => Cause::Obstacle(obstacle.clone()),
-                (None, 0) => Cause::First,
-                (None, _) => Cause::Confirming,
-            };
-            return Ok(Err(self.asked.take().unwrap_or_else(unplanned)));
+    ) -> Result<Result<(usize, Vec<burn_ir::ScalarIr>), Cause>, TrainError> {
+        if record::is_disabled() {
+            return Ok(Err(Cause::Disabled));
+        }
+        let Some(index) = self.variants.planned(tensors, signature) else {
+            return Ok(Err(self.unplanned(signature)));
         };
-        if !plan.accepts(tensors, signature) {
-            return Ok(Err(Cause::Input));
+        if self.variants.is_suspended() {
+            return Ok(Err(Cause::Optimizer));
         }
         self.take_possession()?;
-        let number = self.history.calls() + 1;
-        let Some(plan) = self.plan.as_mut() else {
-            return Ok(Err(Cause::Confirming));
-        };
-        if let Some(disturbance) = plan.replay.disturbed() {
+        let variant = self.variants.get(index);
+        let proof = is_proof(variant.calls + 1);
+        let disturbance = variant.plan.as_ref().and_then(|plan| plan.replay.disturbed());
+        if let Some(disturbance) = disturbance {
             return Ok(Err(Cause::Disturbed(disturbance.to_string())));
         }
-        match plan.rehearsal.scalars(lr) {
+        match self.variants.scalars(index, lr, &mut self.trained) {
             None => Ok(Err(Cause::Optimizer)),
-            Some(_) if is_proof(number) => Ok(Err(Cause::Proof)),
-            Some(scalars) => Ok(Ok(scalars)),
+            Some(_) if proof => Ok(Err(Cause::Proof)),
+            Some(scalars) => Ok(Ok((index, scalars))),
+        }
+    }
+
+    /// Why a call is recorded for which there is no plan.
+    fn unplanned(&mut self, signature: &Signature) -> Cause {
+        if let (false, Some(obstacle)) = (self.replays, &self.history.obstacle) {
+            return Cause::Obstacle(obstacle.clone());
+        }
+        let Some(index) = self.variants.position(signature) else {
+            return match self.history.calls() {
+                0 => Cause::First,
+                _ => Cause::Input,
+            };
+        };
+        let variant = self.variants.get_mut(index);
+        match (&variant.obstacle, variant.lapsed.take(), &variant.plan) {
+            (Some(obstacle), ..) => Cause::Obstacle(obstacle.clone()),
+            (None, Some(cause), _) => cause,
+            // A tensor that was the same at each call is another one.
+            (None, None, Some(_)) => Cause::Input,
+            (None, None, None) => Cause::Confirming,
         }
     }
 
@@ -330,10 +361,10 @@ where
         let lent = std::mem::take(self.lent.get_mut());
         self.was_lent |= lent;
         let shares_cells = self.was_lent && self.cells.as_ref().is_some_and(Cells::any);
-        if !lent && !shares_cells {
+        if (!lent && !shares_cells) || self.variants.plans().next().is_none() {
             return Ok(());
         }
-        let (Some(plan), Some((model, optim))) = (self.plan.as_mut(), self.trained.take()) else {
+        let Some((model, optim)) = self.trained.take() else {
             return Ok(());
         };
         if shares_cells {
@@ -341,35 +372,31 @@ where
             drop(model.valid());
         }
         let mut renewed = None;
-        let state = plan.replay.state_ids().into_iter().collect();
-        plan.replay.rename(|| {
+        self.variants.rename(|state| {
             let (model, names) = ownership::renew::<B, M>(model, state)?;
             renewed = Some(model);
-            Ok::<_, Error>(names)
+            Ok(names)
         })?;
         self.trained = renewed.map(|model| (model, optim));
         Ok(())
     }
 
-    /// Runs the plan.
+    /// Replays a variant.
     fn run_plan(
         &mut self,
+        variant: usize,
         tensors: &[TensorIr],
         input: I,
         scalars: &[burn_ir::ScalarIr],
     ) -> Result<L, TrainError> {
-        let Some(plan) = self.plan.as_mut() else {
-            return Err(TrainError::Lost);
-        };
-        match plan.run(tensors, input, scalars) {
+        match self.variants.run(variant, tensors, input, scalars) {
             Ok(output) => {
-                plan.rehearsal.commit();
                 self.history.replayed += 1;
                 Ok(output)
             }
             Err(error) => {
-                if !plan.replay.has_state() {
-                    self.plan = None;
+                if !self.variants.have_state() {
+                    self.variants.drop_plans();
                     self.trained = None;
                 }
                 Err(error.into())
@@ -377,220 +404,48 @@ where
         }
     }
 
-    /// Records one call; prepares replay if it was the same step as an earlier one.
-    fn record(
-        &mut self,
-        lr: LearningRate,
-        input: I,
-        tensors: &[TensorIr],
-        signature: Signature,
-        cause: Cause,
-    ) -> Result<L, TrainError> {
-        let (model, optim) = self.trained.take().ok_or(TrainError::Lost)?;
-        // A step inside another region is a part of that region.
-        let traced = self.replays && !record::is_nested();
-        let cells = self
-            .cells
-            .get_or_insert_with(|| Cells::of::<B, M>(&model))
-            .clone();
-        // Burn draws a parameter when it is first used: until the closure has run nothing else may use it.
-        let is_initialized = places::is_initialized::<B, M>(&model);
-        if cells.any() && is_initialized {
-            drop(model.valid());
-        }
-        let mut before = places::of_model::<B, M>(&model);
-        let backup = Backup::new(&model, &optim, &cells);
-
-        let earlier = self
-            .traces
-            .iter()
-            .position(|trace| traced && trace.signature == signature);
-        let cause = match cause {
-            Cause::Confirming if earlier.is_none() => Cause::Input,
-            cause => cause,
-        };
-        let mut backup = Some(backup);
-        let loss = &self.loss;
-        let first_state = self.replays.then_some(self.start);
-        let mut rehearsed = None;
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            self.region.run(|| {
-                let output = loss(&model, input);
-                let gradients = GradientsParams::from_grads(output.loss().backward(), &model);
-                if cells.any() {
-                    // Updates that wait in the cells become their values now: a cell has one tensor between calls, wherever the program looks.
-                    drop(model.valid());
-                }
-                if !is_initialized {
-                    let (all, drawn) = places::with_drawn::<B, M>(&model, std::mem::take(&mut before));
-                    record::hoist(&drawn);
-                    before = all;
-                }
-                let mut optim = match first_state {
-                    Some(start) => start(optim, &model, &gradients),
-                    None => optim,
-                };
-                if earlier.is_some() {
-                    let parameters = trained_parameters(&model, &gradients);
-                    rehearsed = Rehearsal::new(&model, &optim, &parameters).and_then(|mut rehearsal| {
-                        let scalars = rehearsal.scalars(lr)?;
-                        rehearsal.commit();
-                        Some((scalars, rehearsal))
-                    });
-                }
-                let optimizer_before = match traced {
-                    true => places::of_optimizer(&model, &optim),
-                    false => Vec::new(),
-                };
-                let start = record::position();
-                let model = optim.step(lr, model, gradients);
-                // The old parameters and state end here, so that the step may reuse their buffers.
-                backup = backup.take().filter(|_| traced).map(Backup::surrender);
-                let output = output.map(&mut |tensor: KilnTensor| tensor);
-                Recorded {
-                    trained: (model, optim),
-                    output,
-                    optimizer: start,
-                    optimizer_before,
-                }
-            })
-        }));
-        let recorded = match result {
-            Ok(Ok(recorded)) => recorded,
-            Ok(Err(error)) => {
-                self.trained = backup.and_then(Backup::restore);
-                return Err(error.into());
-            }
-            Err(payload) => {
-                self.trained = backup.and_then(Backup::restore);
-                resume_unwind(payload)
-            }
-        };
-        drop(backup);
-        let Recorded {
-            trained,
-            mut output,
-            optimizer,
-            optimizer_before,
-        } = recorded;
-        let after = places::of_model::<B, M>(&trained.0);
-        let device = trained.0.devices().first().copied().unwrap_or_default();
-        let optimizer_after = match traced {
-            true => places::of_optimizer(&trained.0, &trained.1),
-            false => Vec::new(),
-        };
-        self.trained = Some(trained);
-        let scrutiny = match cause {
-            Cause::Disturbed(_) => Scrutiny::Numbers,
-            Cause::Optimizer | Cause::Input => Scrutiny::SameStep,
-            _ => Scrutiny::All,
-        };
-        self.history.note(cause);
-        let (true, Some(run), Some(optimizer)) = (traced, self.region.last_run(), optimizer) else {
-            return Ok(output);
-        };
-        let results = plan::ids(&output);
-        // The caller's handles get ids of their own: a tensor that is known under its old one is held by something else, too.
-        output = detach(output)?;
-        before.extend(optimizer_before);
-        let call = Call {
-            run,
-            fresh: tensors.iter().map(|ir| ir.id).collect(),
-            results,
-            places: pair(before, after.into_iter().chain(optimizer_after)),
-        };
-        let mut trace = Trace {
-            varied: vec![false; call.fresh.len()],
-            call,
-            tensors: tensors.to_vec(),
-            signature,
-            optimizer,
-            expected: None,
-        };
-        let earlier = earlier.map(|position| self.traces.remove(position));
-        let outcome = match &earlier {
-            Some(earlier) => {
-                trace.follow(earlier);
-                self.plan(earlier, &mut trace, rehearsed, &output, device, scrutiny)
-            }
-            None => Ok(()),
-        };
-        self.traces.insert(0, trace);
-        self.traces.truncate(TRACES);
-        outcome.map(|()| output)
-    }
-
-    /// Makes a plan from two calls of one signature, or says why there is none.
-    fn plan(
-        &mut self,
-        earlier: &Trace,
-        trace: &mut Trace,
-        rehearsed: Option<(Vec<burn_ir::ScalarIr>, Rehearsal<B, M, O>)>,
-        output: &L,
-        device: kiln_burn::KilnDevice,
-        scrutiny: Scrutiny,
-    ) -> Result<(), TrainError> {
-        let number = self.history.calls();
-        let bindings = match plan::host_obstacle(output, self.region.last_host_read()) {
-            Some(reason) => Err(Obstacle::Reason(reason)),
-            None => plan::bind(earlier, trace),
-        };
-        if let Some(expected) = &earlier.expected
-            && let Some(what) = expected.difference(trace, &bindings, scrutiny)
-        {
-            return self.distrust(what, expected.last_equal, number);
-        }
-        let made = bindings.and_then(|bindings| Plan::new(bindings, trace, rehearsed, output, device));
-        match made {
-            Ok(plan) => {
-                self.history.proofs += u64::from(earlier.expected.is_some());
-                self.history.obstacle = None;
-                trace.expected = Some(plan.expected(number));
-                self.plan = Some(plan);
-                // Whatever the closure put aside of the new state keeps its id, and the model gets another.
-                self.lent.store(true, Ordering::Relaxed);
-                let was_lent = self.was_lent;
-                self.take_possession()?;
-                self.was_lent = was_lent;
-            }
-            Err(Obstacle::NotYet) => {}
-            // What the replay relied on was exchanged just now; the next call tells whether it is exchanged each time.
-            Err(Obstacle::Reason(_)) if scrutiny == Scrutiny::Numbers => {}
-            Err(Obstacle::Reason(reason)) => self.give_up(reason),
-        }
-        Ok(())
-    }
-
-    /// Ends replay for good: the closure is not the same function at every call.
-    fn distrust(&mut self, what: String, last_equal: u64, call: u64) -> Result<(), TrainError> {
-        self.replays = false;
-        let error = TrainError::Changed {
-            what,
-            last_equal,
-            call,
-        };
-        tracing::warn!(target: "kiln", "{error}. It is recorded at every call from now on");
-        self.history.obstacle = Some(error.to_string());
-        match self.strict {
-            true => Err(error),
-            false => Ok(()),
-        }
-    }
-
-    /// Says once that the step will be recorded at each call.
-    fn give_up(&mut self, reason: String) {
-        if self.history.obstacle.as_ref() != Some(&reason) {
-            tracing::warn!(target: "kiln", "the training step is recorded at every call, which costs host time: {reason}");
-            self.history.obstacle = Some(reason);
-        }
-    }
-
-    /// Ends replay: brings the optimizer's host state up to date.
+    /// Ends replay until the next recorded call: brings the optimizer's host state up to date.
     fn leave_replay(&mut self) {
-        let Some(plan) = self.plan.take() else { return };
         if let Some((model, optim)) = self.trained.take() {
-            self.trained = Some((model, plan.rehearsal.catch_up(optim)));
+            self.trained = Some((model, self.variants.suspend(optim)));
         }
+    }
+
+    /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that
+    /// failed, before anything ran: model and optimizer are as they were. Input of a signature that was never
+    /// seen is refused before the closure runs. Calls that are recorded now and then although nothing has to
+    /// be compiled (proofs, the call after [`TrainStep::optimizer`]) are recorded all the same.
+    ///
+    /// ```
+    /// use burn_autodiff::Autodiff;
+    /// use burn_nn::{Linear, LinearConfig};
+    /// use burn_optim::AdamWConfig;
+    /// use burn_tensor::Tensor;
+    /// use kiln::{CompileBackend, Kiln, KilnDevice, TrainStep};
+    ///
+    /// type B = Autodiff<Kiln>;
+    ///
+    /// let device = KilnDevice::cpu();
+    /// let model: Linear<B> = LinearConfig::new(2, 1).init(&device);
+    /// let loss = |model: &Linear<B>, x: Tensor<B, 2>| model.forward(x).powf_scalar(2.0).mean();
+    /// let optim = AdamWConfig::new().init();
+    /// let mut train = TrainStep::new(model, optim, loss).with_backend(CompileBackend::AotEager).build()?;
+    /// train.step(0.1, Tensor::ones([4, 2], &device))?;
+    /// train.freeze();
+    /// train.step(0.1, Tensor::ones([4, 2], &device))?;
+    /// let error = train.step(0.1, Tensor::ones([3, 2], &device)).unwrap_err();
+    /// assert!(error.to_string().contains("tensor 0 of the input: f32 [4, 2] became f32 [3, 2]"), "{error}");
+    /// train.unfreeze();
+    /// train.step(0.1, Tensor::ones([3, 2], &device))?;
+    /// # Ok::<(), kiln::TrainError>(())
+    /// ```
+    pub fn freeze(&mut self) {
+        self.region.freeze();
+    }
+
+    /// Takes [`TrainStep::freeze`] back, and [`CompileOptions::frozen`].
+    pub fn unfreeze(&mut self) {
+        self.region.unfreeze();
     }
 
     /// The model with its current parameters; none after a step failed half way. A copy of it stays as it is when training goes on.
@@ -599,11 +454,9 @@ where
         self.trained.as_ref().map(|(model, _)| model)
     }
 
-    /// The optimizer with its current state, for a checkpoint; none after a step failed half way. Ends replay for the next two calls.
+    /// The optimizer with its current state, for a checkpoint; none after a step failed half way. The next
+    /// call is recorded.
     pub fn optimizer(&mut self) -> Option<&OptimizerAdaptor<O, M, B>> {
-        if self.plan.is_some() {
-            self.asked = Some(Cause::Optimizer);
-        }
         self.leave_replay();
         self.trained.as_ref().map(|(_, optim)| optim)
     }
@@ -635,44 +488,19 @@ where
         Explain::new(self.region.report()).with_replay(&self.history, self.bindings())
     }
 
-    /// What each input, output and result of the step is bound to when it is replayed; none while there is no plan for that.
+    /// What each input, output and result of the step is bound to when it is replayed, with input of the
+    /// signature that was called last; none while nothing is replayed.
     pub fn bindings(&self) -> Option<&record::Bindings> {
-        self.plan.as_ref().map(|plan| plan.replay.bindings())
+        self.variants.plans().next().map(|plan| plan.replay.bindings())
+    }
+
+    /// How many signatures of the input (shapes, types, plain values) are replayed.
+    pub fn replayed_signatures(&self) -> usize {
+        self.variants.plans().count()
     }
 
     /// The numbers behind [`TrainStep::explain`].
     pub fn report(&self) -> RegionReport {
         self.region.report()
     }
-}
-
-/// `output` with handles of its own: each tensor gets a new id.
-fn detach<L: StepInput>(output: L) -> Result<L, Error> {
-    let mut failed = None;
-    let output = output.map(&mut |tensor: KilnTensor| {
-        let client = tensor.client;
-        let dtype = burn_backend::TensorMetadata::dtype(&tensor);
-        let ir = tensor.into_ir();
-        match record::session::fetch(&ir, record::BreakReason::OutsideOperation) {
-            Ok(elements) => client.adopt(elements),
-            Err(error) => {
-                failed.get_or_insert(error);
-                KilnTensor::new(ir.id, ir.shape, dtype, client)
-            }
-        }
-    });
-    failed.map_or(Ok(output), Err)
-}
-
-/// Places that existed before and after a call.
-fn pair(before: Vec<Found>, after: impl Iterator<Item = Found>) -> Vec<Place> {
-    let after: std::collections::HashMap<_, _> = after.map(|found| (found.name, found.id)).collect();
-    let both = before.into_iter().filter_map(|found| {
-        Some(Place {
-            after: *after.get(&found.name)?,
-            before: found.id,
-            name: found.name,
-        })
-    });
-    both.collect()
 }

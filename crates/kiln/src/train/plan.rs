@@ -4,24 +4,21 @@
 //! same, and if the optimizer's numbers are those of its rehearsal. When a step with a plan is recorded again, the new call is compared with the plan in the same respects
 //! ([`Expected::difference`]): a difference means that the closure is not the same function at every call, and that replays were wrong since it changed.
 
+use std::sync::Arc;
+
 use burn_ir::{ScalarIr, TensorId, TensorIr};
-use burn_optim::SimpleOptimizer;
-use kiln_burn::record::{self, Bindings, Call, HostRead, Position, Replay, ReplayError};
-use kiln_burn::{Error, Kiln, KilnClient, KilnDevice};
+use kiln_burn::record::{self, Bindings, Call, HostRead, Position, Replay, ReplayError, Watch};
+use kiln_burn::{Error, KilnClient, KilnDevice};
 use kiln_profile::Category;
 
-use burn_core::module::AutodiffModule;
-
-use super::rehearsal::Rehearsal;
-use super::{StepOutput, TrainBackend};
-use crate::input::{KilnTensor, Signature, StepInput, inspect};
+use super::rehearsal::Updates;
+use crate::input::{KilnTensor, StepInput, inspect};
 
 /// A recorded call.
 pub(super) struct Trace {
     pub call: Call,
     /// The tensors of the call's input.
     pub tensors: Vec<TensorIr>,
-    pub signature: Signature,
     /// Where the optimizer's part of the recording begins.
     pub optimizer: Position,
     /// Tensors of the input that were different ones in two recorded calls of this step: the closure holds none of them.
@@ -167,12 +164,12 @@ pub(super) fn bind(earlier: &Trace, last: &Trace) -> Result<Bindings, Obstacle> 
 }
 
 /// A step ready to be replayed.
-pub(super) struct Plan<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, L> {
+pub(super) struct Plan<L> {
     pub replay: Replay,
-    pub signature: Signature,
-    pub rehearsal: Rehearsal<B, M, O>,
     /// Types and shapes of the tensors of a call's input.
     pub fresh: Vec<TensorIr>,
+    /// What the optimizer does in the step.
+    pub updates: Updates,
     /// The scalars of the model's part; they are the same at each call.
     model_scalars: Vec<ScalarIr>,
     /// Structure of the output, with tensors that have no elements.
@@ -180,20 +177,20 @@ pub(super) struct Plan<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer
     device: KilnDevice,
 }
 
-impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L: StepOutput<B>>
-    Plan<B, M, O, L>
-{
-    /// A plan for more calls like `last`.
+impl<L: StepInput + Clone> Plan<L> {
+    /// A plan for more calls like `last`, whose state is under `watch`. `rehearsed` has the optimizer's
+    /// scalars as a rehearsal found them, and what it did.
     pub(super) fn new(
         bindings: Bindings,
         last: &Trace,
-        rehearsed: Option<(Vec<ScalarIr>, Rehearsal<B, M, O>)>,
+        rehearsed: Option<(&[ScalarIr], &Updates)>,
         output: &L,
         device: KilnDevice,
+        watch: &Arc<Watch>,
     ) -> Result<Self, Obstacle> {
         let (model_scalars, optimizer_scalars) = last.scalars();
-        let rehearsal = match rehearsed {
-            Some((scalars, rehearsal)) if scalars == optimizer_scalars => rehearsal,
+        let updates = match rehearsed {
+            Some((scalars, updates)) if scalars == optimizer_scalars => updates.clone(),
             _ => {
                 return Err(Obstacle::Reason(
                     "the optimizer's scalars do not follow from its own state alone, or it reads tensors on the host".into(),
@@ -205,9 +202,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L:
             tensor.client.zeros([0].into(), dtype)
         };
         Ok(Self {
-            replay: Replay::new(bindings, &last.call),
-            signature: last.signature.clone(),
-            rehearsal,
+            replay: Replay::new(bindings, &last.call, watch),
+            updates,
             fresh: last.tensors.clone(),
             model_scalars: model_scalars.to_vec(),
             output: output.clone().map(&mut hollow),
@@ -220,13 +216,12 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, L:
         &self.model_scalars
     }
 
-    /// Whether the plan is for this input.
-    pub(super) fn accepts(&self, tensors: &[TensorIr], signature: &Signature) -> bool {
+    /// Whether these tensors of an input are those that the closure may hold, too.
+    pub(super) fn accepts(&self, tensors: &[TensorIr]) -> bool {
         let pinned = self.replay.bindings().pinned.iter().zip(tensors);
-        self.signature == *signature
-            && pinned
-                .into_iter()
-                .all(|(pinned, ir)| pinned.is_none_or(|id| id == ir.id))
+        pinned
+            .into_iter()
+            .all(|(pinned, ir)| pinned.is_none_or(|id| id == ir.id))
     }
 
     /// What a later recorded call is compared with, if call `number` was the last that agreed.

@@ -62,10 +62,29 @@ pub(super) struct Rehearsal<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     /// The shadow after the step that is under way.
     next: Option<(M, OptimizerAdaptor<O, M, B>)>,
     classes: Vec<Class>,
+    updates: Updates,
+}
+
+/// What an optimizer does in one step: which parameters it updates, and the branches that its host code
+/// takes.
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
+pub(super) struct Updates {
     /// Class of each trained parameter, in the optimizer's order.
     members: Vec<(ParamId, usize)>,
-    /// The words of a rehearsal of all representatives; any other means that the host code took another branch.
+    /// The words of a rehearsal of all representatives.
     words: Vec<u64>,
+}
+
+impl Updates {
+    /// The parameters, in the optimizer's order.
+    pub(super) fn parameters(&self) -> Vec<ParamId> {
+        self.members.iter().map(|(parameter, _)| *parameter).collect()
+    }
+
+    /// Whether both update the same parameters, in the same classes.
+    pub(super) fn has_members_of(&self, other: &Self) -> bool {
+        self.members == other.members
+    }
 }
 
 impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Rehearsal<B, M, O> {
@@ -104,13 +123,20 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
             shadow: Some(shadow),
             next: None,
             classes,
-            members,
-            words: Vec::new(),
+            updates: Updates {
+                members,
+                words: Vec::new(),
+            },
         })
     }
 
+    /// What the optimizer did in the rehearsal of [`Rehearsal::scalars`].
+    pub(super) fn updates(&self) -> &Updates {
+        &self.updates
+    }
+
     /// The optimizer's scalars of the next step with learning rate `lr`, for all parameters in order; the state moves on with [`Rehearsal::commit`]. None if
-    /// the host code took another branch than before: the step must then be recorded.
+    /// they cannot be told. They are those of a step that makes the same [`Updates`].
     pub(super) fn scalars(&mut self, lr: LearningRate) -> Option<Vec<ScalarIr>> {
         let scalars = self.representative_scalars(lr)?;
         Some(self.for_all(&scalars))
@@ -121,15 +147,13 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         let representatives: Vec<ParamId> = self.classes.iter().map(|class| class.representative).collect();
         let mut next = self.shadow.clone();
         let ((), recorded) = rehearse_update(&mut next, &representatives, lr)?;
-        if self.words.is_empty() {
+        if self.updates.words.is_empty() {
             let operations: usize = self.classes.iter().map(|class| class.length).sum();
             if recorded.operations.len() != operations {
                 return None;
             }
-            self.words = recorded.identity.words;
-        } else if self.words != recorded.identity.words {
-            return None;
         }
+        self.updates.words = recorded.identity.words;
         self.next = next;
         let expected: usize = self.classes.iter().map(|class| class.scalars).sum();
         (recorded.scalars.len() == expected).then_some(recorded.scalars)
@@ -150,7 +174,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         let of = |&(_, class): &(ParamId, usize)| {
             of_representatives[starts[class]..starts[class] + self.classes[class].scalars].to_vec()
         };
-        self.members.iter().flat_map(of).collect()
+        self.updates.members.iter().flat_map(of).collect()
     }
 
     /// A rehearsal of its own that goes on where this one is.
@@ -159,8 +183,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
             shadow: self.shadow.clone(),
             next: None,
             classes: self.classes.clone(),
-            members: self.members.clone(),
-            words: self.words.clone(),
+            updates: self.updates.clone(),
         }
     }
 
@@ -178,7 +201,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         };
         let theirs = shadow.to_record();
         let mut records = optim.to_record();
-        for &(parameter, class) in &self.members {
+        for &(parameter, class) in &self.updates.members {
             let template = theirs.get(&self.classes[class].representative);
             if let (Some(template), Some(own)) = (template, records.remove(&parameter)) {
                 let merged = merge::<B, O>(template.clone(), &own);

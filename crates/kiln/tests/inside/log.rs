@@ -96,3 +96,32 @@ fn a_partition_is_one_line_with_its_numbers() {
 fn without_a_word_nothing_is_said() {
     assert_eq!(logged(""), Vec::<String>::new());
 }
+
+#[test]
+fn the_recompile_limit_names_the_dimension() {
+    let written = Written::default();
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::new("kiln::recompiles=warn"))
+        .with_writer(written.clone())
+        .with_ansi(false)
+        .finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let options = CompileOptions::default()
+            .with_backend(CompileBackend::Interpret)
+            .with_recompile_limit(2);
+        let mut region = kiln::compile(options);
+        for length in [4, 7, 9] {
+            let x = Tensor::<Kiln, 2>::ones([3, length], &device());
+            region.run(|| x.exp()).unwrap();
+        }
+    });
+    let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
+    assert_eq!(text.lines().count(), 1, "{text}");
+    assert!(text.contains("recompile limit of 2 reached"), "{text}");
+    assert!(text.contains("dimension 1 of input 0"), "{text}");
+    // The sizes of the comparisons: which of the two steps is the nearer one is not said.
+    assert!(
+        text.contains("3 sizes (") && text.contains('9') && text.contains("pad it"),
+        "{text}"
+    );
+}

@@ -29,9 +29,11 @@ mod loops;
 mod models;
 mod optimizers;
 mod outputs;
+mod own_operations;
 mod program;
 mod random;
 mod regions;
+mod sizes;
 mod threads;
 mod trainer;
 

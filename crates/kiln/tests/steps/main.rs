@@ -7,6 +7,7 @@
 
 mod attention;
 mod budgets;
+mod control;
 mod harness;
 mod indices;
 mod models;

@@ -10,7 +10,7 @@ use super::super::region::{HostRead, LastRun, Region};
 use super::super::report::RegionReport;
 use super::super::sighting::Lines;
 use super::super::step::panic_message;
-use super::{CURRENT, SESSIONS, Session, Shared, lock};
+use super::{CURRENT, SESSIONS, Session, Shared, is_disabled, lock};
 use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
 
@@ -50,7 +50,8 @@ impl CompiledRegion {
     /// Runs `closure` with its tensor operations recorded, then runs the compiled step. Tensors that outlive the closure have their elements
     /// when `run` returns.
     ///
-    /// Inside another region, or with backend `eager`, the closure just runs: the inner region joins the outer one.
+    /// Inside another region, or with backend `eager`, the closure just runs: the inner region joins the
+    /// outer one. So it does where nothing is recorded ([`disable`](super::disable())).
     ///
     /// # Errors
     ///
@@ -61,7 +62,7 @@ impl CompiledRegion {
     ///
     /// With what `closure` panics with; what it recorded is discarded.
     pub fn run<R>(&self, closure: impl FnOnce() -> R) -> Result<R, Error> {
-        if self.backend == CompileBackend::Eager || CURRENT.with_borrow(Option::is_some) {
+        if self.backend == CompileBackend::Eager || CURRENT.with_borrow(Option::is_some) || is_disabled() {
             return Ok(closure());
         }
         let _turn = lock(&self.turn);
@@ -132,6 +133,26 @@ impl CompiledRegion {
                 }
             }
         }
+    }
+
+    /// Its name in reports and errors.
+    pub fn name(&self) -> String {
+        lock(&self.session).region.options.name.clone()
+    }
+
+    /// From now on a call that would compile is an error ([`Error::Frozen`]), before anything ran.
+    pub fn freeze(&self) {
+        lock(&self.session).region.frozen = true;
+    }
+
+    /// Takes [`CompiledRegion::freeze`] back.
+    pub fn unfreeze(&self) {
+        lock(&self.session).region.frozen = false;
+    }
+
+    /// Whether a call that would compile is an error.
+    pub fn is_frozen(&self) -> bool {
+        lock(&self.session).region.frozen
     }
 
     /// What the last call of [`CompiledRegion::run`] did on the host that a replay would not do; none if nothing.

@@ -116,7 +116,7 @@ fn take(id: TensorId, last_use: bool) -> Option<Slot> {
 
 /// A tensor was dropped.
 pub(super) fn release(id: TensorId) {
-    if kill_own(id) == Killed::Result || table::remove(id).is_some() {
+    if kill_own(id) == Killed::Result || table::discard(id) {
         return;
     }
     let all = lock(&SESSIONS).clone();

@@ -1,0 +1,112 @@
+//! Operations of the program's own: functions on the host that stay whole in a step.
+//!
+//! Such an operation is an `OperationIr::Custom` whose id is made of the program's name for it, and this file
+//! knows the function of each id. A step refers to the operation by the id alone, so an id stands for one
+//! function of this process: functions capture nothing, so that their type says which they are
+//! ([`register`]). Another process may give the id to another function; a step from the disk cache calls what
+//! this process has recorded. Operations that run outside of compiled code come back here
+//! (`import/external.rs`), on every backend.
+
+use std::any::TypeId;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+
+use burn_backend::TensorData;
+use burn_flex::FlexTensor;
+use burn_ir::{CustomOpIr, OperationIr};
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use crate::eager::OperationError;
+
+/// What the ids of these operations begin with; the program's name follows.
+const PREFIX: &str = "custom ";
+
+/// What runs: the operands, in order, give the results.
+pub type HostFunction = dyn Fn(&[TensorData]) -> Vec<TensorData> + Send + Sync;
+
+#[derive(Default)]
+struct Known {
+    ids: FxHashMap<(String, TypeId), String>,
+    functions: FxHashMap<String, Arc<HostFunction>>,
+    /// Names of operations of which it was said that they cost copies.
+    said: FxHashSet<String>,
+}
+
+static KNOWN: LazyLock<Mutex<Known>> = LazyLock::new(Mutex::default);
+
+fn known() -> MutexGuard<'static, Known> {
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The id of the operation that the program calls `name` and whose function has the type `of`; `make` gives
+/// the function if it is new. Equal types are equal functions, and functions of one name have an id each.
+pub fn register(name: &str, of: TypeId, make: impl FnOnce() -> Arc<HostFunction>) -> String {
+    let mut known = known();
+    let key = (name.to_owned(), of);
+    if let Some(id) = known.ids.get(&key) {
+        return id.clone();
+    }
+    let plain = format!("{PREFIX}{name}");
+    let numbered = (2..).map(|number| format!("{plain} ({number})"));
+    let is_free = |id: &String| !known.functions.contains_key(id);
+    let id = std::iter::once(plain.clone())
+        .chain(numbered)
+        .find(is_free)
+        .unwrap_or(plain);
+    known.functions.insert(id.clone(), make());
+    known.ids.insert(key, id.clone());
+    id
+}
+
+/// The id of an operation of the program's own; none if it is another one.
+pub(crate) fn id(operation: &OperationIr) -> Option<&str> {
+    match operation {
+        OperationIr::Custom(op) => Some(&*op.id).filter(|id| id.starts_with(PREFIX)),
+        _ => None,
+    }
+}
+
+/// Says once of each of these operations that a step on a GPU copies its operands to the host, and its
+/// results back.
+pub(crate) fn say_that_copies(names: impl Iterator<Item = String>) {
+    for name in names.filter(|name| name.starts_with(PREFIX)) {
+        if known().said.insert(name.clone()) {
+            tracing::warn!(
+                target: "kiln",
+                "the operation {name} runs on the host: on a GPU each call copies its operands there and its results back"
+            );
+        }
+    }
+}
+
+/// Runs an operation of the program's own.
+///
+/// # Errors
+///
+/// If its function is not known in this process, or gives other results than the operation has.
+pub(crate) fn run(op: &CustomOpIr, operands: Vec<FlexTensor>) -> Result<Vec<FlexTensor>, OperationError> {
+    let fails = |reason: String| OperationError::Unsupported {
+        operation: op.id.clone(),
+        reason,
+    };
+    let function = known().functions.get(&op.id).cloned();
+    let function = function.ok_or_else(|| {
+        fails("this process knows no function of that name; `kiln::custom_op` makes it known".into())
+    })?;
+    let operands: Vec<TensorData> = operands.into_iter().map(FlexTensor::into_data).collect();
+    let results = function(&operands);
+    if results.len() != op.outputs.len() {
+        let (found, wanted) = (results.len(), op.outputs.len());
+        return Err(fails(format!(
+            "its function gave {found} results, the operation has {wanted}"
+        )));
+    }
+    for (index, (result, ir)) in results.iter().zip(&op.outputs).enumerate() {
+        if result.shape != ir.shape || result.dtype != ir.dtype {
+            return Err(fails(format!(
+                "its function gave {:?} {:?} as result {index}, the operation has {:?} {:?}",
+                result.dtype, result.shape, ir.dtype, ir.shape
+            )));
+        }
+    }
+    Ok(results.into_iter().map(FlexTensor::from_data).collect())
+}

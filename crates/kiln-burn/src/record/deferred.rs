@@ -1,0 +1,50 @@
+//! Recordings that did not run, until somebody needs what they make.
+//!
+//! A frozen region ([`CompileOptions::frozen`]) refuses a recording that no compiled step fits, but the
+//! closure that was recorded has assigned tensors: in a training loop the whole model. Computing them would
+//! be what the program forbids, and taking them away would lose the model. So the recording stays behind
+//! these tensors. Nothing of it runs unless one of them is used; it is run node by node then, as by
+//! [`super::salvage`]. Tensors that are dropped unused cost nothing.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::recording::Recorded;
+use super::salvage;
+use crate::options::CompileOptions;
+use crate::table::{self, Keeper};
+
+struct Deferred {
+    recorded: Mutex<Option<Recorded>>,
+    options: CompileOptions,
+}
+
+impl Keeper for Deferred {
+    fn give_back(&self, _: usize) {
+        // Held to the end: another thread that asks meanwhile waits for the results.
+        let mut recorded = self.recorded.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(recorded) = recorded.take() else {
+            return;
+        };
+        let ids = recorded.output_ids.clone();
+        let slots = salvage::compute(&self.options, recorded);
+        ids.into_iter()
+            .zip(slots)
+            .for_each(|(id, slot)| table::settle(id, slot));
+    }
+
+    fn is_needed_for_drop(&self) -> bool {
+        false
+    }
+}
+
+/// Enters what outlives `recorded` into the table, to be computed when it is needed.
+pub(super) fn enter(options: &CompileOptions, recorded: Recorded) {
+    let ids = recorded.output_ids.clone();
+    let keeper = Arc::new(Deferred {
+        recorded: Mutex::new(Some(recorded)),
+        options: options.clone(),
+    });
+    for (index, id) in ids.into_iter().enumerate() {
+        table::defer(id, keeper.clone(), index);
+    }
+}

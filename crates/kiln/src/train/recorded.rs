@@ -1,0 +1,308 @@
+//! A recorded call of a training step, and what it tells about later ones.
+//!
+//! The closure, Burn's autograd and the optimizer run under recording, with a backup of what they consume.
+//! What was recorded is compared with earlier calls ([`super::plan`]), which gives the variant of this
+//! signature a plan or an obstacle; the other variants go on from the state that the call leaves
+//! ([`super::variants`]).
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::Ordering;
+
+use burn_core::module::AutodiffModule;
+use burn_ir::{ScalarIr, TensorIr};
+use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
+use kiln_burn::record::{self, Call, Place, Position};
+use kiln_burn::{Error, Kiln, KilnDevice};
+
+use super::backup::Backup;
+use super::places::{self, Cells, Found};
+use super::plan::{self, Obstacle, Plan, Scrutiny, Trace};
+use super::rehearsal::{Rehearsal, trained_parameters};
+use super::variants::Variant;
+use super::{Cause, StepOutput, TrainBackend, TrainError, TrainStep};
+use crate::input::{KilnTensor, Signature, StepInput};
+
+/// What the closure of a recorded call leaves behind.
+struct Recorded<M, T, L> {
+    trained: (M, T),
+    output: L,
+    optimizer: Option<Position>,
+    /// The optimizer's tensors before the update.
+    optimizer_before: Vec<Found>,
+}
+
+/// The optimizer's scalars of a recorded call as a rehearsal found them, and the rehearsal.
+type Rehearsed<B, M, O> = (Vec<ScalarIr>, Rehearsal<B, M, O>);
+
+impl<B, M, O, F, I, L> TrainStep<B, M, O, F, I, L>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B> + Clone,
+    O: SimpleOptimizer<Kiln>,
+    F: Fn(&M, I) -> L,
+    I: StepInput,
+    L: StepOutput<B>,
+{
+    /// Records one call; prepares replay if it was the same step as an earlier one.
+    pub(super) fn record(
+        &mut self,
+        lr: LearningRate,
+        input: I,
+        tensors: &[TensorIr],
+        signature: Signature,
+        cause: Cause,
+    ) -> Result<L, TrainError> {
+        let (model, optim) = self.trained.take().ok_or(TrainError::Lost)?;
+        // A step inside another region is a part of that region.
+        let traced = self.replays && !record::is_nested();
+        let cells = self
+            .cells
+            .get_or_insert_with(|| Cells::of::<B, M>(&model))
+            .clone();
+        // Burn draws a parameter when it is first used: until the closure has run nothing else may use it.
+        let is_initialized = places::is_initialized::<B, M>(&model);
+        if cells.any() && is_initialized {
+            drop(model.valid());
+        }
+        let mut before = places::of_model::<B, M>(&model);
+        let backup = Backup::new(&model, &optim, &cells);
+
+        let earlier = self.variants.position(&signature).filter(|_| traced);
+        let mut backup = Some(backup);
+        let loss = &self.loss;
+        let first_state = self.replays.then_some(self.start);
+        let mut rehearsed = None;
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            self.region.run(|| {
+                let output = loss(&model, input);
+                let gradients = GradientsParams::from_grads(output.loss().backward(), &model);
+                if cells.any() {
+                    // Updates that wait in the cells become their values now: a cell has one tensor between
+                    // calls, wherever the program looks.
+                    drop(model.valid());
+                }
+                if !is_initialized {
+                    let (all, drawn) = places::with_drawn::<B, M>(&model, std::mem::take(&mut before));
+                    record::hoist(&drawn);
+                    before = all;
+                }
+                let mut optim = match first_state {
+                    Some(start) => start(optim, &model, &gradients),
+                    None => optim,
+                };
+                if earlier.is_some() {
+                    let parameters = trained_parameters(&model, &gradients);
+                    rehearsed = Rehearsal::new(&model, &optim, &parameters).and_then(|mut rehearsal| {
+                        let scalars = rehearsal.scalars(lr)?;
+                        rehearsal.commit();
+                        Some((scalars, rehearsal))
+                    });
+                }
+                let optimizer_before = match traced {
+                    true => places::of_optimizer(&model, &optim),
+                    false => Vec::new(),
+                };
+                let start = record::position();
+                let model = optim.step(lr, model, gradients);
+                // The old parameters and state end here, so that the step may reuse their buffers.
+                backup = backup.take().filter(|_| traced).map(Backup::surrender);
+                let output = output.map(&mut |tensor: KilnTensor| tensor);
+                Recorded {
+                    trained: (model, optim),
+                    output,
+                    optimizer: start,
+                    optimizer_before,
+                }
+            })
+        }));
+        let recorded = match result {
+            Ok(Ok(recorded)) => recorded,
+            Ok(Err(error)) => {
+                self.variants.drop_plans();
+                self.trained = backup.and_then(Backup::restore);
+                return Err(error.into());
+            }
+            Err(payload) => {
+                self.variants.drop_plans();
+                self.trained = backup.and_then(Backup::restore);
+                resume_unwind(payload)
+            }
+        };
+        drop(backup);
+        let Recorded {
+            trained,
+            mut output,
+            optimizer,
+            optimizer_before,
+        } = recorded;
+        let after = places::of_model::<B, M>(&trained.0);
+        let device = trained.0.devices().first().copied().unwrap_or_default();
+        let optimizer_after = match traced {
+            true => places::of_optimizer(&trained.0, &trained.1),
+            false => Vec::new(),
+        };
+        self.trained = Some(trained);
+        let scrutiny = match cause {
+            Cause::Disturbed(_) => Scrutiny::Numbers,
+            Cause::Optimizer | Cause::Input => Scrutiny::SameStep,
+            _ => Scrutiny::All,
+        };
+        self.history.note(cause);
+        let (true, Some(run), Some(optimizer)) = (traced, self.region.last_run(), optimizer) else {
+            self.variants.drop_plans();
+            return Ok(output);
+        };
+        let results = plan::ids(&output);
+        // The caller's handles get ids of their own: a tensor that is known under its old one is held by
+        // something else, too.
+        output = detach(output)?;
+        before.extend(optimizer_before);
+        let call = Call {
+            run,
+            fresh: tensors.iter().map(|ir| ir.id).collect(),
+            results,
+            places: pair(before, after.into_iter().chain(optimizer_after)),
+        };
+        let places = call.places.clone();
+        let mut variant = Variant {
+            signature,
+            types: tensors.iter().map(record::type_text).collect(),
+            trace: Trace {
+                varied: vec![false; call.fresh.len()],
+                call,
+                tensors: tensors.to_vec(),
+                optimizer,
+                expected: None,
+            },
+            plan: None,
+            calls: 1,
+            obstacle: None,
+            lapsed: None,
+        };
+        let outcome = match earlier {
+            Some(earlier) => self.plan(earlier, &mut variant, rehearsed, &output, device, scrutiny),
+            None => Ok(()),
+        };
+        if !self.replays {
+            // The closure is not to be trusted, with any input.
+            self.variants.drop_plans();
+            return outcome.map(|()| output);
+        }
+        self.variants.resume(variant, &places);
+        self.history.obstacle = self.variants.obstacle().cloned();
+        // Whatever the closure put aside of the new state keeps its id, and the model gets another.
+        self.lent.store(true, Ordering::Relaxed);
+        let was_lent = self.was_lent;
+        self.take_possession()?;
+        self.was_lent = was_lent;
+        outcome.map(|()| output)
+    }
+
+    /// Makes a plan from two calls of one signature, or says why there is none.
+    fn plan(
+        &mut self,
+        earlier: usize,
+        variant: &mut Variant<L>,
+        rehearsed: Option<Rehearsed<B, M, O>>,
+        output: &L,
+        device: KilnDevice,
+        scrutiny: Scrutiny,
+    ) -> Result<(), TrainError> {
+        let number = self.history.calls();
+        variant.obstacle = self.variants.get(earlier).obstacle.clone();
+        let earlier = &self.variants.get(earlier).trace;
+        let trace = &mut variant.trace;
+        trace.follow(earlier);
+        let bindings = match plan::host_obstacle(output, self.region.last_host_read()) {
+            Some(reason) => Err(Obstacle::Reason(reason)),
+            None => plan::bind(earlier, trace),
+        };
+        if let Some(expected) = &earlier.expected
+            && let Some(what) = expected.difference(trace, &bindings, scrutiny)
+        {
+            let last_equal = expected.last_equal;
+            return self.distrust(what, last_equal, number);
+        }
+        let agreed = earlier.expected.is_some();
+        let found = rehearsed
+            .as_ref()
+            .map(|(scalars, rehearsal)| (&scalars[..], rehearsal.updates()));
+        let made = bindings
+            .and_then(|bindings| Plan::new(bindings, trace, found, output, device, self.variants.watch()));
+        match made {
+            Ok(plan) => {
+                self.history.proofs += u64::from(agreed);
+                trace.expected = Some(plan.expected(number));
+                variant.plan = Some(plan);
+                variant.obstacle = None;
+                if let Some((_, rehearsal)) = rehearsed {
+                    self.variants.rehearsed(rehearsal);
+                }
+            }
+            Err(Obstacle::NotYet) => {}
+            // What the replay relied on was exchanged just now; the next call tells whether it is exchanged
+            // each time.
+            Err(Obstacle::Reason(_)) if scrutiny == Scrutiny::Numbers => {}
+            Err(Obstacle::Reason(reason)) => {
+                self.give_up(&reason);
+                variant.obstacle = Some(reason);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends replay for good: the closure is not the same function at every call.
+    fn distrust(&mut self, what: String, last_equal: u64, call: u64) -> Result<(), TrainError> {
+        self.replays = false;
+        let error = TrainError::Changed {
+            what,
+            last_equal,
+            call,
+        };
+        tracing::warn!(target: "kiln", "{error}. It is recorded at every call from now on");
+        self.history.obstacle = Some(error.to_string());
+        match self.strict {
+            true => Err(error),
+            false => Ok(()),
+        }
+    }
+
+    /// Says once that the step will be recorded at each call.
+    fn give_up(&mut self, reason: &String) {
+        if !self.warned.contains(reason) {
+            tracing::warn!(target: "kiln", "the training step is recorded at every call, which costs host time: {reason}");
+            self.warned.push(reason.clone());
+        }
+    }
+}
+
+/// `output` with handles of its own: each tensor gets a new id.
+fn detach<L: StepInput>(output: L) -> Result<L, Error> {
+    let mut failed = None;
+    let output = output.map(&mut |tensor: KilnTensor| {
+        let client = tensor.client;
+        let dtype = burn_backend::TensorMetadata::dtype(&tensor);
+        let ir = tensor.into_ir();
+        match record::session::fetch(&ir, record::BreakReason::OutsideOperation) {
+            Ok(elements) => client.adopt(elements),
+            Err(error) => {
+                failed.get_or_insert(error);
+                KilnTensor::new(ir.id, ir.shape, dtype, client)
+            }
+        }
+    });
+    failed.map_or(Ok(output), Err)
+}
+
+/// Places that existed before and after a call.
+fn pair(before: Vec<Found>, after: impl Iterator<Item = Found>) -> Vec<Place> {
+    let after: std::collections::HashMap<_, _> = after.map(|found| (found.name, found.id)).collect();
+    let both = before.into_iter().filter_map(|found| {
+        Some(Place {
+            after: *after.get(&found.name)?,
+            before: found.id,
+            name: found.name,
+        })
+    });
+    both.collect()
+}
