@@ -40,11 +40,14 @@
 //! - [`TrainStep`] owns model and optimizer. After the first calls no model code runs any more.
 //! - [`compile_fn`] wraps a function: for inference, or inside an eager training loop, where its backward pass is compiled, too.
 //!
+//! [`func`] makes functions of functions: gradients, Jacobians, batches.
+//!
 //! Outside of these Kiln is an eager backend on burn-flex.
 
 mod compile;
 mod custom;
 pub mod explain;
+pub mod func;
 mod function;
 mod input;
 pub mod log;

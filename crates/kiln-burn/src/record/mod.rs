@@ -37,6 +37,7 @@ pub mod sighting;
 pub mod split;
 pub mod step;
 pub mod stream_text;
+pub mod transformed;
 mod wish;
 pub mod words;
 
@@ -57,6 +58,7 @@ pub use session::{
 };
 pub use split::{Saved, SplitRegion, SplitStep};
 pub use step::Step;
+pub use transformed::{Transformed, TransformedRegion};
 pub use words::type_text;
 
 pub use crate::table::Watch;

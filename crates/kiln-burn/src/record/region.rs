@@ -12,7 +12,7 @@ use burn_ir::{ScalarIr, TensorId, TensorIr};
 use kiln_profile::Category;
 use rustc_hash::FxHashMap;
 
-use super::breaks::GraphBreak;
+use super::breaks::{BreakReason, GraphBreak};
 use super::deferred;
 use super::gradient::{self, Source};
 use super::guard;
@@ -78,6 +78,8 @@ pub struct Region {
     pub keeps_host_data: bool,
     /// Whether a recording that would have to be compiled is an error.
     pub frozen: bool,
+    /// Whether what a call computes on are placeholders, so that nobody may look at a value: whatever takes one is noted.
+    pub on_placeholders: bool,
     /// Whether a recording that cannot be compiled is run all the same, for what it leaves behind ([`super::salvage`]).
     pub salvages: bool,
     /// The first tensor that the program read on the host in this call.
@@ -106,6 +108,7 @@ impl Region {
             options,
             capacity: usize::MAX,
             keeps_host_data: false,
+            on_placeholders: false,
             salvages: false,
             host_read: None,
             graph_break: None,
@@ -128,9 +131,11 @@ impl Region {
         self.graph_break = None;
     }
 
-    /// Notes that the program reads a tensor on the host, where somebody wants to know: a replay would not read it.
-    pub fn note_host_read(&mut self, tensor: &TensorIr) {
-        if self.keeps_host_data && self.host_read.is_none() {
+    /// Notes that the program reads a tensor on the host, where somebody wants to know: a replay would not read it,
+    /// and a placeholder has no value.
+    pub fn note_host_read(&mut self, tensor: &TensorIr, reason: &BreakReason) {
+        let is_replayed = self.keeps_host_data && *reason == BreakReason::Read;
+        if (is_replayed || self.on_placeholders) && self.host_read.is_none() {
             self.host_read = Some(HostRead {
                 ty: type_text(tensor),
                 location: user_location(),

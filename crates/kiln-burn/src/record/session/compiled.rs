@@ -47,6 +47,13 @@ impl CompiledRegion {
         self
     }
 
+    /// The same region, whose calls compute on placeholders: [`CompiledRegion::last_host_read`] says whether one
+    /// looked at a value.
+    pub fn for_placeholders(self) -> Self {
+        lock(&self.session).region.on_placeholders = true;
+        self
+    }
+
     /// Runs `closure` with its tensor operations recorded, then runs the compiled step. Tensors that outlive the closure have their elements
     /// when `run` returns.
     ///
@@ -189,19 +196,19 @@ pub enum Traced<T, R> {
     Cut(T),
 }
 
-/// Makes a session the thread's current one; undone on drop, also by a panic.
-struct Entered;
+/// Makes a session the thread's current one; undone on drop, also by a panic. A trace inside a region comes back
+/// to that.
+struct Entered(Option<Shared>);
 
 impl Entered {
     fn new(session: Shared) -> Self {
-        CURRENT.with_borrow_mut(|current| *current = Some(session));
-        Self
+        Self(CURRENT.with_borrow_mut(|current| current.replace(session)))
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        CURRENT.with_borrow_mut(|current| *current = None);
+        CURRENT.with_borrow_mut(|current| *current = self.0.take());
     }
 }
 

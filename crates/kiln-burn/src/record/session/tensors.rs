@@ -19,8 +19,9 @@ pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<Storage, Error> {
     if is_rehearsing() {
         resume_unwind(Box::new(Aborted));
     }
-    if let (BreakReason::Read, Some(session)) = (&reason, CURRENT.with_borrow(Clone::clone)) {
-        lock(&session).region.note_host_read(ir);
+    // A thread that is ending is in no region any more.
+    if let Ok(Some(session)) = CURRENT.try_with(|current| current.borrow().clone()) {
+        lock(&session).region.note_host_read(ir, &reason);
     }
     let last_use = ir.status == TensorStatus::ReadWrite;
     let found = match take(ir.id, last_use) {

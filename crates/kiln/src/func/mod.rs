@@ -1,0 +1,504 @@
+//! Functions of functions: derivatives in both modes, and batching, of closures of tensors.
+//!
+//! A function here takes two arguments, each a tensor or a structure of tensors: the first is what
+//! derivatives are taken by (*parameters*), the second is everything else, `()` if there is nothing. Float
+//! tensors of the first are differentiated; integers and bools there are taken as they are.
+//!
+//! ```
+//! use burn_tensor::Tensor;
+//! use kiln::func::{Same, grad, vmap};
+//! use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice};
+//!
+//! let device = KilnDevice::default(); let loss = |w: Tensor<Kiln, 1>, x: Tensor<Kiln, 1>| (w *
+//! x).sum().powf_scalar(2.0); let each =
+//! vmap(grad(loss)).with_options(CompileOptions::default().with_backend(CompileBackend::AotEager));
+//!
+//! // The gradient of the loss of each sample, by weights that are the same for all.
+//! let w = Tensor::<Kiln, 1>::from_floats([1.0, 2.0], &device);
+//! let samples = Tensor::<Kiln, 2>::from_floats([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]], &device);
+//! let gradients: Tensor<Kiln, 2> = each.call(Same(w), samples)?;
+//! assert_eq!(gradients.into_data().to_vec::<f32>().unwrap(), [2.0, 0.0, 6.0, 6.0, 0.0, 16.0]);
+//! # Ok::<(), kiln::func::FuncError>(())
+//! ```
+//!
+//! Transforms apply to closures and to transformed functions: `vmap(grad(f))`, `jvp(grad(f))` (a Hessian
+//! times a vector), `grad(vmap(f))`. A call runs the closure once, with its operations recorded and not run;
+//! the recording is transformed by [`kiln_func`] and compiled, once for each recording, as
+//! [`compile_fn`](crate::compile_fn()) compiles. Compiled functions and Burn's own autograd may be used
+//! inside.
+//!
+//! - What the closure captures is constant: it has no derivative and is the same for all elements of a batch.
+//! - The closure must not read a value, and tensors that it keeps elsewhere have no value afterwards.
+//! - Random operations take their streams at each call, as without Kiln, and are constant to derivatives; [`Transformed::with_randomness`] says whether elements of
+//!   a batch draw the same.
+//! - A result is not tracked by Burn's autograd, so arguments that are tracked are an error: pass their `inner()`.
+//! - Inside a region ([`crate::compile`]) a call is a graph break.
+
+mod batch;
+mod program;
+
+use kiln_burn::record::{
+    BreakReason, HostRead, Traced, Transformed as Recording, TransformedRegion, session,
+};
+use kiln_burn::storage::Storage;
+use kiln_burn::{CompileOptions, CompiledRegion, Error, Kiln};
+
+use burn_backend::TensorMetadata;
+use burn_ir::TensorIr;
+use burn_tensor::{Tensor, TensorPrimitive};
+
+pub use batch::{Batched, Element, Elements, Same};
+pub use kiln_func::{Mode, Randomness};
+
+use crate::input::{KilnTensor, StepInput};
+use crate::tracked::tracked_tensors;
+use program::{Layer, Program};
+
+/// Why a function cannot be transformed, or its transform not run.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FuncError {
+    /// Recording, compiling or running failed.
+    #[error(transparent)]
+    Kiln(#[from] Error),
+    /// What was recorded has no derivative, or no batched form.
+    #[error("`{function}`: {source}")]
+    Transform {
+        /// Name of the function.
+        function: String,
+        /// What stands in the way.
+        source: kiln_func::FuncError,
+    },
+    /// The closure read a value.
+    #[error(
+        "`{function}` reads {}, and a function that is transformed has no values while it is recorded: move the read out of \
+         it, choose with `mask_where`, or compose transforms (`vmap(grad(f))`) in place of calling one inside another",
+        .read.as_ref().map_or_else(|| "a value".to_owned(), ToString::to_string)
+    )]
+    Reads {
+        /// Name of the function.
+        function: String,
+        /// What it read, if that is known.
+        read: Option<HostRead>,
+    },
+    /// An argument is part of an autograd graph of Burn's.
+    #[error(
+        "an argument of `{function}` is tracked by autograd, which the result would not be: pass `Tensor::from_inner(x.inner())`"
+    )]
+    Tracked {
+        /// Name of the function.
+        function: String,
+    },
+    /// Batches of different sizes.
+    #[error("one argument of `{function}` is a batch of {first}, another of {other}")]
+    Sizes {
+        /// Name of the function.
+        function: String,
+        /// Size of the first batch.
+        first: usize,
+        /// Size of another one.
+        other: usize,
+    },
+    /// Nothing to batch over.
+    #[error("no argument of `{function}` is a batch: wrap in `Same` only what is the same for all elements")]
+    NoBatch {
+        /// Name of the function.
+        function: String,
+    },
+    /// A gradient of a function that returns no float.
+    #[error("the first tensor that `{function}` returns is what a gradient is of: it must be one float")]
+    NoLoss {
+        /// Name of the function.
+        function: String,
+    },
+}
+
+/// A function of parameters and other arguments: a closure, or a transform of another function.
+pub trait Function<P, X> {
+    /// What it returns.
+    type Output: StepInput;
+
+    /// Runs the closure on placeholders, and notes what is to be made of the recording.
+    ///
+    /// # Errors
+    ///
+    /// If the arguments do not fit the transform.
+    fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<Self::Output, FuncError>;
+}
+
+/// What a function does, while it is found out. Functions that are given make and read it; there is nothing
+/// to do with it outside.
+#[derive(Debug)]
+pub struct Trace {
+    function: String,
+    /// Placeholders of the closure: its parameters, then the rest.
+    parameters: Vec<KilnTensor>,
+    rest: Vec<KilnTensor>,
+    results: Vec<KilnTensor>,
+    layers: Vec<Layer>,
+}
+
+/// The tensors of a structure, which stays as it is but for its place in an autograd graph.
+fn tensors<T: StepInput>(structure: T) -> (T, Vec<KilnTensor>) {
+    let mut found = Vec::new();
+    let structure = structure.map(&mut |tensor: KilnTensor| {
+        found.push(tensor.clone());
+        tensor
+    });
+    (structure, found)
+}
+
+fn ir(tensor: &KilnTensor) -> TensorIr {
+    // A copy beside the original: its status is read-only, so this is no last use.
+    tensor.clone().into_ir()
+}
+
+impl<F, P, X, R> Function<P, X> for F
+where
+    F: Fn(P, X) -> R,
+    P: StepInput,
+    X: StepInput,
+    R: StepInput,
+{
+    type Output = R;
+
+    fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<R, FuncError> {
+        // New ones, so that a tensor that is captured, or passed twice, is told from the argument.
+        let stand_in = |held: &mut Vec<KilnTensor>, tensor: KilnTensor| {
+            let placeholder = tensor.client.zeros(tensor.shape(), tensor.dtype());
+            held.push(placeholder.clone());
+            placeholder
+        };
+        let parameters = parameters.map(&mut |tensor: KilnTensor| stand_in(&mut trace.parameters, tensor));
+        let rest = rest.map(&mut |tensor: KilnTensor| stand_in(&mut trace.rest, tensor));
+        let (result, found) = tensors(self(parameters, rest));
+        trace.results = found;
+        Ok(result)
+    }
+}
+
+/// A function made of another: what [`grad`] and the others return. Called with [`Transformed::call`].
+pub struct Transformed<T> {
+    function: T,
+    options: CompileOptions,
+    region: CompiledRegion,
+    compiled: TransformedRegion,
+}
+
+impl<T> Transformed<T> {
+    fn new(function: T, options: CompileOptions) -> Self {
+        Self {
+            function,
+            region: CompiledRegion::new(options.clone()).for_placeholders(),
+            compiled: TransformedRegion::new(options.clone()),
+            options,
+        }
+    }
+
+    fn named(function: T, name: &str) -> Self {
+        crate::log::init_if_asked();
+        Self::new(function, CompileOptions::default().with_name(name))
+    }
+
+    /// The same function, compiled with other options.
+    pub fn with_options(self, options: CompileOptions) -> Self {
+        Self::new(self.function, options)
+    }
+
+    /// How often something was compiled: once for each shape and path through the closure.
+    pub fn compiled(&self) -> usize {
+        self.compiled.count()
+    }
+
+    /// Calls the function.
+    ///
+    /// # Errors
+    ///
+    /// [`FuncError`] if the closure cannot be recorded, transformed, compiled or run.
+    ///
+    /// # Panics
+    ///
+    /// If the closure panics, with the same payload.
+    pub fn call<P, X>(&self, parameters: P, rest: X) -> Result<T::Output, FuncError>
+    where
+        T: Function<P, X>,
+        P: StepInput,
+        X: StepInput,
+    {
+        let function = || self.options.name.clone();
+        let (parameters, tracked) = tracked_tensors(parameters);
+        let (rest, also_tracked) = tracked_tensors(rest);
+        if !tracked.is_empty() || !also_tracked.is_empty() {
+            return Err(FuncError::Tracked { function: function() });
+        }
+        let (parameters, mut arguments) = tensors(parameters);
+        let (rest, of_rest) = tensors(rest);
+        arguments.extend(of_rest);
+        // Inside a region this is the break, and in a rehearsal its end.
+        let fetch = |tensor: &KilnTensor| session::fetch(&ir(tensor), BreakReason::OutsideOperation);
+        let given = arguments.iter().map(fetch);
+        let given = given.collect::<Result<Vec<Storage>, Error>>()?;
+        let mut trace = Trace {
+            function: function(),
+            parameters: Vec::new(),
+            rest: Vec::new(),
+            results: Vec::new(),
+            layers: Vec::new(),
+        };
+        let traced = self.region.trace(
+            self.compiled.is_empty(),
+            || self.function.trace(parameters, rest, &mut trace),
+            |output, recorded| Ok((output, recorded)),
+        )?;
+        let read = self.region.last_host_read();
+        let (output, recorded) = match traced {
+            Traced::Whole((output, recorded)) if read.is_none() => (output?, recorded),
+            _ => {
+                return Err(FuncError::Reads {
+                    function: function(),
+                    read,
+                });
+            }
+        };
+        let arguments: Vec<TensorIr> = trace.parameters.iter().chain(&trace.rest).map(ir).collect();
+        let results: Vec<TensorIr> = trace.results.iter().map(ir).collect();
+        let (of_closure, layers) = (trace.parameters.len(), trace.layers);
+        let recording = Recording {
+            recorded,
+            arguments: &arguments,
+            results: &results,
+            transform: format!("{of_closure} {layers:?}"),
+        };
+        // Tangents and cotangents follow what the closure takes; only floats have any.
+        let (taken, added) = given.split_at(arguments.len());
+        let added = added.iter().filter(|storage| storage.dtype().is_float());
+        let given: Vec<Storage> = taken.iter().chain(added).cloned().collect();
+        let transform = |graph| {
+            let program = Program::new(graph, of_closure, arguments.len());
+            let transformed = program.transform(&layers);
+            transformed
+                .map(Program::into_graph)
+                .map_err(|source| FuncError::Transform {
+                    function: function(),
+                    source,
+                })
+        };
+        let mut outputs = self.compiled.run(recording, &given, transform)?.into_iter();
+        Ok(output.map(&mut |like: KilnTensor| match outputs.next() {
+            Some(storage) => like.client.adopt(storage.with_dtype(like.dtype())),
+            None => like,
+        }))
+    }
+}
+
+impl<T: Function<P, X>, P, X> Function<P, X> for Transformed<T> {
+    type Output = T::Output;
+
+    fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<T::Output, FuncError> {
+        self.function.trace(parameters, rest, trace)
+    }
+}
+
+/// See [`grad`].
+pub struct Grad<F>(F);
+/// See [`value_and_grad`].
+pub struct ValueAndGrad<F>(F);
+/// See [`vjp`].
+pub struct Vjp<F>(F);
+/// See [`jvp`].
+pub struct Jvp<F>(F);
+/// See [`jacobian`].
+pub struct Jacobian<F>(F, Mode);
+/// See [`hessian`].
+pub struct Hessian<F>(F);
+/// See [`vmap`].
+pub struct Vmap<F>(F, Randomness);
+
+/// The gradient, with respect to the parameters, of the first tensor that `function` returns, which has one
+/// element: `(P, X) -> P`.
+pub fn grad<F>(function: F) -> Transformed<Grad<F>> {
+    Transformed::named(Grad(function), "grad")
+}
+
+/// What `function` returns, and the gradient of [`grad`]: `(P, X) -> (R, P)`.
+pub fn value_and_grad<F>(function: F) -> Transformed<ValueAndGrad<F>> {
+    Transformed::named(ValueAndGrad(function), "value_and_grad")
+}
+
+/// Reverse mode, given cotangents of what `function` returns: `(P, (X, R)) -> (R, P)`, the value and the
+/// cotangents of the parameters.
+pub fn vjp<F>(function: F) -> Transformed<Vjp<F>> {
+    Transformed::named(Vjp(function), "vjp")
+}
+
+/// Forward mode, given tangents of the parameters: `(P, (X, P)) -> (R, R)`, the value and its tangents.
+pub fn jvp<F>(function: F) -> Transformed<Jvp<F>> {
+    Transformed::named(Jvp(function), "jvp")
+}
+
+/// The Jacobian of each float tensor that `function` returns (outer list) with respect to each float
+/// parameter (inner list): a matrix whose rows count the elements of the result and whose columns those of
+/// the parameter, both row-major.
+pub fn jacobian<F>(function: F) -> Transformed<Jacobian<F>> {
+    Transformed::named(Jacobian(function, Mode::default()), "jacobian")
+}
+
+/// Second derivatives of the first tensor that `function` returns, which has one element: for each pair of
+/// float parameters a matrix, as [`jacobian`] gives it of the gradient.
+pub fn hessian<F>(function: F) -> Transformed<Hessian<F>> {
+    Transformed::named(Hessian(function), "hessian")
+}
+
+/// `function` for each element of a batch. Arguments have the elements along their first dimension, but for
+/// those in [`Same`]; so do results. The function sees tensors of one dimension less.
+pub fn vmap<F>(function: F) -> Transformed<Vmap<F>> {
+    Transformed::named(Vmap(function, Randomness::default()), "vmap")
+}
+
+impl<F> Transformed<Vmap<F>> {
+    /// Whether random operations draw the same for each element of the batch (the default) or different
+    /// numbers.
+    pub fn with_randomness(self, randomness: Randomness) -> Self {
+        Self::new(Vmap(self.function.0, randomness), self.options)
+    }
+}
+
+impl<F> Transformed<Jacobian<F>> {
+    /// Which mode makes the Jacobian: both give the same up to rounding.
+    pub fn with_mode(self, mode: Mode) -> Self {
+        Self::new(Jacobian(self.function.0, mode), self.options)
+    }
+}
+
+/// The float tensors of a structure.
+fn floats<T: StepInput>(structure: T) -> (T, Vec<KilnTensor>) {
+    let (structure, mut found) = tensors(structure);
+    found.retain(|tensor| tensor.dtype().is_float());
+    (structure, found)
+}
+
+/// Adds a layer on a function whose first result is a number.
+fn of_number<R: StepInput>(result: R, layer: Layer, trace: &mut Trace) -> Result<R, FuncError> {
+    let (result, found) = tensors(result);
+    let fits = found.first().is_some_and(|loss| loss.dtype().is_float());
+    if !fits {
+        return Err(FuncError::NoLoss {
+            function: trace.function.clone(),
+        });
+    }
+    trace.layers.push(layer);
+    Ok(result)
+}
+
+/// A matrix for each pair, with elements like those of the columns. They are filled when the function has
+/// run.
+fn matrices(rows: &[KilnTensor], columns: &[KilnTensor]) -> Vec<Vec<Tensor<Kiln, 2>>> {
+    let matrix = |column: &KilnTensor| {
+        let empty = column.client.zeros([0, 0].into(), column.dtype());
+        Tensor::from_primitive(TensorPrimitive::Float(empty))
+    };
+    rows.iter()
+        .map(|_| columns.iter().map(matrix).collect())
+        .collect()
+}
+
+impl<F: Function<P, X>, P: StepInput + Clone, X> Function<P, X> for Grad<F> {
+    type Output = P;
+
+    fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<P, FuncError> {
+        let result = self.0.trace(parameters.clone(), rest, trace)?;
+        of_number(result, Layer::Grad { value: false }, trace)?;
+        Ok(parameters)
+    }
+}
+
+impl<F: Function<P, X>, P: StepInput + Clone, X> Function<P, X> for ValueAndGrad<F> {
+    type Output = (F::Output, P);
+
+    fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<Self::Output, FuncError> {
+        let result = self.0.trace(parameters.clone(), rest, trace)?;
+        let result = of_number(result, Layer::Grad { value: true }, trace)?;
+        Ok((result, parameters))
+    }
+}
+
+impl<F, P, X> Function<P, (X, F::Output)> for Vjp<F>
+where
+    F: Function<P, X>,
+    P: StepInput + Clone,
+{
+    type Output = (F::Output, P);
+
+    fn trace(
+        &self,
+        parameters: P,
+        (rest, _): (X, F::Output),
+        trace: &mut Trace,
+    ) -> Result<Self::Output, FuncError> {
+        let result = self.0.trace(parameters.clone(), rest, trace)?;
+        trace.layers.push(Layer::Vjp);
+        Ok((result, parameters))
+    }
+}
+
+impl<F, P, X> Function<P, (X, P)> for Jvp<F>
+where
+    F: Function<P, X>,
+    F::Output: Clone,
+{
+    type Output = (F::Output, F::Output);
+
+    fn trace(&self, parameters: P, (rest, _): (X, P), trace: &mut Trace) -> Result<Self::Output, FuncError> {
+        let result = self.0.trace(parameters, rest, trace)?;
+        trace.layers.push(Layer::Jvp);
+        Ok((result.clone(), result))
+    }
+}
+
+impl<F: Function<P, X>, P: StepInput, X> Function<P, X> for Jacobian<F> {
+    type Output = Vec<Vec<Tensor<Kiln, 2>>>;
+
+    fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<Self::Output, FuncError> {
+        let (parameters, columns) = floats(parameters);
+        let (_, rows) = floats(self.0.trace(parameters, rest, trace)?);
+        trace.layers.push(Layer::Jacobian(self.1));
+        Ok(matrices(&rows, &columns))
+    }
+}
+
+impl<F: Function<P, X>, P: StepInput, X> Function<P, X> for Hessian<F> {
+    type Output = Vec<Vec<Tensor<Kiln, 2>>>;
+
+    fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<Self::Output, FuncError> {
+        let (parameters, found) = floats(parameters);
+        let result = self.0.trace(parameters, rest, trace)?;
+        of_number(result, Layer::Hessian, trace)?;
+        Ok(matrices(&found, &found))
+    }
+}
+
+impl<F, P, X> Function<P, X> for Vmap<F>
+where
+    P: Batched,
+    X: Batched,
+    F: Function<P::Element, X::Element>,
+    F::Output: Element,
+{
+    type Output = <F::Output as Element>::Batched;
+
+    fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<Self::Output, FuncError> {
+        let mut elements = Elements::default();
+        let parameters = parameters.element(&mut elements);
+        let of_parameters = std::mem::take(&mut elements.varies);
+        let rest = rest.element(&mut elements);
+        let size = elements.size(&trace.function)?;
+        let result = self.0.trace(parameters, rest, trace)?;
+        trace.layers.push(Layer::Vmap {
+            parameters: of_parameters,
+            rest: elements.varies,
+            size,
+            randomness: self.1,
+        });
+        Ok(result.batched())
+    }
+}
