@@ -65,7 +65,7 @@ impl RunnerChannel for KilnChannel {
         };
         let client = tensor.client;
         let value = Self::get_tensor_handle(&tensor.into_ir(), &client);
-        KilnClient::new(*device).adopt(value)
+        KilnClient::new(*device).adopt(value.at_home(device.place()))
     }
 
     /// # Panics

@@ -139,7 +139,7 @@ impl RunnerClient for KilnClient {
             "Kiln: quantized tensors are not supported (burn-router 0.21 cannot carry them); dequantize the data first"
         );
         if !session::is_recording(self.device) {
-            return self.adopt(Storage::from_data(data));
+            return self.adopt(Storage::from_data(data).at_home(self.device.place()));
         }
         match Pattern::of(&data) {
             Some(Pattern::Splat(value)) => self.full(data.shape.clone(), data.dtype, value),

@@ -7,10 +7,15 @@
 use burn_backend::{DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
 use kiln_cuda::CudaError;
+use kiln_cuda::execute::Gpu;
 use kiln_graph::{HostTensor, TensorType};
 
+use crate::device::Place;
 use crate::execute::convert;
 use crate::gpu_tensor::GpuTensor;
+
+/// Bytes that travel to a GPU with a step's numbers, in one copy: smaller tensors of the host stay there until a step reads them.
+const SMALL: usize = 256 << 10;
 
 /// The elements of a tensor. A clone shares them.
 #[derive(Clone, Debug)]
@@ -47,6 +52,25 @@ impl Storage {
     pub fn zeros(shape: Shape, dtype: DType) -> Self {
         let bytes = convert::aligned(shape.num_elements() * dtype.size());
         Self::Host(FlexTensor::new(bytes, Layout::contiguous(shape), dtype))
+    }
+
+    /// The elements where a tensor that lives at `place` is best kept: large floats for a GPU are copied there now, once, and not at each step that reads them. Integers stay where they
+    /// are, because those that are on the host are checked as indices without waiting for the GPU. So does what cannot be copied: the step that needs it says why.
+    pub fn at_home(self, place: Place) -> Self {
+        let Self::Host(tensor) = self else { return self };
+        let large =
+            tensor.dtype().is_float() && tensor.layout().num_elements() * tensor.dtype().size() > SMALL;
+        let Some(gpu) = place
+            .gpu()
+            .filter(|_| large)
+            .and_then(|ordinal| Gpu::get(ordinal).ok())
+        else {
+            return Self::Host(tensor);
+        };
+        match GpuTensor::upload(&gpu, tensor.clone()) {
+            Ok(uploaded) => uploaded.into(),
+            Err(_) => Self::Host(tensor),
+        }
     }
 
     /// No elements, of a type.
