@@ -140,7 +140,7 @@ pub struct CompileOptions {
     /// cores: several times faster, with errors of some 1e-3. Default: false.
     pub tf32: bool,
     /// Mixed precision: products, convolutions and attention of f32 read this type, [`DType::BF16`] or [`DType::F16`], and add up in f32, and what flows between them is stored in it.
-    /// Parameters, optimizer state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`] keeps more of the step so. The backends `cpu` and
+    /// Parameters, optimizer state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`] keeps more of the step so. With f16 the loss is not scaled: small gradients become zero. The backends `cpu` and
     /// `cuda` do this, the others compute in f32. Default: none.
     pub autocast: Option<DType>,
     /// Whether the same inputs must give the same bits whatever the number of threads. Default: true.

@@ -141,8 +141,8 @@ impl<F> CompiledFn<F> {
         Ok(self.note(called))
     }
 
-    /// Calls the function once and writes it to a folder, as [`crate::TrainStep::export`] does with a training step: `kiln_run` then computes it without Kiln. Tensors that the function
-    /// captures, such as a model's parameters, and numbers that it computes on the host are constants of the exported function. Returns what the call returned.
+    /// Calls the function twice, since a first call may draw parameters that nobody has used before, and writes it to a folder, as [`crate::TrainStep::export`] does with a training step: `kiln_run` then computes it without Kiln. Tensors that the function
+    /// captures, such as a model's parameters, and numbers that it computes on the host are constants of the exported function. Returns what the second call returned.
     ///
     /// ```no_run
     /// # use burn_tensor::Tensor;
@@ -171,6 +171,7 @@ impl<F> CompiledFn<F> {
             return Err(ExportError::Nothing);
         }
         let (fresh, _) = inspect(&example);
+        self.region.run(|| (self.function)(example.clone()))?;
         self.region.keep_host_data(true);
         let called = self.region.run(|| (self.function)(example.clone()));
         self.region.keep_host_data(false);

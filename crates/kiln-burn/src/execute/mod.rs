@@ -386,7 +386,13 @@ fn autocast(options: &CompileOptions) -> Result<Option<kiln_graph::DType>, Execu
         return Ok(None);
     };
     match convert::dtype(dtype) {
-        Some(known @ (kiln_graph::DType::BF16 | kiln_graph::DType::F16)) => Ok(Some(known)),
+        Some(kiln_graph::DType::BF16) => Ok(Some(kiln_graph::DType::BF16)),
+        Some(kiln_graph::DType::F16) => {
+            say_once(
+                "autocast to f16 scales no loss: gradients below 6e-8 become zero; multiply the loss by a number of your own and divide the gradients by it, or take bf16",
+            );
+            Ok(Some(kiln_graph::DType::F16))
+        }
         _ => Err(ExecuteError::Autocast { dtype }),
     }
 }

@@ -9,9 +9,10 @@
 //! use kiln::func::{Same, grad, vmap};
 //! use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice};
 //!
-//! let device = KilnDevice::default(); let loss = |w: Tensor<Kiln, 1>, x: Tensor<Kiln, 1>| (w *
-//! x).sum().powf_scalar(2.0); let each =
-//! vmap(grad(loss)).with_options(CompileOptions::default().with_backend(CompileBackend::AotEager));
+//! let device = KilnDevice::default();
+//! let loss = |w: Tensor<Kiln, 1>, x: Tensor<Kiln, 1>| (w * x).sum().powf_scalar(2.0);
+//! let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
+//! let each = vmap(grad(loss)).with_options(options);
 //!
 //! // The gradient of the loss of each sample, by weights that are the same for all.
 //! let w = Tensor::<Kiln, 1>::from_floats([1.0, 2.0], &device);
