@@ -64,6 +64,9 @@ fn an_operation_on_tensors_of_two_places_names_both() {
     assert_eq!(sum.into_data().to_vec::<f32>().unwrap(), [4.0, 6.0]);
 }
 
+type Matrix = Tensor<Kiln, 2>;
+type Program = (&'static str, fn(Matrix) -> Matrix);
+
 /// What an operation gives on the host and on the GPU, from operands that are drawn on each.
 fn both<const D: usize>(
     gpu: &KilnDevice,
@@ -79,7 +82,6 @@ fn both<const D: usize>(
 #[test]
 fn operations_outside_of_steps_run_on_the_gpu() {
     let Some(gpu) = gpu() else { return };
-    type Matrix = Tensor<Kiln, 2>;
     let draw = |device: &KilnDevice| Matrix::random([192, 256], Distribution::Default, device);
     let (host, device) = both(&gpu, draw);
     assert_eq!(host, device, "the same random numbers");
@@ -87,7 +89,7 @@ fn operations_outside_of_steps_run_on_the_gpu() {
     let (host, device) = both(&gpu, ints);
     assert_eq!(host, device);
 
-    let programs: [(&str, fn(Matrix) -> Matrix); 9] = [
+    let programs: [Program; 9] = [
         ("product", |x| x.clone().matmul(x.transpose())),
         ("softmax", |x| softmax(x * 4.0, 1)),
         ("log_softmax", |x| log_softmax(x, 0)),

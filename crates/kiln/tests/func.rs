@@ -87,8 +87,8 @@ fn gradients_of_each_sample() {
             assert_eq!(w.dims(), [5, 3, 4]);
             assert_eq!(bias.dims(), [5, 4]);
             for sample in 0..5 {
-                let x = xs.clone().slice([sample..sample + 1]).squeeze_dim::<1>(0);
-                let y = ys.clone().slice([sample..sample + 1]).squeeze_dim::<1>(0);
+                let x = xs.clone().narrow(0, sample, 1).squeeze_dim::<1>(0);
+                let y = ys.clone().narrow(0, sample, 1).squeeze_dim::<1>(0);
                 let expected = alone.call(weights(), (x, y)).unwrap();
                 let row = |n: usize| sample * n..(sample + 1) * n;
                 assert_close(&numbers(&w)[row(12)], &numbers(&expected.0), 1e-9);
@@ -396,7 +396,7 @@ fn what_cannot_be_transformed_says_so() {
     );
     let argument = |x: Tensor<Kiln, 1>, (): ()| x.clone().mul_scalar(x.into_scalar());
     assert!(matches!(
-        with(grad(argument)).call(x().slice([0..1]), ()),
+        with(grad(argument)).call(x().narrow(0, 0, 1), ()),
         Err(FuncError::Reads { .. })
     ));
 

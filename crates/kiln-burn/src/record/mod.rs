@@ -6,7 +6,7 @@
 //! - [`step`]: one compiled step, and running it.
 //! - [`binding`]: where each input of a step comes from, and where each output goes.
 //! - [`replay`]: running a step again without the program that recorded it.
-//! - [`export`]: a replayed step as files that run without Kiln.
+//! - [`mod@export`]: a replayed step as files that run without Kiln.
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
 //! - [`deferred`]: recordings that a frozen region did not run, until somebody needs what they make.
 //! - [`salvage`]: running what a function did before it failed, for what it leaves behind.

@@ -31,7 +31,7 @@ pub fn command(arguments: &ExportArguments) -> Result<(), CliError> {
     let scratch = tempfile::tempdir().map_err(CliError::io("create", &std::env::temp_dir()))?;
     let mut run = Run::open(config, scratch.path().to_path_buf(), Some(&from))?;
     let last = run.step + UNTIL_KNOWN;
-    let mut progress = Progress::new(last, run.step, run.data.unit, 0);
+    let mut progress = Progress::new(last, run.step, run.data.unit, 1);
     while run.step < last {
         run.train_step(&mut progress)?;
     }

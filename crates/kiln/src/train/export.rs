@@ -45,7 +45,7 @@ pub enum ExportError {
     Optimizer,
     /// The step could not be compiled, or its folder not be written.
     #[error(transparent)]
-    Step(#[from] StepExportError),
+    Step(Box<StepExportError>),
     /// The function could not be called.
     #[error(transparent)]
     Call(#[from] kiln_burn::Error),
@@ -54,6 +54,12 @@ pub enum ExportError {
         "the function cannot be exported: it computes nothing from tensors, or runs inside another compiled region"
     )]
     Nothing,
+}
+
+impl From<StepExportError> for ExportError {
+    fn from(error: StepExportError) -> Self {
+        Self::Step(Box::new(error))
+    }
 }
 
 impl<B, M, O, F, I, L> TrainStep<B, M, O, F, I, L>

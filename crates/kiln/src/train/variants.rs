@@ -56,6 +56,9 @@ pub(super) struct Variants<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptim
     rehearsal: Option<Rehearsal<B, M, O>>,
 }
 
+/// A plan, and a rehearsal of the optimizer that it is called with.
+type Replayed<'a, B, M, O, L> = (&'a Plan<L>, &'a Rehearsal<B, M, O>);
+
 impl<B, M, O, L> Variants<B, M, O, L>
 where
     B: TrainBackend,
@@ -178,7 +181,7 @@ where
         &mut self,
         lr: LearningRate,
         trained: &mut Option<(M, OptimizerAdaptor<O, M, B>)>,
-    ) -> Option<(&Plan<L>, &Rehearsal<B, M, O>)> {
+    ) -> Option<Replayed<'_, B, M, O, L>> {
         if self.suspended {
             return None;
         }
