@@ -7,15 +7,12 @@
 use burn_backend::{DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
 use kiln_cuda::CudaError;
-use kiln_cuda::execute::Gpu;
+use kiln_cuda::execute::{Gpu, SMALL_INPUT};
 use kiln_graph::{HostTensor, TensorType};
 
 use crate::device::Place;
 use crate::execute::convert;
 use crate::gpu_tensor::GpuTensor;
-
-/// Bytes that travel to a GPU with a step's numbers, in one copy: smaller tensors of the host stay there until a step reads them.
-const SMALL: usize = 256 << 10;
 
 /// The elements of a tensor. A clone shares them.
 #[derive(Clone, Debug)]
@@ -59,7 +56,7 @@ impl Storage {
     pub fn at_home(self, place: Place) -> Self {
         let Self::Host(tensor) = self else { return self };
         let large =
-            tensor.dtype().is_float() && tensor.layout().num_elements() * tensor.dtype().size() > SMALL;
+            tensor.dtype().is_float() && tensor.layout().num_elements() * tensor.dtype().size() > SMALL_INPUT;
         let Some(gpu) = place
             .gpu()
             .filter(|_| large)

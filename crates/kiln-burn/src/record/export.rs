@@ -120,17 +120,7 @@ impl States {
             return Ok(known);
         }
         let name = plain(name);
-        let storage = match table::get(id) {
-            Some(Slot::Ready(storage)) => storage,
-            Some(Slot::Failed(reason)) => {
-                let reason = reason.to_string();
-                return Err(StepExportError::NoValue { name, reason });
-            }
-            None => {
-                let reason = "the program dropped it".to_owned();
-                return Err(StepExportError::NoValue { name, reason });
-            }
-        };
+        let storage = elements(id, &name)?;
         let index = self.add(name, &storage, false)?;
         self.by_id.insert(id, index);
         Ok(index)
@@ -145,6 +135,17 @@ impl States {
         self.by_id.insert(id, index);
         Ok(index)
     }
+}
+
+/// The elements of the tensor of `id`, which people call `name`.
+fn elements(id: TensorId, name: &str) -> Result<Storage, StepExportError> {
+    let reason = match table::get(id) {
+        Some(Slot::Ready(storage)) => return Ok(storage),
+        Some(Slot::Failed(reason)) => reason.to_string(),
+        None => "the program dropped it".to_owned(),
+    };
+    let name = name.to_owned();
+    Err(StepExportError::NoValue { name, reason })
 }
 
 /// A name without what JSON or C would have to escape.

@@ -34,7 +34,6 @@ struct table { const uint64_t *bits; uint64_t length; int settles; };
 /* Indices that the step looks at: their type, the smallest extent that they index, and where. */
 struct check { const char *type; uint64_t extent; const char *where; };
 
-#define KILN_EXPORTED
 #include "tables.h"
 
 #define PUBLIC __attribute__((visibility("default")))

@@ -24,5 +24,5 @@ mod staging;
 pub use executable::{CallTime, CudaExecutable, NothingOutside, Outside, StepError};
 pub use gpu::Gpu;
 pub use limits::Limits;
-pub use replayed::Given;
+pub use replayed::{Given, SMALL_INPUT};
 pub use settled::Settled;

@@ -23,8 +23,9 @@ use crate::error::Result;
 use crate::products::Multiplier;
 use crate::runtime::{GraphBuilder, Parcel, StepGraph, Storage, Stream};
 
-/// Inputs of more bytes get memory of their own: the parcel's ring is pinned memory, eight times its size.
-const SMALL: usize = 256 << 10;
+/// Most bytes of an input of the host that travels with a step's numbers, in one copy. Inputs of more bytes get
+/// memory of their own: the parcel's ring is pinned memory, eight times its size.
+pub const SMALL_INPUT: usize = 256 << 10;
 
 /// Slots in the parcel begin at such addresses: kernels load sixteen bytes at once.
 const ALIGNMENT: usize = 256;
@@ -133,7 +134,7 @@ impl Replayed {
         let mut bytes = 8 * code.scalars;
         let mut offsets = Vec::with_capacity(code.inputs.len());
         for (storage, &size) in arrangement.inputs.iter().zip(&code.inputs) {
-            let small = storage.is_none() && size <= SMALL;
+            let small = storage.is_none() && size <= SMALL_INPUT;
             offsets.push(small.then(|| {
                 let at = bytes.next_multiple_of(ALIGNMENT);
                 bytes = at + size;
@@ -239,7 +240,7 @@ impl Replayed {
         let stream = gpu.stream();
         let entering = self.entering.iter().zip(given);
         let packed = |(slot, given): (&Slot, Given<'a>)| match given {
-            Given::Host(bytes) if slot.bytes <= SMALL => Some((slot.place.1, bytes)),
+            Given::Host(bytes) if slot.bytes <= SMALL_INPUT => Some((slot.place.1, bytes)),
             _ => None,
         };
         let ends = entering
@@ -259,7 +260,7 @@ impl Replayed {
         for (slot, given) in entering {
             let (to, at) = &slot.place;
             match given {
-                Given::Host(_) if slot.bytes <= SMALL => {}
+                Given::Host(_) if slot.bytes <= SMALL_INPUT => {}
                 // While the step before runs, on another stream.
                 Given::Host(bytes) => {
                     let arrived = gpu.upload(bytes)?;

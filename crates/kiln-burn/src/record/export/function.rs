@@ -5,13 +5,11 @@ use std::path::Path;
 use burn_ir::{TensorId, TensorIr};
 use kiln_cpu::export::{ArgumentSource, ExportedStep, NamedTensor, ResultSource};
 
-use super::{Number, Numbers, States, StepExportError, named_inputs, number_sources, of_state};
+use super::{Number, Numbers, States, StepExportError, elements, named_inputs, number_sources, of_state};
 use crate::execute::cpu;
 use crate::options::CompileOptions;
 use crate::random;
 use crate::record::region::LastRun;
-use crate::storage::Storage;
-use crate::table::{self, Slot};
 
 /// Writes the folder of a function whose last call was `run`, with the inputs `fresh` and the results
 /// `results`. Every other tensor that it read is a constant.
@@ -44,7 +42,7 @@ pub fn export_function(
             (Some(input), _) => ArgumentSource::Input(input),
             (None, Some(made)) => ArgumentSource::State(states.of_constant(id, made)?),
             (None, None) => {
-                let captured = elements(id, || format!("tensor {position} that the function reads"))?;
+                let captured = elements(id, &format!("tensor {position} that the function reads"))?;
                 ArgumentSource::State(states.of_constant(id, &captured)?)
             }
         });
@@ -60,7 +58,7 @@ pub fn export_function(
             ),
             (None, Some(input)) => (inputs[input].ty.clone(), ResultSource::Input(input)),
             (None, None) => {
-                let captured = elements(id, || format!("result {index}"))?;
+                let captured = elements(id, &format!("result {index}"))?;
                 let state = states.of_constant(id, &captured)?;
                 of_state(&states, state)
             }
@@ -89,18 +87,4 @@ pub fn export_function(
         streams: run.random_operations as u64,
     };
     cpu::export(&exported, options, folder)
-}
-
-fn elements(id: TensorId, name: impl Fn() -> String) -> Result<Storage, StepExportError> {
-    match table::get(id) {
-        Some(Slot::Ready(storage)) => Ok(storage),
-        Some(Slot::Failed(reason)) => Err(StepExportError::NoValue {
-            name: name(),
-            reason: reason.to_string(),
-        }),
-        None => Err(StepExportError::NoValue {
-            name: name(),
-            reason: "it was dropped when the call was over".to_owned(),
-        }),
-    }
 }
