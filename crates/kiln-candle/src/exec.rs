@@ -307,6 +307,10 @@ impl Call<'_> {
                 return Ok(vec![out, stats]);
             }
             Op::AttentionGrad(dims) => return Ok(attention::backward(dims, x)?.into()),
+            Op::Collective(_) | Op::CollectiveWait => {
+                let name = op.name().to_owned();
+                return Err(Failure::NoHandler { name });
+            }
             Op::Extern(op) => return self.whole(op, x),
         };
         Ok(vec![one])

@@ -13,6 +13,7 @@
 //! What this crate does not know: Burn, files, threads, memory, machines.
 
 pub mod alias;
+pub mod collective;
 pub mod dot;
 pub mod dtype;
 pub mod graph;
@@ -33,11 +34,12 @@ pub mod text;
 pub mod users;
 pub mod verify;
 
+pub use collective::{Collective, CollectiveKind};
 pub use dtype::DType;
 pub use graph::{Graph, Node, NodeData, Output, Value, ValueData};
 pub use indices::{IndexCheck, IndexError};
 pub use infer::TypeError;
-pub use interpret::{InterpretError, Interpreter, interpret, interpret_f64};
+pub use interpret::{InterpretError, Interpreter, interpret, interpret_f64, interpret_ranks};
 pub use op::Op;
 pub use provenance::{Phase, Provenance};
 pub use rewrite::Rewriter;

@@ -26,6 +26,7 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
+use crate::collective::Collective;
 use crate::{DType, Scalar, Shape, TensorType};
 
 /// A short list of dimensions or per-dimension numbers.
@@ -297,6 +298,12 @@ pub enum Op {
         /// Integer type of the indices.
         dtype: DType,
     },
+    /// `(x) -> result`. An operation over ranks ([`crate::collective`]): the result depends on the operands of
+    /// all processes that run the graph.
+    Collective(Collective),
+    /// `(x) -> same type`. The complete result of a collective that was only started
+    /// ([`Collective::started`]), which is the operand.
+    CollectiveWait,
     /// `(..) -> (..)`. An operation kept whole: it has no lowering to primitives, or is the user's own.
     /// Executors hand it to the front end, which knows what `attributes` mean.
     Extern(Box<ExternOp>),
@@ -683,6 +690,16 @@ impl Op {
         matches!(
             self,
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select | Op::Cast(_)
+        )
+    }
+
+    /// Whether it only gives an argument of the graph, or does what a run must do as often, and in the order, as
+    /// the graph says: collectives, and operations kept whole. No pass merges such nodes, and none computes them
+    /// again.
+    pub fn is_impure(&self) -> bool {
+        matches!(
+            self,
+            Op::Parameter { .. } | Op::Scalar { .. } | Op::Collective(_) | Op::CollectiveWait | Op::Extern(_)
         )
     }
 

@@ -5,7 +5,8 @@
 //!
 //! Rules, in the order in which they are checked: for each node, its operands are results of earlier nodes,
 //! its results are recorded as its own, and their types are those [`infer`] gives; the argument nodes are
-//! exactly the listed arguments, in order, each once; every output is a value of the graph; an alias names an
+//! exactly the listed arguments, in order, each once; a collective that is only started is read by one wait
+//! alone; every output is a value of the graph; an alias names an
 //! existing parameter of the output's size in bytes, no parameter is given away twice, and a parameter that
 //! is given away does not itself leave the graph through another output.
 
@@ -26,6 +27,8 @@ pub enum Rule {
     /// Parameter or scalar nodes and the lists of arguments disagree: one is missing, doubled or out of
     /// order.
     ArgumentsComplete,
+    /// What a collective that was only started gives is read by something else than one wait, or leaves.
+    StartedIsWaitedFor,
     /// An output is no value of the graph.
     OutputExists,
     /// An alias names a parameter that does not exist.
@@ -45,6 +48,7 @@ impl fmt::Display for Rule {
             Rule::ResultsRecorded => "results belong to their node",
             Rule::ResultType => "result types are the inferred ones",
             Rule::ArgumentsComplete => "arguments are complete and in order",
+            Rule::StartedIsWaitedFor => "what is only started is read by one wait",
             Rule::OutputExists => "outputs are values of the graph",
             Rule::AliasInRange => "aliases name parameters",
             Rule::AliasOnce => "a parameter's buffer is given away once",
@@ -148,7 +152,42 @@ pub fn verify(graph: &Graph) -> Result<(), VerifyError> {
             ));
         }
     }
-    verify_outputs(graph)
+    verify_outputs(graph)?;
+    verify_started(graph)
+}
+
+fn verify_started(graph: &Graph) -> Result<(), VerifyError> {
+    let is_started = |op: &Op| matches!(op, Op::Collective(collective) if collective.started);
+    if !graph
+        .nodes()
+        .any(|(_, node)| is_started(&node.op) || node.op == Op::CollectiveWait)
+    {
+        return Ok(());
+    }
+    let users = graph.users();
+    for (_, node) in graph.nodes() {
+        let detail = match &node.op {
+            Op::CollectiveWait if !is_started(&graph.def(node.inputs[0]).op) => {
+                format!(
+                    "{} is the result of no collective that is only started",
+                    node.inputs[0]
+                )
+            }
+            op if is_started(op) => {
+                let value = node.outputs[0];
+                let is_wait = |&user: &crate::Node| graph.node(user).op == Op::CollectiveWait;
+                let readers = users.of(value);
+                if users.outputs(value) == 0 && readers.len() == 1 && readers.iter().all(is_wait) {
+                    continue;
+                }
+                let (readers, outputs) = (readers.len(), users.outputs(value));
+                format!("{value} has {readers} readers and leaves as {outputs} outputs")
+            }
+            _ => continue,
+        };
+        return Err(node_error(graph, node, Rule::StartedIsWaitedFor, detail));
+    }
+    Ok(())
 }
 
 fn verify_outputs(graph: &Graph) -> Result<(), VerifyError> {

@@ -12,7 +12,7 @@ fn every_family() -> GraphConfig {
         steps: 30,
         ..GraphConfig::default()
     };
-    config.families.push(Family::Extern);
+    config.families.extend([Family::Extern, Family::Collective]);
     config
 }
 

@@ -71,7 +71,11 @@ impl Recompute {
             | Op::AttentionGrad(_)
             | Op::Sort { .. }
             | Op::TopK { .. } => Self::Expensive,
-            Op::Parameter { .. } | Op::Scalar { .. } | Op::Extern(_) => Self::Never,
+            Op::Parameter { .. }
+            | Op::Scalar { .. }
+            | Op::Collective(_)
+            | Op::CollectiveWait
+            | Op::Extern(_) => Self::Never,
         }
     }
 

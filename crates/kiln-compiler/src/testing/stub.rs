@@ -50,11 +50,11 @@ impl Target for Stub {
     /// Some kernels get scratch memory, which the program fills with noise: whatever lives must be elsewhere.
     fn kernel(&self, graph: &Graph, kernel: &Kernel, _: &Layouts) -> Result<usize, CompileError> {
         if let KernelKind::Library(node) = &kernel.kind
-            && let Op::Extern(op) = &graph.node(*node).op
+            && let Some(name) = outside(&graph.node(*node).op)
         {
             return Err(CompileError::Unsupported {
                 target: self.name(),
-                op: op.name.clone(),
+                op: name,
                 types: String::new(),
             });
         }
@@ -192,5 +192,14 @@ impl<'a> Extract<'a> {
             }
         }
         Ok(self.kernel)
+    }
+}
+
+/// The name of an operation that no kernel computes.
+fn outside(op: &Op) -> Option<String> {
+    match op {
+        Op::Extern(op) => Some(op.name.clone()),
+        Op::Collective(_) | Op::CollectiveWait => Some(op.name().to_owned()),
+        _ => None,
     }
 }

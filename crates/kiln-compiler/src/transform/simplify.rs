@@ -50,7 +50,7 @@ impl Simplify<'_> {
             self.rewriter.replace(*result, value);
             return Ok(());
         }
-        let pure = !matches!(node.op, Op::Parameter { .. } | Op::Scalar { .. } | Op::Extern(_));
+        let pure = !node.op.is_impure();
         let key = (node.op.clone(), inputs);
         if pure && let Some(values) = self.known.get(&key) {
             for (&old, &new) in node.outputs.iter().zip(&values.clone()) {

@@ -16,7 +16,7 @@ mod product;
 mod random;
 mod structure;
 
-use kiln_graph::{Graph, Op, Shape, TensorType, Value};
+use kiln_graph::{CollectiveKind, Graph, Op, Shape, TensorType, Value};
 use smallvec::{SmallVec, smallvec};
 
 use crate::build::{Builder, Transform, rebuild};
@@ -254,6 +254,20 @@ impl Batch {
             | Op::AvgPoolGrad { .. } => self.folded(op, x),
             Op::Attention(dims) => self.attention(op, *dims, x),
             Op::AttentionGrad(dims) => self.attention(op, *dims, x),
+            Op::Collective(collective)
+                if matches!(
+                    collective.kind,
+                    CollectiveKind::AllReduce | CollectiveKind::FromRoot
+                ) =>
+            {
+                self.apply(op.clone(), x)
+            }
+            Op::CollectiveWait => self.apply(op.clone(), x),
+            Op::Collective(_) => Err(FuncError::NoBatching {
+                operation: name_of(op),
+                origin: Origin::new(&self.b.provenance),
+                remedy: "it joins or divides the first dimension of each element; batch what surrounds it",
+            }),
             Op::Extern(_) => Err(FuncError::NoBatching {
                 operation: name_of(op),
                 origin: Origin::new(&self.b.provenance),

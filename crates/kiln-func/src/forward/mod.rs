@@ -110,7 +110,10 @@ impl Forward {
             Op::DotGeneral(_) | Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {
                 self.bilinear(op, x[0], x[1])?
             }
-            Op::AvgPool { .. } | Op::AvgPoolGrad { .. } => self.moved(op, x)?,
+            // Linear in the operands of all ranks.
+            Op::AvgPool { .. } | Op::AvgPoolGrad { .. } | Op::Collective(_) | Op::CollectiveWait => {
+                self.moved(op, x)?
+            }
             // Their results are integers or bools, or have no operands that have tangents.
             Op::Parameter { .. }
             | Op::Scalar { .. }

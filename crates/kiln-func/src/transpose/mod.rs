@@ -9,10 +9,12 @@
 //! |---|---|
 //! | `structure` | functions of single elements, movements, sums |
 //! | `index` | reads and writes at computed positions |
+//! | `ranks` | operations over ranks |
 //! | `product` | matrix products, convolutions, pooling |
 
 mod index;
 mod product;
+mod ranks;
 mod structure;
 
 use cranelift_entity::SecondaryMap;
@@ -217,6 +219,7 @@ impl<'a> Reverse<'a> {
             Op::ConvInputGrad { conv, .. } => self.conv_input_grad(conv, x, ct),
             Op::ConvWeightGrad { conv, .. } => self.conv_weight_grad(conv, x, ct),
             Op::AvgPool { .. } | Op::AvgPoolGrad { .. } => self.avg_pool(&node.op, x, ct),
+            Op::Collective(collective) => self.collective(collective, node, ct),
             other => Err(FuncError::NoDerivative {
                 operation: name_of(other),
                 origin: Origin::new(&node.provenance),

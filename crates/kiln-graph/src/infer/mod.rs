@@ -265,6 +265,17 @@ impl Rule<'_> {
                     indices
                 ])
             }
+            Op::Collective(collective) => {
+                let [x] = self.operands()?;
+                match collective.result(x) {
+                    Ok(ty) => Ok(smallvec![ty]),
+                    Err(reason) => self.fail(reason),
+                }
+            }
+            Op::CollectiveWait => {
+                let [x] = self.operands()?;
+                Ok(smallvec![(*x).clone()])
+            }
             Op::Extern(op) => Ok(op.outputs.iter().cloned().collect()),
             Op::DotGeneral(dims) => self.dot_general(dims),
             Op::Conv(_)

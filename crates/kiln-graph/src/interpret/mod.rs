@@ -24,6 +24,7 @@ use std::rc::Rc;
 
 use smallvec::{SmallVec, smallvec};
 
+use crate::collective::{Collective, combine};
 use crate::op::ExternOp;
 use crate::{DType, Graph, HostTensor, IndexError, NodeData, Op, Scalar, TensorType, philox};
 use array::Array;
@@ -72,6 +73,16 @@ pub enum InterpretError {
         /// The node, as text.
         node: String,
     },
+    /// A graph that works with more ranks than it was given arguments of: see [`interpret_ranks`].
+    #[error("it was given the arguments of {given} ranks: {reason} (in `{node}`)")]
+    Ranks {
+        /// How many ranks it was given.
+        given: usize,
+        /// What is wrong.
+        reason: String,
+        /// The node, as text.
+        node: String,
+    },
     /// The handler of an operation kept whole failed, or gave results of other types than declared.
     #[error("operation `{name}` failed: {reason}")]
     Extern {
@@ -114,6 +125,24 @@ pub fn interpret_f64(
     Interpreter::new(graph).in_f64(true).run(inputs, scalars)
 }
 
+/// [`interpret_f64`] of one graph on every rank: `ranks` are the tensors and runtime scalars of each, the results
+/// their outputs, in the order of ranks.
+///
+/// # Errors
+///
+/// As [`interpret`]; also if a collective is one of another number of ranks.
+pub fn interpret_ranks(
+    graph: &Graph,
+    ranks: &[RankArguments<'_>],
+) -> Result<Vec<Vec<HostTensor>>, InterpretError> {
+    let mut interpreter = Interpreter::new(graph).in_f64(true);
+    let ranks = interpreter.evaluate(ranks, false)?;
+    Ok(ranks.iter().map(|values| interpreter.outputs(values)).collect())
+}
+
+/// Tensors and runtime scalars of one rank.
+pub type RankArguments<'a> = (&'a [HostTensor], &'a [Scalar]);
+
 /// A run of a graph, with its options.
 pub struct Interpreter<'a> {
     graph: &'a Graph,
@@ -151,10 +180,15 @@ impl<'a> Interpreter<'a> {
         inputs: &[HostTensor],
         scalars: &[Scalar],
     ) -> Result<Vec<HostTensor>, InterpretError> {
-        let values = self.evaluate(inputs, scalars, false)?;
+        let ranks = self.evaluate(&[(inputs, scalars)], false)?;
+        Ok(self.outputs(&ranks[0]))
+    }
+
+    /// The outputs among the values of one rank.
+    fn outputs(&self, values: &[Option<Rc<Array>>]) -> Vec<HostTensor> {
         let of = |value: crate::Value| values[value.as_u32() as usize].as_ref();
         let outputs = self.graph.outputs.iter().filter_map(|output| of(output.value));
-        Ok(outputs.map(|array| array.to_tensor(self.in_f64)).collect())
+        outputs.map(|array| array.to_tensor(self.in_f64)).collect()
     }
 
     /// Every value of the graph, by number: to find the first node at which two executors part.
@@ -163,43 +197,62 @@ impl<'a> Interpreter<'a> {
         inputs: &[HostTensor],
         scalars: &[Scalar],
     ) -> Result<Vec<HostTensor>, InterpretError> {
-        let values = self.evaluate(inputs, scalars, true)?;
-        Ok(values
+        let ranks = self.evaluate(&[(inputs, scalars)], true)?;
+        Ok(ranks[0]
             .iter()
             .flatten()
             .map(|array| array.to_tensor(self.in_f64))
             .collect())
     }
 
-    /// Every value that is still needed at the end; all of them if `keep`.
+    /// Every value of each rank that is still needed at the end; all of them if `keep`.
     fn evaluate(
         &mut self,
-        inputs: &[HostTensor],
-        scalars: &[Scalar],
+        ranks: &[RankArguments<'_>],
         keep: bool,
-    ) -> Result<Vec<Option<Rc<Array>>>, InterpretError> {
+    ) -> Result<Vec<Vec<Option<Rc<Array>>>>, InterpretError> {
         let graph = self.graph;
-        self.check_arguments(inputs, scalars)?;
+        for (inputs, scalars) in ranks {
+            self.check_arguments(inputs, scalars)?;
+        }
         let users = graph.users();
         let mut uses: Vec<usize> = graph.values().map(|(value, _)| users.count(value)).collect();
-        let mut values: Vec<Option<Rc<Array>>> = vec![None; graph.num_values()];
+        let mut values: Vec<Vec<Option<Rc<Array>>>> = vec![vec![None; graph.num_values()]; ranks.len()];
         for (_, node) in graph.nodes() {
-            let operands: SmallVec<[Rc<Array>; 4]> = node
-                .inputs
-                .iter()
-                .filter_map(|value| values[value.as_u32() as usize].clone())
-                .collect();
-            let results = self.node(node, &operands, inputs, scalars)?;
-            for (&value, mut array) in node.outputs.iter().zip(results) {
-                array.settle(self.in_f64);
-                values[value.as_u32() as usize] =
-                    (keep || uses[value.as_u32() as usize] > 0).then(|| Rc::new(array));
+            let operands = |values: &[Option<Rc<Array>>]| -> SmallVec<[Rc<Array>; 4]> {
+                let operands = node.inputs.iter();
+                operands
+                    .filter_map(|value| values[value.as_u32() as usize].clone())
+                    .collect()
+            };
+            let results: Vec<Arrays> = match &node.op {
+                Op::Collective(collective) => {
+                    let x: Vec<_> = values.iter().map(|values| operands(values)).collect();
+                    self.collective(collective, node, &x)?
+                }
+                _ => {
+                    let ranks = values.iter().zip(ranks);
+                    ranks
+                        .map(|(values, (inputs, scalars))| {
+                            self.node(node, &operands(values), inputs, scalars)
+                        })
+                        .collect::<Result<_, _>>()?
+                }
+            };
+            for (values, results) in values.iter_mut().zip(results) {
+                for (&value, mut array) in node.outputs.iter().zip(results) {
+                    array.settle(self.in_f64);
+                    values[value.as_u32() as usize] =
+                        (keep || uses[value.as_u32() as usize] > 0).then(|| Rc::new(array));
+                }
             }
             for value in &node.inputs {
                 let left = &mut uses[value.as_u32() as usize];
                 *left -= 1;
                 if *left == 0 && !keep {
-                    values[value.as_u32() as usize] = None;
+                    values
+                        .iter_mut()
+                        .for_each(|values| values[value.as_u32() as usize] = None);
                 }
             }
         }
@@ -330,8 +383,31 @@ impl<'a> Interpreter<'a> {
                 Ok(sort::sort(&x[0], *axis, *descending, extent, *dtype))
             }
             Op::TopK { axis, k, dtype } => Ok(sort::sort(&x[0], *axis, true, *k, *dtype)),
+            Op::CollectiveWait => one((*x[0]).clone()),
+            Op::Collective(_) => unreachable!("collectives are computed for all ranks at once"),
             Op::Extern(op) => self.external(op, node, x),
         }
+    }
+
+    /// The results of a collective on every rank.
+    fn collective(
+        &self,
+        collective: &Collective,
+        node: &NodeData,
+        ranks: &[SmallVec<[Rc<Array>; 4]>],
+    ) -> Result<Vec<Arrays>, InterpretError> {
+        let operands: Vec<HostTensor> = ranks.iter().map(|x| x[0].to_tensor(true)).collect();
+        let results = combine(collective, &operands).map_err(|reason| InterpretError::Ranks {
+            given: ranks.len(),
+            reason,
+            node: self.graph.node_text(node),
+        })?;
+        let declared = self.graph.ty(node.outputs[0]);
+        let array = |result: &HostTensor| Array {
+            ty: declared.clone(),
+            ..Array::from_tensor(result)
+        };
+        Ok(results.iter().map(|result| smallvec![array(result)]).collect())
     }
 
     fn external(

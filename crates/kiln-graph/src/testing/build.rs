@@ -83,6 +83,7 @@ impl<'a> Builder<'a> {
             Family::Pool => self.pool(),
             Family::Attention => self.attention(),
             Family::Sort => self.sort(),
+            Family::Collective => self.collective(),
             Family::Extern => self.external(),
         }
     }

@@ -45,6 +45,8 @@ pub enum Family {
     Attention,
     /// Sort and top-k.
     Sort,
+    /// Operations over ranks; only what connects ranks runs them, so no default configuration has them.
+    Collective,
     /// Operations kept whole; no executor here runs them, so no default configuration has them.
     Extern,
 }
@@ -83,6 +85,7 @@ impl Family {
             | Op::AvgPoolGrad { .. } => Family::Pool,
             Op::Attention(_) | Op::AttentionGrad(_) => Family::Attention,
             Op::Sort { .. } | Op::TopK { .. } => Family::Sort,
+            Op::Collective(_) | Op::CollectiveWait => Family::Collective,
             Op::Extern(_) => Family::Extern,
             _ => Family::Movement,
         })

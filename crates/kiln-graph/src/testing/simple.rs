@@ -1,5 +1,5 @@
 //! Steps for operations whose result looks like their operand: pointwise, random, reduce, movement, sort,
-//! extern.
+//! over ranks, extern.
 
 use smallvec::smallvec;
 
@@ -7,7 +7,7 @@ use super::build::{Builder, Fact, rounding};
 use crate::op::{
     ArgReduceOp, BinaryOp, CompareOp, Dims, ExternOp, Op, RandomKind, ReduceOp, SignedDims, UnaryOp,
 };
-use crate::{DType, Scalar, Shape, TensorType};
+use crate::{Collective, CollectiveKind, DType, Scalar, Shape, TensorType};
 
 impl Builder<'_> {
     pub(super) fn pointwise(&mut self) {
@@ -459,6 +459,27 @@ impl Builder<'_> {
             let k = self.between(0, extent);
             self.node(Op::TopK { axis, k, dtype }, &[x], &facts);
         }
+    }
+
+    /// A mean or sum over two ranks, or a copy of rank 1; of one rank elsewhere would be no test.
+    pub(super) fn collective(&mut self) {
+        let x = self.any();
+        let (float, number) = {
+            let dtype = self.ty(x).dtype;
+            (dtype.is_float(), dtype != DType::Bool)
+        };
+        let reduces = number && self.chance(2);
+        let kind = if reduces {
+            CollectiveKind::AllReduce
+        } else {
+            CollectiveKind::FromRoot
+        };
+        let collective = Collective {
+            mean: reduces && float && self.chance(2),
+            root: usize::from(!reduces),
+            ..Collective::new(kind, 2)
+        };
+        self.node(Op::Collective(collective), &[x], &[(f64::INFINITY, 0.0)]);
     }
 
     pub(super) fn external(&mut self) {

@@ -22,7 +22,7 @@ use crate::op::{
     ArgReduceOp, AttentionDims, BinaryOp, CompareOp, ConvDims, Dims, DotDims, ExternOp, Op, RandomKind,
     ReduceOp, ScatterMode, SignedDims, UnaryOp, Window,
 };
-use crate::{DType, Scalar, Shape, TensorType};
+use crate::{Collective, CollectiveKind, DType, Scalar, Shape, TensorType};
 
 macro_rules! forms {
     ($($variant:ident $mnemonic:literal { $($mode:ident $member:tt: $name:ident),* })*) => {
@@ -31,6 +31,7 @@ macro_rules! forms {
             match op {
                 Op::Unary(op) => op.name(),
                 Op::Binary(op) => op.name(),
+                Op::Collective(collective) => collective.kind.name(),
                 $(Op::$variant { .. } => $mnemonic,)*
             }
         }
@@ -39,6 +40,7 @@ macro_rules! forms {
         pub(super) fn write(op: &Op, out: &mut Writer) {
             match op {
                 Op::Unary(_) | Op::Binary(_) => {}
+                Op::Collective(collective) => collective.write(out),
                 $(Op::$variant { $($member: $name),* } => { $(out.$mode(stringify!($name), $name);)* })*
             }
         }
@@ -50,6 +52,9 @@ macro_rules! forms {
             }
             if let Some(op) = BinaryOp::from_name(mnemonic) {
                 return Ok(Op::Binary(op));
+            }
+            if let Some(kind) = CollectiveKind::from_name(mnemonic) {
+                return Ok(Op::Collective(Collective { kind, ..Collective::read(from)? }));
             }
             match mnemonic {
                 $($mnemonic => Ok(Op::$variant { $($member: from.$mode(stringify!($name))?),* }),)*
@@ -96,6 +101,7 @@ forms! {
     AttentionGrad "attention_grad" { fields 0: dims }
     Sort "sort" { key axis: axis, opt descending: descending, index_type dtype: dtype }
     TopK "top_k" { key axis: axis, key k: k, index_type dtype: dtype }
+    CollectiveWait "collective_wait" {}
     Extern "extern" { fields 0: op }
 }
 
@@ -125,6 +131,25 @@ fields! {
     Window { key size, key stride, key pad_low, key pad_high, key dilation, opt ceil_mode }
     AttentionDims { opt causal, opt mask, opt hidden, opt mask_last, opt dropout, opt drop_scores, opt safe }
     ExternOp { word name, opt attributes, result outputs }
+}
+
+/// The kind is the mnemonic.
+impl Fields for Collective {
+    fn write(&self, out: &mut Writer) {
+        out.key("ranks", &self.ranks);
+        out.opt("mean", &self.mean);
+        out.opt("root", &self.root);
+        out.opt("started", &self.started);
+    }
+
+    fn read(from: &mut Statement<'_>) -> Result<Self, Fault> {
+        Ok(Self {
+            mean: from.opt("mean")?,
+            root: from.opt("root")?,
+            started: from.opt("started")?,
+            ..Self::new(CollectiveKind::AllReduce, from.key("ranks")?)
+        })
+    }
 }
 
 impl<T: Fields> Fields for Box<T> {

@@ -14,7 +14,7 @@ pub fn empty(graph: &Graph, node: Node, options: &EmitOptions<'_>) -> Option<Ker
     let data = graph.node(node);
     let is_empty = |&value: &_| graph.ty(value).numel() == 0;
     match data.op {
-        Op::Extern(_) => return None,
+        Op::Extern(_) | Op::Collective(_) | Op::CollectiveWait => return None,
         _ if data.outputs.iter().all(is_empty) => return Some(KernelCode::default()),
         Op::Attention(_) | Op::AttentionGrad(_) => return None,
         _ if !data.inputs.iter().any(is_empty) => return None,
