@@ -8,7 +8,7 @@ use super::pack::{Rows, copy_rows, store_rows, turn_rows};
 use super::pairs;
 use super::plan::{AttentionPlan, PANEL, Product, product};
 use super::rows::{self, Dropout, Words};
-use super::visible_keys::{VisibleKeys, scores};
+use super::visible_keys::{Strip, VisibleKeys};
 use super::{AttentionSpec, View, section};
 use crate::isa::Isa;
 use crate::kernels::tile::Access;
@@ -26,7 +26,7 @@ pub struct Gradients {
     pub d_value: View,
 }
 
-/// A thread's working memory, and what finds its way through masks there.
+/// A thread's working memory, and the parts of it that masks and the counts of visible keys take.
 fn memory(spec: &AttentionSpec, plan: &AttentionPlan) -> (Memory, MaskRows, VisibleKeys) {
     let e = &spec.extents;
     let (real, factor) = (plan.element.ctype(), plan.factor.ctype());
@@ -52,11 +52,11 @@ fn memory(spec: &AttentionSpec, plan: &AttentionPlan) -> (Memory, MaskRows, Visi
     memory.part(real, "d_values", plan.key_rows * plan.value_width);
     let mask_rows = MaskRows::new(spec, plan, &mut memory);
     let most = format!("({})[0]", spec.stats_of("row0 + r"));
-    let seen = VisibleKeys::new(spec, plan, &spec.fill_counts(&most), &mut memory);
+    let visible = VisibleKeys::new(spec, plan, &spec.fill_counts(&most), &mut memory);
     if spec.dropout {
         memory.part(real, "kept", plan.ld + 3 * plan.lanes);
     }
-    (memory, mask_rows, seen)
+    (memory, mask_rows, visible)
 }
 
 /// Bytes of working memory of the kernel that [`gradient`] would write.
@@ -67,256 +67,350 @@ pub fn gradient_workspace(spec: &AttentionSpec, isa: Isa) -> usize {
 /// Gradients of queries, keys and values.
 pub fn gradient(spec: &AttentionSpec, tensors: &Gradients, isa: Isa) -> KernelText {
     let plan = AttentionPlan::new(spec, isa);
-    let e = &spec.extents;
-    let (lanes, tile, ld, name) = (plan.lanes, plan.tile, plan.ld, &spec.name);
-    let mut helpers = BTreeSet::new();
-    let (_, vf) = plan.element.ctypes();
-    let (memory, mask_rows, seen) = memory(spec, &plan);
+    let (memory, mask_rows, visible) = memory(spec, &plan);
     let (declare, each) = memory.finish();
+    let mut emitter = Emitter {
+        spec,
+        tensors,
+        plan: &plan,
+        mask_rows,
+        visible,
+        all_keys: spec.extents.keys.to_string(),
+        helpers: BTreeSet::new(),
+    };
+    let source = emitter.source(&declare);
+    let units = spec.extents.batch * spec.extents.key_heads;
+    let calls = run_part(plan.serial)(&format!("{}_heads", spec.name), units);
+    let mut kernel = finish_kernel(&spec.name, &spec.params, source, &calls, each * spec.threads);
+    kernel.helpers = emitter.helpers.into_iter().collect();
+    kernel
+}
 
-    let all_keys = e.keys.to_string();
-    let (key_size, value_size) = ((e.width, plan.width), (e.value_width, plan.value_width));
-    let rows = |view, head, (first, rows), (width, pitch)| Rows {
-        view,
-        storage: spec.storage,
-        head,
-        first,
-        rows,
-        width,
-        pitch,
-    };
-    let of_keys = |view, size| rows(view, "group", ("0", all_keys.as_str()), size);
-    let of_queries = |view, size| rows(view, "head", ("row0", "rows"), size);
-    let wide = PANEL * lanes;
-    let (keys, values) = (of_keys(&spec.key, key_size), of_keys(&spec.value, value_size));
-    let packed = match plan.pairs() {
-        true => {
-            pairs::turn(&keys, e.keys, "turned_keys", wide, lanes)
-                + &pairs::turn(&values, e.keys, "turned_values", wide, lanes)
-                + &pairs::zip(&keys, "keys", lanes)
+/// How long the rows of a tensor are, and how far apart their copies lie.
+#[derive(Clone, Copy)]
+struct RowSize {
+    /// Elements.
+    width: usize,
+    /// From one row to the next, in factors (elements or pairs).
+    pitch: usize,
+}
+
+/// Writes the stages of the gradient kernel.
+struct Emitter<'a> {
+    spec: &'a AttentionSpec,
+    tensors: &'a Gradients,
+    plan: &'a AttentionPlan,
+    mask_rows: MaskRows,
+    visible: VisibleKeys,
+    /// The number of keys, as text.
+    all_keys: String,
+    /// The functions that the stages call.
+    helpers: BTreeSet<Helper>,
+}
+
+impl<'a> Emitter<'a> {
+    /// `name_heads(ctx, begin, end, thread)`: heads of keys, whose memory `declare` declares.
+    fn source(&mut self, declare: &str) -> String {
+        let (spec, plan) = (self.spec, self.plan);
+        let (e, name, tile) = (&spec.extents, &spec.name, plan.tile);
+        let pack = section(
+            "Keys and values, as they are and transposed; their gradients start from zero.",
+            &(self.pack_keys() + &self.zero_sums()),
+        );
+        let stages = [
+            self.mask_rows.once("if (row0 == 0) {\n"),
+            self.visible.by_head.clone(),
+            self.visible.by_block.clone(),
+            section(
+                "Queries, and the gradient of their results.",
+                &self.load_queries(),
+            ),
+            section(
+                "Products with keys, and the gradient of the weights.",
+                &self.strips(),
+            ),
+            section(
+                "Products become weights, the gradient of weights that of scores.",
+                &self.each_row(),
+            ),
+            section("Gradient of the queries.", &self.query_gradient()),
+            section(
+                "The share of these rows in the gradients of values and keys.",
+                &self.collect_all(),
+            ),
+        ];
+        let stages: String = stages.iter().map(|stage| indent(stage, 12)).collect();
+        let stored = section("Gradients of keys and values.", &self.store_keys());
+        format!(
+            "/* Gradient of attention: {}; blocks of {block} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void \
+             {name}_heads(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t looked = -1;\n    (void)looked;\n    for (int64_t unit = \
+             begin; unit < end; unit++) {{\n        const int64_t batch = unit / {groups}, group = unit % {groups};\n{}        for (int64_t part = 0; part < \
+             {share} * {blocks}; part++) {{\n            const int64_t head = group * {share} + part / {blocks}, row0 = part % {blocks} * {block};\n            \
+             const int64_t rows = {queries} - row0 < {block} ? {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n{stages}        }}\n{}    }}\n}}\n",
+            spec.shape_text(),
+            fields(&spec.params),
+            unpack(&spec.params),
+            spec.read_numbers(),
+            indent(&pack, 8),
+            indent(&stored, 8),
+            groups = e.key_heads,
+            share = e.heads / e.key_heads,
+            blocks = plan.blocks,
+            block = plan.block,
+            queries = e.queries,
+        )
+    }
+
+    /// Size of rows of keys and queries.
+    fn key_size(&self) -> RowSize {
+        RowSize {
+            width: self.spec.extents.width,
+            pitch: self.plan.width,
         }
-        false => {
-            turn_rows(&keys, e.keys, "turned_keys", wide, lanes)
-                + &turn_rows(&values, e.keys, "turned_values", wide, lanes)
-                + &copy_rows(&keys, "keys", &all_keys, "", lanes)
+    }
+
+    /// Size of rows of values and results.
+    fn value_size(&self) -> RowSize {
+        RowSize {
+            width: self.spec.extents.value_width,
+            pitch: self.plan.value_width,
         }
-    };
-    let pack = packed
-        + &format!(
+    }
+
+    /// The size of rows that products read as factors.
+    fn factors(&self, size: RowSize) -> RowSize {
+        RowSize {
+            pitch: self.plan.pitch(size.width, size.pitch),
+            ..size
+        }
+    }
+
+    /// All rows of a head of `view`, keys or values.
+    fn of_keys<'b>(&'b self, view: &'b View, size: RowSize) -> Rows<'b> {
+        Rows {
+            view,
+            storage: self.spec.storage,
+            head: "group",
+            first: "0",
+            rows: &self.all_keys,
+            width: size.width,
+            pitch: size.pitch,
+        }
+    }
+
+    /// The rows of a block of `view`, queries or results.
+    fn of_queries<'b>(&self, view: &'b View, size: RowSize) -> Rows<'b> {
+        Rows {
+            view,
+            storage: self.spec.storage,
+            head: "head",
+            first: "row0",
+            rows: "rows",
+            width: size.width,
+            pitch: size.pitch,
+        }
+    }
+
+    /// Packs the keys and values of a head.
+    fn pack_keys(&self) -> String {
+        let (spec, plan, lanes) = (self.spec, self.plan, self.plan.lanes);
+        let (count, wide) = (spec.extents.keys, PANEL * plan.lanes);
+        let keys = self.of_keys(&spec.key, self.key_size());
+        let values = self.of_keys(&spec.value, self.value_size());
+        match plan.pairs() {
+            true => {
+                pairs::turn(&keys, count, "turned_keys", wide, lanes)
+                    + &pairs::turn(&values, count, "turned_values", wide, lanes)
+                    + &pairs::zip(&keys, "keys", lanes)
+            }
+            false => {
+                turn_rows(&keys, count, "turned_keys", wide, lanes)
+                    + &turn_rows(&values, count, "turned_values", wide, lanes)
+                    + &copy_rows(&keys, "keys", &self.all_keys, "", lanes)
+            }
+        }
+    }
+
+    /// Sets the gradients of the keys and values of a head to zero.
+    fn zero_sums(&self) -> String {
+        let (plan, lanes) = (self.plan, self.plan.lanes);
+        let vf = plan.element.vector();
+        format!(
             "for (int64_t c = 0; c < {}; c += {lanes}) {vf}_store(d_keys + c, ({vf}){{0}});\nfor (int64_t c = 0; c < {}; c += {lanes}) {vf}_store(d_values + c, \
              ({vf}){{0}});\n",
             plan.key_rows * plan.width,
             plan.key_rows * plan.value_width
-        );
-    let all_rows = format!("tiles * {tile}");
-    let (queries, outs) = (
-        of_queries(&spec.query, key_size),
-        of_queries(&tensors.d_out, value_size),
-    );
-    let (query_pitch, out_pitch) = (
-        plan.pitch(e.width, plan.width),
-        plan.pitch(e.value_width, plan.value_width),
-    );
-    let load = match plan.pairs() {
-        true => {
-            let rows = |pitch, rows| Rows { pitch, ..rows };
-            pairs::zip(&queries, "zipped_queries", lanes)
-                + &pairs::zip(&outs, "zipped_outs", lanes)
-                + &pairs::copy(&rows(query_pitch, queries), "queries", &all_rows)
-                + &pairs::copy(&rows(out_pitch, outs), "outs", &all_rows)
-        }
-        false => {
-            copy_rows(&queries, "queries", &all_rows, "", lanes)
-                + &copy_rows(&outs, "outs", &all_rows, "", lanes)
-        }
-    };
-    let strips = scores(
-        spec,
-        &plan,
-        &seen,
-        "queries",
-        "turned_keys",
-        (query_pitch, e.width),
-        "strip",
-        &mut helpers,
-    ) + &scores(
-        spec,
-        &plan,
-        &seen,
-        "outs",
-        "turned_values",
-        (out_pitch, e.value_width),
-        "d_strip",
-        &mut helpers,
-    );
-
-    let mut each_row = each_row(spec, &plan, &mask_rows, &seen, &mut helpers);
-    if plan.pairs() {
-        each_row.push_str(&pairs::round_strips(&plan));
+        )
     }
-    let (d_scores, d_ld) = match plan.pairs() {
-        true => ("d_pairs", plan.pair_ld()),
-        false => ("d_strip", ld),
-    };
-    let d_queries = product(
-        &plan,
-        &Product {
-            a: &format!("{d_scores} + i * {}", tile * d_ld),
-            a_access: Access::Strided {
-                free: d_ld as i64,
-                depth: 1,
-            },
-            b_access: Access::Strided {
-                free: 1,
-                depth: plan.width as i64,
-            },
-            b: "keys + j",
-            depth: &plan.steps_of(seen.tile),
-            c: &format!("d_queries + i * {} + j", tile * plan.width),
-            ldc: plan.width,
-            accumulate: false,
-            tiles: "tiles",
-            before: "",
-            columns: plan.width,
-        },
-        &mut helpers,
-    ) + &store_rows(&of_queries(&tensors.d_query, key_size), "d_queries", "", lanes);
-    // Rows before `start` see none of the tile's keys.
-    let before = if spec.varies() {
-        // Pairs of rows begin at even ones.
-        let even = if plan.pairs() {
-            "\n        start &= ~INT64_C(1);"
+
+    /// Copies the queries of a block and the gradients of its results.
+    fn load_queries(&self) -> String {
+        let (plan, lanes) = (self.plan, self.plan.lanes);
+        let all_rows = format!("tiles * {}", plan.tile);
+        let (query, out) = (&self.spec.query, &self.tensors.d_out);
+        let queries = self.of_queries(query, self.key_size());
+        let outs = self.of_queries(out, self.value_size());
+        match plan.pairs() {
+            true => {
+                let query_factors = self.of_queries(query, self.factors(self.key_size()));
+                let out_factors = self.of_queries(out, self.factors(self.value_size()));
+                pairs::zip(&queries, "zipped_queries", lanes)
+                    + &pairs::zip(&outs, "zipped_outs", lanes)
+                    + &pairs::copy(&query_factors, "queries", &all_rows)
+                    + &pairs::copy(&out_factors, "outs", &all_rows)
+            }
+            false => {
+                copy_rows(&queries, "queries", &all_rows, "", lanes)
+                    + &copy_rows(&outs, "outs", &all_rows, "", lanes)
+            }
+        }
+    }
+
+    /// The products of queries with keys, and of the gradients of results with values.
+    fn strips(&mut self) -> String {
+        let (queries, outs) = (self.factors(self.key_size()), self.factors(self.value_size()));
+        let mut strip = |rows, panels, size: RowSize, to| {
+            let strip = Strip {
+                rows,
+                pitch: size.pitch,
+                width: size.width,
+                panels,
+                to,
+            };
+            self.visible
+                .product(self.spec, self.plan, &strip, &mut self.helpers)
+        };
+        strip("queries", "turned_keys", queries, "strip") + &strip("outs", "turned_values", outs, "d_strip")
+    }
+
+    /// Turns the strips into probabilities and gradients of scores, row by row.
+    fn each_row(&mut self) -> String {
+        let (spec, plan, helpers) = (self.spec, self.plan, &mut self.helpers);
+        let (ld, masks) = (plan.ld, self.mask_rows.masks);
+        let (real, words) = (plan.element.ctype(), Words::of(plan));
+        let probabilities = rows::probabilities(masks, words, helpers);
+        let score_gradients = rows::score_gradients(masks.hide, words, helpers);
+        let dropout = Dropout::new(spec, plan, helpers);
+        let (of_products, of_gradients) = (dropout.times("x", "factor"), dropout.times("d", "d_factor"));
+        let (before, after) = if spec.drop_scores {
+            (of_products, of_gradients)
         } else {
-            ""
+            (of_gradients, of_products)
+        };
+        let rounded = match plan.pairs() {
+            true => pairs::round_strips(plan),
+            false => String::new(),
         };
         format!(
-            "int64_t start = 0;\n        while (start < rows && n_of[start] <= i * {tile}) start++;\n        if (start == rows) continue;{even}"
+            "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld}, *d = d_strip + r * {ld};\n{}{}{}    const {real} sum = {probabilities}(x, d, n, scale, \
+             {}{});\n    {score_gradients}(x, d, n, end, {}inner * sum, d_scale);\n{}}}\n{rounded}",
+            self.visible.row,
+            indent(&self.mask_rows.by_row, 4),
+            indent(&dropout.draw, 4),
+            indent(&before, 4),
+            masks.arguments(),
+            spec.stats_of("row"),
+            if masks.hide { "hide, " } else { "" },
+            indent(&after, 4),
         )
-    } else {
-        "const int64_t start = 0;".to_owned()
-    };
-    let step = plan.factor.depth();
-    let [zipped, cast] = match plan.pairs() {
-        true => ["zipped_", "(const bf16_pair *)"],
-        false => [""; 2],
-    };
-    let mut collect = |strip: &str, rows: &str, pitch: usize, to: &str| {
+    }
+
+    /// The product of gradients of scores and keys, which is stored.
+    fn query_gradient(&mut self) -> String {
+        let (plan, tile) = (self.plan, self.plan.tile);
+        let (d_scores, d_ld) = match plan.pairs() {
+            true => ("d_pairs", plan.pair_ld()),
+            false => ("d_strip", plan.ld),
+        };
+        let d_queries = product(
+            plan,
+            &Product {
+                a: &format!("{d_scores} + i * {}", tile * d_ld),
+                a_access: Access::Strided {
+                    free: d_ld as i64,
+                    depth: 1,
+                },
+                b_access: Access::Strided {
+                    free: 1,
+                    depth: plan.width as i64,
+                },
+                b: "keys + j",
+                depth: &plan.steps_of(self.visible.tile),
+                c: &format!("d_queries + i * {} + j", tile * plan.width),
+                ldc: plan.width,
+                accumulate: false,
+                tiles: "tiles",
+                before: "",
+                columns: plan.width,
+            },
+            &mut self.helpers,
+        );
+        let rows = self.of_queries(&self.tensors.d_query, self.key_size());
+        d_queries + &store_rows(&rows, "d_queries", "", plan.lanes)
+    }
+
+    /// Adds what the rows of a block contribute to the gradients of values and keys.
+    fn collect_all(&mut self) -> String {
+        self.collect("strip", "outs", self.plan.value_width, "d_values")
+            + &self.collect("d_strip", "queries", self.plan.width, "d_keys")
+    }
+
+    /// Adds the product of a transposed strip and `rows`, `pitch` elements apart, to `to`.
+    fn collect(&mut self, strip: &str, rows: &str, pitch: usize, to: &str) -> String {
+        let (plan, ld, tile) = (self.plan, self.plan.ld, self.plan.tile);
+        let (cast, b) = match plan.pairs() {
+            true => (
+                "(const bf16_pair *)",
+                format!("zipped_{rows} + start / 2 * {pitch} + j"),
+            ),
+            false => ("", format!("{rows} + start * {pitch} + j")),
+        };
         product(
-            &plan,
+            plan,
             &Product {
                 a: &format!("{cast}{strip} + start * {ld} + i * {tile}"),
                 a_access: Access::Strided {
                     free: 1,
-                    depth: (step * ld) as i64,
+                    depth: (plan.factor.depth() * ld) as i64,
                 },
                 b_access: Access::Strided {
                     free: 1,
                     depth: pitch as i64,
                 },
-                b: &match plan.pairs() {
-                    true => format!("{zipped}{rows} + start / 2 * {pitch} + j"),
-                    false => format!("{rows} + start * {pitch} + j"),
-                },
+                b: &b,
                 depth: &plan.steps_of("rows - start"),
                 c: &format!("{to} + i * {} + j", tile * pitch),
                 ldc: pitch,
                 accumulate: true,
                 tiles: &(plan.key_rows / tile).to_string(),
-                before: &before,
+                before: &self.first_row(),
                 columns: pitch,
             },
-            &mut helpers,
+            &mut self.helpers,
         )
-    };
-    let collected = collect("strip", "outs", plan.value_width, "d_values")
-        + &collect("d_strip", "queries", plan.width, "d_keys");
-    let stored = store_rows(&of_keys(&tensors.d_key, key_size), "d_keys", "", lanes)
-        + &store_rows(&of_keys(&tensors.d_value, value_size), "d_values", "", lanes);
+    }
 
-    let by_head = mask_rows.once("if (row0 == 0) {\n");
-    let source = format!(
-        "/* Gradient of attention: {}; blocks of {block} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void \
-         {name}_heads(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t looked = -1;\n    (void)looked;\n    for (int64_t unit = \
-         begin; unit < end; unit++) {{\n        const int64_t batch = unit / {groups}, group = unit % {groups};\n{}        for (int64_t part = 0; part < \
-         {share} * {blocks}; part++) {{\n            const int64_t head = group * {share} + part / {blocks}, row0 = part % {blocks} * {block};\n            \
-         const int64_t rows = {queries} - row0 < {block} ? {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n{}{}{}{}{}{}{}{}        }}\n{}    }}\n}}\n",
-        spec.shape_text(),
-        fields(&spec.params),
-        unpack(&spec.params),
-        spec.read_numbers(),
-        indent(
-            &section(
-                "Keys and values, as they are and transposed; their gradients start from zero.",
-                &pack
-            ),
-            8
-        ),
-        indent(&by_head, 12),
-        indent(&seen.by_head, 12),
-        indent(&seen.by_block, 12),
-        indent(&section("Queries, and the gradient of their results.", &load), 12),
-        indent(
-            &section("Products with keys, and the gradient of the weights.", &strips),
-            12
-        ),
-        indent(
-            &section(
-                "Products become weights, the gradient of weights that of scores.",
-                &each_row
-            ),
-            12
-        ),
-        indent(&section("Gradient of the queries.", &d_queries), 12),
-        indent(
-            &section(
-                "The share of these rows in the gradients of values and keys.",
-                &collected
-            ),
-            12
-        ),
-        indent(&section("Gradients of keys and values.", &stored), 8),
-        groups = e.key_heads,
-        share = e.heads / e.key_heads,
-        blocks = plan.blocks,
-        block = plan.block,
-        queries = e.queries,
-    );
-    let units = e.batch * e.key_heads;
-    let calls = run_part(plan.serial)(&format!("{name}_heads"), units);
-    let mut kernel = finish_kernel(name, &spec.params, source, &calls, each * spec.threads);
-    kernel.helpers = helpers.into_iter().collect();
-    kernel
-}
+    /// Statements that find `start`, the first row of the block that sees a key of tile `i`.
+    fn first_row(&self) -> String {
+        if !self.spec.varies() {
+            return "const int64_t start = 0;".to_owned();
+        }
+        // Pairs of rows begin at even ones.
+        let even = match self.plan.pairs() {
+            true => "\n        start &= ~INT64_C(1);",
+            false => "",
+        };
+        format!(
+            "int64_t start = 0;\n        while (start < rows && n_of[start] <= i * {}) start++;\n        if (start == rows) continue;{even}",
+            self.plan.tile
+        )
+    }
 
-/// Turns the strips into probabilities and gradients of scores, row by row.
-fn each_row(
-    spec: &AttentionSpec,
-    plan: &AttentionPlan,
-    mask_rows: &MaskRows,
-    seen: &VisibleKeys,
-    helpers: &mut BTreeSet<Helper>,
-) -> String {
-    let (ld, masks) = (plan.ld, mask_rows.masks);
-    let (real, words) = (plan.element.ctype(), Words::of(plan));
-    let probabilities = rows::probabilities(masks, words, helpers);
-    let score_gradients = rows::score_gradients(masks.hide, words, helpers);
-    let dropout = Dropout::new(spec, plan, helpers);
-    let (of_products, of_gradients) = (dropout.times("x", "factor"), dropout.times("d", "d_factor"));
-    let (before, after) = if spec.drop_scores {
-        (of_products, of_gradients)
-    } else {
-        (of_gradients, of_products)
-    };
-    format!(
-        "for (int64_t r = 0; r < rows; r++) {{\n    const int64_t row = row0 + r, n = {};\n    {real} *x = strip + r * {ld}, *d = d_strip + r * {ld};\n{}{}{}    const {real} sum = {probabilities}(x, d, n, scale, \
-         {}{});\n    {score_gradients}(x, d, n, end, {}inner * sum, d_scale);\n{}}}\n",
-        seen.row,
-        indent(&mask_rows.by_row, 4),
-        indent(&dropout.draw, 4),
-        indent(&before, 4),
-        masks.arguments(),
-        spec.stats_of("row"),
-        if masks.hide { "hide, " } else { "" },
-        indent(&after, 4),
-    )
+    /// Stores the gradients of the keys and values of a head.
+    fn store_keys(&self) -> String {
+        let (tensors, lanes) = (self.tensors, self.plan.lanes);
+        let keys = self.of_keys(&tensors.d_key, self.key_size());
+        let values = self.of_keys(&tensors.d_value, self.value_size());
+        store_rows(&keys, "d_keys", "", lanes) + &store_rows(&values, "d_values", "", lanes)
+    }
 }

@@ -97,43 +97,61 @@ fn last_seen(spec: &AttentionSpec, hidden: &View) -> String {
     )
 }
 
-/// The product of a block of rows (`pitch` of what products take apart, `width` elements long) with
-/// transposed panels, into a strip; tiles that no row sees are left out.
-#[allow(clippy::too_many_arguments)]
-pub(super) fn scores(
-    spec: &AttentionSpec,
-    plan: &AttentionPlan,
-    seen: &VisibleKeys,
-    from: &str,
-    turned: &str,
-    (pitch, width): (usize, usize),
-    strip: &str,
-    helpers: &mut BTreeSet<Helper>,
-) -> String {
-    let (tile, depth) = (plan.tile, plan.steps(width));
-    let before = if spec.varies() {
-        format!("if (j >= {}) continue;", seen.tile)
-    } else {
-        String::new()
-    };
-    product(
-        plan,
-        &Product {
-            a: &format!("{from} + i * {}", tile * pitch),
-            a_access: Access::Strided {
-                free: pitch as i64,
-                depth: 1,
+/// Operands and result of a product that makes a strip.
+pub(super) struct Strip<'a> {
+    /// C expression of the block of rows.
+    pub rows: &'a str,
+    /// From one of its rows to the next, in factors (elements or pairs).
+    pub pitch: usize,
+    /// Elements of a row.
+    pub width: usize,
+    /// C expression of the transposed panels, of keys or of values.
+    pub panels: &'a str,
+    /// C expression of the result.
+    pub to: &'a str,
+}
+
+impl VisibleKeys {
+    /// The product of a block of rows with transposed panels, into a strip; tiles that no row sees are left out.
+    pub fn product(
+        &self,
+        spec: &AttentionSpec,
+        plan: &AttentionPlan,
+        strip: &Strip<'_>,
+        helpers: &mut BTreeSet<Helper>,
+    ) -> String {
+        let Strip {
+            rows,
+            pitch,
+            width,
+            panels,
+            to,
+        } = *strip;
+        let (tile, depth) = (plan.tile, plan.steps(width));
+        let before = if spec.varies() {
+            format!("if (j >= {}) continue;", self.tile)
+        } else {
+            String::new()
+        };
+        product(
+            plan,
+            &Product {
+                a: &format!("{rows} + i * {}", tile * pitch),
+                a_access: Access::Strided {
+                    free: pitch as i64,
+                    depth: 1,
+                },
+                b_access: Access::Packed,
+                b: &format!("{panels} + j * {depth}"),
+                depth: &depth.to_string(),
+                c: &format!("{to} + i * {} + j", tile * plan.ld),
+                ldc: plan.ld,
+                accumulate: false,
+                tiles: "tiles",
+                before: &before,
+                columns: spec.extents.keys.div_ceil(plan.lanes) * plan.lanes,
             },
-            b_access: Access::Packed,
-            b: &format!("{turned} + j * {depth}"),
-            depth: &depth.to_string(),
-            c: &format!("{strip} + i * {} + j", tile * plan.ld),
-            ldc: plan.ld,
-            accumulate: false,
-            tiles: "tiles",
-            before: &before,
-            columns: spec.extents.keys.div_ceil(plan.lanes) * plan.lanes,
-        },
-        helpers,
-    )
+            helpers,
+        )
+    }
 }

@@ -14,6 +14,29 @@ use crate::kernels::element::Element;
 use crate::kernels::{Width, indent, round_up, unpack};
 use crate::policy::{CONVOLUTION_L2, CONVOLUTION_RESULT};
 
+/// A class of result pixels, and the image that they are computed from.
+#[derive(Clone, Copy)]
+pub(super) struct ClassImage<'a> {
+    pub spec: &'a ConvSpec<'a>,
+    pub walk: &'a Walk,
+    pub class: &'a Class,
+    pub padded: &'a Padded,
+}
+
+/// The function over the units of a class: see [`Blocks::function`].
+pub(super) struct BlockFunction<'a> {
+    /// C identifier.
+    pub name: &'a str,
+    /// Where the memory of its blocks begins in the workspace, in bytes.
+    pub workspace: usize,
+    /// Elements of a vector.
+    pub lanes: usize,
+    /// Declarations in front of the loop over blocks.
+    pub declare: &'a str,
+    /// Statements for the block `block..block_end`.
+    pub body: &'a str,
+}
+
 /// How a class of pixels is cut.
 pub(super) struct Blocks {
     /// Whether a unit is a whole line (else a part of one).
@@ -35,16 +58,15 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// `parts` tiles make a line; `columns` is the most results that a pixel has at a time.
-    pub fn new(
-        spec: &ConvSpec<'_>,
-        walk: &Walk,
-        class: &Class,
-        padded: &Padded,
-        parts: usize,
-        columns: usize,
-        result: super::Spatial,
-    ) -> Self {
+    /// `parts` tiles make a line; `columns` is the most results that a pixel has at a time; `result` has the
+    /// extents of the whole result.
+    pub fn new(pixels: &ClassImage<'_>, parts: usize, columns: usize, result: Spatial) -> Self {
+        let ClassImage {
+            spec,
+            walk,
+            class,
+            padded,
+        } = *pixels;
         let lines = spec.geometry.images * class.count[0] * class.count[1];
         let single = walk.classes.len() == 1;
         let planes = single && spec.epilogue.axis(result) == Some(ImageAxis::Plane);
@@ -83,8 +105,8 @@ impl Blocks {
     }
 
     /// Bytes of workspace for each thread.
-    pub fn bytes(&self, class: &Class, padded: &Padded, lanes: usize) -> usize {
-        self.slab_bytes(padded, lanes) + self.result_bytes(class)
+    pub fn bytes(&self, pixels: &ClassImage<'_>, lanes: usize) -> usize {
+        self.slab_bytes(pixels.padded, lanes) + self.result_bytes(pixels.class)
     }
 
     fn slab_bytes(&self, padded: &Padded, lanes: usize) -> usize {
@@ -107,7 +129,10 @@ impl Blocks {
 
     /// C statements that define `image`, `pz`, `py` and (a pointer) `from` for `line`: the first image element that the line's first
     /// pixel needs.
-    pub fn line(&self, walk: &Walk, class: &Class, padded: &Padded) -> String {
+    pub fn line(&self, pixels: &ClassImage<'_>) -> String {
+        let ClassImage {
+            walk, class, padded, ..
+        } = *pixels;
         let real = self.element.ctype();
         let [count_z, count_y, _] = class.count;
         let [sn, sz, sy, sx] = padded.strides;
@@ -127,21 +152,19 @@ impl Blocks {
 
     /// The function over units `begin..end`. `body` handles the block `block..block_end`; in it are `args`, the parameters, what
     /// `declare` declares, and, where it applies, `result`.
-    #[allow(clippy::too_many_arguments)] // Values that belong to different stages.
-    pub fn function(
-        &self,
-        spec: &ConvSpec<'_>,
-        walk: &Walk,
-        class: &Class,
-        padded: &Padded,
-        function: &str,
-        workspace: usize,
-        lanes: usize,
-        declare: &str,
-        body: &str,
-    ) -> String {
+    pub fn function(&self, pixels: &ClassImage<'_>, function: &BlockFunction<'_>) -> String {
+        let ClassImage {
+            spec, class, padded, ..
+        } = *pixels;
+        let BlockFunction {
+            name: function,
+            workspace,
+            lanes,
+            declare,
+            body,
+        } = *function;
         let (name, real) = (&spec.name, self.element.ctype());
-        let each = self.bytes(class, padded, lanes);
+        let each = self.bytes(pixels, lanes);
         let mut own = String::new();
         let mut fill = String::new();
         if self.slab {
@@ -151,7 +174,7 @@ impl Blocks {
                 self.size
             );
             if let Some(copy) = &padded.copy {
-                fill = self.fill(walk, class, padded, &copy.row);
+                fill = self.fill(pixels, &copy.row);
             }
         }
         if self.planes {
@@ -175,7 +198,10 @@ impl Blocks {
     }
 
     /// Copies the rows that the block's lines need, each once.
-    fn fill(&self, walk: &Walk, class: &Class, padded: &Padded, copy_row: &str) -> String {
+    fn fill(&self, pixels: &ClassImage<'_>, copy_row: &str) -> String {
+        let ClassImage {
+            walk, class, padded, ..
+        } = *pixels;
         let span = (class.taps[1].len().max(1) - 1) * walk.tap_step[1] + 1;
         format!(
             "int64_t filled = 0, next = 0, shift = 0, current = -1;\nfor (int64_t line = block; line < block_end; line++) {{\n    const \

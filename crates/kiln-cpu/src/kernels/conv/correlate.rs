@@ -3,14 +3,13 @@
 
 use std::collections::BTreeSet;
 
-use super::blocks::{self, Blocks};
+use super::blocks::{self, BlockFunction, Blocks, ClassImage};
 use super::image::{self, Padded};
 use super::parts::{Parts, TileColumns};
-use super::walk::{Class, Direction, Sides, Walk};
+use super::walk::{Direction, Sides, Walk};
 use super::weights::{self, Panels};
 use super::{
-    ConvSpec, Image, ImageAxis, ImageMemory, PixelPlace, Spatial, depthwise, im2col, narrow_groups, planar,
-    winograd,
+    ConvSpec, Image, ImageAxis, PixelPlace, Spatial, depthwise, im2col, narrow_groups, planar, winograd,
 };
 use crate::isa::Isa;
 use crate::kernels::element::Element;
@@ -76,83 +75,21 @@ pub(super) fn emit(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Kerne
     .kernel()
 }
 
-/// A convolution that only mixes channels is a matrix product.
+/// A convolution that only mixes channels is a matrix product: pixels times the weight.
 pub(super) fn as_product<'a>(spec: &'a ConvSpec<'a>, direction: Direction) -> GemmSpec<'a> {
     let g = &spec.geometry;
-    let [depth, height, width] = g.input;
-    let pixels = depth * height * width;
-    let image = &spec.image;
-    // Channels-first images have their pixels together within one image only.
-    let flat = dense_pixels(image, [g.images, depth, height, width]);
-    let planes = image.contiguous == Some(ImageAxis::Plane)
-        || (image.contiguous == Some(ImageAxis::Width) && flat && depth == 1);
-    let result = spec.epilogue.axis(g.input);
-    let by_image = planes || result == Some(ImageAxis::Plane);
-    let place = move |batch: &str, row: &str, planes: bool| -> [String; 4] {
-        if planes {
-            return [batch.into(), "0".into(), "0".into(), row.into()];
-        }
-        let (n, z) = if by_image {
-            (batch.into(), format!("({row} / {})", height * width))
-        } else {
-            (
-                format!("({row} / {pixels})"),
-                format!("({row} / {} % {depth})", height * width),
-            )
-        };
-        [
-            n,
-            z,
-            format!("({row} / {width} % {height})"),
-            format!("({row} % {width})"),
-        ]
+    let rows = PixelRows::new(spec);
+    let (k, n) = match direction {
+        Direction::Forward => (g.in_channels, g.out_channels),
+        Direction::InputGrad => (g.out_channels, g.in_channels),
     };
-    let load = move |at: &gemm::At<'_>| {
-        let [n, z, y, x] = if image.numbered && !by_image {
-            number(at.free)
-        } else {
-            place(at.batch, at.free, planes)
-        };
-        (image.load)(&PixelPlace {
-            width: at.width,
-            image: &n,
-            at: [&z, &y, &x],
-            channel: at.depth,
-        })
-    };
-    let a = match &image.memory {
-        Some(ImageMemory {
-            storage,
-            pointer,
-            strides,
-        }) if flat => {
-            let batch = if by_image {
-                vec![(g.images, strides[0])]
-            } else {
-                vec![]
-            };
-            Operand::stored(*storage, pointer, &batch, strides[3], strides[4])
-        }
-        _ => {
-            let axis = match image.contiguous {
-                Some(ImageAxis::Channel) => Some(Axis::Depth),
-                Some(ImageAxis::Plane) => Some(Axis::Free),
-                _ => None,
-            };
-            Operand::computed(axis, load).standing_for(spec.storage)
-        }
-    };
-    let (k, n) = if direction == Direction::Forward {
-        (g.in_channels, g.out_channels)
-    } else {
-        (g.out_channels, g.in_channels)
-    };
-    let b = match direction {
-        Direction::Forward => Operand::stored(spec.storage, &spec.weight, &[], k as i64, 1),
-        Direction::InputGrad => Operand::stored(spec.storage, &spec.weight, &[], 1, n as i64),
+    // Strides of the weight along the columns and along the depth of the product.
+    let [free, depth] = match direction {
+        Direction::Forward => [k as i64, 1],
+        Direction::InputGrad => [1, n as i64],
     };
     let consume = move |r: &gemm::Result<'_>| {
-        let [image, z, y, x] = place(r.batch, r.row, result == Some(ImageAxis::Plane));
+        let [image, z, y, x] = rows.place(r.batch, r.row, rows.result == Some(ImageAxis::Plane));
         let place = PixelPlace {
             width: r.width,
             image: &image,
@@ -164,22 +101,115 @@ pub(super) fn as_product<'a>(spec: &'a ConvSpec<'a>, direction: Direction) -> Ge
     GemmSpec {
         name: spec.name.clone(),
         comment: spec.comment.clone(),
-        batch: if by_image { g.images } else { 1 },
-        m: if by_image { pixels } else { pixels * g.images },
+        batch: if rows.by_image { g.images } else { 1 },
+        m: if rows.by_image {
+            rows.pixels
+        } else {
+            rows.pixels * g.images
+        },
         n,
         k,
-        a,
-        b,
-        epilogue: Epilogue::custom(
-            match result {
-                Some(ImageAxis::Channel) => Some(Axis::Depth),
-                Some(ImageAxis::Plane) => Some(Axis::Free),
-                _ => None,
-            },
-            consume,
-        ),
+        a: rows.operand(spec),
+        b: Operand::stored(spec.storage, &spec.weight, &[], free, depth),
+        epilogue: Epilogue::custom(product_axis(rows.result), consume),
         params: spec.params.clone(),
         threads: spec.threads,
+    }
+}
+
+/// The axis of a product of pixels along which an image has vectors; rows of the product are pixels.
+fn product_axis(axis: Option<ImageAxis>) -> Option<Axis> {
+    match axis {
+        Some(ImageAxis::Channel) => Some(Axis::Depth),
+        Some(ImageAxis::Plane) => Some(Axis::Free),
+        _ => None,
+    }
+}
+
+/// The pixels of a convolution that is a matrix product, as rows of that product.
+#[derive(Clone, Copy)]
+struct PixelRows {
+    /// Depth, height and width of the image.
+    extents: Spatial,
+    /// Pixels of an image.
+    pixels: usize,
+    /// Whether all pixels of an image follow each other at one stride.
+    flat: bool,
+    /// Whether each image is a product of its own. Images that are stored channels-first have their pixels
+    /// together within one image only.
+    by_image: bool,
+    /// Whether the image is read along its planes.
+    planes: bool,
+    /// The axis of the result along which it is consumed in vectors.
+    result: Option<ImageAxis>,
+}
+
+impl PixelRows {
+    fn new(spec: &ConvSpec<'_>) -> Self {
+        let (g, image) = (&spec.geometry, &spec.image);
+        let [depth, height, width] = g.input;
+        let flat = dense_pixels(image, [g.images, depth, height, width]);
+        let planes = image.contiguous == Some(ImageAxis::Plane)
+            || (image.contiguous == Some(ImageAxis::Width) && flat && depth == 1);
+        let result = spec.epilogue.axis(g.input);
+        Self {
+            extents: g.input,
+            pixels: depth * height * width,
+            flat,
+            by_image: planes || result == Some(ImageAxis::Plane),
+            planes,
+            result,
+        }
+    }
+
+    /// C expressions of image, depth, height and width of the pixel in row `row` of product `batch`; with `planes` its
+    /// number in the plane stands for its width.
+    fn place(&self, batch: &str, row: &str, planes: bool) -> [String; 4] {
+        let [depth, height, width] = self.extents;
+        if planes {
+            return [batch.into(), "0".into(), "0".into(), row.into()];
+        }
+        let (n, z) = if self.by_image {
+            (batch.into(), format!("({row} / {})", height * width))
+        } else {
+            (
+                format!("({row} / {})", self.pixels),
+                format!("({row} / {} % {depth})", height * width),
+            )
+        };
+        [
+            n,
+            z,
+            format!("({row} / {width} % {height})"),
+            format!("({row} % {width})"),
+        ]
+    }
+
+    /// The image as the operand A.
+    fn operand<'a>(self, spec: &'a ConvSpec<'a>) -> Operand<'a> {
+        let image = &spec.image;
+        if let Some(memory) = image.memory.as_ref().filter(|_| self.flat) {
+            let strides = memory.strides;
+            let batch = match self.by_image {
+                true => vec![(spec.geometry.images, strides[0])],
+                false => vec![],
+            };
+            return Operand::stored(memory.storage, &memory.pointer, &batch, strides[3], strides[4]);
+        }
+        let load = move |at: &gemm::At<'_>| {
+            let [n, z, y, x] = if image.numbered && !self.by_image {
+                number(at.free)
+            } else {
+                self.place(at.batch, at.free, self.planes)
+            };
+            (image.load)(&PixelPlace {
+                width: at.width,
+                image: &n,
+                at: [&z, &y, &x],
+                channel: at.depth,
+            })
+        };
+        Operand::computed(product_axis(image.contiguous), load).standing_for(spec.storage)
     }
 }
 
@@ -216,8 +246,7 @@ struct Emitter<'a> {
 /// One class of pixels, and where its kernel finds what it needs.
 struct ClassWork<'a> {
     index: usize,
-    class: &'a Class,
-    padded: &'a Padded,
+    pixels: ClassImage<'a>,
     blocks: &'a Blocks,
     panels: Panels,
     /// Where the packed weights lie in the workspace, in bytes.
@@ -244,10 +273,17 @@ impl Emitter<'_> {
         let mut source = frame.head(&self.about(&padded), "");
         let mut calls = String::new();
         // Without slabs, the copy of the whole image comes first in the workspace; its address is part of `padded`.
-        let classes = self.walk.classes.clone();
-        let cut = |class: &Class| {
-            let parts = class.count[2].div_ceil(tile::max_rows(self.isa, vectors));
-            Blocks::new(self.spec, &self.walk, class, &padded, parts, panels.width, result)
+        let walk = self.walk.clone();
+        let pixels = |class| ClassImage {
+            spec: self.spec,
+            walk: &walk,
+            class,
+            padded: &padded,
+        };
+        let classes: Vec<ClassImage<'_>> = walk.classes.iter().map(pixels).collect();
+        let cut = |pixels: &ClassImage<'_>| {
+            let parts = pixels.class.count[2].div_ceil(tile::max_rows(self.isa, vectors));
+            Blocks::new(pixels, parts, panels.width, result)
         };
         let cuts: Vec<Blocks> = classes.iter().map(cut).collect();
         if let Some(copy) = &padded.copy {
@@ -262,8 +298,8 @@ impl Emitter<'_> {
         let consumer = blocks::consumer(self.spec, &self.walk, result, channels, workspace, lanes);
         source.push_str(&consumer.source);
         workspace += consumer.bytes;
-        for (index, (class, blocks)) in classes.iter().zip(&cuts).enumerate() {
-            let taps: usize = class.taps.iter().map(Vec::len).product();
+        for (index, (&pixels, blocks)) in classes.iter().zip(&cuts).enumerate() {
+            let taps: usize = pixels.class.taps.iter().map(Vec::len).product();
             let pack = format!("{name}_pack{index}");
             let weights = workspace;
             workspace += round_up(
@@ -277,7 +313,7 @@ impl Emitter<'_> {
                     geometry: g,
                     weight: &self.spec.weight,
                     transposed: self.direction == Direction::InputGrad,
-                    taps: &class.taps,
+                    taps: &pixels.class.taps,
                     panels,
                     offset: weights,
                     params,
@@ -288,15 +324,14 @@ impl Emitter<'_> {
             }
             source.push_str(&self.class(&ClassWork {
                 index,
-                class,
-                padded: &padded,
+                pixels,
                 blocks,
                 panels,
                 weights,
                 workspace,
             }));
             calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
-            workspace += blocks.bytes(class, &padded, lanes) * if serial { 1 } else { frame.threads };
+            workspace += blocks.bytes(&pixels, lanes) * if serial { 1 } else { frame.threads };
         }
         if let Some((function, count)) = &consumer.last {
             calls.push_str(&run(function, *count));
@@ -362,13 +397,13 @@ impl Emitter<'_> {
     fn class(&mut self, work: &ClassWork<'_>) -> String {
         let ClassWork {
             index,
-            class,
-            padded,
+            pixels: image,
             blocks,
             panels,
             weights,
             workspace,
         } = *work;
+        let ClassImage { class, padded, .. } = image;
         let vectors = panels.width / self.lanes;
         let parts = Parts::of(class.count[2], tile::max_rows(self.isa, vectors));
         let uneven = panels.count > 1 && panels.last < panels.width;
@@ -408,7 +443,7 @@ impl Emitter<'_> {
             walk.pixel_step[2] as i64 * padded.strides[3],
             sides.group,
         );
-        let line = blocks.line(walk, class, padded);
+        let line = blocks.line(&image);
         let unit = parts.unit((name, class, blocks), &line, [&pixels, &calls], &columns);
         let planes = if blocks.planes {
             blocks.consume_planes(name, class, &columns.pitch, &columns.first, &columns.count)
@@ -429,9 +464,14 @@ impl Emitter<'_> {
         );
         let declare = format!("{real} tile[{}] __attribute__((aligned(64)));\n", parts.rows * w);
         let function = format!("{name}_class{index}");
-        blocks.function(
-            self.spec, walk, class, padded, &function, workspace, lanes, &declare, &body,
-        )
+        let function = BlockFunction {
+            name: &function,
+            workspace,
+            lanes,
+            declare: &declare,
+            body: &body,
+        };
+        blocks.function(&image, &function)
     }
 
     /// The tile of a part, `width` columns wide: a long part's or a short one's.
@@ -444,7 +484,7 @@ impl Emitter<'_> {
                 );
                 format!(
                     "if ({}) {{\n{}}} else {{\n{}}}\n",
-                    parts.is_long(),
+                    parts.is_long("part"),
                     indent(&first, 4),
                     indent(&second, 4)
                 )
@@ -455,7 +495,7 @@ impl Emitter<'_> {
 
     /// The call that computes a tile of `rows` pixels and `width` columns, over all kernel elements.
     fn tile_call(&mut self, work: &ClassWork<'_>, rows: usize, width: usize) -> String {
-        let ClassWork { class, padded, .. } = *work;
+        let ClassImage { class, padded, .. } = work.pixels;
         let (sides, walk) = (&self.sides, &self.walk);
         let [_, sz, sy, sx] = padded.strides;
         let [taps_z, taps_y, taps_x] = [0, 1, 2].map(|d| class.taps[d].len());

@@ -7,7 +7,7 @@
 use std::fmt::Write;
 
 use super::ConvSpec;
-use super::blocks::{self, Blocks};
+use super::blocks::{self, BlockFunction, Blocks, ClassImage};
 use super::image::{self, Padded};
 use super::parts::{Parts, TileColumns};
 use super::walk::{Class, Direction, Sides, Walk};
@@ -93,13 +93,19 @@ pub(super) fn correlate(
         Direction::InputGrad => g.input,
     };
     let columns = sides.channels.div_ceil(lanes) * lanes;
-    let cut = |class: &Class| {
-        let parts = class.count[2].div_ceil(max_pixels(isa));
-        Blocks::new(spec, walk, class, &padded, parts, columns, result)
+    let pixels = |class| ClassImage {
+        spec,
+        walk,
+        class,
+        padded: &padded,
+    };
+    let cut = |pixels: &ClassImage<'_>| {
+        let parts = pixels.class.count[2].div_ceil(max_pixels(isa));
+        Blocks::new(pixels, parts, columns, result)
     };
     if let Some(copy) = &padded.copy {
         source.push_str(&copy.row_source);
-        if !cut(&walk.classes[0]).slab {
+        if !cut(&pixels(&walk.classes[0])).slab {
             source.push_str(&copy.source);
             calls.push_str(&run(&copy.function, copy.rows));
             workspace = copy.bytes;
@@ -115,7 +121,7 @@ pub(super) fn correlate(
             sides.channels.div_ceil(lanes) * taps * sides.group * lanes * element.bytes(),
             64,
         );
-        let blocks = cut(class);
+        let blocks = cut(&pixels(class));
         let work = Work {
             spec,
             walk,
@@ -135,7 +141,7 @@ pub(super) fn correlate(
             ));
         }
         calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
-        workspace += blocks.bytes(class, &padded, lanes) * frame.threads;
+        workspace += blocks.bytes(&pixels(class), lanes) * frame.threads;
     }
     if let Some((function, count)) = &consumer.last {
         calls.push_str(&run(function, *count));
@@ -303,7 +309,7 @@ impl Work<'_> {
         let call = match parts.heights()[..] {
             [_, short] => format!(
                 "if ({}) {name}_row{index}_{rows}(at, w, target);\nelse {name}_row{index}_{short}(at, w, target);\n",
-                parts.is_long()
+                parts.is_long("part")
             ),
             _ => format!("{name}_row{index}_{rows}(at, w, target);\n"),
         };
@@ -316,7 +322,13 @@ impl Work<'_> {
             first: "0".into(),
             count: channels.to_string(),
         };
-        let line = blocks.line(walk, class, padded);
+        let image = ClassImage {
+            spec,
+            walk,
+            class,
+            padded,
+        };
+        let line = blocks.line(&image);
         let unit = parts.unit((name, class, blocks), &line, [&pixels, &call], &columns);
         let planes = if blocks.planes {
             blocks.consume_planes(name, class, &columns.pitch, &columns.first, &columns.count)
@@ -332,8 +344,13 @@ impl Work<'_> {
             rows * padded_channels
         );
         let function = format!("{name}_class{index}");
-        blocks.function(
-            spec, walk, class, padded, &function, workspace, lanes, &declare, &body,
-        )
+        let function = BlockFunction {
+            name: &function,
+            workspace,
+            lanes,
+            declare: &declare,
+            body: &body,
+        };
+        blocks.function(&image, &function)
     }
 }

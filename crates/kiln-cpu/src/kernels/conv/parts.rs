@@ -42,21 +42,27 @@ impl Parts {
         std::iter::once(self.rows).chain(short).collect()
     }
 
-    /// C expressions for part `part`: its first pixel, and how many pixels it has.
-    fn extent(&self) -> (String, String) {
+    /// C expression of the first pixel of part `part`, a C variable.
+    pub fn first(&self, part: &str) -> String {
         let Self { rows, long, .. } = self;
         match self.heights()[..] {
-            [_, short] => (
-                format!("part * {short} + (part < {long} ? part : {long})"),
-                format!("(part < {long} ? {rows} : {short})"),
-            ),
-            _ => (format!("part * {rows}"), rows.to_string()),
+            [_, short] => format!("{part} * {short} + ({part} < {long} ? {part} : {long})"),
+            _ => format!("{part} * {rows}"),
         }
     }
 
-    /// The C condition that part `part` is long.
-    pub fn is_long(&self) -> String {
-        format!("part < {}", self.long)
+    /// C expression of how many pixels part `part` has.
+    fn height(&self) -> String {
+        let Self { rows, long, .. } = self;
+        match self.heights()[..] {
+            [_, short] => format!("(part < {long} ? {rows} : {short})"),
+            _ => rows.to_string(),
+        }
+    }
+
+    /// The C condition that part `part`, a C variable, is long.
+    pub fn is_long(&self, part: &str) -> String {
+        format!("{part} < {}", self.long)
     }
 
     /// C statements for unit `unit` of `blocks`, which `line` begins: each of its parts finds its pixels with `pixels`, a
@@ -69,7 +75,7 @@ impl Parts {
         [pixels, compute]: [&str; 2],
         columns: &TileColumns,
     ) -> String {
-        let (first, height) = self.extent();
+        let (first, height) = (self.first("part"), self.height());
         let real = blocks.element.ctype();
         let TileColumns {
             pitch,

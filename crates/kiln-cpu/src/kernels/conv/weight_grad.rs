@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 
 use super::image::{self, Padded};
+use super::parts::Parts;
 use super::weights::Panels;
 use super::{
     ImageAxis, PixelPlace, WeightGradSpec, correlate, depthwise, im2col, narrow_groups_weight, planar,
@@ -89,18 +90,10 @@ impl Images {
 }
 
 pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText {
-    let (frame, g) = (spec.frame(), &spec.geometry);
-    let name = frame.name;
     let element = spec.storage.element();
-    let real = element.ctype();
     let lanes = element.lanes(isa);
-    if g.weight_len() == 0 {
-        return frame.finish(frame.head("No elements.", ""), "", 0);
-    }
-    if g.flops() == 0 {
-        let source = frame.head("No pixels.", "") + &consume_rows(spec, "0.0f", 0, lanes);
-        let calls = frame.run(true)(&format!("{name}_finish"), g.out_channels);
-        return frame.finish(source, &calls, 0);
+    if let Some(kernel) = without_pixels(spec, lanes) {
+        return kernel;
     }
     if let Some(product) = as_product(spec, isa) {
         return gemm::emit(product, isa);
@@ -116,161 +109,272 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText {
     {
         return kernel;
     }
-    if g.is_narrow(lanes) {
+    if spec.geometry.is_narrow(lanes) {
         return narrow_groups_weight::weight_gradient(spec, isa);
     }
+    Chunked::new(spec, isa).kernel()
+}
 
-    let (group_in, group_out, groups) = (g.group_in(), g.group_out(), g.groups);
-    let [kz, ky, kx] = g.kernel;
-    let images = Images::new(spec, lanes, false);
-    let [xn, xz, xy, xx] = images.input.strides;
-    let [yn, yz, yy, yx] = images.output.strides;
-    // Neighbouring kernel elements of a row are one run of columns if nothing lies between them.
-    let merged = groups == 1 && g.dilation[2] == 1 && xx == g.in_channels as i64;
-    let (run_length, runs_x) = if merged {
-        (kx * group_in, 1)
-    } else {
-        (group_in, kx)
-    };
-    let vectors = run_length.div_ceil(lanes).min(2);
-    let panels = Panels::new(run_length, vectors, lanes);
-    let row_panels = group_out.div_ceil(tile::max_rows(isa, vectors));
-    let rows = group_out.div_ceil(row_panels);
-    let tall = group_out - row_panels * (rows - 1);
-    let runs = groups * kz * ky * runs_x;
-    let units = runs * panels.count * row_panels;
+/// The kernel of a gradient that has no elements, or is a sum of no pixels.
+fn without_pixels(spec: &WeightGradSpec<'_>, lanes: usize) -> Option<KernelText> {
+    let (frame, g) = (spec.frame(), &spec.geometry);
+    if g.weight_len() == 0 {
+        return Some(frame.finish(frame.head("No elements.", ""), "", 0));
+    }
+    if g.flops() == 0 {
+        let source = frame.head("No pixels.", "") + &consume_rows(spec, "0.0f", 0, lanes);
+        let calls = frame.run(true)(&format!("{}_finish", frame.name), g.out_channels);
+        return Some(frame.finish(source, &calls, 0));
+    }
+    None
+}
 
-    // Chunks: some images, or some lines of one.
-    let line_bytes = ((yy + g.stride[1] as i64 * xy).max(1)) as usize * element.bytes();
-    let lines = (WEIGHT_GRADIENT_L2 / line_bytes).clamp(1, g.output[1]);
-    let some_images = (WEIGHT_GRADIENT_L2 / (line_bytes * g.output[1])).clamp(1, g.images);
+/// The columns of the product: runs of neighbouring elements of the input, for each kernel element or for
+/// whole rows of them.
+struct Runs {
+    /// Whether the kernel elements of a row are one run, because nothing lies between them.
+    merged: bool,
+    /// Elements of a run.
+    length: usize,
+    /// Runs of a kernel row.
+    of_row: usize,
+    /// Runs of a group.
+    of_group: usize,
+}
 
-    let mut tiles: BTreeSet<Helper> = BTreeSet::new();
-    let a = Access::Strided { free: 1, depth: yx };
-    let b = Access::Strided {
-        free: 1,
-        depth: g.stride[2] as i64 * xx,
-    };
-    let padded = panels.padded();
-    let nest = format!(
-        "(const int64_t[6]){{images, {yn}, {xn}, lines, {yy}, {}}}",
-        g.stride[1] as i64 * xy
-    );
-    let mut call = |rows: usize, width: usize| {
+impl Runs {
+    fn new(spec: &WeightGradSpec<'_>, input: &Padded) -> Self {
+        let g = &spec.geometry;
+        let [kz, ky, kx] = g.kernel;
+        let merged = g.groups == 1 && g.dilation[2] == 1 && input.strides[3] == g.in_channels as i64;
+        let (length, of_row) = if merged {
+            (kx * g.group_in(), 1)
+        } else {
+            (g.group_in(), kx)
+        };
+        Self {
+            merged,
+            length,
+            of_row,
+            of_group: kz * ky * of_row,
+        }
+    }
+}
+
+/// The general kernel: images are read in chunks that stay in L2, and sums are kept between chunks.
+struct Chunked<'a> {
+    spec: &'a WeightGradSpec<'a>,
+    isa: Isa,
+    element: Element,
+    lanes: usize,
+    images: Images,
+    runs: Runs,
+    panels: Panels,
+    /// The rows of the product, output channels of a group.
+    row_panels: Parts,
+    /// Images of a chunk.
+    chunk_images: usize,
+    /// Lines of each of them.
+    chunk_lines: usize,
+}
+
+impl<'a> Chunked<'a> {
+    fn new(spec: &'a WeightGradSpec<'a>, isa: Isa) -> Self {
+        let (g, element) = (&spec.geometry, spec.storage.element());
+        let lanes = element.lanes(isa);
+        let images = Images::new(spec, lanes, false);
+        let runs = Runs::new(spec, &images.input);
+        let vectors = runs.length.div_ceil(lanes).min(2);
+        let (of_input, of_output) = (images.input.strides[2], images.output.strides[2]);
+        let line_bytes = ((of_output + g.stride[1] as i64 * of_input).max(1)) as usize * element.bytes();
+        Self {
+            panels: Panels::new(runs.length, vectors, lanes),
+            row_panels: Parts::of(g.group_out(), tile::max_rows(isa, vectors)),
+            chunk_images: (WEIGHT_GRADIENT_L2 / (line_bytes * g.output[1])).clamp(1, g.images),
+            chunk_lines: (WEIGHT_GRADIENT_L2 / line_bytes).clamp(1, g.output[1]),
+            spec,
+            isa,
+            element,
+            lanes,
+            images,
+            runs,
+        }
+    }
+
+    fn kernel(&self) -> KernelText {
+        let (frame, g) = (self.spec.frame(), &self.spec.geometry);
+        let runs = g.groups * self.runs.of_group;
+        let sums_at = self.images.bytes;
+        let (calls, tiles) = self.tile_calls();
+        let source = frame.head(&self.about(), "")
+            + &self.images.sources()
+            + &frame.part(
+                "Tiles of the gradient, all pixels of each.",
+                "sum",
+                &self.chunks(&self.tile(&calls)),
+            )
+            + &consume_rows(self.spec, &self.sum_of_element(), sums_at, self.lanes);
+        let run = frame.run(g.is_small());
+        let mut calls = self.images.calls(&run);
+        let units = runs * self.panels.count * self.row_panels.count;
+        calls.push_str(&run(&format!("{}_sum", frame.name), units));
+        calls.push_str(&run(&format!("{}_finish", frame.name), g.out_channels));
+        let sums = runs * g.group_out() * self.panels.padded();
+        let bytes = sums_at + round_up(sums * self.element.bytes(), 64);
+        let mut kernel = frame.finish(source, &calls, bytes);
+        kernel.helpers = tiles.into_iter().collect();
+        kernel
+    }
+
+    /// What the source says of itself.
+    fn about(&self) -> String {
+        let g = &self.spec.geometry;
+        let groups = match g.groups {
+            1 => String::new(),
+            groups => format!(" in {groups} groups"),
+        };
+        format!(
+            "{} images of {:?} x {} channels to {}{groups}; chunks of {} images, {} lines.",
+            g.images, g.input, g.in_channels, g.out_channels, self.chunk_images, self.chunk_lines
+        )
+    }
+
+    /// The loops over chunks and, in each, over the thread's tiles, which `tile` computes.
+    fn chunks(&self, tile: &str) -> String {
+        let g = &self.spec.geometry;
+        format!(
+            "{real} *sums = ({real} *)(args->workspace + {sums_at});\nint fresh = 1;\nfor (int64_t image = 0; image < {n}; image += {some_images})\nfor \
+             (int64_t pz = 0; pz < {depth}; pz++)\nfor (int64_t py = 0; py < {height}; py += {lines}) {{\n    const int64_t images = {n} - image < \
+             {some_images} ? {n} - image : {some_images};\n    const int64_t lines = {height} - py < {lines} ? {height} - py : {lines};\n    for \
+             (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n    fresh = 0;\n}}\n",
+            indent(tile, 8),
+            real = self.element.ctype(),
+            sums_at = self.images.bytes,
+            some_images = self.chunk_images,
+            lines = self.chunk_lines,
+            n = g.images,
+            depth = g.output[0],
+            height = g.output[1],
+        )
+    }
+
+    /// Finds the operands and the sums of tile `unit`, and computes it by `calls`.
+    fn tile(&self, calls: &str) -> String {
+        let g = &self.spec.geometry;
+        let [xn, xz, xy, xx] = self.images.input.strides;
+        let [yn, yz, yy, _] = self.images.output.strides;
+        let [kz, ky, kx] = g.kernel;
+        let (row_panels, of_row) = (self.row_panels.count, self.runs.of_row);
+        let tap_x = if self.runs.merged {
+            "0".to_owned()
+        } else {
+            format!("(run % {kx}) * {}", g.dilation[2] as i64 * xx)
+        };
+        format!(
+            "const int64_t rp = unit % {row_panels}, cp = unit / {row_panels} % {count}, run = unit / {per_run};\nconst int64_t group = run / \
+             {run_group}, tz = run / {run_z} % {kz}, ty = run / {of_row} % {ky}, row = {row};\nconst {real} *tile_a = {dy} + image * {yn} + pz * \
+             {yz} + py * {yy} + group * {group_out} + row;\nconst {real} *tile_b = {x} + image * {xn} + (pz * {stride_z} + tz * {dilation_z}) * \
+             {xz} + (py * {stride_y} + ty * {dilation_y}) * {xy}\n    + {tap_x} + group * {group_in} + cp * {width};\n{real} *target = sums + \
+             (run * {group_out} + row) * {padded} + cp * {width};\n{calls}",
+            real = self.element.ctype(),
+            count = self.panels.count,
+            per_run = row_panels * self.panels.count,
+            run_group = self.runs.of_group,
+            run_z = ky * of_row,
+            row = self.row_panels.first("rp"),
+            dy = self.images.output.base,
+            x = self.images.input.base,
+            group_out = g.group_out(),
+            group_in = g.group_in(),
+            stride_z = g.stride[0],
+            dilation_z = g.dilation[0],
+            stride_y = g.stride[1],
+            dilation_y = g.dilation[1],
+            width = self.panels.width,
+            padded = self.panels.padded(),
+        )
+    }
+
+    /// The call of the tile function for the height and width of the tile, chosen at run time, and the
+    /// functions.
+    fn tile_calls(&self) -> (String, BTreeSet<Helper>) {
+        let (panels, row_panels) = (&self.panels, &self.row_panels);
+        let mut tiles = BTreeSet::new();
+        let mut heights = |width: usize| {
+            let mut call = |rows: usize| self.tile_call(rows, width, &mut tiles);
+            match row_panels.heights()[..] {
+                [long, short] => {
+                    let (first, second) = (call(long), call(short));
+                    format!("if ({}) {first}\nelse {second}\n", row_panels.is_long("rp"))
+                }
+                _ => call(row_panels.rows) + "\n",
+            }
+        };
+        let full = if panels.count == 1 {
+            panels.last
+        } else {
+            panels.width
+        };
+        let calls = if panels.count > 1 && panels.last < panels.width {
+            let (wide, thin) = (heights(full), heights(panels.last));
+            format!(
+                "if (cp < {}) {{\n{}}} else {{\n{}}}\n",
+                panels.count - 1,
+                indent(&wide, 4),
+                indent(&thin, 4)
+            )
+        } else {
+            heights(full)
+        };
+        (calls, tiles)
+    }
+
+    /// The call of the function for tiles of `rows` rows and `width` columns, which goes to `tiles`: a sum over
+    /// the pixels of a chunk.
+    fn tile_call(&self, rows: usize, width: usize, tiles: &mut BTreeSet<Helper>) -> String {
+        let g = &self.spec.geometry;
+        let [xn, _, xy, xx] = self.images.input.strides;
+        let [yn, _, yy, yx] = self.images.output.strides;
         let tile = Tile {
             rows,
-            vectors: width / lanes,
-            a,
-            b,
-            factor: element.into(),
+            vectors: width / self.lanes,
+            a: Access::Strided { free: 1, depth: yx },
+            b: Access::Strided {
+                free: 1,
+                depth: g.stride[2] as i64 * xx,
+            },
+            factor: self.element.into(),
             nested: true,
             block: tile::BLOCK,
         };
-        tiles.insert(tile.helper(isa));
+        tiles.insert(tile.helper(self.isa));
+        let nest = format!(
+            "(const int64_t[6]){{images, {yn}, {xn}, lines, {yy}, {}}}",
+            g.stride[1] as i64 * xy
+        );
         format!(
-            "{}(tile_a, tile_b, {}, target, {padded}, !fresh, {nest});",
+            "{}(tile_a, tile_b, {}, target, {}, !fresh, {nest});",
             tile.name(),
-            g.output[2]
+            g.output[2],
+            self.panels.padded()
         )
-    };
-    let mut heights = |width: usize| {
-        let first = call(rows, width);
-        if tall == row_panels {
-            first + "\n"
-        } else {
-            let second = call(rows - 1, width);
-            format!("if (rp < {tall}) {first}\nelse {second}\n")
-        }
-    };
-    let full = if panels.count == 1 {
-        panels.last
-    } else {
-        panels.width
-    };
-    let calls_of_tiles = if panels.count > 1 && panels.last < panels.width {
-        let (wide, thin) = (heights(full), heights(panels.last));
-        format!(
-            "if (cp < {}) {{\n{}}} else {{\n{}}}\n",
-            panels.count - 1,
-            indent(&wide, 4),
-            indent(&thin, 4)
-        )
-    } else {
-        heights(full)
-    };
-    let row = if tall == row_panels {
-        format!("rp * {rows}")
-    } else {
-        format!("rp * {} + (rp < {tall} ? rp : {tall})", rows - 1)
-    };
-    let tap_x = if merged {
-        "0".to_owned()
-    } else {
-        format!("(run % {kx}) * {}", g.dilation[2] as i64 * xx)
-    };
-    let body = format!(
-        "const int64_t rp = unit % {row_panels}, cp = unit / {row_panels} % {count}, run = unit / {per_run};\nconst int64_t group = run / \
-         {run_group}, tz = run / {run_z} % {kz}, ty = run / {runs_x} % {ky}, row = {row};\nconst {real} *tile_a = {dy} + image * {yn} + pz * \
-         {yz} + py * {yy} + group * {group_out} + row;\nconst {real} *tile_b = {x} + image * {xn} + (pz * {stride_z} + tz * {dilation_z}) * \
-         {xz} + (py * {stride_y} + ty * {dilation_y}) * {xy}\n    + {tap_x} + group * {group_in} + cp * {width};\n{real} *target = sums + \
-         (run * {group_out} + row) * {padded} + cp * {width};\n{calls_of_tiles}",
-        count = panels.count,
-        per_run = row_panels * panels.count,
-        run_group = kz * ky * runs_x,
-        run_z = ky * runs_x,
-        dy = images.output.base,
-        x = images.input.base,
-        stride_z = g.stride[0],
-        dilation_z = g.dilation[0],
-        stride_y = g.stride[1],
-        dilation_y = g.dilation[1],
-        width = panels.width,
-    );
-    let about = format!(
-        "{} images of {:?} x {} channels to {}{}; chunks of {some_images} images, {lines} lines.",
-        g.images,
-        g.input,
-        g.in_channels,
-        g.out_channels,
-        if groups > 1 {
-            format!(" in {groups} groups")
-        } else {
-            String::new()
-        }
-    );
-    let sums_at = images.bytes;
-    let body = format!(
-        "{real} *sums = ({real} *)(args->workspace + {sums_at});\nint fresh = 1;\nfor (int64_t image = 0; image < {n}; image += {some_images})\nfor \
-         (int64_t pz = 0; pz < {depth}; pz++)\nfor (int64_t py = 0; py < {height}; py += {lines}) {{\n    const int64_t images = {n} - image < \
-         {some_images} ? {n} - image : {some_images};\n    const int64_t lines = {height} - py < {lines} ? {height} - py : {lines};\n    for \
-         (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n    fresh = 0;\n}}\n",
-        indent(&body, 8),
-        n = g.images,
-        depth = g.output[0],
-        height = g.output[1],
-    );
-    let mut source = frame.head(&about, "")
-        + &images.sources()
-        + &frame.part("Tiles of the gradient, all pixels of each.", "sum", &body);
+    }
 
-    let (tap, column) = if merged {
-        (format!("t / {kx}"), format!("t % {kx} * {group_in} + c"))
-    } else {
-        ("t".into(), "c".into())
-    };
-    let place = format!(
-        "sums[((o / {group_out} * {} + {tap}) * {group_out} + o % {group_out}) * {padded} + {column}]",
-        kz * ky * runs_x
-    );
-    source.push_str(&consume_rows(spec, &place, sums_at, lanes));
-    let run = frame.run(g.is_small());
-    let mut calls = images.calls(&run);
-    calls.push_str(&run(&format!("{name}_sum"), units));
-    calls.push_str(&run(&format!("{name}_finish"), g.out_channels));
-    let bytes = sums_at + round_up(runs * group_out * padded * element.bytes(), 64);
-    let mut kernel = frame.finish(source, &calls, bytes);
-    kernel.helpers = tiles.into_iter().collect();
-    kernel
+    /// C expression of the sum for output channel `o`, channel of the group `c` and kernel element `t`.
+    fn sum_of_element(&self) -> String {
+        let g = &self.spec.geometry;
+        let (group_in, group_out, kx) = (g.group_in(), g.group_out(), g.kernel[2]);
+        let (tap, column) = if self.runs.merged {
+            (format!("t / {kx}"), format!("t % {kx} * {group_in} + c"))
+        } else {
+            ("t".into(), "c".into())
+        };
+        format!(
+            "sums[((o / {group_out} * {} + {tap}) * {group_out} + o % {group_out}) * {} + {column}]",
+            self.runs.of_group,
+            self.panels.padded()
+        )
+    }
 }
 
 /// `name_finish(ctx, begin, end, thread)` over output channels: brings sums into the order of the weight and lets the caller consume

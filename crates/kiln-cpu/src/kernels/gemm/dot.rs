@@ -67,8 +67,15 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
         false => (real, &*format!("{vf}_store"), ""),
     };
     let columns = (accumulators / m).clamp(1, 4);
-    let (groups, rest) = (n / columns, n % columns);
     let row = round_up(*k, lanes);
+    let groups = ColumnGroups {
+        pairs,
+        columns,
+        full: n / columns,
+        rest: n % columns,
+        row,
+        lanes,
+    };
 
     let element = |width| {
         (a.load)(&At {
@@ -87,7 +94,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
         String::new()
     };
     let finish = if spec.epilogue.code.is_some() {
-        super::emit::finish(spec, lanes, true)
+        super::finish::finish(spec, lanes, true)
     } else {
         String::new()
     };
@@ -104,121 +111,145 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
         element(Width::Scalar),
         unpack(params),
         m * row,
-        indent(&choose(spec, pairs, columns, rest, groups, row, lanes), 8),
-        units = groups + usize::from(rest > 0),
+        indent(&groups.all(spec), 8),
+        units = groups.count(),
     );
     let serial = *threads == 1 || 2 * batch * m * n * k < SERIAL_PRODUCT;
     let run = run_part(serial);
     let calls = run_part(true)(&format!("{name}_rows"), batch * m)
-        + &run(&format!("{name}_dot"), batch * (groups + usize::from(rest > 0)));
+        + &run(&format!("{name}_dot"), batch * groups.count());
     finish_kernel(name, params, source, &calls, workspace(spec, isa))
 }
 
-/// A full group of columns, or what is left of one.
-fn choose(
-    spec: &GemmSpec<'_>,
+/// The columns of the result in groups, each with one accumulator for each row and column.
+struct ColumnGroups {
+    /// Whether vectors are pairs of bf16.
     pairs: bool,
+    /// Columns of a full group.
     columns: usize,
+    /// Full groups.
+    full: usize,
+    /// Columns of the group behind them.
     rest: usize,
-    groups: usize,
+    /// Elements between the copied rows of A.
     row: usize,
+    /// Elements of a vector.
     lanes: usize,
-) -> String {
-    let full = group(spec, pairs, columns, columns, row, lanes);
-    match (groups, rest) {
-        (_, 0) => full,
-        (0, _) => group(spec, pairs, columns, rest, row, lanes),
-        _ => format!(
-            "if (group < {groups}) {{\n{}}} else {{\n{}}}\n",
-            indent(&full, 4),
-            indent(&group(spec, pairs, columns, rest, row, lanes), 4)
-        ),
-    }
 }
 
-/// The products of all rows with `some` columns, from `group * columns` on.
-fn group(spec: &GemmSpec<'_>, pairs: bool, columns: usize, some: usize, row: usize, lanes: usize) -> String {
-    let GemmSpec {
-        m, k, b, epilogue, ..
-    } = spec;
-    let (real, vf, sf) = (
-        spec.element().ctype(),
-        spec.element().vector(),
-        spec.element().scalar(),
-    );
-    let place = |c: usize| format!("(group * {columns} + {c})");
-    let load = |width, c: usize| {
-        (b.load)(&At {
-            width,
-            batch: "batch",
-            free: &place(c),
-            depth: "k",
-        })
-    };
-    let sums: Vec<String> = (0..*m)
-        .flat_map(|r| (0..some).map(move |c| format!("sum{r}_{c} = {{0}}")))
-        .collect();
-    let mut step = String::new();
-    let mut tail = String::new();
-    let mut end = String::new();
-    for c in 0..some {
-        let right = match &spec.b.halves {
-            Some(memory) if pairs => format!(
-                "const vu right{c} = vu_load((const bf16_pair *)({}));\n",
-                pack::place(memory, &place(c), "k")
-            ),
-            _ => format!("const {vf} right{c} = {};\n", load(Width::Vector, c)),
-        };
-        step.push_str(&right);
-        tail.push_str(&format!("const {real} right{c} = {};\n", load(Width::Scalar, c)));
+impl ColumnGroups {
+    /// How many groups there are.
+    fn count(&self) -> usize {
+        self.full + usize::from(self.rest > 0)
     }
-    for r in 0..*m {
-        for c in 0..some {
-            let x = r * row;
-            let total = format!("total[{}]", r * some + c);
-            let (next, last) = match pairs {
-                true => (
-                    format!("vf_dot_bf16(vu_load((const bf16_pair *)(few + {x} + k)), right{c}, sum{r}_{c})"),
-                    format!("sf_from_bf16(few[{x} + k])"),
-                ),
-                false => (
-                    format!("{vf}_fma({vf}_load(few + {x} + k), right{c}, sum{r}_{c})"),
-                    format!("few[{x} + k]"),
-                ),
-            };
-            step.push_str(&format!("sum{r}_{c} = {next};\n"));
-            tail.push_str(&format!("{total} = {sf}_fma({last}, right{c}, {total});\n"));
-            end.push_str(&format!("total[{}] = {vf}_sum(sum{r}_{c});\n", r * some + c));
+
+    /// The products of group `group`: a full one, or the last.
+    fn all(&self, spec: &GemmSpec<'_>) -> String {
+        let full = self.products(spec, self.columns);
+        match (self.full, self.rest) {
+            (_, 0) => full,
+            (0, rest) => self.products(spec, rest),
+            (groups, rest) => format!(
+                "if (group < {groups}) {{\n{}}} else {{\n{}}}\n",
+                indent(&full, 4),
+                indent(&self.products(spec, rest), 4)
+            ),
         }
     }
-    let consume = if epilogue.code.is_some() {
-        // The statements for tiles want whole vectors.
+
+    /// The products of all rows with `some` columns, from `group * columns` on.
+    fn products(&self, spec: &GemmSpec<'_>, some: usize) -> String {
+        let Self {
+            pairs,
+            columns,
+            row,
+            lanes,
+            ..
+        } = *self;
+        let GemmSpec {
+            m, k, b, epilogue, ..
+        } = spec;
+        let (real, vf, sf) = (
+            spec.element().ctype(),
+            spec.element().vector(),
+            spec.element().scalar(),
+        );
+        let place = |c: usize| format!("(group * {columns} + {c})");
+        let load = |width, c: usize| {
+            (b.load)(&At {
+                width,
+                batch: "batch",
+                free: &place(c),
+                depth: "k",
+            })
+        };
+        let sums: Vec<String> = (0..*m)
+            .flat_map(|r| (0..some).map(move |c| format!("sum{r}_{c} = {{0}}")))
+            .collect();
+        let mut step = String::new();
+        let mut tail = String::new();
+        let mut end = String::new();
+        for c in 0..some {
+            let right = match &spec.b.halves {
+                Some(memory) if pairs => format!(
+                    "const vu right{c} = vu_load((const bf16_pair *)({}));\n",
+                    pack::place(memory, &place(c), "k")
+                ),
+                _ => format!("const {vf} right{c} = {};\n", load(Width::Vector, c)),
+            };
+            step.push_str(&right);
+            tail.push_str(&format!("const {real} right{c} = {};\n", load(Width::Scalar, c)));
+        }
+        for r in 0..*m {
+            for c in 0..some {
+                let x = r * row;
+                let total = format!("total[{}]", r * some + c);
+                let (next, last) = match pairs {
+                    true => (
+                        format!(
+                            "vf_dot_bf16(vu_load((const bf16_pair *)(few + {x} + k)), right{c}, sum{r}_{c})"
+                        ),
+                        format!("sf_from_bf16(few[{x} + k])"),
+                    ),
+                    false => (
+                        format!("{vf}_fma({vf}_load(few + {x} + k), right{c}, sum{r}_{c})"),
+                        format!("few[{x} + k]"),
+                    ),
+                };
+                step.push_str(&format!("sum{r}_{c} = {next};\n"));
+                tail.push_str(&format!("{total} = {sf}_fma({last}, right{c}, {total});\n"));
+                end.push_str(&format!("total[{}] = {vf}_sum(sum{r}_{c});\n", r * some + c));
+            }
+        }
+        let consume = if epilogue.code.is_some() {
+            // The statements for tiles want whole vectors.
+            format!(
+                "float tile[{}] = {{0}};\nfor (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) tile[i * {lanes} + c] = total[i \
+                 * {some} + c];\n{}_finish(args, batch, tile, {lanes}, 0, {m}, group * {columns}, {some});\n",
+                m * lanes,
+                spec.name
+            )
+        } else {
+            let statements = (epilogue.consume)(&Result {
+                width: Width::Scalar,
+                batch: "batch",
+                row: "i",
+                col: "j",
+                value: "sum",
+            });
+            format!(
+                "for (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) {{\n        const int64_t j = group * {columns} \
+                 + c;\n        {real} sum = total[i * {some} + c];\n{}    }}\n",
+                indent(&statements, 8)
+            )
+        };
         format!(
-            "float tile[{}] = {{0}};\nfor (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) tile[i * {lanes} + c] = total[i \
-             * {some} + c];\n{}_finish(args, batch, tile, {lanes}, 0, {m}, group * {columns}, {some});\n",
-            m * lanes,
-            spec.name
+            "{vf} {};\n{real} total[{}];\nint64_t k = 0;\nfor (; k + {step_width} <= {k}; k += {step_width}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\n{consume}",
+            sums.join(", "),
+            m * some,
+            indent(&step, 4),
+            indent(&tail, 4),
+            step_width = if pairs { 2 * lanes } else { lanes },
         )
-    } else {
-        let statements = (epilogue.consume)(&Result {
-            width: Width::Scalar,
-            batch: "batch",
-            row: "i",
-            col: "j",
-            value: "sum",
-        });
-        format!(
-            "for (int64_t i = 0; i < {m}; i++)\n    for (int64_t c = 0; c < {some}; c++) {{\n        const int64_t j = group * {columns} \
-             + c;\n        {real} sum = total[i * {some} + c];\n{}    }}\n",
-            indent(&statements, 8)
-        )
-    };
-    format!(
-        "{vf} {};\n{real} total[{}];\nint64_t k = 0;\nfor (; k + {step_width} <= {k}; k += {step_width}) {{\n{}}}\n{end}for (; k < {k}; k++) {{\n{}}}\n{consume}",
-        sums.join(", "),
-        m * some,
-        indent(&step, 4),
-        indent(&tail, 4),
-        step_width = if pairs { 2 * lanes } else { lanes },
-    )
+    }
 }

@@ -27,8 +27,11 @@
 
 mod dot;
 mod emit;
+mod finish;
 mod pack;
+mod panels;
 mod plan;
+mod workspace;
 
 use super::element::{Element, Factor, Storage};
 use super::{KernelText, Param, Width};
@@ -388,7 +391,7 @@ pub fn workspace(spec: GemmSpec<'_>, isa: Isa) -> usize {
     if dot::fits(&spec, isa) {
         dot::workspace(&spec, isa)
     } else {
-        emit::workspace(&spec, isa)
+        workspace::bytes(&spec, isa)
     }
 }
 

@@ -1,0 +1,285 @@
+//! The loops of a matrix product: streamed panels against the stationary operand.
+
+use super::emit::Emitter;
+use super::plan::{Parallel, Stream};
+use super::workspace::WIDE;
+use super::{GemmSpec, Memory, Operand, ResultMemory};
+use crate::kernels::tile::{self, Access, Tile};
+use crate::kernels::{indent, unpack};
+
+/// Where tiles put their sums.
+enum Sums<'a> {
+    /// Into the result itself.
+    Result(&'a ResultMemory<'a>),
+    /// Into partial sums in the workspace, because the depth is cut.
+    Partial,
+    /// Into a block of the thread's own, which the epilogue consumes soon after.
+    Block,
+}
+
+impl<'a> Emitter<'a> {
+    /// Calls of the tile functions that differ in height and width, chosen at run time.
+    fn tile_calls(&mut self) -> String {
+        let (plan, factor) = (self.plan, self.plan.factor);
+        let access = |packed: bool, operand: &super::Operand<'_>| match (&operand.memory, &operand.halves) {
+            (Some(memory), _) if !packed => Access::Strided {
+                free: memory.free_stride,
+                depth: memory.depth_stride,
+            },
+            (_, Some(memory)) if !packed => Access::Strided {
+                free: memory.free_stride / 2,
+                depth: 1,
+            },
+            _ => Access::Packed,
+        };
+        let (a, b) = (
+            access(plan.a_packed, &self.spec.a),
+            access(plan.b_packed, &self.spec.b),
+        );
+        let mut call = |rows: usize, vectors: usize| {
+            let tile = Tile {
+                rows,
+                vectors,
+                a,
+                b,
+                factor,
+                nested: false,
+                block: tile::BLOCK,
+            };
+            self.tiles.insert(tile.helper(self.isa));
+            format!(
+                "{}(tile_a, tile_b, args->depth, target, ldc, !args->from_zero);",
+                tile.name()
+            )
+        };
+        let mut heights = |vectors: usize| {
+            let tall = call(plan.rows, vectors);
+            if plan.uneven_rows() {
+                let short = call(plan.rows - 1, vectors);
+                format!("if (rp < {}) {tall}\nelse {short}\n", plan.tall_panels)
+            } else {
+                tall + "\n"
+            }
+        };
+        let full = if plan.column_panels == 1 {
+            plan.last_vectors
+        } else {
+            plan.vectors
+        };
+        if plan.uneven_columns() {
+            let last = plan.column_panels - 1;
+            let (full, narrow) = (heights(full), heights(plan.last_vectors));
+            format!(
+                "if (cp < {last}) {{\n{}}} else {{\n{}}}\n",
+                indent(&full, 4),
+                indent(&narrow, 4)
+            )
+        } else {
+            heights(full)
+        }
+    }
+
+    /// `name_panels(ctx, begin, end, thread)`: streamed panels `begin..end` against the stationary operand.
+    pub(super) fn panels(&mut self) -> String {
+        let calls = self.tile_calls();
+        let sums = self.sums();
+        let (plan, workspace) = (self.plan, self.workspace);
+        let GemmSpec { name, params, .. } = self.spec;
+        let (real, factor) = (self.spec.element().ctype(), plan.factor.ctype());
+        let (base, ldc) = match &sums {
+            Sums::Result(memory) => ((memory.base)("batch"), memory.row_stride),
+            Sums::Partial => (
+                format!("({real} *)(args->workspace + {})", workspace.partial),
+                plan.padded_columns() as i64,
+            ),
+            Sums::Block => ("block".to_owned(), workspace.block_ld as i64),
+        };
+        let block_at = match &sums {
+            Sums::Block => format!(
+                "    {real} *block = ({real} *)({});\n",
+                self.own(workspace.block, workspace.block_each)
+            ),
+            _ => String::new(),
+        };
+        let work = match plan.stream {
+            Stream::Columns => self.row_loops(&sums, &self.tile(&sums, &calls)),
+            Stream::Rows => self.column_loops(&sums, &self.tile(&sums, &calls)),
+        };
+        format!(
+            "static void {name}_panels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
+             *args = ctx;\n{}    const int64_t batch = args->batch, ldc = {ldc};\n    const {factor} *stationary = (const {factor} \
+             *)(args->workspace + {});\n    {factor} *streamed = ({factor} *)({});\n{block_at}    {real} *base = {base};\n    for (int64_t \
+             group = begin; group < end; group += {group}) {{\n        const int64_t group_end = group + {group} < end ? group + \
+             {group} : end;\n{}{}    }}\n}}\n",
+            unpack(params),
+            workspace.stationary,
+            self.own(workspace.streamed, workspace.streamed_each),
+            indent(&self.pack_streamed(), 8),
+            indent(&work, 8),
+            group = plan.group,
+        )
+    }
+
+    fn sums(&self) -> Sums<'a> {
+        let in_result = self.spec.epilogue.memory.as_ref().filter(|_| self.plan.in_result);
+        match in_result {
+            Some(memory) => Sums::Result(memory),
+            None if self.plan.cuts > 1 => Sums::Partial,
+            None => Sums::Block,
+        }
+    }
+
+    /// C expression of a region of the workspace: the thread's own, `each` bytes from the next thread's, where
+    /// threads share panels.
+    fn own(&self, offset: usize, each: usize) -> String {
+        match self.plan.parallel {
+            Parallel::Panels => format!("args->workspace + {offset} + thread * {each}"),
+            _ => format!("args->workspace + {offset}"),
+        }
+    }
+
+    /// C expression of the address of an operand that tiles read in place, from row or column `free` on.
+    fn in_place(&self, operand: &Operand<'_>, free: &str) -> String {
+        let place = |memory: &Memory<'_>, step: i64| {
+            format!(
+                "{} + {free} * {} + args->start * {step}",
+                (memory.base)("batch"),
+                memory.free_stride,
+            )
+        };
+        match (&operand.memory, &operand.halves) {
+            (Some(memory), _) => place(memory, memory.depth_stride),
+            (_, Some(memory)) => {
+                let factor = self.plan.factor.ctype();
+                format!("(const {factor} *)({})", place(memory, 2))
+            }
+            _ => String::new(),
+        }
+    }
+
+    /// C expressions of the addresses where a tile finds its rows of A and its columns of B.
+    fn operands(&self) -> (String, String) {
+        let (plan, width) = (self.plan, self.plan.width());
+        let (packed_a, packed_b) = match plan.stream {
+            Stream::Columns => (
+                "stationary + row * args->depth".to_owned(),
+                format!("streamed + (cp - group) * {width} * args->depth"),
+            ),
+            Stream::Rows => (
+                format!("streamed + (rp - group) * {} * args->depth", plan.rows),
+                format!("stationary + cp * {width} * args->depth"),
+            ),
+        };
+        let a = match plan.a_packed {
+            true => packed_a,
+            false => self.in_place(&self.spec.a, "row"),
+        };
+        let b = match plan.b_packed {
+            true => packed_b,
+            false => self.in_place(&self.spec.b, "col"),
+        };
+        (a, b)
+    }
+
+    /// Packs the streamed panels of a group, unless they are read in place.
+    fn pack_streamed(&self) -> String {
+        let (plan, name) = (self.plan, &self.spec.name);
+        match plan.stream {
+            Stream::Columns if plan.b_packed => format!(
+                "for (int64_t cp = group; cp < group_end; cp++)\n    {name}_pack_b(args, cp, streamed + (cp - group) * \
+                 {} * args->depth);\n",
+                plan.width()
+            ),
+            Stream::Rows if plan.a_packed => format!(
+                "for (int64_t rp = group; rp < group_end; rp++)\n    {name}_pack_a(args, rp, streamed + (rp - group) * {} \
+                 * args->depth);\n",
+                plan.rows
+            ),
+            _ => String::new(),
+        }
+    }
+
+    /// Finds the operands and the sums of the tile of row panel `rp` and column panel `cp`, and computes it by
+    /// `calls`.
+    fn tile(&self, sums: &Sums<'_>, calls: &str) -> String {
+        let (plan, width) = (self.plan, self.plan.width());
+        let (real, factor) = (self.spec.element().ctype(), plan.factor.ctype());
+        let at = match (sums, plan.stream) {
+            (Sums::Block, Stream::Columns) => format!("(cp - group) * {width}"),
+            (Sums::Block, Stream::Rows) => format!(
+                "(rp - group) * {} + (cp - wide) * {width}",
+                plan.rows * self.workspace.block_ld
+            ),
+            _ => "row * ldc + col".to_owned(),
+        };
+        let (a, b) = self.operands();
+        format!(
+            "const int64_t row = {}, col = cp * {width};\nconst \
+             {factor} *tile_a = {a};\nconst {factor} *tile_b = {b};\n{real} *target = base + {at};\n{calls}",
+            self.first_row("rp")
+        )
+    }
+
+    /// For each row panel, the tiles of the group's column panels.
+    fn row_loops(&self, sums: &Sums<'_>, tile: &str) -> String {
+        let finish = self.finish_columns(sums, "group", "group_end", "0");
+        format!(
+            "for (int64_t rp = 0; rp < {}; rp++) {{\n    for (int64_t cp = group; cp < group_end; cp++) {{\n{}    }}\n{}}}\n",
+            self.plan.row_panels,
+            indent(tile, 8),
+            indent(&finish, 4)
+        )
+    }
+
+    /// For each column panel, the tiles of the group's row panels. An epilogue follows after every [`WIDE`]
+    /// column panels.
+    fn column_loops(&self, sums: &Sums<'_>, tile: &str) -> String {
+        let plan = self.plan;
+        let at = format!("(rp - group) * {}", plan.rows * self.workspace.block_ld);
+        let finish = self.finish_columns(sums, "wide", "wide_end", &at);
+        let inner = format!(
+            "for (int64_t rp = group; rp < group_end; rp++) {{\n{}}}\n",
+            indent(tile, 4)
+        );
+        if finish.is_empty() {
+            return format!(
+                "for (int64_t cp = 0; cp < {}; cp++)\n{}",
+                plan.column_panels,
+                indent(&inner, 4)
+            );
+        }
+        format!(
+            "for (int64_t wide = 0; wide < {panels}; wide += {WIDE}) {{\n    const int64_t wide_end = wide + {WIDE} < \
+             {panels} ? wide + {WIDE} : {panels};\n    for (int64_t cp = wide; cp < wide_end; cp++)\n{}    for (int64_t rp \
+             = group; rp < group_end; rp++)\n{}}}\n",
+            indent(&inner, 8),
+            indent(&finish, 8),
+            panels = plan.column_panels,
+        )
+    }
+
+    /// Calls the epilogue for column panels `from..end` of row panel `rp`: several at once, because rows should
+    /// be long enough for caches to run ahead of it. In a block, their sums lie `at` from its start.
+    fn finish_columns(&self, sums: &Sums<'_>, from: &str, end: &str, at: &str) -> String {
+        let (plan, width) = (self.plan, self.plan.width());
+        let GemmSpec { name, n, .. } = self.spec;
+        if plan.in_result {
+            return String::new();
+        }
+        let rows = if plan.uneven_rows() {
+            format!("(rp < {} ? {} : {})", plan.tall_panels, plan.rows, plan.rows - 1)
+        } else {
+            plan.rows.to_string()
+        };
+        let place = match sums {
+            Sums::Block => at,
+            _ => "row * ldc + col",
+        };
+        let test = if plan.cuts > 1 { "if (args->to_end) " } else { "" };
+        format!(
+            "{test}{{\n    const int64_t row = {}, rows = {rows}, col = {from} * {width}, ends = {end} * {width} < {n} ? {end} * \
+             {width} : {n};\n    {name}_finish(args, batch, base + {place}, ldc, row, rows, col, ends - col);\n}}\n",
+            self.first_row("rp")
+        )
+    }
+}
