@@ -1,10 +1,10 @@
 //! Index checks of compiled code: before anything is overwritten, every index is known to be in range.
 //!
-//! Kernels clamp indices so that memory stays safe, and look no further: a test beside each load would cost
-//! what a gather costs. Instead the least and the largest element of each tensor of indices leave the step as
-//! two more outputs, before the partition and fusion see the graph. Token ids and labels are arguments, so
-//! these are small kernels at the very start; an index that the step computes is looked at where it is made.
-//! One that cannot be out of range ([`kiln_graph::range`]) is not looked at.
+//! Kernels clamp indices so that memory stays safe, and do no more: a test beside each load would cost what
+//! a gather costs. Instead this pass adds the least and the largest element of each tensor of indices as
+//! two more outputs of the step, before the partition and fusion see the graph. Token ids and labels are
+//! arguments, so these are small kernels at the very start; an index that the step computes is checked
+//! right after it is computed. An index that cannot be out of range ([`kiln_graph::range`]) is not checked.
 //!
 //! ```text
 //!   %ids = parameter 1 : i64[32]                    %ids = parameter 1 : i64[32]
@@ -14,11 +14,11 @@
 //!                                                   return %rows, %least (check), %most (check)
 //! ```
 //!
-//! After the kernels that make such a pair the step compares it with the bounds and returns if an index is
-//! outside ([`crate::schedule::Schedule::checks_decided_after`]). Kernels that write an output into an
-//! argument's memory run after all of these guards: [`crate::schedule::order`] puts them there where it can,
-//! and [`crate::plan`] gives an output memory of its own where it cannot (the index depends on that output).
-//! So a step that stops has overwritten nothing.
+//! After the kernels that make such a pair the step compares the pair with the bounds, and returns if an
+//! index is outside ([`crate::schedule::Schedule::checks_decided_after`]). Kernels that write an output
+//! into an argument's memory run after all of these checks: [`crate::schedule::order`] puts them there
+//! where it can, and [`crate::plan`] gives an output memory of its own where it cannot (the index depends
+//! on that output). So a step that stops has overwritten nothing.
 
 use std::sync::Arc;
 
@@ -27,11 +27,11 @@ use kiln_graph::{Graph, IndexCheck, IndexError, Phase, Provenance, Rewriter, Typ
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 
-/// The operation of the nodes that look for the least and the largest index. They share no kernel with
-/// others, which might run late.
+/// The recorded operation of nodes that find the least and the largest index. They share no kernel with
+/// other operations, because such a kernel might run late.
 pub const OPERATION: &str = "index check";
 
-/// Indices that are looked at: stored in the cache with the step.
+/// A tensor of indices that the step checks: stored in the cache with the step.
 #[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Check {
     /// Their element type, by name.
@@ -78,8 +78,8 @@ impl Check {
         self.uses.iter().map(|it| it.extent).min().unwrap_or(usize::MAX)
     }
 
-    /// What is wrong with indices from `least` to `most`, at the first use that they do not fit; none if they
-    /// fit all.
+    /// The error of indices from `least` to `most`, at the first use that they do not fit; none if they fit
+    /// all uses.
     pub fn error(&self, least: i128, most: i128) -> Option<IndexError> {
         let wrong = |extent: usize| match least < 0 {
             true => Some(least),
@@ -144,7 +144,7 @@ pub fn run(graph: &Graph) -> Result<(Graph, Vec<Check>), TypeError> {
             let provenance = Provenance {
                 operation: Some(OPERATION.into()),
                 phase: match (&data.op, data.provenance.phase) {
-                    // Whoever reads it first: a check is part of the forward pass.
+                    // A check of an argument is part of the forward pass.
                     (Op::Parameter { .. }, phase) if phase != Phase::Unknown => Phase::Forward,
                     (_, phase) => phase,
                 },
@@ -169,7 +169,7 @@ pub fn run(graph: &Graph) -> Result<(Graph, Vec<Check>), TypeError> {
     Ok((checked, checks.into_iter().map(|(_, check)| check).collect()))
 }
 
-/// Whether a node looks for the least or the largest index.
+/// Whether a node finds the least or the largest index of a check.
 pub fn is_check(provenance: &Provenance) -> bool {
     provenance.operation.as_deref() == Some(OPERATION)
 }

@@ -29,11 +29,11 @@ pub struct CompiledStep<T: Target> {
     pub autocast: Option<AutocastReport>,
     /// What the backward pass keeps; none for a graph without one.
     pub partition: Option<Report>,
-    /// What runs together and when.
+    /// Which operations share a kernel, and the order of kernels.
     pub schedule: Schedule,
     /// Where everything lives.
     pub plan: Plan,
-    /// What the target makes of it, such as a source tree.
+    /// The target's code for the step, such as a source tree.
     pub code: T::Code,
     /// What each kernel does, by the number that profiling events carry.
     pub kernels: Vec<KernelReport>,
@@ -41,7 +41,7 @@ pub struct CompiledStep<T: Target> {
     pub buffers: Vec<BufferReport>,
     /// Operations that run outside, by the index that the step calls them by.
     pub externs: Vec<ExternCall>,
-    /// Indices that are looked at; the last outputs of the graph are the least and the largest index of each.
+    /// The checked indices; the last outputs of the graph are the least and the largest index of each.
     pub checks: Vec<Check>,
     /// Time spent in each stage.
     pub times: Vec<(&'static str, Duration)>,
@@ -75,8 +75,8 @@ impl<T: Target> CompiledStep<T> {
     }
 }
 
-/// Compiles `graph` for `target`. What each stage made is written to [`Options::debug`], if that names a
-/// folder.
+/// Compiles `graph` for `target`. The result of each stage is written to [`Options::debug`], if that names
+/// a folder.
 ///
 /// The compiled step takes one pointer for each parameter and one for each output, row-major and contiguous,
 /// and the runtime scalars as eight bytes each ([`kiln_graph::Scalar::to_bits`]). [`Plan::aliases`] says

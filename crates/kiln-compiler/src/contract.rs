@@ -1,4 +1,4 @@
-//! What the caller of a compiled step must know: stored in the cache beside the code.
+//! The contract of a compiled step, which its caller must know: stored in the cache beside the code.
 
 use serde::{Deserialize, Serialize};
 
@@ -28,7 +28,7 @@ pub struct Contract {
     pub buffers: Vec<BufferReport>,
     /// Operations that run outside, by index.
     pub externs: Vec<ExternCall>,
-    /// Indices that are looked at before anything is overwritten.
+    /// Indices that the step checks before it overwrites anything.
     pub checks: Vec<Check>,
 }
 

@@ -1,4 +1,4 @@
-//! What the compiler thought, on disk: [`crate::Options::debug`] names the folder of one step.
+//! The result of each stage, on disk: [`crate::Options::debug`] names the folder of one step.
 //!
 //! ```text
 //! 0-recorded.kg 1-simplify.kg ..   the graph as recorded and after each pass
@@ -18,8 +18,8 @@ use crate::plan::Plan;
 use crate::schedule::Schedule;
 use crate::transform::Dumps;
 
-/// Writes what belongs to no machine into `folder`: `graph` after each pass (`dumps`), its schedule and its
-/// plan of memory.
+/// Writes the files that do not depend on a machine into `folder`: `graph` after each pass (`dumps`), its
+/// schedule and its plan of memory.
 pub fn write(folder: &Path, dumps: &Dumps, graph: &Graph, schedule: &Schedule, plan: &Plan) {
     let written = || -> io::Result<()> {
         std::fs::create_dir_all(folder)?;

@@ -1,4 +1,4 @@
-//! What the partition decided, for people: stored in the cache with the step, without references to the
+//! The decisions of the partition, for people: stored in the cache with the step, without references to the
 //! graph.
 
 use std::fmt;
@@ -8,22 +8,22 @@ use kiln_graph::NodeData;
 use kiln_partition::{Origin, Report};
 use serde::{Deserialize, Serialize};
 
-/// What was decided: stored in the cache with the step.
+/// The decisions of a partition: stored in the cache with the step.
 #[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Decision {
     /// Bytes kept from the forward to the backward pass, without outputs of the step.
     pub saved_bytes: u64,
-    /// Bytes that keeping everything the backward pass reads would keep.
+    /// Bytes that would be kept if the backward pass recomputed nothing.
     pub everything_bytes: u64,
     /// The arena without a memory budget, if there is one.
     pub peak_without_budget: Option<u64>,
-    /// Time of what is computed again, by the cost model, in picoseconds.
+    /// Time of recomputed operations by the cost model, in picoseconds.
     pub recompute_picoseconds: u64,
-    /// What runs in chunks of rows to fit the budget, in words.
+    /// The product that runs in chunks of rows to fit the budget, in words.
     pub chunks: Option<String>,
-    /// What is kept, largest first.
+    /// Kept values, largest first.
     pub saved: Vec<SavedReport>,
-    /// What is computed again, the most bytes first.
+    /// Recomputed operations, the most bytes first.
     pub recomputed: Vec<RecomputedReport>,
 }
 
@@ -38,9 +38,9 @@ pub struct SavedReport {
     pub bytes: u64,
     /// Whether it leaves the step as an output as well.
     pub is_output: bool,
-    /// What makes it.
+    /// The operation that makes it.
     pub origin: OriginReport,
-    /// What reads it in the backward pass.
+    /// The operations that read it in the backward pass.
     pub users: Vec<OriginReport>,
 }
 

@@ -1,4 +1,4 @@
-//! What a compiled step follows from, as the fields of a cache key that every target shares.
+//! The identity of a compiled step: the fields of a cache key that every target shares.
 
 use kiln_graph::{Graph, Provenance};
 
@@ -9,8 +9,8 @@ use crate::target::Target;
 /// the compiler, even one with the same version number, is not the same step.
 pub const COMPILER_SOURCES: &str = env!("KILN_COMPILER_SOURCES");
 
-/// The phase of each node, as one letter: equal graphs of other phases are partitioned otherwise. A capital
-/// stands for a node of full precision.
+/// The phase of each node, as one letter: graphs that differ in phases alone are partitioned differently. A
+/// capital marks a node of full precision.
 fn phases(graph: &Graph) -> String {
     let letter = |provenance: &Provenance| {
         let letter = provenance.phase.name().chars().next().unwrap_or('-');
@@ -23,7 +23,7 @@ fn phases(graph: &Graph) -> String {
     graph.nodes().map(|(_, data)| letter(&data.provenance)).collect()
 }
 
-/// The named fields that identify what [`crate::compile()`] makes of `graph` for `target`.
+/// The named fields that identify the result of [`crate::compile()`] for `graph` and `target`.
 pub fn fields<T: Target>(graph: &Graph, options: &Options, target: &T) -> [(&'static str, Vec<u8>); 6] {
     [
         ("graph", graph.fingerprint().0.to_vec()),

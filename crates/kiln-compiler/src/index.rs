@@ -10,7 +10,7 @@
 //! - `64 (q / 64) + q % 64 = q`: so does joining and splitting;
 //! - quotients and remainders of quotients and remainders collapse when the divisors divide each other.
 //!
-//! What remains after simplification tells the code generator all it needs: an index that is affine in the
+//! After simplification an index tells the code generator all it needs: an index that is affine in the
 //! innermost variable with stride 1 is a vector load, with stride 0 one scalar for all lanes, and anything
 //! else a gather.
 //!
@@ -184,7 +184,7 @@ impl Index {
                 let Atom::Mod(inner, divisor) = atom else {
                     continue;
                 };
-                // The quotient may have been simplified: (q / 64) / 128 is there as q / 8192.
+                // The quotient may have been simplified: (q / 64) / 128 appears as q / 8192.
                 let quotient = inner.div(*divisor);
                 let [(partner, 1)] = quotient.terms.as_slice() else {
                     continue;
@@ -211,7 +211,8 @@ impl Index {
                     continue;
                 }
                 let unit = factor / divisor;
-                // The remainder may itself have been simplified to a sum; it is there only if each part is.
+                // The remainder may have been simplified to a sum; it is present only if each of its terms
+                // is.
                 let present = remainder.constant == 0
                     && !remainder.terms.is_empty()
                     && remainder.terms.iter().all(|(part, f)| {

@@ -5,7 +5,7 @@
 //!                                                          Target             Target
 //! ```
 //!
-//! - [`checks`] has indices looked at before anything is overwritten.
+//! - [`checks`] makes the step check indices before it overwrites anything.
 //! - [`transform`] rewrites the graph: simplification, common subexpressions, patterns.
 //! - [`partition`] decides what the backward pass keeps and what it computes again, under a memory budget if
 //!   there is one.

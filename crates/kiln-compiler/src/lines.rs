@@ -1,10 +1,10 @@
 //! Source lines of compiled steps.
 //!
-//! A step in the disk cache outlives the program it was compiled for: an edit of the program moves lines and
-//! leaves the graph as it is. So what is compiled for the cache has the numbers of recorded nodes in place of
-//! lines ([`numbered`]), and each process puts the lines of its own recording there
-//! ([`Contract::with_lines_of`]). So it does with the forward operations that gradients belong to, which are
-//! found by way of the lines.
+//! A step in the disk cache outlives the program that it was compiled for: an edit of the program moves
+//! lines and leaves the graph as it is. So a step that is compiled for the cache has the numbers of
+//! recorded nodes in place of lines ([`numbered`]), and each process puts in the lines of its own recording
+//! ([`Contract::with_lines_of`]). The same is done for the forward operations that gradients belong to,
+//! because they are found through the lines.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use rustc_hash::FxHashMap;
 use crate::contract::Contract;
 use crate::decision::OriginReport;
 
-/// What stands for a line: `node 12`.
+/// The text in place of a line: `node 12`.
 fn mark(number: usize) -> String {
     format!("node {number}")
 }
@@ -60,7 +60,7 @@ impl Contract {
             line(&mut saved.origin.location, &mut saved.origin.gradient_of);
             let users = saved.users.iter_mut();
             users.for_each(|user| line(&mut user.location, &mut user.gradient_of));
-            // Nodes of one line were different ones while they had numbers.
+            // Nodes of one line had different numbers, so they were listed separately.
             let mut seen: Vec<OriginReport> = Vec::new();
             saved.users.retain(|user| {
                 let new = !seen.contains(user);
@@ -99,7 +99,7 @@ mod tests {
         graph
     }
 
-    /// What a compiler that fuses both operations would say of `graph`.
+    /// The contract of `graph` from a compiler that fuses both operations.
     fn contract(graph: &Graph) -> Contract {
         let origin = |at: usize| {
             let (_, node) = graph.nodes().nth(at).unwrap();

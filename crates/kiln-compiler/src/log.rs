@@ -1,7 +1,7 @@
-//! What a compiled step is, one line an event: for steps that were built and for those that the disk cache
-//! had.
+//! Log events that describe a compiled step, one line each: for steps that were built and for steps from
+//! the disk cache.
 //!
-//! Nothing is formatted unless a subscriber wants the target.
+//! Nothing is formatted unless a subscriber listens to the target.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use crate::contract::Contract;
 use crate::decision::{Decision, RecomputedReport};
 use crate::options::Keep;
 
-/// Says what the backward pass keeps, what kernels fuse, and what they cost.
+/// Logs what the backward pass keeps, what kernels fuse, and what they cost.
 pub fn step(name: &str, keep: Keep, contract: &Contract) {
     if let Some(decision) = &contract.partition {
         partition(name, keep, decision);

@@ -10,10 +10,10 @@ use kiln_graph::DType;
 pub enum Keep {
     /// Everything it reads, as an eager autograd engine does.
     Everything,
-    /// What is cheaper to keep than to compute again.
+    /// The values that are cheaper to keep than to compute again.
     #[default]
     Cheapest,
-    /// What lets the arena be no larger than so many bytes, in the least time.
+    /// The values with which the step is fastest while its arena has at most so many bytes.
     Within(u64),
 }
 
@@ -33,20 +33,20 @@ pub struct Options {
     /// Whether operations are fused. Without, each is a kernel of its own: slow, for narrowing down a wrong
     /// result.
     pub fuse: bool,
-    /// Whether an optimizer's update may run in the epilogue of the product that makes its gradient. Without,
-    /// updates are kernels of their own, and all others are those of a step with other updates: for a step
-    /// that runs once, before the one that lasts.
+    /// Whether an optimizer's update may run in the epilogue of the product that makes its gradient.
+    /// Without this option updates are kernels of their own, and all other kernels are equal to those of a
+    /// step with other updates. It is meant for a step that runs once, before the step that replaces it.
     pub update_in_epilogue: bool,
     /// Whether the graph is simplified and rewritten first.
     pub transform: bool,
-    /// The type, `f16` or `bf16`, in which products of f32 are computed and what flows between them is stored
-    /// ([`crate::transform::autocast`]); none to leave f32 what it is. Needs [`Options::transform`].
+    /// The type, `f16` or `bf16`, in which products of f32 are computed and values between them are stored
+    /// ([`crate::transform::autocast`]); none to keep f32. Needs [`Options::transform`].
     pub autocast: Option<DType>,
     /// What the backward pass keeps of the forward pass.
     pub keep: Keep,
     /// Whether to keep the text of the graph after each pass.
     pub dump: bool,
-    /// Folder in which to write what each stage made ([`crate::debug`]); none to write nothing.
+    /// Folder in which to write the result of each stage ([`crate::debug`]); none to write nothing.
     pub debug: Option<PathBuf>,
 }
 
@@ -65,7 +65,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// What of the options the generated code depends on, for cache keys.
+    /// The options that the generated code depends on, for cache keys.
     pub fn identity(&self) -> String {
         let autocast = self.autocast.map_or("none", DType::name);
         format!(
@@ -74,7 +74,7 @@ impl Options {
         )
     }
 
-    /// Whether somebody wants the text of the graph after each pass.
+    /// Whether an option asks for the text of the graph after each pass.
     pub(crate) fn wants_dumps(&self) -> bool {
         self.dump || self.debug.is_some()
     }

@@ -1,8 +1,9 @@
 //! Partition: what the backward pass keeps of the forward pass and what it computes again.
 //!
-//! kiln-partition decides; this stage gives it what it does not know: how holding a byte compares with moving
-//! it on the machine at hand, and, under a memory budget, a planner that knows the size of the arena that a
-//! graph really gets ([`crate::planner`]). A budget is thereby exact: what was promised is what is allocated.
+//! kiln-partition decides. This stage gives it two things that it does not know: how holding a byte
+//! compares with moving it on the machine at hand, and, under a memory budget, a planner that knows the
+//! size of the arena that a graph really gets ([`crate::planner`]). A budget is therefore exact: the step
+//! allocates the bytes that the planner counted.
 //!
 //! Later stages keep the phases apart. Nothing merges equal nodes any more, and no kernel holds operations of
 //! the forward pass together with operations of the backward pass ([`crate::schedule::fuse`]).
@@ -61,8 +62,8 @@ pub fn memory_curve<T: Target>(
     Ok(Frontier::new(&graph, &choices(options.keep, target.rates()), planner)?.curve()?)
 }
 
-/// What holding a byte costs, in times of moving it. A little more than one: of two choices that take the
-/// same time, the one that keeps less.
+/// The cost of holding a byte, as a multiple of the cost of moving it. It is a little more than one, so
+/// that of two choices that take the same time the one that keeps less wins.
 const HOLD: f64 = 1.01;
 
 /// What the kernels of a machine of these rates can do, for the partitioner.

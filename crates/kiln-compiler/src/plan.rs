@@ -5,17 +5,18 @@
 //! during that kernel. Buffers alive at the same time must not overlap.
 //!
 //! Two reuses come before offsets are chosen. An output that the graph allows to take an argument's memory
-//! does so if its kernel is the argument's last reader and may overwrite it ([`crate::schedule::inplace`]),
-//! and if all indices have been looked at by then ([`crate::checks`]). And a buffer that dies at the kernel
-//! where another of the same size is made hands its memory over under the same condition.
+//! takes it if its kernel is the argument's last reader and may overwrite the argument
+//! ([`crate::schedule::inplace`]), and if all indices have been checked by then ([`crate::checks`]). And a
+//! buffer that dies at the kernel that makes another buffer of the same size hands its memory over under
+//! the same condition.
 //!
-//! Where a target may run small kernels in another order, small buffers ([`Policy::kept_buffer`]) keep their memory
-//! for the whole step.
+//! Where a target may run small kernels in another order, small buffers ([`Policy::kept_buffer`]) keep
+//! their memory for the whole step.
 //!
 //! Offsets: largest buffer first, each at the lowest offset where it fits among those already placed that
 //! overlap it in time. Finding the optimum is a bin packing problem; this order is within a few per cent of
-//! the lower bound (the most bytes alive at once), which the plan also reports. What the plan says is what is
-//! allocated. [`verify`] checks a finished plan.
+//! the lower bound (the most bytes alive at once), which the plan also reports. The step allocates exactly
+//! what the plan says. [`verify`] checks a finished plan.
 
 pub mod verify;
 
@@ -123,7 +124,8 @@ fn lifetimes(graph: &Graph, schedule: &Schedule) -> FxHashMap<Buffer, Lifetime> 
     lifetimes
 }
 
-/// The plan of what lives with the caller: arguments, outputs, and the outputs that take over arguments.
+/// The plan of the buffers that live with the caller: arguments, outputs, and the outputs that take over
+/// arguments.
 fn at_the_caller(graph: &Graph, schedule: &Schedule, lifetimes: &FxHashMap<Buffer, Lifetime>) -> Plan {
     let mut plan = Plan {
         aliases: vec![None; graph.outputs.len()],
@@ -154,8 +156,8 @@ fn at_the_caller(graph: &Graph, schedule: &Schedule, lifetimes: &FxHashMap<Buffe
     plan
 }
 
-/// The buffers of the arena, each with the first of those that hand their memory on to it one after the other
-/// (itself, if nobody does). `plan` has what lives elsewhere.
+/// The buffers of the arena, each with the first buffer of the chain that hands its memory on to it
+/// (itself, if no buffer does). `plan` has the buffers that live elsewhere.
 fn handed_on(
     graph: &Graph,
     schedule: &Schedule,

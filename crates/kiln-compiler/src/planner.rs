@@ -1,8 +1,8 @@
-//! What a graph takes, for the partitioner: the passes behind the partition, as far as the size of the arena
-//! needs them.
+//! The memory that a graph takes, for the partitioner: the passes after the partition, as far as the size
+//! of the arena needs them.
 //!
-//! A memory budget is met by trying partitions. Of each the arena is what scheduling, the target's decisions
-//! on every kernel and the plan of memory make it; no text is written for that.
+//! A memory budget is met by trying partitions. Scheduling, the target's decisions on every kernel and the
+//! plan of memory determine the arena of each candidate; no code is written for that.
 
 use kiln_graph::Graph;
 use kiln_partition::Planner;
@@ -13,7 +13,7 @@ use crate::plan::{self, Plan};
 use crate::schedule::{Schedule, fuse};
 use crate::target::Target;
 
-/// What the target decides of each kernel of `schedule`.
+/// The target's decision on each kernel of `schedule`.
 ///
 /// # Errors
 /// Those of [`Target::kernel`].

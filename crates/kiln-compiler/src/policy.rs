@@ -12,8 +12,8 @@ use kiln_graph::DType;
 pub struct Policy {
     /// Alignment of everything in the arena, in bytes; a power of two.
     pub alignment: usize,
-    /// Most bytes of a buffer that shares its memory with no other: kernels that touch nothing else may then change
-    /// places.
+    /// Most bytes of a buffer that shares its memory with no other buffer. Kernels that touch only such
+    /// buffers may change places.
     pub kept_buffer: usize,
     /// Most buffers that one nest reads and writes.
     pub nest_buffers: usize,
@@ -39,7 +39,7 @@ pub struct Policy {
     pub convolution_dimensions: usize,
     /// Most spatial dimensions of a pooling that a template computes.
     pub pooling_dimensions: usize,
-    /// Most operations by which an image is computed again from a stored one for each use.
+    /// Most operations by which an image is computed again from a stored image at each use.
     pub image_operations: usize,
     /// Element types of products whose template applies a nest to its result before that reaches memory.
     pub epilogue_types: &'static [DType],

@@ -1,4 +1,4 @@
-//! What is known of a compiled step, for people: its kernels and the buffers they touch.
+//! The report on a compiled step, for people: its kernels and the buffers they touch.
 //!
 //! The report is part of what is stored beside the shared object ([`crate::Contract`]), so that a step from
 //! the disk cache can be explained, profiled and drawn without compiling it again.
@@ -14,7 +14,7 @@ use kiln_graph::{Graph, Node, Shape};
 use crate::plan::{Place, Plan};
 use crate::schedule::{Buffer, Kernel, Schedule};
 
-/// What is known of a kernel of a compiled step.
+/// A report on a kernel of a compiled step.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, PartialEq)]
 pub struct KernelReport {
     /// Name of its (first) function.
@@ -192,7 +192,7 @@ impl Buffers {
                 Some(Place::Input(index)) => BufferPlace::Input(*index),
                 Some(Place::Output(index)) => BufferPlace::Output(*index),
                 Some(Place::Arena(offset)) => BufferPlace::Arena(*offset),
-                // Nothing is in it.
+                // The buffer is empty.
                 None => BufferPlace::Arena(0),
             };
             let ty = graph.ty(value);
@@ -210,7 +210,7 @@ impl Buffers {
         }
     }
 
-    /// What there is to say of a kernel before its code has a name.
+    /// The report on a kernel before its code has a name.
     fn describe(&self, graph: &Graph, kernel: &Kernel, scratch: (usize, usize)) -> KernelReport {
         let positions = |buffers: &[Buffer]| -> Vec<u32> {
             buffers.iter().map(|buffer| self.positions[buffer]).collect()

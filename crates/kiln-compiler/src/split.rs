@@ -12,9 +12,10 @@ use crate::stages::Stages;
 use crate::target::Target;
 use crate::{checks, transform};
 
-/// A function's joint graph, as recorded, as a graph for its forward and one for its backward pass. Both are
-/// compiled by themselves and take turns in one arena; a memory budget holds for it and what is kept between
-/// the passes together. `tangents` and `roles` are those of [`kiln_partition::split()`].
+/// Compiles a function's joint graph, as recorded, into a graph for its forward pass and one for its
+/// backward pass. The two passes are compiled separately and take turns in one arena; a memory budget holds
+/// for that arena and the values kept between the passes together. `tangents` and `roles` are those of
+/// [`kiln_partition::split()`].
 ///
 /// # Errors
 /// Those of [`kiln_partition::split_within`] and of [`crate::compile()`].
@@ -25,8 +26,8 @@ pub fn split<T: Target>(
     options: &Options,
     target: &T,
 ) -> Result<Split, CompileError> {
-    // Before the cut: afterwards nobody sees the forward and the backward pass of one attention layer
-    // together.
+    // Transforms run before the cut: after it no pass sees the forward and the backward pass of one
+    // attention layer together.
     let graph = transform::run(graph, options, target.policy(), &mut Stages::default())?.graph;
     let choices = choices(options.keep, target.rates());
     Ok(match options.keep {
@@ -38,8 +39,8 @@ pub fn split<T: Target>(
     })
 }
 
-/// Plans graphs that go through all of the compiler by themselves, without a budget of their own: the passes
-/// of a function under eager autograd.
+/// Plans graphs that are compiled separately, without a budget of their own: the passes of a function under
+/// eager autograd.
 struct FunctionPlanner<'a, T> {
     options: &'a Options,
     target: &'a T,

@@ -1,4 +1,4 @@
-//! What the compiler asks of a machine.
+//! Targets: what the compiler asks of a machine.
 //!
 //! A target computes each kernel of a schedule in two steps. [`Target::kernel`] decides: which template,
 //! which tiles, how the work is shared, how much working memory that takes. [`Target::emit`] writes: the text
@@ -18,9 +18,9 @@ use crate::schedule::{Kernel, Schedule};
 
 /// A machine that steps are compiled for.
 pub trait Target {
-    /// What is decided of one kernel before its text is written.
+    /// The target's decision on one kernel, before its text is written.
     type Kernel;
-    /// What is written: sources, or whatever else this target loads and runs.
+    /// The code that is written: sources, or another form that this target loads and runs.
     type Code;
 
     /// The name that messages use, such as `cpu`.
@@ -30,7 +30,7 @@ pub trait Target {
     /// keys.
     fn fingerprint(&self) -> String;
 
-    /// What the machine can do in a second: the partitioner weighs keeping against computing again with it.
+    /// The machine's rates: the partitioner compares keeping with computing again by them.
     fn rates(&self) -> Machine;
 
     /// Where the machine's thresholds lie.
@@ -60,13 +60,13 @@ pub struct Step<'a, K> {
     pub graph: &'a Graph,
     /// Its kernels, in the order in which they run.
     pub schedule: &'a Schedule,
-    /// What the target decided of each.
+    /// The target's decision on each of them.
     pub kernels: &'a [K],
     /// Where every buffer lives.
     pub plan: &'a Plan,
-    /// Indices that are looked at before anything is overwritten.
+    /// Indices that the step checks before it overwrites anything.
     pub checks: &'a [Check],
-    /// What there is to say of each kernel, but for its name.
+    /// The report on each kernel, without its name.
     pub reports: &'a [KernelReport],
 }
 

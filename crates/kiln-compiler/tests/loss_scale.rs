@@ -14,8 +14,8 @@ const SCALING: LossScaling = LossScaling {
     interval: 4,
 };
 
-/// A perceptron with a loss of this size, and gradient descent with the inverse of it as rate: the step, what its
-/// backward pass begins with, and its states.
+/// A perceptron with a loss of this size, and gradient descent with the inverse of it as rate: the step,
+/// what its backward pass begins with, and its states.
 fn step(size: f64) -> (Graph, Vec<Value>, Vec<SkippedState>) {
     let mut tape = Tape::new("perceptron");
     let x = tape.input(f32s(&[3, 4]));

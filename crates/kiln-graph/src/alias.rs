@@ -1,12 +1,13 @@
-//! Which output may take over which input's buffer.
+//! Aliases: which output may overwrite which argument's buffer.
 //!
 //! An argument that the program drops during the step (a parameter replaced by its update, a moment, a
-//! running mean) leaves a buffer of just the right size behind. [`assign_aliases`] pairs such arguments with
-//! outputs of the same type. A pair is useful only if the executor can write the output while it reads the
-//! argument, so an output is paired with arguments it is computed from *elementwise*: following operands of
-//! the output's own shape through pointwise operations only. Among those the pairing is a maximum bipartite
-//! matching (augmenting paths), because an update reads several candidates (parameter and both moments) and a
-//! greedy choice would leave others without one.
+//! running mean) leaves a buffer of just the right size behind. [`assign_aliases`] pairs such arguments
+//! with outputs of the same type. An executor can only use a pair if it may write the output while it reads
+//! the argument. An output is therefore paired only with arguments that it is computed from *elementwise*:
+//! through pointwise operations whose operands have the output's own shape. Among the possible pairs
+//! [`assign_aliases`] chooses a maximum bipartite matching (by augmenting paths), because an update reads
+//! several candidates (the parameter and both moments), and a greedy choice would leave other outputs
+//! without a buffer.
 
 use crate::{Graph, Value};
 
@@ -32,9 +33,9 @@ pub fn assign_aliases(graph: &mut Graph, dies: &[bool]) {
     }
 }
 
-/// Puts aliases right after a rewrite that found an output to be an argument (`x * 1`): an argument that
-/// leaves cannot give its buffer to another output. It gives it to itself; if it leaves more than once, to
-/// none.
+/// Corrects aliases after a rewrite that found an output to be an argument (`x * 1`). An argument that
+/// leaves the graph cannot give its buffer to another output: if it leaves once, that output has it; if it
+/// leaves more than once, no output has it.
 pub(crate) fn settle_aliases(graph: &mut Graph) {
     for index in 0..graph.parameters.len() {
         let taker = graph
@@ -47,7 +48,7 @@ pub(crate) fn settle_aliases(graph: &mut Graph) {
             .map(|(position, _)| position);
         match (taker, leaving.next(), leaving.next()) {
             (Some(taker), Some(first), None) if first != taker => {
-                // Of one size, all four.
+                // All four tensors have one size.
                 let alias = graph.outputs[first].alias;
                 graph.outputs[taker].alias = alias;
                 graph.outputs[first].alias = Some(index as u32);
@@ -116,7 +117,8 @@ mod tests {
     use crate::op::BinaryOp;
     use crate::{DType, Provenance, TensorType};
 
-    /// p' = p - m', m' = m + g: the parameter's update could take either buffer, the moment's only its own.
+    /// p' = p - m', m' = m + g: the parameter's update could take either buffer, the moment's update only
+    /// the moment's.
     #[test]
     fn every_state_keeps_a_buffer_of_its_own() {
         let mut graph = Graph::new("update");

@@ -54,8 +54,8 @@ pub struct Output {
     /// The tensor argument whose buffer it may overwrite: an argument that nobody needs after the step, of
     /// the same size in bytes. Executors may ignore it.
     pub alias: Option<u32>,
-    /// Whether it is looked at before anything is overwritten: an executor that stops there leaves every
-    /// argument as it was.
+    /// Whether executors look at this output before they overwrite anything: one that stops there leaves
+    /// every argument as it was.
     pub check: bool,
 }
 
@@ -164,7 +164,7 @@ impl Graph {
         });
     }
 
-    /// Adds an output that is looked at before anything is overwritten.
+    /// Adds an output that executors look at before they overwrite anything ([`Output::check`]).
     pub fn check_output(&mut self, value: Value) {
         self.outputs.push(Output {
             value,

@@ -1,8 +1,8 @@
-//! Indices: which operations take them, which of them can be out of range, and what is said of one that is.
+//! Indices: which operations take them, which indices can be out of range, and the error that names one.
 //!
-//! An index out of range is an error of the program. Whoever runs a graph finds it before anything is
-//! overwritten: [`checks`] lists the uses of indices that the graph alone does not prove to be in range
-//! ([`crate::range`]), each with the value whose elements to look at.
+//! An index out of range is an error of the program. Executors find it before they overwrite anything:
+//! [`checks`] lists the uses of indices that the graph alone does not prove to be in range
+//! ([`crate::range`]), each with the value whose elements the executor has to look at.
 //!
 //! ```text
 //!   %ids = parameter 1 : i64[4,8]
@@ -21,8 +21,8 @@ use crate::{Graph, Node, NodeData, Op, Value};
 pub struct IndexCheck {
     /// The node that uses them.
     pub node: Node,
-    /// The value whose elements are the indices: the operand, or what stands behind it before it was reshaped
-    /// or repeated.
+    /// The value whose elements are the indices: the operand itself, or the value that it is a reshaped or
+    /// repeated view of.
     pub indices: Value,
     /// The dimension indexed.
     pub axis: usize,
@@ -93,8 +93,8 @@ pub fn use_of(graph: &Graph, node: &NodeData) -> Option<(Value, usize, usize)> {
     }
 }
 
-/// Every use of indices that the graph does not prove to be in range, in program order; those whose results
-/// nobody needs, too.
+/// Every use of indices that the graph does not prove to be in range, in program order, including uses
+/// whose results nobody needs.
 pub fn checks(graph: &Graph) -> Vec<IndexCheck> {
     let mut ranges = None;
     let mut found = Vec::new();
@@ -116,8 +116,8 @@ pub fn checks(graph: &Graph) -> Vec<IndexCheck> {
     found
 }
 
-/// The value with the same elements, each perhaps fewer times, that `value` is a view of. Its rank is at
-/// least 1.
+/// The value that `value` is a view of: it has the same elements, though each perhaps fewer times. Its rank
+/// is at least 1.
 fn behind(graph: &Graph, mut value: Value) -> Value {
     loop {
         let data = graph.def(value);

@@ -272,10 +272,10 @@ pub enum Op {
     /// it or left out is not specified. Made by rewriting.
     Attention(AttentionDims),
     /// `(operands of the forward.., stats, d out, d scale: c[], inner: c[], [d factor: c[]]) -> (dq, dk,
-    /// dv)`. Gradient of [`Op::Attention`]. `d scale` and `d factor` are what gradients are multiplied by
-    /// where the forward multiplies by `scale` and `factor`: the same numbers, but programs pass them again.
-    /// `inner` is the -1 in the gradient `p (dp + inner sum(p dp))` of a softmax, which programs pass too.
-    /// Hidden scores have no gradient, and a `safe` softmax has that of the plain one.
+    /// dv)`. Gradient of [`Op::Attention`]. Gradients are multiplied by `d scale` and `d factor` where the
+    /// forward pass multiplies by `scale` and `factor`: these are the same numbers, but programs pass them
+    /// again. `inner` is the -1 in the gradient `p (dp + inner sum(p dp))` of a softmax, which programs
+    /// pass too. Hidden scores have no gradient, and a `safe` softmax has the gradient of the plain one.
     AttentionGrad(AttentionDims),
 
     /// `(x) -> (type of x, int[x])`. Sorts along `axis`, stable; NaN sorts as the largest. The second result
@@ -552,8 +552,8 @@ impl Window {
     }
 }
 
-/// What varies between attentions. Scores are scaled, then masked, then hidden, then cut by causal order, if
-/// no member says otherwise.
+/// What varies between attentions. Scores are scaled, then masked, then hidden, then cut by causal order,
+/// unless a member says otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct AttentionDims {
     /// Query position `i` sees key positions `j <= i + s - t` only.
@@ -570,29 +570,30 @@ pub struct AttentionDims {
     /// multiplied by `factor` where the uniform draw of type `c[b, h, t, s]` is below `keep`, and by 0
     /// elsewhere.
     pub dropout: bool,
-    /// Dropout is not of probabilities but of scores, after scaling and before masks. Needs `dropout`.
+    /// Dropout applies to scores, after scaling and before masks, instead of to probabilities. Needs
+    /// `dropout`.
     pub drop_scores: bool,
     /// A row of which every score is -inf has probabilities of zero; its statistics are 0 and 1.
     pub safe: bool,
 }
 
-/// Where each operand of an attention is.
+/// The position of each operand of an attention.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AttentionOperands {
     /// The additive mask.
     pub mask: Option<usize>,
-    /// What is hidden; `fill` is next.
+    /// The mask of hidden scores; `fill` is the operand after it.
     pub hidden: Option<usize>,
-    /// The seed; `stream`, `keep` and `factor` are next.
+    /// The seed; `stream`, `keep` and `factor` are the operands after it.
     pub dropout: Option<usize>,
-    /// Number of operands of the forward operation; those of the gradient's own follow.
+    /// Number of operands of the forward operation. The operands that only the gradient has follow.
     pub forward: usize,
     /// Number of operands of the gradient.
     pub gradient: usize,
 }
 
 impl AttentionDims {
-    /// Whether what needs other members has them.
+    /// Whether every member that needs another member has it.
     pub fn is_consistent(&self) -> bool {
         (!self.mask_last || self.mask && self.hidden) && (!self.drop_scores || self.dropout)
     }
@@ -622,7 +623,7 @@ impl AttentionDims {
     }
 }
 
-/// An operation the graph does not look into.
+/// An operation that the graph does not look into.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct ExternOp {
     /// Name for people: shown by `explain`.

@@ -163,9 +163,10 @@ fn unit_f32(word: u32) -> f32 {
     (word >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
-/// The first `count` numbers that `numbers` makes of the blocks of a stream, by all threads.
+/// The first `count` numbers of a stream, computed by all threads: `numbers` turns each block into some of
+/// them.
 fn by_block(count: usize, seed: u64, stream: u64, numbers: impl Fn([u32; 4]) -> [f32; 4] + Sync) -> Vec<f32> {
-    /// Blocks of a piece of work: some ten microseconds.
+    /// Blocks that a thread computes at a time: some ten microseconds of work.
     const BLOCKS: usize = 512;
     let mut values = vec![0.0; count];
     values
@@ -226,7 +227,7 @@ mod tests {
                 "{dtype}"
             );
         }
-        // Longer than a piece of work.
+        // More blocks than a thread computes at a time.
         let tensor = fill(
             RandomKind::Uniform,
             DType::F32,

@@ -62,12 +62,12 @@ pub struct Provenance {
     pub location: Option<Arc<str>>,
     /// Path of the Burn module the operation ran in, if known.
     pub module: Option<Arc<str>>,
-    /// Which chunk of the rows it computes, where a part of the step runs chunk by chunk to save memory; one
-    /// more than the last for what runs after them. Operations that differ in this must not share a kernel:
-    /// the first chunk's memory is the next one's.
+    /// The chunk of rows that the node computes, where a part of the step runs chunk by chunk to save
+    /// memory; nodes that run after all chunks have the number after the last. Nodes of different chunks
+    /// must not share a kernel, because the next chunk reuses the memory of the one before.
     pub chunk: Option<u16>,
-    /// Whether the program asked that it and its gradient be computed and stored in f32, whatever other
-    /// operations use.
+    /// Whether the program asked for f32: the node and its gradient are then computed and stored in f32,
+    /// whatever other operations use.
     pub full_precision: bool,
 }
 

@@ -1,9 +1,9 @@
-//! Ranges: what is known of the elements of a value without running anything.
+//! Ranges: intervals of a value's elements that are known without running the graph.
 //!
 //! One walk over the graph gives each integer value the smallest interval that its operation and its
-//! operands' intervals allow. The question behind it is whether an index can be out of range at all
-//! ([`crate::indices`]): coordinates, positions of a largest element and clamped numbers never are, and need
-//! no look while the step runs.
+//! operands' intervals allow. Ranges answer whether an index can be out of range at all
+//! ([`crate::indices`]): coordinates, positions of a largest element and clamped numbers never are, so no
+//! executor needs to look at them.
 //!
 //! ```text
 //!   %i = iota {axis=0} : i64[8]        0 ..= 7
@@ -12,9 +12,9 @@
 //!   %l = max %k, %zero                 0 ..= 7
 //! ```
 //!
-//! An operation that could wrap has the whole range of its type. Of floats only f64 is followed, because a
-//! bound computed here in f64 is then exactly what the operation computes from the extreme operand; an
-//! interval of floats also says that no element is NaN.
+//! The result of an operation that could wrap has the whole range of its type. Of the float types only f64
+//! is followed: a bound computed here in f64 is exactly what the operation computes from the extreme
+//! operand. An interval of floats also says that no element is NaN.
 
 use crate::op::{BinaryOp, ReduceOp, ScatterMode, UnaryOp};
 use crate::{DType, Graph, NodeData, Op, Scalar, Value};
@@ -54,8 +54,7 @@ impl Range {
         }
     }
 
-    /// This range if values of `dtype` take it as it is: integers without wrapping, floats of 64 bits that
-    /// are finite.
+    /// This range if `dtype` holds it exactly: integers without wrapping, finite floats of 64 bits.
     fn within(self, dtype: DType) -> Option<Self> {
         match (self, Range::of(dtype)) {
             (Range::Int(low, high), Some(Range::Int(least, most))) => {
@@ -128,7 +127,7 @@ impl Ranges {
             | Op::Gather { .. }
             | Op::IndexSelect { .. } => of(0),
             Op::Pad { .. } | Op::Concat { .. } | Op::UpdateSlice { .. } => self.union(&node.inputs),
-            // Of nothing the result is an extreme of the type.
+            // A reduction of nothing gives an extreme of the type.
             Op::Reduce {
                 op: ReduceOp::Max | ReduceOp::Min,
                 axes,
@@ -194,7 +193,8 @@ fn binary(op: BinaryOp, a: Range, b: Range) -> Option<Range> {
     }
 }
 
-/// The result may be outside of the operands' type: it would wrap, and the caller then knows nothing.
+/// The interval of the exact result. It may exceed the operands' type: the operation would then wrap, and
+/// the caller knows nothing of its result.
 fn integers(op: BinaryOp, (a, b): (i128, i128), (c, d): (i128, i128)) -> Option<Range> {
     let hull = |corners: [i128; 4]| {
         let (low, high) = (corners.iter().min()?, corners.iter().max()?);
@@ -238,7 +238,7 @@ fn floats(op: BinaryOp, (a, b): (f64, f64), (c, d): (f64, f64)) -> Option<Range>
 }
 
 fn cast(x: Range, dtype: DType) -> Option<Range> {
-    /// Integers up to this magnitude are floats of 64 bits, too.
+    /// The largest magnitude up to which floats of 64 bits represent every integer.
     const EXACT: i128 = 1 << 53;
     match (x, dtype) {
         (Range::Int(low, high), DType::Bool) if low > 0 || high < 0 => Some(Range::Int(1, 1)),

@@ -1,9 +1,9 @@
-//! Rebuilding a graph: what a transform uses in place of editing.
+//! Rewriting: a transform builds a new graph instead of editing the old one.
 //!
-//! A [`Rewriter`] walks an old graph and fills a new one. It keeps which new value stands for each old one; a
-//! pass calls [`Rewriter::copy`] for the nodes it leaves alone, adds nodes of its own to [`Rewriter::graph`],
-//! and tells the rewriter with [`Rewriter::replace`] what stands for a result from now on. Since old nodes
-//! come in topological order, operands are always mapped before they are needed.
+//! A [`Rewriter`] walks an old graph, fills a new one, and remembers which new value replaces each old one.
+//! A pass calls [`Rewriter::copy`] for the nodes that it leaves alone, adds its own nodes to
+//! [`Rewriter::graph`], and tells the rewriter with [`Rewriter::replace`] which new value replaces a
+//! result. Old nodes come in topological order, so operands are always mapped before they are needed.
 //!
 //! ```
 //! use kiln_graph::op::{BinaryOp, Op};
@@ -54,12 +54,12 @@ impl<'a> Rewriter<'a> {
         self.old
     }
 
-    /// What stands for the old value `old`; none if its node was neither copied nor replaced.
+    /// The new value that replaces `old`; none if the node of `old` was neither copied nor replaced.
     pub fn get(&self, old: Value) -> Option<Value> {
         self.map[old].expand()
     }
 
-    /// What stands for the old value `old`.
+    /// The new value that replaces `old`.
     ///
     /// # Panics
     ///
@@ -74,7 +74,7 @@ impl<'a> Rewriter<'a> {
         old.iter().map(|&value| self.map(value)).collect()
     }
 
-    /// Copies a node of the old graph; its results now stand for the old ones.
+    /// Copies a node of the old graph; the copy's results replace the node's.
     ///
     /// # Errors
     ///
@@ -107,13 +107,13 @@ impl<'a> Rewriter<'a> {
         Ok(outputs)
     }
 
-    /// From now on `new`, a value of the new graph, stands for `old`.
+    /// Makes `new`, a value of the new graph, the replacement of `old`.
     pub fn replace(&mut self, old: Value, new: Value) {
         self.map[old] = new.into();
     }
 
-    /// The new graph, with the old outputs and aliases mapped. An argument that an output turned out to be
-    /// keeps its buffer.
+    /// The new graph, with the old outputs and aliases mapped. If the rewrite found an output to be an
+    /// argument, that argument keeps its buffer.
     ///
     /// # Panics
     ///
@@ -167,8 +167,8 @@ impl Graph {
         live
     }
 
-    /// This graph without the nodes no output needs, values renumbered. Arguments stay: they are how the
-    /// graph is called.
+    /// This graph without the nodes that no output needs, values renumbered. All arguments stay, because
+    /// callers pass them by position.
     pub fn without_dead_code(&self) -> Graph {
         let live = self.live_nodes();
         let mut new = Rewriter::new(self);

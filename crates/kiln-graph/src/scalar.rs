@@ -6,9 +6,9 @@ use std::str::FromStr;
 
 use crate::DType;
 
-/// One number, as wide as it can be. What it becomes depends on the dtype it is used with
-/// ([`Scalar::to_f64`], [`Scalar::to_i64`]). Equality and hashing are by bits, so that NaN equals itself and
-/// 0.0 differs from -0.0: two constants are the same constant exactly if no executor could tell them apart.
+/// One number, in the widest type of its kind. The dtype that it is used with decides its value there
+/// ([`Scalar::to_f64`], [`Scalar::to_i64`]). Equality and hashing are by bits, so that NaN equals itself
+/// and 0.0 differs from -0.0: two constants are equal exactly if no executor could tell them apart.
 #[derive(Clone, Copy, Debug)]
 pub enum Scalar {
     /// A floating point number.

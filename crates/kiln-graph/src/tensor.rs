@@ -1,5 +1,5 @@
-//! Tensors in memory, as plain as possible: what the interpreter takes and gives, and the currency between
-//! executors.
+//! Tensors in memory, as plain as possible. The interpreter takes and returns them, and executors exchange
+//! them.
 
 use std::sync::Arc;
 

@@ -1,7 +1,8 @@
 //! The verifier: what every graph must satisfy, checked from scratch.
 //!
-//! [`Graph::add_node`](crate::Graph::add_node) keeps most rules by construction; the verifier trusts nothing,
-//! so that a pass that breaks a graph is caught right behind it. Run it after every pass in debug builds.
+//! [`Graph::add_node`](crate::Graph::add_node) keeps most rules by construction. The verifier trusts
+//! nothing, so that a pass that breaks a graph is caught right after it. Debug builds run it after every
+//! pass.
 //!
 //! Rules, in the order in which they are checked: for each node, its operands are results of earlier nodes,
 //! its results are recorded as its own, and their types are those [`infer`] gives; the argument nodes are

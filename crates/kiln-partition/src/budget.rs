@@ -1,29 +1,30 @@
-//! The memory budget: of all plans that fit, the fastest; if none fits, what would.
+//! The memory budget: the fastest of the plans that fit or, if none fits, the smallest budget that would.
 //!
-//! The trade between time and memory is explored once, without looking at any budget: a [`Frontier`] holds a
-//! fixed list of plans, fastest first, and asks the planner for the exact peak of one when it first needs to
-//! know. A budget takes the first plan that fits. From that alone follow the promises: a plan that is
-//! returned fits, exactly, because it was planned; a larger budget admits at least the plans that a smaller
-//! one does, so it never gives a slower one; and when no plan fits, every plan has been measured, so the
-//! smallest budget that would is known.
+//! The trade between time and memory is explored once, without looking at any budget. A [`Frontier`] holds
+//! a fixed list of plans, fastest first, and asks the planner for a plan's exact peak when it first needs
+//! that peak. A budget takes the first plan that fits. The promises follow from that alone. A plan that is
+//! returned fits exactly, because the planner planned it. A larger budget admits at least the plans that a
+//! smaller one does, so it never gives a slower plan. When no plan fits, every plan has been measured, so
+//! the smallest budget that would fit is known.
 //!
 //! The list, for a forward pass of `n` units (blocks between narrow places, found by how much crosses them):
 //!
 //! - the minimum cut, fastest of all;
 //! - for several prices of a kept byte, with and without recomputing expensive operations: the cut at that
-//!   price inside the first `m` units, the fastest cut in the others. The first units are the ones whose
-//!   values are kept longest, and the last ones are needed at once. The boundaries of repriced units are
-//!   kept, so that each can be recomputed by itself;
-//! - the same with only every second, third, .. boundary kept, and nothing between them: fewer kept values,
-//!   longer pieces to bring back. Around the square root of `n` this is the classic way to train in sublinear
-//!   memory (Chen, Xu, Zhang and Guestrin, 2016);
-//! - all but the first with early optimizer updates, where gradients do not pile up;
-//! - each of them with the widest product, and what follows from it, in chunks of rows ([`crate::chunk`]).
+//!   price inside the first `m` units, the fastest cut in the others. The values of the first units are
+//!   kept longest, while those of the last units are needed at once. The boundaries of repriced units are
+//!   kept, so that each unit can be recomputed by itself;
+//! - the same with only every second, third, .. boundary kept and nothing between them: fewer kept values,
+//!   longer pieces to recompute. Around the square root of `n` this is the classic way to train in
+//!   sublinear memory (Chen, Xu, Zhang and Guestrin, 2016);
+//! - every plan but the first with early optimizer updates, so that gradients do not pile up;
+//! - each plan with the widest product, and the operations that follow from it, in chunks of rows
+//!   ([`crate::chunk`]).
 //!
-//! Planning a graph exactly takes time, so the list is thinned ([`thin`]): what is slower and by the estimate
-//! of [`Liveness`] no smaller than another plan goes, and of plans that are close to each other one stays. A
-//! joint graph with few values to choose from is searched completely instead: every subset of them is a plan,
-//! and the reported minimum is the minimum over all.
+//! Planning a graph exactly takes time, so [`thin`] shortens the list: it removes a plan that is slower
+//! than another one and, by the estimate of [`Liveness`], no smaller, and keeps one of several plans that
+//! are close to each other. A joint graph with few values to choose from is searched completely instead:
+//! every subset of them is a plan, and the reported minimum is the minimum over all.
 
 use std::collections::{HashMap, HashSet};
 
@@ -44,8 +45,8 @@ const EXHAUSTIVE: usize = 8;
 /// Neighbours in the list are smaller by at least this factor.
 const APART: f64 = 0.95;
 
-/// How many of the plans with the least estimated memory stay in the list, however close they are: which one
-/// is smallest is for the planner to say.
+/// How many of the plans with the least estimated memory stay in the list, however close they are: only the
+/// planner can tell which of them is smallest.
 const SMALLEST: usize = 3;
 
 /// Prices of a kept byte, in picoseconds. A byte moved costs some 35; a matrix product over 1,000 terms some
@@ -58,7 +59,7 @@ struct Plan {
     kept: EntitySet<Value>,
     expensive: bool,
     early_updates: bool,
-    /// Every how many units something is kept.
+    /// One of this many unit boundaries is kept.
     stride: usize,
     /// Whether the widest product runs in chunks of rows.
     chunks: bool,
@@ -130,7 +131,8 @@ impl<P: Planner> Frontier<P> {
         };
         let joint = frontier.joint()?;
         let mut plans = plans(&joint)?;
-        // A graph that is cut in two has the product in one half and what follows from it in the other.
+        // A graph that is cut in two has the product in one half and the operations that follow from it in
+        // the other.
         if frontier.halves.is_none() {
             add_chunks(&joint, &mut plans)?;
         }
@@ -214,7 +216,7 @@ impl<P: Planner> Frontier<P> {
             None => planned(&built.graph)?,
             Some(halves) => {
                 let cut = halves.cut(&built.graph, &built.backward)?;
-                // They never run at once.
+                // The two halves never run at once.
                 planned(&cut.forward)?.max(planned(&cut.backward)?) + cut.kept_bytes()
             }
         };
@@ -276,7 +278,8 @@ fn add_chunks(joint: &Joint, plans: &mut Vec<Plan>) -> Result<(), PartitionError
     Ok(())
 }
 
-/// Few plans that span the trade: the fastest in the recorded order, and others with early updates.
+/// A few plans that span the trade between time and memory: the fastest in the recorded order, and others
+/// with early updates.
 fn thin(joint: &Joint, plans: Vec<Plan>) -> Result<Vec<Plan>, PartitionError> {
     let mut plans = plans.into_iter();
     let Some(fastest) = plans.next() else {
@@ -310,13 +313,13 @@ fn thin(joint: &Joint, plans: Vec<Plan>) -> Result<Vec<Plan>, PartitionError> {
     Ok(kept)
 }
 
-/// Whether a plan of `bytes` is so much smaller than one of `than` that both belong into the list.
+/// Whether a plan of `bytes` is so much smaller than one of `than` that the list should have both.
 fn is_apart(bytes: u64, than: u64) -> bool {
     bytes as f64 <= APART * than as f64
 }
 
 /// The values that can be kept or recomputed: those that candidates define and the backward pass may need,
-/// but not those that cannot be made again, or that are drawn again as a rule.
+/// except values that cannot be recomputed and random draws, which are always drawn again.
 fn choices(joint: &Joint) -> Vec<Value> {
     let needed = joint.closure(&EntitySet::new(), true);
     let values = joint
@@ -399,13 +402,14 @@ impl PlanList<'_> {
                     kept.extend(units.crossing[boundary].iter());
                 }
             }
-            // A unit that keeps its fastest choice finds what that choice was made for.
+            // A unit that keeps its fastest choice must find the boundary values that the choice was made
+            // for.
             self.push(kept, expensive, stride);
         }
     }
 }
 
-/// What crosses every `stride`-th boundary.
+/// The values that cross every `stride`-th boundary.
 fn anchors(units: &Units, stride: usize) -> EntitySet<Value> {
     let mut anchors = EntitySet::new();
     for crossing in units.crossing.iter().skip(stride - 1).step_by(stride) {
@@ -415,8 +419,8 @@ fn anchors(units: &Units, stride: usize) -> EntitySet<Value> {
 }
 
 impl Joint<'_> {
-    /// Bytes of values that are kept from the forward to the backward pass, without what leaves the step
-    /// anyway.
+    /// Bytes of values that are kept from the forward to the backward pass, without values that leave the
+    /// step as outputs.
     pub(crate) fn held(&self, kept: impl Iterator<Item = Value>) -> u64 {
         let kept = kept.filter(|&value| self.users.outputs(value) == 0);
         let kept = kept.filter(|&value| self.side_of(value) != Side::Fixed);

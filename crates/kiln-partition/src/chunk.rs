@@ -1,17 +1,17 @@
 //! Chunks: the widest part of a step, run for some of its rows at a time.
 //!
-//! A language model's logits are wider than all else: rows of tokens times a vocabulary. What makes them (a
-//! product with the vocabulary's matrix) and what follows from them (softmax, the loss, its gradient, the two
-//! products that take the gradient back) treats each row by itself, or sums over rows. So the whole can be
-//! done for a chunk of the rows, and again for the next one, in the memory of one chunk; results for rows are
-//! joined, sums over rows are added up. Recomputation cannot do that: whatever is kept, the logits are there
-//! once. What it costs is the other operand of each product, read once for each chunk, and the sums, which
-//! are written as often.
+//! A language model's logits are wider than all else: rows of tokens times a vocabulary. The product that
+//! makes them (with the vocabulary's matrix) and the operations that follow from them (softmax, the loss,
+//! its gradient, the two products of the backward pass) treat each row by itself, or sum over rows. So they
+//! can all run for one chunk of the rows, and then for the next in the same memory; results for rows are
+//! joined, sums over rows are added up. Recomputation cannot save this memory: whatever is kept, all logits
+//! exist at once. Chunks cost time: each chunk reads the other operand of each product again, and writes
+//! the sums again.
 //!
-//! Nothing here knows what a loss is. [`Region::find`] takes the widest product, follows one dimension of its
-//! rows through the graph by each operation's own rule ([`follow`]), and gives up where a wide value meets an
-//! operation that needs all rows at once. [`Region::cut`] rebuilds the graph. Sums over rows are taken in
-//! another order than before, so results are equal to rounding, not bit for bit.
+//! Nothing here knows what a loss is. [`Region::find`] takes the widest product and follows one dimension
+//! of its rows through the graph by each operation's own rule ([`follow`]). It gives up where a wide value
+//! meets an operation that needs all rows at once. [`Region::cut`] rebuilds the graph. Sums over rows are
+//! taken in another order than before, so results are equal up to rounding, not bit for bit.
 
 mod cut;
 mod follow;
@@ -27,10 +27,10 @@ use crate::report::{Chunks, Origin};
 
 use follow::{Axes, Result, follow, is_repeatable, operands_of};
 
-/// Chunks at most: as many fit the widest values between others.
+/// The most chunks: with more, other values are the widest.
 const MOST: usize = 8;
 
-/// Rows of a chunk at least: fewer, and the product waits for its other operand.
+/// The fewest rows of a chunk: with fewer, the product waits for its other operand.
 const ROWS: usize = 64;
 
 /// The widest product is worth chunks if it takes at least this part of the step's memory.
@@ -41,22 +41,22 @@ const SHARE: u64 = 8;
 pub(crate) struct Region {
     /// How many chunks.
     pub(crate) count: usize,
-    /// The product whose result is not made whole any more.
+    /// The product whose whole result no longer exists at once.
     root: Value,
-    /// Which dimension of a value is cut: of the root, what follows from it, and what is repeated. What the
-    /// region makes and is not here is a sum.
+    /// The dimension of each value that is cut: of the root, of values that follow from it, and of repeated
+    /// values. A value that the region computes and that has no entry here is a sum over rows.
     axis: SecondaryMap<Value, Option<usize>>,
-    /// What runs once for each chunk.
+    /// The nodes that run once for each chunk.
     nodes: EntitySet<Node>,
-    /// Those of `nodes` that only repeat what is there for the region to read: the originals stay if others
-    /// read them.
+    /// The nodes among `nodes` that only repeat or move narrow values for the region to read. Their
+    /// originals stay in the graph if other nodes read them.
     repeated: EntitySet<Node>,
 }
 
 impl Region {
-    /// The region around the widest product of `graph`, if it takes a good part of the memory and its rows
-    /// can be told apart. A product that is computed twice is left alone: what its chunks would save is alive
-    /// again the second time.
+    /// The region around the widest product of `graph`, if that product takes a large part of the memory
+    /// and its rows can be told apart. A product that is computed twice is left alone, because the memory
+    /// that its chunks would save is in use again the second time.
     pub(crate) fn find(graph: &Graph) -> Option<Self> {
         let products = graph
             .nodes()
@@ -118,7 +118,7 @@ impl Region {
         self.axis[value]
     }
 
-    /// Gives every value whose rows follow from those of the root its dimension; returns the nodes that
+    /// Finds the dimension of every value whose rows follow from the root's rows; returns the nodes that
     /// cannot be followed.
     fn follow_rows(&mut self, graph: &Graph) -> EntitySet<Node> {
         let mut stuck = EntitySet::new();
@@ -139,8 +139,8 @@ impl Region {
         stuck
     }
 
-    /// Puts into the region what makes wide values, what reads them, and what lies between. None if a wide
-    /// value is read by a node that is stuck.
+    /// Puts the nodes that make wide values, those that read them, and those between into the region. None
+    /// if a node that cannot be followed (`stuck`) reads a wide value.
     fn choose(&mut self, graph: &Graph, users: &Users, stuck: &EntitySet<Node>) -> Option<()> {
         let root = graph.value(self.root).node;
         self.nodes.insert(root);
@@ -172,8 +172,8 @@ impl Region {
         Some(())
     }
 
-    /// Wide operands that follow from narrow ones (one-hot labels, repeated numbers) are made again for each
-    /// chunk. None if one is needed in two ways.
+    /// Wide operands that follow from narrow values (one-hot labels, repeated numbers) are computed again
+    /// for each chunk. None if one of them would have to be cut along two dimensions.
     fn repeat_wide_operands(&mut self, graph: &Graph) -> Option<()> {
         let mut open: Vec<Node> = self.nodes.iter().collect();
         while let Some(node) = open.pop() {
@@ -205,14 +205,15 @@ impl Region {
         operands_of(graph, data, &known, self.axis_of(data.outputs[0]))
     }
 
-    /// Whether something outside lies between two nodes of the region, so that it cannot run as a whole.
+    /// Whether a node outside lies between two nodes of the region, so that the region cannot run as a
+    /// whole.
     fn waits_for_itself(&self, graph: &Graph) -> bool {
         let mut after: EntitySet<Node> = EntitySet::new();
         graph.nodes().any(|(node, data)| {
             let inside = self.nodes.contains(node);
             let makers = || data.inputs.iter().map(|&value| graph.value(value).node);
             if inside {
-                // A sum is there after the last chunk only.
+                // A sum is complete only after the last chunk.
                 let is_sum = |&value: &Value| {
                     self.nodes.contains(graph.value(value).node) && self.axis_of(value).is_none()
                 };
@@ -226,8 +227,8 @@ impl Region {
         })
     }
 
-    /// Time that chunks take longer than the whole, in picoseconds: operands that are read once for each, and
-    /// sums that are added up.
+    /// How much longer the chunks take than the whole, in picoseconds: each chunk reads operands again and
+    /// adds to sums.
     pub(crate) fn cost(&self, graph: &Graph, machine: &Machine) -> u64 {
         let mut moved = 0;
         for node in self.nodes.iter() {
@@ -244,7 +245,7 @@ impl Region {
         machine.moved(moved * (self.count as u64 - 1))
     }
 
-    /// For people.
+    /// A description for people.
     pub(crate) fn report(&self, graph: &Graph) -> Chunks {
         Chunks {
             count: self.count,
@@ -261,7 +262,7 @@ mod tests {
     use kiln_graph::{interpret_f64, verify};
 
     /// Cuts the graph of a product `%z: f32[4,64,32]` (of `%x` and `%w`) and `lines`, and compares results.
-    /// How many chunks there are; 0 if it is left alone.
+    /// Returns how many chunks there are; 0 if the graph is left alone.
     fn chunks(lines: &str, outputs: &str) -> usize {
         let text = format!(
             "graph @head {{
@@ -376,7 +377,7 @@ mod tests {
             then("  %out = cumulative sum %r {axis=0} : f32[256,32]", "%out"),
             0
         );
-        // A wide value that leaves saves nothing.
+        // Chunks save nothing where a wide value leaves the graph.
         assert_eq!(then("  %out = exp %r : f32[256,32]", "%out"), 0);
         // Rows beside other rows.
         assert_eq!(

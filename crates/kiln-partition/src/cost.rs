@@ -1,9 +1,9 @@
-//! What things cost, in picoseconds of a machine.
+//! The cost model: what moving and computing cost, in picoseconds of a machine.
 //!
-//! Moving a byte and computing an element are both time, so that keeping a value (writing and reading it) and
-//! computing it again can be compared. The model is deliberately small: a few rates of a [`Machine`],
-//! operation counts from shapes. Costs are whole picoseconds: sums do not depend on their order, and an
-//! optimum is one.
+//! Moving a byte and computing an element both take time, so keeping a value (writing and reading it) and
+//! computing it again can be compared. The model is deliberately small: a few rates of a [`Machine`], and
+//! operation counts from shapes. Costs are whole picoseconds, so that sums do not depend on their order and
+//! equal costs are exactly equal.
 
 use kiln_graph::op::UnaryOp;
 use kiln_graph::{DType, Graph, NodeData, Op, Value};
@@ -20,16 +20,16 @@ pub struct Machine {
     pub bytes_per_second: f64,
     /// Floating point operations per second in matrix products and convolutions (a multiply-add is two).
     pub flops_per_second: f64,
-    /// The same of operands of bf16.
+    /// The same for operands of bf16.
     pub bf16_flops_per_second: f64,
-    /// The same of operands of f16.
+    /// The same for operands of f16.
     pub f16_flops_per_second: f64,
     /// Elements per second through one simple operation (add, compare, select) on data in registers.
     pub simple_per_second: f64,
     /// Elements per second through one transcendental function (exp, tanh, erf) on data in registers.
     pub special_per_second: f64,
-    /// Random elements per second. What a draw costs is counted and reported, but does not decide: draws are
-    /// not kept.
+    /// Random elements per second. The cost of a draw is counted and reported, but does not decide
+    /// anything: draws are never kept.
     pub random_per_second: f64,
     /// The share of a fused kernel's simple arithmetic that takes no time, because the kernel waits for
     /// memory meanwhile; from 0 to 1. Transcendental functions and random numbers are not hidden: a kernel
@@ -42,7 +42,8 @@ impl Default for Machine {
         Self {
             bytes_per_second: 28.8e9,
             flops_per_second: 260e9,
-            // Its cores have AVX-512 BF16, which multiplies twice as many; f16 is widened to f32.
+            // The reference machine's cores have AVX-512 BF16, which doubles the rate of bf16; f16 is
+            // widened to f32.
             bf16_flops_per_second: 520e9,
             f16_flops_per_second: 260e9,
             simple_per_second: 70e9,
@@ -53,7 +54,7 @@ impl Default for Machine {
     }
 }
 
-/// A kernel that ran: what it did and how long it took.
+/// A measurement of a kernel: its work and its time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Sample {
     /// Bytes read and written.
@@ -75,9 +76,9 @@ fn picoseconds(amount: f64, rate: f64) -> u64 {
 }
 
 impl Machine {
-    /// This machine with the rates of memory and of products as measured. Kernels that do products measure
-    /// the latter, all others the former; a rate that nothing measures stays as it is. A rate is the total
-    /// work over the total time, so that long kernels, which matter, count more.
+    /// This machine with measured rates of memory and of products. Kernels with products measure the rate
+    /// of products, all others the rate of memory; a rate that no kernel measures stays. A rate is the
+    /// total work over the total time, so that long kernels, which matter, count more.
     #[must_use]
     pub fn measured(mut self, samples: &[Sample]) -> Self {
         let rate = |work: &dyn Fn(&Sample) -> f64, products: bool| {
@@ -165,8 +166,8 @@ impl Machine {
         match Recompute::of(&node.op) {
             Recompute::Free | Recompute::Never => 0,
             Recompute::Fused => {
-                // A reduction or a look-up goes over its operand once more; half of it is still in a cache,
-                // because the kernel that wants a row's statistics reads the row as well.
+                // A recomputed reduction or look-up reads its operand once more. Half of the operand is
+                // still in a cache, because the kernel that wants a row's statistics reads the row as well.
                 let again = match &node.op {
                     Op::Reduce { .. } => self.moved(bytes(graph, node.inputs[0])) / 2,
                     Op::Gather { .. } | Op::IndexSelect { .. } => self.moved(bytes(graph, node.outputs[0])),
@@ -226,7 +227,8 @@ pub fn flops(graph: &Graph, node: &NodeData) -> f64 {
             2.0 * numel(node.outputs[0]) * depth as f64
         }
         Op::Conv(_) => {
-            // w is [o, c / groups, k..]: each output element takes one channel's worth of it.
+            // w is [o, c / groups, k..]: each output element needs the multiplications of one output
+            // channel.
             let w = graph.shape(node.inputs[1]);
             2.0 * numel(node.outputs[0]) * numel(node.inputs[1]) / w[0].max(1) as f64
         }

@@ -1,4 +1,4 @@
-//! What crosses from the forward to the backward pass, chosen by a minimum cut.
+//! The values that cross from the forward to the backward pass, chosen by a minimum cut.
 //!
 //! Every candidate node `n` (see [`crate::joint`]) becomes a vertex, and every value `v` that it defines
 //! another one:
@@ -9,13 +9,14 @@
 //!                                                  └────── ∞ ──► m              if candidate m reads v
 //! ```
 //!
-//! A vertex on the sink's side is something the backward pass has. If `v` is there, either `n` is too, and
-//! the cut goes through `source → n`: the node runs in the backward pass; or the cut goes through `n → v`:
-//! the value is kept. If `n` runs there, so must everything it reads be there: the edges from its operands
-//! cannot be cut. What must not be recomputed has an uncuttable edge from the source, and what must not be
-//! kept (random draws) one from `n` to `v`. So the cuts of this network are exactly the ways to run the
-//! backward pass, each with its cost, and a minimum cut is a cheapest one; the test beside this file tries
-//! all of them.
+//! A vertex on the sink's side is available in the backward pass. If `v` is on that side, one of two edges
+//! is cut. Either `n` is on the sink's side too, and the cut goes through `source → n`: the node runs in
+//! the backward pass. Or `n` is on the source's side, and the cut goes through `n → v`: the value is kept.
+//! If `n` runs in the backward pass, everything that it reads must be available there, so the edges from
+//! its operands cannot be cut. A node that must not be recomputed has an uncuttable edge from the source,
+//! and a value that must not be kept (a random draw) an uncuttable edge from `n` to `v`. So the cuts of
+//! this network are exactly the ways to run the backward pass, each with its cost, and a minimum cut is a
+//! cheapest way; the test beside this file tries all of them.
 
 use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::{Node, Value};
@@ -66,7 +67,7 @@ pub(crate) fn choose(joint: &Joint, steering: &Steering) -> (EntitySet<Value>, u
     let mut node_vertex: SecondaryMap<Node, Vertex> = SecondaryMap::with_default(none);
     let mut value_vertex: SecondaryMap<Value, Vertex> = SecondaryMap::with_default(none);
 
-    // Only what the backward pass could ever need takes part.
+    // Only values that the backward pass could ever need take part.
     let needed = joint.closure(&EntitySet::new(), true);
     for (node, data) in graph.nodes() {
         let kept_anyway = data.outputs.iter().any(|&value| needed.kept.contains(value));
@@ -135,7 +136,7 @@ mod tests {
         list[at % list.len()]
     }
 
-    /// One of the last few: so that long chains come up.
+    /// One of the last few values, so that long chains occur.
     fn recent<T: Copy>(list: &[T], at: usize) -> T {
         list[list.len() - 1 - at % list.len().min(3)]
     }
@@ -226,8 +227,8 @@ mod tests {
         prop::collection::vec((any::<u8>(), 0usize..64, 0usize..64), count)
     }
 
-    /// Whether anything of a dropout mask is kept on a machine that draws this many elements per second;
-    /// `output`: the step returns the mask.
+    /// Whether a dropout mask, or a part of its computation, is kept on a machine that draws this many
+    /// elements per second; `output`: the step returns the mask.
     fn keeps_the_draw(per_second: f64, output: bool) -> bool {
         let graph = Graph::parse(&format!(
             "graph @dropout {{

@@ -1,4 +1,4 @@
-//! What can go wrong.
+//! Errors of the partitioner.
 
 use kiln_graph::TypeError;
 
@@ -57,7 +57,7 @@ pub enum PartitionError {
         /// What the planner says.
         reason: String,
     },
-    /// A rebuilt node did not type: the graph given was not valid.
+    /// A rebuilt node has no valid type, so the graph given was not valid.
     #[error("the graph is not valid: {0}")]
     Type(#[from] TypeError),
 }

@@ -9,7 +9,7 @@
 //! Both searches are loops with their own stacks: a path through a deep model would overflow the thread's.
 //!
 //! When no flow can be added, the vertices that still reach the sink form one side of a minimum cut. Of all
-//! minimum cuts this is the one nearest to the sink: what is kept is as close as possible to who reads it, so
+//! minimum cuts this one is nearest to the sink: values are kept as close as possible to their readers, so
 //! ties are broken towards less recomputation.
 
 /// More than any sum of real capacities: an edge that must not be cut.

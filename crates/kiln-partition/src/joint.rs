@@ -1,29 +1,30 @@
 //! The joint graph as the partitioner sees it: who may be kept, who may be recomputed, and at what cost.
 //!
-//! Every node has a [`Side`]. The forward nodes are those that may run twice. A backward node that depends on
-//! forward values and arguments alone (but for tangents, which come with the backward pass: see
-//! [`mod@crate::split`]) through fusable operations (`1 - tanh(x)^2`, a comparison with zero, probabilities
-//! minus one-hot labels) is *primal*: it runs once wherever it is put, so it may also be put into the forward
-//! pass and its result kept, a mask of bytes in place of the floats that it compares. Everything else is
-//! *fixed*: it stays where it is, and what it reads is what the backward pass demands.
+//! Every node has a [`Side`]. The *forward* nodes are those that may run twice. A backward node is *primal*
+//! if it depends only on forward values and arguments (but not on tangents, which come with the backward
+//! pass: see [`mod@crate::split`]), and only through fusable operations (`1 - tanh(x)^2`, a comparison with
+//! zero, probabilities minus one-hot labels). A primal node runs once, in either pass. Put into the forward
+//! pass, its result can be kept: a mask of bytes in place of the floats that it compares. Every other
+//! backward node is *fixed*: it stays where it is, and the backward pass demands the values that it reads.
 //!
 //! The costs are times of a [`crate::Machine`]:
 //!
 //! - Keeping a value costs reading it in the backward pass; writing it, if the forward pass would otherwise
-//!   have kept it in registers; and holding its bytes ([`crate::Options::hold`]), unless it leaves the step
-//!   as an output, which has a buffer anyway. Arguments are there anyway and cost nothing.
-//! - Recomputing costs the arithmetic of the node alone when it fuses with its reader ([`crate::Recompute`]):
-//!   the traffic that its operands cause is counted where they are kept. Two things spoil the fusion and add
-//!   a write and a read of the result: readers in different kernels (before and after a product, such as a
-//!   residual stream), and readers that find it in memory: a kernel that computes no operands, or two
-//!   products, neither of which does the other's work.
-//! - A primal node that makes an operand of such a reader (the gradient of logits) is written and read
-//!   whether it is kept or not. Keeping the forward values that it is made from in its stead saves nothing.
+//!   have it in registers only; and holding its bytes ([`crate::Options::hold`]), unless it leaves the step
+//!   as an output, which has a buffer anyway. Arguments lie in memory anyway and cost nothing.
+//! - Recomputing a node that fuses with its reader ([`crate::Recompute`]) costs its arithmetic alone: the
+//!   traffic of its operands is counted where they are kept. Two kinds of readers spoil the fusion, and add
+//!   a write and a read of the result: readers in different kernels (before and after a product, such as of
+//!   a residual stream), and readers that find it in memory (a kernel that computes no operands, or two
+//!   products of which neither does the other's work).
+//! - A primal node that computes an operand of such a reader (the gradient of logits) is written and read
+//!   whether its result is kept or not. Keeping the forward values that it is computed from instead saves
+//!   nothing.
 //!
-//! One choice is a rule and no matter of cost: a random draw, and what follows from draws alone element by
-//! element (a dropout mask), is not kept, however slowly the machine draws, but made from the counter again
-//! by the kernels that read it. Only a draw that leaves the step as an output, and so lies in memory anyway,
-//! may be read from there.
+//! One choice is a rule and not a matter of cost. A random draw, and a value that follows element by
+//! element from draws alone (a dropout mask), is not kept, however slowly the machine draws: the kernels
+//! that read it draw it from the counter again. Only a draw that leaves the step as an output, and so lies
+//! in memory anyway, may be read from there.
 
 use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::op::Op;
@@ -38,7 +39,7 @@ use crate::{Machine, Options};
 /// What may happen to a node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Side {
-    /// Arguments and constants: there in every phase.
+    /// Arguments and constants, which every phase can read.
     #[default]
     Resident,
     /// Runs in the forward pass; may run again in the backward pass.
@@ -49,7 +50,7 @@ pub(crate) enum Side {
     Fixed,
 }
 
-/// A joint graph without dead nodes, with what the partitioner knows of it.
+/// A joint graph without dead nodes, and what the partitioner knows of it.
 #[derive(Debug)]
 pub(crate) struct Joint<'a> {
     pub(crate) graph: &'a Graph,
@@ -60,21 +61,21 @@ pub(crate) struct Joint<'a> {
     /// Number of kernels that must have run before a forward node's kernel, and after it.
     before: SecondaryMap<Node, u32>,
     after: SecondaryMap<Node, u32>,
-    /// Made from scalars and coordinates alone: no memory is read to make it again.
+    /// Computed from scalars and coordinates alone: recomputing it reads no memory.
     generated: SecondaryMap<Node, bool>,
     /// Generated, element by element, from random numbers: dropout masks and noise.
     drawn: SecondaryMap<Node, bool>,
 }
 
 impl<'a> Joint<'a> {
-    /// Looks at `graph`, whose nodes carry phases (as [`crate::assign_phases`] writes them; found by their
-    /// looks if not).
+    /// Analyses `graph`, whose nodes carry phases (written by [`crate::assign_phases`]; otherwise found as
+    /// it does).
     pub(crate) fn new(graph: &'a Graph, options: &'a Options) -> Result<Self, PartitionError> {
         Self::with_tangents(graph, options, &[])
     }
 
-    /// The same where the tensor arguments with indices in `tangents` exist only in the backward pass: what
-    /// reads one cannot run in the forward pass.
+    /// The same where the tensor arguments with indices in `tangents` exist only in the backward pass: a
+    /// node that reads one cannot run in the forward pass.
     pub(crate) fn with_tangents(
         graph: &'a Graph,
         options: &'a Options,
@@ -118,8 +119,8 @@ impl<'a> Joint<'a> {
                 Side::Fixed
             };
         }
-        // A transform may have merged a backward node with an equal forward one: what forward needs is
-        // forward.
+        // A transform may have merged a backward node with an equal forward one: a node that forward needs
+        // is forward.
         for (node, data) in self.graph.nodes().rev() {
             if self.side[node] == Side::Primal {
                 let mut users = data.outputs.iter().flat_map(|&value| self.users.of(value));
@@ -147,13 +148,13 @@ impl<'a> Joint<'a> {
             self.drawn[node] = generated
                 && match data.op {
                     Op::Random { .. } => true,
-                    // A sum or a look-up may be much smaller than what is drawn for it.
+                    // A sum or a look-up may be much smaller than the draws that it reads.
                     Op::Reduce { .. } | Op::Gather { .. } | Op::IndexSelect { .. } => false,
                     _ => operands().any(|operand| self.drawn[operand]),
                 };
         }
-        // A cast from 16 bits runs in the kernel that reads it, wherever that is: who reads what is cast is
-        // as far away as who reads the cast.
+        // A cast from 16 bits runs in the kernel that reads it, so a reader of the cast value is as far
+        // away as a reader of the cast itself.
         for (node, data) in self.graph.nodes().rev() {
             let widens = matches!(data.op, Op::Cast(DType::F32))
                 && matches!(self.graph.dtype(data.inputs[0]), DType::F16 | DType::BF16);
@@ -175,8 +176,8 @@ impl<'a> Joint<'a> {
         self.side[self.node_of(value)]
     }
 
-    /// What is read in the backward pass whatever is kept: values that candidates define and fixed nodes take
-    /// as operands, and primal outputs of the graph.
+    /// Whether the backward pass reads `value` whatever is kept: values that candidates define and fixed
+    /// nodes take as operands, and primal outputs of the graph.
     pub(crate) fn demanded(&self, value: Value) -> bool {
         match self.side_of(value) {
             Side::Resident | Side::Fixed => false,
@@ -204,8 +205,8 @@ impl<'a> Joint<'a> {
         }
     }
 
-    /// Whether `user` has to find `value` in memory: its kernel computes no operands, or another one does the
-    /// same work.
+    /// Whether `user` has to find `value` in memory, because its kernel computes no operands, or another
+    /// kernel does the same work.
     fn is_read_whole_by(&self, value: Value, user: Node) -> bool {
         let kernel = |node: Node| Recompute::of(&self.graph.node(node).op).is_kernel();
         let beside = |&&other: &&Node| self.side[other] == self.side[user] && kernel(other);
@@ -257,7 +258,8 @@ impl<'a> Joint<'a> {
     pub(crate) fn may_recompute(&self, node: Node, expensive: bool) -> bool {
         match self.side[node] {
             Side::Primal => true,
-            // What is cast for the forward pass is a copy to read, not to make a second time.
+            // The forward pass casts an argument once, into a copy that the backward pass reads; the cast
+            // does not run twice.
             Side::Forward if self.is_cast_argument(node) => false,
             Side::Forward => match Recompute::of(&self.graph.node(node).op) {
                 Recompute::Free | Recompute::Fused | Recompute::Kernel => true,
@@ -281,8 +283,8 @@ impl<'a> Joint<'a> {
         let data = self.graph.node(node);
         let class = Recompute::of(&data.op);
         if self.side[node] != Side::Forward {
-            // Kept or not, what a kernel reads from memory is written and read. (`keep` counts that for those
-            // that are kept.)
+            // Kept or not, an operand that a kernel reads from memory is written and read. (`keep` counts
+            // that for kept ones.)
             let stored =
                 class == Recompute::Fused && self.side[node] == Side::Primal && self.is_read_whole(data);
             return if stored {
@@ -295,7 +297,7 @@ impl<'a> Joint<'a> {
         let fused = matches!(class, Recompute::Free | Recompute::Fused);
         let out = self.made_bytes(data);
         if class == Recompute::Fused && !matches!(data.op, Op::Gather { .. } | Op::IndexSelect { .. }) {
-            // Kept operands are paid for where they are kept; arguments are not, and are read here.
+            // The cost of reading kept operands is counted where they are kept; arguments are read here.
             let argument = |&&value: &&Value| matches!(self.graph.def(value).op, Op::Parameter { .. });
             let read = data
                 .inputs
@@ -310,7 +312,7 @@ impl<'a> Joint<'a> {
         cost
     }
 
-    /// Whether a fixed node finds what `data` makes in memory, as it is or moved.
+    /// Whether a fixed node reads the result of `data` from memory, as it is or moved.
     fn is_read_whole(&self, data: &NodeData) -> bool {
         data.outputs.iter().any(|&value| {
             self.users.of(value).iter().any(|&user| match self.side[user] {
@@ -329,7 +331,8 @@ impl<'a> Joint<'a> {
         data.outputs.iter().map(|&value| bytes(self.graph, value)).sum()
     }
 
-    /// Whether readers in several kernels need what a fused node makes, or one that finds it in memory.
+    /// Whether readers in several kernels need the result of a fused node, or one reader that finds it in
+    /// memory.
     fn is_shared(&self, node: Node) -> bool {
         let data = self.graph.node(node);
         let mut depth = None;
@@ -351,9 +354,9 @@ impl<'a> Joint<'a> {
         false
     }
 
-    /// What the backward pass needs of the forward pass when only `kept` is kept: values that are read, and
-    /// nodes that run in the backward pass. A needed value that can be neither found nor recomputed counts as
-    /// kept.
+    /// The values and nodes that the backward pass needs of the forward pass when only `kept` is kept:
+    /// values that it reads, and nodes that it runs. A needed value that can be neither found nor
+    /// recomputed counts as kept.
     pub(crate) fn closure(&self, kept: &EntitySet<Value>, expensive: bool) -> Closure {
         let mut closure = Closure::default();
         let mut seen: EntitySet<Value> = EntitySet::new();
@@ -388,7 +391,8 @@ impl<'a> Joint<'a> {
             .sum::<u64>()
     }
 
-    /// What keeping everything keeps: operands as an autograd engine holds them, seen through movement.
+    /// The values that [`crate::Strategy::KeepEverything`] keeps: operands as an autograd engine holds
+    /// them, seen through movement.
     pub(crate) fn everything(&self) -> EntitySet<Value> {
         let mut kept = EntitySet::new();
         for (value, data) in self.graph.values() {

@@ -1,16 +1,17 @@
 //! What the backward pass keeps and what it recomputes.
 //!
-//! The joint graph of a training step computes values in its forward pass that its backward pass reads, much
-//! later. Each of them can be kept, which costs memory and traffic, or computed again from others, which
-//! costs arithmetic, and often nothing at all when the reader is a kernel that waits for memory anyway. This
-//! crate makes that choice. In the order in which a graph goes through it:
+//! The joint graph of a training step computes values in its forward pass that its backward pass reads,
+//! much later. Each of them can be kept, which costs memory and traffic. Or it can be computed again from
+//! others, which costs arithmetic, and often nothing at all, when the reader is a kernel that waits for
+//! memory anyway. This crate makes that choice. In the order in which a graph goes through it:
 //!
 //! 1. [`phase`]: which nodes are forward, backward, optimizer.
-//! 2. [`recompute`] and [`cost`]: what may be computed twice, and what that and keeping cost on a machine.
+//! 2. [`recompute`] and [`cost`]: which values may be computed twice, and what recomputing and keeping cost
+//!   on a machine.
 //! 3. A minimum cut over the forward values ([`partition`]): the cheapest choice, as a graph with duplicated
 //!    nodes.
-//! 4. [`budget`]: the fastest choice that a memory planner says fits ([`partition_within`], [`Frontier`]),
-//!    with the widest product in chunks of rows where that is what it takes.
+//! 4. [`budget`]: the fastest choice that fits a memory budget, by a memory planner ([`partition_within`],
+//!   [`Frontier`]), with the widest product in chunks of rows where only that fits.
 //! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program, with
 //!    or without a budget.
 //!
@@ -80,19 +81,20 @@ pub use split::{SavedSource, Split, split, split_within};
 use cut::Steering;
 use joint::{Closure, Joint, Side};
 
-/// What the choice depends on besides the graph.
+/// The options of a partition: what the choice depends on besides the graph.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Options {
-    /// What to do.
+    /// How to choose.
     pub strategy: Strategy,
     /// Rates of the machine that will run the step.
     pub machine: Machine,
-    /// Cost of holding a byte through the backward pass, in picoseconds: what it pushes out of caches, and
-    /// what memory is worth where there is no budget. The default is that of moving it once.
+    /// Cost of holding a byte through the backward pass, in picoseconds: kept bytes push others out of
+    /// caches, and memory is worth something where there is no budget. The default is the cost of moving a
+    /// byte once.
     pub hold: f64,
     /// Whether matrix products compute fused operands while they read them.
     pub dot_prologue: bool,
-    /// Whether convolutions of single pixels do.
+    /// Whether convolutions of single pixels compute fused operands while they read them.
     pub conv_prologue: bool,
     /// Whether optimizer updates run as soon as they can, for the least memory, rather than where they were
     /// recorded.
@@ -183,14 +185,14 @@ struct Assembled {
 }
 
 impl Assembled {
-    /// The same with its widest product in chunks, and the time that they cost; none if it cannot be done or
-    /// is not worth it.
+    /// This graph with its widest product in chunks, and the time that chunks cost; none if it cannot be
+    /// cut or chunks are not worth it.
     fn in_chunks(&self, machine: &Machine) -> Result<Option<(Self, u64)>, PartitionError> {
         let Some(region) = chunk::Region::find(&self.graph) else {
             return Ok(None);
         };
         let cut = region.cut(&self.graph)?;
-        // What is not made whole any more is not kept.
+        // A value that no longer exists as a whole is not kept.
         let kept = self.kept.iter();
         let kept = kept.filter_map(|&(joint, value)| Some((joint, *cut.values.get(&value)?)));
         let chunked = Self {

@@ -1,9 +1,9 @@
-//! A memory planner, as far as the partitioner needs one: how many bytes a graph's intermediates take at
-//! their peak.
+//! A memory planner, as far as the partitioner needs one: it estimates how many bytes a graph's
+//! intermediates take at their peak.
 //!
-//! The executor's planner is the authority on memory, and lives with the executor; it comes in through
-//! [`Planner`]. [`Liveness`] is the simplest one that is right about lifetimes: nodes run in the graph's
-//! order, one at a time, every result has a buffer from then on until its last use, a reshape is a view, a
+//! The executor's planner is the authority on memory, and lives with the executor; the partitioner is given
+//! it as a [`Planner`]. [`Liveness`] is the simplest planner that is right about lifetimes: nodes run in
+//! the graph's order, one at a time; every result has a buffer until its last use; a reshape is a view; a
 //! pointwise result takes over the buffer of an operand that dies with it. It knows no fusion and no
 //! fragmentation.
 
@@ -15,8 +15,8 @@ use crate::cost::bytes;
 
 /// Knows how much memory a step needs.
 pub trait Planner {
-    /// Bytes that running `graph` allocates at its peak, beyond its arguments and what takes over their
-    /// buffers.
+    /// Bytes that running `graph` allocates at its peak, without its arguments and the outputs that take
+    /// over their buffers.
     ///
     /// # Errors
     ///

@@ -1,13 +1,14 @@
 //! The order of the partitioned graph's nodes.
 //!
-//! Nodes keep the order of the recording, but for *early* ones, which run as soon as they can: primal nodes
-//! whose result is kept belong right behind their operands in the forward pass, so that what they read dies
-//! there; and, where memory matters, optimizer updates run as soon as their gradient is there, so that no two
-//! layers' gradients are alive together. An update that takes over an argument's buffer still waits for those
-//! who read that argument before it in the recording: the backward pass needs the old weights.
+//! Nodes keep the order of the recording, except for *early* nodes, which run as soon as they can. There
+//! are two kinds. Primal nodes whose result is kept run right after their operands in the forward pass, so
+//! that the values that they read die there. And, where memory matters, optimizer updates run as soon as
+//! their gradient is computed, so that the gradients of two layers are never alive together. An update that
+//! takes over an argument's buffer still waits for the nodes that read that argument before it in the
+//! recording: the backward pass needs the old weights.
 //!
-//! What an update reads besides its gradient and follows from arguments alone (a decayed moment, a repeated
-//! learning rate) comes right before it.
+//! Values that an update reads besides its gradient, and that follow from arguments alone (a decayed
+//! moment, a repeated learning rate), are computed right before it.
 //!
 //! No node is later than in the recording, where everything it waits for is before it; so any choice of early
 //! nodes gives a topological order.
@@ -47,8 +48,8 @@ pub(crate) fn reorder(graph: &Graph, early: &EntitySet<Node>) -> Result<Reordere
 /// The walk that makes the order.
 struct Walk<'a> {
     graph: &'a Graph,
-    /// Early nodes that follow from arguments alone, and arguments and constants: they come when they are
-    /// read.
+    /// Early nodes that follow from arguments alone, and arguments and constants: they are emitted when a
+    /// node reads them.
     on_demand: SecondaryMap<Node, bool>,
     order: Vec<Node>,
     emitted: EntitySet<Node>,

@@ -1,18 +1,19 @@
 //! Forward, backward and optimizer: which phase of the step each node belongs to.
 //!
-//! The joint graph is what a tracer saw: the forward pass, then what the autograd engine did, then the
-//! optimizer, with nothing marking where one ends. [`assign_phases`] finds out, right after import, while the
-//! order of the nodes is still the order of the recording, and writes it into each node's provenance, where
-//! later transforms keep it.
+//! The joint graph is a recording: the forward pass, then the operations of the autograd engine, then the
+//! optimizer, with nothing that marks where one ends. [`assign_phases`] finds the phases right after
+//! import, while the order of the nodes is still the order of the recording, and writes them into each
+//! node's provenance, where later transforms keep them.
 //!
-//! **Rounds.** A backward pass starts from a tensor of ones of the shape of its loss, the *seed*. A recorder
-//! below the autograd engine sees it as any other tensor, so it is found by its looks: a node whose recorded
-//! operation is `Ones`, of one element. (A program's own tensor of that kind is taken for one, too, and what
-//! follows from it in the forward pass for tangents: the tail of a loss, most often.) The seeds divide the
-//! recording into windows: window 0 is the first forward pass; window `r` holds backward pass `r`, perhaps an
-//! optimizer update, and the forward pass of the next round, if there is one. Several rounds are gradient
-//! accumulation (backward, forward, backward, one update), or several models trained against each other
-//! (backward and update of one, then forward through it, backward and update of the other).
+//! **Rounds.** A backward pass starts from a tensor of ones of the shape of its loss, the *seed*. A
+//! recorder below the autograd engine sees the seed as any other tensor, so seeds are found by their form:
+//! a node whose recorded operation is `Ones`, of one element. (A program's own tensor of that form is taken
+//! for a seed, too, and the values that follow from it in the forward pass for tangents: the tail of a
+//! loss, most often.) The seeds divide the recording into windows: window 0 is the first forward pass;
+//! window `r` holds backward pass `r`, perhaps an optimizer update, and the forward pass of the next round,
+//! if there is one. Several rounds are gradient accumulation (backward, forward, backward, one update), or
+//! several models trained against each other (backward and update of one, then forward through it, backward
+//! and update of the other).
 //!
 //! A node is a *tangent* if it depends on a seed. Then:
 //!
@@ -44,7 +45,7 @@ use cranelift_entity::{EntityRef, SecondaryMap};
 use kiln_graph::op::Op;
 use kiln_graph::{Graph, Node, NodeData, Phase, Value};
 
-/// What an output of the step is.
+/// The role of an output of the step.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum OutputRole {
     /// To be found out: state if it aliases an argument or depends on a gradient, forward otherwise.
@@ -163,7 +164,8 @@ impl<'a> Finder<'a> {
             }
             let seed = self.starts.binary_search(&node).is_ok();
             let tangent = |operand: Node| self.tangent[operand] && !self.resumed[operand];
-            // A resumed forward pass is primal again, except that it goes on being one within its window.
+            // A node of a resumed forward pass is no tangent, but the nodes that follow from it within its
+            // window belong to that pass.
             let goes_on = self.operands(data).any(|operand| self.resumed[operand]) && leads[node];
             let goes_on = goes_on && self.operands(data).all(|operand| self.window(operand) <= window);
             let is_tangent = seed || self.operands(data).any(tangent);
@@ -314,7 +316,7 @@ impl<'a> Finder<'a> {
                 .iter()
                 .any(|&user| nodes[user])
         };
-        // Work shared with the update of something that forward reads is training; other state updates
+        // Work shared with the update of an argument that forward reads is training; other state updates
         // (running statistics) are forward.
         let states = || {
             graph
@@ -444,7 +446,7 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// Seeds by their looks: recorded as `Ones`, one floating point element.
+/// The seeds, found by their form: recorded as `Ones`, one floating point element.
 fn find_seeds(graph: &Graph) -> Vec<Node> {
     let is_seed = |data: &NodeData| {
         let recorded = data

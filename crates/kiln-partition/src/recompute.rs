@@ -16,7 +16,7 @@
 
 use kiln_graph::Op;
 
-/// What computing a node a second time takes.
+/// What it takes to compute a node a second time.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Recompute {
     /// Nothing.

@@ -1,4 +1,5 @@
-//! What the partitioner decided, for people: saved tensors and who needs them, what runs twice, memory, time.
+//! The report of a partition, for people: saved tensors and who needs them, operations that run twice,
+//! memory, time.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -76,7 +77,7 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// That of `node`.
+    /// The origin of `node`.
     pub fn of(node: &NodeData) -> Self {
         Self {
             op: node.op.name().to_owned(),
@@ -120,9 +121,9 @@ pub struct Report {
     pub recomputed: Vec<RecomputedOperations>,
     /// What runs in chunks, to fit a budget.
     pub chunks: Option<Chunks>,
-    /// Bytes kept, without outputs of the step and without what is made in chunks.
+    /// Bytes kept, without outputs of the step and without values that exist only in chunks.
     pub saved_bytes: u64,
-    /// Bytes that keeping everything the backward pass reads would keep.
+    /// Bytes that would be kept if the backward pass recomputed nothing.
     pub everything_bytes: u64,
     /// Modelled time of running operations again, in picoseconds.
     pub recompute_picoseconds: u64,

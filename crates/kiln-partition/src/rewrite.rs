@@ -1,15 +1,15 @@
 //! The partitioned graph: the joint graph with the chosen nodes duplicated into its backward pass.
 //!
 //! The joint graph is walked in order and rebuilt. Forward nodes are copied. When a fixed node (backward or
-//! optimizer) reads a value that is not kept, the nodes that make it are emitted once more, right there, just
-//! in time: each at most once, so a block of the forward pass that is recomputed as a whole comes back when
-//! the backward pass arrives at it and lives until the backward pass has left it. Primal nodes run in the
-//! forward pass if their result is kept; else where they were recorded, or, if that was before the end of the
-//! forward pass, where they are needed.
+//! optimizer) reads a value that is not kept, the nodes that compute it are emitted once more, right there,
+//! each at most once. So a block of the forward pass that is recomputed as a whole is recomputed when the
+//! backward pass arrives at it, and its values live until the backward pass has left it. A primal node runs
+//! in the forward pass if its result is kept; otherwise where it was recorded or, if that was before the
+//! end of the forward pass, where it is needed.
 //!
-//! A duplicate has the operation, the operands and the provenance of its original, but for the phase, which
-//! is backward. Passes that come later must not merge nodes of different phases: that they are equal is the
-//! point.
+//! A duplicate has the operation, the operands and the provenance of its original, but its phase is
+//! backward. Later passes must not merge nodes of different phases, because a duplicate equals its original
+//! on purpose.
 
 use cranelift_entity::packed_option::PackedOption;
 use cranelift_entity::{EntitySet, SecondaryMap};
@@ -25,7 +25,7 @@ pub(crate) struct Rewritten {
     pub(crate) graph: Graph,
     /// For each old node that runs again, the new node that does.
     pub(crate) duplicates: Vec<(Node, Node)>,
-    /// What stands for the kept values.
+    /// The kept values: in the joint graph and in the new one.
     pub(crate) kept: Vec<(Value, Value)>,
     /// New nodes that the forward pass need not run.
     pub(crate) backward: EntitySet<Node>,
@@ -37,7 +37,7 @@ struct Emitter<'a> {
     joint: &'a Joint<'a>,
     closure: &'a Closure,
     new: Graph,
-    /// What stands for an old value: its only or forward definition, and its recomputed one.
+    /// The new values of an old value: its only or forward definition, and its recomputed one.
     original: SecondaryMap<Value, PackedOption<Value>>,
     again: SecondaryMap<Value, PackedOption<Value>>,
     duplicates: Vec<(Node, Node)>,
@@ -122,7 +122,7 @@ pub(crate) fn rewrite(joint: &Joint, closure: &Closure) -> Result<Rewritten, Par
     })
 }
 
-/// The primal nodes that run in the forward pass: those that make kept values.
+/// The primal nodes that run in the forward pass, because they compute kept values.
 fn primal_of_forward(joint: &Joint, closure: &Closure) -> EntitySet<Node> {
     let mut hoist = EntitySet::new();
     for (node, data) in joint.graph.nodes().rev() {
@@ -140,7 +140,7 @@ fn primal_of_forward(joint: &Joint, closure: &Closure) -> EntitySet<Node> {
 }
 
 impl Emitter<'_> {
-    /// What stands for `value`, in the forward or in the backward pass.
+    /// The new value of `value` in the forward or in the backward pass.
     fn get(&self, value: Value, backward: bool) -> Value {
         let again = if backward && !self.closure.kept.contains(value) {
             self.again[value].expand()
@@ -187,7 +187,7 @@ impl Emitter<'_> {
         Ok((new, data.outputs.iter().copied().zip(results).collect()))
     }
 
-    /// Sees to it that [`Emitter::get`] finds `value` in the backward pass.
+    /// Makes `value` available in the backward pass, so that [`Emitter::get`] finds it there.
     fn make_again(&mut self, value: Value) -> Result<(), PartitionError> {
         if self.closure.kept.contains(value) {
             return Ok(());
@@ -196,7 +196,7 @@ impl Emitter<'_> {
         while let Some(&node) = stack.last() {
             let data = self.joint.graph.node(node);
             let done = data.outputs.iter().all(|&value| self.again[value].is_some());
-            // A kept result of a node with several is not made again; the others may have to be.
+            // A node may have a kept result, which is not recomputed, beside others that have to be.
             if done || !self.closure.recomputed.contains(node) {
                 stack.pop();
                 continue;

@@ -1,10 +1,10 @@
 //! The partition as two graphs: a compiled forward pass inside an eager program.
 //!
-//! The joint graph here takes *tangents* as arguments: the gradients of the forward outputs, which the eager
-//! program's autograd engine provides later. [`split`] chooses what is kept as for a whole step and cuts the
-//! partitioned graph in two: `forward(inputs) -> (outputs, saved)` and
-//! `backward(saved, tangents) -> gradients`. What the backward graph reads of the inputs themselves, or of
-//! the outputs, is not copied: [`SavedSource`] says where to find it.
+//! The joint graph here takes *tangents* as arguments: the gradients of the forward outputs, which the
+//! eager program's autograd engine provides later. [`split`] chooses what is kept as for a whole step and
+//! cuts the partitioned graph in two: `forward(inputs) -> (outputs, saved)` and `backward(saved, tangents)
+//! -> gradients`. Inputs and outputs that the backward graph reads are not copied: [`SavedSource`] says
+//! where to find them.
 
 use cranelift_entity::packed_option::PackedOption;
 use cranelift_entity::{EntitySet, SecondaryMap};
@@ -76,9 +76,9 @@ pub fn split(
     halves.split(build(&joint, assemble(&joint, &closure, false)?)?)
 }
 
-/// [`split`] under a memory budget of `budget` bytes for what the graph that needs more takes, by `planner`,
-/// and what is kept between the two, without arguments, outputs of the function and tangents: so much is
-/// allocated if the two graphs take turns in the same working memory.
+/// [`split`] under a memory budget of `budget` bytes. Two amounts count: what the larger of the two graphs
+/// takes by `planner`, without arguments, outputs of the function and tangents, and what is kept between
+/// the two. So much is allocated if the two graphs take turns in the same working memory.
 ///
 /// # Errors
 ///
@@ -97,7 +97,7 @@ pub fn split_within(
     halves.split(partition)
 }
 
-/// What tells the forward half of a joint graph from the backward half.
+/// How the forward half of a joint graph differs from the backward half.
 #[derive(Clone, Debug)]
 pub(crate) struct Halves {
     /// Indices of the tensor arguments that exist only in the backward pass.
@@ -182,15 +182,15 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    /// Bytes that are kept from the forward to the backward pass and would not lie in memory otherwise.
+    /// Bytes that are kept from the forward to the backward pass and that would not be in memory otherwise.
     pub(crate) fn kept_bytes(&self) -> u64 {
         let kept = self.forward.outputs[self.outputs..].iter();
         kept.map(|output| bytes(&self.forward, output.value)).sum()
     }
 }
 
-/// Forward is what the forward outputs need; all else is backward. Returns, for each output, whether it is a
-/// gradient.
+/// Assigns the phases: nodes that the forward outputs need are forward, all others backward. Returns, for
+/// each output, whether it is a gradient.
 fn assign(graph: &mut Graph, tangents: &[u32], roles: &[OutputRole]) -> Result<Vec<bool>, PartitionError> {
     // One tangent that each node depends on.
     let mut depends: SecondaryMap<Node, Option<u32>> = SecondaryMap::new();

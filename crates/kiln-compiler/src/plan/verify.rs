@@ -1,21 +1,21 @@
 //! Verification of a finished plan, from its result alone.
 //!
 //! The verifier knows the kernels, what each reads, writes and stores where, and the plan. It knows nothing
-//! of how the plan was made. Memory is a set of spaces: the arena, each argument, and each output that takes
-//! over no argument; an output that does is in the argument's space. A buffer *lives* from the kernel that
-//! first writes it to the last that touches it, an argument from before the first kernel, an output to after
-//! the last.
+//! of how the plan was made. Memory is a set of spaces: the arena, each argument, and each output that
+//! takes over no argument; an output that takes one over is in the argument's space. A buffer *lives* from
+//! the kernel that first writes it to the last that touches it, an argument from before the first kernel,
+//! an output to after the last.
 //!
 //! What must hold:
 //!
 //! - everything that a kernel touches has a place, inside its space and aligned;
 //! - nothing is read before it is complete, and every output is made;
 //! - the pieces of a buffer that is written in pieces (a concatenation) are apart and fill it;
-//! - two things share bytes only while one of them does not live. At the kernel where one dies and the other
-//!   is made they may be one memory handed on, if that kernel reads each element before, or at, the point
+//! - two buffers share bytes only while one of them does not live. At the kernel where one dies and the
+//!   other is made, one memory may be handed on, if that kernel reads each element before, or at, the point
 //!   where it writes its place ([`super::super::schedule::inplace`]);
-//! - an output takes over an argument only where the graph allows it, at equal size, each argument once, and
-//!   after every index was looked at.
+//! - an output takes over an argument only where the graph allows it, at equal size, each argument once,
+//!   and after every index was checked.
 
 use rustc_hash::FxHashMap;
 
@@ -26,7 +26,7 @@ use crate::index::Atom;
 use crate::schedule::nest::Store;
 use crate::schedule::{Buffer, Schedule};
 
-/// What is wrong with a plan: a bug of the compiler. Nothing of such a step runs.
+/// A fault of a plan: a bug of the compiler. No kernel of such a step runs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanFault {
     /// A buffer that a kernel touches has no place.
@@ -37,7 +37,7 @@ pub enum PlanFault {
         /// The kernel.
         kernel: usize,
     },
-    /// Something ends behind its space, or begins at no multiple of the alignment.
+    /// A buffer or scratch memory ends behind its space, or does not begin at a multiple of the alignment.
     #[error(
         "{what} is at byte {offset} for {bytes} bytes, in {space} of {size} bytes aligned to {alignment}"
     )]
@@ -60,9 +60,9 @@ pub enum PlanFault {
     ReadEarly {
         /// The buffer.
         buffer: String,
-        /// Who reads.
+        /// The kernel that reads.
         reader: usize,
-        /// Who writes later.
+        /// The kernel that writes later.
         writer: usize,
     },
     /// A kernel reads a buffer that no kernel writes.
@@ -70,7 +70,7 @@ pub enum PlanFault {
     NeverWritten {
         /// The buffer.
         buffer: String,
-        /// Who reads.
+        /// The kernel that reads.
         reader: usize,
     },
     /// No kernel makes an output where the caller looks for it.
@@ -84,7 +84,7 @@ pub enum PlanFault {
     WritesArgument {
         /// The buffer.
         buffer: String,
-        /// Who writes.
+        /// The kernel that writes.
         kernel: usize,
         /// The argument.
         argument: u32,

@@ -1,4 +1,4 @@
-//! How movement operations act on indices: given where the result is wanted, where the operand is read.
+//! How movement operations act on indices: from the wanted index of the result to the index of the operand.
 
 use kiln_graph::op::{Dims, DotDims, Op};
 use kiln_graph::{Graph, NodeData, Value};

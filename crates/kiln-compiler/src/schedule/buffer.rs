@@ -13,7 +13,7 @@ pub enum Buffer {
 }
 
 impl Buffer {
-    /// What it holds once it is written.
+    /// The value that it holds once it is written.
     pub fn value(self, graph: &Graph) -> Value {
         match self {
             Self::Value(value) => value,

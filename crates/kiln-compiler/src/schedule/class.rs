@@ -1,10 +1,10 @@
 //! What the scheduler may do with each operation.
 //!
-//! Four classes. *Inline* operations compute nothing worth storing: constants, coordinates, and movements
-//! that are folded into the index at which a consumer reads; so are pointwise operations on nothing but those
-//! (a causal mask made of two coordinates). *Nest* operations become statements of fused loop nests. *Joins*
-//! (concatenation) are written by one loop nest for each operand, directly into its part of the result.
-//! *Library* operations run as a kernel of their own, from a template.
+//! There are four classes. *Inline* operations compute nothing worth storing: constants, coordinates, and
+//! movements, which are folded into the index at which a consumer reads; pointwise operations on nothing
+//! but those (a causal mask made of two coordinates) are inline, too. *Nest* operations become statements
+//! of fused loop nests. *Joins* (concatenation) are written by one loop nest for each operand, directly
+//! into its part of the result. *Library* operations run as a kernel of their own, from a template.
 
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{Graph, Node};
@@ -56,7 +56,8 @@ pub fn classify(graph: &Graph, policy: &Policy) -> Vec<Class> {
             .iter()
             .chain(&data.inputs)
             .any(|&v| graph.ty(v).numel() == 0);
-        // Empty tensors have no index at all; the library's loops cope, the algebra of indices need not.
+        // Empty tensors have no index at all: the loops of the library allow that, and the algebra of
+        // indices need not.
         let class = if empty { Class::Library } else { class };
         pure[index] = class == Class::Inline && pure_operands;
         // Operations that are computed once cost their users nothing.

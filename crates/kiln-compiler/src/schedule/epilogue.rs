@@ -1,10 +1,9 @@
-//! Epilogues: a loop nest that consumes the result of a contraction, tile by tile, before it ever reaches
-//! memory.
+//! Epilogues: loop nests that consume the result of a contraction, tile by tile, before it reaches memory.
 //!
-//! A nest may follow a contraction inside its kernel if it runs over exactly the elements of the result, one
-//! point for each, and every point needs that one element only. Bias, activation and its gradient, residual
-//! and dropout are like that. Reductions are not: no tile holds a whole row, and sums over the rows would be
-//! kept for each panel of rows.
+//! A nest may follow a contraction inside its kernel if it runs over exactly the elements of the result,
+//! with one point for each, and every point needs that one element only. Bias, activation and its gradient,
+//! residual and dropout are like that. Reductions are not: no tile holds a whole row, and sums over rows
+//! would have to be kept for each panel of rows.
 //!
 //! The template numbers the elements of its result in its own way: a [`ResultFrame`]. [`ResultFrame::place`]
 //! rewrites a nest from its variables to those.
@@ -135,14 +134,14 @@ pub fn fits(
         return false;
     }
     let reduces = |node: &Node| matches!(graph.node(*node).op, Op::Reduce { .. });
-    // Values once for each row are stored by nests with a split only.
+    // Only nests with a split store values once for each row.
     let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
     if nest.members.iter().any(reduces) || !complete {
         return false;
     }
-    // An epilogue saves writing and reading the result. Against that, it meets its other operands in pieces
-    // of rows, where a nest of its own streams them; measured, that costs more than it saves where there are
-    // more than two of them or sums over the rows to keep.
+    // An epilogue saves writing and reading the result. But it reads its other operands in pieces of rows,
+    // where a nest of its own streams them. Measured, that costs more than it saves where there are more
+    // than two other operands, or sums over the rows to keep.
     let whole = |used: Value| graph.ty(used).numel() == graph.ty(value).numel();
     let streams = nest
         .uses

@@ -1,16 +1,16 @@
 //! Fusion: which operations share a kernel.
 //!
-//! The graph is walked from its end to its beginning, so that when an operation is placed all its users
-//! already are, and each user has said at which index it wants the result. An operation goes, in this order,
+//! The graph is walked from its end to its beginning. When an operation is placed, all its users already
+//! are, and each user has asked for the result at an index. An operation goes, in this order,
 //!
-//! 1. into the nest of a user. If that nest is the only user the value never exists in memory; otherwise the
-//!    nest also stores it, and the others read it;
+//! 1. into the nest of a user. If that nest is the only user, the value never exists in memory; otherwise
+//!   the nest also stores it, and the other users read it;
 //! 2. into a nest that reads the same operands over the same space (siblings: a bias gradient beside the
 //!    gradient it sums up);
 //! 3. into a nest of its own.
 //!
 //! At the end, nests over the same space that read the same values and do not depend on each other become
-//! one, and those that only make an operand of a product or convolution go into its kernel
+//! one, and nests that only compute an operand of a product or convolution move into its kernel
 //! ([`super::prologue`]).
 //!
 //! Movements are never placed: walking through them turns the wanted index of the result into the wanted
@@ -26,10 +26,10 @@
 //! - *No hidden work.* An operation used at an index that skips variables would be computed again and again;
 //!   that is allowed for operations as cheap as a load, or where the computation moves out of the innermost
 //!   loop.
-//! - *Rows whole.* What a nest makes of a row stays together with the statistics of the row (`rows.rs`;
-//!   `row.rs` says what a row is).
-//! - *Parts apart.* A group holds operations of the forward pass, or of the backward pass and the optimizer;
-//!   and of one chunk of rows, where the partition asked for chunks.
+//! - *Rows whole.* Operations on a row stay together with the statistics of the row (`rows.rs`; `row.rs`
+//!   says what a row is).
+//! - *Sections apart.* A group holds operations of the forward pass, or of the backward pass and the
+//!   optimizer; and of one chunk of rows, where the partition asked for chunks (`section.rs`).
 //! - *Bounds.* A nest that touches too many buffers or holds too many operations stops growing.
 
 mod absorb;
@@ -71,7 +71,8 @@ pub fn schedule(graph: &Graph, options: &Options, policy: &Policy) -> Schedule {
     let nodes: Vec<Node> = graph.nodes().map(|(node, _)| node).collect();
     let mut picks: Vec<Node> = Vec::new();
     for &node in nodes.iter().rev() {
-        // The latest moment: whoever else passes over the rows that are picked from has been placed by now.
+        // A pick is placed as late as possible: by now every other operation that passes over the rows is
+        // placed.
         let (due, later) = picks.into_iter().partition(|&pick| reads(graph, pick, node));
         picks = later;
         let due: Vec<Node> = due;
@@ -114,7 +115,7 @@ struct Group {
     after: GroupSet,
     reads: Vec<Value>,
     writes: Vec<Buffer>,
-    /// What the library operation itself reads, from memory.
+    /// The operands that the library operation itself reads from memory.
     operands: Vec<Value>,
     /// The part of the step that it belongs to; none while it holds no operation.
     part: Option<Section>,
@@ -259,7 +260,7 @@ impl<'a> Fuser<'a> {
         }
     }
 
-    /// `group` now makes `value`: whoever reads it comes after.
+    /// Notes that `group` makes `value`, so that its readers run after `group`.
     fn define(&mut self, group: usize, value: Value) {
         let readers = self.readers.get(&value).cloned().unwrap_or_default();
         let mut after = GroupSet::default();
@@ -307,9 +308,9 @@ impl<'a> Fuser<'a> {
         self.outputs.contains_key(&value) || self.readers.get(&value).is_some_and(|r| !r.is_empty())
     }
 
-    /// Nests that use `value`: those over the largest space first (a statistic belongs into the loop that
-    /// reads the data, not into the small one that updates its running mean), among equals the one that runs
-    /// first, which was made last.
+    /// Nests that use `value`, those over the largest space first: a statistic belongs into the loop that
+    /// reads the data, not into the small one that updates its running mean. Among equals the nest that
+    /// runs first comes first; it was made last.
     fn user_nests(&self, value: Value) -> Vec<usize> {
         let mut users = self.readers.get(&value).cloned().unwrap_or_default();
         users.retain(|&group| self.groups[group].nest.is_some());
@@ -421,8 +422,8 @@ impl<'a> Fuser<'a> {
     }
 }
 
-/// The constant that a scatter begins with in every element; its kernel writes it instead of reading a tensor
-/// of it.
+/// The constant that every element of a scatter's operand is; the scatter's kernel writes it instead of
+/// reading such a tensor.
 pub fn starts_constant(graph: &Graph, node: Node) -> Option<Scalar> {
     let data = graph.node(node);
     if !matches!(data.op, Op::Scatter { .. } | Op::IndexPut { .. }) {

@@ -1,10 +1,10 @@
 //! Which operands a nest may overwrite with its results.
 //!
 //! A nest may store into the memory of an operand if each element of the operand is read for the last time
-//! before, or at, the point that overwrites it. Two conditions ensure that. All reads of the operand are at the
-//! position that is stored. And the store happens in the last pass over a row, where the loop body loads before
-//! it stores. An element that is read once for each row, such as the one that a loss picks from a row of
-//! logits, may lie anywhere in that row if it is read before the last pass begins.
+//! before, or at, the point that overwrites it. Two conditions ensure that. All reads of the operand are at
+//! the position that is stored. And the store happens in the last pass over a row, where the loop body
+//! loads before it stores. An element that is read once for each row, such as the one that a loss picks
+//! from a row of logits, may lie anywhere in that row if it is read before the last pass begins.
 
 use kiln_graph::{Graph, Op, Value};
 
@@ -37,8 +37,8 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
     if stages.of(graph, nest, store.value) != last {
         return Vec::new();
     }
-    // Values that only rows depend on are stored after the last pass. The store may be one piece of its
-    // buffer; memory goes to the whole.
+    // Values that depend on rows alone are stored after the last pass. The store may write one piece of its
+    // buffer; memory is handed on to the whole buffer.
     let bytes = store.buffer.bytes(graph);
     nest.uses
         .iter()
@@ -58,7 +58,7 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
         .collect()
 }
 
-/// Whether `index` is read once for each row, at an element of the row that the elements at `whole` are.
+/// Whether `index` is read once for each row, at an element of the row whose elements are at `whole`.
 fn in_row(split: Split, index: &[Index], whole: &[Index]) -> bool {
     vars(index) & !split.rows == 0
         && index.iter().zip(whole).all(|(own, whole)| {
@@ -67,7 +67,7 @@ fn in_row(split: Split, index: &[Index], whole: &[Index]) -> bool {
         })
 }
 
-/// Whether the integers in `index` are there before pass number `pass`.
+/// Whether the integers in `index` are loaded before pass number `pass`.
 fn loaded_by(graph: &Graph, nest: &Nest, index: &Index, pass: usize) -> bool {
     index.terms().iter().all(|(atom, _)| match atom {
         Atom::Var { .. } => true,

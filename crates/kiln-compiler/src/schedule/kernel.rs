@@ -1,4 +1,4 @@
-//! Kernels: what is launched as one.
+//! Kernels: the units that a step launches.
 
 use kiln_graph::{Graph, Node, Value};
 

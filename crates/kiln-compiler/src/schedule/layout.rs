@@ -1,14 +1,15 @@
 //! Layouts: values stored in another order of dimensions than their shape's.
 //!
-//! *Images* are stored channels-last: what convolutions and pools make, and whatever is computed from that
-//! element by element. Channels are then contiguous for the tiles of convolutions, for vectors of pools and
-//! nests, and for products (a 1x1 convolution is one, without copies). Chosen once for the whole step: loop
-//! nests take any layout, so only values that a kernel without strides reads stay row-major.
+//! *Images* are stored channels-last: the results of convolutions and pools, and values that are computed
+//! from those element by element. Channels are then contiguous for the tiles of convolutions, for vectors
+//! of pools and nests, and for products (a 1x1 convolution is a product, without copies). The choice is
+//! made once for the whole step: loop nests take any layout, so only values that a kernel without strides
+//! reads stay row-major.
 //!
 //! The heads of attention are joined by a transpose and a reshape before the output projection. If the
-//! product that makes the heads stores them in the transposed order to begin with, the joined matrix is a
-//! contiguous window and nothing is ever moved. Only values that products make are considered, and only where
-//! every reader takes strides: loop nests always do, products do for their operands.
+//! product that makes the heads stores them in the transposed order, the joined matrix is a contiguous
+//! window and nothing is moved. Only values that products make are considered, and only where every reader
+//! takes strides: loop nests always do, products do for their operands.
 
 use rustc_hash::FxHashMap;
 
@@ -67,7 +68,7 @@ pub fn choose(graph: &Graph, policy: &Policy) -> Layouts {
     layouts
 }
 
-/// Whether a kernel that takes or makes images of any layout computes `op`.
+/// Whether `op` is computed by a kernel that reads or writes images of any layout.
 fn is_image_operation(op: &Op, spatial: usize, policy: &Policy) -> bool {
     match op {
         Op::Conv(_) | Op::ConvInputGrad { .. } | Op::ConvWeightGrad { .. } => {

@@ -10,8 +10,8 @@
 //! rows i3=1024, columns i2=64            x[i3 * 64 + i2]
 //! ```
 //!
-//! Which indices the code needs follows from writing it, so a target writes a nest, joins a pair of
-//! variables, and writes it again.
+//! A target learns which indices the code needs only by writing the code. So it writes a nest, joins a pair
+//! of variables, and writes the nest again.
 
 use super::nest::Nest;
 use crate::index::{Index, Var, bit};
@@ -20,7 +20,7 @@ use crate::index::{Index, Var, bit};
 /// reach the width of the word.
 const MOST_VARIABLES: usize = 60;
 
-/// A nest and the order of its loops. Of several variables the last of a list runs fastest.
+/// A nest and the order of its loops. The last variable of a list runs fastest.
 #[derive(Clone, Debug)]
 pub struct NestLoops {
     /// The nest; its indices are in terms of `rows` and `cols`.

@@ -58,13 +58,13 @@ pub struct Nest {
     pub reduced: FxHashMap<Value, Vec<Index>>,
     /// Loads of integers that take part in indices: `(indices, where)`, by slot.
     pub data: Vec<(Value, Vec<Index>)>,
-    /// What leaves.
+    /// The results that leave the nest.
     pub stores: Vec<Store>,
     /// Results of late reductions among the stores.
     pub late: Vec<Value>,
     /// Values that are not stored row-major.
     pub layouts: Arc<Layouts>,
-    /// Stored values of elsewhere that are read here, and where.
+    /// Values stored by other kernels that this nest reads, and where.
     pub uses: Vec<(Value, Vec<Vec<Index>>)>,
 }
 
@@ -102,7 +102,7 @@ impl Nest {
         }
     }
 
-    /// The indices at which a stored value of elsewhere is read.
+    /// The indices at which the nest reads a value that another kernel stores.
     pub fn uses_of(&self, value: Value) -> &[Vec<Index>] {
         self.uses
             .iter()
@@ -139,15 +139,15 @@ impl Nest {
         });
     }
 
-    /// Whether a value with this index is either complete at each point or once for each row, so that it can
-    /// be stored.
+    /// Whether a value with this index is complete at each point or once for each row, so that it can be
+    /// stored.
     pub fn storable(&self, graph: &Graph, value: Value, index: &[Index]) -> bool {
         let used = vars(index);
         let fits = used == self.all() || self.split.is_some_and(|split| used == split.rows);
         fits && bijective(index, graph.shape(value))
     }
 
-    /// Whether a value at this index is a row's: at most the row variables occur.
+    /// Whether a value at this index belongs to a row: no variables but those of rows occur.
     pub fn is_row(&self, index: &[Index]) -> bool {
         self.split.is_some_and(|split| vars(index) & !split.rows == 0)
     }

@@ -4,13 +4,14 @@
 //! whose last operation comes first in the graph runs first. Programs are written so that values are used
 //! soon after they are made, which keeps few of them alive.
 //!
-//! Two things are not where the program has them. A contraction counts from its own place, whatever follows
-//! in its epilogue. And a kernel that could write an output into the memory of an argument (an optimizer's
-//! update) runs as soon as what it reads is made and the argument's other readers are done: gradients then
-//! die one by one, while they are still in cache, instead of all being alive at the end.
+//! Two kinds of kernels are not where the program has them. A contraction counts from its own place,
+//! whatever follows in its epilogue. And a kernel that could write an output into the memory of an argument
+//! (an optimizer's update) runs as soon as its operands are computed and the argument's other readers are
+//! done: gradients then die one by one, while they are still in cache, instead of all being alive at the
+//! end.
 //!
-//! What looks at indices ([`crate::checks`]) runs as soon as they are made, and before whatever may overwrite
-//! an argument if it does not depend on that.
+//! Index checks ([`crate::checks`]) run as soon as their indices are computed, and before every kernel that
+//! may overwrite an argument, unless they depend on that kernel.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
@@ -105,7 +106,7 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
     }
 }
 
-/// The last operation among those that make what `kernel` reads.
+/// The last operation among those that make the operands of `kernel`.
 fn made_by(graph: &Graph, kernel: &Kernel) -> u32 {
     let nodes = kernel
         .reads
@@ -143,7 +144,7 @@ fn makers<'a>(
         .map(Vec::as_slice)
 }
 
-/// The kernels that look at indices.
+/// The kernels that check indices.
 fn looking(graph: &Graph, writers: &FxHashMap<Buffer, Vec<usize>>) -> BTreeSet<usize> {
     let checks = (0..graph.outputs.len()).filter(|&number| graph.outputs[number].check);
     checks
@@ -159,7 +160,8 @@ fn overwrites(kernels: &[Kernel], writers_over: &FxHashMap<Buffer, usize>) -> Ve
     let mut pairs = Vec::new();
     for (reader, kernel) in kernels.iter().enumerate() {
         for buffer in &kernel.reads {
-            // A kernel that reads what it overwrites waits for nobody: it is among the pairs as an update.
+            // A kernel that overwrites its own operand waits for no other reader; it is among the pairs as
+            // an update.
             if let Some(&writer) = writers_over.get(buffer) {
                 pairs.push((reader, writer));
             }

@@ -1,8 +1,8 @@
 //! `exp(log(u) * s)` with a number `s` that is known when the step runs.
 //!
-//! Burn spells the logistic function, and with it SiLU and SwiGLU, as `exp(-log(1 + exp(-x)))`, and the minus
-//! one is an argument of the step like every other scalar. Code asks for the exponent when it runs: at minus
-//! one the power is a division, which saves a logarithm and an exponential.
+//! Burn spells the logistic function, and with it SiLU and SwiGLU, as `exp(-log(1 + exp(-x)))`, and the
+//! minus one is an argument of the step like every other scalar. The generated code tests the exponent when
+//! it runs: at minus one the power is a division, which saves a logarithm and an exponential.
 
 use kiln_graph::op::{BinaryOp, UnaryOp};
 use kiln_graph::{DType, Graph, Op, Value};
@@ -11,7 +11,7 @@ use super::nest::Nest;
 
 /// The base and the exponent if `value` is such a power in f32 and `nest` computes all of it.
 pub fn power_of_scalar(graph: &Graph, nest: &Nest, value: Value) -> Option<(Value, Value)> {
-    // The contraction that a nest follows is no part of it: no operation below is one.
+    // The nest must compute all of it: its operations are none of the contraction that the nest follows.
     let here = |value: Value| nest.uses_of(value).is_empty();
     let data = graph.def(value);
     if data.op != Op::Unary(UnaryOp::Exp) || graph.dtype(value) != DType::F32 || !here(data.inputs[0]) {

@@ -1,8 +1,8 @@
-//! Prologues: a loop nest that makes an operand of a product or a convolution while the template reads it.
+//! Prologues: loop nests that compute an operand of a product or a convolution while the template reads it.
 //!
-//! Where a template packs an operand into panels before it multiplies it may as well compute it then: what
-//! lies between two layers, such as an activation or what a normalisation makes of its statistics, is neither
-//! written nor read. [`super::fuse`] decides which nests become prologues.
+//! A template that packs an operand into panels before it multiplies may as well compute the operand then.
+//! Values between two layers, such as an activation or a normalised value, are then neither written nor
+//! read. [`super::fuse`] decides which nests become prologues.
 
 use kiln_graph::Value;
 
@@ -19,7 +19,7 @@ pub const IMAGE: [Var; 2] = [0, 1];
 pub struct Prologue {
     /// Which operand of the template's operation.
     pub operand: usize,
-    /// What is computed, and where, for the element at the loop variables: [`PRODUCT`] or [`IMAGE`].
+    /// The value that is computed for the element at the loop variables ([`PRODUCT`] or [`IMAGE`]).
     pub value: Value,
     /// Its index.
     pub index: Vec<Index>,

@@ -1,12 +1,13 @@
 //! Images that every reader computes for itself, instead of one kernel storing them.
 //!
-//! Several kernels of a batch normalisation's backward pass need the difference from the mean, the normalised,
-//! scaled and shifted value, or the mask of the activation. All of these follow from the convolution's result,
-//! which each of the kernels reads anyway, by a few arithmetic operations. Those cost less than writing and
-//! reading an image, so such a value becomes [`Class::Inline`]: as cheap as an index.
+//! Several kernels of a batch normalisation's backward pass need the difference from the mean, the
+//! normalised, scaled and shifted value, or the mask of the activation. All of these follow by a few
+//! arithmetic operations from the convolution's result, which each of the kernels reads anyway. Computing
+//! them again costs less than writing and reading an image, so such a value becomes [`Class::Inline`]: as
+//! cheap as an index.
 //!
-//! A value that the partition keeps for the backward pass stays stored, unless what it is computed from is kept
-//! as well: otherwise the operands would have to be kept in its place.
+//! A value that the partition keeps for the backward pass stays stored, unless the values that it is
+//! computed from are kept as well: otherwise those would have to be kept in its place.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -16,15 +17,15 @@ use kiln_graph::{DType, Graph, Node, Users, Value};
 use super::class::{Class, is_cheap, node_index};
 use super::layout::Layouts;
 
-/// What an inline image is computed from.
+/// The values that an inline image is computed from.
 struct Origin {
     /// Stored images.
     images: SmallVec<[Value; 2]>,
     operations: usize,
 }
 
-/// Makes images inline that are computed from one stored image or (but for masks, which are small) two, and
-/// from values of channels, by at most so many operations.
+/// Makes images inline that are computed by at most so many operations from values of channels and one
+/// stored image, or (but for masks, which are small) two.
 pub fn inline_images(
     graph: &Graph,
     users: &Users,
@@ -68,8 +69,8 @@ fn read_later(graph: &Graph, users: &Users, value: Value) -> bool {
     !backward(graph.value(value).node) && users.of(value).iter().any(|&user| backward(user))
 }
 
-/// What a pointwise operation on `inputs` is computed from; none if one of them is moved in a way that makes
-/// reading it dear.
+/// The values that a pointwise operation on `inputs` is computed from; none if one of them is moved in a
+/// way that makes reading it expensive.
 fn origin(
     graph: &Graph,
     inputs: &[Value],
@@ -96,7 +97,7 @@ fn origin(
             }
             continue;
         }
-        // A value of channels, or of nothing: behind movements there is little.
+        // A value of channels, or a number: behind its movements there are few elements.
         let mut behind = input;
         while classes[node_index(graph.value(behind).node)] == Class::Inline
             && let Some(&operand) = graph.def(behind).inputs.first()

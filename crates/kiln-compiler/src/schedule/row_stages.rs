@@ -10,9 +10,9 @@
 //! y = e / s            y has stage 2: pass 2 stores it
 //! ```
 //!
-//! The stage of a value is the number of row reductions, one behind the other, that it depends on inside its
-//! nest. Pass `p` over a row evaluates what has stage `p`. What a nest reads from memory has stage 0, and so
-//! has the result of the contraction that the nest follows.
+//! The stage of a value is the number of row reductions, one behind the other, that it depends on inside
+//! its nest. Pass `p` over a row evaluates the values of stage `p`. Values that a nest reads from memory
+//! have stage 0, and so has the result of the contraction that the nest follows.
 
 use rustc_hash::FxHashMap;
 

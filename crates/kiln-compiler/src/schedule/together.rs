@@ -14,7 +14,7 @@ use super::kernel::{Kernel, KernelKind};
 use super::nest::Nest;
 use crate::policy::Policy;
 
-/// Makes one kernel of the small updates among `kernels`.
+/// Joins the small updates among `kernels` into one kernel.
 pub fn join_updates(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec<Kernel> {
     let read: FxHashSet<Buffer> = kernels.iter().flat_map(|kernel| &kernel.reads).copied().collect();
     let (mut small, mut others): (Vec<Kernel>, Vec<Kernel>) = kernels
@@ -37,8 +37,9 @@ pub fn join_updates(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec
     others
 }
 
-/// Makes one kernel of those among `kernels` that only cast arguments: the 16-bit copies of parameters, which
-/// products read. They depend on nothing, and most are needed until the backward pass has read them too.
+/// Joins the kernels that only cast arguments into one: these make the 16-bit copies of parameters, which
+/// products read. They depend on nothing, and most copies are needed until the backward pass has read them
+/// too.
 pub fn join_casts(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
     let casts = |&node: &Node| {
         let data = graph.node(node);
@@ -96,8 +97,8 @@ fn points(kernel: &Kernel) -> i64 {
     kernel.nests().iter().map(|nest| nest.points(nest.all())).sum()
 }
 
-/// Whether `kernel` updates something small and nobody in the step reads the result, so that it can run at
-/// any time after its operands are made.
+/// Whether `kernel` updates a small tensor and no kernel of the step reads the result, so that it can run
+/// at any time after its operands are made.
 fn is_small_update(graph: &Graph, policy: &Policy, kernel: &Kernel, read: &FxHashSet<Buffer>) -> bool {
     let KernelKind::Nest(nest) = &kernel.kind else {
         return false;

@@ -7,7 +7,7 @@ use crate::checks::Check;
 use crate::index::Index;
 use crate::plan::Place;
 
-/// What memory holds before anybody writes it.
+/// The byte that fills memory before a kernel writes it.
 const NOISE: u8 = 0xa5;
 
 /// Where a kernel reads a parameter of its graph.
@@ -269,7 +269,8 @@ impl ProgramKernel {
     fn run(&self, memory: &mut Memory<'_>, scalars: &[Scalar]) -> Result<(), Stopped> {
         let (offset, bytes) = self.scratch;
         let scratch = offset..offset + bytes;
-        // Whatever lives must be elsewhere: before the kernel reads, and after it has written.
+        // Live buffers must be elsewhere, so scratch memory is filled with noise before the kernel reads
+        // and after it has written.
         memory.arena[scratch.clone()].fill(NOISE);
         let types = self.graph.parameters().iter().map(|&value| self.graph.ty(value));
         let reads = self.reads.iter().zip(types);

@@ -47,7 +47,8 @@ impl Target for Stub {
         &self.policy
     }
 
-    /// Some kernels get scratch memory, which the program fills with noise: whatever lives must be elsewhere.
+    /// Some kernels get scratch memory, which the program fills with noise, so that a live buffer in it
+    /// would be found.
     fn kernel(&self, graph: &Graph, kernel: &Kernel, _: &Layouts) -> Result<usize, CompileError> {
         if let KernelKind::Library(node) = &kernel.kind
             && let Some(name) = outside(&graph.node(*node).op)
@@ -111,7 +112,7 @@ struct Extract<'a> {
     step: &'a Step<'a, usize>,
     source: &'a Kernel,
     kernel: ProgramKernel,
-    /// Values of the whole graph that are there already.
+    /// Values of the whole graph that the kernel's graph has already.
     known: FxHashMap<Value, Value>,
 }
 
@@ -126,12 +127,12 @@ impl<'a> Extract<'a> {
     }
 
     fn place(&self, buffer: Buffer) -> Place {
-        // What has no place has no elements.
+        // A buffer without a place has no elements.
         let place = self.step.plan.places.get(&buffer);
         place.copied().unwrap_or(Place::Arena(0))
     }
 
-    /// What a kernel reads is a parameter; what leads there is copied.
+    /// A value that the kernel reads becomes a parameter; the operations between are copied.
     fn value(&mut self, value: Value) -> Result<Value, CompileError> {
         if let Some(&known) = self.known.get(&value) {
             return Ok(known);

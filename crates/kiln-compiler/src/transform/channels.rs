@@ -11,8 +11,8 @@
 //! The second rounds twice; a square root is never so small or large that its reciprocal overflows or loses
 //! digits.
 //!
-//! Sums over everything but the channels are brought to few forms, so that the many sums of a gradient become
-//! sums of the same two or three products, over one pass:
+//! Sums over everything but the channels are brought to a few forms, so that the many sums of a gradient
+//! become sums of the same two or three products, over one pass:
 //!
 //! ```text
 //! sum(x * broadcast a)                 -> sum(x) * a
@@ -21,14 +21,14 @@
 //!                                         with t = m - s, p = sum(x - s), q = sum((x - s)^2)
 //! ```
 //!
-//! A factor that is infinite or zero then meets the whole sum and not its elements: `sum(x) * inf` may be
-//! infinite where an element `0 * inf` would have made the sum NaN.
+//! A factor that is infinite or zero then multiplies the whole sum and not its elements: `sum(x) * inf` may
+//! be infinite where an element `0 * inf` would have made the sum NaN.
 //!
-//! The last needs the mean only after the pass that also sums it. `s` is the mean of `SAMPLES` elements of
-//! the channel, spread over images and places. What is lost to cancellation is `1 + (t / deviation)^2` times
-//! the rounding of the sums: one element alone is a deviation or three away from the mean, and in images with
-//! outliers many. Samples are taken relative to one of them, so that a channel of equal elements has a
-//! variance of zero.
+//! The last form needs the mean only after the pass that also sums it. `s` is the mean of `SAMPLES`
+//! elements of the channel, spread over images and places. Cancellation loses `1 + (t / deviation)^2` times
+//! the rounding of the sums: one element alone is a deviation or three away from the mean, and in images
+//! with outliers many deviations. Samples are taken relative to one of them, so that a channel of equal
+//! elements has a variance of zero.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -54,7 +54,7 @@ pub fn channels(graph: &Graph) -> Result<Graph, TypeError> {
 
 struct Channels<'a> {
     rewriter: Rewriter<'a>,
-    /// What [`Channels::by_channel`] found, by value and axis.
+    /// The results of [`Channels::by_channel`], by value and axis.
     by_channel: FxHashMap<(Value, usize), Option<Value>>,
     /// Sums of products over all but axis 1, by their factors.
     sums: FxHashMap<SmallVec<[Value; 2]>, Value>,
@@ -151,7 +151,7 @@ impl Channels<'_> {
         }
     }
 
-    /// The values by index along `axis`, of a tensor in which nothing else matters.
+    /// The values by index along `axis`, of a tensor whose elements depend on that index alone.
     fn by_channel(&mut self, value: Value, axis: usize, p: &Provenance) -> Result<Option<Value>, TypeError> {
         if let Some(&known) = self.by_channel.get(&(value, axis)) {
             return Ok(known);

@@ -1,12 +1,12 @@
-//! Log-softmax of long rows, as cross entropy uses it: the row is read again instead of storing what was made
-//! of it.
+//! Log-softmax of long rows, as cross entropy uses it: kernels read the row again instead of storing values
+//! computed from it.
 //!
-//! Forward, the largest element and the sum of exponentials are all that must be kept of a row; the loss
-//! picks one logarithm, and the gradient is exponentials again. Programs hold on to the shifted row and its
-//! exponentials, two tensors of the size of the logits. Here whoever else uses those gets operations of its
-//! own on the logits, which are part of its own loop: a vocabulary of 32 thousand is then read where it would
-//! be written and read. Where the loss and the gradient end up in one nest all the same
-//! ([`crate::schedule::fuse`]), it computes the exponentials once.
+//! Of each row the forward pass must keep only the largest element and the sum of exponentials; the loss
+//! picks one logarithm, and the gradient computes the exponentials again. Programs keep the shifted row and
+//! its exponentials, two tensors of the size of the logits. This pass gives every other user of those two
+//! tensors operations of its own on the logits, which become part of its own loop: a row of a vocabulary of
+//! 32 thousand is then read once where it would be written and read. Where the loss and the gradient end up
+//! in one nest all the same ([`crate::schedule::fuse`]), that nest computes the exponentials once.
 
 use rustc_hash::FxHashSet;
 
@@ -24,7 +24,7 @@ const LOG_SOFTMAX: &str =
 /// Only if a rule makes an ill-typed node, which would be a bug.
 pub fn log_softmax(graph: &Graph, large: usize) -> Result<Graph, TypeError> {
     let pattern = Pattern::parse(LOG_SOFTMAX);
-    // The shifted row and its exponential, and who may have the first copy of each.
+    // The shifted row and its exponential, and the node that may use the first copy of each.
     let mut shared: Vec<(Value, Value)> = Vec::new();
     let mut owners: FxHashSet<(Value, Node)> = FxHashSet::default();
     let users = graph.users();
@@ -72,7 +72,7 @@ pub fn log_softmax(graph: &Graph, large: usize) -> Result<Graph, TypeError> {
     Ok(rewriter.finish().without_dead_code())
 }
 
-/// Makes `value`, a shifted row or its exponential, once more: from now on the copy stands for it.
+/// Computes `value`, a shifted row or its exponential, once more: the copy replaces it from now on.
 fn again(
     rewriter: &mut Rewriter<'_>,
     graph: &Graph,

@@ -1,9 +1,10 @@
 //! Dynamic loss scaling, inside the step.
 //!
-//! Gradients that are stored in `f16` underflow below 6e-8. The backward pass is linear in the gradient that it
-//! begins with, so that gradient is multiplied by a *scale*, and what leaves the backward pass is divided by it.
-//! A scale that is too large makes infinities: then the step is skipped, which is a select between the old and
-//! the new of each state, and the scale shrinks. After a number of steps without one it grows:
+//! Gradients that are stored in `f16` underflow below 6e-8. The backward pass is linear in the gradient
+//! that it begins with. So the pass multiplies that gradient by a *scale*, and divides the values that
+//! leave the backward pass by it. A scale that is too large makes infinities: then the step is skipped,
+//! which is a select between the old and the new value of each state, and the scale shrinks. After a number
+//! of steps without a skipped one it grows:
 //!
 //! ```text
 //! skipped step    scale := max(scale * backoff, 1)      counter := 0               skipped := skipped + 1
@@ -11,12 +12,12 @@
 //!                 else                                  counter := counter + 1
 //! ```
 //!
-//! (P. Micikevicius and others, *Mixed precision training*, 2018, section 3.2.) Nothing is read by the host: scale,
-//! counter and number of skipped steps are three more arguments and three more outputs of the graph, of shape
-//! `[1]`, each output in the memory of its argument.
+//! (P. Micikevicius and others, *Mixed precision training*, 2018, section 3.2.) The host reads nothing: the
+//! scale, the counter and the number of skipped steps are three more arguments and three more outputs of
+//! the graph, of shape `[1]`, each output in the memory of its argument.
 //!
-//! The pass works on a step as it was recorded, with phases, in front of everything that merges constants: what the
-//! backward pass begins with is a tensor of ones among others.
+//! The pass works on a step as it was recorded, with phases, before any pass that merges constants: the
+//! gradient that the backward pass begins with is a tensor of ones like others.
 
 use cranelift_entity::SecondaryMap;
 use kiln_graph::op::{BinaryOp, CompareOp, Dims, Op, ReduceOp, ScatterMode, UnaryOp};
@@ -83,10 +84,10 @@ pub enum LossScaleError {
     Type(#[from] TypeError),
 }
 
-/// `graph` with a scaled loss. `seeds` are the values that its backward pass begins with (the gradients of losses with
-/// respect to themselves), `states` what a skipped step does not change. The last three arguments are the scale
-/// (`f32[1]`), the counter of steps since it moved and the number of skipped steps (`i32[1]`), and so are the last
-/// three outputs.
+/// `graph` with a scaled loss. `seeds` are the values that its backward pass begins with (the gradients of
+/// losses with respect to themselves), `states` the values that a skipped step does not change. The last
+/// three arguments are the scale (`f32[1]`), the counter of steps since the scale moved and the number of
+/// skipped steps (`i32[1]`), and so are the last three outputs.
 ///
 /// # Errors
 /// If there are no seeds, or a state does not exist.
@@ -109,7 +110,8 @@ pub fn scale_loss(
     Pass::new(graph, seeds)?.run(scaling, seeds, states)
 }
 
-/// The values that are multiples of the seeds: what the forward and the backward pass make of them.
+/// The values that are multiples of the seeds: those that the forward and the backward pass compute from
+/// them linearly.
 fn multiples(graph: &Graph, seeds: &[Value]) -> Result<SecondaryMap<Value, bool>, LossScaleError> {
     let mut scaled: SecondaryMap<Value, bool> = SecondaryMap::new();
     seeds.iter().for_each(|&seed| scaled[seed] = true);
@@ -138,7 +140,7 @@ fn multiples(graph: &Graph, seeds: &[Value]) -> Result<SecondaryMap<Value, bool>
 /// Whether the results of a node are multiples of the scale: some of its operands are.
 fn is_linear(graph: &Graph, data: &NodeData, scaled: &SecondaryMap<Value, bool>) -> bool {
     let is = |operand: usize| scaled[data.inputs[operand]];
-    // A multiple of anything, if it is no multiple of the scale: zero.
+    // An operand that is no multiple of the scale fits beside multiples if it is zero.
     let fits = |operand: usize| is(operand) || is_zero(graph, data.inputs[operand]);
     let only = |operand: usize| (0..data.inputs.len()).all(|other| is(other) == (other == operand));
     match &data.op {
@@ -188,11 +190,13 @@ struct Pass<'a> {
     new: Rewriter<'a>,
     /// Old values that are multiples of the scale.
     scaled: SecondaryMap<Value, bool>,
-    /// What was divided by the scale again.
+    /// The values that were divided by the scale again.
     unscaled: FxHashMap<Value, Value>,
-    /// The scale, the counter and the number of skipped steps, as arguments; the scale as a number, and its inverse.
+    /// The scale, the counter and the number of skipped steps, as arguments.
     arguments: [Value; 3],
+    /// The scale as a number.
     scale: Value,
+    /// One over the scale.
     inverse: Value,
     /// For each gradient whether it is not finite: `bool[]`.
     bad: Vec<Value>,
@@ -206,7 +210,7 @@ impl<'a> Pass<'a> {
             phase: Phase::Optimizer,
             ..Provenance::operation("loss scale")
         };
-        // New arguments stand behind the old ones, and are needed in front of most.
+        // New arguments are numbered after the old ones, but most nodes need them.
         let mut new = Rewriter::new(old);
         for &value in old.parameters() {
             new.copy(old.value(value).node)?;
@@ -318,7 +322,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// The scaled `value` divided by the scale; whether it is finite is noted.
+    /// The scaled `value` divided by the scale; notes whether it is finite.
     fn unscaled(&mut self, value: Value) -> Result<Value, TypeError> {
         if let Some(&unscaled) = self.unscaled.get(&value) {
             return Ok(unscaled);

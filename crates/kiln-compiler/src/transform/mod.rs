@@ -32,7 +32,7 @@ const PASSES: &[Pass] = &[
     ("channels", |graph, _| channels::channels(graph)),
     ("attention", |graph, _| attention::attention(graph)),
     ("slices", |graph, _| slices::slices(graph)),
-    // What stands for several values by now is one again, and rewrites leave transposes behind.
+    // Several values may be one by now, and rewrites leave transposes behind.
     ("simplify again", |graph, _| simplify::simplify(graph)),
     // Last: common subexpressions would undo it.
     ("log_softmax", |graph, policy| {
@@ -40,7 +40,7 @@ const PASSES: &[Pass] = &[
     }),
 ];
 
-/// What the passes made.
+/// The result of the passes.
 #[derive(Clone, Debug)]
 pub struct Transformed {
     /// The graph.
@@ -52,8 +52,8 @@ pub struct Transformed {
 }
 
 /// Runs all passes, each timed as a stage: those of the list, then [`autocast`] if the options ask for it.
-/// That one comes behind the patterns, which match compositions of f32, and behind what merges equal nodes,
-/// which would merge the casts of different readers.
+/// Autocast comes after the patterns, which match compositions of f32, and after the passes that merge
+/// equal nodes, which would merge the casts of different readers.
 ///
 /// # Errors
 /// [`CompileError::Pass`] if a pass makes an ill-typed node; [`CompileError::Autocast`] if the options ask

@@ -15,8 +15,8 @@
 //! (uniform ?s ?t)    random numbers
 //! ```
 //!
-//! Inside `row`, values have one element for each row; reshapes that only put in or take out a last dimension
-//! of one are not seen.
+//! Inside `row`, values have one element for each row; the matcher looks through reshapes that only insert
+//! or remove a last dimension of one.
 
 use kiln_graph::op::{ArgReduceOp, BinaryOp, CompareOp, Op, RandomKind, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, Value};
@@ -32,7 +32,7 @@ pub enum Pattern {
     Apply(&'static str, Vec<Pattern>),
 }
 
-/// What the names of a pattern stand for.
+/// The values that the names of a pattern stand for.
 #[derive(Debug, Clone, Default)]
 pub struct Bindings(Vec<(&'static str, Value)>);
 
@@ -108,7 +108,7 @@ impl Pattern {
         }
     }
 
-    /// What the names stand for if `value` matches, given what some of them stand for already.
+    /// The bindings of the names if `value` matches, given the bindings of some of them.
     pub fn matches(&self, graph: &Graph, value: Value, known: &Bindings) -> Option<Bindings> {
         let mut bindings = known.clone();
         matches(graph, self, value, false, &mut bindings).then_some(bindings)
@@ -159,7 +159,8 @@ pub fn splat(graph: &Graph, mut value: Value) -> Option<Value> {
     }
 }
 
-/// The value behind casts between f32 and a type of 16 bits. What reads that instead is rounded less often.
+/// The value behind casts between f32 and a type of 16 bits. An operation that reads it instead sees fewer
+/// roundings.
 pub fn behind_casts(graph: &Graph, mut value: Value) -> Value {
     let half = |dtype: DType| dtype.compute() != dtype;
     loop {

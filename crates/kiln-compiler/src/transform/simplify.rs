@@ -7,11 +7,11 @@
 //! - **Powers.** A constant exponent of 1, 2, 3 or -1 is multiplications or a reciprocal.
 //! - **Movements.** Reshapes of reshapes and transposes of transposes are one; those that move nothing are
 //!   none.
-//! - **Reductions.** Over single elements they are reshapes; reductions one dimension at a time are one over
-//!   all of them.
-//! - **One-hot scatters.** A scatter of one update for each line (the gradient of picking the target's logit)
-//!   is a selection by comparing the coordinate with the index: point by point, and thereby part of whatever
-//!   loop nest surrounds it.
+//! - **Reductions.** Reductions over single elements are reshapes; reductions one dimension at a time are
+//!   one reduction over all of them.
+//! - **One-hot scatters.** A scatter of one update for each line (the gradient of picking the target's
+//!   logit) becomes a selection that compares the coordinate with the index. A selection is pointwise, and
+//!   so it can be part of the loop nest around it.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -197,7 +197,8 @@ impl Simplify<'_> {
         };
         let y = inputs[0];
         let whole = graph.shape(y);
-        // Dimensions of more than one element correspond in order, or the reshape does more than put in ones.
+        // Dimensions of more than one element correspond in order, unless the reshape does more than insert
+        // ones.
         let of_x: Dims = (0..shape.rank()).filter(|&axis| shape[axis] != 1).collect();
         let of_y: Dims = (0..whole.rank())
             .filter(|axis| whole[*axis] != 1 && !gone.contains(axis))

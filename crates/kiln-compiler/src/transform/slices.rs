@@ -1,10 +1,10 @@
 //! Gradients of slices.
 //!
-//! The gradient of a slice is zero everywhere but in the slice: programs write the slice into zeros. Parts of
-//! one tensor that were sliced apart (the halves of rotary embeddings, queries, keys and values of one
-//! projection) come back as a sum of such tensors. Where the slices differ along one dimension and do not
-//! overlap, the sum is a concatenation, with zeros where no slice was: it is written once, and each part goes
-//! to its place directly.
+//! The gradient of a slice is zero everywhere but in the slice: programs write the slice into zeros. If one
+//! tensor was sliced into parts (the halves of rotary embeddings, queries, keys and values of one
+//! projection), its gradient is a sum of such tensors. Where the slices differ along one dimension and do
+//! not overlap, the sum is a concatenation, with zeros where no slice was: it is written once, and each
+//! part goes to its place directly.
 
 use rustc_hash::FxHashSet;
 

@@ -1,8 +1,8 @@
 //! Values seen through transposes, and products of them in one normal form.
 //!
-//! Programs transpose operands before products; simplification joins such transposes with those that make
-//! heads. Whether two operands are the same matrix is therefore asked of their views: the value behind the
-//! transposes, and the order of its dimensions.
+//! Programs transpose operands before products, and simplification joins such transposes with those that
+//! make heads. Whether two operands are the same matrix therefore depends on their views: the value behind
+//! the transposes, and the order of its dimensions.
 
 use kiln_graph::op::{Dims, DotDims, Op};
 use kiln_graph::{Graph, Node, Value};

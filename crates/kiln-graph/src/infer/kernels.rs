@@ -240,7 +240,7 @@ impl Rule<'_> {
                 format!("{ty} is not [batch, heads, length, width]")
             })?;
         }
-        // Numbers and masks are of the operands' type or of that in which it is computed.
+        // Numbers and masks have the operands' type, or the type in which attention computes.
         let fitting = |ty: &TensorType| ty.dtype == q.dtype || ty.dtype == q.dtype.compute();
         let number = |ty: &TensorType| {
             self.require(fitting(ty) && ty.shape.rank() == 0, || {

@@ -37,7 +37,8 @@ pub type Results = SmallVec<[TensorType; 2]>;
 /// The types of the results of `op` applied to operands of types `inputs`.
 pub fn infer(op: &Op, inputs: &[&TensorType]) -> Result<Results, TypeError> {
     let rule = Rule { op, inputs };
-    // Types an operation brings along are looked at first, so that the rules may compute sizes without care.
+    // The types in an operation's own attributes are checked first, so that the rules may compute sizes
+    // without care.
     let brought: &[TensorType] = match op {
         Op::Parameter { ty, .. } => std::slice::from_ref(ty),
         Op::Extern(op) => &op.outputs,

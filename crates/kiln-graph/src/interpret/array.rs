@@ -22,7 +22,7 @@ pub(crate) enum Data {
     Int(Vec<i128>),
 }
 
-/// Evaluates `$body` for whichever elements `$data` has and wraps the resulting vector again.
+/// Evaluates `$body` for the elements of `$data`, of whichever kind, and wraps the resulting vector again.
 macro_rules! map_data {
     ($data:expr, $values:ident => $body:expr) => {
         match &$data {
@@ -61,7 +61,7 @@ pub(crate) trait Number: Copy {
     fn min(self, other: Self) -> Self;
     fn is_nan(self) -> bool;
     fn greater(self, other: Self) -> bool;
-    /// A quotient by a count, truncated for integers; 0 if the count is.
+    /// The quotient by a count, truncated for integers; 0 if the count is 0.
     fn divide(self, count: usize) -> Self;
     /// The neutral elements of max and min.
     fn extremes(dtype: DType) -> (Self, Self);

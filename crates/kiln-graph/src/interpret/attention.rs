@@ -116,7 +116,7 @@ impl<'a> Operands<'a> {
         &self.v[key_row * self.value_width..][..self.value_width]
     }
 
-    /// Where the element of a mask of these extents for query row `row` and key position `j` is.
+    /// The position of a mask's element for query row `row` and key position `j`; `extents` are the mask's.
     fn position(&self, row: usize, j: usize, extents: &[usize]) -> usize {
         let plane = row / self.length;
         let place = [plane / self.heads, plane % self.heads, row % self.length, j];
@@ -150,7 +150,7 @@ impl<'a> Operands<'a> {
         (0..self.key_length).map(score).collect()
     }
 
-    /// What dropout of probabilities, with this factor, makes of 1 at key position `j`.
+    /// What dropout of probabilities multiplies the probability at key position `j` by: `factor`, or 0.
     fn dropped(&self, row: usize, j: usize, factor: f64) -> f64 {
         if self.dims.drop_scores {
             1.0
@@ -159,7 +159,7 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// The same of dropout of scores.
+    /// What dropout of scores multiplies the score at key position `j` by: `factor`, or 0.
     fn dropped_score(&self, row: usize, j: usize, factor: f64) -> f64 {
         if self.dims.drop_scores {
             self.kept(row, j, factor)

@@ -1,12 +1,11 @@
 //! The interpreter: the meaning of every primitive, as plain loops.
 //!
-//! Slow and clear on purpose; it is what fast executors are compared with, so nothing here is shared with
-//! them but [`crate::philox`]. Floats are held as f64 and integers as i128 (`array`); each primitive computes
-//! in those and its result is then brought into the declared dtype: floats rounded, integers wrapped.
-//! [`interpret_f64`] leaves out the rounding of floats, so that a program of f32 operations is computed in
-//! f64 throughout and serves as the reference for error measurements. What stays rounded there is what the
-//! program itself rounds: its constants and runtime scalars, its random numbers, and casts to a narrower
-//! float.
+//! The interpreter is slow and clear on purpose. Fast executors are compared with it, so it shares no code
+//! with them but [`crate::philox`]. It holds floats as f64 and integers as i128 (`array`), computes each
+//! primitive in those, and brings the result into the declared dtype: floats are rounded, integers wrapped.
+//! [`interpret_f64`] does not round floats: a program of f32 operations is then computed in f64 throughout
+//! and serves as the reference for error measurements. Only the numbers that the program itself rounds stay
+//! rounded there: its constants and runtime scalars, its random numbers, and casts to a narrower float.
 //!
 //! One file a family: `pointwise`, `reduce`, `movement`, `index`, `contract`, `pool`, `attention`, `sort`.
 
@@ -65,7 +64,8 @@ pub enum InterpretError {
     /// An index is out of range.
     #[error(transparent)]
     Index(Box<IndexError>),
-    /// An operation kept whole, and nothing that knows it: give a handler to [`Interpreter::with_extern`].
+    /// The graph has an operation kept whole, and no handler runs it: give one to
+    /// [`Interpreter::with_extern`].
     #[error("nothing here runs the operation `{name}` (in `{node}`)")]
     UnknownExtern {
         /// Name of the operation.
@@ -168,7 +168,7 @@ impl<'a> Interpreter<'a> {
         self
     }
 
-    /// What runs operations kept whole.
+    /// Sets the handler that runs operations kept whole.
     pub fn with_extern(mut self, handler: &'a mut ExternHandler<'a>) -> Self {
         self.handler = Some(handler);
         self
@@ -191,7 +191,8 @@ impl<'a> Interpreter<'a> {
         outputs.map(|array| array.to_tensor(self.in_f64)).collect()
     }
 
-    /// Every value of the graph, by number: to find the first node at which two executors part.
+    /// Every value of the graph, by number. Tests use it to find the first node at which two executors
+    /// differ.
     pub fn run_values(
         mut self,
         inputs: &[HostTensor],

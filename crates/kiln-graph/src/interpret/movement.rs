@@ -79,7 +79,7 @@ pub(super) fn slice(x: &Array, starts: &[usize], steps: &[usize], ty: &TensorTyp
 pub(super) fn pad(x: &Array, value: &Array, low: &[i64], ty: &TensorType) -> Array {
     let count = ty.numel();
     let mut data = map_data!(value.data, value => vec![value[0]; count]);
-    // What of the operand is inside the result.
+    // The part of the operand that lies inside the result.
     let (mut first, mut target, mut extent) = (Vec::new(), Vec::new(), Vec::new());
     for (axis, &low) in low.iter().enumerate() {
         let cropped = usize::try_from(-low.min(0)).unwrap_or(usize::MAX);

@@ -33,7 +33,7 @@ pub(super) struct Fact {
     pub(super) value: Value,
     /// No element is larger in magnitude.
     pub(super) bound: f64,
-    /// No executor is further off than this, to first order; 0 if every executor has the same bits.
+    /// No executor's error is larger than this, to first order; 0 if every executor has the same bits.
     pub(super) error: f64,
 }
 
@@ -101,7 +101,8 @@ impl<'a> Builder<'a> {
             .copied()
             .filter(|fact| users.count(fact.value) == 0)
             .collect();
-        // One value that is used leaves too, to see that outputs inside the graph work.
+        // One value that other nodes use becomes an output as well, so that tests see outputs from inside
+        // the graph.
         let used = self
             .facts
             .iter()
@@ -242,7 +243,7 @@ impl<'a> Builder<'a> {
         facts
     }
 
-    /// Adds a node that computes nothing: its result is as good as its operands.
+    /// Adds a node that computes nothing: its result has the bounds and errors of its operands.
     pub(super) fn moved(&mut self, op: Op, inputs: &[Fact]) -> Fact {
         let bound = inputs.iter().fold(0.0, |bound: f64, fact| bound.max(fact.bound));
         let error = inputs.iter().fold(0.0, |error: f64, fact| error.max(fact.error));
@@ -290,7 +291,7 @@ impl<'a> Builder<'a> {
         )
     }
 
-    /// Something new: an argument, a runtime scalar, a constant or an iota.
+    /// A new value without operands: an argument, a runtime scalar, a constant or an iota.
     pub(super) fn source(&mut self, ty: TensorType) -> Fact {
         let float = ty.dtype.is_float();
         match self.rng.below(8) {

@@ -10,7 +10,7 @@ impl Builder<'_> {
         let axis = self.axis(x);
         let mut ty = self.ty(x);
         if ty.shape[axis] == 0 {
-            // There is nothing to index.
+            // An empty dimension has nothing to index.
             ty.shape[axis] = 3;
             x = self.parameter(ty.clone());
         }
@@ -96,8 +96,8 @@ impl Builder<'_> {
         )
     }
 
-    /// Adds a node whose results are sums of at most `terms` products of elements of `a` and `b`.
-    /// Half of those of operands of 16 bits are not rounded to them.
+    /// Adds a node whose results are sums of at most `terms` products of elements of `a` and `b`. Half of
+    /// the products of 16-bit operands have results of f32, which are not rounded to 16 bits.
     fn products(&mut self, op: Op, a: Fact, b: Fact, terms: usize) -> Fact {
         let operands = self.ty(a).dtype;
         if !operands.is_float() {

@@ -126,7 +126,7 @@ impl Builder<'_> {
                 self.computed(Op::Binary(op), &[a, b], 2.0 * a.bound, error);
             }
             Rem => {
-                // By a power of two the quotient is exact, so every executor takes the same floor.
+                // A quotient by a power of two is exact, so every executor takes the same floor.
                 let a = if a.error == 0.0 {
                     a
                 } else {
@@ -236,7 +236,8 @@ impl Builder<'_> {
         let op = Op::Random { kind, dtype, shape };
         match kind {
             RandomKind::Uniform => drop(self.node(op, &[seed, stream], &[(1.0, 0.0)])),
-            // 4 times more: logarithm, root and sine each round. The largest draw is sqrt(2 * 53 ln 2).
+            // The error is 4 times larger, because logarithm, root and sine each round. The largest draw is
+            // sqrt(2 * 53 ln 2).
             RandomKind::Normal => drop(self.node(op, &[seed, stream], &[(9.0, 4.0 * rounding(dtype, 9.0))])),
             RandomKind::IntRange => {
                 let low = self.constant(3i64, DType::I64);
@@ -315,7 +316,7 @@ impl Builder<'_> {
                 let x = self.within(x, 1.0);
                 (x, (1.0, n * x.error + n * rounding(dtype, 1.0)))
             }
-            // Of nothing they are infinite, and nobody computes on with that.
+            // The extremes of nothing are infinite, and no node computes on with infinities.
             _ if run == 0 => (x, (f64::INFINITY, 0.0)),
             _ => (x, (x.bound, x.error)),
         }

@@ -1,5 +1,4 @@
-//! How the attributes of each operation appear in the text form: one table, from which both directions are
-//! made.
+//! How the attributes of each operation appear in the text form: one table, which printer and parser share.
 //!
 //! A line of the table is `Variant "mnemonic" { mode member: name, .. }`. The member is the field of the
 //! variant (`0` for tuple variants), the name is the key in the text. The mode says where the attribute

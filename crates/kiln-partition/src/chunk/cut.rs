@@ -12,9 +12,9 @@ use super::Region;
 #[derive(Debug)]
 pub(crate) struct Cut {
     pub(crate) graph: Graph,
-    /// For each new node the old one that it does a part of.
+    /// For each new node, the old node whose work it does, or does a part of.
     pub(crate) origin: Vec<Node>,
-    /// What stands for the old values. Those that are not made whole any more are not here.
+    /// The new value for each old one. Values that no longer exist as a whole are not here.
     pub(crate) values: HashMap<Value, Value>,
 }
 
@@ -23,14 +23,14 @@ struct Cutter<'a> {
     users: Users,
     new: Rewriter<'a>,
     origin: Vec<Node>,
-    /// Values of the region that are sums over rows, as far as they were added up.
+    /// Values of the region that are sums over rows: the sum of the chunks so far.
     sums: HashMap<Value, Value>,
-    /// Values of the region that somebody outside reads, as chunks.
+    /// Values of the region that nodes outside read: one value for each chunk.
     rows: HashMap<Value, Vec<Value>>,
 }
 
 impl Region {
-    /// `graph` with this region of it run in chunks, where all that the region reads is there.
+    /// `graph` with this region in chunks, placed where everything that the region reads is computed.
     ///
     /// # Errors
     ///
@@ -66,8 +66,8 @@ impl Region {
             cutter.chunk(chunk)?;
         }
         cutter.join()?;
-        // What runs after the chunks must not share a kernel with what they wait for (the loss, with the
-        // number of rows that count).
+        // Nodes that run after the chunks must not share a kernel with nodes that run before (the loss with
+        // the number of rows that count).
         for node in behind {
             cutter.copy(node)?;
             let new = Node::new(cutter.origin.len() - 1);
@@ -84,7 +84,7 @@ impl Region {
         })
     }
 
-    /// The repeated nodes whose results somebody needs whole.
+    /// The repeated nodes whose whole results some node outside needs.
     fn read_whole(&self, graph: &Graph, users: &Users) -> EntitySet<Node> {
         let mut stays: EntitySet<Node> = EntitySet::new();
         for (node, data) in graph
@@ -144,7 +144,8 @@ impl Cutter<'_> {
     /// Runs the region for one chunk of the rows.
     fn chunk(&mut self, chunk: usize) -> Result<(), TypeError> {
         let graph = self.new.old();
-        // What stands for a value in this chunk, and for the parts of what the region reads.
+        // The new values of this chunk: of the region's values, and of the parts of values that the region
+        // reads.
         let mut made: SecondaryMap<Value, Option<Value>> = SecondaryMap::new();
         let mut parts: HashMap<(Value, usize), Value> = HashMap::new();
         for (node, data) in graph
@@ -241,7 +242,7 @@ impl Cutter<'_> {
                     .any(|&user| !region.nodes.contains(user)))
     }
 
-    /// Gives those outside what the chunks made.
+    /// Joins the chunks of the values that nodes outside read.
     fn join(&mut self) -> Result<(), TypeError> {
         let mut sums: Vec<(Value, Value)> = self.sums.drain().collect();
         sums.sort();
@@ -261,7 +262,7 @@ impl Cutter<'_> {
 }
 
 impl Cut {
-    /// The new nodes that do parts of `old` ones.
+    /// The new nodes that do the work of `old` nodes.
     pub(crate) fn of(&self, old: &EntitySet<Node>) -> EntitySet<Node> {
         let parts = self.origin.iter().enumerate();
         let parts = parts.filter(|(_, origin)| old.contains(**origin));

@@ -5,7 +5,7 @@ use kiln_graph::op::{DotDims, Op, ReduceOp};
 use kiln_graph::{Graph, NodeData, Shape};
 use smallvec::SmallVec;
 
-/// What an operation makes of a chunk of rows.
+/// The result of an operation on a chunk of rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Result {
     /// The same chunk of its result's rows, along this dimension.
@@ -27,8 +27,8 @@ impl Result {
 /// One entry for each operand: the dimension that is cut, or none if it is read whole.
 pub(super) type Axes = SmallVec<[Option<usize>; 4]>;
 
-/// What `node` makes of chunks, given the dimensions of those operands that are known to be cut; none if it
-/// needs all rows at once, or its operands are cut in ways that do not fit.
+/// The result of `node` on chunks, given the cut dimensions of those operands that are known to be cut;
+/// none if the node needs all rows at once, or its operands are cut in ways that do not fit.
 pub(super) fn follow(
     graph: &Graph,
     node: &NodeData,
@@ -65,7 +65,7 @@ pub(super) fn follow(
         Op::DotGeneral(dims) => product(graph, node, dims, position, axis)?,
         _ => return None,
     };
-    // All operands that are cut must be cut where this one says.
+    // Every known cut must be the one that this result asks for.
     let cut = operands_of(graph, node, known, result.axis())?;
     let fits = known
         .iter()
@@ -128,8 +128,8 @@ pub(super) fn operands_of(
     })
 }
 
-/// Whether `node` makes a chunk of its result along `axis` from chunks of its operands without arithmetic
-/// worth counting.
+/// Whether `node` computes a chunk of its result along `axis` from chunks of its operands with negligible
+/// arithmetic.
 pub(super) fn is_repeatable(graph: &Graph, node: &NodeData, axis: usize) -> bool {
     let simple = node.op.is_pointwise()
         || matches!(

@@ -1,15 +1,15 @@
-//! Which nests become prologues ([`Prologue`]) of the kernels that read what they make.
+//! Which nests become prologues ([`Prologue`]) of the kernels that read their results.
 //!
-//! A nest may become a prologue under two conditions. The template must be the only reader of the operand. And
-//! the nest must read memory evenly: along each loop of the template neighbours lie at one distance, and along
-//! one of the loops they are vectors. A nest that computes other values as well stays for those; the nest and
-//! the template then both read the same memory, and one tensor less is written.
+//! A nest may become a prologue under two conditions. The template must be the only reader of the operand.
+//! And the nest must read memory evenly: along each loop of the template neighbours lie at one distance,
+//! and along one of the loops they are vectors. A nest that computes other values as well stays for those;
+//! the nest and the template then both read the same memory, and one tensor less is written.
 //!
-//! Products and convolutions of single pixels, which are products, read each element of an operand once. Other
-//! convolutions have overlapping windows, and their tiles read some elements more than twice. Computing these
-//! elements again was measured to cost what it saves, so such convolutions get no prologue. Only cheap
-//! operations become prologues of convolutions, because some convolutions gather pixels one by one, and only
-//! cheap operations are computed twice where the nest stays.
+//! Products and convolutions of single pixels, which are products, read each element of an operand once.
+//! Other convolutions have overlapping windows, and their tiles read some elements more than twice.
+//! Computing these elements again was measured to cost what it saves, so such convolutions get no prologue.
+//! Only cheap operations become prologues of convolutions, because some convolutions gather pixels one by
+//! one, and only cheap operations are computed twice where the nest stays.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -129,7 +129,7 @@ fn take(kernel: &mut Kernel, prologue: Prologue) {
     kernel.prologues.push(prologue);
 }
 
-/// Where prologues are looked for.
+/// The step in which prologues are looked for.
 #[derive(Clone, Copy)]
 struct Site<'a> {
     graph: &'a Graph,
@@ -215,7 +215,8 @@ impl Site<'_> {
         }
     }
 
-    /// What `maker` does to make `made`, as the prologue of `kernel` for an operand, if it can be one.
+    /// The part of `maker` that computes `made`, as the prologue of `kernel` for an operand, if it can be
+    /// one.
     fn fit(&self, kernel: &Kernel, operand: usize, made: Value, maker: &Kernel) -> Option<Prologue> {
         let Self {
             graph,
@@ -280,8 +281,8 @@ fn extents(axes: &[Vec<usize>], shape: &[usize]) -> Vec<i64> {
     axes.iter().map(extent).collect()
 }
 
-/// The index of `made` for the element of `operand` at the loops over `axes`, and what `nest` reads to make
-/// it; none unless that is at one distance for neighbours along each loop.
+/// The index of `made` for the element of `operand` at the loops over `axes`, and the reads of `nest` that
+/// compute it; none unless neighbours along each loop are at one distance in every read.
 fn even_loads(
     graph: &Graph,
     layouts: &Layouts,
@@ -291,7 +292,8 @@ fn even_loads(
     axes: &[Vec<usize>],
 ) -> Option<(Vec<Index>, Loads)> {
     let shape = graph.shape(operand);
-    // The same element by the operand's own axes, and by the loops: all of a loop is in its innermost axis.
+    // The same element by the operand's own axes, and by the loops: the innermost axis of a loop stands for
+    // the whole loop.
     let (by_axis, _) = identity(shape, 0);
     let mut by_loop = vec![Index::default(); shape.rank()];
     for (var, (list, extent)) in axes.iter().zip(extents(axes, shape)).enumerate() {
@@ -368,8 +370,8 @@ impl Loads {
         }
     }
 
-    /// Adds what `value` at `index` is made from; none if it depends on the index itself, or on numbers that
-    /// are read.
+    /// Adds the reads that `value` at `index` is computed from; none if it depends on the index itself, or
+    /// on integers that are loaded.
     fn visit(
         &mut self,
         graph: &Graph,

@@ -51,7 +51,7 @@ impl Fuser<'_> {
         if wanted.is_empty() || !self.has_room(group) || !self.acyclic(value, group) {
             return None;
         }
-        // What an epilogue stores was decided with its contraction.
+        // The stores of an epilogue were decided with its contraction.
         if needs_store && self.groups[group].library.is_some() {
             return None;
         }
@@ -79,8 +79,8 @@ impl Fuser<'_> {
         (wanted.len() <= 4).then(|| primary.clone())
     }
 
-    /// The split that makes `value` a row's in a nest that has none: for values computed from a reduction of
-    /// the nest's whole space, which is going to follow them into the nest.
+    /// The split in which `value` belongs to a row, for a nest that has no split. It is needed where
+    /// `value` is computed from a reduction of the nest's whole space, which then follows into the nest.
     pub(super) fn row_split(&self, nest: &Nest, value: Value, index: &[Index]) -> Option<Split> {
         let rows = vars(index);
         let cols = nest.all() & !rows;

@@ -32,8 +32,8 @@ impl Fuser<'_> {
                 return;
             }
         }
-        // Variables number the dimensions of what is behind views: that is what others will compute and
-        // store. A view that mixes kept and reduced dimensions does not allow that.
+        // Variables number the dimensions of the value behind views, because other operations will compute
+        // and store that value. A view that mixes kept and reduced dimensions does not allow that.
         let behind = if self.fuse { self.views(x) } else { vec![x] };
         for path in [behind, vec![x]] {
             let (base, extents) = self.identity_of(path[path.len() - 1]);
@@ -83,7 +83,7 @@ impl Fuser<'_> {
         let count: i64 = reduced.iter().product::<usize>() as i64;
         let contiguous = self.reduces_contiguous(x, axes);
         let kept: i64 = (shape.numel() as i64) / count.max(1);
-        // Few long rows would leave threads idle; long columns would be read with large strides.
+        // A few long rows would leave threads idle; long columns would be read with large strides.
         if (!row::are_enough(self.policy, kept) && count > self.policy.shared_reduction)
             || (!contiguous && count > self.policy.strided_reduction)
         {
@@ -104,7 +104,7 @@ impl Fuser<'_> {
                 } else {
                     return false;
                 };
-                // What is stored so far must be complete at each point or once for each row.
+                // Everything stored so far must be complete at each point or once for each row.
                 let stored = nest.stores.iter().all(|store| {
                     let used = vars(&store.index);
                     used == rows || used == nest.all() | cols
@@ -148,7 +148,7 @@ impl Fuser<'_> {
         identity_in(self.graph.shape(value), self.layouts.get(&value))
     }
 
-    /// Whether neighbours in memory of what is behind `x` are combined by a reduction over `axes`.
+    /// Whether a reduction over `axes` combines neighbours in memory of the value behind `x`.
     pub(super) fn reduces_contiguous(&self, x: Value, axes: &Dims) -> bool {
         let path = self.views(x);
         let (base, extents) = self.identity_of(path[path.len() - 1]);
@@ -188,7 +188,8 @@ impl Fuser<'_> {
         }
     }
 
-    /// A nest that reads `x`, or what `x` is computed from element by element, over all its variables.
+    /// A nest that reads `x`, or a value that `x` is computed from element by element, over all its
+    /// variables.
     pub(super) fn reduce_sibling(&self, x: Value, result: Value) -> Option<(usize, Vec<Index>)> {
         let count = self.graph.ty(x).numel();
         let mut frontier = vec![vec![x]];

@@ -1,4 +1,4 @@
-//! What a row is: the one place that says how a nest may be split.
+//! Rows: the one place that says how a nest may be split into rows.
 //!
 //! The variables of a nest are split into those that number rows and those that number the elements of a row
 //! ([`Split`]). Every file that fuses something with rows asks the same four questions, which are answered
@@ -35,12 +35,12 @@ pub(super) fn are_contiguous(nest: &Nest, cols: u64) -> bool {
     last.is_some_and(|last| cols & bit(last as Var) != 0)
 }
 
-/// Whether all that `nest` stores so far is complete at each point.
+/// Whether everything that `nest` stores so far is complete at each point.
 pub(super) fn stores_points(nest: &Nest) -> bool {
     nest.stores.iter().all(|store| vars(&store.index) == nest.all())
 }
 
-/// Whether all that `nest` stores so far is complete at each point, or once for each of these rows.
+/// Whether everything that `nest` stores so far is complete at each point, or once for each of these rows.
 pub(super) fn stores_points_or_rows(nest: &Nest, rows: u64) -> bool {
     let used = nest.stores.iter().map(|store| vars(&store.index));
     used.into_iter().all(|used| used == nest.all() || used == rows)

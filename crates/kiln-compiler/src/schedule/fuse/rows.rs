@@ -10,8 +10,9 @@
 //! - A number that such a nest reads (a count of targets, a sum of weights) is not computed in another nest
 //!   that waits for the same statistics: then the first nest could not compute the statistics itself.
 //!
-//! Fusion walks the graph backwards. Where a program computes the loss after the gradient, the gradient's nest
-//! does not exist yet when the walk meets the pick, so picks are placed as late as their operands allow.
+//! Fusion walks the graph backwards. Where a program computes the loss after the gradient, the gradient's
+//! nest does not exist yet when the walk meets the pick, so picks are placed as late as their operands
+//! allow.
 
 use rustc_hash::FxHashMap;
 
@@ -27,7 +28,7 @@ use crate::schedule::nest::{Nest, Split, bijective, vars};
 
 /// Most values that are looked at on the way to a statistic.
 const MAX_LOOK: usize = 96;
-/// Most values that are looked at on the way to what a nest reads.
+/// Most values that are looked at on the way to the values that a nest reads.
 const MAX_PATH: usize = 16;
 
 impl Fuser<'_> {
@@ -75,9 +76,9 @@ impl Fuser<'_> {
         true
     }
 
-    /// A nest over the elements of `x` that needs statistics of its rows, along `axes`, which `x` needs too;
-    /// the index of `x` there, and the split into rows. None if a nest over as many elements uses `value`,
-    /// what is made of `x`: that one comes first.
+    /// A nest over the elements of `x` that needs statistics of its rows, along `axes`, which `x` needs
+    /// too; the index of `x` there, and the split into rows. None if a nest over as many elements uses
+    /// `value`, which is computed from `x`: that nest comes first.
     fn nest_over_rows(&self, x: Value, value: Value, axes: &Dims) -> Option<(usize, Vec<Index>, Split)> {
         let count = self.graph.ty(x).numel() as i64;
         let over = |group: usize| {
@@ -107,8 +108,8 @@ impl Fuser<'_> {
         })
     }
 
-    /// The index of `x` where `nest` reads it, or what it is computed from element by element, over all
-    /// variables.
+    /// The index of `x` where `nest` reads it, or reads a value that `x` is computed from element by
+    /// element, over all variables.
     fn index_in(&self, nest: &Nest, x: Value) -> Option<Vec<Index>> {
         let read = self.streams(nest);
         let mut paths = vec![vec![x]];
@@ -130,8 +131,8 @@ impl Fuser<'_> {
         None
     }
 
-    /// What `nest` reads over all its variables, with the values behind that element by element, which it may
-    /// come to read.
+    /// The values that `nest` reads over all its variables, and the values behind them element by element,
+    /// which it may come to read.
     fn streams(&self, nest: &Nest) -> FxHashMap<Value, Vec<Index>> {
         let full = |value: Value, index: &Vec<Index>| {
             vars(index) == nest.all() && bijective(index, self.graph.shape(value))
@@ -172,8 +173,8 @@ impl Fuser<'_> {
         data.inputs.iter().filter(same).copied().collect()
     }
 
-    /// The reductions of values of `count` elements among `values` and what they are computed from, nearest
-    /// first.
+    /// The reductions of values of `count` elements among `values` and the values that those are computed
+    /// from, nearest first.
     fn statistics(&self, values: &[Value], count: i64) -> Vec<Value> {
         let mut seen = values.to_vec();
         let mut found = Vec::new();
@@ -195,7 +196,7 @@ impl Fuser<'_> {
         found
     }
 
-    /// [`Fuser::statistics`] of what `nest` reads.
+    /// [`Fuser::statistics`] of the values that `nest` reads.
     fn needs_of(&self, nest: &Nest, count: i64) -> Vec<Value> {
         let used: Vec<Value> = nest.uses.iter().map(|(value, _)| *value).collect();
         self.statistics(&used, count)
@@ -221,7 +222,7 @@ impl Fuser<'_> {
             if waits.is_empty() {
                 return false;
             }
-            // What `value` itself needs, the larger nest waits for in any case.
+            // The larger nest waits for the statistics of `value` itself in any case.
             let anyway = self.statistics(&[value], count);
             self.needs_of(nest, count)
                 .iter()

@@ -6,10 +6,10 @@ use crate::checks::is_check;
 
 /// A part of the step whose operations share no kernel with those of other parts.
 ///
-/// The forward pass is apart from the backward pass and the optimizer: a kernel of both would have to keep the
-/// values that the partition drops after the forward pass and computes again. Chunks of rows are apart, so that
-/// one chunk's memory is free when the next one runs. Index checks are apart because updates wait for them: a
-/// kernel that did other work as well would make the updates wait for that, too.
+/// The forward pass is apart from the backward pass and the optimizer: a kernel of both would have to keep
+/// the values that the partition drops after the forward pass and computes again. Chunks of rows are apart,
+/// so that one chunk's memory is free when the next one runs. Index checks are apart because updates wait
+/// for them: an update would also wait for all other work of such a kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Section {
     forward: bool,

@@ -18,7 +18,7 @@ impl GroupSet {
         self.0[group / 64] |= 1 << (group % 64);
     }
 
-    /// Takes `group` out; whether it was in.
+    /// Removes `group`; returns whether the set had it.
     pub(super) fn remove(&mut self, group: usize) -> bool {
         let was = self.contains(group);
         if was {

@@ -10,7 +10,7 @@ use crate::schedule::nest::{Nest, bijective, vars};
 
 impl Fuser<'_> {
     /// Joins nests over the same space that read the same values and do not depend on each other: sums of a
-    /// gradient, and what passes the gradient on.
+    /// gradient, and the operation that passes the gradient on.
     pub(super) fn merge_siblings(&mut self) {
         let mut shared: Vec<(Value, Vec<usize>)> = self
             .readers
@@ -47,7 +47,7 @@ impl Fuser<'_> {
         };
         let splits = match (x.split, y.split) {
             (Some(p), Some(q)) => p == q,
-            // What has no split must be complete at each point.
+            // The stores of a nest without a split must be complete at each point.
             (None, Some(_)) => x.stores.iter().all(|store| vars(&store.index) == x.all()),
             (Some(_), None) => y.stores.iter().all(|store| vars(&store.index) == y.all()),
             (None, None) => true,
@@ -108,7 +108,7 @@ impl Fuser<'_> {
             }
         }
         self.extend_after(a, &after);
-        // Whoever came before `b` now also comes before what follows `a`.
+        // Groups that came before `b` now also come before those that follow `a`.
         let after = self.groups[a].after.clone();
         for group in &mut self.groups {
             if group.after.contains(a) {

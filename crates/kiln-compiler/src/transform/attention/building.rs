@@ -68,8 +68,8 @@ struct Build<'a> {
 }
 
 impl Build<'_> {
-    /// Which old values the gradients stand for. Where heads are shared these are the sums over the heads
-    /// that share; if there are none, the heads are left as they are.
+    /// Notes which old values the gradients replace. Where heads are shared these are the sums over the
+    /// heads that share; if there are no such sums, the heads are left as they are.
     fn note_gradient(&mut self, at: usize, gradient: &Gradient, shared: &mut Option<Shared>) {
         let mut list = [gradient.d_query, gradient.d_key, gradient.d_value];
         if let Some(of) = shared {
@@ -85,7 +85,7 @@ impl Build<'_> {
         }
     }
 
-    /// Makes what stands for the old value `value`, after what it is made of.
+    /// Makes the new value of `value`, after those of its operands.
     fn demand(&mut self, value: Value) -> Result<Value, TypeError> {
         if let Some(known) = self.rewriter.get(value) {
             return Ok(known);
@@ -119,7 +119,7 @@ impl Build<'_> {
         self.add(Op::Transpose(view.order.clone()), &[base], p)
     }
 
-    /// A number; what must be computed is of type `dtype`.
+    /// A number; one that has to be computed has type `dtype`.
     fn number(&mut self, number: Number, dtype: DType, p: &Provenance) -> Result<Value, TypeError> {
         match number {
             Number::One => self.constant(1.0, dtype, p),
@@ -159,7 +159,7 @@ impl Build<'_> {
         self.add(Op::Reshape([1, 1, 1, 1].into()), &[number], p)
     }
 
-    /// What is hidden: by one mask, or by either of two.
+    /// The mask of hidden scores: one mask, or either of two.
     fn hidden(&mut self, one: &Match, p: &Provenance) -> Result<Value, TypeError> {
         let first = self.mask(one.bindings.of("?hidden"), p)?;
         let Some(also) = one.bindings.get("?also") else {
@@ -250,7 +250,7 @@ impl Build<'_> {
     }
 }
 
-/// Keys and values whose heads are repeated for the queries, before that.
+/// Keys and values before their heads were repeated for the queries.
 fn shared_heads(graph: &Graph, one: &Match) -> Option<Shared> {
     Some(Shared {
         key: before_repeat(graph, &one.key)?,
@@ -281,7 +281,7 @@ fn before_repeat(graph: &Graph, view: &View) -> Option<Value> {
     if dims.as_slice() == [0, 1, 3, 4] {
         return (graph.shape(x).dims() == [shape[0], shape[1], shape[3], shape[4]]).then_some(x);
     }
-    // With a dimension of one put in first.
+    // The view inserts a dimension of one first.
     let NodeData {
         op: Op::Reshape(with_one),
         inputs,

@@ -11,7 +11,7 @@ use kiln_graph::{DType, Graph, Value};
 use crate::transform::pattern::{Bindings, Pattern, behind_casts};
 use crate::transform::view::{Matmul, View, matmul};
 
-/// What dropout makes of a value.
+/// The forms of a value after dropout.
 macro_rules! dropout {
     ($x:literal) => {
         concat!(
@@ -83,8 +83,8 @@ const D_MASKED: [&[&str]; 3] = [
 ];
 /// The gradient of a softmax, from the gradient of its result.
 const D_SOFTMAX: &str = "(wide (mul (add (row (sum (mul ?dp (div (mul ?e (splat ?inner)) (row (mul ?sum ?sum)))))) (mul ?dp (row (recip ?sum)))) ?e))";
-/// The same of the safe one. Programs also pass a gradient to the largest score: the sum of all the others',
-/// which is zero.
+/// The gradient of the safe softmax. Programs also pass a gradient to the largest score: the sum of all the
+/// others' gradients, which is zero.
 const D_SAFE_SOFTMAX: &str = "(wide (add (select (eq (iota) (row (argmax ?scores))) (row (select ?nothing (splat ?zero) (sum (mul ?direct (splat ?minus))))) (splat ?zero)) \
      (= ?direct (mul (add (row (select ?empty (splat ?zero) (sum (mul ?dp (div (mul ?e (splat ?inner)) (row (mul ?sum ?sum))))))) (mul ?dp (row (recip ?sum)))) ?e))))";
 /// The gradient of dropout of weights.
@@ -107,7 +107,7 @@ pub(super) fn find(graph: &Graph) -> Vec<Match> {
     found
 }
 
-/// A number: a value of rank 0, or what one is divided by.
+/// A number: a value of rank 0, or its reciprocal.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Number {
     One,
@@ -145,7 +145,7 @@ pub(super) struct Match {
     pub value: View,
     /// The product of queries and keys.
     pub scores: Value,
-    /// What multiplies the values.
+    /// The weights, which multiply the values.
     pub weights: Value,
     /// Factor of the scores.
     pub scale: Number,
@@ -162,7 +162,7 @@ pub(super) struct Gradient {
     pub d_scale: Number,
     pub inner: Value,
     pub d_factor: Option<Value>,
-    /// What the results stand for, and in which order of dimensions.
+    /// The values that the results replace, and whether they are transposed.
     pub d_query: (Value, bool),
     pub d_key: (Value, bool),
     pub d_value: (Value, bool),
@@ -211,7 +211,7 @@ fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match
     let fits = graph.dtype(scores.out) == dtype
         && fit(graph, &bindings, dtype)
         && (!dims.dropout || graph.dtype(bindings.of("?draws")) == dtype.compute())
-        // One dropout: of weights and of scores by the same draws is another thing.
+        // There is one dropout: dropping weights and scores by the same draws is another computation.
         && (!dims.drop_scores || bindings.of("?weights") == bindings.of("?p"))
         && (!dims.safe || guards_nothing_else(graph, &bindings));
     fits.then(|| Match {
@@ -228,8 +228,8 @@ fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match
     })
 }
 
-/// Whether the bounds of a safe softmax change rows alone of which every score is -inf: the largest score of
-/// any other is at least the least number, and the sum of its exponentials at least 1.
+/// Whether the bounds of a safe softmax only change rows whose scores are all -inf: the largest score of
+/// any other row is at least the least number, and the sum of its exponentials at least 1.
 fn guards_nothing_else(graph: &Graph, bindings: &Bindings) -> bool {
     let lowest = bindings.of("?lowest");
     let least_number = match graph.dtype(lowest) {

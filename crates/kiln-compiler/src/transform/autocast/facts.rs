@@ -6,18 +6,18 @@ use kiln_graph::{DType, Graph, Node, NodeData, Phase, Users, Value};
 
 use super::report::Reason;
 
-/// What the pass decides from.
+/// The facts that the pass decides from.
 pub(super) struct Facts<'a> {
     graph: &'a Graph,
     users: Users,
     /// Contractions that will read 16 bits.
     narrowed: SecondaryMap<Node, bool>,
-    /// Values that only the optimizer phase and the step's outputs depend on, but for contractions.
+    /// Values that only the optimizer phase and the step's outputs depend on, apart from contractions.
     only_updates: SecondaryMap<Value, bool>,
-    /// Values that a contraction of 16 bits made, and what moving, pooling and pointwise operations make of
-    /// them.
+    /// Values that a contraction of 16 bits made, and the results of moving, pooling and pointwise
+    /// operations on them.
     from_products: SecondaryMap<Value, bool>,
-    /// Kernels of their own that run before a node, and after it at the earliest: on the longest way to it.
+    /// The number of kernels that run before a node, on the longest way to it.
     before: SecondaryMap<Node, u32>,
     after: SecondaryMap<Node, u32>,
 }
@@ -126,7 +126,7 @@ impl<'a> Facts<'a> {
         is(0) && self.is_narrow_pool(node)
     }
 
-    /// Who reads `value`, itself or moved.
+    /// Collects the readers of `value`, itself or moved.
     fn readers(&self, value: Value, readers: &mut Readers) {
         readers.is_output |= self.users.outputs(value) > 0;
         for &user in self.users.of(value) {
@@ -171,7 +171,7 @@ impl<'a> Facts<'a> {
     }
 }
 
-/// Who reads a value.
+/// The readers of a value.
 #[derive(Default)]
 struct Readers {
     /// Each reader, and the value that it reads.
@@ -180,8 +180,8 @@ struct Readers {
     is_output: bool,
 }
 
-/// Whether 16 bits are anything for the node: it belongs to the forward or the backward pass, and nobody
-/// asked for full precision.
+/// Whether autocast may change the node: it belongs to the forward or the backward pass, and the program
+/// did not ask for full precision.
 fn takes_part(data: &NodeData) -> bool {
     data.provenance.phase != Phase::Optimizer && !data.provenance.full_precision
 }
@@ -207,8 +207,8 @@ pub(super) fn is_pool(op: &Op) -> bool {
     )
 }
 
-/// Whether a kernel of its own computes the operation, reads its operands from memory, and knows no type but
-/// theirs.
+/// Whether a kernel of its own computes the operation, reads its operands from memory, and supports only
+/// their type.
 pub(super) fn is_library(op: &Op) -> bool {
     let in_nests = op.is_pointwise()
         || op.is_movement()

@@ -1,4 +1,4 @@
-//! Autocast: a step of f32 computes its products in 16 bits, and stores in 16 bits what flows between them.
+//! Autocast: a step of f32 computes its products in 16 bits, and stores the values between them in 16 bits.
 //!
 //! Products, convolutions and attention (*contractions*) read `bf16` or `f16` and accumulate in f32.
 //! Everything else computes in f32, as it did. What changes is the type in which values are *stored*:
@@ -10,9 +10,9 @@
 //! | what pointwise operations make of such results, and others read behind a further contraction (a residual stream, its gradient) | 16 bits |
 //! | arguments and outputs of the step, reductions, statistics, what runs in the optimizer phase, losses, everything else | f32 |
 //!
-//! A pointwise operation is never done in 16 bits. Where its result is stored in 16 bits, a cast follows it,
-//! which is part of the same loop nest; whoever reads the stored value widens it while loading. Values that
-//! stay in registers are not rounded:
+//! A pointwise operation never computes in 16 bits. Where its result is stored in 16 bits, a cast follows
+//! it in the same loop nest; readers of the stored value widen it while they load it. Values that stay in
+//! registers are not rounded:
 //!
 //! ```text
 //! %y = dot_general %x, %w : f32        %xh = cast %x : bf16      %wh = cast %w : bf16
@@ -25,11 +25,11 @@
 //! makes the graph with its casts; equal casts are one, and casts stand in front of movements. `widen`
 //! gives each reader of 16 bits a widening cast of its own, so that no f32 copy is ever stored.
 //!
-//! The pass runs behind all patterns, which match f32 compositions, and in front of the partition, which then
+//! The pass runs after all patterns, which match f32 compositions, and before the partition, which then
 //! counts two bytes where two are stored. An argument that a contraction reads is cast by a kernel at the
 //! start of the step; all other casts are parts of kernels that run anyway. A graph whose contractions are
-//! all of 16 bits already, or marked [`full_precision`](kiln_graph::Provenance::full_precision), stays as it
-//! is.
+//! all of 16 bits already, or marked [`full_precision`](kiln_graph::Provenance::full_precision), stays as
+//! it is.
 
 mod facts;
 mod report;

@@ -1,4 +1,4 @@
-//! What autocast did, for people: stored in the cache with the step, without references to the graph.
+//! The report on autocast, for people: stored in the cache with the step, without references to the graph.
 
 use std::fmt;
 
@@ -28,7 +28,7 @@ pub struct StoredReport {
     pub bytes: u64,
     /// Why that type.
     pub reason: Reason,
-    /// What makes it.
+    /// The operation that makes it.
     pub origin: OriginReport,
 }
 
@@ -40,7 +40,8 @@ pub enum Reason {
     Product,
     /// 16 bits: one of those, or a pooling, reads it.
     Operand,
-    /// 16 bits: it follows from a product, and is read again behind another one, as a residual stream is.
+    /// 16 bits: it follows from a product, and another kernel reads it again after the next product, as
+    /// with a residual stream.
     ReadAgain,
     /// 16 bits: a pooling of 16 bits made it.
     Pool,
@@ -48,7 +49,7 @@ pub enum Reason {
     Update,
     /// f32: it leaves the step.
     Output,
-    /// f32: operations that know no other type read it as a whole.
+    /// f32: operations that support no other type read it as a whole.
     Whole,
     /// f32: the program asked for full precision.
     FullPrecision,
@@ -80,9 +81,9 @@ pub struct CastReport {
     /// The tensor argument that it is, if it is one: such casts run at the start of the step, all others
     /// where the value is made or read.
     pub argument: Option<u32>,
-    /// What makes it.
+    /// The operation that makes it.
     pub origin: OriginReport,
-    /// What reads the cast.
+    /// The operations that read the cast.
     pub users: Vec<OriginReport>,
 }
 
@@ -166,7 +167,7 @@ impl CastReport {
     }
 }
 
-/// What reads `value`.
+/// The operations that read `value`.
 fn readers(graph: &Graph, users: &Users, value: Value) -> Vec<OriginReport> {
     users
         .of(value)

@@ -1,9 +1,8 @@
 //! The graph with its 16-bit values.
 //!
 //! For each old value of f32 there are up to three new ones: the *exact* one, which an f32 operation made;
-//! the *narrow* one, of 16 bits; and the
-//! *widened* one, a cast of the narrow one back to f32. A value is *settled* on 16 bits if readers of f32 get
-//! the widened one, though there may be an exact one.
+//! the *narrow* one, of 16 bits; and the *widened* one, a cast of the narrow one back to f32. A value is
+//! *settled* on 16 bits if readers of f32 get the widened one, even where an exact one exists.
 
 use cranelift_entity::SecondaryMap;
 use cranelift_entity::packed_option::PackedOption;
@@ -22,7 +21,7 @@ pub(super) struct Rewrite<'a> {
     /// The type of 16 bits.
     narrow_type: DType,
     new: Rewriter<'a>,
-    /// New values by old ones; of values that are not f32 the only ones.
+    /// New values by old ones. A value that is not f32 has no other new value.
     exact: Map,
     narrow: Map,
     widened: Map,
@@ -229,7 +228,7 @@ impl<'a> Rewrite<'a> {
             || data.op.is_movement() && data.inputs.iter().all(|&operand| self.is_known_exactly(operand))
     }
 
-    /// The f32 of what is settled on 16 bits.
+    /// The widened value of `value`, which is settled on 16 bits.
     fn widened(&mut self, value: Value) -> Result<Value, TypeError> {
         if let Some(widened) = self.widened[value].expand() {
             return Ok(widened);
@@ -243,8 +242,8 @@ impl<'a> Rewrite<'a> {
         Ok(widened)
     }
 
-    /// `value` in 16 bits, for `reader`. Casts move in front of movements, so that one cast serves all of
-    /// what is moved and no moved f32 is stored.
+    /// `value` in 16 bits, for `reader`. A cast moves in front of movements, so that one cast serves all
+    /// moved copies of a value and no moved f32 is stored.
     fn read_narrow(&mut self, value: Value, reader: &Provenance) -> Result<Value, TypeError> {
         if let Some(narrow) = self.narrow[value].expand() {
             self.needed_by(value, reader);
@@ -264,7 +263,7 @@ impl<'a> Rewrite<'a> {
         Ok(narrow)
     }
 
-    /// What the forward pass reads too is made there, though the backward pass asked first.
+    /// A value that the forward pass reads too is made there, even if the backward pass asked for it first.
     fn needed_by(&mut self, value: Value, reader: &Provenance) {
         let Some(narrow) = self.narrow[value].expand() else {
             return;
@@ -284,8 +283,8 @@ impl<'a> Rewrite<'a> {
     }
 }
 
-/// The provenance of what is made of a node of provenance `own` for `reader`: arguments and constants are in
-/// no phase.
+/// The provenance of a cast for `reader` of a node with provenance `own`: arguments and constants have no
+/// phase of their own.
 fn read_by(own: &Provenance, reader: &Provenance) -> Provenance {
     match own.phase {
         Phase::Unknown => reader.clone(),

@@ -1,4 +1,4 @@
-//! Each reader widens for itself.
+//! Each reader has a widening cast of its own.
 //!
 //! A value of 16 bits that several kernels read as f32 is cast in each of them while it is loaded. One cast
 //! with several readers would be a value of its own: the scheduler would store its f32. So every operation
@@ -19,8 +19,8 @@ pub(super) fn widen_at_readers(graph: &Graph) -> Result<Graph, TypeError> {
         matches!(data.op, Op::Cast(DType::F32)) && matches!(from, Some(DType::F16 | DType::BF16))
     };
     let users = graph.users();
-    // A cast that an operation without kernels of its own moves on is left where it is: its readers are
-    // others.
+    // A cast whose reader is a movement stays: the movement is no kernel, and its readers are the ones that
+    // count.
     let moved = |value: Value| {
         users
             .of(value)
