@@ -1,5 +1,5 @@
-//! One hash a step of the C that is generated for it, with the step's arena and what its backward pass keeps:
-//! for a change that must not change what the compiler makes.
+//! For each step a hash of its generated C, its arena and the bytes that its backward pass keeps: for
+//! changes that must not change the generated code.
 //!
 //! ```sh
 //! cargo run -p kiln-cpu --example fingerprints -- [STEP.kg ..] > before.txt    # on the unchanged commit
@@ -7,10 +7,10 @@
 //! diff before.txt after.txt
 //! ```
 //!
-//! Compiled are the graphs of the tests, random graphs of fixed seeds, and the recorded steps that are given
-//! as files; for each instruction set, on one thread and two, with and without a memory budget, and for fixed
-//! rates of the machine. Nothing depends on the machine that runs the program. A recorded step is what
-//! `KILN_DEBUG=DIR kiln explain --model NAME` leaves in `DIR/train_step/step-0/0-recorded.kg`.
+//! It compiles the graphs of the tests, random graphs of fixed seeds, and the recorded steps that are given
+//! as files; for each instruction set, on one thread and two, with and without a memory budget, and for
+//! fixed rates of the machine. Nothing depends on the machine that runs the program. A recorded step is the
+//! file `DIR/train_step/step-0/0-recorded.kg` that `KILN_DEBUG=DIR kiln explain --model NAME` writes.
 
 use std::error::Error;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};

@@ -116,7 +116,7 @@ impl Bench {
              vf {} all = {{0}};\n        {}\n        for (int64_t i = 0; i < {STEPS}; i++) {{ {} }}\n        {}\n        vf_store(out + unit * \
              KILN_LANES, all);\n    }}\n}}\nvoid peak(const kiln_runtime *rt, const float *left, const float *right, float *out, char *workspace) {{\n    rt->parallel_for(rt->pool, {}, 1, peak_part, &out);\n}}\n",
             names(&|c| format!("c{c} = {{0}},")),
-            // Nothing is known of the chains, lest they become one.
+            // The compiler must know nothing of the chains, or it would join them.
             names(&|c| format!("__asm__(\"\" : \"+m\"(c{c}));")),
             names(&|c| format!("c{c} = {multiply}(a, b, c{c});")),
             names(&|c| format!("all += c{c};")),

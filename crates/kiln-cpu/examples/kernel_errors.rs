@@ -5,11 +5,12 @@
 //! cargo run --release -p kiln-cpu --example kernel_errors -- /tmp/kiln/train_step/step-0/0-recorded.kg
 //! ```
 //!
-//! The step runs once on small random numbers. After each kernel, what it wrote is compared with what the
-//! interpreter computes in f64 from the numbers that the kernel read: the error is the kernel's own, not what
-//! it was given. Printed for each result, in the order of the kernels: the error's norm over the result's, in
-//! units of the rounding of the type (2^-24 for f32), and the operations. In the environment, `KERNELS=60`
-//! stops after so many kernels (the interpreter takes minutes for whole steps), `THREADS` as elsewhere.
+//! The step runs once on small random numbers. After each kernel, its results are compared with those that
+//! the interpreter computes in f64 from the numbers that the kernel read: the error is the kernel's own,
+//! without errors of its operands. For each result, in the order of the kernels, the program prints the
+//! error's norm over the result's, in units of the rounding of the type (2^-24 for f32), and the
+//! operations. In the environment, `KERNELS=60` stops after so many kernels (the interpreter takes minutes
+//! for whole steps), `THREADS` as elsewhere.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -29,7 +30,7 @@ mod harness;
 
 use harness::Memory;
 
-/// What is known of a step's values: arguments from the start, results as kernels write them.
+/// The values of a step: arguments from the start, results as kernels write them.
 struct Watch<'a> {
     compiled: &'a CpuStep,
     known: BTreeMap<Value, HostTensor>,
@@ -37,7 +38,7 @@ struct Watch<'a> {
 }
 
 impl Watch<'_> {
-    /// Compares what `kernel` wrote with the same computed in f64.
+    /// Compares the results of `kernel` with the same results computed in f64.
     fn look(&mut self, kernel: usize, memory: &StepMemory<'_>) -> Result<(), Box<dyn Error>> {
         let graph = &self.compiled.graph;
         if kernel >= self.kernels {
@@ -74,7 +75,7 @@ impl Watch<'_> {
         Ok(())
     }
 
-    /// `value` from what its kernel read.
+    /// `value`, computed from the values that its kernel read.
     fn in_f64(&self, value: Value, reads: &[Buffer]) -> Result<HostTensor, Box<dyn Error>> {
         let whole = &self.compiled.graph;
         let read: Vec<Value> = reads.iter().map(|buffer| buffer.value(whole)).collect();

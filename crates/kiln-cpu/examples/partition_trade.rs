@@ -1,4 +1,4 @@
-//! What the partition of a recorded training step keeps, allocates and costs, measured.
+//! Measures the bytes that the partition of a recorded training step keeps and allocates, and its time.
 //!
 //! ```sh
 //! KILN_DEBUG=/tmp/kiln cargo run --release -p kiln-cli -- explain --model llama-15m --batch 4 --seq 256
@@ -10,10 +10,10 @@
 //! pass, the arena, and the time of a step. The three take turns, so that a ratio compares neighbours in
 //! time. Built steps are cached: a second run only measures.
 //!
-//! Then come twelve budgets between the smallest and the one that changes nothing, with the plan that each
-//! gets. In the environment, `ROUNDS=21` sets how often each step runs, `THREADS=1` on how many threads (one
-//! thread's time does not see what else the machine does); `BUDGET=BYTES` measures that budget and skips the
-//! search for the smallest and the twelve.
+//! Twelve budgets follow, between the smallest and the one that changes nothing, with the plan that each
+//! gets. In the environment, `ROUNDS=21` sets how often each step runs, `THREADS=1` on how many threads
+//! (one thread's time is not affected by other work of the machine); `BUDGET=BYTES` measures that budget
+//! and skips the search for the smallest and the twelve.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ use harness::Memory;
 
 const MIB: f64 = 1_048_576.0;
 
-/// Budgets that are looked at besides.
+/// Further budgets that are measured.
 const BUDGETS: u64 = 12;
 
 /// The step, built one way.

@@ -1,4 +1,5 @@
-//! What an empty parallel loop costs: ours beside rayon's, interleaved, median of many rounds.
+//! The cost of an empty parallel loop: this crate's pool beside rayon's, interleaved, median of many
+//! rounds.
 //!
 //! `cargo run --release -p kiln-cpu --example pool_latency [threads]`
 

@@ -1,10 +1,10 @@
 //! Compiled steps on disk ([`kiln_store`]), so that a second process starts without a C compiler.
 //!
-//! An entry is a shared object, which is loaded from where it lies, and beside it the step's plan. Two
-//! processes that want the same step: the first takes the lock of the key and builds, the second waits and
-//! then finds the entry.
+//! An entry is a shared object, which is loaded from the cache's folder, and beside it the step's plan. Of
+//! two processes that want the same step, the first takes the lock of the key and builds; the second waits
+//! and then finds the entry.
 //!
-//! Small texts that are dear to find out, such as what the machine can do, lie there as well
+//! The cache also keeps small texts that are expensive to produce, such as the machine's rates
 //! ([`Cache::notes`]).
 
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ pub fn step_key(toolchain: &Toolchain, options: &BuildOptions) -> KeyBuilder {
         .field("build", options.identity())
 }
 
-/// What the step compiler hands over when a step is not in the cache.
+/// The sources that the step compiler hands over when a step is not in the cache.
 #[derive(Debug, Clone)]
 pub struct StepSource {
     /// What the step is called in listings.
@@ -50,7 +50,7 @@ pub enum Origin {
     Built(Duration),
 }
 
-/// A step ready to run, with what was stored beside it.
+/// A step ready to run, with the text that was stored beside it.
 #[derive(Debug)]
 pub struct CachedStep {
     /// The loaded object.
@@ -67,7 +67,7 @@ pub struct CachedStep {
 #[derive(Debug, Clone)]
 pub struct Cache {
     steps: Store,
-    /// What builds of this process compiled.
+    /// The objects that builds of this process compiled.
     objects: Arc<Objects>,
 }
 
@@ -107,7 +107,7 @@ impl Cache {
         self.steps.folder()
     }
 
-    /// Where texts are kept that are dear to find out.
+    /// The store of texts that are expensive to produce.
     pub fn notes(&self) -> &Store {
         &self.steps
     }
@@ -126,8 +126,8 @@ impl Cache {
         })
     }
 
-    /// The step of `key` from the cache; else `source` is asked for the step, which is built, stored and
-    /// loaded.
+    /// The step of `key` from the cache. If the cache has no such step, `source` is asked for it, and the
+    /// step is built, stored and loaded.
     ///
     /// # Errors
     /// Those of `source`, of [`Toolchain::build`] and of [`Library::load`]. Trouble with the cache itself is
@@ -152,7 +152,8 @@ impl Cache {
         let StepSource { name, files, payload } = source()?;
         tracing::debug!(target: "kiln::cache", %key, name, files = files.len(), "miss: the step is built");
         let built = toolchain.build_reusing(&files, options, &self.objects)?;
-        // Loaded from where it was built: what others do to the cache from now on is no concern of ours.
+        // The object is loaded from the folder of its build, so later changes of the cache do not affect
+        // it.
         let (library, load_time) = load(built.path())?;
         if lock.is_some() {
             self.steps.put_file(key, built.path(), &name, &payload);

@@ -1,4 +1,4 @@
-//! What can go wrong between a graph and a finished step.
+//! Errors between a graph and a finished step.
 
 use std::io;
 use std::path::PathBuf;
@@ -62,7 +62,7 @@ pub enum CpuError {
         path: PathBuf,
         /// Its version.
         found: u64,
-        /// Ours.
+        /// This runtime's version.
         expected: u64,
     },
 

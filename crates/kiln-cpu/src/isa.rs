@@ -1,4 +1,4 @@
-//! Which vector instructions the generated code may use.
+//! The vector instructions that the generated code may use.
 
 use std::fmt;
 

@@ -1,4 +1,5 @@
-//! The CPU as a target: C for the kernels of a step, what builds it, and what runs it.
+//! The CPU as a target: C for the kernels of a step, the compiler that builds it, and the runtime that runs
+//! it.
 //!
 //! ```text
 //!            kiln-compiler decides                          CpuTarget writes            Toolchain builds        CpuExecutable runs
@@ -7,10 +8,11 @@
 //!
 //! The rooms are those that another target has too:
 //!
-//! - [`target`]: [`CpuTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds lie.
+//! - [`target`]: [`CpuTarget`], which answers the compiler's questions about this machine. [`policy`]: its
+//!   thresholds.
 //!   [`machine`]: what it can do in a second.
-//! - [`kernels`]: templates for what a loop nest cannot express well: products, convolutions, attention,
-//!   pooling.
+//! - [`kernels`]: templates for operations that a loop nest cannot express well: products, convolutions,
+//!   attention, pooling.
 //! - [`emit`]: C text from the nests and templates of a planned step.
 //! - [`build`]: the C compiler, its objects, and the trial that it must pass.
 //! - [`runtime`]: loading, calling, threads, buffers, arenas: pointers and sizes.

@@ -1,13 +1,13 @@
-//! What this machine can do, measured with kernels of this compiler's own: the rates that the partitioner's
+//! The machine's rates, measured with kernels of this compiler's own: the numbers that the partitioner's
 //! cost model takes.
 //!
-//! One small step has a kernel for each rate: a sum of arrays that no cache holds, matrix products of f32 and
-//! of bf16, a chain of simple operations and one of transcendental functions on data that a cache holds, a
-//! sum of random numbers. It runs for a few milliseconds, some ten times, and for each kernel the shortest
-//! time counts: whatever else the machine does can only make a kernel slower.
+//! One small step has a kernel for each rate: a sum of arrays that no cache holds, matrix products of f32
+//! and of bf16, a chain of simple operations and one of transcendental functions on data that a cache
+//! holds, a sum of random numbers. It runs some ten times for a few milliseconds, and the shortest time of
+//! each kernel counts, because other work of the machine can only make a kernel slower.
 //!
-//! Rates are part of a step's identity, because another partition is another step; so they must not change
-//! from process to process. They are measured once, rounded to two digits and kept in the cache, for each
+//! Rates are part of a step's identity, because another partition is another step. So they must not change
+//! from process to process: they are measured once, rounded to two digits and kept in the cache, for each
 //! compiler, CPU and number of threads. Without a cache folder each process measures its own.
 
 use std::cell::RefCell;
@@ -35,7 +35,7 @@ const NAME: &str = "machine_rates";
 /// Elements of each of the three arrays that no cache holds: 16 MiB.
 const FAR: [usize; 2] = [1024, 4096];
 
-/// Elements of what the chains work on.
+/// Elements of the data that the chains work on.
 const NEAR: [usize; 2] = [128, 1024];
 
 /// Rows and columns of the matrices.
@@ -48,12 +48,12 @@ const DRAWN: [usize; 2] = [512, 1024];
 const SIMPLE: usize = 64;
 const SPECIAL: usize = 12;
 
-/// The step runs until so much time is over, but not more often than [`RUNS`].
+/// The step runs for this time, but not more often than [`RUNS`].
 const TIME: Duration = Duration::from_millis(30);
 const RUNS: usize = 12;
 
-/// The rates of this machine with `threads` threads: from `cache` if they are there, else measured and put
-/// there. Where they cannot be measured, those of [`Machine::default`].
+/// The rates of this machine with `threads` threads: from `cache` if it has them, otherwise measured and
+/// stored there. If they cannot be measured, those of [`Machine::default`].
 pub fn rates(toolchain: &Toolchain, cache: &Cache, threads: usize) -> Machine {
     let key = step_key(toolchain, &BuildOptions::default())
         .field("compiler", identity::COMPILER_SOURCES)
@@ -78,7 +78,7 @@ fn measure(toolchain: &Toolchain, threads: usize) -> Result<Machine, StepError> 
     let _span = tracing::info_span!("measure the machine").entered();
     let probe = Probe::new().map_err(|source| CompileError::Pass { pass: NAME, source })?;
     let options = Options {
-        // What is measured must be what is written here.
+        // Transforms would change the operations that are measured.
         transform: false,
         ..Options::default()
     };
@@ -120,7 +120,7 @@ fn measure(toolchain: &Toolchain, threads: usize) -> Result<Machine, StepError> 
     Ok(machine)
 }
 
-/// `rate` with two significant digits: what else differs between two measurements is noise.
+/// `rate` with two significant digits: further digits are noise between two measurements.
 fn two_digits(rate: f64) -> f64 {
     let unit = 10f64.powf(rate.log10().floor() - 1.0);
     (rate / unit).round() * unit
@@ -245,7 +245,7 @@ fn to_text(machine: &Machine) -> String {
     rates.map(|(name, rate)| format!("{name} {rate:e}\n")).concat()
 }
 
-/// What [`to_text`] wrote.
+/// Reads what [`to_text`] wrote.
 fn from_text(text: &str) -> Option<Machine> {
     let rate = |name: &str| -> Option<f64> {
         let line = text

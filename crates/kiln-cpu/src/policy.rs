@@ -1,4 +1,4 @@
-//! Where the thresholds of a CPU lie, and how each was found.
+//! The thresholds of a CPU, and how each was found.
 //!
 //! The reference machine is an x86-64 server core with AVX-512, 2 MiB of L2 and a share of L3. A threshold
 //! that was chosen by measuring says so; one that follows from a size (a cache line, a register file) says
@@ -13,20 +13,19 @@ pub const POLICY: Policy = Policy {
     alignment: 64,
     // Kernels run in the order of the schedule.
     kept_buffer: 0,
-    // Each buffer takes a pointer register or a reload of it; 16 and 32 are the general registers of the
-    // machines at hand. Some steps were slower with 16.
+    // Each buffer takes a pointer register or a reload of it; machines have 16 to 32 general registers.
+    // Some steps were slower with 16.
     nest_buffers: 24,
     // Bounds the registers that a loop body keeps alive, and the time of the C compiler, which grows faster
     // than the body.
     nest_operations: 160,
     // About the latency of one load from L2, in simple operations on integers.
     inline_operations: 12,
-    // Threads of a small machine times two, so that uneven rows still divide evenly.
+    // Twice the threads of a small machine, so that uneven rows still divide evenly.
     rows: 8,
     // So many lines of a cache fit L1 beside the row.
     strided_reduction: 64,
-    // 128 KiB of f32: shared between threads it takes some microseconds less than on one, which is what
-    // waking them costs.
+    // 128 KiB of f32: sharing it between threads saves some microseconds, which is what waking them costs.
     shared_reduction: 32 * 1024,
     // Below, the call of a kernel costs more than the loads that a joint one saves.
     sibling_elements: 256,
@@ -37,17 +36,18 @@ pub const POLICY: Policy = Policy {
     convolution_dimensions: 3,
     // Height and width.
     pooling_dimensions: 2,
-    // A batch normalisation with its activation and mask; the next step up would store less and compute for
-    // longer than storing takes.
+    // The operations of a batch normalisation with its activation and mask. With the next larger group of
+    // operations computing again took longer than the stores that it saved.
     image_operations: 12,
     // Sums of both are f32, and an epilogue is given those.
     epilogue_types: &[DType::F32, DType::BF16],
     // Measured: with three, AdamW in the weight gradients of bert-minilm took 87 ms instead of 78.
     epilogue_streams: 2,
-    // What is computed for an operand of bf16 is f32, and rounded to pairs as it would be to memory; where there
-    // are no pairs it is not rounded. Of f16, what is not rounded could be too large for it.
+    // Values computed for an operand of bf16 are f32 and rounded to pairs, as they would be in memory;
+    // where there are no pairs they are not rounded. f16 is left out because an f32 that is not rounded
+    // could be too large for it.
     prologue_types: &[DType::F32, DType::BF16],
-    // More compete with the panel being packed for L1.
+    // More streams compete with the packed panel for L1.
     prologue_streams: 3,
     // Smaller images cost little anyway.
     prologue_pixels: 512,
@@ -57,13 +57,13 @@ pub const POLICY: Policy = Policy {
     joined_share: 64,
 };
 
-// What follows only this crate asks for: where caches end, and from where on threads pay.
+// Only this crate uses the thresholds below: sizes of caches, and the work from which threads pay.
 
 /// Points of work below which a nest, or another operation written as plain loops, runs on the calling thread
 /// alone: some microseconds, what waking another core costs.
 pub const SERIAL_POINTS: i64 = 16 * 1024;
 
-/// Elements that a thread takes at a time from a flat nest.
+/// Elements of a flat nest that a thread takes at a time.
 pub const FLAT_GRAIN: i64 = 4096;
 
 /// Longest row of which an expensive intermediate is kept from one pass to the next, in elements: 256 KiB of
@@ -101,20 +101,20 @@ pub const SERIAL_ATTENTION: usize = 256 * 1024;
 /// Operations below which a convolution runs on one thread.
 pub const SERIAL_CONVOLUTION: usize = 2_000_000;
 
-/// Bytes of L2 that the lines of an image take that a block of a convolution reads.
+/// Bytes of L2 for the lines of an image that a block of a convolution reads.
 pub const CONVOLUTION_L2: usize = 256 << 10;
 
 /// Bytes of results that a block of a convolution collects.
 pub const CONVOLUTION_RESULT: usize = 128 << 10;
 
-/// Bytes of L2 that the lines take which a thread brings together for the gradient of a weight.
+/// Bytes of L2 for the lines of pixels that a thread takes at a time for the gradient of a weight.
 pub const WEIGHT_GRADIENT_L2: usize = 512 << 10;
 
 /// Bytes of a weight whose gradient stays in cache while chunks of pixels go by.
 pub const SMALL_WEIGHT: usize = 128 << 10;
 
-/// Fewest bytes of a weight that is read as it lies, for a convolution of few pixels: a smaller one is
-/// brought into another order for less than that saves.
+/// Fewest bytes of a weight that a convolution of few pixels reads in place: reordering a smaller one costs
+/// less than it saves.
 pub const LARGE_WEIGHT: usize = 256 << 10;
 
 /// Bytes of transformed tiles of a block that one thread takes through all stages of Winograd's algorithm:

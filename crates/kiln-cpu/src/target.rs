@@ -24,7 +24,7 @@ pub struct CpuTarget {
     pub isa: Isa,
     /// Most threads that will run the step. Sizes working memory; results do not depend on it.
     pub threads: usize,
-    /// What the machine can do in a second ([`crate::rates`]).
+    /// The machine's rates ([`crate::rates`]).
     pub rates: Machine,
 }
 
@@ -43,12 +43,12 @@ impl CpuTarget {
 /// A step that was compiled to C.
 pub type CpuStep = CompiledStep<CpuTarget>;
 
-/// What is decided of a kernel before the step is written.
+/// The decision on a kernel before the step is written.
 #[derive(Clone, Debug)]
 pub struct CpuKernel {
     /// Bytes of working memory.
     scratch: usize,
-    /// The code, where nothing but the text tells how much working memory it needs.
+    /// The code, if only the text tells how much working memory it needs.
     code: Option<KernelCode>,
 }
 

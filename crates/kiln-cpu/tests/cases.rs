@@ -1,4 +1,4 @@
-//! What passes do to graphs, case by case: files in `kiln-compiler/tests/cases`.
+//! The effect of passes on graphs, case by case: files in `kiln-compiler/tests/cases`.
 //!
 //! A file is a graph in its text form under lines that begin with `//`. Two kinds of those say what must come
 //! out:
@@ -68,7 +68,7 @@ fn cases() {
         let actual = run(&step, &graph, &tensors, &scalars, 2);
         for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
             let largest = expected.to_f64s().iter().fold(0.0f64, |a, b| a.max(b.abs()));
-            // What lies between is rounded to 16 bits too.
+            // Values between are rounded to 16 bits too.
             let relative = match actual.ty().dtype {
                 DType::F16 => 1e-3,
                 DType::BF16 => 8e-3,

@@ -1,6 +1,6 @@
-//! Every compiler that this machine has besides the usual one, on every instruction set that it has: the
-//! functions that a compiler is tried on, random graphs over every primitive, and the cases of
-//! `kiln-compiler/tests/cases`. A compiler that is not installed is passed by with a message.
+//! Every compiler of this machine besides the usual one, on every instruction set that this machine has:
+//! the trial of a compiler, random graphs over every primitive, and the cases of
+//! `kiln-compiler/tests/cases`. A compiler that is not installed is skipped with a message.
 //!
 //! Other test programs run with the compiler that `$CC` names; `tests/kernels` does so in continuous
 //! integration for each of these.
@@ -15,13 +15,13 @@ use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments};
 use kiln_graph::{DType, Graph, interpret_f64};
 use support::{append, batch, build_with, run};
 
-/// What users may have. Those in use today come first; the others are here for who has them.
+/// The compilers that users may have. Versions in wide use come first.
 const COMPILERS: [&str; 14] = [
     "gcc-12", "gcc-14", "clang-14", "clang-16", "clang-19", "gcc-11", "gcc-13", "gcc-15", "clang-13",
     "clang-15", "clang-17", "clang-18", "clang-20", "clang-21",
 ];
 
-/// Those of [`COMPILERS`] that run, made to write for fewer instructions by `argument`.
+/// Those of [`COMPILERS`] that run, restricted to fewer instructions by `argument`.
 fn compilers(argument: &str) -> Vec<Toolchain> {
     let found = COMPILERS.iter().filter_map(|name| {
         let found = Toolchain::from_candidates(&[format!("{name} {argument}")]);
@@ -67,7 +67,7 @@ fn steps() -> Vec<(Graph, Vec<f64>)> {
         let body: Vec<&str> = text.lines().filter(|line| !line.starts_with("//")).collect();
         let graph = Graph::parse(&body.join("\n")).unwrap();
         for output in &graph.outputs {
-            // Relative to the largest element, with what is rounded to 16 bits between.
+            // Tolerances are relative to the largest element where values between are rounded to 16 bits.
             let halves = graph.values().any(|(value, _)| graph.dtype(value).size() == 2);
             cases.1.push(match graph.dtype(output.value) {
                 DType::BF16 => -1.6e-2,

@@ -235,9 +235,9 @@ fn epilogues() {
     );
 }
 
-/// Burn's logistic function, `exp(-log(1 + exp(-x)))`, with numbers that are arguments of the step: minus one
-/// is computed another way than other exponents, and neither may be told from the meaning, at the ends of the
-/// range, at NaN and where the logarithm has none.
+/// Burn's logistic function, `exp(-log(1 + exp(-x)))`, with numbers that are arguments of the step. An
+/// exponent of minus one is computed in another way than other exponents; both must agree with the meaning,
+/// also at the ends of the range, at NaN and where the logarithm has no value.
 #[test]
 fn powers_by_a_number_known_at_run_time() {
     let graph = Graph::parse(
@@ -294,8 +294,8 @@ fn powers_by_a_number_known_at_run_time() {
     }
 }
 
-/// Sums, products and largest values over rows of constants, of every length up to some vectors: with the
-/// operands known, the C compiler computes the last lanes of a row by itself, and has been wrong.
+/// Sums, products and largest values over rows of constants, of every length up to some vectors. With known
+/// operands the C compiler itself computes the last lanes of a row, and compilers have done that wrongly.
 #[test]
 fn rows_of_constants() {
     let mut graph = Graph::new("constants");
@@ -356,7 +356,8 @@ fn rows_of_constants() {
     }
 }
 
-/// What simplification finds to be an argument leaves although the argument's buffer was given away.
+/// An output that simplification finds to be an argument is returned although the argument's buffer was
+/// given away.
 #[test]
 fn an_argument_that_gives_its_buffer_away_and_leaves() {
     let graph = Graph::parse(

@@ -58,8 +58,7 @@ impl Case {
         }
     }
 
-    /// The convolution and both gradients: of images that are stored as the scheduler likes, or (`plain`) of
-    /// arguments.
+    /// The convolution and both gradients: of images in the scheduler's layout, or (`plain`) of arguments.
     fn graph(&self, dtype: DType, plain: bool) -> Graph {
         let at = Provenance::default();
         let mut graph = Graph::new("images");
@@ -117,8 +116,8 @@ impl Case {
     }
 }
 
-/// Half of each element, which is exact: results of the graph are row-major, but what they are computed from
-/// need not be.
+/// Half of each element, which is exact. The graph's results are row-major, but the values that they are
+/// computed from need not be.
 fn halved(graph: &mut Graph, value: Value) -> Value {
     let at = Provenance::default();
     let half = graph.full(0.5, &graph.ty(value).clone(), &at).unwrap();
@@ -131,7 +130,7 @@ fn instruction_set(number: usize) -> Isa {
     sets[number % sets.len()]
 }
 
-/// Compares with the interpreter; `mark` is what the sources must contain.
+/// Compares with the interpreter; the sources must contain `mark`.
 fn check(graph: &Graph, what: &str, isa: Isa, tolerance: f64, mark: &str) {
     check_relative(graph, what, tolerance, |setup| setup.target.isa = isa);
     let mut setup = Setup::detect(2);

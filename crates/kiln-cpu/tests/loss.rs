@@ -9,7 +9,7 @@ use kiln_graph::testing::random_arguments;
 use kiln_graph::{DType, Graph, HostTensor, Op, Value};
 use support::{Setup, check_on};
 
-/// What is minimized.
+/// The loss that the step minimizes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Loss {
     /// The mean over all rows.

@@ -1,4 +1,4 @@
-//! What the machine can do is measured once.
+//! The machine's rates are measured once.
 
 use kiln_cpu::{Cache, Toolchain, rates};
 use kiln_partition::Machine;
@@ -22,7 +22,7 @@ fn rates_are_measured_once() {
             machine.random_per_second,
         ]
     };
-    // None is absurd, and they are not the ones that stand for a failure.
+    // All rates are plausible, and they differ from the defaults that replace failed measurements.
     for (rate, reference) in found(&first).into_iter().zip(found(&Machine::default())) {
         assert!((1e6..1e16).contains(&rate), "{first:?}");
         assert!(rate > reference / 1e4 && rate < reference * 1e4, "{first:?}");

@@ -1,5 +1,5 @@
-//! Memory budgets of small models, by the allocator: what was planned is what is allocated, and more memory
-//! never makes a slower plan or another result.
+//! Memory budgets of small models, by the allocator: the step allocates the bytes that were planned, and
+//! more memory never makes a slower plan or another result.
 //!
 //! The whole file is one test, so that nothing else allocates in its process.
 
@@ -46,7 +46,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What a call may allocate besides the arena: lists of pointers.
+/// Bytes that a call may allocate besides the arena: lists of pointers.
 const LISTS: usize = 32 << 10;
 
 const BUDGETS: u64 = 12;
@@ -80,7 +80,7 @@ fn difference(a: &HostTensor, b: &HostTensor) -> f64 {
     most / scale
 }
 
-/// What one run of a step showed.
+/// The measurements of one run of a step.
 struct Measured {
     results: Vec<HostTensor>,
     /// Bytes beside arguments and results, by the allocator.
@@ -88,7 +88,7 @@ struct Measured {
     planned: u64,
 }
 
-/// The step in machine code that nobody waits for: these steps are small.
+/// The step, built without optimisation, because these steps are small.
 fn built(graph: &Graph, keep: Keep) -> CpuExecutable {
     let toolchain = Toolchain::detect().unwrap();
     let options = Options {
@@ -171,8 +171,8 @@ fn check(name: &str, graph: &Graph) {
     }
 }
 
-/// A function's forward and backward pass under a budget for both: what was planned is what their arena and
-/// the tensors between them take.
+/// A function's forward and backward pass under a budget for both: their arena and the tensors between them
+/// take the bytes that were planned.
 fn check_halves() {
     let mut tape = Tape::new("function");
     let loss = decoder_loss(&mut tape, sizes(2, 0.8));

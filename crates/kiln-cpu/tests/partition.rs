@@ -131,7 +131,7 @@ fn a_wide_vocabulary_runs_in_chunks() {
     let whole = whole.plan.arena_bytes as u64;
     assert!(smallest + logits / 4 < whole, "{smallest} of {whole}");
     for kernel in &step.schedule.kernels {
-        // What joins the chunks computes nothing.
+        // The nest that joins the chunks computes nothing.
         if matches!(&kernel.kind, KernelKind::Nest(nest) if nest.members.is_empty()) {
             continue;
         }

@@ -7,9 +7,9 @@
 //! whose sums add up exactly, the error is some `b / (3 sqrt(n))` units: less than the half unit that
 //! rounding the result takes. The bounds are twice what the arithmetic gives on average.
 //!
-//! Products and convolutions add up numbers of both signs in registers of f32: in one chain of n terms their
-//! error is some `sqrt(n) / 5` units, in blocks of b terms some `sqrt(b + n / b) / 5`. Winograd's algorithm
-//! multiplies that by what its transforms amount to. These bounds are 1.4 times what the kernels have; one
+//! Products and convolutions add up numbers of both signs in registers of f32. In one chain of n terms
+//! their error is some `sqrt(n) / 5` units, in blocks of b terms some `sqrt(b + n / b) / 5`. The transforms
+//! of Winograd's algorithm multiply that error. These bounds are 1.4 times the errors of the kernels; one
 //! chain, or Winograd's usual points, exceed them.
 
 mod support;
@@ -131,8 +131,8 @@ fn statistics_of_channels_do_not_cancel() {
     }
 }
 
-/// Each line: what is computed, the types of its two arguments and of the result, the bound in units. The
-/// first argument is what an activation left: numbers of one sign; the second is of both.
+/// Each line: the operation, the types of its two arguments and of the result, the bound in units. The
+/// first argument is like an activation's result, numbers of one sign; the second has both signs.
 #[test]
 fn products_add_up_in_blocks() {
     let window = |stride: usize, pad: usize, groups: usize| {

@@ -1,4 +1,4 @@
-//! The generated C as a strict compiler sees it: steps are built with warnings off, so what newer compilers
+//! The generated C under a strict compiler: steps are built with warnings off, so code that newer compilers
 //! reject would go unnoticed.
 
 use std::fs;
@@ -16,8 +16,8 @@ use kiln_partition::testing::{Sizes, decoder_step};
 const STRICT: &str = "-Wall -Wno-unused -Wno-unknown-pragmas -Wno-tautological-compare -Werror=incompatible-pointer-types \
                       -Werror=implicit-function-declaration -Werror=int-conversion -Werror=implicit-int -Werror=return-type";
 
-/// What the compiler says about the sources of `graph`, checked with its own flags but with warnings on;
-/// empty if nothing.
+/// The compiler's messages about the sources of `graph`, checked with its own flags but with warnings on;
+/// empty if there are none.
 fn complaints(graph: &Graph) -> String {
     let toolchain = Toolchain::detect().unwrap();
     let sources = compile(graph, &Options::default(), &CpuTarget::new(&toolchain, 2))

@@ -109,7 +109,7 @@ fn profiling_sees_each_kernel() {
 
 #[test]
 fn a_step_nobody_profiles_reads_no_clock() {
-    /// Would be told of every kernel, and of every piece of one, if it asked.
+    /// Hooks that would get the events of every kernel and piece, but do not ask for them.
     struct Indifferent;
     impl StepHooks for Indifferent {
         fn call_extern(&self, _: usize, _: *mut *mut c_void) -> Result<(), String> {

@@ -82,7 +82,8 @@ fn a_decoder_step_of_whole_vectors() {
     check(&adam(sizes), 2e-4);
 }
 
-/// Autocast, beside the graph of f32 in f64 and beside the interpreter of the very graph that it made.
+/// Autocast, compared with the graph of f32 in f64 and with the interpreter on the graph that autocast
+/// made.
 #[test]
 fn a_decoder_step_in_16_bits() {
     let sizes = Sizes {
@@ -150,7 +151,7 @@ fn first_of_adam(sizes: Sizes) -> Graph {
     graph
 }
 
-/// What an optimizer's first step shares with the others the C compiler should see once.
+/// The C compiler should see only once the parts that an optimizer's first step shares with the others.
 #[test]
 fn the_first_step_and_the_following_ones_share_all_files_but_those_of_updates() {
     let sizes = Sizes {

@@ -1,4 +1,4 @@
-//! Which compiler is taken when some are refused.
+//! The compiler that is taken when some are refused.
 
 #![cfg(unix)]
 
@@ -94,7 +94,7 @@ fn one_compiler_under_two_names_is_asked_about_once() {
     let (error, said) = warnings(|| Toolchain::first_accepted(&candidates, refuse).unwrap_err());
     assert!(matches!(error, CpuError::NoCompiler { .. }), "{error}");
     assert!(error.to_string().contains("it is wrong"), "{error}");
-    // Who falls back to something else says so.
+    // A fallback to another compiler is logged.
     assert!(asked == 1 && said.is_empty(), "{asked} {said:?}");
 }
 

@@ -57,7 +57,7 @@ fn refused_for(fault: &str) -> String {
 
 #[test]
 fn each_fault_is_named() {
-    // What is done to the sources or the flags, and what must be named.
+    // The damage to the sources or the flags, and the function that must be named.
     let faults = [
         ("sed -i 's/0x1.06eba8p-3f/0x1.06eba8p-2f/' *.h", "erf of f32"),
         ("sed -i 's/-0x1.7f7d1cp-20f/0x1.7f7d1cp-20f/' *.h", "exp of f32"),

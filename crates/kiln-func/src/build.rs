@@ -1,4 +1,4 @@
-//! What rules write with: a graph under construction, and the walk that rebuilds one graph inside another.
+//! Tools of the rules: a graph under construction, and the walk that rebuilds one graph inside another.
 
 use cranelift_entity::SecondaryMap;
 use kiln_graph::op::{BinaryOp, CompareOp, Dims, DotDims, Op, ReduceOp, SignedDims, UnaryOp};
@@ -189,7 +189,7 @@ impl Builder {
         self.op(Op::Broadcast { shape, dims }, &[x])
     }
 
-    /// What a reduction of `axes` made, repeated along them to `shape`.
+    /// The result of a reduction over `axes`, repeated along them to `shape`.
     pub(crate) fn expand(&mut self, x: Value, shape: &Shape, axes: &[usize]) -> Result<Value> {
         let dims: Dims = (0..shape.rank()).filter(|axis| !axes.contains(axis)).collect();
         self.broadcast(x, shape, &dims)
@@ -232,14 +232,14 @@ pub(crate) fn dot_dims(a_batch: Dims, b_batch: Dims, a_contract: Dims, b_contrac
     }
 }
 
-/// A transform that rebuilds a graph node by node: what stands for a value, and what a node becomes.
+/// A transform that rebuilds a graph node by node.
 pub(crate) trait Transform {
-    /// What stands for a value of the old graph.
+    /// The replacement of a value of the old graph.
     type Stand: Copy;
 
     fn builder(&mut self) -> &mut Builder;
 
-    /// What the results of an operation become.
+    /// The replacements of an operation's results.
     fn push(&mut self, op: &Op, inputs: &[Self::Stand]) -> Result<SmallVec<[Self::Stand; 1]>>;
 }
 
@@ -256,7 +256,7 @@ impl Transform for Builder {
     }
 }
 
-/// What stands for each value of a graph.
+/// The replacement of each value of a graph.
 pub(crate) struct Stands<S: Copy>(SecondaryMap<Value, Option<S>>);
 
 impl<S: Copy> Stands<S> {
@@ -294,7 +294,8 @@ pub(crate) fn rebuild<T: Transform>(
             Op::Parameter { index, .. } => SmallVec::from_elem(parameters[index as usize], 1),
             Op::Scalar { index, .. } => SmallVec::from_elem(scalars[index as usize], 1),
             _ => {
-                // A rule's own small graphs know no origin: theirs is that of the node they stand for.
+                // Nodes of a rule's own small graphs have no origin: they get that of the node that they
+                // replace.
                 let known = node.provenance != Provenance::default();
                 let provenance = if known { &node.provenance } else { &outer };
                 transform.builder().provenance = provenance.clone();
@@ -329,8 +330,8 @@ pub(crate) fn inline(
     Ok(rebuild(builder, graph, parameters, scalars)?.outputs(graph))
 }
 
-/// Makes `values` outputs, each looked at before anything is overwritten if the output of `like` at its
-/// position is.
+/// Makes `values` outputs. An output is checked before anything is overwritten if the output of `like` at
+/// its position is.
 pub(crate) fn set_outputs(builder: &mut Builder, like: &Graph, values: &[Value]) {
     for (value, output) in values.iter().zip(&like.outputs) {
         if output.check {

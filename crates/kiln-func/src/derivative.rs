@@ -9,7 +9,7 @@ use crate::error::{FuncError, Result};
 use crate::forward::{float_outputs, jvp};
 use crate::transpose::vjp;
 
-/// Which mode makes a Jacobian. Both give the same up to rounding.
+/// The mode that computes a Jacobian. Both give the same result up to rounding.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Mode {
     /// A forward pass for each element of a parameter: for few inputs and many outputs.
@@ -21,8 +21,8 @@ pub enum Mode {
 
 /// The value and the gradient of a function of one number.
 ///
-/// The new graph takes what `graph` takes. It gives the outputs of `graph`, of which `loss` has one element,
-/// then the gradient of that with respect to each parameter in `wrt`, of the parameter's type.
+/// The new graph takes the arguments of `graph`. It returns the outputs of `graph`, of which `loss` has one
+/// element, then the gradient of `loss` with respect to each parameter in `wrt`, of the parameter's type.
 ///
 /// # Errors
 ///
@@ -56,9 +56,9 @@ pub fn grad(graph: &Graph, wrt: &[usize], loss: usize) -> Result<Graph> {
 
 /// The Jacobian of each output in `outputs` with respect to each parameter in `wrt`.
 ///
-/// The new graph takes what `graph` takes. For each output, and for it for each parameter, it gives a tensor
-/// of the output's extents, then the parameter's: element `[i.., j..]` is the derivative of element `i` of
-/// the output by element `j` of the parameter.
+/// The new graph takes the arguments of `graph`. For each output, and for each parameter, it returns a
+/// tensor of the output's extents followed by the parameter's: element `[i.., j..]` is the derivative of
+/// element `i` of the output with respect to element `j` of the parameter.
 ///
 /// # Errors
 ///
@@ -112,9 +112,8 @@ fn parameter_type(graph: &Graph, index: usize) -> Result<TensorType> {
     }
 }
 
-/// What `product`, a [`vjp`] or [`jvp`] of `graph` with one last argument of type `ty`, makes of every unit
-/// vector for that argument. The vectors are counted along dimension `dim` of the results, or along a last
-/// one.
+/// The results of `product`, a [`vjp`] or [`jvp`] of `graph` with one last argument of type `ty`, for every
+/// unit vector as that argument. Dimension `dim` of the results, or a last one, counts the vectors.
 fn along(
     b: &mut Builder,
     graph: &Graph,
@@ -157,8 +156,8 @@ fn along(
 
 /// The second derivatives of a function of one number: forward mode over reverse mode.
 ///
-/// The new graph takes what `graph` takes. For each pair of parameters in `wrt`, the second one varying
-/// fastest, it gives a tensor of the first one's extents, then the second one's.
+/// The new graph takes the arguments of `graph`. For each pair of parameters in `wrt`, the second one
+/// varying fastest, it returns a tensor of the first one's extents followed by the second one's.
 ///
 /// # Errors
 ///

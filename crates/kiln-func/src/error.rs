@@ -1,4 +1,4 @@
-//! What a transform refuses, and what to do instead.
+//! Errors of transforms, with the remedy.
 
 use std::fmt;
 use std::sync::Arc;
@@ -60,8 +60,7 @@ pub enum FuncError {
         /// Its type.
         ty: TensorType,
     },
-    /// An operation without a derivative lies between what is differentiated and what it is differentiated
-    /// by.
+    /// An operation without a derivative lies between the outputs and the parameters of the derivative.
     #[error("`{operation}`{origin} has no derivative: {remedy}")]
     NoDerivative {
         /// Mnemonic of the operation, or the name of one kept whole.
@@ -71,7 +70,7 @@ pub enum FuncError {
         /// What to do.
         remedy: &'static str,
     },
-    /// An operation that has no batched form reads what differs between elements.
+    /// An operation that has no batched form reads a value that differs between elements.
     #[error("`{operation}`{origin} cannot be batched: {remedy}")]
     NoBatching {
         /// Mnemonic of the operation, or the name of one kept whole.
@@ -103,7 +102,7 @@ pub enum FuncError {
         /// The type of one element.
         ty: TensorType,
     },
-    /// An output differs between elements and was said not to.
+    /// An output differs between elements although the caller gave it no batch dimension.
     #[error("output {index} differs between the elements of the batch: give it a batch dimension")]
     Differs {
         /// Its position.
@@ -112,7 +111,7 @@ pub enum FuncError {
     /// A batch of nothing.
     #[error("a batch has at least one element")]
     EmptyBatch,
-    /// What a rule made is ill-typed or larger than any memory.
+    /// A node of a rule is ill-typed or larger than any memory.
     #[error(transparent)]
     Type(#[from] TypeError),
 }
@@ -149,7 +148,7 @@ impl Origin {
     }
 }
 
-/// What people call an operation.
+/// The name of an operation, for people.
 pub(crate) fn name_of(op: &Op) -> String {
     match op {
         Op::Extern(op) => op.name.clone(),

@@ -11,23 +11,24 @@
 //! | [`vmap`] | a rule for each primitive ([`batch`]) |
 //! | [`grad`], [`value_and_grad`], [`jacobian`], [`hessian`] | the three above ([`derivative`]) |
 //!
-//! Reverse mode as linearisation and transposition (Radul, Paszke, Frostig, Johnson, Maclaurin: *You only
-//! linearize once*, POPL 2023) needs a derivative of each primitive once, for both modes, and transposes of
-//! the two dozen linear ones. Operations whose rules follow from those of others are written with these
-//! (`expand`): products of many elements, updates that combine other than by addition, attention.
+//! Reverse mode is linearisation and transposition (Radul, Paszke, Frostig, Johnson, Maclaurin: *You only
+//! linearize once*, POPL 2023). It needs one derivative of each primitive, which both modes share, and
+//! transposes of the two dozen linear primitives. Operations whose rules follow from those of others are
+//! expanded into these (`expand`): products of many elements, updates that combine other than by addition,
+//! attention.
 //!
 //! Arguments that are not differentiated, integers, bools, comparisons, positions and random draws have no
-//! derivative: they count as constant. An operation kept whole has none that is known, and in the way of a
-//! derivative it is an error that names it.
+//! derivative: they count as constant. An operation kept whole has no known derivative; an error names it
+//! if the derivative would have to pass through it.
 //!
 //! # Over closures of tensors
 //!
-//! A front end records a closure into a graph whose parameters are the tensors that it takes and captures,
-//! transforms the graph, and runs the result on the same tensors (`kiln::func` does). Three things are its own to
-//! decide. What the closure captures has no batch dimension and is not differentiated by. The runtime scalars of the
-//! graph (numbers, seeds, the streams of random operations) keep their order through every transform here, so their
-//! values are those of the recording; new parameters come last. And a closure that reads a value, and so cuts its
-//! recording, cannot be transformed.
+//! A front end records a closure into a graph whose parameters are the tensors that the closure takes and
+//! captures, transforms the graph, and runs the result on the same tensors (`kiln::func` does). Three rules
+//! concern the front end. Tensors that the closure captures have no batch dimension and are not
+//! differentiated. The runtime scalars of the graph (numbers, seeds, the streams of random operations) keep
+//! their order through every transform here, so their values are those of the recording; new parameters
+//! come last. And a closure that reads a value, and so cuts its recording, cannot be transformed.
 //!
 //! What this crate does not know: Burn, executors, machines.
 

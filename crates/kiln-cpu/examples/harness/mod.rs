@@ -1,4 +1,4 @@
-//! What the examples share: a graph from a file, arguments for it, and runs of compiled steps on them.
+//! Code that the examples share: a graph from a file, arguments for it, and runs of compiled steps on them.
 
 use std::error::Error;
 use std::sync::LazyLock;
@@ -19,7 +19,7 @@ pub fn threads() -> usize {
     wanted.and_then(|count| count.parse().ok()).unwrap_or(2)
 }
 
-/// Time of this thread on a core: with one thread, what other processes do does not count.
+/// Time of this thread on a core: with one thread, other processes do not affect it.
 pub fn thread_time() -> Duration {
     let mut time = libc::timespec {
         tv_sec: 0,
@@ -30,7 +30,7 @@ pub fn thread_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// A clock for what runs on `pool`: time on the core for one thread, and time that passes for several.
+/// A clock for work on `pool`: time on the core for one thread, and time that passes for several.
 pub fn now(pool: &ThreadPool) -> Duration {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     match pool.threads() {

@@ -91,7 +91,7 @@ impl Default for BuildOptions {
 }
 
 impl BuildOptions {
-    /// What of the options the result depends on, for cache keys.
+    /// The options that the result depends on, for cache keys.
     pub fn identity(&self) -> String {
         format!("{} debug={}", self.level.flag(), self.debug_info)
     }
@@ -104,7 +104,7 @@ pub struct Built {
     library: PathBuf,
     /// Time in compiler and linker.
     pub elapsed: Duration,
-    /// Sources that were compiled; the objects of the others were there.
+    /// How many sources were compiled; the others' objects existed already.
     pub compiled: usize,
 }
 
@@ -120,7 +120,7 @@ impl Built {
     }
 }
 
-/// What a build runs.
+/// The commands of a build.
 struct Commands {
     /// The arguments of each source's compilation, longest source first.
     compile: Vec<(String, Vec<String>)>,
@@ -142,8 +142,8 @@ impl Toolchain {
         self.build_reusing(sources, options, &Objects::default())
     }
 
-    /// [`Toolchain::build`], but what `objects` has is not compiled again, and what is compiled is added to
-    /// it.
+    /// [`Toolchain::build`], but sources whose objects `objects` has are not compiled again, and new
+    /// objects are added to it.
     ///
     /// # Errors
     /// Those of [`Toolchain::build`].
@@ -252,7 +252,7 @@ impl Toolchain {
         }
     }
 
-    /// What the object of each compilation in `compile` depends on.
+    /// The keys of the objects of `compile`: everything that each object depends on.
     fn object_keys(&self, sources: &[SourceFile], compile: &[(String, Vec<String>)]) -> Vec<ObjectKey> {
         let identity = self.identity();
         let headers = sources.iter().filter(|file| !file.name.ends_with(".c"));
@@ -314,8 +314,9 @@ impl Toolchain {
             if running.is_empty() {
                 return first_error.map_or(Ok(()), Err);
             }
-            // Oldest first. The pipe of a younger child holds far more than a compiler run with `-w` prints
-            // before it fails, and draining it only later delays that child, not the result.
+            // Waits for the oldest process first. The pipe of a younger one holds far more than a compiler
+            // run with `-w` prints before it fails; draining that pipe later delays the younger process,
+            // not the result.
             let (file, child) = running.remove(0);
             match child
                 .wait_with_output()

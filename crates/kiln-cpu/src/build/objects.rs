@@ -1,24 +1,24 @@
-//! Object files of this process, by what they were compiled from.
+//! Object files of this process, by the inputs that they were compiled from.
 //!
-//! Steps of one program share most of their kernels: the first step of an optimizer and the following ones, a
-//! step before and after a change of its last layers. The C compiler sees each file once; the next build that
-//! has it finds its object here. What a restart should find is the business of the cache on disk, which holds
-//! whole steps.
+//! Steps of one program share most of their kernels: the first step of an optimizer and the following ones,
+//! a step before and after a change of its last layers. The C compiler sees each file once; the next build
+//! with the same file finds its object here. Reuse across restarts is left to the cache on disk, which
+//! holds whole steps.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use sha2::{Digest, Sha256};
 
-/// Most bytes of objects that are kept; those made first go first.
+/// Most bytes of objects that are kept; the oldest are dropped first.
 const LIMIT: usize = 64 << 20;
 
-/// What an object file follows from: a hash over compiler, flags, headers and text.
+/// The identity of an object file: a hash over compiler, flags, headers and text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ObjectKey([u8; 32]);
 
 impl ObjectKey {
-    /// The key of what `parts` describe.
+    /// The key of the inputs that `parts` describe.
     pub fn new<'a>(parts: impl IntoIterator<Item = &'a str>) -> Self {
         let mut hash = Sha256::new();
         for part in parts {

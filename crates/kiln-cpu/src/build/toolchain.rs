@@ -1,12 +1,12 @@
-//! Finding the system's C compiler and asking what it can do.
+//! Finding the system's C compiler and its abilities.
 //!
 //! `$CC` comes first (it may hold arguments: `ccache gcc`), then `cc`, `gcc` and `clang`. One process start
 //! answers everything: the predefined macros under the flags of a build contain the compiler's version, the
 //! target and every instruction set of this machine. Their text is the identity that cache keys contain, so a
 //! new compiler or another CPU never meets an old executable.
 //!
-//! A compiler that runs is not yet one that is right. [`Toolchain::find`] asks its caller about each, and
-//! passes over those that the caller refuses.
+//! A compiler that runs may still compile wrongly. [`Toolchain::find`] asks its caller about each compiler,
+//! and passes over those that the caller refuses.
 
 use std::ffi::OsStr;
 use std::fmt::{Display, Write as _};
@@ -70,8 +70,8 @@ impl Toolchain {
     }
 
     /// The compiler that programs are built with: the first of `$CC`, `cc`, `gcc` and `clang` that runs and
-    /// that `accept` takes. One warning names those that were passed over, and why: what `$CC` says, and
-    /// whatever `accept` refused.
+    /// that `accept` takes. One warning names the compilers that were passed over, and why: the one in
+    /// `$CC`, and those that `accept` refused.
     ///
     /// # Errors
     /// [`CpuError::NoCompiler`], with what was tried.
@@ -96,7 +96,8 @@ impl Toolchain {
             let candidate = candidate.as_ref();
             let command: Vec<String> = candidate.split_whitespace().map(str::to_owned).collect();
             let reason = match Self::probe(command) {
-                // `cc` is `gcc` on most machines: what was refused by one name is not tried by another.
+                // `cc` is `gcc` on most machines: a compiler that was refused under one name is not tried
+                // under another.
                 Ok(toolchain) if refused.iter().any(|other| other.is(&toolchain)) => continue,
                 Ok(toolchain) => match accept(&toolchain) {
                     Ok(()) => {
@@ -203,9 +204,9 @@ impl Toolchain {
         )
     }
 
-    /// [`Toolchain::identity`], and which files the commands are, with their sizes and times of change: it
-    /// differs after an upgrade that leaves the version as it was. The name a compiler is called by has no
-    /// part in it.
+    /// [`Toolchain::identity`], and the files of the commands with their sizes and times of change: it
+    /// differs after an upgrade that leaves the version as it was. The name that a compiler is called by
+    /// does not matter.
     pub fn fingerprint(&self) -> String {
         let mut text = format!("{} {} {}", self.version, self.flags.join(" "), self.identity);
         for word in &self.command {
@@ -237,7 +238,7 @@ impl Toolchain {
     }
 }
 
-/// What `$CC` says, if it says something.
+/// The command in `$CC`, if it is set and not empty.
 fn chosen() -> Option<String> {
     let cc = std::env::var("CC").ok()?;
     let cc = cc.trim();

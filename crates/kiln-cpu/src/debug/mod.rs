@@ -17,7 +17,7 @@ use crate::build::{BuildOptions, Toolchain};
 use crate::runtime::abi::{RUNTIME_HEADER, RUNTIME_HEADER_NAME};
 use crate::target::{CpuStep, CpuTarget};
 
-/// Adds the sources, how they are built, and the means to build and time the step without Kiln.
+/// Adds the sources, the commands that build them, and a program that times the step without Kiln.
 pub fn write(
     folder: &Path,
     compiled: &CpuStep,

@@ -1,8 +1,8 @@
 //! The `rerun` script of a debug dump: the step as a program of its own.
 //!
 //! The step is linked with a small main program in C (`rerun.c`) that makes random arguments, shares loops
-//! between threads as the runtime does, and times the step and each kernel. What it must know of the step
-//! (sizes, element types, aliases, names of kernels) is generated as `rerun.h`.
+//! between threads as the runtime does, and times the step and each kernel. Its constants (sizes, element
+//! types, aliases, names of kernels) are generated as `rerun.h`.
 
 use std::fmt::Write as _;
 use std::io;
@@ -15,7 +15,7 @@ use crate::target::CpuStep;
 /// The main program.
 const MAIN: &str = include_str!("rerun.c");
 
-/// Writes the script and what it needs.
+/// Writes the script and its files.
 pub fn write(folder: &Path, compiled: &CpuStep, threads: usize, compiler: &str) -> io::Result<()> {
     let script = folder.join("rerun");
     std::fs::write(folder.join("rerun.c"), MAIN)?;

@@ -75,7 +75,7 @@ struct Parameters<'a> {
     graph: &'a Graph,
     kernel: &'a Kernel,
     options: &'a EmitOptions<'a>,
-    /// How queries, keys and values are stored, and what is of their type.
+    /// How queries, keys and values, and all tensors of their type, are stored.
     storage: Storage,
     params: Vec<Param>,
     numbers: Vec<(&'static str, Storage)>,
@@ -204,19 +204,20 @@ impl Parameters<'_> {
     }
 }
 
-/// What a score of `fill` says of hidden keys.
+/// Whether hidden keys may be left out, given their score `fill`.
 fn skips(graph: &Graph, fill: Value, dims: &AttentionDims) -> Skips {
     let Some(value) = graph.constant(fill) else {
         return Skips::Never;
     };
-    // Beside any score that its type is meant for. What a mask adds may raise it.
+    // A `fill` below this has no weight beside any score that its type is meant for. A mask that is added
+    // later may raise it.
     let zero = match graph.dtype(fill) {
         _ if dims.mask_last => f64::NEG_INFINITY,
         DType::F16 => -65504.0,
         _ => -1e30,
     };
-    // Written by programs that mean a mask. Of a row that sees nothing but -inf the statistics of a safe
-    // softmax do not tell.
+    // Programs that mean a mask write this number. A safe softmax has no such rule: its statistics do not
+    // tell rows that see only -inf from others.
     let low = if dims.mask_last || dims.safe { zero } else { -1e3 };
     match value.to_f64() {
         value if value <= zero => Skips::Always,

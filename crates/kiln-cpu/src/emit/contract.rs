@@ -1,4 +1,4 @@
-//! Which template makes a contraction, and how its operands are addressed.
+//! Contractions: which template computes each, and how its operands are addressed.
 //!
 //! Matrix products of floats go to [`crate::kernels::gemm`]: operands are strided windows on stored values,
 //! so transposes, slices, head splits and repeated heads cost nothing. Convolutions and pools are
@@ -58,12 +58,12 @@ pub fn generate(
     Some(launches.into_iter().map(Call::Task).collect())
 }
 
-/// What the operands of a template are read from.
+/// The sources of a template's operands.
 #[derive(Default)]
 pub struct Sources {
     /// Parameters of the kernel.
     pub params: Vec<Param>,
-    /// What is passed for them.
+    /// The arguments for them.
     arguments: Vec<Argument>,
     /// Functions that compute operands.
     functions: String,
@@ -77,7 +77,8 @@ impl Sources {
         self.arguments.push(Argument::Buffer(Buffer::Value(base)));
     }
 
-    /// Adds what `prologue` reads to make the operand `name`, and the functions that do.
+    /// Adds the buffers that `prologue` reads to compute the operand `name`, and the functions that compute
+    /// it.
     pub fn computed(
         &mut self,
         graph: &Graph,
@@ -106,7 +107,7 @@ impl Sources {
     }
 }
 
-/// A matrix product as the template wants it, but for its name and what happens to the result.
+/// The description of a matrix product for the template, without its name and without the epilogue.
 struct Product {
     batch: usize,
     m: usize,
@@ -248,7 +249,7 @@ fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
 /// The calls for the contraction `node` followed by `nest`, and their scratch memory.
 ///
 /// # Panics
-/// Never for kernels of the scheduler: it asks [`epilogue::fits`] and [`epilogue::has_template`] first.
+/// Never for kernels of the scheduler, which asks [`epilogue::fits`] and [`epilogue::has_template`] first.
 pub fn with_epilogue(
     graph: &Graph,
     kernel: &Kernel,
@@ -264,7 +265,7 @@ pub fn with_epilogue(
     let mut product = Product::new(graph, kernel, node, options)?;
     let placed = ResultFrame::product(graph, value, dims).place(graph, nest, value, nest.maps.get(&value)?);
     let vector = epilogue::vector_variable(graph, &placed, value, &[COL, ROW])
-        // What joined later may be uneven; it is then read element by element.
+        // Operations that joined the nest later may read unevenly; they read element by element.
         .unwrap_or(COL);
     let row = if vector == COL { ROW } else { COL };
     if vector == ROW {

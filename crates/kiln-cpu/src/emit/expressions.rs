@@ -1,7 +1,7 @@
 //! The C text of pointwise operations, on one element or on a vector of them.
 //!
 //! Registers hold [`DType::compute`] types. A scalar truth value is an `int` (0 or 1), a vector of them a
-//! mask of 32-bit lanes (0 or -1). What C's own operators can say is said with them; the rest are the
+//! mask of 32-bit lanes (0 or -1). Operations that C has are written with C's operators; the others are the
 //! functions of `kiln_nest.h`.
 
 use kiln_graph::op::{BinaryOp, CompareOp, ReduceOp, UnaryOp};

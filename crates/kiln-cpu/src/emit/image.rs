@@ -1,8 +1,8 @@
 //! How convolutions and pools address their images, and which template makes them.
 //!
 //! Convolutions of up to three spatial dimensions go to [`crate::kernels::conv`], pools of up to two to
-//! [`crate::kernels::pool`]; fewer dimensions are more with extents of one. Images are read and written in
-//! the layout that the scheduler chose for them.
+//! [`crate::kernels::pool`]; missing dimensions get extents of one. Images are read and written in the
+//! layout that the scheduler chose for them.
 
 use kiln_compiler::schedule::access::Strided;
 use kiln_compiler::schedule::layout::{Layouts, strides};
@@ -33,7 +33,7 @@ pub fn generate(
     convolution(graph, kernel, node, options).or_else(|| pooling(graph, kernel, node, options))
 }
 
-/// A value in the memory that is its own.
+/// A value in its own memory.
 fn stored(graph: &Graph, layouts: &Layouts, value: Value) -> Strided {
     Strided {
         base: value,
@@ -170,7 +170,7 @@ fn convolution(graph: &Graph, kernel: &Kernel, node: Node, options: &super::Emit
     Some(sources.call(made, [Argument::Buffer(Buffer::Value(out))]))
 }
 
-/// A kernel that is only planned, if no text is wanted and `workspace` says what working memory it needs.
+/// A kernel that is only planned, if no text is asked for and `workspace` knows its working memory.
 fn planned(
     options: &super::EmitOptions<'_>,
     workspace: impl FnOnce() -> Option<usize>,
@@ -214,7 +214,7 @@ struct Pooling<'a> {
 }
 
 impl<'a> Pooling<'a> {
-    /// `made_by`: the window whose pooling made the indices of a gradient, if one is known to have.
+    /// `made_by`: the window of the pooling that made the indices of a gradient, if it is known.
     fn new(op: &'a Op, made_by: Option<&'a Window>) -> Option<Self> {
         let new = |kind, window, grad| Some(Self { kind, window, grad });
         match op {
@@ -348,7 +348,7 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
         threads: options.threads,
     };
     let grad = pooling.grad;
-    // Planes are of registers of f32.
+    // The template for planes computes in f32 only.
     let planes = storage.element() == Element::F32 && is_planar(&spec, grad);
     let made = match (planes, grad) {
         (true, false) => pool::forward(planar(&spec, grad), options.isa),
@@ -382,7 +382,7 @@ fn is_planar(spec: &ChannelPool, grad: bool) -> bool {
         && indices.is_none_or(|indices| plane(&indices.memory, g.output))
 }
 
-/// The same pooling for the template that works plane by plane.
+/// The same pooling, described for the template that works plane by plane.
 fn planar(spec: &ChannelPool, grad: bool) -> PoolSpec<'_> {
     let at = |memory: &Memory, place: &PixelPlace<'_>| address(&memory.pointer, memory.strides, place);
     let load = move |place: &PixelPlace<'_>| spec.storage.load(place.width, &at(&spec.input, place));

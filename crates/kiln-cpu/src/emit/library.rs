@@ -197,7 +197,7 @@ fn data_dtype(graph: &Graph, node: Node) -> DType {
     graph.dtype(graph.node(node).outputs[0])
 }
 
-/// What a reduction of nothing gives.
+/// Fills the result of a reduction of nothing.
 fn fill(w: Writer, value: &str) -> Launch {
     let n = w.out_shape().iter().product();
     w.task(n, 1, |w, t| {

@@ -1,10 +1,10 @@
 //! Emit: from a schedule and a plan to a tree of C sources.
 //!
-//! Each kernel of the schedule becomes one or more calls: a task that the pool shares out ([`nest::Launch`]),
-//! a template's function, or an operation that runs outside. Functions take their buffers as arguments, so
-//! kernels of equal text (the layers of a model, the updates of equal parameters) are one function called
-//! several times. `kiln_step` is the list of calls, each under a comment that says what is computed, for
-//! which part of the program, and where its operands live.
+//! Each kernel of the schedule becomes one or more calls: a task that the pool shares out
+//! ([`nest::Launch`]), a template's function, or an operation that runs outside. Functions take their
+//! buffers as arguments, so kernels of equal text (the layers of a model, the updates of equal parameters)
+//! are one function called several times. `kiln_step` is the list of calls. A comment above each says what
+//! it computes, for which part of the program, and where its operands live.
 
 pub mod attention;
 pub mod contract;
@@ -29,15 +29,15 @@ use nest::{Argument, Launch, NestCode};
 
 pub use step::emit;
 
-/// What emitting depends on besides the graph.
+/// The options of emitting: what the code depends on besides the graph.
 #[derive(Clone, Copy, Debug)]
 pub struct EmitOptions<'a> {
     /// Vector instructions.
     pub isa: Isa,
     /// Most threads that will run the step.
     pub threads: usize,
-    /// Whether text is wanted. Without, templates are planned and say what working memory they need; where
-    /// only the text tells, it is written all the same.
+    /// Whether text is wanted. Without it, templates are only planned and tell their working memory; a
+    /// template whose working memory only its text tells is written all the same.
     pub writes: bool,
     /// Values that are not stored row-major.
     pub layouts: &'a Layouts,

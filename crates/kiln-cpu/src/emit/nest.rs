@@ -1,6 +1,6 @@
 //! C for a fused loop nest.
 //!
-//! The shape of what is written:
+//! The shape of the generated function:
 //!
 //! ```c
 //! void nest_7(void *ctx, int64_t begin, int64_t end, int thread) {
@@ -55,7 +55,7 @@ use super::expressions as c;
 use crate::policy::{FLAT_GRAIN, KEPT_ELEMENTS, KEPT_ROW, SERIAL_POINTS};
 use space::Space;
 
-/// What a kernel function is given.
+/// An argument of a kernel function.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Argument {
     /// The memory of a buffer.
@@ -139,7 +139,7 @@ pub fn scratch(graph: &Graph, nest: &Nest) -> Option<usize> {
 /// A value at an index.
 type Key = (Value, Vec<Index>);
 
-/// An index that ends up as an address or a number, and how much it counts.
+/// An index that becomes an address or a number, and its weight in the choice of the vector variable.
 struct Seen {
     index: Index,
     weight: i64,
@@ -191,20 +191,21 @@ struct Writer<'a> {
     pass: usize,
     /// For expensive values of single points: the passes that evaluate them, as a bit set.
     evaluated: FxHashMap<Key, u64>,
-    /// Those that several passes need: the first keeps them for the rest.
+    /// The expensive values that several passes need: the first pass keeps them for the others.
     repeated: FxHashSet<Key>,
     /// Names of the arrays that hold them, once written.
     kept: FxHashMap<Key, (String, usize)>,
     slots: FxHashMap<u32, Register>,
     reduced: FxHashMap<Value, Register>,
     stages: RowStages,
-    /// For results of operations that another member does as well: that member's result.
+    /// For the result of an operation that another member computes as well: that member's result.
     equal: FxHashMap<Value, Value>,
     seen: Vec<Seen>,
     /// Declarations and final lines of one chunk of rows.
     chunk_top: Vec<String>,
     chunk_end: Vec<String>,
-    /// What follows each block of the rows of a chunk: late sums [in blocks](blocks) go on to the next.
+    /// The statements after each block of the rows of a chunk: late sums [in blocks](blocks) go on to the
+    /// next.
     block_end: Vec<String>,
     scratch: usize,
     combines: Vec<Launch>,

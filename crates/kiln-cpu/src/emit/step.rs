@@ -1,5 +1,5 @@
-//! The step: calls of its kernels in order, each under a comment that says what is computed. [`super::tree`]
-//! has the functions.
+//! The step's entry: calls of its kernels in order. A comment above each says what it computes.
+//! [`super::tree`] has the functions.
 
 use std::fmt::Write as _;
 
@@ -123,7 +123,7 @@ fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
     }
 }
 
-/// Templates are named by what they compute.
+/// The name of a template's function: what it computes.
 fn template_name(graph: &Graph, kernel: &Kernel) -> &'static str {
     match &kernel.kind {
         KernelKind::Library(node) => match graph.node(*node).op {
@@ -276,7 +276,8 @@ fn step_file(graph: &Graph, plan: &Plan, prototypes: &[String], body: &str) -> S
         "/* The step `{}`: its kernels, in the order in which they run. */\n",
         graph.name
     );
-    // A long list of calls: there is nothing to optimise, and much to spend time on.
+    // The entry is a long list of calls: the compiler has nothing to optimise there, and would spend much
+    // time on it.
     step.push_str("#if defined(__GNUC__) && !defined(__clang__)\n#pragma GCC optimize(\"O0\")\n#endif\n");
     step.push_str("#include \"kiln_calls.h\"\n\n");
     for prototype in prototypes {

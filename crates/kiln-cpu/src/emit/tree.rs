@@ -1,9 +1,10 @@
 //! The source tree around the step: every function once, spread over files that compile in parallel.
 //!
-//! A function is named by a fingerprint of its text, and a file holds functions of one part of the step: its
-//! register tiles, the forward pass, the backward pass, the updates. Steps that agree in a part therefore
-//! have equal files for it, and the C compiler sees those once ([`kiln_cpu::Objects`]): an optimizer's first
-//! step, whose state does not exist yet, differs from the following ones in the updates only.
+//! A function is named by a fingerprint of its text, and a file holds functions of one part of the step:
+//! its register tiles, the forward pass, the backward pass, the updates. Steps that agree in a part
+//! therefore have equal files for it, and the C compiler sees those once ([`kiln_cpu::Objects`]). For
+//! example, an optimizer's first step, whose state does not exist yet, differs from the following ones in
+//! the updates only.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -24,13 +25,13 @@ const DIGITS: usize = 5;
 /// A part of the step whose functions share files.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum FileGroup {
-    /// What several kernels call.
+    /// Functions that several kernels call.
     Tiles,
     /// The forward pass.
     Forward,
     /// The backward pass.
     Backward,
-    /// The optimizer, and what is fused with it.
+    /// The optimizer, and operations fused with it.
     Updates,
 }
 
@@ -74,9 +75,9 @@ struct Function {
 }
 
 impl Function {
-    /// Whether it comes from a template, as those do that call helpers. What is not is a loop nest: these are
-    /// fused otherwise where the optimizer has no state yet, and share no files with templates, so that those
-    /// files stay equal.
+    /// Whether it comes from a template: functions of templates call helpers, those of loop nests do not.
+    /// Loop nests are fused differently where the optimizer has no state yet. They share no files with
+    /// templates, so that the files of templates stay equal.
     fn is_from_template(&self) -> bool {
         !self.helpers.is_empty()
     }
@@ -181,7 +182,7 @@ impl Functions {
         sources
     }
 
-    /// One file: what its functions call is declared, and nothing else.
+    /// One file. It declares exactly the functions that its functions call.
     fn file(&self, part: FileGroup, prelude: &str, functions: &[&Function]) -> String {
         let mut text = format!("/* {} */\n{prelude}", part.comment());
         let mut called: Vec<&String> = functions.iter().flat_map(|function| &function.helpers).collect();

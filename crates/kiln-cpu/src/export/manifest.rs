@@ -1,4 +1,4 @@
-//! What is written for people and for programs that are not C.
+//! The files for people and for programs that are not C: manifest, state, README.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -57,7 +57,7 @@ pub(super) fn json(step: &ExportedStep<'_>, threads: usize) -> String {
         "name": step.graph.name,
         "threads": threads,
         "step": step.steps,
-        // None: as many as one likes.
+        // None: there is no limit.
         "steps": last_step(step),
         "learning_rate": step.fixed_rate.map_or(json!("any"), |rate| json!(rate)),
         "random": { "seed": step.random.0, "stream": step.random.1, "streams_of_a_step": step.streams },

@@ -8,9 +8,9 @@
 //! README.md            how to call it
 //! ```
 //!
-//! What an exported step is, is plain data ([`ExportedStep`]): where each argument of the graph comes from
-//! and where each output goes. Whoever knows the program that the step was recorded from makes it; this
-//! module turns it into C tables and files.
+//! An exported step is plain data ([`ExportedStep`]): where each argument of the graph comes from and where
+//! each output goes. The caller, who knows the program that the step was recorded from, makes that data;
+//! this module turns it into C tables and files.
 
 mod manifest;
 mod tables;
@@ -24,7 +24,7 @@ use crate::build::{BuildOptions, SourceFile, Toolchain};
 use crate::error::{CpuError, StepError};
 use crate::target::CpuTarget;
 
-/// What keeps the state, makes the numbers and calls the step.
+/// The session: it keeps the state, computes the numbers and calls the step.
 const SESSION: &str = include_str!("session.c");
 
 /// The functions of an exported step.
@@ -59,7 +59,7 @@ pub enum ArgumentSource {
     Input(usize),
 }
 
-/// What a result of a call is.
+/// The source of a result of a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ResultSource {
     /// This output of the step.
@@ -82,7 +82,7 @@ pub enum NumberSource {
         /// What the learning rate is multiplied by.
         factor: f64,
     },
-    /// What this table has for the call.
+    /// The entry of this table for the call.
     Table(usize),
     /// The seed of the random numbers.
     Seed,
@@ -196,7 +196,7 @@ pub fn write(
     };
     std::fs::create_dir_all(folder).map_err(failed(folder))?;
     let file = |name: &str| folder.join(name);
-    // The library last: what finds one finds everything else.
+    // The library is written last: a program that finds it finds everything else.
     let manifest = manifest::json(step, target.threads);
     for (name, text) in [
         ("manifest.json", manifest.as_str()),

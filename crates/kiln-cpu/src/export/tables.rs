@@ -25,7 +25,7 @@ impl Tables {
     }
 }
 
-/// What session.c must know of the step.
+/// The tables of the step for session.c.
 pub(super) fn text(step: &ExportedStep<'_>, compiled: &CpuStep, threads: usize) -> String {
     let mut tables = Tables(format!(
         "/* What session.c must know of the step `{}`. */\n",

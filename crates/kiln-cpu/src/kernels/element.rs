@@ -1,7 +1,8 @@
-//! What numbers templates compute with, and how they lie in memory.
+//! The numbers that templates compute with, and how these lie in memory.
 //!
-//! Registers hold [`Element`]s: f32, or f64 with half as many lanes. Memory holds [`Storage`]: those, or one of the 16-bit formats, which are f32 as
-//! soon as they are loaded and are rounded once when they are stored.
+//! Registers hold [`Element`]s: f32, or f64 with half as many lanes. Memory holds [`Storage`]: those types,
+//! or one of the 16-bit formats, which are widened to f32 when they are loaded and rounded once when they
+//! are stored.
 
 use super::{Width, vector};
 use crate::isa::Isa;
@@ -38,7 +39,8 @@ impl Element {
         (self.ctype(), self.vector())
     }
 
-    /// C type of a vector of integers with as many lanes, such as masks, with which the names of functions on it begin.
+    /// C type of a vector of integers with as many lanes, such as masks, with which the names of functions
+    /// on it begin.
     pub fn integers(self) -> &'static str {
         match self {
             Self::F32 => "vi",
@@ -54,7 +56,7 @@ impl Element {
         }
     }
 
-    /// With what the names of functions on one number begin.
+    /// The beginning of the names of functions on one number.
     pub fn scalar(self) -> &'static str {
         match self {
             Self::F32 => "sf",
@@ -76,7 +78,7 @@ impl Element {
     }
 }
 
-/// What register tiles multiply, and packed panels hold.
+/// What register tiles multiply and packed panels hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Factor {
     /// `float`.
@@ -91,7 +93,7 @@ pub enum Factor {
 }
 
 impl Factor {
-    /// What products are added up in.
+    /// The type in which products are added up.
     pub fn sum(self) -> Element {
         match self {
             Self::F32 | Self::Bf16Pair => Element::F32,
@@ -149,7 +151,7 @@ pub enum Storage {
 }
 
 impl Storage {
-    /// What they are in registers.
+    /// Their type in registers.
     pub fn element(self) -> Element {
         match self {
             Self::F64 => Element::F64,
@@ -197,7 +199,7 @@ impl Storage {
         }
     }
 
-    /// What names of functions on vectors in memory begin and end with.
+    /// The beginning and the end of the names of functions on vectors in memory.
     fn affixes(self) -> (&'static str, &'static str) {
         match self {
             Self::F32 => ("vf", ""),
@@ -207,7 +209,8 @@ impl Storage {
         }
     }
 
-    /// C expression of the vector of the first `count` (at most a vector's) neighbours at the address `place`, the rest of it zero.
+    /// C expression of the vector of the first `count` (at most a vector's) neighbours at the address
+    /// `place`, the rest of it zero.
     pub fn load_some(self, place: &str, count: &str) -> String {
         let (vf, format) = self.affixes();
         format!("{vf}_load_n{format}({place}, {count})")

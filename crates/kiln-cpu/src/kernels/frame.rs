@@ -1,9 +1,9 @@
-//! What templates write around their own code: the comment and the structure of arguments before it, the heads of its parallel parts, and the
-//! kernel's function after it.
+//! The frame that templates write around their own code: the comment and the structure of arguments before
+//! it, the heads of its parallel parts, and the kernel's function after it.
 
 use super::{KernelText, Param, fields, finish_kernel, indent, run_part, unpack};
 
-/// What the description of any kernel has.
+/// The fields that the descriptions of all kernels have.
 #[derive(Clone, Copy)]
 pub(crate) struct Frame<'a> {
     /// C identifier of the kernel.
@@ -17,7 +17,8 @@ pub(crate) struct Frame<'a> {
 }
 
 impl Frame<'_> {
-    /// The comment, with `about` on a line of its own, and `struct name_args`: the parameters, `workspace`, and `more` fields.
+    /// The comment, with `about` on a line of its own, and `struct name_args`: the parameters, `workspace`,
+    /// and `more` fields.
     pub fn head(&self, about: &str, more: &str) -> String {
         format!(
             "/* {}\n * {about} */\nstruct {}_args {{\n{}    char *workspace;\n{more}}};\n",
@@ -27,7 +28,8 @@ impl Frame<'_> {
         )
     }
 
-    /// `name_suffix(ctx, begin, end, thread)`, with the parameters and `args` in scope of `body`. `comment` may be empty.
+    /// `name_suffix(ctx, begin, end, thread)`, with the parameters and `args` in scope of `body`. `comment`
+    /// may be empty.
     pub fn part(&self, comment: &str, suffix: &str, body: &str) -> String {
         let comment = if comment.is_empty() {
             String::new()
@@ -43,7 +45,8 @@ impl Frame<'_> {
         )
     }
 
-    /// How the parts are called: shared between threads, unless there is one or `serial` says that it does not pay.
+    /// The call of a part: shared between threads, unless there is one thread or `serial` says that sharing
+    /// does not pay.
     pub fn run(&self, serial: bool) -> impl Fn(&str, usize) -> String + use<> {
         run_part(serial || self.threads == 1)
     }

@@ -1,20 +1,21 @@
-//! C text for the kernels that a loop nest cannot express well: vector mathematics, matrix products, convolutions,
-//! pooling.
+//! Templates: C text for the kernels that a loop nest cannot express well (vector mathematics, matrix
+//! products, convolutions, pooling).
 //!
-//! A template is a Rust function from a description (shapes, strides, snippets of C for what is fused) to a [`KernelText`]:
-//! C source of one function that the step calls. Shapes are known, so blocks, tails, packing and the split over
-//! threads are decided here and appear in the source as constants.
+//! A template is a Rust function from a description (shapes, strides, snippets of C for fused operations)
+//! to a [`KernelText`]: C source of one function that the step calls. Shapes are known, so blocks, tails,
+//! packing and the split over threads are decided here and appear in the source as constants.
 //!
-//! - [`element`]: what numbers templates compute with, and how they lie in memory.
-//! - [`vector`]: the headers that everything generated includes: vectors of a fixed width and functions on them.
-//! - [`gemm`]: matrix products of any strides, with operands computed while they are packed and results consumed from
-//!   registers' reach.
+//! - [`element`]: the numbers that templates compute with, and how these lie in memory.
+//! - [`vector`]: the headers that all generated sources include: vectors of a fixed width and functions on
+//!   them.
+//! - [`gemm`]: matrix products of any strides. Operands may be computed while they are packed, and results
+//!   are consumed from L1.
 //! - [`tile`]: the register-tiled inner loops, shared by all matrix products and convolutions of a step.
 //! - [`mod@conv`]: convolutions and their gradients as implicit matrix products over channels-last images.
 //! - [`attention`]: attention and its gradient, scores kept in cache.
 //! - [`mod@pool`]: pooling of planes and its gradients.
 //!
-//! What this module does not know: the graph, and which operations were fused; it is handed C expressions.
+//! This module does not know the graph, or which operations were fused: its callers give it C expressions.
 
 pub mod attention;
 pub mod conv;
@@ -29,7 +30,8 @@ pub mod vector;
 
 use std::fmt;
 
-/// Names that generated functions use themselves, besides single letters from `c` on; no parameter may have one of them.
+/// Names that generated functions use themselves, besides single letters from `c` on; no parameter may have
+/// one of them.
 pub const RESERVED: &[&str] = &[
     "args",
     "at",
@@ -136,8 +138,8 @@ pub const RESERVED: &[&str] = &[
     "z0",
 ];
 
-/// A parameter of a kernel: a C type and a name, as in `const float *x`. Snippets refer to it by its name, which must not
-/// be one of [`RESERVED`].
+/// A parameter of a kernel: a C type and a name, as in `const float *x`. Snippets refer to it by its name,
+/// which must not be one of [`RESERVED`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Param {
     /// C type, such as `const float *`.
@@ -164,8 +166,8 @@ impl fmt::Display for Param {
     }
 }
 
-/// A function with external linkage that several kernels may need. Equal names mean equal definitions: a step contains
-/// each once.
+/// A function with external linkage that several kernels may need. Equal names mean equal definitions: a
+/// step contains each once.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Helper {
     /// C identifier.
@@ -185,10 +187,10 @@ pub struct KernelText {
     pub params: Vec<Param>,
     /// Declaration of the function, with the semicolon.
     pub prototype: String,
-    /// The function and what only it needs (all `static`). Expects [`vector::prelude`], `kiln_runtime.h` and the
-    /// prototypes of the helpers before it.
+    /// The function and its own helper functions (all `static`). Expects [`vector::prelude`],
+    /// `kiln_runtime.h` and the prototypes of the helpers before it.
     pub source: String,
-    /// What it calls.
+    /// The shared functions that it calls.
     pub helpers: Vec<Helper>,
     /// Bytes that `workspace` (64-byte aligned) must have; may hold anything before and after.
     pub workspace_bytes: usize,

@@ -10,7 +10,7 @@ pub(super) struct Slab {
     pub pitch: usize,
     spread: [usize; 2],
     extents: [usize; 2],
-    /// C expression of what lies around the plane.
+    /// C expression of the elements around the plane.
     around: &'static str,
 }
 
@@ -39,14 +39,14 @@ impl Slab {
         round_up((self.rows * self.pitch + 2 * lanes) * 4, 64)
     }
 
-    /// With this C expression around the plane instead of zero.
+    /// The same slab with this C expression around the plane instead of zero.
     pub fn surrounded_by(mut self, around: &'static str) -> Self {
         self.around = around;
         self
     }
 
-    /// `function(args, image, channel, slab)`: fills the slab with a plane. `load` gives the element at, or the vector from,
-    /// `(image, channel, y, x)`.
+    /// `function(args, image, channel, slab)`: fills the slab with a plane. `load` gives the element at, or
+    /// the vector from, `(image, channel, y, x)`.
     pub fn fill(
         &self,
         load: &dyn Fn(Width) -> String,

@@ -15,8 +15,8 @@ pub fn is_input(param: &Param) -> bool {
     param.ctype.starts_with("const")
 }
 
-/// A source tree whose `kiln_step` calls each of `kernels` once, in order. All parameters are pointers: those to
-/// `const`, over all kernels in order, are the step's inputs, the others its outputs.
+/// A source tree whose `kiln_step` calls each of `kernels` once, in order. All parameters are pointers:
+/// those to `const`, over all kernels in order, are the step's inputs, the others its outputs.
 pub fn step(kernels: &[KernelText], isa: Isa) -> Vec<SourceFile> {
     let (mut inputs, mut outputs) = (0, 0);
     let mut calls = String::new();

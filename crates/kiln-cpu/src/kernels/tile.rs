@@ -1,19 +1,20 @@
 //! Register tiles: the inner loops of matrix products and convolutions.
 //!
-//! A tile keeps `rows x vectors` accumulators in registers and adds, for each step of the depth, the outer product of
-//! `rows` elements of A (each broadcast) and `vectors` vectors of B. With 32 registers that is 14 x 2: 28
-//! accumulators, two vectors of B, and the broadcast folded into the multiply-add's memory operand. Two loads and
-//! fourteen broadcasts feed 28 multiply-adds, so the multipliers are the limit as long as both panels come from L1
-//! or L2.
+//! A tile keeps `rows x vectors` accumulators in registers. Each step of the depth adds the outer product
+//! of `rows` elements of A (each broadcast) and `vectors` vectors of B. With 32 registers that is 14 x 2:
+//! 28 accumulators, two vectors of B, and the broadcast folded into the multiply-add's memory operand. Two
+//! loads and fourteen broadcasts feed 28 multiply-adds, so the multipliers are the limit as long as both
+//! panels come from L1 or L2.
 //!
-//! An operand is either packed (one depth step after the other, contiguous) or read in place with strides that are
-//! constants of the generated code, so that addresses cost nothing. The result goes to memory (normally a small buffer
-//! in L1) and not straight to its consumer: the consumer's code then exists once for each kernel and not once for each
-//! accumulator, and tiles are shared by all kernels of a step.
+//! An operand is either packed (one depth step after the other, contiguous) or read in place with strides
+//! that are constants of the generated code, so that addresses cost nothing. The result goes to memory
+//! (normally a small buffer in L1), not directly to its consumer. So the consumer's code exists once for
+//! each kernel instead of once for each accumulator, and all kernels of a step share tiles.
 //!
-//! An accumulator of f32 rounds at each addition in proportion to the sum so far, so the error of a sum of n terms grows as
-//! sqrt(n). A tile of f32 therefore adds up a block of steps of the depth in its registers and the blocks' sums apart,
-//! in memory of its own: the error is that of a block, however great the depth.
+//! An accumulator of f32 rounds at each addition in proportion to the sum so far, so the error of a sum of
+//! n terms grows as sqrt(n). A tile of f32 therefore adds up a block of steps of the depth in its
+//! registers, and adds the sums of blocks in memory of its own: the error is that of a block, however great
+//! the depth.
 
 use std::fmt::Write;
 
@@ -21,7 +22,8 @@ use super::Helper;
 use super::element::{Element, Factor};
 use crate::isa::Isa;
 
-/// Steps of the depth that add up in registers. A block's end costs a load and a store for each accumulator: 1 % of the time of 128 steps.
+/// Steps of the depth that add up in registers. A block's end costs a load and a store for each
+/// accumulator: 1 % of the time of 128 steps.
 pub const BLOCK: usize = 128;
 
 /// How a tile reads one of its operands.
@@ -49,7 +51,7 @@ pub struct Tile {
     pub a: Access,
     /// How B is read.
     pub b: Access,
-    /// What it multiplies; steps of the depth, and strides, are in these.
+    /// The factors that it multiplies; steps of the depth and strides count these.
     pub factor: Factor,
     /// Whether the depth is three nested loops, the outer two with steps of their own through A and B.
     pub nested: bool,
@@ -96,8 +98,9 @@ impl Tile {
     /// void name(const float *a, const float *b, int64_t depth, float *c, int64_t ldc, int accumulate);
     /// void name_nested(..., const int64_t nest[6]);
     /// ```
-    /// `ldc` is the distance of rows of `c`; `accumulate` adds to what `c` holds. Nested: `nest` is `{count, a, b}` twice,
-    /// outermost first: how often, and the elements that A and B advance by each time.
+    /// `ldc` is the distance of rows of `c`; `accumulate` adds to what `c` holds. Nested: `nest` is
+    /// `{count, a, b}` twice, outermost first: how often, and the elements that A and B advance by each
+    /// time.
     pub fn helper(&self, isa: Isa) -> Helper {
         let element = self.factor.sum();
         let (rows, vectors, lanes) = (self.rows, self.vectors, element.lanes(isa));
@@ -196,8 +199,8 @@ impl Tile {
         }
     }
 
-    /// `depth` times the statements of a step; after each block its sums go to `sums`. Before the last step nothing is left over
-    /// that would be less than half a block.
+    /// `depth` times the statements of a step; after each block its sums go to `sums`. The last block has
+    /// at least half a block's steps.
     fn in_blocks(&self, step: &str) -> String {
         let each = |template: &dyn Fn(usize, usize, usize) -> String| -> String {
             (0..self.rows)
@@ -210,7 +213,7 @@ impl Tile {
                 .collect()
         };
         let block = self.block;
-        // A nest does not know here what is still to come.
+        // A nested tile does not know here how many steps are still to come.
         let more = if self.nested { "" } else { " && left > 0" };
         format!(
             "    for (int64_t left = depth; left > 0;) {{\n    const int64_t some = left <= {longest} ? left : {block};\n    for \

@@ -1,14 +1,14 @@
 //! The C headers that generated sources include: vectors of a fixed width, and mathematics on them.
 //!
-//! They are plain C files (`c/kiln_vector.h`, `c/kiln_math.h`), readable as such; only the width comes from here. The
-//! functions are named by type and operation: `vf_exp` takes and gives a vector of floats, `sf_exp` one float with the
-//! same bits that a lane would have.
+//! They are plain C files (`c/kiln_vector.h`, `c/kiln_math.h`), readable as such; only the width comes from
+//! here. Functions are named by type and operation: `vf_exp` takes and returns a vector of floats, `sf_exp`
+//! one float with the same bits that a lane would have.
 
 use crate::build::SourceFile;
 use crate::isa::Isa;
 
-/// Number of f32 lanes of generated vectors. At least four: narrower machines get the compiler's lowering of vectors,
-/// which is right everywhere.
+/// Number of f32 lanes of generated vectors. At least four: narrower machines get the compiler's lowering
+/// of vectors, which is right everywhere.
 pub fn lanes(isa: Isa) -> usize {
     isa.lanes().max(4)
 }
@@ -21,7 +21,7 @@ pub fn headers() -> Vec<SourceFile> {
     ]
 }
 
-/// What a generated source starts with: the width, then the headers.
+/// The beginning of a generated source: the width, then the headers.
 pub fn prelude(isa: Isa) -> String {
     format!(
         "#define KILN_LANES {}\n#define KILN_FMA {}\n#include \"kiln_runtime.h\"\n#include \"kiln_math.h\"\n",

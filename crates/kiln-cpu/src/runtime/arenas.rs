@@ -1,9 +1,9 @@
 //! Working memory for compiled steps, shared by all steps of the process.
 //!
-//! What is in an arena need not survive a run, and a program seldom runs two steps at once: the first step of
-//! an optimizer, the following ones and the evaluation in between take turns in the same memory. It is as
-//! large as the largest of them needs; two steps that do run at once have an arena each. Memory that no
-//! living step is large enough for is given back.
+//! The contents of an arena need not survive a run, and a program seldom runs two steps at once: the first
+//! step of an optimizer, the following ones and the evaluation in between take turns in the same memory.
+//! That memory is as large as the largest of them needs; two steps that do run at once have an arena each.
+//! Memory larger than any living step needs is given back.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -17,10 +17,10 @@ struct Arenas {
     pool: Mutex<Pool>,
 }
 
-/// Free arenas, and what the living steps need of them.
+/// Free arenas, and the needs of the living steps.
 #[derive(Debug, Default)]
 struct Pool {
-    /// Arenas that nobody uses now.
+    /// Arenas that no run uses now.
     free: Vec<AlignedBuffer>,
     /// What each living step needs, in bytes.
     needs: Vec<usize>,
@@ -33,7 +33,7 @@ impl Arenas {
 }
 
 impl Pool {
-    /// Gives back what is larger than any step needs.
+    /// Frees arenas that are larger than any step needs.
     fn trim(&mut self) {
         let most = self.needs.iter().copied().max().unwrap_or(0);
         self.free.retain(|arena| arena.len() <= most);

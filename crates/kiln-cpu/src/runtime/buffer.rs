@@ -32,7 +32,7 @@ pub fn peak_bytes() -> usize {
     PEAK.load(Ordering::Relaxed)
 }
 
-/// Makes [`peak_bytes`] start again from what is held now.
+/// Makes [`peak_bytes`] start again from the bytes that are held now.
 pub fn reset_peak() {
     PEAK.store(current_bytes(), Ordering::Relaxed);
 }
@@ -132,8 +132,8 @@ fn advise_huge(start: NonNull<u8>, bytes: usize) {
     }
 }
 
-/// Makes `bytes` bytes at `start` zero. Most of the time is the system's, which finds pages for what is
-/// touched first, so large buffers are touched by several threads.
+/// Makes `bytes` bytes at `start` zero. Most of that time the system spends on finding pages for memory
+/// that is touched first, so several threads touch large buffers.
 ///
 /// # Safety
 /// The bytes must be valid for writes.

@@ -126,7 +126,7 @@ impl CpuExecutable {
         })
     }
 
-    /// What the caller must know.
+    /// The contract with the caller.
     pub fn contract(&self) -> &Contract {
         &self.contract
     }

@@ -85,7 +85,7 @@ pub struct Step {
     library: Library,
 }
 
-/// What a call of a step works on.
+/// The arguments of a call of a step.
 #[derive(Debug)]
 pub struct StepArguments<'a> {
     /// One pointer for each input, in the order of the graph's inputs.
@@ -107,7 +107,7 @@ pub enum KernelEvent {
     End,
 }
 
-/// What a step asks of its caller while it runs.
+/// Callbacks of a running step into its caller.
 pub trait StepHooks {
     /// Runs operation `index` that stayed outside the compiled code. `buffers` points to the operation's
     /// input and output pointers, as many as the compiler recorded for it. The step stops at the first error.
@@ -137,7 +137,7 @@ impl StepHooks for NoHooks {
     }
 }
 
-/// What `kiln_runtime.pool` points to during a call.
+/// The context that `kiln_runtime.pool` points to during a call.
 struct Context<'a> {
     pool: &'a ThreadPool,
     hooks: &'a dyn StepHooks,
@@ -147,7 +147,7 @@ struct Context<'a> {
 }
 
 impl Step {
-    /// What the step expects.
+    /// The step's signature.
     pub fn signature(&self) -> &Signature {
         &self.library.inner.signature
     }

@@ -1,4 +1,4 @@
-//! Watching a step: its memory after each kernel.
+//! Observing a step: its memory after each kernel.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;

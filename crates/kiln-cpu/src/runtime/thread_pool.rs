@@ -1,10 +1,10 @@
 //! The threads that share the parallel loops of a step.
 //!
-//! A step is hundreds of short parallel loops in a row, so what counts is the time to start and finish one.
-//! Workers are fixed and wait at a mailbox of their own: the caller writes a pointer to the loop (which lives
-//! on the caller's stack) into each mailbox, runs piece 0 itself, and waits for a counter to reach zero.
-//! Nothing is allocated and no lock is taken. A worker waits by spinning for some microseconds, then by
-//! yielding for as long as a step is running, and then sleeps; between steps it costs nothing.
+//! A step is hundreds of short parallel loops in a row, so the time to start and finish a loop matters
+//! most. Workers are fixed, and each waits at a mailbox of its own. The caller writes a pointer to the loop
+//! (which lives on the caller's stack) into each mailbox, runs piece 0 itself, and waits for a counter to
+//! reach zero. Nothing is allocated and no lock is taken. A worker waits by spinning for some microseconds,
+//! then by yielding for as long as a step is running, and then sleeps; between steps it costs nothing.
 //!
 //! The split is static: thread `t` of `T` gets the `t`-th run of whole grains. A loop body never combines
 //! values across pieces, so results are the same for any number of threads.
@@ -66,7 +66,7 @@ impl Job {
     }
 }
 
-/// Where one worker waits. On a cache line of its own, so that workers do not disturb each other.
+/// The place where one worker waits, on a cache line of its own, so that workers do not disturb each other.
 #[repr(align(128))]
 struct Mailbox {
     job: AtomicPtr<Job>,

@@ -1,6 +1,6 @@
 //! Running compiled graphs on host tensors, for tests.
 
-// Each test program has its own copy of this module and needs some of it.
+// Each test program has its own copy of this module and uses a part of it.
 #![allow(dead_code)]
 
 use kiln_compiler::{CompileError, Options, compile};
@@ -16,7 +16,7 @@ use kiln_graph::{Graph, HostTensor, Op, Provenance, Scalar, Value, interpret_f64
 pub struct Setup {
     /// The compiler's options.
     pub options: Options,
-    /// What it compiles for.
+    /// The target.
     pub target: CpuTarget,
 }
 
@@ -153,7 +153,7 @@ impl<'a> Memory<'a> {
         });
         let results = graph.outputs.iter().map(|output| {
             let mut buffer = AlignedBuffer::zeroed(graph.ty(output.value).bytes()).unwrap();
-            // Whatever is not written shows.
+            // Bytes that the step does not write are visible.
             buffer.as_mut_slice().fill(0xa5);
             buffer
         });
@@ -188,12 +188,12 @@ impl<'a> Memory<'a> {
         unsafe { self.step.run(pool, &inputs, &outputs, &self.scalars, &NoHooks) }
     }
 
-    /// What the arguments are now.
+    /// The current arguments.
     pub fn arguments(&self) -> impl Iterator<Item = &[u8]> {
         self.arguments.iter().map(AlignedBuffer::as_slice)
     }
 
-    /// What the outputs are now.
+    /// The current outputs.
     pub fn results(&self) -> Vec<HostTensor> {
         let outputs = self.graph.outputs.iter().zip(&self.results);
         let outputs = outputs.zip(&self.step.contract().aliases);

@@ -1,5 +1,6 @@
-//! Whole slices at computed positions. Where the positions differ between elements, a read of what is the
-//! same for all stays one of whole slices, and anything else goes element by element.
+//! Whole slices at computed positions. Where the positions differ between elements, a read of a tensor that
+//! is the same for all elements still reads whole slices; every other read or write goes element by
+//! element.
 
 use kiln_graph::Value;
 use kiln_graph::op::{Op, ScatterMode};

@@ -1,8 +1,8 @@
 //! Batching: a function of one element becomes one of many.
 //!
-//! A value either is the same for every element of the batch or has one dimension more, the first, that
-//! counts the elements. A rule says what an operation becomes where one of its operands has; an operation
-//! none of whose operands has is computed once.
+//! A value is either the same for every element of the batch, or it has one dimension more, the first, that
+//! counts the elements. A rule says what an operation becomes if one of its operands has that dimension;
+//! otherwise the operation is computed once.
 //!
 //! | file | operations |
 //! |---|---|
@@ -23,7 +23,7 @@ use crate::build::{Builder, Transform, rebuild};
 use crate::error::{FuncError, Origin, Result, name_of};
 use crate::expand;
 
-/// What random operations draw for the elements of a batch.
+/// The draws of random operations for the elements of a batch.
 ///
 /// Let `op` draw a tensor of `n` elements from a seed and a stream.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -214,8 +214,8 @@ impl Batch {
         Ok(results.into_iter().map(per_element).collect())
     }
 
-    /// What an operation becomes of whose operands one has the batch dimension, or which draws random
-    /// numbers.
+    /// Applies the rule of an operation that draws random numbers, or that has an operand with the batch
+    /// dimension.
     fn rule(&mut self, op: &Op, x: &[Lane]) -> Result<Lanes> {
         let one = |value: Value| -> Lanes { smallvec![per_element(value)] };
         match op {
@@ -280,7 +280,7 @@ impl Batch {
         }
     }
 
-    /// What a graph of other operations, in the place of one, becomes.
+    /// Batches `graph`, the expansion of an operation into others.
     fn expanded(&mut self, graph: &Graph, x: &[Lane]) -> Result<Lanes> {
         let results = rebuild(self, graph, x, &[])?.outputs(graph);
         Ok(results.into_iter().collect())

@@ -8,7 +8,7 @@ use super::{Batch, Lane, Lanes, Randomness, per_element};
 use crate::error::Result;
 
 impl Batch {
-    /// The batch as part of dimension `axis` of an element, before what that counts.
+    /// Joins the batch into dimension `axis` of an element; the batch counts outermost there.
     fn fold(&mut self, lane: Lane, axis: usize) -> Result<Value> {
         let value = self.batched(lane)?;
         let value = self.b.move_dim(value, 0, axis)?;
@@ -18,7 +18,7 @@ impl Batch {
         self.b.reshape(value, shape)
     }
 
-    /// The reverse: the batch out of dimension `axis`, as the first one.
+    /// The reverse: splits the batch off dimension `axis`, as the first dimension.
     fn unfold(&mut self, value: Value, axis: usize) -> Result<Value> {
         let mut shape = self.b.shape(value).to_vec();
         shape[axis] /= self.size;
@@ -27,7 +27,8 @@ impl Batch {
         self.b.move_dim(value, axis, 0)
     }
 
-    /// A batch dimension if both operands have the batch, otherwise a free dimension of the one that has.
+    /// The batch becomes a batch dimension of the product if both operands have it, otherwise a free
+    /// dimension of the operand that has it.
     pub(super) fn dot(&mut self, dims: &DotDims, a: Lane, b: Lane) -> Result<Value> {
         let up = |axes: &Dims, lane: Lane| -> Dims {
             axes.iter()
@@ -122,7 +123,7 @@ impl Batch {
         self.unfold(dw, 0)
     }
 
-    /// An operation that treats each index of the first dimension alone.
+    /// An operation that treats each index of the first dimension by itself.
     pub(super) fn folded(&mut self, op: &Op, x: &[Lane]) -> Result<Lanes> {
         let operands = x.iter().map(|&lane| self.fold(lane, 0));
         let operands = operands.collect::<Result<Vec<Value>>>()?;
@@ -133,8 +134,9 @@ impl Batch {
             .collect()
     }
 
-    /// Attention of a batch as one of more sequences; none where numbers differ between elements, or all are
-    /// to drop the same, since then it has no such form.
+    /// Attention of a batch as one attention of more sequences; none where numbers differ between elements,
+    /// or where all elements are to drop the same, because such an attention has no form with more
+    /// sequences.
     pub(super) fn whole_attention(
         &mut self,
         op: &Op,

@@ -6,7 +6,8 @@ use super::{Batch, Lane, Lanes, Randomness, per_element};
 use crate::error::Result;
 
 impl Batch {
-    /// One draw for all elements. Where they draw from seeds, streams or ranges of their own, one for each.
+    /// One draw for all elements. If the elements have seeds, streams or ranges of their own, one draw for
+    /// each.
     pub(super) fn random(&mut self, op: &Op, x: &[Lane]) -> Result<Lanes> {
         let Op::Random { kind, dtype, shape } = op else {
             unreachable!("{} draws nothing", op.name())

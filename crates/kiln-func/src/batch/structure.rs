@@ -1,4 +1,4 @@
-//! Operations of which every dimension moves up by one.
+//! Operations whose dimensions all move up by one.
 
 use kiln_graph::op::{Dims, Op, SignedDims};
 use kiln_graph::{DType, TensorType, Value};

@@ -1,6 +1,6 @@
-//! Attention and its gradient by their formulas (`kiln-graph/src/interpret/attention.rs`), with the scores as
-//! a tensor `[b, h, t, s]`. Everything between operands and results is of the type that theirs is computed
-//! in.
+//! Attention and its gradient by their formulas (`kiln-graph/src/interpret/attention.rs`), with the scores
+//! as a tensor `[b, h, t, s]`. All values between operands and results have the type that the operands'
+//! type is computed in.
 
 use kiln_graph::op::{AttentionDims, CompareOp, Dims, Op, RandomKind, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Shape, Value};
@@ -8,20 +8,20 @@ use kiln_graph::{DType, Shape, Value};
 use crate::build::{Builder, dot_dims};
 use crate::error::Result;
 
-/// The operands, widened, and what follows from them alone.
+/// The operands, widened, and values that follow from them alone.
 struct Parts {
     dims: AttentionDims,
     q: Value,
     k: Value,
     v: Value,
     dtype: DType,
-    /// Of the operands.
+    /// Type of the operands.
     narrow: DType,
-    /// Of the scores.
+    /// Shape of the scores.
     shape: Shape,
-    /// Which keys have a score of their own; none if all do.
+    /// The keys whose score is not `fill`; none if all keys have a score.
     hidden: Option<Value>,
-    /// What dropout keeps.
+    /// The elements that dropout keeps.
     kept: Option<Value>,
     scores: Value,
 }
@@ -125,7 +125,7 @@ impl Parts {
         }
     }
 
-    /// A number for each row, for each of its scores.
+    /// Repeats a number of each row for all scores of the row.
     fn rows(&self, b: &mut Builder, x: Value) -> Result<Value> {
         let shape = self.shape.clone();
         b.expand(x, &shape, &[3])
@@ -156,7 +156,7 @@ fn grouped(shape: &Shape, heads: usize) -> Shape {
         .collect()
 }
 
-/// What the heads that read one key head add to it: the sum over rows of `a: [b, h, t, s]` times `x: [b, h,
+/// The sum over the heads that read a key head, of the sums over rows of `a: [b, h, t, s]` times `x: [b, h,
 /// t, d]`. `[b, g, s, d]`.
 fn to_key_heads(build: &mut Builder, a: Value, x: Value, heads: usize) -> Result<Value> {
     let [a_shape, x_shape] = [a, x].map(|value| grouped(&build.shape(value), heads));

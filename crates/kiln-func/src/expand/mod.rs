@@ -1,8 +1,8 @@
-//! Operations written with others, where those have the rules and the operation itself has none.
+//! Operations expanded into others: the others have the rules that the operation itself lacks.
 //!
-//! Each function gives a small graph whose parameters are the operands and whose outputs are the results. A
-//! transform rebuilds that graph in the operation's place, so a rule follows from the rules of what it is
-//! made of.
+//! Each function returns a small graph whose parameters are the operands and whose outputs are the results.
+//! A transform rebuilds that graph in the operation's place, so the operation's rule follows from those of
+//! the graph's operations.
 
 mod attention;
 mod product;
@@ -14,8 +14,8 @@ use kiln_graph::{Graph, Op, TensorType, Value};
 use crate::build::Builder;
 use crate::error::Result;
 
-/// What stands for `op` in derivatives; none if it has a rule. `updates_vary` says whether the third operand
-/// does.
+/// The expansion of `op` for derivatives; none if it has a rule. `updates_vary` says whether the third
+/// operand depends on tangents.
 pub(crate) fn for_derivative(op: &Op, types: &[TensorType], updates_vary: bool) -> Result<Option<Graph>> {
     let graph = match op {
         Op::Reduce {
@@ -57,7 +57,7 @@ pub(crate) fn attention_grad(types: &[TensorType], dims: AttentionDims) -> Resul
     small("attention_grad", types, |b, x| attention::backward(b, x, dims))
 }
 
-/// A graph with parameters of `types`, whose outputs `body` makes of them.
+/// A graph with parameters of `types`, whose outputs `body` adds.
 fn small(
     name: &str,
     types: &[TensorType],

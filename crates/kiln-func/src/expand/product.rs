@@ -1,5 +1,5 @@
-//! Products of many elements as products of two: exact where elements are zero, which a quotient by each
-//! element is not, and differentiable as often as one likes.
+//! Products of many elements as products of two. They are exact where elements are zero (a quotient by each
+//! element is not), and differentiable any number of times.
 
 use kiln_graph::op::{BinaryOp, Dims, SignedDims};
 use kiln_graph::{Graph, Shape, TensorType, Value};

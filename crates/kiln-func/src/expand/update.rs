@@ -1,7 +1,7 @@
-//! Updates that several elements of a tensor may receive, as one reduction of all that each receives.
+//! Updates of a tensor's elements, written as one reduction over all updates that an element receives.
 //!
-//! Whether update `j` lands on element `i` is a tensor of bools of extents `.., m, n, ..`; the updates that
-//! land are combined along `m`, then with what is there. This takes `n` times the memory of the updates.
+//! A tensor of bools of extents `.., m, n, ..` says whether update `j` lands on element `i`; the updates
+//! that land are combined along `m`, then with the element. This takes `n` times the memory of the updates.
 
 use kiln_graph::op::{BinaryOp, CompareOp, Dims, ReduceOp, ScatterMode, SignedDims};
 use kiln_graph::{DType, Graph, Op, Shape, TensorType};

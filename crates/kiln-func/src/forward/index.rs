@@ -8,14 +8,14 @@ use crate::build::Builder;
 use crate::error::Result;
 
 impl Forward {
-    /// An operation that reads its first operand at the positions that the second one says.
+    /// An operation that reads its first operand at the positions in its second.
     pub(super) fn read(&mut self, op: &Op, x: &[Value]) -> Result<Option<Value>> {
         let t = self.tangent(x[0]);
         t.map(|t| self.b.op(op.clone(), &[t, x[1]])).transpose()
     }
 
-    /// An operation that is linear in what it writes and what it writes to; products of updates that do not
-    /// vary, too.
+    /// An operation that is linear in the updates and in the tensor that it writes to; also products with
+    /// updates that do not depend on tangents.
     pub(super) fn write(&mut self, op: &Op, x: &[Value]) -> Result<Option<Value>> {
         let base = self.tangent_or_zeros(x[0])?;
         let multiplies = matches!(

@@ -1,11 +1,12 @@
 //! Forward mode: each value is followed by its tangent.
 //!
 //! A rule says how the tangents of an operation's results follow from those of its operands. It may compute
-//! anything from the values themselves, but it is *linear* in the tangents, and it writes that part with the
-//! operations of [`crate::transpose`] alone: what forward mode makes, reverse mode can run backwards.
+//! anything from the values themselves, but it is *linear* in the tangents, and it writes that part with
+//! the operations of [`crate::transpose`] alone, so that reverse mode can run it backwards.
 //!
-//! A value without a tangent does not depend on what is differentiated, or only through integers, bools and
-//! functions that are constant almost everywhere: its derivative is zero, and no rule runs.
+//! A value without a tangent does not depend on the parameters of the derivative, or depends on them only
+//! through integers, bools and functions that are constant almost everywhere: its derivative is zero, and
+//! no rule runs.
 //!
 //! | file | operations |
 //! |---|---|
@@ -39,7 +40,7 @@ pub(crate) struct Forward {
 }
 
 impl Forward {
-    /// What is followed by nothing so far.
+    /// An empty graph.
     pub(crate) fn new(name: impl Into<String>) -> Self {
         Self {
             b: Builder::new(name),
@@ -135,10 +136,10 @@ impl Forward {
         Ok([tangent].into_iter().collect())
     }
 
-    /// The same in other operations, where those have the rules.
+    /// The operation expanded into others that have rules, if it has none itself.
     fn expansion(&self, op: &Op, x: &[Value]) -> Result<Option<Graph>> {
         let types: Vec<_> = x.iter().map(|&value| self.b.ty(value)).collect();
-        // Linear in `x` alone, a product needs no expansion.
+        // A product that is linear in `x` alone needs no expansion.
         let updates_vary = x.get(2).is_some_and(|&updates| self.tangent(updates).is_some());
         expand::for_derivative(op, &types, updates_vary)
     }
@@ -168,7 +169,7 @@ impl Transform for Forward {
     }
 }
 
-/// Where a node comes from that belongs to the derivative of an operation from `origin`.
+/// The provenance of a node in the derivative of an operation from `origin`.
 pub(crate) fn derived(origin: &Provenance, op: &Op) -> Provenance {
     let mut provenance = origin.clone();
     let of = provenance.operation.take().or(provenance.gradient_of.take());
@@ -176,12 +177,13 @@ pub(crate) fn derived(origin: &Provenance, op: &Op) -> Provenance {
     provenance
 }
 
-/// A graph that takes tangents of some of its parameters after the parameters, and what follows.
+/// A graph that takes tangents of some of its parameters after the parameters, and the tangents that follow
+/// from them.
 pub(crate) struct Linearized {
     pub(crate) forward: Forward,
     /// The tangents that it takes.
     pub(crate) tangents: Vec<Value>,
-    /// What stands for the values of the old graph.
+    /// The replacements of the old graph's values.
     pub(crate) stands: Stands<Value>,
 }
 
@@ -246,15 +248,15 @@ pub(crate) fn float_outputs(graph: &Graph, outputs: &[usize]) -> Result<Vec<Valu
 /// Forward mode: the *Jacobian-vector product* of `graph`.
 ///
 /// The new graph takes the parameters of `graph`, then a tangent of each parameter in `wrt`, of that
-/// parameter's type; its runtime scalars are those of `graph`. It gives the outputs of `graph`, then the
-/// tangent of each output in `outputs`: how it moves where the parameters move along their tangents. An
-/// output that does not depend on them gets zeros.
+/// parameter's type; its runtime scalars are those of `graph`. It returns the outputs of `graph`, then the
+/// tangent of each output in `outputs`: how the output moves when the parameters move along their tangents.
+/// The tangent of an output that does not depend on those parameters is zeros.
 ///
-/// Where a function has no derivative: `|x|` at 0 has the slope 0, the larger of two equal numbers moves by
-/// the mean of both (but by its own tangent alone beside a bound that does not vary), equal largest elements
-/// share a reduction's tangent equally, poolings, sorts and running extremes have the tangent of the element
-/// that they took; roundings and random draws are constant. Outputs of the new graph take over no argument's
-/// buffer.
+/// Where a function has no derivative, the rules are these: `|x|` at 0 has the slope 0. The larger of two
+/// equal numbers moves by the mean of both (but by its own tangent alone beside a bound that does not
+/// vary). Equal largest elements share a reduction's tangent equally. Poolings, sorts and running extremes
+/// have the tangent of the element that they took. Roundings and random draws are constant. Outputs of the
+/// new graph take over no argument's buffer.
 ///
 /// # Errors
 ///

@@ -91,7 +91,7 @@ fn one_minus_square(b: &mut Builder, x: Value) -> Result<Value> {
     b.mul(below, above)
 }
 
-/// The number that every element of `x` is, if the graph says it.
+/// The number that every element of `x` is, if the graph shows it.
 fn constant_of(b: &Builder, mut x: Value) -> Option<f64> {
     loop {
         let node = b.graph.def(x);
@@ -159,7 +159,7 @@ impl Forward {
                 self.sum(by_a, by_b)
             }
             BinaryOp::Max | BinaryOp::Min => self.extreme(op, a, b),
-            // Of integers and bools.
+            // These take integers and bools only.
             BinaryOp::And | BinaryOp::Or | BinaryOp::Xor | BinaryOp::Shl | BinaryOp::Shr => Ok(None),
         }
     }

@@ -1,4 +1,4 @@
-//! Tangents of what is linear in each of two operands: products and convolutions.
+//! Tangents of operations that are linear in each of two operands: products and convolutions.
 
 use kiln_graph::{Op, Value};
 

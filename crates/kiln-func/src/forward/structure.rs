@@ -7,7 +7,7 @@ use super::Forward;
 use crate::error::Result;
 
 impl Forward {
-    /// An operation that is linear in all of its operands: the same of their tangents.
+    /// An operation that is linear in all of its operands: the operation on their tangents.
     pub(super) fn moved(&mut self, op: &Op, x: &[Value]) -> Result<Option<Value>> {
         let tangents = x.iter().map(|&value| self.tangent_or_zeros(value));
         let tangents = tangents.collect::<Result<Vec<Value>>>()?;

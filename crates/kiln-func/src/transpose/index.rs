@@ -1,5 +1,5 @@
-//! Transposes of reads and writes at computed positions: of a read a sum at the same positions, of a write a
-//! read.
+//! Transposes of reads and writes at computed positions: the transpose of a read is a sum at the same
+//! positions, that of a write is a read.
 
 use kiln_graph::op::{CompareOp, Op, ScatterMode};
 use kiln_graph::{DType, TensorType, Value};

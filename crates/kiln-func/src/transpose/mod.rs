@@ -1,9 +1,10 @@
-//! Reverse mode: what forward mode made of the tangents, run backwards.
+//! Reverse mode: forward mode's computation of tangents, run backwards.
 //!
 //! The part of a graph that depends on tangents is linear in them. Its transpose takes cotangents of the
-//! outputs and gives those of the tangents: each node, from the last to the first, adds to the cotangents of
-//! its operands what that of its result says. A rule here is the transpose of one linear operation; there are
-//! some twenty-five of them, and no other operation has tangents for operands ([`crate::forward`]).
+//! outputs and returns those of the tangents. It walks the nodes from the last to the first: the cotangent
+//! of a node's result adds to the cotangents of its operands. A rule here is the transpose of one linear
+//! operation; there are some twenty-five of them, and no other operation has tangents for operands
+//! ([`crate::forward`]).
 //!
 //! | file | operations |
 //! |---|---|
@@ -32,8 +33,8 @@ use crate::forward::{Linearized, float_outputs, linearize};
 /// parameter in `wrt` the cotangent of that parameter: the sum over outputs of the output's cotangent times
 /// its Jacobian. A parameter that no output depends on gets zeros.
 ///
-/// Where a function has no derivative the result is that of one side or a mean of both, as the rules of
-/// [`jvp`](crate::jvp()) say. Outputs of the new graph take over no argument's buffer.
+/// Where a function has no derivative the result is that of one side or a mean of both, by the rules of
+/// [`jvp`](crate::jvp()). Outputs of the new graph take over no argument's buffer.
 ///
 /// # Errors
 ///
@@ -72,14 +73,14 @@ pub(crate) struct Reverse<'a> {
     linear: &'a Graph,
     /// Whether a value of the linearized graph depends on tangents.
     varies: SecondaryMap<Value, bool>,
-    /// What stands for the values that do not.
+    /// The replacements of the values that do not.
     primal: SecondaryMap<Value, Option<Value>>,
     cotangents: SecondaryMap<Value, Option<Value>>,
 }
 
 impl<'a> Reverse<'a> {
-    /// Copies what does not depend on tangents; also the cotangents that the new graph takes, of the types of
-    /// `outputs`.
+    /// Copies the nodes that do not depend on tangents, and declares the cotangents that the new graph
+    /// takes, of the types of `outputs`.
     fn new(graph: &Graph, linear: &'a Linearized, outputs: &[Value]) -> Result<(Self, Vec<Value>)> {
         let old = &linear.forward.b.graph;
         let mut b = Builder::new(old.name.clone());
@@ -125,7 +126,7 @@ impl<'a> Reverse<'a> {
         Ok(())
     }
 
-    /// What stands for a value that depends on no tangent.
+    /// The replacement of a value that depends on no tangent.
     ///
     /// # Panics
     ///
@@ -147,7 +148,7 @@ impl<'a> Reverse<'a> {
         Ok(())
     }
 
-    /// What has arrived at a value; zeros if nothing has.
+    /// The cotangent of a value so far; zeros if nothing was added.
     fn cotangent(&mut self, value: Value) -> Result<Value> {
         match self.cotangents[value] {
             Some(cotangent) => Ok(cotangent),
@@ -168,7 +169,8 @@ impl<'a> Reverse<'a> {
         Ok(())
     }
 
-    /// Adds to the cotangents of a node's operands what that of its result, `ct`, says.
+    /// Adds the terms that follow from `ct`, the cotangent of a node's result, to the cotangents of its
+    /// operands.
     fn transpose(&mut self, node: &NodeData, ct: Value) -> Result<()> {
         let x = &node.inputs;
         match &node.op {

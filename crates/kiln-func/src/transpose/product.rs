@@ -9,9 +9,9 @@ use crate::build::dot_dims;
 use crate::error::Result;
 
 impl Reverse<'_> {
-    /// The cotangent is contracted with the other operand over that one's free dimensions. What is left are
-    /// the batch dimensions, the free dimensions of this operand, and its contracted ones in the order that
-    /// they have in the other.
+    /// The cotangent is contracted with the other operand over the other's free dimensions. The remaining
+    /// dimensions are the batch dimensions, the free dimensions of this operand, and its contracted
+    /// dimensions in the order that they have in the other operand.
     pub(super) fn dot(&mut self, dims: &DotDims, x: &[Value], ct: Value) -> Result<()> {
         let first = self.varies(x[0]);
         let (to, other) = if first { (x[0], x[1]) } else { (x[1], x[0]) };
@@ -23,7 +23,7 @@ impl Reverse<'_> {
         let rank = |value: Value| self.linear.shape(value).rank();
         let free = DotDims::free(rank(to), batch, contract);
         let other_free = DotDims::free(rank(other), other_batch, other_contract);
-        // Where the other's free dimensions are in the result.
+        // The first of the other operand's free dimensions in the result.
         let start = batch.len() + if first { free.len() } else { 0 };
         let of_ct: Dims = (start..start + other_free.len()).collect();
         let numbered: Dims = (0..batch.len()).collect();
@@ -32,8 +32,8 @@ impl Reverse<'_> {
         let contracted = order.iter().map(|&at| contract[at]);
         let other = self.primal(other);
         let ct = self.b.cast(ct, self.b.dtype(other))?;
-        // Of a product `a b` the gradients are `ct b` and `a ct`, which need the fewest transposes
-        // afterwards.
+        // The gradients of a product `a b` are computed as `ct b` and `a ct`, which need the fewest
+        // transposes afterwards.
         let (product, made): (Value, Vec<usize>) = if first {
             let dims = dot_dims(numbered, other_batch.clone(), of_ct, other_free);
             let made = batch.iter().copied().chain(free).chain(contracted);
@@ -54,8 +54,8 @@ impl Reverse<'_> {
         self.linear.shape(value)[2..].into()
     }
 
-    /// `ct` in the type of the operand beside it, and `conv` with results of that type: a product of 16 bits may
-    /// have a result of f32, and the cotangent of its operand has the operand's type.
+    /// `ct` in the type of the operand beside it, and `conv` with results of that type: a product of 16
+    /// bits may have a result of f32, and the cotangent of its operand has the operand's type.
     fn narrowed(&mut self, conv: &ConvDims, ct: Value, beside: Value) -> Result<(ConvDims, Value)> {
         let ct = self.b.cast(ct, self.b.dtype(beside))?;
         let conv = ConvDims {

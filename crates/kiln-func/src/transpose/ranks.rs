@@ -1,7 +1,7 @@
 //! Transposes of operations over ranks.
 //!
-//! The function that is differentiated is the sum of what all ranks compute. So the cotangent of an operand is
-//! a sum over ranks, too: what every rank reads of it, every rank sends back.
+//! The function that is differentiated is the sum of what all ranks compute. So the cotangent of an operand
+//! is a sum over ranks, too: what every rank reads of it, every rank sends back.
 
 use kiln_graph::{Collective, CollectiveKind, NodeData, Op, Value};
 

@@ -1,11 +1,11 @@
 //! Trying a C compiler before steps are trusted to it.
 //!
-//! Compilers have been wrong about the C of this crate: a select of a copysign was folded into the wrong
-//! instruction, a sum of constants lost half of its lanes. Nobody notices, because a training step with a
-//! wrong `erf` still trains. So the first time Kiln meets a compiler, one step of all that generated code
-//! consists of is compiled with it and run: [`program`] lists functions, conversions, reductions, kernels and
-//! the patterns that fusion makes of them, each with arguments at which mistakes show. The values that must
-//! come out are those of the interpreter, in double precision, from Rust's own functions.
+//! Compilers have been wrong about the C of this crate: one folded a select of a copysign into the wrong
+//! instruction, another lost half of the lanes of a sum of constants. Such an error goes unnoticed, because
+//! a training step with a wrong `erf` still trains. So the first time Kiln finds a compiler, it compiles
+//! and runs one step that has every kind of generated code: [`program`] lists functions, conversions,
+//! reductions, kernels and the patterns of fused kernels, each with arguments at which mistakes show. The
+//! expected values come from the interpreter, which computes in double precision with Rust's own functions.
 //!
 //! ```text
 //! compiler ──► verdict in the cache? ──yes──► right, or the function that is wrong
@@ -13,8 +13,8 @@
 //! ```
 //!
 //! The verdict is kept in the cache under the compiler's file, version, flags and CPU and this crate's
-//! sources; one that cannot be read is made again. A compiler that fails to compile the trial gets no lasting
-//! verdict: a full disk looks the same.
+//! sources; a verdict that cannot be read is made again. A compiler that fails to compile the trial gets no
+//! lasting verdict, because a full disk looks the same.
 
 mod program;
 
@@ -31,7 +31,7 @@ use crate::runtime::thread_pool::ThreadPool;
 use crate::target::{CPU_SOURCES, CpuTarget};
 use program::Program;
 
-/// What the text of a verdict begins with.
+/// The beginning of the text of a good verdict.
 const RIGHT: &str = "right\n";
 const WRONG: &str = "wrong ";
 
@@ -42,7 +42,7 @@ const THREADS: usize = 1;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Distrust {
-    /// What it compiles computes something else than the source says.
+    /// The compiled code computes something else than the source says.
     #[error("it compiles `{function}` wrongly: {found}")]
     Wrong {
         /// The function or pattern.
@@ -50,7 +50,7 @@ pub enum Distrust {
         /// An element of the result, and what it should be.
         found: String,
     },
-    /// It cannot compile what Kiln writes, or the result cannot be run.
+    /// It cannot compile Kiln's C, or the result cannot be run.
     #[error("it cannot compile Kiln's C (gcc 11 and clang 13 are the oldest that are known to): {0}")]
     Unusable(String),
 }
@@ -77,7 +77,7 @@ pub fn try_compiler(toolchain: &Toolchain, cache: &Cache) -> Result<(), Distrust
     parse(&verdict).unwrap_or(Ok(()))
 }
 
-/// The verdict that a text of the cache is, if it is a whole one.
+/// The verdict in a text of the cache, if the text is complete.
 fn parse(text: &str) -> Option<Result<(), Distrust>> {
     if text == RIGHT {
         return Some(Ok(()));
@@ -107,7 +107,7 @@ fn trial(toolchain: &Toolchain) -> Result<(), Distrust> {
     Ok(())
 }
 
-/// What `error` says, of a compiler's words the first complaint.
+/// The message of `error`; of a compiler's output only the first complaint.
 fn brief(error: &StepError) -> String {
     let StepError::Cpu(CpuError::Compile {
         stderr,
@@ -118,7 +118,7 @@ fn brief(error: &StepError) -> String {
     else {
         return error.to_string();
     };
-    // Nobody will look at these sources: they are the same everywhere.
+    // The sources need not be kept for inspection: they are the same everywhere.
     let _ = std::fs::remove_dir_all(folder);
     let complaint = stderr
         .lines()
@@ -131,7 +131,7 @@ fn brief(error: &StepError) -> String {
 fn run(program: &Program, toolchain: &Toolchain) -> Result<Vec<HostTensor>, StepError> {
     let graph = &program.graph;
     let options = Options {
-        // What is tried must be what is written in the list.
+        // Transforms would change the operations of the list.
         transform: false,
         ..Options::default()
     };

@@ -1,10 +1,10 @@
-//! What a compiler is tried on: one graph, every output of which has a name.
+//! The program of a trial: one graph, every output of which has a name.
 //!
-//! The list is short, for a compiler takes some ten milliseconds for each of its entries and somebody waits:
-//! of functions that differ in the type alone, and those that are a call of the C library for each lane, it
-//! has the ones that training needs. Arguments hold zeros of both signs, infinities, NaN, subnormal numbers
-//! and the ends of each range among ordinary values. They are whole vectors and a part of one, which are
-//! different code.
+//! The list is short, because a compiler takes some ten milliseconds for each of its entries while the user
+//! waits. Of functions that differ in the type alone, and of those that are a call of the C library for
+//! each lane, it has the ones that training needs. Arguments hold zeros of both signs, infinities, NaN,
+//! subnormal numbers and the ends of each range among ordinary values. They fill whole vectors and a part
+//! of one, because these are different code.
 
 use kiln_graph::op::{
     ArgReduceOp, BinaryOp, CompareOp, ConvDims, Dims, DotDims, Op, RandomKind, ReduceOp, UnaryOp,
@@ -27,7 +27,7 @@ const SINGLE: [UnaryOp; 22] = {
     ]
 };
 
-/// The same of f64.
+/// The same for f64.
 const DOUBLE: [UnaryOp; 8] = {
     use UnaryOp::*;
     [Neg, Abs, Sign, Floor, IsNan, Sqrt, Exp, Erf]
@@ -52,7 +52,7 @@ pub struct Program {
 type Built<T = ()> = Result<T, TypeError>;
 
 impl Program {
-    /// The list of what is tried.
+    /// The complete list.
     pub fn new() -> Built<Self> {
         let mut program = Self {
             graph: Graph::new("compiler_trial"),
@@ -60,7 +60,7 @@ impl Program {
             scalars: Vec::new(),
             checks: Vec::new(),
         };
-        // What others are made of comes first: people read the name of the first that is wrong.
+        // Basic functions come first, because the error names the first output that is wrong.
         program.functions(DType::F32, &SINGLE, CompareOp::ALL)?;
         program.functions(DType::F64, &DOUBLE, &[CompareOp::Lt])?;
         program.patterns()?;
@@ -118,7 +118,8 @@ impl Program {
         use UnaryOp::*;
         let x = self.floats(dtype, numbers());
         let y = self.floats(dtype, numbers().into_iter().rev());
-        // Of zeros with different signs either is the larger, so the other two get arguments without.
+        // Either of two zeros with different signs is the larger, so minimum and maximum get arguments
+        // without zeros.
         let (a, b) = (self.floats(dtype, mixed(1)), self.floats(dtype, mixed(4)));
         for (op, a, b) in [
             (Add, x, y),
@@ -156,7 +157,7 @@ impl Program {
         Ok(())
     }
 
-    /// Choices between a function and its argument, and what activations and losses are made of.
+    /// Choices between a function and its argument, and the patterns of activations and losses.
     fn patterns(&mut self) -> Built {
         let x = self.floats(DType::F32, numbers());
         let y = self.floats(DType::F32, numbers().into_iter().rev());
@@ -432,7 +433,7 @@ impl Program {
     }
 }
 
-/// A row with everything that numbers can be.
+/// A row with numbers of every kind.
 fn numbers() -> Vec<f64> {
     let special = [
         1.000_05,

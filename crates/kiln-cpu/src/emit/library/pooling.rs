@@ -6,9 +6,9 @@ use super::convolution::{reverse_taps, taps};
 use super::{Text, Writer, c, position};
 use crate::emit::nest::Launch;
 
-/// A forward pooling: for each result `i`, what `before` writes, what `each` does with every element `x` of
-/// its window (at `place` in the plane of the input), and what `after` makes of it. The result's place is
-/// `o0, o1, ..`.
+/// A forward pooling. For each result `i`, `before` writes the first statements, `each` is the statement
+/// for every element `x` of the window (at `place` in the plane of the input), and `after` writes the last
+/// statements. The result's place is `o0, o1, ..`.
 fn pool(
     w: Writer,
     window: &Window,

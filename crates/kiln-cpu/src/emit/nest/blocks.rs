@@ -1,10 +1,10 @@
 //! Long sums of f32 in blocks: a block adds up in f32, the blocks add up in f64.
 //!
-//! Each addition to an accumulator rounds by up to half a unit of what is there already, so an error grows
-//! with the number of terms: a channel's statistics over 100 000 pixels would be some ten units off, and
-//! everything behind a normalisation shares that error. A block is so short that it rounds like few terms,
-//! the errors of many blocks average out, and one conversion for every [`BLOCK`] additions costs next to
-//! nothing. Blocks follow from the shape alone.
+//! Each addition to an accumulator rounds by up to half a unit of the sum so far, so the error grows with
+//! the number of terms: a channel's statistics over 100 000 pixels would be some ten units off, and every
+//! value after the normalisation would share that error. A block is so short that it rounds like a short
+//! sum, the errors of many blocks average out, and one conversion for every [`BLOCK`] additions costs next
+//! to nothing. Blocks follow from the shape alone.
 
 use kiln_graph::DType;
 use kiln_graph::op::ReduceOp;

@@ -1,8 +1,8 @@
 //! C for a nest that consumes the result of a contraction ([`kiln_compiler::schedule::epilogue`]).
 //!
-//! The loops are the template's; what is written here are the statements inside. They are the same statements
-//! that a nest of its own would have, with one difference: the result of the contraction is not loaded but is
-//! in a vector register called `sum`. Buffers and scalars are parameters `a0`, `a1`, ... of the kernel.
+//! The loops are the template's; this file writes the statements inside. They are the same statements that
+//! a nest of its own would have, with one difference: the result of the contraction is not loaded but is in
+//! a vector register called `sum`. Buffers and scalars are parameters `a0`, `a1`, ... of the kernel.
 
 use kiln_compiler::index::Var;
 use kiln_graph::{Graph, Value};
@@ -11,7 +11,7 @@ use super::space::Space;
 use super::{Argument, Lanes, Nest, Register, Writer, c};
 use crate::kernels::Param;
 
-/// How the template calls the places in its loops.
+/// The template's loops.
 pub struct Loops<'a> {
     /// The variables of the frame other than the vector's.
     pub rows: &'a [Var],
@@ -35,7 +35,7 @@ pub struct Statements {
     pub rest: String,
     /// Parameters that the statements refer to.
     pub params: Vec<Param>,
-    /// What is passed for them.
+    /// The arguments for them.
     pub arguments: Vec<Argument>,
 }
 

@@ -11,7 +11,7 @@ use kiln_graph::{DType, Value};
 use super::{Argument, Key, Register, Seen, Writer, c};
 
 impl Writer<'_> {
-    /// The number of the pass over a row that has `value`.
+    /// The number of the pass over a row that computes `value`.
     pub(super) fn stage(&mut self, value: Value) -> usize {
         self.stages.of(self.graph, &self.space.loops.nest, value)
     }
@@ -225,7 +225,7 @@ impl Writer<'_> {
                 half => format!("s_round_{half}(normal_f32({arguments}, {at}))"),
             },
         };
-        // A block of the generator for each lane costs less than a cache line for each.
+        // Computing a block of the generator for each lane costs less than reading a cache line for each.
         let by_lane = kind == RandomKind::Uniform && dtype == DType::F32;
         self.seen.push(Seen {
             index: position.clone(),

@@ -12,7 +12,7 @@ use super::reduction::{Accumulator, LateSum};
 use super::{Argument, Lanes, Register, Seen, Writer, c};
 use crate::policy::REDUCTION_CHUNKS;
 
-/// What one pass over a row makes.
+/// The results of one pass over a row.
 #[derive(Default)]
 struct Pass {
     /// Reductions of the row.
@@ -54,7 +54,7 @@ impl Writer<'_> {
         self.text = text;
     }
 
-    /// What happens on each row: for vectors of rows and for the rows that are left over, or for one row.
+    /// The statements for each row: for vectors of rows and for the remaining rows, or for one row.
     fn row_bodies(&mut self) -> String {
         let mut rows = String::new();
         if self.space.flat() {
@@ -84,7 +84,8 @@ impl Writer<'_> {
         rows
     }
 
-    /// The loops around `rows`: over chunks and blocks of rows where late reductions need them, and over rows.
+    /// The loops around `rows`: over chunks and blocks of rows where late reductions need them, and over
+    /// rows.
     fn row_loops(&self, rows: &str, out: &mut String) {
         let outer: Vec<Var> = self.outer_rows();
         let count = self.space.loops.product(&outer);
@@ -216,7 +217,7 @@ impl Writer<'_> {
         }
     }
 
-    /// Everything that happens on one row (or, if the vector variable numbers rows, on a vector of rows).
+    /// The statements for one row (or, if the vector variable numbers rows, for a vector of rows).
     pub(super) fn row(&mut self, mode: Lanes, out: &mut String) {
         self.known.retain(|_, register| register.level < 1);
         self.slots.retain(|_, register| register.level < 1);
@@ -254,7 +255,8 @@ impl Writer<'_> {
         push_lines(out, &row_stores);
     }
 
-    /// What each pass over a row makes: the reductions and stores of points whose operands are known by then.
+    /// Distributes the results over the passes of a row: the reductions and stores of points whose operands
+    /// are known by then.
     fn passes(&mut self, stores: Vec<Store>) -> Vec<Pass> {
         let graph = self.graph;
         let mut passes: Vec<Pass> = Vec::new();
@@ -380,7 +382,7 @@ impl Writer<'_> {
         out: &mut String,
     ) {
         let (loops, vector) = self.column_loops();
-        // Where vectors of sums begin another block.
+        // The places where vectors of sums begin another block.
         let own = sums.iter().filter(|sum| sum.blocks);
         let own = own.map(|sum| blocks::flush(&sum.name, sum.vector));
         let late = lates.iter().filter(|late| late.blocks && !late.per_element);

@@ -1,6 +1,6 @@
-//! C for a nest that makes an operand of a template ([`kiln_compiler::schedule::prologue`]): two functions
-//! from the template's loop variables, to one element and to a vector. Buffers and scalars are parameters of
-//! the template's kernel, which it passes on.
+//! C for a nest that computes an operand of a template ([`kiln_compiler::schedule::prologue`]): two
+//! functions from the template's loop variables, to one element and to a vector. Buffers and scalars are
+//! parameters of the template's kernel, which passes them on.
 
 use kiln_compiler::index::Var;
 use kiln_compiler::schedule::prologue::Prologue;
@@ -17,7 +17,7 @@ pub struct Operand {
     pub functions: String,
     /// Parameters of the kernel that they are given.
     pub params: Vec<Param>,
-    /// What is passed for them.
+    /// The arguments for them.
     pub arguments: Vec<Argument>,
     /// Name of the operand.
     name: &'static str,
@@ -86,7 +86,7 @@ impl Operand {
     }
 }
 
-/// The statements of a function, and what they refer to.
+/// The statements of a function, and the values that they refer to.
 struct Body {
     text: String,
     params: Vec<Param>,

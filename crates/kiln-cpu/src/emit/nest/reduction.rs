@@ -1,5 +1,5 @@
-//! Reductions: sums of a row, and late ones, which write partial results for chunks of rows and add those up
-//! in order.
+//! Reductions: row reductions, and late ones, which write partial results for chunks of rows and add those
+//! up in order.
 
 use kiln_compiler::index::{Index, linear};
 use kiln_compiler::schedule::Buffer;
@@ -110,8 +110,8 @@ impl Writer<'_> {
         at
     }
 
-    /// Partial results in memory, one for each element of the result; if those are sums of blocks, the block
-    /// in hand is too.
+    /// Partial results in memory, one for each element of the result; where those are sums of blocks, the
+    /// current block is in memory too.
     fn element_partials(&mut self, name: &str, op: ReduceOp, dtype: DType, partials: &Partials) {
         let count = partials.count;
         let in_blocks = partials.dtype != dtype;

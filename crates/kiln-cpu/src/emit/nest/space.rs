@@ -39,7 +39,7 @@ impl Space {
                     _ => -3 * seen.weight,
                 };
             }
-            // Few lanes in use, few accesses worth having.
+            // A variable that fills few lanes makes few accesses worth it.
             let extent = self.loops.extent(var);
             let rows = self.loops.rows.contains(&var);
             (

@@ -14,7 +14,7 @@ use crate::isa::Isa;
 use crate::kernels::tile::Access;
 use crate::kernels::{Helper, KernelText, fields, finish_kernel, indent, run_part, unpack};
 
-/// What the gradient reads besides the forward's operands, and what it writes.
+/// The operands that only the gradient reads, and its results.
 pub struct Gradients {
     /// Gradient of the result.
     pub d_out: View,

@@ -169,8 +169,8 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// Copies the queries of a block. Queries are scaled here; pairs of bf16 are not, because that would round
-    /// them once more: there the scores are scaled.
+    /// Copies and scales the queries of a block. Pairs of bf16 are not scaled, because that would round
+    /// them once more: their scores are scaled instead.
     fn load_queries(&self) -> String {
         let (rows, all_rows) = (self.block_rows(), format!("tiles * {}", self.plan.tile));
         match self.plan.pairs() {
@@ -193,8 +193,9 @@ impl<'a> Emitter<'a> {
             .product(self.spec, self.plan, &strip, &mut self.helpers)
     }
 
-    /// A block of which some row must take all keys is computed again: what decides that after a row (`look`),
-    /// and the loop around the block (its beginning, the test behind the last row, its end).
+    /// If some row of a block must take all keys, the block is computed again. The texts for that: the test
+    /// after each row (`look`), the beginning of the loop around the block, the test after the last row,
+    /// the end of the loop.
     fn second_try(&self) -> [String; 4] {
         let spec = self.spec;
         if spec.skips != Skips::Mostly {

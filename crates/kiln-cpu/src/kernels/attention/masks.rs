@@ -6,7 +6,8 @@ use super::rows::Masks;
 use super::{AttentionSpec, View, section};
 use crate::kernels::{Width, indent};
 
-/// Memory for masks of a row, and the statements that fill it: once for a head where the row does not matter, else for each row `i`.
+/// Memory for the masks of a row, and the statements that fill it: once for a head if all rows share the
+/// masks, otherwise for each row `i`.
 pub(super) struct MaskRows {
     pub masks: Masks,
     by_head: String,
@@ -80,7 +81,7 @@ impl MaskRows {
         }
     }
 
-    /// What is filled once for a head, in a block that `open` opens.
+    /// The statements that fill shared masks once for a head, in a block that `open` opens.
     pub fn once(&self, open: &str) -> String {
         if self.by_head.is_empty() {
             return String::new();

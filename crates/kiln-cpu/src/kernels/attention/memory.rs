@@ -16,7 +16,7 @@ impl Memory {
         }
     }
 
-    /// `ctype *name` for `count` elements, and a vector more.
+    /// Reserves `ctype *name` for `count` elements and one vector more.
     pub fn part(&mut self, ctype: &str, name: &str, count: usize) {
         let size = match ctype {
             "double" | "int64_t" => 8,

@@ -1,22 +1,26 @@
 //! Attention and its gradient without a score matrix in memory.
 //!
-//! A thread takes a block of query rows of one head at a time. Their scores against all keys are a strip in the thread's own memory, some
-//! tens of rows that stay in L2: a register-tiled product makes it, one pass over each row turns it into weights, and the next product
-//! consumes it. What leaves is the result and two numbers for each row, its largest score and the sum of its exponentials. The gradient
-//! computes the strip again from those, together with the strip of the gradient of the weights; keys and values collect their gradients
-//! in the thread's memory while all rows that see them pass by.
+//! A thread takes a block of query rows of one head at a time. Their scores against all keys are a *strip*
+//! in the thread's own memory, some tens of rows that stay in L2. A register-tiled product makes the strip,
+//! one pass over each row turns scores into weights, and the next product consumes the weights. The kernel
+//! stores the result and two numbers for each row: its largest score and the sum of its exponentials. From
+//! these two numbers the gradient computes the strip again, and with it a second strip, the gradient of the
+//! weights. The gradients of keys and values are collected in the thread's memory while all rows that see
+//! them pass by.
 //!
-//! **Operands** are windows of any strides, so heads are never split or joined in memory. Keys are packed once for a head, transposed, in
-//! panels of two vectors; values and blocks of queries are copied to rows of whole vectors. What is stored in 16 bits becomes f32 there, and
-//! results are rounded once, when they leave: no type but that of the copies needs kernels of its own. Where the
-//! machine multiplies pairs of bf16 the copies are of such ([`pairs`]), and weights and gradients of scores are
-//! rounded to bf16 before they are multiplied.
+//! **Operands** are windows of any strides, so heads are never split or joined in memory. Keys are packed
+//! once for a head, transposed, in panels of two vectors; values and blocks of queries are copied to rows
+//! of whole vectors. These copies widen tensors of 16 bits to f32, and results are rounded once, when they
+//! are stored, so no other part of the kernel depends on the 16-bit types. Where the machine multiplies
+//! pairs of bf16, the copies hold pairs ([`pairs`]), and weights and gradients of scores are rounded to
+//! bf16 before they are multiplied.
 //!
-//! **Causal order** leaves out tiles of scores that no row of the tile sees, both in the products that make strips and in those that
-//! read them. Where the order is not known but in a mask, the kernel looks in the mask for the last key that each row sees.
+//! **Causal order** leaves out tiles of scores that no row of the tile sees, both in the products that make
+//! strips and in those that read them. Where only a mask expresses the order, the kernel looks in the mask
+//! for the last key that each row sees.
 //!
-//! **Threads** share blocks of rows; in the gradient they share heads of keys. Each number is computed in an order that depends on the
-//! shape alone.
+//! **Threads** share blocks of rows; in the gradient they share heads of keys. Each number is computed in
+//! an order that depends on the shape alone.
 
 mod backward;
 mod forward;
@@ -58,7 +62,8 @@ pub struct Extents {
 pub struct View {
     /// C expression of its first element's address, in terms of parameters.
     pub pointer: String,
-    /// Elements between neighbours along each dimension: batch, head, position and element; for masks batch, head, query, key.
+    /// Elements between neighbours along each dimension: batch, head, position and element; for masks
+    /// batch, head, query, key.
     pub strides: [i64; 4],
 }
 
@@ -73,25 +78,27 @@ impl View {
 /// Whether keys past the last one that is not hidden from a row may be left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Skips {
-    /// They count.
+    /// They may not: their weights count.
     Never,
     /// `fill` is so low that their weights are zero.
     Always,
-    /// Their weights are zero unless all that the row sees scores nearly as low as `fill`. The kernel looks at the largest score, and takes all
-    /// keys where that is so.
+    /// They may unless every key that the row sees scores nearly as low as `fill`. The kernel compares the
+    /// row's largest score with `fill`, and takes all keys in that case.
     Mostly,
 }
 
-/// Operands of both directions. Besides those named here there are the parameters `seed` and `stream` (`const uint64_t *`), where dropout is.
+/// Operands of both directions. With dropout there are two more parameters, `seed` and `stream` (`const
+/// uint64_t *`).
 pub struct AttentionSpec {
     /// C identifier of the kernel.
     pub name: String,
     /// Extents.
     pub extents: Extents,
-    /// How queries, keys, values, results and their gradients are stored; what they are in registers, everything else is.
+    /// How queries, keys, values, results and their gradients are stored. All other values have the type
+    /// that these have in registers.
     pub storage: Storage,
-    /// Numbers by name and how they are stored: `scale`, `fill`, `keep`, `factor`, `d_scale`, `inner`, `d_factor`, those that occur. The parameter for
-    /// `scale` is `scale_at`.
+    /// The numbers that occur, by name, and how each is stored: `scale`, `fill`, `keep`, `factor`,
+    /// `d_scale`, `inner`, `d_factor`. The parameter for `scale` is `scale_at`.
     pub numbers: Vec<(&'static str, Storage)>,
     /// Queries.
     pub query: View,
@@ -109,13 +116,15 @@ pub struct AttentionSpec {
     pub mask_last: bool,
     /// Whether hidden keys at the end of a row are left out.
     pub skips: Skips,
-    /// Whether weights are multiplied by `factor` where the uniform draw is below `keep`, and dropped elsewhere.
+    /// Whether weights are multiplied by `factor` where the uniform draw is below `keep`, and dropped
+    /// elsewhere.
     pub dropout: bool,
-    /// Whether dropout is of the scores, before masks, and not of the weights.
+    /// Whether dropout applies to the scores, before masks, instead of to the weights.
     pub drop_scores: bool,
     /// Whether a row of which every score is -inf has weights of zero.
     pub safe: bool,
-    /// The statistics (largest score, sum of exponentials), contiguous: C expression of the address. Written by the forward kernel.
+    /// The statistics (largest score, sum of exponentials), contiguous: C expression of the address.
+    /// Written by the forward kernel.
     pub stats: String,
     /// The parameters.
     pub params: Vec<Param>,

@@ -1,4 +1,5 @@
-//! Statements that copy windows of tensors to and from the working memory of attention: what is of 16 bits in the tensors is f32 there.
+//! Statements that copy windows of tensors to and from the working memory of attention. Tensors of 16 bits
+//! are f32 in the working memory.
 
 use super::View;
 use crate::kernels::Width;
@@ -19,7 +20,8 @@ pub(super) struct Rows<'a> {
     pub pitch: usize,
 }
 
-/// Copies rows to `to`, the rest of each zero; rows from `rows.rows` to `all` become zero. `factor` multiplies, if not empty.
+/// Copies rows to `to` and fills each with zeros up to `rows.pitch`; rows from `rows.rows` to `all` become
+/// zero. Elements are multiplied by `factor`, if that is not empty.
 pub(super) fn copy_rows(rows: &Rows<'_>, to: &str, all: &str, factor: &str, lanes: usize) -> String {
     let Rows {
         view,
@@ -68,7 +70,8 @@ pub(super) fn copy_rows(rows: &Rows<'_>, to: &str, all: &str, factor: &str, lane
     )
 }
 
-/// Copies rows from `from` back to their places; `factor`, a C expression of row `r`, multiplies, if not empty.
+/// Copies rows from `from` back to their places, multiplied by `factor` (a C expression of row `r`), if
+/// that is not empty.
 pub(super) fn store_rows(rows: &Rows<'_>, from: &str, factor: &str, lanes: usize) -> String {
     let Rows {
         view,
@@ -109,8 +112,9 @@ pub(super) fn store_rows(rows: &Rows<'_>, from: &str, factor: &str, lanes: usize
     )
 }
 
-/// Packs all `keys` rows of a head transposed, in panels of `panel` columns (the last one narrower, in whole vectors): element `c` of row `j` is at
-/// `to + panel start * width + c * panel width + column`. Rows past the last become zero columns.
+/// Packs all `keys` rows of a head transposed, in panels of `panel` columns (the last one narrower, in
+/// whole vectors): element `c` of row `j` is at `to + panel start * width + c * panel width + column`. Rows
+/// past the last become zero columns.
 pub(super) fn turn_rows(rows: &Rows<'_>, keys: usize, to: &str, panel: usize, lanes: usize) -> String {
     let Rows {
         view,

@@ -1,11 +1,11 @@
-//! Working memory of pairs of bf16, where products multiply those
+//! Working memory with pairs of bf16, where products multiply pairs
 //! ([`crate::kernels::element::Factor::Bf16Pair`]).
 //!
-//! A pair holds two neighbours along whatever a product sums over: two elements of a query and of a key for
-//! the scores, two keys for what weights are multiplied with, two queries for the gradients of keys and
-//! values. So the tensors are packed as rows of pairs ([`copy`]), turned ([`turn`]), or with two rows in each
-//! row ([`zip`]). Between the products everything is f32: weights and the gradients of scores are rounded
-//! once, to pairs, when all that is computed from them in f32 is done.
+//! A pair holds two neighbours along the dimension that a product sums over: two elements of a query and of
+//! a key for the scores, two keys for the products with weights, two queries for the gradients of keys and
+//! values. So tensors are packed as rows of pairs ([`copy`]), transposed ([`turn`]), or with two rows in
+//! each row ([`zip`]). Values between the products are f32: weights and the gradients of scores are rounded
+//! once, to pairs, after all f32 results have been computed from them.
 
 use super::pack::Rows;
 use super::plan::AttentionPlan;
@@ -84,7 +84,7 @@ pub(super) fn turn(rows: &Rows<'_>, keys: usize, to: &str, panel: usize, lanes: 
         );
     }
     let load = "vu_load((const bf16_pair *)(from + l * ROW + 2 * c))".replace("ROW", &row.to_string());
-    // The end of a row is not read beyond.
+    // Nothing past the end of a row is read.
     let rest = width % (2 * lanes);
     let load = match rest {
         0 => load,

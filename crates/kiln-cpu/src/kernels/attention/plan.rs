@@ -16,9 +16,9 @@ pub(super) const PANEL: usize = 2;
 #[derive(Debug, Clone)]
 pub(super) struct AttentionPlan {
     pub element: Element,
-    /// What products take: elements, or pairs of bf16, two of whatever they sum over.
+    /// What products multiply: elements, or pairs of bf16, which hold two neighbours along the sum.
     pub factor: Factor,
-    /// Of a vector of them.
+    /// Elements of a vector.
     pub lanes: usize,
     pub isa: Isa,
     /// Rows of a register tile.
@@ -76,18 +76,17 @@ impl AttentionPlan {
         }
     }
 
-    /// Whether products take pairs.
+    /// Whether products multiply pairs.
     pub fn pairs(&self) -> bool {
         self.factor == Factor::Bf16Pair
     }
 
-    /// How many of what products take so many elements are.
+    /// How many factors hold so many elements.
     pub fn steps(&self, elements: usize) -> usize {
         elements.div_ceil(self.factor.depth())
     }
 
-    /// C expression for as many of what products take as the elements that the C expression `elements`
-    /// counts.
+    /// C expression of how many factors hold the elements that the C expression `elements` counts.
     pub fn steps_of(&self, elements: &str) -> String {
         match self.pairs() {
             true => format!("(({elements}) + 1) / 2"),
@@ -95,8 +94,8 @@ impl AttentionPlan {
         }
     }
 
-    /// Of what products take: from one row of a block to the next, where each row is `width` (in whole
-    /// vectors: `padded`) elements.
+    /// Factors from one row of a block to the next, where each row has `width` elements (`padded` in whole
+    /// vectors).
     pub fn pitch(&self, width: usize, padded: usize) -> usize {
         match self.pairs() {
             true => self.steps(width),
@@ -109,13 +108,14 @@ impl AttentionPlan {
         round_up(self.ld, 2 * self.lanes) / 2
     }
 
-    /// Of what products take, in the transposed panels of all keys, `width` elements deep.
+    /// Factors in the transposed panels of all keys, `width` elements deep.
     pub fn turned(&self, keys: usize, width: usize) -> usize {
         round_up(keys, self.lanes) * self.steps(width)
     }
 }
 
-/// The height of tiles that wastes least on the last of `rows` rows; among nearly equal ones the higher, which reads B less often.
+/// The height of tiles that wastes least on the last of `rows` rows. Among nearly equal heights it is the
+/// largest, because higher tiles read B less often.
 fn tile_rows(rows: usize, most: usize) -> usize {
     let most = most.min(rows).max(1);
     let lowest = (most / 2).max(1);
@@ -142,7 +142,7 @@ pub(super) struct Product<'a> {
     pub c: &'a str,
     /// Elements between rows of C.
     pub ldc: usize,
-    /// Whether to add to what is there.
+    /// Whether to add to C instead of overwriting it.
     pub accumulate: bool,
     /// C expression of the number of tiles.
     pub tiles: &'a str,
@@ -152,7 +152,8 @@ pub(super) struct Product<'a> {
     pub columns: usize,
 }
 
-/// The loops of a product; adds the tile functions they call to `helpers`. Panels are outermost: they stay in L1 while tiles pass.
+/// The loops of a product; adds the tile functions that they call to `helpers`. The loop over panels is
+/// outermost: a panel stays in L1 while tiles pass.
 pub(super) fn product(plan: &AttentionPlan, product: &Product<'_>, helpers: &mut BTreeSet<Helper>) -> String {
     let mut call = |vectors: usize| {
         let tile = Tile {

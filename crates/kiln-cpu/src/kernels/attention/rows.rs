@@ -1,7 +1,8 @@
 //! Functions on one row of a strip: scores to weights, and gradients of weights to gradients of scores.
 //!
-//! A NaN among the scores makes the sum NaN and thereby every weight of the row; a row of nothing but -inf does too. The largest score is
-//! therefore looked for with a plain comparison.
+//! A NaN among the scores makes the sum NaN, and thereby every weight of the row; so does a row in which
+//! all scores are -inf. Therefore a plain comparison, which ignores NaN, is enough to find the largest
+//! score.
 
 use std::collections::BTreeSet;
 
@@ -10,14 +11,14 @@ use super::plan::AttentionPlan;
 use crate::kernels::Helper;
 use crate::kernels::element::Element;
 
-/// What numbers and vectors are called, in C.
+/// The C names of numbers and vectors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Words {
     real: &'static str,
     vf: &'static str,
     vi: &'static str,
     int: &'static str,
-    /// Of names of functions.
+    /// The end of the names of functions.
     suffix: &'static str,
     lanes: usize,
 }
@@ -39,7 +40,7 @@ impl Words {
     }
 }
 
-/// What is done to the scores of a row before the exponential.
+/// The operations on the scores of a row before the exponential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Masks {
     /// A bias for each key is added.
@@ -68,7 +69,7 @@ impl Masks {
         self.among(&bias, &hide)
     }
 
-    /// The text of the masks that there are.
+    /// The texts of the masks that occur, in their order.
     fn among(self, bias: &str, hide: &str) -> String {
         let bias = if self.bias { bias } else { "" };
         let hide = if self.hide { hide } else { "" };
@@ -103,9 +104,9 @@ fn define(helpers: &mut BTreeSet<Helper>, name: String, head: &str, body: &str, 
     name
 }
 
-/// `name(x, n, end, .., stats)`: scores become `exp(score - largest)`, zero from `n` to `end`; `stats` gets the largest and the sum, 0 and 1 where
-/// all are -inf and that is `safe`.
-/// They are multiplied by a parameter `scale` first, before `stats`, if `scaled`.
+/// `name(x, n, end, .., stats)`: scores become `exp(score - largest)`, and zero from `n` to `end`. `stats`
+/// gets the largest score and the sum; a `safe` function gives 0 and 1 where all scores are -inf. A
+/// `scaled` function has a parameter `scale` before `stats`, and multiplies the scores by it first.
 pub(super) fn weights(
     masks: Masks,
     safe: bool,
@@ -172,7 +173,8 @@ pub(super) fn weights(
     )
 }
 
-/// `name(x, d, n, scale, .., stats)`: products of query and keys become probabilities; gives the inner product with their gradients `d`.
+/// `name(x, d, n, scale, .., stats)`: products of a query with keys become probabilities; returns their
+/// inner product with their gradients `d`.
 pub(super) fn probabilities(masks: Masks, words: Words, helpers: &mut BTreeSet<Helper>) -> String {
     let Words {
         real,
@@ -204,7 +206,8 @@ pub(super) fn probabilities(masks: Masks, words: Words, helpers: &mut BTreeSet<H
     )
 }
 
-/// `name(p, d, n, end, [hide,] inner, scale)`: `d` becomes the gradient of the scores; both are zero from `n` to `end`.
+/// `name(p, d, n, end, [hide,] inner, scale)`: `d` becomes the gradient of the scores; both are zero from
+/// `n` to `end`.
 pub(super) fn score_gradients(hide: bool, words: Words, helpers: &mut BTreeSet<Helper>) -> String {
     let Words {
         real,
@@ -246,8 +249,8 @@ pub(super) fn score_gradients(hide: bool, words: Words, helpers: &mut BTreeSet<H
     )
 }
 
-/// `name(to, n, seed, stream, first, keep)`: 1 where the uniform draw number `first + j` is below `keep`, 0 elsewhere, at `to + first % 4 + j`
-/// for `j` up to `n` in whole vectors.
+/// `name(to, n, seed, stream, first, keep)`: 1 where the uniform draw number `first + j` is below `keep`, 0
+/// elsewhere, at `to + first % 4 + j` for `j` up to `n` in whole vectors.
 pub(super) fn draws(words: Words, helpers: &mut BTreeSet<Helper>) -> String {
     let Words {
         real,
@@ -295,7 +298,7 @@ impl Dropout {
         }
     }
 
-    /// Drops out of the row `of`, and multiplies what stays by `factor`.
+    /// Applies dropout to the row `of`: kept elements are multiplied by `factor`.
     pub fn times(&self, of: &str, factor: &str) -> String {
         if self.draw.is_empty() {
             return String::new();

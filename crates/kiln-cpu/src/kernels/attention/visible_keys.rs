@@ -8,8 +8,8 @@ use super::{AttentionSpec, Skips, View};
 use crate::kernels::tile::Access;
 use crate::kernels::{Helper, indent};
 
-/// How many keys each row sees, where that varies: `n_of` by row of a block, `limit_of` the most of each tile, `most` of all. Zeros of
-/// strips reach to `end`.
+/// How many keys each row sees, where that varies: `n_of` for each row of a block, `limit_of` the most of
+/// each tile, `most` the most of all. Strips are zero up to `end`.
 pub(super) struct VisibleKeys {
     /// Statements when the plane of the mask may have changed.
     pub by_head: String,
@@ -22,7 +22,8 @@ pub(super) struct VisibleKeys {
 }
 
 impl VisibleKeys {
-    /// `all` is a C condition for row `row0 + r` to take all keys where hidden ones are left out mostly.
+    /// `all` is a C condition: row `row0 + r` takes all keys. It is tested where hidden keys are mostly
+    /// left out.
     pub fn new(spec: &AttentionSpec, plan: &AttentionPlan, all: &str, memory: &mut Memory) -> Self {
         let e = &spec.extents;
         let (queries, keys, ld, tile) = (e.queries as i64, e.keys as i64, plan.ld, plan.tile);
@@ -67,8 +68,8 @@ impl VisibleKeys {
     }
 }
 
-/// Statements that find `last[row]`, one past the last key that is not hidden from the row, when the plane of the mask changes. A row of
-/// which all keys are hidden sees them all, with equal weights.
+/// Statements that find `last[row]`, one past the last key that is not hidden from the row, when the plane
+/// of the mask changes. A row whose keys are all hidden sees them all, with equal weights.
 fn last_seen(spec: &AttentionSpec, hidden: &View) -> String {
     let e = &spec.extents;
     let [of_batch, of_head, of_row, of_key] = hidden.strides;
@@ -112,7 +113,8 @@ pub(super) struct Strip<'a> {
 }
 
 impl VisibleKeys {
-    /// The product of a block of rows with transposed panels, into a strip; tiles that no row sees are left out.
+    /// The product of a block of rows with transposed panels, into a strip; tiles that no row sees are left
+    /// out.
     pub fn product(
         &self,
         spec: &AttentionSpec,

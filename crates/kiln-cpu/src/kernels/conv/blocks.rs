@@ -1,11 +1,13 @@
-//! How the threads go over the pixels of a result: in blocks of lines that stay in L2.
+//! Blocks: threads go over the pixels of a result in blocks of lines that stay in L2.
 //!
-//! The unit that threads share is a line of result pixels (or, where lines are few or long, a part of one). A thread takes
-//! some lines at a time. If the image has to be copied to get its padding, its layout or what is computed on the fly, the thread
-//! copies just the rows that these lines need into a slab of its own, which the tiles then find in L2: the copy never goes
-//! through memory. Rows at the border of two blocks are copied twice; that is cheaper.
+//! The unit that threads share is a line of result pixels (or, where lines are few or long, a part of one).
+//! A thread takes some lines at a time. An image has to be copied if it needs padding, has another layout,
+//! or is computed on the fly. The thread then copies just the rows that its lines need into a slab of its
+//! own, which the tiles find in L2: the copy never goes through memory. Rows at the border of two blocks
+//! are copied twice, which is cheaper.
 //!
-//! Results that are stored channels-first are collected for a block and turned there, vectors running along the plane.
+//! Results that are stored channels-first are collected for a block and transposed there, with vectors
+//! along the plane.
 
 use super::image::Padded;
 use super::walk::{Class, Walk};
@@ -53,7 +55,7 @@ pub(super) struct Blocks {
     slab_rows: usize,
     /// Columns of collected results.
     result_columns: usize,
-    /// What they are.
+    /// Their type.
     pub element: Element,
 }
 
@@ -127,8 +129,8 @@ impl Blocks {
         }
     }
 
-    /// C statements that define `image`, `pz`, `py` and (a pointer) `from` for `line`: the first image element that the line's first
-    /// pixel needs.
+    /// C statements that define `image`, `pz`, `py` and a pointer `from` for `line`: `from` is the first
+    /// image element that the line's first pixel needs.
     pub fn line(&self, pixels: &ClassImage<'_>) -> String {
         let ClassImage {
             walk, class, padded, ..
@@ -150,8 +152,8 @@ impl Blocks {
         )
     }
 
-    /// The function over units `begin..end`. `body` handles the block `block..block_end`; in it are `args`, the parameters, what
-    /// `declare` declares, and, where it applies, `result`.
+    /// The function over units `begin..end`. Its `body` handles the block `block..block_end`, with `args`,
+    /// the parameters, the declarations of `declare` and, where results are collected, `result` in scope.
     pub fn function(&self, pixels: &ClassImage<'_>, function: &BlockFunction<'_>) -> String {
         let ClassImage {
             spec, class, padded, ..
@@ -216,8 +218,8 @@ impl Blocks {
         )
     }
 
-    /// C statements, after all units of a block, that consume the collected results: `columns` of them from channel `col` on,
-    /// `ld` apart.
+    /// C statements, after all units of a block, that consume the collected results: `columns` of them from
+    /// channel `col` on, `ld` apart.
     pub fn consume_planes(&self, name: &str, class: &Class, ld: &str, col: &str, columns: &str) -> String {
         let [count_z, count_y, count_x] = class.count;
         format!(
@@ -295,7 +297,8 @@ fn finish(spec: &ConvSpec<'_>, epilogue: &PixelEpilogue<'_>, lanes: usize) -> St
 
 /// The functions that consume results.
 pub(super) struct Consumer {
-    /// Their definitions: `name_finish` for tiles, `name_finish_planes` for planes where vectors run along them.
+    /// Their definitions: `name_finish` for tiles, `name_finish_planes` for planes where vectors run along
+    /// them.
     pub source: String,
     /// Bytes of workspace that they need.
     pub bytes: usize,
@@ -306,8 +309,9 @@ pub(super) struct Consumer {
 /// Pixels of a plane that are turned at a time.
 const TURNED: usize = 64;
 
-/// How results with `channels` channels are consumed. Where vectors run along the planes but neighbouring pixels belong to different
-/// classes, tiles go to a channels-last buffer (at `workspace`), which is turned and consumed when all classes are done.
+/// The functions that consume results with `channels` channels. Where vectors run along the planes but
+/// neighbouring pixels belong to different classes, tiles go to a channels-last buffer (at `workspace`),
+/// which is transposed and consumed when all classes are done.
 pub(super) fn consumer(
     spec: &ConvSpec<'_>,
     walk: &Walk,

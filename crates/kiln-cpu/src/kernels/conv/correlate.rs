@@ -1,5 +1,5 @@
-//! The forward convolution and the input gradient: both slide a window over an image, with the output pixels of one row
-//! as the rows of register tiles.
+//! The forward convolution and the input gradient: both slide a window over an image, with the output
+//! pixels of one row as the rows of register tiles.
 
 use std::collections::BTreeSet;
 
@@ -162,8 +162,8 @@ impl PixelRows {
         }
     }
 
-    /// C expressions of image, depth, height and width of the pixel in row `row` of product `batch`; with `planes` its
-    /// number in the plane stands for its width.
+    /// C expressions of image, depth, height and width of the pixel in row `row` of product `batch`; with
+    /// `planes` its number in the plane stands for its width.
     fn place(&self, batch: &str, row: &str, planes: bool) -> [String; 4] {
         let [depth, height, width] = self.extents;
         if planes {
@@ -218,7 +218,8 @@ pub(super) fn number(pixel: &str) -> [String; 4] {
     ["0".into(), "0".into(), "0".into(), pixel.into()]
 }
 
-/// Whether all pixels of an image (and all images, unless it is channels-first) follow each other at one stride.
+/// Whether all pixels of an image (and all images, unless it is channels-first) follow each other at one
+/// stride.
 pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [usize; 4]) -> bool {
     let Some(memory) = &image.memory else {
         return image.numbered;
@@ -272,7 +273,8 @@ impl Emitter<'_> {
 
         let mut source = frame.head(&self.about(&padded), "");
         let mut calls = String::new();
-        // Without slabs, the copy of the whole image comes first in the workspace; its address is part of `padded`.
+        // Without slabs, the copy of the whole image comes first in the workspace; its address is part of
+        // `padded`.
         let walk = self.walk.clone();
         let pixels = |class| ClassImage {
             spec: self.spec,
@@ -365,7 +367,7 @@ impl Emitter<'_> {
         )
     }
 
-    /// What the source says of itself.
+    /// The comment at the beginning of the source.
     fn about(&self, padded: &Padded) -> String {
         let (g, sides) = (&self.spec.geometry, &self.sides);
         let groups = match g.groups {

@@ -1,8 +1,10 @@
-//! Depthwise convolutions of channels-last images, read where they lie.
+//! Depthwise convolutions of channels-last images, read in place.
 //!
-//! The weight gradient goes over lines of the output; for each it takes the channels a vector at a time along the line, so that what one vector leaves of
-//! a cache's line the next one finds in L1 or L2, and memory is read once and in order. A fixed number of chunks of lines have sums of their own, which are
-//! added up in order. The input gradient of a convolution with a stride gathers, for each place, from the few kernel elements that reach it.
+//! The weight gradient goes over lines of the output. Along each line it takes the channels a vector at a
+//! time: the part of a cache line that one vector does not use is still in L1 or L2 when the next vector
+//! needs it, so memory is read once and in order. A fixed number of chunks of lines have sums of their own,
+//! which are added up in order. The input gradient of a convolution with a stride gathers, for each place,
+//! from the few kernel elements that reach it.
 //!
 //! No padded copy is made: borders are tests on scalars.
 
@@ -33,7 +35,8 @@ fn about(g: &Geometry, extents: Spatial) -> String {
     )
 }
 
-/// C expression of the address of channel `c` at a place of an image in memory with contiguous channels; none for others.
+/// C expression of the address of channel `c` at a place of an image, if the image is in memory with
+/// contiguous channels.
 fn element(image: &Image<'_>, y: &str, x: &str) -> Option<String> {
     let (pointer, strides) = image.plain()?;
     (strides[4] == 1).then(|| {

@@ -1,12 +1,15 @@
 //! Convolutions of few pixels with large weights, such as the last layers of a network for small images.
 //!
-//! The weight is then nearly all there is to move. The other kernels bring it into an order of their own first, which pays if every element is used
-//! often; and their tiles, whose rows are the pixels of one line, are low. Here the few windows are written out as the rows of a matrix, in the order of the
-//! weight's elements (im2col), and the convolution and its gradients are matrix products with the weight as it lies in memory. The input gradient is a
-//! product first, whose columns are then added up over the windows that contain a place (col2im).
+//! In such a convolution nearly all memory traffic is the weight. The other kernels first bring the weight
+//! into an order of their own, which pays only if every element is used often, and their tiles, whose rows
+//! are the pixels of one line, are low. Here the few windows are written out as the rows of a matrix, in
+//! the order of the weight's elements (im2col), and the convolution and its gradients are matrix products
+//! with the weight as it lies in memory. The input gradient is a product first, whose columns are then
+//! added up over the windows that contain a place (col2im).
 //!
-//! A convolution of single elements with a stride (where a network halves its image beside a block) leaves out most of the image. However many pixels
-//! there are, it is a product once the others are gathered.
+//! A convolution of single elements with a stride (where a network halves its image beside a block) skips
+//! most of the image. However many pixels there are, it is a product once the remaining pixels are
+//! gathered.
 
 use super::correlate::dense_pixels;
 use super::walk::Direction;
@@ -18,7 +21,7 @@ use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::LARGE_WEIGHT;
 
-/// Most result pixels, and most of a convolution with a stride, which has no better way.
+/// Most result pixels, in general and for a convolution with a stride, which has no better kernel.
 const MAX_PIXELS: [usize; 2] = [128, 400];
 
 /// Whether the convolution is of the kind.
@@ -169,7 +172,8 @@ fn about(g: &Geometry) -> String {
     )
 }
 
-/// The kernel `name_product` of `few_left`, `few_right`, the parameters, and `few_out`, the start of the workspace.
+/// The kernel `name_product` of `few_left`, `few_right`, the parameters, and `few_out`, the start of the
+/// workspace.
 fn product(
     frame: &Frame<'_>,
     [m, n, k]: [usize; 3],
@@ -235,7 +239,8 @@ fn place_of(pixel: &str, [depth, height, width]: Spatial) -> [String; 4] {
     ]
 }
 
-/// `name_windows(ctx, begin, end, thread)`: writes out the windows of some pixels, zero where they are outside.
+/// `name_windows(ctx, begin, end, thread)`: writes out the windows of some pixels, zero where they are
+/// outside.
 fn windows(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> String {
     let [kz, ky, kx] = g.kernel;
     let (channels, taps) = (g.in_channels, g.taps());
@@ -327,7 +332,8 @@ fn copy_grads(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> 
     frame.part("Pixels of the output's gradient as rows.", "grads", &body)
 }
 
-/// `name_places(ctx, begin, end, thread)`: for some places of the input, the sums over the windows that contain them.
+/// `name_places(ctx, begin, end, thread)`: for some places of the input, the sums over the windows that
+/// contain them.
 fn places(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize) -> String {
     let (frame, g) = (spec.frame(), &spec.geometry);
     let [kz, ky, kx] = g.kernel;

@@ -4,7 +4,8 @@ use super::{Image, ImageAxis, PixelPlace, Spatial};
 use crate::kernels::element::Element;
 use crate::kernels::{Param, Width, indent, round_up, unpack};
 
-/// An image as the tiles see it: channels contiguous, strides constant, zeros wherever a window reaches outside.
+/// An image as the tiles see it: channels contiguous, strides constant, zeros wherever a window reaches
+/// outside.
 #[derive(Debug, Clone)]
 pub(super) struct Padded {
     /// C expression (`const float *`) of the element at the lowest place that any window reaches, channel 0.
@@ -32,9 +33,10 @@ pub(super) struct Copy {
     pub bytes: usize,
 }
 
-/// What a copy is made for.
+/// The description of a copy.
 pub(super) struct Request<'a> {
-    /// Prefix of the generated names; the context is `struct prefix_args`, which has a field for the workspace.
+    /// Prefix of the generated names; the context is `struct prefix_args`, which has a field for the
+    /// workspace.
     pub prefix: &'a str,
     /// Distinguishes copies of one kernel.
     pub suffix: &'a str,
@@ -46,16 +48,16 @@ pub(super) struct Request<'a> {
     pub extents: Spatial,
     /// Zeros before it (negative: how many elements no window reaches).
     pub before: [i64; 3],
-    /// Extents of what the windows reach, from `-before` on.
+    /// Extents of the elements that windows reach, from `-before` on.
     pub reach: Spatial,
     /// Distance between neighbours in the copy; zeros are put between them where it is more than one.
     pub spread: Spatial,
     pub params: &'a [Param],
     pub lanes: usize,
-    /// What tiles compute with.
+    /// The type that tiles compute in.
     pub element: Element,
-    /// Whether the image may be used where it lies. Not if tiles read vectors that run over the end of a pixel's channels: past
-    /// the last pixel there is no memory.
+    /// Whether the image may be used in place. It may not if tiles read vectors that run over the end of a
+    /// pixel's channels, because there is no memory past the last pixel.
     pub in_place: bool,
 }
 

@@ -1,27 +1,32 @@
 //! Convolutions and their gradients as implicit matrix products over channels-last images.
 //!
-//! In a channels-last image, the elements that one output pixel needs from one kernel row are one run of memory, and
-//! those of the next output pixel are the same run further on. A register tile whose rows are neighbouring output pixels
-//! therefore reads the image in place with constant strides; nothing like im2col is ever written. What is written, where there is padding (or the image is
-//! laid out otherwise, or computed on the fly), is one padded channels-last copy, with that computation applied.
+//! In a channels-last image, the elements that one output pixel needs from one kernel row are one run of
+//! memory, and those of the next output pixel are the same run further on. A register tile whose rows are
+//! neighbouring output pixels therefore reads the image in place with constant strides; no im2col matrix is
+//! written. Only an image that needs padding, has another layout, or is computed on the fly is copied,
+//! once, to a padded channels-last image.
 //!
-//! - [`forward`]: rows are output pixels, columns output channels, the depth runs over kernel and input channels.
-//! - [`input_grad`]: the same with the roles of the images exchanged and the kernel reversed. With a stride, the input
-//!   pixels fall into classes by their position within the stride; each class is a convolution of its own with those
-//!   kernel elements that reach it, so no multiplication with an inserted zero is made.
-//! - [`weight_grad`]: rows are output channels, columns kernel elements and input channels, the depth runs over all pixels.
+//! - [`forward`]: rows are output pixels, columns output channels, the depth runs over kernel and input
+//!   channels.
+//! - [`input_grad`]: the same with the roles of the images exchanged and the kernel reversed. With a
+//!   stride, the input pixels fall into classes by their position within the stride. Each class is a
+//!   convolution of its own with those kernel elements that reach it, so nothing is multiplied with
+//!   inserted zeros.
+//! - [`weight_grad`]: rows are output channels, columns kernel elements and input channels, the depth runs
+//!   over all pixels.
 //!
-//! Groups wide enough for vectors are products of their own; narrow ones (depthwise, and a few channels a group) have
-//! kernels of their own with a vector across groups.
+//! Groups wide enough for vectors are products of their own; narrow groups (depthwise, or a few channels a
+//! group) have kernels of their own with a vector across groups.
 //!
 //! Few pixels with large weights are written out as a matrix ([`im2col`]).
 //!
 //! 3x3 convolutions of stride 1 with many channels take fewer multiplications in [`winograd`] form.
 //!
-//! One and two spatial dimensions are three with extents of one. Accumulation is in f32, or in f64 for f64, in an order that depends on the
-//! shape alone. Tensors of 16 bits are widened where f32 would be copied: images while they are padded, weights before all else ([`widened`]). Tiles and narrow
-//! groups know f64; the forms for special shapes are for registers of f32 alone. Pairs of bf16 are multiplied where
-//! a convolution or a gradient is a matrix product.
+//! One and two spatial dimensions are three with extents of one. Sums are accumulated in f32 (f64 for f64),
+//! in an order that depends on the shape alone. Tensors of 16 bits are widened where f32 would be copied:
+//! images while they are padded, weights before everything else ([`widened`]). Tiles and narrow groups
+//! support f64; the kernels for special shapes support f32 only. Pairs of bf16 are multiplied where a
+//! convolution or a gradient is a matrix product.
 
 mod blocks;
 mod correlate;
@@ -47,7 +52,7 @@ use crate::policy::SERIAL_CONVOLUTION;
 /// The spatial dimensions: depth, height, width.
 pub type Spatial = [usize; 3];
 
-/// Shape and attributes of a convolution, as of the forward one also for gradients.
+/// Shape and attributes of a convolution. Gradients are described by their forward convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Geometry {
     /// Images.
@@ -119,7 +124,8 @@ impl Geometry {
     }
 }
 
-/// The place of an element of an image. All but `width` are C expressions of type `int64_t`, safe to use as factors.
+/// The place of an element of an image. All but `width` are C expressions of type `int64_t`, safe to use as
+/// factors.
 #[derive(Debug, Clone, Copy)]
 pub struct PixelPlace<'a> {
     /// One element, or a vector of them along the contiguous axis.
@@ -139,8 +145,8 @@ pub enum ImageAxis {
     Channel,
     /// Channels first: the width.
     Width,
-    /// Channels first with rows that follow each other without gaps: vectors may run over the end of a row. Such places are
-    /// given as `[z, 0, y * width + x]`, which a sum of strides reads right.
+    /// Channels first with rows that follow each other without gaps: vectors may run over the end of a row.
+    /// Such places are given as `[z, 0, y * width + x]`; their address is still a sum of strides.
     Plane,
 }
 
@@ -171,7 +177,8 @@ pub struct ImageMemory {
 }
 
 impl<'a> Image<'a> {
-    /// The f32 tensor at the C pointer `pointer`, with strides in elements: image, depth, height, width, channel.
+    /// The f32 tensor at the C pointer `pointer`, with strides in elements: image, depth, height, width,
+    /// channel.
     pub fn strided(pointer: &str, strides: [i64; 5]) -> Self {
         Self::stored(Storage::F32, pointer, strides)
     }
@@ -207,7 +214,8 @@ impl<'a> Image<'a> {
         }
     }
 
-    /// A computed image with vectors of channels, for whose pixels only their number among all of all images matters.
+    /// A computed image with vectors of channels, whose pixels are identified by their number among the
+    /// pixels of all images.
     pub fn pixels(load: impl Fn(&PixelPlace<'_>) -> String + 'a) -> Self {
         Self {
             numbered: true,
@@ -235,12 +243,14 @@ pub fn address(pointer: &str, strides: [i64; 5], place: &PixelPlace<'_>) -> Stri
     sum
 }
 
-/// A function from a place and the C variable with the finished value (`float` or `vf`, `double` or `vd` for f64) to the statements that consume it.
+/// A function from a place and the C variable with the finished value (`float` or `vf`, `double` or `vd`
+/// for f64) to the statements that consume it.
 pub type ConsumePixel<'a> = Box<dyn Fn(&PixelPlace<'_>, &str) -> String + 'a>;
 
-/// What happens to each element of the resulting image.
+/// The consumer of each element of the resulting image.
 pub struct PixelEpilogue<'a> {
-    /// The axis along which `consume` can take vectors, if any: [`ImageAxis::Channel`] or [`ImageAxis::Plane`].
+    /// The axis along which `consume` can take vectors, if any: [`ImageAxis::Channel`] or
+    /// [`ImageAxis::Plane`].
     pub contiguous: Option<ImageAxis>,
     /// Statements for each element or vector.
     pub consume: ConsumePixel<'a>,
@@ -302,9 +312,9 @@ pub struct ConvSpec<'a> {
     pub image: Image<'a>,
     /// C expression (a pointer) of the weight `[out, in / groups, depth, height, width]`, contiguous.
     pub weight: String,
-    /// How the weight is stored; images that are computed are of its registers' type.
+    /// How the weight is stored. Computed images have the type that such a weight has in registers.
     pub storage: Storage,
-    /// What happens to the forward output; for the gradient, to the gradient of the input.
+    /// The consumer of the forward output or, for the gradient, of the gradient of the input.
     pub epilogue: PixelEpilogue<'a>,
     /// Parameters that the snippets refer to.
     pub params: Vec<Param>,
@@ -324,7 +334,8 @@ impl ConvSpec<'_> {
     }
 }
 
-/// A function from width, index into the flat weight (`int64_t`) and the C variable with the gradient to statements.
+/// A function from width, index into the flat weight (`int64_t`) and the C variable with the gradient to
+/// statements.
 pub type ConsumeWeight<'a> = Box<dyn Fn(Width, &str, &str) -> String + 'a>;
 
 /// The gradient of a convolution with respect to its weight.
@@ -339,9 +350,11 @@ pub struct WeightGradSpec<'a> {
     pub input: Image<'a>,
     /// The gradient of the output.
     pub output_grad: Image<'a>,
-    /// How the weight's gradient is stored; images that are computed are of its registers' type.
+    /// How the weight's gradient is stored. Computed images have the type that such a gradient has in
+    /// registers.
     pub storage: Storage,
-    /// What happens to each element of the gradient, in the order of the weight in memory; vectors are of consecutive elements.
+    /// The consumer of each element of the gradient, in the order of the weight in memory; vectors are of
+    /// consecutive elements.
     pub consume: ConsumeWeight<'a>,
     /// Parameters that the snippets refer to.
     pub params: Vec<Param>,
@@ -365,8 +378,9 @@ pub fn forward(spec: ConvSpec<'_>, isa: Isa) -> KernelText {
     correlation(spec, walk::Direction::Forward, isa)
 }
 
-/// `dx[n, c, q] = sum over o, t of dy[n, o, (q + pad - t * dilation) / stride] * w[o, c, t]`, over those `t` for which the
-/// division is exact. With `w` read as `[in, out / groups, ..]` this is also the transposed convolution.
+/// `dx[n, c, q] = sum over o, t of dy[n, o, (q + pad - t * dilation) / stride] * w[o, c, t]`, over those
+/// `t` for which the division is exact. With `w` read as `[in, out / groups, ..]` this is also the
+/// transposed convolution.
 pub fn input_grad(spec: ConvSpec<'_>, isa: Isa) -> KernelText {
     correlation(spec, walk::Direction::InputGrad, isa)
 }
@@ -384,7 +398,8 @@ pub fn weight_grad(spec: WeightGradSpec<'_>, isa: Isa) -> KernelText {
     weight_grad::emit(&spec, isa)
 }
 
-/// Bytes of working memory of the kernel for a convolution that is a matrix product, from its plan; none for others.
+/// Bytes of working memory of the kernel for a convolution that is a matrix product, from its plan; none
+/// for others.
 pub fn correlation_workspace(spec: &ConvSpec<'_>, forward: bool, isa: Isa) -> Option<usize> {
     let direction = match forward {
         true => walk::Direction::Forward,

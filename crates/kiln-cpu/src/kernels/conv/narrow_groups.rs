@@ -1,8 +1,9 @@
 //! Convolutions whose groups are narrower than a vector: depthwise ones, and a few channels a group.
 //!
-//! A vector holds the channels of several whole groups. For each kernel element and each channel of a group, the image's
-//! vector with that channel spread over its group (a constant shuffle; none for depthwise) is multiplied with a vector of weights: every lane works, and no
-//! lane sees another group's values.
+//! A vector holds the channels of several whole groups. For each kernel element and each channel of a
+//! group, a constant shuffle spreads that channel of the image's vector over its group (depthwise
+//! convolutions need no shuffle), and the vector is multiplied with a vector of weights. So every lane
+//! works, and no lane sees another group's values.
 
 use std::fmt::Write;
 
@@ -188,8 +189,8 @@ impl Work<'_> {
         self.sides.channels.div_ceil(self.lanes())
     }
 
-    /// The function that packs weights as `[vector][kernel element][channel of the group][lane]`; empty without kernel
-    /// elements.
+    /// The function that packs weights as `[vector][kernel element][channel of the group][lane]`; empty
+    /// without kernel elements.
     fn pack_weights(&self, weights: usize) -> String {
         let ConvSpec {
             name,

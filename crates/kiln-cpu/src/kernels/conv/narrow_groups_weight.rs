@@ -1,8 +1,9 @@
 //! The weight gradient of convolutions whose groups are narrower than a vector.
 //!
-//! A vector holds the input channels of several whole groups. For each pixel, an output channel of every group is spread over its group (a constant
-//! shuffle) once, and multiplied with the input under all kernel elements of a row: a few shuffles serve many multiply-adds. Lines of pixels are read once
-//! and in order, for all channels; a fixed number of chunks of lines have sums of their own, which are added up in order.
+//! A vector holds the input channels of several whole groups. For each pixel, an output channel of every
+//! group is spread over its group (a constant shuffle) once, and multiplied with the input under all kernel
+//! elements of a row: a few shuffles serve many multiply-adds. Lines of pixels are read once and in order,
+//! for all channels; a fixed number of chunks of lines have sums of their own, which are added up in order.
 
 use super::WeightGradSpec;
 use super::narrow_groups::{read, spread};
@@ -10,7 +11,7 @@ use super::weight_grad::{self, Images};
 use crate::isa::Isa;
 use crate::kernels::{KernelText, indent, round_up};
 
-/// Most sums that threads can make one each of.
+/// Most sums, each of which a thread can make by itself.
 const MAX_CHUNKS: usize = 16;
 
 /// Accumulators that leave room for operands.
@@ -30,7 +31,8 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText
     let images = Images::new(spec, lanes, true);
     let lines = g.images * g.output[0] * g.output[1];
     let chunks = lines.min(MAX_CHUNKS);
-    // Elements of the sums of a chunk: [vector][kernel row][output channel of the group][kernel element of the row][lane].
+    // Elements of the sums of a chunk: [vector][kernel row][output channel of the group][kernel element of
+    // the row][lane].
     let row = group * kx * lanes;
     let sums = vectors * kz * ky * row;
 
@@ -112,7 +114,8 @@ fn block(
             .map(|(s, tx)| text(s, tx))
             .collect()
     };
-    // A line adds up apart: in one chain with the lines before, each product would be rounded in proportion to all of them.
+    // Each line adds up separately: in one chain with the lines before, each product would be rounded in
+    // proportion to all of them.
     let zeros = each(&|s, tx| format!("sum{s}_{tx} = {{0}}"));
     let stores = each(&|s, tx| {
         let at = (s * kx + tx) * lanes;

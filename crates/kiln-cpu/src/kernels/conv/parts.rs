@@ -65,9 +65,10 @@ impl Parts {
         format!("{part} < {}", self.long)
     }
 
-    /// C statements for unit `unit` of `blocks`, which `line` begins: each of its parts finds its pixels with `pixels`, a
-    /// function from the first pixel `px`, and computes a tile with `compute`; then the tile of these `columns` is
-    /// consumed by `name_finish`, or left among the results of the block.
+    /// C statements for unit `unit` of `blocks`, after the statements `line`. Each part of the unit finds
+    /// its pixels by `pixels`, statements that follow from the first pixel `px`, and computes a tile by
+    /// `compute`. Then `name_finish` consumes the tile of these `columns`, or the tile stays among the
+    /// results of the block.
     pub fn unit(
         &self,
         (name, class, blocks): (&str, &Class, &Blocks),

@@ -1,10 +1,12 @@
 //! Depthwise convolutions of channels-first images: one plane at a time.
 //!
-//! A channel of an image is a small plane that no other channel touches. A thread copies it into a padded slab in its L2 (with what
-//! is computed on the fly applied), runs vectors along the rows with the weights broadcast, collects the result plane, and
-//! lets the caller consume that. No element is ever turned to channels-last.
+//! A channel of an image is a small plane, separate from all other channels. A thread copies it into a
+//! padded slab in its L2 (computing the image if that is needed), runs vectors along the rows with the
+//! weights broadcast, collects the result plane, and lets the caller consume that. No image is transposed
+//! to channels-last.
 //!
-//! The input gradient of a convolution with a stride puts zeros between the elements of the slab, which makes the stride 1.
+//! The input gradient of a convolution with a stride puts zeros between the elements of the slab, which
+//! makes the stride 1.
 
 use super::walk::Direction;
 use super::{ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGradSpec};
@@ -89,7 +91,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     let mut taps = String::new();
     for ty in 0..ky {
         for tx in 0..kx {
-            // The input gradient meets the kernel reversed.
+            // The input gradient reads the kernel in reverse.
             let tap = if forward {
                 ty * kx + tx
             } else {
@@ -175,7 +177,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         steps.push_str(&format!("sum{t} = vf_fma({x}, dy, sum{t});\n"));
         folds.push_str(&format!("row[{t}] = vf_sum(sum{t});\n"));
     }
-    // Lanes past the end of a row meet zeros of the gradient, and must then not meet anything infinite in the image.
+    // Lanes past the end of a row multiply zeros of the gradient, so the image must not be infinite there.
     let guard = if width.is_multiple_of(lanes) {
         String::new()
     } else {

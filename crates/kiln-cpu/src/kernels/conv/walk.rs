@@ -1,8 +1,9 @@
-//! Which image elements a window meets as it moves over an image, for the forward convolution and for the input gradient.
+//! Which image elements a window meets as it moves over an image, for the forward convolution and for the
+//! input gradient.
 
 use super::{ConvSpec, Spatial};
 
-/// Which of the two.
+/// The two directions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     Forward,
@@ -31,7 +32,7 @@ pub(super) struct Walk {
     pub tap_step: Spatial,
     /// Zeros before the image (negative: elements that no window reaches).
     pub before: [i64; 3],
-    /// Extents of what windows reach.
+    /// Extents of the elements that windows reach.
     pub reach: Spatial,
     /// Distance of neighbours in the padded image.
     pub spread: Spatial,
@@ -88,7 +89,8 @@ impl Walk {
                 });
             } else {
                 for residue in 0..stride.min(g.input[d] + g.pad[d]) {
-                    // Pixels q * stride - pad + residue, met by kernel elements residue, residue + stride, ...
+                    // Pixels q * stride - pad + residue, which kernel elements residue, residue + stride,
+                    // ... reach.
                     let taps: Vec<usize> = (residue..kernel).step_by(stride).collect();
                     let first = (pad - residue as i64 + stride as i64 - 1)
                         .div_euclid(stride as i64)

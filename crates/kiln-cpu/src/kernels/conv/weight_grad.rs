@@ -1,8 +1,10 @@
 //! The gradient of a convolution with respect to its weight.
 //!
-//! A product of the output's gradient (rows: output channels) and the input (columns: a run of kernel elements and input channels), summed over all pixels.
-//! Both are read in place: neighbouring pixels are neighbouring steps of the depth. Pixels are taken in chunks that fit in L2; sums are kept in the
-//! workspace between chunks, and at the end brought into the order of the weight, where the caller consumes them.
+//! The gradient is a product of the output's gradient (rows: output channels) and the input (columns: a run
+//! of kernel elements and input channels), summed over all pixels. Both are read in place: neighbouring
+//! pixels are neighbouring steps of the depth. Pixels are taken in chunks that fit in L2. The workspace
+//! keeps the sums between chunks; at the end they are brought into the order of the weight, where the
+//! caller consumes them.
 
 use std::collections::BTreeSet;
 
@@ -226,7 +228,7 @@ impl<'a> Chunked<'a> {
         kernel
     }
 
-    /// What the source says of itself.
+    /// The comment at the beginning of the source.
     fn about(&self) -> String {
         let g = &self.spec.geometry;
         let groups = match g.groups {
@@ -329,8 +331,8 @@ impl<'a> Chunked<'a> {
         (calls, tiles)
     }
 
-    /// The call of the function for tiles of `rows` rows and `width` columns, which goes to `tiles`: a sum over
-    /// the pixels of a chunk.
+    /// The call of the function for tiles of `rows` rows and `width` columns, a sum over the pixels of a
+    /// chunk; adds the function to `tiles`.
     fn tile_call(&self, rows: usize, width: usize, tiles: &mut BTreeSet<Helper>) -> String {
         let g = &self.spec.geometry;
         let [xn, _, xy, xx] = self.images.input.strides;
@@ -377,8 +379,9 @@ impl<'a> Chunked<'a> {
     }
 }
 
-/// `name_finish(ctx, begin, end, thread)` over output channels: brings sums into the order of the weight and lets the caller consume
-/// them. `element` is the C expression of the sum for output channel `o`, channel of the group `c` and kernel element `t`.
+/// `name_finish(ctx, begin, end, thread)` over output channels: brings sums into the order of the weight
+/// and lets the caller consume them. `element` is the C expression of the sum for output channel `o`,
+/// channel of the group `c` and kernel element `t`.
 pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: usize, lanes: usize) -> String {
     let (g, consume) = (&spec.geometry, &spec.consume);
     let (real, vf) = spec.storage.element().ctypes();
@@ -399,8 +402,9 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
         .part("Sums in the order of the weight.", "finish", &body)
 }
 
-/// Without a window, the gradient is a matrix product over the pixels. A small one over many pixels of channels-last images is better summed in
-/// chunks, each read from memory once.
+/// Without a window, the gradient is a matrix product over the pixels. If the gradient is small and there
+/// are many pixels of channels-last images, summing in chunks is faster, because each chunk is read from
+/// memory once.
 pub(super) fn as_product<'a>(spec: &'a WeightGradSpec<'a>, isa: Isa) -> Option<GemmSpec<'a>> {
     let g = &spec.geometry;
     let [depth, height, width] = g.input;

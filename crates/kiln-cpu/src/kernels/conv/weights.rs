@@ -5,7 +5,7 @@ use super::{Geometry, Spatial};
 use crate::kernels::element::Element;
 use crate::kernels::{Param, indent, unpack};
 
-/// How the panels of one class of pixels are filled.
+/// The description of the panels of one class of pixels.
 pub(super) struct Request<'a> {
     /// Prefix of the generated names.
     pub prefix: &'a str,
@@ -18,13 +18,14 @@ pub(super) struct Request<'a> {
     pub transposed: bool,
     /// Kernel elements along each dimension, in the order of the panel.
     pub taps: &'a [Vec<usize>; 3],
-    /// Result channels of a group, and how they are cut: width of a full panel, number of panels, width of the last.
+    /// Result channels of a group, and how they are cut: width of a full panel, number of panels, width of
+    /// the last.
     pub panels: Panels,
     /// Place of the panels in the workspace, in bytes.
     pub offset: usize,
     pub params: &'a [Param],
     pub lanes: usize,
-    /// What tiles compute with.
+    /// The type that tiles compute in.
     pub element: Element,
 }
 

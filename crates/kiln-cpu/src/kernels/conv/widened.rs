@@ -1,7 +1,8 @@
-//! Convolutions with a weight of 16 bits: the weight is made f32 in the workspace, and everything else is the convolution of f32.
+//! Convolutions with a weight of 16 bits: the weight is widened to f32 in the workspace, and the rest is
+//! the convolution of f32.
 //!
-//! Weights are packed in ways of their own by each form of convolution, mostly with strides. Widening them first costs one pass over what is small beside
-//! the images, and no form has to know.
+//! Each kernel of convolutions packs weights in its own way, mostly with strides. Widening them first costs
+//! one pass over a tensor that is small beside the images, and no kernel needs a form for 16 bits.
 
 use super::walk::Direction;
 use super::{ConvSpec, correlate};

@@ -1,8 +1,10 @@
-//! Products of very few rows with a matrix that is contiguous along the depth: a row of tokens times a transposed weight.
+//! Products of very few rows with a matrix that is contiguous along the depth, such as a row of tokens
+//! times a transposed weight.
 //!
-//! Tiles would spend their time turning the matrix, which is read only once. Here vectors run along the depth: the few rows are
-//! copied to consecutive memory, and each group of columns keeps one accumulator for each row and column, whose lanes
-//! are added at the end. The matrix is streamed exactly once, in place.
+//! Tiles would spend their time transposing the matrix, which is read only once. Here vectors run along the
+//! depth. The few rows are copied to consecutive memory, and each group of columns keeps one accumulator
+//! for each row and column, whose lanes are added at the end. The matrix is streamed exactly once, in
+//! place.
 
 use super::{At, Axis, GemmSpec, Result, pack};
 use crate::isa::Isa;
@@ -16,7 +18,7 @@ const MAX_ROWS: usize = 8;
 /// Accumulators that leave room for operands.
 const ACCUMULATORS: usize = 24;
 
-/// Whether this is the way to do it.
+/// Whether this kernel fits the product.
 pub(super) fn fits(spec: &GemmSpec<'_>, isa: Isa) -> bool {
     let lanes = spec.element().lanes(isa);
     (1..=MAX_ROWS).contains(&spec.m)
@@ -61,7 +63,7 @@ pub(super) fn emit(spec: &GemmSpec<'_>, isa: Isa) -> KernelText {
     };
     let (real, vf) = (spec.element().ctype(), spec.element().vector());
     let pairs = in_pairs(spec, isa);
-    // What the few rows are copied as, and how a number or vector of them is stored.
+    // The type of the copied rows, and how a number or vector of them is stored.
     let (copy, store, rounded) = match pairs {
         true => ("uint16_t", "vf_store_bf16", "bf16_from_sf"),
         false => (real, &*format!("{vf}_store"), ""),

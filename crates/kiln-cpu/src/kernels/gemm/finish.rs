@@ -1,11 +1,11 @@
-//! The epilogue of a matrix product: what consumes finished tiles.
+//! The epilogue of a matrix product, which consumes finished tiles.
 
 use super::{Epilogue, GemmSpec, Result, TileCode};
 use crate::kernels::element::Element;
 use crate::kernels::{Width, indent, unpack};
 
-/// `name_finish(args, batch, tile, ld, row, rows, col, cols)`: the epilogue of one tile; `rest` says whether some tiles end within
-/// a vector.
+/// `name_finish(args, batch, tile, ld, row, rows, col, cols)`: the epilogue of one tile; `rest` says
+/// whether some tiles end within a vector.
 pub(super) fn finish(spec: &GemmSpec<'_>, lanes: usize, rest: bool) -> String {
     let GemmSpec {
         name,

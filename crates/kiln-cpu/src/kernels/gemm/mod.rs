@@ -1,29 +1,34 @@
-//! Matrix products: `c[b][i][j] = sum over k of a[b][i][k] * b[b][k][j]`, for each batch index, in f32 or f64.
+//! Matrix products: `c[b][i][j] = sum over k of a[b][i][k] * b[b][k][j]`, for each batch index, in f32 or
+//! f64.
 //!
 //! Operands of 16 bits become f32 while they are packed, and results are rounded once. Where the machine
 //! multiplies pairs of bf16 and both operands hold bf16 numbers, panels hold pairs instead
 //! ([`Factor::Bf16Pair`]): two neighbours along the depth, half the bytes and half the instructions. Sums are
 //! f32 either way, but the instruction takes subnormal numbers for zero.
 //!
-//! The caller says how an element of each operand is obtained (a strided load, or any expression: an activation, a
-//! normalisation, a gather) and what happens to each element of the result (a store, a bias, an optimizer's whole
-//! update). The first is evaluated while a panel is packed, once for each element; the second on a finished tile that
-//! is still in L1. Neither operand is ever transposed in memory: packing reads any stride.
+//! The caller says how an element of each operand is obtained (a strided load, or any expression: an
+//! activation, a normalisation, a gather) and how each element of the result is consumed (a store, a bias,
+//! an optimizer's whole update). The first is evaluated once for each element, while a panel is packed; the
+//! second on a finished tile that is still in L1. Neither operand is ever transposed in memory: packing
+//! reads any stride.
 //!
-//! **Blocking.** The result is cut into tiles of register size ([`super::tile`]): row panels of at most 14 rows (of
-//! nearly equal height, so that no thin panel is left over) by column panels of two vectors. One operand is
-//! *stationary*: packed once, shared by all threads. The other is *streamed*: each thread packs a few of its panels,
-//! uses them against all of the stationary operand, and forgets them. The smaller one is stationary, so the larger is
-//! read once from memory and never written back in packed form. Only a very deep product (`k` beyond some thousands) is cut
-//! along the depth, with partial sums in the workspace.
+//! **Blocking.** The result is cut into tiles of register size ([`super::tile`]): row panels of at most 14
+//! rows (of nearly equal height, so that no thin panel is left over) by column panels of two vectors. One
+//! operand is *stationary*: packed once, shared by all threads. The other is *streamed*: each thread packs
+//! a few of its panels, uses them against all of the stationary operand, and drops them. The smaller
+//! operand is stationary, so the larger one is read once from memory and never written back in packed form.
+//! Only a very deep product (`k` beyond some thousands) is cut along the depth, with partial sums in the
+//! workspace.
 //!
-//! **Packing or not.** Where a packed element would be used too few times to pay for the copy, tiles read the operand
-//! in place with constant strides.
+//! **Packing or not.** Where a packed element would be used too few times to pay for the copy, tiles read
+//! the operand in place with constant strides.
 //!
-//! Very few rows with a matrix contiguous along the depth have a kernel of their own, with vectors along the depth.
+//! Products of very few rows with a matrix that is contiguous along the depth have a kernel of their own
+//! ([`dot`]).
 //!
-//! **Threads.** The streamed panels are split; if the batch is large, whole products are. Each result element is
-//! computed by one thread in an order that depends on the shape alone, so the bits do not depend on the thread count.
+//! **Threads.** Threads share the streamed panels or, if the batch is large, whole products. Each result
+//! element is computed by one thread in an order that depends on the shape alone, so the bits do not depend
+//! on the thread count.
 
 mod dot;
 mod emit;
@@ -46,8 +51,8 @@ pub enum Axis {
     Depth,
 }
 
-/// The place of one element of an operand, or of the first of a vector of elements along the contiguous axis. All are
-/// C expressions of type `int64_t`, safe to use as factors.
+/// The place of one element of an operand, or of the first of a vector of elements along the contiguous
+/// axis. All are C expressions of type `int64_t`, safe to use as factors.
 #[derive(Debug, Clone, Copy)]
 pub struct At<'a> {
     /// One element or a vector.
@@ -69,19 +74,19 @@ pub struct Operand<'a> {
     pub contiguous: Option<Axis>,
     /// How an element is obtained.
     pub load: Load<'a>,
-    /// Set if the operand is memory of what registers hold, so that tiles may read it in place.
+    /// Set if the operand lies in memory in the type of registers, so that tiles may read it in place.
     pub memory: Option<Memory<'a>>,
-    /// Set if the operand is memory of bf16, from which pairs are packed as they are.
+    /// Set if the operand lies in memory as bf16, so that pairs are packed without conversion.
     halves: Option<Memory<'a>>,
-    /// Whether its elements are bf16 numbers, whatever holds them.
+    /// Whether its elements are bf16 numbers, in whichever type they are held.
     is_bf16: bool,
     /// Set if vectors along the depth must not cross multiples of this.
     segment: Option<usize>,
-    /// What its elements are in registers.
+    /// The type of its elements in registers.
     element: Element,
 }
 
-/// Memory that tiles or panels take as it is.
+/// Memory that tiles or panels read without conversion.
 pub struct Memory<'a> {
     /// C expression (a pointer) of element (0, 0) for a batch index.
     pub base: Box<dyn Fn(&str) -> String + 'a>,
@@ -92,8 +97,8 @@ pub struct Memory<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// The f32 tensor at the C pointer `pointer`, with these strides in elements. `batch` lists extent and stride of
-    /// the batch dimensions, outermost first; a stride of 0 broadcasts.
+    /// The f32 tensor at the C pointer `pointer`, with these strides in elements. `batch` lists extent and
+    /// stride of the batch dimensions, outermost first; a stride of 0 broadcasts.
     pub fn strided(pointer: &str, batch: &[(usize, i64)], free_stride: i64, depth_stride: i64) -> Self {
         Self::stored(Storage::F32, pointer, batch, free_stride, depth_stride)
     }
@@ -143,8 +148,8 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// An operand of f32 that is computed while it is packed. `contiguous` is the axis along which `load` is asked for
-    /// vectors.
+    /// An operand of f32 that is computed while it is packed. `contiguous` is the axis along which `load`
+    /// is asked for vectors.
     pub fn computed(contiguous: Option<Axis>, load: impl Fn(&At<'_>) -> String + 'a) -> Self {
         Self {
             contiguous,
@@ -159,15 +164,15 @@ impl<'a> Operand<'a> {
 }
 
 impl Operand<'_> {
-    /// An operand whose elements are contiguous along the depth only between multiples of `length`, such as the pixels
-    /// of several channels-first images. The product is cut there.
+    /// An operand whose elements are contiguous along the depth only between multiples of `length`, such as
+    /// the pixels of several channels-first images. The product is cut there.
     pub fn in_segments(mut self, length: usize) -> Self {
         self.segment = Some(length);
         self
     }
 
-    /// An operand of what registers hold whose elements stand for numbers that would be stored so: registers
-    /// hold what they would hold of those, and packing may round to them.
+    /// Declares that the elements of a computed operand stand for numbers that would be stored as
+    /// `storage`: packing may round them to that.
     pub fn standing_for(mut self, storage: Storage) -> Self {
         self.element = storage.element();
         self.is_bf16 = storage == Storage::BF16;
@@ -184,7 +189,8 @@ fn contiguous_axis(free_stride: i64, depth_stride: i64) -> Option<Axis> {
     }
 }
 
-/// C expression of the offset of batch index `index`, unless it is zero. Index and strides are in row-major order.
+/// C expression of the offset of batch index `index`, unless it is zero. Index and strides are in row-major
+/// order.
 pub fn batch_offset(batch: &[(usize, i64)], index: &str) -> Option<String> {
     let mut terms = Vec::new();
     let mut inner: usize = batch.iter().map(|&(extent, _)| extent).product();
@@ -211,8 +217,8 @@ pub fn batch_offset(batch: &[(usize, i64)], index: &str) -> Option<String> {
     (!terms.is_empty()).then(|| format!("({})", terms.join(" + ")))
 }
 
-/// A finished element of the result, or a vector of them along the columns. The first three are C expressions of type
-/// `int64_t`.
+/// A finished element of the result, or a vector of them along the columns. The first three are C
+/// expressions of type `int64_t`.
 #[derive(Debug, Clone, Copy)]
 pub struct Result<'a> {
     /// One element or a vector.
@@ -230,8 +236,8 @@ pub struct Result<'a> {
 /// A function from a finished element to the C statements that consume it.
 pub type Consume<'a> = Box<dyn Fn(&Result<'_>) -> String + 'a>;
 
-/// Statements of the caller's own for finished tiles. They may use `batch`, `row`, `rows`, `col` and `cols` (what the tiles cover) and declare what
-/// they like.
+/// Statements of the caller's own for finished tiles. They may use `batch`, `row`, `rows`, `col` and `cols`
+/// (the extent of the tile) and declare variables.
 #[derive(Debug, Clone, Default)]
 pub struct TileCode {
     /// Once for each tile.
@@ -244,10 +250,10 @@ pub struct TileCode {
     pub rest: String,
 }
 
-/// What happens to the result.
+/// The consumer of the result.
 pub struct Epilogue<'a> {
-    /// The axis along which `consume` can take vectors: [`Axis::Depth`] for the columns, [`Axis::Free`] for the rows. The
-    /// product is computed transposed where rows are the vectors.
+    /// The axis along which `consume` can take vectors: [`Axis::Depth`] for the columns, [`Axis::Free`] for
+    /// the rows. The product is computed transposed where rows are the vectors.
     pub contiguous: Option<Axis>,
     /// Statements for each element or vector. They run in a loop over rows, with columns inside.
     pub consume: Consume<'a>,
@@ -345,7 +351,7 @@ pub struct GemmSpec<'a> {
     pub a: Operand<'a>,
     /// The right operand, `[batch][k][n]`.
     pub b: Operand<'a>,
-    /// What happens to the result.
+    /// The consumer of the result.
     pub epilogue: Epilogue<'a>,
     /// Parameters that the snippets refer to.
     pub params: Vec<Param>,
@@ -354,7 +360,7 @@ pub struct GemmSpec<'a> {
 }
 
 impl GemmSpec<'_> {
-    /// What it computes with: what its operands are in registers.
+    /// The type that it computes in: that of its operands in registers.
     fn element(&self) -> Element {
         debug_assert_eq!(self.a.element, self.b.element);
         self.a.element
@@ -384,8 +390,8 @@ pub fn emit(spec: GemmSpec<'_>, isa: Isa) -> KernelText {
     }
 }
 
-/// Bytes of working memory of the kernel that [`emit`] would write, from its plan. Of the operands and the epilogue only the shape of their memory
-/// counts: what is computed may be left out.
+/// Bytes of working memory of the kernel that [`emit`] would write, from its plan. Only the memory layout
+/// of operands and epilogue counts; their functions may be missing.
 pub fn workspace(spec: GemmSpec<'_>, isa: Isa) -> usize {
     let spec = columns_contiguous(spec);
     if dot::fits(&spec, isa) {
@@ -395,8 +401,8 @@ pub fn workspace(spec: GemmSpec<'_>, isa: Isa) -> usize {
     }
 }
 
-/// Exchanges the operands where the result's rows, not its columns, are contiguous (or are the only ones long enough
-/// for a vector): `c` transposed is `b` transposed times `a` transposed.
+/// Exchanges the operands where the rows of the result are contiguous and not its columns (or only the rows
+/// are long enough for a vector): `c` transposed is `b` transposed times `a` transposed.
 fn columns_contiguous(spec: GemmSpec<'_>) -> GemmSpec<'_> {
     if spec.epilogue.contiguous != Some(Axis::Free) {
         return spec;

@@ -1,5 +1,5 @@
-//! Code that copies a panel of an operand into the layout of the tiles: `packed[k * width + r]`, for `width` consecutive
-//! rows of A or columns of B and one cut of the depth.
+//! Code that copies a panel of an operand into the layout of the tiles: `packed[k * width + r]`, for
+//! `width` consecutive rows of A or columns of B and one cut of the depth.
 
 use super::{At, Axis, Memory, Operand, contiguous_axis};
 use crate::kernels::element::Factor;
@@ -9,8 +9,8 @@ use crate::kernels::{Width, indent};
 ///
 /// In scope: `batch`, `free` (first row or column), `valid` (how many of `width` exist; the rest become
 /// zero), `start` and `depth` (the cut), `extent`, `packed`. `width` is a constant. At most `depth * width`
-/// elements are written. `all` is the depth of all cuts in elements of the operand; everything else is in
-/// what panels hold.
+/// factors are written. `all` is the depth of all cuts in elements of the operand; all other lengths count
+/// factors.
 pub(super) fn panel(operand: &Operand<'_>, factor: Factor, all: usize, width: usize, lanes: usize) -> String {
     match factor {
         Factor::Bf16Pair => Pairs { operand, all }.panel(width, lanes),
@@ -18,7 +18,7 @@ pub(super) fn panel(operand: &Operand<'_>, factor: Factor, all: usize, width: us
     }
 }
 
-/// As [`panel`], of what registers hold.
+/// As [`panel`], for elements of the type of registers.
 fn elements(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
     let vf = operand.element.vector();
     let load = |width, free: &str, depth: &str| {
@@ -30,8 +30,8 @@ fn elements(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
         })
     };
     let scalar = load(Width::Scalar, "(free + r)", "(start + k)");
-    // A vector store of a narrow panel runs over into the next depth steps, which are written later; the last steps
-    // store what is theirs only.
+    // A vector store of a narrow panel overwrites the beginning of the next depth steps, which are written
+    // later; the last steps store only their own elements.
     let whole = width.div_ceil(lanes) * lanes;
     let spill = (whole - width).div_ceil(width);
     let element = |k: &str| {
@@ -65,7 +65,7 @@ fn elements(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
                 block.push_str(&format!("    {vf}_transpose(row);\n"));
                 for l in 0..lanes {
                     let place = format!("packed + (k0 + {l}) * {width} + {group}");
-                    // The depth steps that a vector runs over into belong to this block, but for the last ones.
+                    // The depth steps that a vector overwrites belong to this block, except the last ones.
                     let store = if rows == lanes || l + spill < lanes {
                         format!("{vf}_store({place}, row[{l}]);")
                     } else {
@@ -84,8 +84,8 @@ fn elements(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
     }
 }
 
-/// An operand of which pairs of bf16 are packed: element `2 i` of the depth, and in the upper half `2 i + 1`,
-/// or zero past the end.
+/// An operand that is packed as pairs of bf16: element `2 i` of the depth and, in the upper half, element
+/// `2 i + 1`, or zero past the end.
 struct Pairs<'a> {
     operand: &'a Operand<'a>,
     /// Elements of the whole depth.

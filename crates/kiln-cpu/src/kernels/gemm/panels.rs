@@ -129,8 +129,8 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// C expression of a region of the workspace: the thread's own, `each` bytes from the next thread's, where
-    /// threads share panels.
+    /// C expression of a region of the workspace: the thread's own, `each` bytes from the next thread's,
+    /// where threads share panels.
     fn own(&self, offset: usize, each: usize) -> String {
         match self.plan.parallel {
             Parallel::Panels => format!("args->workspace + {offset} + thread * {each}"),
@@ -199,8 +199,8 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// Finds the operands and the sums of the tile of row panel `rp` and column panel `cp`, and computes it by
-    /// `calls`.
+    /// Finds the operands and the sums of the tile of row panel `rp` and column panel `cp`, and computes it
+    /// by `calls`.
     fn tile(&self, sums: &Sums<'_>, calls: &str) -> String {
         let (plan, width) = (self.plan, self.plan.width());
         let (real, factor) = (self.spec.element().ctype(), plan.factor.ctype());
@@ -258,8 +258,8 @@ impl<'a> Emitter<'a> {
         )
     }
 
-    /// Calls the epilogue for column panels `from..end` of row panel `rp`: several at once, because rows should
-    /// be long enough for caches to run ahead of it. In a block, their sums lie `at` from its start.
+    /// Calls the epilogue for column panels `from..end` of row panel `rp`: several at once, because rows
+    /// should be long enough for caches to run ahead of it. In a block, their sums lie `at` from its start.
     fn finish_columns(&self, sums: &Sums<'_>, from: &str, end: &str, at: &str) -> String {
         let (plan, width) = (self.plan, self.plan.width());
         let GemmSpec { name, n, .. } = self.spec;

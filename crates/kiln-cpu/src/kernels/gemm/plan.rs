@@ -6,7 +6,7 @@ use crate::kernels::element::Factor;
 use crate::kernels::{round_up, tile};
 use crate::policy::{BATCH_PRODUCT, PRODUCT_DEPTH, PRODUCT_L2, SERIAL_PRODUCT};
 
-/// What the threads share.
+/// The unit of work that threads share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Parallel {
     /// Nothing: one thread runs it all.
@@ -28,7 +28,7 @@ pub(super) enum Stream {
 
 #[derive(Debug, Clone)]
 pub(super) struct ProductPlan {
-    /// What panels hold. The depth is counted in these.
+    /// The factors that panels hold. The depth is counted in these.
     pub factor: Factor,
     pub lanes: usize,
     /// Vectors in a column panel.
@@ -172,8 +172,8 @@ fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
     }
 }
 
-/// Whether packing A pays. Each element is used once for each column panel; a tile can read A in place with any stride,
-/// at some cost in cache lines. Pairs must lie in memory as such.
+/// Whether packing A pays. Each element is used once for each column panel; a tile can read A in place with
+/// any stride, at some cost in cache lines. Pairs can only be read in place if they lie in memory as pairs.
 fn pack_a(a: &Operand<'_>, factor: Factor, k: usize, n: usize, lanes: usize) -> bool {
     let (memory, bytes) = match factor {
         Factor::Bf16Pair => (&a.halves, 2),

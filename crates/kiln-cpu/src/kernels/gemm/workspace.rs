@@ -1,4 +1,4 @@
-//! The working memory of a matrix product: what is packed where.
+//! The working memory of a matrix product: its regions.
 
 use super::GemmSpec;
 use super::plan::{Parallel, ProductPlan, Stream};
@@ -11,7 +11,7 @@ const REGION: usize = 64;
 /// Column panels after which the epilogue runs, where rows are streamed.
 pub(super) const WIDE: usize = 8;
 
-/// What is packed where in the workspace, in bytes.
+/// The regions of the workspace, in bytes.
 pub(super) struct Workspace {
     /// The stationary operand, if packed.
     pub stationary: usize,

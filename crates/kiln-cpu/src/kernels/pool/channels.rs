@@ -1,9 +1,10 @@
 //! Pooling of images whose channels are contiguous (or of any layout, slower) and its gradients.
 //!
-//! Vectors run along the channels, so a window is a loop over places with one vector each: no slab, no shuffles, and borders are tests on
-//! scalars. Threads share the lines of the result. Gradients gather from the windows that contain a place: of the mean all, of the maximum those whose
-//! index is the place. Where the indices may come from anywhere, the gradient of the maximum adds each element at its index instead, and threads share the
-//! images and blocks of channels.
+//! Vectors run along the channels, so a window is a loop over places with one vector each: no slab, no
+//! shuffles, and borders are tests on scalars. Threads share the lines of the result. Gradients gather from
+//! the windows that contain a place: the gradient of the mean from all of them, the gradient of the maximum
+//! from those whose index is the place. Where the indices may come from any other pooling, the gradient of
+//! the maximum adds each element at its index instead, and threads share the images and blocks of channels.
 
 use super::planes::{PoolGeometry, PoolKind, table};
 use crate::isa::Isa;
@@ -53,7 +54,7 @@ impl Memory {
 /// Indices of largest elements in memory.
 #[derive(Debug, Clone)]
 pub struct Indices {
-    /// Where.
+    /// The tensor.
     pub memory: Memory,
     /// C type of an element.
     pub ctype: &'static str,
@@ -68,17 +69,18 @@ pub struct ChannelPool {
     pub name: String,
     /// What it computes, for the comment above it.
     pub comment: String,
-    /// What a window gives.
+    /// The result of a window.
     pub kind: PoolKind,
     /// Shape of the forward pooling.
     pub geometry: PoolGeometry,
-    /// How elements are stored. What is computed from 16 bits is rounded once, when it is stored.
+    /// How elements are stored. Results of 16-bit elements are rounded once, when they are stored.
     pub storage: Storage,
     /// The forward input; for the gradient, the gradient of the output.
     pub input: Memory,
     /// The result.
     pub output: Memory,
-    /// For the maximum: where indices are stored, if they are wanted; for its gradient, where they are.
+    /// For the maximum: where indices are stored, if they are wanted; for its gradient, where they are
+    /// read.
     pub indices: Option<Indices>,
     /// Parameters that the pointers refer to.
     pub params: Vec<Param>,
@@ -226,7 +228,8 @@ fn divisors(spec: &ChannelPool, count_padding: bool) -> String {
     of(0, "y") + &of(1, "x")
 }
 
-/// Statements for units `begin..end`, the lines of an image of these extents: `before` for every pixel, `each` for every pixel and vector of channels.
+/// Statements for units `begin..end`, the lines of an image of these extents: `before` runs for every
+/// pixel, `each` for every pixel and vector of channels.
 fn lines(
     [height, width]: [usize; 2],
     channels: usize,
@@ -315,7 +318,8 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> KernelText {
     kernel(spec, "", &body, g.images * blocks, elements)
 }
 
-/// The gradient of the maximum, gathered: the order of the sums is that of [`max_grad`]. None where windows do not tell what is needed.
+/// The gradient of the maximum, gathered: its sums have the order of [`max_grad`]. None where the windows
+/// do not determine the indices.
 fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
     let g = &spec.geometry;
     let indices = spec.indices.as_ref().filter(|indices| indices.own)?;
@@ -328,7 +332,8 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
     };
     let (_, vf) = spec.element().ctypes();
     let dense = |memory: &Memory| memory.strides[4] == 1;
-    // Sums of 16 bits in memory are rounded each time, which costs more than gathering numbers with gaps between them.
+    // Sums of 16 bits in memory are rounded at each addition, which costs more than gathering numbers with
+    // gaps between them.
     let by_channel =
         dense(&indices.memory) && (!spec.storage.is_plain() || dense(&spec.input) && dense(&spec.output));
     // A window of padding only has the index 0, wherever it is.

@@ -1,9 +1,10 @@
 //! Pooling of channels-first images and its gradients, a plane at a time.
 //!
-//! A thread copies a plane into a padded slab, runs a vector of neighbouring windows over it, collects the result plane and
-//! lets the caller consume it. Padding is minus infinity for the maximum and zero for the mean, so no window needs a test; what the
-//! mean divides by is a factor for the row times one for the column, both in tables. The gradient of the mean spreads the divided
-//! gradient with zeros between its elements and sums windows of that; the gradient of the maximum adds each element at its index.
+//! A thread copies a plane into a padded slab, runs a vector of neighbouring windows over it, collects the
+//! result plane and lets the caller consume it. Padding is minus infinity for the maximum and zero for the
+//! mean, so no window needs a test. The divisor of the mean is a factor for the row times one for the
+//! column, both in tables. The gradient of the mean spreads the divided gradient with zeros between its
+//! elements and sums windows of that; the gradient of the maximum adds each element at its index.
 
 use crate::isa::Isa;
 use crate::kernels::conv::{LoadImage, PixelPlace};
@@ -12,7 +13,7 @@ use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::SERIAL_POOLING;
 
-/// What a window gives.
+/// The result of a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PoolKind {
     /// Its largest element; NaN if there is one.
@@ -24,7 +25,7 @@ pub enum PoolKind {
     },
 }
 
-/// Shape of a pooling, as of the forward one also for gradients. Pairs are height and width.
+/// Shape of a pooling. Gradients are described by their forward pooling. Pairs are height and width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PoolGeometry {
     /// Images.
@@ -41,14 +42,15 @@ pub struct PoolGeometry {
     pub stride: [usize; 2],
     /// Padding before the first element.
     pub pad_low: [usize; 2],
-    /// Padding after the last element. A window may reach beyond it; what is there counts in no divisor.
+    /// Padding after the last element. A window may reach beyond it; elements there count in no divisor.
     pub pad_high: [usize; 2],
     /// Distance between elements of the window.
     pub dilation: [usize; 2],
 }
 
-/// A function from a place (of a plane as a whole: `[0, 0, y * width + x]`), the C variable with the value (`float` or `vf`) and the C
-/// variable with the index of the largest element within its input plane (`int64_t` or `vi`; maximum only) to statements.
+/// A function to statements, from a place (`[0, 0, y * width + x]`, by the number of the pixel in its
+/// plane), the C variable with the value (`float` or `vf`) and, for the maximum, the C variable with the
+/// index of the largest element within its input plane (`int64_t` or `vi`).
 pub type ConsumePooled<'a> = Box<dyn Fn(&PixelPlace<'_>, &str, &str) -> String + 'a>;
 
 /// A pooling, or the gradient of one with respect to its input.
@@ -57,15 +59,16 @@ pub struct PoolSpec<'a> {
     pub name: String,
     /// What it computes, for the comment above it.
     pub comment: String,
-    /// What a window gives.
+    /// The result of a window.
     pub kind: PoolKind,
     /// Shape of the forward pooling.
     pub geometry: PoolGeometry,
     /// The forward input, vectors along the width; for the gradient, the gradient of the output.
     pub load: LoadImage<'a>,
-    /// For the gradient of the maximum: the index (`int64_t`) that the forward pooling gave, at a place of a plane as a whole.
+    /// For the gradient of the maximum: the index (`int64_t`) that the forward pooling gave, at a place
+    /// given by the number of the pixel in its plane.
     pub index: Option<LoadImage<'a>>,
-    /// What happens to the result.
+    /// The consumer of the result.
     pub consume: ConsumePooled<'a>,
     /// Parameters that the snippets refer to.
     pub params: Vec<Param>,
@@ -208,8 +211,9 @@ fn fill(spec: &PoolSpec<'_>, slab: &Slab, lanes: usize) -> String {
     )
 }
 
-/// `out[n, c, p]` is the maximum or mean of `x[n, c, p * stride - pad_low + t * dilation]` over the window's elements `t` (those inside the
-/// input). The index of the maximum is that of the first of equals, or of the first NaN; 0 where the window holds padding only.
+/// `out[n, c, p]` is the maximum or mean of `x[n, c, p * stride - pad_low + t * dilation]` over the
+/// window's elements `t` (those inside the input). The index of the maximum is that of the first of equals,
+/// or of the first NaN; 0 where the window holds padding only.
 pub fn forward(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
     let lanes = vector::lanes(isa);
     let g = &spec.geometry;
@@ -285,8 +289,8 @@ pub fn forward(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
     planes.kernel(&spec, lanes)
 }
 
-/// The gradient of [`forward`] with respect to its input. For the maximum, each element of `dy` is added at its index (clamped into the
-/// plane).
+/// The gradient of [`forward`] with respect to its input. For the maximum, each element of `dy` is added at
+/// its index (clamped into the plane).
 pub fn input_grad(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
     match spec.kind {
         PoolKind::Max => max_grad(&spec, vector::lanes(isa)),

@@ -177,8 +177,9 @@ impl Emitter<'_> {
         }
     }
 
-    /// `name_turn(args, c, k, to, ld)`: transforms the weights of a vector of summed channels from `c` and one of result channels from `k`, to
-    /// `[element][summed channel][result channel]`, with `ld` floats between summed channels.
+    /// `name_turn(args, c, k, to, ld)`: transforms the weights of a vector of summed channels from `c` and
+    /// one of result channels from `k`, to `[element][summed channel][result channel]`, with `ld` floats
+    /// between summed channels.
     fn turn(&self) -> String {
         let (lanes, weight, name) = (self.lanes, &self.spec.weight, &self.spec.name);
         let (summed, results) = (self.sides.channels, self.sides.result_channels);
@@ -187,7 +188,8 @@ impl Emitter<'_> {
             format!("vf_store(to + ({first} + j) * {apart}, vf_set1(scale[{first} + j]) * ({value}));")
         };
         let (gather, load): (String, Box<dyn Fn(usize) -> String>) = match self.direction {
-            // For one result channel memory runs over summed channels and kernel elements: whole vectors of those, turned.
+            // For one result channel memory runs over summed channels and kernel elements: whole vectors of
+            // those are loaded and transposed.
             Direction::Forward => (
                 format!(
                     "vf turned[{}];\nfor (int64_t part = 0; part < 9; part++) {{\n    vf block[KILN_LANES];\n    KILN_UNROLL for (int l = 0; l < {lanes}; \
@@ -198,7 +200,8 @@ impl Emitter<'_> {
                 ),
                 Box::new(|j| format!("turned[s * 9 + i * 3 + {j}]")),
             ),
-            // For one summed channel memory runs over result channels and kernel elements, which are met in reverse.
+            // For one summed channel memory runs over result channels and kernel elements, which are read
+            // in reverse.
             Direction::InputGrad => (
                 String::new(),
                 Box::new(move |j| {
@@ -264,7 +267,8 @@ impl Emitter<'_> {
             .part("Transforms tiles of the image.", "tiles", &body)
     }
 
-    /// Statements that multiply all rows `row..` of `tile_a` (at the stride of transformed tiles) with `tile_b`, of this width, into `target`.
+    /// Statements that multiply all rows `row..` of `tile_a` (at the stride of transformed tiles) with
+    /// `tile_b`, of this width, into `target`.
     fn row_calls(
         &self,
         width: usize,
@@ -349,7 +353,8 @@ impl Emitter<'_> {
             .part("One product for each element of a tile.", "products", &body)
     }
 
-    /// Statements that transform the products of `tile` at `from` back, for the vector of channels at `c`, and let the caller consume the results.
+    /// Statements that transform the products of `tile` at `from` back, for the vector of channels at `c`,
+    /// and let the caller consume the results.
     fn transform_back(&self, apart: usize) -> String {
         let t = self.matrices.tile;
         let [height, width] = self.result;

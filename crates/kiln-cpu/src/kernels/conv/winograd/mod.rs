@@ -1,14 +1,19 @@
-//! 3x3 convolutions of stride 1 by Winograd's algorithm: 2.25 (`m = 2`) to 4 times (`m = 4`) fewer multiplications.
+//! 3x3 convolutions of stride 1 by Winograd's algorithm: 2.25 (`m = 2`) to 4 times (`m = 4`) fewer
+//! multiplications.
 //!
-//! The image is cut into tiles that give `m x m` results each. Tiles are transformed, which turns the convolution into `t * t` matrix products over
-//! channels (one for each element of a transformed tile), and the products are transformed back. Tiles are taken in blocks whose transforms stay in
-//! cache. A thread takes a block of its own through all stages; where the transformed weight is large and the image small, it takes a panel of channels instead
-//! and transforms just their weights, which then never leave its cache. Images are read channels-last, where vectors
-//! run along the channels, and the padding is a test on scalars.
+//! The image is cut into tiles that give `m x m` results each. Tiles are transformed, which turns the
+//! convolution into `t * t` matrix products over channels (one for each element of a transformed tile), and
+//! the products are transformed back. Tiles are taken in blocks whose transforms stay in cache. A thread
+//! takes a block of its own through all stages. Where the transformed weight is large and the image small,
+//! a thread takes a panel of channels instead and transforms just their weights, which then stay in its
+//! cache. Images are read channels-last, where vectors run along the channels, and the padding is a test on
+//! scalars.
 //!
-//! **Error.** Results of `m = 2` are as exact as those of the direct kernel. Those of `m = 4` are two to three times as far from exact ones, in f32: transforming back
-//! multiplies what the products round. Three things keep that small: the points of the transforms, products that add up in short blocks, and weights that are scaled
-//! once ([`transform`]). Infinite and NaN elements reach all results of their tile, not only those whose window contains them.
+//! **Error.** Results of `m = 2` are as exact as those of the direct kernel. In f32, results of `m = 4` are
+//! two to three times as far from exact ones, because transforming back multiplies the rounding errors of
+//! the products. Three things keep that small: the points of the transforms, products that add up in short
+//! blocks, and weights that are scaled once ([`transform`]). Infinite and NaN elements reach all results of
+//! their tile, not only those whose window contains them.
 
 mod correlate;
 mod transform;
@@ -25,7 +30,8 @@ use crate::policy::{WINOGRAD_FLOPS, WINOGRAD_OWN, WINOGRAD_SHARED};
 /// Summed channels whose transformed weights a thread has at a time, for a panel of results.
 const CHUNK: usize = 128;
 
-/// Channels whose products add up in registers. Transforming back multiplies what the products round, so these blocks are short.
+/// Channels whose products add up in registers. These blocks are short, because transforming back
+/// multiplies the rounding errors of the products.
 const BLOCK: usize = 32;
 
 /// How an image is cut into tiles.
@@ -46,11 +52,13 @@ struct Cut {
 }
 
 impl Cut {
-    /// The cut for results of these extents from and to these channels; none where the direct kernel is better. Threads take blocks of their own if the
-    /// transformed weight has at most `small` bytes, or if they cannot take panels.
+    /// The cut for results of these extents from and to these channels; none where the direct kernel is
+    /// better. A thread takes blocks of its own if the transformed weight has at most `small` bytes, or if
+    /// panels are not possible.
     fn new(g: &Geometry, extents: Spatial, channels: [usize; 2], small: usize, panels: bool) -> Option<Self> {
         let [a, b] = channels;
-        // Seconds on two cores: products, the transforms of the weight, and those of tiles, which are written and read in cache.
+        // Seconds on two cores: products, the transforms of the weight, and those of tiles, which are
+        // written and read in cache.
         let time = |m: usize| {
             let tiles = g.images * extents[1].div_ceil(m) * extents[2].div_ceil(m);
             let elements = (m + 2) * (m + 2);
@@ -95,8 +103,8 @@ impl Cut {
         self.tiles.div_ceil(self.block)
     }
 
-    /// Floats between the elements of the transformed tiles of a side. Not a multiple of a page, so that the elements of a tile do not fight for the
-    /// same lines of L1.
+    /// Floats between the elements of the transformed tiles of a side. Not a multiple of a page, so that
+    /// the elements of a tile do not fight for the same lines of L1.
     fn apart(&self, side: usize) -> usize {
         apart(self.block * self.stride[side])
     }
@@ -106,13 +114,13 @@ impl Cut {
         self.side_bytes(0) + self.side_bytes(1)
     }
 
-    /// Bytes of those of one side. A vector may run over the end.
+    /// Bytes of the transformed tiles of one side. A vector may run over the end.
     fn side_bytes(&self, side: usize) -> usize {
         round_up((self.elements() * self.apart(side) + 16) * 4, 64)
     }
 
-    /// C statements that define the place of `tile` (counted within the block): `image`, and `y0`, `x0` of its first element when the image has
-    /// `before` zeros around it.
+    /// C statements that define the place of `tile` (counted within the block): `image`, and `y0`, `x0` of
+    /// its first element when the image has `before` zeros around it.
     fn place(&self, before: [i64; 2]) -> String {
         let [down, along] = self.across;
         format!(
@@ -146,11 +154,12 @@ impl Cut {
     }
 }
 
-/// Fields of a kernel's arguments besides its parameters and the workspace: the transformed tiles of the block at work (of one thread, or of all), and the
-/// block's first tile and number of tiles.
+/// Fields of a kernel's arguments besides its parameters and the workspace: the transformed tiles of the
+/// current block (of one thread, or of all), and the block's first tile and number of tiles.
 const FIELDS: &str = "    char *own;\n    int64_t lead, count;\n    int fresh;\n";
 
-/// Floats between slices of `length` so that equal places of neighbouring slices are in different lines of L1.
+/// Floats between slices of `length` so that equal places of neighbouring slices are in different lines of
+/// L1.
 fn apart(length: usize) -> usize {
     if length % 256 < 32 { length + 48 } else { length }
 }
@@ -174,8 +183,8 @@ fn by_channels(image: &Image<'_>) -> bool {
     image.contiguous == Some(ImageAxis::Channel)
 }
 
-/// C expression (a vector) of the element `[y][x]` of the image at channel `c`, zero outside. Needs `inside`, whether the whole tile is inside, and `row`,
-/// whether this line is.
+/// C expression (a vector) of the element `[y][x]` of the image at channel `c`, zero outside. Needs
+/// `inside`, whether the whole tile is inside, and `row`, whether this line is.
 fn guarded(image: &Image<'_>, y: &str, x: &str, width: usize) -> String {
     let load = (image.load)(&super::PixelPlace {
         width: crate::kernels::Width::Vector,

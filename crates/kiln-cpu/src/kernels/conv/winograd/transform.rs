@@ -1,14 +1,17 @@
-//! The transforms of Winograd's convolutions: small matrices applied to both sides of a tile, vectors along the channels.
+//! The transforms of Winograd's convolutions: small matrices applied to both sides of a tile, vectors along
+//! the channels.
 //!
-//! `F(m x m, 3 x 3)` computes `m x m` results from a tile of `t = m + 2` by `t` elements with `t * t` multiplications a channel:
-//! `Y = A' [(G g G') * (B' d B)] A`. The matrices are those of Lavin and Gray, *Fast algorithms for convolutional neural networks* (2015), for `m = 2` from
-//! the points 0, 1, -1 and infinity, for `m = 4` from 0, [`POINTS`] with both signs, and infinity. The weight gradient is the transpose of the same bilinear form:
-//! `dg = G' [sum over tiles of (A dY A') * (B' d B)] G`.
+//! `F(m x m, 3 x 3)` computes `m x m` results from a tile of `t = m + 2` by `t` elements with `t * t`
+//! multiplications a channel: `Y = A' [(G g G') * (B' d B)] A`. The matrices are those of Lavin and Gray,
+//! *Fast algorithms for convolutional neural networks* (2015), for `m = 2` from the points 0, 1, -1 and
+//! infinity, for `m = 4` from 0, [`POINTS`] with both signs, and infinity. The weight gradient is the
+//! transpose of the same bilinear form: `dg = G' [sum over tiles of (A dY A') * (B' d B)] G`.
 
 use crate::kernels::indent;
 
-/// The points of `m = 4`. With 1 and 2, the usual ones, results round more than twice as much: powers of 2 enlarge what the products
-/// round. These are the best of the fractions of 16, which f32 represents exactly.
+/// The points of `m = 4`. With the usual points 1 and 2 results round more than twice as much, because
+/// powers of 2 enlarge the rounding errors of the products. These are the best of the fractions of 16,
+/// which f32 represents exactly.
 const POINTS: [f64; 2] = [0.6875, 1.5];
 
 /// A matrix by rows.
@@ -22,15 +25,16 @@ pub(super) struct Matrices {
     pub input: Matrix,
     /// `G` without [`Matrices::scale`], 3 to tile: numbers that f32 represents exactly.
     pub kernel: Matrix,
-    /// What each row of `G` is multiplied by. No fraction of 2, so it is rounded, and that once for each element of a tile: it is the same for all
-    /// channels and pixels, and would not average out.
+    /// The factor of each row of `G`. It is no fraction of a power of 2, so multiplying by it rounds. That
+    /// happens once for each element of a tile, at the end: the rounding is the same for all channels and
+    /// pixels, and would not average out.
     scale: Vec<f64>,
     /// `A'`: tile to `m`.
     pub output: Matrix,
 }
 
 impl Matrices {
-    /// Those for `m` of 2 or 4.
+    /// The matrices for `m` of 2 or 4.
     pub fn new(m: usize) -> Self {
         let rows = |rows: &[&[f64]]| rows.iter().map(|row| row.to_vec()).collect();
         if m == 2 {
@@ -123,8 +127,9 @@ fn row(coefficients: &[f64]) -> String {
     sum
 }
 
-/// Statements that compute `M X M'` of a square `X` of vectors. `load(j)` is element `[i][j]` for a variable `i`, `before` stands in front of the
-/// loads of a row; `store(r, value)` consumes element `[r][j]` for a variable `j`.
+/// Statements that compute `M X M'` of a square `X` of vectors. `load(j)` is element `[i][j]` for a
+/// variable `i`, `before` stands in front of the loads of a row; `store(r, value)` consumes element
+/// `[r][j]` for a variable `j`.
 pub(super) fn both_sides(
     matrix: &Matrix,
     before: &str,

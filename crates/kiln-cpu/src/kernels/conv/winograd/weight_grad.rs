@@ -1,4 +1,5 @@
-//! The gradient with respect to the weight: products of transformed tiles of both images, summed over tiles, transformed back once.
+//! The gradient with respect to the weight: products of transformed tiles of both images, summed over
+//! tiles, transformed back once.
 
 use std::collections::BTreeSet;
 
@@ -49,7 +50,7 @@ fn chunks(cut: &Cut, weights: usize) -> usize {
 struct Emitter<'a> {
     spec: &'a WeightGradSpec<'a>,
     cut: Cut,
-    /// Sums that are added up at the end, so that threads can make one each.
+    /// Sums that are added up at the end, so that each thread can make one.
     chunks: usize,
     matrices: Matrices,
     lanes: usize,
@@ -102,7 +103,8 @@ impl Emitter<'_> {
         kernel
     }
 
-    /// The kernel that takes a panel of input channels and some output channels from the products to the gradient: sums stay in cache.
+    /// The kernel that takes a panel of input channels and some output channels from the products to the
+    /// gradient: sums stay in cache.
     fn by_panels(self) -> KernelText {
         let frame = self.spec.frame();
         let (name, g) = (frame.name, &self.spec.geometry);
@@ -151,7 +153,8 @@ impl Emitter<'_> {
         kernel
     }
 
-    /// Statements that add the products of `rows` output channels from `tile_a` with a panel of input channels from `tile_b` to `target`.
+    /// Statements that add the products of `rows` output channels from `tile_a` with a panel of input
+    /// channels from `tile_b` to `target`.
     fn row_calls(
         &self,
         rows: usize,
@@ -197,8 +200,9 @@ impl Emitter<'_> {
         text
     }
 
-    /// Statements that transform sums at `from` back, for the output channel `o` and the vector of input channels at `c`, and let the caller consume
-    /// them in the order of the weight. The elements of each of `chunks` sums are `apart` floats from each other.
+    /// Statements that transform the sums at `from` back, for the output channel `o` and the vector of
+    /// input channels at `c`, and let the caller consume them in the order of the weight. The elements of
+    /// each of `chunks` sums are `apart` floats from each other.
     fn transform_back(&self, chunks: usize, apart: usize) -> String {
         let WeightGradSpec {
             geometry: g, consume, ..
@@ -298,7 +302,8 @@ impl Emitter<'_> {
         )
     }
 
-    /// For each element and panel of input channels: products over the tiles of a block, added to what earlier blocks gave.
+    /// For each element and panel of input channels: products over the tiles of a block, added to the sums
+    /// of earlier blocks.
     fn products(&self, helpers: &mut BTreeSet<Helper>) -> (String, usize) {
         let g = &self.spec.geometry;
         let (cut, lanes) = (self.cut, self.lanes);
@@ -336,7 +341,8 @@ impl Emitter<'_> {
         (text, self.cut.elements() * panels)
     }
 
-    /// Transforms sums back, over output channels, and lets the caller consume them in the order of the weight.
+    /// Transforms sums back, over output channels, and lets the caller consume them in the order of the
+    /// weight.
     fn finish(&self) -> String {
         let (lanes, n) = (self.lanes, self.spec.geometry.in_channels);
         let body = format!(
