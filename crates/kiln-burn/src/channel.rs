@@ -1,4 +1,4 @@
-//! The channel: what makes burn-router a backend on Kiln's client.
+//! The channel: with it burn-router is a backend on Kiln's client.
 
 use burn_backend::{DType, Shape};
 use burn_ir::TensorIr;
@@ -70,8 +70,8 @@ impl RunnerChannel for KilnChannel {
 
     /// # Panics
     ///
-    /// If the tensor has no value because what was to produce it failed: the trait leaves no way to return an
-    /// error.
+    /// If the tensor has no value because the step that computes it failed: the trait leaves no way to
+    /// return an error.
     fn get_tensor_handle(tensor: &TensorIr, _: &KilnClient) -> TensorHandle<SharedMemory> {
         session::fetch(tensor, BreakReason::OutsideOperation).unwrap_or_else(|error| panic!("{error}"))
     }

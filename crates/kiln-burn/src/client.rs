@@ -57,7 +57,8 @@ impl KilnClient {
         vector
     }
 
-    /// A tensor of zeros that exists at once: to a region that is recording it is an input, not an operation.
+    /// A tensor of zeros that exists at once: for a region that is recording it is an input, not an
+    /// operation.
     ///
     /// # Panics
     ///

@@ -1,10 +1,10 @@
 //! Operations of the program's own: functions on the host that stay whole in a step.
 //!
-//! Such an operation is an `OperationIr::Custom` whose id is made of the program's name for it, and this file
-//! knows the function of each id. A step refers to the operation by the id alone, so an id stands for one
-//! function of this process: functions capture nothing, so that their type says which they are
-//! ([`register`]). Another process may give the id to another function; a step from the disk cache calls what
-//! this process has recorded. Operations that run outside of compiled code come back here
+//! Such an operation is an `OperationIr::Custom` whose id is made of the program's name for it, and this
+//! file knows the function of each id. A step refers to the operation by the id alone, so an id stands for
+//! one function of this process: functions capture nothing, so their type identifies them ([`register`]).
+//! Another process may give the id to another function; a step from the disk cache calls the function that
+//! this process has registered. Operations that run outside of compiled code are run here
 //! (`import/external.rs`), on every backend.
 
 use std::any::TypeId;
@@ -17,17 +17,17 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::eager::OperationError;
 
-/// What the ids of these operations begin with; the program's name follows.
+/// The beginning of the ids of these operations; the program's name follows.
 const PREFIX: &str = "custom ";
 
-/// What runs: the operands, in order, give the results.
+/// The function of an operation: from the operands, in order, to the results.
 pub type HostFunction = dyn Fn(&[TensorData]) -> Vec<TensorData> + Send + Sync;
 
 #[derive(Default)]
 struct Known {
     ids: FxHashMap<(String, TypeId), String>,
     functions: FxHashMap<String, Arc<HostFunction>>,
-    /// Names of operations of which it was said that they cost copies.
+    /// Names of the operations whose warning about copies was given.
     said: FxHashSet<String>,
 }
 
@@ -65,7 +65,7 @@ pub(crate) fn id(operation: &OperationIr) -> Option<&str> {
     }
 }
 
-/// Says once of each of these operations that a step on a GPU copies its operands to the host, and its
+/// Warns once for each of these operations that a step on a GPU copies its operands to the host, and its
 /// results back.
 pub(crate) fn say_that_copies(names: impl Iterator<Item = String>) {
     for name in names.filter(|name| name.starts_with(PREFIX)) {

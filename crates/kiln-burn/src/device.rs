@@ -16,10 +16,10 @@ use crate::options::CompileBackend;
 /// compiles and runs what was recorded; it carries the backend to run on.
 ///
 /// Compiled steps of tensors on a GPU run on that GPU, and leave their results in its memory. An operation
-/// outside of compiled steps runs there as a compiled step of one operation, made once for each shape; the
-/// host runs those on small tensors that are on the host already, and, with copies and a warning, what has no
-/// kernel on the GPU. An operation on tensors of two places is an error; `to_device` moves them, and copies
-/// nothing before somebody needs the elements.
+/// outside of compiled steps runs there as a compiled step of one operation, made once for each shape. The
+/// host runs operations on small tensors that are on the host already and, with copies and a warning,
+/// operations that have no kernel on the GPU. An operation on tensors of two places is an error;
+/// `to_device` moves tensors, and copies nothing before an operation needs the elements.
 ///
 /// `Default` is the eager CPU unless the environment variable `KILN_DEVICE` says otherwise: `cpu`, `cuda`,
 /// `cuda:ORDINAL`, `lazy`, or `lazy:BACKEND` with a name of [`CompileBackend`] (and `lazy:cuda:ORDINAL`).
@@ -92,8 +92,8 @@ impl KilnDevice {
         }
     }
 
-    /// The NVIDIA GPU of this ordinal: compiled steps run there. Nothing is asked of the GPU before the first
-    /// of them does.
+    /// The NVIDIA GPU of this ordinal: compiled steps run there. Kiln does not use the GPU before the first
+    /// of them runs.
     ///
     /// # Panics
     ///

@@ -1,4 +1,4 @@
-//! What can go wrong between a Burn program and its executable.
+//! Errors between a Burn program and its executable.
 
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ pub enum Error {
         graph_break: Box<GraphBreak>,
     },
     /// The region is frozen ([`CompileOptions::frozen`](crate::CompileOptions::frozen)), and the call would
-    /// have compiled a step. Nothing ran: what the program gave is as it was. Tensors that a recorded closure
-    /// has made all the same are computed, one operation at a time, if they are used.
+    /// have compiled a step. Nothing ran, and the call's inputs are as they were. Tensors that a recorded
+    /// closure has made are computed one operation at a time if they are used.
     #[error("region `{region}` is frozen, and the call would compile: {guard}; `unfreeze` lets it")]
     Frozen {
         /// Name of the region.
@@ -62,7 +62,7 @@ pub enum Error {
         /// What failed.
         source: Arc<CudaError>,
     },
-    /// A tensor that the region reads has no value, because what was to produce it failed.
+    /// A tensor that the region reads has no value, because the step that computes it failed.
     #[error("a tensor has no value: {reason}")]
     NoValue {
         /// What happened to it.
@@ -96,7 +96,7 @@ impl Error {
         matches!(self, Self::Frozen { .. })
     }
 
-    /// Whether the step that failed has overwritten nothing: everything it was given is as it was.
+    /// Whether the step that failed has overwritten nothing, so that all its inputs are as they were.
     pub fn is_before_overwriting(&self) -> bool {
         match self {
             Error::Frozen { .. } => true,
@@ -107,8 +107,8 @@ impl Error {
         }
     }
 
-    /// The index out of range, if that is what the error is. The step that found it has overwritten nothing:
-    /// everything it was given is as it was.
+    /// The index out of range, if this is such an error. The step that found it has overwritten nothing:
+    /// all its inputs are as they were.
     pub fn index(&self) -> Option<&IndexError> {
         match self {
             Error::Execute { source, .. } => match &**source {

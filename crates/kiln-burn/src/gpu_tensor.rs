@@ -19,8 +19,8 @@ pub struct GpuTensor {
     dtype: DType,
 }
 
-/// Memory of a GPU that tensors have. A compiled step's graph has the storage, too: that is not a tensor that
-/// somebody could look at.
+/// Memory of a GPU that tensors share. A compiled step's graph holds the storage as well, but the graph is
+/// no tensor of the program.
 struct Memory {
     gpu: Arc<Gpu>,
     storage: Arc<Storage>,
@@ -63,7 +63,7 @@ impl GpuTensor {
     ///
     /// # Errors
     ///
-    /// If what was to write them failed: the GPU is lost then.
+    /// If the step that writes them failed: the GPU is lost then.
     pub fn download(&self) -> Result<FlexTensor, CudaError> {
         let mut bytes = convert::aligned(self.memory.storage.bytes());
         self.memory.gpu.download(&self.memory.storage, &mut bytes)?;
@@ -94,7 +94,7 @@ impl GpuTensor {
         &self.memory.storage
     }
 
-    /// Whether nobody else has a tensor in this memory.
+    /// Whether no other tensor is in this memory.
     pub fn is_unique(&self) -> bool {
         Arc::strong_count(&self.memory) == 1
     }

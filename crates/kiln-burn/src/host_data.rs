@@ -1,8 +1,8 @@
-//! Data that Burn makes on the host though it follows from its shape: constant padding, `arange`.
+//! Data that Burn makes on the host although it follows from its shape: constant padding, `arange`.
 //!
-//! Recorded as the data it is it would be an input of the step, made anew at each call. Recorded as the
-//! operation it amounts to it needs no memory, and code for it folds into whatever reads it (a causal mask is
-//! two coordinates and a comparison).
+//! Recorded as data it would be an input of the step, made anew at each call. Recorded as the operation
+//! that computes it, it needs no memory, and its code folds into its readers (a causal mask is two
+//! coordinates and a comparison).
 
 use burn_backend::{DType, TensorData};
 use burn_ir::ScalarIr;
@@ -19,7 +19,7 @@ const PROGRESSION_ELEMENTS: usize = 8;
 /// operation.
 pub const IOTA: &str = "kiln.iota";
 
-/// What host data amounts to.
+/// The pattern of host data.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Pattern {
     /// Every element is this.

@@ -7,8 +7,9 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Runs `part`, and keeps what it does, and its gradients, in f32 when the step that records it is compiled
-/// with autocast ([`crate::CompileOptions::with_autocast`]). Without autocast this changes nothing.
+/// Runs `part`, and keeps its operations and their gradients in f32 when the step that records them is
+/// compiled with autocast ([`crate::CompileOptions::with_autocast`]). Without autocast this changes
+/// nothing.
 ///
 /// ```
 /// let five = kiln_burn::full_precision(|| 2 + 3);

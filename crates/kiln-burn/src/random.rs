@@ -1,14 +1,14 @@
 //! The device's random generator: a seed, and the number of the next stream.
 //!
-//! Every random operation takes one stream of its own when it is *called*, whether it runs now, is recorded,
-//! or is replayed; what it draws from it is [`kiln_graph::philox`]'s business. So a program draws the same
-//! numbers however it is run, and streams never overlap.
+//! Every random operation takes one stream of its own when it is *called*, whether it runs now, is
+//! recorded, or is replayed; [`kiln_graph::philox`] defines the numbers of a stream. So a program draws the
+//! same numbers however it is run, and streams never overlap.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Where a random operation draws from.
+/// The source of a random operation's numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stream {
     /// The generator's seed.
@@ -29,14 +29,14 @@ pub fn seed(seed: u64) {
     *next() = Some(Stream { seed, stream: 0 });
 }
 
-/// Where the generator stands: the stream the next random operation will take; none if it was never seeded
-/// nor used. For a checkpoint.
+/// The state of the generator, for a checkpoint: the stream that the next random operation will take; none
+/// if the generator was never seeded nor used.
 pub fn state() -> Option<Stream> {
     *next()
 }
 
-/// Goes on from where [`state`] was taken, so that a resumed program draws what the uninterrupted one would
-/// have drawn.
+/// Restores a [`state`], so that a resumed program draws the numbers that the uninterrupted one would have
+/// drawn.
 pub fn restore(state: Stream) {
     *next() = Some(state);
 }

@@ -1,8 +1,8 @@
 //! The elements of a tensor, wherever they are.
 //!
 //! The table of tensors, recordings, executables and replays hand [`Storage`]s to each other and never look
-//! at an element. An executor takes the elements where it computes: those that run on burn-flex by
-//! [`Storage::into_host`], compiled code by address.
+//! at an element. Only executors read elements: those that run on burn-flex by [`Storage::into_host`],
+//! compiled code by address.
 
 use burn_backend::{DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
@@ -51,8 +51,10 @@ impl Storage {
         Self::Host(FlexTensor::new(bytes, Layout::contiguous(shape), dtype))
     }
 
-    /// The elements where a tensor that lives at `place` is best kept: large floats for a GPU are copied there now, once, and not at each step that reads them. Integers stay where they
-    /// are, because those that are on the host are checked as indices without waiting for the GPU. So does what cannot be copied: the step that needs it says why.
+    /// The elements in the best memory for a tensor that lives at `place`: large floats for a GPU are
+    /// copied there now, once, and not at each step that reads them. Integers stay where they are, because
+    /// indices that are on the host are checked without waiting for the GPU. Elements that cannot be copied
+    /// stay, too; the step that needs them reports why.
     pub fn at_home(self, place: Place) -> Self {
         let Self::Host(tensor) = self else { return self };
         let large =
@@ -115,7 +117,7 @@ impl Storage {
         }
     }
 
-    /// The elements on the host: copied there if they are on a GPU.
+    /// The elements on the host, copied there if they are on a GPU.
     ///
     /// # Panics
     ///
@@ -124,7 +126,7 @@ impl Storage {
         self.try_into_host().unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// The elements on the host: copied there if they are on a GPU.
+    /// The elements on the host, copied there if they are on a GPU.
     ///
     /// # Errors
     ///

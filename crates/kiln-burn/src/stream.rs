@@ -1,13 +1,12 @@
 //! Walking a recorded operation: its name, tensors, scalars and attributes, in one fixed order.
 //!
-//! `burn_ir::OperationIr` has some 250 variants over some 90 structs. Two things need to look at all of them
-//! without caring which is which: the guard, which turns a stream of operations into words that do not depend
-//! on tensor ids ([`crate::record`]), and the binding of runtime scalars, which must find the k-th scalar of
-//! a stream again on the next call. Both walk with [`walk`]; the order of visits *is* the order of scalars
+//! `burn_ir::OperationIr` has some 250 variants over some 90 structs. Two users look at all of them without
+//! distinguishing them: the guard, which turns a stream of operations into words that do not depend on
+//! tensor ids ([`crate::record`]), and the binding of runtime scalars, which must find the k-th scalar of a
+//! stream again at the next call. Both walk with [`walk`]; the order of visits *is* the order of scalars
 //! that [`crate::import`] numbers.
 //!
-//! People are told of an operation by the names of its parts: [`read`] visits the same parts with their
-//! names.
+//! For people, [`read`] visits the same parts with their names.
 //!
 //! Which scalars are runtime arguments and which belong to the identity of the step is decided here, by
 //! [`scalars_are_static`], for guard and import alike.
@@ -54,14 +53,14 @@ pub trait Visit: Debug {
         format!("{self:?}").to_lowercase()
     }
 
-    /// Reads the parts in order. `name` is what a single value is called; parts of a structure have names of
+    /// Reads the parts in order. `name` is the name of a single value; parts of a structure have names of
     /// their own.
     fn read(&self, name: &'static str, reader: &mut dyn Reader) {
         reader.attribute(name, self.text());
     }
 }
 
-/// An operation taken apart: a code and a name for what it is, and its parts.
+/// An operation taken apart: a code and a name for its kind, and its parts.
 pub struct Described<'a> {
     /// Family, such as `NumericFloat`.
     pub family: &'static str,
@@ -159,12 +158,12 @@ pub fn read(operation: &OperationIr, reader: &mut dyn Reader) {
 /// Whether the scalars of this operation are part of the step's identity (a changed value is another step)
 /// instead of runtime arguments.
 ///
-/// Exponents are: code for `x^2` and `x^0.5` differs. So are the values that masks write and that comparisons
-/// compare with: they are what rewrites look for (`-inf` in attention masks, 0 in ReLU), and no schedule
-/// changes them. Everything else is a runtime argument whatever its value, even 0 or 1: Adam's bias
-/// correction reaches exactly 1 after some hundred steps and a warm-up may start at 0, and neither may
-/// recompile. But a factor of -1 is Burn's negation, which rewrites look for too. Operations that stay whole
-/// carry their scalars inside.
+/// Exponents are part of the identity: code for `x^2` and `x^0.5` differs. So are the values that masks
+/// write and that comparisons compare with, because rewrites look for them (`-inf` in attention masks, 0 in
+/// ReLU) and no schedule changes them. Every other scalar is a runtime argument whatever its value, even 0
+/// or 1: Adam's bias correction reaches exactly 1 after some hundred steps and a warm-up may start at 0,
+/// and neither may recompile. The exception is a factor of -1, which is Burn's negation: rewrites look for
+/// it too. Operations that stay whole carry their scalars inside.
 pub fn scalars_are_static(operation: &OperationIr) -> bool {
     use NumericOperationIr as N;
     match operation {
@@ -188,7 +187,7 @@ pub fn scalars_are_static(operation: &OperationIr) -> bool {
     }
 }
 
-/// Whether this multiplies by -1: what Burn's autodiff makes of a minus.
+/// Whether this multiplies by -1, as Burn's autodiff does for a minus.
 fn is_negation(operation: &NumericOperationIr) -> bool {
     match operation {
         NumericOperationIr::MulScalar(op) => to_scalar(op.rhs).to_f64() == -1.0,

@@ -1,11 +1,13 @@
-//! The table of tensors that exist: id to burn-flex tensor, one for the process.
+//! The table of tensors that exist: from id to storage, one table for the process.
 //!
-//! A tensor is here once it is materialised. While it is pending in a recording it is not; [`crate::record`] knows it. If what was to
-//! produce it failed, the reason is here, and every use reports it. The state of a replayed step is announced here and kept by the replay: it
-//! comes into the table when somebody asks for it.
+//! A tensor is here once it is materialised. While it is pending in a recording it is not;
+//! [`crate::record`] knows it. If the step that computes it failed, the reason is here, and every use
+//! reports it. The state of a replayed step is announced here and kept by the replay: it moves into the
+//! table when a use asks for it.
 //!
-//! A replayed step relies on tensors that it does not look up at each run: constants and state. It leaves a [`Watch`] on their ids, which trips when
-//! the program drops such a tensor or when another step begins to write it.
+//! A replayed step relies on tensors that it does not look up at each run: constants and state. It leaves a
+//! [`Watch`] on their ids, which trips when the program drops such a tensor or when another step begins to
+//! write it.
 
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
@@ -15,7 +17,7 @@ use burn_ir::TensorId;
 use rustc_hash::FxHashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What is known of a tensor that is not pending.
+/// The entry of a tensor that is not pending.
 #[derive(Clone)]
 pub enum Slot {
     /// Its elements.
@@ -24,9 +26,10 @@ pub enum Slot {
     Failed(Arc<str>),
 }
 
-/// Keeps tensors on the table's behalf until somebody asks for them: the state of a replayed step stays with the step.
+/// Keeps tensors on the table's behalf until a use asks for them: the state of a replayed step stays with
+/// the step.
 pub trait Keeper: Send + Sync {
-    /// Hands tensor `index` over, by [`settle`]. Whoever runs the step meanwhile is waited for.
+    /// Hands tensor `index` over, by [`settle`]. It waits for a run of the step that is under way.
     fn give_back(&self, index: usize);
 
     /// Whether a tensor that is dropped must be handed over before.
@@ -59,10 +62,11 @@ enum Held {
     Kept(Arc<dyn Keeper>, usize),
 }
 
-/// What the table has for an id.
+/// The entry of an id.
 struct Entry {
     held: Held,
-    /// Whether a replayed step has written the tensor behind this id: it is nobody's constant.
+    /// Whether a replayed step has written the tensor behind this id: no other step may regard it as a
+    /// constant.
     written: bool,
     watches: Vec<Arc<Watch>>,
 }
@@ -103,7 +107,7 @@ pub fn new_id(place: Place) -> TensorId {
     TensorId::new((u64::from(place.index()) << NUMBER_BITS) | number)
 }
 
-/// Where the program has the tensor of an id. Its elements may be elsewhere for the time being.
+/// The place where a tensor lives, by its id. Its elements may be elsewhere for the time being.
 pub fn place(id: TensorId) -> Place {
     Place::from_index((id.value() >> NUMBER_BITS) as u8)
 }
@@ -153,7 +157,7 @@ pub fn fail_if_known(id: TensorId, reason: &Arc<str>) {
     }
 }
 
-/// Enters a tensor that `keeper` makes when somebody asks for it, as its number `index`.
+/// Enters a tensor that `keeper` computes when a use asks for it, as its number `index`.
 pub fn defer(id: TensorId, keeper: Arc<dyn Keeper>, index: usize) {
     enter(id, Held::Kept(keeper, index));
 }
@@ -175,18 +179,19 @@ pub fn discard(id: TensorId) -> bool {
     if let Some(entry) = &entry {
         entry.trip(id, None);
     }
-    // The keeper may go with its last tensor, without the lock.
+    // The keeper may be dropped with its last tensor, so the lock is released first.
     drop(entry);
     true
 }
 
-/// Replaces the tensor of an id that a replayed step writes; does nothing if the program dropped the id. `own` is the step's watch.
+/// Replaces the tensor of an id that a replayed step writes; does nothing if the program dropped the id.
+/// `own` is the step's watch.
 pub fn overwrite(id: TensorId, tensor: Storage, own: &Arc<Watch>) {
     exchange(id, Held::Known(Slot::Ready(tensor)), own);
 }
 
-/// Gives the tensor of `id` to `keeper`, as its number `index`: the table only knows from here on who has it. `own` is the keeper's watch. None if the
-/// program dropped the id.
+/// Gives the tensor of `id` to `keeper`, as its number `index`: from now on the table only knows the
+/// keeper. `own` is the keeper's watch. None if the program dropped the id.
 pub fn keep(id: TensorId, keeper: Arc<dyn Keeper>, index: usize, own: &Arc<Watch>) -> Option<Slot> {
     match exchange(id, Held::Kept(keeper, index), own)? {
         Held::Known(slot) => Some(slot),
@@ -195,7 +200,8 @@ pub fn keep(id: TensorId, keeper: Arc<dyn Keeper>, index: usize, own: &Arc<Watch
     }
 }
 
-/// Puts `held` in the place of what `id` had, in one step: a thread that asks meanwhile finds the one or the other.
+/// Replaces the entry of `id` by `held`, in one step: a thread that asks meanwhile finds the old or the new
+/// entry.
 fn exchange(id: TensorId, held: Held, own: &Arc<Watch>) -> Option<Held> {
     let mut tensors = tensors();
     let entry = tensors.get_mut(&id)?;
@@ -206,7 +212,7 @@ fn exchange(id: TensorId, held: Held, own: &Arc<Watch>) -> Option<Held> {
     Some(previous)
 }
 
-/// Enters what a keeper had, unless the tensor was dropped meanwhile.
+/// Enters the tensor that a keeper had, unless it was dropped meanwhile.
 pub fn settle(id: TensorId, slot: Slot) {
     let mut tensors = tensors();
     let previous = match tensors.get_mut(&id) {

@@ -1,6 +1,6 @@
-//! Indices of eager operations: one out of range is reported before burn-flex sees it, with the operation and
-//! the user's line. burn-flex itself panics without either, or (indexing several dimensions at once) reads
-//! another element.
+//! Indices of eager operations: an index out of range is reported before burn-flex sees it, with the
+//! operation and the user's line. burn-flex itself panics without either, or (indexing several dimensions
+//! at once) reads another element.
 
 use burn_backend::DType;
 use burn_flex::FlexTensor;

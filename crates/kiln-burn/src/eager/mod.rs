@@ -7,9 +7,9 @@
 //!
 //! Two rules keep this safe and fast:
 //!
-//! - An operand whose status is `ReadWrite` is used for the last time and leaves the store, so that burn-flex
-//!   owns its buffer and may work in place. If the same tensor is also another operand of the operation, it
-//!   leaves at the end.
+//! - An operand whose status is `ReadWrite` is used for the last time and leaves the store, so that
+//!   burn-flex owns its buffer and may work in place. If the same tensor is also another operand of the
+//!   operation, it leaves when the operation has run.
 //! - Results have the element type the stream announces, even where burn-flex prefers another (it indexes
 //!   with 64 bits).
 //!
@@ -24,8 +24,8 @@
 //! | `Normal(mean, deviation)` | `normal(d) * deviation + mean` in `d` | the same in f64, then truncated |
 //! | `Bernoulli(p)` | `uniform < p ? 1 : 0`, drawn and compared in f32 (f64 for f64) | the same in f32 |
 //!
-//! A panic inside burn-flex (shapes that do not fit, say) passes through: it is the user's panic. The store
-//! lost the operands nobody else could have used, nothing more.
+//! A panic inside burn-flex (for example of shapes that do not fit) passes through: it is the user's panic.
+//! The store then lacks only operands that no other operation could have used.
 
 mod base;
 mod float;
@@ -45,11 +45,11 @@ use smallvec::SmallVec;
 
 use crate::{custom, stream};
 
-/// Where the operands of an operation are and its results go.
+/// The store of an operation's operands and results.
 pub trait TensorStore {
     /// The tensor `ir` names. If its status is `ReadWrite` nobody uses it again, and it leaves the store.
     ///
-    /// Fails if the store has no such tensor or its value cannot be had.
+    /// Fails if the store has no such tensor, or the tensor has no value.
     fn take(&mut self, ir: &TensorIr) -> Result<FlexTensor, OperationError>;
 
     /// Stores a result under the id of `ir`.
@@ -59,12 +59,12 @@ pub trait TensorStore {
 /// Why an operation did not run.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum OperationError {
-    /// Nothing behind the backend can run it.
+    /// No part of the backend can run it.
     #[error("{operation} cannot run on Kiln: {reason}")]
     Unsupported {
         /// The operation, such as `Float.Quantize`.
         operation: String,
-        /// What stands in the way and what to do instead.
+        /// The obstacle, and what to do instead.
         reason: String,
     },
     /// An index is out of range.
@@ -76,7 +76,7 @@ pub enum OperationError {
         /// Its id.
         tensor: u64,
     },
-    /// An operand is known but its value cannot be had.
+    /// An operand is known but has no value.
     #[error("tensor {tensor} has no value: {reason}")]
     Unavailable {
         /// Its id.
@@ -102,8 +102,8 @@ impl OperationError {
     }
 }
 
-/// Draws the position of the next random operation: the seed of the device's generator and a stream nobody
-/// else has.
+/// Takes the position of the next random operation: the seed of the device's generator and a stream of its
+/// own.
 pub type NextStream<'a> = dyn FnMut() -> (u64, u64) + 'a;
 
 /// Runs `operation` on burn-flex, operands and results in `tensors`; `random` is called once for each random
@@ -163,12 +163,12 @@ pub fn run(
     operands.finish()
 }
 
-/// The operands of one operation, with care for a tensor that is more than one of them.
+/// The operands of one operation; a tensor may be several of them.
 struct Operands<'a, S> {
     store: &'a mut S,
     /// Whether some tensor is an operand twice.
     repeats: bool,
-    /// Last uses put off until the operation has run.
+    /// Last uses that are deferred until the operation has run.
     deferred: SmallVec<[TensorIr; 2]>,
 }
 

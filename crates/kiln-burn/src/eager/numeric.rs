@@ -215,7 +215,7 @@ pub(super) fn run<S: TensorStore>(
     }
 }
 
-/// The places of as many of the largest elements along `axis` as `out` has.
+/// The indices of the largest elements along `axis`, as many as `out` has.
 fn largest(input: &FlexTensor, axis: usize, out: &TensorIr) -> Result<FlexTensor, OperationError> {
     top_k_indices(input, axis, out.shape[axis]).ok_or_else(|| OperationError::Unsupported {
         operation: "TopK".into(),
@@ -226,8 +226,8 @@ fn largest(input: &FlexTensor, axis: usize, out: &TensorIr) -> Result<FlexTensor
     })
 }
 
-/// An extreme of all elements: along the only dimension of their list. burn-flex's own reduction of
-/// everything passes over NaN, its reduction of a dimension does not; one of the two must hold for all.
+/// An extreme of all elements, along the only dimension of their list. burn-flex's own reduction of all
+/// elements ignores NaN, its reduction of a dimension does not; all extremes should treat NaN alike.
 fn over_all(f: ReduceDim, d: &ReduceOpIr, s: &mut Operands<'_, impl TensorStore>) -> Done {
     let input = s.take(&d.input)?;
     let count = input.layout().num_elements();

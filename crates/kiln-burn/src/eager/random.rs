@@ -1,4 +1,4 @@
-//! Random tensors, eagerly: the numbers any executor draws.
+//! Random tensors, eagerly: the same numbers that every executor draws.
 //!
 //! The steps of each distribution are a table in [`crate::eager`].
 

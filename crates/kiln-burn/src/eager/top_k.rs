@@ -1,8 +1,8 @@
 //! The places of the largest elements along a dimension.
 //!
-//! burn-flex has no top-k, and its sort leaves the order of equal elements open; results must not depend on
-//! how a program is run. So: a stable order, largest first, the first one first among equals, NaN before
-//! everything.
+//! burn-flex has no top-k, and its sort leaves the order of equal elements open, but results must not
+//! depend on how a program is run. So the order here is stable: largest first, the first one first among
+//! equals, NaN before all numbers.
 
 use std::cmp::Ordering;
 

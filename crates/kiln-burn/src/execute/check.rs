@@ -1,5 +1,5 @@
-//! The numerics check: a step and a reference backend on the same inputs, and the first place where they
-//! part.
+//! The numerics check: compares a step with a reference backend on the same inputs, and finds the first
+//! place where they differ.
 //!
 //! The step runs as always; then the reference runs the recorded graph on copies of the inputs, and outputs
 //! are compared. If one differs, the executable is asked to find out where ([`Executable::locate`]): compiled
@@ -19,7 +19,7 @@ use super::{Effort, Executable, ExecuteError, prepare};
 use crate::options::{CompileBackend, CompileOptions, NumericsCheck};
 use crate::storage::Storage;
 
-/// Where a step and its reference part.
+/// The place where a step and its reference differ.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Parting {
     /// The kernel, as number and name; none if the step consists of single operations.
@@ -37,9 +37,9 @@ pub struct Parting {
     pub ty: String,
     /// The first element that differs, and in how many places the two tensors do.
     pub element: (usize, usize),
-    /// What the reference has there.
+    /// The reference's element.
     pub expected: f64,
-    /// What the step has there.
+    /// The step's element.
     pub found: f64,
 }
 
@@ -68,7 +68,7 @@ impl fmt::Display for Parting {
 }
 
 impl Parting {
-    /// The parting at the first result of `node`, where the tensors differ as `difference` says.
+    /// The difference at the first result of `node`, as `difference` describes it.
     pub fn at(graph: &Graph, node: &NodeData, difference: Difference) -> Self {
         let text = |text: &Option<Arc<str>>| text.as_deref().map(str::to_owned);
         Self {
@@ -195,7 +195,7 @@ impl Checker {
             inputs,
             scalars,
         })?;
-        // Nothing but the output itself: the place is where it was made.
+        // Only the output itself is known, so the place is the node that makes it.
         let node = graph.def(graph.outputs[index].value);
         Err(ExecuteError::Parted {
             reference: self.check.backend,
@@ -205,13 +205,13 @@ impl Checker {
     }
 }
 
-/// What a search for the first difference works with.
+/// The reference of a search for the first difference.
 pub struct Reference<'a> {
-    /// The backend that is right.
+    /// The reference backend.
     pub backend: CompileBackend,
     /// Its options.
     pub options: &'a CompileOptions,
-    /// What counts as equal.
+    /// The tolerance of the comparison.
     pub tolerance: f64,
     /// The tensors the step was given.
     pub inputs: &'a [Storage],

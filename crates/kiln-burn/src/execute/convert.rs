@@ -1,9 +1,9 @@
 //! Tensors between burn-flex, the graph's plain host tensors and compiled kernels.
 //!
-//! Element types map one to one but for two: Burn stores truth values in one byte under two names, and
-//! `Flex32` (a float whose precision is the backend's choice) is f32. Buffers are handed over as they are
-//! wherever their elements lie row-major from the start; compiled kernels also want them on a 64-byte border,
-//! and [`aligned`] makes such buffers for burn-flex to own.
+//! Element types map one to one with two exceptions: Burn stores truth values in one byte under two names,
+//! and `Flex32` (a float whose precision is the backend's choice) is f32. Buffers whose elements lie
+//! row-major from the start are handed over without a copy; compiled kernels also need them on a 64-byte
+//! border, and [`aligned`] makes such buffers for burn-flex to own.
 
 use std::mem::MaybeUninit;
 
@@ -77,8 +77,8 @@ pub fn contiguous(tensor: FlexTensor) -> FlexTensor {
     tensor.to_contiguous()
 }
 
-/// Whether the buffer of `tensor` starts on a 64-byte border and holds its elements row-major and nothing
-/// else: whether a compiled kernel can read it where it is.
+/// Whether a compiled kernel can read `tensor` in place: its buffer starts on a 64-byte border and holds
+/// its elements row-major and nothing else.
 pub fn is_kernel_ready(tensor: &FlexTensor) -> bool {
     let layout = tensor.layout();
     let bytes = tensor.bytes();
@@ -151,14 +151,14 @@ pub fn from_aligned(buffer: AlignedBuffer) -> Bytes {
 struct Controller(AlignedBuffer);
 
 impl AllocationController for Controller {
-    /// What burn-std promises for tensors: the true alignment is larger, but copies that burn-std makes of
-    /// these bytes can only have the largest alignment it knows.
+    /// The alignment that burn-std promises for tensors. The true alignment is larger, but copies that
+    /// burn-std makes of these bytes can only have the largest alignment it knows.
     fn alloc_align(&self) -> usize {
         align_of::<u128>()
     }
 
     fn property(&self) -> AllocationProperty {
-        // Not `Native`: the memory is not a vector's, so nobody may take it apart as one.
+        // Not `Native`: the memory is not a vector's, so it must not be converted into one.
         AllocationProperty::Other
     }
 

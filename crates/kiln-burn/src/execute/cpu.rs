@@ -1,9 +1,10 @@
 //! `cpu`: the graph compiled to one shared object.
 //!
-//! kiln-compiler plans the step and kiln-cpu writes, builds, caches and calls its C; here burn-flex's tensors
-//! become pointers and back. Inputs are read where they are if their buffers are row-major on a 64-byte
-//! border, as the outputs of compiled steps always are; others are copied. An output that the step computes
-//! in place of an input takes over that input's buffer if nobody else holds it, and a copy of it otherwise.
+//! kiln-compiler plans the step, and kiln-cpu writes, builds, caches and calls its C; this executor turns
+//! burn-flex's tensors into pointers and back. Inputs are read in place if their buffers are row-major on a
+//! 64-byte border, as the outputs of compiled steps always are; others are copied. An output that the step
+//! computes in place of an input takes over that input's buffer if no other tensor shares it, and a copy of
+//! it otherwise.
 
 mod locate;
 mod places;
@@ -63,7 +64,7 @@ pub struct Cpu {
     code_time: AtomicU64,
 }
 
-/// How a graph is compiled for `options`, and for what. What the machine can do matters only for one with a
+/// The compiler's options and target for `options`. The machine's rates matter only for a graph with a
 /// choice of what to keep: one that is `trained`.
 fn compiler_options(
     options: &CompileOptions,
@@ -86,7 +87,7 @@ fn compiler_options(
     Ok((compiler, target))
 }
 
-/// What memory budgets would do to a step: its plans from the fastest to the smallest.
+/// The effect of memory budgets on a step: its plans from the fastest to the smallest.
 ///
 /// # Errors
 ///
@@ -132,8 +133,8 @@ pub fn export(
 }
 
 impl Cpu {
-    /// Compiles `graph`, or finds it in the disk cache. What the compiler made is written to `debug`, if
-    /// given.
+    /// Compiles `graph`, or finds it in the disk cache. The result of each stage is written to `debug`, if
+    /// that is given.
     ///
     /// # Errors
     ///
@@ -212,8 +213,8 @@ pub(super) fn extern_operation(call: &ExternCall) -> Result<ExternOp, StepError>
 }
 
 impl Cpu {
-    /// Runs the step on `memory`. The result has none for each output that stays there. `observe` sees the
-    /// step's memory after each kernel.
+    /// Runs the step on `memory`. The result has none for each output that stays there. `observe` is shown
+    /// the step's memory after each kernel.
     fn call(
         &self,
         memory: &mut Memory,
@@ -313,9 +314,9 @@ impl Cpu {
 /// A buffer that an argument gave to an output.
 struct Taken {
     argument: usize,
-    /// Which of the buffers.
+    /// Position of the buffer among those of the outputs.
     position: usize,
-    /// What the argument was.
+    /// The argument's element type.
     dtype: DType,
     shape: Shape,
 }
@@ -324,7 +325,7 @@ struct Taken {
 fn give_back(memory: &mut Memory, taken: Vec<Taken>, made: Vec<Bytes>) {
     let mut made: Vec<Option<Bytes>> = made.into_iter().map(Some).collect();
     for it in taken {
-        // A constant lent a copy and kept its own.
+        // An output took a copy of a constant's buffer; the constant has its own still.
         if memory.is_constant(it.argument) {
             continue;
         }
@@ -455,7 +456,7 @@ impl Executable for Cpu {
     }
 }
 
-/// Runs what stayed outside the compiled code, and notes times for an open profile.
+/// Runs operations outside the compiled code, and notes times for an open profile.
 struct Outside<'a> {
     step: &'a Cpu,
     clock: Option<RunClock>,

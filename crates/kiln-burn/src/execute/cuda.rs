@@ -1,15 +1,16 @@
 //! `cuda`: the graph compiled to kernels for an NVIDIA GPU.
 //!
-//! kiln-compiler plans the step and kiln-cuda writes, builds, caches and queues its kernels; here tensors
-//! become memory of the GPU. Inputs that are on the host are copied there, outputs stay there. An output that
-//! the step computes in place of an input takes over that input's memory if nobody else holds it.
+//! kiln-compiler plans the step, and kiln-cuda writes, builds, caches and queues its kernels; this executor
+//! turns tensors into memory of the GPU. Inputs that are on the host are copied to the GPU, outputs stay
+//! there. An output that the step computes in place of an input takes over that input's memory if no other
+//! tensor shares it.
 //!
-//! A step that is replayed finds what stays once ([`Resident`]), and copies what comes new into the slots of
-//! its graph.
+//! A step that is replayed finds the tensors that stay only once ([`Resident`]), and copies new tensors
+//! into the slots of its graph.
 //!
-//! Indices that the step is given from the host are looked at before anything is queued, so that a run need
-//! not wait for the GPU; those that are on the GPU already, or that the step computes, are looked at by the
-//! step, and the run waits for what it found.
+//! Indices that come from the host are checked before anything is queued, so that a run need not wait for
+//! the GPU. Indices that are on the GPU already, or that the step computes, are checked by the step, and
+//! the run waits for the result.
 
 mod resident;
 
@@ -79,7 +80,7 @@ fn target(gpu: &Gpu, options: &CompileOptions) -> CudaTarget {
     }
 }
 
-/// What memory budgets would do to a step on this GPU: its plans from the fastest to the smallest.
+/// The effect of memory budgets on a step on this GPU: its plans from the fastest to the smallest.
 ///
 /// # Errors
 ///
@@ -112,8 +113,8 @@ pub fn split(
 }
 
 impl Cuda {
-    /// Compiles `graph` for GPU `gpu`, or finds it in the disk cache. What the compiler made is written to
-    /// `debug`, if given. A step of [`Effort::Quick`] is queued kernel by kernel at each run.
+    /// Compiles `graph` for GPU `gpu`, or finds it in the disk cache. The result of each stage is written
+    /// to `debug`, if that is given. A step of [`Effort::Quick`] is queued kernel by kernel at each run.
     ///
     /// # Errors
     ///
@@ -160,7 +161,7 @@ impl Cuda {
         })
     }
 
-    /// Looks at the indices that are on the host. Whether some are left for the step to look at.
+    /// Checks the indices that are on the host. Returns whether some are left for the step to check.
     fn check_indices(&self, inputs: &[Storage]) -> Result<bool, ExecuteError> {
         let mut left = false;
         for (check, argument) in self.executable.contract().checks.iter().zip(&self.checked) {
@@ -179,7 +180,7 @@ impl Cuda {
             .map_err(|error| self.explained(error))
     }
 
-    /// The error, with words for missing memory.
+    /// The error; one of missing memory gets an explanation.
     fn explained(&self, error: ExecuteError) -> ExecuteError {
         match error {
             ExecuteError::Cuda(StepError::Cuda(source @ CudaError::OutOfMemory { .. })) => {
@@ -189,7 +190,7 @@ impl Cuda {
         }
     }
 
-    /// What a step takes for which the GPU has no memory, and what would do.
+    /// The error of a step for which the GPU has no memory: what the step takes, and what to do.
     fn out_of_memory(&self, source: CudaError) -> ExecuteError {
         let arguments = self.graph.parameters().iter();
         let aliases = &self.executable.contract().aliases;
@@ -215,7 +216,7 @@ impl Cuda {
         }
     }
 
-    /// As [`Cuda::queue`], without words for missing memory.
+    /// As [`Cuda::queue`], without the explanation of missing memory.
     fn try_queue(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         check_arguments(&self.graph, inputs, scalars)?;
         let wait = self.check_indices(inputs)?;
@@ -256,8 +257,8 @@ impl Cuda {
 }
 
 impl Cuda {
-    /// A run on what stays. The memory is as before after an error that is found before anything is
-    /// overwritten.
+    /// A run on the tensors that stay. The memory is as before after an error that is found before anything
+    /// is overwritten.
     fn run_resident(
         &self,
         memory: &mut memory::Memory,
@@ -303,7 +304,7 @@ impl Cuda {
         self.code_time
             .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         if wait {
-            // What the step has looked at and is constant stays in range.
+            // Constant indices that the step has checked stay in range.
             let constant = |argument: &Option<usize>| argument.is_some_and(|index| memory.is_constant(index));
             for (looked, argument) in resident.looked.iter_mut().zip(&self.checked) {
                 *looked |= constant(argument);
@@ -319,7 +320,7 @@ impl Cuda {
         Ok(outputs)
     }
 
-    /// A run under a profile: call by call, with a look at the GPU's clock between two calls.
+    /// A run under a profile: call by call, with a time stamp of the GPU's clock between two calls.
     fn run_profiled(
         &self,
         inputs: &[Arc<Memory>],
@@ -337,8 +338,8 @@ impl Cuda {
                 contract,
             ))
         };
-        // The step ended when the host had waited for it: the GPU's clock is laid so that its last call ended
-        // then.
+        // The host waits for the step to end; the GPU's clock is aligned so that the last call ended at
+        // that moment.
         let end = kiln_profile::now();
         let nanoseconds = |milliseconds: f32| (f64::from(milliseconds) * 1e6) as u64;
         let whole = times.last().map_or(0, |last| nanoseconds(last.end));
@@ -449,12 +450,12 @@ impl Executable for Cuda {
         memory: &mut memory::Memory,
         scalars: &[u64],
     ) -> Result<Vec<Option<Storage>>, ExecuteError> {
-        // A profile looks at the clock between two kernels, which a graph has no place for.
+        // A profile takes a time stamp between two kernels, which a graph of kernels does not allow.
         if self.executable.can_settle() && !kiln_profile::is_active() {
             let outputs = self.run_resident(memory, scalars);
             return outputs.map_err(|error| self.explained(error));
         }
-        // What stays is copied once, not at each run.
+        // Tensors that stay are copied once, not at each run.
         for index in 0..memory.tensors.len() {
             if memory.is_constant(index)
                 && let Some(tensor) = &mut memory.tensors[index]

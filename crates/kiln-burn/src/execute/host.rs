@@ -1,5 +1,5 @@
-//! Executors that work on plain host tensors: the interpreter, and what it shares with candle
-//! ([`super::candle`]). Both copy inputs and outputs; they judge others, and are not for speed.
+//! Executors that work on plain host tensors: the interpreter, and the code that it shares with candle
+//! ([`super::candle`]). Both copy inputs and outputs: they are references, not meant to be fast.
 
 use std::sync::Arc;
 

@@ -1,19 +1,19 @@
 //! The arguments of a step that runs again and again.
 //!
-//! Most of what a training step reads is what its last run wrote: parameters, moments, statistics. [`Memory`]
-//! keeps these tensors from run to run, so that a run hands over only what is new. An executor may keep more
-//! beside them ([`Memory::places`]): compiled code its pointers.
+//! Most tensors that a training step reads were written by its last run: parameters, moments, statistics.
+//! [`Memory`] keeps these tensors from run to run, so that a run hands over only new ones. An executor may
+//! keep more beside them ([`Memory::places`]): compiled code keeps its pointers.
 
 use super::ExecuteError;
 use super::cpu::Places;
 use super::cuda::Resident;
 use crate::storage::Storage;
 
-/// What an argument is from one run to the next.
+/// The lifetime of an argument.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lifetime {
-    /// The run uses it up: the next one needs another, given by [`Memory::put`] or by the output that becomes
-    /// it.
+    /// The run uses it up: the next run needs another tensor, given by [`Memory::put`] or by the output
+    /// that becomes it.
     Run,
     /// It stays, unchanged.
     Constant,
@@ -28,8 +28,8 @@ pub struct Memory {
     pub(super) becomes: Vec<Option<usize>>,
     /// Arguments given since the last run: their types are not checked yet.
     pub(super) given: Vec<usize>,
-    /// Where compiled code finds what stays in place; none before its first run and after such a tensor was
-    /// taken out.
+    /// The pointers of compiled code to tensors that stay in place; none before its first run and after
+    /// such a tensor was taken out.
     pub(super) places: Option<Places>,
     /// The same for a step on a GPU.
     pub(super) resident: Option<Resident>,

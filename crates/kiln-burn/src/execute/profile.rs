@@ -1,7 +1,7 @@
-//! What executors tell an open profile: how long each kernel took.
+//! Executors report to an open profile how long each kernel took.
 //!
-//! While a step runs only times are noted. What the kernels are is described once for each executable, when
-//! it first runs under a profile.
+//! While a step runs only times are noted. The kernels are described once for each executable, when it
+//! first runs under a profile.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;

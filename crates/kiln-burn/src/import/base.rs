@@ -166,8 +166,8 @@ struct Strided {
     reversed: Dims,
 }
 
-/// Burn's ranges say *which* elements (`start..end`, negative counting from the end, clamped), the step in
-/// which order: a negative one starts from the last element of the range.
+/// Burn's ranges select elements (`start..end`, negative counting from the end, clamped); the step gives
+/// their order: a negative step starts from the last element of the range.
 fn strided(ranges: &[Slice], shape: &Shape) -> Strided {
     let mut strided = Strided {
         starts: Dims::from_elem(0, shape.rank()),

@@ -1,4 +1,4 @@
-//! The state of an import and the shorthands lowerings are written in.
+//! The state of an import, and the shorthands that lowerings are written in.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::execute::convert;
 use crate::record::Source;
 use crate::stream;
 
-/// What a lowering ends with.
+/// The result of a lowering.
 pub(super) type Done = Result<(), Fault>;
 
 /// Why an operation could not be lowered, before it is known where that happened.
@@ -124,7 +124,7 @@ impl Lower {
         self.values.get(&id).copied()
     }
 
-    /// The value of an operand: what an earlier operation defined, or else the next parameter.
+    /// The value of an operand: the result of an earlier operation, or else the next parameter.
     pub(super) fn input(&mut self, ir: &TensorIr) -> Result<Value, Fault> {
         if let Some(value) = self.value(ir.id) {
             return Ok(value);

@@ -1,11 +1,11 @@
 //! Import: from recorded operations to a [`Graph`].
 //!
 //! [`import`] goes over the operations once, in order. Each is lowered to primitives whose values take the
-//! places of its results: a table maps tensor ids to values. A tensor no operation of the recording defined
-//! is an argument of the graph, numbered by first use. What each primitive means is [`kiln_graph::op`]'s
-//! business; what each operation means is burn-flex's, whose results the primitives must give. Where the two
-//! differ in corners (the remainder of infinities, NaN in max pooling, shifts beyond the width) the
-//! primitive's meaning holds.
+//! places of its results: a table maps tensor ids to values. A tensor that no operation of the recording
+//! defined is an argument of the graph, numbered by first use. [`kiln_graph::op`] defines the meaning of
+//! each primitive. burn-flex defines the meaning of each operation, and the primitives must give its
+//! results. Where the two differ in corners (the remainder of infinities, NaN in max pooling, shifts beyond
+//! the width) the primitive's meaning holds.
 //!
 //! Scalars become constants or runtime scalars as [`crate::stream::scalars_are_static`] says; runtime scalars
 //! are numbered in the order of the graph, and [`Imported::scalars`] says where each comes from. A random
@@ -68,14 +68,14 @@ pub enum ScalarSource {
 /// Why operations could not be imported.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ImportError {
-    /// An operation that nothing behind the backend can run.
+    /// An operation that no part of the backend can run.
     #[error("{operation} (operation {position} of the step) cannot be compiled: {reason}")]
     Unsupported {
         /// The operation, such as `Float.Quantize`.
         operation: String,
         /// Its position in the recording.
         position: usize,
-        /// What stands in the way and what to do instead.
+        /// The obstacle, and what to do instead.
         reason: String,
     },
     /// Operands that do not fit the operation.
@@ -155,7 +155,7 @@ fn lower_operation(lower: &mut Lower, operation: &OperationIr) -> Result<(), Fau
         OperationIr::Int(op) => float::lower_int(lower, op),
         OperationIr::Bool(op) => float::lower_bool(lower, op),
         OperationIr::Module(op) => module::lower(lower, operation, op),
-        // A tensor that is there, or is not needed any more: nothing is computed.
+        // A tensor that exists already, or is not needed any more: nothing is computed.
         OperationIr::Init(_) | OperationIr::Drop(_) => Ok(()),
         OperationIr::Custom(CustomOpIr { id, outputs, .. }) if id == IOTA => {
             outputs.iter().try_for_each(|out| {

@@ -132,8 +132,8 @@ fn compare_elem(l: &mut Lower, op: CompareOp, d: &ScalarOpIr) -> Done {
     l.define(&d.out, out)
 }
 
-/// `x` to a scalar power. burn-flex multiplies and divides for the exponents 0, 1, 2, -1, -2, and so must we:
-/// the result differs from that of a general power in the last bit.
+/// `x` to a scalar power. burn-flex multiplies and divides for the exponents 0, 1, 2, -1, -2, and so does
+/// this lowering, because the result differs from that of a general power in the last bit.
 pub(super) fn power(l: &mut Lower, d: &ScalarOpIr) -> Done {
     let x = l.input(&d.lhs)?;
     let dtype = l.dtype(x);

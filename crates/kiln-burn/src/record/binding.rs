@@ -1,7 +1,8 @@
 //! Bindings: where each input of a replayed step comes from, and where each of its outputs goes.
 //!
-//! A replay runs no code of the program, so everything that a call could see must be bound to something known. Two recorded calls of one step
-//! decide it, once, for each input, each output, and each tensor that the caller gets back:
+//! A replay runs no code of the program, so every tensor that a call could read or write must be bound to a
+//! known source or target. Two recorded calls of one step decide the binding, once, of each input, each
+//! output, and each tensor that the caller gets back:
 //!
 //! | binding    | an input is                                       | an output or result is                             |
 //! | ---------- | ------------------------------------------------- | -------------------------------------------------- |
@@ -12,12 +13,13 @@
 //! | result(n)  |                                                   | computed by the step, for the caller               |
 //! | through    |                                                   | a tensor of the input, a place before the step, or a constant |
 //!
-//! A *place* is where the program keeps a tensor that its owner (`TrainStep`) can look into: a parameter, a running statistic, a moment of the optimizer. Whoever
-//! records a call says which tensor each place had before and after it ([`Place`]). A tensor that the closure keeps anywhere else and writes from call to call
-//! has no place, and its step is not replayed: nobody could put the next value there.
+//! A *place* is where the program keeps a tensor that its owner (`TrainStep`) can look into: a parameter, a
+//! running statistic, a moment of the optimizer. The recorder of a call says which tensor each place had
+//! before and after it ([`Place`]). A tensor that the closure keeps anywhere else and writes from call to
+//! call has no place, and its step is not replayed, because the replay could not put the next value there.
 //!
-//! Bindings name places, and not the tensors that are there: an owner with several steps has one state, and
-//! what one of them leaves at a place is what the others find there.
+//! Bindings name places, not the tensors at these places: an owner with several steps has one state, and
+//! each step finds at a place the tensor that another step left there.
 
 use std::fmt;
 use std::sync::Arc;
@@ -33,7 +35,7 @@ use crate::table::{self, Slot};
 /// Where the program keeps a tensor, and which tensor that was before and after a call.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Place {
-    /// What people call it: `` `encoder.norm.running_mean` ``.
+    /// Its name for people: `` `encoder.norm.running_mean` ``.
     pub name: Arc<str>,
     /// The tensor it had when the call began.
     pub before: TensorId,
@@ -44,7 +46,7 @@ pub struct Place {
 /// One recorded call, as its owner saw it.
 #[derive(Clone)]
 pub struct Call {
-    /// What ran.
+    /// The run of the call.
     pub run: LastRun,
     /// The tensors of the call's input, in order.
     pub fresh: Vec<TensorId>,
@@ -59,9 +61,9 @@ pub struct Call {
 pub enum InputBinding {
     /// The graph does not read it.
     Unread,
-    /// What the last call left at this place (a position in [`Bindings::places`]).
+    /// The tensor that the last call left at this place (a position in [`Bindings::places`]).
     State(usize),
-    /// What this place has; the step leaves it there as it is.
+    /// The tensor of this place, which the step does not change.
     Unchanged(usize),
     /// Tensor of this number of the call's input.
     Fresh(usize),
@@ -80,18 +82,18 @@ pub enum OutputBinding {
     Written(usize),
     /// Only to the caller.
     Result,
-    /// To nobody: the program let go of it after the call.
+    /// Nowhere: the program dropped it after the call.
     Dropped,
 }
 
-/// What the caller gets as one of its results.
+/// The source of a tensor that the caller gets back.
 #[derive(Clone, Debug)]
 pub enum ResultBinding {
     /// Output of this number.
     Computed(usize),
     /// Tensor of this number of the call's input, unchanged.
     Fresh(usize),
-    /// What this place had before the call.
+    /// The tensor that this place had before the call.
     Place(usize),
     /// One tensor, the same at each call.
     Constant(TensorId, Storage),
@@ -106,7 +108,8 @@ pub struct Bindings {
     pub outputs: Vec<OutputBinding>,
     /// Of each result, in order.
     pub results: Vec<ResultBinding>,
-    /// Tensors of the call's input that were one and the same in both calls: the closure may hold them too, so any other tensor there is another step.
+    /// Tensors of the call's input that were the same in both calls. The closure may hold them too, so a
+    /// call with another tensor there is another step.
     pub pinned: Vec<Option<TensorId>>,
     /// The places, in order.
     pub places: Vec<Place>,
@@ -155,7 +158,8 @@ pub enum ReplayError {
         /// Its type and shape.
         ty: String,
     },
-    /// The closure keeps a tensor from call to call where nobody else can put its next value.
+    /// The closure keeps a tensor from call to call outside of all places, so a replay could not store its
+    /// next value.
     #[error(
         "the closure keeps a tensor ({ty}) from one call to the next outside the model; keep it in the model (a `RunningState`, a parameter), or \
          pass it as an input of the step and return the new value"
@@ -190,7 +194,7 @@ pub enum ReplayError {
         /// The place.
         place: Arc<str>,
     },
-    /// A result is a tensor of which nobody knows where it comes from.
+    /// A result is a tensor of unknown origin.
     #[error(
         "result {index} is a tensor that the step neither computes nor is given; compute it from tensors, or make it outside the closure"
     )]
@@ -208,12 +212,12 @@ impl ReplayError {
 }
 
 impl Bindings {
-    /// The bindings of `last`, decided together with `previous`, another call of the same step. The handles of the results of `last` must be gone: an output that is still
-    /// alive is one that the program keeps.
+    /// The bindings of `last`, decided together with `previous`, another call of the same step. The handles
+    /// of the results of `last` must have been dropped: the program keeps any output that is still alive.
     ///
     /// # Errors
     ///
-    /// If an input, output or result is none of what can be bound.
+    /// If an input, output or result cannot be bound.
     pub fn new(previous: &Call, last: &Call) -> Result<Self, ReplayError> {
         let calls = [previous, last];
         if let Some(call) = calls
@@ -256,7 +260,8 @@ impl Bindings {
         })
     }
 
-    /// What differs between these bindings and those of an earlier call of the same step, in words; none if each tensor has the same binding.
+    /// The difference between these bindings and those of an earlier call of the same step, in words; none
+    /// if each tensor has the same binding.
     pub fn difference(&self, earlier: &Self) -> Option<String> {
         // Places by name: other steps of the owner may have added some since.
         let same_place = |before: usize, now: usize| earlier.places[before].name == self.places[now].name;
@@ -305,7 +310,7 @@ impl Bindings {
         None
     }
 
-    /// What input `index` is, for people.
+    /// A description of input `index`, for people.
     pub fn describe_input(&self, index: usize) -> String {
         self.input_text(&self.inputs[index])
     }
@@ -372,7 +377,7 @@ impl fmt::Display for Bindings {
     }
 }
 
-/// The two calls that decide.
+/// The two calls that decide the bindings.
 struct Pair<'a> {
     previous: &'a Call,
     last: &'a Call,
@@ -434,7 +439,8 @@ impl Pair<'_> {
         found.map(|place| place.before)
     }
 
-    /// Whether some place that had the same tensor as `place` before the call has another one after it, or the other way round.
+    /// Whether some place had the same tensor as `place` before the call and has another one after it, or
+    /// the other way round.
     fn parts(&self, place: usize) -> bool {
         let Place { before, after, .. } = self.last.places[place];
         let others = self.last.places.iter();

@@ -5,7 +5,7 @@ use std::fmt;
 use super::host_operations;
 use super::location::Location;
 
-/// What needed a value.
+/// Why a value was needed.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum BreakReason {
     /// The program read a tensor's elements (`into_data`, `into_scalar`, printing, a data-dependent branch).
@@ -56,11 +56,12 @@ impl fmt::Display for BreakReason {
 /// One graph break.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct GraphBreak {
-    /// What needed a value.
+    /// Why a value was needed.
     pub reason: BreakReason,
     /// The operation whose result was needed, such as `NumericFloat.Sum`; none if no single one was.
     pub operation: Option<String>,
-    /// The method of Burn's tensors that runs on the host and needed it, such as `sort`; none if the program itself did.
+    /// The method of Burn's tensors that runs on the host and needed it, such as `sort`; none if the
+    /// program itself needed it.
     pub method: Option<&'static str>,
     /// The line of the user's program, if it could be found.
     pub location: Option<Location>,

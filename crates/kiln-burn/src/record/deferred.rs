@@ -1,9 +1,9 @@
-//! Recordings that did not run, until somebody needs what they make.
+//! Recordings that did not run, kept until one of their tensors is needed.
 //!
 //! A frozen region ([`CompileOptions::frozen`]) refuses a recording that no compiled step fits, but the
-//! closure that was recorded has assigned tensors: in a training loop the whole model. Computing them would
-//! be what the program forbids, and taking them away would lose the model. So the recording stays behind
-//! these tensors. Nothing of it runs unless one of them is used; it is run node by node then, as by
+//! recorded closure has assigned tensors: in a training loop the whole model. Computing them is forbidden,
+//! and taking them away would lose the model. So the recording is kept for these tensors. None of its
+//! operations runs unless one of the tensors is used; then it is run node by node, as by
 //! [`super::salvage`]. Tensors that are dropped unused cost nothing.
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,7 +37,7 @@ impl Keeper for Deferred {
     }
 }
 
-/// Enters what outlives `recorded` into the table, to be computed when it is needed.
+/// Enters the tensors that outlive `recorded` into the table, to be computed when one is needed.
 pub(super) fn enter(options: &CompileOptions, recorded: Recorded) {
     let ids = recorded.output_ids.clone();
     let keeper = Arc::new(Deferred {

@@ -1,9 +1,9 @@
 //! Looking at, and replacing, the tensors inside an object that only knows how to move itself to a device.
 //!
-//! The state of a Burn optimizer is an opaque type with one tool: `to_device`, which must reach every tensor
-//! in it. Between Kiln devices nothing has to move, so while an exchange is under way on this thread a move
-//! does what the exchange wants instead: hands over a copy of the tensor, or puts another one in its place.
-//! Objects of one type visit their tensors in one order.
+//! The state of a Burn optimizer is an opaque type with one tool: `to_device`, which must reach every
+//! tensor in it. Between Kiln devices no tensor has to move. So while an exchange is under way on this
+//! thread, a move does what the exchange asks for instead: it hands over a copy of the tensor, or puts
+//! another one in its place. Objects of one type visit their tensors in one order.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
@@ -22,7 +22,7 @@ use crate::options::CompileBackend;
 /// A device no tensor is on, so that every move is seen.
 const ELSEWHERE: KilnDevice = KilnDevice::lazy(CompileBackend::Eager);
 
-/// What a move does instead.
+/// The action of a move during an exchange.
 enum Exchange {
     /// Adds a copy of the tensor.
     Collect(Vec<RouterTensor<KilnClient>>),
@@ -35,10 +35,10 @@ enum Exchange {
     Own(Owned),
 }
 
-/// What became of tensors when an object was made their only owner.
+/// The result of making an object the only owner of its tensors.
 #[derive(Default)]
 pub struct Owned {
-    /// Tensors that the object had for itself already, in order.
+    /// Tensors that only the object held already, in order.
     pub sole: Vec<TensorId>,
     /// The new id of each tensor that something else holds, too, by its old id.
     pub renamed: HashMap<TensorId, TensorId>,
@@ -47,8 +47,8 @@ pub struct Owned {
 }
 
 impl Owned {
-    /// A handle of `tensor` whose id nothing else holds: `tensor` itself, or one of a new id with the same
-    /// elements.
+    /// A handle of `tensor` whose id no other handle has: `tensor` itself, or a tensor of a new id with the
+    /// same elements.
     pub fn own(&mut self, tensor: RouterTensor<KilnClient>) -> RouterTensor<KilnClient> {
         let (client, dtype) = (tensor.client, tensor.dtype());
         let ir = tensor.into_ir();
@@ -107,8 +107,8 @@ pub fn collect<R>(to_device: impl FnOnce(&KilnDevice) -> R) -> Vec<RouterTensor<
     }
 }
 
-/// What `to_device` makes of its object, with the tensors it moves replaced by `tensors`, in order. None if
-/// their numbers differ.
+/// The result of `to_device`, with the tensors that it moves replaced by `tensors`, in order. None if their
+/// numbers differ.
 pub fn replace<R>(
     tensors: Vec<RouterTensor<KilnClient>>,
     to_device: impl FnOnce(&KilnDevice) -> R,
@@ -124,8 +124,8 @@ pub fn replace<R>(
     }
 }
 
-/// What `to_device` makes of its object, which is the only owner of its tensors afterwards; what became of
-/// them is added to `owned`.
+/// The result of `to_device`, which is the only owner of its tensors afterwards; adds to `owned` what
+/// happened to them.
 pub fn own<R>(owned: &mut Owned, to_device: impl FnOnce(&KilnDevice) -> R) -> R {
     let running = Running::start(Exchange::Own(std::mem::take(owned)));
     let object = to_device(&ELSEWHERE);

@@ -1,7 +1,7 @@
 //! From a replay to a step that runs without Kiln ([`kiln_cpu::export`]).
 //!
-//! The bindings say where every tensor comes from and goes; what the owner of the step adds is how its numbers follow from the learning rate and from how many steps were
-//! run ([`Number`]).
+//! The bindings say where every tensor comes from and goes. The owner of the step adds how its numbers
+//! follow from the learning rate and from how many steps were run ([`Number`]).
 
 mod function;
 
@@ -26,7 +26,7 @@ use crate::stream;
 use crate::table::{self, Slot};
 pub use function::export_function;
 
-/// How a number of the recorded step follows at a later call.
+/// How a number of the recorded step is computed at a later call.
 #[derive(Clone, Debug)]
 pub enum Number {
     /// It is the same at each call.
@@ -155,7 +155,8 @@ fn plain(name: &str) -> String {
         .collect()
 }
 
-/// Writes the folder of a step that goes on where `replay` is now. `fresh` are the tensors of a call's input. The replay goes on as if nothing had been.
+/// Writes the folder of a step that continues from the state of `replay`. `fresh` are the tensors of a
+/// call's input. The replay itself is not affected.
 ///
 /// # Errors
 ///
@@ -265,7 +266,8 @@ fn tensor_type(ir: &TensorIr) -> Option<TensorType> {
     Some(TensorType::new(convert::dtype(ir.dtype)?, shape))
 }
 
-/// Where each runtime scalar of the graph comes from, the tables that these need, and the learning rate if calls may have only one.
+/// The source of each runtime scalar of the graph, the tables that these need, and the learning rate if
+/// calls may have only one.
 fn number_sources(step: &Step, numbers: &Numbers) -> (Vec<NumberSource>, Vec<NumberTable>, Option<f64>) {
     let mut tables = Vec::new();
     let mut is_rate_fixed = numbers.is_rate_fixed;

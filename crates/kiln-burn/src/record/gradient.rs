@@ -2,9 +2,9 @@
 //!
 //! Burn's autodiff makes a *node* for each call of one of its functions and runs the node's *step* once in
 //! the backward pass. A step reads the gradient of the call's result and tensors that the call saved (its
-//! operands and results), and leaves one gradient for each operand. The recording has the tensors, the stack
-//! has the function of each operation ([`super::sighting`]); what nobody says is which call of that function
-//! a step belongs to. [`sources`] finds out.
+//! operands and results), and leaves one gradient for each operand. The recording has the tensors, and the
+//! stack has the function of each operation ([`super::sighting`]); neither has the call of that function
+//! that a step belongs to. [`sources`] finds it.
 //!
 //! Each backward operation has *candidates*: the calls whose step it may be part of. They begin as all calls
 //! of its function, and are never fewer than what is possible:
@@ -21,9 +21,9 @@
 //! if the same chain of calls has come in between, loops excepted.
 //!
 //! A line is claimed only if all candidates are at the same line; otherwise the operation keeps the line of
-//! `backward()`. One thing is assumed at first: that no step belongs to a call before the recording. If that
-//! leaves some operation without candidates, it is wrong, and such calls become candidates wherever they can
-//! be.
+//! `backward()`. At first [`sources`] assumes that no step belongs to a call before the recording. If that
+//! leaves some operation without candidates, the assumption is wrong, and such calls become candidates
+//! wherever they are possible.
 
 mod calls;
 
@@ -94,8 +94,8 @@ const ZERO: &[&str] = &[
     "float_unfold",
 ];
 
-/// Where each of `operations` comes from. Empty if nothing was seen of them. Those of `full_precision` are
-/// known to stay as they are; what belongs to their gradients is found.
+/// The source of each of `operations`. Empty if the stack was not looked at. The operations of
+/// `full_precision` are known to stay as they are; this finds those that belong to their gradients.
 pub fn sources(operations: &[OperationIr], sightings: &[Sighting], full_precision: &[u32]) -> Vec<Source> {
     let mut sources: Vec<Source> = sightings
         .iter()
@@ -115,7 +115,7 @@ pub fn sources(operations: &[OperationIr], sightings: &[Sighting], full_precisio
         let name = call.function.as_ref().and_then(|function| function.name.as_ref());
         call.part == Part::Forward && name.is_none()
     };
-    // A call that nobody knows of could be the one that is looked for.
+    // A call that is missing from the sightings could be the one that is searched.
     let blind = sightings.iter().any(|sighting| sighting.blind) || calls().any(nameless);
     if blind || operations.len() != sightings.len() || !part(Part::Step) || !part(Part::Forward) {
         return sources;
@@ -135,7 +135,7 @@ pub fn sources(operations: &[OperationIr], sightings: &[Sighting], full_precisio
     sources
 }
 
-/// What a tensor may be the gradient of.
+/// The values that a tensor may be the gradient of.
 #[derive(Clone)]
 enum Adjoint {
     /// Any value of its type.
@@ -146,7 +146,7 @@ enum Adjoint {
 
 struct Tracer<'a> {
     recording: &'a Forward<'a>,
-    /// Whether steps of calls before the recording are thought of.
+    /// Whether steps of calls before the recording are considered.
     outside: bool,
     /// By operation in a step.
     candidates: Vec<Option<Rc<[u32]>>>,
@@ -218,7 +218,7 @@ impl<'a> Tracer<'a> {
             .all(|candidates| !candidates.is_empty())
     }
 
-    /// What is known of an operation; none if its candidates are at different lines.
+    /// The source of an operation; none if its candidates are at different lines.
     fn claim(&self, operation: usize) -> Option<Source> {
         let candidates = self.candidates[operation].as_ref()?;
         let (&first, rest) = candidates.split_first()?;
@@ -264,7 +264,7 @@ impl<'a> Tracer<'a> {
         }
     }
 
-    /// A value and what its gradient is handed on to.
+    /// A value, and the values that its gradient is handed on to.
     fn handed_on(&mut self, value: u32) -> Rc<[u32]> {
         if let Some(known) = self.handed_on.get(&value) {
             return known.clone();
@@ -345,7 +345,7 @@ impl<'a> Tracer<'a> {
                 Role::Other | Role::Recompute => continue,
                 Role::Seed => &[],
                 Role::Step(_) => operands,
-                // The newer gradient is the step's; the older one may be anybody's.
+                // The newer gradient is the step's; the older one may be of any step.
                 Role::Accumulate(_) => &operands[..operands.len().min(1)],
             };
             for &value in read {
@@ -361,7 +361,7 @@ impl<'a> Tracer<'a> {
         }
     }
 
-    /// What a result of an operation may be the gradient of.
+    /// The values that a result of an operation may be the gradient of.
     fn adjoint(&mut self, operation: u32, role: Role, result: u32, tangent: bool) -> Option<Adjoint> {
         let recording = self.recording;
         let value = recording.values[result as usize];
@@ -404,7 +404,7 @@ impl<'a> Tracer<'a> {
         Some(Adjoint::Of(found.into()))
     }
 
-    /// What does not depend on a seed is used in the step that made it.
+    /// A backward value that does not depend on a seed is used only in the step that made it.
     fn share(&mut self) {
         let recording = self.recording;
         for value in 0..recording.values.len() {
@@ -432,8 +432,8 @@ impl<'a> Tracer<'a> {
         }
     }
 
-    /// What leaves a step is the gradient of an operand, and is read by the step of the call that made the
-    /// operand.
+    /// A value that leaves a step is the gradient of an operand, and the step of the call that made the
+    /// operand reads it.
     fn leave(&mut self) {
         let recording = self.recording;
         for value in 0..recording.values.len() {
@@ -497,7 +497,7 @@ impl<'a> Tracer<'a> {
         })
     }
 
-    /// A step runs once: where a call's step is known, it is nobody else's.
+    /// A step runs once: where a call's step is known, no other operation is in it.
     fn exclude(&mut self) {
         let recording = self.recording;
         // First and last operation that is known to be in the step of each call.

@@ -1,7 +1,8 @@
-//! The guard: is this the step that was compiled, and if not, what differs.
+//! The guard decides whether a recording is the step that was compiled and, if not, what differs.
 //!
-//! Steps are compared by their words ([`super::recording`]), which takes no time. What differs is said in the terms of the program: the operation and the line
-//! that issued it, what is another there, before and after. For that a guard keeps the parts of each operation by name ([`super::words`]).
+//! Steps are compared by their words ([`super::recording`]), which takes no time. A difference is described
+//! in the terms of the program: the operation, the line that issued it, and the part that changed, before
+//! and after. For that a guard keeps the parts of each operation by name ([`super::words`]).
 
 use std::fmt;
 
@@ -12,13 +13,13 @@ use super::recording::{Identity, Recorded};
 use super::words::{Named, Part, Position, Words, dims_of, type_text};
 use crate::stream;
 
-/// What is kept of a recorded step to recognise it again.
+/// The parts of a recorded step by which it is recognised.
 #[derive(Debug)]
 pub struct Guard {
     identity: Identity,
     ends: Vec<u32>,
     names: Vec<String>,
-    /// Where each operation comes from, where it was looked up.
+    /// The source of each operation, if it was looked up.
     lines: Vec<Source>,
     parts: Vec<Box<[Named]>>,
     inputs: Vec<String>,
@@ -57,9 +58,9 @@ pub enum Mismatch {
         operation: String,
         /// What changed.
         part: Changed,
-        /// It when compiled.
+        /// The part when compiled.
         before: String,
-        /// It now.
+        /// The part now.
         after: String,
     },
     /// The operations agree, but another set of results outlives the region.
@@ -78,9 +79,9 @@ pub enum Changed {
     Attribute(String),
     /// A number that is part of the step.
     Number(String),
-    /// Which tensor it reads.
+    /// A tensor that it reads.
     Operand(String),
-    /// Type or shape of what it makes.
+    /// Type or shape of a result.
     Result(String),
 }
 
@@ -169,7 +170,7 @@ impl Mismatch {
         }
     }
 
-    /// What it was when the step was compiled, and what it is now.
+    /// The description of the part when the step was compiled, and now.
     pub fn change(&self) -> (String, String) {
         let name = |operation: &Option<String>| {
             operation
@@ -197,8 +198,8 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// What to do about compilations that these mismatches made necessary: which dimension differed and the
-/// values that it had where the last of them is one of a dimension.
+/// The advice for compilations that these mismatches made necessary: the dimension that differed and its
+/// values, where the last mismatch is one of a dimension.
 pub fn advice<'a>(
     mismatches: impl IntoIterator<Item = &'a Mismatch, IntoIter: DoubleEndedIterator + Clone>,
 ) -> String {
@@ -243,7 +244,8 @@ pub fn advice<'a>(
 const SHOWN_SIZES: usize = 6;
 
 impl Guard {
-    /// A guard that accepts what has the identity of `recorded`. `lines` says where its operations come from, as far as that is known.
+    /// A guard that accepts recordings with the identity of `recorded`. `lines` has the sources of its
+    /// operations, as far as they are known.
     pub fn new(recorded: &Recorded, lines: Vec<Source>) -> Self {
         let producers = recorded
             .operations
@@ -272,8 +274,8 @@ impl Guard {
         self.identity == recorded.identity
     }
 
-    /// The first difference to `recorded`; none if it is the same step. A changed input is named before the operations that differ
-    /// because of it.
+    /// The first difference to `recorded`; none if it is the same step. A changed input is named before the
+    /// operations that differ because of it.
     pub fn mismatch(&self, recorded: &Recorded) -> Option<Mismatch> {
         let (before, now) = (&self.identity, &recorded.identity);
         let common = self.common_words(recorded);
@@ -290,7 +292,7 @@ impl Guard {
                 after: name,
             });
         }
-        // Where the operations part before the input is used, the input is a consequence.
+        // If the operations differ before the input is used, the input differs as a consequence.
         let mut pairs = self.inputs.iter().zip(&inputs).enumerate();
         if let Some((input, (before, after))) = pairs.find(|(_, (before, after))| before != after) {
             return Some(Mismatch::Input {
@@ -303,12 +305,14 @@ impl Guard {
         Some(self.attribute_mismatch(recorded, index))
     }
 
-    /// How many operations agree before the first that differs: the measure by which the nearest of several guards is chosen.
+    /// How many operations agree before the first that differs: the measure by which the nearest of several
+    /// guards is chosen.
     pub fn agreement(&self, recorded: &Recorded) -> usize {
         self.operation_at(self.common_words(recorded))
     }
 
-    /// The user's line of the operation that takes runtime scalar `index` of the recording; none if it is not known.
+    /// The user's line of the operation that takes runtime scalar `index` of the recording; none if it is
+    /// not known.
     pub fn scalar_line(&self, index: usize) -> Option<&str> {
         let runtime = |parts: &[Named]| {
             parts
@@ -329,8 +333,9 @@ impl Guard {
         &self.inputs
     }
 
-    /// The user's lines of a recording that is much like this one but for which none were looked up: where the operations agree by name, from
-    /// the beginning and from the end, the program most likely is at the same lines.
+    /// The user's lines of a recording that resembles this one, if none were looked up for it: where the
+    /// operations agree by name, from the beginning and from the end, the program most likely is at the
+    /// same lines.
     pub fn lines_of(&self, recorded: &Recorded) -> Vec<Source> {
         if self.lines.is_empty() {
             return Vec::new();
@@ -409,7 +414,8 @@ impl Guard {
         }
     }
 
-    /// What differs about operation `index`, which has the same name in both steps: what the program decides before what follows from it.
+    /// The difference in operation `index`, which has the same name in both steps: a part that the program
+    /// decides comes before parts that follow from it.
     fn attribute_mismatch(&self, recorded: &Recorded, index: usize) -> Mismatch {
         let before: &[Named] = &self.parts[index];
         let mut words = Words::new(recorded);

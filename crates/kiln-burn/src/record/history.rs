@@ -1,4 +1,4 @@
-//! What a region compiled, when and why, and the folder where it writes that down.
+//! The history of a region: what it compiled, when and why, and the folder for the dumps.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +21,7 @@ pub struct CompileEvent {
     pub segment: usize,
     /// Which step of the region, in the order of compilation, from 0.
     pub step: usize,
-    /// What runs it.
+    /// The backend that runs it.
     pub backend: CompileBackend,
     /// Whether it was prepared for one run only.
     pub provisional: bool,
@@ -52,7 +52,7 @@ impl CompileEvent {
         }
     }
 
-    /// How often the step ran, also if the region has let go of it since.
+    /// How often the step ran, even if the region has dropped it since.
     pub fn runs(&self) -> u64 {
         self.runs.load(Ordering::Relaxed)
     }

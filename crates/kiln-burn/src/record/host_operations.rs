@@ -1,4 +1,4 @@
-//! Burn's operations that run on the host: which one reads a value now, and what to use in its place.
+//! Burn's operations that run on the host: the one that reads a value now, and its replacement.
 //!
 //! Burn's `sort` and its relatives, `one_hot` and `nonzero` fetch the tensor and go on in Rust. The program
 //! sees a call of a method like any other, so a graph break names the method: the outermost function of
@@ -21,11 +21,11 @@ const WITH_COUNTERPART: &[&str] = &[
     "topk_with_indices",
 ];
 
-/// Methods that run on the host because the size of what they give depends on values.
+/// Methods that run on the host because the size of their result depends on values.
 const WITHOUT_COUNTERPART: &[&str] = &["argwhere", "nonzero"];
 
-/// The method of Burn's tensors that the program called and that reads a value now; none if it is none of
-/// these.
+/// The method of Burn's tensors that the program called and that reads a value now; none if it is not one
+/// of these.
 pub fn running() -> Option<&'static str> {
     let mut found = None;
     backtrace::trace(|frame| {
@@ -45,7 +45,7 @@ pub fn running() -> Option<&'static str> {
     found
 }
 
-/// The method that a function of burn-tensor is, by its demangled name.
+/// The method that a function of burn-tensor belongs to, by its demangled name.
 fn named(function: &str) -> Option<&'static str> {
     // `path::<impl Tensor<B, D>>::sort`, or, inlined, `sort<Kiln, 1, Float>`.
     let last = |path: &str| path.rsplit("::").next().unwrap_or_default().to_owned();

@@ -1,9 +1,9 @@
 //! The line of the user's program that is running now.
 //!
-//! Taken from a backtrace: the innermost frame that belongs neither to a crate of the registry (Burn), nor to
-//! Kiln, nor to the standard library. This is done for graph breaks and, in a way that remembers what each
-//! return address was ([`super::sighting`]), for recordings that are going to be compiled; not for each
-//! operation of each step.
+//! It is taken from a backtrace: the innermost frame that belongs neither to a crate of the registry
+//! (Burn), nor to Kiln, nor to the standard library. This is done for graph breaks and for recordings that
+//! are going to be compiled (there each return address is looked up only once, [`super::sighting`]); not
+//! for each operation of each step.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ const INNER: &[&str] = &[
     "std",
 ];
 
-/// Where the user's program stands; none if no frame is the user's.
+/// The current line of the user's program; none if no frame is the user's.
 pub fn user_location() -> Option<Location> {
     let mut found = None;
     backtrace::trace(|frame| {
@@ -69,8 +69,7 @@ pub fn user_location() -> Option<Location> {
     found
 }
 
-/// The user's line in a frame; none if all that runs in it (a function and what is inlined into it) belongs
-/// to others.
+/// The user's line in a frame; none if the function and everything inlined into it belong to others.
 pub(super) fn of_user(frame: &backtrace::Frame) -> Option<Location> {
     let mut found = None;
     backtrace::resolve_frame(frame, |symbol| {

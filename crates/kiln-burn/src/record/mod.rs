@@ -1,4 +1,4 @@
-//! Recording: what happens to operations inside a region.
+//! Recording: the operations inside a region.
 //!
 //! - [`recording`]: the operations of one region between two breaks, in relative form.
 //! - [`guard`]: comparing a recording with steps seen before, and saying how it differs.
@@ -8,12 +8,14 @@
 //! - [`replay`]: running a step again without the program that recorded it.
 //! - [`mod@export`]: a replayed step as files that run without Kiln.
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
-//! - [`deferred`]: recordings that a frozen region did not run, until somebody needs what they make.
-//! - [`salvage`]: running what a function did before it failed, for what it leaves behind.
+//! - [`deferred`]: recordings that a frozen region did not run, kept until one of their tensors is needed.
+//! - [`salvage`]: running the operations of a function that failed, for the tensors that it leaves behind.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
-//! - [`history`], [`report`], [`words`], [`stream_text`]: what was compiled and why, in words, for reports and debug dumps.
-//! - [`sighting`], [`gradient`]: which line of the program an operation comes from, and whose gradient it belongs to.
+//! - [`history`], [`report`], [`words`], [`stream_text`]: descriptions of what was compiled and why, for
+//!   reports and debug dumps.
+//! - [`sighting`], [`gradient`]: which line of the program an operation comes from, and whose gradient it
+//!   belongs to.
 //! - [`wish`]: tensors that other threads are about to read.
 //! - [`breaks`], [`host_operations`], [`location`]: why and where a recording was cut.
 

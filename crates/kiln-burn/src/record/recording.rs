@@ -1,10 +1,10 @@
 //! One recording: the operations of a region between two points where values are needed, in relative form.
 //!
-//! While operations arrive, three things are kept: the operations as they are (to import them if this turns
-//! out to be a new step), their *words* (the same stream without tensor ids, to compare with steps seen
-//! before), and their runtime scalars. A tensor is named by position: input number or result number.
-//! Positions follow from the order of operations alone, so two runs of a step have the same words exactly if
-//! they are the same step.
+//! While operations arrive, three things are kept: the operations themselves (to import them if this is a
+//! new step), their *words* (the same stream without tensor ids, to compare with steps seen before), and
+//! their runtime scalars. A tensor is named by position: input number or result number. Positions follow
+//! from the order of operations alone, so two runs of a step have the same words exactly if they are the
+//! same step.
 //!
 //! Not part of the words: the scalars that are runtime arguments, the numbers of random streams, and *when*
 //! tensors die. The order in which Burn drops tensors is not stable from run to run (maps with random seeds);
@@ -91,11 +91,11 @@ pub struct Recording {
     streams: Vec<Stream>,
     /// Operations that autocast leaves as they are.
     full_precision: Vec<u32>,
-    /// What was seen of each operation; shorter than `operations` if only the first ones were looked up.
+    /// The sighting of each operation; shorter than `operations` if only the first ones were looked up.
     lines: Vec<Sighting>,
 }
 
-/// What a tensor that died was to a recording.
+/// The role that a dropped tensor had in a recording.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Killed {
     /// A result, pending.
@@ -106,7 +106,7 @@ pub enum Killed {
     Unknown,
 }
 
-/// What identifies a recorded step: operations in relative form, and which results leave.
+/// The identity of a recorded step: operations in relative form, and which results leave.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Identity {
     /// Relative form of the operations.
@@ -122,7 +122,7 @@ pub struct Recorded {
     pub operations: Vec<OperationIr>,
     /// End of each operation's words in [`Identity::words`].
     pub ends: Vec<u32>,
-    /// What identifies the step.
+    /// The identity of the step.
     pub identity: Identity,
     /// Tensors read, in order of first use.
     pub inputs: Vec<Input>,
@@ -134,7 +134,7 @@ pub struct Recorded {
     pub streams: Vec<Stream>,
     /// Positions of the operations that autocast leaves as they are ([`crate::full_precision`]).
     pub full_precision: Vec<u32>,
-    /// What was seen of each operation on the stack; empty unless it was looked up.
+    /// The sighting of each operation on the stack; empty unless it was looked up.
     pub lines: Vec<Sighting>,
 }
 
@@ -197,7 +197,7 @@ impl Recording {
             .is_some_and(|position| self.pending[position as usize].alive)
     }
 
-    /// Whether `id` is a result of this recording, alive or consumed.
+    /// Whether `id` is a result of this recording, alive or not.
     pub fn is_result(&self, id: TensorId) -> bool {
         self.position(id).is_some()
     }
@@ -209,12 +209,12 @@ impl Recording {
             .is_some_and(|position| !std::mem::replace(&mut self.pending[position as usize].alive, true))
     }
 
-    /// Whether the recording already knows where `id` comes from.
+    /// Whether the recording already knows the tensor `id`, as an input or a result.
     pub fn knows(&self, id: TensorId) -> bool {
         self.position(id).is_some() || self.input_positions.contains_key(&id)
     }
 
-    /// The operands of `operation` of which the recording does not know where they come from, in order.
+    /// The operands of `operation` that the recording does not know, in order.
     pub fn unknown_operands(&self, operation: &OperationIr) -> Vec<TensorIr> {
         let mut unknown = Unknown {
             recording: self,
@@ -230,7 +230,7 @@ impl Recording {
         self.operations.iter().rev().find(defines).map(stream::name)
     }
 
-    /// Notes that the program will not use the tensor `id` any more, and says what it was.
+    /// Notes that the program will not use the tensor `id` any more; returns its role.
     pub fn kill(&mut self, id: TensorId) -> Killed {
         if let Some(position) = self.position(id) {
             self.pending[position as usize].alive = false;
@@ -245,8 +245,8 @@ impl Recording {
         }
     }
 
-    /// Notes that the program keeps the input `id` only for the case that the step fails: it dies. Says
-    /// whether it is an input.
+    /// Notes that the program keeps the input `id` only for the case that the step fails: the step may
+    /// overwrite it. Returns whether it is an input.
     pub fn surrender(&mut self, id: TensorId) -> bool {
         let Some(&position) = self.input_positions.get(&id) else {
             return false;
@@ -257,7 +257,7 @@ impl Recording {
         input.surrendered
     }
 
-    /// Inputs that died by being consumed since the last call: the table can let go of them.
+    /// Inputs that were consumed since the last call: the table can drop them.
     pub fn take_consumed(&mut self) -> Vec<TensorId> {
         std::mem::take(&mut self.consumed)
     }
@@ -284,7 +284,7 @@ impl Recording {
         self.add_input(ir, Storage::nothing(ir.dtype));
     }
 
-    /// Notes what is seen of the operation that is recorded next.
+    /// Notes the sighting of the operation that is recorded next.
     pub fn note_line(&mut self, line: Sighting) {
         self.lines.push(line);
     }
@@ -366,7 +366,7 @@ impl Visitor for Unknown<'_> {
     fn word(&mut self, _: u64) {}
 }
 
-/// Writes the words of one operation and keeps the books on its tensors.
+/// Writes the words of one operation and tracks its tensors.
 struct Encoder<'a> {
     recording: &'a mut Recording,
     keep_scalars: bool,
@@ -425,7 +425,7 @@ impl Visitor for Encoder<'_> {
             ScalarIr::UInt(x) => (2, x),
             ScalarIr::Bool(x) => (3, u64::from(x)),
         };
-        // Whether an operation's scalars are kept may depend on their values: the words say which it is.
+        // Whether an operation's scalars are kept may depend on their values, so the words record that.
         if self.keep_scalars {
             self.recording.words.push(kind);
             self.recording.scalars.push(scalar);

@@ -1,7 +1,8 @@
 //! A region: the steps compiled for one `run` call site.
 //!
-//! A region is cut into segments by graph breaks; usually there is one. Each segment has a list of compiled steps, most recently used
-//! first. A recording that no guard accepts is a new step: it is imported, prepared by the region's backend, and remembered with the guard that failed.
+//! A region is cut into segments by graph breaks; usually there is one. Each segment has a list of compiled
+//! steps, most recently used first. A recording that no guard accepts is a new step: it is imported,
+//! prepared by the region's backend, and remembered with the guard that failed.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -47,12 +48,12 @@ impl fmt::Display for HostRead {
     }
 }
 
-/// What the last run of a region did: all a replay needs to know ([`super::replay`]).
+/// The last run of a region, as far as a replay needs it ([`super::replay`]).
 #[derive(Clone)]
 pub struct LastRun {
     /// The step that ran.
     pub step: Arc<Step>,
-    /// The segment it was; a replay wants a region of one segment.
+    /// The segment that it was; a replay needs a region of one segment.
     pub segment: usize,
     /// Ids of the tensors it read, in order.
     pub inputs: Vec<TensorId>,
@@ -72,15 +73,17 @@ pub struct LastRun {
 pub struct Region {
     /// How steps are compiled.
     pub options: CompileOptions,
-    /// Greatest number of steps a segment keeps; the least recently used goes. Lazy devices use it: they have no step to come back to.
+    /// Most steps that a segment keeps; the least recently used is dropped. Lazy devices use this: they
+    /// have no step to come back to.
     pub capacity: usize,
     /// Whether [`LastRun::host_data`] is kept: a replay needs to know whether it is the same at each call.
     pub keeps_host_data: bool,
     /// Whether a recording that would have to be compiled is an error.
     pub frozen: bool,
-    /// Whether what a call computes on are placeholders, so that nobody may look at a value: whatever takes one is noted.
+    /// Whether a call computes on placeholders, whose values must not be read: a read is noted.
     pub on_placeholders: bool,
-    /// Whether a recording that cannot be compiled is run all the same, for what it leaves behind ([`super::salvage`]).
+    /// Whether a recording that cannot be compiled is run all the same, for the tensors that it leaves
+    /// behind ([`super::salvage`]).
     pub salvages: bool,
     /// The first tensor that the program read on the host in this call.
     pub host_read: Option<HostRead>,
@@ -95,7 +98,7 @@ pub struct Region {
     warned_limit: bool,
     /// How long the program took to issue the operations of the recording that comes next.
     pub recorded_in: Duration,
-    /// Where dumps go; none if nobody asked for them.
+    /// The folder of dumps; none if they were not asked for.
     debug: Option<PathBuf>,
 }
 
@@ -131,8 +134,8 @@ impl Region {
         self.graph_break = None;
     }
 
-    /// Notes that the program reads a tensor on the host, where somebody wants to know: a replay would not read it,
-    /// and a placeholder has no value.
+    /// Notes that the program reads a tensor on the host, if that matters: a replay would not read it, and
+    /// a placeholder has no value.
     pub fn note_host_read(&mut self, tensor: &TensorIr, reason: &BreakReason) {
         let is_replayed = self.keeps_host_data && *reason == BreakReason::Read;
         if (is_replayed || self.on_placeholders) && self.host_read.is_none() {
@@ -169,7 +172,8 @@ impl Region {
         }
     }
 
-    /// Runs a recording as segment `segment` and enters its outputs into the table. If that fails, the table says why instead.
+    /// Runs a recording as segment `segment` and enters its outputs into the table. If that fails, the
+    /// table says why instead.
     ///
     /// Inputs that the program surrendered have their elements again if the step failed before it ran.
     pub fn run(&mut self, segment: usize, mut recorded: Recorded) -> Result<(), Error> {
@@ -229,7 +233,8 @@ impl Region {
         let tensors = match step.run(&mut given, &recorded.scalars, &recorded.streams) {
             Ok(tensors) => tensors,
             Err(error) => {
-                // What the step left there is as it was: it stopped before it overwrote anything.
+                // The inputs that the step left in the list are as they were: it stopped before it
+                // overwrote anything.
                 let left = inputs.into_iter().zip(surrendered).zip(given);
                 left.filter(|((_, surrendered), _)| *surrendered)
                     .for_each(|((id, _), tensor)| table::insert(id, tensor));
@@ -330,7 +335,8 @@ impl Region {
         Ok(0)
     }
 
-    /// Where each operation comes from: looked up while recording, or else those of the step it resembles most.
+    /// The source of each operation: looked up while recording, or else that of the step that the recording
+    /// resembles most.
     fn lines(&self, segment: usize, recorded: &Recorded) -> Vec<Source> {
         match recorded.lines.is_empty() {
             false => gradient::sources(&recorded.operations, &recorded.lines, &recorded.full_precision),
@@ -347,8 +353,8 @@ impl Region {
             .max_by_key(|step| step.guard.agreement(recorded))
     }
 
-    /// The backend for a new step, and whether it is provisional: the first call of an optimizer has a graph of its own, because the
-    /// state does not exist yet, and will not come again.
+    /// The backend for a new step, and whether the step is provisional: the first call of an optimizer has
+    /// a graph of its own, because the state does not exist yet, and that graph will not come again.
     fn choose_backend(&mut self, segment: usize, recorded: &Recorded, seen: bool) -> (CompileBackend, bool) {
         let backend = self.options.backend.on(recorded.gpu());
         let compiled = self.segments[segment]
@@ -375,7 +381,7 @@ impl Region {
         (backend, false)
     }
 
-    /// What happened so far.
+    /// The report on the region so far.
     pub fn report(&self) -> RegionReport {
         let steps = self.segments.iter().enumerate();
         RegionReport {
@@ -392,9 +398,9 @@ impl Region {
     }
 }
 
-/// Whether the step leaves much more behind than it takes away: dying inputs are the state it replaces, and new state exceeds
-/// half of that. Only tensors of a type that both ends and is left behind count: a batch that ends in the step is no state, and neither
-/// is a loss that is left.
+/// Whether the step leaves much more state behind than it replaces. Dying inputs are the state that it
+/// replaces; the new state must exceed half of that. Only tensors of a type that both dies and is left
+/// behind count: a batch that ends in the step is no state, and neither is a loss that is left.
 fn creates_state(recorded: &Recorded) -> bool {
     let ending: Vec<&TensorIr> = recorded
         .inputs

@@ -1,11 +1,14 @@
 //! Replaying a step without running the program that recorded it.
 //!
-//! [`Bindings`] say where each input comes from and where each output goes. State belongs to the ids under which the program's own objects (model,
-//! optimizer) hold it, so that these objects are up to date without being touched.
+//! [`Bindings`] say where each input comes from and where each output goes. State belongs to the ids under
+//! which the program's own objects (model, optimizer) hold it, so that these objects are up to date without
+//! being touched.
 //!
-//! State stays in the replay's memory from run to run, and the table knows where it is ([`table::Keeper`]). When the program asks for such a
-//! tensor it is moved into the table; the next run takes it back, and computes on a copy if the program still holds it. A [`table::Watch`] on every
-//! constant and on all state says when the program has dropped one of them: the replay is over then ([`Replay::disturbed`]), and the step is recorded again.
+//! State stays in the replay's memory from run to run, and the table knows that ([`table::Keeper`]). When
+//! the program asks for such a tensor it is moved into the table; the next run takes it back, and computes
+//! on a copy if the program still holds it. A [`table::Watch`] on every constant and on all state reports
+//! when the program has dropped one of them: the replay is over then ([`Replay::disturbed`]), and the step
+//! is recorded again.
 //!
 //! An owner with several replays (`TrainStep` has one for each signature of its input) has one state. The
 //! replays share the watch on it, so that one may write what another reads, and only one of them has it in
@@ -46,7 +49,7 @@ pub struct Replay {
     state_places: Vec<Option<usize>>,
     /// Outputs that go to places the step does not read, and these places.
     written: Vec<(usize, usize)>,
-    /// Arguments that places have and the step leaves as they are, and these places.
+    /// Arguments that the step reads from places and does not change, and these places.
     unchanged: Vec<(usize, usize)>,
     /// Ids of constants: their elements do not change while they exist.
     constants: Vec<TensorId>,
@@ -54,7 +57,7 @@ pub struct Replay {
     random_operations: usize,
 }
 
-/// Where a result is taken from.
+/// The source of a result.
 enum Taken {
     /// This output.
     Output(usize),
@@ -68,7 +71,7 @@ enum Taken {
     Constant(Storage),
 }
 
-/// What a replayed step keeps from run to run.
+/// The state that a replayed step keeps from run to run.
 struct State {
     held: Mutex<Held>,
 }
@@ -81,13 +84,13 @@ struct Held {
     outside: Vec<bool>,
     /// Whether any is.
     any_outside: bool,
-    /// Whether the memory has the arguments that places have and the step leaves as they are.
+    /// Whether the memory has the arguments that the step reads from places and does not change.
     has_unchanged: bool,
     /// The owner's watch on state.
     watch: Arc<Watch>,
 }
 
-/// What put an end to a replay.
+/// The event that ended a replay.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Disturbance {
     /// The tensor, in the words of its binding.
@@ -128,7 +131,7 @@ impl Keeper for State {
 }
 
 impl Held {
-    /// Takes state that is in the table back into the memory, and leaves word of it there.
+    /// Takes state that is in the table back into the memory, and notes in the table who keeps it.
     fn collect(&mut self, keeper: &Arc<State>) -> Result<(), Error> {
         if !self.any_outside {
             return Ok(());
@@ -137,7 +140,7 @@ impl Held {
             let Some(id) = self.ids[index].filter(|_| self.outside[index]) else {
                 continue;
             };
-            // Out of the table: the step may overwrite what nobody else holds.
+            // The tensor leaves the table: the step may overwrite it if no other handle shares it.
             let tensor = match table::keep(id, keeper.clone(), index, &self.watch) {
                 Some(Slot::Ready(tensor)) => tensor,
                 Some(Slot::Failed(reason)) => return Err(Error::NoValue { reason }),
@@ -279,7 +282,7 @@ impl Replay {
         replay
     }
 
-    /// What every tensor of the step is bound to.
+    /// The bindings of the step's tensors.
     pub fn bindings(&self) -> &Bindings {
         &self.bindings
     }
@@ -304,7 +307,7 @@ impl Replay {
             .collect()
     }
 
-    /// What ended the replay; none if everything it relies on is as it was.
+    /// The event that ended the replay; none if all tensors that it relies on are as they were.
     pub fn disturbed(&self) -> Option<Disturbance> {
         let of_state = self.state.lock().watch.tripped();
         let id = of_state.or_else(|| self.constants_watch.tripped())?;
@@ -327,18 +330,20 @@ impl Replay {
         Some(Disturbance { what })
     }
 
-    /// Runs the step once. `fresh` and `scalars` are in the order of the recording; the results are in the order of [`Bindings::results`].
+    /// Runs the step once. `fresh` and `scalars` are in the order of the recording; the results are in the
+    /// order of [`Bindings::results`].
     ///
     /// # Errors
     ///
-    /// If the step fails, or state it needs has no value. [`Replay::has_state`] tells whether its state is as before the call.
+    /// If the step fails, or state it needs has no value. [`Replay::has_state`] tells whether its state is
+    /// as before the call.
     pub fn run(&self, fresh: &[Storage], scalars: &[ScalarIr]) -> Result<Vec<Storage>, Error> {
         let streams: Vec<random::Stream> = (0..self.random_operations).map(|_| random::take()).collect();
         let mut guard = self.state.lock();
         let held = &mut *guard;
         held.collect(&self.state)?;
         self.collect_unchanged(held)?;
-        // What is handed out as it is before the step: the step then computes on a copy.
+        // Results that are tensors before the step are taken first; the step then computes on a copy.
         let before: Vec<Option<Storage>> = self
             .results
             .iter()
@@ -391,7 +396,7 @@ impl Replay {
         Ok(results)
     }
 
-    /// Puts what places have and the step leaves as it is into the memory.
+    /// Puts the tensors that the step reads from places and does not change into the memory.
     fn collect_unchanged(&self, held: &mut Held) -> Result<(), Error> {
         if std::mem::replace(&mut held.has_unchanged, true) {
             return Ok(());
@@ -411,7 +416,7 @@ impl Replay {
         Ok(())
     }
 
-    /// A result that is what a place has before the step runs.
+    /// A result that is the tensor of a place before the step runs.
     fn before(&self, taken: &Taken, held: &mut Held) -> Option<Storage> {
         match taken {
             Taken::Argument(argument) => {
@@ -448,16 +453,16 @@ impl Replay {
         }
     }
 
-    /// Takes the replay off the owner's state, which a recorded call is about to exchange. It runs again
+    /// Detaches the replay from the owner's state, which a recorded call is about to replace. It runs again
     /// after [`Replay::follow`].
     pub fn suspend(&self) {
         self.release();
         self.unwatch();
     }
 
-    /// Goes on from the tensors that places have after a recorded call, by name, under the owner's watch,
-    /// which it enters with [`Replay::watch`]. False if the replay cannot: a place is gone, or shares its
-    /// tensor with other places than it did.
+    /// Continues from the tensors that places have after a recorded call, by name, under the owner's watch,
+    /// which it enters with [`Replay::watch`]. Returns false if the replay cannot continue: a place is
+    /// gone, or shares its tensor with other places than it did.
     pub fn follow(&mut self, now: &HashMap<Arc<str>, TensorId>, watch: &Arc<Watch>) -> bool {
         let found = self
             .bindings
@@ -493,8 +498,9 @@ impl Replay {
         }
     }
 
-    /// Follows tensors of places that the program's objects hold under another id now, by the new id of each
-    /// old one. They are in the table, under the new ids. The watch is off meanwhile ([`Replay::unwatch`]).
+    /// Follows tensors of places to the new ids under which the program's objects hold them, by the new id
+    /// of each old one. The tensors are in the table, under the new ids. The watch is off meanwhile
+    /// ([`Replay::unwatch`]).
     pub fn rename(&mut self, names: &HashMap<TensorId, TensorId>) {
         // An object that two places share is renamed twice.
         let last_name = |mut id: TensorId| {
@@ -508,13 +514,13 @@ impl Replay {
         self.note_ids();
     }
 
-    /// Takes the owner's watch off all state and what the step finds at places: they are about to be dropped
-    /// or renamed. It is off for all of the owner's replays then.
+    /// Takes the owner's watch off all state and off the tensors that the step finds at places, because
+    /// they are about to be dropped or renamed. It is then off for all of the owner's replays.
     pub fn unwatch(&self) {
         self.change_watch(table::unwatch);
     }
 
-    /// Puts the owner's watch on all state and what the step finds at places.
+    /// Puts the owner's watch on all state and on the tensors that the step finds at places.
     pub fn watch(&self) {
         self.change_watch(table::watch);
     }

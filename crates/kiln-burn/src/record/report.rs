@@ -1,4 +1,4 @@
-//! What people are told of a region and its steps.
+//! Reports on a region and its steps, for people.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -23,8 +23,8 @@ pub struct Recompile {
     pub mismatch: Mismatch,
 }
 
-/// What must be the same for a step to run again. The operations themselves, with their attributes, are the
-/// rest of it.
+/// The guards of a step: what must be the same for it to run again, besides the operations with their
+/// attributes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Guards {
     /// Element type and shape of each input, in order of first use.
@@ -35,19 +35,19 @@ pub struct Guards {
     pub outputs: usize,
 }
 
-/// What a region has compiled.
+/// A compiled step of a region.
 #[derive(Clone, Debug)]
 pub struct StepReport {
     /// Segment of the region, from 0.
     pub segment: usize,
     /// Which step of the region, in the order of compilation, from 0.
     pub number: usize,
-    /// Number of the executable in the process: what kernels in profiles are filed under.
+    /// Number of the executable in the process: profiles file its kernels under it.
     pub executable: u64,
     /// Whether it was prepared for one run only: the first step of an optimizer, whose graph does not come
     /// again.
     pub provisional: bool,
-    /// What must be the same for it to run.
+    /// The conditions for it to run.
     pub guards: Guards,
     /// The backend that runs it.
     pub backend: CompileBackend,
@@ -71,7 +71,7 @@ pub struct StepReport {
     pub runs: u64,
     /// Import and preparation.
     pub compile_time: Duration,
-    /// Sum over all runs, with the handing over of tensors.
+    /// Sum over all runs, including the handing over of tensors.
     pub run_time: Duration,
     /// The part of it in compiled code; all of it where the executor has none.
     pub code_time: Duration,
@@ -79,7 +79,7 @@ pub struct StepReport {
     pub graph: Arc<Graph>,
     /// Bytes of the block that holds all intermediate values; none where the backend has no such block.
     pub arena_bytes: Option<usize>,
-    /// What the executor says of itself.
+    /// The executor's description.
     pub details: String,
     /// Kernels and buffers of compiled code.
     pub contract: Option<Contract>,
@@ -91,7 +91,7 @@ pub struct StepReport {
     pub threads: usize,
 }
 
-/// What happened in a region so far.
+/// A report on a region.
 #[derive(Clone, Debug)]
 pub struct RegionReport {
     /// Name of the region.
@@ -123,7 +123,7 @@ impl Step {
         details
     }
 
-    /// What people are told of the step, which is one of segment `segment`.
+    /// The report on the step, which belongs to segment `segment`.
     pub(super) fn report(&self, segment: usize) -> StepReport {
         let externs = self.graph.nodes().filter_map(|(_, node)| match &node.op {
             kiln_graph::Op::Extern(op) => Some(op.name.clone()),

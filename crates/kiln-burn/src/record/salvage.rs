@@ -1,16 +1,18 @@
-//! Running a recording that is not going to be compiled, for what it leaves behind.
+//! Salvage: running a recording that is not going to be compiled, for the tensors that it leaves behind.
 //!
-//! A function that panics half way, or cannot be compiled, may have put tensors into cells of its own before:
-//! a running mean, a counter of steps. Without Kiln these have values, and the program goes on with them. So
-//! what was recorded is run node by node on burn-flex, which needs no compiler, and its tensors enter the
-//! table. Random operations draw from the streams that they took when they were recorded.
+//! A function that panics half way, or cannot be compiled, may have put tensors into cells of its own
+//! before: a running mean, a counter of steps. Without Kiln these would have values, and the program would
+//! continue with them. So the recorded operations are run node by node on burn-flex, which needs no
+//! compiler, and their tensors enter the table. Random operations draw from the streams that they took when
+//! they were recorded.
 
 use super::recording::Recorded;
 use super::step::Step;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::table::{self, Slot};
 
-/// Runs `recorded` and enters what outlives it into the table. What cannot be run is entered with the reason.
+/// Runs `recorded` and enters the tensors that outlive it into the table. A tensor that cannot be computed
+/// is entered with the reason.
 pub fn run(options: &CompileOptions, recorded: Recorded) {
     let ids = recorded.output_ids.clone();
     if ids.is_empty() {
@@ -24,7 +26,7 @@ pub fn run(options: &CompileOptions, recorded: Recorded) {
         });
 }
 
-/// Runs `recorded`; the tensors that outlive it, in order, or why there are none.
+/// Runs `recorded`; returns the tensors that outlive it, in order, or why there are none.
 pub(super) fn compute(options: &CompileOptions, recorded: Recorded) -> Vec<Slot> {
     let count = recorded.output_ids.len();
     let result = Step::compile(
@@ -45,7 +47,7 @@ pub(super) fn compute(options: &CompileOptions, recorded: Recorded) -> Vec<Slot>
     }
 }
 
-/// The options without what asks for more than the results.
+/// The options without those that ask for more than the results.
 fn plain(options: &CompileOptions) -> CompileOptions {
     CompileOptions::default()
         .with_backend(CompileBackend::AotEager)

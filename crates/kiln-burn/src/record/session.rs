@@ -1,12 +1,14 @@
-//! Sessions: which thread records into which region, and what ends a recording early.
+//! Sessions: the threads that record into regions, and the events that end a recording early.
 //!
-//! A [`Session`] is a region with the recording under way in it. `run` makes its session the thread's current one for the time of the closure;
-//! operations the thread issues go there, operations of other threads run eagerly. A device in lazy mode has one session a thread, current whenever no
-//! region is.
+//! A [`Session`] is a region with the recording under way in it. `run` makes its session the thread's
+//! current one for the time of the closure; the thread's operations go there, and operations of other
+//! threads run eagerly. A device in lazy mode has one session for each thread, current whenever no region
+//! is.
 //!
-//! A tensor that is pending in a session is not in the table. Whoever needs its elements finds the session that has it and *breaks* it: what was recorded so
-//! far is compiled and run, and recording goes on with an empty recording. A thread never waits for a session while it holds another one: operands pending
-//! elsewhere are materialised before the own session is locked.
+//! A tensor that is pending in a session is not in the table. A thread that needs its elements finds the
+//! session that has it and *breaks* it: the operations recorded so far are compiled and run, and recording
+//! continues with an empty recording. A thread never waits for a session while it holds another one:
+//! operands pending elsewhere are materialised before its own session is locked.
 
 mod compiled;
 mod disable;
@@ -43,7 +45,8 @@ use rehearsal::{is_rehearsing, offer_to_rehearsal};
 pub use tensors::fetch;
 use tensors::{own_sessions, release, wait_for};
 
-/// A lazy recording is run when it reaches this many operations: a loop that never reads a value must not grow for ever.
+/// A lazy recording is run when it reaches this many operations: a loop that never reads a value must not
+/// grow for ever.
 const LAZY_LENGTH: usize = 20_000;
 
 /// Steps a lazy session keeps.
@@ -59,11 +62,12 @@ struct Session {
     /// The first error of this call; reported when `run` ends.
     error: Option<Error>,
     lazy: bool,
-    /// Finds the user's line of each operation (of those that take indices, in a lazy session); none while the recording is expected to be a
-    /// step that is known.
+    /// Finds the user's line of each operation (in a lazy session, of those that take indices); none while
+    /// the recording is expected to be a known step.
     lines: Option<Lines>,
-    /// Tensors that other threads have read as the last ones. The session's own thread may have an operation on its way that was given such a
-    /// tensor before: they stay in the table until what it records next is complete.
+    /// Tensors whose last use was a read of another thread. The session's own thread may have an operation
+    /// on its way that was given such a tensor before, so they stay in the table until the next recorded
+    /// operation is complete.
     read_elsewhere: Vec<TensorId>,
 }
 
@@ -80,11 +84,12 @@ thread_local! {
 static SESSIONS: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic while a session is locked can only come from an invariant of ours; its recording is then discarded like any other.
+    // A panic while a session is locked can only come from a broken invariant of this crate; its recording
+    // is then discarded like any other.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a thread is unwound with when a break is an error. `run` catches it.
+/// The payload that unwinds a thread when a break is an error. `run` catches it.
 struct Aborted;
 
 impl Session {
@@ -118,13 +123,13 @@ impl Session {
         };
     }
 
-    /// Runs what was recorded last and ends the call, whose closure returned `value`.
+    /// Runs the last recording and ends the call, whose closure returned `value`.
     fn end<R>(&mut self, value: R) -> Result<R, Error> {
         self.flush();
         self.error.take().map_or(Ok(value), Err)
     }
 
-    /// What was recorded; goes on with an empty recording.
+    /// The recording; the session continues with an empty one.
     fn take_recording(&mut self) -> Recorded {
         wish::grant(&mut self.recording);
         for id in self.read_elsewhere.drain(..) {
@@ -133,7 +138,7 @@ impl Session {
         std::mem::replace(&mut self.recording, Recording::new(table::id_watermark())).finish()
     }
 
-    /// Runs what was recorded and goes on with an empty recording.
+    /// Runs the recording; the session continues with an empty one.
     fn flush(&mut self) {
         if self.recording.is_empty() {
             return;
@@ -151,7 +156,7 @@ impl Session {
         self.look_up_lines();
     }
 
-    /// Throws away what was recorded; its tensors report `reason`, unless they are salvaged.
+    /// Discards the recording; its tensors report `reason`, unless they are salvaged.
     fn discard(&mut self, reason: &str) {
         let recorded = self.take_recording();
         if self.region.salvages {
@@ -164,7 +169,8 @@ impl Session {
             .for_each(|id| table::fail(id, reason.clone()));
     }
 
-    /// Cuts the recording because something needs a value. Under `fullgraph` that is an error and the recording is discarded.
+    /// Cuts the recording because a value is needed. Under `fullgraph` that is an error and the recording
+    /// is discarded.
     fn cut(&mut self, reason: BreakReason, wanted: Option<TensorId>) -> Result<(), Error> {
         if !self.lazy {
             let operation = wanted.and_then(|id| self.recording.producer(id));
@@ -240,8 +246,10 @@ pub fn is_recording(device: KilnDevice) -> bool {
     is_rehearsing() || current(device).is_some()
 }
 
-/// Gives up tensors whose handles the caller keeps only in case the region under way fails: the step may overwrite them as if they had been dropped.
-/// If it fails before it ran they have their elements again, and a tensor that was overwritten says so when it is used. Outside a region this does nothing.
+/// Gives up tensors whose handles the caller keeps only in case the region under way fails: the step may
+/// overwrite them as if they had been dropped. If the step fails before it runs, they have their elements
+/// again; otherwise a tensor that was overwritten reports that when it is used. Outside a region this does
+/// nothing.
 pub fn surrender(ids: &[TensorId]) {
     let Some(session) = CURRENT.with_borrow(Clone::clone) else {
         return;
@@ -254,8 +262,9 @@ pub fn surrender(ids: &[TensorId]) {
     }
 }
 
-/// Runs at once what the region under way has recorded of the making of these tensors, and takes it out of the
-/// recording: they are inputs of the step then. What cannot run at once stays in the step. Outside a region this does nothing.
+/// Runs the recorded operations that make these tensors at once, and takes them out of the recording of the
+/// region under way: the tensors are inputs of the step then. Operations that cannot run at once stay in
+/// the step. Outside a region this does nothing.
 pub fn hoist(ids: &[TensorId]) {
     let Some(session) = CURRENT.with_borrow(Clone::clone) else {
         return;
@@ -330,8 +339,8 @@ pub fn position() -> Option<Position> {
     })
 }
 
-/// Whether this thread is inside a region or a rehearsal, and what it does is part of that, or where nothing
-/// is recorded ([`disable()`]).
+/// Whether this thread is inside a region or a rehearsal, so that its operations are part of that, or in a
+/// part that is not recorded ([`disable()`]).
 pub fn is_nested() -> bool {
     CURRENT.with_borrow(Option::is_some) || is_rehearsing() || is_disabled()
 }
@@ -360,7 +369,8 @@ pub fn submit(device: KilnDevice, operation: OperationIr) {
     }
 }
 
-/// Stops the user's program at an operation on tensors that live at two places. Burn's operations return no errors.
+/// Stops the user's program at an operation on tensors that live at two places. Burn's operations return no
+/// errors.
 fn refuse_two_places(operation: &OperationIr) {
     let mut operands = operation.inputs();
     let Some(first) = operands.next() else { return };

@@ -1,18 +1,18 @@
-//! What the stack says about an operation while it is recorded: the user's line, and which call of Burn's
-//! autodiff it belongs to.
+//! Sightings: what the stack shows about an operation while it is recorded, which is the user's line and
+//! the call of Burn's autodiff that it belongs to.
 //!
 //! A backward pass runs below one line of the program, that of `backward()`. Which forward operation a
-//! backward operation serves is found later from the whole recording ([`super::gradient`]); the stack
-//! contributes the two things that the recording does not have: in which function of burn-autodiff the
-//! operation was issued (`float_matmul`, and whether by its forward part or by the `Backward` of it), and by
-//! which chain of calls, so that two operations of one call are told from the same operation of two calls.
+//! backward operation serves is found later from the whole recording ([`super::gradient`]). The stack
+//! contributes two things that the recording does not have: the function of burn-autodiff in which the
+//! operation was issued (`float_matmul`, and whether by its forward part or by its `Backward`), and the
+//! chain of calls, which distinguishes two operations of one call from the same operation of two calls.
 //!
 //! burn-autodiff writes the `Backward` of a function inside that function, above its forward part. A line of
 //! a backward step therefore belongs to the function with the next line of a forward part below it, and that
 //! function was called if its backward step runs. No names of symbols are needed, which inlining cuts short.
 //!
-//! Walking to a frame costs less than looking it up, and a step has few distinct frames: [`Lines`] remembers
-//! what each return address was.
+//! Walking to a frame costs less than looking it up, and a step has few distinct frames, so [`Lines`]
+//! remembers the functions of each return address.
 
 use std::hash::Hasher;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use rustc_hash::{FxHashMap, FxHasher};
 
 use super::location::{of_symbol, text};
 
-/// What is known of one recorded operation.
+/// A sighting of one recorded operation.
 #[derive(Clone, Default, Debug)]
 pub struct Sighting {
     /// The user's line, as `file:line`; none if no frame is the user's or the program carries no line tables.
@@ -74,7 +74,7 @@ pub struct Function {
     pub name: Option<Arc<str>>,
 }
 
-/// What a function in a frame is.
+/// The kind of a function in a frame.
 #[derive(Clone, Debug)]
 enum Mark {
     /// The user's, with its line; empty without line tables.
@@ -96,12 +96,13 @@ enum Mark {
 /// Sightings of one operation after another.
 #[derive(Default)]
 pub struct Lines {
-    /// By return address: what the function there, and those inlined into it, are; the innermost first.
+    /// By return address: the kinds of the function there and of those inlined into it, the innermost
+    /// first.
     known: FxHashMap<usize, Arc<[Mark]>>,
 }
 
 impl Lines {
-    /// What the stack says now.
+    /// The sighting of the current stack.
     pub fn current(&mut self) -> Sighting {
         let mut walk = Walk::default();
         backtrace::trace(|frame| {
@@ -134,7 +135,7 @@ struct Walk {
 }
 
 impl Walk {
-    /// Takes in one function; whether to go on.
+    /// Takes in one function; returns whether to continue.
     fn meet(&mut self, mark: &Mark) -> bool {
         match mark {
             Mark::User(line) => {
@@ -211,7 +212,7 @@ fn marks_of(frame: &backtrace::Frame) -> Arc<[Mark]> {
     marks.into()
 }
 
-/// What a function is that is not the user's; none if it says nothing.
+/// The kind of a function that is not the user's; none if it is of no interest.
 fn mark_of(file: Option<&str>, line: Option<u32>, name: &str) -> Option<Mark> {
     let Some(file) = file else {
         return mark_of_name(name);

@@ -1,10 +1,10 @@
 //! A forward pass compiled by itself, with a backward pass that is compiled, too, and runs later.
 //!
-//! What comes in is a trace ([`super::CompiledRegion::trace`]) of the forward pass and of its gradients with
-//! respect to some inputs, given the gradients of its outputs: *tangents*, inputs of the trace whose elements
-//! do not matter. kiln-partition splits the joint graph; the two halves are prepared by the region's backend.
-//! [`SplitStep::forward`] runs the first and returns what the second needs, [`SplitStep::backward`] runs
-//! that.
+//! The input is a trace ([`super::CompiledRegion::trace`]) of the forward pass and of its gradients with
+//! respect to some inputs, given the gradients of its outputs: *tangents*, inputs of the trace whose
+//! elements do not matter. kiln-partition splits the joint graph; the region's backend prepares the two
+//! halves. [`SplitStep::forward`] runs the first and returns the tensors that the second needs,
+//! [`SplitStep::backward`] runs the second.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +40,7 @@ pub struct SplitRegion {
 #[derive(Default)]
 struct Compiled {
     steps: Vec<Arc<SplitStep>>,
-    /// Why there is more than one.
+    /// The mismatches that made further compilations necessary.
     recompiles: Vec<Mismatch>,
 }
 
@@ -56,10 +56,10 @@ pub struct SplitStep {
     arguments: Vec<usize>,
     scalars: Scalars,
     saved: Vec<SavedSource>,
-    /// A memory budget that was asked for and that the backend knows nothing of.
+    /// A memory budget that was asked for and that the backend does not support.
     ignored_budget: Option<usize>,
-    /// Positions, among the recording's results that are no gradients, of what the forward pass returns
-    /// first.
+    /// Positions, among the recording's results that are no gradients, of the first results of the forward
+    /// pass.
     results: Vec<TensorIr>,
     gradients: Vec<TensorIr>,
     reached: Vec<Vec<bool>>,
@@ -74,7 +74,7 @@ enum Place {
     Input(usize),
 }
 
-/// What the backward pass needs of a forward pass that ran.
+/// The tensors that the backward pass needs of a forward pass that ran.
 #[derive(Clone, Debug)]
 pub struct Saved {
     tensors: Vec<Storage>,
@@ -114,8 +114,8 @@ impl SplitRegion {
     ///
     /// # Errors
     ///
-    /// If the trace cannot be imported, split, compiled or run. What the function did has happened all the
-    /// same ([`super::salvage`]).
+    /// If the trace cannot be imported, split, compiled or run. The effects of the function have happened
+    /// all the same ([`super::salvage`]).
     pub fn run(
         &self,
         recorded: Recorded,
@@ -143,7 +143,7 @@ impl SplitRegion {
         }
     }
 
-    /// Runs a trace that is not going to be compiled, for what it leaves behind.
+    /// Runs a trace that is not going to be compiled, for the tensors that it leaves behind.
     pub fn salvage(&self, recorded: Recorded) {
         salvage::run(&self.options, recorded);
     }
@@ -221,7 +221,7 @@ impl SplitRegion {
             .any(|step| step.operations == operations)
     }
 
-    /// What was compiled and why, for people.
+    /// A report on what was compiled and why, for people.
     pub fn report(&self) -> String {
         let compiled = self.compiled();
         let steps = compiled.steps.iter().map(|step| {
@@ -344,7 +344,7 @@ impl SplitStep {
             arguments,
             scalars,
             saved: split.saved,
-            // What does not compile plans no memory: it allocates value by value.
+            // A backend that does not compile plans no memory: it allocates value by value.
             ignored_budget: options.memory_budget.filter(|_| !planned),
             results: types_of(recorded, &results),
             gradients: types_of(recorded, gradients),
@@ -356,8 +356,8 @@ impl SplitStep {
         })
     }
 
-    /// For tangent `index`, which gradients follow from it. The others are those of inputs that the output
-    /// has nothing to do with.
+    /// For tangent `index`, whether each gradient follows from it. The other gradients are those of inputs
+    /// that the output does not depend on.
     pub fn reached(&self, index: usize) -> &[bool] {
         &self.reached[index]
     }
@@ -413,7 +413,7 @@ impl SplitStep {
     }
 }
 
-/// The results of a trace that outlive it and are no gradients: what the function returns, and state that it
+/// The results of a trace that outlive it and are no gradients: the function's results, and state that it
 /// updates on its way.
 fn results(recorded: &Recorded, gradients: &[TensorId]) -> Vec<TensorId> {
     let ids = recorded.output_ids.iter().copied();

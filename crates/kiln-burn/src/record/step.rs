@@ -110,7 +110,7 @@ impl Step {
             .map(|argument| arguments[argument])
             .collect();
         kiln_graph::alias::assign_aliases(&mut graph, &dies);
-        // Now, while the order of the nodes is that of the recording.
+        // Phases are assigned now, while the order of the nodes is that of the recording.
         kiln_partition::assign_phases(&mut graph);
         let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
@@ -151,16 +151,17 @@ impl Step {
             provisional,
             runs: Arc::default(),
             compile_time: start.elapsed(),
-            // What does not compile plans no memory: it allocates value by value.
+            // A backend that does not compile plans no memory: it allocates value by value.
             ignored_budget: options.memory_budget.filter(|_| !backend.compiles()),
             run_time: AtomicU64::new(0),
             operations: recorded.operations.len(),
         })
     }
 
-    /// Whether the step should be compiled anew because inputs that outlived it then end in it now, so that
-    /// outputs can take over their buffers. It must have been so in the run before too: one run in which a
-    /// program lets go of a copy is no reason. No guard has failed, and the step stays the same one.
+    /// Whether the step should be compiled anew, because inputs that outlived it when it was compiled end
+    /// in it now, so that outputs can take over their buffers. This must have been so in the run before
+    /// too: one run in which a program drops a copy is no reason. No guard has failed, and the step stays
+    /// the same one.
     pub(super) fn could_overwrite_more(&self, recorded: &Recorded) -> bool {
         let ends = |&input: &usize| recorded.inputs[input].tensor_dies();
         if !self.lasting.iter().any(ends) {
@@ -170,10 +171,12 @@ impl Step {
         self.ended.fetch_add(1, Ordering::Relaxed) > 0
     }
 
-    /// Runs the step on `inputs`, one for each input of the recording, in order; inputs nobody else holds may be overwritten. A panic
-    /// inside becomes an error. Outputs are in the recording's order and have Burn's types.
+    /// Runs the step on `inputs`, one for each input of the recording, in order; inputs that no other
+    /// handle shares may be overwritten. A panic inside becomes an error. Outputs are in the recording's
+    /// order and have Burn's types.
     ///
-    /// The inputs leave their list, unless the step had overwritten nothing ([`Error::is_before_overwriting`]): they are then as they were.
+    /// The inputs leave their list, unless the step had overwritten nothing
+    /// ([`Error::is_before_overwriting`]): they are then as they were.
     pub fn run(
         &self,
         inputs: &mut Vec<Storage>,
@@ -206,9 +209,10 @@ impl Step {
         Ok(tensors.map(|(tensor, ir)| tensor.with_dtype(ir.dtype)).collect())
     }
 
-    /// Runs the step on a memory of its arguments ([`Step::argument`]), which keeps the outputs that become arguments of the next run; the
-    /// result has none for these. After an error nothing that was there for one run is left, unless the step had overwritten nothing ([`Error::is_before_overwriting`]): the memory is
-    /// then as it was.
+    /// Runs the step on a memory of its arguments ([`Step::argument`]), which keeps the outputs that become
+    /// arguments of the next run; the result has none for these. After an error the tensors that were given
+    /// for one run are gone, unless the step had overwritten nothing ([`Error::is_before_overwriting`]):
+    /// the memory is then as it was.
     pub(super) fn run_on(
         &self,
         memory: &mut Memory,
@@ -229,7 +233,8 @@ impl Step {
             .collect())
     }
 
-    /// The executable's argument that input `position` of the recording is; none if the graph does not read it.
+    /// The executable's argument that input `position` of the recording is; none if the graph does not read
+    /// it.
     pub(super) fn argument(&self, position: usize) -> Option<usize> {
         self.arguments.iter().position(|&input| input == position)
     }
@@ -278,7 +283,7 @@ impl Step {
         Ok(outputs)
     }
 
-    /// Whether both were compiled for one step: operations, shapes and what is left behind are the same.
+    /// Whether both were compiled for one step: with equal operations, shapes and results left behind.
     pub fn is_same(&self, other: &Self) -> bool {
         std::ptr::eq(self, other) || self.guard.is_same(&other.guard)
     }
@@ -337,7 +342,7 @@ pub(super) enum Binding {
     Stream(usize),
 }
 
-/// For each runtime scalar of a graph, where it comes from and what it becomes.
+/// For each runtime scalar of a graph, its source and its type.
 #[derive(Debug)]
 pub(super) struct Scalars(Vec<(Binding, kiln_graph::DType)>);
 
@@ -375,7 +380,7 @@ impl Scalars {
     }
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| payload.downcast_ref::<String>().cloned())

@@ -1,10 +1,11 @@
-//! A recording that becomes another function before it is compiled: its derivative, or what it computes for a
+//! Recordings that are transformed before they are compiled: into a derivative, or into the function on a
 //! batch.
 //!
 //! The recording is made on *placeholders*, tensors whose elements do not matter. It is imported as a graph
-//! whose parameters are the placeholders, then what the closure captures. A transform of the caller's makes
-//! another graph of that, whose parameters go on in the same order and may be followed by more. The result is
-//! compiled once for each recording, and runs on the tensors that the caller has for the placeholders.
+//! whose parameters are the placeholders, followed by the tensors that the closure captures. A transform of
+//! the caller's makes another graph of that, whose parameters keep the same order and may be followed by
+//! more. The result is compiled once for each recording, and runs on the caller's tensors for the
+//! placeholders.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +27,7 @@ use crate::options::CompileOptions;
 use crate::storage::Storage;
 use crate::table;
 
-/// The functions that were made of one closure, by what it recorded.
+/// The functions that were made of one closure, by its recordings.
 pub struct TransformedRegion {
     options: CompileOptions,
     steps: Mutex<Vec<Arc<Step>>>,
@@ -38,18 +39,18 @@ struct Step {
     key: Key,
     name: String,
     executable: Box<dyn Executable>,
-    /// What the closure captures, as the graph has it after the placeholders.
+    /// The captured tensors, in the order of the graph's parameters after the placeholders.
     captured: Vec<Captured>,
     scalars: Scalars,
 }
 
-/// What a step depends on besides its recording.
+/// The key of a step besides its recording.
 #[derive(Clone, PartialEq, Debug)]
 struct Key {
     /// Type of each placeholder, and which input of the recording it is.
     arguments: Vec<(Option<TensorType>, Option<usize>)>,
     results: Vec<Place>,
-    /// What the transform depends on.
+    /// The options of the transform, as text.
     transform: String,
 }
 
@@ -75,15 +76,15 @@ enum Captured {
     Result(usize),
 }
 
-/// A recording and what stands for what in it.
+/// A recording, and the roles of its tensors.
 pub struct Transformed<'a> {
-    /// What the closure did.
+    /// The closure's recording.
     pub recorded: Recorded,
     /// The placeholders.
     pub arguments: &'a [TensorIr],
-    /// What the closure returned.
+    /// The closure's results.
     pub results: &'a [TensorIr],
-    /// What the transform depends on besides the graph, as text.
+    /// The options of the transform, as text.
     pub transform: String,
 }
 
@@ -106,9 +107,9 @@ impl TransformedRegion {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Runs the function that `transform` makes of a recording, compiled before or now, and gives its
-    /// outputs. `given` are the tensors for the placeholders, then those for what parameters the transform
-    /// has added. Tensors that the closure left elsewhere have no value.
+    /// Runs the function that `transform` makes of a recording, compiled before or now, and returns its
+    /// outputs. `given` are the tensors for the placeholders, then those for the parameters that the
+    /// transform has added. Tensors that the closure left elsewhere have no value.
     ///
     /// # Errors
     ///
@@ -242,8 +243,8 @@ fn failed(name: &str, source: ExecuteError) -> Error {
     }
 }
 
-/// The closure as a graph: placeholders, captured tensors, results. Also what is captured, and where its
-/// runtime scalars come from.
+/// The closure as a graph: placeholders, captured tensors, results. Also returns the captured tensors, and
+/// the sources of its runtime scalars.
 fn complete(
     options: &CompileOptions,
     what: &Transformed<'_>,

@@ -1,10 +1,10 @@
 //! Tensors that some thread is about to read.
 //!
-//! Burn counts the handles of a tensor, and the last one to use it consumes it. A thread that reads a tensor
-//! gives its handle up first and asks for the elements afterwards. Another thread that meanwhile records an
-//! operation on its own handle finds that this is the last one: the recording takes the tensor for consumed
-//! and would not compute it for anybody. So a reader says which tensor it is going to ask for before it waits
-//! for a session, and a recording that ends computes what is asked for.
+//! Burn counts the handles of a tensor, and the use of the last handle consumes the tensor. A thread that
+//! reads a tensor gives up its handle first and asks for the elements afterwards. Another thread that
+//! meanwhile records an operation on its own handle finds that this is the last handle: the recording
+//! regards the tensor as consumed and would not compute it. So a reader announces the tensor that it is
+//! going to ask for before it waits for a session, and a recording that ends computes announced tensors.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -12,7 +12,7 @@ use burn_ir::TensorId;
 
 use super::recording::Recording;
 
-/// What readers wait for: each tensor with whether a recording has taken it for consumed.
+/// The tensors that readers wait for, each with whether a recording regards it as consumed.
 static WISHES: Mutex<Vec<(TensorId, bool)>> = Mutex::new(Vec::new());
 
 fn wishes() -> MutexGuard<'static, Vec<(TensorId, bool)>> {
@@ -29,8 +29,8 @@ impl Wish {
         Self(id)
     }
 
-    /// Whether a recording that computed the tensor had taken it for consumed: no handle of it is left, and
-    /// nobody but the reader will take it out of the table.
+    /// Whether a recording that computed the tensor regarded it as consumed: no handle of it is left, so
+    /// only the reader will remove it from the table.
     pub(super) fn was_consumed(&self) -> bool {
         wishes().iter().any(|&(id, consumed)| id == self.0 && consumed)
     }

@@ -1,7 +1,8 @@
-//! An operation of a recording in words: what its parts are called and what they are.
+//! An operation of a recording in words: its parts with their names.
 //!
-//! Tensors are named by position, like in the words that guards compare ([`super::recording`]), so that two recordings of one step have equal words.
-//! Debug dumps print them ([`super::stream_text`]); guards keep them to say what changed ([`super::guard`]).
+//! Tensors are named by position, like in the words that guards compare ([`super::recording`]), so that two
+//! recordings of one step have equal words. Debug dumps print them ([`super::stream_text`]); guards keep
+//! them to say what changed ([`super::guard`]).
 
 use std::fmt;
 
@@ -48,9 +49,9 @@ pub enum Part {
 /// A part with its name.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Named {
-    /// What Burn's stream calls it.
+    /// Its name in Burn's stream.
     pub name: &'static str,
-    /// What it is.
+    /// The part.
     pub part: Part,
 }
 
@@ -94,7 +95,7 @@ impl Words {
         parts.list
     }
 
-    /// The tensor with this id, if it has come by.
+    /// The tensor with this id, if it was seen.
     pub fn position(&self, id: TensorId) -> Option<Position> {
         self.positions.get(&id).copied()
     }

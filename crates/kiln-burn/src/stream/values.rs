@@ -1,4 +1,4 @@
-//! The values that attributes of operations are made of: as words that are compared, and in words for people.
+//! The values of attributes: as words that are compared, and as text for people.
 
 use burn_backend::tensor::IndexingUpdateOp;
 use burn_backend::{Distribution, Slice};

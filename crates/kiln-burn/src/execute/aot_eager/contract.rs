@@ -22,7 +22,7 @@ pub(super) fn compute(
     let (Some(a), Some(b)) = (operands.next(), operands.next()) else {
         return Err(failure(data, "an operand is missing"));
     };
-    // Sums over nothing are zero; burn-flex's kernels want something to multiply.
+    // Sums over nothing are zero; burn-flex's kernels need at least one term.
     let empty = graph.shape(data.inputs[0]).numel() == 0 || graph.shape(data.inputs[1]).numel() == 0;
     if empty {
         let zero = rank_0(dtype, 0i64.into());
@@ -35,7 +35,7 @@ pub(super) fn compute(
     if !supported {
         return fallback(graph, data, &[a, b]);
     }
-    // Where the sum is not rounded to the operands' type, operands of the sum's type have the same one.
+    // If the result is not rounded to the operands' type, operands of the sum's type give the same result.
     let (a, b) = match given == dtype {
         true => (a, b),
         false => (cast(a, given, dtype), cast(b, given, dtype)),
@@ -92,7 +92,7 @@ fn dot(dims: &DotDims, a: FlexTensor, b: FlexTensor, dtype: DType) -> FlexTensor
     }
 }
 
-/// A stack of matrices; a single transposed one stays a view, which burn-flex multiplies as it is.
+/// A stack of matrices; a single transposed matrix stays a view, which burn-flex multiplies as it is.
 fn matrices(x: FlexTensor, shape: [usize; 3]) -> FlexTensor {
     let extents = x.layout().shape().clone();
     if shape[0] == 1 && extents.num_dims() == 2 {
@@ -148,7 +148,7 @@ fn forward(conv: &ConvDims, x: FlexTensor, w: FlexTensor) -> FlexTensor {
     }
 }
 
-/// The transposed convolution, and of it the part that is the gradient.
+/// The transposed convolution, cut to the part that is the gradient.
 fn input_grad(conv: &ConvDims, input: &[usize], grad: FlexTensor, w: FlexTensor) -> FlexTensor {
     let spatial = conv.stride.len();
     let (out, kernel) = (grad.layout().shape().clone(), w.layout().shape().clone());

@@ -1,14 +1,15 @@
 //! `aot_eager`: the graph node by node on burn-flex.
 //!
-//! What eager execution computes, computed from the graph: a difference between the two lies in recording or
-//! import, and a difference between this and a compiled step lies in the compiler. Each value is freed after
-//! its last use, and its last user gets it by value, so that burn-flex works in place where it can.
+//! This executor computes from the graph what eager execution computes from the program. A difference
+//! between the two lies in recording or import; a difference between this executor and a compiled step lies
+//! in the compiler. Each value is freed after its last use, and its last user gets it by value, so that
+//! burn-flex works in place where it can.
 //!
-//! Three things are decided once, in [`AotEager::new`]. Nodes that no output needs do not run. A rank-0 value
-//! that is only repeated to fill an operand of a pointwise operation is not repeated: burn-flex has
-//! operations with a scalar. And what indices are computed from runs first: the arguments keep their tensors
-//! until every index is known to be in range ([`kiln_graph::indices`]), so that nothing is overwritten
-//! before.
+//! Three things are decided once, in [`AotEager::new`]. Nodes that no output needs do not run. A rank-0
+//! value that is only repeated to fill an operand of a pointwise operation is not repeated, because
+//! burn-flex has operations with a scalar. And nodes that compute indices run first: the arguments keep
+//! their tensors until every index is known to be in range ([`kiln_graph::indices`]), so nothing is
+//! overwritten before.
 //!
 //! A primitive that burn-flex has no kernel for and that is not worth composing (attention, 3-d pooling,
 //! exotic integer types) runs in the interpreter.
@@ -46,9 +47,9 @@ type Results = SmallVec<[FlexTensor; 1]>;
 pub struct AotEager {
     graph: Arc<Graph>,
     steps: Vec<Step>,
-    /// How many of them make indices.
+    /// How many steps at the beginning compute indices.
     first: usize,
-    /// What to look at after these.
+    /// The checks after these steps.
     checks: Vec<IndexCheck>,
     id: u64,
     description: OnceLock<Arc<StepDescription>>,
@@ -60,13 +61,13 @@ struct Step {
     operands: SmallVec<[Operand; 3]>,
 }
 
-/// Where an operand comes from.
+/// The source of an operand.
 #[derive(Clone, Copy)]
 struct Operand {
     value: Value,
     /// Whether `value` has rank 0 and stands for itself repeated to the operand's shape.
     splat: bool,
-    /// Whether nobody needs `value` after this.
+    /// Whether this is the last use of `value`.
     last: bool,
 }
 
@@ -144,7 +145,7 @@ impl AotEager {
 }
 
 impl AotEager {
-    /// Looks at the indices that the first steps made.
+    /// Checks the indices that the first steps computed.
     fn check(&self, values: &[Option<FlexTensor>]) -> Result<(), ExecuteError> {
         for check in &self.checks {
             let data = self.graph.node(check.node);

@@ -1,5 +1,5 @@
-//! Primitives that move or repeat elements. They do not look at them: burn-flex's functions for floats serve
-//! every type.
+//! Primitives that move or repeat elements. They do not interpret elements, so burn-flex's functions for
+//! floats serve every type.
 
 use burn_backend::ops::{FloatTensorOps, IntTensorOps};
 use burn_backend::{IntDType, Slice};

@@ -60,7 +60,7 @@ pub(super) fn compute(
             let indices = Flex::int_cast(indices, IntDType::from(convert::burn_dtype(*to)));
             return Ok(smallvec![values, indices]);
         }
-        // A stable order of ties and of NaN is the interpreter's.
+        // The interpreter has a stable order of ties and of NaN.
         _ => return fallback(graph, data, &[x]),
     };
     Ok(smallvec![result])

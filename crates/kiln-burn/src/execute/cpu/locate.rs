@@ -1,8 +1,8 @@
 //! The first kernel whose result is not the reference's.
 //!
 //! The compiler's passes are repeated (they are a function of graph and options) to know which value every
-//! buffer holds. The reference computes all these values from the transformed graph; the step runs once more,
-//! and after each kernel its memory is compared with them. If all of it agrees, the fault lies before
+//! buffer holds. The reference computes all these values from the transformed graph; the step runs once
+//! more, and after each kernel its memory is compared with them. If all values agree, the fault lies before
 //! scheduling: the transforms changed the meaning of the graph.
 
 use kiln_compiler::compile;

@@ -1,9 +1,10 @@
-//! Where compiled code finds its arguments and leaves its outputs.
+//! The places of a step's arguments and outputs in memory, from run to run.
 //!
-//! An output that the step computes in place of an argument, and that is that argument's next value, stays
-//! where it is for as long as the step runs again: its pointer is found once. So is that of an argument that
-//! never changes. An output that is an argument's next value but not made in its place has two buffers, which
-//! change roles after each run. Everything else *moves*: its buffer is another one at each run.
+//! Some pointers are found only once. An output that the step computes in place of an argument, and that is
+//! that argument's next value, stays in its place as long as the step runs again; so does an argument that
+//! never changes. An output that is an argument's next value but is not computed in its place has two
+//! buffers, which change roles after each run. All other tensors *move*: their buffer is another one at
+//! each run.
 
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
@@ -33,8 +34,7 @@ struct Swap {
 }
 
 // SAFETY: the pointers lead into tensors of the `Memory` that the places belong to, which may go to another
-// thread with all it owns; nothing is read or written through them but by a run, which has the memory to
-// itself.
+// thread with all it owns; only a run reads or writes through them, and a run has the memory to itself.
 unsafe impl Send for Places {}
 // SAFETY: as above: shared places can only be looked at.
 unsafe impl Sync for Places {}
@@ -114,7 +114,7 @@ impl Places {
     }
 }
 
-/// `tensor` in a buffer that a kernel can write and nobody else has, and where that is.
+/// `tensor` in a buffer that a kernel can write and that no other tensor shares, and the buffer's address.
 fn own(tensor: Storage) -> (Storage, *mut u8) {
     let layout = Layout::contiguous(tensor.shape().clone());
     let dtype = tensor.dtype();
@@ -123,7 +123,7 @@ fn own(tensor: Storage) -> (Storage, *mut u8) {
     (FlexTensor::new(bytes, layout, dtype).into(), place)
 }
 
-/// The buffer of a tensor that is row-major, aligned and nobody else's.
+/// The buffer of a tensor that is row-major and aligned, and shares its buffer with no other.
 pub(super) fn into_bytes(tensor: Storage) -> Bytes {
     let ready = convert::kernel_ready(tensor.into_host());
     if ready.is_unique() {

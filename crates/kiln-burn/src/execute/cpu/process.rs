@@ -1,5 +1,5 @@
-//! What all compiled steps of the process share: thread pools, the C compiler, the disk cache, what the
-//! machine can do.
+//! Resources that all compiled steps of the process share: thread pools, the C compiler, the disk cache,
+//! the machine's rates.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -24,7 +24,7 @@ pub(super) fn pool(threads: usize) -> Arc<ThreadPool> {
         .clone()
 }
 
-/// The C compiler that steps are built with, looked for and tried once: one that has compiled something
+/// The C compiler that steps are built with, found and tried once: a compiler that has compiled something
 /// wrongly is passed over.
 ///
 /// # Errors
@@ -39,10 +39,10 @@ pub fn toolchain() -> Result<&'static Toolchain, ExecuteError> {
         .map_err(|error| ExecuteError::NoCompiler(error.clone()))
 }
 
-/// Where compiled steps are kept.
+/// The disk cache of compiled steps.
 pub(super) static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
 
-/// What this machine can do with so many threads: looked up or measured once.
+/// The rates of this machine with so many threads: looked up or measured once.
 pub(super) fn machine(toolchain: &Toolchain, threads: usize) -> Machine {
     static KNOWN: LazyLock<Mutex<HashMap<usize, Machine>>> = LazyLock::new(Mutex::default);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);

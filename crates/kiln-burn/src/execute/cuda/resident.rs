@@ -1,8 +1,8 @@
-//! Where a step on a GPU finds its arguments and leaves its outputs, from run to run.
+//! The places of a step's arguments and outputs on a GPU, from run to run.
 //!
-//! State and constants stay in the GPU's memory: they are found once, and a run looks at none of them. State
-//! that the step does not compute in its place has two buffers, which change roles after each run. What comes
-//! new at each run is copied from wherever it is.
+//! State and constants stay in the GPU's memory: they are found once, and a run does not look for them.
+//! State that the step does not compute in its place has two buffers, which change roles after each run.
+//! Tensors that are new at each run are copied from wherever they are.
 
 use std::sync::Arc;
 
@@ -22,13 +22,13 @@ pub struct Resident {
     held: Vec<bool>,
     /// For each argument with two buffers, the tensor whose memory the next run writes.
     spares: Vec<(usize, Storage)>,
-    /// For each index check, whether its indices are constant and were looked at.
+    /// For each index check, whether its indices are constant and were checked.
     pub(super) looked: Vec<bool>,
 }
 
 impl Resident {
-    /// Finds the tensors of `memory` that stay, brings them to the GPU, and copies state that somebody else
-    /// has, too. `checked` has for each index check the argument with the indices, if it is one.
+    /// Finds the tensors of `memory` that stay, brings them to the GPU, and copies state that other tensors
+    /// share. `checked` has for each index check the argument with the indices, if there is one.
     pub(super) fn find(
         executable: &CudaExecutable,
         memory: &mut Memory,
@@ -82,7 +82,7 @@ impl Resident {
         self.held[index]
     }
 
-    /// The elements of what comes new, ready to be copied.
+    /// The elements of new arguments, ready to be copied.
     pub(super) fn fresh(&self, gpu: &Arc<Gpu>, memory: &Memory) -> Result<Vec<Ready>, ExecuteError> {
         let ready = |&index: &usize| match &memory.tensors[index] {
             None => Err(ExecuteError::Missing { index }),
@@ -95,7 +95,7 @@ impl Resident {
         self.settled.fresh().iter().map(ready).collect()
     }
 
-    /// After a run: what came new is used up, and buffers change roles.
+    /// After a run: new arguments are used up, and buffers change roles.
     pub(super) fn advance(&mut self, memory: &mut Memory) {
         for &index in self.settled.fresh() {
             memory.tensors[index] = None;
@@ -108,7 +108,7 @@ impl Resident {
     }
 }
 
-/// An argument that comes new at each run.
+/// An argument that is new at each run.
 pub(super) enum Ready {
     /// Row-major on the host.
     Host(FlexTensor),
@@ -117,7 +117,7 @@ pub(super) enum Ready {
 }
 
 impl Ready {
-    /// As the step takes it.
+    /// The argument in the form that the step takes.
     pub(super) fn given(&self) -> Given<'_> {
         match self {
             Self::Host(tensor) => Given::Host(tensor.bytes()),
@@ -126,7 +126,7 @@ impl Ready {
     }
 }
 
-/// Looks at the indices of constants that are on the host, before these go to the GPU. For each check,
+/// Checks the indices of constants that are on the host, before these go to the GPU. Returns for each check
 /// whether it was made.
 fn look_at_constants(
     contract: &Contract,

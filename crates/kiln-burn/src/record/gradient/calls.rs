@@ -1,6 +1,6 @@
-//! The calls and steps of a recording, in numbers: what [`super`] reasons about.
+//! The calls and steps of a recording, numbered, for [`super`].
 //!
-//! Forward operations are taken together to calls, tensors and their types are numbered, and each backward
+//! Forward operations are grouped into calls, tensors and their types are numbered, and each backward
 //! operation is given the function whose step it is in and the extent that this step may have.
 
 use std::sync::Arc;
@@ -35,12 +35,12 @@ pub(super) struct Value {
     pub(super) producer: Option<u32>,
 }
 
-/// What an operation is to the backward pass.
+/// The role of an operation in the backward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Role {
     /// None of it: forward, optimizer.
     Other,
-    /// Where it begins.
+    /// The beginning of the backward pass.
     Seed,
     /// In a step of a function; none if it is any function, or the program's own.
     Step(StepOf),
@@ -242,7 +242,7 @@ impl<'a> Forward<'a> {
         for index in 0..self.roles.len() {
             let now = match self.roles[index] {
                 Role::Step(of) | Role::Accumulate(of) => Some(of),
-                // Done for the step that goes on behind it.
+                // The recomputation belongs to the step that continues after it.
                 Role::Recompute => run,
                 Role::Other | Role::Seed => None,
             };

@@ -1,10 +1,10 @@
 //! Operations that belong before a step: they run at once, and leave its recording.
 //!
-//! Burn draws a parameter when a program first uses it. In the first call of a training step that is in the
-//! middle of the recording, and no later call draws anything. [`Recording::hoist`] runs the operations that
-//! make such tensors, with the random streams that the operations took when they were called, and makes the
-//! tensors inputs of the step: the first call is then the same step as all later ones, and the parameters
-//! have the values that an eager program draws.
+//! Burn draws a parameter when a program first uses it. In the first call of a training step the draws are
+//! in the middle of the recording, and no later call draws anything. [`Recording::hoist`] runs the
+//! operations that make such tensors, with the random streams that the operations took when they were
+//! called, and makes the tensors inputs of the step. So the first call is the same step as all later ones,
+//! and the parameters have the values that an eager program draws.
 
 use burn_flex::FlexTensor;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
@@ -37,7 +37,7 @@ impl Recording {
         Ok(self.without(&hoisted, made))
     }
 
-    /// Which operations the tensors `roots` are computed by.
+    /// The operations that compute the tensors `roots`.
     fn makers(&self, roots: &[TensorId]) -> Vec<bool> {
         let mut wanted: FxHashSet<TensorId> = roots.iter().copied().collect();
         let mut makers = vec![false; self.operations.len()];
@@ -50,7 +50,7 @@ impl Recording {
         makers
     }
 
-    /// Runs the operations marked in `hoisted`; the tensors that they leave.
+    /// Runs the operations marked in `hoisted`; returns the tensors that they leave.
     fn run(&self, hoisted: &[bool]) -> Result<FxHashMap<TensorId, FlexTensor>, OperationError> {
         let mut results = Results {
             recording: self,
@@ -72,7 +72,8 @@ impl Recording {
             .map(move |operation| stream::is_random(operation).then(|| streams.next()).flatten())
     }
 
-    /// Records again what is not `hoisted`, with the tensors `made` as inputs. Returns those that are alive.
+    /// Records the operations that are not `hoisted` again, with the tensors `made` as inputs. Returns
+    /// those that are alive.
     fn without(
         &mut self,
         hoisted: &[bool],
@@ -132,7 +133,7 @@ impl Recording {
     }
 }
 
-/// What hoisted operations read and leave.
+/// The operands and results of hoisted operations.
 struct Results<'a> {
     recording: &'a Recording,
     made: FxHashMap<TensorId, FlexTensor>,

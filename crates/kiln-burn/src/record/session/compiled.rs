@@ -1,4 +1,4 @@
-//! A region and its calls: the closure is recorded, then what was recorded runs.
+//! A region and its calls: the closure is recorded, then the recording runs.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
@@ -33,57 +33,59 @@ impl CompiledRegion {
         }
     }
 
-    /// The same region, of which a call that fails has happened as far as it came: what the closure did
-    /// before a panic or an error is run on burn-flex. What a function leaves in cells of its own, such as
-    /// running statistics, then has a value, as it would have without Kiln.
+    /// The same region, whose failed calls still have their effects: the operations of the closure before a
+    /// panic or an error are run on burn-flex. Tensors that a function leaves in cells of its own, such as
+    /// running statistics, then have a value, as they would without Kiln.
     pub fn for_function(self) -> Self {
         lock(&self.session).region.salvages = true;
         self
     }
 
-    /// The same region, which remembers what [`Replay`](crate::record::Replay) needs to see of its last run.
+    /// The same region, which keeps what a [`Replay`](crate::record::Replay) needs of its last run.
     pub fn for_replay(self) -> Self {
         lock(&self.session).region.keeps_host_data = true;
         self
     }
 
-    /// The same region, whose calls compute on placeholders: [`CompiledRegion::last_host_read`] says whether one
-    /// looked at a value.
+    /// The same region, whose calls compute on placeholders: [`CompiledRegion::last_host_read`] tells
+    /// whether a call read a value.
     pub fn for_placeholders(self) -> Self {
         lock(&self.session).region.on_placeholders = true;
         self
     }
 
-    /// Runs `closure` with its tensor operations recorded, then runs the compiled step. Tensors that outlive the closure have their elements
-    /// when `run` returns.
+    /// Runs `closure` with its tensor operations recorded, then runs the compiled step. Tensors that
+    /// outlive the closure have their elements when `run` returns.
     ///
     /// Inside another region, or with backend `eager`, the closure just runs: the inner region joins the
-    /// outer one. So it does where nothing is recorded ([`disable`](super::disable())).
+    /// outer one. It also just runs in parts that are not recorded ([`disable`](super::disable())).
     ///
     /// # Errors
     ///
-    /// If a break occurs under `fullgraph`, or the step cannot be imported, compiled or run. Tensors the closure left behind then report the error when
-    /// they are used.
+    /// If a break occurs under `fullgraph`, or the step cannot be imported, compiled or run. Tensors the
+    /// closure left behind then report the error when they are used.
     ///
     /// # Panics
     ///
-    /// With what `closure` panics with; what it recorded is discarded.
+    /// With the panic of `closure`; its recording is discarded.
     pub fn run<R>(&self, closure: impl FnOnce() -> R) -> Result<R, Error> {
         if self.backend == CompileBackend::Eager || CURRENT.with_borrow(Option::is_some) || is_disabled() {
             return Ok(closure());
         }
         let _turn = lock(&self.turn);
         lock(&self.session).begin();
-        // Other threads find the session until its results are in the table: who asks for one meanwhile waits.
+        // Other threads find the session until its results are in the table: a thread that asks for one
+        // meanwhile waits.
         let _listed = Listed::new(self.session.clone());
         let value = self.record(closure)?;
         lock(&self.session).end(value)
     }
 
-    /// Records `closure` as [`CompiledRegion::run`] does, and gives the recording to `run_whole` in place of
-    /// running it if nothing cut it; a recording that was cut ([`position`](super::position()) tells the closure) is run like any
-    /// other, and `run_whole` is not called. Tensors that outlive the closure have no elements until
-    /// `run_whole` enters them into the table. `lines` says whether to look the user's lines up.
+    /// Records `closure` as [`CompiledRegion::run`] does, and gives the recording to `run_whole` instead of
+    /// running it, if no graph break cut it. A recording that was cut ([`position`](super::position())
+    /// tells the closure) is run like any other, and `run_whole` is not called. Tensors that outlive the
+    /// closure have no elements until `run_whole` enters them into the table. `lines` says whether to look
+    /// up the user's lines.
     ///
     /// # Errors
     ///
@@ -162,7 +164,8 @@ impl CompiledRegion {
         lock(&self.session).region.frozen
     }
 
-    /// What the last call of [`CompiledRegion::run`] did on the host that a replay would not do; none if nothing.
+    /// The read of a value on the host in the last call of [`CompiledRegion::run`], which a replay would
+    /// not do; none if there was none.
     pub fn last_host_read(&self) -> Option<HostRead> {
         lock(&self.session).region.host_read.clone()
     }
@@ -172,7 +175,8 @@ impl CompiledRegion {
         lock(&self.session).region.last_run().cloned()
     }
 
-    /// Keeps the tensors that the program makes from data on the host during a call, for [`CompiledRegion::last_run`].
+    /// Keeps the tensors that the program makes from data on the host during a call, for
+    /// [`CompiledRegion::last_run`].
     pub fn keep_host_data(&self, keeps: bool) {
         lock(&self.session).region.keeps_host_data = keeps;
     }
@@ -182,22 +186,22 @@ impl CompiledRegion {
         lock(&self.session).region.options.clone()
     }
 
-    /// What the region compiled so far.
+    /// The report on the region so far.
     pub fn report(&self) -> RegionReport {
         lock(&self.session).region.report()
     }
 }
 
-/// What became of a trace.
+/// The outcome of a trace.
 pub enum Traced<T, R> {
-    /// Nothing cut it: what was made of the recording.
+    /// No graph break cut it: the result of `run_whole`.
     Whole(R),
-    /// Something needed a value: the closure's own result, with everything it did run.
+    /// A value was needed: the closure's own result, after all its operations ran.
     Cut(T),
 }
 
-/// Makes a session the thread's current one; undone on drop, also by a panic. A trace inside a region comes back
-/// to that.
+/// Makes a session the thread's current one; undone on drop, also by a panic. A trace inside a region comes
+/// back to that.
 struct Entered(Option<Shared>);
 
 impl Entered {

@@ -22,8 +22,8 @@ pub fn is_disabled() -> bool {
 ///
 /// # Panics
 ///
-/// With what `closure` panics with. Where the region cannot be cut, because it is compiled with `fullgraph`
-/// or what it recorded so far fails, the region is left at once, and its `run` returns the error.
+/// With the panic of `closure`. If the region cannot be cut, because it is compiled with `fullgraph` or its
+/// recording so far fails, the region is left at once, and its `run` returns the error.
 pub fn disable<R>(closure: impl FnOnce() -> R) -> R {
     if is_rehearsing() {
         // Operations of a rehearsal have no elements.
@@ -33,7 +33,7 @@ pub fn disable<R>(closure: impl FnOnce() -> R) -> R {
         let mut session = lock(&session);
         let segment = session.segment;
         let cut = session.cut(BreakReason::Disabled, None);
-        // What runs in between may be needed by what comes: even where nothing was recorded before, the
+        // Operations after this part may need its results: even where nothing was recorded before, the
         // region is in parts.
         if session.segment == segment {
             session.segment += 1;

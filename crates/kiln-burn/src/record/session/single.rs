@@ -1,10 +1,10 @@
 //! Operations on a GPU outside of regions: each is a compiled step of one operation, made once for each of
 //! its shapes.
 //!
-//! An operation runs where its work is small: on the GPU if some operand is there or the tensors are large,
-//! otherwise on the host, where the program's small tensors (a batch's labels, a mask, a learning rate) come
-//! from. What has no kernel on the GPU runs on the host with copies, and so does an operation that is asked
-//! for in ever new shapes: both are said once.
+//! An operation runs on the GPU if one of its operands is there or its tensors are large, otherwise on the
+//! host, where the program's small tensors (a batch's labels, a mask, a learning rate) come from. An
+//! operation that has no kernel on the GPU runs on the host with copies, and so does one that comes in ever
+//! new shapes; a warning is given once for each.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -23,8 +23,8 @@ use crate::random::{self, Stream};
 use crate::storage::Storage;
 use crate::{stream, table};
 
-/// Elements of the largest tensor from which on an operation on tensors of the host runs on the GPU: below,
-/// the host is done before a kernel and a copy would be.
+/// Elements of the largest tensor from which an operation on tensors of the host runs on the GPU. Below
+/// that the host is done before a copy and a kernel would be.
 const LARGE: usize = 1 << 15;
 
 /// Shapes of one operation that are compiled. A program that goes on has lengths that grow, and would wait
@@ -41,7 +41,8 @@ struct Singles {
 
 static SINGLES: LazyLock<Mutex<Singles>> = LazyLock::new(Mutex::default);
 
-/// Runs `operation` on the GPU that its tensors live on. Whether it did: false leaves it to the host.
+/// Runs `operation` on the GPU that its tensors live on. Returns whether it did: false leaves it to the
+/// host.
 ///
 /// # Panics
 ///
@@ -61,7 +62,8 @@ pub(super) fn run(operation: &OperationIr) -> bool {
             recording.add_input(&ir, tensor);
         }
     }
-    // The stream is taken when it is known that the GPU draws: an operation that the host runs takes its own.
+    // The stream is taken only when it is certain that the GPU draws, because an operation that the host
+    // runs takes its own.
     recording.push(operation.clone(), || Stream { seed: 0, stream: 0 });
     let consumed = recording.take_consumed();
     let mut recorded = recording.finish();
@@ -149,7 +151,7 @@ fn find_or_compile(place: Place, operation: &OperationIr, recorded: &Recorded) -
 }
 
 impl Singles {
-    /// Says once that an operation runs on the host.
+    /// Warns once that an operation runs on the host.
     fn say(&mut self, name: &str, place: Place, reason: &str) {
         if self.said.insert(name.to_owned()) {
             tracing::warn!(

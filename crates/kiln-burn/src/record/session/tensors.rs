@@ -1,4 +1,5 @@
-//! Tensors that somebody needs or drops: they are in the table, or pending in a session of this thread or another.
+//! Tensors that the program needs or drops: they are in the table, or pending in a session of this thread
+//! or another.
 
 use std::panic::resume_unwind;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::error::Error;
 use crate::storage::Storage;
 use crate::table::{self, Slot};
 
-/// The elements of a tensor, wherever it is. Takes it out of the table if `ir` is its last use.
+/// The elements of a tensor, wherever it is. Removes it from the table if `ir` is its last use.
 pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<Storage, Error> {
     if is_rehearsing() {
         resume_unwind(Box::new(Aborted));
@@ -40,7 +41,8 @@ pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<Storage, Error> {
     }
 }
 
-/// Breaks this thread's own session if the tensor is pending in it. Under `fullgraph` the region is left at once.
+/// Breaks this thread's own session if the tensor is pending in it. Under `fullgraph` the region is left at
+/// once.
 fn cut_own(id: TensorId, reason: BreakReason) -> Result<(), Error> {
     for session in own_sessions() {
         let mut session = lock(&session);
@@ -72,8 +74,9 @@ pub(super) fn own_sessions() -> Vec<Shared> {
     current.into_iter().chain(lazy.unwrap_or_default()).collect()
 }
 
-/// Materialises a tensor that is not in the table: some session has it pending, on this thread or another. Takes it out of the table if
-/// nobody else can ask for it: with `last_use`, or if a recording has taken it for consumed.
+/// Materialises a tensor that is not in the table because some session, on this thread or another, has it
+/// pending. Removes it from the table if no other use is possible: with `last_use`, or if a recording
+/// regards it as consumed.
 pub(super) fn wait_for(id: TensorId, last_use: bool) -> Slot {
     let wish = Wish::new(id);
     let own = own_sessions();
@@ -88,7 +91,8 @@ pub(super) fn wait_for(id: TensorId, last_use: bool) -> Slot {
             };
             // The error, if any, is in the table, and `run` of that session reports it too.
             let _ = guard.cut(reason, Some(id));
-            // Still under the lock: the session's thread may be about to consume the tensor, or to read it once more.
+            // Still under the lock: the session's thread may be about to consume the tensor, or to read it
+            // once more.
             let found = match last_use && !is_own {
                 true => {
                     guard.read_elsewhere.push(id);
@@ -107,7 +111,7 @@ fn never_computed() -> Slot {
     Slot::Failed("it was never computed".into())
 }
 
-/// What the table has for a tensor; it leaves the table with its last use.
+/// The table's entry for a tensor; it leaves the table with its last use.
 fn take(id: TensorId, last_use: bool) -> Option<Slot> {
     match last_use {
         true => table::remove(id),
@@ -130,7 +134,7 @@ pub(super) fn release(id: TensorId) {
     table::remove(id);
 }
 
-/// Tells this thread's recordings that the program will not use a tensor any more; says what it was to them.
+/// Tells this thread's recordings that the program will not use a tensor any more; returns its role there.
 /// Called for every tensor that is dropped, so it allocates nothing.
 fn kill_own(id: TensorId) -> Killed {
     let kill = |session: &Shared| lock(session).recording.kill(id);
