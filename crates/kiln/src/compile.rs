@@ -12,14 +12,13 @@ pub fn compile(options: CompileOptions) -> Compiled {
     }
 }
 
-/// Runs `closure` with its tensor operations run at once, not recorded: in a compiled region, in a
-/// [`crate::TrainStep`], in a compiled function, on a lazy device. What it does with the elements of tensors
-/// is then its own affair.
+/// Runs `closure` with its tensor operations run at once, not recorded, wherever it is called: in a
+/// compiled region, in a [`crate::TrainStep`], in a compiled function, on a lazy device. The closure may
+/// read elements of tensors.
 ///
-/// The region is cut there, by one graph break that `explain` lists as what it is
-/// ([`crate::BreakReason::Disabled`]); under `fullgraph` that is an error. A `TrainStep` with such a part is
-/// recorded at every call, because a replay would not run the part; its history says so. Regions inside of
-/// `closure` are not recorded either.
+/// The region is cut there, by one graph break that `explain` lists as [`crate::BreakReason::Disabled`];
+/// under `fullgraph` that is an error. A `TrainStep` with such a part is recorded at every call, because a
+/// replay would not run the part; its history says so. Regions inside of `closure` are not recorded either.
 ///
 /// Gradients go through the part as through any other.
 ///
@@ -42,30 +41,32 @@ pub fn compile(options: CompileOptions) -> Compiled {
 ///
 /// # Panics
 ///
-/// With what `closure` panics with.
+/// With the panic of `closure`.
 pub fn disable<R>(closure: impl FnOnce() -> R) -> R {
     kiln_burn::record::disable(closure)
 }
 
-/// A region of the program that is compiled: made by [`compile`], one for each place that calls [`Compiled::run`].
+/// A region of the program that is compiled: made by [`compile`], one for each place that calls
+/// [`Compiled::run`].
 pub struct Compiled {
     region: CompiledRegion,
 }
 
 impl Compiled {
-    /// Runs `closure`; its tensor operations on `Kiln` are recorded instead of run, and the compiled step runs when the closure ends. The tensors it returns
-    /// or stores have their elements then.
+    /// Runs `closure`; its tensor operations on `Kiln` are recorded instead of run, and the compiled step
+    /// runs when the closure ends. The tensors that the closure returns or stores have their elements then.
     ///
-    /// What the closure does the same way each time is compiled once. Another shape, dtype, branch or set of trained parameters is another step, compiled when it
-    /// first occurs ([`RegionReport::recompiles`] says why); values of float scalars are not part of a step, so schedules never recompile.
-    /// Reading a tensor inside (`into_data`, `into_scalar`) cuts the step in two: a graph break.
+    /// Operations that are the same at each call are compiled once. Another shape, dtype, branch or set of
+    /// trained parameters is another step, compiled when it first occurs ([`RegionReport::recompiles`] says
+    /// why); values of float scalars are not part of a step, so schedules never recompile. Reading a tensor
+    /// inside (`into_data`, `into_scalar`) cuts the step in two: a graph break.
     ///
     /// Recording belongs to the calling thread. A `run` inside another joins it.
     ///
     /// # Errors
     ///
-    /// [`Error`] if the step cannot be compiled or run, or a graph break occurs and the options ask for `fullgraph`. Tensors the closure left behind
-    /// report the same error when used.
+    /// [`Error`] if the step cannot be compiled or run, or a graph break occurs and the options ask for
+    /// `fullgraph`. Tensors the closure left behind report the same error when used.
     ///
     /// # Panics
     ///
@@ -75,9 +76,9 @@ impl Compiled {
     }
 
     /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that
-    /// failed. The closure has run then, as it does at each call, but none of its tensor operations: what it
-    /// was given is as it was, and tensors that it assigned are computed, one operation at a time, only if
-    /// they are used. A region that is cut by graph breaks has run as far as its compiled parts go.
+    /// failed. The closure has run then, as it does at each call, but none of its tensor operations has:
+    /// its inputs are as they were, and tensors that it assigned are computed, one operation at a time,
+    /// only if they are used. A region that is cut by graph breaks has run as far as its compiled parts go.
     ///
     /// ```
     /// use burn_tensor::Tensor;

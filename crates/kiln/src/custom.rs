@@ -30,7 +30,7 @@ impl<F: Fn(&[TensorData]) -> TensorData + Copy + Send + Sync + 'static> HostFunc
             gradient of the result that captures nothing, or `kiln::NoGradient`"
 )]
 pub trait HostGradient: Copy + Send + Sync + 'static {
-    /// Whether there is one.
+    /// Whether there is a gradient.
     const EXISTS: bool;
 
     /// One gradient for each float input.
@@ -131,8 +131,8 @@ tuple!(T0 0, T1 1, T2 2, T3 3, T4 4, T5 5, T6 6, T7 7);
 /// own, or [`NoGradient`].
 ///
 /// Each call copies the elements in and out, on CPU backends within main memory; on a GPU it waits for the
-/// inputs and copies between the GPU and the host, of which one warning tells. Use it for what tensor
-/// operations cannot say.
+/// inputs and copies between the GPU and the host, and one warning says so. Use it for computations that
+/// tensor operations cannot express.
 ///
 /// ```
 /// use burn_autodiff::Autodiff;
@@ -172,11 +172,12 @@ tuple!(T0 0, T1 1, T2 2, T3 3, T4 4, T5 5, T6 6, T7 7);
 /// A function is called when the step runs, which may be never (its result is not used), on whichever thread
 /// runs the step, and more than once at a time if several steps run. Therefore:
 ///
-/// - It is deterministic: equal inputs give equal results, at every call. A replayed step relies on that as
-///   on any operation, and so do comparisons with another backend.
-/// - It has no side effects and reads nothing but its inputs: no counters, files, clocks or random numbers.
-///   It captures nothing, which the compiler checks; what varies is an input.
-/// - It may be called from several threads at once. Safe Rust sees to that; no `unsafe` is needed.
+/// - It is deterministic: equal inputs give equal results, at every call. A replayed step relies on that,
+///   and so do comparisons with another backend.
+/// - It has no side effects and reads only its inputs: no counters, files, clocks or random numbers. It
+///   captures nothing, which the compiler checks; a value that varies has to be an input.
+/// - It may be called from several threads at once. Safe Rust ensures that this is sound; no `unsafe` is
+///   needed.
 /// - It works on the data it is given and calls no tensor operations of this backend.
 /// - It does not panic. A panic, and a result of another shape or type, is an error of the step. If that has
 ///   begun to overwrite parameters by then, a [`crate::TrainStep`] has lost them and says so.
@@ -185,8 +186,8 @@ tuple!(T0 0, T1 1, T2 2, T3 3, T4 4, T5 5, T6 6, T7 7);
 ///
 /// # Panics
 ///
-/// If `inputs` is an empty `Vec`. Where nothing is recorded, as the function does, and if its result has
-/// another shape or type.
+/// If `inputs` is an empty `Vec`. In a part that is not recorded: with the function's panic, and if its
+/// result has another shape or type.
 pub fn custom_op<B, const D: usize, I, F, G>(
     name: &str,
     inputs: I,
@@ -226,7 +227,8 @@ where
         true => differentiable(name, operands, value, gradient),
         false => untracked(value),
     };
-    // Takes the kind of primitive from a stand-in: `Kiln` has the tensor itself, `Autodiff` what tracks it.
+    // A tensor of `B` has the kind of primitive that the result needs: `Kiln` has the tensor itself,
+    // `Autodiff` the one that tracks it.
     let stand_in = B::from_kiln(inner(result.clone()));
     let primitive = B::map_float(stand_in, &mut Give(result));
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
@@ -299,7 +301,7 @@ impl TensorMap for Give {
     }
 }
 
-/// What the backward pass of an operation needs.
+/// The parts of an operation that its backward pass needs.
 #[derive(Clone, Debug)]
 struct Saved {
     /// Id of the operation that computes the gradients.

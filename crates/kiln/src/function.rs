@@ -72,13 +72,13 @@ pub struct CompiledFn<F> {
     function: F,
 }
 
-/// What calls with tracked tensors showed of the function.
+/// Observations of the function in calls with tracked tensors.
 #[derive(Default)]
 struct TrackedCalls {
     calls: u64,
     /// Those with Burn's own backward pass.
     plain: u64,
-    /// The call that is the next to be traced, if the function read a value when it was traced last.
+    /// The next call to be traced, if the function read a value when it was traced last.
     next_trace: u64,
     /// Whether the function reads values.
     reads: bool,
@@ -99,8 +99,9 @@ impl<F> CompiledFn<F> {
     }
 
     /// The same function, compiled with other options. In calls with tracked tensors a memory budget holds
-    /// for the intermediate values of the forward and of the backward pass and what is kept between them, all
-    /// together: forward values are computed again in the backward pass as far as it takes.
+    /// for the sum of three amounts: the intermediate values of the forward pass, those of the backward
+    /// pass, and the values kept between them. To stay within it, the backward pass computes forward values
+    /// again.
     pub fn with_options(self, options: CompileOptions) -> Self {
         Self::new(self.function, options)
     }
@@ -111,11 +112,11 @@ impl<F> CompiledFn<F> {
     /// If some of the arguments are tracked by Burn's autograd, the function's gradients with respect to them
     /// are recorded and compiled, too, and the result is tracked.
     ///
-    /// Where that cannot be, the function is compiled as in [`crate::Compiled::run`], and its backward pass
-    /// is Burn's own, after one warning; [`CompiledFn::explain_tracked`] says how often. It cannot be where
-    /// the function reads a value, and where it captures tensors that are trained: pass those as arguments,
-    /// or as the model of [`CompiledFn::call_with`]. Each call runs the function once, as without Kiln: what
-    /// it leaves in cells of its own, and the random numbers it draws, are the same.
+    /// There are two exceptions: a function that reads a value, and one that captures tensors that are
+    /// trained (pass those as arguments, or as the model of [`CompiledFn::call_with`]). Such a function is
+    /// compiled as in [`crate::Compiled::run`], and its backward pass is Burn's own, after one warning;
+    /// [`CompiledFn::explain_tracked`] says how often. Each call runs the function once, as without Kiln:
+    /// tensors that it leaves in cells of its own, and the random numbers that it draws, are the same.
     ///
     /// # Errors
     ///
@@ -141,8 +142,11 @@ impl<F> CompiledFn<F> {
         Ok(self.note(called))
     }
 
-    /// Calls the function twice, since a first call may draw parameters that nobody has used before, and writes it to a folder, as [`crate::TrainStep::export`] does with a training step: `kiln_run` then computes it without Kiln. Tensors that the function
-    /// captures, such as a model's parameters, and numbers that it computes on the host are constants of the exported function. Returns what the second call returned.
+    /// Calls the function twice, because a first call may draw parameters that were never used before, and
+    /// writes it to a folder, as [`crate::TrainStep::export`] does with a training step: `kiln_run` then
+    /// computes it without Kiln. Tensors that the function captures, such as a model's parameters, and
+    /// numbers that it computes on the host are constants of the exported function. Returns the result of
+    /// the second call.
     ///
     /// ```no_run
     /// # use burn_tensor::Tensor;
@@ -156,7 +160,8 @@ impl<F> CompiledFn<F> {
     ///
     /// # Errors
     ///
-    /// If the call fails, the function is cut by a graph break or keeps a tensor elsewhere, or the folder cannot be written.
+    /// If the call fails, the function is cut by a graph break or keeps a tensor elsewhere, or the folder
+    /// cannot be written.
     ///
     /// # Panics
     ///
@@ -231,15 +236,15 @@ impl<F> CompiledFn<F> {
         traced
     }
 
-    /// Notes what a traced call showed of the function, and warns the first time.
+    /// Notes the observations of a traced call, and warns the first time.
     fn note<R>(&self, called: Called<R>) -> R {
         let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
         match called {
             Called::Compiled(result) => result,
             Called::Read(result) => {
                 tracked.plain += 1;
-                // A function that reads a value now and then is compiled in between; one that always does is
-                // hardly ever traced in vain.
+                // A function that reads a value now and then is compiled in between; one that always reads
+                // is hardly ever traced in vain.
                 tracked.next_trace = 2 * tracked.calls;
                 if !std::mem::replace(&mut tracked.reads, true) {
                     self.warn(READS);

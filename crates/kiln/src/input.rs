@@ -1,4 +1,4 @@
-//! What a step takes and gives: tensors, and structures of tensors.
+//! Inputs and outputs of a step: tensors, and structures of tensors.
 
 use burn_autodiff::Autodiff;
 use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -14,7 +14,7 @@ use crate::tracked::{self, TrackedTensor};
 /// A tensor as the Kiln backend holds it.
 pub type KilnTensor = RouterTensor<KilnClient>;
 
-/// Something a step takes or gives: a tensor, or a structure that holds tensors and plain values.
+/// An input or output of a step: a tensor, or a structure that holds tensors and plain values.
 ///
 /// Implemented for tensors of `Kiln` and `Autodiff<Kiln>`, tuples, arrays, `Vec`, `Option`, numbers, `bool`
 /// and `String`, and for structs through `#[derive(StepInput)]`. Tensors are arguments of the compiled step.
@@ -37,18 +37,18 @@ pub trait StepInput: Sized {
     /// Shows every tensor and every plain value to `visitor`, in a fixed order.
     fn visit(&self, visitor: &mut InputVisitor);
 
-    /// The same structure with every tensor replaced by what `map` makes of it, in the order of
+    /// The same structure with every tensor replaced by the result of `map`, in the order of
     /// [`StepInput::visit`].
     fn map(self, map: &mut dyn TensorMap) -> Self;
 }
 
-/// What [`StepInput::map`] does to each tensor. Closures from tensor to tensor are such maps; they drop a
-/// tensor's place in an autograd graph.
+/// The map that [`StepInput::map`] applies to each tensor. Closures from tensor to tensor are such maps;
+/// they drop a tensor's place in an autograd graph.
 pub trait TensorMap {
-    /// What stands for `tensor`.
+    /// The replacement of `tensor`.
     fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor;
 
-    /// What stands for a float tensor of `Autodiff<Kiln>`.
+    /// The replacement of a float tensor of `Autodiff<Kiln>`.
     fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
         tracked::untracked(self.tensor(tracked::inner(tensor)))
     }
@@ -60,7 +60,7 @@ impl<F: FnMut(KilnTensor) -> KilnTensor> TensorMap for F {
     }
 }
 
-/// Takes down what [`StepInput::visit`] shows.
+/// Collects the tensors and values that [`StepInput::visit`] shows.
 #[derive(Default, Debug)]
 pub struct InputVisitor {
     tensors: Vec<TensorIr>,
@@ -69,7 +69,7 @@ pub struct InputVisitor {
 }
 
 impl InputVisitor {
-    /// Takes down a tensor.
+    /// Collects a tensor.
     pub fn tensor(&mut self, tensor: KilnTensor) {
         // A copy beside the original: its status is read-only, so this is no last use.
         let ir = tensor.clone().into_ir();
@@ -80,20 +80,21 @@ impl InputVisitor {
         self.tensors.push(ir);
     }
 
-    /// Takes down a plain value, as a number.
+    /// Collects a plain value, as a number.
     pub fn value(&mut self, word: u64) {
         self.values += 1;
         self.words.push(word);
     }
 
-    /// Takes down what the structure is: a length, a variant.
+    /// Collects a property of the structure: a length, a variant.
     pub fn structure(&mut self, word: u64) {
         self.words.push(word);
     }
 
-    /// The tensors, in order, and the words in which two inputs of one step agree.
+    /// The tensors, in order, and the words that are equal for two inputs of one step.
     pub(crate) fn finish(mut self) -> (Vec<TensorIr>, Signature) {
-        // Which tensors are one and the same: a step recorded with one tensor in two roles is another step.
+        // The signature says which tensors are the same: a step recorded with one tensor in two roles is
+        // another step.
         let tensors = &self.tensors;
         let first = |tensor: &TensorIr| tensors.iter().position(|other| other.id == tensor.id);
         self.words
@@ -128,7 +129,7 @@ pub trait KilnBackend:
     /// A float primitive around `tensor`, outside any autodiff graph.
     fn from_kiln(tensor: KilnTensor) -> Self::FloatTensorPrimitive;
 
-    /// What `map` makes of a float primitive.
+    /// A float primitive replaced by `map`.
     fn map_float(
         primitive: Self::FloatTensorPrimitive,
         map: &mut dyn TensorMap,

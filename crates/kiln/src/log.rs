@@ -1,4 +1,4 @@
-//! `KILN_LOG`: what Kiln decides, one line an event, on standard error.
+//! `KILN_LOG`: Kiln's decisions, one line for each event, on standard error.
 //!
 //! A comma-separated list of [`WORDS`], or of filters as tracing-subscriber's `EnvFilter` takes them (`info`,
 //! `kiln=debug`):
@@ -15,7 +15,7 @@ use std::sync::Once;
 
 use tracing_subscriber::EnvFilter;
 
-/// The words that `KILN_LOG` knows, and what each shows.
+/// The words that `KILN_LOG` knows, and the events that each shows.
 pub const WORDS: [(&str, &str); 6] = [
     (
         "recompiles",

@@ -1,8 +1,8 @@
 //! Operations that Burn computes on the host, as operations of the graph.
 //!
-//! Burn's `sort`, `argsort`, `topk_with_indices`, `median` and `one_hot` read the tensor and go on in Rust:
-//! inside a compiled region that cuts the graph, and a [`crate::TrainStep`] whose model calls one is never
-//! replayed. The functions of this module have their names, arguments and results, work on every Burn
+//! Burn's `sort`, `argsort`, `topk_with_indices`, `median` and `one_hot` read the tensor and continue in
+//! Rust: inside a compiled region that cuts the graph, and a [`crate::TrainStep`] whose model calls one is
+//! never replayed. The functions of this module have their names, arguments and results, work on every Burn
 //! backend, and on Kiln stay in the graph. They are differentiable where Burn's are: values follow from the
 //! sorted positions by a gather, whose gradient is a scatter.
 //!
@@ -68,8 +68,7 @@ pub fn argsort<B: Backend, const D: usize, K: Ordered<B>>(
     if extent == 0 {
         return tensor.argsort(dim);
     }
-    // Sorted in the opposite direction, of elements in the opposite order: equal ones are in their own order
-    // again.
+    // The elements are sorted in reverse order and direction, which restores the order of equal elements.
     let opposite = positions(tensor.flip([dim as isize]), dim, extent).flip([dim as isize]);
     opposite.neg().add_scalar(extent as i64 - 1)
 }

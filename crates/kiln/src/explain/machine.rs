@@ -1,8 +1,8 @@
-//! What this machine can do at most, measured.
+//! The limits of this machine, measured.
 //!
-//! Briefly: how fast all threads together read and copy, for amounts from what the first cache holds to what
-//! none does, and a matrix product of the step compiler's own. The rates are the limits that kernels are
-//! compared with, no benchmark.
+//! Two kinds of rates are measured briefly: how fast all threads together read and copy, for amounts from
+//! those that the first cache holds to those that no cache holds, and how fast a matrix product of the step
+//! compiler's own runs. Kernels are compared with these limits; they are no benchmark.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -28,7 +28,7 @@ const SIDE: usize = 1024;
 /// How often each is tried; the best counts.
 const TRIES: usize = 4;
 
-/// What keeps a kernel from being faster.
+/// The resource that limits a kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Limit {
     /// Arithmetic.
@@ -51,8 +51,9 @@ impl Limit {
 }
 
 impl Machine {
-    /// Measures what `threads` threads of this machine can do; 0 means all cores. Takes about a second, once
-    /// for each number of threads in a process; the first time on a machine some more for the C compiler.
+    /// Measures the limits of `threads` threads of this machine; 0 means all cores. Takes about a second,
+    /// once for each number of threads in a process; the first time on a machine the C compiler adds some
+    /// more.
     ///
     /// # Errors
     ///
@@ -74,7 +75,8 @@ impl Machine {
                 bytes_per_second: moving_speed(threads, bytes),
             })
             .collect();
-        // More data is never faster; what a disturbed measurement of less data lost is given back.
+        // More data is never faster: if a measurement of less data was disturbed, the rate of more data
+        // replaces it.
         for at in (1..rates.len()).rev() {
             rates[at - 1].bytes_per_second = rates[at - 1].bytes_per_second.max(rates[at].bytes_per_second);
         }
@@ -90,12 +92,12 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Measures what the GPU of this ordinal can do; takes some milliseconds. `tf32` is
+    /// Measures the limits of the GPU of this ordinal; takes some milliseconds. `tf32` is
     /// [`CompileOptions::tf32`].
     ///
     /// # Errors
     ///
-    /// If there is no such GPU, or it has not 1 GiB of memory left.
+    /// If there is no such GPU, or it has less than 1 GiB of memory left.
     pub fn measure_gpu(ordinal: usize, tf32: bool) -> Result<Self, Error> {
         let gpu = Gpu::get(ordinal)?;
         let Limits {
@@ -117,7 +119,7 @@ impl Machine {
         })
     }
 
-    /// Bytes a second that the machine moves if there are `bytes` of them: as fast as caches where they fit,
+    /// Bytes a second at which the machine moves `bytes` of them: at the rate of caches where they fit, and
     /// between two measurements by the logarithm of the amount.
     pub fn moving_rate(&self, bytes: u64) -> f64 {
         let memory = Rate {
@@ -139,7 +141,7 @@ impl Machine {
         self.bytes_per_second
     }
 
-    /// What was measured, in words: `with 8 threads`, `on NVIDIA H200`.
+    /// The machine that was measured, in words: `with 8 threads`, `on NVIDIA H200`.
     pub fn what(&self) -> String {
         match &self.gpu {
             Some(gpu) => format!("on {gpu}"),
@@ -147,8 +149,8 @@ impl Machine {
         }
     }
 
-    /// The shortest time in seconds in which this machine could do the work of `kernel`, and what it would
-    /// spend it with.
+    /// The shortest time in seconds in which this machine could do the work of `kernel`, and the resource
+    /// that limits it.
     pub fn least_seconds(&self, kernel: &Kernel) -> (f64, Limit) {
         let moving = kernel.bytes as f64 / self.moving_rate(kernel.bytes);
         let computing = kernel.flops as f64 / self.flops_per_second;
@@ -202,7 +204,7 @@ fn moving_speed(threads: usize, bytes: u64) -> f64 {
     moved / positive(slowest(0).min(slowest(1)))
 }
 
-/// The sum of the elements, with enough partial sums that reading is what takes the time.
+/// The sum of the elements, with so many partial sums that reading limits its speed.
 fn sum(values: &[f32]) -> f32 {
     let mut sums = [0.0f32; 64];
     for chunk in values.chunks_exact(sums.len()) {
@@ -211,7 +213,7 @@ fn sum(values: &[f32]) -> f32 {
     sums.iter().sum()
 }
 
-/// Floating point operations a second of a compiled matrix product, of the time in compiled code.
+/// Floating point operations a second of a compiled matrix product, by the time in compiled code.
 fn product_speed(threads: usize) -> Result<f64, Error> {
     let device = KilnDevice::cpu();
     let matrix = || Tensor::<Kiln, 2>::random([SIDE, SIDE], Distribution::Default, &device);

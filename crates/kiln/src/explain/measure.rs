@@ -1,17 +1,18 @@
-//! Measured times in the report: how long each kernel took, and how that compares with what the machine can
-//! do.
+//! Measured times in the report: how long each kernel took, and how that compares with the limits of the
+//! machine.
 
 use kiln_profile::Summary;
 
 use super::machine::Limit;
 use super::report::{Machine, Report};
 
-/// How far beyond the limit a kernel must be for a cause to be named: less is noise of the measurement.
+/// How much slower than the limit a kernel must be for a cause to be named: less is noise of the
+/// measurement.
 const NOISE: f64 = 1.2;
 
 impl Report {
-    /// Adds the times of a profile: for each kernel that ran in it, the mean time of a run, and its share of
-    /// what `machine` can do at most.
+    /// Adds the times of a profile: for each kernel that ran in it, the mean time of a run, and the share
+    /// of the limit of `machine` that it reaches.
     pub fn add_times(&mut self, summary: &Summary, machine: Option<Machine>) {
         self.machine = machine.or_else(|| self.machine.take());
         for row in &summary.kernels {
@@ -27,8 +28,8 @@ impl Report {
             if let Some(machine) = &self.machine {
                 let (least, limit) = machine.least_seconds(kernel);
                 let share = least / seconds.max(1e-9);
-                // Bytes are counted by whole buffers. No kernel beats the machine: one that seems to reads
-                // parts of them.
+                // Bytes are counted by whole buffers. A kernel that seems to exceed the limit reads only
+                // parts of its buffers.
                 kernel.machine_share = Some(share.min(1.0));
                 kernel.limit = Some(match share > NOISE && limit != Limit::Arithmetic {
                     true => format!("{}, a part of its buffers", limit.name()),

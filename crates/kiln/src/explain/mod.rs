@@ -1,4 +1,4 @@
-//! `explain`: what became of a region.
+//! `explain`: the report on a region.
 //!
 //! ```text
 //! RegionReport (kiln-burn) ──► collect ──► Report ──► text   Display
@@ -57,7 +57,7 @@ impl Explain {
         }
     }
 
-    /// With how a training step of this history is replayed.
+    /// Adds how a training step of this history is replayed.
     pub(crate) fn with_replay(mut self, history: &History, bindings: Option<&Bindings>) -> Self {
         self.report.replay = Some(collect::replay(history, bindings));
         self
@@ -84,15 +84,15 @@ impl Explain {
         self.report.to_html()
     }
 
-    /// With the times of kernels that ran under a profile. `machine` ([`Machine::measure`]) is what to
-    /// compare them with.
+    /// Adds the times of kernels that ran under a profile. `machine` ([`Machine::measure`]) has the limits
+    /// to compare them with.
     pub fn with_times(mut self, summary: &kiln_profile::Summary, machine: Option<Machine>) -> Self {
         self.report.add_times(summary, machine);
         self
     }
 }
 
-/// What memory budgets would do to a compiled step: its plans from the fastest to the smallest.
+/// The effect of memory budgets on a compiled step: its plans from the fastest to the smallest.
 /// [`Point::peak`] is the smallest budget that gets a plan.
 ///
 /// # Errors

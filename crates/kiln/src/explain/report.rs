@@ -1,7 +1,7 @@
 //! The report behind `explain`: plain data, the same for text, JSON and HTML.
 //!
-//! Everything in it was true of this process: counts, times and reasons come from the region's history,
-//! kernels and memory from what was compiled. What was not measured is `None`, not zero.
+//! Everything in it is a fact of this process: counts, times and reasons come from the region's history,
+//! kernels and memory from the compiled code. Values that were not measured are `None`, not zero.
 
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +22,7 @@ pub struct Report {
     pub recompile_limit: usize,
     /// How a training step is replayed; none for regions, which are recorded at each call.
     pub replay: Option<Replay>,
-    /// What the machine can do, if it was measured.
+    /// The machine's limits, if they were measured.
     pub machine: Option<Machine>,
 }
 
@@ -44,7 +44,7 @@ pub struct Replay {
     pub inputs: Vec<String>,
     /// Where each output goes.
     pub outputs: Vec<String>,
-    /// What each result of the closure is.
+    /// The source of each result of the closure.
     pub results: Vec<String>,
 }
 
@@ -53,7 +53,7 @@ pub struct Replay {
 pub struct Step {
     /// Which step of the region, in the order of compilation, from 0.
     pub number: usize,
-    /// Number of the executable in the process: what kernels in profiles are filed under.
+    /// Number of the executable in the process: profiles file its kernels under it.
     pub executable: u64,
     /// Segment of the region, from 0; graph breaks cut a region into segments.
     pub segment: usize,
@@ -65,7 +65,7 @@ pub struct Step {
     pub operations: usize,
     /// Nodes of the recorded graph.
     pub nodes: usize,
-    /// What the phases consist of, in the order forward, backward, optimizer, unassigned. Phases without
+    /// The contents of the phases, in the order forward, backward, optimizer, unassigned. Phases without
     /// nodes are left out.
     pub phases: Vec<PhaseCount>,
     /// Tensor arguments.
@@ -100,11 +100,11 @@ pub struct Step {
     pub saved: Vec<SavedTensor>,
     /// Operations that run again in the backward pass instead of being kept.
     pub recomputed: Vec<Recomputed>,
-    /// What the executor says of itself.
+    /// The executor's description.
     pub details: String,
 }
 
-/// What one phase of a step consists of.
+/// The contents of one phase of a step.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct PhaseCount {
     /// `forward`, `backward`, `optimizer`, or `unassigned`.
@@ -191,7 +191,7 @@ pub struct Kernel {
     pub name: String,
     /// `forward`, `backward`, `optimizer`, or `unassigned`.
     pub phase: String,
-    /// What it computes, in order.
+    /// The operations that it computes, in order.
     pub fused: Vec<Fused>,
     /// Buffers read, by position in [`Memory::buffers`].
     pub reads: Vec<usize>,
@@ -205,10 +205,10 @@ pub struct Kernel {
     pub scratch_bytes: u64,
     /// Mean time of a run in seconds, if measured.
     pub seconds: Option<f64>,
-    /// Share of what the machine can do at most, from 0 to 1, if measured.
+    /// Share of the machine's limit, from 0 to 1, if measured.
     pub machine_share: Option<f64>,
-    /// What that most is: `arithmetic`, or the rate of `cache` or `memory` for as many bytes. A kernel that
-    /// would be beyond it reads only a part of its buffers, and this says so.
+    /// The limit: `arithmetic`, or the rate of `cache` or `memory` for as many bytes. The limit of a kernel
+    /// that would exceed it says that the kernel reads only a part of its buffers.
     pub limit: Option<String>,
 }
 
@@ -246,7 +246,7 @@ pub struct Memory {
     pub output_bytes: u64,
     /// Bytes of the arena in use while each kernel runs.
     pub in_use: Vec<u64>,
-    /// What kernels share.
+    /// The buffers that kernels share.
     pub buffers: Vec<Buffer>,
 }
 
@@ -278,9 +278,9 @@ pub struct SavedTensor {
     pub ty: String,
     /// Size.
     pub bytes: u64,
-    /// What made it.
+    /// The operation that made it.
     pub origin: String,
-    /// What reads it in the backward pass.
+    /// The operations that read it in the backward pass.
     pub users: Vec<String>,
 }
 
@@ -295,12 +295,12 @@ pub struct Recomputed {
     pub bytes: u64,
 }
 
-/// What the machine can do at most, measured briefly.
+/// The machine's limits, measured briefly.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Machine {
     /// Bytes a second that all threads together read and write, of more than caches hold.
     pub bytes_per_second: f64,
-    /// The same of less, the least first.
+    /// The rates for smaller amounts, the smallest first.
     pub caches: Vec<Rate>,
     /// Floating point operations a second of a large matrix product.
     pub flops_per_second: f64,
@@ -328,8 +328,7 @@ impl Step {
 }
 
 impl Report {
-    /// Whether a segment has as many compiled steps as it may have, so that what comes next runs node by
-    /// node.
+    /// Whether a segment has as many compiled steps as it may have, so that further steps run node by node.
     pub fn at_recompile_limit(&self) -> bool {
         let lasting = |segment: usize| {
             let own = self.compiles.iter().filter(move |it| it.segment == segment);

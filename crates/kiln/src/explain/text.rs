@@ -76,7 +76,7 @@ fn write_replay(replay: &Replay, f: &mut Formatter<'_>) -> fmt::Result {
     if let Some(obstacle) = &replay.obstacle {
         writeln!(f, "  recorded at every call: {obstacle}")?;
     }
-    // State is what most tensors are; the others say more.
+    // Most tensors are state; the others say more.
     let (state, others): (Vec<&String>, Vec<&String>) = replay
         .inputs
         .iter()
@@ -248,7 +248,7 @@ fn write_saved(step: &Step, f: &mut Formatter<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// The kernels that cost most: by time if it was measured, else by bytes.
+/// The most expensive kernels: by time if it was measured, else by bytes.
 fn write_kernels(kernels: &[Kernel], f: &mut Formatter<'_>) -> fmt::Result {
     if kernels.is_empty() {
         return Ok(());
@@ -286,7 +286,7 @@ fn write_kernels(kernels: &[Kernel], f: &mut Formatter<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// What a kernel fuses, in short: the operations of the program, and its lines, where they are known.
+/// The operations of the program that a kernel fuses, in short, and their lines, where they are known.
 fn fused(kernel: &Kernel) -> String {
     let mut names: Vec<Counted> = Vec::new();
     for node in &kernel.fused {
@@ -304,7 +304,7 @@ fn fused(kernel: &Kernel) -> String {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
     };
-    // With the forward operations whose gradients are computed there.
+    // The forward operations whose gradients are computed there are named too.
     let mut lines: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for node in &kernel.fused {
         if let Some(line) = &node.location {

@@ -6,7 +6,7 @@ use burn_tensor::{Bool, Float, Int, Tensor, TensorPrimitive};
 use super::FuncError;
 use crate::input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
 
-/// What is the same for all elements of a batch.
+/// A value that is the same for all elements of a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Same<T>(pub T);
 
@@ -20,8 +20,7 @@ impl<T: StepInput> StepInput for Same<T> {
     }
 }
 
-/// A batch of something: a tensor whose first dimension counts the elements, [`Same`], or a structure of
-/// these.
+/// A batch: a tensor whose first dimension counts the elements, [`Same`], or a structure of these.
 pub trait Batched: StepInput {
     /// One element.
     type Element: StepInput;
@@ -30,16 +29,16 @@ pub trait Batched: StepInput {
     fn element(self, elements: &mut Elements) -> Self::Element;
 }
 
-/// Something that a function returns for one element.
+/// A value that a function returns for one element.
 pub trait Element: StepInput {
     /// A batch of it.
     type Batched: StepInput;
 
-    /// The same under the type of a batch. Its tensors are filled when the function has run.
+    /// The same value under the type of a batch. Its tensors are filled when the function has run.
     fn batched(self) -> Self::Batched;
 }
 
-/// What is seen of a batch when it is taken apart.
+/// The tensors of a batch, collected when it is taken apart.
 #[derive(Debug, Default)]
 pub struct Elements {
     /// For each tensor, whether elements have their own.

@@ -1,8 +1,8 @@
 //! Functions of functions: derivatives in both modes, and batching, of closures of tensors.
 //!
-//! A function here takes two arguments, each a tensor or a structure of tensors: the first is what
-//! derivatives are taken by (*parameters*), the second is everything else, `()` if there is nothing. Float
-//! tensors of the first are differentiated; integers and bools there are taken as they are.
+//! A function here takes two arguments, each a tensor or a structure of tensors: the first has the
+//! *parameters* of derivatives, the second everything else, `()` if there is nothing. Float tensors of the
+//! first are differentiated; its integers and bools are constant.
 //!
 //! ```
 //! use burn_tensor::Tensor;
@@ -28,11 +28,13 @@
 //! [`compile_fn`](crate::compile_fn()) compiles. Compiled functions and Burn's own autograd may be used
 //! inside.
 //!
-//! - What the closure captures is constant: it has no derivative and is the same for all elements of a batch.
+//! - Tensors that the closure captures are constant: they have no derivative and are the same for all
+//!   elements of a batch.
 //! - The closure must not read a value, and tensors that it keeps elsewhere have no value afterwards.
-//! - Random operations take their streams at each call, as without Kiln, and are constant to derivatives; [`Transformed::with_randomness`] says whether elements of
-//!   a batch draw the same.
-//! - A result is not tracked by Burn's autograd, so arguments that are tracked are an error: pass their `inner()`.
+//! - Random operations take their streams at each call, as without Kiln, and are constant to derivatives;
+//!   [`Transformed::with_randomness`] says whether elements of a batch draw the same.
+//! - A result is not tracked by Burn's autograd, so arguments that are tracked are an error: pass their
+//!   `inner()`.
 //! - Inside a region ([`crate::compile`]) a call is a graph break.
 
 mod batch;
@@ -62,12 +64,12 @@ pub enum FuncError {
     /// Recording, compiling or running failed.
     #[error(transparent)]
     Kiln(#[from] Error),
-    /// What was recorded has no derivative, or no batched form.
+    /// The recording has no derivative, or no batched form.
     #[error("`{function}`: {source}")]
     Transform {
         /// Name of the function.
         function: String,
-        /// What stands in the way.
+        /// The obstacle.
         source: kiln_func::FuncError,
     },
     /// The closure read a value.
@@ -79,7 +81,7 @@ pub enum FuncError {
     Reads {
         /// Name of the function.
         function: String,
-        /// What it read, if that is known.
+        /// The read, if it is known.
         read: Option<HostRead>,
     },
     /// An argument is part of an autograd graph of Burn's.
@@ -100,7 +102,7 @@ pub enum FuncError {
         /// Size of another one.
         other: usize,
     },
-    /// Nothing to batch over.
+    /// No argument is a batch.
     #[error("no argument of `{function}` is a batch: wrap in `Same` only what is the same for all elements")]
     NoBatch {
         /// Name of the function.
@@ -116,10 +118,10 @@ pub enum FuncError {
 
 /// A function of parameters and other arguments: a closure, or a transform of another function.
 pub trait Function<P, X> {
-    /// What it returns.
+    /// The type of its result.
     type Output: StepInput;
 
-    /// Runs the closure on placeholders, and notes what is to be made of the recording.
+    /// Runs the closure on placeholders, and notes the transforms of the recording.
     ///
     /// # Errors
     ///
@@ -127,8 +129,7 @@ pub trait Function<P, X> {
     fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<Self::Output, FuncError>;
 }
 
-/// What a function does, while it is found out. Functions that are given make and read it; there is nothing
-/// to do with it outside.
+/// A trace of a function. Transforms make and read it; it has no use outside.
 #[derive(Debug)]
 pub struct Trace {
     function: String,
@@ -139,7 +140,7 @@ pub struct Trace {
     layers: Vec<Layer>,
 }
 
-/// The tensors of a structure, which stays as it is but for its place in an autograd graph.
+/// The tensors of a structure, which stays as it is except for its place in an autograd graph.
 fn tensors<T: StepInput>(structure: T) -> (T, Vec<KilnTensor>) {
     let mut found = Vec::new();
     let structure = structure.map(&mut |tensor: KilnTensor| {
@@ -164,7 +165,8 @@ where
     type Output = R;
 
     fn trace(&self, parameters: P, rest: X, trace: &mut Trace) -> Result<R, FuncError> {
-        // New ones, so that a tensor that is captured, or passed twice, is told from the argument.
+        // Placeholders are new tensors, so that a tensor that is also captured, or passed twice, is
+        // distinct from the argument.
         let stand_in = |held: &mut Vec<KilnTensor>, tensor: KilnTensor| {
             let placeholder = tensor.client.zeros(tensor.shape(), tensor.dtype());
             held.push(placeholder.clone());
@@ -178,7 +180,7 @@ where
     }
 }
 
-/// A function made of another: what [`grad`] and the others return. Called with [`Transformed::call`].
+/// A transform of a function, as [`grad`] and the others return it. Called with [`Transformed::call`].
 pub struct Transformed<T> {
     function: T,
     options: CompileOptions,
@@ -270,7 +272,7 @@ impl<T> Transformed<T> {
             results: &results,
             transform: format!("{of_closure} {layers:?}"),
         };
-        // Tangents and cotangents follow what the closure takes; only floats have any.
+        // Tangents and cotangents follow the closure's own arguments; only floats have any.
         let (taken, added) = given.split_at(arguments.len());
         let added = added.iter().filter(|storage| storage.dtype().is_float());
         let given: Vec<Storage> = taken.iter().chain(added).cloned().collect();
@@ -315,18 +317,18 @@ pub struct Hessian<F>(F);
 /// See [`vmap`].
 pub struct Vmap<F>(F, Randomness);
 
-/// The gradient, with respect to the parameters, of the first tensor that `function` returns, which has one
-/// element: `(P, X) -> P`.
+/// The gradient of the first tensor that `function` returns, which has one element, with respect to the
+/// parameters: `(P, X) -> P`.
 pub fn grad<F>(function: F) -> Transformed<Grad<F>> {
     Transformed::named(Grad(function), "grad")
 }
 
-/// What `function` returns, and the gradient of [`grad`]: `(P, X) -> (R, P)`.
+/// The result of `function`, and the gradient of [`grad`]: `(P, X) -> (R, P)`.
 pub fn value_and_grad<F>(function: F) -> Transformed<ValueAndGrad<F>> {
     Transformed::named(ValueAndGrad(function), "value_and_grad")
 }
 
-/// Reverse mode, given cotangents of what `function` returns: `(P, (X, R)) -> (R, P)`, the value and the
+/// Reverse mode, given cotangents of the result of `function`: `(P, (X, R)) -> (R, P)`, the value and the
 /// cotangents of the parameters.
 pub fn vjp<F>(function: F) -> Transformed<Vjp<F>> {
     Transformed::named(Vjp(function), "vjp")
@@ -345,13 +347,13 @@ pub fn jacobian<F>(function: F) -> Transformed<Jacobian<F>> {
 }
 
 /// Second derivatives of the first tensor that `function` returns, which has one element: for each pair of
-/// float parameters a matrix, as [`jacobian`] gives it of the gradient.
+/// float parameters a matrix, the [`jacobian`] of the gradient.
 pub fn hessian<F>(function: F) -> Transformed<Hessian<F>> {
     Transformed::named(Hessian(function), "hessian")
 }
 
-/// `function` for each element of a batch. Arguments have the elements along their first dimension, but for
-/// those in [`Same`]; so do results. The function sees tensors of one dimension less.
+/// `function` for each element of a batch. The first dimension of arguments counts the elements, except in
+/// [`Same`]; so does that of results. The function sees tensors of one dimension less.
 pub fn vmap<F>(function: F) -> Transformed<Vmap<F>> {
     Transformed::named(Vmap(function, Randomness::default()), "vmap")
 }
@@ -365,7 +367,7 @@ impl<F> Transformed<Vmap<F>> {
 }
 
 impl<F> Transformed<Jacobian<F>> {
-    /// Which mode makes the Jacobian: both give the same up to rounding.
+    /// The mode that computes the Jacobian: both give the same result up to rounding.
     pub fn with_mode(self, mode: Mode) -> Self {
         Self::new(Jacobian(self.function.0, mode), self.options)
     }

@@ -1,10 +1,10 @@
-//! The recording of a closure as a graph, and what each transform makes of it.
+//! The recording of a closure as a graph, and the result of each transform on it.
 
 use kiln_func::{FuncError, Mode, Randomness};
 use kiln_graph::op::Op;
 use kiln_graph::{Graph, Output, Provenance, Shape, Value};
 
-/// A transform, with what it depends on. Its text is part of a compiled function's identity.
+/// A transform with its options. Its text is part of a compiled function's identity.
 #[derive(Clone, Debug)]
 pub(super) enum Layer {
     /// The gradient; also the value if that is wanted.
@@ -24,9 +24,9 @@ pub(super) enum Layer {
     },
 }
 
-/// A graph, and where the tensors of the two arguments are among its parameters; what is nowhere is not read.
-/// The other parameters are what the closure captures. Its outputs are the tensors that the function returns,
-/// in order.
+/// A graph, and the positions of the tensors of the two arguments among its parameters; tensors that the
+/// graph does not read have no position. The other parameters are tensors that the closure captures. Its
+/// outputs are the tensors that the function returns, in order.
 pub(super) struct Program {
     graph: Graph,
     parameters: Vec<usize>,
@@ -50,7 +50,7 @@ impl Program {
         self.graph
     }
 
-    /// What the layers make of it, the innermost first.
+    /// Applies the layers, the innermost first.
     pub(super) fn transform(mut self, layers: &[Layer]) -> Result<Self> {
         for layer in layers {
             self = match layer {
@@ -96,7 +96,7 @@ impl Program {
         self
     }
 
-    /// For each parameter its gradient, of which `gradients` has those of floats; others stand for
+    /// For each parameter its gradient: of floats those in `gradients`; other parameters are returned
     /// themselves.
     fn by_parameter(&self, graph: &Graph, gradients: &[Output]) -> Vec<Output> {
         let mut gradients = gradients.iter();

@@ -1,12 +1,12 @@
 //! Tensors that a function captures and that are trained.
 //!
-//! A function takes its tracked tensors as arguments; one that it captures is not replaced by a leaf of the
-//! trace. The trace's gradients reach such a tensor all the same, and Burn's autograd files its gradient
-//! under the number of its node. So once the gradients of the leaves are taken out, whatever is filed under
-//! some number belongs to a tensor that the function captures. Most such tensors are older than the trace. A
-//! parameter that nobody has used before is drawn in it.
+//! A function takes its tracked tensors as arguments; a tensor that it captures is not replaced by a leaf
+//! of the trace. The trace's gradients reach such a tensor all the same, and Burn's autograd files its
+//! gradient under the number of its node. So after the gradients of the leaves are taken out, the remaining
+//! gradients belong to tensors that the function captures. Most such tensors are older than the trace; a
+//! parameter that was never used before is drawn in it.
 //!
-//! A captured tensor that is no leaf itself cannot be had in this way: the trace's gradients have run through
+//! A captured tensor that is not a leaf cannot be found in this way: the trace's gradients have run through
 //! the operations that made it, which the program's own backward pass needs.
 
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::input::KilnTensor;
 
 /// A captured leaf.
 pub(super) struct Captured {
-    /// Stands for the tensor in the program's graph.
+    /// The tensor in the program's graph.
     pub(super) tensor: TrackedTensor,
     pub(super) gradient: KilnTensor,
     /// Whether the tensor was made during the trace: a parameter that had not been drawn yet.
@@ -43,8 +43,8 @@ impl Captured {
     }
 }
 
-/// The captured leaves among what `gradients` were found for, of which those for the `leaves` of the trace
-/// are no part any more.
+/// The captured leaves among the tensors of `gradients`, from which those of the `leaves` of the trace were
+/// removed.
 pub(super) fn find(gradients: &Gradients, leaves: &[TrackedTensor]) -> Vec<Captured> {
     let Some(leaf) = leaves.first() else {
         return Vec::new();

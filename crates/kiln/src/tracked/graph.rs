@@ -9,10 +9,11 @@
 //! ```
 //!
 //! Each output has a chain of its own, so that a loss of one output leaves the others to another loss, as
-//! without Kiln. Burn's backward pass goes from deep operations to shallow ones. All outputs are deeper than
-//! all tokens of the call: each puts its gradient into the state that all of them share, then the first token
-//! runs the compiled backward pass with the gradients found there, and each join hands its input what that
-//! found. An input from which no differentiated output follows gets no gradient.
+//! without Kiln. Burn's backward pass goes from deep operations to shallow ones, and all outputs are deeper
+//! than all tokens of the call. Each output puts its gradient into the state that all of them share. Then
+//! the first token runs the compiled backward pass with the gradients found there, and each join hands its
+//! input the gradient from that pass. An input from which no differentiated output follows gets no
+//! gradient.
 //!
 //! Where the function read a value ([`Link`]) its operations stay in Burn's graph. They start from the leaves
 //! of the trace, which lie deeper than any token; a join hands its input the gradient that Burn has found for
@@ -38,7 +39,7 @@ use crate::input::{KilnTensor, TensorMap};
 /// A tensor with the node of `like`, at another depth of the graph.
 pub(super) fn stand_in(like: &TrackedTensor, order: usize) -> TrackedTensor {
     let mut tensor = untracked(inner(like.clone()));
-    // The node is new, so nobody shares it.
+    // The node is new, so it has no other owner.
     if let Some(node) = Arc::get_mut(&mut tensor.node) {
         node.id = like.node.id;
         node.order = order;
@@ -54,13 +55,13 @@ fn depth_of_tokens(inputs: &[TrackedTensor]) -> usize {
     depths.fold(0, |last, input| last.max(input) + 1)
 }
 
-/// The inputs of a call and the leaves that stand for them in a trace.
+/// The inputs of a call and the leaves in their place in a trace.
 pub(super) struct Places {
     pub(super) inputs: Vec<TrackedTensor>,
     pub(super) leaves: Vec<TrackedTensor>,
 }
 
-/// What a tracked tensor that a function returns is.
+/// The origin of a tracked tensor that a function returns.
 pub(super) enum Place {
     /// The input of this number, as it is.
     Input(usize),
@@ -98,7 +99,7 @@ impl Places {
     }
 }
 
-/// What the operations of one call share.
+/// The state that the operations of one call share.
 #[derive(Clone, Debug)]
 struct Shared(Arc<Mutex<State>>);
 
@@ -107,7 +108,7 @@ struct State {
     step: Arc<SplitStep>,
     /// Gone once every output has been differentiated.
     saved: Option<Saved>,
-    /// The outputs, for the shapes of gradients that nobody has.
+    /// The outputs, for the shapes of gradients that no loss has given.
     shapes: Vec<KilnTensor>,
     /// Gradients of outputs that the backward pass has not used yet.
     tangents: Vec<Option<KilnTensor>>,
@@ -182,7 +183,7 @@ impl State {
     }
 }
 
-/// Where a join finds the gradient of its input.
+/// The source of the gradient of a join's input.
 #[derive(Clone, Debug)]
 enum Source {
     /// The compiled backward pass has it, under this number.
@@ -217,8 +218,8 @@ impl Join {
 
     /// # Panics
     ///
-    /// If a tensor from inside the function has got a gradient: the function kept it elsewhere, and there is
-    /// nothing in the graph that would hand the gradient on.
+    /// If a tensor from inside the function has a gradient: the function kept it elsewhere, and no
+    /// operation in the graph would hand the gradient on.
     fn refuse_strays(&self, gradients: &Gradients) {
         let Source::Compiled(shared, _) = &self.source else {
             return;
@@ -359,7 +360,7 @@ fn token(like: &TrackedTensor) -> KilnTensor {
 
 /// One call whose backward pass is compiled.
 pub(super) struct Call {
-    /// Captured leaves included.
+    /// The inputs, captured leaves included.
     inputs: Vec<TrackedTensor>,
     shared: Shared,
 }

@@ -6,10 +6,10 @@
 //! ([`SplitRegion`]); the forward pass runs at once. [`graph`] makes the call a part of the program's own
 //! autograd graph.
 //!
-//! The function runs exactly once, whatever happens. Where it reads a value the trace is cut: what was
-//! recorded runs, the rest is recorded and runs as in any region with a graph break, and the backward pass is
-//! Burn's own, through the operations of the function. A tensor that the function captures and that is
-//! trained is found by its gradient ([`captured`]).
+//! The function runs exactly once in every case. If it reads a value, the trace is cut: the operations
+//! recorded so far run, the others are recorded and run as in any region with a graph break, and the
+//! backward pass is Burn's own, through the operations of the function. A tensor that the function captures
+//! and that is trained is found by its gradient ([`captured`]).
 
 mod captured;
 pub(crate) mod graph;
@@ -53,7 +53,7 @@ pub(crate) fn tracked_tensors<A: StepInput>(input: A) -> (A, Vec<TrackedTensor>)
     (input, found.0)
 }
 
-/// Takes down the tracked tensors it is shown.
+/// Collects the tracked tensors that it is shown.
 #[derive(Default)]
 pub(crate) struct Collect(pub(crate) Vec<TrackedTensor>);
 
@@ -87,7 +87,7 @@ impl TensorMap for Leaves {
     }
 }
 
-/// A call's result, and which backward pass it is going to have.
+/// A call's result, and the kind of its backward pass.
 pub(crate) enum Called<R> {
     /// A compiled one.
     Compiled(R),
@@ -98,7 +98,7 @@ pub(crate) enum Called<R> {
     Captured(R),
 }
 
-/// What a trace leaves behind.
+/// The result of a trace.
 struct Trace<R> {
     result: R,
     /// Outputs that the leaves lead to; none if the function read a value.
@@ -113,7 +113,7 @@ struct Trace<R> {
     differentiated: bool,
 }
 
-/// Whether something needed a value since the recording began.
+/// Whether a value was needed since the recording began.
 fn is_cut() -> bool {
     position().is_some_and(|position| position.segment > 0)
 }

@@ -1,9 +1,9 @@
 //! Model and optimizer as they were before a recorded call.
 //!
-//! A clone of the model is a backup of its parameters and not of its cells ([`super::places`]), whose tensors
-//! are kept one by one. While the closure runs a backup holds what the step reads. When the closure is over
-//! it gives the tensors up ([`Backup::surrender`]), so that the step may overwrite them; should the step fail
-//! before it ran, they have their elements again.
+//! A clone of the model is a backup of its parameters but not of its cells ([`super::places`]), whose
+//! tensors are kept one by one. While the closure runs, a backup holds the tensors that the step reads.
+//! When the closure is over, the backup gives them up ([`Backup::surrender`]), so that the step may
+//! overwrite them; if the step fails before it runs, they have their elements again.
 
 use burn_core::module::AutodiffModule;
 use burn_ir::TensorId;
@@ -49,7 +49,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
         }
     }
 
-    /// Lets the step under way overwrite what only this backup holds.
+    /// Lets the step under way overwrite tensors that only this backup holds.
     pub(super) fn surrender(self) -> Self {
         let mut owned = Owned::default();
         let model = own_model::<B, M>(self.model, &self.cells, &mut owned);
@@ -84,7 +84,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
         if !cells.any() {
             return Some((model, optim));
         }
-        // Updates that wait in the cells come from the failed call and may have no elements: they are taken
+        // Pending updates in the cells come from the failed call and may have no elements: they are taken
         // out without being computed.
         let _ = rehearse(|| drop(model.valid()));
         let model = model.map(&mut CellMapper {

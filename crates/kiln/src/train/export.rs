@@ -1,8 +1,10 @@
 //! A replayed training step as files that train without Kiln.
 //!
-//! What a replay asks of the host at each call are the optimizer's numbers. They come from its Rust code, which the exported step has not: here that code is
-//! rehearsed for later calls and several learning rates, and each number found to be constant, to follow from the learning rate, or to follow from how many
-//! steps were run. A number that follows from both is exported for the learning rate of the last call, and the exported step refuses any other.
+//! A replay asks the host for the optimizer's numbers at each call. They come from the optimizer's Rust
+//! code, which the exported step does not have. So the export rehearses that code for later calls and
+//! several learning rates, and classifies each number: it is constant, it follows from the learning rate,
+//! or it follows from how many steps were run. A number that follows from both is exported for the learning
+//! rate of the last call, and the exported step refuses any other rate.
 
 use std::path::Path;
 
@@ -16,14 +18,16 @@ use super::rehearsal::{Rehearsal, Updates};
 use super::{StepOutput, TrainBackend, TrainStep};
 use crate::input::StepInput;
 
-/// Calls for which numbers that follow from the number of the call are exported, unless they settle before.
+/// Most calls for which numbers that depend on the number of the call are exported, unless they settle
+/// before.
 const MOST_CALLS: usize = 1 << 17;
 
 /// Calls that are rehearsed at each of the other learning rates.
 const SAMPLED_CALLS: usize = 12;
 
-/// A sequence has settled when this part of it, at its end, is one number. A number like `1 - beta^t` stays for no more than 7 % of its way on one value before it
-/// reaches its limit: `ln 3` of `24 ln 2` time constants.
+/// A sequence has settled when this part of it, at its end, is one number. A number like `1 - beta^t` stays
+/// on one value for no more than 7 % of its way before it reaches its limit: `ln 3` of `24 ln 2` time
+/// constants.
 const SETTLED_PART: usize = 8;
 
 /// Shortest sequence that can be said to have settled.
@@ -32,10 +36,10 @@ const SHORTEST: usize = 256;
 /// Why a training step was not exported.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    /// The step is not replayed, so that not everything of it is known.
+    /// The step is not replayed, so some of its bindings are unknown.
     #[error("the training step cannot be exported: {reason}")]
     NotReplayed {
-        /// Why it is not.
+        /// The reason.
         reason: String,
     },
     /// The optimizer's numbers cannot be foretold.
@@ -71,11 +75,13 @@ where
     I: StepInput,
     L: StepOutput<B>,
 {
-    /// Writes a folder that goes on training where this step is now, without Kiln, Rust or a compiler: `step.so` and `step.h` for C and foreign-function
-    /// interfaces, `manifest.json` with every input, result and state, `state.safetensors`, and a `README.md` that shows how to call it. It runs on the CPU, draws the random numbers
-    /// that this process would draw next, and computes the same bits.
+    /// Writes a folder that continues the training from here, without Kiln, Rust or a compiler: `step.so`
+    /// and `step.h` for C and foreign-function interfaces, `manifest.json` with every input, result and
+    /// state, `state.safetensors`, and a `README.md` that shows how to call it. It runs on the CPU, draws
+    /// the random numbers that this process would draw next, and computes the same bits.
     ///
-    /// The step must be replayed, which it is from the third call on. It goes on here as if nothing had been.
+    /// The step must be replayed, which it is from the third call on. The step itself is not affected by
+    /// the export.
     ///
     /// # Errors
     ///
@@ -215,7 +221,7 @@ fn fit(
     })
 }
 
-/// Goes on with the columns that move until all have settled, or cannot be foretold any further.
+/// Continues with the columns that change until all have settled, or cannot be predicted any further.
 fn sequences(
     moving: Vec<(usize, Vec<ScalarIr>)>,
     rows: &mut impl Iterator<Item = Vec<ScalarIr>>,

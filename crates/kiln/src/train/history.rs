@@ -9,7 +9,8 @@ pub enum Cause {
     First,
     /// Another call like the last one, which shows what stays the same.
     Confirming,
-    /// The input has other types, shapes or plain values than that of any step recorded lately, or other tensors of it coincide.
+    /// The input has other types, shapes or plain values than that of any step recorded lately, or other
+    /// tensors of it are the same.
     Input,
     /// The program replaced, dropped or wrote something that the replay relied on.
     Disturbed(String),
@@ -44,7 +45,8 @@ impl fmt::Display for Cause {
     }
 }
 
-/// How many different causes a history keeps; further ones are only counted in [`History::recorded`].
+/// The number of different causes that a history keeps; further ones are only counted in
+/// [`History::recorded`].
 const CAUSES: usize = 32;
 
 /// How often a step was recorded and replayed, and why it is not replayed.

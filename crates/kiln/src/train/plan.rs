@@ -1,8 +1,10 @@
-//! From recorded calls to a plan for replaying them, and from a plan back to doubt.
+//! Plans: from recorded calls to a plan for replaying them, and the comparison of a plan with later calls.
 //!
-//! Two recorded calls of one step make a plan if every tensor has a binding (`kiln_burn::record::binding`), if the numbers that model and loss compute on the host were the
-//! same, and if the optimizer's numbers are those of its rehearsal. When a step with a plan is recorded again, the new call is compared with the plan in the same respects
-//! ([`Expected::difference`]): a difference means that the closure is not the same function at every call, and that replays were wrong since it changed.
+//! Two recorded calls of one step make a plan if every tensor has a binding (`kiln_burn::record::binding`),
+//! if the numbers that model and loss compute on the host were the same, and if the optimizer's numbers are
+//! those of its rehearsal. When a step with a plan is recorded again, the new call is compared with the
+//! plan in the same respects ([`Expected::difference`]): a difference means that the closure is not the
+//! same function at every call, and that replays were wrong since it changed.
 
 use std::sync::Arc;
 
@@ -21,9 +23,10 @@ pub(super) struct Trace {
     pub tensors: Vec<TensorIr>,
     /// Where the optimizer's part of the recording begins.
     pub optimizer: Position,
-    /// Tensors of the input that were different ones in two recorded calls of this step: the closure holds none of them.
+    /// Tensors of the input that were different in two recorded calls of this step: the closure holds none
+    /// of them.
     pub varied: Vec<bool>,
-    /// What the plan made from this call relies on; none if there was none.
+    /// The expectations of the plan made from this call; none if there was no plan.
     pub expected: Option<Expected>,
 }
 
@@ -34,7 +37,7 @@ impl Trace {
         scalars.split_at(self.optimizer.scalars.min(scalars.len()))
     }
 
-    /// Takes over from an earlier call of the same signature what is known of the input's tensors.
+    /// Takes over the facts about the input's tensors from an earlier call of the same signature.
     pub(super) fn follow(&mut self, earlier: &Self) {
         if !earlier.call.run.step.is_same(&self.call.run.step) {
             return;
@@ -47,7 +50,7 @@ impl Trace {
     }
 }
 
-/// What a plan relies on, for a comparison with a later call.
+/// The expectations of a plan, for a comparison with a later call.
 #[derive(Clone)]
 pub(super) struct Expected {
     pub bindings: Bindings,
@@ -63,12 +66,13 @@ pub(super) enum Scrutiny {
     All,
     /// Everything if it is the same step: the optimizer may have taken another branch, which is another step.
     SameStep,
-    /// Only numbers: tensors that the replay relied on were exchanged, and it ended at once.
+    /// Only numbers: tensors that the replay relied on were replaced, and it ended at once.
     Numbers,
 }
 
 impl Expected {
-    /// How the closure of `trace`, whose bindings are `bindings`, differs from the one that the plan was made from.
+    /// How the closure of `trace`, whose bindings are `bindings`, differs from the one that the plan was
+    /// made from.
     pub(super) fn difference(
         &self,
         trace: &Trace,
@@ -126,7 +130,7 @@ impl From<ReplayError> for Obstacle {
     }
 }
 
-/// What the closure of a call did that a replay would not do; none if nothing.
+/// The action of a call's closure that a replay would not do; none if there was none.
 pub(super) fn host_obstacle(output: &impl StepInput, read: Option<HostRead>) -> Option<String> {
     if let Some(read) = read {
         return Some(format!(
@@ -168,7 +172,7 @@ pub(super) struct Plan<L> {
     pub replay: Replay,
     /// Types and shapes of the tensors of a call's input.
     pub fresh: Vec<TensorIr>,
-    /// What the optimizer does in the step.
+    /// The optimizer's updates in the step.
     pub updates: Updates,
     /// The scalars of the model's part; they are the same at each call.
     model_scalars: Vec<ScalarIr>,
@@ -216,7 +220,7 @@ impl<L: StepInput + Clone> Plan<L> {
         &self.model_scalars
     }
 
-    /// Whether these tensors of an input are those that the closure may hold, too.
+    /// Whether these tensors of an input are the ones that the closure may hold as well.
     pub(super) fn accepts(&self, tensors: &[TensorIr]) -> bool {
         let pinned = self.replay.bindings().pinned.iter().zip(tensors);
         pinned
@@ -224,7 +228,7 @@ impl<L: StepInput + Clone> Plan<L> {
             .all(|(pinned, ir)| pinned.is_none_or(|id| id == ir.id))
     }
 
-    /// What a later recorded call is compared with, if call `number` was the last that agreed.
+    /// The expectations for a later recorded call, if call `number` was the last that agreed.
     pub(super) fn expected(&self, number: u64) -> Expected {
         Expected {
             bindings: self.replay.bindings().clone(),
@@ -243,7 +247,7 @@ impl<L: StepInput + Clone> Plan<L> {
         let _span = kiln_profile::span(Category::Host, "replay");
         let fetch = |ir: &TensorIr| record::session::fetch(ir, record::BreakReason::Read);
         let fresh = inputs.iter().map(fetch).collect::<Result<Vec<_>, _>>()?;
-        // The batch may be overwritten if nobody else holds it.
+        // The step may overwrite the batch if no other handle shares it.
         drop(input);
         let scalars = self.model_scalars.iter().chain(optimizer_scalars);
         let scalars: Vec<ScalarIr> = scalars.copied().collect();

@@ -1,14 +1,13 @@
 //! The variants of a training step: one for each signature of its input.
 //!
-//! Batches of two sizes are two steps. Each is recorded, has a plan and is replayed by itself, but model and
-//! optimizer are the same: what one of them makes of a parameter is what the other one reads. So the plans
-//! share
+//! Batches of two sizes are two steps. Each is recorded, has a plan and is replayed separately, but model
+//! and optimizer are the same: one step reads the parameters that the other has written. So the plans share
 //!
 //! - the watch on state (`kiln_burn::record::replay`),
 //! - the rehearsal of the optimizer. Two variants may train different parameters (a head alone, then
-//!   everything); the rehearsal is then made anew from the optimizer's state when the one follows the other.
+//!   everything); when one follows the other, the rehearsal is made anew from the optimizer's state.
 //!
-//! A recorded call, of whichever variant, exchanges all of the state. The plans are taken off it before
+//! A recorded call, of any variant, replaces all of the state. The plans are detached from it before
 //! ([`Variants::suspend`]) and follow it by the names of its places after it ([`Variants::resume`]).
 
 use std::collections::{HashMap, HashSet};
@@ -27,7 +26,7 @@ use super::plan::{Plan, Trace};
 use super::rehearsal::Rehearsal;
 use crate::input::{Signature, StepInput};
 
-/// The step as it is called with inputs of one signature.
+/// The step for inputs of one signature.
 pub(super) struct Variant<L> {
     pub signature: Signature,
     /// Type and shape of each tensor of the input.
@@ -46,11 +45,11 @@ pub(super) struct Variant<L> {
 /// See the module. The variant that was called last comes first.
 pub(super) struct Variants<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, L> {
     list: Vec<Variant<L>>,
-    /// Greatest number of variants; those that were not called for longest go.
+    /// Most variants; those that were not called for longest are dropped.
     capacity: usize,
-    /// On the state of all plans.
+    /// The watch on the state of all plans.
     watch: Arc<Watch>,
-    /// Whether the plans are off the state, until the next recorded call.
+    /// Whether the plans are detached from the state, until the next recorded call.
     suspended: bool,
     /// The optimizer's host code, as of the last call; none after a recorded one.
     rehearsal: Option<Rehearsal<B, M, O>>,
@@ -99,7 +98,8 @@ where
         &mut self.list[index]
     }
 
-    /// What tells an input of these types from those of the nearest variant, in the words of a guard.
+    /// The difference between an input of these types and those of the nearest variant, in the words of a
+    /// guard.
     pub(super) fn difference(&self, types: &[String]) -> String {
         let differing = |variant: &&Variant<L>| {
             let same = variant.types.iter().zip(types).filter(|(a, b)| a == b).count();
@@ -190,7 +190,7 @@ where
         Some((self.list[index].plan.as_ref()?, self.rehearsal.as_ref()?))
     }
 
-    /// Goes on with the rehearsal of a call that was recorded.
+    /// Continues with the rehearsal of a call that was recorded.
     pub(super) fn rehearsed(&mut self, rehearsal: Rehearsal<B, M, O>) {
         self.rehearsal = Some(rehearsal);
     }
@@ -238,8 +238,8 @@ where
         }
     }
 
-    /// After a recorded call: `variant` is what is known of its signature now, and other plans go on from the
-    /// tensors that places have.
+    /// After a recorded call: `variant` has the new state of its signature, and other plans continue from
+    /// the tensors that places have.
     pub(super) fn resume(&mut self, mut variant: Variant<L>, places: &[Place]) {
         if let Some(position) = self.position(&variant.signature) {
             variant.calls += self.list.remove(position).calls;
@@ -262,15 +262,15 @@ where
         self.plans().for_each(|plan| plan.replay.watch());
     }
 
-    /// Gives all plans up.
+    /// Drops all plans.
     pub(super) fn drop_plans(&mut self) {
         self.list.iter_mut().for_each(|variant| variant.plan = None);
         self.suspended = false;
         self.rehearsal = None;
     }
 
-    /// Has `renew` give the program's objects other ids for some tensors of the plans' state, and follows
-    /// them: it gives the new id of each old one.
+    /// Lets `renew` give the program's objects other ids for some tensors of the plans' state, and follows
+    /// them; `renew` returns the new id of each old one.
     pub(super) fn rename(
         &mut self,
         renew: impl FnOnce(HashSet<TensorId>) -> Result<HashMap<TensorId, TensorId>, Error>,

@@ -1,9 +1,9 @@
 //! Optimizer state that starts from zeros.
 //!
-//! Burn's optimizers have no state before the first step and take another branch there. That of Adam and
-//! AdamW computes what the usual one computes from moments of zero at time zero:
-//! `beta * 0 + (1 - beta) * gradient`. With such state made beforehand the first step is the same graph as
-//! all that follow: one graph is compiled instead of two, and the third call is replayed.
+//! Burn's optimizers have no state before the first step and take another branch there. For Adam and AdamW
+//! that branch computes the same as the usual branch with moments of zero at time zero: `beta * 0 + (1 -
+//! beta) * gradient`. With such state made beforehand the first step is the same graph as all that follow:
+//! one graph is compiled instead of two, and the third call is replayed.
 
 use std::any::{Any, TypeId};
 
@@ -69,7 +69,7 @@ fn state<O: SimpleOptimizer<Kiln> + 'static, const D: usize>(
     optim: &O,
     gradient: &Tensor<Kiln, D>,
 ) -> Option<O::State<D>> {
-    // What the first step would leave, without elements, tells which tensors there are.
+    // The state that the first step would leave, without elements, shows which tensors there are.
     let empty = || Tensor::<Kiln, D>::empty(gradient.shape(), (&gradient.device(), gradient.dtype()));
     let ((_, left), _) = rehearse(|| optim.step::<D>(1.0, empty(), empty(), None))?;
     let left: &dyn Any = &left?;

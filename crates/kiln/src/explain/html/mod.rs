@@ -1,7 +1,7 @@
 //! The report as one HTML file: style, script and data inside, nothing from the network.
 //!
-//! The script draws; here the file is put together. The data is JSON in an element that browsers do not run,
-//! with every `<` written as `\u003c`, so that no text of the program can end the element.
+//! The script draws; this module assembles the file. The data is JSON in an element that browsers do not
+//! run, with every `<` written as `\u003c`, so that no text of the program can end the element.
 
 use super::report::Report;
 
@@ -21,7 +21,7 @@ pub fn page(report: &Report) -> String {
     ];
     let mut page = String::new();
     let mut rest = PAGE;
-    // In the order of the template, so that what was put in is not looked at again.
+    // The parts are inserted in the order of the template, so that inserted text is not searched for marks.
     for (mark, text) in parts {
         let (before, after) = rest
             .split_once(mark)
