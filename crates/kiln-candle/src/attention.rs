@@ -19,11 +19,11 @@ struct Operands {
     v: Tensor,
     scale: Tensor,
     mask: Option<Tensor>,
-    /// What is hidden (as truth values), and the score it gets.
+    /// The mask of hidden scores (truth values), and the score in their place.
     hidden: Option<(Tensor, Tensor)>,
     /// 1 where dropout keeps a probability, 0 elsewhere.
     kept: Option<Tensor>,
-    /// What kept probabilities are multiplied by.
+    /// The factor of kept probabilities.
     factor: Option<Tensor>,
     dims: AttentionDims,
 }
@@ -160,7 +160,7 @@ impl Operands {
         self.dropped(x, factor)
     }
 
-    /// `x` where dropout keeps it, times `factor`.
+    /// `x` times `factor` where dropout keeps it, 0 elsewhere.
     fn dropped(&self, x: &Tensor, factor: Option<&Tensor>) -> Result<Tensor> {
         match (&self.kept, factor) {
             (Some(kept), Some(factor)) => x.mul(kept)?.broadcast_mul(factor),

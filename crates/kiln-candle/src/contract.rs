@@ -105,9 +105,9 @@ impl Conv {
             .reshape((self.groups, self.outputs, self.windows.outputs))
     }
 
-    /// Product of the weight's matrices with the windows of a sample. Padding takes no part, but multiplied
-    /// in as zeros it would: times infinity or NaN. So then each element of the window is multiplied by
-    /// itself and its padding left out.
+    /// Product of the weight's matrices with the windows of a sample. Padding has no part in it, but as
+    /// zeros in a product it would: zero times infinity or NaN is NaN. So in that case the elements of the
+    /// window are multiplied one by one, and padding is left out.
     fn product(&self, weight: &Tensor, read: &Tensor, dtype: DType) -> Result<Tensor> {
         if !self.careful(weight)? {
             return matmul(weight, read, dtype);
@@ -142,7 +142,8 @@ impl Conv {
         Tensor::stack(&elements, 3)?.reshape(shape)
     }
 
-    /// Whether there is padding and an operand that zero times is not zero.
+    /// Whether there is padding, and an operand has infinite or NaN elements, whose product with zero is
+    /// not zero.
     fn careful(&self, x: &Tensor) -> Result<bool> {
         if matches!(x.dtype(), CandleType::I64) || !self.windows.padded()? {
             return Ok(false);

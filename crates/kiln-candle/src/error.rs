@@ -1,4 +1,4 @@
-//! What can go wrong, in terms of the graph: which argument, which node, which operation.
+//! Errors, in terms of the graph: which argument, which node, which operation.
 
 use kiln_graph::{IndexError, Node, TensorType, Value};
 
@@ -83,7 +83,7 @@ pub enum Failure {
     Handler {
         /// Name of the operation.
         name: String,
-        /// What it said.
+        /// The handler's message.
         reason: String,
     },
     /// The handler of operations kept whole returned other tensors than the operation declares.

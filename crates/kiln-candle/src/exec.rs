@@ -203,7 +203,7 @@ fn node_error(node: Node, data: &NodeData, failure: Failure) -> CandleError {
     }
 }
 
-/// What one run was called with.
+/// The arguments of one run.
 struct Call<'a> {
     graph: &'a Graph,
     inputs: &'a [HostTensor],
@@ -352,7 +352,7 @@ fn scalar(bits: u64, dtype: DType) -> candle_core::Result<Val> {
     Val::from_host(&HostTensor::scalar(dtype, value))
 }
 
-/// Random numbers: drawn on the host, because [`philox::fill`] is what they mean.
+/// Random numbers: drawn on the host, because [`philox::fill`] defines them.
 fn random(kind: RandomKind, operands: &[&Val], ty: &TensorType) -> candle_core::Result<Val> {
     let mut words = [0; 4];
     for (word, operand) in words.iter_mut().zip(operands) {

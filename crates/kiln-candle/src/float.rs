@@ -1,8 +1,8 @@
 //! Floating point functions: those candle has, and the others composed from them.
 //!
-//! Functions are computed in f64 and rounded to the type of the operand once, so that what they compose of
-//! loses nothing that an f32 result would show; in f64 itself they are good to some units in the last place
-//! (powers to `|b ln a|` of them). What costs accuracy when composed naively is avoided by known means:
+//! Functions are computed in f64 and rounded once to the type of the operand, so that composing them loses
+//! nothing that an f32 result would show; in f64 itself they are accurate to some units in the last place
+//! (powers to `|b ln a|` of them). Naive compositions would lose accuracy; known means avoid that:
 //!
 //! - `expm1` and `log1p` by Kahan's corrections: `(u - 1) * x / ln u` with `u = exp x`, and
 //!   `x * ln u / (u - 1)` with `u = 1 + x`, where the rounding error of `u` cancels;
@@ -186,7 +186,7 @@ fn is_negative(x: &Tensor) -> Result<Tensor> {
 fn atan2(y: &Tensor, x: &Tensor) -> Result<Tensor> {
     let (one, infinity) = (float(x, 1.0)?, float(x, f64::INFINITY)?);
     let (up, right) = (y.abs()?, x.abs()?);
-    // Only which coordinates are infinite counts if one is.
+    // If a coordinate is infinite, the angle only depends on which coordinates are.
     let (far_up, far_right) = (up.eq(&infinity)?, right.eq(&infinity)?);
     let far = either(&far_up, &far_right)?;
     let up = select(&far, &far_up.to_dtype(CandleType::F64)?, &up)?;

@@ -1,11 +1,11 @@
 //! Integer arithmetic that wraps.
 //!
-//! candle's i64 kernels are Rust's operators: they panic on overflow where overflow checks are on. So nothing
-//! here lets them overflow. Types of up to 32 bits are computed in i64, where one operation has room, and
-//! wrapped into range. For 64 bits a look at the extremes of the operands most often shows that nothing can
+//! candle's i64 kernels are Rust's operators: they panic on overflow where overflow checks are on. So no
+//! operation here may overflow. Types of up to 32 bits are computed in i64, where one operation has room,
+//! and wrapped into range. For 64 bits the extremes of the operands most often show that no result can
 //! overflow; otherwise numbers are split into 32-bit limbs, `x = hi * 2^32 + lo` with `0 <= lo < 2^32`, and
 //! carries are propagated by hand. A u64 is the i64 of the same bits, for which sums, differences and
-//! products are the signed ones; what differs is order, division and shifting right.
+//! products are the signed ones; only order, division and shifting right differ.
 //!
 //! Bitwise operations go byte by byte through a table of 65,536 products `a & b`; or and xor follow from
 //! `a | b = a + b - (a & b)` and `a ^ b = a + b - 2 (a & b)`.

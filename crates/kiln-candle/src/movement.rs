@@ -1,6 +1,6 @@
 //! Operations that move elements: shapes, slices, padding, joining, reversing.
 //!
-//! They need no arithmetic, so they work on the candle tensor whatever it stands for. Results may be views.
+//! They need no arithmetic, so they work on the candle tensor of any element type. Results may be views.
 
 use candle_core::{Result, Tensor};
 use kiln_graph::op::{Dims, SignedDims};
@@ -30,8 +30,8 @@ pub(crate) fn slice(x: &Val, starts: &Dims, limits: &Dims, steps: &Dims) -> Resu
     Ok(Val::new(tensor, x.dtype))
 }
 
-/// Element `i` of the result is element `i - low` of `x` if it has one, `value` otherwise: this is also what
-/// cropping by more than the extent means.
+/// Element `i` of the result is element `i - low` of `x` if that exists, `value` otherwise. This also
+/// defines cropping by more than the extent.
 pub(crate) fn pad(x: &Val, value: &Val, low: &SignedDims, result: &TensorType) -> Result<Val> {
     let mut tensor = x.tensor.clone();
     for axis in 0..low.len() {

@@ -12,7 +12,7 @@ use kiln_graph::{DType, HostTensor, Scalar, Shape, TensorType};
 use crate::value::{Val, float, is_nan, repeat, select, wrap};
 use crate::{float as floats, ints};
 
-/// What a reduction of nothing gives.
+/// The result of a reduction of nothing.
 pub(crate) fn neutral(op: ReduceOp, dtype: DType) -> Scalar {
     let bits = 8 * dtype.size() as u32;
     let (low, high) = match dtype {

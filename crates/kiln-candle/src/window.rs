@@ -1,10 +1,10 @@
 //! Sliding windows as index tables.
 //!
 //! A window operation in any number of spatial dimensions is a gather: with the spatial dimensions merged
-//! into one, element `k` of the window at output position `p` sits at a row-major position that depends on
+//! into one, element `k` of the window at output position `p` is at a row-major position that depends on
 //! the geometry alone. [`Windows`] is the table of these positions; positions in the padding point one past
-//! the end, where the caller puts what padding counts as. The adjoint, needed by gradients, adds at the same
-//! positions and drops what fell into the padding.
+//! the end, where the caller puts the value of padding. The adjoint, which gradients need, adds at the same
+//! positions and drops the elements in the padding.
 
 use candle_core::{Result, Tensor};
 

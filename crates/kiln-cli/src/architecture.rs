@@ -1,8 +1,8 @@
-//! A model's sizes: what a run's config, a `config.json` and the data add up to.
+//! A model's sizes, from a run's config, a `config.json` and the data.
 //!
-//! Three things decide: the weights a run starts from (their `config.json`), the run's config, and the data
-//! (vocabulary, classes). What two of them say differently is an error that names both, because the loser
-//! would otherwise be ignored without a word.
+//! Three sources decide: the weights that a run starts from (their `config.json`), the run's config, and
+//! the data (vocabulary, classes). If two of them disagree, an error names both, because one would
+//! otherwise be ignored silently.
 
 use burn::tensor::backend::Backend;
 use kiln::{Kiln, KilnDevice};
@@ -40,7 +40,7 @@ struct VisionFile {
 }
 
 impl Architecture {
-    /// The sizes that a config, its weights and its data add up to.
+    /// The sizes that follow from a config, its weights and its data.
     ///
     /// # Errors
     ///
@@ -147,7 +147,7 @@ impl Architecture {
             Self::Vision(sizes) => {
                 classes(sizes.num_classes)?;
                 let side = image_side(config);
-                // The parameters are initialised when first used, which is never.
+                // Parameters are initialised when they are first used; here they never are.
                 let model = sizes.init::<Kiln>(&KilnDevice::cpu())?;
                 Ok(model.check_images([config.train.batch_size, 3, side, side])?)
             }
@@ -266,8 +266,8 @@ fn llama(
     }
 }
 
-/// Weights that are called tied and are not: like transformers, the file is believed and not the
-/// configuration.
+/// Weights that the configuration calls tied although they differ: as in transformers, the file decides,
+/// not the configuration.
 fn untie(mut sizes: LlamaConfig, checkpoint: &Checkpoint) -> Result<LlamaConfig, CliError> {
     let head = "lm_head.weight";
     let table = ["model.embed_tokens.weight", "embed_tokens.weight"]

@@ -1,10 +1,10 @@
-//! `kiln backends`: what can run a step on this machine, and what it has of CUDA.
+//! `kiln backends`: the backends that can run a step on this machine, and its CUDA libraries and GPUs.
 
 use kiln::CompileBackend;
 use kiln_burn::execute::cpu;
 use kiln_cuda::{Report, Search};
 
-/// Prints every backend with what it does and whether it works here; then NVIDIA's libraries and GPUs.
+/// Prints every backend with its description and whether it works here; then NVIDIA's libraries and GPUs.
 pub fn command() {
     for &backend in kiln::list_backends() {
         println!("{:<10} {}", backend.name(), backend.description());

@@ -1,9 +1,9 @@
 //! The sources of kiln-hub behind one batch.
 //!
-//! A source becomes a loader for training, which repeats for ever and can start after any batch, and one for
-//! evaluation, which passes once over examples that training never sees. What is made from the data before
-//! training, the tokenizer and the encoded corpus, is kept in the run's folder: a resumed run must see the
-//! same tokens even if the files they came from have changed since.
+//! A source becomes a loader for training, which repeats for ever and can start after any batch, and one
+//! for evaluation, which passes once over examples that training never sees. The tokenizer and the encoded
+//! corpus are made before training and kept in the run's folder: a resumed run must see the same tokens
+//! even if the source files have changed since.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -67,7 +67,7 @@ impl HostBatch {
         }
     }
 
-    /// What a rate counts: tokens of a language model, examples otherwise.
+    /// The units that a rate counts: tokens of a language model, examples otherwise.
     pub fn units(&self) -> usize {
         match self {
             Self::Windows(batch) => batch.rows * batch.cols,
@@ -101,15 +101,15 @@ pub struct Data {
     pub vocabulary: usize,
     /// Names of the classes; none for language models.
     pub classes: Vec<String>,
-    /// What a rate counts.
+    /// The name of the units that a rate counts.
     pub unit: &'static str,
     train: Box<dyn Open>,
     evaluation: Option<Box<dyn Open>>,
 }
 
 impl Data {
-    /// Opens the data of a run. `prepared` is the run's own folder for what is made once; `pretrained` the
-    /// tokenizer of the weights the run starts from.
+    /// Opens the data of a run. `prepared` is the run's own folder for prepared files; `pretrained` is the
+    /// tokenizer of the weights that the run starts from.
     ///
     /// # Errors
     ///

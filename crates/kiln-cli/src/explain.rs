@@ -1,4 +1,4 @@
-//! `kiln explain`: what the training step of a config or a model compiles to.
+//! `kiln explain`: the compiled training step of a config or a model.
 
 use burn::tensor::backend::Backend;
 use kiln::explain::Machine;
@@ -23,7 +23,7 @@ const MEASURED: usize = 5;
 /// Calls until the step is compiled and known to come again.
 const CALLS: usize = 3;
 
-/// `kiln explain`: runs the step a few times and prints what became of it.
+/// `kiln explain`: runs the step a few times and prints the report on it.
 ///
 /// # Errors
 ///

@@ -53,7 +53,7 @@ pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
         seed: arguments.seed,
     };
     let first = match arguments.prompt.is_empty() {
-        // Something must be continued.
+        // There must be a token to continue.
         true => sizes.bos_token_id,
         false => first_token(&checkpoint, sizes)?,
     };
@@ -97,8 +97,8 @@ fn stop_tokens(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Vec<u32>,
     })
 }
 
-/// The token in front of a text, if the tokenizer leaves it to its caller: `tokenizer.json` says itself what
-/// it puts around a text, and `add_bos_token` in `tokenizer_config.json` is for those that do not.
+/// The token in front of a text, if the tokenizer does not add it: `tokenizer.json` says which tokens it
+/// puts around a text, and `add_bos_token` in `tokenizer_config.json` is for tokenizers that add none.
 fn first_token(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Option<u32>, CliError> {
     let file = side_config(checkpoint, "tokenizer_config.json")?;
     let add = match file {
@@ -175,8 +175,8 @@ fn continue_text(
     Ok(())
 }
 
-/// What `text` says after what it has in common with `printed`. A tokenizer may join a new token to the text
-/// before it in another way than it had ended that text.
+/// The part of `text` after its common beginning with `printed`. A tokenizer may join a new token to the
+/// text before it in another way than it had ended that text.
 fn added<'a>(printed: &str, text: &'a str) -> &'a str {
     let common: usize = printed
         .chars()

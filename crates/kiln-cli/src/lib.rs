@@ -12,10 +12,10 @@
 //! kiln cache     the disk cache of compiled steps
 //! ```
 //!
-//! The crate joins the others and adds no mathematics of its own. [`config`] is what a run is made of,
-//! [`architecture`] is a model's sizes, [`model`] puts the families of kiln-models behind one module,
-//! [`data`] puts the sources of kiln-hub behind one batch, [`train`] is the loop. Results go to standard
-//! output, everything else to standard error.
+//! The crate joins the others and adds no mathematics of its own. [`config`] has the config of a run,
+//! [`architecture`] a model's sizes, [`model`] puts the families of kiln-models behind one module, [`data`]
+//! puts the sources of kiln-hub behind one batch, [`train`] is the loop. Results go to standard output,
+//! everything else to standard error.
 
 pub mod architecture;
 pub mod args;

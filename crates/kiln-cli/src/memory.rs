@@ -21,7 +21,7 @@ const STEPS: usize = 7;
 
 const MIB: f64 = 1_048_576.0;
 
-/// The fastest of several calls: the others were held up.
+/// The time of the fastest of several calls: the others were disturbed.
 ///
 /// # Errors
 ///
@@ -43,8 +43,8 @@ struct Measured {
     seconds: f64,
 }
 
-/// Bytes that Burn's autograd keeps alive for the backward pass after an eager forward pass: what exists then
-/// besides model and batch.
+/// Bytes that Burn's autograd keeps alive for the backward pass after an eager forward pass: all tensors
+/// that exist then besides model and batch.
 ///
 /// # Errors
 ///
@@ -63,9 +63,9 @@ pub fn kept_by_autograd(
     Ok(kept)
 }
 
-/// Times the compiled step of `report` under budgets from the largest that makes a difference to the smallest
-/// that fits, prints them and draws them into `path`. `time` compiles and times the step with given options;
-/// `eager` is what [`kept_by_autograd`] found.
+/// Times the compiled step of `report` under budgets from the largest that makes a difference to the
+/// smallest that fits, prints them and draws them into `path`. `time` compiles and times the step with
+/// given options; `eager` is the result of [`kept_by_autograd`].
 ///
 /// # Errors
 ///

@@ -1,7 +1,7 @@
-//! `kiln minify`: the smallest graph on which a backend still goes wrong.
+//! `kiln minify`: the smallest graph on which a backend is still wrong.
 //!
 //! Each candidate runs in a child process, `kiln minify --check FILE`, which compares the backend with the
-//! interpreter: the backend may crash. That is also the command by which a person repeats the fault.
+//! interpreter, because the backend may crash. The same command repeats the fault for a person.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -94,7 +94,7 @@ pub fn command(arguments: &MinifyArguments) -> Result<ExitCode, CliError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The options that say which backend is looked at, as they are typed.
+/// The options that select the tested backend, as they are typed.
 fn on_backend(arguments: &MinifyArguments) -> String {
     let MinifyArguments {
         backend,
@@ -128,7 +128,7 @@ fn check(case: &Case, arguments: &MinifyArguments) -> Result<ExitCode, CliError>
     };
     let observed = observe(case, &backend, arguments.tolerance);
     if arguments.verdict {
-        // A graph that the interpreter refuses shows nothing.
+        // A graph that the interpreter refuses shows no fault.
         print_verdict(observed.ok().flatten().as_ref());
         return Ok(ExitCode::SUCCESS);
     }

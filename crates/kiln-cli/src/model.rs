@@ -34,7 +34,7 @@ pub enum Model<B: Backend> {
     Mlp(Mlp<B>),
 }
 
-/// What a training step takes.
+/// The input of a training step.
 #[derive(Clone, Debug, StepInput)]
 pub enum Batch<B: Backend> {
     /// Windows of a stream of tokens.
@@ -150,10 +150,10 @@ impl<B: Backend> Model<B> {
     }
 }
 
-/// What becomes of a head that the checkpoint lacks or has for other classes.
+/// How a head is treated that the checkpoint lacks or has for other classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Heads {
-    /// It is an error: what the model says would be random.
+    /// It is an error, because the model's results would be random.
     Stored,
     /// It starts from random values and is trained; a warning names its tensors.
     New,
@@ -232,7 +232,7 @@ pub fn without_autodiff<B: AutodiffBackend>(model: &Model<B>) -> Model<B::InnerB
     model.valid()
 }
 
-/// What kind of model a name stands for.
+/// The family of models that a name belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// Language models.

@@ -48,7 +48,7 @@ fn expand(input: DeriveInput) -> syn::Result<proc_macro2::TokenStream> {
         }
     };
 
-    // The fields' own types carry the bounds: `Tensor<B, 2>: StepInput` says what is needed of `B`.
+    // The fields' own types carry the bounds: `Tensor<B, 2>: StepInput` implies the bounds on `B`.
     let mut generics = input.generics.clone();
     let types: Vec<_> = field_types(&input.data);
     let clause = generics.make_where_clause();

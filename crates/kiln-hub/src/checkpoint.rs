@@ -3,7 +3,7 @@
 //! [`load`] turns a path or a repository's name into a [`Checkpoint`]. The checkpoint knows each tensor's
 //! name, shape and element type, and reads a tensor when asked for it. It hides three layouts (one
 //! safetensors file, several with an index, PyTorch archives) and two origins (a folder, the hub's cache).
-//! Nothing about it is tied to a model: what the names mean is the business of a [`KeyMap`](crate::KeyMap).
+//! Nothing about it is tied to a model: a [`KeyMap`](crate::KeyMap) defines what the names mean.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -311,8 +311,8 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// What the files hold of code, in words: functions that a pickle would call in Python, programs in an
-    /// archive. Nothing of it is run; a warning has named it when the checkpoint was opened.
+    /// Descriptions of the code in the files: functions that a pickle would call in Python, programs in an
+    /// archive. None of it is run; a warning has named it when the checkpoint was opened.
     pub fn code(&self) -> &[String] {
         &self.code
     }

@@ -1,8 +1,8 @@
-//! What a checkpoint and a module have in common, before anything is loaded.
+//! The comparison of a checkpoint with a module, before anything is loaded.
 //!
-//! The comparison walks the module without initialising anything, looks up each parameter's rule and tensor,
-//! and collects every disagreement into one [`KeyReport`], so that a wrong mapping is seen whole. Its result
-//! is a [`Plan`]: which tensor fills which parameter.
+//! The comparison walks the module without initialising anything, looks up each parameter's rule and
+//! tensor, and collects every disagreement into one [`KeyReport`], so that all errors of a mapping are seen
+//! at once. Its result is a [`Plan`]: which tensor fills which parameter.
 
 use std::collections::{BTreeMap, BTreeSet};
 

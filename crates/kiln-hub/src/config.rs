@@ -1,9 +1,9 @@
 //! `config.json`: the hyperparameters beside the weights.
 //!
-//! The file is a JSON object whose keys are the model family's business, so this type stays a view of it:
-//! typed getters whose errors name the file and the key, and conversion to a struct with serde. Python writes
-//! `NaN` and `Infinity` into JSON when it is not stopped; those are errors here, with line and column, as is
-//! any number beyond f64.
+//! The file is a JSON object whose keys the model family defines, so this type stays a view of it: typed
+//! getters whose errors name the file and the key, and conversion to a struct with serde. Python writes
+//! `NaN` and `Infinity` into JSON unless it is told not to; those are errors here, with line and column, as
+//! is any number beyond f64.
 
 use std::path::{Path, PathBuf};
 
@@ -166,7 +166,7 @@ mod tests {
             assert!(error.contains("finite"), "{error}");
         }
         assert!(parse("{\"eps\": 1e999}").is_err());
-        // A file of nothing is no config that somebody wrote wrongly, and has an error of its own.
+        // An empty file is no wrongly written config, and has an error of its own.
         assert!(parse("").is_err_and(|error| !matches!(error, HubError::Config { .. })));
         for text in ["[1]", "{", "{\"a\": }", "\u{feff}{}", "null"] {
             assert!(matches!(parse(text), Err(HubError::Config { .. })), "{text:?}");

@@ -12,7 +12,7 @@ use safetensors::tensor::Dtype;
 
 use crate::error::HubError;
 
-/// What a tensor's elements are, for matching a file against a module.
+/// The kind of a tensor's elements, for matching a file against a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Float,
@@ -109,7 +109,7 @@ impl RawTensor<'_> {
     pub fn to_data(self) -> Result<TensorData, HubError> {
         let dtype = to_burn(self.dtype).ok_or_else(|| self.refuse("any element type of Burn"))?;
         if self.dtype == Dtype::BOOL {
-            // Any other byte is not a `bool`, and Burn takes the bytes at their word.
+            // Any other byte is not a valid `bool`, and Burn does not check the bytes.
             let bytes = self.bytes.iter().map(|&b| u8::from(b != 0)).collect();
             return Ok(TensorData::from_bytes_vec(bytes, self.shape.to_vec(), dtype));
         }

@@ -1,4 +1,4 @@
-//! What can go wrong between a name and a filled module, as one type.
+//! Errors between a name and a filled module, as one type.
 //!
 //! Every variant names the file, repository or tensor it is about and says what the caller can do. Nothing
 //! here is recoverable by the crate itself: a damaged file stays damaged, so the error leaves it to the

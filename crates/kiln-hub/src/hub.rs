@@ -211,7 +211,8 @@ impl Hub {
         let pinned = Repo::with_revision(repository.to_string(), RepoType::Model, info.sha.clone());
         let cache = Cache::new(self.cache.clone());
         if self.revision != info.sha {
-            // What offline mode will read. A cache that cannot be written is reported by the first download.
+            // Offline mode will read this reference. A cache that cannot be written is reported by the
+            // first download.
             if let Err(error) = cache.repo(named).create_ref(&info.sha) {
                 tracing::debug!(%error, "cannot note the revision in the cache");
             }
@@ -226,7 +227,7 @@ impl Hub {
         })
     }
 
-    /// What the cache has of the revision.
+    /// The part of the revision that is in the cache.
     fn cached_snapshot(&self, repository: &str, why: &str) -> Result<Snapshot<'_>, HubError> {
         let folder = self
             .cache
@@ -404,7 +405,7 @@ impl Snapshot<'_> {
         Ok(path)
     }
 
-    /// The file's length as the endpoint announces it, after checking what it will be named in the cache.
+    /// The file's length as the endpoint announces it, after checking its name in the cache.
     fn announced(&self, remote: &ApiRepo, file: &str) -> Result<Result<u64, HubError>, ApiError> {
         let api = self.hub.api()?;
         let announced = api.metadata(&remote.url(file))?;
@@ -432,7 +433,7 @@ impl Snapshot<'_> {
         if actual == expected {
             return Ok(());
         }
-        // Both the link and what it points to, or the next load would find the damaged file.
+        // Both the link and its target are removed, or the next load would find the damaged file.
         if let Ok(blob) = std::fs::canonicalize(path) {
             let _ = std::fs::remove_file(blob);
         }

@@ -14,7 +14,7 @@ use burn_tensor::backend::Backend;
 use crate::error::HubError;
 use crate::walk::list_params;
 
-/// What happens to a tensor on its way from the checkpoint to the module; saving does the opposite.
+/// The transform of a tensor on its way from the checkpoint to the module; saving does the opposite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transform {
     /// Nothing.

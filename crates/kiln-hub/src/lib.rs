@@ -18,9 +18,9 @@
 //! # }
 //! ```
 //!
-//! Everything that is read may be damaged or hostile: lengths, names and numbers are checked before they are
-//! used, and what is wrong comes back as a [`HubError`] or [`data::DataError`] that names the file. The crate
-//! knows no backend and nothing about compiling.
+//! Every file that is read may be damaged or hostile: lengths, names and numbers are checked before they
+//! are used, and faults are reported as a [`HubError`] or [`data::DataError`] that names the file. The
+//! crate knows no backend and nothing about compiling.
 
 mod atomic;
 mod checkpoint;

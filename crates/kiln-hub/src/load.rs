@@ -58,7 +58,7 @@ impl LoadOptions {
     }
 
     /// Starts task heads anew that the checkpoint lacks or has for other classes, as fine-tuning wants it.
-    /// What was started anew is in [`Loaded::new_heads`] and in a warning.
+    /// [`Loaded::new_heads`] and a warning name these heads.
     pub fn with_new_heads(mut self, allow: bool) -> Self {
         self.new_heads = allow;
         self
@@ -71,7 +71,7 @@ impl LoadOptions {
     }
 }
 
-/// What loading did.
+/// The result of loading.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Loaded {
     /// Number of parameters that were filled.

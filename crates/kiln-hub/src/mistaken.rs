@@ -1,4 +1,4 @@
-//! What a file is that is not what its name says.
+//! Files whose content is not what their name says.
 //!
 //! A download that went wrong rarely leaves noise. It leaves a page that says "please log in", the pointer
 //! that Git LFS keeps in place of a large file, or the right bytes under another format's name. Readers ask
@@ -11,7 +11,8 @@ use crate::error::HubError;
 /// Bytes that are looked at.
 const PREFIX: usize = 512;
 
-/// What the bytes are and what to do, if they are something well known that is neither safetensors nor JSON.
+/// A description of the bytes and the remedy, if they have a well-known format that is neither safetensors
+/// nor JSON.
 pub(crate) fn describe(bytes: &[u8]) -> Option<&'static str> {
     let head = &bytes[..bytes.len().min(PREFIX)];
     let text = head

@@ -11,7 +11,7 @@ use tokenizers::EncodeInput;
 use crate::error::HubError;
 use crate::tokenizer::failed;
 
-/// To what length the rows of a batch are padded.
+/// The length to which the rows of a batch are padded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Padding {
     /// The longest row of the batch.

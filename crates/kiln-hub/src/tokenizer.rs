@@ -31,7 +31,7 @@ pub const END_OF_TEXT: &str = "<|endoftext|>";
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// What the file says about batches; kept apart from `inner`, see above.
+    /// The file's settings for batches; kept apart from `inner`, see above.
     padding: Option<PaddingParams>,
     truncation: Option<TruncationParams>,
     path: Option<PathBuf>,

@@ -10,7 +10,7 @@ use burn_tensor::{Bool, Int, Tensor};
 
 use crate::convert::Kind;
 
-/// What is known of a parameter without its value.
+/// The facts about a parameter that need not its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ParamInfo {
     pub path: String,

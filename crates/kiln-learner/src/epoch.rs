@@ -1,5 +1,5 @@
-//! One pass over the training data, and one over the validation data: burn-train's loops for one device, with
-//! a region around what is done for a batch.
+//! One pass over the training data, and one over the validation data: burn-train's loops for one device,
+//! with a region around the work on a batch.
 
 use burn_core::data::dataloader::{DataLoader, Progress};
 use burn_core::module::AutodiffModule;
@@ -11,7 +11,7 @@ use burn_train::{
 };
 use kiln::Compiled;
 
-/// Where a training stands.
+/// The position of a training.
 pub(crate) struct Place<'a> {
     pub(crate) epoch: usize,
     pub(crate) num_epochs: usize,
@@ -87,8 +87,8 @@ impl Place<'_> {
     }
 }
 
-/// What is done with the gradients of a batch: the optimizer takes them, or the sum of those of `every`
-/// batches. What is left of a sum at the end of an epoch is dropped, as burn-train does.
+/// The use of a batch's gradients: the optimizer takes them, or the sum of those of `every` batches. The
+/// rest of a sum at the end of an epoch is dropped, as burn-train does.
 struct Update<M> {
     every: Option<usize>,
     sum: GradientsAccumulator<M>,

@@ -55,7 +55,7 @@ use kiln::{CompileOptions, Compiled, Explain, Kiln};
 /// A training strategy for burn-train's `SupervisedTraining` that compiles each iteration as one step, and
 /// each batch of the validation as another. See the [crate's documentation](crate).
 ///
-/// Clones share what they have compiled, so a clone that stays behind tells what was:
+/// Clones share their compiled steps, so a clone that stays behind can report them:
 /// [`CompiledLearning::explain`].
 ///
 /// # Panics
@@ -67,7 +67,7 @@ pub struct CompiledLearning {
     regions: Arc<Regions>,
 }
 
-/// What is compiled.
+/// The compiled regions.
 struct Regions {
     training: Mutex<Compiled>,
     validation: Mutex<Compiled>,
@@ -88,12 +88,12 @@ impl CompiledLearning {
         }
     }
 
-    /// What was compiled of the training, why, and what cut it.
+    /// The report on the compiled training: what was compiled, why, and what cut it.
     pub fn explain(&self) -> Explain {
         lock(&self.regions.training).explain()
     }
 
-    /// What was compiled of the validation, why, and what cut it.
+    /// The report on the compiled validation: what was compiled, why, and what cut it.
     pub fn explain_validation(&self) -> Explain {
         lock(&self.regions.validation).explain()
     }

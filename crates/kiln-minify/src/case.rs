@@ -33,7 +33,7 @@ pub struct Case {
     pub intervals: Vec<Interval>,
     /// The runtime scalars.
     pub scalars: Vec<Scalar>,
-    /// What the elements are drawn from.
+    /// The seed that the elements are drawn from.
     pub seed: u64,
 }
 
@@ -48,7 +48,7 @@ pub enum CaseError {
     Argument(String),
 }
 
-/// What lines that say something of the arguments begin with.
+/// The beginning of lines that describe the arguments.
 const SEED: &str = "// seed ";
 const ARGUMENT: &str = "// argument ";
 const SCALAR: &str = "// scalar ";
@@ -83,7 +83,7 @@ impl Case {
         case
     }
 
-    /// Brings the arguments whose elements are used as indices into the range of what they index.
+    /// Brings the arguments whose elements are used as indices into range.
     pub(crate) fn fit_indices(&mut self) {
         for check in indices::checks(&self.graph) {
             let last = check.extent.saturating_sub(1) as f64;
@@ -147,8 +147,8 @@ impl Case {
         text.lines().any(|line| line.starts_with(SEED))
     }
 
-    /// Reads [`Case::to_text`]. Arguments of which the text says nothing are those of [`Case::new`]; other
-    /// comments are passed over.
+    /// Reads [`Case::to_text`]. Arguments that the text does not describe are those of [`Case::new`]; other
+    /// comments are ignored.
     ///
     /// # Errors
     /// [`CaseError`] if the graph does not parse or a line about an argument does not fit it.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::case::Case;
 use crate::fault::Fault;
 
-/// What the line with the verdict of a child process begins with.
+/// The beginning of the line with the verdict of a child process.
 const VERDICT: &str = "kiln-minify verdict: ";
 
 /// How often a running child process is looked at.
@@ -27,7 +27,7 @@ pub struct ChildProbe {
     pub timeout: Duration,
 }
 
-/// Tells the process that started this one what it has observed.
+/// Reports the observation to the process that started this one.
 pub fn print_verdict(fault: Option<&Fault>) {
     match serde_json::to_string(&fault) {
         Ok(text) => println!("{VERDICT}{text}"),
@@ -112,7 +112,7 @@ fn ending(status: ExitStatus) -> String {
         return format!("signal {signal}");
     }
     match status.code() {
-        // What Rust's runtime ends with.
+        // The exit status of Rust's runtime after a panic.
         Some(101) => "a panic".to_owned(),
         Some(code) => format!("exit status {code}"),
         None => status.to_string(),

@@ -36,7 +36,7 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    /// What stands for a value of the old graph.
+    /// The replacement of a value of the old graph.
     pub(crate) fn get(&self, value: Value) -> Option<Value> {
         self.map.get(&value).copied()
     }
@@ -78,9 +78,9 @@ impl<'a> Rebuild<'a> {
         Some(())
     }
 
-    /// The new case with these values of the old one as outputs, without what nobody needs; none if one of
-    /// them is gone or the graph breaks a rule. An output goes on to take over its argument, if both are
-    /// left.
+    /// The new case with these values of the old one as outputs, without nodes that they do not need; none
+    /// if one of the values is gone or the graph breaks a rule. An output still takes over its argument, if
+    /// both are left.
     pub(crate) fn finish(mut self, outputs: &[Value]) -> Option<Case> {
         let old = &self.old.graph;
         for &value in outputs {
@@ -189,8 +189,8 @@ impl Case {
         new.finish(outputs)
     }
 
-    /// The case without the nodes `cut`: what others need of them becomes arguments, which take the values of
-    /// `observed`.
+    /// The case without the nodes `cut`: their results that other nodes need become arguments, with the
+    /// values of `observed`.
     pub(crate) fn without(&self, cut: &FxHashSet<Node>, observed: &Observed) -> Option<Self> {
         let graph = &self.graph;
         let kept = graph.nodes().filter(|(node, _)| !cut.contains(node));
@@ -225,8 +225,8 @@ impl Case {
         self.without(&externs, &Observed { values: None })
     }
 
-    /// The case without the nodes `cut`, which lie at the end: what they read of the others becomes the
-    /// outputs.
+    /// The case without the nodes `cut`, which lie at the end: the values that they read of other nodes
+    /// become the outputs.
     pub(crate) fn before(&self, cut: &FxHashSet<Node>) -> Option<Self> {
         let graph = &self.graph;
         let mut outputs: Vec<Value> = Vec::new();
@@ -252,7 +252,7 @@ impl Case {
         new.finish(&outputs)
     }
 
-    /// The case in which an operand stands for the result of `node`.
+    /// The case in which an operand replaces the result of `node`.
     pub(crate) fn bypassing(&self, node: Node, operand: Value) -> Option<Self> {
         let mut new = Rebuild::new(self);
         for (own, data) in self.graph.nodes() {
@@ -267,7 +267,7 @@ impl Case {
     }
 }
 
-/// What the values of a case are, as the interpreter has them.
+/// The values of a case, as the interpreter computes them.
 pub(crate) struct Observed {
     /// By number of the value; none if the interpreter has no answer.
     values: Option<Vec<HostTensor>>,

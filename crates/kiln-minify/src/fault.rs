@@ -1,4 +1,4 @@
-//! What a backend does wrong, and how it is noticed.
+//! Faults of a backend, and how they are noticed.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::case::Case;
 
-/// What runs graphs and may be wrong about them.
+/// A backend under test: it runs graphs and may be wrong.
 pub trait Subject {
     /// The outputs of `graph` for these arguments.
     ///
@@ -30,7 +30,7 @@ pub enum Failure {
     Failed(String),
 }
 
-/// What a backend does wrong.
+/// A fault of a backend.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub enum Fault {
     /// An output differs from the interpreter's beyond rounding.
@@ -39,9 +39,9 @@ pub enum Fault {
         output: usize,
         /// The first element that differs, in row-major order.
         element: usize,
-        /// What the interpreter has there, as text: JSON has no infinities.
+        /// The interpreter's value there, as text: JSON has no infinities.
         expected: String,
-        /// What the backend has there.
+        /// The backend's value there.
         found: String,
     },
     /// The graph does not compile.
@@ -103,9 +103,9 @@ const ROUNDINGS: f64 = 32.0;
 /// The fault that `subject` shows on `case`, if any.
 ///
 /// Two numbers agree if they differ by at most `tolerance` times the largest magnitude of the output, or by
-/// some times what rounding to the declared types costs the interpreter there: where a graph subtracts nearly
-/// equal numbers, every executor is far off, and none is wrong. Integers and truth values agree if they are
-/// equal. NaN agrees with NaN.
+/// a multiple of the error that rounding to the declared types causes in the interpreter there: where a
+/// graph subtracts nearly equal numbers, every executor is far off, and none is wrong. Integers and truth
+/// values agree if they are equal. NaN agrees with NaN.
 ///
 /// # Errors
 /// [`InterpretError`] if the interpreter has no answer (an index out of range): then there is nothing to
@@ -141,7 +141,7 @@ pub fn observe(case: &Case, subject: &dyn Subject, tolerance: f64) -> Result<Opt
     Ok(None)
 }
 
-/// The first element of `found` that is wrong: its place, what it should be, what it is.
+/// The first wrong element of `found`: its place, the expected value, the value found.
 fn difference(
     exact: &HostTensor,
     rounded: &HostTensor,

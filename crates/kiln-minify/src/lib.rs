@@ -13,11 +13,11 @@
 //! whose interval is the one that the value had, so that logarithms keep positive operands and indices stay
 //! in range.
 //!
-//! A [`Fault`] is what a backend does wrong: results that differ from the interpreter's beyond rounding, a
+//! A [`Fault`] of a backend is one of these: results that differ from the interpreter's beyond rounding, a
 //! graph that it does not compile, a run that fails, a process that crashes or does not end. A smaller case
 //! counts only if it shows the *same* fault ([`Fault::is_like`]): another error message is another fault.
 //!
-//! The crate knows graphs and their meaning. What a backend is, its caller knows ([`Subject`]).
+//! The crate knows graphs and their meaning. Its caller knows the backend ([`Subject`]).
 
 mod case;
 mod child;

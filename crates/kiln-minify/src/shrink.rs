@@ -116,7 +116,7 @@ pub fn provoke(graph: &Graph, oracle: &mut dyn FnMut(&Case) -> Option<Fault>) ->
 
 struct Search<'a> {
     best: Case,
-    /// What the best case shows.
+    /// The fault that the best case shows.
     fault: Fault,
     oracle: &'a mut dyn FnMut(&Case) -> Option<Fault>,
     attempts: usize,
@@ -156,7 +156,7 @@ impl Search<'_> {
         self.accept(self.best.without_aliases());
     }
 
-    /// Leaves out runs of nodes at the end: what they read becomes the outputs.
+    /// Leaves out runs of nodes at the end: the values that they read become the outputs.
     fn tail(&mut self) {
         let mut length = removable(&self.best.graph).len() / 2;
         while length > 0 && !self.is_over() {
@@ -171,7 +171,7 @@ impl Search<'_> {
         }
     }
 
-    /// Leaves out runs of nodes anywhere: what others need of them becomes arguments.
+    /// Leaves out runs of nodes anywhere: their results that other nodes need become arguments.
     fn nodes(&mut self) {
         let mut length = removable(&self.best.graph).len().div_ceil(2);
         while length > 0 && !self.is_over() {

@@ -38,7 +38,7 @@ fn collected() -> MutexGuard<'static, Collected> {
     COLLECTED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether a profile is open: what collects more than a span asks first.
+/// Whether a profile is open: code that collects more than a span asks first.
 pub fn is_active() -> bool {
     ACTIVE.load(Ordering::Relaxed)
 }
@@ -182,7 +182,7 @@ impl Profile {
         Self { begin: now() }
     }
 
-    /// What happened so far.
+    /// The events so far.
     pub fn trace(&self) -> Trace {
         let collected = collected();
         let mut events: Vec<Event> = collected
@@ -209,7 +209,7 @@ impl Profile {
         }
     }
 
-    /// Writes what happened so far as a Chrome trace, which Perfetto (<https://ui.perfetto.dev>) and
+    /// Writes the events so far as a Chrome trace, which Perfetto (<https://ui.perfetto.dev>) and
     /// `chrome://tracing` open.
     ///
     /// # Errors
@@ -220,7 +220,7 @@ impl Profile {
         chrome::write(&self.trace(), file)
     }
 
-    /// Time by kernel, by Burn operation and by what the host did.
+    /// Time by kernel, by Burn operation and by the host's work.
     pub fn summary(&self) -> Summary {
         summary::summarise(&self.trace())
     }

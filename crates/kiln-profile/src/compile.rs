@@ -1,4 +1,4 @@
-//! Compile times: what each step cost before it could run, stage by stage.
+//! Compile times: the time that each step took before it could run, stage by stage.
 //!
 //! Always collected: a compilation takes milliseconds at least, and its record a microsecond. The list is
 //! bounded, because a program that recompiles for ever must not grow for ever.
@@ -18,8 +18,8 @@ static STEPS: Mutex<VecDeque<StepCompile>> = Mutex::new(VecDeque::new());
 /// One stage of a compilation.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Stage {
-    /// What it is called: `record`, `import`, a pass, `partition`, `schedule`, `kernels`, `plan`, `emit`,
-    /// `cc`, `load`.
+    /// Its name: `record`, `import`, a pass, `partition`, `schedule`, `kernels`, `plan`, `emit`, `cc`,
+    /// `load`.
     pub name: String,
     /// How long it took.
     pub seconds: f64,
@@ -44,7 +44,7 @@ pub struct StepCompile {
     pub segment: usize,
     /// Which step of the region, in the order of compilation, from 0.
     pub step: usize,
-    /// What runs it.
+    /// The backend that runs it.
     pub backend: String,
     /// Whether the disk cache had it.
     pub from_cache: bool,

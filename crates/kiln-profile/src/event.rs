@@ -1,9 +1,9 @@
-//! What a profile is made of.
+//! The parts of a profile.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// What kind of work an event is.
+/// The kind of work of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum Category {
     /// Kiln's work on the host: recording, guards, replay.
@@ -60,9 +60,9 @@ pub enum EventKind {
 /// One event on the host.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Event {
-    /// What kind of work it is.
+    /// Its kind of work.
     pub category: Category,
-    /// What it is called.
+    /// Its name.
     pub name: Cow<'static, str>,
     /// The row (thread) it belongs to, by position in [`Trace::rows`].
     pub row: u32,
@@ -90,14 +90,14 @@ pub struct OperationShare {
     pub weight: u64,
 }
 
-/// What is known of a kernel, whenever it runs.
+/// The description of a kernel, shared by all its runs.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct KernelDescription {
     /// Its name.
     pub name: String,
     /// `forward`, `backward`, `optimizer`, or empty.
     pub phase: &'static str,
-    /// What it computes.
+    /// The operations that it computes.
     pub operations: Vec<OperationShare>,
     /// Bytes read and written.
     pub bytes: u64,
@@ -107,14 +107,14 @@ pub struct KernelDescription {
     pub arena_bytes: u64,
 }
 
-/// What is known of a compiled step, shared by all its runs.
+/// The description of a compiled step, shared by all its runs.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct StepDescription {
     /// Name of the region.
     pub region: String,
     /// Which executable of the process, from 0.
     pub number: u64,
-    /// What runs it.
+    /// The backend that runs it.
     pub backend: &'static str,
     /// Its kernels, by number.
     pub kernels: Vec<KernelDescription>,

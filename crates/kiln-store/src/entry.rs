@@ -1,9 +1,9 @@
-//! The files of one entry: `<key>.<extension>` with what was made and, beside it, `<key>.json` with what is
+//! The files of one entry: `<key>.<extension>` with the content and, beside it, `<key>.json` with the data
 //! needed to trust it.
 //!
-//! The content is written first and the description last, each to a temporary name, flushed, then renamed. So
-//! an entry has a complete description or does not exist, and its checksums catch what a crash, a full disk
-//! or a careless hand did to it afterwards. The description's modification time is the time of last use.
+//! The content is written first and the description last, each to a temporary name, flushed, then renamed.
+//! So an entry has a complete description or does not exist, and its checksums detect later damage by a
+//! crash, a full disk or a person. The description's modification time is the time of last use.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -23,7 +23,7 @@ const DESCRIPTION: &str = "json";
 const LOCK: &str = "lock";
 const NOTE: &str = "note";
 
-/// What names of files begin with while they are written.
+/// The beginning of names of files while they are written.
 pub(crate) const WRITING: &str = ".writing-";
 
 /// The description beside a content.
@@ -35,7 +35,7 @@ struct Description {
     bytes: u64,
     /// Version of Kiln that wrote the entry.
     kiln: String,
-    /// What the entry is, for people.
+    /// The entry's name, for people.
     name: String,
     /// Text that is given back with the content.
     payload: String,
@@ -77,7 +77,7 @@ impl Files<'_> {
     pub(crate) fn read(&self, extension: &str) -> Result<(Vec<u8>, String, String), Unusable> {
         let text = match fs::read(self.with(DESCRIPTION)) {
             Ok(text) => text,
-            // A folder that cannot be read is as good as empty; whoever writes to it next hears why.
+            // A folder that cannot be read counts as empty; the next write reports the error.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -135,7 +135,7 @@ impl Files<'_> {
         }
     }
 
-    /// What the entry is called; empty if its description cannot be read.
+    /// The entry's name; empty if its description cannot be read.
     pub(crate) fn name(&self) -> String {
         fs::read(self.with(DESCRIPTION))
             .ok()

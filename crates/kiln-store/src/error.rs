@@ -1,4 +1,4 @@
-//! What can go wrong when somebody looks into the cache on purpose.
+//! Errors of looking into the cache on purpose.
 
 use std::io;
 use std::path::{Path, PathBuf};

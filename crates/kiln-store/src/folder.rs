@@ -1,4 +1,4 @@
-//! The folder of all stores: where it is, how large it may get, what is in it.
+//! The folder of all stores: its place, its limit and its contents.
 
 use std::fs;
 use std::io;
@@ -32,7 +32,7 @@ struct Inner {
     warned: AtomicBool,
 }
 
-/// What one store holds.
+/// The contents of one store.
 #[derive(Debug, Clone)]
 pub struct Listing {
     /// The store, such as `steps`.
@@ -150,7 +150,7 @@ impl CacheFolder {
         Ok((count, bytes))
     }
 
-    /// Takes note of an entry that was written, and makes room if there is too much. The entry itself stays.
+    /// Counts an entry that was written, and makes room if the limit is exceeded. The entry itself stays.
     pub(crate) fn added(&self, folder: &Path, key: &str, bytes: u64) {
         let mut known = self.inner.bytes.lock().unwrap_or_else(PoisonError::into_inner);
         let estimate = known.map(|known| known + bytes);
@@ -220,7 +220,7 @@ impl CacheFolder {
 }
 
 impl Entry {
-    /// What the entry is called; empty if its description cannot be read.
+    /// The entry's name; empty if its description cannot be read.
     pub fn name(&self) -> String {
         self.files().name()
     }

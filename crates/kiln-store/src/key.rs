@@ -1,4 +1,4 @@
-//! What identifies an entry.
+//! Keys: the identities of entries.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ impl Key {
         KeyBuilder { hash: Sha256::new() }
     }
 
-    /// The key of what depends on `parts` and nothing else. Order counts.
+    /// The key of a content that depends on `parts` and nothing else. Order counts.
     pub fn of(parts: &[impl AsRef<[u8]>]) -> Self {
         parts.iter().fold(Self::builder(), KeyBuilder::part).finish()
     }

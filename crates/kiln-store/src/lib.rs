@@ -1,4 +1,4 @@
-//! Kiln's disk cache, so that a second process makes nothing again.
+//! Kiln's disk cache, so that a second process need not make anything again.
 //!
 //! ```text
 //! $KILN_CACHE_DIR                  CacheFolder: one limit for everything below it
@@ -17,9 +17,9 @@
 //! Losing the cache is never an error. A damaged entry is made again, with a warning. A folder that cannot be
 //! written (read-only, full, no home) costs one warning, and then everything is made for the process alone.
 //!
-//! Entries together stay under a limit (`$KILN_CACHE_BYTES`, 2 GiB by default): what was used longest ago
-//! goes first, whichever target made it. A process that has loaded an evicted object keeps it, because the
-//! pages of a file outlive its name.
+//! Entries together stay under a limit (`$KILN_CACHE_BYTES`, 2 GiB by default): the entry used longest ago
+//! is removed first, whichever target made it. A process that has loaded an evicted object keeps it,
+//! because the pages of a file outlive its name.
 
 mod entry;
 mod error;

@@ -38,7 +38,7 @@ pub struct Entry {
 pub struct Found {
     /// What was stored.
     pub content: Vec<u8>,
-    /// What it is called in listings.
+    /// Its name in listings.
     pub name: String,
     /// The text that was stored beside it.
     pub payload: String,
@@ -70,13 +70,13 @@ impl Store {
         self.folder.as_deref()
     }
 
-    /// What is stored under `key`, if it is there and sound. Damage is reported once and removed.
+    /// The entry of `key`, if there is one and it is sound. Damage is reported once and removed.
     pub fn get(&self, key: &Key) -> Option<Found> {
         self.get_if(key, Ok)
     }
 
-    /// What `accept` makes of the entry of `key`. An entry that it refuses, with the reason, is damaged as
-    /// well.
+    /// The result of `accept` for the entry of `key`. An entry that it refuses, with the reason, is damaged
+    /// as well.
     pub fn get_if<T>(&self, key: &Key, accept: impl FnOnce(Found) -> Result<T, String>) -> Option<T> {
         let (folder, key) = (self.folder()?, key.to_string());
         let files = Files { folder, key: &key };
@@ -146,9 +146,9 @@ impl Store {
             .ok()
     }
 
-    /// The text that is kept under `key`; else `make` makes it, once for all processes that ask at the same
-    /// time. A text that is not `sound` is made again. Notes are small and no entries: they have no part in
-    /// listings and in the limit.
+    /// The text that is kept under `key`. If there is none, `make` makes it, once for all processes that
+    /// ask at the same time. A text that is not `sound` is made again. Notes are small and no entries:
+    /// listings and the limit do not count them.
     ///
     /// # Errors
     /// Those of `make`, of which nothing is kept. Trouble with the cache is a warning.

@@ -28,7 +28,7 @@ const RATE: f64 = 1e-4;
 /// One measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Measurement {
-    /// Who: `kiln-BACKEND`, `torch-MODE`, `jax-MODE`.
+    /// The program that was measured: `kiln-BACKEND`, `torch-MODE`, `jax-MODE`.
     pub peer: String,
     /// Model.
     pub model: String,
@@ -59,7 +59,7 @@ pub struct Measurement {
     /// Timed calls that were recorded instead of replayed: proofs.
     #[serde(default)]
     pub proofs: usize,
-    /// What these took beyond the median of all calls, as a part of the time of all calls.
+    /// The time of these calls beyond the median of all calls, as a part of the time of all calls.
     #[serde(default)]
     pub proof_share: f64,
 }
@@ -142,15 +142,15 @@ impl Times {
         self.timed[self.timed.len() / 2]
     }
 
-    /// What the recorded calls took beyond the median, as a part of all.
+    /// The time of the recorded calls beyond the median, as a part of the time of all calls.
     fn proof_share(&self) -> f64 {
         let beyond: f64 = self.recorded.iter().map(|time| time - self.median()).sum();
         beyond / self.timed.iter().sum::<f64>()
     }
 }
 
-/// Calls `step` until it is warm and then `steps` times. `step` returns how many calls were recorded so far,
-/// too.
+/// Calls `step` until it is warm and then `steps` times. `step` also returns how many calls were recorded
+/// so far.
 fn time<T>(
     steps: usize,
     mut step: impl FnMut() -> Result<(T, u64), CliError>,

@@ -1,4 +1,4 @@
-//! What is measured: a model by name, and random inputs of its kind.
+//! The subject of a measurement: a model by name, and random inputs of its kind.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};

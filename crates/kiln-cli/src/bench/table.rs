@@ -1,9 +1,9 @@
 //! `kiln bench --table`: Kiln's training steps beside those of PyTorch and JAX on this machine.
 //!
-//! Every measurement is a process of its own, so that memory is one program's and nothing is warm by
-//! accident, and the programs take turns, so that a machine which slows down slows all of them. Of the rounds
+//! Every measurement is a process of its own, so that its memory is one program's and nothing is warm by
+//! accident. The programs take turns, so that a machine that slows down slows all of them. Of the rounds
 //! the one with the median step time counts. Every process compiles anew, with its caches in a new folder;
-//! the line "cached" is a second process of ours that finds the first one's cache.
+//! the line "cached" is a second process of Kiln that finds the first one's cache.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -111,7 +111,7 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
     for row in rows {
         let medians = measure_row(&programs, row, arguments, scripts.path())?;
         let (text, ratio) = table_rows(row, &medians);
-        // Long runs are watched, and interrupted: what is known is printed at once.
+        // Results are printed at once, because people watch and interrupt long runs.
         eprint!("{text}");
         table += &text;
         ratios.extend(ratio);
@@ -143,7 +143,7 @@ fn measure_row(
     for round in 0..arguments.rounds.max(1) {
         eprintln!("{}: round {} of {}", row.0, round + 1, arguments.rounds.max(1));
         for ((program, measured), works) in programs.iter().zip(&mut rounds).zip(&mut works) {
-            // What failed once is not asked again.
+            // A program that failed once is not run again.
             if !*works {
                 continue;
             }

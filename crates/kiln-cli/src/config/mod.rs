@@ -1,10 +1,10 @@
-//! What a run is made of: a TOML file with the tables `model`, `data`, `optimizer`, `schedule`, `train` and
+//! The config of a run: a TOML file with the tables `model`, `data`, `optimizer`, `schedule`, `train` and
 //! `sample`.
 //!
-//! Every key has a default except `model.name` and `data.source`. A key that no table has is an error which
-//! names the nearest one, in the file as on the command line (`--set`): a misspelled key must not be a run of
-//! three days with the default. The config a run really used, with everything the command line changed, is
-//! written into the run's folder and read back by `--resume`.
+//! Every key has a default except `model.name` and `data.source`. An unknown key is an error that names the
+//! nearest known one, in the file as on the command line (`--set`), so that a misspelled key cannot cause a
+//! run of three days with the default. The config that a run really used, with every change of the command
+//! line, is written into the run's folder and read back by `--resume`.
 
 mod optimizer;
 mod schedule;
@@ -144,9 +144,9 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// Batches whose gradients one optimizer step averages.
     pub accumulate: usize,
-    /// What runs the step.
+    /// The backend of the step.
     pub backend: String,
-    /// Where it runs: `cpu`, `cuda` or `cuda:ORDINAL`.
+    /// The device of the step: `cpu`, `cuda` or `cuda:ORDINAL`.
     pub device: String,
     /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction.
     pub tf32: bool,
@@ -194,7 +194,7 @@ impl Default for TrainConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SampleConfig {
-    /// What the model continues.
+    /// The text that the model continues.
     pub prompt: String,
     /// Tokens to add; 0 prints none.
     pub tokens: usize,
@@ -268,7 +268,7 @@ impl Config {
     ///
     /// [`CliError::Config`].
     pub fn parse(text: &str, place: &str, set: &[String]) -> Result<Self, CliError> {
-        // From the text first: its errors have lines.
+        // The text is parsed first, because its errors have lines.
         let mut config: Self = toml::from_str(text)
             .map_err(|error| CliError::config(place, explain(error.message(), &error.to_string())))?;
         if !set.is_empty() {

@@ -22,7 +22,7 @@ pub enum OptimizerName {
     AdaGrad,
 }
 
-/// An optimizer and its numbers. Numbers that an optimizer does not have are passed over.
+/// An optimizer and its numbers. Numbers that an optimizer does not have are ignored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerConfig {

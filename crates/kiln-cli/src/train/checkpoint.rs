@@ -1,4 +1,4 @@
-//! Checkpoints: everything a run needs to go on as if it had never stopped.
+//! Checkpoints: everything that a run needs to continue as if it had never stopped.
 //!
 //! ```text
 //! runs/NAME/
@@ -58,7 +58,7 @@ impl State {
         }
     }
 
-    /// Puts the random generator where it stood.
+    /// Restores the random generator.
     pub fn restore_random(&self) {
         if let Some((seed, stream)) = self.random {
             random::restore(Stream { seed, stream });
@@ -152,7 +152,7 @@ impl Checkpoints {
         Ok(target)
     }
 
-    /// What a killed program left half written.
+    /// Removes folders that a killed program left unfinished.
     fn remove_unfinished(&self) {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
         for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(UNFINISHED)) {

@@ -1,5 +1,5 @@
-//! Curves as pictures in SVG: of a run the training loss (every step, and smoothed), the evaluation loss and
-//! the learning rate; of a step what memory budgets cost ([`crate::memory`]).
+//! Curves as pictures in SVG: the training loss (every step, and smoothed), the evaluation loss and the
+//! learning rate of a run; the effect of memory budgets on a step ([`crate::memory`]).
 
 use std::error::Error;
 

@@ -1,4 +1,5 @@
-//! Evaluation: mean loss over examples that training never sees, and of classifiers the part they get right.
+//! Evaluation: mean loss over examples that training never sees and, for classifiers, the part of them that
+//! are classified correctly.
 
 use std::fmt;
 

@@ -10,7 +10,7 @@ use super::{Run, locate};
 /// Steps until a training step is known and replayed.
 const UNTIL_KNOWN: u64 = 2;
 
-/// `kiln export`. The run itself stays as it is: what the command does happens in a temporary folder.
+/// `kiln export`. The run itself stays as it is: the command works in a temporary folder.
 ///
 /// # Errors
 ///

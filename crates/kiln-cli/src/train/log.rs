@@ -97,7 +97,8 @@ impl Log {
 }
 
 fn line(entry: &Entry) -> String {
-    // Numbers, texts and options always have a JSON form; a loss that is none has ended the run before.
+    // Numbers, texts and options always have a JSON form; a loss that is not a number has ended the run
+    // before.
     serde_json::to_string(entry).unwrap_or_default() + "\n"
 }
 

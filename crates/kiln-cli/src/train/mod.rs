@@ -4,11 +4,11 @@
 //! config ─► data ─► architecture ─► model ─► training step ─► loop: batch, step, log │ evaluation │ checkpoint
 //! ```
 //!
-//! **Exact resume.** A run is a function of its config. What changes while it goes on is the model, the
-//! optimizer's state, the place in the data, the random generator's place and the step's number; a checkpoint
-//! has these five, so that the losses after a resume are those of a run that was never stopped, bit for bit.
-//! Nothing in the loop may depend on anything else: the learning rate is a function of the step's number,
-//! evaluations draw no random numbers.
+//! **Exact resume.** A run is a function of its config. Five things change while it runs: the model, the
+//! optimizer's state, the place in the data, the random generator's state and the step's number. A
+//! checkpoint has these five, so that the losses after a resume are those of a run that was never stopped,
+//! bit for bit. Nothing in the loop may depend on anything else: the learning rate is a function of the
+//! step's number, evaluations draw no random numbers.
 
 mod checkpoint;
 pub(crate) mod curves;
@@ -212,7 +212,7 @@ impl Run {
         let state = from.map(read_state).transpose()?;
         let device = device(&config)?;
 
-        // Weights to start from decide about tokenizer and sizes; a resumed run has both beside its own
+        // Weights to start from determine tokenizer and sizes; a resumed run has both beside its own
         // weights.
         let start_from = match (&from, &config.model.weights) {
             (Some(from), _) => {
@@ -263,7 +263,7 @@ impl Run {
         let step = state.as_ref().map_or(0, |state| state.step);
         let evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?, device);
         let log = Log::open(&folder, step)?;
-        // Last: preparing the model has drawn random numbers.
+        // The random generator is restored last, because preparing the model has drawn random numbers.
         if let Some(state) = &state {
             state.restore_random();
         }
@@ -455,7 +455,7 @@ impl Run {
         Ok(ExitCode::from(INTERRUPTED))
     }
 
-    /// The last words of a run that is through: where everything is, and a text of language models.
+    /// Prints the last lines of a finished run: where everything is and, for language models, a text.
     fn finish(&self) -> Result<(), CliError> {
         let losses = self.log.entries().iter().filter_map(|entry| match entry {
             Entry::Step { loss, .. } => Some(*loss),

@@ -1,5 +1,4 @@
-//! What a person sees while a run goes on: a bar on a terminal, a line now and then elsewhere. All on
-//! standard error.
+//! The display of a run: a bar on a terminal, a line now and then elsewhere. All on standard error.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};

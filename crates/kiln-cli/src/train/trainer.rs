@@ -53,10 +53,10 @@ pub trait Trainer {
     /// [`CliError::Export`] if it cannot be exported.
     fn export(&mut self, folder: &Path) -> Result<(), CliError>;
 
-    /// What was compiled, in numbers.
+    /// The report on what was compiled, in numbers.
     fn report(&self) -> RegionReport;
 
-    /// What was compiled, for people.
+    /// The report on what was compiled, for people.
     fn explain(&self) -> Explain;
 
     /// How often the step was recorded and replayed, and why.

@@ -1,8 +1,8 @@
 //! Text for language models, gathered from files and folders.
 //!
 //! A corpus is a list of documents in a fixed order: files as given, folders walked in the order of their
-//! names, so two machines with the same files have the same corpus. Pointed at a source tree (its own, for
-//! the default run) it takes what a person wrote and leaves out hidden folders and what tools put there.
+//! names, so two machines with the same files have the same corpus. In a source tree (this one, for the
+//! default run) it takes files that people write and leaves out hidden folders and the output of tools.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! What can go wrong with data, with the file and line where it did.
+//! Errors of data, with the file and line of each.
 
 use std::path::{Path, PathBuf};
 

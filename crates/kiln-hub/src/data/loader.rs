@@ -39,7 +39,7 @@ pub trait Dataset: Send + Sync + 'static {
 
 /// Puts examples into one batch. Implemented by every function of that signature.
 pub trait Collate<I>: Send + Sync + 'static {
-    /// What a training step takes.
+    /// The input of a training step.
     type Batch: Send + 'static;
 
     /// Makes a batch of at least one example.
@@ -60,7 +60,7 @@ where
     }
 }
 
-/// Where a run stands in its data, and what the data was; small enough for every checkpoint.
+/// A run's position in its data, and the identity of the data; small enough for every checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoaderState {
     /// The seed of order and augmentation.
@@ -318,7 +318,7 @@ impl<T: Send + 'static> Source<T> {
         let work = move || {
             while let Some(batch) = producer.produce() {
                 let failed = batch.is_err();
-                // An error is the last thing sent; a closed channel means that nobody wants more.
+                // An error is the last message; a closed channel means that the consumer is gone.
                 if sender.send(batch).is_err() || failed {
                     break;
                 }

@@ -1,10 +1,10 @@
 //! Random numbers for order and augmentation.
 //!
-//! Resuming exactly needs numbers that depend on nothing but their place: which run (seed), which epoch,
-//! which example. So a generator is made for each such place by mixing its coordinates, and is cheap enough
-//! to be thrown away after a few draws. The generator is SplitMix64 (Steele, Lea, Flood: Fast splittable
-//! pseudorandom number generators, 2014): a counter and a mixing function. It is part of the meaning of a
-//! saved position and must not change.
+//! Resuming exactly needs numbers that depend only on their place: which run (seed), which epoch, which
+//! example. So a generator is made for each such place by mixing its coordinates, and is cheap enough to be
+//! dropped after a few draws. The generator is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+//! number generators, 2014): a counter and a mixing function. It is part of the meaning of a saved position
+//! and must not change.
 
 /// The odd constant nearest to 2^64 divided by the golden ratio: the counter's step.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;

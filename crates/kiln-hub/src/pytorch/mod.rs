@@ -55,7 +55,7 @@ const ORDINARY: [&str; 6] = ["torch", "collections", "numpy", "_codecs", "argpar
 /// tensors.
 const NESTED: [&str; 4] = ["state_dict", "model_state_dict", "model", "module"];
 
-/// What the old form begins with: protocol 2, and the magic number as an integer of ten bytes.
+/// The beginning of the old form: protocol 2, and the magic number as an integer of ten bytes.
 const LEGACY_MAGIC: &[u8] = &[
     0x80, 2, 0x8a, 10, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, b'.',
 ];
@@ -205,7 +205,7 @@ impl View {
 
 type Views = BTreeMap<String, View>;
 
-/// The tensors, and what an archive holds of code.
+/// The tensors, and descriptions of the code in an archive.
 type Content = (Views, Vec<String>);
 
 /// Functions of other modules than [`ORDINARY`] that a pickle calls, each once.

@@ -26,7 +26,7 @@ pub(crate) enum Node {
     Dict(Vec<(Id, Id)>),
     /// A class or function, by module and name.
     Global(String, String),
-    /// `function(*arguments)`; for objects that are made in another way the arguments are what made them.
+    /// `function(*arguments)`; for objects that are made in another way, the arguments that made them.
     Call(Id, Id),
     /// A reference to something outside of the pickle.
     Persistent(Id),
@@ -92,7 +92,7 @@ impl Arena {
     }
 }
 
-/// What is wrong with a pickle, and where.
+/// A fault of a pickle, and its place.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PickleError(String);
 
