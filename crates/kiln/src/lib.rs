@@ -1,8 +1,7 @@
 //! Compiled training steps for Burn.
 //!
-//! Put a Burn model on the [`Kiln`] backend and wrap the body of its training loop. Kiln records the body's
-//! operations (forward pass, Burn's autograd, optimizer), makes one graph of them, compiles the graph to
-//! one executable, and runs the executable from then on.
+//! Put a Burn model on the [`Kiln`] backend and wrap the body of its training loop. Kiln records what the body does (forward pass, Burn's autograd,
+//! optimizer), makes one graph of it, compiles that to one executable, and runs the executable from then on.
 //!
 //! ```no_run
 //! use burn_autodiff::Autodiff;
@@ -36,15 +35,14 @@
 //!
 //! Three ways to use it:
 //!
-//! - [`compile`] wraps a closure. The closure's Rust code runs at each call; in place of its tensor
-//!   operations the compiled step runs.
+//! - [`compile`] wraps a closure. The closure runs at each call (so anything it does in Rust happens), its tensor operations do not: the compiled
+//!   step does.
 //! - [`TrainStep`] owns model and optimizer. After the first calls no model code runs any more.
-//! - [`compile_fn`] wraps a function: for inference, or inside an eager training loop, where its backward
-//!   pass is compiled, too.
+//! - [`compile_fn`] wraps a function: for inference, or inside an eager training loop, where its backward pass is compiled, too.
 //!
-//! [`func`] transforms functions: gradients, Jacobians, batches.
+//! [`func`] makes functions of functions: gradients, Jacobians, batches.
 //!
-//! Everywhere else Kiln is an eager backend on burn-flex.
+//! Outside of these Kiln is an eager backend on burn-flex.
 
 mod compile;
 mod custom;
@@ -93,13 +91,12 @@ pub fn list_backends() -> &'static [CompileBackend] {
 /// # Ok::<(), std::io::Error>(())
 /// ```
 ///
-/// Without an open profile nothing is collected, at no cost.
+/// Without an open profile nothing is collected and nothing is paid for it.
 pub fn profile() -> Profile {
     Profile::start()
 }
 
-/// Marks a part of the program in an open profile, until the result is dropped: loading a batch, an
-/// evaluation.
+/// Marks a part of the program in an open profile, until the result is dropped: loading a batch, an evaluation.
 ///
 /// ```
 /// # fn load() {}

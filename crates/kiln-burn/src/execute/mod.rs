@@ -1,16 +1,15 @@
-//! Executors, which run a [`Graph`].
+//! Executors: what runs a [`Graph`].
 //!
-//! An executor turns a graph into an [`Executable`] once ([`prepare`]); the executable runs it on tensors
-//! as often as the step comes again. Inputs are handed over by value: a tensor that no other handle shares
-//! may be overwritten.
+//! An executor turns a graph into an [`Executable`] once ([`prepare`]); the executable runs it on burn-flex
+//! tensors as often as the step comes again. Inputs are handed over by value: a tensor nobody else holds may
+//! be overwritten.
 //!
-//! - [`aot_eager`]: node by node on burn-flex. It is the reference in the ladder of backends, and runs
-//!   steps that cannot be compiled.
+//! - [`aot_eager`]: node by node on burn-flex. The reference in the ladder of backends, and what runs where
+//!   nothing can be compiled.
 //! - [`cpu`]: compiled to one shared object through C. [`cuda`]: compiled to one graph of kernels on an
 //!   NVIDIA GPU.
 //! - [`memory`]: the arguments of a step that runs again and again.
-//! - [`profile`]: the times that executors report to an open profile. [`check`]: comparing one executor
-//!   with another.
+//! - [`profile`]: what they tell an open profile. [`check`]: comparing one with another.
 //! - [`host`]: `interpret`, the plain meaning in f64. With the feature `candle` also `candle`: candle-core,
 //!   whose kernels share nothing with Burn's.
 //!
@@ -46,7 +45,7 @@ use memory::Memory;
 /// A graph ready to run.
 ///
 /// Every index is known to be in range before an argument is overwritten: after [`ExecuteError::Index`] all
-/// arguments are as they were, in the list that they were given in.
+/// arguments are as they were, and where they were.
 pub trait Executable: Send + Sync {
     /// Runs the graph. `inputs` are its tensor arguments, `scalars` its runtime scalars
     /// ([`kiln_graph::Scalar::to_bits`] of each one's type). Returns the outputs in order; two outputs may
@@ -90,10 +89,10 @@ pub trait Executable: Send + Sync {
         memory.run_by(|inputs| self.run_given(inputs, scalars))
     }
 
-    /// A description of how the graph runs, for people.
+    /// What there is to say about how the graph runs, for people.
     fn report(&self) -> String;
 
-    /// The contract of compiled code: kernels, buffers, operations outside. None where nothing is compiled.
+    /// What is known of compiled code: kernels, buffers, operations outside. None where nothing is compiled.
     fn contract(&self) -> Option<&Contract> {
         None
     }
@@ -101,7 +100,7 @@ pub trait Executable: Send + Sync {
     /// Its number in the process, under which profiles file its kernels.
     fn id(&self) -> u64;
 
-    /// The first place where this executable and the reference differ, as precisely as it can tell.
+    /// The first place where this executable and the reference part, as precisely as it can tell.
     ///
     /// # Errors
     ///
@@ -131,7 +130,7 @@ pub trait Executable: Send + Sync {
         None
     }
 
-    /// Time spent in compiled code, over all runs, without handing over tensors and taking results. None
+    /// Time spent in compiled code, over all runs: without handing over tensors and taking results. None
     /// where there is no such code.
     fn code_time(&self) -> Option<Duration> {
         None
@@ -213,7 +212,7 @@ pub enum ExecuteError {
     /// A kernel panicked.
     #[error("a kernel panicked: {message}")]
     Panicked {
-        /// The panic's message.
+        /// What it said.
         message: String,
     },
     /// The step and the backend it was checked against gave different results.
@@ -249,7 +248,7 @@ pub enum ExecuteError {
         outputs: usize,
         /// Bytes of all intermediate values.
         arena: usize,
-        /// The remedy.
+        /// What would do.
         remedy: String,
     },
     /// The code on a GPU could not be built, or failed.
@@ -303,10 +302,10 @@ impl From<kiln_cuda::CudaError> for ExecuteError {
     }
 }
 
-/// Prepares `graph` for `backend`, and returns the backend that it was really prepared for: where nothing
-/// can be compiled (no C compiler, an operation without code) the step runs on `aot_eager`, after one
-/// warning. `gpu` is the ordinal of the GPU, for a backend that runs on one. `debug` is the folder for the
-/// result of each stage, if that is wanted.
+/// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C
+/// compiler, an operation without code) the step runs on `aot_eager`, after one warning. `gpu` is the ordinal
+/// of the GPU, for a backend that runs on one. `debug` is the folder for what the step compiler made of it,
+/// if that is wanted.
 ///
 /// # Errors
 ///
@@ -362,17 +361,17 @@ pub enum Effort {
     /// The step runs again and again.
     #[default]
     Full,
-    /// The step runs once: kernels that it shares with the step that lasts are compiled for both, and its
-    /// updates are kernels of their own.
+    /// The step runs once: what it shares with the step that lasts is compiled for both, and its updates are
+    /// kernels of their own.
     Quick,
 }
 
-/// Warns once for each cause that steps run on the slower executor.
+/// Says once for each cause that steps run on the slower executor.
 fn warn_once(error: &ExecuteError) {
     say_once(&format!("steps run on aot_eager, which is slower: {error}"));
 }
 
-/// Gives a warning once.
+/// Warns of something once.
 fn say_once(text: &str) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
@@ -398,8 +397,8 @@ fn autocast(options: &CompileOptions) -> Result<Option<kiln_graph::DType>, Execu
     }
 }
 
-/// The effect of autocast on a step, in lines: the type of each value that was decided on, and the casts.
-/// None without autocast.
+/// What autocast did to a step, in lines: which type each value has that was decided on, and what is cast
+/// where. None without autocast.
 fn autocast_text(contract: &Contract) -> Option<String> {
     let report = contract.autocast.as_ref()?;
     Some(format!("\n{}", report.to_string().trim_end()))
