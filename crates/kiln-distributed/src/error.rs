@@ -1,0 +1,139 @@
+//! What can go wrong between ranks.
+
+use std::time::Duration;
+
+/// Why ranks could not be connected, or a collective did not finish.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A variable of the environment is no number, or contradicts another.
+    #[error("the environment says {name}={value}, which is no {expected}")]
+    Environment {
+        /// The variable.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// There is no MPI library.
+    #[error(
+        "the process was started by {launcher} as one of {size} ranks, and there is no MPI library: tried {tried}. Install \
+         that MPI's runtime (Debian: libopenmpi3 or libmpich12), or name its library in KILN_MPI"
+    )]
+    NoLibrary {
+        /// Who started the process.
+        launcher: &'static str,
+        /// Number of ranks.
+        size: usize,
+        /// Every name, with what the loader said.
+        tried: String,
+    },
+    /// A library is no MPI library that is known.
+    #[error("{library} is neither Open MPI nor MPICH: {reason}")]
+    UnknownLibrary {
+        /// Its name.
+        library: String,
+        /// What is missing.
+        reason: String,
+    },
+    /// The MPI library does not know the ranks that the launcher started.
+    #[error(
+        "mixed world: {launcher} started rank {rank} of {size}, but {library} says that this is rank {found_rank} of \
+         {found_size}. The library belongs to another MPI than the launcher; name the right one in KILN_MPI"
+    )]
+    MixedWorld {
+        /// Who started the process.
+        launcher: &'static str,
+        /// The rank it gave.
+        rank: usize,
+        /// The number of ranks it gave.
+        size: usize,
+        /// The library.
+        library: String,
+        /// The rank that the library gives.
+        found_rank: usize,
+        /// The number of ranks that the library gives.
+        found_size: usize,
+    },
+    /// Nothing here connects ranks that this launcher starts.
+    #[error(
+        "the process was started by torchrun as one of {size} ranks: ranks on CPUs are connected by MPI, so start them \
+         with `mpirun -n {size}` or `srun` instead"
+    )]
+    Torchrun {
+        /// Number of ranks.
+        size: usize,
+    },
+    /// A function of MPI failed.
+    #[error("rank {rank}: {function} failed with code {code}{about}")]
+    Mpi {
+        /// The own rank.
+        rank: usize,
+        /// The function.
+        function: &'static str,
+        /// What it returned.
+        code: i32,
+        /// What it was about, in words; may be empty.
+        about: String,
+    },
+    /// Another rank did not take part in time.
+    #[error(
+        "rank {rank} waited {} s for {}, which did not take part in {what}: it has died, hangs, or runs another program",
+        waited.as_secs_f32(), ranks(missing)
+    )]
+    Timeout {
+        /// The own rank.
+        rank: usize,
+        /// Who is missing.
+        missing: Vec<usize>,
+        /// For how long.
+        waited: Duration,
+        /// The collective.
+        what: String,
+    },
+    /// Another rank does something else.
+    #[error(
+        "rank {rank} is at {own}, but rank {other} is at {theirs}: the ranks do not run the same program"
+    )]
+    Differs {
+        /// The own rank.
+        rank: usize,
+        /// The other rank.
+        other: usize,
+        /// What the own rank does.
+        own: String,
+        /// What the other one does.
+        theirs: String,
+    },
+    /// Ranks compiled different steps ([`crate::World::agree`]).
+    #[error("rank {other} differs from rank 0 in {fact}: it has {theirs}, rank 0 has {first}")]
+    Disagreement {
+        /// The rank that differs.
+        other: usize,
+        /// In what.
+        fact: String,
+        /// What it has.
+        theirs: String,
+        /// What rank 0 has.
+        first: String,
+    },
+    /// The operands of a collective do not fit.
+    #[error("{0}")]
+    Operands(String),
+    /// An earlier collective failed, and nothing connects the ranks any more.
+    #[error("the ranks are no longer connected: {0}")]
+    Broken(String),
+}
+
+/// Some ranks, in words.
+fn ranks(list: &[usize]) -> String {
+    let mut numbers: Vec<String> = list.iter().take(8).map(ToString::to_string).collect();
+    if list.len() > 8 {
+        numbers.push(format!("{} more", list.len() - 8));
+    }
+    match list {
+        [_] => format!("rank {}", numbers.concat()),
+        _ => format!("ranks {}", numbers.join(", ")),
+    }
+}

@@ -1,0 +1,457 @@
+//! The ranks, as the program sees them.
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use kiln_graph::{CollectiveKind, DType};
+
+use crate::agree;
+use crate::engine::{Done, Engine, Order, Task, What};
+use crate::environment::{Launcher, Place};
+use crate::error::Error;
+use crate::mpi;
+
+/// How long ranks wait for each other where one of them may be busy for long: while it compiles, or writes its last
+/// checkpoint.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// How ranks are connected.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// How long a rank waits for another one in a collective. Default: 60 s.
+    pub timeout: Duration,
+    /// The MPI library. Default: the environment variable `KILN_MPI`, or else that of whoever started the process.
+    pub library: Option<String>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(60),
+            library: std::env::var("KILN_MPI").ok(),
+        }
+    }
+}
+
+/// All ranks, seen from this process. A handle: clones are the same world, and the last one that is dropped says
+/// goodbye to the other ranks, which must have come to their end, too.
+///
+/// Every rank calls the same methods in the same order. After an error nothing connects the ranks any more.
+#[derive(Clone, Debug)]
+pub struct World {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    place: Place,
+    timeout: Duration,
+    library: Option<String>,
+    /// None where there is one rank.
+    orders: Option<Mutex<Sender<Order>>>,
+}
+
+/// The world of this process; a process has one.
+static WORLD: Mutex<Option<Weak<Inner>>> = Mutex::new(None);
+
+/// [`init_with`] the default options.
+///
+/// # Errors
+/// Those of [`init_with`].
+pub fn init() -> Result<World, Error> {
+    init_with(Options::default())
+}
+
+/// Connects the ranks that the environment speaks of; a process that nobody started as one of several is one rank.
+/// A second call gives the same world, as long as there is a handle of it.
+///
+/// # Errors
+/// [`Error::Environment`] if the environment makes no sense, [`Error::NoLibrary`], [`Error::UnknownLibrary`],
+/// [`Error::MixedWorld`] and [`Error::Mpi`] if there is no MPI, or not the right one; [`Error::Torchrun`] under
+/// `torchrun`.
+pub fn init_with(options: Options) -> Result<World, Error> {
+    let mut world = WORLD.lock().unwrap_or_else(PoisonError::into_inner);
+    match world.as_ref().map(Weak::upgrade) {
+        Some(Some(inner)) => return Ok(World { inner }),
+        Some(None) => {
+            let reason = "the last handle of the world was dropped, and MPI connects a process only once";
+            return Err(Error::Broken(reason.into()));
+        }
+        None => {}
+    }
+    let place = Place::read(|name| std::env::var(name).ok())?;
+    let inner = connect(place, options)?;
+    if inner.orders.is_some() {
+        *world = Some(Arc::downgrade(&inner));
+    }
+    Ok(World { inner })
+}
+
+fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
+    let alone = |place| Inner {
+        place,
+        timeout: options.timeout,
+        library: None,
+        orders: None,
+    };
+    if place.size == 1 {
+        return Ok(Arc::new(alone(place)));
+    }
+    if place.launcher == Launcher::Torchrun {
+        return Err(Error::Torchrun { size: place.size });
+    }
+    let named = options.library.clone();
+    let (orders, incoming) = channel();
+    let (told, connected) = channel();
+    let thread = std::thread::Builder::new().name("kiln ranks".into());
+    let spawned = thread.spawn(move || {
+        // MPI counts the thread that connects as the one that makes all calls.
+        let loaded = mpi::load(&place, named).and_then(|(functions, library)| {
+            let found = functions.init().map_err(|(function, code)| Error::Mpi {
+                rank: place.rank,
+                function,
+                code,
+                about: String::new(),
+            })?;
+            match found == (place.rank, place.size) {
+                true => Ok((functions, library)),
+                false => Err(Error::MixedWorld {
+                    launcher: place.launcher.name(),
+                    rank: place.rank,
+                    size: place.size,
+                    library,
+                    found_rank: found.0,
+                    found_size: found.1,
+                }),
+            }
+        });
+        match loaded {
+            Ok((functions, library)) => {
+                let _ = told.send(Ok(library));
+                Engine::new(functions, place.rank, place.size).run(&incoming);
+            }
+            Err(error) => {
+                let _ = told.send(Err(error));
+            }
+        }
+    });
+    spawned.map_err(|error| Error::Broken(format!("no thread for them could be started: {error}")))?;
+    let gone = |_| Error::Broken("the thread that connects them ended".into());
+    let library = connected.recv().map_err(gone)??;
+    tracing::info!(target: "kiln", rank = place.rank, size = place.size, library, "ranks are connected");
+    Ok(Arc::new(Inner {
+        library: Some(library),
+        orders: Some(Mutex::new(orders)),
+        ..alone(place)
+    }))
+}
+
+/// A collective under way.
+#[derive(Debug)]
+#[must_use = "the memory of the operand and of the result is lent until it is waited for"]
+pub struct Ticket {
+    /// None where there was nothing to do.
+    done: Option<Arc<Done>>,
+    /// Keeps the connection.
+    _world: World,
+}
+
+impl std::fmt::Debug for Done {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Done")
+    }
+}
+
+impl Ticket {
+    /// Waits until the result is there.
+    ///
+    /// # Errors
+    /// If another rank did not take part in time, or does something else, or MPI fails. The result is then
+    /// undefined.
+    pub fn wait(mut self) -> Result<(), Error> {
+        self.done.take().map_or(Ok(()), |done| done.wait())
+    }
+}
+
+impl Drop for Ticket {
+    /// Waits: the memory is lent until then.
+    fn drop(&mut self) {
+        if let Some(done) = self.done.take() {
+            let _ = done.wait();
+        }
+    }
+}
+
+/// A collective, its element type and its memory, for [`World::start`].
+#[derive(Clone, Copy, Debug)]
+pub struct Operands {
+    /// What it computes.
+    pub kind: CollectiveKind,
+    /// Whether a sum is divided by the number of ranks. Integers are not.
+    pub mean: bool,
+    /// The rank that [`CollectiveKind::FromRoot`] takes.
+    pub root: usize,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// The operand.
+    pub from: *const u8,
+    /// Bytes of the operand, the same number on every rank.
+    pub bytes: usize,
+    /// The result, of as many bytes; times the number of ranks for [`CollectiveKind::AllGather`], divided by it
+    /// for [`CollectiveKind::ReduceScatter`]. It may begin where the operand does.
+    pub to: *mut u8,
+}
+
+impl World {
+    /// The number of this rank.
+    pub fn rank(&self) -> usize {
+        self.inner.place.rank
+    }
+
+    /// How many ranks there are.
+    pub fn size(&self) -> usize {
+        self.inner.place.size
+    }
+
+    /// The number of this rank among those of its machine; also that of the GPU it should take.
+    pub fn local_rank(&self) -> usize {
+        self.inner.place.local_rank
+    }
+
+    /// How many ranks share its machine.
+    pub fn local_size(&self) -> usize {
+        self.inner.place.local_size
+    }
+
+    /// Whether this is rank 0, which logs and saves.
+    pub fn is_first(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// Who started the ranks.
+    pub fn launcher(&self) -> Launcher {
+        self.inner.place.launcher
+    }
+
+    /// The MPI library; none where there is one rank.
+    pub fn library(&self) -> Option<&str> {
+        self.inner.library.as_deref()
+    }
+
+    /// How long ranks wait for each other.
+    pub fn timeout(&self) -> Duration {
+        self.inner.timeout
+    }
+
+    /// Begins a collective. It goes on while the program does something else, behind those that were begun before.
+    ///
+    /// # Errors
+    /// [`Error::Operands`] if they do not fit, [`Error::Broken`] if nothing connects the ranks any more.
+    ///
+    /// # Safety
+    /// Operand and result must stay valid for the bytes that [`Operands`] says until the ticket was waited for or
+    /// dropped; until then nobody may write the operand or touch the result.
+    pub unsafe fn start(&self, operands: Operands) -> Result<Ticket, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.begin(operands, self.inner.timeout) }
+    }
+
+    /// # Safety
+    /// As [`World::start`].
+    unsafe fn begin(&self, operands: Operands, timeout: Duration) -> Result<Ticket, Error> {
+        let Operands {
+            kind,
+            mean,
+            root,
+            dtype,
+            from,
+            bytes,
+            to,
+        } = operands;
+        let wrong = |reason: String| {
+            Err(Error::Operands(format!(
+                "{kind} of {bytes} bytes of {dtype}: {reason}"
+            )))
+        };
+        if !bytes.is_multiple_of(dtype.size()) {
+            return wrong("they are no whole elements".into());
+        }
+        if kind.reduces() && dtype == DType::Bool {
+            return wrong("bools have no sum".into());
+        }
+        if root >= self.size() {
+            return wrong(format!("there is no rank {root}"));
+        }
+        if kind == CollectiveKind::ReduceScatter && !(bytes / dtype.size()).is_multiple_of(self.size()) {
+            return wrong(format!("they do not divide among {} ranks", self.size()));
+        }
+        let Some(orders) = &self.inner.orders else {
+            // SAFETY: alone, each collective gives its operand; both have `bytes`, and may overlap.
+            unsafe { std::ptr::copy(from, to, bytes) };
+            return Ok(self.ticket(None));
+        };
+        let task = Task {
+            what: What::Collective(kind, mean, root),
+            dtype,
+            bytes,
+        };
+        let done = Arc::new(Done::default());
+        let order = Order {
+            task,
+            from,
+            to,
+            done: done.clone(),
+            timeout,
+        };
+        let orders = orders.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = |_| Error::Broken("the thread that connects them has ended".into());
+        orders.send(order).map_err(ended)?;
+        drop(orders);
+        Ok(self.ticket(Some(done)))
+    }
+
+    fn ticket(&self, done: Option<Arc<Done>>) -> Ticket {
+        Ticket {
+            done,
+            _world: self.clone(),
+        }
+    }
+
+    /// Replaces the elements by their sums over all ranks, or by their means.
+    ///
+    /// # Errors
+    /// Those of [`World::start`] and [`Ticket::wait`].
+    pub fn all_reduce(&self, dtype: DType, mean: bool, bytes: &mut [u8]) -> Result<(), Error> {
+        let operands = Operands {
+            kind: CollectiveKind::AllReduce,
+            mean,
+            root: 0,
+            dtype,
+            from: bytes.as_ptr(),
+            bytes: bytes.len(),
+            to: bytes.as_mut_ptr(),
+        };
+        // SAFETY: the bytes are borrowed until it is over.
+        unsafe { self.start(operands)? }.wait()
+    }
+
+    /// The sums over all ranks of this rank's block of the elements, of as many blocks as there are ranks; or the
+    /// means.
+    ///
+    /// # Errors
+    /// As [`World::all_reduce`]; also if the elements do not divide among the ranks.
+    pub fn reduce_scatter(&self, dtype: DType, mean: bool, bytes: &[u8]) -> Result<Vec<u8>, Error> {
+        let mut block = vec![0; bytes.len() / self.size()];
+        let operands = Operands {
+            kind: CollectiveKind::ReduceScatter,
+            mean,
+            root: 0,
+            dtype,
+            from: bytes.as_ptr(),
+            bytes: bytes.len(),
+            to: block.as_mut_ptr(),
+        };
+        // SAFETY: as above; a block has its share of the bytes.
+        unsafe { self.start(operands)? }.wait()?;
+        Ok(block)
+    }
+
+    /// The bytes of all ranks, in the order of ranks; as many from each.
+    ///
+    /// # Errors
+    /// As [`World::all_reduce`].
+    pub fn all_gather(&self, bytes: &[u8]) -> Result<Vec<u8>, Error> {
+        self.gather(bytes, self.inner.timeout)
+    }
+
+    fn gather(&self, bytes: &[u8], timeout: Duration) -> Result<Vec<u8>, Error> {
+        let mut all = vec![0; bytes.len() * self.size()];
+        let operands = Operands {
+            kind: CollectiveKind::AllGather,
+            mean: false,
+            root: 0,
+            dtype: DType::U8,
+            from: bytes.as_ptr(),
+            bytes: bytes.len(),
+            to: all.as_mut_ptr(),
+        };
+        // SAFETY: as above; the result has room for the bytes of every rank.
+        unsafe { self.begin(operands, timeout)? }.wait()?;
+        Ok(all)
+    }
+
+    /// Replaces the bytes by those of rank `root`, which must be as many.
+    ///
+    /// # Errors
+    /// As [`World::all_reduce`].
+    pub fn broadcast(&self, root: usize, bytes: &mut [u8]) -> Result<(), Error> {
+        let operands = Operands {
+            kind: CollectiveKind::FromRoot,
+            mean: false,
+            root,
+            dtype: DType::U8,
+            from: bytes.as_ptr(),
+            bytes: bytes.len(),
+            to: bytes.as_mut_ptr(),
+        };
+        // SAFETY: the bytes are borrowed until it is over.
+        unsafe { self.start(operands)? }.wait()
+    }
+
+    /// Makes sure that every rank has the same facts, each a name and a value, such as what a step computes. Waits
+    /// longer than other collectives: another rank may still be compiling.
+    ///
+    /// # Errors
+    /// [`Error::Disagreement`], on every rank, naming the first rank that differs from rank 0, and in what; and as
+    /// [`World::all_reduce`].
+    pub fn agree(&self, facts: &[(&str, String)]) -> Result<(), Error> {
+        if self.size() == 1 {
+            return Ok(());
+        }
+        agree::compare(&self.gather_all(&agree::encode(facts))?)
+    }
+
+    /// The bytes of every rank, of any number each.
+    fn gather_all(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        let patience = self.inner.timeout.max(PATIENCE);
+        let lengths = self.gather(&(bytes.len() as u64).to_le_bytes(), patience)?;
+        let (lengths, _) = lengths.as_chunks::<8>();
+        let lengths: Vec<usize> = lengths
+            .iter()
+            .map(|&length| u64::from_le_bytes(length) as usize)
+            .collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let mut padded = bytes.to_vec();
+        padded.resize(longest, 0);
+        let all = self.gather(&padded, self.inner.timeout)?;
+        let own = |(rank, &length): (usize, &usize)| all[rank * longest..rank * longest + length].to_vec();
+        Ok(lengths.iter().enumerate().map(own).collect())
+    }
+}
+
+impl Drop for Inner {
+    /// Says goodbye, and waits for the others to do so.
+    fn drop(&mut self) {
+        let Some(orders) = &self.orders else { return };
+        let done = Arc::new(Done::default());
+        let order = Order {
+            task: Task {
+                what: What::Goodbye,
+                dtype: DType::U8,
+                bytes: 0,
+            },
+            from: std::ptr::null(),
+            to: std::ptr::null_mut(),
+            done: done.clone(),
+            timeout: self.timeout.max(PATIENCE),
+        };
+        let orders = orders.lock().unwrap_or_else(PoisonError::into_inner);
+        if orders.send(order).is_ok()
+            && let Err(error) = done.wait()
+            && !matches!(error, Error::Broken(_))
+        {
+            tracing::error!(target: "kiln", "the ranks do not end together: {error}");
+        }
+    }
+}
