@@ -19,7 +19,7 @@ use crate::stages::Stages;
 use crate::target::{Emitted, Step, Target};
 use crate::transform::Transformed;
 use crate::transform::autocast::AutocastReport;
-use crate::{debug, partition, transform};
+use crate::{buckets, debug, partition, transform};
 
 /// The result of [`compile`].
 pub struct CompiledStep<T: Target> {
@@ -112,6 +112,16 @@ pub fn compile<T: Target>(
     if options.wants_dumps() && partition.is_some() {
         dumps.push(("partition".into(), graph.to_string()));
     }
+    let bucketed = stages.time("buckets", || buckets::run(&graph, &options.buckets));
+    let graph = match bucketed.map_err(CompileError::pass("buckets"))? {
+        Some(bucketed) => {
+            if options.wants_dumps() {
+                dumps.push(("buckets".into(), bucketed.to_string()));
+            }
+            bucketed
+        }
+        None => graph,
+    };
     let schedule = stages.time("schedule", || {
         schedule::fuse::schedule(&graph, options, target.policy())
     });

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use kiln_graph::{Graph, Op, Value};
+use kiln_graph::{Collective, CollectiveKind, Graph, Op, Value};
 
 use crate::checks::Check;
 use crate::decision::Decision;
@@ -39,10 +39,71 @@ pub struct ExternCall {
     pub name: String,
     /// What the front end needs to run it ([`kiln_graph::op::ExternOp::attributes`]).
     pub attributes: String,
+    /// What of a collective it is; none for an operation kept whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub collective: Option<CollectiveCall>,
     /// Element type (by name) and extents of each operand. Buffers are passed operands first, then results.
     pub inputs: Vec<(String, Vec<usize>)>,
     /// Element type and extents of each result.
     pub outputs: Vec<(String, Vec<usize>)>,
+}
+
+/// A collective, or a part of one, that the front end runs during the step.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub enum CollectiveCall {
+    /// From the operand to the result, complete when the call returns.
+    Run {
+        /// Position of its kind in [`CollectiveKind::ALL`].
+        kind: usize,
+        /// Number of ranks.
+        ranks: usize,
+        /// Whether sums are divided by it.
+        mean: bool,
+        /// The rank whose operand all get.
+        root: usize,
+    },
+    /// A sum over ranks that is only begun. The operand may be the result's memory; otherwise it is copied there
+    /// first, for the operand's memory is in other use as soon as the call returns. The result's is the
+    /// collective's until the wait.
+    Start {
+        /// Number of ranks.
+        ranks: usize,
+        /// Whether sums are divided by it.
+        mean: bool,
+    },
+    /// The end of what was begun with the operand as its result. The result may be the operand's memory; otherwise
+    /// it is a copy.
+    Wait,
+}
+
+impl CollectiveCall {
+    fn of(op: &Op) -> Option<Self> {
+        match *op {
+            Op::CollectiveWait => Some(Self::Wait),
+            Op::Collective(Collective {
+                ranks,
+                mean,
+                started: true,
+                ..
+            }) => Some(Self::Start { ranks, mean }),
+            Op::Collective(Collective {
+                kind,
+                ranks,
+                mean,
+                root,
+                ..
+            }) => Some(Self::Run {
+                kind: CollectiveKind::ALL
+                    .iter()
+                    .position(|&known| known == kind)
+                    .unwrap_or(0),
+                ranks,
+                mean,
+                root,
+            }),
+            _ => None,
+        }
+    }
 }
 
 /// The operations of `schedule` that run outside, in the order in which the step calls them.
@@ -58,10 +119,16 @@ pub fn externs(graph: &Graph, schedule: &Schedule) -> Vec<ExternCall> {
             return None;
         };
         let data = graph.node(*node);
-        let Op::Extern(op) = &data.op else { return None };
+        let collective = CollectiveCall::of(&data.op);
+        let (name, attributes) = match &data.op {
+            Op::Extern(op) => (op.name.clone(), op.attributes.clone()),
+            op if collective.is_some() => (op.name().to_owned(), String::new()),
+            _ => return None,
+        };
         Some(ExternCall {
-            name: op.name.clone(),
-            attributes: op.attributes.clone(),
+            name,
+            attributes,
+            collective,
             inputs: types(&data.inputs),
             outputs: types(&data.outputs),
         })

@@ -18,6 +18,7 @@
 //! and no stage calls back into the list. The crate knows no language, vector width, cache size or thread,
 //! and nothing of Burn.
 
+pub mod buckets;
 pub mod checks;
 pub mod compile;
 pub mod contract;
@@ -44,7 +45,7 @@ pub mod transform;
 
 pub use checks::{Check, IndexUse};
 pub use compile::{CompiledStep, compile};
-pub use contract::{Contract, ExternCall};
+pub use contract::{CollectiveCall, Contract, ExternCall};
 pub use decision::Decision;
 pub use error::CompileError;
 pub use lines::numbered;

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use kiln_graph::DType;
 
+use crate::buckets::Buckets;
+
 /// What the backward pass keeps of the forward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Keep {
@@ -44,6 +46,8 @@ pub struct Options {
     pub autocast: Option<DType>,
     /// What the backward pass keeps of the forward pass.
     pub keep: Keep,
+    /// How large the buckets are in which sums over ranks travel.
+    pub buckets: Buckets,
     /// Whether to keep the text of the graph after each pass.
     pub dump: bool,
     /// Folder in which to write the result of each stage ([`crate::debug`]); none to write nothing.
@@ -58,6 +62,7 @@ impl Default for Options {
             transform: true,
             autocast: None,
             keep: Keep::default(),
+            buckets: Buckets::default(),
             dump: false,
             debug: None,
         }
@@ -69,8 +74,8 @@ impl Options {
     pub fn identity(&self) -> String {
         let autocast = self.autocast.map_or("none", DType::name);
         format!(
-            "fuse={} update_in_epilogue={} transform={} autocast={autocast} keep={}",
-            self.fuse, self.update_in_epilogue, self.transform, self.keep,
+            "fuse={} update_in_epilogue={} transform={} autocast={autocast} keep={} buckets={}",
+            self.fuse, self.update_in_epilogue, self.transform, self.keep, self.buckets,
         )
     }
 

@@ -7,6 +7,7 @@
 use kiln_graph::Graph;
 use kiln_partition::Planner;
 
+use crate::buckets;
 use crate::error::CompileError;
 use crate::options::Options;
 use crate::plan::{self, Plan};
@@ -57,6 +58,8 @@ impl<T: Target> ArenaPlanner<'_, T> {
     /// # Errors
     /// Those of [`Target::kernel`].
     pub fn arena(&self, graph: &Graph) -> Result<u64, CompileError> {
+        let bucketed = buckets::run(graph, &self.options.buckets).map_err(CompileError::pass("buckets"))?;
+        let graph = bucketed.as_ref().unwrap_or(graph);
         let schedule = fuse::schedule(graph, self.options, self.target.policy());
         let kernels = kernels(graph, &schedule, self.target)?;
         Ok(memory(graph, &schedule, &kernels, self.target).arena_bytes as u64)

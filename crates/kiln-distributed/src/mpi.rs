@@ -276,7 +276,7 @@ fn functions(library: libloading::Library, name: &str) -> Result<Box<dyn Functio
     // SAFETY: only the addresses of these symbols are taken.
     let address = |symbol: &str| unsafe {
         let found = library.get::<*mut c_void>(symbol.as_bytes());
-        found.ok().map(|symbol| symbol.try_as_raw_ptr()).flatten()
+        found.ok().and_then(|symbol| symbol.try_as_raw_ptr())
     };
     let objects = ["ompi_mpi_comm_world", "ompi_mpi_byte", "ompi_mpi_errors_return"].map(address);
     if let [Some(world), Some(byte), Some(errors)] = objects {

@@ -108,6 +108,9 @@ impl Collective {
         if self.mean && !(kind.reduces() && x.dtype.is_float()) {
             return Err(format!("means are of floats that are added up, got {x}"));
         }
+        if self.started && !matches!(kind, CollectiveKind::AllReduce | CollectiveKind::FromRoot) {
+            return Err("only what works in place is started apart from its wait".into());
+        }
         let first = |x: &TensorType| match x.shape.rank() {
             0 => Err(format!(
                 "joins and divides the first dimension, which {x} has not"

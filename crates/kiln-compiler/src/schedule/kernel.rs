@@ -1,6 +1,6 @@
 //! Kernels: the units that a step launches.
 
-use kiln_graph::{Graph, Node, Value};
+use kiln_graph::{CollectiveKind, Graph, Node, Op, Value};
 
 use super::buffer::Buffer;
 use super::nest::Nest;
@@ -18,6 +18,20 @@ pub enum KernelKind {
     Contraction(Node, Box<Nest>),
     /// Loop nests over different tensors that do not depend on each other ([`super::together`]).
     Together(Vec<Nest>),
+}
+
+/// What a collective that gives each element of its operand another value works on in place, and its wait.
+fn in_place(graph: &Graph, node: Node, buffer: Buffer) -> Vec<Value> {
+    let data = graph.node(node);
+    let is_in_place = match data.op {
+        Op::CollectiveWait => true,
+        Op::Collective(it) => matches!(it.kind, CollectiveKind::AllReduce | CollectiveKind::FromRoot),
+        _ => false,
+    };
+    match is_in_place && buffer == Buffer::Value(data.outputs[0]) {
+        true => data.inputs.to_vec(),
+        false => Vec::new(),
+    }
 }
 
 /// One kernel of the schedule.
@@ -54,6 +68,9 @@ impl Kernel {
     /// The values whose memory the elements stored to `buffer` may take over; none if they are not stored at
     /// one place.
     pub fn overwritable(&self, graph: &Graph, buffer: Buffer) -> Vec<Value> {
+        if let KernelKind::Library(node) = self.kind {
+            return in_place(graph, node, buffer);
+        }
         let stores = |nest: &Nest| nest.stores.iter().filter(|store| store.buffer == buffer).count();
         let mut writers = self.nests().iter().filter(|nest| stores(nest) > 0);
         let (Some(nest), None) = (writers.next(), writers.next()) else {

@@ -163,7 +163,8 @@ pub fn generate(
             .max(library::scratch(graph, node));
         return Ok(KernelCode { calls, scratch });
     }
-    if !matches!(graph.node(node).op, Op::Extern(_)) {
+    let is_outside = |op: &Op| matches!(op, Op::Extern(_) | Op::Collective(_) | Op::CollectiveWait);
+    if !is_outside(&graph.node(node).op) {
         return Err(unsupported(graph, node));
     }
     Ok(KernelCode {

@@ -5,8 +5,8 @@
 
 use kiln_compiler::{CompileError, Options, compile};
 use kiln_cpu::{
-    AlignedBuffer, BuildOptions, Cache, CpuExecutable, CpuStep, CpuTarget, NoHooks, StepError, ThreadPool,
-    Toolchain,
+    AlignedBuffer, BuildOptions, Cache, CpuExecutable, CpuStep, CpuTarget, NoHooks, StepError, StepHooks,
+    ThreadPool, Toolchain,
 };
 use kiln_graph::testing::{GraphConfig, difference, random_arguments, random_graph};
 use kiln_graph::{Graph, HostTensor, Op, Provenance, Scalar, Value, interpret_f64};
@@ -176,6 +176,11 @@ impl<'a> Memory<'a> {
 
     /// Runs the step once, if it can.
     pub fn try_run(&mut self, pool: &ThreadPool) -> Result<(), StepError> {
+        self.run_with(pool, &NoHooks)
+    }
+
+    /// Runs the step once, with somebody who runs what stays outside of it.
+    pub fn run_with(&mut self, pool: &ThreadPool, hooks: &dyn StepHooks) -> Result<(), StepError> {
         let inputs: Vec<*const u8> = self.arguments.iter().map(AlignedBuffer::as_ptr).collect();
         let mut outputs: Vec<*mut u8> = Vec::new();
         for (buffer, alias) in self.results.iter_mut().zip(&self.step.contract().aliases) {
@@ -185,7 +190,7 @@ impl<'a> Memory<'a> {
             });
         }
         // SAFETY: one buffer of the declared size for each parameter and output.
-        unsafe { self.step.run(pool, &inputs, &outputs, &self.scalars, &NoHooks) }
+        unsafe { self.step.run(pool, &inputs, &outputs, &self.scalars, hooks) }
     }
 
     /// The current arguments.

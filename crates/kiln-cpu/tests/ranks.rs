@@ -1,0 +1,333 @@
+//! Compiled steps on several ranks, which are threads here: sums over ranks in buckets, started and waited for.
+
+mod support;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Barrier, Mutex};
+
+use kiln_compiler::buckets::{Buckets, described};
+use kiln_compiler::{CollectiveCall, CompileError};
+use kiln_cpu::{CpuExecutable, StepHooks, ThreadPool};
+use kiln_graph::alias::assign_aliases;
+use kiln_graph::collective::combine;
+use kiln_graph::{
+    Collective, CollectiveKind, Graph, HostTensor, Op, Phase, Provenance, Rewriter, Scalar, interpret_ranks,
+};
+use kiln_partition::assign_phases;
+use kiln_partition::testing::{Sizes, arguments, decoder_step};
+use support::{Memory, Setup, build};
+
+const SIZES: Sizes = Sizes {
+    layers: 2,
+    batch: 2,
+    length: 8,
+    width: 16,
+    heads: 2,
+    hidden: 48,
+    vocabulary: 20,
+    keep: 0.8,
+};
+
+/// A decoder's step in which each gradient is a mean over ranks where the optimizer reads it.
+fn averaged(ranks: usize) -> Graph {
+    let mut step = decoder_step(SIZES);
+    let dies = vec![true; step.graph.parameters().len()];
+    assign_aliases(&mut step.graph, &dies);
+    assign_phases(&mut step.graph);
+    let old = step.graph;
+    let mut new = Rewriter::new(&old);
+    let mut means: HashMap<_, _> = HashMap::new();
+    for (node, data) in old.nodes() {
+        if data.provenance.phase == Phase::Optimizer {
+            for &value in &data.inputs {
+                let of = &old.def(value).provenance;
+                if of.phase != Phase::Backward || means.contains_key(&value) {
+                    continue;
+                }
+                let p = Provenance {
+                    phase: Phase::Backward,
+                    ..Provenance::operation("average")
+                };
+                let mean = Op::Collective(Collective::average(ranks));
+                let mean = new.graph.add(mean, &[new.map(value)], &p).unwrap();
+                means.insert(value, mean);
+                new.replace(value, mean);
+            }
+        }
+        new.copy(node).unwrap();
+    }
+    assert!(means.len() > 10, "{} gradients", means.len());
+    new.finish()
+}
+
+/// Where ranks meet: the operand of each, and what all of them get.
+struct Meeting {
+    barrier: Barrier,
+    operands: Mutex<Vec<Option<HostTensor>>>,
+}
+
+/// What a rank's step calls. A started sum is computed at its wait, from what is in its memory then: whoever wrote
+/// there in between shows.
+struct Rank<'a> {
+    number: usize,
+    step: &'a CpuExecutable,
+    meeting: &'a Meeting,
+    /// What was started, by its memory, in order.
+    started: RefCell<Vec<(usize, Collective, usize)>>,
+    /// How many were under way at once, at most.
+    most: RefCell<usize>,
+}
+
+impl Rank<'_> {
+    fn meet(&self, collective: Collective, operand: HostTensor) -> HostTensor {
+        self.meeting.operands.lock().unwrap()[self.number] = Some(operand);
+        self.meeting.barrier.wait();
+        let all: Vec<HostTensor> = self
+            .meeting
+            .operands
+            .lock()
+            .unwrap()
+            .iter()
+            .flatten()
+            .cloned()
+            .collect();
+        self.meeting.barrier.wait();
+        combine(&collective, &all).unwrap()[self.number].clone()
+    }
+}
+
+impl StepHooks for Rank<'_> {
+    fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> Result<(), String> {
+        let call = &self.step.contract().externs[index];
+        let ty = |(dtype, dims): &(String, Vec<usize>)| {
+            kiln_graph::TensorType::new(dtype.parse().unwrap(), dims.clone())
+        };
+        let (operand, result) = (ty(&call.inputs[0]), ty(&call.outputs[0]));
+        // SAFETY: the step passes one pointer for the operand and one for the result, each valid for its type.
+        let (from, to) = unsafe { ((*buffers).cast::<u8>(), (*buffers.add(1)).cast::<u8>()) };
+        // SAFETY: as above.
+        let read = |at: *mut u8| unsafe {
+            let bytes = std::slice::from_raw_parts(at, operand.bytes()).to_vec();
+            HostTensor::from_bytes(operand.clone(), bytes).unwrap()
+        };
+        // SAFETY: as above.
+        let write = |tensor: &HostTensor| unsafe { to.copy_from(tensor.bytes().as_ptr(), result.bytes()) };
+        match call.collective.expect("all that is outside are collectives") {
+            CollectiveCall::Run {
+                kind,
+                ranks,
+                mean,
+                root,
+            } => {
+                let kind = CollectiveKind::ALL[kind];
+                write(&self.meet(
+                    Collective {
+                        kind,
+                        ranks,
+                        mean,
+                        root,
+                        started: false,
+                    },
+                    read(from),
+                ));
+            }
+            CollectiveCall::Start { ranks, mean } => {
+                write(&read(from));
+                let collective = Collective {
+                    mean,
+                    ..Collective::new(CollectiveKind::AllReduce, ranks)
+                };
+                let mut started = self.started.borrow_mut();
+                started.push((to as usize, collective, operand.bytes()));
+                let most = self.most.borrow().max(started.len());
+                self.most.replace(most);
+            }
+            CollectiveCall::Wait => {
+                let mut started = self.started.borrow_mut();
+                let position = started
+                    .iter()
+                    .position(|&(at, _, bytes)| (at, bytes) == (from as usize, operand.bytes()));
+                let (_, collective, _) = started.remove(position.expect("what is waited for was started"));
+                drop(started);
+                write(&self.meet(collective, read(from)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The outputs of each rank, and how many collectives were under way at once.
+fn run(
+    graph: &Graph,
+    step: &CpuExecutable,
+    ranks: &[(Vec<HostTensor>, Vec<Scalar>)],
+) -> (Vec<Vec<HostTensor>>, usize) {
+    let meeting = Meeting {
+        barrier: Barrier::new(ranks.len()),
+        operands: Mutex::new(vec![None; ranks.len()]),
+    };
+    let one = |number: usize, (tensors, scalars): &(Vec<HostTensor>, Vec<Scalar>)| {
+        let mut memory = Memory::new(step, graph, tensors, scalars);
+        let rank = Rank {
+            number,
+            step,
+            meeting: &meeting,
+            started: RefCell::default(),
+            most: RefCell::default(),
+        };
+        memory.run_with(&ThreadPool::new(1), &rank).unwrap();
+        (memory.results(), rank.most.into_inner())
+    };
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let one = &one;
+        let threads: Vec<_> = ranks
+            .iter()
+            .enumerate()
+            .map(|(number, arguments)| scope.spawn(move || one(number, arguments)))
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let most = results.iter().map(|(_, most)| *most).max().unwrap_or(0);
+    (results.into_iter().map(|(outputs, _)| outputs).collect(), most)
+}
+
+#[test]
+fn ranks_compute_what_the_graph_means() {
+    let graph = averaged(2);
+    let ranks: Vec<_> = (0..2).map(|rank| arguments(&graph, 5 + rank)).collect();
+    let of: Vec<_> = ranks
+        .iter()
+        .map(|(tensors, scalars)| (&tensors[..], &scalars[..]))
+        .collect();
+    let expected = interpret_ranks(&graph, &of).unwrap();
+    let mut bits: Option<Vec<Vec<u8>>> = None;
+    for buckets in [
+        Buckets { first: 0, others: 0 },
+        Buckets {
+            first: 2000,
+            others: 6000,
+        },
+        Buckets::default(),
+    ] {
+        let step = build(&graph, |setup| setup.options.buckets = buckets).unwrap();
+        let (outputs, most) = run(&graph, &step, &ranks);
+        assert!(
+            most > 1 || buckets == Buckets::default(),
+            "{most} under way at once"
+        );
+        for (rank, outputs) in outputs.iter().enumerate() {
+            for (number, (actual, expected)) in outputs.iter().zip(&expected[rank]).enumerate() {
+                let scale = expected.to_f64s().iter().fold(1e-3f64, |a, b| a.max(b.abs()));
+                if let Some(found) = kiln_graph::testing::difference(actual, expected, 3e-4 * scale) {
+                    panic!("{buckets}: output {number} of rank {rank}: {found}");
+                }
+            }
+        }
+        // Buckets change no bit.
+        let own: Vec<Vec<u8>> = outputs
+            .iter()
+            .flatten()
+            .map(|tensor| tensor.bytes().to_vec())
+            .collect();
+        assert!(
+            bits.get_or_insert_with(|| own.clone()) == &own,
+            "{buckets} changes bits"
+        );
+    }
+}
+
+#[test]
+fn buckets_start_early_and_updates_follow_their_wait() {
+    let graph = averaged(2);
+    let mut setup = Setup::detect(1);
+    setup.options.buckets = Buckets {
+        first: 2000,
+        others: 6000,
+    };
+    let step = setup.compile(&graph).unwrap();
+    let buckets = described(&step.graph);
+    assert!(buckets.len() > 2, "{buckets:?}");
+    assert!(
+        buckets[0].0 <= 2000 && buckets.iter().all(|&(bytes, sums)| bytes <= 6000 || sums == 1),
+        "{buckets:?}"
+    );
+    let is = |number: usize, what: &str| {
+        let kernel = &step.schedule.kernels[number];
+        kernel
+            .nodes
+            .iter()
+            .any(|&node| step.graph.node(node).op.name() == what)
+    };
+    let all = |what: &str| -> Vec<usize> {
+        (0..step.schedule.kernels.len())
+            .filter(|&k| is(k, what))
+            .collect()
+    };
+    let (starts, waits) = (all("all_reduce"), all("collective_wait"));
+    assert_eq!((starts.len(), waits.len()), (buckets.len(), buckets.len()));
+    let backward = |number: usize| {
+        let kernel = &step.schedule.kernels[number];
+        kernel.nodes.iter().any(|&node| {
+            let data = step.graph.node(node);
+            data.provenance.phase == Phase::Backward && data.op.is_contraction()
+        })
+    };
+    let between = (starts[0]..waits[0]).filter(|&number| backward(number)).count();
+    assert!(
+        between > 5,
+        "{between} products of the backward pass hide the first bucket:\n{}",
+        step.schedule.to_text(&step.graph)
+    );
+    assert!(starts.last() < waits.first());
+    let updates = (waits[0]..*waits.last().unwrap())
+        .filter(|&number| !waits.contains(&number))
+        .count();
+    assert!(updates > 0, "updates run while later buckets travel");
+}
+
+#[test]
+fn what_a_sum_of_a_sum_needs_is_waited_for_first() {
+    let text = "graph @twice {
+        %0 = parameter 0 : f32[64]
+        %1 = all_reduce %0 {ranks=2} : f32[64]
+        %2 = all_reduce %1 {ranks=2} : f32[64]
+        %3 = mul %1, %1 : f32[64]
+        %4 = all_reduce %3 {ranks=2,mean=true} : f32[64]
+        %5 = all_gather %4 {ranks=2} : f32[128]
+        %6 = reduce_scatter %5 {ranks=2} : f32[64]
+        %7 = broadcast_from %6 {ranks=2,root=1} : f32[64]
+        return %2, %4, %5, %7, %1
+    }";
+    let graph = Graph::parse(text).unwrap();
+    let ranks: Vec<_> = (0..2).map(|rank| arguments(&graph, 9 + rank)).collect();
+    let of: Vec<_> = ranks
+        .iter()
+        .map(|(tensors, scalars)| (&tensors[..], &scalars[..]))
+        .collect();
+    let expected = interpret_ranks(&graph, &of).unwrap();
+    let step = build(&graph, |_| {}).unwrap();
+    let (outputs, _) = run(&graph, &step, &ranks);
+    for (actual, expected) in outputs.iter().flatten().zip(expected.iter().flatten()) {
+        if let Some(found) = kiln_graph::testing::difference(actual, expected, 1e-5) {
+            panic!("{found}");
+        }
+    }
+}
+
+#[test]
+fn without_a_way_to_other_ranks_a_step_fails_by_name() {
+    let graph = averaged(2);
+    let step = build(&graph, |_| {}).unwrap();
+    let (tensors, scalars) = arguments(&graph, 1);
+    let error = Memory::new(&step, &graph, &tensors, &scalars)
+        .try_run(&ThreadPool::new(1))
+        .unwrap_err();
+    assert!(error.to_string().contains("gave no way"), "{error}");
+    // What is not meant for several ranks compiles as it did.
+    assert!(matches!(
+        build(&Graph::new("nothing"), |_| {}),
+        Ok(_) | Err(kiln_cpu::StepError::Compile(CompileError::Unsupported { .. }))
+    ));
+}
