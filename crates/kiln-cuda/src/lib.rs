@@ -5,16 +5,16 @@
 //! Graph ─► transform ► partition ► schedule ► plan ─► kernels ► emit ─► StepCode ─► NVRTC ─► cubin ─► Module ► GraphBuilder ► StepGraph
 //! ```
 //!
-//! - [`target`]: [`CudaTarget`], what the compiler asks of this machine. [`policy`]: where its thresholds
-//!   lie.
-//! - [`emit`]: CUDA C++ from the nests and operations of a planned step. [`code`]: what that makes, as plain
-//!   data.
-//! - [`execute`]: a step on a device. [`debug`]: what a debug dump has of it.
+//! - [`target`]: [`CudaTarget`], which answers the compiler's questions about this machine. [`policy`]: its
+//!   thresholds.
+//! - [`emit`]: writes CUDA C++ for the nests and operations of a planned step. [`code`]: the result, as
+//!   plain data.
+//! - [`execute`]: runs a step on a device. [`debug`]: the GPU's part of a debug dump.
 //! - [`libraries`] finds and opens NVIDIA's libraries at run time. [`sys`] declares the functions.
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.
 //! - [`build`] makes machine code from CUDA C++ and keeps it on disk.
 //! - [`products`] multiplies matrices through cuBLASLt, [`convolutions`] has cuDNN.
-//! - [`kernels`] is CUDA C++ that does not follow from a nest of loops.
+//! - [`kernels`] is CUDA C++ that is written by hand, not generated from a nest of loops.
 //!
 //! The crate knows nothing of Burn.
 

@@ -27,8 +27,8 @@ pub struct CudaTarget {
     pub processors: u32,
     /// Whether products of f32 may round their operands to 10 bits of fraction, for the tensor cores.
     pub tf32: bool,
-    /// Whether there is cuDNN. Code for a device with it has both sides of each convolution: which of them runs is decided on the device, which may
-    /// refuse one.
+    /// Whether the device has cuDNN. Code for such a device has two versions of each convolution, cuDNN's
+    /// and Kiln's own: the device chooses when it loads the step, as cuDNN may refuse a convolution.
     pub cudnn: bool,
     /// Which products of 16 bits are computed on padded copies.
     pub padding: Padding,
@@ -38,7 +38,7 @@ pub struct CudaTarget {
 
 /// What the reference machine can do in a second.
 pub const H200: Machine = Machine {
-    // Seen by a copy.
+    // Measured by a copy.
     bytes_per_second: 4.3e12,
     // f32 without tensor cores: 132 x 128 multiply-adds at 1.98 GHz.
     flops_per_second: 60e12,

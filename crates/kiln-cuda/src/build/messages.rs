@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-/// How many messages are shown; a first error has many followers.
+/// How many messages are shown: the first error causes most of the later ones.
 const SHOWN: usize = 5;
 
 /// The errors of `log`, each with the line of `text` that it names: NVRTC writes `name(12): error: what`.

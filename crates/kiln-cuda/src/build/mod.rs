@@ -10,10 +10,10 @@
 //! nothing is left for the driver to compile when a module is loaded. Sources include nothing, since NVRTC
 //! brings no headers along. A source that occurs twice in one call is compiled once.
 //!
-//! A program costs NVRTC some 30 ms before its first kernel, of which some 10 are behind a lock of its own.
-//! 128 small kernels took 4.0 s one after the other, 1.5 s as programs of their own on 16 threads, and 0.29 s
-//! as 16 programs of eight (NVRTC 13.0, on the host of an H200): whoever writes sources puts some eight
-//! kernels into each.
+//! NVRTC spends some 30 ms on a program before its first kernel, some 10 of them behind a lock of its own.
+//! 128 small kernels took 4.0 s one after the other, 1.5 s as programs of their own on 16 threads, and 0.29
+//! s as 16 programs of eight (NVRTC 13.0, on the host of an H200): the emitter should put some eight
+//! kernels into each source.
 
 mod architecture;
 mod messages;
@@ -35,7 +35,7 @@ use crate::libraries::Nvrtc;
 /// A program in CUDA C++, whose kernels are declared `extern "C"`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Source {
-    /// What messages call it.
+    /// Name of the program in messages.
     pub name: String,
     /// The program.
     pub text: String,
@@ -46,9 +46,9 @@ pub struct Source {
 pub struct Cubin {
     /// The image that a module is loaded from.
     pub image: Vec<u8>,
-    /// Whether it was on disk.
+    /// Whether the machine code was on disk.
     pub cached: bool,
-    /// Time that NVRTC took; zero if it was on disk.
+    /// Time that NVRTC took; zero if the machine code was on disk.
     pub compile_time: Duration,
 }
 
@@ -103,7 +103,7 @@ impl Compiler {
         self
     }
 
-    /// What it compiles for.
+    /// The architecture that it compiles for.
     pub fn architecture(&self) -> &Architecture {
         &self.architecture
     }

@@ -8,8 +8,8 @@ use crate::sys::cudnn::{
     CudnnFunctions, CudnnHandle, Descriptor as Raw, attribute_type as kinds, descriptor as types,
 };
 
-/// A descriptor, destroyed when dropped. Descriptors that are attributes of others must live as long as
-/// those.
+/// A descriptor, destroyed when dropped. A descriptor that is an attribute of another must outlive the
+/// other.
 #[derive(Debug)]
 pub(super) struct Descriptor {
     functions: CudnnFunctions,
@@ -24,7 +24,7 @@ impl Drop for Descriptor {
     }
 }
 
-/// What a descriptor of a type is called in messages.
+/// Name of a type of descriptors in messages.
 fn name(kind: i32) -> &'static str {
     match kind {
         types::CONVOLUTION => "making the convolution's descriptor",
@@ -127,7 +127,7 @@ impl Descriptor {
         check(status, self.name, || "it".into())
     }
 
-    /// Reads up to `elements.len()` elements of an attribute; how many there are.
+    /// Reads up to `elements.len()` elements of an attribute; returns how many the attribute has.
     ///
     /// # Safety
     /// Elements of `kind` must be of the size of `T`, and have no invalid values.
@@ -197,7 +197,7 @@ impl Descriptor {
         unsafe { self.get::<Raw>(attribute, kinds::DESCRIPTOR, &mut []) }
     }
 
-    /// Has the library write descriptors into `others`; how many it wrote.
+    /// Has the library write descriptors into `others`; returns how many it wrote.
     pub(super) fn descriptors_of(&self, attribute: i32, others: &[Self]) -> Result<usize> {
         let mut raw: Vec<Raw> = others.iter().map(|other| other.raw).collect();
         // SAFETY: as in `descriptor_of`.

@@ -6,8 +6,8 @@
 //! [`Convolver::prepare`] makes a [`PreparedConvolution`], whose calls are queued on a stream or captured
 //! into a graph.
 //!
-//! A plan is fixed when a step is compiled, and works in memory of its own: the same bits come out of every
-//! run.
+//! A step's plans are fixed when the step is compiled, and each works in memory of its own: every run gives
+//! the same bits.
 
 mod convolution;
 mod describe;
@@ -77,7 +77,7 @@ impl Convolver {
     /// Does `work` with the library's handle, which nothing else uses meanwhile. The device's context is
     /// current.
     fn with_handle<R>(&self, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
-        // The handle has no state of ours besides the stream, which every call sets.
+        // Kiln keeps no state in the handle besides the stream, which every call sets.
         let handle = self.inner.handle.lock().unwrap_or_else(PoisonError::into_inner);
         self.device().enter()?;
         work(*handle)

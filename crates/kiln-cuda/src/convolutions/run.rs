@@ -42,7 +42,7 @@ pub struct PreparedConvolution {
     convolution: Convolution,
     workspace_bytes: usize,
     microseconds: f32,
-    /// What a lost device says was launched last.
+    /// How the error of a lost device names this call as the last launch.
     label: Arc<str>,
 }
 
@@ -117,7 +117,7 @@ impl PreparedConvolution {
             .map_err(about(&self.convolution))
     }
 
-    /// As [`Self::run`], by whoever has the handle.
+    /// As [`Self::run`], for a caller that holds the handle already.
     pub(super) fn run_with(
         &self,
         handle: CudnnHandle,

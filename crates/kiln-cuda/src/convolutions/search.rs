@@ -8,9 +8,9 @@
 //! - that transform (Fourier, Winograd), whose rounding errors are larger and spread NaN over tiles of
 //!   pixels.
 //!
-//! Engines whose kernels the library compiles when a plan is made come last: a plan takes the better part of
-//! a second then. They are looked at where no other engine computes the convolution, such as one of 16-bit
-//! operands with a result of f32.
+//! Engines whose kernels the library compiles when it makes a plan come last, because such a plan takes up
+//! to a second to make. The search tries them only where no other engine computes the convolution, such as
+//! one of 16-bit operands with a result of f32.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -76,7 +76,7 @@ pub struct Plan {
     pub library: String,
 }
 
-/// What is said of an engine.
+/// The library's notes on an engine.
 struct Notes {
     numerical: Vec<i32>,
     behavior: Vec<i32>,
@@ -168,7 +168,7 @@ impl Convolver {
             let candidates = self.candidates(handle, convolution, limits)?;
             let trial = match Trial::new(stream, convolution, &candidates) {
                 Ok(trial) => Some(trial),
-                // Then the heuristic's word has to do.
+                // Then the heuristic's first proposal is taken untimed.
                 Err(CudaError::OutOfMemory { .. }) => None,
                 Err(error) => return Err(error),
             };
@@ -237,7 +237,7 @@ impl Convolver {
                     false => {}
                 }
             }
-            // The second mode's engines are slow.
+            // The second mode's engines are slow: they are asked for only if the first mode has none.
             if !plain.is_empty() {
                 break;
             }

@@ -15,8 +15,8 @@ pub fn word(bytes: usize) -> &'static str {
     }
 }
 
-/// How many elements of `size` bytes a word of up to 16 bytes has, if each of `lengths` elements is to be a
-/// number of words.
+/// The most elements of `size` bytes that one word of up to 16 bytes holds such that each of `lengths`
+/// elements is a whole number of words.
 pub fn elements_of_a_word(size: usize, lengths: impl IntoIterator<Item = usize>) -> usize {
     let mut width = 16 / size;
     for length in lengths {

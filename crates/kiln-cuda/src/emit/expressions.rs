@@ -1,8 +1,8 @@
 //! The CUDA C++ text of pointwise operations on one element.
 //!
-//! Registers hold [`DType::compute`] types, truth values `bool`. What C++'s own operators can say is said
-//! with them; the rest are the functions of the prelude's `math.cuh`. Operands are names or literals, so that
-//! they need no parentheses.
+//! Registers hold [`DType::compute`] types; a truth value is a `bool`. C++'s own operators are used where
+//! they mean the same; the other operations are functions of the prelude's `math.cuh`. Operands are names
+//! or literals, so that they need no parentheses.
 
 use kiln_graph::op::{BinaryOp, CompareOp, ReduceOp, UnaryOp};
 use kiln_graph::{DType, HostTensor, Scalar};

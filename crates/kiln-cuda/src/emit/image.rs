@@ -17,7 +17,7 @@ use super::product::window;
 use super::{Argument, EmitOptions, Launch};
 use crate::code::FunctionText;
 
-/// What all templates of images begin with.
+/// The text that all templates of images begin with.
 const COMMON: &str = include_str!("../kernels/cuda/images/common.cuh");
 
 /// Where results are; needs [`Template::result`].
@@ -214,7 +214,7 @@ impl Template {
         self.stored.to_owned()
     }
 
-    /// The parameter of elements that are brought into another order, for another kernel to read.
+    /// The parameter of elements that the kernel writes in another order for another kernel to read.
     pub fn packs(&self) -> String {
         self.memory.to_owned()
     }
@@ -275,8 +275,8 @@ impl Template {
         self
     }
 
-    /// What `place_of` and `result_at` need: the result `Y`, whose elements are counted with the channels
-    /// last or first.
+    /// The constants that `place_of` and `result_at` need: the result `Y`, whose elements are counted with
+    /// the channels last or first.
     pub fn result(&mut self, image: &Image, channels_last: bool) -> &mut Self {
         self.strides('Y', image)
             .spatial("RESULT", image.extents)

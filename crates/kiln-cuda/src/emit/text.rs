@@ -1,5 +1,5 @@
-//! A launch in the making: parameters with their arguments, and the numbers and types that its text is
-//! written for.
+//! A launch under construction: parameters with their arguments, and the numbers and types for which its
+//! text is written.
 //!
 //! The statements of a kernel are a plain text in CUDA C++ with names such as `EXTENT` for what varies. The
 //! names are declared in front of them, so that the text reads like a program and the compiler still knows
@@ -19,10 +19,10 @@ use crate::code::FunctionText;
 /// Threads of a block where nothing says otherwise.
 pub const THREADS: u32 = 256;
 
-/// The number of blocks that have `work` between them, each of them `each`.
+/// The number of blocks that `work` items take, with `each` items a block.
 ///
 /// # Panics
-/// Where a launch would have 2^31 blocks, for which no memory has the elements.
+/// Where a launch would have 2^31 blocks: no memory has so many elements.
 pub fn blocks(work: usize, each: usize) -> u32 {
     let count = work.div_ceil(each.max(1)).max(1);
     u32::try_from(count).expect("tensors of so many elements fit into no memory")
@@ -30,7 +30,7 @@ pub fn blocks(work: usize, each: usize) -> u32 {
 
 /// The type of indices up to `limit`: of 32 bits if it holds them, for 64 bits are several times slower.
 pub fn index_type(limit: usize) -> &'static str {
-    // Beyond the end a block still counts on to its last thread.
+    // The last block's threads count on beyond the end.
     if limit < (1 << 31) - (1 << 16) {
         "int"
     } else {

@@ -1,9 +1,9 @@
 //! A compiled step that can be called.
 //!
 //! [`CudaExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key
-//! is the graph's text without names, the phases of its nodes, the options and the device. What the compiler
-//! made is stored with what the caller must know; machine code and the algorithms of products have caches of
-//! their own. So a second process compiles nothing and measures nothing.
+//! is the graph's text without names, the phases of its nodes, the options and the device. The cache stores
+//! the step's code with its contract; machine code and the algorithms of products have caches of their own.
+//! So a second process compiles nothing and measures nothing.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ pub enum StepError {
     /// An index was out of range. Nothing that the step was given was overwritten.
     #[error(transparent)]
     Index(Box<IndexError>),
-    /// What the cache has of a step cannot be read.
+    /// The cache's entry of a step cannot be read.
     #[error("step `{name}`: its description cannot be read: {reason}")]
     Description {
         /// The step.
@@ -49,7 +49,7 @@ pub enum StepError {
     Arguments {
         /// The step.
         name: String,
-        /// What was counted.
+        /// What was counted: inputs, outputs or scalars.
         what: &'static str,
         /// What the step takes.
         expected: usize,
@@ -114,7 +114,7 @@ pub struct CudaExecutable {
     parked: Parked,
     /// Nodes of the graph, once there was one.
     nodes: OnceLock<usize>,
-    /// Whether the cache had it.
+    /// Whether the step came from the cache.
     pub from_cache: bool,
     /// Time in Kiln's own passes.
     pub compile_time: Duration,
@@ -133,8 +133,8 @@ pub(super) struct State {
     extremes: Vec<Arc<Storage>>,
     /// The addresses of the last call of [`CudaExecutable::run`].
     last: Vec<u64>,
-    /// Inputs and outputs that were elsewhere from one call to the next, though no output takes the input's
-    /// place.
+    /// For each input and output, whether its address changed from one call to the next although no output
+    /// takes the input's memory.
     moves: Vec<bool>,
 }
 
@@ -315,7 +315,7 @@ impl CudaExecutable {
         &self.gpu
     }
 
-    /// How many nodes the step has as a graph; none as long as all calls were queued one by one.
+    /// How many nodes the step's graph has; none as long as all calls were queued one by one.
     pub fn graph_nodes(&self) -> Option<usize> {
         self.nodes.get().copied()
     }
@@ -330,7 +330,7 @@ impl CudaExecutable {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // What a panic could leave half done is compared with the addresses of each call.
+        // A panic may leave the addresses half written; each call compares them with its own.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -470,8 +470,8 @@ impl CudaExecutable {
         })
     }
 
-    /// A call that no graph is of: it is queued call by call if addresses changed since the last one, and the
-    /// first of a new graph otherwise. A graph that a single call does not fit is kept.
+    /// Runs a call that no kept graph fits: call by call if addresses changed since the last one, and as
+    /// the first launch of a new graph otherwise. A graph that a single call does not fit is kept.
     fn run_unfit(
         &self,
         state: &mut State,
@@ -521,7 +521,7 @@ impl CudaExecutable {
         self.launch(graph, 0, call)
     }
 
-    /// The graphs of calls whose arguments are so arranged.
+    /// Builds the graph of a call with these arguments.
     pub(super) fn build(
         &self,
         arrangement: &Arrangement,
@@ -661,8 +661,8 @@ impl CudaExecutable {
     }
 }
 
-/// Whether cuDNN takes the convolution among `library`. A convolution that is a product of matrices is the
-/// faster library's; tiles of our own are only for what cuDNN refuses.
+/// Whether cuDNN takes the convolution among `library`. A convolution that is a product of matrices goes to
+/// the faster of the two libraries; Kiln's own tiles are only for convolutions that cuDNN refuses.
 fn takes(gpu: &Gpu, library: &[CallKind], own: &[CallKind]) -> Result<bool, CudaError> {
     for call in library {
         let CallKind::Convolution {
@@ -712,7 +712,7 @@ fn choices(code: &StepCode, gpu: &Gpu) -> Result<Vec<Chosen>, CudaError> {
     code.calls.iter().map(choice).collect()
 }
 
-/// Kernels that were to be the library's and are not have the names of the functions that compute them.
+/// Names the kernels that the library refused after the functions that compute them instead.
 fn name_own_kernels(code: &StepCode, contract: &mut Contract, refused: &[u32]) {
     for call in code
         .calls

@@ -26,9 +26,9 @@ pub struct Gpu {
     multiplier: OnceLock<Multiplier>,
     /// The algorithms that were found for products, by their description.
     choices: Mutex<HashMap<Product, Choice>>,
-    /// cuDNN, looked for when a step is compiled first; none if it is not there.
+    /// cuDNN, looked for when the first step is compiled; none if the machine has none.
     cudnn: OnceLock<Option<Cudnn>>,
-    /// The same on this device, started by the first step with a convolution; none if it does not start.
+    /// cuDNN on this device, started by the first step with a convolution; none if it does not start.
     convolver: OnceLock<Option<Convolver>>,
     /// The plans that were found for convolutions in so many bytes of working memory; none for those that the
     /// library does not take.
@@ -70,7 +70,7 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// A device of one's own, compiled for by `nvrtc`.
+    /// A device that no other [`Gpu`] shares; `nvrtc` compiles for it.
     ///
     /// # Errors
     /// [`CudaError::UnknownArchitecture`], [`CudaError::Driver`], [`CudaError::Lost`].
@@ -139,7 +139,8 @@ impl Gpu {
         self.cudnn.get_or_init(find).as_ref()
     }
 
-    /// This device computes convolutions through `library` and not through what the environment has.
+    /// Has this device compute convolutions through `library` instead of the one that the environment
+    /// names.
     #[must_use]
     pub fn with_cudnn(self, library: Option<Cudnn>) -> Self {
         Self {
@@ -199,7 +200,8 @@ impl Gpu {
     ) -> std::result::Result<R, E> {
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         let known = arena.take().filter(|known| known.bytes() >= bytes);
-        // Not both at once: a smaller one is gone by now, unless a graph still has it.
+        // The old arena and a larger one do not exist at once: the smaller one is freed by now, unless a
+        // graph still uses it.
         let own = match known {
             Some(known) => known,
             None => self.allocate(bytes.max(256))?,
@@ -327,8 +329,7 @@ impl Gpu {
     }
 }
 
-/// What the library answered; none if it does not take the convolution, for which there are kernels of our
-/// own.
+/// The library's answer; none if it does not take the convolution, which Kiln's own kernels then compute.
 fn taken<T>(answer: Result<T>) -> Result<Option<T>> {
     match answer {
         Ok(answer) => Ok(Some(answer)),

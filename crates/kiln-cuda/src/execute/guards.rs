@@ -1,8 +1,8 @@
 //! Guards: kernels that stop a step when an index is out of range.
 //!
-//! A guard compares the least and the largest index with the bound and leaves a mark. Kernels that overwrite
-//! what the step was given look at the mark and do nothing. The mark stays until the next call, so that a
-//! step that stopped has overwritten nothing.
+//! A guard compares the least and the largest index with the bound and leaves a mark. Kernels that
+//! overwrite an argument of the step read the mark and, if it is set, do nothing. The mark stays until the
+//! next call, so a step that stopped has overwritten nothing.
 
 use crate::build::Source;
 use crate::code::{CallKind, StepCode};
@@ -34,7 +34,7 @@ pub fn source(code: &StepCode) -> Option<Source> {
         };
         let name = name(*check);
         let mark = check + 1;
-        // A type without sign has no index below zero, and none that its bits make negative.
+        // An unsigned index is never below zero, and its high bits must not make it look negative.
         let below = if dtype.starts_with('i') {
             "*least < 0 || "
         } else {

@@ -4,7 +4,8 @@ use super::gpu::Gpu;
 use crate::error::Result;
 use crate::products::{Compute, Number, Product, ProductArguments};
 
-/// Bytes that a copy reads and writes, the smallest first: what the second cache holds, and more.
+/// Bytes that a copy reads and writes, the smallest first: some that fit into the second-level cache, and
+/// more.
 const AMOUNTS: [usize; 3] = [8 << 20, 32 << 20, 1 << 30];
 
 /// Rows and columns of the product.
@@ -36,7 +37,8 @@ impl Limits {
             let seconds = best(gpu, || gpu.stream().copy(&from, 0..half, &to, 0))?;
             moving.push((bytes as u64, bytes as f64 / seconds));
         }
-        // More data is never faster; what a short measurement lost is given back.
+        // More data is never faster: a larger amount's rate is a lower bound for the smaller ones, which
+        // short measurements underrate.
         for at in (1..moving.len()).rev() {
             moving[at - 1].1 = moving[at - 1].1.max(moving[at].1);
         }

@@ -1,8 +1,9 @@
 //! A step whose arguments stay from call to call.
 //!
-//! A training step that is called again reads what its last call has left: parameters, moments, statistics. [`CudaExecutable::settle`] finds once where these are, and
-//! builds the graph over them. A call then copies what is new, launches the graph, and looks at no argument that stays: whoever takes one of them away, or puts another
-//! there, must drop the [`Settled`] and settle anew.
+//! Each call of a training step reads what its last call has left: parameters, moments, statistics.
+//! [`CudaExecutable::settle`] looks up once where these are, and builds the graph over them. A call then
+//! copies the new arguments, launches the graph, and looks at no argument that stays. A caller that takes
+//! one of these away, or puts another in its place, must drop the [`Settled`] and settle anew.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,13 +13,15 @@ use super::replayed::{Arrangement, Given, Replayed};
 use crate::error::CudaError;
 use crate::runtime::Storage;
 
-/// Results of at most so many bytes get memory that an earlier result no longer needs: asking the driver takes longer than the result's copy.
+/// A result of at most so many bytes reuses the memory of an earlier result that the caller has dropped:
+/// asking the driver takes longer than copying the result.
 const SMALL_RESULT: usize = 64 << 10;
 
 /// Results of one output that are remembered.
 const REMEMBERED: usize = 16;
 
-/// The graph of the last call, or of what was settled last: whoever makes calls at the same addresses takes it from here.
+/// The graph of the last call, or of the last [`Settled`]: the next call at the same addresses takes it
+/// from here.
 pub(super) type Parked = Arc<Mutex<Option<Replayed>>>;
 
 /// Where the arguments and outputs of a step are from call to call.
@@ -27,7 +30,7 @@ pub struct Settled {
     fresh: Vec<usize>,
     leaving: Vec<usize>,
     graph: Option<Replayed>,
-    /// The graph of the next call: with pairs, each of two in turn.
+    /// Which graph the next call launches: with pairs, two graphs take turns.
     turn: usize,
     /// Memory of earlier results, for each output that leaves.
     results: Vec<Results>,
@@ -39,12 +42,12 @@ pub struct Settled {
 struct Results(Vec<Arc<Storage>>);
 
 impl Results {
-    /// Memory for a result: of one that nobody has any more, or new.
+    /// Memory for a result: that of a result that the caller has dropped, or new memory.
     fn take(&mut self, gpu: &Gpu, bytes: usize) -> Result<Arc<Storage>, CudaError> {
         if bytes > SMALL_RESULT {
             return gpu.allocate(bytes);
         }
-        // Whoever has used it on another stream is waited for there, as with any storage.
+        // `Storage::take_to` waits for uses on other streams, as with any storage.
         if let Some(free) = self.0.iter().find(|storage| Arc::strong_count(storage) == 1) {
             return Ok(free.clone());
         }
@@ -64,7 +67,8 @@ impl std::fmt::Debug for Settled {
 }
 
 impl Drop for Settled {
-    /// The graph stays with the executable: what is settled next is often at the same addresses.
+    /// The graph stays with the executable: the next arguments that are settled are often at the same
+    /// addresses.
     fn drop(&mut self) {
         if let Some(graph) = self.graph.take() {
             let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,7 +91,8 @@ impl Settled {
         &self.leaving
     }
 
-    /// Arguments that the step does not compute in place, each with the output that is its next value. Their storages change roles at each call.
+    /// Arguments that the step does not overwrite, each with the output that is its next value. The two
+    /// storages change roles at each call.
     pub fn pairs(&self) -> &[(usize, usize)] {
         &self.arrangement.pairs
     }
@@ -112,11 +117,14 @@ impl Settled {
 }
 
 impl CudaExecutable {
-    /// Settles the arguments of further calls. `inputs` has the storage of each argument that stays; nobody else may write it or rely on its elements from here on. `becomes` has for each
-    /// output the argument whose next value it is; where that argument stays, so does the output, and all others are returned by each call.
+    /// Settles the arguments of further calls. `inputs` has the storage of each argument that stays; from
+    /// now on only the step may write it or rely on its elements. `becomes` has for each output the
+    /// argument whose next value it is. If that argument stays, so does the output; each call returns all
+    /// other outputs.
     ///
     /// # Errors
-    /// [`StepError::Arguments`] if storages or `becomes` do not fit the step, or the step has operations outside; [`StepError::Cuda`].
+    /// [`StepError::Arguments`] if storages or `becomes` do not fit the step, or the step has operations
+    /// outside; [`StepError::Cuda`].
     pub fn settle(
         &self,
         inputs: Vec<Option<Arc<Storage>>>,
@@ -169,11 +177,12 @@ impl CudaExecutable {
         })
     }
 
-    /// Queues the step on what is settled and returns. `given` has the elements of each argument of [`Settled::fresh`]; the result has the storage of each output of
-    /// [`Settled::leaving`]. `wait` says whether to wait for the index checks.
+    /// Queues the step on the settled arguments and returns. `given` has the elements of each argument of
+    /// [`Settled::fresh`]; the result has the storage of each output of [`Settled::leaving`]. `wait` says
+    /// whether to wait for the index checks.
     ///
     /// # Errors
-    /// As [`CudaExecutable::run`]; after [`StepError::Index`] what is settled is as it was.
+    /// As [`CudaExecutable::run`]; after [`StepError::Index`] the settled arguments are unchanged.
     pub fn run_settled(
         &self,
         settled: &mut Settled,

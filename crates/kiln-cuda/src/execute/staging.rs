@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::error::Result;
 use crate::runtime::{Pinned, Storage, Stream};
 
-/// Blocks of one size: the host may be so many copies ahead.
+/// Blocks of one size: the host may be this many copies ahead of the device.
 const BLOCKS: usize = 4;
 
 /// The smallest block.

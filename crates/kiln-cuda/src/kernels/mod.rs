@@ -1,4 +1,4 @@
-//! CUDA C++ that does not follow from a nest of loops.
+//! CUDA C++ that is written by hand, not generated from a nest of loops.
 //!
 //! [`PRELUDE`] is what generated sources begin with: types of elements with 16-byte accesses, reductions of a
 //! block in a fixed order, random numbers with the bits of every other target, and sorting. [`attention`] has

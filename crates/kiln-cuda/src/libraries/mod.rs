@@ -36,7 +36,7 @@ impl Library {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Cudnn];
 
-    /// The name without prefix of version: `libnvrtc`.
+    /// The name without suffix or version: `libnvrtc`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Driver => "libcuda",
@@ -137,8 +137,8 @@ impl Nvrtc {
     }
 }
 
-/// Opens `libnvrtc-builtins` beside NVRTC. NVRTC asks the dynamic linker for it by name, who does not look
-/// into the folder of a wheel, but knows what is open already.
+/// Opens `libnvrtc-builtins` beside NVRTC. NVRTC asks the dynamic linker for it by name; the linker does
+/// not look into the folder of a wheel, but finds a library that is already open.
 fn open_builtins(nvrtc: &Nvrtc) {
     let file = format!("libnvrtc-builtins.so.{}", nvrtc.version);
     let path = nvrtc.path.with_file_name(file);
@@ -180,7 +180,7 @@ impl Cudnn {
     }
 }
 
-/// 130002 as 13.0.2: `unit` parts the first number from the second, a hundred the second from the third.
+/// 130002 as 13.0.2: `unit` separates the first number from the second, and 100 the second from the third.
 fn dotted(version: usize, unit: usize) -> String {
     format!("{}.{}.{}", version / unit, version % unit / 100, version % 100)
 }

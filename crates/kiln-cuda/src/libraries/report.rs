@@ -1,4 +1,4 @@
-//! What a machine has of CUDA, in words: the lower half of `kiln backends`.
+//! The CUDA libraries and devices of a machine, in words: the lower half of `kiln backends`.
 
 use std::fmt;
 

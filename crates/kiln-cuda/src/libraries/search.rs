@@ -128,7 +128,7 @@ impl Search {
     }
 }
 
-/// What became of one file name in one place.
+/// The outcome of opening one file name in one place.
 enum Attempt {
     Opened(libloading::Library, PathBuf),
     Absent,

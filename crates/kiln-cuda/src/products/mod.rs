@@ -5,8 +5,8 @@
 //! compiled step. From both, [`Multiplier::prepare`] makes a [`PreparedProduct`], whose calls are queued on a
 //! stream or captured into a graph.
 //!
-//! An algorithm is fixed when a step is compiled, and works in memory of its own: the same bits come out of
-//! every run.
+//! A step's algorithms are fixed when the step is compiled, and each works in memory of its own: every run
+//! gives the same bits.
 
 mod describe;
 mod product;

@@ -65,10 +65,10 @@ pub enum Epilogue {
     TanhGelu,
     /// [`Self::Bias`], then [`Self::TanhGelu`].
     BiasTanhGelu,
-    /// Besides the product, the sum of each row of the left operand is written, `m` elements of the result's
-    /// type. In a weight's gradient `dYᵀ · X` that is the gradient of the bias. Only where the left operand
-    /// is transposed. It is no gift: beside a gradient of 3072 by 768 from 4096 rows of bf16 the sums take 12
-    /// microseconds, and a kernel of two stages takes 7 (H200, cuBLASLt 13.1).
+    /// Besides the product, the sum of each row of the left operand is written, `m` elements of the
+    /// result's type. In a weight's gradient `dYᵀ · X` that is the gradient of the bias. Only where the
+    /// left operand is transposed. The sums are not free: beside a gradient of 3072 by 768 from 4096 rows
+    /// of bf16 they take 12 microseconds, and a kernel of two stages takes 7 (H200, cuBLASLt 13.1).
     LeftSums,
     /// Besides the product, the sum of each column of the right operand is written, `n` elements of the
     /// result's type. In a weight's gradient `Xᵀ · dY` that is the gradient of the bias. Only where the right
@@ -112,12 +112,12 @@ pub struct MatrixOut {
     pub batch_stride: u64,
 }
 
-/// Where the factors `alpha` of the product and `beta` of what was in the result come from.
+/// Where the factors come from: `alpha` of the product, and `beta` of the result's previous elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ScalarsFrom {
     /// `alpha` is 1 and `beta` 0: the result is the product.
     Product,
-    /// `alpha` and `beta` are 1: the product is added to what was in the result.
+    /// `alpha` and `beta` are 1: the product is added to the result's previous elements.
     Sum,
     /// Both are in the device's memory, side by side, f64 for [`Compute::F64`] and f32 otherwise.
     Device,

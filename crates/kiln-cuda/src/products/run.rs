@@ -62,7 +62,7 @@ pub struct PreparedProduct<'a> {
     described: Described,
     algorithm: MatmulAlgorithm,
     workspace_bytes: usize,
-    /// What a lost device says was launched last.
+    /// How the error of a lost device names this call as the last launch.
     label: Arc<str>,
 }
 

@@ -108,9 +108,9 @@ impl Multiplier {
         Ok(best)
     }
 
-    /// What the library's heuristic proposes, best first. For most products it names eight algorithms,
-    /// however many it is asked for, and others where it may use less working memory: so it is asked for
-    /// three sizes.
+    /// The heuristic's proposals, best first. For most products it names at most eight algorithms however
+    /// many it is asked for, and other ones where it may use less working memory; so it is asked for three
+    /// sizes.
     fn candidates(&self, product: &Product, limits: SearchLimits) -> Result<Vec<HeuristicResult>> {
         let described = Described::new(self, product)?;
         let mut candidates: Vec<HeuristicResult> = Vec::new();

@@ -1,7 +1,8 @@
 //! Copies between host and device, on a stream.
 //!
-//! From and to [`Pinned`] memory a copy is queued and the call returns. Ordinary memory of the host could be
-//! gone before such a copy is over, so [`Stream::write`] and [`Stream::read`], which take it, wait.
+//! A copy from or to [`Pinned`] memory is queued, and the call returns. Ordinary memory of the host could
+//! be freed before such a copy is over, so [`Stream::write`] and [`Stream::read`], which take ordinary
+//! memory, wait.
 
 use std::ops::Range;
 

@@ -1,9 +1,10 @@
 //! One device: its context, whether it is still there, and the pool of its memory.
 //!
-//! Every call of the driver goes through [`Device::check`], which tells three kinds of failures apart. Memory
-//! that is used up and arguments that are refused leave the device as it was. A fault of a kernel, or of the
-//! hardware, makes the context unusable for good: the first such answer is kept with the name of what was
-//! launched last, and from then on [`Device::enter`], with which every operation begins, answers with it.
+//! Every call of the driver goes through [`Device::check`], which distinguishes three kinds of failures.
+//! Memory that is used up and arguments that are refused leave the device as it was. A fault of a kernel,
+//! or of the hardware, makes the context unusable for good: the device keeps the first such answer, with
+//! the name of the last launch, and [`Device::enter`], with which every operation begins, returns it from
+//! then on.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -27,7 +28,7 @@ struct Inner {
     context: Context,
     pool: Pool,
     lost: OnceLock<Arc<Lost>>,
-    /// What was launched last, in words.
+    /// Name of the last launch.
     last: Mutex<Option<Arc<str>>>,
 }
 
@@ -84,8 +85,8 @@ fn is_fatal(code: CUresult) -> bool {
 }
 
 impl Device {
-    /// Takes device `ordinal` into use, with a pool of memory of its own. Whoever opens devices keeps the
-    /// handle and hands out clones, so that there is one pool a device.
+    /// Takes device `ordinal` into use, with a pool of memory of its own. The caller should open each
+    /// device once and hand out clones, so that there is one pool a device.
     ///
     /// # Errors
     /// [`CudaError::NoDevice`], [`CudaError::Driver`].
@@ -136,7 +137,7 @@ impl Device {
         Stream::create(self)
     }
 
-    /// Who has the device's memory.
+    /// How much memory the device has, how much is free, and how much the pool holds.
     ///
     /// # Errors
     /// [`CudaError::Driver`], [`CudaError::Lost`].

@@ -52,7 +52,7 @@ impl Drop for ModuleInner {
     }
 }
 
-/// What a kernel takes of a multiprocessor.
+/// The registers and memory that a kernel takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelUse {
     /// Registers a thread.
@@ -194,7 +194,7 @@ impl Kernel {
         &self.inner.name
     }
 
-    /// What it takes of a multiprocessor.
+    /// The registers and memory that it takes.
     pub fn usage(&self) -> KernelUse {
         self.inner.usage
     }

@@ -1,9 +1,9 @@
 //! The pool of a device's memory.
 //!
 //! Memory is allocated and freed in the order of a stream (`cuMemAllocFromPoolAsync`), so neither waits for
-//! the device. The pool keeps what was freed (its release threshold has no end) and gives memory back to the
-//! driver in one case: an allocation failed. Then the device is waited for, the pool trimmed, and the
-//! allocation tried once more before it is an error with sizes.
+//! the device. The pool keeps freed memory (its release threshold is infinite) and returns it to the driver
+//! in one case: an allocation failed. Then the runtime waits for the device, trims the pool and tries the
+//! allocation once more before it returns an error with the sizes.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -76,7 +76,7 @@ impl Pool {
             code = attempt();
         }
         if code == result::OUT_OF_MEMORY {
-            // A failed attempt leaves in the pool what it could get: the sizes are those without it.
+            // A failed attempt leaves memory in the pool: the sizes are those without it.
             self.trim(device)?;
             return Err(CudaError::OutOfMemory {
                 device: device.ordinal(),
@@ -88,7 +88,7 @@ impl Pool {
         Ok(address)
     }
 
-    /// Gives the driver back what is not in use.
+    /// Returns unused memory to the driver.
     fn trim(&self, device: &Device) -> Result<()> {
         device.enter()?;
         // SAFETY: trimming takes only what is not in use.

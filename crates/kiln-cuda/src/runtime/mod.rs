@@ -7,13 +7,13 @@
 //! Kernel, Storage ──► GraphBuilder ──► StepGraph::launch
 //! ```
 //!
-//! Calls return when work is queued. What waits says so: [`Stream::synchronize`], [`Stream::read`] and
-//! looking into [`Pinned`] memory that a copy still uses. Nothing is freed while the device uses it: a
-//! [`Storage`] is freed in the order of the stream that used it last, [`Pinned`] memory after its last copy,
-//! modules and storages of a graph with the graph.
+//! Calls return when their work is queued. Three kinds wait: [`Stream::synchronize`], [`Stream::read`] and
+//! [`Stream::write`], and looking into [`Pinned`] memory that a copy still uses. Nothing is freed while the
+//! device uses it: a [`Storage`] is freed in the order of the stream that used it last, [`Pinned`] memory
+//! after its last copy, modules and storages of a graph with the graph.
 //!
-//! A kernel that fails takes its device along (`CudaError::Lost`): the driver lets nothing more be done with
-//! it in this process, and every later call says so without asking the driver.
+//! A kernel that fails makes its device unusable (`CudaError::Lost`): the driver refuses all further work
+//! on it in this process, and every later call returns that error without asking the driver.
 
 mod copy;
 mod device;

@@ -46,8 +46,8 @@ impl Parcel {
         &self.device
     }
 
-    /// Queues the copy of the first `bytes` bytes, which `write` fills in, on `stream`. What `write` leaves
-    /// alone is of an earlier call. No bytes are no copy.
+    /// Queues the copy of the first `bytes` bytes on `stream`; `write` fills them in. Bytes that `write`
+    /// does not touch are those of an earlier call. Zero bytes queue no copy.
     ///
     /// # Errors
     /// [`CudaError::Range`] if the block has fewer, [`CudaError::Driver`], [`CudaError::Lost`].

@@ -87,7 +87,8 @@ impl Storage {
     /// # Errors
     /// [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn take_to(&self, stream: &Stream) -> Result<()> {
-        // Who sees its own stream here has put it there, or has been told of it by whoever did.
+        // A thread that reads its own stream here stored it itself, or was told of it by the thread that
+        // did.
         if self.stream.load(Ordering::Acquire) == stream.id() {
             return Ok(());
         }

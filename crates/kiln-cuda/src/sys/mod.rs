@@ -4,8 +4,8 @@
 //! none of them and starts on a machine that has none. A table is also what a test replaces: `testing` fills
 //! the driver's with functions that keep the calls.
 //!
-//! The declarations are written by hand after NVIDIA's documentation and hold only what is used: a function
-//! more is a line more. Sizes of structures that cross the border are asserted where they are declared.
+//! The declarations are written by hand after NVIDIA's documentation and hold only the functions that Kiln
+//! calls. Sizes of structures that cross the border are asserted where they are declared.
 
 pub mod cublaslt;
 pub mod cudnn;
@@ -69,8 +69,8 @@ macro_rules! handles {
                 pub const NULL: Self = Self(std::ptr::null_mut());
             }
 
-            // SAFETY: a handle is a name. The libraries allow calls with one handle from any thread; what
-            // must not happen at the same time is kept apart by the owner of the handle.
+            // SAFETY: a handle is a name. The libraries allow calls with one handle from any thread; the
+            // owner of the handle prevents calls that must not happen at the same time.
             unsafe impl Send for $name {}
             // SAFETY: as above.
             unsafe impl Sync for $name {}

@@ -1,7 +1,8 @@
-//! A cuDNN without a GPU, for tests: descriptors keep their attributes, the heuristic answers with engines that a test names, and calls are kept among the
-//! driver's.
+//! A cuDNN without a GPU, for tests: descriptors keep their attributes, the heuristic answers with engines
+//! that a test names, and calls are recorded among the fake driver's.
 //!
-//! As in the library, a descriptor takes nothing once it is finalized, and gives nothing before; a descriptor that leads to others wants them finalized.
+//! As in the library, attributes are set before a descriptor is finalized and read afterwards, and a
+//! descriptor takes only finalized ones as attributes.
 
 #![allow(non_snake_case, reason = "the names are the library's")]
 
@@ -20,9 +21,9 @@ use super::with;
 /// An engine of the fake library.
 #[derive(Debug, Clone, Default)]
 pub struct FakeEngine {
-    /// What is said of its results, as the library's numbers.
+    /// The library's notes on its results, as numbers.
     pub numerical_notes: Vec<i32>,
-    /// What is said of its calls.
+    /// The library's notes on its calls.
     pub behavior_notes: Vec<i32>,
     /// Bytes of working memory of its plan.
     pub workspace_bytes: i64,
@@ -30,7 +31,7 @@ pub struct FakeEngine {
     pub refuses: bool,
 }
 
-/// What the fake library knows.
+/// State of the fake library.
 #[derive(Debug, Default)]
 pub(super) struct Library {
     /// In the order of the heuristic.
@@ -63,11 +64,11 @@ pub fn fake_cudnn_descriptors() -> usize {
     with(|state| state.cudnn.descriptors.len())
 }
 
-/// Whatever is asked for wrongly.
+/// The answer to wrong arguments.
 const BAD_PARAM: CudnnStatus = 2000;
 /// A descriptor in the wrong state.
 const NOT_FINALIZED: CudnnStatus = 2004;
-/// What an engine refuses.
+/// The answer of an engine that refuses a convolution.
 const NOT_SUPPORTED: CudnnStatus = 3000;
 
 /// Bytes of an element.

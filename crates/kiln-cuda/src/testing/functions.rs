@@ -21,7 +21,7 @@ use crate::sys::driver::{
 /// `CUDA_ERROR_NOT_FOUND`.
 const NOT_FOUND: c_int = 500;
 
-/// Keeps a call and does it, unless it is to fail.
+/// Records a call and does it, unless it is to fail.
 pub(super) fn call(name: &'static str, given: &str, work: impl FnOnce(&mut State) -> CUresult) -> CUresult {
     with(|state| match state.note(name, given) {
         Some(code) => code,
@@ -131,7 +131,7 @@ unsafe extern "C" fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) -> CUresult 
 }
 
 unsafe extern "C" fn cuCtxSetCurrent(_: CUcontext) -> CUresult {
-    // Every operation begins with it: the calls would drown in it.
+    // Not recorded: every operation begins with this call, and the record would be full of it.
     result::SUCCESS
 }
 

@@ -1,12 +1,13 @@
-//! For tests (feature `testing`): a driver without a GPU, which keeps the calls that it gets, and [`host`], which runs generated kernels.
+//! For tests (feature `testing`): a driver without a GPU, which records its calls, and [`host`], which runs
+//! generated kernels.
 //!
-//! The driver's devices' memory is memory of the host: allocations count against a size, copies and fills happen at
-//! once and are checked against what is allocated. Kernels do nothing; they are declared with the sizes of
-//! their parameters, and their launches are kept. Any call can be made to fail. Streams and events are names:
-//! what the runtime orders by them shows in the calls.
+//! The fake devices' memory is memory of the host: allocations count against a size, copies and fills
+//! happen at once and are checked against the allocations. Kernels do nothing; a test declares them with
+//! the sizes of their parameters, and the driver records their launches. A test can make any call fail.
+//! Streams and events are only names: the recorded calls show how the runtime orders work by them.
 //!
-//! A table of functions carries no state, so there is one such driver at a time: [`FakeDriver::start`] waits
-//! for the one before to be dropped.
+//! A table of functions carries no state, so only one such driver exists at a time: [`FakeDriver::start`]
+//! waits until the one before is dropped.
 
 mod convolutions;
 mod functions;
@@ -29,7 +30,7 @@ pub struct FakeDriver {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// What the fake driver knows.
+/// State of the fake driver.
 #[derive(Debug, Default)]
 struct State {
     calls: Vec<String>,
@@ -151,7 +152,7 @@ impl State {
         device.map(|allocation| allocation.bytes).sum()
     }
 
-    /// Keeps a call; the error that it answers, if one was asked for.
+    /// Records a call; returns the error that it answers, if a test asked for one.
     fn note(&mut self, call: &'static str, given: &str) -> Option<i32> {
         let line = if given.is_empty() {
             call.to_owned()

@@ -1,4 +1,4 @@
-//! The struct of constants that the templates are told.
+//! The struct of constants that the templates take as their parameter.
 
 use std::fmt::Write as _;
 
@@ -7,11 +7,11 @@ use super::plan::{Plan, TensorPlan};
 
 /// A case of the templates.
 pub struct Case<'a> {
-    /// What is read and computed.
+    /// The tensors that the attention reads and writes.
     pub operands: &'a Operands,
-    /// How it is cut.
+    /// Its tiles.
     pub plan: Plan,
-    /// How it is cut for tensor cores, if these compute it.
+    /// Its tiles on tensor cores, if these compute it.
     pub tensor: Option<TensorPlan>,
     /// Views besides those of the operands.
     pub views: Vec<(&'static str, &'a View)>,
@@ -46,8 +46,8 @@ impl Case<'_> {
             })
     }
 
-    /// Tiles of the mask that are looked at before attention, if hidden ones may be left out: a score there
-    /// is `fill`, whatever the key.
+    /// Number of tiles of the mask that a launch before attention looks at, if attention may leave out
+    /// tiles in which the mask hides every key: a score there is `fill`, whatever the key.
     pub fn mapped_tiles(&self) -> Option<usize> {
         let hidden = self.operands.hidden.as_ref()?;
         if self.operands.dims.mask_last {
@@ -80,7 +80,7 @@ impl Case<'_> {
         view("query", &operands.query);
         view("key", &operands.key);
         view("value", &operands.value);
-        // What the operation has no operand for is in no branch that is taken.
+        // Views without an operand stand for nothing: no branch that reads them is compiled.
         view("mask", operands.mask.as_ref().unwrap_or(&operands.query));
         view("hidden", operands.hidden.as_ref().unwrap_or(&operands.query));
         for (name, own) in &self.views {

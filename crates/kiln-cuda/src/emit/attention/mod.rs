@@ -1,4 +1,5 @@
-//! Attention, forward and backward: the case that the templates of [`crate::kernels::attention`] are told.
+//! Attention, forward and backward: writes the case (a struct of constants) for which the templates of
+//! [`crate::kernels::attention`] are compiled.
 //!
 //! Operands are windows of any strides, so heads are never split or joined in memory, and heads of keys that
 //! several heads of queries share are never repeated. Where a mask hides keys, one more launch says for each
@@ -48,9 +49,9 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
 
 struct Writer {
     operands: Operands,
-    /// What tensor cores may compute this with.
+    /// The elements that tensor cores multiply, if they may compute this.
     element: Option<Element>,
-    /// What a block may have.
+    /// Bytes of shared memory that a block may have.
     most_shared_bytes: u32,
     code: KernelCode,
 }
@@ -146,7 +147,8 @@ impl Writer {
         Some(())
     }
 
-    /// What all kernels read; looks at the tiles of the mask first, where that says which ones to leave out.
+    /// The parameters that all kernels read. Launches the look at the mask's tiles first, where attention
+    /// may leave some of them out.
     fn operands(&mut self, case: &Case<'_>) -> Option<Reading> {
         let mut reading = Reading {
             statements: "kiln_attention_operands<@_case> o = {};\n".into(),
@@ -270,7 +272,7 @@ impl Writer {
         Some(())
     }
 
-    /// What both kernels of the gradient read.
+    /// The parameters that both kernels of the gradient read.
     fn gradient(&mut self, case: &Case<'_>, gradient: &Gradient) -> Option<Reading> {
         let e = case.operands.extents;
         let mut reading = self.operands(case)?;

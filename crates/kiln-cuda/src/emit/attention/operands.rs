@@ -41,7 +41,8 @@ impl View {
     /// The integer type of distances in a head.
     pub fn index(&self) -> &'static str {
         let reach = |axis: usize| self.strides[axis].abs() * self.extents[axis] as i64;
-        // What threads compute beyond the last row and is not read is no longer than a tile.
+        // Threads beyond the last row also compute distances, without reading there; these reach at most a
+        // tile further.
         match reach(2) + reach(3) + 128 * (self.strides[2].abs() + self.strides[3].abs())
             < i64::from(i32::MAX)
         {
@@ -68,7 +69,7 @@ pub struct Gradient {
 /// Operands and results of an attention.
 #[derive(Debug, Clone)]
 pub struct Operands {
-    /// What varies between attentions.
+    /// The operation's properties.
     pub dims: AttentionDims,
     /// The extents.
     pub extents: Extents,
@@ -154,7 +155,7 @@ impl Operands {
             }
             _ => None,
         };
-        // None within: a mask that attention does not take.
+        // An inner `None` is a mask that attention does not take.
         let mask = |at: Option<usize>| at.map_or(Some(None), |at| read.repeated(input(at)).map(Some));
         Some(Self {
             dims: *dims,
@@ -186,8 +187,8 @@ impl Operands {
 }
 
 impl Operands {
-    /// The elements that tensor cores may compute this with: of 16 bits, or TF32 where f32 may be rounded;
-    /// tensors of which 16 bytes may be copied at once. None if there is no such.
+    /// The elements that tensor cores multiply: 16-bit ones, or TF32 where f32 may be rounded. None if
+    /// tensor cores may not compute this, or if 16 bytes of a tensor cannot be copied at once.
     pub fn tensor_element(&self, options: &EmitOptions<'_>) -> Option<Element> {
         let element = match self.query.ctype {
             "kiln_f16" | "kiln_bf16" => Element::Half,

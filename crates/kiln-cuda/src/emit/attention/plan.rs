@@ -137,7 +137,7 @@ impl Element {
         if self == Self::Tf32 && widest > 64 { 2 } else { 4 }
     }
 
-    /// The width of a row in shared memory: what one product takes, times a whole number.
+    /// The width of a row in shared memory: `width`, rounded up to a multiple of the depth of one product.
     pub fn padded(self, width: usize) -> usize {
         width.next_multiple_of(32 / self.bytes())
     }
@@ -153,7 +153,7 @@ impl TensorPlan {
     /// The plan for the forward kernel; none for widths that tensor cores do not take.
     pub fn forward(e: &Extents, element: Element) -> Option<Self> {
         let narrow = Self::widest(e)? <= 64;
-        // Of a block that has many rows, and of one that has few.
+        // Columns of a block with many rows, and of one with few.
         let (row_blocks, [many, few]) = match (element, narrow) {
             (Element::Half, true) => (2, [8, 8]),
             (Element::Half, false) => (2, [4, 8]),
@@ -274,8 +274,8 @@ fn columns(width: usize, across: usize, widest_vector: usize, most: usize) -> (u
 mod tests {
     use super::*;
 
-    /// All columns have a thread, rows of operands begin at multiples of 16 bytes in banks of their own, and
-    /// shared memory is what every GPU has.
+    /// All columns have a thread, rows of operands begin at multiples of 16 bytes in banks of their own,
+    /// and every GPU has the shared memory.
     #[test]
     fn plans_fit() {
         for real in [DType::F32, DType::F64] {
@@ -300,7 +300,7 @@ mod tests {
         }
     }
 
-    /// Shared memory is what every GPU with these instructions has, but for wide rows of f32.
+    /// Every GPU with these instructions has the shared memory, except for wide rows of f32.
     #[test]
     fn tensor_plans_fit() {
         for element in [Element::Half, Element::Tf32] {

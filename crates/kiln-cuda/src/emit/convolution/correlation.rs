@@ -42,7 +42,7 @@ impl<'a> Correlation<'a> {
         }
     }
 
-    /// The constants that all kernels have, and the weight's strides by what its dimensions are here.
+    /// The constants of all kernels, and the weight's strides, named after what its dimensions mean here.
     pub fn template(&self, threads: u32) -> Template {
         let mut template = self.convolution.template(threads);
         let (first, second) = (self.weight.strides[0], self.weight.strides[1]);
@@ -101,8 +101,8 @@ pub struct Division {
 }
 
 impl Division {
-    /// Among blocks of the sides that `choose` gives to results of so many rows and columns, of which a
-    /// number is computed side by side.
+    /// Divides `task` among blocks. `choose` gives their sides, from rows and columns of a result and the
+    /// number of results that are computed side by side.
     pub fn new(task: &Correlation<'_>, choose: impl FnOnce([usize; 2], usize) -> [usize; 2]) -> Self {
         let convolution = task.convolution;
         let step = if task.gradient { convolution.stride } else { [1; 3] };

@@ -36,7 +36,7 @@ fn vector(convolution: &Convolution<'_>) -> usize {
 /// The code of a correlation.
 pub fn correlation(task: &Correlation<'_>) -> Option<KernelCode> {
     let (convolution, channels) = (task.convolution, task.result.channels);
-    // To the packed weight, channels of one group are what groups of one channel are.
+    // In the packed weight, the channels of a single group take the place of groups of one channel.
     let (pack, packed) = pack(task)?;
     let vector = vector(convolution);
     let row = convolution.window[2];

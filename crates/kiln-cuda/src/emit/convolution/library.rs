@@ -1,12 +1,15 @@
 //! Convolutions in cuDNN.
 //!
-//! The library is fast where all three tensors have their channels last. Images of a step are stored so; what is not (an image that the step is given, a
-//! weight, whose memory is in the order of its dimensions) is copied into working memory first, and a result from there. Where the images have their
-//! channels first all three stay as they are: the library does its own copying then.
+//! The library is fast where all three tensors have their channels last. A step stores its images so. Other
+//! tensors (an image among the step's arguments; a weight, whose dimensions lie in memory in their own
+//! order) are copied into working memory first, and a result in another order is copied from there. Where
+//! the images have their channels first, all three tensors stay as they are, and the library does its own
+//! copying.
 //!
-//! Channels of an image that is copied are padded with zeros to vectors of 16 bytes. For the three channels of a picture the library has no fast engine all the
-//! same: the first convolution of resnet50 and its weight's gradient take 1.5 and 3.4 ms in TF32, and 0.9 ms in bf16 (128 images, H200), where tiles of our own
-//! take 0.64, 0.63 and 0.66 ms, copies included ([`super::tensor::padded`]).
+//! An image that is copied gets its channels padded with zeros to vectors of 16 bytes. Even then the
+//! library has no fast engine for the three channels of a picture: the first convolution of resnet50 and
+//! its weight's gradient take 1.5 and 3.4 ms in TF32, and 0.9 ms in bf16 (128 images, H200), where Kiln's
+//! own tiles take 0.64, 0.63 and 0.66 ms, copies included ([`super::tensor::padded`]).
 
 use kiln_graph::DType;
 
@@ -41,7 +44,7 @@ struct Operand {
     copy: Option<usize>,
 }
 
-/// The code of `convolution` in the library; none if it is not worth to be asked.
+/// The library's call for `convolution`; none if the library is slower than Kiln's own kernels.
 pub fn generate(
     convolution: &Convolution<'_>,
     weight: Image,
@@ -50,7 +53,8 @@ pub fn generate(
     options: &EmitOptions<'_>,
 ) -> Option<KernelCode> {
     let few = dtypes[0] == DType::F32 && convolution.x.channels < 4;
-    // For 64 channels of 56 by 56 (128 images, bf16, H200) the library's engine takes 2.0 ms, where one with a result of bf16 takes 0.07.
+    // For 64 channels of 56 by 56 (128 images, bf16, H200) the library's engine takes 2.0 ms with a result
+    // of f32, and 0.07 ms with one of bf16.
     let wide = task == Task::WeightGradient && dtypes[0] != dtypes[1];
     if !options.cudnn || convolution.is_depthwise() || few || wide {
         return None;
@@ -129,7 +133,7 @@ pub fn generate(
 }
 
 impl Operand {
-    /// Where the library finds it.
+    /// Where the library finds the tensor.
     fn place(&self) -> (Argument, usize) {
         match self.copy {
             Some(at) => (Argument::Scratch(at), 0),
@@ -242,7 +246,8 @@ fn describe(
     })
 }
 
-/// Bytes of working memory that the library may use: copies of all tensors, and the sums of several parts of the depth.
+/// Bytes of working memory that the library may use: copies of all tensors, and the sums of several parts
+/// of the depth.
 fn workspace(convolution: &convolutions::Convolution) -> usize {
     let copies: usize = convolution
         .tensors()
@@ -254,7 +259,7 @@ fn workspace(convolution: &convolutions::Convolution) -> usize {
 }
 
 impl Operand {
-    /// The launch that copies it to its place in working memory, or from there.
+    /// The launch that copies the tensor to its place in working memory, or from there.
     fn transfer(&self, copy: usize, to_library: bool) -> Option<Launch> {
         let strides = &self.given.strides;
         let mut places = [0; 3];

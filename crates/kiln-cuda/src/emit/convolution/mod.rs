@@ -1,4 +1,5 @@
-//! Convolutions and their gradients: in cuDNN where there is one that takes them, and in CUDA C++ of our own.
+//! Convolutions and their gradients: calls of cuDNN where the device has it and it takes them, and Kiln's
+//! own CUDA C++ elsewhere.
 //!
 //! | what | how |
 //! | --- | --- |
@@ -10,8 +11,9 @@
 //! | both, of 16 bits or where products may round | [`tensor`]: the same tiles on tensor cores; of pictures before cuDNN is asked |
 //! | integers, empty tensors, few channels of a group | [`direct`]: one result a thread |
 //!
-//! A convolution and the gradient of its input are both correlations: a pixel of the result is a sum over taps of the window and over channels (the
-//! *depth*) of an image. The gradient reads the image of the convolution's results, its window is mirrored, and its strides are the result's.
+//! A convolution and the gradient of its input are both correlations: a pixel of the result is a sum over
+//! taps of the window and over channels (the *depth*) of an image. The gradient reads the image of the
+//! convolution's results, its window is mirrored, and its strides are the result's.
 
 mod correlation;
 mod depthwise;
@@ -132,7 +134,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
 }
 
 impl Convolution<'_> {
-    /// The code of cuDNN where it takes the convolution, and `own` elsewhere.
+    /// The call of cuDNN where it takes the convolution, and `own` elsewhere.
     fn or_library(
         &self,
         own: KernelCode,
@@ -189,7 +191,8 @@ impl Convolution<'_> {
         }
     }
 
-    /// Whether kernels with vectors and tiles compute it: of floats, none of the tensors empty, pixels and places of the depth counted in 31 bits.
+    /// Whether the kernels with vectors and tiles compute it. They take floats, no empty tensors, and at
+    /// most 31 bits of pixels and of places of the depth.
     fn has_tiles(&self) -> bool {
         let counts = [
             self.x.pixels(),
@@ -215,11 +218,11 @@ impl Convolution<'_> {
         self.window.iter().product()
     }
 
-    /// The constants that all kernels have, on elements of the type of the tensors.
+    /// The constants of all kernels, for elements of the tensors' type.
     fn template(&self, threads: u32) -> Template {
         let register = match self.dtype.is_float() {
             true => super::image::sum_type(self.dtype),
-            // Integers wrap, which those without a sign may.
+            // Sums of integers wrap; C++ allows that of integers without a sign only.
             false => "unsigned long long",
         };
         let types = [self.dtype, self.result_dtype];
@@ -239,8 +242,8 @@ impl Convolution<'_> {
     }
 }
 
-/// The launch that adds `chunks` partial results of `parts` elements each, which are in working memory from byte `at`. `place` defines `part_at`, where a
-/// result is stored.
+/// The launch that adds `chunks` partial results of `parts` elements each, which are in working memory from
+/// byte `at`. `place` defines `part_at`, where a result is stored.
 fn join(
     mut template: Template,
     [chunks, parts]: [usize; 2],

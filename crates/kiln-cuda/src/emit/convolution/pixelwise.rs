@@ -6,8 +6,9 @@
 //! gradient of its weight    [out, in]     = [pixels, out]ᵀ · [pixels, in]
 //! ```
 //!
-//! Where the channels of the result come first, both sides of the first two are transposed. Groups are a
-//! batch of products, and so are images whose pixels are not evenly spaced with those of the next.
+//! Where the channels of the result come first, the product computes the transposed result from transposed
+//! operands. Groups become a batch of products, and so do images whose pixels are not evenly spaced from
+//! one image to the next.
 
 use kiln_compiler::schedule::Buffer;
 use kiln_graph::{DType, Value};
@@ -83,7 +84,7 @@ impl Matrix {
 type Place = (Value, i64);
 
 impl Convolution<'_> {
-    /// Whether each pixel of the result is made of one pixel of the image, its own.
+    /// Whether each pixel of the result is computed from one pixel of the image, the one in its own place.
     fn is_pixelwise(&self) -> bool {
         self.taps() == 1
             && self.stride == [1; 3]
@@ -91,7 +92,7 @@ impl Convolution<'_> {
             && self.dims.pad_high.iter().all(|&pad| pad == 0)
     }
 
-    /// How the pixels of `image` are read by `batch` products.
+    /// The matrices of `image`'s pixels for each product of `batch`.
     fn pixels(&self, image: &Image, group: usize, batch: Batch) -> Option<Matrix> {
         let (rows, stride, batch) = match batch {
             Batch::Groups => (image.pixels(), image.pixel()?, group as i64 * image.channel),
@@ -105,7 +106,7 @@ impl Convolution<'_> {
     }
 }
 
-/// What a batch of products is.
+/// What each product of a batch computes.
 #[derive(Clone, Copy, PartialEq)]
 enum Batch {
     /// Groups of channels, each with all pixels.
@@ -224,7 +225,7 @@ fn product(
     };
     let place = |(base, offset): Place| {
         let bytes = usize::try_from(offset).ok()? * number.bytes();
-        // The library may read vectors of 16 bytes from the start.
+        // The library may read vectors of 16 bytes from the first element on.
         bytes.is_multiple_of(16).then_some((Buffer::Value(base), bytes))
     };
     let elements = count * left.extents[0] * right.extents[1];

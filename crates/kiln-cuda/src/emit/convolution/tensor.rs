@@ -1,7 +1,9 @@
-//! Tiles on tensor cores: of 16 bits, and of f32 where products may round their operands to 10 bits of fraction.
+//! Convolutions by tiles on tensor cores: elements of 16 bits, and f32 where products may round their
+//! operands to 10 bits of fraction.
 //!
-//! Steps of the depth are copied into shared memory 16 bytes at a time, so images have channels in fours of f32 or in eights of 16 bits. The few channels of a
-//! picture are padded with zeros in working memory first ([`padded`]).
+//! A block copies each step of the depth into shared memory 16 bytes at a time, so the image's channels
+//! must come in fours of f32 or in eights of 16 bits. The few channels of a picture are padded with zeros
+//! in working memory first ([`padded`]).
 
 use kiln_graph::{DType, Value};
 
@@ -20,7 +22,8 @@ const PACK: &str = include_str!("../../kernels/cuda/convolution/pack_tensor.cuh"
 const CORRELATION: &str = include_str!("../../kernels/cuda/convolution/correlation_tensor.cuh");
 const WEIGHT: &str = include_str!("../../kernels/cuda/convolution/weight_tensor.cuh");
 
-/// Warps of a block. Few warps with large parts of a tile read less of shared memory than many with small ones.
+/// Warps of a block. Few warps with large parts of a tile read less from shared memory than many with small
+/// ones.
 const WARPS: usize = 4;
 
 /// Words of the depth that a step multiplies: elements of f32, or pairs of 16 bits.
@@ -61,12 +64,14 @@ impl TensorTile {
         [m, n]
     }
 
-    /// The sides of a tile for the gradient of a weight of `channels` by `columns`. Chunks of pixels fill the device, whatever the tile is.
+    /// The sides of a tile for the gradient of a weight of `channels` by `columns`. Chunks of pixels fill
+    /// the device, whatever the tile is.
     fn sides_of_weight(channels: usize, columns: usize) -> [usize; 2] {
         [channels, columns].map(|side| if side <= 64 { 64 } else { 128 })
     }
 
-    /// Steps of the depth that are in shared memory: what two blocks of a multiprocessor have room for on every device with these tensor cores.
+    /// Steps of the depth that shared memory holds at a time: as many as two blocks of a multiprocessor
+    /// have room for on every device with these tensor cores.
     fn stages(self) -> usize {
         if self.block == [128, 128] { 2 } else { 3 }
     }
@@ -119,7 +124,7 @@ impl Convolution<'_> {
         4 / self.dtype.size()
     }
 
-    /// The constants that all templates of tensor cores have.
+    /// The constants that all templates for tensor cores take.
     fn types(&self) -> [(&'static str, usize); 2] {
         [
             ("PER_WORD", self.per_word()),
@@ -252,8 +257,9 @@ pub fn weight(convolution: &Convolution<'_>, out: Value, options: &EmitOptions<'
     weight::finish(convolution, tile.shared(launch, stage)?, count, out)
 }
 
-/// The code of a convolution, or of its weight's gradient, whose image has too few channels for a vector: image and weight are padded in working memory.
-/// None for the gradient of such an image, which is rarely asked for.
+/// The code of a convolution, or of its weight's gradient, whose image has fewer channels than a vector:
+/// image and weight are padded in working memory. None for the gradient of such an image, which hardly any
+/// model asks for.
 pub fn padded(
     convolution: &Convolution<'_>,
     weight: &Image,
@@ -294,7 +300,7 @@ pub fn padded(
             correlation(&Correlation::new(&inner, &weight, false), options)?
         }
     };
-    // Where they are instead: in front of the working memory of the tiles.
+    // The padded tensors are in front of the working memory of the tiles.
     let size = |image: &Image, dtype: DType| (image.elements() * dtype.size()).next_multiple_of(ALIGNMENT);
     let weight_dtype = match task {
         Task::WeightGradient => convolution.result_dtype,
@@ -367,7 +373,7 @@ mod tests {
                 let [_, _, (_, row_warps), (_, column_warps), (_, stages), _] = tile.constants(stage);
                 assert_eq!(block[0] % (16 * row_warps), 0, "{block:?}");
                 assert_eq!(block[1] % (16 * column_warps), 0, "{block:?}");
-                // The least that devices from 8.0 on give to a block.
+                // Devices from 8.0 on give a block at least so much.
                 assert!(stages * stage * 4 <= 99 * 1024, "{block:?}");
             }
         }

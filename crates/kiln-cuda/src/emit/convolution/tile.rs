@@ -88,9 +88,9 @@ impl Tile {
 
     /// The constants of a template.
     pub fn constants(self) -> [(&'static str, usize); 5] {
-        // Written out to the end, the products of a thread with 64 results read so far ahead that they take
-        // 150 registers and more, and a multiprocessor has room for one block of 256 threads; with two steps
-        // they take 128, and it has room for two.
+        // A thread with 64 results whose loop is unrolled completely reads so far ahead that it takes 150
+        // registers and more, which leaves a multiprocessor room for one block of 256 threads. Unrolled
+        // twice it takes 128 registers, which leaves room for two blocks.
         let unrolled = if self.thread == [8, 8] { 2 } else { 8 };
         [
             ("BM", self.block[0]),

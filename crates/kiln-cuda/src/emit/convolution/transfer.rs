@@ -1,4 +1,5 @@
-//! Copies of images and weights between where the step has them and working memory, where their dimensions are in another order or channels are padded.
+//! Copies images and weights into working memory, and results from there, where working memory has their
+//! dimensions in another order or pads their channels.
 
 use kiln_graph::DType;
 
@@ -11,8 +12,8 @@ const TRANSFER: &str = include_str!("../../kernels/cuda/convolution/transfer.cuh
 /// Windows of so many elements are copied by one thread for each channel.
 const SMALL_PLANE: usize = 64;
 
-/// The launch that copies a tensor of `dtype` as the step stores it to byte `copy` of working memory, where it lies as the second image says, or from there.
-/// That image may have more channels, which become zeros.
+/// The launch that copies a tensor of `dtype` between `stored`, where the step has it, and byte `copy` of
+/// working memory, where it lies as `other` says. `other` may have more channels, which become zeros.
 pub fn transfer(dtype: DType, [stored, other]: [&Image; 2], copy: usize, to_copy: bool) -> Option<Launch> {
     let (from, to) = if to_copy { (stored, other) } else { (other, stored) };
     let to_channels = to.channels;

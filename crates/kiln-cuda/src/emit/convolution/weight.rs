@@ -24,8 +24,8 @@ const PART_AT: &str = "inline Index part_at(Index number)
 /// The fewest pixels of a chunk: fewer are not worth another pass over the weight.
 const LEAST_PIXELS: usize = 512;
 
-/// In how many chunks `pixels` are added where `blocks` are busy with each, and how many pixels each has, a
-/// multiple of `unit`.
+/// The number of chunks into which `pixels` are divided if `blocks` blocks work on each chunk, and the
+/// pixels of a chunk, a multiple of `unit`.
 pub fn chunks(pixels: usize, blocks: usize, unit: usize) -> [usize; 2] {
     // Twice as many blocks as elsewhere: chunks differ in what they cost, as pixels at the border have fewer
     // taps.

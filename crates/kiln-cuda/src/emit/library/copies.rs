@@ -14,7 +14,7 @@ use super::super::text::{THREADS, Text, blocks, index_type};
 use super::super::{Argument, Launch, expressions};
 use super::fill;
 
-/// What a scatter's result is where nothing is scattered to: a constant, or the first operand.
+/// Fills a scatter's result with its elements before any update: a constant, or the first operand's.
 pub(super) fn start(graph: &Graph, node: Node) -> Launch {
     let data = graph.node(node);
     let out = data.outputs[0];
@@ -77,8 +77,8 @@ if (i < COUNT) to[{position}] = from[i];
     text.launch(&statements, blocks(count / width, THREADS as usize), THREADS)
 }
 
-/// A dimension of a result that has a part from elsewhere: the element at `start + i * step` is element `i`
-/// of that part.
+/// A dimension of a result into which a part of another tensor goes: the element at `start + i * step` is
+/// element `i` of that part.
 #[derive(Clone, Copy)]
 struct Part {
     extent: usize,
@@ -109,8 +109,8 @@ fn joined(dims: impl IntoIterator<Item = Part>) -> Vec<Part> {
     out
 }
 
-/// Words of the result that are copied: the declarations of `inside`, whether word `i` of the result is of
-/// the part, and of `at`, where it is there. Gives the elements of a word.
+/// Writes the declarations of `inside` (whether word `i` of the result belongs to the part) and of `at`
+/// (where in the part it is). Returns the number of elements of a word.
 fn parts(dims: &mut [Part], size: usize, statements: &mut String) -> usize {
     let width = match dims.last() {
         Some(last) if last.step == 1 => {

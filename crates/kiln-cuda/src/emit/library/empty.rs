@@ -8,8 +8,8 @@ use super::super::text::{THREADS, Text, blocks, index_type};
 use super::super::{Argument, EmitOptions, KernelCode, Launch, expressions};
 use super::{copies, fill};
 
-/// The code of an operation of which a result or an operand is empty; none if none is, or if the operation's
-/// own code knows what to do.
+/// The code of an operation with an empty result or operand; none if no tensor is empty, or if the
+/// operation's own code handles empty tensors.
 pub fn empty(graph: &Graph, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
     let data = graph.node(node);
     let is_empty = |&value: &_| graph.ty(value).numel() == 0;

@@ -115,7 +115,8 @@ pub(super) fn arg_reduce(graph: &Graph, node: Node, op: ArgReduceOp, axis: usize
     })
 }
 
-/// The type `@_Key` and the function `@_key` that gives an element's: the largest is the best.
+/// The type `@_Key` of keys and the function `@_key` from an element to its key: the element with the
+/// largest key wins.
 fn key_text(dtype: DType, op: ArgReduceOp) -> String {
     let memory = expressions::memory_type(dtype);
     let key = if dtype.size() == 8 { "kiln_u64" } else { "kiln_u32" };

@@ -25,7 +25,7 @@ use super::order::{Order, Port};
 /// Indices that a thread looks through: always, or where the result is small.
 const FEW: usize = 32;
 const SOME: usize = 512;
-/// Looks at indices that take some microseconds.
+/// The most comparisons with an index that take only some microseconds.
 const LOOKS: usize = 1 << 22;
 /// Updates that are joined beforehand if all of them go to one place.
 const CHUNK: usize = 32;
@@ -105,7 +105,7 @@ const UPDATE_CHUNKS: &str = "int front = high, back = high;
     #pragma unroll 4
     for (int p = back; p < high; p++) all.update(updates + first + (Index)own[p].place() * STEP);";
 
-/// What is known of the operation.
+/// The operation, its extents, and how threads share it out.
 struct Scatter<'a> {
     graph: &'a Graph,
     node: Node,
@@ -214,7 +214,7 @@ const Index first_index = 0, list = 0;"
             .reads(memory, "updates", Argument::value(data.inputs[2]))
     }
 
-    /// A text with the indices, as they come.
+    /// Adds the indices, in their original order, to a text.
     fn with_indices(&self, text: Text) -> Text {
         let indices = self.graph.node(self.node).inputs[1];
         let ty = expressions::memory_type(self.graph.dtype(indices));
@@ -284,7 +284,8 @@ inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
         )
     }
 
-    /// A text with what the result begins with, and how the statements name it.
+    /// Adds the elements that the result has before any update to a text; returns the name by which
+    /// statements refer to them.
     fn with_start(&self, text: Text) -> (Text, &'static str) {
         match starts_constant(self.graph, self.node) {
             Some(_) => (text, ""),

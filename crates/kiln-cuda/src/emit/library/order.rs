@@ -123,7 +123,7 @@ impl Order {
             text: &read,
         };
         let mut launches = vec![self.sort_tiles(tiles, self.keep, row, source, &to)];
-        // The lists after the next ones take the place of this call's source, which nobody reads then.
+        // The lists after the next ones overwrite this call's source, which no later launch reads.
         launches.extend(shorter.select([places[1], places[0]], &from, sink));
         launches
     }

@@ -184,7 +184,7 @@ inline {memory} @_narrow({wide} x) {{ return {}; }}
     };
     let parts = text().writes(wide, "parts", Argument::Scratch(0));
     let scan = text()
-        // Without chunks nobody reads the parts, and any address will do.
+        // Without chunks no thread reads the parts, and any address will do.
         .reads(
             wide,
             "parts",

@@ -209,8 +209,8 @@ impl Writer<'_> {
         self.define(dtype, own, &text)
     }
 
-    /// The value at `index`, if it is such a power. The code asks for the exponent when it runs: at minus one
-    /// the power is a division.
+    /// The value at `index`, if it is a power with a runtime exponent. The code compares the exponent when
+    /// it runs: at minus one the power is a division.
     fn power(&mut self, value: Value, index: &[Index]) -> Option<Register> {
         let (base, exponent) = power_of_scalar(self.graph, &self.space.loops.nest, value)?;
         let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));

@@ -89,7 +89,7 @@ pub fn generate(graph: &Graph, nest: &Nest, options: &EmitOptions<'_>) -> Kernel
     }
 }
 
-/// Whether all that a nest makes is one number or complete at each point.
+/// Whether each result of a nest is a single number, or complete at each point.
 fn is_total(graph: &Graph, nest: &Nest) -> bool {
     let late = nest.late.iter().all(|&value| graph.ty(value).numel() == 1);
     let mut stores = nest
@@ -99,8 +99,8 @@ fn is_total(graph: &Graph, nest: &Nest) -> bool {
     late && stores.all(|store| vars(&store.index) == nest.all())
 }
 
-/// Joins variables as long as every index treats two of them as one; the indices of the space that is left.
-/// `seen` writes the kernel for the sake of them.
+/// Joins two variables as long as every index treats them as one; returns the indices of the joined space,
+/// which `seen` finds by a dry run of the kernel.
 fn prepare(space: &mut Space, seen: impl Fn(&Space) -> Vec<Seen>) -> Vec<Seen> {
     loop {
         let found = seen(space);
@@ -141,8 +141,8 @@ fn coordinates(space: &Space, list: &[Var], ty: &str, from: &str) -> String {
     text
 }
 
-/// What lets a loop of `points` have several loads under way: it is unrolled where nothing is stored, which
-/// loads could not pass.
+/// The pragma that lets a loop over `points` have several loads under way: the loop is unrolled if it
+/// stores nothing, because loads cannot pass stores.
 fn unroll(writer: &writer::Writer<'_>, points: &str) -> &'static str {
     let stores = writer.written.iter().any(|written| *written);
     if stores || points.len() > 4000 {

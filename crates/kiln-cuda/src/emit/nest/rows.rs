@@ -50,8 +50,8 @@ pub(super) fn seen(graph: &Graph, space: &Space) -> Vec<Seen> {
     dry_run(graph, space, FxHashSet::default()).seen
 }
 
-/// Writes a row for the sake of what is seen and evaluated, where passes keep the values `kept` for later
-/// ones.
+/// A dry run: writes a row whose passes keep the values `kept` for later ones, and returns the writer,
+/// which has noted the indices and evaluated values.
 pub(super) fn dry_run<'a>(graph: &'a Graph, space: &'a Space, kept: FxHashSet<Key>) -> Writer<'a> {
     let shape = Shape {
         group: 1,

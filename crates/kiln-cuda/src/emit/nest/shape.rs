@@ -68,14 +68,14 @@ struct Kept {
     keys: FxHashSet<Key>,
     /// Bytes of those of one point that live from one pass to a later one.
     bytes: i64,
-    /// What one pass alone loads, and the bytes of that for one point: kept too if there is room, so that all
-    /// loads of a thread are under way at once.
+    /// Values that a single pass loads, and their bytes for one point. A thread keeps these too if there is
+    /// room, so that all its loads are under way at once.
     once: FxHashSet<Key>,
     once_bytes: i64,
 }
 
 impl Kept {
-    /// What several passes evaluate, or of that only what is loaded.
+    /// Values that several passes evaluate; of these only the loaded ones if `loads_only`.
     fn of(graph: &Graph, space: &Space, loads_only: bool) -> Self {
         let evaluated = |kept: FxHashSet<Key>| std::mem::take(&mut dry_run(graph, space, kept).evaluated);
         let several = |passes: u64| passes.count_ones() > 1;
@@ -83,7 +83,7 @@ impl Kept {
         let candidates = evaluated(FxHashSet::default()).into_iter();
         let candidates = candidates.filter(|(key, passes)| several(*passes) && (!loads_only || loaded(key)));
         let candidates: FxHashSet<Key> = candidates.map(|(key, _)| key).collect();
-        // With those kept, what they are computed from is needed in fewer passes.
+        // Where these are kept, fewer passes need the values from which they are computed.
         let all = evaluated(candidates.clone());
         let size = |key: &Key| {
             let dtype = graph.dtype(key.0);

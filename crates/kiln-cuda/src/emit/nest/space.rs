@@ -36,7 +36,8 @@ impl Space {
         }
     }
 
-    /// Makes all variables columns: for nests of which every result is one number or one a point.
+    /// Makes all variables columns: for nests whose results are each a single number, or one number a
+    /// point.
     pub(super) fn flatten(&mut self) {
         self.loops.cols = self
             .loops
@@ -75,7 +76,7 @@ impl Space {
                     _ => -3 * seen.weight,
                 };
             }
-            // Few neighbours, few accesses worth having.
+            // A variable with few neighbours makes few accesses contiguous.
             let extent = self.loops.extent(var);
             let worth = if extent < 32 {
                 score * extent / 32 - 1
@@ -98,9 +99,10 @@ impl Space {
         }
     }
 
-    /// How many neighbours a thread takes at once: as many as 16 bytes hold of the narrowest tensor that is
-    /// read or written along the vector variable, as long as that divides its extent (`ragged`: or rows begin
-    /// anywhere, and a tail is left over), its accesses are not torn apart, and registers suffice.
+    /// Chooses how many neighbours a thread takes at once: as many elements of the narrowest tensor that is
+    /// accessed along the vector variable as 16 bytes hold, provided that the count divides the variable's
+    /// extent (or `ragged`: rows begin anywhere, and a tail is left over), that accesses remain contiguous,
+    /// and that registers suffice.
     pub(super) fn choose_width(&mut self, seen: &[Seen], ragged: bool) {
         self.width = 1;
         let Some(vector) = self.vector else { return };
@@ -124,8 +126,8 @@ impl Space {
                     _ => together += seen.weight,
                 }
             }
-            // Elements apart are read by instructions of their own, which neighbouring threads would share
-            // cache lines for.
+            // Elements that lie apart need an instruction each, while neighbouring threads would share
+            // their cache lines.
             if fits && together > 2 * apart && bytes <= 4 * MOST_LIVE {
                 self.width = width;
                 return;

@@ -1,4 +1,4 @@
-//! Nests that reduce everything to single numbers, late: each block has a chunk of the points.
+//! Nests whose results are all late reductions to single numbers: each block has a chunk of the points.
 
 use kiln_graph::Graph;
 

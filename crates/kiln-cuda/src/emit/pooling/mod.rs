@@ -1,8 +1,9 @@
 //! Pools and their gradients: a thread has a few neighbouring channels of one place of the result.
 //!
-//! Gradients are gathered, so that no two threads add to one element: a place looks at the windows that it is
-//! in. The gradient of a pool of largest elements does not say what its windows were. Where the pool that
-//! made its indices is in the graph, they are known; elsewhere [`scatter`] reads all indices of a channel.
+//! Gradients are gathered, so that no two threads add to one element: the thread of an input element looks
+//! at all windows that contain it. The gradient of a pool of largest elements has no operand for the
+//! windows. They are known where the pool that made its indices is in the same graph; elsewhere [`scatter`]
+//! reads all indices of a channel.
 
 mod scatter;
 
@@ -194,7 +195,7 @@ impl Pool {
         template
     }
 
-    /// The type and the strides of the indices; those of the result stand for indices that nobody wants.
+    /// The type and the strides of the indices; a pool without indices gives the result's in their place.
     fn index_constants(&self, template: &mut Template) {
         let (image, dtype) = match &self.indices {
             Some((image, dtype)) => (image, *dtype),

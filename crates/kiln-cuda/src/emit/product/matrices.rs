@@ -1,8 +1,8 @@
 //! Products as cuBLASLt takes them: matrices with one stride of 1, and one evenly spaced batch of them.
 //!
-//! Rows or columns of which there are several dimensions that do not join give all but one of them to the
-//! batch, where the other operand repeats. Of a batch of several dimensions that do not join all but one
-//! become calls of their own, if there are few.
+//! Where rows (or columns) consist of several dimensions that do not join, all but one of these become
+//! batch dimensions, along which the other operand repeats. Where the batch consists of several dimensions
+//! that do not join, all but one of them become calls of their own, if there are few.
 
 use kiln_compiler::schedule::Buffer;
 use kiln_graph::DType;
@@ -11,7 +11,7 @@ use super::{Dim, Frame, joined};
 use crate::emit::ProductCall;
 use crate::products::{Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
 
-/// The most calls that one product becomes: beyond, one launch of our own kernel is faster.
+/// The most calls that one product becomes: beyond that, one launch of Kiln's own kernel is faster.
 const CALLS: usize = 32;
 /// The most working memory of a product, in bytes: what the library's largest algorithms ask for.
 const WORKSPACE: usize = 32 << 20;
@@ -188,7 +188,7 @@ impl Matrices {
 fn stored(rows: (usize, i64), columns: (usize, i64)) -> Option<(bool, u64)> {
     let along = |line: (usize, i64), across: (usize, i64)| {
         let (extent, stride) = line;
-        // One line is as long as it is.
+        // A single line has no next one: its stride is its own length.
         let leading = if across.0 == 1 { extent as i64 } else { across.1 };
         let fits = (extent == 1 || stride == 1) && leading >= extent as i64;
         fits.then(|| leading.unsigned_abs())
@@ -199,7 +199,7 @@ fn stored(rows: (usize, i64), columns: (usize, i64)) -> Option<(bool, u64)> {
     }
 }
 
-/// Bytes of working memory that algorithms may use: the results of a split sum in f32.
+/// Bytes of working memory that algorithms may use: room for the results of a split sum in f32.
 fn workspace(product: &Product) -> usize {
     let elements = usize::try_from(product.batch * product.m * product.n).unwrap_or(usize::MAX);
     let bytes = elements.saturating_mul(SPLITS * product.scalar_bytes());

@@ -1,7 +1,8 @@
 //! Products of matrices.
 //!
-//! Operands are strided windows on stored values, so transposes, slices, head splits and repeated heads cost nothing. A product is described by its
-//! dimensions, each with the elements between neighbours in the left operand, the right one and the result (zero where it does not occur):
+//! Operands are strided windows on stored values, so transposes, slices, head splits and repeated heads
+//! cost nothing. A product is described by its dimensions. Each has a distance between neighbours, in
+//! elements, in the left operand, the right one and the result (zero where it does not occur):
 //!
 //! ```text
 //! dimensions   left  right  result
@@ -11,8 +12,9 @@
 //! depth         x      x
 //! ```
 //!
-//! [`matrices`] finds the matrices in that which cuBLASLt takes, [`padded`] pads their extents where that pays. [`tiles`] computes all the rest: integers, windows that no matrix has, and products whose
-//! results are single numbers.
+//! [`matrices`] turns this into the matrices that cuBLASLt takes, and [`padded`] pads their extents where
+//! that pays. [`tiles`] computes all other products: of integers, of windows that no matrix describes, and
+//! those whose results are single numbers.
 
 mod matrices;
 pub mod padded;
@@ -95,7 +97,8 @@ impl Dim {
     }
 }
 
-/// Dimensions with those joined that are evenly spaced everywhere, outermost first; those of one element left out.
+/// Joins dimensions that are evenly spaced in all tensors; returns the dimensions outermost first, without
+/// those of one element.
 fn joined(mut dims: Vec<Dim>) -> Vec<Dim> {
     dims.retain(|dim| dim.extent != 1);
     // The order in which elements are visited or summed is free.
@@ -198,7 +201,8 @@ impl Frame {
         dims.iter().map(|dim| dim.extent).product()
     }
 
-    /// Whether the product is of many pairs of vectors, each pair giving a number: no work for the library's tiles.
+    /// Whether the product multiplies many pairs of vectors, each pair giving one number: the library's
+    /// tiles would be mostly empty.
     fn is_single_numbers(&self) -> bool {
         self.rows.is_empty() && self.columns.is_empty() && self.extent(&self.batch) >= 32
     }

@@ -1,8 +1,10 @@
 //! Matrices of 16 bits whose extents are no multiple of eight.
 //!
-//! Tensor cores are fed eight elements at once. Where an extent of a product is no multiple of that (a vocabulary of 30,522), cuBLASLt falls back to kernels of an older generation. On an
-//! H200, `[4096, 768] · [768, n]` of bf16 takes 786 microseconds for n = 30,522 and 250 for n = 30,528; aligned rows alone change nothing. Where it pays, the
-//! matrices with such extents are therefore copied to working memory with zeros behind their rows and columns, and a result is copied back from there.
+//! Tensor cores take eight elements at once. Where an extent of a product is no multiple of eight (a
+//! vocabulary of 30,522), cuBLASLt falls back to kernels of an older generation. On an H200, `[4096, 768] ·
+//! [768, n]` of bf16 takes 786 microseconds for n = 30,522 and 250 for n = 30,528; aligning the rows alone
+//! does not help. Where it pays, matrices with such extents are therefore copied to working memory with
+//! zeros behind their rows and columns, and a result is copied back from there.
 
 use crate::emit::text::{THREADS, Text, blocks, index_type};
 use crate::emit::{Argument, Call, KernelCode, Launch, PaddedProduct, ProductCall};
@@ -10,13 +12,14 @@ use crate::products::{MatrixIn, Number, Product, ScalarsFrom};
 
 /// Extents that tensor cores take are multiples of this.
 const UNIT: u64 = 8;
-/// What a multiplication with its addition takes longer where an extent is no multiple of [`UNIT`], in seconds: 235 instead of 768 TFLOP/s (H200).
+/// Seconds that each multiply-add takes longer where an extent is no multiple of [`UNIT`]: 235 instead of
+/// 768 TFLOP/s (H200).
 const LOSS: f64 = 5.9e-15;
 /// Seconds that a byte of a copy takes, read and written (H200).
 const BYTE: f64 = 2.0 / 4.3e12;
 /// Seconds of a launch.
 const LAUNCH: f64 = 2e-6;
-/// A copy must save so many times what it costs: other devices have other rates.
+/// A copy must save so many times its own time: other devices have other rates.
 const MARGIN: f64 = 1.5;
 /// The most bytes of a copy: working memory counts into the step's peak.
 const MOST: usize = 640 << 20;
@@ -26,14 +29,15 @@ const BORDER: usize = 256;
 /// Which products are computed on copies with padded extents.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Padding {
-    /// Those that are faster so.
+    /// Those that are faster on copies.
     #[default]
     WherePays,
     /// All that could be, however small: for tests.
     Always,
 }
 
-/// Each thread writes one element, or several neighbours as one number: all rows on both sides begin at multiples of that. Behind the source's rows and columns are zeros.
+/// Each thread writes one element, or several neighbours as one number whose size divides the start of
+/// every row on both sides. Elements behind the source's rows and columns are zeros.
 const COPY: &str = "
 const Index i = (Index)blockIdx.x * blockDim.x + threadIdx.x;
 if (i >= COUNT) return;
@@ -90,7 +94,7 @@ impl Stored {
         }
     }
 
-    /// Whether tensor cores take it as it is.
+    /// Whether tensor cores take the matrix as it is.
     fn is_aligned(&self) -> bool {
         [self.rows, self.columns, self.leading]
             .iter()
@@ -199,10 +203,11 @@ fn padded_product(product: &Product, places: [Option<usize>; 3]) -> Product {
     padded
 }
 
-/// The copy of a matrix from one memory to another, each with the bytes in front of it there. What the source has not is zero.
+/// The launch that copies a matrix from one memory to another; each side is given with its offset in bytes.
+/// Elements that the source lacks are zero.
 fn copy(from: (Argument, usize, Stored), to: (Argument, usize, Stored)) -> Launch {
     let size = from.2.number.bytes();
-    // As many bytes at once as all rows of both sides have and begin at.
+    // The widest access that starts and lengths of all rows, on both sides, are multiples of.
     let fits = |width: usize| {
         [&from, &to].iter().all(|(_, start, matrix)| {
             let whole = |elements: u64| (elements as usize * size).is_multiple_of(width);

@@ -1,4 +1,4 @@
-//! Products by kernels of our own, for every type and every window.
+//! Products by Kiln's own kernels, for every type and every window.
 //!
 //! A block computes a tile of the result: tiles of both operands go through shared memory, and each thread
 //! sums some results in registers. Products with very few rows or columns are computed number by number, by a

@@ -1,10 +1,10 @@
 //! Attention in CUDA C++: templates over a case, the struct of constants that [`crate::emit::attention`]
 //! writes for an operation.
 //!
-//! `tiles.cuh` has the products of tiles, `scores.cuh` what is between a product and a weight, `forward.cuh`
-//! and `backward.cuh` the kernels. They compute in the type that the operands' type is computed in, on the
-//! cores that every GPU has. `fragments.cuh`, `tensor_forward.cuh` and `tensor_backward.cuh` are for tensor
-//! cores: operands of 16 bits or of f32 rounded to TF32, sums in f32.
+//! `tiles.cuh` has the products of tiles, `scores.cuh` the steps from a product to a weight, `forward.cuh`
+//! and `backward.cuh` the kernels. They compute in the operands' compute type, on the cores that every GPU
+//! has. `fragments.cuh`, `tensor_forward.cuh` and `tensor_backward.cuh` are for tensor cores: operands of
+//! 16 bits or of f32 rounded to TF32, sums in f32.
 
 /// The templates, once in a program.
 pub const TEMPLATES: &str = concat!(

@@ -14,7 +14,7 @@ use crate::sys::driver::{
     CudaMemsetNodeParams, MEMORY_TYPE_DEVICE,
 };
 
-/// A node of the graph under construction: what other nodes come after.
+/// A node of the graph under construction, which later nodes name to come after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Node(u32);
 
@@ -32,7 +32,7 @@ pub struct GraphBuilder {
     incomplete: bool,
 }
 
-/// What must live as long as the graph.
+/// Kernels and storages that must live as long as the graph.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     pub(super) storages: Vec<Arc<Storage>>,
@@ -217,7 +217,7 @@ impl GraphBuilder {
         Ok(node)
     }
 
-    /// Adds a node that does nothing: one name for several that must be over.
+    /// Adds a node that does nothing: a single name for "all of these nodes are over".
     ///
     /// # Errors
     /// [`CudaError::Driver`], [`CudaError::Lost`].
@@ -257,7 +257,8 @@ impl GraphBuilder {
             )
         };
         self.check("cuStreamBeginCaptureToGraph", code, || "a library's call".into())?;
-        // From here on the graph may have nodes that use the storages, and is whole again only at the end.
+        // From here on the graph may have nodes that use the storages; it is complete again only at the
+        // end.
         storages.iter().for_each(|storage| self.kept.storage(storage));
         self.incomplete = true;
         self.capture.set_capturing(true);
@@ -298,7 +299,7 @@ impl GraphBuilder {
         StepGraph::instantiate(&self.graph, &self.name, self.kept.without_repeats(), stream)
     }
 
-    /// The nodes that were captured and nothing captured comes after.
+    /// The captured nodes that no captured node comes after.
     fn captured_last(&self) -> Result<Vec<CUgraphNode>> {
         let (mut status, mut id, mut graph) = (0, 0, CUgraph::NULL);
         let (mut last, mut edges, mut count) = (ptr::null(), ptr::null(), 0);

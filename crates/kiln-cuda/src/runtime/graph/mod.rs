@@ -1,10 +1,10 @@
 //! A whole step as one CUDA graph.
 //!
 //! [`GraphBuilder`] collects kernels, copies, fills and library calls, each with the nodes that it comes
-//! after; nothing is ordered that no edge orders. Kernels are nodes of their own. A library launches kernels
-//! that nobody else knows: its calls are captured into the same graph at their place.
-//! [`GraphBuilder::instantiate`] makes a [`StepGraph`], which is launched with one call however many nodes it
-//! has, and is never changed: memory stays where it is, and numbers that change go through
+//! after; two nodes without a path of edges between them may run in any order. Kernels are nodes of their
+//! own. A library launches kernels that Kiln does not know: its calls are captured into the same graph at
+//! their place. [`GraphBuilder::instantiate`] makes a [`StepGraph`], which one call launches however many
+//! nodes it has. The graph is never changed: memory stays where it is, and changing numbers go through
 //! [`super::Parcel`].
 
 mod builder;

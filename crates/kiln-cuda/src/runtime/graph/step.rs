@@ -13,7 +13,7 @@ use crate::sys::driver::CUgraphExec;
 pub struct StepGraph {
     executable: Executable,
     stream: Stream,
-    /// What a lost device says was launched last.
+    /// How the error of a lost device names this graph as the last launch.
     label: Arc<str>,
     nodes: usize,
     kept: Kept,
@@ -36,7 +36,7 @@ impl Drop for Executable {
 
 impl Drop for StepGraph {
     fn drop(&mut self) {
-        // A launch may be under way. Its error, if there is one, belongs to whoever waits for its results.
+        // A launch may be under way. Whoever waits for its results gets its error, if there is one.
         let _ = self.stream.synchronize();
     }
 }

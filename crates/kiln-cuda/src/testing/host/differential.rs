@@ -20,7 +20,7 @@ pub struct Differential<'a> {
     tolerances: Option<Vec<f64>>,
 }
 
-/// What came of a comparison that found no difference.
+/// The outcome of a comparison that found no difference.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The outputs agree.
@@ -29,8 +29,9 @@ pub enum Outcome {
     Unsupported(String),
 }
 
-/// Compiles `graph` for a GPU, runs it on the host with random arguments and compares with the interpreter,
-/// to within a few roundings of the outputs' types relative to each output's largest element.
+/// Compiles `graph` for a GPU, runs it on the host with random arguments and compares the outputs with the
+/// interpreter's. The tolerance is a few roundings of the outputs' types, relative to each output's largest
+/// element.
 ///
 /// # Errors
 /// The first difference; what went wrong before. An operation that the target does not compute is an error

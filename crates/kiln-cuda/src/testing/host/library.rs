@@ -1,4 +1,4 @@
-//! From the kernels of a step to a library that the host loads.
+//! Compiles the kernels of a step to a library that the host loads.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt::Write as _;
@@ -20,13 +20,13 @@ const HEADER: &str = include_str!("kiln_host.h");
 /// Compilers that machines have, in the order in which they are tried behind `$CXX`.
 const COMPILERS: [&str; 3] = ["g++", "c++", "clang++"];
 
-/// One arena holds buffers of different types in turn, hence no type-based alias analysis. Hidden symbols
-/// keep the shared memory of one library from being that of another. Contraction is off so that results do
-/// not depend on the host's instructions.
+/// Type-based alias analysis is off, because one arena holds buffers of different types in turn. Symbols
+/// are hidden, so that one library's shared memory is not that of another. Contraction is off, so that
+/// results do not depend on the host's instructions.
 ///
-/// What C++ leaves undefined becomes a trap: accesses that are not aligned, which a GPU refuses; shifts by
-/// too much and casts of floats that are out of range, which a GPU computes otherwise than the host; sums
-/// that overflow, for which compilers assume that they do not.
+/// Undefined behaviour becomes a trap: unaligned accesses, which a GPU refuses; shifts by too much and
+/// casts of floats that are out of range, which a GPU computes differently; sums that overflow, which
+/// compilers assume do not.
 const FLAGS: [&str; 15] = [
     "-x",
     "c++",

@@ -4,10 +4,10 @@
 //! StepCode ─► kiln_host.h + prelude + kernels ─► C++ compiler ─► library ─► HostStep::run: launches, products and guards in order
 //! ```
 //!
-//! The header `kiln_host.h` says what CUDA's words mean on the host: the threads of a block are fibers, and
-//! blocks run one after the other. Memory is filled with noise that is NaN in every float type, and lies
-//! between guard zones, so elements that nobody wrote and writes beside a buffer show. Products of matrices
-//! are computed by plain loops. [`Differential`] compiles a graph, runs it so, and compares with the
+//! The header `kiln_host.h` defines CUDA's words for the host: the threads of a block are fibers, and
+//! blocks run one after the other. Memory begins as noise that is NaN in every float type, and lies between
+//! guard zones, so a check finds elements that no kernel wrote and writes beside a buffer. Plain loops
+//! compute products of matrices. [`Differential`] compiles a graph, runs it so, and compares with the
 //! interpreter.
 
 mod convolution;

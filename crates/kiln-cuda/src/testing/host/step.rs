@@ -13,7 +13,8 @@ use crate::code::{Address, CallKind, Pointer, StepCode};
 use crate::convolutions::Task;
 use crate::target::CudaStep;
 
-/// Inputs of more bytes in all are compared with what they were after the last call alone.
+/// Inputs of at most so many bytes in all are checked for writes after each kernel, larger ones after the
+/// last call only.
 const SMALL_INPUTS: usize = 1 << 20;
 
 /// A step whose kernels were built for the host.
@@ -208,7 +209,7 @@ impl<'a> Run<'a> {
                 let to = self.pointer(at[2])?;
                 // SAFETY: the region goes on for as many bytes.
                 unsafe { std::slice::from_raw_parts_mut(to, sums.len()) }.copy_from_slice(&sums);
-                // What the library leaves in its working memory is nobody's.
+                // No kernel may rely on what the library leaves in its working memory.
                 let (at, bytes) = *workspace;
                 let to = self.pointer(at)?;
                 let room = self.bytes(at).len();
