@@ -106,6 +106,7 @@ pub fn compile<T: Target>(
             &graph,
             options.keep,
             target.rates(),
+            target.policy(),
             ArenaPlanner { options, target },
         )
     })?;

@@ -15,6 +15,7 @@ use crate::checks;
 use crate::error::CompileError;
 use crate::options::{Keep, Options};
 use crate::planner::ArenaPlanner;
+use crate::policy::Policy;
 use crate::stages::Stages;
 use crate::target::Target;
 use crate::transform;
@@ -26,8 +27,8 @@ pub fn is_training(graph: &Graph) -> bool {
         .any(|(_, data)| data.provenance.phase == Phase::Backward)
 }
 
-/// The partitioned graph and what was decided, on a machine of these rates; `planner` says what a memory
-/// budget must hold. A graph without a backward pass has nothing to decide.
+/// The partitioned graph and what was decided, on a machine of these rates and thresholds; `planner` says what a
+/// memory budget must hold. A graph without a backward pass has nothing to decide.
 ///
 /// # Errors
 /// [`CompileError::Partition`] if nothing fits the memory budget; those of the planner if a graph cannot be
@@ -36,12 +37,13 @@ pub fn run(
     graph: &Graph,
     keep: Keep,
     rates: Machine,
+    policy: &Policy,
     planner: impl Planner,
 ) -> Result<(Graph, Option<Report>), CompileError> {
     let partition = match keep {
-        Keep::Within(budget) => Frontier::new(graph, &choices(keep, rates), planner)?.fit(budget)?,
+        Keep::Within(budget) => Frontier::new(graph, &choices(keep, rates, policy), planner)?.fit(budget)?,
         _ if !is_training(graph) => return Ok((graph.clone(), None)),
-        _ => kiln_partition::partition(graph, &choices(keep, rates))?,
+        _ => kiln_partition::partition(graph, &choices(keep, rates, policy))?,
     };
     let Partition { graph, report, .. } = partition;
     Ok((graph, Some(report)))
@@ -59,21 +61,22 @@ pub fn memory_curve<T: Target>(
     let (graph, _) = checks::run(graph).map_err(CompileError::pass("checks"))?;
     let graph = transform::run(&graph, options, target.policy(), &mut Stages::default())?.graph;
     let planner = ArenaPlanner { options, target };
-    Ok(Frontier::new(&graph, &choices(options.keep, target.rates()), planner)?.curve()?)
+    Ok(Frontier::new(
+        &graph,
+        &choices(options.keep, target.rates(), target.policy()),
+        planner,
+    )?
+    .curve()?)
 }
 
-/// The cost of holding a byte, as a multiple of the cost of moving it. It is a little more than one, so
-/// that of two choices that take the same time the one that keeps less wins.
-const HOLD: f64 = 1.01;
-
-/// What the kernels of a machine of these rates can do, for the partitioner.
-pub(crate) fn choices(keep: Keep, rates: Machine) -> Choices {
+/// What the kernels of a machine of these rates and thresholds can do, for the partitioner.
+pub(crate) fn choices(keep: Keep, rates: Machine, policy: &Policy) -> Choices {
     Choices {
         strategy: match keep {
             Keep::Everything => Strategy::KeepEverything,
             Keep::Cheapest | Keep::Within(_) => Strategy::MinimumCut,
         },
-        hold: HOLD * 1e12 / rates.bytes_per_second,
+        hold: f64::from(policy.hold_percent) / 100.0 * 1e12 / rates.bytes_per_second,
         machine: rates,
         ..Choices::default()
     }

@@ -12,6 +12,12 @@ use kiln_graph::DType;
 pub struct Policy {
     /// Alignment of everything in the arena, in bytes; a power of two.
     pub alignment: usize,
+    /// What holding a byte through the backward pass costs, in percent of moving it to or from memory. The
+    /// choice between keeping a value and computing it again weighs this cost beside the traffic.
+    pub hold_percent: u32,
+    /// Whether autocast to bf16 rounds the gradient of a convolution's weight, as `torch.autocast` does:
+    /// the fast kernels of some libraries store it so.
+    pub narrow_weight_gradients: bool,
     /// Most bytes of a buffer that shares its memory with no other buffer. Kernels that touch only such
     /// buffers may change places.
     pub kept_buffer: usize,

@@ -29,7 +29,7 @@ pub fn split<T: Target>(
     // Transforms run before the cut: after it no pass sees the forward and the backward pass of one
     // attention layer together.
     let graph = transform::run(graph, options, target.policy(), &mut Stages::default())?.graph;
-    let choices = choices(options.keep, target.rates());
+    let choices = choices(options.keep, target.rates(), target.policy());
     Ok(match options.keep {
         Keep::Within(budget) => {
             let planner = FunctionPlanner { options, target };
@@ -52,7 +52,7 @@ impl<T: Target> FunctionPlanner<'_, T> {
         let planner = ArenaPlanner { options, target };
         let (graph, _) = checks::run(graph).map_err(CompileError::pass("checks"))?;
         let graph = transform::run(&graph, options, target.policy(), &mut Stages::default())?.graph;
-        let (graph, _) = partition::run(&graph, Keep::default(), target.rates(), planner)?;
+        let (graph, _) = partition::run(&graph, Keep::default(), target.rates(), target.policy(), planner)?;
         planner.arena(&graph)
     }
 }

@@ -4,7 +4,7 @@
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::testing::{POLICY, Stub};
 use kiln_compiler::transform::autocast::{Reason, autocast};
-use kiln_compiler::{CompiledStep, Options, compile};
+use kiln_compiler::{CompiledStep, Options, Policy, compile};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, UnaryOp, Window};
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
@@ -291,6 +291,27 @@ fn what_backward_keeps_is_halved_and_updates_see_f32_only() {
 }
 
 #[test]
+fn gradients_of_convolutions_are_rounded_where_the_target_says_so() {
+    let graph = images();
+    let narrow = Policy {
+        narrow_weight_gradients: true,
+        ..POLICY
+    };
+    let types = |policy: &Policy, dtype: DType| -> Vec<DType> {
+        let (graph, _) = autocast(&graph, dtype, policy).unwrap();
+        verify(&graph).unwrap();
+        let gradients = graph
+            .nodes()
+            .filter(|(_, data)| matches!(data.op, Op::ConvWeightGrad { .. }));
+        gradients.map(|(_, data)| graph.dtype(data.outputs[0])).collect()
+    };
+    assert_eq!(types(&POLICY, DType::BF16), [DType::F32; 3]);
+    assert_eq!(types(&narrow, DType::BF16), [DType::BF16; 3]);
+    // Gradients may be larger than f16 holds.
+    assert_eq!(types(&narrow, DType::F16), [DType::F32; 3]);
+}
+
+#[test]
 fn full_precision_is_kept() {
     let mut graph = decoder();
     let products: Vec<_> = graph
@@ -301,11 +322,11 @@ fn full_precision_is_kept() {
     for &node in &products {
         graph.provenance_mut(node).full_precision = true;
     }
-    let (same, report) = autocast(&graph, DType::BF16).unwrap();
+    let (same, report) = autocast(&graph, DType::BF16, &POLICY).unwrap();
     assert!(report.is_none());
     assert_eq!(same.canonical_text(), graph.canonical_text());
     graph.provenance_mut(products[0]).full_precision = false;
-    let (one, _) = autocast(&graph, DType::BF16).unwrap();
+    let (one, _) = autocast(&graph, DType::BF16, &POLICY).unwrap();
     let narrow = one
         .nodes()
         .filter(|(_, data)| data.op.is_contraction() && is_16_bits(&one, data.inputs[0]));
@@ -325,7 +346,7 @@ fn any_graph_stays_well_typed_and_a_second_pass_changes_nothing() {
     };
     for seed in 0..150 {
         let graph = random_graph(seed, &config).graph;
-        let (once, _) = autocast(&graph, DType::BF16).unwrap();
+        let (once, _) = autocast(&graph, DType::BF16, &POLICY).unwrap();
         verify(&once).unwrap();
         let types = |graph: &Graph| -> Vec<TensorType> {
             graph
@@ -335,7 +356,7 @@ fn any_graph_stays_well_typed_and_a_second_pass_changes_nothing() {
                 .collect()
         };
         assert_eq!(types(&graph), types(&once), "seed {seed}");
-        let (twice, report) = autocast(&once, DType::BF16).unwrap();
+        let (twice, report) = autocast(&once, DType::BF16, &POLICY).unwrap();
         assert!(report.is_none(), "seed {seed}");
         assert_eq!(once.canonical_text(), twice.canonical_text(), "seed {seed}");
     }

@@ -11,6 +11,10 @@ use kiln_graph::DType;
 pub const POLICY: Policy = Policy {
     // A cache line, and the widest vector there is.
     alignment: 64,
+    // A little more than one move: of two choices that take the same time, the one that keeps less.
+    hold_percent: 101,
+    // Kernels here store the sums, which are f32.
+    narrow_weight_gradients: false,
     // Kernels run in the order of the schedule.
     kept_buffer: 0,
     // Each buffer takes a pointer register or a reload of it; machines have 16 to 32 general registers.

@@ -8,11 +8,14 @@
 //!
 //! A value that the partition keeps for the backward pass stays stored, unless the values that it is
 //! computed from are kept as well: otherwise those would have to be kept in its place.
+//!
+//! A value stays stored, too, where rounding it to 16 bits is the only use of the wider value: an inline
+//! rounding would have the wider value stored in its place.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use kiln_graph::{DType, Graph, Node, Users, Value};
+use kiln_graph::{DType, Graph, Node, NodeData, Op, Users, Value};
 
 use super::class::{Class, is_cheap, node_index};
 use super::layout::Layouts;
@@ -48,7 +51,7 @@ pub fn inline_images(
             let user = node_index(user);
             matches!(classes[user], Class::Pointwise | Class::Reduce)
         });
-        if !plain || !read_by_nests {
+        if !plain || !read_by_nests || is_stored_rounded(graph, users, classes, data) {
             continue;
         }
         if let Some(origin) = origin(graph, &data.inputs, classes, &origins) {
@@ -61,6 +64,16 @@ pub fn inline_images(
             }
         }
     }
+}
+
+/// Whether `data` rounds a value that one nest makes and nothing else reads, so that the rounded one is stored.
+fn is_stored_rounded(graph: &Graph, users: &Users, classes: &[Class], data: &NodeData) -> bool {
+    let (Op::Cast(to), Some(&input)) = (&data.op, data.inputs.first()) else {
+        return false;
+    };
+    to.size() < graph.dtype(input).size()
+        && users.of(input).len() == 1
+        && classes[node_index(graph.value(input).node)] == Class::Pointwise
 }
 
 /// Whether `value` is made in the forward pass and read in the backward pass.
@@ -162,5 +175,44 @@ mod tests {
             "the backward pass has the convolution's result anyway"
         );
         assert!(!is_inline("%dy"));
+    }
+
+    #[test]
+    fn what_is_rounded_alone_is_stored_rounded() {
+        let graph = Graph::parse(
+            "graph @g {
+  %x = parameter 0 : f32[2,8,6,6]
+  %w = parameter 1 : f32[8,8,1,1]
+  %dy = parameter 2 : f32[2,8,6,6]
+  %dr = parameter 3 : f32[2,8,6,6]
+  %z = conv %x, %w {stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1} : f32[2,8,6,6] ; fwd
+  %dz = mul %dy, %z : f32[2,8,6,6] ; bwd
+  %both = add %dz, %dr : f32[2,8,6,6] ; bwd
+  %rounded = cast %both : bf16[2,8,6,6] ; bwd
+  %first = cast %rounded : f32[2,8,6,6] ; bwd
+  %sum = reduce sum %first {axes=[0,2,3]} : f32[8] ; bwd
+  %second = cast %rounded : f32[2,8,6,6] ; bwd
+  %square = mul %second, %second : f32[2,8,6,6] ; bwd
+  %power = reduce sum %square {axes=[0,2,3]} : f32[8] ; bwd
+  return %sum, %power
+}",
+        )
+        .unwrap();
+        let users = graph.users();
+        let mut classes = classify(&graph, &POLICY);
+        let layouts = layout::choose(&graph, &POLICY);
+        inline_images(&graph, &users, &layouts, POLICY.image_operations, &mut classes);
+        let class = |narrow: bool| {
+            let mut casts = graph
+                .nodes()
+                .filter(|(_, data)| matches!(data.op, Op::Cast(to) if (to == DType::BF16) == narrow));
+            classes[node_index(casts.next().unwrap().0)]
+        };
+        assert_eq!(class(true), Class::Pointwise);
+        assert_eq!(
+            class(false),
+            Class::Inline,
+            "what is read is widened by each reader"
+        );
     }
 }

@@ -7,6 +7,8 @@ use crate::policy::Policy;
 /// Thresholds that small graphs meet, so that small graphs take every way through the scheduler.
 pub const POLICY: Policy = Policy {
     alignment: 64,
+    hold_percent: 101,
+    narrow_weight_gradients: false,
     kept_buffer: 0,
     nest_buffers: 24,
     nest_operations: 160,

@@ -94,7 +94,7 @@ pub fn run(
             return Err(CompileError::Autocast(dtype));
         }
         (graph, report) = stages
-            .time("autocast", || autocast::autocast(&graph, dtype))
+            .time("autocast", || autocast::autocast(&graph, dtype, policy))
             .map_err(CompileError::pass("autocast"))?;
         if cfg!(debug_assertions) {
             kiln_graph::verify::verify(&graph)?;

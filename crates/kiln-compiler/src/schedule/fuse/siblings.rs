@@ -1,4 +1,4 @@
-//! Nests side by side that become one.
+//! Nests side by side, or one behind the other, that become one.
 
 use rustc_hash::FxHashMap;
 
@@ -6,11 +6,13 @@ use kiln_graph::Value;
 
 use super::Fuser;
 use crate::index::Index;
+use crate::schedule::Buffer;
 use crate::schedule::nest::{Nest, bijective, vars};
 
 impl Fuser<'_> {
     /// Joins nests over the same space that read the same values and do not depend on each other: sums of a
-    /// gradient, and the operation that passes the gradient on.
+    /// gradient, and the operation that passes the gradient on. Joins them too where one reads point by point
+    /// the values that the other makes: the two gradients of a gated activation share the gate's exponential.
     pub(super) fn merge_siblings(&mut self) {
         let mut shared: Vec<(Value, Vec<usize>)> = self
             .readers
@@ -68,11 +70,58 @@ impl Fuser<'_> {
             && self.groups[a].part == self.groups[b].part
             && x.extents == y.extents
             && y.data.is_empty()
-            && !self.groups[a].after.contains(b)
-            && !self.groups[b].after.contains(a)
+            && (self.feeds(a, b) || self.feeds(b, a) || self.are_independent(a, b))
             // Copies into outputs and parts of concatenations stay simple.
             && !x.members.is_empty()
             && !y.members.is_empty()
+    }
+
+    fn are_independent(&self, a: usize, b: usize) -> bool {
+        !self.groups[a].after.contains(b) && !self.groups[b].after.contains(a)
+    }
+
+    /// Whether nest `b` depends on nest `a` by values alone that `a` makes point by point and `b` reads at the same
+    /// points: one nest of both has them in registers.
+    fn feeds(&self, a: usize, b: usize) -> bool {
+        let (Some(x), Some(y)) = (self.nest(a), self.nest(b)) else {
+            return false;
+        };
+        let between =
+            |group: &super::Group, at: usize| self.groups[a].after.contains(at) && group.after.contains(b);
+        let mut others = self.groups.iter().enumerate();
+        let at_own_points = |value: &Value| match x.stores.iter().find(|store| store.value == *value) {
+            Some(store) => {
+                let indices = y.uses_of(*value);
+                vars(&store.index) == x.all() && indices.iter().all(|index| *index == store.index)
+            }
+            // What `a` does not make.
+            None => !x.maps.contains_key(value),
+        };
+        x.split.is_none()
+            && y.split.is_none()
+            && x.late.is_empty()
+            && y.late.is_empty()
+            && x.data.is_empty()
+            && self.groups[a].after.contains(b)
+            && !self.groups[b].after.contains(a)
+            && !others.any(|(at, group)| between(group, at))
+            && self.groups[b].reads.iter().all(at_own_points)
+    }
+
+    /// Forgets that `group` reads what it makes itself, and stores of that which nobody else reads.
+    fn keep_own_values(&mut self, group: usize) {
+        let Some(nest) = self.nest(group) else { return };
+        let own: Vec<Value> = nest.uses.iter().map(|(value, _)| *value).collect();
+        let own = own.into_iter().filter(|value| nest.maps.contains_key(value));
+        for value in own.collect::<Vec<_>>() {
+            self.take_uses(group, value);
+            if !self.needed_outside(value, group) {
+                self.nest_mut(group).stores.retain(|store| store.value != value);
+                self.groups[group]
+                    .writes
+                    .retain(|buffer| *buffer != Buffer::Value(value));
+            }
+        }
     }
 
     /// Moves everything of `b` into `a`.
@@ -101,7 +150,10 @@ impl Fuser<'_> {
         }
         let writes = std::mem::take(&mut self.groups[b].writes);
         self.groups[a].writes.extend(writes);
-        let after = std::mem::take(&mut self.groups[b].after);
+        self.keep_own_values(a);
+        let mut after = std::mem::take(&mut self.groups[b].after);
+        after.remove(a);
+        self.groups[a].after.remove(b);
         for group in &mut self.groups {
             if group.after.remove(b) {
                 group.after.insert(a);

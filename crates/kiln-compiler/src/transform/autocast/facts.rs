@@ -10,6 +10,8 @@ use super::report::Reason;
 pub(super) struct Facts<'a> {
     graph: &'a Graph,
     users: Users,
+    /// Whether gradients of convolutions' weights are of 16 bits.
+    narrow_gradients: bool,
     /// Contractions that will read 16 bits.
     narrowed: SecondaryMap<Node, bool>,
     /// Values that only the optimizer phase and the step's outputs depend on, apart from contractions.
@@ -23,10 +25,11 @@ pub(super) struct Facts<'a> {
 }
 
 impl<'a> Facts<'a> {
-    pub(super) fn new(graph: &'a Graph) -> Self {
+    pub(super) fn new(graph: &'a Graph, narrow_gradients: bool) -> Self {
         let mut facts = Self {
             graph,
             users: graph.users(),
+            narrow_gradients,
             narrowed: SecondaryMap::new(),
             only_updates: SecondaryMap::new(),
             from_products: SecondaryMap::new(),
@@ -75,6 +78,9 @@ impl<'a> Facts<'a> {
             return None;
         }
         if self.only_updates[value] {
+            if self.narrow_gradients && matches!(data.op, Op::ConvWeightGrad { .. }) {
+                return None;
+            }
             return Some(Reason::Update);
         }
         let mut readers = Readers::default();

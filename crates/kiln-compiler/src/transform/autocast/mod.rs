@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | operands of contractions, and of poolings of what contractions made | 16 bits |
 //! | results of contractions | 16 bits; f32 where only updates and outputs depend on them, as on the gradients of parameters |
+//! | gradients of convolutions' weights, on targets whose fast kernels round them ([`Policy::narrow_weight_gradients`]) | bf16 |
 //! | what pointwise operations make of such results, and others read behind a further contraction (a residual stream, its gradient) | 16 bits |
 //! | arguments and outputs of the step, reductions, statistics, what runs in the optimizer phase, losses, everything else | f32 |
 //!
@@ -40,16 +41,23 @@ use kiln_graph::{DType, Graph, TypeError};
 
 pub use report::{AutocastReport, CastReport, Reason, StoredReport};
 
+use crate::policy::Policy;
 use facts::Facts;
 use rewrite::Rewrite;
 
-/// `graph` with its products in `dtype`, which is `f16` or `bf16`, and what was decided; no report if there
+/// `graph` with its products in `dtype`, which is `f16` or `bf16`, for a target of these thresholds, and what was decided; no report if there
 /// was nothing to do.
 ///
 /// # Errors
 /// Only if a rule makes an ill-typed node, which would be a bug.
-pub fn autocast(graph: &Graph, dtype: DType) -> Result<(Graph, Option<AutocastReport>), TypeError> {
-    let facts = Facts::new(graph);
+pub fn autocast(
+    graph: &Graph,
+    dtype: DType,
+    policy: &Policy,
+) -> Result<(Graph, Option<AutocastReport>), TypeError> {
+    // What f16 holds ends at 65,504.
+    let narrow_gradients = policy.narrow_weight_gradients && dtype == DType::BF16;
+    let facts = Facts::new(graph, narrow_gradients);
     if !facts.has_work() {
         return Ok((widen::widen_at_readers(graph)?, None));
     }
