@@ -1,10 +1,10 @@
 //! Compiles a recorded step for a GPU, without one, and writes what a debug dump has of it.
 //!
 //! ```text
-//! cargo run -p kiln-cuda --example emit -- STEP.kg FOLDER [bf16|f16]
+//! cargo run -p kiln-cuda --example emit -- STEP.kg FOLDER [bf16|f16] [--cudnn]
 //! ```
 //!
-//! The third argument asks for autocast to that type, and prints what it did.
+//! The third argument asks for autocast to that type, and prints what it did. `--cudnn` compiles for a machine that has cuDNN.
 
 use std::error::Error;
 use std::path::Path;
@@ -14,7 +14,12 @@ use kiln_cuda::{CudaTarget, debug};
 use kiln_graph::Graph;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let (flags, arguments): (Vec<String>, Vec<String>) =
+        std::env::args().skip(1).partition(|text| text.starts_with("--"));
+    let target = CudaTarget {
+        cudnn: flags.iter().any(|flag| flag == "--cudnn"),
+        ..CudaTarget::default()
+    };
     let (step, folder, autocast) = match &arguments[..] {
         [step, folder] => (step, folder, None),
         [step, folder, dtype] => (step, folder, Some(dtype.parse()?)),
@@ -26,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         debug: Some(Path::new(folder).to_path_buf()),
         ..Options::default()
     };
-    let compiled = compile(&graph, &options, &CudaTarget::default())?;
+    let compiled = compile(&graph, &options, &target)?;
     debug::write(Path::new(folder), &compiled.code, &compiled.contract());
     if let Some(report) = &compiled.autocast {
         print!("{report}");

@@ -2,8 +2,11 @@
 //!
 //! ```text
 //! cargo run --release -p kiln-cuda --example rerun -- DUMP/step/step-0 [ORDINAL]
-//! cargo run --release -p kiln-cuda --example rerun -- STEP.kg [ORDINAL] [--tf32] [--bf16] [--without-cudnn]
+//! cargo run --release -p kiln-cuda --example rerun -- STEP.kg [ORDINAL] [--tf32] [--bf16] [--without-cudnn] [--calls N] [--table] [--chain]
 //! ```
+//!
+//! `--calls N` times the host's part of N settled calls, four at a time (it waits when it is more steps ahead), and prints the median, the mean and the 99th percentile.
+//! `--table` prints every kernel with its bytes and operations instead of the longest forty. `--chain` runs one kernel after the other.
 
 use std::error::Error;
 use std::path::Path;
@@ -48,13 +51,14 @@ fn read(step: &Path, flags: &[String], gpu: &Gpu) -> Result<(StepCode, Contract)
     Ok((compiled.code, contract))
 }
 
-/// Times of a call whose arguments stay, on the device and of the host. Small inputs that no output takes over come from the host, as a batch does.
+/// Times of a call whose arguments stay: on the device, and of the host for each of `calls`. Small inputs that no output takes over come from the host, as a batch does.
 fn settled(
     executable: &CudaExecutable,
     gpu: &Gpu,
     inputs: &[Arc<Storage>],
     scalars: &[u64],
-) -> Result<(Duration, Duration), Box<dyn Error>> {
+    calls: usize,
+) -> Result<(Duration, Vec<Duration>), Box<dyn Error>> {
     let aliases = &executable.contract().aliases;
     let is_fresh = |index: usize| inputs[index].bytes() < SMALL && !aliases.contains(&Some(index as u32));
     let stays = |(index, storage): (usize, &Arc<Storage>)| (!is_fresh(index)).then(|| storage.clone());
@@ -79,7 +83,13 @@ fn settled(
     // All blocks of pinned memory have been used once.
     run(16)?;
     gpu.stream().synchronize()?;
-    let host = run(AHEAD)?;
+    let mut host = Vec::with_capacity(calls);
+    for call in 0..calls.max(1) {
+        host.push(run(1)?);
+        if call % AHEAD == AHEAD - 1 {
+            gpu.stream().synchronize()?;
+        }
+    }
     gpu.stream().synchronize()?;
     let start = Instant::now();
     run(RUNS)?;
@@ -88,14 +98,26 @@ fn settled(
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
+    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    let calls = match arguments.iter().position(|text| text == "--calls") {
+        Some(at) if at + 1 < arguments.len() => {
+            let number = arguments.remove(at + 1).parse()?;
+            arguments.remove(at);
+            number
+        }
+        _ => AHEAD,
+    };
     let (flags, places): (Vec<String>, Vec<String>) =
-        std::env::args().skip(1).partition(|text| text.starts_with("--"));
+        arguments.into_iter().partition(|text| text.starts_with("--"));
     let step = places
         .first()
         .ok_or("give a recorded step, or the folder of a step in a debug dump")?;
     let ordinal = places.get(1).map_or(Ok(0), |text| text.parse())?;
     let gpu = Gpu::get(ordinal)?;
-    let (code, contract) = read(Path::new(step), &flags, &gpu)?;
+    let (mut code, contract) = read(Path::new(step), &flags, &gpu)?;
+    if flags.iter().any(|flag| flag == "--chain") {
+        code.orders.clear();
+    }
     // Small numbers of either sign in f32; zeros in small inputs, which may be indices. Products of zeros
     // alone would be faster than those of numbers.
     let noise = |bytes: usize| -> Vec<u8> {
@@ -140,8 +162,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let step = start.elapsed() / RUNS as u32;
     println!("{step:?} a step, {host:?} of the host to queue it");
     if executable.can_settle() {
-        let (step, host) = settled(&executable, &gpu, &inputs, &scalars)?;
-        println!("{step:?} a settled step, {host:?} of the host to queue it");
+        let (step, mut host) = settled(&executable, &gpu, &inputs, &scalars, calls)?;
+        host.sort();
+        let mean = host.iter().sum::<Duration>() / host.len().max(1) as u32;
+        let (median, slow) = (host[host.len() / 2], host[host.len() * 99 / 100]);
+        println!(
+            "{step:?} a settled step; of the host to queue it {median:?} (median), {mean:?} (mean), {slow:?} (99th percentile) of {} calls",
+            host.len()
+        );
     }
     let names: Vec<&str> = executable
         .contract()
@@ -150,6 +178,20 @@ fn main() -> Result<(), Box<dyn Error>> {
         .map(|kernel| kernel.name.as_str())
         .collect();
     let mut times = executable.run_timed(&inputs, &outputs, &scalars, &NothingOutside)?;
+    if flags.iter().any(|flag| flag == "--table") {
+        let mut taken = vec![0.0; names.len()];
+        for time in &times {
+            taken[time.kernel as usize] += 1000.0 * (time.end - time.begin);
+        }
+        for (number, (kernel, taken)) in executable.contract().kernels.iter().zip(taken).enumerate() {
+            let (bytes, flops) = (kernel.bytes, kernel.flops);
+            println!(
+                "{number:>5} {taken:>9.1} us {bytes:>12} B {flops:>16} FLOP {}",
+                kernel.name
+            );
+        }
+        return Ok(());
+    }
     // Time of each kernel, and of each kind of kernel: the first word of its name.
     let mut kinds: Vec<(String, f32, usize)> = Vec::new();
     for time in &times {

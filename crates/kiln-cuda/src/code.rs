@@ -151,6 +151,8 @@ pub enum CallKind {
 pub struct StepCall {
     /// The kernel of the schedule that it belongs to.
     pub kernel: u32,
+    /// The stage that it belongs to: calls of one stage run one after the other ([`StepCode::orders`]).
+    pub stage: u32,
     /// What it does.
     pub kind: CallKind,
 }
@@ -162,6 +164,9 @@ pub struct StepCode {
     pub functions: Vec<Function>,
     /// Calls, in order.
     pub calls: Vec<StepCall>,
+    /// For each stage the earlier ones that it must come after, but for those that these come after in turn. Other stages
+    /// touch no common bytes that one of them writes, and may run at the same time.
+    pub orders: Vec<Vec<u32>>,
     /// Bytes of the arena.
     pub arena_bytes: usize,
     /// Bytes of each tensor argument.
@@ -197,9 +202,9 @@ impl StepCode {
     ) -> Result<(Self, Vec<u32>), E> {
         let mut refused = Vec::new();
         let mut calls = Vec::with_capacity(self.calls.len());
-        for StepCall { kernel, kind } in self.calls {
+        for StepCall { kernel, stage, kind } in self.calls {
             let CallKind::Either { library, own } = kind else {
-                calls.push(StepCall { kernel, kind });
+                calls.push(StepCall { kernel, stage, kind });
                 continue;
             };
             let taken = takes(&library, &own)?;
@@ -207,7 +212,7 @@ impl StepCode {
                 refused.push(kernel);
             }
             let chosen = if taken { library } else { own };
-            calls.extend(chosen.into_iter().map(|kind| StepCall { kernel, kind }));
+            calls.extend(chosen.into_iter().map(|kind| StepCall { kernel, stage, kind }));
         }
         self.calls = calls;
         self.drop_unused_functions();

@@ -57,7 +57,11 @@ impl OneKernel {
                 text,
                 guarded: false,
             }],
-            calls: vec![StepCall { kernel: 0, kind }],
+            calls: vec![StepCall {
+                kernel: 0,
+                stage: 0,
+                kind,
+            }],
             inputs: vec![self.bytes[0]],
             outputs: vec![self.bytes[1]],
             ..StepCode::default()

@@ -140,6 +140,42 @@ fn points_with_coordinates_views_and_scalars() {
     batch.compile();
 }
 
+/// Threads take several rows of their columns: the last product is in place of an operand's memory, as in a step.
+#[test]
+fn several_rows_of_one_thread() {
+    for (dtype, rows) in [(DType::F32, 8_448), (DType::BF16, 16_896)] {
+        let text = format!(
+            "graph @rows {{
+  %x = parameter 0 : {dtype}[{rows},64]
+  %m = parameter 1 : f32[64]
+  %s = parameter 2 : f32[64]
+  %wide = cast %x : f32[{rows},64]
+  %ms = broadcast %m {{dims=[1]}} : f32[{rows},64]
+  %ss = broadcast %s {{dims=[1]}} : f32[{rows},64]
+  %d = sub %wide, %ms : f32[{rows},64]
+  %y = mul %d, %ss : f32[{rows},64]
+  %out = cast %y : {dtype}[{rows},64]
+  return %out
+}}"
+        );
+        let text = match dtype {
+            // A cast to its own type is none.
+            DType::F32 => text
+                .replace("  %wide = cast %x : f32[8448,64]\n", "")
+                .replace("%wide", "%x")
+                .replace("  %out = cast %y : f32[8448,64]\n", "")
+                .replace("return %out", "return %y"),
+            _ => text,
+        };
+        let compiled = compile(&parse(&text), &Options::default(), &CudaTarget::default()).unwrap();
+        let [function] = &compiled.code.functions[..] else {
+            panic!("{} kernels", compiled.code.functions.len());
+        };
+        assert!(function.text.body.contains("k < 2"), "{}", function.text.body);
+        check(&text);
+    }
+}
+
 #[test]
 fn tensors_read_across() {
     let mut batch = Batch::default();

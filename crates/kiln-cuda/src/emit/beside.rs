@@ -43,7 +43,7 @@ pub(super) struct Range {
 }
 
 impl Range {
-    fn overlaps(&self, other: &Self) -> bool {
+    pub(super) fn overlaps(&self, other: &Self) -> bool {
         self.space == other.space && self.start < other.end && other.start < self.end
     }
 }

@@ -24,6 +24,7 @@ pub mod library;
 pub mod nest;
 pub mod pooling;
 pub mod product;
+mod stages;
 pub mod step;
 pub mod text;
 

@@ -8,6 +8,7 @@ use kiln_graph::{Graph, Node, Op};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::beside::{self, Entry, Placed, Range, Small, Space};
+use super::stages::Stages;
 use super::{Argument, Call, KernelCode, Launch, ProductCall};
 use crate::code::{Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
 
@@ -28,6 +29,7 @@ pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
         has_guards: !guards.is_empty(),
         functions: Functions::default(),
         calls: Vec::new(),
+        stages: Stages::default(),
         externs: 0,
         names: vec![None; schedule.kernels.len()],
     };
@@ -36,6 +38,9 @@ pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
         .collect();
     let mut emitted = 0;
     for group in beside::groups(&entries) {
+        writer
+            .stages
+            .begin(group.iter().flatten().map(|&number| &entries[number]));
         match &group[..] {
             [lane] if lane.len() == 1 => writer.alone(lane[0]),
             lanes => writer.beside(lanes),
@@ -44,6 +49,7 @@ pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
         // Nothing waits behind a kernel that decides a check: all up to it are emitted by now.
         for (check, looked) in step.checks.iter().enumerate() {
             if guards[check] + 1 == emitted {
+                writer.stages.begin_barrier();
                 writer.guard(check as u32, looked, emitted - 1);
             }
         }
@@ -57,6 +63,7 @@ pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
     let code = StepCode {
         functions: writer.functions.list,
         calls: writer.calls,
+        orders: writer.stages.orders,
         arena_bytes: plan.arena_bytes,
         inputs: bytes(&mut graph.parameters().iter().copied()),
         outputs: bytes(&mut graph.outputs.iter().map(|output| output.value)),
@@ -87,6 +94,7 @@ struct Writer<'a> {
     has_guards: bool,
     functions: Functions,
     calls: Vec<StepCall>,
+    stages: Stages,
     /// Operations outside, so far.
     externs: u32,
     /// The first function of each kernel.
@@ -97,6 +105,7 @@ impl<'a> Writer<'a> {
     fn call(&mut self, kernel: usize, kind: CallKind) {
         self.calls.push(StepCall {
             kernel: kernel as u32,
+            stage: self.stages.number(),
             kind,
         });
     }

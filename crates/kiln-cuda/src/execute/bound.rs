@@ -109,16 +109,61 @@ impl Sink for Stream {
     }
 }
 
-/// A graph whose calls follow each other.
-pub struct Chain {
+/// A graph whose calls follow each other where their order counts ([`StepCode::orders`]).
+pub struct Branches<'a> {
     builder: GraphBuilder,
-    last: Option<Node>,
+    orders: &'a [Vec<u32>],
+    /// The nodes that the next call comes after.
+    last: Vec<Node>,
+    /// What everything comes after.
+    first: Vec<Node>,
+    /// Of each stage that was begun, the nodes that whoever comes after it comes after.
+    ends: Vec<Vec<Node>>,
 }
 
-impl Chain {
-    /// Calls are added to `builder`.
-    pub fn new(builder: GraphBuilder) -> Self {
-        Self { builder, last: None }
+impl<'a> Branches<'a> {
+    /// Calls are added to `builder`; stages come after each other as `orders` says.
+    pub fn new(builder: GraphBuilder, orders: &'a [Vec<u32>]) -> Self {
+        Self {
+            builder,
+            orders,
+            last: Vec::new(),
+            first: Vec::new(),
+            ends: Vec::new(),
+        }
+    }
+
+    /// What was added so far comes before all stages.
+    pub fn begin(&mut self) {
+        self.first = self.last.clone();
+    }
+
+    /// What is added from here on is of stage `number`, which is none before the latest.
+    pub fn enter(&mut self, number: u32) {
+        let number = number as usize;
+        // Stages without calls end where they begin.
+        while self.ends.len() <= number {
+            self.leave();
+            let Some(after) = self.orders.get(self.ends.len()) else {
+                // Without orders stages follow each other.
+                self.ends.push(self.last.clone());
+                continue;
+            };
+            let before = after.iter().filter_map(|&stage| self.ends.get(stage as usize));
+            let mut before: Vec<Node> = before.flatten().copied().collect();
+            if before.is_empty() {
+                before.clone_from(&self.first);
+            }
+            self.last.clone_from(&before);
+            self.ends.push(before);
+        }
+    }
+
+    /// Notes where the latest stage ends.
+    fn leave(&mut self) {
+        if let Some(end) = self.ends.last_mut() {
+            end.clone_from(&self.last);
+        }
     }
 
     /// The graph with all calls.
@@ -127,19 +172,19 @@ impl Chain {
     }
 }
 
-impl Sink for Chain {
+impl Sink for Branches<'_> {
     unsafe fn kernel(&mut self, launch: &Launch) -> Result<()> {
-        // SAFETY: the caller's promise; every node comes after all nodes before it.
-        self.last = Some(unsafe { self.builder.kernel(self.last.as_slice(), launch) }?);
+        // SAFETY: the caller's promise; a node comes after all that touch the same bytes, by the step's orders.
+        self.last = vec![unsafe { self.builder.kernel(&self.last, launch) }?];
         Ok(())
     }
 
     fn product(&mut self, product: &mut PreparedProduct<'_>, arguments: &ProductArguments<'_>) -> Result<()> {
         let storages = arguments.storages();
-        let node = self.builder.capture(self.last.as_slice(), &storages, |stream| {
-            product.run(stream, arguments)
-        })?;
-        self.last = Some(node);
+        let node = self
+            .builder
+            .capture(&self.last, &storages, |stream| product.run(stream, arguments))?;
+        self.last = vec![node];
         Ok(())
     }
 
@@ -149,18 +194,15 @@ impl Sink for Chain {
         arguments: &ConvolutionArguments<'_>,
     ) -> Result<()> {
         let storages = arguments.storages();
-        let node = self.builder.capture(self.last.as_slice(), &storages, |stream| {
-            convolution.run(stream, arguments)
-        })?;
-        self.last = Some(node);
+        let node = self
+            .builder
+            .capture(&self.last, &storages, |stream| convolution.run(stream, arguments))?;
+        self.last = vec![node];
         Ok(())
     }
 
     fn clear(&mut self, storage: &Arc<Storage>) -> Result<()> {
-        self.last = Some(
-            self.builder
-                .fill(self.last.as_slice(), storage, 0..storage.bytes(), 0)?,
-        );
+        self.last = vec![self.builder.fill(&self.last, storage, 0..storage.bytes(), 0)?];
         Ok(())
     }
 }

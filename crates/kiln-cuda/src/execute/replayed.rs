@@ -17,7 +17,7 @@
 
 use std::sync::Arc;
 
-use super::bound::{Chain, Memory, Parts, Place, Sink, bind};
+use super::bound::{Branches, Memory, Parts, Place, Sink, bind};
 use super::gpu::Gpu;
 use crate::error::Result;
 use crate::products::Multiplier;
@@ -189,15 +189,19 @@ impl Replayed {
             scalars: self.parcel.storage(),
             stopped: common.stopped,
         };
-        let mut chain = Chain::new(GraphBuilder::new(common.stream.device(), common.name)?);
+        let builder = GraphBuilder::new(common.stream.device(), common.name)?;
+        let mut graph = Branches::new(builder, &common.parts.code.orders);
         if !common.parts.guards.is_empty() {
-            chain.clear(memory.stopped)?;
+            graph.clear(memory.stopped)?;
         }
-        for mut call in bind(common.parts, &memory, common.multiplier, common.stream)? {
-            call.give(&mut chain, &memory)?;
+        graph.begin();
+        let bound = bind(common.parts, &memory, common.multiplier, common.stream)?;
+        for (call, mut bound) in common.parts.code.calls.iter().zip(bound) {
+            graph.enter(call.stage);
+            bound.give(&mut graph, &memory)?;
         }
         Ok(Variant {
-            graph: chain.finish().instantiate(common.stream)?,
+            graph: graph.finish().instantiate(common.stream)?,
             fixed: arrangement.addresses(),
             inputs,
             outputs,

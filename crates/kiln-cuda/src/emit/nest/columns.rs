@@ -1,16 +1,18 @@
 //! Nests that reduce columns, late, and no rows: the gradient of a bias beside the gradient it sums up.
 //!
 //! A block is a tile of columns by lanes: each thread has some neighbouring columns and takes every
-//! so-many-th row of a chunk. Neighbouring threads read neighbours in memory. At the end the lanes are
-//! combined in pairs. `blockIdx.x` numbers tiles of columns, `blockIdx.y` chunks of rows.
+//! so-many-th row of a chunk, some at once. What is a column's alone is loaded once. Neighbouring threads read
+//! neighbours in memory. At the end every thread leaves its
+//! sums in shared memory, and some threads add up the lanes of a column each, in their order. `blockIdx.x` numbers
+//! tiles of columns, `blockIdx.y` chunks of rows.
 
 use kiln_compiler::schedule::nest::{Store, vars};
 use kiln_graph::Graph;
 
 use super::late::{Late, Partials};
-use super::space::{Lanes, Seen, Space};
+use super::space::{Seen, Space};
 use super::writer::Writer;
-use super::{Launch, THREADS, c, ceil, coordinates, grid, power_of_two, unroll};
+use super::{Launch, THREADS, c, ceil, coordinates, grid, power_of_two};
 use crate::code::FunctionText;
 
 /// Rows that a lane adds up at most, if there are so many chunks: the error of a sum grows with its length.
@@ -19,8 +21,15 @@ const LONGEST: i64 = 128;
 /// Rows of a lane at least, so that the second kernel has little to do.
 const LEAST: i64 = 8;
 
-/// Blocks that fill the device: eight for each of 132 multiprocessors.
-const BLOCKS: i64 = 1056;
+/// Bytes of tensors that a thread has under way at once, where there are so many rows.
+const UNDER_WAY: i64 = 128;
+
+/// Blocks that fill the device: four for each of 132 multiprocessors. More would leave more partial results to the
+/// second kernel.
+const BLOCKS: i64 = 528;
+
+/// Bytes of shared memory in which the lanes of a block meet.
+const SHARED: i64 = 40 << 10;
 
 /// The indices of the kernel.
 pub(super) fn seen(graph: &Graph, space: &Space) -> Vec<Seen> {
@@ -87,14 +96,23 @@ fn element(writer: &Writer<'_>, late: &Late) -> String {
     }
 }
 
+/// How many rows a thread takes at once: as many as have their loads under way together, of `most`.
+fn together(graph: &Graph, space: &Space, most: i64) -> i64 {
+    let seen = seen(graph, space);
+    let rows = space.loops.row_set();
+    let of_points = |seen: &&Seen| seen.weight == 1 && seen.index.vars() & rows != 0;
+    let loads = seen.iter().filter(of_points);
+    let bytes: i64 = loads.map(|seen| seen.bytes * space.width).sum();
+    [8, 4, 2]
+        .into_iter()
+        .find(|&rows| rows <= most && bytes * rows <= UNDER_WAY)
+        .unwrap_or(1)
+}
+
 /// Writes the kernels.
 pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<Launch>, usize) {
     space.choose_vector(seen, false);
     space.choose_width(seen, false);
-    let mut writer = Writer::new(graph, space);
-    let lates = all(&mut writer);
-    let text = body(&mut writer, &lates);
-    let ty = writer.index_type();
     let width = space.width;
     let (rows, items) = (space.loops.row_count(), space.loops.row_length() / width);
     let across = power_of_two(items).min(32);
@@ -104,6 +122,14 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     let chunks = fill.max(rows / (lanes * LONGEST)).clamp(1, 65535);
     let each = ceil(rows, chunks);
     let chunks = ceil(rows, each);
+    let together = together(graph, space, ceil(each, lanes));
+    let mut writer = Writer::new(graph, space);
+    writer.several = Some(space.loops.row_set());
+    writer.turns = together;
+    let lates = all(&mut writer);
+    let text = body(&mut writer, &lates);
+    let (shared_loads, fills) = (writer.take_shared(), writer.take_fills());
+    let ty = writer.index_type();
     let mut statements: String = writer.top.iter().map(|line| format!("{line}\n")).collect();
     for late in &lates {
         let (register, name, neutral) = (late.register(), &late.name, late.neutral());
@@ -117,24 +143,45 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     statements.push_str(&format!(
         "const {ty} column = ({ty})blockIdx.x * {across} + threadIdx.x % {across};\nconst int y = threadIdx.x / {across};\n\
          const {ty} first = ({ty})blockIdx.y * {each};\nconst {ty} last = first + {each} < {rows} ? first + {each} : {rows};\n{}\
-         if (column < {items})\n{}for ({ty} row = first + y; row < last; row += {lanes}) {{\n{}{text}}}\n",
+         if (column < {items}) {{\n{shared_loads}for ({ty} begin = first + y; begin < last; begin += {}) {{\n",
         coordinates(space, &space.loops.cols, ty, "column"),
-        unroll(&writer, &text),
-        coordinates(space, &space.loops.rows, ty, "row"),
+        lanes * together,
     ));
+    // The loads of all rows, and then what is done with them.
+    for lines in [&fills, &text] {
+        statements.push_str(&format!(
+            "#pragma unroll\nfor (int k = 0; k < {together}; k++) {{\nconst {ty} row = begin + k * {lanes};\n\
+             if (row < last) {{\n{}{lines}}}\n}}\n",
+            coordinates(space, &space.loops.rows, ty, "row"),
+        ));
+    }
+    statements.push_str("}\n}\n");
     let mut parts: Vec<Partials> = Vec::new();
-    let mut shared = 0;
     for late in &lates {
         if late.by_column() {
-            let partials = writer.partials(late, chunks, "blockIdx.y", true);
-            statements.push_str(&store_columns(&writer, late, &partials, across, lanes, items));
-            shared = shared.max(THREADS * width * late.dtype.size() as i64);
-            parts.push(partials);
+            parts.push(writer.partials(late, chunks, "blockIdx.y", true));
         } else {
             let partials = writer.partials(late, tiles * chunks, "blockIdx.y * gridDim.x + blockIdx.x", true);
             statements.push_str(&writer.store_total(late, &partials, THREADS));
             parts.push(partials);
         }
+    }
+    let by_column: Vec<(&Late, &Partials)> = lates
+        .iter()
+        .zip(&parts)
+        .filter(|(late, _)| late.by_column())
+        .collect();
+    // As many as meet in shared memory at a time.
+    let bytes = |late: &Late| THREADS * width * late.dtype.size() as i64;
+    let widest = by_column.iter().map(|(late, _)| bytes(late)).max().unwrap_or(1);
+    let meeting = usize::try_from((SHARED / widest).max(1)).unwrap_or(1);
+    let mut shared = 0;
+    for (number, some) in by_column.chunks(meeting).enumerate() {
+        if number > 0 {
+            statements.push_str("__syncthreads();\n");
+        }
+        statements.push_str(&store_columns(&writer, some, across, lanes, items));
+        shared = shared.max(some.iter().map(|(late, _)| bytes(late)).sum());
     }
     let pairs: Vec<(&Late, &Partials)> = lates.iter().zip(&parts).collect();
     let combinations = writer.combinations(&pairs);
@@ -156,39 +203,55 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     )
 }
 
-/// Combines the lanes of each column in pairs and stores what is left.
+/// Leaves the sums of all threads in shared memory, adds up the lanes of each column, and stores what that makes: of
+/// several reductions one after the other in memory, each as `[lane][column]`.
 fn store_columns(
     writer: &Writer<'_>,
-    late: &Late,
-    partials: &Partials,
+    lates: &[(&Late, &Partials)],
     across: i64,
     lanes: i64,
     items: i64,
 ) -> String {
-    let (register, width) = (late.register(), writer.width);
-    let own = element(writer, late);
-    let each = match width {
-        1 => String::new(),
-        _ => format!("#pragma unroll\nfor (int l = 0; l < {width}; l++) "),
-    };
-    let lane = if width == 1 { "" } else { " + l" };
-    let other = format!("lanes[(threadIdx.x + apart * {across}) * {width}{lane}]");
-    let next = c::combine(late.op, late.dtype, &own, &other);
-    let position = writer.index_text(&late.position, true);
-    let stored = c::narrowed(partials.dtype, &own);
-    let ty = c::memory_type(partials.dtype);
-    let address = &partials.address;
-    let store = match writer.lanes(&late.position) {
-        Lanes::Together if width > 1 && late.count % width == 0 => format!(
-            "kiln_lanes<{ty}, {width}> part;\n{each}part.at[l] = {stored};\n*(kiln_lanes<{ty}, {width}>*)({address} + ({})) = part;",
-            writer.index_text(&late.position, false)
+    let (width, ty) = (writer.width, writer.index_type());
+    let columns = across * width;
+    let coordinates = coordinates(writer.space, &writer.space.loops.cols, ty, "column");
+    let (each, lane) = match width {
+        1 => (String::new(), ""),
+        _ => (
+            format!("#pragma unroll\nfor (int l = 0; l < {width}; l++) "),
+            " + l",
         ),
-        _ => format!("{each}{address}[{position}] = {stored};"),
     };
-    format!(
-        "{{\n{register}* lanes = ({register}*)kiln_dynamic_shared();\n#pragma unroll\n\
-         for (int apart = {lanes} / 2; apart > 0; apart /= 2) {{\n__syncthreads();\n\
-         {each}lanes[threadIdx.x * {width}{lane}] = {own};\n__syncthreads();\nif (y < apart) {{\n{each}{own} = {next};\n}}\n}}\n\
-         __syncthreads();\nif (y == 0 && column < {items}) {{\n{store}\n}}\n}}\n"
-    )
+    let (mut meet, mut store, mut offset) = (String::new(), String::new(), 0);
+    for (late, partials) in lates {
+        let register = late.register();
+        let own = element(writer, late);
+        meet.push_str(&format!(
+            "{each}(({register}*)(kiln_dynamic_shared() + {offset}))[threadIdx.x * {width}{lane}] = {own};\n"
+        ));
+        let next = c::combine(
+            late.op,
+            late.dtype,
+            "x",
+            &format!("lanes[lane * {columns} + place]"),
+        );
+        let stored = c::narrowed(partials.dtype, "x");
+        let (address, position) = (&partials.address, writer.index_text(&late.position, true));
+        store.push_str(&format!(
+            "for (int place = threadIdx.x; place < {columns}; place += {THREADS}) {{
+const {register}* lanes = (const {register}*)(kiln_dynamic_shared() + {offset});
+{register} x = lanes[place];
+#pragma unroll
+for (int lane = 1; lane < {lanes}; lane++) x = {next};
+const {ty} column = ({ty})blockIdx.x * {across} + place / {width};
+const int l = place % {width};
+if (column < {items}) {{
+{coordinates}{address}[{position}] = {stored};
+}}
+}}
+"
+        ));
+        offset += THREADS * width * late.dtype.size() as i64;
+    }
+    format!("{meet}__syncthreads();\n{store}")
 }

@@ -178,9 +178,10 @@ impl Alike {
             (ReduceOp::Sum, DType::F32) => DType::F64,
             (_, dtype) => dtype,
         };
-        let across = if count >= 32 { 32 } else { power_of_two(count) };
-        // Some eight chunks a lane, and no more threads than a block has.
-        let lanes = power_of_two(ceil(chunks, 8)).clamp(1, 1024 / across);
+        // Sectors of 32 bytes are read whole, and blocks of few columns are many.
+        let across = if count >= 8 { 8 } else { power_of_two(count) };
+        // Some four chunks a lane, all under way at once, and no more threads than a block has.
+        let lanes = power_of_two(ceil(chunks, 4)).clamp(1, 1024 / across);
         let lanes = if across * lanes < 32 { 32 / across } else { lanes };
         let threads = across * lanes;
         let (ty, memory) = (c::memory_type(part), c::memory_type(dtype));

@@ -102,7 +102,10 @@ impl Writer<'_> {
         if let Some(element) = self.stage_tile(position, data, &format!("a{at}"), dtype) {
             return self.define(dtype, place, &c::widened(dtype, &element));
         }
-        let kept = self.kept.keys.contains(key);
+        let several = self.several.filter(|_| data.level == 0);
+        let of_rows = |rows: u64| position.vars() & rows != 0;
+        let kept = self.kept.keys.contains(key) || several.is_some_and(of_rows);
+        let is_shared = several.is_some_and(|rows| !of_rows(rows));
         if (self.width == 1 || data.lane || lanes == Lanes::Same) && !kept {
             return self.define(dtype, place, &text);
         }
@@ -153,6 +156,7 @@ impl Writer<'_> {
             self.row_arrays.push(declaration);
             self.kept.arrays.insert(key.clone(), (element.clone(), self.pass));
         } else {
+            let lines = if is_shared { &mut self.shared } else { lines };
             lines.push(declaration);
             lines.push(fill);
         }

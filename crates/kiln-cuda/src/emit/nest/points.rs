@@ -1,5 +1,11 @@
 //! Nests without reductions: each thread has some neighbouring points.
+//!
+//! Where some of what is read is a column's (the statistics of a channel), a thread takes the same neighbours of several
+//! *rows*: what the rows share is loaded once, and the loads of all rows are under way at the same time. Without
+//! that, 8 elements of an image in bf16 come with 7 vectors of 32 bytes of their channels, and the level-one cache
+//! is what the kernel waits for.
 
+use kiln_compiler::index::{Var, bit};
 use kiln_graph::Graph;
 
 use super::space::{Seen, Space};
@@ -21,19 +27,97 @@ pub(super) fn shape(space: &mut Space, seen: &[Seen]) {
     space.choose_width(seen, ragged);
 }
 
+/// Bytes of tensors that a thread has under way at once where it takes several rows.
+const UNDER_WAY: i64 = 128;
+
+/// Most rows of a thread.
+const ROWS: i64 = 4;
+
+/// Fewest threads that rows are shared out to: a quarter of what all multiprocessors hold, whose loads fill memory.
+const THREADS_LEFT: i64 = 132 * 512;
+
+/// The variable that numbers the rows of a thread, and how many there are; none if nothing is shared by rows.
+fn rows(graph: &Graph, space: &Space) -> Option<(Var, i64)> {
+    let [row, column] = space.loops.cols[..] else {
+        return None;
+    };
+    if space.vector != Some(column) || space.width == 1 || space.loops.extent(column) % space.width != 0 {
+        return None;
+    }
+    let seen = seen(graph, space);
+    let loads = || seen.iter().filter(|seen| seen.weight == 1);
+    let is_shared = |seen: &&Seen| seen.index.vars() & bit(row) == 0 && seen.index.vars() != 0;
+    let bytes: i64 = loads()
+        .filter(|seen| !is_shared(seen))
+        .map(|seen| seen.bytes * space.width)
+        .sum();
+    let points = space.loops.row_length() / space.width;
+    let extent = space.loops.extent(row);
+    let fits = |rows: &i64| extent % rows == 0 && bytes * rows <= UNDER_WAY && points / rows >= THREADS_LEFT;
+    let rows = [ROWS, ROWS / 2].into_iter().find(fits)?;
+    (loads().any(|seen| is_shared(&seen)) && bytes > 0).then_some((row, rows))
+}
+
+/// Writes the kernel whose threads take so many rows each, which are far apart.
+fn generate_rows(graph: &Graph, space: &Space, (row, rows): (Var, i64)) -> Launch {
+    let mut writer = Writer::new(graph, space);
+    writer.several = Some(bit(row));
+    writer.turns = rows;
+    let ty = writer.index_type();
+    writer.begin_points();
+    store_all(&mut writer);
+    let (shared, fills) = (writer.take_shared(), writer.take_fills());
+    let points = writer.end_points(None);
+    let column = space.vector.unwrap_or_default();
+    let (extent, width) = (space.loops.extent(row), space.width);
+    let across = space.loops.extent(column) / width;
+    let items = extent / rows * across;
+    let number = format!("const {ty} i{row} = t / {across} + k * {};", extent / rows);
+    let mut statements = format!("const {ty} t = ({ty})blockIdx.x * {THREADS} + threadIdx.x;\n");
+    if items % THREADS != 0 {
+        statements.push_str(&format!("if (t >= {items}) return;\n"));
+    }
+    statements.push_str(&format!(
+        "const {ty} i{column} = t % {across} * {width};\n{shared}\
+         #pragma unroll\nfor (int k = 0; k < {rows}; k++) {{\n{number}\n{fills}}}\n\
+         #pragma unroll\nfor (int k = 0; k < {rows}; k++) {{\n{number}\n{points}}}\n"
+    ));
+    let top: String = writer.top.iter().map(|line| format!("{line}\n")).collect();
+    Launch {
+        text: FunctionText {
+            helpers: String::new(),
+            parameters: writer.parameters(),
+            body: top + &statements,
+            threads: THREADS as u32,
+            device_only: false,
+        },
+        grid: [grid(ceil(items, THREADS)), 1, 1],
+        shared_bytes: 0,
+        arguments: writer.arguments,
+    }
+}
+
 /// What happens at `writer.width` points.
 pub(super) fn body(writer: &mut Writer<'_>) -> String {
     writer.begin_points();
+    store_all(writer);
+    writer.end_points(None)
+}
+
+/// Evaluates and stores everything that the nest stores.
+fn store_all(writer: &mut Writer<'_>) {
     for store in &writer.space.loops.nest.stores {
         let dtype = writer.buffer_dtype(store.buffer);
         writer.see(&store.position, 2, dtype);
         writer.store_point(store);
     }
-    writer.end_points(None)
 }
 
 /// Writes the kernel.
 pub(super) fn generate(graph: &Graph, space: &Space) -> (Vec<Launch>, usize) {
+    if let Some(rows) = rows(graph, space) {
+        return (vec![generate_rows(graph, space, rows)], 0);
+    }
     let mut writer = Writer::new(graph, space);
     let ty = writer.index_type();
     let text = body(&mut writer);

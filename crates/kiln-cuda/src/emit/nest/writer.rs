@@ -66,6 +66,10 @@ pub(super) struct Writer<'a> {
     pub(super) top: Vec<String>,
     /// Lines of a row, by stage.
     pub(super) sections: Vec<Vec<String>>,
+    /// Where a thread handles several rows of its columns: the variables that number them.
+    pub(super) several: Option<u64>,
+    /// Lines that load what all of these rows share.
+    pub(super) shared: Vec<String>,
     /// Lines of a point: what is loaded for all neighbours, what is done for each, what is stored for all.
     pub(super) loads: Vec<String>,
     /// Lines that load what is kept, all turns of a thread in front of the first that computes.
@@ -108,6 +112,8 @@ impl<'a> Writer<'a> {
             names: 0,
             top: Vec::new(),
             sections: Vec::new(),
+            several: None,
+            shared: Vec::new(),
             loads: Vec::new(),
             fills: Vec::new(),
             body: Vec::new(),
@@ -258,6 +264,17 @@ impl<'a> Writer<'a> {
         self.known.retain(|_, register| register.place.level < 2);
         self.slots.retain(|_, register| register.place.level < 2);
         text
+    }
+
+    /// The lines that load what several rows share, behind the declarations of what each of them loads.
+    pub(super) fn take_shared(&mut self) -> String {
+        let lines = self.row_arrays.drain(..).chain(self.shared.drain(..));
+        lines.map(|line| line + "\n").collect()
+    }
+
+    /// The lines that load the elements of one of several rows.
+    pub(super) fn take_fills(&mut self) -> String {
+        self.fills.drain(..).map(|line| line + "\n").collect()
     }
 
     /// Starts a row: nothing of rows is known.
