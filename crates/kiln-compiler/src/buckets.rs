@@ -1,8 +1,9 @@
 //! Buckets: sums over ranks that are started early, several at once, and waited for late.
 //!
-//! A recorded step has one [`all_reduce`](CollectiveKind::AllReduce) for each gradient, where the optimizer takes
-//! it. This pass, behind the partition, joins them to *buckets* in the order in which gradients are made. A bucket
-//! is started right behind the last of its gradients, and travels while the backward pass goes on:
+//! A recorded step has one [`all_reduce`](CollectiveKind::AllReduce) for each gradient, in front of the
+//! optimizer's first use of it. This pass runs after the partition. It joins the sums to *buckets*, in the
+//! order in which the backward pass computes the gradients. A bucket starts right behind the last of its
+//! gradients, and travels while the backward pass goes on:
 //!
 //! ```text
 //!   g1 = ..                                          g1 = ..
@@ -14,9 +15,10 @@
 //!   updates                                          updates
 //! ```
 //!
-//! Waits stand in the order of starts, in front of the first operation that reads a sum. An update follows the wait
-//! of its own bucket ([`crate::schedule::order`]), so that updates run while later buckets travel. What alone fills
-//! a bucket is not joined to anything, and is neither copied nor moved: start and wait work in place.
+//! Waits stand in the order of starts, in front of the first operation that reads a sum. An update follows
+//! the wait of its own bucket ([`crate::schedule::order`]), so that updates run while later buckets travel.
+//! A gradient that fills a bucket by itself is neither joined, copied nor moved: start and wait work in
+//! place.
 //!
 //! Sums go in the order of ranks, element by element, so buckets change no bit of a result.
 
@@ -31,14 +33,15 @@ use rustc_hash::FxHashMap;
 /// How large buckets are.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Buckets {
-    /// Bytes of the first bucket at most: it is small, so that something travels early.
+    /// The most bytes of the first bucket, which is small so that something travels early.
     pub first: usize,
-    /// Bytes of each other bucket at most.
+    /// The most bytes of each other bucket.
     pub others: usize,
 }
 
 impl Default for Buckets {
-    /// 1 MB and 25 MB: the time of a message of 25 MB is its bandwidth's, not its latency's, on any network.
+    /// 1 MB and 25 MB: on any network, the bandwidth and not the latency decides how long a message of 25
+    /// MB takes.
     fn default() -> Self {
         Self {
             first: 1 << 20,
@@ -205,7 +208,7 @@ impl Group {
         Ok(())
     }
 
-    /// Waits for all buckets; their sums stand for those of the old graph from now on.
+    /// Waits for all buckets; from now on their sums replace those of the old graph.
     fn wait(&mut self, graph: &Graph, new: &mut Rewriter) -> Result<(), TypeError> {
         self.buckets.iter().try_for_each(|bucket| bucket.wait(graph, new))
     }
@@ -288,7 +291,7 @@ pub fn described(graph: &Graph) -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// The collectives of a graph, in order, as text: what ranks that run it must have in common.
+/// The collectives of a graph, in order, as text: all ranks that run the graph must have the same text.
 pub fn collectives_text(graph: &Graph) -> String {
     let mut counts: FxHashMap<String, usize> = FxHashMap::default();
     let mut order: Vec<String> = Vec::new();

@@ -39,7 +39,7 @@ pub struct ExternCall {
     pub name: String,
     /// What the front end needs to run it ([`kiln_graph::op::ExternOp::attributes`]).
     pub attributes: String,
-    /// What of a collective it is; none for an operation kept whole.
+    /// The collective, or the part of one, that the call runs; none for an operation kept whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub collective: Option<CollectiveCall>,
     /// Element type (by name) and extents of each operand. Buffers are passed operands first, then results.
@@ -62,17 +62,17 @@ pub enum CollectiveCall {
         /// The rank whose operand all get.
         root: usize,
     },
-    /// A sum over ranks that is only begun. The operand may be the result's memory; otherwise it is copied there
-    /// first, for the operand's memory is in other use as soon as the call returns. The result's is the
-    /// collective's until the wait.
+    /// Begins a sum over ranks. The call's operand may share the result's memory; otherwise the call copies
+    /// the operand there, because the step reuses the operand's memory as soon as the call returns. The
+    /// result's memory belongs to the collective until the wait.
     Start {
         /// Number of ranks.
         ranks: usize,
         /// Whether sums are divided by it.
         mean: bool,
     },
-    /// The end of what was begun with the operand as its result. The result may be the operand's memory; otherwise
-    /// it is a copy.
+    /// Waits for the sum that a start call began; the operand is that call's result. The result may share
+    /// the operand's memory; otherwise the call copies the sum there.
     Wait,
 }
 

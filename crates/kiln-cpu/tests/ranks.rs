@@ -1,4 +1,5 @@
-//! Compiled steps on several ranks, which are threads here: sums over ranks in buckets, started and waited for.
+//! Compiled steps on several ranks, which are threads here: sums over ranks in buckets, started and waited
+//! for.
 
 mod support;
 
@@ -68,8 +69,8 @@ struct Meeting {
     operands: Mutex<Vec<Option<HostTensor>>>,
 }
 
-/// What a rank's step calls. A started sum is computed at its wait, from what is in its memory then: whoever wrote
-/// there in between shows.
+/// The functions that a rank's step calls. A started sum is computed at its wait, from the elements that
+/// its memory has then: a kernel that wrote there in between shows in the result.
 struct Rank<'a> {
     number: usize,
     step: &'a CpuExecutable,
@@ -105,7 +106,8 @@ impl StepHooks for Rank<'_> {
             kiln_graph::TensorType::new(dtype.parse().unwrap(), dims.clone())
         };
         let (operand, result) = (ty(&call.inputs[0]), ty(&call.outputs[0]));
-        // SAFETY: the step passes one pointer for the operand and one for the result, each valid for its type.
+        // SAFETY: the step passes one pointer for the operand and one for the result, each to a buffer of
+        // its type's size.
         let (from, to) = unsafe { ((*buffers).cast::<u8>(), (*buffers.add(1)).cast::<u8>()) };
         // SAFETY: as above.
         let read = |at: *mut u8| unsafe {

@@ -175,7 +175,8 @@ fn launches(device: &Device, stream: &Stream, empty: &Kernel) -> Answer<()> {
     calls(device, stream, &launch)
 }
 
-/// What the host pays for a call of a step of 500 kernels, four calls ahead of the device: with scalars sent in front, a result copied behind, memory for it allocated and freed.
+/// The host's time for a call of a step of 500 kernels, four calls ahead of the device, including sending
+/// scalars, copying a result back, and allocating and freeing its memory.
 fn calls(device: &Device, stream: &Stream, launch: &Launch) -> Answer<()> {
     let mut graph = GraphBuilder::new(device, "step")?;
     let mut last = Vec::new();

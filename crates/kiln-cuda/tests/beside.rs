@@ -1,4 +1,5 @@
-//! Small kernels side by side in one launch, against the interpreter, and that they compile for every generation.
+//! Compares small kernels side by side in one launch with the interpreter, and compiles them for every
+//! generation of GPUs.
 
 mod common;
 
@@ -12,7 +13,8 @@ use kiln_cuda::testing::host::{Differential, HostError, HostStep, Outcome};
 use kiln_graph::testing::random_arguments;
 use kiln_graph::{DType, Graph, HostTensor};
 
-/// Statistics of several widths, as a network with batch norm has: each a sum over rows, its share of a running value, and a product between that has nothing to do with them.
+/// Statistics of several widths, as a network with batch norm has: each layer has a sum over rows, a share
+/// of it in a running value, and a product in between that is independent of both.
 fn statistics(layers: usize) -> Graph {
     let (mut parameters, mut body, mut results) = (String::new(), String::new(), Vec::new());
     for layer in 0..layers {
@@ -86,7 +88,8 @@ fn statistics_of_all_layers_are_few_launches() {
     assert!(step.kernels.iter().all(named));
 }
 
-/// Normalisation by running statistics after a look at indices: small kernels of one block that wait for each other, some of which overwrite arguments.
+/// Normalisation by running statistics after a look at indices: small kernels of one block that wait for
+/// each other, some of which overwrite arguments.
 #[test]
 fn kernels_of_one_block_take_turns_and_those_that_overwrite_look_at_the_mark() {
     let layer = |layer: usize, width: usize| {

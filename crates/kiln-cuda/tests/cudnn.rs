@@ -1,4 +1,5 @@
-//! Convolutions through a cuDNN that keeps the calls: which engines are taken, what a plan's call is given, what becomes of steps.
+//! Convolutions through a fake cuDNN that records its calls: which engines are chosen, the arguments of a
+//! plan's call, and how steps use them.
 
 mod common;
 
@@ -160,7 +161,8 @@ const STEP: &str = "graph @step {
   return %z
 }";
 
-/// A step calls the library where it takes the convolution, alone and in a graph, and has its own kernels where it does not; the report says which.
+/// A step calls the library for convolutions that the library takes, both in calls one by one and in a
+/// graph, and runs its own kernels for the others; the report says which.
 #[test]
 fn a_step_has_the_library_or_its_own_kernels() {
     let Some(nvrtc) = common::nvrtc() else { return };

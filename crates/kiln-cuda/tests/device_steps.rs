@@ -102,7 +102,8 @@ fn check_for(
     Ok(Some(()))
 }
 
-/// Calls on what is settled have the bits of `expected`: arguments that an output takes over stay, the others come from the host at each call.
+/// Calls on settled arguments give the bits of `expected`: arguments that an output takes over stay on the
+/// device, the others come from the host at each call.
 fn check_settled(
     gpu: &Gpu,
     executable: &CudaExecutable,
@@ -153,7 +154,8 @@ fn check_settled(
     Ok(())
 }
 
-/// State that is not computed in place has two buffers and two graphs: its values are those of as many runs of the interpreter.
+/// State that the step does not compute in place has two buffers and two graphs: its values equal those of
+/// as many runs of the interpreter.
 #[test]
 fn state_with_two_buffers() {
     let Some(gpu) = gpu() else { return };

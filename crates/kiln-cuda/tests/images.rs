@@ -1,5 +1,6 @@
-//! Convolutions and pools as CUDA C++, run on the host against the interpreter: odd shapes, strides, dilations, groups and paddings, of one to three dimensions
-//! and every type, of images whose channels are first or last. NVRTC compiles the same kernels where it is.
+//! Runs generated convolutions and pools on the host and compares them with the interpreter: odd shapes,
+//! strides, dilations, groups and paddings, in one to three dimensions, of every type, with channels first
+//! or last. Where NVRTC is installed it compiles the same kernels.
 
 mod common;
 
@@ -65,7 +66,8 @@ fn bare(numbers: &[usize]) -> String {
     list(numbers).trim_matches(['[', ']']).to_owned()
 }
 
-/// Lines of a graph that change no element: a pool of single elements, which stores an image with its channels last.
+/// Lines of a graph that change no element: a pool of single elements, which stores an image with its
+/// channels last.
 fn same(name: &str, of: &str, ty: &str, dimensions: usize) -> String {
     let (ones, zeros) = (list(&vec![1; dimensions]), list(&vec![0; dimensions]));
     format!(
@@ -428,7 +430,8 @@ fn convolutions_and_their_gradients() {
     });
 }
 
-/// Where there is cuDNN: what is copied for the library and from it. The host's library computes convolutions by plain loops.
+/// With cuDNN: the copies for the library and from it. The host's stand-in for the library computes
+/// convolutions by plain loops.
 #[test]
 fn convolutions_in_the_library() {
     let mut items = Vec::new();
@@ -450,7 +453,8 @@ fn convolutions_in_the_library() {
         let step = comparison.compile().unwrap();
         let either = |call: &StepCall| matches!(call.kind, CallKind::Either { .. });
         let asked = step.code.calls.iter().filter(|call| either(call)).count();
-        // Depthwise convolutions are not the library's, nor are those of f32 with few channels, nor those of pictures that tensor cores compute.
+        // The library does not get depthwise convolutions, those of f32 with few channels, or those of
+        // pictures that tensor cores compute.
         let depthwise = convolution.groups > 1 && convolution.channels == [convolution.groups; 2];
         let few = dtype == "f32" && convolution.channels[0] < 4;
         let padded = convolution.groups == 1
@@ -530,7 +534,8 @@ fn each_convolution_has_its_way() {
     }
 }
 
-/// Convolutions whose channels come in fours, for tensor cores: tiles of each shape with rows, columns and a depth that end inside one.
+/// Convolutions whose channels come in fours, for tensor cores: tiles of each shape with rows, columns and
+/// a depth that end inside one.
 fn convolutions_of_fours() -> Vec<(&'static str, Convolution)> {
     let padded = Convolution {
         low: &[1, 1],
@@ -646,8 +651,8 @@ fn convolutions_that_round_their_operands() {
     });
 }
 
-/// The same convolutions with channels in eights, for tensor cores of 16 bits, and those of pictures, whose channels are padded. Each with types of its operands
-/// and results.
+/// The same convolutions with channels in eights, for tensor cores of 16 bits, and those of pictures, whose
+/// channels are padded; each with the types of its operands and results.
 fn convolutions_of_eights() -> Vec<(String, Convolution, [&'static str; 2])> {
     let types = [["bf16", "bf16"], ["f16", "f32"], ["bf16", "f32"], ["f16", "f16"]];
     let eights = convolutions_of_fours().into_iter().map(|(what, convolution)| {
@@ -773,7 +778,8 @@ fn on_gpu(gpu: &Arc<Gpu>, comparison: &Differential<'_>, graph: &Graph) -> (Vec<
     (first, kernels.iter().map(|kernel| kernel.name.clone()).collect())
 }
 
-/// The same on a GPU, where there is one: the host's versions of its instructions are only as good as their reading of the manual.
+/// The same on a GPU, where there is one: the host's versions of the GPU's instructions follow the manual,
+/// and may misread it.
 #[test]
 fn convolutions_that_round_their_operands_on_a_gpu() {
     if common::gpu().is_none() {
@@ -856,7 +862,8 @@ fn tensor_cores_have_channels_in_fours() {
     assert!(found.iter().all(|way| !tensor.contains(way)), "{found:?}");
 }
 
-/// Convolutions of windows on stored images: of every second place, of some channels, transposed, mirrored, repeated.
+/// Convolutions of windows on stored images: of every second place, of some channels, transposed, mirrored,
+/// repeated.
 #[test]
 fn convolutions_read_windows() {
     let attributes = "stride=[1,2], pad_low=[1,0], pad_high=[1,1], dilation=[1,1], groups=1";
@@ -1247,7 +1254,8 @@ fn gradients_from_any_indices() {
     });
 }
 
-/// The same kernels as machine code: one of each kind, or with `KILN_TEST_THOROUGH` in the environment all of them.
+/// The same kernels as machine code: one of each kind, or with `KILN_TEST_THOROUGH` in the environment all
+/// of them.
 #[test]
 fn kernels_compile_for_devices() {
     let Some(nvrtc) = common::nvrtc() else { return };

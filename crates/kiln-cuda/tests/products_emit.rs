@@ -188,7 +188,8 @@ fn matrices_are_products_of_the_library() {
     assert_eq!(products(WINDOWS), ["-"; 3]);
 }
 
-/// Products on copies with padded extents, as a letter for each call: a copy, the product, the product itself.
+/// The calls of a product with padded extents, as one letter each: a copy, the product on copies, the
+/// product itself.
 fn padded(case: &str) -> String {
     let calls = Emitted::new(&graph(&cases(&[case], "bf16"))).calls;
     let letter = |call: &Call| match call {

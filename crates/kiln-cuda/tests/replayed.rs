@@ -1,5 +1,6 @@
-//! A step on a driver that keeps the calls: the first call goes kernel by kernel, the second makes a graph, further ones launch it, and one at other addresses does not.
-//! NVRTC makes the machine code, which the driver does not look at; without NVRTC the tests say so and pass.
+//! A step on a fake driver that records its calls: the first call of the step goes kernel by kernel, the
+//! second makes a graph, further ones launch it, and a call at other addresses does not. NVRTC makes the
+//! machine code, which the driver does not look at; without NVRTC the tests say so and pass.
 
 mod common;
 
@@ -81,7 +82,8 @@ impl Setup {
     }
 }
 
-/// Steps share working memory: the kernels of one are all queued before the first of another, whichever threads ask.
+/// Steps share working memory: all kernels of one step are queued before the first kernel of another,
+/// whichever threads run them.
 #[test]
 fn steps_of_two_threads_do_not_mix() {
     let Some(setup) = Setup::new() else { return };
@@ -209,7 +211,7 @@ fn names(calls: &[String]) -> Vec<&str> {
         .collect()
 }
 
-/// A call of a settled step with a batch from the host, and what it asked of the driver. The loss goes to `keep`.
+/// Runs a settled step on a batch from the host; returns the driver's calls. The loss goes to `keep`.
 fn settled_call(setup: &Setup, settled: &mut Settled, keep: &mut Vec<Arc<Storage>>) -> Vec<String> {
     setup.fake.calls();
     let batch = [1; 4096];

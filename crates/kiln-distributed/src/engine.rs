@@ -1,16 +1,18 @@
 //! The thread that moves data between ranks.
 //!
-//! It makes every call of MPI and works on one collective after the other. A collective is one or two *exchanges*:
-//! pieces go to other ranks, pieces come from them. With the pieces of the first travels a heading that says what
-//! the collective is, so that a rank that is elsewhere is noticed and named.
+//! This thread makes every call of MPI and works on one collective at a time. A collective takes one or two
+//! *exchanges*, in each of which this rank sends pieces to the other ranks and receives pieces from them. A
+//! heading that describes the collective travels with the pieces of the first exchange, so that the ranks
+//! notice a rank that runs another collective, and name it.
 //!
-//! A sum over `n` ranks takes two exchanges. In the first, rank `r` gets the `r`-th block of every rank's elements
-//! and adds them up; in the second it sends the sums to all. Each rank sends and receives `2 (n - 1) / n` of the
-//! data, which is the least possible. Few bytes go to all ranks at once instead, in one exchange, and every rank adds
-//! up everything. Both add in the order of ranks.
+//! A sum over `n` ranks takes two exchanges. In the first, rank `r` gets the `r`-th block of every rank's
+//! elements and adds these up; in the second it sends the sums to all ranks. Each rank sends and receives
+//! `2 (n - 1) / n` of the data, which is the least possible. A sum of few bytes takes one exchange instead:
+//! each rank sends its elements to all others, and every rank adds up everything. Both ways add in the
+//! order of ranks.
 //!
-//! Pieces are received into memory of the engine and copied from there, so that a collective that was given up
-//! writes to nobody's memory: MPI may still have the address.
+//! The engine receives pieces into its own memory and copies them from there: after a collective fails, MPI
+//! may still write to the addresses that it was given, and these are then never the caller's.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,20 +26,21 @@ use crate::error::Error;
 use crate::mpi::{Failure, Functions, Request};
 use crate::sum::sum;
 
-/// Up to this many bytes, times the number of ranks, a sum is one exchange: two cost more than what they save.
+/// A sum of up to this many bytes, times the number of ranks, takes one exchange: a second one costs more
+/// than the bytes that it saves.
 const ONE_EXCHANGE: usize = 64 << 10;
 
 /// No message is longer: MPI counts in 31 bits.
 const LONGEST: usize = 1 << 30;
 
-/// How long the thread sleeps between looks while nobody waits for what it does.
+/// How long the thread sleeps between two looks at MPI while no caller waits for a result.
 const NAP: Duration = Duration::from_micros(50);
 
 /// Tags of messages: headings and pieces.
 const HEADING: i32 = 1;
 const PIECE: i32 = 2;
 
-/// What is to be done.
+/// A task for the thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Task {
     pub(crate) what: What,
@@ -56,7 +59,7 @@ pub(crate) enum What {
 }
 
 impl Task {
-    /// Twenty-four bytes that are the same on two ranks if they do the same.
+    /// Twenty-four bytes that are equal on two ranks if these run the same collective.
     fn heading(&self, number: u64) -> [u8; 24] {
         let (kind, mean, root) = match self.what {
             What::Collective(kind, mean, root) => {
@@ -99,7 +102,7 @@ fn words(heading: &[u8; 24]) -> String {
     format!("collective {number} ({kind} of {bytes} bytes of {dtype}{mean})")
 }
 
-/// A task, the memory that it works on, and where the result is told.
+/// A task, the memory that it works on, and where the thread puts the outcome.
 pub(crate) struct Order {
     pub(crate) task: Task,
     /// The operand and the result; they may be the same memory.
@@ -109,7 +112,7 @@ pub(crate) struct Order {
     pub(crate) timeout: Duration,
 }
 
-// SAFETY: whoever gives an order leaves its memory to the engine until it is done.
+// SAFETY: the caller that gives an order leaves its memory to the engine until the order is done.
 unsafe impl Send for Order {}
 
 /// Whether an order was carried out.
@@ -117,7 +120,7 @@ unsafe impl Send for Order {}
 pub(crate) struct Done {
     result: Mutex<Option<Result<(), Error>>>,
     changed: Condvar,
-    /// Whether somebody waits: the engine does not sleep then.
+    /// Whether a caller waits: the engine does not sleep then.
     awaited: AtomicBool,
 }
 
@@ -147,7 +150,7 @@ pub(crate) struct Engine {
     size: usize,
     /// Number of collectives so far.
     number: u64,
-    /// Why nothing works any more.
+    /// The failure after which the engine refuses all orders.
     broken: Option<Error>,
     /// Memory that pieces are received into, kept from one collective to the next.
     received: Vec<Vec<u8>>,
@@ -160,7 +163,7 @@ pub(crate) struct Engine {
 struct Under {
     request: Request,
     peer: usize,
-    /// Whether it comes from there.
+    /// Whether this rank receives it from the peer.
     comes: bool,
 }
 
@@ -221,7 +224,8 @@ impl Engine {
             return self.exchange(order, &[], &none, &none, true);
         };
         let bytes = order.task.bytes;
-        // SAFETY: the order's memory is the engine's until it is done; the slice is gone before `to` is written.
+        // SAFETY: the order's memory is the engine's until the order is done; the slice is gone before `to`
+        // is written.
         let operand = || unsafe { std::slice::from_raw_parts(order.from, bytes) };
         match kind {
             CollectiveKind::AllReduce if bytes * self.size <= ONE_EXCHANGE => {
@@ -271,7 +275,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Adds up what was received from every rank, and the operand's bytes `own`, into the result from byte `at` on.
+    /// Adds up the pieces received from every rank, and the operand's bytes `own`, and writes the sums into
+    /// the result from byte `at` on.
     fn add(&mut self, order: &Order, own: std::ops::Range<usize>, mean: bool, at: usize) {
         // The own piece goes where the others are: the result may be the operand's memory.
         let mut mine = std::mem::take(&mut self.received[self.rank]);
@@ -285,7 +290,7 @@ impl Engine {
         sum(order.task.dtype, &pieces, mean, out);
     }
 
-    /// Copies what was received from other ranks to its place in the result.
+    /// Copies the pieces received from other ranks to their places in the result.
     fn store(&self, order: &Order, places: &[std::ops::Range<usize>]) {
         for (peer, place) in places.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
             let piece = &self.received[peer][..place.len()];
@@ -294,8 +299,8 @@ impl Engine {
         }
     }
 
-    /// Sends the ranges `to` of `operand`, one for each rank, and receives as many bytes from each as `from` has;
-    /// with headings, if it is the first exchange of a collective.
+    /// Sends the ranges `to` of `operand`, one to each rank, and receives as many bytes from each rank as
+    /// `from` has, with headings if it is the first exchange of a collective.
     fn exchange(
         &mut self,
         order: &Order,
@@ -325,8 +330,8 @@ impl Engine {
         let mut pieces = Vec::with_capacity(2 * peers.len());
         for &peer in &peers {
             for piece in operand[to[peer].clone()].chunks(LONGEST) {
-                // SAFETY: the operand is the engine's until the order is done, which a failure is, too; then no
-                // more calls are made.
+                // SAFETY: the operand is the engine's until the order is done. A failure ends the order,
+                // too, and the engine makes no more calls after it.
                 let sent = unsafe { self.functions.send(peer, PIECE, piece) };
                 pieces.push(self.begun(sent, peer, false)?);
             }
@@ -396,7 +401,7 @@ impl Engine {
                 return Ok(());
             }
             if begun.elapsed() >= order.timeout {
-                // What comes from a rank tells more than what it does not fetch.
+                // A piece that a rank does not send says more than one that it does not fetch.
                 let comes = under.iter().any(|one| one.comes);
                 let missing = under.iter().filter(|one| one.comes || !comes);
                 let mut missing: Vec<usize> = missing.map(|one| one.peer).collect();

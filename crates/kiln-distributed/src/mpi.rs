@@ -1,13 +1,14 @@
-//! The functions of MPI that are called, in the two binary interfaces that are in use.
+//! The functions of MPI that Kiln calls, in the two binary interfaces that are in use.
 //!
-//! MPI is a standard of source code: what a handle (a communicator, a type, a request) is differs from library to
-//! library. Open MPI's handles are addresses, those of predefined objects the addresses of exported symbols.
-//! MPICH's, and those of the MPIs that follow it (Intel's, Cray's, MVAPICH), are integers that its header gives.
-//! The functions are otherwise the same ones, so one table, generic in the handle, serves both. The interface that
-//! MPI 5 fixed for all libraries is not among them: a library of that kind also comes in one of these two.
+//! MPI standardises source code, not binaries: the type of a handle (of a communicator, a type, a request)
+//! differs from library to library. Open MPI's handles are addresses, and its predefined objects are
+//! exported symbols. In MPICH and the MPIs that follow it (Intel's, Cray's, MVAPICH) handles are integers,
+//! and the header gives those of predefined objects. The functions are otherwise the same, so one table,
+//! generic in the handle, serves both. Kiln does not use the interface that MPI 5 fixed for all libraries:
+//! a library that has it also has one of these two.
 //!
-//! Ten functions suffice, since all sums are computed here and everything travels as bytes from one rank to
-//! another.
+//! Ten functions suffice, because Kiln computes all sums itself and sends everything as bytes from one rank
+//! to another.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -36,9 +37,9 @@ pub(crate) type Failure = (&'static str, c_int);
 #[derive(Debug)]
 pub(crate) struct Request(usize);
 
-/// The functions, whatever a handle is. All calls come from the thread that called [`Functions::init`].
+/// The functions, for any type of handle. All calls come from the thread that called [`Functions::init`].
 pub(crate) trait Functions {
-    /// Connects the process with the others; gives its rank and their number.
+    /// Connects the process with the others; returns its rank and the number of ranks.
     fn init(&self) -> Result<(usize, usize), Failure>;
 
     /// Begins to send.
@@ -238,8 +239,8 @@ impl<H: Handle> Functions for Table<H> {
     }
 }
 
-/// The MPI library of whoever started the process, loaded; and its name. `named` is the library that the program's
-/// user asks for instead.
+/// Loads the MPI library of the launcher that started the process, or the one that the program's user has
+/// `named`; returns its functions and its name.
 ///
 /// # Errors
 /// [`Error::NoLibrary`] if there is none, [`Error::UnknownLibrary`] if it lacks what is needed.

@@ -3,8 +3,9 @@
 use half::{bf16, f16};
 use kiln_graph::DType;
 
-/// Writes the sums of the elements of `blocks`, one block of equal length for each rank, to `out`, in the order of
-/// ranks; divided by their number, if `mean`. Types of 16 bits add up in f32 and are rounded once, integers wrap.
+/// Writes the sums of the elements of `blocks`, one block of equal length for each rank, to `out`, in the
+/// order of ranks; divided by the number of ranks, if `mean`. Types of 16 bits add up in f32 and are
+/// rounded once; integers wrap.
 ///
 /// Bools have no sum: nothing is written.
 pub(crate) fn sum(dtype: DType, blocks: &[&[u8]], mean: bool, out: &mut [u8]) {
@@ -13,7 +14,7 @@ pub(crate) fn sum(dtype: DType, blocks: &[&[u8]], mean: bool, out: &mut [u8]) {
         ($ty:ty, $wide:ty, $widen:expr, $add:expr, $narrow:expr) => {{
             const SIZE: usize = size_of::<$ty>();
             let (widen, add, narrow) = ($widen, $add, $narrow);
-            // Elements that stay in a cache while every rank's are added.
+            // Elements that stay in the cache while the loop adds those of every rank.
             const BLOCK: usize = 512;
             let mut sums: [$wide; BLOCK] = [Default::default(); BLOCK];
             for (number, out) in out.chunks_mut(BLOCK * SIZE).enumerate() {

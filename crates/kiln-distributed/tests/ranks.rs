@@ -9,8 +9,8 @@ use kiln_distributed::{Error, Options, Place, World, init, init_with};
 use kiln_graph::collective::combine;
 use kiln_graph::{Collective, CollectiveKind, DType, HostTensor};
 
-/// The `mpirun` of Open MPI and that of MPICH, as far as they are installed, each with what it needs to start as
-/// root, and more ranks than cores.
+/// The `mpirun` of Open MPI and that of MPICH, if they are installed, each with the arguments that let it
+/// start as root and start more ranks than there are cores.
 fn launchers() -> Vec<Vec<&'static str>> {
     let is_open_mpi = |name: &str| {
         let version = as_root(&mut Command::new(name)).arg("--version").output();

@@ -1,8 +1,8 @@
 //! Operations over ranks: processes that run the same graph at the same time, each on arguments of its own.
 //!
-//! Every rank runs the same collectives in the same order. The result on one rank depends on the operands of
-//! all, so these operations are not pure: no pass merges, doubles, drops on one rank alone or reorders them.
-//! [`combine`] is their meaning.
+//! Every rank runs the same collectives in the same order. The result on one rank depends on the operands
+//! of all ranks, so these operations are not pure: no pass merges, duplicates or reorders them, or drops
+//! them on one rank only. [`combine`] defines their results.
 
 use std::fmt;
 
@@ -45,7 +45,7 @@ impl CollectiveKind {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Whether it adds up.
+    /// Whether the operation adds up operands.
     pub const fn reduces(self) -> bool {
         matches!(self, Self::AllReduce | Self::ReduceScatter)
     }
@@ -68,8 +68,8 @@ pub struct Collective {
     pub mean: bool,
     /// The rank that [`CollectiveKind::FromRoot`] takes the operand of; 0 for other kinds.
     pub root: usize,
-    /// Whether it is only started: the result is complete where [`crate::Op::CollectiveWait`] gives it, and
-    /// nothing else may read it. It means the same.
+    /// Whether it is only started: [`crate::Op::CollectiveWait`] gives the complete result, and no other
+    /// operation may read the unfinished one. The meaning is the same.
     pub started: bool,
 }
 
@@ -142,8 +142,8 @@ impl Collective {
     }
 }
 
-/// The results of all ranks for their operands, in the order of ranks. Sums go in the order of ranks, in f64 or
-/// modulo 2^64, and are rounded once.
+/// The results of all ranks, in the order of ranks, from their operands. Sums are computed in the order of
+/// ranks, in f64 or modulo 2^64, and rounded once.
 ///
 /// # Errors
 /// If there is not one operand of one type for each rank, or the type does not fit.
@@ -201,7 +201,7 @@ fn sum<T: Copy>(all: &[Vec<T>], zero: T, add: impl Fn(T, T) -> T) -> Vec<T> {
     total
 }
 
-/// What rank `rank` gets of the elements that all ranks' operands made.
+/// The part of `all`, the elements of all ranks' combined operands, that rank `rank` gets.
 fn own_block<T>(kind: CollectiveKind, all: &[T], rank: usize, block: usize) -> &[T] {
     match kind {
         CollectiveKind::ReduceScatter => &all[rank * block..(rank + 1) * block],

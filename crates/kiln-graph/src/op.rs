@@ -298,11 +298,11 @@ pub enum Op {
         /// Integer type of the indices.
         dtype: DType,
     },
-    /// `(x) -> result`. An operation over ranks ([`crate::collective`]): the result depends on the operands of
-    /// all processes that run the graph.
+    /// `(x) -> result`. An operation over ranks ([`crate::collective`]): the result depends on the operands
+    /// of all processes that run the graph.
     Collective(Collective),
-    /// `(x) -> same type`. The complete result of a collective that was only started
-    /// ([`Collective::started`]), which is the operand.
+    /// `(x) -> same type`. The complete result of a started collective ([`Collective::started`]), whose
+    /// result is the operand.
     CollectiveWait,
     /// `(..) -> (..)`. An operation kept whole: it has no lowering to primitives, or is the user's own.
     /// Executors hand it to the front end, which knows what `attributes` mean.
@@ -694,8 +694,8 @@ impl Op {
         )
     }
 
-    /// Whether it only gives an argument of the graph, or does what a run must do as often, and in the order, as
-    /// the graph says: collectives, and operations kept whole. No pass merges such nodes, and none computes them
+    /// Whether it gives an argument of the graph, or must run as often, and in the order, as the graph
+    /// says: collectives, and operations kept whole. No pass merges such nodes, and none computes them
     /// again.
     pub fn is_impure(&self) -> bool {
         matches!(

@@ -1,4 +1,5 @@
-//! Operations over ranks: meaning, typing, text form, and what the verifier says of those that are only started.
+//! Operations over ranks: results, types, text form, and the verifier's rules for operations that are only
+//! started.
 
 use kiln_graph::verify::Rule;
 use kiln_graph::{DType, Graph, HostTensor, InterpretError, Scalar, interpret, interpret_ranks, verify};

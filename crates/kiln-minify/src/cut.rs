@@ -214,7 +214,8 @@ impl Case {
         new.finish(&left)
     }
 
-    /// The case without the operations that only a front end knows, or that several ranks run; none if nothing else is left.
+    /// The case without the operations that only a front end knows, or that several ranks run; none if
+    /// nothing else is left.
     pub(crate) fn without_externs(&self) -> Option<Self> {
         let is_extern = |op: &Op| matches!(op, Op::Extern(_) | Op::Collective(_) | Op::CollectiveWait);
         let externs = self.graph.nodes().filter(|(_, data)| is_extern(&data.op));

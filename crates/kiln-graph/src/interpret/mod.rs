@@ -125,8 +125,8 @@ pub fn interpret_f64(
     Interpreter::new(graph).in_f64(true).run(inputs, scalars)
 }
 
-/// [`interpret_f64`] of one graph on every rank: `ranks` are the tensors and runtime scalars of each, the results
-/// their outputs, in the order of ranks.
+/// [`interpret_f64`] of one graph on several ranks: `ranks` has the tensors and runtime scalars of each
+/// rank. Returns the ranks' outputs, in the order of ranks.
 ///
 /// # Errors
 ///

@@ -1,6 +1,7 @@
 pub use super::*;
 
-/// Where Burn's tests put tensors with gradients; here the backend decides that, and the device is the plain one.
+/// The device on which Burn's tests put tensors with gradients; here the backend decides about gradients,
+/// and the device is the plain one.
 pub struct AutodiffDevice;
 
 impl AutodiffDevice {

@@ -1,4 +1,5 @@
-//! The names Burn's tests expect: a backend, its device, tensor types. The including file gives `TestBackend` and the element types.
+//! The names Burn's tests expect: a backend, its device, tensor types. The including file gives
+//! `TestBackend` and the element types.
 
 use super::{FloatElem, IntElem, TestBackend};
 use burn_tensor::Element;
