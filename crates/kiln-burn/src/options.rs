@@ -140,9 +140,13 @@ pub struct CompileOptions {
     /// cores: several times faster, with errors of some 1e-3. Default: false.
     pub tf32: bool,
     /// Mixed precision: products, convolutions and attention of f32 read this type, [`DType::BF16`] or [`DType::F16`], and add up in f32, and what flows between them is stored in it.
-    /// Parameters, optimizer state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`] keeps more of the step so. With f16 the loss is not scaled: small gradients become zero. The backends `cpu` and
+    /// Parameters, optimizer state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`] keeps more of the step so. With f16 a `TrainStep` scales its loss ([`CompileOptions::loss_scaling`]); elsewhere small gradients become zero. The backends `cpu` and
     /// `cuda` do this, the others compute in f32. Default: none.
     pub autocast: Option<DType>,
+    /// How a `TrainStep` scales its loss, so that gradients which are stored in 16 bits do not underflow; a
+    /// step with a gradient that is not finite is skipped. Regions without an optimizer ignore it. Default:
+    /// [`LossScaling::default`] if [`CompileOptions::autocast`] is f16, else no scaling.
+    pub loss_scaling: Option<LossScaling>,
     /// Whether the same inputs must give the same bits whatever the number of threads. Default: true.
     pub deterministic: bool,
     /// Name of the region in reports, dumps and traces. Default: `step`.
@@ -153,6 +157,33 @@ pub struct CompileOptions {
     pub debug: Option<PathBuf>,
     /// Whether the first runs of each compiled step are compared with another backend. Default: no.
     pub check: Option<NumericsCheck>,
+}
+
+/// Dynamic loss scaling of a training step: how the number moves by which the loss is multiplied before the
+/// backward pass, and by which the gradients are divided after it.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct LossScaling {
+    /// The scale of the first step; a power of two keeps scaling exact. Default: 65536.
+    pub initial: f32,
+    /// What the scale is multiplied by after [`LossScaling::interval`] steps without a skipped one; at most
+    /// 2^24 results. Default: 2.
+    pub growth: f32,
+    /// What the scale is multiplied by when a gradient is not finite and the step is skipped; at least 1
+    /// results. Default: 0.5.
+    pub backoff: f32,
+    /// Steps without a skipped one from one growth to the next. Default: 2000.
+    pub interval: u32,
+}
+
+impl Default for LossScaling {
+    fn default() -> Self {
+        Self {
+            initial: 65536.0,
+            growth: 2.0,
+            backoff: 0.5,
+            interval: 2000,
+        }
+    }
 }
 
 /// A comparison of the first runs of each compiled step with another backend. See
@@ -182,6 +213,7 @@ impl Default for CompileOptions {
             threads: 0,
             tf32: false,
             autocast: None,
+            loss_scaling: None,
             deterministic: true,
             name: "step".to_owned(),
             debug: None,
@@ -236,6 +268,12 @@ impl CompileOptions {
     /// Sets [`CompileOptions::autocast`].
     pub fn with_autocast(mut self, dtype: DType) -> Self {
         self.autocast = Some(dtype);
+        self
+    }
+
+    /// Sets [`CompileOptions::loss_scaling`].
+    pub fn with_loss_scaling(mut self, scaling: LossScaling) -> Self {
+        self.loss_scaling = Some(scaling);
         self
     }
 

@@ -62,14 +62,15 @@ pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
 pub use kiln_burn::{
     BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Error, GraphBreak, IndexError, Kiln,
-    KilnDevice, Location, Mismatch, Mode, NumericsCheck, Place, Point, Recompile, RegionReport, StepReport,
-    UnknownBackend, UnknownDevice, full_precision,
+    KilnDevice, Location, LossScaling, Mismatch, Mode, NumericsCheck, Place, Point, Recompile, RegionReport,
+    StepReport, UnknownBackend, UnknownDevice, full_precision,
 };
 pub use kiln_derive::StepInput;
 pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};
 pub use tracked::TrackedTensor;
 pub use train::{
-    Cause, ExportError, History, StepOptimizer, StepOutput, TrainError, TrainStep, TrainStepBuilder,
+    Cause, ExportError, History, LossScale, StepOptimizer, StepOutput, TrainError, TrainStep,
+    TrainStepBuilder,
 };
 
 /// The backends a step can be compiled for, in the order in which to try them when a result looks wrong.

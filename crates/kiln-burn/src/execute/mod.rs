@@ -388,9 +388,12 @@ fn autocast(options: &CompileOptions) -> Result<Option<kiln_graph::DType>, Execu
     match convert::dtype(dtype) {
         Some(kiln_graph::DType::BF16) => Ok(Some(kiln_graph::DType::BF16)),
         Some(kiln_graph::DType::F16) => {
-            say_once(
-                "autocast to f16 scales no loss: gradients below 6e-8 become zero; multiply the loss by a number of your own and divide the gradients by it, or take bf16",
-            );
+            if options.loss_scaling.is_none() {
+                say_once(
+                    "autocast to f16 scales the loss in a `TrainStep` only: elsewhere gradients below 6e-8 become zero; multiply the loss by a number of your own and divide the \
+                     gradients by it, or take bf16",
+                );
+            }
             Ok(Some(kiln_graph::DType::F16))
         }
         _ => Err(ExecuteError::Autocast { dtype }),

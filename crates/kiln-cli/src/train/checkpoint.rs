@@ -20,6 +20,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use kiln::LossScale;
 use kiln_burn::random::{self, Stream};
 use kiln_hub::data::LoaderState;
 use kiln_hub::write_bytes_atomic;
@@ -42,20 +43,33 @@ pub struct State {
     pub data: LoaderState,
     /// The random generator: its seed, and the stream that comes next.
     pub random: Option<(u64, u64)>,
+    /// Loss scaling, if the loss is scaled: the scale, the steps since it changed, and the skipped steps.
+    #[serde(default)]
+    pub loss_scale: Option<(f32, u32, u32)>,
     /// SHA-256 of each other file, in hexadecimal.
     pub files: BTreeMap<String, String>,
 }
 
 impl State {
     /// The state now, after `step` optimizer steps.
-    pub fn now(step: u64, data: LoaderState) -> Self {
+    pub fn now(step: u64, data: LoaderState, loss_scale: Option<LossScale>) -> Self {
         let random = random::state().map(|Stream { seed, stream }| (seed, stream));
         Self {
             step,
             data,
             random,
+            loss_scale: loss_scale.map(|now| (now.scale, now.steps, now.skipped)),
             files: BTreeMap::new(),
         }
+    }
+
+    /// Where loss scaling stood.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        self.loss_scale.map(|(scale, steps, skipped)| LossScale {
+            scale,
+            steps,
+            skipped,
+        })
     }
 
     /// Restores the random generator.

@@ -186,6 +186,8 @@ mod tests {
     #[test]
     fn a_picture_stays_inside_its_frame() {
         let step = |step: u64| Entry::Step {
+            loss_scale: None,
+            skipped: None,
             step,
             loss: 8.0 / step as f32,
             rate: 1e-3,

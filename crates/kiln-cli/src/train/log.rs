@@ -27,6 +27,12 @@ pub enum Entry {
         per_second: f64,
         /// Peak memory of the process so far in MiB, where the system tells.
         memory_mb: Option<u64>,
+        /// What the loss is multiplied by, now and then, if the loss is scaled (`train.autocast = "f16"`).
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        loss_scale: Option<f32>,
+        /// Steps skipped so far because a gradient was not finite, where `loss_scale` is there.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        skipped: Option<u32>,
     },
     /// An evaluation.
     Evaluation {

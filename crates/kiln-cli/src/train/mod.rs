@@ -255,6 +255,7 @@ impl Run {
                 Ok::<_, CliError>(SavedState {
                     bytes: read_optimizer(from)?,
                     order: &order,
+                    loss_scale: state.as_ref().and_then(State::loss_scale),
                 })
             })
             .transpose()?;
@@ -364,7 +365,9 @@ impl Run {
         drop(loading);
         let rate = self.config.schedule.rate(step, steps);
         let loss = self.trainer.step(rate, inputs)?;
-        if !loss.is_finite() {
+        // A step whose gradients overflow is skipped, until there is no scale that could shrink.
+        let skipped = || self.trainer.loss_scale().is_some_and(|now| now.scale > 1.0);
+        if !loss.is_finite() && !skipped() {
             progress.finish();
             return Err(CliError::NotFinite {
                 step: step + 1,
@@ -375,7 +378,11 @@ impl Run {
         self.step += 1;
         let seconds = start.elapsed().as_secs_f64();
         let (step, per_second, memory_mb) = (self.step, units as f64 / seconds, peak_memory_mb());
+        let logged = self.step == 1 || self.step.is_multiple_of(self.config.train.log_every);
+        let scale = logged.then(|| self.trainer.loss_scale()).flatten();
         self.log.add(Entry::Step {
+            loss_scale: scale.map(|now| now.scale),
+            skipped: scale.map(|now| now.skipped),
             step,
             loss,
             rate,
@@ -389,6 +396,7 @@ impl Run {
             seconds,
             per_second,
             memory_mb,
+            skipped: scale.map(|now| now.skipped),
         });
         Ok(())
     }
@@ -408,7 +416,7 @@ impl Run {
 
     /// Writes a checkpoint of the steps done, unless there is one.
     fn save(&mut self) -> Result<(), CliError> {
-        let state = State::now(self.step, self.batches.state());
+        let state = State::now(self.step, self.batches.state(), self.trainer.loss_scale());
         let optimizer = self.trainer.optimizer_state(&self.order)?;
         let model = self.trainer.model()?;
         let (architecture, tokenizer) = (&self.architecture, &self.data.tokenizer);

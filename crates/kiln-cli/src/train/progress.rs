@@ -29,6 +29,8 @@ pub struct StepNumbers {
     pub per_second: f64,
     /// Peak memory in MiB.
     pub memory_mb: Option<u64>,
+    /// Steps skipped so far because a gradient was not finite, where that is known.
+    pub skipped: Option<u32>,
 }
 
 impl Progress {
@@ -75,13 +77,18 @@ impl Progress {
             seconds,
             per_second,
             memory_mb,
+            skipped,
         } = numbers;
+        let skipped = match skipped {
+            None | Some(0) => String::new(),
+            Some(skipped) => format!("  {skipped} skipped"),
+        };
         let memory = memory_mb.map_or_else(String::new, |mb| format!("  {mb} MiB"));
         let left = self
             .left(*step)
             .map_or_else(String::new, |left| format!("  {} left", duration(left)));
         let text = format!(
-            "loss {loss:.4}  {per_second:.0} {}/s  {:.0} ms{memory}{left}",
+            "loss {loss:.4}  {per_second:.0} {}/s  {:.0} ms{memory}{skipped}{left}",
             self.unit,
             seconds * 1e3
         );

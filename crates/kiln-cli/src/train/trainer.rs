@@ -13,7 +13,9 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::grad_clipping::GradientClipping;
 use burn_optim::{Optimizer, SimpleOptimizer};
 use hashbrown::HashMap;
-use kiln::{CompileOptions, Explain, History, Kiln, KilnDevice, RegionReport, TrainError, TrainStep};
+use kiln::{
+    CompileOptions, Explain, History, Kiln, KilnDevice, LossScale, RegionReport, TrainError, TrainStep,
+};
 
 use crate::config::{OptimizerConfig, OptimizerName};
 use crate::error::CliError;
@@ -45,6 +47,9 @@ pub trait Trainer {
     ///
     /// [`CliError::Train`] as [`Trainer::model`]; [`CliError::Usage`] if the recorder fails.
     fn optimizer_state(&mut self, order: &[ParamId]) -> Result<Vec<u8>, CliError>;
+
+    /// Where loss scaling stands; none if the loss is not scaled. Waits for the step.
+    fn loss_scale(&self) -> Option<LossScale>;
 
     /// Writes the step, as it is now, as a folder that trains without Kiln.
     ///
@@ -112,6 +117,10 @@ impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
         bytes.map_err(|error| CliError::Usage(format!("the optimizer's state cannot be recorded: {error}")))
     }
 
+    fn loss_scale(&self) -> Option<LossScale> {
+        self.step.loss_scale()
+    }
+
     fn export(&mut self, folder: &Path) -> Result<(), CliError> {
         Ok(self.step.export(folder)?)
     }
@@ -135,6 +144,8 @@ pub struct SavedState<'a> {
     pub bytes: Vec<u8>,
     /// Ids of the model's parameters in order.
     pub order: &'a [ParamId],
+    /// What [`Trainer::loss_scale`] returned.
+    pub loss_scale: Option<LossScale>,
 }
 
 /// Makes the training step of a config.
@@ -170,7 +181,14 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
     if let Some(clipping) = clipping {
         adaptor = adaptor.with_grad_clipping(clipping);
     }
-    if let Some(SavedState { bytes, order }) = state {
+    let mut scale = None;
+    if let Some(SavedState {
+        bytes,
+        order,
+        loss_scale,
+    }) = state
+    {
+        scale = loss_scale;
         let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
         let named: HashMap<ParamId, _> = Recorder::<TrainBackend>::load(&recorder, bytes, &KilnDevice::cpu())
             .map_err(|error| CliError::Usage(format!("the optimizer's state cannot be read: {error}")))?;
@@ -186,8 +204,10 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
         }
         adaptor = adaptor.load_record(record);
     }
-    let step = TrainStep::new(model, adaptor, mean_loss as Loss)
-        .with_options(options)
-        .build::<Input, Output>()?;
+    let mut step = TrainStep::new(model, adaptor, mean_loss as Loss).with_options(options);
+    if let Some(scale) = scale {
+        step = step.with_loss_scale(scale);
+    }
+    let step = step.build::<Input, Output>()?;
     Ok(Box::new(Compiled { step }))
 }

@@ -7,7 +7,6 @@ pub mod attention;
 pub mod autocast;
 pub mod channels;
 pub mod log_softmax;
-pub mod loss_scale;
 pub mod pattern;
 pub mod simplify;
 pub mod slices;

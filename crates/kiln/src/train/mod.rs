@@ -23,6 +23,7 @@
 mod backup;
 mod export;
 mod history;
+mod loss_scale;
 mod ownership;
 mod places;
 mod plan;
@@ -40,13 +41,14 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
 use burn_tensor::Tensor;
 use kiln_burn::record;
-use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, RegionReport};
+use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, LossScaling, RegionReport};
 use kiln_profile::Category;
 
 use crate::explain::Explain;
 use crate::input::{KilnBackend, Signature, StepInput, inspect};
 pub use export::ExportError;
 pub use history::{Cause, History};
+pub use loss_scale::LossScale;
 use places::Cells;
 use variants::Variants;
 
@@ -132,6 +134,8 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     loss: F,
     start: Start<B, M, O>,
     options: CompileOptions,
+    /// Where loss scaling begins, if the program says so.
+    start_scale: Option<LossScale>,
 }
 
 /// Makes the state that an optimizer starts from ([`zeros::start`]).
@@ -152,14 +156,23 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         self
     }
 
+    /// Sets where the scaling of the loss goes on: [`TrainStep::loss_scale`] of the run that is resumed. A step that does
+    /// not scale its loss ([`CompileOptions::loss_scaling`]) ignores it.
+    pub fn with_loss_scale(mut self, scale: LossScale) -> Self {
+        self.start_scale = Some(scale);
+        self
+    }
+
     /// Makes the step. Nothing is compiled before the first call.
-    pub fn build<I, L>(self) -> Result<TrainStep<B, M, O, F, I, L>, TrainError>
+    pub fn build<I, L>(mut self) -> Result<TrainStep<B, M, O, F, I, L>, TrainError>
     where
         F: Fn(&M, I) -> L,
         I: StepInput,
         L: StepOutput<B>,
     {
         crate::log::init_if_asked();
+        let scaling = loss_scale::scaling(&self.options);
+        self.options.loss_scaling = scaling;
         let capacity = self.options.recompile_limit.clamp(VARIANTS.0, VARIANTS.1);
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
@@ -168,6 +181,11 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             trained: Some((self.model, self.optim)),
             loss: self.loss,
             start: self.start,
+            scaling,
+            start_scale: self
+                .start_scale
+                .unwrap_or_else(|| LossScale::start(&scaling.unwrap_or_default())),
+            loss_scale: None,
             variants: Variants::new(capacity),
             lent: AtomicBool::new(false),
             was_lent: false,
@@ -202,6 +220,12 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     trained: Option<(M, OptimizerAdaptor<O, M, B>)>,
     loss: F,
     start: Start<B, M, O>,
+    /// How the loss is scaled; none if it is not.
+    scaling: Option<LossScaling>,
+    /// Where loss scaling begins.
+    start_scale: LossScale,
+    /// Where it stands; none before the first call.
+    loss_scale: Option<loss_scale::State>,
     /// What is known of the calls of each signature.
     variants: Variants<B, M, O, L>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
@@ -255,6 +279,7 @@ where
             loss,
             start: zeros::start,
             options,
+            start_scale: None,
         }
     }
 }
@@ -476,6 +501,17 @@ where
     pub fn into_parts(mut self) -> Option<(M, OptimizerAdaptor<O, M, B>)> {
         self.leave_replay();
         self.trained
+    }
+
+    /// Where the scaling of the loss stands, for a log or a checkpoint; none if the loss is not scaled
+    /// ([`CompileOptions::loss_scaling`]). Waits for the steps under way.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        let now = || {
+            self.loss_scale
+                .as_ref()
+                .map_or(self.start_scale, loss_scale::State::read)
+        };
+        self.scaling.map(|_| now())
     }
 
     /// How often the step was recorded and replayed.

@@ -11,13 +11,13 @@ use std::collections::{HashMap, HashSet};
 use burn_core::module::AutodiffModule;
 use burn_ir::TensorId;
 use burn_optim::adaptor::OptimizerAdaptor;
-use burn_optim::record::{AdaptorRecord, AdaptorRecordV1};
+use burn_optim::record::AdaptorRecord;
 use burn_optim::{Optimizer, SimpleOptimizer};
 use kiln_burn::record::exchange::{self, Owned};
 use kiln_burn::{Error, Kiln, KilnDevice};
 
 use super::TrainBackend;
-use super::places::{Cells, map_tensors};
+use super::places::{Cells, map_tensors, with_state};
 use crate::input::KilnTensor;
 
 /// `model` with an id of its own for each tensor of `state` that something else holds too, and the new id of
@@ -68,19 +68,10 @@ where
     // The adaptor's own handles go, so that the records' are the only ones of the program's optimizer.
     let empty = optim.load_record(hashbrown::HashMap::new());
     let mut own = |record: AdaptorRecord<O, B>| {
-        let AdaptorRecord::V1(record) = record;
-        macro_rules! ranks {
-            ($($rank:ident $d:literal),*) => {
-                match record {
-                    $(AdaptorRecordV1::$rank(state) => AdaptorRecordV1::$rank(exchange::own(owned, |device: &KilnDevice| {
-                        O::to_device::<$d>(state, device)
-                    })),)*
-                }
-            };
-        }
-        AdaptorRecord::V1(
-            ranks!(Rank0 0, Rank1 1, Rank2 2, Rank3 3, Rank4 4, Rank5 5, Rank6 6, Rank7 7, Rank8 8),
-        )
+        with_state!(record, |state, D| {
+            let state = exchange::own(owned, |device: &KilnDevice| O::to_device::<D>(state, device));
+            AdaptorRecord::from_state::<D>(state)
+        })
     };
     let records = records
         .into_iter()

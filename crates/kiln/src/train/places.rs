@@ -12,7 +12,7 @@ use std::sync::Arc;
 use burn_core::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn_ir::TensorId;
 use burn_optim::adaptor::OptimizerAdaptor;
-use burn_optim::record::{AdaptorRecord, AdaptorRecordV1};
+use burn_optim::record::AdaptorRecord;
 use burn_optim::{Optimizer, SimpleOptimizer};
 use burn_tensor::{Bool, Int, Tensor};
 use hashbrown::HashMap;
@@ -149,19 +149,32 @@ where
     found
 }
 
+/// Evaluates an expression with the state in an [`AdaptorRecord`] and the rank of its parameter, a constant:
+/// `with_state!(record, |state, D| O::to_device::<D>(state, device))`.
+macro_rules! with_state {
+    ($record:expr, |$state:ident, $rank:ident| $body:expr) => {{
+        let burn_optim::record::AdaptorRecord::V1(record) = $record;
+        use burn_optim::record::AdaptorRecordV1 as Ranked;
+        with_state!(@match record, $state, $rank, $body, Rank0 0, Rank1 1, Rank2 2, Rank3 3, Rank4 4, Rank5 5, Rank6 6, Rank7 7, Rank8 8)
+    }};
+    (@match $record:ident, $state:ident, $rank:ident, $body:expr, $($variant:ident $number:literal),*) => {
+        match $record {
+            $(Ranked::$variant($state) => {
+                const $rank: usize = $number;
+                $body
+            })*
+        }
+    };
+}
+pub(super) use with_state;
+
 /// The tensors of one parameter's state, in order.
-fn tensors_of<B: TrainBackend, O: SimpleOptimizer<Kiln>>(record: AdaptorRecord<O, B>) -> Vec<KilnTensor> {
-    let AdaptorRecord::V1(record) = record;
-    macro_rules! ranks {
-        ($($rank:ident $d:literal),*) => {
-            match record {
-                $(AdaptorRecordV1::$rank(state) => {
-                    exchange::collect(|device: &KilnDevice| O::to_device::<$d>(state, device))
-                })*
-            }
-        };
-    }
-    ranks!(Rank0 0, Rank1 1, Rank2 2, Rank3 3, Rank4 4, Rank5 5, Rank6 6, Rank7 7, Rank8 8)
+pub(super) fn tensors_of<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
+    record: AdaptorRecord<O, B>,
+) -> Vec<KilnTensor> {
+    with_state!(record, |state, D| exchange::collect(|device: &KilnDevice| {
+        O::to_device::<D>(state, device)
+    }))
 }
 
 /// Which parameters of a model are in cells that its clones share, by position in the order of its visit.
@@ -218,7 +231,7 @@ struct Put {
 /// A mapper that replaces each tensor, whatever its kind, by what its method `tensor` makes of it. A
 /// parameter that has no value yet stays without one; the mapper's method `skip` hears of it.
 macro_rules! map_tensors {
-    ($mapper:ident) => {
+    ($mapper:ty) => {
         impl<B: $crate::train::TrainBackend> burn_core::module::ModuleMapper<B> for $mapper {
             fn map_float<const D: usize>(
                 &mut self,

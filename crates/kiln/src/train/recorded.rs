@@ -15,6 +15,7 @@ use kiln_burn::record::{self, Call, Place, Position};
 use kiln_burn::{Error, Kiln, KilnDevice};
 
 use super::backup::Backup;
+use super::loss_scale::{self, Parameters};
 use super::places::{self, Cells, Found};
 use super::plan::{self, Obstacle, Plan, Scrutiny, Trace};
 use super::rehearsal::{Rehearsal, trained_parameters};
@@ -29,6 +30,8 @@ struct Recorded<M, T, L> {
     optimizer: Option<Position>,
     /// The optimizer's tensors before the update.
     optimizer_before: Vec<Found>,
+    /// The state of loss scaling after the step, if the loss is scaled.
+    loss_scale: Option<loss_scale::State>,
 }
 
 /// The optimizer's scalars of a recorded call as a rehearsal found them, and the rehearsal.
@@ -72,10 +75,24 @@ where
         let loss = &self.loss;
         let first_state = self.replays.then_some(self.start);
         let mut rehearsed = None;
+        let scaling = self.scaling;
+        // A failed step leaves the scale as it is.
+        let mut scale = self.loss_scale.clone();
+        let start_scale = self.start_scale;
         let result = catch_unwind(AssertUnwindSafe(|| {
             self.region.run(|| {
                 let output = loss(&model, input);
-                let gradients = GradientsParams::from_grads(output.loss().backward(), &model);
+                let value = output.loss();
+                let scaling = scaling.map(|scaling| {
+                    let device = value.device();
+                    let state = scale.get_or_insert_with(|| loss_scale::State::new(start_scale, device));
+                    (scaling, state.clone())
+                });
+                let value = match &scaling {
+                    Some((_, scale)) => scale.scaled(value),
+                    None => value,
+                };
+                let mut gradients = GradientsParams::from_grads(value.backward(), &model);
                 if cells.any() {
                     // Updates that wait in the cells become their values now: a cell has one tensor between
                     // calls, wherever the program looks.
@@ -86,6 +103,12 @@ where
                     record::hoist(&drawn);
                     before = all;
                 }
+                // What loss scaling does before the optimizer.
+                let scaled = scaling.map(|(scaling, state)| {
+                    before.extend(state.places());
+                    let skip = state.unscale(&model, &mut gradients);
+                    (state.next(&skip, &scaling), skip)
+                });
                 let mut optim = match first_state {
                     Some(start) => start(optim, &model, &gradients),
                     None => optim,
@@ -102,8 +125,15 @@ where
                     true => places::of_optimizer(&model, &optim),
                     false => Vec::new(),
                 };
+                let unless_skipped = scaled
+                    .as_ref()
+                    .map(|_| (Parameters::of::<B, M>(&model), optim.to_record()));
                 let start = record::position();
-                let model = optim.step(lr, model, gradients);
+                let mut model = optim.step(lr, model, gradients);
+                if let (Some((_, skip)), Some((parameters, records))) = (&scaled, unless_skipped) {
+                    model = skip.model::<B, M>(parameters, model);
+                    optim = skip.optimizer(records, optim);
+                }
                 // The old parameters and state end here, so that the step may reuse their buffers.
                 backup = backup.take().filter(|_| traced).map(Backup::surrender);
                 let output = output.map(&mut |tensor: KilnTensor| tensor);
@@ -112,6 +142,7 @@ where
                     output,
                     optimizer: start,
                     optimizer_before,
+                    loss_scale: scaled.map(|(state, _)| state),
                 }
             })
         }));
@@ -134,6 +165,7 @@ where
             mut output,
             optimizer,
             optimizer_before,
+            loss_scale,
         } = recorded;
         let after = places::of_model::<B, M>(&trained.0);
         let device = trained.0.devices().first().copied().unwrap_or_default();
@@ -142,6 +174,11 @@ where
             false => Vec::new(),
         };
         self.trained = Some(trained);
+        let scale_after = loss_scale
+            .iter()
+            .flat_map(loss_scale::State::places)
+            .collect::<Vec<_>>();
+        self.loss_scale = loss_scale.or(self.loss_scale.take());
         let scrutiny = match cause {
             Cause::Disturbed(_) => Scrutiny::Numbers,
             Cause::Optimizer | Cause::Input => Scrutiny::SameStep,
@@ -161,7 +198,10 @@ where
             run,
             fresh: tensors.iter().map(|ir| ir.id).collect(),
             results,
-            places: pair(before, after.into_iter().chain(optimizer_after)),
+            places: pair(
+                before,
+                after.into_iter().chain(optimizer_after).chain(scale_after),
+            ),
         };
         let places = call.places.clone();
         let mut variant = Variant {

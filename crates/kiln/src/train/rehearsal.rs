@@ -12,13 +12,14 @@
 use burn_core::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn_ir::ScalarIr;
 use burn_optim::adaptor::OptimizerAdaptor;
-use burn_optim::record::{AdaptorRecord, AdaptorRecordV1};
+use burn_optim::record::AdaptorRecord;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
 use burn_tensor::Tensor;
 use kiln_burn::record::{Recorded, exchange, rehearse};
 use kiln_burn::{Kiln, KilnDevice};
 
 use super::TrainBackend;
+use super::places::{tensors_of, with_state};
 
 /// The parameters of `model` that have a gradient, in the order in which an optimizer visits them.
 pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
@@ -283,19 +284,9 @@ fn merge<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
     template: AdaptorRecord<O, B>,
     own: &AdaptorRecord<O, B>,
 ) -> Option<AdaptorRecord<O, B>> {
-    let AdaptorRecord::V1(template) = template;
-    let AdaptorRecord::V1(own) = own.clone();
-    macro_rules! ranks {
-        ($($rank:ident $d:literal),*) => {
-            match (template, own) {
-                $((AdaptorRecordV1::$rank(template), AdaptorRecordV1::$rank(own)) => {
-                    let tensors = exchange::collect(|device: &KilnDevice| O::to_device::<$d>(own, device));
-                    let merged = exchange::replace(tensors, |device: &KilnDevice| O::to_device::<$d>(template, device))?;
-                    Some(AdaptorRecord::V1(AdaptorRecordV1::$rank(merged)))
-                })*
-                _ => None,
-            }
-        };
-    }
-    ranks!(Rank0 0, Rank1 1, Rank2 2, Rank3 3, Rank4 4, Rank5 5, Rank6 6, Rank7 7, Rank8 8)
+    let tensors = tensors_of(own.clone());
+    with_state!(template, |state, D| {
+        let state = exchange::replace(tensors, |device: &KilnDevice| O::to_device::<D>(state, device));
+        state.map(AdaptorRecord::from_state::<D>)
+    })
 }

@@ -10,6 +10,7 @@ mod budgets;
 mod control;
 mod harness;
 mod indices;
+mod loss_scale;
 mod models;
 mod train_step;
 
