@@ -235,17 +235,17 @@ pub(crate) fn dot_dims(a_batch: Dims, b_batch: Dims, a_contract: Dims, b_contrac
 /// A transform that rebuilds a graph node by node.
 pub(crate) trait Transform {
     /// The replacement of a value of the old graph.
-    type Stand: Copy;
+    type Counterpart: Copy;
 
     fn builder(&mut self) -> &mut Builder;
 
     /// The replacements of an operation's results.
-    fn push(&mut self, op: &Op, inputs: &[Self::Stand]) -> Result<SmallVec<[Self::Stand; 1]>>;
+    fn push(&mut self, op: &Op, inputs: &[Self::Counterpart]) -> Result<SmallVec<[Self::Counterpart; 1]>>;
 }
 
 /// Copies a graph as it is.
 impl Transform for Builder {
-    type Stand = Value;
+    type Counterpart = Value;
 
     fn builder(&mut self) -> &mut Builder {
         self
@@ -257,9 +257,9 @@ impl Transform for Builder {
 }
 
 /// The replacement of each value of a graph.
-pub(crate) struct Stands<S: Copy>(SecondaryMap<Value, Option<S>>);
+pub(crate) struct Counterparts<S: Copy>(SecondaryMap<Value, Option<S>>);
 
-impl<S: Copy> Stands<S> {
+impl<S: Copy> Counterparts<S> {
     /// # Panics
     ///
     /// If `value` is of another graph.
@@ -284,10 +284,10 @@ impl<S: Copy> Stands<S> {
 pub(crate) fn rebuild<T: Transform>(
     transform: &mut T,
     graph: &Graph,
-    parameters: &[T::Stand],
-    scalars: &[T::Stand],
-) -> Result<Stands<T::Stand>> {
-    let mut stands = Stands(SecondaryMap::new());
+    parameters: &[T::Counterpart],
+    scalars: &[T::Counterpart],
+) -> Result<Counterparts<T::Counterpart>> {
+    let mut counterparts = Counterparts(SecondaryMap::new());
     let outer = transform.builder().provenance.clone();
     for (_, node) in graph.nodes() {
         let made = match node.op {
@@ -299,15 +299,15 @@ pub(crate) fn rebuild<T: Transform>(
                 let known = node.provenance != Provenance::default();
                 let provenance = if known { &node.provenance } else { &outer };
                 transform.builder().provenance = provenance.clone();
-                transform.push(&node.op, &stands.all(&node.inputs))?
+                transform.push(&node.op, &counterparts.all(&node.inputs))?
             }
         };
         for (&old, new) in node.outputs.iter().zip(made) {
-            stands.0[old] = Some(new);
+            counterparts.0[old] = Some(new);
         }
     }
     transform.builder().provenance = outer;
-    Ok(stands)
+    Ok(counterparts)
 }
 
 /// Declares the arguments of `graph` in another one: its parameters and its runtime scalars.

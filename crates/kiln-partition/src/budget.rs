@@ -19,9 +19,9 @@
 //!   sublinear memory (Chen, Xu, Zhang and Guestrin, 2016);
 //! - every plan but the first with early optimizer updates, so that gradients do not pile up;
 //! - each plan with the widest product, and the operations that follow from it, in chunks of rows
-//!   ([`crate::chunk`]).
+//!   (module `chunk`).
 //!
-//! Planning a graph exactly takes time, so [`thin`] shortens the list: it removes a plan that is slower
+//! Planning a graph exactly takes time, so `thin` shortens the list: it removes a plan that is slower
 //! than another one and, by the estimate of [`Liveness`], no smaller, and keeps one of several plans that
 //! are close to each other. A joint graph with few values to choose from is searched completely instead:
 //! every subset of them is a plan, and the reported minimum is the minimum over all.

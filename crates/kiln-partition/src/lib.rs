@@ -7,11 +7,11 @@
 //!
 //! 1. [`phase`]: which nodes are forward, backward, optimizer.
 //! 2. [`recompute`] and [`cost`]: which values may be computed twice, and what recomputing and keeping cost
-//!   on a machine.
+//!    on a machine.
 //! 3. A minimum cut over the forward values ([`partition`]): the cheapest choice, as a graph with duplicated
 //!    nodes.
 //! 4. [`budget`]: the fastest choice that fits a memory budget, by a memory planner ([`partition_within`],
-//!   [`Frontier`]), with the widest product in chunks of rows where only that fits.
+//!    [`Frontier`]), with the widest product in chunks of rows where only that fits.
 //! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program, with
 //!    or without a budget.
 //!

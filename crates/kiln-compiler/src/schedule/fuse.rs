@@ -4,7 +4,7 @@
 //! are, and each user has asked for the result at an index. An operation goes, in this order,
 //!
 //! 1. into the nest of a user. If that nest is the only user, the value never exists in memory; otherwise
-//!   the nest also stores it, and the other users read it;
+//!    the nest also stores it, and the other users read it;
 //! 2. into a nest that reads the same operands over the same space (siblings: a bias gradient beside the
 //!    gradient it sums up);
 //! 3. into a nest of its own.

@@ -176,25 +176,25 @@ fn before(next: &[Vec<usize>], last: usize) -> Vec<bool> {
     for (kernel, after) in next.iter().enumerate() {
         after.iter().for_each(|&after| previous[after].push(kernel));
     }
-    let mut seen = vec![false; next.len()];
+    let mut reached = vec![false; next.len()];
     let mut stack = vec![last];
     while let Some(kernel) = stack.pop() {
-        if !std::mem::replace(&mut seen[kernel], true) {
+        if !std::mem::replace(&mut reached[kernel], true) {
             stack.extend(previous[kernel].iter().copied());
         }
     }
-    seen
+    reached
 }
 
 /// Whether kernel `to` comes after `from`.
 fn reaches(next: &[Vec<usize>], from: usize, to: usize) -> bool {
-    let mut seen = vec![false; next.len()];
+    let mut reached = vec![false; next.len()];
     let mut stack = vec![from];
     while let Some(kernel) = stack.pop() {
         if kernel == to {
             return true;
         }
-        if !std::mem::replace(&mut seen[kernel], true) {
+        if !std::mem::replace(&mut reached[kernel], true) {
             stack.extend(next[kernel].iter().copied());
         }
     }

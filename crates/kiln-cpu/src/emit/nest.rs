@@ -98,10 +98,10 @@ pub fn generate(graph: &Graph, nest: &Nest, lanes: i64) -> NestCode {
     loop {
         let mut writer = Writer::new(graph, &space, lanes);
         writer.run();
-        let seen = writer.seen;
-        let indices: Vec<&Index> = seen.iter().map(|seen| &seen.index).collect();
+        let accesses = writer.accesses;
+        let indices: Vec<&Index> = accesses.iter().map(|access| &access.index).collect();
         if !space.loops.collapse(&indices) {
-            space.choose_vector(&seen, lanes);
+            space.choose_vector(&accesses, lanes);
             break;
         }
     }
@@ -140,7 +140,7 @@ pub fn scratch(graph: &Graph, nest: &Nest) -> Option<usize> {
 type Key = (Value, Vec<Index>);
 
 /// An index that becomes an address or a number, and its weight in the choice of the vector variable.
-struct Seen {
+struct Access {
     index: Index,
     weight: i64,
 }
@@ -200,7 +200,7 @@ struct Writer<'a> {
     stages: RowStages,
     /// For the result of an operation that another member computes as well: that member's result.
     equal: FxHashMap<Value, Value>,
-    seen: Vec<Seen>,
+    accesses: Vec<Access>,
     /// Declarations and final lines of one chunk of rows.
     chunk_top: Vec<String>,
     chunk_end: Vec<String>,
@@ -238,7 +238,7 @@ impl<'a> Writer<'a> {
             reduced: FxHashMap::default(),
             stages: RowStages::default(),
             equal: space.loops.nest.equal_members(graph),
-            seen: Vec::new(),
+            accesses: Vec::new(),
             chunk_top: Vec::new(),
             chunk_end: Vec::new(),
             block_end: Vec::new(),

@@ -306,7 +306,7 @@ fn per_element(value: Value) -> Lane {
 }
 
 impl Transform for Batch {
-    type Stand = Lane;
+    type Counterpart = Lane;
 
     fn builder(&mut self) -> &mut Builder {
         &mut self.b

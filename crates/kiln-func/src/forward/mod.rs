@@ -26,7 +26,7 @@ use cranelift_entity::SecondaryMap;
 use kiln_graph::{Graph, Op, Provenance, Value};
 use smallvec::SmallVec;
 
-use crate::build::{Builder, Stands, Transform, Values, declare_arguments, rebuild, set_outputs};
+use crate::build::{Builder, Counterparts, Transform, Values, declare_arguments, rebuild, set_outputs};
 use crate::error::{FuncError, Origin, Result, name_of};
 use crate::expand;
 
@@ -146,7 +146,7 @@ impl Forward {
 }
 
 impl Transform for Forward {
-    type Stand = Value;
+    type Counterpart = Value;
 
     fn builder(&mut self) -> &mut Builder {
         &mut self.b
@@ -184,7 +184,7 @@ pub(crate) struct Linearized {
     /// The tangents that it takes.
     pub(crate) tangents: Vec<Value>,
     /// The replacements of the old graph's values.
-    pub(crate) stands: Stands<Value>,
+    pub(crate) counterparts: Counterparts<Value>,
 }
 
 /// Follows the tangents of parameters `wrt`, which the new graph takes after its parameters.
@@ -201,11 +201,11 @@ pub(crate) fn linearize(graph: &Graph, wrt: &[usize], name: &str) -> Result<Line
         let tangent = forward.sum(forward.tangent(parameters[index]), Some(tangent))?;
         forward.set_tangent(parameters[index], tangent);
     }
-    let stands = rebuild(&mut forward, graph, &parameters, &scalars)?;
+    let counterparts = rebuild(&mut forward, graph, &parameters, &scalars)?;
     Ok(Linearized {
         forward,
         tangents,
-        stands,
+        counterparts,
     })
 }
 
@@ -264,11 +264,13 @@ pub(crate) fn float_outputs(graph: &Graph, outputs: &[usize]) -> Result<Vec<Valu
 pub fn jvp(graph: &Graph, wrt: &[usize], outputs: &[usize]) -> Result<Graph> {
     let values = float_outputs(graph, outputs)?;
     let Linearized {
-        mut forward, stands, ..
+        mut forward,
+        counterparts,
+        ..
     } = linearize(graph, wrt, &format!("jvp({})", graph.name))?;
-    set_outputs(&mut forward.b, graph, &stands.outputs(graph));
+    set_outputs(&mut forward.b, graph, &counterparts.outputs(graph));
     for value in values {
-        let tangent = forward.tangent_or_zeros(stands.get(value))?;
+        let tangent = forward.tangent_or_zeros(counterparts.get(value))?;
         forward.b.graph.output(tangent, None);
     }
     Ok(forward.b.graph.without_dead_code())

@@ -44,9 +44,9 @@ pub fn vjp(graph: &Graph, wrt: &[usize], outputs: &[usize]) -> Result<Graph> {
     let linear = linearize(graph, wrt, &format!("vjp({})", graph.name))?;
     let tangents: Vec<Option<Value>> = values
         .iter()
-        .map(|&value| linear.forward.tangent(linear.stands.get(value)))
+        .map(|&value| linear.forward.tangent(linear.counterparts.get(value)))
         .collect();
-    let primal = linear.stands.outputs(graph);
+    let primal = linear.counterparts.outputs(graph);
     let (mut reverse, cotangents) = Reverse::new(graph, &linear, &values)?;
     for (tangent, cotangent) in tangents.into_iter().zip(cotangents) {
         if let Some(tangent) = tangent {

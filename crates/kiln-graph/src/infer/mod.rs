@@ -3,12 +3,14 @@
 //! [`infer`] is the only place where shapes of results are computed; builders, the parser and the verifier
 //! all call it.
 
+mod along_dimensions;
+mod elementwise;
 mod kernels;
 mod movement;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::op::{Op, RandomKind, ReduceOp, UnaryOp};
+use crate::op::{Op, RandomKind};
 use crate::{DType, Shape, TensorType};
 
 /// Operands that do not fit an operation.
@@ -65,6 +67,11 @@ struct Rule<'a> {
 }
 
 type Infer<T> = Result<T, TypeError>;
+
+/// One result.
+fn single(dtype: DType, shape: Shape) -> Infer<Results> {
+    Ok(smallvec![TensorType { dtype, shape }])
+}
 
 impl Rule<'_> {
     fn fail<T>(&self, reason: impl Into<String>) -> Infer<T> {
@@ -134,7 +141,6 @@ impl Rule<'_> {
     }
 
     fn results(&self) -> Infer<Results> {
-        let one = |dtype: DType, shape: Shape| Ok(smallvec![TensorType { dtype, shape }]);
         match self.op {
             Op::Parameter { ty, .. } => {
                 self.operands::<0>()?;
@@ -142,7 +148,7 @@ impl Rule<'_> {
             }
             Op::Scalar { dtype, .. } | Op::Constant { dtype, .. } => {
                 self.operands::<0>()?;
-                one(*dtype, Shape::scalar())
+                single(*dtype, Shape::scalar())
             }
             Op::Iota { dtype, shape, axis } => {
                 self.operands::<0>()?;
@@ -152,120 +158,12 @@ impl Rule<'_> {
                 Ok(smallvec![ty])
             }
             Op::Random { kind, dtype, shape } => self.random(*kind, *dtype, shape),
-            Op::Unary(op) => {
-                let [x] = self.operands()?;
-                match op {
-                    UnaryOp::Neg | UnaryOp::Abs | UnaryOp::Sign => self.number(x)?,
-                    UnaryOp::Not => self.require(!x.dtype.is_float(), || {
-                        format!("takes bools or integers, got {x}")
-                    })?,
-                    _ => self.float(x)?,
-                }
-                let to_bool = matches!(op, UnaryOp::IsNan | UnaryOp::IsInf);
-                one(if to_bool { DType::Bool } else { x.dtype }, x.shape.clone())
-            }
-            Op::Binary(op) => {
-                use crate::op::BinaryOp::*;
-                let [a, b] = self.operands()?;
-                self.same_type(a, b)?;
-                match op {
-                    And | Or | Xor => self.require(!a.dtype.is_float(), || {
-                        format!("takes bools or integers, got {a}")
-                    })?,
-                    Shl | Shr => self.integer(a)?,
-                    Atan2 => self.float(a)?,
-                    _ => self.number(a)?,
-                }
-                Ok(smallvec![a.clone()])
-            }
-            Op::Compare(op) => {
-                use crate::op::CompareOp::*;
-                let [a, b] = self.operands()?;
-                self.same_type(a, b)?;
-                if !matches!(op, Eq | Ne) {
-                    self.number(a)?;
-                }
-                one(DType::Bool, a.shape.clone())
-            }
-            Op::Select => {
-                let [c, a, b] = self.operands()?;
-                self.same_type(a, b)?;
-                let expected = TensorType {
-                    dtype: DType::Bool,
-                    shape: a.shape.clone(),
-                };
-                self.require(*c == expected, || {
-                    format!("the condition is {c}, expected {expected}")
-                })?;
-                Ok(smallvec![a.clone()])
-            }
-            Op::Cast(dtype) => {
-                let [x] = self.operands()?;
-                one(*dtype, x.shape.clone())
-            }
-            Op::Reduce { op, axes } => {
-                let [x] = self.operands()?;
-                match op {
-                    ReduceOp::Any | ReduceOp::All => {
-                        self.require(x.dtype == DType::Bool, || format!("{op} takes bools, got {x}"))?
-                    }
-                    _ => self.number(x)?,
-                }
-                self.require(!axes.is_empty(), || "reduces no dimension".into())?;
-                self.axes(axes, x)?;
-                one(x.dtype, x.shape.without(axes))
-            }
-            Op::ArgReduce { axis, dtype, .. } => {
-                let [x] = self.operands()?;
-                self.number(x)?;
-                self.axis(*axis, x)?;
-                self.require(x.shape[*axis] > 0, || format!("dimension {axis} of {x} is empty"))?;
-                let ty = TensorType {
-                    dtype: *dtype,
-                    shape: x.shape.without(&[*axis]),
-                };
-                self.integer(&ty)?;
-                Ok(smallvec![ty])
-            }
-            Op::Cumulative { op, axis } => {
-                let [x] = self.operands()?;
-                self.number(x)?;
-                self.axis(*axis, x)?;
-                let known = matches!(op, ReduceOp::Sum | ReduceOp::Prod | ReduceOp::Max | ReduceOp::Min);
-                self.require(known, || format!("{op} has no running form"))?;
-                Ok(smallvec![(*x).clone()])
-            }
-            Op::Sort { axis, dtype, .. } => {
-                let [x] = self.operands()?;
-                self.axis(*axis, x)?;
-                let indices = TensorType {
-                    dtype: *dtype,
-                    shape: x.shape.clone(),
-                };
-                self.integer(&indices)?;
-                Ok(smallvec![(*x).clone(), indices])
-            }
-            Op::TopK { axis, k, dtype } => {
-                let [x] = self.operands()?;
-                self.number(x)?;
-                self.axis(*axis, x)?;
-                self.require(*k <= x.shape[*axis], || {
-                    format!("{k} of {} elements", x.shape[*axis])
-                })?;
-                let shape = x.shape.with(*axis, *k);
-                let indices = TensorType {
-                    dtype: *dtype,
-                    shape: shape.clone(),
-                };
-                self.integer(&indices)?;
-                Ok(smallvec![
-                    TensorType {
-                        dtype: x.dtype,
-                        shape
-                    },
-                    indices
-                ])
-            }
+            Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select | Op::Cast(_) => self.elementwise(),
+            Op::Reduce { .. }
+            | Op::ArgReduce { .. }
+            | Op::Cumulative { .. }
+            | Op::Sort { .. }
+            | Op::TopK { .. } => self.along_dimensions(),
             Op::Collective(collective) => {
                 let [x] = self.operands()?;
                 match collective.result(x) {

@@ -262,6 +262,8 @@ impl Tape {
             .collect()
     }
 
+    /// The gradients of those of the operands `inputs` of `op` that are `useful`, from the gradient `dy` of its
+    /// result `y`.
     fn pull_back(
         &mut self,
         op: &Op,
@@ -270,98 +272,29 @@ impl Tape {
         dy: Value,
         useful: &[bool],
     ) -> Vec<(Value, Value)> {
-        use BinaryOp::*;
         let needs = |value: Value| useful[value.as_u32() as usize];
         let x = inputs.first().copied().unwrap_or(y);
-        let mut out = Vec::new();
-        match op {
-            Op::Binary(Add) => out.extend([(inputs[0], dy), (inputs[1], dy)]),
-            Op::Binary(Sub) => {
-                out.push((inputs[0], dy));
-                if needs(inputs[1]) {
-                    out.push((inputs[1], self.unary(UnaryOp::Neg, dy)));
-                }
-            }
-            Op::Binary(Mul) => {
-                for (x, other) in [(inputs[0], inputs[1]), (inputs[1], inputs[0])] {
-                    if needs(x) {
-                        out.push((x, self.binary(Mul, dy, other)));
-                    }
-                }
-            }
-            Op::Binary(Div) => {
-                out.push((inputs[0], self.binary(Div, dy, inputs[1])));
-                if needs(inputs[1]) {
-                    let quotient = self.binary(Div, y, inputs[1]);
-                    let product = self.binary(Mul, dy, quotient);
-                    out.push((inputs[1], self.unary(UnaryOp::Neg, product)));
-                }
-            }
-            Op::Unary(UnaryOp::Exp) => out.push((x, self.binary(Mul, dy, y))),
-            Op::Unary(UnaryOp::Log) => out.push((x, self.binary(Div, dy, x))),
-            Op::Unary(UnaryOp::Neg) => out.push((x, self.unary(UnaryOp::Neg, dy))),
-            Op::Unary(UnaryOp::Tanh) => {
-                let square = self.binary(Mul, y, y);
-                let one = self.like(1.0, y);
-                let slope = self.binary(Sub, one, square);
-                out.push((x, self.binary(Mul, dy, slope)));
-            }
-            Op::Unary(UnaryOp::Sigmoid) => {
-                let one = self.like(1.0, y);
-                let rest = self.binary(Sub, one, y);
-                let slope = self.binary(Mul, y, rest);
-                out.push((x, self.binary(Mul, dy, slope)));
-            }
-            Op::Unary(UnaryOp::Rsqrt) => {
-                let square = self.binary(Mul, y, y);
-                let cube = self.binary(Mul, square, y);
-                let slope = self.scale(cube, -0.5);
-                out.push((x, self.binary(Mul, dy, slope)));
-            }
-            Op::Select => {
-                let zero = self.like(0.0, dy);
-                for (x, yes) in [(inputs[1], true), (inputs[2], false)] {
-                    if needs(x) {
-                        let (a, b) = if yes { (dy, zero) } else { (zero, dy) };
-                        out.push((x, self.add(Op::Select, &[inputs[0], a, b])));
-                    }
-                }
-            }
+        let mut out = match op {
+            Op::Binary(op) => self.pull_back_binary(*op, [inputs[0], inputs[1]], y, dy, needs),
+            Op::Unary(op) => vec![(x, self.pull_back_unary(*op, x, y, dy))],
+            Op::Select => self.pull_back_select(inputs, dy, needs),
             Op::Reduce {
                 op: ReduceOp::Sum,
                 axes,
             } => {
                 let shape = self.shape(x);
                 let dims = (0..shape.rank()).filter(|axis| !axes.contains(axis)).collect();
-                out.push((x, self.add(Op::Broadcast { shape, dims }, &[dy])));
+                vec![(x, self.add(Op::Broadcast { shape, dims }, &[dy]))]
             }
-            Op::Broadcast { dims, shape } => {
-                let from = self.shape(x);
-                let repeated: Vec<usize> = (0..shape.rank())
-                    .filter(|axis| {
-                        dims.iter()
-                            .position(|d| d == axis)
-                            .is_none_or(|i| from[i] != shape[*axis])
-                    })
-                    .collect();
-                let mut dx = if repeated.is_empty() {
-                    dy
-                } else {
-                    self.sum(dy, &repeated)
-                };
-                if self.shape(dx) != from {
-                    dx = self.add(Op::Reshape(from), &[dx]);
-                }
-                out.push((x, dx));
-            }
+            Op::Broadcast { dims, shape } => vec![(x, self.pull_back_broadcast(dims, shape, x, dy))],
             Op::Reshape(_) => {
                 let shape = self.shape(x);
-                out.push((x, self.add(Op::Reshape(shape), &[dy])));
+                vec![(x, self.add(Op::Reshape(shape), &[dy]))]
             }
             Op::Transpose(perm) => {
                 let mut inverse = perm.clone();
                 perm.iter().enumerate().for_each(|(to, &from)| inverse[from] = to);
-                out.push((x, self.add(Op::Transpose(inverse), &[dy])));
+                vec![(x, self.add(Op::Transpose(inverse), &[dy]))]
             }
             Op::IndexSelect { axis: 0 } => {
                 let zero = self.like(0.0, x);
@@ -369,28 +302,141 @@ impl Tape {
                     axis: 0,
                     mode: ScatterMode::Add,
                 };
-                out.push((x, self.add(put, &[zero, inputs[1], dy])));
+                vec![(x, self.add(put, &[zero, inputs[1], dy]))]
             }
-            Op::DotGeneral(dims) => {
-                let batch = dims.a_batch.len();
-                let (m, k, n) = (batch, batch + 1, batch + 1);
-                let all = |a: usize, b: usize| DotDims {
-                    a_batch: (0..batch).collect(),
-                    b_batch: (0..batch).collect(),
-                    a_contract: Dims::from_slice(&[a]),
-                    b_contract: Dims::from_slice(&[b]),
-                    result: None,
-                };
-                if needs(inputs[0]) {
-                    out.push((inputs[0], self.add(Op::DotGeneral(all(n, k)), &[dy, inputs[1]])));
-                }
-                if needs(inputs[1]) {
-                    out.push((inputs[1], self.add(Op::DotGeneral(all(m, m)), &[inputs[0], dy])));
-                }
-            }
+            Op::DotGeneral(dims) => self.pull_back_product(dims.a_batch.len(), inputs, dy, needs),
             other => panic!("no gradient for `{}` here", other.name()),
-        }
+        };
         out.retain(|&(x, _)| needs(x));
+        out
+    }
+
+    fn pull_back_binary(
+        &mut self,
+        op: BinaryOp,
+        [a, b]: [Value; 2],
+        y: Value,
+        dy: Value,
+        needs: impl Fn(Value) -> bool,
+    ) -> Vec<(Value, Value)> {
+        use BinaryOp::*;
+        let mut out = Vec::new();
+        match op {
+            Add => out.extend([(a, dy), (b, dy)]),
+            Sub => {
+                out.push((a, dy));
+                if needs(b) {
+                    out.push((b, self.unary(UnaryOp::Neg, dy)));
+                }
+            }
+            Mul => {
+                for (x, other) in [(a, b), (b, a)] {
+                    if needs(x) {
+                        out.push((x, self.binary(Mul, dy, other)));
+                    }
+                }
+            }
+            Div => {
+                out.push((a, self.binary(Div, dy, b)));
+                if needs(b) {
+                    let quotient = self.binary(Div, y, b);
+                    let product = self.binary(Mul, dy, quotient);
+                    out.push((b, self.unary(UnaryOp::Neg, product)));
+                }
+            }
+            other => panic!("no gradient for `{}` here", Op::Binary(other).name()),
+        }
+        out
+    }
+
+    fn pull_back_unary(&mut self, op: UnaryOp, x: Value, y: Value, dy: Value) -> Value {
+        use BinaryOp::*;
+        match op {
+            UnaryOp::Exp => self.binary(Mul, dy, y),
+            UnaryOp::Log => self.binary(Div, dy, x),
+            UnaryOp::Neg => self.unary(UnaryOp::Neg, dy),
+            UnaryOp::Tanh => {
+                let square = self.binary(Mul, y, y);
+                let one = self.like(1.0, y);
+                let slope = self.binary(Sub, one, square);
+                self.binary(Mul, dy, slope)
+            }
+            UnaryOp::Sigmoid => {
+                let one = self.like(1.0, y);
+                let rest = self.binary(Sub, one, y);
+                let slope = self.binary(Mul, y, rest);
+                self.binary(Mul, dy, slope)
+            }
+            UnaryOp::Rsqrt => {
+                let square = self.binary(Mul, y, y);
+                let cube = self.binary(Mul, square, y);
+                let slope = self.scale(cube, -0.5);
+                self.binary(Mul, dy, slope)
+            }
+            other => panic!("no gradient for `{}` here", Op::Unary(other).name()),
+        }
+    }
+
+    fn pull_back_select(
+        &mut self,
+        inputs: &[Value],
+        dy: Value,
+        needs: impl Fn(Value) -> bool,
+    ) -> Vec<(Value, Value)> {
+        let zero = self.like(0.0, dy);
+        let mut out = Vec::new();
+        for (x, yes) in [(inputs[1], true), (inputs[2], false)] {
+            if needs(x) {
+                let (a, b) = if yes { (dy, zero) } else { (zero, dy) };
+                out.push((x, self.add(Op::Select, &[inputs[0], a, b])));
+            }
+        }
+        out
+    }
+
+    fn pull_back_broadcast(&mut self, dims: &Dims, shape: &Shape, x: Value, dy: Value) -> Value {
+        let from = self.shape(x);
+        let repeated: Vec<usize> = (0..shape.rank())
+            .filter(|axis| {
+                dims.iter()
+                    .position(|d| d == axis)
+                    .is_none_or(|i| from[i] != shape[*axis])
+            })
+            .collect();
+        let mut dx = if repeated.is_empty() {
+            dy
+        } else {
+            self.sum(dy, &repeated)
+        };
+        if self.shape(dx) != from {
+            dx = self.add(Op::Reshape(from), &[dx]);
+        }
+        dx
+    }
+
+    /// Of a product of row-major matrices with `batch` dimensions in front.
+    fn pull_back_product(
+        &mut self,
+        batch: usize,
+        inputs: &[Value],
+        dy: Value,
+        needs: impl Fn(Value) -> bool,
+    ) -> Vec<(Value, Value)> {
+        let (m, k, n) = (batch, batch + 1, batch + 1);
+        let all = |a: usize, b: usize| DotDims {
+            a_batch: (0..batch).collect(),
+            b_batch: (0..batch).collect(),
+            a_contract: Dims::from_slice(&[a]),
+            b_contract: Dims::from_slice(&[b]),
+            result: None,
+        };
+        let mut out = Vec::new();
+        if needs(inputs[0]) {
+            out.push((inputs[0], self.add(Op::DotGeneral(all(n, k)), &[dy, inputs[1]])));
+        }
+        if needs(inputs[1]) {
+            out.push((inputs[1], self.add(Op::DotGeneral(all(m, m)), &[inputs[0], dy])));
+        }
         out
     }
 

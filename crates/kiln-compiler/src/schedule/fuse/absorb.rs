@@ -357,7 +357,7 @@ struct Loads {
     computes: bool,
     /// Whether all of it is cheap.
     cheap: bool,
-    seen: FxHashSet<(Value, Vec<Index>)>,
+    visited: FxHashSet<(Value, Vec<Index>)>,
 }
 
 impl Loads {
@@ -366,7 +366,7 @@ impl Loads {
             list: Vec::new(),
             computes: false,
             cheap: true,
-            seen: FxHashSet::default(),
+            visited: FxHashSet::default(),
         }
     }
 
@@ -380,7 +380,7 @@ impl Loads {
         value: Value,
         index: &[Index],
     ) -> Option<()> {
-        if !self.seen.insert((value, index.to_vec())) {
+        if !self.visited.insert((value, index.to_vec())) {
             return Some(());
         }
         if !nest.uses_of(value).is_empty() {

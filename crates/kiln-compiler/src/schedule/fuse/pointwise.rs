@@ -89,11 +89,11 @@ impl Fuser<'_> {
             return None;
         }
         let mut frontier = vec![value];
-        let mut seen = 0;
-        while let Some(&value) = frontier.get(seen)
-            && seen < 12
+        let mut next = 0;
+        while let Some(&value) = frontier.get(next)
+            && next < 12
         {
-            seen += 1;
+            next += 1;
             let data = self.graph.def(value);
             match data.op {
                 Op::Reduce { .. }

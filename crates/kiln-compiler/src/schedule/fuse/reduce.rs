@@ -193,10 +193,10 @@ impl Fuser<'_> {
     pub(super) fn reduce_sibling(&self, x: Value, result: Value) -> Option<(usize, Vec<Index>)> {
         let count = self.graph.ty(x).numel();
         let mut frontier = vec![vec![x]];
-        let mut seen = 0;
-        while let Some(path) = frontier.get(seen).cloned() {
-            seen += 1;
-            if seen > 10 {
+        let mut next = 0;
+        while let Some(path) = frontier.get(next).cloned() {
+            next += 1;
+            if next > 10 {
                 break;
             }
             let value = path[path.len() - 1];

@@ -113,11 +113,11 @@ impl Fuser<'_> {
     fn index_in(&self, nest: &Nest, x: Value) -> Option<Vec<Index>> {
         let read = self.streams(nest);
         let mut paths = vec![vec![x]];
-        let mut seen = 0;
-        while let Some(path) = paths.get(seen).cloned()
-            && seen < MAX_PATH
+        let mut next = 0;
+        while let Some(path) = paths.get(next).cloned()
+            && next < MAX_PATH
         {
-            seen += 1;
+            next += 1;
             let last = path[path.len() - 1];
             if let Some(index) = read.get(&last) {
                 return Some(self.index_along(&path, index));
@@ -176,10 +176,10 @@ impl Fuser<'_> {
     /// The reductions of values of `count` elements among `values` and the values that those are computed
     /// from, nearest first.
     fn statistics(&self, values: &[Value], count: i64) -> Vec<Value> {
-        let mut seen = values.to_vec();
+        let mut reached = values.to_vec();
         let mut found = Vec::new();
         let mut at = 0;
-        while let Some(&value) = seen.get(at)
+        while let Some(&value) = reached.get(at)
             && at < MAX_LOOK
         {
             at += 1;
@@ -188,8 +188,8 @@ impl Fuser<'_> {
                 found.push(value);
             }
             for &operand in &data.inputs {
-                if !seen.contains(&operand) {
-                    seen.push(operand);
+                if !reached.contains(&operand) {
+                    reached.push(operand);
                 }
             }
         }

@@ -10,8 +10,8 @@ use super::matching::{Gradient, Match, Number};
 use crate::transform::pattern::splat;
 use crate::transform::view::View;
 
-/// A result of a gradient: which composition's, which of `dq, dk, dv`, and whether transposed.
-type Stand = (usize, usize, bool);
+/// A result of a gradient: its composition's number, which of `dq, dk, dv` it is, and whether transposed.
+type GradientResult = (usize, usize, bool);
 
 /// Replaces `found` in `graph`.
 pub(super) fn replace(graph: &Graph, found: &[Match]) -> Result<Graph, TypeError> {
@@ -20,7 +20,7 @@ pub(super) fn replace(graph: &Graph, found: &[Match]) -> Result<Graph, TypeError
         found,
         rewriter: Rewriter::new(graph),
         outs: FxHashMap::default(),
-        stands: FxHashMap::default(),
+        gradients: FxHashMap::default(),
         forward: vec![None; found.len()],
         shared: Vec::new(),
         backward: vec![None; found.len()],
@@ -59,8 +59,8 @@ struct Build<'a> {
     rewriter: Rewriter<'a>,
     /// Forward results.
     outs: FxHashMap<Value, usize>,
-    /// Gradients.
-    stands: FxHashMap<Value, Stand>,
+    /// The results of gradients.
+    gradients: FxHashMap<Value, GradientResult>,
     /// Results of the new operations.
     forward: Vec<Option<[Value; 2]>>,
     backward: Vec<Option<[Value; 3]>>,
@@ -81,7 +81,7 @@ impl Build<'_> {
             }
         }
         for (which, (value, transposed)) in list.into_iter().enumerate() {
-            self.stands.insert(value, (at, which, transposed));
+            self.gradients.insert(value, (at, which, transposed));
         }
     }
 
@@ -94,7 +94,7 @@ impl Build<'_> {
         if let Some(&at) = self.outs.get(&value) {
             let [out, _] = self.forward(at, &data.provenance)?;
             self.rewriter.replace(value, out);
-        } else if let Some(&(at, which, transposed)) = self.stands.get(&value) {
+        } else if let Some(&(at, which, transposed)) = self.gradients.get(&value) {
             let mut new = self.backward(at, &data.provenance)?[which];
             if transposed {
                 let order = Op::Transpose(Dims::from_slice(&[0, 1, 3, 2]));

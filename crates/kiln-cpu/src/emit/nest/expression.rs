@@ -8,7 +8,7 @@ use kiln_compiler::schedule::layout::position;
 use kiln_graph::op::{Op, RandomKind};
 use kiln_graph::{DType, Value};
 
-use super::{Argument, Key, Register, Seen, Writer, c};
+use super::{Access, Argument, Key, Register, Writer, c};
 
 impl Writer<'_> {
     /// The number of the pass over a row that computes `value`.
@@ -171,7 +171,7 @@ impl Writer<'_> {
     /// An index as a number.
     pub(super) fn number(&mut self, index: &Index, dtype: DType) -> Register {
         let (data_level, stage) = self.load_slots(index);
-        self.seen.push(Seen {
+        self.accesses.push(Access {
             index: index.clone(),
             weight: 0,
         });
@@ -227,7 +227,7 @@ impl Writer<'_> {
         };
         // Computing a block of the generator for each lane costs less than reading a cache line for each.
         let by_lane = kind == RandomKind::Uniform && dtype == DType::F32;
-        self.seen.push(Seen {
+        self.accesses.push(Access {
             index: position.clone(),
             weight: if by_lane { 1 } else { 2 },
         });

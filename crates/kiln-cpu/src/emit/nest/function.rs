@@ -9,7 +9,7 @@ use kiln_graph::{DType, Node};
 
 use super::blocks::{self, BLOCK};
 use super::reduction::{Accumulator, LateSum};
-use super::{Argument, Lanes, Register, Seen, Writer, c};
+use super::{Access, Argument, Lanes, Register, Writer, c};
 use crate::policy::REDUCTION_CHUNKS;
 
 /// The results of one pass over a row.
@@ -35,7 +35,7 @@ impl Writer<'_> {
     /// Writes the function of the nest.
     pub(super) fn run(&mut self) {
         for store in &self.space.loops.nest.stores {
-            self.seen.push(Seen {
+            self.accesses.push(Access {
                 index: store.position.clone(),
                 weight: 2,
             });

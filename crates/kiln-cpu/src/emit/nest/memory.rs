@@ -5,7 +5,7 @@ use kiln_compiler::index::{Atom, Index, Var};
 use kiln_compiler::schedule::Buffer;
 use kiln_graph::DType;
 
-use super::{Argument, Lanes, Register, Seen, Writer, c};
+use super::{Access, Argument, Lanes, Register, Writer, c};
 
 impl Writer<'_> {
     /// Registers for the loaded integers in `index`; the deepest level and stage among them.
@@ -76,7 +76,7 @@ impl Writer<'_> {
         let dtype = self.buffer_dtype(buffer);
         let at = self.argument(Argument::Buffer(buffer));
         let (data_level, stage) = self.load_slots(position);
-        self.seen.push(Seen {
+        self.accesses.push(Access {
             index: position.clone(),
             weight,
         });

@@ -4,7 +4,7 @@ use kiln_compiler::index::Var;
 use kiln_compiler::schedule::loops::NestLoops;
 use kiln_compiler::schedule::nest::Nest;
 
-use super::Seen;
+use super::Access;
 
 /// The loops of a nest, prepared for writing.
 #[derive(Clone)]
@@ -23,7 +23,7 @@ impl Space {
     }
 
     /// Chooses the vector variable: where most accesses are contiguous and the extent fills vectors.
-    pub(super) fn choose_vector(&mut self, seen: &[Seen], lanes: i64) {
+    pub(super) fn choose_vector(&mut self, accesses: &[Access], lanes: i64) {
         let late = !self.loops.nest.late.is_empty();
         let candidates = if late {
             self.loops.cols.clone()
@@ -32,11 +32,11 @@ impl Space {
         };
         let score = |var: Var| {
             let mut score = 0i64;
-            for seen in seen {
-                score += match seen.index.stride(var) {
+            for access in accesses {
+                score += match access.index.stride(var) {
                     Some(0) => 0,
-                    Some(1) => 2 * seen.weight,
-                    _ => -3 * seen.weight,
+                    Some(1) => 2 * access.weight,
+                    _ => -3 * access.weight,
                 };
             }
             // A variable that fills few lanes makes few accesses worth it.

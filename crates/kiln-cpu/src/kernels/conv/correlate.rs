@@ -415,16 +415,16 @@ impl Emitter<'_> {
         } else {
             panels.width
         };
-        let wide = self.part_tiles(work, &parts, full);
+        let full_panels = self.part_tiles(work, &parts, full);
         let calls = if uneven {
-            let narrow = self.part_tiles(work, &parts, panels.last);
+            let last_panel = self.part_tiles(work, &parts, panels.last);
             format!(
                 "if (cp < {last}) {{\n{}}} else {{\n{}}}\n",
-                indent(&wide, 4),
-                indent(&narrow, 4)
+                indent(&full_panels, 4),
+                indent(&last_panel, 4)
             )
         } else {
-            wide
+            full_panels
         };
         let ConvSpec {
             name, geometry: g, ..

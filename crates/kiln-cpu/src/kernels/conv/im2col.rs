@@ -27,8 +27,8 @@ const MAX_PIXELS: [usize; 2] = [128, 400];
 /// Whether the convolution is of the kind.
 fn fits(g: &Geometry) -> bool {
     let strided = g.stride != [1; 3];
-    let few = g.images * g.output.iter().product::<usize>() <= MAX_PIXELS[usize::from(strided)];
-    let kind = if g.taps() > 1 { few } else { strided };
+    let has_few_pixels = g.images * g.output.iter().product::<usize>() <= MAX_PIXELS[usize::from(strided)];
+    let kind = if g.taps() > 1 { has_few_pixels } else { strided };
     kind && g.groups == 1 && g.weight_len() * 4 >= LARGE_WEIGHT
 }
 
@@ -88,8 +88,8 @@ fn forward(spec: &ConvSpec<'_>, sizes: &Sizes, isa: Isa) -> KernelText {
     let product = product(
         &frame,
         [sizes.pixels, g.out_channels, k],
-        few("few_left", k as i64, 1, spec.storage),
-        few("few_right", k as i64, 1, spec.storage),
+        matrix("few_left", k as i64, 1, spec.storage),
+        matrix("few_right", k as i64, 1, spec.storage),
         Epilogue::custom(by_channel.then_some(Axis::Depth), consume),
         isa,
     );
@@ -112,8 +112,8 @@ fn input_gradient(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize, isa: Isa) ->
     let product = product(
         &frame,
         [sizes.pixels, k, o],
-        few("few_left", grads.row, 1, spec.storage),
-        few("few_right", 1, k as i64, spec.storage),
+        matrix("few_left", grads.row, 1, spec.storage),
+        matrix("few_right", 1, k as i64, spec.storage),
         Epilogue::store("few_out", &[], k as i64, 1),
         isa,
     );
@@ -144,8 +144,8 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     let product = product(
         &frame,
         [o, k, sizes.pixels],
-        few("few_left", 1, grads.row, spec.storage),
-        few("few_right", 1, k as i64, spec.storage),
+        matrix("few_left", 1, grads.row, spec.storage),
+        matrix("few_right", 1, k as i64, spec.storage),
         Epilogue::custom(Some(Axis::Depth), consume),
         isa,
     );
@@ -205,7 +205,7 @@ fn product(
 }
 
 /// The matrix of f32 at `pointer`, whose elements come from tensors that are stored as `storage` says.
-fn few(pointer: &str, free: i64, depth: i64, storage: Storage) -> Operand<'static> {
+fn matrix(pointer: &str, free: i64, depth: i64, storage: Storage) -> Operand<'static> {
     Operand::strided(pointer, &[], free, depth).standing_for(storage)
 }
 

@@ -152,9 +152,9 @@ impl TensorPlan {
 
     /// The plan for the forward kernel; none for widths that tensor cores do not take.
     pub fn forward(e: &Extents, element: Element) -> Option<Self> {
-        let narrow = Self::widest(e)? <= 64;
-        // Columns of a block with many rows, and of one with few.
-        let (row_blocks, [many, few]) = match (element, narrow) {
+        let has_narrow_rows = Self::widest(e)? <= 64;
+        // The columns of a block with `row_blocks` blocks of rows, and of one with a single block of rows.
+        let (row_blocks, [columns, columns_of_single]) = match (element, has_narrow_rows) {
             (Element::Half, true) => (2, [8, 8]),
             (Element::Half, false) => (2, [4, 8]),
             (Element::Tf32, true) => (2, [4, 4]),
@@ -162,7 +162,7 @@ impl TensorPlan {
         };
         let wide = Self {
             row_blocks,
-            column_blocks: many,
+            column_blocks: columns,
             element,
         };
         let enough = e.batch * e.heads * wide.tiles(e.queries) >= ENOUGH_BLOCKS;
@@ -171,7 +171,7 @@ impl TensorPlan {
         } else {
             Self {
                 row_blocks: 1,
-                column_blocks: few,
+                column_blocks: columns_of_single,
                 element,
             }
         })

@@ -173,8 +173,8 @@ pub fn finish(
 /// The launch of the tiles; partial sums are in working memory from byte `parts`.
 fn tiles(task: &Correlation<'_>, division: &Division, tile: Tile, parts: usize) -> Option<Launch> {
     let (convolution, image, result) = (task.convolution, task.image, task.result);
-    let narrow = convolution.dtype.size() == 2;
-    let widths = if narrow { [8, 4] } else { [4, 4] };
+    let is_half = convolution.dtype.size() == 2;
+    let widths = if is_half { [8, 4] } else { [4, 4] };
     let fits = |width: &usize| image.has_vectors(*width, task.depth);
     let vector = widths.into_iter().find(fits).unwrap_or(1);
     let mut template = task.template(tile.threads());

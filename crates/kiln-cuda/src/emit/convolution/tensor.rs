@@ -270,8 +270,9 @@ pub fn padded(
     let channels = convolution.x.channels.next_multiple_of(vector);
     let bases = [convolution.x.base, weight.base, convolution.y.base];
     let distinct = bases[0] != bases[1] && bases[1] != bases[2] && bases[0] != bases[2];
-    let few = channels != convolution.x.channels && convolution.x.channels < FEW_CHANNELS;
-    let fits = convolution.dims.groups == 1 && convolution.has_tensor_types(options) && few && distinct;
+    let has_few_channels = channels != convolution.x.channels && convolution.x.channels < FEW_CHANNELS;
+    let fits =
+        convolution.dims.groups == 1 && convolution.has_tensor_types(options) && has_few_channels && distinct;
     if !fits || task == Task::InputGradient {
         return None;
     }
@@ -360,14 +361,14 @@ mod tests {
 
     #[test]
     fn warps_have_whole_products_and_shared_memory_suffices() {
-        let mut seen = Vec::new();
+        let mut blocks = Vec::new();
         for columns in [16, 32, 36, 64, 68, 128, 132, 192, 512] {
             for rows in [1, 6272, 100_000] {
-                seen.push(TensorTile::sides([rows, columns], 1));
-                seen.push(TensorTile::sides_of_weight(columns, 9 * columns));
+                blocks.push(TensorTile::sides([rows, columns], 1));
+                blocks.push(TensorTile::sides_of_weight(columns, 9 * columns));
             }
         }
-        for block in seen {
+        for block in blocks {
             let tile = TensorTile { block };
             for stage in [(block[0] + block[1]) * 36, (block[0] + block[1] + 16) * 32] {
                 let [_, _, (_, row_warps), (_, column_warps), (_, stages), _] = tile.constants(stage);
