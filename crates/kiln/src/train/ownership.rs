@@ -1,10 +1,10 @@
 //! Objects that are the only owners of their tensors.
 //!
-//! A replayed step leaves the program's objects alone and changes the tensors behind their ids. Whatever else
-//! holds such an id (a clone of the model, a handle that the closure put aside) must stay as it was. So
-//! before the first replay, and after the program has looked at the model, each tensor of the step's state
-//! that something else holds, too, gets an id of its own: both ids stand for one buffer then, and the step
-//! writes to another.
+//! A replayed step does not touch the program's objects and changes the tensors behind their ids. Any other
+//! object that holds such an id (a clone of the model, a handle that the closure put aside) must stay as it
+//! was. So before the first replay, and after the program has looked at the model, each tensor of the
+//! step's state that another object holds gets an id of its own: both ids stand for one buffer then, and
+//! the step writes to another.
 
 use std::collections::{HashMap, HashSet};
 
@@ -20,7 +20,7 @@ use super::TrainBackend;
 use super::places::{Cells, map_tensors, with_state};
 use crate::input::KilnTensor;
 
-/// `model` with an id of its own for each tensor of `state` that something else holds too, and the new id of
+/// `model` with an id of its own for each tensor of `state` that another object holds, and the new id of
 /// each old one.
 pub(super) fn renew<B: TrainBackend, M: AutodiffModule<B>>(
     model: M,
@@ -65,7 +65,8 @@ where
     O: SimpleOptimizer<Kiln>,
 {
     let records = optim.to_record();
-    // The adaptor's own handles go, so that the records' are the only ones of the program's optimizer.
+    // The adaptor's own handles are dropped, so that the records' are the only ones of the program's
+    // optimizer.
     let empty = optim.load_record(hashbrown::HashMap::new());
     let mut own = |record: AdaptorRecord<O, B>| {
         with_state!(record, |state, D| {
@@ -80,7 +81,7 @@ where
     empty.load_record(records)
 }
 
-/// Which tensors get an id of their own.
+/// The tensors that get an id of their own.
 enum Only {
     /// These.
     Ids(HashSet<TensorId>),

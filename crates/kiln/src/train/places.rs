@@ -1,11 +1,11 @@
 //! The places of a training step: every tensor of the model and of the optimizer's state, by name.
 //!
-//! Places tell which tensor the program had where before and after a recorded call
-//! (`kiln_burn::record::binding`), and they give inputs the names that people know: ``
-//! `encoder.norm.running_mean` ``.
+//! Places tell which tensor the program had at each place before and after a recorded call
+//! (`kiln_burn::record::binding`), and they give inputs the names that people know:
+//! `` `encoder.norm.running_mean` ``.
 //!
 //! Some places are *cells*: a module and its clones share one cell (a running statistic of batch norm), so
-//! that a clone of the model is no copy of what is in them. [`Cells`] finds them.
+//! a clone of the model does not copy the tensors in cells. [`Cells`] finds them.
 
 use std::sync::Arc;
 
@@ -29,8 +29,8 @@ pub(super) struct Found {
     pub id: TensorId,
 }
 
-/// The tensors of `model`, in the order of its visit, without the parameters that Burn draws when they are
-/// first used and that were not used yet: looking at these would draw them.
+/// The tensors of `model`, in the order of its visit. Parameters that Burn draws when they are first used,
+/// and that were not used yet, are left out: looking at them would draw them.
 pub(super) fn of_model<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Vec<Found> {
     let all = Names::of::<B, M>(model).tensors.into_iter();
     all.filter_map(|(name, id)| Some(Found { name, id: id? }))
@@ -182,8 +182,8 @@ pub(super) fn tensors_of<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
 pub(super) struct Cells(Vec<bool>);
 
 impl Cells {
-    /// The cells of `model`. What a clone is given shows in the model itself where both share a cell, so a
-    /// clone is given tensors without elements for a moment.
+    /// The cells of `model`. They are found by giving a clone tensors without elements for a moment: where
+    /// both share a cell, these show in the model itself.
     pub(super) fn of<B: TrainBackend, M: AutodiffModule<B> + Clone>(model: &M) -> Self {
         let before = Names::of::<B, M>(model).tensors;
         let mut swap = Swap::default();
@@ -228,8 +228,8 @@ struct Put {
     tensors: std::vec::IntoIter<KilnTensor>,
 }
 
-/// A mapper that replaces each tensor, whatever its kind, by what its method `tensor` makes of it. A
-/// parameter that has no value yet stays without one; the mapper's method `skip` hears of it.
+/// A mapper that replaces each tensor, of whichever kind, by the result of its method `tensor`. A parameter
+/// that has no value yet stays without one; the mapper's method `skip` is called for it.
 macro_rules! map_tensors {
     ($mapper:ty) => {
         impl<B: $crate::train::TrainBackend> burn_core::module::ModuleMapper<B> for $mapper {

@@ -1,8 +1,8 @@
-//! A recorded call of a training step, and what it tells about later ones.
+//! A recorded call of a training step, and its consequences for later ones.
 //!
-//! The closure, Burn's autograd and the optimizer run under recording, with a backup of what they consume.
-//! What was recorded is compared with earlier calls ([`super::plan`]), which gives the variant of this
-//! signature a plan or an obstacle; the other variants go on from the state that the call leaves
+//! The closure, Burn's autograd and the optimizer run under recording, with a backup of the tensors that
+//! they consume. The recording is compared with earlier calls ([`super::plan`]), which gives the variant of
+//! this signature a plan or an obstacle; the other variants continue from the state that the call leaves
 //! ([`super::variants`]).
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -23,7 +23,7 @@ use super::variants::Variant;
 use super::{Cause, StepOutput, TrainBackend, TrainError, TrainStep};
 use crate::input::{KilnTensor, Signature, StepInput};
 
-/// What the closure of a recorded call leaves behind.
+/// The results of the closure of a recorded call.
 struct Recorded<M, T, L> {
     trained: (M, T),
     output: L,
@@ -62,7 +62,7 @@ where
             .cells
             .get_or_insert_with(|| Cells::of::<B, M>(&model))
             .clone();
-        // Burn draws a parameter when it is first used: until the closure has run nothing else may use it.
+        // Burn draws a parameter when it is first used, so no other use may come before the closure's.
         let is_initialized = places::is_initialized::<B, M>(&model);
         if cells.any() && is_initialized {
             drop(model.valid());
@@ -94,7 +94,7 @@ where
                 };
                 let mut gradients = GradientsParams::from_grads(value.backward(), &model);
                 if cells.any() {
-                    // Updates that wait in the cells become their values now: a cell has one tensor between
+                    // Pending updates in the cells become their values now: a cell has one tensor between
                     // calls, wherever the program looks.
                     drop(model.valid());
                 }
@@ -190,8 +190,8 @@ where
             return Ok(output);
         };
         let results = plan::ids(&output);
-        // The caller's handles get ids of their own: a tensor that is known under its old one is held by
-        // something else, too.
+        // The caller's handles get ids of their own: a tensor that is still known under its old id has
+        // another holder.
         output = detach(output)?;
         before.extend(optimizer_before);
         let call = Call {
@@ -224,13 +224,13 @@ where
             None => Ok(()),
         };
         if !self.replays {
-            // The closure is not to be trusted, with any input.
+            // The closure is not the same function at every call, whatever the input.
             self.variants.drop_plans();
             return outcome.map(|()| output);
         }
         self.variants.resume(variant, &places);
         self.history.obstacle = self.variants.obstacle().cloned();
-        // Whatever the closure put aside of the new state keeps its id, and the model gets another.
+        // A tensor of the new state that the closure put aside keeps its id, and the model gets another.
         self.lent.store(true, Ordering::Relaxed);
         let was_lent = self.was_lent;
         self.take_possession()?;
@@ -280,8 +280,8 @@ where
                 }
             }
             Err(Obstacle::NotYet) => {}
-            // What the replay relied on was exchanged just now; the next call tells whether it is exchanged
-            // each time.
+            // A tensor that the replay relied on was replaced just now; the next call shows whether it is
+            // replaced each time.
             Err(Obstacle::Reason(_)) if scrutiny == Scrutiny::Numbers => {}
             Err(Obstacle::Reason(reason)) => {
                 self.give_up(&reason);
@@ -307,7 +307,7 @@ where
         }
     }
 
-    /// Says once that the step will be recorded at each call.
+    /// Warns once that the step will be recorded at each call.
     fn give_up(&mut self, reason: &String) {
         if !self.warned.contains(reason) {
             tracing::warn!(target: "kiln", "the training step is recorded at every call, which costs host time: {reason}");

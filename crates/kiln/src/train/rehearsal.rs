@@ -1,13 +1,15 @@
 //! Rehearsals: an optimizer's host code, run for its scalars.
 //!
-//! A replayed step needs what the optimizer's Rust code would have computed this time: learning rate, bias correction, decay. That code sees a parameter only through
-//! its shape and the optimizer's state of it, so parameters with equal operations and scalars form *classes*, and one representative of each class tells
-//! for all. The representatives' optimizer runs in a rehearsal (`kiln_burn::record::rehearse`), where operations are noted and never run; its state goes from step to step with
-//! tensors that have no elements.
+//! A replayed step needs the numbers that the optimizer's Rust code would have computed this time: learning
+//! rate, bias correction, decay. That code sees a parameter only through its shape and the optimizer's
+//! state of it. So parameters with equal operations and scalars form *classes*, and one representative of
+//! each class is enough. The representatives' optimizer runs in a rehearsal
+//! (`kiln_burn::record::rehearse`), where operations are noted and never run; its state goes from step to
+//! step with tensors that have no elements.
 //!
-//! The real optimizer is not run meanwhile: its tensors are kept up to date by the replay, under their own ids, but host fields such as
-//! `time` stand still. [`Rehearsal::catch_up`] repairs that: each parameter's state becomes its representative's, with the parameter's own tensors put in
-//! (`kiln_burn::record::exchange`).
+//! The real optimizer is not run meanwhile: the replay keeps its tensors up to date, under their own ids,
+//! but host fields such as `time` do not change. [`Rehearsal::catch_up`] repairs that: each parameter gets
+//! its representative's state, with the parameter's own tensors put in (`kiln_burn::record::exchange`).
 
 use burn_core::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn_ir::ScalarIr;
@@ -66,8 +68,8 @@ pub(super) struct Rehearsal<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     updates: Updates,
 }
 
-/// What an optimizer does in one step: which parameters it updates, and the branches that its host code
-/// takes.
+/// The updates of an optimizer in one step: the parameters that it updates, and the branches that its host
+/// code takes.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub(super) struct Updates {
     /// Class of each trained parameter, in the optimizer's order.
@@ -89,8 +91,8 @@ impl Updates {
 }
 
 impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Rehearsal<B, M, O> {
-    /// A rehearsal that starts from the state of `model` and `optim`, for the parameters that are trained. None if the optimizer reads tensors on the host, or
-    /// parameters cannot be told apart by class.
+    /// A rehearsal that starts from the state of `model` and `optim`, for the parameters that are trained.
+    /// None if the optimizer reads tensors on the host, or parameters cannot be told apart by class.
     pub(super) fn new(model: &M, optim: &OptimizerAdaptor<O, M, B>, parameters: &[ParamId]) -> Option<Self> {
         let mut classes: Vec<Class> = Vec::new();
         let mut members = Vec::new();
@@ -131,13 +133,14 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         })
     }
 
-    /// What the optimizer did in the rehearsal of [`Rehearsal::scalars`].
+    /// The updates of the optimizer in the rehearsal of [`Rehearsal::scalars`].
     pub(super) fn updates(&self) -> &Updates {
         &self.updates
     }
 
-    /// The optimizer's scalars of the next step with learning rate `lr`, for all parameters in order; the state moves on with [`Rehearsal::commit`]. None if
-    /// they cannot be told. They are those of a step that makes the same [`Updates`].
+    /// The optimizer's scalars of the next step with learning rate `lr`, for all parameters in order; the
+    /// state moves on with [`Rehearsal::commit`]. None if they cannot be told. They are those of a step
+    /// that makes the same [`Updates`].
     pub(super) fn scalars(&mut self, lr: LearningRate) -> Option<Vec<ScalarIr>> {
         let scalars = self.representative_scalars(lr)?;
         Some(self.for_all(&scalars))
@@ -160,7 +163,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         (recorded.scalars.len() == expected).then_some(recorded.scalars)
     }
 
-    /// What belongs to the scalars of the representatives, for all parameters in order.
+    /// The values that belong to the representatives' scalars, repeated for all parameters in order.
     pub(super) fn for_all<T: Clone>(&self, of_representatives: &[T]) -> Vec<T> {
         let mut first = 0;
         let starts: Vec<usize> = self
@@ -178,7 +181,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         self.updates.members.iter().flat_map(of).collect()
     }
 
-    /// A rehearsal of its own that goes on where this one is.
+    /// A separate rehearsal that continues from the state of this one.
     pub(super) fn fork(&self) -> Self {
         Self {
             shadow: self.shadow.clone(),
@@ -236,8 +239,8 @@ where
     })
 }
 
-/// A copy of `model` whose trained parameters have no elements: it must not keep those of the model alive. Other tensors are as they were: copies of a
-/// running statistic share its value.
+/// A copy of `model` whose trained parameters have no elements: it must not keep those of the model alive.
+/// Other tensors are as they were: copies of a running statistic share its value.
 fn hollow<B: TrainBackend, M: AutodiffModule<B>>(model: &M, parameters: &[ParamId]) -> Option<M> {
     struct Mapper<'a>(&'a [ParamId]);
     impl<B: TrainBackend> ModuleMapper<B> for Mapper<'_> {
