@@ -11,6 +11,11 @@
 //! When no flow can be added, the vertices that still reach the sink form one side of a minimum cut. Of all
 //! minimum cuts this one is nearest to the sink: values are kept as close as possible to their readers, so
 //! ties are broken towards less recomputation.
+//!
+//! `petgraph` (0.8.3) has Dinic's algorithm, too. On the networks of six recorded steps (llama-tiny,
+//! bert-minilm, resnet18, bert-base, llama-125m and resnet50: 1,000 to 6,200 vertices, 1,400 to 7,800 edges)
+//! it finds the same flows in 12 to 78 times the time, building the network included: 20 ms instead of 0.26
+//! for bert-base. It returns the flow and not the cut.
 
 /// More than any sum of real capacities: an edge that must not be cut.
 pub(crate) const INFINITE: u64 = u64::MAX / 8;
