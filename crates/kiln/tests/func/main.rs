@@ -1,5 +1,7 @@
 //! Transformed functions: against loops, finite differences in f64, and Burn's own autograd.
 
+mod torch;
+
 use std::cell::RefCell;
 use std::sync::{Mutex, Once, PoisonError};
 
