@@ -113,7 +113,7 @@ pub fn scratch(
         | Op::MaxPoolWithIndices { .. }
         | Op::MaxPoolGrad { .. }
         | Op::AvgPool { .. }
-        | Op::AvgPoolGrad { .. } => false,
+        | Op::AvgPoolGrad { .. } => true,
         // Plain loops.
         _ => return Ok(Some(library::scratch(graph, node))),
     };

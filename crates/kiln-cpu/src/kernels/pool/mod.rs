@@ -4,4 +4,4 @@
 pub mod channels;
 pub mod planes;
 
-pub use planes::{ConsumePooled, PoolGeometry, PoolKind, PoolSpec, forward, input_grad};
+pub use planes::{ConsumePooled, PoolGeometry, PoolKind, PoolSpec, forward, input_grad, workspace};

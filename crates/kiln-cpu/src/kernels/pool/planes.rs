@@ -126,22 +126,88 @@ pub(super) fn table<T: ToString>(ctype: &str, name: &str, values: &[T], lanes: u
     format!("static const {ctype} {name}[] = {{{}}};\n", list.join(", "))
 }
 
+/// The working memory of a kernel that works plane by plane.
+///
+/// Each thread has the padded slab that its operand's plane is copied into, if the kernel needs one, then the
+/// plane of results, then the plane of indices, if there is one.
+struct PlaneMemory {
+    slab: Option<Slab>,
+    /// Elements of the result plane.
+    pixels: usize,
+    /// Whether there are indices.
+    indices: bool,
+    lanes: usize,
+}
+
+impl PlaneMemory {
+    fn forward(kind: PoolKind, g: &PoolGeometry, lanes: usize) -> Self {
+        let [height, width] = g.output;
+        let rows = height.saturating_sub(1) * g.stride[0] + g.span(0) + 1;
+        let reach = round_up(width, lanes) * g.stride[1] + g.span(1) + lanes;
+        let before = g.pad_low.map(|pad| pad as i64);
+        let slab = Slab::new(g.input, before, rows, reach, [1, 1], lanes);
+        Self {
+            slab: Some(match kind {
+                PoolKind::Max => slab.surrounded_by("-__builtin_inff()"),
+                PoolKind::Mean { .. } => slab,
+            }),
+            pixels: height * width,
+            indices: kind == PoolKind::Max,
+            lanes,
+        }
+    }
+
+    fn input_grad(kind: PoolKind, g: &PoolGeometry, lanes: usize) -> Self {
+        let [height, width] = g.input;
+        let slab = || {
+            let before = [0, 1].map(|d| g.span(d) as i64 - g.pad_low[d] as i64);
+            let rows = height + g.span(0);
+            let reach = round_up(width, lanes) + g.span(1) + lanes;
+            Slab::new(g.output, before, rows, reach, g.stride, lanes)
+        };
+        Self {
+            slab: matches!(kind, PoolKind::Mean { .. }).then(slab),
+            pixels: height * width,
+            indices: false,
+            lanes,
+        }
+    }
+
+    fn slab_bytes(&self) -> usize {
+        self.slab.as_ref().map_or(0, |slab| slab.bytes(self.lanes))
+    }
+
+    fn plane_bytes(&self) -> usize {
+        round_up((self.pixels + self.lanes) * 4, 64)
+    }
+
+    /// Bytes of a thread.
+    fn each(&self) -> usize {
+        self.slab_bytes() + self.plane_bytes() * if self.indices { 2 } else { 1 }
+    }
+}
+
+/// Bytes of working memory of [`forward`], or of [`input_grad`] if `grad`, for up to `threads` threads.
+pub fn workspace(kind: PoolKind, geometry: &PoolGeometry, grad: bool, threads: usize, isa: Isa) -> usize {
+    let lanes = vector::lanes(isa);
+    let memory = match grad {
+        false => PlaneMemory::forward(kind, geometry, lanes),
+        true => PlaneMemory::input_grad(kind, geometry, lanes),
+    };
+    memory.each() * threads
+}
+
 /// Parts of a kernel that works plane by plane.
 struct Planes {
+    memory: PlaneMemory,
     /// Definitions before the loop.
     before: String,
     /// Statements that compute `result` (and `indices`) for one plane.
     body: String,
-    /// Elements of the result plane.
-    pixels: usize,
-    /// Bytes of the slab.
-    slab: usize,
-    /// Whether there are indices.
-    indices: bool,
 }
 
 impl Planes {
-    fn kernel(self, spec: &PoolSpec<'_>, lanes: usize) -> KernelText {
+    fn kernel(self, spec: &PoolSpec<'_>) -> KernelText {
         let (g, consume) = (&spec.geometry, &spec.consume);
         let frame = Frame {
             name: &spec.name,
@@ -149,15 +215,14 @@ impl Planes {
             params: &spec.params,
             threads: spec.threads,
         };
-        let Self {
-            before,
-            body,
+        let Self { memory, before, body } = self;
+        let (slab, each) = (memory.slab_bytes(), memory.each());
+        let PlaneMemory {
             pixels,
-            slab,
             indices,
-        } = self;
-        let plane = round_up((pixels + lanes) * 4, 64);
-        let each = slab + plane * if indices { 2 } else { 1 };
+            lanes,
+            ..
+        } = memory;
         let consume = |width| {
             let place = PixelPlace {
                 width,
@@ -177,7 +242,7 @@ impl Planes {
              (int32_t *)(own + {});\n(void)slab, (void)indices;\nfor (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / \
              {channels}, channel = unit % {channels};\n{}    int64_t x = 0;\n    for (; x + {lanes} <= {pixels}; x += {lanes}) {{\n        vf sum = \
              vf_load(result + x);\n{}{}    }}\n    for (; x < {pixels}; x++) {{\n        float sum = result[x];\n{}{}    }}\n}}\n",
-            slab + plane,
+            slab + memory.plane_bytes(),
             indent(&body, 4),
             index("vi index = vi_load(indices + x);"),
             consume(Width::Vector),
@@ -218,15 +283,8 @@ pub fn forward(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
     let lanes = vector::lanes(isa);
     let g = &spec.geometry;
     let [height, width] = g.output;
-    let rows = height.saturating_sub(1) * g.stride[0] + g.span(0) + 1;
-    let reach = round_up(width, lanes) * g.stride[1] + g.span(1) + lanes;
-    let before = g.pad_low.map(|pad| pad as i64);
-    let slab = Slab::new(g.input, before, rows, reach, [1, 1], lanes);
-    let slab = if spec.kind == PoolKind::Max {
-        slab.surrounded_by("-__builtin_inff()")
-    } else {
-        slab
-    };
+    let memory = PlaneMemory::forward(spec.kind, g, lanes);
+    let slab = memory.slab.as_ref().expect("forward poolings have a slab");
     let mut each = String::new();
     for ty in 0..g.window[0] {
         for tx in 0..g.window[1] {
@@ -280,13 +338,11 @@ pub fn forward(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
         indent(&end, 8),
     );
     let planes = Planes {
-        before: fill(&spec, &slab, lanes),
+        before: fill(&spec, slab, lanes),
         body,
-        pixels: height * width,
-        slab: slab.bytes(lanes),
-        indices: spec.kind == PoolKind::Max,
+        memory,
     };
-    planes.kernel(&spec, lanes)
+    planes.kernel(&spec)
 }
 
 /// The gradient of [`forward`] with respect to its input. For the maximum, each element of `dy` is added at
@@ -300,7 +356,8 @@ pub fn input_grad(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
 
 fn max_grad(spec: &PoolSpec<'_>, lanes: usize) -> KernelText {
     let g = &spec.geometry;
-    let pixels = g.input[0] * g.input[1];
+    let memory = PlaneMemory::input_grad(spec.kind, g, lanes);
+    let pixels = memory.pixels;
     let place = PixelPlace {
         width: Width::Scalar,
         image: "image",
@@ -321,20 +378,16 @@ fn max_grad(spec: &PoolSpec<'_>, lanes: usize) -> KernelText {
     Planes {
         before: String::new(),
         body,
-        pixels,
-        slab: 0,
-        indices: false,
+        memory,
     }
-    .kernel(spec, lanes)
+    .kernel(spec)
 }
 
 fn mean_grad(spec: &PoolSpec<'_>, count_padding: bool, lanes: usize) -> KernelText {
     let g = &spec.geometry;
     let [height, width] = g.input;
-    let before = [0, 1].map(|d| g.span(d) as i64 - g.pad_low[d] as i64);
-    let rows = height + g.span(0);
-    let reach = round_up(width, lanes) + g.span(1) + lanes;
-    let slab = Slab::new(g.output, before, rows, reach, g.stride, lanes);
+    let memory = PlaneMemory::input_grad(spec.kind, g, lanes);
+    let slab = memory.slab.as_ref().expect("the gradient of a mean has a slab");
     let load = |width| {
         let value = (spec.load)(&PixelPlace {
             width,
@@ -387,9 +440,7 @@ fn mean_grad(spec: &PoolSpec<'_>, count_padding: bool, lanes: usize) -> KernelTe
     let planes = Planes {
         before: tables + &fill,
         body,
-        pixels: height * width,
-        slab: slab.bytes(lanes),
-        indices: false,
+        memory,
     };
-    planes.kernel(spec, lanes)
+    planes.kernel(spec)
 }
