@@ -324,6 +324,7 @@ impl Bench {
                 .map(|(ctype, name, _)| Param::new(ctype.as_str(), *name))
                 .collect(),
             threads: self.pool.threads(),
+            tallest: false,
         };
         let kernel = if gradient {
             let tensors = Gradients {

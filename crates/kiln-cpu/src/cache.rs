@@ -17,6 +17,7 @@ use crate::build::objects::Objects;
 use crate::build::{BuildOptions, SourceFile, Toolchain};
 use crate::error::{CpuError, Result};
 use crate::runtime::abi::{ABI_VERSION, RUNTIME_HEADER};
+use crate::runtime::functions::FunctionLibrary;
 use crate::runtime::library::Library;
 
 /// Starts the key of a step with what every step depends on: Kiln's version, the ABI, compiler, CPU and build
@@ -164,5 +165,44 @@ impl Cache {
             origin: Origin::Built(built.elapsed),
             load_time,
         })
+    }
+
+    /// The functions of `files`, from the cache or built, stored and loaded, and where they came from. Functions
+    /// have no other identity than their text.
+    ///
+    /// # Errors
+    /// Those of [`Toolchain::build`] and of [`FunctionLibrary::load`]. Trouble with the cache itself is a warning.
+    pub(crate) fn functions(
+        &self,
+        name: &str,
+        files: &[SourceFile],
+        toolchain: &Toolchain,
+        options: &BuildOptions,
+    ) -> Result<(FunctionLibrary, Origin)> {
+        let texts = files.iter().flat_map(|file| [&*file.name, &*file.text]);
+        let key =
+            step_key(toolchain, options).field("functions", Key::of(&texts.collect::<Vec<_>>()).to_string());
+        let key = key.finish();
+        let get = || {
+            self.steps.get_if(&key, |found| {
+                let library = FunctionLibrary::load(&found.path).map_err(|error| error.to_string())?;
+                Ok((library, Origin::Cache))
+            })
+        };
+        if let Some(found) = get() {
+            return Ok(found);
+        }
+        let lock = self.steps.lock(&key);
+        if lock.is_some()
+            && let Some(found) = get()
+        {
+            return Ok(found);
+        }
+        let built = toolchain.build_reusing(files, options, &self.objects)?;
+        let library = FunctionLibrary::load(built.path())?;
+        if lock.is_some() {
+            self.steps.put_file(&key, built.path(), name, "");
+        }
+        Ok((library, Origin::Built(built.elapsed)))
     }
 }

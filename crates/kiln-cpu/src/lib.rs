@@ -15,6 +15,7 @@
 //!   attention, pooling.
 //! - [`emit`]: C text from the nests and templates of a planned step.
 //! - [`build`]: the C compiler, its objects, and the trial that it must pass.
+//! - [`family`]: steps of several shapes that share their functions.
 //! - [`runtime`]: loading, calling, threads, buffers, arenas: pointers and sizes.
 //!
 //! The crate knows nothing of Burn.
@@ -25,6 +26,7 @@ pub mod debug;
 pub mod emit;
 mod error;
 pub mod export;
+pub mod family;
 mod isa;
 pub mod kernels;
 pub mod machine;
@@ -38,6 +40,7 @@ pub use build::trial::{Distrust, try_compiler};
 pub use build::{BuildOptions, Built, OptLevel, SourceFile};
 pub use cache::{Cache, CachedStep, Origin, StepSource, step_key};
 pub use error::{CpuError, Result, StepError};
+pub use family::{Family, FamilyStats, Outcome};
 pub use isa::Isa;
 pub use machine::rates;
 pub use runtime::abi::{self, Signature};

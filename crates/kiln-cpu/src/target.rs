@@ -7,6 +7,7 @@ use kiln_graph::Graph;
 use kiln_partition::Machine;
 
 use crate::build::{SourceFile, Toolchain};
+use crate::emit::calls::StepCalls;
 use crate::emit::{self, EmitOptions, KernelCode};
 use crate::isa::Isa;
 use crate::policy::POLICY;
@@ -53,11 +54,12 @@ pub struct CpuKernel {
 }
 
 impl CpuTarget {
-    fn emit_options<'a>(&self, layouts: &'a Layouts) -> EmitOptions<'a> {
+    fn emit_options<'a>(&self, layouts: &'a Layouts, family: bool) -> EmitOptions<'a> {
         EmitOptions {
             isa: self.isa,
             threads: self.threads,
             writes: true,
+            family,
             layouts,
         }
     }
@@ -84,7 +86,28 @@ impl Target for CpuTarget {
     }
 
     fn kernel(&self, graph: &Graph, kernel: &Kernel, layouts: &Layouts) -> Result<CpuKernel, CompileError> {
-        let options = self.emit_options(layouts);
+        self.decide(graph, kernel, layouts, false)
+    }
+
+    fn scratch(&self, kernel: &CpuKernel) -> usize {
+        kernel.scratch
+    }
+
+    fn emit(&self, step: &Step<'_, CpuKernel>) -> Result<Emitted<Vec<SourceFile>>, CompileError> {
+        Ok(emit::emit(step, &self.codes(step, false)?, self.isa))
+    }
+}
+
+impl CpuTarget {
+    /// What is decided of `kernel`, for one shape or a family of them.
+    fn decide(
+        &self,
+        graph: &Graph,
+        kernel: &Kernel,
+        layouts: &Layouts,
+        family: bool,
+    ) -> Result<CpuKernel, CompileError> {
+        let options = self.emit_options(layouts, family);
         if let Some(scratch) = emit::scratch(graph, kernel, &options)? {
             return Ok(CpuKernel { scratch, code: None });
         }
@@ -95,12 +118,9 @@ impl Target for CpuTarget {
         })
     }
 
-    fn scratch(&self, kernel: &CpuKernel) -> usize {
-        kernel.scratch
-    }
-
-    fn emit(&self, step: &Step<'_, CpuKernel>) -> Result<Emitted<Vec<SourceFile>>, CompileError> {
-        let options = self.emit_options(&step.schedule.layouts);
+    /// The text of every kernel of a planned step.
+    fn codes(&self, step: &Step<'_, CpuKernel>, family: bool) -> Result<Vec<KernelCode>, CompileError> {
+        let options = self.emit_options(&step.schedule.layouts, family);
         let kernels = step.schedule.kernels.iter().zip(step.kernels);
         let codes = kernels.map(|(kernel, planned)| {
             let code = match &planned.code {
@@ -113,7 +133,44 @@ impl Target for CpuTarget {
             );
             Ok(code)
         });
-        let codes = codes.collect::<Result<Vec<_>, CompileError>>()?;
-        Ok(emit::emit(step, &codes, self.isa))
+        codes.collect()
+    }
+}
+
+/// The same CPU, for which a step becomes a list of calls and no source tree: the functions of steps of
+/// several shapes are built together ([`crate::family`]).
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct CallsTarget(pub CpuTarget);
+
+impl Target for CallsTarget {
+    type Kernel = CpuKernel;
+    type Code = StepCalls;
+
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn fingerprint(&self) -> String {
+        self.0.fingerprint()
+    }
+
+    fn rates(&self) -> Machine {
+        self.0.rates()
+    }
+
+    fn policy(&self) -> &Policy {
+        self.0.policy()
+    }
+
+    fn kernel(&self, graph: &Graph, kernel: &Kernel, layouts: &Layouts) -> Result<CpuKernel, CompileError> {
+        self.0.decide(graph, kernel, layouts, true)
+    }
+
+    fn scratch(&self, kernel: &CpuKernel) -> usize {
+        kernel.scratch
+    }
+
+    fn emit(&self, step: &Step<'_, CpuKernel>) -> Result<Emitted<StepCalls>, CompileError> {
+        Ok(emit::calls::calls(step, &self.0.codes(step, true)?))
     }
 }

@@ -190,6 +190,7 @@ impl Parameters<'_> {
             stats: "stats".into(),
             params: Vec::new(),
             threads: self.options.threads,
+            tallest: self.options.family,
         }
     }
 

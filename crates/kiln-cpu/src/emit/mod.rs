@@ -7,6 +7,7 @@
 //! it computes, for which part of the program, and where its operands live.
 
 pub mod attention;
+pub mod calls;
 pub mod contract;
 pub mod expressions;
 mod guards;
@@ -14,7 +15,7 @@ pub mod image;
 pub mod library;
 pub mod nest;
 mod step;
-mod tree;
+pub(crate) mod tree;
 
 use kiln_compiler::CompileError;
 use kiln_compiler::schedule::layout::Layouts;
@@ -39,6 +40,9 @@ pub struct EmitOptions<'a> {
     /// Whether text is wanted. Without it, templates are only planned and tell their working memory; a
     /// template whose working memory only its text tells is written all the same.
     pub writes: bool,
+    /// Whether the text is for a family of shapes: a choice between forms that gains little at one extent is not
+    /// made, so that other extents have the same form.
+    pub family: bool,
     /// Values that are not stored row-major.
     pub layouts: &'a Layouts,
 }

@@ -112,7 +112,7 @@ fn is_cast(graph: &Graph, node: Node) -> bool {
 }
 
 /// Names of functions say what kind of kernel they are.
-fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
+pub(super) fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
     match &kernel.kind {
         KernelKind::Nest(nest) if nest.split.is_some() => "rows".into(),
         KernelKind::Nest(nest) if nest.members.is_empty() => "copy".into(),
@@ -124,7 +124,7 @@ fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
 }
 
 /// The name of a template's function: what it computes.
-fn template_name(graph: &Graph, kernel: &Kernel) -> &'static str {
+pub(super) fn template_name(graph: &Graph, kernel: &Kernel) -> &'static str {
     match &kernel.kind {
         KernelKind::Library(node) => match graph.node(*node).op {
             Op::Attention(_) => "attention",

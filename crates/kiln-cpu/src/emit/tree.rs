@@ -23,7 +23,7 @@ use crate::policy::FILE_LENGTH;
 const DIGITS: usize = 5;
 
 /// A part of the step whose functions share files.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum FileGroup {
     /// Functions that several kernels call.
     Tiles,

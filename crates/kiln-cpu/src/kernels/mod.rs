@@ -168,7 +168,7 @@ impl fmt::Display for Param {
 
 /// A function with external linkage that several kernels may need. Equal names mean equal definitions: a
 /// step contains each once.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Helper {
     /// C identifier.
     pub name: String,

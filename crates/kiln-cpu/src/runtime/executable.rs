@@ -126,6 +126,21 @@ impl CpuExecutable {
         })
     }
 
+    /// A step called `name` that calls functions which are there.
+    pub(crate) fn of_calls(name: &str, step: Step, contract: Contract, threads: usize) -> Self {
+        Self {
+            name: name.to_owned(),
+            step,
+            arena: Claim::new(contract.arena_bytes),
+            contract,
+            threads,
+            from_cache: false,
+            compile_time: Duration::ZERO,
+            build_time: Duration::ZERO,
+            stages: Vec::new(),
+        }
+    }
+
     /// The contract with the caller.
     pub fn contract(&self) -> &Contract {
         &self.contract

@@ -1,4 +1,4 @@
-//! Loading a shared object and calling its entry.
+//! Loading a shared object and calling its entry, or the functions of a list.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::error::{CpuError, Result};
 use crate::runtime::abi::{ABI_VERSION, RawRuntime, RawStep, Signature, Task};
 use crate::runtime::buffer::{ALIGNMENT, AlignedBuffer};
+use crate::runtime::functions::{self, CallList};
 use crate::runtime::thread_pool::ThreadPool;
 
 /// A loaded shared object; unloaded when the last [`Step`] of it is gone.
@@ -74,7 +75,7 @@ impl Library {
     /// The step inside.
     pub fn step(&self) -> Step {
         Step {
-            library: self.clone(),
+            code: StepCode::Library(self.clone()),
         }
     }
 }
@@ -82,7 +83,16 @@ impl Library {
 /// A compiled step, ready to be called any number of times, from one thread at a time or several.
 #[derive(Debug, Clone)]
 pub struct Step {
-    library: Library,
+    code: StepCode,
+}
+
+/// What a step runs.
+#[derive(Debug, Clone)]
+enum StepCode {
+    /// The entry of a shared object.
+    Library(Library),
+    /// A list of calls.
+    Calls(Arc<CallList>),
 }
 
 /// The arguments of a call of a step.
@@ -149,7 +159,17 @@ struct Context<'a> {
 impl Step {
     /// The step's signature.
     pub fn signature(&self) -> &Signature {
-        &self.library.inner.signature
+        match &self.code {
+            StepCode::Library(library) => &library.inner.signature,
+            StepCode::Calls(calls) => calls.signature(),
+        }
+    }
+
+    /// A step that is a list of calls.
+    pub(crate) fn of_calls(calls: CallList) -> Self {
+        Self {
+            code: StepCode::Calls(Arc::new(calls)),
+        }
     }
 
     /// Runs the step once on the threads of `pool`; returns when it is done.
@@ -193,13 +213,22 @@ impl Step {
         // `runtime` and `context` outlive the call, and the callbacks below are given back exactly the
         // context they expect.
         let status = unsafe {
-            (self.library.inner.entry)(
-                &runtime,
-                arguments.inputs.as_ptr().cast(),
-                arguments.outputs.as_ptr().cast(),
-                arguments.arena.as_mut_ptr().cast(),
-                arguments.scalars.as_ptr(),
-            )
+            match &self.code {
+                StepCode::Library(library) => (library.inner.entry)(
+                    &runtime,
+                    arguments.inputs.as_ptr().cast(),
+                    arguments.outputs.as_ptr().cast(),
+                    arguments.arena.as_mut_ptr().cast(),
+                    arguments.scalars.as_ptr(),
+                ),
+                StepCode::Calls(calls) => calls.run(&functions::Call {
+                    runtime: &runtime,
+                    inputs: arguments.inputs,
+                    outputs: arguments.outputs,
+                    arena: arguments.arena.as_mut_ptr(),
+                    scalars: arguments.scalars,
+                }),
+            }
         };
         if status == 0 {
             return Ok(());
@@ -246,14 +275,14 @@ impl Step {
 
 /// Resolves every symbol now: a missing one is an error here and not a crash in the middle of a step.
 #[cfg(unix)]
-fn open(path: &Path) -> std::result::Result<libloading::Library, libloading::Error> {
+pub(super) fn open(path: &Path) -> std::result::Result<libloading::Library, libloading::Error> {
     use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
     // SAFETY: loading runs the object's initialisers; generated sources have none.
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map(Into::into)
 }
 
 #[cfg(not(unix))]
-fn open(path: &Path) -> std::result::Result<libloading::Library, libloading::Error> {
+pub(super) fn open(path: &Path) -> std::result::Result<libloading::Library, libloading::Error> {
     // SAFETY: loading runs the object's initialisers; generated sources have none.
     unsafe { libloading::Library::new(path) }
 }
@@ -351,7 +380,7 @@ unsafe extern "C" fn call_extern(pool: *mut c_void, index: c_int, buffers: *mut 
 }
 
 /// The loader's error with its cause, which is where the missing symbol is named.
-fn in_full(error: &libloading::Error) -> String {
+pub(super) fn in_full(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(cause) => format!("{error}: {cause}"),
         None => error.to_string(),

@@ -7,6 +7,7 @@ pub mod abi;
 pub(crate) mod arenas;
 pub mod buffer;
 pub mod executable;
+pub mod functions;
 pub mod library;
 pub mod observe;
 pub mod thread_pool;

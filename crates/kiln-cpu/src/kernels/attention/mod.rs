@@ -130,6 +130,8 @@ pub struct AttentionSpec {
     pub params: Vec<Param>,
     /// Most threads the kernel may meet; decides the size of the workspace, never the result.
     pub threads: usize,
+    /// Whether tiles are as tall as registers allow, whatever the number of rows: one form for all extents.
+    pub tallest: bool,
 }
 
 /// `text` under a comment; nothing without text.

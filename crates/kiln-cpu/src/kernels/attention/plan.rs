@@ -42,7 +42,11 @@ impl AttentionPlan {
         let e = &spec.extents;
         let element = spec.storage.element();
         let lanes = element.lanes(isa);
-        let tile = tile_rows(e.queries, tile::max_rows(isa, PANEL));
+        let tallest = tile::max_rows(isa, PANEL);
+        let tile = match spec.tallest {
+            true => tallest,
+            false => tile_rows(e.queries, tallest),
+        };
         let key_rows = round_up(e.keys, tile);
         let ld = round_up(e.keys.max(key_rows), lanes);
         // Rows whose distance is a multiple of 1 KiB share few lines of L1.

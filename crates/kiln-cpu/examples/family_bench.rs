@@ -1,0 +1,99 @@
+//! What steps of one family cost beside those compiled for their shapes alone.
+//!
+//! ```sh
+//! cargo run --release -p kiln-cpu --example family_bench -- one.kg two.kg 16..128        # what is built for these sizes
+//! cargo run --release -p kiln-cpu --example family_bench -- one.kg two.kg time 24 77 128  # and how fast it is
+//! ```
+//!
+//! The files hold one step, recorded at two sizes; the sizes that follow are those of graphs on the line through them.
+//! Times are the best of several runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread.
+
+use std::error::Error;
+use std::time::Instant;
+
+use kiln_compiler::Options;
+use kiln_cpu::{
+    BuildOptions, Cache, CpuExecutable, CpuTarget, Family, NoHooks, Outcome, ThreadPool, Toolchain,
+};
+use kiln_graph::{Graph, Line};
+use kiln_partition::assign_phases;
+
+// Not all of it is needed here.
+#[allow(dead_code)]
+mod harness;
+
+use harness::Memory;
+
+/// Runs of each step.
+const ROUNDS: usize = 12;
+
+fn read(path: &str) -> Result<Graph, Box<dyn Error>> {
+    let mut graph = harness::read(path)?;
+    assign_phases(&mut graph);
+    Ok(graph)
+}
+
+/// The sizes that `77` or `16..128` names.
+fn sizes(text: &str) -> Result<Vec<i64>, Box<dyn Error>> {
+    Ok(match text.split_once("..") {
+        Some((from, to)) => (from.parse()?..=to.parse()?).collect(),
+        None => vec![text.parse()?],
+    })
+}
+
+/// The best times of two steps of `graph`, in seconds.
+fn compare(graph: &Graph, steps: [&CpuExecutable; 2], pool: &ThreadPool) -> Result<[f64; 2], Box<dyn Error>> {
+    let mut memories = [Memory::new(graph)?, Memory::new(graph)?];
+    let mut best = [f64::MAX; 2];
+    for _ in 0..ROUNDS {
+        for (at, memory) in memories.iter_mut().enumerate() {
+            let start = harness::now(pool);
+            memory.run(steps[at], pool, &NoHooks)?;
+            best[at] = best[at].min((harness::now(pool) - start).as_secs_f64());
+        }
+    }
+    Ok(best)
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [one, two, rest @ ..] = &arguments[..] else {
+        return Err("two graphs are wanted".into());
+    };
+    let (one, two) = (read(one)?, read(two)?);
+    let line = Line::through(&one, &two).ok_or("the graphs differ in more than numbers")?;
+    let toolchain = Toolchain::detect()?;
+    let pool = ThreadPool::new(harness::threads());
+    let target = CpuTarget::new(&toolchain, pool.threads());
+    let (options, build, cache) = (Options::default(), BuildOptions::default(), Cache::disabled());
+    let family = Family::new(&options, &target, &toolchain, &cache, &build);
+    for graph in [&one, &two] {
+        let start = Instant::now();
+        let (_, outcome) = family.compile(graph)?;
+        println!("{:.1?}: {outcome:?}, {:?}", start.elapsed(), family.stats());
+    }
+    let timed = rest.iter().any(|word| word == "time");
+    for word in rest.iter().filter(|word| *word != "time") {
+        for size in sizes(word)? {
+            let Some(graph) = line.at(size) else { continue };
+            let start = harness::thread_time();
+            let (executable, outcome) = family.compile(&graph)?;
+            let spent = harness::thread_time() - start;
+            if timed || outcome != Outcome::Known {
+                println!("size {size}: {spent:.1?}, {outcome:?}, {:?}", family.stats());
+            }
+            if timed {
+                let alone = CpuExecutable::new(&graph, &options, &target, &toolchain, &cache, &build)?;
+                let [own, other] = compare(&graph, [&executable, &alone], &pool)?;
+                println!("   {:.1?}", executable.stages);
+                println!(
+                    "   family {:.2} ms, alone {:.2} ms, ratio {:.3}",
+                    own * 1e3,
+                    other * 1e3,
+                    own / other
+                );
+            }
+        }
+    }
+    Ok(())
+}

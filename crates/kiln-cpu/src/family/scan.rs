@@ -1,0 +1,324 @@
+//! C text as tokens, and which function of the text each stands in.
+
+/// What a literal that may stand for an extent is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub enum Kind {
+    /// A decimal integer without suffix: an `int` if it fits, else a `long`.
+    Integer,
+    /// `INT64_C` of such: a `long`.
+    Long,
+    /// A decimal fraction with the suffix `f`.
+    Float,
+    /// A decimal fraction without suffix.
+    Double,
+}
+
+/// A literal of a text.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Literal {
+    /// Its kind.
+    pub kind: Kind,
+    /// Its value: the integer, or the bits of the number as an `f64`.
+    pub value: i64,
+    /// Its first byte.
+    pub at: usize,
+    /// Its length in bytes.
+    pub length: usize,
+    /// Where it stands.
+    pub place: LiteralPlace,
+}
+
+/// Where a literal stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LiteralPlace {
+    /// In the body of the function with this number, where a variable can stand for it.
+    Body(usize),
+    /// Where C wants a constant.
+    Constant,
+}
+
+/// A function definition of a text.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Definition {
+    /// The byte behind the `(` of its parameters.
+    pub parameters: usize,
+    /// The byte behind the `{` of its body.
+    pub body: usize,
+    /// Names among its parameters.
+    pub names: Vec<String>,
+}
+
+/// A word of a text.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Token<'a> {
+    /// A number; its place among the literals.
+    Literal(usize),
+    /// Anything else.
+    Other {
+        /// The token.
+        text: &'a str,
+        /// Its first byte.
+        at: usize,
+    },
+}
+
+/// A text in tokens. Comments and white space are none.
+#[derive(Debug)]
+pub struct Scanned<'a> {
+    /// All tokens.
+    pub tokens: Vec<Token<'a>>,
+    /// The literals among them.
+    pub literals: Vec<Literal>,
+    /// The functions that are defined.
+    pub definitions: Vec<Definition>,
+    /// The tokens `static` inside of functions, as `(first byte, end of the declaration)`.
+    pub statics: Vec<(usize, usize)>,
+}
+
+/// Reads a text that the emitter wrote.
+pub fn scan(text: &str) -> Scanned<'_> {
+    let mut scanned = Scanned {
+        tokens: Vec::with_capacity(text.len() / 3),
+        literals: Vec::new(),
+        definitions: Vec::new(),
+        statics: Vec::new(),
+    };
+    let mut reader = Reader {
+        depth: 0,
+        round: 0,
+        opened: 0,
+        names: Vec::new(),
+        function: None,
+        constant: false,
+        static_from: None,
+    };
+    let bytes = text.as_bytes();
+    let mut at = 0;
+    while at < bytes.len() {
+        let end = token_end(bytes, at);
+        let word = &text[at..end];
+        if bytes[at].is_ascii_whitespace() || word.starts_with("/*") || word.starts_with("//") {
+            at = end;
+            continue;
+        }
+        reader.token(&mut scanned, word, at, end);
+        at = end;
+    }
+    scanned
+}
+
+/// Before a literal of 64 bits, and `)` behind it.
+const LONG: &str = "INT64_C(";
+
+/// The end of the token (comment, white space) that begins at `at`.
+fn token_end(bytes: &[u8], at: usize) -> usize {
+    let from = |start: usize, wanted: fn(&u8) -> bool| {
+        bytes[start..]
+            .iter()
+            .position(|byte| !wanted(byte))
+            .map_or(bytes.len(), |count| start + count)
+    };
+    match bytes[at] {
+        byte if byte.is_ascii_whitespace() => from(at, u8::is_ascii_whitespace),
+        b'/' if bytes.get(at + 1) == Some(&b'*') => {
+            let close = bytes[at + 2..].windows(2).position(|pair| pair == b"*/");
+            close.map_or(bytes.len(), |count| at + count + 4)
+        }
+        b'/' if bytes.get(at + 1) == Some(&b'/') => from(at, |byte| *byte != b'\n'),
+        b'"' | b'\'' => {
+            let mut end = at + 1;
+            while end < bytes.len() && bytes[end] != bytes[at] {
+                end += if bytes[end] == b'\\' { 2 } else { 1 };
+            }
+            (end + 1).min(bytes.len())
+        }
+        byte if byte.is_ascii_digit()
+            || (byte == b'.' && bytes.get(at + 1).is_some_and(u8::is_ascii_digit)) =>
+        {
+            let mut end = at;
+            while end < bytes.len() {
+                let sign =
+                    matches!(bytes[end], b'+' | b'-') && matches!(bytes[end - 1], b'e' | b'E' | b'p' | b'P');
+                if !(bytes[end].is_ascii_alphanumeric() || bytes[end] == b'.' || (end > at && sign)) {
+                    break;
+                }
+                end += 1;
+            }
+            end
+        }
+        // A literal with its macro is one token.
+        b'I' if bytes[at..].starts_with(LONG.as_bytes()) => from(at, |byte| *byte != b')') + 1,
+        byte if is_word(&byte) => from(at, is_word),
+        // One character of UTF-8.
+        _ => {
+            at + 1
+                + bytes[at + 1..]
+                    .iter()
+                    .take_while(|byte| **byte & 0xc0 == 0x80)
+                    .count()
+        }
+    }
+}
+
+fn is_word(byte: &u8) -> bool {
+    byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'@')
+}
+
+/// The literal that `word` is; none if it is another token, or a number that is written in another way.
+fn literal(word: &str) -> Option<(Kind, i64)> {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    if let Some(long) = word.strip_prefix(LONG).and_then(|word| word.strip_suffix(')')) {
+        return digits(long)
+            .then(|| long.parse().ok())
+            .flatten()
+            .map(|value| (Kind::Long, value));
+    }
+    if !word.starts_with(|c: char| c.is_ascii_digit()) {
+        return None;
+    }
+    if digits(word) {
+        // A leading zero is octal.
+        return (word == "0" || !word.starts_with('0'))
+            .then(|| word.parse().ok())
+            .flatten()
+            .map(|value| (Kind::Integer, value));
+    }
+    let decimal = |text: &str| {
+        text.contains(['.', 'e'])
+            && text
+                .bytes()
+                .all(|byte| byte.is_ascii_digit() || matches!(byte, b'.' | b'e' | b'-' | b'+'))
+    };
+    match word.strip_suffix('f') {
+        // Read as C reads it, in one rounding.
+        Some(digits) if decimal(digits) => {
+            let value: f32 = digits.parse().ok()?;
+            Some((Kind::Float, f64::from(value).to_bits() as i64))
+        }
+        None if decimal(word) => {
+            let value: f64 = word.parse().ok()?;
+            Some((Kind::Double, value.to_bits() as i64))
+        }
+        _ => None,
+    }
+}
+
+struct Reader {
+    /// Open braces.
+    depth: usize,
+    /// Open parentheses outside of functions.
+    round: usize,
+    /// The byte behind the last `(` that was opened outside of functions.
+    opened: usize,
+    /// Words since then.
+    names: Vec<String>,
+    /// The function whose body is open.
+    function: Option<usize>,
+    /// Whether a constant expression is open, up to the next `:` or `;`.
+    constant: bool,
+    /// Where a `static` declaration of the body began.
+    static_from: Option<usize>,
+}
+
+impl Reader {
+    fn token<'a>(&mut self, scanned: &mut Scanned<'a>, word: &'a str, at: usize, end: usize) {
+        if let Some((kind, value)) = literal(word) {
+            let place = match self.function {
+                Some(function) if !self.constant => LiteralPlace::Body(function),
+                _ => LiteralPlace::Constant,
+            };
+            scanned.tokens.push(Token::Literal(scanned.literals.len()));
+            scanned.literals.push(Literal {
+                kind,
+                value,
+                at,
+                length: end - at,
+                place,
+            });
+            return;
+        }
+        match word {
+            "{" => {
+                let is_body =
+                    self.depth == 0 && matches!(scanned.tokens.last(), Some(Token::Other { text: ")", .. }));
+                if is_body {
+                    self.function = Some(scanned.definitions.len());
+                    self.constant = false;
+                    scanned.definitions.push(Definition {
+                        parameters: self.opened,
+                        body: end,
+                        names: std::mem::take(&mut self.names),
+                    });
+                }
+                self.depth += 1;
+            }
+            "}" => {
+                self.depth = self.depth.saturating_sub(1);
+                if self.depth == 0 {
+                    self.function = None;
+                    self.constant = false;
+                }
+            }
+            "(" if self.depth == 0 => {
+                self.round += 1;
+                if self.round == 1 {
+                    self.opened = end;
+                    self.names.clear();
+                }
+            }
+            ")" if self.depth == 0 => self.round = self.round.saturating_sub(1),
+            "case" | "__attribute__" | "_Alignas" | "#" => self.constant = true,
+            "static" if self.function.is_some() => self.static_from = Some(at),
+            ":" => self.constant = false,
+            ";" => {
+                self.constant = false;
+                if let Some(from) = self.static_from.take() {
+                    scanned.statics.push((from, end));
+                }
+            }
+            _ if self.depth == 0 => self.names.push(word.to_owned()),
+            _ => {}
+        }
+        scanned.tokens.push(Token::Other { text: word, at });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn literals_have_a_kind_and_a_function() {
+        let text = "struct @_args { float x[3]; };\n/* of 17 */ static void f(int a) { static const int t[] = {4}; g(5, 0.5f, 2.5, \
+                    6u, 0x7, \"8\", INT64_C(11)); }\nvoid @(void *ctx) { switch (x) { case 9: return 10; } }";
+        let scanned = scan(text);
+        let found: Vec<(Kind, f64, LiteralPlace)> = scanned
+            .literals
+            .iter()
+            .map(|it| {
+                let value = match it.kind {
+                    Kind::Integer | Kind::Long => it.value as f64,
+                    _ => f64::from_bits(it.value as u64),
+                };
+                (it.kind, value, it.place)
+            })
+            .collect();
+        assert_eq!(
+            found,
+            [
+                (Kind::Integer, 3.0, LiteralPlace::Constant),
+                (Kind::Integer, 4.0, LiteralPlace::Body(0)),
+                (Kind::Integer, 5.0, LiteralPlace::Body(0)),
+                (Kind::Float, 0.5, LiteralPlace::Body(0)),
+                (Kind::Double, 2.5, LiteralPlace::Body(0)),
+                (Kind::Long, 11.0, LiteralPlace::Body(0)),
+                (Kind::Integer, 9.0, LiteralPlace::Constant),
+                (Kind::Integer, 10.0, LiteralPlace::Body(1)),
+            ]
+        );
+        assert_eq!(scanned.definitions.len(), 2);
+        assert!(text[scanned.definitions[0].parameters..].starts_with("int a"));
+        assert_eq!(scanned.definitions[1].names, ["void", "*", "ctx"]);
+        assert_eq!(scanned.statics.len(), 1);
+    }
+}

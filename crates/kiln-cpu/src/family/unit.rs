@@ -1,0 +1,251 @@
+//! A function of a step, apart from its numbers.
+//!
+//! The *skeleton* of a function is its text with all numbers left out, and that of the helpers that it calls.
+//! Functions of equal skeletons differ in their *values*: the numbers, in the order of the text, where the
+//! values of a helper stand at each call of it.
+
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+use sha2::{Digest, Sha256};
+
+use super::scan::{Kind, Literal, LiteralPlace, Scanned, Token, scan};
+use crate::emit::calls::{Convention, StepFunction};
+use crate::kernels::Helper;
+
+/// What a text is without its numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct Skeleton([u8; 32]);
+
+/// A function, its skeleton and its values.
+#[derive(Debug)]
+pub struct Unit {
+    /// The function.
+    pub function: StepFunction,
+    /// What it is without its numbers.
+    pub skeleton: Skeleton,
+    /// Its numbers, as [`Literal::value`] has them.
+    pub values: Vec<i64>,
+    /// Of each value, what it is and whether a variable can stand for it.
+    pub slots: Arc<[Slot]>,
+}
+
+/// What is known of the place of a value.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Slot {
+    /// What kind of number stands there.
+    pub kind: Kind,
+    /// Whether a variable can stand there.
+    pub free: bool,
+}
+
+/// A call of a helper in a function.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Site {
+    /// Which of the function's helpers.
+    pub helper: usize,
+    /// The first byte of its name.
+    pub at: usize,
+    /// The first of its values among the function's.
+    pub first: usize,
+    /// The function that calls.
+    pub definition: Option<usize>,
+}
+
+/// A function's text with the places of its values.
+#[derive(Debug)]
+pub struct Layout<'a> {
+    /// The text in tokens.
+    pub scanned: Scanned<'a>,
+    /// The place of each literal among the values.
+    pub own: Vec<usize>,
+    /// Calls of helpers.
+    pub sites: Vec<Site>,
+    /// Whether each function of the text can reach a table of numbers.
+    pub reaches: Vec<bool>,
+    /// All values.
+    values: Vec<i64>,
+    slots: Vec<Slot>,
+    skeleton: Skeleton,
+}
+
+/// Whether the definition with the `(` of its parameters before byte `at` is the function `@` itself.
+pub fn is_entry(text: &str, at: usize) -> bool {
+    text[..at.saturating_sub(1)].trim_end().ends_with('@')
+}
+
+impl<'a> Layout<'a> {
+    /// Reads `function`.
+    pub fn of(function: &'a StepFunction, helpers: &mut Helpers) -> Self {
+        let text = &*function.text;
+        let scanned = scan(text);
+        let reaches: Vec<bool> = scanned
+            .definitions
+            .iter()
+            .map(|definition| {
+                let has = |name: &str| definition.names.iter().any(|it| it == name);
+                match function.convention {
+                    Convention::Task(_) => has("ctx"),
+                    Convention::Kernel(_) => {
+                        has("ctx") || has("args") || is_entry(text, definition.parameters)
+                    }
+                }
+            })
+            .collect();
+        let mut layout = Self {
+            scanned,
+            own: Vec::new(),
+            sites: Vec::new(),
+            reaches,
+            values: Vec::new(),
+            slots: Vec::new(),
+            skeleton: Skeleton([0; 32]),
+        };
+        layout.read(function, helpers);
+        layout
+    }
+
+    fn read(&mut self, function: &StepFunction, helpers: &mut Helpers) {
+        let mut hash = Sha256::new();
+        hash.update(format!("{:?}", function.convention));
+        let mut definition = None;
+        let definitions = self.scanned.definitions.iter().enumerate();
+        let mut bodies = definitions.map(|(number, it)| (it.body, number)).peekable();
+        for token in &self.scanned.tokens {
+            match *token {
+                Token::Literal(number) => {
+                    let literal = &self.scanned.literals[number];
+                    hash.update(marker(literal.kind));
+                    self.own.push(self.values.len());
+                    self.values.push(literal.value);
+                    let free = match literal.place {
+                        LiteralPlace::Body(function) => self.reaches[function],
+                        LiteralPlace::Constant => false,
+                    };
+                    self.slots.push(Slot {
+                        kind: literal.kind,
+                        free,
+                    });
+                }
+                Token::Other { text, at } => {
+                    if let Some((_, number)) = bodies.next_if(|&(body, _)| at >= body) {
+                        definition = Some(number);
+                    }
+                    let helper = text
+                        .starts_with("kiln_")
+                        .then(|| function.helpers.iter().position(|helper| helper.name == text))
+                        .flatten();
+                    let Some(helper) = helper else {
+                        hash.update(text);
+                        hash.update([0]);
+                        continue;
+                    };
+                    let known = helpers.get(&function.helpers[helper]);
+                    hash.update([1]);
+                    hash.update(known.skeleton.0);
+                    self.sites.push(Site {
+                        helper,
+                        at,
+                        first: self.values.len(),
+                        definition,
+                    });
+                    self.values.extend(known.literals.iter().map(|it| it.value));
+                    let reaches = definition.is_some_and(|definition| self.reaches[definition]);
+                    self.slots.extend(known.literals.iter().map(|it| Slot {
+                        kind: it.kind,
+                        free: reaches && matches!(it.place, LiteralPlace::Body(_)),
+                    }));
+                }
+            }
+        }
+        self.skeleton = Skeleton(hash.finalize().into());
+    }
+}
+
+fn marker(kind: Kind) -> [u8; 2] {
+    match kind {
+        Kind::Integer => [2, 0],
+        Kind::Long => [2, 3],
+        Kind::Float => [2, 1],
+        Kind::Double => [2, 2],
+    }
+}
+
+/// What is known of a helper.
+#[derive(Debug)]
+pub struct HelperUnit {
+    skeleton: Skeleton,
+    /// Its numbers.
+    pub literals: Vec<Literal>,
+}
+
+/// Helpers by their definitions.
+#[derive(Debug, Default)]
+pub struct Helpers {
+    known: FxHashMap<String, Arc<HelperUnit>>,
+}
+
+impl Helpers {
+    /// What is known of `helper`.
+    pub fn get(&mut self, helper: &Helper) -> Arc<HelperUnit> {
+        if let Some(known) = self.known.get(&helper.definition) {
+            return known.clone();
+        }
+        let scanned = scan(&helper.definition);
+        let mut hash = Sha256::new();
+        for token in &scanned.tokens {
+            match *token {
+                Token::Literal(number) => hash.update(marker(scanned.literals[number].kind)),
+                // Its name has numbers in it.
+                Token::Other { text, .. } if text == helper.name => hash.update([3]),
+                Token::Other { text, .. } => {
+                    hash.update(text);
+                    hash.update([0]);
+                }
+            }
+        }
+        let unit = Arc::new(HelperUnit {
+            skeleton: Skeleton(hash.finalize().into()),
+            literals: scanned.literals,
+        });
+        self.known.insert(helper.definition.clone(), unit.clone());
+        unit
+    }
+}
+
+/// Units by their functions: steps of several shapes share most of them.
+#[derive(Debug, Default)]
+pub struct Units {
+    /// Helpers of all functions.
+    pub helpers: Helpers,
+    known: FxHashMap<StepFunction, Arc<Unit>>,
+    slots: FxHashMap<Skeleton, Arc<[Slot]>>,
+}
+
+impl Units {
+    /// The unit of `function`.
+    pub fn get(&mut self, function: &StepFunction) -> Arc<Unit> {
+        if let Some(known) = self.known.get(function) {
+            return known.clone();
+        }
+        let Layout {
+            values,
+            slots,
+            skeleton,
+            ..
+        } = Layout::of(function, &mut self.helpers);
+        let slots = self.slots.entry(skeleton).or_insert_with(|| slots.into()).clone();
+        Arc::new(Unit {
+            function: function.clone(),
+            skeleton,
+            values,
+            slots,
+        })
+    }
+
+    /// [`Units::get`], and keeps it.
+    pub fn keep(&mut self, function: &StepFunction) -> Arc<Unit> {
+        let unit = self.get(function);
+        self.known.entry(function.clone()).or_insert(unit).clone()
+    }
+}
