@@ -33,7 +33,7 @@ pub use device::{KilnDevice, Mode, Place, UnknownDevice};
 pub use error::Error;
 pub use kiln_graph::IndexError;
 pub use kiln_partition::Point;
-pub use options::{CompileBackend, CompileOptions, LossScaling, NumericsCheck, UnknownBackend};
+pub use options::{CompileBackend, CompileOptions, Dynamic, LossScaling, NumericsCheck, UnknownBackend};
 pub use precision::full_precision;
 pub use record::{
     BreakReason, Changed, CompileEvent, CompiledRegion, GraphBreak, Guards, Location, Mismatch, Recompile,

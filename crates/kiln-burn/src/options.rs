@@ -131,8 +131,10 @@ pub struct CompileOptions {
     /// (`unfreeze`); more often a region is frozen when it has compiled what it needs (`freeze`). Default:
     /// false.
     pub frozen: bool,
+    /// What becomes of a step that comes again with another shape. Default: [`Dynamic::Auto`].
+    pub dynamic: Dynamic,
     /// How many different executables one region may have before further ones run on `aot_eager`, after one
-    /// warning. Default: 8.
+    /// warning. A shape for which nothing had to be compiled ([`Dynamic::Auto`]) does not count. Default: 8.
     pub recompile_limit: usize,
     /// Threads of the executable; 0 is the number of cores. Default: 0.
     pub threads: usize,
@@ -157,6 +159,18 @@ pub struct CompileOptions {
     pub debug: Option<PathBuf>,
     /// Whether the first runs of each compiled step are compared with another backend. Default: no.
     pub check: Option<NumericsCheck>,
+}
+
+/// What becomes of a step that comes again with another shape.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Dynamic {
+    /// The second shape of a step makes its sizes variables of the compiled code: from then on a shape is planned, which takes a fraction of a second, and
+    /// the C compiler runs for kernels that no earlier shape had. The step computes what it would if it were
+    /// compiled for its shape alone. On backend `cpu`; the others compile each shape.
+    #[default]
+    Auto,
+    /// Each shape is compiled by itself, with its sizes as constants.
+    Off,
 }
 
 /// Dynamic loss scaling of a training step: how the number moves by which the loss is multiplied before the
@@ -209,6 +223,7 @@ impl Default for CompileOptions {
             strict: false,
             frozen: false,
             memory_budget: None,
+            dynamic: Dynamic::Auto,
             recompile_limit: 8,
             threads: 0,
             tf32: false,
@@ -256,6 +271,12 @@ impl CompileOptions {
     /// Sets [`CompileOptions::recompile_limit`].
     pub fn with_recompile_limit(mut self, limit: usize) -> Self {
         self.recompile_limit = limit;
+        self
+    }
+
+    /// Sets [`CompileOptions::dynamic`].
+    pub fn with_dynamic(mut self, dynamic: Dynamic) -> Self {
+        self.dynamic = dynamic;
         self
     }
 

@@ -61,9 +61,9 @@ pub use explain::{Explain, memory_curve};
 pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
 pub use kiln_burn::{
-    BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Error, GraphBreak, IndexError, Kiln,
-    KilnDevice, Location, LossScaling, Mismatch, Mode, NumericsCheck, Place, Point, Recompile, RegionReport,
-    StepReport, UnknownBackend, UnknownDevice, full_precision,
+    BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Dynamic, Error, GraphBreak,
+    IndexError, Kiln, KilnDevice, Location, LossScaling, Mismatch, Mode, NumericsCheck, Place, Point,
+    Recompile, RegionReport, StepReport, UnknownBackend, UnknownDevice, full_precision,
 };
 pub use kiln_derive::StepInput;
 pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};

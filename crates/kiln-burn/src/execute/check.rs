@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kiln_graph::{Graph, HostTensor, NodeData, Op};
 
-use super::{Effort, Executable, ExecuteError, prepare};
+use super::{Executable, ExecuteError, Setting, prepare};
 use crate::options::{CompileBackend, CompileOptions, NumericsCheck};
 use crate::storage::Storage;
 
@@ -146,7 +146,7 @@ impl Checker {
         let Some(check) = options.check else {
             return Ok(None);
         };
-        let (reference, _) = prepare(check.backend, 0, graph.clone(), options, Effort::Full, None)?;
+        let (reference, _) = prepare(check.backend, 0, graph.clone(), options, Setting::default())?;
         Ok(Some(Self {
             check,
             options: options.clone(),
@@ -226,7 +226,7 @@ impl Reference<'_> {
     ///
     /// Those of the reference backend.
     pub fn values(&self, graph: Graph) -> Result<Vec<Storage>, ExecuteError> {
-        let (reference, _) = prepare(self.backend, 0, Arc::new(graph), self.options, Effort::Full, None)?;
+        let (reference, _) = prepare(self.backend, 0, Arc::new(graph), self.options, Setting::default())?;
         reference.run(self.inputs.to_vec(), self.scalars)
     }
 
@@ -252,8 +252,7 @@ impl Reference<'_> {
             0,
             Arc::new(all.clone()),
             self.options,
-            Effort::Full,
-            None,
+            Setting::default(),
         )?;
         let found = own.run(self.inputs.to_vec(), self.scalars)?;
         let expected = self.values(all.clone())?;

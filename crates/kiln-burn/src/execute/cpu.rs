@@ -6,6 +6,7 @@
 //! computes in place of an input takes over that input's buffer if no other tensor shares it, and a copy of
 //! it otherwise.
 
+mod families;
 mod locate;
 mod places;
 mod process;
@@ -23,6 +24,7 @@ use burn_std::{Bytes, Shape};
 use kiln_compiler::partition::is_training;
 use kiln_compiler::{Contract, ExternCall, Keep, Options};
 use kiln_cpu::export::ExportedStep;
+use kiln_cpu::family::Outcome;
 use kiln_cpu::{
     BuildOptions, CpuExecutable, CpuTarget, KernelEvent, Observer, StepError, StepHooks, ThreadPool,
     Toolchain,
@@ -36,11 +38,12 @@ use super::autocast_text;
 use super::check::{Parting, Reference};
 use super::memory::Memory;
 use super::profile::{RunClock, describe_contract, next_id};
-use super::{Effort, Executable, ExecuteError, check_count, check_scalars, check_tensor, convert};
+use super::{Effort, Executable, ExecuteError, Setting, check_count, check_scalars, check_tensor, convert};
 use crate::import::external;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::record::StepExportError;
 use crate::storage::Storage;
+pub use families::Families;
 pub use places::Places;
 use places::into_bytes;
 pub use process::toolchain;
@@ -50,6 +53,8 @@ use process::{CACHE, machine, pool};
 pub struct Cpu {
     graph: Arc<Graph>,
     executable: CpuExecutable,
+    /// What it took, as a member of a family; none if it belongs to none.
+    outcome: Option<Outcome>,
     pool: Arc<ThreadPool>,
     /// How the graph was compiled, and for what.
     compiler: (Options, CpuTarget),
@@ -142,19 +147,31 @@ impl Cpu {
     pub fn new(
         graph: Arc<Graph>,
         options: &CompileOptions,
-        effort: Effort,
-        debug: Option<&Path>,
+        setting: Setting<'_>,
     ) -> Result<Self, ExecuteError> {
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
         let (compiler, target) = compiler_options(options, toolchain, pool.threads(), is_training(&graph))?;
         let compiler = Options {
-            debug: debug.map(Path::to_path_buf),
-            update_in_epilogue: effort == Effort::Full,
+            update_in_epilogue: setting.effort == Effort::Full,
             ..compiler
         };
-        let build = BuildOptions::default();
-        let executable = CpuExecutable::new(&graph, &compiler, &target, toolchain, &CACHE, &build)?;
+        let (executable, outcome) = match setting.families.filter(|_| setting.effort == Effort::Full) {
+            Some(families) => {
+                let (executable, outcome) =
+                    families.compile(&graph, (&compiler, &target), toolchain, setting.debug)?;
+                (executable, Some(outcome))
+            }
+            None => {
+                let compiler = Options {
+                    debug: setting.debug.map(Path::to_path_buf),
+                    ..compiler.clone()
+                };
+                let build = BuildOptions::default();
+                let executable = CpuExecutable::new(&graph, &compiler, &target, toolchain, &CACHE, &build)?;
+                (executable, None)
+            }
+        };
         let externs = executable
             .contract()
             .externs
@@ -177,14 +194,9 @@ impl Cpu {
             outputs: graph.outputs.iter().map(output).collect(),
             graph,
             executable,
+            outcome,
             pool,
-            compiler: (
-                Options {
-                    debug: None,
-                    ..compiler
-                },
-                target,
-            ),
+            compiler: (compiler, target),
             externs,
             id: next_id(),
             description: OnceLock::new(),
@@ -391,14 +403,27 @@ impl Executable for Cpu {
         } else {
             "built"
         };
-        let mut text = format!(
-            "{} kernels ({source}: compiler {:.0?}, cc {:.0?}), arena {} KiB, {} threads",
-            contract.kernels.len(),
-            self.executable.compile_time,
-            self.executable.build_time,
-            contract.arena_bytes >> 10,
-            self.pool.threads(),
-        );
+        let sharing = match &self.outcome {
+            None | Some(Outcome::Alone(None)) => String::new(),
+            Some(Outcome::Known) => "another size of a step before: all kernels were known\n".to_owned(),
+            Some(Outcome::Built {
+                functions, reason, ..
+            }) => format!(
+                "another size of a step before: sizes are variables of {functions} kernels that were compiled for it; the first: {reason}\n"
+            ),
+            Some(Outcome::Alone(Some(reason))) => format!(
+                "another size of a step before, compiled by itself: sizes cannot be variables of its kernels; the first that was not known: {reason}\n"
+            ),
+        };
+        let mut text = sharing
+            + &format!(
+                "{} kernels ({source}: compiler {:.0?}, cc {:.0?}), arena {} KiB, {} threads",
+                contract.kernels.len(),
+                self.executable.compile_time,
+                self.executable.build_time,
+                contract.arena_bytes >> 10,
+                self.pool.threads(),
+            );
         if let Some(partition) = &contract.partition {
             let share = 100.0 * partition.saved_bytes as f64 / partition.everything_bytes.max(1) as f64;
             let _ = write!(
@@ -449,6 +474,10 @@ impl Executable for Cpu {
 
     fn is_from_cache(&self) -> bool {
         self.executable.from_cache
+    }
+
+    fn outcome(&self) -> Option<&Outcome> {
+        self.outcome.as_ref()
     }
 
     fn threads(&self) -> usize {

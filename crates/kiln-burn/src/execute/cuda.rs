@@ -36,7 +36,7 @@ use super::check::{Parting, Reference};
 use super::cpu::extern_operation;
 use super::profile::{describe_contract, next_id};
 use super::{
-    Effort, Executable, ExecuteError, check_arguments, check_scalars, check_tensor, convert, memory,
+    Effort, Executable, ExecuteError, Setting, check_arguments, check_scalars, check_tensor, convert, memory,
 };
 use crate::gpu_tensor::GpuTensor;
 use crate::import::external;
@@ -123,18 +123,17 @@ impl Cuda {
         gpu: usize,
         graph: Arc<Graph>,
         options: &CompileOptions,
-        effort: Effort,
-        debug: Option<&Path>,
+        setting: Setting<'_>,
     ) -> Result<Self, ExecuteError> {
         let gpu = Gpu::get(gpu)?;
         let compiler = Options {
-            debug: debug.map(Path::to_path_buf),
+            debug: setting.debug.map(Path::to_path_buf),
             update_in_epilogue: false,
             ..compiler_options(options)?
         };
         let target = target(&gpu, options);
         let executable = CudaExecutable::new(&graph, &compiler, &target, &gpu)?;
-        let executable = match effort {
+        let executable = match setting.effort {
             Effort::Full => executable,
             Effort::Quick => executable.without_graph(),
         };

@@ -34,6 +34,7 @@ use std::time::Duration;
 #[cfg(feature = "candle")]
 use kiln_candle::CandleError;
 use kiln_compiler::{CompileError, Contract};
+use kiln_cpu::family::Outcome;
 use kiln_cpu::{CpuError, StepError};
 use kiln_graph::{Graph, IndexError, InterpretError, TensorType};
 
@@ -117,6 +118,11 @@ pub trait Executable: Send + Sync {
     /// Whether the disk cache had it.
     fn is_from_cache(&self) -> bool {
         false
+    }
+
+    /// What it took to compile it, where steps of several shapes share their kernels. None where they do not.
+    fn outcome(&self) -> Option<&Outcome> {
+        None
     }
 
     /// Threads that share its work.
@@ -304,8 +310,7 @@ impl From<kiln_cuda::CudaError> for ExecuteError {
 
 /// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C
 /// compiler, an operation without code) the step runs on `aot_eager`, after one warning. `gpu` is the ordinal
-/// of the GPU, for a backend that runs on one. `debug` is the folder for what the step compiler made of it,
-/// if that is wanted.
+/// of the GPU, for a backend that runs on one.
 ///
 /// # Errors
 ///
@@ -315,8 +320,7 @@ pub fn prepare(
     gpu: usize,
     graph: Arc<Graph>,
     options: &CompileOptions,
-    effort: Effort,
-    debug: Option<&Path>,
+    setting: Setting<'_>,
 ) -> Result<(Box<dyn Executable>, CompileBackend), ExecuteError> {
     let _span = tracing::debug_span!("prepare", %backend).entered();
     let aot_eager = |graph| -> Box<dyn Executable> { Box::new(aot_eager::AotEager::new(graph)) };
@@ -327,7 +331,7 @@ pub fn prepare(
         #[cfg(not(feature = "candle"))]
         CompileBackend::Candle => return Err(ExecuteError::NotBuilt { backend }),
         CompileBackend::Interpret => Box::new(host::Interpret::new(graph)),
-        CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options, effort, debug) {
+        CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options, setting) {
             Ok(executable) => Box::new(executable),
             Err(
                 error @ (ExecuteError::NoCompiler(_)
@@ -338,7 +342,7 @@ pub fn prepare(
             }
             Err(error) => return Err(error),
         },
-        CompileBackend::Cuda => match cuda::Cuda::new(gpu, graph.clone(), options, effort, debug) {
+        CompileBackend::Cuda => match cuda::Cuda::new(gpu, graph.clone(), options, setting) {
             Ok(executable) => Box::new(executable),
             Err(error @ ExecuteError::Compile(CompileError::Unsupported { .. })) => {
                 warn_once(&error);
@@ -353,6 +357,17 @@ pub fn prepare(
         ));
     }
     Ok((executable, backend))
+}
+
+/// What a graph is prepared in, besides the options.
+#[derive(Clone, Copy, Default)]
+pub struct Setting<'a> {
+    /// How much time compiling is worth.
+    pub effort: Effort,
+    /// The folder for what the step compiler makes of the graph, if that is wanted.
+    pub debug: Option<&'a Path>,
+    /// The families that a step of another shape belongs to; none where each shape is compiled by itself.
+    pub families: Option<&'a cpu::Families>,
 }
 
 /// How much time compiling is worth.

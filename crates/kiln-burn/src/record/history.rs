@@ -27,6 +27,8 @@ pub struct CompileEvent {
     pub provisional: bool,
     /// How the recording differed from the nearest step compiled before; none for the first of a segment.
     pub mismatch: Option<Mismatch>,
+    /// Whether nothing had to be compiled for it: it is another size of a step before, whose kernels it has.
+    pub absorbed: bool,
     /// Time until it could run.
     pub time: Duration,
     runs: Arc<AtomicU64>,
@@ -42,6 +44,7 @@ impl CompileEvent {
         runs: Arc<AtomicU64>,
     ) -> Self {
         Self {
+            absorbed: false,
             segment,
             step,
             backend,

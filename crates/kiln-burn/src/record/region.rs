@@ -25,7 +25,9 @@ use super::salvage;
 use super::step::Step;
 use super::words::type_text;
 use crate::error::Error;
-use crate::options::{CompileBackend, CompileOptions};
+use crate::execute::cpu::Families;
+use crate::execute::{Effort, Setting};
+use crate::options::{CompileBackend, CompileOptions, Dynamic};
 use crate::storage::Storage;
 use crate::table;
 
@@ -96,6 +98,8 @@ pub struct Region {
     recompiles: Vec<Recompile>,
     compiles: Vec<CompileEvent>,
     warned_limit: bool,
+    /// Steps of several shapes share their kernels; none where each shape is compiled by itself.
+    families: Option<Families>,
     /// How long the program took to issue the operations of the recording that comes next.
     pub recorded_in: Duration,
     /// The folder of dumps; none if they were not asked for.
@@ -108,6 +112,7 @@ impl Region {
         Self {
             debug: history::debug_folder(options.debug.as_deref(), &options.name),
             frozen: options.frozen,
+            families: (options.dynamic == Dynamic::Auto).then(Families::default),
             options,
             capacity: usize::MAX,
             keeps_host_data: false,
@@ -294,8 +299,7 @@ impl Region {
                 segment,
                 "{mismatch}; {remedy}"
             );
-            reason = Some(mismatch.clone());
-            self.recompiles.push(Recompile { segment, mismatch });
+            reason = Some(mismatch);
         }
         let (backend, provisional) = self.choose_backend(segment, recorded, known.is_some());
         let number = self.compiles.len();
@@ -303,14 +307,17 @@ impl Region {
             .debug
             .as_ref()
             .map(|folder| folder.join(format!("step-{number}")));
-        let mut step = Step::compile(
-            &self.options,
-            backend,
-            provisional,
-            recorded,
-            folder.as_deref(),
-            lines,
-        )?;
+        let setting = Setting {
+            effort: if provisional { Effort::Quick } else { Effort::Full },
+            debug: folder.as_deref(),
+            families: self.families.as_ref(),
+        };
+        let compiled = Step::compile(&self.options, backend, setting, recorded, lines);
+        let absorbed = compiled.as_ref().is_ok_and(Step::is_absorbed);
+        if let Some(mismatch) = reason.clone().filter(|_| !absorbed) {
+            self.recompiles.push(Recompile { segment, mismatch });
+        }
+        let mut step = compiled?;
         step.number = number;
         step.stages.insert(0, ("record", self.recorded_in));
         let name = &self.options.name;
@@ -322,16 +329,19 @@ impl Region {
             step.executable.is_from_cache(),
             &step.stages,
         );
-        self.compiles.push(CompileEvent::new(
+        let mut event = CompileEvent::new(
             at,
             (step.backend, provisional),
             reason,
             step.compile_time,
             step.runs.clone(),
-        ));
+        );
+        event.absorbed = absorbed;
+        self.compiles.push(event);
         let steps = &mut self.segments[segment];
         steps.insert(0, Arc::new(step));
         steps.truncate(self.capacity);
+        forget_absorbed(steps);
         Ok(0)
     }
 
@@ -359,7 +369,7 @@ impl Region {
         let backend = self.options.backend.on(recorded.gpu());
         let compiled = self.segments[segment]
             .iter()
-            .filter(|step| !step.provisional)
+            .filter(|step| !step.provisional && !step.is_absorbed())
             .count();
         if compiled >= self.options.recompile_limit && backend > CompileBackend::AotEager {
             if !std::mem::replace(&mut self.warned_limit, true) {
@@ -396,6 +406,19 @@ impl Region {
             recompile_limit: self.options.recompile_limit,
         }
     }
+}
+
+/// Most steps of a segment that are kept although nothing was compiled for them: to plan one again takes a
+/// fraction of a second, and to keep one takes the memory of a graph and its schedule.
+const ABSORBED: usize = 128;
+
+/// Drops the steps that ran least recently of those for which nothing was compiled.
+fn forget_absorbed(steps: &mut Vec<Arc<Step>>) {
+    let mut kept = 0;
+    steps.retain(|step| {
+        kept += usize::from(step.is_absorbed());
+        !step.is_absorbed() || kept <= ABSORBED
+    });
 }
 
 /// Whether the step leaves much more state behind than it replaces. Dying inputs are the state that it

@@ -8,6 +8,7 @@
 
 use super::recording::Recorded;
 use super::step::Step;
+use crate::execute::Setting;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::table::{self, Slot};
 
@@ -32,9 +33,8 @@ pub(super) fn compute(options: &CompileOptions, recorded: Recorded) -> Vec<Slot>
     let result = Step::compile(
         &plain(options),
         CompileBackend::AotEager,
-        false,
+        Setting::default(),
         &recorded,
-        None,
         Vec::new(),
     )
     .and_then(|step| {

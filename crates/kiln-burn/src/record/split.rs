@@ -23,7 +23,7 @@ use super::recording::Recorded;
 use super::salvage;
 use super::step::{Scalars, panic_message, types_of};
 use crate::error::Error;
-use crate::execute::{self, Effort, Executable, ExecuteError};
+use crate::execute::{self, Executable, ExecuteError, Setting};
 use crate::import;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::storage::Storage;
@@ -331,7 +331,7 @@ impl SplitStep {
             memory_budget: None,
             ..options.clone()
         };
-        let prepare = |graph| execute::prepare(backend, gpu, Arc::new(graph), &half, Effort::Full, None);
+        let prepare = |graph| execute::prepare(backend, gpu, Arc::new(graph), &half, Setting::default());
         let (forward, ran_forward) = prepare(split.forward).map_err(failed)?;
         let (backward, ran_backward) = prepare(split.backward).map_err(failed)?;
         let planned = ran_forward.compiles() && ran_backward.compiles();

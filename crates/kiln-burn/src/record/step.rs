@@ -1,13 +1,13 @@
 //! A step: one recording, compiled, and its runs.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use burn_ir::{ScalarIr, TensorId, TensorIr};
 use kiln_compiler::stages::Stages;
+use kiln_cpu::family::Outcome;
 use kiln_graph::Graph;
 use kiln_profile::Category;
 
@@ -20,7 +20,7 @@ use crate::custom;
 use crate::error::Error;
 use crate::execute::check::Checker;
 use crate::execute::memory::Memory;
-use crate::execute::{self, Effort, Executable, ExecuteError};
+use crate::execute::{self, Effort, Executable, ExecuteError, Setting};
 use crate::import::{self, ScalarSource};
 use crate::options::{CompileBackend, CompileOptions};
 use crate::random::Stream;
@@ -66,14 +66,13 @@ impl Step {
     pub(super) fn compile(
         options: &CompileOptions,
         backend: CompileBackend,
-        provisional: bool,
+        setting: Setting<'_>,
         recorded: &Recorded,
-        debug: Option<&Path>,
         lines: Vec<Source>,
     ) -> Result<Self, Error> {
         let _span = tracing::info_span!("compile", region = %options.name, %backend).entered();
         let _profiled = kiln_profile::span(Category::Compile, "compile");
-        if let Some(folder) = debug {
+        if let Some(folder) = setting.debug {
             history::write_stream(folder, &stream_text::to_text(recorded));
         }
         let mut stages = Stages::default();
@@ -115,11 +114,12 @@ impl Step {
         let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
         let gpu = recorded.gpu().unwrap_or(0);
-        let effort = if provisional { Effort::Quick } else { Effort::Full };
-        let (executable, backend) = execute::prepare(backend, gpu, graph.clone(), options, effort, debug)
-            .map_err(|source| Error::Execute {
-                region: options.name.clone(),
-                source: source.into(),
+        let (executable, backend) =
+            execute::prepare(backend, gpu, graph.clone(), options, setting).map_err(|source| {
+                Error::Execute {
+                    region: options.name.clone(),
+                    source: source.into(),
+                }
             })?;
         if backend == CompileBackend::Cuda {
             let externs = graph.nodes().filter_map(|(_, node)| match &node.op {
@@ -148,7 +148,7 @@ impl Step {
             gpu,
             lasting,
             ended: AtomicU64::new(0),
-            provisional,
+            provisional: setting.effort == Effort::Quick,
             runs: Arc::default(),
             compile_time: start.elapsed(),
             // A backend that does not compile plans no memory: it allocates value by value.
@@ -169,6 +169,11 @@ impl Step {
             return false;
         }
         self.ended.fetch_add(1, Ordering::Relaxed) > 0
+    }
+
+    /// Whether nothing had to be compiled for it: it is another size of a step before, whose kernels it has.
+    pub(super) fn is_absorbed(&self) -> bool {
+        self.executable.outcome() == Some(&Outcome::Known)
     }
 
     /// Runs the step on `inputs`, one for each input of the recording, in order; inputs that no other

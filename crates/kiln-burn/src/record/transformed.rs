@@ -21,7 +21,7 @@ use super::recording::Recorded;
 use super::session;
 use super::step::{Scalars, panic_message};
 use crate::error::Error;
-use crate::execute::{self, Effort, Executable, ExecuteError, convert};
+use crate::execute::{self, Executable, ExecuteError, Setting, convert};
 use crate::import::{self, ImportError};
 use crate::options::CompileOptions;
 use crate::storage::Storage;
@@ -203,7 +203,7 @@ impl Step {
         graph.name.clone_from(&options.name);
         let backend = options.backend.on(recorded.gpu());
         let gpu = recorded.gpu().unwrap_or(0);
-        let prepared = execute::prepare(backend, gpu, Arc::new(graph), options, Effort::Full, None);
+        let prepared = execute::prepare(backend, gpu, Arc::new(graph), options, Setting::default());
         let (executable, _) = prepared.map_err(|source| failed(&options.name, source))?;
         Ok(Self {
             guard: Guard::new(recorded, sources),

@@ -26,6 +26,7 @@ pub mod template;
 pub mod unit;
 pub mod write;
 
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -156,15 +157,27 @@ impl Family {
     /// # Errors
     /// Those of [`CpuExecutable::new`].
     pub fn compile(&self, graph: &Graph) -> Result<(CpuExecutable, Outcome), StepError> {
+        self.compile_into(graph, self.options.debug.as_deref())
+    }
+
+    /// [`Family::compile`], with the folder for what each stage makes of this graph.
+    ///
+    /// # Errors
+    /// Those of [`CpuExecutable::new`].
+    pub fn compile_into(
+        &self,
+        graph: &Graph,
+        debug: Option<&Path>,
+    ) -> Result<(CpuExecutable, Outcome), StepError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.stats.graphs += 1;
         if state.graphs.is_empty() {
             state.graphs.push(graph.clone());
             state.stats.builds += 1;
-            return Ok((self.alone(graph)?, Outcome::Alone(None)));
+            return Ok((self.alone(graph, debug)?, Outcome::Alone(None)));
         }
-        if let Some(folder) = &self.options.debug {
-            let compiled = compile(graph, &self.options, &self.target)?;
+        if let Some(folder) = debug {
+            let compiled = compile(graph, &self.dumping(debug), &self.target)?;
             crate::debug::write(folder, &compiled, &self.target, &self.toolchain, &self.build);
         }
         let start = Instant::now();
@@ -182,7 +195,7 @@ impl Family {
                 Err(CpuError::Compile { file, stderr, .. }) => {
                     tracing::warn!(target: "kiln::family", file, stderr, "functions with variables do not compile");
                     state.stats.builds += 1;
-                    return Ok((self.alone(graph)?, Outcome::Alone(Some(reason))));
+                    return Ok((self.alone(graph, None)?, Outcome::Alone(Some(reason))));
                 }
                 Err(error) => return Err(error.into()),
             };
@@ -203,11 +216,19 @@ impl Family {
         Ok((executable, outcome))
     }
 
+    /// The options of a graph whose stages are written to `debug`.
+    fn dumping(&self, debug: Option<&Path>) -> Options {
+        Options {
+            debug: debug.map(Path::to_path_buf),
+            ..self.options.clone()
+        }
+    }
+
     /// The step of `graph` with its extents as constants.
-    fn alone(&self, graph: &Graph) -> Result<CpuExecutable, StepError> {
+    fn alone(&self, graph: &Graph, debug: Option<&Path>) -> Result<CpuExecutable, StepError> {
         CpuExecutable::new(
             graph,
-            &self.options,
+            &self.dumping(debug),
             &self.target,
             &self.toolchain,
             &self.cache,

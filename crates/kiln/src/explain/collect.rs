@@ -241,13 +241,17 @@ fn graph_break((graph_break, times): &(GraphBreak, u64)) -> Break {
     }
 }
 
+/// What to do about another size of a step.
+const ABSORBED: &str = "nothing: it is another size of a step before, whose kernels it has";
+
 fn compiles(events: &[CompileEvent]) -> Vec<Compile> {
     let one = |(at, event): (usize, &CompileEvent)| {
         let mut before = events[..at].iter().filter(|it| it.segment == event.segment);
         let mut compile = compile(event);
-        compile.expected = event.mismatch.is_none() || before.all(|it| it.provisional);
+        compile.expected = event.absorbed || event.mismatch.is_none() || before.all(|it| it.provisional);
         if compile.expected && event.mismatch.is_some() {
-            compile.remedy = Some(EXPECTED.to_owned());
+            let remedy = if event.absorbed { ABSORBED } else { EXPECTED };
+            compile.remedy = Some(remedy.to_owned());
         }
         compile
     };

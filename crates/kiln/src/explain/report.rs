@@ -165,8 +165,8 @@ pub struct Compile {
     pub backend: String,
     /// Whether it was prepared for one run only.
     pub provisional: bool,
-    /// Whether it is no cause for concern: the first of a segment, or the one after the first step of an
-    /// optimizer.
+    /// Whether it is no cause for concern: the first of a segment, the one after the first step of an
+    /// optimizer, or another size of a step before for which nothing had to be compiled.
     pub expected: bool,
     /// The guard that failed; none for the first compilation of a segment.
     pub guard: Option<String>,

@@ -41,7 +41,9 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
 use burn_tensor::Tensor;
 use kiln_burn::record;
-use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, Kiln, LossScaling, RegionReport};
+use kiln_burn::{
+    CompileBackend, CompileOptions, CompiledRegion, Dynamic, Error, Kiln, LossScaling, RegionReport,
+};
 use kiln_profile::Category;
 
 use crate::explain::Explain;
@@ -173,7 +175,11 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         crate::log::init_if_asked();
         let scaling = loss_scale::scaling(&self.options);
         self.options.loss_scaling = scaling;
-        let capacity = self.options.recompile_limit.clamp(VARIANTS.0, VARIANTS.1);
+        let least = match self.options.dynamic {
+            Dynamic::Auto => VARIANTS.1 / 4,
+            Dynamic::Off => VARIANTS.0,
+        };
+        let capacity = self.options.recompile_limit.clamp(least, VARIANTS.1);
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
             strict: self.options.strict,
@@ -247,7 +253,7 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
 }
 
 /// Least and greatest number of signatures that are kept; between them it is that of executables
-/// ([`CompileOptions::recompile_limit`]).
+/// ([`CompileOptions::recompile_limit`]). Where shapes share executables the least is a quarter of the greatest.
 const VARIANTS: (usize, usize) = (8, 256);
 
 /// From here on every so many calls of a signature are proofs; before, those whose number is a power of two,

@@ -12,6 +12,7 @@ mod harness;
 mod indices;
 mod loss_scale;
 mod models;
+mod shapes;
 mod train_step;
 
 use burn_optim::decay::WeightDecayConfig;

@@ -18,6 +18,7 @@ use super::super::step::Step;
 use super::tensors::fetch;
 use super::{lock, no_value};
 use crate::device::Place;
+use crate::execute::{Effort, Setting};
 use crate::options::{CompileBackend, CompileOptions};
 use crate::random::{self, Stream};
 use crate::storage::Storage;
@@ -134,7 +135,11 @@ fn find_or_compile(place: Place, operation: &OperationIr, recorded: &Recorded) -
     let options = CompileOptions::default()
         .with_backend(CompileBackend::Cuda)
         .with_name(name.clone());
-    let compiled = Step::compile(&options, CompileBackend::Cuda, true, recorded, None, Vec::new());
+    let setting = Setting {
+        effort: Effort::Quick,
+        ..Setting::default()
+    };
+    let compiled = Step::compile(&options, CompileBackend::Cuda, setting, recorded, Vec::new());
     let mut singles = lock(&SINGLES);
     let step = match compiled {
         Ok(step) if step.backend == CompileBackend::Cuda => Some(Arc::new(step)),

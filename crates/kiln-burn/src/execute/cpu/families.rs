@@ -1,0 +1,66 @@
+//! Steps of one program that differ in shapes, and share what was compiled.
+//!
+//! A region has one [`Families`]. Graphs of one structure (the same operations on the same operands) are a
+//! family, whatever their shapes; a family compiles what no earlier member had (`kiln_cpu::family`).
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kiln_compiler::Options;
+use kiln_cpu::family::{Family, Outcome};
+use kiln_cpu::{BuildOptions, CpuExecutable, CpuTarget, StepError, Toolchain};
+use kiln_graph::Graph;
+
+use super::process::CACHE;
+
+/// Most families that are kept; the oldest goes. A program that is another one at each call has nothing to
+/// share.
+const FAMILIES: usize = 16;
+
+/// See the module.
+#[derive(Default)]
+pub struct Families {
+    list: Mutex<Vec<(Arc<Graph>, Arc<Family>)>>,
+}
+
+impl Families {
+    /// The step of `graph`, and what it took. All graphs that this is called with have the same options and
+    /// target.
+    ///
+    /// # Errors
+    ///
+    /// As [`CpuExecutable::new`].
+    pub(super) fn compile(
+        &self,
+        graph: &Arc<Graph>,
+        (options, target): (&Options, &CpuTarget),
+        toolchain: &Toolchain,
+        debug: Option<&Path>,
+    ) -> Result<(CpuExecutable, Outcome), StepError> {
+        let family = {
+            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            let known = list.iter().find(|(first, _)| has_structure_of(graph, first));
+            match known {
+                Some((_, family)) => family.clone(),
+                None => {
+                    let build = BuildOptions::default();
+                    let family = Arc::new(Family::new(options, target, toolchain, &CACHE, &build));
+                    list.truncate(FAMILIES - 1);
+                    list.insert(0, (graph.clone(), family.clone()));
+                    family
+                }
+            }
+        };
+        family.compile_into(graph, debug)
+    }
+}
+
+/// Whether two graphs have the same operations on the same operands.
+fn has_structure_of(graph: &Graph, other: &Graph) -> bool {
+    let same = |((_, a), (_, b)): ((_, &kiln_graph::NodeData), (_, &kiln_graph::NodeData))| {
+        a.op.name() == b.op.name() && a.inputs == b.inputs && a.outputs == b.outputs
+    };
+    graph.num_nodes() == other.num_nodes()
+        && graph.outputs.len() == other.outputs.len()
+        && graph.nodes().zip(other.nodes()).all(same)
+}

@@ -1,0 +1,106 @@
+//! Shapes that vary: one step compiled for all of them, with the results of the step of each shape.
+
+use burn::tensor::Tensor;
+use burn_optim::{AdamWConfig, SgdConfig};
+use kiln::{CompileBackend, CompileOptions, Dynamic, KilnDevice, RegionReport, TrainStep};
+
+use crate::harness::*;
+use crate::models::*;
+
+/// Numbers of examples, most of them twice.
+const SIZES: [usize; 24] = [
+    4, 2, 7, 5, 3, 11, 6, 13, 9, 8, 16, 10, 12, 14, 15, 5, 3, 11, 6, 13, 9, 8, 16, 10,
+];
+
+fn options(backend: CompileBackend) -> CompileOptions {
+    CompileOptions::default().with_backend(backend)
+}
+
+/// Trains `model` on batches of [`SIZES`].
+macro_rules! train {
+    ($model:expr, $optim:expr, $options:expr) => {{
+        let device = KilnDevice::cpu();
+        let loss = |model: &_, batch: Batch<Compiled>| Trainable::<Compiled>::loss(model, batch);
+        let step = TrainStep::new($model, $optim, loss).with_options($options);
+        let mut step = step.build().unwrap();
+        let mut outcome = Outcome::default();
+        for (index, &size) in SIZES.iter().enumerate() {
+            let loss: Tensor<Compiled, 1> = step.step(rate(index), batch(index, size, &device)).unwrap();
+            outcome.losses.push(value(loss));
+        }
+        let report = step.report();
+        outcome.parameters = parameters::<Compiled, _>(&step.into_model());
+        (outcome, report)
+    }};
+}
+
+/// How often something was compiled.
+fn compiled(report: &RegionReport) -> usize {
+    report.compiles.iter().filter(|event| !event.absorbed).count()
+}
+
+fn check(report: &RegionReport) {
+    assert!(compiled(report) <= 3, "{:?}", report.compiles);
+    assert!(
+        report
+            .compiles
+            .iter()
+            .all(|event| event.backend == CompileBackend::Cpu),
+        "no shape runs on anything slower: {:?}",
+        report.compiles
+    );
+    assert_eq!(report.compiles.len(), 15, "each size is planned once");
+    assert_eq!(
+        report.recompiles.len(),
+        compiled(report) - 1,
+        "{:?}",
+        report.recompiles
+    );
+}
+
+#[test]
+fn batches_of_many_sizes_are_compiled_twice() {
+    let start = initialised(Mlp::<Compiled>::new(&KilnDevice::cpu()));
+    let copy = || {
+        copy_weights::<Compiled, Compiled, _, _>(
+            start.clone(),
+            Mlp::new(&KilnDevice::cpu()),
+            &KilnDevice::cpu(),
+        )
+    };
+    let (expected, _) = train!(
+        copy(),
+        AdamWConfig::new().init(),
+        options(CompileBackend::AotEager)
+    );
+    let cpu = options(CompileBackend::Cpu).with_recompile_limit(3);
+    let (outcome, report) = train!(copy(), AdamWConfig::new().init(), cpu.clone());
+    outcome.assert_close(&expected, "sizes that vary");
+    check(&report);
+
+    let (outcome, report) = train!(copy(), AdamWConfig::new().init(), cpu.with_dynamic(Dynamic::Off));
+    outcome.assert_close(&expected, "sizes that are compiled each");
+    let slower = report
+        .compiles
+        .iter()
+        .filter(|event| event.backend == CompileBackend::AotEager);
+    assert_eq!(slower.count(), 12, "the limit counts each size");
+}
+
+#[test]
+fn encoders_of_many_sizes_are_compiled_twice() {
+    let _turn = turn();
+    let start = initialised(Encoder::<Compiled>::new(0.0, &KilnDevice::cpu()));
+    let copy = || {
+        copy_weights::<Compiled, Compiled, _, _>(
+            start.clone(),
+            Encoder::new(0.0, &KilnDevice::cpu()),
+            &KilnDevice::cpu(),
+        )
+    };
+    let (expected, _) = train!(copy(), SgdConfig::new().init(), options(CompileBackend::AotEager));
+    let cpu = options(CompileBackend::Cpu).with_recompile_limit(3);
+    let (outcome, report) = train!(copy(), SgdConfig::new().init(), cpu);
+    outcome.assert_close(&expected, "sizes that vary");
+    check(&report);
+}
