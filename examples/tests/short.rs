@@ -121,6 +121,15 @@ fn custom_step_fn() {
 }
 
 #[test]
+fn ndarray() {
+    let text = run(env!("CARGO_BIN_EXE_ndarray"));
+    let losses = losses(&text);
+    assert!(losses.last() < losses.first(), "{text}");
+    assert!(text.contains("bytes of batches that were copied: 0\n"), "{text}");
+    assert!(text.contains("% of the points are put on their arm"), "{text}");
+}
+
+#[test]
 fn custom_op() {
     let text = run(env!("CARGO_BIN_EXE_custom_op"));
     let losses = losses(&text);

@@ -138,6 +138,24 @@ impl Storage {
         }
     }
 
+    /// The same elements on the host, row-major: for [`Storage::row_major`]. What a step has computed on the host
+    /// stays where it is.
+    ///
+    /// # Errors
+    ///
+    /// As [`Storage::try_into_host`].
+    pub fn try_into_row_major(self) -> Result<Self, CudaError> {
+        Ok(Self::Host(self.try_into_host()?.to_contiguous()))
+    }
+
+    /// The bytes of the elements, if they are on the host and row-major.
+    pub fn row_major(&self) -> Option<&[u8]> {
+        let Self::Host(tensor) = self else { return None };
+        let (begin, end) = tensor.layout().contiguous_offsets()?;
+        let size = tensor.dtype().size();
+        tensor.bytes().get(begin * size..end * size)
+    }
+
     /// The elements on the host, row-major.
     ///
     /// # Errors
@@ -174,6 +192,11 @@ impl Storage {
     /// The same elements as compiled code for the host reads them: row-major, on a 64-byte border.
     pub fn kernel_ready(self) -> Self {
         Self::Host(convert::kernel_ready(self.into_host()))
+    }
+
+    /// The same elements where compiled code for the host can read them: row-major, at any address.
+    pub fn kernel_readable(self) -> Self {
+        Self::Host(convert::kernel_readable(self.into_host()))
     }
 
     /// Whether both have the same type, shape and bits.

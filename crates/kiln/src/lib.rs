@@ -44,6 +44,8 @@
 //!
 //! Outside of these Kiln is an eager backend on burn-flex.
 
+#[cfg(feature = "ndarray")]
+pub mod arrays;
 mod compile;
 mod custom;
 pub mod explain;

@@ -13,6 +13,8 @@ use burn_std::{AllocationController, AllocationProperty, Bytes};
 use kiln_cpu::{ALIGNMENT, AlignedBuffer};
 use kiln_graph::{DType, HostTensor, Shape, TensorType};
 
+use crate::lend;
+
 /// The graph's element type for Burn's; none for quantized, complex and four-byte bool types.
 pub fn dtype(dtype: BurnDType) -> Option<DType> {
     Some(match dtype {
@@ -86,6 +88,31 @@ pub fn is_kernel_ready(tensor: &FlexTensor) -> bool {
         && layout.start_offset() == 0
         && (bytes.is_empty() || bytes.as_ptr().addr().is_multiple_of(ALIGNMENT))
         && dtype(tensor.dtype()).is_some_and(|dtype| bytes.len() == layout.num_elements() * dtype.size())
+}
+
+/// Whether a compiled kernel can read the elements where they are: row-major, in a buffer that has nothing
+/// else. A border is not needed for reading: vectors are loaded from any address, and a copy costs more than
+/// what that does.
+fn is_kernel_readable(tensor: &FlexTensor) -> bool {
+    let layout = tensor.layout();
+    let bytes = tensor.bytes();
+    layout.is_contiguous()
+        && layout.start_offset() == 0
+        && dtype(tensor.dtype()).is_some_and(|dtype| {
+            bytes.len() == layout.num_elements() * dtype.size()
+                && bytes.as_ptr().addr().is_multiple_of(dtype.size())
+        })
+}
+
+/// `tensor` where a kernel can read it, which may be any address: itself if its elements lie row-major, a
+/// copy otherwise.
+pub fn kernel_readable(tensor: FlexTensor) -> FlexTensor {
+    if is_kernel_readable(&tensor) {
+        return tensor;
+    }
+    let ready = kernel_ready(tensor);
+    lend::note_copy(ready.bytes().len());
+    ready
 }
 
 /// `tensor` in a buffer that [`is_kernel_ready`]: itself if it is, a copy otherwise.
@@ -209,6 +236,17 @@ mod tests {
             place,
             "what is ready is not copied"
         );
+    }
+
+    #[test]
+    fn rows_are_read_at_any_address() {
+        let tensor = FlexTensor::from_data(TensorData::from([[1.0f32, 2.0], [3.0, 4.0]]));
+        let place = tensor.bytes().as_ptr();
+        assert_eq!(kernel_readable(tensor.clone()).bytes().as_ptr(), place);
+        let copied = lend::copied_bytes();
+        let ready = kernel_readable(tensor.transpose(0, 1));
+        assert_eq!(ready.storage::<f32>(), [1.0, 3.0, 2.0, 4.0]);
+        assert!(lend::copied_bytes() >= copied + 16);
     }
 
     #[test]

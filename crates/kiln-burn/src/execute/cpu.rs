@@ -1,10 +1,9 @@
 //! `cpu`: the graph compiled to one shared object.
 //!
 //! kiln-compiler plans the step, and kiln-cpu writes, builds, caches and calls its C; this executor turns
-//! burn-flex's tensors into pointers and back. Inputs are read in place if their buffers are row-major on a
-//! 64-byte border, as the outputs of compiled steps always are; others are copied. An output that the step
-//! computes in place of an input takes over that input's buffer if no other tensor shares it, and a copy of
-//! it otherwise.
+//! burn-flex's tensors into pointers and back. Inputs are read in place if their buffers are row-major, as
+//! the outputs of compiled steps always are; others are copied. An output that the step computes in place of
+//! an input takes over that input's buffer if no other tensor shares it, and a copy of it otherwise.
 
 mod families;
 mod locate;
@@ -257,7 +256,7 @@ impl Cpu {
             places.inputs[index] = match self.successors[index] {
                 Some(output) => places.outputs[output as usize].cast_const(),
                 None => {
-                    let ready = memory.tensors[index].take().map(Storage::kernel_ready);
+                    let ready = memory.tensors[index].take().map(Storage::kernel_readable);
                     memory.tensors[index] = ready;
                     memory.tensors[index]
                         .as_ref()
@@ -271,8 +270,9 @@ impl Cpu {
         };
         let start = Instant::now();
         // SAFETY: number and types of the arguments were checked against the graph the step was compiled from
-        // when they came into `memory`, so every pointer is valid for the size of its tensor; `kernel_ready`
-        // and `aligned` put them on 64-byte borders. Output buffers are new or were taken over from the
+        // when they came into `memory`, so every pointer is valid for the size of its tensor; `kernel_readable`
+        // puts those that are only read on a border of their elements, `into_bytes` and `aligned` the others on
+        // one of 64 bytes. Output buffers are new or were taken over from the
         // argument that `aliases` pairs with them, and are exclusively ours; the others are kept alive, and
         // unchanged, by `memory` until after the call.
         let result = unsafe {

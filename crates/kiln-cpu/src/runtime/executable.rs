@@ -156,8 +156,8 @@ impl CpuExecutable {
     ///
     /// # Safety
     /// `inputs[i]` must point to the row-major elements of parameter `i` and `outputs[i]` to memory of the
-    /// size of output `i`, both aligned to 64 bytes, valid and not used by anyone else during the call. An
-    /// output must not overlap an input or another output, unless [`Contract::aliases`] pairs it with an
+    /// size of output `i`, the former aligned to their elements and the latter to 64 bytes, valid and not
+    /// written by anyone else during the call. An output must not overlap an input or another output, unless [`Contract::aliases`] pairs it with an
     /// input: then both pointers must be the same.
     pub unsafe fn run(
         &self,

@@ -180,8 +180,8 @@ impl Step {
     /// step failed.
     ///
     /// # Safety
-    /// Every pointer must be valid for the whole size of the tensor it stands for, aligned to its element (64
-    /// bytes where the compiler was told so), and nobody else may write the inputs or touch the outputs
+    /// Every pointer must be valid for the whole size of the tensor it stands for, aligned to its element (an
+    /// output to 64 bytes), and nobody else may write the inputs or touch the outputs
     /// during the call. Buffers may only coincide where the compiled step aliases an output with an input.
     /// The shared object must come from a source this process trusts.
     pub unsafe fn run(
