@@ -6,16 +6,10 @@
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
-use kiln::{CompileBackend, CompileOptions, KilnDevice};
-use kiln_burn::execute::{Effort, convert, prepare};
-use kiln_burn::storage::Storage;
-use kiln_graph::{Graph, HostTensor, Scalar};
-use kiln_minify::{
-    Case, ChildProbe, Failure, Fill, Limits, Subject, minify, observe, print_verdict, provoke,
-};
+use kiln_burn::execute::minify::Observed;
+use kiln_minify::{Case, ChildProbe, Fill, Limits, minify, observe, print_verdict, provoke};
 
 use crate::args::MinifyArguments;
 use crate::error::CliError;
@@ -122,9 +116,9 @@ fn probe(arguments: &MinifyArguments, cache: &Path) -> Result<ChildProbe, CliErr
 
 /// Observes one case in this process: for a person, or for the process that started this one.
 fn check(case: &Case, arguments: &MinifyArguments) -> Result<ExitCode, CliError> {
-    let backend = Backend {
+    let backend = Observed {
         backend: arguments.backend,
-        device: arguments.device,
+        gpu: arguments.device.place().gpu().unwrap_or(0),
     };
     let observed = observe(case, &backend, arguments.tolerance);
     if arguments.verdict {
@@ -142,55 +136,5 @@ fn check(case: &Case, arguments: &MinifyArguments) -> Result<ExitCode, CliError>
             println!("no fault on backend {}", arguments.backend);
             Ok(ExitCode::SUCCESS)
         }
-    }
-}
-
-/// A backend of kiln-burn.
-struct Backend {
-    backend: CompileBackend,
-    device: KilnDevice,
-}
-
-impl Subject for Backend {
-    fn run(
-        &self,
-        graph: &Graph,
-        inputs: &[HostTensor],
-        scalars: &[Scalar],
-    ) -> Result<Vec<HostTensor>, Failure> {
-        let options = CompileOptions::default()
-            .with_backend(self.backend)
-            .with_name("minify");
-        let gpu = self.device.place().gpu().unwrap_or(0);
-        let refused = |reason: String| Failure::Refused(reason);
-        let (executable, runs_on) = prepare(
-            self.backend,
-            gpu,
-            Arc::new(graph.clone()),
-            &options,
-            Effort::Full,
-            None,
-        )
-        .map_err(|error| refused(error.to_string()))?;
-        if runs_on != self.backend {
-            return Err(refused(format!("no code for it: it would run on {runs_on}")));
-        }
-        let storage = |tensor: &HostTensor| {
-            let dtype = convert::burn_dtype(tensor.ty().dtype);
-            Storage::from(convert::from_host(tensor, dtype))
-        };
-        let types = graph.scalars().iter().map(|&value| graph.dtype(value));
-        let scalars: Vec<u64> = scalars
-            .iter()
-            .zip(types)
-            .map(|(scalar, dtype)| scalar.to_bits(dtype))
-            .collect();
-        let failed = |reason: String| Failure::Failed(reason);
-        let outputs = executable
-            .run(inputs.iter().map(storage).collect(), &scalars)
-            .map_err(|error| failed(error.to_string()))?;
-        let tensors = outputs.iter().map(Storage::to_host_tensor);
-        let tensors: Option<Vec<HostTensor>> = tensors.collect();
-        tensors.ok_or_else(|| failed("an output has an element type that graphs have not".to_owned()))
     }
 }

@@ -112,9 +112,11 @@ const ROUNDINGS: f64 = 32.0;
 /// compare with.
 pub fn observe(case: &Case, subject: &dyn Subject, tolerance: f64) -> Result<Option<Fault>, InterpretError> {
     let inputs = case.arguments();
+    // The subject first: a crash needs no answer of the interpreter, which may take long.
+    let found = subject.run(&case.graph, &inputs, &case.scalars);
     let exact = interpret_f64(&case.graph, &inputs, &case.scalars)?;
     let rounded = interpret(&case.graph, &inputs, &case.scalars)?;
-    let found = match subject.run(&case.graph, &inputs, &case.scalars) {
+    let found = match found {
         Ok(found) => found,
         Err(Failure::Refused(reason)) => return Ok(Some(Fault::Refused(reason))),
         Err(Failure::Failed(reason)) => return Ok(Some(Fault::Failed(reason))),

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kiln_graph::{Graph, HostTensor, NodeData, Op};
 
+use super::minify::Suspect;
 use super::{Executable, ExecuteError, Setting, prepare};
 use crate::options::{CompileBackend, CompileOptions, NumericsCheck};
 use crate::storage::Storage;
@@ -133,16 +134,23 @@ pub struct Checker {
     check: NumericsCheck,
     options: CompileOptions,
     reference: Box<dyn Executable>,
+    /// Backend and GPU of the step.
+    of: (CompileBackend, usize),
     done: AtomicU64,
 }
 
 impl Checker {
-    /// A check of the step that runs `graph`, if the options ask for one.
+    /// A check of the step that runs `graph` on `backend`, if the options ask for one.
     ///
     /// # Errors
     ///
     /// If the reference backend cannot take the graph.
-    pub fn new(graph: &Arc<Graph>, options: &CompileOptions) -> Result<Option<Self>, ExecuteError> {
+    pub fn new(
+        graph: &Arc<Graph>,
+        backend: CompileBackend,
+        gpu: usize,
+        options: &CompileOptions,
+    ) -> Result<Option<Self>, ExecuteError> {
         let Some(check) = options.check else {
             return Ok(None);
         };
@@ -151,6 +159,7 @@ impl Checker {
             check,
             options: options.clone(),
             reference,
+            of: (backend, gpu),
             done: AtomicU64::new(0),
         }))
     }
@@ -197,11 +206,18 @@ impl Checker {
         })?;
         // Only the output itself is known, so the place is the node that makes it.
         let node = graph.def(graph.outputs[index].value);
-        Err(ExecuteError::Parted {
+        let parted = ExecuteError::Parted {
             reference: self.check.backend,
             output: index,
             parting: Box::new(located.unwrap_or_else(|| Parting::at(graph, node, difference))),
-        })
+        };
+        let suspect = Suspect {
+            graph,
+            backend: self.of.0,
+            gpu: self.of.1,
+            options: &self.options,
+        };
+        Err(suspect.minified(parted))
     }
 }
 

@@ -8,6 +8,7 @@
 //!   nothing can be compiled.
 //! - [`cpu`]: compiled to one shared object through C. [`cuda`]: compiled to one graph of kernels on an
 //!   NVIDIA GPU.
+//! - [`minify`]: what becomes of one that goes wrong, if that is asked for.
 //! - [`memory`]: the arguments of a step that runs again and again.
 //! - [`profile`]: what they tell an open profile. [`check`]: comparing one with another.
 //! - [`host`]: `interpret`, the plain meaning in f64. With the feature `candle` also `candle`: candle-core,
@@ -24,6 +25,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod host;
 pub mod memory;
+pub mod minify;
 pub mod profile;
 
 use std::collections::BTreeSet;
@@ -231,6 +233,20 @@ pub enum ExecuteError {
         /// The first place where they part.
         parting: Box<check::Parting>,
     },
+    /// The step crashes in a process of its own, where it ran first (`KILN_MINIFY`).
+    #[error("the compiled step did not run here, because it ran in a process of its own first: {fault}")]
+    Crashes {
+        /// How that process ended.
+        fault: String,
+    },
+    /// A fault that was minified (`KILN_MINIFY`).
+    #[error("{source}; {search}")]
+    Minified {
+        /// The fault.
+        source: Box<ExecuteError>,
+        /// The file of the smallest graph that shows it, or why there is none.
+        search: Box<minify::Search>,
+    },
     /// There is no C compiler.
     #[error(transparent)]
     NoCompiler(Arc<CpuError>),
@@ -308,6 +324,31 @@ impl From<kiln_cuda::CudaError> for ExecuteError {
     }
 }
 
+/// [`prepare_here`]. With `KILN_MINIFY` ([`minify`]) a graph that does not compile, or whose code crashes in a
+/// process of its own, is an error that names the file of the smallest such graph.
+///
+/// # Errors
+///
+/// If the backend cannot take the graph.
+pub fn prepare(
+    backend: CompileBackend,
+    gpu: usize,
+    graph: Arc<Graph>,
+    options: &CompileOptions,
+    setting: Setting<'_>,
+) -> Result<(Box<dyn Executable>, CompileBackend), ExecuteError> {
+    let suspect = |backend| minify::Suspect {
+        graph: &graph,
+        backend,
+        gpu,
+        options,
+    };
+    let prepared = prepare_here(backend, gpu, graph.clone(), options, setting);
+    let (executable, backend) = prepared.map_err(|error| suspect(backend).minified(error))?;
+    suspect(backend).survives()?;
+    Ok((executable, backend))
+}
+
 /// Prepares `graph` for `backend`, and says which backend it really is: where nothing can be compiled (no C
 /// compiler, an operation without code) the step runs on `aot_eager`, after one warning. `gpu` is the ordinal
 /// of the GPU, for a backend that runs on one.
@@ -315,7 +356,7 @@ impl From<kiln_cuda::CudaError> for ExecuteError {
 /// # Errors
 ///
 /// If the backend cannot take the graph.
-pub fn prepare(
+fn prepare_here(
     backend: CompileBackend,
     gpu: usize,
     graph: Arc<Graph>,

@@ -128,7 +128,7 @@ impl Step {
             });
             custom::say_that_copies(externs);
         }
-        let checker = Checker::new(&graph, options).map_err(|source| Error::Execute {
+        let checker = Checker::new(&graph, backend, gpu, options).map_err(|source| Error::Execute {
             region: options.name.clone(),
             source: source.into(),
         })?;
