@@ -61,6 +61,8 @@ pub(super) struct Small<'a> {
 pub(super) struct Entry<'a> {
     pub reads: Vec<Range>,
     pub writes: Vec<Range>,
+    /// The one of these that is working memory of products alone.
+    pub workspace: Option<Range>,
     /// None for kernels that stay where they are.
     pub small: Option<Small<'a>>,
     /// Whether everything before must be over when what follows begins.
@@ -353,6 +355,7 @@ mod tests {
     ) -> Entry<'a> {
         let ranges = |list: &[(usize, usize)]| list.iter().map(|&(start, end)| arena(start, end)).collect();
         Entry {
+            workspace: None,
             reads: ranges(reads),
             writes: ranges(writes),
             small: small.map(|text| Small {

@@ -3,7 +3,8 @@
 //! A *stage* is what the step launches as one: the calls of a kernel, or of kernels side by side. A stage comes after the
 //! stages in front of it that touch the same bytes, one of the two writing; the finished plan knows these bytes, so
 //! that memory which serves several values in turn orders all of them. Only the latest of such stages are noted: what those
-//! come after is before this one, too.
+//! come after is before this one, too. Working memory of products is no reason for an order: a graph has memory of its own
+//! for it, because the plan gives one product after the other the same.
 //!
 //! ```text
 //! dy ─► gradient of x ─► ..        after dy alone: a graph runs both at the same time
@@ -56,7 +57,11 @@ impl Stages {
         let (mut touched, mut barrier) = (Touched::default(), false);
         for entry in entries {
             touched.reads.extend(&entry.reads);
-            touched.writes.extend(&entry.writes);
+            let writes = entry
+                .writes
+                .iter()
+                .filter(|range| Some(**range) != entry.workspace);
+            touched.writes.extend(writes);
             barrier |= entry.barrier;
         }
         self.add(touched, barrier);

@@ -117,11 +117,14 @@ impl<'a> Writer<'a> {
             |buffers: &[Buffer]| -> Vec<Range> { buffers.iter().filter_map(|&it| self.range(it)).collect() };
         let mut writes = ranges(&kernel.writes);
         let start = self.plan.scratch[number];
-        writes.push(Range {
+        let scratch = Range {
             space: Space::Arena,
             start,
             end: start + code.scratch,
-        });
+        };
+        writes.push(scratch);
+        let is_product = |call: &Call| matches!(call, Call::Product(_));
+        let workspace = code.calls.iter().all(is_product).then_some(scratch);
         let small = match &code.calls[..] {
             [Call::Launch(launch)] => {
                 let blocks = launch.grid.iter().fold(1, |all: u32, &it| all.saturating_mul(it));
@@ -142,6 +145,7 @@ impl<'a> Writer<'a> {
         Entry {
             reads: ranges(&kernel.reads),
             writes,
+            workspace,
             small,
             barrier: decides || outside,
         }

@@ -119,14 +119,20 @@ pub struct Branches<'a> {
     first: Vec<Node>,
     /// Of each stage that was begun, the nodes that whoever comes after it comes after.
     ends: Vec<Vec<Node>>,
+    /// Working memory of products, and the product that was given it last.
+    workspace: Option<Arc<Storage>>,
+    working: Option<Node>,
 }
 
 impl<'a> Branches<'a> {
-    /// Calls are added to `builder`; stages come after each other as `orders` says.
-    pub fn new(builder: GraphBuilder, orders: &'a [Vec<u32>]) -> Self {
+    /// Calls are added to `builder`; stages come after each other as `orders` says. `workspace` is as large as that
+    /// of any product ([`Bound::workspace_bytes`]), and only one product at a time has it.
+    pub fn new(builder: GraphBuilder, orders: &'a [Vec<u32>], workspace: Option<Arc<Storage>>) -> Self {
         Self {
             builder,
             orders,
+            workspace,
+            working: None,
             last: Vec::new(),
             first: Vec::new(),
             ends: Vec::new(),
@@ -180,10 +186,19 @@ impl Sink for Branches<'_> {
     }
 
     fn product(&mut self, product: &mut PreparedProduct<'_>, arguments: &ProductArguments<'_>) -> Result<()> {
-        let storages = arguments.storages();
-        let node = self
-            .builder
-            .capture(&self.last, &storages, |stream| product.run(stream, arguments))?;
+        let workspace = self.workspace.clone().filter(|_| product.workspace_bytes() > 0);
+        let arguments = ProductArguments {
+            workspace: workspace.as_ref().map(|storage| (storage, 0)),
+            ..*arguments
+        };
+        let mut after = self.last.clone();
+        after.extend(self.working.filter(|_| workspace.is_some()));
+        let node = self.builder.capture(&after, &arguments.storages(), |stream| {
+            product.run(stream, &arguments)
+        })?;
+        if workspace.is_some() {
+            self.working = Some(node);
+        }
         self.last = vec![node];
         Ok(())
     }
@@ -318,6 +333,14 @@ fn table(
 }
 
 impl Bound<'_> {
+    /// Bytes of working memory that the call asks for if it is a product.
+    pub fn workspace_bytes(&self) -> usize {
+        match self {
+            Self::Product(prepared, _) => prepared.workspace_bytes(),
+            _ => 0,
+        }
+    }
+
     /// Gives the call to `sink`; not one that runs outside, which neither a stream nor a graph can take.
     pub fn give(&mut self, sink: &mut impl Sink, memory: &Memory<'_>) -> Result<()> {
         match self {

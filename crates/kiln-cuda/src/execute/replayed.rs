@@ -17,7 +17,7 @@
 
 use std::sync::Arc;
 
-use super::bound::{Branches, Memory, Parts, Place, Sink, bind};
+use super::bound::{Bound, Branches, Memory, Parts, Place, Sink, bind};
 use super::gpu::Gpu;
 use crate::error::Result;
 use crate::products::Multiplier;
@@ -189,13 +189,18 @@ impl Replayed {
             scalars: self.parcel.storage(),
             stopped: common.stopped,
         };
+        let bound = bind(common.parts, &memory, common.multiplier, common.stream)?;
+        let bytes = bound.iter().map(Bound::workspace_bytes).max().unwrap_or(0);
+        let workspace = match bytes {
+            0 => None,
+            _ => Some(Arc::new(Storage::allocate(common.stream, bytes)?)),
+        };
         let builder = GraphBuilder::new(common.stream.device(), common.name)?;
-        let mut graph = Branches::new(builder, &common.parts.code.orders);
+        let mut graph = Branches::new(builder, &common.parts.code.orders, workspace);
         if !common.parts.guards.is_empty() {
             graph.clear(memory.stopped)?;
         }
         graph.begin();
-        let bound = bind(common.parts, &memory, common.multiplier, common.stream)?;
         for (call, mut bound) in common.parts.code.calls.iter().zip(bound) {
             graph.enter(call.stage);
             bound.give(&mut graph, &memory)?;
