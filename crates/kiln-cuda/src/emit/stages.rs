@@ -5,6 +5,8 @@
 //! that memory which serves several values in turn orders all of them. Only the latest of such stages are noted: what those
 //! come after is before this one, too. Working memory of products is no reason for an order: a graph has memory of its own
 //! for it, because the plan gives one product after the other the same.
+//! Stages that touch more than L2 holds keep their order: each fills the device, and side by side they take
+//! turns in the cache.
 //!
 //! ```text
 //! dy ─► gradient of x ─► ..        after dy alone: a graph runs both at the same time
@@ -12,6 +14,9 @@
 //! ```
 
 use super::beside::{Entry, Range};
+
+/// Bytes from which on a stage is large. resnet50 (batch 128) is 1 % slower if such stages run side by side.
+const LARGE: usize = 64 << 20;
 
 /// The stages of a step, in the order in which they are launched.
 #[derive(Default)]
@@ -34,6 +39,11 @@ struct Touched {
 }
 
 impl Touched {
+    fn is_large(&self) -> bool {
+        let all = self.reads.iter().chain(&self.writes);
+        all.map(|range| range.end - range.start).sum::<usize>() >= LARGE
+    }
+
     /// Whether the order of the two counts.
     fn meets(&self, other: &Self) -> bool {
         let meet = |some: &[Range], others: &[Range]| {
@@ -43,6 +53,7 @@ impl Touched {
         meet(&self.writes, &other.writes)
             || meet(&self.writes, &other.reads)
             || meet(&self.reads, &other.writes)
+            || self.is_large() && other.is_large()
     }
 }
 
@@ -141,6 +152,16 @@ mod tests {
             (&[bytes(0, 8), bytes(8, 16)], &[bytes(16, 24)]),
         ]);
         assert_eq!(found, [vec![], vec![0], vec![1], vec![2]]);
+    }
+
+    #[test]
+    fn large_stages_keep_their_order() {
+        let found = orders(&[
+            (&[], &[bytes(0, LARGE)]),
+            (&[], &[bytes(LARGE, LARGE + 8)]),
+            (&[], &[bytes(2 * LARGE, 3 * LARGE)]),
+        ]);
+        assert_eq!(found, [vec![], vec![], vec![0]]);
     }
 
     #[test]

@@ -21,8 +21,9 @@ const LONGEST: i64 = 128;
 /// Rows of a lane at least, so that the second kernel has little to do.
 const LEAST: i64 = 8;
 
-/// Bytes of tensors that a thread has under way at once, where there are so many rows.
-const UNDER_WAY: i64 = 128;
+/// Bytes of tensors that a thread has under way at once, where there are so many rows. Twice as many take the
+/// registers of a multiprocessor's fourth block.
+const UNDER_WAY: i64 = 64;
 
 /// Blocks that fill the device: four for each of 132 multiprocessors. More would leave more partial results to the
 /// second kernel.
@@ -103,7 +104,7 @@ fn together(graph: &Graph, space: &Space, most: i64) -> i64 {
     let of_points = |seen: &&Seen| seen.weight == 1 && seen.index.vars() & rows != 0;
     let loads = seen.iter().filter(of_points);
     let bytes: i64 = loads.map(|seen| seen.bytes * space.width).sum();
-    [8, 4, 2]
+    [4, 2]
         .into_iter()
         .find(|&rows| rows <= most && bytes * rows <= UNDER_WAY)
         .unwrap_or(1)
