@@ -32,7 +32,7 @@ fn word(text: &str) -> &str {
     let end_of = |wanted: &dyn Fn(char) -> bool| text.find(|c| !wanted(c)).unwrap_or(text.len());
     let length = match text.chars().next() {
         Some(c) if of_word(c) => end_of(&of_word),
-        Some(c) if c == ' ' => end_of(&|c| c == ' '),
+        Some(' ') => end_of(&|c| c == ' '),
         Some(c) => c.len_utf8(),
         None => 0,
     };

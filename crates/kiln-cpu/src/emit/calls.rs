@@ -1,6 +1,6 @@
 //! A step as data: its functions, each text once, and the calls of them in order.
 //!
-//! [`super::step`] writes the same calls as C. A family of steps ([`crate::family`]) keeps them as data, because
+//! The C entry (`step`) writes the same calls as C. A family of steps ([`crate::family`]) keeps them as data, because
 //! steps of different shapes call the same functions in other orders, with other counts, on other places.
 
 use kiln_compiler::plan::{Place as Planned, Plan};

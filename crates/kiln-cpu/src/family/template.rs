@@ -2,7 +2,7 @@
 //!
 //! Which numbers vary is found by comparing the functions of several shapes ([`generalise`]). A guess too many
 //! costs a register, and one too few another template: which functions a template stands for is decided by
-//! [`Template::table`], number by number.
+//! [`Template::fits`], number by number.
 
 use std::sync::Arc;
 
