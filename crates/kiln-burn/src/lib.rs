@@ -1,10 +1,10 @@
 //! Kiln as a Burn backend: everything of Kiln that knows Burn.
 //!
-//! Burn's router turns each tensor operation into a `burn_ir::OperationIr` and hands it to a client.
-//! [`client`] is ours. Outside a compiled region an operation runs at once on burn-flex ([`eager`]). Inside,
-//! it is recorded ([`record`]); when the region ends, or somebody needs a value, the recording is compared
-//! with those compiled before, imported into a [`kiln_graph::Graph`] if it is new ([`import`]), and run by an
-//! executor ([`execute`]).
+//! Burn's router turns each tensor operation into a `burn_ir::OperationIr` and hands it to a client, which
+//! is [`client`]. Outside a compiled region an operation runs at once on burn-flex ([`eager`]). Inside, it
+//! is recorded ([`record`]). When the region ends, or the program needs a value, the recording is compared
+//! with those compiled before, imported into a [`kiln_graph::Graph`] if it is new ([`import`]), and run by
+//! an executor ([`execute`]).
 //!
 //! Global state is where Burn forces it: the table of tensors ([`table`]), the random generator ([`random`])
 //! and the sessions of threads ([`record::session`]).

@@ -6,8 +6,8 @@ use std::str::FromStr;
 
 use burn_backend::DType;
 
-/// What runs a recorded step. The order is a ladder: when a result looks wrong, go down it until it is right;
-/// the step between is where the fault is.
+/// The backend that runs a recorded step. The order is a ladder: when a result looks wrong, go down it
+/// until the result is right; the fault lies between the last two backends.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord)]
 pub enum CompileBackend {
     /// Does not record: each operation runs at once on burn-flex.
@@ -77,8 +77,8 @@ impl CompileBackend {
         matches!(self, Self::Cpu | Self::Cuda)
     }
 
-    /// The backend for a step on `gpu`, where the program asked for this one: what compiles for the CPU gives
-    /// way to what compiles for the GPU.
+    /// The backend for a step on `gpu`, where the program asked for this one: on a GPU the compiler for the
+    /// CPU is replaced by the one for the GPU.
     pub(crate) const fn on(self, gpu: Option<usize>) -> Self {
         match (self, gpu) {
             (Self::Cpu, Some(_)) => Self::Cuda,
@@ -117,19 +117,18 @@ pub struct CompileOptions {
     pub backend: CompileBackend,
     /// Whether a graph break is an error. Default: false.
     pub fullgraph: bool,
-    /// Upper bound in bytes of what the step allocates beyond parameters, optimizer state, inputs and
-    /// outputs: its intermediate values. The backends `cpu` and `cuda` recompute in the backward pass
-    /// whatever it takes to stay within, or says what the smallest budget is; a larger budget never gives a
-    /// slower step. The other backends have no plan of memory and ignore it, which `explain` reports.
-    /// Default: none.
+    /// Upper bound in bytes of the step's intermediate values: its allocations beyond parameters, optimizer
+    /// state, inputs and outputs. To stay within it, the backends `cpu` and `cuda` recompute values in the
+    /// backward pass, or report the smallest possible budget; a larger budget never gives a slower step.
+    /// The other backends have no plan of memory and ignore the budget, which `explain` reports. Default:
+    /// none.
     pub memory_budget: Option<usize>,
-    /// Whether a training step that turns out not to compute the same function at every call fails with an
-    /// error, instead of a warning and being recorded from then on. Default: false.
+    /// Whether a training step that does not compute the same function at every call fails with an error.
+    /// Otherwise there is a warning, and the step is recorded at each call from then on. Default: false.
     pub strict: bool,
-    /// Whether a call that would compile is an error ([`crate::Error::Frozen`]) that names the guard, before
-    /// anything ran. With this option nothing is ever compiled until the region is told otherwise
-    /// (`unfreeze`); more often a region is frozen when it has compiled what it needs (`freeze`). Default:
-    /// false.
+    /// Whether a call that would compile is an error ([`crate::Error::Frozen`]) that names the guard,
+    /// before anything runs. With this option nothing is compiled until `unfreeze` is called; more often a
+    /// region is frozen (`freeze`) when it has compiled the steps that it needs. Default: false.
     pub frozen: bool,
     /// What becomes of a step that comes again with another shape. Default: [`Dynamic::Auto`].
     pub dynamic: Dynamic,
@@ -141,9 +140,11 @@ pub struct CompileOptions {
     /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction, for the tensor
     /// cores: several times faster, with errors of some 1e-3. Default: false.
     pub tf32: bool,
-    /// Mixed precision: products, convolutions and attention of f32 read this type, [`DType::BF16`] or [`DType::F16`], and add up in f32, and what flows between them is stored in it.
-    /// Parameters, optimizer state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`] keeps more of the step so. With f16 a `TrainStep` scales its loss ([`CompileOptions::loss_scaling`]); elsewhere small gradients become zero. The backends `cpu` and
-    /// `cuda` do this, the others compute in f32. Default: none.
+    /// Mixed precision: products, convolutions and attention of f32 read this type, [`DType::BF16`] or
+    /// [`DType::F16`], and add up in f32; values between them are stored in it. Parameters, optimizer
+    /// state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`]
+    /// keeps more of the step so. With f16 the loss is not scaled: small gradients become zero. The
+    /// backends `cpu` and `cuda` do this, the others compute in f32. Default: none.
     pub autocast: Option<DType>,
     /// How a `TrainStep` scales its loss, so that gradients which are stored in 16 bits do not underflow; a
     /// step with a gradient that is not finite is skipped. Regions without an optimizer ignore it. Default:
@@ -153,9 +154,9 @@ pub struct CompileOptions {
     pub deterministic: bool,
     /// Name of the region in reports, dumps and traces. Default: `step`.
     pub name: String,
-    /// Folder for what each compilation made ([`kiln_compiler::debug`]): recorded stream, graphs, schedule,
-    /// plan, sources, a script that runs the step alone. Default: the environment variable `KILN_DEBUG`;
-    /// nothing is written without it.
+    /// Folder for the results of each compilation ([`kiln_compiler::debug`]): recorded stream, graphs,
+    /// schedule, plan, sources, a script that runs the step alone. Default: the environment variable
+    /// `KILN_DEBUG`; nothing is written without it.
     pub debug: Option<PathBuf>,
     /// Whether the first runs of each compiled step are compared with another backend. Default: no.
     pub check: Option<NumericsCheck>,
@@ -164,9 +165,10 @@ pub struct CompileOptions {
 /// What becomes of a step that comes again with another shape.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Dynamic {
-    /// The second shape of a step makes its sizes variables of the compiled code: from then on a shape is planned, which takes a fraction of a second, and
-    /// the C compiler runs for kernels that no earlier shape had. The step computes what it would if it were
-    /// compiled for its shape alone. On backend `cpu`; the others compile each shape.
+    /// The second shape of a step makes its sizes variables of the compiled code: from then on a shape is
+    /// planned, which takes a fraction of a second, and the C compiler runs for kernels that no earlier
+    /// shape had. The step computes what it would if it were compiled for its shape alone. On backend
+    /// `cpu`; the others compile each shape.
     #[default]
     Auto,
     /// Each shape is compiled by itself, with its sizes as constants.
@@ -312,8 +314,8 @@ impl CompileOptions {
 
     /// Compares the first runs of each compiled step with `backend` (a name of the ladder, such as
     /// `aot_eager`) on the same inputs. If results differ by more than `tolerance`, relative to the largest
-    /// magnitude of a tensor, `run` fails with an error that names the first kernel, the operation and the
-    /// Burn call where they part.
+    /// magnitude of a tensor, `run` fails with an error that names the first kernel, operation and Burn
+    /// call whose results differ.
     ///
     /// ```
     /// use kiln_burn::CompileOptions;

@@ -1,7 +1,8 @@
 //! Compiled training steps for Burn.
 //!
-//! Put a Burn model on the [`Kiln`] backend and wrap the body of its training loop. Kiln records what the body does (forward pass, Burn's autograd,
-//! optimizer), makes one graph of it, compiles that to one executable, and runs the executable from then on.
+//! Put a Burn model on the [`Kiln`] backend and wrap the body of its training loop. Kiln records the body's
+//! operations (forward pass, Burn's autograd, optimizer), makes one graph of them, compiles the graph to
+//! one executable, and runs the executable from then on.
 //!
 //! ```no_run
 //! use burn_autodiff::Autodiff;
@@ -35,14 +36,15 @@
 //!
 //! Three ways to use it:
 //!
-//! - [`compile`] wraps a closure. The closure runs at each call (so anything it does in Rust happens), its tensor operations do not: the compiled
-//!   step does.
+//! - [`compile`] wraps a closure. The closure's Rust code runs at each call; in place of its tensor
+//!   operations the compiled step runs.
 //! - [`TrainStep`] owns model and optimizer. After the first calls no model code runs any more.
-//! - [`compile_fn`] wraps a function: for inference, or inside an eager training loop, where its backward pass is compiled, too.
+//! - [`compile_fn`] wraps a function: for inference, or inside an eager training loop, where its backward
+//!   pass is compiled, too.
 //!
-//! [`func`] makes functions of functions: gradients, Jacobians, batches.
+//! [`func`] transforms functions: gradients, Jacobians, batches.
 //!
-//! Outside of these Kiln is an eager backend on burn-flex.
+//! Everywhere else Kiln is an eager backend on burn-flex.
 
 #[cfg(feature = "ndarray")]
 pub mod arrays;
@@ -94,12 +96,13 @@ pub fn list_backends() -> &'static [CompileBackend] {
 /// # Ok::<(), std::io::Error>(())
 /// ```
 ///
-/// Without an open profile nothing is collected and nothing is paid for it.
+/// Without an open profile nothing is collected, at no cost.
 pub fn profile() -> Profile {
     Profile::start()
 }
 
-/// Marks a part of the program in an open profile, until the result is dropped: loading a batch, an evaluation.
+/// Marks a part of the program in an open profile, until the result is dropped: loading a batch, an
+/// evaluation.
 ///
 /// ```
 /// # fn load() {}

@@ -1,8 +1,10 @@
 //! `TrainStep`: a training step that is traced once and replayed.
 //!
-//! The first calls run the loss closure, Burn's autograd and the optimizer under recording, like [`crate::compile`]. When two calls in a row were
-//! the same step, the flow of state is known (`kiln_burn::record::replay`) and no model or autograd code runs any more. What still changes from step to
-//! step are the optimizer's scalars: learning rate, bias correction. They come from the optimizer's own host code, run on a few parameters in a rehearsal ([`rehearsal`]).
+//! The first calls run the loss closure, Burn's autograd and the optimizer under recording, like
+//! [`crate::compile`]. When two calls in a row were the same step, the flow of state is known
+//! (`kiln_burn::record::replay`) and no model or autograd code runs any more. Only the optimizer's scalars
+//! still change from step to step: learning rate, bias correction. They come from the optimizer's own host
+//! code, which a rehearsal runs on a few parameters ([`rehearsal`]).
 //!
 //! ```text
 //!   call 1     recorded: the steady step, compiled
@@ -13,12 +15,13 @@
 //! Batches of two sizes are two variants of the step, each with calls 1, 2 and 3 of its own, and one state
 //! ([`variants`]).
 //!
-//! An optimizer whose state does not start from zeros ([`zeros`]) needs one call more: the first creates the state, by a graph of its own.
+//! An optimizer whose state does not start from zeros ([`zeros`]) needs one call more: the first creates
+//! the state, by a graph of its own.
 //!
-//! Anything the replay does not cover (another batch shape, a step whose host code takes another branch, state that the program replaced) is recorded again; the
-//! optimizer's state is brought up to date first ([`rehearsal::Rehearsal::catch_up`]). Calls 4, 8, 16, .. of
-//! a variant are proofs: they are recorded although they could be replayed, and compared with the plan
-//! ([`plan`]).
+//! A call that the replay does not cover (another batch shape, a step whose host code takes another branch,
+//! state that the program replaced) is recorded again; the optimizer's state is brought up to date first
+//! ([`rehearsal::Rehearsal::catch_up`]). Calls 4, 8, 16, .. of a variant are proofs: they are recorded
+//! although they could be replayed, and compared with the plan ([`plan`]).
 
 mod backup;
 mod export;
@@ -59,7 +62,8 @@ pub trait TrainBackend: KilnBackend + AutodiffBackend<InnerBackend = Kiln> {}
 
 impl<B: KilnBackend + AutodiffBackend<InnerBackend = Kiln>> TrainBackend for B {}
 
-/// An optimizer that [`TrainStep`] can drive: every `SimpleOptimizer` of burn-optim, as its `init` makes it, with or without gradient clipping.
+/// An optimizer that [`TrainStep`] can drive: every `SimpleOptimizer` of burn-optim, as its `init` makes
+/// it, with or without gradient clipping.
 #[diagnostic::on_unimplemented(
     message = "`TrainStep` cannot drive `{Self}`",
     label = "not an `OptimizerAdaptor` around a `SimpleOptimizer`",
@@ -84,8 +88,8 @@ impl<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> StepOptimi
     }
 }
 
-/// What the loss closure of a [`TrainStep`] returns: the loss, alone or first in a pair with anything else that should leave the step (logits,
-/// metrics). Both leave without their autodiff history.
+/// The result of the loss closure of a [`TrainStep`]: the loss, alone or first in a pair with other tensors
+/// that should leave the step (logits, metrics). Both leave without their autodiff history.
 pub trait StepOutput<B: TrainBackend>: StepInput + Clone {
     /// The loss whose gradients train the model, of one element.
     fn loss(&self) -> Tensor<B, 1>;
@@ -114,7 +118,8 @@ pub enum TrainError {
         "the training step has no model any more: an earlier step failed while it replaced the parameters; restart from a checkpoint"
     )]
     Lost,
-    /// Under [`CompileOptions::strict`]: the closure is not the same function of its input at every call. The call that noticed was recorded, so that its own update is right.
+    /// Under [`CompileOptions::strict`]: the closure is not the same function of its input at every call.
+    /// The call that noticed this was recorded, so its own update is right.
     #[error(
         "the training step is not the same at every call: {what}. Replayed calls after call {last_equal}, when it was last seen equal, may have used old values (noticed at \
          call {call}); pass what changes as an input of the step"
@@ -152,14 +157,14 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         self
     }
 
-    /// Sets what runs the compiled step.
+    /// Sets the backend of the compiled step.
     pub fn with_backend(mut self, backend: CompileBackend) -> Self {
         self.options.backend = backend;
         self
     }
 
-    /// Sets where the scaling of the loss goes on: [`TrainStep::loss_scale`] of the run that is resumed. A step that does
-    /// not scale its loss ([`CompileOptions::loss_scaling`]) ignores it.
+    /// Sets where the scaling of the loss goes on: [`TrainStep::loss_scale`] of the run that is resumed. A
+    /// step that does not scale its loss ([`CompileOptions::loss_scaling`]) ignores it.
     pub fn with_loss_scale(mut self, scale: LossScale) -> Self {
         self.start_scale = Some(scale);
         self
@@ -206,20 +211,24 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
 
 /// A training step that owns model and optimizer.
 ///
-/// Parameters that were not used before the first step are drawn in the first call, in the order of their use, as in a loop without `TrainStep`.
+/// Parameters that were not used before the first step are drawn in the first call, in the order of their
+/// use, as in a loop without `TrainStep`.
 ///
-/// `F` is the loss closure: `Fn(&M, I) -> L` with an input `I` ([`StepInput`]) and an output `L` ([`StepOutput`]). The closure runs on the first calls
-/// and on a few later ones, therefore it should compute the same function of its input at every call. Its random operations (dropout) draw new numbers at each call all the
-/// same. What it does besides is noticed:
+/// `F` is the loss closure: `Fn(&M, I) -> L` with an input `I` ([`StepInput`]) and an output `L`
+/// ([`StepOutput`]). The closure runs in the first calls and in a few later ones, so it should compute the
+/// same function of its input at every call. Its random operations (dropout) still draw new numbers at each
+/// call. Everything else that it does is noticed:
 ///
-/// - A closure that reads a tensor on the host, returns a plain number, or keeps a tensor from call to call outside the model is recorded at every call, with a
-///   warning that names the reason and the line ([`History::obstacle`]).
-/// - A captured tensor that the program drops or replaces, and state of the model that it replaces, end the replay; the step is recorded once or twice and replayed again.
-/// - Inputs of several signatures (batches of two sizes, the smaller last batch of an epoch) are recorded and
-///   replayed each by itself; the state is one.
-/// - Calls 4, 8, 16, .. and every 1024th of a signature are recorded again and compared. A number counted in
-///   a `Cell`, say, is found there: a warning names it (an error under [`CompileOptions::strict`]), and the
-///   step is recorded from then on.
+/// - A closure that reads a tensor on the host, returns a plain number, or keeps a tensor from call to call
+///   outside the model is recorded at every call, with a warning that names the reason and the line
+///   ([`History::obstacle`]).
+/// - A captured tensor that the program drops or replaces, and state of the model that it replaces, end the
+///   replay; the step is recorded once or twice and replayed again.
+/// - Inputs of several signatures (batches of two sizes, the smaller last batch of an epoch) are recorded
+///   and replayed separately; the state is one.
+/// - Calls 4, 8, 16, .. and every 1024th of a signature are recorded again and compared. For example, a
+///   number counted in a `Cell` is found there: a warning names it (an error under
+///   [`CompileOptions::strict`]), and the step is recorded from then on.
 pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F, I, L> {
     region: CompiledRegion,
     /// None once a step failed half way.
@@ -232,7 +241,7 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     start_scale: LossScale,
     /// Where it stands; none before the first call.
     loss_scale: Option<loss_scale::State>,
-    /// What is known of the calls of each signature.
+    /// The recorded calls and plans of each signature.
     variants: Variants<B, M, O, L>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
     lent: AtomicBool,
@@ -242,7 +251,7 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     cells: Option<Cells>,
     /// The learning rate of the last call; none before the first.
     rate: Option<LearningRate>,
-    /// Why steps are recorded at each call, as far as it was said.
+    /// The reasons for recording that a warning has named.
     warned: Vec<String>,
     /// Whether replay is tried at all.
     replays: bool,
@@ -253,11 +262,12 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
 }
 
 /// Least and greatest number of signatures that are kept; between them it is that of executables
-/// ([`CompileOptions::recompile_limit`]). Where shapes share executables the least is a quarter of the greatest.
+/// ([`CompileOptions::recompile_limit`]). Where shapes share executables the least is a quarter of the
+/// greatest.
 const VARIANTS: (usize, usize) = (8, 256);
 
-/// From here on every so many calls of a signature are proofs; before, those whose number is a power of two,
-/// from 4 on.
+/// From here on one of so many calls of a signature is a proof; before, calls are proofs whose number is a
+/// power of two, from 4 on.
 const PROOF_EVERY: u64 = 1024;
 
 /// Whether call `number` of a signature is recorded, though it could be replayed, and compared with the plan.
@@ -299,16 +309,19 @@ where
     I: StepInput,
     L: StepOutput<B>,
 {
-    /// Trains on one input: forward, backward, update with learning rate `lr`. Returns what the closure returned, outside any autodiff graph.
+    /// Trains on one input: forward, backward, update with learning rate `lr`. Returns the result of the
+    /// closure, outside any autodiff graph.
     ///
     /// # Errors
     ///
-    /// If the step cannot be compiled or run. Model and optimizer are then as before the call, unless the step failed when it had begun to replace
-    /// parameters: they are lost then, and every later call says so.
+    /// If the step cannot be compiled or run. Model and optimizer are then as before the call, unless the
+    /// step failed after it had begun to replace parameters: they are lost then, and every later call
+    /// reports that.
     ///
     /// # Panics
     ///
-    /// If the closure or the optimizer panics, with the same payload. Model and optimizer are then as before the call.
+    /// If the closure or the optimizer panics, with the same payload. Model and optimizer are then as
+    /// before the call.
     pub fn step(&mut self, lr: LearningRate, input: I) -> Result<L, TrainError> {
         let _call = kiln_profile::span(Category::Host, "train step");
         self.rate = Some(lr);
@@ -322,8 +335,8 @@ where
         self.record(lr, input, &tensors, signature, cause)
     }
 
-    /// Under [`TrainStep::freeze`]: an error where the input has a signature for which nothing was compiled.
-    /// Of other inputs the step's guard decides, before anything runs.
+    /// Under [`TrainStep::freeze`]: an error if the input has a signature for which nothing was compiled.
+    /// For other inputs the step's guard decides, before anything runs.
     fn refuse_if_frozen(&self, tensors: &[TensorIr], signature: &Signature) -> Result<(), Error> {
         let known = || self.variants.position(signature).is_some();
         if !self.replays || record::is_nested() || !self.region.is_frozen() || known() {
@@ -399,7 +412,8 @@ where
             return Ok(());
         };
         if shares_cells {
-            // A clone that ran in training mode has left updates in the cells: they become the cells' values, which ends the replay.
+            // A clone that ran in training mode has left updates in the cells: they become the cells'
+            // values, which ends the replay.
             drop(model.valid());
         }
         let mut renewed = None;
@@ -443,9 +457,9 @@ where
     }
 
     /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that
-    /// failed, before anything ran: model and optimizer are as they were. Input of a signature that was never
-    /// seen is refused before the closure runs. Calls that are recorded now and then although nothing has to
-    /// be compiled (proofs, the call after [`TrainStep::optimizer`]) are recorded all the same.
+    /// failed, before anything runs: model and optimizer are as they were. Input of a new signature is
+    /// refused before the closure runs. Calls that are recorded now and then although nothing has to be
+    /// compiled (proofs, the call after [`TrainStep::optimizer`]) are still recorded.
     ///
     /// ```
     /// use burn_autodiff::Autodiff;
@@ -479,7 +493,8 @@ where
         self.region.unfreeze();
     }
 
-    /// The model with its current parameters; none after a step failed half way. A copy of it stays as it is when training goes on.
+    /// The model with its current parameters; none after a step failed half way. A copy of it stays as it
+    /// is when training goes on.
     pub fn model(&self) -> Option<&M> {
         self.lent.store(true, Ordering::Relaxed);
         self.trained.as_ref().map(|(model, _)| model)
@@ -525,12 +540,13 @@ where
         &self.history
     }
 
-    /// What was compiled, why, what cut it, why calls were recorded, and what each tensor of the replayed step is bound to.
+    /// The report: what was compiled, why, what cut it, why calls were recorded, and what each tensor of
+    /// the replayed step is bound to.
     pub fn explain(&self) -> Explain {
         Explain::new(self.region.report()).with_replay(&self.history, self.bindings())
     }
 
-    /// What each input, output and result of the step is bound to when it is replayed, with input of the
+    /// The bindings of each input, output and result of the step when it is replayed with input of the
     /// signature that was called last; none while nothing is replayed.
     pub fn bindings(&self) -> Option<&record::Bindings> {
         self.variants.plans().next().map(|plan| plan.replay.bindings())
