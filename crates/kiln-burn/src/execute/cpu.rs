@@ -143,11 +143,13 @@ impl Cpu {
     /// # Errors
     ///
     /// If there is no C compiler, an operation has no code, or the build fails.
+    ///
+    /// None if only known kernels may be used ([`Setting::only_known`]) and some are not.
     pub fn new(
         graph: Arc<Graph>,
         options: &CompileOptions,
         setting: Setting<'_>,
-    ) -> Result<Self, ExecuteError> {
+    ) -> Result<Option<Self>, ExecuteError> {
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
         let (compiler, target) = compiler_options(options, toolchain, pool.threads(), is_training(&graph))?;
@@ -156,6 +158,10 @@ impl Cpu {
             ..compiler
         };
         let (executable, outcome) = match setting.families.filter(|_| setting.effort == Effort::Full) {
+            Some(families) if setting.only_known => match families.known(&graph)? {
+                Some(executable) => (executable, Some(Outcome::Known)),
+                None => return Ok(None),
+            },
             Some(families) => {
                 let (executable, outcome) =
                     families.compile(&graph, (&compiler, &target), toolchain, setting.debug)?;
@@ -188,7 +194,7 @@ impl Cpu {
             let layout = Layout::contiguous(convert::burn_shape(&ty.shape));
             (layout, convert::burn_dtype(ty.dtype), ty.bytes())
         };
-        Ok(Self {
+        Ok(Some(Self {
             successors,
             outputs: graph.outputs.iter().map(output).collect(),
             graph,
@@ -200,7 +206,7 @@ impl Cpu {
             id: next_id(),
             description: OnceLock::new(),
             code_time: AtomicU64::new(0),
-        })
+        }))
     }
 }
 

@@ -373,7 +373,8 @@ fn prepare_here(
         CompileBackend::Candle => return Err(ExecuteError::NotBuilt { backend }),
         CompileBackend::Interpret => Box::new(host::Interpret::new(graph)),
         CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options, setting) {
-            Ok(executable) => Box::new(executable),
+            Ok(Some(executable)) => Box::new(executable),
+            Ok(None) => return Ok((aot_eager(graph), CompileBackend::AotEager)),
             Err(
                 error @ (ExecuteError::NoCompiler(_)
                 | ExecuteError::Compile(CompileError::Unsupported { .. })),
@@ -409,6 +410,9 @@ pub struct Setting<'a> {
     pub debug: Option<&'a Path>,
     /// The families that a step of another shape belongs to; none where each shape is compiled by itself.
     pub families: Option<&'a cpu::Families>,
+    /// Whether nothing may be compiled any more: a step that is no other shape of one before runs on
+    /// `aot_eager`.
+    pub only_known: bool,
 }
 
 /// How much time compiling is worth.

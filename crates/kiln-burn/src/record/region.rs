@@ -301,7 +301,7 @@ impl Region {
             );
             reason = Some(mismatch);
         }
-        let (backend, provisional) = self.choose_backend(segment, recorded, known.is_some());
+        let (backend, provisional, at_limit) = self.choose_backend(segment, recorded, known.is_some());
         let number = self.compiles.len();
         let folder = self
             .debug
@@ -311,6 +311,7 @@ impl Region {
             effort: if provisional { Effort::Quick } else { Effort::Full },
             debug: folder.as_deref(),
             families: self.families.as_ref(),
+            only_known: at_limit,
         };
         let compiled = Step::compile(&self.options, backend, setting, recorded, lines);
         let absorbed = compiled.as_ref().is_ok_and(Step::is_absorbed);
@@ -318,6 +319,9 @@ impl Region {
             self.recompiles.push(Recompile { segment, mismatch });
         }
         let mut step = compiled?;
+        if at_limit && !absorbed {
+            self.warn_of_limit();
+        }
         step.number = number;
         step.stages.insert(0, ("record", self.recorded_in));
         let name = &self.options.name;
@@ -363,32 +367,47 @@ impl Region {
             .max_by_key(|step| step.guard.agreement(recorded))
     }
 
-    /// The backend for a new step, and whether the step is provisional: the first call of an optimizer has
-    /// a graph of its own, because the state does not exist yet, and that graph will not come again.
-    fn choose_backend(&mut self, segment: usize, recorded: &Recorded, seen: bool) -> (CompileBackend, bool) {
+    /// The backend for a new step, whether the step is provisional, and whether the recompile limit is
+    /// reached. A provisional step is the first call of an optimizer: it has a graph of its own, because the
+    /// state does not exist yet, and that graph will not come again. Behind the limit only shapes whose
+    /// kernels are all known run on anything but `aot_eager`.
+    fn choose_backend(
+        &self,
+        segment: usize,
+        recorded: &Recorded,
+        seen: bool,
+    ) -> (CompileBackend, bool, bool) {
         let backend = self.options.backend.on(recorded.gpu());
         let compiled = self.segments[segment]
             .iter()
             .filter(|step| !step.provisional && !step.is_absorbed())
             .count();
         if compiled >= self.options.recompile_limit && backend > CompileBackend::AotEager {
-            if !std::mem::replace(&mut self.warned_limit, true) {
-                let mismatches = self.recompiles.iter().map(|recompile| &recompile.mismatch);
-                tracing::warn!(
-                    target: "kiln::recompiles",
-                    region = %self.options.name,
-                    "recompile limit of {} reached; further steps run on aot_eager, which is slower.{}",
-                    self.options.recompile_limit,
-                    guard::advice(mismatches),
-                );
-            }
-            return (CompileBackend::AotEager, false);
+            return match (backend, &self.families) {
+                (CompileBackend::Cpu, Some(_)) => (backend, false, true),
+                _ => (CompileBackend::AotEager, false, true),
+            };
         }
         let first = self.segments[segment].is_empty() && !seen;
         if first && backend.compiles() && creates_state(recorded) {
-            return (backend, true);
+            return (backend, true, false);
         }
-        (backend, false)
+        (backend, false, false)
+    }
+
+    /// Says once that the recompile limit is reached.
+    fn warn_of_limit(&mut self) {
+        if std::mem::replace(&mut self.warned_limit, true) {
+            return;
+        }
+        let mismatches = self.recompiles.iter().map(|recompile| &recompile.mismatch);
+        tracing::warn!(
+            target: "kiln::recompiles",
+            region = %self.options.name,
+            "recompile limit of {} reached; further steps run on aot_eager, which is slower.{}",
+            self.options.recompile_limit,
+            guard::advice(mismatches),
+        );
     }
 
     /// The report on the region so far.

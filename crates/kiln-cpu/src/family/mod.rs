@@ -216,6 +216,24 @@ impl Family {
         Ok((executable, outcome))
     }
 
+    /// The step of `graph` if all its functions are known; none if [`Family::compile`] would run the C compiler.
+    ///
+    /// # Errors
+    /// Those of [`CpuExecutable::new`].
+    pub fn known(&self, graph: &Graph) -> Result<Option<CpuExecutable>, StepError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = Instant::now();
+        let planned = self.plan(graph)?;
+        let units = state.look_up(&planned);
+        if !state.missing(&units).is_empty() {
+            return Ok(None);
+        }
+        state.stats.graphs += 1;
+        let mut executable = self.bind(&state, graph, planned, &units)?;
+        executable.compile_time = start.elapsed();
+        Ok(Some(executable))
+    }
+
     /// The options of a graph whose stages are written to `debug`.
     fn dumping(&self, debug: Option<&Path>) -> Options {
         Options {

@@ -24,6 +24,23 @@ pub struct Families {
 }
 
 impl Families {
+    /// The step of `graph` if its family has compiled all its kernels.
+    ///
+    /// # Errors
+    ///
+    /// As [`CpuExecutable::new`].
+    pub(super) fn known(&self, graph: &Graph) -> Result<Option<CpuExecutable>, StepError> {
+        let family = self.find(graph);
+        family.map_or(Ok(None), |family| family.known(graph))
+    }
+
+    /// The family of `graph`, if there is one.
+    fn find(&self, graph: &Graph) -> Option<Arc<Family>> {
+        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = list.iter().find(|(first, _)| has_structure_of(graph, first));
+        known.map(|(_, family)| family.clone())
+    }
+
     /// The step of `graph`, and what it took. All graphs that this is called with have the same options and
     /// target.
     ///
@@ -37,20 +54,14 @@ impl Families {
         toolchain: &Toolchain,
         debug: Option<&Path>,
     ) -> Result<(CpuExecutable, Outcome), StepError> {
-        let family = {
+        let family = self.find(graph).unwrap_or_else(|| {
+            let build = BuildOptions::default();
+            let family = Arc::new(Family::new(options, target, toolchain, &CACHE, &build));
             let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-            let known = list.iter().find(|(first, _)| has_structure_of(graph, first));
-            match known {
-                Some((_, family)) => family.clone(),
-                None => {
-                    let build = BuildOptions::default();
-                    let family = Arc::new(Family::new(options, target, toolchain, &CACHE, &build));
-                    list.truncate(FAMILIES - 1);
-                    list.insert(0, (graph.clone(), family.clone()));
-                    family
-                }
-            }
-        };
+            list.truncate(FAMILIES - 1);
+            list.insert(0, (graph.clone(), family.clone()));
+            family
+        });
         family.compile_into(graph, debug)
     }
 }
