@@ -23,6 +23,7 @@ pub mod lend;
 pub mod options;
 mod precision;
 pub mod random;
+pub mod ranks;
 pub mod record;
 pub mod storage;
 pub mod stream;

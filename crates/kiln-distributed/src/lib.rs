@@ -29,4 +29,4 @@ mod world;
 
 pub use environment::{Launcher, Place};
 pub use error::Error;
-pub use world::{Operands, Options, Ticket, World, init, init_with};
+pub use world::{Operands, Options, Ticket, World, current, init, init_with};

@@ -88,6 +88,13 @@ pub fn init_with(options: Options) -> Result<World, Error> {
     Ok(World { inner })
 }
 
+/// The world that [`init`] connected, while there is a handle of it; none where there is one rank.
+pub fn current() -> Option<World> {
+    let world = WORLD.lock().unwrap_or_else(PoisonError::into_inner);
+    let inner = world.as_ref().and_then(Weak::upgrade)?;
+    Some(World { inner })
+}
+
 fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
     let alone = |place| Inner {
         place,
@@ -386,6 +393,18 @@ impl World {
     /// # Errors
     /// As [`World::all_reduce`].
     pub fn broadcast(&self, root: usize, bytes: &mut [u8]) -> Result<(), Error> {
+        self.from_root(root, bytes, self.inner.timeout)
+    }
+
+    /// [`World::broadcast`], waiting as long as [`World::agree`] does.
+    ///
+    /// # Errors
+    /// As [`World::all_reduce`].
+    pub fn broadcast_patiently(&self, root: usize, bytes: &mut [u8]) -> Result<(), Error> {
+        self.from_root(root, bytes, self.inner.timeout.max(PATIENCE))
+    }
+
+    fn from_root(&self, root: usize, bytes: &mut [u8], timeout: Duration) -> Result<(), Error> {
         let operands = Operands {
             kind: CollectiveKind::FromRoot,
             mean: false,
@@ -396,7 +415,7 @@ impl World {
             to: bytes.as_mut_ptr(),
         };
         // SAFETY: the bytes are borrowed until it is over.
-        unsafe { self.start(operands)? }.wait()
+        unsafe { self.begin(operands, timeout)? }.wait()
     }
 
     /// Makes sure that every rank has the same facts, each a name and a value, such as what a step computes. Waits

@@ -50,6 +50,7 @@
 pub mod arrays;
 mod compile;
 mod custom;
+pub mod distributed;
 pub mod explain;
 pub mod func;
 mod function;

@@ -40,6 +40,7 @@ use super::profile::{RunClock, describe_contract, next_id};
 use super::{Effort, Executable, ExecuteError, Setting, check_count, check_scalars, check_tensor, convert};
 use crate::import::external;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::ranks;
 use crate::record::StepExportError;
 use crate::storage::Storage;
 pub use families::Families;
@@ -152,16 +153,25 @@ impl Cpu {
     ) -> Result<Option<Self>, ExecuteError> {
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
-        let (compiler, target) = compiler_options(options, toolchain, pool.threads(), is_training(&graph))?;
+        let (compiler, mut target) =
+            compiler_options(options, toolchain, pool.threads(), is_training(&graph))?;
+        let averaged = ranks::as_collectives(&graph).map_err(ExecuteError::Mean)?;
+        let graph = averaged.map_or(graph, Arc::new);
+        if has_collectives(&graph) {
+            target.rates = ranks::shared_rates(target.rates)?;
+        }
         let compiler = Options {
             update_in_epilogue: setting.effort == Effort::Full,
             ..compiler
         };
-        let (executable, outcome) = match setting.families.filter(|_| setting.effort == Effort::Full) {
+        // What ranks do together has fixed sizes.
+        let varies = setting.effort == Effort::Full && !has_collectives(&graph);
+        let (executable, outcome) = match setting.families.filter(|_| varies) {
             Some(families) if setting.only_known => match families.known(&graph)? {
                 Some(executable) => (executable, Some(Outcome::Known)),
                 None => return Ok(None),
             },
+            None if setting.only_known => return Ok(None),
             Some(families) => {
                 let (executable, outcome) =
                     families.compile(&graph, (&compiler, &target), toolchain, setting.debug)?;
@@ -177,6 +187,7 @@ impl Cpu {
                 (executable, None)
             }
         };
+        ranks::agree(&graph, &compiler.identity(), executable.contract())?;
         let externs = executable
             .contract()
             .externs
@@ -208,6 +219,12 @@ impl Cpu {
             code_time: AtomicU64::new(0),
         }))
     }
+}
+
+/// Whether a graph works with other ranks.
+fn has_collectives(graph: &Graph) -> bool {
+    let mut nodes = graph.nodes();
+    nodes.any(|(_, data)| matches!(data.op, kiln_graph::Op::Collective(_)))
 }
 
 /// The operation behind a call out of the compiled code.
@@ -273,6 +290,7 @@ impl Cpu {
         let outside = Outside {
             step: self,
             clock: RunClock::start(),
+            ranks: ranks::Calls::of(self.executable.contract()),
         };
         let start = Instant::now();
         // SAFETY: number and types of the arguments were checked against the graph the step was compiled from
@@ -451,7 +469,8 @@ impl Executable for Cpu {
                 );
             }
         }
-        for call in &contract.externs {
+        text.extend(ranks::buckets_text(contract));
+        for call in contract.externs.iter().filter(|call| call.collective.is_none()) {
             let _ = write!(text, "\noutside the compiled code: {}", call.name);
         }
         text.extend(autocast_text(contract));
@@ -495,6 +514,7 @@ impl Executable for Cpu {
 struct Outside<'a> {
     step: &'a Cpu,
     clock: Option<RunClock>,
+    ranks: ranks::Calls,
 }
 
 impl StepHooks for Outside<'_> {
@@ -516,7 +536,17 @@ impl StepHooks for Outside<'_> {
         }
     }
 
+    fn over(&self) {
+        self.ranks.finish();
+    }
+
     fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> Result<(), String> {
+        let call = &self.step.executable.contract().externs[index];
+        if let Some(part) = call.collective {
+            // SAFETY: the pointers are the step's for this call, and `over` is called before its memory is in other
+            // use.
+            return unsafe { self.ranks.run(part, call, buffers) };
+        }
         let (call, op) = (
             &self.step.executable.contract().externs[index],
             &self.step.externs[index],

@@ -250,6 +250,12 @@ pub enum ExecuteError {
     /// There is no C compiler.
     #[error(transparent)]
     NoCompiler(Arc<CpuError>),
+    /// Other ranks have died, hang, or compiled another step.
+    #[error(transparent)]
+    Ranks(#[from] kiln_distributed::Error),
+    /// A mean over ranks does not fit the graph.
+    #[error("the means over ranks do not fit the step: {0}")]
+    Mean(kiln_graph::TypeError),
     /// The step compiler failed.
     #[error(transparent)]
     Compile(#[from] CompileError),

@@ -123,6 +123,9 @@ pub trait StepHooks {
     /// input and output pointers, as many as the compiler recorded for it. The step stops at the first error.
     fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> std::result::Result<(), String>;
 
+    /// Called when the step is over, however it ended, before its working memory is in other use.
+    fn over(&self) {}
+
     /// Whether [`kernel_event`](Self::kernel_event) wants to be called.
     fn wants_events(&self) -> bool {
         false
@@ -230,6 +233,7 @@ impl Step {
                 }),
             }
         };
+        hooks.over();
         if status == 0 {
             return Ok(());
         }

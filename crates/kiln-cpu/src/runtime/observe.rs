@@ -88,6 +88,10 @@ impl StepHooks for Observed<'_, '_> {
         self.hooks.call_extern(index, buffers)
     }
 
+    fn over(&self) {
+        self.hooks.over();
+    }
+
     fn wants_events(&self) -> bool {
         true
     }

@@ -41,7 +41,7 @@ pub(crate) fn untracked(tensor: KilnTensor) -> TrackedTensor {
     <Tracking as AutodiffBackend>::from_inner(tensor)
 }
 
-fn id(tensor: &KilnTensor) -> TensorId {
+pub(crate) fn id(tensor: &KilnTensor) -> TensorId {
     // A copy beside the original: its status is read-only, so this is no last use.
     tensor.clone().into_ir().id
 }

@@ -30,6 +30,7 @@ mod loss_scale;
 mod ownership;
 mod places;
 mod plan;
+mod ranks;
 mod recorded;
 mod rehearsal;
 mod variants;
@@ -47,6 +48,7 @@ use kiln_burn::record;
 use kiln_burn::{
     CompileBackend, CompileOptions, CompiledRegion, Dynamic, Error, Kiln, LossScaling, RegionReport,
 };
+use kiln_distributed::World;
 use kiln_profile::Category;
 
 use crate::explain::Explain;
@@ -113,6 +115,9 @@ pub enum TrainError {
     /// The step could not be compiled or run.
     #[error(transparent)]
     Step(#[from] Error),
+    /// The ranks do not begin together.
+    #[error(transparent)]
+    Ranks(#[from] kiln_distributed::Error),
     /// Model and optimizer were lost in an earlier step that failed after it had consumed them.
     #[error(
         "the training step has no model any more: an earlier step failed while it replaced the parameters; restart from a checkpoint"
@@ -143,6 +148,7 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     options: CompileOptions,
     /// Where loss scaling begins, if the program says so.
     start_scale: Option<LossScale>,
+    world: Option<World>,
 }
 
 /// Makes the state that an optimizer starts from ([`zeros::start`]).
@@ -170,7 +176,19 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         self
     }
 
+    /// Trains on all ranks of `world` together ([`crate::distributed`]): the parameters are those of rank 0 at the
+    /// start, gradients and loss are averaged over the ranks at each step. Optimizer state that was loaded must be
+    /// the same on all ranks. With one rank this changes nothing.
+    pub fn with_data_parallel(mut self, world: &World) -> Self {
+        self.world = Some(world.clone());
+        self
+    }
+
     /// Makes the step. Nothing is compiled before the first call.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError::Ranks`] if other ranks have another model, or do not answer.
     pub fn build<I, L>(mut self) -> Result<TrainStep<B, M, O, F, I, L>, TrainError>
     where
         F: Fn(&M, I) -> L,
@@ -185,11 +203,16 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             Dynamic::Off => VARIANTS.0,
         };
         let capacity = self.options.recompile_limit.clamp(least, VARIANTS.1);
+        let model = match &self.world {
+            Some(world) => ranks::begin::<B, M>(self.model, world)?,
+            None => self.model,
+        };
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
             strict: self.options.strict,
             region: CompiledRegion::new(self.options).for_replay(),
-            trained: Some((self.model, self.optim)),
+            trained: Some((model, self.optim)),
+            world: self.world.filter(|world| world.size() > 1),
             loss: self.loss,
             start: self.start,
             scaling,
@@ -233,6 +256,8 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     region: CompiledRegion,
     /// None once a step failed half way.
     trained: Option<(M, OptimizerAdaptor<O, M, B>)>,
+    /// The ranks it trains with; none if there are no others.
+    world: Option<World>,
     loss: F,
     start: Start<B, M, O>,
     /// How the loss is scaled; none if it is not.
@@ -296,6 +321,7 @@ where
             start: zeros::start,
             options,
             start_scale: None,
+            world: None,
         }
     }
 }

@@ -18,6 +18,7 @@ use super::backup::Backup;
 use super::loss_scale::{self, Parameters};
 use super::places::{self, Cells, Found};
 use super::plan::{self, Obstacle, Plan, Scrutiny, Trace};
+use super::ranks;
 use super::rehearsal::{Rehearsal, trained_parameters};
 use super::variants::Variant;
 use super::{Cause, StepOutput, TrainBackend, TrainError, TrainStep};
@@ -79,6 +80,7 @@ where
         // A failed step leaves the scale as it is.
         let mut scale = self.loss_scale.clone();
         let start_scale = self.start_scale;
+        let has_ranks = self.world.is_some();
         let result = catch_unwind(AssertUnwindSafe(|| {
             self.region.run(|| {
                 let output = loss(&model, input);
@@ -93,6 +95,14 @@ where
                     None => value,
                 };
                 let mut gradients = GradientsParams::from_grads(value.backward(), &model);
+                let output = match has_ranks {
+                    true => ranks::average_loss(output),
+                    false => output,
+                };
+                if has_ranks {
+                    // In front of whatever looks at their size: all ranks skip a step together.
+                    gradients = ranks::average(&model, gradients);
+                }
                 if cells.any() {
                     // Pending updates in the cells become their values now: a cell has one tensor between
                     // calls, wherever the program looks.

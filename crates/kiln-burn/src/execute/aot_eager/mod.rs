@@ -331,7 +331,7 @@ fn compute(
         | Op::AvgPool { .. }
         | Op::AvgPoolGrad { .. } => pool::compute(graph, data, operands),
         Op::Extern(op) => Ok(external::run(op, operands.into_vec())?.into()),
-        Op::Collective(_) | Op::CollectiveWait => Err(failure(data, "nothing here connects the ranks")),
+        Op::Collective(_) | Op::CollectiveWait => Err(failure(data, "it runs in compiled steps alone")),
         Op::Attention(_) | Op::AttentionGrad(_) => fallback(graph, data, &operands),
         Op::Parameter { .. } | Op::Scalar { .. } | Op::Binary(_) | Op::Compare(_) => {
             Err(failure(data, "it is computed elsewhere"))

@@ -1,0 +1,303 @@
+//! Steps on several ranks: the mean over ranks as an operation, and what a compiled step calls for it.
+//!
+//! The mean is an operation like one of the program's own ([`crate::custom`]): it is recorded, replayed, and runs on
+//! every backend by its function, which waits for the other ranks. For the CPU target it becomes a collective of the
+//! graph ([`as_collectives`]), which the compiler puts into buckets; the step then starts it and waits for it
+//! through [`Calls`].
+//!
+//! The ranks are those that `kiln_distributed::current` gives: a process has one world.
+
+use std::any::TypeId;
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::ffi::c_void;
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+
+use burn_backend::{TensorData, TensorMetadata};
+use burn_router::RouterTensor;
+use kiln_compiler::{CollectiveCall, Contract, ExternCall};
+use kiln_distributed::{Operands, Ticket, World, current};
+use kiln_graph::{Collective, CollectiveKind, DType, Graph, Op, Rewriter, TypeError};
+use kiln_partition::Machine;
+
+use crate::client::KilnClient;
+use crate::custom;
+use crate::execute::{ExecuteError, convert};
+
+/// The type that stands for the function of the mean.
+struct Mean;
+
+/// The id of the mean over ranks.
+static MEAN: LazyLock<String> =
+    LazyLock::new(|| custom::register("mean over ranks", TypeId::of::<Mean>(), || Arc::new(mean_of)));
+
+/// The mean of `tensor` over all ranks, on each of them. Every rank takes the same means in the same order. Alone it
+/// is the tensor itself.
+pub fn mean(tensor: RouterTensor<KilnClient>) -> RouterTensor<KilnClient> {
+    if current().is_none() {
+        return tensor;
+    }
+    let client = tensor.client;
+    let ty = [(tensor.shape(), tensor.dtype())];
+    let mut results = client.custom(&MEAN, vec![tensor], &ty);
+    results.remove(0)
+}
+
+/// The function of the mean, where the step does not call the ranks itself.
+///
+/// # Panics
+///
+/// If the ranks are not connected: an error of the step.
+fn mean_of(operands: &[TensorData]) -> Vec<TensorData> {
+    let world = current().expect("the ranks are connected as long as the training step lives");
+    let mean = |operand: &TensorData| {
+        let mut result = operand.clone();
+        let dtype = convert::dtype(result.dtype).expect("gradients are of a float type");
+        world
+            .all_reduce(dtype, true, &mut result.bytes)
+            .unwrap_or_else(|error| panic!("{error}"));
+        result
+    };
+    operands.iter().map(mean).collect()
+}
+
+/// `graph` with collectives in place of means over ranks; none if it has no such mean.
+///
+/// # Errors
+///
+/// If a mean is not of one tensor of floats.
+pub(crate) fn as_collectives(graph: &Graph) -> Result<Option<Graph>, TypeError> {
+    let is_mean = |op: &Op| matches!(op, Op::Extern(op) if op.name == *MEAN);
+    let Some(world) = current() else { return Ok(None) };
+    if !graph.nodes().any(|(_, data)| is_mean(&data.op)) {
+        return Ok(None);
+    }
+    let mut new = Rewriter::new(graph);
+    for (node, data) in graph.nodes() {
+        match is_mean(&data.op) {
+            true => new.copy_as(node, Op::Collective(Collective::average(world.size())))?,
+            false => new.copy(node)?,
+        };
+    }
+    Ok(Some(new.finish()))
+}
+
+/// The rates of rank 0's machine, so that all ranks partition their step alike. Asked once; every rank asks when it
+/// compiles its first step with collectives.
+pub(crate) fn shared_rates(own: Machine) -> Result<Machine, ExecuteError> {
+    static SHARED: OnceLock<Machine> = OnceLock::new();
+    let Some(world) = current() else { return Ok(own) };
+    if let Some(rates) = SHARED.get() {
+        return Ok(*rates);
+    }
+    let mut rates = own;
+    for rate in [
+        &mut rates.bytes_per_second,
+        &mut rates.flops_per_second,
+        &mut rates.bf16_flops_per_second,
+        &mut rates.f16_flops_per_second,
+        &mut rates.simple_per_second,
+        &mut rates.special_per_second,
+        &mut rates.random_per_second,
+        &mut rates.hidden,
+    ] {
+        let mut bytes = rate.to_ne_bytes();
+        world.broadcast_patiently(0, &mut bytes)?;
+        *rate = f64::from_ne_bytes(bytes);
+    }
+    Ok(*SHARED.get_or_init(|| rates))
+}
+
+/// Makes sure that all ranks compiled the same step, if it has collectives: the same graph, and the same collectives
+/// in the same order. A step that was agreed on is not asked about again.
+pub(crate) fn agree(graph: &Graph, options: &str, contract: &Contract) -> Result<(), ExecuteError> {
+    static AGREED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+    let collectives: Vec<&ExternCall> = contract
+        .externs
+        .iter()
+        .filter(|call| call.collective.is_some())
+        .collect();
+    if collectives.is_empty() {
+        return Ok(());
+    }
+    let world =
+        current().ok_or_else(|| ExecuteError::Ranks(kiln_distributed::Error::Broken("no world".into())))?;
+    // Which outputs take over memory depends on what a program holds, and may differ.
+    let mut plain = graph.clone();
+    plain.outputs.iter_mut().for_each(|output| output.alias = None);
+    let line = |call: &&ExternCall| {
+        let types: Vec<String> = call
+            .inputs
+            .iter()
+            .map(|(dtype, dims)| format!("{dtype}{dims:?}"))
+            .collect();
+        format!("{} of {}", call.name, types.join(", "))
+    };
+    let order = collectives.iter().map(line).collect::<Vec<_>>().join("; ");
+    let nodes = format!(
+        "{} operations, {} outputs",
+        graph.num_nodes(),
+        graph.outputs.len()
+    );
+    let facts = [
+        ("Kiln's version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("the size of its step", nodes),
+        ("what its step computes", plain.fingerprint().to_string()),
+        ("the options of its step", options.to_owned()),
+        ("the order of its collectives", order),
+    ];
+    let key = facts
+        .iter()
+        .map(|(_, value)| value.as_str())
+        .collect::<Vec<_>>()
+        .join("\n");
+    let known =
+        |agreed: &Option<HashSet<String>>| agreed.as_ref().is_some_and(|agreed| agreed.contains(&key));
+    if known(&AGREED.lock().unwrap_or_else(PoisonError::into_inner)) {
+        return Ok(());
+    }
+    world.agree(&facts)?;
+    let mut agreed = AGREED.lock().unwrap_or_else(PoisonError::into_inner);
+    agreed.get_or_insert_default().insert(key);
+    Ok(())
+}
+
+/// The sums over ranks of a compiled step, in a line; none if it has none. What is hidden is counted in kernels: those
+/// between the start of the first bucket and the first wait.
+pub(crate) fn buckets_text(contract: &Contract) -> Option<String> {
+    let bytes = |call: &ExternCall| {
+        let (dtype, dims) = &call.inputs[0];
+        dtype
+            .parse::<DType>()
+            .map_or(0, |dtype| dtype.size() * dims.iter().product::<usize>())
+    };
+    let started = contract
+        .externs
+        .iter()
+        .filter(|call| matches!(call.collective, Some(CollectiveCall::Start { .. })));
+    let sizes: Vec<usize> = started.map(bytes).collect();
+    let total = sizes.iter().sum::<usize>();
+    let ranks = contract.externs.iter().find_map(|call| match call.collective {
+        Some(CollectiveCall::Start { ranks, .. }) => Some(ranks),
+        _ => None,
+    })?;
+    let of = |name: &str| {
+        let is = |kernel: &kiln_compiler::KernelReport| kernel.nodes.iter().any(|node| node.op == name);
+        contract.kernels.iter().position(is).unwrap_or(0)
+    };
+    let between = of("collective_wait").saturating_sub(of("all_reduce") + sizes.len());
+    let list: Vec<String> = sizes
+        .iter()
+        .map(|bytes| format!("{}", bytes.div_ceil(1 << 10)))
+        .collect();
+    Some(format!(
+        "\n{} KiB of sums over {ranks} ranks in {} buckets of {} KiB; {between} kernels run between the first start and the first wait",
+        total >> 10,
+        sizes.len(),
+        list.join(", ")
+    ))
+}
+
+/// The collectives that a run of a compiled step has begun.
+#[derive(Default)]
+pub(crate) struct Calls {
+    world: Option<World>,
+    /// Each with the address of its result.
+    begun: RefCell<Vec<(usize, Ticket)>>,
+}
+
+impl Calls {
+    /// For a run of a step of these calls.
+    pub(crate) fn of(contract: &Contract) -> Self {
+        let has = contract.externs.iter().any(|call| call.collective.is_some());
+        Self {
+            world: has.then(current).flatten(),
+            begun: RefCell::default(),
+        }
+    }
+
+    /// Runs a collective, or a part of one.
+    ///
+    /// # Safety
+    ///
+    /// `buffers` are the pointers that the step passes for this call; what [`CollectiveCall`] says of their memory
+    /// holds until [`Calls::finish`].
+    pub(crate) unsafe fn run(
+        &self,
+        part: CollectiveCall,
+        call: &ExternCall,
+        buffers: *mut *mut c_void,
+    ) -> Result<(), String> {
+        let world = self
+            .world
+            .as_ref()
+            .ok_or("the ranks are not connected any more")?;
+        let size = |(dtype, dims): &(String, Vec<usize>)| {
+            let dtype: DType = dtype.parse().map_err(|_| format!("{dtype} is no element type"))?;
+            Ok::<_, String>((dtype, dtype.size() * dims.iter().product::<usize>()))
+        };
+        let ((dtype, bytes), (_, result)) = (size(&call.inputs[0])?, size(&call.outputs[0])?);
+        // SAFETY: one pointer for the operand and one for the result.
+        let (from, to) = unsafe { ((*buffers).cast::<u8>(), (*buffers.add(1)).cast::<u8>()) };
+        let fits = |ranks: usize| match ranks == world.size() {
+            true => Ok(()),
+            false => Err(format!(
+                "the step is one of {ranks} ranks, and there are {}",
+                world.size()
+            )),
+        };
+        let operands = |kind, mean, root, from| Operands {
+            kind,
+            mean,
+            root,
+            dtype,
+            from,
+            bytes,
+            to,
+        };
+        // SAFETY: operand and result are valid for their types, and the caller's promise. Equal pointers are copied
+        // onto themselves.
+        unsafe {
+            match part {
+                CollectiveCall::Run {
+                    kind,
+                    ranks,
+                    mean,
+                    root,
+                } => {
+                    fits(ranks)?;
+                    let kind = CollectiveKind::ALL
+                        .get(kind)
+                        .copied()
+                        .ok_or("an unknown collective")?;
+                    let ticket = world
+                        .start(operands(kind, mean, root, from))
+                        .map_err(|error| error.to_string())?;
+                    ticket.wait().map_err(|error| error.to_string())
+                }
+                CollectiveCall::Start { ranks, mean } => {
+                    fits(ranks)?;
+                    std::ptr::copy(from, to, bytes);
+                    let sum = operands(CollectiveKind::AllReduce, mean, 0, to);
+                    let ticket = world.start(sum).map_err(|error| error.to_string())?;
+                    self.begun.borrow_mut().push((to as usize, ticket));
+                    Ok(())
+                }
+                CollectiveCall::Wait => {
+                    let mut begun = self.begun.borrow_mut();
+                    let position = begun.iter().position(|(at, _)| *at == from as usize);
+                    let (_, ticket) = begun.remove(position.ok_or("nothing was started there")?);
+                    drop(begun);
+                    ticket.wait().map_err(|error| error.to_string())?;
+                    std::ptr::copy(from, to, result);
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    /// Waits for whatever is still under way: the step's memory is in other use from now on.
+    pub(crate) fn finish(&self) {
+        self.begun.borrow_mut().clear();
+    }
+}

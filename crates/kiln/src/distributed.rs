@@ -1,0 +1,90 @@
+//! Training on several ranks: processes that work on one step together, each on its share of the data.
+//!
+//! A program that `mpirun` or `srun` starts several times asks who it is, and gives the answer to its training step:
+//!
+//! ```no_run
+//! # use burn_autodiff::Autodiff;
+//! # use burn_nn::{Linear, LinearConfig};
+//! # use burn_optim::AdamWConfig;
+//! # use burn_tensor::{Distribution, Tensor};
+//! # use kiln::{Kiln, KilnDevice, TrainStep};
+//! # type B = Autodiff<Kiln>;
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let world = kiln::distributed::init()?;
+//! let device = KilnDevice::default();
+//! let model: Linear<B> = LinearConfig::new(8, 1).init(&device);
+//! let loss = |model: &Linear<B>, x: Tensor<B, 2>| model.forward(x).powf_scalar(2.0).mean();
+//! let mut train = TrainStep::new(model, AdamWConfig::new().init(), loss).with_data_parallel(&world).build()?;
+//! for _ in 0..100 {
+//!     // Another batch on each rank.
+//!     let loss = train.step(1e-3, Tensor::random([32, 8], Distribution::Default, &device))?;
+//!     if world.is_first() {
+//!         println!("{}", loss.into_scalar());
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Each rank begins with the parameters of rank 0. Gradients are averaged over all ranks before the optimizer, or its
+//! clipping, sees them, and so is the loss that a step returns: `n` ranks with batches of `b` compute what one rank
+//! computes with a batch of `n * b`, up to rounding, if the loss is a mean over the batch. The sums travel while the
+//! backward pass goes on ([`kiln_compiler::buckets`]). Batch norm looks at each rank's own batch. Random operations
+//! draw other numbers on each rank, and the same ones in each run.
+//!
+//! Every rank must run the same steps in the same order. Where a rank has died, hangs, or runs another step, the
+//! others' step is an error that names it.
+
+use kiln_burn::random::{self, Stream};
+pub use kiln_distributed::{Error, Launcher, Options, World, init, init_with};
+
+/// Gives all ranks the random generator of rank 0, and each rank numbers of its own from it: those of a seed that
+/// follows from rank 0's and the rank. Rank 0 keeps its own. To be called on every rank, after the generator was
+/// seeded or restored; [`crate::TrainStep`] does so once, when it is made.
+///
+/// # Errors
+///
+/// If the ranks are not connected any more.
+pub fn share_random(world: &World) -> Result<(), Error> {
+    if world.size() == 1 {
+        return Ok(());
+    }
+    // A generator that nobody seeded seeds itself when it is first used.
+    let own = random::state().unwrap_or_else(random::take);
+    let mut bytes = [own.seed.to_le_bytes(), own.stream.to_le_bytes()].concat();
+    world.broadcast_patiently(0, &mut bytes)?;
+    let (words, _) = bytes.as_chunks::<8>();
+    let [seed, stream] = [words[0], words[1]].map(u64::from_le_bytes);
+    random::restore(Stream {
+        seed: seed_of(seed, world.rank() as u64),
+        stream,
+    });
+    Ok(())
+}
+
+/// The seed of a rank: rank 0's own, and for others a number that shows no relation to it. (The finalizer of
+/// SplitMix64: G. Steele and others, *Fast splittable pseudorandom number generators*, 2014.)
+fn seed_of(seed: u64, rank: u64) -> u64 {
+    if rank == 0 {
+        return seed;
+    }
+    let mut z = seed.wrapping_add(rank.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::seed_of;
+
+    #[test]
+    fn ranks_have_seeds_of_their_own() {
+        assert_eq!(seed_of(7, 0), 7);
+        let mut seeds: Vec<u64> = (0..100).map(|rank| seed_of(7, rank)).collect();
+        seeds.sort_unstable();
+        seeds.dedup();
+        assert_eq!(seeds.len(), 100);
+        assert_ne!(seed_of(7, 1), seed_of(8, 1));
+    }
+}

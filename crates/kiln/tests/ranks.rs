@@ -1,0 +1,336 @@
+//! Training on several ranks that `mpirun` starts: this program again, with the name of a part in `KILN_PART`.
+//!
+//! Where there is no `mpirun` the tests say so and do nothing.
+
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use burn::module::{Module, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Distribution, Tensor, TensorData};
+use burn_autodiff::Autodiff;
+use burn_nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn_optim::AdamWConfig;
+use burn_optim::grad_clipping::GradientClippingConfig;
+use kiln::distributed::{self, Options, World};
+use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainStep};
+
+type B = Autodiff<Kiln>;
+
+const STEPS: usize = 50;
+/// Examples of a step, on all ranks together.
+const EXAMPLES: usize = 12;
+
+#[derive(Module, Debug)]
+struct Net<B: Backend> {
+    first: Linear<B>,
+    /// Not trained.
+    frozen: Linear<B>,
+    last: Linear<B>,
+    dropout: Dropout,
+}
+
+impl<B: Backend> Net<B> {
+    fn new(dropout: f64, device: &B::Device) -> Self {
+        Self {
+            first: LinearConfig::new(6, 32).init(device),
+            frozen: LinearConfig::new(32, 32).init::<B>(device).no_grad(),
+            last: LinearConfig::new(32, 2).init(device),
+            dropout: DropoutConfig::new(dropout).init(),
+        }
+    }
+
+    fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
+        let x = self.dropout.forward(self.first.forward(x).tanh());
+        self.last.forward(self.frozen.forward(x).tanh())
+    }
+}
+
+/// The examples of a step: inputs, targets.
+fn examples(step: usize) -> (Vec<f32>, Vec<f32>) {
+    let number = |i: usize| ((i * 37 + step * 101) % 199) as f32 / 99.5 - 1.0;
+    let x: Vec<f32> = (0..EXAMPLES * 6).map(number).collect();
+    let y = (0..EXAMPLES * 2)
+        .map(|i| x[i / 2 * 6 + i % 2] * 0.7 + x[i / 2 * 6 + 3].abs())
+        .collect();
+    (x, y)
+}
+
+/// The share of a rank in the examples of a step.
+fn share(step: usize, world: &World, device: &KilnDevice) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    let (x, y) = examples(step);
+    let rows = EXAMPLES / world.size();
+    let from = world.rank() * rows;
+    let tensor = |all: &[f32], columns: usize| {
+        let own = all[from * columns..(from + rows) * columns].to_vec();
+        Tensor::from_data(TensorData::new(own, [rows, columns]), device)
+    };
+    (tensor(&x, 6), tensor(&y, 2))
+}
+
+fn loss(net: &Net<B>, (x, y): (Tensor<B, 2>, Tensor<B, 2>)) -> Tensor<B, 1> {
+    (net.forward(x) - y).powf_scalar(2.0).mean()
+}
+
+/// Trains, and gives the losses; each rank begins with a model of its own.
+fn train(
+    world: &World,
+    backend: CompileBackend,
+    dropout: f64,
+    wait: impl Fn(usize),
+) -> Result<Vec<f32>, String> {
+    let device = KilnDevice::cpu();
+    B::seed(&device, 11 + world.rank() as u64);
+    let net = Net::<B>::new(dropout, &device);
+    let optim = AdamWConfig::new()
+        .with_grad_clipping(Some(GradientClippingConfig::Norm(0.05)))
+        .init();
+    let options = CompileOptions::default().with_backend(backend).with_threads(1);
+    let mut step = TrainStep::new(net, optim, loss)
+        .with_options(options)
+        .with_data_parallel(world)
+        .build()
+        .map_err(|error| error.to_string())?;
+    let mut losses = Vec::new();
+    for number in 0..STEPS {
+        wait(number);
+        let loss = step
+            .step(1e-2, share(number, world, &device))
+            .map_err(|error| error.to_string())?;
+        losses.push(loss.into_data().to_vec::<f32>().expect("one f32")[0]);
+    }
+    if backend == CompileBackend::Cpu {
+        assert!(step.history().replayed > 30, "{:?}", step.history());
+    }
+    // All ranks have the same parameters.
+    let model = step.model().expect("no step failed");
+    let weights = model.first.weight.val().into_data();
+    let all = world.all_gather(&weights.bytes).expect("every rank gives");
+    assert!(
+        all.chunks(weights.bytes.len())
+            .all(|other| *other == weights.bytes[..])
+    );
+    Ok(losses)
+}
+
+fn print(world: &World, losses: &[f32]) {
+    if world.is_first() {
+        let bits: Vec<String> = losses
+            .iter()
+            .map(|loss| format!("{:08x}", loss.to_bits()))
+            .collect();
+        println!("\nlosses {}", bits.join(" "));
+    }
+}
+
+/// What a rank of another test does; nothing where nobody asks for a part.
+#[test]
+fn a_part() {
+    let Ok(part) = std::env::var("KILN_PART") else {
+        return;
+    };
+    let timeout = Duration::from_secs(match part.as_str() {
+        "hang" => 3,
+        _ => 60,
+    });
+    let world = distributed::init_with(Options {
+        timeout,
+        ..Options::default()
+    })
+    .expect("the ranks are connected");
+    let nothing = |_| {};
+    match part.as_str() {
+        "train" => print(
+            &world,
+            &train(&world, CompileBackend::Cpu, 0.0, nothing).expect("it trains"),
+        ),
+        "node by node" => print(
+            &world,
+            &train(&world, CompileBackend::AotEager, 0.0, nothing).expect("it trains"),
+        ),
+        "dropout" => print(
+            &world,
+            &train(&world, CompileBackend::Cpu, 0.5, nothing).expect("it trains"),
+        ),
+        "hang" => {
+            let hang = |step| {
+                if step == 20 && world.rank() == 1 {
+                    std::thread::sleep(Duration::from_secs(8));
+                    std::process::exit(4);
+                }
+            };
+            let error = train(&world, CompileBackend::Cpu, 0.0, hang).expect_err("rank 1 hangs");
+            println!("said: {error}");
+            std::process::exit(3);
+        }
+        "death" => {
+            let die = |step| {
+                if step == 20 && world.rank() == 1 {
+                    std::process::abort();
+                }
+            };
+            let error = train(&world, CompileBackend::Cpu, 0.0, die).expect_err("rank 1 dies");
+            println!("said: {error}");
+            std::process::exit(3);
+        }
+        "other step" => {
+            let device = KilnDevice::cpu();
+            let net = Net::<B>::new(0.0, &device);
+            let factor = if world.rank() == 1 { 3.0 } else { 2.0 };
+            let optim = AdamWConfig::new().init();
+            let other = move |net: &Net<B>, (x, y): (Tensor<B, 2>, Tensor<B, 2>)| -> Tensor<B, 1> {
+                let x = if factor > 2.5 { x.clone() * x } else { x };
+                (net.forward(x) - y).powf_scalar(2.0).mean()
+            };
+            let mut step = TrainStep::new(net, optim, other)
+                .with_data_parallel(&world)
+                .build()
+                .expect("same models");
+            let error = step
+                .step(1e-2, share(0, &world, &device))
+                .expect_err("rank 1 has another step");
+            println!("said: {error}");
+            std::thread::sleep(Duration::from_millis(500));
+            std::process::exit(3);
+        }
+        "other model" => {
+            let device = KilnDevice::cpu();
+            let mut net = Net::<B>::new(0.0, &device);
+            if world.rank() == 1 {
+                let weight = Tensor::random([6, 16], Distribution::Default, &device);
+                net.first.weight = Param::from_tensor(weight);
+            }
+            let built = TrainStep::new(net, AdamWConfig::new().init(), loss)
+                .with_data_parallel(&world)
+                .build();
+            println!("said: {}", built.err().expect("rank 1 has another model"));
+            std::thread::sleep(Duration::from_millis(500));
+            std::process::exit(3);
+        }
+        other => panic!("there is no part {other}"),
+    }
+}
+
+/// The `mpirun` of this machine, if it has one.
+fn launcher() -> Option<Command> {
+    let mut command = Command::new("mpirun");
+    // As root, as on machines of a CI.
+    command
+        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    let version = command.arg("--version").output();
+    let Ok(version) = version else {
+        eprintln!("skipped: there is no mpirun on this machine (Debian: openmpi-bin)");
+        return None;
+    };
+    let mut command = Command::new("mpirun");
+    command
+        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    if !String::from_utf8_lossy(&version.stdout).contains("HYDRA") {
+        command.args(["--oversubscribe", "--bind-to", "none"]);
+    }
+    Some(command)
+}
+
+fn run(ranks: usize, part: &str) -> Option<Output> {
+    let program = std::env::current_exe().expect("the test has a file");
+    let output = launcher()?
+        .args(["-n", &ranks.to_string()])
+        .arg(program)
+        .args(["a_part", "--exact", "--nocapture"])
+        .env("KILN_PART", part)
+        .output();
+    Some(output.expect("mpirun starts"))
+}
+
+fn text(output: &Output) -> String {
+    let [out, err] =
+        [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    format!("{out}{err}")
+}
+
+/// The losses that rank 0 printed.
+fn losses(ranks: usize, part: &str) -> Option<Vec<f32>> {
+    let output = run(ranks, part)?;
+    let text = text(&output);
+    assert!(output.status.success(), "{text}");
+    let line = text.lines().find_map(|line| line.strip_prefix("losses "));
+    let line = line.unwrap_or_else(|| panic!("no losses in\n{text}"));
+    let bits = line
+        .split(' ')
+        .map(|word| u32::from_str_radix(word, 16).expect("bits"));
+    let losses: Vec<f32> = bits.map(f32::from_bits).collect();
+    assert_eq!(losses.len(), STEPS);
+    Some(losses)
+}
+
+fn agree(a: &[f32], b: &[f32]) {
+    for (step, (a, b)) in a.iter().zip(b).enumerate() {
+        assert!(
+            (a - b).abs() <= 1e-4 * a.abs().max(1e-2),
+            "step {step}: {a} and {b}"
+        );
+    }
+}
+
+#[test]
+fn ranks_train_as_one_rank_with_all_examples() {
+    let Some(one) = losses(1, "train") else { return };
+    assert!(one[STEPS - 1] < 0.8 * one[0], "{one:?}");
+    for ranks in [2, 3, 4] {
+        let several = losses(ranks, "train").expect("mpirun was there");
+        agree(&one, &several);
+        if ranks == 3 {
+            assert_eq!(
+                losses(ranks, "train").expect("mpirun was there"),
+                several,
+                "two runs have equal bits"
+            );
+        }
+    }
+    agree(&one, &losses(2, "node by node").expect("mpirun was there"));
+}
+
+#[test]
+fn ranks_draw_their_own_numbers_again() {
+    let Some(first) = losses(2, "dropout") else { return };
+    assert_eq!(losses(2, "dropout").expect("mpirun was there"), first);
+}
+
+#[test]
+fn a_rank_that_hangs_ends_the_step_of_the_others() {
+    let begun = Instant::now();
+    let Some(output) = run(3, "hang") else { return };
+    let text = text(&output);
+    assert!(!output.status.success(), "{text}");
+    assert!(
+        text.contains("waited 3 s for rank 1, which did not take part in collective"),
+        "{text}"
+    );
+    assert!(begun.elapsed() < Duration::from_secs(60));
+}
+
+#[test]
+fn a_rank_that_dies_ends_the_others() {
+    let Some(output) = run(3, "death") else { return };
+    assert!(!output.status.success(), "{}", text(&output));
+}
+
+#[test]
+fn another_step_and_another_model_are_named() {
+    let Some(output) = run(2, "other step") else {
+        return;
+    };
+    let text_of_step = text(&output);
+    assert!(
+        text_of_step.contains("rank 1 differs from rank 0 in the size of its step"),
+        "{text_of_step}"
+    );
+    let output = run(2, "other model").expect("mpirun was there");
+    let text = text(&output);
+    assert!(
+        text.contains("rank 1 differs from rank 0 in the parameters of its model"),
+        "{text}"
+    );
+}
