@@ -37,6 +37,13 @@ fn quickstart() {
 }
 
 #[test]
+fn distributed() {
+    let text = run(env!("CARGO_BIN_EXE_distributed"));
+    losses(&text);
+    assert!(text.starts_with("1 ranks"), "{text}");
+}
+
+#[test]
 fn own_project() {
     let text = run(env!("CARGO_BIN_EXE_own_project"));
     let losses = losses(&text);

@@ -15,7 +15,7 @@ use kiln_hub::data::{
     ImageFolder, ImageSource, Images, Loader, LoaderState, Pipeline, Rng, Shapes, TextBatch, TextBatcher,
     TextExample, TextExamples, TextFields, TokenStream, WindowBatch, WindowBatcher,
 };
-use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, Tokenizer, write_bytes_atomic};
+use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, TokenBatch, Tokenizer, write_bytes_atomic};
 
 use crate::config::{Config, DataConfig, DataSource};
 use crate::error::CliError;
@@ -55,6 +55,36 @@ impl HostBatch {
                 let (pixels, labels) = batch.tensors(device);
                 Batch::Images { pixels, labels }
             }
+        }
+    }
+
+    /// Examples `rank * n / size` to `(rank + 1) * n / size` of its `n`.
+    pub fn share(self, rank: usize, size: usize) -> Self {
+        fn part<T: Copy>(all: &[T], rank: usize, size: usize) -> Vec<T> {
+            all[all.len() * rank / size..all.len() * (rank + 1) / size].to_vec()
+        }
+        match self {
+            Self::Windows(batch) => Self::Windows(WindowBatch {
+                rows: batch.rows / size,
+                cols: batch.cols,
+                inputs: part(&batch.inputs, rank, size),
+                targets: part(&batch.targets, rank, size),
+            }),
+            Self::Texts(batch) => Self::Texts(TextBatch {
+                labels: part(&batch.labels, rank, size),
+                tokens: TokenBatch {
+                    rows: batch.tokens.rows / size,
+                    cols: batch.tokens.cols,
+                    ids: part(&batch.tokens.ids, rank, size),
+                    mask: part(&batch.tokens.mask, rank, size),
+                    type_ids: part(&batch.tokens.type_ids, rank, size),
+                },
+            }),
+            Self::Images(batch) => Self::Images(ImageBatch {
+                pixels: part(&batch.pixels, rank, size),
+                labels: part(&batch.labels, rank, size),
+                ..batch
+            }),
         }
     }
 

@@ -85,6 +85,9 @@ pub enum CliError {
     /// A command that needs something it does not have.
     #[error("{0}")]
     Usage(String),
+    /// The ranks of a run are not connected, or not any more.
+    #[error(transparent)]
+    Ranks(#[from] kiln::distributed::Error),
     /// The step could not be compiled or run.
     #[error(transparent)]
     Step(#[from] kiln::Error),

@@ -74,7 +74,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         let model = architecture.init::<TrainBackend>(&device)?;
         initialise(&model);
         let (model, _) = freeze(model, &frozen);
-        let mut trainer = build_trainer(model, &optimizer, options, None)?;
+        let mut trainer = build_trainer(model, &optimizer, options, None, None)?;
         for _ in 0..CALLS {
             trainer.step(RATE, batches.clone())?;
         }

@@ -206,7 +206,7 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         (times, sum / count.max(1) as f64, forward.report())
     } else {
         let optimizer = OptimizerConfig::default();
-        let mut trainer = build_trainer(model, &optimizer, options, None)?;
+        let mut trainer = build_trainer(model, &optimizer, options, None, None)?;
         let batch = subject.batch::<TrainBackend>(&device);
         let (times, loss) = time(arguments.steps, || {
             let loss = trainer.step(RATE, vec![batch.clone()])?;

@@ -1,5 +1,5 @@
-//! The config of a run: a TOML file with the tables `model`, `data`, `optimizer`, `schedule`, `train` and
-//! `sample`.
+//! The config of a run: a TOML file with the tables `model`, `data`, `optimizer`, `schedule`, `train`,
+//! `distributed` and `sample`.
 //!
 //! Every key has a default except `model.name` and `data.source`. An unknown key is an error that names the
 //! nearest known one, in the file as on the command line (`--set`), so that a misspelled key cannot cause a
@@ -40,6 +40,9 @@ pub struct Config {
     /// The loop.
     #[serde(default)]
     pub train: TrainConfig,
+    /// Several ranks.
+    #[serde(default)]
+    pub distributed: DistributedConfig,
     /// The text printed at the end, for language models.
     #[serde(default)]
     pub sample: SampleConfig,
@@ -186,6 +189,22 @@ impl Default for TrainConfig {
             checkpoint_every: 0,
             checkpoint_minutes: 10.0,
             keep: 2,
+        }
+    }
+}
+
+/// Several ranks: processes that `mpirun` or `srun` starts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DistributedConfig {
+    /// How long a rank waits for another one.
+    pub timeout_seconds: f64,
+}
+
+impl Default for DistributedConfig {
+    fn default() -> Self {
+        Self {
+            timeout_seconds: 60.0,
         }
     }
 }

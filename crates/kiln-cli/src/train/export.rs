@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::error::CliError;
 
 use super::progress::Progress;
+use super::ranks::Ranks;
 use super::{Run, locate};
 
 /// Steps until a training step is known and replayed.
@@ -29,7 +30,8 @@ pub fn command(arguments: &ExportArguments) -> Result<(), CliError> {
     config.train.device = "cpu".to_owned();
     config.train.backend = "cpu".to_owned();
     let scratch = tempfile::tempdir().map_err(CliError::io("create", &std::env::temp_dir()))?;
-    let mut run = Run::open(config, scratch.path().to_path_buf(), Some(&from))?;
+    let ranks = Ranks::connect(&config)?;
+    let mut run = Run::open(config, scratch.path().to_path_buf(), Some(&from), ranks)?;
     let last = run.step + UNTIL_KNOWN;
     let mut progress = Progress::new(last, run.step, run.data.unit, 1);
     while run.step < last {

@@ -57,7 +57,8 @@ impl Entry {
 /// A log that is being written.
 pub struct Log {
     path: PathBuf,
-    file: File,
+    /// None on ranks that write no log.
+    file: Option<File>,
     entries: Vec<Entry>,
 }
 
@@ -80,7 +81,20 @@ impl Log {
             .append(true)
             .open(&path)
             .map_err(CliError::io("open", &path))?;
-        Ok(Self { path, file, entries })
+        Ok(Self {
+            path,
+            file: Some(file),
+            entries,
+        })
+    }
+
+    /// A log that is kept in memory alone.
+    pub fn nowhere() -> Self {
+        Self {
+            path: PathBuf::new(),
+            file: None,
+            entries: Vec::new(),
+        }
     }
 
     /// Adds a line.
@@ -89,9 +103,10 @@ impl Log {
     ///
     /// [`CliError::Io`].
     pub fn add(&mut self, entry: Entry) -> Result<(), CliError> {
-        self.file
-            .write_all(line(&entry).as_bytes())
-            .map_err(CliError::io("write", &self.path))?;
+        if let Some(file) = &mut self.file {
+            file.write_all(line(&entry).as_bytes())
+                .map_err(CliError::io("write", &self.path))?;
+        }
         self.entries.push(entry);
         Ok(())
     }

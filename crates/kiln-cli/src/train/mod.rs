@@ -17,6 +17,7 @@ pub mod export;
 mod log;
 mod profile;
 mod progress;
+mod ranks;
 mod trainer;
 
 use std::path::{Path, PathBuf};
@@ -44,6 +45,7 @@ use log::{Entry, Log};
 use profile::StepProfile;
 pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
+use ranks::Ranks;
 use trainer::SavedState;
 pub use trainer::{TrainBackend, Trainer, build as build_trainer};
 
@@ -81,12 +83,18 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     if let Some(dtype) = arguments.autocast {
         config.train.autocast = autocast_name(dtype).to_owned();
     }
+    let ranks = Ranks::connect(&config)?;
     let folder = match folder {
         Some(folder) => folder,
-        None => new_folder(arguments.out.as_deref(), &config.name)?,
+        None if ranks.is_first() => new_folder(arguments.out.as_deref(), &config.name)?,
+        // Rank 0 tells it.
+        None => PathBuf::new(),
     };
-    let profile = arguments.profile.map(StepProfile::start);
-    let mut run = Run::open(config, folder, from.as_deref())?;
+    let profile = arguments
+        .profile
+        .filter(|_| ranks.is_first())
+        .map(StepProfile::start);
+    let mut run = Run::open(config, folder, from.as_deref(), ranks)?;
     run.profile = profile;
     install_interrupt();
     run.go()
@@ -188,6 +196,7 @@ struct Run {
     config: Config,
     folder: PathBuf,
     device: KilnDevice,
+    ranks: Ranks,
     data: Data,
     architecture: Architecture,
     trainer: Box<dyn Trainer>,
@@ -204,8 +213,11 @@ struct Run {
 
 impl Run {
     /// Prepares a run in `folder`, from the checkpoint `from` if there is one.
-    fn open(config: Config, folder: PathBuf, from: Option<&Path>) -> Result<Self, CliError> {
-        let options = compile_options(&config, "train_step")?;
+    fn open(config: Config, folder: PathBuf, from: Option<&Path>, ranks: Ranks) -> Result<Self, CliError> {
+        let folder = ranks.folder(folder)?;
+        let written = config.to_toml()?;
+        let config = ranks.config(config);
+        let options = compile_options(&config, "train_step")?.with_threads(ranks.threads());
         let family = Family::of(&config.model.name)?;
         family.check(config.data.source)?;
         std::fs::create_dir_all(&folder).map_err(CliError::io("create", &folder))?;
@@ -222,8 +234,11 @@ impl Run {
             (None, None) => None,
         };
         let pretrained = pretrained_tokenizer(start_from.as_ref(), family)?;
-        write_bytes_atomic(&folder.join("config.toml"), config.to_toml()?.as_bytes())?;
+        if ranks.is_first() {
+            write_bytes_atomic(&folder.join("config.toml"), written.as_bytes())?;
+        }
         let data = Data::open(&config, &folder.join("data"), pretrained)?;
+        ranks.prepared(&folder)?;
         Kiln::seed(&device, config.seed);
         let architecture = match (&from, &start_from) {
             (Some(_), Some(checkpoint)) => {
@@ -259,20 +274,26 @@ impl Run {
                 })
             })
             .transpose()?;
-        let trainer = build_trainer(model, &config.optimizer, options, saved)?;
+        let trainer = build_trainer(model, &config.optimizer, options, saved, Some(ranks.world()))?;
         let batches = data.train(state.as_ref().map(|state| state.data))?;
         let step = state.as_ref().map_or(0, |state| state.step);
-        let evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?, device);
-        let log = Log::open(&folder, step)?;
+        let evaluating = compile_options(&config, "evaluate")?.with_threads(ranks.threads());
+        let evaluator = Evaluator::new(&config, evaluating, device);
+        let log = match ranks.is_first() {
+            true => Log::open(&folder, step)?,
+            false => Log::nowhere(),
+        };
         // The random generator is restored last, because preparing the model has drawn random numbers.
         if let Some(state) = &state {
             state.restore_random();
         }
+        ranks.share_random()?;
         let last_checkpoint = from.map(Path::to_path_buf);
         Ok(Self {
             config,
             folder,
             device,
+            ranks,
             data,
             architecture,
             trainer,
@@ -289,7 +310,11 @@ impl Run {
     fn go(&mut self) -> Result<ExitCode, CliError> {
         let steps = self.config.train.steps;
         let parameters = kiln_models::params::num_trainable(self.trainer.model()?);
-        eprintln!(
+        let mut progress = match self.ranks.is_first() {
+            true => Progress::new(steps, self.step, self.data.unit, self.config.train.log_every),
+            false => Progress::silent(),
+        };
+        progress.say(&format!(
             "{}: {} with {:.2} million parameters, {} steps of {} {}, in {}",
             self.config.name,
             self.config.model.name,
@@ -302,15 +327,14 @@ impl Run {
                 self.data.unit
             },
             self.folder.display()
-        );
+        ));
         if self.step > 0 {
-            eprintln!("going on after step {}", self.step);
+            progress.say(&format!("going on after step {}", self.step));
         }
-        let mut progress = Progress::new(steps, self.step, self.data.unit, self.config.train.log_every);
         let mut saved_at = Instant::now();
         let mut warned = false;
         while self.step < steps {
-            if STOP.load(Ordering::SeqCst) {
+            if self.ranks.any(STOP.load(Ordering::SeqCst))? {
                 return self.leave(&progress);
             }
             self.train_step(&mut progress)?;
@@ -360,7 +384,7 @@ impl Run {
                 .next()
                 .ok_or_else(|| CliError::Usage("the training data ended".to_owned()))??;
             units += batch.units();
-            inputs.push(batch.tensors(&self.device));
+            inputs.push(self.ranks.share(batch).tensors(&self.device));
         }
         drop(loading);
         let rate = self.config.schedule.rate(step, steps);
@@ -416,6 +440,9 @@ impl Run {
 
     /// Writes a checkpoint of the steps done, unless there is one.
     fn save(&mut self) -> Result<(), CliError> {
+        if !self.ranks.is_first() {
+            return Ok(());
+        }
         let state = State::now(self.step, self.batches.state(), self.trainer.loss_scale());
         let optimizer = self.trainer.optimizer_state(&self.order)?;
         let model = self.trainer.model()?;
@@ -434,6 +461,9 @@ impl Run {
     }
 
     fn draw(&self) -> Result<(), CliError> {
+        if !self.ranks.is_first() {
+            return Ok(());
+        }
         let svg = curves::draw(&self.config.name, self.log.entries())?;
         Ok(write_bytes_atomic(
             &self.folder.join("curves.svg"),
@@ -455,16 +485,19 @@ impl Run {
         self.finish_profile()?;
         self.save()?;
         self.draw()?;
-        eprintln!(
+        progress.say(&format!(
             "stopped after step {}; go on with kiln train --resume {}",
             self.step,
             self.folder.display()
-        );
+        ));
         Ok(ExitCode::from(INTERRUPTED))
     }
 
     /// Prints the last lines of a finished run: where everything is and, for language models, a text.
     fn finish(&self) -> Result<(), CliError> {
+        if !self.ranks.is_first() {
+            return Ok(());
+        }
         let losses = self.log.entries().iter().filter_map(|entry| match entry {
             Entry::Step { loss, .. } => Some(*loss),
             Entry::Evaluation { .. } => None,

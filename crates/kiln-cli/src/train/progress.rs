@@ -8,6 +8,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 /// The display of a run.
 pub struct Progress {
     bar: Option<ProgressBar>,
+    /// Whether nothing is shown.
+    silent: bool,
     unit: &'static str,
     steps: u64,
     every: u64,
@@ -52,6 +54,7 @@ impl Progress {
         });
         Self {
             bar,
+            silent: false,
             unit,
             steps,
             every,
@@ -61,8 +64,25 @@ impl Progress {
         }
     }
 
+    /// A display that shows nothing.
+    pub fn silent() -> Self {
+        Self {
+            bar: None,
+            silent: true,
+            unit: "",
+            steps: 0,
+            every: 1,
+            timed: (0, Duration::ZERO),
+            last: Instant::now(),
+            seen: 0,
+        }
+    }
+
     /// Shows a step.
     pub fn step(&mut self, numbers: &StepNumbers) {
+        if self.silent {
+            return;
+        }
         self.seen += 1;
         let now = Instant::now();
         // The first steps compile; they would spoil the time left.
@@ -108,6 +128,7 @@ impl Progress {
     pub fn say(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| eprintln!("{text}")),
+            None if self.silent => {}
             None => eprintln!("{text}"),
         }
     }

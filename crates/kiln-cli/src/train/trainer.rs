@@ -13,6 +13,7 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::grad_clipping::GradientClipping;
 use burn_optim::{Optimizer, SimpleOptimizer};
 use hashbrown::HashMap;
+use kiln::distributed::World;
 use kiln::{
     CompileOptions, Explain, History, Kiln, KilnDevice, LossScale, RegionReport, TrainError, TrainStep,
 };
@@ -148,7 +149,7 @@ pub struct SavedState<'a> {
     pub loss_scale: Option<LossScale>,
 }
 
-/// Makes the training step of a config.
+/// Makes the training step of a config, which the ranks of `world` run together, if there is one.
 ///
 /// # Errors
 ///
@@ -158,14 +159,26 @@ pub fn build(
     config: &OptimizerConfig,
     options: CompileOptions,
     state: Option<SavedState<'_>>,
+    world: Option<&World>,
 ) -> Result<Box<dyn Trainer>, CliError> {
     let clipping = config.clipping();
     match config.name {
-        OptimizerName::AdamW => build_with(model, config.adamw().build(), clipping, options, state),
-        OptimizerName::Adam => build_with(model, config.adam().build(), clipping, options, state),
-        OptimizerName::Sgd => build_with(model, config.sgd().build::<Kiln>(), clipping, options, state),
-        OptimizerName::RmsProp => build_with(model, config.rms_prop().build(), clipping, options, state),
-        OptimizerName::AdaGrad => build_with(model, config.ada_grad().build(), clipping, options, state),
+        OptimizerName::AdamW => build_with(model, config.adamw().build(), clipping, options, state, world),
+        OptimizerName::Adam => build_with(model, config.adam().build(), clipping, options, state, world),
+        OptimizerName::Sgd => build_with(
+            model,
+            config.sgd().build::<Kiln>(),
+            clipping,
+            options,
+            state,
+            world,
+        ),
+        OptimizerName::RmsProp => {
+            build_with(model, config.rms_prop().build(), clipping, options, state, world)
+        }
+        OptimizerName::AdaGrad => {
+            build_with(model, config.ada_grad().build(), clipping, options, state, world)
+        }
     }
 }
 
@@ -175,6 +188,7 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
     clipping: Option<GradientClipping>,
     options: CompileOptions,
     state: Option<SavedState<'_>>,
+    world: Option<&World>,
 ) -> Result<Box<dyn Trainer>, CliError> {
     let mut adaptor: OptimizerAdaptor<O, Model<TrainBackend>, TrainBackend> =
         OptimizerAdaptor::from(optimizer);
@@ -207,6 +221,9 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
     let mut step = TrainStep::new(model, adaptor, mean_loss as Loss).with_options(options);
     if let Some(scale) = scale {
         step = step.with_loss_scale(scale);
+    }
+    if let Some(world) = world {
+        step = step.with_data_parallel(world);
     }
     let step = step.build::<Input, Output>()?;
     Ok(Box::new(Compiled { step }))

@@ -1,0 +1,146 @@
+//! A run on several ranks: `mpirun -n 4 kiln train --config ..`.
+//!
+//! `train.batch_size` counts the examples of all ranks together. Every rank reads the same batches, in the order of a
+//! run on one rank, and takes its share of each; so the place in the data is the same on all ranks, and a checkpoint
+//! goes on with any number of them. Rank 0 prepares the folder of the run, logs and saves; the others wait for the
+//! folder, and evaluate along with it so that nobody waits.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kiln::distributed::{self, Options, World};
+use kiln_graph::DType;
+
+use crate::config::Config;
+use crate::data::HostBatch;
+use crate::error::CliError;
+
+/// The ranks of a run; one, most often.
+#[derive(Debug)]
+pub struct Ranks {
+    world: World,
+}
+
+impl Ranks {
+    /// Connects the ranks that the process was started as one of.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Ranks`] if they cannot be connected; [`CliError::Config`] if a batch does not divide among them.
+    pub fn connect(config: &Config) -> Result<Self, CliError> {
+        let timeout = Duration::try_from_secs_f64(config.distributed.timeout_seconds);
+        let timeout = timeout.map_err(|error| CliError::config("distributed.timeout_seconds", error))?;
+        let world = distributed::init_with(Options {
+            timeout,
+            ..Options::default()
+        })?;
+        let (size, batch) = (world.size(), config.train.batch_size);
+        if !batch.is_multiple_of(size) {
+            return Err(CliError::config(
+                "train.batch_size",
+                format!(
+                    "{batch} examples do not divide among {size} ranks; it counts those of all ranks together"
+                ),
+            ));
+        }
+        Ok(Self { world })
+    }
+
+    /// All ranks.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Whether this is the rank that logs and saves.
+    pub fn is_first(&self) -> bool {
+        self.world.is_first()
+    }
+
+    /// `config` for this rank: where it names GPUs without a number, each rank of a machine takes its own.
+    pub fn config(&self, mut config: Config) -> Config {
+        if self.world.size() > 1 && config.train.device == "cuda" {
+            config.train.device = format!("cuda:{}", self.world.local_rank());
+        }
+        config
+    }
+
+    /// Threads of this rank's step: its share of the cores it may use; 0, for all, where it is alone.
+    pub fn threads(&self) -> usize {
+        if self.world.size() == 1 {
+            return 0;
+        }
+        let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+        // A launcher that gave each rank cores of its own has divided them already.
+        let all = std::fs::read_to_string("/proc/cpuinfo")
+            .map_or(allowed, |text| text.matches("processor\t").count());
+        match allowed < all {
+            true => allowed,
+            false => (allowed / self.world.local_size()).max(1),
+        }
+    }
+
+    /// The folder of the run, on every rank but the first: waits until that has prepared it. `own` is rank 0's.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Ranks`] if rank 0 ended.
+    pub fn folder(&self, own: PathBuf) -> Result<PathBuf, CliError> {
+        match self.is_first() {
+            true => Ok(own),
+            false => self.exchange(own),
+        }
+    }
+
+    /// Lets the other ranks go on, when the first one has prepared the folder.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Ranks`] if another rank ended.
+    pub fn prepared(&self, folder: &std::path::Path) -> Result<(), CliError> {
+        match self.is_first() {
+            true => self.exchange(folder.to_path_buf()).map(drop),
+            false => Ok(()),
+        }
+    }
+
+    /// The path that rank 0 has.
+    fn exchange(&self, own: PathBuf) -> Result<PathBuf, CliError> {
+        let mut bytes = own.to_string_lossy().into_owned().into_bytes();
+        let mut length = (bytes.len() as u64).to_le_bytes();
+        self.world.broadcast_patiently(0, &mut length)?;
+        bytes.resize(u64::from_le_bytes(length) as usize, 0);
+        self.world.broadcast(0, &mut bytes)?;
+        Ok(PathBuf::from(String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    /// Each rank's own random numbers, from rank 0's generator.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Ranks`] if another rank ended.
+    pub fn share_random(&self) -> Result<(), CliError> {
+        Ok(distributed::share_random(&self.world)?)
+    }
+
+    /// Whether any rank says so.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Ranks`] if another rank ended.
+    pub fn any(&self, own: bool) -> Result<bool, CliError> {
+        if self.world.size() == 1 {
+            return Ok(own);
+        }
+        let mut count = u32::from(own).to_ne_bytes();
+        self.world.all_reduce(DType::U32, false, &mut count)?;
+        Ok(u32::from_ne_bytes(count) > 0)
+    }
+
+    /// This rank's share of a batch.
+    pub fn share(&self, batch: HostBatch) -> HostBatch {
+        match self.world.size() {
+            1 => batch,
+            size => batch.share(self.world.rank(), size),
+        }
+    }
+}
