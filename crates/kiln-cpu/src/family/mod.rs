@@ -16,7 +16,7 @@
 //!                C compiler, once for all that is not known
 //! ```
 //!
-//! - [`scan`], [`unit`]: functions apart from their numbers. [`template`]: which numbers vary. [`write`]: the C of it.
+//! - [`mod@scan`], [`mod@unit`]: functions apart from their numbers. [`mod@template`]: which numbers vary. [`mod@write`]: the C of it.
 //! - Order of kernels, partition, plan of memory and choices of templates are those of each shape. They
 //!   are data: a shape that decides otherwise calls other functions, which most often are there.
 //! - Graphs of the samples are guesses, and only show which numbers vary. Nothing of theirs is ever run.
