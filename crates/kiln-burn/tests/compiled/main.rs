@@ -24,14 +24,18 @@ use std::sync::Arc;
 
 use kiln_burn::CompileOptions;
 use kiln_burn::execute::cpu::Cpu;
-use kiln_burn::execute::{Effort, Executable};
+use kiln_burn::execute::{Executable, Setting};
 use kiln_graph::Graph;
 
 /// The executor under test.
 fn executors(graph: &Arc<Graph>) -> Vec<(&'static str, Box<dyn Executable>)> {
-    let compiled = Cpu::new(graph.clone(), &CompileOptions::default(), Effort::Full, None);
+    let compiled = Cpu::new(graph.clone(), &CompileOptions::default(), Setting::default());
     vec![(
         "cpu",
-        Box::new(compiled.unwrap_or_else(|error| panic!("{error}\n{graph}"))),
+        Box::new(
+            compiled
+                .unwrap_or_else(|error| panic!("{error}\n{graph}"))
+                .expect("nothing has to be known"),
+        ),
     )]
 }
