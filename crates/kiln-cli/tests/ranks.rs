@@ -21,7 +21,7 @@ impl Place {
              [model]\nname = \"llama-tiny\"\nhidden_size = 32\nlayers = 1\nheads = 2\nintermediate_size = 48\n\
              [data]\nsource = \"text\"\npaths = [\"corpus.txt\"]\ntokenizer = \"bytes\"\nlength = 16\n\
              [optimizer]\nclip_norm = 1.0\n\
-             [schedule]\nrate = 3e-3\nwarmup = 5\n\
+             [schedule]\nkind = \"constant\"\nrate = 3e-3\nwarmup = 5\n\
              [train]\nsteps = 24\nbatch_size = 12\nevaluation_batches = 2\nevaluate_every = 7\ncheckpoint_every = 4\n\
              [distributed]\ntimeout_seconds = 30\n\
              [sample]\ntokens = 0\n";
