@@ -2,8 +2,8 @@
 //!
 //! The mean is an operation like one of the program's own ([`crate::custom`]): it is recorded, replayed, and runs on
 //! every backend by its function, which waits for the other ranks. For the CPU target it becomes a collective of the
-//! graph ([`as_collectives`]), which the compiler puts into buckets; the step then starts it and waits for it
-//! through [`Calls`].
+//! graph (`as_collectives`), which the compiler puts into buckets; the step then starts it and waits for it
+//! through `Calls`.
 //!
 //! The ranks are those that `kiln_distributed::current` gives: a process has one world.
 
