@@ -393,7 +393,7 @@ impl World {
     /// # Errors
     /// As [`World::all_reduce`].
     pub fn broadcast(&self, root: usize, bytes: &mut [u8]) -> Result<(), Error> {
-        self.from_root(root, bytes, self.inner.timeout)
+        self.share(root, bytes, self.inner.timeout)
     }
 
     /// [`World::broadcast`], waiting as long as [`World::agree`] does.
@@ -401,10 +401,10 @@ impl World {
     /// # Errors
     /// As [`World::all_reduce`].
     pub fn broadcast_patiently(&self, root: usize, bytes: &mut [u8]) -> Result<(), Error> {
-        self.from_root(root, bytes, self.inner.timeout.max(PATIENCE))
+        self.share(root, bytes, self.inner.timeout.max(PATIENCE))
     }
 
-    fn from_root(&self, root: usize, bytes: &mut [u8], timeout: Duration) -> Result<(), Error> {
+    fn share(&self, root: usize, bytes: &mut [u8], timeout: Duration) -> Result<(), Error> {
         let operands = Operands {
             kind: CollectiveKind::FromRoot,
             mean: false,
