@@ -142,7 +142,7 @@ fn custom_op() {
     let losses = losses(&text);
     assert!(losses.last() < losses.first(), "{text}");
     assert!(
-        text.contains("0 graph breaks") && text.contains("custom isotonic"),
+        text.contains("0 graph breaks") && !text.contains("outside the compiled code"),
         "{text}"
     );
     // Quantiles do not cross.

@@ -25,8 +25,9 @@ pub type HostFunction = dyn Fn(&[TensorData]) -> Vec<TensorData> + Send + Sync;
 
 #[derive(Default)]
 struct Known {
-    ids: FxHashMap<(String, TypeId), String>,
+    ids: FxHashMap<(String, TypeId, Option<&'static str>), String>,
     functions: FxHashMap<String, Arc<HostFunction>>,
+    c_sources: FxHashMap<String, &'static str>,
     /// Names of the operations whose warning about copies was given.
     said: FxHashSet<String>,
 }
@@ -38,10 +39,16 @@ fn known() -> MutexGuard<'static, Known> {
 }
 
 /// The id of the operation that the program calls `name` and whose function has the type `of`; `make` gives
-/// the function if it is new. Equal types are equal functions, and functions of one name have an id each.
-pub fn register(name: &str, of: TypeId, make: impl FnOnce() -> Arc<HostFunction>) -> String {
+/// the function if it is new. Equal types are equal functions, and functions of one name have an id each; so have
+/// those of one function and different sources in C.
+pub fn register(
+    name: &str,
+    of: TypeId,
+    c_source: Option<&'static str>,
+    make: impl FnOnce() -> Arc<HostFunction>,
+) -> String {
     let mut known = known();
-    let key = (name.to_owned(), of);
+    let key = (name.to_owned(), of, c_source);
     if let Some(id) = known.ids.get(&key) {
         return id.clone();
     }
@@ -53,6 +60,9 @@ pub fn register(name: &str, of: TypeId, make: impl FnOnce() -> Arc<HostFunction>
         .find(is_free)
         .unwrap_or(plain);
     known.functions.insert(id.clone(), make());
+    if let Some(source) = c_source {
+        known.c_sources.insert(id.clone(), source);
+    }
     known.ids.insert(key, id.clone());
     id
 }
@@ -76,6 +86,11 @@ pub(crate) fn say_that_copies(names: impl Iterator<Item = String>) {
             );
         }
     }
+}
+
+/// The C source of the operation of this id, if the program gave one.
+pub(crate) fn c_source(id: &str) -> Option<&'static str> {
+    known().c_sources.get(id).copied()
 }
 
 /// Runs an operation of the program's own.

@@ -150,7 +150,7 @@ pub fn compile<T: Target>(
         debug::write(folder, &dumps, &graph, &schedule, &plan);
     }
     Ok(CompiledStep {
-        externs: contract::externs(&graph, &schedule),
+        externs: contract::externs(&graph, &schedule, target.compiles_c()),
         graph,
         autocast,
         partition,

@@ -106,8 +106,9 @@ impl CollectiveCall {
     }
 }
 
-/// The operations of `schedule` that run outside, in the order in which the step calls them.
-pub fn externs(graph: &Graph, schedule: &Schedule) -> Vec<ExternCall> {
+/// The operations of `schedule` that run outside, in the order in which the step calls them. A target that
+/// `compiles_c` has those that come with C inside.
+pub fn externs(graph: &Graph, schedule: &Schedule, compiles_c: bool) -> Vec<ExternCall> {
     let types = |values: &[Value]| -> Vec<(String, Vec<usize>)> {
         let types = values
             .iter()
@@ -121,6 +122,7 @@ pub fn externs(graph: &Graph, schedule: &Schedule) -> Vec<ExternCall> {
         let data = graph.node(*node);
         let collective = CollectiveCall::of(&data.op);
         let (name, attributes) = match &data.op {
+            Op::Extern(op) if compiles_c && !op.c_source.is_empty() => return None,
             Op::Extern(op) => (op.name.clone(), op.attributes.clone()),
             op if collective.is_some() => (op.name().to_owned(), String::new()),
             _ => return None,

@@ -43,6 +43,11 @@ pub trait Target {
     fn kernel(&self, graph: &Graph, kernel: &Kernel, layouts: &Layouts)
     -> Result<Self::Kernel, CompileError>;
 
+    /// Whether operations of the program's own that come with C are compiled into the step.
+    fn compiles_c(&self) -> bool {
+        false
+    }
+
     /// Bytes of working memory that a kernel needs while it runs.
     fn scratch(&self, kernel: &Self::Kernel) -> usize;
 

@@ -85,6 +85,10 @@ impl Target for CpuTarget {
         &POLICY
     }
 
+    fn compiles_c(&self) -> bool {
+        true
+    }
+
     fn kernel(&self, graph: &Graph, kernel: &Kernel, layouts: &Layouts) -> Result<CpuKernel, CompileError> {
         self.decide(graph, kernel, layouts, false)
     }

@@ -434,6 +434,7 @@ fn what_cannot_be_batched_says_so() {
     let op = ExternOp {
         name: "my_filter".into(),
         attributes: String::new(),
+        c_source: String::new(),
         outputs: [TensorType::new(DType::F32, [2])].into_iter().collect(),
     };
     let y = graph.add(Op::Extern(Box::new(op)), &[x], &p).expect("well typed");

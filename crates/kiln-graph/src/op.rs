@@ -630,6 +630,9 @@ pub struct ExternOp {
     pub name: String,
     /// What the front end needs to run it, as text.
     pub attributes: String,
+    /// The operation in C, for targets that compile C; empty if the front end alone can run it. Both compute the
+    /// same.
+    pub c_source: String,
     /// Types of the results.
     pub outputs: SmallVec<[TensorType; 1]>,
 }

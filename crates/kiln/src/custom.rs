@@ -132,7 +132,8 @@ tuple!(T0 0, T1 1, T2 2, T3 3, T4 4, T5 5, T6 6, T7 7);
 ///
 /// Each call copies the elements in and out, on CPU backends within main memory; on a GPU it waits for the
 /// inputs and copies between the GPU and the host, and one warning says so. Use it for computations that
-/// tensor operations cannot express.
+/// tensor operations cannot express. [`custom_op_with_c`] takes the operation in C as well, which has no such
+/// cost on the CPU.
 ///
 /// ```
 /// use burn_autodiff::Autodiff;
@@ -201,6 +202,118 @@ where
     F: HostFunction,
     G: HostGradient,
 {
+    operation(name, inputs, shape, forward, gradient, None)
+}
+
+/// An operation in C, for [`custom_op_with_c`].
+#[derive(Clone, Copy, Debug)]
+pub struct CSource {
+    /// The function.
+    pub forward: &'static str,
+    /// Its gradient; none if the host function runs for it, also on the CPU.
+    pub gradient: Option<&'static str>,
+}
+
+/// [`custom_op`] with the operation in C as well, which is compiled into steps for the backend `cpu`: nothing is
+/// copied, no code outside the step runs, and an exported step takes it along. The host function is the
+/// reference: it runs on all other backends, and outside of steps.
+///
+/// A source is a file of its own that defines
+///
+/// ```c
+/// void operation(const kiln_tensor *inputs, const kiln_tensor *outputs);
+/// ```
+///
+/// with what is declared before it:
+///
+/// ```c
+/// #include <stddef.h>
+/// #include <stdint.h>
+/// typedef struct kiln_tensor {
+///     void *data;            // row-major, of the C type of the elements; 16-bit floats are uint16_t, bools uint8_t
+///     int64_t elements;
+///     int64_t rank;
+///     const int64_t *shape;
+/// } kiln_tensor;
+/// ```
+///
+/// The forward pass has the inputs in order and one output. The gradient has the inputs, the result and the
+/// gradient of the result as inputs, and one output for each float input, in order. `operation` is a macro, and
+/// no other name of the file is seen elsewhere. The source is part of the step's identity and of the key in the
+/// disk cache. One that the C compiler refuses is an error of the step with the compiler's words.
+///
+/// ```
+/// use burn_tensor::{Tensor, TensorData};
+/// use kiln::{CSource, CompileOptions, Kiln, KilnDevice, NoGradient};
+///
+/// fn cubes(inputs: &[TensorData]) -> TensorData {
+///     let x = inputs[0].as_slice::<f32>().expect("f32");
+///     TensorData::new(x.iter().map(|x| x * x * x).collect::<Vec<f32>>(), inputs[0].shape.clone())
+/// }
+///
+/// const CUBES: CSource = CSource {
+///     forward: "void operation(const kiln_tensor *in, const kiln_tensor *out) {
+///                   const float *x = in[0].data;
+///                   float *y = out[0].data;
+///                   for (int64_t i = 0; i < in[0].elements; i++) y[i] = x[i] * x[i] * x[i];
+///               }",
+///     gradient: None,
+/// };
+///
+/// let x = Tensor::<Kiln, 1>::from_floats([1.0, 2.0], &KilnDevice::cpu());
+/// let mut step = kiln::compile(CompileOptions::default().check_against("interpret", 1e-6)?);
+/// // SAFETY: it reads the elements of the input and writes those of the output, which has its shape.
+/// let y = step.run(|| unsafe { kiln::custom_op_with_c("cubes", x, [2], cubes, NoGradient, CUBES) })?;
+/// assert_eq!(y.into_data().to_vec::<f32>().unwrap(), [1.0, 8.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Safety
+///
+/// The source runs inside the program. For every shape and type that the operation is called with, each function
+///
+/// - computes what its host function computes, up to rounding, and ends;
+/// - reads the elements of its inputs and writes the elements of its outputs, all of them, and no other memory
+///   that it has not allocated and freed itself. Inputs are not written, and no pointer is kept;
+/// - has no undefined behaviour in GNU C11, and none that depends on `errno` or floating-point traps;
+/// - keeps nothing from call to call, may be called from several threads at once, calls neither `exit` nor
+///   `longjmp`, and raises no exception.
+///
+/// # Panics
+///
+/// As [`custom_op`].
+pub unsafe fn custom_op_with_c<B, const D: usize, I, F, G>(
+    name: &str,
+    inputs: I,
+    shape: [usize; D],
+    forward: F,
+    gradient: G,
+    source: CSource,
+) -> Tensor<B, D>
+where
+    B: KilnBackend,
+    I: HostInputs<B>,
+    F: HostFunction,
+    G: HostGradient,
+{
+    operation(name, inputs, shape, forward, gradient, Some(source))
+}
+
+/// The operation, with or without C.
+fn operation<B, const D: usize, I, F, G>(
+    name: &str,
+    inputs: I,
+    shape: [usize; D],
+    forward: F,
+    gradient: G,
+    source: Option<CSource>,
+) -> Tensor<B, D>
+where
+    B: KilnBackend,
+    I: HostInputs<B>,
+    F: HostFunction,
+    G: HostGradient,
+{
     const {
         assert!(
             size_of::<F>() == 0,
@@ -213,7 +326,7 @@ where
     }
     let operands = Operands::of(name, inputs);
     let dtype = operands.float_type();
-    let id = custom::register(name, TypeId::of::<F>(), || {
+    let id = custom::register(name, TypeId::of::<F>(), source.map(|it| it.forward), || {
         Arc::new(move |data| vec![forward(data)])
     });
     let tensors: Vec<KilnTensor> = operands.0.iter().map(Operand::tensor).collect();
@@ -224,7 +337,7 @@ where
         .iter()
         .any(|operand| matches!(operand, Operand::Float(it) if it.is_tracked()));
     let result = match tracked && G::EXISTS {
-        true => differentiable(name, operands, value, gradient),
+        true => differentiable(name, operands, value, gradient, source.and_then(|it| it.gradient)),
         false => untracked(value),
     };
     // A tensor of `B` has the kind of primitive that the result needs: `Kiln` has the tensor itself,
@@ -351,12 +464,15 @@ fn differentiable<G: HostGradient>(
     operands: Operands,
     value: KilnTensor,
     gradient: G,
+    c_source: Option<&'static str>,
 ) -> TrackedTensor {
     let run = move |data: &[TensorData]| match data {
         [inputs @ .., result, upstream] => gradient.gradients(inputs, result, upstream),
         _ => Vec::new(),
     };
-    let id = custom::register(&format!("{name}, gradient"), TypeId::of::<G>(), || Arc::new(run));
+    let id = custom::register(&format!("{name}, gradient"), TypeId::of::<G>(), c_source, || {
+        Arc::new(run)
+    });
     let parents: Vec<(usize, &TrackedTensor)> = operands
         .0
         .iter()

@@ -61,7 +61,7 @@ mod tracked;
 mod train;
 
 pub use compile::{Compiled, compile, disable};
-pub use custom::{HostFunction, HostGradient, HostInputs, NoGradient, custom_op};
+pub use custom::{CSource, HostFunction, HostGradient, HostInputs, NoGradient, custom_op, custom_op_with_c};
 pub use explain::{Explain, memory_curve};
 pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};

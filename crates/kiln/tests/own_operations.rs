@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn_autodiff::Autodiff;
 use burn_tensor::{Int, Tensor, TensorData};
-use kiln::{CompileBackend, CompileOptions, Error, Kiln, KilnDevice, NoGradient};
+use kiln::{CSource, CompileBackend, CompileOptions, Error, Kiln, KilnDevice, NoGradient};
 
 type Tracked = Tensor<Autodiff<Kiln>, 2>;
 
@@ -212,4 +212,152 @@ fn a_panic_of_the_function_is_an_error_of_the_step() {
             .unwrap_err();
         assert!(error.to_string().contains("no such value"), "{error}");
     }
+}
+
+/// [`wave`] and [`wave_gradient`] in C.
+const WAVE: CSource = CSource {
+    forward: "
+#include <math.h>
+void operation(const kiln_tensor *in, const kiln_tensor *out) {
+    const float *a = in[0].data, *b = in[1].data;
+    float *y = out[0].data;
+    for (int64_t i = 0; i < out[0].elements; i++) y[i] = sinf(a[i]) * b[i % in[1].shape[0]];
+}",
+    gradient: Some(
+        "
+#include <math.h>
+static float slope(float a) { return cosf(a); }
+void operation(const kiln_tensor *in, const kiln_tensor *out) {
+    const float *a = in[0].data, *b = in[1].data, *g = in[3].data;
+    float *of_a = out[0].data, *of_b = out[1].data;
+    int64_t columns = in[1].elements;
+    for (int64_t i = 0; i < columns; i++) of_b[i] = 0;
+    for (int64_t i = 0; i < in[0].elements; i++) {
+        of_a[i] = g[i] * slope(a[i]) * b[i % columns];
+        of_b[i % columns] += g[i] * sinf(a[i]);
+    }
+}",
+    ),
+};
+
+type Gradients = (Tensor<Kiln, 1>, Tensor<Kiln, 2>, Tensor<Kiln, 1>);
+
+/// A loss of [`wave`], in C or not, and its gradients.
+fn wave_loss(source: Option<CSource>) -> Gradients {
+    let a = TensorData::new(vec![0.1f32, -0.7, 0.9, 1.3, -0.4, 0.2], [2, 3]);
+    let a = Tracked::from_data(a, &device()).require_grad();
+    let b = Tensor::<Autodiff<Kiln>, 1>::from_floats([0.5, -1.5, 0.8], &device()).require_grad();
+    let x = a.clone() * 2.0;
+    let y = match source {
+        // SAFETY: the source reads elements of its inputs, whose shapes fit, and writes all of its outputs.
+        Some(source) => unsafe {
+            kiln::custom_op_with_c("wave in C", (x, b.clone()), [2, 3], wave, wave_gradient, source)
+        },
+        None => own(x, b.clone()),
+    };
+    let loss = (y * 0.5).powf_scalar(2.0).sum();
+    let found = loss.backward();
+    (loss.inner(), a.grad(&found).unwrap(), b.grad(&found).unwrap())
+}
+
+#[test]
+fn an_operation_in_c_is_inside_the_step() {
+    for backend in [
+        CompileBackend::Cpu,
+        CompileBackend::AotEager,
+        CompileBackend::Interpret,
+    ] {
+        let options = CompileOptions::default()
+            .with_backend(backend)
+            .with_fullgraph(true)
+            .check_against("interpret", 1e-5)
+            .unwrap();
+        let mut region = kiln::compile(options);
+        let expected = wave_loss(None);
+        for _ in 0..2 {
+            let found = region.run(|| wave_loss(Some(WAVE))).unwrap();
+            let close = |found: TensorData, expected: TensorData| {
+                let pairs = floats(&found).iter().zip(floats(&expected));
+                assert!(
+                    pairs.clone().all(|(a, b)| (a - b).abs() <= 1e-5),
+                    "{found:?} {expected:?}"
+                );
+            };
+            close(found.0.into_data(), expected.0.clone().into_data());
+            close(found.1.into_data(), expected.1.clone().into_data());
+            close(found.2.into_data(), expected.2.clone().into_data());
+        }
+        let report = region.report();
+        assert_eq!(report.steps.len(), 1, "{backend}");
+        let outside = &report.steps[0].externs;
+        assert_eq!(
+            outside.is_empty(),
+            backend == CompileBackend::Cpu,
+            "{backend}: {outside:?}"
+        );
+    }
+}
+
+#[test]
+fn the_source_is_part_of_the_operation() {
+    fn once(inputs: &[TensorData]) -> TensorData {
+        inputs[0].clone()
+    }
+    // Two sources of one function, the second of which is wrong: they are told apart, and the wrong one is
+    // found by comparing it with the function.
+    let times = |forward: &'static str| {
+        let options = CompileOptions::default()
+            .check_against("interpret", 1e-6)
+            .unwrap();
+        let mut region = kiln::compile(options);
+        let x = Tensor::<Kiln, 1>::from_floats([1.0, 2.0, 3.0], &device());
+        let source = CSource {
+            forward,
+            gradient: None,
+        };
+        // SAFETY: both write three elements.
+        region.run(|| unsafe { kiln::custom_op_with_c("same", x, [3], once, NoGradient, source) })
+    };
+    let right = times(
+        "void operation(const kiln_tensor *in, const kiln_tensor *out) {
+             for (int i = 0; i < 3; i++) ((float *)out->data)[i] = ((float *)in->data)[i];
+         }",
+    );
+    assert_eq!(
+        right.unwrap().into_data().to_vec::<f32>().unwrap(),
+        [1.0, 2.0, 3.0]
+    );
+    let wrong = times(
+        "void operation(const kiln_tensor *in, const kiln_tensor *out) {
+             for (int i = 0; i < 3; i++) ((float *)out->data)[i] = 2 * ((float *)in->data)[i];
+         }",
+    );
+    let error = wrong.unwrap_err().to_string();
+    assert!(
+        error.contains("not what interpret gives") && error.contains("same"),
+        "{error}"
+    );
+}
+
+#[test]
+fn c_that_does_not_compile_is_an_error_with_the_compilers_words() {
+    fn once(inputs: &[TensorData]) -> TensorData {
+        inputs[0].clone()
+    }
+    let mut region = kiln::compile(CompileOptions::default());
+    let x = Tensor::<Kiln, 1>::from_floats([1.0, 2.0], &device());
+    let source = CSource {
+        forward: "void operation(const kiln_tensor *in, const kiln_tensor *out) {\n    no_such_type y;\n}",
+        gradient: None,
+    };
+    // SAFETY: it does not compile.
+    let error = region
+        .run(|| unsafe { kiln::custom_op_with_c("faulty", x, [2], once, NoGradient, source) })
+        .unwrap_err();
+    assert!(matches!(error, Error::Execute { .. }), "{error}");
+    let text = error.to_string();
+    assert!(
+        text.contains("no_such_type") && text.contains("custom faulty:2"),
+        "{text}"
+    );
 }

@@ -242,6 +242,7 @@ pub(super) fn extern_operation(call: &ExternCall) -> Result<ExternOp, StepError>
     Ok(ExternOp {
         name: call.name.clone(),
         attributes: call.attributes.clone(),
+        c_source: String::new(),
         outputs: outputs.collect::<Result<_, StepError>>()?,
     })
 }

@@ -13,6 +13,7 @@ use kiln_graph::op::ExternOp;
 use serde_json::Value as Json;
 
 use super::lower::{Done, Fault, Lower, tensor_type};
+use crate::custom;
 use crate::eager::{self, OperationError, TensorStore};
 use crate::stream;
 
@@ -35,6 +36,10 @@ pub(super) fn keep(l: &mut Lower, operation: &OperationIr) -> Done {
     let op = Op::Extern(Box::new(ExternOp {
         name: stream::name(operation),
         attributes: json.to_string(),
+        c_source: custom::id(operation)
+            .and_then(custom::c_source)
+            .unwrap_or_default()
+            .to_owned(),
         outputs: types,
     }));
     let results = l.add_many(op, &operands)?;

@@ -126,7 +126,10 @@ impl Step {
     /// The report on the step, which belongs to segment `segment`.
     pub(super) fn report(&self, segment: usize) -> StepReport {
         let externs = self.graph.nodes().filter_map(|(_, node)| match &node.op {
-            kiln_graph::Op::Extern(op) => Some(op.name.clone()),
+            // With C it is inside of the code for the CPU.
+            kiln_graph::Op::Extern(op) if op.c_source.is_empty() || self.backend != CompileBackend::Cpu => {
+                Some(op.name.clone())
+            }
             _ => None,
         });
         let run_time = Duration::from_nanos(self.run_time.load(Ordering::Relaxed));

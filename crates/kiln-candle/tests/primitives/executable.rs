@@ -106,6 +106,7 @@ fn whole() -> CandleExecutable {
     let op = ExternOp {
         name: "swap".into(),
         attributes: "twice=no".into(),
+        c_source: String::new(),
         outputs: [ty(DType::I32, [2]), ty(DType::F32, [])].into_iter().collect(),
     };
     let operation = Provenance::operation("Custom.Swap");

@@ -9,6 +9,7 @@ use kiln_graph::{DType, Graph};
 use rustc_hash::FxHashMap;
 
 use super::nest::Argument;
+use super::own::OwnCall;
 use super::step::{kind_name, template_name};
 use super::tree::FileGroup;
 use super::{Call, KernelCode};
@@ -254,7 +255,8 @@ pub fn calls<K>(step: &Step<'_, K>, codes: &[KernelCode]) -> Emitted<StepCalls> 
                         workspace: scratch,
                     }
                 }
-                Call::Extern { arguments } => StepCall::Extern {
+                // Families leave what comes in C to its function, too: their code is written for all shapes.
+                Call::Own(OwnCall { arguments, .. }) | Call::Extern { arguments } => StepCall::Extern {
                     kernel: number,
                     index: externs.next().unwrap_or(0),
                     places: arguments.iter().map(|&it| collector.place(it, scratch)).collect(),

@@ -14,6 +14,7 @@ mod guards;
 pub mod image;
 pub mod library;
 pub mod nest;
+mod own;
 mod step;
 pub(crate) mod tree;
 
@@ -61,6 +62,8 @@ pub enum Call {
         /// Its parameters.
         arguments: Vec<Argument>,
     },
+    /// An operation of the program's own, in C.
+    Own(own::OwnCall),
     /// An operation that the front end runs.
     Extern {
         /// Operands, then results.
@@ -166,6 +169,14 @@ pub fn generate(
             .unwrap_or(0)
             .max(library::scratch(graph, node));
         return Ok(KernelCode { calls, scratch });
+    }
+    if let Op::Extern(op) = &graph.node(node).op
+        && !op.c_source.is_empty()
+    {
+        return Ok(KernelCode {
+            calls: vec![Call::Own(own::OwnCall::new(graph, node, op))],
+            scratch: 0,
+        });
     }
     let is_outside = |op: &Op| matches!(op, Op::Extern(_) | Op::Collective(_) | Op::CollectiveWait);
     if !is_outside(&graph.node(node).op) {

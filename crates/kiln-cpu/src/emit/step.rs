@@ -1,6 +1,7 @@
 //! The step's entry: calls of its kernels in order. A comment above each says what it computes.
 //! [`super::tree`] has the functions.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use kiln_compiler::plan::{Place, Plan};
@@ -11,7 +12,7 @@ use kiln_graph::{Graph, Node, Op};
 
 use super::nest::{Argument, Launch};
 use super::tree::{FileGroup, Functions};
-use super::{Call, KernelCode, guards::guards};
+use super::{Call, KernelCode, guards::guards, own};
 use crate::build::SourceFile;
 use crate::isa::Isa;
 use crate::policy::{FLAT_GRAIN, SERIAL_POINTS};
@@ -30,6 +31,7 @@ pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Ve
     let mut body = String::new();
     let mut names = Vec::new();
     let mut externs = 0..;
+    let mut own = BTreeMap::new();
     let kernels = schedule.kernels.iter().zip(codes).zip(step.reports);
     for (number, ((kernel, code), report)) in kernels.enumerate() {
         let mut own_name = String::new();
@@ -87,6 +89,12 @@ pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Ve
                     );
                     own_name = name;
                 }
+                Call::Own(call) => {
+                    own_name = call.symbol();
+                    own.entry(own_name.clone()).or_insert_with(|| call.file());
+                    let list: Vec<String> = call.arguments.iter().map(place).collect();
+                    body.push_str(&call.text(number, &list));
+                }
                 Call::Extern { arguments } => {
                     let index = externs.next().unwrap_or(0);
                     let list: Vec<String> = arguments.iter().map(place).collect();
@@ -103,7 +111,14 @@ pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Ve
         names.push(own_name);
     }
     let mut code = functions.files(isa);
-    code.push(step_file(graph, plan, functions.prototypes(), &body));
+    let mut prototypes = functions.prototypes().to_vec();
+    if !own.is_empty() {
+        code.push(SourceFile::new("kiln_operation.h", own::HEADER));
+        prototypes.push("#include \"kiln_operation.h\"".to_owned());
+        prototypes.extend(own.keys().map(|symbol| own::prototype(symbol)));
+        code.extend(own.into_values());
+    }
+    code.push(step_file(graph, plan, &prototypes, &body));
     Emitted { code, names }
 }
 

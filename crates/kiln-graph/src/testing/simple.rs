@@ -496,6 +496,7 @@ impl Builder<'_> {
         let op = ExternOp {
             name: "user op \"x\"".into(),
             attributes: "{a = 1;\n b = %2}".into(),
+            c_source: ["", "/* \"c\" */\nint x;"][self.between(0, 1)].into(),
             outputs,
         };
         self.node(

@@ -129,7 +129,7 @@ fields! {
     ConvDims { key stride, key pad_low, key pad_high, key dilation, key groups, opt result }
     Window { key size, key stride, key pad_low, key pad_high, key dilation, opt ceil_mode }
     AttentionDims { opt causal, opt mask, opt hidden, opt mask_last, opt dropout, opt drop_scores, opt safe }
-    ExternOp { word name, opt attributes, result outputs }
+    ExternOp { word name, opt attributes, opt c_source, result outputs }
 }
 
 /// The kind is the mnemonic.

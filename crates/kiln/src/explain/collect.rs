@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use kiln_burn::record::Bindings;
 use kiln_burn::record::history::EXPECTED;
-use kiln_burn::{CompileEvent, GraphBreak, Mismatch, RegionReport, StepReport};
+use kiln_burn::{CompileBackend, CompileEvent, GraphBreak, Mismatch, RegionReport, StepReport};
 use kiln_compiler::Contract;
 use kiln_compiler::report::{BufferPlace, BufferReport, FusedNode, KernelReport, arena_in_use};
 use kiln_graph::{NodeData, Op, Phase};
@@ -93,6 +93,8 @@ fn step(step: &StepReport) -> Step {
 /// Operations kept whole, each with the line of the program it is for.
 fn externs(step: &StepReport) -> Vec<Counted> {
     let name = |(_, node): (_, &NodeData)| match (&node.op, &node.provenance.location) {
+        // The code for the CPU has what comes with C.
+        (Op::Extern(op), _) if !op.c_source.is_empty() && step.backend == CompileBackend::Cpu => None,
         (Op::Extern(op), Some(line)) => Some(format!("{} at {line}", op.name)),
         (Op::Extern(op), None) => Some(op.name.clone()),
         _ => None,

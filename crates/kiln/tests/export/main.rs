@@ -15,7 +15,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_autodiff::Autodiff;
 use burn_optim::{AdamWConfig, SgdConfig, momentum::MomentumConfig};
-use kiln::{CompileBackend, ExportError, Kiln, KilnDevice, TrainStep};
+use kiln::{CSource, CompileBackend, ExportError, Kiln, KilnDevice, NoGradient, TrainStep};
 use safetensors::SafeTensors;
 
 type B = Autodiff<Kiln>;
@@ -389,4 +389,74 @@ fn a_function_runs_in_c() {
         .export(Tensor::ones([3], &device), folder.path().join("reads"))
         .unwrap_err();
     assert!(error.to_string().contains("graph break"), "{error}");
+}
+
+/// `x / (1 + |x|)`.
+fn soften(inputs: &[TensorData]) -> TensorData {
+    let x = inputs[0].as_slice::<f32>().unwrap();
+    let y: Vec<f32> = x.iter().map(|x| x / (1.0 + x.abs())).collect();
+    TensorData::new(y, inputs[0].shape.clone())
+}
+
+const SOFTEN: CSource = CSource {
+    forward: "#include <math.h>
+void operation(const kiln_tensor *in, const kiln_tensor *out) {
+    const float *x = in->data;
+    float *y = out->data;
+    for (int64_t i = 0; i < in->elements; i++) y[i] = x[i] / (1 + fabsf(x[i]));
+}",
+    gradient: None,
+};
+
+/// An operation of the program's own goes into the exported folder if it comes with C, and only then.
+#[test]
+fn an_operation_in_c_is_exported() {
+    let device = KilnDevice::cpu();
+    <Kiln as Backend>::seed(&device, 4);
+    let model = Net::<Kiln>::new(&device);
+    let forward = |source: Option<CSource>| {
+        let model = model.clone();
+        kiln::compile_fn(
+            move |(words, features, _): (Tensor<Kiln, 2, Int>, Tensor<Kiln, 2>, Tensor<Kiln, 1, Int>)| {
+                let (x, shape) = (features.clone(), features.dims());
+                let soft = match source {
+                    // SAFETY: the source reads one tensor and writes another of its size.
+                    Some(source) => unsafe {
+                        kiln::custom_op_with_c("soften", x, shape, soften, NoGradient, source)
+                    },
+                    None => kiln::custom_op("soften", x, shape, soften, NoGradient),
+                };
+                (model.forward(words, soft).mean() * 2.5, features)
+            },
+        )
+    };
+    let input = |number: usize| {
+        let [words, features, labels] = batch(number);
+        (
+            Tensor::from_data(words, &device),
+            Tensor::from_data(features, &device),
+            Tensor::from_data(labels, &device),
+        )
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let error = forward(None)
+        .export(input(0), folder.path().join("without"))
+        .unwrap_err();
+    assert!(error.to_string().contains("soften"), "{error}");
+
+    let exported = folder.path().join("function");
+    let function = forward(Some(SOFTEN));
+    function.export(input(0), &exported).unwrap();
+    let expected: Vec<u32> = (1..4)
+        .map(|number| function.call(input(number)).unwrap().0.into_scalar().to_bits())
+        .collect();
+    write_batches(&folder.path().join("batches"), 1..4);
+    let found = losses(
+        Command::new(c_program(&exported))
+            .arg(exported.join("state.safetensors"))
+            .arg(folder.path().join("batches"))
+            .args(["3", "0", "2"])
+            .arg(folder.path().join("saved")),
+    );
+    assert_eq!(found.unwrap(), expected);
 }
