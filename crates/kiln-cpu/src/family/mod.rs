@@ -107,6 +107,8 @@ struct State {
     learned: usize,
     known: Vec<Known>,
     by_skeleton: FxHashMap<Skeleton, Vec<usize>>,
+    /// Why each graph is compiled on its own, if sizes cannot be variables.
+    refusal: Option<String>,
     stats: FamilyStats,
 }
 
@@ -171,10 +173,12 @@ impl Family {
     ) -> Result<(CpuExecutable, Outcome), StepError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.stats.graphs += 1;
-        if state.graphs.is_empty() {
-            state.graphs.push(graph.clone());
+        if state.graphs.is_empty() || state.refusal.is_some() {
+            if state.graphs.is_empty() {
+                state.graphs.push(graph.clone());
+            }
             state.stats.builds += 1;
-            return Ok((self.alone(graph, debug)?, Outcome::Alone(None)));
+            return Ok((self.alone(graph, debug)?, Outcome::Alone(state.refusal.clone())));
         }
         if let Some(folder) = debug {
             let compiled = compile(graph, &self.dumping(debug), &self.target)?;
@@ -186,6 +190,13 @@ impl Family {
         let mut build_time = Duration::ZERO;
         let mut outcome = Outcome::Known;
         let missing = state.missing(&units);
+        if let Some(&position) = missing.iter().find(|&&at| has_parts(&units[at])) {
+            let operation = operation(&planned, position);
+            let reason = format!("{operation}: a kernel of several parts cannot take its sizes from a table");
+            state.stats.builds += 1;
+            state.refusal = Some(reason.clone());
+            return Ok((self.alone(graph, None)?, Outcome::Alone(Some(reason))));
+        }
         if !missing.is_empty() {
             let reason = state.reason(&planned, &units, &missing);
             let built = self.learn(&mut state, graph, &units);
@@ -195,6 +206,7 @@ impl Family {
                 Err(CpuError::Compile { file, stderr, .. }) => {
                     tracing::warn!(target: "kiln::family", file, stderr, "functions with variables do not compile");
                     state.stats.builds += 1;
+                    state.refusal = Some(reason.clone());
                     return Ok((self.alone(graph, None)?, Outcome::Alone(Some(reason))));
                 }
                 Err(error) => return Err(error.into()),
@@ -489,20 +501,7 @@ impl State {
     /// What the first of the `missing` functions computes, and how it differs from those that are known.
     fn reason(&self, planned: &Planned, units: &[Arc<Unit>], missing: &[usize]) -> String {
         let first = missing[0];
-        let kernel = planned.code.calls.iter().find_map(|call| match call {
-            StepCall::Task { kernel, function, .. }
-            | StepCall::Each { kernel, function, .. }
-            | StepCall::Kernel { kernel, function, .. }
-                if *function == first =>
-            {
-                Some(*kernel)
-            }
-            _ => None,
-        });
-        let report = kernel.map(|kernel| &planned.kernels[kernel]);
-        let operation = report
-            .and_then(|report| report.nodes.last())
-            .map_or_else(String::new, |node| format!("{node} : {}", node.ty));
+        let operation = operation(planned, first);
         let unit = &units[first];
         let same = self.by_skeleton.get(&unit.skeleton).into_iter().flatten();
         let differing = same
@@ -523,6 +522,30 @@ impl State {
             None => format!("{operation}: its kernel has another form at this size"),
         }
     }
+}
+
+/// What function `position` of a step computes.
+fn operation(planned: &Planned, position: usize) -> String {
+    let kernel = planned.code.calls.iter().find_map(|call| match call {
+        StepCall::Task { kernel, function, .. }
+        | StepCall::Each { kernel, function, .. }
+        | StepCall::Kernel { kernel, function, .. }
+            if *function == position =>
+        {
+            Some(*kernel)
+        }
+        _ => None,
+    });
+    let report = kernel.map(|kernel| &planned.kernels[kernel]);
+    report
+        .and_then(|report| report.nodes.last())
+        .map_or_else(String::new, |node| format!("{node} : {}", node.ty))
+}
+
+/// Whether a function contains a kernel with arguments of its own (a convolution as a product), which no
+/// table reaches.
+fn has_parts(unit: &Unit) -> bool {
+    unit.function.text.matches("_args {").count() > 1
 }
 
 /// Sizes at which a line is sampled: small and large ones, powers of two, odd and even ones.
