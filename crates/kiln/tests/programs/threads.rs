@@ -108,9 +108,15 @@ fn a_model_with_batch_norm_validated_by_another_thread(p: &Program) {
 }
 
 fn a_tensor_from_inside_the_closure_read_elsewhere(p: &Program) {
-    // A logger that is sent activations while the step is recorded, and reads them when it can.
+    // A logger that is sent activations while the step is recorded, and reads them when it can. It keeps them:
+    // a closure whose tensors are gone by the end of the call may be replayed, which sends nothing.
     let (send, receive) = channel::<Inner>();
-    let logger = thread::spawn(move || receive.iter().map(values).collect::<Vec<_>>());
+    let logger = thread::spawn(move || {
+        let read = receive.iter().map(|tensor| (values(tensor.clone()), tensor));
+        let (read, kept): (Vec<_>, Vec<_>) = read.unzip();
+        drop(kept);
+        read
+    });
     let mut step = p.train(p.mlp(), sgd(), move |model: &Mlp<B>, x: T2| {
         let out = model.forward(x);
         send.send(out.clone().inner()).unwrap();

@@ -106,6 +106,29 @@ fn encoders_of_many_sizes_share_their_kernels() {
 }
 
 #[test]
+fn convolutions_of_several_sizes_are_right() {
+    let _turn = turn();
+    let start = initialised(Cnn::<Compiled>::new(0.0, &KilnDevice::cpu()));
+    let copy = || {
+        let fresh = Cnn::new(0.0, &KilnDevice::cpu());
+        copy_weights::<Compiled, Compiled, _, _>(start.clone(), fresh, &KilnDevice::cpu())
+    };
+    let (expected, _) = train!(
+        copy(),
+        SgdConfig::new().init(),
+        options(CompileBackend::AotEager).with_recompile_limit(16)
+    );
+    let cpu = options(CompileBackend::Cpu).with_recompile_limit(16);
+    let (outcome, report) = train!(copy(), SgdConfig::new().init(), cpu);
+    outcome.assert_close(&expected, "images in batches of sizes that vary");
+    let slower = report
+        .compiles
+        .iter()
+        .filter(|event| event.backend != CompileBackend::Cpu);
+    assert_eq!(slower.count(), 0, "{:?}", report.compiles);
+}
+
+#[test]
 fn behind_the_limit_known_sizes_are_compiled_code() {
     let device = KilnDevice::cpu();
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
