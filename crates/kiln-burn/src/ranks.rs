@@ -28,8 +28,11 @@ use crate::execute::{ExecuteError, convert};
 struct Mean;
 
 /// The id of the mean over ranks.
-static MEAN: LazyLock<String> =
-    LazyLock::new(|| custom::register("mean over ranks", TypeId::of::<Mean>(), || Arc::new(mean_of)));
+static MEAN: LazyLock<String> = LazyLock::new(|| {
+    custom::register("mean over ranks", TypeId::of::<Mean>(), None, || {
+        Arc::new(mean_of)
+    })
+});
 
 /// The mean of `tensor` over all ranks, on each of them. Every rank takes the same means in the same order. Alone it
 /// is the tensor itself.
