@@ -166,6 +166,7 @@ fn a_killed_rank_ends_the_run_and_a_resume_goes_on_with_the_same_losses() {
     let Ok(children) = std::fs::read_to_string(children) else {
         eprintln!("skipped: the system does not tell who the ranks are");
         child.kill().unwrap();
+        child.wait().unwrap();
         return;
     };
     let victim = children.split_whitespace().last().unwrap().to_owned();
