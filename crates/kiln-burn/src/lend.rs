@@ -21,6 +21,7 @@ use burn_std::{AllocationController, AllocationProperty, Bytes};
 use bytemuck::NoUninit;
 use kiln_cpu::AlignedBuffer;
 
+use crate::execute::convert;
 use crate::storage::Storage;
 
 /// Bytes that were copied because an argument was not where a kernel can read it, or outlived its loan.
@@ -170,16 +171,12 @@ impl AllocationController for Controller {
         let len = self.0.len();
         let copy = Arc::get_mut(&mut self.0).and_then(|lent| lent.copy.get_mut());
         let bytes = copy.expect("while a loan is open it has a share of the buffer, and nobody writes");
-        let bytes = &mut bytes.as_mut_slice()[..len];
-        // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and the caller promises to write initialised
-        // bytes only.
-        unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
+        // SAFETY: the caller promises to write initialised bytes only.
+        unsafe { convert::as_uninit_mut(&mut bytes.as_mut_slice()[..len]) }
     }
 
     fn memory(&self) -> &[MaybeUninit<u8>] {
-        let bytes = self.0.read();
-        // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and shared bytes are only read.
-        unsafe { &*(std::ptr::from_ref(bytes) as *const [MaybeUninit<u8>]) }
+        convert::as_uninit(self.0.read())
     }
 }
 

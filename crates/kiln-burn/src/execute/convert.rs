@@ -190,17 +190,29 @@ impl AllocationController for Controller {
     }
 
     unsafe fn memory_mut(&mut self) -> &mut [MaybeUninit<u8>] {
-        let bytes = self.0.as_mut_slice();
-        // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and the caller promises to write initialised
-        // bytes only.
-        unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
+        // SAFETY: the caller promises to write initialised bytes only.
+        unsafe { as_uninit_mut(self.0.as_mut_slice()) }
     }
 
     fn memory(&self) -> &[MaybeUninit<u8>] {
-        let bytes = self.0.as_slice();
-        // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and shared bytes are only read.
-        unsafe { &*(std::ptr::from_ref(bytes) as *const [MaybeUninit<u8>]) }
+        as_uninit(self.0.as_slice())
     }
+}
+
+/// Initialised bytes in the type that [`AllocationController::memory`] wants.
+pub(crate) fn as_uninit(bytes: &[u8]) -> &[MaybeUninit<u8>] {
+    // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and shared bytes are only read.
+    unsafe { &*(std::ptr::from_ref(bytes) as *const [MaybeUninit<u8>]) }
+}
+
+/// Initialised bytes in the type that [`AllocationController::memory_mut`] wants.
+///
+/// # Safety
+///
+/// Nothing but initialised bytes may be written through the result.
+pub(crate) unsafe fn as_uninit_mut(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
+    // SAFETY: `MaybeUninit<u8>` has the layout of `u8`; the caller keeps the bytes initialised.
+    unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
 }
 
 #[cfg(test)]
