@@ -75,7 +75,7 @@ pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};
 pub use tracked::TrackedTensor;
 pub use train::{
     Cause, ExportError, History, LossScale, StepOptimizer, StepOutput, TrainError, TrainStep,
-    TrainStepBuilder,
+    TrainStepBuilder, Weights, cast_parameters,
 };
 
 /// The backends a step can be compiled for, in the order in which to try them when a result looks wrong.

@@ -17,7 +17,7 @@ use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use kiln_graph::op::{BinaryOp, CompareOp, Dims, Op, ReduceOp, ScatterMode, UnaryOp};
-use kiln_graph::{Graph, Node, NodeData, Provenance, Rewriter, Scalar, TypeError, Value};
+use kiln_graph::{DType, Graph, Node, NodeData, Provenance, Rewriter, Scalar, TypeError, Value};
 
 /// Simplifies `graph`; values keep their meaning.
 ///
@@ -142,7 +142,7 @@ impl Simplify<'_> {
                     self.rewriter.graph.shape(inputs[0]) == shape && dims.iter().copied().eq(0..shape.rank());
                 Ok(same.then_some(inputs[0]))
             }
-            Op::Cast(dtype) => Ok((self.rewriter.graph.dtype(inputs[0]) == *dtype).then_some(inputs[0])),
+            Op::Cast(dtype) => Ok(self.cast(*dtype, inputs[0])),
             Op::Slice {
                 starts,
                 limits,
@@ -158,6 +158,25 @@ impl Simplify<'_> {
             Op::Reduce { op, axes } => self.reduce(*op, axes, inputs[0], p),
             Op::Scatter { axis, mode } => self.one_hot(*axis, *mode, inputs, p),
             _ => Ok(None),
+        }
+    }
+
+    /// A cast to the type that the value has, or had before it was cast to a float type that holds all of its
+    /// numbers.
+    fn cast(&self, dtype: DType, x: Value) -> Option<Value> {
+        let graph = &self.rewriter.graph;
+        if graph.dtype(x) == dtype {
+            return Some(x);
+        }
+        let node = graph.def(x);
+        let holds_all = match graph.dtype(x) {
+            DType::F32 => matches!(dtype, DType::F16 | DType::BF16),
+            DType::F64 => matches!(dtype, DType::F16 | DType::BF16 | DType::F32),
+            _ => false,
+        };
+        match (&node.op, node.inputs.first()) {
+            (Op::Cast(_), Some(&inner)) if holds_all && graph.dtype(inner) == dtype => Some(inner),
+            _ => None,
         }
     }
 

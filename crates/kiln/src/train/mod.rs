@@ -34,6 +34,7 @@ mod ranks;
 mod recorded;
 mod rehearsal;
 mod variants;
+mod weights;
 mod zeros;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -58,6 +59,7 @@ pub use history::{Cause, History};
 pub use loss_scale::LossScale;
 use places::Cells;
 use variants::Variants;
+pub use weights::{Weights, cast_parameters};
 
 /// The backends a model can be trained on: `Autodiff<Kiln>`, with any checkpointing strategy.
 pub trait TrainBackend: KilnBackend + AutodiffBackend<InnerBackend = Kiln> {}
@@ -148,6 +150,7 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     options: CompileOptions,
     /// Where loss scaling begins, if the program says so.
     start_scale: Option<LossScale>,
+    weights: Option<Weights>,
     world: Option<World>,
 }
 
@@ -173,6 +176,13 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     /// step that does not scale its loss ([`CompileOptions::loss_scaling`]) ignores it.
     pub fn with_loss_scale(mut self, scale: LossScale) -> Self {
         self.start_scale = Some(scale);
+        self
+    }
+
+    /// Stores the parameters of the model in 16 bits. The model is cast when the step is made, so parameters that
+    /// Burn draws when they are first used are drawn then.
+    pub fn with_weights(mut self, weights: Weights) -> Self {
+        self.weights = Some(weights);
         self
     }
 
@@ -207,6 +217,11 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             Some(world) => ranks::begin::<B, M>(self.model, world)?,
             None => self.model,
         };
+        let model = match self.weights {
+            Some(weights) if weights.has_master() => cast_parameters::<B, M>(model, burn_tensor::DType::F32),
+            Some(weights) => cast_parameters::<B, M>(model, weights.dtype()),
+            None => model,
+        };
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
             strict: self.options.strict,
@@ -220,7 +235,12 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
                 .start_scale
                 .unwrap_or_else(|| LossScale::start(&scaling.unwrap_or_default())),
             loss_scale: None,
-            variants: Variants::new(capacity),
+            weights: self.weights,
+            copies: None,
+            variants: Variants::new(
+                capacity,
+                self.weights.is_some_and(|weights| !weights.has_master()),
+            ),
             lent: AtomicBool::new(false),
             was_lent: false,
             cells: None,
@@ -266,6 +286,10 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     start_scale: LossScale,
     /// Where it stands; none before the first call.
     loss_scale: Option<loss_scale::State>,
+    /// How parameters are stored, if in 16 bits.
+    weights: Option<Weights>,
+    /// The copies of 16 bits beside a master; none before the first call, and after one that failed.
+    copies: Option<weights::Places>,
     /// The recorded calls and plans of each signature.
     variants: Variants<B, M, O, L>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
@@ -321,6 +345,7 @@ where
             start: zeros::start,
             options,
             start_scale: None,
+            weights: None,
             world: None,
         }
     }

@@ -305,3 +305,51 @@ impl Put {
         self.tensors.next().unwrap_or(tensor)
     }
 }
+
+/// `model` with each tensor outside cells replaced by what `change` makes of its position and of it.
+pub(super) fn map_outside<B: TrainBackend, M: AutodiffModule<B>>(
+    model: M,
+    cells: &Cells,
+    mut change: impl FnMut(usize, KilnTensor) -> KilnTensor,
+) -> M {
+    model.map(&mut Outside {
+        cells,
+        position: 0,
+        change: &mut change,
+    })
+}
+
+/// Shows each tensor of `model` outside cells, with its position.
+pub(super) fn look_outside<B: TrainBackend, M: AutodiffModule<B> + Clone>(
+    model: &M,
+    cells: &Cells,
+    mut see: impl FnMut(usize, KilnTensor),
+) {
+    drop(map_outside::<B, M>(model.clone(), cells, |position, tensor| {
+        see(position, tensor.clone());
+        tensor
+    }));
+}
+
+struct Outside<'a> {
+    cells: &'a Cells,
+    position: usize,
+    change: &'a mut dyn FnMut(usize, KilnTensor) -> KilnTensor,
+}
+
+map_tensors!(Outside<'_>);
+
+impl Outside<'_> {
+    fn skip(&mut self) {
+        self.position += 1;
+    }
+
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        let position = self.position;
+        self.position += 1;
+        match self.cells.contains(position) {
+            true => tensor,
+            false => (self.change)(position, tensor),
+        }
+    }
+}

@@ -21,6 +21,7 @@ use super::plan::{self, Obstacle, Plan, Scrutiny, Trace};
 use super::ranks;
 use super::rehearsal::{Rehearsal, trained_parameters};
 use super::variants::Variant;
+use super::weights::{self, Stored};
 use super::{Cause, StepOutput, TrainBackend, TrainError, TrainStep};
 use crate::input::{KilnTensor, Signature, StepInput};
 
@@ -33,6 +34,8 @@ struct Recorded<M, T, L> {
     optimizer_before: Vec<Found>,
     /// The state of loss scaling after the step, if the loss is scaled.
     loss_scale: Option<loss_scale::State>,
+    /// The copies of the parameters in 16 bits, if there are any.
+    copies: Option<weights::Places>,
 }
 
 /// The optimizer's scalars of a recorded call as a rehearsal found them, and the rehearsal.
@@ -70,6 +73,10 @@ where
         }
         let mut before = places::of_model::<B, M>(&model);
         let backup = Backup::new(&model, &optim, &cells);
+        let copies = self.copies.take();
+        let weights = self.weights;
+        let stored = weights.map(|weights| Stored::new::<B, M>(&model, &cells, weights, copies));
+        before.extend(stored.iter().flat_map(|stored| stored.places::<B, M>(&model)));
 
         let earlier = self.variants.position(&signature).filter(|_| traced);
         let mut backup = Some(backup);
@@ -83,7 +90,15 @@ where
         let has_ranks = self.world.is_some();
         let result = catch_unwind(AssertUnwindSafe(|| {
             self.region.run(|| {
-                let output = loss(&model, input);
+                // Loss and gradients are computed of one model; the optimizer updates the other.
+                let (computed, model, narrow) = match stored {
+                    Some(stored) => {
+                        let (computed, updated, before) = stored.widened::<B, M>(model, &cells);
+                        (Some(computed), updated, Some(before))
+                    }
+                    None => (None, model, None),
+                };
+                let output = loss(computed.as_ref().unwrap_or(&model), input);
                 let value = output.loss();
                 let scaling = scaling.map(|scaling| {
                     let device = value.device();
@@ -94,7 +109,8 @@ where
                     Some((_, scale)) => scale.scaled(value),
                     None => value,
                 };
-                let mut gradients = GradientsParams::from_grads(value.backward(), &model);
+                let computed = computed.as_ref().unwrap_or(&model);
+                let mut gradients = GradientsParams::from_grads(value.backward(), computed);
                 let output = match has_ranks {
                     true => ranks::average_loss(output),
                     false => output,
@@ -125,7 +141,10 @@ where
                 };
                 if earlier.is_some() {
                     let parameters = trained_parameters(&model, &gradients);
-                    rehearsed = Rehearsal::new(&model, &optim, &parameters).and_then(|mut rehearsal| {
+                    // Of the stored model, so that nothing keeps widened parameters alive.
+                    let model = narrow.as_ref().map_or(&model, |before| &before.model);
+                    let rehearsal = Rehearsal::new(model, &optim, &parameters, weights.is_some());
+                    rehearsed = rehearsal.and_then(|mut rehearsal| {
                         let scalars = rehearsal.scalars(lr)?;
                         rehearsal.commit();
                         Some((scalars, rehearsal))
@@ -144,6 +163,10 @@ where
                     model = skip.model::<B, M>(parameters, model);
                     optim = skip.optimizer(records, optim);
                 }
+                let (model, copies) = match narrow {
+                    Some(before) => before.narrowed::<B>(model, &cells),
+                    None => (model, None),
+                };
                 // The old parameters and state end here, so that the step may reuse their buffers.
                 backup = backup.take().filter(|_| traced).map(Backup::surrender);
                 let output = output.map(&mut |tensor: KilnTensor| tensor);
@@ -153,6 +176,7 @@ where
                     optimizer: start,
                     optimizer_before,
                     loss_scale: scaled.map(|(state, _)| state),
+                    copies,
                 }
             })
         }));
@@ -176,6 +200,7 @@ where
             optimizer,
             optimizer_before,
             loss_scale,
+            copies,
         } = recorded;
         let after = places::of_model::<B, M>(&trained.0);
         let device = trained.0.devices().first().copied().unwrap_or_default();
@@ -189,6 +214,12 @@ where
             .flat_map(loss_scale::State::places)
             .collect::<Vec<_>>();
         self.loss_scale = loss_scale.or(self.loss_scale.take());
+        let copies_after = copies
+            .iter()
+            .zip(&self.trained)
+            .flat_map(|(copies, (model, _))| weights::places_of::<B, M>(model, copies))
+            .collect::<Vec<_>>();
+        self.copies = copies;
         let scrutiny = match cause {
             Cause::Disturbed(_) => Scrutiny::Numbers,
             Cause::Optimizer | Cause::Input => Scrutiny::SameStep,
@@ -210,7 +241,11 @@ where
             results,
             places: pair(
                 before,
-                after.into_iter().chain(optimizer_after).chain(scale_after),
+                after
+                    .into_iter()
+                    .chain(copies_after)
+                    .chain(optimizer_after)
+                    .chain(scale_after),
             ),
         };
         let places = call.places.clone();

@@ -16,7 +16,7 @@ use burn_ir::ScalarIr;
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::record::AdaptorRecord;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
-use burn_tensor::Tensor;
+use burn_tensor::{DType, Tensor};
 use kiln_burn::record::{Recorded, exchange, rehearse};
 use kiln_burn::{Kiln, KilnDevice};
 
@@ -92,8 +92,15 @@ impl Updates {
 
 impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Rehearsal<B, M, O> {
     /// A rehearsal that starts from the state of `model` and `optim`, for the parameters that are trained.
-    /// None if the optimizer reads tensors on the host, or parameters cannot be told apart by class.
-    pub(super) fn new(model: &M, optim: &OptimizerAdaptor<O, M, B>, parameters: &[ParamId]) -> Option<Self> {
+    /// With `widened` the optimizer updates parameters of 16 bits as `f32`. None if the optimizer reads tensors
+    /// on the host, or parameters cannot be told apart by class.
+    pub(super) fn new(
+        model: &M,
+        optim: &OptimizerAdaptor<O, M, B>,
+        parameters: &[ParamId],
+        widened: bool,
+    ) -> Option<Self> {
+        let model = hollow(model, parameters, widened)?;
         let mut classes: Vec<Class> = Vec::new();
         let mut members = Vec::new();
         let mut samples: Vec<Vec<ScalarIr>> = Vec::new();
@@ -121,7 +128,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         // Only the representatives' state takes part from here on.
         let mut records = optim.to_record();
         records.retain(|parameter, _| classes.iter().any(|class| class.representative == *parameter));
-        let shadow = (hollow(model, parameters)?, optim.clone().load_record(records));
+        let shadow = (model, optim.clone().load_record(records));
         Some(Self {
             shadow: Some(shadow),
             next: None,
@@ -240,20 +247,32 @@ where
 }
 
 /// A copy of `model` whose trained parameters have no elements: it must not keep those of the model alive.
-/// Other tensors are as they were: copies of a running statistic share its value.
-fn hollow<B: TrainBackend, M: AutodiffModule<B>>(model: &M, parameters: &[ParamId]) -> Option<M> {
-    struct Mapper<'a>(&'a [ParamId]);
+/// With `widened` they are `f32`. Other tensors are as they were: copies of a running statistic share its value.
+fn hollow<B: TrainBackend, M: AutodiffModule<B>>(
+    model: &M,
+    parameters: &[ParamId],
+    widened: bool,
+) -> Option<M> {
+    struct Mapper<'a> {
+        parameters: &'a [ParamId],
+        widened: bool,
+    }
     impl<B: TrainBackend> ModuleMapper<B> for Mapper<'_> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-            if !self.0.contains(&param.id) {
+            if !self.parameters.contains(&param.id) {
                 return param;
             }
             let (id, tensor, mapper) = param.consume();
-            let empty = Tensor::empty(tensor.shape(), (&tensor.device(), tensor.dtype()));
+            let dtype = match tensor.dtype() {
+                DType::F16 | DType::BF16 if self.widened => DType::F32,
+                dtype => dtype,
+            };
+            let empty = Tensor::empty(tensor.shape(), (&tensor.device(), dtype));
             Param::from_mapped_value(id, empty.set_require_grad(tensor.is_require_grad()), mapper)
         }
     }
-    Some(rehearse(|| model.clone().map(&mut Mapper(parameters)))?.0)
+    let mut mapper = Mapper { parameters, widened };
+    Some(rehearse(|| model.clone().map(&mut mapper))?.0)
 }
 
 /// A gradient without elements for each of `parameters`.

@@ -47,6 +47,8 @@ pub(super) struct Variants<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptim
     list: Vec<Variant<L>>,
     /// Most variants; those that were not called for longest are dropped.
     capacity: usize,
+    /// Whether parameters are stored in 16 bits and updated as `f32`.
+    widened: bool,
     /// The watch on the state of all plans.
     watch: Arc<Watch>,
     /// Whether the plans are detached from the state, until the next recorded call.
@@ -65,11 +67,13 @@ where
     O: SimpleOptimizer<Kiln>,
     L: StepInput + Clone,
 {
-    /// No variants, with room for `capacity`.
-    pub(super) fn new(capacity: usize) -> Self {
+    /// No variants, with room for `capacity`, of a step that updates parameters of 16 bits as `f32` if `widened`
+    /// says so.
+    pub(super) fn new(capacity: usize, widened: bool) -> Self {
         Self {
             list: Vec::new(),
             capacity,
+            widened,
             watch: Arc::default(),
             suspended: false,
             rehearsal: None,
@@ -167,7 +171,7 @@ where
                 Some(rehearsal) => rehearsal.catch_up(optim),
                 None => optim,
             };
-            self.rehearsal = Rehearsal::new(&model, &optim, &updates.parameters());
+            self.rehearsal = Rehearsal::new(&model, &optim, &updates.parameters(), self.widened);
             *trained = Some((model, optim));
         }
         let rehearsal = self.rehearsal.as_mut()?;

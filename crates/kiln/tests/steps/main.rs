@@ -14,6 +14,7 @@ mod loss_scale;
 mod models;
 mod shapes;
 mod train_step;
+mod weights;
 
 use burn_optim::decay::WeightDecayConfig;
 use burn_optim::grad_clipping::GradientClippingConfig;

@@ -77,6 +77,15 @@ impl<'a> Rewrite<'a> {
                 self.exact[data.outputs[0]] = self.narrow[data.inputs[0]];
                 Ok(())
             }
+            // A parameter stored in 16 bits: readers of them take it as it is.
+            Op::Cast(DType::F32) if self.old.dtype(data.inputs[0]) == self.narrow_type => {
+                let stored = self.read_exact(data.inputs[0])?;
+                let wide = self.new.graph.add(data.op.clone(), &[stored], &data.provenance)?;
+                let result = data.outputs[0];
+                self.exact[result] = wide.into();
+                self.narrow[result] = stored.into();
+                Ok(())
+            }
             _ => self.plain(data),
         }
     }

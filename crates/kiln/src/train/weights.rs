@@ -1,0 +1,240 @@
+//! Parameters that are stored in 16 bits.
+//!
+//! Checkpoints of language models store `bf16`. A step that keeps them so has half the memory and half the
+//! traffic for its parameters. Loss and gradients are still computed from `f32`: a parameter is widened where
+//! it is read, which costs nothing inside a kernel, and products under autocast read the 16 bits as they are.
+//!
+//! ```text
+//!                     read by loss and gradients        updated by the optimizer      stored
+//! without a master    widened parameters                the same                      narrowed
+//! with a master       widened copies                    f32 parameters                f32, and narrowed copies
+//! ```
+//!
+//! The update writes the 16 bits, in the kernel that makes the new parameter. The copies of a step with a master
+//! are state of the step beside model and optimizer; they follow from the parameters alone, so no checkpoint
+//! has them.
+
+use std::collections::BTreeMap;
+
+use burn_backend::ops::FloatTensorOps;
+use burn_backend::{FloatDType, TensorMetadata};
+use burn_core::module::AutodiffModule;
+use burn_ir::TensorId;
+use burn_tensor::DType;
+use kiln_burn::Kiln;
+
+use super::TrainBackend;
+use super::places::{self, Cells, Found, look_outside, map_outside};
+use crate::input::KilnTensor;
+
+/// How a training step stores the parameters of its model between calls: in 16 bits.
+///
+/// Statistics (of batch norm), the optimizer's state, integers and `f64` are stored as ever.
+///
+/// ```
+/// use burn_autodiff::Autodiff;
+/// use burn_nn::{Linear, LinearConfig};
+/// use burn_optim::SgdConfig;
+/// use burn_tensor::{DType, Tensor};
+/// use kiln::{CompileBackend, Kiln, KilnDevice, TrainStep, Weights};
+///
+/// type B = Autodiff<Kiln>;
+///
+/// let device = KilnDevice::cpu();
+/// let model: Linear<B> = LinearConfig::new(2, 1).init(&device);
+/// let loss = |model: &Linear<B>, x: Tensor<B, 2>| model.forward(x).powf_scalar(2.0).mean();
+/// let step = TrainStep::new(model, SgdConfig::new().init(), loss).with_weights(Weights::BF16);
+/// let mut step = step.with_backend(CompileBackend::AotEager).build()?;
+/// step.step(0.1, Tensor::ones([4, 2], &device))?;
+/// let model = step.into_model();
+/// assert_eq!(model.weight.val().dtype(), DType::BF16);
+/// let model = kiln::cast_parameters::<B, _>(model, DType::F32);
+/// assert_eq!(model.weight.val().dtype(), DType::F32);
+/// # Ok::<(), kiln::TrainError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Weights {
+    dtype: DType,
+    master: bool,
+}
+
+impl Weights {
+    /// `bf16`, without a master copy: 8 bits of precision. An update below 2^-9 of a parameter is lost.
+    pub const BF16: Self = Self {
+        dtype: DType::BF16,
+        master: false,
+    };
+
+    /// `f16`, without a master copy: 11 bits of precision, and nothing above 65504.
+    pub const F16: Self = Self {
+        dtype: DType::F16,
+        master: false,
+    };
+
+    /// The same with a master copy: the model's parameters are `f32` and take every update; loss and gradients
+    /// are computed from copies of 16 bits that the update writes.
+    pub const fn with_master(mut self) -> Self {
+        self.master = true;
+        self
+    }
+
+    /// The type of 16 bits.
+    pub const fn dtype(self) -> DType {
+        self.dtype
+    }
+
+    /// Whether there is a master copy.
+    pub const fn has_master(self) -> bool {
+        self.master
+    }
+}
+
+/// `model` with its parameters of 16 and 32 bits in `dtype`. The others, and whether parameters are trained,
+/// stay as they are. Parameters that Burn draws when they are first used are drawn.
+///
+/// # Panics
+///
+/// If `dtype` is none of `f16`, `bf16` and `f32`.
+pub fn cast_parameters<B: TrainBackend, M: AutodiffModule<B> + Clone>(model: M, dtype: DType) -> M {
+    assert!(
+        is_cast(dtype),
+        "parameters are cast between f16, bf16 and f32, not to {dtype:?}"
+    );
+    drop(model.valid());
+    let cells = Cells::of::<B, M>(&model);
+    map_outside(model, &cells, |_, tensor| to(tensor, dtype))
+}
+
+fn is_cast(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
+}
+
+/// `tensor` in `dtype`, if it is a parameter that is cast; else as it is.
+fn to(tensor: KilnTensor, dtype: DType) -> KilnTensor {
+    if tensor.dtype() == dtype || !is_cast(tensor.dtype()) {
+        return tensor;
+    }
+    let dtype = match dtype {
+        DType::F16 => FloatDType::F16,
+        DType::BF16 => FloatDType::BF16,
+        _ => FloatDType::F32,
+    };
+    Kiln::float_cast(tensor, dtype)
+}
+
+/// Tensors by their position in the order of a model's map.
+pub(super) type Places = BTreeMap<usize, KilnTensor>;
+
+/// The parameters of 16 bits that a call begins with.
+pub(super) struct Stored {
+    weights: Weights,
+    tensors: Places,
+}
+
+/// What tells parameters that a call did not update: the tensors that it began with.
+pub(super) struct Before<M> {
+    /// The model that was stored.
+    pub model: M,
+    stored: Stored,
+    ids: BTreeMap<usize, TensorId>,
+}
+
+impl Stored {
+    /// The stored parameters of `model`, or the `copies` of them that an earlier call has left.
+    pub(super) fn new<B: TrainBackend, M: AutodiffModule<B> + Clone>(
+        model: &M,
+        cells: &Cells,
+        weights: Weights,
+        copies: Option<Places>,
+    ) -> Self {
+        let tensors = copies.unwrap_or_else(|| {
+            let mut tensors = Places::new();
+            look_outside::<B, M>(model, cells, |position, tensor| {
+                if is_cast(tensor.dtype()) {
+                    tensors.insert(position, to(tensor, weights.dtype));
+                }
+            });
+            tensors
+        });
+        Self { weights, tensors }
+    }
+
+    /// The copies as places of a step of `model`. Without a master the parameters are places of the model
+    /// itself.
+    pub(super) fn places<B: TrainBackend, M: AutodiffModule<B>>(&self, model: &M) -> Vec<Found> {
+        match self.weights.master {
+            true => places_of::<B, M>(model, &self.tensors),
+            false => Vec::new(),
+        }
+    }
+
+    /// The models of a call: the one of which loss and gradients are computed, and the one that the optimizer
+    /// updates.
+    pub(super) fn widened<B: TrainBackend, M: AutodiffModule<B> + Clone>(
+        self,
+        model: M,
+        cells: &Cells,
+    ) -> (M, M, Before<M>) {
+        let computed = map_outside(model.clone(), cells, |position, tensor| {
+            let stored = self.tensors.get(&position).cloned();
+            stored.map_or(tensor, |stored| to(stored, DType::F32))
+        });
+        let updated = match self.weights.master {
+            true => model.clone(),
+            false => computed.clone(),
+        };
+        let mut ids = BTreeMap::new();
+        look_outside::<B, M>(&updated, cells, |position, tensor| {
+            ids.insert(position, tensor.into_ir().id);
+        });
+        let before = Before {
+            model,
+            stored: self,
+            ids,
+        };
+        (computed, updated, before)
+    }
+}
+
+impl<M> Before<M> {
+    /// The model that is stored after the optimizer has made `model`, and the copies beside it if there is a
+    /// master.
+    pub(super) fn narrowed<B: TrainBackend>(self, model: M, cells: &Cells) -> (M, Option<Places>)
+    where
+        M: AutodiffModule<B>,
+    {
+        let Self { stored, ids, .. } = self;
+        let Stored { weights, mut tensors } = stored;
+        let mut copies = Places::new();
+        let model = map_outside(model, cells, |position, tensor| {
+            let Some(stored) = tensors.remove(&position) else {
+                return tensor;
+            };
+            let was_updated = ids.get(&position) != Some(&tensor.clone().into_ir().id);
+            let narrow = match was_updated {
+                true => to(tensor.clone(), weights.dtype),
+                false => stored,
+            };
+            match weights.master {
+                true => {
+                    copies.insert(position, narrow);
+                    tensor
+                }
+                false => narrow,
+            }
+        });
+        (model, weights.master.then_some(copies))
+    }
+}
+
+/// The places of `copies`, named after the parameters of `model`.
+pub(super) fn places_of<B: TrainBackend, M: AutodiffModule<B>>(model: &M, copies: &Places) -> Vec<Found> {
+    let parameters = places::of_model::<B, M>(model);
+    let found = copies.iter().filter_map(|(&position, copy)| {
+        Some(Found {
+            name: format!("the 16-bit copy of {}", parameters.get(position)?.name).into(),
+            id: copy.clone().into_ir().id,
+        })
+    });
+    found.collect()
+}
