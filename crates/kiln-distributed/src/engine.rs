@@ -40,6 +40,9 @@ const NAP: Duration = Duration::from_micros(50);
 const HEADING: i32 = 1;
 const PIECE: i32 = 2;
 
+/// Bytes of a heading.
+pub(crate) const HEADING_BYTES: usize = 24;
+
 /// A task for the thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Task {
@@ -59,8 +62,8 @@ pub(crate) enum What {
 }
 
 impl Task {
-    /// Twenty-four bytes that are equal on two ranks if these run the same collective.
-    fn heading(&self, number: u64) -> [u8; 24] {
+    /// Bytes that are equal on two ranks if these run the same collective.
+    pub(crate) fn heading(&self, number: u64) -> [u8; HEADING_BYTES] {
         let (kind, mean, root) = match self.what {
             What::Collective(kind, mean, root) => {
                 let kind = CollectiveKind::ALL.iter().position(|&known| known == kind);
@@ -72,7 +75,7 @@ impl Task {
             .iter()
             .position(|&known| known == self.dtype)
             .unwrap_or(0);
-        let mut heading = [0; 24];
+        let mut heading = [0; HEADING_BYTES];
         heading[..8].copy_from_slice(&number.to_le_bytes());
         heading[8..12].copy_from_slice(&[kind, dtype as u8, u8::from(mean), 0]);
         heading[12..16].copy_from_slice(&(root as u32).to_le_bytes());
@@ -82,7 +85,7 @@ impl Task {
 }
 
 /// A heading in words.
-fn words(heading: &[u8; 24]) -> String {
+pub(crate) fn words(heading: &[u8; HEADING_BYTES]) -> String {
     let word = |at: usize| {
         let bytes: [u8; 8] = std::array::from_fn(|i| heading[at + i]);
         u64::from_le_bytes(bytes)
@@ -155,8 +158,8 @@ pub(crate) struct Engine {
     /// Memory that pieces are received into, kept from one collective to the next.
     received: Vec<Vec<u8>>,
     /// The heading of the collective under way.
-    own: [u8; 24],
-    headings: Vec<[u8; 24]>,
+    own: [u8; HEADING_BYTES],
+    headings: Vec<[u8; HEADING_BYTES]>,
 }
 
 /// A piece on its way.
@@ -176,8 +179,8 @@ impl Engine {
             number: 0,
             broken: None,
             received: vec![Vec::new(); size],
-            own: [0; 24],
-            headings: vec![[0; 24]; size],
+            own: [0; HEADING_BYTES],
+            headings: vec![[0; HEADING_BYTES]; size],
         }
     }
 

@@ -56,14 +56,76 @@ pub enum Error {
         /// The number of ranks that the library gives.
         found_size: usize,
     },
-    /// Nothing here connects ranks that this launcher starts.
+    /// Something that only GPUs exchange was asked of ranks that `torchrun` started.
     #[error(
-        "the process was started by torchrun as one of {size} ranks: ranks on CPUs are connected by MPI, so start them \
-         with `mpirun -n {size}` or `srun` instead"
+        "{what} of {bytes} bytes: the {size} ranks that torchrun started exchange large data over NCCL, between \
+         GPUs, and there is none here. On CPUs ranks are connected by MPI: start them with `mpirun -n {size}` or `srun`"
     )]
     Torchrun {
         /// Number of ranks.
         size: usize,
+        /// The collective.
+        what: String,
+        /// Bytes of its operand.
+        bytes: usize,
+    },
+    /// The ranks cannot meet at the address that the launcher gave them.
+    #[error("{what} failed: {reason}")]
+    Meeting {
+        /// The meeting.
+        what: String,
+        /// Why.
+        reason: String,
+    },
+    /// Ranks that meet disagree about who they are.
+    #[error("{what}: {reason}; all ranks must be started with the same number of ranks")]
+    Worlds {
+        /// The meeting.
+        what: String,
+        /// In what.
+        reason: String,
+    },
+    /// Other ranks have ended.
+    #[error("rank {rank}: {} ended, and took no part in {what}", ranks(missing))]
+    Gone {
+        /// The own rank.
+        rank: usize,
+        /// Who has ended.
+        missing: Vec<usize>,
+        /// The collective.
+        what: String,
+    },
+    /// All ranks wait for a collective that does not end.
+    #[error("rank {rank} waited {} s for {what}, and so did all other ranks", waited.as_secs_f32())]
+    Stuck {
+        /// The own rank.
+        rank: usize,
+        /// For how long.
+        waited: Duration,
+        /// The collective.
+        what: String,
+    },
+    /// A file is no NCCL that does.
+    #[error("{library} is no NCCL that Kiln can call: {reason}")]
+    NcclLibrary {
+        /// The file.
+        library: String,
+        /// What is missing.
+        reason: String,
+    },
+    /// A function of NCCL failed.
+    #[error("rank {rank}: {function} failed with code {code} ({meaning}){about}")]
+    Nccl {
+        /// The own rank.
+        rank: usize,
+        /// The function.
+        function: &'static str,
+        /// What it returned, or what the library reported later.
+        code: i32,
+        /// What it means, in the library's words.
+        meaning: String,
+        /// What it was about, in words; may be empty.
+        about: String,
     },
     /// A function of MPI failed.
     #[error("rank {rank}: {function} failed with code {code}{about}")]

@@ -6,7 +6,9 @@
 //! same step.
 //!
 //! ```text
-//!   mpirun, srun, torchrun ──► environment ──► World ──► engine: one thread ──► mpi: a dozen functions of libmpi
+//!   mpirun, srun ──► environment ──► World ──► engine: one thread ──► mpi: a dozen functions of libmpi
+//!   torchrun     ──► environment ──► World ──► carried: one thread ──► rendezvous: few bytes over TCP
+//!                                                             └──────► Carrier: NCCL, which the GPU's part gives
 //! ```
 //!
 //! - Nothing is linked: a program that runs alone needs no MPI. Open MPI and MPICH differ in what a handle is
@@ -17,16 +19,22 @@
 //!   equal bits, and so have all ranks.
 //! - Whoever waits too long for another rank says for which, and for what ([`Error::Timeout`]). A collective
 //!   that another rank does not take part in is an error on both ([`Error::Differs`]).
+//! - [`nccl`] is NCCL's table, and a GPU among those of all ranks; what queues its collectives is in kiln-cuda.
+//! - Nothing here speaks to a network but `rendezvous`: facts and NCCL's id of ranks that `torchrun` started.
 //! - Knows buffers and element types; no graph, no tensors, no Burn.
 
 mod agree;
+mod carried;
 mod engine;
 mod environment;
 mod error;
 mod mpi;
+pub mod nccl;
+mod rendezvous;
 mod sum;
 mod world;
 
+pub use carried::Carrier;
 pub use environment::{Launcher, Place};
 pub use error::Error;
 pub use world::{Operands, Options, Ticket, World, current, init, init_with};

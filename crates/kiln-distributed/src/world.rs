@@ -7,10 +7,12 @@ use std::time::Duration;
 use kiln_graph::{CollectiveKind, DType};
 
 use crate::agree;
+use crate::carried::{Carried, Carrier, Carriers};
 use crate::engine::{Done, Engine, Order, Task, What};
 use crate::environment::{Launcher, Place};
 use crate::error::Error;
 use crate::mpi;
+use crate::rendezvous::{Meeting, Star};
 
 /// How long ranks wait for each other where one of them may be busy for long: while it compiles, or writes its last
 /// checkpoint.
@@ -50,6 +52,14 @@ struct Inner {
     library: Option<String>,
     /// None where there is one rank.
     orders: Option<Mutex<Sender<Order>>>,
+    /// What moves large operands where no MPI does.
+    carriers: Carriers,
+}
+
+impl std::fmt::Debug for dyn Carrier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Carrier")
+    }
 }
 
 /// The world of this process; a process has one.
@@ -68,8 +78,8 @@ pub fn init() -> Result<World, Error> {
 ///
 /// # Errors
 /// [`Error::Environment`] if the environment makes no sense, [`Error::NoLibrary`], [`Error::UnknownLibrary`],
-/// [`Error::MixedWorld`] and [`Error::Mpi`] if there is no MPI, or not the right one; [`Error::Torchrun`] under
-/// `torchrun`.
+/// [`Error::MixedWorld`] and [`Error::Mpi`] if there is no MPI, or not the right one. Under `torchrun`, which starts
+/// no MPI, [`Error::Meeting`], [`Error::Worlds`] and [`Error::Timeout`] if the ranks do not meet.
 pub fn init_with(options: Options) -> Result<World, Error> {
     let mut world = WORLD.lock().unwrap_or_else(PoisonError::into_inner);
     match world.as_ref().map(Weak::upgrade) {
@@ -101,12 +111,17 @@ fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
         timeout: options.timeout,
         library: None,
         orders: None,
+        carriers: Carriers::default(),
     };
     if place.size == 1 {
         return Ok(Arc::new(alone(place)));
     }
     if place.launcher == Launcher::Torchrun {
-        return Err(Error::Torchrun { size: place.size });
+        let (orders, carriers) = meet(place, options.timeout)?;
+        let mut met = alone(place);
+        met.orders = Some(Mutex::new(orders));
+        met.carriers = carriers;
+        return Ok(Arc::new(met));
     }
     let named = options.library.clone();
     let (orders, incoming) = channel();
@@ -147,11 +162,24 @@ fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
     let gone = |_| Error::Broken("the thread that connects them ended".into());
     let library = connected.recv().map_err(gone)??;
     tracing::info!(target: "kiln", rank = place.rank, size = place.size, library, "ranks are connected");
-    Ok(Arc::new(Inner {
-        library: Some(library),
-        orders: Some(Mutex::new(orders)),
-        ..alone(place)
-    }))
+    let mut connected = alone(place);
+    connected.library = Some(library);
+    connected.orders = Some(Mutex::new(orders));
+    Ok(Arc::new(connected))
+}
+
+/// Connects ranks that no MPI connects, and starts their thread.
+fn meet(place: Place, timeout: Duration) -> Result<(Sender<Order>, Carriers), Error> {
+    let meeting = Meeting::read(|name| std::env::var(name).ok())?;
+    let star = Star::connect(&meeting, &place, timeout)?;
+    let carriers = Carriers::default();
+    let engine = Carried::new(star, carriers.clone(), place.rank, place.size);
+    let (orders, incoming) = channel();
+    let thread = std::thread::Builder::new().name("kiln ranks".into());
+    let spawned = thread.spawn(move || engine.run(&incoming));
+    spawned.map_err(|error| Error::Broken(format!("no thread for them could be started: {error}")))?;
+    tracing::info!(target: "kiln", rank = place.rank, size = place.size, "ranks have met");
+    Ok((orders, carriers))
 }
 
 /// A collective under way.
@@ -244,6 +272,36 @@ impl World {
     /// The MPI library; none where there is one rank.
     pub fn library(&self) -> Option<&str> {
         self.inner.library.as_deref()
+    }
+
+    /// Gives the world what moves large operands: ranks that `torchrun` started have nothing else that does. Every
+    /// rank gives one. Where MPI connects the ranks this changes nothing.
+    pub fn carry_by(&self, carrier: Box<dyn Carrier>) {
+        let mut carriers = self.inner.carriers.lock().unwrap_or_else(PoisonError::into_inner);
+        *carriers = Some(carrier);
+    }
+
+    /// Whether MPI connects the ranks, which moves operands of any size between hosts.
+    pub fn has_mpi(&self) -> bool {
+        self.inner.library.is_some()
+    }
+
+    /// The error of a rank that has waited so long for `what`, which nobody but the ranks themselves can tell the
+    /// state of: the ranks that wait call each other, and whoever does not answer within a quarter of the timeout is
+    /// named.
+    pub fn missing(&self, what: &str, waited: Duration) -> Error {
+        let (rank, what) = (self.rank(), what.to_owned());
+        match self.gather(&[], self.inner.timeout / 4) {
+            Ok(_) => Error::Stuck { rank, waited, what },
+            Err(Error::Timeout { missing, .. }) => Error::Timeout {
+                rank,
+                missing,
+                waited,
+                what,
+            },
+            Err(Error::Gone { missing, .. }) => Error::Gone { rank, missing, what },
+            Err(error) => error,
+        }
     }
 
     /// How long ranks wait for each other.
