@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use burn::tensor::DType;
 use clap::{Args, Parser, Subcommand};
-use kiln::{CompileBackend, KilnDevice};
+use kiln::{CompileBackend, KilnDevice, Weights};
 
 /// Compiled training steps for Burn.
 #[derive(Parser, Debug)]
@@ -41,6 +41,32 @@ pub fn autocast_name(dtype: DType) -> &'static str {
         DType::F16 => "f16",
         _ => "bf16",
     }
+}
+
+/// How parameters are stored, as an argument with a default.
+pub type WeightsArgument = Option<Weights>;
+
+/// How parameters are stored, from its name: none for `f32`.
+///
+/// # Errors
+///
+/// In words, if the name is another.
+pub fn parse_weights(name: &str) -> Result<WeightsArgument, String> {
+    let (dtype, master) = match name.split_once('+') {
+        Some((dtype, "master")) => (dtype, true),
+        _ => (name, false),
+    };
+    let weights = match (dtype, master) {
+        ("f32", false) => return Ok(None),
+        ("bf16", _) => Weights::BF16,
+        ("f16", _) => Weights::F16,
+        _ => {
+            return Err(format!(
+                "`{name}` is none of f32, bf16, f16, bf16+master, f16+master"
+            ));
+        }
+    };
+    Ok(Some(if master { weights.with_master() } else { weights }))
 }
 
 /// What to do.
@@ -129,6 +155,10 @@ pub struct TrainArguments {
     /// read bf16 or f16
     #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
     pub autocast: Option<DType>,
+    /// How parameters are stored, instead of the config's `train.weights`: f32, bf16, f16, bf16+master or
+    /// f16+master
+    #[arg(long, value_name = "TYPE")]
+    pub weights: Option<String>,
     /// Folder of the run; by default runs/NAME
     #[arg(long)]
     pub out: Option<PathBuf>,
@@ -232,6 +262,9 @@ pub struct BenchArguments {
     /// Mixed precision: let products, convolutions and attention read bf16 or f16
     #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
     pub autocast: Option<DType>,
+    /// Store parameters as bf16, f16, bf16+master or f16+master; with a master the update is that of f32
+    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = parse_weights)]
+    pub weights: WeightsArgument,
     /// Time the forward pass alone
     #[arg(long)]
     pub infer: bool,
@@ -300,6 +333,9 @@ pub struct ExplainArguments {
     /// Mixed precision: let products, convolutions and attention read bf16 or f16
     #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
     pub autocast: Option<DType>,
+    /// Store parameters as bf16, f16, bf16+master or f16+master; with a master the update is that of f32
+    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = parse_weights)]
+    pub weights: WeightsArgument,
     /// Time the step under several memory budgets, print the trade and draw it
     #[arg(long, value_name = "FILE.svg")]
     pub memory_curve: Option<PathBuf>,

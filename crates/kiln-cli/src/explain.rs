@@ -12,7 +12,7 @@ use crate::data::{Data, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::memory;
 use crate::model::{Batch, Family, freeze, initialise};
-use crate::train::{TrainBackend, Trainer, build_trainer};
+use crate::train::{Setting, TrainBackend, Trainer, build_trainer};
 
 /// A learning rate that leaves the weights about where they are.
 const RATE: f64 = 1e-4;
@@ -74,7 +74,15 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         let model = architecture.init::<TrainBackend>(&device)?;
         initialise(&model);
         let (model, _) = freeze(model, &frozen);
-        let mut trainer = build_trainer(model, &optimizer, options, None, None)?;
+        let mut trainer = build_trainer(
+            model,
+            &optimizer,
+            Setting {
+                options,
+                weights: arguments.weights,
+                ..Setting::default()
+            },
+        )?;
         for _ in 0..CALLS {
             trainer.step(RATE, batches.clone())?;
         }

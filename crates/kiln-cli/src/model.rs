@@ -6,8 +6,9 @@
 
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::backend::{AutodiffBackend, Backend};
-use burn::tensor::{Int, Tensor};
-use kiln::StepInput;
+use burn::tensor::{DType, Int, Tensor};
+use burn_autodiff::Autodiff;
+use kiln::{Kiln, StepInput};
 use kiln_hub::{Checkpoint, LoadOptions, load_into_with, save_pretrained};
 use kiln_models::bert::BertForSequenceClassification;
 use kiln_models::keys::Pretrained;
@@ -227,9 +228,9 @@ pub fn freeze<B: AutodiffBackend>(model: Model<B>, prefixes: &[String]) -> (Mode
     (model, mapper.frozen)
 }
 
-/// The model without autodiff and in evaluation mode.
-pub fn without_autodiff<B: AutodiffBackend>(model: &Model<B>) -> Model<B::InnerBackend> {
-    model.valid()
+/// The model without autodiff and in evaluation mode, with parameters of f32.
+pub fn without_autodiff(model: &Model<Autodiff<Kiln>>) -> Model<Kiln> {
+    kiln::cast_parameters(model.clone(), DType::F32).valid()
 }
 
 /// The family of models that a name belongs to.

@@ -18,7 +18,7 @@ use crate::args::BenchArguments;
 use crate::config::OptimizerConfig;
 use crate::error::CliError;
 use crate::model::{initialise, without_autodiff};
-use crate::train::{TrainBackend, build_trainer, peak_memory_mb};
+use crate::train::{Setting, TrainBackend, build_trainer, peak_memory_mb};
 pub use subject::Subject;
 
 /// Calls before the timed ones: compilation, the check that it was the same step, one replay.
@@ -206,7 +206,15 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         (times, sum / count.max(1) as f64, forward.report())
     } else {
         let optimizer = OptimizerConfig::default();
-        let mut trainer = build_trainer(model, &optimizer, options, None, None)?;
+        let mut trainer = build_trainer(
+            model,
+            &optimizer,
+            Setting {
+                options,
+                weights: arguments.weights,
+                ..Setting::default()
+            },
+        )?;
         let batch = subject.batch::<TrainBackend>(&device);
         let (times, loss) = time(arguments.steps, || {
             let loss = trainer.step(RATE, vec![batch.clone()])?;

@@ -156,6 +156,9 @@ pub struct TrainConfig {
     /// Mixed precision: the type that products, convolutions and attention read, `bf16` or `f16`; `none` is
     /// f32.
     pub autocast: String,
+    /// How parameters are stored: `f32`, `bf16`, `f16`, `bf16+master` or `f16+master`. With a master the
+    /// parameters are `f32`, and loss and gradients are computed from 16 bits that the update writes.
+    pub weights: String,
     /// Bound in MiB of what a step may allocate beyond parameters, state and inputs; 0 is none.
     pub memory_budget_mb: usize,
     /// Steps between lines on a screen that is no terminal.
@@ -182,6 +185,7 @@ impl Default for TrainConfig {
             device: "cpu".to_owned(),
             tf32: false,
             autocast: "none".to_owned(),
+            weights: "f32".to_owned(),
             memory_budget_mb: 0,
             log_every: 10,
             evaluate_every: 0,

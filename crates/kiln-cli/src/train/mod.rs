@@ -33,7 +33,7 @@ use kiln_hub::{Checkpoint, write_bytes_atomic};
 use kiln_profile::Category;
 
 use crate::architecture::Architecture;
-use crate::args::{EvalArguments, TrainArguments, autocast_name, parse_autocast};
+use crate::args::{EvalArguments, TrainArguments, autocast_name, parse_autocast, parse_weights};
 use crate::config::Config;
 use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
@@ -47,7 +47,7 @@ pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
 use ranks::Ranks;
 use trainer::SavedState;
-pub use trainer::{TrainBackend, Trainer, build as build_trainer};
+pub use trainer::{Setting, TrainBackend, Trainer, build as build_trainer};
 
 /// The exit code of a program that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
@@ -82,6 +82,9 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     }
     if let Some(dtype) = arguments.autocast {
         config.train.autocast = autocast_name(dtype).to_owned();
+    }
+    if let Some(weights) = &arguments.weights {
+        config.train.weights.clone_from(weights);
     }
     let ranks = Ranks::connect(&config)?;
     let folder = match folder {
@@ -274,7 +277,14 @@ impl Run {
                 })
             })
             .transpose()?;
-        let trainer = build_trainer(model, &config.optimizer, options, saved, Some(ranks.world()))?;
+        let setting = Setting {
+            options,
+            weights: parse_weights(&config.train.weights)
+                .map_err(|error| CliError::config("train.weights", error))?,
+            state: saved,
+            world: Some(ranks.world()),
+        };
+        let trainer = build_trainer(model, &config.optimizer, setting)?;
         let batches = data.train(state.as_ref().map(|state| state.data))?;
         let step = state.as_ref().map_or(0, |state| state.step);
         let evaluating = compile_options(&config, "evaluate")?.with_threads(ranks.threads());

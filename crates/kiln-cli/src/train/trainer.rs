@@ -16,6 +16,7 @@ use hashbrown::HashMap;
 use kiln::distributed::World;
 use kiln::{
     CompileOptions, Explain, History, Kiln, KilnDevice, LossScale, RegionReport, TrainError, TrainStep,
+    Weights,
 };
 
 use crate::config::{OptimizerConfig, OptimizerName};
@@ -149,7 +150,20 @@ pub struct SavedState<'a> {
     pub loss_scale: Option<LossScale>,
 }
 
-/// Makes the training step of a config, which the ranks of `world` run together, if there is one.
+/// How the training step of a config is made, beside model and optimizer.
+#[derive(Default)]
+pub struct Setting<'a> {
+    /// How it is compiled.
+    pub options: CompileOptions,
+    /// How it stores parameters, if in 16 bits.
+    pub weights: Option<Weights>,
+    /// Where it goes on.
+    pub state: Option<SavedState<'a>>,
+    /// The ranks that run it together, if there are any.
+    pub world: Option<&'a World>,
+}
+
+/// Makes the training step of a config.
 ///
 /// # Errors
 ///
@@ -157,28 +171,15 @@ pub struct SavedState<'a> {
 pub fn build(
     model: Model<TrainBackend>,
     config: &OptimizerConfig,
-    options: CompileOptions,
-    state: Option<SavedState<'_>>,
-    world: Option<&World>,
+    setting: Setting<'_>,
 ) -> Result<Box<dyn Trainer>, CliError> {
     let clipping = config.clipping();
     match config.name {
-        OptimizerName::AdamW => build_with(model, config.adamw().build(), clipping, options, state, world),
-        OptimizerName::Adam => build_with(model, config.adam().build(), clipping, options, state, world),
-        OptimizerName::Sgd => build_with(
-            model,
-            config.sgd().build::<Kiln>(),
-            clipping,
-            options,
-            state,
-            world,
-        ),
-        OptimizerName::RmsProp => {
-            build_with(model, config.rms_prop().build(), clipping, options, state, world)
-        }
-        OptimizerName::AdaGrad => {
-            build_with(model, config.ada_grad().build(), clipping, options, state, world)
-        }
+        OptimizerName::AdamW => build_with(model, config.adamw().build(), clipping, setting),
+        OptimizerName::Adam => build_with(model, config.adam().build(), clipping, setting),
+        OptimizerName::Sgd => build_with(model, config.sgd().build::<Kiln>(), clipping, setting),
+        OptimizerName::RmsProp => build_with(model, config.rms_prop().build(), clipping, setting),
+        OptimizerName::AdaGrad => build_with(model, config.ada_grad().build(), clipping, setting),
     }
 }
 
@@ -186,9 +187,7 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
     model: Model<TrainBackend>,
     optimizer: O,
     clipping: Option<GradientClipping>,
-    options: CompileOptions,
-    state: Option<SavedState<'_>>,
-    world: Option<&World>,
+    setting: Setting<'_>,
 ) -> Result<Box<dyn Trainer>, CliError> {
     let mut adaptor: OptimizerAdaptor<O, Model<TrainBackend>, TrainBackend> =
         OptimizerAdaptor::from(optimizer);
@@ -200,7 +199,7 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
         bytes,
         order,
         loss_scale,
-    }) = state
+    }) = setting.state
     {
         scale = loss_scale;
         let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
@@ -218,11 +217,14 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
         }
         adaptor = adaptor.load_record(record);
     }
-    let mut step = TrainStep::new(model, adaptor, mean_loss as Loss).with_options(options);
+    let mut step = TrainStep::new(model, adaptor, mean_loss as Loss).with_options(setting.options);
+    if let Some(weights) = setting.weights {
+        step = step.with_weights(weights);
+    }
     if let Some(scale) = scale {
         step = step.with_loss_scale(scale);
     }
-    if let Some(world) = world {
+    if let Some(world) = setting.world {
         step = step.with_data_parallel(world);
     }
     let step = step.build::<Input, Output>()?;
