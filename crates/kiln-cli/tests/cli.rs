@@ -287,6 +287,71 @@ fn evaluations_checkpoints_and_resumptions_leave_a_run_as_it_is() {
     }
 }
 
+#[test]
+fn weights_of_sixteen_bits_are_saved_and_resumed() {
+    let place = Place::new();
+    place.write("corpus.txt", &"a line of text, and another one\n".repeat(60));
+    place.write("small.toml", &small(""));
+    let error = place.fails(&["train", "--config", "small.toml", "--weights", "bf8"]);
+    assert!(
+        error.contains("train.weights") && error.contains("bf16+master"),
+        "{error}"
+    );
+    let stored = |run: &str, checkpoint: &str| {
+        let file = place
+            .path(run)
+            .join("checkpoints")
+            .join(checkpoint)
+            .join("model.safetensors");
+        let bytes = std::fs::read(file).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let types: Vec<_> = tensors.iter().map(|(_, tensor)| tensor.dtype()).collect();
+        types
+    };
+    for (weights, dtype) in [
+        ("f32", safetensors::Dtype::F32),
+        ("bf16", safetensors::Dtype::BF16),
+        ("bf16+master", safetensors::Dtype::F32),
+    ] {
+        let out = format!("run-{weights}");
+        let keep = ["--set", "train.keep=9", "--set", "train.autocast=bf16"];
+        place.ok(&[
+            &[
+                "train",
+                "--config",
+                "small.toml",
+                "--out",
+                &out,
+                "--weights",
+                weights,
+            ],
+            &keep[..],
+        ]
+        .concat());
+        let losses = place.losses(&out);
+        let mut checkpoints = place.checkpoints(&out);
+        for checkpoint in &checkpoints {
+            assert!(
+                stored(&out, checkpoint).iter().all(|&found| found == dtype),
+                "{weights}"
+            );
+        }
+        // As if the run had been killed after one of its checkpoints.
+        while checkpoints.len() > 3 {
+            let last = checkpoints.pop().unwrap();
+            std::fs::remove_dir_all(place.path(&out).join("checkpoints").join(last)).unwrap();
+        }
+        place.ok(&["train", "--resume", &out]);
+        assert_eq!(place.losses(&out), losses, "{weights}");
+    }
+    let [exact, narrow, master] =
+        ["f32", "bf16", "bf16+master"].map(|weights| place.losses(&format!("run-{weights}")));
+    assert!(
+        exact != narrow && exact != master && narrow != master,
+        "each is another step"
+    );
+}
+
 #[cfg(unix)]
 #[test]
 fn an_interrupted_run_saves_and_leaves() {
