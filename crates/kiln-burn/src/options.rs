@@ -317,6 +317,10 @@ impl CompileOptions {
     /// magnitude of a tensor, `run` fails with an error that names the first kernel, operation and Burn
     /// call whose results differ.
     ///
+    /// Under [`CompileOptions::autocast`] the step is compared with one of `f32`, and the tolerance is at least
+    /// `2^-4` for `bf16` and `2^-7` for `f16`. A tensor that is stored in 16 bits may differ by one unit in its
+    /// last place, whatever the tolerance.
+    ///
     /// ```
     /// use kiln_burn::CompileOptions;
     ///

@@ -3,7 +3,7 @@
 //! Backends agree on sums and products of small integers to the last bit, and round exponentials differently.
 //! So `exp` is the planted fault, and everything before it is not.
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use kiln::{CompileBackend, CompileOptions, Error, Kiln};
 
 use super::matrix;
@@ -59,6 +59,36 @@ fn the_first_operation_that_parts_is_named() {
         error.contains("Float.") || error.contains("NumericFloat."),
         "the Burn call is named: {error}"
     );
+}
+
+#[test]
+fn autocast_may_round_and_nothing_more() {
+    for dtype in [DType::BF16, DType::F16] {
+        let options = || {
+            CompileOptions::default()
+                .with_autocast(dtype)
+                .with_loss_scaling(kiln::LossScaling::default())
+                .check_against("aot_eager", 1e-6)
+                .unwrap()
+        };
+        let step = |factor: f32| {
+            let mut region = kiln::compile(options().with_name("checked"));
+            let (x, w) = (matrix::<8, 16>(1) * 0.013, matrix::<16, 8>(2) * 0.021);
+            let run = || {
+                // The reference reads the same program, so a wrong step is planted by an operation that rounding
+                // to 16 bits turns into another number: 1 + 2^-12 is 1.
+                let product = (x * 0.0 + 1.0 + 2f32.powi(-12)).matmul(w * 0.0 + 1.0) - 16.0;
+                product * factor
+            };
+            region.run(run).map(drop)
+        };
+        step(0.0).unwrap();
+        let error = step(1.0).expect_err("what is left is all rounding").to_string();
+        assert!(
+            error.contains("kernel ") && error.contains("aot_eager"),
+            "{error}"
+        );
+    }
 }
 
 #[test]
