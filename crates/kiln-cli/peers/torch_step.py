@@ -229,6 +229,7 @@ def main():
                 "median": statistics.median(times),
                 "min": min(times),
                 "first": first,
+                "device_mb": torch.cuda.max_memory_allocated() // 2**20 if on_gpu else None,
                 "mem_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
                 "loss": float(result.mean()),
             }

@@ -102,7 +102,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             .find(|step| step.backend == CompileBackend::Cuda)
             .map(|step| step.gpu);
         let machine = match gpu {
-            Some(ordinal) => Machine::measure_gpu(ordinal, options.tf32)?,
+            Some(ordinal) => Machine::measure_gpu(ordinal, &options)?,
             None => Machine::measure(0)?,
         };
         explain = trainer.explain().with_times(&profile.summary(), Some(machine));

@@ -48,6 +48,9 @@ pub struct Measurement {
     pub first: f64,
     /// Peak memory of the process in MiB.
     pub mem_mb: u64,
+    /// The most memory of the GPU that was held at once in MiB; none on the CPU.
+    #[serde(default)]
+    pub device_mb: Option<u64>,
     /// Last loss; of a forward pass the mean of its output.
     pub loss: f64,
     /// The compiled step's block of intermediate values in MiB.
@@ -91,6 +94,7 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
         min,
         first,
         mem_mb,
+        device_mb,
         loss,
         arena_mb,
         compile_s,
@@ -119,8 +123,9 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
         );
     }
     let arena = arena_mb.map_or_else(String::new, |arena| format!(", arena {arena:.1} MiB"));
+    let of_gpu = device_mb.map_or_else(String::new, |mb| format!(", of the GPU {mb} MiB"));
     println!(
-        "peak memory {mem_mb} MiB{arena}, last {} {loss:.4}",
+        "peak memory {mem_mb} MiB{of_gpu}{arena}, last {} {loss:.4}",
         if arguments.infer {
             "mean of the output"
         } else {
@@ -236,6 +241,7 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
         min: times.timed[0],
         first: times.first,
         mem_mb: peak_memory_mb().unwrap_or(0),
+        device_mb: kiln::explain::device_memory_peak(device)?.map(|bytes| bytes >> 20),
         loss,
         arena_mb: arena_mb(&report),
         compile_s: Some(

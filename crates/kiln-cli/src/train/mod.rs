@@ -19,6 +19,7 @@ mod profile;
 mod progress;
 mod ranks;
 mod trainer;
+mod utilization;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -48,6 +49,7 @@ use progress::{Progress, StepNumbers};
 use ranks::Ranks;
 use trainer::SavedState;
 pub use trainer::{Setting, TrainBackend, Trainer, build as build_trainer};
+use utilization::Utilization;
 
 /// The exit code of a program that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
@@ -208,6 +210,7 @@ struct Run {
     batches: Batches<HostBatch>,
     evaluator: Evaluator,
     log: Log,
+    utilization: Utilization,
     /// Steps done.
     step: u64,
     profile: Option<StepProfile>,
@@ -277,6 +280,7 @@ impl Run {
                 })
             })
             .transpose()?;
+        let utilization = Utilization::new(device, options.clone());
         let setting = Setting {
             options,
             weights: parse_weights(&config.train.weights)
@@ -311,6 +315,7 @@ impl Run {
             batches,
             evaluator,
             log,
+            utilization,
             step,
             profile: None,
             last_checkpoint,
@@ -411,7 +416,12 @@ impl Run {
         }
         self.step += 1;
         let seconds = start.elapsed().as_secs_f64();
-        let (step, per_second, memory_mb) = (self.step, units as f64 / seconds, peak_memory_mb());
+        let (step, per_second) = (self.step, units as f64 / seconds);
+        let memory_mb = match kiln::explain::device_memory_peak(self.device)? {
+            Some(bytes) => Some(bytes >> 20),
+            None => peak_memory_mb(),
+        };
+        self.utilization.look(&*self.trainer)?;
         let logged = self.step == 1 || self.step.is_multiple_of(self.config.train.log_every);
         let scale = logged.then(|| self.trainer.loss_scale()).flatten();
         self.log.add(Entry::Step {
@@ -430,6 +440,7 @@ impl Run {
             seconds,
             per_second,
             memory_mb,
+            share: self.utilization.share(seconds),
             skipped: scale.map(|now| now.skipped),
         });
         Ok(())

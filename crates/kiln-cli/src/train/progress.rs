@@ -29,8 +29,10 @@ pub struct StepNumbers {
     pub seconds: f64,
     /// Tokens or examples a second.
     pub per_second: f64,
-    /// Peak memory in MiB.
+    /// Peak memory in MiB: of the GPU, if the step runs on one, else of the process.
     pub memory_mb: Option<u64>,
+    /// The step's arithmetic as a part of what the GPU can do at most, where that is known.
+    pub share: Option<f64>,
     /// Steps skipped so far because a gradient was not finite, where that is known.
     pub skipped: Option<u32>,
 }
@@ -97,8 +99,10 @@ impl Progress {
             seconds,
             per_second,
             memory_mb,
+            share,
             skipped,
         } = numbers;
+        let share = share.map_or_else(String::new, |share| format!("  {:.0} % of peak", share * 100.0));
         let skipped = match skipped {
             None | Some(0) => String::new(),
             Some(skipped) => format!("  {skipped} skipped"),
@@ -108,7 +112,7 @@ impl Progress {
             .left(*step)
             .map_or_else(String::new, |left| format!("  {} left", duration(left)));
         let text = format!(
-            "loss {loss:.4}  {per_second:.0} {}/s  {:.0} ms{memory}{skipped}{left}",
+            "loss {loss:.4}  {per_second:.0} {}/s  {:.0} ms{share}{memory}{skipped}{left}",
             self.unit,
             seconds * 1e3
         );

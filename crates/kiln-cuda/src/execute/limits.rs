@@ -1,5 +1,7 @@
 //! What a device can do at most, measured briefly: the limits that kernels are compared with.
 
+use half::{bf16, f16};
+
 use super::gpu::Gpu;
 use crate::error::Result;
 use crate::products::{Compute, Number, Product, ProductArguments};
@@ -19,17 +21,17 @@ const TRIES: usize = 5;
 pub struct Limits {
     /// Amounts of bytes, the least first, and how many bytes a second a copy reads and writes of so many.
     pub moving: Vec<(u64, f64)>,
-    /// Floating-point operations a second of a large product of f32.
+    /// Floating-point operations a second of a large product.
     pub flops_per_second: f64,
 }
 
 impl Limits {
-    /// Measures `gpu`; takes some milliseconds. With `tf32` the product rounds its operands for the tensor
-    /// cores.
+    /// Measures `gpu`; takes some milliseconds. The product is one of `numbers`; with `tf32` one of f32 rounds
+    /// its operands for the tensor cores.
     ///
     /// # Errors
     /// Those of allocating and of cuBLASLt.
-    pub fn measure(gpu: &Gpu, tf32: bool) -> Result<Self> {
+    pub fn measure(gpu: &Gpu, numbers: Number, tf32: bool) -> Result<Self> {
         let mut moving: Vec<(u64, f64)> = Vec::new();
         for bytes in AMOUNTS {
             let half = bytes / 2;
@@ -42,8 +44,8 @@ impl Limits {
         for at in (1..moving.len()).rev() {
             moving[at - 1].1 = moving[at - 1].1.max(moving[at].1);
         }
-        let mut product = Product::dense(SIDE, SIDE, SIDE, Number::F32);
-        if tf32 {
+        let mut product = Product::dense(SIDE, SIDE, SIDE, numbers);
+        if tf32 && numbers == Number::F32 {
             product = product.with_compute(Compute::Tf32);
         }
         let workspace = 32 << 20;
@@ -53,11 +55,7 @@ impl Limits {
         let (left, right, result) = (gpu.allocate(bytes)?, gpu.allocate(bytes)?, gpu.allocate(bytes)?);
         let work = gpu.allocate(workspace)?;
         // Zeros would be multiplied faster than numbers.
-        let noise: Vec<u8> = (0..bytes / 4)
-            .flat_map(|at| {
-                (((at.wrapping_mul(2_654_435_761) >> 7) % 2001) as f32 / 1000.0 - 1.0).to_ne_bytes()
-            })
-            .collect();
+        let noise = noise(numbers);
         gpu.stream().write(&noise, &left, 0)?;
         gpu.stream().write(&noise, &right, 0)?;
         let mut arguments = ProductArguments::new((&left, 0), (&right, 0), (&result, 0));
@@ -67,6 +65,18 @@ impl Limits {
             moving,
             flops_per_second: product.flop() / seconds,
         })
+    }
+}
+
+/// The bytes of a square matrix of numbers between -1 and 1.
+fn noise(numbers: Number) -> Vec<u8> {
+    let values =
+        (0..SIDE * SIDE).map(|at| ((at.wrapping_mul(2_654_435_761) >> 7) % 2001) as f32 / 1000.0 - 1.0);
+    match numbers {
+        Number::F32 => values.flat_map(f32::to_ne_bytes).collect(),
+        Number::F64 => values.flat_map(|x| f64::from(x).to_ne_bytes()).collect(),
+        Number::F16 => values.flat_map(|x| f16::from_f32(x).to_ne_bytes()).collect(),
+        Number::Bf16 => values.flat_map(|x| bf16::from_f32(x).to_ne_bytes()).collect(),
     }
 }
 

@@ -9,9 +9,10 @@ use std::hint::black_box;
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use burn_tensor::{Distribution, Tensor};
-use kiln_burn::{CompileOptions, Error, Kiln, KilnDevice};
+use burn_tensor::{DType, Distribution, Tensor};
+use kiln_burn::{CompileOptions, Error, Kiln, KilnDevice, Place};
 use kiln_cuda::execute::{Gpu, Limits};
+use kiln_cuda::products::Number;
 
 use super::report::{Kernel, Machine, Rate};
 
@@ -46,6 +47,22 @@ impl Limit {
             Self::Arithmetic => "arithmetic",
             Self::Cache => "cache",
             Self::Memory => "memory",
+        }
+    }
+}
+
+/// The most bytes of a GPU's memory that this process has held at once: tensors, and the arenas of compiled
+/// steps. The driver and the libraries hold some more. None for a device in the host's memory.
+///
+/// # Errors
+///
+/// If there is no such GPU.
+pub fn device_memory_peak(device: KilnDevice) -> Result<Option<u64>, Error> {
+    match device.place() {
+        Place::Host => Ok(None),
+        Place::Cuda(ordinal) => {
+            let gpu = Gpu::get(usize::from(ordinal))?;
+            Ok(Some(gpu.device().memory_peak()? as u64))
         }
     }
 }
@@ -92,18 +109,23 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Measures the limits of the GPU of this ordinal; takes some milliseconds. `tf32` is
-    /// [`CompileOptions::tf32`].
+    /// Measures the limits of the GPU of this ordinal for steps with these options, whose `tf32` and `autocast`
+    /// decide which product is the measure; takes some milliseconds.
     ///
     /// # Errors
     ///
     /// If there is no such GPU, or it has less than 1 GiB of memory left.
-    pub fn measure_gpu(ordinal: usize, tf32: bool) -> Result<Self, Error> {
+    pub fn measure_gpu(ordinal: usize, options: &CompileOptions) -> Result<Self, Error> {
         let gpu = Gpu::get(ordinal)?;
+        let numbers = match options.autocast {
+            Some(DType::BF16) => Number::Bf16,
+            Some(DType::F16) => Number::F16,
+            _ => Number::F32,
+        };
         let Limits {
             moving,
             flops_per_second,
-        } = Limits::measure(&gpu, tf32)?;
+        } = Limits::measure(&gpu, numbers, options.tf32)?;
         let rate = |&(bytes, bytes_per_second): &(u64, f64)| Rate {
             bytes,
             bytes_per_second,

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use kiln_burn::record::Bindings;
 use kiln_burn::{CompileBackend, CompileOptions, Error, Point, RegionReport, StepReport, execute};
 
-pub use machine::Limit;
+pub use machine::{Limit, device_memory_peak};
 pub use report::{
     Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount, Rate, Recomputed,
     Replay, Report, SavedTensor, Step,
