@@ -45,6 +45,8 @@ pub struct Policy {
     pub convolution_dimensions: usize,
     /// Most spatial dimensions of a pooling that a template computes.
     pub pooling_dimensions: usize,
+    /// Whether the gradient of an attention reads the attention's result.
+    pub attention_result: bool,
     /// Most operations by which an image is computed again from a stored image at each use.
     pub image_operations: usize,
     /// Element types of products whose template applies a nest to its result before that reaches memory.

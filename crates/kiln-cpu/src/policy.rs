@@ -40,6 +40,8 @@ pub const POLICY: Policy = Policy {
     convolution_dimensions: 3,
     // Height and width.
     pooling_dimensions: 2,
+    // Its templates go over the keys twice, which are in a cache.
+    attention_result: false,
     // The operations of a batch normalisation with its activation and mask. With the next larger group of
     // operations computing again took longer than the stores that it saved.
     image_operations: 12,

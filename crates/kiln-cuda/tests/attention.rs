@@ -42,6 +42,15 @@ impl Types {
         }
     }
 
+    /// The same for output number `output`. The gradients of queries and keys depend on the result, which is
+    /// read as it is stored.
+    fn tolerance_of(self, output: usize, tolerance: f64) -> f64 {
+        match (self.tensors, output) {
+            (DType::F16 | DType::BF16, 2 | 3) => 2.0 * tolerance,
+            _ => tolerance,
+        }
+    }
+
     /// The fill that programs hide with.
     fn lowest(self) -> f64 {
         match self.numbers {
@@ -219,7 +228,7 @@ impl Case {
             let distances = actual.iter().zip(&expected).map(|(a, e)| (a - e) * (a - e));
             let distance = distances.sum::<f64>().sqrt();
             assert!(
-                distance <= tolerance * norm,
+                distance <= self.types.tolerance_of(number, tolerance) * norm,
                 "{self:?}: output {number} is off by {:e}",
                 distance / norm
             );
@@ -629,7 +638,8 @@ fn on_a_gpu() {
 }
 
 /// Values with much in common: the gradient of each weight is then large beside what distinguishes them,
-/// which is all that reaches the queries.
+/// which is all that reaches the queries. A result of five has a rounding of a hundredth, and each of its
+/// columns brings one into the queries' gradient.
 #[test]
 fn values_with_a_common_part() {
     let one = Case {
@@ -643,7 +653,7 @@ fn values_with_a_common_part() {
         let raised: Vec<f64> = tensors[2].to_f64s().into_iter().map(|x| x + 4.0).collect();
         tensors[2] = HostTensor::from_floats(DType::BF16, tensors[2].ty().shape.clone(), raised);
     };
-    one.check_on(one.types.tolerance(), raise);
+    one.check_on(6.0 * one.types.tolerance(), raise);
 }
 
 /// NVRTC takes every kind of kernel.

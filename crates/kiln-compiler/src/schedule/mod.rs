@@ -6,6 +6,7 @@
 //! kernels with what they read and write.
 
 pub mod access;
+pub mod attention;
 pub mod buffer;
 pub mod class;
 pub mod epilogue;

@@ -21,6 +21,7 @@ pub const POLICY: Policy = Policy {
     channels_last: true,
     convolution_dimensions: 3,
     pooling_dimensions: 2,
+    attention_result: true,
     image_operations: 12,
     epilogue_types: &[DType::F32],
     epilogue_streams: 2,

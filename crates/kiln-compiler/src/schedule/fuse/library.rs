@@ -5,6 +5,7 @@ use kiln_graph::{DType, Node, NodeData, Phase, Value};
 
 use super::{Fuser, Section, starts_constant};
 use crate::schedule::access::{identity_in, side, strided};
+use crate::schedule::attention::result_of_forward;
 use crate::schedule::class::Class;
 use crate::schedule::nest::{Nest, Store};
 use crate::schedule::{Buffer, epilogue, layout};
@@ -33,6 +34,12 @@ impl Fuser<'_> {
             let base = self.library_operand(data, position, operand);
             self.add_reader(group, base);
             self.groups[group].operands.push(base);
+        }
+        if self.policy.attention_result
+            && let Some(result) = result_of_forward(self.graph, node)
+        {
+            self.add_reader(group, result);
+            self.groups[group].operands.push(result);
         }
     }
 

@@ -129,6 +129,10 @@ impl Case<'_> {
             ("dropout", dims.dropout),
             ("drop_scores", dims.drop_scores),
             ("safe", dims.safe),
+            (
+                "given",
+                self.tensor.is_some() && operands.given_result().is_some(),
+            ),
         ];
         let mut text = format!(
             "{views}struct @_case {{\n    typedef {} real;\n    typedef {} stored;\n    typedef {} mask_type;\n{names}",

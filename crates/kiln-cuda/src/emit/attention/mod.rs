@@ -233,6 +233,7 @@ impl Writer {
             tensor,
             views: vec![
                 ("d_out", &gradient.d_out),
+                ("out", operands.given_result().unwrap_or(&gradient.d_out)),
                 ("d_query", d_query),
                 ("d_key", d_key),
                 ("d_value", d_value),
@@ -281,6 +282,11 @@ impl Writer {
             .push_str("kiln_attention_gradient<@_case> g = {};\n");
         reading.tensor("g", "d_out", &gradient.d_out);
         reading.tensor("g", "stats", &gradient.stats);
+        if let Some(out) = case.operands.given_result()
+            && case.tensor.is_some()
+        {
+            reading.tensor("g", "out", out);
+        }
         for (name, number) in &gradient.numbers {
             reading.number("g", name, number);
         }

@@ -1,6 +1,7 @@
 //! What an attention reads and writes: windows, numbers, results.
 
 use kiln_compiler::schedule::access::{Strided, strided};
+use kiln_compiler::schedule::attention::result_of_forward;
 use kiln_compiler::schedule::layout::strides;
 use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{AttentionDims, Op};
@@ -60,6 +61,8 @@ pub type Number = (&'static str, Argument);
 pub struct Gradient {
     /// The gradient of the result.
     pub d_out: View,
+    /// The result, where the kernel reads it.
+    pub out: Option<View>,
     /// Largest scores and sums of exponentials.
     pub stats: View,
     /// `d_scale`, `inner` and, with dropout, `d_factor`.
@@ -147,8 +150,12 @@ impl Operands {
                 if dims.dropout {
                     numbers.push(("d_factor", read.number(input(at.forward + 4))?));
                 }
+                let out = result_of_forward(graph, node)
+                    .filter(|&out| kernel.reads.contains(&Buffer::Value(out)))
+                    .and_then(|out| read.stored(out));
                 Some(Gradient {
                     d_out: read.window(own)?,
+                    out,
                     stats: read.stored(input(at.forward))?,
                     numbers,
                 })
@@ -187,6 +194,13 @@ impl Operands {
 }
 
 impl Operands {
+    /// The result, where the gradient reads it and 16 bytes of it can be read at once.
+    pub fn given_result(&self) -> Option<&View> {
+        let out = self.gradient.as_ref()?.out.as_ref()?;
+        let bytes = if out.ctype == "float" { 4 } else { 2 };
+        (out.ctype == self.query.ctype && out.rows_begin_at(16 / bytes)).then_some(out)
+    }
+
     /// The elements that tensor cores multiply: 16-bit ones, or TF32 where f32 may be rounded. None if
     /// tensor cores may not compute this, or if 16 bytes of a tensor cannot be copied at once.
     pub fn tensor_element(&self, options: &EmitOptions<'_>) -> Option<Element> {

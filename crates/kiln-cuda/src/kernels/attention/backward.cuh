@@ -14,6 +14,8 @@
 // What the gradient has besides the operands of the forward.
 template <class C> struct kiln_attention_gradient {
     const typename C::stored* d_out;
+    // The result, where C says that it is given.
+    const typename C::stored* out;
     const typename C::real* stats;
     typename C::real d_scale, inner, d_factor;
     // Between the kernels: delta of each row; for each tile of rows whether `fill` counts beside its scores.

@@ -35,20 +35,48 @@ template <class C> unsigned kiln_attention_kept_in_columns(
     return bits;
 }
 
-// As kiln_attention_hidden_in_rows, in the order of these bits.
+// As kiln_attention_hidden_in_rows, in the order of these bits, for 16 keys for each of `bits`.
 template <class C>
-unsigned kiln_attention_hidden_in_columns(const kiln_attention_plane<C>& plane, int query, int key)
+void kiln_attention_hidden_in_columns(
+    const kiln_attention_plane<C>& plane, int query, int key, unsigned (&bits)[C::MT])
 {
-    query += threadIdx.x % 4 * 2;
-    key += threadIdx.x % 32 / 4;
-    unsigned bits = 0;
-    #pragma unroll
-    for (int n = 0; n < C::NT; n++) {
+    typedef typename C::hidden_view view;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if constexpr (C::NT == 4 && C::MT <= 2 && C::hidden && C::keys % 4 == 0 && view::vectors) {
+        // A lane reads the bytes of one query and all keys of the warp, four at a time, and the lanes exchange them as bits.
+        kiln_u32 mine = 0;
+        if (query + lane < C::queries) {
+            #pragma unroll
+            for (int i = 0; i < 4 * C::MT; i++) {
+                if (key + 4 * i >= C::keys) continue;
+                const kiln_u32 four = *(const kiln_u32*)(plane.hidden + kiln_attention_place<view>(query + lane, key + 4 * i));
+                mine |= (four * 0x01020408u >> 24 & 15) << (4 * i);
+            }
+        }
         #pragma unroll
-        for (int i = 0; i < 4; i++)
-            bits |= (unsigned)plane.hides(query + 8 * n + i % 2, key + 8 * (i / 2)) << (4 * n + i);
+        for (int m = 0; m < C::MT; m++) bits[m] = 0;
+        #pragma unroll
+        for (int n = 0; n < C::NT; n++) {
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const kiln_u32 theirs = __shfl_sync(0xffffffffu, mine, 8 * n + 2 * t + j) >> g;
+                #pragma unroll
+                for (int m = 0; m < C::MT; m++)
+                    bits[m] |= (theirs >> (16 * m) & 1) << (4 * n + j) | (theirs >> (16 * m + 8) & 1) << (4 * n + 2 + j);
+            }
+        }
+    } else {
+        #pragma unroll
+        for (int m = 0; m < C::MT; m++) {
+            bits[m] = 0;
+            #pragma unroll
+            for (int n = 0; n < C::NT; n++) {
+                #pragma unroll
+                for (int i = 0; i < 4; i++)
+                    bits[m] |= (unsigned)plane.hides(query + 2 * t + 8 * n + i % 2, key + 16 * m + g + 8 * (i / 2)) << (4 * n + i);
+            }
+        }
     }
-    return bits;
 }
 
 // kiln_attention_probability, in short where scores are products times the scale.
@@ -71,6 +99,8 @@ float kiln_attention_tensor_probability(
 
 template <class C> struct kiln_attention_tensor_statistics {
     float most[C::MT][2], share[C::MT][2], delta[C::MT][2], sum[C::MT][2], shift[C::MT][2];
+    // inner delta, where delta is known before the keys.
+    float add[C::MT][2];
 };
 
 // The sum over the four lanes that share a row.
@@ -78,6 +108,106 @@ inline float kiln_attention_row_sum(float x)
 {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Whether gradients of scores are multiplied by the scale behind the last product, not one by one. Of f16 they might leave its range.
+template <class T> struct kiln_attention_has_range { static constexpr bool value = true; };
+template <> struct kiln_attention_has_range<kiln_f16> { static constexpr bool value = false; };
+template <class C> constexpr bool kiln_attention_scales_last()
+{
+    return !C::drop_scores && kiln_attention_has_range<typename C::stored>::value;
+}
+
+// What a power of two is the probability of, less: exp(score - most) / total = 2^(score log2(e) - shift). A row without a sum has no
+// probabilities.
+inline float kiln_attention_shift(float most, float total)
+{
+    return total == 0 ? kiln_attention_infinity<float>() : most * 1.44269504088896341f + log2f(total);
+}
+
+// Delta of a row, which four lanes share: the sum of p dp is the inner product of the result and its gradient, since
+// dp = d_out value^T. Dropout multiplies p by `factor` in the result, and dp by `d_factor`; `factor` is 0 in no program.
+template <class C, class T, class D>
+float kiln_attention_tensor_delta(
+    const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const T* out, const D* d_out, int row)
+{
+    typedef typename C::stored stored;
+    constexpr int EACH = 16 / sizeof(stored);
+    float sum = 0;
+    if (row < C::queries) {
+        #pragma unroll
+        for (int c = 0; c < C::value_width; c += 4 * EACH) {
+            const int column = c + threadIdx.x % 4 * EACH;
+            if (C::value_width % (4 * EACH) != 0 && column >= C::value_width) break;
+            typedef kiln_attention_lanes<stored, EACH> lanes;
+            const lanes a = *(const lanes*)(out + kiln_attention_place<typename C::out_view>(row, column));
+            const lanes b = *(const lanes*)(d_out + kiln_attention_place<typename C::d_out_view>(row, column));
+            #pragma unroll
+            for (int i = 0; i < EACH; i++) sum += kiln_attention_wide(a.at[i]) * kiln_attention_wide(b.at[i]);
+        }
+    }
+    sum = kiln_attention_row_sum(sum);
+    if (C::dropout && !C::drop_scores && o.factor != g.d_factor) sum *= g.d_factor / o.factor;
+    return sum;
+}
+
+// The gradient of a score from its product `x` and `d`: dp, and without dropout `add` as well, which is inner delta. `dropped` gets what
+// multiplies the gradient of the result. Without the scale, where that comes last.
+template <class C, bool PLAIN>
+float kiln_attention_tensor_d_score(
+    const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane, float x,
+    float d, float& dropped, int query, int key, bool hide, bool kept, float most, float share, float shift, float add)
+{
+    if (PLAIN) {
+        x = kiln_fragment_power(x * (o.scale * 1.44269504088896341f) - shift);
+        dropped = x;
+        if (C::dropout) {
+            dropped = kept ? x * o.factor : 0;
+            d = (kept ? d * g.d_factor : 0) + add;
+        }
+        return kiln_attention_scales_last<C>() ? x * d : x * d * g.d_scale;
+    }
+    dropped = 0;
+    if (query >= C::queries || key >= C::keys) return 0;
+    x = kiln_attention_power(plane.score(o, x, query, key, hide, kept), most) * share;
+    dropped = x;
+    if (C::dropout && !C::drop_scores) {
+        dropped = kept ? x * o.factor : 0;
+        d = kept ? d * g.d_factor : 0;
+    }
+    if (C::dropout) d += add;
+    if (hide || (C::drop_scores && !kept)) return 0;
+    if (kiln_attention_scales_last<C>()) return x * d;
+    return x * d * (C::drop_scores ? g.d_scale * g.d_factor : g.d_scale);
+}
+
+// From products of a tile to packed gradients of scores, where delta is known. Without dropout the sums of `dp` began at inner delta.
+template <class C, bool PLAIN>
+void kiln_attention_tensor_d_rows(
+    const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
+    const kiln_attention_tensor_statistics<C>& rows, const float (&p)[C::MT][C::NT][4], const float (&dp)[C::MT][C::NT][4],
+    const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int query, int key,
+    kiln_u32 (&weights)[C::MT][C::NT][kiln_fragment_of<typename C::stored>::WORDS])
+{
+    #pragma unroll
+    for (int m = 0; m < C::MT; m++) {
+        #pragma unroll
+        for (int n = 0; n < C::NT; n++) {
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float ds[2], dropped;
+                #pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const int i = 2 * h + j;
+                    ds[j] = kiln_attention_tensor_d_score<C, PLAIN>(
+                        o, g, plane, p[m][n][i], dp[m][n][i], dropped, query + 16 * m + 8 * h, key + 8 * n + j,
+                        hidden[m] >> (4 * n + i) & 1, kept[m] >> (4 * n + i) & 1, rows.most[m][h], rows.share[m][h],
+                        rows.shift[m][h], rows.add[m][h]);
+                }
+                kiln_fragment_weigh<typename C::stored>(weights[m][n], h, ds[0], ds[1]);
+            }
+        }
+    }
 }
 
 // From products to packed p (dp - shift), then packed p. The shift of a row is the mean of dp so far, with weights p; the sums of what was
@@ -133,7 +263,8 @@ void kiln_attention_tensor_d_scores(
     }
 }
 
-// The gradient of the queries in one pass over the keys, though delta is known behind the last key alone: for any number c of a row
+// The gradient of the queries in one pass over the keys. Delta of a row comes from the result, where this kernel reads that. Elsewhere it is
+// known behind the last key alone; for any number c of a row
 //
 //     sum ds key = sum p (dp - c) key + (c + inner delta) sum p key
 //
@@ -166,10 +297,24 @@ void kiln_attention_tensor_d_query(
     for (int m = 0; m < C::MT; m++) {
         for (int h = 0; h < 2; h++) {
             const int at = row + 16 * m + 8 * h;
+            if (C::given) rows.shift[m][h] = kiln_attention_infinity<float>();
             if (at >= C::queries) continue;
+            const float total = g.stats[(plane.row + at) * 2 + 1];
             rows.most[m][h] = g.stats[(plane.row + at) * 2];
-            rows.share[m][h] = 1 / g.stats[(plane.row + at) * 2 + 1];
+            rows.share[m][h] = 1 / total;
+            if (C::given) rows.shift[m][h] = kiln_attention_shift(rows.most[m][h], total);
             counts = counts || o.fill - rows.most[m][h] > -kiln_attention_reach(o.fill);
+        }
+    }
+    if constexpr (C::given) {
+        const auto out = kiln_attention_head<typename C::out_view>(g.out, plane.batch, plane.head);
+        #pragma unroll
+        for (int m = 0; m < C::MT; m++) {
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                rows.delta[m][h] = kiln_attention_tensor_delta<C>(o, g, out, d_out, row + 16 * m + 8 * h);
+                rows.add[m][h] = g.inner * rows.delta[m][h];
+            }
         }
     }
     static_assert(C::OWN == C::TILE, "one of the counts is for the rows of one block");
@@ -178,7 +323,9 @@ void kiln_attention_tensor_d_query(
         if (threadIdx.x == 0) g.counts[number * C::ROW_TILES + tile] = counts;
     }
     const int end = kiln_attention_keys<C>(first + C::OWN);
-    float sums[2 * C::MT][C::WIDE / 8][4] = {};
+    // Without delta there are two sums of each row.
+    constexpr int SUMS = C::given ? C::MT : 2 * C::MT;
+    float sums[SUMS][C::WIDE / 8][4] = {};
     int place = 0;
     bool left_out = false;
     auto next = [&](int from) {
@@ -197,6 +344,7 @@ void kiln_attention_tensor_d_query(
         kiln_fragment_settle<C, C::OWN, C::WIDE>(own);
         kiln_fragment_settle<C, C::OWN, C::VALUE_WIDE>(own_d_out);
     }
+    int state = at < end ? plane.template state<C::OWN, C::OTHER>(o, first, at) : 0;
     #pragma unroll 1
     while (at < end) {
         const int following = next(at + C::OTHER);
@@ -206,27 +354,44 @@ void kiln_attention_tensor_d_query(
         __syncthreads();
         if (following < end) fetch(following, 1 - place);
         const element* with = tiles + place * BOTH;
-        const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
+        const int coming = following < end ? plane.template state<C::OWN, C::OTHER>(o, first, following) : 0;
         unsigned kept[C::MT] = {}, hidden[C::MT] = {};
         if (state != KILN_ATTENTION_OPEN)
             for (int m = 0; m < C::MT; m++)
                 hidden[m] = kiln_attention_hidden_in_rows<C>(plane, first + warp + 16 * m, at);
         float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
+        if (C::given && !C::dropout) {
+            #pragma unroll
+            for (int m = 0; m < C::MT; m++)
+                #pragma unroll
+                for (int n = 0; n < C::NT; n++)
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) dp[m][n][i] = rows.add[m][i / 2];
+        }
         kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(p, own + warp * PITCH, with);
         kiln_fragment_dot<stored, C::MT, C::NT, C::VALUE_WIDE>(dp, own_d_out + warp * VALUE_PITCH, with + KEYS);
         if (C::dropout)
             for (int m = 0; m < C::MT; m++)
                 kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
-        kiln_u32 weights[2 * C::MT][C::NT][kiln_fragment_of<stored>::WORDS];
-        if (kiln_attention_plain<C>(state, first, at, C::OTHER))
-            kiln_attention_tensor_d_scores<C, true>(
-                o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
-        else
-            kiln_attention_tensor_d_scores<C, false>(
-                o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
-        kiln_fragment_combine<stored, 2 * C::MT, C::NT, C::WIDE>(sums, weights, with);
+        kiln_u32 weights[SUMS][C::NT][kiln_fragment_of<stored>::WORDS];
+        const bool plain = kiln_attention_plain<C>(state, first, at, C::OTHER);
+        if constexpr (C::given) {
+            if (plain)
+                kiln_attention_tensor_d_rows<C, true>(o, g, plane, rows, p, dp, kept, hidden, row, at + column, weights);
+            else
+                kiln_attention_tensor_d_rows<C, false>(o, g, plane, rows, p, dp, kept, hidden, row, at + column, weights);
+        } else {
+            if (plain)
+                kiln_attention_tensor_d_scores<C, true>(
+                    o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
+            else
+                kiln_attention_tensor_d_scores<C, false>(
+                    o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
+        }
+        kiln_fragment_combine<stored, SUMS, C::NT, C::WIDE>(sums, weights, with);
         place = 1 - place;
         at = following;
+        state = coming;
     }
 
     kiln_copies_wait();
@@ -235,36 +400,43 @@ void kiln_attention_tensor_d_query(
         for (int h = 0; h < 2; h++) {
             const int at = row + 16 * m + 8 * h;
             const float delta = rows.delta[m][h];
-            const float rest = rows.shift[m][h] + g.inner * delta;
-            #pragma unroll
-            for (int c = 0; c < C::WIDE / 8; c++)
-                for (int j = 2 * h; j < 2 * h + 2; j++) sums[m][c][j] += rest * sums[C::MT + m][c][j];
+            if constexpr (!C::given) {
+                const float rest = rows.shift[m][h] + g.inner * delta;
+                #pragma unroll
+                for (int c = 0; c < C::WIDE / 8; c++)
+                    for (int j = 2 * h; j < 2 * h + 2; j++) sums[m][c][j] += rest * sums[C::MT + m][c][j];
+            }
             if (at >= C::queries) continue;
-            kiln_fragment_store<typename C::d_query_view, C::WIDE>(result, at, sums[m], h, 1);
+            const float scale = C::given && kiln_attention_scales_last<C>() ? g.d_scale : 1.0f;
+            kiln_fragment_store<typename C::d_query_view, C::WIDE>(result, at, sums[m], h, scale);
             if (threadIdx.x % 4 == 0) g.delta[plane.row + at] = delta;
         }
     }
 }
 
-// From transposed products of a tile to packed weights and gradients of scores. `of_queries` has the statistics of the tile's queries.
+// From transposed products of a tile to packed weights and gradients of scores. `of_queries` has the statistics of the tile's queries: largest
+// score, one over the sum of exponentials, inner delta, shift. Without dropout the sums of `dp` began at inner delta.
 template <class C, bool PLAIN>
 void kiln_attention_tensor_d_columns(
     const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, const kiln_attention_plane<C>& plane,
-    const float (*of_queries)[C::OTHER], const float (&p)[C::MT][C::NT][4], const float (&dp)[C::MT][C::NT][4],
+    const kiln_attention_lanes<float, 2> (*of_queries)[C::OTHER / 2], const float (&p)[C::MT][C::NT][4], const float (&dp)[C::MT][C::NT][4],
     const unsigned (&kept)[C::MT], const unsigned (&hidden)[C::MT], int key, int first,
     kiln_u32 (&of_values)[C::MT][C::NT][kiln_fragment_of<typename C::stored>::WORDS],
     kiln_u32 (&of_keys)[C::MT][C::NT][kiln_fragment_of<typename C::stored>::WORDS])
 {
+    typedef kiln_attention_lanes<float, 2> pair;
     const int column = threadIdx.x % 4 * 2;
     #pragma unroll
     for (int n = 0; n < C::NT; n++) {
-        float most[2], share[2], add[2];
-        #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            most[j] = of_queries[0][8 * n + column + j];
-            share[j] = of_queries[1][8 * n + column + j];
-            add[j] = g.inner * of_queries[2][8 * n + column + j];
+        pair most = {}, share = {}, add = {}, shift = {};
+        const int place = 4 * n + column / 2;
+        if (PLAIN) {
+            shift = of_queries[3][place];
+        } else {
+            most = of_queries[0][place];
+            share = of_queries[1][place];
         }
+        if (C::dropout) add = of_queries[2][place];
         #pragma unroll
         for (int m = 0; m < C::MT; m++) {
             #pragma unroll
@@ -272,11 +444,11 @@ void kiln_attention_tensor_d_columns(
                 float dropped[2], ds[2];
                 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    float x = p[m][n][2 * h + j], d = dp[m][n][2 * h + j];
-                    const float factor = kiln_attention_tensor_probability<C, PLAIN>(
-                        o, g, plane, x, d, dropped[j], first + 8 * n + column + j, key + 16 * m + 8 * h,
-                        hidden[m] >> (4 * n + 2 * h + j) & 1, kept[m] >> (4 * n + 2 * h + j) & 1, most[j], share[j]);
-                    ds[j] = factor == 0 ? 0 : x * (d + add[j]) * factor;
+                    const int i = 2 * h + j;
+                    ds[j] = kiln_attention_tensor_d_score<C, PLAIN>(
+                        o, g, plane, p[m][n][i], dp[m][n][i], dropped[j], first + 8 * n + column + j, key + 16 * m + 8 * h,
+                        hidden[m] >> (4 * n + i) & 1, kept[m] >> (4 * n + i) & 1, most.at[j], share.at[j], shift.at[j],
+                        add.at[j]);
                 }
                 kiln_fragment_weigh<typename C::stored>(of_values[m][n], h, dropped[0], dropped[1]);
                 kiln_fragment_weigh<typename C::stored>(of_keys[m][n], h, ds[0], ds[1]);
@@ -294,8 +466,8 @@ void kiln_attention_tensor_d_key(
     typedef typename kiln_fragment_of<stored>::element element;
     constexpr int PITCH = kiln_fragment_pitch<stored>(C::WIDE), VALUE_PITCH = kiln_fragment_pitch<stored>(C::VALUE_WIDE);
     constexpr int QUERIES = C::OTHER * PITCH, BOTH = QUERIES + C::OTHER * VALUE_PITCH;
-    // Of the queries of two tiles: the largest score, one over the sum of exponentials, delta.
-    __shared__ float statistics[2][3][C::OTHER];
+    // Of the queries of two tiles: what kiln_attention_tensor_d_columns reads.
+    __shared__ kiln_attention_lanes<float, 2> statistics[2][4][C::OTHER / 2];
     element* own = (element*)kiln_dynamic_shared();
     element* own_values = own + C::OWN * PITCH;
     element* tiles = own_values + C::OWN * VALUE_PITCH;
@@ -350,15 +522,18 @@ void kiln_attention_tensor_d_key(
         // What `fetch` has read of them is put down when the tile before is done with. Queries behind the last have no share.
         auto put = [&](int where) {
             if (threadIdx.x >= C::OTHER) return;
-            statistics[where][0][threadIdx.x] = fresh[0];
-            statistics[where][1][threadIdx.x] = fresh[1] == 0 ? 0 : 1 / fresh[1];
-            statistics[where][2][threadIdx.x] = fresh[2];
+            const int at = threadIdx.x / 2, lane = threadIdx.x % 2;
+            statistics[where][0][at].at[lane] = fresh[0];
+            statistics[where][1][at].at[lane] = fresh[1] == 0 ? 0 : 1 / fresh[1];
+            statistics[where][2][at].at[lane] = g.inner * fresh[2];
+            statistics[where][3][at].at[lane] = kiln_attention_shift(fresh[0], fresh[1]);
         };
         int at = next(start);
         if (at < C::queries) {
             fetch(at, place);
             put(place);
         }
+        int state = at < C::queries ? plane.template state<C::OTHER, C::OWN>(o, at, first) : 0;
         #pragma unroll 1
         while (at < C::queries) {
             const int following = next(at + C::OTHER);
@@ -368,12 +543,20 @@ void kiln_attention_tensor_d_key(
             __syncthreads();
             if (following < C::queries) fetch(following, 1 - place);
             const element* with = tiles + place * BOTH;
-            const int state = plane.template state<C::OTHER, C::OWN>(o, at, first);
+            const int coming = following < C::queries ? plane.template state<C::OTHER, C::OWN>(o, following, first) : 0;
             unsigned kept[C::MT] = {}, hidden[C::MT] = {};
-            if (state != KILN_ATTENTION_OPEN)
-                for (int m = 0; m < C::MT; m++)
-                    hidden[m] = kiln_attention_hidden_in_columns<C>(plane, at, first + warp + 16 * m);
+            if (state != KILN_ATTENTION_OPEN) kiln_attention_hidden_in_columns<C>(plane, at, first + warp, hidden);
             float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
+            if (!C::dropout) {
+                #pragma unroll
+                for (int n = 0; n < C::NT; n++) {
+                    const auto add = statistics[place][2][4 * n + threadIdx.x % 4];
+                    #pragma unroll
+                    for (int m = 0; m < C::MT; m++)
+                        #pragma unroll
+                        for (int i = 0; i < 4; i++) dp[m][n][i] = add.at[i % 2];
+                }
+            }
             kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(p, own + warp * PITCH, with);
             kiln_fragment_dot<stored, C::MT, C::NT, C::VALUE_WIDE>(
                 dp, own_values + warp * VALUE_PITCH, with + QUERIES);
@@ -393,6 +576,7 @@ void kiln_attention_tensor_d_key(
             if (following < C::queries) put(1 - place);
             place = 1 - place;
             at = following;
+            state = coming;
         }
     }
 
@@ -403,7 +587,8 @@ void kiln_attention_tensor_d_key(
         for (int h = 0; h < 2; h++) {
             const int at = row + 16 * m + 8 * h;
             if (at >= C::keys) continue;
-            kiln_fragment_store<typename C::d_key_view, C::WIDE>(to_keys, at, d_keys[m], h, 1);
+            const float scale = kiln_attention_scales_last<C>() ? g.d_scale : 1.0f;
+            kiln_fragment_store<typename C::d_key_view, C::WIDE>(to_keys, at, d_keys[m], h, scale);
             kiln_fragment_store<typename C::d_value_view, C::VALUE_WIDE>(to_values, at, d_values[m], h, 1);
         }
     }

@@ -120,13 +120,14 @@ void kiln_attention_tensor_softmax(
                     } else {
                         x = -infinity;
                     }
-                    most = kiln_attention_larger(x, most);
+                    most = fmaxf(x, most);
                 }
             }
-            most = kiln_attention_larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
-            most = kiln_attention_larger(most, __shfl_xor_sync(0xffffffffu, most, 2));
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
             const float base = most == -infinity ? 0 : most;
             const float shrink = kiln_attention_power(rows.most[m][h], base);
+            const float scaled = base * 1.44269504088896341f;
             rows.most[m][h] = most;
             rows.total[m][h] *= shrink;
             #pragma unroll
@@ -134,7 +135,9 @@ void kiln_attention_tensor_softmax(
                 float weight[2];
                 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    weight[j] = kiln_attention_power(s[m][n][2 * h + j], base);
+                    const float x = s[m][n][2 * h + j];
+                    // The difference is exact where scores are `fill`; elsewhere one instruction computes it with the factor.
+                    weight[j] = PLAIN ? kiln_fragment_power(x * 1.44269504088896341f - scaled) : kiln_attention_power(x, base);
                     rows.total[m][h] += weight[j];
                     if (C::dropout && !C::drop_scores)
                         weight[j] = kept[m] >> (4 * n + 2 * h + j) & 1 ? weight[j] * o.factor : 0;
@@ -196,6 +199,7 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             kiln_copies_wait();
             kiln_fragment_settle<C, C::OWN, C::WIDE>(own);
         }
+        int state = at < end ? plane.template state<C::OWN, C::OTHER>(o, first, at) : 0;
         #pragma unroll 1
         while (at < end) {
             const int following = kiln_attention_next<C>(o, plane, first, at + C::OTHER, end, pass == 1, left_out);
@@ -205,7 +209,7 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             __syncthreads();
             if (following < end) fetch(following, 1 - place);
             const element* with = tiles + place * BOTH;
-            const int state = plane.template state<C::OWN, C::OTHER>(o, first, at);
+            const int coming = following < end ? plane.template state<C::OWN, C::OTHER>(o, first, following) : 0;
             unsigned kept[C::MT] = {}, hidden[C::MT] = {};
             if (state != KILN_ATTENTION_OPEN)
                 for (int m = 0; m < C::MT; m++)
@@ -226,6 +230,7 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             kiln_fragment_combine<stored, C::MT, C::NT, C::VALUE_WIDE>(rows.sums, weights, with + KEYS);
             place = 1 - place;
             at = following;
+            state = coming;
         }
     }
 
