@@ -6,7 +6,7 @@ use kiln_compiler::schedule::access::operand_index;
 use kiln_compiler::schedule::class::is_expensive;
 use kiln_compiler::schedule::layout::position;
 use kiln_compiler::schedule::power::power_of_scalar;
-use kiln_graph::op::{Op, RandomKind};
+use kiln_graph::op::{BinaryOp, Op, RandomKind};
 use kiln_graph::{DType, Value};
 
 use super::space::Lanes;
@@ -113,6 +113,9 @@ impl Writer<'_> {
                 self.eval(*x, at)
             }
             op => {
+                if let Some(register) = self.quotient(value, index) {
+                    return register;
+                }
                 let registers: Vec<Register> = data.inputs.iter().map(|&v| self.eval(v, index)).collect();
                 let places = registers.iter().map(|register| register.place);
                 let place = places.fold(Place::default(), Place::and);
@@ -129,6 +132,35 @@ impl Writer<'_> {
                 self.define(dtype, place, &text)
             }
         }
+    }
+
+    /// The value at `index`, if it divides many numbers by one: that of the kernel or of the row.
+    fn quotient(&mut self, value: Value, index: &[Index]) -> Option<Register> {
+        let data = self.graph.def(value);
+        let dtype = self.graph.dtype(value);
+        if !matches!(data.op, Op::Binary(BinaryOp::Div)) || dtype.compute() != DType::F32 {
+            return None;
+        }
+        let [a, b] = [data.inputs[0], data.inputs[1]].map(|operand| self.eval(operand, index));
+        if a.place.level < 2 || b.place.level == 2 {
+            return None;
+        }
+        let divisor = self.divisor(&b);
+        Some(self.define(dtype, a.place.and(b.place), &format!("{divisor}.of({})", a.name)))
+    }
+
+    /// The name of what divides by `register`.
+    fn divisor(&mut self, register: &Register) -> String {
+        if let Some(name) = self.divisors.get(&register.name) {
+            return name.clone();
+        }
+        let name = self.fresh("divisor");
+        self.line(
+            register.place,
+            format!("const kiln_divisor {name}({});", register.name),
+        );
+        self.divisors.insert(register.name.clone(), name.clone());
+        name
     }
 
     /// Runtime scalar number `index`.

@@ -80,6 +80,8 @@ pub(super) struct Writer<'a> {
     pub(super) row_arrays: Vec<String>,
     pub(super) known: FxHashMap<Key, Register>,
     pub(super) slots: FxHashMap<u32, Register>,
+    /// The divisor of each register that divides numbers of points.
+    pub(super) divisors: FxHashMap<String, String>,
     /// Results of row reductions.
     pub(super) reduced: FxHashMap<Value, Register>,
     pub(super) stages: RowStages,
@@ -121,6 +123,7 @@ impl<'a> Writer<'a> {
             row_arrays: Vec::new(),
             known: FxHashMap::default(),
             slots: FxHashMap::default(),
+            divisors: FxHashMap::default(),
             reduced: FxHashMap::default(),
             stages: RowStages::default(),
             equal: space.loops.nest.equal_members(graph),

@@ -34,6 +34,16 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
 
 template <class T> inline float kiln_rounded(float x) { return kiln_widen(kiln_narrow<T>(x)); }
 
+#ifndef KILN_HOST
+// The upper half of a word is what it stands for.
+template <> inline float kiln_rounded<kiln_bf16>(float x)
+{
+    kiln_u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(x), "f"(0.0f));
+    return __uint_as_float(both);
+}
+#endif
+
 // ---- integers ----
 
 template <class T> inline T kiln_add(T a, T b) { return (T)((kiln_u64)a + (kiln_u64)b); }
@@ -127,6 +137,30 @@ inline double kiln_sigmoid(double x)
     const double e = exp(-fabs(x));
     return (x < 0 ? e : 1.0) / (e + 1.0);
 }
+// A divisor of many numbers: a quotient is the product with the inverse, corrected by what is left of the dividend, which rounds as a
+// division does and takes no branch. Divisors near the ends of the range are scaled, and so is the dividend.
+struct kiln_divisor {
+    float by, inverse, scale;
+
+    __device__ explicit kiln_divisor(float x)
+    {
+        const float size = fabsf(x);
+        // 2^64 below 2^-120, 2^-64 above 2^120.
+        scale = size < 7.52316385e-37f ? 18446744073709551616.0f : size > 1.329227996e36f ? 5.42101086e-20f : 1.0f;
+        by = x * scale;
+        inverse = 1.0f / by;
+    }
+
+    // Infinities, zeros and NaN leave nothing to correct.
+    __device__ float of(float a) const
+    {
+        a *= scale;
+        const float first = a * inverse;
+        const float corrected = fmaf(fmaf(-first, by, a), inverse, first);
+        return fabsf(corrected) < kiln_infinity() ? corrected : first;
+    }
+};
+
 inline float kiln_rem(float a, float b)
 {
     return (float)((double)a - (double)b * floor((double)a / (double)b));

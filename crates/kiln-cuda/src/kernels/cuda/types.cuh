@@ -67,18 +67,19 @@ template <> inline kiln_f16 kiln_narrow<kiln_f16>(float x)
 
 #else
 
+// The instruction for two numbers has four times the rate of the one for a single number.
 template <> inline kiln_bf16 kiln_narrow<kiln_bf16>(float x)
 {
-    kiln_bf16 narrow;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(x));
-    return narrow;
+    kiln_u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(0.0f), "f"(x));
+    return { (kiln_u16)both };
 }
 
 template <> inline kiln_f16 kiln_narrow<kiln_f16>(float x)
 {
-    kiln_f16 narrow;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(x));
-    return narrow;
+    kiln_u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(0.0f), "f"(x));
+    return { (kiln_u16)both };
 }
 
 #endif
