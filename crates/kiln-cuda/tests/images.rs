@@ -484,7 +484,7 @@ fn ways(comparison: &Differential<'_>) -> Vec<&'static str> {
                 () if has("ROW_WARPS") && has("HOP0") => "tensor tiles",
                 () if has("ROW_WARPS") => "tensor tiles of a weight",
                 () if text.contains("packed_element(from[") => "tensor pack",
-                () if has("EACH") => "copy",
+                () if has("EACH") || has("PLACES") => "copy",
                 () if has("PIXEL_TILES") && has("HOP0") => "tiles",
                 () if has("ROW_TILES") => "tiles of a weight",
                 () if has("CHANNEL_TILES") => "depthwise weight",
@@ -679,7 +679,26 @@ fn convolutions_of_eights() -> Vec<(String, Convolution, [&'static str; 2])> {
         high: &[1, 2],
         ..square(3, [1, 16], 1, &[9, 8], &[5, 3])
     };
-    let all = eights.chain([("picture", picture), ("gray picture", gray)]);
+    // Rows of windows of an even number of places, rows of the picture that nobody reads, other steps down.
+    let wide = Convolution {
+        stride: &[1, 4],
+        low: &[0, 2],
+        high: &[1, 0],
+        dilation: &[2, 1],
+        ..square(2, [4, 16], 1, &[11, 31], &[3, 4])
+    };
+    let narrow = Convolution {
+        stride: &[3, 2],
+        low: &[0, 0],
+        high: &[0, 0],
+        ..square(3, [1, 40], 1, &[9, 8], &[2, 1])
+    };
+    let all = eights.chain([
+        ("picture", picture),
+        ("gray picture", gray),
+        ("wide picture", wide),
+        ("narrow picture", narrow),
+    ]);
     let typed = all.enumerate().map(|(number, (what, convolution))| {
         let types = types[number % 4];
         (

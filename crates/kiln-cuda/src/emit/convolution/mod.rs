@@ -8,7 +8,8 @@
 //! | a filter for each channel by itself | [`depthwise`] |
 //! | results of a convolution, gradients of its input | [`correlation`]: tiles of pixels by channels |
 //! | gradients of its weight | [`weight`]: tiles of channels by taps, the pixels in chunks |
-//! | both, of 16 bits or where products may round | [`tensor`]: the same tiles on tensor cores; of pictures before cuDNN is asked |
+//! | both, of 16 bits or where products may round | [`tensor`]: the same tiles on tensor cores |
+//! | both, of pictures | [`picture`] and [`tensor`], before cuDNN is asked |
 //! | integers, empty tensors, few channels of a group | [`direct`]: one result a thread |
 //!
 //! A convolution and the gradient of its input are both correlations: a pixel of the result is a sum over
@@ -19,6 +20,7 @@ mod correlation;
 mod depthwise;
 mod direct;
 mod library;
+mod picture;
 mod pixelwise;
 mod tensor;
 mod tile;
@@ -119,7 +121,8 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         }
     };
     if convolution.has_tiles()
-        && let Some(code) = tensor::padded(&convolution, &stored, task, options)
+        && let Some(code) = picture::generate(&convolution, &stored, task, options)
+            .or_else(|| tensor::padded(&convolution, &stored, task, options))
     {
         return Some(code);
     }

@@ -99,7 +99,7 @@ impl TensorTile {
 
 impl Convolution<'_> {
     /// Whether tensor cores may compute it.
-    fn has_tensor_types(&self, options: &EmitOptions<'_>) -> bool {
+    pub(super) fn has_tensor_types(&self, options: &EmitOptions<'_>) -> bool {
         let operands = match self.dtype {
             DType::F32 => options.tf32,
             DType::F16 | DType::BF16 => true,
