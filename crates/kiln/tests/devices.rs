@@ -4,12 +4,16 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use burn_autodiff::Autodiff;
 use burn_backend::ops::FloatTensorOps;
+use burn_core::module::Param;
+use burn_nn::Linear;
+use burn_optim::AdamWConfig;
 use burn_tensor::activation::{gelu, log_softmax, softmax};
 use burn_tensor::module::conv2d;
 use burn_tensor::ops::ConvOptions;
-use burn_tensor::{Distribution, Int, Tensor, TensorData, Tolerance};
-use kiln::{CompileOptions, Kiln, KilnDevice};
+use burn_tensor::{DType, Distribution, Int, Tensor, TensorData, Tolerance};
+use kiln::{CompileOptions, Kiln, KilnDevice, TrainStep, Weights};
 
 fn vector(values: &[f32], device: &KilnDevice) -> Tensor<Kiln, 1> {
     Tensor::from_floats(values, device)
@@ -154,4 +158,58 @@ fn an_index_out_of_range_stops_an_operation_on_the_gpu() {
     let text = message(selected.unwrap_err());
     assert!(text.contains("256"), "{text}");
     assert_eq!(x.sum().into_scalar(), 2.0 * 65536.0);
+}
+
+#[test]
+fn a_step_with_parameters_of_sixteen_bits_trains_on_the_gpu_as_on_the_host() {
+    type B = Autodiff<Kiln>;
+    let Some(gpu) = gpu() else { return };
+    let train = |device: KilnDevice, weights: Weights, autocast: bool| {
+        let numbers = |rows: usize, columns: usize, seed: usize| {
+            let value = |at: usize| ((at * 37 + seed * 101) % 97) as f32 / 97.0 - 0.5;
+            let values: Vec<f32> = (0..rows * columns).map(value).collect();
+            Tensor::<B, 2>::from_data(TensorData::new(values, [rows, columns]), &device)
+        };
+        let model = Linear {
+            weight: Param::from_tensor(numbers(64, 32, 1) * 0.2),
+            bias: Some(Param::from_tensor(Tensor::<B, 1>::zeros([32], &device))),
+        };
+        let loss = |model: &Linear<B>, (x, wanted): (Tensor<B, 2>, Tensor<B, 2>)| {
+            (gelu(model.forward(x)) - wanted).powf_scalar(2.0).mean()
+        };
+        let options = match autocast {
+            true => CompileOptions::default().with_autocast(DType::BF16),
+            false => CompileOptions::default(),
+        };
+        let optim = AdamWConfig::new().with_epsilon(1e-3).init();
+        let step = TrainStep::new(model, optim, loss).with_weights(weights);
+        let mut step = step.with_options(options).build().unwrap();
+        let losses: Vec<f32> = (0..10)
+            .map(|call| {
+                let batch = (numbers(48, 64, call), numbers(48, 32, call + 50));
+                step.step(1e-2, batch).unwrap().into_scalar()
+            })
+            .collect();
+        assert!(step.history().replayed >= 3);
+        let weight = step.into_model().weight.val().inner();
+        assert_eq!(weight.dtype() == DType::F32, weights.has_master());
+        (losses, weight.cast(DType::F32).into_data())
+    };
+    for weights in [
+        Weights::BF16,
+        Weights::BF16.with_master(),
+        Weights::F16.with_master(),
+    ] {
+        for autocast in [false, true] {
+            let (on_host, host) = train(KilnDevice::cpu(), weights, autocast);
+            let (on_gpu, device) = train(gpu, weights, autocast);
+            for (a, b) in on_host.iter().zip(&on_gpu) {
+                assert!(
+                    (a - b).abs() <= 1e-2 * b.abs(),
+                    "{weights:?}: {on_host:?} and {on_gpu:?}"
+                );
+            }
+            device.assert_approx_eq::<f32>(&host, Tolerance::rel_abs(2e-2, 2e-2));
+        }
+    }
 }
