@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The files hold one step, recorded at two sizes; the sizes that follow are those of graphs on the line through them.
-//! Times are the best of several runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread.
+//! Files may follow too, of the same step at other sizes. Times are the best of several runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread.
 
 use std::error::Error;
 use std::time::Instant;
@@ -33,12 +33,20 @@ fn read(path: &str) -> Result<Graph, Box<dyn Error>> {
     Ok(graph)
 }
 
-/// The sizes that `77` or `16..128` names.
-fn sizes(text: &str) -> Result<Vec<i64>, Box<dyn Error>> {
-    Ok(match text.split_once("..") {
+/// The graphs that `77`, `16..128` or the path of a file names, each with a word for it.
+fn graphs(text: &str, line: Option<&Line>) -> Result<Vec<(String, Graph)>, Box<dyn Error>> {
+    if text.ends_with(".kg") {
+        return Ok(vec![(text.to_owned(), read(text)?)]);
+    }
+    let line = line.ok_or("no line leads through the two graphs")?;
+    let sizes: Vec<i64> = match text.split_once("..") {
         Some((from, to)) => (from.parse()?..=to.parse()?).collect(),
         None => vec![text.parse()?],
-    })
+    };
+    let graphs = sizes
+        .iter()
+        .filter_map(|&size| Some((format!("size {size}"), line.at(size)?)));
+    Ok(graphs.collect())
 }
 
 /// The best times of two steps of `graph`, in seconds.
@@ -61,7 +69,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Err("two graphs are wanted".into());
     };
     let (one, two) = (read(one)?, read(two)?);
-    let line = Line::through(&one, &two).ok_or("the graphs differ in more than numbers")?;
+    let line = Line::through(&one, &two);
     let toolchain = Toolchain::detect()?;
     let pool = ThreadPool::new(harness::threads());
     let target = CpuTarget::new(&toolchain, pool.threads());
@@ -74,13 +82,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let timed = rest.iter().any(|word| word == "time");
     for word in rest.iter().filter(|word| *word != "time") {
-        for size in sizes(word)? {
-            let Some(graph) = line.at(size) else { continue };
+        for (what, graph) in graphs(word, line.as_ref())? {
             let start = harness::thread_time();
             let (executable, outcome) = family.compile(&graph)?;
             let spent = harness::thread_time() - start;
             if timed || outcome != Outcome::Known {
-                println!("size {size}: {spent:.1?}, {outcome:?}, {:?}", family.stats());
+                println!("{what}: {spent:.1?}, {outcome:?}, {:?}", family.stats());
             }
             if timed {
                 let alone = CpuExecutable::new(&graph, &options, &target, &toolchain, &cache, &build)?;

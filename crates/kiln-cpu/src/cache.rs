@@ -19,6 +19,7 @@ use crate::error::{CpuError, Result};
 use crate::runtime::abi::{ABI_VERSION, RUNTIME_HEADER};
 use crate::runtime::functions::FunctionLibrary;
 use crate::runtime::library::Library;
+use crate::target::CPU_SOURCES;
 
 /// Starts the key of a step with what every step depends on: Kiln's version, the ABI, compiler, CPU and build
 /// options. Add the rest (graph text, compile options) as fields.
@@ -167,8 +168,8 @@ impl Cache {
         })
     }
 
-    /// The functions of `files`, from the cache or built, stored and loaded, and where they came from. Functions
-    /// have no other identity than their text.
+    /// The functions of `files`, from the cache or built, stored with `payload` and loaded; their key, and where they
+    /// came from. Functions have no other identity than their text.
     ///
     /// # Errors
     /// Those of [`Toolchain::build`] and of [`FunctionLibrary::load`]. Trouble with the cache itself is a warning.
@@ -176,18 +177,18 @@ impl Cache {
         &self,
         name: &str,
         files: &[SourceFile],
+        payload: &str,
         toolchain: &Toolchain,
         options: &BuildOptions,
-    ) -> Result<(FunctionLibrary, Origin)> {
+    ) -> Result<(Key, FunctionLibrary, Origin)> {
         let texts = files.iter().flat_map(|file| [&*file.name, &*file.text]);
-        let key =
-            step_key(toolchain, options).field("functions", Key::of(&texts.collect::<Vec<_>>()).to_string());
-        let key = key.finish();
+        let key = step_key(toolchain, options)
+            .field("sources", CPU_SOURCES)
+            .field("functions", Key::of(&texts.collect::<Vec<_>>()).to_string())
+            .finish();
         let get = || {
-            self.steps.get_if(&key, |found| {
-                let library = FunctionLibrary::load(&found.path).map_err(|error| error.to_string())?;
-                Ok((library, Origin::Cache))
-            })
+            self.stored_functions(&key)
+                .map(|(_, library)| (key, library, Origin::Cache))
         };
         if let Some(found) = get() {
             return Ok(found);
@@ -201,8 +202,16 @@ impl Cache {
         let built = toolchain.build_reusing(files, options, &self.objects)?;
         let library = FunctionLibrary::load(built.path())?;
         if lock.is_some() {
-            self.steps.put_file(&key, built.path(), name, "");
+            self.steps.put_file(&key, built.path(), name, payload);
         }
-        Ok((library, Origin::Built(built.elapsed)))
+        Ok((key, library, Origin::Built(built.elapsed)))
+    }
+
+    /// The functions under `key` with the text beside them, if the cache has them.
+    pub(crate) fn stored_functions(&self, key: &Key) -> Option<(String, FunctionLibrary)> {
+        self.steps.get_if(key, |found| {
+            let library = FunctionLibrary::load(&found.path).map_err(|error| error.to_string())?;
+            Ok((found.payload, library))
+        })
     }
 }

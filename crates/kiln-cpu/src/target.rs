@@ -16,7 +16,7 @@ use crate::policy::POLICY;
 pub const NAME: &str = "cpu";
 
 /// A hash of this crate's sources, for cache keys.
-pub const CPU_SOURCES: &str = env!("KILN_CPU_SOURCES");
+pub(crate) const CPU_SOURCES: &str = env!("KILN_CPU_SOURCES");
 
 /// A CPU that C is generated for.
 #[derive(Clone, Debug, PartialEq)]

@@ -221,3 +221,86 @@ fn shapes_without_elements_are_steps_too() {
         );
     }
 }
+
+/// Convolutions with their gradients, of every kind that has a template of its own, and pooling, on square images.
+fn images(batch: usize, size: usize) -> (Graph, Vec<HostTensor>, Vec<Scalar>) {
+    let (half, quarter) = (size.div_ceil(2), size.div_ceil(2).div_ceil(2));
+    let eighth = quarter.div_ceil(2);
+    let image = |channels: usize, side: usize| format!("f32[{batch},{channels},{side},{side}]");
+    let conv = |stride: usize, pad: usize, groups: usize| {
+        format!(
+            "stride=[{stride},{stride}], pad_low=[{pad},{pad}], pad_high=[{pad},{pad}], dilation=[1,1], groups={groups}"
+        )
+    };
+    let text = format!(
+        "graph @images {{
+  %0 = parameter 0 : {input}
+  %1 = parameter 1 : f32[16,3,7,7]
+  %2 = parameter 2 : f32[32,16,3,3]
+  %3 = parameter 3 : f32[256,32,3,3]
+  %4 = parameter 4 : f32[256,1,3,3]
+  %5 = conv %0, %1 {{{first}}} : {halves}
+  %6, %7 = max_pool_with_indices %5 {{size=[3,3], stride=[2,2], pad_low=[1,1], pad_high=[1,1], dilation=[1,1]}} : \
+         {quarters}, i32[{batch},16,{quarter},{quarter}]
+  %8 = conv %6, %2 {{{second}}} : {wide}
+  %9 = conv %8, %3 {{{third}}} : {eighths}
+  %10 = conv %9, %4 {{{fourth}}} : {eighths}
+  %11 = conv_weight_grad %9, %10 {{{fourth}, kernel=[3,3]}} : f32[256,1,3,3]
+  %12 = conv_input_grad %10, %4 {{{fourth}, input=[{eighth},{eighth}]}} : {eighths}
+  %13 = conv_weight_grad %8, %12 {{{third}, kernel=[3,3]}} : f32[256,32,3,3]
+  %14 = conv_input_grad %12, %3 {{{third}, input=[{quarter},{quarter}]}} : {wide}
+  %15 = conv_weight_grad %6, %14 {{{second}, kernel=[3,3]}} : f32[32,16,3,3]
+  %16 = conv_input_grad %14, %2 {{{second}, input=[{quarter},{quarter}]}} : {quarters}
+  %17 = max_pool_grad %16, %7 {{input=[{half},{half}]}} : {halves}
+  %18 = conv_weight_grad %0, %17 {{{first}, kernel=[7,7]}} : f32[16,3,7,7]
+  %19 = reduce sum %10 {{axes=[2,3]}} : f32[{batch},256]
+  return %19, %11, %13, %15, %18
+}}
+",
+        input = image(3, size),
+        halves = image(16, half),
+        quarters = image(16, quarter),
+        wide = image(32, quarter),
+        eighths = image(256, eighth),
+        first = conv(2, 3, 1),
+        second = conv(1, 1, 1),
+        third = conv(2, 1, 1),
+        fourth = conv(1, 1, 256),
+    );
+    let graph = Graph::parse(&text).unwrap();
+    let (tensors, scalars) = arguments(&graph, 7);
+    (graph, tensors, scalars)
+}
+
+#[test]
+fn convolutions_share_their_kernels() {
+    let family = family(2);
+    assert_eq!(check(&family, &images(2, 32), "size 32"), Outcome::Alone(None));
+    check(&family, &images(2, 48), "size 48");
+    for (batch, size) in [
+        (2, 40),
+        (2, 37),
+        (2, 64),
+        (3, 48),
+        (1, 33),
+        (5, 9),
+        (1, 1),
+        (16, 16),
+    ] {
+        let what = format!("batch {batch}, size {size}");
+        let step = images(batch, size);
+        let outcome = check(&family, &step, &what);
+        println!("{what}: {outcome:?}");
+        assert!(!matches!(outcome, Outcome::Alone(_)), "{what}: {outcome:?}");
+        let (_, outcome) = family.compile(&step.0).unwrap();
+        assert_eq!(outcome, Outcome::Known, "{what}");
+        let (graph, tensors, scalars) = step;
+        let executable = family.compile(&graph).unwrap().0;
+        let constant = family.compile_constant(&graph).unwrap();
+        equal(
+            &run(&executable, &graph, &tensors, &scalars),
+            &run(&constant, &graph, &tensors, &scalars),
+            &format!("{what}: variables and constants"),
+        );
+    }
+}

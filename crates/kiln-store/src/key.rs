@@ -1,6 +1,8 @@
 //! Keys: the identities of entries.
 
 use std::fmt;
+use std::num::ParseIntError;
+use std::str::FromStr;
 
 use sha2::{Digest, Sha256};
 
@@ -24,6 +26,20 @@ impl fmt::Display for Key {
     /// 64 hexadecimal digits, which are also the name of the entry's files.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl FromStr for Key {
+    type Err = ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, ParseIntError> {
+        // What is no byte is no number.
+        let byte = |at: usize| u8::from_str_radix(text.get(2 * at..2 * at + 2).unwrap_or_default(), 16);
+        let mut key = [0; 32];
+        for (at, to) in key.iter_mut().enumerate() {
+            *to = byte(at)?;
+        }
+        Ok(Self(key))
     }
 }
 

@@ -146,6 +146,12 @@ impl Store {
             .ok()
     }
 
+    /// The text that is kept under `key`, if there is one.
+    pub fn noted(&self, key: &Key) -> Option<String> {
+        let (folder, key) = (self.folder()?, key.to_string());
+        fs::read_to_string(Files { folder, key: &key }.note()).ok()
+    }
+
     /// The text that is kept under `key`. If there is none, `make` makes it, once for all processes that
     /// ask at the same time. A text that is not `sound` is made again. Notes are small and no entries:
     /// listings and the limit do not count them.

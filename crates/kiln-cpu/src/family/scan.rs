@@ -40,6 +40,8 @@ pub enum LiteralPlace {
 /// A function definition of a text.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Definition {
+    /// The first byte of its name.
+    pub name: usize,
     /// The byte behind the `(` of its parameters.
     pub parameters: usize,
     /// The byte behind the `{` of its body.
@@ -87,6 +89,7 @@ pub fn scan(text: &str) -> Scanned<'_> {
         depth: 0,
         round: 0,
         opened: 0,
+        name: 0,
         names: Vec::new(),
         function: None,
         constant: false,
@@ -210,6 +213,8 @@ struct Reader {
     round: usize,
     /// The byte behind the last `(` that was opened outside of functions.
     opened: usize,
+    /// The first byte of the word before it.
+    name: usize,
     /// Words since then.
     names: Vec<String>,
     /// The function whose body is open.
@@ -245,6 +250,7 @@ impl Reader {
                     self.function = Some(scanned.definitions.len());
                     self.constant = false;
                     scanned.definitions.push(Definition {
+                        name: self.name,
                         parameters: self.opened,
                         body: end,
                         names: std::mem::take(&mut self.names),
@@ -263,6 +269,10 @@ impl Reader {
                 self.round += 1;
                 if self.round == 1 {
                     self.opened = end;
+                    self.name = match scanned.tokens.last() {
+                        Some(Token::Other { at, .. }) => *at,
+                        _ => at,
+                    };
                     self.names.clear();
                 }
             }
@@ -319,6 +329,7 @@ mod tests {
         assert_eq!(scanned.definitions.len(), 2);
         assert!(text[scanned.definitions[0].parameters..].starts_with("int a"));
         assert_eq!(scanned.definitions[1].names, ["void", "*", "ctx"]);
+        assert!(text[scanned.definitions[1].name..].starts_with("@(void"));
         assert_eq!(scanned.statics.len(), 1);
     }
 }

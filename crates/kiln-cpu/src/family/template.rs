@@ -7,19 +7,49 @@
 use std::sync::Arc;
 
 use rustc_hash::{FxHashMap, FxHashSet};
+use serde::{Deserialize, Serialize};
 
 use super::scan::Kind;
 use super::unit::{Skeleton, Unit};
 
-/// A function in which some numbers are variables.
-#[derive(Debug, Clone)]
-pub struct Template {
-    /// A function that it stands for: the numbers that are no variables are those of this one.
-    pub base: Arc<Unit>,
+/// What functions a template stands for.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Pattern {
+    /// What they are without their numbers.
+    pub skeleton: Skeleton,
+    /// The numbers of one of them: those that are no variables are those of all.
+    pub values: Vec<i64>,
     /// Of each value, the variable that stands for it, if one does.
     pub holes: Vec<Option<usize>>,
     /// Of each variable, the first value that it stands for.
     pub variables: Vec<usize>,
+}
+
+impl Pattern {
+    /// Whether `unit` is one of the functions.
+    pub fn fits(&self, unit: &Unit) -> bool {
+        let variable = |variable: usize| unit.values[self.variables[variable]];
+        unit.skeleton == self.skeleton
+            && self.holes.iter().enumerate().all(|(at, hole)| {
+                let (value, base) = (unit.values[at], self.values[at]);
+                match hole {
+                    None => value == base,
+                    Some(hole) => {
+                        value == variable(*hole)
+                            && (unit.slots[at].kind != Kind::Integer || is_int(value) == is_int(base))
+                    }
+                }
+            })
+    }
+}
+
+/// A function in which some numbers are variables.
+#[derive(Debug, Clone)]
+pub struct Template {
+    /// A function that it stands for.
+    pub base: Arc<Unit>,
+    /// All that it stands for.
+    pub pattern: Pattern,
 }
 
 /// Whether C takes the integer for an `int`.
@@ -44,11 +74,13 @@ impl Template {
             }))
         });
         let holes = holes.collect();
-        Self {
-            base,
+        let pattern = Pattern {
+            skeleton: base.skeleton,
+            values: base.values.clone(),
             holes,
             variables,
-        }
+        };
+        Self { base, pattern }
     }
 
     /// The template of `unit` alone.
@@ -58,23 +90,12 @@ impl Template {
 
     /// Whether `unit` is this template with other numbers for its variables.
     pub fn fits(&self, unit: &Unit) -> bool {
-        let variable = |variable: usize| unit.values[self.variables[variable]];
-        unit.skeleton == self.base.skeleton
-            && self.holes.iter().enumerate().all(|(at, hole)| {
-                let (value, base) = (unit.values[at], self.base.values[at]);
-                match hole {
-                    None => value == base,
-                    Some(hole) => {
-                        value == variable(*hole)
-                            && (unit.slots[at].kind != Kind::Integer || is_int(value) == is_int(base))
-                    }
-                }
-            })
+        self.pattern.fits(unit)
     }
 
     /// The C type of a variable.
     pub fn ctype(&self, variable: usize) -> &'static str {
-        let at = self.variables[variable];
+        let at = self.pattern.variables[variable];
         match self.base.slots[at].kind {
             Kind::Integer if is_int(self.base.values[at]) => "int",
             Kind::Integer | Kind::Long => "long",

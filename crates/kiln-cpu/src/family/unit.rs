@@ -7,14 +7,16 @@
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::reach::Reach;
 use super::scan::{Kind, Literal, LiteralPlace, Scanned, Token, scan};
-use crate::emit::calls::{Convention, StepFunction};
+use crate::emit::calls::StepFunction;
 use crate::kernels::Helper;
 
 /// What a text is without its numbers.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Skeleton([u8; 32]);
 
 /// A function, its skeleton and its values.
@@ -61,17 +63,12 @@ pub struct Layout<'a> {
     pub own: Vec<usize>,
     /// Calls of helpers.
     pub sites: Vec<Site>,
-    /// Whether each function of the text can reach a table of numbers.
-    pub reaches: Vec<bool>,
+    /// How the functions of the text come by a table of numbers.
+    pub reach: Reach,
     /// All values.
     values: Vec<i64>,
     slots: Vec<Slot>,
     skeleton: Skeleton,
-}
-
-/// Whether the definition with the `(` of its parameters before byte `at` is the function `@` itself.
-pub fn is_entry(text: &str, at: usize) -> bool {
-    text[..at.saturating_sub(1)].trim_end().ends_with('@')
 }
 
 impl<'a> Layout<'a> {
@@ -79,24 +76,12 @@ impl<'a> Layout<'a> {
     pub fn of(function: &'a StepFunction, helpers: &mut Helpers) -> Self {
         let text = &*function.text;
         let scanned = scan(text);
-        let reaches: Vec<bool> = scanned
-            .definitions
-            .iter()
-            .map(|definition| {
-                let has = |name: &str| definition.names.iter().any(|it| it == name);
-                match function.convention {
-                    Convention::Task(_) => has("ctx"),
-                    Convention::Kernel(_) => {
-                        has("ctx") || has("args") || is_entry(text, definition.parameters)
-                    }
-                }
-            })
-            .collect();
+        let reach = Reach::of(text, &scanned, &function.convention);
         let mut layout = Self {
             scanned,
             own: Vec::new(),
             sites: Vec::new(),
-            reaches,
+            reach,
             values: Vec::new(),
             slots: Vec::new(),
             skeleton: Skeleton([0; 32]),
@@ -119,7 +104,7 @@ impl<'a> Layout<'a> {
                     self.own.push(self.values.len());
                     self.values.push(literal.value);
                     let free = match literal.place {
-                        LiteralPlace::Body(function) => self.reaches[function],
+                        LiteralPlace::Body(function) => self.reach.table[function].is_some(),
                         LiteralPlace::Constant => false,
                     };
                     self.slots.push(Slot {
@@ -150,7 +135,7 @@ impl<'a> Layout<'a> {
                         definition,
                     });
                     self.values.extend(known.literals.iter().map(|it| it.value));
-                    let reaches = definition.is_some_and(|definition| self.reaches[definition]);
+                    let reaches = definition.is_some_and(|definition| self.reach.table[definition].is_some());
                     self.slots.extend(known.literals.iter().map(|it| Slot {
                         kind: it.kind,
                         free: reaches && matches!(it.place, LiteralPlace::Body(_)),

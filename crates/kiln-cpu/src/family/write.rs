@@ -7,9 +7,11 @@
 use std::fmt::Write as _;
 
 use rustc_hash::FxHashMap;
+use serde::{Deserialize, Serialize};
 
+use super::reach::{Reach, Table};
 use super::template::Template;
-use super::unit::{Helpers, Layout, Site, is_entry};
+use super::unit::{Helpers, Layout, Site};
 use crate::build::SourceFile;
 use crate::emit::calls::Convention;
 use crate::emit::tree::Functions;
@@ -18,7 +20,7 @@ use crate::kernels::Helper;
 use crate::runtime::abi::ABI_VERSION;
 
 /// A template as a function of an object.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Written {
     /// Its name.
     pub name: String,
@@ -52,11 +54,11 @@ impl Writer {
         let bodies: Vec<usize> = layout.scanned.definitions.iter().map(|it| it.body).collect();
         let body_of = |at: usize| bodies.iter().rposition(|&body| body <= at);
         for (literal, &value) in layout.scanned.literals.iter().zip(&layout.own) {
-            let Some(variable) = template.holes[value] else {
+            let Some(variable) = template.pattern.holes[value] else {
                 continue;
             };
             places.entry(variable).or_insert_with(|| {
-                table.push(template.variables[variable]);
+                table.push(template.pattern.variables[variable]);
                 table.len() - 1
             });
             text.replace(literal.at, literal.length, format!("kiln_v{variable}"));
@@ -77,6 +79,9 @@ impl Writer {
         }
         let mut called = Vec::new();
         let mut reached = vec![false; used.len()];
+        for call in &layout.reach.calls {
+            reached[call.caller] = true;
+        }
         for site in &layout.sites {
             let helper = &function.helpers[site.helper];
             let (helper, more) = self.helper(template, site, helper, known);
@@ -107,27 +112,18 @@ impl Writer {
             if used[number].is_empty() && !reached[number] {
                 continue;
             }
-            let entry = is_entry(&function.text, definition.parameters);
-            let has = |name: &str| definition.names.iter().any(|it| it == name);
-            let mut head = match &function.convention {
-                Convention::Task(count) => {
-                    format!("\nconst int64_t *const kiln_table = ((const int64_t *const *)ctx)[{count}];\n")
+            let mut head = match &layout.reach.table[number] {
+                Some(Table::At(expression)) => {
+                    format!("\nconst int64_t *const kiln_table = {expression};\n")
                 }
-                Convention::Kernel(_) if entry => "\n".to_owned(),
-                Convention::Kernel(_) if has("args") => {
-                    "\nconst int64_t *const kiln_table = args->kiln_table;\n".to_owned()
-                }
-                Convention::Kernel(_) => {
-                    "\nconst int64_t *const kiln_table = ((const struct @_args *)ctx)->kiln_table;\n"
-                        .to_owned()
-                }
+                Some(Table::Parameter) | None => "\n".to_owned(),
             };
             for &variable in &used[number] {
                 declare(&mut head, template.ctype(variable), variable, places[&variable]);
             }
             text.insert(definition.body, head);
         }
-        let text = self.connect(template, text);
+        let text = connect(&function.convention, &layout.reach, text);
         let prototype = |name: &str| match &function.convention {
             Convention::Task(_) => format!("void {name}(void *ctx, int64_t begin, int64_t end, int thread);"),
             Convention::Kernel(_) => {
@@ -146,36 +142,6 @@ impl Writer {
         Written { name, table }
     }
 
-    /// Takes the table to the parts of a kernel, and adds a function that calls the kernel with a list of pointers.
-    fn connect(&self, template: &Template, mut text: Rewriting<'_>) -> String {
-        let function = &template.base.function;
-        let Convention::Kernel(types) = &function.convention else {
-            return text.finish();
-        };
-        let source = &*function.text;
-        let after = |pattern: &str| source.find(pattern).map(|at| at + pattern.len());
-        if let Some(at) = after("struct @_args {") {
-            text.insert(at, "\n    const int64_t *kiln_table;".into());
-        }
-        if let Some(at) = after("struct @_args args = {") {
-            text.insert(at, ".kiln_table = kiln_table, ".into());
-        }
-        if let Some(at) = after("void @(") {
-            text.insert(at, "const int64_t *const kiln_table, ".into());
-        }
-        let list = types.iter().enumerate();
-        let list: Vec<String> = list.map(|(at, ctype)| format!("({ctype})list[{at}]")).collect();
-        let mut text = text.finish();
-        let _ = write!(
-            text,
-            "void @_call(const kiln_runtime *rt, void *const *list, char *workspace) {{\n    @((const int64_t *)list[{}], rt, {}{}workspace);\n}}\n",
-            types.len(),
-            list.join(", "),
-            if list.is_empty() { "" } else { ", " },
-        );
-        text
-    }
-
     /// The helper that is called at `site`, and the values that its table is made of.
     fn helper(
         &mut self,
@@ -188,7 +154,7 @@ impl Writer {
         // Variables by their first use here: helpers that vary alike are one function.
         let mut order: Vec<usize> = Vec::new();
         let count = literals.literals.len();
-        let holes: Vec<Option<usize>> = template.holes[site.first..site.first + count]
+        let holes: Vec<Option<usize>> = template.pattern.holes[site.first..site.first + count]
             .iter()
             .map(|hole| {
                 hole.map(|variable| {
@@ -202,7 +168,7 @@ impl Writer {
         let name = self.helper_name(helper, &holes);
         let table: Vec<usize> = order
             .iter()
-            .map(|&variable| template.variables[variable])
+            .map(|&variable| template.pattern.variables[variable])
             .collect();
         if order.is_empty() && name == helper.name {
             return (helper.clone(), table);
@@ -277,6 +243,36 @@ impl Writer {
         files.push(SourceFile::new("functions.c", index));
         files
     }
+}
+
+/// Takes the table to the parts of a kernel, and adds a function that calls the kernel with a list of pointers.
+fn connect(convention: &Convention, reach: &Reach, mut text: Rewriting<'_>) -> String {
+    let Convention::Kernel(types) = convention else {
+        return text.finish();
+    };
+    for arguments in &reach.arguments {
+        text.insert(arguments.fields, "\n    const int64_t *kiln_table;".into());
+        for &at in &arguments.made {
+            text.insert(at, ".kiln_table = kiln_table, ".into());
+        }
+    }
+    for &at in &reach.parameters {
+        text.insert(at, "const int64_t *const kiln_table, ".into());
+    }
+    for call in &reach.calls {
+        text.insert(call.at, "kiln_table, ".into());
+    }
+    let list = types.iter().enumerate();
+    let list: Vec<String> = list.map(|(at, ctype)| format!("({ctype})list[{at}]")).collect();
+    let mut text = text.finish();
+    let _ = write!(
+        text,
+        "void @_call(const kiln_runtime *rt, void *const *list, char *workspace) {{\n    @((const int64_t *)list[{}], rt, {}{}workspace);\n}}\n",
+        types.len(),
+        list.join(", "),
+        if list.is_empty() { "" } else { ", " },
+    );
+    text
 }
 
 /// `const int kiln_v3 = kiln_table[0]`, and that it is not negative.

@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 
 use kiln_compiler::{Contract, Options, compile, identity, log_step, numbered};
 use kiln_graph::Graph;
+use kiln_store::Key;
 use smallvec::SmallVec;
 
 use crate::build::{BuildOptions, Toolchain};
-use crate::cache::{Cache, Origin, StepSource, step_key};
+use crate::cache::{Cache, CachedStep, Origin, StepSource, step_key};
 use crate::error::{CpuError, StepError};
 use crate::runtime::arenas::Claim;
 use crate::runtime::library::{Step, StepArguments, StepHooks};
@@ -45,6 +46,21 @@ pub struct CpuExecutable {
     pub stages: Vec<(&'static str, Duration)>,
 }
 
+/// The key of the step of `graph` in the cache.
+fn key(
+    graph: &Graph,
+    options: &Options,
+    target: &CpuTarget,
+    toolchain: &Toolchain,
+    build: &BuildOptions,
+) -> Key {
+    let fields = identity::fields(graph, options, target).into_iter();
+    let key = step_key(toolchain, build);
+    fields
+        .fold(key, |key, (name, value)| key.field(name, value))
+        .finish()
+}
+
 impl CpuExecutable {
     /// Compiles `graph`, or finds it in `cache`.
     ///
@@ -59,11 +75,7 @@ impl CpuExecutable {
         build: &BuildOptions,
     ) -> Result<Self, StepError> {
         let start = Instant::now();
-        let fields = identity::fields(graph, options, target).into_iter();
-        let key = step_key(toolchain, build);
-        let key = fields
-            .fold(key, |key, (name, value)| key.field(name, value))
-            .finish();
+        let key = key(graph, options, target, toolchain, build);
         if let Some(folder) = &options.debug {
             // What is written there must not depend on what the cache holds.
             let compiled = compile(graph, options, target)?;
@@ -90,6 +102,47 @@ impl CpuExecutable {
                 payload,
             })
         })?;
+        let mut step = Self::of_cached(graph, options, target, cached)?;
+        step.compile_time = compile_time;
+        step.stages.splice(0..0, stages);
+        tracing::info!(
+            name = graph.name,
+            kernels = step.contract.kernels.len(),
+            arena = step.contract.arena_bytes,
+            ?compile_time,
+            build_time = ?step.build_time,
+            "step ready"
+        );
+        Ok(step)
+    }
+
+    /// The step of `graph` if `cache` has it.
+    ///
+    /// # Errors
+    /// If what stands beside it cannot be read.
+    pub fn cached(
+        graph: &Graph,
+        options: &Options,
+        target: &CpuTarget,
+        toolchain: &Toolchain,
+        cache: &Cache,
+        build: &BuildOptions,
+    ) -> Result<Option<Self>, StepError> {
+        if cache.folder().is_none() {
+            return Ok(None);
+        }
+        let found = cache.get(&key(graph, options, target, toolchain, build));
+        found
+            .map(|found| Self::of_cached(graph, options, target, found))
+            .transpose()
+    }
+
+    fn of_cached(
+        graph: &Graph,
+        options: &Options,
+        target: &CpuTarget,
+        cached: CachedStep,
+    ) -> Result<Self, StepError> {
         let contract: Contract =
             serde_json::from_str(&cached.payload).map_err(|error| StepError::Description {
                 name: graph.name.clone(),
@@ -97,6 +150,7 @@ impl CpuExecutable {
             })?;
         let contract = contract.with_lines_of(graph);
         log_step(&graph.name, options.keep, &contract);
+        let mut stages = Vec::new();
         let build_time = match cached.origin {
             Origin::Cache => Duration::ZERO,
             Origin::Built(elapsed) => elapsed,
@@ -105,14 +159,6 @@ impl CpuExecutable {
             stages.push(("cc", build_time));
         }
         stages.push(("load", cached.load_time));
-        tracing::info!(
-            name = graph.name,
-            kernels = contract.kernels.len(),
-            arena = contract.arena_bytes,
-            ?compile_time,
-            ?build_time,
-            "step ready"
-        );
         Ok(Self {
             name: graph.name.clone(),
             step: cached.library.step(),
@@ -120,7 +166,7 @@ impl CpuExecutable {
             contract,
             threads: target.threads,
             from_cache: matches!(cached.origin, Origin::Cache),
-            compile_time,
+            compile_time: Duration::ZERO,
             build_time,
             stages,
         })

@@ -4,7 +4,7 @@
 //! family, whatever their shapes; a family compiles what no earlier member had (`kiln_cpu::family`).
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kiln_compiler::Options;
 use kiln_cpu::family::{Family, Outcome};
@@ -17,10 +17,13 @@ use super::process::CACHE;
 /// share.
 const FAMILIES: usize = 16;
 
+/// Families, the newest first, each with its first graph.
+type List = Vec<(Arc<Graph>, Arc<Family>)>;
+
 /// See the module.
 #[derive(Default)]
 pub struct Families {
-    list: Mutex<Vec<(Arc<Graph>, Arc<Family>)>>,
+    list: Mutex<List>,
 }
 
 impl Families {
@@ -30,15 +33,12 @@ impl Families {
     ///
     /// As [`CpuExecutable::new`].
     pub(super) fn known(&self, graph: &Graph) -> Result<Option<CpuExecutable>, StepError> {
-        let family = self.find(graph);
+        let family = find(&self.list(), graph);
         family.map_or(Ok(None), |family| family.known(graph))
     }
 
-    /// The family of `graph`, if there is one.
-    fn find(&self, graph: &Graph) -> Option<Arc<Family>> {
-        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = list.iter().find(|(first, _)| has_structure_of(graph, first));
-        known.map(|(_, family)| family.clone())
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The step of `graph`, and what it took. All graphs that this is called with have the same options and
@@ -54,16 +54,24 @@ impl Families {
         toolchain: &Toolchain,
         debug: Option<&Path>,
     ) -> Result<(CpuExecutable, Outcome), StepError> {
-        let family = self.find(graph).unwrap_or_else(|| {
-            let build = BuildOptions::default();
-            let family = Arc::new(Family::new(options, target, toolchain, &CACHE, &build));
-            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-            list.truncate(FAMILIES - 1);
-            list.insert(0, (graph.clone(), family.clone()));
-            family
-        });
+        let family = {
+            let mut list = self.list();
+            find(&list, graph).unwrap_or_else(|| {
+                let build = BuildOptions::default();
+                let family = Arc::new(Family::new(options, target, toolchain, &CACHE, &build));
+                list.truncate(FAMILIES - 1);
+                list.insert(0, (graph.clone(), family.clone()));
+                family
+            })
+        };
         family.compile_into(graph, debug)
     }
+}
+
+/// The family of `graph`, if there is one.
+fn find(list: &List, graph: &Graph) -> Option<Arc<Family>> {
+    let known = list.iter().find(|(first, _)| has_structure_of(graph, first));
+    known.map(|(_, family)| family.clone())
 }
 
 /// Whether two graphs have the same operations on the same operands.
