@@ -7,6 +7,7 @@
 //!
 //! The files hold one step, recorded at two sizes; the sizes that follow are those of graphs on the line through them.
 //! Files may follow too, of the same step at other sizes. Times are the best of several runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread.
+//! `CACHE=folder` keeps what is built there, for another run.
 
 use std::error::Error;
 use std::time::Instant;
@@ -31,6 +32,11 @@ fn read(path: &str) -> Result<Graph, Box<dyn Error>> {
     let mut graph = harness::read(path)?;
     assign_phases(&mut graph);
     Ok(graph)
+}
+
+/// The cache in the folder `CACHE`, or none.
+fn cache() -> Cache {
+    std::env::var("CACHE").map_or_else(|_| Cache::disabled(), |folder| Cache::at(folder, 1 << 30))
 }
 
 /// The graphs that `77`, `16..128` or the path of a file names, each with a word for it.
@@ -73,12 +79,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let toolchain = Toolchain::detect()?;
     let pool = ThreadPool::new(harness::threads());
     let target = CpuTarget::new(&toolchain, pool.threads());
-    let (options, build, cache) = (Options::default(), BuildOptions::default(), Cache::disabled());
+    let (options, build, cache) = (Options::default(), BuildOptions::default(), cache());
     let family = Family::new(&options, &target, &toolchain, &cache, &build);
     for graph in [&one, &two] {
         let start = Instant::now();
-        let (_, outcome) = family.compile(graph)?;
+        let (executable, outcome) = family.compile(graph)?;
         println!("{:.1?}: {outcome:?}, {:?}", start.elapsed(), family.stats());
+        println!("   {:.1?}", executable.stages);
     }
     let timed = rest.iter().any(|word| word == "time");
     for word in rest.iter().filter(|word| *word != "time") {

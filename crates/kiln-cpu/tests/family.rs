@@ -2,6 +2,7 @@
 //! compiled alone, and the interpreter.
 
 use kiln_compiler::Options;
+use kiln_cpu::family::Varying;
 use kiln_cpu::{
     BuildOptions, Cache, CpuExecutable, CpuTarget, Family, Outcome, StepError, ThreadPool, Toolchain,
 };
@@ -13,19 +14,17 @@ mod support;
 
 /// A family for `threads` threads, quick to build.
 fn family(threads: usize) -> Family {
+    family_in(threads, &Cache::disabled())
+}
+
+fn family_in(threads: usize, cache: &Cache) -> Family {
     let toolchain = Toolchain::detect().unwrap();
     let build = BuildOptions {
         level: kiln_cpu::OptLevel::Quick,
         ..BuildOptions::default()
     };
     let target = CpuTarget::new(&toolchain, threads);
-    Family::new(
-        &Options::default(),
-        &target,
-        &toolchain,
-        &Cache::disabled(),
-        &build,
-    )
+    Family::new(&Options::default(), &target, &toolchain, cache, &build)
 }
 
 /// A training step over sequences of `length`.
@@ -169,6 +168,56 @@ fn threads_run_two_shapes_at_once() {
             });
         }
     });
+}
+
+#[test]
+fn marked_lengths_are_sampled_in_their_range() {
+    let length = |input| Varying {
+        input,
+        dim: 1,
+        range: 20..=24,
+    };
+    // Lengths stand in the first two inputs, as dimension 1.
+    let (graph, ..) = step(2, 20);
+    let inputs =
+        (0..graph.parameters().len()).filter(|&at| graph.shape(graph.parameters()[at]).get(1) == Some(&20));
+    let varying: Vec<Varying> = inputs.map(length).collect();
+    assert!(!varying.is_empty());
+    let family = family(2).with_varying(varying);
+    check(&family, &step(2, 20), "length 20");
+    check(&family, &step(2, 23), "length 23");
+    let builds = family.stats().builds;
+    for length in [21, 22, 24] {
+        check(&family, &step(2, length), &format!("length {length}"));
+    }
+    assert!(family.stats().builds <= builds + 1, "{:?}", family.stats());
+    check(&family, &step(2, 31), "a length outside of the range");
+}
+
+#[test]
+fn another_process_starts_from_the_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = || Cache::at(folder.path(), 1 << 30);
+    let one = family_in(2, &cache());
+    check(&one, &step(2, 20), "length 20");
+    check(&one, &step(2, 27), "length 27");
+    // Another process has another family, and the cache.
+    let two = family_in(2, &cache());
+    let first = step(2, 27);
+    assert_eq!(check(&two, &first, "length 27 again"), Outcome::Known);
+    assert_eq!(two.stats().builds, 0);
+    let (exact, outcome) = two.compile(&step(2, 20).0).unwrap();
+    assert_eq!(outcome, Outcome::Known);
+    assert!(exact.from_cache, "the step was compiled for exactly this length");
+    assert!(two.known(&first.0).unwrap().is_some());
+    // What is not there is learnt as ever, and is on disk then.
+    check(&two, &step(2, 3), "length 3");
+    let three = family_in(2, &cache());
+    assert_eq!(check(&three, &step(2, 3), "length 3 again"), Outcome::Known);
+    assert_eq!(three.stats().builds, 0);
+    // Other kernels are not taken for these.
+    let four = family_in(2, &cache());
+    assert_eq!(check(&four, &images(1, 5), "images"), Outcome::Alone(None));
 }
 
 /// Rows of a table by indices, of `count` indices.

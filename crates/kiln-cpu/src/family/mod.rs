@@ -215,6 +215,8 @@ impl Family {
         };
         let functions = missing.positions.len();
         let mut step = self.bind(&state, graph, *missing)?;
+        step.compile_time += built.sample_time;
+        step.stages.push(("samples", built.sample_time));
         step.build_time = built.elapsed;
         if built.elapsed > Duration::ZERO {
             step.stages.push(("cc", built.elapsed));

@@ -94,6 +94,7 @@ pub fn scan(text: &str) -> Scanned<'_> {
         function: None,
         constant: false,
         static_from: None,
+        brackets: 0,
     };
     let bytes = text.as_bytes();
     let mut at = 0;
@@ -223,6 +224,14 @@ struct Reader {
     constant: bool,
     /// Where a `static` declaration of the body began.
     static_from: Option<usize>,
+    /// Literals before the last row of `[..]` began.
+    brackets: usize,
+}
+
+/// Whether the last of `tokens` are these.
+fn ends_with(tokens: &[Token<'_>], words: &[&str]) -> bool {
+    let is = |(token, word): (&Token<'_>, &&str)| matches!(token, Token::Other { text, .. } if text == word);
+    tokens.len() >= words.len() && tokens[tokens.len() - words.len()..].iter().zip(words).all(is)
 }
 
 impl Reader {
@@ -257,7 +266,14 @@ impl Reader {
                     });
                 }
                 self.depth += 1;
+                if ends_with(&scanned.tokens, &["]", "="]) {
+                    // C initialises no array of a variable size.
+                    for literal in &mut scanned.literals[self.brackets..] {
+                        literal.place = LiteralPlace::Constant;
+                    }
+                }
             }
+            "[" if !ends_with(&scanned.tokens, &["]"]) => self.brackets = scanned.literals.len(),
             "}" => {
                 self.depth = self.depth.saturating_sub(1);
                 if self.depth == 0 {
@@ -300,7 +316,7 @@ mod tests {
     #[test]
     fn literals_have_a_kind_and_a_function() {
         let text = "struct @_args { float x[3]; };\n/* of 17 */ static void f(int a) { static const int t[] = {4}; g(5, 0.5f, 2.5, \
-                    6u, 0x7, \"8\", INT64_C(11)); }\nvoid @(void *ctx) { switch (x) { case 9: return 10; } }";
+                    6u, 0x7, \"8\", INT64_C(11)); int b[12][13] = {14}, c[15]; }\nvoid @(void *ctx) { switch (x) { case 9: return 10; } }";
         let scanned = scan(text);
         let found: Vec<(Kind, f64, LiteralPlace)> = scanned
             .literals
@@ -322,6 +338,10 @@ mod tests {
                 (Kind::Float, 0.5, LiteralPlace::Body(0)),
                 (Kind::Double, 2.5, LiteralPlace::Body(0)),
                 (Kind::Long, 11.0, LiteralPlace::Body(0)),
+                (Kind::Integer, 12.0, LiteralPlace::Constant),
+                (Kind::Integer, 13.0, LiteralPlace::Constant),
+                (Kind::Integer, 14.0, LiteralPlace::Body(0)),
+                (Kind::Integer, 15.0, LiteralPlace::Body(0)),
                 (Kind::Integer, 9.0, LiteralPlace::Constant),
                 (Kind::Integer, 10.0, LiteralPlace::Body(1)),
             ]

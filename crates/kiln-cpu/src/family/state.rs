@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kiln_graph::{Fingerprint, Graph};
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::template::{Pattern, Template, generalise};
+use super::template::{Found, Pattern, generalise};
 use super::unit::{Skeleton, Unit, Units};
 use super::write::Written;
 use super::{FamilyStats, Planned};
@@ -82,19 +82,19 @@ impl State {
     }
 
     /// Templates for all units of the samples that none stands for yet.
-    pub fn new_templates(&self) -> Vec<Template> {
+    pub fn new_templates(&self) -> Vec<Found> {
         let mut seen = FxHashSet::default();
         let all = self.samples.iter().flatten();
         let mut missing: Vec<&Arc<Unit>> = all
             .filter(|unit| seen.insert(Arc::as_ptr(unit)) && self.find(unit).is_none())
             .collect();
-        let mut templates = generalise(&self.samples);
-        templates.retain(|template| {
+        let mut found = generalise(&self.samples);
+        found.retain(|it| {
             let before = missing.len();
-            missing.retain(|unit| !template.fits(unit));
+            missing.retain(|unit| !it.template.fits(unit));
             missing.len() < before
         });
-        templates
+        found
     }
 
     /// What the first of the `missing` functions computes, and how it differs from those that are known.

@@ -34,6 +34,8 @@ struct StoredFunction {
 pub(super) struct Built {
     /// Its key in the cache.
     key: Key,
+    /// Time of finding the templates.
+    pub sample_time: Duration,
     /// Time of the C compiler; zero if the cache had the object.
     pub elapsed: Duration,
     /// Whether the cache had it.
@@ -70,6 +72,7 @@ impl Family {
         };
         Ok(Built {
             key,
+            sample_time: Duration::ZERO,
             elapsed,
             from_cache: origin == Origin::Cache,
         })

@@ -164,9 +164,18 @@ impl Cluster {
     }
 }
 
+/// A template that samples show.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// The template.
+    pub template: Template,
+    /// Samples that have a function of it.
+    pub samples: usize,
+}
+
 /// Templates for all functions of `samples`: the functions of steps of several shapes, each step's in the order of
 /// first use.
-pub fn generalise(samples: &[Vec<Arc<Unit>>]) -> Vec<Template> {
+pub fn generalise(samples: &[Vec<Arc<Unit>>]) -> Vec<Found> {
     let mut skeletons: FxHashMap<Skeleton, usize> = FxHashMap::default();
     let mut groups: Vec<Vec<(usize, Arc<Unit>)>> = Vec::new();
     for (sample, units) in samples.iter().enumerate() {
@@ -200,7 +209,7 @@ fn common_integers(samples: &[Vec<Arc<Unit>>]) -> FxHashSet<i64> {
 }
 
 /// Templates for functions of one skeleton, each with the sample it comes from.
-fn generalise_group(group: &[(usize, Arc<Unit>)], common: &FxHashSet<i64>) -> Vec<Template> {
+fn generalise_group(group: &[(usize, Arc<Unit>)], common: &FxHashSet<i64>) -> Vec<Found> {
     let samples: FxHashSet<usize> = group.iter().map(|(sample, _)| *sample).collect();
     let mut having: FxHashMap<&[i64], FxHashSet<usize>> = FxHashMap::default();
     for (sample, unit) in group {
@@ -243,6 +252,13 @@ fn generalise_group(group: &[(usize, Arc<Unit>)], common: &FxHashSet<i64>) -> Ve
             .filter(|(number, _)| !placed.contains(number));
         clusters.extend(alone.map(|(_, unit)| Cluster::new(sample, unit)));
     }
-    let varying = clusters.into_iter().map(|cluster| cluster.template(common));
-    fixed.into_iter().chain(varying).collect()
+    let fixed = fixed.into_iter().map(|template| Found {
+        template,
+        samples: samples.len(),
+    });
+    let varying = clusters.into_iter().map(|cluster| Found {
+        samples: cluster.samples.len(),
+        template: cluster.template(common),
+    });
+    fixed.chain(varying).collect()
 }
