@@ -216,6 +216,11 @@ fn another_process_starts_from_the_disk() {
     assert_eq!(check(&three, &step(2, 3), "length 3 again"), Outcome::Known);
     assert_eq!(three.stats().builds, 0);
     // Other kernels are not taken for these.
+    // A step that is there for exactly its length keeps nobody from finding the others.
+    let exact = family_in(2, &cache());
+    check(&exact, &step(2, 20), "length 20, exactly");
+    assert_eq!(check(&exact, &step(2, 27), "length 27 after it"), Outcome::Known);
+    assert_eq!(exact.stats().builds, 0);
     let four = family_in(2, &cache());
     assert_eq!(check(&four, &images(1, 5), "images"), Outcome::Alone(None));
 }

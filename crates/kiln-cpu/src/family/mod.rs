@@ -249,6 +249,7 @@ impl Family {
     /// Plans `graph`, and looks for its functions.
     fn find(&self, state: &mut State, graph: &Graph) -> Result<Search, StepError> {
         let start = Instant::now();
+        self.load(graph, state);
         let planned = self.plan(graph)?;
         let units = state.look_up(&planned);
         let positions = state.missing(&units);

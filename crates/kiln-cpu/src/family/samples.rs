@@ -21,6 +21,10 @@ const SIZES: [usize; 2] = [16, 128];
 /// Nodes of all these samples: planning as many takes a core some three seconds.
 const NODES: usize = 200_000;
 
+/// Most nodes of a graph that is sampled at six sizes between powers of two. A larger one is at four, because planning
+/// takes long.
+const LARGE: usize = 2000;
+
 /// Characters of C that the second shape may bring for others than itself. A hundred thousand take a core about a
 /// second.
 const SECOND: usize = 64 << 10;
@@ -58,7 +62,9 @@ impl Family {
     ) -> Result<Built, CpuError> {
         let start = Instant::now();
         match state.learned {
-            0 => self.sample(state, graph, sample_sizes),
+            0 => self.sample(state, graph, |sizes| {
+                sample_sizes(sizes, graph.num_nodes() > LARGE)
+            }),
             1 => self.sample(state, graph, |sizes| {
                 all_sizes(sizes, NODES / graph.num_nodes().max(1))
             }),
@@ -171,14 +177,19 @@ fn within(budget: usize, found: Vec<Found>, wanted: impl Fn(&Template) -> bool) 
 }
 
 /// Sizes at which a line is sampled: small and large ones, powers of two, odd and even ones.
-fn sample_sizes((one, two): (i64, i64)) -> Vec<i64> {
+fn sample_sizes((one, two): (i64, i64), few: bool) -> Vec<i64> {
     let most = one.max(two).max(16).unsigned_abs().next_power_of_two() as i64;
     let least = (one.min(two) / 4).max(one.min(two).clamp(1, 8));
     let mut sizes = Vec::new();
     let mut power = 1 << least.ilog2();
     while power <= most {
-        for sixteenth in [16, 17, 19, 22, 25, 29] {
-            sizes.push(power * sixteenth / 16 + i64::from(sixteenth == 19));
+        let sixteenths: &[i64] = if few {
+            &[16, 19, 25, 29]
+        } else {
+            &[16, 17, 19, 22, 25, 29]
+        };
+        for sixteenth in sixteenths {
+            sizes.push(power * sixteenth / 16 + i64::from(*sixteenth == 19));
         }
         power *= 2;
     }

@@ -33,6 +33,8 @@ pub(super) struct State {
     pub sampled: FxHashSet<Fingerprint>,
     /// How often functions were built.
     pub learned: usize,
+    /// Whether what the cache has was loaded.
+    pub loaded: bool,
     pub known: Vec<Known>,
     by_skeleton: FxHashMap<Skeleton, Vec<usize>>,
     /// Why each graph is compiled on its own, if sizes cannot be variables.

@@ -94,8 +94,12 @@ impl Family {
         }
     }
 
-    /// Loads the objects of the family of `graph` that the cache lists, and says whether it has any.
+    /// Loads the objects of the family of `graph` that the cache lists, if that was not done before, and says
+    /// whether anything is known.
     pub(super) fn load(&self, graph: &Graph, state: &mut State) -> bool {
+        if std::mem::replace(&mut state.loaded, true) {
+            return !state.known.is_empty();
+        }
         for number in 0..LISTED {
             let Some(note) = self.cache.notes().noted(&self.note(graph, number)) else {
                 break;
@@ -114,6 +118,8 @@ impl Family {
                 add(state, functions, library);
             }
         }
+        // Another process has sampled what a second shape needs.
+        state.learned = usize::from(!state.known.is_empty());
         !state.known.is_empty()
     }
 
