@@ -21,14 +21,16 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kiln_graph::{CollectiveKind, DType};
+use kiln_profile::Category;
 
 use crate::error::Error;
+use crate::link::is_small;
 use crate::mpi::{Failure, Functions, Request};
 use crate::sum::sum;
 
 /// A sum of up to this many bytes, times the number of ranks, takes one exchange: a second one costs more
 /// than the bytes that it saves.
-const ONE_EXCHANGE: usize = 64 << 10;
+pub(crate) const ONE_EXCHANGE: usize = 64 << 10;
 
 /// No message is longer: MPI counts in 31 bits.
 const LONGEST: usize = 1 << 30;
@@ -227,11 +229,14 @@ impl Engine {
             return self.exchange(order, &[], &none, &none, true);
         };
         let bytes = order.task.bytes;
+        let _span = kiln_profile::span_with(Category::Ranks, || {
+            format!("{kind} of {} kB", bytes.div_ceil(1000)).into()
+        });
         // SAFETY: the order's memory is the engine's until the order is done; the slice is gone before `to`
         // is written.
         let operand = || unsafe { std::slice::from_raw_parts(order.from, bytes) };
         match kind {
-            CollectiveKind::AllReduce if bytes * self.size <= ONE_EXCHANGE => {
+            CollectiveKind::AllReduce if is_small(bytes, self.size) => {
                 let all = vec![0..bytes; self.size];
                 self.exchange(order, operand(), &all, &all, true)?;
                 self.add(order, 0..bytes, mean, 0);

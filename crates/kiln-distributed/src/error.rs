@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::environment::Launcher;
+
 /// Why ranks could not be connected, or a collective did not finish.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -30,7 +32,7 @@ pub enum Error {
         tried: String,
     },
     /// A library is no MPI library that is known.
-    #[error("{library} is neither Open MPI nor MPICH: {reason}")]
+    #[error("{library} is neither Open MPI nor MPICH, nor has it the interface of MPI 5: {reason}")]
     UnknownLibrary {
         /// Its name.
         library: String,
@@ -40,7 +42,8 @@ pub enum Error {
     /// The MPI library does not know the ranks that the launcher started.
     #[error(
         "mixed world: {launcher} started rank {rank} of {size}, but {library} says that this is rank {found_rank} of \
-         {found_size}. The library belongs to another MPI than the launcher; name the right one in KILN_MPI"
+         {found_size}. {}",
+        remedy(launcher)
     )]
     MixedWorld {
         /// Who started the process.
@@ -59,7 +62,8 @@ pub enum Error {
     /// Something that only GPUs exchange was asked of ranks that `torchrun` started.
     #[error(
         "{what} of {bytes} bytes: the {size} ranks that torchrun started exchange large data over NCCL, between \
-         GPUs, and there is none here. On CPUs ranks are connected by MPI: start them with `mpirun -n {size}` or `srun`"
+         GPUs, and there is none here. On CPUs ranks are connected by MPI, which torchrun does not start: start them with \
+         `mpirun -n {size} PROGRAM` (Debian: openmpi-bin), or with `srun --mpi=pmix PROGRAM` in a Slurm job"
     )]
     Torchrun {
         /// Number of ranks.
@@ -186,6 +190,17 @@ pub enum Error {
     /// An earlier collective failed, and nothing connects the ranks any more.
     #[error("the ranks are no longer connected: {0}")]
     Broken(String),
+}
+
+/// What to do where a launcher and a library do not know each other.
+fn remedy(launcher: &str) -> &'static str {
+    match launcher == Launcher::Slurm.name() {
+        true => {
+            "srun gave the library no way to the other ranks: start them with `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` \
+             for MPICH (`srun --mpi=list` shows which there are), or with `mpirun` inside the job"
+        }
+        false => "The library belongs to another MPI than the launcher; name the right one in KILN_MPI",
+    }
 }
 
 /// Some ranks, in words.

@@ -21,6 +21,8 @@
 //!   that another rank does not take part in is an error on both ([`Error::Differs`]).
 //! - [`nccl`] is NCCL's table, and a GPU among those of all ranks; what queues its collectives is in kiln-cuda.
 //! - Nothing here speaks to a network but `rendezvous`: facts and NCCL's id of ranks that `torchrun` started.
+//! - [`Link`] says how long a collective takes, from two numbers that [`World::link`] measures once.
+//! - [`imagine`] gives a world of one process that computes as one of several ranks, for what is predicted.
 //! - Knows buffers and element types; no graph, no tensors, no Burn.
 
 mod agree;
@@ -28,6 +30,7 @@ mod carried;
 mod engine;
 mod environment;
 mod error;
+mod link;
 mod mpi;
 pub mod nccl;
 mod rendezvous;
@@ -37,4 +40,5 @@ mod world;
 pub use carried::Carrier;
 pub use environment::{Launcher, Place};
 pub use error::Error;
-pub use world::{Operands, Options, Ticket, World, current, init, init_with};
+pub use link::{Link, UnknownLink};
+pub use world::{Operands, Options, Ticket, World, current, imagine, init, init_with};

@@ -1,11 +1,12 @@
-//! The functions of MPI that Kiln calls, in the two binary interfaces that are in use.
+//! The functions of MPI that Kiln calls, in the three binary interfaces that there are.
 //!
-//! MPI standardises source code, not binaries: the type of a handle (of a communicator, a type, a request)
+//! Before version 5 MPI standardised source code, not binaries: the type of a handle (of a communicator, a type, a request)
 //! differs from library to library. Open MPI's handles are addresses, and its predefined objects are
 //! exported symbols. In MPICH and the MPIs that follow it (Intel's, Cray's, MVAPICH) handles are integers,
-//! and the header gives those of predefined objects. The functions are otherwise the same, so one table,
-//! generic in the handle, serves both. Kiln does not use the interface that MPI 5 fixed for all libraries:
-//! a library that has it also has one of these two.
+//! and the header gives those of predefined objects. MPI 5 fixes an interface for all libraries, which have it
+//! in a library of its own (`libmpi_abi.so`): handles are addresses, and those of predefined objects small
+//! numbers (the MPI Forum's header, github.com/mpi-forum/mpi-abi-stubs). The functions are otherwise the same,
+//! so one table, generic in the handle, serves all three.
 //!
 //! Ten functions suffice, because Kiln computes all sums itself and sends everything as bytes from one rank
 //! to another.
@@ -15,11 +16,26 @@ use std::ffi::{c_char, c_int, c_void};
 use crate::environment::{Launcher, Place};
 use crate::error::Error;
 
-/// `MPI_THREAD_FUNNELED`: one thread makes all calls. The same number in both interfaces.
+/// `MPI_THREAD_FUNNELED`: one thread makes all calls. The same number in Open MPI and MPICH.
 const FUNNELED: c_int = 1;
 
+/// `MPI_THREAD_FUNNELED` in the interface of MPI 5.
+const STANDARD_FUNNELED: c_int = 1024;
+
+/// `MPI_COMM_WORLD`, `MPI_BYTE` and `MPI_ERRORS_RETURN` in the interface of MPI 5.
+const STANDARD_OBJECTS: [usize; 3] = [0x101, 0x247, 0x142];
+
+/// What the name of a library with that interface begins with.
+const STANDARD: &str = "libmpi_abi";
+
 /// Names of Open MPI's library, the usual ones first.
-const OPEN_MPI: &[&str] = &["libmpi.so.40", "libmpi.so.80", "libmpi.so"];
+const OPEN_MPI: &[&str] = &[
+    "libmpi.so.40",
+    "libmpi.so.80",
+    "libmpi.so",
+    "libmpi_abi.so.1",
+    "libmpi_abi.so.0",
+];
 
 /// Names of MPICH's library and of those that follow it.
 const MPICH: &[&str] = &[
@@ -28,6 +44,8 @@ const MPICH: &[&str] = &[
     "libmpich.so",
     "libmpi_cray.so.12",
     "libmpi.so",
+    "libmpi_abi.so.1",
+    "libmpi_abi.so.0",
 ];
 
 /// Why a function failed: its name and its code.
@@ -109,13 +127,15 @@ struct Table<H> {
     world: H,
     byte: H,
     errors_return: H,
+    /// `MPI_THREAD_FUNNELED`.
+    funneled: c_int,
     /// Last, so that nothing above outlives the mapping it points into.
     _library: libloading::Library,
 }
 
 impl<H: Handle> Table<H> {
     /// Looks the functions up. `objects` are the predefined handles.
-    fn new(library: libloading::Library, objects: [H; 3]) -> Result<Self, String> {
+    fn new(library: libloading::Library, objects: [H; 3], funneled: c_int) -> Result<Self, String> {
         // SAFETY: the names are those of MPI's functions, whose C declarations the fields have.
         unsafe fn of<F: Copy>(library: &libloading::Library, name: &str) -> Result<F, String> {
             // SAFETY: as above.
@@ -139,6 +159,7 @@ impl<H: Handle> Table<H> {
                 world,
                 byte,
                 errors_return,
+                funneled,
                 _library: library,
             })
         }
@@ -163,7 +184,7 @@ impl<H: Handle> Functions for Table<H> {
             check("MPI_Initialized", (self.initialized)(&mut already))?;
             if already == 0 {
                 let none = std::ptr::null_mut();
-                let code = (self.init_thread)(std::ptr::null_mut(), none, FUNNELED, &mut level);
+                let code = (self.init_thread)(std::ptr::null_mut(), none, self.funneled, &mut level);
                 check("MPI_Init_thread", code)?;
             }
             let code = (self.comm_set_errhandler)(self.world, self.errors_return);
@@ -268,7 +289,8 @@ pub(crate) fn load(place: &Place, named: Option<String>) -> Result<(Box<dyn Func
     })
 }
 
-/// The interface of a library, by whether it exports Open MPI's communicator.
+/// The interface of a library: that of MPI 5 by its name, the others by whether it exports Open MPI's
+/// communicator.
 fn functions(library: libloading::Library, name: &str) -> Result<Box<dyn Functions>, Error> {
     let unknown = |reason: String| Error::UnknownLibrary {
         library: name.to_owned(),
@@ -279,9 +301,21 @@ fn functions(library: libloading::Library, name: &str) -> Result<Box<dyn Functio
         let found = library.get::<*mut c_void>(symbol.as_bytes());
         found.ok().and_then(|symbol| symbol.try_as_raw_ptr())
     };
+    let file = std::path::Path::new(name).file_name().unwrap_or_default();
+    if file.to_string_lossy().starts_with(STANDARD) {
+        if address("MPI_Abi_get_version").is_none() {
+            return Err(unknown(
+                "it has not the interface of MPI 5 that its name promises".into(),
+            ));
+        }
+        let objects = STANDARD_OBJECTS.map(<*mut c_void>::from_bits);
+        let table = Table::<*mut c_void>::new(library, objects, STANDARD_FUNNELED).map_err(unknown)?;
+        return Ok(Box::new(table));
+    }
     let objects = ["ompi_mpi_comm_world", "ompi_mpi_byte", "ompi_mpi_errors_return"].map(address);
     if let [Some(world), Some(byte), Some(errors)] = objects {
-        let table = Table::<*mut c_void>::new(library, [world, byte, errors]).map_err(unknown)?;
+        let table = Table::<*mut c_void>::new(library, [world, byte, errors], FUNNELED);
+        let table = table.map_err(unknown)?;
         return Ok(Box::new(table));
     }
     if address("MPIR_Process").is_none()
@@ -292,7 +326,9 @@ fn functions(library: libloading::Library, name: &str) -> Result<Box<dyn Functio
     }
     // Of MPICH's header; fixed by the agreement of the MPIs that follow it (the MPICH ABI initiative).
     let objects = [0x4400_0000, 0x4c00_010d, 0x5400_0001];
-    Ok(Box::new(Table::<c_int>::new(library, objects).map_err(unknown)?))
+    Ok(Box::new(
+        Table::<c_int>::new(library, objects, FUNNELED).map_err(unknown)?,
+    ))
 }
 
 /// Opens a library so that its own plugins find its symbols.

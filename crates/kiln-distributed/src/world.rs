@@ -1,8 +1,9 @@
 //! The ranks, as the program sees them.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use kiln_graph::{CollectiveKind, DType};
 
@@ -11,8 +12,10 @@ use crate::carried::{Carried, Carrier, Carriers};
 use crate::engine::{Done, Engine, Order, Task, What};
 use crate::environment::{Launcher, Place};
 use crate::error::Error;
+use crate::link::{self, Link};
 use crate::mpi;
 use crate::rendezvous::{Meeting, Star};
+use crate::sum::sum;
 
 /// How long ranks wait for each other where one of them may be busy for long: while it compiles, or writes its last
 /// checkpoint.
@@ -50,10 +53,14 @@ struct Inner {
     place: Place,
     timeout: Duration,
     library: Option<String>,
-    /// None where there is one rank.
+    /// None where there is one process.
     orders: Option<Mutex<Sender<Order>>>,
     /// What moves large operands where no MPI does.
     carriers: Carriers,
+    /// How long collectives take, once that was measured.
+    link: OnceLock<Link>,
+    /// Nanoseconds that callers have waited for collectives.
+    waited: AtomicU64,
 }
 
 impl std::fmt::Debug for dyn Carrier {
@@ -105,14 +112,46 @@ pub fn current() -> Option<World> {
     Some(World { inner })
 }
 
-fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
-    let alone = |place| Inner {
-        place,
-        timeout: options.timeout,
-        library: None,
-        orders: None,
-        carriers: Carriers::default(),
+/// A world of `ranks` ranks of which this process is rank 0, and in which all others hold what it holds: each collective
+/// gives at once what it would give then. A step that is compiled for so many ranks runs in it, without them; that is how
+/// their time is predicted.
+///
+/// # Errors
+/// [`Error::Broken`] if the process is in a world, or was in one.
+pub fn imagine(ranks: usize) -> Result<World, Error> {
+    let mut world = WORLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if world.is_some() {
+        return Err(Error::Broken(
+            "the process has a world, and cannot imagine another one".into(),
+        ));
+    }
+    let place = Place {
+        size: ranks.max(1),
+        ..Place::ALONE
     };
+    let inner = Arc::new(Inner::of_one_process(place, Options::default().timeout));
+    if ranks > 1 {
+        *world = Some(Arc::downgrade(&inner));
+    }
+    Ok(World { inner })
+}
+
+impl Inner {
+    fn of_one_process(place: Place, timeout: Duration) -> Self {
+        Self {
+            place,
+            timeout,
+            library: None,
+            orders: None,
+            carriers: Carriers::default(),
+            link: OnceLock::new(),
+            waited: AtomicU64::new(0),
+        }
+    }
+}
+
+fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
+    let alone = |place| Inner::of_one_process(place, options.timeout);
     if place.size == 1 {
         return Ok(Arc::new(alone(place)));
     }
@@ -161,6 +200,7 @@ fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
     spawned.map_err(|error| Error::Broken(format!("no thread for them could be started: {error}")))?;
     let gone = |_| Error::Broken("the thread that connects them ended".into());
     let library = connected.recv().map_err(gone)??;
+    kiln_profile::set_rank(u32::try_from(place.rank).unwrap_or(u32::MAX - 1));
     tracing::info!(target: "kiln", rank = place.rank, size = place.size, library, "ranks are connected");
     let mut connected = alone(place);
     connected.library = Some(library);
@@ -178,6 +218,7 @@ fn meet(place: Place, timeout: Duration) -> Result<(Sender<Order>, Carriers), Er
     let thread = std::thread::Builder::new().name("kiln ranks".into());
     let spawned = thread.spawn(move || engine.run(&incoming));
     spawned.map_err(|error| Error::Broken(format!("no thread for them could be started: {error}")))?;
+    kiln_profile::set_rank(u32::try_from(place.rank).unwrap_or(u32::MAX - 1));
     tracing::info!(target: "kiln", rank = place.rank, size = place.size, "ranks have met");
     Ok((orders, carriers))
 }
@@ -189,7 +230,7 @@ pub struct Ticket {
     /// None where there was nothing to do.
     done: Option<Arc<Done>>,
     /// Keeps the connection.
-    _world: World,
+    world: World,
 }
 
 impl std::fmt::Debug for Done {
@@ -205,7 +246,14 @@ impl Ticket {
     /// If another rank did not take part in time, or does something else, or MPI fails. The result is then
     /// undefined.
     pub fn wait(mut self) -> Result<(), Error> {
-        self.done.take().map_or(Ok(()), |done| done.wait())
+        let Some(done) = self.done.take() else {
+            return Ok(());
+        };
+        let begun = Instant::now();
+        let result = done.wait();
+        let waited = begun.elapsed().as_nanos() as u64;
+        self.world.inner.waited.fetch_add(waited, Ordering::Relaxed);
+        result
     }
 }
 
@@ -309,6 +357,35 @@ impl World {
         self.inner.timeout
     }
 
+    /// How long the program has waited for collectives since the ranks were connected: communication that nothing
+    /// hid, and what the ranks waited for each other.
+    pub fn waited(&self) -> Duration {
+        Duration::from_nanos(self.inner.waited.load(Ordering::Relaxed))
+    }
+
+    /// How long collectives take. The first call measures it, which takes some milliseconds, and gives rank 0's
+    /// result to all; so all ranks make it at the same place of their program. None where no MPI connects them.
+    ///
+    /// # Errors
+    /// As [`World::all_reduce`].
+    pub fn link(&self) -> Result<Option<Link>, Error> {
+        // What connects GPUs that torchrun started carries no operand of the host.
+        if self.inner.orders.is_none() || self.inner.place.launcher == Launcher::Torchrun {
+            return Ok(None);
+        }
+        if let Some(link) = self.inner.link.get() {
+            return Ok(Some(*link));
+        }
+        let link = *self.inner.link.get_or_init({
+            let link = link::measure(self)?;
+            move || link
+        });
+        if self.is_first() {
+            tracing::info!(target: "kiln", ranks = self.size(), "the link between the ranks: {link}");
+        }
+        Ok(Some(link))
+    }
+
     /// Begins a collective. It goes on while the program does something else, behind those that were begun before.
     ///
     /// # Errors
@@ -352,8 +429,8 @@ impl World {
             return wrong(format!("they do not divide among {} ranks", self.size()));
         }
         let Some(orders) = &self.inner.orders else {
-            // SAFETY: alone, each collective gives its operand; both have `bytes`, and may overlap.
-            unsafe { std::ptr::copy(from, to, bytes) };
+            // SAFETY: the caller's promise.
+            unsafe { self.give(&operands) };
             return Ok(self.ticket(None));
         };
         let task = Task {
@@ -376,10 +453,49 @@ impl World {
         Ok(self.ticket(Some(done)))
     }
 
+    /// The result of a collective where this is the only process: all ranks have its operand.
+    ///
+    /// # Safety
+    /// As [`World::start`].
+    unsafe fn give(&self, operands: &Operands) {
+        let &Operands {
+            kind,
+            mean,
+            dtype,
+            from,
+            bytes,
+            to,
+            ..
+        } = operands;
+        let count = match kind {
+            CollectiveKind::ReduceScatter => bytes / self.size(),
+            _ => bytes,
+        };
+        match kind {
+            // Equal numbers have themselves for a mean.
+            CollectiveKind::AllReduce | CollectiveKind::ReduceScatter if !(mean && dtype.is_float()) => {
+                // SAFETY: the operand has `bytes`.
+                let own = unsafe { std::slice::from_raw_parts(from, count) }.to_vec();
+                // SAFETY: the result has `count`; the operand is not read any more.
+                let out = unsafe { std::slice::from_raw_parts_mut(to, count) };
+                sum(dtype, &vec![&own[..]; self.size()], false, out);
+            }
+            CollectiveKind::AllGather => {
+                for rank in (0..self.size()).rev() {
+                    // SAFETY: the result has `bytes` for each rank. Where it begins with the operand, that is
+                    // written last, with itself.
+                    unsafe { std::ptr::copy(from, to.add(rank * bytes), bytes) };
+                }
+            }
+            // SAFETY: operand and result have so many bytes, and may overlap.
+            _ => unsafe { std::ptr::copy(from, to, count) },
+        }
+    }
+
     fn ticket(&self, done: Option<Arc<Done>>) -> Ticket {
         Ticket {
             done,
-            _world: self.clone(),
+            world: self.clone(),
         }
     }
 

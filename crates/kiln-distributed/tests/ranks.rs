@@ -5,7 +5,7 @@
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use kiln_distributed::{Error, Options, Place, World, init, init_with};
+use kiln_distributed::{Error, Options, Place, World, imagine, init, init_with};
 use kiln_graph::collective::combine;
 use kiln_graph::{Collective, CollectiveKind, DType, HostTensor};
 
@@ -76,7 +76,10 @@ fn a_part() {
     match part.as_str() {
         "collectives" => collectives(&init().expect("the ranks are connected")),
         "overlap" => overlap(&init().expect("the ranks are connected")),
+        "buckets" => buckets(&init().expect("the ranks are connected")),
+        "link" => link(&init().expect("the ranks are connected")),
         "agreement" => agreement(&init().expect("the ranks are connected")),
+        "imagined" => imagined(),
         "hang" => hang(),
         "death" => death(),
         "early end" => early_end(),
@@ -196,6 +199,99 @@ fn overlap(world: &World) {
         let sum: usize = (0..world.size()).map(|rank| rank + k).sum();
         assert!(buffer.iter().all(|&x| x == sum as f32));
     }
+}
+
+/// Numbers whose sums round, added up whole and in pieces of every kind: below and above the size of a sum in one
+/// exchange, with bounds inside of blocks and vectors.
+fn buckets(world: &World) {
+    const COUNT: usize = 60_000;
+    let number = |i: usize| {
+        let x = ((i * 2_654_435_761 + world.rank() * 40_503) % 1_000_003) as f32;
+        (x - 5e5) / (1.0 + (i % 977) as f32)
+    };
+    for dtype in [DType::F32, DType::BF16] {
+        let operand = HostTensor::from_floats(dtype, [COUNT], (0..COUNT).map(|i| f64::from(number(i))));
+        for mean in [false, true] {
+            let mut whole = operand.bytes().to_vec();
+            world
+                .all_reduce(dtype, mean, &mut whole)
+                .expect("every rank adds up");
+            for piece in [1237, 4096, 20_001, COUNT - 1] {
+                let mut pieces = operand.bytes().to_vec();
+                for piece in pieces.chunks_mut(piece * dtype.size()) {
+                    world.all_reduce(dtype, mean, piece).expect("every rank adds up");
+                }
+                assert!(pieces == whole, "pieces of {piece} {dtype}, mean {mean}");
+            }
+        }
+    }
+}
+
+fn link(world: &World) {
+    let link = world
+        .link()
+        .expect("every rank measures")
+        .expect("there are several");
+    assert!(
+        link.bandwidth > 0.0 && link.latency >= 0.0 && link.message > 0.0,
+        "{link}"
+    );
+    let numbers = [link.bandwidth, link.latency, link.message];
+    let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
+    let all = world.all_gather(&bytes).expect("every rank gives");
+    assert!(
+        all.chunks(bytes.len()).all(|other| other == bytes),
+        "all have rank 0's"
+    );
+    // The second call measures nothing: ranks may call it when they like.
+    if world.is_first() {
+        assert_eq!(world.link(), Ok(Some(link)));
+    }
+    assert!(!world.waited().is_zero());
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    let (words, _) = bytes.as_chunks::<4>();
+    words.iter().map(|&word| f32::from_ne_bytes(word)).collect()
+}
+
+fn imagined() {
+    let world = imagine(3).expect("the process is in no world");
+    assert_eq!((world.rank(), world.size(), world.link()), (0, 3, Ok(None)));
+    let ranks = vec![operand(DType::F32, 6, 0); 3];
+    let own = ranks[0].bytes();
+    for (mean, kind) in [
+        (false, CollectiveKind::AllReduce),
+        (true, CollectiveKind::AllReduce),
+        (false, CollectiveKind::ReduceScatter),
+        (true, CollectiveKind::ReduceScatter),
+        (false, CollectiveKind::AllGather),
+    ] {
+        let collective = Collective {
+            mean,
+            ..Collective::new(kind, 3)
+        };
+        let expected = combine(&collective, &ranks).expect("it fits")[0].clone();
+        let given = match kind {
+            CollectiveKind::ReduceScatter => world.reduce_scatter(DType::F32, mean, own),
+            CollectiveKind::AllGather => world.all_gather(own),
+            _ => {
+                let mut bytes = own.to_vec();
+                world.all_reduce(DType::F32, mean, &mut bytes).map(|()| bytes)
+            }
+        };
+        // The operands are eighths: sums and means of three equal ones are exact, or rounded in one place.
+        let given = given.expect("nobody is needed");
+        let (given, expected) = (floats(&given), floats(expected.bytes()));
+        assert_eq!(given.len(), expected.len(), "{kind} {mean}");
+        for (a, b) in given.iter().zip(&expected) {
+            assert!((a - b).abs() <= 1e-6 * b.abs(), "{kind} {mean}: {a} and {b}");
+        }
+    }
+    world
+        .agree(&[("the graph", "any".into())])
+        .expect("all are equal");
+    assert!(imagine(2).is_err());
 }
 
 fn agreement(world: &World) {
@@ -319,6 +415,106 @@ fn collectives_give_what_they_mean() {
 #[test]
 fn collectives_under_way_at_once() {
     succeed(3, "overlap");
+}
+
+/// A library with the interface of MPI 5: a shim over Open MPI that the test builds.
+#[test]
+fn the_interface_of_mpi_5_is_known() {
+    let Some(launcher) = launchers().into_iter().find(|it| it.len() > 1) else {
+        eprintln!("skipped: there is no Open MPI on this machine");
+        return;
+    };
+    let folder = std::env::temp_dir().join(format!("kiln-mpi-5-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("there is room for a file");
+    let library = folder.join("libmpi_abi.so.1");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-o"]).arg(&library);
+    compiler
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/abi/shim.c"))
+        .arg("-ldl");
+    match compiler.status() {
+        Ok(status) => assert!(status.success(), "the shim compiles"),
+        Err(error) => {
+            eprintln!("skipped: there is no C compiler on this machine: {error}");
+            return;
+        }
+    }
+    let program = std::env::current_exe().expect("the test has a file");
+    let output = as_root(&mut Command::new(launcher[0]))
+        .args(&launcher[1..])
+        .args(["-n", "2"])
+        .arg(program)
+        .args(["a_part", "--exact", "--nocapture"])
+        .env("KILN_PART", "collectives")
+        .env("KILN_MPI", &library)
+        .output()
+        .expect("mpirun starts");
+    let text = text(&output);
+    assert_eq!(text.matches("collectives is over").count(), 2, "{text}");
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+/// A Slurm, where there is one: `srun` is an interface of Open MPI's (PMIx) or MPICH's (PMI-2).
+#[test]
+fn srun_connects_ranks() {
+    let srun = |interface: &str, part: &str| {
+        let program = std::env::current_exe().expect("the test has a file");
+        let mut command = Command::new("srun");
+        command
+            .args(["-n", "2", "--immediate=20", interface])
+            .arg(program);
+        command
+            .args(["a_part", "--exact", "--nocapture"])
+            .env("KILN_PART", part);
+        command.output()
+    };
+    let there = Command::new("srun")
+        .args(["-n", "2", "--immediate=20", "true"])
+        .output();
+    if !there.is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: there is no Slurm on this machine");
+        return;
+    }
+    let interfaces = Command::new("srun")
+        .arg("--mpi=list")
+        .output()
+        .expect("srun lists them");
+    for interface in ["pmix", "pmi2"] {
+        if !text(&interfaces).contains(interface) {
+            eprintln!("skipped: this Slurm has no {interface}");
+            continue;
+        }
+        let text = text(&srun(&format!("--mpi={interface}"), "collectives").expect("srun starts"));
+        assert_eq!(
+            text.matches("collectives is over").count(),
+            2,
+            "{interface}: {text}"
+        );
+    }
+}
+
+#[test]
+fn buckets_change_no_bit() {
+    for ranks in [2, 3] {
+        succeed(ranks, "buckets");
+    }
+}
+
+#[test]
+fn all_ranks_have_the_same_link() {
+    succeed(3, "link");
+}
+
+#[test]
+fn an_imagined_world_gives_what_equal_ranks_would() {
+    // A process of its own: it has one world.
+    let program = std::env::current_exe().expect("the test has a file");
+    let mut command = Command::new(program);
+    command
+        .args(["a_part", "--exact", "--nocapture"])
+        .env("KILN_PART", "imagined");
+    let output = command.output().expect("it starts");
+    assert!(output.status.success(), "{}", text(&output));
 }
 
 #[test]

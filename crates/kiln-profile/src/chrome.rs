@@ -13,7 +13,8 @@ use serde_json::{Map, Value, json};
 
 use crate::event::{Category, Event, EventKind, KernelTime, StepRun, Trace};
 
-/// The number of the only process of a trace.
+/// The number of the process of a trace; rank `r` has `PROCESS + r`, so that the traces of several ranks can be shown
+/// together.
 pub const PROCESS: u32 = 1;
 
 /// The number of a row's thread: from 1, which is the process's main thread. Thread 0 stands for none in some
@@ -34,6 +35,7 @@ struct Entry {
 pub(crate) fn write(trace: &Trace, mut out: impl Write) -> io::Result<()> {
     let mut writer = Writer {
         rows: trace.rows.clone(),
+        process: PROCESS + trace.rank.unwrap_or(0),
         origin: trace.begin,
         entries: Vec::new(),
         flows: 0,
@@ -45,17 +47,29 @@ pub(crate) fn write(trace: &Trace, mut out: impl Write) -> io::Result<()> {
         .sort_by_key(|entry| (entry.start, Reverse(entry.length)));
 
     out.write_all(b"{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n")?;
-    serde_json::to_writer(&mut out, &metadata("process_name", None, json!({"name": "kiln"})))?;
+    let process = writer.process;
+    let name = trace
+        .rank
+        .map_or_else(|| "kiln".to_owned(), |rank| format!("kiln rank {rank}"));
+    serde_json::to_writer(
+        &mut out,
+        &metadata("process_name", process, None, json!({"name": name})),
+    )?;
     for (row, name) in writer.rows.iter().enumerate() {
         out.write_all(b",\n")?;
         serde_json::to_writer(
             &mut out,
-            &metadata("thread_name", Some(row), json!({"name": name})),
+            &metadata("thread_name", process, Some(row), json!({"name": name})),
         )?;
         out.write_all(b",\n")?;
         serde_json::to_writer(
             &mut out,
-            &metadata("thread_sort_index", Some(row), json!({"sort_index": row})),
+            &metadata(
+                "thread_sort_index",
+                process,
+                Some(row),
+                json!({"sort_index": row}),
+            ),
         )?;
     }
     for entry in &writer.entries {
@@ -66,12 +80,13 @@ pub(crate) fn write(trace: &Trace, mut out: impl Write) -> io::Result<()> {
     out.flush()
 }
 
-fn metadata(name: &str, row: Option<usize>, arguments: Value) -> Value {
-    json!({"name": name, "ph": "M", "pid": PROCESS, "tid": thread(row.unwrap_or(0)), "args": arguments})
+fn metadata(name: &str, process: u32, row: Option<usize>, arguments: Value) -> Value {
+    json!({"name": name, "ph": "M", "pid": process, "tid": thread(row.unwrap_or(0)), "args": arguments})
 }
 
 struct Writer {
     rows: Vec<String>,
+    process: u32,
     /// Time zero of the trace.
     origin: u64,
     entries: Vec<Entry>,
@@ -94,7 +109,7 @@ impl Writer {
         fields.insert("cat".to_owned(), category.name().into());
         fields.insert("ph".to_owned(), phase.into());
         fields.insert("ts".to_owned(), self.time(start));
-        fields.insert("pid".to_owned(), PROCESS.into());
+        fields.insert("pid".to_owned(), self.process.into());
         fields.insert("tid".to_owned(), thread(row as usize).into());
         for (key, value) in more {
             fields.insert((*key).to_owned(), value.clone());
@@ -364,5 +379,21 @@ mod tests {
             .filter(|event| event["name"] == "thread_name");
         let names: Vec<&str> = rows.filter_map(|event| event["args"]["name"].as_str()).collect();
         assert_eq!(names, ["main", "kiln-1"]);
+    }
+
+    #[test]
+    fn ranks_are_processes() {
+        let of = |rank| {
+            let mut text = Vec::new();
+            write(&Trace { rank, ..trace() }, &mut text).unwrap();
+            let file: Value = serde_json::from_slice(&text).unwrap();
+            let events = file["traceEvents"].as_array().unwrap().clone();
+            let process = events[0]["pid"].as_u64().unwrap();
+            assert!(events.iter().all(|event| event["pid"] == process));
+            (process, events[0]["args"]["name"].as_str().unwrap().to_owned())
+        };
+        assert_eq!(of(None), (1, "kiln".to_owned()));
+        assert_eq!(of(Some(0)), (1, "kiln rank 0".to_owned()));
+        assert_eq!(of(Some(3)), (4, "kiln rank 3".to_owned()));
     }
 }

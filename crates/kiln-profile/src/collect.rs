@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
@@ -17,6 +17,9 @@ use crate::{chrome, summary};
 
 /// Whether any profile is open.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
+
+/// The rank of the process, plus 1; 0 where it is not one of several.
+static RANK: AtomicU32 = AtomicU32::new(0);
 
 static COLLECTED: Mutex<Collected> = Mutex::new(Collected {
     open: 0,
@@ -41,6 +44,11 @@ fn collected() -> MutexGuard<'static, Collected> {
 /// Whether a profile is open: code that collects more than a span asks first.
 pub fn is_active() -> bool {
     ACTIVE.load(Ordering::Relaxed)
+}
+
+/// Says which of several ranks the process is: traces have its number.
+pub fn set_rank(rank: u32) {
+    RANK.store(rank + 1, Ordering::Relaxed);
 }
 
 /// Nanoseconds since the process first asked.
@@ -201,6 +209,7 @@ impl Profile {
             .collect();
         runs.sort_by_key(|run| run.begin);
         Trace {
+            rank: RANK.load(Ordering::Relaxed).checked_sub(1),
             rows: collected.rows.clone(),
             events,
             runs,

@@ -20,6 +20,8 @@ pub enum Category {
     Eager,
     /// The program's data.
     Data,
+    /// A collective between ranks, on the thread that carries it out.
+    Ranks,
     /// Something that happened at one moment: a graph break.
     Break,
     /// Anything else a program marks.
@@ -37,6 +39,7 @@ impl Category {
             Self::Kernel => "kernel",
             Self::Eager => "eager",
             Self::Data => "data",
+            Self::Ranks => "ranks",
             Self::Break => "graph_break",
             Self::User => "user",
         }
@@ -151,6 +154,8 @@ pub struct StepRun {
 /// Everything that happened while a profile was open.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Trace {
+    /// The rank of the process, if it is one of several.
+    pub rank: Option<u32>,
     /// Names of the rows.
     pub rows: Vec<String>,
     /// Events on the host, by start.

@@ -29,7 +29,9 @@ mod event;
 mod summary;
 
 pub use chrome::PROCESS;
-pub use collect::{Profile, Span, add_run, event, instant, is_active, now, row, span, span_with, worker_row};
+pub use collect::{
+    Profile, Span, add_run, event, instant, is_active, now, row, set_rank, span, span_with, worker_row,
+};
 pub use compile::{CompileTimes, Stage, StepCompile, compile_times};
 pub use event::{
     Arguments, Category, Event, EventKind, KernelDescription, KernelTime, OperationShare, StepDescription,
