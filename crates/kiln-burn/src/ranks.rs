@@ -15,6 +15,7 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use burn_backend::{TensorData, TensorMetadata};
 use burn_router::RouterTensor;
+use kiln_compiler::buckets::Buckets;
 use kiln_compiler::{CollectiveCall, Contract, ExternCall};
 use kiln_distributed::{Operands, Ticket, World, current};
 use kiln_graph::{Collective, CollectiveKind, DType, Graph, Op, Rewriter, TypeError};
@@ -109,6 +110,18 @@ pub(crate) fn shared_rates(own: Machine) -> Result<Machine, ExecuteError> {
         *rate = f64::from_ne_bytes(bytes);
     }
     Ok(*SHARED.get_or_init(|| rates))
+}
+
+/// Bucket sizes for the link between the ranks, the same on all of them. They change no bit of a result, since
+/// kiln-distributed adds up in the order of ranks.
+pub(crate) fn chosen_buckets() -> Result<Buckets, ExecuteError> {
+    let Some(world) = current() else {
+        return Ok(Buckets::default());
+    };
+    Ok(world.link()?.map_or_else(Buckets::default, |link| {
+        let (fixed, byte) = link.of_sums(world.size());
+        Buckets::of(fixed, byte)
+    }))
 }
 
 /// Makes sure that all ranks compiled the same step, if it has collectives: the same graph, and the same collectives

@@ -20,7 +20,9 @@
 //! A gradient that fills a bucket by itself is neither joined, copied nor moved: start and wait work in
 //! place.
 //!
-//! Sums go in the order of ranks, element by element, so buckets change no bit of a result.
+//! Sums go in the order of ranks, element by element, so buckets change no bit of a result
+//! (kiln-cpu's `tests/ranks.rs`, kiln-distributed's `buckets_change_no_bit`), and their sizes may follow from
+//! a measurement ([`Buckets::of`]). Libraries that add up in an order of their own need fixed sizes.
 
 use std::fmt;
 
@@ -47,6 +49,32 @@ impl Default for Buckets {
             first: 1 << 20,
             others: 25 << 20,
         }
+    }
+}
+
+impl Buckets {
+    /// Every sum by itself, as soon as its gradient is there.
+    pub const NONE: Self = Self { first: 0, others: 0 };
+
+    /// The sizes of [`Buckets::of`], and with them the factor between two: coarse, so that a measurement that
+    /// differs a little gives the same sizes, and with them the same code.
+    const STEPS: [usize; 4] = [25 << 16, 25 << 18, 25 << 20, 25 << 22];
+
+    /// Sizes of which the first is what the first bucket of each step of 25 is to the others.
+    pub const fn with_others(others: usize) -> Self {
+        Self {
+            first: others / 25,
+            others,
+        }
+    }
+
+    /// Sizes for a link on which a sum of `n` bytes takes `fixed + n * byte` seconds: the smallest of 1.6, 6.3,
+    /// 25 and 100 MB for which `fixed` is at most a twentieth of that. What travels last, and is therefore
+    /// waited for, is then as small as it can be without cost.
+    pub fn of(fixed: f64, byte: f64) -> Self {
+        let least = 20.0 * fixed / byte;
+        let others = Self::STEPS.into_iter().find(|&size| size as f64 >= least);
+        Self::with_others(others.unwrap_or(Self::STEPS[3]))
     }
 }
 
@@ -306,4 +334,22 @@ pub fn collectives_text(graph: &Graph) -> String {
     }
     let lines = order.iter().map(|text| format!("{} x {text}", counts[text]));
     lines.collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_follow_the_link_coarsely() {
+        // Two exchanges of 20 microseconds at 1 GB/s: 0.8 MB are twenty times as long.
+        assert_eq!(Buckets::of(40e-6, 1e-9).others, 25 << 16);
+        // A measurement that is off by a half changes nothing there.
+        assert_eq!(Buckets::of(60e-6, 1e-9), Buckets::of(40e-6, 1.5e-9));
+        // 4096 ranks with a microsecond for each message, at 12.5 GB/s and more than anybody waits for.
+        assert_eq!(Buckets::of(8e-3, 2.0 / 12.5e9).others, 25 << 22);
+        assert_eq!(Buckets::of(25e-6, 2.0 / 12.5e9), Buckets::with_others(25 << 18));
+        assert_eq!(Buckets::with_others(25 << 20), Buckets::default());
+        assert_eq!(Buckets::of(0.0, 1e-9).others, 25 << 16);
+    }
 }

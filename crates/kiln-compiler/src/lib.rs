@@ -30,6 +30,7 @@ pub mod index;
 mod lines;
 mod log;
 mod options;
+pub mod overlap;
 pub mod partition;
 pub mod plan;
 pub mod planner;

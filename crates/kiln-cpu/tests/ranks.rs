@@ -4,7 +4,6 @@
 mod support;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Barrier, Mutex};
 
@@ -13,11 +12,9 @@ use kiln_compiler::{CollectiveCall, CompileError};
 use kiln_cpu::{CpuExecutable, StepHooks, ThreadPool};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::collective::combine;
-use kiln_graph::{
-    Collective, CollectiveKind, Graph, HostTensor, Op, Phase, Provenance, Rewriter, Scalar, interpret_ranks,
-};
+use kiln_graph::{Collective, CollectiveKind, Graph, HostTensor, Phase, Scalar, interpret_ranks};
 use kiln_partition::assign_phases;
-use kiln_partition::testing::{Sizes, arguments, decoder_step};
+use kiln_partition::testing::{Sizes, arguments, averaged_gradients, decoder_step};
 use support::{Memory, Setup, build};
 
 const SIZES: Sizes = Sizes {
@@ -37,30 +34,7 @@ fn averaged(ranks: usize) -> Graph {
     let dies = vec![true; step.graph.parameters().len()];
     assign_aliases(&mut step.graph, &dies);
     assign_phases(&mut step.graph);
-    let old = step.graph;
-    let mut new = Rewriter::new(&old);
-    let mut means: HashMap<_, _> = HashMap::new();
-    for (node, data) in old.nodes() {
-        if data.provenance.phase == Phase::Optimizer {
-            for &value in &data.inputs {
-                let of = &old.def(value).provenance;
-                if of.phase != Phase::Backward || means.contains_key(&value) {
-                    continue;
-                }
-                let p = Provenance {
-                    phase: Phase::Backward,
-                    ..Provenance::operation("average")
-                };
-                let mean = Op::Collective(Collective::average(ranks));
-                let mean = new.graph.add(mean, &[new.map(value)], &p).unwrap();
-                means.insert(value, mean);
-                new.replace(value, mean);
-            }
-        }
-        new.copy(node).unwrap();
-    }
-    assert!(means.len() > 10, "{} gradients", means.len());
-    new.finish()
+    averaged_gradients(&step.graph, ranks)
 }
 
 /// Where ranks meet: the operand of each, and what all of them get.

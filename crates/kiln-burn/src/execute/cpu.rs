@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
 use burn_std::{Bytes, Shape};
+use kiln_compiler::buckets::Buckets;
 use kiln_compiler::partition::is_training;
 use kiln_compiler::{Contract, ExternCall, Keep, Options};
 use kiln_cpu::export::ExportedStep;
@@ -153,12 +154,18 @@ impl Cpu {
     ) -> Result<Option<Self>, ExecuteError> {
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
-        let (compiler, mut target) =
+        let (mut compiler, mut target) =
             compiler_options(options, toolchain, pool.threads(), is_training(&graph))?;
         let averaged = ranks::as_collectives(&graph).map_err(ExecuteError::Mean)?;
         let graph = averaged.map_or(graph, Arc::new);
         if has_collectives(&graph) {
             target.rates = ranks::shared_rates(target.rates)?;
+            // What fits a memory budget depends on the buckets, and with it what is computed again.
+            compiler.buckets = match (options.buckets, options.memory_budget) {
+                (Some(asked), _) => asked,
+                (None, None) => ranks::chosen_buckets()?,
+                (None, Some(_)) => Buckets::default(),
+            };
         }
         let compiler = Options {
             update_in_epilogue: setting.effort == Effort::Full,

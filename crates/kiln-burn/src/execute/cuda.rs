@@ -69,6 +69,7 @@ fn compiler_options(options: &CompileOptions) -> Result<Options, ExecuteError> {
             .memory_budget
             .map_or_else(Keep::default, |bytes| Keep::Within(bytes as u64)),
         autocast: super::autocast(options)?,
+        buckets: options.buckets.unwrap_or_default(),
         ..Options::default()
     })
 }

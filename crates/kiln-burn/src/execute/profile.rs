@@ -7,6 +7,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kiln_compiler::overlap::Overlap;
 use kiln_compiler::report::arena_in_use;
 use kiln_compiler::{Contract, FusedNode, KernelReport};
 use kiln_graph::{Graph, NodeData, Phase};
@@ -38,8 +39,9 @@ pub fn describe_contract(
     contract: &Contract,
 ) -> StepDescription {
     let in_use = arena_in_use(&contract.kernels, &contract.buffers);
-    let kernel = |(kernel, arena_bytes): (&KernelReport, u64)| KernelDescription {
-        name: kernel.name.clone(),
+    let mut names = Overlap::of(contract, &[]).names();
+    let kernel = |(number, (kernel, arena_bytes)): (usize, (&KernelReport, u64))| KernelDescription {
+        name: names.remove(&number).unwrap_or_else(|| kernel.name.clone()),
         phase: phase_word(kernel.phase()),
         operations: kernel.nodes.iter().map(share).collect(),
         bytes: kernel.bytes,
@@ -50,7 +52,13 @@ pub fn describe_contract(
         region: region.to_owned(),
         number,
         backend: backend.name(),
-        kernels: contract.kernels.iter().zip(in_use).map(kernel).collect(),
+        kernels: contract
+            .kernels
+            .iter()
+            .zip(in_use)
+            .enumerate()
+            .map(kernel)
+            .collect(),
     }
 }
 

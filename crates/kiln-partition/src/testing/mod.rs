@@ -9,7 +9,8 @@ mod tape;
 use kiln_graph::{DType, Graph, HostTensor, Scalar, TensorType};
 
 pub use models::{
-    Sizes, accumulating_step, adversarial_step, apply, decoder, decoder_step, perceptron, squared,
+    Sizes, accumulating_step, adversarial_step, apply, averaged_gradients, decoder, decoder_step, perceptron,
+    squared,
 };
 pub use tape::Tape;
 
