@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use burn::tensor::DType;
 use clap::{Args, Parser, Subcommand};
+use kiln::distributed::Link;
 use kiln::{CompileBackend, KilnDevice, Weights};
 
 /// Compiled training steps for Burn.
@@ -336,6 +337,20 @@ pub struct ExplainArguments {
     /// Store parameters as bf16, f16, bf16+master or f16+master; with a master the update is that of f32
     #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = parse_weights)]
     pub weights: WeightsArgument,
+    /// Predict the step on so many ranks; several with commas, which have as much work each as the first. Under mpirun or
+    /// srun the ranks that were started are measured and predicted
+    #[arg(long, value_name = "N", value_delimiter = ',', requires = "link")]
+    pub ranks: Vec<usize>,
+    /// What connects them: bytes a second of a rank and seconds of an exchange, such as 12.5GB,5us; a third number is
+    /// the time of a message (1us)
+    #[arg(long, value_name = "BANDWIDTH,LATENCY", requires = "ranks")]
+    pub link: Option<Link>,
+    /// Most megabytes of gradients that travel together; by default as `kiln train` would choose it for the link
+    #[arg(long, value_name = "MB")]
+    pub bucket_mb: Option<f64>,
+    /// Threads of the step; by default one for each core
+    #[arg(long, default_value_t = 0)]
+    pub threads: usize,
     /// Time the step under several memory budgets, print the trade and draw it
     #[arg(long, value_name = "FILE.svg")]
     pub memory_curve: Option<PathBuf>,

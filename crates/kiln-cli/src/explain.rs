@@ -1,18 +1,19 @@
 //! `kiln explain`: the compiled training step of a config or a model.
 
 use burn::tensor::backend::Backend;
-use kiln::explain::Machine;
-use kiln::{CompileBackend, CompileOptions, Kiln};
+use kiln::distributed::{self, Link, World};
+use kiln::explain::{Assumptions, Explain, Machine};
+use kiln::{Buckets, CompileBackend, CompileOptions, Kiln, RegionReport};
 
 use crate::architecture::Architecture;
 use crate::args::ExplainArguments;
 use crate::bench::Subject;
 use crate::config::{Config, OptimizerConfig};
-use crate::data::{Data, pretrained_tokenizer};
+use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::memory;
 use crate::model::{Batch, Family, freeze, initialise};
-use crate::train::{Setting, TrainBackend, Trainer, build_trainer};
+use crate::train::{Setting, TrainBackend, Trainer, build_trainer, divides};
 
 /// A learning rate that leaves the weights about where they are.
 const RATE: f64 = 1e-4;
@@ -29,47 +30,27 @@ const CALLS: usize = 3;
 ///
 /// As `kiln train` and `kiln bench`.
 pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
+    let world = world(arguments)?;
+    if arguments.memory_curve.is_some() && world.size() > 1 {
+        return Err(CliError::Usage("--memory-curve is for one rank".to_owned()));
+    }
     let device = arguments.device;
     Kiln::seed(&device, 0);
-    let (architecture, frozen, optimizer, batches) =
-        match (&arguments.subject.config, &arguments.subject.model) {
-            (Some(path), _) => {
-                let config = Config::read(path, &[])?;
-                let family = Family::of(&config.model.name)?;
-                family.check(config.data.source)?;
-                let prepared = tempfile::tempdir()
-                    .map_err(CliError::io("create a temporary folder in", std::env::temp_dir()))?;
-                let weights = config.model.weights.as_ref().map(kiln_hub::load).transpose()?;
-                let tokenizer = pretrained_tokenizer(weights.as_ref(), family)?;
-                let data = Data::open(&config, prepared.path(), tokenizer)?;
-                let architecture = Architecture::resolve(&config, weights.as_ref(), &data)?;
-                let loader = data.train(None)?;
-                let batches: Vec<Batch<TrainBackend>> = loader
-                    .take(config.train.accumulate)
-                    .map(|batch| Ok(batch?.tensors(&device)))
-                    .collect::<Result<_, CliError>>()?;
-                (architecture, config.model.freeze, config.optimizer, batches)
-            }
-            (None, Some(name)) => {
-                let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
-                let batches = vec![subject.batch(&device)];
-                (
-                    subject.architecture,
-                    Vec::new(),
-                    OptimizerConfig::default(),
-                    batches,
-                )
-            }
-            (None, None) => return Err(CliError::Usage("give --config or --model".to_owned())),
-        };
-    let options = CompileOptions {
+    let (architecture, frozen, optimizer, batches) = subject(arguments, &world)?;
+    let mut options = CompileOptions {
         memory_budget: arguments.memory_budget,
         tf32: arguments.tf32,
         autocast: arguments.autocast,
+        threads: threads(arguments, &world),
         ..CompileOptions::default()
             .with_backend(arguments.backend)
             .with_name("train_step")
     };
+    let link = match arguments.link {
+        Some(link) => Some(link),
+        None => world.link()?,
+    };
+    options.buckets = buckets(arguments, link, &world);
     let start = |options: CompileOptions| -> Result<Box<dyn Trainer>, CliError> {
         let model = architecture.init::<TrainBackend>(&device)?;
         initialise(&model);
@@ -80,6 +61,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             Setting {
                 options,
                 weights: arguments.weights,
+                world: Some(&world),
                 ..Setting::default()
             },
         )?;
@@ -88,24 +70,35 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         }
         Ok(trainer)
     };
-    let mut trainer = start(options.clone())?;
-    let mut explain = trainer.explain();
-    if arguments.measure {
+    let explained = |trainer: &mut dyn Trainer| -> Result<Explain, CliError> {
+        if !arguments.measure {
+            return Ok(trainer.explain());
+        }
         let profile = kiln::profile();
         for _ in 0..MEASURED {
             trainer.step(RATE, batches.clone())?;
         }
-        let gpu = trainer
-            .report()
-            .steps
-            .iter()
-            .find(|step| step.backend == CompileBackend::Cuda)
-            .map(|step| step.gpu);
-        let machine = match gpu {
-            Some(ordinal) => Machine::measure_gpu(ordinal, &options)?,
-            None => Machine::measure(0)?,
-        };
-        explain = trainer.explain().with_times(&profile.summary(), Some(machine));
+        let machine = machine(&trainer.report(), &options)?;
+        Ok(trainer.explain().with_times(&profile.summary(), Some(machine)))
+    };
+    let mut trainer = start(options.clone())?;
+    let mut explain = explained(&mut *trainer)?;
+    if let Some(link) = link {
+        let assumptions = assumptions(arguments, link, &world, &trainer.report());
+        let mut apart = start(options.clone().with_buckets(Buckets::NONE))?;
+        let described = explained(&mut *apart)?;
+        let machine = machine(&trainer.report(), &options)?;
+        explain = explain
+            .with_predictions(
+                &trainer.report(),
+                (&apart.report(), &described),
+                &assumptions,
+                &machine,
+            )
+            .map_err(CliError::Usage)?;
+    }
+    if !world.is_first() {
+        return Ok(());
     }
     if let Some(path) = &arguments.html {
         std::fs::write(path, explain.to_html()).map_err(CliError::io("write", path))?;
@@ -135,4 +128,139 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         memory::curve(path, &report, &options, eager, time)?;
     }
     Ok(())
+}
+
+/// What the step is of: sizes, frozen parameters, optimizer, and this rank's batches.
+type Of = (
+    Architecture,
+    Vec<String>,
+    OptimizerConfig,
+    Vec<Batch<TrainBackend>>,
+);
+
+/// What the arguments name.
+fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> {
+    let device = arguments.device;
+    Ok(match (&arguments.subject.config, &arguments.subject.model) {
+        (Some(path), _) => {
+            let config = Config::read(path, &[])?;
+            let family = Family::of(&config.model.name)?;
+            family.check(config.data.source)?;
+            let prepared = tempfile::tempdir()
+                .map_err(CliError::io("create a temporary folder in", std::env::temp_dir()))?;
+            let weights = config.model.weights.as_ref().map(kiln_hub::load).transpose()?;
+            let tokenizer = pretrained_tokenizer(weights.as_ref(), family)?;
+            let data = Data::open(&config, prepared.path(), tokenizer)?;
+            let architecture = Architecture::resolve(&config, weights.as_ref(), &data)?;
+            let loader = data.train(None)?;
+            let share = |batch: HostBatch| batch.share(world.rank(), world.size()).tensors(&device);
+            divides(config.train.batch_size, world.size())?;
+            let batches: Vec<Batch<TrainBackend>> = loader
+                .take(config.train.accumulate)
+                .map(|batch| Ok(share(batch?)))
+                .collect::<Result<_, CliError>>()?;
+            (architecture, config.model.freeze, config.optimizer, batches)
+        }
+        (None, Some(name)) => {
+            let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
+            let batches = vec![subject.batch(&device)];
+            (
+                subject.architecture,
+                Vec::new(),
+                OptimizerConfig::default(),
+                batches,
+            )
+        }
+        (None, None) => return Err(CliError::Usage("give --config or --model".to_owned())),
+    })
+}
+
+/// The ranks that the step is one of: those of `--ranks`, which need not exist, or those that were started.
+fn world(arguments: &ExplainArguments) -> Result<World, CliError> {
+    let Some(&first) = arguments.ranks.first() else {
+        return Ok(distributed::init()?);
+    };
+    if arguments.ranks.iter().any(|&ranks| ranks < 2) {
+        return Err(CliError::Usage(
+            "--ranks must be at least 2: one rank needs no prediction, and --measure times it".to_owned(),
+        ));
+    }
+    Ok(distributed::imagine(first)?)
+}
+
+/// The sizes of buckets that were asked for, or that `kiln train` would choose for the link.
+fn buckets(arguments: &ExplainArguments, link: Option<Link>, world: &World) -> Option<Buckets> {
+    match (arguments.bucket_mb, link, arguments.memory_budget) {
+        (Some(asked), _, _) => Some(Buckets::with_others((asked * f64::from(1 << 20)) as usize)),
+        (None, Some(link), None) => {
+            let (fixed, byte) = link.of_sums(world.size());
+            Some(Buckets::of(fixed, byte))
+        }
+        _ => None,
+    }
+}
+
+/// Under which assumptions the step is predicted. Kernels that were measured beside communication are as slow as that made
+/// them; those of imagined ranks ran alone.
+fn assumptions(
+    arguments: &ExplainArguments,
+    link: Link,
+    world: &World,
+    report: &RegionReport,
+) -> Vec<Assumptions> {
+    let imagined = !arguments.ranks.is_empty();
+    let speed = match arguments.measure && !imagined {
+        true => 1.0,
+        false => speed(report, world),
+    };
+    let all = match &arguments.ranks[..] {
+        [] => &[world.size()],
+        all => all,
+    };
+    let one = |&ranks: &usize| Assumptions {
+        ranks,
+        link,
+        speed,
+        imagined,
+    };
+    all.iter().map(one).collect()
+}
+
+/// The threads of the step: those asked for, or a rank's share of the cores.
+fn threads(arguments: &ExplainArguments, world: &World) -> usize {
+    match (arguments.threads, arguments.ranks.is_empty()) {
+        // Imagined ranks have a machine like this one each.
+        (0, true) => crate::train::threads(world),
+        (asked, _) => asked,
+    }
+}
+
+/// How fast kernels and communication go beside each other. On a CPU one thread of each rank moves data: it has a core of
+/// its own, or shares those of the step. A GPU does both at once.
+fn speed(report: &RegionReport, world: &World) -> f64 {
+    let Some(step) = report
+        .steps
+        .iter()
+        .rfind(|step| step.backend == CompileBackend::Cpu)
+    else {
+        return 1.0;
+    };
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let own = (cores / world.local_size()).max(1);
+    match step.threads < own {
+        true => 1.0,
+        false => step.threads as f64 / (step.threads as f64 + 1.0),
+    }
+}
+
+/// The limits of the machine that runs a step.
+fn machine(report: &RegionReport, options: &CompileOptions) -> Result<Machine, CliError> {
+    let gpu = report
+        .steps
+        .iter()
+        .find(|step| step.backend == CompileBackend::Cuda);
+    Ok(match gpu {
+        Some(step) => Machine::measure_gpu(step.gpu, options)?,
+        None => Machine::measure(options.threads)?,
+    })
 }

@@ -35,16 +35,21 @@ impl Place {
 
     /// `kiln` on so many ranks; none if there is no `mpirun`.
     fn command(&self, ranks: usize, arguments: &[&str]) -> Option<Command> {
+        self.command_of("mpirun", ranks, arguments)
+    }
+
+    /// [`Place::command`] with this launcher.
+    fn command_of(&self, launcher: &str, ranks: usize, arguments: &[&str]) -> Option<Command> {
         // As root, as on machines of a CI.
         let root = [
             ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
             ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
         ];
-        let Ok(version) = Command::new("mpirun").envs(root).arg("--version").output() else {
-            eprintln!("skipped: there is no mpirun on this machine (Debian: openmpi-bin)");
+        let Ok(version) = Command::new(launcher).envs(root).arg("--version").output() else {
+            eprintln!("skipped: there is no {launcher} on this machine (Debian: openmpi-bin, mpich)");
             return None;
         };
-        let mut command = Command::new("mpirun");
+        let mut command = Command::new(launcher);
         command.envs(root).args(["-n", &ranks.to_string()]);
         if !String::from_utf8_lossy(&version.stdout).contains("HYDRA") {
             command.args(["--oversubscribe", "--bind-to", "none"]);
@@ -181,4 +186,210 @@ fn a_killed_rank_ends_the_run_and_a_resume_goes_on_with_the_same_losses() {
 
     place.ok(2, &["train", "--resume", "killed"]).unwrap();
     assert_eq!(place.losses("whole"), place.losses("killed"), "bit for bit");
+}
+
+/// The launchers of Debian's two MPIs. Sums go in the order of ranks and over both in the same way, so that runs are equal
+/// bit for bit; and so they are with buckets of any size.
+#[test]
+fn neither_the_mpi_nor_the_buckets_change_a_bit() {
+    let place = Place::new();
+    let mut runs = Vec::new();
+    for launcher in ["mpirun.openmpi", "mpirun.mpich"] {
+        for (name, bucket) in [("default", "0"), ("small", "0.004")] {
+            let run = format!("{launcher}-{name}");
+            let bucket = format!("distributed.bucket_mb={bucket}");
+            let arguments = [
+                "train",
+                "--config",
+                "small.toml",
+                "--steps",
+                "8",
+                "--out",
+                &run,
+                "--set",
+                &bucket,
+            ];
+            let Some(mut command) = place.command_of(launcher, 2, &arguments) else {
+                continue;
+            };
+            let output = command.output().unwrap();
+            assert!(
+                output.status.success(),
+                "{run}: {}",
+                String::from_utf8_lossy(&output.stderr)
+            );
+            runs.push((place.losses(&run), run));
+        }
+    }
+    for (losses, run) in &runs {
+        assert_eq!(losses, &runs[0].0, "{run} and {}", runs[0].1);
+    }
+}
+
+fn json(output: &std::process::Output) -> Value {
+    let (text, errors) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(output.status.success(), "{errors}");
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}\n{errors}"))
+}
+
+#[test]
+fn a_step_on_ranks_that_are_not_there_is_predicted() {
+    let place = Place::new();
+    let predict = |ranks: &str, link: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_kiln"))
+            .args([
+                "explain",
+                "--config",
+                "small.toml",
+                "--json",
+                "--ranks",
+                ranks,
+                "--link",
+                link,
+            ])
+            .current_dir(place.0.path())
+            .env("KILN_CACHE_DIR", place.path("cache"))
+            .output()
+            .unwrap();
+        json(&output)
+    };
+    let number = |report: &Value, key: &str| report["predictions"][0][key].as_f64().unwrap();
+    let fast = predict("2", "1000GB,0us,0us");
+    let slow = predict("2", "1MB,1ms");
+    let many = predict("6", "1MB,1ms");
+    // Next to nothing is exposed on a link that costs next to nothing.
+    assert!(
+        number(&fast, "exposed_seconds") < 1e-5,
+        "{}",
+        fast["predictions"][0]
+    );
+    for report in [&slow, &many] {
+        let (step, kernels) = (number(report, "step_seconds"), number(report, "kernel_seconds"));
+        let exposed = number(report, "exposed_seconds");
+        let travel = number(report, "travel_seconds");
+        assert!(
+            step >= kernels + exposed - 1e-9 && exposed <= travel && exposed > 0.0,
+            "{}",
+            report["predictions"][0]
+        );
+        let buckets = report["predictions"][0]["buckets"].as_array().unwrap();
+        assert!(buckets.len() > 1 && buckets[0]["count"].as_u64() > buckets[1]["count"].as_u64());
+    }
+    // All gradients cross the link: 2 (n - 1) / n times their bytes, each rank.
+    let collectives = slow["steps"].as_array().unwrap().last().unwrap()["collectives"]
+        .as_array()
+        .unwrap()
+        .clone();
+    let bytes: f64 = collectives.iter().map(|it| it["bytes"].as_f64().unwrap()).sum();
+    assert!(
+        number(&slow, "travel_seconds") > bytes / 1e6
+            && number(&slow, "travel_seconds") < 1.1 * bytes / 1e6 + 0.1
+    );
+    // AdamW keeps two numbers for each parameter, and the sums are one.
+    let state = number(&slow, "state_bytes");
+    assert!(
+        (state / (2.0 * bytes) - 1.0).abs() < 0.01,
+        "{state} bytes of state, {bytes} of gradients"
+    );
+}
+
+#[test]
+fn what_is_exposed_is_logged_traced_and_explained() {
+    let place = Place::new();
+    let arguments = [
+        "train",
+        "--config",
+        "small.toml",
+        "--steps",
+        "6",
+        "--out",
+        "run",
+        "--profile",
+        "4",
+    ];
+    let Some(()) = place.ok(2, &arguments) else { return };
+    let log = std::fs::read_to_string(place.path("run/log.jsonl")).unwrap();
+    let steps: Vec<Value> = log
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let steps: Vec<&Value> = steps.iter().filter(|entry| entry["kind"] == "step").collect();
+    assert!(
+        steps
+            .iter()
+            .all(|step| step["exposed"].as_f64() <= step["seconds"].as_f64()),
+        "{log}"
+    );
+    assert!(
+        steps.iter().all(|step| step["exposed"].as_f64().unwrap() > 0.0),
+        "{log}"
+    );
+    for (rank, name) in ["run/trace.json", "run/trace.rank1.json"].iter().enumerate() {
+        let trace: Value = serde_json::from_slice(&std::fs::read(place.path(name)).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        assert_eq!(events[0]["args"]["name"], format!("kiln rank {rank}"));
+        let is = |event: &&Value, category: &str, text: &str| {
+            event["cat"] == category && event["name"].as_str().unwrap().starts_with(text)
+        };
+        let travels = events
+            .iter()
+            .filter(|event| is(event, "ranks", "all_reduce of"))
+            .count();
+        let starts = events
+            .iter()
+            .filter(|event| is(event, "kernel", "start all_reduce of"))
+            .count();
+        let waits = events
+            .iter()
+            .filter(|event| is(event, "kernel", "wait for all_reduce of"))
+            .count();
+        assert!(
+            travels >= starts && starts >= 4 && starts == waits,
+            "{travels} {starts} {waits}"
+        );
+    }
+    let output = place
+        .command(2, &["explain", "--config", "small.toml", "--measure", "--json"])
+        .unwrap()
+        .output();
+    // Rank 0 prints, and nobody else.
+    let report = json(&output.unwrap());
+    let collectives = report["steps"].as_array().unwrap().last().unwrap()["collectives"].clone();
+    let collectives = collectives.as_array().unwrap();
+    assert!(
+        collectives.iter().all(|it| it["exposed"].as_f64().unwrap() > 0.0),
+        "{collectives:?}"
+    );
+    assert!(report["predictions"][0]["measured"] == true && report["predictions"][0]["ranks"] == 2);
+}
+
+#[test]
+fn a_launcher_that_connects_no_mpi_is_an_error_that_says_what_to_type() {
+    let place = Place::new();
+    let train = |variables: &[(&str, &str)]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_kiln"))
+            .args(["train", "--config", "small.toml", "--out", "run"])
+            .current_dir(place.0.path())
+            .envs(variables.iter().copied())
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    if place.command(1, &[]).is_none() {
+        return;
+    }
+    // As under a `srun` without an interface of the MPI.
+    let srun = train(&[
+        ("SLURM_PROCID", "1"),
+        ("SLURM_STEP_NUM_TASKS", "2"),
+        ("SLURM_LOCALID", "1"),
+    ]);
+    assert!(
+        srun.contains("mixed world") && srun.contains("srun --mpi=pmix"),
+        "{srun}"
+    );
 }

@@ -36,7 +36,7 @@
 //! others' step is an error that names it.
 
 use kiln_burn::random::{self, Stream};
-pub use kiln_distributed::{Error, Launcher, Options, World, init, init_with};
+pub use kiln_distributed::{Error, Launcher, Link, Options, UnknownLink, World, imagine, init, init_with};
 
 /// Gives all ranks the random generator of rank 0, and each rank numbers of its own from it: those of a seed that
 /// follows from rank 0's and the rank. Rank 0 keeps its own. To be called on every rank, after the generator was

@@ -70,6 +70,7 @@ pub use kiln_burn::{
     IndexError, Kiln, KilnDevice, Location, LossScaling, Mismatch, Mode, NumericsCheck, Place, Point,
     Recompile, RegionReport, StepReport, UnknownBackend, UnknownDevice, full_precision,
 };
+pub use kiln_compiler::buckets::Buckets;
 pub use kiln_derive::StepInput;
 pub use kiln_profile::{CompileTimes, Profile, Summary, compile_times};
 pub use tracked::TrackedTensor;

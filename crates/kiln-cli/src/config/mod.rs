@@ -11,6 +11,7 @@ mod schedule;
 
 use std::path::{Path, PathBuf};
 
+use kiln::Buckets;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CliError, nearest};
@@ -203,12 +204,34 @@ impl Default for TrainConfig {
 pub struct DistributedConfig {
     /// How long a rank waits for another one.
     pub timeout_seconds: f64,
+    /// The most megabytes (of 2^20 bytes) of gradients that travel together; 0 for a size that follows from the link
+    /// between the ranks.
+    pub bucket_mb: f64,
+    /// The same for the first ones, which are to travel early; 0 for a twenty-fifth of `bucket_mb`.
+    pub first_bucket_mb: f64,
 }
 
 impl Default for DistributedConfig {
     fn default() -> Self {
         Self {
             timeout_seconds: 60.0,
+            bucket_mb: 0.0,
+            first_bucket_mb: 0.0,
+        }
+    }
+}
+
+impl DistributedConfig {
+    /// The bucket sizes that the config asks for, if it does.
+    pub fn buckets(&self) -> Option<Buckets> {
+        let bytes = |megabytes: f64| (megabytes * f64::from(1 << 20)) as usize;
+        let asked = (self.bucket_mb > 0.0).then(|| Buckets::with_others(bytes(self.bucket_mb)));
+        match self.first_bucket_mb > 0.0 {
+            false => asked,
+            true => Some(Buckets {
+                first: bytes(self.first_bucket_mb),
+                ..asked.unwrap_or_default()
+            }),
         }
     }
 }
@@ -338,6 +361,16 @@ impl Config {
         }
         if self.train.log_every == 0 {
             return Err("train.log_every is 0; it must be at least 1".to_owned());
+        }
+        for (key, value) in [
+            ("distributed.bucket_mb", self.distributed.bucket_mb),
+            ("distributed.first_bucket_mb", self.distributed.first_bucket_mb),
+        ] {
+            if !(0.0..1e6).contains(&value) {
+                return Err(format!(
+                    "{key} is {value}; it must be at least 0 and below a million"
+                ));
+            }
         }
         self.optimizer.check()?;
         self.schedule.check()

@@ -194,6 +194,7 @@ mod tests {
             seconds: 0.1,
             per_second: 1.0,
             memory_mb: None,
+            exposed: None,
         };
         let mut entries: Vec<Entry> = (1..5000).map(step).collect();
         entries.push(Entry::Evaluation {

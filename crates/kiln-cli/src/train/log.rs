@@ -27,6 +27,10 @@ pub enum Entry {
         per_second: f64,
         /// Peak memory of the process so far in MiB, where the system tells.
         memory_mb: Option<u64>,
+        /// Seconds of the step in which this rank waited for others, where there are several: communication that no kernel
+        /// hid.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        exposed: Option<f64>,
         /// What the loss is multiplied by, now and then, if the loss is scaled (`train.autocast = "f16"`).
         #[serde(default, skip_serializing_if = "Option::is_none")]
         loss_scale: Option<f32>,

@@ -47,6 +47,7 @@ use profile::StepProfile;
 pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
 use ranks::Ranks;
+pub use ranks::{divides, threads};
 use trainer::SavedState;
 pub use trainer::{Setting, TrainBackend, Trainer, build as build_trainer};
 use utilization::Utilization;
@@ -97,8 +98,7 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     };
     let profile = arguments
         .profile
-        .filter(|_| ranks.is_first())
-        .map(StepProfile::start);
+        .map(|steps| StepProfile::start(steps, ranks.rank()));
     let mut run = Run::open(config, folder, from.as_deref(), ranks)?;
     run.profile = profile;
     install_interrupt();
@@ -172,6 +172,10 @@ fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliErr
             let dtype = parse_autocast(name);
             options.with_autocast(dtype.map_err(|error| CliError::config("train.autocast", error))?)
         }
+    };
+    let options = match config.distributed.buckets() {
+        Some(buckets) => options.with_buckets(buckets),
+        None => options,
     };
     Ok(match config.train.memory_budget_mb {
         0 => options,
@@ -403,7 +407,10 @@ impl Run {
         }
         drop(loading);
         let rate = self.config.schedule.rate(step, steps);
+        let before = self.ranks.world().waited();
         let loss = self.trainer.step(rate, inputs)?;
+        let waited = (self.ranks.world().waited() - before).as_secs_f64();
+        let exposed = self.ranks.are_several().then_some(waited);
         // A step whose gradients overflow is skipped, until there is no scale that could shrink.
         let skipped = || self.trainer.loss_scale().is_some_and(|now| now.scale > 1.0);
         if !loss.is_finite() && !skipped() {
@@ -433,6 +440,7 @@ impl Run {
             seconds,
             per_second,
             memory_mb,
+            exposed,
         })?;
         progress.step(&StepNumbers {
             step,
@@ -441,6 +449,7 @@ impl Run {
             per_second,
             memory_mb,
             share: self.utilization.share(seconds),
+            exposed,
             skipped: scale.map(|now| now.skipped),
         });
         Ok(())

@@ -10,14 +10,16 @@ use crate::error::CliError;
 pub struct StepProfile {
     profile: Profile,
     left: u64,
+    rank: usize,
 }
 
 impl StepProfile {
-    /// Opens a profile for `steps` steps.
-    pub fn start(steps: u64) -> Self {
+    /// Opens a profile for `steps` steps of this rank.
+    pub fn start(steps: u64, rank: usize) -> Self {
         Self {
             profile: kiln::profile(),
             left: steps,
+            rank,
         }
     }
 
@@ -27,16 +29,23 @@ impl StepProfile {
         self.left == 0
     }
 
-    /// Writes `trace.json` into `folder`; prints where the time went, and the compile times.
+    /// Writes `trace.json` into `folder`; prints where the time went, and the compile times. Ranks other than the first
+    /// write `trace.rank1.json` and so on, and print nothing.
     ///
     /// # Errors
     ///
     /// [`CliError::Io`] if the file cannot be written.
     pub fn write(self, folder: &Path) -> Result<(), CliError> {
-        let path = folder.join("trace.json");
+        let path = match self.rank {
+            0 => folder.join("trace.json"),
+            rank => folder.join(format!("trace.rank{rank}.json")),
+        };
         self.profile
             .export_chrome_trace(&path)
             .map_err(CliError::io("write", &path))?;
+        if self.rank > 0 {
+            return Ok(());
+        }
         println!("{}", self.profile.summary());
         println!("compile times, in seconds\n{}", kiln::compile_times());
         println!("open {} with https://ui.perfetto.dev", path.display());

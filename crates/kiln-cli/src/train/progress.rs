@@ -33,6 +33,8 @@ pub struct StepNumbers {
     pub memory_mb: Option<u64>,
     /// The step's arithmetic as a part of what the GPU can do at most, where that is known.
     pub share: Option<f64>,
+    /// Seconds in which it waited for other ranks, if there are any.
+    pub exposed: Option<f64>,
     /// Steps skipped so far because a gradient was not finite, where that is known.
     pub skipped: Option<u32>,
 }
@@ -100,9 +102,11 @@ impl Progress {
             per_second,
             memory_mb,
             share,
+            exposed,
             skipped,
         } = numbers;
         let share = share.map_or_else(String::new, |share| format!("  {:.0} % of peak", share * 100.0));
+        let exposed = exposed.map_or_else(String::new, |time| format!(" ({:.0} ms exposed)", time * 1e3));
         let skipped = match skipped {
             None | Some(0) => String::new(),
             Some(skipped) => format!("  {skipped} skipped"),
@@ -112,7 +116,7 @@ impl Progress {
             .left(*step)
             .map_or_else(String::new, |left| format!("  {} left", duration(left)));
         let text = format!(
-            "loss {loss:.4}  {per_second:.0} {}/s  {:.0} ms{share}{memory}{skipped}{left}",
+            "loss {loss:.4}  {per_second:.0} {}/s  {:.0} ms{exposed}{share}{memory}{skipped}{left}",
             self.unit,
             seconds * 1e3
         );

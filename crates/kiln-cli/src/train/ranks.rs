@@ -34,21 +34,23 @@ impl Ranks {
             timeout,
             ..Options::default()
         })?;
-        let (size, batch) = (world.size(), config.train.batch_size);
-        if !batch.is_multiple_of(size) {
-            return Err(CliError::config(
-                "train.batch_size",
-                format!(
-                    "{batch} examples do not divide among {size} ranks; it counts those of all ranks together"
-                ),
-            ));
-        }
+        divides(config.train.batch_size, world.size())?;
         Ok(Self { world })
     }
 
     /// All ranks.
     pub fn world(&self) -> &World {
         &self.world
+    }
+
+    /// The number of this rank.
+    pub fn rank(&self) -> usize {
+        self.world.rank()
+    }
+
+    /// Whether there is more than one rank.
+    pub fn are_several(&self) -> bool {
+        self.world.size() > 1
     }
 
     /// Whether this is the rank that logs and saves.
@@ -66,17 +68,7 @@ impl Ranks {
 
     /// Threads of this rank's step: its share of the cores it may use; 0, for all, where it is alone.
     pub fn threads(&self) -> usize {
-        if self.world.size() == 1 {
-            return 0;
-        }
-        let allowed = std::thread::available_parallelism().map_or(1, usize::from);
-        // A launcher that gave each rank cores of its own has divided them already.
-        let all = std::fs::read_to_string("/proc/cpuinfo")
-            .map_or(allowed, |text| text.matches("processor\t").count());
-        match allowed < all {
-            true => allowed,
-            false => (allowed / self.world.local_size()).max(1),
-        }
+        threads(&self.world)
     }
 
     /// The folder of the run, on every rank but the first: waits until that has prepared it. `own` is rank 0's.
@@ -142,5 +134,37 @@ impl Ranks {
             1 => batch,
             size => batch.share(self.world.rank(), size),
         }
+    }
+}
+
+/// Threads of a rank's step: its share of the cores it may use; 0, for all, where it is alone.
+pub fn threads(world: &World) -> usize {
+    if world.size() == 1 {
+        return 0;
+    }
+    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+    // A launcher that gave each rank cores of its own has divided them already.
+    let all =
+        std::fs::read_to_string("/proc/cpuinfo").map_or(allowed, |text| text.matches("processor\t").count());
+    match allowed < all {
+        true => allowed,
+        false => (allowed / world.local_size()).max(1),
+    }
+}
+
+/// That the examples of a batch divide among the ranks.
+///
+/// # Errors
+///
+/// [`CliError::Config`] if they do not.
+pub fn divides(batch: usize, ranks: usize) -> Result<(), CliError> {
+    match batch.is_multiple_of(ranks) {
+        true => Ok(()),
+        false => Err(CliError::config(
+            "train.batch_size",
+            format!(
+                "{batch} examples do not divide among {ranks} ranks; it counts those of all ranks together"
+            ),
+        )),
     }
 }

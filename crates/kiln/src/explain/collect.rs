@@ -9,6 +9,7 @@ use kiln_compiler::Contract;
 use kiln_compiler::report::{BufferPlace, BufferReport, FusedNode, KernelReport, arena_in_use};
 use kiln_graph::{NodeData, Op, Phase};
 
+use super::ranks;
 use super::report::{
     Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Memory, PhaseCount, Recomputed, Replay, Report,
     SavedTensor, Step,
@@ -26,6 +27,7 @@ pub fn report(region: &RegionReport) -> Report {
         recompile_limit: region.recompile_limit,
         replay: None,
         machine: None,
+        predictions: Vec::new(),
     }
 }
 
@@ -86,6 +88,7 @@ fn step(step: &StepReport) -> Step {
         kernels,
         saved: step.contract.iter().flat_map(saved).collect(),
         recomputed: step.contract.iter().flat_map(recomputed).collect(),
+        collectives: step.contract.iter().flat_map(ranks::travellers).collect(),
         details: step.details.clone(),
     }
 }

@@ -25,6 +25,14 @@ impl Report {
             };
             let seconds = row.seconds / row.calls.max(1) as f64;
             kernel.seconds = Some(seconds);
+            let number = row.kernel as usize;
+            let mut travellers = step.collectives.iter_mut();
+            if let Some(traveller) = travellers.find(|it| it.start == number || it.wait == number) {
+                if traveller.wait == number {
+                    traveller.exposed = Some(seconds);
+                }
+                continue;
+            }
             if let Some(machine) = &self.machine {
                 let (least, limit) = machine.least_seconds(kernel);
                 let share = least / seconds.max(1e-9);

@@ -10,6 +10,7 @@ mod collect;
 mod html;
 mod machine;
 mod measure;
+mod ranks;
 mod report;
 mod text;
 
@@ -21,9 +22,10 @@ use kiln_burn::record::Bindings;
 use kiln_burn::{CompileBackend, CompileOptions, Error, Point, RegionReport, StepReport, execute};
 
 pub use machine::{Limit, device_memory_peak};
+pub use ranks::Assumptions;
 pub use report::{
-    Break, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount, Rate, Recomputed,
-    Replay, Report, SavedTensor, Step,
+    Break, Bucketing, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount,
+    Prediction, Rate, Recomputed, Replay, Report, SavedTensor, Step, Traveller,
 };
 
 use crate::train::History;
@@ -82,6 +84,34 @@ impl Explain {
     /// phases coloured and kernels as boxes, sortable tables.
     pub fn to_html(&self) -> String {
         self.report.to_html()
+    }
+
+    /// Adds what the step would take on several ranks, under each of the assumptions. `region` is the report of a step that was compiled for them
+    /// ([`kiln_distributed::imagine`]), and `apart` that of the same step compiled with [`Buckets::NONE`] and its
+    /// explanation, from which other sizes of buckets are predicted. The times are those of
+    /// [`Explain::with_times`], or the shortest that `machine` allows.
+    ///
+    /// # Errors
+    ///
+    /// In words, if a step has no collectives.
+    pub fn with_predictions(
+        mut self,
+        region: &RegionReport,
+        apart: (&RegionReport, &Explain),
+        assumptions: &[Assumptions],
+        machine: &Machine,
+    ) -> Result<Self, String> {
+        let whole = (region, &self.report);
+        let apart = (apart.0, apart.1.report());
+        let predicted = assumptions
+            .iter()
+            .map(|one| ranks::predict(whole, apart, one, machine));
+        self.report.predictions = predicted.collect::<Result<_, _>>()?;
+        if assumptions.iter().any(|one| one.imagined) {
+            let steps = self.report.steps.iter_mut();
+            steps.for_each(|step| step.collectives.iter_mut().for_each(|it| it.exposed = None));
+        }
+        Ok(self)
     }
 
     /// Adds the times of kernels that ran under a profile. `machine` ([`Machine::measure`]) has the limits

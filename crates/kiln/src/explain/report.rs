@@ -24,6 +24,9 @@ pub struct Report {
     pub replay: Option<Replay>,
     /// The machine's limits, if they were measured.
     pub machine: Option<Machine>,
+    /// The step's time on several ranks, for each number of them that was asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub predictions: Vec<Prediction>,
 }
 
 /// How a training step is replayed: how often, why calls were recorded, and what every tensor is bound to.
@@ -100,8 +103,95 @@ pub struct Step {
     pub saved: Vec<SavedTensor>,
     /// Operations that run again in the backward pass instead of being kept.
     pub recomputed: Vec<Recomputed>,
+    /// What travels between ranks, in the order of the starts; empty for a step of one rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub collectives: Vec<Traveller>,
     /// The executor's description.
     pub details: String,
+}
+
+/// A collective of a step: a bucket of gradients, most often.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Traveller {
+    /// `all_reduce` or another kind.
+    pub kind: String,
+    /// Bytes of the operand on each rank.
+    pub bytes: u64,
+    /// How many tensors travel together.
+    pub tensors: usize,
+    /// The kernel that starts it.
+    pub start: usize,
+    /// The kernel that waits for it; [`Traveller::start`] for one that is waited for at once.
+    pub wait: usize,
+    /// Kernels that run between, and hide it.
+    pub between: usize,
+    /// Mean time of the wait in seconds, if measured: exposed communication.
+    pub exposed: Option<f64>,
+}
+
+/// What a step is expected to take on several ranks.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Prediction {
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Bytes that a rank sends in a second while it receives as many.
+    pub bandwidth: f64,
+    /// Seconds of an exchange of next to nothing.
+    pub latency: f64,
+    /// Seconds of each message of an exchange.
+    pub message: f64,
+    /// How fast kernels and communication go while they run beside each other; 1 where they do not disturb.
+    pub speed: f64,
+    /// Whether the times of kernels were measured; otherwise they are the shortest that the machine allows.
+    pub measured: bool,
+    /// Seconds of the step.
+    pub step_seconds: f64,
+    /// Seconds of its kernels alone: a step on one rank.
+    pub kernel_seconds: f64,
+    /// Seconds that the step waits for collectives.
+    pub exposed_seconds: f64,
+    /// Seconds that collectives take, exposed or not.
+    pub travel_seconds: f64,
+    /// Bytes of a rank: arguments, new outputs, arena.
+    pub memory_bytes: u64,
+    /// Of these, state of the optimizer.
+    pub state_bytes: u64,
+    /// The step with other sizes of buckets.
+    pub buckets: Vec<Bucketing>,
+}
+
+/// A step with one size of buckets.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Bucketing {
+    /// The most bytes of a bucket; of the first, a twenty-fifth of that.
+    pub bytes: u64,
+    /// How many buckets there are.
+    pub count: usize,
+    /// Seconds of the step.
+    pub step_seconds: f64,
+    /// Seconds that it waits for collectives.
+    pub exposed_seconds: f64,
+}
+
+impl Prediction {
+    /// The size with which the step is fastest; the largest of several.
+    pub fn best(&self) -> Option<&Bucketing> {
+        let faster = |a: &&Bucketing, b: &&Bucketing| {
+            let time = b.step_seconds.total_cmp(&a.step_seconds);
+            time.then(a.bytes.cmp(&b.bytes))
+        };
+        self.buckets.iter().max_by(faster)
+    }
+
+    /// How much of `ranks` times the throughput of one rank is left.
+    pub fn efficiency(&self) -> f64 {
+        self.kernel_seconds / self.step_seconds.max(f64::MIN_POSITIVE)
+    }
+
+    /// Bytes of a rank whose optimizer state is divided among the ranks.
+    pub fn sharded_bytes(&self) -> u64 {
+        self.memory_bytes - self.state_bytes + self.state_bytes.div_ceil(self.ranks.max(1) as u64)
+    }
 }
 
 /// The contents of one phase of a step.

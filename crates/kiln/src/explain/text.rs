@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Formatter};
 
-use super::report::{Break, Compile, Counted, Kernel, Memory, Replay, Report, Step};
+use super::report::{Break, Compile, Counted, Kernel, Memory, Prediction, Replay, Report, Step};
 
 /// Kernels, saved tensors and externs that are listed; JSON and HTML have all.
 const LISTED: usize = 12;
@@ -60,7 +60,13 @@ impl fmt::Display for Report {
                 machine.what()
             )?;
         }
-        Ok(())
+        if let Some(first) = self.predictions.first() {
+            write_prediction(first, f)?;
+        }
+        match self.predictions.len() {
+            0 | 1 => Ok(()),
+            _ => write_predictions(&self.predictions, f),
+        }
     }
 }
 
@@ -190,7 +196,125 @@ fn write_step(step: &Step, f: &mut Formatter<'_>) -> fmt::Result {
         write_memory(memory, f)?;
     }
     write_saved(step, f)?;
+    write_collectives(step, f)?;
     write_kernels(&step.kernels, f)
+}
+
+/// What travels between ranks: a line for each collective.
+fn write_collectives(step: &Step, f: &mut Formatter<'_>) -> fmt::Result {
+    let all = &step.collectives;
+    if all.is_empty() {
+        return Ok(());
+    }
+    let whole = all.iter().map(|it| it.bytes).sum();
+    write!(
+        f,
+        "    between ranks: {} collectives, {}",
+        all.len(),
+        bytes(whole)
+    )?;
+    let measured: Vec<f64> = all.iter().filter_map(|it| it.exposed).collect();
+    match measured.is_empty() {
+        true => writeln!(f)?,
+        false => writeln!(f, ", {} exposed", seconds(measured.iter().sum()))?,
+    }
+    for it in all.iter().take(LISTED) {
+        write!(
+            f,
+            "      {:>9} {} of {} tensors, started by kernel {}, waited for by {}, {} kernels between",
+            bytes(it.bytes),
+            it.kind,
+            it.tensors,
+            it.start,
+            it.wait,
+            it.between
+        )?;
+        match it.exposed {
+            Some(time) => writeln!(f, ": {} exposed", seconds(time))?,
+            None => writeln!(f)?,
+        }
+    }
+    if all.len() > LISTED {
+        writeln!(f, "      and {} more", all.len() - LISTED)?;
+    }
+    Ok(())
+}
+
+/// A line for each number of ranks, which have as much work each as the first ones.
+fn write_predictions(all: &[Prediction], f: &mut Formatter<'_>) -> fmt::Result {
+    writeln!(
+        f,
+        "    {:>6} {:>10} {:>10} {:>7} {:>12} {:>10} {:>10}",
+        "ranks", "step", "exposed", "of n", "best buckets", "memory", "sharded"
+    )?;
+    for it in all {
+        // With the best size, which the next run would choose.
+        let best = it.best().copied().unwrap_or_default();
+        writeln!(
+            f,
+            "    {:>6} {:>10} {:>10} {:>5.1} % {:>12} {:>10} {:>10}",
+            it.ranks,
+            seconds(best.step_seconds),
+            seconds(best.exposed_seconds),
+            100.0 * it.kernel_seconds / best.step_seconds.max(f64::MIN_POSITIVE),
+            bytes(best.bytes),
+            bytes(it.memory_bytes),
+            bytes(it.sharded_bytes())
+        )?;
+    }
+    Ok(())
+}
+
+fn write_prediction(it: &Prediction, f: &mut Formatter<'_>) -> fmt::Result {
+    writeln!(
+        f,
+        "  predicted on {} ranks that send {:.3} GB/s, {} an exchange and {} a message:",
+        it.ranks,
+        it.bandwidth * 1e-9,
+        seconds(it.latency),
+        seconds(it.message),
+    )?;
+    let source = match it.measured {
+        true => "measured",
+        false => "the shortest that this machine allows; --measure times them",
+    };
+    writeln!(
+        f,
+        "    a step takes {}: kernels {} ({source}), exposed communication {} of {}; {:.1} % of {} times one rank",
+        seconds(it.step_seconds),
+        seconds(it.kernel_seconds),
+        seconds(it.exposed_seconds),
+        seconds(it.travel_seconds),
+        100.0 * it.efficiency(),
+        it.ranks
+    )?;
+    if it.speed < 1.0 {
+        writeln!(
+            f,
+            "    while data travels kernels run at {:.0} % of their speed: no core is left to the thread that moves it",
+            100.0 * it.speed
+        )?;
+    }
+    writeln!(
+        f,
+        "    memory of a rank: {}, of which {} are state of the optimizer; {} with sharded state",
+        bytes(it.memory_bytes),
+        bytes(it.state_bytes),
+        bytes(it.sharded_bytes())
+    )?;
+    let best = it.best().map(|best| best.bytes);
+    for size in &it.buckets {
+        writeln!(
+            f,
+            "    buckets of {:>8}: {:4} of them, {:>9} exposed, step {:>9}{}",
+            bytes(size.bytes),
+            size.count,
+            seconds(size.exposed_seconds),
+            seconds(size.step_seconds),
+            if Some(size.bytes) == best { "  (best)" } else { "" }
+        )?;
+    }
+    Ok(())
 }
 
 fn write_memory(memory: &Memory, f: &mut Formatter<'_>) -> fmt::Result {
