@@ -134,6 +134,25 @@ impl Overlap {
         overlap
     }
 
+    /// Seconds of all kernels.
+    pub fn kernel_seconds(&self) -> f64 {
+        let seconds = |event: &Event| match *event {
+            Event::Kernel(_, seconds) => seconds,
+            Event::Start(..) | Event::Wait(..) => 0.0,
+        };
+        self.events.iter().map(seconds).sum()
+    }
+
+    /// The same step with kernels that take `factor` times as long.
+    pub fn scaled(mut self, factor: f64) -> Self {
+        for event in &mut self.events {
+            if let Event::Kernel(_, seconds) = event {
+                *seconds *= factor;
+            }
+        }
+        self
+    }
+
     /// What traces call the kernels that start collectives and wait for them, by their numbers.
     pub fn names(&self) -> FxHashMap<usize, String> {
         let name = |event: &Event| match *event {
@@ -371,5 +390,9 @@ mod tests {
         let pass = step().joined(&Buckets { first: 30, others: 0 });
         assert_eq!(sizes(&pass), [30, 30]);
         assert_eq!(step().joined(&Buckets::NONE), step());
+        assert_eq!(
+            (step().kernel_seconds(), step().scaled(2.0).kernel_seconds()),
+            (5.5, 11.0)
+        );
     }
 }
