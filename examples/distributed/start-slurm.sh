@@ -3,7 +3,6 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --cpus-per-task=4
-#SBATCH --kill-on-bad-exit=1
 #SBATCH --time=00:10:00
 
 # Open MPI's interface, or MPICH's; `srun --mpi=list` says which this cluster has.
@@ -12,4 +11,4 @@ case $(srun --mpi=list 2>&1) in
 *) mpi=pmi2 ;;
 esac
 export KILN_CACHE_DIR=${TMPDIR:-/tmp}/kiln-$USER
-srun --mpi=$mpi --cpus-per-task="$SLURM_CPUS_PER_TASK" target/release/distributed
+srun --mpi=$mpi --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" target/release/distributed
