@@ -20,6 +20,8 @@ pub enum Isa {
     Avx512,
     /// AVX-512 with BF16: sums of products of pairs of bf16.
     Avx512Bf16,
+    /// AVX-512 with BF16, and AMX: products of tiles of pairs of bf16 ([`crate::kernels::tile::amx`]).
+    AmxBf16,
 }
 
 impl Isa {
@@ -29,7 +31,7 @@ impl Isa {
             Self::Scalar => 1,
             Self::Sse2 | Self::Neon => 4,
             Self::Avx2 => 8,
-            Self::Avx512 | Self::Avx512Bf16 => 16,
+            Self::Avx512 | Self::Avx512Bf16 | Self::AmxBf16 => 16,
         }
     }
 
@@ -37,28 +39,48 @@ impl Isa {
     pub fn registers(self) -> usize {
         match self {
             Self::Scalar | Self::Sse2 | Self::Avx2 => 16,
-            Self::Neon | Self::Avx512 | Self::Avx512Bf16 => 32,
+            Self::Neon | Self::Avx512 | Self::Avx512Bf16 | Self::AmxBf16 => 32,
         }
     }
 
     /// Whether a fused multiply-add is one instruction; without it, `fma` is a slow library call.
     pub fn has_fma(self) -> bool {
-        matches!(self, Self::Neon | Self::Avx2 | Self::Avx512 | Self::Avx512Bf16)
+        self.is_avx512() || matches!(self, Self::Neon | Self::Avx2)
     }
 
     /// Whether it has AVX-512 F, DQ, BW and VL.
     pub fn is_avx512(self) -> bool {
-        matches!(self, Self::Avx512 | Self::Avx512Bf16)
+        matches!(self, Self::Avx512 | Self::Avx512Bf16 | Self::AmxBf16)
     }
 
     /// Whether one instruction adds the products of a pair of bf16 with another to an f32.
     pub fn has_bf16_pairs(self) -> bool {
-        self == Self::Avx512Bf16
+        matches!(self, Self::Avx512Bf16 | Self::AmxBf16)
+    }
+
+    /// Whether one instruction multiplies tiles of pairs of bf16.
+    pub fn has_tiles(self) -> bool {
+        self == Self::AmxBf16
+    }
+
+    /// This set without tiles, which a process may use only after it asked for them.
+    pub fn without_tiles(self) -> Self {
+        match self {
+            Self::AmxBf16 => Self::Avx512Bf16,
+            other => other,
+        }
     }
 
     /// This set and all that it contains, widest first: what a machine with it can run.
     pub fn contained(self) -> &'static [Self] {
         match self {
+            Self::AmxBf16 => &[
+                Self::AmxBf16,
+                Self::Avx512Bf16,
+                Self::Avx512,
+                Self::Avx2,
+                Self::Sse2,
+            ],
             Self::Avx512Bf16 => &[Self::Avx512Bf16, Self::Avx512, Self::Avx2, Self::Sse2],
             Self::Avx512 => &[Self::Avx512, Self::Avx2, Self::Sse2],
             Self::Avx2 => &[Self::Avx2, Self::Sse2],
@@ -85,9 +107,10 @@ impl Isa {
         .iter()
         .all(|m| has(m))
         {
-            match has("__AVX512BF16__") {
-                true => Self::Avx512Bf16,
-                false => Self::Avx512,
+            match (has("__AVX512BF16__"), has("__AMX_TILE__") && has("__AMX_BF16__")) {
+                (true, true) => Self::AmxBf16,
+                (true, false) => Self::Avx512Bf16,
+                (false, _) => Self::Avx512,
             }
         } else if has("__AVX2__") && has("__FMA__") {
             Self::Avx2
@@ -110,6 +133,7 @@ impl fmt::Display for Isa {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512-bf16",
+            Self::AmxBf16 => "amx-bf16",
         })
     }
 }
@@ -139,6 +163,13 @@ mod tests {
         assert_eq!(Isa::from_macros(&avx512), Isa::Avx512);
         let with_bf16 = avx512 + "#define __AVX512BF16__ 1\n";
         assert_eq!(Isa::from_macros(&with_bf16), Isa::Avx512Bf16);
+        let tiles = "#define __AMX_TILE__ 1\n#define __AMX_BF16__ 1\n";
+        assert_eq!(Isa::from_macros(&(with_bf16.clone() + tiles)), Isa::AmxBf16);
+        assert_eq!(
+            Isa::from_macros(&(with_bf16 + "#define __AMX_BF16__ 1\n")),
+            Isa::Avx512Bf16
+        );
+        assert_eq!(Isa::from_macros(tiles), Isa::Scalar);
         assert_eq!(Isa::from_macros("#define __AVX512BF16__ 1\n"), Isa::Scalar);
     }
 }

@@ -33,6 +33,7 @@ pub mod machine;
 pub mod policy;
 pub mod runtime;
 pub mod target;
+mod tiles;
 
 pub use build::objects::Objects;
 pub use build::toolchain::Toolchain;

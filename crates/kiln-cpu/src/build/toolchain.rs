@@ -5,6 +5,9 @@
 //! target and every instruction set of this machine. Their text is the identity that cache keys contain, so a
 //! new compiler or another CPU never meets an old executable.
 //!
+//! Tiles of AMX are used if the operating system lets this process use them; the flags, which are part of
+//! that identity too, say so.
+//!
 //! A compiler that runs may still compile wrongly. [`Toolchain::find`] asks its caller about each compiler,
 //! and passes over those that the caller refuses.
 
@@ -18,6 +21,7 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{CpuError, Result};
 use crate::isa::Isa;
+use crate::tiles;
 
 /// The compilers that machines have, in the order in which they are tried.
 const USUAL: [&str; 3] = ["cc", "gcc", "clang"];
@@ -146,12 +150,18 @@ impl Toolchain {
                 .map_err(|error| error.to_string())?;
             let macros = String::from_utf8_lossy(&output.stdout);
             if output.status.success() && macros.contains("__VERSION__") {
-                let isa = Isa::from_macros(&macros);
+                let allowed = Isa::from_macros(&macros);
+                let tiles = allowed.has_tiles() && tiles::permitted();
+                let isa = if tiles { allowed } else { allowed.without_tiles() };
                 let mut flags: Vec<String> = native.iter().copied().map(str::to_owned).collect();
                 flags.extend(MEANING.map(str::to_owned));
                 if isa.is_avx512() {
                     // Left alone, some tunings split vectors in halves.
                     flags.push("-mprefer-vector-width=512".into());
+                }
+                if isa != allowed {
+                    // Sources that use tiles anyway then keep them in memory.
+                    flags.extend(["-mno-amx-bf16".into(), "-mno-amx-tile".into()]);
                 }
                 let version = version_of(&macros);
                 let identity = format!("{:x?}", Sha256::digest(macros.as_bytes()).as_slice());

@@ -4,6 +4,7 @@
 //! or one of the 16-bit formats, which are widened to f32 when they are loaded and rounded once when they
 //! are stored.
 
+use super::tile::amx;
 use super::{Width, vector};
 use crate::isa::Isa;
 
@@ -90,13 +91,16 @@ pub enum Factor {
     /// them with another pair and adds both products to an f32. It takes subnormal numbers for zero, and
     /// rounds after each of the two products.
     Bf16Pair,
+    /// `bf16_pair`, of which one instruction multiplies a tile of 16 rows by 16 steps of the depth with
+    /// another of 16 steps by 16 columns ([`super::tile::amx`]).
+    Bf16Tile,
 }
 
 impl Factor {
     /// The type in which products are added up.
     pub fn sum(self) -> Element {
         match self {
-            Self::F32 | Self::Bf16Pair => Element::F32,
+            Self::F32 | Self::Bf16Pair | Self::Bf16Tile => Element::F32,
             Self::F64 => Element::F64,
         }
     }
@@ -106,7 +110,7 @@ impl Factor {
         match self {
             Self::F32 => "float",
             Self::F64 => "double",
-            Self::Bf16Pair => "bf16_pair",
+            Self::Bf16Pair | Self::Bf16Tile => "bf16_pair",
         }
     }
 
@@ -115,7 +119,7 @@ impl Factor {
         match self {
             Self::F32 => "vf",
             Self::F64 => "vd",
-            Self::Bf16Pair => "vu",
+            Self::Bf16Pair | Self::Bf16Tile => "vu",
         }
     }
 
@@ -123,7 +127,15 @@ impl Factor {
     pub fn depth(self) -> usize {
         match self {
             Self::F32 | Self::F64 => 1,
-            Self::Bf16Pair => 2,
+            Self::Bf16Pair | Self::Bf16Tile => 2,
+        }
+    }
+
+    /// Packed panels hold a multiple of so many steps of the depth.
+    pub fn steps(self) -> usize {
+        match self {
+            Self::Bf16Tile => amx::EXTENT,
+            _ => 1,
         }
     }
 }

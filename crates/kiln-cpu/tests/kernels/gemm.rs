@@ -361,6 +361,33 @@ fn large_deep_and_skinny_products_of_bf16_match_f64() {
     check(&cases, 6);
 }
 
+/// Extents of whole tiles of 16 and 32, and just beside them, with operands in every order.
+#[test]
+fn whole_and_partial_tiles_of_bf16_match_f64() {
+    let orders = [[false, false], [false, true], [true, false], [true, true]];
+    let sizes = [
+        (32, 32, 32),
+        (48, 80, 96),
+        (77, 40, 65),
+        (16, 48, 33),
+        (95, 97, 62),
+    ];
+    let mut cases = Vec::new();
+    for (number, [a, b]) in orders.into_iter().enumerate() {
+        for (place, &(m, n, k)) in sizes.iter().enumerate() {
+            let result = [Storage::F32, Storage::BF16][(number + place) % 2];
+            let mut case = dense(m, n, k, [a, b, place == 3]).of_bf16(result);
+            case.prologue = place % 2 == 1;
+            case.epilogue = place == 2;
+            cases.push(case);
+        }
+    }
+    // Shared by threads, along rows and along columns.
+    cases.push(dense(512, 96, 64, [false, false, false]).of_bf16(Storage::F32));
+    cases.push(dense(96, 520, 70, [true, false, false]).of_bf16(Storage::F32));
+    check(&cases, 31);
+}
+
 fn large_deep_and_skinny() -> Vec<Case> {
     let mut cases = vec![
         dense(150, 70, 9001, [false, true, false]),

@@ -44,9 +44,14 @@ impl Random {
     }
 }
 
-/// The instruction sets to test: the machine's and all that it contains.
+/// The instruction sets to test: the machine's and all that it contains, and tiles of AMX, which are memory
+/// where the machine has none.
 pub fn instruction_sets(toolchain: &Toolchain) -> Vec<Isa> {
-    toolchain.isa().contained().to_vec()
+    let mut sets = toolchain.isa().contained().to_vec();
+    if sets[0] == Isa::Avx512Bf16 {
+        sets.insert(0, Isa::AmxBf16);
+    }
+    sets
 }
 
 /// Builds `kernels` into one step, runs it on 1, 2 and 3 threads (workspaces filled with NaN), checks that

@@ -593,6 +593,44 @@ KILN_INLINE vu vu_zip_vf(vf low, vf high) {
 #endif
 #undef KILN_ZIP
 }
+
+/* Tiles of AMX: registers 0 to 7, each of 16 rows of 64 bytes. `t` is a literal number, `ld` counts the 32-bit elements between rows. Where the
+ * compiler does not know AMX, tiles are memory. */
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+/* The form of all eight tiles: palette 1, then 64 bytes a row and 16 rows for each. */
+static const uint8_t kiln_tile_form[64] __attribute__((aligned(64), unused)) = {1, [16] = 64, [18] = 64, [20] = 64, [22] = 64, [24] = 64, [26] = 64,
+    [28] = 64, [30] = 64, [48] = 16, [49] = 16, [50] = 16, [51] = 16, [52] = 16, [53] = 16, [54] = 16, [55] = 16};
+KILN_INLINE void kiln_tiles_begin(void) { __asm__ volatile("ldtilecfg %0" : : "m"(kiln_tile_form)); }
+KILN_INLINE void kiln_tiles_end(void) { __asm__ volatile("tilerelease"); }
+#define kiln_tile_zero(t) __asm__ volatile("tilezero %%tmm" #t : :)
+#define kiln_tile_load(t, from, ld) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(from), "r"((int64_t)(ld) * 4) : "memory")
+#define kiln_tile_store(t, to, ld) \
+    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(ld) * 4) : "memory")
+/* c + a b for tiles of pairs of bf16; takes subnormal numbers for zero. */
+#define kiln_tile_dot(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+#else
+static _Thread_local uint32_t kiln_tile_memory[8][16][16] __attribute__((aligned(64), unused));
+KILN_INLINE void kiln_tiles_begin(void) { __builtin_memset(kiln_tile_memory, 0, sizeof kiln_tile_memory); }
+KILN_INLINE void kiln_tiles_end(void) { __builtin_memset(kiln_tile_memory, 0xff, sizeof kiln_tile_memory); }
+KILN_INLINE void kiln_tile_copy_in(uint32_t tile[16][16], const void *from, int64_t ld) {
+    for (int r = 0; r < 16; r++) __builtin_memcpy(tile[r], (const char *)from + r * ld * 4, 64);
+}
+KILN_INLINE void kiln_tile_copy_out(uint32_t tile[16][16], void *to, int64_t ld) {
+    for (int r = 0; r < 16; r++) __builtin_memcpy((char *)to + r * ld * 4, tile[r], 64);
+}
+KILN_INLINE void kiln_tile_multiply(uint32_t c[16][16], uint32_t a[16][16], uint32_t b[16][16]) {
+    for (int i = 0; i < 16; i++) {
+        vf sum = vf_load((const float *)c[i]);
+        for (int k = 0; k < 16; k++) sum = vf_dot_bf16(vu_set1(a[i][k]), vu_load(b[k]), sum);
+        vf_store((float *)c[i], sum);
+    }
+}
+#define kiln_tile_zero(t) __builtin_memset(kiln_tile_memory[t], 0, sizeof kiln_tile_memory[t])
+#define kiln_tile_load(t, from, ld) kiln_tile_copy_in(kiln_tile_memory[t], from, ld)
+#define kiln_tile_store(t, to, ld) kiln_tile_copy_out(kiln_tile_memory[t], to, ld)
+#define kiln_tile_dot(c, a, b) kiln_tile_multiply(kiln_tile_memory[c], kiln_tile_memory[a], kiln_tile_memory[b])
+#endif
 #endif
 
 #endif

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use super::finish::finish;
 use super::plan::{Parallel, ProductPlan, Stream};
 use super::workspace::Workspace;
-use super::{GemmSpec, pack};
+use super::{GemmSpec, pack, tiles};
 use crate::isa::Isa;
 use crate::kernels::element::Factor;
 use crate::kernels::{Helper, KernelText, fields, indent, pack_fields, signature, unpack};
@@ -77,6 +77,7 @@ impl Emitter<'_> {
             "/* {comment}\n * {products}[{m} x {k}] * [{k} x {n}]{}, tiles of {} x {}, A {}, B {}{}{}. */",
             match plan.factor {
                 Factor::Bf16Pair => " of pairs of bf16",
+                Factor::Bf16Tile => " of pairs of bf16 in tiles of AMX",
                 _ => "",
             },
             plan.rows,
@@ -131,10 +132,26 @@ impl Emitter<'_> {
         } = self.spec;
         let (plan, factor) = (self.plan, self.plan.factor.ctype());
         let copy = |rows: usize| {
-            let body = pack::panel(a, plan.factor, *k, rows, plan.lanes);
-            format!("{{\n    int64_t valid = {rows};\n{}}}", indent(&body, 4))
+            let (body, valid) = match plan.tiles() {
+                true => (
+                    tiles::rows(a, *k, rows, plan.lanes),
+                    format!("extent - free < {rows} ? extent - free : {rows}"),
+                ),
+                false => (
+                    pack::panel(a, plan.factor, *k, rows, plan.lanes),
+                    rows.to_string(),
+                ),
+            };
+            format!("{{\n    int64_t valid = {valid};\n{}}}", indent(&body, 4))
         };
-        let body = if plan.uneven_rows() {
+        let last = plan.row_panels - 1;
+        let body = if plan.tiles() && plan.last_rows(*m) < plan.rows {
+            format!(
+                "if (panel < {last}) {} else {}\n",
+                copy(plan.rows),
+                copy(plan.last_rows(*m))
+            )
+        } else if plan.uneven_rows() {
             format!(
                 "if (panel < {}) {} else {}\n",
                 plan.tall_panels,

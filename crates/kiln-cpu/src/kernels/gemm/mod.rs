@@ -36,9 +36,11 @@ mod finish;
 mod pack;
 mod panels;
 mod plan;
+mod tiles;
 mod workspace;
 
 use super::element::{Element, Factor, Storage};
+use super::tile::amx;
 use super::{KernelText, Param, Width};
 use crate::isa::Isa;
 
@@ -373,9 +375,18 @@ impl GemmSpec<'_> {
         let whole = [&self.a, &self.b]
             .iter()
             .all(|operand| operand.segment.is_none_or(|length| length.is_multiple_of(2)));
-        match isa.has_bf16_pairs() && both && whole && self.k > 1 {
-            true => Factor::Bf16Pair,
-            false => self.element().into(),
+        if !isa.has_bf16_pairs() || !both || !whole || self.k <= 1 {
+            return self.element().into();
+        }
+        // Fewer rows, columns or steps than half a tile leave more of it empty than it gains.
+        let cut_in_tiles = [&self.a, &self.b].iter().all(|operand| {
+            let steps = Factor::Bf16Tile.depth() * Factor::Bf16Tile.steps();
+            operand.segment.is_none_or(|length| length.is_multiple_of(steps))
+        });
+        let large = self.m.min(self.n) > amx::EXTENT / 2 && self.k >= amx::EXTENT;
+        match isa.has_tiles() && cut_in_tiles && large {
+            true => Factor::Bf16Tile,
+            false => Factor::Bf16Pair,
         }
     }
 }

@@ -13,7 +13,8 @@ use crate::kernels::{Width, indent};
 /// factors.
 pub(super) fn panel(operand: &Operand<'_>, factor: Factor, all: usize, width: usize, lanes: usize) -> String {
     match factor {
-        Factor::Bf16Pair => Pairs { operand, all }.panel(width, lanes),
+        Factor::Bf16Pair => Pairs::new(operand, all).panel(width, lanes),
+        Factor::Bf16Tile => Pairs::padded(operand, all).panel(width, lanes),
         _ => elements(operand, width, lanes),
     }
 }
@@ -86,19 +87,80 @@ fn elements(operand: &Operand<'_>, width: usize, lanes: usize) -> String {
 
 /// An operand that is packed as pairs of bf16: element `2 i` of the depth and, in the upper half, element
 /// `2 i + 1`, or zero past the end.
-struct Pairs<'a> {
+pub(super) struct Pairs<'a> {
     operand: &'a Operand<'a>,
     /// Elements of the whole depth.
     all: usize,
+    /// Whether there may be steps past the last element.
+    padded: bool,
+}
+
+impl<'a> Pairs<'a> {
+    /// Panels that end with the last element.
+    fn new(operand: &'a Operand<'a>, all: usize) -> Self {
+        let padded = false;
+        Self { operand, all, padded }
+    }
+
+    /// Panels that go on, with zeros, to a whole tile.
+    pub fn padded(operand: &'a Operand<'a>, all: usize) -> Self {
+        let padded = !all.is_multiple_of(Factor::Bf16Tile.depth() * Factor::Bf16Tile.steps());
+        Self { operand, all, padded }
+    }
 }
 
 impl Pairs<'_> {
-    /// As [`panel`].
-    fn panel(&self, width: usize, lanes: usize) -> String {
-        let contiguous = match &self.operand.halves {
+    /// The axis along which vectors can be loaded.
+    pub fn contiguous(&self) -> Option<Axis> {
+        match &self.operand.halves {
             Some(memory) => contiguous_axis(memory.free_stride, memory.depth_stride),
             None => self.operand.contiguous,
-        };
+        }
+    }
+
+    /// Declares `last`, the end of the steps with two elements, of which vectors are made.
+    pub fn last(&self) -> String {
+        match self.all % 2 == 0 && !self.padded {
+            true => String::from("const int64_t last = depth;\n"),
+            false => format!(
+                "const int64_t last = start + depth > {0} ? {0} - start : depth;\n",
+                self.all / 2
+            ),
+        }
+    }
+
+    /// C expression of the vector of steps from `k` on of row `free`.
+    pub fn along_depth_vector(&self, free: &str, k: &str, lanes: usize) -> String {
+        let depth = format!("(start + {k}) * 2");
+        match &self.operand.halves {
+            Some(memory) => format!("vu_load((const bf16_pair *)({}))", place(memory, free, &depth)),
+            None => format!(
+                "vu_pairs_vf({}, {})",
+                self.value(Width::Vector, free, &format!("({depth})")),
+                self.value(Width::Vector, free, &format!("({depth} + {lanes})")),
+            ),
+        }
+    }
+
+    /// C expression of the vector of step `k` of rows from `free` on.
+    pub fn along_free_vector(&self, free: &str, k: &str) -> String {
+        let (low, high) = (format!("(start + {k}) * 2"), format!("((start + {k}) * 2 + 1)"));
+        match &self.operand.halves {
+            Some(memory) => format!(
+                "vu_zip_bf16({}, {})",
+                place(memory, free, &low),
+                place(memory, free, &high),
+            ),
+            None => format!(
+                "vu_zip_vf({}, {})",
+                self.value(Width::Vector, free, &format!("({low})")),
+                self.value(Width::Vector, free, &high),
+            ),
+        }
+    }
+
+    /// As [`panel`].
+    fn panel(&self, width: usize, lanes: usize) -> String {
         let element = |k: &str| {
             format!(
                 "for (int64_t k = {k}; k < depth; k++)\n    for (int64_t r = 0; r < {width}; r++)\n        packed[k * {width} + r] = r < valid ? \
@@ -106,17 +168,11 @@ impl Pairs<'_> {
                 self.one()
             )
         };
-        let Some(axis) = contiguous else {
+        let Some(axis) = self.contiguous() else {
             return element("0");
         };
         // Vectors are of whole pairs.
-        let last = match self.all % 2 {
-            0 => String::from("const int64_t last = depth;\n"),
-            _ => format!(
-                "const int64_t last = start + depth > {0} ? {0} - start : depth;\n",
-                self.all / 2
-            ),
-        };
+        let last = self.last();
         let vectors = match axis {
             Axis::Free => self.along_free(width, lanes),
             Axis::Depth => self.along_depth(width, lanes),
@@ -129,18 +185,7 @@ impl Pairs<'_> {
         let whole = width.div_ceil(lanes) * lanes;
         // A vector store of a narrow panel runs over into the next steps, which are written later.
         let spill = (whole - width).div_ceil(width);
-        let pairs = match &self.operand.halves {
-            Some(memory) => format!(
-                "vu_zip_bf16({}, {})",
-                place(memory, "(free + r)", "(start + k0) * 2"),
-                place(memory, "(free + r)", "((start + k0) * 2 + 1)"),
-            ),
-            None => format!(
-                "vu_zip_vf({}, {})",
-                self.value(Width::Vector, "(free + r)", "((start + k0) * 2)"),
-                self.value(Width::Vector, "(free + r)", "((start + k0) * 2 + 1)"),
-            ),
-        };
+        let pairs = self.along_free_vector("(free + r)", "k0");
         format!(
             "if (valid == {width} && free + {whole} <= extent) {{\n    for (; k0 < last - {spill}; k0++)\n        for (int64_t r = 0; r < {width}; r += \
              {lanes}) vu_store(packed + k0 * {width} + r, {pairs});\n}}\n"
@@ -157,19 +202,7 @@ impl Pairs<'_> {
             block.push_str(&format!("{{\n    vu row[{lanes}] = {{{{0}}}};\n"));
             for r in group..group + rows {
                 let free = format!("(free + {r})");
-                let pairs = match &self.operand.halves {
-                    Some(memory) => {
-                        format!(
-                            "vu_load((const bf16_pair *)({}))",
-                            place(memory, &free, "(start + k0) * 2")
-                        )
-                    }
-                    None => format!(
-                        "vu_pairs_vf({}, {})",
-                        self.value(Width::Vector, &free, "((start + k0) * 2)"),
-                        self.value(Width::Vector, &free, &format!("((start + k0) * 2 + {lanes})")),
-                    ),
-                };
+                let pairs = self.along_depth_vector(&free, "k0", lanes);
                 block.push_str(&format!("    if ({r} < valid) row[{}] = {pairs};\n", r - group));
             }
             block.push_str("    vu_transpose(row);\n");
@@ -192,17 +225,19 @@ impl Pairs<'_> {
     }
 
     /// C expression of the pair of row `r` at step `k`.
-    fn one(&self) -> String {
+    pub fn one(&self) -> String {
         let half = |depth: &str| match &self.operand.halves {
             Some(memory) => format!("*({})", place(memory, "(free + r)", depth)),
             None => format!("bf16_from_sf({})", self.value(Width::Scalar, "(free + r)", depth)),
         };
         let (low, high) = (half("((start + k) * 2)"), half("((start + k) * 2 + 1)"));
-        match self.all % 2 {
-            0 => format!("((uint32_t){low} | (uint32_t){high} << 16)"),
-            _ => format!(
-                "((uint32_t){low} | (start + k < {} ? (uint32_t){high} << 16 : 0))",
-                self.all / 2
+        let whole = self.all / 2;
+        match (self.padded, self.all % 2) {
+            (false, 0) => format!("((uint32_t){low} | (uint32_t){high} << 16)"),
+            (false, _) => format!("((uint32_t){low} | (start + k < {whole} ? (uint32_t){high} << 16 : 0))"),
+            (true, _) => format!(
+                "((start + k < {} ? (uint32_t){low} : 0) | (start + k < {whole} ? (uint32_t){high} << 16 : 0))",
+                self.all.div_ceil(2)
             ),
         }
     }

@@ -4,7 +4,7 @@ use super::emit::Emitter;
 use super::plan::{Parallel, Stream};
 use super::workspace::WIDE;
 use super::{GemmSpec, Memory, Operand, ResultMemory};
-use crate::kernels::tile::{self, Access, Tile};
+use crate::kernels::tile::{self, Access, Tile, amx};
 use crate::kernels::{indent, unpack};
 
 /// Where tiles put their sums.
@@ -20,7 +20,7 @@ enum Sums<'a> {
 impl<'a> Emitter<'a> {
     /// Calls of the tile functions that differ in height and width, chosen at run time.
     fn tile_calls(&mut self) -> String {
-        let (plan, factor) = (self.plan, self.plan.factor);
+        let (plan, factor, m) = (self.plan, self.plan.factor, self.spec.m);
         let access = |packed: bool, operand: &super::Operand<'_>| match (&operand.memory, &operand.halves) {
             (Some(memory), _) if !packed => Access::Strided {
                 free: memory.free_stride,
@@ -54,7 +54,11 @@ impl<'a> Emitter<'a> {
         };
         let mut heights = |vectors: usize| {
             let tall = call(plan.rows, vectors);
-            if plan.uneven_rows() {
+            let last_rows = plan.last_rows(m);
+            if plan.tiles() && last_rows < plan.rows {
+                let (last, low) = (plan.row_panels - 1, call(last_rows, vectors));
+                format!("if (rp < {last}) {tall}\nelse {low}\n")
+            } else if plan.uneven_rows() {
                 let short = call(plan.rows - 1, vectors);
                 format!("if (rp < {}) {tall}\nelse {short}\n", plan.tall_panels)
             } else {
@@ -101,6 +105,10 @@ impl<'a> Emitter<'a> {
             ),
             _ => String::new(),
         };
+        let (begin, end) = match plan.tiles() {
+            true => (amx::BEGIN, amx::END),
+            false => ("", ""),
+        };
         let work = match plan.stream {
             Stream::Columns => self.row_loops(&sums, &self.tile(&sums, &calls)),
             Stream::Rows => self.column_loops(&sums, &self.tile(&sums, &calls)),
@@ -108,14 +116,16 @@ impl<'a> Emitter<'a> {
         format!(
             "static void {name}_panels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
              *args = ctx;\n{}    const int64_t batch = args->batch, ldc = {ldc};\n    const {factor} *stationary = (const {factor} \
-             *)(args->workspace + {});\n    {factor} *streamed = ({factor} *)({});\n{block_at}    {real} *base = {base};\n    for (int64_t \
+             *)(args->workspace + {});\n    {factor} *streamed = ({factor} *)({});\n{block_at}    {real} *base = {base};\n{}    for (int64_t \
              group = begin; group < end; group += {group}) {{\n        const int64_t group_end = group + {group} < end ? group + \
-             {group} : end;\n{}{}    }}\n}}\n",
+             {group} : end;\n{}{}    }}\n{}}}\n",
             unpack(params),
             workspace.stationary,
             self.own(workspace.streamed, workspace.streamed_each),
+            indent(begin, 4),
             indent(&self.pack_streamed(), 8),
             indent(&work, 8),
+            indent(end, 4),
             group = plan.group,
         )
     }
@@ -262,11 +272,13 @@ impl<'a> Emitter<'a> {
     /// should be long enough for caches to run ahead of it. In a block, their sums lie `at` from its start.
     fn finish_columns(&self, sums: &Sums<'_>, from: &str, end: &str, at: &str) -> String {
         let (plan, width) = (self.plan, self.plan.width());
-        let GemmSpec { name, n, .. } = self.spec;
+        let GemmSpec { name, m, n, .. } = self.spec;
         if plan.in_result {
             return String::new();
         }
-        let rows = if plan.uneven_rows() {
+        let rows = if plan.tiles() {
+            format!("({m} - row < {0} ? {m} - row : {0})", plan.rows)
+        } else if plan.uneven_rows() {
             format!("(rp < {} ? {} : {})", plan.tall_panels, plan.rows, plan.rows - 1)
         } else {
             plan.rows.to_string()

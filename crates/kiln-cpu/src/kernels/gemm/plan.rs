@@ -3,7 +3,8 @@
 use super::{Axis, GemmSpec, Operand};
 use crate::isa::Isa;
 use crate::kernels::element::Factor;
-use crate::kernels::{round_up, tile};
+use crate::kernels::round_up;
+use crate::kernels::tile::{self, amx};
 use crate::policy::{BATCH_PRODUCT, PRODUCT_DEPTH, PRODUCT_L2, SERIAL_PRODUCT};
 
 /// The unit of work that threads share.
@@ -60,14 +61,27 @@ impl ProductPlan {
         let lanes = spec.element().lanes(isa);
         let factor = spec.factor(isa);
         let (m, n, k) = (spec.m, spec.n, spec.k);
-        let all = k.div_ceil(factor.depth());
-        let vectors = choose_vectors(m, n, lanes, isa);
+        let tiles = factor == Factor::Bf16Tile;
+        let all = round_up(k.div_ceil(factor.depth()), factor.steps());
+        let vectors = match tiles {
+            true => n.div_ceil(lanes).min(2),
+            false => choose_vectors(m, n, lanes, isa),
+        };
         let width = vectors * lanes;
         let column_panels = n.div_ceil(width);
         let last_vectors = (n - (column_panels - 1) * width).div_ceil(lanes);
-        let row_panels = m.div_ceil(tile::max_rows(isa, vectors));
-        let rows = m.div_ceil(row_panels);
-        let tall_panels = m - row_panels * (rows - 1);
+        let (rows, row_panels, tall_panels) = match tiles {
+            // Whole tiles; the last panel may have rows that are not there.
+            true => {
+                let rows = round_up(m, amx::EXTENT).min(amx::MAX_ROWS);
+                (rows, m.div_ceil(rows), m.div_ceil(rows))
+            }
+            false => {
+                let row_panels = m.div_ceil(tile::max_rows(isa, vectors));
+                let rows = m.div_ceil(row_panels);
+                (rows, row_panels, m - row_panels * (rows - 1))
+            }
+        };
         let longest = spec
             .a
             .segment
@@ -127,17 +141,18 @@ impl ProductPlan {
             depth,
             cuts,
             a_packed: pack_a(&spec.a, factor, k, n, lanes),
-            b_packed: factor == Factor::Bf16Pair || pack_b(&spec.b, m, n, lanes),
+            b_packed: factor.depth() > 1 || pack_b(&spec.b, m, n, lanes),
             stream,
             group,
             parallel,
-            // Tiles store whole vectors.
+            // Tiles store whole vectors, and those of AMX whole tiles.
             in_result: spec
                 .epilogue
                 .memory
                 .as_ref()
                 .is_some_and(|memory| memory.col_stride == 1)
-                && n.is_multiple_of(lanes),
+                && n.is_multiple_of(lanes)
+                && (!tiles || m.is_multiple_of(amx::EXTENT)),
         }
     }
 
@@ -149,6 +164,24 @@ impl ProductPlan {
     /// Columns of all panels together: `n` rounded up to whole vectors.
     pub fn padded_columns(&self) -> usize {
         (self.column_panels - 1) * self.width() + self.last_vectors * self.lanes
+    }
+
+    /// Whether panels are of whole tiles of AMX.
+    pub fn tiles(&self) -> bool {
+        self.factor == Factor::Bf16Tile
+    }
+
+    /// Rows of the last row panel of tiles, those included that only fill a tile.
+    pub fn last_rows(&self, m: usize) -> usize {
+        round_up(m - (self.row_panels - 1) * self.rows, amx::EXTENT)
+    }
+
+    /// Rows of all row panels together: `m`, rounded up to whole tiles where there are tiles.
+    pub fn padded_rows(&self, m: usize) -> usize {
+        match self.tiles() {
+            true => round_up(m, amx::EXTENT),
+            false => m,
+        }
     }
 
     /// Whether some row panels have fewer rows than `rows`.
@@ -180,6 +213,9 @@ fn pack_a(a: &Operand<'_>, factor: Factor, k: usize, n: usize, lanes: usize) -> 
         _ => (&a.memory, a.element.bytes() as i64),
     };
     let Some(memory) = memory else { return true };
+    if factor == Factor::Bf16Tile {
+        return true;
+    }
     let in_pairs = memory.depth_stride == 1 && memory.free_stride % 2 == 0 && k.is_multiple_of(2);
     if factor == Factor::Bf16Pair && !in_pairs {
         return true;

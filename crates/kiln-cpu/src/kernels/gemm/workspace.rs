@@ -37,7 +37,10 @@ impl Workspace {
         // A last vector store may run over by less than a vector.
         let bytes = spec.element().bytes();
         let floats = |count: usize| round_up((count + plan.lanes) * bytes, REGION);
-        let (a, b) = (spec.m * plan.depth, plan.padded_columns() * plan.depth);
+        let (a, b) = (
+            plan.padded_rows(spec.m) * plan.depth,
+            plan.padded_columns() * plan.depth,
+        );
         let (stationary, streamed_each) = match plan.stream {
             Stream::Columns => (
                 if plan.a_packed { floats(a) } else { 0 },
@@ -57,7 +60,7 @@ impl Workspace {
             ),
         };
         let partial = if plan.cuts > 1 && !plan.in_result {
-            floats(spec.m * plan.padded_columns())
+            floats(plan.padded_rows(spec.m) * plan.padded_columns())
         } else {
             0
         };

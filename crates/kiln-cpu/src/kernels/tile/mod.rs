@@ -16,6 +16,8 @@
 //! registers, and adds the sums of blocks in memory of its own: the error is that of a block, however great
 //! the depth.
 
+pub mod amx;
+
 use std::fmt::Write;
 
 use super::Helper;
@@ -82,6 +84,7 @@ impl Tile {
             Factor::F32 => "",
             Factor::F64 => "f64_",
             Factor::Bf16Pair => "bf16_",
+            Factor::Bf16Tile => "amx_",
         };
         format!(
             "kiln_tile_{factor}{}x{}_{}_{}{nested}{block}",
@@ -109,6 +112,7 @@ impl Tile {
         let multiply = match self.factor {
             Factor::F32 | Factor::F64 => format!("{vf}_fma"),
             Factor::Bf16Pair => "vf_dot_bf16".to_owned(),
+            Factor::Bf16Tile => return amx::helper(self),
         };
         let nested = if self.nested {
             ", const int64_t nest[6]"
