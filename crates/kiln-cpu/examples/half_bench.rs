@@ -5,8 +5,8 @@
 //! Shapes are those of `kernel_bench`: `1024x688x256nt`, `32*128x128x64nt`, `conv:8x64x56-64k3s1g1` (forward
 //! and both gradients, channels-last), and `attention:32x128x64` (heads, positions, width; forward and
 //! gradient). Each line has the best rate of f32, of bf16 with results of bf16, and of bf16 with results of
-//! f32, their share of the rate at which registers alone can be multiplied (of f32, and of pairs of bf16, on
-//! as many threads), and the time of f32 by that of bf16. The kernels of a line take turns.
+//! f32, their share of the rate at which registers alone can be multiplied (of f32, and of pairs or tiles of
+//! bf16, on as many threads), and the time of f32 by that of bf16. The kernels of a line take turns.
 
 use std::time::{Duration, Instant};
 
@@ -58,6 +58,11 @@ const TYPES: [[Storage; 2]; 3] = [
 /// Each kernel of a line runs so often.
 const TURNS: usize = 25;
 
+#[path = "harness/limits.rs"]
+mod limits;
+
+use limits::Limits;
+
 type Error = Box<dyn std::error::Error>;
 
 fn main() -> Result<(), Error> {
@@ -70,12 +75,11 @@ fn main() -> Result<(), Error> {
         peaks: [f64::INFINITY; 2],
     };
     let isa = bench.toolchain.isa();
-    bench.peaks = [bench.peak(false)?, bench.peak(isa.has_bf16_pairs())?];
+    let limits = Limits::measure(&bench.toolchain, &bench.pool)?;
+    bench.peaks = [limits.f32, limits.bf16];
     println!(
-        "{} on {isa}, {threads} threads; registers alone: {:.0} GFLOP/s of f32, {:.0} of bf16",
-        bench.toolchain.version(),
-        bench.peaks[0],
-        bench.peaks[1]
+        "{} on {isa}, {threads} threads; {limits}",
+        bench.toolchain.version()
     );
     if shapes.is_empty() {
         SHAPES.iter().try_for_each(|shape| bench.shape(shape))
@@ -100,40 +104,6 @@ struct Case {
 impl Bench {
     fn isa(&self) -> Isa {
         self.toolchain.isa()
-    }
-
-    /// GFLOP/s of independent multiply-adds in registers, of f32 or of pairs of bf16.
-    fn peak(&self, pairs: bool) -> Result<f64, Error> {
-        const CHAINS: usize = 24;
-        const STEPS: usize = 200_000;
-        let names = |text: &dyn Fn(usize) -> String| (0..CHAINS).map(text).collect::<Vec<_>>().join(" ");
-        let (vector, multiply, each) = match pairs {
-            true => ("vu", "vf_dot_bf16", 4),
-            false => ("vf", "vf_fma", 2),
-        };
-        let source = format!(
-            "static void peak_part(void *ctx, int64_t begin, int64_t end, int thread) {{\n    float *out = *(float **)ctx;\n    for (int64_t unit = begin; unit < end; unit++) {{\n        {vector} a = {{0}}, b = {{0}};\n        \
-             vf {} all = {{0}};\n        {}\n        for (int64_t i = 0; i < {STEPS}; i++) {{ {} }}\n        {}\n        vf_store(out + unit * \
-             KILN_LANES, all);\n    }}\n}}\nvoid peak(const kiln_runtime *rt, const float *left, const float *right, float *out, char *workspace) {{\n    rt->parallel_for(rt->pool, {}, 1, peak_part, &out);\n}}\n",
-            names(&|c| format!("c{c} = {{0}},")),
-            // The compiler must know nothing of the chains, or it would join them.
-            names(&|c| format!("__asm__(\"\" : \"+m\"(c{c}));")),
-            names(&|c| format!("c{c} = {multiply}(a, b, c{c});")),
-            names(&|c| format!("all += c{c};")),
-            self.pool.threads(),
-        );
-        let kernel = KernelText {
-            name: "peak".into(),
-            params: params([Storage::F32; 2]),
-            prototype: "void peak(const kiln_runtime *rt, const float *left, const float *right, float *out, char *workspace);".into(),
-            source,
-            helpers: Vec::new(),
-            workspace_bytes: 0,
-        };
-        let bytes = vec![64, 64, 64 * self.pool.threads()];
-        let [best] = self.best([Case { kernel, bytes }])?;
-        let lanes = self.isa().lanes().max(4);
-        Ok((each * lanes * CHAINS * STEPS * self.pool.threads()) as f64 / best.as_nanos() as f64)
     }
 
     fn shape(&self, shape: &str) -> Result<(), Error> {

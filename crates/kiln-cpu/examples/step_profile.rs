@@ -5,16 +5,20 @@
 //! cargo run --release -p kiln-cpu --example step_profile -- graph.kg      # a graph in its text form
 //! ```
 //!
-//! Prints compile times, what is kept, the arena, the median time of a step, and for the slowest kernels
-//! time, GB/s and GFLOP/s. With a second argument the generated sources are written to that folder. In the
-//! environment, `KEEP=everything` or `KEEP=BYTES` sets what the backward pass keeps, `TOP=100` shows more
-//! kernels, `THREADS=1` runs on one thread, `AUTOCAST=bf16` (or `f16`) computes products in 16 bits.
+//! Prints compile times, what is kept, the arena, the median time of a step, what the machine can do, and
+//! for kernels the least time beside the time that their arithmetic or their bytes alone would take, those
+//! first that take most beyond it. `busy` is the share of all threads' time that they spend in loops: the
+//! rest they wait for each other. On several threads times are those that pass. With a second argument the generated sources are written to that folder. In the
+//! environment, `KEEP=everything` or `KEEP=BYTES` sets what the backward pass keeps, `RUNS=3` runs the step less often, `TOP=100`
+//! shows more kernels, `THREADS=1` runs on one thread, `AUTOCAST=bf16` (or `f16`) computes products in 16 bits.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::ffi::c_void;
 use std::time::Duration;
 
+use kiln_compiler::report::KernelReport;
 use kiln_compiler::{Keep, Options, compile};
 use kiln_cpu::{
     BuildOptions, Cache, CpuExecutable, CpuTarget, KernelEvent, StepHooks, ThreadPool, Toolchain,
@@ -24,16 +28,33 @@ use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
 
 mod harness;
+#[path = "harness/limits.rs"]
+mod limits;
 
 use harness::Memory;
+use limits::Limits;
 
-struct Profile {
-    events: RefCell<Vec<Duration>>,
-    begin: RefCell<Option<Duration>>,
+/// Most runs that kernels are timed in.
+const ROUNDS: usize = 7;
+
+/// Bytes of a kernel below which its operands may still lie in a cache.
+const CACHED: f64 = 4e6;
+
+/// The least time of each kernel, and the time that all threads together ran its loops in that run.
+struct Profile<'a> {
+    pool: &'a ThreadPool,
+    least: RefCell<Vec<[Duration; 2]>>,
+    begin: Cell<[Duration; 2]>,
     on: bool,
 }
 
-impl StepHooks for Profile {
+impl Profile<'_> {
+    fn now(&self) -> [Duration; 2] {
+        [harness::now(self.pool), self.pool.busy()]
+    }
+}
+
+impl StepHooks for Profile<'_> {
     fn call_extern(&self, index: usize, _: *mut *mut c_void) -> Result<(), String> {
         Err(format!("operation {index} is not known here"))
     }
@@ -44,13 +65,58 @@ impl StepHooks for Profile {
 
     fn kernel_event(&self, kernel: usize, event: KernelEvent) {
         match event {
-            KernelEvent::Begin => *self.begin.borrow_mut() = Some(harness::thread_time()),
+            KernelEvent::Begin => self.begin.set(self.now()),
             KernelEvent::End => {
-                if let Some(begin) = self.begin.borrow_mut().take() {
-                    self.events.borrow_mut()[kernel] += harness::thread_time() - begin;
+                let (begin, end) = (self.begin.get(), self.now());
+                let times = [end[0] - begin[0], end[1] - begin[1]];
+                let least = &mut self.least.borrow_mut()[kernel];
+                if times[0] < least[0] {
+                    *least = times;
                 }
             }
         }
+    }
+}
+
+/// Times and work of a kernel, or of several.
+#[derive(Clone, Copy, Default)]
+struct Row {
+    count: usize,
+    seconds: f64,
+    /// Of all threads together, in loops that were split.
+    busy: f64,
+    bytes: f64,
+    flops: f64,
+    /// The time that arithmetic or memory alone would take, whichever is longer.
+    floor: f64,
+}
+
+impl Row {
+    fn add(&mut self, other: &Self) {
+        self.count += other.count;
+        self.seconds += other.seconds;
+        self.busy += other.busy;
+        self.bytes += other.bytes;
+        self.flops += other.flops;
+        self.floor += other.floor;
+    }
+
+    /// Time beyond the floor.
+    fn excess(&self) -> f64 {
+        self.seconds - self.floor
+    }
+
+    fn text(&self, threads: usize) -> String {
+        let seconds = self.seconds.max(1e-9);
+        format!(
+            "{:8.3} ms, floor {:8.3}, {:5.2} times; busy {:3.0} %; {:6.1} GB/s {:7.1} GFLOP/s",
+            seconds * 1e3,
+            self.floor * 1e3,
+            seconds / self.floor.max(1e-9),
+            100.0 * self.busy / (seconds * threads as f64),
+            self.bytes / 1e9 / seconds,
+            self.flops / 1e9 / seconds
+        )
     }
 }
 
@@ -138,11 +204,12 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let mut memory = Memory::new(&graph)?;
     let mut profile = Profile {
-        events: RefCell::new(vec![Duration::ZERO; contract.kernels.len()]),
-        begin: RefCell::new(None),
+        pool: &pool,
+        least: RefCell::new(vec![[Duration::MAX; 2]; contract.kernels.len()]),
+        begin: Cell::new([Duration::ZERO; 2]),
         on: false,
     };
-    let mut run = |profile: &Profile| -> Result<Duration, Box<dyn Error>> {
+    let mut run = |profile: &Profile<'_>| -> Result<Duration, Box<dyn Error>> {
         let start = harness::now(&pool);
         memory.run(&step, &pool, profile)?;
         Ok(harness::now(&pool) - start)
@@ -151,13 +218,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         run(&profile)?;
     }
     let mut times = Vec::new();
-    for _ in 0..9 {
+    let runs = std::env::var("RUNS")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(9);
+    for _ in 0..runs {
         times.push(run(&profile)?);
     }
     let median = harness::median(&times).as_secs_f64();
     let best = times.iter().min().map_or(0.0, Duration::as_secs_f64);
     println!(
-        "step: {:.2} ms (median of 9), best {:.2} ms",
+        "step: {:.2} ms (median of {runs}), best {:.2} ms",
         median * 1e3,
         best * 1e3
     );
@@ -168,48 +239,67 @@ fn main() -> Result<(), Box<dyn Error>> {
         flops as f64 / 1e9 / median
     );
     profile.on = true;
-    let rounds = 5;
-    let shown = std::env::var("TOP")
-        .ok()
-        .and_then(|n| n.parse().ok())
-        .unwrap_or(40);
-    for _ in 0..rounds {
+    pool.measure_busy();
+    for _ in 0..runs.min(ROUNDS) {
         run(&profile)?;
     }
-    let events = profile.events.into_inner();
-    let mut by_time: Vec<usize> = (0..events.len()).collect();
-    by_time.sort_by_key(|&k| std::cmp::Reverse(events[k]));
-    let mut kinds: std::collections::BTreeMap<String, (Duration, usize, u64, u64)> =
-        std::collections::BTreeMap::new();
-    for (kernel, report) in contract.kernels.iter().enumerate() {
-        let kind = report.name.split('_').next().unwrap_or("").to_owned();
-        let entry = kinds.entry(kind).or_default();
-        entry.0 += events[kernel] / rounds;
-        entry.1 += 1;
-        entry.2 += report.bytes;
-        entry.3 += report.flops;
+    let limits = Limits::measure(&toolchain, &pool)?;
+    println!("limits: {limits}");
+    let least = profile.least.into_inner();
+    print_table(&contract.kernels, &least, &limits, autocast, pool.threads());
+    Ok(())
+}
+
+/// Kernels by what they take beyond their floors, after the sums over all kernels and over each kind.
+fn print_table(
+    kernels: &[KernelReport],
+    least: &[[Duration; 2]],
+    limits: &Limits,
+    autocast: Option<DType>,
+    threads: usize,
+) {
+    let rows: Vec<Row> = kernels
+        .iter()
+        .zip(least)
+        .map(|(report, times)| {
+            let narrow = autocast == Some(DType::BF16)
+                && ["product", "attention", "convolution"]
+                    .iter()
+                    .any(|kind| report.name.starts_with(kind));
+            let rate = if narrow { limits.bf16 } else { limits.f32 };
+            let (bytes, flops) = (report.bytes as f64, report.flops as f64);
+            // What is less than a share of the second cache may never come from memory.
+            let moved = if bytes > CACHED { bytes } else { 0.0 };
+            Row {
+                count: 1,
+                seconds: times[0].as_secs_f64(),
+                busy: times[1].as_secs_f64(),
+                bytes,
+                flops,
+                floor: (flops / rate).max(moved / limits.reading) / 1e9,
+            }
+        })
+        .collect();
+    let mut kinds: BTreeMap<&str, Row> = BTreeMap::new();
+    for (report, row) in kernels.iter().zip(&rows) {
+        let kind = report.name.split('_').next().unwrap_or_default();
+        kinds.entry(kind).or_default().add(row);
+        kinds.entry("all").or_default().add(row);
     }
-    for (kind, (time, count, bytes, flops)) in kinds {
-        let seconds = time.as_secs_f64().max(1e-9);
-        println!(
-            "{kind:>12}: {:8.2} ms in {count:4} kernels, {:6.1} GB/s, {:6.1} GFLOP/s",
-            seconds * 1e3,
-            bytes as f64 / 1e9 / seconds,
-            flops as f64 / 1e9 / seconds
-        );
+    for (kind, row) in kinds {
+        println!("{kind:>12}: {:4} kernels {}", row.count, row.text(threads));
     }
-    for &kernel in by_time.iter().take(shown) {
-        let report = &contract.kernels[kernel];
-        let seconds = (events[kernel] / rounds).as_secs_f64().max(1e-9);
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    order.sort_by(|&a, &b| rows[b].excess().total_cmp(&rows[a].excess()));
+    let shown = std::env::var("TOP").ok().and_then(|n| n.parse().ok());
+    for &kernel in order.iter().take(shown.unwrap_or(40)) {
+        let report = &kernels[kernel];
         let nodes: Vec<&str> = report.nodes.iter().map(|node| &*node.op).collect();
         println!(
-            "{kernel:4} {:>14} {:8.3} ms {:6.1} GB/s {:6.1} GFLOP/s  {}",
+            "{kernel:4} {:>14} {}  {}",
             report.name,
-            seconds * 1e3,
-            report.bytes as f64 / 1e9 / seconds,
-            report.flops as f64 / 1e9 / seconds,
-            nodes.join(" ").chars().take(100).collect::<String>()
+            rows[kernel].text(threads),
+            nodes.join(" ").chars().take(60).collect::<String>()
         );
     }
-    Ok(())
 }

@@ -43,6 +43,9 @@ const MEANING: [&str; 7] = [
     "-fvisibility=hidden",
 ];
 
+/// Flags without tiles of AMX.
+const NO_TILES: [&str; 2] = ["-mno-amx-bf16", "-mno-amx-tile"];
+
 /// A C compiler that works on this machine.
 #[derive(Debug, Clone)]
 pub struct Toolchain {
@@ -103,8 +106,8 @@ impl Toolchain {
                 // `cc` is `gcc` on most machines: a compiler that was refused under one name is not tried
                 // under another.
                 Ok(toolchain) if refused.iter().any(|other| other.is(&toolchain)) => continue,
-                Ok(toolchain) => match accept(&toolchain) {
-                    Ok(()) => {
+                Ok(toolchain) => match toolchain.accepted(&mut accept, &mut passed_over) {
+                    Ok(toolchain) => {
                         tracing::debug!(compiler = %toolchain.version, isa = %toolchain.isa, "C compiler found");
                         if !passed_over.is_empty() {
                             let (passed, version) = (passed_over.join("; "), &toolchain.version);
@@ -112,7 +115,7 @@ impl Toolchain {
                         }
                         return Ok(toolchain);
                     }
-                    Err(reason) => {
+                    Err((toolchain, reason)) => {
                         let reason = format!("{candidate} ({}): {reason}", toolchain.version);
                         passed_over.push(reason.clone());
                         refused.push(toolchain);
@@ -134,6 +137,44 @@ impl Toolchain {
         })
     }
 
+    /// This compiler if `accept` takes it, else this compiler without tiles if `accept` takes that; a line in
+    /// `passed_over` then says so. Gives back a compiler that was refused, with the reason.
+    fn accepted<E: Display>(
+        self,
+        mut accept: impl FnMut(&Self) -> std::result::Result<(), E>,
+        passed_over: &mut Vec<String>,
+    ) -> std::result::Result<Self, (Self, E)> {
+        let reason = match accept(&self) {
+            Ok(()) => return Ok(self),
+            Err(reason) => reason,
+        };
+        if !self.isa.has_tiles() {
+            return Err((self, reason));
+        }
+        let narrower = self.without_tiles();
+        if accept(&narrower).is_err() {
+            return Err((self, reason));
+        }
+        passed_over.push(format!("{} with tiles of AMX: {reason}", self.command()));
+        Ok(narrower)
+    }
+
+    /// The same compiler, which uses no tiles. Sources that use them anyway keep them in memory.
+    fn without_tiles(&self) -> Self {
+        let mut narrower = self.clone();
+        narrower.isa = self.isa.without_tiles();
+        narrower.flags.extend(NO_TILES.map(str::to_owned));
+        narrower
+    }
+
+    /// The same compiler with other flags.
+    #[cfg(test)]
+    pub(crate) fn with_flags(&self, flags: Vec<String>) -> Self {
+        let mut other = self.clone();
+        other.flags = flags;
+        other
+    }
+
     fn probe(command: Vec<String>) -> std::result::Result<Self, String> {
         let mut reason = String::from("empty command");
         for native in NATIVE {
@@ -150,27 +191,25 @@ impl Toolchain {
                 .map_err(|error| error.to_string())?;
             let macros = String::from_utf8_lossy(&output.stdout);
             if output.status.success() && macros.contains("__VERSION__") {
-                let allowed = Isa::from_macros(&macros);
-                let tiles = allowed.has_tiles() && tiles::permitted();
-                let isa = if tiles { allowed } else { allowed.without_tiles() };
+                let isa = Isa::from_macros(&macros);
                 let mut flags: Vec<String> = native.iter().copied().map(str::to_owned).collect();
                 flags.extend(MEANING.map(str::to_owned));
                 if isa.is_avx512() {
                     // Left alone, some tunings split vectors in halves.
                     flags.push("-mprefer-vector-width=512".into());
                 }
-                if isa != allowed {
-                    // Sources that use tiles anyway then keep them in memory.
-                    flags.extend(["-mno-amx-bf16".into(), "-mno-amx-tile".into()]);
-                }
                 let version = version_of(&macros);
                 let identity = format!("{:x?}", Sha256::digest(macros.as_bytes()).as_slice());
-                return Ok(Self {
+                let found = Self {
                     command,
                     version,
                     flags,
                     isa,
                     identity,
+                };
+                return Ok(match isa.has_tiles() && !tiles::permitted() {
+                    true => found.without_tiles(),
+                    false => found,
                 });
             }
             let stderr = String::from_utf8_lossy(&output.stderr);
@@ -280,5 +319,33 @@ fn version_of(macros: &str) -> String {
         quoted.to_owned()
     } else {
         format!("gcc {quoted}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_compiler_whose_tiles_are_refused_goes_on_without() {
+        let mut toolchain = Toolchain::detect().unwrap();
+        toolchain.isa = Isa::AmxBf16;
+        let refuse_tiles = |toolchain: &Toolchain| match toolchain.isa.has_tiles() {
+            true => Err("tiles are wrong"),
+            false => Ok(()),
+        };
+        let mut said = Vec::new();
+        let found = toolchain.clone().accepted(refuse_tiles, &mut said).unwrap();
+        assert_eq!(found.isa(), Isa::Avx512Bf16);
+        assert!(
+            NO_TILES
+                .iter()
+                .all(|flag| found.flags().iter().any(|f| f == flag))
+        );
+        assert_ne!(found.identity(), toolchain.identity(), "its steps are others");
+        assert!(said.len() == 1 && said[0].contains("tiles are wrong"), "{said:?}");
+        // A compiler that is wrong without them, too, is passed over as it was found.
+        let (refused, reason) = toolchain.accepted(|_| Err("wrong"), &mut said).unwrap_err();
+        assert!(refused.isa().has_tiles() && reason == "wrong" && said.len() == 1);
     }
 }

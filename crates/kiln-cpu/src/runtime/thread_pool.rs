@@ -17,7 +17,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::hint::spin_loop;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
@@ -79,6 +79,26 @@ struct Shared {
     /// Number of steps that are running; while there are any, workers stay close.
     active: AtomicUsize,
     shutdown: AtomicBool,
+    /// Whether threads note the time that they spend in pieces.
+    measuring: AtomicBool,
+    /// Nanoseconds in pieces, of all threads.
+    busy: AtomicU64,
+}
+
+impl Shared {
+    /// Runs piece `index` of `job`.
+    ///
+    /// # Safety
+    /// As [`Job::run`].
+    unsafe fn run(&self, job: &Job, index: i64) {
+        let start = self.measuring.load(Ordering::Relaxed).then(Instant::now);
+        // SAFETY: the caller's contract.
+        unsafe { job.run(index) };
+        if let Some(start) = start {
+            let time = start.elapsed().as_nanos() as u64;
+            self.busy.fetch_add(time, Ordering::Relaxed);
+        }
+    }
 }
 
 /// A fixed set of threads that execute parallel loops together with the thread that starts them.
@@ -125,6 +145,8 @@ impl ThreadPool {
             mailboxes,
             active: AtomicUsize::new(0),
             shutdown: AtomicBool::new(false),
+            measuring: AtomicBool::new(false),
+            busy: AtomicU64::new(0),
         });
         let mut workers = Vec::new();
         for index in 0..wanted - 1 {
@@ -239,7 +261,7 @@ impl ThreadPool {
             }
         }
         // SAFETY: this function's contract.
-        unsafe { job.run(0) };
+        unsafe { self.shared.run(&job, 0) };
         let mut rounds = 0;
         while job.pending.load(Ordering::Acquire) != 0 {
             if rounds < SPIN_ROUNDS {
@@ -250,6 +272,17 @@ impl ThreadPool {
             }
         }
         drop(turn);
+    }
+
+    /// From now on threads note how long they run pieces of loops that are split ([`busy`](Self::busy)).
+    pub fn measure_busy(&self) {
+        self.shared.measuring.store(true, Ordering::Relaxed);
+    }
+
+    /// The time that all threads together have spent in pieces of loops that were split, since
+    /// [`measure_busy`](Self::measure_busy).
+    pub fn busy(&self) -> Duration {
+        Duration::from_nanos(self.shared.busy.load(Ordering::Relaxed))
     }
 
     /// Keeps the workers awake between the loops of a step, for as long as the guard lives.
@@ -290,7 +323,7 @@ fn work(shared: &Shared, index: usize) {
         // SAFETY: the thread that posted the job waits until `pending` is zero, so the job lives until our
         // decrement below, after which we do not touch it; its contract covers the task.
         unsafe {
-            (*job).run(index as i64 + 1);
+            shared.run(&*job, index as i64 + 1);
             // Empty first: once `pending` is zero the next loop may be posted.
             mailbox.job.store(ptr::null_mut(), Ordering::Relaxed);
             (*job).pending.fetch_sub(1, Ordering::Release);

@@ -12,11 +12,14 @@
 //!                    └─no─► compile the trial ──► run ──► compare ──► verdict
 //! ```
 //!
+//! Tiles of AMX are tried before that, in a process of their own ([`tiles`]).
+//!
 //! The verdict is kept in the cache under the compiler's file, version, flags and CPU and this crate's
 //! sources; a verdict that cannot be read is made again. A compiler that fails to compile the trial gets no
 //! lasting verdict, because a full disk looks the same.
 
 mod program;
+mod tiles;
 
 use kiln_compiler::{Options, identity};
 use kiln_graph::{DType, HostTensor, interpret};
@@ -92,6 +95,9 @@ fn parse(text: &str) -> Option<Result<(), Distrust>> {
 /// Compiles the trial, runs it, and compares.
 fn trial(toolchain: &Toolchain) -> Result<(), Distrust> {
     let _span = tracing::info_span!("try the compiler").entered();
+    if toolchain.isa().has_tiles() {
+        tiles::check(toolchain)?;
+    }
     let program = Program::new().map_err(|error| Distrust::Unusable(error.to_string()))?;
     let expected = interpret(&program.graph, &program.arguments, &program.scalars)
         .map_err(|error| Distrust::Unusable(error.to_string()))?;

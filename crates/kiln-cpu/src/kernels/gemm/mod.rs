@@ -4,7 +4,8 @@
 //! Operands of 16 bits become f32 while they are packed, and results are rounded once. Where the machine
 //! multiplies pairs of bf16 and both operands hold bf16 numbers, panels hold pairs instead
 //! ([`Factor::Bf16Pair`]): two neighbours along the depth, half the bytes and half the instructions. Sums are
-//! f32 either way, but the instruction takes subnormal numbers for zero.
+//! f32 either way, but the instruction takes subnormal numbers for zero. Where it multiplies tiles of such
+//! pairs, larger products do ([`Factor::Bf16Tile`]), and panels are of whole tiles, filled up with zeros.
 //!
 //! The caller says how an element of each operand is obtained (a strided load, or any expression: an
 //! activation, a normalisation, a gather) and how each element of the result is consumed (a store, a bias,
