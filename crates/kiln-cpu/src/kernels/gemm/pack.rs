@@ -120,7 +120,7 @@ impl Pairs<'_> {
 
     /// Declares `last`, the end of the steps with two elements, of which vectors are made.
     pub fn last(&self) -> String {
-        match self.all % 2 == 0 && !self.padded {
+        match self.all.is_multiple_of(2) && !self.padded {
             true => String::from("const int64_t last = depth;\n"),
             false => format!(
                 "const int64_t last = start + depth > {0} ? {0} - start : depth;\n",
