@@ -7,10 +7,15 @@
 //!
 //! Prints compile times, what is kept, the arena, the median time of a step, what the machine can do, and
 //! for kernels the least time beside the time that their arithmetic or their bytes alone would take, those
-//! first that take most beyond it. `busy` is the share of all threads' time that they spend in loops: the
-//! rest they wait for each other. On several threads times are those that pass. With a second argument the generated sources are written to that folder. In the
-//! environment, `KEEP=everything` or `KEEP=BYTES` sets what the backward pass keeps, `RUNS=3` runs the step less often, `TOP=100`
-//! shows more kernels, `THREADS=1` runs on one thread, `AUTOCAST=bf16` (or `f16`) computes products in 16 bits.
+//! first that take most beyond it. `shares` is a thread's even share of the time on cores that the kernel's
+//! loops take, and how much longer their longest pieces are, for which the other threads wait. That is
+//! computed from time on cores, so that a few cores can judge a step for many threads; all other times are
+//! those that pass, where there are several threads.
+//!
+//! With a second argument the generated sources are written to that folder. In the environment,
+//! `KEEP=everything` or `KEEP=BYTES` sets what the backward pass keeps, `RUNS=3` runs the step less often,
+//! `TOP=100` shows more kernels, `BY=waiting` puts those first whose threads wait most, `THREADS=1` runs on
+//! one thread, `AUTOCAST=bf16` (or `f16`) computes products in 16 bits.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -40,17 +45,22 @@ const ROUNDS: usize = 7;
 /// Bytes of a kernel below which its operands may still lie in a cache.
 const CACHED: f64 = 4e6;
 
-/// The least time of each kernel, and the time that all threads together ran its loops in that run.
+/// Times of a kernel: that passes, of the calling thread on its core, and those of [`ThreadPool::busy`].
+type Times = [Duration; 5];
+
+/// The times of each kernel in the run in which it took least.
 struct Profile<'a> {
     pool: &'a ThreadPool,
-    least: RefCell<Vec<[Duration; 2]>>,
-    begin: Cell<[Duration; 2]>,
+    least: RefCell<Vec<Times>>,
+    begin: Cell<Times>,
     on: bool,
 }
 
 impl Profile<'_> {
-    fn now(&self) -> [Duration; 2] {
-        [harness::now(self.pool), self.pool.busy()]
+    fn now(&self) -> Times {
+        let [busy, longest, own] = self.pool.busy();
+        let thread = harness::thread_time();
+        [harness::now(self.pool), thread, busy, longest, own]
     }
 }
 
@@ -68,7 +78,7 @@ impl StepHooks for Profile<'_> {
             KernelEvent::Begin => self.begin.set(self.now()),
             KernelEvent::End => {
                 let (begin, end) = (self.begin.get(), self.now());
-                let times = [end[0] - begin[0], end[1] - begin[1]];
+                let times = std::array::from_fn(|clock| end[clock] - begin[clock]);
                 let least = &mut self.least.borrow_mut()[kernel];
                 if times[0] < least[0] {
                     *least = times;
@@ -85,6 +95,8 @@ struct Row {
     seconds: f64,
     /// Of all threads together, in loops that were split.
     busy: f64,
+    /// Of the longest pieces of these loops.
+    longest: f64,
     bytes: f64,
     flops: f64,
     /// The time that arithmetic or memory alone would take, whichever is longer.
@@ -96,6 +108,7 @@ impl Row {
         self.count += other.count;
         self.seconds += other.seconds;
         self.busy += other.busy;
+        self.longest += other.longest;
         self.bytes += other.bytes;
         self.flops += other.flops;
         self.floor += other.floor;
@@ -106,14 +119,20 @@ impl Row {
         self.seconds - self.floor
     }
 
+    /// Time that threads would wait for the longest piece on as many cores.
+    fn waiting(&self, threads: usize) -> f64 {
+        self.longest - self.busy / threads as f64
+    }
+
     fn text(&self, threads: usize) -> String {
         let seconds = self.seconds.max(1e-9);
         format!(
-            "{:8.3} ms, floor {:8.3}, {:5.2} times; busy {:3.0} %; {:6.1} GB/s {:7.1} GFLOP/s",
+            "{:8.3} ms, floor {:8.3}, {:5.2} times; shares {:8.3} + {:7.3} ms; {:6.1} GB/s {:7.1} GFLOP/s",
             seconds * 1e3,
             self.floor * 1e3,
             seconds / self.floor.max(1e-9),
-            100.0 * self.busy / (seconds * threads as f64),
+            1e3 * self.busy / threads as f64,
+            1e3 * self.waiting(threads),
             self.bytes / 1e9 / seconds,
             self.flops / 1e9 / seconds
         )
@@ -205,8 +224,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut memory = Memory::new(&graph)?;
     let mut profile = Profile {
         pool: &pool,
-        least: RefCell::new(vec![[Duration::MAX; 2]; contract.kernels.len()]),
-        begin: Cell::new([Duration::ZERO; 2]),
+        least: RefCell::new(vec![[Duration::MAX; 5]; contract.kernels.len()]),
+        begin: Cell::new([Duration::ZERO; 5]),
         on: false,
     };
     let mut run = |profile: &Profile<'_>| -> Result<Duration, Box<dyn Error>> {
@@ -214,14 +233,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         memory.run(&step, &pool, profile)?;
         Ok(harness::now(&pool) - start)
     };
-    for _ in 0..2 {
-        run(&profile)?;
-    }
-    let mut times = Vec::new();
     let runs = std::env::var("RUNS")
         .ok()
         .and_then(|n| n.parse().ok())
         .unwrap_or(9);
+    for _ in 0..runs.min(2) {
+        run(&profile)?;
+    }
+    let mut times = Vec::new();
     for _ in 0..runs {
         times.push(run(&profile)?);
     }
@@ -253,7 +272,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// Kernels by what they take beyond their floors, after the sums over all kernels and over each kind.
 fn print_table(
     kernels: &[KernelReport],
-    least: &[[Duration; 2]],
+    least: &[Times],
     limits: &Limits,
     autocast: Option<DType>,
     threads: usize,
@@ -273,7 +292,8 @@ fn print_table(
             Row {
                 count: 1,
                 seconds: times[0].as_secs_f64(),
-                busy: times[1].as_secs_f64(),
+                busy: times[2].as_secs_f64(),
+                longest: times[3].as_secs_f64(),
                 bytes,
                 flops,
                 floor: (flops / rate).max(moved / limits.reading) / 1e9,
@@ -290,7 +310,12 @@ fn print_table(
         println!("{kind:>12}: {:4} kernels {}", row.count, row.text(threads));
     }
     let mut order: Vec<usize> = (0..rows.len()).collect();
-    order.sort_by(|&a, &b| rows[b].excess().total_cmp(&rows[a].excess()));
+    let by_waiting = std::env::var("BY").is_ok_and(|by| by == "waiting");
+    let key = |row: &Row| match by_waiting {
+        true => row.waiting(threads),
+        false => row.excess(),
+    };
+    order.sort_by(|&a, &b| key(&rows[b]).total_cmp(&key(&rows[a])));
     let shown = std::env::var("TOP").ok().and_then(|n| n.parse().ok());
     for &kernel in order.iter().take(shown.unwrap_or(40)) {
         let report = &kernels[kernel];

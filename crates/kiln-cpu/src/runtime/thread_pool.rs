@@ -43,6 +43,8 @@ struct Job {
     grain: i64,
     pieces: i64,
     pending: AtomicUsize,
+    /// Nanoseconds of the longest piece, if pieces are measured.
+    longest: AtomicU64,
 }
 
 impl Job {
@@ -81,8 +83,9 @@ struct Shared {
     shutdown: AtomicBool,
     /// Whether threads note the time that they spend in pieces.
     measuring: AtomicBool,
-    /// Nanoseconds in pieces, of all threads.
-    busy: AtomicU64,
+    /// Nanoseconds in pieces: of all threads, of the longest piece of each loop, and of the pieces that the
+    /// starting thread ran.
+    busy: [AtomicU64; 3],
 }
 
 impl Shared {
@@ -91,12 +94,16 @@ impl Shared {
     /// # Safety
     /// As [`Job::run`].
     unsafe fn run(&self, job: &Job, index: i64) {
-        let start = self.measuring.load(Ordering::Relaxed).then(Instant::now);
+        let start = self.measuring.load(Ordering::Relaxed).then(thread_time);
         // SAFETY: the caller's contract.
         unsafe { job.run(index) };
         if let Some(start) = start {
-            let time = start.elapsed().as_nanos() as u64;
-            self.busy.fetch_add(time, Ordering::Relaxed);
+            let time = (thread_time() - start).as_nanos() as u64;
+            self.busy[0].fetch_add(time, Ordering::Relaxed);
+            job.longest.fetch_max(time, Ordering::Relaxed);
+            if index == 0 {
+                self.busy[2].fetch_add(time, Ordering::Relaxed);
+            }
         }
     }
 }
@@ -146,7 +153,7 @@ impl ThreadPool {
             active: AtomicUsize::new(0),
             shutdown: AtomicBool::new(false),
             measuring: AtomicBool::new(false),
-            busy: AtomicU64::new(0),
+            busy: [const { AtomicU64::new(0) }; 3],
         });
         let mut workers = Vec::new();
         for index in 0..wanted - 1 {
@@ -242,6 +249,7 @@ impl ThreadPool {
             grain,
             pieces,
             pending: AtomicUsize::new(pieces as usize - 1),
+            longest: AtomicU64::new(0),
         };
         if pieces == 1 || IN_TASK.get() {
             let whole = Job { pieces: 1, ..job };
@@ -271,18 +279,21 @@ impl ThreadPool {
                 thread::yield_now();
             }
         }
+        self.shared.busy[1].fetch_add(job.longest.load(Ordering::Relaxed), Ordering::Relaxed);
         drop(turn);
     }
 
-    /// From now on threads note how long they run pieces of loops that are split ([`busy`](Self::busy)).
+    /// From now on threads note how long they compute pieces of loops that are split ([`busy`](Self::busy)).
     pub fn measure_busy(&self) {
         self.shared.measuring.store(true, Ordering::Relaxed);
     }
 
-    /// The time that all threads together have spent in pieces of loops that were split, since
-    /// [`measure_busy`](Self::measure_busy).
-    pub fn busy(&self) -> Duration {
-        Duration::from_nanos(self.shared.busy.load(Ordering::Relaxed))
+    /// The time on a core in pieces of loops that were split, since [`measure_busy`](Self::measure_busy): of
+    /// all threads together, of the longest piece of each loop, and of the pieces of the thread that started
+    /// the loop. Waiting does not count, so it does not matter how many cores there are.
+    pub fn busy(&self) -> [Duration; 3] {
+        let nanoseconds = |time: &AtomicU64| Duration::from_nanos(time.load(Ordering::Relaxed));
+        self.shared.busy.each_ref().map(nanoseconds)
     }
 
     /// Keeps the workers awake between the loops of a step, for as long as the guard lives.
@@ -302,6 +313,25 @@ impl Drop for ThreadPool {
             let _ = worker.join();
         }
     }
+}
+
+/// Time that this thread has been on a core.
+#[cfg(unix)]
+fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the clock exists on every unix, and `time` is written before it is read.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Time that passes, where a thread's own is not known.
+#[cfg(not(unix))]
+fn thread_time() -> Duration {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed()
 }
 
 /// Number of grains that cover `n` iterations.

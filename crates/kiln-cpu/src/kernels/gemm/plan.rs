@@ -70,18 +70,6 @@ impl ProductPlan {
         let width = vectors * lanes;
         let column_panels = n.div_ceil(width);
         let last_vectors = (n - (column_panels - 1) * width).div_ceil(lanes);
-        let (rows, row_panels, tall_panels) = match tiles {
-            // Whole tiles; the last panel may have rows that are not there.
-            true => {
-                let rows = round_up(m, amx::EXTENT).min(amx::MAX_ROWS);
-                (rows, m.div_ceil(rows), m.div_ceil(rows))
-            }
-            false => {
-                let row_panels = m.div_ceil(tile::max_rows(isa, vectors));
-                let rows = m.div_ceil(row_panels);
-                (rows, row_panels, m - row_panels * (rows - 1))
-            }
-        };
         let longest = spec
             .a
             .segment
@@ -104,27 +92,24 @@ impl ProductPlan {
             Parallel::Panels
         };
 
-        // The longer side is streamed, unless its panels divide worse among the threads.
-        let waste = |panels: usize| {
-            let threads = if parallel == Parallel::Panels {
-                spec.threads
-            } else {
-                1
-            };
-            panels.div_ceil(threads) as f64 * threads as f64 / panels as f64
+        let sharers = match parallel {
+            Parallel::Panels => spec.threads,
+            _ => 1,
         };
-        let rows_waste = waste(row_panels) - 1.0;
-        let columns_waste = waste(column_panels) - 1.0;
-        let stream = if (rows_waste - columns_waste).abs() > 0.08 {
-            if rows_waste < columns_waste {
-                Stream::Rows
-            } else {
-                Stream::Columns
-            }
-        } else if m > n {
-            Stream::Rows
-        } else {
-            Stream::Columns
+        let tallest = match tiles {
+            true => amx::MAX_ROWS.min(round_up(m, amx::EXTENT)),
+            false => tile::max_rows(isa, vectors),
+        };
+        let shared = RowPanels::shared(m, tallest, tiles, sharers);
+        let stream = choose_stream([m, n], shared.waste(m, tallest, sharers), column_panels, sharers);
+        let RowPanels { panels, rows } = match stream {
+            Stream::Rows => shared,
+            Stream::Columns => RowPanels::shared(m, tallest, tiles, 1),
+        };
+        let (row_panels, tall_panels) = match tiles {
+            // Whole tiles; the last panel may have rows that are not there.
+            true => (panels, panels),
+            false => (panels, m - panels * (rows - 1)),
         };
         let panel = depth * spec.element().bytes() * if stream == Stream::Rows { rows } else { width };
         let group = (PRODUCT_L2 / panel.max(1)).clamp(1, 8);
@@ -195,6 +180,74 @@ impl ProductPlan {
     }
 }
 
+/// How rows are divided among panels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RowPanels {
+    panels: usize,
+    /// Rows of the highest.
+    rows: usize,
+}
+
+impl RowPanels {
+    /// The panels of at most `tallest` of `m` rows with which the busiest of `threads` threads is done first.
+    /// Threads take whole panels, so lower panels may divide better: 2048 rows on 16 threads are 147 panels
+    /// of 14 rows, of which some threads have ten, 140 rows; 158 panels of 13 rows make that 130.
+    fn shared(m: usize, tallest: usize, tiles: bool, threads: usize) -> Self {
+        let of = |panels: usize| match tiles {
+            true => round_up(m.div_ceil(panels), amx::EXTENT),
+            false => m.div_ceil(panels),
+        };
+        let fewest = m.div_ceil(tallest);
+        let most = if threads == 1 { fewest } else { (2 * fewest).min(m) };
+        let cost = |panels: usize| {
+            let rows = of(panels);
+            let panels = if tiles { m.div_ceil(rows) } else { panels };
+            panels.div_ceil(threads) * Self::cost(rows, tallest)
+        };
+        let best = (fewest..=most).min_by_key(|&panels| cost(panels));
+        // Less than three percent is not worth lower panels.
+        let panels = best
+            .filter(|&best| 100 * cost(best) < 97 * cost(fewest))
+            .unwrap_or(fewest);
+        let rows = of(panels);
+        match tiles {
+            true => Self {
+                panels: m.div_ceil(rows),
+                rows,
+            },
+            false => Self { panels, rows },
+        }
+    }
+
+    /// What a panel of so many rows costs, in rows: its rows, and reading B, which is about one more where a
+    /// panel has fourteen.
+    fn cost(rows: usize, tallest: usize) -> usize {
+        14 * rows + tallest
+    }
+
+    /// The time of the busiest thread beside that of an even share of the highest panels.
+    fn waste(&self, m: usize, tallest: usize, threads: usize) -> f64 {
+        let busiest = self.panels.div_ceil(threads) * Self::cost(self.rows, tallest);
+        let even = m as f64 / tallest as f64 * Self::cost(tallest, tallest) as f64 / threads as f64;
+        busiest as f64 / even
+    }
+}
+
+/// The longer side is streamed, unless its panels divide worse among the threads.
+fn choose_stream([m, n]: [usize; 2], rows_waste: f64, column_panels: usize, threads: usize) -> Stream {
+    let columns_waste = (column_panels.div_ceil(threads) * threads) as f64 / column_panels as f64;
+    if (rows_waste - columns_waste).abs() > 0.08 {
+        match rows_waste < columns_waste {
+            true => Stream::Rows,
+            false => Stream::Columns,
+        }
+    } else if m > n {
+        Stream::Rows
+    } else {
+        Stream::Columns
+    }
+}
+
 fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
     let needed = n.div_ceil(lanes);
     // Few rows leave registers free: wider tiles then keep more multiply-adds in flight.
@@ -233,4 +286,46 @@ fn pack_a(a: &Operand<'_>, factor: Factor, k: usize, n: usize, lanes: usize) -> 
 fn pack_b(b: &Operand<'_>, m: usize, n: usize, lanes: usize) -> bool {
     let in_place = b.memory.as_ref().is_some_and(|memory| memory.free_stride == 1) && n.is_multiple_of(lanes);
     !(in_place && m <= 48)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_divide_among_threads() {
+        let panels = |m, threads| RowPanels::shared(m, 14, false, threads);
+        assert_eq!(
+            panels(2048, 1),
+            RowPanels {
+                panels: 147,
+                rows: 14
+            }
+        );
+        assert_eq!(
+            panels(2048, 16),
+            RowPanels {
+                panels: 158,
+                rows: 13
+            }
+        );
+        // 288 rows are 21 panels of 14, of which threads would have one or two.
+        assert_eq!(panels(288, 16), RowPanels { panels: 32, rows: 9 });
+        for (m, threads) in [(1, 16), (5, 3), (15, 2), (77, 2), (77, 16), (1000, 7), (4096, 16)] {
+            let RowPanels { panels, rows } = panels(m, threads);
+            assert!(
+                rows <= 14 && panels * rows >= m && panels * (rows - 1) < m,
+                "{m} on {threads}"
+            );
+        }
+    }
+
+    #[test]
+    fn tiles_divide_among_threads() {
+        let panels = |m, threads| RowPanels::shared(m, 32, true, threads);
+        assert_eq!(panels(2048, 16), RowPanels { panels: 64, rows: 32 });
+        // 24 panels of 32 rows would be two for some threads and one for others.
+        assert_eq!(panels(768, 16), RowPanels { panels: 48, rows: 16 });
+        assert_eq!(panels(33, 1), RowPanels { panels: 2, rows: 32 });
+    }
 }
