@@ -15,7 +15,7 @@ use crate::host_data::{IOTA, Pattern};
 use crate::record::BreakReason;
 use crate::record::session;
 use crate::storage::Storage;
-use crate::{random, table};
+use crate::{random, ranks, table};
 
 /// The client of a [`KilnDevice`]. It holds no state: tensors are in the process's table and recordings
 /// belong to threads, so that a clone, which every tensor carries, costs nothing.
@@ -116,7 +116,12 @@ impl RunnerClient for KilnClient {
     type Device = KilnDevice;
 
     fn register_op(&self, operation: OperationIr) {
-        session::submit(self.device, operation);
+        match ranks::replaced(&operation, || self.new_id()) {
+            Some(operations) => operations
+                .into_iter()
+                .for_each(|operation| session::submit(self.device, operation)),
+            None => session::submit(self.device, operation),
+        }
     }
 
     fn read_tensor_async(&self, tensor: TensorIr) -> DynFut<Result<TensorData, ExecutionError>> {

@@ -7,6 +7,9 @@
 //!
 //! The ranks are those that `kiln_distributed::current` gives: a process has one world.
 
+mod shares;
+mod statistics;
+
 use std::any::TypeId;
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -18,12 +21,15 @@ use burn_router::RouterTensor;
 use kiln_compiler::buckets::Buckets;
 use kiln_compiler::{CollectiveCall, Contract, ExternCall};
 use kiln_distributed::{Operands, Ticket, World, current};
-use kiln_graph::{Collective, CollectiveKind, DType, Graph, Op, Rewriter, TypeError};
+use kiln_graph::{CollectiveKind, DType, Graph, Op, Rewriter, TypeError};
 use kiln_partition::Machine;
 
 use crate::client::KilnClient;
 use crate::custom;
 use crate::execute::{ExecuteError, convert};
+pub use shares::{check_elementwise, joined, mean_share, sum};
+pub(crate) use statistics::replaced;
+pub use statistics::synchronised;
 
 /// The type that stands for the function of the mean.
 struct Mean;
@@ -65,25 +71,37 @@ fn mean_of(operands: &[TensorData]) -> Vec<TensorData> {
     operands.iter().map(mean).collect()
 }
 
-/// `graph` with collectives in place of means over ranks; none if it has no such mean.
+/// `graph` with collectives in place of means over ranks and of shares; none if it has none of them.
 ///
 /// # Errors
 ///
-/// If a mean is not of one tensor of floats.
+/// If a mean is not of one tensor of floats, or a tensor does not divide among the ranks.
 pub(crate) fn as_collectives(graph: &Graph) -> Result<Option<Graph>, TypeError> {
-    let is_mean = |op: &Op| matches!(op, Op::Extern(op) if op.name == *MEAN);
     let Some(world) = current() else { return Ok(None) };
-    if !graph.nodes().any(|(_, data)| is_mean(&data.op)) {
+    let collective = |op: &Op| shares::collective(op, world.size());
+    if !graph.nodes().any(|(_, data)| collective(&data.op).is_some()) {
         return Ok(None);
     }
     let mut new = Rewriter::new(graph);
     for (node, data) in graph.nodes() {
-        match is_mean(&data.op) {
-            true => new.copy_as(node, Op::Collective(Collective::average(world.size())))?,
-            false => new.copy(node)?,
+        match collective(&data.op) {
+            Some(collective) => new.copy_as(node, Op::Collective(collective))?,
+            None => new.copy(node)?,
         };
     }
     Ok(Some(new.finish()))
+}
+
+/// [`kiln_graph::alias::assign_aliases`] for a graph with operations that become collectives: an output that the
+/// ranks join from their shares takes over what it replaces.
+pub(crate) fn assign_aliases(graph: &mut Graph, dies: &[bool]) {
+    let Ok(Some(mut converted)) = as_collectives(graph) else {
+        return kiln_graph::alias::assign_aliases(graph, dies);
+    };
+    kiln_graph::alias::assign_aliases(&mut converted, dies);
+    for (output, converted) in graph.outputs.iter_mut().zip(&converted.outputs) {
+        output.alias = converted.alias;
+    }
 }
 
 /// The rates of rank 0's machine, so that all ranks partition their step alike. Asked once; every rank asks when it

@@ -130,14 +130,48 @@ fn any_number_of_ranks_sees_the_same_data_and_goes_on_with_any_other() {
     );
 }
 
+const SHARDED: [&str; 2] = ["--set", "distributed.sharded_state=true"];
+
+#[test]
+fn ranks_that_divide_the_state_write_whole_checkpoints() {
+    let place = Place::new();
+    let train = |ranks, run: &str, steps: &str, more: &[&str]| {
+        let arguments = ["train", "--config", "small.toml", "--out", run, "--steps", steps];
+        place.ok(ranks, &[&arguments, more].concat())
+    };
+    let Some(()) = train(1, "one", "24", &[]) else {
+        return;
+    };
+    let one = place.losses("one");
+    train(2, "two", "24", &SHARDED).unwrap();
+    agree(&one, &place.losses("two"), "two ranks with shares");
+
+    // Two ranks with shares, three, one rank with all of the state, and two with shares again.
+    train(2, "many", "6", &SHARDED).unwrap();
+    for (ranks, steps) in [(3, "12"), (1, "18"), (2, "24")] {
+        place
+            .ok(ranks, &["train", "--resume", "many", "--steps", steps])
+            .unwrap();
+    }
+    agree(&one, &place.losses("many"), "ranks that change");
+}
+
 #[test]
 fn a_killed_rank_ends_the_run_and_a_resume_goes_on_with_the_same_losses() {
+    a_killed_rank(&[]);
+}
+
+#[test]
+fn a_killed_rank_with_a_share_of_the_state_loses_nothing() {
+    a_killed_rank(&SHARDED);
+}
+
+/// Kills one of two ranks at some moment, and compares the losses of the resumed run with those of a whole one.
+fn a_killed_rank(more: &[&str]) {
     let place = Place::new();
     let train = |run: &str| {
-        place.command(
-            2,
-            &["train", "--config", "small.toml", "--steps", "400", "--out", run],
-        )
+        let arguments = ["train", "--config", "small.toml", "--steps", "400", "--out", run];
+        place.command(2, &[&arguments, more].concat())
     };
     let Some(mut whole) = train("whole") else { return };
     assert!(

@@ -4,7 +4,9 @@
 //! running mean) leaves a buffer of just the right size behind. [`assign_aliases`] pairs such arguments
 //! with outputs of the same type. An executor can only use a pair if it may write the output while it reads
 //! the argument. An output is therefore paired only with arguments that it is computed from *elementwise*:
-//! through pointwise operations whose operands have the output's own shape. Among the possible pairs
+//! through pointwise operations whose operands have the output's own shape. An output that the ranks join from
+//! their shares ([`crate::CollectiveKind::AllGather`]) may overwrite what it replaces as well: the collective reads
+//! no argument, and a compiler orders it behind their readers. Among the possible pairs
 //! [`assign_aliases`] chooses a maximum bipartite matching (by augmenting paths), because an update reads
 //! several candidates (the parameter and both moments), and a greedy choice would leave other outputs
 //! without a buffer.
@@ -91,6 +93,8 @@ fn candidates(graph: &Graph, output: Value, dies: &[bool]) -> Vec<usize> {
     let mut found = Vec::new();
     let mut queue = vec![output];
     let mut next = 0;
+    // Behind shares that are joined, shapes differ.
+    let is_joined = is_joined(graph, output);
     while next < queue.len() && next < REACH {
         let value = queue[next];
         next += 1;
@@ -99,6 +103,12 @@ fn candidates(graph: &Graph, output: Value, dies: &[bool]) -> Vec<usize> {
             let index = index as usize;
             if dies.get(index).copied().unwrap_or(false) && graph.ty(value) == ty && !found.contains(&index) {
                 found.push(index);
+            }
+        } else if is_joined && leads_to_shares(&node.op) {
+            for &operand in &node.inputs {
+                if graph.dtype(operand) == ty.dtype && !queue.contains(&operand) {
+                    queue.push(operand);
+                }
             }
         } else if node.op.is_pointwise() {
             for &operand in &node.inputs {
@@ -109,6 +119,29 @@ fn candidates(graph: &Graph, output: Value, dies: &[bool]) -> Vec<usize> {
         }
     }
     found
+}
+
+/// Whether `output` is joined from the shares of all ranks.
+fn is_joined(graph: &Graph, output: Value) -> bool {
+    let mut value = output;
+    loop {
+        let node = graph.def(value);
+        match node.op {
+            crate::Op::Reshape(_) | crate::Op::Slice { .. } => value = node.inputs[0],
+            crate::Op::Collective(it) => return it.kind == crate::CollectiveKind::AllGather,
+            _ => return false,
+        }
+    }
+}
+
+/// Whether a share is computed by such an operation from what it replaces, or what it joins from shares.
+fn leads_to_shares(op: &crate::Op) -> bool {
+    use crate::Op;
+    match op {
+        Op::Reshape(_) | Op::Slice { .. } | Op::Concat { .. } | Op::IndexSelect { .. } => true,
+        Op::Collective(it) => it.kind == crate::CollectiveKind::AllGather,
+        op => op.is_pointwise(),
+    }
 }
 
 #[cfg(test)]

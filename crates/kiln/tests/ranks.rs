@@ -1,8 +1,7 @@
-//! Training on several ranks that `mpirun` starts: this program again, with the name of a part in `KILN_PART`.
-//!
-//! Where there is no `mpirun` the tests say so and do nothing.
+//! Training on several ranks.
 
-use std::process::{Command, Output};
+mod launch;
+
 use std::time::{Duration, Instant};
 
 use burn::module::{Module, Param};
@@ -14,6 +13,7 @@ use burn_optim::AdamWConfig;
 use burn_optim::grad_clipping::GradientClippingConfig;
 use kiln::distributed::{self, Options, World};
 use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainStep};
+use launch::{agree, losses, print, run, text};
 
 type B = Autodiff<Kiln>;
 
@@ -113,16 +113,6 @@ fn train(
     Ok(losses)
 }
 
-fn print(world: &World, losses: &[f32]) {
-    if world.is_first() {
-        let bits: Vec<String> = losses
-            .iter()
-            .map(|loss| format!("{:08x}", loss.to_bits()))
-            .collect();
-        println!("\nlosses {}", bits.join(" "));
-    }
-}
-
 /// What a rank of another test does; nothing where nobody asks for a part.
 #[test]
 fn a_part() {
@@ -141,15 +131,15 @@ fn a_part() {
     let nothing = |_| {};
     match part.as_str() {
         "train" => print(
-            &world,
+            world.is_first(),
             &train(&world, CompileBackend::Cpu, 0.0, nothing).expect("it trains"),
         ),
         "node by node" => print(
-            &world,
+            world.is_first(),
             &train(&world, CompileBackend::AotEager, 0.0, nothing).expect("it trains"),
         ),
         "dropout" => print(
-            &world,
+            world.is_first(),
             &train(&world, CompileBackend::Cpu, 0.5, nothing).expect("it trains"),
         ),
         "hang" => {
@@ -211,76 +201,13 @@ fn a_part() {
     }
 }
 
-/// The `mpirun` of this machine, if it has one.
-fn launcher() -> Option<Command> {
-    let mut command = Command::new("mpirun");
-    // As root, as on machines of a CI.
-    command
-        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
-        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-    let version = command.arg("--version").output();
-    let Ok(version) = version else {
-        eprintln!("skipped: there is no mpirun on this machine (Debian: openmpi-bin)");
-        return None;
-    };
-    let mut command = Command::new("mpirun");
-    command
-        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
-        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-    if !String::from_utf8_lossy(&version.stdout).contains("HYDRA") {
-        command.args(["--oversubscribe", "--bind-to", "none"]);
-    }
-    Some(command)
-}
-
-fn run(ranks: usize, part: &str) -> Option<Output> {
-    let program = std::env::current_exe().expect("the test has a file");
-    let output = launcher()?
-        .args(["-n", &ranks.to_string()])
-        .arg(program)
-        .args(["a_part", "--exact", "--nocapture"])
-        .env("KILN_PART", part)
-        .output();
-    Some(output.expect("mpirun starts"))
-}
-
-fn text(output: &Output) -> String {
-    let [out, err] =
-        [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    format!("{out}{err}")
-}
-
-/// The losses that rank 0 printed.
-fn losses(ranks: usize, part: &str) -> Option<Vec<f32>> {
-    let output = run(ranks, part)?;
-    let text = text(&output);
-    assert!(output.status.success(), "{text}");
-    let line = text.lines().find_map(|line| line.strip_prefix("losses "));
-    let line = line.unwrap_or_else(|| panic!("no losses in\n{text}"));
-    let bits = line
-        .split(' ')
-        .map(|word| u32::from_str_radix(word, 16).expect("bits"));
-    let losses: Vec<f32> = bits.map(f32::from_bits).collect();
-    assert_eq!(losses.len(), STEPS);
-    Some(losses)
-}
-
-fn agree(a: &[f32], b: &[f32]) {
-    for (step, (a, b)) in a.iter().zip(b).enumerate() {
-        assert!(
-            (a - b).abs() <= 1e-4 * a.abs().max(1e-2),
-            "step {step}: {a} and {b}"
-        );
-    }
-}
-
 #[test]
 fn ranks_train_as_one_rank_with_all_examples() {
     let Some(one) = losses(1, "train") else { return };
     assert!(one[STEPS - 1] < 0.8 * one[0], "{one:?}");
     for ranks in [2, 3, 4] {
         let several = losses(ranks, "train").expect("mpirun was there");
-        agree(&one, &several);
+        agree(&one, &several, &format!("{ranks} ranks"));
         if ranks == 3 {
             assert_eq!(
                 losses(ranks, "train").expect("mpirun was there"),
@@ -289,7 +216,8 @@ fn ranks_train_as_one_rank_with_all_examples() {
             );
         }
     }
-    agree(&one, &losses(2, "node by node").expect("mpirun was there"));
+    let by_nodes = losses(2, "node by node").expect("mpirun was there");
+    agree(&one, &by_nodes, "node by node");
 }
 
 #[test]

@@ -24,6 +24,7 @@ use crate::execute::{self, Effort, Executable, ExecuteError, Setting};
 use crate::import::{self, ScalarSource};
 use crate::options::{CompileBackend, CompileOptions};
 use crate::random::Stream;
+use crate::ranks;
 use crate::storage::Storage;
 use crate::stream;
 
@@ -108,7 +109,7 @@ impl Step {
             .into_iter()
             .map(|argument| arguments[argument])
             .collect();
-        kiln_graph::alias::assign_aliases(&mut graph, &dies);
+        ranks::assign_aliases(&mut graph, &dies);
         // Phases are assigned now, while the order of the nodes is that of the recording.
         kiln_partition::assign_phases(&mut graph);
         let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
@@ -317,7 +318,7 @@ impl Step {
 /// Arguments that outlive the step and whose buffers outputs would take over if they did not.
 fn lasting_inputs(graph: &Graph, dies: &[bool]) -> Vec<usize> {
     let mut all_end = graph.clone();
-    kiln_graph::alias::assign_aliases(&mut all_end, &vec![true; dies.len()]);
+    ranks::assign_aliases(&mut all_end, &vec![true; dies.len()]);
     let taken = all_end.outputs.iter().filter_map(|output| output.alias);
     taken
         .map(|argument| argument as usize)

@@ -209,6 +209,10 @@ pub struct DistributedConfig {
     pub bucket_mb: f64,
     /// The same for the first ones, which are to travel early; 0 for a twenty-fifth of `bucket_mb`.
     pub first_bucket_mb: f64,
+    /// Whether the ranks divide the optimizer's state among them.
+    pub sharded_state: bool,
+    /// Whether batch norm looks at the examples of all ranks.
+    pub synchronised_batch_norm: bool,
 }
 
 impl Default for DistributedConfig {
@@ -217,6 +221,8 @@ impl Default for DistributedConfig {
             timeout_seconds: 60.0,
             bucket_mb: 0.0,
             first_bucket_mb: 0.0,
+            sharded_state: false,
+            synchronised_batch_norm: false,
         }
     }
 }

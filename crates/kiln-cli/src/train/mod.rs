@@ -48,7 +48,7 @@ pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
 use ranks::Ranks;
 pub use ranks::{divides, threads};
-use trainer::SavedState;
+use trainer::{SavedState, Together};
 pub use trainer::{Setting, TrainBackend, Trainer, build as build_trainer};
 use utilization::Utilization;
 
@@ -290,7 +290,11 @@ impl Run {
             weights: parse_weights(&config.train.weights)
                 .map_err(|error| CliError::config("train.weights", error))?,
             state: saved,
-            world: Some(ranks.world()),
+            together: Some(Together {
+                world: ranks.world(),
+                sharded: config.distributed.sharded_state,
+                synchronised: config.distributed.synchronised_batch_norm,
+            }),
         };
         let trainer = build_trainer(model, &config.optimizer, setting)?;
         let batches = data.train(state.as_ref().map(|state| state.data))?;
@@ -375,7 +379,11 @@ impl Run {
                 self.evaluate(&progress)?;
             }
             let minutes = self.config.train.checkpoint_minutes;
-            let due = minutes > 0.0 && saved_at.elapsed() >= Duration::from_secs_f64(minutes * 60.0);
+            let mut due = minutes > 0.0 && saved_at.elapsed() >= Duration::from_secs_f64(minutes * 60.0);
+            if minutes > 0.0 && self.config.distributed.sharded_state {
+                // All ranks give their shares at the same step.
+                due = self.ranks.any(due)?;
+            }
             if every(self.config.train.checkpoint_every) || (due && self.step < steps) {
                 self.save()?;
                 self.draw()?;
@@ -471,7 +479,10 @@ impl Run {
     /// Writes a checkpoint of the steps done, unless there is one.
     fn save(&mut self) -> Result<(), CliError> {
         if !self.ranks.is_first() {
-            return Ok(());
+            return match self.config.distributed.sharded_state {
+                true => self.trainer.give_state(),
+                false => Ok(()),
+            };
         }
         let state = State::now(self.step, self.batches.state(), self.trainer.loss_scale());
         let optimizer = self.trainer.optimizer_state(&self.order)?;

@@ -50,6 +50,14 @@ pub trait Trainer {
     /// [`CliError::Train`] as [`Trainer::model`]; [`CliError::Usage`] if the recorder fails.
     fn optimizer_state(&mut self, order: &[ParamId]) -> Result<Vec<u8>, CliError>;
 
+    /// Gives this rank's share of the optimizer's state to rank 0, which calls [`Trainer::optimizer_state`]; to be
+    /// called on all other ranks where they divide the state.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Train`] as [`Trainer::model`], and if another rank ended.
+    fn give_state(&mut self) -> Result<(), CliError>;
+
     /// Where loss scaling stands; none if the loss is not scaled. Waits for the step.
     fn loss_scale(&self) -> Option<LossScale>;
 
@@ -108,7 +116,7 @@ impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
     }
 
     fn optimizer_state(&mut self, order: &[ParamId]) -> Result<Vec<u8>, CliError> {
-        let record = self.step.optimizer().ok_or(TrainError::Lost)?.to_record();
+        let record = self.step.whole_optimizer()?.to_record();
         let places: HashMap<ParamId, u64> = order.iter().copied().zip(0..).collect();
         let named: HashMap<ParamId, _> = record
             .into_iter()
@@ -117,6 +125,11 @@ impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
         let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
         let bytes = Recorder::<TrainBackend>::record(&recorder, named, ());
         bytes.map_err(|error| CliError::Usage(format!("the optimizer's state cannot be recorded: {error}")))
+    }
+
+    fn give_state(&mut self) -> Result<(), CliError> {
+        self.step.whole_optimizer()?;
+        Ok(())
     }
 
     fn loss_scale(&self) -> Option<LossScale> {
@@ -160,7 +173,18 @@ pub struct Setting<'a> {
     /// Where it goes on.
     pub state: Option<SavedState<'a>>,
     /// The ranks that run it together, if there are any.
-    pub world: Option<&'a World>,
+    pub together: Option<Together<'a>>,
+}
+
+/// The ranks that run a step together.
+#[derive(Clone, Copy)]
+pub struct Together<'a> {
+    /// All of them.
+    pub world: &'a World,
+    /// Whether they divide the optimizer's state.
+    pub sharded: bool,
+    /// Whether batch norm looks at the examples of all of them.
+    pub synchronised: bool,
 }
 
 /// Makes the training step of a config.
@@ -224,8 +248,14 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
     if let Some(scale) = scale {
         step = step.with_loss_scale(scale);
     }
-    if let Some(world) = setting.world {
-        step = step.with_data_parallel(world);
+    if let Some(together) = setting.together {
+        step = step.with_data_parallel(together.world);
+        if together.sharded {
+            step = step.with_sharded_state();
+        }
+        if together.synchronised {
+            step = step.with_synchronised_batch_norm();
+        }
     }
     let step = step.build::<Input, Output>()?;
     Ok(Box::new(Compiled { step }))

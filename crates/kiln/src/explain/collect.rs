@@ -50,6 +50,7 @@ pub fn replay(history: &History, bindings: Option<&Bindings>) -> Replay {
         inputs: lines(Bindings::input_lines),
         outputs: lines(Bindings::output_lines),
         results: lines(Bindings::result_lines),
+        state: None,
     }
 }
 

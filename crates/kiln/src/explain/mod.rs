@@ -25,7 +25,7 @@ pub use machine::{Limit, device_memory_peak};
 pub use ranks::Assumptions;
 pub use report::{
     Break, Bucketing, Buffer, Compile, Counted, Fused, Guards, Kernel, Machine, Memory, PhaseCount,
-    Prediction, Rate, Recomputed, Replay, Report, SavedTensor, Step, Traveller,
+    Prediction, Rate, Recomputed, Replay, Report, SavedTensor, State, Step, Traveller,
 };
 
 use crate::train::History;
@@ -62,6 +62,14 @@ impl Explain {
     /// Adds how a training step of this history is replayed.
     pub(crate) fn with_replay(mut self, history: &History, bindings: Option<&Bindings>) -> Self {
         self.report.replay = Some(collect::replay(history, bindings));
+        self
+    }
+
+    /// Adds what a training step keeps from call to call.
+    pub(crate) fn with_state(mut self, state: Option<State>) -> Self {
+        if let Some(replay) = &mut self.report.replay {
+            replay.state = state;
+        }
         self
     }
 

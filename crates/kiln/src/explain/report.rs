@@ -49,6 +49,20 @@ pub struct Replay {
     pub outputs: Vec<String>,
     /// The source of each result of the closure.
     pub results: Vec<String>,
+    /// What the step keeps from call to call; none before the first call.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<State>,
+}
+
+/// What a training step keeps from call to call, on this rank.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct State {
+    /// Bytes of the model's parameters and statistics.
+    pub model_bytes: usize,
+    /// Bytes of the optimizer's state.
+    pub optimizer_bytes: usize,
+    /// Among how many ranks the optimizer's state is divided; 1 if it is not.
+    pub ranks: usize,
 }
 
 /// A compiled step.

@@ -76,6 +76,19 @@ fn write_replay(replay: &Replay, f: &mut Formatter<'_>) -> fmt::Result {
         "  {} calls recorded, {} replayed; {} recorded calls were compared with the plan and agreed",
         replay.recorded, replay.replayed, replay.proofs
     )?;
+    if let Some(state) = &replay.state {
+        let kib = |bytes: usize| bytes.div_ceil(1 << 10);
+        write!(
+            f,
+            "  keeps {} KiB of parameters and statistics and {} KiB of optimizer state",
+            kib(state.model_bytes),
+            kib(state.optimizer_bytes)
+        )?;
+        match state.ranks {
+            1 => writeln!(f)?,
+            ranks => writeln!(f, ", the share of one of {ranks} ranks")?,
+        }
+    }
     for cause in &replay.causes {
         writeln!(f, "    recorded {} times: {}", cause.count, cause.name)?;
     }

@@ -26,10 +26,10 @@ use burn_tensor::{Bool, DType, Int, Tensor, TensorData, TensorPrimitive};
 use hashbrown::HashMap;
 use kiln_burn::record::exchange;
 use kiln_burn::storage::Storage;
-use kiln_burn::{CompileOptions, Kiln, KilnClient, KilnDevice, LossScaling};
+use kiln_burn::{CompileOptions, Kiln, KilnClient, KilnDevice, LossScaling, ranks};
 
 use super::TrainBackend;
-use super::places::{Found, map_tensors, tensors_of, with_state};
+use super::places::{self, Found, map_tensors, tensors_of, with_state};
 use crate::input::{KilnTensor, inspect};
 
 /// The largest scale.
@@ -127,11 +127,13 @@ impl State {
     }
 
     /// Divides the `gradients` of `model` by the scale, and finds out whether the step is skipped. The
-    /// gradients of a skipped step become zeros.
+    /// gradients of a skipped step become zeros. All ranks skip a step together; where each has `shares` of the
+    /// gradients, a sum over ranks tells.
     pub(super) fn unscale<B: TrainBackend, M: AutodiffModule<B>>(
         &self,
         model: &M,
         gradients: &mut GradientsParams,
+        shares: bool,
     ) -> Skip {
         let mut divide = Divide {
             inverse: self.scale.clone().recip(),
@@ -139,7 +141,11 @@ impl State {
             bad: Tensor::zeros_like(&self.skipped),
         };
         model.visit(&mut divide);
-        let skip = divide.bad.greater_elem(0);
+        let bad = match shares {
+            true => Tensor::from_primitive(ranks::sum(divide.bad.into_primitive())),
+            false => divide.bad,
+        };
+        let skip = bad.greater_elem(0);
         model.visit(&mut Clear {
             skip: skip.clone(),
             gradients,
@@ -230,9 +236,11 @@ impl Skip {
         })
     }
 
-    /// `new`, with the state of `old` in a skipped step; state that `old` lacks stays new.
+    /// `new`, with the state of `old` in a skipped step; state that `old` lacks stays new. `model` has the
+    /// parameters: their order is that of the operations, on all ranks.
     pub(super) fn optimizer<B, M, O>(
         &self,
+        model: &M,
         old: HashMap<ParamId, AdaptorRecord<O, B>>,
         new: OptimizerAdaptor<O, M, B>,
     ) -> OptimizerAdaptor<O, M, B>
@@ -242,8 +250,9 @@ impl Skip {
         O: SimpleOptimizer<Kiln>,
     {
         let mut records: Vec<_> = new.to_record().into_iter().collect();
-        // Recorded calls must be equal, and the order of a hash map is not.
-        records.sort_by_key(|(parameter, _)| parameter.val());
+        // Recorded calls must be equal. The order of a hash map is not, and ids differ from process to process.
+        let order = places::order::<B, M>(model);
+        records.sort_by_key(|(parameter, _)| order.get(parameter).copied());
         let chosen = records.into_iter().map(|(parameter, record)| {
             let chosen = old
                 .get(&parameter)

@@ -33,6 +33,7 @@ mod plan;
 mod ranks;
 mod recorded;
 mod rehearsal;
+mod shards;
 mod variants;
 mod weights;
 mod zeros;
@@ -52,12 +53,13 @@ use kiln_burn::{
 use kiln_distributed::World;
 use kiln_profile::Category;
 
-use crate::explain::Explain;
+use crate::explain::{Explain, State};
 use crate::input::{KilnBackend, Signature, StepInput, inspect};
 pub use export::ExportError;
 pub use history::{Cause, History};
 pub use loss_scale::LossScale;
 use places::Cells;
+use shards::Shards;
 use variants::Variants;
 pub use weights::{Weights, cast_parameters};
 
@@ -120,6 +122,19 @@ pub enum TrainError {
     /// The ranks do not begin together.
     #[error(transparent)]
     Ranks(#[from] kiln_distributed::Error),
+    /// The ranks cannot divide the update and its state ([`TrainStepBuilder::with_sharded_state`]).
+    #[error("the optimizer's state cannot be divided among ranks: {reason}; train without sharded state")]
+    Sharding {
+        /// What stands in the way.
+        reason: String,
+    },
+    /// Statistics of batch norm cannot be taken over all ranks
+    /// ([`TrainStepBuilder::with_synchronised_batch_norm`]). Nothing was run.
+    #[error("the batch norms of the step cannot be synchronised: {reason}")]
+    BatchNorm {
+        /// What stands in the way.
+        reason: String,
+    },
     /// Model and optimizer were lost in an earlier step that failed after it had consumed them.
     #[error(
         "the training step has no model any more: an earlier step failed while it replaced the parameters; restart from a checkpoint"
@@ -152,6 +167,8 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     start_scale: Option<LossScale>,
     weights: Option<Weights>,
     world: Option<World>,
+    sharded: bool,
+    synchronised: bool,
 }
 
 /// Makes the state that an optimizer starts from ([`zeros::start`]).
@@ -186,11 +203,35 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         self
     }
 
-    /// Trains on all ranks of `world` together ([`crate::distributed`]): the parameters are those of rank 0 at the
-    /// start, gradients and loss are averaged over the ranks at each step. Optimizer state that was loaded must be
-    /// the same on all ranks. With one rank this changes nothing.
+    /// Trains on all ranks of `world` together ([`crate::distributed`]): parameters and the optimizer's state are
+    /// those of rank 0 at the start, gradients and loss are averaged over the ranks at each step. With one rank this
+    /// changes nothing.
     pub fn with_data_parallel(mut self, world: &World) -> Self {
         self.world = Some(world.clone());
+        self
+    }
+
+    /// Divides the optimizer's state among the ranks of [`Self::with_data_parallel`]: each rank gets its share of
+    /// the averaged gradients, updates its share of each parameter, and keeps its share of the state; then the
+    /// parameters are gathered. Losses are those without it, up to rounding; memory of the state is divided by the
+    /// number of ranks. State that was loaded is whole, and so is what [`TrainStep::optimizer`] and
+    /// [`TrainStep::into_parts`] return: any number of ranks can go on with it. Both must be called on every rank.
+    ///
+    /// The optimizer's update must compute each element from those at the same place, as those of Adam, AdamW,
+    /// SGD, RMSprop and AdaGrad do; clipping is no part of it. Muon multiplies matrices:
+    /// [`TrainError::Sharding`]. With one rank this changes nothing.
+    pub fn with_sharded_state(mut self) -> Self {
+        self.sharded = true;
+        self
+    }
+
+    /// Takes the statistics of batch norm over the examples of all ranks of [`Self::with_data_parallel`], so that
+    /// `n` ranks with batches of `b` train as one rank with a batch of `n * b`; by default each rank looks at its
+    /// own batch. The batches of all ranks must be equally large. Batch norm is recognised by its operations, those
+    /// of burn-nn and of kiln-models; a step in which that fails is [`TrainError::BatchNorm`]. With one rank this
+    /// changes nothing.
+    pub fn with_synchronised_batch_norm(mut self) -> Self {
+        self.synchronised = true;
         self
     }
 
@@ -198,7 +239,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     ///
     /// # Errors
     ///
-    /// [`TrainError::Ranks`] if other ranks have another model, or do not answer.
+    /// [`TrainError::Ranks`] if other ranks have another model, or do not answer; [`TrainError::Sharding`] if the
+    /// optimizer's state cannot be divided.
     pub fn build<I, L>(mut self) -> Result<TrainStep<B, M, O, F, I, L>, TrainError>
     where
         F: Fn(&M, I) -> L,
@@ -222,12 +264,27 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             Some(weights) => cast_parameters::<B, M>(model, weights.dtype()),
             None => model,
         };
+        let world = self.world.filter(|world| world.size() > 1);
+        let optim = match &world {
+            Some(world) => ranks::share_state(&model, self.optim, world)?,
+            None => self.optim,
+        };
+        let (shards, optim) = match world.as_ref().filter(|_| self.sharded) {
+            Some(world) => {
+                let (shards, optim) = Shards::new(world, &model, optim)?;
+                (Some(shards), optim)
+            }
+            None => (None, optim),
+        };
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
             strict: self.options.strict,
             region: CompiledRegion::new(self.options).for_replay(),
-            trained: Some((model, self.optim)),
-            world: self.world.filter(|world| world.size() > 1),
+            trained: Some((model, optim)),
+            synchronised: self.synchronised && world.is_some(),
+            world,
+            shards,
+            whole: None,
             loss: self.loss,
             start: self.start,
             scaling,
@@ -278,6 +335,12 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     trained: Option<(M, OptimizerAdaptor<O, M, B>)>,
     /// The ranks it trains with; none if there are no others.
     world: Option<World>,
+    /// Whether statistics of batch norm are taken over all ranks.
+    synchronised: bool,
+    /// How the ranks divide the optimizer's state; none if each has all of it.
+    shards: Option<Shards>,
+    /// The optimizer with the whole state, where it was asked for and is divided otherwise.
+    whole: Option<OptimizerAdaptor<O, M, B>>,
     loss: F,
     start: Start<B, M, O>,
     /// How the loss is scaled; none if it is not.
@@ -347,6 +410,8 @@ where
             start_scale: None,
             weights: None,
             world: None,
+            sharded: false,
+            synchronised: false,
         }
     }
 }
@@ -376,6 +441,7 @@ where
     pub fn step(&mut self, lr: LearningRate, input: I) -> Result<L, TrainError> {
         let _call = kiln_profile::span(Category::Host, "train step");
         self.rate = Some(lr);
+        self.whole = None;
         let (tensors, signature) = inspect(&input);
         let cause = match self.replay(lr, &tensors, &signature)? {
             Ok((variant, scalars)) => return self.run_plan(variant, &tensors, input, &scalars),
@@ -552,10 +618,25 @@ where
     }
 
     /// The optimizer with its current state, for a checkpoint; none after a step failed half way. The next
-    /// call is recorded.
+    /// call is recorded. Where the ranks divide the state, every rank calls this, and gets the whole state, which
+    /// it has until the next step; none if a rank is gone ([`TrainStep::whole_optimizer`] says which).
     pub fn optimizer(&mut self) -> Option<&OptimizerAdaptor<O, M, B>> {
+        self.whole_optimizer().ok()
+    }
+
+    /// [`TrainStep::optimizer`] with the reason why there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError::Lost`] after a step failed half way; [`TrainError::Ranks`] if the state is divided and another
+    /// rank did not give its share.
+    pub fn whole_optimizer(&mut self) -> Result<&OptimizerAdaptor<O, M, B>, TrainError> {
         self.leave_replay();
-        self.trained.as_ref().map(|(_, optim)| optim)
+        let (model, optim) = self.trained.as_ref().ok_or(TrainError::Lost)?;
+        match &self.shards {
+            Some(shards) => Ok(self.whole.insert(shards.whole(model, optim)?)),
+            None => Ok(optim),
+        }
     }
 
     /// The trained model.
@@ -563,16 +644,23 @@ where
     /// # Panics
     ///
     /// If a step failed half way and the model is lost; [`TrainStep::model`] tells.
-    pub fn into_model(self) -> M {
-        self.into_parts()
+    pub fn into_model(mut self) -> M {
+        self.leave_replay();
+        self.trained
             .expect("a step failed while it replaced the parameters, and reported it")
             .0
     }
 
-    /// The trained model and the optimizer; none after a step failed half way.
+    /// The trained model and the optimizer; none after a step failed half way. Where the ranks divide the
+    /// optimizer's state, every rank calls this, and gets the whole state; none if a rank is gone.
     pub fn into_parts(mut self) -> Option<(M, OptimizerAdaptor<O, M, B>)> {
         self.leave_replay();
-        self.trained
+        let (model, optim) = self.trained?;
+        let optim = match &self.shards {
+            Some(shards) => shards.whole(&model, &optim).ok()?,
+            None => optim,
+        };
+        Some((model, optim))
     }
 
     /// Where the scaling of the loss stands, for a log or a checkpoint; none if the loss is not scaled
@@ -594,7 +682,21 @@ where
     /// The report: what was compiled, why, what cut it, why calls were recorded, and what each tensor of
     /// the replayed step is bound to.
     pub fn explain(&self) -> Explain {
-        Explain::new(self.region.report()).with_replay(&self.history, self.bindings())
+        Explain::new(self.region.report())
+            .with_replay(&self.history, self.bindings())
+            .with_state(self.state())
+    }
+
+    /// What the step keeps from call to call, on this rank; none before the first call, and after a step failed
+    /// half way.
+    pub fn state(&self) -> Option<State> {
+        let (model, optim) = self.trained.as_ref().filter(|_| self.cells.is_some())?;
+        let (model_bytes, optimizer_bytes) = places::bytes(model, optim);
+        Some(State {
+            model_bytes,
+            optimizer_bytes,
+            ranks: self.shards.as_ref().map_or(1, Shards::ranks),
+        })
     }
 
     /// The bindings of each input, output and result of the step when it is replayed with input of the

@@ -9,6 +9,7 @@
 
 use std::sync::Arc;
 
+use burn_backend::TensorMetadata;
 use burn_core::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn_ir::TensorId;
 use burn_optim::adaptor::OptimizerAdaptor;
@@ -177,6 +178,53 @@ pub(super) fn tensors_of<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
     }))
 }
 
+/// The place of each parameter in the order of the visit of `model`.
+pub(super) fn order<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> HashMap<ParamId, usize> {
+    struct Order(HashMap<ParamId, usize>);
+    impl<B: TrainBackend> ModuleVisitor<B> for Order {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            let place = self.0.len();
+            self.0.entry(param.id).or_insert(place);
+        }
+    }
+    let mut order = Order(HashMap::new());
+    model.visit(&mut order);
+    order.0
+}
+
+/// Bytes of the tensors of `model`, whose parameters have values, and of those of `optim`'s state.
+pub(super) fn bytes<B, M, O>(model: &M, optim: &OptimizerAdaptor<O, M, B>) -> (usize, usize)
+where
+    B: TrainBackend,
+    M: AutodiffModule<B>,
+    O: SimpleOptimizer<Kiln>,
+{
+    struct Bytes(usize);
+    impl<B: TrainBackend> ModuleVisitor<B> for Bytes {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            let value = param.val();
+            self.0 += value.shape().num_elements() * value.dtype().size();
+        }
+
+        fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
+            let value = param.val();
+            self.0 += value.shape().num_elements() * value.dtype().size();
+        }
+
+        fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
+            let value = param.val();
+            self.0 += value.shape().num_elements() * value.dtype().size();
+        }
+    }
+    let mut of_model = Bytes(0);
+    model.visit(&mut of_model);
+    let tensors = optim.to_record().into_values().flat_map(tensors_of::<B, O>);
+    let of_optimizer = tensors
+        .map(|tensor| tensor.shape().num_elements() * tensor.dtype().size())
+        .sum();
+    (of_model.0, of_optimizer)
+}
+
 /// Which parameters of a model are in cells that its clones share, by position in the order of its visit.
 #[derive(Clone, Debug)]
 pub(super) struct Cells(Vec<bool>);
@@ -204,6 +252,11 @@ impl Cells {
                 .map(|((_, before), (_, now))| before != now)
                 .collect(),
         )
+    }
+
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.0.iter().filter(|is_cell| **is_cell).count()
     }
 
     /// Whether there is any.

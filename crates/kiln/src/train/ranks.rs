@@ -5,12 +5,16 @@
 //! communicate once, and parameters without a gradient not at all.
 
 use burn_core::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn_optim::GradientsParams;
+use burn_core::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
+use burn_optim::adaptor::OptimizerAdaptor;
+use burn_optim::record::AdaptorRecord;
+use burn_optim::{GradientsParams, Optimizer, SimpleOptimizer};
 use burn_tensor::{Bool, Int, Tensor, TensorData, TensorPrimitive};
+use hashbrown::{HashMap, HashSet};
 use kiln_burn::{Kiln, ranks};
 use kiln_distributed::World;
 
-use super::{StepOutput, TrainBackend, TrainError};
+use super::{StepOutput, TrainBackend, TrainError, places};
 use crate::distributed;
 use crate::input::KilnTensor;
 use crate::tracked;
@@ -34,6 +38,58 @@ pub(super) fn begin<B: TrainBackend, M: AutodiffModule<B>>(model: M, world: &Wor
         Some(error) => Err(error.into()),
         None => Ok(model),
     }
+}
+
+/// `optim` with the state of rank 0. Ids of parameters differ from process to process: their places in `model`
+/// name them.
+///
+/// # Errors
+///
+/// If a rank has gone, or the state of rank 0 cannot be recorded or read.
+pub(super) fn share_state<B, M, O>(
+    model: &M,
+    optim: OptimizerAdaptor<O, M, B>,
+    world: &World,
+) -> Result<OptimizerAdaptor<O, M, B>, TrainError>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B>,
+    O: SimpleOptimizer<Kiln>,
+{
+    let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
+    let broken = |error: &dyn std::fmt::Display| {
+        distributed::Error::Broken(format!("the optimizer's state cannot be shared: {error}"))
+    };
+    let places = places::order::<B, M>(model);
+    let mut bytes = Vec::new();
+    let records = optim.to_record();
+    if world.is_first() && !records.is_empty() {
+        let named = records.into_iter().filter_map(|(id, state)| {
+            let place = *places.get(&id)? as u64;
+            Some((ParamId::from(place), state))
+        });
+        let named: HashMap<ParamId, AdaptorRecord<O, B>> = named.collect();
+        bytes = Recorder::<B>::record(&recorder, named, ()).map_err(|error| broken(&error))?;
+    }
+    let mut length = (bytes.len() as u64).to_le_bytes();
+    world.broadcast_patiently(0, &mut length)?;
+    bytes.resize(u64::from_le_bytes(length) as usize, 0);
+    world.broadcast(0, &mut bytes)?;
+    if world.is_first() {
+        return Ok(optim);
+    }
+    let device = model.devices().first().copied().unwrap_or_default();
+    let mut records = HashMap::new();
+    if !bytes.is_empty() {
+        let named: HashMap<ParamId, AdaptorRecord<O, B>> =
+            Recorder::<B>::load(&recorder, bytes, &device).map_err(|error| broken(&error))?;
+        let ids: HashMap<u64, ParamId> = places.iter().map(|(id, place)| (*place as u64, *id)).collect();
+        let own = named
+            .into_iter()
+            .filter_map(|(place, state)| Some((*ids.get(&place.val())?, state)));
+        records = own.collect();
+    }
+    Ok(optim.load_record(records))
 }
 
 /// The shape of each parameter.
@@ -90,7 +146,10 @@ pub(super) fn average<B: TrainBackend, M: AutodiffModule<B>>(
     model: &M,
     gradients: GradientsParams,
 ) -> GradientsParams {
-    let mut average = Average { gradients };
+    let mut average = Average {
+        gradients,
+        seen: HashSet::new(),
+    };
     model.visit(&mut average);
     average.gradients
 }
@@ -98,10 +157,15 @@ pub(super) fn average<B: TrainBackend, M: AutodiffModule<B>>(
 /// In the order in which modules show their parameters, which is the same on all ranks.
 struct Average {
     gradients: GradientsParams,
+    /// A parameter that a model has twice has one gradient.
+    seen: HashSet<ParamId>,
 }
 
 impl Average {
     fn one<const D: usize>(&mut self, id: ParamId) {
+        if !self.seen.insert(id) {
+            return;
+        }
         if let Some(gradient) = self.gradients.remove::<Kiln, D>(id) {
             let mean = ranks::mean(gradient.into_primitive().tensor());
             let mean = Tensor::<Kiln, D>::from_primitive(TensorPrimitive::Float(mean));

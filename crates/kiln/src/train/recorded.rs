@@ -25,6 +25,9 @@ use super::weights::{self, Stored};
 use super::{Cause, StepOutput, TrainBackend, TrainError, TrainStep};
 use crate::input::{KilnTensor, Signature, StepInput};
 
+/// Why batch norms could not be synchronised: the payload with which a recording is given up.
+struct Refused(String);
+
 /// The results of the closure of a recorded call.
 struct Recorded<M, T, L> {
     trained: (M, T),
@@ -88,6 +91,8 @@ where
         let mut scale = self.loss_scale.clone();
         let start_scale = self.start_scale;
         let has_ranks = self.world.is_some();
+        let shards = self.shards.clone();
+        let synchronised = self.synchronised;
         let result = catch_unwind(AssertUnwindSafe(|| {
             self.region.run(|| {
                 // Loss and gradients are computed of one model; the optimizer updates the other.
@@ -98,25 +103,38 @@ where
                     }
                     None => (None, model, None),
                 };
-                let output = loss(computed.as_ref().unwrap_or(&model), input);
-                let value = output.loss();
-                let scaling = scaling.map(|scaling| {
-                    let device = value.device();
-                    let state = scale.get_or_insert_with(|| loss_scale::State::new(start_scale, device));
-                    (scaling, state.clone())
-                });
-                let value = match &scaling {
-                    Some((_, scale)) => scale.scaled(value),
-                    None => value,
+                let differentiate = || {
+                    let output = loss(computed.as_ref().unwrap_or(&model), input);
+                    let value = output.loss();
+                    let scaling = scaling.map(|scaling| {
+                        let device = value.device();
+                        let state = scale.get_or_insert_with(|| loss_scale::State::new(start_scale, device));
+                        (scaling, state.clone())
+                    });
+                    let value = match &scaling {
+                        Some((_, scale)) => scale.scaled(value),
+                        None => value,
+                    };
+                    let computed = computed.as_ref().unwrap_or(&model);
+                    let gradients = GradientsParams::from_grads(value.backward(), computed);
+                    (output, scaling, gradients)
                 };
-                let computed = computed.as_ref().unwrap_or(&model);
-                let mut gradients = GradientsParams::from_grads(value.backward(), computed);
+                let (output, scaling, mut gradients) = match synchronised {
+                    // A panic of its own: nothing of the recording is run.
+                    true => kiln_burn::ranks::synchronised(cells.count(), differentiate)
+                        .unwrap_or_else(|reason| resume_unwind(Box::new(Refused(reason)))),
+                    false => differentiate(),
+                };
                 let output = match has_ranks {
                     true => ranks::average_loss(output),
                     false => output,
                 };
-                if has_ranks {
-                    // In front of whatever looks at their size: all ranks skip a step together.
+                // In front of whatever looks at their size: all ranks skip a step together.
+                let mut shapes = None;
+                if let Some(shards) = &shards {
+                    let (shares, whole) = shards.reduce(&model, gradients);
+                    (gradients, shapes) = (shares, Some(whole));
+                } else if has_ranks {
                     gradients = ranks::average(&model, gradients);
                 }
                 if cells.any() {
@@ -132,9 +150,14 @@ where
                 // What loss scaling does before the optimizer.
                 let scaled = scaling.map(|(scaling, state)| {
                     before.extend(state.places());
-                    let skip = state.unscale(&model, &mut gradients);
+                    let skip = state.unscale(&model, &mut gradients, shapes.is_some());
                     (state.next(&skip, &scaling), skip)
                 });
+                let mut model = model;
+                if let (Some(shards), Some(shapes)) = (&shards, &shapes) {
+                    gradients = shards.clip(&model, gradients);
+                    model = shards.own(model, shapes);
+                }
                 let mut optim = match first_state {
                     Some(start) => start(optim, &model, &gradients),
                     None => optim,
@@ -142,7 +165,15 @@ where
                 if earlier.is_some() {
                     let parameters = trained_parameters(&model, &gradients);
                     // Of the stored model, so that nothing keeps widened parameters alive.
-                    let model = narrow.as_ref().map_or(&model, |before| &before.model);
+                    let narrow = narrow.as_ref().map(|before| &before.model);
+                    let shares = match (narrow, &shards, &shapes) {
+                        (Some(narrow), Some(shards), Some(shapes)) => {
+                            record::rehearse(|| shards.own(narrow.clone(), shapes))
+                        }
+                        _ => None,
+                    };
+                    let shares = shares.as_ref().map(|(shares, _)| shares);
+                    let model = shares.or(narrow).unwrap_or(&model);
                     let rehearsal = Rehearsal::new(model, &optim, &parameters, weights.is_some());
                     rehearsed = rehearsal.and_then(|mut rehearsal| {
                         let scalars = rehearsal.scalars(lr)?;
@@ -161,7 +192,10 @@ where
                 let mut model = optim.step(lr, model, gradients);
                 if let (Some((_, skip)), Some((parameters, records))) = (&scaled, unless_skipped) {
                     model = skip.model::<B, M>(parameters, model);
-                    optim = skip.optimizer(records, optim);
+                    optim = skip.optimizer(&model, records, optim);
+                }
+                if let (Some(shards), Some(shapes)) = (&shards, shapes) {
+                    model = shards.join(model, shapes);
                 }
                 let (model, copies) = match narrow {
                     Some(before) => before.narrowed::<B>(model, &cells),
@@ -190,7 +224,10 @@ where
             Err(payload) => {
                 self.variants.drop_plans();
                 self.trained = backup.and_then(Backup::restore);
-                resume_unwind(payload)
+                match payload.downcast::<Refused>() {
+                    Ok(refused) => return Err(TrainError::BatchNorm { reason: refused.0 }),
+                    Err(payload) => resume_unwind(payload),
+                }
             }
         };
         drop(backup);

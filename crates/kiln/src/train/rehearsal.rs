@@ -227,7 +227,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
 const SAMPLE_RATE: LearningRate = 1e-3;
 
 /// Runs the optimizer of `shadow` on `parameters` in a rehearsal, with gradients that have no elements.
-fn rehearse_update<B, M, O>(
+pub(super) fn rehearse_update<B, M, O>(
     shadow: &mut Option<(M, OptimizerAdaptor<O, M, B>)>,
     parameters: &[ParamId],
     lr: LearningRate,

@@ -1,0 +1,404 @@
+//! Training on ranks that divide the optimizer's state.
+
+mod launch;
+
+use burn::module::Module;
+use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+use burn_autodiff::Autodiff;
+use burn_nn::{Linear, LinearConfig};
+use burn_optim::adaptor::OptimizerAdaptor;
+use burn_optim::decay::WeightDecayConfig;
+use burn_optim::grad_clipping::GradientClippingConfig;
+use burn_optim::momentum::MomentumConfig;
+use burn_optim::{
+    AdaGradConfig, AdamConfig, AdamWConfig, GradientsParams, MuonConfig, Optimizer, RmsPropConfig, SgdConfig,
+    SimpleOptimizer,
+};
+use kiln::distributed::{self, World};
+use kiln::{
+    CompileBackend, CompileOptions, Kiln, KilnDevice, LossScaling, RegionReport, TrainError, TrainStep,
+    Weights,
+};
+use launch::{agree, losses, print, run, text};
+
+type B = Autodiff<Kiln>;
+
+const STEPS: usize = 50;
+/// Examples of a step, on all ranks together.
+const EXAMPLES: usize = 12;
+
+/// No number of ranks divides its parameters: 42, 7, 49, 7, 49, 14 and 2 elements.
+#[derive(Module, Debug)]
+struct Net<B: Backend> {
+    first: Linear<B>,
+    /// Not trained.
+    frozen: Linear<B>,
+    /// Used twice.
+    shared: Linear<B>,
+    last: Linear<B>,
+}
+
+impl<B: Backend> Net<B> {
+    fn new(device: &B::Device) -> Self {
+        Self {
+            first: LinearConfig::new(6, 7).init(device),
+            frozen: LinearConfig::new(7, 7).init::<B>(device).no_grad(),
+            shared: LinearConfig::new(7, 7).init(device),
+            last: LinearConfig::new(7, 2).init(device),
+        }
+    }
+
+    fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
+        let x = self.shared.forward(self.first.forward(x).tanh()).tanh();
+        let x = self.frozen.forward(x).tanh();
+        self.last.forward(self.shared.forward(x).tanh())
+    }
+}
+
+/// The share of a rank in the examples of a step: inputs and targets. An `outlier` is in two steps, on the last rank.
+fn share(step: usize, outlier: bool, world: &World, device: &KilnDevice) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    let number = |i: usize| ((i * 37 + step * 101) % 199) as f32 / 99.5 - 1.0;
+    let x: Vec<f32> = (0..EXAMPLES * 6).map(number).collect();
+    let mut y: Vec<f32> = (0..EXAMPLES * 2)
+        .map(|i| x[i / 2 * 6 + i % 2] * 0.7 + x[i / 2 * 6 + 3].abs())
+        .collect();
+    if outlier && [10, 30].contains(&step) {
+        y[EXAMPLES * 2 - 1] = 1e5;
+    }
+    let rows = EXAMPLES / world.size();
+    let from = world.rank() * rows;
+    let tensor = |all: &[f32], columns: usize| {
+        let own = all[from * columns..(from + rows) * columns].to_vec();
+        Tensor::from_data(TensorData::new(own, [rows, columns]), device)
+    };
+    (tensor(&x, 6), tensor(&y, 2))
+}
+
+type Batch = (Tensor<B, 2>, Tensor<B, 2>);
+
+fn loss(net: &Net<B>, (x, y): Batch) -> Tensor<B, 1> {
+    (net.forward(x) - y).powf_scalar(2.0).mean()
+}
+
+/// The same of two halves of a batch, one after the other: accumulated gradients.
+fn accumulated(net: &Net<B>, (x, y): Batch) -> Tensor<B, 1> {
+    let half = |tensor: &Tensor<B, 2>, number| tensor.clone().chunk(2, 0).swap_remove(number);
+    (loss(net, (half(&x, 0), half(&y, 0))) + loss(net, (half(&x, 1), half(&y, 1)))) * 0.5
+}
+
+/// How a part trains.
+#[derive(Clone, Copy)]
+struct Way<'a> {
+    world: &'a World,
+    sharded: bool,
+    optimizer_has_moments: bool,
+    backend: CompileBackend,
+    scaling: Option<LossScaling>,
+    weights: Option<Weights>,
+    loss: fn(&Net<B>, Batch) -> Tensor<B, 1>,
+    rate: f64,
+}
+
+fn train<O: SimpleOptimizer<Kiln> + 'static>(way: Way, optim: OptimizerAdaptor<O, Net<B>, B>) {
+    let device = KilnDevice::cpu();
+    B::seed(&device, 11 + way.world.rank() as u64);
+    train_net(way, Net::<B>::new(&device), optim);
+}
+
+fn train_net<O: SimpleOptimizer<Kiln> + 'static>(
+    way: Way,
+    net: Net<B>,
+    optim: OptimizerAdaptor<O, Net<B>, B>,
+) {
+    let world = way.world;
+    let device = KilnDevice::cpu();
+    let mut options = CompileOptions::default()
+        .with_backend(way.backend)
+        .with_threads(1);
+    if let Some(scaling) = way.scaling {
+        options = options.with_loss_scaling(scaling);
+    }
+    let mut step = TrainStep::new(net, optim, way.loss)
+        .with_options(options)
+        .with_data_parallel(world);
+    if let Some(weights) = way.weights {
+        step = step.with_weights(weights);
+    }
+    if way.sharded {
+        step = step.with_sharded_state();
+    }
+    let mut step = step.build().expect("the ranks begin together");
+    let mut losses = Vec::new();
+    for number in 0..STEPS {
+        if number == 40 {
+            // As for a checkpoint.
+            check_whole(world, step.optimizer().expect("every rank gives its share"));
+        }
+        let loss = step
+            .step(way.rate, share(number, way.scaling.is_some(), world, &device))
+            .expect("it trains");
+        losses.push(loss.into_data().to_vec::<f32>().expect("one f32")[0]);
+    }
+    if way.backend == CompileBackend::Cpu {
+        assert!(step.history().replayed > 25, "{:?}", step.history());
+    }
+    let state = step.state().expect("it trains");
+    let text = step.explain().to_string();
+    if way.sharded && world.size() > 1 {
+        assert_eq!(state.ranks, world.size());
+        // 121 trained elements in six tensors; each share is rounded up to a whole element.
+        let elements: usize = [42usize, 7, 49, 7, 14, 2]
+            .iter()
+            .map(|elements| elements.div_ceil(world.size()))
+            .sum();
+        let share = elements * 4;
+        match way.optimizer_has_moments {
+            true => assert_eq!(state.optimizer_bytes, 2 * share, "{state:?}"),
+            false => assert_eq!(state.optimizer_bytes % share, 0, "{state:?}"),
+        }
+        assert!(
+            text.contains(&format!("the share of one of {} ranks", world.size())),
+            "{text}"
+        );
+    }
+    check_plan(&way, &step.report());
+    if let Some(scale) = step.loss_scale() {
+        assert_eq!(scale.skipped, 2, "{scale:?}");
+    }
+    // All ranks have the same parameters.
+    let model = step.model().expect("no step failed");
+    let weights = model.shared.weight.val().into_data();
+    let all = world.all_gather(&weights.bytes).expect("every rank gives");
+    assert!(
+        all.chunks(weights.bytes.len())
+            .all(|other| *other == weights.bytes[..])
+    );
+    let (_, optim) = step.into_parts().expect("every rank gives its share");
+    check_whole(world, &optim);
+    print(world.is_first(), &losses);
+}
+
+/// A compiled step communicates once for each trained parameter and direction, and keeps all state in place.
+fn check_plan(way: &Way, report: &RegionReport) {
+    // Not the first one, which makes the state of some optimizers.
+    let step = report.steps.iter().max_by_key(|step| step.runs);
+    let contract = step.and_then(|step| step.contract.as_ref());
+    let Some(contract) = contract.filter(|_| way.world.size() > 1) else {
+        return;
+    };
+    if !way.sharded {
+        // 121 trained parameters and the loss, once, however often the loss uses a parameter.
+        let started = contract.externs.iter().filter(|call| call.name == "all_reduce");
+        let elements: usize = started
+            .map(|call| call.inputs[0].1.iter().product::<usize>())
+            .sum();
+        assert_eq!(elements, 122);
+        return;
+    }
+    let count = |name: &str| contract.externs.iter().filter(|call| call.name == name).count();
+    assert_eq!((count("reduce_scatter"), count("all_gather")), (6, 6));
+    if way.weights.is_some() {
+        return;
+    }
+    // Those of loss scaling are so small that they are copied.
+    let scalars = if way.scaling.is_some() { 3 } else { 0 };
+    let new = contract.aliases.iter().filter(|alias| alias.is_none()).count();
+    assert_eq!(
+        new,
+        1 + scalars,
+        "the loss alone needs memory of its own: {:?}",
+        contract.aliases
+    );
+}
+
+/// The state that a checkpoint gets is whole, and the same on all ranks.
+fn check_whole<O: SimpleOptimizer<Kiln>>(world: &World, optim: &OptimizerAdaptor<O, Net<B>, B>) {
+    let record = optim.to_record();
+    let mut records: Vec<_> = record.into_iter().collect();
+    records.sort_by_key(|(parameter, _)| parameter.val());
+    let sizes: Vec<usize> = records
+        .into_iter()
+        .map(|(_, record)| {
+            let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
+            let bytes = Recorder::<B>::record(&recorder, record, ()).expect("it is recorded");
+            bytes.len()
+        })
+        .collect();
+    assert!(sizes.is_empty() || sizes.len() == 6, "{sizes:?}");
+    world
+        .agree(&[("its state", sizes.iter().sum::<usize>().to_string())])
+        .expect("all have the same");
+}
+
+/// What a rank of another test does; nothing where nobody asks for a part: `OPTIMIZER WORD..`.
+#[test]
+fn a_part() {
+    let Ok(part) = std::env::var("KILN_PART") else {
+        return;
+    };
+    let world = distributed::init().expect("the ranks are connected");
+    let has = |word: &str| part.split(' ').any(|other| other == word);
+    let scaling = LossScaling {
+        initial: 2f32.powi(120),
+        ..LossScaling::default()
+    };
+    let way = Way {
+        world: &world,
+        sharded: has("sharded"),
+        optimizer_has_moments: has("adam") || has("adamw") || has("loaded"),
+        backend: if has("node-by-node") {
+            CompileBackend::AotEager
+        } else {
+            CompileBackend::Cpu
+        },
+        scaling: has("scaled").then_some(scaling),
+        weights: if has("master") {
+            Some(Weights::BF16.with_master())
+        } else {
+            has("bf16").then_some(Weights::BF16)
+        },
+        loss: if has("accumulated") { accumulated } else { loss },
+        rate: 1e-2,
+    };
+    let norm = Some(GradientClippingConfig::Norm(0.05));
+    match part.split(' ').next().unwrap_or_default() {
+        "adamw" => train(
+            way,
+            AdamWConfig::new()
+                .with_weight_decay(0.01)
+                .with_grad_clipping(norm)
+                .init(),
+        ),
+        "adam" => train(
+            way,
+            AdamConfig::new()
+                .with_weight_decay(Some(WeightDecayConfig::new(1e-3)))
+                .init(),
+        ),
+        "sgd" => train(
+            way,
+            SgdConfig::new()
+                .with_momentum(Some(MomentumConfig::new()))
+                .with_weight_decay(Some(WeightDecayConfig::new(1e-3)))
+                .with_gradient_clipping(Some(GradientClippingConfig::Value(0.02)))
+                .init(),
+        ),
+        "rmsprop" => train(
+            Way { rate: 1e-3, ..way },
+            RmsPropConfig::new().with_momentum(0.0).init(),
+        ),
+        "adagrad" => train(way, AdaGradConfig::new().init()),
+        // Each rank comes with another state, and rank 0 with the one that counts.
+        "loaded" => {
+            let device = KilnDevice::cpu();
+            B::seed(&device, 5);
+            let net = Net::<B>::new(&device);
+            let alone = |seed: usize| {
+                let optim = AdamConfig::new().init::<B, Net<B>>();
+                let x = Tensor::<B, 2>::ones([1, 6], &device) * (seed as f64 - 0.5);
+                let gradients = loss(&net, (x, Tensor::zeros([1, 2], &device))).backward();
+                let gradients = GradientsParams::from_grads(gradients, &net);
+                let mut optim = optim;
+                drop(optim.step(1e-2, net.clone(), gradients));
+                optim
+            };
+            let optim = match world.rank() {
+                0 => alone(1),
+                1 => alone(3),
+                _ => AdamConfig::new().init(),
+            };
+            train_net(way, net.clone(), optim);
+        }
+        "muon" => {
+            let device = KilnDevice::cpu();
+            let mut net = Net::<B>::new(&device);
+            for layer in [&mut net.first, &mut net.shared, &mut net.last] {
+                layer.bias = None;
+            }
+            let built = TrainStep::new(net, MuonConfig::new().init(), loss)
+                .with_data_parallel(&world)
+                .with_sharded_state()
+                .build::<Batch, Tensor<B, 1>>();
+            match built.err() {
+                Some(TrainError::Sharding { reason }) => println!("refused: {reason}"),
+                other => panic!("{other:?}"),
+            }
+        }
+        other => panic!("there is no part {other}"),
+    }
+}
+
+#[test]
+fn ranks_with_shares_train_as_one_rank() {
+    let Some(one) = losses(1, "adamw") else { return };
+    assert!(one[STEPS - 1] < 0.8 * one[0], "{one:?}");
+    for ranks in [2, 3, 4] {
+        let several = losses(ranks, "adamw sharded").expect("mpirun was there");
+        agree(&one, &several, &format!("{ranks} ranks"));
+        if ranks == 3 {
+            let again = losses(ranks, "adamw sharded").expect("mpirun was there");
+            assert_eq!(again, several, "two runs have equal bits");
+        }
+    }
+    let by_nodes = losses(2, "adamw sharded node-by-node").expect("mpirun was there");
+    agree(&one, &by_nodes, "node by node");
+    for part in ["adamw accumulated", "adamw accumulated sharded"] {
+        agree(&one, &losses(2, part).expect("mpirun was there"), part);
+    }
+    assert_eq!(losses(1, "adamw sharded").expect("mpirun was there"), one);
+}
+
+#[test]
+fn other_optimizers_divide_their_state() {
+    for (optimizer, ranks) in [("adam", 4), ("sgd", 3), ("rmsprop", 2), ("adagrad", 3)] {
+        let Some(one) = losses(1, optimizer) else { return };
+        let several = losses(ranks, &format!("{optimizer} sharded")).expect("mpirun was there");
+        agree(&one, &several, optimizer);
+    }
+}
+
+#[test]
+fn a_step_that_overflows_is_skipped_on_all_ranks() {
+    let Some(one) = losses(1, "adamw scaled") else {
+        return;
+    };
+    for (ranks, part) in [(2, "adamw scaled"), (3, "adamw scaled sharded")] {
+        agree(&one, &losses(ranks, part).expect("mpirun was there"), part);
+    }
+}
+
+#[test]
+fn all_ranks_begin_with_the_state_of_the_first() {
+    let Some(one) = losses(1, "loaded") else { return };
+    for (ranks, part) in [(3, "loaded"), (3, "loaded sharded"), (2, "loaded sharded")] {
+        agree(&one, &losses(ranks, part).expect("mpirun was there"), part);
+    }
+}
+
+#[test]
+fn shares_of_parameters_of_16_bits() {
+    for weights in ["bf16", "master"] {
+        let Some(whole) = losses(2, &format!("adam {weights}")) else {
+            return;
+        };
+        assert!(whole[STEPS - 1] < 0.9 * whole[0], "{whole:?}");
+        let shares = losses(2, &format!("adam {weights} sharded")).expect("mpirun was there");
+        agree(&whole, &shares, weights);
+    }
+}
+
+#[test]
+fn an_update_of_whole_matrices_is_refused() {
+    let Some(output) = run(2, "muon sharded") else {
+        return;
+    };
+    let text = text(&output);
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("refused: `"), "{text}");
+    assert!(
+        text.contains("looks at more than one element at a time"),
+        "{text}"
+    );
+}
