@@ -187,3 +187,111 @@ fn convolutions_add_up_in_short_chains() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
+
+/// Numbers whose quotients are compared: of every size and both signs, and those that are no ordinary ones.
+fn dividends() -> Vec<f32> {
+    let mut state = 5_u32;
+    let mut next = || {
+        state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+        state ^ state >> 15
+    };
+    let special = [
+        0.0,
+        -0.0,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+        f32::MAX,
+        f32::MIN_POSITIVE,
+        f32::from_bits(1),
+        49.0,
+        1.0,
+    ];
+    let random = (0..4096 - special.len()).map(|_| f32::from_bits(next()));
+    special.into_iter().chain(random).collect()
+}
+
+/// A quotient of many numbers by one is the product with its inverse, corrected: it rounds as a division does where nothing
+/// is near the ends of the range, and is off by at most a unit elsewhere.
+#[test]
+fn quotients_by_one_number_round_as_divisions_do() {
+    let graph = Graph::parse(
+        "graph @quotients {
+  %0 = parameter 0 : f32[4096]
+  %1 = parameter 1 : f32[]
+  %2 = broadcast %1 {dims=[]} : f32[4096]
+  %3 = div %0, %2 : f32[4096]
+  return %3
+}",
+    )
+    .unwrap();
+    let comparison = Differential::new(&graph);
+    let step = comparison.compile().unwrap();
+    let inverts = |function: &kiln_cuda::code::Function| function.text.body.contains("kiln_divisor");
+    assert!(step.code.functions.iter().any(inverts));
+    let host = HostStep::of(&step).unwrap();
+    let dividends = dividends();
+    let bytes = |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|x| x.to_ne_bytes()).collect() };
+    let ordinary = |x: f32| (1e-25..1e25).contains(&x.abs());
+    for by in [
+        3.0,
+        49.0,
+        -0.1,
+        1e-12,
+        768.0,
+        1e-45,
+        -7e-40,
+        1.2e-38,
+        3e38,
+        2e36,
+        0.0,
+        -0.0,
+        f32::INFINITY,
+        f32::NAN,
+    ] {
+        let found = host.run(&mut [bytes(&dividends), bytes(&[by])], &[]).unwrap();
+        for (&x, found) in dividends.iter().zip(found[0].chunks_exact(4)) {
+            let found = f32::from_ne_bytes(found.try_into().unwrap());
+            let expected = x / by;
+            let units = (i64::from(found.to_bits()) - i64::from(expected.to_bits())).abs();
+            let most = i64::from(!(ordinary(x) && ordinary(by) && ordinary(expected)));
+            let both_nan = found.is_nan() && expected.is_nan();
+            assert!(
+                both_nan || units <= most,
+                "{x:e} / {by:e} is {expected:e}, not {found:e}"
+            );
+        }
+    }
+}
+
+/// The power of -1/2 is a root's inverse, to within two roundings, and has the power's limits.
+#[test]
+fn inverse_roots_are_powers() {
+    let graph = Graph::parse(
+        "graph @roots {
+  %0 = parameter 0 : f32[4096]
+  %1 = constant -0.5 : f32[]
+  %2 = broadcast %1 {dims=[]} : f32[4096]
+  %3 = pow %0, %2 : f32[4096]
+  return %3
+}",
+    )
+    .unwrap();
+    let step = Differential::new(&graph).compile().unwrap();
+    let roots = |function: &kiln_cuda::code::Function| function.text.body.contains("kiln_inverse_root");
+    assert!(step.code.functions.iter().any(roots));
+    let host = HostStep::of(&step).unwrap();
+    let numbers = dividends();
+    let given: Vec<u8> = numbers.iter().flat_map(|x| x.to_ne_bytes()).collect();
+    let found = host.run(&mut [given], &[]).unwrap();
+    for (&x, found) in numbers.iter().zip(found[0].chunks_exact(4)) {
+        let found = f32::from_ne_bytes(found.try_into().unwrap());
+        let expected = f64::from(x).powf(-0.5) as f32;
+        let units = (i64::from(found.to_bits()) - i64::from(expected.to_bits())).abs();
+        let both_nan = found.is_nan() && expected.is_nan();
+        assert!(
+            both_nan || units <= 2,
+            "{x:e} to the power of -1/2 is {expected:e}, not {found:e}"
+        );
+    }
+}

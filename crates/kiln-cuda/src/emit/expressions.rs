@@ -158,6 +158,9 @@ pub fn unary(op: UnaryOp, dtype: DType, x: &str) -> String {
     }
 }
 
+/// The literal of the exponent of an inverse root.
+const INVERSE_ROOT: &str = "(-0.5f)";
+
 /// `op(a, b)`, of operands of type `dtype`.
 pub fn binary(op: BinaryOp, dtype: DType, a: &str, b: &str) -> String {
     let float = dtype.is_float();
@@ -174,6 +177,8 @@ pub fn binary(op: BinaryOp, dtype: DType, a: &str, b: &str) -> String {
     };
     match op {
         _ if !infix.is_empty() => format!("{a} {infix} {b}"),
+        // What normalisations of variances ask for; the general power takes five times as long.
+        BinaryOp::Pow if single && b == INVERSE_ROOT => format!("kiln_inverse_root({a})"),
         BinaryOp::Max => format!("kiln_larger({a}, {b})"),
         BinaryOp::Min => format!("kiln_smaller({a}, {b})"),
         BinaryOp::Pow | BinaryOp::Atan2 if float => {

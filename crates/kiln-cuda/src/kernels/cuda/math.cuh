@@ -114,8 +114,23 @@ inline kiln_u64 kiln_index_u64(kiln_i64 i, kiln_i64 extent)
 template <class T> inline T kiln_larger(T a, T b) { return a > b ? a : b; }
 template <class T> inline T kiln_smaller(T a, T b) { return a < b ? a : b; }
 // NaN if one is.
+#if !defined(KILN_HOST) && __CUDA_ARCH__ >= 800
+inline float kiln_larger(float a, float b)
+{
+    float x;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+}
+inline float kiln_smaller(float a, float b)
+{
+    float x;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+}
+#else
 inline float kiln_larger(float a, float b) { return a > b || a != a ? a : b; }
 inline float kiln_smaller(float a, float b) { return a < b || a != a ? a : b; }
+#endif
 inline double kiln_larger(double a, double b) { return a > b || a != a ? a : b; }
 inline double kiln_smaller(double a, double b) { return a < b || a != a ? a : b; }
 
@@ -151,13 +166,13 @@ struct kiln_divisor {
         inverse = 1.0f / by;
     }
 
-    // Infinities, zeros and NaN leave nothing to correct.
+    // Infinities and NaN leave nothing to correct, and a zero would lose its sign.
     __device__ float of(float a) const
     {
         a *= scale;
         const float first = a * inverse;
         const float corrected = fmaf(fmaf(-first, by, a), inverse, first);
-        return fabsf(corrected) < kiln_infinity() ? corrected : first;
+        return first != 0 && fabsf(corrected) < kiln_infinity() ? corrected : first;
     }
 };
 
@@ -166,6 +181,12 @@ inline float kiln_rem(float a, float b)
     return (float)((double)a - (double)b * floor((double)a / (double)b));
 }
 inline double kiln_rem(double a, double b) { return a - b * floor(a / b); }
+
+// x to the power of -1/2, which is infinite at both zeros and 0 at both infinities.
+inline float kiln_inverse_root(float x)
+{
+    return x == 0 ? kiln_infinity() : fabsf(x) == kiln_infinity() ? 0.0f : 1.0f / sqrtf(x);
+}
 
 // exp(log(u) * s), which at s = -1 is a division: programs write 1 / (1 + exp(-x)) so.
 inline float kiln_power_of(float u, float s)
