@@ -9,7 +9,7 @@
 //! Each round runs the step alone (all ranks at once, with collectives that do nothing), which gives the times of its
 //! kernels while the others compute, and the step with its collectives, for several sizes of buckets. The shortest of all
 //! rounds counts, of each kernel and of the whole: the step is short enough to run undisturbed now and then on a machine
-//! that does other things. The prediction takes the kernels of the first, the link that was measured at the start, and the places
+//! that does other things. The prediction takes the kernels of the first, a link that each round measures, and the places
 //! of starts and waits ([`kiln_compiler::overlap`]). In the environment, `ROUNDS=1000` runs more rounds and `THREADS=2` has
 //! two threads in a rank.
 
@@ -24,7 +24,7 @@ use kiln_compiler::{CollectiveCall, Contract, Options};
 use kiln_cpu::{
     BuildOptions, Cache, CpuExecutable, CpuTarget, KernelEvent, StepHooks, ThreadPool, Toolchain,
 };
-use kiln_distributed::{Operands, Ticket, World};
+use kiln_distributed::{Link, Operands, Ticket, World};
 use kiln_graph::{CollectiveKind, DType, Graph};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, averaged_gradients, decoder_step};
@@ -37,6 +37,9 @@ use harness::Memory;
 
 /// Bytes of the buckets that are tried: every gradient by itself, 0.4 MB, 25 MB.
 const BUCKETS: [usize; 3] = [0, 25 << 14, 25 << 20];
+
+/// Bytes of the sum that the bandwidth is measured with: about as many as the step's gradients.
+const SUM: usize = 2 << 20;
 
 /// The ranks' part of a run; without a world, collectives do nothing.
 struct Calls<'a> {
@@ -123,6 +126,18 @@ fn run(
     Ok((start.elapsed().as_secs_f64(), calls.kernels.into_inner()))
 }
 
+/// Times a sum of each number of bytes; keeps the shortest time.
+fn time_sums(world: &World, sums: &mut [(usize, f64)]) -> Result<(), Box<dyn Error>> {
+    for (bytes, best) in sums {
+        let mut elements = vec![0; *bytes];
+        world.broadcast(0, &mut [0])?;
+        let begun = Instant::now();
+        world.all_reduce(DType::F32, true, &mut elements)?;
+        *best = best.min(begun.elapsed().as_secs_f64());
+    }
+    Ok(())
+}
+
 /// The decoder's step, or that of a file, with means over the ranks.
 fn graph(ranks: usize) -> Result<Graph, Box<dyn Error>> {
     let mut graph = match std::env::args().nth(1) {
@@ -158,10 +173,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         text.and_then(|text| text.parse().ok()).unwrap_or(default)
     };
     let world = kiln_distributed::init()?;
-    let Some(link) = world.link()? else {
+    if world.size() == 1 {
         println!("there is one rank: start this with `mpirun -n 2`");
         return Ok(());
-    };
+    }
     let (ranks, threads) = (world.size(), number("THREADS", 1));
     let graph = graph(ranks)?;
     let toolchain = Toolchain::detect()?;
@@ -196,7 +211,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             kernels: Vec::new(),
         })
         .collect();
+    let mut sums = [(8, f64::INFINITY), (SUM, f64::INFINITY)];
     for round in 0..number("ROUNDS", 100) + 2 {
+        time_sums(&world, &mut sums)?;
         for (step, best) in steps.iter().zip(&mut best) {
             world.broadcast(0, &mut [0])?;
             let (alone, kernels) = run(step, &mut memory, &pool, None)?;
@@ -217,6 +234,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     if !world.is_first() {
         return Ok(());
     }
+    let link = Link::of_times(sums[0].1, sums[1], ranks);
     println!(
         "{ranks} ranks of {threads} threads on {cores} cores: {link}; speed beside each other {speed:.2}"
     );

@@ -37,6 +37,25 @@ impl Link {
     /// processors a microsecond, give or take a factor of two.
     pub const MESSAGE: f64 = 1e-6;
 
+    /// The link on which a sum of a few bytes over `ranks` ranks takes `small` seconds, and one of `bytes`, which takes
+    /// two exchanges, `large`.
+    ///
+    /// Ranks of one number cannot tell the latency of an exchange from the time of its messages: [`Link::MESSAGE`] is
+    /// taken for the latter, as far as the exchange is not shorter.
+    pub fn of_times(small: f64, (bytes, large): (usize, f64), ranks: usize) -> Self {
+        let peers = ranks.saturating_sub(1).max(1) as f64;
+        let message = Self::MESSAGE.min(small / peers);
+        let mut link = Self {
+            bandwidth: 1.0,
+            latency: (small - peers * message).max(0.0),
+            message,
+        };
+        let (fixed, volume) = link.of_sums(ranks);
+        let moving = (large - fixed).max(0.1 * large);
+        link.bandwidth = volume * bytes as f64 / moving;
+        link
+    }
+
     /// Seconds of a collective over `ranks` ranks, whose operand has `bytes` on each.
     pub fn seconds(&self, kind: CollectiveKind, bytes: usize, ranks: usize) -> f64 {
         if ranks < 2 {
@@ -142,12 +161,9 @@ impl FromStr for Link {
 const LARGE: usize = 4 << 20;
 
 /// How often each is tried; the fastest counts, since whatever else the machine does only slows it down.
-const TRIES: (usize, usize) = (20, 3);
+const TRIES: (usize, usize) = (20, 7);
 
 /// Measures the link of `world`, on all of its ranks at once; each gets what rank 0 measured.
-///
-/// Ranks of one number cannot tell the latency of an exchange from the time of its messages:
-/// [`Link::MESSAGE`] is taken for the latter, as far as the exchange is not shorter.
 ///
 /// # Errors
 /// As [`World::all_reduce`].
@@ -166,16 +182,7 @@ pub(crate) fn measure(world: &World) -> Result<Link, Error> {
     };
     let small = fastest(8, TRIES.0)?;
     let large = fastest(LARGE, 1 + TRIES.1)?;
-    let peers = (world.size() - 1) as f64;
-    let message = Link::MESSAGE.min(small / peers);
-    let mut link = Link {
-        bandwidth: 1.0,
-        latency: (small - peers * message).max(0.0),
-        message,
-    };
-    let (fixed, volume) = link.of_sums(world.size());
-    let moving = (large - fixed).max(0.1 * large);
-    link.bandwidth = volume * LARGE as f64 / moving;
+    let link = Link::of_times(small, (LARGE, large), world.size());
     let mut shared = [link.bandwidth, link.latency, link.message]
         .map(f64::to_ne_bytes)
         .concat();
@@ -226,6 +233,15 @@ mod tests {
             fixed + 1e6 * byte,
             LINK.seconds(CollectiveKind::AllReduce, 1_000_000, 4),
         );
+    }
+
+    #[test]
+    fn a_link_is_found_from_two_times() {
+        let time = |bytes| LINK.seconds(CollectiveKind::AllReduce, bytes, 4);
+        let found = Link::of_times(LINK.exchange(4), (LARGE, time(LARGE)), 4);
+        near(found.bandwidth, LINK.bandwidth);
+        near(found.latency, LINK.latency);
+        near(found.message, LINK.message);
     }
 
     #[test]
