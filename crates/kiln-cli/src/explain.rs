@@ -13,7 +13,7 @@ use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::memory;
 use crate::model::{Batch, Family, freeze, initialise};
-use crate::train::{Setting, TrainBackend, Trainer, build_trainer, divides};
+use crate::train::{Setting, Together, TrainBackend, Trainer, build_trainer, divides};
 
 /// A learning rate that leaves the weights about where they are.
 const RATE: f64 = 1e-4;
@@ -61,7 +61,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             Setting {
                 options,
                 weights: arguments.weights,
-                world: Some(&world),
+                together: Some(Together::plain(&world)),
                 ..Setting::default()
             },
         )?;

@@ -48,8 +48,8 @@ pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
 use ranks::Ranks;
 pub use ranks::{divides, threads};
-use trainer::{SavedState, Together};
-pub use trainer::{Setting, TrainBackend, Trainer, build as build_trainer};
+use trainer::SavedState;
+pub use trainer::{Setting, Together, TrainBackend, Trainer, build as build_trainer};
 use utilization::Utilization;
 
 /// The exit code of a program that Ctrl-C ended.

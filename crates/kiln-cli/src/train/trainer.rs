@@ -187,6 +187,17 @@ pub struct Together<'a> {
     pub synchronised: bool,
 }
 
+impl<'a> Together<'a> {
+    /// Each of the ranks of `world` with all of the state and batch norms of its own.
+    pub fn plain(world: &'a World) -> Self {
+        Self {
+            world,
+            sharded: false,
+            synchronised: false,
+        }
+    }
+}
+
 /// Makes the training step of a config.
 ///
 /// # Errors
