@@ -3,7 +3,7 @@
 //! The mean is an operation like one of the program's own ([`crate::custom`]): it is recorded, replayed, and runs on
 //! every backend by its function, which waits for the other ranks. For the CPU target it becomes a collective of the
 //! graph (`as_collectives`), which the compiler puts into buckets; the step then starts it and waits for it
-//! through `Calls`.
+//! through `Calls`. For a GPU it becomes the same, and the step's graph has NCCL's calls in it ([`connect`]).
 //!
 //! The ranks are those that `kiln_distributed::current` gives: a process has one world.
 
@@ -14,18 +14,23 @@ use std::any::TypeId;
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ffi::c_void;
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock, PoisonError};
 
 use burn_backend::{TensorData, TensorMetadata};
 use burn_router::RouterTensor;
 use kiln_compiler::buckets::Buckets;
 use kiln_compiler::{CollectiveCall, Contract, ExternCall};
-use kiln_distributed::{Operands, Ticket, World, current};
+use kiln_cuda::CudaError;
+use kiln_cuda::execute::Gpu;
+use kiln_cuda::libraries::{Driver, Search, open_nccl};
+use kiln_cuda::ranks::DeviceCarrier;
+use kiln_distributed::{Launcher, Operands, Ticket, World, current};
 use kiln_graph::{CollectiveKind, DType, Graph, Op, Rewriter, TypeError};
 use kiln_partition::Machine;
 
 use crate::client::KilnClient;
 use crate::custom;
+use crate::device::KilnDevice;
 use crate::execute::{ExecuteError, convert};
 pub use shares::{check_elementwise, joined, mean_share, sum};
 pub(crate) use statistics::replaced;
@@ -102,6 +107,87 @@ pub(crate) fn assign_aliases(graph: &mut Graph, dies: &[bool]) {
     for (output, converted) in graph.outputs.iter_mut().zip(&converted.outputs) {
         output.alias = converted.alias;
     }
+}
+
+/// `graph` with collectives in place of means over ranks, on a GPU that is connected with those of the other ranks;
+/// none if it has no such mean, the ranks are only imagined, or no rank has NCCL where MPI does as well. The first such
+/// step connects the GPU.
+///
+/// # Errors
+///
+/// If a mean is not of one tensor of floats, NCCL is missing, or other ranks do not take part.
+pub(crate) fn connect(gpu: &Gpu, graph: &Graph) -> Result<Option<Graph>, ExecuteError> {
+    let Some(world) = current().filter(|world| world.launcher() != Launcher::Alone) else {
+        return Ok(None);
+    };
+    let across = as_collectives(graph).map_err(ExecuteError::Mean)?;
+    if across.is_none() {
+        return Ok(None);
+    }
+    match gpu.connect(&world) {
+        Ok(_) => {}
+        // On all ranks: they compare what they have.
+        Err(error @ CudaError::MissingLibrary { .. }) if world.has_mpi() => {
+            static WARNED: Once = Once::new();
+            WARNED.call_once(|| {
+                tracing::warn!(
+                    target: "kiln",
+                    "gradients take the way through the host and MPI, one after the other: {error}"
+                );
+            });
+            return Ok(None);
+        }
+        Err(CudaError::Ranks(error)) => return Err(error.into()),
+        Err(error) => return Err(error.into()),
+    }
+    Ok(across)
+}
+
+/// The GPU of a rank: that of its number on its machine, or one of those that its launcher lets it see; the CPU where
+/// there is no GPU.
+pub fn device(world: &World) -> KilnDevice {
+    let count = Driver::open(&Search::from_env()).and_then(|driver| driver.device_count());
+    match count {
+        Ok(count) if count > 0 => KilnDevice::cuda(world.local_rank() % count),
+        _ => KilnDevice::cpu(),
+    }
+}
+
+/// Connects ranks that no MPI connects, which `torchrun` started, through NCCL: on the GPU that [`device`] says. The
+/// second call does nothing.
+///
+/// # Errors
+///
+/// If a rank has no GPU or no NCCL, or other ranks do not take part.
+pub fn carry(world: &World) -> Result<(), kiln_distributed::Error> {
+    if world.size() == 1 || world.launcher() != Launcher::Torchrun || world.has_carrier() {
+        return Ok(());
+    }
+    let place = device(world).place().gpu();
+    let opened = place
+        .ok_or_else(|| "this machine has none".to_owned())
+        .and_then(|place| Gpu::get(place).map_err(|error| error.to_string()))
+        .and_then(|gpu| match open_nccl(&Search::from_env()) {
+            Ok(_) => Ok(gpu),
+            Err(error) => Err(error.to_string()),
+        });
+    let has = if opened.is_ok() { "yes" } else { "no" };
+    let agreed = world.agree(&[("whether it has a GPU and NCCL", has.to_owned())]);
+    let gpu = opened.map_err(|reason| kiln_distributed::Error::NoGpu {
+        size: world.size(),
+        reason,
+    })?;
+    agreed?;
+    let failed = |error: CudaError| match error {
+        CudaError::Ranks(error) => error,
+        error => kiln_distributed::Error::NoGpu {
+            size: world.size(),
+            reason: error.to_string(),
+        },
+    };
+    let ranks = gpu.connect(world).map_err(failed)?;
+    world.carry_by(Box::new(DeviceCarrier::new(ranks, gpu.stream())));
+    Ok(())
 }
 
 /// The rates of rank 0's machine, so that all ranks partition their step alike. Asked once; every rank asks when it

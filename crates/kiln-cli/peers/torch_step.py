@@ -4,11 +4,13 @@
 
 The models are those of `kiln bench` with the same sizes; image classifiers need torchvision (and timm for `vit_small`), BERT needs
 transformers. On a GPU products and convolutions may use TF32, as `kiln bench --tf32` does, and `overhead` is torch.compile with CUDA graphs. `--autocast` is
-torch.autocast around the forward pass. Prints one JSON object whose fields are those of `kiln bench --json`.
+torch.autocast around the forward pass. Under torchrun the ranks train together with DistributedDataParallel, each on --batch examples, and rank 0
+prints. Prints one JSON object whose fields are those of `kiln bench --json`.
 """
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import time
@@ -154,6 +156,11 @@ def main():
 
     torch.manual_seed(0)
     on_gpu = arguments.device == "cuda"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     torch.set_default_device(arguments.device)
     if on_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -163,6 +170,8 @@ def main():
     if on_gpu and inputs.dim() == 4:
         model = model.to(memory_format=torch.channels_last)
         inputs = inputs.to(memory_format=torch.channels_last)
+    if ranks > 1:
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     autocast = torch.autocast(
         arguments.device,
         dtype=torch.float16 if arguments.autocast == "f16" else torch.bfloat16,
@@ -217,6 +226,9 @@ def main():
         result = step()
         wait()
         times.append(time.perf_counter() - start)
+    if ranks > 1 and torch.distributed.get_rank() > 0:
+        torch.distributed.destroy_process_group()
+        return
     print(
         json.dumps(
             {

@@ -5,6 +5,8 @@
 
 use std::fmt::Write as _;
 
+use kiln_distributed::nccl::Shape;
+use kiln_graph::{CollectiveKind, DType};
 use serde::{Deserialize, Serialize};
 
 use crate::build::Source;
@@ -85,6 +87,36 @@ pub struct Function {
     pub guarded: bool,
 }
 
+/// A collective of all ranks.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Across {
+    /// What it computes, by the mnemonic of its kind.
+    pub kind: String,
+    /// How many ranks the step is one of.
+    pub ranks: usize,
+    /// Whether sums are divided by their number.
+    pub mean: bool,
+    /// The rank whose operand all get, if it is of that kind.
+    pub root: usize,
+    /// Element type, by name.
+    pub dtype: String,
+    /// Elements of the operand.
+    pub elements: usize,
+}
+
+impl Across {
+    /// What NCCL is asked for; none if a name is unknown, which is so for a damaged cache alone.
+    pub fn shape(&self) -> Option<Shape> {
+        Some(Shape {
+            kind: CollectiveKind::from_name(&self.kind)?,
+            mean: self.mean,
+            root: self.root,
+            dtype: self.dtype.parse::<DType>().ok()?,
+            elements: self.elements,
+        })
+    }
+}
+
 /// What a call does.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub enum CallKind {
@@ -142,6 +174,15 @@ pub enum CallKind {
         /// Where the largest index is.
         most: Address,
     },
+    /// Computes a collective of all ranks through NCCL.
+    Across {
+        /// What is computed.
+        across: Across,
+        /// The operand's first element.
+        operand: Address,
+        /// The result's first element, which may be the operand's.
+        result: Address,
+    },
     /// Runs an operation outside: number `.0` of the step's, with its operands and results.
     Extern(u32, Vec<Address>),
 }
@@ -191,6 +232,14 @@ impl CallKind {
 }
 
 impl StepCode {
+    /// How many ranks the step is one of; none for a step without collectives.
+    pub fn ranks(&self) -> Option<usize> {
+        self.calls.iter().find_map(|call| match &call.kind {
+            CallKind::Across { across, .. } => Some(across.ranks),
+            _ => None,
+        })
+    }
+
     /// The step with one side of each [`CallKind::Either`], without the functions that only the other side calls. `takes` is given both sides and says
     /// whether the library's is taken. Returns the kernels, too, of which it is not.
     ///

@@ -104,6 +104,15 @@ fn write_call(text: &mut String, code: &StepCode, start: &str, kind: &CallKind) 
             most,
             ..
         } => writeln!(text, "guard {check}: {least:?} and {most:?} in 0..{extent}"),
+        CallKind::Across {
+            across,
+            operand,
+            result,
+        } => writeln!(
+            text,
+            "NCCL {} of {} {}, {} ranks: {operand:?} -> {result:?}",
+            across.kind, across.elements, across.dtype, across.ranks
+        ),
         CallKind::Extern(number, places) => writeln!(text, "outside: operation {number} {places:?}"),
         CallKind::Either { .. } => Ok(()),
     };

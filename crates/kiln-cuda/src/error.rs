@@ -181,6 +181,21 @@ pub enum CudaError {
         what: String,
     },
 
+    /// A collective of all ranks failed, or other ranks did not take part.
+    #[error(transparent)]
+    Ranks(#[from] kiln_distributed::Error),
+
+    /// A step is one of several ranks, and its device is not connected with theirs.
+    #[error("the step is one of {needed} ranks, and cuda:{device} is connected with {connected}")]
+    NotConnected {
+        /// Ordinal of the device.
+        device: usize,
+        /// Ranks of the step.
+        needed: usize,
+        /// Ranks that the device is connected with, itself included.
+        connected: usize,
+    },
+
     /// A file could not be read or written.
     #[error("{action} {}: {source}", path.display())]
     Io {

@@ -14,6 +14,7 @@
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.
 //! - [`build`] makes machine code from CUDA C++ and keeps it on disk.
 //! - [`products`] multiplies matrices through cuBLASLt, [`convolutions`] has cuDNN.
+//! - [`ranks`] has NCCL: collectives between the devices of several processes.
 //! - [`kernels`] is CUDA C++ that is written by hand, not generated from a nest of loops.
 //!
 //! The crate knows nothing of Burn.
@@ -29,6 +30,7 @@ pub mod kernels;
 pub mod libraries;
 pub mod policy;
 pub mod products;
+pub mod ranks;
 pub mod runtime;
 pub mod sys;
 pub mod target;

@@ -123,6 +123,13 @@ impl Target for CudaTarget {
     }
 
     fn emit(&self, step: &Step<'_, KernelCode>) -> Result<Emitted<StepCode>, CompileError> {
+        if let Some(node) = emit::step::unguarded(step) {
+            return Err(CompileError::Unsupported {
+                target: NAME,
+                op: step.graph.node(node).op.name().into(),
+                types: "the memory of an argument, in a step that checks indices".into(),
+            });
+        }
         Ok(emit::step::emit(step, self.processors))
     }
 }

@@ -8,11 +8,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kiln_compiler::{CompileError, Options};
-use kiln_cuda::CudaTarget;
 use kiln_cuda::emit::product::padded::Padding;
 use kiln_cuda::execute::{CudaExecutable, Given, Gpu, NothingOutside, StepError};
 use kiln_cuda::runtime::Storage;
 use kiln_cuda::testing::host::Differential;
+use kiln_cuda::{CudaError, CudaTarget};
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
 use kiln_graph::{DType, Graph, HostTensor, interpret_f64};
 
@@ -304,4 +304,32 @@ fn sorts() {
 fn attention() {
     let Some(gpu) = gpu() else { return };
     check_all(&gpu, random(&[Family::Attention, Family::Pointwise], 400..430));
+}
+
+#[test]
+fn a_step_of_one_rank_computes_through_nccl() {
+    let Some(gpu) = gpu() else { return };
+    let world = kiln_distributed::init().unwrap();
+    match gpu.connect(&world) {
+        Ok(ranks) => assert!(ranks.can_capture(), "its calls are captured"),
+        Err(error @ CudaError::MissingLibrary { .. }) => {
+            println!("skipped: {error}");
+            return;
+        }
+        Err(error) => panic!("{error}"),
+    }
+    let text = "graph @ranks {
+        %weight = parameter 0 : f32[1024]
+        %batch = parameter 1 : f32[1024]
+        %gradient = mul %weight, %batch : f32[1024]
+        %mean = all_reduce %gradient {ranks=1,mean=true} : f32[1024]
+        %next = sub %weight, %mean : f32[1024]
+        %all = all_gather %next {ranks=1} : f32[1024]
+        %block = reduce_scatter %all {ranks=1} : f32[1024]
+        %root = broadcast_from %block {ranks=1,root=0} : f32[1024]
+        %count = parameter 2 : i64[3]
+        %counts = all_reduce %count {ranks=1} : i64[3]
+        return %next (alias 0), %root, %counts
+    }";
+    check(&gpu, &Graph::parse(text).unwrap(), None).unwrap().unwrap();
 }

@@ -73,6 +73,17 @@ pub enum Error {
         /// Bytes of its operand.
         bytes: usize,
     },
+    /// Ranks that `torchrun` started are connected through NCCL, and this one has no GPU for it.
+    #[error(
+        "torchrun started {size} ranks, which are connected through NCCL, between GPUs: {reason}. On CPUs ranks are \
+         connected by MPI: start them with `mpirun -n {size}` or `srun`"
+    )]
+    NoGpu {
+        /// Number of ranks.
+        size: usize,
+        /// What is missing.
+        reason: String,
+    },
     /// The ranks cannot meet at the address that the launcher gave them.
     #[error("{what} failed: {reason}")]
     Meeting {

@@ -329,6 +329,12 @@ impl World {
         *carriers = Some(carrier);
     }
 
+    /// Whether it was given what moves large operands.
+    pub fn has_carrier(&self) -> bool {
+        let carriers = self.inner.carriers.lock().unwrap_or_else(PoisonError::into_inner);
+        carriers.is_some()
+    }
+
     /// Whether MPI connects the ranks, which moves operands of any size between hosts.
     pub fn has_mpi(&self) -> bool {
         self.inner.library.is_some()

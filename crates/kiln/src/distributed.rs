@@ -1,17 +1,17 @@
 //! Training on several ranks: processes that work on one step together, each on its share of the data.
 //!
-//! A program that `mpirun` or `srun` starts several times asks who it is, and gives the answer to its training step:
+//! A program that `mpirun`, `srun` or `torchrun` starts several times asks who it is, and gives the answer to its training step:
 //!
 //! ```no_run
 //! # use burn_autodiff::Autodiff;
 //! # use burn_nn::{Linear, LinearConfig};
 //! # use burn_optim::AdamWConfig;
 //! # use burn_tensor::{Distribution, Tensor};
-//! # use kiln::{Kiln, KilnDevice, TrainStep};
+//! # use kiln::{Kiln, TrainStep};
 //! # type B = Autodiff<Kiln>;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let world = kiln::distributed::init()?;
-//! let device = KilnDevice::default();
+//! let device = kiln::distributed::device(&world);
 //! let model: Linear<B> = LinearConfig::new(8, 1).init(&device);
 //! let loss = |model: &Linear<B>, x: Tensor<B, 2>| model.forward(x).powf_scalar(2.0).mean();
 //! let mut train = TrainStep::new(model, AdamWConfig::new().init(), loss).with_data_parallel(&world).build()?;
@@ -36,7 +36,37 @@
 //! others' step is an error that names it.
 
 use kiln_burn::random::{self, Stream};
-pub use kiln_distributed::{Error, Launcher, Link, Options, UnknownLink, World, imagine, init, init_with};
+use kiln_burn::{KilnDevice, ranks};
+pub use kiln_distributed::{Error, Launcher, Link, Options, UnknownLink, World, imagine};
+
+/// [`init_with`] the default options.
+///
+/// # Errors
+///
+/// Those of [`init_with`].
+pub fn init() -> Result<World, Error> {
+    init_with(Options::default())
+}
+
+/// Connects the ranks that the environment speaks of; a process that nobody started as one of several is one rank.
+/// Ranks that `mpirun` or `srun` started are connected by MPI. Those that `torchrun` started are connected through
+/// NCCL, each on its [`device`].
+///
+/// # Errors
+///
+/// Those of [`kiln_distributed::init_with`]; under `torchrun`, [`Error::NoGpu`] if there is no GPU or no NCCL, and
+/// [`Error::Nccl`].
+pub fn init_with(options: Options) -> Result<World, Error> {
+    let world = kiln_distributed::init_with(options)?;
+    ranks::carry(&world)?;
+    Ok(world)
+}
+
+/// The device of a rank: the GPU of its number on its machine, the CPU where there is none. A program that trains on
+/// CPUs where there are GPUs takes [`KilnDevice::cpu`].
+pub fn device(world: &World) -> KilnDevice {
+    ranks::device(world)
+}
 
 /// Gives all ranks the random generator of rank 0, and each rank numbers of its own from it: those of a seed that
 /// follows from rank 0's and the rank. Rank 0 keeps its own. To be called on every rank, after the generator was

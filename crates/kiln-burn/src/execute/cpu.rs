@@ -229,7 +229,7 @@ impl Cpu {
 }
 
 /// Whether a graph works with other ranks.
-fn has_collectives(graph: &Graph) -> bool {
+pub(super) fn has_collectives(graph: &Graph) -> bool {
     let mut nodes = graph.nodes();
     nodes.any(|(_, data)| matches!(data.op, kiln_graph::Op::Collective(_)))
 }

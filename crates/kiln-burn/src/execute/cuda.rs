@@ -33,7 +33,7 @@ use kiln_profile::{KernelTime, StepDescription, StepRun};
 
 use super::autocast_text;
 use super::check::{Parting, Reference};
-use super::cpu::extern_operation;
+use super::cpu::{extern_operation, has_collectives};
 use super::profile::{describe_contract, next_id};
 use super::{
     Effort, Executable, ExecuteError, Setting, check_arguments, check_scalars, check_tensor, convert, memory,
@@ -41,6 +41,7 @@ use super::{
 use crate::gpu_tensor::GpuTensor;
 use crate::import::external;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::ranks;
 use crate::storage::Storage;
 
 use resident::Ready;
@@ -119,7 +120,8 @@ impl Cuda {
     ///
     /// # Errors
     ///
-    /// If a library or the GPU is missing, an operation has no code, or the build fails.
+    /// If a library or the GPU is missing, an operation has no code, or the build fails; for a step of several ranks,
+    /// if NCCL is missing or the ranks compile different steps.
     pub fn new(
         gpu: usize,
         graph: Arc<Graph>,
@@ -132,8 +134,16 @@ impl Cuda {
             update_in_epilogue: false,
             ..compiler_options(options)?
         };
-        let target = target(&gpu, options);
+        let mut target = target(&gpu, options);
+        let graph = match ranks::connect(&gpu, &graph)? {
+            Some(across) => Arc::new(across),
+            None => graph,
+        };
+        if has_collectives(&graph) {
+            target.rates = ranks::shared_rates(target.rates)?;
+        }
         let executable = CudaExecutable::new(&graph, &compiler, &target, &gpu)?;
+        ranks::agree(&graph, &compiler.identity(), executable.contract())?;
         let executable = match setting.effort {
             Effort::Full => executable,
             Effort::Quick => executable.without_graph(),
@@ -493,7 +503,8 @@ impl Executable for Cuda {
         if let Some(nodes) = self.executable.graph_nodes() {
             let _ = write!(text, "\none graph of {nodes} nodes");
         }
-        for call in &contract.externs {
+        text.extend(ranks::buckets_text(contract));
+        for call in contract.externs.iter().filter(|call| call.collective.is_none()) {
             let _ = write!(text, "\noutside the compiled code, on the host: {}", call.name);
         }
         text.extend(autocast_text(self.executable.contract()));

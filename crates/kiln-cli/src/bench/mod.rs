@@ -4,6 +4,9 @@
 //! random inputs, one step after the other. `first` is the time of the first call, which records, compiles
 //! and runs the step. `median` and `min` are of calls after the step is replayed. The fields are those of the
 //! peers in `crates/kiln-cli/peers`, so that lines can stand beside each other.
+//!
+//! Started as several ranks (`torchrun`, `mpirun`, `srun`), the ranks train together, each on `--batch` examples of its
+//! own, and rank 0 prints.
 
 mod subject;
 mod table;
@@ -11,6 +14,7 @@ mod table;
 use std::time::Instant;
 
 use burn::tensor::backend::Backend;
+use kiln::distributed::{self, World};
 use kiln::{CompileOptions, Kiln, Place, RegionReport};
 use serde::{Deserialize, Serialize};
 
@@ -80,7 +84,11 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
         .model
         .as_deref()
         .ok_or_else(|| CliError::Usage("give a model, or --table".to_owned()))?;
-    let measurement = measure(name, arguments)?;
+    let world = distributed::init()?;
+    let measurement = measure(name, arguments, &world)?;
+    if !world.is_first() {
+        return Ok(());
+    }
     if arguments.json {
         println!(
             "{}",
@@ -183,8 +191,12 @@ fn time<T>(
     Ok((times, last.0))
 }
 
-fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliError> {
-    let device = arguments.device;
+fn measure(name: &str, arguments: &BenchArguments, world: &World) -> Result<Measurement, CliError> {
+    // Each rank takes a GPU of its own.
+    let device = match arguments.device.place() {
+        Place::Cuda(_) if world.size() > 1 => distributed::device(world),
+        _ => arguments.device,
+    };
     Kiln::seed(&device, 0);
     let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
     let options = CompileOptions {
@@ -217,6 +229,7 @@ fn measure(name: &str, arguments: &BenchArguments) -> Result<Measurement, CliErr
             Setting {
                 options,
                 weights: arguments.weights,
+                world: Some(world),
                 ..Setting::default()
             },
         )?;

@@ -61,7 +61,8 @@ impl Ranks {
     /// `config` for this rank: where it names GPUs without a number, each rank of a machine takes its own.
     pub fn config(&self, mut config: Config) -> Config {
         if self.world.size() > 1 && config.train.device == "cuda" {
-            config.train.device = format!("cuda:{}", self.world.local_rank());
+            let own = distributed::device(&self.world).place().gpu();
+            config.train.device = format!("cuda:{}", own.unwrap_or(self.world.local_rank()));
         }
         config
     }

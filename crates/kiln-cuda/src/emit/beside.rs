@@ -67,6 +67,8 @@ pub(super) struct Entry<'a> {
     pub small: Option<Small<'a>>,
     /// Whether everything before must be over when what follows begins.
     pub barrier: bool,
+    /// Whether it is a collective of all ranks, or the wait for one.
+    pub across: bool,
 }
 
 impl Entry<'_> {
@@ -364,6 +366,7 @@ mod tests {
                 blocks: 2,
             }),
             barrier: false,
+            across: false,
         }
     }
 

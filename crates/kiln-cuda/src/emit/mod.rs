@@ -10,10 +10,12 @@
 //! | convolutions | [`convolution`] |
 //! | pools | [`pooling`] |
 //! | attention | [`attention`] |
+//! | collectives of all ranks | `across`: NCCL |
 //! | everything else of the library: scatter, sort, cumulative sums, .. | [`library`] |
 //!
 //! Small kernels that do not depend on each other are one launch (`beside`).
 
+mod across;
 pub mod attention;
 mod beside;
 pub mod convolution;
@@ -34,7 +36,7 @@ use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
 use kiln_graph::{Graph, Node, Op};
 
 use self::product::padded::Padding;
-use crate::code::FunctionText;
+use crate::code::{Across, FunctionText};
 use crate::convolutions::Convolution;
 use crate::products::Product;
 use crate::target::NAME;
@@ -120,6 +122,10 @@ pub enum Call {
     Either(Vec<Call>, Vec<Call>),
     /// A product on copies of matrices.
     Padded(Box<PaddedProduct>),
+    /// A collective of all ranks, its operand and its result.
+    Across(Box<Across>, [Argument; 2]),
+    /// The wait for one that was started, its operand and its result; the launch copies one to the other.
+    Wait(Box<Launch>, [Argument; 2]),
     /// An operation that the front end runs: operands, then results.
     Extern(Vec<Argument>),
 }
@@ -189,6 +195,8 @@ pub fn generate(
         | Op::AvgPool { .. }
         | Op::AvgPoolGrad { .. } => pooling::generate(graph, kernel, node, options),
         Op::Attention(_) | Op::AttentionGrad(_) => attention::generate(graph, kernel, node, options),
+        Op::Collective(it) => across::collective(graph, node, it),
+        Op::CollectiveWait => Some(across::wait(graph, node)),
         Op::Extern(_) => Some(KernelCode {
             calls: vec![Call::Extern(operands(graph, node))],
             scratch: 0,

@@ -6,7 +6,8 @@
 //! come after is before this one, too. Working memory of products is no reason for an order: a graph has memory of its own
 //! for it, because the plan gives one product after the other the same.
 //! Stages that touch more than L2 holds keep their order: each fills the device, and side by side they take
-//! turns in the cache.
+//! turns in the cache. Collectives of all ranks keep the order among themselves, which must be that of the
+//! other ranks, and run beside anything else: a few multiprocessors are enough for them.
 //!
 //! ```text
 //! dy ─► gradient of x ─► ..        after dy alone: a graph runs both at the same time
@@ -36,6 +37,8 @@ pub(super) struct Stages {
 struct Touched {
     reads: Vec<Range>,
     writes: Vec<Range>,
+    /// Whether it is a collective.
+    across: bool,
 }
 
 impl Touched {
@@ -53,7 +56,8 @@ impl Touched {
         meet(&self.writes, &other.writes)
             || meet(&self.writes, &other.reads)
             || meet(&self.reads, &other.writes)
-            || self.is_large() && other.is_large()
+            || self.across && other.across
+            || !self.across && !other.across && self.is_large() && other.is_large()
     }
 }
 
@@ -74,6 +78,7 @@ impl Stages {
                 .filter(|range| Some(**range) != entry.workspace);
             touched.writes.extend(writes);
             barrier |= entry.barrier;
+            touched.across |= entry.across;
         }
         self.add(touched, barrier);
     }
@@ -125,6 +130,7 @@ mod tests {
             let touched = Touched {
                 reads: reads.to_vec(),
                 writes: writes.to_vec(),
+                across: false,
             };
             found.add(touched, false);
         }
@@ -165,6 +171,27 @@ mod tests {
     }
 
     #[test]
+    fn collectives_keep_their_order_and_nobody_elses() {
+        let mut stages = Stages::default();
+        for (start, across) in [
+            (0, false),
+            (0, true),
+            (LARGE, false),
+            (LARGE, true),
+            (2 * LARGE, false),
+        ] {
+            let writes = vec![bytes(start, start + LARGE)];
+            let touched = Touched {
+                reads: Vec::new(),
+                writes,
+                across,
+            };
+            stages.add(touched, false);
+        }
+        assert_eq!(stages.orders, [vec![], vec![0], vec![0], vec![2, 1], vec![2]]);
+    }
+
+    #[test]
     fn a_barrier_comes_after_all_and_before_all() {
         let mut stages = Stages::default();
         for at in [0, 8] {
@@ -172,6 +199,7 @@ mod tests {
                 Touched {
                     reads: Vec::new(),
                     writes: vec![bytes(at, at + 8)],
+                    across: false,
                 },
                 false,
             );
@@ -181,6 +209,7 @@ mod tests {
             Touched {
                 reads: Vec::new(),
                 writes: vec![bytes(16, 24)],
+                across: false,
             },
             false,
         );

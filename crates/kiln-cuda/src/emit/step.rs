@@ -10,7 +10,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::beside::{self, Entry, Placed, Range, Small, Space};
 use super::stages::Stages;
 use super::{Argument, Call, KernelCode, Launch, ProductCall};
-use crate::code::{Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
+use crate::code::{Across, Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
 
 /// Puts the calls of a scheduled and planned graph together, for a device of so many multiprocessors.
 pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
@@ -70,6 +70,33 @@ pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
         scalars: graph.scalars().len(),
     };
     Emitted { code, names }
+}
+
+/// The first kernel of a step with index checks that is a collective into memory that the step was given: NCCL
+/// does not look whether the step was stopped.
+pub fn unguarded(step: &Step<'_, KernelCode>) -> Option<Node> {
+    let Step {
+        graph,
+        schedule,
+        plan,
+        ..
+    } = *step;
+    if schedule.checks_decided_after(graph).is_empty() {
+        return None;
+    }
+    let overwrites = |buffer: &Buffer| match plan.places.get(buffer) {
+        Some(Place::Output(output)) => plan.aliases[*output as usize].is_some(),
+        Some(Place::Input(_)) => true,
+        _ => false,
+    };
+    schedule.kernels.iter().find_map(|kernel| match kernel.kind {
+        KernelKind::Library(node)
+            if matches!(graph.node(node).op, Op::Collective(_)) && kernel.writes.iter().any(overwrites) =>
+        {
+            Some(node)
+        }
+        _ => None,
+    })
 }
 
 /// What the calls of one kernel share.
@@ -142,12 +169,14 @@ impl<'a> Writer<'a> {
             _ => None,
         };
         let outside = code.calls.iter().any(|call| matches!(call, Call::Extern(_)));
+        let is_across = |call: &Call| matches!(call, Call::Across(..) | Call::Wait(..));
         Entry {
             reads: ranges(&kernel.reads),
             writes,
             workspace,
             small,
             barrier: decides || outside,
+            across: code.calls.iter().any(is_across),
         }
     }
 
@@ -178,11 +207,25 @@ impl<'a> Writer<'a> {
                 externs: &mut externs,
                 name: &mut name,
             };
+            if let Call::Wait(_, places) = call
+                && self.is_in_place(places, &mut frame)
+            {
+                continue;
+            }
             let kind = self.kind(call, &mut frame);
             self.call(number, kind);
         }
         self.externs = externs.start;
         self.names[number] = name;
+    }
+
+    /// Whether a wait works in place, and needs no call. It has a number like the operations outside.
+    fn is_in_place(&self, [from, to]: &[Argument; 2], frame: &mut Frame<'_>) -> bool {
+        let is_same = address(self.plan, from, 0) == address(self.plan, to, 0);
+        if is_same {
+            frame.externs.next();
+        }
+        is_same
     }
 
     /// A call at the planned addresses.
@@ -238,6 +281,22 @@ impl<'a> Writer<'a> {
                     library: side(library, frame.name),
                     own: side(own, &mut name),
                 }
+            }
+            Call::Across(across, [operand, result]) => {
+                // The contract counts collectives among the operations outside.
+                frame.externs.next();
+                frame.name.get_or_insert_with(|| {
+                    format!("NCCL {} of {} {}", across.kind, across.elements, across.dtype)
+                });
+                CallKind::Across {
+                    across: Across::clone(across),
+                    operand: address(self.plan, operand, scratch),
+                    result: address(self.plan, result, scratch),
+                }
+            }
+            Call::Wait(launch, _) => {
+                frame.externs.next();
+                self.kind(&Call::Launch(Launch::clone(launch)), frame)
             }
             Call::Extern(arguments) => {
                 let index = frame.externs.next().unwrap_or(0);

@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
+use kiln_distributed::nccl::Shape;
+
 use crate::code::{Address, CallKind, Pointer, StepCode};
 use crate::convolutions::{ConvolutionArguments, PreparedConvolution};
 use crate::error::Result;
-use crate::products::{Choice, Multiplier, PreparedProduct, ProductArguments};
+use crate::products::{Choice, Multiplier, Place as At, PreparedProduct, ProductArguments};
+use crate::ranks::Ranks;
 use crate::runtime::{Arguments, GraphBuilder, Kernel, Launch, Node, Storage, Stream};
 
 /// A storage, and the bytes in front of what is meant.
@@ -51,6 +54,8 @@ pub struct Parts<'a> {
     pub guards: &'a [Kernel],
     /// How the libraries compute each call.
     pub choices: &'a [Chosen],
+    /// The other ranks, if the step has collectives.
+    pub ranks: Option<&'a Ranks>,
 }
 
 /// How a library computes a call.
@@ -82,6 +87,9 @@ pub trait Sink {
         arguments: &ConvolutionArguments<'_>,
     ) -> Result<()>;
 
+    /// Takes a collective of all ranks, from one place to the other.
+    fn across(&mut self, ranks: &Ranks, shape: &Shape, from: At<'_>, to: At<'_>) -> Result<()>;
+
     /// Takes the filling of a storage with zeros.
     fn clear(&mut self, storage: &Arc<Storage>) -> Result<()>;
 }
@@ -102,6 +110,10 @@ impl Sink for Stream {
         arguments: &ConvolutionArguments<'_>,
     ) -> Result<()> {
         convolution.run(self, arguments)
+    }
+
+    fn across(&mut self, ranks: &Ranks, shape: &Shape, from: At<'_>, to: At<'_>) -> Result<()> {
+        ranks.queue(self, shape, from, to)
     }
 
     fn clear(&mut self, storage: &Arc<Storage>) -> Result<()> {
@@ -216,6 +228,14 @@ impl Sink for Branches<'_> {
         Ok(())
     }
 
+    fn across(&mut self, ranks: &Ranks, shape: &Shape, from: At<'_>, to: At<'_>) -> Result<()> {
+        let queue = |stream: &Stream| ranks.queue(stream, shape, from, to);
+        let node = self.builder.capture_urgent(&self.last, &[from.0, to.0], queue)?;
+        self.builder.keep_ranks(ranks);
+        self.last = vec![node];
+        Ok(())
+    }
+
     fn clear(&mut self, storage: &Arc<Storage>) -> Result<()> {
         self.last = vec![self.builder.fill(&self.last, storage, 0..storage.bytes(), 0)?];
         Ok(())
@@ -230,6 +250,8 @@ pub enum Bound<'a> {
     Product(Box<PreparedProduct<'a>>, &'a CallKind),
     /// A convolution, the places of its tensors, and of its working memory.
     Convolution(&'a PreparedConvolution, [Address; 3], Address),
+    /// A collective of all ranks, its operand and its result.
+    Across(&'a Ranks, Shape, [Address; 2]),
     /// Operation `.0` that runs outside, with its operands and results.
     Extern(u32, &'a [Address]),
 }
@@ -303,6 +325,16 @@ pub fn bind<'a>(
                     arguments: given.memory(memory.stopped, 0),
                 })
             }
+            CallKind::Across {
+                across,
+                operand,
+                result,
+            } => {
+                let (Some(ranks), Some(shape)) = (parts.ranks, across.shape()) else {
+                    unreachable!("a step with collectives has ranks, and was checked when it was made")
+                };
+                Bound::Across(ranks, shape, [*operand, *result])
+            }
             CallKind::Extern(index, addresses) => Bound::Extern(*index, addresses),
         });
     }
@@ -371,6 +403,10 @@ impl Bound<'_> {
                     workspace: Some(memory.place(*workspace)),
                 };
                 sink.convolution(prepared, &arguments)
+            }
+            Self::Across(ranks, shape, [from, to]) => {
+                let ((from, at), (to, into)) = (memory.place(*from), memory.place(*to));
+                sink.across(ranks, shape, (from, at), (to, into))
             }
             Self::Extern(..) => unreachable!("operations outside are not queued"),
         }

@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use kiln_compiler::{CompileError, Contract, Options, compile, identity, log_step, numbered};
+use kiln_compiler::{CompileError, Contract, ExternCall, Options, compile, identity, log_step, numbered};
 use kiln_graph::{Graph, IndexError};
 
 use super::bound::{Bound, Chosen, Memory, Parts, Place, Sink, bind};
@@ -21,6 +21,7 @@ use crate::code::{Address, CallKind, StepCall, StepCode};
 use crate::debug;
 use crate::error::CudaError;
 use crate::products::Multiplier;
+use crate::ranks::Ranks;
 use crate::runtime::{Event, Kernel, Module, Parcel, Storage};
 use crate::target::CudaTarget;
 
@@ -108,6 +109,9 @@ pub struct CudaExecutable {
     kernels: Vec<Kernel>,
     guards: Vec<Kernel>,
     choices: Vec<Chosen>,
+    /// The other ranks, if the step has collectives.
+    ranks: Option<Ranks>,
+    label: Arc<str>,
     state: Mutex<State>,
     /// Whether calls become a graph at the second run.
     replays: bool,
@@ -230,7 +234,8 @@ impl CudaExecutable {
     /// Builds and loads the code of a step.
     ///
     /// # Errors
-    /// Those of NVRTC, of cuBLASLt and of loading.
+    /// Those of NVRTC, of cuBLASLt and of loading; [`CudaError::NotConnected`] for a step of several ranks on a
+    /// device that is not connected with theirs.
     pub fn from_code(
         name: &str,
         code: StepCode,
@@ -239,6 +244,7 @@ impl CudaExecutable {
     ) -> Result<Self, StepError> {
         let mut stages = Vec::new();
         let start = Instant::now();
+        let ranks = ranks(&code, gpu)?;
         let (code, refused) = code.decided(|library, own| takes(gpu, library, own))?;
         name_own_kernels(&code, &mut contract, &refused);
         stages.push(("convolutions", start.elapsed()));
@@ -277,6 +283,8 @@ impl CudaExecutable {
             kernels,
             guards,
             choices,
+            ranks,
+            label: format!("the collectives of step `{name}`").into(),
             state: Mutex::new(state),
             replays: true,
             parked: Parked::default(),
@@ -295,9 +303,33 @@ impl CudaExecutable {
         self
     }
 
-    /// Whether calls may become a graph: not where operations run outside, which would cut it.
+    /// Whether calls may become a graph: not where operations run outside, which would cut it, nor where NCCL's
+    /// calls cannot be captured.
     pub fn can_settle(&self) -> bool {
-        self.replays && self.contract.externs.is_empty()
+        let captures = self.ranks.as_ref().is_none_or(Ranks::can_capture);
+        self.replays && captures && self.outside() == 0
+    }
+
+    /// How many operations run outside; collectives of all ranks do not.
+    pub(super) fn outside(&self) -> usize {
+        let outside = |call: &&ExternCall| call.collective.is_none();
+        self.contract.externs.iter().filter(outside).count()
+    }
+
+    /// An error if other ranks have gone.
+    pub(super) fn check_ranks(&self) -> Result<(), StepError> {
+        match &self.ranks {
+            Some(ranks) => Ok(ranks.check()?),
+            None => Ok(()),
+        }
+    }
+
+    /// Has the collectives that were just queued watched.
+    pub(super) fn watch_ranks(&self) -> Result<(), StepError> {
+        match &self.ranks {
+            Some(ranks) => Ok(ranks.watch(self.gpu.stream(), &self.label)?),
+            None => Ok(()),
+        }
     }
 
     /// What the caller must know.
@@ -350,6 +382,7 @@ impl CudaExecutable {
         wait: bool,
     ) -> Result<(), StepError> {
         self.check(inputs, outputs, scalars)?;
+        self.check_ranks()?;
         let call = CallArguments {
             inputs,
             outputs,
@@ -382,6 +415,7 @@ impl CudaExecutable {
         let given = entering.iter().map(|&index| Given::Device(&call.inputs[index]));
         let results = leaving.iter().map(|&index| &call.outputs[index]);
         graph.launch(variant, &self.gpu, call.scalars, given, results)?;
+        self.watch_ranks()?;
         if call.wait && !self.contract.checks.is_empty() {
             self.look_at_checks(&graph.memory(variant))?;
         }
@@ -401,6 +435,7 @@ impl CudaExecutable {
         outside: &dyn Outside,
     ) -> Result<Vec<CallTime>, StepError> {
         self.check(inputs, outputs, scalars)?;
+        self.check_ranks()?;
         let call = CallArguments {
             inputs,
             outputs,
@@ -574,7 +609,7 @@ impl CudaExecutable {
             }
             between()?;
         }
-        Ok(())
+        self.watch_ranks()
     }
 
     fn parts(&self) -> Parts<'_> {
@@ -583,6 +618,7 @@ impl CudaExecutable {
             kernels: &self.kernels,
             guards: &self.guards,
             choices: &self.choices,
+            ranks: self.ranks.as_ref(),
         }
     }
 
@@ -600,6 +636,7 @@ impl CudaExecutable {
         let stream = self.gpu.stream();
         let mut mark = [0; 4];
         stream.read(memory.stopped, 0, &mut mark)?;
+        self.check_ranks()?;
         let mark = u32::from_ne_bytes(mark);
         let Some(number) = mark.checked_sub(1) else {
             return Ok(());
@@ -689,6 +726,25 @@ fn takes(gpu: &Gpu, library: &[CallKind], own: &[CallKind]) -> Result<bool, Cuda
         }
     }
     Ok(true)
+}
+
+/// The other ranks, if the step has collectives.
+fn ranks(code: &StepCode, gpu: &Gpu) -> Result<Option<Ranks>, CudaError> {
+    let Some(needed) = code.ranks() else {
+        return Ok(None);
+    };
+    let known = |call: &StepCall| match &call.kind {
+        CallKind::Across { across, .. } => across.ranks == needed && across.shape().is_some(),
+        _ => true,
+    };
+    match gpu.ranks() {
+        Some(ranks) if ranks.size() == needed && code.calls.iter().all(known) => Ok(Some(ranks.clone())),
+        found => Err(CudaError::NotConnected {
+            device: gpu.device().ordinal(),
+            needed,
+            connected: found.map_or(1, Ranks::size),
+        }),
+    }
 }
 
 /// How the libraries compute the calls of a step.

@@ -4,12 +4,15 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use kiln_distributed::World;
+
 use super::staging::Staging;
 use crate::build::{CacheFolder, Compiler, Key, Store, code_store};
 use crate::convolutions::{Convolution, Convolver, Plan, PlanLimits, PreparedConvolution};
 use crate::error::{CudaError, Result};
-use crate::libraries::{CublasLt, Cudnn, Driver, Nvrtc, Search};
+use crate::libraries::{CublasLt, Cudnn, Driver, Nvrtc, Search, open_nccl};
 use crate::products::{Choice, Multiplier, Product, SearchLimits};
+use crate::ranks::Ranks;
 use crate::runtime::{Device, Storage, Stream};
 use crate::target::CudaTarget;
 
@@ -36,6 +39,9 @@ pub struct Gpu {
     /// Steps and algorithms of earlier processes.
     store: Store,
     staging: Staging,
+    /// The other ranks, once the device is connected with theirs; whoever connects it holds the lock.
+    ranks: OnceLock<Ranks>,
+    connecting: Mutex<()>,
     /// Memory of intermediate values, the largest step's: whoever queues a step holds the lock.
     arena: Mutex<Option<Arc<Storage>>>,
 }
@@ -96,6 +102,8 @@ impl Gpu {
             plans: Mutex::default(),
             store: cache.store("cuda-steps", "data"),
             staging: Staging::default(),
+            ranks: OnceLock::new(),
+            connecting: Mutex::default(),
             arena: Mutex::default(),
         })
     }
@@ -149,6 +157,34 @@ impl Gpu {
         }
     }
 
+    /// Connects the device with those of all ranks of `world`, at the first call; every rank makes it at the same
+    /// place of its program.
+    ///
+    /// # Errors
+    /// [`CudaError::MissingLibrary`] without NCCL; those of [`Ranks::connect`].
+    pub fn connect(&self, world: &World) -> Result<&Ranks> {
+        let _connecting = self.connecting.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ranks) = self.ranks.get() {
+            return Ok(ranks);
+        }
+        let made = Ranks::connect(&self.device, open_nccl(&Search::from_env()), world)?;
+        Ok(self.ranks.get_or_init(|| made))
+    }
+
+    /// The other ranks, if the device is connected with theirs.
+    pub fn ranks(&self) -> Option<&Ranks> {
+        self.ranks.get()
+    }
+
+    /// Has steps of this device communicate through `ranks`.
+    #[must_use]
+    pub fn with_ranks(self, ranks: Ranks) -> Self {
+        Self {
+            ranks: OnceLock::from(ranks),
+            ..self
+        }
+    }
+
     /// Memory for `bytes` bytes, used on the steps' stream first.
     ///
     /// # Errors
@@ -173,9 +209,12 @@ impl Gpu {
     /// Copies what is in the device's memory to the host, after everything that steps do with it.
     ///
     /// # Errors
-    /// [`CudaError::Range`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// [`CudaError::Range`], [`CudaError::Driver`], [`CudaError::Lost`]; [`CudaError::Ranks`] if a collective was
+    /// given up, whose result the bytes may be.
     pub fn download(&self, storage: &Storage, bytes: &mut [u8]) -> Result<()> {
-        self.stream.read(storage, 0, bytes)
+        let read = self.stream.read(storage, 0, bytes);
+        self.ranks().map_or(Ok(()), Ranks::check)?;
+        read
     }
 
     /// A copy in the device's memory.

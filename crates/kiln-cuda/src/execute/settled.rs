@@ -133,7 +133,7 @@ impl CudaExecutable {
         let own = self.own_outputs();
         self.expect("tensors", self.code().inputs.len(), inputs.len())?;
         self.expect("outputs", own, becomes.len())?;
-        self.expect("operations outside", self.contract().externs.len(), 0)?;
+        self.expect("operations outside", self.outside(), 0)?;
         for (storage, &bytes) in inputs.iter().zip(&self.code().inputs) {
             if let Some(storage) = storage {
                 self.expect("bytes", bytes, storage.bytes())?;
@@ -195,6 +195,7 @@ impl CudaExecutable {
         for (&index, given) in settled.fresh.iter().zip(given) {
             self.expect("bytes", self.code().inputs[index], given.bytes())?;
         }
+        self.check_ranks()?;
         let leaving = settled.leaving.iter().zip(&mut settled.results);
         let results: Vec<_> = leaving
             .map(|(&output, results)| results.take(self.gpu(), self.code().outputs[output]))
@@ -223,6 +224,7 @@ impl CudaExecutable {
                 given.iter().copied(),
                 results.iter(),
             )?;
+            self.watch_ranks()?;
             if wait && !self.contract().checks.is_empty() {
                 self.look_at_checks(&graph.memory(settled.turn))?;
             }

@@ -18,6 +18,7 @@ use crate::error::{CudaError, Result};
 use crate::sys::cublaslt::CublasLtFunctions;
 use crate::sys::cudnn::CudnnFunctions;
 use crate::sys::nvrtc::NvrtcFunctions;
+use kiln_distributed::nccl::{self, NcclFunctions};
 
 /// A library that Kiln uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -30,11 +31,13 @@ pub enum Library {
     CublasLt,
     /// `libcudnn`, for convolutions. Optional.
     Cudnn,
+    /// `libnccl`, for training on several GPUs. Optional.
+    Nccl,
 }
 
 impl Library {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Cudnn];
+    pub const ALL: [Self; 5] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Cudnn, Self::Nccl];
 
     /// The name without suffix or version: `libnvrtc`.
     pub fn name(self) -> &'static str {
@@ -43,6 +46,7 @@ impl Library {
             Self::Nvrtc => "libnvrtc",
             Self::CublasLt => "libcublasLt",
             Self::Cudnn => "libcudnn",
+            Self::Nccl => "libnccl",
         }
     }
 
@@ -53,6 +57,7 @@ impl Library {
             Self::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
             Self::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
             Self::Cudnn => &["libcudnn.so.9", "libcudnn.so"],
+            Self::Nccl => &["libnccl.so.2", "libnccl.so"],
         }
     }
 
@@ -63,6 +68,7 @@ impl Library {
             Self::Nvrtc => "`pip install nvidia-cuda-nvrtc`, or install CUDA's toolkit and set CUDA_HOME",
             Self::CublasLt => "`pip install nvidia-cublas`, or install CUDA's toolkit and set CUDA_HOME",
             Self::Cudnn => "`pip install nvidia-cudnn-cu13`; without it convolutions use Kiln's own kernels",
+            Self::Nccl => "`pip install nvidia-nccl-cu13`; without it a GPU trains alone",
         }
     }
 
@@ -73,6 +79,7 @@ impl Library {
             Self::Nvrtc => "NVRTC of CUDA 12.0 or later",
             Self::CublasLt => "cuBLASLt of CUDA 12.0 or later",
             Self::Cudnn => "cuDNN 9 or later",
+            Self::Nccl => "NCCL 2.18 or later",
         }
     }
 }
@@ -94,6 +101,18 @@ pub type Nvrtc = Opened<NvrtcFunctions>;
 pub type CublasLt = Opened<CublasLtFunctions>;
 /// cuDNN.
 pub type Cudnn = Opened<CudnnFunctions>;
+
+/// Finds and opens NCCL.
+///
+/// # Errors
+/// [`CudaError::MissingLibrary`], [`CudaError::OldLibrary`], [`CudaError::Ranks`] if it is too old.
+pub fn open_nccl(search: &Search) -> Result<nccl::Nccl> {
+    // SAFETY: `open` passes the library that was looked up as NCCL and never closes it.
+    let load = |library: &_| unsafe { NcclFunctions::load(library) };
+    let version = |functions: &NcclFunctions| nccl::dotted(functions.version());
+    let opened = open(search, Library::Nccl, load, version)?;
+    Ok(nccl::Nccl::new(opened.functions, &opened.path)?)
+}
 
 /// Opens `library`, fills its table with `load`, and asks it for its version.
 fn open<F>(

@@ -137,6 +137,14 @@ impl Device {
         Stream::create(self)
     }
 
+    /// A new stream whose kernels start before those of other streams.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn urgent_stream(&self) -> Result<Stream> {
+        Stream::create_urgent(self)
+    }
+
     /// How much memory the device has, how much is free, and how much the pool holds.
     ///
     /// # Errors

@@ -54,20 +54,42 @@ impl Eq for Stream {}
 
 impl Stream {
     pub(super) fn create(device: &Device) -> Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
         device.enter()?;
         let mut raw = CUstream::NULL;
         // SAFETY: the pointer is to a handle on this stack.
         let code = unsafe { (device.driver().cuStreamCreate)(&raw mut raw, STREAM_NON_BLOCKING) };
         device.check("cuStreamCreate", code, || "making a stream".into())?;
-        Ok(Self {
+        Ok(Self::of(device, raw))
+    }
+
+    /// A stream whose kernels start before those of other streams.
+    pub(super) fn create_urgent(device: &Device) -> Result<Self> {
+        device.enter()?;
+        let (mut least, mut greatest) = (0, 0);
+        let driver = device.driver();
+        // SAFETY: both pointers are to integers on this stack.
+        let code = unsafe { (driver.cuCtxGetStreamPriorityRange)(&raw mut least, &raw mut greatest) };
+        device.check("cuCtxGetStreamPriorityRange", code, || {
+            "asking for priorities".into()
+        })?;
+        let mut raw = CUstream::NULL;
+        // SAFETY: the pointer is to a handle on this stack.
+        let code =
+            unsafe { (driver.cuStreamCreateWithPriority)(&raw mut raw, STREAM_NON_BLOCKING, greatest) };
+        device.check("cuStreamCreateWithPriority", code, || "making a stream".into())?;
+        Ok(Self::of(device, raw))
+    }
+
+    fn of(device: &Device, raw: CUstream) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self {
             inner: Arc::new(Inner {
                 device: device.clone(),
                 raw,
                 id: NEXT.fetch_add(1, Ordering::Relaxed),
                 capturing: AtomicBool::new(false),
             }),
-        })
+        }
     }
 
     /// The device.

@@ -208,6 +208,8 @@ functions! {
     fn cuCtxSynchronize() -> CUresult;
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CUresult;
     fn cuStreamCreate(stream: *mut CUstream, flags: c_uint) -> CUresult;
+    fn cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int) -> CUresult;
+    fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> CUresult;
     fn cuStreamDestroy_v2(stream: CUstream) -> CUresult;
     fn cuStreamSynchronize(stream: CUstream) -> CUresult;
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint) -> CUresult;

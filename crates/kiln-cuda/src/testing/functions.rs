@@ -154,6 +154,23 @@ unsafe extern "C" fn cuStreamCreate(stream: *mut CUstream, _: c_uint) -> CUresul
     })
 }
 
+unsafe extern "C" fn cuStreamCreateWithPriority(
+    stream: *mut CUstream,
+    _: c_uint,
+    priority: c_int,
+) -> CUresult {
+    call("cuStreamCreateWithPriority", &priority.to_string(), |state| {
+        // SAFETY: see the module.
+        unsafe { give(state, stream.cast()) }
+    })
+}
+
+unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> CUresult {
+    // SAFETY: see the module.
+    unsafe { (*least, *greatest) = (0, -5) };
+    result::SUCCESS
+}
+
 unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> CUresult {
     call("cuStreamDestroy", &format!("stream {}", number(stream.0)), |_| {
         result::SUCCESS
@@ -456,18 +473,7 @@ unsafe extern "C" fn cuLaunchKernel(
         number(stream.0)
     );
     call("cuLaunchKernel", &given, |state| {
-        // A launch on a capturing stream is a node after what was captured before.
-        if let Some(graph) = state
-            .capturing
-            .get(&number(stream.0))
-            .map(|capture| capture.graph)
-        {
-            let node = state.handle();
-            state.nodes.entry(graph).or_default().push(node);
-            if let Some(capture) = state.capturing.get_mut(&number(stream.0)) {
-                capture.last = vec![node];
-            }
-        }
+        state.queued(number(stream.0));
         result::SUCCESS
     })
 }
@@ -483,7 +489,7 @@ table! {
     cuInit, cuDriverGetVersion, cuGetErrorName, cuGetErrorString, cuDeviceGetCount, cuDeviceGet,
     cuDeviceGetName, cuDeviceTotalMem_v2, cuDeviceGetAttribute, cuDevicePrimaryCtxRetain,
     cuDevicePrimaryCtxRelease_v2, cuCtxSetCurrent, cuCtxSynchronize, cuMemGetInfo_v2, cuStreamCreate,
-    cuStreamDestroy_v2, cuStreamSynchronize, cuStreamWaitEvent, cuEventCreate, cuEventDestroy_v2,
+    cuStreamCreateWithPriority, cuCtxGetStreamPriorityRange, cuStreamDestroy_v2, cuStreamSynchronize, cuStreamWaitEvent, cuEventCreate, cuEventDestroy_v2,
     cuEventRecord, cuEventSynchronize, cuEventQuery, cuEventElapsedTime, cuMemHostAlloc, cuMemFreeHost,
     cuMemPoolCreate, cuMemPoolDestroy, cuMemPoolSetAttribute, cuMemPoolGetAttribute, cuMemPoolTrimTo,
     cuMemAllocFromPoolAsync, cuMemFreeAsync, cuMemcpyHtoDAsync_v2, cuMemcpyDtoHAsync_v2,

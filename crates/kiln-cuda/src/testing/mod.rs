@@ -13,12 +13,14 @@ mod convolutions;
 mod functions;
 mod graphs;
 pub mod host;
+mod nccl;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use convolutions::{FakeEngine, fake_cudnn, fake_cudnn_descriptors};
+pub use nccl::{fake_library, fake_nccl};
 
 use crate::error::Result;
 use crate::libraries::{Driver, Opened};
@@ -179,6 +181,18 @@ impl State {
         self.allocated.insert(address, allocation);
         self.peak = self.peak.max(self.used());
         address
+    }
+
+    /// Something was queued on a stream: a node after what was captured before, if the stream is capturing.
+    fn queued(&mut self, stream: usize) {
+        let Some(graph) = self.capturing.get(&stream).map(|capture| capture.graph) else {
+            return;
+        };
+        let node = self.handle();
+        self.nodes.entry(graph).or_default().push(node);
+        if let Some(capture) = self.capturing.get_mut(&stream) {
+            capture.last = vec![node];
+        }
     }
 
     /// Whether all of a range of the device's memory is allocated.

@@ -25,7 +25,7 @@ pub(super) fn start(graph: &Graph, node: Node) -> Launch {
 }
 
 /// A copy of a whole tensor.
-pub(super) fn copy(graph: &Graph, from: Value, to: Value) -> Launch {
+pub(in crate::emit) fn copy(graph: &Graph, from: Value, to: Value) -> Launch {
     let count = graph.ty(from).numel();
     place(graph, from, to, &[(count, 1)], 0)
 }

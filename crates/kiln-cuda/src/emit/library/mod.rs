@@ -18,6 +18,7 @@ use kiln_graph::{Graph, Node, Op, Shape, Value};
 
 use super::text::{THREADS, Text, blocks, index_type};
 use super::{Argument, EmitOptions, KernelCode, Launch, expressions};
+pub(super) use copies::copy;
 pub use empty::empty;
 
 /// The code of `node`; none if nothing here computes it.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::step::StepGraph;
 use crate::error::{CudaError, Result};
 use crate::libraries::Driver;
+use crate::ranks::Ranks;
 use crate::runtime::{Device, Kernel, Launch, Storage, Stream};
 use crate::sys::driver::{
     CAPTURE_MODE_THREAD_LOCAL, CUgraph, CUgraphNode, CopyEnd, CudaKernelNodeParams, CudaMemcpy3D,
@@ -27,6 +28,8 @@ pub struct GraphBuilder {
     nodes: Vec<CUgraphNode>,
     /// Library calls are captured on a stream that does nothing else.
     capture: Stream,
+    /// Those of [`GraphBuilder::capture_urgent`], on another one.
+    urgent: Option<Stream>,
     kept: Kept,
     /// Whether a call could not be captured: the graph may have a part of it.
     incomplete: bool,
@@ -37,6 +40,8 @@ pub struct GraphBuilder {
 pub(super) struct Kept {
     pub(super) storages: Vec<Arc<Storage>>,
     pub(super) kernels: Vec<Kernel>,
+    /// NCCL, whose captured calls use its memory.
+    pub(super) ranks: Option<Ranks>,
 }
 
 impl Kept {
@@ -89,6 +94,7 @@ impl GraphBuilder {
             },
             nodes: Vec::new(),
             capture: device.stream()?,
+            urgent: None,
             kept: Kept::default(),
             incomplete: false,
         })
@@ -238,17 +244,51 @@ impl GraphBuilder {
         storages: &[&Arc<Storage>],
         call: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<Node> {
+        let stream = self.capture.clone();
+        self.capture_on(&stream, after, storages, call)
+    }
+
+    /// As [`GraphBuilder::capture`]; the call's kernels start before others that could start at the same time,
+    /// because other devices wait for them.
+    ///
+    /// # Errors
+    /// As [`GraphBuilder::capture`].
+    pub fn capture_urgent(
+        &mut self,
+        after: &[Node],
+        storages: &[&Arc<Storage>],
+        call: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Result<Node> {
+        let stream = match &self.urgent {
+            Some(stream) => stream.clone(),
+            None => self.urgent.insert(self.device.urgent_stream()?).clone(),
+        };
+        self.capture_on(&stream, after, storages, call)
+    }
+
+    /// Keeps the ranks as long as the graph.
+    pub(crate) fn keep_ranks(&mut self, ranks: &Ranks) {
+        self.kept.ranks.get_or_insert_with(|| ranks.clone());
+    }
+
+    fn capture_on(
+        &mut self,
+        stream: &Stream,
+        after: &[Node],
+        storages: &[&Arc<Storage>],
+        call: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Result<Node> {
         let after = self.raw(after)?;
         // Waiting for other streams happens now, outside the graph.
         for storage in storages {
-            storage.take_to(&self.capture)?;
+            storage.take_to(stream)?;
         }
         self.device.enter()?;
         let driver = self.device.driver();
         // SAFETY: the nodes are of this graph; without edge data edges are plain.
         let code = unsafe {
             (driver.cuStreamBeginCaptureToGraph)(
-                self.capture.raw(),
+                stream.raw(),
                 self.graph.raw,
                 after.as_ptr(),
                 ptr::null(),
@@ -261,14 +301,14 @@ impl GraphBuilder {
         // end.
         storages.iter().for_each(|storage| self.kept.storage(storage));
         self.incomplete = true;
-        self.capture.set_capturing(true);
-        let called = call(&self.capture);
-        self.capture.set_capturing(false);
-        let last = self.captured_last();
+        stream.set_capturing(true);
+        let called = call(stream);
+        stream.set_capturing(false);
+        let last = self.captured_last(stream);
         self.device.enter()?;
         let mut graph = CUgraph::NULL;
         // SAFETY: the capture was begun above, on this thread.
-        let code = unsafe { (driver.cuStreamEndCapture)(self.capture.raw(), &raw mut graph) };
+        let code = unsafe { (driver.cuStreamEndCapture)(stream.raw(), &raw mut graph) };
         called?;
         self.check("cuStreamEndCapture", code, || "a library's call".into())?;
         let last = last?;
@@ -300,14 +340,14 @@ impl GraphBuilder {
     }
 
     /// The captured nodes that no captured node comes after.
-    fn captured_last(&self) -> Result<Vec<CUgraphNode>> {
+    fn captured_last(&self, stream: &Stream) -> Result<Vec<CUgraphNode>> {
         let (mut status, mut id, mut graph) = (0, 0, CUgraph::NULL);
         let (mut last, mut edges, mut count) = (ptr::null(), ptr::null(), 0);
         self.device.enter()?;
         // SAFETY: all pointers are to values on this stack.
         let code = unsafe {
             (self.device.driver().cuStreamGetCaptureInfo_v3)(
-                self.capture.raw(),
+                stream.raw(),
                 &raw mut status,
                 &raw mut id,
                 &raw mut graph,

@@ -4,12 +4,14 @@ use std::ffi::c_void;
 use std::path::Path;
 
 use kiln_compiler::checks::Check;
+use kiln_graph::collective::combine;
+use kiln_graph::{Collective, HostTensor, TensorType};
 
 use super::HostError;
 use super::library::{Kernels, Shape};
 use super::memory::Region;
 use super::{convolution, product};
-use crate::code::{Address, CallKind, Pointer, StepCode};
+use crate::code::{Across, Address, CallKind, Pointer, StepCode};
 use crate::convolutions::Task;
 use crate::target::CudaStep;
 
@@ -94,6 +96,73 @@ impl HostStep {
     }
 }
 
+impl HostStep {
+    /// Runs the step once on several ranks, each with inputs of its own, in an order of stages that the graph on a
+    /// device allows and that differs most from the order of calls: collectives, and what comes after them, are
+    /// put off until something else must come after them.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn run_ranks(
+        &self,
+        inputs: &mut [Vec<Vec<u8>>],
+        scalars: &[u64],
+    ) -> Result<Vec<Vec<Vec<u8>>>, HostError> {
+        let runs = inputs.iter().map(|inputs| Run::new(self, inputs, scalars));
+        let mut runs = runs.collect::<Result<Vec<_>, _>>().map_err(HostError::Fault)?;
+        for stage in self.put_off() {
+            for call in self.code.calls.iter().filter(|call| call.stage as usize == stage) {
+                let CallKind::Across {
+                    across,
+                    operand,
+                    result,
+                } = &call.kind
+                else {
+                    let mut each = runs.iter_mut().map(|run| run.call(&call.kind));
+                    each.try_for_each(|done| done).map_err(HostError::Fault)?;
+                    continue;
+                };
+                let given = runs.iter_mut().map(|run| run.operand(across, *operand));
+                let given = given.collect::<Result<Vec<_>, _>>().map_err(HostError::Fault)?;
+                let shape = across
+                    .shape()
+                    .ok_or_else(|| HostError::Fault("an unknown collective".into()))?;
+                let collective = Collective {
+                    mean: shape.mean,
+                    root: shape.root,
+                    ..Collective::new(shape.kind, across.ranks)
+                };
+                let results = combine(&collective, &given).map_err(HostError::Fault)?;
+                for (run, own) in runs.iter_mut().zip(&results) {
+                    run.receive(across, *result, own).map_err(HostError::Fault)?;
+                }
+            }
+        }
+        for (run, inputs) in runs.iter().zip(inputs) {
+            run.inputs_kept("the step").map_err(HostError::Fault)?;
+            for (own, input) in inputs.iter_mut().zip(&run.inputs) {
+                own.copy_from_slice(input.as_slice());
+            }
+        }
+        Ok(runs.iter().map(Run::outputs).collect())
+    }
+
+    /// The stages in the order of [`HostStep::run_ranks`].
+    fn put_off(&self) -> Vec<usize> {
+        let orders = &self.code.orders;
+        let mut late = vec![false; orders.len()];
+        for call in &self.code.calls {
+            late[call.stage as usize] |= matches!(call.kind, CallKind::Across { .. });
+        }
+        for stage in 0..orders.len() {
+            late[stage] |= orders[stage].iter().any(|&before| late[before as usize]);
+        }
+        let early = (0..orders.len()).filter(|&stage| !late[stage]);
+        let later = (0..orders.len()).filter(|&stage| late[stage]);
+        early.chain(later).collect()
+    }
+}
+
 /// One run.
 struct Run<'a> {
     step: &'a HostStep,
@@ -151,6 +220,29 @@ impl<'a> Run<'a> {
         }
         // SAFETY: inside the region, or just behind it.
         Ok(unsafe { region.as_mut_ptr().add(offset) })
+    }
+
+    /// The operand of a collective.
+    fn operand(&mut self, across: &Across, at: Address) -> Result<HostTensor, String> {
+        let shape = across.shape().ok_or("an unknown collective")?;
+        let bytes = self.bytes(at);
+        let own = bytes.get(..shape.elements * shape.dtype.size());
+        let own = own.ok_or_else(|| format!("{shape}: the operand ends behind its memory"))?;
+        HostTensor::from_bytes(TensorType::new(shape.dtype, vec![shape.elements]), own.to_vec())
+            .ok_or_else(|| format!("{shape}: the operand has another size"))
+    }
+
+    /// Writes the result of a collective.
+    fn receive(&mut self, across: &Across, at: Address, result: &HostTensor) -> Result<(), String> {
+        let bytes = result.bytes();
+        let room = self.bytes(at).len();
+        if room < bytes.len() {
+            return Err(format!("{}: the result ends behind its memory", across.kind));
+        }
+        let to = self.pointer(at)?;
+        // SAFETY: inside the region, as was just seen.
+        unsafe { std::slice::from_raw_parts_mut(to, bytes.len()) }.copy_from_slice(bytes);
+        self.kept(&across.kind)
     }
 
     /// The bytes from `address` to the end of its memory.
@@ -249,6 +341,19 @@ impl<'a> Run<'a> {
                 }
                 Ok(())
             }
+            CallKind::Across {
+                across,
+                operand,
+                result,
+            } => match across.ranks {
+                1 => {
+                    let given = self.operand(across, *operand)?;
+                    self.receive(across, *result, &given)
+                }
+                ranks => Err(format!(
+                    "a step of {ranks} ranks runs with the others: `run_ranks`"
+                )),
+            },
             CallKind::Extern(number, _) => Err(format!(
                 "operation {number} runs outside: the host has nobody to run it"
             )),
