@@ -22,7 +22,7 @@ use crate::args::BenchArguments;
 use crate::config::OptimizerConfig;
 use crate::error::CliError;
 use crate::model::{initialise, without_autodiff};
-use crate::train::{Setting, TrainBackend, build_trainer, peak_memory_mb};
+use crate::train::{Setting, Together, TrainBackend, build_trainer, peak_memory_mb};
 pub use subject::Subject;
 
 /// Calls before the timed ones: compilation, the check that it was the same step, one replay.
@@ -229,7 +229,7 @@ fn measure(name: &str, arguments: &BenchArguments, world: &World) -> Result<Meas
             Setting {
                 options,
                 weights: arguments.weights,
-                world: Some(world),
+                together: Some(Together::plain(world)),
                 ..Setting::default()
             },
         )?;
