@@ -32,6 +32,7 @@ mod places;
 mod plan;
 mod ranks;
 mod recorded;
+mod recording;
 mod rehearsal;
 mod shards;
 mod variants;

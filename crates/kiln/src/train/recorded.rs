@@ -9,40 +9,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering;
 
 use burn_core::module::AutodiffModule;
-use burn_ir::{ScalarIr, TensorIr};
-use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
-use kiln_burn::record::{self, Call, Place, Position};
+use burn_ir::TensorIr;
+use burn_optim::{LearningRate, SimpleOptimizer};
+use kiln_burn::record::{self, Call, Place};
 use kiln_burn::{Error, Kiln, KilnDevice};
 
 use super::backup::Backup;
-use super::loss_scale::{self, Parameters};
+use super::loss_scale;
 use super::places::{self, Cells, Found};
 use super::plan::{self, Obstacle, Plan, Scrutiny, Trace};
-use super::ranks;
-use super::rehearsal::{Rehearsal, trained_parameters};
+use super::recording::{Recorded, Recording, Refused, Rehearsed};
 use super::variants::Variant;
 use super::weights::{self, Stored};
 use super::{Cause, StepOutput, TrainBackend, TrainError, TrainStep};
 use crate::input::{KilnTensor, Signature, StepInput};
-
-/// Why batch norms could not be synchronised: the payload with which a recording is given up.
-struct Refused(String);
-
-/// The results of the closure of a recorded call.
-struct Recorded<M, T, L> {
-    trained: (M, T),
-    output: L,
-    optimizer: Option<Position>,
-    /// The optimizer's tensors before the update.
-    optimizer_before: Vec<Found>,
-    /// The state of loss scaling after the step, if the loss is scaled.
-    loss_scale: Option<loss_scale::State>,
-    /// The copies of the parameters in 16 bits, if there are any.
-    copies: Option<weights::Places>,
-}
-
-/// The optimizer's scalars of a recorded call as a rehearsal found them, and the rehearsal.
-type Rehearsed<B, M, O> = (Vec<ScalarIr>, Rehearsal<B, M, O>);
 
 impl<B, M, O, F, I, L> TrainStep<B, M, O, F, I, L>
 where
@@ -83,135 +63,31 @@ where
 
         let earlier = self.variants.position(&signature).filter(|_| traced);
         let mut backup = Some(backup);
-        let loss = &self.loss;
-        let first_state = self.replays.then_some(self.start);
-        let mut rehearsed = None;
-        let scaling = self.scaling;
-        // A failed step leaves the scale as it is.
-        let mut scale = self.loss_scale.clone();
-        let start_scale = self.start_scale;
-        let has_ranks = self.world.is_some();
-        let shards = self.shards.clone();
-        let synchronised = self.synchronised;
+        let recording = Recording {
+            loss: &self.loss,
+            rate: lr,
+            cells: &cells,
+            is_initialized,
+            first_state: self.replays.then_some(self.start),
+            traced,
+            rehearses: earlier.is_some(),
+            scaling: self.scaling,
+            // A failed step leaves the scale as it is.
+            scale: self.loss_scale.clone(),
+            start_scale: self.start_scale,
+            stored,
+            has_ranks: self.world.is_some(),
+            shards: self.shards.as_ref(),
+            synchronised: self.synchronised,
+            before,
+        };
         let result = catch_unwind(AssertUnwindSafe(|| {
             self.region.run(|| {
-                // Loss and gradients are computed of one model; the optimizer updates the other.
-                let (computed, model, narrow) = match stored {
-                    Some(stored) => {
-                        let (computed, updated, before) = stored.widened::<B, M>(model, &cells);
-                        (Some(computed), updated, Some(before))
-                    }
-                    None => (None, model, None),
-                };
-                let differentiate = || {
-                    let output = loss(computed.as_ref().unwrap_or(&model), input);
-                    let value = output.loss();
-                    let scaling = scaling.map(|scaling| {
-                        let device = value.device();
-                        let state = scale.get_or_insert_with(|| loss_scale::State::new(start_scale, device));
-                        (scaling, state.clone())
-                    });
-                    let value = match &scaling {
-                        Some((_, scale)) => scale.scaled(value),
-                        None => value,
-                    };
-                    let computed = computed.as_ref().unwrap_or(&model);
-                    let gradients = GradientsParams::from_grads(value.backward(), computed);
-                    (output, scaling, gradients)
-                };
-                let (output, scaling, mut gradients) = match synchronised {
-                    // A panic of its own: nothing of the recording is run.
-                    true => kiln_burn::ranks::synchronised(cells.count(), differentiate)
-                        .unwrap_or_else(|reason| resume_unwind(Box::new(Refused(reason)))),
-                    false => differentiate(),
-                };
-                let output = match has_ranks {
-                    true => ranks::average_loss(output),
-                    false => output,
-                };
-                // In front of whatever looks at their size: all ranks skip a step together.
-                let mut shapes = None;
-                if let Some(shards) = &shards {
-                    let (shares, whole) = shards.reduce(&model, gradients);
-                    (gradients, shapes) = (shares, Some(whole));
-                } else if has_ranks {
-                    gradients = ranks::average(&model, gradients);
-                }
-                if cells.any() {
-                    // Pending updates in the cells become their values now: a cell has one tensor between
-                    // calls, wherever the program looks.
-                    drop(model.valid());
-                }
-                if !is_initialized {
-                    let (all, drawn) = places::with_drawn::<B, M>(&model, std::mem::take(&mut before));
-                    record::hoist(&drawn);
-                    before = all;
-                }
-                // What loss scaling does before the optimizer.
-                let scaled = scaling.map(|(scaling, state)| {
-                    before.extend(state.places());
-                    let skip = state.unscale(&model, &mut gradients, shapes.is_some());
-                    (state.next(&skip, &scaling), skip)
-                });
-                let mut model = model;
-                if let (Some(shards), Some(shapes)) = (&shards, &shapes) {
-                    gradients = shards.clip(&model, gradients);
-                    model = shards.own(model, shapes);
-                }
-                let mut optim = match first_state {
-                    Some(start) => start(optim, &model, &gradients),
-                    None => optim,
-                };
-                if earlier.is_some() {
-                    let parameters = trained_parameters(&model, &gradients);
-                    // Of the stored model, so that nothing keeps widened parameters alive.
-                    let narrow = narrow.as_ref().map(|before| &before.model);
-                    let shares = match (narrow, &shards, &shapes) {
-                        (Some(narrow), Some(shards), Some(shapes)) => {
-                            record::rehearse(|| shards.own(narrow.clone(), shapes))
-                        }
-                        _ => None,
-                    };
-                    let shares = shares.as_ref().map(|(shares, _)| shares);
-                    let model = shares.or(narrow).unwrap_or(&model);
-                    let rehearsal = Rehearsal::new(model, &optim, &parameters, weights.is_some());
-                    rehearsed = rehearsal.and_then(|mut rehearsal| {
-                        let scalars = rehearsal.scalars(lr)?;
-                        rehearsal.commit();
-                        Some((scalars, rehearsal))
-                    });
-                }
-                let optimizer_before = match traced {
-                    true => places::of_optimizer(&model, &optim),
-                    false => Vec::new(),
-                };
-                let unless_skipped = scaled
-                    .as_ref()
-                    .map(|_| (Parameters::of::<B, M>(&model), optim.to_record()));
-                let start = record::position();
-                let mut model = optim.step(lr, model, gradients);
-                if let (Some((_, skip)), Some((parameters, records))) = (&scaled, unless_skipped) {
-                    model = skip.model::<B, M>(parameters, model);
-                    optim = skip.optimizer(&model, records, optim);
-                }
-                if let (Some(shards), Some(shapes)) = (&shards, shapes) {
-                    model = shards.join(model, shapes);
-                }
-                let (model, copies) = match narrow {
-                    Some(before) => before.narrowed::<B>(model, &cells),
-                    None => (model, None),
-                };
+                let mut recorded = recording.run(model, optim, input);
                 // The old parameters and state end here, so that the step may reuse their buffers.
                 backup = backup.take().filter(|_| traced).map(Backup::surrender);
-                let output = output.map(&mut |tensor: KilnTensor| tensor);
-                Recorded {
-                    trained: (model, optim),
-                    output,
-                    optimizer: start,
-                    optimizer_before,
-                    loss_scale: scaled.map(|(state, _)| state),
-                    copies,
-                }
+                recorded.output = recorded.output.map(&mut |tensor: KilnTensor| tensor);
+                recorded
             })
         }));
         let recorded = match result {
@@ -235,9 +111,11 @@ where
             trained,
             mut output,
             optimizer,
+            mut before,
             optimizer_before,
             loss_scale,
             copies,
+            rehearsed,
         } = recorded;
         let after = places::of_model::<B, M>(&trained.0);
         let device = trained.0.devices().first().copied().unwrap_or_default();
