@@ -134,7 +134,8 @@ pub struct CompileOptions {
     /// What becomes of a step that comes again with another shape. Default: [`Dynamic::Auto`].
     pub dynamic: Dynamic,
     /// How many different executables one region may have before further ones run on `aot_eager`, after one
-    /// warning. A shape for which nothing had to be compiled ([`Dynamic::Auto`]) does not count. Default: 8.
+    /// warning that says what differed. A shape for which nothing had to be compiled ([`Dynamic::Auto`],
+    /// [`Dynamic::Marked`]) does not count. Default: 8.
     pub recompile_limit: usize,
     /// Threads of the executable; 0 is the number of cores. Default: 0.
     pub threads: usize,
@@ -171,13 +172,18 @@ pub struct CompileOptions {
 /// What becomes of a step that comes again with another shape.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Dynamic {
-    /// The second shape of a step makes its sizes variables of the compiled code: from then on a shape is
+    /// The second shape of a step makes its sizes variables of the compiled code (of dimensions that the
+    /// program marked with `kiln::dynamic`, the first does): from then on a shape is
     /// planned, which takes a fraction of a second, and the C compiler runs for kernels that no earlier
     /// shape had. The step computes what it would if it were compiled for its shape alone. On backend
     /// `cpu`; the others compile each shape.
     #[default]
     Auto,
-    /// Each shape is compiled by itself, with its sizes as constants.
+    /// Only dimensions that the program marked (`kiln::dynamic`), and those that follow from them, become
+    /// variables, and they are variables from the first shape on. A step whose other dimensions differ is
+    /// compiled by itself, and `explain` names the dimension.
+    Marked,
+    /// Each shape is compiled by itself, with its sizes as constants. Marks are ignored.
     Off,
 }
 

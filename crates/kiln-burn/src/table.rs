@@ -12,6 +12,7 @@
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use crate::device::Place;
+use crate::record::marks::Mark;
 use crate::storage::Storage;
 use burn_ir::TensorId;
 use rustc_hash::FxHashMap;
@@ -69,6 +70,8 @@ struct Entry {
     /// constant.
     written: bool,
     watches: Vec<Arc<Watch>>,
+    /// Dimensions that the program marked.
+    marks: Vec<Mark>,
 }
 
 impl Entry {
@@ -77,6 +80,7 @@ impl Entry {
             held,
             written: false,
             watches: Vec::new(),
+            marks: Vec::new(),
         }
     }
 
@@ -239,6 +243,24 @@ pub fn unwatch(id: TensorId, watch: &Arc<Watch>) {
     if let Some(entry) = tensors().get_mut(&id) {
         entry.watches.retain(|other| !Arc::ptr_eq(other, watch));
     }
+}
+
+/// Marks a dimension of a tensor, in place of an earlier mark of it; false if no tensor has this id.
+pub fn mark(id: TensorId, mark: Mark) -> bool {
+    let mut tensors = tensors();
+    let Some(entry) = tensors.get_mut(&id) else {
+        return false;
+    };
+    entry.marks.retain(|other| other.axis != mark.axis);
+    entry.marks.push(mark);
+    true
+}
+
+/// The marked dimensions of a tensor.
+pub fn marks(id: TensorId) -> Vec<Mark> {
+    tensors()
+        .get(&id)
+        .map_or_else(Vec::new, |entry| entry.marks.clone())
 }
 
 /// Whether the program has a tensor of this id that is not pending.

@@ -25,6 +25,7 @@ pub mod op;
 pub mod philox;
 pub mod provenance;
 pub mod range;
+pub mod resize;
 pub mod rewrite;
 pub mod scalar;
 pub mod shape;
@@ -44,6 +45,7 @@ pub use interpret::{InterpretError, Interpreter, interpret, interpret_f64, inter
 pub use line::Line;
 pub use op::Op;
 pub use provenance::{Phase, Provenance};
+pub use resize::{Dimension, Pinned, Resizer};
 pub use rewrite::Rewriter;
 pub use scalar::Scalar;
 pub use shape::{Shape, TensorType};

@@ -51,6 +51,7 @@ pub mod arrays;
 mod compile;
 mod custom;
 pub mod distributed;
+mod dynamic;
 pub mod explain;
 pub mod func;
 mod function;
@@ -62,9 +63,11 @@ mod train;
 
 pub use compile::{Compiled, compile, disable};
 pub use custom::{CSource, HostFunction, HostGradient, HostInputs, NoGradient, custom_op, custom_op_with_c};
+pub use dynamic::dynamic;
 pub use explain::{Explain, memory_curve};
 pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
+pub use kiln_burn::record::DynamicError;
 pub use kiln_burn::{
     BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Dynamic, Error, GraphBreak,
     IndexError, Kiln, KilnDevice, Location, LossScaling, Mismatch, Mode, NumericsCheck, Place, Point,

@@ -44,7 +44,8 @@ use crate::options::{CompileBackend, CompileOptions};
 use crate::ranks;
 use crate::record::StepExportError;
 use crate::storage::Storage;
-pub use families::Families;
+pub use families::{Families, Sizes};
+use families::{Shared, UNMARKED};
 pub use places::Places;
 use places::into_bytes;
 pub use process::toolchain;
@@ -56,6 +57,8 @@ pub struct Cpu {
     executable: CpuExecutable,
     /// What it took, as a member of a family; none if it belongs to none.
     outcome: Option<Outcome>,
+    /// What became of the dimensions that the program marked.
+    notes: Vec<String>,
     pool: Arc<ThreadPool>,
     /// How the graph was compiled, and for what.
     compiler: (Options, CpuTarget),
@@ -173,16 +176,15 @@ impl Cpu {
         };
         // What ranks do together has fixed sizes.
         let varies = setting.effort == Effort::Full && !has_collectives(&graph);
-        let (executable, outcome) = match setting.families.filter(|_| varies) {
-            Some(families) if setting.only_known => match families.known(&graph)? {
-                Some(executable) => (executable, Some(Outcome::Known)),
+        let sizes = setting.sizes.unwrap_or(&UNMARKED);
+        let shared = match setting.families.filter(|_| varies) {
+            Some(families) if setting.only_known => match families.known(&graph, sizes)? {
+                Some(shared) => shared,
                 None => return Ok(None),
             },
             None if setting.only_known => return Ok(None),
             Some(families) => {
-                let (executable, outcome) =
-                    families.compile(&graph, (&compiler, &target), toolchain, setting.debug)?;
-                (executable, Some(outcome))
+                families.compile(&graph, (&compiler, &target), toolchain, (setting.debug, sizes))?
             }
             None => {
                 let compiler = Options {
@@ -191,9 +193,14 @@ impl Cpu {
                 };
                 let build = BuildOptions::default();
                 let executable = CpuExecutable::new(&graph, &compiler, &target, toolchain, &CACHE, &build)?;
-                (executable, None)
+                Shared::alone(executable)
             }
         };
+        let Shared {
+            executable,
+            outcome,
+            notes,
+        } = shared;
         ranks::agree(&graph, &compiler.identity(), executable.contract())?;
         let externs = executable
             .contract()
@@ -218,6 +225,7 @@ impl Cpu {
             graph,
             executable,
             outcome,
+            notes,
             pool,
             compiler: (compiler, target),
             externs,
@@ -437,6 +445,9 @@ impl Executable for Cpu {
         };
         let sharing = match &self.outcome {
             None | Some(Outcome::Alone(None)) => String::new(),
+            Some(Outcome::General { functions, .. }) => {
+                format!("marked sizes are variables of its {functions} kernels\n")
+            }
             Some(Outcome::Known) => "another size of a step before: all kernels were known\n".to_owned(),
             Some(Outcome::Built {
                 functions, reason, ..
@@ -511,6 +522,10 @@ impl Executable for Cpu {
 
     fn outcome(&self) -> Option<&Outcome> {
         self.outcome.as_ref()
+    }
+
+    fn size_notes(&self) -> &[String] {
+        &self.notes
     }
 
     fn threads(&self) -> usize {

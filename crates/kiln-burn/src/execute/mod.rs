@@ -100,6 +100,11 @@ pub trait Executable: Send + Sync {
         None
     }
 
+    /// What became of the dimensions that the program marked, for people.
+    fn size_notes(&self) -> &[String] {
+        &[]
+    }
+
     /// Its number in the process, under which profiles file its kernels.
     fn id(&self) -> u64;
 
@@ -416,6 +421,8 @@ pub struct Setting<'a> {
     pub debug: Option<&'a Path>,
     /// The families that a step of another shape belongs to; none where each shape is compiled by itself.
     pub families: Option<&'a cpu::Families>,
+    /// Which dimensions of the graph's arguments vary, as far as the program says.
+    pub sizes: Option<&'a cpu::Sizes>,
     /// Whether nothing may be compiled any more: a step that is no other shape of one before runs on
     /// `aot_eager`.
     pub only_known: bool,

@@ -11,6 +11,7 @@ use burn_ir::OperationIr;
 use super::gradient::Source;
 use super::recording::{Identity, Recorded};
 use super::words::{Named, Part, Position, Words, dims_of, type_text};
+use crate::options::Dynamic;
 use crate::stream;
 
 /// The parts of a recorded step by which it is recognised.
@@ -126,13 +127,9 @@ impl Mismatch {
         }
     }
 
-    /// The one dimension of an input that is another, and which input that is; none if more than a dimension
-    /// differs.
-    pub fn dimension(&self) -> Option<(usize, String)> {
-        let Self::Input {
-            index, before, after, ..
-        } = self
-        else {
+    /// The dimensions of an input that are others; none if more than dimensions differs.
+    pub fn dimensions(&self) -> Option<Vec<usize>> {
+        let Self::Input { before, after, .. } = self else {
             return None;
         };
         let (before_dims, after_dims) = (dims_of(before)?, dims_of(after)?);
@@ -140,12 +137,8 @@ impl Mismatch {
         if element(before) != element(after) || before_dims.len() != after_dims.len() {
             return None;
         }
-        let mut differing = (0..before_dims.len()).filter(|&dim| before_dims[dim] != after_dims[dim]);
-        let dim = differing.next()?;
-        differing
-            .next()
-            .is_none()
-            .then(|| (dim, format!("input {index}")))
+        let differing = (0..before_dims.len()).filter(|&dim| before_dims[dim] != after_dims[dim]);
+        Some(differing.collect())
     }
 
     /// The guard that failed.
@@ -198,45 +191,88 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// The advice for compilations that these mismatches made necessary: the dimension that differed and its
-/// values, where the last mismatch is one of a dimension.
-pub fn advice<'a>(
-    mismatches: impl IntoIterator<Item = &'a Mismatch, IntoIter: DoubleEndedIterator + Clone>,
-) -> String {
-    let mismatches = mismatches.into_iter();
-    let Some(last) = mismatches.clone().next_back() else {
+/// The advice for compilations that these mismatches made necessary: what differed most often. Of dimensions it
+/// has the sizes that were seen. `dynamic` is what becomes of shapes, and none where each shape is compiled.
+pub fn advice<'a>(mismatches: impl IntoIterator<Item = &'a Mismatch>, dynamic: Option<Dynamic>) -> String {
+    let mismatches: Vec<&Mismatch> = mismatches.into_iter().collect();
+    let Some(last) = mismatches.last() else {
         return String::new();
     };
-    let remedy = last.remedy();
+    let mut kinds: Vec<(String, Vec<&Mismatch>)> = Vec::new();
+    for mismatch in &mismatches {
+        let guard = mismatch.guard();
+        match kinds.iter_mut().find(|(known, _)| *known == guard) {
+            Some((_, list)) => list.push(mismatch),
+            None => kinds.push((guard, vec![mismatch])),
+        }
+    }
+    // The last of those that came most often.
+    let most = kinds.iter().max_by_key(|(_, list)| list.len());
+    let (_, list) = most.expect("there is a mismatch");
+    let often = format!("{} of {} recompilations", list.len(), mismatches.len());
     let failed = format!(" Last guard that failed: {last}.");
-    let Some((dim, of)) = last.dimension() else {
-        return format!("{failed} Likely fix: {remedy}; or raise recompile_limit");
+    let Some(sizes) = sizes_of(list) else {
+        let (what, remedy) = (list[0].guard(), list[0].remedy());
+        return format!(
+            "{failed} What differs most often ({often}) is {what}. What to do: {remedy}; or raise recompile_limit"
+        );
     };
-    // The same dimension of the same input, however the steps differ otherwise.
-    let mut values: Vec<usize> = Vec::new();
-    let same = |mismatch: &&Mismatch| {
-        mismatch
-            .dimension()
-            .is_some_and(|other| other.0 == dim && other.1 == of)
+    let dimensions: Vec<String> = sizes
+        .iter()
+        .map(|(dim, sizes)| describe_sizes(*dim, sizes))
+        .collect();
+    let what = list[0].guard().replacen("type and shape of ", "", 1);
+    let share = match dynamic {
+        Some(Dynamic::Auto) => {
+            "sizes are variables of the kernels (`Dynamic::Auto`), but these sizes needed kernels of another form: mark the dimension with its              range (`kiln::dynamic`), so that they are compiled at once, "
+        }
+        Some(Dynamic::Marked) => {
+            "mark it (`kiln::dynamic`) or compile with `with_dynamic(Dynamic::Auto)`, so that sizes share their kernels, "
+        }
+        Some(Dynamic::Off) => {
+            "compile with `with_dynamic(Dynamic::Auto)`, so that sizes share their kernels, "
+        }
+        None => "",
     };
-    for mismatch in mismatches.filter(same) {
+    format!(
+        "{failed} What differs most often ({often}) is {} of {what}. What to do: {share}pad it to one size, or to a few, and mask what is padded (a last          batch that is smaller can be dropped), or raise recompile_limit to the number of sizes",
+        dimensions.join(" and "),
+    )
+}
+
+/// The dimensions in which inputs of mismatches differ, each with its sizes; none if more than dimensions differs.
+fn sizes_of(mismatches: &[&Mismatch]) -> Option<Vec<(usize, Vec<usize>)>> {
+    let mut all: Vec<(usize, Vec<usize>)> = Vec::new();
+    for mismatch in mismatches {
         let (before, after) = mismatch.change();
-        for value in [before, after]
-            .iter()
-            .filter_map(|text| dims_of(text)?.get(dim).copied())
-        {
-            if !values.contains(&value) {
-                values.push(value);
+        let (before, after) = (dims_of(&before)?, dims_of(&after)?);
+        for dim in mismatch.dimensions()? {
+            let at = all
+                .iter()
+                .position(|(known, _)| *known == dim)
+                .unwrap_or_else(|| {
+                    all.push((dim, Vec::new()));
+                    all.len() - 1
+                });
+            for size in [before[dim], after[dim]] {
+                if !all[at].1.contains(&size) {
+                    all[at].1.push(size);
+                }
             }
         }
     }
-    let shown: Vec<String> = values.iter().take(SHOWN_SIZES).map(usize::to_string).collect();
-    let more = if values.len() > SHOWN_SIZES { ", .." } else { "" };
+    all.sort_unstable();
+    Some(all)
+}
+
+/// `dimension 1 (9 sizes: 12, 7, 31, 8, 10, 22, ..)`
+fn describe_sizes(dim: usize, sizes: &[usize]) -> String {
+    let shown: Vec<String> = sizes.iter().take(SHOWN_SIZES).map(usize::to_string).collect();
+    let more = if sizes.len() > SHOWN_SIZES { ", .." } else { "" };
     format!(
-        "{failed} What differs is dimension {dim} of {of}: it had {} sizes ({}{more}). Likely fix: pad it to one size, or to a few, and mask what is padded (a last \
-         batch that is smaller can be dropped); or raise recompile_limit to the number of sizes",
-        values.len(),
-        shown.join(", "),
+        "dimension {dim} ({} sizes: {}{more})",
+        sizes.len(),
+        shown.join(", ")
     )
 }
 
@@ -303,6 +339,58 @@ impl Guard {
             });
         }
         Some(self.attribute_mismatch(recorded, index))
+    }
+
+    /// What the program records otherwise, beside shapes: the first operation that is another one, or the first
+    /// number or list of tensors; none if all are the same.
+    pub fn pinned_by(&self, recorded: &Recorded) -> Option<String> {
+        let names: Vec<String> = recorded.operations.iter().map(stream::name).collect();
+        let same = self
+            .names
+            .iter()
+            .zip(&names)
+            .take_while(|(before, now)| before == now);
+        let at = same.count();
+        if at < self.names.len().max(names.len()) {
+            let end = || "the end of the step".to_owned();
+            let before = self.names.get(at).map_or_else(end, |_| self.operation(at));
+            let now = names.get(at).cloned().unwrap_or_else(end);
+            return Some(match before == now {
+                true => format!(
+                    "operation {at} of {} and of {} operations",
+                    self.names.len(),
+                    names.len()
+                ),
+                false => format!("operation {at} was {before} and is {now}"),
+            });
+        }
+        let parts = Words::of_all(recorded);
+        self.parts
+            .iter()
+            .zip(&parts)
+            .enumerate()
+            .find_map(|(at, (before, now))| {
+                if before.len() != now.len() {
+                    let operation = self.operation(at);
+                    let (before, now) = (count_operands(before), count_operands(now));
+                    return Some(format!(
+                        "operation {at}, {operation}, had {before} tensors and has {now}"
+                    ));
+                }
+                before
+                    .iter()
+                    .zip(now.iter())
+                    .find_map(|(before, now)| match (&before.part, &now.part) {
+                        (Part::Scalar(number), Part::Scalar(other)) if number != other => {
+                            let operation = self.operation(at);
+                            Some(format!(
+                                "the number `{}` of operation {at}, {operation}, was {number} and is {other}",
+                                before.name
+                            ))
+                        }
+                        _ => None,
+                    })
+            })
     }
 
     /// How many operations agree before the first that differs: the measure by which the nearest of several

@@ -29,6 +29,11 @@ pub struct CompileEvent {
     pub mismatch: Option<Mismatch>,
     /// Whether nothing had to be compiled for it: it is another size of a step before, whose kernels it has.
     pub absorbed: bool,
+    /// Whether sizes are variables of its kernels, so that other sizes may use them.
+    pub shares: bool,
+    /// What there is to say about sizes: what became of marked dimensions (`kiln::dynamic`), and which sizes
+    /// the program pins.
+    pub notes: Vec<String>,
     /// Time until it could run.
     pub time: Duration,
     runs: Arc<AtomicU64>,
@@ -45,6 +50,8 @@ impl CompileEvent {
     ) -> Self {
         Self {
             absorbed: false,
+            shares: false,
+            notes: Vec::new(),
             segment,
             step,
             backend,

@@ -8,6 +8,7 @@
 //! - [`replay`]: running a step again without the program that recorded it.
 //! - [`mod@export`]: a replayed step as files that run without Kiln.
 //! - [`split`]: a forward pass compiled by itself, and its backward pass for later.
+//! - [`marks`]: dimensions that the program marks as varying.
 //! - [`deferred`]: recordings that a frozen region did not run, kept until one of their tensors is needed.
 //! - [`salvage`]: running the operations of a function that failed, for the tensors that it leaves behind.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
@@ -29,6 +30,7 @@ pub mod guard;
 pub mod history;
 pub mod host_operations;
 pub mod location;
+pub mod marks;
 pub mod recording;
 pub mod region;
 pub mod replay;
@@ -50,6 +52,7 @@ pub use gradient::Source;
 pub use guard::{Changed, Mismatch};
 pub use history::CompileEvent;
 pub use location::{Location, user_location};
+pub use marks::{DynamicError, mark};
 pub use recording::Recorded;
 pub use region::{HostRead, LastRun};
 pub use replay::{Disturbance, Replay};

@@ -16,6 +16,7 @@ use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::gradient::Source;
+use super::marks::Mark;
 use super::sighting::Sighting;
 use crate::device::Place;
 use crate::precision;
@@ -41,6 +42,8 @@ pub struct Input {
     dies: bool,
     surrendered: bool,
     host_data: bool,
+    /// Dimensions that the program marked.
+    pub marks: Vec<Mark>,
 }
 
 impl Input {
@@ -276,6 +279,7 @@ impl Recording {
             dies: false,
             surrendered: false,
             host_data: self.host_data.contains(&ir.id),
+            marks: table::marks(ir.id),
         });
     }
 

@@ -19,6 +19,7 @@ use super::gradient::{self, Source};
 use super::guard;
 use super::history::{self, CompileEvent};
 use super::location::{Location, user_location};
+use super::marks::{self, MarkedInput};
 use super::recording::{Input, Recorded};
 use super::report::{Recompile, RegionReport};
 use super::salvage;
@@ -112,7 +113,7 @@ impl Region {
         Self {
             debug: history::debug_folder(options.debug.as_deref(), &options.name),
             frozen: options.frozen,
-            families: (options.dynamic == Dynamic::Auto).then(Families::default),
+            families: (options.dynamic != Dynamic::Off).then(Families::default),
             options,
             capacity: usize::MAX,
             keeps_host_data: false,
@@ -281,12 +282,14 @@ impl Region {
             return Err(Error::frozen(&self.options.name, mismatch.as_ref()));
         }
         let lines = self.lines(segment, recorded);
+        let (marks, mut notes) = (self.marks(segment, recorded, known), Vec::new());
         if let Some(index) = known {
             self.segments[segment].remove(index);
-        } else if let Some(mismatch) = self
-            .nearest(segment, recorded)
-            .and_then(|step| step.guard.mismatch(recorded))
+        } else if let Some(nearest) = self.nearest(segment, recorded)
+            && let Some(mismatch) = nearest.guard.mismatch(recorded)
         {
+            let guard = &nearest.guard;
+            notes = marks::notes(guard, recorded, &marks, self.options.dynamic);
             let expected = self.segments[segment].iter().all(|step| step.provisional);
             let remedy = if expected {
                 history::EXPECTED
@@ -312,8 +315,9 @@ impl Region {
             debug: folder.as_deref(),
             families: self.families.as_ref(),
             only_known: at_limit,
+            sizes: None,
         };
-        let compiled = Step::compile(&self.options, backend, setting, recorded, lines);
+        let compiled = Step::compile(&self.options, backend, setting, recorded, (lines, marks));
         let absorbed = compiled.as_ref().is_ok_and(Step::is_absorbed);
         if let Some(mismatch) = reason.clone().filter(|_| !absorbed) {
             self.recompiles.push(Recompile { segment, mismatch });
@@ -341,12 +345,32 @@ impl Region {
             step.runs.clone(),
         );
         event.absorbed = absorbed;
+        event.shares = step.shares_sizes();
+        event.notes = step.executable.size_notes().to_vec();
+        if !absorbed {
+            event.notes.append(&mut notes);
+        }
+        for note in &event.notes {
+            tracing::info!(target: "kiln::recompiles", region = %self.options.name, segment, "{note}");
+        }
         self.compiles.push(event);
         let steps = &mut self.segments[segment];
         steps.insert(0, Arc::new(step));
         steps.truncate(self.capacity);
         forget_absorbed(steps);
         Ok(0)
+    }
+
+    /// The marked dimensions of a recording's inputs, which step `known` of the segment accepts.
+    fn marks(&self, segment: usize, recorded: &Recorded, known: Option<usize>) -> Vec<MarkedInput> {
+        if self.families.is_none() {
+            return Vec::new();
+        }
+        let resembling = match known {
+            Some(index) => Some(&self.segments[segment][index]),
+            None => self.nearest(segment, recorded),
+        };
+        marks::of(recorded, resembling.map_or(&[], |step| &step.marks))
     }
 
     /// The source of each operation: looked up while recording, or else that of the step that the recording
@@ -395,18 +419,24 @@ impl Region {
         (backend, false, false)
     }
 
+    /// What made compilations necessary, and what to do about it.
+    fn advice(&self) -> String {
+        let mismatches = self.recompiles.iter().map(|recompile| &recompile.mismatch);
+        let shares = self.options.backend == CompileBackend::Cpu;
+        guard::advice(mismatches, shares.then_some(self.options.dynamic))
+    }
+
     /// Says once that the recompile limit is reached.
     fn warn_of_limit(&mut self) {
         if std::mem::replace(&mut self.warned_limit, true) {
             return;
         }
-        let mismatches = self.recompiles.iter().map(|recompile| &recompile.mismatch);
         tracing::warn!(
             target: "kiln::recompiles",
             region = %self.options.name,
             "recompile limit of {} reached; further steps run on aot_eager, which is slower.{}",
             self.options.recompile_limit,
-            guard::advice(mismatches),
+            self.advice(),
         );
     }
 
@@ -423,6 +453,10 @@ impl Region {
             recompiles: self.recompiles.clone(),
             compiles: self.compiles.clone(),
             recompile_limit: self.options.recompile_limit,
+            advice: match self.warned_limit {
+                true => self.advice().trim_start().to_owned(),
+                false => String::new(),
+            },
         }
     }
 }

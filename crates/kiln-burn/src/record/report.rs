@@ -108,6 +108,8 @@ pub struct RegionReport {
     pub compiles: Vec<CompileEvent>,
     /// Greatest number of steps a segment compiles.
     pub recompile_limit: usize,
+    /// What made compilations necessary, and what to do about it, if the limit was reached; else nothing.
+    pub advice: String,
 }
 
 impl Step {

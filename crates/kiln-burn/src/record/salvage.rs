@@ -35,7 +35,7 @@ pub(super) fn compute(options: &CompileOptions, recorded: Recorded) -> Vec<Slot>
         CompileBackend::AotEager,
         Setting::default(),
         &recorded,
-        Vec::new(),
+        Default::default(),
     )
     .and_then(|step| {
         let mut inputs = recorded.inputs.into_iter().map(|input| input.tensor).collect();

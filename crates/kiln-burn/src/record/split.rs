@@ -191,7 +191,7 @@ impl SplitRegion {
                 region = %self.options.name,
                 "recompile limit of {} reached; further forward passes run on aot_eager, which is slower.{}",
                 self.options.recompile_limit,
-                guard::advice(recompiles.iter()),
+                guard::advice(recompiles.iter(), None),
             );
             CompileBackend::AotEager
         } else {

@@ -8,17 +8,19 @@ use std::time::{Duration, Instant};
 use burn_ir::{ScalarIr, TensorId, TensorIr};
 use kiln_compiler::stages::Stages;
 use kiln_cpu::family::Outcome;
-use kiln_graph::Graph;
+use kiln_graph::{Dimension, Graph, Phase};
 use kiln_profile::Category;
 
 use super::gradient::Source;
 use super::guard::Guard;
 use super::history;
+use super::marks::MarkedInput;
 use super::recording::Recorded;
 use super::stream_text;
 use crate::custom;
 use crate::error::Error;
 use crate::execute::check::Checker;
+use crate::execute::cpu::Sizes;
 use crate::execute::memory::Memory;
 use crate::execute::{self, Effort, Executable, ExecuteError, Setting};
 use crate::import::{self, ScalarSource};
@@ -43,6 +45,8 @@ pub struct Step {
     pub(super) backend: CompileBackend,
     /// Ordinal of the GPU, for a backend that runs on one.
     pub(super) gpu: usize,
+    /// Dimensions of inputs that the program marked, for this step or for one that it resembles.
+    pub(super) marks: Vec<MarkedInput>,
     /// Inputs of the recording whose buffers outputs could take over, had they ended in the step.
     lasting: Vec<usize>,
     /// Runs in a row in which one of them did end.
@@ -69,7 +73,7 @@ impl Step {
         backend: CompileBackend,
         setting: Setting<'_>,
         recorded: &Recorded,
-        lines: Vec<Source>,
+        (lines, marks): (Vec<Source>, Vec<MarkedInput>),
     ) -> Result<Self, Error> {
         let _span = tracing::info_span!("compile", region = %options.name, %backend).entered();
         let _profiled = kiln_profile::span(Category::Compile, "compile");
@@ -115,6 +119,11 @@ impl Step {
         let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
         let graph = Arc::new(graph);
         let gpu = recorded.gpu().unwrap_or(0);
+        let sizes = sizes(&graph, options, &marks, &arguments);
+        let setting = Setting {
+            sizes: Some(&sizes),
+            ..setting
+        };
         let (executable, backend) =
             execute::prepare(backend, gpu, graph.clone(), options, setting).map_err(|source| {
                 Error::Execute {
@@ -147,6 +156,7 @@ impl Step {
             outputs,
             backend,
             gpu,
+            marks,
             lasting,
             ended: AtomicU64::new(0),
             provisional: setting.effort == Effort::Quick,
@@ -175,6 +185,14 @@ impl Step {
     /// Whether nothing had to be compiled for it: it is another size of a step before, whose kernels it has.
     pub(super) fn is_absorbed(&self) -> bool {
         self.executable.outcome() == Some(&Outcome::Known)
+    }
+
+    /// Whether sizes are variables of its kernels.
+    pub(super) fn shares_sizes(&self) -> bool {
+        matches!(
+            self.executable.outcome(),
+            Some(Outcome::Known | Outcome::Built { .. } | Outcome::General { .. })
+        )
     }
 
     /// Runs the step on `inputs`, one for each input of the recording, in order; inputs that no other
@@ -391,4 +409,30 @@ pub fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| payload.downcast_ref::<String>().cloned())
         .unwrap_or_else(|| "a panic without a message".to_owned())
+}
+
+/// Which dimensions of a graph's arguments vary; `arguments` has the recording's input of each one. State that
+/// the optimizer replaces keeps its shape.
+fn sizes(graph: &Graph, options: &CompileOptions, marks: &[MarkedInput], arguments: &[usize]) -> Sizes {
+    let dimension = |marked: &MarkedInput| {
+        let parameter = arguments.iter().position(|&input| input == marked.input)?;
+        let dimension = Dimension {
+            parameter: parameter as u32,
+            axis: marked.mark.axis,
+        };
+        Some((dimension, marked.mark))
+    };
+    let mut varies = vec![true; graph.parameters().len()];
+    for output in &graph.outputs {
+        let is_update = graph.def(output.value).provenance.phase == Phase::Optimizer;
+        if let (true, Some(parameter)) = (is_update, output.alias) {
+            varies[parameter as usize] = false;
+        }
+    }
+    Sizes {
+        dynamic: options.dynamic,
+        marks: marks.iter().filter_map(dimension).collect(),
+        inputs: arguments.to_vec(),
+        varies,
+    }
 }

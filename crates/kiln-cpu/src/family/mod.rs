@@ -62,6 +62,13 @@ pub enum Outcome {
     /// It was compiled on its own, with its extents as constants: it is the first of its family, or, if there is a
     /// reason, its functions could not be built with variables.
     Alone(Option<String>),
+    /// It is the first of its family, and its extents are variables at once ([`Family::compile_general`]).
+    General {
+        /// Functions that were built.
+        functions: usize,
+        /// Whether the cache had them.
+        from_cache: bool,
+    },
     /// All its functions were known, or the cache had the step: the C compiler did not run.
     Known,
     /// The C compiler ran, or the cache had what it would have made.
@@ -180,11 +187,13 @@ impl Family {
             let compiled = compile(graph, &self.options_of(debug), &self.target)?;
             crate::debug::write(folder, &compiled, &self.target, &self.toolchain, &self.build);
         }
-        let is_first = state.graphs.is_empty();
+        let is_general = !state.expected.is_empty();
+        let is_first = state.graphs.is_empty() && !is_general;
         if is_first {
             state.graphs.push(graph.clone());
         }
-        if let Some(step) = self.cached(graph)? {
+        let cached = if is_general { None } else { self.cached(graph)? };
+        if let Some(step) = cached {
             let outcome = if is_first {
                 Outcome::Alone(None)
             } else {
@@ -196,7 +205,10 @@ impl Family {
             return self.alone(&mut state, graph);
         }
         let missing = match self.find(&mut state, graph)? {
-            Search::Known(step) => return Ok((*step, Outcome::Known)),
+            Search::Known(step) => {
+                state.expected.clear();
+                return Ok((*step, Outcome::Known));
+            }
             Search::Missing(missing) => missing,
         };
         if is_first {
@@ -221,12 +233,37 @@ impl Family {
         if built.elapsed > Duration::ZERO {
             step.stages.push(("cc", built.elapsed));
         }
-        let outcome = Outcome::Built {
-            functions,
-            reason,
-            from_cache: built.from_cache,
+        let from_cache = built.from_cache;
+        let outcome = match is_general {
+            true => Outcome::General {
+                functions,
+                from_cache,
+            },
+            false => Outcome::Built {
+                functions,
+                reason,
+                from_cache,
+            },
         };
         Ok((step, outcome))
+    }
+
+    /// [`Family::compile_into`] of the first graph of a family, of which graphs of other sizes are `expected`: what
+    /// differs between them is a variable at once, and the second graph does not pay for it. The expected graphs
+    /// only show which numbers vary; nothing of theirs is run.
+    ///
+    /// # Errors
+    /// Those of [`CpuExecutable::new`].
+    pub fn compile_general(
+        &self,
+        graph: &Graph,
+        expected: Vec<Graph>,
+        debug: Option<&Path>,
+    ) -> Result<(CpuExecutable, Outcome), StepError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.expected = expected;
+        drop(state);
+        self.compile_into(graph, debug)
     }
 
     /// The step of `graph` if all its functions are known; none if [`Family::compile`] would run the C compiler.

@@ -107,6 +107,7 @@ impl Family {
             let others = sizes.into_iter().filter_map(|size| line.at(size));
             graphs.extend(others.filter(|graph| self.may_occur(graph)));
         }
+        graphs.append(&mut state.expected);
         let own = graph.fingerprint();
         graphs.retain(|graph| graph.fingerprint() != own && state.sampled.insert(graph.fingerprint()));
         for functions in self.functions_of(&graphs) {

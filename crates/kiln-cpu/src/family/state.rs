@@ -27,6 +27,8 @@ pub(super) struct Known {
 pub(super) struct State {
     pub units: Units,
     pub graphs: Vec<Graph>,
+    /// Graphs of other sizes that the caller expects, and that were not planned yet.
+    pub expected: Vec<Graph>,
     /// Functions of the steps that were planned, by shape.
     pub samples: Vec<Vec<Arc<Unit>>>,
     /// Graphs whose functions are among the samples.

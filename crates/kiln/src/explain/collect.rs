@@ -25,6 +25,7 @@ pub fn report(region: &RegionReport) -> Report {
         breaks: region.breaks.iter().map(graph_break).collect(),
         compiles: compiles(&region.compiles),
         recompile_limit: region.recompile_limit,
+        advice: region.advice.clone(),
         replay: None,
         machine: None,
         predictions: Vec::new(),
@@ -250,13 +251,23 @@ fn graph_break((graph_break, times): &(GraphBreak, u64)) -> Break {
 /// What to do about another size of a step.
 const ABSORBED: &str = "nothing: it is another size of a step before, whose kernels it has";
 
+/// What to do about a size for which kernels were compiled that other sizes can use.
+const SHARED: &str = "nothing: sizes are variables of the kernels that were compiled, and sizes whose kernels are all known compile nothing; where the range of sizes is \
+    known, `kiln::dynamic` has them compiled with the first step";
+
 fn compiles(events: &[CompileEvent]) -> Vec<Compile> {
     let one = |(at, event): (usize, &CompileEvent)| {
         let mut before = events[..at].iter().filter(|it| it.segment == event.segment);
         let mut compile = compile(event);
         compile.expected = event.absorbed || event.mismatch.is_none() || before.all(|it| it.provisional);
-        if compile.expected && event.mismatch.is_some() {
-            let remedy = if event.absorbed { ABSORBED } else { EXPECTED };
+        let is_size = matches!(event.mismatch, Some(Mismatch::Input { .. }));
+        let remedy = match event.absorbed {
+            true => Some(ABSORBED),
+            false if compile.expected => Some(EXPECTED),
+            false if event.shares && is_size => Some(SHARED),
+            false => None,
+        };
+        if let (Some(_), Some(remedy)) = (&event.mismatch, remedy) {
             compile.remedy = Some(remedy.to_owned());
         }
         compile
@@ -279,6 +290,8 @@ fn compile(event: &CompileEvent) -> Compile {
             .mismatch
             .as_ref()
             .map(|mismatch| mismatch.remedy().to_owned()),
+        absorbed: event.absorbed,
+        notes: event.notes.clone(),
         seconds: event.time.as_secs_f64(),
         runs: event.runs(),
     }

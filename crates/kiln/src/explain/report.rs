@@ -20,6 +20,9 @@ pub struct Report {
     pub compiles: Vec<Compile>,
     /// How many steps a segment may compile.
     pub recompile_limit: usize,
+    /// What made compilations necessary, and what to do about it, if the limit was reached.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub advice: String,
     /// How a training step is replayed; none for regions, which are recorded at each call.
     pub replay: Option<Replay>,
     /// The machine's limits, if they were measured.
@@ -280,6 +283,12 @@ pub struct Compile {
     pub after: Option<String>,
     /// What most likely makes the step the same again.
     pub remedy: Option<String>,
+    /// Whether it is another size of a step before, for which nothing had to be compiled.
+    #[serde(default)]
+    pub absorbed: bool,
+    /// What there is to say about sizes: what became of marked dimensions, and which sizes the program pins.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// Time until it could run, in seconds.
     pub seconds: f64,
     /// How often it ran since.
@@ -436,7 +445,7 @@ impl Report {
     pub fn at_recompile_limit(&self) -> bool {
         let lasting = |segment: usize| {
             let own = self.compiles.iter().filter(move |it| it.segment == segment);
-            own.filter(|it| !it.provisional).count()
+            own.filter(|it| !it.provisional && !it.absorbed).count()
         };
         self.compiles
             .iter()

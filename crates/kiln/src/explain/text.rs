@@ -34,14 +34,19 @@ impl fmt::Display for Report {
         for compile in self.compiles.iter().filter(|compile| !compile.expected) {
             write_compile(compile, f)?;
         }
+        write_sizes(&self.compiles, f)?;
         if self.at_recompile_limit() {
             let unexpected = self.compiles.iter().rev().find(|compile| !compile.expected);
             let remedy = unexpected.and_then(|compile| compile.remedy.as_deref());
             writeln!(
                 f,
-                "  at the recompile limit of {}: further steps run on aot_eager, which is slower\n    likely fix: {}",
+                "  at the recompile limit of {}: further steps run on aot_eager, which is slower\n    {}",
                 self.recompile_limit,
-                remedy.unwrap_or("keep shapes and control flow the same"),
+                match (&*self.advice, remedy) {
+                    ("", Some(remedy)) => format!("likely fix: {remedy}"),
+                    ("", None) => "likely fix: keep shapes and control flow the same".to_owned(),
+                    (advice, _) => advice.to_owned(),
+                },
             )?;
         }
         for step in &self.steps {
@@ -145,6 +150,34 @@ fn write_compile(compile: &Compile, f: &mut Formatter<'_>) -> fmt::Result {
     match &compile.remedy {
         Some(remedy) => writeln!(f, "\n    what to do: {remedy}"),
         None => writeln!(f),
+    }
+}
+
+/// Sizes that were absorbed, and notes on sizes, each once.
+fn write_sizes(compiles: &[Compile], f: &mut Formatter<'_>) -> fmt::Result {
+    let absorbed = compiles.iter().filter(|compile| compile.absorbed);
+    let (count, seconds) = absorbed.fold((0, 0.0), |(count, seconds), it| (count + 1, seconds + it.seconds));
+    if count > 0 {
+        writeln!(
+            f,
+            "  {count} more sizes of these steps were planned in {:.3} s each, and nothing was compiled for them",
+            seconds / f64::from(count)
+        )?;
+    }
+    let mut said: Vec<&str> = Vec::new();
+    for compile in compiles {
+        for note in compile.notes.iter().filter(|note| !note.is_empty()) {
+            if !said.contains(&&**note) {
+                said.push(note);
+            }
+        }
+    }
+    for note in said.iter().take(LISTED) {
+        writeln!(f, "  sizes: {note}")?;
+    }
+    match said.len().saturating_sub(LISTED) {
+        0 => Ok(()),
+        more => writeln!(f, "  and {more} more notes on sizes"),
     }
 }
 

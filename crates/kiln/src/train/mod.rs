@@ -252,7 +252,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         let scaling = loss_scale::scaling(&self.options);
         self.options.loss_scaling = scaling;
         let least = match self.options.dynamic {
-            Dynamic::Auto => VARIANTS.1 / 4,
+            Dynamic::Auto | Dynamic::Marked => VARIANTS.1 / 4,
             Dynamic::Off => VARIANTS.0,
         };
         let capacity = self.options.recompile_limit.clamp(least, VARIANTS.1);

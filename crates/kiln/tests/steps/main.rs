@@ -13,6 +13,9 @@ mod indices;
 mod loss_scale;
 mod models;
 mod shapes;
+mod shapes_bert;
+mod shapes_marked;
+mod shapes_programs;
 mod train_step;
 mod weights;
 

@@ -1,7 +1,11 @@
 //! Steps of one program that differ in shapes, and share what was compiled.
 //!
 //! A region has one [`Families`]. Graphs of one structure (the same operations on the same operands) are a
-//! family, whatever their shapes; a family compiles what no earlier member had (`kiln_cpu::family`).
+//! family, whatever their shapes; a family compiles what no earlier member had (`kiln_cpu::family`). Under
+//! [`Dynamic::Marked`] the members of a family differ in marked dimensions alone.
+//!
+//! The first graph of a family whose dimensions are marked is compiled with graphs of other sizes, which
+//! `kiln_graph::Resizer` makes of it. So its marked sizes are variables at once.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,13 +13,70 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kiln_compiler::Options;
 use kiln_cpu::family::{Family, Outcome};
 use kiln_cpu::{BuildOptions, CpuExecutable, CpuTarget, StepError, Toolchain};
-use kiln_graph::Graph;
+use kiln_graph::{Dimension, Graph, Pinned, Resizer};
 
 use super::process::CACHE;
+use crate::options::Dynamic;
+use crate::record::marks::Mark;
 
 /// Most families that are kept; the oldest goes. A program that is another one at each call has nothing to
 /// share.
 const FAMILIES: usize = 16;
+
+/// Most graphs of other sizes that are planned for the first graph of a family.
+const SAMPLES: usize = 32;
+
+/// Graphs in which several marked dimensions have other sizes at once.
+const CROSSED: usize = 16;
+
+/// Which dimensions of a graph's arguments vary, as far as the program says.
+#[derive(Clone, Debug, Default)]
+pub struct Sizes {
+    /// What becomes of shapes.
+    pub dynamic: Dynamic,
+    /// The marked dimensions.
+    pub marks: Vec<(Dimension, Mark)>,
+    /// For each argument, the position of the recording's input.
+    pub inputs: Vec<usize>,
+    /// Whether each argument may have other sizes: state of a training step may not.
+    pub varies: Vec<bool>,
+}
+
+/// Nothing is marked.
+pub(super) static UNMARKED: Sizes = Sizes {
+    dynamic: Dynamic::Auto,
+    marks: Vec::new(),
+    inputs: Vec::new(),
+    varies: Vec::new(),
+};
+
+/// A step, and what it took.
+pub(super) struct Shared {
+    pub executable: CpuExecutable,
+    /// None if it belongs to no family.
+    pub outcome: Option<Outcome>,
+    /// What became of the marked dimensions, for people.
+    pub notes: Vec<String>,
+}
+
+impl Shared {
+    /// A step that belongs to no family.
+    pub fn alone(executable: CpuExecutable) -> Self {
+        Self {
+            executable,
+            outcome: None,
+            notes: Vec::new(),
+        }
+    }
+
+    fn of((executable, outcome): (CpuExecutable, Outcome), notes: Vec<String>) -> Self {
+        Self {
+            executable,
+            outcome: Some(outcome),
+            notes,
+        }
+    }
+}
 
 /// Families, the newest first, each with its first graph.
 type List = Vec<(Arc<Graph>, Arc<Family>)>;
@@ -27,22 +88,25 @@ pub struct Families {
 }
 
 impl Families {
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The step of `graph` if its family has compiled all its kernels.
     ///
     /// # Errors
     ///
     /// As [`CpuExecutable::new`].
-    pub(super) fn known(&self, graph: &Graph) -> Result<Option<CpuExecutable>, StepError> {
-        let family = find(&self.list(), graph);
-        family.map_or(Ok(None), |family| family.known(graph))
-    }
-
-    fn list(&self) -> MutexGuard<'_, List> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn known(&self, graph: &Graph, sizes: &Sizes) -> Result<Option<Shared>, StepError> {
+        let Some(family) = find(&self.list(), graph, sizes) else {
+            return Ok(None);
+        };
+        let executable = family.known(graph)?;
+        Ok(executable.map(|executable| Shared::of((executable, Outcome::Known), Vec::new())))
     }
 
     /// The step of `graph`, and what it took. All graphs that this is called with have the same options and
-    /// target.
+    /// target. The results of its stages are written to a folder, if there is one.
     ///
     /// # Errors
     ///
@@ -52,25 +116,33 @@ impl Families {
         graph: &Arc<Graph>,
         (options, target): (&Options, &CpuTarget),
         toolchain: &Toolchain,
-        debug: Option<&Path>,
-    ) -> Result<(CpuExecutable, Outcome), StepError> {
-        let family = {
-            let mut list = self.list();
-            find(&list, graph).unwrap_or_else(|| {
-                let build = BuildOptions::default();
-                let family = Arc::new(Family::new(options, target, toolchain, &CACHE, &build));
-                list.truncate(FAMILIES - 1);
-                list.insert(0, (graph.clone(), family.clone()));
-                family
-            })
+        (debug, sizes): (Option<&Path>, &Sizes),
+    ) -> Result<Shared, StepError> {
+        let mut list = self.list();
+        if let Some(family) = find(&list, graph, sizes) {
+            drop(list);
+            return Ok(Shared::of(family.compile_into(graph, debug)?, Vec::new()));
+        }
+        let build = BuildOptions::default();
+        let family = Arc::new(Family::new(options, target, toolchain, &CACHE, &build));
+        list.truncate(FAMILIES - 1);
+        list.insert(0, (graph.clone(), family.clone()));
+        drop(list);
+        let (expected, notes) = sizes.expected(graph);
+        let compiled = match expected.is_empty() {
+            true => family.compile_into(graph, debug)?,
+            false => family.compile_general(graph, expected, debug)?,
         };
-        family.compile_into(graph, debug)
+        Ok(Shared::of(compiled, notes))
     }
 }
 
 /// The family of `graph`, if there is one.
-fn find(list: &List, graph: &Graph) -> Option<Arc<Family>> {
-    let known = list.iter().find(|(first, _)| has_structure_of(graph, first));
+fn find(list: &List, graph: &Graph, sizes: &Sizes) -> Option<Arc<Family>> {
+    let belongs = |first: &Graph| {
+        has_structure_of(graph, first) && (sizes.dynamic != Dynamic::Marked || sizes.explain(first, graph))
+    };
+    let known = list.iter().find(|(first, _)| belongs(first));
     known.map(|(_, family)| family.clone())
 }
 
@@ -82,4 +154,236 @@ fn has_structure_of(graph: &Graph, other: &Graph) -> bool {
     graph.num_nodes() == other.num_nodes()
         && graph.outputs.len() == other.outputs.len()
         && graph.nodes().zip(other.nodes()).all(same)
+}
+
+/// Marked dimensions that always have one size.
+struct Group {
+    leader: Dimension,
+    least: usize,
+    most: usize,
+}
+
+impl Sizes {
+    /// Whether marked dimensions explain how two graphs differ: each argument differs in marked dimensions, or in
+    /// others that had the size of a marked one and have it now.
+    fn explain(&self, first: &Graph, graph: &Graph) -> bool {
+        let extents = |dimension: Dimension| {
+            let at = dimension.parameter as usize;
+            let one = first.parameters().get(at).map(|&value| first.shape(value));
+            let two = graph.parameters().get(at).map(|&value| graph.shape(value));
+            let axis = dimension.axis;
+            match (one, two) {
+                (Some(one), Some(two)) if axis < one.rank() && axis < two.rank() => {
+                    Some((one[axis], two[axis]))
+                }
+                _ => None,
+            }
+        };
+        let marked: Vec<(usize, usize)> = self
+            .marks
+            .iter()
+            .filter_map(|&(dimension, _)| extents(dimension))
+            .filter(|(before, now)| before != now)
+            .collect();
+        let ranks = |graph: &Graph| -> Vec<usize> {
+            let parameters = graph.parameters().iter();
+            parameters.map(|&value| graph.shape(value).rank()).collect()
+        };
+        if first
+            .nodes()
+            .zip(graph.nodes())
+            .all(|((_, a), (_, b))| a.op == b.op)
+        {
+            return true;
+        }
+        ranks(first) == ranks(graph)
+            && !marked.is_empty()
+            && dimensions(first).all(|dimension| {
+                extents(dimension).is_some_and(|(before, now)| {
+                    before == now
+                        || marked.contains(&(before, now))
+                        || self.marks.iter().any(|(marked, _)| *marked == dimension)
+                })
+            })
+    }
+
+    /// Graphs of other sizes, and what there is to say of each marked dimension.
+    fn expected(&self, graph: &Graph) -> (Vec<Graph>, Vec<String>) {
+        let (mut graphs, mut notes) = (Vec::new(), Vec::new());
+        if self.marks.is_empty() {
+            return (graphs, notes);
+        }
+        let resizer = Resizer::new(graph, &self.varies);
+        let groups = self.groups(&resizer, &mut notes);
+        let count = SAMPLES / groups.len().max(1);
+        let mut variables: Vec<(Dimension, Vec<usize>)> = Vec::new();
+        for group in groups {
+            let size = extent(graph, group.leader);
+            let mut pinned: Option<(usize, Pinned)> = None;
+            let mut fitting = Vec::new();
+            for size in sample_sizes(size, (group.least, group.most), count.max(8)) {
+                match resizer.at(&[(group.leader, size)]) {
+                    Ok(other) => {
+                        fitting.push(size);
+                        graphs.push(other);
+                    }
+                    Err(why) => drop(pinned.get_or_insert((size, why))),
+                }
+            }
+            notes.push(self.note(
+                graph,
+                &group,
+                graphs.last().filter(|_| !fitting.is_empty()),
+                pinned,
+            ));
+            if !fitting.is_empty() {
+                variables.push((group.leader, fitting));
+            }
+        }
+        if variables.len() > 1 {
+            // Sizes that differ at once show which numbers follow which.
+            for turn in 0..CROSSED {
+                let pick = |(at, (dimension, sizes)): (usize, &(Dimension, Vec<usize>))| {
+                    // Another stride for each dimension: sizes meet in many combinations.
+                    (*dimension, sizes[(turn * (2 * at + 3) + 5 * at) % sizes.len()])
+                };
+                let picked: Vec<_> = variables.iter().enumerate().map(pick).collect();
+                graphs.extend(resizer.at(&picked));
+            }
+        }
+        (graphs, notes)
+    }
+
+    /// The marked dimensions that vary independently.
+    fn groups(&self, resizer: &Resizer<'_>, notes: &mut Vec<String>) -> Vec<Group> {
+        let mut groups: Vec<Group> = Vec::new();
+        for &(dimension, mark) in &self.marks {
+            let equals = resizer.equals(dimension);
+            match groups.iter_mut().find(|group| equals.contains(&group.leader)) {
+                Some(group) => {
+                    notes.push(format!(
+                        "{} (marked, {mark}) always has the size of {}",
+                        self.name(dimension),
+                        self.name(group.leader)
+                    ));
+                    group.least = group.least.max(mark.least);
+                    group.most = group.most.min(mark.most);
+                }
+                None => groups.push(Group {
+                    leader: dimension,
+                    least: mark.least,
+                    most: mark.most,
+                }),
+            }
+        }
+        groups
+    }
+
+    /// What became of marked dimensions, of which `sample` is a graph of another size.
+    fn note(
+        &self,
+        graph: &Graph,
+        group: &Group,
+        sample: Option<&Graph>,
+        pinned: Option<(usize, Pinned)>,
+    ) -> String {
+        let mark = Mark {
+            axis: group.leader.axis,
+            least: group.least,
+            most: group.most,
+        };
+        let name = format!("{} (marked, {mark})", self.name(group.leader));
+        let Some(sample) = sample else {
+            return match pinned {
+                Some((_, why)) => format!("{name} is pinned by {why}; each size is a step of its own"),
+                None => format!("{name} has one size in its range"),
+            };
+        };
+        let followers = dimensions(graph).filter(|&dimension| {
+            let marked = self.marks.iter().any(|(marked, _)| *marked == dimension);
+            !marked && extent(graph, dimension) != extent(sample, dimension)
+        });
+        let followers: Vec<String> = followers.map(|dimension| self.name(dimension)).collect();
+        let with = match followers.is_empty() {
+            true => String::new(),
+            false => format!(", and with it {}", followers.join(" and ")),
+        };
+        match pinned {
+            Some((size, why)) => format!("{name} is a variable{with}, but not at size {size}: {why}"),
+            None => format!("{name} is a variable{with}"),
+        }
+    }
+
+    fn name(&self, dimension: Dimension) -> String {
+        let input = self.inputs.get(dimension.parameter as usize);
+        let input = input.copied().unwrap_or(dimension.parameter as usize);
+        format!("dimension {} of input {input}", dimension.axis)
+    }
+}
+
+/// The dimensions of all arguments.
+fn dimensions(graph: &Graph) -> impl Iterator<Item = Dimension> {
+    let parameters = graph.parameters().iter().enumerate();
+    parameters.flat_map(|(parameter, &value)| {
+        (0..graph.shape(value).rank()).map(move |axis| Dimension {
+            parameter: parameter as u32,
+            axis,
+        })
+    })
+}
+
+fn extent(graph: &Graph, dimension: Dimension) -> usize {
+    graph.shape(graph.parameters()[dimension.parameter as usize])[dimension.axis]
+}
+
+/// About `count` sizes of a range besides `size`: small and large ones, powers of two, odd and even ones. A range
+/// without an end reaches to twice the size.
+fn sample_sizes(size: usize, (least, most): (usize, usize), count: usize) -> Vec<usize> {
+    let most = match most {
+        usize::MAX => 2 * size.max(16).next_power_of_two(),
+        most => most,
+    };
+    let mut sizes: Vec<usize> = if most - least < count {
+        (least..=most).collect()
+    } else {
+        let mut sizes = vec![least, most];
+        let mut power = 8;
+        while power <= most {
+            sizes.extend(
+                [16, 17, 19, 21, 23, 25, 27, 29, 31]
+                    .map(|part| power * part / 16 + usize::from(part % 4 == 3)),
+            );
+            power *= 2;
+        }
+        sizes
+    };
+    sizes.retain(|other| (least..=most).contains(other) && *other != size);
+    sizes.sort_unstable();
+    sizes.dedup();
+    let length = sizes.len();
+    if length > count {
+        // Evenly, ends included.
+        let picked = (0..count).map(|at| sizes[at * (length - 1) / (count - 1)]);
+        sizes = picked.collect();
+    }
+    sizes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_reach_over_the_range() {
+        assert_eq!(sample_sizes(5, (2, 9), 16), [2, 3, 4, 6, 7, 8, 9]);
+        let sizes = sample_sizes(40, (10, 500), 16);
+        assert_eq!((sizes.len(), sizes[0], sizes[15]), (16, 10, 500));
+        assert!(sizes.windows(2).all(|pair| pair[0] < pair[1]));
+        assert!(
+            sample_sizes(40, (2, usize::MAX), 32)
+                .iter()
+                .all(|&size| size <= 128 && size != 40)
+        );
+        assert_eq!(sample_sizes(7, (7, 7), 32), []);
+    }
 }

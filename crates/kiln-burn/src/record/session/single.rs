@@ -139,7 +139,13 @@ fn find_or_compile(place: Place, operation: &OperationIr, recorded: &Recorded) -
         effort: Effort::Quick,
         ..Setting::default()
     };
-    let compiled = Step::compile(&options, CompileBackend::Cuda, setting, recorded, Vec::new());
+    let compiled = Step::compile(
+        &options,
+        CompileBackend::Cuda,
+        setting,
+        recorded,
+        Default::default(),
+    );
     let mut singles = lock(&SINGLES);
     let step = match compiled {
         Ok(step) if step.backend == CompileBackend::Cuda => Some(Arc::new(step)),

@@ -351,5 +351,5 @@ if (report.steps.length) {
   show(busiest);
 }
 if (report.compiles.length) root.append(section("Every compilation", "", table("compiles", [["step", it => it.step], ["segment", it => it.segment], ["backend", it => it.backend],
-  ["guard that failed", it => it.guard || ""], ["before", it => it.before || ""], ["after", it => it.after || ""], ["what to do", it => it.remedy || ""], ["seconds", it => it.seconds, it => seconds(it.seconds)], ["runs", it => it.runs]], report.compiles)));
+  ["guard that failed", it => it.guard || ""], ["before", it => it.before || ""], ["after", it => it.after || ""], ["what to do", it => it.remedy || ""], ["sizes", it => (it.notes || []).join("; ")], ["seconds", it => it.seconds, it => seconds(it.seconds)], ["runs", it => it.runs]], report.compiles)));
 document.documentElement.dataset.ready = "yes";
