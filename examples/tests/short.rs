@@ -44,6 +44,13 @@ fn distributed() {
 }
 
 #[test]
+fn varying_lengths() {
+    let text = run(env!("CARGO_BIN_EXE_varying_lengths"));
+    losses(&text);
+    assert!(text.contains("mean ratio"), "{text}");
+}
+
+#[test]
 fn own_project() {
     let text = run(env!("CARGO_BIN_EXE_own_project"));
     let losses = losses(&text);

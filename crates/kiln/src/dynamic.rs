@@ -39,6 +39,8 @@ use crate::input::{StepInput, inspect};
 /// - A dimension that the program pins is compiled for each of its sizes, and `explain` says what pins it: the
 ///   operation that needs one size, or the program's own decision (a branch, a loop over the size, a number made
 ///   of it) when a second size comes.
+/// - `Tensor::arange` of fewer than 8 elements is recorded as data, so where a program uses it lengths below 8 are
+///   another step.
 /// - Marks are for backend `cpu`; the others compile each shape by itself, and results are the same everywhere.
 ///
 /// # Errors

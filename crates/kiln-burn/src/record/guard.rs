@@ -224,7 +224,7 @@ pub fn advice<'a>(mismatches: impl IntoIterator<Item = &'a Mismatch>, dynamic: O
     let what = list[0].guard().replacen("type and shape of ", "", 1);
     let share = match dynamic {
         Some(Dynamic::Auto) => {
-            "sizes are variables of the kernels (`Dynamic::Auto`), but these sizes needed kernels of another form: mark the dimension with its              range (`kiln::dynamic`), so that they are compiled at once, "
+            "sizes are variables of the kernels (`Dynamic::Auto`), but these sizes needed kernels of another form: mark the dimension with its range (`kiln::dynamic`), so that they are compiled at once, "
         }
         Some(Dynamic::Marked) => {
             "mark it (`kiln::dynamic`) or compile with `with_dynamic(Dynamic::Auto)`, so that sizes share their kernels, "
@@ -235,7 +235,7 @@ pub fn advice<'a>(mismatches: impl IntoIterator<Item = &'a Mismatch>, dynamic: O
         None => "",
     };
     format!(
-        "{failed} What differs most often ({often}) is {} of {what}. What to do: {share}pad it to one size, or to a few, and mask what is padded (a last          batch that is smaller can be dropped), or raise recompile_limit to the number of sizes",
+        "{failed} What differs most often ({often}) is {} of {what}. What to do: {share}pad it to one size, or to a few, and mask what is padded (a last batch that is smaller can be dropped), or raise recompile_limit to the number of sizes",
         dimensions.join(" and "),
     )
 }

@@ -423,10 +423,15 @@ fn sizes(graph: &Graph, options: &CompileOptions, marks: &[MarkedInput], argumen
         Some((dimension, marked.mark))
     };
     let mut varies = vec![true; graph.parameters().len()];
-    for output in &graph.outputs {
-        let is_update = graph.def(output.value).provenance.phase == Phase::Optimizer;
-        if let (true, Some(parameter)) = (is_update, output.alias) {
-            varies[parameter as usize] = false;
+    if !marks.is_empty() {
+        // Which arguments the optimizer would replace, whether or not they end in this call.
+        let mut updates = graph.clone();
+        kiln_graph::alias::assign_aliases(&mut updates, &vec![true; varies.len()]);
+        for output in &updates.outputs {
+            let is_update = graph.def(output.value).provenance.phase == Phase::Optimizer;
+            if let (true, Some(parameter)) = (is_update, output.alias) {
+                varies[parameter as usize] = false;
+            }
         }
     }
     Sizes {

@@ -126,6 +126,9 @@ impl<'a> Resizer<'a> {
             }
             solver.mark(self.class(dimension), size);
         }
+        if let Some(conflict) = solver.conflict {
+            return Err(conflict);
+        }
         solver.solve();
         rewrite::rewrite(&solver).map_err(|pinned| solver.conflict.unwrap_or(pinned))
     }

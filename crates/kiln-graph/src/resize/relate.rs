@@ -243,17 +243,21 @@ impl<'a> Solver<'a> {
         if product(self, to) == wanted {
             return;
         }
+        if let Some(sizes) = self.split(wanted, to) {
+            for (&axis, size) in to.1.iter().zip(sizes) {
+                self.set_axis(to.0, axis, size, Strength::Result, node);
+            }
+            return;
+        }
         let solutions = to.1.iter().filter_map(|&axis| {
-            let (before, size) = self.extents(to.0, axis);
+            let size = self.now(to.0, axis);
             let others = product(self, to) / size.max(1);
             let fits = others > 0 && wanted.is_multiple_of(others);
-            fits.then(|| (axis, before, wanted / others))
+            fits.then(|| (axis, wanted / others))
         });
         let solutions: Vec<_> = solutions.collect();
-        let is_mark = |&&(_, before, now): &&(usize, usize, usize)| self.marks.contains(&(before, now));
-        let best = solutions.iter().find(is_mark).or(solutions.first());
-        match best {
-            Some(&(axis, _, size)) => self.set_axis(to.0, axis, size, Strength::Result, node),
+        match solutions.first() {
+            Some(&(axis, size)) => self.set_axis(to.0, axis, size, Strength::Result, node),
             None => {
                 let shape = self.graph.shape(data_result(self.graph, node));
                 self.refuse(
@@ -262,6 +266,27 @@ impl<'a> Solver<'a> {
                 );
             }
         }
+    }
+}
+
+impl Solver<'_> {
+    /// Sizes of dimensions with a given product, each as it is or as a marked dimension of its extent became.
+    fn split(&self, wanted: usize, (value, axes): (Value, &[usize])) -> Option<Vec<usize>> {
+        let Some((&axis, rest)) = axes.split_first() else {
+            return (wanted == 1).then(Vec::new);
+        };
+        let (before, size) = self.extents(value, axis);
+        let marked = self
+            .marks
+            .iter()
+            .filter(|mark| before == size && mark.0 == before);
+        let mut sizes = marked.map(|mark| mark.1).chain([size]);
+        sizes.find_map(|size| {
+            let fits = size > 0 && wanted.is_multiple_of(size);
+            let mut others = fits.then(|| self.split(wanted / size, (value, rest)))??;
+            others.insert(0, size);
+            Some(others)
+        })
     }
 }
 

@@ -252,8 +252,7 @@ fn graph_break((graph_break, times): &(GraphBreak, u64)) -> Break {
 const ABSORBED: &str = "nothing: it is another size of a step before, whose kernels it has";
 
 /// What to do about a size for which kernels were compiled that other sizes can use.
-const SHARED: &str = "nothing: sizes are variables of the kernels that were compiled, and sizes whose kernels are all known compile nothing; where the range of sizes is \
-    known, `kiln::dynamic` has them compiled with the first step";
+const SHARED: &str = "nothing: sizes are variables of the kernels that were compiled, and sizes whose kernels are all known compile nothing; where the range of sizes is known, `kiln::dynamic` has them compiled with the first step";
 
 fn compiles(events: &[CompileEvent]) -> Vec<Compile> {
     let one = |(at, event): (usize, &CompileEvent)| {

@@ -241,6 +241,107 @@ fn adamw_goes_on_in_c_and_python() {
     assert_eq!(found.unwrap(), expected[..10]);
 }
 
+/// The folder of an exported step, moved to another place, on a machine without Kiln, its cache and a compiler.
+#[test]
+fn an_exported_step_needs_nothing_of_its_machine() {
+    let device = KilnDevice::cpu();
+    <Kiln as Backend>::seed(&device, 9);
+    let optim = AdamWConfig::new().init::<B, Net<B>>();
+    let mut step = TrainStep::new(Net::<B>::new(&device), optim, loss)
+        .build()
+        .unwrap();
+    for number in 0..6 {
+        step.step(0.01, input(number)).unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (first, moved) = (folder.path().join("first"), folder.path().join("another machine"));
+    step.export(&first).unwrap();
+    let expected: Vec<u32> = (6..16)
+        .map(|number| step.step(0.01, input(number)).unwrap().0.into_scalar().to_bits())
+        .collect();
+    // As the folder's README says.
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/export/train.c");
+    let built = Command::new("cc")
+        .current_dir(&first)
+        .arg(source)
+        .args(["./step.so", "-I.", "-lpthread", "-lm", "-o", "train"])
+        .output()
+        .unwrap();
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
+
+    // Nothing in the files says where they were made.
+    let home = std::env::var("HOME").unwrap_or_default();
+    for file in [
+        "step.so",
+        "step.h",
+        "manifest.json",
+        "README.md",
+        "state.safetensors",
+    ] {
+        let bytes = std::fs::read(first.join(file)).unwrap();
+        for path in [
+            &*folder.path().to_string_lossy(),
+            env!("CARGO_MANIFEST_DIR"),
+            &*home,
+        ] {
+            let found = path.len() > 5 && bytes.windows(path.len()).any(|part| part == path.as_bytes());
+            assert!(!found, "{file} has the path {path}");
+        }
+    }
+    if let Ok(output) = Command::new("ldd").arg(first.join("step.so")).output() {
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let known = [
+            "linux-vdso",
+            "libc.so",
+            "libm.so",
+            "libpthread.so",
+            "ld-linux",
+            "statically linked",
+        ];
+        for line in text.lines() {
+            assert!(known.iter().any(|name| line.contains(name)), "{text}");
+        }
+    }
+
+    std::fs::rename(&first, &moved).unwrap();
+    write_batches(&moved.join("batches"), 6..16);
+    let bare = |program: &Path| {
+        let mut command = Command::new(program);
+        command
+            .env_clear()
+            .env("PATH", "")
+            .env("HOME", "/nonexistent")
+            .current_dir(&moved);
+        command
+    };
+    let arguments = ["batches", "10", "0.01", "2", "saved"];
+    let found = losses(
+        bare(&moved.join("train"))
+            .arg("state.safetensors")
+            .args(arguments),
+    );
+    assert_eq!(found.unwrap(), expected);
+
+    let python = ["-c", "import numpy, sys; print(sys.executable)"];
+    let Some(python) = Command::new("python3")
+        .args(python)
+        .output()
+        .ok()
+        .filter(|it| it.status.success())
+    else {
+        eprintln!("python3 has no numpy: the script is not run");
+        return;
+    };
+    let python = PathBuf::from(String::from_utf8(python.stdout).unwrap().trim());
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/export/train.py");
+    let found = losses(bare(&python).arg(script).arg(".").args(arguments));
+    assert_eq!(found.unwrap(), expected);
+}
+
 #[test]
 fn momentum_goes_on_in_c() {
     let optim = SgdConfig::new()

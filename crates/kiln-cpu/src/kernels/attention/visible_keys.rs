@@ -51,12 +51,13 @@ impl VisibleKeys {
                 "if (row0 + r + {ahead} < n) n = row0 + r + {ahead};\nif (n < 0) n = 0;\n"
             ));
         }
+        // No initialiser: where sizes are variables the number of tiles is one.
+        let tiles = plan.block / tile;
         let by_block = format!(
-            "/* How many keys each row sees, and each tile of rows. */\nint32_t n_of[{}], limit_of[{}] = {{0}};\nint64_t most = 0;\nfor (int64_t r = 0; r < rows; r++) {{\n{}    n_of[r] = (int32_t)n;\n    if \
+            "/* How many keys each row sees, and each tile of rows. */\nint32_t n_of[{}], limit_of[{tiles}];\nfor (int64_t t = 0; t < {tiles}; t++) limit_of[t] = 0;\nint64_t most = 0;\nfor (int64_t r = 0; r < rows; r++) {{\n{}    n_of[r] = (int32_t)n;\n    if \
              (limit_of[r / {tile}] < n) limit_of[r / {tile}] = (int32_t)n;\n    if (most < n) most = n;\n}}\nconst int64_t end = most + {tile} < {ld} ? \
              most + {tile} : {ld};\n",
             plan.block,
-            plan.block / tile,
             indent(&bounds, 4),
         );
         Self {
