@@ -384,6 +384,6 @@ mod tests {
                 .iter()
                 .all(|&size| size <= 128 && size != 40)
         );
-        assert_eq!(sample_sizes(7, (7, 7), 32), []);
+        assert_eq!(sample_sizes(7, (7, 7), 32), Vec::<usize>::new());
     }
 }
