@@ -206,7 +206,10 @@ impl Family {
         }
         let missing = match self.find(&mut state, graph)? {
             Search::Known(step) => {
-                state.expected.clear();
+                // Another process compiled it. The first size that is not known is compiled with the expected ones.
+                if state.graphs.is_empty() {
+                    state.graphs.push(graph.clone());
+                }
                 return Ok((*step, Outcome::Known));
             }
             Search::Missing(missing) => missing,

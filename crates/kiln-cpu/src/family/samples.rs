@@ -61,6 +61,7 @@ impl Family {
         units: &[Arc<Unit>],
     ) -> Result<Built, CpuError> {
         let start = Instant::now();
+        let is_general = !state.expected.is_empty();
         match state.learned {
             0 => self.sample(state, graph, |sizes| {
                 sample_sizes(sizes, graph.num_nodes() > LARGE)
@@ -76,6 +77,8 @@ impl Family {
             state.graphs.push(graph.clone());
         }
         let budget = match state.learned {
+            // The caller knows which sizes come.
+            _ if is_general => THIRD,
             0 => SECOND,
             1 => THIRD,
             _ => 0,
