@@ -194,10 +194,10 @@ impl Statistics {
                 (Some(Kind::Statistic(number)), _) => self.note(&product.out, Kind::Weighted(number)),
                 _ => {}
             },
-            NumericOperationIr::SumDim(sum) if sum.axis == 1 => {
-                if extents(&sum.input.shape).is_some_and(|(_, length)| length == 1) {
-                    self.note(&sum.out, Kind::Sums);
-                }
+            NumericOperationIr::SumDim(sum)
+                if sum.axis == 1 && extents(&sum.input.shape).is_some_and(|(_, length)| length == 1) =>
+            {
+                self.note(&sum.out, Kind::Sums);
             }
             NumericOperationIr::Add(sum) => {
                 for side in [&sum.lhs, &sum.rhs] {

@@ -234,10 +234,11 @@ impl<'a> Solver<'a> {
                 let (extent, size) = solver.extents(to.0, other);
                 extent == before && size == extent
             };
-            if before != now && product(self, to) != wanted {
-                if let Some(&axis) = to.1.iter().find(|axis| free(self, axis)) {
-                    self.set_axis(to.0, axis, now, Strength::Result, node);
-                }
+            if before != now
+                && product(self, to) != wanted
+                && let Some(&axis) = to.1.iter().find(|axis| free(self, axis))
+            {
+                self.set_axis(to.0, axis, now, Strength::Result, node);
             }
         }
         if product(self, to) == wanted {

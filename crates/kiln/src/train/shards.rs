@@ -375,7 +375,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Clip<'_> {
             (GradientClipping::Norm(threshold), Some(sums)) => {
                 // The formula of `GradientClipping`.
                 let at = self.seen.len();
-                let norm = sums.clone().slice([at..at + 1]).sqrt();
+                let norm = sums.clone().slice(at..at + 1).sqrt();
                 let least = gradient
                     .dtype()
                     .finfo()
@@ -441,7 +441,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Join {
         let joined = of_elements(own.reshape([share]), ranks::joined);
         let filled = joined.shape().num_elements() > elements;
         let joined = match filled {
-            true => joined.slice([0..elements]),
+            true => joined.slice(0..elements),
             false => joined,
         };
         let whole: [usize; D] = std::array::from_fn(|dimension| whole[dimension]);

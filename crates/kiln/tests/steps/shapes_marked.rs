@@ -125,7 +125,7 @@ fn what_pins_a_size_is_named() {
     let table = matrix(20, 6);
     let x = matrix(8, 6);
     kiln::dynamic(&x, 0, 2..=40).unwrap();
-    step.run(|| (x + table.slice([0..8])).sum_dim(1)).unwrap();
+    step.run(|| (x + table.slice(0..8)).sum_dim(1)).unwrap();
     let said = notes(&step.report());
     assert!(
         said.contains("(marked, 2 to 40) is a variable, but not at size"),

@@ -94,7 +94,7 @@ fn masks_and_means(x: Tensor<Compiled, 3>, tokens: Tensor<Compiled, 2, Int>) -> 
     let device = x.device();
     let [batch, length, width] = x.dims();
     let lengths = Tensor::<Compiled, 1, Int>::from_ints([length as i32, 1, (length / 2) as i32], &device);
-    let lengths = lengths.slice([0..batch]).reshape([batch, 1]);
+    let lengths = lengths.slice(0..batch).reshape([batch, 1]);
     let positions = Tensor::<Compiled, 1, Int>::arange(0..length as i64, &device);
     let padded = positions
         .clone()
