@@ -114,9 +114,11 @@ where
             mut before,
             optimizer_before,
             loss_scale,
+            scale_before,
             copies,
             rehearsed,
         } = recorded;
+        drop(scale_before);
         let after = places::of_model::<B, M>(&trained.0);
         let device = trained.0.devices().first().copied().unwrap_or_default();
         let optimizer_after = match traced {

@@ -78,6 +78,8 @@ pub(super) struct Recorded<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptim
     pub optimizer_before: Vec<Found>,
     /// The state of loss scaling after the step, if the loss is scaled.
     pub loss_scale: Option<loss_scale::State>,
+    /// Where loss scaling stood before: its tensors outlive the step, as they do where a call fails.
+    pub scale_before: Option<loss_scale::State>,
     /// The copies of the parameters in 16 bits, if there are any.
     pub copies: Option<weights::Places>,
     /// What the optimizer's host code does, if the call is compared with another.
@@ -169,6 +171,7 @@ where
             before,
             optimizer_before: updated.before,
             loss_scale: scaled.map(|(state, _)| state),
+            scale_before: self.scale,
             copies,
             rehearsed: updated.rehearsed,
         }
@@ -181,14 +184,14 @@ where
         L: StepOutput<B>,
     {
         let (scaling, start) = (self.scaling, self.start_scale);
-        let (loss, state) = (self.loss, self.scale.take());
+        let (loss, state) = (self.loss, &mut self.scale);
         let differentiate = || {
             let output = loss(model, input);
             let value = output.loss();
             let scaling = scaling.map(|scaling| {
                 let device = value.device();
-                let state = state.unwrap_or_else(|| loss_scale::State::new(start, device));
-                (scaling, state)
+                let state = state.get_or_insert_with(|| loss_scale::State::new(start, device));
+                (scaling, state.clone())
             });
             let value = match &scaling {
                 Some((_, scale)) => scale.scaled(value),
