@@ -123,10 +123,11 @@ impl Session {
         };
     }
 
-    /// Runs the last recording and ends the call, whose closure returned `value`.
-    fn end<R>(&mut self, value: R) -> Result<R, Error> {
+    /// Runs the last recording and ends the call. The value that its closure returned must not be dropped before
+    /// the session is unlocked: dropping a tensor locks it.
+    fn end(&mut self) -> Result<(), Error> {
         self.flush();
-        self.error.take().map_or(Ok(value), Err)
+        self.error.take().map_or(Ok(()), Err)
     }
 
     /// The recording; the session continues with an empty one.

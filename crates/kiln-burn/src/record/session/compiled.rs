@@ -78,7 +78,8 @@ impl CompiledRegion {
         // meanwhile waits.
         let _listed = Listed::new(self.session.clone());
         let value = self.record(closure)?;
-        lock(&self.session).end(value)
+        let ended = lock(&self.session).end();
+        ended.map(|()| value)
     }
 
     /// Records `closure` as [`CompiledRegion::run`] does, and gives the recording to `run_whole` instead of
@@ -109,7 +110,9 @@ impl CompiledRegion {
         let value = self.record(closure)?;
         let mut session = lock(&self.session);
         if session.segment > 0 || session.error.is_some() {
-            return session.end(value).map(Traced::Cut);
+            let ended = session.end();
+            drop(session);
+            return ended.map(|()| Traced::Cut(value));
         }
         let recorded = session.take_recording();
         drop(session);
