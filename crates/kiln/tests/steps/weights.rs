@@ -90,7 +90,6 @@ fn types<M: Module<Compiled>>(model: &M) -> Vec<DType> {
 /// The same weights each time: those of `model` after rounding, so that frozen ones are the same with and
 /// without a master.
 fn copies<M: Module<Compiled> + Clone>(model: impl Fn() -> M, dtype: DType) -> impl Fn() -> M {
-    let _turn = turn();
     let start = initialised(model()).map(&mut Round { dtype, all: true });
     move || copy_weights::<Compiled, Compiled, _, _>(start.clone(), model(), &device())
 }
@@ -108,6 +107,7 @@ fn compare_with_loop<M, O>(
     O: SimpleOptimizer<Kiln> + 'static,
 {
     const STEPS: usize = 9;
+    let _turn = turn();
     for weights in [
         Weights::BF16,
         Weights::BF16.with_master(),
@@ -199,6 +199,7 @@ fn a_run_goes_on_from_its_parts_as_if_it_had_never_stopped() {
             .map(|index| value(step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap()))
             .collect()
     }
+    let _turn = turn();
     for weights in [Weights::BF16, Weights::BF16.with_master()] {
         let fresh = copies(|| Mlp::new(&device()), DType::F32);
         let build = |model, optim: OptimizerAdaptor<_, _, _>| -> Step<_> {
@@ -225,6 +226,7 @@ fn a_run_goes_on_from_its_parts_as_if_it_had_never_stopped() {
 
 #[test]
 fn a_step_that_panics_leaves_parameters_and_copies_as_they_were() {
+    let _turn = turn();
     for weights in [Weights::BF16, Weights::BF16.with_master()] {
         let fresh = copies(|| Mlp::new(&device()), DType::F32);
         let train = |panics: bool| {
