@@ -339,7 +339,7 @@ fn strangers_are_shown_out() {
 fn large_operands_without_a_gpu_are_refused() {
     for text in run("large", 2, port()) {
         assert!(
-            text.contains("over NCCL") && text.contains("`mpirun -n 2`"),
+            text.contains("over NCCL") && text.contains("`mpirun -n 2 PROGRAM`"),
             "{text}"
         );
     }
