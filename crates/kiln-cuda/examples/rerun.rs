@@ -51,14 +51,25 @@ fn read(step: &Path, flags: &[String], gpu: &Gpu) -> Result<(StepCode, Contract)
     Ok((compiled.code, contract))
 }
 
-/// Times of a call whose arguments stay: on the device, and of the host for each of `calls`. Small inputs that no output takes over come from the host, as a batch does.
+/// Times of calls whose arguments stay.
+struct SettledTimes {
+    /// One of calls that follow each other.
+    queued: Duration,
+    /// One that is waited for before the next, the median.
+    waited: Duration,
+    /// The host's part of each call.
+    host: Vec<Duration>,
+}
+
+/// Times calls whose arguments stay, `calls` of them for the host's part. Small inputs that no output takes
+/// over come from the host, as a batch does.
 fn settled(
     executable: &CudaExecutable,
     gpu: &Gpu,
     inputs: &[Arc<Storage>],
     scalars: &[u64],
     calls: usize,
-) -> Result<(Duration, Vec<Duration>), Box<dyn Error>> {
+) -> Result<SettledTimes, Box<dyn Error>> {
     let aliases = &executable.contract().aliases;
     let is_fresh = |index: usize| inputs[index].bytes() < SMALL && !aliases.contains(&Some(index as u32));
     let stays = |(index, storage): (usize, &Arc<Storage>)| (!is_fresh(index)).then(|| storage.clone());
@@ -94,7 +105,21 @@ fn settled(
     let start = Instant::now();
     run(RUNS)?;
     gpu.stream().synchronize()?;
-    Ok((start.elapsed() / RUNS as u32, host))
+    let queued = start.elapsed() / RUNS as u32;
+    let mut waited = Vec::with_capacity(RUNS);
+    for _ in 0..RUNS {
+        let start = Instant::now();
+        run(1)?;
+        gpu.stream().synchronize()?;
+        waited.push(start.elapsed());
+    }
+    host.sort();
+    waited.sort();
+    Ok(SettledTimes {
+        queued,
+        waited: waited[RUNS / 2],
+        host,
+    })
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -162,12 +187,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let step = start.elapsed() / RUNS as u32;
     println!("{step:?} a step, {host:?} of the host to queue it");
     if executable.can_settle() {
-        let (step, mut host) = settled(&executable, &gpu, &inputs, &scalars, calls)?;
-        host.sort();
+        let SettledTimes { queued, waited, host } = settled(&executable, &gpu, &inputs, &scalars, calls)?;
         let mean = host.iter().sum::<Duration>() / host.len().max(1) as u32;
         let (median, slow) = (host[host.len() / 2], host[host.len() * 99 / 100]);
         println!(
-            "{step:?} a settled step; of the host to queue it {median:?} (median), {mean:?} (mean), {slow:?} (99th percentile) of {} calls",
+            "{queued:?} a settled step, {waited:?} one that is waited for; of the host to queue it {median:?} (median), \
+             {mean:?} (mean), {slow:?} (99th percentile) of {} calls",
             host.len()
         );
     }
