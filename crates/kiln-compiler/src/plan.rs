@@ -18,6 +18,7 @@
 //! the lower bound (the most bytes alive at once), which the plan also reports. The step allocates exactly
 //! what the plan says. [`verify`] checks a finished plan.
 
+mod pieces;
 pub mod verify;
 
 use std::fmt::Write as _;

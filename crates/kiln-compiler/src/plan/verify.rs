@@ -21,8 +21,8 @@ use rustc_hash::FxHashMap;
 
 use kiln_graph::{Graph, Op};
 
+use super::pieces::{Piece, whole};
 use super::{Place, Plan};
-use crate::index::Atom;
 use crate::schedule::nest::Store;
 use crate::schedule::{Buffer, Schedule};
 
@@ -343,10 +343,12 @@ impl Verifier<'_> {
             }
             let elements = shape.iter().product::<usize>() as i64;
             let (stored, overlap) = match stores[..] {
-                [store] => (whole(store).unwrap_or(0), false),
+                [store] => (whole(&store.position).unwrap_or(0), false),
                 _ => {
-                    let boxes: Option<Vec<Piece>> =
-                        stores.iter().map(|store| Piece::new(store, &shape)).collect();
+                    let boxes: Option<Vec<Piece>> = stores
+                        .iter()
+                        .map(|store| Piece::new(&store.position, &shape))
+                        .collect();
                     let boxes = boxes.unwrap_or_default();
                     let mut rest = boxes.iter();
                     let mut overlap = false;
@@ -505,72 +507,4 @@ impl Verifier<'_> {
             space: older.space.text(),
         })
     }
-}
-
-/// What one store writes: a box of the buffer's elements, by the axes in the order of memory.
-struct Piece {
-    /// The first element and the number of elements along each axis.
-    ranges: Vec<(i64, i64)>,
-}
-
-impl Piece {
-    /// None if the store does not write a box.
-    fn new(store: &Store, shape: &[usize]) -> Option<Self> {
-        let mut strides = vec![1i64; shape.len()];
-        for axis in (1..shape.len()).rev() {
-            strides[axis - 1] = strides[axis] * shape[axis] as i64;
-        }
-        let mut rest = store.position.offset();
-        let mut ranges: Vec<(i64, i64)> = Vec::with_capacity(shape.len());
-        for &stride in &strides {
-            ranges.push((rest.div_euclid(stride), 1));
-            rest = rest.rem_euclid(stride);
-        }
-        for (factor, extent) in digits(store)? {
-            let axis = strides.iter().position(|stride| factor % stride == 0)?;
-            let (start, count) = &mut ranges[axis];
-            // Several variables of one axis are digits of its coordinate, the smallest first.
-            let in_axis = *start + *count * extent <= shape[axis] as i64;
-            if factor != strides[axis] * *count || !in_axis {
-                return None;
-            }
-            *count *= extent;
-        }
-        Some(Self { ranges })
-    }
-
-    fn elements(&self) -> i64 {
-        self.ranges.iter().map(|&(_, count)| count).product()
-    }
-
-    fn overlaps(&self, other: &Self) -> bool {
-        let apart = |(a, b): (&(i64, i64), &(i64, i64))| a.0 + a.1 <= b.0 || b.0 + b.1 <= a.0;
-        !self.ranges.iter().zip(&other.ranges).any(apart)
-    }
-}
-
-/// The variables of a store's position with their factors and extents, by factor; none if something else is
-/// in it.
-fn digits(store: &Store) -> Option<Vec<(i64, i64)>> {
-    let terms = store.position.terms().iter();
-    let digits = terms.map(|(atom, factor)| match atom {
-        Atom::Var { extent, .. } => Some((*factor, *extent)),
-        _ => None,
-    });
-    let mut digits = digits.collect::<Option<Vec<_>>>()?;
-    digits.sort_unstable();
-    Some(digits)
-}
-
-/// Elements that a store to the whole of a buffer writes, each once; none if it writes one twice or leaves a
-/// gap.
-fn whole(store: &Store) -> Option<i64> {
-    let mut reach = 1;
-    for (factor, extent) in digits(store)? {
-        if factor != reach {
-            return None;
-        }
-        reach *= extent;
-    }
-    (store.position.offset() == 0).then_some(reach)
 }

@@ -8,8 +8,10 @@
 mod attention;
 mod budgets;
 mod control;
+mod flattened;
 mod harness;
 mod indices;
+mod layouts;
 mod loss_scale;
 mod models;
 mod shapes;

@@ -202,7 +202,11 @@ impl Writer<'_> {
         let old = match (vector, stride) {
             (false, _) => format!("{}[{at}]", late.name),
             (true, Some(1)) if self.mode == Lanes::All => format!("ld_{stored}({} + {at})", late.name),
-            (true, stride) => format!("lds_{stored}({} + {at}, {}, {n})", late.name, stride.unwrap_or(1)),
+            (true, Some(stride)) => format!("lds_{stored}({} + {at}, {stride}, {n})", late.name),
+            (true, None) => {
+                self.accumulate_lanes(late, stored, &x);
+                return;
+            }
         };
         let text = self.operand(&x, vector);
         let sum = self.fresh("y");
@@ -220,6 +224,20 @@ impl Writer<'_> {
         };
         let text = self.store_text(stored, &late.name, &late.position, &register);
         self.body_stores.push(text);
+    }
+
+    /// Accumulates the lanes of `x` one after the other: their places among the partial results have no stride, since
+    /// the columns are those of a tensor that was reshaped and permuted.
+    fn accumulate_lanes(&mut self, late: &LateSum, stored: DType, x: &Register) {
+        let name = &late.name;
+        let each = self.index_text(&late.position, true);
+        let n = self.mode.count(self.lanes);
+        let value = self.spread(x);
+        let ty = c::memory_type(stored);
+        let sum = c::combine(late.op, late.dtype, false, &format!("{name}[{each}]"), "t[l]");
+        self.body_stores.push(format!(
+            "{{ {ty} t[KILN_LANES]; st_{stored}(t, {value}); for (int l = 0; l < {n}; l++) {name}[{each}] = {sum}; }}"
+        ));
     }
 }
 
