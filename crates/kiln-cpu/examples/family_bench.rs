@@ -3,10 +3,13 @@
 //! ```sh
 //! cargo run --release -p kiln-cpu --example family_bench -- one.kg two.kg 16..128        # what is built for these sizes
 //! cargo run --release -p kiln-cpu --example family_bench -- one.kg two.kg time 24 77 128  # and how fast it is
+//! cargo run --release -p kiln-cpu --example family_bench -- one.kg two.kg epochs:8x300    # what two epochs build
 //! ```
 //!
 //! The files hold one step, recorded at two sizes; the sizes that follow are those of graphs on the line through them.
-//! Files may follow too, of the same step at other sizes. Times are the best of several runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread.
+//! Files may follow too, of the same step at other sizes. `epochs:8x300` are two epochs of sentences of 300 lengths
+//! (from 4 on), in batches of 8 padded to their longest, the last batch smaller; the files then only show which
+//! dimension is the length, and are not compiled. Times are the best of several runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread.
 //! `CACHE=folder` keeps what is built there, for another run.
 
 use std::error::Error;
@@ -16,7 +19,7 @@ use kiln_compiler::Options;
 use kiln_cpu::{
     BuildOptions, Cache, CpuExecutable, CpuTarget, Family, NoHooks, Outcome, ThreadPool, Toolchain,
 };
-use kiln_graph::{Graph, Line};
+use kiln_graph::{Dimension, Graph, Line, Resizer};
 use kiln_partition::assign_phases;
 
 // Not all of it is needed here.
@@ -55,6 +58,63 @@ fn graphs(text: &str, line: Option<&Line>) -> Result<Vec<(String, Graph)>, Box<d
     Ok(graphs.collect())
 }
 
+/// The batches of two epochs, by their number of sentences and longest sentence: each epoch has all lengths, in an
+/// order of its own.
+fn epochs(batch: usize, lengths: usize) -> Vec<(usize, usize)> {
+    let epoch = |number: usize| -> Vec<(usize, usize)> {
+        let step = [77, 151][number];
+        let all: Vec<usize> = (0..lengths)
+            .map(|at| 4 + (13 * number + at * step) % lengths)
+            .collect();
+        let batches = all.chunks(batch);
+        batches
+            .map(|all| (all.len(), all.iter().copied().max().unwrap_or(4)))
+            .collect()
+    };
+    (0..2).flat_map(epoch).collect()
+}
+
+/// Compiles the step of each batch of `epochs:8x300`, and prints what was built.
+fn train(text: &str, one: &Graph, two: &Graph, family: &Family) -> Result<(), Box<dyn Error>> {
+    let (batch, lengths) = text.split_once('x').ok_or("epochs:BATCHxLENGTHS is wanted")?;
+    let varying = one.parameters().iter().zip(two.parameters()).enumerate();
+    let length = varying.filter_map(|(parameter, (&a, &b))| {
+        let mut axes = one.shape(a).iter().zip(two.shape(b).iter());
+        let axis = axes.position(|(a, b)| a != b)?;
+        Some(Dimension {
+            parameter: parameter as u32,
+            axis,
+        })
+    });
+    let length = length
+        .into_iter()
+        .next()
+        .ok_or("the two graphs have equal sizes")?;
+    let batches = Dimension { axis: 0, ..length };
+    let resizer = Resizer::new(one, &vec![true; one.parameters().len()]);
+    let epochs = epochs(batch.parse()?, lengths.parse()?);
+    let mut planned = 0;
+    for (number, &(size, longest)) in epochs.iter().enumerate() {
+        let graph = resizer.at(&[(batches, size), (length, longest)])?;
+        let start = Instant::now();
+        let (executable, outcome) = family.compile(&graph)?;
+        if outcome == Outcome::Known {
+            planned += 1;
+            continue;
+        }
+        let epoch = 1 + number / (epochs.len() / 2);
+        println!(
+            "epoch {epoch}: {size}x{longest} after {planned} that were known: {:.1?} {outcome:?}, {:?}\n   {:.1?}",
+            start.elapsed(),
+            family.stats(),
+            executable.stages,
+        );
+        planned = 0;
+    }
+    println!("{planned} more were known");
+    Ok(())
+}
+
 /// The best times of two steps of `graph`, in seconds.
 fn compare(graph: &Graph, steps: [&CpuExecutable; 2], pool: &ThreadPool) -> Result<[f64; 2], Box<dyn Error>> {
     let mut memories = [Memory::new(graph)?, Memory::new(graph)?];
@@ -81,6 +141,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let target = CpuTarget::new(&toolchain, pool.threads());
     let (options, build, cache) = (Options::default(), BuildOptions::default(), cache());
     let family = Family::new(&options, &target, &toolchain, &cache, &build);
+    if let Some(text) = rest.iter().find_map(|word| word.strip_prefix("epochs:")) {
+        return train(text, &one, &two, &family);
+    }
     for graph in [&one, &two] {
         let start = Instant::now();
         let (executable, outcome) = family.compile(graph)?;

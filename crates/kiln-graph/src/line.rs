@@ -24,7 +24,10 @@ pub struct Line {
     first: Graph,
     second: Graph,
     sizes: Pair,
-    kinds: usize,
+    /// The pairs of extents that differ in the inputs, least first.
+    kinds: Vec<Pair>,
+    /// Whether only the pair of the sizes varies, and others are as in the second graph.
+    one_kind: bool,
 }
 
 impl Line {
@@ -59,7 +62,8 @@ impl Line {
             first: first.clone(),
             second: second.clone(),
             sizes,
-            kinds: pairs.len(),
+            kinds: pairs,
+            one_kind: false,
         })
     }
 
@@ -70,7 +74,16 @@ impl Line {
 
     /// How many pairs of extents differ in the inputs.
     pub fn kinds(&self) -> usize {
-        self.kinds
+        self.kinds.len()
+    }
+
+    /// The lines along which one pair of extents varies and the others are as in the second graph, one for each pair.
+    pub fn of_each_kind(&self) -> impl Iterator<Item = Self> {
+        self.kinds.iter().map(move |&sizes| Self {
+            sizes,
+            one_kind: true,
+            ..self.clone()
+        })
     }
 
     /// The graph of a size; none if an extent of it would be no whole number or negative, or if operations do not fit.
@@ -267,7 +280,11 @@ impl Third<'_> {
     /// The operation that is `a` and `b` in the other graphs.
     fn op(&self, a: &Op, b: &Op, operands: &[Value]) -> Option<Op> {
         if let (Op::Parameter { index, ty: a }, Op::Parameter { ty: b, .. }) = (a, b) {
-            let dims = pairs_of(&a.shape, &b.shape).map(|pair| usize::try_from(self.linear(pair)?).ok());
+            let line = self.line;
+            let dims = pairs_of(&a.shape, &b.shape).map(|pair| match line.one_kind && pair != line.sizes {
+                true => usize::try_from(pair.1).ok(),
+                false => usize::try_from(self.linear(pair)?).ok(),
+            });
             let shape = Shape::new(dims.collect::<Option<Dims>>()?);
             let ty = TensorType {
                 dtype: a.dtype,
@@ -393,6 +410,14 @@ mod tests {
         }
         let line = Line::through(&image(4, 64), &image(7, 64)).unwrap();
         assert_eq!(line.at(16).unwrap(), image(16, 64));
+        let line = Line::through(&image(4, 97), &image(11, 96)).unwrap();
+        let each: Vec<Line> = line.of_each_kind().collect();
+        assert_eq!(
+            each.iter().map(Line::sizes).collect::<Vec<_>>(),
+            [(4, 11), (97, 96)]
+        );
+        assert_eq!(each[0].at(5).unwrap(), image(5, 96));
+        assert_eq!(each[1].at(65).unwrap(), image(11, 65));
     }
 
     #[test]

@@ -22,6 +22,7 @@
 //! - Order of kernels, partition, plan of memory and choices of templates are those of each shape. They
 //!   are data: a shape that decides otherwise calls other functions, which most often are there.
 //! - Graphs of the samples are guesses, and only show which numbers vary. Nothing of theirs is ever run.
+//! - A function in which the C compiler rejects variables is compiled for each shape, and no other is.
 
 pub mod reach;
 mod samples;
@@ -60,7 +61,7 @@ const GRAPHS: usize = 4;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
     /// It was compiled on its own, with its extents as constants: it is the first of its family, or, if there is a
-    /// reason, its functions could not be built with variables.
+    /// reason, its functions could not be built.
     Alone(Option<String>),
     /// It is the first of its family, and its extents are variables at once ([`Family::compile_general`]).
     General {
@@ -217,26 +218,30 @@ impl Family {
         if is_first {
             return self.alone(&mut state, graph);
         }
-        let reason = state.reason(&missing.planned, &missing.units, &missing.positions);
-        let built = match self.learn(&mut state, graph, &missing.units) {
-            Ok(built) => built,
-            // C that these variables cannot stand in.
+        let mut reason = state.reason(&missing.planned, &missing.units, &missing.positions);
+        let learned = match self.learn(&mut state, graph, &missing.units) {
+            Ok(learned) => learned,
+            // Not even constants compile.
             Err(CpuError::Compile { file, stderr, .. }) => {
-                tracing::warn!(target: "kiln::family", file, stderr, "functions with variables do not compile");
+                tracing::warn!(target: "kiln::family", file, stderr, "functions do not compile");
                 state.refusal = Some(reason);
                 return self.alone(&mut state, graph);
             }
             Err(error) => return Err(error.into()),
         };
         let functions = missing.positions.len();
-        let mut step = self.bind(&state, graph, *missing)?;
-        step.compile_time += built.sample_time;
-        step.stages.push(("samples", built.sample_time));
-        step.build_time = built.elapsed;
-        if built.elapsed > Duration::ZERO {
-            step.stages.push(("cc", built.elapsed));
+        let mut rejected = missing.positions.iter().map(|&at| &missing.units[at]);
+        if rejected.any(|unit| state.rejected.contains(&unit.skeleton)) {
+            reason += ", and the C compiler wants constants in one of these kernels: each size has its own";
         }
-        let from_cache = built.from_cache;
+        let mut step = self.bind(&state, graph, *missing)?;
+        step.compile_time += learned.sample_time;
+        step.stages.push(("samples", learned.sample_time));
+        step.build_time = learned.build_time;
+        if learned.build_time > Duration::ZERO {
+            step.stages.push(("cc", learned.build_time));
+        }
+        let from_cache = learned.from_cache;
         let outcome = match is_general {
             true => Outcome::General {
                 functions,

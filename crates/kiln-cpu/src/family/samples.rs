@@ -3,9 +3,9 @@
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use kiln_graph::{Graph, Line};
+use kiln_graph::{Dimension, Graph, Line, Resizer};
 
 use super::state::State;
 use super::stored::Built;
@@ -15,8 +15,14 @@ use super::{Family, GRAPHS};
 use crate::emit::calls::StepFunction;
 use crate::error::CpuError;
 
-/// Most sizes that are sampled at once, and the fewest, if a size lacks what no sample showed.
-const SIZES: [usize; 2] = [16, 128];
+/// Fewest and most sizes that are sampled at once, if a size lacks what no sample showed.
+const SIZES: [usize; 2] = [12, 128];
+
+/// How often samples are taken.
+const ROUNDS: usize = 5;
+
+/// Graphs of other batches that are sampled at once, at most.
+const BATCHES: usize = 32;
 
 /// Nodes of all these samples: planning as many takes a core some three seconds.
 const NODES: usize = 200_000;
@@ -43,6 +49,16 @@ pub struct Varying {
     pub range: RangeInclusive<usize>,
 }
 
+/// What building the functions of a step took.
+pub(super) struct Learned {
+    /// Time of finding the templates.
+    pub sample_time: Duration,
+    /// Time of the C compiler; zero if the cache had everything.
+    pub build_time: Duration,
+    /// Whether the cache had everything.
+    pub from_cache: bool,
+}
+
 impl Varying {
     /// The extent of the dimension in `graph`.
     fn extent(&self, graph: &Graph) -> Option<usize> {
@@ -59,16 +75,16 @@ impl Family {
         state: &mut State,
         graph: &Graph,
         units: &[Arc<Unit>],
-    ) -> Result<Built, CpuError> {
+    ) -> Result<Learned, CpuError> {
         let start = Instant::now();
         let is_general = !state.expected.is_empty();
+        let nodes = graph.num_nodes();
         match state.learned {
-            0 => self.sample(state, graph, |sizes| {
-                sample_sizes(sizes, graph.num_nodes() > LARGE)
-            }),
-            1 => self.sample(state, graph, |sizes| {
-                all_sizes(sizes, NODES / graph.num_nodes().max(1))
-            }),
+            0 => self.sample(state, graph, |sizes, _| sample_sizes(sizes, nodes > LARGE)),
+            round @ 1..ROUNDS => {
+                let lines = |sizes, lines| more_sizes(sizes, NODES / nodes.max(1) / lines, round as i64);
+                self.sample(state, graph, lines);
+            }
             _ => {}
         }
         state.sampled.insert(graph.fingerprint());
@@ -80,7 +96,7 @@ impl Family {
             // The caller knows which sizes come.
             _ if is_general => THIRD,
             0 => SECOND,
-            1 => THIRD,
+            1..ROUNDS => THIRD,
             _ => 0,
         };
         let templates = within(budget, state.new_templates(), |template| {
@@ -90,25 +106,77 @@ impl Family {
         });
         state.learned += 1;
         let sample_time = start.elapsed();
-        let mut built = self.build(state, &graph.name, templates)?;
-        built.sample_time = sample_time;
-        self.list(graph, &built);
+        let mut built = self.build_accepted(state, &graph.name, templates)?;
+        let constants = constants(state, units);
+        if !constants.is_empty() {
+            built.push(self.build(state, &graph.name, constants)?);
+        }
+        built.iter().for_each(|built| self.list(graph, built));
+        Ok(Learned {
+            sample_time,
+            build_time: built.iter().map(|built| built.elapsed).sum(),
+            from_cache: built.iter().all(|built| built.from_cache),
+        })
+    }
+
+    /// Builds `templates`, except those that the C compiler rejects: numbers are constants in the functions that these
+    /// stand for, and all others are as they would be without them.
+    fn build_accepted(
+        &self,
+        state: &mut State,
+        name: &str,
+        mut templates: Vec<Template>,
+    ) -> Result<Vec<Built>, CpuError> {
+        templates.retain(|template| !state.is_rejected(&template.pattern));
+        if templates.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (file, stderr) = match self.build(state, name, templates.clone()) {
+            Err(CpuError::Compile { file, stderr, .. }) => (file, stderr),
+            built => return Ok(vec![built?]),
+        };
+        if let [template] = &templates[..] {
+            tracing::warn!(target: "kiln::family", file, stderr, "a function with variables does not compile");
+            state.rejected.insert(template.pattern.skeleton);
+            return Ok(Vec::new());
+        }
+        let others = templates.split_off(templates.len() / 2);
+        let mut built = self.build_accepted(state, name, templates)?;
+        built.extend(self.build_accepted(state, name, others)?);
         Ok(built)
     }
 
-    /// Takes samples: recorded graphs that are none yet, and others on the line through `graph` and one of them.
-    fn sample(&self, state: &mut State, graph: &Graph, sizes: impl Fn((i64, i64)) -> Vec<i64>) {
-        let lines = state.graphs.iter();
-        let lines = lines.filter_map(|known| Some((known, Line::through(known, graph)?)));
-        let line = lines.min_by_key(|(_, line)| line.kinds());
+    /// Takes samples: recorded graphs that are none yet, and others on the line through `graph` and one of them. If
+    /// several extents differ on it, they vary together and one at a time. `sizes` says which sizes of a line are
+    /// sampled, given the least and the largest recorded one and the number of lines.
+    fn sample(&self, state: &mut State, graph: &Graph, sizes: impl Fn((i64, i64), usize) -> Vec<i64>) {
+        let known = state.graphs.iter();
+        let lines: Vec<(&Graph, Line)> = known
+            .filter_map(|known| Some((known, Line::through(known, graph)?)))
+            .collect();
         let mut graphs = state.graphs.clone();
-        if let Some((known, line)) = &line {
-            let sizes = match self.range(known, graph, line.sizes()) {
-                Some(range) => spread(range, sizes(line.sizes()).len()),
-                None => sizes(line.sizes()),
-            };
-            let others = sizes.into_iter().filter_map(|size| line.at(size));
-            graphs.extend(others.filter(|graph| self.may_occur(graph)));
+        if let Some((known, line)) = lines.iter().min_by_key(|(_, line)| line.kinds()) {
+            let alike = lines.iter().filter(|(_, other)| other.kinds() == line.kinds());
+            let recorded: Vec<i64> = alike.flat_map(|(_, it)| <[i64; 2]>::from(it.sizes())).collect();
+            let (one, two) = line.sizes();
+            let least = recorded.iter().fold(one.min(two), |a, b| a.min(*b));
+            let most = recorded.iter().fold(one.max(two), |a, b| a.max(*b));
+            let mut among = vec![(line.clone(), (least, most))];
+            if line.kinds() > 1 {
+                among.extend(line.of_each_kind().map(|line| (line.clone(), line.sizes())));
+            }
+            for (line, recorded) in &among {
+                let sizes = sizes(*recorded, among.len());
+                let sizes = match self.range(known, graph, line.sizes()) {
+                    Some(range) => spread(range, sizes.len(), 0),
+                    None => sizes,
+                };
+                let others = sizes.into_iter().filter_map(|size| line.at(size));
+                graphs.extend(others.filter(|graph| self.may_occur(graph)));
+            }
+            if state.learned > 0 {
+                graphs.extend(self.other_batches(known, graph, state.learned));
+            }
         }
         graphs.append(&mut state.expected);
         let own = graph.fingerprint();
@@ -118,6 +186,50 @@ impl Family {
             let units = units.collect();
             state.samples.push(units);
         }
+    }
+
+    /// Graphs of smaller batches than `graph`, which differs from `known` in other extents: the last batch of an
+    /// epoch is smaller, and what was learned by then is to suffice. A batch is the first dimension of an input of
+    /// which another dimension has varied.
+    fn other_batches(&self, known: &Graph, graph: &Graph, round: usize) -> Vec<Graph> {
+        let parameters = known.parameters().iter().zip(graph.parameters()).enumerate();
+        let mut varied: Vec<(Dimension, [usize; 2])> = Vec::new();
+        let mut batch: Option<Dimension> = None;
+        for (parameter, (&a, &b)) in parameters {
+            let (a, b) = (known.shape(a), graph.shape(b));
+            for axis in (0..a.rank()).filter(|&axis| a[axis] != b[axis]) {
+                let parameter = parameter as u32;
+                varied.push((Dimension { parameter, axis }, [a[axis], b[axis]]));
+                if axis > 0 && a[0] == b[0] && b[0] > 1 {
+                    batch = Some(Dimension { parameter, axis: 0 });
+                }
+            }
+        }
+        let (Some(batch), Some(&(_, [one, two]))) = (batch, varied.first()) else {
+            return Vec::new();
+        };
+        let resizer = Resizer::new(graph, &vec![true; graph.parameters().len()]);
+        // All dimensions that follow one size have it.
+        varied.retain(|(_, sizes)| *sizes == [one, two]);
+        let own = graph.shape(graph.parameters()[batch.parameter as usize])[0];
+        let batches: Vec<usize> = (2..own).collect();
+        if batches.is_empty() {
+            return Vec::new();
+        }
+        let count = BATCHES.min(NODES / 2 / graph.num_nodes().max(1));
+        let sizes = more_sizes((one as i64, two as i64), count, round as i64);
+        let pairs = sizes.into_iter().enumerate();
+        let pairs = pairs.map(|(number, size)| (size, batches[(number + round) % batches.len()]));
+        pairs
+            .filter_map(|(size, count)| {
+                let mut sizes: Vec<(Dimension, usize)> = varied
+                    .iter()
+                    .map(|&(dimension, _)| (dimension, size as usize))
+                    .collect();
+                sizes.push((batch, count));
+                resizer.at(&sizes).ok()
+            })
+            .collect()
     }
 
     /// The range of the dimension that is `sizes` in two graphs.
@@ -164,6 +276,17 @@ impl Family {
     }
 }
 
+/// The functions of `units` that nothing stands for, with their numbers as constants.
+fn constants(state: &State, units: &[Arc<Unit>]) -> Vec<Template> {
+    let mut constants: Vec<Template> = Vec::new();
+    for unit in units.iter().filter(|unit| state.find(unit).is_none()) {
+        if !constants.iter().any(|template| template.fits(unit)) {
+            constants.push(Template::constant(unit));
+        }
+    }
+    constants
+}
+
 /// The templates that are `wanted`, and of the others, those of most samples first, as many as have `budget`
 /// characters.
 fn within(budget: usize, found: Vec<Found>, wanted: impl Fn(&Template) -> bool) -> Vec<Template> {
@@ -172,6 +295,14 @@ fn within(budget: usize, found: Vec<Found>, wanted: impl Fn(&Template) -> bool) 
         found.into_iter().partition(|it| wanted(&it.template));
     others.sort_by_key(|it| std::cmp::Reverse(it.samples));
     let mut left = budget;
+    tracing::debug!(
+        target: "kiln::family",
+        wanted = templates.len(),
+        others = others.len(),
+        characters = others.iter().map(|it| length(&it.template)).sum::<usize>(),
+        budget,
+        "templates"
+    );
     templates.extend(others.into_iter().take_while(|it| {
         let fits = length(&it.template) <= left;
         left = left.saturating_sub(length(&it.template));
@@ -203,16 +334,90 @@ fn sample_sizes((one, two): (i64, i64), few: bool) -> Vec<i64> {
     sizes
 }
 
-/// About `count` sizes of a range, from its start.
-fn spread((least, most): (i64, i64), count: usize) -> Vec<i64> {
+/// About `count` sizes of a range, from `skip` behind its start.
+fn spread((least, most): (i64, i64), count: usize, skip: i64) -> Vec<i64> {
     // An odd stride meets every remainder.
     let stride = ((most - least).max(0) / count.max(1) as i64) | 1;
-    (least..=most).step_by(stride.unsigned_abs() as usize).collect()
+    let first = least + skip % stride;
+    (first..=most).step_by(stride.unsigned_abs() as usize).collect()
 }
 
-/// Sizes for a line of which a size had a form that no sample showed: all there are, or about `count` of them.
-fn all_sizes((one, two): (i64, i64), count: usize) -> Vec<i64> {
-    let most = 2 * one.max(two).max(16).unsigned_abs().next_power_of_two() as i64;
-    let least = one.min(two).min(8);
-    spread((least, most), count.clamp(SIZES[0], SIZES[1]))
+/// Sizes for a line of which a size had a form that no sample showed: all around it, or about `count` of them, others
+/// in each round.
+fn more_sizes((one, two): (i64, i64), count: usize, round: i64) -> Vec<i64> {
+    let (least, most) = ((one.min(two) / 2).clamp(1, 8), 2 * one.max(two).max(16));
+    spread((least, most), count.clamp(SIZES[0], SIZES[1]), round - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use kiln_compiler::Options;
+
+    use super::*;
+    use crate::build::{BuildOptions, OptLevel, Toolchain};
+    use crate::cache::Cache;
+    use crate::emit::calls::Convention;
+    use crate::emit::tree::FileGroup;
+    use crate::target::CpuTarget;
+
+    /// A function of a number, after `before`.
+    fn function(before: &str, number: i64) -> StepFunction {
+        StepFunction {
+            kind: "fill".to_owned(),
+            part: FileGroup::Forward,
+            text: format!(
+                "void @(void *ctx, int64_t begin, int64_t end, int thread) {{\n    float *to = *(float **)ctx;\n    (void)thread;\n    \
+                 {before}\n    for (int64_t i = begin; i < end; i++)\n        to[i] = {number};\n}}\n"
+            ),
+            helpers: Vec::new(),
+            convention: Convention::Task(1),
+        }
+    }
+
+    /// A function that needs its number when it is compiled is the only one that is compiled for each size.
+    #[test]
+    fn a_template_that_does_not_compile_leaves_the_others() {
+        let toolchain = Toolchain::detect().unwrap();
+        let build = BuildOptions {
+            level: OptLevel::Quick,
+            ..BuildOptions::default()
+        };
+        let target = CpuTarget::new(&toolchain, 1);
+        let family = Family::new(
+            &Options::default(),
+            &target,
+            &toolchain,
+            &Cache::disabled(),
+            &build,
+        );
+        let graph = Graph::new("step");
+        let mut state = State::default();
+        let units = |state: &mut State, number: i64| -> Vec<Arc<Unit>> {
+            let asserted = function(&format!("_Static_assert({number} > 0, \"\");"), number);
+            let functions = [
+                function("end -= 0;", number),
+                asserted,
+                function("begin += 0;", number),
+            ];
+            functions
+                .iter()
+                .map(|function| state.units.keep(function))
+                .collect()
+        };
+        let first = units(&mut state, 1000);
+        state.samples.push(first);
+        let second = units(&mut state, 1001);
+        family.learn(&mut state, &graph, &second).unwrap();
+        assert!(second.iter().all(|unit| state.find(unit).is_some()));
+        assert_eq!(state.rejected.len(), 1);
+        for number in [1002, 1003] {
+            let other = units(&mut state, number);
+            let known: Vec<bool> = other.iter().map(|unit| state.find(unit).is_some()).collect();
+            assert_eq!(known, [true, false, true]);
+            let builds = state.stats.builds;
+            family.learn(&mut state, &graph, &other).unwrap();
+            assert_eq!(state.stats.builds, builds + 1);
+            assert!(other.iter().all(|unit| state.find(unit).is_some()));
+        }
+    }
 }

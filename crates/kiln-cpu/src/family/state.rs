@@ -39,7 +39,9 @@ pub(super) struct State {
     pub loaded: bool,
     pub known: Vec<Known>,
     by_skeleton: FxHashMap<Skeleton, Vec<usize>>,
-    /// Why each graph is compiled on its own, if sizes cannot be variables.
+    /// Functions whose numbers cannot be variables: the C compiler has rejected a template of them.
+    pub rejected: FxHashSet<Skeleton>,
+    /// Why each graph is compiled on its own, if functions of this family do not compile.
     pub refusal: Option<String>,
     pub stats: FamilyStats,
 }
@@ -99,6 +101,11 @@ impl State {
             missing.len() < before
         });
         found
+    }
+
+    /// Whether a template's variables stand where the C compiler wants constants.
+    pub fn is_rejected(&self, pattern: &Pattern) -> bool {
+        !pattern.variables.is_empty() && self.rejected.contains(&pattern.skeleton)
     }
 
     /// What the first of the `missing` functions computes, and how it differs from those that are known.

@@ -34,8 +34,6 @@ struct StoredFunction {
 pub(super) struct Built {
     /// Its key in the cache.
     key: Key,
-    /// Time of finding the templates.
-    pub sample_time: Duration,
     /// Time of the C compiler; zero if the cache had the object.
     pub elapsed: Duration,
     /// Whether the cache had it.
@@ -72,7 +70,6 @@ impl Family {
         };
         Ok(Built {
             key,
-            sample_time: Duration::ZERO,
             elapsed,
             from_cache: origin == Origin::Cache,
         })
