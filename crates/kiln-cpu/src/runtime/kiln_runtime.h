@@ -9,14 +9,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* One piece of a parallel loop: iterations [begin, end), executed by the pool's thread number `thread`. */
+/* One part of a parallel loop: iterations [begin, end), executed by the pool's thread number `thread`. */
 typedef void (*kiln_task)(void *ctx, int64_t begin, int64_t end, int thread);
 
 typedef struct kiln_runtime {
     /* Opaque; passed back to the functions below. */
     void *pool;
-    /* Runs `task` over [0, n), split into at most `threads` contiguous pieces whose borders are multiples of `grain`.
-     * Returns when all pieces are done. A call from within a task runs inline. */
+    /* Runs `task` over [0, n), in contiguous parts whose borders are multiples of `grain`; a thread may run several, one
+     * after the other. Returns when all parts are done. A call from within a task runs inline. */
     void (*parallel_for)(void *pool, int64_t n, int64_t grain, kiln_task task, void *ctx);
     /* Number of threads of the pool; `thread` above is in [0, threads). */
     int threads;

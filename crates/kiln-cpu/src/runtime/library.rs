@@ -308,7 +308,7 @@ unsafe extern "C" fn parallel_for(pool: *mut c_void, n: i64, grain: i64, task: T
 struct Timed {
     task: Task,
     ctx: *mut c_void,
-    /// When each thread began and ended its piece; 0 if it had none.
+    /// When each thread began its first part and ended its last; 0 if it had none.
     times: Box<[(AtomicU64, AtomicU64)]>,
 }
 
@@ -319,7 +319,10 @@ unsafe extern "C" fn timed_piece(ctx: *mut c_void, begin: i64, end: i64, thread:
     // SAFETY: the contract of `parallel_for`.
     unsafe { (timed.task)(timed.ctx, begin, end, thread) };
     if let Some((start, stop)) = timed.times.get(thread as usize) {
-        start.store(started, Ordering::Relaxed);
+        // Only this thread writes its times.
+        if start.load(Ordering::Relaxed) == 0 {
+            start.store(started, Ordering::Relaxed);
+        }
         stop.store(kiln_profile::now(), Ordering::Relaxed);
     }
 }
