@@ -7,11 +7,11 @@
 
 use std::fmt::Write;
 
-use super::ConvSpec;
 use super::blocks::{self, BlockFunction, Blocks, ClassImage};
 use super::image::{self, Padded};
 use super::parts::{Parts, TileColumns};
 use super::walk::{Class, Direction, Sides, Walk};
+use super::{ConvSpec, Spatial};
 use crate::isa::Isa;
 use crate::kernels::element::Element;
 use crate::kernels::{KernelText, indent, round_up, unpack};
@@ -55,58 +55,29 @@ pub(super) fn correlate(
     isa: Isa,
 ) -> KernelText {
     let frame = spec.frame();
-    let (name, params) = (frame.name, frame.params);
-    let (g, image) = (&spec.geometry, &spec.image);
-    let element = spec.storage.element();
-    let lanes = element.lanes(isa);
-    let padded = image::padded(
-        image,
-        &image::Request {
-            prefix: name,
-            suffix: "",
-            offset: 0,
-            images: g.images,
-            channels: sides.channels,
-            extents: sides.extents,
-            before: walk.before,
-            reach: walk.reach,
-            spread: walk.spread,
-            params,
-            lanes,
-            element,
-            in_place: true,
-        },
-    );
+    let g = &spec.geometry;
+    let lanes = spec.storage.element().lanes(isa);
     let run = frame.run(g.is_small());
-    let about = format!(
-        "{} images of {:?} x {} channels in groups of {}, {} classes of pixels.",
-        g.images,
-        sides.extents,
-        sides.channels,
-        sides.group,
-        walk.classes.len()
-    );
-    let mut source = frame.head(&about, "");
-    let mut calls = String::new();
-    let mut workspace = 0;
+    let padded = padded(spec, walk, sides, lanes);
     let result = match direction {
         Direction::Forward => g.output,
         Direction::InputGrad => g.input,
     };
-    let columns = sides.channels.div_ceil(lanes) * lanes;
-    let pixels = |class| ClassImage {
+    let kernel = Kernel {
         spec,
         walk,
-        class,
+        sides,
         padded: &padded,
+        direction,
+        isa,
+        result,
     };
-    let cut = |pixels: &ClassImage<'_>| {
-        let parts = pixels.class.count[2].div_ceil(max_pixels(isa));
-        Blocks::new(pixels, parts, columns, result)
-    };
+    let mut source = frame.head(&kernel.about(), "");
+    let mut calls = String::new();
+    let mut workspace = 0;
     if let Some(copy) = &padded.copy {
         source.push_str(&copy.row_source);
-        if !cut(&pixels(&walk.classes[0])).slab {
+        if !kernel.cut(&walk.classes[0]).slab {
             source.push_str(&copy.source);
             calls.push_str(&run(&copy.function, copy.rows));
             workspace = copy.bytes;
@@ -116,38 +87,115 @@ pub(super) fn correlate(
     source.push_str(&consumer.source);
     workspace += consumer.bytes;
     for (index, class) in walk.classes.iter().enumerate() {
-        let taps: usize = class.taps.iter().map(Vec::len).product();
-        let weights = workspace;
-        workspace += round_up(
-            sides.channels.div_ceil(lanes) * taps * sides.group * lanes * element.bytes(),
-            64,
-        );
-        let blocks = cut(&pixels(class));
-        let work = Work {
-            spec,
-            walk,
-            sides,
-            class,
-            index,
-            padded: &padded,
-            blocks: &blocks,
-            direction,
-            isa,
-        };
-        source.push_str(&work.source(weights, workspace));
-        if taps > 0 {
-            calls.push_str(&run(
-                &format!("{name}_pack{index}"),
-                sides.channels.div_ceil(lanes),
-            ));
-        }
-        calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
-        workspace += blocks.bytes(&pixels(class), lanes) * frame.threads;
+        let (text, bytes) = kernel.class(index, class, workspace, &run, &mut calls);
+        source.push_str(&text);
+        workspace += bytes;
     }
     if let Some((function, count)) = &consumer.last {
         calls.push_str(&run(function, *count));
     }
     frame.finish(source, &calls, workspace)
+}
+
+/// The image with the zeros that windows reach.
+fn padded(spec: &ConvSpec<'_>, walk: &Walk, sides: &Sides, lanes: usize) -> Padded {
+    let request = image::Request {
+        prefix: &spec.name,
+        suffix: "",
+        offset: 0,
+        images: spec.geometry.images,
+        channels: sides.channels,
+        extents: sides.extents,
+        before: walk.before,
+        reach: walk.reach,
+        spread: walk.spread,
+        params: &spec.params,
+        lanes,
+        element: spec.storage.element(),
+        in_place: true,
+    };
+    image::padded(&spec.image, &request)
+}
+
+/// What all classes of pixels have in common.
+struct Kernel<'a> {
+    spec: &'a ConvSpec<'a>,
+    walk: &'a Walk,
+    sides: &'a Sides,
+    padded: &'a Padded,
+    direction: Direction,
+    isa: Isa,
+    /// Extents of the result.
+    result: Spatial,
+}
+
+impl<'a> Kernel<'a> {
+    /// What it works on, for the comment above it.
+    fn about(&self) -> String {
+        let sides = self.sides;
+        format!(
+            "{} images of {:?} x {} channels in groups of {}, {} classes of pixels.",
+            self.spec.geometry.images,
+            sides.extents,
+            sides.channels,
+            sides.group,
+            self.walk.classes.len()
+        )
+    }
+
+    fn pixels(&self, class: &'a Class) -> ClassImage<'a> {
+        ClassImage {
+            spec: self.spec,
+            walk: self.walk,
+            class,
+            padded: self.padded,
+        }
+    }
+
+    /// The blocks of a class.
+    fn cut(&self, class: &'a Class) -> Blocks {
+        let lanes = self.spec.storage.element().lanes(self.isa);
+        let columns = self.sides.channels.next_multiple_of(lanes);
+        let parts = class.count[2].div_ceil(max_pixels(self.isa));
+        Blocks::new(&self.pixels(class), parts, columns, self.result)
+    }
+
+    /// The functions of a class, whose packed weights begin at `workspace`, and the bytes that it takes there.
+    /// Their calls are added to `calls`.
+    fn class(
+        &self,
+        index: usize,
+        class: &'a Class,
+        workspace: usize,
+        run: &dyn Fn(&str, usize) -> String,
+        calls: &mut String,
+    ) -> (String, usize) {
+        let Self { spec, sides, .. } = *self;
+        let (name, element) = (&spec.name, spec.storage.element());
+        let lanes = element.lanes(self.isa);
+        let vectors = sides.channels.div_ceil(lanes);
+        let taps: usize = class.taps.iter().map(Vec::len).product();
+        let weights = round_up(vectors * taps * sides.group * lanes * element.bytes(), 64);
+        let blocks = self.cut(class);
+        let work = Work {
+            spec,
+            walk: self.walk,
+            sides,
+            class,
+            index,
+            padded: self.padded,
+            blocks: &blocks,
+            direction: self.direction,
+            isa: self.isa,
+        };
+        let source = work.source(workspace, workspace + weights);
+        if taps > 0 {
+            calls.push_str(&run(&format!("{name}_pack{index}"), vectors));
+        }
+        calls.push_str(&run(&format!("{name}_class{index}"), blocks.units));
+        let own = blocks.bytes(&self.pixels(class), lanes) * spec.threads;
+        (source, weights + own)
+    }
 }
 
 /// One class of pixels and everything known about it.
