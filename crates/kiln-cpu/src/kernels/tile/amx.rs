@@ -11,8 +11,10 @@
 //! ```
 //!
 //! A processor has eight tiles: four hold the sums of 32 rows by 32 columns, two A and two B. Each step of
-//! the loop loads four tiles for four multiplications. A multiplication takes 16 cycles and a load 8, so the
-//! multiplier is the limit as long as both panels come from L1 or L2.
+//! the loop loads four tiles for four multiplications, each right before the first that needs it. A
+//! multiplication takes 16 cycles and a load from L1 takes 8. Panels come from L2, whose latency a load of 16
+//! lines does not hide: the tiles of the next step are prefetched, which gives 1.1 to 1.3 times the rate
+//! (Sapphire Rapids, 16 virtual processors; prefetching three steps ahead or one operand alone gives less).
 //!
 //! A panel of B is that of other register tiles ([`super`]): one step after the other. A panel of A is cut
 //! into blocks of 16 steps, and each block has its rows one after the other. All tiles have one form, which
@@ -67,21 +69,24 @@ pub(super) fn helper(tile: &Tile) -> Helper {
     // Tiles 4 and 5 are of A, 6 and 7 of B.
     let mut step = String::new();
     for i in 0..high {
-        let at = (i * EXTENT) as i64 * a_row;
-        let _ = writeln!(step, "        kiln_tile_load({}, a + {at}, {a_row});", 4 + i);
+        let (tile, at) = (4 + i, (i * EXTENT) as i64 * a_row);
+        let _ = writeln!(step, "        kiln_tile_load({tile}, a + {at}, {a_row});");
+        let _ = writeln!(step, "        kiln_tile_prefetch(a + {}, {a_row});", a_block + at);
+        for j in 0..wide {
+            let (tile, at) = (6 + j, (j * EXTENT) as i64);
+            if i == 0 {
+                let _ = writeln!(step, "        kiln_tile_load({tile}, b + {at}, {b_row});");
+                let next = EXTENT as i64 * b_row + at;
+                let _ = writeln!(step, "        kiln_tile_prefetch(b + {next}, {b_row});");
+            }
+            let _ = writeln!(
+                step,
+                "        kiln_tile_dot({}, {}, {tile});",
+                i * wide + j,
+                4 + i
+            );
+        }
     }
-    for j in 0..wide {
-        let _ = writeln!(
-            step,
-            "        kiln_tile_load({}, b + {}, {b_row});",
-            6 + j,
-            j * EXTENT
-        );
-    }
-    step.push_str(&sums(&|sum, i, j| {
-        let (a, b) = (4 + i / EXTENT, 6 + j / EXTENT);
-        format!("        kiln_tile_dot({sum}, {a}, {b});\n")
-    }));
     let body = format!(
         "    if (accumulate) {{\n{}    }} else {{\n{}    }}\n    for (int64_t k = 0; k < depth; k += {EXTENT}) {{\n{step}        a += {a_block};\n        b += \
          {};\n    }}\n{}",
