@@ -15,8 +15,8 @@
 //! - Recomputing a node that fuses with its reader ([`crate::Recompute`]) costs its arithmetic alone: the
 //!   traffic of its operands is counted where they are kept. Two kinds of readers spoil the fusion, and add
 //!   a write and a read of the result: readers in different kernels (before and after a product, such as of
-//!   a residual stream), and readers that find it in memory (a kernel that computes no operands, or two
-//!   products of which neither does the other's work).
+//!   a residual stream), and readers that find it in memory, as it is or moved (a kernel that computes no
+//!   operands, or two products of which neither does the other's work).
 //! - A primal node that computes an operand of such a reader (the gradient of logits) is written and read
 //!   whether its result is kept or not. Keeping the forward values that it is computed from instead saves
 //!   nothing.
@@ -224,12 +224,24 @@ impl<'a> Joint<'a> {
         if class.is_kernel() || self.users.outputs(value) > 0 {
             return true;
         }
-        self.users.of(value).iter().any(|&user| {
-            let forward = self.side[user] == Side::Forward;
-            let far = self.before[user] > self.after[node];
-            let whole = class != Recompute::Free && self.is_read_whole_by(value, user);
-            forward && (far || whole)
-        })
+        let far = |&user: &Node| self.side[user] == Side::Forward && self.before[user] > self.after[node];
+        let whole = |&user: &Node| self.side[user] == Side::Forward && self.is_read_whole_by(value, user);
+        self.users.of(value).iter().any(far)
+            || class != Recompute::Free && self.readers(value).iter().any(whole)
+    }
+
+    /// The nodes that read `value` as it is or moved: a kernel that finds an operand in memory finds what was
+    /// moved there, too.
+    fn readers(&self, value: Value) -> Vec<Node> {
+        let mut readers = Vec::new();
+        for &user in self.users.of(value) {
+            let data = self.graph.node(user);
+            match data.op {
+                Op::Reshape(_) | Op::Transpose(_) => readers.extend(self.readers(data.outputs[0])),
+                _ => readers.push(user),
+            }
+        }
+        readers
     }
 
     /// Whether `value` is drawn from the counter again wherever it is read: by
@@ -346,9 +358,12 @@ impl<'a> Joint<'a> {
                         }
                         depth = Some(self.before[user]);
                     }
-                    Side::Fixed if !free && self.is_read_whole_by(value, user) => return true,
                     _ => {}
                 }
+            }
+            let whole = |&user: &Node| self.side[user] == Side::Fixed && self.is_read_whole_by(value, user);
+            if !free && self.readers(value).iter().any(whole) {
+                return true;
             }
         }
         false
