@@ -49,6 +49,10 @@ pub struct FunctionText {
     pub threads: u32,
     /// Whether the kernel uses instructions that only a GPU has (tensor cores, asynchronous copies): such kernels do not run on the host in tests.
     pub device_only: bool,
+    /// Blocks of the kernel that a multiprocessor has registers for at least; 0 leaves their number to the
+    /// compiler.
+    #[serde(default)]
+    pub blocks: u32,
 }
 
 impl FunctionText {
@@ -60,10 +64,13 @@ impl FunctionText {
             parameters.push("const int* kiln_stopped".into());
         }
         let mut text = self.helpers.replace('@', name);
+        let bounds = match self.blocks {
+            0 => self.threads.to_string(),
+            blocks => format!("{}, {blocks}", self.threads),
+        };
         let _ = write!(
             text,
-            "\nextern \"C\" __global__ void __launch_bounds__({})\n{name}({})\n{{\n{}{}\n}}\n",
-            self.threads,
+            "\nextern \"C\" __global__ void __launch_bounds__({bounds})\n{name}({})\n{{\n{}{}\n}}\n",
             parameters.join(", "),
             if guarded && !self.body.contains("kiln_stopped") {
                 "if (*kiln_stopped) return;\n"

@@ -41,6 +41,7 @@ impl OneKernel {
             body: self.body.into(),
             threads: self.threads,
             device_only: false,
+            blocks: 0,
         };
         let kind = CallKind::Launch {
             function: 0,

@@ -225,6 +225,33 @@ fn rows_in_registers_and_rows_read_again() {
     }
 }
 
+/// Rows of 16 bits that a block has alone, and so many of them that a multiprocessor has two blocks:
+/// exponentials are computed a second time.
+#[test]
+fn rows_of_which_a_multiprocessor_has_two() {
+    let (narrow, whole, row) = ("bf16[132,16392]", "f32[132,16392]", "f32[132]");
+    let mut batch = Batch::default();
+    batch.add(
+        &format!(
+            "%n = parameter P : {narrow}\n%x = cast %n : {whole}\n%m = reduce max %x {{axes=[1]}} : {row}\n\
+             %mm = broadcast %m {{dims=[0]}} : {whole}\n%d = sub %x, %mm : {whole}\n%e = exp %d : {whole}\n\
+             %s = reduce sum %e {{axes=[1]}} : {row}\n%ss = broadcast %s {{dims=[0]}} : {whole}\n\
+             %q = div %e, %ss : {whole}\n%y = cast %q : {narrow}"
+        ),
+        &["%y"],
+    );
+    let step = Differential::new(&parse(&batch.text())).compile().unwrap();
+    let blocks: Vec<u32> = step
+        .code
+        .functions
+        .iter()
+        .map(|function| function.text.blocks)
+        .collect();
+    assert_eq!(blocks, [2]);
+    batch.check();
+    batch.compile();
+}
+
 #[test]
 fn rows_that_neighbouring_threads_have() {
     let mut batch = Batch::default();

@@ -316,6 +316,7 @@ impl Template {
                 body: format!("@_::run({});", passed.join(", ")),
                 threads: self.threads,
                 device_only: false,
+                blocks: 0,
             },
             grid: [
                 u32::try_from(blocks).ok().filter(|&blocks| blocks < 1 << 31)?,

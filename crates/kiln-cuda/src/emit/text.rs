@@ -105,6 +105,7 @@ impl Text {
                 body: format!("{}{}", self.head, statements.trim_end()),
                 threads,
                 device_only: false,
+                blocks: 0,
             },
             grid: [blocks, 1, 1],
             shared_bytes: 0,

@@ -137,6 +137,7 @@ impl Writer {
             body: format!("{}{call}", reading.statements),
             threads: case.threads() as u32,
             device_only: false,
+            blocks: 0,
         };
         self.code.calls.push(super::Call::Launch(Launch {
             text,

@@ -193,6 +193,7 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
             body: statements,
             threads: THREADS as u32,
             device_only: false,
+            blocks: 0,
         },
         grid: [grid(tiles), grid(chunks), 1],
         shared_bytes: shared as u32,

@@ -233,6 +233,7 @@ if (y == 0 && k < {count}) out[k] = {stored};
                 body,
                 threads: threads as u32,
                 device_only: false,
+                blocks: 0,
             },
             grid: [grid(ceil(count, across)), results as u32, 1],
             shared_bytes: 0,

@@ -18,6 +18,11 @@ const LONGEST: i64 = 128;
 /// it has.
 const KEPT: i64 = 256;
 
+/// Threads of a row of which a multiprocessor has one block if each thread keeps more than half of [`KEPT`].
+/// All wait for the row's statistics, so a second block is worth more than what values cost that are computed
+/// again.
+const ALONE: i64 = 512;
+
 /// Most turns of an unrolled loop over a row.
 const TURNS: i64 = 16;
 
@@ -40,6 +45,8 @@ pub(super) struct Shape {
     pub(super) turns: i64,
     /// Whether the loop over them is unrolled.
     pub(super) unrolled: bool,
+    /// Whether a block has one row, and a multiprocessor two blocks.
+    pub(super) paired: bool,
     pub(super) rows: i64,
     /// Rows of a block: all at once without late reductions, one after the other with them.
     pub(super) each: i64,
@@ -54,6 +61,12 @@ impl Shape {
 
     pub(super) fn blocks(&self) -> i64 {
         ceil(self.rows, self.each)
+    }
+
+    /// Blocks that a multiprocessor has registers for at least, 0 for any number: one that has a row alone
+    /// waits while its statistics are combined.
+    pub(super) fn blocks_of_a_multiprocessor(&self) -> u32 {
+        if self.paired { 2 } else { 0 }
     }
 
     /// Whether some threads may be without a row.
@@ -122,6 +135,16 @@ pub(super) fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
         .collect();
     let all = Kept::of(graph, space, false);
     let (group, unrolled) = group(space, &lates, all.bytes);
+    if unrolled && group == ALONE && held(space, group, all.bytes) > KEPT / 2 {
+        let loads = Kept::of(graph, space, true);
+        if held(space, group, loads.bytes) <= KEPT / 2 && fits(space, &lates, group, loads.bytes) {
+            let shape = Shape {
+                paired: true,
+                ..complete(space, &lates, group, true)
+            };
+            return (shape, loads.keys);
+        }
+    }
     if unrolled {
         let mut keys = all.keys;
         if fits(space, &lates, group, all.bytes + all.once_bytes) {
@@ -139,6 +162,12 @@ pub(super) fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
 fn column_bytes(lates: &[Late]) -> i64 {
     let columns = lates.iter().filter(|late| late.by_column());
     columns.map(|late| late.dtype.size() as i64).max().unwrap_or(0)
+}
+
+/// Bytes that a thread of `group` holds of a row, if it keeps `kept` bytes of a point.
+fn held(space: &Space, group: i64, kept: i64) -> i64 {
+    let items = space.loops.row_length() / space.width;
+    ceil(items, group) * space.width * kept
 }
 
 /// Whether what a thread of `group` holds of a row fits into registers, if it keeps `kept` bytes of a point.
@@ -204,6 +233,7 @@ fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape 
         items,
         turns: ceil(items, group),
         unrolled,
+        paired: false,
         rows,
         each,
         late,

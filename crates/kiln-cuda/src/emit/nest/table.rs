@@ -116,6 +116,7 @@ fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
         body,
         threads: THREADS as u32,
         device_only: false,
+        blocks: 0,
     };
     Some(Task {
         text,

@@ -153,6 +153,7 @@ pub(super) fn generate(graph: &Graph, space: &Space, seen: &[Seen]) -> Option<La
             body,
             threads: THREADS as u32,
             device_only: false,
+            blocks: 0,
         },
         grid: [grid(blocks), 1, 1],
         shared_bytes: 0,
