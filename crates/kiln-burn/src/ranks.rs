@@ -14,11 +14,13 @@ use std::any::TypeId;
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ffi::c_void;
+use std::fmt::Write as _;
 use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock, PoisonError};
 
 use burn_backend::{TensorData, TensorMetadata};
 use burn_router::RouterTensor;
 use kiln_compiler::buckets::Buckets;
+use kiln_compiler::overlap::{Event, Overlap};
 use kiln_compiler::{CollectiveCall, Contract, ExternCall};
 use kiln_cuda::CudaError;
 use kiln_cuda::execute::Gpu;
@@ -74,6 +76,34 @@ fn mean_of(operands: &[TensorData]) -> Vec<TensorData> {
         result
     };
     operands.iter().map(mean).collect()
+}
+
+/// Whether an operation of a recorded graph is one of the ranks together: what compiled steps have a collective for.
+pub fn is_of_ranks(op: &Op) -> bool {
+    shares::collective(op, 1).is_some()
+}
+
+/// What leaves a recorded graph and follows from a gradient without any operation of the ranks in between; none if
+/// there is nothing of that kind. What has gone through one is the same on all ranks.
+pub(crate) fn not_averaged(graph: &Graph) -> Option<String> {
+    let mut own = vec![false; graph.num_nodes()];
+    for seed in kiln_partition::find_seeds(graph) {
+        own[seed.as_u32() as usize] = true;
+    }
+    for (node, data) in graph.nodes() {
+        let mut operands = data.inputs.iter().map(|&it| graph.value(it).node);
+        let follows = operands.any(|operand| own[operand.as_u32() as usize]);
+        own[node.as_u32() as usize] |= follows && !is_of_ranks(&data.op);
+    }
+    let leaves = graph.outputs.iter().map(|output| output.value);
+    let value = leaves
+        .into_iter()
+        .find(|&value| own[graph.value(value).node.as_u32() as usize])?;
+    let line = &graph.def(value).provenance.location;
+    Some(match line {
+        Some(line) => format!("a tensor {} of {line}", graph.ty(value)),
+        None => format!("a tensor {}", graph.ty(value)),
+    })
 }
 
 /// `graph` with collectives in place of means over ranks and of shares; none if it has none of them.
@@ -282,40 +312,48 @@ pub(crate) fn agree(graph: &Graph, options: &str, contract: &Contract) -> Result
     Ok(())
 }
 
-/// The sums over ranks of a compiled step, in a line; none if it has none. What is hidden is counted in kernels: those
-/// between the start of the first bucket and the first wait.
+/// The started collectives of a compiled step, in a line for each kind; none if it has none. What is hidden is counted
+/// in kernels: those between the start of the first bucket and the first wait.
 pub(crate) fn buckets_text(contract: &Contract) -> Option<String> {
-    let bytes = |call: &ExternCall| {
-        let (dtype, dims) = &call.inputs[0];
-        dtype
-            .parse::<DType>()
-            .map_or(0, |dtype| dtype.size() * dims.iter().product::<usize>())
-    };
-    let started = contract
+    let overlap = Overlap::of(contract, &[]);
+    let ranks = contract
         .externs
         .iter()
-        .filter(|call| matches!(call.collective, Some(CollectiveCall::Start { .. })));
-    let sizes: Vec<usize> = started.map(bytes).collect();
-    let total = sizes.iter().sum::<usize>();
-    let ranks = contract.externs.iter().find_map(|call| match call.collective {
-        Some(CollectiveCall::Start { ranks, .. }) => Some(ranks),
-        _ => None,
-    })?;
-    let of = |name: &str| {
-        let is = |kernel: &kiln_compiler::KernelReport| kernel.nodes.iter().any(|node| node.op == name);
-        contract.kernels.iter().position(is).unwrap_or(0)
-    };
-    let between = of("collective_wait").saturating_sub(of("all_reduce") + sizes.len());
-    let list: Vec<String> = sizes
-        .iter()
-        .map(|bytes| format!("{}", bytes.div_ceil(1 << 10)))
-        .collect();
-    Some(format!(
-        "\n{} KiB of sums over {ranks} ranks in {} buckets of {} KiB; {between} kernels run between the first start and the first wait",
-        total >> 10,
-        sizes.len(),
-        list.join(", ")
-    ))
+        .find_map(|call| call.collective?.collective());
+    let ranks = ranks?.ranks;
+    let mut text = String::new();
+    for (kind, what) in [
+        (CollectiveKind::AllReduce, "of sums over"),
+        (CollectiveKind::ReduceScatter, "of sums, divided among"),
+        (CollectiveKind::AllGather, "of shares, joined from"),
+    ] {
+        let travels = || overlap.travels.iter().filter(|travel| travel.kind == kind);
+        let own = travels().count();
+        if own == 0 {
+            continue;
+        }
+        let sizes: Vec<String> = travels()
+            .map(|travel| travel.bytes.div_ceil(1 << 10).to_string())
+            .collect();
+        let total = travels().map(|travel| travel.bytes).sum::<usize>();
+        let _ = write!(
+            text,
+            "\n{} KiB {what} {ranks} ranks in {own} buckets of {} KiB",
+            total >> 10,
+            sizes.join(", ")
+        );
+    }
+    let first = |wanted: fn(&Event) -> bool| overlap.events.iter().position(wanted);
+    let start = first(|event| matches!(event, Event::Start(..)))?;
+    let wait = first(|event| matches!(event, Event::Wait(..)))?;
+    let hidden = overlap.events.get(start..wait).unwrap_or_default();
+    let kernels = hidden.iter().filter(|event| matches!(event, Event::Kernel(..)));
+    let _ = write!(
+        text,
+        "; {} kernels run between the first start and the first wait",
+        kernels.count()
+    );
+    Some(text)
 }
 
 /// The collectives that a run of a compiled step has begun.
@@ -357,62 +395,49 @@ impl Calls {
             Ok::<_, String>((dtype, dtype.size() * dims.iter().product::<usize>()))
         };
         let ((dtype, bytes), (_, result)) = (size(&call.inputs[0])?, size(&call.outputs[0])?);
-        // SAFETY: one pointer for the operand and one for the result.
-        let (from, to) = unsafe { ((*buffers).cast::<u8>(), (*buffers.add(1)).cast::<u8>()) };
-        let fits = |ranks: usize| match ranks == world.size() {
-            true => Ok(()),
-            false => Err(format!(
-                "the step is one of {ranks} ranks, and there are {}",
-                world.size()
-            )),
-        };
-        let operands = |kind, mean, root, from| Operands {
-            kind,
-            mean,
-            root,
-            dtype,
-            from,
-            bytes,
-            to,
+        // SAFETY: one pointer for each operand and one for the result.
+        let (from, to) = unsafe {
+            let to = buffers.add(call.inputs.len());
+            ((*buffers).cast::<u8>(), (*to).cast::<u8>())
         };
         // SAFETY: operand and result are valid for their types, and the caller's promise. Equal pointers are copied
         // onto themselves.
         unsafe {
-            match part {
-                CollectiveCall::Run {
-                    kind,
-                    ranks,
-                    mean,
-                    root,
-                } => {
-                    fits(ranks)?;
-                    let kind = CollectiveKind::ALL
-                        .get(kind)
-                        .copied()
-                        .ok_or("an unknown collective")?;
-                    let ticket = world
-                        .start(operands(kind, mean, root, from))
-                        .map_err(|error| error.to_string())?;
-                    ticket.wait().map_err(|error| error.to_string())
-                }
-                CollectiveCall::Start { ranks, mean } => {
-                    fits(ranks)?;
-                    std::ptr::copy(from, to, bytes);
-                    let sum = operands(CollectiveKind::AllReduce, mean, 0, to);
-                    let ticket = world.start(sum).map_err(|error| error.to_string())?;
-                    self.begun.borrow_mut().push((to as usize, ticket));
-                    Ok(())
-                }
-                CollectiveCall::Wait => {
-                    let mut begun = self.begun.borrow_mut();
-                    let position = begun.iter().position(|(at, _)| *at == from as usize);
-                    let (_, ticket) = begun.remove(position.ok_or("nothing was started there")?);
-                    drop(begun);
-                    ticket.wait().map_err(|error| error.to_string())?;
-                    std::ptr::copy(from, to, result);
-                    Ok(())
-                }
+            let Some(collective) = part.collective() else {
+                let mut begun = self.begun.borrow_mut();
+                let position = begun.iter().position(|(at, _)| *at == from as usize);
+                let (_, ticket) = begun.remove(position.ok_or("nothing was started there")?);
+                drop(begun);
+                ticket.wait().map_err(|error| error.to_string())?;
+                std::ptr::copy(from, to, result);
+                return Ok(());
+            };
+            if collective.ranks != world.size() {
+                return Err(format!(
+                    "the step is one of {} ranks, and there are {}",
+                    collective.ranks,
+                    world.size()
+                ));
             }
+            let moves = collective.started && collective.kind.is_in_place();
+            if moves {
+                std::ptr::copy(from, to, bytes);
+            }
+            let operands = Operands {
+                kind: collective.kind,
+                mean: collective.mean,
+                root: collective.root,
+                dtype,
+                from: if moves { to } else { from },
+                bytes,
+                to,
+            };
+            let ticket = world.start(operands).map_err(|error| error.to_string())?;
+            match collective.started {
+                true => self.begun.borrow_mut().push((to as usize, ticket)),
+                false => ticket.wait().map_err(|error| error.to_string())?,
+            }
+            Ok(())
         }
     }
 

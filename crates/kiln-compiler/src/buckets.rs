@@ -1,6 +1,6 @@
-//! Buckets: sums over ranks that are started early, several at once, and waited for late.
+//! Buckets: collectives that are started early, several tensors at once, and waited for late.
 //!
-//! A recorded step has one [`all_reduce`](CollectiveKind::AllReduce) for each gradient, in front of the
+//! A recorded step has one [`all_reduce`](kiln_graph::CollectiveKind::AllReduce) for each gradient, in front of the
 //! optimizer's first use of it. This pass runs after the partition. It joins the sums to *buckets*, in the
 //! order in which the backward pass computes the gradients. A bucket starts right behind the last of its
 //! gradients, and travels while the backward pass goes on:
@@ -20,18 +20,25 @@
 //! A gradient that fills a bucket by itself is neither joined, copied nor moved: start and wait work in
 //! place.
 //!
+//! Ranks that divide the optimizer's state have a [`reduce_scatter`](kiln_graph::CollectiveKind::ReduceScatter) in place
+//! of each sum, and an [`all_gather`](kiln_graph::CollectiveKind::AllGather) behind each update (`tail`). A bucket of
+//! those is a matrix with a row for each rank (`bucket`).
+//!
 //! Sums go in the order of ranks, element by element, so buckets change no bit of a result
 //! (kiln-cpu's `tests/ranks.rs`, kiln-distributed's `buckets_change_no_bit`), and their sizes may follow from
 //! a measurement ([`Buckets::of`]). Libraries that add up in an order of their own need fixed sizes.
 
+mod bucket;
+mod tail;
+
 use std::fmt;
 
-use kiln_graph::op::{Dims, Op};
-use kiln_graph::{
-    Collective, CollectiveKind, DType, Graph, Node, Phase, Provenance, Rewriter, TypeError, Users, Value,
-};
-use rustc_hash::FxHashMap;
+use kiln_graph::{Graph, Node, NodeData, Op, Rewriter, TypeError, Users, Value};
+use rustc_hash::{FxHashMap, FxHashSet};
 
+use bucket::{Bucket, Member};
+use tail::Tail;
+pub(crate) use tail::UNDER_WAY;
 /// How large buckets are.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Buckets {
@@ -84,91 +91,59 @@ impl fmt::Display for Buckets {
     }
 }
 
-/// A sum over ranks, in the old graph.
-#[derive(Clone, Copy, Debug)]
-struct Sum {
-    node: Node,
-    operand: Value,
-    /// The node behind which it can be started.
-    ready: usize,
-    /// The node in front of which it must be complete; the number of nodes if none reads it.
-    needed: usize,
-}
-
-/// Sums that travel together.
-#[derive(Debug)]
-struct Bucket {
-    sums: Vec<Sum>,
-    collective: Collective,
-    dtype: DType,
-    bytes: usize,
-    /// The wait's operand, once it is started.
-    started: Option<Value>,
-}
-
-/// `graph` with its sums over ranks in buckets; none if it has no such sum.
+/// `graph` with its collectives in buckets; none if it has none that can be joined.
 ///
 /// # Errors
 /// If a node does not fit: a bug of the pass.
 pub fn run(graph: &Graph, sizes: &Buckets) -> Result<Option<Graph>, TypeError> {
     let sums = sums(graph, &graph.users());
-    if sums.is_empty() {
+    let mut joined: FxHashSet<Node> = sums.iter().map(|sum| sum.node).collect();
+    let mut groups = groups(graph, sums, sizes);
+    let gathers = tail::gathers(graph, &groups);
+    joined.extend(&gathers);
+    if joined.is_empty() {
         return Ok(None);
     }
-    let mut groups = groups(graph, sums, sizes);
+    let from = tail::begin(&groups, &gathers, graph.num_nodes());
     let mut new = Rewriter::new(graph);
-    for (id, data) in graph.nodes() {
-        let number = id.as_u32() as usize;
+    for (id, data) in graph.nodes().take(from) {
+        let number = index(id);
         for group in groups.iter_mut().filter(|group| group.needed == number) {
             group.wait(graph, &mut new)?;
         }
-        let is_taken = |group: &Group| {
-            let mut sums = group.buckets.iter().flat_map(|bucket| &bucket.sums);
-            sums.any(|sum| sum.node == id)
-        };
-        if !(is_sum(&data.op) && groups.iter().any(is_taken)) {
+        if !(joined.contains(&id) || is_copied(&new, data)) {
             new.copy(id)?;
         }
         for group in &mut groups {
             group.start(graph, &mut new, number)?;
         }
     }
-    for group in groups
-        .iter_mut()
-        .filter(|group| group.needed == graph.num_nodes())
-    {
-        group.wait(graph, &mut new)?;
-    }
+    let late = groups.into_iter().filter(|group| group.needed >= from);
+    let sums: Vec<Bucket> = late.flat_map(|group| group.buckets).collect();
+    Tail::new(graph, sums, gathers, from, sizes).emit(&mut new, &joined)?;
     Ok(Some(new.finish()))
 }
 
-/// Whether an operation is a sum over ranks that may travel with others.
+/// The position of a node in its graph.
+fn index(node: Node) -> usize {
+    node.as_u32() as usize
+}
+
+/// Whether a node is in the new graph already.
+fn is_copied(new: &Rewriter<'_>, data: &NodeData) -> bool {
+    data.outputs.iter().any(|&value| new.get(value).is_some())
+}
+
+/// Whether an operation is a sum over ranks, or a share of one, that may travel with others.
 fn is_sum(op: &Op) -> bool {
-    matches!(op, Op::Collective(it) if it.kind == CollectiveKind::AllReduce && !it.started)
+    matches!(op, Op::Collective(it) if it.kind.reduces() && !it.started)
 }
 
 /// All sums over ranks, in the order in which they can be started.
-fn sums(graph: &Graph, users: &Users) -> Vec<Sum> {
-    let index = |node: Node| node.as_u32() as usize;
-    let of = |(node, data): (Node, &kiln_graph::NodeData)| {
-        let (operand, result) = (data.inputs[0], data.outputs[0]);
-        let maker = graph.value(operand).node;
-        // A sum of a sum follows its wait.
-        let ready = if is_sum(&graph.node(maker).op) {
-            node
-        } else {
-            maker
-        };
-        let needed = users.of(result).iter().map(|&user| index(user)).min();
-        Sum {
-            node,
-            operand,
-            ready: index(ready),
-            needed: needed.unwrap_or(graph.num_nodes()),
-        }
-    };
+fn sums(graph: &Graph, users: &Users) -> Vec<Member> {
+    let of = |(node, data): (Node, &NodeData)| Member::new(graph, users, node, data);
     let nodes = graph.nodes().filter(|(_, data)| is_sum(&data.op));
-    let mut sums: Vec<Sum> = nodes
+    let mut sums: Vec<Member> = nodes
         .filter(|(_, data)| graph.ty(data.outputs[0]).numel() > 0)
         .map(of)
         .collect();
@@ -185,12 +160,9 @@ struct Group {
 }
 
 /// Divides sums into buckets.
-fn groups(graph: &Graph, sums: Vec<Sum>, sizes: &Buckets) -> Vec<Group> {
+fn groups(graph: &Graph, sums: Vec<Member>, sizes: &Buckets) -> Vec<Group> {
     let mut groups: Vec<Group> = Vec::new();
     for sum in sums {
-        let Op::Collective(collective) = graph.node(sum.node).op else {
-            continue;
-        };
         if groups.last().is_none_or(|group| group.needed <= sum.ready) {
             groups.push(Group {
                 buckets: Vec::new(),
@@ -199,37 +171,16 @@ fn groups(graph: &Graph, sums: Vec<Sum>, sizes: &Buckets) -> Vec<Group> {
         }
         let Some(group) = groups.last_mut() else { continue };
         group.needed = group.needed.min(sum.needed);
-        let ty = graph.ty(sum.operand);
-        let limit = match group.buckets.len() {
-            0 | 1 => sizes.first,
-            _ => sizes.others,
-        };
-        match group.buckets.last_mut() {
-            Some(bucket)
-                if bucket.bytes + ty.bytes() <= limit
-                    && bucket.dtype == ty.dtype
-                    && bucket.collective == collective =>
-            {
-                bucket.bytes += ty.bytes();
-                bucket.sums.push(sum);
-            }
-            _ => group.buckets.push(Bucket {
-                sums: vec![sum],
-                collective,
-                dtype: ty.dtype,
-                bytes: ty.bytes(),
-                started: None,
-            }),
-        }
+        bucket::join(graph, &mut group.buckets, sum, sizes);
     }
     groups
 }
 
 impl Group {
     /// Starts the buckets of which `number` is the last node that they wait for.
-    fn start(&mut self, graph: &Graph, new: &mut Rewriter, number: usize) -> Result<(), TypeError> {
+    fn start(&mut self, graph: &Graph, new: &mut Rewriter<'_>, number: usize) -> Result<(), TypeError> {
         for bucket in &mut self.buckets {
-            if bucket.sums.last().is_some_and(|sum| sum.ready == number) {
+            if bucket.members.last().is_some_and(|sum| sum.ready == number) {
                 bucket.start(graph, new)?;
             }
         }
@@ -237,69 +188,8 @@ impl Group {
     }
 
     /// Waits for all buckets; from now on their sums replace those of the old graph.
-    fn wait(&mut self, graph: &Graph, new: &mut Rewriter) -> Result<(), TypeError> {
+    fn wait(&mut self, graph: &Graph, new: &mut Rewriter<'_>) -> Result<(), TypeError> {
         self.buckets.iter().try_for_each(|bucket| bucket.wait(graph, new))
-    }
-}
-
-impl Bucket {
-    fn provenance(&self, graph: &Graph, phase: Phase) -> Provenance {
-        Provenance {
-            phase,
-            ..graph.node(self.sums[0].node).provenance.clone()
-        }
-    }
-
-    fn start(&mut self, graph: &Graph, new: &mut Rewriter) -> Result<(), TypeError> {
-        let p = self.provenance(graph, Phase::Backward);
-        let whole = match &self.sums[..] {
-            [alone] => new.map(alone.operand),
-            sums => {
-                let mut flat = Vec::with_capacity(sums.len());
-                for sum in sums {
-                    let count = graph.ty(sum.operand).numel();
-                    flat.push(
-                        new.graph
-                            .add(Op::Reshape([count].into()), &[new.map(sum.operand)], &p)?,
-                    );
-                }
-                new.graph.add(Op::Concat { axis: 0 }, &flat, &p)?
-            }
-        };
-        let started = Collective {
-            started: true,
-            ..self.collective
-        };
-        self.started = Some(new.graph.add(Op::Collective(started), &[whole], &p)?);
-        Ok(())
-    }
-
-    fn wait(&self, graph: &Graph, new: &mut Rewriter) -> Result<(), TypeError> {
-        let Some(started) = self.started else {
-            return Ok(());
-        };
-        let p = self.provenance(graph, Phase::Optimizer);
-        let whole = new.graph.add(Op::CollectiveWait, &[started], &p)?;
-        if let [alone] = &self.sums[..] {
-            new.replace(graph.node(alone.node).outputs[0], whole);
-            return Ok(());
-        }
-        let mut at = 0;
-        for sum in &self.sums {
-            let result = graph.node(sum.node).outputs[0];
-            let count = graph.ty(result).numel();
-            let slice = Op::Slice {
-                starts: Dims::from_slice(&[at]),
-                limits: Dims::from_slice(&[at + count]),
-                steps: Dims::from_slice(&[1]),
-            };
-            let flat = new.graph.add(slice, &[whole], &p)?;
-            let shape = graph.shape(result).clone();
-            let shaped = new.graph.add(Op::Reshape(shape), &[flat], &p)?;
-            new.replace(result, shaped);
-            at += count;
-        }
-        Ok(())
     }
 }
 

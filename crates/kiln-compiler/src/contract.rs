@@ -62,47 +62,84 @@ pub enum CollectiveCall {
         /// The rank whose operand all get.
         root: usize,
     },
-    /// Begins a sum over ranks. The call's operand may share the result's memory; otherwise the call copies
-    /// the operand there, because the step reuses the operand's memory as soon as the call returns. The
-    /// result's memory belongs to the collective until the wait.
+    /// Begins a collective. One that works in place ([`CollectiveKind::is_in_place`]) may have its operand in
+    /// the result's memory; otherwise the call copies the operand there, because the step reuses the operand's
+    /// memory as soon as the call returns. Any other one reads its operand until the wait. The result's memory
+    /// belongs to the collective until the wait.
     Start {
+        /// Position of its kind in [`CollectiveKind::ALL`].
+        #[serde(default)]
+        kind: usize,
         /// Number of ranks.
         ranks: usize,
         /// Whether sums are divided by it.
         mean: bool,
+        /// The rank whose operand all get.
+        #[serde(default)]
+        root: usize,
     },
-    /// Waits for the sum that a start call began; the operand is that call's result. The result may share
-    /// the operand's memory; otherwise the call copies the sum there.
+    /// Waits for the collective that a start call began; the first operand is that call's result, a second one
+    /// is not looked at. The result may share the first operand's memory; otherwise the call copies it there.
     Wait,
 }
 
 impl CollectiveCall {
     fn of(op: &Op) -> Option<Self> {
-        match *op {
-            Op::CollectiveWait => Some(Self::Wait),
-            Op::Collective(Collective {
-                ranks,
-                mean,
-                started: true,
-                ..
-            }) => Some(Self::Start { ranks, mean }),
-            Op::Collective(Collective {
+        let Collective {
+            kind,
+            ranks,
+            mean,
+            root,
+            started,
+        } = match *op {
+            Op::CollectiveWait => return Some(Self::Wait),
+            Op::Collective(collective) => collective,
+            _ => return None,
+        };
+        let kind = CollectiveKind::ALL
+            .iter()
+            .position(|&known| known == kind)
+            .unwrap_or(0);
+        Some(match started {
+            true => Self::Start {
                 kind,
                 ranks,
                 mean,
                 root,
-                ..
-            }) => Some(Self::Run {
-                kind: CollectiveKind::ALL
-                    .iter()
-                    .position(|&known| known == kind)
-                    .unwrap_or(0),
+            },
+            false => Self::Run {
+                kind,
                 ranks,
                 mean,
                 root,
-            }),
-            _ => None,
+            },
+        })
+    }
+
+    /// The collective that is run or started; none for a wait, and for a number that is no kind's.
+    pub fn collective(&self) -> Option<Collective> {
+        let (Self::Run {
+            kind,
+            ranks,
+            mean,
+            root,
         }
+        | Self::Start {
+            kind,
+            ranks,
+            mean,
+            root,
+        }) = *self
+        else {
+            return None;
+        };
+        Some(Collective {
+            kind: *CollectiveKind::ALL.get(kind)?,
+            ranks,
+            mean,
+            root,
+            started: matches!(self, Self::Start { .. }),
+        })
     }
 }
 

@@ -17,7 +17,7 @@ use std::fmt;
 use kiln_graph::{CollectiveKind, DType};
 use rustc_hash::FxHashMap;
 
-use crate::buckets::Buckets;
+use crate::buckets::{Buckets, UNDER_WAY};
 use crate::contract::{CollectiveCall, Contract, ExternCall};
 use crate::report::KernelReport;
 
@@ -172,19 +172,30 @@ impl Overlap {
         let bucket = self.buckets_of(sizes);
         let last = |at: usize| bucket.iter().rposition(|&other| other == bucket[at]);
         let first = |at: usize| bucket.iter().position(|&other| other == bucket[at]);
+        let is_gather = |at: usize| self.travels[at].kind == CollectiveKind::AllGather;
         let mut joined = Self::default();
+        // Gathers that nobody waits for yet.
+        let mut under: VecDeque<Event> = VecDeque::new();
         for &event in &self.events {
             match event {
                 Event::Kernel(..) => joined.events.push(event),
                 Event::Start(kernel, at) if last(at) == Some(at) => {
                     joined.events.push(Event::Start(kernel, bucket[at]));
+                    if is_gather(at) {
+                        under.push_back(Event::Wait(kernel, bucket[at]));
+                    }
+                    if under.len() > UNDER_WAY {
+                        joined.events.extend(under.pop_front());
+                    }
                 }
+                Event::Wait(_, at) if is_gather(at) => {}
                 Event::Wait(kernel, at) if first(at) == Some(at) => {
                     joined.events.push(Event::Wait(kernel, bucket[at]));
                 }
                 Event::Start(..) | Event::Wait(..) => {}
             }
         }
+        joined.events.extend(under);
         for (at, travel) in self.travels.iter().enumerate() {
             match joined.travels.get_mut(bucket[at]) {
                 Some(whole) => {
@@ -200,26 +211,34 @@ impl Overlap {
     /// The bucket of each collective.
     fn buckets_of(&self, sizes: &Buckets) -> Vec<usize> {
         let mut bucket = vec![0; self.travels.len()];
-        // Buckets so far, those since the last wait, and what the open one has.
-        let (mut count, mut own) = (0, 0usize);
+        // Buckets so far, those since the last wait with their kinds, and what the open one has.
+        let mut count = 0;
+        let mut kinds: Vec<CollectiveKind> = Vec::new();
         let mut open: Option<Travel> = None;
         for event in &self.events {
             match *event {
                 Event::Kernel(..) => {}
-                Event::Wait(..) => (own, open) = (0, None),
+                Event::Wait(_, at) if self.travels[at].kind == CollectiveKind::AllGather => {}
+                Event::Wait(..) => {
+                    // Gathers start between the waits for gradients.
+                    kinds.retain(|kind| *kind == CollectiveKind::AllGather);
+                    open = open.filter(|open| open.kind == CollectiveKind::AllGather);
+                }
                 Event::Start(_, at) => {
                     let travel = &self.travels[at];
+                    let own = kinds.iter().filter(|kind| **kind == travel.kind).count();
                     let limit = if own <= 1 { sizes.first } else { sizes.others };
                     match &mut open {
                         Some(whole)
-                            if travel.kind == CollectiveKind::AllReduce
+                            if travel.kind != CollectiveKind::FromRoot
                                 && (whole.kind, whole.dtype) == (travel.kind, travel.dtype)
                                 && whole.bytes + travel.bytes <= limit =>
                         {
                             whole.bytes += travel.bytes;
                         }
                         _ => {
-                            (count, own) = (count + 1, own + 1);
+                            count += 1;
+                            kinds.push(travel.kind);
                             open = Some(travel.clone());
                         }
                     }
@@ -295,10 +314,8 @@ fn begin(under: &VecDeque<(usize, f64)>, timeline: &mut Timeline, now: f64) {
 
 /// What a kernel that calls other ranks sends.
 fn travel(contract: &Contract, kernel: &KernelReport, call: &ExternCall) -> Travel {
-    let kind = match call.collective {
-        Some(CollectiveCall::Run { kind, .. }) => CollectiveKind::ALL.get(kind).copied(),
-        _ => CollectiveKind::from_name(&call.name),
-    };
+    let collective = call.collective.and_then(|call| call.collective());
+    let kind = collective.map(|collective| collective.kind);
     let (dtype, dims) = &call.inputs[0];
     let dtype: DType = dtype.parse().unwrap_or(DType::F32);
     // A bucket is a concatenation: its parts are the operands of the node in front.
@@ -360,6 +377,35 @@ mod tests {
             (timeline.step, timeline.kernels, timeline.exposed()),
             (7.5, 5.5, 2.0)
         );
+    }
+
+    #[test]
+    fn gathers_are_joined_and_waited_for_two_later() {
+        // Four gathers of 10 bytes, each behind an update, and each waited for behind the second after it.
+        let travels = vec![
+            Travel {
+                kind: CollectiveKind::AllGather,
+                ..travel(10)
+            };
+            4
+        ];
+        let update = |at: usize| [Event::Kernel(at, 1.0), Event::Start(4 + at, at)];
+        let mut events: Vec<Event> = (0..4).flat_map(update).collect();
+        events.insert(6, Event::Wait(8, 0));
+        events.extend((1..4).map(|at| Event::Wait(8 + at, at)));
+        let apart = Overlap { events, travels };
+        assert_eq!(apart.joined(&Buckets::NONE).travels.len(), 4);
+        let seconds = |travel: &Travel| travel.bytes as f64 / 10.0;
+        // The last one is exposed.
+        assert_eq!(apart.timeline(seconds, 1.0).step, 5.0);
+        assert_eq!(apart.joined(&Buckets::NONE).timeline(seconds, 1.0).step, 5.0);
+        let pairs = apart.joined(&Buckets {
+            first: 20,
+            others: 20,
+        });
+        let sizes: Vec<usize> = pairs.travels.iter().map(|it| it.bytes).collect();
+        assert_eq!(sizes, [20, 20]);
+        assert_eq!(pairs.timeline(seconds, 1.0).step, 6.0);
     }
 
     #[test]

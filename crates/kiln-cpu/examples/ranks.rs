@@ -20,12 +20,12 @@ use std::time::Instant;
 
 use kiln_compiler::buckets::Buckets;
 use kiln_compiler::overlap::Overlap;
-use kiln_compiler::{CollectiveCall, Contract, Options};
+use kiln_compiler::{Contract, Options};
 use kiln_cpu::{
     BuildOptions, Cache, CpuExecutable, CpuTarget, KernelEvent, StepHooks, ThreadPool, Toolchain,
 };
 use kiln_distributed::{Link, Operands, Ticket, World};
-use kiln_graph::{CollectiveKind, DType, Graph};
+use kiln_graph::{DType, Graph};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, averaged_gradients, decoder_step};
 
@@ -75,32 +75,41 @@ impl StepHooks for Calls<'_> {
         let (dtype, dims) = &call.inputs[0];
         let dtype: DType = dtype.parse().map_err(|_| "an element type that is not known")?;
         let bytes = dtype.size() * dims.iter().product::<usize>();
-        // SAFETY: the step passes the operand's pointer and the result's; both have so many bytes until the wait.
+        let part = call.collective.ok_or("an operation that is not known here")?;
+        let (result, dims) = &call.outputs[0];
+        let result: DType = result.parse().map_err(|_| "an element type that is not known")?;
+        let result_bytes = result.size() * dims.iter().product::<usize>();
+        // SAFETY: the step passes the operands' pointers and the result's; all are valid until the wait.
         unsafe {
-            let (from, to) = ((*buffers).cast::<u8>(), (*buffers.add(1)).cast::<u8>());
-            match call.collective {
-                Some(CollectiveCall::Start { mean, .. }) => {
-                    std::ptr::copy(from, to, bytes);
-                    let operands = Operands {
-                        kind: CollectiveKind::AllReduce,
-                        mean,
-                        root: 0,
-                        dtype,
-                        from: to,
-                        bytes,
-                        to,
-                    };
-                    let ticket = world.start(operands).map_err(|error| error.to_string())?;
-                    self.begun.borrow_mut().push((to as usize, ticket));
-                }
-                Some(CollectiveCall::Wait) => {
-                    let mut begun = self.begun.borrow_mut();
-                    let position = begun.iter().position(|(at, _)| *at == from as usize);
-                    let (_, ticket) = begun.remove(position.ok_or("nothing was started there")?);
-                    ticket.wait().map_err(|error| error.to_string())?;
-                    std::ptr::copy(from, to, bytes);
-                }
-                _ => return Err(format!("{} is not known here", call.name)),
+            let (from, to) = (
+                (*buffers).cast::<u8>(),
+                (*buffers.add(call.inputs.len())).cast::<u8>(),
+            );
+            let Some(it) = part.collective() else {
+                let mut begun = self.begun.borrow_mut();
+                let position = begun.iter().position(|(at, _)| *at == from as usize);
+                let (_, ticket) = begun.remove(position.ok_or("nothing was started there")?);
+                ticket.wait().map_err(|error| error.to_string())?;
+                std::ptr::copy(from, to, result_bytes);
+                return Ok(());
+            };
+            let moves = it.kind.is_in_place();
+            if moves {
+                std::ptr::copy(from, to, bytes);
+            }
+            let operands = Operands {
+                kind: it.kind,
+                mean: it.mean,
+                root: it.root,
+                dtype,
+                from: if moves { to } else { from },
+                bytes,
+                to,
+            };
+            let ticket = world.start(operands).map_err(|error| error.to_string())?;
+            match it.started {
+                true => self.begun.borrow_mut().push((to as usize, ticket)),
+                false => ticket.wait().map_err(|error| error.to_string())?,
             }
         }
         Ok(())

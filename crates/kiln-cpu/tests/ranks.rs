@@ -1,5 +1,4 @@
-//! Compiled steps on several ranks, which are threads here: sums over ranks in buckets, started and waited
-//! for.
+//! Compiled steps on several ranks, which are threads here: collectives in buckets, started and waited for.
 
 mod support;
 
@@ -7,35 +6,15 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 use std::sync::{Barrier, Mutex};
 
+use kiln_compiler::CompileError;
 use kiln_compiler::buckets::{Buckets, described};
-use kiln_compiler::{CollectiveCall, CompileError};
 use kiln_cpu::{CpuExecutable, StepHooks, ThreadPool};
-use kiln_graph::alias::assign_aliases;
 use kiln_graph::collective::combine;
-use kiln_graph::{Collective, CollectiveKind, Graph, HostTensor, Phase, Scalar, interpret_ranks};
-use kiln_partition::assign_phases;
-use kiln_partition::testing::{Sizes, arguments, averaged_gradients, decoder_step};
-use support::{Memory, Setup, build};
-
-const SIZES: Sizes = Sizes {
-    layers: 2,
-    batch: 2,
-    length: 8,
-    width: 16,
-    heads: 2,
-    hidden: 48,
-    vocabulary: 20,
-    keep: 0.8,
+use kiln_graph::{
+    Collective, CollectiveKind, Graph, HostTensor, Op, Phase, Scalar, TensorType, interpret_ranks,
 };
-
-/// A decoder's step in which each gradient is a mean over ranks where the optimizer reads it.
-fn averaged(ranks: usize) -> Graph {
-    let mut step = decoder_step(SIZES);
-    let dies = vec![true; step.graph.parameters().len()];
-    assign_aliases(&mut step.graph, &dies);
-    assign_phases(&mut step.graph);
-    averaged_gradients(&step.graph, ranks)
-}
+use kiln_partition::testing::{arguments, arguments_of_ranks, averaged_decoder, sharded_decoder};
+use support::{Memory, Setup, build};
 
 /// Where ranks meet: the operand of each, and what all of them get.
 struct Meeting {
@@ -43,14 +22,20 @@ struct Meeting {
     operands: Mutex<Vec<Option<HostTensor>>>,
 }
 
-/// The functions that a rank's step calls. A started sum is computed at its wait, from the elements that
-/// its memory has then: a kernel that wrote there in between shows in the result.
+/// A collective that was started: where its result will be, and where its operand is.
+struct Started {
+    collective: Collective,
+    at: *mut u8,
+    operand: (*mut u8, TensorType),
+}
+
+/// The functions that a rank's step calls. A started collective is computed at its wait, from the elements that
+/// its operand's memory has then: a kernel that wrote there in between shows in the result.
 struct Rank<'a> {
     number: usize,
     step: &'a CpuExecutable,
     meeting: &'a Meeting,
-    /// What was started, by its memory, in order.
-    started: RefCell<Vec<(usize, Collective, usize)>>,
+    started: RefCell<Vec<Started>>,
     /// How many were under way at once, at most.
     most: RefCell<usize>,
 }
@@ -76,58 +61,48 @@ impl Rank<'_> {
 impl StepHooks for Rank<'_> {
     fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> Result<(), String> {
         let call = &self.step.contract().externs[index];
-        let ty = |(dtype, dims): &(String, Vec<usize>)| {
-            kiln_graph::TensorType::new(dtype.parse().unwrap(), dims.clone())
-        };
+        let ty = |(dtype, dims): &(String, Vec<usize>)| TensorType::new(dtype.parse().unwrap(), dims.clone());
         let (operand, result) = (ty(&call.inputs[0]), ty(&call.outputs[0]));
         // SAFETY: the step passes one pointer for the operand and one for the result, each to a buffer of
         // its type's size.
-        let (from, to) = unsafe { ((*buffers).cast::<u8>(), (*buffers.add(1)).cast::<u8>()) };
+        let (from, to) = unsafe {
+            let to = buffers.add(call.inputs.len());
+            ((*buffers).cast::<u8>(), (*to).cast::<u8>())
+        };
         // SAFETY: as above.
-        let read = |at: *mut u8| unsafe {
-            let bytes = std::slice::from_raw_parts(at, operand.bytes()).to_vec();
-            HostTensor::from_bytes(operand.clone(), bytes).unwrap()
+        let read = |at: *mut u8, ty: &TensorType| unsafe {
+            let bytes = std::slice::from_raw_parts(at, ty.bytes()).to_vec();
+            HostTensor::from_bytes(ty.clone(), bytes).unwrap()
         };
         // SAFETY: as above.
         let write = |tensor: &HostTensor| unsafe { to.copy_from(tensor.bytes().as_ptr(), result.bytes()) };
-        match call.collective.expect("all that is outside are collectives") {
-            CollectiveCall::Run {
-                kind,
-                ranks,
-                mean,
-                root,
-            } => {
-                let kind = CollectiveKind::ALL[kind];
-                write(&self.meet(
-                    Collective {
-                        kind,
-                        ranks,
-                        mean,
-                        root,
-                        started: false,
-                    },
-                    read(from),
-                ));
-            }
-            CollectiveCall::Start { ranks, mean } => {
-                write(&read(from));
-                let collective = Collective {
-                    mean,
-                    ..Collective::new(CollectiveKind::AllReduce, ranks)
+        let call = call.collective.expect("all that is outside are collectives");
+        match call.collective() {
+            Some(collective) if collective.started => {
+                let operand_at = match collective.kind.is_in_place() {
+                    true => {
+                        write(&read(from, &operand));
+                        to
+                    }
+                    false => from,
                 };
                 let mut started = self.started.borrow_mut();
-                started.push((to as usize, collective, operand.bytes()));
+                started.push(Started {
+                    collective,
+                    at: to,
+                    operand: (operand_at, operand),
+                });
                 let most = self.most.borrow().max(started.len());
                 self.most.replace(most);
             }
-            CollectiveCall::Wait => {
+            Some(collective) => write(&self.meet(collective, read(from, &operand))),
+            None => {
                 let mut started = self.started.borrow_mut();
-                let position = started
-                    .iter()
-                    .position(|&(at, _, bytes)| (at, bytes) == (from as usize, operand.bytes()));
-                let (_, collective, _) = started.remove(position.expect("what is waited for was started"));
+                let position = started.iter().position(|one| one.at == from);
+                let one = started.remove(position.expect("what is waited for was started"));
                 drop(started);
-                write(&self.meet(collective, read(from)));
+                let (at, ty) = &one.operand;
+                write(&self.meet(one.collective, read(*at, ty)));
             }
         }
         Ok(())
@@ -169,15 +144,14 @@ fn run(
     (results.into_iter().map(|(outputs, _)| outputs).collect(), most)
 }
 
-#[test]
-fn ranks_compute_what_the_graph_means() {
-    let graph = averaged(2);
-    let ranks: Vec<_> = (0..2).map(|rank| arguments(&graph, 5 + rank)).collect();
+/// Makes sure that the step computes what it means with buckets of any size, bit by bit the same.
+fn check(graph: &Graph, ranks: usize) {
+    let ranks = arguments_of_ranks(graph, ranks);
     let of: Vec<_> = ranks
         .iter()
         .map(|(tensors, scalars)| (&tensors[..], &scalars[..]))
         .collect();
-    let expected = interpret_ranks(&graph, &of).unwrap();
+    let expected = interpret_ranks(graph, &of).unwrap();
     let mut bits: Option<Vec<Vec<u8>>> = None;
     for buckets in [
         Buckets { first: 0, others: 0 },
@@ -187,8 +161,8 @@ fn ranks_compute_what_the_graph_means() {
         },
         Buckets::default(),
     ] {
-        let step = build(&graph, |setup| setup.options.buckets = buckets).unwrap();
-        let (outputs, most) = run(&graph, &step, &ranks);
+        let step = build(graph, |setup| setup.options.buckets = buckets).unwrap();
+        let (outputs, most) = run(graph, &step, &ranks);
         assert!(
             most > 1 || buckets == Buckets::default(),
             "{most} under way at once"
@@ -215,8 +189,79 @@ fn ranks_compute_what_the_graph_means() {
 }
 
 #[test]
+fn ranks_compute_what_the_graph_means() {
+    check(&averaged_decoder(2), 2);
+}
+
+#[test]
+fn ranks_with_shares_compute_what_the_graph_means() {
+    check(&sharded_decoder(2), 2);
+}
+
+#[test]
+fn shares_that_are_filled_up_travel_in_buckets() {
+    check(&sharded_decoder(3), 3);
+}
+
+#[test]
+fn shares_start_early_and_are_joined_behind_their_updates() {
+    let graph = sharded_decoder(2);
+    let mut setup = Setup::detect(1);
+    setup.options.buckets = Buckets {
+        first: 2000,
+        others: 6000,
+    };
+    let step = setup.compile(&graph).unwrap();
+    let text = || step.schedule.to_text(&step.graph);
+    let kernels: Vec<Option<(&str, Collective)>> = step
+        .schedule
+        .kernels
+        .iter()
+        .map(|kernel| {
+            let node = step.graph.node(*kernel.nodes.first()?);
+            match node.op {
+                Op::Collective(it) => Some((node.op.name(), it)),
+                Op::CollectiveWait => match step.graph.def(node.inputs[0]).op {
+                    Op::Collective(it) => Some((node.op.name(), it)),
+                    _ => None,
+                },
+                _ => None,
+            }
+        })
+        .collect();
+    let all = |name: &str, kind: CollectiveKind| -> Vec<usize> {
+        let is = |number: &usize| kernels[*number].is_some_and(|(own, it)| own == name && it.kind == kind);
+        (0..kernels.len()).filter(is).collect()
+    };
+    let reductions = all("reduce_scatter", CollectiveKind::ReduceScatter);
+    let sums = all("collective_wait", CollectiveKind::ReduceScatter);
+    let gathers = all("all_gather", CollectiveKind::AllGather);
+    let waits = all("collective_wait", CollectiveKind::AllGather);
+    assert!(reductions.len() > 3 && gathers.len() > 3, "{}", text());
+    assert_eq!((reductions.len(), gathers.len()), (sums.len(), waits.len()));
+    // Gradients travel while the backward pass goes on.
+    let products = |range: std::ops::Range<usize>| {
+        let is = |number: &usize| {
+            let nodes = &step.schedule.kernels[*number].nodes;
+            nodes
+                .iter()
+                .any(|&node| step.graph.node(node).op.is_contraction())
+        };
+        range.filter(is).count()
+    };
+    assert!(products(reductions[0]..sums[0]) > 5, "{}", text());
+    // Parameters are gathered while gradients are waited for, and no more than three buckets are under way.
+    assert!(gathers[0] < sums[2], "{}", text());
+    for (number, &wait) in waits.iter().enumerate() {
+        let started = gathers.iter().filter(|&&gather| gather < wait).count();
+        assert!(started - number <= 3, "{}", text());
+        assert!(started > number + 1 || started == gathers.len(), "{}", text());
+    }
+}
+
+#[test]
 fn buckets_start_early_and_updates_follow_their_wait() {
-    let graph = averaged(2);
+    let graph = averaged_decoder(2);
     let mut setup = Setup::detect(1);
     setup.options.buckets = Buckets {
         first: 2000,
@@ -277,7 +322,7 @@ fn what_a_sum_of_a_sum_needs_is_waited_for_first() {
         return %2, %4, %5, %7, %1
     }";
     let graph = Graph::parse(text).unwrap();
-    let ranks: Vec<_> = (0..2).map(|rank| arguments(&graph, 9 + rank)).collect();
+    let ranks = arguments_of_ranks(&graph, 2);
     let of: Vec<_> = ranks
         .iter()
         .map(|(tensors, scalars)| (&tensors[..], &scalars[..]))
@@ -294,7 +339,7 @@ fn what_a_sum_of_a_sum_needs_is_waited_for_first() {
 
 #[test]
 fn without_a_way_to_other_ranks_a_step_fails_by_name() {
-    let graph = averaged(2);
+    let graph = averaged_decoder(2);
     let step = build(&graph, |_| {}).unwrap();
     let (tensors, scalars) = arguments(&graph, 1);
     let error = Memory::new(&step, &graph, &tensors, &scalars)

@@ -4,7 +4,6 @@
 
 mod common;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,50 +17,8 @@ use kiln_cuda::testing::host::HostStep;
 use kiln_cuda::testing::{FakeDriver, fake_library, fake_nccl};
 use kiln_cuda::{CudaError, CudaStep, CudaTarget};
 use kiln_distributed::Error;
-use kiln_graph::alias::assign_aliases;
-use kiln_graph::{Collective, Graph, HostTensor, Op, Phase, Provenance, Rewriter, Scalar, interpret_ranks};
-use kiln_partition::assign_phases;
-use kiln_partition::testing::{Sizes, arguments, decoder_step};
-
-/// A decoder's step in which each gradient is a mean over ranks where the optimizer reads it.
-fn averaged(ranks: usize) -> Graph {
-    let sizes = Sizes {
-        layers: 2,
-        batch: 2,
-        length: 8,
-        width: 16,
-        heads: 2,
-        hidden: 48,
-        vocabulary: 20,
-        keep: 0.8,
-    };
-    let mut old = decoder_step(sizes).graph;
-    let dies = vec![true; old.parameters().len()];
-    assign_aliases(&mut old, &dies);
-    assign_phases(&mut old);
-    let mut new = Rewriter::new(&old);
-    let mut means = HashMap::new();
-    for (node, data) in old.nodes() {
-        let updates = data.provenance.phase == Phase::Optimizer;
-        for &gradient in data.inputs.iter().filter(|_| updates) {
-            let is_gradient = old.def(gradient).provenance.phase == Phase::Backward;
-            if !is_gradient || means.contains_key(&gradient) {
-                continue;
-            }
-            let p = Provenance {
-                phase: Phase::Backward,
-                ..Provenance::operation("average")
-            };
-            let mean = Op::Collective(Collective::average(ranks));
-            let mean = new.graph.add(mean, &[new.map(gradient)], &p).unwrap();
-            means.insert(gradient, mean);
-            new.replace(gradient, mean);
-        }
-        new.copy(node).unwrap();
-    }
-    assert!(means.len() > 10, "{} gradients", means.len());
-    new.finish()
-}
+use kiln_graph::{Graph, HostTensor, Scalar, interpret_ranks};
+use kiln_partition::testing::{arguments_of_ranks, averaged_decoder, sharded_decoder};
 
 fn compiled(graph: &Graph, buckets: Buckets) -> CudaStep {
     let options = Options {
@@ -71,24 +28,19 @@ fn compiled(graph: &Graph, buckets: Buckets) -> CudaStep {
     compile(graph, &options, &CudaTarget::default()).unwrap()
 }
 
-/// The tensors of each rank, and the scalars of all.
-fn given(graph: &Graph, ranks: usize) -> (Vec<Vec<HostTensor>>, Vec<Scalar>) {
-    let scalars = arguments(graph, 5).1;
-    let tensors = (0..ranks as u64).map(|rank| arguments(graph, 5 + rank).0);
-    (tensors.collect(), scalars)
-}
-
 /// The bytes of each output on each rank, which are close to what they mean.
 fn checked(graph: &Graph, step: &CudaStep, ranks: usize, tolerance: f64) -> Vec<Vec<Vec<u8>>> {
-    let (tensors, scalars) = given(graph, ranks);
-    let of: Vec<_> = tensors
+    let given = arguments_of_ranks(graph, ranks);
+    let of: Vec<_> = given
         .iter()
-        .map(|tensors| (&tensors[..], &scalars[..]))
+        .map(|(tensors, scalars)| (&tensors[..], &scalars[..]))
         .collect();
     let expected = interpret_ranks(graph, &of).unwrap();
-    let bytes = |tensors: &Vec<HostTensor>| tensors.iter().map(|tensor| tensor.bytes().to_vec()).collect();
-    let mut inputs: Vec<Vec<Vec<u8>>> = tensors.iter().map(bytes).collect();
-    let numbers = graph.scalars().iter().zip(&scalars);
+    let bytes = |(tensors, _): &(Vec<HostTensor>, Vec<Scalar>)| {
+        tensors.iter().map(|tensor| tensor.bytes().to_vec()).collect()
+    };
+    let mut inputs: Vec<Vec<Vec<u8>>> = given.iter().map(bytes).collect();
+    let numbers = graph.scalars().iter().zip(&given[0].1);
     let bits: Vec<u64> = numbers
         .map(|(&value, scalar)| scalar.to_bits(graph.dtype(value)))
         .collect();
@@ -118,20 +70,30 @@ const BUCKETS: [Buckets; 3] = [
     },
 ];
 
+/// Makes sure that `graph` computes what it means, with buckets of the first `sizes` of [`BUCKETS`] bit by bit the
+/// same.
+fn check(graph: &Graph, ranks: usize, sizes: usize) {
+    let mut bits: Option<Vec<Vec<Vec<u8>>>> = None;
+    for &buckets in &BUCKETS[..sizes] {
+        let outputs = checked(graph, &compiled(graph, buckets), ranks, 3e-4);
+        assert!(
+            bits.get_or_insert_with(|| outputs.clone()) == &outputs,
+            "{buckets} changes bits"
+        );
+    }
+}
+
 #[test]
 fn steps_of_several_ranks_compute_what_they_mean() {
-    for ranks in [2, 3] {
-        let graph = averaged(ranks);
-        let mut bits: Option<Vec<Vec<Vec<u8>>>> = None;
-        // With three ranks only the shares differ.
-        for buckets in BUCKETS.into_iter().take(if ranks == 2 { 3 } else { 1 }) {
-            let outputs = checked(&graph, &compiled(&graph, buckets), ranks, 3e-4);
-            assert!(
-                bits.get_or_insert_with(|| outputs.clone()) == &outputs,
-                "{buckets} changes bits"
-            );
-        }
-    }
+    check(&averaged_decoder(2), 2, 3);
+    // With three ranks only the shares differ.
+    check(&averaged_decoder(3), 3, 1);
+}
+
+#[test]
+fn ranks_with_shares_compute_what_they_mean() {
+    check(&sharded_decoder(2), 2, 3);
+    check(&sharded_decoder(3), 3, 2);
 }
 
 const EVERY_KIND: &str = "graph @kinds {
@@ -201,7 +163,7 @@ fn elements_that_nccl_does_not_add_are_an_error() {
 #[test]
 fn gradients_join_their_bucket_without_copies() {
     // A product and a sum write their gradients straight into the bucket.
-    let graph = averaged(2);
+    let graph = averaged_decoder(2);
     let step = compiled(&graph, Buckets::default());
     assert!(
         described(&step.graph).iter().any(|&(_, sums)| sums > 5),

@@ -45,6 +45,11 @@ impl CollectiveKind {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
+    /// Whether operand and result are of one type, so that one memory can serve both.
+    pub const fn is_in_place(self) -> bool {
+        matches!(self, Self::AllReduce | Self::FromRoot)
+    }
+
     /// Whether the operation adds up operands.
     pub const fn reduces(self) -> bool {
         matches!(self, Self::AllReduce | Self::ReduceScatter)
@@ -107,9 +112,6 @@ impl Collective {
         }
         if self.mean && !(kind.reduces() && x.dtype.is_float()) {
             return Err(format!("means are of floats that are added up, got {x}"));
-        }
-        if self.started && !matches!(kind, CollectiveKind::AllReduce | CollectiveKind::FromRoot) {
-            return Err("only what works in place is started apart from its wait".into());
         }
         let first = |x: &TensorType| match x.shape.rank() {
             0 => Err(format!(

@@ -302,7 +302,9 @@ pub enum Op {
     /// of all processes that run the graph.
     Collective(Collective),
     /// `(x) -> same type`. The complete result of a started collective ([`Collective::started`]), whose
-    /// result is the operand.
+    /// result is the operand. Where that collective does not work in place
+    /// ([`CollectiveKind::is_in_place`](crate::CollectiveKind::is_in_place)) its operand is a second one: it
+    /// is read until the wait.
     CollectiveWait,
     /// `(..) -> (..)`. An operation kept whole: it has no lowering to primitives, or is the user's own.
     /// Executors hand it to the front end, which knows what `attributes` mean.

@@ -7,14 +7,14 @@
 //! Rules, in the order in which they are checked: for each node, its operands are results of earlier nodes,
 //! its results are recorded as its own, and their types are those [`infer`] gives; the argument nodes are
 //! exactly the listed arguments, in order, each once; a collective that is only started is read by one wait
-//! alone; every output is a value of the graph; an alias names an
+//! alone, which has its operand, too, unless it works in place; every output is a value of the graph; an alias names an
 //! existing parameter of the output's size in bytes, no parameter is given away twice, and a parameter that
 //! is given away does not itself leave the graph through another output.
 
 use std::fmt;
 
 use crate::infer::infer;
-use crate::{Graph, NodeData, Op, TensorType, Value};
+use crate::{Collective, Graph, NodeData, Op, TensorType, Value};
 
 /// A rule that a graph can break.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -168,11 +168,23 @@ fn verify_started(graph: &Graph) -> Result<(), VerifyError> {
     let users = graph.users();
     for (_, node) in graph.nodes() {
         let detail = match &node.op {
-            Op::CollectiveWait if !is_started(&graph.def(node.inputs[0]).op) => {
-                format!(
-                    "{} is the result of no collective that is only started",
-                    node.inputs[0]
-                )
+            Op::CollectiveWait => {
+                let started = graph.def(node.inputs[0]);
+                let Op::Collective(Collective {
+                    kind, started: true, ..
+                }) = started.op
+                else {
+                    let detail = format!(
+                        "{} is the result of no collective that is only started",
+                        node.inputs[0]
+                    );
+                    return Err(node_error(graph, node, Rule::StartedIsWaitedFor, detail));
+                };
+                let operand: &[Value] = if kind.is_in_place() { &[] } else { &started.inputs };
+                if node.inputs[1..] == *operand {
+                    continue;
+                }
+                format!("the wait for {} does not keep its operand", node.inputs[0])
             }
             op if is_started(op) => {
                 let value = node.outputs[0];

@@ -99,6 +99,26 @@ fn a_started_collective_means_what_its_wait_gives() {
 }
 
 #[test]
+fn what_does_not_work_in_place_is_kept_until_its_wait() {
+    let text = "%0 = parameter 0 : f32[2]\n%1 = neg %0 : f32[2]\n\
+                %2 = reduce_scatter %1 {ranks=2,started=true} : f32[1]\n";
+    let waited = graph(&format!(
+        "{text}%3 = collective_wait %2, %1 : f32[1]\n\
+         %4 = all_gather %3 {{ranks=2,started=true}} : f32[2]\n\
+         %5 = collective_wait %4, %3 : f32[2]\nreturn %5"
+    ));
+    let arguments = [floats(&[1.0, 2.0], &[2]), floats(&[3.0, 4.0], &[2])];
+    assert_eq!(run(&waited, &arguments), [[-4.0, -6.0]; 2]);
+    for operands in ["%2", "%2, %0"] {
+        let rest = format!("%3 = collective_wait {operands} : f32[1]\nreturn %3");
+        let parsed = Graph::parse(&format!("graph @broken {{\n{text}{rest}\n}}")).expect("it parses");
+        let error = verify(&parsed).expect_err("the operand may be overwritten before the wait");
+        assert_eq!(error.rule, Rule::StartedIsWaitedFor, "{error}");
+        assert!(error.detail.contains("does not keep its operand"), "{error}");
+    }
+}
+
+#[test]
 fn what_does_not_fit_is_refused() {
     for (text, reason) in [
         (

@@ -73,7 +73,7 @@ pub use budget::{Frontier, Point};
 pub use cost::{Machine, Sample};
 pub use error::PartitionError;
 pub use liveness::{Liveness, Planner};
-pub use phase::{OutputRole, assign_phases, find_phases};
+pub use phase::{OutputRole, assign_phases, find_phases, find_seeds};
 pub use recompute::Recompute;
 pub use report::{Chunks, Origin, RecomputedOperations, Report, SavedTensor};
 pub use split::{SavedSource, Split, split, split_within};

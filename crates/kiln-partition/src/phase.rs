@@ -446,8 +446,9 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// The seeds, found by their form: recorded as `Ones`, one floating point element.
-fn find_seeds(graph: &Graph) -> Vec<Node> {
+/// The seeds of a recording's backward passes, found by their form: recorded as `Ones`, one floating point
+/// element. What follows from a gradient follows from one of them.
+pub fn find_seeds(graph: &Graph) -> Vec<Node> {
     let is_seed = |data: &NodeData| {
         let recorded = data
             .provenance

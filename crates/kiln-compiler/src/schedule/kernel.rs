@@ -1,6 +1,6 @@
 //! Kernels: the units that a step launches.
 
-use kiln_graph::{CollectiveKind, Graph, Node, Op, Value};
+use kiln_graph::{Graph, Node, Op, Value};
 
 use super::buffer::Buffer;
 use super::nest::Nest;
@@ -25,11 +25,11 @@ fn in_place(graph: &Graph, node: Node, buffer: Buffer) -> Vec<Value> {
     let data = graph.node(node);
     let is_in_place = match data.op {
         Op::CollectiveWait => true,
-        Op::Collective(it) => matches!(it.kind, CollectiveKind::AllReduce | CollectiveKind::FromRoot),
+        Op::Collective(it) => it.kind.is_in_place(),
         _ => false,
     };
     match is_in_place && buffer == Buffer::Value(data.outputs[0]) {
-        true => data.inputs.to_vec(),
+        true => vec![data.inputs[0]],
         false => Vec::new(),
     }
 }

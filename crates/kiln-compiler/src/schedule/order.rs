@@ -71,6 +71,8 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
         let last = match &kernel.kind {
             _ if looking.contains(&number) => 0,
             KernelKind::Contraction(node, _) => node.as_u32(),
+            // As late as the graph has it, whatever it may write over.
+            KernelKind::Library(node) if graph.node(*node).op == Op::CollectiveWait => node.as_u32(),
             _ if updates.contains(&number) => made_by(graph, kernel),
             _ => kernel.nodes.iter().map(|node| node.as_u32()).max().unwrap_or(0),
         };

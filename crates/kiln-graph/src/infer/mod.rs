@@ -172,8 +172,11 @@ impl Rule<'_> {
                 }
             }
             Op::CollectiveWait => {
-                let [x] = self.operands()?;
-                Ok(smallvec![(*x).clone()])
+                // The second one is that of the collective, which is read until here.
+                self.require((1..=2).contains(&self.inputs.len()), || {
+                    format!("takes 1 or 2 operands, got {}", self.inputs.len())
+                })?;
+                Ok(smallvec![self.inputs[0].clone()])
             }
             Op::Extern(op) => Ok(op.outputs.iter().cloned().collect()),
             Op::DotGeneral(dims) => self.dot_general(dims),

@@ -4,14 +4,15 @@
 //! without a gradient.
 
 mod models;
+mod ranks;
 mod tape;
 
 use kiln_graph::{DType, Graph, HostTensor, Scalar, TensorType};
 
 pub use models::{
-    Sizes, accumulating_step, adversarial_step, apply, averaged_gradients, decoder, decoder_step, perceptron,
-    squared,
+    Sizes, accumulating_step, adversarial_step, apply, decoder, decoder_step, perceptron, squared,
 };
+pub use ranks::{arguments_of_ranks, averaged_decoder, averaged_gradients, sharded_decoder};
 pub use tape::Tape;
 
 /// An f32 type.

@@ -1,7 +1,7 @@
 //! Training steps of small models, as joint graphs.
 
 use kiln_graph::op::{BinaryOp, Dims, Op, UnaryOp};
-use kiln_graph::{Collective, DType, Graph, Phase, Provenance, Rewriter, Shape, TensorType, Value};
+use kiln_graph::{DType, Shape, TensorType, Value};
 
 use super::{Tape, f32s};
 
@@ -203,31 +203,4 @@ pub fn decoder_step(sizes: Sizes) -> Tape {
     }
     tape.graph.output(loss, None);
     tape
-}
-
-/// `step`, whose nodes have phases, with the mean over `ranks` of each gradient where the optimizer reads it.
-pub fn averaged_gradients(step: &Graph, ranks: usize) -> Graph {
-    let mut new = Rewriter::new(step);
-    let mut averaged = std::collections::HashSet::new();
-    for (node, data) in step.nodes() {
-        for &value in data
-            .inputs
-            .iter()
-            .filter(|_| data.provenance.phase == Phase::Optimizer)
-        {
-            if step.def(value).provenance.phase != Phase::Backward || !averaged.insert(value) {
-                continue;
-            }
-            let p = Provenance {
-                phase: Phase::Backward,
-                ..Provenance::operation("average")
-            };
-            let mean = Op::Collective(Collective::average(ranks));
-            let mean = new.graph.add(mean, &[new.map(value)], &p).unwrap();
-            new.replace(value, mean);
-        }
-        new.copy(node).unwrap();
-    }
-    assert!(!averaged.is_empty(), "the step has gradients");
-    new.finish()
 }

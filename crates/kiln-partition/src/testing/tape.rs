@@ -442,6 +442,13 @@ impl Tape {
 
     /// Adam's update of `weight`, which becomes three outputs that take over their arguments' buffers.
     pub fn adam(&mut self, weight: Value, gradient: Value, rate: Value) {
+        for (old, new) in self.adam_update(weight, gradient, rate) {
+            self.state(old, new);
+        }
+    }
+
+    /// Weight, first and second moment, each with its next value.
+    pub(super) fn adam_update(&mut self, weight: Value, gradient: Value, rate: Value) -> [(Value, Value); 3] {
         use BinaryOp::*;
         let ty = self.graph.ty(weight).clone();
         let first = self.input(ty.clone());
@@ -466,9 +473,7 @@ impl Tape {
         );
         let step = self.binary(Mul, step, rate);
         let updated = self.binary(Sub, weight, step);
-        for (old, new) in [(weight, updated), (first, first_new), (second, second_new)] {
-            self.state(old, new);
-        }
+        [(weight, updated), (first, first_new), (second, second_new)]
     }
 
     /// `new` leaves the graph in the buffer of the argument `old`.
