@@ -345,6 +345,9 @@ pub struct ExplainArguments {
     /// the time of a message (1us)
     #[arg(long, value_name = "BANDWIDTH,LATENCY", requires = "ranks")]
     pub link: Option<Link>,
+    /// Let the ranks divide the optimizer's state among them, as `distributed.sharded_state` of a config does
+    #[arg(long)]
+    pub sharded: bool,
     /// Most megabytes of gradients that travel together; by default as `kiln train` would choose it for the link
     #[arg(long, value_name = "MB")]
     pub bucket_mb: Option<f64>,

@@ -8,7 +8,7 @@ use kiln::{Buckets, CompileBackend, CompileOptions, Kiln, RegionReport};
 use crate::architecture::Architecture;
 use crate::args::ExplainArguments;
 use crate::bench::Subject;
-use crate::config::{Config, OptimizerConfig};
+use crate::config::{Config, DistributedConfig, OptimizerConfig};
 use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::memory;
@@ -36,7 +36,13 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
     }
     let device = arguments.device;
     Kiln::seed(&device, 0);
-    let (architecture, frozen, optimizer, batches) = subject(arguments, &world)?;
+    let Of {
+        architecture,
+        frozen,
+        optimizer,
+        batches,
+        distributed,
+    } = subject(arguments, &world)?;
     let mut options = CompileOptions {
         memory_budget: arguments.memory_budget,
         tf32: arguments.tf32,
@@ -61,7 +67,11 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             Setting {
                 options,
                 weights: arguments.weights,
-                together: Some(Together::plain(&world)),
+                together: Some(Together {
+                    world: &world,
+                    sharded: distributed.sharded_state,
+                    synchronised: distributed.synchronised_batch_norm,
+                }),
                 ..Setting::default()
             },
         )?;
@@ -130,18 +140,21 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
     Ok(())
 }
 
-/// What the step is of: sizes, frozen parameters, optimizer, and this rank's batches.
-type Of = (
-    Architecture,
-    Vec<String>,
-    OptimizerConfig,
-    Vec<Batch<TrainBackend>>,
-);
+/// What the step is of.
+struct Of {
+    architecture: Architecture,
+    /// Names of parameters that are not trained.
+    frozen: Vec<String>,
+    optimizer: OptimizerConfig,
+    /// Those of this rank.
+    batches: Vec<Batch<TrainBackend>>,
+    distributed: DistributedConfig,
+}
 
 /// What the arguments name.
 fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> {
     let device = arguments.device;
-    Ok(match (&arguments.subject.config, &arguments.subject.model) {
+    let mut of = match (&arguments.subject.config, &arguments.subject.model) {
         (Some(path), _) => {
             let config = Config::read(path, &[])?;
             let family = Family::of(&config.model.name)?;
@@ -159,20 +172,29 @@ fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> 
                 .take(config.train.accumulate)
                 .map(|batch| Ok(share(batch?)))
                 .collect::<Result<_, CliError>>()?;
-            (architecture, config.model.freeze, config.optimizer, batches)
+            Of {
+                architecture,
+                frozen: config.model.freeze,
+                optimizer: config.optimizer,
+                batches,
+                distributed: config.distributed,
+            }
         }
         (None, Some(name)) => {
             let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
             let batches = vec![subject.batch(&device)];
-            (
-                subject.architecture,
-                Vec::new(),
-                OptimizerConfig::default(),
+            Of {
+                architecture: subject.architecture,
+                frozen: Vec::new(),
+                optimizer: OptimizerConfig::default(),
                 batches,
-            )
+                distributed: DistributedConfig::default(),
+            }
         }
         (None, None) => return Err(CliError::Usage("give --config or --model".to_owned())),
-    })
+    };
+    of.distributed.sharded_state |= arguments.sharded;
+    Ok(of)
 }
 
 /// The ranks that the step is one of: those of `--ranks`, which need not exist, or those that were started.

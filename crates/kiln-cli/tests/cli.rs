@@ -1,95 +1,18 @@
 //! The program from outside: runs, interruptions, bad configs and damaged checkpoints, in folders of their
 //! own.
 
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+mod place;
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use place::Place;
 use serde_json::Value;
 
-/// A folder with a corpus and a config for a Llama that trains a step in milliseconds.
-struct Place {
-    folder: tempfile::TempDir,
-}
-
-impl Place {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let text: String = (0..400)
-            .map(|line| format!("line {line}: the kiln fires clay number {}\n", line * 7 % 13))
-            .collect();
-        std::fs::write(folder.path().join("corpus.txt"), text).unwrap();
-        let place = Self { folder };
-        place.write("small.toml", &small(""));
-        place
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn write(&self, name: &str, text: &str) {
-        std::fs::write(self.path(name), text).unwrap();
-    }
-
-    fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kiln"));
-        command
-            .args(arguments)
-            .current_dir(self.folder.path())
-            .env("KILN_CACHE_DIR", self.path("cache"));
-        command
-    }
-
-    fn run(&self, arguments: &[&str]) -> Output {
-        self.command(arguments).output().unwrap()
-    }
-
-    /// Runs a command that must succeed; returns its standard output.
-    fn ok(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        assert!(
-            output.status.success(),
-            "{arguments:?}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    /// Runs a command that must fail; returns its standard error.
-    fn fails(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(
-            !output.status.success() && text.contains("error") && !text.contains("panicked"),
-            "{arguments:?}: {text}"
-        );
-        text
-    }
-
-    /// The losses of a run's log, by step, as they were written.
-    fn losses(&self, run: &str) -> Vec<(u64, String)> {
-        let text = std::fs::read_to_string(self.path(run).join("log.jsonl")).unwrap();
-        let entries = text
-            .lines()
-            .map(|line| serde_json::from_str::<Value>(line).unwrap());
-        entries
-            .filter(|entry| entry["kind"] == "step")
-            .map(|entry| (entry["step"].as_u64().unwrap(), entry["loss"].to_string()))
-            .collect()
-    }
-
-    fn checkpoints(&self, run: &str) -> Vec<String> {
-        let entries = std::fs::read_dir(self.path(run).join("checkpoints"))
-            .into_iter()
-            .flatten()
-            .flatten();
-        let mut names: Vec<String> = entries
-            .map(|entry| entry.file_name().into_string().unwrap())
-            .collect();
-        names.sort();
-        names
-    }
+/// A folder with the config [`small`].
+fn new_place() -> Place {
+    Place::new(&small(""))
 }
 
 fn small(more: &str) -> String {
@@ -124,7 +47,7 @@ fn wait_for(place: &Place, run: &str, step: u64, child: &mut Child) {
 
 #[test]
 fn a_run_learns_and_leaves_everything_behind() {
-    let place = Place::new();
+    let place = new_place();
     let text = place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "60"]);
     assert!(text.contains("line"), "the sample continues the prompt: {text}");
     let losses = place.losses("run");
@@ -181,7 +104,7 @@ fn a_run_learns_and_leaves_everything_behind() {
 
 #[test]
 fn a_killed_run_goes_on_bit_for_bit() {
-    let place = Place::new();
+    let place = new_place();
     let whole = [
         "train",
         "--config",
@@ -227,7 +150,7 @@ fn a_killed_run_goes_on_bit_for_bit() {
 
 #[test]
 fn a_run_killed_before_its_first_checkpoint_starts_again() {
-    let place = Place::new();
+    let place = new_place();
     let arguments = [
         "train",
         "--config",
@@ -249,7 +172,7 @@ fn a_run_killed_before_its_first_checkpoint_starts_again() {
 /// change what the run learns, nor may a resumption at any checkpoint.
 #[test]
 fn evaluations_checkpoints_and_resumptions_leave_a_run_as_it_is() {
-    let place = Place::new();
+    let place = new_place();
     place.write(
         "shapes.toml",
         "[model]\nname = \"resnet18\"\n[data]\nsource = \"shapes\"\nimage_size = 32\nexamples = 32\naugment = true\n\
@@ -289,7 +212,7 @@ fn evaluations_checkpoints_and_resumptions_leave_a_run_as_it_is() {
 
 #[test]
 fn weights_of_sixteen_bits_are_saved_and_resumed() {
-    let place = Place::new();
+    let place = new_place();
     place.write("corpus.txt", &"a line of text, and another one\n".repeat(60));
     place.write("small.toml", &small(""));
     let error = place.fails(&["train", "--config", "small.toml", "--weights", "bf8"]);
@@ -355,7 +278,7 @@ fn weights_of_sixteen_bits_are_saved_and_resumed() {
 #[cfg(unix)]
 #[test]
 fn an_interrupted_run_saves_and_leaves() {
-    let place = Place::new();
+    let place = new_place();
     let arguments = [
         "train",
         "--config",
@@ -390,7 +313,7 @@ fn an_interrupted_run_saves_and_leaves() {
 
 #[test]
 fn unknown_keys_models_and_backends_name_the_nearest() {
-    let place = Place::new();
+    let place = new_place();
     place.write("bad.toml", &small("[trane]\nsteps = 3\n"));
     let error = place.fails(&["train", "--config", "bad.toml"]);
     assert!(
@@ -431,7 +354,7 @@ fn damage(path: &Path) {
 
 #[test]
 fn a_damaged_checkpoint_is_refused_with_the_one_before_it() {
-    let place = Place::new();
+    let place = new_place();
     place.ok(&["train", "--config", "small.toml", "--steps", "8", "--out", "run"]);
     let last = place.path("run/checkpoints/step-00000008");
     for file in [
@@ -467,7 +390,7 @@ fn a_damaged_checkpoint_is_refused_with_the_one_before_it() {
 
 #[test]
 fn a_loss_that_is_no_number_stops_the_run() {
-    let place = Place::new();
+    let place = new_place();
     let arguments = [
         "train",
         "--config",
@@ -487,7 +410,7 @@ fn a_loss_that_is_no_number_stops_the_run() {
 
 #[test]
 fn accumulated_batches_are_one_large_batch() {
-    let place = Place::new();
+    let place = new_place();
     let losses = |out: &str, set: &[&str]| -> Vec<f64> {
         let mut arguments = vec![
             "train",
@@ -517,7 +440,7 @@ fn accumulated_batches_are_one_large_batch() {
 
 #[test]
 fn classifiers_train_and_are_evaluated() {
-    let place = Place::new();
+    let place = new_place();
     let rows = (0..64).map(|row| {
         let (text, label) = if row % 2 == 0 {
             ("red clay and fire", "clay")
@@ -552,7 +475,7 @@ fn classifiers_train_and_are_evaluated() {
 
 #[test]
 fn bench_prints_the_fields_of_its_peers() {
-    let place = Place::new();
+    let place = new_place();
     let measure = |more: &[&str]| -> Value {
         let arguments = [
             "bench",
@@ -584,7 +507,7 @@ fn bench_prints_the_fields_of_its_peers() {
 
 #[test]
 fn backends_explain_and_cache_answer() {
-    let place = Place::new();
+    let place = new_place();
     let text = place.ok(&["backends"]);
     assert!(
         ["eager", "aot_eager", "candle", "interpret", "cpu", "cuda"]
@@ -607,7 +530,7 @@ fn backends_explain_and_cache_answer() {
 
 #[test]
 fn a_graph_that_a_backend_cannot_run_is_minified() {
-    let place = Place::new();
+    let place = new_place();
     let graph = "graph @step {
   %x = parameter 0 : f32[8,6]
   %e = exp %x : f32[8,6]
@@ -643,7 +566,7 @@ fn a_graph_that_a_backend_cannot_run_is_minified() {
 
 #[test]
 fn a_gpu_that_is_not_there_is_named() {
-    let place = Place::new();
+    let place = new_place();
     let text = place.fails(&["bench", "mlp", "--steps", "1", "--device", "cuda:99"]);
     let missing = text.contains("libcuda was not found; install NVIDIA's driver");
     assert!(missing || text.contains("there is no device cuda:99"), "{text}");
@@ -653,7 +576,7 @@ fn a_gpu_that_is_not_there_is_named() {
 
 #[test]
 fn explain_gives_data_and_a_page() {
-    let place = Place::new();
+    let place = new_place();
     let page = place.path("page.html");
     let text = place.ok(&[
         "explain",
@@ -672,7 +595,7 @@ fn explain_gives_data_and_a_page() {
 
 #[test]
 fn the_log_shows_what_it_is_asked_for() {
-    let place = Place::new();
+    let place = new_place();
     let explain = |log: Option<&str>| {
         let mut command = place.command(&["explain", "--config", "small.toml"]);
         command.env_remove("KILN_LOG");
@@ -697,7 +620,7 @@ fn the_log_shows_what_it_is_asked_for() {
 
 #[test]
 fn a_profiled_run_leaves_a_trace() {
-    let place = Place::new();
+    let place = new_place();
     let text = place.ok(&[
         "train",
         "--config",
@@ -747,7 +670,7 @@ fn the_configs_of_the_repository_are_valid() {
 
 #[test]
 fn a_run_is_exported() {
-    let place = Place::new();
+    let place = new_place();
     place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "8"]);
     let log = std::fs::read(place.path("run/log.jsonl")).unwrap();
     let text = place.ok(&["export", "--run", "run", "--out", "exported"]);

@@ -2,35 +2,38 @@
 //!
 //! Where there is no `mpirun` the tests say so and do nothing.
 
-use std::path::PathBuf;
+mod place;
+
+use std::ops::Deref;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use place::Place;
 use serde_json::Value;
 
-struct Place(tempfile::TempDir);
+const CONFIG: &str = "name = \"small\"\n\
+     [model]\nname = \"llama-tiny\"\nhidden_size = 32\nlayers = 1\nheads = 2\nintermediate_size = 48\n\
+     [data]\nsource = \"text\"\npaths = [\"corpus.txt\"]\ntokenizer = \"bytes\"\nlength = 16\n\
+     [optimizer]\nclip_norm = 1.0\n\
+     [schedule]\nkind = \"constant\"\nrate = 3e-3\nwarmup = 5\n\
+     [train]\nsteps = 24\nbatch_size = 12\nevaluation_batches = 2\nevaluate_every = 7\ncheckpoint_every = 4\n\
+     [distributed]\ntimeout_seconds = 30\n\
+     [sample]\ntokens = 0\n";
 
-impl Place {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let text: String = (0..400)
-            .map(|line| format!("line {line}: the kiln fires clay number {}\n", line * 7 % 13))
-            .collect();
-        std::fs::write(folder.path().join("corpus.txt"), text).unwrap();
-        let config = "name = \"small\"\n\
-             [model]\nname = \"llama-tiny\"\nhidden_size = 32\nlayers = 1\nheads = 2\nintermediate_size = 48\n\
-             [data]\nsource = \"text\"\npaths = [\"corpus.txt\"]\ntokenizer = \"bytes\"\nlength = 16\n\
-             [optimizer]\nclip_norm = 1.0\n\
-             [schedule]\nkind = \"constant\"\nrate = 3e-3\nwarmup = 5\n\
-             [train]\nsteps = 24\nbatch_size = 12\nevaluation_batches = 2\nevaluate_every = 7\ncheckpoint_every = 4\n\
-             [distributed]\ntimeout_seconds = 30\n\
-             [sample]\ntokens = 0\n";
-        std::fs::write(folder.path().join("small.toml"), config).unwrap();
-        Self(folder)
+/// A folder in which several ranks run.
+struct Shared(Place);
+
+impl Deref for Shared {
+    type Target = Place;
+
+    fn deref(&self) -> &Place {
+        &self.0
     }
+}
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
+impl Shared {
+    fn new() -> Self {
+        Self(Place::new(CONFIG))
     }
 
     /// `kiln` on so many ranks; none if there is no `mpirun`.
@@ -38,7 +41,7 @@ impl Place {
         self.command_of("mpirun", ranks, arguments)
     }
 
-    /// [`Place::command`] with this launcher.
+    /// [`Shared::command`] with this launcher.
     fn command_of(&self, launcher: &str, ranks: usize, arguments: &[&str]) -> Option<Command> {
         // As root, as on machines of a CI.
         let root = [
@@ -57,9 +60,15 @@ impl Place {
         command
             .arg(env!("CARGO_BIN_EXE_kiln"))
             .args(arguments)
-            .current_dir(self.0.path())
+            .current_dir(self.path(""))
             .env("KILN_CACHE_DIR", self.path("cache"));
         Some(command)
+    }
+
+    /// The data of `kiln explain` on ranks that are not there.
+    fn predict(&self, arguments: &[&str]) -> Value {
+        let explain = ["explain", "--config", "small.toml", "--json"];
+        json(&self.run(&[&explain[..], arguments].concat()))
     }
 
     fn ok(&self, ranks: usize, arguments: &[&str]) -> Option<()> {
@@ -71,16 +80,11 @@ impl Place {
 
     /// The losses of a run's log, one for each step, in order.
     fn losses(&self, run: &str) -> Vec<f64> {
-        let text = std::fs::read_to_string(self.path(run).join("log.jsonl")).unwrap();
-        let entries: Vec<Value> = text
-            .lines()
-            .map(|line| serde_json::from_str(line).unwrap())
-            .collect();
-        let steps: Vec<&Value> = entries.iter().filter(|entry| entry["kind"] == "step").collect();
-        for (number, step) in steps.iter().enumerate() {
-            assert_eq!(step["step"], number + 1, "each step is logged once");
+        let steps = self.0.losses(run);
+        for (number, (step, _)) in (1..).zip(&steps) {
+            assert_eq!(*step, number, "each step is logged once");
         }
-        steps.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+        steps.iter().map(|(_, loss)| loss.parse().unwrap()).collect()
     }
 }
 
@@ -97,7 +101,7 @@ fn agree(a: &[f64], b: &[f64], what: &str) {
 
 #[test]
 fn any_number_of_ranks_sees_the_same_data_and_goes_on_with_any_other() {
-    let place = Place::new();
+    let place = Shared::new();
     let train = |ranks, run: &str, steps: &str| {
         place.ok(
             ranks,
@@ -134,7 +138,7 @@ const SHARDED: [&str; 2] = ["--set", "distributed.sharded_state=true"];
 
 #[test]
 fn ranks_that_divide_the_state_write_whole_checkpoints() {
-    let place = Place::new();
+    let place = Shared::new();
     let train = |ranks, run: &str, steps: &str, more: &[&str]| {
         let arguments = ["train", "--config", "small.toml", "--out", run, "--steps", steps];
         place.ok(ranks, &[&arguments, more].concat())
@@ -168,7 +172,7 @@ fn a_killed_rank_with_a_share_of_the_state_loses_nothing() {
 
 /// Kills one of two ranks at some moment, and compares the losses of the resumed run with those of a whole one.
 fn a_killed_rank(more: &[&str]) {
-    let place = Place::new();
+    let place = Shared::new();
     let train = |run: &str| {
         let arguments = ["train", "--config", "small.toml", "--steps", "400", "--out", run];
         place.command(2, &[&arguments, more].concat())
@@ -190,9 +194,7 @@ fn a_killed_rank(more: &[&str]) {
         .spawn()
         .unwrap();
     let start = Instant::now();
-    let last =
-        || std::fs::read_dir(place.path("killed/checkpoints")).map_or(0, |entries| entries.flatten().count());
-    while last() < 2 {
+    while place.checkpoints("killed").len() < 2 {
         assert!(start.elapsed() < Duration::from_secs(300), "no checkpoint");
         assert!(
             child.try_wait().unwrap().is_none(),
@@ -226,7 +228,7 @@ fn a_killed_rank(more: &[&str]) {
 /// bit for bit; and so they are with buckets of any size.
 #[test]
 fn neither_the_mpi_nor_the_buckets_change_a_bit() {
-    let place = Place::new();
+    let place = Shared::new();
     let mut runs = Vec::new();
     for launcher in ["mpirun.openmpi", "mpirun.mpich"] {
         for (name, bucket) in [("default", "0"), ("small", "0.004")] {
@@ -271,25 +273,8 @@ fn json(output: &std::process::Output) -> Value {
 
 #[test]
 fn a_step_on_ranks_that_are_not_there_is_predicted() {
-    let place = Place::new();
-    let predict = |ranks: &str, link: &str| {
-        let output = Command::new(env!("CARGO_BIN_EXE_kiln"))
-            .args([
-                "explain",
-                "--config",
-                "small.toml",
-                "--json",
-                "--ranks",
-                ranks,
-                "--link",
-                link,
-            ])
-            .current_dir(place.0.path())
-            .env("KILN_CACHE_DIR", place.path("cache"))
-            .output()
-            .unwrap();
-        json(&output)
-    };
+    let place = Shared::new();
+    let predict = |ranks: &str, link: &str| place.predict(&["--ranks", ranks, "--link", link]);
     let number = |report: &Value, key: &str| report["predictions"][0][key].as_f64().unwrap();
     let fast = predict("2", "1000GB,0us,0us");
     let slow = predict("2", "1MB,1ms");
@@ -331,8 +316,46 @@ fn a_step_on_ranks_that_are_not_there_is_predicted() {
 }
 
 #[test]
+fn a_step_with_divided_state_is_predicted() {
+    let place = Shared::new();
+    let link = ["--ranks", "2,8", "--link", "1MB,1ms"];
+    let whole = place.predict(&link);
+    let sharded = place.predict(&[&link[..], &["--sharded"]].concat());
+    let number = |report: &Value, at: usize, key: &str| report["predictions"][at][key].as_f64().unwrap();
+    assert_eq!(sharded["predictions"][0]["sharded"], true);
+    for (at, ranks) in [(0, 2.0), (1, 8.0)] {
+        // Shares are rounded up to whole elements.
+        let share = number(&whole, at, "state_bytes") / ranks;
+        let state = number(&sharded, at, "state_bytes");
+        assert!((state / share - 1.0).abs() < 0.03, "{state} of {share}");
+        // What is reduced and scattered, and gathered, is what a sum sends.
+        let (one, two) = (
+            number(&whole, at, "travel_seconds"),
+            number(&sharded, at, "travel_seconds"),
+        );
+        assert!((two / one - 1.0).abs() < 0.3, "{two} and {one}");
+    }
+    let step = sharded["steps"].as_array().unwrap().last().unwrap();
+    let kinds: Vec<&str> = step["collectives"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|it| it["kind"].as_str().unwrap())
+        .collect();
+    assert!(
+        kinds.contains(&"reduce_scatter") && kinds.contains(&"all_gather"),
+        "{kinds:?}"
+    );
+    assert_eq!(
+        step["externs"].as_array().unwrap().len(),
+        0,
+        "collectives are none of the operations on the host"
+    );
+}
+
+#[test]
 fn what_is_exposed_is_logged_traced_and_explained() {
-    let place = Place::new();
+    let place = Shared::new();
     let arguments = [
         "train",
         "--config",
@@ -402,11 +425,11 @@ fn what_is_exposed_is_logged_traced_and_explained() {
 
 #[test]
 fn a_launcher_that_connects_no_mpi_is_an_error_that_says_what_to_type() {
-    let place = Place::new();
+    let place = Shared::new();
     let train = |variables: &[(&str, &str)]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_kiln"))
-            .args(["train", "--config", "small.toml", "--out", "run"])
-            .current_dir(place.0.path())
+        let output = place
+            .0
+            .command(&["train", "--config", "small.toml", "--out", "run"])
             .envs(variables.iter().copied())
             .output()
             .unwrap();

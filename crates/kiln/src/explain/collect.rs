@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use kiln_burn::ranks::is_of_ranks;
 use kiln_burn::record::Bindings;
 use kiln_burn::record::history::EXPECTED;
 use kiln_burn::{CompileBackend, CompileEvent, GraphBreak, Mismatch, RegionReport, StepReport};
@@ -76,6 +77,7 @@ fn step(step: &StepReport) -> Step {
             outputs: step.guards.outputs,
         },
         externs: externs(step),
+        exchanges: exchanges(step),
         threads: step.threads,
         from_cache: step.from_cache,
         compile_seconds: step.compile_time.as_secs_f64(),
@@ -100,8 +102,22 @@ fn externs(step: &StepReport) -> Vec<Counted> {
     let name = |(_, node): (_, &NodeData)| match (&node.op, &node.provenance.location) {
         // The code for the CPU has what comes with C.
         (Op::Extern(op), _) if !op.c_source.is_empty() && step.backend == CompileBackend::Cpu => None,
+        (op, _) if is_of_ranks(op) => None,
         (Op::Extern(op), Some(line)) => Some(format!("{} at {line}", op.name)),
         (Op::Extern(op), None) => Some(op.name.clone()),
+        _ => None,
+    };
+    counted(&step.graph.nodes().filter_map(name).collect::<Vec<_>>())
+}
+
+/// Operations of all ranks that no collective of the compiled code stands for.
+fn exchanges(step: &StepReport) -> Vec<Counted> {
+    let mut compiled = step.contract.iter().flat_map(|contract| &contract.externs);
+    if compiled.any(|call| call.collective.is_some()) {
+        return Vec::new();
+    }
+    let name = |(_, node): (_, &NodeData)| match &node.op {
+        Op::Extern(op) if is_of_ranks(&node.op) => Some(op.name.clone()),
         _ => None,
     };
     counted(&step.graph.nodes().filter_map(name).collect::<Vec<_>>())

@@ -5,7 +5,7 @@ use kiln_compiler::Contract;
 use kiln_compiler::buckets::Buckets;
 use kiln_compiler::overlap::{Event, Overlap, Timeline, Travel};
 use kiln_distributed::Link;
-use kiln_graph::Phase;
+use kiln_graph::{CollectiveKind, Phase};
 
 use super::report::{Bucketing, Machine, Prediction, Report, Step, Traveller};
 
@@ -71,9 +71,13 @@ pub fn predict(
     } = *assumptions;
     let (step, described) = last(whole)?;
     let (own, measured) = overlap(step, described, machine)?;
-    let play = |overlap: &Overlap| -> Timeline {
-        overlap.timeline(|travel| link.seconds(travel.kind, travel.bytes, ranks), speed)
+    let compiled = ranks_of(step).unwrap_or(ranks);
+    // A share is one of the ranks that the step was compiled for.
+    let seconds = |travel: &Travel| match travel.kind {
+        CollectiveKind::AllGather => link.seconds(travel.kind, travel.bytes * compiled / ranks, ranks),
+        kind => link.seconds(kind, travel.bytes, ranks),
     };
+    let play = |overlap: &Overlap| -> Timeline { overlap.timeline(seconds, speed) };
     let timeline = play(&own);
     let (apart, _) = {
         let (step, described) = last(apart)?;
@@ -100,7 +104,17 @@ pub fn predict(
             });
         }
     }
+    let sharded = own
+        .travels
+        .iter()
+        .any(|travel| travel.kind == CollectiveKind::ReduceScatter);
     let memory = described.memory.clone().unwrap_or_default();
+    let memory = memory.arena_bytes + memory.input_bytes + memory.output_bytes;
+    let state = state_bytes(step);
+    let of_rank = match sharded {
+        true => (state * compiled as u64).div_ceil(ranks as u64),
+        false => state,
+    };
     Ok(Prediction {
         ranks,
         bandwidth: link.bandwidth,
@@ -111,13 +125,10 @@ pub fn predict(
         step_seconds: timeline.step,
         kernel_seconds: timeline.kernels,
         exposed_seconds: timeline.exposed(),
-        travel_seconds: own
-            .travels
-            .iter()
-            .map(|travel| link.seconds(travel.kind, travel.bytes, ranks))
-            .sum(),
-        memory_bytes: memory.arena_bytes + memory.input_bytes + memory.output_bytes,
-        state_bytes: state_bytes(step),
+        travel_seconds: own.travels.iter().map(seconds).sum(),
+        memory_bytes: memory - state + of_rank,
+        state_bytes: of_rank,
+        sharded,
         buckets,
     })
 }
@@ -132,6 +143,12 @@ fn last<'a>((region, report): (&'a RegionReport, &'a Report)) -> Result<(&'a Ste
         .iter()
         .find(|other| other.executable == step.executable);
     Ok((step, described.ok_or("the step has no description")?))
+}
+
+/// The number of ranks that a step was compiled for.
+fn ranks_of(step: &StepReport) -> Option<usize> {
+    let mut calls = step.contract.iter().flat_map(|contract| &contract.externs);
+    calls.find_map(|call| Some(call.collective?.collective()?.ranks))
 }
 
 /// The kernels of a step with their times, and whether these were measured.

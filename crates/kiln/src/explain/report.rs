@@ -100,6 +100,10 @@ pub struct Step {
     pub guards: Guards,
     /// Operations that run outside the compiled code, with their lines.
     pub externs: Vec<Counted>,
+    /// Sums over ranks and the like where the executor runs them one after the other and waits for each; empty where
+    /// they are [`Step::collectives`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub exchanges: Vec<Counted>,
     /// Threads that share the work.
     pub threads: usize,
     /// Whether the disk cache had it.
@@ -173,6 +177,9 @@ pub struct Prediction {
     pub memory_bytes: u64,
     /// Of these, state of the optimizer.
     pub state_bytes: u64,
+    /// Whether the ranks divide that state; these are then the bytes of a rank's share.
+    #[serde(default)]
+    pub sharded: bool,
     /// The step with other sizes of buckets.
     pub buckets: Vec<Bucketing>,
 }
@@ -207,6 +214,9 @@ impl Prediction {
 
     /// Bytes of a rank whose optimizer state is divided among the ranks.
     pub fn sharded_bytes(&self) -> u64 {
+        if self.sharded {
+            return self.memory_bytes;
+        }
         self.memory_bytes - self.state_bytes + self.state_bytes.div_ceil(self.ranks.max(1) as u64)
     }
 }

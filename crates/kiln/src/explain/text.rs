@@ -235,6 +235,14 @@ fn write_step(step: &Step, f: &mut Formatter<'_>) -> fmt::Result {
             counted(&step.externs)
         )?;
     }
+    if !step.exchanges.is_empty() {
+        writeln!(
+            f,
+            "    collectives of the step, which waits for one after the other: {}\n      what to do: backend cpu, or cuda with \
+             NCCL, joins them to buckets that travel beside the backward pass",
+            counted(&step.exchanges)
+        )?;
+    }
     for line in step.details.lines() {
         writeln!(f, "    {line}")?;
     }
@@ -341,13 +349,20 @@ fn write_prediction(it: &Prediction, f: &mut Formatter<'_>) -> fmt::Result {
             100.0 * it.speed
         )?;
     }
-    writeln!(
+    write!(
         f,
-        "    memory of a rank: {}, of which {} are state of the optimizer; {} with sharded state",
+        "    memory of a rank: {}, of which {} are ",
         bytes(it.memory_bytes),
-        bytes(it.state_bytes),
-        bytes(it.sharded_bytes())
+        bytes(it.state_bytes)
     )?;
+    match it.sharded {
+        true => writeln!(f, "its share of the optimizer's state")?,
+        false => writeln!(
+            f,
+            "state of the optimizer; {} with sharded state",
+            bytes(it.sharded_bytes())
+        )?,
+    }
     let best = it.best().map(|best| best.bytes);
     for size in &it.buckets {
         writeln!(

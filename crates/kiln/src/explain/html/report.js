@@ -119,6 +119,10 @@ function findings() {
     const what = node("b", {}, `${it.name} runs outside the compiled code of step ${step.number}, ${count(it.count, "time")} a run`);
     list.push(node("div", { class: "finding warn" }, what, node("div", { class: "remedy" }, "nothing, if the profile does not show it; else express it with other tensor operations")));
   }
+  for (const step of report.steps) for (const it of step.exchanges || []) {
+    const what = node("b", {}, `${it.name}: step ${step.number} waits for the other ranks, ${count(it.count, "time")} a run`);
+    list.push(node("div", { class: "finding warn" }, what, node("div", { class: "remedy" }, "backend cpu, or cuda with NCCL, joins them to buckets that travel beside the backward pass")));
+  }
   if (!list.length) list.push(node("div", { class: "finding good" }, node("b", {}, "Nothing: one graph a call, and it never changed.")));
   return section("What needs attention", "", ...list);
 }

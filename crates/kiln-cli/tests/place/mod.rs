@@ -1,0 +1,100 @@
+//! A folder in which tests run `kiln`.
+
+// Each test program has its own copy of this module and uses a part of it.
+#![allow(dead_code)]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// A folder with a corpus and a config.
+pub struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    /// With `config` as `small.toml`.
+    pub fn new(config: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let text: String = (0..400)
+            .map(|line| format!("line {line}: the kiln fires clay number {}\n", line * 7 % 13))
+            .collect();
+        std::fs::write(folder.path().join("corpus.txt"), text).unwrap();
+        let place = Self { folder };
+        place.write("small.toml", config);
+        place
+    }
+
+    /// A file or folder in it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Writes a file in it.
+    pub fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.path(name), text).unwrap();
+    }
+
+    /// `kiln` with these arguments, in this folder and with a cache of its own.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kiln"));
+        command
+            .args(arguments)
+            .current_dir(self.folder.path())
+            .env("KILN_CACHE_DIR", self.path("cache"));
+        command
+    }
+
+    /// Runs a command.
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Runs a command that must succeed; returns its standard output.
+    pub fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(
+            output.status.success(),
+            "{arguments:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Runs a command that must fail; returns its standard error.
+    pub fn fails(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            !output.status.success() && text.contains("error") && !text.contains("panicked"),
+            "{arguments:?}: {text}"
+        );
+        text
+    }
+
+    /// The losses of a run's log, by step, as they were written.
+    pub fn losses(&self, run: &str) -> Vec<(u64, String)> {
+        let text = std::fs::read_to_string(self.path(run).join("log.jsonl")).unwrap();
+        let entries = text
+            .lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap());
+        entries
+            .filter(|entry| entry["kind"] == "step")
+            .map(|entry| (entry["step"].as_u64().unwrap(), entry["loss"].to_string()))
+            .collect()
+    }
+
+    /// The names of a run's checkpoints, in order.
+    pub fn checkpoints(&self, run: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path(run).join("checkpoints"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+}
