@@ -56,6 +56,21 @@ pub enum Error {
         /// Name of the function.
         region: String,
     },
+    /// A region that trains on several ranks
+    /// ([`CompileOptions::with_data_parallel`](crate::CompileOptions::with_data_parallel)) gives away something
+    /// that follows from gradients of its own examples alone. Nothing ran.
+    #[error(
+        "region `{region}` trains on {ranks} ranks, and {what} follows from gradients that were not averaged over them: pass \
+         them through `kiln::distributed::average` before the optimizer, or use `TrainStep::with_data_parallel`, which does"
+    )]
+    NotAveraged {
+        /// Name of the region.
+        region: String,
+        /// Number of ranks.
+        ranks: usize,
+        /// A tensor that leaves the region: its type, and where it was made.
+        what: String,
+    },
     /// A tensor's elements could not be copied from a GPU.
     #[error("reading a tensor: {source}")]
     Gpu {

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use burn_backend::DType;
 use kiln_compiler::buckets::Buckets;
+use kiln_distributed::World;
 
 /// The backend that runs a recorded step. The order is a ladder: when a result looks wrong, go down it
 /// until the result is right; the fault lies between the last two backends.
@@ -157,6 +158,8 @@ pub struct CompileOptions {
     /// and 1 MB for the first where a measured choice could change something: on a GPU, and with a memory
     /// budget.
     pub buckets: Option<Buckets>,
+    /// On how many ranks the region trains ([`CompileOptions::with_data_parallel`]). Default: 1.
+    pub ranks: usize,
     /// Whether the same inputs must give the same bits whatever the number of threads. Default: true.
     pub deterministic: bool,
     /// Name of the region in reports, dumps and traces. Default: `step`.
@@ -244,6 +247,7 @@ impl Default for CompileOptions {
             autocast: None,
             loss_scaling: None,
             buckets: None,
+            ranks: 1,
             deterministic: true,
             name: "step".to_owned(),
             debug: None,
@@ -316,6 +320,21 @@ impl CompileOptions {
     /// Sets [`CompileOptions::buckets`].
     pub fn with_buckets(mut self, buckets: Buckets) -> Self {
         self.buckets = Some(buckets);
+        self
+    }
+
+    /// For a region that trains on all ranks of `world` together: its closure runs a backward pass and an
+    /// optimizer, and in between averages the gradients over the ranks (`kiln::distributed::average`). What the
+    /// closure calls a gradient only the closure knows, so it averages them itself, and the region checks that:
+    /// where something that follows from a gradient leaves the region and was not averaged, the call is
+    /// [`crate::Error::NotAveraged`], and nothing has run. Sums travel beside the backward pass as those of a
+    /// `TrainStep`, and ranks compare their steps before the first call. A graph break is an error
+    /// ([`CompileOptions::fullgraph`]): a part of a step cannot be checked. With one rank this changes nothing.
+    ///
+    /// A `TrainStep` has a method of this name, which does all of it, and ignores this.
+    pub fn with_data_parallel(mut self, world: &World) -> Self {
+        self.ranks = world.size();
+        self.fullgraph |= self.ranks > 1;
         self
     }
 

@@ -32,12 +32,20 @@
 //! backward pass goes on ([`kiln_compiler::buckets`]). Batch norm looks at each rank's own batch. Random operations
 //! draw other numbers on each rank, and the same ones in each run.
 //!
+//! A region of [`crate::compile`] trains on several ranks, too, if its closure averages the gradients ([`average`]).
+//!
 //! Every rank must run the same steps in the same order. Where a rank has died, hangs, or runs another step, the
 //! others' step is an error that names it.
 
+use burn_core::module::AutodiffModule;
+use burn_optim::adaptor::OptimizerAdaptor;
+use burn_optim::{GradientsParams, SimpleOptimizer};
+use burn_tensor::{Tensor, TensorPrimitive};
 use kiln_burn::random::{self, Stream};
-use kiln_burn::{KilnDevice, ranks};
+use kiln_burn::{Kiln, KilnDevice, ranks};
 pub use kiln_distributed::{Error, Launcher, Link, Options, UnknownLink, World, imagine};
+
+use crate::train::{self, TrainBackend, TrainError};
 
 /// [`init_with`] the default options.
 ///
@@ -90,6 +98,86 @@ pub fn share_random(world: &World) -> Result<(), Error> {
         stream,
     });
     Ok(())
+}
+
+/// `model` with the parameters and statistics of rank 0; from now on each rank draws random numbers of its own
+/// ([`share_random`]). This is how a [`crate::TrainStep`] begins; a program that compiles a region instead calls it on
+/// every rank.
+///
+/// # Errors
+///
+/// [`TrainError::Ranks`] if the ranks have different models, or one of them has gone.
+pub fn share_model<B: TrainBackend, M: AutodiffModule<B>>(model: M, world: &World) -> Result<M, TrainError> {
+    train::ranks::begin(model, world)
+}
+
+/// `optim` with the state of rank 0, of parameters of `model`: where a region goes on with a checkpoint.
+///
+/// # Errors
+///
+/// [`TrainError::Ranks`] if a rank has gone, or the state of rank 0 cannot be recorded or read.
+pub fn share_optimizer<B, M, O>(
+    model: &M,
+    optim: OptimizerAdaptor<O, M, B>,
+    world: &World,
+) -> Result<OptimizerAdaptor<O, M, B>, TrainError>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B>,
+    O: SimpleOptimizer<Kiln>,
+{
+    match world.size() {
+        1 => Ok(optim),
+        _ => train::ranks::share_state(model, optim, world),
+    }
+}
+
+/// The means of `gradients`, those of parameters of `model`, over all ranks; between the backward pass and the optimizer
+/// of a compiled region. Every rank calls it, for models of one structure.
+///
+/// ```no_run
+/// # use burn_autodiff::Autodiff;
+/// # use burn_nn::{Linear, LinearConfig};
+/// # use burn_optim::{AdamWConfig, GradientsParams, Optimizer};
+/// # use burn_tensor::{Distribution, Tensor};
+/// # use kiln::{CompileOptions, Kiln, distributed};
+/// # type B = Autodiff<Kiln>;
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let world = distributed::init()?;
+/// let device = distributed::device(&world);
+/// let model: Linear<B> = LinearConfig::new(8, 1).init(&device);
+/// let mut model = distributed::share_model(model, &world)?;
+/// let mut optim = AdamWConfig::new().init();
+/// let mut region = kiln::compile(CompileOptions::default().with_data_parallel(&world));
+/// for _ in 0..100 {
+///     // Another batch on each rank.
+///     let x = Tensor::<B, 2>::random([32, 8], Distribution::Default, &device);
+///     let loss;
+///     (model, loss) = region.run(|| {
+///         let loss = model.forward(x).powf_scalar(2.0).mean();
+///         let gradients = GradientsParams::from_grads(loss.backward(), &model);
+///         let gradients = distributed::average(&model, gradients);
+///         (optim.step(1e-3, model, gradients), distributed::mean(loss.inner()))
+///     })?;
+///     if world.is_first() {
+///         println!("{}", loss.into_scalar());
+///     }
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub fn average<B: TrainBackend, M: AutodiffModule<B>>(
+    model: &M,
+    gradients: GradientsParams,
+) -> GradientsParams {
+    train::ranks::average(model, gradients)
+}
+
+/// The mean of `tensor` over all ranks, such as that of a loss; the same on each of them. Every rank calls it, with
+/// tensors of one shape. With one rank it is the tensor itself.
+pub fn mean<const D: usize>(tensor: Tensor<Kiln, D>) -> Tensor<Kiln, D> {
+    let mean = ranks::mean(tensor.into_primitive().tensor());
+    Tensor::from_primitive(TensorPrimitive::Float(mean))
 }
 
 /// The seed of a rank: rank 0's own, and for others a number that shows no relation to it. (The finalizer of

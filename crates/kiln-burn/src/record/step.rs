@@ -98,6 +98,13 @@ impl Step {
             scalars,
         } = imported;
         graph.name = options.name.clone();
+        if let Some(what) = ranks::not_averaged(&graph).filter(|_| options.ranks > 1) {
+            return Err(Error::NotAveraged {
+                region: options.name.clone(),
+                ranks: options.ranks,
+                what,
+            });
+        }
         let position = |ir: &TensorIr| recorded.inputs.iter().position(|input| input.ir.id == ir.id);
         let arguments: Vec<usize> = inputs.iter().filter_map(position).collect();
         debug_assert_eq!(

@@ -30,7 +30,7 @@ mod loss_scale;
 mod ownership;
 mod places;
 mod plan;
-mod ranks;
+pub(crate) mod ranks;
 mod recorded;
 mod recording;
 mod rehearsal;

@@ -24,7 +24,7 @@ use crate::tracked;
 /// # Errors
 ///
 /// If the ranks have different models, or one of them has gone.
-pub(super) fn begin<B: TrainBackend, M: AutodiffModule<B>>(model: M, world: &World) -> Result<M, TrainError> {
+pub(crate) fn begin<B: TrainBackend, M: AutodiffModule<B>>(model: M, world: &World) -> Result<M, TrainError> {
     if world.size() == 1 {
         return Ok(model);
     }
@@ -46,7 +46,7 @@ pub(super) fn begin<B: TrainBackend, M: AutodiffModule<B>>(model: M, world: &Wor
 /// # Errors
 ///
 /// If a rank has gone, or the state of rank 0 cannot be recorded or read.
-pub(super) fn share_state<B, M, O>(
+pub(crate) fn share_state<B, M, O>(
     model: &M,
     optim: OptimizerAdaptor<O, M, B>,
     world: &World,
@@ -142,7 +142,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Share<'_> {
 }
 
 /// The means of `gradients` over all ranks.
-pub(super) fn average<B: TrainBackend, M: AutodiffModule<B>>(
+pub(crate) fn average<B: TrainBackend, M: AutodiffModule<B>>(
     model: &M,
     gradients: GradientsParams,
 ) -> GradientsParams {
