@@ -5,21 +5,18 @@ mod launch;
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
-use burn_autodiff::Autodiff;
 use burn_nn::conv::{Conv2d, Conv2dConfig};
 use burn_nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn_optim::SgdConfig;
 use burn_optim::momentum::MomentumConfig;
 use kiln::distributed::{self, World};
-use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainError, TrainStep};
+use kiln::{CompileBackend, CompileOptions, KilnDevice, TrainError, TrainStep};
+use launch::examples::{B, EXAMPLES, squares};
 use launch::{agree, losses, print, run, text};
 
-type B = Autodiff<Kiln>;
 type Batch = (Tensor<B, 4>, Tensor<B, 2>);
 
 const STEPS: usize = 20;
-/// Examples of a step, on all ranks together.
-const EXAMPLES: usize = 12;
 const SIDE: usize = 6;
 
 /// Norms of the input, of images and of vectors; two have statistics of one shape.
@@ -78,7 +75,7 @@ fn share(step: usize, world: &World, device: &KilnDevice) -> Batch {
 }
 
 fn loss(net: &Net<B>, (x, y): Batch) -> Tensor<B, 1> {
-    (net.forward(x) - y).powf_scalar(2.0).mean()
+    squares(net.forward(x), y)
 }
 
 /// What a rank of another test does; nothing where nobody asks for a part.

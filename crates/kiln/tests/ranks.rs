@@ -6,20 +6,16 @@ use std::time::{Duration, Instant};
 
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Distribution, Tensor, TensorData};
-use burn_autodiff::Autodiff;
+use burn::tensor::{Distribution, Tensor};
 use burn_nn::{Dropout, DropoutConfig, Linear, LinearConfig};
-use burn_optim::AdamWConfig;
 use burn_optim::grad_clipping::GradientClippingConfig;
+use burn_optim::{AdamWConfig, GradientsParams, Optimizer};
 use kiln::distributed::{self, Options, World};
-use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainStep};
+use kiln::{CompileBackend, CompileOptions, Error, KilnDevice, TrainStep};
+use launch::examples::{B, Batch, examples, same_on_all, share_of, squares};
 use launch::{agree, losses, print, run, text};
 
-type B = Autodiff<Kiln>;
-
 const STEPS: usize = 50;
-/// Examples of a step, on all ranks together.
-const EXAMPLES: usize = 12;
 
 #[derive(Module, Debug)]
 struct Net<B: Backend> {
@@ -46,30 +42,13 @@ impl<B: Backend> Net<B> {
     }
 }
 
-/// The examples of a step: inputs, targets.
-fn examples(step: usize) -> (Vec<f32>, Vec<f32>) {
-    let number = |i: usize| ((i * 37 + step * 101) % 199) as f32 / 99.5 - 1.0;
-    let x: Vec<f32> = (0..EXAMPLES * 6).map(number).collect();
-    let y = (0..EXAMPLES * 2)
-        .map(|i| x[i / 2 * 6 + i % 2] * 0.7 + x[i / 2 * 6 + 3].abs())
-        .collect();
-    (x, y)
-}
-
 /// The share of a rank in the examples of a step.
-fn share(step: usize, world: &World, device: &KilnDevice) -> (Tensor<B, 2>, Tensor<B, 2>) {
-    let (x, y) = examples(step);
-    let rows = EXAMPLES / world.size();
-    let from = world.rank() * rows;
-    let tensor = |all: &[f32], columns: usize| {
-        let own = all[from * columns..(from + rows) * columns].to_vec();
-        Tensor::from_data(TensorData::new(own, [rows, columns]), device)
-    };
-    (tensor(&x, 6), tensor(&y, 2))
+fn share(step: usize, world: &World, device: &KilnDevice) -> Batch {
+    share_of(examples(step), world, device)
 }
 
-fn loss(net: &Net<B>, (x, y): (Tensor<B, 2>, Tensor<B, 2>)) -> Tensor<B, 1> {
-    (net.forward(x) - y).powf_scalar(2.0).mean()
+fn loss(net: &Net<B>, (x, y): Batch) -> Tensor<B, 1> {
+    squares(net.forward(x), y)
 }
 
 /// Trains, and gives the losses; each rank begins with a model of its own.
@@ -102,14 +81,63 @@ fn train(
     if backend == CompileBackend::Cpu {
         assert!(step.history().replayed > 30, "{:?}", step.history());
     }
-    // All ranks have the same parameters.
     let model = step.model().expect("no step failed");
-    let weights = model.first.weight.val().into_data();
-    let all = world.all_gather(&weights.bytes).expect("every rank gives");
-    assert!(
-        all.chunks(weights.bytes.len())
-            .all(|other| *other == weights.bytes[..])
-    );
+    same_on_all(world, model.first.weight.val());
+    Ok(losses)
+}
+
+/// How a region's closure treats its gradients.
+#[derive(Clone, Copy, PartialEq)]
+enum Averages {
+    All,
+    /// Those of the loss alone.
+    Loss,
+    Nothing,
+}
+
+/// [`train`] without a `TrainStep`: a compiled region whose closure has backward pass and optimizer.
+fn train_region(world: &World, averages: Averages) -> Result<Vec<f32>, Error> {
+    let device = KilnDevice::cpu();
+    B::seed(&device, 11 + world.rank() as u64);
+    let net = Net::<B>::new(0.0, &device);
+    let mut net = distributed::share_model(net, world).expect("the ranks begin together");
+    let clipping = Some(GradientClippingConfig::Norm(0.05));
+    let optim = AdamWConfig::new().with_grad_clipping(clipping).init();
+    let mut optim = distributed::share_optimizer(&net, optim, world).expect("there is no state yet");
+    let options = CompileOptions::default()
+        .with_threads(1)
+        .with_data_parallel(world);
+    let mut region = kiln::compile(options);
+    let mut losses = Vec::new();
+    for number in 0..STEPS {
+        let batch = share(number, world, &device);
+        let updated = region.run(|| {
+            let loss = loss(&net, batch);
+            let gradients = GradientsParams::from_grads(loss.backward(), &net);
+            let gradients = match averages {
+                Averages::All => distributed::average(&net, gradients),
+                Averages::Loss | Averages::Nothing => gradients,
+            };
+            let loss = match averages {
+                Averages::All | Averages::Loss => distributed::mean(loss.inner()),
+                Averages::Nothing => loss.inner(),
+            };
+            (optim.step(1e-2, net.clone(), gradients), loss)
+        });
+        let loss;
+        (net, loss) = updated?;
+        losses.push(loss.into_data().to_vec::<f32>().expect("one f32")[0]);
+    }
+    same_on_all(world, net.first.weight.val());
+    // Sums travel in buckets, as those of a `TrainStep`.
+    let report = region.report();
+    let contract = report.steps.last().and_then(|step| step.contract.as_ref());
+    let started = |name: &str| {
+        let calls = contract.iter().flat_map(|contract| &contract.externs);
+        calls.filter(|call| call.name == name).count()
+    };
+    assert_eq!(started("all_reduce") > 0, world.size() > 1);
+    assert_eq!(started("all_reduce"), started("collective_wait"));
     Ok(losses)
 }
 
@@ -142,6 +170,17 @@ fn a_part() {
             world.is_first(),
             &train(&world, CompileBackend::Cpu, 0.5, nothing).expect("it trains"),
         ),
+        "region" => print(
+            world.is_first(),
+            &train_region(&world, Averages::All).expect("it trains"),
+        ),
+        "region of its own" => {
+            for averages in [Averages::Loss, Averages::Nothing] {
+                let error = train_region(&world, averages).expect_err("its gradients are its own");
+                assert!(matches!(error, Error::NotAveraged { ranks: 2, .. }), "{error}");
+                println!("said: {error}");
+            }
+        }
         "hang" => {
             let hang = |step| {
                 if step == 20 && world.rank() == 1 {
@@ -168,9 +207,9 @@ fn a_part() {
             let net = Net::<B>::new(0.0, &device);
             let factor = if world.rank() == 1 { 3.0 } else { 2.0 };
             let optim = AdamWConfig::new().init();
-            let other = move |net: &Net<B>, (x, y): (Tensor<B, 2>, Tensor<B, 2>)| -> Tensor<B, 1> {
+            let other = move |net: &Net<B>, (x, y): Batch| -> Tensor<B, 1> {
                 let x = if factor > 2.5 { x.clone() * x } else { x };
-                (net.forward(x) - y).powf_scalar(2.0).mean()
+                squares(net.forward(x), y)
             };
             let mut step = TrainStep::new(net, optim, other)
                 .with_data_parallel(&world)
@@ -218,6 +257,29 @@ fn ranks_train_as_one_rank_with_all_examples() {
     }
     let by_nodes = losses(2, "node by node").expect("mpirun was there");
     agree(&one, &by_nodes, "node by node");
+}
+
+#[test]
+fn a_region_that_averages_its_gradients_trains_as_one_rank() {
+    let Some(one) = losses(1, "region") else { return };
+    assert!(one[STEPS - 1] < 0.8 * one[0], "{one:?}");
+    for ranks in [2, 3] {
+        let several = losses(ranks, "region").expect("mpirun was there");
+        agree(&one, &several, &format!("{ranks} ranks"));
+    }
+}
+
+#[test]
+fn a_region_that_keeps_its_gradients_to_itself_is_refused() {
+    let Some(output) = run(2, "region of its own") else {
+        return;
+    };
+    let text = text(&output);
+    assert!(output.status.success(), "{text}");
+    assert!(
+        text.contains("follows from gradients that were not averaged over them"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -3,24 +3,23 @@
 //! Each rank takes a GPU of its own. Where there are fewer GPUs than ranks, NCCL (2.30 or later) puts several on one if
 //! `NCCL_MULTI_RANK_GPU_ENABLE=1`. Without GPUs or NCCL the tests say so and do nothing.
 
+mod launch;
+
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use burn::module::Module;
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
-use burn_autodiff::Autodiff;
 use burn_nn::{Linear, LinearConfig};
 use burn_optim::AdamWConfig;
 use burn_optim::grad_clipping::GradientClippingConfig;
 use kiln::distributed::{self, Options, World};
-use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainStep};
-
-type B = Autodiff<Kiln>;
+use kiln::{CompileBackend, CompileOptions, TrainStep};
+use launch::examples::{B, Batch, examples, same_on_all, share_of, squares};
+use launch::{agree, losses_in, print};
 
 const STEPS: usize = 40;
-/// Examples of a step, on all ranks together.
-const EXAMPLES: usize = 24;
 
 #[derive(Module, Debug)]
 struct Net<B: Backend> {
@@ -45,24 +44,11 @@ impl<B: Backend> Net<B> {
     }
 }
 
-/// A rank's share of the examples of a step: inputs, targets.
-fn share(step: usize, world: &World, device: &KilnDevice) -> (Tensor<B, 2>, Tensor<B, 2>) {
-    let number = |i: usize| ((i * 37 + step * 101) % 199) as f32 / 99.5 - 1.0;
-    let rows = EXAMPLES / world.size();
-    let from = world.rank() * rows;
-    let x: Vec<f32> = (from * 6..(from + rows) * 6).map(number).collect();
-    let y: Vec<f32> = (0..rows * 2).map(|i| x[i / 2 * 6 + i % 2] * 0.7).collect();
-    (
-        Tensor::from_data(TensorData::new(x, [rows, 6]), device),
-        Tensor::from_data(TensorData::new(y, [rows, 2]), device),
-    )
+fn loss(net: &Net<B>, (x, y): Batch) -> Tensor<B, 1> {
+    squares(net.forward(x), y)
 }
 
-fn loss(net: &Net<B>, (x, y): (Tensor<B, 2>, Tensor<B, 2>)) -> Tensor<B, 1> {
-    (net.forward(x) - y).powf_scalar(2.0).mean()
-}
-
-fn train(world: &World, wait: impl Fn(usize)) -> Result<Vec<f32>, String> {
+fn train(world: &World, sharded: bool, wait: impl Fn(usize)) -> Result<Vec<f32>, String> {
     let device = distributed::device(world);
     B::seed(&device, 11 + world.rank() as u64);
     let optim = AdamWConfig::new()
@@ -71,27 +57,23 @@ fn train(world: &World, wait: impl Fn(usize)) -> Result<Vec<f32>, String> {
     let options = CompileOptions::default().with_backend(CompileBackend::Cuda);
     let mut step = TrainStep::new(Net::<B>::new(&device), optim, loss)
         .with_options(options)
-        .with_data_parallel(world)
-        .build()
-        .map_err(|error| error.to_string())?;
+        .with_data_parallel(world);
+    if sharded {
+        step = step.with_sharded_state();
+    }
+    let mut step = step.build().map_err(|error| error.to_string())?;
     let mut losses = Vec::new();
     for number in 0..STEPS {
         wait(number);
         let loss = step
-            .step(1e-3, share(number, world, &device))
+            .step(1e-3, share_of(examples(number), world, &device))
             .map_err(|error| error.to_string())?;
         let loss = loss.try_into_data().map_err(|error| format!("{error:?}"))?;
         losses.push(loss.to_vec::<f32>().expect("one f32")[0]);
     }
     assert!(step.history().replayed > 20, "{:?}", step.history());
-    // All ranks have the same parameters.
     let model = step.model().expect("no step failed");
-    let weights = model.second.weight.val().into_data();
-    let all = world.all_gather(&weights.bytes).expect("every rank gives");
-    assert!(
-        all.chunks(weights.bytes.len())
-            .all(|other| *other == weights.bytes[..])
-    );
+    same_on_all(world, model.second.weight.val());
     Ok(losses)
 }
 
@@ -101,7 +83,10 @@ fn a_part() {
     let Ok(part) = std::env::var("KILN_PART") else {
         return;
     };
-    let timeout = Duration::from_secs(if part == "train" { 60 } else { 5 });
+    let timeout = Duration::from_secs(match part.as_str() {
+        "train" | "sharded" => 60,
+        _ => 5,
+    });
     let options = Options {
         timeout,
         ..Options::default()
@@ -114,13 +99,10 @@ fn a_part() {
         }
     };
     match part.as_str() {
-        "train" => {
-            let losses = train(&world, |_| {}).expect("it trains");
-            let bits: Vec<String> = losses
-                .iter()
-                .map(|loss| format!("{:08x}", loss.to_bits()))
-                .collect();
-            println!("\nlosses {}", bits.join(" "));
+        "train" | "sharded" => {
+            let losses = train(&world, part == "sharded", |_| {}).expect("it trains");
+            // Each rank has a pipe of its own.
+            print(true, &losses);
         }
         "death" | "hang" => {
             let end = |step| {
@@ -131,7 +113,7 @@ fn a_part() {
                     std::process::exit(4);
                 }
             };
-            let error = train(&world, end).expect_err("rank 1 is missing");
+            let error = train(&world, false, end).expect_err("rank 1 is missing");
             println!("\nsaid: {error}");
             std::process::exit(3);
         }
@@ -185,29 +167,19 @@ fn has_gpus(ranks: usize) -> bool {
     count >= ranks || count > 0 && std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some()
 }
 
-fn losses(text: &str) -> Vec<f32> {
-    let line = text.lines().find_map(|line| line.strip_prefix("losses "));
-    let bits = line.unwrap_or_else(|| panic!("no losses:\n{text}")).split(' ');
-    bits.map(|bits| f32::from_bits(u32::from_str_radix(bits, 16).expect("bits")))
-        .collect()
-}
-
 #[test]
 fn ranks_compute_what_one_rank_computes() {
-    let Some(first) = run("train", 2) else { return };
-    let all: Vec<Vec<f32>> = first.iter().map(|text| losses(text)).collect();
-    assert_eq!(all[0], all[1], "the loss is the mean over ranks");
-    let alone = losses(&run("train", 1).expect("one rank needs nobody")[0]);
-    for (step, (one, two)) in alone.iter().zip(&all[0]).enumerate() {
-        assert!(
-            (one - two).abs() <= 1e-4 * one.abs().max(1e-2),
-            "step {step}: {one} and {two}"
-        );
+    for part in ["train", "sharded"] {
+        let Some(first) = run(part, 2) else { return };
+        let all: Vec<Vec<f32>> = first.iter().map(|text| losses_in(text)).collect();
+        assert_eq!(all[0], all[1], "the loss is the mean over ranks");
+        let alone = losses_in(&run("train", 1).expect("one rank needs nobody")[0]);
+        agree(&alone, &all[0], part);
+        assert!(alone[STEPS - 1] < 0.8 * alone[0], "{alone:?}");
+        // The same bits again.
+        let again = run(part, 2).expect("they met before");
+        assert_eq!(losses_in(&again[0]), all[0]);
     }
-    assert!(alone[STEPS - 1] < 0.8 * alone[0], "{alone:?}");
-    // The same bits again.
-    let again = run("train", 2).expect("they met before");
-    assert_eq!(losses(&again[0]), all[0]);
 }
 
 #[test]

@@ -2,6 +2,11 @@
 //!
 //! Where there is no `mpirun` the tests say so and do nothing.
 
+// Each test program has its own copy of this module and uses a part of it.
+#![allow(dead_code)]
+
+pub mod examples;
+
 use std::process::{Command, Output};
 
 /// The `mpirun` of this machine, if it has one.
@@ -61,12 +66,17 @@ pub fn losses(ranks: usize, part: &str) -> Option<Vec<f32>> {
     let output = run(ranks, part)?;
     let text = text(&output);
     assert!(output.status.success(), "{ranks} ranks, {part}: {text}");
+    Some(losses_in(&text))
+}
+
+/// The losses that [`print()`] printed.
+pub fn losses_in(text: &str) -> Vec<f32> {
     let line = text.lines().find_map(|line| line.strip_prefix("losses "));
     let line = line.unwrap_or_else(|| panic!("no losses in\n{text}"));
     let bits = line
         .split(' ')
         .map(|word| u32::from_str_radix(word, 16).expect("bits"));
-    Some(bits.map(f32::from_bits).collect())
+    bits.map(f32::from_bits).collect()
 }
 
 /// Panics unless both are the same losses within 1e-4.
