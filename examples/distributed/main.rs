@@ -5,7 +5,7 @@ use burn::optim::AdamWConfig;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Distribution, Int, Tensor};
 use burn_autodiff::Autodiff;
-use kiln::{Kiln, KilnDevice, TrainStep};
+use kiln::{Kiln, TrainStep};
 use kiln_models::mlp::{Mlp, MlpConfig};
 
 type B = Autodiff<Kiln>;
@@ -22,7 +22,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let steps = if short { 5 } else { 400 };
     // Who started this process, and as which of how many ranks; one rank if nobody did.
     let world = kiln::distributed::init()?;
-    let device = KilnDevice::default();
+    // Its GPU, or the CPU where there is none.
+    let device = kiln::distributed::device(&world);
     B::seed(&device, 1);
     let model = MlpConfig::new()
         .with_widths(vec![16, 128, 128, 4])
