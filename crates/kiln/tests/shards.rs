@@ -4,8 +4,8 @@ mod launch;
 
 use burn::module::Module;
 use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
 use burn_nn::{Linear, LinearConfig};
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::decay::WeightDecayConfig;
@@ -21,6 +21,7 @@ use kiln::{
     Weights,
 };
 use kiln_compiler::{CollectiveCall, ExternCall};
+use launch::examples::{B, Batch, EXAMPLES, examples, same_on_all, share_of, squares};
 use launch::{agree, losses, print, run, text};
 
 const STEPS: usize = 50;
@@ -192,23 +193,19 @@ fn check_plan(way: &Way, report: &RegionReport) {
         return;
     }
     // In one bucket each: so small ones are joined, and travel beside other work.
-    let started = |name: &str| {
-        let calls = contract.externs.iter().filter(|call| call.name == name);
-        let is_started = |call: &&ExternCall| matches!(call.collective, Some(CollectiveCall::Start { .. }));
-        calls
-            .filter(is_started)
-            .map(|call| call.inputs[0].1.iter().product::<usize>())
+    let started = |name: &str| -> Vec<usize> {
+        let is_started = |call: &&ExternCall| {
+            call.name == name && matches!(call.collective, Some(CollectiveCall::Start { .. }))
+        };
+        let calls = contract.externs.iter().filter(is_started);
+        calls.map(|call| call.inputs[0].1.iter().product()).collect()
     };
     let share: usize = SIZES
         .iter()
         .map(|elements| elements.div_ceil(way.world.size()))
         .sum();
-    let (scattered, gathered): (Vec<_>, Vec<_>) = (
-        started("reduce_scatter").collect(),
-        started("all_gather").collect(),
-    );
     assert_eq!(
-        (scattered, gathered),
+        (started("reduce_scatter"), started("all_gather")),
         (vec![share * way.world.size()], vec![share])
     );
     if way.weights.is_some() {
