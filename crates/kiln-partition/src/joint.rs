@@ -351,14 +351,11 @@ impl<'a> Joint<'a> {
         let free = Recompute::of(&data.op) == Recompute::Free;
         for &value in &data.outputs {
             for &user in self.users.of(value) {
-                match self.side[user] {
-                    Side::Forward => {
-                        if depth.is_some_and(|depth| depth != self.before[user]) {
-                            return true;
-                        }
-                        depth = Some(self.before[user]);
+                if self.side[user] == Side::Forward {
+                    if depth.is_some_and(|depth| depth != self.before[user]) {
+                        return true;
                     }
-                    _ => {}
+                    depth = Some(self.before[user]);
                 }
             }
             let whole = |&user: &Node| self.side[user] == Side::Fixed && self.is_read_whole_by(value, user);
