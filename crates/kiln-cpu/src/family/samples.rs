@@ -218,14 +218,18 @@ impl Family {
         }
         let count = BATCHES.min(NODES / 2 / graph.num_nodes().max(1));
         let sizes = more_sizes((one as i64, two as i64), count, round as i64);
-        let pairs = sizes.into_iter().enumerate();
-        let pairs = pairs.map(|(number, size)| (size, batches[(number + round) % batches.len()]));
+        let pairs = sizes.into_iter().enumerate().map(|(number, size)| {
+            // Every other turn through the batches meets lengths that are whole vectors.
+            let size = match number / batches.len() % 2 {
+                0 => size as usize,
+                _ => (size as usize).next_multiple_of(8),
+            };
+            (size, batches[(number + round) % batches.len()])
+        });
         pairs
             .filter_map(|(size, count)| {
-                let mut sizes: Vec<(Dimension, usize)> = varied
-                    .iter()
-                    .map(|&(dimension, _)| (dimension, size as usize))
-                    .collect();
+                let mut sizes: Vec<(Dimension, usize)> =
+                    varied.iter().map(|&(dimension, _)| (dimension, size)).collect();
                 sizes.push((batch, count));
                 resizer.at(&sizes).ok()
             })
