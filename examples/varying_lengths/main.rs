@@ -1,8 +1,9 @@
 //! Sentences of many lengths: how often a step is compiled, and what a shared kernel costs.
 //!
-//! `varying_lengths [--marked] [--short]`: a small BERT is trained on sentences of 300 different lengths, in batches
-//! padded to their longest, for two epochs; the last batch is smaller. `--marked` says beforehand which dimensions
-//! vary. Then the step of some lengths is timed against the step compiled for exactly that length.
+//! `varying_lengths [--marked] [--short]`: a small BERT is trained on sentences of 300 different lengths, in
+//! batches padded to their longest, for two epochs; the last batch is smaller. `--marked` says beforehand
+//! which dimensions vary. Then the step of some lengths is timed against the step compiled for exactly that
+//! length.
 
 use std::error::Error;
 use std::time::{Duration, Instant};

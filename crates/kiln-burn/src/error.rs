@@ -57,8 +57,8 @@ pub enum Error {
         region: String,
     },
     /// A region that trains on several ranks
-    /// ([`CompileOptions::with_data_parallel`](crate::CompileOptions::with_data_parallel)) gives away something
-    /// that follows from gradients of its own examples alone. Nothing ran.
+    /// ([`CompileOptions::with_data_parallel`](crate::CompileOptions::with_data_parallel)) gives away
+    /// something that follows from gradients of its own examples alone. Nothing ran.
     #[error(
         "region `{region}` trains on {ranks} ranks, and {what} follows from gradients that were not averaged over them: pass \
          them through `kiln::distributed::average` before the optimizer, or use `TrainStep::with_data_parallel`, which does"

@@ -324,12 +324,13 @@ impl CompileOptions {
     }
 
     /// For a region that trains on all ranks of `world` together: its closure runs a backward pass and an
-    /// optimizer, and in between averages the gradients over the ranks (`kiln::distributed::average`). What the
-    /// closure calls a gradient only the closure knows, so it averages them itself, and the region checks that:
-    /// where something that follows from a gradient leaves the region and was not averaged, the call is
+    /// optimizer, and in between averages the gradients over the ranks (`kiln::distributed::average`). What
+    /// the closure calls a gradient only the closure knows, so it averages them itself, and the region checks
+    /// that: where something that follows from a gradient leaves the region and was not averaged, the call is
     /// [`crate::Error::NotAveraged`], and nothing has run. Sums travel beside the backward pass as those of a
     /// `TrainStep`, and ranks compare their steps before the first call. A graph break is an error
-    /// ([`CompileOptions::fullgraph`]): a part of a step cannot be checked. With one rank this changes nothing.
+    /// ([`CompileOptions::fullgraph`]): a part of a step cannot be checked. With one rank this changes
+    /// nothing.
     ///
     /// A `TrainStep` has a method of this name, which does all of it, and ignores this.
     pub fn with_data_parallel(mut self, world: &World) -> Self {

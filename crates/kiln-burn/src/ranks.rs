@@ -78,13 +78,14 @@ fn mean_of(operands: &[TensorData]) -> Vec<TensorData> {
     operands.iter().map(mean).collect()
 }
 
-/// Whether an operation of a recorded graph is one of the ranks together: what compiled steps have a collective for.
+/// Whether an operation of a recorded graph is one of the ranks together: what compiled steps have a
+/// collective for.
 pub fn is_of_ranks(op: &Op) -> bool {
     shares::collective(op, 1).is_some()
 }
 
-/// What leaves a recorded graph and follows from a gradient without any operation of the ranks in between; none if
-/// there is nothing of that kind. What has gone through one is the same on all ranks.
+/// What leaves a recorded graph and follows from a gradient without any operation of the ranks in between;
+/// none if there is nothing of that kind. What has gone through one is the same on all ranks.
 pub(crate) fn not_averaged(graph: &Graph) -> Option<String> {
     let mut own = vec![false; graph.num_nodes()];
     for seed in kiln_partition::find_seeds(graph) {
@@ -312,8 +313,8 @@ pub(crate) fn agree(graph: &Graph, options: &str, contract: &Contract) -> Result
     Ok(())
 }
 
-/// The started collectives of a compiled step, in a line for each kind; none if it has none. What is hidden is counted
-/// in kernels: those between the start of the first bucket and the first wait.
+/// The started collectives of a compiled step, in a line for each kind; none if it has none. What is hidden
+/// is counted in kernels: those between the start of the first bucket and the first wait.
 pub(crate) fn buckets_text(contract: &Contract) -> Option<String> {
     let overlap = Overlap::of(contract, &[]);
     let ranks = contract

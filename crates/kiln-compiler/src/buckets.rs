@@ -1,8 +1,8 @@
 //! Buckets: collectives that are started early, several tensors at once, and waited for late.
 //!
-//! A recorded step has one [`all_reduce`](kiln_graph::CollectiveKind::AllReduce) for each gradient, in front of the
-//! optimizer's first use of it. This pass runs after the partition. It joins the sums to *buckets*, in the
-//! order in which the backward pass computes the gradients. A bucket starts right behind the last of its
+//! A recorded step has one [`all_reduce`](kiln_graph::CollectiveKind::AllReduce) for each gradient, in front
+//! of the optimizer's first use of it. This pass runs after the partition. It joins the sums to *buckets*, in
+//! the order in which the backward pass computes the gradients. A bucket starts right behind the last of its
 //! gradients, and travels while the backward pass goes on:
 //!
 //! ```text
@@ -20,9 +20,10 @@
 //! A gradient that fills a bucket by itself is neither joined, copied nor moved: start and wait work in
 //! place.
 //!
-//! Ranks that divide the optimizer's state have a [`reduce_scatter`](kiln_graph::CollectiveKind::ReduceScatter) in place
-//! of each sum, and an [`all_gather`](kiln_graph::CollectiveKind::AllGather) behind each update (`tail`). A bucket of
-//! those is a matrix with a row for each rank (`bucket`).
+//! Ranks that divide the optimizer's state have a
+//! [`reduce_scatter`](kiln_graph::CollectiveKind::ReduceScatter) in place of each sum, and an
+//! [`all_gather`](kiln_graph::CollectiveKind::AllGather) behind each update (`tail`). A bucket of those is a
+//! matrix with a row for each rank (`bucket`).
 //!
 //! Sums go in the order of ranks, element by element, so buckets change no bit of a result
 //! (kiln-cpu's `tests/ranks.rs`, kiln-distributed's `buckets_change_no_bit`), and their sizes may follow from

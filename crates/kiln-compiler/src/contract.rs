@@ -63,9 +63,9 @@ pub enum CollectiveCall {
         root: usize,
     },
     /// Begins a collective. One that works in place ([`CollectiveKind::is_in_place`]) may have its operand in
-    /// the result's memory; otherwise the call copies the operand there, because the step reuses the operand's
-    /// memory as soon as the call returns. Any other one reads its operand until the wait. The result's memory
-    /// belongs to the collective until the wait.
+    /// the result's memory; otherwise the call copies the operand there, because the step reuses the
+    /// operand's memory as soon as the call returns. Any other one reads its operand until the wait. The
+    /// result's memory belongs to the collective until the wait.
     Start {
         /// Position of its kind in [`CollectiveKind::ALL`].
         #[serde(default)]
@@ -78,8 +78,9 @@ pub enum CollectiveCall {
         #[serde(default)]
         root: usize,
     },
-    /// Waits for the collective that a start call began; the first operand is that call's result, a second one
-    /// is not looked at. The result may share the first operand's memory; otherwise the call copies it there.
+    /// Waits for the collective that a start call began; the first operand is that call's result, a second
+    /// one is not looked at. The result may share the first operand's memory; otherwise the call copies it
+    /// there.
     Wait,
 }
 

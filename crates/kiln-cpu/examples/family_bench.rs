@@ -6,11 +6,12 @@
 //! cargo run --release -p kiln-cpu --example family_bench -- one.kg two.kg epochs:8x300    # what two epochs build
 //! ```
 //!
-//! The files hold one step, recorded at two sizes; the sizes that follow are those of graphs on the line through them.
-//! Files may follow too, of the same step at other sizes. `epochs:8x300` are two epochs of sentences of 300 lengths
-//! (from 4 on), in batches of 8 padded to their longest, the last batch smaller; the files then only show which
-//! dimension is the length, and are not compiled. Times are the best of several runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread.
-//! `CACHE=folder` keeps what is built there, for another run.
+//! The files hold one step, recorded at two sizes; the sizes that follow are those of graphs on the line
+//! through them. Files may follow too, of the same step at other sizes. `epochs:8x300` are two epochs of
+//! sentences of 300 lengths (from 4 on), in batches of 8 padded to their longest, the last batch smaller; the
+//! files then only show which dimension is the length, and are not compiled. Times are the best of several
+//! runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread. `CACHE=folder` keeps
+//! what is built there, for another run.
 
 use std::error::Error;
 use std::time::Instant;
@@ -58,8 +59,8 @@ fn graphs(text: &str, line: Option<&Line>) -> Result<Vec<(String, Graph)>, Box<d
     Ok(graphs.collect())
 }
 
-/// The batches of two epochs, by their number of sentences and longest sentence: each epoch has all lengths, in an
-/// order of its own.
+/// The batches of two epochs, by their number of sentences and longest sentence: each epoch has all lengths,
+/// in an order of its own.
 fn epochs(batch: usize, lengths: usize) -> Vec<(usize, usize)> {
     let epoch = |number: usize| -> Vec<(usize, usize)> {
         let step = [77, 151][number];

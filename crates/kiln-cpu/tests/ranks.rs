@@ -29,8 +29,8 @@ struct Started {
     operand: (*mut u8, TensorType),
 }
 
-/// The functions that a rank's step calls. A started collective is computed at its wait, from the elements that
-/// its operand's memory has then: a kernel that wrote there in between shows in the result.
+/// The functions that a rank's step calls. A started collective is computed at its wait, from the elements
+/// that its operand's memory has then: a kernel that wrote there in between shows in the result.
 struct Rank<'a> {
     number: usize,
     step: &'a CpuExecutable,

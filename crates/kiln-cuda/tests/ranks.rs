@@ -70,8 +70,8 @@ const BUCKETS: [Buckets; 3] = [
     },
 ];
 
-/// Makes sure that `graph` computes what it means, with buckets of the first `sizes` of [`BUCKETS`] bit by bit the
-/// same.
+/// Makes sure that `graph` computes what it means, with buckets of the first `sizes` of [`BUCKETS`] bit by
+/// bit the same.
 fn check(graph: &Graph, ranks: usize, sizes: usize) {
     let mut bits: Option<Vec<Vec<Vec<u8>>>> = None;
     for &buckets in &BUCKETS[..sizes] {

@@ -77,7 +77,8 @@ impl Line {
         self.kinds.len()
     }
 
-    /// The lines along which one pair of extents varies and the others are as in the second graph, one for each pair.
+    /// The lines along which one pair of extents varies and the others are as in the second graph, one for
+    /// each pair.
     pub fn of_each_kind(&self) -> impl Iterator<Item = Self> {
         self.kinds.iter().map(move |&sizes| Self {
             sizes,

@@ -7,9 +7,9 @@
 //! Rules, in the order in which they are checked: for each node, its operands are results of earlier nodes,
 //! its results are recorded as its own, and their types are those [`infer`] gives; the argument nodes are
 //! exactly the listed arguments, in order, each once; a collective that is only started is read by one wait
-//! alone, which has its operand, too, unless it works in place; every output is a value of the graph; an alias names an
-//! existing parameter of the output's size in bytes, no parameter is given away twice, and a parameter that
-//! is given away does not itself leave the graph through another output.
+//! alone, which has its operand, too, unless it works in place; every output is a value of the graph; an
+//! alias names an existing parameter of the output's size in bytes, no parameter is given away twice, and a
+//! parameter that is given away does not itself leave the graph through another output.
 
 use std::fmt;
 

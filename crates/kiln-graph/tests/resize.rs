@@ -2,8 +2,8 @@
 
 use kiln_graph::{Dimension, Graph, Resizer};
 
-/// A layer over `[batch, length, 4]` with positions from a table, means over words, a causal mask, a reshape that joins
-/// batch and length, and the gradient of the table's slice.
+/// A layer over `[batch, length, 4]` with positions from a table, means over words, a causal mask, a reshape
+/// that joins batch and length, and the gradient of the table's slice.
 fn program(batch: usize, length: usize) -> Graph {
     let words = batch * length;
     Graph::parse(&format!(

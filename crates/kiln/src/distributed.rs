@@ -32,7 +32,8 @@
 //! backward pass goes on ([`kiln_compiler::buckets`]). Batch norm looks at each rank's own batch. Random operations
 //! draw other numbers on each rank, and the same ones in each run.
 //!
-//! A region of [`crate::compile`] trains on several ranks, too, if its closure averages the gradients ([`average`]).
+//! A region of [`crate::compile`] trains on several ranks, too, if its closure averages the gradients
+//! ([`average`]).
 //!
 //! Every rank must run the same steps in the same order. Where a rank has died, hangs, or runs another step, the
 //! others' step is an error that names it.
@@ -100,9 +101,9 @@ pub fn share_random(world: &World) -> Result<(), Error> {
     Ok(())
 }
 
-/// `model` with the parameters and statistics of rank 0; from now on each rank draws random numbers of its own
-/// ([`share_random`]). This is how a [`crate::TrainStep`] begins; a program that compiles a region instead calls it on
-/// every rank.
+/// `model` with the parameters and statistics of rank 0; from now on each rank draws random numbers of its
+/// own ([`share_random`]). This is how a [`crate::TrainStep`] begins; a program that compiles a region
+/// instead calls it on every rank.
 ///
 /// # Errors
 ///
@@ -132,8 +133,8 @@ where
     }
 }
 
-/// The means of `gradients`, those of parameters of `model`, over all ranks; between the backward pass and the optimizer
-/// of a compiled region. Every rank calls it, for models of one structure.
+/// The means of `gradients`, those of parameters of `model`, over all ranks; between the backward pass and
+/// the optimizer of a compiled region. Every rank calls it, for models of one structure.
 ///
 /// ```no_run
 /// # use burn_autodiff::Autodiff;
@@ -173,8 +174,8 @@ pub fn average<B: TrainBackend, M: AutodiffModule<B>>(
     train::ranks::average(model, gradients)
 }
 
-/// The mean of `tensor` over all ranks, such as that of a loss; the same on each of them. Every rank calls it, with
-/// tensors of one shape. With one rank it is the tensor itself.
+/// The mean of `tensor` over all ranks, such as that of a loss; the same on each of them. Every rank calls
+/// it, with tensors of one shape. With one rank it is the tensor itself.
 pub fn mean<const D: usize>(tensor: Tensor<Kiln, D>) -> Tensor<Kiln, D> {
     let mean = ranks::mean(tensor.into_primitive().tensor());
     Tensor::from_primitive(TensorPrimitive::Float(mean))

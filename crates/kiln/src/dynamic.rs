@@ -6,11 +6,11 @@ use kiln_burn::record::{DynamicError, mark};
 
 use crate::input::{StepInput, inspect};
 
-/// Marks dimension `dim` of a tensor (of each tensor, if `input` has several): it varies within `range` from one
-/// call of a compiled step to the next.
+/// Marks dimension `dim` of a tensor (of each tensor, if `input` has several): it varies within `range` from
+/// one call of a compiled step to the next.
 ///
-/// A step whose inputs are marked is compiled with kernels that have the marked sizes as variables, over their
-/// whole range, from its first call on. Without marks a step pays for that at its second size
+/// A step whose inputs are marked is compiled with kernels that have the marked sizes as variables, over
+/// their whole range, from its first call on. Without marks a step pays for that at its second size
 /// ([`Dynamic::Auto`](crate::Dynamic::Auto)); under [`Dynamic::Marked`](crate::Dynamic::Marked) only marked
 /// dimensions, and those that always have their size, become variables.
 ///
@@ -29,26 +29,32 @@ use crate::input::{StepInput, inspect};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// - The mark belongs to the tensor: clones have it, and so has the tensor inside or outside of `Autodiff`, in a
+/// - The mark belongs to the tensor: clones have it, and so has the tensor inside or outside of `Autodiff`,
+///   in a
 ///   batch that is given to [`TrainStep::step`](crate::TrainStep::step), or captured by a closure. A tensor that
 ///   is computed from it has none. Marks of the first call also count for later calls with tensors that are not
 ///   marked.
-/// - Dimensions that always have the size of a marked one (the mask of a batch of sentences) need no mark of their own.
-/// - A size outside of the range, in a later call with a tensor that is not marked, is no error: it is compiled
+/// - Dimensions that always have the size of a marked one (the mask of a batch of sentences) need no mark of
+///   their own.
+/// - A size outside of the range, in a later call with a tensor that is not marked, is no error: it is
+///   compiled
 ///   if kernels for it are missing, and `explain` says so.
-/// - A dimension that the program pins is compiled for each of its sizes, and `explain` says what pins it: the
+/// - A dimension that the program pins is compiled for each of its sizes, and `explain` says what pins it:
+///   the
 ///   operation that needs one size, or the program's own decision (a branch, a loop over the size, a number made
 ///   of it) when a second size comes.
-/// - `Tensor::arange` of fewer than 8 elements is recorded as data, so where a program uses it lengths below 8 are
+/// - `Tensor::arange` of fewer than 8 elements is recorded as data, so where a program uses it lengths below
+///   8 are
 ///   another step.
-/// - Marks are for backend `cpu`; the others compile each shape by itself, and results are the same everywhere.
+/// - Marks are for backend `cpu`; the others compile each shape by itself, and results are the same
+///   everywhere.
 ///
 /// # Errors
 ///
-/// [`DynamicError`] if there is no such dimension, the range has no size of at least 2 (a dimension of size 1 is
-/// repeated where larger ones are not, so it is a step of its own), the tensor's own size is outside of the range,
-/// or the tensor is a result of the region that is being recorded. Of several tensors, those before the one at
-/// fault are marked.
+/// [`DynamicError`] if there is no such dimension, the range has no size of at least 2 (a dimension of size 1
+/// is repeated where larger ones are not, so it is a step of its own), the tensor's own size is outside of
+/// the range, or the tensor is a result of the region that is being recorded. Of several tensors, those
+/// before the one at fault are marked.
 pub fn dynamic(
     input: &impl StepInput,
     dim: usize,

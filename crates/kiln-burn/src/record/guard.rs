@@ -191,8 +191,9 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// The advice for compilations that these mismatches made necessary: what differed most often. Of dimensions it
-/// has the sizes that were seen. `dynamic` is what becomes of shapes, and none where each shape is compiled.
+/// The advice for compilations that these mismatches made necessary: what differed most often. Of dimensions
+/// it has the sizes that were seen. `dynamic` is what becomes of shapes, and none where each shape is
+/// compiled.
 pub fn advice<'a>(mismatches: impl IntoIterator<Item = &'a Mismatch>, dynamic: Option<Dynamic>) -> String {
     let mismatches: Vec<&Mismatch> = mismatches.into_iter().collect();
     let Some(last) = mismatches.last() else {
@@ -240,7 +241,8 @@ pub fn advice<'a>(mismatches: impl IntoIterator<Item = &'a Mismatch>, dynamic: O
     )
 }
 
-/// The dimensions in which inputs of mismatches differ, each with its sizes; none if more than dimensions differs.
+/// The dimensions in which inputs of mismatches differ, each with its sizes; none if more than dimensions
+/// differs.
 fn sizes_of(mismatches: &[&Mismatch]) -> Option<Vec<(usize, Vec<usize>)>> {
     let mut all: Vec<(usize, Vec<usize>)> = Vec::new();
     for mismatch in mismatches {
@@ -341,8 +343,8 @@ impl Guard {
         Some(self.attribute_mismatch(recorded, index))
     }
 
-    /// What the program records otherwise, beside shapes: the first operation that is another one, or the first
-    /// number or list of tensors; none if all are the same.
+    /// What the program records otherwise, beside shapes: the first operation that is another one, or the
+    /// first number or list of tensors; none if all are the same.
     pub fn pinned_by(&self, recorded: &Recorded) -> Option<String> {
         let names: Vec<String> = recorded.operations.iter().map(stream::name).collect();
         let same = self

@@ -1,8 +1,8 @@
 //! Dimensions that the program marks: they vary from call to call.
 //!
-//! A mark belongs to a tensor, whatever handle the program has of it: clones, and the tensor inside or outside of
-//! `Autodiff`, are one tensor. A recording takes the marks of its inputs when it first reads them, and a step keeps
-//! them for calls whose tensors are not marked.
+//! A mark belongs to a tensor, whatever handle the program has of it: clones, and the tensor inside or
+//! outside of `Autodiff`, are one tensor. A recording takes the marks of its inputs when it first reads them,
+//! and a step keeps them for calls whose tensors are not marked.
 
 use std::fmt;
 use std::ops::{Bound, RangeBounds};
@@ -53,8 +53,8 @@ pub enum DynamicError {
         /// Number of dimensions of the tensor.
         rank: usize,
     },
-    /// The range has no size of at least 2. A dimension of size 1 is repeated where larger ones are not, so it is a
-    /// step of its own.
+    /// The range has no size of at least 2. A dimension of size 1 is repeated where larger ones are not, so
+    /// it is a step of its own.
     #[error("a marked dimension varies between sizes of at least 2, and the range has none")]
     EmptyRange,
     /// The tensor's own size is not in the range.
@@ -125,8 +125,8 @@ pub struct MarkedInput {
     pub mark: Mark,
 }
 
-/// The marked dimensions of a recording's inputs: those of its tensors, and those that a step which resembles it
-/// was compiled with.
+/// The marked dimensions of a recording's inputs: those of its tensors, and those that a step which resembles
+/// it was compiled with.
 pub fn of(recorded: &Recorded, resembling: &[MarkedInput]) -> Vec<MarkedInput> {
     let inputs = recorded.inputs.iter().enumerate();
     let own = inputs.flat_map(|(input, it)| it.marks.iter().map(move |&mark| MarkedInput { input, mark }));

@@ -123,8 +123,8 @@ impl Session {
         };
     }
 
-    /// Runs the last recording and ends the call. The value that its closure returned must not be dropped before
-    /// the session is unlocked: dropping a tensor locks it.
+    /// Runs the last recording and ends the call. The value that its closure returned must not be dropped
+    /// before the session is unlocked: dropping a tensor locks it.
     fn end(&mut self) -> Result<(), Error> {
         self.flush();
         self.error.take().map_or(Ok(()), Err)

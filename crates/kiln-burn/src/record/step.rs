@@ -418,8 +418,8 @@ pub fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
         .unwrap_or_else(|| "a panic without a message".to_owned())
 }
 
-/// Which dimensions of a graph's arguments vary; `arguments` has the recording's input of each one. State that
-/// the optimizer replaces keeps its shape.
+/// Which dimensions of a graph's arguments vary; `arguments` has the recording's input of each one. State
+/// that the optimizer replaces keeps its shape.
 fn sizes(graph: &Graph, options: &CompileOptions, marks: &[MarkedInput], arguments: &[usize]) -> Sizes {
     let dimension = |marked: &MarkedInput| {
         let parameter = arguments.iter().position(|&input| input == marked.input)?;

@@ -185,8 +185,8 @@ impl Bucket {
         Ok(())
     }
 
-    /// The operand of a collective that travels by itself. Where it is a gradient in another shape, of which each
-    /// rank gets whole rows, that is the gradient: it need not be copied.
+    /// The operand of a collective that travels by itself. Where it is a gradient in another shape, of which
+    /// each rank gets whole rows, that is the gradient: it need not be copied.
     fn alone(&self, graph: &Graph, new: &mut Rewriter<'_>, member: &Member) -> Result<Value, TypeError> {
         let mut source = member.operand;
         while let Op::Reshape(_) = graph.def(source).op

@@ -1,8 +1,8 @@
 //! The end of a step whose ranks divide the optimizer's state: behind each update the shares are joined.
 //!
-//! A program updates all parameters and joins all of them then, one after the other. Here the operations of the
-//! end go by the buckets of gradients that they need, and a gather starts right behind the last update of its
-//! bucket, while later gradients travel and later updates run:
+//! A program updates all parameters and joins all of them then, one after the other. Here the operations of
+//! the end go by the buckets of gradients that they need, and a gather starts right behind the last update of
+//! its bucket, while later gradients travel and later updates run:
 //!
 //! ```text
 //!   wait for gradients 1 ; updates 1 ; start parameters 1
@@ -12,9 +12,9 @@
 //!   wait for parameters 2, 3
 //! ```
 //!
-//! What is joined lies in memory of the step until it was waited for, so only [`UNDER_WAY`] gathers travel while
-//! others start. It is copied to where the parameters are: a step that stops at an index has overwritten none
-//! of them, although the ranks may already have exchanged some.
+//! What is joined lies in memory of the step until it was waited for, so only [`UNDER_WAY`] gathers travel
+//! while others start. It is copied to where the parameters are: a step that stops at an index has
+//! overwritten none of them, although the ranks may already have exchanged some.
 
 use kiln_graph::{CollectiveKind, Graph, Node, NodeData, Op, Rewriter, TypeError};
 use rustc_hash::{FxHashMap, FxHashSet};

@@ -1,14 +1,17 @@
 //! Which elements of a buffer a store writes, as digits of a number.
 //!
-//! A store's position is a sum over the loop variables of its nest. A variable of factor 16 that takes 3 values adds
-//! 0, 16 or 32: it is a *digit* `(16, 3)`. Digits `(1, 4) (4, 4) (16, 3)` write elements 0 to 47, each once.
+//! A store's position is a sum over the loop variables of its nest. A variable of factor 16 that takes 3
+//! values adds 0, 16 or 32: it is a *digit* `(16, 3)`. Digits `(1, 4) (4, 4) (16, 3)` write elements 0 to 47,
+//! each once.
 //!
-//! A reshape leaves quotients and remainders of variables in the position, and several terms then depend on one
-//! variable. Such terms are digits, too, where their values are:
+//! A reshape leaves quotients and remainders of variables in the position, and several terms then depend on
+//! one variable. Such terms are digits, too, where their values are:
 //!
-//! 1. A variable is split where a divisor divides its extent: `i < 48` is `16 a + b` with `a < 3` and `b < 16`, and
+//! 1. A variable is split where a divisor divides its extent: `i < 48` is `16 a + b` with `a < 3` and `b <
+//!    16`, and
 //!    `i / 16` and `i % 16` are `a` and `b`.
-//! 2. What is left (`(3 i + j) / 4` for `i < 4` and `j < 3`) is evaluated at every point of its variables, and the
+//! 2. What is left (`(3 i + j) / 4` for `i < 4` and `j < 3`) is evaluated at every point of its variables,
+//!    and the
 //!    sorted values must be those of some digits, each value once.
 //!
 //! A position that neither step turns into digits is none of this module's: the verifier refuses its plan.
@@ -28,8 +31,8 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// The box in a buffer of extents `shape` that a store to `position` writes. None if it writes something else, or
-    /// an element twice.
+    /// The box in a buffer of extents `shape` that a store to `position` writes. None if it writes something
+    /// else, or an element twice.
     pub fn new(position: &Index, shape: &[usize]) -> Option<Self> {
         let mut strides = vec![1i64; shape.len()];
         for axis in (1..shape.len()).rev() {
@@ -83,8 +86,8 @@ impl Piece {
     }
 }
 
-/// Elements that a store to `position` in the whole of a buffer writes, each once; none if it writes one twice or
-/// leaves a gap.
+/// Elements that a store to `position` in the whole of a buffer writes, each once; none if it writes one
+/// twice or leaves a gap.
 pub(super) fn whole(position: &Index) -> Option<i64> {
     let Digits { first, digits } = Digits::of(position)?;
     let mut reach = 1;
@@ -97,7 +100,8 @@ pub(super) fn whole(position: &Index) -> Option<i64> {
     (first == 0).then_some(reach)
 }
 
-/// The values of a position: the sums of `first` and one multiple of each digit's factor, for all combinations.
+/// The values of a position: the sums of `first` and one multiple of each digit's factor, for all
+/// combinations.
 struct Digits {
     /// The smallest value.
     first: i64,
@@ -106,8 +110,8 @@ struct Digits {
 }
 
 impl Digits {
-    /// The values of `position` over its variables. None if they are no digits, or if the integers of a gather take
-    /// part.
+    /// The values of `position` over its variables. None if they are no digits, or if the integers of a
+    /// gather take part.
     fn of(position: &Index) -> Option<Self> {
         if position.has_data() {
             return None;
@@ -133,8 +137,9 @@ impl Digits {
     }
 }
 
-/// `position` with variables split into two, `k` times the first plus the second, wherever that removes a quotient or
-/// a remainder by `k`. None if the position does not depend on all parts: then it has a value twice.
+/// `position` with variables split into two, `k` times the first plus the second, wherever that removes a
+/// quotient or a remainder by `k`. None if the position does not depend on all parts: then it has a value
+/// twice.
 fn split_variables(mut position: Index) -> Option<Index> {
     while let Some((split, by)) = splittable(&position) {
         let used = position.vars();
@@ -156,8 +161,8 @@ fn split_variables(mut position: Index) -> Option<Index> {
     Some(position)
 }
 
-/// A variable of a quotient or remainder in `index`, and a proper divisor of its extent: with the variable split
-/// there, its outer part leaves the quotient or remainder.
+/// A variable of a quotient or remainder in `index`, and a proper divisor of its extent: with the variable
+/// split there, its outer part leaves the quotient or remainder.
 fn splittable(index: &Index) -> Option<(Var, i64)> {
     index.terms().iter().find_map(|(atom, _)| {
         let (Atom::Div(inner, k) | Atom::Mod(inner, k)) = atom else {
@@ -188,8 +193,8 @@ fn groups(position: &Index) -> Vec<Index> {
     groups
 }
 
-/// The values of `group`: the smallest, and digits. None if a value occurs twice, if the values are no digits, or if
-/// there are more points than [`POINTS`].
+/// The values of `group`: the smallest, and digits. None if a value occurs twice, if the values are no
+/// digits, or if there are more points than [`POINTS`].
 fn enumerated(group: &Index) -> Option<(i64, Vec<(i64, i64)>)> {
     let mut extents: Vec<(Var, i64)> = Vec::new();
     variables(group, &mut extents);
@@ -212,8 +217,8 @@ fn enumerated(group: &Index) -> Option<(i64, Vec<(i64, i64)>)> {
     Some((first, digits_of(&values)?))
 }
 
-/// The digits whose sums, from the first value on, are `values`; those are sorted. None if there are none, or if a
-/// value occurs twice.
+/// The digits whose sums, from the first value on, are `values`; those are sorted. None if there are none, or
+/// if a value occurs twice.
 fn digits_of(values: &[i64]) -> Option<Vec<(i64, i64)>> {
     let mut digits = Vec::new();
     let mut values = values.to_vec();

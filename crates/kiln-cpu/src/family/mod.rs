@@ -207,7 +207,8 @@ impl Family {
         }
         let missing = match self.find(&mut state, graph)? {
             Search::Known(step) => {
-                // Another process compiled it. The first size that is not known is compiled with the expected ones.
+                // Another process compiled it. The first size that is not known is compiled with the expected
+                // ones.
                 if state.graphs.is_empty() {
                     state.graphs.push(graph.clone());
                 }
@@ -256,9 +257,9 @@ impl Family {
         Ok((step, outcome))
     }
 
-    /// [`Family::compile_into`] of the first graph of a family, of which graphs of other sizes are `expected`: what
-    /// differs between them is a variable at once, and the second graph does not pay for it. The expected graphs
-    /// only show which numbers vary; nothing of theirs is run.
+    /// [`Family::compile_into`] of the first graph of a family, of which graphs of other sizes are
+    /// `expected`: what differs between them is a variable at once, and the second graph does not pay for it.
+    /// The expected graphs only show which numbers vary; nothing of theirs is run.
     ///
     /// # Errors
     /// Those of [`CpuExecutable::new`].

@@ -119,8 +119,8 @@ impl Family {
         })
     }
 
-    /// Builds `templates`, except those that the C compiler rejects: numbers are constants in the functions that these
-    /// stand for, and all others are as they would be without them.
+    /// Builds `templates`, except those that the C compiler rejects: numbers are constants in the functions
+    /// that these stand for, and all others are as they would be without them.
     fn build_accepted(
         &self,
         state: &mut State,
@@ -146,9 +146,9 @@ impl Family {
         Ok(built)
     }
 
-    /// Takes samples: recorded graphs that are none yet, and others on the line through `graph` and one of them. If
-    /// several extents differ on it, they vary together and one at a time. `sizes` says which sizes of a line are
-    /// sampled, given the least and the largest recorded one and the number of lines.
+    /// Takes samples: recorded graphs that are none yet, and others on the line through `graph` and one of
+    /// them. If several extents differ on it, they vary together and one at a time. `sizes` says which sizes
+    /// of a line are sampled, given the least and the largest recorded one and the number of lines.
     fn sample(&self, state: &mut State, graph: &Graph, sizes: impl Fn((i64, i64), usize) -> Vec<i64>) {
         let known = state.graphs.iter();
         let lines: Vec<(&Graph, Line)> = known
@@ -188,9 +188,9 @@ impl Family {
         }
     }
 
-    /// Graphs of smaller batches than `graph`, which differs from `known` in other extents: the last batch of an
-    /// epoch is smaller, and what was learned by then is to suffice. A batch is the first dimension of an input of
-    /// which another dimension has varied.
+    /// Graphs of smaller batches than `graph`, which differs from `known` in other extents: the last batch of
+    /// an epoch is smaller, and what was learned by then is to suffice. A batch is the first dimension of an
+    /// input of which another dimension has varied.
     fn other_batches(&self, known: &Graph, graph: &Graph, round: usize) -> Vec<Graph> {
         let parameters = known.parameters().iter().zip(graph.parameters()).enumerate();
         let mut varied: Vec<(Dimension, [usize; 2])> = Vec::new();
@@ -346,8 +346,8 @@ fn spread((least, most): (i64, i64), count: usize, skip: i64) -> Vec<i64> {
     (first..=most).step_by(stride.unsigned_abs() as usize).collect()
 }
 
-/// Sizes for a line of which a size had a form that no sample showed: all around it, or about `count` of them, others
-/// in each round.
+/// Sizes for a line of which a size had a form that no sample showed: all around it, or about `count` of
+/// them, others in each round.
 fn more_sizes((one, two): (i64, i64), count: usize, round: i64) -> Vec<i64> {
     let (least, most) = ((one.min(two) / 2).clamp(1, 8), 2 * one.max(two).max(16));
     spread((least, most), count.clamp(SIZES[0], SIZES[1]), round - 1)

@@ -1,8 +1,8 @@
 //! The threads that share the parallel loops of a step.
 //!
-//! A step is hundreds of short parallel loops in a row, so the time to start and finish a loop matters
-//! most. Workers are fixed, and each waits at a mailbox of its own. The caller writes a pointer to the loop
-//! (which lives on the caller's stack) into each mailbox, begins with piece 0 itself, and waits for a counter to
+//! A step is hundreds of short parallel loops in a row, so the time to start and finish a loop matters most.
+//! Workers are fixed, and each waits at a mailbox of its own. The caller writes a pointer to the loop (which
+//! lives on the caller's stack) into each mailbox, begins with piece 0 itself, and waits for a counter to
 //! reach zero. Nothing is allocated and no lock is taken. A worker waits by spinning for some microseconds,
 //! then by yielding for as long as a step is running, and then sleeps; between steps it costs nothing.
 //!
@@ -59,8 +59,8 @@ struct Job {
 }
 
 impl Job {
-    /// Chunk number `chunk` of piece `piece`: whole grains, half of what the chunks before it have left of the
-    /// piece, or all of it for the last. None if nothing is left.
+    /// Chunk number `chunk` of piece `piece`: whole grains, half of what the chunks before it have left of
+    /// the piece, or all of it for the last. None if nothing is left.
     fn chunk(&self, piece: i64, chunk: u64) -> Option<(i64, i64)> {
         let count = grains(self.n, self.grain);
         let border = |piece: i64| count * piece / self.pieces;
@@ -92,8 +92,8 @@ impl Job {
 /// What has been begun of one thread's piece, on a cache line of its own.
 #[repr(align(128))]
 struct Taken {
-    /// How many chunks are taken, in the low byte, and of which loop. Loops never have equal numbers, so nobody
-    /// needs to reset it.
+    /// How many chunks are taken, in the low byte, and of which loop. Loops never have equal numbers, so
+    /// nobody needs to reset it.
     chunks: AtomicU64,
     /// Nanoseconds that threads have spent in the chunks, if they are measured.
     time: AtomicU64,
@@ -148,8 +148,8 @@ struct Shared {
 }
 
 impl Shared {
-    /// Takes part in `job` as thread `index`: computes its piece, but for chunks that others take, and then what
-    /// is left of theirs, if looking for it pays. Whether it has looked: then nothing is left to begin.
+    /// Takes part in `job` as thread `index`: computes its piece, but for chunks that others take, and then
+    /// what is left of theirs, if looking for it pays. Whether it has looked: then nothing is left to begin.
     ///
     /// # Safety
     /// As [`Job::run`], for all iterations.
@@ -180,8 +180,8 @@ impl Shared {
         helps
     }
 
-    /// Takes `job` out of the mailboxes of workers that have not looked yet, because the system runs something
-    /// else in their place. Nothing may be left to begin.
+    /// Takes `job` out of the mailboxes of workers that have not looked yet, because the system runs
+    /// something else in their place. Nothing may be left to begin.
     fn withdraw(&self, job: &Job) {
         let posted = (&raw const *job).cast_mut();
         for mailbox in &self.mailboxes[..job.pieces as usize - 1] {
@@ -276,8 +276,9 @@ impl ThreadPool {
         self.workers.len() + 1
     }
 
-    /// Runs `body(begin, end, thread)` over `[0, n)`, in parts whose borders are multiples of `grain`. A thread
-    /// may get several parts, one after the other. From within a loop body it runs inline, as one part.
+    /// Runs `body(begin, end, thread)` over `[0, n)`, in parts whose borders are multiples of `grain`. A
+    /// thread may get several parts, one after the other. From within a loop body it runs inline, as one
+    /// part.
     ///
     /// # Panics
     /// If `body` panics, once all pieces are done.
@@ -392,9 +393,9 @@ impl ThreadPool {
     }
 
     /// The time on a core in pieces of loops that were split, since [`measure_busy`](Self::measure_busy): of
-    /// all threads together, of the longest piece of each loop, and of the thread that started the loop. Waiting
-    /// does not count, nor which thread computes a chunk of a piece, so it does not matter how many cores there
-    /// are.
+    /// all threads together, of the longest piece of each loop, and of the thread that started the loop.
+    /// Waiting does not count, nor which thread computes a chunk of a piece, so it does not matter how many
+    /// cores there are.
     pub fn busy(&self) -> [Duration; 3] {
         let nanoseconds = |time: &AtomicU64| Duration::from_nanos(time.load(Ordering::Relaxed));
         self.shared.busy.each_ref().map(nanoseconds)

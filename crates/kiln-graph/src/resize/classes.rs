@@ -189,7 +189,8 @@ impl Classes {
         let shape = graph.shape(x);
         for axis in 0..shape.rank() {
             let whole = match &data.op {
-                // A slice of a table of weights is as long as the program says, also where it is the whole table.
+                // A slice of a table of weights is as long as the program says, also where it is the whole
+                // table.
                 Op::Slice {
                     starts,
                     limits,

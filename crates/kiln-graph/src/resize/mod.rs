@@ -1,20 +1,22 @@
 //! The graph of other sizes, from one recording.
 //!
-//! A program that is called with longer sentences records the same operations with other extents. Which extents
-//! become others, and which stay, is found here from one graph and the dimensions of its arguments that vary
-//! (*marked* dimensions):
+//! A program that is called with longer sentences records the same operations with other extents. Which
+//! extents become others, and which stay, is found here from one graph and the dimensions of its arguments
+//! that vary (*marked* dimensions):
 //!
-//! 1. Every dimension of every value is an *extent*. Operations make extents equal (operands of an addition, the
+//! 1. Every dimension of every value is an *extent*. Operations make extents equal (operands of an addition,
+//!    the
 //!    contracted dimensions of a product): they form [`classes`].
-//! 2. Other operations relate classes by arithmetic ([`relate`]): a reshape keeps the product, a concatenation
+//! 2. Other operations relate classes by arithmetic ([`relate`]): a reshape keeps the product, a
+//!    concatenation
 //!    adds, a convolution has its formula. Sizes of marked dimensions spread over these relations until nothing
 //!    changes.
 //! 3. The graph is written again with attributes that fit ([`rewrite`]), and every node is typed on the way.
 //!
-//! What does not fit is *pinned*: [`Pinned`] names the operation and the reason. A number of the program that equals
-//! a size by chance, or that follows it by a formula of the program's own, cannot be told from one recording. So the
-//! result is a guess, of which it is known that it is well typed: it serves as a sample, and nothing is run in
-//! its place ([`crate::Line`] does the same with two recordings).
+//! What does not fit is *pinned*: [`Pinned`] names the operation and the reason. A number of the program that
+//! equals a size by chance, or that follows it by a formula of the program's own, cannot be told from one
+//! recording. So the result is a guess, of which it is known that it is well typed: it serves as a sample,
+//! and nothing is run in its place ([`crate::Line`] does the same with two recordings).
 
 mod classes;
 mod relate;
@@ -38,8 +40,8 @@ pub struct Dimension {
 /// Why a dimension cannot have another size.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub struct Pinned {
-    /// The operation that stands in the way: its name in the graph, and where it comes from; none if an argument
-    /// does.
+    /// The operation that stands in the way: its name in the graph, and where it comes from; none if an
+    /// argument does.
     pub operation: Option<(String, Provenance)>,
     /// What it requires.
     pub reason: String,
@@ -80,8 +82,8 @@ pub struct Resizer<'a> {
 }
 
 impl<'a> Resizer<'a> {
-    /// For `graph`. `varies` says for each parameter whether its extents may become others: weights and optimizer
-    /// state keep theirs.
+    /// For `graph`. `varies` says for each parameter whether its extents may become others: weights and
+    /// optimizer state keep theirs.
     pub fn new(graph: &'a Graph, varies: &[bool]) -> Self {
         Self {
             graph,

@@ -295,8 +295,8 @@ fn data_result(graph: &Graph, node: Node) -> Value {
     graph.node(node).outputs[0]
 }
 
-/// A bound of a slice of a dimension with another extent: one that is nearer to the end than to the beginning is
-/// counted from the end.
+/// A bound of a slice of a dimension with another extent: one that is nearer to the end than to the beginning
+/// is counted from the end.
 pub(super) fn moved((before, now): (usize, usize), bound: usize) -> usize {
     match before.saturating_sub(bound) < bound && bound <= before {
         true => (bound + now).saturating_sub(before),

@@ -83,8 +83,8 @@ pub fn averaged_gradients(step: &Graph, ranks: usize) -> Graph {
 }
 
 /// [`decoder_step`] whose `ranks` ranks divide Adam's state, recorded as a program does it: all gradients are
-/// reduced and scattered, all shares updated, all parameters gathered. Zeros fill up what does not divide. The
-/// one argument of one `i64` is the number of the rank.
+/// reduced and scattered, all shares updated, all parameters gathered. Zeros fill up what does not divide.
+/// The one argument of one `i64` is the number of the rank.
 fn recorded_shares(sizes: Sizes, ranks: usize) -> Graph {
     let mut tape = Tape::new("sharded decoder");
     let loss = decoder(&mut tape, sizes);

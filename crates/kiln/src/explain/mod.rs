@@ -94,10 +94,10 @@ impl Explain {
         self.report.to_html()
     }
 
-    /// Adds what the step would take on several ranks, under each of the assumptions. `region` is the report of a step that was compiled for them
-    /// ([`kiln_distributed::imagine`]), and `apart` that of the same step compiled with [`crate::Buckets::NONE`] and its
-    /// explanation, from which other sizes of buckets are predicted. The times are those of
-    /// [`Explain::with_times`], or the shortest that `machine` allows.
+    /// Adds what the step would take on several ranks, under each of the assumptions. `region` is the report
+    /// of a step that was compiled for them ([`kiln_distributed::imagine`]), and `apart` that of the same
+    /// step compiled with [`crate::Buckets::NONE`] and its explanation, from which other sizes of buckets are
+    /// predicted. The times are those of [`Explain::with_times`], or the shortest that `machine` allows.
     ///
     /// # Errors
     ///

@@ -100,8 +100,8 @@ pub struct Step {
     pub guards: Guards,
     /// Operations that run outside the compiled code, with their lines.
     pub externs: Vec<Counted>,
-    /// Sums over ranks and the like where the executor runs them one after the other and waits for each; empty where
-    /// they are [`Step::collectives`].
+    /// Sums over ranks and the like where the executor runs them one after the other and waits for each;
+    /// empty where they are [`Step::collectives`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exchanges: Vec<Counted>,
     /// Threads that share the work.

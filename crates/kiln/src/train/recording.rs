@@ -1,5 +1,5 @@
-//! What a recorded call of a training step runs: the closure, Burn's autograd and the optimizer, and between them
-//! what several ranks, a scaled loss and parameters of 16 bits ask for.
+//! What a recorded call of a training step runs: the closure, Burn's autograd and the optimizer, and between
+//! them what several ranks, a scaled loss and parameters of 16 bits ask for.
 //!
 //! ```text
 //! closure ─► loss ─► scaled ─► gradients ─► means or shares of the ranks ─► unscaled ─► clipped shares
@@ -212,7 +212,8 @@ where
         }
     }
 
-    /// Runs the optimizer on a model, or on this rank's shares of its parameters, whose shapes are `shapes` then.
+    /// Runs the optimizer on a model, or on this rank's shares of its parameters, whose shapes are `shapes`
+    /// then.
     fn update(
         &self,
         (mut model, optim): (M, OptimizerAdaptor<O, M, B>),
@@ -256,8 +257,8 @@ where
         }
     }
 
-    /// The optimizer's host code in this call. It is rehearsed on the stored model, so that nothing keeps widened
-    /// parameters alive.
+    /// The optimizer's host code in this call. It is rehearsed on the stored model, so that nothing keeps
+    /// widened parameters alive.
     fn rehearse(
         &self,
         model: &M,

@@ -241,7 +241,8 @@ fn adamw_goes_on_in_c_and_python() {
     assert_eq!(found.unwrap(), expected[..10]);
 }
 
-/// The folder of an exported step, moved to another place, on a machine without Kiln, its cache and a compiler.
+/// The folder of an exported step, moved to another place, on a machine without Kiln, its cache and a
+/// compiler.
 #[test]
 fn an_exported_step_needs_nothing_of_its_machine() {
     let device = KilnDevice::cpu();

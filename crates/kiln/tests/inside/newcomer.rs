@@ -56,8 +56,8 @@ fn broken() -> (Explain, u32) {
     (step.explain(), line)
 }
 
-/// Takes one row more in each step, then another exponent. Returns the lines of both. Sizes do not share kernels here:
-/// whether they do depends on what the cache holds, and a size that shares is no recompilation.
+/// Takes one row more in each step, then another exponent. Returns the lines of both. Sizes do not share
+/// kernels here: whether they do depends on what the cache holds, and a size that shares is no recompilation.
 fn recompiling() -> (Explain, [u32; 2]) {
     let mut step = kiln::compile(options("recompiling").with_dynamic(Dynamic::Off));
     let x = matrix::<6, 8>(1);

@@ -1,4 +1,5 @@
-//! A network of images whose normalised channels are flattened for a linear layer, as small classifiers are written.
+//! A network of images whose normalised channels are flattened for a linear layer, as small classifiers are
+//! written.
 
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};

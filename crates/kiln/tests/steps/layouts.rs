@@ -1,5 +1,5 @@
-//! Small networks that reshape and permute what was computed in another order: the ways in which programs take images
-//! apart and put them together again. Each trains in every compiled way as it does on burn-flex.
+//! Small networks that reshape and permute what was computed in another order: the ways in which programs
+//! take images apart and put them together again. Each trains in every compiled way as it does on burn-flex.
 
 use burn::module::{Module, Param};
 use burn::nn::conv::{Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, ConvTranspose2d, ConvTranspose2dConfig};

@@ -69,8 +69,8 @@ fn config() -> BertConfig {
         .with_num_labels(2)
 }
 
-/// Trains for two epochs; how often something was compiled by the end of each, besides. Under [`Dynamic::Marked`] the
-/// dimensions that vary are marked.
+/// Trains for two epochs; how often something was compiled by the end of each, besides. Under
+/// [`Dynamic::Marked`] the dimensions that vary are marked.
 fn train(start: &Classifier, options: CompileOptions, size: usize) -> (Outcome, RegionReport, Vec<usize>) {
     let loss = |model: &Classifier, texts: Texts| model.loss(texts.tokens, Some(texts.keep), texts.labels);
     let optim = AdamWConfig::new().with_epsilon(1e-3).init();

@@ -135,7 +135,8 @@ impl Families {
         };
         let mut shared = Shared::of(compiled, notes);
         if shared.outcome == Some(Outcome::Known) {
-            // The disk had its kernels. It is no other size of a step before, and counts as a step of its own.
+            // The disk had its kernels. It is no other size of a step before, and counts as a step of its
+            // own.
             shared.outcome = Some(Outcome::General {
                 functions: 0,
                 from_cache: true,
@@ -172,8 +173,8 @@ struct Group {
 }
 
 impl Sizes {
-    /// Whether marked dimensions explain how two graphs differ: each argument differs in marked dimensions, or in
-    /// others that had the size of a marked one and have it now.
+    /// Whether marked dimensions explain how two graphs differ: each argument differs in marked dimensions,
+    /// or in others that had the size of a marked one and have it now.
     fn explain(&self, first: &Graph, graph: &Graph) -> bool {
         let extents = |dimension: Dimension| {
             let at = dimension.parameter as usize;
@@ -344,8 +345,8 @@ fn extent(graph: &Graph, dimension: Dimension) -> usize {
     graph.shape(graph.parameters()[dimension.parameter as usize])[dimension.axis]
 }
 
-/// About `count` sizes of a range besides `size`: small and large ones, powers of two, odd and even ones. A range
-/// without an end reaches to twice the size.
+/// About `count` sizes of a range besides `size`: small and large ones, powers of two, odd and even ones. A
+/// range without an end reaches to twice the size.
 fn sample_sizes(size: usize, (least, most): (usize, usize), count: usize) -> Vec<usize> {
     let most = match most {
         usize::MAX => 2 * size.max(16).next_power_of_two(),

@@ -226,8 +226,8 @@ impl Writer<'_> {
         self.body_stores.push(text);
     }
 
-    /// Accumulates the lanes of `x` one after the other: their places among the partial results have no stride, since
-    /// the columns are those of a tensor that was reshaped and permuted.
+    /// Accumulates the lanes of `x` one after the other: their places among the partial results have no
+    /// stride, since the columns are those of a tensor that was reshaped and permuted.
     fn accumulate_lanes(&mut self, late: &LateSum, stored: DType, x: &Register) {
         let name = &late.name;
         let each = self.index_text(&late.position, true);

@@ -60,7 +60,8 @@ impl AttentionPlan {
         let count = e.queries.div_ceil(most).max(1);
         let block = round_up(e.queries.div_ceil(count).max(1), tile);
         let work = e.batch * e.heads * e.queries * e.keys * (e.width + e.value_width);
-        // Processors with tiles multiply pairs at less than the rate of f32: attention took 1.6 times as long.
+        // Processors with tiles multiply pairs at less than the rate of f32: attention took 1.6 times as
+        // long.
         let pairs = isa.has_bf16_pairs() && !isa.has_tiles();
         let factor = match spec.storage == Storage::BF16 && pairs {
             true => Factor::Bf16Pair,

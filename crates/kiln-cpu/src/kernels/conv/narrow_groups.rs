@@ -160,8 +160,8 @@ impl<'a> Kernel<'a> {
         Blocks::new(&self.pixels(class), parts, columns, self.result)
     }
 
-    /// The functions of a class, whose packed weights begin at `workspace`, and the bytes that it takes there.
-    /// Their calls are added to `calls`.
+    /// The functions of a class, whose packed weights begin at `workspace`, and the bytes that it takes
+    /// there. Their calls are added to `calls`.
     fn class(
         &self,
         index: usize,
