@@ -1,8 +1,9 @@
 //! Weights and labels from outside: what does not fit the model is an error that names both, and what is
 //! saved is what was trained.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+mod place;
+
+use std::path::Path;
 
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::backend::Backend;
@@ -15,53 +16,8 @@ use kiln_models::keys::Pretrained;
 use kiln_models::llama::LlamaConfig;
 use kiln_models::params::sync_running;
 use kiln_models::vision::resnet::{BlockKind, ResNet, ResNetConfig};
+use place::Place;
 use safetensors::tensor::{Dtype, TensorView};
-
-/// A folder in which the program runs.
-struct Place(tempfile::TempDir);
-
-impl Place {
-    fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    fn write(&self, name: &str, text: &str) {
-        std::fs::write(self.path(name), text).unwrap();
-    }
-
-    fn run(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kiln"));
-        command.args(arguments).current_dir(self.0.path());
-        command
-            .env("KILN_CACHE_DIR", self.path("cache"))
-            .output()
-            .unwrap()
-    }
-
-    /// Runs a command that must succeed; returns standard output and standard error.
-    fn ok(&self, arguments: &[&str]) -> [String; 2] {
-        let output = self.run(arguments);
-        let [out, err] =
-            [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-        assert!(output.status.success(), "{arguments:?}: {err}");
-        [out, err]
-    }
-
-    /// Runs a command that must fail with a message; returns the message.
-    fn fails(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(
-            !output.status.success() && text.contains("error") && !text.contains("panicked"),
-            "{arguments:?}: {text}"
-        );
-        text
-    }
-}
 
 fn sizes(tied: bool) -> LlamaConfig {
     LlamaConfig::new(257, 32, 48, 1, 2)
@@ -103,7 +59,7 @@ const FINE_TUNE: &str = "[model]\nname = \"llama-tiny\"\nweights = \"model\"\n\
 
 #[test]
 fn a_head_that_is_not_there_is_an_error_and_new_in_fine_tuning_only() {
-    let place = Place::new();
+    let place = Place::new("");
     save_headless(&place.path("model"), &sizes(false));
     let error = place.fails(&GENERATE);
     assert!(
@@ -113,13 +69,13 @@ fn a_head_that_is_not_there_is_an_error_and_new_in_fine_tuning_only() {
 
     place.write("corpus.txt", &"the kiln fires clay\n".repeat(100));
     place.write("tune.toml", FINE_TUNE);
-    let [_, said] = place.ok(&["train", "--config", "tune.toml", "--out", "tuned"]);
+    let [_, said] = place.both(&["train", "--config", "tune.toml", "--out", "tuned"]);
     assert!(
         said.contains("lm_head.weight") && said.contains("random"),
         "what was drawn is named: {said}"
     );
     // Trained, the head is stored: nothing is new on the second start.
-    let [_, said] = place.ok(&[
+    let [_, said] = place.both(&[
         "generate", "--model", "tuned", "--prompt", "line", "--tokens", "3",
     ]);
     assert!(!said.contains("random"), "{said}");
@@ -134,17 +90,17 @@ fn a_head_that_is_not_there_is_an_error_and_new_in_fine_tuning_only() {
 
 #[test]
 fn weights_that_are_called_tied_and_are_not_are_believed() {
-    let place = Place::new();
+    let place = Place::new("");
     save_headless(&place.path("model"), &sizes(true));
-    place.ok(&GENERATE);
+    place.both(&GENERATE);
     add_head(&place.path("model"), 257);
-    let [_, said] = place.ok(&GENERATE);
+    let [_, said] = place.both(&GENERATE);
     assert!(said.contains("not tied"), "{said}");
 }
 
 #[test]
 fn settings_without_effect_are_refused_by_name() {
-    let place = Place::new();
+    let place = Place::new("");
     save_headless(&place.path("model"), &sizes(true));
     place.write("corpus.txt", &"the kiln fires clay\n".repeat(100));
     place.write("tune.toml", FINE_TUNE);
@@ -174,7 +130,7 @@ fn settings_without_effect_are_refused_by_name() {
 
 #[test]
 fn data_that_the_model_cannot_take_is_named_before_the_run() {
-    let place = Place::new();
+    let place = Place::new("");
     place.write(
         "shapes.toml",
         "[model]\nname = \"squeezenet1_1\"\n[data]\nsource = \"shapes\"\nimage_size = 16\nexamples = 32\n\
@@ -208,7 +164,7 @@ fn data_that_the_model_cannot_take_is_named_before_the_run() {
 
     // Another class in the same file would shift the labels of those behind it.
     place.write("bert.toml", &bert(12));
-    place.ok(&["train", "--config", "bert.toml", "--out", "bert"]);
+    place.both(&["train", "--config", "bert.toml", "--out", "bert"]);
     place.write("table.jsonl", &table(&["a", "aa", "b"]));
     let error = place.fails(&["eval", "--run", "bert"]);
     assert!(
@@ -224,7 +180,7 @@ fn data_that_the_model_cannot_take_is_named_before_the_run() {
 /// Random tokens of bytes rarely end in a whole character; their end shows all the same.
 #[test]
 fn a_text_that_ends_within_a_character_is_printed() {
-    let place = Place::new();
+    let place = Place::new("");
     save_headless(&place.path("model"), &sizes(true));
     let mut incomplete = 0;
     for seed in 0..12 {
@@ -232,7 +188,7 @@ fn a_text_that_ends_within_a_character_is_printed() {
         let more = [
             "generate", "--model", "model", "--prompt", "line", "--tokens", "1", "--seed", &seed,
         ];
-        let [text, _] = place.ok(&more);
+        let [text, _] = place.both(&more);
         incomplete += usize::from(text.ends_with("\u{fffd}\n"));
     }
     assert!(

@@ -53,13 +53,17 @@ impl Place {
 
     /// Runs a command that must succeed; returns its standard output.
     pub fn ok(&self, arguments: &[&str]) -> String {
+        let [out, _] = self.both(arguments);
+        out
+    }
+
+    /// Runs a command that must succeed; returns its standard output and its standard error.
+    pub fn both(&self, arguments: &[&str]) -> [String; 2] {
         let output = self.run(arguments);
-        assert!(
-            output.status.success(),
-            "{arguments:?}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        String::from_utf8(output.stdout).unwrap()
+        let [out, err] =
+            [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+        assert!(output.status.success(), "{arguments:?}: {err}");
+        [out, err]
     }
 
     /// Runs a command that must fail; returns its standard error.
