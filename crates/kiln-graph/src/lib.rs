@@ -27,6 +27,7 @@ pub mod provenance;
 pub mod range;
 pub mod resize;
 pub mod rewrite;
+pub mod rounding;
 pub mod scalar;
 pub mod shape;
 pub mod tensor;

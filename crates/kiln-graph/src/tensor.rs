@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 
-use crate::{DType, Scalar, Shape, TensorType};
+use crate::{DType, Scalar, Shape, TensorType, rounding};
 
 /// A tensor as row-major bytes in native byte order.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -139,17 +139,17 @@ macro_rules! convert_int {
 convert_int!(i64, i32, i16, i8, u64, u32, u16, u8, f64, f32);
 
 macro_rules! convert_half {
-    ($($ty:ty),*) => {$(
+    ($($ty:ty, $round:ident);*) => {$(
         impl Convert for $ty {
             fn to_f64(self) -> f64 { <$ty>::to_f64(self) }
             fn to_i64(self) -> i64 { <$ty>::to_f64(self) as i64 }
-            fn from_f64(value: f64) -> Self { <$ty>::from_f64(value) }
-            fn from_i64(value: i64) -> Self { <$ty>::from_f64(value as f64) }
+            fn from_f64(value: f64) -> Self { rounding::$round(value) }
+            fn from_i64(value: i64) -> Self { rounding::$round(value as f64) }
         }
     )*};
 }
 
-convert_half!(f16, bf16);
+convert_half!(f16, to_f16; bf16, to_bf16);
 
 impl Convert for bool {
     fn to_f64(self) -> f64 {

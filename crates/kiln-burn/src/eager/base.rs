@@ -6,6 +6,7 @@ use burn_backend::{BoolDType, DType, IntDType, Scalar, Shape, Slice};
 use burn_flex::{Flex, FlexDevice, FlexTensor};
 use burn_ir::BaseOperationIr;
 
+use super::cast::float_cast;
 use super::indices::{check, check_tuples};
 use super::{Operands, OperationError, TensorStore, float_dtype};
 
@@ -63,7 +64,7 @@ pub(super) const FLOAT: Kind = Kind {
     equal_elem: Flex::float_equal_elem,
     repeat_dim: Flex::float_repeat_dim,
     cat: Flex::float_cat,
-    cast: |tensor, dtype| Flex::float_cast(tensor, float_dtype(dtype)),
+    cast: |tensor, dtype| float_cast(tensor, float_dtype(dtype)),
     empty: |shape, dtype| Flex::float_empty(shape, &FlexDevice, float_dtype(dtype)),
     ones: |shape, dtype| Flex::float_ones(shape, &FlexDevice, float_dtype(dtype)),
     zeros: |shape, dtype| Flex::float_zeros(shape, &FlexDevice, float_dtype(dtype)),

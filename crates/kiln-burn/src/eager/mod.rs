@@ -28,6 +28,7 @@
 //! The store then lacks only operands that no other operation could have used.
 
 mod base;
+pub(crate) mod cast;
 mod float;
 pub(crate) mod indices;
 mod int;
@@ -36,12 +37,14 @@ mod numeric;
 pub(crate) mod random;
 pub(crate) mod top_k;
 
-use burn_backend::ops::{FloatTensorOps, IntTensorOps};
+use burn_backend::ops::IntTensorOps;
 use burn_backend::{DType, FloatDType, IntDType};
 use burn_flex::{Flex, FlexTensor};
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
 use kiln_graph::IndexError;
 use smallvec::SmallVec;
+
+use cast::float_cast;
 
 use crate::{custom, stream};
 
@@ -225,7 +228,7 @@ fn conform(tensor: FlexTensor, announced: DType) -> FlexTensor {
     } else if is_int(have) && is_int(announced) {
         Flex::int_cast(tensor, IntDType::from(announced))
     } else if have.is_float() && announced.is_float() {
-        Flex::float_cast(tensor, float_dtype(announced))
+        float_cast(tensor, float_dtype(announced))
     } else if announced.is_bool() && (have == DType::U8 || have.is_bool()) {
         // Selecting truth values gives their bytes: the same elements under another name.
         FlexTensor::from_arc(tensor.data_arc(), tensor.layout().clone(), announced)

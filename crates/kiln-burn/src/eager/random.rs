@@ -6,6 +6,7 @@ use burn_backend::Distribution;
 use burn_flex::FlexTensor;
 use burn_ir::TensorIr;
 use kiln_graph::op::RandomKind;
+use kiln_graph::rounding::round;
 use kiln_graph::{DType, HostTensor, Scalar, Shape, philox};
 
 use crate::execute::convert;
@@ -54,8 +55,8 @@ fn draw_host(
         Distribution::Default if dtype.is_float() => fill(RandomKind::Uniform, dtype),
         Distribution::Default => range(full_range(dtype)),
         Distribution::Uniform(low, high) if dtype.is_float() => {
-            let low = round(low, dtype);
-            let span = round(round(high, dtype) - low, dtype);
+            let low = round(dtype, low);
+            let span = round(dtype, round(dtype, high) - low);
             affine(&fill(RandomKind::Uniform, dtype), span, low, dtype)
         }
         Distribution::Uniform(low, high) => {
@@ -63,7 +64,7 @@ fn draw_host(
         }
         Distribution::Normal(mean, deviation) => {
             let draw = if dtype.is_float() { dtype } else { DType::F64 };
-            let (mean, deviation) = (round(mean, draw), round(deviation, draw));
+            let (mean, deviation) = (round(draw, mean), round(draw, deviation));
             let tensor = affine(&fill(RandomKind::Normal, draw), deviation, mean, draw);
             if draw == dtype {
                 tensor
@@ -73,7 +74,7 @@ fn draw_host(
         }
         Distribution::Bernoulli(probability) => {
             let trial = trial_dtype(dtype);
-            let threshold = round(probability, trial);
+            let threshold = round(trial, probability);
             let draws = fill(RandomKind::Uniform, trial).to_f64s();
             let hits = draws.into_iter().map(|u| f64::from(u8::from(u < threshold)));
             HostTensor::from_floats(dtype, shape.clone(), hits)
@@ -95,21 +96,11 @@ fn affine(x: &HostTensor, scale: f64, shift: f64, dtype: DType) -> HostTensor {
             HostTensor::from_vec(shape, values)
         }
         _ => {
-            let half = |value: f32| round(f64::from(value), dtype);
+            let half = |value: f32| round(dtype, f64::from(value));
             let (scale, shift) = (scale as f32, shift as f32);
             let values = x.to_f64s().into_iter();
             let values = values.map(|x| half(half(x as f32 * scale) as f32 + shift));
             HostTensor::from_floats(dtype, shape, values)
         }
-    }
-}
-
-/// `value` rounded to `dtype`.
-fn round(value: f64, dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => half::f16::from_f64(value).to_f64(),
-        DType::BF16 => half::bf16::from_f64(value).to_f64(),
-        DType::F32 => f64::from(value as f32),
-        _ => value,
     }
 }

@@ -218,6 +218,7 @@ pub fn cast(from: DType, to: DType, vector: bool, x: &str) -> String {
         (_, DType::Bool) if vector => format!("__builtin_convertvector({x} != 0, v_i32)"),
         (_, DType::Bool) => format!("{x} != 0"),
         (a, b) if a.is_float() && b.is_int() => format!("{prefix}_{a}_to_{b}({x})"),
+        (DType::F64, _) if matches!(to, DType::F16 | DType::BF16) => format!("{prefix}_shortened({x})"),
         (_, b) if vector => format!("__builtin_convertvector({x}, v_{b})"),
         (_, b) => format!("({}){x}", memory_type(b)),
     };

@@ -21,3 +21,7 @@ pub const PRELUDE: &str = concat!(
     include_str!("cuda/order.cuh"),
     "\n"
 );
+
+/// What templates for several shapes begin with, behind [`PRELUDE`]: numbers that are a parameter of the
+/// kernel.
+pub const NUMBERS: &str = include_str!("cuda/numbers.cuh");

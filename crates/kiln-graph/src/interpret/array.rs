@@ -4,8 +4,7 @@
 //! modulo the width of every integer type. Results are therefore left unwrapped by the primitives and wrapped
 //! once by [`Array::settle`].
 
-use half::{bf16, f16};
-
+use crate::rounding::round;
 use crate::{DType, HostTensor, Scalar, Shape, TensorType};
 
 /// A tensor; `data` is row-major.
@@ -172,16 +171,6 @@ pub(crate) fn wrap(dtype: DType, value: i128) -> i128 {
         DType::U16 => i128::from(value as u16),
         DType::U8 => i128::from(value as u8),
         DType::F64 | DType::F32 | DType::F16 | DType::BF16 => value,
-    }
-}
-
-/// `value` rounded to the float type `dtype`.
-pub(crate) fn round(dtype: DType, value: f64) -> f64 {
-    match dtype {
-        DType::F32 => f64::from(value as f32),
-        DType::F16 => f16::from_f64(value).to_f64(),
-        DType::BF16 => bf16::from_f64(value).to_f64(),
-        _ => value,
     }
 }
 

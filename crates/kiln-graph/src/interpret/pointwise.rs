@@ -1,7 +1,8 @@
 //! Functions of single elements.
 
-use super::array::{Array, Data, Number, int_range, map_data2, round, wrap};
+use super::array::{Array, Data, Number, int_range, map_data2, wrap};
 use crate::op::{BinaryOp, CompareOp, UnaryOp};
+use crate::rounding::round;
 use crate::{DType, TensorType};
 
 pub(super) fn unary(op: UnaryOp, x: &Array, ty: &TensorType) -> Array {

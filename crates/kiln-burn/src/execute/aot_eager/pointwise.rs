@@ -10,8 +10,10 @@ use burn_flex::{Flex, FlexTensor, Layout};
 use burn_std::Bytes;
 use half::{bf16, f16};
 use kiln_graph::op::{BinaryOp, CompareOp, UnaryOp};
-use kiln_graph::{DType, Graph, NodeData, Op, Shape};
+use kiln_graph::{DType, Graph, NodeData, Op, Shape, rounding};
 use smallvec::{SmallVec, smallvec};
+
+use crate::eager::cast::float_cast;
 
 use super::{Argument, ExecuteError, Results, convert, fallback, read_integers};
 
@@ -94,7 +96,7 @@ pub(super) fn cast(x: FlexTensor, from: DType, to: DType) -> FlexTensor {
         (DType::Bool, _) => Flex::bool_into_int(x, IntDType::from(burn)),
         (_, DType::Bool) if from.is_float() => Flex::float_not_equal_elem(x, BurnScalar::Float(0.0), BOOL),
         (_, DType::Bool) => Flex::int_not_equal_elem(x, BurnScalar::Int(0), BOOL),
-        _ if from.is_float() && to.is_float() => Flex::float_cast(x, FloatDType::from(burn)),
+        _ if from.is_float() && to.is_float() => float_cast(x, FloatDType::from(burn)),
         _ if from.is_float() => Flex::float_into_int(x, IntDType::from(burn)),
         _ if to.is_float() => Flex::int_into_float(x, FloatDType::from(burn)),
         _ => Flex::int_cast(x, IntDType::from(burn)),
@@ -209,10 +211,10 @@ fn float_map(
             f(f64::from(x), f64::from(y)) as f32
         })),
         DType::F16 => Bytes::from_elems(zip(a.storage::<f16>(), b.storage::<f16>(), |x, y| {
-            f16::from_f64(f(x.to_f64(), y.to_f64()))
+            rounding::to_f16(f(x.to_f64(), y.to_f64()))
         })),
         _ => Bytes::from_elems(zip(a.storage::<bf16>(), b.storage::<bf16>(), |x, y| {
-            bf16::from_f64(f(x.to_f64(), y.to_f64()))
+            rounding::to_bf16(f(x.to_f64(), y.to_f64()))
         })),
     };
     make(bytes, dtype, shape)

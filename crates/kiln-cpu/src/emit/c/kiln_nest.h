@@ -137,6 +137,17 @@ KILN_HALF(bf16)
 
 /* ---- floats ---- */
 
+/* An f64 on its way to 16 bits, cut to 13 significant bits of which the last says whether a digit was cut off (rounding
+ * to odd): f32 has all of these, so that the result is rounded once (kiln_graph::rounding). */
+KILN_INLINE float s_shortened(double x) {
+    uint64_t u, cut = ((uint64_t)1 << 40) - 1;
+    __builtin_memcpy(&u, &x, sizeof u);
+    u = (u & ~cut) | (uint64_t)((u & cut) != 0) << 40;
+    __builtin_memcpy(&x, &u, sizeof x);
+    return (float)x;
+}
+KILN_LANEWISE1(shortened, f32, f64, float, double)
+
 #define KILN_FLOAT(S, T, F)                                                                                 \
     KILN_INLINE T s_sign_##S(T x) { return x != x ? x : (T)((x > 0) - (x < 0)); }                           \
     KILN_INLINE v_##S v_sign_##S(v_##S x) {                                                                 \

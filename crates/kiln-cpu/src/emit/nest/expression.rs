@@ -123,12 +123,7 @@ impl Writer<'_> {
                 let text = match dtype {
                     DType::Bool => format!("*(const uint64_t *){at} != 0"),
                     dtype if dtype.is_float() => {
-                        let text = format!("(float)*(const double *){at}");
-                        match dtype {
-                            DType::F64 => format!("*(const double *){at}"),
-                            DType::F32 => text,
-                            half => format!("s_round_{half}({text})"),
-                        }
+                        c::cast(DType::F64, *dtype, false, &format!("*(const double *){at}"))
                     }
                     dtype => format!("({})*(const uint64_t *){at}", c::memory_type(*dtype)),
                 };

@@ -44,6 +44,14 @@ template <> inline float kiln_rounded<kiln_bf16>(float x)
 }
 #endif
 
+// An f64 on its way to 16 bits, cut to 13 significant bits of which the last says whether a digit was cut off (rounding to
+// odd): f32 has all of these, so that the result is rounded once (kiln_graph::rounding).
+inline float kiln_shortened(double x)
+{
+    const kiln_u64 cut = (1ull << 40) - 1, bits = (kiln_u64)__double_as_longlong(x);
+    return (float)__longlong_as_double((long long)(bits & ~cut | (kiln_u64)((bits & cut) != 0) << 40));
+}
+
 // ---- integers ----
 
 template <class T> inline T kiln_add(T a, T b) { return (T)((kiln_u64)a + (kiln_u64)b); }
