@@ -8,6 +8,7 @@
 
 use burn_tensor::{BoolStore, DType, TensorData};
 use half::{bf16, f16};
+use kiln_graph::rounding;
 use safetensors::tensor::Dtype;
 
 use crate::error::HubError;
@@ -132,8 +133,8 @@ impl RawTensor<'_> {
         Ok(match wanted {
             DType::F32 | DType::Flex32 => TensorData::new(self.map(|x| x as f32, |x| x), shape),
             DType::F64 => TensorData::new(self.map(|x| x, f64::from), shape),
-            DType::F16 => TensorData::new(self.map(f16::from_f64, f16::from_f32), shape),
-            DType::BF16 => TensorData::new(self.map(bf16::from_f64, bf16::from_f32), shape),
+            DType::F16 => TensorData::new(self.map(rounding::to_f16, f16::from_f32), shape),
+            DType::BF16 => TensorData::new(self.map(rounding::to_bf16, bf16::from_f32), shape),
             other => return Err(self.refuse(&format!("{other:?}"))),
         })
     }

@@ -6,7 +6,7 @@
 
 use burn_tensor::backend::Backend;
 use burn_tensor::{Int, Tensor, TensorData};
-use tokenizers::EncodeInput;
+use tokenizers::{EncodeInput, PostProcessor, TruncationParams};
 
 use crate::error::HubError;
 use crate::tokenizer::failed;
@@ -102,7 +102,7 @@ impl BatchEncoder {
     /// Encodes pairs of texts, such as question and passage.
     ///
     /// # Errors
-    /// [`HubError::Tokenizer`].
+    /// [`HubError::Tokenizer`]; also if the length has no room for the special tokens of a pair.
     pub fn encode_pairs<S: AsRef<str>, P: AsRef<str>>(
         &self,
         pairs: &[(S, P)],
@@ -117,6 +117,10 @@ impl BatchEncoder {
 
     pub(crate) fn encode_inputs(&self, inputs: Vec<EncodeInput<'_>>) -> Result<TokenBatch, HubError> {
         let rows = inputs.len();
+        let pairs = inputs.iter().any(|input| matches!(input, EncodeInput::Dual(..)));
+        if let Some(truncation) = self.inner.get_truncation().filter(|_| pairs) {
+            has_room(&self.inner, truncation, self.special_tokens, pairs).map_err(failed)?;
+        }
         let encodings = self
             .inner
             .encode_batch_fast(inputs, self.special_tokens)
@@ -145,6 +149,34 @@ impl BatchEncoder {
         }
         Ok(batch)
     }
+}
+
+/// Whether the length of `truncation` has room for the special tokens of a row, if there are any, and for the
+/// stride, which is how many tokens a piece of a text shares with the next one. The library counts on both.
+pub(crate) fn has_room(
+    tokenizer: &tokenizers::Tokenizer,
+    truncation: &TruncationParams,
+    special_tokens: bool,
+    pairs: bool,
+) -> Result<(), String> {
+    let &TruncationParams {
+        max_length, stride, ..
+    } = truncation;
+    let processor = tokenizer.get_post_processor().filter(|_| special_tokens);
+    let added = processor.map_or(0, |processor| processor.added_tokens(pairs));
+    let Some(room) = max_length.checked_sub(added) else {
+        return Err(format!(
+            "rows of {max_length} tokens do not hold their {added} special tokens"
+        ));
+    };
+    // The texts of a pair share the room.
+    let piece = if pairs { room / 2 } else { room };
+    if stride > 0 && stride >= piece {
+        return Err(format!(
+            "pieces of {piece} tokens, of rows of {max_length}, cannot share {stride} (the stride)"
+        ));
+    }
+    Ok(())
 }
 
 /// A rectangular batch of token ids, row major.

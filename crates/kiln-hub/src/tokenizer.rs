@@ -22,7 +22,7 @@ use tokenizers::{
 use crate::atomic::write_bytes_atomic;
 use crate::error::HubError;
 use crate::mistaken;
-use crate::token_batch::{BatchEncoder, BatchOptions, Padding};
+use crate::token_batch::{BatchEncoder, BatchOptions, Padding, has_room};
 
 /// The token that separates documents in the tokenizers that this crate makes.
 pub const END_OF_TEXT: &str = "<|endoftext|>";
@@ -145,7 +145,7 @@ impl Tokenizer {
     pub fn save(&self, path: impl AsRef<Path>) -> Result<(), HubError> {
         let mut whole = self.inner.clone();
         whole.with_padding(self.padding.clone());
-        whole.with_truncation(self.truncation.clone()).map_err(failed)?;
+        self.truncate(&mut whole, self.truncation.clone())?;
         let text = whole.to_string(true).map_err(failed)?;
         write_bytes_atomic(path.as_ref(), text.as_bytes())
     }
@@ -235,7 +235,7 @@ impl Tokenizer {
                 params.direction
             };
         }
-        inner.with_truncation(truncation).map_err(|e| self.failed(e))?;
+        self.truncate(&mut inner, truncation)?;
 
         let mut padding = match &self.padding {
             Some(padding) => padding.clone(),
@@ -255,6 +255,20 @@ impl Tokenizer {
         let pad_id = padding.pad_id;
         inner.with_padding(Some(padding));
         Ok(BatchEncoder::new(inner, pad_id, !options.no_special_tokens))
+    }
+
+    /// Sets the truncation of `inner`, which is this tokenizer's.
+    fn truncate(
+        &self,
+        inner: &mut tokenizers::Tokenizer,
+        truncation: Option<TruncationParams>,
+    ) -> Result<(), HubError> {
+        if let Some(truncation) = &truncation {
+            // The library subtracts the special tokens of one text from the length, whether or not rows have them.
+            has_room(inner, truncation, true, false).map_err(|e| self.failed(e))?;
+        }
+        inner.with_truncation(truncation).map_err(|e| self.failed(e))?;
+        Ok(())
     }
 
     /// Padding for files that say nothing about it: the usual names of the padding token, else the end of

@@ -148,11 +148,21 @@ impl<'a> Machine<'a> {
 
     /// One instruction, by its character in the format's definition.
     fn step(&mut self, opcode: u8) -> Result<(), PickleError> {
+        let known = self.atom(opcode)?
+            || self.container(opcode)?
+            || self.reference(opcode)?
+            || self.bookkeeping(opcode)?;
+        match known {
+            true => Ok(()),
+            false => Err(PickleError::new(format!(
+                "instruction 0x{opcode:02x}, which state dictionaries lack"
+            ))),
+        }
+    }
+
+    /// Numbers, texts and bytes; false if the instruction is another one.
+    fn atom(&mut self, opcode: u8) -> Result<bool, PickleError> {
         match opcode {
-            // PROTO and FRAME only announce.
-            0x80 => drop(self.byte()?),
-            0x95 => drop(self.take(8)?),
-            // Atoms.
             b'N' => self.push(Node::None)?,
             0x88 => self.push(Node::Bool(true))?,
             0x89 => self.push(Node::Bool(false))?,
@@ -183,7 +193,14 @@ impl<'a> Machine<'a> {
             b'C' | b'U' => self.sized_bytes(1)?,
             b'B' | b'T' => self.sized_bytes(4)?,
             0x8e | 0x96 => self.sized_bytes(8)?,
-            // Containers.
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Lists, tuples and dictionaries; false if the instruction is another one.
+    fn container(&mut self, opcode: u8) -> Result<bool, PickleError> {
+        match opcode {
             b'}' => self.push(Node::Dict(vec![]))?,
             b']' | 0x8f => self.push(Node::List(vec![]))?,
             b')' => self.push(Node::Tuple(vec![]))?,
@@ -224,7 +241,14 @@ impl<'a> Machine<'a> {
                 let pairs = pairs(&items)?;
                 self.extend_dict(pairs)?;
             }
-            // Names, calls, references.
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Names, calls, and what stands in other files; false if the instruction is another one.
+    fn reference(&mut self, opcode: u8) -> Result<bool, PickleError> {
+        match opcode {
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
                 self.push(Node::Global(module, name))?;
@@ -250,7 +274,17 @@ impl<'a> Machine<'a> {
                 let what = self.pop()?;
                 self.push(Node::Persistent(what))?;
             }
-            // The memo.
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Announcements, the memo and the stack; false if the instruction is another one.
+    fn bookkeeping(&mut self, opcode: u8) -> Result<bool, PickleError> {
+        match opcode {
+            // PROTO and FRAME only announce.
+            0x80 => drop(self.byte()?),
+            0x95 => drop(self.take(8)?),
             b'q' => {
                 let index = usize::from(self.byte()?);
                 self.memoize(index)?;
@@ -268,20 +302,15 @@ impl<'a> Machine<'a> {
                 let index = u32::from_le_bytes(self.array()?) as usize;
                 self.recall(index)?;
             }
-            // The stack.
             b'0' => drop(self.pop()?),
             b'1' => drop(self.pop_mark()?),
             b'2' => {
                 let top = self.top()?;
                 self.stack.push(top);
             }
-            other => {
-                return Err(PickleError::new(format!(
-                    "instruction 0x{other:02x}, which state dictionaries lack"
-                )));
-            }
+            _ => return Ok(false),
         }
-        Ok(())
+        Ok(true)
     }
 
     /// A call. Dictionaries are made by calling `OrderedDict`, and filled later, so they must be dictionaries

@@ -235,6 +235,57 @@ fn exhaust(path: &Path) {
     }
 }
 
+/// A tokenizer with special tokens around a text, and the lengths of its file.
+fn bert_tokenizer(max_length: usize, stride: usize) -> Tokenizer {
+    let text = format!(
+        r###"{{"version":"1.0","truncation":{{"direction":"Right","max_length":{max_length},
+        "strategy":"LongestFirst","stride":{stride}}},"padding":null,"added_tokens":[],"normalizer":null,
+        "pre_tokenizer":{{"type":"Whitespace"}},"post_processor":{{"type":"BertProcessing","sep":["[SEP]",1],
+        "cls":["[CLS]",2]}},"decoder":null,"model":{{"type":"WordPiece","unk_token":"[UNK]",
+        "continuing_subword_prefix":"##","max_input_chars_per_word":100,
+        "vocab":{{"[UNK]":0,"[SEP]":1,"[CLS]":2,"a":3,"b":4}}}}}}"###
+    );
+    Tokenizer::from_bytes(text.as_bytes()).unwrap()
+}
+
+/// Lengths of a file, or of the program, without room for special tokens or for what pieces share.
+#[test]
+fn lengths_without_room_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let refused = |result: Result<(), HubError>, with: &str| match result {
+        Err(error @ HubError::Tokenizer { .. }) => assert!(error.to_string().contains(with), "{error}"),
+        other => panic!("{other:?}"),
+    };
+    for (max_length, stride, reason) in [
+        (0, 0, "2 special tokens"),
+        (1, 0, "2 special tokens"),
+        (4, 2, "share 2"),
+        (4, 9, "share 9"),
+    ] {
+        let tokenizer = bert_tokenizer(max_length, stride);
+        let encoder = tokenizer.batch_encoder(&BatchOptions::new());
+        refused(encoder.map(drop), reason);
+        refused(tokenizer.save(&path), reason);
+    }
+    let tokenizer = bert_tokenizer(16, 0);
+    let encoder = |length| tokenizer.batch_encoder(&BatchOptions::new().with_max_length(length));
+    refused(encoder(1).map(drop), "2 special tokens");
+    // Room for the special tokens of a text, and not for those of a pair.
+    let tight = encoder(2).unwrap();
+    assert_eq!(tight.encode(&["a b a", "b"]).unwrap().ids, [2, 1, 2, 1]);
+    refused(tight.encode_pairs(&[("a b", "b")]).map(drop), "3 special tokens");
+    let pairs = encoder(5).unwrap().encode_pairs(&[("a b a b", "b b b b")]);
+    assert_eq!(pairs.unwrap().ids, [2, 3, 1, 4, 1]);
+    // Pieces of a pair are half as long as those of a text.
+    let shared = bert_tokenizer(8, 2).batch_encoder(&BatchOptions::new()).unwrap();
+    assert_eq!(shared.encode(&["a b a b a b a b a b"]).unwrap().cols, 8);
+    refused(
+        shared.encode_pairs(&[("a b a b", "b b b b")]).map(drop),
+        "share 2",
+    );
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..Default::default() })]
 
