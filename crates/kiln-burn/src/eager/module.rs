@@ -3,7 +3,10 @@
 use burn_backend::IntDType;
 use burn_backend::ops::{IntTensorOps, ModuleOps};
 use burn_flex::Flex;
-use burn_ir::ModuleOperationIr;
+use burn_ir::{
+    AttentionOpIr, CtcLossBackwardOpIr, CtcLossOpIr, DeformConv2dBackwardOpIr, DeformConv2dOpIr,
+    ModuleOperationIr,
+};
 
 use super::indices::check;
 use super::{Operands, OperationError, TensorStore};
@@ -166,28 +169,8 @@ pub(super) fn run<S: TensorStore>(
         Op::Conv3dXBackward(d) => conv_backward!(Flex::conv3d_x_backward, s, d),
         Op::Conv3dWeightBackward(d) => conv_backward!(Flex::conv3d_weight_backward, s, d),
         Op::Conv3dBiasBackward(d) => bias_backward!(Flex::conv3d_bias_backward, s, d),
-        Op::DeformableConv2d(d) => {
-            let (x, offset, weight) = (s.take(&d.x)?, s.take(&d.offset)?, s.take(&d.weight)?);
-            let (mask, bias) = (s.take_optional(&d.mask)?, s.take_optional(&d.bias)?);
-            let out = Flex::deform_conv2d(x, offset, weight, mask, bias, d.options.clone().into());
-            s.put(&d.out, out);
-        }
-        Op::DeformableConv2dBackward(d) => {
-            let (x, offset, weight) = (s.take(&d.x)?, s.take(&d.offset)?, s.take(&d.weight)?);
-            let (mask, bias) = (s.take_optional(&d.mask)?, s.take_optional(&d.bias)?);
-            let grad = s.take(&d.out_grad)?;
-            let options = d.options.clone().into();
-            let result = Flex::deform_conv2d_backward(x, offset, weight, mask, bias, grad, options);
-            s.put(&d.input_grad, result.x_grad);
-            s.put(&d.offset_grad, result.offset_grad);
-            s.put(&d.weight_grad, result.weight_grad);
-            if let (Some(ir), Some(tensor)) = (&d.mask_grad, result.mask_grad) {
-                s.put(ir, tensor);
-            }
-            if let (Some(ir), Some(tensor)) = (&d.bias_grad, result.bias_grad) {
-                s.put(ir, tensor);
-            }
-        }
+        Op::DeformableConv2d(d) => deformable_conv2d(d, s)?,
+        Op::DeformableConv2dBackward(d) => deformable_conv2d_backward(d, s)?,
         Op::ConvTranspose1d(d) => conv!(Flex::conv_transpose1d, s, d),
         Op::ConvTranspose2d(d) => conv!(Flex::conv_transpose2d, s, d),
         Op::ConvTranspose3d(d) => conv!(Flex::conv_transpose3d, s, d),
@@ -243,27 +226,71 @@ pub(super) fn run<S: TensorStore>(
             let (re, im) = (s.take(&d.input_re)?, s.take(&d.input_im)?);
             s.put(&d.out_signal, Flex::irfft(re, im, d.dim, d.n));
         }
-        Op::Attention(d) => {
-            let (query, key, value) = (s.take(&d.query)?, s.take(&d.key)?, s.take(&d.value)?);
-            let (mask, bias) = (s.take_optional(&d.mask)?, s.take_optional(&d.attn_bias)?);
-            let out = Flex::attention(query, key, value, mask, bias, d.options.clone().into());
-            s.put(&d.out, out);
-        }
-        Op::CtcLoss(d) => {
-            let (log_probs, targets) = (s.take(&d.log_probs)?, s.take(&d.targets)?);
-            let (inputs, lengths) = (s.take(&d.input_lengths)?, s.take(&d.target_lengths)?);
-            s.put(
-                &d.out,
-                Flex::ctc_loss(log_probs, targets, inputs, lengths, d.blank),
-            );
-        }
-        Op::CtcLossBackward(d) => {
-            let (log_probs, targets) = (s.take(&d.log_probs)?, s.take(&d.targets)?);
-            let (inputs, lengths) = (s.take(&d.input_lengths)?, s.take(&d.target_lengths)?);
-            let grad = s.take(&d.grad_loss)?;
-            let out = Flex::ctc_loss_backward(log_probs, targets, inputs, lengths, grad, d.blank);
-            s.put(&d.out, out);
-        }
+        Op::Attention(d) => attention(d, s)?,
+        Op::CtcLoss(d) => ctc_loss(d, s)?,
+        Op::CtcLossBackward(d) => ctc_loss_backward(d, s)?,
     }
+    Ok(())
+}
+
+fn deformable_conv2d<S: TensorStore>(
+    d: &DeformConv2dOpIr,
+    s: &mut Operands<'_, S>,
+) -> Result<(), OperationError> {
+    let (x, offset, weight) = (s.take(&d.x)?, s.take(&d.offset)?, s.take(&d.weight)?);
+    let (mask, bias) = (s.take_optional(&d.mask)?, s.take_optional(&d.bias)?);
+    let out = Flex::deform_conv2d(x, offset, weight, mask, bias, d.options.clone().into());
+    s.put(&d.out, out);
+    Ok(())
+}
+
+fn deformable_conv2d_backward<S: TensorStore>(
+    d: &DeformConv2dBackwardOpIr,
+    s: &mut Operands<'_, S>,
+) -> Result<(), OperationError> {
+    let (x, offset, weight) = (s.take(&d.x)?, s.take(&d.offset)?, s.take(&d.weight)?);
+    let (mask, bias) = (s.take_optional(&d.mask)?, s.take_optional(&d.bias)?);
+    let grad = s.take(&d.out_grad)?;
+    let options = d.options.clone().into();
+    let result = Flex::deform_conv2d_backward(x, offset, weight, mask, bias, grad, options);
+    s.put(&d.input_grad, result.x_grad);
+    s.put(&d.offset_grad, result.offset_grad);
+    s.put(&d.weight_grad, result.weight_grad);
+    if let (Some(ir), Some(tensor)) = (&d.mask_grad, result.mask_grad) {
+        s.put(ir, tensor);
+    }
+    if let (Some(ir), Some(tensor)) = (&d.bias_grad, result.bias_grad) {
+        s.put(ir, tensor);
+    }
+    Ok(())
+}
+
+fn attention<S: TensorStore>(d: &AttentionOpIr, s: &mut Operands<'_, S>) -> Result<(), OperationError> {
+    let (query, key, value) = (s.take(&d.query)?, s.take(&d.key)?, s.take(&d.value)?);
+    let (mask, bias) = (s.take_optional(&d.mask)?, s.take_optional(&d.attn_bias)?);
+    let out = Flex::attention(query, key, value, mask, bias, d.options.clone().into());
+    s.put(&d.out, out);
+    Ok(())
+}
+
+fn ctc_loss<S: TensorStore>(d: &CtcLossOpIr, s: &mut Operands<'_, S>) -> Result<(), OperationError> {
+    let (log_probs, targets) = (s.take(&d.log_probs)?, s.take(&d.targets)?);
+    let (inputs, lengths) = (s.take(&d.input_lengths)?, s.take(&d.target_lengths)?);
+    s.put(
+        &d.out,
+        Flex::ctc_loss(log_probs, targets, inputs, lengths, d.blank),
+    );
+    Ok(())
+}
+
+fn ctc_loss_backward<S: TensorStore>(
+    d: &CtcLossBackwardOpIr,
+    s: &mut Operands<'_, S>,
+) -> Result<(), OperationError> {
+    let (log_probs, targets) = (s.take(&d.log_probs)?, s.take(&d.targets)?);
+    let (inputs, lengths) = (s.take(&d.input_lengths)?, s.take(&d.target_lengths)?);
+    let grad = s.take(&d.grad_loss)?;
+    let out = Flex::ctc_loss_backward(log_probs, targets, inputs, lengths, grad, d.blank);
+    s.put(&d.out, out);
     Ok(())
 }

@@ -3,8 +3,9 @@
 use burn_backend::Slice;
 use burn_backend::tensor::IndexingUpdateOp;
 use burn_ir::{
-    BaseOperationIr, GatherNdOpIr, RepeatDimOpIr, ScatterNdOpIr, ScatterOpIr, SelectAssignOpIr,
-    SliceAssignOpIr, SliceOpIr, TensorIr, UnfoldOpIr,
+    BaseOperationIr, BinaryOpIr, CatOpIr, GatherNdOpIr, MaskFillOpIr, MaskWhereOpIr, RepeatDimOpIr,
+    ScalarOpIr, ScatterNdOpIr, ScatterOpIr, SelectAssignOpIr, SliceAssignOpIr, SliceOpIr, TensorIr,
+    UnfoldOpIr,
 };
 use kiln_graph::op::{BinaryOp, CompareOp, Dims, ScatterMode};
 use kiln_graph::{DType, Op, Shape, Value};
@@ -57,52 +58,12 @@ pub(super) fn lower(l: &mut Lower, op: &BaseOperationIr) -> Done {
         B::Scatter(d) => scatter(l, d),
         B::GatherNd(d) => gather_nd(l, d),
         B::ScatterNd(d) => scatter_nd(l, d),
-        B::MaskWhere(d) => {
-            let (x, mask, value) = (l.input(&d.tensor)?, l.input(&d.mask)?, l.input(&d.value)?);
-            let shape = shape_of(&d.out);
-            let x = l.broadcast_to(x, &shape)?;
-            let mask = l.broadcast_to(mask, &shape)?;
-            let value = l.broadcast_to(value, &shape)?;
-            let out = l.select(mask, value, x)?;
-            l.define(&d.out, out)
-        }
-        B::MaskFill(d) => {
-            let (x, mask) = (l.input(&d.tensor)?, l.input(&d.mask)?);
-            let shape = shape_of(&d.out);
-            let value = l.scalar(d.value, l.dtype(x))?;
-            let value = l.splat(value, &shape)?;
-            let x = l.broadcast_to(x, &shape)?;
-            let mask = l.broadcast_to(mask, &shape)?;
-            let out = l.select(mask, value, x)?;
-            l.define(&d.out, out)
-        }
-        B::Equal(d) => {
-            let (a, b) = (l.input(&d.lhs)?, l.input(&d.rhs)?);
-            let shape = shape_of(&d.out);
-            let (a, b) = (l.broadcast_to(a, &shape)?, l.broadcast_to(b, &shape)?);
-            let out = l.compare(CompareOp::Eq, a, b)?;
-            l.define(&d.out, out)
-        }
-        B::EqualElem(d) => {
-            let a = l.input(&d.lhs)?;
-            let b = l.scalar(d.rhs, l.dtype(a))?;
-            let b = l.splat(b, &shape_of(&d.out))?;
-            let out = l.compare(CompareOp::Eq, a, b)?;
-            l.define(&d.out, out)
-        }
+        B::MaskWhere(d) => mask_where(l, d),
+        B::MaskFill(d) => mask_fill(l, d),
+        B::Equal(d) => equal(l, d),
+        B::EqualElem(d) => equal_elem(l, d),
         B::RepeatDim(d) => repeat_dim(l, d),
-        B::Cat(d) => {
-            let operands = d
-                .tensors
-                .iter()
-                .map(|ir| l.input(ir))
-                .collect::<Result<Vec<_>, _>>()?;
-            let out = match operands[..] {
-                [x] => x,
-                _ => l.add(Op::Concat { axis: d.dim }, &operands)?,
-            };
-            l.define(&d.out, out)
-        }
+        B::Cat(d) => concatenate(l, d),
         B::Cast(d) => {
             let x = l.input(&d.input)?;
             let out = l.cast(x, tensor_type(&d.out)?.dtype)?;
@@ -112,6 +73,58 @@ pub(super) fn lower(l: &mut Lower, op: &BaseOperationIr) -> Done {
         B::Empty(d) | B::Zeros(d) => filled(l, &d.out, 0),
         B::Ones(d) => filled(l, &d.out, 1),
     }
+}
+
+/// The value where the mask holds, else `x`; all three are broadcast to the result.
+fn mask_where(l: &mut Lower, d: &MaskWhereOpIr) -> Done {
+    let (x, mask, value) = (l.input(&d.tensor)?, l.input(&d.mask)?, l.input(&d.value)?);
+    let shape = shape_of(&d.out);
+    let x = l.broadcast_to(x, &shape)?;
+    let mask = l.broadcast_to(mask, &shape)?;
+    let value = l.broadcast_to(value, &shape)?;
+    let out = l.select(mask, value, x)?;
+    l.define(&d.out, out)
+}
+
+/// A number where the mask holds, else `x`.
+fn mask_fill(l: &mut Lower, d: &MaskFillOpIr) -> Done {
+    let (x, mask) = (l.input(&d.tensor)?, l.input(&d.mask)?);
+    let shape = shape_of(&d.out);
+    let value = l.scalar(d.value, l.dtype(x))?;
+    let value = l.splat(value, &shape)?;
+    let x = l.broadcast_to(x, &shape)?;
+    let mask = l.broadcast_to(mask, &shape)?;
+    let out = l.select(mask, value, x)?;
+    l.define(&d.out, out)
+}
+
+fn equal(l: &mut Lower, d: &BinaryOpIr) -> Done {
+    let (a, b) = (l.input(&d.lhs)?, l.input(&d.rhs)?);
+    let shape = shape_of(&d.out);
+    let (a, b) = (l.broadcast_to(a, &shape)?, l.broadcast_to(b, &shape)?);
+    let out = l.compare(CompareOp::Eq, a, b)?;
+    l.define(&d.out, out)
+}
+
+fn equal_elem(l: &mut Lower, d: &ScalarOpIr) -> Done {
+    let a = l.input(&d.lhs)?;
+    let b = l.scalar(d.rhs, l.dtype(a))?;
+    let b = l.splat(b, &shape_of(&d.out))?;
+    let out = l.compare(CompareOp::Eq, a, b)?;
+    l.define(&d.out, out)
+}
+
+fn concatenate(l: &mut Lower, d: &CatOpIr) -> Done {
+    let operands = d
+        .tensors
+        .iter()
+        .map(|ir| l.input(ir))
+        .collect::<Result<Vec<_>, _>>()?;
+    let out = match operands[..] {
+        [x] => x,
+        _ => l.add(Op::Concat { axis: d.dim }, &operands)?,
+    };
+    l.define(&d.out, out)
 }
 
 fn filled(l: &mut Lower, out: &TensorIr, value: i64) -> Done {
