@@ -41,6 +41,11 @@ impl KilnClient {
         RouterTensor::new(id, shape, dtype, *self)
     }
 
+    /// A tensor of one element, by an operation: `value` is a runtime scalar of the recording.
+    pub(crate) fn number(&self, dtype: DType, value: ScalarIr) -> RouterTensor<Self> {
+        self.full(Shape::from([1]), dtype, value)
+    }
+
     /// A vector that counts from `start` in steps of `step`, by operations. Start and step are runtime
     /// scalars unless they are 0 and 1.
     fn progression(&self, shape: Shape, dtype: DType, start: i64, step: i64) -> RouterTensor<Self> {

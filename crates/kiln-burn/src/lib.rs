@@ -19,6 +19,7 @@ pub mod execute;
 pub mod gpu_tensor;
 pub mod host_data;
 pub mod import;
+mod inlined;
 pub mod lend;
 pub mod options;
 mod precision;

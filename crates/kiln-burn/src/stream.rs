@@ -118,6 +118,9 @@ pub fn name(operation: &OperationIr) -> String {
     if let Some(id) = crate::custom::id(operation) {
         return id.to_owned();
     }
+    if let Some(name) = crate::inlined::name(operation) {
+        return name;
+    }
     let described = describe(operation);
     format!("{}.{}", described.family, described.variant)
 }
@@ -195,14 +198,15 @@ fn is_negation(operation: &NumericOperationIr) -> bool {
     }
 }
 
-/// Whether the operation draws random numbers, and so takes a stream of the device's generator.
-pub fn is_random(operation: &OperationIr) -> bool {
-    matches!(
-        operation,
+/// How many streams of the device's generator the operation takes: one if it draws random numbers, one for
+/// each draw of a function that is a single operation.
+pub fn draws(operation: &OperationIr) -> usize {
+    match operation {
         OperationIr::Float(_, FloatOperationIr::Random(_))
-            | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(_))
-            | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(_))
-    )
+        | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(_))
+        | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(_)) => 1,
+        _ => crate::inlined::find(operation).map_or(0, |function| function.draws()),
+    }
 }
 
 /// Burn's scalar as the graph's.
@@ -236,6 +240,9 @@ pub fn first_dynamic_scalars(operations: &[OperationIr]) -> Vec<usize> {
     };
     operations.iter().map(first).collect()
 }
+
+/// The name of the part that says which function an operation is.
+pub const CLOSURE: &str = "closure";
 
 /// An operation without parts.
 #[derive(Debug)]
@@ -512,7 +519,11 @@ impl Visit for CustomOpIr {
     }
 
     fn read(&self, _: &'static str, reader: &mut dyn Reader) {
-        reader.attribute("id", self.id.clone());
+        let name = match crate::inlined::is_function(&self.id) {
+            true => CLOSURE,
+            false => "id",
+        };
+        reader.attribute(name, self.id.clone());
         self.inputs
             .iter()
             .for_each(|tensor| reader.operand("input", tensor));

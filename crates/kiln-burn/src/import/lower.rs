@@ -72,7 +72,7 @@ pub(super) struct Lower {
     nth: usize,
     /// Whether this operation's scalars are constants.
     statics: bool,
-    /// Names are shared: a step has thousands of operations and some fifty names.
+    /// Names by kind of operation. They are shared: a step has thousands of operations and some fifty names.
     names: FxHashMap<u64, Arc<str>>,
     pub(super) p: Provenance,
 }
@@ -95,16 +95,20 @@ impl Lower {
 
     /// Turns to the next operation.
     pub(super) fn begin(&mut self, operation: &OperationIr, position: usize, source: Source) {
-        let code = stream::describe(operation).code;
-        let name = self
-            .names
-            .entry(code)
-            .or_insert_with(|| stream::name(operation).into());
+        let name = match operation {
+            // One kind of operation with a name for each of the program's own.
+            OperationIr::Custom(_) => stream::name(operation).into(),
+            _ => {
+                let code = stream::describe(operation).code;
+                let name = self.names.entry(code);
+                name.or_insert_with(|| stream::name(operation).into()).clone()
+            }
+        };
         self.p = Provenance {
             location: source.line,
             gradient_of: source.gradient_of,
             full_precision: source.full_precision,
-            ..Provenance::operation(name.clone())
+            ..Provenance::operation(name)
         };
         self.position = position;
         self.nth = 0;

@@ -12,6 +12,8 @@
 //! operation is a draw from its own stream, whose seed and number are runtime scalars too, followed by the
 //! arithmetic that [`crate::eager`] documents.
 //!
+//! A function that is one operation ([`crate::inlined`]) is replaced by its graph.
+//!
 //! An operation without lowering stays whole as [`Op::Extern`](kiln_graph::Op::Extern) (see [`external`]).
 //! Operations that nothing else uses are lowered like all others; removing them is a transform's work.
 
@@ -19,6 +21,7 @@ mod base;
 mod conv;
 pub mod external;
 mod float;
+mod inline;
 mod interpolate;
 mod lower;
 mod module;
@@ -29,6 +32,7 @@ use burn_ir::{CustomOpIr, OperationIr, TensorId, TensorIr};
 use kiln_graph::{Graph, TensorType, TypeError};
 
 use crate::host_data::IOTA;
+use crate::inlined;
 use crate::record::Source;
 use lower::{Fault, Lower};
 
@@ -165,6 +169,9 @@ fn lower_operation(lower: &mut Lower, operation: &OperationIr) -> Result<(), Fau
             })
         }
         OperationIr::Custom(_) if crate::custom::id(operation).is_some() => external::keep(lower, operation),
+        OperationIr::Custom(op) if let Some(function) = inlined::find(operation) => {
+            inline::inline(lower, op, &function)
+        }
         OperationIr::Custom(_) => Err(Fault::Unsupported(
             "custom operations have no implementation on this backend; express it with tensor operations"
                 .into(),

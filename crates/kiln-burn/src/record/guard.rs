@@ -5,9 +5,11 @@
 //! and after. For that a guard keeps the parts of each operation by name ([`super::words`]).
 
 use std::fmt;
+use std::sync::Arc;
 
 use burn_ir::OperationIr;
 
+use super::functions::Function;
 use super::gradient::Source;
 use super::recording::{Identity, Recorded};
 use super::words::{Named, Part, Position, Words, dims_of, type_text};
@@ -26,6 +28,8 @@ pub struct Guard {
     inputs: Vec<String>,
     /// Per result position: the operation that defines it.
     producers: Vec<u32>,
+    /// The functions among the operations: while one is kept, a call of the same function has the same id.
+    functions: Vec<Arc<Function>>,
 }
 
 /// The first difference between a recording and a compiled step.
@@ -84,6 +88,8 @@ pub enum Changed {
     Operand(String),
     /// Type or shape of a result.
     Result(String),
+    /// The operations of the closure of a transformed function.
+    Closure,
 }
 
 impl fmt::Display for Changed {
@@ -93,6 +99,7 @@ impl fmt::Display for Changed {
             Self::Number(name) => write!(f, "the number `{name}`"),
             Self::Operand(name) => write!(f, "the operand `{name}`"),
             Self::Result(name) => write!(f, "type or shape of the result `{name}`"),
+            Self::Closure => f.write_str("the closure"),
         }
     }
 }
@@ -113,6 +120,9 @@ impl Mismatch {
                 }
                 Changed::Number(_) => {
                     "exponents and the numbers that masks write and comparisons compare with are part of a step: keep it the same at every call, or make it a tensor of one element"
+                }
+                Changed::Closure => {
+                    "the closure of a transformed function took another way, or decides an attribute by a host number: replace branches on host values by tensor operations (mask_where), or pass what varies as a tensor"
                 }
                 Changed::Operand(_) => {
                     "the program uses other tensors than before: keep control flow the same at every call, or choose by tensor operations (mask_where)"
@@ -299,6 +309,7 @@ impl Guard {
             parts: Words::of_all(recorded),
             inputs: input_types(recorded),
             producers,
+            functions: recorded.functions.clone(),
         }
     }
 
@@ -522,6 +533,11 @@ impl Guard {
         let same_length = before.len() == after.len();
         let first = same_length.then(|| (0..4).find_map(of_rank)).flatten();
         let (part, before, after) = match first {
+            Some((before, after)) if before.name == stream::CLOSURE => {
+                let (before, after) =
+                    self.closures(recorded, &self.text(&before.part), &self.text(&after.part));
+                (Changed::Closure, before, after)
+            }
             Some((before, after)) => (
                 changed(before.name, &before.part),
                 self.text(&before.part),
@@ -540,6 +556,54 @@ impl Guard {
             part,
             before,
             after,
+        }
+    }
+
+    /// What differs between two functions, named by their ids, of which `recorded` has the second.
+    fn closures(&self, recorded: &Recorded, before: &str, after: &str) -> (String, String) {
+        let of = |functions: &[Arc<Function>], id: &str| {
+            let function = functions.iter().find(|function| function.inlined.id == id);
+            function.cloned()
+        };
+        let functions = (of(&self.functions, before), of(&recorded.functions, after));
+        match functions {
+            (Some(before), Some(after)) => before.guard.first_difference(&after.guard),
+            _ => (before.to_owned(), after.to_owned()),
+        }
+    }
+
+    /// The first difference between two recordings of closures, in words.
+    fn first_difference(&self, other: &Self) -> (String, String) {
+        let named = |guard: &Self, index: usize| match index < guard.names.len() {
+            true => format!("{} (its operation {index})", guard.operation(index)),
+            false => "its end".to_owned(),
+        };
+        for index in 0..self.names.len().max(other.names.len()) {
+            if self.names.get(index) != other.names.get(index) {
+                return (named(self, index), named(other, index));
+            }
+            let (before, after) = (&self.parts[index], &other.parts[index]);
+            let mut parts = before.iter().zip(after.iter());
+            if let Some((before, after)) = parts.find(|(before, after)| before != after) {
+                let of = format!("`{}` of {}", before.name, named(self, index));
+                return (
+                    format!("{of} {}", self.text(&before.part)),
+                    other.text(&after.part),
+                );
+            }
+            if before.len() != after.len() {
+                let of = |parts: &[Named]| format!("{} tensors", count_operands(parts));
+                return (format!("{} {}", named(self, index), of(before)), of(after));
+            }
+        }
+        match self
+            .inputs
+            .iter()
+            .zip(&other.inputs)
+            .find(|(before, after)| before != after)
+        {
+            Some((before, after)) => (format!("a tensor {before} of it"), after.clone()),
+            None => ("its transform or its results".to_owned(), "others".to_owned()),
         }
     }
 

@@ -11,6 +11,8 @@
 //! - [`marks`]: dimensions that the program marks as varying.
 //! - [`deferred`]: recordings that a frozen region did not run, kept until one of their tensors is needed.
 //! - [`salvage`]: running the operations of a function that failed, for the tensors that it leaves behind.
+//! - [`transformed`]: a recording that is transformed and compiled by itself.
+//! - [`inline`]: a recording that is transformed and becomes one operation of another recording.
 //! - [`session`]: which thread records into which region; graph breaks; panics.
 //! - [`exchange`]: looking at, and replacing, the tensors inside an object that only offers `to_device`.
 //! - [`history`], [`report`], [`words`], [`stream_text`]: descriptions of what was compiled and why, for
@@ -25,10 +27,12 @@ pub mod breaks;
 mod deferred;
 pub mod exchange;
 pub mod export;
+mod functions;
 pub mod gradient;
 pub mod guard;
 pub mod history;
 pub mod host_operations;
+pub mod inline;
 pub mod location;
 pub mod marks;
 pub mod recording;
@@ -58,8 +62,8 @@ pub use region::{HostRead, LastRun};
 pub use replay::{Disturbance, Replay};
 pub use report::{Guards, Recompile, RegionReport, StepReport};
 pub use session::{
-    CompiledRegion, Position, Traced, are_ready, disable, hoist, is_disabled, is_nested, position, rehearse,
-    surrender,
+    CompiledRegion, Interrupted, Position, Traced, are_ready, disable, hoist, is_disabled, is_nested,
+    position, rehearse, surrender,
 };
 pub use split::{Saved, SplitRegion, SplitStep};
 pub use step::Step;

@@ -12,9 +12,12 @@
 
 mod hoist;
 
+use std::sync::Arc;
+
 use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::functions::{self, Function};
 use super::gradient::Source;
 use super::marks::Mark;
 use super::sighting::Sighting;
@@ -96,6 +99,8 @@ pub struct Recording {
     full_precision: Vec<u32>,
     /// The sighting of each operation; shorter than `operations` if only the first ones were looked up.
     lines: Vec<Sighting>,
+    /// The functions among the operations.
+    functions: Vec<Arc<Function>>,
 }
 
 /// The role that a dropped tensor had in a recording.
@@ -105,6 +110,9 @@ pub enum Killed {
     Result,
     /// An input, still in the table.
     Input,
+    /// An input that belongs to another recording, which this one is a part of: it is let go of when this
+    /// one is complete.
+    Borrowed,
     /// Neither.
     Unknown,
 }
@@ -139,6 +147,8 @@ pub struct Recorded {
     pub full_precision: Vec<u32>,
     /// The sighting of each operation on the stack; empty unless it was looked up.
     pub lines: Vec<Sighting>,
+    /// The functions among the operations.
+    pub functions: Vec<Arc<Function>>,
 }
 
 impl Recorded {
@@ -294,18 +304,13 @@ impl Recording {
     }
 
     /// Appends an operation all of whose operands are known ([`Recording::knows`]). `take_stream` is called
-    /// once if it is random.
-    pub fn push(&mut self, operation: OperationIr, take_stream: impl FnOnce() -> Stream) {
+    /// once for each stream that it takes.
+    pub fn push(&mut self, operation: OperationIr, take_stream: impl FnMut() -> Stream) {
         self.push_in(precision::is_full(), operation, take_stream);
     }
 
     /// As [`Recording::push`], of an operation that autocast leaves as it is, or not.
-    fn push_in(
-        &mut self,
-        full_precision: bool,
-        operation: OperationIr,
-        take_stream: impl FnOnce() -> Stream,
-    ) {
+    fn push_in(&mut self, full_precision: bool, operation: OperationIr, take_stream: impl FnMut() -> Stream) {
         let described = stream::describe(&operation);
         self.words.push(described.code);
         if full_precision {
@@ -315,9 +320,10 @@ impl Recording {
         if let Some(dtype) = described.dtype {
             self.words.push(dtype_word(dtype));
         }
-        if stream::is_random(&operation) {
-            self.streams.push(take_stream());
-        }
+        let draws = stream::draws(&operation);
+        self.streams
+            .extend(std::iter::repeat_with(take_stream).take(draws));
+        self.functions.extend(functions::find(&operation));
         let keep_scalars = !stream::scalars_are_static(&operation);
         described.parts.visit(&mut Encoder {
             recording: self,
@@ -346,6 +352,7 @@ impl Recording {
             streams: self.streams,
             full_precision: self.full_precision,
             lines: self.lines,
+            functions: self.functions,
         }
     }
 }

@@ -26,9 +26,10 @@ use super::salvage;
 use super::step::Step;
 use super::words::type_text;
 use crate::error::Error;
-use crate::execute::cpu::Families;
+use crate::execute::families::Families;
 use crate::execute::{Effort, Setting};
 use crate::options::{CompileBackend, CompileOptions, Dynamic};
+use crate::ranks;
 use crate::storage::Storage;
 use crate::table;
 
@@ -112,6 +113,14 @@ impl Region {
     pub fn new(options: CompileOptions) -> Self {
         Self {
             debug: history::debug_folder(options.debug.as_deref(), &options.name),
+            ..Self::for_part(options)
+        }
+    }
+
+    /// A region for recordings that never run.
+    pub fn for_part(options: CompileOptions) -> Self {
+        Self {
+            debug: None,
             frozen: options.frozen,
             families: (options.dynamic != Dynamic::Off).then(Families::default),
             options,
@@ -324,7 +333,7 @@ impl Region {
         }
         let mut step = compiled?;
         if at_limit && !absorbed {
-            self.warn_of_limit();
+            self.warn_of_limit(is_of_ranks(recorded));
         }
         step.number = number;
         step.stages.insert(0, ("record", self.recorded_in));
@@ -394,7 +403,7 @@ impl Region {
     /// The backend for a new step, whether the step is provisional, and whether the recompile limit is
     /// reached. A provisional step is the first call of an optimizer: it has a graph of its own, because the
     /// state does not exist yet, and that graph will not come again. Behind the limit only shapes whose
-    /// kernels are all known run on anything but `aot_eager`.
+    /// kernels are all known, and steps on several ranks, run on anything but `aot_eager`.
     fn choose_backend(
         &self,
         segment: usize,
@@ -408,7 +417,9 @@ impl Region {
             .count();
         if compiled >= self.options.recompile_limit && backend > CompileBackend::AotEager {
             return match (backend, &self.families) {
-                (CompileBackend::Cpu, Some(_)) => (backend, false, true),
+                // Other ranks, which may be behind the limit or not, wait for what this step exchanges.
+                _ if is_of_ranks(recorded) => (backend, false, true),
+                (CompileBackend::Cpu | CompileBackend::Cuda, Some(_)) => (backend, false, true),
                 _ => (CompileBackend::AotEager, false, true),
             };
         }
@@ -422,20 +433,24 @@ impl Region {
     /// What made compilations necessary, and what to do about it.
     fn advice(&self) -> String {
         let mismatches = self.recompiles.iter().map(|recompile| &recompile.mismatch);
-        let shares = self.options.backend == CompileBackend::Cpu;
+        let shares = matches!(self.options.backend, CompileBackend::Cpu | CompileBackend::Cuda);
         guard::advice(mismatches, shares.then_some(self.options.dynamic))
     }
 
     /// Says once that the recompile limit is reached.
-    fn warn_of_limit(&mut self) {
+    fn warn_of_limit(&mut self, with_ranks: bool) {
         if std::mem::replace(&mut self.warned_limit, true) {
             return;
         }
         tracing::warn!(
             target: "kiln::recompiles",
             region = %self.options.name,
-            "recompile limit of {} reached; further steps run on aot_eager, which is slower.{}",
+            "recompile limit of {} reached; further steps {}.{}",
             self.options.recompile_limit,
+            match with_ranks {
+                true => "are compiled all the same, each for its shapes, because all ranks must exchange the same",
+                false => "run on aot_eager, which is slower",
+            },
             self.advice(),
         );
     }
@@ -459,6 +474,11 @@ impl Region {
             },
         }
     }
+}
+
+/// Whether a recording has something that all ranks compute together.
+fn is_of_ranks(recorded: &Recorded) -> bool {
+    recorded.operations.iter().any(ranks::is_recorded)
 }
 
 /// Most steps of a segment that are kept although nothing was compiled for them: to plan one again takes a

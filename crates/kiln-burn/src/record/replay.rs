@@ -174,36 +174,74 @@ impl Held {
     }
 }
 
+/// The arguments of a step by what they are bound to.
+struct Arguments {
+    /// How long the memory keeps each.
+    lifetimes: Vec<Lifetime>,
+    /// For each that is state, its place.
+    state_places: Vec<Option<usize>>,
+    /// As in [`Replay`].
+    fresh: Vec<(usize, usize)>,
+    /// As in [`Replay`].
+    unchanged: Vec<(usize, usize)>,
+    /// Those that the memory holds from the start.
+    held: Vec<(usize, Storage)>,
+}
+
+impl Arguments {
+    fn new(step: &Step, bindings: &Bindings) -> Self {
+        let inputs = bindings.inputs.iter().enumerate();
+        let read: Vec<(usize, &InputBinding)> = inputs
+            .filter_map(|(input, binding)| Some((step.argument(input)?, binding)))
+            .collect();
+        let mut arguments = Self {
+            lifetimes: vec![Lifetime::Run; read.len()],
+            state_places: vec![None; read.len()],
+            fresh: Vec::new(),
+            unchanged: Vec::new(),
+            held: Vec::new(),
+        };
+        for (argument, binding) in read {
+            match binding {
+                InputBinding::State(place) => arguments.state_places[argument] = Some(*place),
+                InputBinding::Unchanged(place) => {
+                    arguments.lifetimes[argument] = Lifetime::Constant;
+                    arguments.unchanged.push((argument, *place));
+                }
+                InputBinding::Fresh(number) => arguments.fresh.push((argument, *number)),
+                InputBinding::Constant(_, tensor) | InputBinding::HostData(tensor) => {
+                    arguments.lifetimes[argument] = Lifetime::Constant;
+                    arguments.held.push((argument, tensor.clone()));
+                }
+                InputBinding::Unread => {}
+            }
+        }
+        arguments
+    }
+}
+
+/// The ids of constants that a step reads or a call returns.
+fn constants(bindings: &Bindings) -> Vec<TensorId> {
+    let read = bindings.inputs.iter().filter_map(|input| match input {
+        InputBinding::Constant(id, _) => Some(*id),
+        _ => None,
+    });
+    let returned = bindings.results.iter().filter_map(|result| match result {
+        ResultBinding::Constant(id, _) => Some(*id),
+        _ => None,
+    });
+    read.chain(returned).collect()
+}
+
 impl Replay {
     /// A replay of `call`, whose bindings are `bindings`. `watch` is the owner's watch on state, one for all
     /// its replays.
     pub fn new(bindings: Bindings, call: &Call, watch: &Arc<Watch>) -> Self {
         let run = &call.run;
         let step = run.step.clone();
-        let arguments: Vec<(usize, usize)> = (0..run.inputs.len())
-            .filter_map(|input| Some((step.argument(input)?, input)))
-            .collect();
-        let mut lifetimes = vec![Lifetime::Run; arguments.len()];
-        let mut state_places = vec![None; arguments.len()];
-        let mut fresh = Vec::new();
-        let mut unchanged = Vec::new();
-        let mut held_from_start = Vec::new();
-        for &(argument, input) in &arguments {
-            match &bindings.inputs[input] {
-                InputBinding::State(place) => state_places[argument] = Some(*place),
-                InputBinding::Unchanged(place) => {
-                    lifetimes[argument] = Lifetime::Constant;
-                    unchanged.push((argument, *place));
-                }
-                InputBinding::Fresh(number) => fresh.push((argument, *number)),
-                InputBinding::Constant(_, tensor) | InputBinding::HostData(tensor) => {
-                    lifetimes[argument] = Lifetime::Constant;
-                    held_from_start.push((argument, tensor.clone()));
-                }
-                InputBinding::Unread => {}
-            }
-        }
-        let ids: Vec<Option<TensorId>> = state_places
+        let arguments = Arguments::new(&step, &bindings);
+        let ids: Vec<Option<TensorId>> = arguments
+            .state_places
             .iter()
             .map(|place| place.map(|place| bindings.places[place].after))
             .collect();
@@ -238,17 +276,9 @@ impl Replay {
             },
         };
         let results = bindings.results.iter().map(taken).collect();
-        let constants = bindings.inputs.iter().filter_map(|input| match input {
-            InputBinding::Constant(id, _) => Some(*id),
-            _ => None,
-        });
-        let returned_constants = bindings.results.iter().filter_map(|result| match result {
-            ResultBinding::Constant(id, _) => Some(*id),
-            _ => None,
-        });
-        let constants = constants.chain(returned_constants).collect();
-        let mut memory = Memory::new(lifetimes, becomes);
-        held_from_start
+        let mut memory = Memory::new(arguments.lifetimes, becomes);
+        arguments
+            .held
             .into_iter()
             .for_each(|(argument, tensor)| memory.put(argument, tensor));
         let held = Held {
@@ -264,13 +294,13 @@ impl Replay {
             state: Arc::new(State {
                 held: Mutex::new(held),
             }),
-            bindings,
-            fresh,
+            fresh: arguments.fresh,
             results,
-            state_places,
+            state_places: arguments.state_places,
             written,
-            unchanged,
-            constants,
+            unchanged: arguments.unchanged,
+            constants: constants(&bindings),
+            bindings,
             constants_watch: Arc::default(),
             random_operations: run.random_operations,
         };

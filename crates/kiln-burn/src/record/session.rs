@@ -12,6 +12,7 @@
 
 mod compiled;
 mod disable;
+mod part;
 mod rehearsal;
 mod single;
 mod tensors;
@@ -36,10 +37,15 @@ use super::wish;
 use crate::device::{KilnDevice, Mode};
 use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
+use crate::random::Stream;
+use crate::storage::Storage;
 use crate::table::{self, Slot};
 use crate::{eager, random, stream};
 pub use compiled::{CompiledRegion, Traced};
 pub use disable::{disable, is_disabled};
+use part::is_pending_above;
+pub use part::{Interrupted, is_inside_region, record_part};
+pub(crate) use part::{let_go, record_function};
 pub use rehearsal::rehearse;
 use rehearsal::{is_rehearsing, offer_to_rehearsal};
 pub use tensors::fetch;
@@ -69,6 +75,11 @@ struct Session {
     /// on its way that was given such a tensor before, so they stay in the table until the next recorded
     /// operation is complete.
     read_elsewhere: Vec<TensorId>,
+    /// The session of which this one records a part: a function that is going to be one operation there. Such
+    /// a recording never runs, and its inputs may be tensors that are pending there.
+    parent: Option<Shared>,
+    /// Inputs that a discarded part would have let go of.
+    left: Vec<TensorId>,
 }
 
 type Shared = Arc<Mutex<Session>>;
@@ -103,6 +114,8 @@ impl Session {
             lazy,
             lines: lazy.then(Lines::default),
             read_elsewhere: Vec::new(),
+            parent: None,
+            left: Vec::new(),
         }
     }
 
@@ -160,6 +173,10 @@ impl Session {
     /// Discards the recording; its tensors report `reason`, unless they are salvaged.
     fn discard(&mut self, reason: &str) {
         let recorded = self.take_recording();
+        if self.parent.is_some() {
+            let ended = recorded.inputs.iter().filter(|input| input.tensor_dies());
+            self.left.extend(ended.map(|input| input.ir.id));
+        }
         if self.region.salvages {
             return salvage::run(&self.region.options, recorded);
         }
@@ -171,7 +188,7 @@ impl Session {
     }
 
     /// Cuts the recording because a value is needed. Under `fullgraph` that is an error and the recording
-    /// is discarded.
+    /// is discarded; so it is in a part of another recording.
     fn cut(&mut self, reason: BreakReason, wanted: Option<TensorId>) -> Result<(), Error> {
         if !self.lazy {
             let operation = wanted.and_then(|id| self.recording.producer(id));
@@ -184,7 +201,7 @@ impl Session {
                 reason,
                 location: user_location(),
             };
-            if self.region.options.fullgraph {
+            if self.region.options.fullgraph || self.parent.is_some() {
                 let region = self.region.options.name.clone();
                 let error = Error::GraphBreak {
                     region,
@@ -205,8 +222,9 @@ impl Session {
         }
     }
 
-    /// Appends an operation whose operands are all known.
-    fn record(&mut self, operation: OperationIr) {
+    /// Appends an operation whose operands are all known. It draws from the streams `drawn`, and then from
+    /// the generator's.
+    fn record(&mut self, operation: OperationIr, drawn: &[Stream]) {
         if self.recording.is_empty() {
             self.since = Instant::now();
         }
@@ -218,9 +236,13 @@ impl Session {
             };
             self.recording.note_line(seen);
         }
-        self.recording.push(operation, random::take);
+        let mut drawn = drawn.iter().copied();
+        self.recording
+            .push(operation, || drawn.next().unwrap_or_else(random::take));
         for id in self.recording.take_consumed() {
-            table::remove(id);
+            if self.parent.is_none() {
+                table::remove(id);
+            }
         }
     }
 }
@@ -364,7 +386,7 @@ pub fn submit(device: KilnDevice, operation: OperationIr) {
     }
     refuse_two_places(&operation);
     match current(device) {
-        Some(session) => record(&session, operation),
+        Some(session) => record(&session, operation, &[]),
         None if single::run(&operation) => {}
         None => run_now(&operation),
     }
@@ -387,7 +409,7 @@ fn refuse_two_places(operation: &OperationIr) {
     }
 }
 
-fn record(session: &Shared, operation: OperationIr) {
+fn record(session: &Shared, operation: OperationIr, drawn: &[Stream]) {
     let mut guard = lock(session);
     for ir in guard.recording.unknown_operands(&operation) {
         if guard.recording.knows(ir.id) {
@@ -396,8 +418,12 @@ fn record(session: &Shared, operation: OperationIr) {
         let slot = match table::get(ir.id) {
             Some(slot) => slot,
             None => {
+                let parent = guard.parent.clone();
                 drop(guard);
-                let found = wait_for(ir.id, false);
+                let found = match is_pending_above(parent, ir.id) {
+                    true => Slot::Ready(Storage::nothing(ir.dtype)),
+                    false => wait_for(ir.id, false),
+                };
                 guard = lock(session);
                 found
             }
@@ -411,7 +437,7 @@ fn record(session: &Shared, operation: OperationIr) {
             }
         }
     }
-    guard.record(operation);
+    guard.record(operation, drawn);
     if guard.lazy && guard.recording.len() >= LAZY_LENGTH {
         // An error is with the tensors it concerns.
         let _ = guard.cut(BreakReason::Length, None);

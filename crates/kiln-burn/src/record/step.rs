@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use burn_ir::{ScalarIr, TensorId, TensorIr};
 use kiln_compiler::stages::Stages;
-use kiln_cpu::family::Outcome;
+use kiln_family::Outcome;
 use kiln_graph::{Dimension, Graph, Phase};
 use kiln_profile::Category;
 
@@ -20,7 +20,7 @@ use super::stream_text;
 use crate::custom;
 use crate::error::Error;
 use crate::execute::check::Checker;
-use crate::execute::cpu::Sizes;
+use crate::execute::families::Sizes;
 use crate::execute::memory::Memory;
 use crate::execute::{self, Effort, Executable, ExecuteError, Setting};
 use crate::import::{self, ScalarSource};
@@ -140,7 +140,7 @@ impl Step {
             })?;
         if backend == CompileBackend::Cuda {
             let externs = graph.nodes().filter_map(|(_, node)| match &node.op {
-                kiln_graph::Op::Extern(op) => Some(op.name.clone()),
+                kiln_graph::Op::Extern(op) if !ranks::is_of_ranks(&node.op) => Some(op.name.clone()),
                 _ => None,
             });
             custom::say_that_copies(externs);

@@ -45,8 +45,8 @@ struct Step {
 }
 
 /// The key of a step besides its recording.
-#[derive(Clone, PartialEq, Debug)]
-struct Key {
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Key {
     /// Type of each placeholder, and which input of the recording it is.
     arguments: Vec<(Option<TensorType>, Option<usize>)>,
     results: Vec<Place>,
@@ -55,7 +55,7 @@ struct Key {
 }
 
 /// Where a result of the closure comes from.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum Place {
     /// The recording leaves it behind.
     Output(usize),
@@ -63,13 +63,13 @@ enum Place {
     Input(usize),
     /// A placeholder that no operation reads.
     Argument(usize),
-    /// A tensor from outside that no operation reads.
-    Outside(Option<TensorType>),
+    /// A tensor from outside that no operation reads: the first of the results that are this one.
+    Outside(usize, Option<TensorType>),
 }
 
 /// A tensor from outside.
 #[derive(Clone, Copy, Debug)]
-enum Captured {
+pub(super) enum Captured {
     /// An input of the recording.
     Input(usize),
     /// A result of the closure that it did not compute.
@@ -79,7 +79,7 @@ enum Captured {
 /// A recording, and the roles of its tensors.
 pub struct Transformed<'a> {
     /// The closure's recording.
-    pub recorded: Recorded,
+    pub recorded: &'a Recorded,
     /// The placeholders.
     pub arguments: &'a [TensorIr],
     /// The closure's results.
@@ -120,14 +120,7 @@ impl TransformedRegion {
         given: &[Storage],
         transform: impl FnOnce(Graph) -> Result<Graph, E>,
     ) -> Result<Vec<Storage>, E> {
-        let reason: Arc<str> =
-            "it was computed inside a function that is transformed (`kiln::func`), and only what that \
-                                returns has a value"
-                .into();
-        what.recorded
-            .output_ids
-            .iter()
-            .for_each(|&id| table::fail(id, reason.clone()));
+        what.fail_others();
         let step = self.step(&what, transform)?;
         Ok(step.run(&what, given)?)
     }
@@ -141,7 +134,7 @@ impl TransformedRegion {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
         let known = steps
             .iter()
-            .find(|step| step.key == key && step.guard.accepts(&what.recorded));
+            .find(|step| step.key == key && step.guard.accepts(what.recorded));
         if let Some(step) = known {
             return Ok(step.clone());
         }
@@ -160,7 +153,19 @@ impl Transformed<'_> {
         self.recorded.inputs.iter().position(|input| input.ir.id == id)
     }
 
-    fn key(&self) -> Key {
+    /// Enters the reason why tensors that the closure left elsewhere have no value.
+    pub(super) fn fail_others(&self) {
+        let reason: Arc<str> =
+            "it was computed inside a function that is transformed (`kiln::func`), and only what \
+                                that returns has a value"
+                .into();
+        self.recorded
+            .output_ids
+            .iter()
+            .for_each(|&id| table::fail(id, reason.clone()));
+    }
+
+    pub(super) fn key(&self) -> Key {
         let arguments = self.arguments.iter();
         let place = |result: &TensorIr| {
             let output = self.recorded.output_ids.iter().position(|&id| id == result.id);
@@ -168,7 +173,10 @@ impl Transformed<'_> {
                 .map(Place::Output)
                 .or_else(|| self.input(result.id).map(Place::Input))
                 .or_else(|| self.argument(result.id).map(Place::Argument))
-                .unwrap_or_else(|| Place::Outside(type_of(result)))
+                .unwrap_or_else(|| {
+                    let first = self.results.iter().position(|other| other.id == result.id);
+                    Place::Outside(first.unwrap_or_default(), type_of(result))
+                })
         };
         Key {
             arguments: arguments
@@ -180,7 +188,7 @@ impl Transformed<'_> {
     }
 }
 
-fn type_of(ir: &TensorIr) -> Option<TensorType> {
+pub(super) fn type_of(ir: &TensorIr) -> Option<TensorType> {
     let shape = kiln_graph::Shape::new(ir.shape.iter().copied());
     Some(TensorType::new(convert::dtype(ir.dtype)?, shape))
 }
@@ -193,10 +201,11 @@ impl Step {
         transform: impl FnOnce(Graph) -> Result<Graph, E>,
     ) -> Result<Self, E> {
         let _span = tracing::info_span!("compile_transformed", region = %options.name).entered();
-        let recorded = &what.recorded;
+        let recorded = what.recorded;
         let sources = gradient::sources(&recorded.operations, &recorded.lines, &recorded.full_precision);
-        let (graph, captured, scalars) =
-            complete(options, what, |position| recorded.source(&sources, position))?;
+        let (graph, captured, scalars) = complete(&options.name, what, |position| {
+            recorded.source(&sources, position)
+        })?;
         let scalars = Scalars::new(&recorded.operations, &scalars, &graph);
         let mut graph = transform(graph)?;
         kiln_partition::assign_phases(&mut graph);
@@ -245,14 +254,14 @@ fn failed(name: &str, source: ExecuteError) -> Error {
 
 /// The closure as a graph: placeholders, captured tensors, results. Also returns the captured tensors, and
 /// the sources of its runtime scalars.
-fn complete(
-    options: &CompileOptions,
+pub(super) fn complete(
+    name: &str,
     what: &Transformed<'_>,
     source: impl Fn(usize) -> gradient::Source,
 ) -> Result<(Graph, Vec<Captured>, Vec<import::ScalarSource>), Error> {
-    let recorded = &what.recorded;
+    let recorded = what.recorded;
     let unsupported = |source: ImportError| Error::Import {
-        region: options.name.clone(),
+        region: name.to_owned(),
         source: source.into(),
     };
     let is_known = |id: TensorId| recorded.output_ids.contains(&id) || what.input(id).is_some();

@@ -220,3 +220,20 @@ fn arguments_scalars_and_locations() {
     );
     assert_eq!(def.provenance.location.as_deref(), Some("main.rs:2"));
 }
+
+/// Operations of the program's own are one kind of operation, and each keeps its own name.
+#[test]
+fn operations_of_the_programs_own_keep_their_names() {
+    let custom = |name: &'static str, input: u64, out: u64| {
+        let (input, out) = (ir(input, TensorStatus::ReadOnly), ir(out, TensorStatus::NotInit));
+        OperationIr::Custom(CustomOpIr::new(name, &[input], &[out]))
+    };
+    let operations = [custom("custom first", 1, 2), custom("custom second", 2, 3)];
+    let imported = import::import(&operations, &[TensorId::new(2), TensorId::new(3)]).unwrap();
+    let names = imported.graph.outputs.iter().map(|output| {
+        let node = imported.graph.def(output.value);
+        node.provenance.operation.as_deref()
+    });
+    let names: Vec<Option<&str>> = names.collect();
+    assert_eq!(names, [Some("custom first"), Some("custom second")]);
+}

@@ -35,20 +35,66 @@
 //!   [`Transformed::with_randomness`] says whether elements of a batch draw the same.
 //! - A result is not tracked by Burn's autograd, so arguments that are tracked are an error: pass their
 //!   `inner()`.
-//! - Inside a region ([`crate::compile`]) a call is a graph break.
+//! - Inside a region ([`crate::compile`], [`crate::compile_fn`], [`crate::TrainStep`]) a call is part of the
+//!   region's graph: nothing is cut, and the function is replayed with the step. The closure runs when the
+//!   region is recorded; another path through it, another shape or another exponent is another step. Options
+//!   of the function are not used there.
+//! - Inside the closure of another transformed function a call is part of that function. A tensor that the
+//!   inner closure captures is constant to the inner transform and differentiated by the outer one.
+//!
+//! # In a training step
+//!
+//! The gradient of each sample, clipped by its norm, with noise on the sum: DP-SGD, replayed as one graph.
+//!
+//! ```
+//! use burn_autodiff::Autodiff;
+//! use burn_nn::{Linear, LinearConfig};
+//! use burn_optim::SgdConfig;
+//! use burn_tensor::{Distribution, Tensor};
+//! use kiln::func::{Same, grad, vmap};
+//! use kiln::{CompileBackend, Kiln, KilnDevice, TrainStep};
+//!
+//! type B = Autodiff<Kiln>;
+//!
+//! let error =
+//!     |w: Tensor<Kiln, 2>, x: Tensor<Kiln, 1>| x.unsqueeze::<2>().matmul(w).powf_scalar(2.0).sum();
+//! let private = move |model: &Linear<B>, samples: Tensor<B, 2>| {
+//!     let w = model.weight.val();
+//!     let each = vmap(grad(error)).call(Same(w.clone().inner()), samples.inner());
+//!     let each: Tensor<Kiln, 3> = each.expect("it has a gradient");
+//!     let norms = each.clone().powf_scalar(2.0).sum_dim(2).sum_dim(1).sqrt();
+//!     let sum = (each / norms.clamp_min(1.0)).sum_dim(0).squeeze_dim::<2>(0);
+//!     let noise = sum.random_like(Distribution::Normal(0.0, 0.1));
+//!     // A loss whose gradient is this.
+//!     (w * Tensor::from_inner(sum + noise)).sum()
+//! };
+//! let device = KilnDevice::cpu();
+//! let model = LinearConfig::new(2, 1).with_bias(false).init::<B>(&device);
+//! let mut step = TrainStep::new(model, SgdConfig::new().init(), private)
+//!     .with_backend(CompileBackend::AotEager)
+//!     .build()?;
+//! for _ in 0..3 {
+//!     step.step(0.1, Tensor::from_floats([[1.0, 0.0], [0.5, 2.0]], &device))?;
+//! }
+//! assert!(step.report().breaks.is_empty());
+//! assert_eq!(step.history().replayed, 1);
+//! # Ok::<(), kiln::TrainError>(())
+//! ```
 
 mod batch;
 mod program;
 
 use kiln_burn::record::{
-    BreakReason, HostRead, Traced, Transformed as Recording, TransformedRegion, session,
+    BreakReason, HostRead, Interrupted, Recorded, Traced, Transformed as Recording, TransformedRegion,
+    inline, session,
 };
 use kiln_burn::storage::Storage;
 use kiln_burn::{CompileOptions, CompiledRegion, Error, Kiln};
 
-use burn_backend::TensorMetadata;
+use burn_backend::{DType, TensorMetadata};
 use burn_ir::TensorIr;
 use burn_tensor::{Tensor, TensorPrimitive};
+use kiln_graph::Graph;
 
 pub use batch::{Batched, Element, Elements, Same};
 pub use kiln_func::{Mode, Randomness};
@@ -75,7 +121,7 @@ pub enum FuncError {
     /// The closure read a value.
     #[error(
         "`{function}` reads {}, and a function that is transformed has no values while it is recorded: move the read out of \
-         it, choose with `mask_where`, or compose transforms (`vmap(grad(f))`) in place of calling one inside another",
+         it, or choose with `mask_where`",
         .read.as_ref().map_or_else(|| "a value".to_owned(), ToString::to_string)
     )]
     Reads {
@@ -140,6 +186,18 @@ pub struct Trace {
     layers: Vec<Layer>,
 }
 
+impl Trace {
+    fn new(function: &str) -> Self {
+        Self {
+            function: function.to_owned(),
+            parameters: Vec::new(),
+            rest: Vec::new(),
+            results: Vec::new(),
+            layers: Vec::new(),
+        }
+    }
+}
+
 /// The tensors of a structure, which stays as it is except for its place in an autograd graph.
 fn tensors<T: StepInput>(structure: T) -> (T, Vec<KilnTensor>) {
     let mut found = Vec::new();
@@ -183,32 +241,40 @@ where
 /// A transform of a function, as [`grad`] and the others return it. Called with [`Transformed::call`].
 pub struct Transformed<T> {
     function: T,
+    /// The name of the transform.
+    transform: &'static str,
     options: CompileOptions,
     region: CompiledRegion,
     compiled: TransformedRegion,
 }
 
 impl<T> Transformed<T> {
-    fn new(function: T, options: CompileOptions) -> Self {
+    fn new(function: T, transform: &'static str, options: CompileOptions) -> Self {
         Self {
             function,
+            transform,
             region: CompiledRegion::new(options.clone()).for_placeholders(),
             compiled: TransformedRegion::new(options.clone()),
             options,
         }
     }
 
-    fn named(function: T, name: &str) -> Self {
+    fn named(function: T, transform: &'static str) -> Self {
         crate::log::init_if_asked();
-        Self::new(function, CompileOptions::default().with_name(name))
+        Self::new(
+            function,
+            transform,
+            CompileOptions::default().with_name(transform),
+        )
     }
 
     /// The same function, compiled with other options.
     pub fn with_options(self, options: CompileOptions) -> Self {
-        Self::new(self.function, options)
+        Self::new(self.function, self.transform, options)
     }
 
-    /// How often something was compiled: once for each shape and path through the closure.
+    /// How often something was compiled: once for each shape and path through the closure. Calls inside of
+    /// regions are compiled with these.
     pub fn compiled(&self) -> usize {
         self.compiled.count()
     }
@@ -237,60 +303,135 @@ impl<T> Transformed<T> {
         let (parameters, mut arguments) = tensors(parameters);
         let (rest, of_rest) = tensors(rest);
         arguments.extend(of_rest);
-        // Inside a region this is the break, and in a rehearsal its end.
+        if session::is_inside_region() {
+            return self.call_inside(parameters, rest, arguments);
+        }
+        // In a rehearsal this is its end.
         let fetch = |tensor: &KilnTensor| session::fetch(&ir(tensor), BreakReason::OutsideOperation);
         let given = arguments.iter().map(fetch);
         let given = given.collect::<Result<Vec<Storage>, Error>>()?;
-        let mut trace = Trace {
-            function: function(),
-            parameters: Vec::new(),
-            rest: Vec::new(),
-            results: Vec::new(),
-            layers: Vec::new(),
-        };
-        let traced = self.region.trace(
-            self.compiled.is_empty(),
-            || self.function.trace(parameters, rest, &mut trace),
-            |output, recorded| Ok((output, recorded)),
-        )?;
-        let read = self.region.last_host_read();
-        let (output, recorded) = match traced {
-            Traced::Whole((output, recorded)) if read.is_none() => (output?, recorded),
-            _ => {
-                return Err(FuncError::Reads {
-                    function: function(),
-                    read,
-                });
-            }
-        };
-        let arguments: Vec<TensorIr> = trace.parameters.iter().chain(&trace.rest).map(ir).collect();
-        let results: Vec<TensorIr> = trace.results.iter().map(ir).collect();
-        let (of_closure, layers) = (trace.parameters.len(), trace.layers);
-        let recording = Recording {
-            recorded,
-            arguments: &arguments,
-            results: &results,
-            transform: format!("{of_closure} {layers:?}"),
-        };
-        // Tangents and cotangents follow the closure's own arguments; only floats have any.
-        let (taken, added) = given.split_at(arguments.len());
-        let added = added.iter().filter(|storage| storage.dtype().is_float());
-        let given: Vec<Storage> = taken.iter().chain(added).cloned().collect();
-        let transform = |graph| {
-            let program = Program::new(graph, of_closure, arguments.len());
-            let transformed = program.transform(&layers);
-            transformed
-                .map(Program::into_graph)
-                .map_err(|source| FuncError::Transform {
-                    function: function(),
-                    source,
-                })
-        };
-        let mut outputs = self.compiled.run(recording, &given, transform)?.into_iter();
+        let (output, called) = self.record(parameters, rest)?;
+        let given = called.given(given, Storage::dtype);
+        let outputs = self.compiled.run(called.recording(), &given, called.transform());
+        let mut outputs = outputs?.into_iter();
         Ok(output.map(&mut |like: KilnTensor| match outputs.next() {
             Some(storage) => like.client.adopt(storage.with_dtype(like.dtype())),
             None => like,
         }))
+    }
+
+    /// A call inside a region: the transformed function becomes one operation of the region's recording.
+    fn call_inside<P, X>(
+        &self,
+        parameters: P,
+        rest: X,
+        arguments: Vec<KilnTensor>,
+    ) -> Result<T::Output, FuncError>
+    where
+        T: Function<P, X>,
+        P: StepInput,
+        X: StepInput,
+    {
+        let mut trace = Trace::new(&self.options.name);
+        let recorded = session::record_part(self.transform, || {
+            self.function.trace(parameters, rest, &mut trace)
+        });
+        let (output, recorded) = recorded.map_err(|interrupted| match *interrupted {
+            Interrupted { read: None, error } => FuncError::from(error),
+            Interrupted { read, .. } => FuncError::Reads {
+                function: self.options.name.clone(),
+                read,
+            },
+        })?;
+        let output = output.inspect_err(|_| inline::abandon(&recorded))?;
+        let called = Called::new(trace, recorded);
+        let (output, like) = tensors(output);
+        let Some(client) = like.first().map(|like| like.client) else {
+            return Ok(output);
+        };
+        let given = called.given(arguments, KilnTensor::dtype);
+        let results: Vec<DType> = like.iter().map(KilnTensor::dtype).collect();
+        drop(like);
+        let (recording, transform) = (called.recording(), called.transform());
+        let outputs = inline::call(self.transform, client, recording, given, &results, transform)?;
+        let mut outputs = outputs.into_iter();
+        Ok(output.map(&mut |like: KilnTensor| outputs.next().unwrap_or(like)))
+    }
+
+    /// Records the closure on placeholders. Also returns its result, whose tensors are yet to be filled in.
+    fn record<P, X>(&self, parameters: P, rest: X) -> Result<(T::Output, Called), FuncError>
+    where
+        T: Function<P, X>,
+        P: StepInput,
+        X: StepInput,
+    {
+        let mut trace = Trace::new(&self.options.name);
+        let traced = self.region.trace(
+            self.compiled.is_empty(),
+            || self.function.trace(parameters, rest, &mut trace),
+            |output, recorded| Ok((output, recorded)),
+        );
+        let read = self.region.last_host_read();
+        match traced? {
+            Traced::Whole((output, recorded)) if read.is_none() => {
+                Ok((output?, Called::new(trace, recorded)))
+            }
+            _ => Err(FuncError::Reads {
+                function: self.options.name.clone(),
+                read,
+            }),
+        }
+    }
+}
+
+/// A recorded call of a closure.
+struct Called {
+    trace: Trace,
+    recorded: Recorded,
+    arguments: Vec<TensorIr>,
+    results: Vec<TensorIr>,
+}
+
+impl Called {
+    fn new(trace: Trace, recorded: Recorded) -> Self {
+        Self {
+            recorded,
+            arguments: trace.parameters.iter().chain(&trace.rest).map(ir).collect(),
+            results: trace.results.iter().map(ir).collect(),
+            trace,
+        }
+    }
+
+    /// The tensors that the transformed graph takes, of those that the caller gives: tangents and cotangents
+    /// follow the closure's own arguments, and only floats have any.
+    fn given<S>(&self, tensors: Vec<S>, dtype: impl Fn(&S) -> DType) -> Vec<S> {
+        let own = self.arguments.len();
+        let given = tensors.into_iter().enumerate();
+        let taken = given.filter(|(index, tensor)| *index < own || dtype(tensor).is_float());
+        taken.map(|(_, tensor)| tensor).collect()
+    }
+
+    fn recording(&self) -> Recording<'_> {
+        Recording {
+            recorded: &self.recorded,
+            arguments: &self.arguments,
+            results: &self.results,
+            transform: format!("{} {:?}", self.trace.parameters.len(), self.trace.layers),
+        }
+    }
+
+    /// The transform of the closure's graph.
+    fn transform(&self) -> impl FnOnce(Graph) -> Result<Graph, FuncError> {
+        |graph| {
+            let program = Program::new(graph, self.trace.parameters.len(), self.arguments.len());
+            let transformed = program.transform(&self.trace.layers);
+            transformed
+                .map(Program::into_graph)
+                .map_err(|source| FuncError::Transform {
+                    function: self.trace.function.clone(),
+                    source,
+                })
+        }
     }
 }
 
@@ -362,14 +503,14 @@ impl<F> Transformed<Vmap<F>> {
     /// Whether random operations draw the same for each element of the batch (the default) or different
     /// numbers.
     pub fn with_randomness(self, randomness: Randomness) -> Self {
-        Self::new(Vmap(self.function.0, randomness), self.options)
+        Self::new(Vmap(self.function.0, randomness), self.transform, self.options)
     }
 }
 
 impl<F> Transformed<Jacobian<F>> {
     /// The mode that computes the Jacobian: both give the same result up to rounding.
     pub fn with_mode(self, mode: Mode) -> Self {
-        Self::new(Jacobian(self.function.0, mode), self.options)
+        Self::new(Jacobian(self.function.0, mode), self.transform, self.options)
     }
 }
 

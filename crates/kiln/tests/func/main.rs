@@ -1,5 +1,6 @@
 //! Transformed functions: against loops, finite differences in f64, and Burn's own autograd.
 
+mod inside;
 mod torch;
 
 use std::cell::RefCell;

@@ -176,8 +176,29 @@ fn check(found: &[f64], expected: &[f64], what: &str, config: &Config) {
 /// The largest difference, relative to the largest number of a result.
 const TOLERANCE: f64 = 1e-9;
 
-/// Computes what `drawn` lists, and compares.
-fn compare(drawn: &Drawn, options: &CompileOptions) {
+/// How calls are run.
+struct Run {
+    options: CompileOptions,
+    /// Whether each is in a region.
+    inside: bool,
+}
+
+impl Run {
+    fn call<R>(&self, call: impl FnOnce() -> Result<R, FuncError>) -> R {
+        let result = match self.inside {
+            true => kiln::compile(self.options.clone()).run(call).unwrap(),
+            false => call(),
+        };
+        result.unwrap()
+    }
+}
+
+/// Computes what `drawn` lists, each call alone or `inside` of a region of one graph, and compares.
+fn compare(drawn: &Drawn, options: &CompileOptions, inside: bool) {
+    let run = Run {
+        options: options.clone().with_fullgraph(true),
+        inside,
+    };
     let Drawn { config, results } = drawn;
     let seed = config.seed;
     let (values, tangents) = (config.parameters(seed), config.parameters(seed + 7.0));
@@ -194,7 +215,7 @@ fn compare(drawn: &Drawn, options: &CompileOptions) {
     let network = |values: Values, x: Vector| config.network(values, x);
 
     let each = vmap(grad(loss)).with_options(options.clone());
-    let (matrices, vectors) = each.call(Same(values.clone()), (xs, ys, labels)).unwrap();
+    let (matrices, vectors) = run.call(|| each.call(Same(values.clone()), (xs, ys, labels)));
     let found = [flat(&matrices), flat(&vectors)].concat();
     // Kiln has all samples of a parameter together, as torch has.
     check(&found, &results.each_gradient, "gradients of each sample", config);
@@ -203,9 +224,7 @@ fn compare(drawn: &Drawn, options: &CompileOptions) {
         |(x, vectors): (Vector, Vec<Vector>), matrices: Vec<Matrix>| config.network((matrices, vectors), x);
     for mode in [Mode::Forward, Mode::Reverse] {
         let jacobian = jacobian(of_input).with_mode(mode).with_options(options.clone());
-        let rows = jacobian
-            .call((sample.0.clone(), values.1.clone()), values.0.clone())
-            .unwrap();
+        let rows = run.call(|| jacobian.call((sample.0.clone(), values.1.clone()), values.0.clone()));
         check(&flat(&rows[0]), &results.jacobian, "Jacobian", config);
     }
 
@@ -217,25 +236,21 @@ fn compare(drawn: &Drawn, options: &CompileOptions) {
     let last = others.pop().expect("a layer");
     let second = hessian(by_last).with_options(options.clone());
     let rest = ((others, vectors), sample.1.clone(), sample.2.clone());
-    let rows = second.call((sample.0.clone(), last), rest).unwrap();
+    let rows = run.call(|| second.call((sample.0.clone(), last), rest));
     check(&flat(&rows.concat()), &results.hessian, "Hessian", config);
 
     let pushed = jvp(network).with_options(options.clone());
-    let (value, tangent) = pushed
-        .call(values.clone(), (sample.0.clone(), tangents.clone()))
-        .unwrap();
+    let (value, tangent) = run.call(|| pushed.call(values.clone(), (sample.0.clone(), tangents.clone())));
     check(&numbers(&value), &results.value, "value", config);
     check(&numbers(&tangent), &results.jvp, "jvp", config);
 
     let pulled = vjp(network).with_options(options.clone());
     let cotangent = wide([config.outputs], seed + 3.0);
-    let (_, found) = pulled
-        .call(values.clone(), (sample.0.clone(), cotangent))
-        .unwrap();
+    let (_, found) = run.call(|| pulled.call(values.clone(), (sample.0.clone(), cotangent)));
     check(&flat_values(&found), &results.vjp, "vjp", config);
 
     let product = jvp(grad(loss)).with_options(options.clone());
-    let (_, found) = product.call(values, (sample, tangents)).unwrap();
+    let (_, found) = run.call(|| product.call(values, (sample, tangents)));
     check(
         &flat_values(&found),
         &results.hessian_product,
@@ -257,7 +272,9 @@ fn fixed() -> Vec<Drawn> {
 fn fixed_networks_as_torch_has_them() {
     device();
     for drawn in fixed() {
-        compare(&drawn, &exact());
+        for inside in [false, true] {
+            compare(&drawn, &exact(), inside);
+        }
     }
 }
 
@@ -267,10 +284,11 @@ fn a_compiled_network_as_torch_has_it() {
     let small = fixed()
         .into_iter()
         .min_by_key(|drawn| drawn.results.each_gradient.len());
-    compare(
-        &small.unwrap(),
-        &CompileOptions::default().with_backend(CompileBackend::Cpu),
-    );
+    let small = small.unwrap();
+    for inside in [false, true] {
+        let options = CompileOptions::default().with_backend(CompileBackend::Cpu);
+        compare(&small, &options, inside);
+    }
 }
 
 #[test]
@@ -299,6 +317,8 @@ fn random_networks_as_torch_has_them() {
     device();
     eprintln!("random networks of seed {seed}");
     for drawn in drawn {
-        compare(&drawn, &exact());
+        for inside in [false, true] {
+            compare(&drawn, &exact(), inside);
+        }
     }
 }

@@ -57,19 +57,26 @@ impl Recording {
             made: FxHashMap::default(),
         };
         let operations = self.operations.iter().zip(self.streams_by_operation());
-        for ((operation, stream), _) in operations.zip(hoisted).filter(|(_, hoisted)| **hoisted) {
-            let mut streams = || stream.map_or((0, 0), |Stream { seed, stream }| (seed, stream));
+        for ((operation, streams), _) in operations.zip(hoisted).filter(|(_, hoisted)| **hoisted) {
+            let mut streams = streams.iter();
+            let mut streams = || {
+                streams
+                    .next()
+                    .map_or((0, 0), |&Stream { seed, stream }| (seed, stream))
+            };
             eager::run(operation, &mut results, &mut streams)?;
         }
         Ok(results.made)
     }
 
-    /// The stream of each operation; none for one that is not random.
-    fn streams_by_operation(&self) -> impl Iterator<Item = Option<Stream>> {
-        let mut streams = self.streams.iter().copied();
-        self.operations
-            .iter()
-            .map(move |operation| stream::is_random(operation).then(|| streams.next()).flatten())
+    /// The streams of each operation; none for one that is not random.
+    fn streams_by_operation(&self) -> impl Iterator<Item = &[Stream]> {
+        let mut left: &[Stream] = &self.streams;
+        self.operations.iter().map(move |operation| {
+            let (streams, rest) = left.split_at(stream::draws(operation).min(left.len()));
+            left = rest;
+            streams
+        })
     }
 
     /// Records the operations that are not `hoisted` again, with the tensors `made` as inputs. Returns
@@ -79,7 +86,7 @@ impl Recording {
         hoisted: &[bool],
         mut made: FxHashMap<TensorId, FlexTensor>,
     ) -> Vec<(TensorId, Storage)> {
-        let streams: Vec<_> = self.streams_by_operation().collect();
+        let streams: Vec<Vec<Stream>> = self.streams_by_operation().map(<[Stream]>::to_vec).collect();
         let mut old = std::mem::replace(self, Self::new(self.base));
         self.host_data = std::mem::take(&mut old.host_data);
         let alive: FxHashMap<_, _> = old.pending.iter().map(|it| (it.id, it.alive)).collect();
@@ -89,7 +96,7 @@ impl Recording {
 
         let mut inputs: Vec<_> = old.inputs.into_iter().map(Some).collect();
         let mut lines = old.lines.into_iter();
-        for (position, ((operation, stream), &hoisted)) in
+        for (position, ((operation, streams), &hoisted)) in
             old.operations.into_iter().zip(streams).zip(hoisted).enumerate()
         {
             let line = lines.next();
@@ -120,8 +127,9 @@ impl Recording {
                 self.note_line(line);
             }
             let full_precision = old.full_precision.contains(&(position as u32));
+            let mut streams = streams.into_iter();
             self.push_in(full_precision, operation, || {
-                stream.unwrap_or(Stream { seed: 0, stream: 0 })
+                streams.next().unwrap_or(Stream { seed: 0, stream: 0 })
             });
         }
         for result in &mut self.pending {

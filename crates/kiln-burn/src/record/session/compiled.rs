@@ -203,12 +203,12 @@ pub enum Traced<T, R> {
     Cut(T),
 }
 
-/// Makes a session the thread's current one; undone on drop, also by a panic. A trace inside a region comes
-/// back to that.
-struct Entered(Option<Shared>);
+/// Makes a session the thread's current one; undone on drop, also by a panic. A part of a region comes back
+/// to that.
+pub(super) struct Entered(Option<Shared>);
 
 impl Entered {
-    fn new(session: Shared) -> Self {
+    pub(super) fn new(session: Shared) -> Self {
         Self(CURRENT.with_borrow_mut(|current| current.replace(session)))
     }
 }
@@ -220,10 +220,10 @@ impl Drop for Entered {
 }
 
 /// Makes a session known to other threads that look for a pending tensor; undone on drop, also by a panic.
-struct Listed(Shared);
+pub(super) struct Listed(Shared);
 
 impl Listed {
-    fn new(session: Shared) -> Self {
+    pub(super) fn new(session: Shared) -> Self {
         lock(&SESSIONS).push(session.clone());
         Self(session)
     }

@@ -22,7 +22,14 @@ pub fn fetch(ir: &TensorIr, reason: BreakReason) -> Result<Storage, Error> {
     }
     // A thread that is ending is in no region any more.
     if let Ok(Some(session)) = CURRENT.try_with(|current| current.borrow().clone()) {
-        lock(&session).region.note_host_read(ir, &reason);
+        let mut session = lock(&session);
+        session.region.note_host_read(ir, &reason);
+        if session.parent.is_some() {
+            // Nothing has elements here, and nothing is cut for them.
+            let _ = session.cut(reason, Some(ir.id));
+            drop(session);
+            resume_unwind(Box::new(Aborted));
+        }
     }
     let last_use = ir.status == TensorStatus::ReadWrite;
     let found = match take(ir.id, last_use) {
@@ -121,7 +128,7 @@ fn take(id: TensorId, last_use: bool) -> Option<Slot> {
 
 /// A tensor was dropped.
 pub(super) fn release(id: TensorId) {
-    if kill_own(id) == Killed::Result || table::discard(id) {
+    if matches!(kill_own(id), Killed::Result | Killed::Borrowed) || table::discard(id) {
         return;
     }
     let all = lock(&SESSIONS).clone();
@@ -139,7 +146,7 @@ pub(super) fn release(id: TensorId) {
 fn kill_own(id: TensorId) -> Killed {
     let kill = |session: &Shared| lock(session).recording.kill(id);
     // A thread that is ending has no sessions any more.
-    let in_region = CURRENT.try_with(|current| current.borrow().as_ref().map(kill));
+    let in_region = CURRENT.try_with(|current| current.borrow().as_ref().map(|session| kill_in(session, id)));
     match in_region {
         Ok(Some(killed)) if killed != Killed::Unknown => return killed,
         _ => {}
@@ -150,4 +157,15 @@ fn kill_own(id: TensorId) -> Killed {
         killed.find(|&killed| killed != Killed::Unknown)
     });
     in_lazy.ok().flatten().unwrap_or(Killed::Unknown)
+}
+
+/// Tells the recording of a region, or of a function inside of one, that the program will not use a tensor
+/// any more.
+fn kill_in(session: &Shared, id: TensorId) -> Killed {
+    let mut session = lock(session);
+    match (session.recording.kill(id), &session.parent) {
+        (Killed::Input, Some(_)) => Killed::Borrowed,
+        (Killed::Unknown, Some(parent)) => kill_in(parent, id),
+        (killed, _) => killed,
+    }
 }
