@@ -7,17 +7,17 @@
 //!
 //! The ranks are those that `kiln_distributed::current` gives: a process has one world.
 
+mod exchanges;
 mod shares;
 mod statistics;
 
 use std::any::TypeId;
-use std::cell::RefCell;
-use std::collections::HashSet;
 use std::ffi::c_void;
 use std::fmt::Write as _;
-use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Once, OnceLock};
 
 use burn_backend::{TensorData, TensorMetadata};
+use burn_ir::OperationIr;
 use burn_router::RouterTensor;
 use kiln_compiler::buckets::Buckets;
 use kiln_compiler::overlap::{Event, Overlap};
@@ -26,7 +26,7 @@ use kiln_cuda::CudaError;
 use kiln_cuda::execute::Gpu;
 use kiln_cuda::libraries::{Driver, Search, open_nccl};
 use kiln_cuda::ranks::DeviceCarrier;
-use kiln_distributed::{Launcher, Operands, Ticket, World, current};
+use kiln_distributed::{InFlight, Launcher, Operand, StepTag, World, current};
 use kiln_graph::{CollectiveKind, DType, Graph, Op, Rewriter, TypeError};
 use kiln_partition::Machine;
 
@@ -34,6 +34,7 @@ use crate::client::KilnClient;
 use crate::custom;
 use crate::device::KilnDevice;
 use crate::execute::{ExecuteError, convert};
+pub(crate) use exchanges::meet;
 pub use shares::{check_elementwise, joined, mean_share, sum};
 pub(crate) use statistics::replaced;
 pub use statistics::synchronised;
@@ -42,11 +43,13 @@ pub use statistics::synchronised;
 struct Mean;
 
 /// The id of the mean over ranks.
-static MEAN: LazyLock<String> = LazyLock::new(|| {
-    custom::register("mean over ranks", TypeId::of::<Mean>(), None, || {
-        Arc::new(mean_of)
-    })
-});
+static MEAN: LazyLock<String> = LazyLock::new(|| mean_id("mean over ranks"));
+
+fn mean_id(name: &str) -> String {
+    let id = custom::register(name, TypeId::of::<Mean>(), None, || Arc::new(mean_of));
+    shares::keep_id(&id, CollectiveKind::AllReduce, true);
+    id
+}
 
 /// The mean of `tensor` over all ranks, on each of them. Every rank takes the same means in the same order. Alone it
 /// is the tensor itself.
@@ -54,10 +57,19 @@ pub fn mean(tensor: RouterTensor<KilnClient>) -> RouterTensor<KilnClient> {
     if current().is_none() {
         return tensor;
     }
-    let client = tensor.client;
-    let ty = [(tensor.shape(), tensor.dtype())];
-    let mut results = client.custom(&MEAN, vec![tensor], &ty);
-    results.remove(0)
+    let shape = tensor.shape();
+    shares::call(&MEAN, tensor, shape)
+}
+
+/// [`mean`] of the gradient of a parameter, which has this number among those of its model. Ranks whose means are of
+/// other parameters do not run the same step, even if all have equal shapes.
+pub fn mean_gradient(tensor: RouterTensor<KilnClient>, parameter: usize) -> RouterTensor<KilnClient> {
+    if current().is_none() {
+        return tensor;
+    }
+    let id = mean_id(&format!("mean over ranks, parameter {parameter}"));
+    let shape = tensor.shape();
+    shares::call(&id, tensor, shape)
 }
 
 /// The function of the mean, where the step does not call the ranks itself.
@@ -82,6 +94,11 @@ fn mean_of(operands: &[TensorData]) -> Vec<TensorData> {
 /// collective for.
 pub fn is_of_ranks(op: &Op) -> bool {
     shares::collective(op, 1).is_some()
+}
+
+/// Whether a recorded operation is one of the ranks together.
+pub(crate) fn is_recorded(operation: &OperationIr) -> bool {
+    custom::id(operation).is_some_and(|id| shares::kind_of(id).is_some())
 }
 
 /// What leaves a recorded graph and follows from a gradient without any operation of the ranks in between;
@@ -259,60 +276,6 @@ pub(crate) fn chosen_buckets() -> Result<Buckets, ExecuteError> {
     }))
 }
 
-/// Makes sure that all ranks compiled the same step, if it has collectives: the same graph, and the same collectives
-/// in the same order. A step that was agreed on is not asked about again.
-pub(crate) fn agree(graph: &Graph, options: &str, contract: &Contract) -> Result<(), ExecuteError> {
-    static AGREED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
-    let collectives: Vec<&ExternCall> = contract
-        .externs
-        .iter()
-        .filter(|call| call.collective.is_some())
-        .collect();
-    if collectives.is_empty() {
-        return Ok(());
-    }
-    let world =
-        current().ok_or_else(|| ExecuteError::Ranks(kiln_distributed::Error::Broken("no world".into())))?;
-    // Which outputs take over memory depends on what a program holds, and may differ.
-    let mut plain = graph.clone();
-    plain.outputs.iter_mut().for_each(|output| output.alias = None);
-    let line = |call: &&ExternCall| {
-        let types: Vec<String> = call
-            .inputs
-            .iter()
-            .map(|(dtype, dims)| format!("{dtype}{dims:?}"))
-            .collect();
-        format!("{} of {}", call.name, types.join(", "))
-    };
-    let order = collectives.iter().map(line).collect::<Vec<_>>().join("; ");
-    let nodes = format!(
-        "{} operations, {} outputs",
-        graph.num_nodes(),
-        graph.outputs.len()
-    );
-    let facts = [
-        ("Kiln's version", env!("CARGO_PKG_VERSION").to_owned()),
-        ("the size of its step", nodes),
-        ("what its step computes", plain.fingerprint().to_string()),
-        ("the options of its step", options.to_owned()),
-        ("the order of its collectives", order),
-    ];
-    let key = facts
-        .iter()
-        .map(|(_, value)| value.as_str())
-        .collect::<Vec<_>>()
-        .join("\n");
-    let known =
-        |agreed: &Option<HashSet<String>>| agreed.as_ref().is_some_and(|agreed| agreed.contains(&key));
-    if known(&AGREED.lock().unwrap_or_else(PoisonError::into_inner)) {
-        return Ok(());
-    }
-    world.agree(&facts)?;
-    let mut agreed = AGREED.lock().unwrap_or_else(PoisonError::into_inner);
-    agreed.get_or_insert_default().insert(key);
-    Ok(())
-}
-
 /// The started collectives of a compiled step, in a line for each kind; none if it has none. What is hidden
 /// is counted in kernels: those between the start of the first bucket and the first wait.
 pub(crate) fn buckets_text(contract: &Contract) -> Option<String> {
@@ -357,21 +320,19 @@ pub(crate) fn buckets_text(contract: &Contract) -> Option<String> {
     Some(text)
 }
 
-/// The collectives that a run of a compiled step has begun.
-#[derive(Default)]
+/// The collectives of a run of a compiled step.
 pub(crate) struct Calls {
     world: Option<World>,
-    /// Each with the address of its result.
-    begun: RefCell<Vec<(usize, Ticket)>>,
+    begun: InFlight,
 }
 
 impl Calls {
-    /// For a run of a step of these calls.
-    pub(crate) fn of(contract: &Contract) -> Self {
+    /// For a run of a step of these calls, which the ranks know by this tag.
+    pub(crate) fn of(contract: &Contract, tag: StepTag) -> Self {
         let has = contract.externs.iter().any(|call| call.collective.is_some());
         Self {
             world: has.then(current).flatten(),
-            begun: RefCell::default(),
+            begun: InFlight::of(tag),
         }
     }
 
@@ -396,54 +357,24 @@ impl Calls {
             Ok::<_, String>((dtype, dtype.size() * dims.iter().product::<usize>()))
         };
         let ((dtype, bytes), (_, result)) = (size(&call.inputs[0])?, size(&call.outputs[0])?);
-        // SAFETY: one pointer for each operand and one for the result.
-        let (from, to) = unsafe {
+        // SAFETY: one pointer for each operand and one for the result, valid for their types; and the
+        // caller's promise.
+        let done = unsafe {
             let to = buffers.add(call.inputs.len());
-            ((*buffers).cast::<u8>(), (*to).cast::<u8>())
+            let (from, to) = ((*buffers).cast::<u8>(), (*to).cast::<u8>());
+            match part.collective() {
+                Some(collective) => {
+                    let operand = Operand { dtype, from, bytes };
+                    self.begun.begin(world, &collective, operand, to)
+                }
+                None => self.begun.wait(from, to, result),
+            }
         };
-        // SAFETY: operand and result are valid for their types, and the caller's promise. Equal pointers are copied
-        // onto themselves.
-        unsafe {
-            let Some(collective) = part.collective() else {
-                let mut begun = self.begun.borrow_mut();
-                let position = begun.iter().position(|(at, _)| *at == from as usize);
-                let (_, ticket) = begun.remove(position.ok_or("nothing was started there")?);
-                drop(begun);
-                ticket.wait().map_err(|error| error.to_string())?;
-                std::ptr::copy(from, to, result);
-                return Ok(());
-            };
-            if collective.ranks != world.size() {
-                return Err(format!(
-                    "the step is one of {} ranks, and there are {}",
-                    collective.ranks,
-                    world.size()
-                ));
-            }
-            let moves = collective.started && collective.kind.is_in_place();
-            if moves {
-                std::ptr::copy(from, to, bytes);
-            }
-            let operands = Operands {
-                kind: collective.kind,
-                mean: collective.mean,
-                root: collective.root,
-                dtype,
-                from: if moves { to } else { from },
-                bytes,
-                to,
-            };
-            let ticket = world.start(operands).map_err(|error| error.to_string())?;
-            match collective.started {
-                true => self.begun.borrow_mut().push((to as usize, ticket)),
-                false => ticket.wait().map_err(|error| error.to_string())?,
-            }
-            Ok(())
-        }
+        done.map_err(|error| error.to_string())
     }
 
     /// Waits for whatever is still under way: the step's memory is in other use from now on.
     pub(crate) fn finish(&self) {
-        self.begun.borrow_mut().clear();
+        self.begun.finish();
     }
 }

@@ -28,6 +28,10 @@
 //! Sums go in the order of ranks, element by element, so buckets change no bit of a result
 //! (kiln-cpu's `tests/ranks.rs`, kiln-distributed's `buckets_change_no_bit`), and their sizes may follow from
 //! a measurement ([`Buckets::of`]). Libraries that add up in an order of their own need fixed sizes.
+//!
+//! All ranks must start the same buckets in the same order, also where their batches have other shapes, and the order in
+//! which gradients are made may follow from the shape. So the order may be given ([`crate::Options::sums`]). A bucket
+//! then starts behind the last of its own gradients and of those of the buckets before it.
 
 mod bucket;
 mod tail;
@@ -92,12 +96,14 @@ impl fmt::Display for Buckets {
     }
 }
 
-/// `graph` with its collectives in buckets; none if it has none that can be joined.
+/// `graph` with its collectives in buckets; none if it has none that can be joined. Sums are started in the given
+/// `order` ([`order()`]) if that is one of this graph.
 ///
 /// # Errors
 /// If a node does not fit: a bug of the pass.
-pub fn run(graph: &Graph, sizes: &Buckets) -> Result<Option<Graph>, TypeError> {
+pub fn run(graph: &Graph, sizes: &Buckets, order: Option<&[u32]>) -> Result<Option<Graph>, TypeError> {
     let sums = sums(graph, &graph.users());
+    let sums = order.and_then(|order| in_order(&sums, order)).unwrap_or(sums);
     let mut joined: FxHashSet<Node> = sums.iter().map(|sum| sum.node).collect();
     let mut groups = groups(graph, sums, sizes);
     let gathers = tail::gathers(graph, &groups);
@@ -150,6 +156,39 @@ fn sums(graph: &Graph, users: &Users) -> Vec<Member> {
         .collect();
     sums.sort_by_key(|sum| (sum.ready, sum.node));
     sums
+}
+
+/// The order in which the sums of a graph can be started, each by its position among them.
+pub fn order(graph: &Graph) -> Vec<u32> {
+    let sums = sums(graph, &graph.users());
+    let mut nodes: Vec<Node> = sums.iter().map(|sum| sum.node).collect();
+    nodes.sort_unstable();
+    let position = |sum: &Member| nodes.binary_search(&sum.node).unwrap_or_default() as u32;
+    sums.iter().map(position).collect()
+}
+
+/// `sums` in an order, as soon as they can be started in it; none if it is no order of so many, or a sum of them is
+/// needed before all that come earlier can be started.
+fn in_order(sums: &[Member], order: &[u32]) -> Option<Vec<Member>> {
+    let mut nodes: Vec<&Member> = sums.iter().collect();
+    nodes.sort_unstable_by_key(|sum| sum.node);
+    let mut ordered = Vec::with_capacity(sums.len());
+    let mut taken = vec![false; sums.len()];
+    let mut behind = 0;
+    for &position in order {
+        let position = position as usize;
+        let mut sum = (*nodes.get(position)?).clone();
+        if std::mem::replace(&mut taken[position], true) {
+            return None;
+        }
+        behind = sum.ready.max(behind);
+        sum.ready = behind;
+        if sum.needed <= sum.ready {
+            return None;
+        }
+        ordered.push(sum);
+    }
+    (ordered.len() == sums.len()).then_some(ordered)
 }
 
 /// Buckets that are all started before the first of their sums is needed.
@@ -229,6 +268,9 @@ pub fn collectives_text(graph: &Graph) -> String {
 
 #[cfg(test)]
 mod tests {
+    use kiln_graph::op::UnaryOp;
+    use kiln_graph::{Collective, DType, Provenance, TensorType};
+
     use super::*;
 
     #[test]
@@ -242,5 +284,54 @@ mod tests {
         assert_eq!(Buckets::of(25e-6, 2.0 / 12.5e9), Buckets::with_others(25 << 18));
         assert_eq!(Buckets::with_others(25 << 20), Buckets::default());
         assert_eq!(Buckets::of(0.0, 1e-9).others, 25 << 16);
+    }
+
+    /// Sums of three gradients, made in their order; the last one's is needed before the others'.
+    fn three_sums() -> Graph {
+        let mut graph = Graph::new("step");
+        let p = Provenance::default();
+        let parameters: Vec<Value> = (0..3)
+            .map(|_| graph.parameter(TensorType::new(DType::F32, [4])))
+            .collect();
+        let mut gradients = Vec::new();
+        for &parameter in &parameters {
+            gradients.push(graph.unary(UnaryOp::Exp, parameter, &p).unwrap());
+        }
+        for gradient in gradients.into_iter().rev() {
+            let sum = Op::Collective(Collective::average(2));
+            let sum = graph.add(sum, &[gradient], &p).unwrap();
+            graph.output(sum, None);
+        }
+        graph
+    }
+
+    /// The parameters whose gradients are summed, in the order in which that is started.
+    fn started(graph: &Graph) -> Vec<u32> {
+        let starts = graph
+            .nodes()
+            .filter(|(_, data)| matches!(data.op, Op::Collective(it) if it.started));
+        let parameter = |data: &NodeData| match graph.def(graph.def(data.inputs[0]).inputs[0]).op {
+            Op::Parameter { index, .. } => index,
+            _ => u32::MAX,
+        };
+        starts.map(|(_, data)| parameter(data)).collect()
+    }
+
+    #[test]
+    fn sums_are_started_in_a_given_order() {
+        let graph = three_sums();
+        // Positions among the sums, which the graph has backwards.
+        assert_eq!(order(&graph), [2, 1, 0]);
+        let run = |order: Option<&[u32]>| {
+            let bucketed = run(&graph, &Buckets::NONE, order).unwrap().unwrap();
+            kiln_graph::verify::verify(&bucketed).unwrap();
+            started(&bucketed)
+        };
+        assert_eq!(run(None), [0, 1, 2]);
+        assert_eq!(run(Some(&[0, 2, 1])), [2, 0, 1]);
+        assert_eq!(run(Some(&[0, 1, 2])), [2, 1, 0]);
+        // No order of three sums.
+        assert_eq!(run(Some(&[0, 1])), [0, 1, 2]);
+        assert_eq!(run(Some(&[0, 1, 1])), [0, 1, 2]);
     }
 }

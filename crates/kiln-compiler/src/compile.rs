@@ -113,7 +113,9 @@ pub fn compile<T: Target>(
     if options.wants_dumps() && partition.is_some() {
         dumps.push(("partition".into(), graph.to_string()));
     }
-    let bucketed = stages.time("buckets", || buckets::run(&graph, &options.buckets));
+    let bucketed = stages.time("buckets", || {
+        buckets::run(&graph, &options.buckets, options.sums.as_deref())
+    });
     let graph = match bucketed.map_err(CompileError::pass("buckets"))? {
         Some(bucketed) => {
             if options.wants_dumps() {

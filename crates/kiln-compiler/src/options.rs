@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use kiln_graph::DType;
 
@@ -48,6 +49,10 @@ pub struct Options {
     pub keep: Keep,
     /// How large the buckets are in which sums over ranks travel.
     pub buckets: Buckets,
+    /// The order in which sums over ranks are started, each by its position among those of the graph
+    /// ([`crate::buckets::order`]): ranks that compile graphs of different shapes join the same sums. None for the
+    /// order in which this graph makes them.
+    pub sums: Option<Arc<[u32]>>,
     /// Whether to keep the text of the graph after each pass.
     pub dump: bool,
     /// Folder in which to write the result of each stage ([`crate::debug`]); none to write nothing.
@@ -63,6 +68,7 @@ impl Default for Options {
             autocast: None,
             keep: Keep::default(),
             buckets: Buckets::default(),
+            sums: None,
             dump: false,
             debug: None,
         }
@@ -73,10 +79,15 @@ impl Options {
     /// The options that the generated code depends on, for cache keys.
     pub fn identity(&self) -> String {
         let autocast = self.autocast.map_or("none", DType::name);
-        format!(
+        let mut text = format!(
             "fuse={} update_in_epilogue={} transform={} autocast={autocast} keep={} buckets={}",
             self.fuse, self.update_in_epilogue, self.transform, self.keep, self.buckets,
-        )
+        );
+        if let Some(sums) = &self.sums {
+            let numbers: Vec<String> = sums.iter().map(u32::to_string).collect();
+            text += &format!(" sums={}", numbers.join(","));
+        }
+        text
     }
 
     /// Whether an option asks for the text of the graph after each pass.

@@ -58,7 +58,8 @@ impl<T: Target> ArenaPlanner<'_, T> {
     /// # Errors
     /// Those of [`Target::kernel`].
     pub fn arena(&self, graph: &Graph) -> Result<u64, CompileError> {
-        let bucketed = buckets::run(graph, &self.options.buckets).map_err(CompileError::pass("buckets"))?;
+        let (sizes, sums) = (&self.options.buckets, self.options.sums.as_deref());
+        let bucketed = buckets::run(graph, sizes, sums).map_err(CompileError::pass("buckets"))?;
         let graph = bucketed.as_ref().unwrap_or(graph);
         let schedule = fuse::schedule(graph, self.options, self.target.policy());
         let kernels = kernels(graph, &schedule, self.target)?;

@@ -24,7 +24,7 @@ use kiln_compiler::{Contract, Options};
 use kiln_cpu::{
     BuildOptions, Cache, CpuExecutable, CpuTarget, KernelEvent, StepHooks, ThreadPool, Toolchain,
 };
-use kiln_distributed::{Link, Operands, Ticket, World};
+use kiln_distributed::{InFlight, Link, Operand, World};
 use kiln_graph::{DType, Graph};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, averaged_gradients, decoder_step};
@@ -45,7 +45,7 @@ const SUM: usize = 2 << 20;
 struct Calls<'a> {
     contract: &'a Contract,
     world: Option<&'a World>,
-    begun: RefCell<Vec<(usize, Ticket)>>,
+    begun: InFlight,
     /// Seconds of each kernel.
     kernels: RefCell<Vec<f64>>,
     begin: RefCell<Instant>,
@@ -66,7 +66,7 @@ impl StepHooks for Calls<'_> {
     }
 
     fn over(&self) {
-        self.begun.borrow_mut().clear();
+        self.begun.finish();
     }
 
     fn call_extern(&self, index: usize, buffers: *mut *mut c_void) -> Result<(), String> {
@@ -80,39 +80,20 @@ impl StepHooks for Calls<'_> {
         let result: DType = result.parse().map_err(|_| "an element type that is not known")?;
         let result_bytes = result.size() * dims.iter().product::<usize>();
         // SAFETY: the step passes the operands' pointers and the result's; all are valid until the wait.
-        unsafe {
+        let done = unsafe {
             let (from, to) = (
                 (*buffers).cast::<u8>(),
                 (*buffers.add(call.inputs.len())).cast::<u8>(),
             );
-            let Some(it) = part.collective() else {
-                let mut begun = self.begun.borrow_mut();
-                let position = begun.iter().position(|(at, _)| *at == from as usize);
-                let (_, ticket) = begun.remove(position.ok_or("nothing was started there")?);
-                ticket.wait().map_err(|error| error.to_string())?;
-                std::ptr::copy(from, to, result_bytes);
-                return Ok(());
-            };
-            let moves = it.kind.is_in_place();
-            if moves {
-                std::ptr::copy(from, to, bytes);
+            match part.collective() {
+                Some(collective) => {
+                    let operand = Operand { dtype, from, bytes };
+                    self.begun.begin(world, &collective, operand, to)
+                }
+                None => self.begun.wait(from, to, result_bytes),
             }
-            let operands = Operands {
-                kind: it.kind,
-                mean: it.mean,
-                root: it.root,
-                dtype,
-                from: if moves { to } else { from },
-                bytes,
-                to,
-            };
-            let ticket = world.start(operands).map_err(|error| error.to_string())?;
-            match it.started {
-                true => self.begun.borrow_mut().push((to as usize, ticket)),
-                false => ticket.wait().map_err(|error| error.to_string())?,
-            }
-        }
-        Ok(())
+        };
+        done.map_err(|error| error.to_string())
     }
 }
 
@@ -126,7 +107,7 @@ fn run(
     let calls = Calls {
         contract: step.contract(),
         world,
-        begun: RefCell::default(),
+        begun: InFlight::default(),
         kernels: RefCell::new(vec![0.0; step.contract().kernels.len()]),
         begin: RefCell::new(Instant::now()),
     };

@@ -417,6 +417,126 @@ fn whoever_waits_too_long_says_so_and_ends_nccl() {
 }
 
 #[test]
+fn nobody_waits_for_an_abort_that_does_not_return() {
+    let graph = Graph::parse(STEP).unwrap();
+    let Some(setup) = Setup::new(&graph, Buckets::default(), Duration::from_millis(300)) else {
+        return;
+    };
+    // Two calls: the second one makes the step's graph.
+    setup.call().unwrap();
+    setup.call().unwrap();
+    // As NCCL does while there is a graph that has its calls.
+    setup.fake.block("ncclCommAbort");
+    setup.fake.fail("cuEventQuery", 600);
+    setup.call().unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| setup.gpu.download(&setup.outputs[1], &mut vec![0; 8192]));
+        let error = given_up(&setup);
+        assert!(
+            matches!(error, CudaError::Ranks(Error::Stuck { rank: 1, .. })),
+            "{error}"
+        );
+        // The kernels end.
+        setup.fake.fail("cuEventQuery", 0);
+        let read = waiting.join().unwrap().unwrap_err();
+        assert_eq!(read.to_string(), error.to_string());
+    });
+    // The device lives on, and everything is freed.
+    setup.gpu.device().synchronize().unwrap();
+    let Setup { fake, gpu, step, .. } = setup;
+    drop((step, gpu));
+    assert!(!of(&fake.calls(), "cuGraphExecDestroy").is_empty());
+}
+
+#[test]
+fn kernels_that_do_not_end_are_left_behind() {
+    let graph = Graph::parse(STEP).unwrap();
+    let Some(setup) = Setup::new(&graph, Buckets::default(), Duration::from_millis(100)) else {
+        return;
+    };
+    setup.fake.fail("cuEventQuery", 600);
+    setup.call().unwrap();
+    // This one does not ask about ranks.
+    let waited = setup.gpu.stream().synchronize().unwrap_err();
+    assert!(
+        waited
+            .to_string()
+            .contains("cuda:0 is gone: ncclCommAbort reported"),
+        "{waited}"
+    );
+    assert!(matches!(given_up(&setup), CudaError::Ranks(Error::Stuck { .. })));
+    assert_eq!(
+        setup.call().unwrap_err().to_string(),
+        given_up(&setup).to_string()
+    );
+}
+
+#[test]
+fn a_call_of_nccls_that_waits_for_a_rank_is_ended() {
+    let graph = Graph::parse(STEP).unwrap();
+    let Some(setup) = Setup::new(&graph, Buckets::default(), Duration::from_millis(100)) else {
+        return;
+    };
+    setup.fake.block("ncclAllReduce");
+    let text = "rank 1 waited 0.1 s for all_reduce of 1048576 f32, and so did all other ranks";
+    assert_eq!(setup.call().unwrap_err().to_string(), text);
+}
+
+#[test]
+fn leaving_the_ranks_takes_limited_time() {
+    let fake = FakeDriver::start(1, 64 << 20).unwrap();
+    let device = Device::open(fake.driver(), 0).unwrap();
+    fake.block("ncclCommDestroy");
+    let begun = Instant::now();
+    let ranks = Ranks::new(&device, fake_nccl(1, 2).unwrap(), Duration::from_millis(100)).unwrap();
+    drop(ranks);
+    while of(&fake.calls(), "ncclCommDestroy").is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "it is never destroyed");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    fake.release("ncclCommDestroy");
+}
+
+/// What [`the_process_ends`] starts; nothing where nobody does.
+#[test]
+fn a_process_that_nccl_holds() {
+    if std::env::var_os("KILN_HELD").is_none() {
+        return;
+    }
+    extern "C" fn hold() {
+        std::thread::sleep(Duration::from_secs(1000));
+    }
+    // SAFETY: the handler lives as long as the process.
+    unsafe { libc::atexit(hold) };
+    let fake = FakeDriver::start(1, 64 << 20).unwrap();
+    let device = Device::open(fake.driver(), 0).unwrap();
+    let options = kiln_distributed::Options {
+        timeout: Duration::from_millis(100),
+        ..Default::default()
+    };
+    let world = kiln_distributed::init_with(options).unwrap();
+    fake.block("ncclCommInitRank");
+    let error = Ranks::connect(&device, Ok(fake_library().unwrap()), &world).unwrap_err();
+    println!("said: {error}");
+    std::process::exit(7);
+}
+
+#[test]
+fn the_process_ends() {
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["a_process_that_nccl_holds", "--exact", "--nocapture"])
+        .env("KILN_HELD", "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.contains("said: rank 0 waited 0.1 s for NCCL's start, and so did all other ranks"),
+        "{text}"
+    );
+    assert_eq!(output.status.code(), Some(7), "{text}");
+}
+
+#[test]
 fn what_nccl_reports_later_ends_the_step() {
     let graph = Graph::parse(STEP).unwrap();
     let Some(setup) = Setup::new(&graph, Buckets::default(), Duration::from_secs(60)) else {

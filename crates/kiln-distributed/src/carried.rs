@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use kiln_graph::CollectiveKind;
 
-use crate::engine::{HEADING_BYTES, Order, Task, What, words};
+use crate::engine::{HEADING_BYTES, Heading, Order, Task, What, disagreeing, words};
 use crate::error::Error;
 use crate::nccl::Shape;
 use crate::rendezvous::{MOST, Star};
@@ -76,7 +76,12 @@ impl Carried {
     }
 
     fn carry_out(&mut self, order: &Order) -> Result<(), Error> {
-        let Task { what, dtype, bytes } = order.task;
+        let Task {
+            what, dtype, bytes, ..
+        } = order.task;
+        if what == What::Late {
+            return Ok(());
+        }
         let own = order.task.heading(self.number);
         self.number += 1;
         let fits = bytes + HEADING_BYTES <= MOST;
@@ -87,12 +92,14 @@ impl Carried {
         }
         let all = self.star.exchange(&given, order.timeout, &words(&own))?;
         let heading = |given: &Vec<u8>| given.first_chunk::<HEADING_BYTES>().copied();
-        if let Some(other) = all.iter().position(|given| heading(given) != Some(own)) {
+        let headings: Option<Vec<Heading>> = all.iter().map(heading).collect();
+        let headings = headings.ok_or_else(|| Error::Broken("a rank gave no heading".into()))?;
+        if let Some((rank, other)) = disagreeing(&headings, self.rank) {
             return Err(Error::Differs {
-                rank: self.rank,
+                rank,
                 other,
-                own: words(&own),
-                theirs: heading(&all[other]).map_or_else(|| "nothing that is known".into(), |it| words(&it)),
+                own: words(&headings[rank]),
+                theirs: words(&headings[other]),
             });
         }
         let What::Collective(kind, mean, root) = what else {

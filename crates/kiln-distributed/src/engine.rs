@@ -3,7 +3,8 @@
 //! This thread makes every call of MPI and works on one collective at a time. A collective takes one or two
 //! *exchanges*, in each of which this rank sends pieces to the other ranks and receives pieces from them. A
 //! heading that describes the collective travels with the pieces of the first exchange, so that the ranks
-//! notice a rank that runs another collective, and name it.
+//! notice a rank that runs another collective, and name it. A rank that is going to compile sends a heading
+//! that says so, and the others wait longer for the one that follows.
 //!
 //! A sum over `n` ranks takes two exchanges. In the first, rank `r` gets the `r`-th block of every rank's
 //! elements and adds these up; in the second it sends the sums to all ranks. Each rank sends and receives
@@ -14,6 +15,7 @@
 //! The engine receives pieces into its own memory and copies them from there: after a collective fails, MPI
 //! may still write to the addresses that it was given, and these are then never the caller's.
 
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvError, TryRecvError};
@@ -23,6 +25,7 @@ use std::time::{Duration, Instant};
 use kiln_graph::{CollectiveKind, DType};
 use kiln_profile::Category;
 
+use crate::alive::{self, Process};
 use crate::error::Error;
 use crate::link::is_small;
 use crate::mpi::{Failure, Functions, Request};
@@ -43,7 +46,13 @@ const HEADING: i32 = 1;
 const PIECE: i32 = 2;
 
 /// Bytes of a heading.
-pub(crate) const HEADING_BYTES: usize = 24;
+pub(crate) const HEADING_BYTES: usize = 56;
+
+/// A heading, as bytes.
+pub(crate) type Heading = [u8; HEADING_BYTES];
+
+/// In place of a kind in a heading: another rank will be late, its heading follows.
+const LATE: u8 = u8::MAX - 1;
 
 /// A task for the thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +61,25 @@ pub(crate) struct Task {
     pub(crate) dtype: DType,
     /// Bytes of the operand.
     pub(crate) bytes: usize,
+    /// The learning rate of the step that it is a part of, or zero.
+    pub(crate) rate: Rate,
+    /// The step that it is a part of.
+    pub(crate) step: StepTag,
+}
+
+/// A learning rate, bit for bit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Rate(pub(crate) u64);
+
+/// A compiled step, as far as ranks that run it compare it, in hashes. Zeros stand for no step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTag {
+    /// What its ranks exchange, and what they do with it: equal on all ranks.
+    pub exchanges: u64,
+    /// The shapes of its inputs, which may differ from rank to rank.
+    pub shapes: u64,
+    /// What it computes: equal on all ranks whose inputs have equal shapes.
+    pub computes: u64,
 }
 
 /// A kind of task.
@@ -59,19 +87,22 @@ pub(crate) struct Task {
 pub(crate) enum What {
     /// A collective; whether sums are divided; the root.
     Collective(CollectiveKind, bool, usize),
+    /// The next collective may come late: other ranks shall wait patiently for it.
+    Late,
     /// Nothing more will come.
     Goodbye,
 }
 
 impl Task {
-    /// Bytes that are equal on two ranks if these run the same collective.
-    pub(crate) fn heading(&self, number: u64) -> [u8; HEADING_BYTES] {
+    /// What other ranks are told of it. Those of two ranks that run the same collective [`agree`].
+    pub(crate) fn heading(&self, number: u64) -> Heading {
         let (kind, mean, root) = match self.what {
             What::Collective(kind, mean, root) => {
                 let kind = CollectiveKind::ALL.iter().position(|&known| known == kind);
                 (kind.unwrap_or(0) as u8, mean, root)
             }
             What::Goodbye => (u8::MAX, false, 0),
+            What::Late => (LATE, false, 0),
         };
         let dtype = DType::ALL
             .iter()
@@ -81,13 +112,46 @@ impl Task {
         heading[..8].copy_from_slice(&number.to_le_bytes());
         heading[8..12].copy_from_slice(&[kind, dtype as u8, u8::from(mean), 0]);
         heading[12..16].copy_from_slice(&(root as u32).to_le_bytes());
-        heading[16..].copy_from_slice(&(self.bytes as u64).to_le_bytes());
+        heading[16..24].copy_from_slice(&(self.bytes as u64).to_le_bytes());
+        heading[24..32].copy_from_slice(&self.rate.0.to_le_bytes());
+        heading[32..40].copy_from_slice(&self.step.exchanges.to_le_bytes());
+        heading[40..48].copy_from_slice(&self.step.shapes.to_le_bytes());
+        heading[48..].copy_from_slice(&self.step.computes.to_le_bytes());
         heading
     }
 }
 
+/// Whether two ranks with these headings run the same collective: one of steps that exchange the same, and compute the
+/// same if their inputs have equal shapes.
+fn agree(one: &Heading, other: &Heading) -> bool {
+    one[..40] == other[..40] && (one[40..48] != other[40..48] || one[48..] == other[48..])
+}
+
+/// Two ranks that do not [`agree`], where all ranks have these headings; rank `own` is one of them if it can be. All
+/// ranks find two or none.
+pub(crate) fn disagreeing(headings: &[Heading], own: usize) -> Option<(usize, usize)> {
+    if headings.iter().all(|heading| *heading == headings[own]) {
+        return None;
+    }
+    if let Some(other) = headings
+        .iter()
+        .position(|heading| !agree(heading, &headings[own]))
+    {
+        return Some((own, other));
+    }
+    // All exchange the same. Of those with equal shapes each is compared with the first.
+    let mut first: HashMap<&[u8], usize> = HashMap::new();
+    for (rank, heading) in headings.iter().enumerate() {
+        let with = *first.entry(&heading[40..48]).or_insert(rank);
+        if !agree(&headings[with], heading) {
+            return Some((with, rank));
+        }
+    }
+    None
+}
+
 /// A heading in words.
-pub(crate) fn words(heading: &[u8; HEADING_BYTES]) -> String {
+pub(crate) fn words(heading: &Heading) -> String {
     let word = |at: usize| {
         let bytes: [u8; 8] = std::array::from_fn(|i| heading[at + i]);
         u64::from_le_bytes(bytes)
@@ -104,7 +168,17 @@ pub(crate) fn words(heading: &[u8; HEADING_BYTES]) -> String {
     } else {
         ""
     };
-    format!("collective {number} ({kind} of {bytes} bytes of {dtype}{mean})")
+    let rate = match f64::from_bits(word(24)) {
+        0.0 => String::new(),
+        rate => format!(", of a step with learning rate {rate}"),
+    };
+    let step = match [word(32), word(40), word(48)].map(|hash| hash as u32) {
+        [0, ..] => String::new(),
+        [exchanges, shapes, computes] => {
+            format!(", exchange {exchanges:08x} of step {computes:08x} on shapes {shapes:08x}")
+        }
+    };
+    format!("collective {number} ({kind} of {bytes} bytes of {dtype}{mean}{rate}{step})")
 }
 
 /// A task, the memory that it works on, and where the thread puts the outcome.
@@ -159,10 +233,23 @@ pub(crate) struct Engine {
     broken: Option<Error>,
     /// Memory that pieces are received into, kept from one collective to the next.
     received: Vec<Vec<u8>>,
-    /// The heading of the collective under way.
-    own: [u8; HEADING_BYTES],
-    headings: Vec<[u8; HEADING_BYTES]>,
+    /// The headings of the collective under way, the own one among them.
+    headings: Vec<Heading>,
+    /// What told other ranks that this one is late, and is not known to have arrived.
+    late: Vec<(Box<Heading>, Vec<Under>)>,
+    /// The process of each rank, once they have told.
+    processes: Vec<Process>,
 }
+
+/// How long pieces of a rank that has ended may still be on their way.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// How long ranks wait for each other where one of them may be busy for long: while it compiles, or writes its last
+/// checkpoint.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
+
+/// How often a rank that waits looks whether others have ended.
+const LOOK: Duration = Duration::from_millis(250);
 
 /// A piece on its way.
 struct Under {
@@ -181,9 +268,49 @@ impl Engine {
             number: 0,
             broken: None,
             received: vec![Vec::new(); size],
-            own: [0; HEADING_BYTES],
             headings: vec![[0; HEADING_BYTES]; size],
+            late: Vec::new(),
+            processes: Vec::new(),
         }
+    }
+
+    /// Tells the other ranks the own process, and hears theirs.
+    ///
+    /// # Errors
+    /// As a collective. The engine is of no use then.
+    pub(crate) fn introduce(mut self, timeout: Duration) -> Result<Self, Error> {
+        let own = Process::own().told();
+        let mut all = vec![[0; alive::BYTES]; self.size];
+        let order = Order {
+            task: Task {
+                what: What::Collective(CollectiveKind::AllGather, false, 0),
+                dtype: DType::U8,
+                bytes: own.len(),
+                rate: Rate::default(),
+                step: StepTag::default(),
+            },
+            from: own.as_ptr(),
+            to: all.as_flattened_mut().as_mut_ptr(),
+            done: Arc::default(),
+            timeout,
+        };
+        if let Err(error) = self.carry_out(&order) {
+            self.leave_memory();
+            // MPI may read it still.
+            std::mem::forget(Box::new(own));
+            return Err(error);
+        }
+        self.processes = all.iter().map(Process::heard).collect();
+        // The program's collectives are counted from its first one.
+        self.number = 0;
+        Ok(self)
+    }
+
+    /// Leaves behind what MPI may still have the addresses of.
+    fn leave_memory(mut self) {
+        std::mem::forget(std::mem::take(&mut self.received));
+        std::mem::forget(std::mem::take(&mut self.late));
+        std::mem::forget(self);
     }
 
     /// Carries out orders until there are none to come.
@@ -207,6 +334,8 @@ impl Engine {
             }
             let is_last = order.task.what == What::Goodbye;
             if is_last && result.is_ok() {
+                // Whatever MPI did not say of it, it has arrived.
+                std::mem::forget(std::mem::take(&mut self.late));
                 self.functions.finalize();
             }
             order.done.tell(result);
@@ -215,14 +344,15 @@ impl Engine {
             }
         }
         if self.broken.is_some() {
-            // MPI may still have the addresses.
-            std::mem::forget(std::mem::take(&mut self.received));
-            std::mem::forget(self);
+            self.leave_memory();
         }
     }
 
     fn carry_out(&mut self, order: &Order) -> Result<(), Error> {
-        self.own = order.task.heading(self.number);
+        self.headings[self.rank] = order.task.heading(self.number);
+        if order.task.what == What::Late {
+            return self.tell_late();
+        }
         self.number += 1;
         let What::Collective(kind, mean, root) = order.task.what else {
             let none = vec![0..0; self.size];
@@ -323,16 +453,15 @@ impl Engine {
             for &peer in &peers {
                 // SAFETY: headings are the engine's, and are kept if it breaks.
                 let (sent, received) = unsafe {
-                    let own = std::slice::from_raw_parts(self.own.as_ptr(), self.own.len());
-                    let heading = &mut self.headings[peer];
-                    let heading = std::slice::from_raw_parts_mut(heading.as_mut_ptr(), heading.len());
+                    let own = &self.headings[self.rank];
+                    let own = std::slice::from_raw_parts(own.as_ptr(), own.len());
                     (
                         self.functions.send(peer, HEADING, own),
-                        self.functions.receive(peer, HEADING, heading),
+                        self.receive_heading(peer),
                     )
                 };
                 under.push(self.begun(sent, peer, false)?);
-                under.push(self.begun(received, peer, true)?);
+                under.push(received?);
             }
         }
         let mut pieces = Vec::with_capacity(2 * peers.len());
@@ -345,12 +474,14 @@ impl Engine {
             }
         }
         if is_first {
-            self.complete(order, under)?;
-            if let Some(&other) = peers.iter().find(|&&peer| self.headings[peer] != self.own) {
+            self.complete(order, under, order.timeout)?;
+            self.wait_for_late(order, &peers)?;
+            self.drop_arrived()?;
+            if let Some((rank, other)) = disagreeing(&self.headings, self.rank) {
                 return Err(Error::Differs {
-                    rank: self.rank,
+                    rank,
                     other,
-                    own: words(&self.own),
+                    own: words(&self.headings[rank]),
                     theirs: words(&self.headings[other]),
                 });
             }
@@ -372,7 +503,75 @@ impl Engine {
             }
             self.received[peer] = room;
         }
-        self.complete(order, pieces)
+        self.complete(order, pieces, order.timeout)
+    }
+
+    /// Begins to receive the heading of a rank.
+    fn receive_heading(&mut self, peer: usize) -> Result<Under, Error> {
+        let heading = &mut self.headings[peer];
+        // SAFETY: headings are the engine's, and are kept if it breaks.
+        let received = unsafe {
+            let heading = std::slice::from_raw_parts_mut(heading.as_mut_ptr(), heading.len());
+            self.functions.receive(peer, HEADING, heading)
+        };
+        self.begun(received, peer, true)
+    }
+
+    /// Tells all other ranks that this one will be late for its next collective. Nobody answers.
+    fn tell_late(&mut self) -> Result<(), Error> {
+        self.drop_arrived()?;
+        let heading = Box::new(self.headings[self.rank]);
+        let mut under = Vec::with_capacity(self.size - 1);
+        for peer in (0..self.size).filter(|&peer| peer != self.rank) {
+            // SAFETY: the heading is kept until it was sent, or the engine has broken.
+            let sent = unsafe {
+                let heading = std::slice::from_raw_parts(heading.as_ptr(), heading.len());
+                self.functions.send(peer, HEADING, heading)
+            };
+            under.push(self.begun(sent, peer, false)?);
+        }
+        self.late.push((heading, under));
+        Ok(())
+    }
+
+    /// Forgets what told other ranks that this one is late, and was sent.
+    fn drop_arrived(&mut self) -> Result<(), Error> {
+        let mut late = std::mem::take(&mut self.late);
+        let mut failed = None;
+        for (_, under) in &mut late {
+            under.retain_mut(|one| match self.functions.is_done(&mut one.request) {
+                Ok(done) => !done,
+                Err(failure) => {
+                    failed.get_or_insert((failure, one.peer));
+                    true
+                }
+            });
+        }
+        late.retain(|(_, under)| !under.is_empty());
+        self.late = late;
+        match failed {
+            None => Ok(()),
+            Some((failure, peer)) => Err(self.failed(failure, peer)),
+        }
+    }
+
+    /// Waits for the headings of ranks that have told that they are late.
+    fn wait_for_late(&mut self, order: &Order, peers: &[usize]) -> Result<(), Error> {
+        loop {
+            let late: Vec<usize> = peers
+                .iter()
+                .copied()
+                .filter(|&peer| self.headings[peer][8] == LATE)
+                .collect();
+            if late.is_empty() {
+                return Ok(());
+            }
+            let mut under = Vec::with_capacity(late.len());
+            for peer in late {
+                under.push(self.receive_heading(peer)?);
+            }
+            self.complete(order, under, order.timeout.max(PATIENCE))?;
+        }
     }
 
     fn begun(&self, request: Result<Request, Failure>, peer: usize, comes: bool) -> Result<Under, Error> {
@@ -386,14 +585,17 @@ impl Engine {
             rank: self.rank,
             function,
             code,
-            about: format!(" ({meaning}) at {}, with rank {peer}", words(&self.own)),
+            about: format!(
+                " ({meaning}) at {}, with rank {peer}",
+                words(&self.headings[self.rank])
+            ),
         }
     }
 
     /// Waits until everything has arrived.
-    fn complete(&self, order: &Order, mut under: Vec<Under>) -> Result<(), Error> {
+    fn complete(&self, order: &Order, mut under: Vec<Under>, timeout: Duration) -> Result<(), Error> {
         let begun = Instant::now();
-        let mut looks = 0u32;
+        let (mut looks, mut next_look, mut ended_since) = (0u32, LOOK, None);
         loop {
             let mut index = 0;
             while index < under.len() {
@@ -408,7 +610,21 @@ impl Engine {
             if under.is_empty() {
                 return Ok(());
             }
-            if begun.elapsed() >= order.timeout {
+            let waited = begun.elapsed();
+            if waited >= next_look {
+                next_look = waited + LOOK;
+                let missing = self.ended(&under);
+                match ended_since {
+                    _ if missing.is_empty() => ended_since = None,
+                    None => ended_since = Some(waited),
+                    Some(since) if waited - since < LAST_WORDS => {}
+                    Some(_) => {
+                        let (rank, what) = (self.rank, words(&self.headings[self.rank]));
+                        return Err(Error::Gone { rank, missing, what });
+                    }
+                }
+            }
+            if waited >= timeout {
                 // A piece that a rank does not send says more than one that it does not fetch.
                 let comes = under.iter().any(|one| one.comes);
                 let missing = under.iter().filter(|one| one.comes || !comes);
@@ -418,8 +634,8 @@ impl Engine {
                 return Err(Error::Timeout {
                     rank: self.rank,
                     missing,
-                    waited: order.timeout,
-                    what: words(&self.own),
+                    waited: timeout,
+                    what: words(&self.headings[self.rank]),
                 });
             }
             looks = looks.saturating_add(1);
@@ -429,6 +645,20 @@ impl Engine {
                 false => std::thread::sleep(NAP),
             }
         }
+    }
+}
+
+impl Engine {
+    /// The ranks among those that something is under way with whose processes have ended.
+    fn ended(&self, under: &[Under]) -> Vec<usize> {
+        let Some(&own) = self.processes.get(self.rank) else {
+            return Vec::new();
+        };
+        let mut peers: Vec<usize> = under.iter().map(|one| one.peer).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        peers.retain(|&peer| self.processes[peer].has_ended(own));
+        peers
     }
 }
 

@@ -100,6 +100,19 @@ pub enum Error {
         /// In what.
         reason: String,
     },
+    /// MPI does not come back from its start.
+    #[error(
+        "rank {rank} waited {} s for MPI to connect {size} ranks: one of them did not start, or died meanwhile",
+        waited.as_secs_f32()
+    )]
+    Start {
+        /// The own rank.
+        rank: usize,
+        /// Number of ranks.
+        size: usize,
+        /// For how long.
+        waited: Duration,
+    },
     /// Other ranks have ended.
     #[error("rank {rank}: {} ended, and took no part in {what}", ranks(missing))]
     Gone {
@@ -171,28 +184,32 @@ pub enum Error {
     },
     /// Another rank does something else.
     #[error(
-        "rank {rank} is at {own}, but rank {other} is at {theirs}: the ranks do not run the same program"
+        "rank {rank} is at {own}, but rank {other} is at {theirs}: the ranks do not run the same step (another program, another \
+         set of parameters that have a gradient, another learning rate, or, with synchronised batch norm, a batch of another \
+         size)"
     )]
     Differs {
-        /// The own rank.
+        /// A rank: the own one if it is one of two that differ.
         rank: usize,
         /// The other rank.
         other: usize,
-        /// What the own rank does.
+        /// What the first one does.
         own: String,
         /// What the other one does.
         theirs: String,
     },
     /// Ranks compiled different steps ([`crate::World::agree`]).
-    #[error("rank {other} differs from rank 0 in {fact}: it has {theirs}, rank 0 has {first}")]
+    #[error("rank {other} differs from rank {with} in {fact}: it has {theirs}, rank {with} has {first}")]
     Disagreement {
         /// The rank that differs.
         other: usize,
+        /// The rank that it was compared with.
+        with: usize,
         /// In what.
         fact: String,
         /// What it has.
         theirs: String,
-        /// What rank 0 has.
+        /// What the rank that it was compared with has.
         first: String,
     },
     /// The operands of a collective do not fit.

@@ -18,7 +18,8 @@
 //! - Sums go in the order of ranks, whatever the number of elements and however they travel: two runs have
 //!   equal bits, and so have all ranks.
 //! - Whoever waits too long for another rank says for which, and for what ([`Error::Timeout`]). A collective
-//!   that another rank does not take part in is an error on both ([`Error::Differs`]).
+//!   that another rank does not take part in is an error on both ([`Error::Differs`]). So are collectives of steps that
+//!   do not belong together ([`StepTag`]): what a step is goes along with each of them.
 //! - [`nccl`] is NCCL's table, and a GPU among those of all ranks; what queues its collectives is in kiln-cuda.
 //! - Nothing here speaks to a network but `rendezvous`: facts and NCCL's id of ranks that `torchrun` started.
 //! - [`Link`] says how long a collective takes, from two numbers that [`World::link`] measures once.
@@ -26,10 +27,12 @@
 //! - Knows buffers and element types; no graph, no tensors, no Burn.
 
 mod agree;
+mod alive;
 mod carried;
 mod engine;
 mod environment;
 mod error;
+mod in_flight;
 mod link;
 mod mpi;
 pub mod nccl;
@@ -37,8 +40,11 @@ mod rendezvous;
 mod sum;
 mod world;
 
+pub use agree::Fact;
 pub use carried::Carrier;
+pub use engine::StepTag;
 pub use environment::{Launcher, Place};
 pub use error::Error;
+pub use in_flight::{InFlight, Operand};
 pub use link::{Link, UnknownLink};
 pub use world::{Operands, Options, Ticket, World, current, imagine, init, init_with};

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use kiln_graph::{CollectiveKind, DType};
 
-use crate::agree;
+use crate::agree::{self, Fact};
 use crate::carried::{Carried, Carrier, Carriers};
-use crate::engine::{Done, Engine, Order, Task, What};
+use crate::engine::{Done, Engine, Order, PATIENCE, Rate, StepTag, Task, What};
 use crate::environment::{Launcher, Place};
 use crate::error::Error;
 use crate::link::{self, Link};
@@ -17,9 +17,8 @@ use crate::mpi;
 use crate::rendezvous::{Meeting, Star};
 use crate::sum::sum;
 
-/// How long ranks wait for each other where one of them may be busy for long: while it compiles, or writes its last
-/// checkpoint.
-const PATIENCE: Duration = Duration::from_secs(600);
+/// How long ranks wait for each other when they start, at least: a library may come over a slow network.
+const LONGEST_START: Duration = Duration::from_secs(60);
 
 /// How ranks are connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +60,8 @@ struct Inner {
     link: OnceLock<Link>,
     /// Nanoseconds that callers have waited for collectives.
     waited: AtomicU64,
+    /// The learning rate of the step that runs, bit for bit.
+    rate: AtomicU64,
 }
 
 impl std::fmt::Debug for dyn Carrier {
@@ -85,7 +86,8 @@ pub fn init() -> Result<World, Error> {
 ///
 /// # Errors
 /// [`Error::Environment`] if the environment makes no sense, [`Error::NoLibrary`], [`Error::UnknownLibrary`],
-/// [`Error::MixedWorld`] and [`Error::Mpi`] if there is no MPI, or not the right one. Under `torchrun`, which starts
+/// [`Error::MixedWorld`] and [`Error::Mpi`] if there is no MPI, or not the right one; [`Error::Start`],
+/// [`Error::Timeout`] and [`Error::Gone`] if another rank does not start. Under `torchrun`, which starts
 /// no MPI, [`Error::Meeting`], [`Error::Worlds`] and [`Error::Timeout`] if the ranks do not meet.
 pub fn init_with(options: Options) -> Result<World, Error> {
     let mut world = WORLD.lock().unwrap_or_else(PoisonError::into_inner);
@@ -146,6 +148,7 @@ impl Inner {
             carriers: Carriers::default(),
             link: OnceLock::new(),
             waited: AtomicU64::new(0),
+            rate: AtomicU64::new(0),
         }
     }
 }
@@ -162,7 +165,7 @@ fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
         met.carriers = carriers;
         return Ok(Arc::new(met));
     }
-    let named = options.library.clone();
+    let (named, timeout) = (options.library.clone(), options.timeout);
     let (orders, incoming) = channel();
     let (told, connected) = channel();
     let thread = std::thread::Builder::new().name("kiln ranks".into());
@@ -187,10 +190,14 @@ fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
                 }),
             }
         });
-        match loaded {
-            Ok((functions, library)) => {
+        let introduced = loaded.and_then(|(functions, library)| {
+            let engine = Engine::new(functions, place.rank, place.size);
+            Ok((engine.introduce(timeout.max(LONGEST_START))?, library))
+        });
+        match introduced {
+            Ok((engine, library)) => {
                 let _ = told.send(Ok(library));
-                Engine::new(functions, place.rank, place.size).run(&incoming);
+                engine.run(&incoming);
             }
             Err(error) => {
                 let _ = told.send(Err(error));
@@ -198,8 +205,12 @@ fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
         }
     });
     spawned.map_err(|error| Error::Broken(format!("no thread for them could be started: {error}")))?;
-    let gone = |_| Error::Broken("the thread that connects them ended".into());
-    let library = connected.recv().map_err(gone)??;
+    let library = connected.recv_timeout(2 * timeout.max(LONGEST_START));
+    let library = library.map_err(|_| Error::Start {
+        rank: place.rank,
+        size: place.size,
+        waited: 2 * timeout.max(LONGEST_START),
+    })??;
     kiln_profile::set_rank(u32::try_from(place.rank).unwrap_or(u32::MAX - 1));
     tracing::info!(target: "kiln", rank = place.rank, size = place.size, library, "ranks are connected");
     let mut connected = alone(place);
@@ -402,12 +413,65 @@ impl World {
     /// dropped; until then nobody may write the operand or touch the result.
     pub unsafe fn start(&self, operands: Operands) -> Result<Ticket, Error> {
         // SAFETY: the caller's promise.
-        unsafe { self.begin(operands, self.inner.timeout) }
+        unsafe { self.start_in(StepTag::default(), operands) }
+    }
+
+    /// [`World::start`], of a step that compares itself with those of the other ranks.
+    ///
+    /// # Errors
+    /// As [`World::start`]; the ticket's, if another rank runs a step that has no business with this one, are
+    /// [`Error::Differs`].
+    ///
+    /// # Safety
+    /// As [`World::start`].
+    pub(crate) unsafe fn start_in(&self, step: StepTag, operands: Operands) -> Result<Ticket, Error> {
+        let rate = Rate(self.inner.rate.load(Ordering::Relaxed));
+        // SAFETY: the caller's promise.
+        unsafe { self.begin(operands, (rate, step), self.inner.timeout) }
+    }
+
+    /// Tells the other ranks that this one may be late for its next collective, because it compiles: they wait up to
+    /// ten minutes for it. Ranks that torchrun started have no such message.
+    ///
+    /// # Errors
+    /// [`Error::Broken`] if nothing connects the ranks any more.
+    pub fn be_late(&self) -> Result<(), Error> {
+        let Some(orders) = &self.inner.orders else {
+            return Ok(());
+        };
+        let order = Order {
+            task: Task {
+                what: What::Late,
+                dtype: DType::U8,
+                bytes: 0,
+                rate: Rate::default(),
+                step: StepTag::default(),
+            },
+            from: std::ptr::null(),
+            to: std::ptr::null_mut(),
+            done: Arc::default(),
+            timeout: self.inner.timeout,
+        };
+        let orders = orders.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = |_| Error::Broken("the thread that connects them has ended".into());
+        orders.send(order).map_err(ended)
+    }
+
+    /// Notes the learning rate of the steps from here on. Where ranks have different ones, their next sum or
+    /// [`World::start`] is [`Error::Differs`] on all of them: their parameters would not be the same any
+    /// more. (What NCCL carries is not compared.)
+    pub fn set_rate(&self, rate: f64) {
+        self.inner.rate.store(rate.to_bits(), Ordering::Relaxed);
     }
 
     /// # Safety
     /// As [`World::start`].
-    unsafe fn begin(&self, operands: Operands, timeout: Duration) -> Result<Ticket, Error> {
+    unsafe fn begin(
+        &self,
+        operands: Operands,
+        (rate, step): (Rate, StepTag),
+        timeout: Duration,
+    ) -> Result<Ticket, Error> {
         let Operands {
             kind,
             mean,
@@ -443,6 +507,8 @@ impl World {
             what: What::Collective(kind, mean, root),
             dtype,
             bytes,
+            rate,
+            step,
         };
         let done = Arc::new(Done::default());
         let order = Order {
@@ -564,7 +630,7 @@ impl World {
             to: all.as_mut_ptr(),
         };
         // SAFETY: as above; the result has room for the bytes of every rank.
-        unsafe { self.begin(operands, timeout)? }.wait()?;
+        unsafe { self.begin(operands, Default::default(), timeout)? }.wait()?;
         Ok(all)
     }
 
@@ -595,7 +661,7 @@ impl World {
             to: bytes.as_mut_ptr(),
         };
         // SAFETY: the bytes are borrowed until it is over.
-        unsafe { self.begin(operands, timeout)? }.wait()
+        unsafe { self.begin(operands, Default::default(), timeout)? }.wait()
     }
 
     /// Makes sure that every rank has the same facts, each a name and a value, such as what a step computes. Waits
@@ -605,7 +671,16 @@ impl World {
     /// [`Error::Disagreement`], on every rank, naming the first rank that differs from rank 0, and in what; and as
     /// [`World::all_reduce`].
     pub fn agree(&self, facts: &[(&str, String)]) -> Result<(), Error> {
-        if self.size() == 1 {
+        let fact = |(name, value): &(&str, String)| Fact::of_all(*name, value);
+        self.agree_on(&facts.iter().map(fact).collect::<Vec<_>>())
+    }
+
+    /// [`World::agree`], of facts of which some are compared only among some ranks.
+    ///
+    /// # Errors
+    /// As [`World::agree`]; the error names the first two ranks that differ.
+    pub fn agree_on(&self, facts: &[Fact]) -> Result<(), Error> {
+        if self.size() == 1 || self.inner.orders.is_none() {
             return Ok(());
         }
         agree::compare(&self.gather_all(&agree::encode(facts))?)
@@ -639,6 +714,8 @@ impl Drop for Inner {
                 what: What::Goodbye,
                 dtype: DType::U8,
                 bytes: 0,
+                rate: Rate::default(),
+                step: StepTag::default(),
             },
             from: std::ptr::null(),
             to: std::ptr::null_mut(),

@@ -80,8 +80,10 @@ fn a_part() {
         "link" => link(&init().expect("the ranks are connected")),
         "agreement" => agreement(&init().expect("the ranks are connected")),
         "imagined" => imagined(),
+        "lateness" => lateness(),
         "hang" => hang(),
         "death" => death(),
+        "left alone" => left_alone(),
         "early end" => early_end(),
         "other collective" => other_collective(),
         "mixed" => mixed(),
@@ -318,6 +320,25 @@ fn short() -> World {
     init_with(options).expect("the ranks are connected")
 }
 
+/// Longer than the timeout, by some of the ranks, who say so more than once and at different times.
+fn lateness() {
+    let world = short();
+    for turn in 0..6 {
+        let late = turn % 2 == 1 && !(turn / 2 + world.rank()).is_multiple_of(3);
+        if late {
+            world.be_late().expect("the ranks are connected");
+            std::thread::sleep(world.timeout() + Duration::from_millis(700));
+            world.be_late().expect("the ranks are connected");
+        }
+        let mut numbers = (world.rank() as f32 + turn as f32).to_ne_bytes();
+        let summed = world.all_reduce(DType::F32, false, &mut numbers);
+        summed.expect("whoever is late comes");
+        assert_eq!(f32::from_ne_bytes(numbers), 3.0 + 3.0 * turn as f32);
+    }
+    // Nobody waits for what is said last.
+    world.be_late().expect("the ranks are connected");
+}
+
 fn hang() {
     let world = short();
     let mut bytes = vec![0; 4096];
@@ -359,6 +380,22 @@ fn death() {
     let error = world
         .all_reduce(DType::F32, true, &mut bytes)
         .expect_err("rank 1 is dead");
+    println!("said: {error}");
+    std::process::exit(3);
+}
+
+/// Waits patiently, as for a rank that compiles, for one that nobody says is dead.
+fn left_alone() {
+    let world = init().expect("the ranks are connected");
+    world.agree(&[]).expect("nobody is dead yet");
+    if world.rank() == 1 {
+        std::process::abort();
+    }
+    let error = world.agree(&[]).expect_err("rank 1 is dead");
+    assert!(
+        matches!(&error, Error::Gone { missing, .. } if missing.contains(&1)),
+        "{error}"
+    );
     println!("said: {error}");
     std::process::exit(3);
 }
@@ -523,6 +560,11 @@ fn ranks_that_differ_are_named() {
 }
 
 #[test]
+fn a_rank_that_says_that_it_is_late_is_waited_for() {
+    succeed(3, "lateness");
+}
+
+#[test]
 fn a_rank_that_hangs_is_named_in_time() {
     for launcher in launchers() {
         let output = run(&launcher, 3, "hang");
@@ -543,6 +585,35 @@ fn a_rank_that_dies_ends_the_others() {
         assert!(!output.status.success(), "{}", text(&output));
         assert!(begun.elapsed() < Duration::from_secs(20));
     }
+}
+
+/// The launcher's children are shells, which live on: the ranks have to notice it themselves.
+#[test]
+fn a_rank_that_dies_is_noticed_without_the_launcher() {
+    if !launchers().iter().any(|launcher| launcher[0] == "mpirun.mpich") {
+        eprintln!("skipped: there is no mpirun.mpich on this machine (Debian: mpich)");
+        return;
+    }
+    let begun = Instant::now();
+    let output = Command::new("mpirun.mpich")
+        .args([
+            "-n",
+            "3",
+            "sh",
+            "-c",
+            "\"$0\" a_part --exact --nocapture; sleep 8",
+        ])
+        .arg(std::env::current_exe().expect("the test has a file"))
+        .env("KILN_PART", "left alone")
+        .output()
+        .expect("mpirun starts");
+    let text = text(&output);
+    assert!(
+        text.contains("rank 0: rank 1 ended, and took no part in collective"),
+        "{text}"
+    );
+    assert_eq!(text.matches("said: ").count(), 2, "{text}");
+    assert!(begun.elapsed() < Duration::from_secs(40));
 }
 
 #[test]

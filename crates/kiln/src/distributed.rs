@@ -35,7 +35,8 @@
 //! A region of [`crate::compile`] trains on several ranks, too, if its closure averages the gradients
 //! ([`average`]).
 //!
-//! Every rank must run the same steps in the same order. Where a rank has died, hangs, or runs another step, the
+//! Batches may have another shape on each rank, and at each step. Gradients and loss are the means of the ranks' own,
+//! each rank counted once. Every rank must run the same program, with steps in the same order. Where a rank has died, hangs, or runs another step, the
 //! others' step is an error that names it.
 
 use burn_core::module::AutodiffModule;

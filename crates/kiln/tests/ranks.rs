@@ -222,6 +222,35 @@ fn a_part() {
             std::thread::sleep(Duration::from_millis(500));
             std::process::exit(3);
         }
+        "other rate" => {
+            let device = KilnDevice::cpu();
+            let mut step = TrainStep::new(Net::<B>::new(0.0, &device), AdamWConfig::new().init(), loss)
+                .with_data_parallel(&world)
+                .build()
+                .expect("same models");
+            let other = world.rank() == 1;
+            for number in 0..7 {
+                let (rate, (x, y)) = (1e-2, share(number, &world, &device));
+                let rate = if number == 6 && other { 2.0 * rate } else { rate };
+                if let Err(error) = step.step(rate, (x, y)) {
+                    assert_eq!(number, 6);
+                    println!("said: {error}");
+                    std::thread::sleep(Duration::from_millis(500));
+                    std::process::exit(3);
+                }
+            }
+            panic!("the ranks went different ways");
+        }
+        "other optimizer" => {
+            let decay = if world.rank() == 1 { 0.25 } else { 0.5 };
+            let optim = AdamWConfig::new().with_weight_decay(decay).init();
+            let built = TrainStep::new(Net::<B>::new(0.0, &KilnDevice::cpu()), optim, loss)
+                .with_data_parallel(&world)
+                .build();
+            println!("said: {}", built.err().expect("rank 1 has another optimizer"));
+            std::thread::sleep(Duration::from_millis(500));
+            std::process::exit(3);
+        }
         "other model" => {
             let device = KilnDevice::cpu();
             let mut net = Net::<B>::new(0.0, &device);
@@ -323,4 +352,20 @@ fn another_step_and_another_model_are_named() {
         text.contains("rank 1 differs from rank 0 in the parameters of its model"),
         "{text}"
     );
+}
+
+/// Ranks whose parameters would go different ways.
+#[test]
+fn what_ranks_do_not_have_in_common_is_named() {
+    for (part, said) in [
+        (
+            "other optimizer",
+            "rank 1 differs from rank 0 in the numbers of its optimizer",
+        ),
+        ("other rate", "of a step with learning rate 0.02"),
+    ] {
+        let Some(output) = run(2, part) else { return };
+        let text = text(&output);
+        assert!(text.contains("said: ") && text.contains(said), "{part}: {text}");
+    }
 }

@@ -5,6 +5,7 @@
 
 mod launch;
 
+use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -137,19 +138,73 @@ fn start(part: &str, rank: usize, size: usize, port: u16) -> Child {
         .expect("a rank starts")
 }
 
+/// The longest that a rank may take, start and compilation included.
+const LONGEST: Duration = Duration::from_secs(150);
+
+/// What a rank prints. One that does not end is killed, and its threads are named.
+fn text(mut child: Child) -> String {
+    let read = |mut pipe: Box<dyn Read + Send>| {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let _ = pipe.read_to_end(&mut bytes);
+            String::from_utf8_lossy(&bytes).into_owned()
+        })
+    };
+    let out = read(Box::new(child.stdout.take().expect("it has a pipe")));
+    let err = read(Box::new(child.stderr.take().expect("it has a pipe")));
+    let begun = Instant::now();
+    let mut note = String::new();
+    while child.try_wait().expect("it is a child").is_none() {
+        if begun.elapsed() > LONGEST && note.is_empty() {
+            note = format!(
+                "\nkilled after {LONGEST:?}, with the threads {}",
+                threads(child.id())
+            );
+            let _ = child.kill();
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let [out, err] = [out, err].map(|pipe| pipe.join().expect("it is read"));
+    format!("{out}{err}{note}")
+}
+
+/// The threads of a process, each with its state and what it waits for in the system.
+fn threads(process: u32) -> String {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task"));
+    let of = |task: std::fs::DirEntry| {
+        let read = |file: &str| std::fs::read_to_string(task.path().join(file)).unwrap_or_default();
+        let state = read("stat")
+            .rsplit(')')
+            .next()
+            .unwrap_or_default()
+            .trim()
+            .chars()
+            .next();
+        format!(
+            "`{}` {} {}",
+            read("comm").trim(),
+            state.unwrap_or('?'),
+            read("wchan").trim()
+        )
+    };
+    let all: Vec<String> = tasks.into_iter().flatten().flatten().map(of).collect();
+    all.join(", ")
+}
+
 /// Runs a part on so many ranks; what each printed. None where they cannot be connected.
 fn run(part: &str, size: usize) -> Option<Vec<String>> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = listener.local_addr().expect("an address").port().min(60_000);
     drop(listener);
     let ranks: Vec<Child> = (0..size).map(|rank| start(part, rank, size, port)).collect();
-    let text = |child: Child| {
-        let output = child.wait_with_output().expect("a rank ends");
-        let [out, err] =
-            [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-        format!("{out}{err}")
-    };
-    let texts: Vec<String> = ranks.into_iter().map(text).collect();
+    let ranks: Vec<_> = ranks
+        .into_iter()
+        .map(|child| std::thread::spawn(|| text(child)))
+        .collect();
+    let texts: Vec<String> = ranks
+        .into_iter()
+        .map(|rank| rank.join().expect("it is read"))
+        .collect();
     for text in &texts {
         if let Some(at) = text.find("refused: ") {
             let reason = text[at..].lines().next().unwrap_or_default();

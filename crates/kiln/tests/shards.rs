@@ -16,6 +16,7 @@ use burn_optim::{
     SimpleOptimizer,
 };
 use kiln::distributed::{self, World};
+use kiln::explain::State;
 use kiln::{
     CompileBackend, CompileOptions, Kiln, KilnDevice, LossScaling, RegionReport, TrainError, TrainStep,
     Weights,
@@ -164,15 +165,58 @@ fn train_net<O: SimpleOptimizer<Kiln> + 'static>(
             "{text}"
         );
     }
+    if way.weights.is_some_and(Weights::has_master) {
+        check_master(&way, &mut step, state);
+    }
     check_plan(&way, &step.report());
     if let Some(scale) = step.loss_scale().filter(|_| way.autocast.is_none()) {
         assert_eq!(scale.skipped, 2, "{scale:?}");
     }
     let model = step.model().expect("no step failed");
     same_on_all(world, model.shared.weight.val());
-    let (_, optim) = step.into_parts().expect("every rank gives its share");
+    let (model, optim) = step.into_parts().expect("every rank gives its share");
     check_whole(world, &optim);
+    if way.weights.is_some_and(Weights::has_master) {
+        assert_eq!(model.last.weight.val().dtype(), DType::F32, "as without shares");
+    }
     print(world.is_first(), &losses);
+}
+
+/// The training step of a part.
+type Step<O> = TrainStep<B, Net<B>, O, fn(&Net<B>, Batch) -> Tensor<B, 1>, Batch, Tensor<B, 1>>;
+
+/// A master copy is divided as the state is, and is whole and in f32 where it is asked for.
+fn check_master<O: SimpleOptimizer<Kiln> + 'static>(way: &Way, step: &mut Step<O>, state: State) {
+    let world = way.world;
+    let divided = way.sharded && world.size() > 1;
+    // The two parameters that are not trained have a share, too.
+    let shares = SIZES
+        .iter()
+        .chain(&[49, 7])
+        .map(|elements| elements.div_ceil(world.size()));
+    let bytes = if divided { 4 * shares.sum::<usize>() } else { 0 };
+    assert_eq!(state.master_bytes, bytes, "{state:?}");
+    let whole = step.whole_model().expect("every rank gives its share");
+    assert_eq!(whole.last.weight.val().dtype(), DType::F32);
+    same_on_all(world, whole.shared.weight.val());
+    let model = step.model().expect("no step failed");
+    let stored = if divided { DType::BF16 } else { DType::F32 };
+    assert_eq!(model.shared.weight.val().dtype(), stored);
+    let narrow = |net: &Net<B>, part: fn(&Net<B>) -> Tensor<B, 2>| part(net).cast(DType::BF16).into_data();
+    for part in [
+        |net: &Net<B>| net.shared.weight.val(),
+        |net: &Net<B>| net.frozen.weight.val(),
+    ] {
+        assert_eq!(
+            narrow(&whole, part),
+            narrow(model, part),
+            "it is what is computed with"
+        );
+    }
+    if divided {
+        let finer = whole.shared.weight.val() - model.shared.weight.val().cast(DType::F32);
+        assert!(finer.abs().max().into_scalar() > 0.0, "it has more than 8 bits");
+    }
 }
 
 /// A compiled step communicates once for each trained parameter and direction, and keeps all state in place.
@@ -414,6 +458,9 @@ fn shares_of_parameters_of_16_bits() {
         assert!(whole[STEPS - 1] < 0.9 * whole[0], "{whole:?}");
         let shares = losses(2, &format!("adam {weights} sharded")).expect("mpirun was there");
         agree(&whole, &shares, weights);
+        let three = losses(3, &format!("adam {weights} sharded")).expect("mpirun was there");
+        let close = |step: usize| (whole[step] - three[step]).abs() <= 0.02 * whole[step].abs().max(0.1);
+        assert!((0..STEPS).all(close), "{weights}: {whole:?} and {three:?}");
     }
 }
 

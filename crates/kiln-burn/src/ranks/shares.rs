@@ -4,7 +4,8 @@
 //! has the `r`-th. Like [`super::mean`], the operations here are recorded, and become collectives of a compiled graph.
 
 use std::any::TypeId;
-use std::sync::{Arc, LazyLock};
+use std::collections::BTreeMap;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use burn_backend::{TensorData, TensorMetadata};
 use burn_ir::{BaseOperationIr, FloatOperationIr, IntOperationIr, NumericOperationIr, OperationIr};
@@ -12,7 +13,6 @@ use burn_router::RouterTensor;
 use kiln_distributed::{World, current};
 use kiln_graph::{Collective, CollectiveKind, Op};
 
-use super::MEAN;
 use crate::client::KilnClient;
 use crate::custom;
 use crate::execute::convert;
@@ -23,28 +23,49 @@ struct Sum;
 struct MeanShare;
 struct Joined;
 
+/// The ids of the operations, each with its collective and whether that is divided by the number of ranks.
+static IDS: Mutex<BTreeMap<String, (CollectiveKind, bool)>> = Mutex::new(BTreeMap::new());
+
+fn ids() -> MutexGuard<'static, BTreeMap<String, (CollectiveKind, bool)>> {
+    IDS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Notes that this id stands for a collective.
+pub(super) fn keep_id(id: &str, kind: CollectiveKind, mean: bool) {
+    ids().insert(id.to_owned(), (kind, mean));
+}
+
+/// The collective that an id stands for, and whether it is divided by the number of ranks.
+pub(super) fn kind_of(id: &str) -> Option<(CollectiveKind, bool)> {
+    ids().get(id).copied()
+}
+
 /// The id of the sum over ranks.
 static SUM: LazyLock<String> = LazyLock::new(|| {
-    custom::register("sum over ranks", TypeId::of::<Sum>(), None, || {
+    let id = custom::register("sum over ranks", TypeId::of::<Sum>(), None, || {
         Arc::new(|operands| operands.iter().map(sum_of).collect())
-    })
+    });
+    keep_id(&id, CollectiveKind::AllReduce, false);
+    id
 });
 
-/// The id of a rank's share of the mean over ranks.
-static MEAN_SHARE: LazyLock<String> = LazyLock::new(|| {
-    custom::register(
-        "share of the mean over ranks",
-        TypeId::of::<MeanShare>(),
-        None,
-        || Arc::new(|operands| operands.iter().map(share_of).collect()),
-    )
-});
+/// The id of a rank's share of the mean over ranks, of the gradient of a parameter.
+fn mean_share_id(parameter: usize) -> String {
+    let name = format!("share of the mean over ranks, parameter {parameter}");
+    let id = custom::register(&name, TypeId::of::<MeanShare>(), None, || {
+        Arc::new(|operands| operands.iter().map(share_of).collect())
+    });
+    keep_id(&id, CollectiveKind::ReduceScatter, true);
+    id
+}
 
 /// The id of the shares of all ranks, joined.
 static JOINED: LazyLock<String> = LazyLock::new(|| {
-    custom::register("shares of all ranks", TypeId::of::<Joined>(), None, || {
+    let id = custom::register("shares of all ranks", TypeId::of::<Joined>(), None, || {
         Arc::new(|operands| operands.iter().map(joined_of).collect())
-    })
+    });
+    keep_id(&id, CollectiveKind::AllGather, false);
+    id
 });
 
 /// The sum of `tensor`, of numbers, over all ranks, on each of them.
@@ -56,12 +77,12 @@ pub fn sum(tensor: RouterTensor<KilnClient>) -> RouterTensor<KilnClient> {
     call(&SUM, tensor, length)
 }
 
-/// This rank's share of the mean of `tensor` over all ranks. `tensor` has one dimension, whose extent the number of
-/// ranks divides.
-pub fn mean_share(tensor: RouterTensor<KilnClient>) -> RouterTensor<KilnClient> {
+/// This rank's share of the mean of `tensor` over all ranks, the gradient of a parameter that has this number among those
+/// of its model. `tensor` has one dimension, whose extent the number of ranks divides.
+pub fn mean_share(tensor: RouterTensor<KilnClient>, parameter: usize) -> RouterTensor<KilnClient> {
     let Some(world) = current() else { return tensor };
     let length = tensor.shape().num_elements() / world.size();
-    call(&MEAN_SHARE, tensor, [length].into())
+    call(&mean_share_id(parameter), tensor, [length].into())
 }
 
 /// The shares of all ranks, in the order of ranks, on each of them. `tensor` has one dimension.
@@ -71,7 +92,12 @@ pub fn joined(tensor: RouterTensor<KilnClient>) -> RouterTensor<KilnClient> {
     call(&JOINED, tensor, [length].into())
 }
 
-fn call(id: &str, tensor: RouterTensor<KilnClient>, shape: burn_backend::Shape) -> RouterTensor<KilnClient> {
+/// One operation of the ranks.
+pub(super) fn call(
+    id: &str,
+    tensor: RouterTensor<KilnClient>,
+    shape: burn_backend::Shape,
+) -> RouterTensor<KilnClient> {
     let (client, dtype) = (tensor.client, tensor.dtype());
     client.custom(id, vec![tensor], &[(shape, dtype)]).remove(0)
 }
@@ -122,21 +148,11 @@ fn data(elements: &[u8], count: usize, like: &TensorData) -> TensorData {
 /// The collective over `ranks` that an operation of this file, or a mean, stands for.
 pub(super) fn collective(op: &Op, ranks: usize) -> Option<Collective> {
     let Op::Extern(op) = op else { return None };
-    let name = &op.name;
-    if *name == *MEAN {
-        Some(Collective::average(ranks))
-    } else if *name == *SUM {
-        Some(Collective::new(CollectiveKind::AllReduce, ranks))
-    } else if *name == *MEAN_SHARE {
-        Some(Collective {
-            mean: true,
-            ..Collective::new(CollectiveKind::ReduceScatter, ranks)
-        })
-    } else if *name == *JOINED {
-        Some(Collective::new(CollectiveKind::AllGather, ranks))
-    } else {
-        None
-    }
+    let (kind, mean) = kind_of(&op.name)?;
+    Some(Collective {
+        mean,
+        ..Collective::new(kind, ranks)
+    })
 }
 
 /// Makes sure that an update, recorded on shares of `share` elements and on whole tensors, computes each element from

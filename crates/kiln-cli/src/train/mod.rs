@@ -337,10 +337,11 @@ impl Run {
             true => Progress::new(steps, self.step, self.data.unit, self.config.train.log_every),
             false => Progress::silent(),
         };
+        let model = &self.config.model;
         progress.say(&format!(
             "{}: {} with {:.2} million parameters, {} steps of {} {}, in {}",
             self.config.name,
-            self.config.model.name,
+            model.weights.as_ref().unwrap_or(&model.name),
             parameters as f64 * 1e-6,
             steps,
             self.config.train.batch_size * self.config.train.accumulate,
@@ -486,7 +487,7 @@ impl Run {
         }
         let state = State::now(self.step, self.batches.state(), self.trainer.loss_scale());
         let optimizer = self.trainer.optimizer_state(&self.order)?;
-        let model = self.trainer.model()?;
+        let model = self.trainer.whole_model()?;
         let (architecture, tokenizer) = (&self.architecture, &self.data.tokenizer);
         let write = |folder: &Path| {
             model.save(architecture, folder)?;

@@ -26,7 +26,8 @@ impl Ranks {
     ///
     /// # Errors
     ///
-    /// [`CliError::Ranks`] if they cannot be connected; [`CliError::Config`] if a batch does not divide among them.
+    /// [`CliError::Ranks`] if they cannot be connected, or have different configs; [`CliError::Config`] if a
+    /// batch does not divide among them.
     pub fn connect(config: &Config) -> Result<Self, CliError> {
         let timeout = Duration::try_from_secs_f64(config.distributed.timeout_seconds);
         let timeout = timeout.map_err(|error| CliError::config("distributed.timeout_seconds", error))?;
@@ -34,6 +35,9 @@ impl Ranks {
             timeout,
             ..Options::default()
         })?;
+        let keys = keys(config);
+        let facts = keys.iter().map(|(name, value)| (name.as_str(), value.clone()));
+        world.agree(&facts.collect::<Vec<_>>())?;
         divides(config.train.batch_size, world.size())?;
         Ok(Self { world })
     }
@@ -136,6 +140,33 @@ impl Ranks {
             size => batch.share(self.world.rank(), size),
         }
     }
+}
+
+/// The keys of a config that must be the same on all ranks, with their values. Each rank may have a device of
+/// its own.
+fn keys(config: &Config) -> Vec<(String, String)> {
+    fn collect(path: &str, value: &serde_json::Value, found: &mut Vec<(String, String)>) {
+        match value {
+            serde_json::Value::Object(map) => {
+                for (key, value) in map {
+                    let path = if path.is_empty() {
+                        key.clone()
+                    } else {
+                        format!("{path}.{key}")
+                    };
+                    collect(&path, value, found);
+                }
+            }
+            value => found.push((format!("its config's `{path}`"), value.to_string())),
+        }
+    }
+    let mut config = config.clone();
+    config.train.device = String::new();
+    // By way of the text, in which numbers of 32 bits are as they were written.
+    let text = serde_json::to_string(&config).unwrap_or_default();
+    let mut found = Vec::new();
+    collect("", &serde_json::from_str(&text).unwrap_or_default(), &mut found);
+    found
 }
 
 /// Threads of a rank's step: its share of the cores it may use; 0, for all, where it is alone.

@@ -42,6 +42,14 @@ pub trait Trainer {
     /// [`CliError::Train`] if an earlier step failed and took the model with it.
     fn model(&self) -> Result<&Model<TrainBackend>, CliError>;
 
+    /// The model as a checkpoint stores it; to be called on all ranks where they divide a master copy of its
+    /// parameters.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Train`] as [`Trainer::model`], and if another rank ended.
+    fn whole_model(&mut self) -> Result<Model<TrainBackend>, CliError>;
+
     /// The optimizer's state in Burn's recorder format. Parameters are named by their place in the model,
     /// `order`, because their ids differ from process to process.
     ///
@@ -50,8 +58,9 @@ pub trait Trainer {
     /// [`CliError::Train`] as [`Trainer::model`]; [`CliError::Usage`] if the recorder fails.
     fn optimizer_state(&mut self, order: &[ParamId]) -> Result<Vec<u8>, CliError>;
 
-    /// Gives this rank's share of the optimizer's state to rank 0, which calls [`Trainer::optimizer_state`]; to be
-    /// called on all other ranks where they divide the state.
+    /// Gives this rank's share of the optimizer's state and of the model to rank 0, which calls
+    /// [`Trainer::optimizer_state`] and [`Trainer::whole_model`]; to be called on all other ranks where they
+    /// divide the state.
     ///
     /// # Errors
     ///
@@ -115,6 +124,10 @@ impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
         Ok(self.step.model().ok_or(TrainError::Lost)?)
     }
 
+    fn whole_model(&mut self) -> Result<Model<TrainBackend>, CliError> {
+        Ok(self.step.whole_model()?)
+    }
+
     fn optimizer_state(&mut self, order: &[ParamId]) -> Result<Vec<u8>, CliError> {
         let record = self.step.whole_optimizer()?.to_record();
         let places: HashMap<ParamId, u64> = order.iter().copied().zip(0..).collect();
@@ -129,6 +142,7 @@ impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
 
     fn give_state(&mut self) -> Result<(), CliError> {
         self.step.whole_optimizer()?;
+        self.step.whole_model()?;
         Ok(())
     }
 

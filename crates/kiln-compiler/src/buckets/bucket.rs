@@ -43,7 +43,7 @@ impl Member {
             if is_sum(&made.op) {
                 // A sum of a sum follows its wait.
                 ready = None;
-            } else if is_share(graph, node) && is_movement(&made.op) {
+            } else if is_share(graph, node) && is_packing(&made.op) {
                 if !movements.contains(&maker) {
                     movements.push(maker);
                     stack.extend(&made.inputs);
@@ -71,8 +71,9 @@ fn is_share(graph: &Graph, node: Node) -> bool {
     matches!(graph.node(node).op, Op::Collective(it) if !it.kind.is_in_place())
 }
 
-/// Whether an operation only moves elements of its operands, or makes constants to be moved among them.
-fn is_movement(op: &Op) -> bool {
+/// Whether an operation may take part in packing an operand: it moves elements, or makes constants that fill
+/// up. Unlike [`Op::is_movement`] that leaves out what takes elements away or turns them around.
+fn is_packing(op: &Op) -> bool {
     matches!(
         op,
         Op::Reshape(_)

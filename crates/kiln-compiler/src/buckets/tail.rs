@@ -152,14 +152,13 @@ impl<'a> Tail<'a> {
                     new.copy(node)?;
                 }
             }
+            // In their order: a bucket whose operands are there waits for those before it.
             for bucket in self.sums.iter_mut().filter(|bucket| !bucket.is_begun()) {
-                if bucket
-                    .members
-                    .iter()
-                    .all(|member| new.get(member.operand).is_some())
-                {
-                    bucket.start(self.graph, new)?;
+                let is_made = |member: &Member| new.get(member.operand).is_some();
+                if !bucket.members.iter().all(is_made) {
+                    break;
                 }
+                bucket.start(self.graph, new)?;
             }
             self.gather(new, joined)?;
         }

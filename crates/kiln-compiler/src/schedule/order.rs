@@ -66,6 +66,14 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
             next[look].push(writer);
         }
     }
+    // Ranks that compile other shapes run their collectives in the same order.
+    let collectives = collectives(graph, &kernels);
+    for pair in collectives.windows(2) {
+        if !reaches(&next, pair[1], pair[0]) {
+            waiting[pair[1]] += 1;
+            next[pair[0]].push(pair[1]);
+        }
+    }
     let rank = |number: usize| {
         let kernel = &kernels[number];
         let last = match &kernel.kind {
@@ -106,6 +114,19 @@ pub fn order(graph: &Graph, kernels: Vec<Kernel>) -> Schedule {
             .filter_map(|number| slots[number].take())
             .collect(),
     }
+}
+
+/// The kernels that are collectives of all ranks, in the order of the graph.
+fn collectives(graph: &Graph, kernels: &[Kernel]) -> Vec<usize> {
+    let of = |(number, kernel): (usize, &Kernel)| match &kernel.kind {
+        KernelKind::Library(node) if matches!(graph.node(*node).op, Op::Collective(_)) => {
+            Some((*node, number))
+        }
+        _ => None,
+    };
+    let mut collectives: Vec<_> = kernels.iter().enumerate().filter_map(of).collect();
+    collectives.sort_unstable_by_key(|&(node, _)| node);
+    collectives.into_iter().map(|(_, number)| number).collect()
 }
 
 /// The last operation among those that make the operands of `kernel`.

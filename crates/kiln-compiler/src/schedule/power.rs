@@ -11,6 +11,24 @@ use super::nest::Nest;
 
 /// The base and the exponent if `value` is such a power in f32 and `nest` computes all of it.
 pub fn power_of_scalar(graph: &Graph, nest: &Nest, value: Value) -> Option<(Value, Value)> {
+    power(graph, nest, value, |exponent| {
+        matches!(exponent, Op::Scalar { .. })
+    })
+}
+
+/// The same where the exponent may be a constant as well.
+pub fn power_of_number(graph: &Graph, nest: &Nest, value: Value) -> Option<(Value, Value)> {
+    power(graph, nest, value, |exponent| {
+        matches!(exponent, Op::Scalar { .. } | Op::Constant { .. })
+    })
+}
+
+fn power(
+    graph: &Graph,
+    nest: &Nest,
+    value: Value,
+    is_exponent: impl Fn(&Op) -> bool,
+) -> Option<(Value, Value)> {
     // The nest must compute all of it: its operations are none of the contraction that the nest follows.
     let here = |value: Value| nest.uses_of(value).is_empty();
     let data = graph.def(value);
@@ -28,7 +46,7 @@ pub fn power_of_scalar(graph: &Graph, nest: &Nest, value: Value) -> Option<(Valu
             && matches!(broadcast.op, Op::Broadcast { .. })
             && here(log)
             && here(factor)
-            && matches!(graph.def(broadcast.inputs[0]).op, Op::Scalar { .. });
+            && is_exponent(&graph.def(broadcast.inputs[0]).op);
         matches.then(|| (logarithm.inputs[0], broadcast.inputs[0]))
     })
 }

@@ -5,6 +5,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 use std::path::Path;
+use std::time::Duration;
 
 use kiln_distributed::Error;
 use kiln_distributed::nccl::{Communicator, Nccl, NcclFunctions, RawStream, UniqueId};
@@ -72,15 +73,22 @@ unsafe extern "C" fn ncclCommInitRank(
     // SAFETY: the caller gives a place for the handle.
     unsafe { *handle = std::ptr::without_provenance_mut(ranks as usize) };
     let given = format!("rank {rank} of {ranks}");
-    with(|state| state.note("ncclCommInitRank", &given).unwrap_or(0))
+    let answer = with(|state| state.note("ncclCommInitRank", &given).unwrap_or(0));
+    wait("ncclCommInitRank", false);
+    answer
 }
 
 unsafe extern "C" fn ncclCommDestroy(_: *mut c_void) -> c_int {
-    with(|state| state.note("ncclCommDestroy", "").unwrap_or(0))
+    let answer = with(|state| state.note("ncclCommDestroy", "").unwrap_or(0));
+    wait("ncclCommDestroy", false);
+    answer
 }
 
 unsafe extern "C" fn ncclCommAbort(_: *mut c_void) -> c_int {
-    with(|state| state.note("ncclCommAbort", "").unwrap_or(0))
+    let answer = with(|state| state.note("ncclCommAbort", "").unwrap_or(0));
+    with(|state| state.aborted = true);
+    wait("ncclCommAbort", false);
+    answer
 }
 
 unsafe extern "C" fn ncclCommGetAsyncError(_: *mut c_void, told: *mut c_int) -> c_int {
@@ -90,8 +98,36 @@ unsafe extern "C" fn ncclCommGetAsyncError(_: *mut c_void, told: *mut c_int) -> 
     0
 }
 
-/// Records a collective from so many bytes to so many.
+/// Waits as long as a test has the call wait, or until NCCL is aborted if that ends it; whether that was why.
+fn wait(name: &'static str, ends: bool) -> bool {
+    loop {
+        let (waits, aborted) = with(|state| (state.blocked.contains(name), ends && state.aborted));
+        if aborted || !waits {
+            return aborted;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// `ncclInternalError`.
+const ENDED: c_int = 3;
+
+/// Records a collective from so many bytes to so many, and waits for the other ranks.
 fn collective(
+    name: &'static str,
+    given: &str,
+    from: (*const c_void, usize),
+    to: (*mut c_void, usize),
+    stream: RawStream,
+) -> c_int {
+    match with(|state| queue(state, name, given, from, to, stream)) {
+        0 if wait(name, true) => ENDED,
+        code => code,
+    }
+}
+
+/// Records a collective.
+fn queue(
     state: &mut State,
     name: &'static str,
     given: &str,
@@ -133,7 +169,7 @@ unsafe extern "C" fn ncclAllReduce(
         format!("{count} of type {ty}, operation {operation}"),
         count * bytes(ty),
     );
-    with(|state| collective(state, "ncclAllReduce", &given, (from, all), (to, all), stream))
+    collective("ncclAllReduce", &given, (from, all), (to, all), stream)
 }
 
 unsafe extern "C" fn ncclReduceScatter(
@@ -150,16 +186,7 @@ unsafe extern "C" fn ncclReduceScatter(
         count * bytes(ty),
     );
     let all = block * size(handle);
-    with(|state| {
-        collective(
-            state,
-            "ncclReduceScatter",
-            &given,
-            (from, all),
-            (to, block),
-            stream,
-        )
-    })
+    collective("ncclReduceScatter", &given, (from, all), (to, block), stream)
 }
 
 unsafe extern "C" fn ncclAllGather(
@@ -172,7 +199,7 @@ unsafe extern "C" fn ncclAllGather(
 ) -> c_int {
     let (given, own) = (format!("{count} of type {ty}"), count * bytes(ty));
     let all = own * size(handle);
-    with(|state| collective(state, "ncclAllGather", &given, (from, own), (to, all), stream))
+    collective("ncclAllGather", &given, (from, own), (to, all), stream)
 }
 
 unsafe extern "C" fn ncclBroadcast(
@@ -185,7 +212,7 @@ unsafe extern "C" fn ncclBroadcast(
     stream: RawStream,
 ) -> c_int {
     let (given, all) = (format!("{count} of type {ty}, root {root}"), count * bytes(ty));
-    with(|state| collective(state, "ncclBroadcast", &given, (from, all), (to, all), stream))
+    collective("ncclBroadcast", &given, (from, all), (to, all), stream)
 }
 
 unsafe extern "C" fn ncclGetErrorString(_: c_int) -> *const c_char {

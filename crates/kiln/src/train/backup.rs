@@ -14,6 +14,7 @@ use kiln_burn::record::exchange::Owned;
 use kiln_burn::record::{self, rehearse};
 
 use super::TrainBackend;
+use super::masters::Masters;
 use super::ownership::{own_model, own_optimizer};
 use super::places::{Cells, map_tensors};
 use crate::input::KilnTensor;
@@ -25,12 +26,22 @@ pub(super) struct Backup<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimiz
     cells: Cells,
     /// The tensors in cells, in order.
     in_cells: Vec<KilnTensor>,
+    /// This rank's shares of the master copy, if ranks divide one.
+    masters: Option<Masters>,
     surrendered: Vec<TensorId>,
 }
 
+/// Model and optimizer, and this rank's shares of a master copy.
+pub(super) type Restored<B, M, O> = ((M, OptimizerAdaptor<O, M, B>), Option<Masters>);
+
 impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Backup<B, M, O> {
-    /// A backup of `model`, with these cells, and of `optim`.
-    pub(super) fn new(model: &M, optim: &OptimizerAdaptor<O, M, B>, cells: &Cells) -> Self {
+    /// A backup of `model`, with these cells, of `optim`, and of the shares of a master copy.
+    pub(super) fn new(
+        model: &M,
+        optim: &OptimizerAdaptor<O, M, B>,
+        cells: &Cells,
+        masters: Option<Masters>,
+    ) -> Self {
         let mut look = CellMapper {
             cells: cells.clone(),
             position: 0,
@@ -45,6 +56,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
             optim: optim.clone(),
             cells: cells.clone(),
             in_cells: look.seen,
+            masters,
             surrendered: Vec::new(),
         }
     }
@@ -59,18 +71,20 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
             .into_iter()
             .map(|tensor| owned.own(tensor))
             .collect();
+        let masters = self.masters.map(|masters| masters.owned(&mut owned));
         record::surrender(&owned.sole);
         Self {
             model,
             optim,
             cells: self.cells,
             in_cells,
+            masters,
             surrendered: owned.sole,
         }
     }
 
-    /// Model and optimizer as they were; none if the step has overwritten some of their tensors.
-    pub(super) fn restore(self) -> Option<(M, OptimizerAdaptor<O, M, B>)> {
+    /// Model, optimizer and shares as they were; none if the step has overwritten some of their tensors.
+    pub(super) fn restore(self) -> Option<Restored<B, M, O>> {
         if !record::are_ready(&self.surrendered) {
             return None;
         }
@@ -79,10 +93,11 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
             optim,
             cells,
             in_cells,
+            masters,
             ..
         } = self;
         if !cells.any() {
-            return Some((model, optim));
+            return Some(((model, optim), masters));
         }
         // Pending updates in the cells come from the failed call and may have no elements: they are taken
         // out without being computed.
@@ -93,7 +108,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
             replace: Some(in_cells.into_iter()),
             seen: Vec::new(),
         });
-        Some((model, optim))
+        Some(((model, optim), masters))
     }
 }
 

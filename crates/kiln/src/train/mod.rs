@@ -27,6 +27,7 @@ mod backup;
 mod export;
 mod history;
 mod loss_scale;
+mod masters;
 mod ownership;
 mod places;
 mod plan;
@@ -54,6 +55,7 @@ use kiln_burn::{
 use kiln_distributed::World;
 use kiln_profile::Category;
 
+use self::masters::Masters;
 use crate::explain::{Explain, State};
 use crate::input::{KilnBackend, Signature, StepInput, inspect};
 pub use export::ExportError;
@@ -204,9 +206,10 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         self
     }
 
-    /// Trains on all ranks of `world` together ([`crate::distributed`]): parameters and the optimizer's state are
-    /// those of rank 0 at the start, gradients and loss are averaged over the ranks at each step. With one rank this
-    /// changes nothing.
+    /// Trains on all ranks of `world` together ([`crate::distributed`]): parameters and the optimizer's state
+    /// are those of rank 0 at the start, gradients and loss are averaged over the ranks at each step. All
+    /// ranks must have equal optimizers, and give each step the same learning rate: otherwise they would go
+    /// different ways, and get an error (for the rate on CPUs alone). With one rank this changes nothing.
     pub fn with_data_parallel(mut self, world: &World) -> Self {
         self.world = Some(world.clone());
         self
@@ -217,6 +220,10 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     /// parameters are gathered. Losses are those without it, up to rounding; memory of the state is divided by the
     /// number of ranks. State that was loaded is whole, and so is what [`TrainStep::optimizer`] and
     /// [`TrainStep::into_parts`] return: any number of ranks can go on with it. Both must be called on every rank.
+    ///
+    /// A master copy ([`Weights::with_master`]) is state as well. Its share is updated, and what is gathered
+    /// are the parameters of 16 bits. [`TrainStep::model`] shows these, without any other rank; a checkpoint
+    /// takes those of `f32` from [`TrainStep::whole_model`], on every rank.
     ///
     /// The optimizer's update must compute each element from those at the same place, as those of Adam, AdamW,
     /// SGD, RMSprop and AdaGrad do; clipping is no part of it. Muon multiplies matrices:
@@ -240,8 +247,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     ///
     /// # Errors
     ///
-    /// [`TrainError::Ranks`] if other ranks have another model, or do not answer; [`TrainError::Sharding`] if the
-    /// optimizer's state cannot be divided.
+    /// [`TrainError::Ranks`] if other ranks have another model or another optimizer, or do not answer;
+    /// [`TrainError::Sharding`] if the optimizer's state cannot be divided.
     pub fn build<I, L>(mut self) -> Result<TrainStep<B, M, O, F, I, L>, TrainError>
     where
         F: Fn(&M, I) -> L,
@@ -267,7 +274,10 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         };
         let world = self.world.filter(|world| world.size() > 1);
         let optim = match &world {
-            Some(world) => ranks::share_state(&model, self.optim, world)?,
+            Some(world) => {
+                shards::agree_on_numbers::<B, M, O>(&model, &self.optim, world)?;
+                ranks::share_state(&model, self.optim, world)?
+            }
             None => self.optim,
         };
         let (shards, optim) = match world.as_ref().filter(|_| self.sharded) {
@@ -277,6 +287,18 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             }
             None => (None, optim),
         };
+        let master = self.weights.filter(|weights| weights.has_master());
+        let (model, masters) = match (&shards, &world, master) {
+            (Some(_), Some(world), Some(weights)) => {
+                let cells = Cells::of::<B, M>(&model);
+                let masters = Masters::of::<B, M>(world, &model, &cells)?;
+                (cast_parameters::<B, M>(model, weights.dtype()), Some(masters))
+            }
+            _ => (model, None),
+        };
+        let has_whole_master = master.is_some() && masters.is_none();
+        let widened = self.weights.is_some() && !has_whole_master;
+        let variants = Variants::new(capacity, widened, shards.clone());
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
             strict: self.options.strict,
@@ -295,10 +317,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             loss_scale: None,
             weights: self.weights,
             copies: None,
-            variants: Variants::new(
-                capacity,
-                self.weights.is_some_and(|weights| !weights.has_master()),
-            ),
+            masters,
+            variants,
             lent: AtomicBool::new(false),
             was_lent: false,
             cells: None,
@@ -354,6 +374,8 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     weights: Option<Weights>,
     /// The copies of 16 bits beside a master; none before the first call, and after one that failed.
     copies: Option<weights::Places>,
+    /// This rank's shares of the master, if ranks divide one; lost together with the model.
+    masters: Option<Masters>,
     /// The recorded calls and plans of each signature.
     variants: Variants<B, M, O, L>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
@@ -442,6 +464,9 @@ where
     pub fn step(&mut self, lr: LearningRate, input: I) -> Result<L, TrainError> {
         let _call = kiln_profile::span(Category::Host, "train step");
         self.rate = Some(lr);
+        if let Some(world) = &self.world {
+            world.set_rate(lr);
+        }
         self.whole = None;
         let (tensors, signature) = inspect(&input);
         let cause = match self.replay(lr, &tensors, &signature)? {
@@ -612,7 +637,8 @@ where
     }
 
     /// The model with its current parameters; none after a step failed half way. A copy of it stays as it
-    /// is when training goes on.
+    /// is when training goes on. Where ranks divide a master copy its parameters are those of 16 bits
+    /// ([`TrainStep::whole_model`]).
     pub fn model(&self) -> Option<&M> {
         self.lent.store(true, Ordering::Relaxed);
         self.trained.as_ref().map(|(model, _)| model)
@@ -640,7 +666,33 @@ where
         }
     }
 
-    /// The trained model.
+    /// The model with its current parameters, for a checkpoint: a copy, which stays as it is when training
+    /// goes on. Where the ranks divide a master copy ([`Weights::with_master`],
+    /// [`TrainStepBuilder::with_sharded_state`]) every rank calls this, and gets the whole of it, in `f32`;
+    /// the next call is recorded then.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError::Lost`] after a step failed half way; [`TrainError::Ranks`] if a master copy is divided
+    /// and another rank did not give its share.
+    pub fn whole_model(&mut self) -> Result<M, TrainError> {
+        if self.masters.is_some() {
+            self.leave_replay();
+        }
+        self.lent.store(true, Ordering::Relaxed);
+        let (model, _) = self.trained.as_ref().ok_or(TrainError::Lost)?;
+        let model = model.clone();
+        match (&self.masters, &self.world) {
+            (Some(masters), Some(world)) => {
+                let cells = Cells::of::<B, M>(&model);
+                masters.whole::<B, M>(world, model, &cells)
+            }
+            _ => Ok(model),
+        }
+    }
+
+    /// The trained model. Where ranks divide a master copy its parameters are those of 16 bits
+    /// ([`TrainStep::whole_model`], [`TrainStep::into_parts`]).
     ///
     /// # Panics
     ///
@@ -653,15 +705,20 @@ where
     }
 
     /// The trained model and the optimizer; none after a step failed half way. Where the ranks divide the
-    /// optimizer's state, every rank calls this, and gets the whole state; none if a rank is gone.
+    /// optimizer's state, every rank calls this, and gets the whole state and the whole of a master copy;
+    /// none if a rank is gone.
     pub fn into_parts(mut self) -> Option<(M, OptimizerAdaptor<O, M, B>)> {
         self.leave_replay();
+        let whole = match self.masters {
+            Some(_) => Some(self.whole_model().ok()?),
+            None => None,
+        };
         let (model, optim) = self.trained?;
         let optim = match &self.shards {
             Some(shards) => shards.whole(&model, &optim).ok()?,
             None => optim,
         };
-        Some((model, optim))
+        Some((whole.unwrap_or(model), optim))
     }
 
     /// Where the scaling of the loss stands, for a log or a checkpoint; none if the loss is not scaled
@@ -696,6 +753,7 @@ where
         Some(State {
             model_bytes,
             optimizer_bytes,
+            master_bytes: self.masters.as_ref().map_or(0, Masters::bytes),
             ranks: self.shards.as_ref().map_or(1, Shards::ranks),
         })
     }

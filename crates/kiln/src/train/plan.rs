@@ -104,7 +104,8 @@ impl Expected {
     }
 }
 
-fn number(scalar: &ScalarIr) -> String {
+/// A scalar in words.
+pub(super) fn number(scalar: &ScalarIr) -> String {
     match scalar {
         ScalarIr::Float(x) => x.to_string(),
         ScalarIr::Int(x) => x.to_string(),

@@ -167,7 +167,8 @@ impl Average {
             return;
         }
         if let Some(gradient) = self.gradients.remove::<Kiln, D>(id) {
-            let mean = ranks::mean(gradient.into_primitive().tensor());
+            let parameter = self.seen.len() - 1;
+            let mean = ranks::mean_gradient(gradient.into_primitive().tensor(), parameter);
             let mean = Tensor::<Kiln, D>::from_primitive(TensorPrimitive::Float(mean));
             self.gradients.register::<Kiln, D>(id, mean);
         }

@@ -55,11 +55,18 @@ where
             drop(model.valid());
         }
         let mut before = places::of_model::<B, M>(&model);
-        let backup = Backup::new(&model, &optim, &cells);
+        let masters = self.masters.take();
+        let backup = Backup::new(&model, &optim, &cells, masters.clone());
         let copies = self.copies.take();
         let weights = self.weights;
         let stored = weights.map(|weights| Stored::new::<B, M>(&model, &cells, weights, copies));
-        before.extend(stored.iter().flat_map(|stored| stored.places::<B, M>(&model)));
+        before.extend(match &masters {
+            Some(masters) => masters.places::<B, M>(&model),
+            None => stored
+                .iter()
+                .flat_map(|stored| stored.places::<B, M>(&model))
+                .collect(),
+        });
 
         let earlier = self.variants.position(&signature).filter(|_| traced);
         let mut backup = Some(backup);
@@ -78,6 +85,7 @@ where
             stored,
             has_ranks: self.world.is_some(),
             shards: self.shards.as_ref(),
+            masters,
             synchronised: self.synchronised,
             before,
         };
@@ -93,13 +101,11 @@ where
         let recorded = match result {
             Ok(Ok(recorded)) => recorded,
             Ok(Err(error)) => {
-                self.variants.drop_plans();
-                self.trained = backup.and_then(Backup::restore);
+                self.restore(backup);
                 return Err(error.into());
             }
             Err(payload) => {
-                self.variants.drop_plans();
-                self.trained = backup.and_then(Backup::restore);
+                self.restore(backup);
                 match payload.downcast::<Refused>() {
                     Ok(refused) => return Err(TrainError::BatchNorm { reason: refused.0 }),
                     Err(payload) => resume_unwind(payload),
@@ -116,6 +122,7 @@ where
             loss_scale,
             scale_before,
             copies,
+            masters,
             rehearsed,
         } = recorded;
         drop(scale_before);
@@ -134,9 +141,15 @@ where
         let copies_after = copies
             .iter()
             .zip(&self.trained)
-            .flat_map(|(copies, (model, _))| weights::places_of::<B, M>(model, copies))
+            .flat_map(|(copies, (model, _))| weights::places_of::<B, M>(model, copies, weights::COPY))
             .collect::<Vec<_>>();
         self.copies = copies;
+        let masters_after = masters
+            .iter()
+            .zip(&self.trained)
+            .flat_map(|(masters, (model, _))| masters.places::<B, M>(model))
+            .collect::<Vec<_>>();
+        self.masters = masters;
         let scrutiny = match cause {
             Cause::Disturbed(_) => Scrutiny::Numbers,
             Cause::Optimizer | Cause::Input => Scrutiny::SameStep,
@@ -161,6 +174,7 @@ where
                 after
                     .into_iter()
                     .chain(copies_after)
+                    .chain(masters_after)
                     .chain(optimizer_after)
                     .chain(scale_after),
             ),
@@ -198,6 +212,15 @@ where
         self.take_possession()?;
         self.was_lent = was_lent;
         outcome.map(|()| output)
+    }
+
+    /// After a call that failed: what a backup has of it.
+    fn restore(&mut self, backup: Option<Backup<B, M, O>>) {
+        self.variants.drop_plans();
+        let restored = backup.and_then(Backup::restore);
+        let (trained, masters) = restored.unzip();
+        self.trained = trained;
+        self.masters = masters.flatten();
     }
 
     /// Makes a plan from two calls of one signature, or says why there is none.

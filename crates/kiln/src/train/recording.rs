@@ -17,6 +17,7 @@ use kiln_burn::record::{self, Position};
 use kiln_burn::{Kiln, LossScaling};
 
 use super::loss_scale::{self, LossScale, Parameters, Skip};
+use super::masters::Masters;
 use super::places::{self, Cells, Found};
 use super::ranks;
 use super::rehearsal::{Rehearsal, trained_parameters};
@@ -58,6 +59,8 @@ pub(super) struct Recording<'a, B: TrainBackend, M: AutodiffModule<B>, O: Simple
     pub has_ranks: bool,
     /// This rank's part of the optimizer's state, if ranks divide it.
     pub shards: Option<&'a Shards>,
+    /// This rank's shares of the master copy, if ranks divide one.
+    pub masters: Option<Masters>,
     /// Whether batch norms look at the batches of all ranks.
     pub synchronised: bool,
     /// The places of the model's tensors before the call.
@@ -82,6 +85,8 @@ pub(super) struct Recorded<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptim
     pub scale_before: Option<loss_scale::State>,
     /// The copies of the parameters in 16 bits, if there are any.
     pub copies: Option<weights::Places>,
+    /// This rank's shares of the master copy, if ranks divide one.
+    pub masters: Option<Masters>,
     /// What the optimizer's host code does, if the call is compared with another.
     pub rehearsed: Option<Rehearsed<B, M, O>>,
 }
@@ -159,8 +164,9 @@ where
             (state.next(&skip, &scaling), skip)
         });
         let skip = scaled.as_ref().map(|(_, skip)| skip);
-        let updated = self.update((model, optim), gradients, shapes, skip, narrow.as_ref());
-        let (model, copies) = match narrow {
+        let masters = self.masters.take();
+        let updated = self.update((model, optim), masters, gradients, shapes, skip, narrow.as_ref());
+        let (model, copies) = match narrow.filter(|_| updated.masters.is_none()) {
             Some(before) => before.narrowed::<B>(updated.model, self.cells),
             None => (updated.model, None),
         };
@@ -173,6 +179,7 @@ where
             loss_scale: scaled.map(|(state, _)| state),
             scale_before: self.scale,
             copies,
+            masters: updated.masters,
             rehearsed: updated.rehearsed,
         }
     }
@@ -213,10 +220,11 @@ where
     }
 
     /// Runs the optimizer on a model, or on this rank's shares of its parameters, whose shapes are `shapes`
-    /// then.
+    /// then: those of the master copy if ranks divide one.
     fn update(
         &self,
         (mut model, optim): (M, OptimizerAdaptor<O, M, B>),
+        masters: Option<Masters>,
         mut gradients: GradientsParams,
         shapes: Option<Shapes>,
         skip: Option<&Skip>,
@@ -224,14 +232,24 @@ where
     ) -> Updated<B, M, O> {
         if let (Some(shards), Some(shapes)) = (self.shards, &shapes) {
             gradients = shards.clip(&model, gradients);
-            model = shards.own(model, shapes);
+            model = match &masters {
+                Some(masters) => masters.own::<B, M>(model, self.cells, shapes),
+                None => shards.own(model, shapes),
+            };
         }
         let mut optim = match self.first_state {
             Some(start) => start(optim, &model, &gradients),
             None => optim,
         };
         let rehearsed = match self.rehearses {
-            true => self.rehearse(&model, &optim, &gradients, shapes.as_ref(), narrow),
+            // Shares of a master are state of the step, and what is widened is not among them.
+            true => self.rehearse(
+                &model,
+                &optim,
+                &gradients,
+                shapes.as_ref(),
+                narrow.filter(|_| masters.is_none()),
+            ),
             false => None,
         };
         let before = match self.traced {
@@ -245,11 +263,14 @@ where
             model = skip.model::<B, M>(parameters, model);
             optim = skip.optimizer(&model, records, optim);
         }
+        let mut masters = masters;
         if let (Some(shards), Some(shapes)) = (self.shards, shapes) {
-            model = shards.join(model, shapes);
+            masters = masters.map(|masters| masters.updated::<B, M>(&model, self.cells, &shapes));
+            model = shards.join(model, shapes, narrow.map(Before::dtype));
         }
         Updated {
             model,
+            masters,
             optim,
             start,
             before,
@@ -287,6 +308,7 @@ where
 /// Model and optimizer after an update.
 struct Updated<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
     model: M,
+    masters: Option<Masters>,
     optim: OptimizerAdaptor<O, M, B>,
     /// Where the update begins.
     start: Option<Position>,

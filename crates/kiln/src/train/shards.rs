@@ -25,14 +25,16 @@ use burn_optim::grad_clipping::GradientClipping;
 use burn_optim::record::AdaptorRecord;
 use burn_optim::{GradientsParams, Optimizer, SimpleOptimizer};
 use burn_router::RunnerClient;
-use burn_tensor::{Int, Tensor, TensorData, TensorPrimitive};
+use burn_tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use hashbrown::{HashMap, HashSet};
 use kiln_burn::record::{self, Recorded, exchange, rehearse};
 use kiln_burn::{Error, Kiln, KilnDevice, ranks};
 use kiln_distributed::World;
 
 use super::places::{tensors_of, with_state};
+use super::plan;
 use super::rehearsal::rehearse_update;
+use super::weights;
 use super::{TrainBackend, TrainError};
 use crate::input::KilnTensor;
 
@@ -126,17 +128,7 @@ impl Shards {
         O: SimpleOptimizer<Kiln>,
     {
         let refuse = |reason: String| Err(TrainError::Sharding { reason });
-        // Two steps: the first one makes the state.
-        let on = |ranks: Option<usize>| -> Option<Vec<Recorded>> {
-            let mut hollow = Hollow {
-                ranks,
-                tracked: Vec::new(),
-            };
-            let (model, _) = rehearse(|| model.clone().map(&mut hollow))?;
-            let mut shadow = Some((model, optim.clone()));
-            let mut step = || rehearse_update(&mut shadow, &hollow.tracked, 1e-3);
-            Some(vec![step()?.1, step()?.1])
-        };
+        let on = |ranks| two_updates::<B, M, O>(model, optim, ranks);
         let (Some(shares), Some(whole)) = (on(Some(self.world.size())), on(None)) else {
             return refuse("it reads tensors on the host".into());
         };
@@ -158,6 +150,7 @@ impl Shards {
             ranks: self.world.size(),
             gradients,
             shapes: Shapes::default(),
+            seen: HashSet::new(),
         };
         model.visit(&mut reduce);
         (reduce.gradients, reduce.shapes)
@@ -204,9 +197,26 @@ impl Shards {
         })
     }
 
-    /// `model` with the whole parameters in place of this rank's shares.
-    pub(super) fn join<B: TrainBackend, M: AutodiffModule<B>>(&self, model: M, shapes: Shapes) -> M {
-        model.map(&mut Join { shapes })
+    /// `model` with this rank's share in place of each of these parameters.
+    pub(super) fn own_parameters<B: TrainBackend, M: AutodiffModule<B>>(
+        &self,
+        model: M,
+        parameters: &[ParamId],
+    ) -> M {
+        let mut shapes = shapes::<B, M>(&model);
+        shapes.retain(|parameter, _| parameters.contains(parameter));
+        self.own(model, &shapes)
+    }
+
+    /// `model` with the whole parameters in place of this rank's shares: of this type, if they are stored in
+    /// another one than they are updated in.
+    pub(super) fn join<B: TrainBackend, M: AutodiffModule<B>>(
+        &self,
+        model: M,
+        shapes: Shapes,
+        stored: Option<DType>,
+    ) -> M {
+        model.map(&mut Join { shapes, stored })
     }
 
     /// `optim`, whose state is this rank's share, with the whole state and its clipping. Every rank takes part.
@@ -241,6 +251,65 @@ impl Shards {
     }
 }
 
+/// Two updates of all parameters, rehearsed: the first one makes the state. On shares for so many ranks, if
+/// there are any; none if the optimizer reads tensors on the host.
+fn two_updates<B, M, O>(
+    model: &M,
+    optim: &OptimizerAdaptor<O, M, B>,
+    ranks: Option<usize>,
+) -> Option<Vec<Recorded>>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B> + Clone,
+    O: SimpleOptimizer<Kiln>,
+{
+    let mut hollow = Hollow {
+        ranks,
+        tracked: Vec::new(),
+    };
+    let (model, _) = rehearse(|| model.clone().map(&mut hollow))?;
+    let mut shadow = Some((model, optim.clone()));
+    let mut step = || rehearse_update(&mut shadow, &hollow.tracked, 1e-3);
+    Some(vec![step()?.1, step()?.1])
+}
+
+/// Makes sure that the optimizers of all ranks are equal: that they compute the same with the same numbers.
+/// Their state, which may be another one at the start, is left out.
+///
+/// # Errors
+///
+/// [`TrainError::Ranks`] if they are not.
+pub(super) fn agree_on_numbers<B, M, O>(
+    model: &M,
+    optim: &OptimizerAdaptor<O, M, B>,
+    world: &World,
+) -> Result<(), TrainError>
+where
+    B: TrainBackend,
+    M: AutodiffModule<B> + Clone,
+    O: SimpleOptimizer<Kiln>,
+{
+    let plain = OptimizerAdaptor::from(optim.optim().clone());
+    let plain = match optim.grad_clipping() {
+        Some(clipping) => plain.with_grad_clipping(clipping.clone()),
+        None => plain,
+    };
+    let updates = two_updates::<B, M, O>(model, &plain, None).unwrap_or_default();
+    let operations: Vec<usize> = updates.iter().map(|update| update.operations.len()).collect();
+    let mut numbers: Vec<String> = Vec::new();
+    for scalar in updates.iter().flat_map(|update| &update.scalars) {
+        // Each parameter has the same ones.
+        let number = plan::number(scalar);
+        if !numbers.contains(&number) {
+            numbers.push(number);
+        }
+    }
+    Ok(world.agree(&[
+        ("the operations of its optimizer", format!("{operations:?}")),
+        ("the numbers of its optimizer", numbers.join(", ")),
+    ])?)
+}
+
 /// The shape of each float tensor of `model`, in the order of its visit, each id once.
 fn ordered_shapes<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Vec<(ParamId, Vec<usize>)> {
     struct Visitor(Vec<(ParamId, Vec<usize>)>);
@@ -261,7 +330,7 @@ fn shapes<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Shapes {
 }
 
 /// This rank's share of a tensor of the optimizer's state, of a parameter of shape `whole`.
-fn share_of(world: &World, data: TensorData, whole: &[usize]) -> Result<TensorData, TrainError> {
+pub(super) fn share_of(world: &World, data: TensorData, whole: &[usize]) -> Result<TensorData, TrainError> {
     if data.shape.to_vec() != whole {
         return Err(TrainError::Sharding {
             reason: format!(
@@ -282,7 +351,11 @@ fn share_of(world: &World, data: TensorData, whole: &[usize]) -> Result<TensorDa
 }
 
 /// The whole tensor of the optimizer's state, of a parameter of shape `whole`, from the shares of all ranks.
-fn joined_of(world: &World, share: &TensorData, whole: &[usize]) -> Result<TensorData, TrainError> {
+pub(super) fn joined_of(
+    world: &World,
+    share: &TensorData,
+    whole: &[usize],
+) -> Result<TensorData, TrainError> {
     let all = world.all_gather(&share.bytes)?;
     let mut joined = zeros(whole, share);
     let bytes = joined.bytes.len();
@@ -321,18 +394,22 @@ struct Reduce {
     ranks: usize,
     gradients: GradientsParams,
     shapes: Shapes,
+    seen: HashSet<ParamId>,
 }
 
 impl<B: TrainBackend> ModuleVisitor<B> for Reduce {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        if self.shapes.contains_key(&param.id) {
+        if !self.seen.insert(param.id) {
             return;
         }
+        let parameter = self.seen.len() - 1;
         let Some(gradient) = self.gradients.remove::<Kiln, D>(param.id) else {
             return;
         };
         let whole = gradient.dims();
-        let share = of_elements(flat(gradient, self.ranks), ranks::mean_share);
+        let share = of_elements(flat(gradient, self.ranks), |whole| {
+            ranks::mean_share(whole, parameter)
+        });
         let share = share.reshape(shape::<D>(whole.iter().product(), self.ranks));
         self.gradients.register::<Kiln, D>(param.id, share);
         self.shapes.insert(param.id, whole.to_vec());
@@ -426,6 +503,8 @@ impl<B: TrainBackend> ModuleMapper<B> for Own<'_> {
 struct Join {
     /// Of those that are left.
     shapes: Shapes,
+    /// The type in which parameters of 16 and 32 bits travel and are stored.
+    stored: Option<DType>,
 }
 
 impl<B: TrainBackend> ModuleMapper<B> for Join {
@@ -438,7 +517,12 @@ impl<B: TrainBackend> ModuleMapper<B> for Join {
         let own = tensor.inner();
         let elements: usize = whole.iter().product();
         let share = own.shape().num_elements();
-        let joined = of_elements(own.reshape([share]), ranks::joined);
+        let stored = self.stored;
+        let narrow = |share| match stored {
+            Some(dtype) => weights::to(share, dtype),
+            None => share,
+        };
+        let joined = of_elements(own.reshape([share]), |share| ranks::joined(narrow(share)));
         let filled = joined.shape().num_elements() > elements;
         let joined = match filled {
             true => joined.slice(0..elements),

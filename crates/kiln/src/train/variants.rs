@@ -17,13 +17,14 @@ use burn_core::module::AutodiffModule;
 use burn_ir::{ScalarIr, TensorId, TensorIr};
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{LearningRate, SimpleOptimizer};
-use kiln_burn::record::{Place, Watch};
+use kiln_burn::record::{self, Place, Watch};
 use kiln_burn::{Error, Kiln};
 
 use super::TrainBackend;
 use super::history::Cause;
 use super::plan::{Plan, Trace};
 use super::rehearsal::Rehearsal;
+use super::shards::Shards;
 use crate::input::{Signature, StepInput};
 
 /// The step for inputs of one signature.
@@ -49,6 +50,8 @@ pub(super) struct Variants<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptim
     capacity: usize,
     /// Whether parameters are stored in 16 bits and updated as `f32`.
     widened: bool,
+    /// How the ranks divide parameters and the optimizer's state, if they do.
+    shards: Option<Shards>,
     /// The watch on the state of all plans.
     watch: Arc<Watch>,
     /// Whether the plans are detached from the state, until the next recorded call.
@@ -68,12 +71,13 @@ where
     L: StepInput + Clone,
 {
     /// No variants, with room for `capacity`, of a step that updates parameters of 16 bits as `f32` if `widened`
-    /// says so.
-    pub(super) fn new(capacity: usize, widened: bool) -> Self {
+    /// says so, and shares of them if there are `shards`.
+    pub(super) fn new(capacity: usize, widened: bool, shards: Option<Shards>) -> Self {
         Self {
             list: Vec::new(),
             capacity,
             widened,
+            shards,
             watch: Arc::default(),
             suspended: false,
             rehearsal: None,
@@ -171,7 +175,13 @@ where
                 Some(rehearsal) => rehearsal.catch_up(optim),
                 None => optim,
             };
-            self.rehearsal = Rehearsal::new(&model, &optim, &updates.parameters(), self.widened);
+            let parameters = updates.parameters();
+            let own = match &self.shards {
+                Some(shards) => record::rehearse(|| shards.own_parameters(model.clone(), &parameters)),
+                None => None,
+            };
+            let rehearsed = own.as_ref().map_or(&model, |(own, _)| own);
+            self.rehearsal = Rehearsal::new(rehearsed, &optim, &parameters, self.widened);
             *trained = Some((model, optim));
         }
         let rehearsal = self.rehearsal.as_mut()?;

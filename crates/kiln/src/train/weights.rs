@@ -8,11 +8,15 @@
 //!                     read by loss and gradients        updated by the optimizer      stored
 //! without a master    widened parameters                the same                      narrowed
 //! with a master       widened copies                    f32 parameters                f32, and narrowed copies
+//! with divided ones   widened parameters                f32 shares                    narrowed, and f32 shares
 //! ```
 //!
 //! The update writes the 16 bits, in the kernel that makes the new parameter. The copies of a step with a master
 //! are state of the step beside model and optimizer; they follow from the parameters alone, so no checkpoint
 //! has them.
+//!
+//! Ranks that divide the optimizer's state divide the master as well: the model's parameters are the 16 bits
+//! then, and beside them each rank has its share of the master ([`super::shards`]).
 
 use std::collections::BTreeMap;
 
@@ -71,8 +75,10 @@ impl Weights {
         master: false,
     };
 
-    /// The same with a master copy: the model's parameters are `f32` and take every update; loss and gradients
-    /// are computed from copies of 16 bits that the update writes.
+    /// The same with a master copy: the model's parameters are `f32` and take every update; loss and
+    /// gradients are computed from copies of 16 bits that the update writes. Where ranks divide the
+    /// optimizer's state ([`crate::TrainStepBuilder::with_sharded_state`]) they divide the master copy, and
+    /// the model's parameters are the 16 bits; [`crate::TrainStep::whole_model`] has those of `f32`.
     pub const fn with_master(mut self) -> Self {
         self.master = true;
         self
@@ -105,12 +111,12 @@ pub fn cast_parameters<B: TrainBackend, M: AutodiffModule<B> + Clone>(model: M, 
     map_outside(model, &cells, |_, tensor| to(tensor, dtype))
 }
 
-fn is_cast(dtype: DType) -> bool {
+pub(super) fn is_cast(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
 }
 
 /// `tensor` in `dtype`, if it is a parameter that is cast; else as it is.
-fn to(tensor: KilnTensor, dtype: DType) -> KilnTensor {
+pub(super) fn to(tensor: KilnTensor, dtype: DType) -> KilnTensor {
     if tensor.dtype() == dtype || !is_cast(tensor.dtype()) {
         return tensor;
     }
@@ -163,7 +169,7 @@ impl Stored {
     /// itself.
     pub(super) fn places<B: TrainBackend, M: AutodiffModule<B>>(&self, model: &M) -> Vec<Found> {
         match self.weights.master {
-            true => places_of::<B, M>(model, &self.tensors),
+            true => places_of::<B, M>(model, &self.tensors, COPY),
             false => Vec::new(),
         }
     }
@@ -197,6 +203,11 @@ impl Stored {
 }
 
 impl<M> Before<M> {
+    /// The type of 16 bits.
+    pub(super) fn dtype(&self) -> DType {
+        self.stored.weights.dtype
+    }
+
     /// The model that is stored after the optimizer has made `model`, and the copies beside it if there is a
     /// master.
     pub(super) fn narrowed<B: TrainBackend>(self, model: M, cells: &Cells) -> (M, Option<Places>)
@@ -227,12 +238,22 @@ impl<M> Before<M> {
     }
 }
 
+/// What a copy of 16 bits is called, in front of the parameter's name.
+pub(super) const COPY: &str = "the 16-bit copy of";
+
+/// What a share of a master copy is called.
+pub(super) const SHARE: &str = "the share of the master of";
+
 /// The places of `copies`, named after the parameters of `model`.
-pub(super) fn places_of<B: TrainBackend, M: AutodiffModule<B>>(model: &M, copies: &Places) -> Vec<Found> {
+pub(super) fn places_of<B: TrainBackend, M: AutodiffModule<B>>(
+    model: &M,
+    copies: &Places,
+    what: &str,
+) -> Vec<Found> {
     let parameters = places::of_model::<B, M>(model);
     let found = copies.iter().filter_map(|(&position, copy)| {
         Some(Found {
-            name: format!("the 16-bit copy of {}", parameters.get(position)?.name).into(),
+            name: format!("{what} {}", parameters.get(position)?.name).into(),
             id: copy.clone().into_ir().id,
         })
     });
