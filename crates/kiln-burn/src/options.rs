@@ -177,9 +177,9 @@ pub struct CompileOptions {
 pub enum Dynamic {
     /// The second shape of a step makes its sizes variables of the compiled code (of dimensions that the
     /// program marked with `kiln::dynamic`, the first does): from then on a shape is
-    /// planned, which takes a fraction of a second, and the C compiler runs for kernels that no earlier
-    /// shape had. The step computes what it would if it were compiled for its shape alone. On backend
-    /// `cpu`; the others compile each shape.
+    /// planned, which takes a fraction of a second, and the C compiler or NVRTC runs for kernels that no
+    /// earlier shape had. The step computes what it would if it were compiled for its shape alone. On the
+    /// backends `cpu` and `cuda`; the others compile nothing.
     #[default]
     Auto,
     /// Only dimensions that the program marked (`kiln::dynamic`), and those that follow from them, become

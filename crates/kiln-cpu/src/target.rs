@@ -144,7 +144,7 @@ impl CpuTarget {
 /// The same CPU, for which a step becomes a list of calls and no source tree: the functions of steps of
 /// several shapes are built together ([`crate::family`]).
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct CallsTarget(pub CpuTarget);
+pub struct CallsTarget(pub CpuTarget);
 
 impl Target for CallsTarget {
     type Kernel = CpuKernel;

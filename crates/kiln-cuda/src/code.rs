@@ -27,13 +27,16 @@ pub enum Address {
     Scalar(u32),
 }
 
-/// An argument of a kernel. Every parameter of a kernel is a pointer.
+/// An argument of a kernel. Every parameter of a kernel is a pointer, but for the numbers of a template.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Pointer {
     /// To memory of the step.
     To(Address),
     /// To a table in the device's memory, which is written when the step is bound: for each row its addresses, then its numbers, eight bytes each.
     Table(Vec<(Vec<Address>, Vec<u64>)>),
+    /// No pointer: words that are passed by value, the numbers of a kernel that steps of several shapes share
+    /// ([`crate::family`]).
+    Words(Vec<u64>),
 }
 
 /// A kernel in CUDA C++, without its name.
@@ -226,7 +229,7 @@ pub struct StepCode {
 }
 
 /// Kernels in one program: NVRTC takes some 30 ms for a program before its first kernel.
-const KERNELS_OF_A_PROGRAM: usize = 8;
+pub(crate) const KERNELS_OF_A_PROGRAM: usize = 8;
 
 impl CallKind {
     /// The call and those inside of it.

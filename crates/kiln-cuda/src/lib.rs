@@ -10,6 +10,7 @@
 //! - [`emit`]: writes CUDA C++ for the nests and operations of a planned step. [`code`]: the result, as
 //!   plain data.
 //! - [`execute`]: runs a step on a device. [`debug`]: the GPU's part of a debug dump.
+//! - [`family`]: steps of several shapes that share their kernels.
 //! - [`libraries`] finds and opens NVIDIA's libraries at run time. [`sys`] declares the functions.
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.
 //! - [`build`] makes machine code from CUDA C++ and keeps it on disk.
@@ -26,6 +27,7 @@ pub mod debug;
 pub mod emit;
 pub mod error;
 pub mod execute;
+pub mod family;
 pub mod kernels;
 pub mod libraries;
 pub mod policy;

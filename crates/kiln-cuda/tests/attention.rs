@@ -11,9 +11,9 @@ use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
 use kiln_cuda::runtime::Storage;
 use kiln_cuda::testing::host::HostStep;
-use kiln_graph::op::{AttentionDims, Dims, Op};
+use kiln_graph::op::{AttentionDims, BinaryOp, CompareOp, Dims, Op};
 use kiln_graph::testing::{every_attention, random_arguments};
-use kiln_graph::{DType, Graph, HostTensor, Provenance, TensorType, Value, interpret_f64};
+use kiln_graph::{DType, Graph, HostTensor, Provenance, Scalar, TensorType, Value, interpret_f64};
 
 /// Extents: batch, heads, key heads, queries, keys, width, width of values.
 type Extents = [usize; 7];
@@ -81,6 +81,9 @@ struct Case {
     stored: Stored,
     /// Which dimensions of the additive mask and of the hiding one have their full extents.
     masks: [[bool; 4]; 2],
+    /// The mask that hides is computed from coordinates: keys are hidden that are so many positions ahead of
+    /// the query, and one more.
+    ahead: Option<i64>,
 }
 
 const PLAIN: AttentionDims = AttentionDims {
@@ -101,7 +104,30 @@ fn case(extents: Extents, dims: AttentionDims) -> Case {
         types: F32,
         stored: Stored::Apart,
         masks: [[false, true, false, true], [true, false, true, true]],
+        ahead: None,
     }
+}
+
+/// Keys further ahead of a query than `ahead`, as programs compute it: coordinates that are compared.
+fn causal_mask(graph: &mut Graph, [queries, keys]: [usize; 2], ahead: i64) -> Value {
+    let mut add = |op: Op, inputs: &[Value]| graph.add(op, inputs, &Provenance::default()).unwrap();
+    let [query, key] = [0, 1].map(|axis| Op::Iota {
+        dtype: DType::I64,
+        shape: [queries, keys].into(),
+        axis,
+    });
+    let [query, key] = [add(query, &[]), add(key, &[])];
+    let number = Op::Constant {
+        value: Scalar::Int(ahead),
+        dtype: DType::I64,
+    };
+    let number = add(number, &[]);
+    let shape = [queries, keys].into();
+    let dims = Dims::new();
+    let wide = add(Op::Broadcast { shape, dims }, &[number]);
+    let distance = add(Op::Binary(BinaryOp::Sub), &[key, query]);
+    let hidden = add(Op::Compare(CompareOp::Gt), &[distance, wide]);
+    add(Op::Reshape([1, 1, queries, keys].into()), &[hidden])
 }
 
 /// What numbers are given for, in the order of the operands.
@@ -164,7 +190,10 @@ impl Case {
             operands.push(graph.parameter(TensorType::new(numbers, mask(0))));
         }
         if dims.hidden {
-            operands.push(graph.parameter(TensorType::new(DType::Bool, mask(1))));
+            operands.push(match self.ahead {
+                Some(ahead) => causal_mask(&mut graph, [t, s], ahead),
+                None => graph.parameter(TensorType::new(DType::Bool, mask(1))),
+            });
             operands.push(self.number(&mut graph, &mut given, self.fill, numbers));
         }
         if dims.dropout {
@@ -350,6 +379,48 @@ fn masks() {
     shared.check();
 }
 
+/// Causal order that a program computes as a mask: nothing looks at the mask, on tensor cores and on others,
+/// whatever the fill.
+#[test]
+fn causal_masks_from_coordinates() {
+    for one in ordered_cases() {
+        let (graph, _) = one.step();
+        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+        let mut bodies = step.code.functions.iter().map(|function| &function.text.body);
+        assert!(bodies.all(|body| !body.contains("_map<")), "{one:?}");
+        one.check();
+    }
+}
+
+fn ordered_cases() -> [Case; 7] {
+    let half = Types {
+        tensors: DType::BF16,
+        numbers: DType::F32,
+    };
+    let dropout = AttentionDims {
+        dropout: true,
+        ..HIDDEN
+    };
+    let with = |ahead: i64, fill: f64, types: Types, one: Case| Case {
+        ahead: Some(ahead),
+        fill,
+        types,
+        ..one
+    };
+    let lowest = F32.lowest();
+    [
+        with(0, lowest, F32, case([1, 2, 1, 70, 70, 12, 20], HIDDEN)),
+        with(0, lowest, half, case([1, 2, 1, 200, 200, 16, 16], HIDDEN)),
+        with(0, -2.0, half, case([1, 2, 2, 70, 70, 16, 24], HIDDEN)),
+        // The first queries see nothing.
+        with(-3, lowest, half, case([1, 1, 1, 90, 133, 16, 16], HIDDEN)),
+        with(63, lowest, half, case([1, 2, 1, 70, 133, 16, 16], HIDDEN)),
+        with(0, lowest, half, case([1, 2, 2, 132, 132, 16, 16], dropout)),
+        // As many blocks as fill a device: two blocks of rows for each warp, and groups of heads.
+        with(2, lowest, half, case([2, 264, 264, 20, 36, 16, 16], HIDDEN)),
+    ]
+}
+
 /// A fill that hides from most rows, but not from those that score as low themselves.
 #[test]
 fn fills_that_count_in_some_rows() {
@@ -501,7 +572,7 @@ fn tensor_cores() {
             ..case([2, 2, 1, 20, 68, 32, 32], all)
         },
         // As many blocks as fill a device: two blocks of rows for each warp.
-        case([264, 1, 1, 5, 36, 16, 16], dropout),
+        case([528, 1, 1, 5, 36, 16, 16], dropout),
     ];
     for (at, one) in cases.into_iter().enumerate() {
         let one = Case {
@@ -555,7 +626,7 @@ fn tf32_cases() -> [Case; 10] {
             ..case([2, 4, 2, 20, 68, 32, 32], all)
         },
         // As many blocks as fill a device: two blocks of rows for each warp.
-        case([264, 1, 1, 5, 36, 16, 16], dropout),
+        case([528, 1, 1, 5, 36, 16, 16], dropout),
     ]
 }
 
@@ -623,6 +694,9 @@ fn on_a_gpu() {
     }
     let gpu = Gpu::get(0).unwrap();
     let large = case([1, 2, 2, 700, 700, 64, 64], CAUSAL);
+    for one in ordered_cases() {
+        one.check_on_gpu(&gpu, false, one.types.tolerance());
+    }
     for one in tf32_cases().into_iter().chain([large]) {
         one.check_on_gpu(&gpu, true, TF32_TOLERANCE);
         one.check_on_gpu(&gpu, false, F32.tolerance());
@@ -687,6 +761,11 @@ fn machine_code() {
         Case {
             types: double,
             ..case([2, 4, 2, 65, 70, 80, 80], HIDDEN)
+        },
+        Case {
+            types: half,
+            ahead: Some(0),
+            ..case([8, 12, 12, 1024, 1024, 64, 64], HIDDEN)
         },
     ] {
         let (graph, _) = one.step();

@@ -13,7 +13,7 @@ use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::testing::host::{Differential, HostStep, Outcome};
 use kiln_graph::op::{BinaryOp, CompareOp, UnaryOp};
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
-use kiln_graph::{DType, Graph, HostTensor, Shape, interpret};
+use kiln_graph::{DType, Graph, HostTensor, Scalar, Shape, interpret};
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
@@ -605,6 +605,52 @@ fn what_the_compiler_fuses() {
             panic!("{name}: {error}");
         }
     }
+}
+
+/// The middles between neighbours of 16 bits, and the numbers of f64 beside them: by way of f32 they would be
+/// rounded twice.
+#[test]
+fn an_f64_becomes_16_bits_by_one_rounding() {
+    let mut numbers = Vec::new();
+    for bits in (0..0x7f80).step_by(13) {
+        let halves = [bits, bits + 1].map(|bits| half::f16::from_bits(bits).to_f64());
+        let brains = [bits, bits + 1].map(|bits| half::bf16::from_bits(bits).to_f64());
+        for [low, high] in [halves, brains] {
+            let middle = low / 2.0 + high / 2.0;
+            let beside = [middle.next_down(), middle, middle.next_up(), -middle.next_up()];
+            numbers.extend(beside.into_iter().filter(|number| number.is_finite()));
+        }
+    }
+    let text = format!(
+        "graph @casts {{
+  %x = parameter 0 : f64[{n}]
+  %s = scalar 0 : f16[]
+  %t = scalar 1 : bf16[]
+  %half = cast %x : f16[{n}]
+  %brain = cast %x : bf16[{n}]
+  %ss = broadcast %s {{dims=[]}} : f16[5]
+  %tt = broadcast %t {{dims=[]}} : bf16[5]
+  return %half, %brain, %ss, %tt
+}}",
+        n = numbers.len()
+    );
+    let graph = parse(&text);
+    let inputs = vec![HostTensor::from_vec(Shape::new([numbers.len()]), &numbers)];
+    let above = [11, 8].map(|digit| Scalar::Float((1.0 + 2f64.powi(-digit)).next_up()));
+    let expected = interpret(&graph, &inputs, &above).unwrap();
+    let comparison = Differential::new(&graph).arguments(inputs, above.to_vec());
+    let host = HostStep::of(&comparison.compile().unwrap()).unwrap();
+    let actual = comparison.run(&host).unwrap();
+    assert_eq!(actual, expected);
+    for (number, next) in [(2, 10), (3, 7)] {
+        assert_eq!(actual[number].to_f64s(), [1.0 + 2f64.powi(-next); 5]);
+    }
+    let mut batch = Batch::default();
+    batch.add(
+        "%x = parameter P : f64[70]\n%half = cast %x : f16[70]\n%brain = cast %x : bf16[70]",
+        &["%half", "%brain"],
+    );
+    batch.compile();
 }
 
 #[test]

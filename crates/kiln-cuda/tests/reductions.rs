@@ -211,6 +211,39 @@ fn powers_by_a_number_known_at_run_time() {
     }
 }
 
+/// The same with minus one as a constant of the graph, which a kernel that takes pointers reads from memory:
+/// the others have it in their text, where the power is a division.
+#[test]
+fn powers_by_a_constant() {
+    let graph = Graph::parse(
+        "graph @powers {
+  %x = parameter 0 : f32[3,37]
+  %q = parameter 1 : f32[1,1,3,8]
+  %dy = parameter 2 : f32[1,1,3,8]
+  %minus = constant -1.0 : f32[]
+  %scale = constant 0.5 : f32[]
+  %y, %stats = attention %q, %q, %q, %scale : f32[1,1,3,8], f32[1,1,3,2]
+  %dq, %dk, %dv = attention_grad %q, %q, %q, %scale, %stats, %dy, %scale, %minus : f32[1,1,3,8], f32[1,1,3,8], f32[1,1,3,8]
+  %wide = broadcast %minus {dims=[]} : f32[3,37]
+  %negative = mul %x, %wide : f32[3,37]
+  %e = exp %negative : f32[3,37]
+  %c = constant 1.0 : f32[]
+  %one = broadcast %c {dims=[]} : f32[3,37]
+  %sum = add %e, %one : f32[3,37]
+  %log = log %sum : f32[3,37]
+  %scaled = mul %log, %wide : f32[3,37]
+  %power = exp %scaled : f32[3,37]
+  %silu = mul %x, %power : f32[3,37]
+  return %silu, %dq, %dk, %dv
+}",
+    )
+    .unwrap();
+    let step = Differential::new(&graph).compile().unwrap();
+    let mut bodies = step.code.functions.iter().map(|function| &function.text.body);
+    assert!(bodies.any(|body| body.contains("kiln_power_of(") && body.contains("(-1.0f))")));
+    differential(&graph).unwrap();
+}
+
 /// What simplification finds to be an argument leaves although the argument's buffer was given away.
 #[test]
 fn an_argument_that_gives_its_buffer_away_and_leaves() {

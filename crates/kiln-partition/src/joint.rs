@@ -226,8 +226,14 @@ impl<'a> Joint<'a> {
         }
         let far = |&user: &Node| self.side[user] == Side::Forward && self.before[user] > self.after[node];
         let whole = |&user: &Node| self.side[user] == Side::Forward && self.is_read_whole_by(value, user);
-        self.users.of(value).iter().any(far)
-            || class != Recompute::Free && self.readers(value).iter().any(whole)
+        self.users.of(value).iter().any(far) || self.is_made(node) && self.readers(value).iter().any(whole)
+    }
+
+    /// Whether a kernel that finds an operand in memory needs the result of `node` there: what was only moved
+    /// it reads where that was before, but the pieces of a concatenation lie in no one place.
+    fn is_made(&self, node: Node) -> bool {
+        let op = &self.graph.node(node).op;
+        Recompute::of(op) != Recompute::Free || matches!(op, Op::Concat { .. })
     }
 
     /// The nodes that read `value` as it is or moved: a kernel that finds an operand in memory finds what was
@@ -348,7 +354,6 @@ impl<'a> Joint<'a> {
     fn is_shared(&self, node: Node) -> bool {
         let data = self.graph.node(node);
         let mut depth = None;
-        let free = Recompute::of(&data.op) == Recompute::Free;
         for &value in &data.outputs {
             for &user in self.users.of(value) {
                 if self.side[user] == Side::Forward {
@@ -359,7 +364,7 @@ impl<'a> Joint<'a> {
                 }
             }
             let whole = |&user: &Node| self.side[user] == Side::Fixed && self.is_read_whole_by(value, user);
-            if !free && self.readers(value).iter().any(whole) {
+            if self.is_made(node) && self.readers(value).iter().any(whole) {
                 return true;
             }
         }

@@ -5,7 +5,6 @@
 //! the outputs of compiled steps always are; others are copied. An output that the step computes in place of
 //! an input takes over that input's buffer if no other tensor shares it, and a copy of it otherwise.
 
-mod families;
 mod locate;
 mod places;
 mod process;
@@ -24,11 +23,12 @@ use kiln_compiler::buckets::Buckets;
 use kiln_compiler::partition::is_training;
 use kiln_compiler::{Contract, ExternCall, Keep, Options};
 use kiln_cpu::export::ExportedStep;
-use kiln_cpu::family::Outcome;
+use kiln_cpu::family::{CpuMaker, Outcome};
 use kiln_cpu::{
     BuildOptions, CpuExecutable, CpuTarget, KernelEvent, Observer, StepError, StepHooks, ThreadPool,
     Toolchain,
 };
+use kiln_distributed::StepTag;
 use kiln_graph::op::ExternOp;
 use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
@@ -36,6 +36,7 @@ use kiln_profile::StepDescription;
 
 use super::autocast_text;
 use super::check::{Parting, Reference};
+use super::families::{Shared, UNMARKED, sharing_text};
 use super::memory::Memory;
 use super::profile::{RunClock, describe_contract, next_id};
 use super::{Effort, Executable, ExecuteError, Setting, check_count, check_scalars, check_tensor, convert};
@@ -44,8 +45,6 @@ use crate::options::{CompileBackend, CompileOptions};
 use crate::ranks;
 use crate::record::StepExportError;
 use crate::storage::Storage;
-pub use families::{Families, Sizes};
-use families::{Shared, UNMARKED};
 pub use places::Places;
 use places::into_bytes;
 pub use process::toolchain;
@@ -62,6 +61,8 @@ pub struct Cpu {
     pool: Arc<ThreadPool>,
     /// How the graph was compiled, and for what.
     compiler: (Options, CpuTarget),
+    /// What other ranks know it by.
+    tag: StepTag,
     externs: Vec<ExternOp>,
     id: u64,
     description: OnceLock<Arc<StepDescription>>,
@@ -160,7 +161,9 @@ impl Cpu {
         let (mut compiler, mut target) =
             compiler_options(options, toolchain, pool.threads(), is_training(&graph))?;
         let averaged = ranks::as_collectives(&graph).map_err(ExecuteError::Mean)?;
+        let recorded = graph.clone();
         let graph = averaged.map_or(graph, Arc::new);
+        let mut exchanges = None;
         if has_collectives(&graph) {
             target.rates = ranks::shared_rates(target.rates)?;
             // What fits a memory budget depends on the buckets, and with it what is computed again.
@@ -170,21 +173,32 @@ impl Cpu {
                 (None, Some(_)) => Buckets::default(),
             };
         }
-        let compiler = Options {
+        let mut compiler = Options {
             update_in_epilogue: setting.effort == Effort::Full,
             ..compiler
         };
-        // What ranks do together has fixed sizes.
-        let varies = setting.effort == Effort::Full && !has_collectives(&graph);
+        if has_collectives(&graph) {
+            let met = ranks::meet(&recorded, &graph, &compiler.identity())?;
+            compiler.sums = Some(met.sums.clone());
+            exchanges = Some(met);
+        }
+        let varies = setting.effort == Effort::Full;
+        // Other ranks exchange buckets, which no other executor has.
+        let only_known = setting.only_known && exchanges.is_none();
         let sizes = setting.sizes.unwrap_or(&UNMARKED);
+        let fits = |maker: &CpuMaker| maker.starts_sums_as(&compiler);
         let shared = match setting.families.filter(|_| varies) {
-            Some(families) if setting.only_known => match families.known(&graph, sizes)? {
+            Some(families) if only_known => match families.cpu.known(&graph, sizes, fits)? {
                 Some(shared) => shared,
                 None => return Ok(None),
             },
-            None if setting.only_known => return Ok(None),
+            None if only_known => return Ok(None),
             Some(families) => {
-                families.compile(&graph, (&compiler, &target), toolchain, (setting.debug, sizes))?
+                let build = BuildOptions::default();
+                let maker = || CpuMaker::new(&compiler, &target, toolchain, &CACHE, &build);
+                families
+                    .cpu
+                    .compile(&graph, (maker, fits), (setting.debug, sizes))?
             }
             None => {
                 let compiler = Options {
@@ -197,11 +211,14 @@ impl Cpu {
             }
         };
         let Shared {
-            executable,
+            step: executable,
             outcome,
             notes,
         } = shared;
-        ranks::agree(&graph, &compiler.identity(), executable.contract())?;
+        let tag = match exchanges {
+            Some(exchanges) => exchanges.compiled(executable.contract())?,
+            None => StepTag::default(),
+        };
         let externs = executable
             .contract()
             .externs
@@ -228,6 +245,7 @@ impl Cpu {
             notes,
             pool,
             compiler: (compiler, target),
+            tag,
             externs,
             id: next_id(),
             description: OnceLock::new(),
@@ -306,7 +324,7 @@ impl Cpu {
         let outside = Outside {
             step: self,
             clock: RunClock::start(),
-            ranks: ranks::Calls::of(self.executable.contract()),
+            ranks: ranks::Calls::of(self.executable.contract(), self.tag),
         };
         let start = Instant::now();
         // SAFETY: number and types of the arguments were checked against the graph the step was compiled from
@@ -443,22 +461,7 @@ impl Executable for Cpu {
         } else {
             "built"
         };
-        let sharing = match &self.outcome {
-            None | Some(Outcome::Alone(None)) => String::new(),
-            Some(Outcome::General { functions, .. }) => {
-                format!("marked sizes are variables of its {functions} kernels\n")
-            }
-            Some(Outcome::Known) => "another size of a step before: all kernels were known\n".to_owned(),
-            Some(Outcome::Built {
-                functions, reason, ..
-            }) => format!(
-                "another size of a step before: sizes are variables of {functions} kernels that were compiled for it; the first: {reason}\n"
-            ),
-            Some(Outcome::Alone(Some(reason))) => format!(
-                "another size of a step before, compiled by itself: sizes cannot be variables of its kernels; the first that was not known: {reason}\n"
-            ),
-        };
-        let mut text = sharing
+        let mut text = sharing_text(self.outcome.as_ref())
             + &format!(
                 "{} kernels ({source}: compiler {:.0?}, cc {:.0?}), arena {} KiB, {} threads",
                 contract.kernels.len(),

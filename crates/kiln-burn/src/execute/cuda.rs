@@ -22,8 +22,9 @@ use std::time::{Duration, Instant};
 
 use burn_backend::{DType, Shape};
 use burn_flex::FlexTensor;
-use kiln_compiler::{Check, Contract, Keep, Options};
+use kiln_compiler::{Check, Contract, Keep, Options, log_step};
 use kiln_cuda::execute::{CallTime, CudaExecutable, Gpu, Outside, StepError};
+use kiln_cuda::family::{CudaMaker, Outcome};
 use kiln_cuda::runtime::Storage as Memory;
 use kiln_cuda::{CudaError, CudaTarget};
 use kiln_graph::op::{ExternOp, Op};
@@ -34,6 +35,7 @@ use kiln_profile::{KernelTime, StepDescription, StepRun};
 use super::autocast_text;
 use super::check::{Parting, Reference};
 use super::cpu::{extern_operation, has_collectives};
+use super::families::{Shared, UNMARKED, sharing_text};
 use super::profile::{describe_contract, next_id};
 use super::{
     Effort, Executable, ExecuteError, Setting, check_arguments, check_scalars, check_tensor, convert, memory,
@@ -58,6 +60,10 @@ pub struct Cuda {
     outputs: Vec<(Shape, DType, usize)>,
     /// How the graph was compiled, and for what.
     options: (Options, CudaTarget),
+    /// What it took, as a member of a family; none if it belongs to none.
+    outcome: Option<Outcome>,
+    /// What became of the dimensions that the program marked.
+    notes: Vec<String>,
     /// For each index check, the argument that has the indices, if it is one.
     checked: Vec<Option<usize>>,
     /// Nanoseconds of the host in queuing the step, over all runs.
@@ -114,6 +120,51 @@ pub fn split(
     Ok(kiln_compiler::split(graph, tangents, roles, &options, &target)?)
 }
 
+/// The step of `graph`, as a member of the region's families if there are such; none if only known kernels
+/// may be used and some are not.
+fn executable(
+    graph: &Arc<Graph>,
+    (compiler, target): (&Options, &CudaTarget),
+    gpu: &Arc<Gpu>,
+    setting: Setting<'_>,
+) -> Result<Option<Shared<CudaExecutable>>, ExecuteError> {
+    // Other ranks exchange buckets, which no other executor has.
+    let only_known = setting.only_known && !has_collectives(graph);
+    // What ranks do together has fixed sizes.
+    let varies = setting.effort == Effort::Full && !has_collectives(graph);
+    let Some(families) = setting.families.filter(|_| varies) else {
+        if only_known {
+            return Ok(None);
+        }
+        let compiler = Options {
+            debug: setting.debug.map(Path::to_path_buf),
+            ..compiler.clone()
+        };
+        let executable = CudaExecutable::new(graph, &compiler, target, gpu)?;
+        return Ok(Some(Shared::alone(executable)));
+    };
+    let sizes = setting.sizes.unwrap_or(&UNMARKED);
+    let fits = |maker: &CudaMaker<Arc<Gpu>>| Arc::ptr_eq(maker.backend(), gpu);
+    let shared = if only_known {
+        let Some(known) = families.cuda.known(graph, sizes, fits)? else {
+            return Ok(None);
+        };
+        known
+    } else {
+        let maker = || CudaMaker::new(compiler, target, gpu.clone());
+        families
+            .cuda
+            .compile(graph, (maker, fits), (setting.debug, sizes))?
+    };
+    let Shared { step, outcome, notes } = shared;
+    log_step(&graph.name, compiler.keep, &step.contract);
+    Ok(Some(Shared {
+        step: CudaExecutable::from_shared(&graph.name, step, gpu)?,
+        outcome,
+        notes,
+    }))
+}
+
 impl Cuda {
     /// Compiles `graph` for GPU `gpu`, or finds it in the disk cache. The result of each stage is written
     /// to `debug`, if that is given. A step of [`Effort::Quick`] is queued kernel by kernel at each run.
@@ -122,28 +173,43 @@ impl Cuda {
     ///
     /// If a library or the GPU is missing, an operation has no code, or the build fails; for a step of several ranks,
     /// if NCCL is missing or the ranks compile different steps.
+    ///
+    /// None if only known kernels may be used ([`Setting::only_known`]) and some are not.
     pub fn new(
         gpu: usize,
         graph: Arc<Graph>,
         options: &CompileOptions,
         setting: Setting<'_>,
-    ) -> Result<Self, ExecuteError> {
+    ) -> Result<Option<Self>, ExecuteError> {
         let gpu = Gpu::get(gpu)?;
-        let compiler = Options {
-            debug: setting.debug.map(Path::to_path_buf),
+        let mut compiler = Options {
             update_in_epilogue: false,
             ..compiler_options(options)?
         };
         let mut target = target(&gpu, options);
+        let recorded = graph.clone();
         let graph = match ranks::connect(&gpu, &graph)? {
             Some(across) => Arc::new(across),
             None => graph,
         };
+        let mut exchanges = None;
         if has_collectives(&graph) {
             target.rates = ranks::shared_rates(target.rates)?;
+            let met = ranks::meet(&recorded, &graph, &compiler.identity())?;
+            compiler.sums = Some(met.sums.clone());
+            exchanges = Some(met);
         }
-        let executable = CudaExecutable::new(&graph, &compiler, &target, &gpu)?;
-        ranks::agree(&graph, &compiler.identity(), executable.contract())?;
+        let Some(Shared {
+            step: executable,
+            outcome,
+            notes,
+        }) = executable(&graph, (&compiler, &target), &gpu, setting)?
+        else {
+            return Ok(None);
+        };
+        if let Some(exchanges) = exchanges {
+            exchanges.compiled(executable.contract())?;
+        }
         let executable = match setting.effort {
             Effort::Full => executable,
             Effort::Quick => executable.without_graph(),
@@ -158,7 +224,9 @@ impl Cuda {
                 ty.bytes(),
             )
         };
-        Ok(Self {
+        Ok(Some(Self {
+            outcome,
+            notes,
             outputs: graph.outputs.iter().map(output).collect(),
             checked: checked_arguments(&graph),
             options: (compiler_options(options)?, target),
@@ -168,7 +236,7 @@ impl Cuda {
             id: next_id(),
             description: OnceLock::new(),
             code_time: AtomicU64::new(0),
-        })
+        }))
     }
 
     /// Checks the indices that are on the host. Returns whether some are left for the step to check.
@@ -487,7 +555,9 @@ impl Executable for Cuda {
         } else {
             "built"
         };
-        let mut text = format!(
+        let mut text = sharing_text(self.outcome.as_ref());
+        let _ = write!(
+            text,
             "{} kernels, {} launches of {} functions ({source}: compiler {:.0?}, NVRTC and cuBLASLt {:.0?}), arena {} KiB on {}",
             contract.kernels.len(),
             code.calls.len(),
@@ -533,6 +603,14 @@ impl Executable for Cuda {
 
     fn is_from_cache(&self) -> bool {
         self.executable.from_cache
+    }
+
+    fn outcome(&self) -> Option<&Outcome> {
+        self.outcome.as_ref()
+    }
+
+    fn size_notes(&self) -> &[String] {
+        &self.notes
     }
 }
 

@@ -1,5 +1,6 @@
-//! Executors that work on plain host tensors: the interpreter, and the code that it shares with candle
-//! ([`super::candle`]). Both copy inputs and outputs: they are references, not meant to be fast.
+//! Executors that work on plain host tensors: the interpreter, and the code that it shares with candle-core's
+//! (`candle.rs`, with the feature of that name). Both copy inputs and outputs: they are references, not meant
+//! to be fast.
 
 use std::sync::Arc;
 

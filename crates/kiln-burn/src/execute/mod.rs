@@ -23,6 +23,7 @@ pub mod check;
 pub mod convert;
 pub mod cpu;
 pub mod cuda;
+pub mod families;
 pub mod host;
 pub mod memory;
 pub mod minify;
@@ -36,8 +37,8 @@ use std::time::Duration;
 #[cfg(feature = "candle")]
 use kiln_candle::CandleError;
 use kiln_compiler::{CompileError, Contract};
-use kiln_cpu::family::Outcome;
 use kiln_cpu::{CpuError, StepError};
+use kiln_family::Outcome;
 use kiln_graph::{Graph, IndexError, InterpretError, TensorType};
 
 use crate::import::external::ExternError;
@@ -396,7 +397,8 @@ fn prepare_here(
             Err(error) => return Err(error),
         },
         CompileBackend::Cuda => match cuda::Cuda::new(gpu, graph.clone(), options, setting) {
-            Ok(executable) => Box::new(executable),
+            Ok(Some(executable)) => Box::new(executable),
+            Ok(None) => return Ok((aot_eager(graph), CompileBackend::AotEager)),
             Err(error @ ExecuteError::Compile(CompileError::Unsupported { .. })) => {
                 warn_once(&error);
                 return Ok((aot_eager(graph), CompileBackend::AotEager));
@@ -420,9 +422,9 @@ pub struct Setting<'a> {
     /// The folder for what the step compiler makes of the graph, if that is wanted.
     pub debug: Option<&'a Path>,
     /// The families that a step of another shape belongs to; none where each shape is compiled by itself.
-    pub families: Option<&'a cpu::Families>,
+    pub families: Option<&'a families::Families>,
     /// Which dimensions of the graph's arguments vary, as far as the program says.
-    pub sizes: Option<&'a cpu::Sizes>,
+    pub sizes: Option<&'a families::Sizes>,
     /// Whether nothing may be compiled any more: a step that is no other shape of one before runs on
     /// `aot_eager`.
     pub only_known: bool,

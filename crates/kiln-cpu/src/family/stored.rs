@@ -8,20 +8,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kiln_compiler::Target as _;
+use kiln_family::{Batch, LISTED, Pattern, Stored, Template};
 use kiln_graph::Graph;
 use kiln_store::Key;
 use serde::{Deserialize, Serialize};
 
-use super::Family;
-use super::state::{Known, State};
-use super::template::{Pattern, Template};
+use super::unit::Helpers;
 use super::write::{Writer, Written};
+use super::{Built, CpuMaker};
 use crate::cache::{Origin, step_key};
+use crate::emit::calls::StepFunction;
 use crate::error::CpuError;
 use crate::runtime::functions::FunctionLibrary;
-
-/// Most objects of a family that are listed.
-const LISTED: usize = 64;
 
 /// A function of a stored object.
 #[derive(Serialize, Deserialize)]
@@ -30,30 +28,20 @@ struct StoredFunction {
     written: Written,
 }
 
-/// An object that was built.
-pub(super) struct Built {
-    /// Its key in the cache.
-    key: Key,
-    /// Time of the C compiler; zero if the cache had the object.
-    pub elapsed: Duration,
-    /// Whether the cache had it.
-    pub from_cache: bool,
-}
-
-impl Family {
-    /// Builds `templates`, which are known then.
-    pub(super) fn build(
+impl CpuMaker {
+    /// Builds the object of `templates`.
+    pub(super) fn build_object(
         &self,
-        state: &mut State,
         name: &str,
-        templates: Vec<Template>,
-    ) -> Result<Built, CpuError> {
+        templates: &[Template<StepFunction>],
+        helpers: &mut Helpers,
+    ) -> Result<Batch<Built>, CpuError> {
         let mut writer = Writer::default();
         let functions: Vec<StoredFunction> = templates
-            .into_iter()
+            .iter()
             .map(|template| StoredFunction {
-                written: writer.add(&template, &mut state.units.helpers),
-                pattern: template.pattern,
+                written: writer.add(template, helpers),
+                pattern: template.pattern.clone(),
             })
             .collect();
         let files = writer.finish(self.target.isa);
@@ -62,62 +50,43 @@ impl Family {
         let (key, library, origin) =
             self.cache
                 .functions(name, &files, &payload, &self.toolchain, &self.build)?;
-        state.stats.builds += 1;
-        add(state, functions, library);
         let elapsed = match origin {
             Origin::Cache => Duration::ZERO,
             Origin::Built(elapsed) => elapsed,
         };
-        Ok(Built {
-            key,
+        let built = in_library(functions, library).into_iter();
+        Ok(Batch {
+            built: built.map(|(_, built)| built).collect(),
+            object: key.to_string(),
             elapsed,
             from_cache: origin == Origin::Cache,
         })
     }
 
     /// Puts what was built on the list of the family of `graph`.
-    pub(super) fn list(&self, graph: &Graph, built: &Built) {
-        let key = built.key.to_string();
+    pub(super) fn list_object(&self, graph: &Graph, key: &str) {
         for number in 0..LISTED {
-            let make = || Ok::<_, ()>(key.clone());
+            let make = || Ok::<_, ()>(key.to_owned());
             let note = self.cache.notes().note(
                 &self.note(graph, number),
                 |text| text.parse::<Key>().is_ok(),
                 make,
             );
-            if note.as_ref() == Ok(&key) {
+            if note.as_deref() == Ok(key) {
                 return;
             }
         }
     }
 
-    /// Loads the objects of the family of `graph` that the cache lists, if that was not done before, and says
-    /// whether anything is known.
-    pub(super) fn load(&self, graph: &Graph, state: &mut State) -> bool {
-        if std::mem::replace(&mut state.loaded, true) {
-            return !state.known.is_empty();
-        }
-        for number in 0..LISTED {
-            let Some(note) = self.cache.notes().noted(&self.note(graph, number)) else {
-                break;
-            };
-            // One that was evicted may be made again.
-            let Some((payload, library)) = note
-                .parse()
-                .ok()
-                .and_then(|key| self.cache.stored_functions(&key))
-            else {
-                continue;
-            };
-            if let Ok(functions) = serde_json::from_str::<Vec<StoredFunction>>(&payload)
-                && functions.len() == library.count()
-            {
-                add(state, functions, library);
-            }
-        }
-        // Another process has sampled what a second shape needs.
-        state.learned = usize::from(!state.known.is_empty());
-        !state.known.is_empty()
+    /// Object `number` on that list, if there are so many.
+    pub(super) fn stored_object(&self, graph: &Graph, number: usize) -> Option<Stored<Built>> {
+        let note = self.cache.notes().noted(&self.note(graph, number))?;
+        let found = || {
+            let (payload, library) = self.cache.stored_functions(&note.parse().ok()?)?;
+            let functions = serde_json::from_str::<Vec<StoredFunction>>(&payload).ok()?;
+            (functions.len() == library.count()).then(|| in_library(functions, library))
+        };
+        Some(found())
     }
 
     /// The key of a note of the family of `graph`: of graphs with the same operations on the same operands.
@@ -135,16 +104,18 @@ impl Family {
     }
 }
 
-/// Adds the functions of `library` to what is known.
-fn add(state: &mut State, functions: Vec<StoredFunction>, library: FunctionLibrary) {
+/// The functions of `library`.
+fn in_library(functions: Vec<StoredFunction>, library: FunctionLibrary) -> Vec<(Pattern, Built)> {
     let library = Arc::new(library);
-    state.stats.functions += library.count();
-    for (number, StoredFunction { pattern, written }) in functions.into_iter().enumerate() {
-        state.add(Known {
-            pattern,
+    let numbered = functions.into_iter().enumerate();
+    let built = numbered.map(|(number, StoredFunction { pattern, written })| {
+        let library = library.clone();
+        let built = Built {
             written,
-            library: library.clone(),
+            library,
             number,
-        });
-    }
+        };
+        (pattern, built)
+    });
+    built.collect()
 }

@@ -1,45 +1,18 @@
-//! A function of a step, apart from its numbers.
+//! A C function of a step, apart from its numbers.
 //!
-//! The *skeleton* of a function is its text with all numbers left out, and that of the helpers that it calls.
-//! Functions of equal skeletons differ in their *values*: the numbers, in the order of the text, where the
-//! values of a helper stand at each call of it.
+//! Its skeleton is its text with all numbers left out, and that of the helpers that it calls. Its values are
+//! the numbers, in the order of the text, where the values of a helper stand at each call of it.
 
 use std::sync::Arc;
 
+use kiln_family::{Reading, Skeleton, Slot};
 use rustc_hash::FxHashMap;
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::reach::Reach;
-use super::scan::{Kind, Literal, LiteralPlace, Scanned, Token, scan};
+use super::scan::{Literal, LiteralPlace, Scanned, Token, scan};
 use crate::emit::calls::StepFunction;
 use crate::kernels::Helper;
-
-/// What a text is without its numbers.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Skeleton([u8; 32]);
-
-/// A function, its skeleton and its values.
-#[derive(Debug)]
-pub struct Unit {
-    /// The function.
-    pub function: StepFunction,
-    /// What it is without its numbers.
-    pub skeleton: Skeleton,
-    /// Its numbers, as [`Literal::value`] has them.
-    pub values: Vec<i64>,
-    /// Of each value, what it is and whether a variable can stand for it.
-    pub slots: Arc<[Slot]>,
-}
-
-/// What is known of the place of a value.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Slot {
-    /// What kind of number stands there.
-    pub kind: Kind,
-    /// Whether a variable can stand there.
-    pub free: bool,
-}
 
 /// A call of a helper in a function.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -100,7 +73,7 @@ impl<'a> Layout<'a> {
             match *token {
                 Token::Literal(number) => {
                     let literal = &self.scanned.literals[number];
-                    hash.update(marker(literal.kind));
+                    hash.update(literal.kind.marker());
                     self.own.push(self.values.len());
                     self.values.push(literal.value);
                     let free = match literal.place {
@@ -147,12 +120,13 @@ impl<'a> Layout<'a> {
     }
 }
 
-fn marker(kind: Kind) -> [u8; 2] {
-    match kind {
-        Kind::Integer => [2, 0],
-        Kind::Long => [2, 3],
-        Kind::Float => [2, 1],
-        Kind::Double => [2, 2],
+impl From<Layout<'_>> for Reading {
+    fn from(layout: Layout<'_>) -> Self {
+        Self {
+            skeleton: layout.skeleton,
+            values: layout.values,
+            slots: layout.slots,
+        }
     }
 }
 
@@ -180,7 +154,7 @@ impl Helpers {
         let mut hash = Sha256::new();
         for token in &scanned.tokens {
             match *token {
-                Token::Literal(number) => hash.update(marker(scanned.literals[number].kind)),
+                Token::Literal(number) => hash.update(scanned.literals[number].kind.marker()),
                 // Its name has numbers in it.
                 Token::Other { text, .. } if text == helper.name => hash.update([3]),
                 Token::Other { text, .. } => {
@@ -195,42 +169,5 @@ impl Helpers {
         });
         self.known.insert(helper.definition.clone(), unit.clone());
         unit
-    }
-}
-
-/// Units by their functions: steps of several shapes share most of them.
-#[derive(Debug, Default)]
-pub struct Units {
-    /// Helpers of all functions.
-    pub helpers: Helpers,
-    known: FxHashMap<StepFunction, Arc<Unit>>,
-    slots: FxHashMap<Skeleton, Arc<[Slot]>>,
-}
-
-impl Units {
-    /// The unit of `function`.
-    pub fn get(&mut self, function: &StepFunction) -> Arc<Unit> {
-        if let Some(known) = self.known.get(function) {
-            return known.clone();
-        }
-        let Layout {
-            values,
-            slots,
-            skeleton,
-            ..
-        } = Layout::of(function, &mut self.helpers);
-        let slots = self.slots.entry(skeleton).or_insert_with(|| slots.into()).clone();
-        Arc::new(Unit {
-            function: function.clone(),
-            skeleton,
-            values,
-            slots,
-        })
-    }
-
-    /// [`Units::get`], and keeps it.
-    pub fn keep(&mut self, function: &StepFunction) -> Arc<Unit> {
-        let unit = self.get(function);
-        self.known.entry(function.clone()).or_insert(unit).clone()
     }
 }

@@ -6,18 +6,21 @@
 
 use std::fmt::Write as _;
 
+use kiln_family::text::{Kind, is_int};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 
 use super::reach::{Reach, Table};
-use super::template::Template;
 use super::unit::{Helpers, Layout, Site};
 use crate::build::SourceFile;
-use crate::emit::calls::Convention;
+use crate::emit::calls::{Convention, StepFunction};
 use crate::emit::tree::Functions;
 use crate::isa::Isa;
 use crate::kernels::Helper;
 use crate::runtime::abi::ABI_VERSION;
+
+/// A C function in which some numbers are variables.
+type Template = kiln_family::Template<StepFunction>;
 
 /// A template as a function of an object.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -119,7 +122,7 @@ impl Writer {
                 Some(Table::Parameter) | None => "\n".to_owned(),
             };
             for &variable in &used[number] {
-                declare(&mut head, template.ctype(variable), variable, places[&variable]);
+                declare(&mut head, ctype(template, variable), variable, places[&variable]);
             }
             text.insert(definition.body, head);
         }
@@ -184,7 +187,7 @@ impl Writer {
         {
             let mut head = "\n".to_owned();
             for (place, &variable) in order.iter().enumerate() {
-                declare(&mut head, template.ctype(variable), place, place);
+                declare(&mut head, ctype(template, variable), place, place);
             }
             text.insert(body + 1, head);
         }
@@ -273,6 +276,17 @@ fn connect(convention: &Convention, reach: &Reach, mut text: Rewriting<'_>) -> S
         if list.is_empty() { "" } else { ", " },
     );
     text
+}
+
+/// The C type of a variable.
+fn ctype(template: &Template, variable: usize) -> &'static str {
+    match template.variable(variable) {
+        (Kind::Integer, value) if is_int(value) => "int",
+        // Generated C has no unsigned literals: the scanner takes them for words.
+        (Kind::Integer | Kind::Long | Kind::Unsigned, _) => "long",
+        (Kind::Float, _) => "float",
+        (Kind::Double, _) => "double",
+    }
 }
 
 /// `const int kiln_v3 = kiln_table[0]`, and that it is not negative.

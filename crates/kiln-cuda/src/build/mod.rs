@@ -127,6 +127,11 @@ impl Compiler {
         Ok(keys.iter().map(|key| made[place[key]].clone()).collect())
     }
 
+    /// Whether the machine code of `source` is on disk.
+    pub fn has(&self, source: &Source) -> bool {
+        self.store.get(&self.key(source)).is_some()
+    }
+
     fn one(&self, source: &Source, key: &Key) -> Result<Cubin> {
         if let Some(found) = self.store.get(key) {
             return Ok(Cubin {

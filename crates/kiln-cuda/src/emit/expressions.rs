@@ -212,6 +212,7 @@ pub fn cast(from: DType, to: DType, x: &str) -> String {
             let bits = 8 * b.size() - usize::from(b.is_signed_int());
             format!("kiln_to_integer<{ty}, {bits}>({x})")
         }
+        (DType::F64, _) if matches!(to, DType::F16 | DType::BF16) => format!("kiln_shortened({x})"),
         _ => format!("({ty}){x}"),
     };
     if matches!(to, DType::F16 | DType::BF16) && from != to {

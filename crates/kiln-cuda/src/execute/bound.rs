@@ -280,6 +280,10 @@ pub fn bind<'a>(
                             given.memory(storage, at)
                         }
                         Pointer::Table(rows) => table(rows, memory, given, stream)?,
+                        Pointer::Words(words) => {
+                            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+                            given.raw(&bytes)
+                        }
                     };
                 }
                 let function = *function;

@@ -16,10 +16,11 @@ use super::gpu::Gpu;
 use super::guards;
 use super::replayed::{Arrangement, Common, Given, Replayed};
 use super::settled::Parked;
-use crate::build::{Cubin, Key, Store};
+use crate::build::{Cubin, Key, Source, Store};
 use crate::code::{Address, CallKind, StepCall, StepCode};
 use crate::debug;
 use crate::error::CudaError;
+use crate::family::{Backend, SharedStep};
 use crate::products::Multiplier;
 use crate::ranks::Ranks;
 use crate::runtime::{Event, Kernel, Module, Parcel, Storage};
@@ -167,8 +168,31 @@ impl std::fmt::Debug for CudaExecutable {
     }
 }
 
+/// The key of a graph's code in the cache.
+fn code_key(graph: &Graph, options: &Options, target: &CudaTarget) -> Key {
+    let fields = identity::fields(graph, options, target);
+    let mut parts: Vec<Vec<u8>> = vec![b"step".to_vec()];
+    for (name, value) in fields {
+        parts.push(name.as_bytes().to_vec());
+        parts.push(value);
+    }
+    Key::of(&parts)
+}
+
+/// What the compiler made of a graph before, if the cache has it.
+pub(crate) fn stored(
+    graph: &Graph,
+    options: &Options,
+    target: &CudaTarget,
+    store: &Store,
+) -> Option<(StepCode, Contract)> {
+    let stored = store.get(&code_key(graph, options, target))?;
+    let (code, contract): (StepCode, Contract) = serde_json::from_slice(&stored.content).ok()?;
+    Some((code, contract.with_lines_of(graph)))
+}
+
 /// What the compiler made of a graph, from the cache or new.
-fn compiled(
+pub(crate) fn compiled(
     graph: &Graph,
     options: &Options,
     target: &CudaTarget,
@@ -179,25 +203,17 @@ fn compiled(
         name: graph.name.clone(),
         reason: error.to_string(),
     };
-    let fields = identity::fields(graph, options, target);
-    let mut parts: Vec<Vec<u8>> = vec![b"step".to_vec()];
-    for (name, value) in fields {
-        parts.push(name.as_bytes().to_vec());
-        parts.push(value);
-    }
-    let key = Key::of(&parts);
     if options.debug.is_none()
-        && let Some(stored) = store.get(&key)
-        && let Ok((code, contract)) = serde_json::from_slice::<(StepCode, Contract)>(&stored.content)
+        && let Some((code, contract)) = stored(graph, options, target, store)
     {
-        return Ok((code, contract.with_lines_of(graph), true));
+        return Ok((code, contract, true));
     }
     let step = compile(&numbered(graph), options, target)?;
     stages.extend_from_slice(&step.times);
     let contract = step.contract();
     if options.debug.is_none() {
         let bytes = serde_json::to_vec(&(&step.code, &contract)).map_err(description)?;
-        store.put(&key, &bytes, &graph.name, "");
+        store.put(&code_key(graph, options, target), &bytes, &graph.name, "");
     }
     Ok((step.code, contract.with_lines_of(graph), false))
 }
@@ -244,13 +260,70 @@ impl CudaExecutable {
     ) -> Result<Self, StepError> {
         let mut stages = Vec::new();
         let start = Instant::now();
-        let ranks = ranks(&code, gpu)?;
+        ranks(&code, gpu)?;
         let (code, refused) = code.decided(|library, own| takes(gpu, library, own))?;
         name_own_kernels(&code, &mut contract, &refused);
         stages.push(("convolutions", start.elapsed()));
         let start = Instant::now();
-        let (kernels, guards) = load(&code, &contract, gpu)?;
+        let kernels = load(&code, &contract, gpu)?;
         stages.push(("nvrtc", start.elapsed()));
+        let mut made = Self::with_kernels(name, code, contract, kernels, gpu)?;
+        stages.append(&mut made.stages);
+        Ok(Self {
+            build_time: stages.iter().map(|(_, time)| *time).sum(),
+            stages,
+            ..made
+        })
+    }
+
+    /// Loads a step of a family ([`crate::family`]).
+    ///
+    /// # Errors
+    /// Those of cuBLASLt and of loading, and as [`CudaExecutable::from_code`] for a step of several ranks.
+    pub fn from_shared(name: &str, step: SharedStep, gpu: &Arc<Gpu>) -> Result<Self, StepError> {
+        let start = Instant::now();
+        let SharedStep {
+            code,
+            contract,
+            programs,
+            guards,
+            from_cache,
+            compile_time,
+            build_time,
+            mut stages,
+        } = step;
+        let functions = code.functions.iter().zip(&programs);
+        let kernels = functions.map(|(function, program)| program.kernel(gpu.device(), &function.name));
+        let kernels = kernels.collect::<Result<_, _>>()?;
+        let checks = 0..contract.checks.len() as u32;
+        let guards = guards.iter().flat_map(|program| {
+            checks
+                .clone()
+                .map(|number| program.kernel(gpu.device(), &guards::name(number)))
+        });
+        let kernels = (kernels, guards.collect::<Result<_, _>>()?);
+        stages.push(("load", start.elapsed()));
+        let mut made = Self::with_kernels(name, code, contract, kernels, gpu)?;
+        stages.append(&mut made.stages);
+        Ok(Self {
+            from_cache,
+            compile_time,
+            build_time: build_time + start.elapsed(),
+            stages,
+            ..made
+        })
+    }
+
+    /// A decided step with the kernels of its functions and of its guards.
+    fn with_kernels(
+        name: &str,
+        code: StepCode,
+        contract: Contract,
+        (kernels, guards): (Vec<Kernel>, Vec<Kernel>),
+        gpu: &Arc<Gpu>,
+    ) -> Result<Self, StepError> {
+        let ranks = ranks(&code, gpu)?;
+        let mut stages = Vec::new();
         let start = Instant::now();
         let choices = choices(&code, gpu)?;
         stages.push(("products", start.elapsed()));
@@ -698,6 +771,24 @@ impl CudaExecutable {
     }
 }
 
+impl Backend for Arc<Gpu> {
+    fn compile(&self, sources: &[Source]) -> Result<Vec<Cubin>, CudaError> {
+        self.compiler().compile(sources)
+    }
+
+    fn has(&self, source: &Source) -> bool {
+        self.compiler().has(source)
+    }
+
+    fn store(&self) -> &Store {
+        Gpu::store(self)
+    }
+
+    fn takes(&self, library: &[CallKind], own: &[CallKind]) -> Result<bool, CudaError> {
+        takes(self, library, own)
+    }
+}
+
 /// Whether cuDNN takes the convolution among `library`. A convolution that is a product of matrices goes to
 /// the faster of the two libraries; Kiln's own tiles are only for convolutions that cuDNN refuses.
 fn takes(gpu: &Gpu, library: &[CallKind], own: &[CallKind]) -> Result<bool, CudaError> {
@@ -769,7 +860,7 @@ fn choices(code: &StepCode, gpu: &Gpu) -> Result<Vec<Chosen>, CudaError> {
 }
 
 /// Names the kernels that the library refused after the functions that compute them instead.
-fn name_own_kernels(code: &StepCode, contract: &mut Contract, refused: &[u32]) {
+pub(crate) fn name_own_kernels(code: &StepCode, contract: &mut Contract, refused: &[u32]) {
     for call in code
         .calls
         .iter()

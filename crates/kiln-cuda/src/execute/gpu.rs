@@ -212,6 +212,8 @@ impl Gpu {
     /// [`CudaError::Range`], [`CudaError::Driver`], [`CudaError::Lost`]; [`CudaError::Ranks`] if a collective was
     /// given up, whose result the bytes may be.
     pub fn download(&self, storage: &Storage, bytes: &mut [u8]) -> Result<()> {
+        // Nothing that came of collectives that were given up is worth waiting for.
+        self.ranks().map_or(Ok(()), Ranks::check)?;
         let read = self.stream.read(storage, 0, bytes);
         self.ranks().map_or(Ok(()), Ranks::check)?;
         read

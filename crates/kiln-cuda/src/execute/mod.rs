@@ -15,7 +15,7 @@
 mod bound;
 pub mod executable;
 pub mod gpu;
-mod guards;
+pub(crate) mod guards;
 mod limits;
 mod replayed;
 pub mod settled;

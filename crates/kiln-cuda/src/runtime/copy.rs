@@ -129,6 +129,7 @@ impl Stream {
         if bytes.is_empty() {
             return Ok(());
         }
+        self.settle_if_shared()?;
         self.device().enter()?;
         let source = bytes.as_ptr().cast();
         // SAFETY: both ranges are inside their memory, and `bytes` is borrowed until the copy is over.
@@ -152,6 +153,7 @@ impl Stream {
         if bytes.is_empty() {
             return Ok(());
         }
+        self.settle_if_shared()?;
         self.device().enter()?;
         let target = bytes.as_mut_ptr().cast();
         // SAFETY: both ranges are inside their memory, and `bytes` is borrowed alone until the copy is over.

@@ -7,7 +7,9 @@
 //! then on.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use super::memory::Pool;
 use super::stream::Stream;
@@ -30,6 +32,10 @@ struct Inner {
     lost: OnceLock<Arc<Lost>>,
     /// Name of the last launch.
     last: Mutex<Option<Arc<str>>>,
+    /// Whether work on the device may wait for another process.
+    shared: AtomicBool,
+    /// Whether somebody is ending what runs on the device.
+    ending: AtomicBool,
 }
 
 /// The device's primary context, retained.
@@ -115,6 +121,8 @@ impl Device {
                 pool,
                 lost: OnceLock::new(),
                 last: Mutex::new(None),
+                shared: AtomicBool::new(false),
+                ending: AtomicBool::new(false),
             }),
         })
     }
@@ -186,6 +194,10 @@ impl Device {
     /// [`CudaError::Driver`], and [`CudaError::Lost`] if something queued failed.
     pub fn synchronize(&self) -> Result<()> {
         self.enter()?;
+        while self.inner.ending.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(1));
+            self.enter()?;
+        }
         // SAFETY: the context is current.
         let code = unsafe { (self.driver().cuCtxSynchronize)() };
         self.check("cuCtxSynchronize", code, || "waiting for the device".into())
@@ -213,6 +225,30 @@ impl Device {
         self.check("cuCtxSetCurrent", code, || "entering the device's context".into())
     }
 
+    /// Says that work on the device may wait for other processes. Whoever waits for it from here on looks at
+    /// it again and again, so that [`Device::call_off`] reaches him: no call of the driver's that waits can
+    /// be ended.
+    pub(crate) fn share(&self) {
+        self.inner.shared.store(true, Ordering::Release);
+    }
+
+    /// Whether work on the device may wait for other processes.
+    pub(super) fn is_shared(&self) -> bool {
+        self.inner.shared.load(Ordering::Acquire)
+    }
+
+    /// Says whether somebody is ending what runs on the device: then nobody begins to wait for all of it in
+    /// the driver.
+    pub(crate) fn set_ending(&self, ending: bool) {
+        self.inner.ending.store(ending, Ordering::Release);
+    }
+
+    /// Gives the device up: work that waits for other processes did not end after `call`, which was to end
+    /// it. Whoever waits for a shared device gets the error, and so does every later call.
+    pub(crate) fn call_off(&self, call: &'static str) {
+        let _ = self.lose(call, result::NOT_READY);
+    }
+
     /// Notes what is launched, for the error of a device that is lost.
     pub(crate) fn note_launch(&self, name: &Arc<str>) {
         let mut last = self
@@ -236,6 +272,11 @@ impl Device {
         if !is_fatal(code) {
             return self.driver().check(call, code, doing);
         }
+        Err(CudaError::Lost(self.lose(call, code)))
+    }
+
+    /// Notes that nothing on the device can be used again: `call` answered `code`.
+    fn lose(&self, call: &'static str, code: CUresult) -> Arc<Lost> {
         let lost = self.inner.lost.get_or_init(|| {
             let last = self
                 .inner
@@ -253,7 +294,7 @@ impl Device {
             })
         });
         tracing::error!("{lost}");
-        Err(CudaError::Lost(lost.clone()))
+        lost.clone()
     }
 
     /// An error if `other` is another device.

@@ -1,9 +1,17 @@
 //! A point in a stream that others wait for, or measure from.
 
+use std::time::{Duration, Instant};
+
 use super::device::Device;
 use super::stream::Stream;
 use crate::error::Result;
 use crate::sys::driver::{CUevent, EVENT_DISABLE_TIMING, result};
+
+/// How long a wait takes a core for itself, where it looks at the device again and again.
+const SHORT: Duration = Duration::from_millis(20);
+
+/// How long such a wait sleeps between two looks from then on.
+const NAP: Duration = Duration::from_micros(50);
 
 /// An event of a device.
 #[derive(Debug)]
@@ -57,11 +65,27 @@ impl Event {
     /// # Errors
     /// `CudaError::Lost` if what it waits for failed.
     pub fn synchronize(&self) -> Result<()> {
+        if self.device.is_shared() {
+            return self.look_until_it_has_happened();
+        }
         self.device.enter()?;
         // SAFETY: the event lives as long as `self`.
         let code = unsafe { (self.device.driver().cuEventSynchronize)(self.raw) };
         self.device
             .check("cuEventSynchronize", code, || "waiting for an event".into())
+    }
+
+    /// Waits in a way that [`Device::call_off`] ends: what the event stands behind may wait for another
+    /// process.
+    fn look_until_it_has_happened(&self) -> Result<()> {
+        let begun = Instant::now();
+        while !self.has_happened()? {
+            match begun.elapsed() < SHORT {
+                true => std::thread::yield_now(),
+                false => std::thread::sleep(NAP),
+            }
+        }
+        Ok(())
     }
 
     /// Whether the event has happened, without waiting.

@@ -102,11 +102,26 @@ impl Stream {
     /// # Errors
     /// `CudaError::Lost` if something queued failed.
     pub fn synchronize(&self) -> Result<()> {
+        if self.device().is_shared() {
+            return self.record()?.synchronize();
+        }
         self.device().enter()?;
         // SAFETY: the stream lives as long as `self`.
         let code = unsafe { (self.device().driver().cuStreamSynchronize)(self.raw()) };
         self.device()
             .check("cuStreamSynchronize", code, || "waiting for a stream".into())
+    }
+
+    /// Waits for what is queued, if that may wait for another process: a copy between a device and ordinary
+    /// memory of the host waits inside the driver, where nothing ends it.
+    ///
+    /// # Errors
+    /// Those of [`Self::synchronize`].
+    pub(super) fn settle_if_shared(&self) -> Result<()> {
+        match self.device().is_shared() {
+            true => self.synchronize(),
+            false => Ok(()),
+        }
     }
 
     /// An event that happens when everything queued so far is done.

@@ -15,7 +15,7 @@ mod graphs;
 pub mod host;
 mod nccl;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -38,6 +38,10 @@ struct State {
     calls: Vec<String>,
     /// Calls that fail, with what they answer.
     failing: HashMap<&'static str, i32>,
+    /// Calls of NCCL's that do not return.
+    blocked: HashSet<&'static str>,
+    /// Whether NCCL was aborted.
+    aborted: bool,
     /// The answer of every call after a fault.
     fault: Option<i32>,
     devices: usize,
@@ -113,6 +117,17 @@ impl FakeDriver {
             0 => state.failing.remove(call),
             _ => state.failing.insert(call, code),
         });
+    }
+
+    /// From here on `call`, one of NCCL's, waits for ranks that never come: a collective until NCCL is
+    /// aborted, another one as long as the fake is there, or until it is released.
+    pub fn block(&self, call: &'static str) {
+        with(|state| state.blocked.insert(call));
+    }
+
+    /// Ends what [`FakeDriver::block`] began.
+    pub fn release(&self, call: &'static str) {
+        with(|state| state.blocked.remove(call));
     }
 
     /// From here on every call that reaches the device answers `code`.

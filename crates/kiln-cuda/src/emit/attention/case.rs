@@ -5,6 +5,9 @@ use std::fmt::Write as _;
 use super::operands::{Operands, View, ctype};
 use super::plan::{Plan, TensorPlan};
 
+/// Half of the cache of the reference machine, in bytes.
+const CACHED: usize = 24 << 20;
+
 /// A case of the templates.
 pub struct Case<'a> {
     /// The tensors that the attention reads and writes.
@@ -46,15 +49,43 @@ impl Case<'_> {
             })
     }
 
-    /// Number of tiles of the mask that a launch before attention looks at, if attention may leave out
-    /// tiles in which the mask hides every key: a score there is `fill`, whatever the key.
+    /// Whether attention may leave out tiles in which the mask hides every key: a score there is `fill`,
+    /// whatever the key.
+    pub fn leaves_out(&self) -> bool {
+        self.operands.hidden.is_some() && !self.operands.dims.mask_last
+    }
+
+    /// Number of tiles of the mask that a launch before attention looks at, if attention may leave out some
+    /// of them and does not know which.
     pub fn mapped_tiles(&self) -> Option<usize> {
         let hidden = self.operands.hidden.as_ref()?;
-        if self.operands.dims.mask_last {
+        if !self.leaves_out() || self.operands.ahead.is_some() {
             return None;
         }
         let [batch, heads, rows] = self.map_extents(hidden);
         Some(batch * heads * rows * self.key_tiles())
+    }
+
+    /// Whether every tile of tensor cores is inside the head.
+    fn has_whole_tiles(&self) -> bool {
+        let e = &self.operands.extents;
+        self.tensor.is_some_and(|tensor| {
+            let step = tensor.own().max(tensor.other());
+            let is_padded = |width: usize| tensor.element.padded(width) != width;
+            (e.queries % step, e.keys % step) == (0, 0) && !is_padded(e.width) && !is_padded(e.value_width)
+        })
+    }
+
+    /// Heads whose operands the cache holds.
+    fn grouped_heads(&self) -> usize {
+        let e = &self.operands.extents;
+        let element = if self.operands.query.ctype.starts_with("kiln_") {
+            2
+        } else {
+            self.plan.bytes
+        };
+        let bytes = e.queries.max(e.keys) * (e.width + e.value_width) * element;
+        (CACHED / bytes).clamp(1, e.batch * e.heads)
     }
 
     fn key_tiles(&self) -> usize {
@@ -100,6 +131,8 @@ impl Case<'_> {
             ("keys", e.keys),
             ("width", e.width),
             ("value_width", e.value_width),
+            // What kernels decide by: the extents themselves may be numbers of a family's kernel.
+            ("KEYS_STEP", 1 << e.keys.trailing_zeros().min(2)),
             ("TILE", plan.tile),
             ("RM", plan.each[0]),
             ("RN", plan.each[1]),
@@ -116,15 +149,19 @@ impl Case<'_> {
             ("SECOND", plan.second),
             ("ROW_TILES", plan.tiles(e.queries)),
             ("KEY_TILES", self.key_tiles()),
+            ("GROUPED", self.grouped_heads()),
             ("map_heads", map[1]),
             ("map_rows", map[2]),
         ];
         let dims = &operands.dims;
         let flags = [
+            ("one_tile", e.keys <= plan.tile),
             ("causal", dims.causal),
             ("mask", dims.mask),
             ("hidden", dims.hidden),
-            ("mapped", self.mapped_tiles().is_some()),
+            ("whole", self.has_whole_tiles()),
+            ("mapped", self.leaves_out()),
+            ("ordered", operands.ahead.is_some()),
             ("mask_last", dims.mask_last),
             ("dropout", dims.dropout),
             ("drop_scores", dims.drop_scores),
@@ -155,6 +192,11 @@ impl Case<'_> {
         for (name, number) in numbers.into_iter().chain(tensor) {
             let _ = writeln!(text, "    static constexpr int {name} = {number};");
         }
+        let _ = writeln!(
+            text,
+            "    static constexpr int ahead = {};",
+            operands.ahead.unwrap_or(0)
+        );
         for (name, flag) in flags {
             let _ = writeln!(text, "    static constexpr bool {name} = {flag};");
         }
@@ -178,19 +220,25 @@ impl Case<'_> {
     }
 }
 
+/// Each number is a declaration of its own: it may be a number of a family's kernel.
 fn strides_text(name: &str, [batch, head, row]: [usize; 3]) -> String {
     format!(
-        "struct @_{name} {{ static constexpr long long batch = {batch}, head = {head}; static constexpr int row = {row}; }};\n"
+        "struct @_{name} {{\n    static constexpr long long batch = {batch};\n    static constexpr long long head = {head};\n    \
+         static constexpr int row = {row};\n}};\n"
     )
 }
 
 fn view_text(name: &str, view: &View) -> String {
-    let [batch, head, row, column] = view.strides;
-    format!(
-        "struct @_{name} {{ static constexpr long long batch = {batch}, head = {head}, row = {row}, column = {column}; \
-         static constexpr int columns = {}; typedef {} index; static constexpr bool vectors = {}; }};\n",
+    let mut text = format!("struct @_{name} {{\n");
+    for (name, stride) in ["batch", "head", "row", "column"].iter().zip(view.strides) {
+        let _ = writeln!(text, "    static constexpr long long {name} = {stride};");
+    }
+    let _ = writeln!(
+        text,
+        "    static constexpr int columns = {};\n    typedef {} index;\n    static constexpr bool vectors = {};\n}};",
         view.extents[3],
         view.index(),
         view.vectors()
-    )
+    );
+    text
 }

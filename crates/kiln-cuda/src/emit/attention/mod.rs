@@ -10,11 +10,15 @@
 //! multiples of 8 up to 128 and rows begin at multiples of 16 bytes; everything else is computed in f32 or
 //! f64 by the plain kernels.
 //!
+//! A mask that is causal order, computed from coordinates, is known here (`order`): no launch looks at it,
+//! and nobody reads it.
+//!
 //! `operands` collects what an operation reads, `plan` cuts it into tiles, `case` writes the struct of
 //! constants.
 
 mod case;
 mod operands;
+mod order;
 mod plan;
 
 use kiln_compiler::schedule::Kernel;
@@ -295,7 +299,7 @@ impl Writer {
         let delta = self.scratch(heads * e.queries * case.plan.bytes);
         reading.pass(format!("{}* delta", case.real()), delta);
         reading.statements.push_str("g.delta = delta;\n");
-        if case.mapped_tiles().is_some() {
+        if case.leaves_out() {
             let counts = self.scratch(4 * heads * case.plan.tiles(e.queries));
             reading.pass("int* counts", counts);
             reading.statements.push_str("g.counts = counts;\n");

@@ -7,6 +7,7 @@ use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{AttentionDims, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
+use super::order::hidden_ahead;
 use super::plan::{Element, Extents};
 use crate::emit::{Argument, EmitOptions};
 
@@ -88,6 +89,9 @@ pub struct Operands {
     pub mask: Option<View>,
     /// Which scores are `fill`.
     pub hidden: Option<View>,
+    /// Where these are those of the keys behind a position, by how many positions that is ahead of the query:
+    /// 0 in causal order. Then nobody reads the mask.
+    pub ahead: Option<i64>,
     /// Numbers by name: `scale`, `fill`, `keep`, `factor`, those that occur.
     pub numbers: Vec<(&'static str, Number)>,
     /// `seed` and `stream`, where there is dropout.
@@ -181,6 +185,7 @@ impl Operands {
             value: read.window(input(2))?,
             mask: mask(at.mask)?,
             hidden: mask(at.hidden)?,
+            ahead: at.hidden.and_then(|at| hidden_ahead(graph, input(at))),
             numbers,
             words,
             gradient,

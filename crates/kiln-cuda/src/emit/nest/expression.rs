@@ -3,9 +3,8 @@
 use kiln_compiler::index::{Index, linear};
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::schedule::access::operand_index;
-use kiln_compiler::schedule::class::is_expensive;
 use kiln_compiler::schedule::layout::position;
-use kiln_compiler::schedule::power::power_of_scalar;
+use kiln_compiler::schedule::power::power_of_number;
 use kiln_graph::op::{BinaryOp, Op, RandomKind};
 use kiln_graph::{DType, Value};
 
@@ -55,6 +54,10 @@ impl Writer<'_> {
     fn compute(&mut self, key: &Key) -> Register {
         let (value, index) = (key.0, &key.1);
         let graph = self.graph;
+        // A constant may be in memory for a kernel that takes a pointer to it. Here it is part of the text.
+        if matches!(graph.def(value).op, Op::Constant { .. }) {
+            return self.operation(value, index);
+        }
         if !self.space.loops.nest.uses_of(value).is_empty() {
             let position = position(graph, &self.space.loops.nest.layouts, value, index);
             return self.load(Buffer::Value(value), &position, key);
@@ -63,7 +66,8 @@ impl Writer<'_> {
             return self.eval(graph.def(value).inputs[0], &operand);
         }
         let register = self.operation(value, index);
-        if register.place.level == 2 && is_expensive(&graph.def(value).op) {
+        // A cast takes no more than reading a kept value, which may be wider than what is cast.
+        if register.place.level == 2 && !matches!(graph.def(value).op, Op::Cast(_)) {
             *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
             if self.kept.keys.contains(key) {
                 self.keep(key, &register);
@@ -168,9 +172,7 @@ impl Writer<'_> {
         let at = self.argument(Argument::Scalar(index));
         let text = match dtype {
             DType::Bool => format!("*a{at} != 0"),
-            DType::F64 => format!("*(const double*)a{at}"),
-            DType::F32 => format!("(float)*(const double*)a{at}"),
-            DType::F16 | DType::BF16 => c::rounded(dtype, &format!("(float)*(const double*)a{at}")),
+            dtype if dtype.is_float() => c::cast(DType::F64, dtype, &format!("*(const double*)a{at}")),
             dtype => format!("({})*a{at}", c::memory_type(dtype)),
         };
         self.define(dtype, Place::default(), &text)
@@ -241,10 +243,10 @@ impl Writer<'_> {
         self.define(dtype, own, &text)
     }
 
-    /// The value at `index`, if it is a power with a runtime exponent. The code compares the exponent when
-    /// it runs: at minus one the power is a division.
+    /// The value at `index`, if it is a power with an exponent that is a number. The code compares a runtime
+    /// exponent when it runs: at minus one the power is a division.
     fn power(&mut self, value: Value, index: &[Index]) -> Option<Register> {
-        let (base, exponent) = power_of_scalar(self.graph, &self.space.loops.nest, value)?;
+        let (base, exponent) = power_of_number(self.graph, &self.space.loops.nest, value)?;
         let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));
         let text = format!("kiln_power_of({}, {})", u.name, s.name);
         Some(self.define(DType::F32, u.place, &text))

@@ -2,6 +2,7 @@
 //! of its row.
 
 use kiln_compiler::index::Index;
+use kiln_compiler::schedule::class::is_expensive;
 use kiln_graph::Graph;
 use rustc_hash::FxHashSet;
 
@@ -14,9 +15,9 @@ use super::{ceil, power_of_two};
 /// Rows that an accumulator of a late reduction takes at most, if there are so many blocks.
 const LONGEST: i64 = 128;
 
-/// Bytes of registers that the kept elements of a row and late sums may take in a thread: a quarter of what
-/// it has.
-const KEPT: i64 = 256;
+/// Bytes of registers that the kept elements of a row and late sums may take in a thread: some quarter of
+/// what it has.
+const KEPT: i64 = 288;
 
 /// Threads of a row of which a multiprocessor has one block if each thread keeps more than half of [`KEPT`].
 /// All wait for the row's statistics, so a second block is worth more than what values cost that are computed
@@ -64,9 +65,13 @@ impl Shape {
     }
 
     /// Blocks that a multiprocessor has registers for at least, 0 for any number: one that has a row alone
-    /// waits while its statistics are combined.
+    /// waits while its statistics are combined, and blocks with late results are to be in one wave.
     pub(super) fn blocks_of_a_multiprocessor(&self) -> u32 {
-        if self.paired { 2 } else { 0 }
+        match self.paired {
+            true => 2,
+            false if self.late && self.unrolled => (512 / self.threads) as u32,
+            false => 0,
+        }
     }
 
     /// Whether some threads may be without a row.
@@ -87,21 +92,43 @@ struct Kept {
     once_bytes: i64,
 }
 
+/// Which values a thread may keep for later passes over a row.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Keeps {
+    /// What is loaded.
+    Loads,
+    /// What is loaded, and what is dear to compute.
+    Dear,
+    /// Everything. Later passes then read the last values that earlier ones could compute, and nothing from
+    /// which these are computed: a residual stream in place of the three tensors that it is the sum of.
+    All,
+}
+
 impl Kept {
-    /// Values that several passes evaluate; of these only the loaded ones if `loads_only`.
-    fn of(graph: &Graph, space: &Space, loads_only: bool) -> Self {
+    /// Values that several passes evaluate, of those that a thread may keep.
+    fn of(graph: &Graph, space: &Space, keeps: Keeps) -> Self {
         let evaluated = |kept: FxHashSet<Key>| std::mem::take(&mut dry_run(graph, space, kept).evaluated);
         let several = |passes: u64| passes.count_ones() > 1;
         let loaded = |key: &Key| !space.loops.nest.uses_of(key.0).is_empty();
+        let may = |key: &Key| match keeps {
+            Keeps::Loads => loaded(key),
+            Keeps::Dear => loaded(key) || is_expensive(&graph.def(key.0).op),
+            Keeps::All => true,
+        };
         let candidates = evaluated(FxHashSet::default()).into_iter();
-        let candidates = candidates.filter(|(key, passes)| several(*passes) && (!loads_only || loaded(key)));
+        let candidates = candidates.filter(|(key, passes)| several(*passes) && may(key));
         let candidates: FxHashSet<Key> = candidates.map(|(key, _)| key).collect();
         // Where these are kept, fewer passes need the values from which they are computed.
         let all = evaluated(candidates.clone());
         let size = |key: &Key| {
             let dtype = graph.dtype(key.0);
-            let held = if loaded(key) { dtype } else { dtype.compute() };
-            held.size() as i64
+            // What is computed is in a register of its own.
+            let held = if loaded(key) {
+                dtype.size()
+            } else {
+                dtype.compute().size().max(4)
+            };
+            held as i64
         };
         let own = || {
             all.iter()
@@ -133,10 +160,10 @@ pub(super) fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
         .into_iter()
         .map(|(_, late)| late)
         .collect();
-    let all = Kept::of(graph, space, false);
+    let all = kept(graph, space, &lates);
     let (group, unrolled) = group(space, &lates, all.bytes);
     if unrolled && group == ALONE && held(space, group, all.bytes) > KEPT / 2 {
-        let loads = Kept::of(graph, space, true);
+        let loads = Kept::of(graph, space, Keeps::Loads);
         if held(space, group, loads.bytes) <= KEPT / 2 && fits(space, &lates, group, loads.bytes) {
             let shape = Shape {
                 paired: true,
@@ -153,9 +180,28 @@ pub(super) fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
         return (complete(space, &lates, group, true), keys);
     }
     // Dear values are computed again before elements are loaded again.
-    let loads = Kept::of(graph, space, true);
+    let loads = Kept::of(graph, space, Keeps::Loads);
     let (group, unrolled) = self::group(space, &lates, loads.bytes);
     (complete(space, &lates, group, unrolled), loads.keys)
+}
+
+/// What a thread keeps if there is room: everything that later passes read, which spares them the arithmetic,
+/// unless that takes more registers than what is loaded or dear, and these are few or many.
+fn kept(graph: &Graph, space: &Space, lates: &[Late]) -> Kept {
+    let (all, dear) = [Keeps::All, Keeps::Dear]
+        .map(|keeps| Kept::of(graph, space, keeps))
+        .into();
+    let (threads, unrolled) = group(space, lates, all.bytes);
+    let has_room = || {
+        unrolled
+            && threads == group(space, lates, dear.bytes).0
+            && held(space, threads, all.bytes) <= KEPT / 2
+    };
+    if all.bytes <= dear.bytes || has_room() {
+        all
+    } else {
+        dear
+    }
 }
 
 /// The bytes of the widest accumulator of a column; 0 if there is none.
@@ -210,7 +256,13 @@ fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape 
     let bytes = items * space.width * column_bytes(lates);
     // Late results that do not fit are accumulated in memory, by one group a block.
     let group = if !unrolled && bytes > 0 { 1024 } else { group };
-    let mut threads = if group > 32 { group } else { 256 };
+    let late = !lates.is_empty();
+    // Blocks with late results are few: there is no more than one wave of them.
+    let mut threads = match group {
+        ..=32 => 256,
+        _ if late => group.max(128),
+        _ => group,
+    };
     while threads > group.max(64) && rows * group / threads < 264 {
         threads /= 2;
     }
@@ -218,11 +270,10 @@ fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape 
         threads /= 2;
     }
     let abreast = threads / group;
-    let late = !lates.is_empty();
     let each = match late {
         false => abreast,
         true => {
-            let fill = (132 * 1024 / threads).min(1056).min(rows / (abreast * 8));
+            let fill = (132 * 1024 / threads).min(1056).min(rows / abreast.max(8));
             let blocks = fill.max(rows / (abreast * LONGEST)).max(1);
             ceil(ceil(rows, blocks), abreast) * abreast
         }

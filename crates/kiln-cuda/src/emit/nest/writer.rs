@@ -90,7 +90,7 @@ pub(super) struct Writer<'a> {
     pub(super) seen: Vec<Seen>,
     /// The pass being written.
     pub(super) pass: usize,
-    /// For values of points that are loaded or dear: the passes that evaluate them, as a bit set.
+    /// For values of points that are loaded or computed: the passes that evaluate them, as a bit set.
     pub(super) evaluated: FxHashMap<Key, u64>,
     pub(super) kept: Kept,
     /// How often the loop over a row runs, where it is unrolled.

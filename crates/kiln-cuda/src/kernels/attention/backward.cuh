@@ -81,7 +81,7 @@ void kiln_attention_d_query(
     const int end = kiln_attention_keys<C>(first + C::TILE);
     real sums[C::RM][C::GROUPS][C::VECTOR] = {};
     // The first pass is for delta. With one tile of keys its probabilities serve for the second as well.
-    constexpr bool ONE = C::keys <= C::TILE;
+    constexpr bool ONE = C::one_tile;
     #pragma unroll 1
     for (int pass = ONE ? 1 : 0; pass < 2; pass++) {
         #pragma unroll 1

@@ -316,7 +316,7 @@ void kiln_fragment_fetch(E* to, const T* head, int first, int rows)
         const int at = begin + threadIdx.x;
         if (ROWS * PARTS % C::THREADS != 0 && at >= ROWS * PARTS) break;
         const int row = at / PARTS, column = at % PARTS * HALF;
-        const bool inside = first + row < rows && (WIDTH == V::columns || column < V::columns);
+        const bool inside = C::whole || (first + row < rows && (WIDTH == V::columns || column < V::columns));
         const T* from = head + (inside ? kiln_attention_place<V>(first + row, column) : 0);
         kiln_copy(to + row * kiln_fragment_pitch<T>(WIDTH) + column, from, inside);
     }

@@ -45,7 +45,7 @@ template <class C, int N> unsigned kiln_attention_kept(const kiln_attention_oper
 {
     constexpr bool WIDE = sizeof(typename C::real) == 8;
     constexpr int EACH = WIDE ? 2 : 4;
-    constexpr bool WHOLE = C::keys % EACH == 0 && N % EACH == 0;
+    constexpr bool WHOLE = C::KEYS_STEP % EACH == 0 && N % EACH == 0;
     constexpr int BLOCKS = WHOLE ? N / EACH : (N + 2 * EACH - 2) / EACH;
     unsigned bits = 0;
     #pragma unroll
@@ -84,6 +84,10 @@ template <class C> struct kiln_attention_plane {
     // The state of ROWS by KEYS scores from here on: some tiles of the mask, or a part of one.
     template <int ROWS, int KEYS> __device__ int state(const kiln_attention_operands<C>& o, int row, int key) const
     {
+        if (C::ordered) {
+            if (key + KEYS - 1 <= row + C::ahead) return KILN_ATTENTION_OPEN;
+            return key > row + ROWS - 1 + C::ahead ? KILN_ATTENTION_HIDDEN : KILN_ATTENTION_MIXED;
+        }
         if (!C::mapped) return C::hidden ? KILN_ATTENTION_MIXED : KILN_ATTENTION_OPEN;
         typedef typename C::map_view map;
         const int* at = o.map + (batch * map::batch + head * map::head + row / C::TILE * map::row + key / C::TILE);
@@ -102,6 +106,7 @@ template <class C> struct kiln_attention_plane {
     // Whether the score is `fill`, whatever query and key are. There is none outside the head.
     __device__ bool hides(int query, int key) const
     {
+        if (C::ordered) return query < C::queries && key < C::keys && key > query + C::ahead;
         return C::hidden && query < C::queries && key < C::keys
             && hidden[kiln_attention_place<typename C::hidden_view>(query, key)];
     }
@@ -111,15 +116,31 @@ template <class C> struct kiln_attention_plane {
         const kiln_attention_operands<C>& o, typename C::real product, int query, int key, bool hide, bool kept) const
     {
         typedef typename C::real real;
-        if (C::causal && key > query + (C::keys - C::queries)) return -kiln_attention_infinity<real>();
         real add = 0;
         if (C::mask) add = kiln_attention_wide(mask[kiln_attention_place<typename C::mask_view>(query, key)]);
-        if (hide) return C::mask_last ? o.fill + add : o.fill;
         real score = product * o.scale;
         if (C::drop_scores) score = kept ? score * o.factor : (real)0;
-        return score + add;
+        score += add;
+        // Choices, not branches: neighbouring keys of a thread may differ.
+        if (C::hidden) score = hide ? (C::mask_last ? o.fill + add : o.fill) : score;
+        if (C::causal) score = key > query + (C::keys - C::queries) ? -kiln_attention_infinity<real>() : score;
+        return score;
     }
 };
+
+// Which tile of rows of which head a block has. Where some tiles have more to do than others, those of GROUPED heads, whose operands the
+// cache holds, begin with the largest.
+struct kiln_attention_turn {
+    int tile, number;
+};
+
+template <class C> kiln_attention_turn kiln_attention_turn_of(int block, int tiles, int planes)
+{
+    if (!C::causal && !C::hidden) return { block % tiles, block / tiles };
+    const int group = block / (tiles * C::GROUPED), within = block % (tiles * C::GROUPED);
+    const int left = planes - group * C::GROUPED, heads = left < C::GROUPED ? left : C::GROUPED;
+    return { within / heads, group * C::GROUPED + within % heads };
+}
 
 // One past the last key that causal order lets any of the rows before `end` see.
 template <class C> int kiln_attention_keys(int end)

@@ -7,7 +7,7 @@ template <class C> unsigned kiln_attention_kept_in_columns(
 {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     unsigned bits = 0;
-    if (C::keys % 4 == 0) {
+    if (C::KEYS_STEP % 4 == 0) {
         const int own = g % 4;
         const int of_query = query + 2 * t + own % 2, of_key = key + 8 * (own / 2) + g / 4 * 4;
         unsigned mine = 0;
@@ -42,7 +42,20 @@ void kiln_attention_hidden_in_columns(
 {
     typedef typename C::hidden_view view;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    if constexpr (C::NT == 4 && C::MT <= 2 && C::hidden && C::keys % 4 == 0 && view::vectors) {
+    if constexpr (C::ordered) {
+        #pragma unroll
+        for (int m = 0; m < C::MT; m++) {
+            bits[m] = 0;
+            #pragma unroll
+            for (int n = 0; n < C::NT; n++) {
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int behind = key + 16 * m + g + 8 * h - (query + 2 * t + 8 * n) - C::ahead;
+                    bits[m] |= (behind > 1 ? 3u : behind == 1 ? 1u : 0u) << (4 * n + 2 * h);
+                }
+            }
+        }
+    } else if constexpr (C::NT == 4 && C::MT <= 2 && C::hidden && C::KEYS_STEP % 4 == 0 && view::vectors) {
         // A lane reads the bytes of one query and all keys of the warp, four at a time, and the lanes exchange them as bits.
         kiln_u32 mine = 0;
         if (query + lane < C::queries) {
@@ -168,7 +181,8 @@ float kiln_attention_tensor_d_score(
         return kiln_attention_scales_last<C>() ? x * d : x * d * g.d_scale;
     }
     dropped = 0;
-    if (query >= C::queries || key >= C::keys) return 0;
+    const bool inside = C::whole || (query < C::queries && key < C::keys);
+    if (C::mask && !inside) return 0;
     x = kiln_attention_power(plane.score(o, x, query, key, hide, kept), most) * share;
     dropped = x;
     if (C::dropout && !C::drop_scores) {
@@ -176,9 +190,10 @@ float kiln_attention_tensor_d_score(
         d = kept ? d * g.d_factor : 0;
     }
     if (C::dropout) d += add;
-    if (hide || (C::drop_scores && !kept)) return 0;
-    if (kiln_attention_scales_last<C>()) return x * d;
-    return x * d * (C::drop_scores ? g.d_scale * g.d_factor : g.d_scale);
+    float ds = x * d;
+    if (!kiln_attention_scales_last<C>()) ds *= C::drop_scores ? g.d_scale * g.d_factor : g.d_scale;
+    dropped = inside ? dropped : 0;
+    return !inside || hide || (C::drop_scores && !kept) ? 0 : ds;
 }
 
 // From products of a tile to packed gradients of scores, where delta is known. Without dropout the sums of `dp` began at inner delta.
@@ -281,7 +296,8 @@ void kiln_attention_tensor_d_query(
     element* own = (element*)kiln_dynamic_shared();
     element* own_d_out = own + C::OWN * PITCH;
     element* tiles = own_d_out + C::OWN * VALUE_PITCH;
-    const int tile = C::OWN_TILES - 1 - (int)(blockIdx.x % C::OWN_TILES), number = blockIdx.x / C::OWN_TILES;
+    const kiln_attention_turn turn = kiln_attention_turn_of<C>(blockIdx.x, C::OWN_TILES, C::batch * C::heads);
+    const int tile = C::OWN_TILES - 1 - turn.tile, number = turn.number;
     const kiln_attention_plane<C> plane(o, number / C::heads, number % C::heads);
     const auto queries = kiln_attention_head<typename C::query_view>(o.query, plane.batch, plane.head);
     const auto d_out = kiln_attention_head<typename C::d_out_view>(g.d_out, plane.batch, plane.head);
@@ -317,10 +333,11 @@ void kiln_attention_tensor_d_query(
             }
         }
     }
-    static_assert(C::OWN == C::TILE, "one of the counts is for the rows of one block");
+    static_assert(C::OWN % C::TILE == 0, "a block has the rows of one of the counts, or of several");
     if (C::mapped) {
         counts = kiln_attention_any(counts);
-        if (threadIdx.x == 0) g.counts[number * C::ROW_TILES + tile] = counts;
+        const int at = first / C::TILE + threadIdx.x;
+        if (threadIdx.x < C::OWN / C::TILE && at < C::ROW_TILES) g.counts[number * C::ROW_TILES + at] = counts;
     }
     const int end = kiln_attention_keys<C>(first + C::OWN);
     // Without delta there are two sums of each row.
@@ -471,7 +488,8 @@ void kiln_attention_tensor_d_key(
     element* own = (element*)kiln_dynamic_shared();
     element* own_values = own + C::OWN * PITCH;
     element* tiles = own_values + C::OWN * VALUE_PITCH;
-    const int tile = blockIdx.x % C::OWN_KEY_TILES, number = blockIdx.x / C::OWN_KEY_TILES;
+    const kiln_attention_turn turn = kiln_attention_turn_of<C>(blockIdx.x, C::OWN_KEY_TILES, C::batch * C::key_heads);
+    const int tile = turn.tile, number = turn.number;
     const int batch = number / C::key_heads, group = number % C::key_heads;
     const auto keys = kiln_attention_head<typename C::key_view>(o.key, batch, group);
     const auto values = kiln_attention_head<typename C::value_view>(o.value, batch, group);

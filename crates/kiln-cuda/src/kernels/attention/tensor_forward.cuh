@@ -11,7 +11,7 @@ template <class C> unsigned kiln_attention_kept_in_rows(
 {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     unsigned bits = 0;
-    if (C::keys % 4 == 0) {
+    if (C::KEYS_STEP % 4 == 0) {
         const int odd = t % 2;
         const kiln_u64 first = (plane.row + query + g + 8 * odd) * C::keys + key + t / 2 * 4;
         unsigned mine = 0;
@@ -39,7 +39,7 @@ unsigned kiln_attention_hidden_in_rows(const kiln_attention_plane<C>& plane, int
 {
     typedef typename C::hidden_view view;
     // Two neighbouring keys at a time, where they are in one word of 16 bits.
-    constexpr bool PAIRS = C::keys % 2 == 0 && view::vectors;
+    constexpr bool PAIRS = C::KEYS_STEP % 2 == 0 && view::vectors;
     query += threadIdx.x % 32 / 4;
     key += threadIdx.x % 4 * 2;
     unsigned bits = 0;
@@ -49,7 +49,10 @@ unsigned kiln_attention_hidden_in_rows(const kiln_attention_plane<C>& plane, int
         for (int h = 0; h < 2; h++) {
             const int row = query + 8 * h, column = key + 8 * n;
             unsigned both = 0;
-            if (PAIRS) {
+            if (C::ordered) {
+                const int behind = column - row - C::ahead;
+                both = behind > 0 ? 0x101 : behind == 0 ? 0x100 : 0;
+            } else if (PAIRS) {
                 if (row < C::queries && column < C::keys)
                     both = *(const unsigned short*)(plane.hidden + kiln_attention_place<view>(row, column));
             } else {
@@ -74,6 +77,12 @@ template <class C> int kiln_attention_next(
     bool& left_out)
 {
     if (!C::mapped) return from;
+    if (C::ordered && !hidden) {
+        // Behind the first of them all are.
+        if (from >= end || plane.template state<C::OWN, C::OTHER>(o, row, from) != KILN_ATTENTION_HIDDEN) return from;
+        left_out = true;
+        return end;
+    }
     for (; from < end; from += C::OTHER) {
         const bool found = plane.template state<C::OWN, C::OTHER>(o, row, from) == KILN_ATTENTION_HIDDEN;
         if (found == hidden) break;
@@ -115,6 +124,9 @@ void kiln_attention_tensor_softmax(
                     const int column = key + 8 * n + j, bit = 4 * n + 2 * h + j;
                     if (PLAIN) {
                         x *= o.scale;
+                    } else if (!C::mask) {
+                        x = plane.score(o, x, row, column, hidden[m] >> bit & 1, kept[m] >> bit & 1);
+                        x = C::whole || (row < C::queries && column < C::keys) ? x : -infinity;
                     } else if (row < C::queries && column < C::keys) {
                         x = plane.score(o, x, row, column, hidden[m] >> bit & 1, kept[m] >> bit & 1);
                     } else {
@@ -162,7 +174,8 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
     constexpr int BOTH = KEYS + C::OTHER * kiln_fragment_pitch<stored>(C::VALUE_WIDE);
     element* own = (element*)kiln_dynamic_shared();
     element* tiles = own + C::OWN * kiln_fragment_pitch<stored>(C::WIDE);
-    const int tile = C::OWN_TILES - 1 - (int)(blockIdx.x % C::OWN_TILES), number = blockIdx.x / C::OWN_TILES;
+    const kiln_attention_turn turn = kiln_attention_turn_of<C>(blockIdx.x, C::OWN_TILES, C::batch * C::heads);
+    const int tile = C::OWN_TILES - 1 - turn.tile, number = turn.number;
     const kiln_attention_plane<C> plane(o, number / C::heads, number % C::heads);
     const auto queries = kiln_attention_head<typename C::query_view>(o.query, plane.batch, plane.head);
     const auto keys = kiln_attention_head<typename C::key_view>(o.key, plane.batch, plane.group);

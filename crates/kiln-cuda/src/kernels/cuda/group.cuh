@@ -1,7 +1,7 @@
 // Reductions over groups of threads, in an order that depends on the size of the group alone.
 //
-// A group is 1, 2, 4, .., 32 neighbouring threads of a warp, or the whole block. Every thread of the block
-// takes part.
+// A group is 1, 2, 4, .., 32 neighbouring threads of a warp, or some neighbouring warps. Every thread of the
+// block takes part.
 
 struct kiln_by_sum {
     template <class T> static inline T join(T a, T b) { return kiln_add(a, b); }
@@ -43,13 +43,15 @@ template <class By, int GROUP, class T> inline T kiln_group(T x)
     for (int apart = within / 2; apart > 0; apart /= 2) x = By::join(x, kiln_partner(x, apart));
     if (GROUP > 32) {
         constexpr int count = GROUP > 32 ? GROUP / 32 : 1;
-        __shared__ T warps[count];
+        // As many as a block may have.
+        __shared__ T warps[32];
+        const int first = threadIdx.x / GROUP * count;
         // Nobody writes these parts before everybody has read those of the reduction before.
         __syncthreads();
         if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
         __syncthreads();
-        x = warps[0];
-        for (int warp = 1; warp < count; warp++) x = By::join(x, warps[warp]);
+        x = warps[first];
+        for (int warp = 1; warp < count; warp++) x = By::join(x, warps[first + warp]);
     }
     return x;
 }

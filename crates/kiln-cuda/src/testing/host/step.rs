@@ -387,6 +387,14 @@ impl<'a> Run<'a> {
                     tables.push(table);
                     at
                 }
+                // The host is given a pointer to them (`numbers.cuh`).
+                Pointer::Words(words) => {
+                    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+                    let mut region = Region::of(&bytes);
+                    let at = region.as_mut_ptr().cast();
+                    tables.push(region);
+                    at
+                }
             });
         }
         if function.guarded {

@@ -1,16 +1,16 @@
 //! Templates: functions in which some numbers are variables.
 //!
-//! Which numbers vary is found by comparing the functions of several shapes ([`generalise`]). A guess too many
-//! costs a register, and one too few another template: which functions a template stands for is decided by
-//! [`Template::fits`], number by number.
+//! Which numbers vary is found by comparing the functions of several shapes ([`generalise`]). A guess too
+//! many costs a register, and one too few another template: which functions a template stands for is decided
+//! by [`Template::fits`], number by number.
 
 use std::sync::Arc;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 
-use super::scan::Kind;
-use super::unit::{Skeleton, Unit};
+use crate::text::Kind;
+use crate::unit::{Skeleton, Unit};
 
 /// What functions a template stands for.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -27,40 +27,41 @@ pub struct Pattern {
 
 impl Pattern {
     /// Whether `unit` is one of the functions.
-    pub fn fits(&self, unit: &Unit) -> bool {
+    pub fn fits<F>(&self, unit: &Unit<F>) -> bool {
         let variable = |variable: usize| unit.values[self.variables[variable]];
         unit.skeleton == self.skeleton
             && self.holes.iter().enumerate().all(|(at, hole)| {
                 let (value, base) = (unit.values[at], self.values[at]);
                 match hole {
                     None => value == base,
-                    Some(hole) => {
-                        value == variable(*hole)
-                            && (unit.slots[at].kind != Kind::Integer || is_int(value) == is_int(base))
-                    }
+                    Some(hole) => value == variable(*hole) && unit.slots[at].kind.is_alike(value, base),
                 }
             })
     }
 }
 
 /// A function in which some numbers are variables.
-#[derive(Debug, Clone)]
-pub struct Template {
+#[derive(Debug)]
+pub struct Template<F> {
     /// A function that it stands for.
-    pub base: Arc<Unit>,
+    pub base: Arc<Unit<F>>,
     /// All that it stands for.
     pub pattern: Pattern,
 }
 
-/// Whether C takes the integer for an `int`.
-fn is_int(value: i64) -> bool {
-    i32::try_from(value).is_ok()
+impl<F> Clone for Template<F> {
+    fn clone(&self) -> Self {
+        Self {
+            base: self.base.clone(),
+            pattern: self.pattern.clone(),
+        }
+    }
 }
 
-impl Template {
-    /// A template in which `varies` says of each value whether a variable stands for it. Values that are equal in all
-    /// of `members` share a variable.
-    fn new(base: Arc<Unit>, members: &[&[i64]], varies: impl Fn(usize) -> bool) -> Self {
+impl<F> Template<F> {
+    /// A template in which `varies` says of each value whether a variable stands for it. Values that are
+    /// equal in all of `members` share a variable.
+    fn new(base: Arc<Unit<F>>, members: &[&[i64]], varies: impl Fn(usize) -> bool) -> Self {
         let mut variables = Vec::new();
         let mut known: FxHashMap<(Kind, Vec<i64>), usize> = FxHashMap::default();
         let holes = (0..base.values.len()).map(|at| {
@@ -84,38 +85,33 @@ impl Template {
     }
 
     /// The template of `unit` alone.
-    pub fn constant(unit: &Arc<Unit>) -> Self {
+    pub fn constant(unit: &Arc<Unit<F>>) -> Self {
         Self::new(unit.clone(), &[], |_| false)
     }
 
     /// Whether `unit` is this template with other numbers for its variables.
-    pub fn fits(&self, unit: &Unit) -> bool {
+    pub fn fits(&self, unit: &Unit<F>) -> bool {
         self.pattern.fits(unit)
     }
 
-    /// The C type of a variable.
-    pub fn ctype(&self, variable: usize) -> &'static str {
+    /// What kind of number a variable stands for, and one of its values.
+    pub fn variable(&self, variable: usize) -> (Kind, i64) {
         let at = self.pattern.variables[variable];
-        match self.base.slots[at].kind {
-            Kind::Integer if is_int(self.base.values[at]) => "int",
-            Kind::Integer | Kind::Long => "long",
-            Kind::Float => "float",
-            Kind::Double => "double",
-        }
+        (self.base.slots[at].kind, self.base.values[at])
     }
 }
 
 /// Functions of one skeleton that are taken for the same function of several shapes.
-struct Cluster {
-    base: Arc<Unit>,
-    members: Vec<Arc<Unit>>,
+struct Cluster<F> {
+    base: Arc<Unit<F>>,
+    members: Vec<Arc<Unit<F>>>,
     /// The samples they come from.
     samples: FxHashSet<usize>,
     varies: Vec<bool>,
 }
 
-impl Cluster {
-    fn new(sample: usize, unit: &Arc<Unit>) -> Self {
+impl<F> Cluster<F> {
+    fn new(sample: usize, unit: &Arc<Unit<F>>) -> Self {
         Self {
             base: unit.clone(),
             members: vec![unit.clone()],
@@ -125,7 +121,7 @@ impl Cluster {
     }
 
     /// How many more values vary if `unit` is a member; none if it cannot be one.
-    fn cost(&self, unit: &Unit) -> Option<usize> {
+    fn cost(&self, unit: &Unit<F>) -> Option<usize> {
         let mut cost = 0;
         for (at, &varies) in self.varies.iter().enumerate() {
             let (value, base) = (unit.values[at], self.base.values[at]);
@@ -133,7 +129,7 @@ impl Cluster {
                 continue;
             }
             let slot = unit.slots[at];
-            if !slot.free || (slot.kind == Kind::Integer && is_int(value) != is_int(base)) {
+            if !slot.free || !slot.kind.is_alike(value, base) {
                 return None;
             }
             cost += usize::from(!varies);
@@ -141,7 +137,7 @@ impl Cluster {
         Some(cost)
     }
 
-    fn add(&mut self, sample: usize, unit: &Arc<Unit>) {
+    fn add(&mut self, sample: usize, unit: &Arc<Unit<F>>) {
         for (at, varies) in self.varies.iter_mut().enumerate() {
             *varies |= unit.values[at] != self.base.values[at];
         }
@@ -149,15 +145,13 @@ impl Cluster {
         self.samples.insert(sample);
     }
 
-    /// The template. Of a function of one shape alone, what varies is guessed: numbers that not all shapes have.
-    fn template(self, common: &FxHashSet<i64>) -> Template {
+    /// The template. Of a function of one shape alone, what varies is guessed: numbers that not all shapes
+    /// have.
+    fn template(self, common: &FxHashSet<i64>) -> Template<F> {
         let alone = self.members.len() == 1;
         let guess = |at: usize| {
             let slot = self.base.slots[at];
-            alone
-                && slot.free
-                && matches!(slot.kind, Kind::Integer | Kind::Long)
-                && !common.contains(&self.base.values[at])
+            alone && slot.free && slot.kind.is_integer() && !common.contains(&self.base.values[at])
         };
         let members: Vec<&[i64]> = self.members.iter().map(|it| &*it.values).collect();
         Template::new(self.base.clone(), &members, |at| self.varies[at] || guess(at))
@@ -165,19 +159,19 @@ impl Cluster {
 }
 
 /// A template that samples show.
-#[derive(Debug, Clone)]
-pub struct Found {
+#[derive(Debug)]
+pub struct Found<F> {
     /// The template.
-    pub template: Template,
+    pub template: Template<F>,
     /// Samples that have a function of it.
     pub samples: usize,
 }
 
-/// Templates for all functions of `samples`: the functions of steps of several shapes, each step's in the order of
-/// first use.
-pub fn generalise(samples: &[Vec<Arc<Unit>>]) -> Vec<Found> {
+/// Templates for all functions of `samples`: the functions of steps of several shapes, each step's in the
+/// order of first use.
+pub fn generalise<F>(samples: &[Vec<Arc<Unit<F>>>]) -> Vec<Found<F>> {
     let mut skeletons: FxHashMap<Skeleton, usize> = FxHashMap::default();
-    let mut groups: Vec<Vec<(usize, Arc<Unit>)>> = Vec::new();
+    let mut groups: Vec<Vec<(usize, Arc<Unit<F>>)>> = Vec::new();
     for (sample, units) in samples.iter().enumerate() {
         for unit in units {
             let group = *skeletons.entry(unit.skeleton).or_insert_with(|| {
@@ -195,11 +189,11 @@ pub fn generalise(samples: &[Vec<Arc<Unit>>]) -> Vec<Found> {
 }
 
 /// Integers that occur in every sample.
-fn common_integers(samples: &[Vec<Arc<Unit>>]) -> FxHashSet<i64> {
-    let of = |units: &Vec<Arc<Unit>>| -> FxHashSet<i64> {
+fn common_integers<F>(samples: &[Vec<Arc<Unit<F>>>]) -> FxHashSet<i64> {
+    let of = |units: &Vec<Arc<Unit<F>>>| -> FxHashSet<i64> {
         let values = units.iter().flat_map(|unit| unit.values.iter().zip(&*unit.slots));
         values
-            .filter(|(_, slot)| matches!(slot.kind, Kind::Integer | Kind::Long))
+            .filter(|(_, slot)| slot.kind.is_integer())
             .map(|(&value, _)| value)
             .collect()
     };
@@ -209,20 +203,20 @@ fn common_integers(samples: &[Vec<Arc<Unit>>]) -> FxHashSet<i64> {
 }
 
 /// Templates for functions of one skeleton, each with the sample it comes from.
-fn generalise_group(group: &[(usize, Arc<Unit>)], common: &FxHashSet<i64>) -> Vec<Found> {
+fn generalise_group<F>(group: &[(usize, Arc<Unit<F>>)], common: &FxHashSet<i64>) -> Vec<Found<F>> {
     let samples: FxHashSet<usize> = group.iter().map(|(sample, _)| *sample).collect();
     let mut having: FxHashMap<&[i64], FxHashSet<usize>> = FxHashMap::default();
     for (sample, unit) in group {
         having.entry(&unit.values).or_default().insert(*sample);
     }
-    let is_static = |unit: &Unit| samples.len() > 1 && having[&*unit.values].len() == samples.len();
-    let mut fixed: Vec<Template> = Vec::new();
-    let mut clusters: Vec<Cluster> = Vec::new();
+    let is_static = |unit: &Unit<F>| samples.len() > 1 && having[&*unit.values].len() == samples.len();
+    let mut fixed: Vec<Template<F>> = Vec::new();
+    let mut clusters: Vec<Cluster<F>> = Vec::new();
     let mut order: Vec<usize> = samples.iter().copied().collect();
     order.sort_unstable();
     for sample in order {
         let own = group.iter().filter(|(of, _)| *of == sample).map(|(_, unit)| unit);
-        let mut rest: Vec<&Arc<Unit>> = Vec::new();
+        let mut rest: Vec<&Arc<Unit<F>>> = Vec::new();
         for unit in own {
             if !is_static(unit) {
                 rest.push(unit);

@@ -1,7 +1,7 @@
 //! Steps of one program that differ in shapes, and share what was compiled.
 //!
 //! A region has one [`Families`]. Graphs of one structure (the same operations on the same operands) are a
-//! family, whatever their shapes; a family compiles what no earlier member had (`kiln_cpu::family`). Under
+//! family, whatever their shapes; a family compiles what no earlier member had ([`kiln_family`]). Under
 //! [`Dynamic::Marked`] the members of a family differ in marked dimensions alone.
 //!
 //! The first graph of a family whose dimensions are marked is compiled with graphs of other sizes, which
@@ -10,12 +10,12 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kiln_compiler::Options;
-use kiln_cpu::family::{Family, Outcome};
-use kiln_cpu::{BuildOptions, CpuExecutable, CpuTarget, StepError, Toolchain};
+use kiln_cpu::family::CpuMaker;
+use kiln_cuda::execute::Gpu;
+use kiln_cuda::family::CudaMaker;
+use kiln_family::{Family, Maker, Outcome};
 use kiln_graph::{Dimension, Graph, Pinned, Resizer};
 
-use super::process::CACHE;
 use crate::options::Dynamic;
 use crate::record::marks::Mark;
 
@@ -51,27 +51,27 @@ pub(super) static UNMARKED: Sizes = Sizes {
 };
 
 /// A step, and what it took.
-pub(super) struct Shared {
-    pub executable: CpuExecutable,
+pub(super) struct Shared<S> {
+    pub step: S,
     /// None if it belongs to no family.
     pub outcome: Option<Outcome>,
     /// What became of the marked dimensions, for people.
     pub notes: Vec<String>,
 }
 
-impl Shared {
+impl<S> Shared<S> {
     /// A step that belongs to no family.
-    pub fn alone(executable: CpuExecutable) -> Self {
+    pub fn alone(step: S) -> Self {
         Self {
-            executable,
+            step,
             outcome: None,
             notes: Vec::new(),
         }
     }
 
-    fn of((executable, outcome): (CpuExecutable, Outcome), notes: Vec<String>) -> Self {
+    fn of((step, outcome): (S, Outcome), notes: Vec<String>) -> Self {
         Self {
-            executable,
+            step,
             outcome: Some(outcome),
             notes,
         }
@@ -79,52 +79,71 @@ impl Shared {
 }
 
 /// Families, the newest first, each with its first graph.
-type List = Vec<(Arc<Graph>, Arc<Family>)>;
+type List<M> = Vec<(Arc<Graph>, Arc<Family<M>>)>;
+
+/// The families of a region on one target.
+pub(super) struct Kept<M: Maker> {
+    list: Mutex<List<M>>,
+}
+
+impl<M: Maker> Default for Kept<M> {
+    fn default() -> Self {
+        Self {
+            list: Mutex::default(),
+        }
+    }
+}
 
 /// See the module.
 #[derive(Default)]
 pub struct Families {
-    list: Mutex<List>,
+    pub(super) cpu: Kept<CpuMaker>,
+    pub(super) cuda: Kept<CudaMaker<Arc<Gpu>>>,
 }
 
-impl Families {
-    fn list(&self) -> MutexGuard<'_, List> {
+impl<M: Maker> Kept<M> {
+    fn list(&self) -> MutexGuard<'_, List<M>> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The step of `graph` if its family has compiled all its kernels.
+    /// The step of `graph` if its family has compiled all its kernels. `fits` says of a maker whether it is
+    /// for the device of this graph.
     ///
     /// # Errors
     ///
-    /// As [`CpuExecutable::new`].
-    pub(super) fn known(&self, graph: &Graph, sizes: &Sizes) -> Result<Option<Shared>, StepError> {
-        let Some(family) = find(&self.list(), graph, sizes) else {
+    /// Those of the maker.
+    pub fn known(
+        &self,
+        graph: &Graph,
+        sizes: &Sizes,
+        fits: impl Fn(&M) -> bool,
+    ) -> Result<Option<Shared<M::Step>>, M::Error> {
+        let Some(family) = find(&self.list(), graph, sizes, fits) else {
             return Ok(None);
         };
-        let executable = family.known(graph)?;
-        Ok(executable.map(|executable| Shared::of((executable, Outcome::Known), Vec::new())))
+        let step = family.known(graph)?;
+        Ok(step.map(|step| Shared::of((step, Outcome::Known), Vec::new())))
     }
 
-    /// The step of `graph`, and what it took. All graphs that this is called with have the same options and
-    /// target. The results of its stages are written to a folder, if there is one.
+    /// The step of `graph`, and what it took. All graphs that this is called with have the same options, and
+    /// `maker` makes those of the same device. The results of the step's stages are written to a folder, if
+    /// there is one.
     ///
     /// # Errors
     ///
-    /// As [`CpuExecutable::new`].
-    pub(super) fn compile(
+    /// Those of the maker.
+    pub fn compile(
         &self,
         graph: &Arc<Graph>,
-        (options, target): (&Options, &CpuTarget),
-        toolchain: &Toolchain,
+        (maker, fits): (impl FnOnce() -> M, impl Fn(&M) -> bool),
         (debug, sizes): (Option<&Path>, &Sizes),
-    ) -> Result<Shared, StepError> {
+    ) -> Result<Shared<M::Step>, M::Error> {
         let mut list = self.list();
-        if let Some(family) = find(&list, graph, sizes) {
+        if let Some(family) = find(&list, graph, sizes, fits) {
             drop(list);
             return Ok(Shared::of(family.compile_into(graph, debug)?, Vec::new()));
         }
-        let build = BuildOptions::default();
-        let family = Arc::new(Family::new(options, target, toolchain, &CACHE, &build));
+        let family = Arc::new(Family::new(maker()));
         list.truncate(FAMILIES - 1);
         list.insert(0, (graph.clone(), family.clone()));
         drop(list);
@@ -146,12 +165,38 @@ impl Families {
     }
 }
 
+/// What a step shares with steps of other sizes, for reports: a line, or nothing.
+pub(super) fn sharing_text(outcome: Option<&Outcome>) -> String {
+    match outcome {
+        None | Some(Outcome::Alone(None)) => String::new(),
+        Some(Outcome::General { functions, .. }) => {
+            format!("marked sizes are variables of its {functions} kernels\n")
+        }
+        Some(Outcome::Known) => "another size of a step before: all kernels were known\n".to_owned(),
+        Some(Outcome::Built {
+            functions, reason, ..
+        }) => format!(
+            "another size of a step before: sizes are variables of {functions} kernels that were compiled for it; the first: {reason}\n"
+        ),
+        Some(Outcome::Alone(Some(reason))) => format!(
+            "another size of a step before, compiled by itself: sizes cannot be variables of its kernels; the first that was not known: {reason}\n"
+        ),
+    }
+}
+
 /// The family of `graph`, if there is one.
-fn find(list: &List, graph: &Graph, sizes: &Sizes) -> Option<Arc<Family>> {
+fn find<M: Maker>(
+    list: &List<M>,
+    graph: &Graph,
+    sizes: &Sizes,
+    fits: impl Fn(&M) -> bool,
+) -> Option<Arc<Family<M>>> {
     let belongs = |first: &Graph| {
         has_structure_of(graph, first) && (sizes.dynamic != Dynamic::Marked || sizes.explain(first, graph))
     };
-    let known = list.iter().find(|(first, _)| belongs(first));
+    let known = list
+        .iter()
+        .find(|(first, family)| fits(&family.maker) && belongs(first));
     known.map(|(_, family)| family.clone())
 }
 

@@ -1,0 +1,158 @@
+//! Steps of several shapes that share their kernels: against the steps that are compiled alone, bit for bit,
+//! and the interpreter, on the host; and through NVRTC, for two generations of devices.
+
+mod common;
+
+use kiln_compiler::Options;
+use kiln_cuda::CudaTarget;
+use kiln_cuda::build::{CacheFolder, Compiler, Store};
+use kiln_cuda::code::Pointer;
+use kiln_cuda::family::{Backend, CudaMaker, Family, Outcome, SharedStep, Uncompiled};
+use kiln_cuda::testing::host::HostStep;
+use kiln_family::Maker as _;
+use kiln_graph::testing::difference;
+use kiln_graph::{DType, Graph, HostTensor, Scalar, interpret_f64};
+use kiln_partition::testing::{Sizes, arguments, decoder_step};
+
+fn maker<B: Backend>(backend: B) -> CudaMaker<B> {
+    CudaMaker::new(&Options::default(), &CudaTarget::default(), backend)
+}
+
+fn family() -> Family<Uncompiled> {
+    Family::new(maker(Uncompiled(Store::disabled())))
+}
+
+/// A training step over sequences of `length`.
+fn step(batch: usize, length: usize) -> (Graph, Vec<HostTensor>, Vec<Scalar>) {
+    let sizes = Sizes {
+        layers: 1,
+        batch,
+        length,
+        width: 32,
+        heads: 2,
+        hidden: 48,
+        vocabulary: 40,
+        keep: 0.9,
+    };
+    let graph = decoder_step(sizes).graph;
+    let (tensors, scalars) = arguments(&graph, 5);
+    (graph, tensors, scalars)
+}
+
+fn run(step: &SharedStep, graph: &Graph, tensors: &[HostTensor], scalars: &[Scalar]) -> Vec<Vec<u8>> {
+    let host = HostStep::build(&step.code)
+        .unwrap()
+        .with_aliases(&step.contract.aliases);
+    let mut inputs: Vec<Vec<u8>> = tensors.iter().map(|tensor| tensor.bytes().to_vec()).collect();
+    let own = graph.scalars().iter().zip(scalars);
+    let bits: Vec<u64> = own
+        .map(|(&value, scalar)| scalar.to_bits(graph.dtype(value)))
+        .collect();
+    host.run(&mut inputs, &bits).unwrap()
+}
+
+/// Compiles a step in the family. Its results are those of the step that is compiled alone, and near the
+/// interpreter's.
+fn check<B: Backend>(
+    family: &Family<B>,
+    (graph, tensors, scalars): &(Graph, Vec<HostTensor>, Vec<Scalar>),
+    what: &str,
+) -> Outcome {
+    let (shared, outcome) = family.compile_into(graph, None).unwrap();
+    let results = run(&shared, graph, tensors, scalars);
+    let alone = family.maker.alone(graph).unwrap();
+    let expected = run(&alone, graph, tensors, scalars);
+    assert!(
+        results == expected,
+        "{what}: results differ from those of the step alone"
+    );
+    let interpreted = interpret_f64(graph, tensors, scalars).unwrap();
+    for (number, (bytes, expected)) in results.into_iter().zip(&interpreted).enumerate() {
+        let ty = graph.ty(graph.outputs[number].value).clone();
+        let actual = HostTensor::from_bytes(ty, bytes).unwrap();
+        let scale = expected.to_f64s().iter().fold(1.0f64, |a, b| a.max(b.abs()));
+        if let Some(found) = difference(&actual, expected, 2e-4 * scale) {
+            panic!("{what}: output {number}: {found}");
+        }
+    }
+    outcome
+}
+
+#[test]
+fn steps_of_many_lengths_share_their_kernels() {
+    let family = family();
+    assert_eq!(check(&family, &step(2, 20), "length 20"), Outcome::Alone(None));
+    let mut compilations = vec![20];
+    for length in [12, 31, 16, 27, 9, 24, 40] {
+        if check(&family, &step(2, length), &format!("length {length}")) != Outcome::Known {
+            compilations.push(length);
+        }
+    }
+    let (graph, ..) = step(2, 25);
+    let (shared, _) = family.compile_into(&graph, None).unwrap();
+    let is_words = |pointer: &Pointer| matches!(pointer, Pointer::Words(_));
+    let calls = format!("{:?}", shared.code.calls);
+    assert!(calls.contains("Words"), "no kernel has numbers");
+    assert!(!is_words(&Pointer::Table(Vec::new())));
+    assert!(compilations.len() <= 3, "compiled at {compilations:?}");
+}
+
+#[test]
+fn twenty_lengths_and_the_last_batch_take_three_compilations() {
+    let family = family();
+    let mut compilations = Vec::new();
+    let lengths = (0..20).map(|number| (4, 17 + (number * 23) % 47));
+    for (batch, length) in lengths.chain([(3, 33), (1, 40)]) {
+        let (graph, ..) = step(batch, length);
+        let (_, outcome) = family.compile_into(&graph, None).unwrap();
+        if outcome != Outcome::Known {
+            compilations.push((batch, length));
+        }
+    }
+    // The smaller batches may bring other forms, once.
+    let lengths = compilations.iter().filter(|(batch, _)| *batch == 4).count();
+    assert!(lengths <= 3, "compiled at {compilations:?}");
+    assert!(compilations.len() <= 5, "compiled at {compilations:?}");
+}
+
+#[test]
+fn another_process_starts_from_the_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = || CacheFolder::at(folder.path(), 1 << 30).store("cuda-steps", "data");
+    let one = Family::new(maker(Uncompiled(store())));
+    for length in [20, 12, 31] {
+        one.compile_into(&step(2, length).0, None).unwrap();
+    }
+    let two = Family::new(maker(Uncompiled(store())));
+    let outcome = check(&two, &step(2, 26), "length 26 of another process");
+    assert_eq!(outcome, Outcome::Known);
+    assert_eq!(two.stats().builds, 0);
+}
+
+/// A graph whose kernels a GPU alone runs compiles, too, and no kernel keeps its constants.
+#[test]
+fn templates_compile_for_two_generations() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    for (capability, dtype) in [((8, 0), None), ((9, 0), Some(DType::BF16))] {
+        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
+        let target = CudaTarget {
+            capability,
+            ..CudaTarget::default()
+        };
+        let options = Options {
+            autocast: dtype,
+            ..Options::default()
+        };
+        let family = Family::new(CudaMaker::new(&options, &target, (compiler, Store::disabled())));
+        let of = |length| step(2, length).0;
+        let first = family.compile_into(&of(20), None).unwrap().1;
+        assert_eq!(first, Outcome::Alone(None));
+        for length in [28, 36] {
+            let (shared, outcome) = family.compile_into(&of(length), None).unwrap();
+            let rejects = format!("{outcome:?}").contains("wants constants");
+            assert!(!rejects, "{outcome:?}");
+            assert!(shared.programs.iter().all(|program| !program.image().is_empty()));
+        }
+        assert_eq!(family.compile_into(&of(44), None).unwrap().1, Outcome::Known);
+    }
+}
