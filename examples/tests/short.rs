@@ -43,6 +43,35 @@ fn distributed() {
     assert!(text.starts_with("1 ranks"), "{text}");
 }
 
+/// Ranks see the same number of examples in a step, but draw their own, so losses are not those of one rank.
+#[test]
+fn distributed_on_ranks() {
+    for launcher in ["mpirun.openmpi", "mpirun.mpich"] {
+        let mut command = Command::new(launcher);
+        // As root, as on machines of a CI.
+        command
+            .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+            .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+            .args(["-n", "2"]);
+        if launcher.ends_with("openmpi") {
+            command.args(["--oversubscribe", "--bind-to", "none"]);
+        }
+        let Ok(output) = command
+            .arg(env!("CARGO_BIN_EXE_distributed"))
+            .arg("--short")
+            .output()
+        else {
+            eprintln!("skipped: there is no {launcher} on this machine (Debian: openmpi-bin, mpich)");
+            continue;
+        };
+        let [text, errors] =
+            [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+        assert!(output.status.success(), "{launcher}: {text}{errors}");
+        assert_eq!(losses(&text).len(), 2, "rank 0 alone prints: {text}");
+        assert!(text.starts_with("2 ranks"), "{text}");
+    }
+}
+
 #[test]
 fn varying_lengths() {
     let text = run(env!("CARGO_BIN_EXE_varying_lengths"));

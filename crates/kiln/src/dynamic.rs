@@ -46,7 +46,7 @@ use crate::input::{StepInput, inspect};
 /// - `Tensor::arange` of fewer than 8 elements is recorded as data, so where a program uses it lengths below
 ///   8 are
 ///   another step.
-/// - Marks are for backend `cpu`; the others compile each shape by itself, and results are the same
+/// - Marks are for the backends `cpu` and `cuda`; the others compile nothing, and results are the same
 ///   everywhere.
 ///
 /// # Errors

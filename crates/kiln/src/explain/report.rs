@@ -64,7 +64,11 @@ pub struct State {
     pub model_bytes: usize,
     /// Bytes of the optimizer's state.
     pub optimizer_bytes: usize,
-    /// Among how many ranks the optimizer's state is divided; 1 if it is not.
+    /// Bytes of this rank's share of a master copy that the ranks divide. (A master copy that they do not
+    /// divide is the model.)
+    #[serde(default)]
+    pub master_bytes: usize,
+    /// Among how many ranks the optimizer's state and a master copy are divided; 1 if they are not.
     pub ranks: usize,
 }
 

@@ -89,6 +89,9 @@ fn write_replay(replay: &Replay, f: &mut Formatter<'_>) -> fmt::Result {
             kib(state.model_bytes),
             kib(state.optimizer_bytes)
         )?;
+        if state.master_bytes > 0 {
+            write!(f, " and {} KiB of a master copy", kib(state.master_bytes))?;
+        }
         match state.ranks {
             1 => writeln!(f)?,
             ranks => writeln!(f, ", the share of one of {ranks} ranks")?,

@@ -12,9 +12,10 @@ use burn::nn::{
 };
 use burn::tensor::activation::gelu;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Distribution, Int, Tensor, TensorData};
 use burn_autodiff::Autodiff;
 use burn_optim::{AdamWConfig, SgdConfig, momentum::MomentumConfig};
+use kiln::func::{Randomness, grad, vmap};
 use kiln::{CSource, CompileBackend, ExportError, Kiln, KilnDevice, NoGradient, TrainStep};
 use safetensors::SafeTensors;
 
@@ -169,10 +170,13 @@ fn assert_equal_states(one: &Path, other: &Path) {
 
 /// Trains, exports, trains on in Rust, and trains on in C and Python.
 macro_rules! goes_on {
-    ($optim:expr, $rates:expr) => {{
+    ($optim:expr, $rates:expr) => {
+        goes_on!($optim, $rates, loss)
+    };
+    ($optim:expr, $rates:expr, $loss:expr) => {{
         let device = KilnDevice::cpu();
         <Kiln as Backend>::seed(&device, 3);
-        let mut step = TrainStep::new(Net::<B>::new(&device), $optim, loss)
+        let mut step = TrainStep::new(Net::<B>::new(&device), $optim, $loss)
             .with_backend(CompileBackend::Cpu)
             .build()
             .unwrap();
@@ -239,6 +243,27 @@ fn adamw_goes_on_in_c_and_python() {
             .arg(folder.path().join("python")),
     );
     assert_eq!(found.unwrap(), expected[..10]);
+}
+
+/// A transformed function, with a draw for each example, is part of the exported step.
+#[test]
+fn a_transformed_function_goes_along() {
+    let weighted = |model: &Net<B>, batch: Batch| {
+        let score = |x: Tensor<Kiln, 1>, (): ()| {
+            let noise = x.random_like(Distribution::Uniform(0.5, 1.5));
+            (x * noise).tanh().mul_scalar(0.3).sum()
+        };
+        let each = vmap(grad(score)).with_randomness(Randomness::Different);
+        let slopes = each.call(batch.features.clone().inner(), ()).unwrap();
+        let features = batch.features.clone();
+        let batch = Batch {
+            features: features.clone() * Tensor::from_inner(slopes),
+            ..batch
+        };
+        (loss(model, batch).0, features)
+    };
+    let optim = SgdConfig::new().init::<B, Net<B>>();
+    let _ = goes_on!(optim, [0.05, 0.02], weighted);
 }
 
 /// The folder of an exported step, moved to another place, on a machine without Kiln, its cache and a

@@ -30,6 +30,7 @@ fn guard<T: std::fmt::Debug>(result: Result<T, TrainError>) -> String {
 
 #[test]
 fn sizes_that_alternate_are_all_replayed() {
+    let _turn = turn();
     let runs = Cell::new(0);
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
         runs.set(runs.get() + 1);
@@ -66,6 +67,7 @@ fn sizes_that_alternate_are_all_replayed() {
 
 #[test]
 fn the_last_batch_of_an_epoch_is_replayed() {
+    let _turn = turn();
     let start = initialised(Mlp::<Compiled>::new(&device()));
     let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
     let size = |index: usize| if index % 5 == 4 { 2 } else { EXAMPLES };
@@ -103,6 +105,7 @@ fn the_last_batch_of_an_epoch_is_replayed() {
 
 #[test]
 fn a_frozen_step_refuses_what_it_has_not_compiled() {
+    let _turn = turn();
     let runs = Cell::new(0);
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
         runs.set(runs.get() + 1);
@@ -137,6 +140,7 @@ fn a_frozen_step_refuses_what_it_has_not_compiled() {
 
 #[test]
 fn a_frozen_step_refuses_another_branch_and_keeps_its_model() {
+    let _turn = turn();
     // The input is known; what the closure does with it is not.
     let other = Cell::new(false);
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
@@ -170,6 +174,7 @@ fn a_frozen_step_refuses_another_branch_and_keeps_its_model() {
 
 #[test]
 fn frozen_from_the_start_nothing_is_compiled() {
+    let _turn = turn();
     let options = CompileOptions::default().with_backend(BACKEND).with_frozen(true);
     let optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
     let mut step = TrainStep::new(Mlp::new(&device()), optim, loss)
@@ -197,6 +202,7 @@ fn frozen_from_the_start_nothing_is_compiled() {
 
 #[test]
 fn a_frozen_step_survives_checkpoints() {
+    let _turn = turn();
     let mut step = TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss)
         .with_backend(BACKEND)
         .build()
@@ -216,6 +222,7 @@ fn a_frozen_step_survives_checkpoints() {
 
 #[test]
 fn a_step_with_a_disabled_part_is_recorded_and_says_so() {
+    let _turn = turn();
     let start = initialised(Mlp::<Compiled>::new(&device()));
     let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
     let seen = RefCell::new(Vec::new());
@@ -263,6 +270,7 @@ fn a_step_with_a_disabled_part_is_recorded_and_says_so() {
 
 #[test]
 fn a_step_inside_of_disable_trains_and_is_replayed_afterwards() {
+    let _turn = turn();
     let mut step = TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss)
         .with_backend(BACKEND)
         .build()

@@ -97,6 +97,7 @@ fn assert_says(text: &str, operation: &str, index: i64, what: &str) {
 
 #[test]
 fn every_operation_reports_on_every_backend() {
+    let _turn = turn();
     let device = KilnDevice::cpu();
     for (number, (name, operation)) in OPERATIONS.into_iter().enumerate() {
         let good = [5, 0, 3];
@@ -126,6 +127,7 @@ fn every_operation_reports_on_every_backend() {
 
 #[test]
 fn eager_and_lazy_devices_report() {
+    let _turn = turn();
     let lazy = COMPILED.map(KilnDevice::lazy);
     for device in [KilnDevice::cpu()].into_iter().chain(lazy) {
         for (number, (name, operation)) in OPERATIONS.into_iter().enumerate() {

@@ -74,6 +74,7 @@ fn broken(index: usize) -> Batch<Compiled> {
 
 #[test]
 fn a_scaled_loss_trains_the_same_model() {
+    let _turn = turn();
     let run = |options: CompileOptions| {
         let optim = AdamWConfig::new()
             .with_epsilon(1e-3)
@@ -112,6 +113,7 @@ fn a_scaled_loss_trains_the_same_model() {
 
 #[test]
 fn a_step_with_infinite_gradients_is_skipped() {
+    let _turn = turn();
     let optim = || {
         SgdConfig::new()
             .with_momentum(Some(MomentumConfig::new()))
@@ -162,6 +164,7 @@ fn a_step_with_infinite_gradients_is_skipped() {
 
 #[test]
 fn a_first_step_that_is_skipped_leaves_finite_state() {
+    let _turn = turn();
     for backend in BACKENDS {
         let optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
         let step =
@@ -186,6 +189,7 @@ fn a_first_step_that_is_skipped_leaves_finite_state() {
 
 #[test]
 fn small_gradients_survive_f16() {
+    let _turn = turn();
     // Gradients of some 1e-9: zero in f16.
     const SMALL: f32 = 1e-8;
     let small = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch) * SMALL;
@@ -229,6 +233,7 @@ fn small_gradients_survive_f16() {
 
 #[test]
 fn a_scale_goes_on_where_another_run_stopped() {
+    let _turn = turn();
     let build = || {
         TrainStep::new(start(), SgdConfig::new().init(), loss)
             .with_options(options(CompileBackend::AotEager).with_loss_scaling(SCALING))

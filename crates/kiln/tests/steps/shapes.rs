@@ -60,6 +60,7 @@ fn check(report: &RegionReport) {
 
 #[test]
 fn batches_of_many_sizes_share_their_kernels() {
+    let _turn = turn();
     let start = initialised(Mlp::<Compiled>::new(&KilnDevice::cpu()));
     let copy = || {
         copy_weights::<Compiled, Compiled, _, _>(
@@ -130,6 +131,7 @@ fn convolutions_of_several_sizes_are_right() {
 
 #[test]
 fn behind_the_limit_known_sizes_are_compiled_code() {
+    let _turn = turn();
     let device = KilnDevice::cpu();
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
     let step = TrainStep::new(Mlp::<Compiled>::new(&device), SgdConfig::new().init(), loss);

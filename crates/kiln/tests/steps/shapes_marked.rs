@@ -46,6 +46,7 @@ fn notes(report: &RegionReport) -> String {
 
 #[test]
 fn a_marked_training_step_is_compiled_once() {
+    let _turn = turn();
     const SIZES: [usize; 14] = [4, 2, 7, 5, 3, 11, 6, 13, 9, 8, 16, 10, 4, 7];
     let device = KilnDevice::cpu();
     let start = initialised(Mlp::<Compiled>::new(&device));
@@ -90,6 +91,7 @@ fn a_marked_training_step_is_compiled_once() {
 
 #[test]
 fn a_dimension_without_mark_is_compiled_by_itself() {
+    let _turn = turn();
     let mut step = kiln::compile(options(Dynamic::Marked));
     let mut run = |rows: usize, columns: usize| {
         let x = matrix(rows, columns);
@@ -119,6 +121,7 @@ fn a_dimension_without_mark_is_compiled_by_itself() {
 
 #[test]
 fn what_pins_a_size_is_named() {
+    let _turn = turn();
     let device = KilnDevice::cpu();
     // A table that has no more rows.
     let mut step = kiln::compile(options(Dynamic::Marked));
@@ -172,6 +175,7 @@ fn what_pins_a_size_is_named() {
 
 #[test]
 fn marks_are_independent_or_one() {
+    let _turn = turn();
     let mut step = kiln::compile(options(Dynamic::Marked));
     for (index, (rows, inner, columns)) in [(4, 6, 5), (7, 9, 3), (12, 4, 10), (5, 5, 5), (9, 12, 11)]
         .into_iter()
@@ -199,6 +203,7 @@ fn marks_are_independent_or_one() {
 
 #[test]
 fn marks_that_cannot_be_are_refused() {
+    let _turn = turn();
     let x = matrix(4, 6);
     let tokens = Tensor::<Kiln, 2, Int>::ones([4, 3], &KilnDevice::cpu());
     assert_eq!(
@@ -224,6 +229,7 @@ fn marks_that_cannot_be_are_refused() {
 
 #[test]
 fn the_limit_says_which_dimension_varied() {
+    let _turn = turn();
     let mut step = kiln::compile(options(Dynamic::Off).with_recompile_limit(2));
     for columns in [3, 5, 4, 6] {
         step.run(|| matrix(2, columns).tanh().sum()).unwrap();

@@ -23,6 +23,7 @@ fn device() -> KilnDevice {
 
 #[test]
 fn after_the_first_steps_no_model_code_runs() {
+    let _turn = turn();
     let calls = Cell::new(0);
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
         calls.set(calls.get() + 1);
@@ -43,6 +44,7 @@ fn after_the_first_steps_no_model_code_runs() {
 
 #[test]
 fn another_batch_size_is_recorded_and_training_goes_on() {
+    let _turn = turn();
     // Fourteen steps, two of them with a smaller batch, against the plain loop.
     let sizes = |step: usize| if step == 6 || step == 11 { 2 } else { EXAMPLES };
     let start = initialised(Mlp::<Compiled>::new(&device()));
@@ -93,6 +95,7 @@ fn recorded_and_graphs<O: SimpleOptimizer<Kiln> + 'static>(
 
 #[test]
 fn state_of_zeros_makes_the_first_step_like_all_others() {
+    let _turn = turn();
     let clipping = Some(GradientClippingConfig::Norm(0.1));
     // Two calls make the plan, and call 4 is a proof.
     assert_eq!(recorded_and_graphs(AdamWConfig::new().init()), (3, 1));
@@ -106,12 +109,14 @@ fn state_of_zeros_makes_the_first_step_like_all_others() {
 
 #[test]
 fn other_state_is_made_by_the_first_step() {
+    let _turn = turn();
     let momentum = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
     assert_eq!(recorded_and_graphs(momentum.init()), (4, 2));
 }
 
 #[test]
 fn the_optimizer_catches_up() {
+    let _turn = turn();
     // Bias correction depends on the optimizer's count of steps: a plain loop that goes on from its state
     // must agree.
     let start = initialised(Mlp::<Compiled>::new(&device()));
@@ -157,6 +162,7 @@ fn the_optimizer_catches_up() {
 
 #[test]
 fn the_model_can_be_looked_at_between_steps() {
+    let _turn = turn();
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
     let mut step = TrainStep::new(Mlp::new(&device()), SgdConfig::new().init(), loss)
         .with_backend(BACKEND)
@@ -173,6 +179,7 @@ fn the_model_can_be_looked_at_between_steps() {
 
 #[test]
 fn a_copy_of_the_model_stays_as_it_was() {
+    let _turn = turn();
     for backend in [BACKEND, CompileBackend::Cpu] {
         let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
         let mut step = TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss)
@@ -204,6 +211,7 @@ fn a_copy_of_the_model_stays_as_it_was() {
 
 #[test]
 fn outputs_beside_the_loss() {
+    let _turn = turn();
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
         let logits = model.logits(&batch);
         (model.loss(batch), logits.clone().argmax(1), logits)
@@ -241,6 +249,7 @@ fn outputs_beside_the_loss() {
 
 #[test]
 fn a_panic_in_the_closure_leaves_the_model() {
+    let _turn = turn();
     let fail = Cell::new(false);
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
         let loss = model.loss(batch);
@@ -265,6 +274,7 @@ fn a_panic_in_the_closure_leaves_the_model() {
 
 #[test]
 fn frozen_parameters_stay() {
+    let _turn = turn();
     let mut model = Encoder::<Compiled>::new(0.0, &device());
     model = model.freeze_embedding();
     let before = parameters::<Compiled, _>(&model);
@@ -284,6 +294,7 @@ fn frozen_parameters_stay() {
 
 #[test]
 fn a_learning_rate_of_zero_takes_the_optimizers_other_branch() {
+    let _turn = turn();
     // AdamW skips the decay when rate times decay is zero: another program for that step.
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
     let optim = AdamWConfig::new().with_weight_decay(0.1).init();
@@ -307,6 +318,7 @@ fn a_learning_rate_of_zero_takes_the_optimizers_other_branch() {
 
 #[test]
 fn data_that_the_closure_makes_the_same_each_time_is_no_obstacle() {
+    let _turn = turn();
     let start = initialised(Mlp::<Compiled>::new(&device()));
     let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
     // A short table and a long progression: the one stays data, the other becomes an operation.
@@ -345,6 +357,7 @@ fn data_that_the_closure_makes_the_same_each_time_is_no_obstacle() {
 
 #[test]
 fn data_that_changes_in_the_closure_is_an_obstacle() {
+    let _turn = turn();
     let calls = Cell::new(0.0f32);
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
         calls.set(calls.get() + 1.0);
@@ -365,6 +378,7 @@ fn data_that_changes_in_the_closure_is_an_obstacle() {
 
 #[test]
 fn llama_is_replayed() {
+    let _turn = turn();
     // Its causal mask is made of `arange` in each forward pass.
     const LENGTH: usize = 12;
     let model = LlamaConfig::new(32, 16, 24, 2, 2).init::<Compiled>(&device());
@@ -386,6 +400,7 @@ fn llama_is_replayed() {
 
 #[test]
 fn explain_says_what_each_tensor_is_bound_to() {
+    let _turn = turn();
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| {
         let labels = batch.values.clone();
         (model.loss(batch), labels)
@@ -444,6 +459,7 @@ fn counted(strict: bool, change: usize) -> (Vec<Result<f64, String>>, kiln::Hist
 
 #[test]
 fn a_number_that_changes_is_found_by_the_next_proof() {
+    let _turn = turn();
     let (losses, history) = counted(false, 6);
     let losses: Vec<f64> = losses.into_iter().map(Result::unwrap).collect();
     let ratio = |call: usize| losses[call - 1] / losses[0];
@@ -465,6 +481,7 @@ fn a_number_that_changes_is_found_by_the_next_proof() {
 
 #[test]
 fn under_strict_a_number_that_changes_is_an_error() {
+    let _turn = turn();
     let (losses, _) = counted(true, 6);
     let errors: Vec<usize> = (0..12)
         .filter(|&index| losses[index].is_err())
