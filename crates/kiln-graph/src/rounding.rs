@@ -196,7 +196,7 @@ mod tests {
             let exponent = 1023 - 140 + random() % 280;
             let near = bits & 0x800f_ffff_ffff_ffff | exponent << 52;
             let digits = random() % 53;
-            let short = near >> digits << digits | random() % 2;
+            let short = (near >> digits << digits) | (random() % 2);
             for bits in [bits, near, short] {
                 let value = f64::from_bits(bits);
                 if value.is_finite() {
