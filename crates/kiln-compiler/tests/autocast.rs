@@ -9,7 +9,8 @@ use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, UnaryOp, Window};
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
 use kiln_graph::{
-    DType, Graph, HostTensor, Phase, Provenance, TensorType, Value, interpret, interpret_f64, verify,
+    DType, Graph, HostTensor, NodeData, Phase, Provenance, Rewriter, TensorType, Value, interpret,
+    interpret_f64, verify,
 };
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{
@@ -237,6 +238,80 @@ fn no_kernel_only_casts_but_those_of_arguments() {
                 "a kernel only casts:\n{graph}\n{}",
                 step.schedule.to_text(graph)
             );
+        }
+    }
+}
+
+/// `graph` with a copy in `dtype` behind each parameter of f32, and its arguments with them.
+fn with_copies(graph: &Graph, dtype: DType, tensors: &[HostTensor]) -> (Graph, Vec<HostTensor>) {
+    let mut new = Rewriter::new(graph);
+    let mut given = Vec::new();
+    for (node, data) in graph.nodes() {
+        let made = new.copy(node).unwrap()[0];
+        let Op::Parameter { index, ref ty, .. } = data.op else {
+            continue;
+        };
+        given.push(tensors[index as usize].clone());
+        if ty.dtype == DType::F32 {
+            let copy = new.graph.parameter(TensorType::new(dtype, ty.shape.clone()));
+            assert!(new.graph.note_copy(copy, made));
+            assert!(
+                !new.graph.note_copy(made, copy),
+                "a parameter is no copy of its copy"
+            );
+            let elements = tensors[index as usize].to_f64s();
+            given.push(HostTensor::from_floats(
+                dtype,
+                ty.shape.clone(),
+                elements.into_iter(),
+            ));
+        }
+    }
+    (new.finish(), given)
+}
+
+#[test]
+fn copies_that_the_caller_keeps_are_read_in_place_of_casts() {
+    for graph in [decoder(), images()].into_iter().chain(others()) {
+        let (tensors, scalars) = arguments(&graph, 5);
+        for (dtype, _) in TYPES {
+            let (with, given) = with_copies(&graph, dtype, &tensors);
+            verify(&with).unwrap();
+            assert_eq!(Graph::parse(&with.to_string()).unwrap(), with);
+            let casts = |graph: &Graph| {
+                let of_argument = |data: &&NodeData| {
+                    data.op == Op::Cast(dtype) && matches!(graph.def(data.inputs[0]).op, Op::Parameter { .. })
+                };
+                graph.nodes().map(|(_, data)| data).filter(of_argument).count()
+            };
+            let [(plain, _), (copied, report)] =
+                [&graph, &with].map(|graph| autocast(graph, dtype, &POLICY).unwrap());
+            verify(&copied).unwrap();
+            assert!(casts(&plain) > 0, "{plain}");
+            assert_eq!(casts(&copied), 0, "{copied}");
+            assert_eq!(report.unwrap().copies.len(), casts(&plain));
+            // They are the same numbers, so are the results.
+            let expected = interpret(&plain, &tensors, &scalars).unwrap();
+            let actual = interpret(&copied, &given, &scalars).unwrap();
+            assert_eq!(actual, expected, "{} in {dtype}", graph.name);
+            // What was promised of one type says nothing of the other, or of a caller who promises nothing.
+            let other = if dtype == DType::BF16 {
+                DType::F16
+            } else {
+                DType::BF16
+            };
+            let (of_other, _) = autocast(&with, other, &POLICY).unwrap();
+            let unread = of_other.users();
+            let is_copy = |&&value: &&Value| of_other.dtype(value) == dtype;
+            let mut copies = of_other.parameters().iter().filter(is_copy);
+            assert!(copies.all(|&copy| unread.count(copy) == 0));
+            let (alone, _) = autocast(&with.without_copies(), dtype, &POLICY).unwrap();
+            assert_eq!(casts(&alone), casts(&plain));
+            let step = compiled(&with_copies(&graph, dtype, &tensors).0, Some(dtype));
+            let made = step.code.run(&mut given.clone(), &scalars).unwrap();
+            let before = compiled(&graph, Some(dtype));
+            let before = before.code.run(&mut tensors.clone(), &scalars).unwrap();
+            assert_eq!(made, before, "{} in {dtype}, compiled", graph.name);
         }
     }
 }

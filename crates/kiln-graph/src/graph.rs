@@ -73,6 +73,11 @@ pub struct Graph {
     pub outputs: Vec<Output>,
 }
 
+/// Whether an argument of type `copy` may be one of type `of` with rounded elements.
+pub(crate) fn may_be_copy(copy: &TensorType, of: &TensorType) -> bool {
+    of.dtype == DType::F32 && matches!(copy.dtype, DType::F16 | DType::BF16) && copy.shape == of.shape
+}
+
 impl Graph {
     /// An empty graph.
     pub fn new(name: impl Into<String>) -> Self {
@@ -144,8 +149,41 @@ impl Graph {
     /// Declares the next tensor argument.
     pub fn parameter(&mut self, ty: TensorType) -> Value {
         let index = self.parameters.len() as u32;
-        self.add_node(Op::Parameter { index, ty }, &[], Provenance::default())
+        let op = Op::Parameter {
+            index,
+            ty,
+            copy_of: None,
+        };
+        self.add_node(op, &[], Provenance::default())
             .expect("the next parameter is well typed")[0]
+    }
+
+    /// Notes the caller's promise that the elements of the argument `copy` are those of the argument `of`, each
+    /// rounded to its type of 16 bits. Returns whether the two can be such: `of` is an earlier argument of f32
+    /// and of the same shape. Otherwise nothing is noted.
+    pub fn note_copy(&mut self, copy: Value, of: Value) -> bool {
+        let Op::Parameter { index: earlier, .. } = self.def(of).op else {
+            return false;
+        };
+        let node = self.values[copy].node;
+        let fits = may_be_copy(self.ty(copy), self.ty(of));
+        match &mut self.nodes[node].op {
+            Op::Parameter { index, copy_of, .. } if fits && earlier < *index => {
+                *copy_of = Some(earlier);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// The same graph for a caller who promises nothing of its arguments ([`Graph::note_copy`]).
+    pub fn without_copies(mut self) -> Self {
+        for node in self.nodes.values_mut() {
+            if let Op::Parameter { copy_of, .. } = &mut node.op {
+                *copy_of = None;
+            }
+        }
+        self
     }
 
     /// Declares the next runtime scalar.

@@ -280,7 +280,22 @@ impl Third<'_> {
 
     /// The operation that is `a` and `b` in the other graphs.
     fn op(&self, a: &Op, b: &Op, operands: &[Value]) -> Option<Op> {
-        if let (Op::Parameter { index, ty: a }, Op::Parameter { ty: b, .. }) = (a, b) {
+        if let (
+            Op::Parameter {
+                index,
+                ty: a,
+                copy_of,
+            },
+            Op::Parameter {
+                ty: b,
+                copy_of: other,
+                ..
+            },
+        ) = (a, b)
+        {
+            if copy_of != other {
+                return None;
+            }
             let line = self.line;
             let dims = pairs_of(&a.shape, &b.shape).map(|pair| match line.one_kind && pair != line.sizes {
                 true => usize::try_from(pair.1).ok(),
@@ -291,7 +306,11 @@ impl Third<'_> {
                 dtype: a.dtype,
                 shape,
             };
-            return Some(Op::Parameter { index: *index, ty });
+            return Some(Op::Parameter {
+                index: *index,
+                ty,
+                copy_of: *copy_of,
+            });
         }
         if a == b {
             return Some(a.clone());

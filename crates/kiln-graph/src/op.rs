@@ -45,6 +45,9 @@ pub enum Op {
         index: u32,
         /// Its type.
         ty: TensorType,
+        /// The earlier tensor argument of f32 whose elements these are, each rounded to this type of 16 bits,
+        /// if the caller promises that: whoever wants those rounded may read these.
+        copy_of: Option<u32>,
     },
     /// `() -> d[]`. Runtime scalar number `index`: a rank-0 value that differs from call to call and is no
     /// part of the graph's identity. Passed as eight bytes ([`Scalar::to_bits`]) and rounded to `dtype`.

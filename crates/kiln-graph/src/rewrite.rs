@@ -90,9 +90,10 @@ impl<'a> Rewriter<'a> {
         let data = self.old.node(node);
         let inputs = self.map_all(&data.inputs);
         let op = match op {
-            Op::Parameter { ty, .. } => Op::Parameter {
+            Op::Parameter { ty, copy_of, .. } => Op::Parameter {
                 index: self.graph.parameters().len() as u32,
                 ty,
+                copy_of: copy_of.and_then(|of| self.new_index(of)),
             },
             Op::Scalar { dtype, .. } => Op::Scalar {
                 index: self.graph.scalars().len() as u32,
@@ -105,6 +106,15 @@ impl<'a> Rewriter<'a> {
             self.map[old] = new.into();
         }
         Ok(outputs)
+    }
+
+    /// The number in the new graph of argument `index` of the old one; none if something else replaces it.
+    fn new_index(&self, index: u32) -> Option<u32> {
+        let new = self.get(self.old.parameters()[index as usize])?;
+        match self.graph.def(new).op {
+            Op::Parameter { index, .. } => Some(index),
+            _ => None,
+        }
     }
 
     /// Makes `new`, a value of the new graph, the replacement of `old`.

@@ -6,13 +6,15 @@
 //!
 //! Rules, in the order in which they are checked: for each node, its operands are results of earlier nodes,
 //! its results are recorded as its own, and their types are those [`infer`] gives; the argument nodes are
-//! exactly the listed arguments, in order, each once; a collective that is only started is read by one wait
+//! exactly the listed arguments, in order, each once; an argument that is called a copy of another has 16 bits
+//! and the shape of that one, which is an earlier one of f32; a collective that is only started is read by one wait
 //! alone, which has its operand, too, unless it works in place; every output is a value of the graph; an
 //! alias names an existing parameter of the output's size in bytes, no parameter is given away twice, and a
 //! parameter that is given away does not itself leave the graph through another output.
 
 use std::fmt;
 
+use crate::graph::may_be_copy;
 use crate::infer::infer;
 use crate::{Collective, Graph, NodeData, Op, TensorType, Value};
 
@@ -28,6 +30,9 @@ pub enum Rule {
     /// Parameter or scalar nodes and the lists of arguments disagree: one is missing, doubled or out of
     /// order.
     ArgumentsComplete,
+    /// An argument is called the rounded copy of what cannot be that: of no earlier argument of f32, or of one
+    /// of another shape.
+    CopyOfArgument,
     /// What a collective that was only started gives is read by something else than one wait, or leaves.
     StartedIsWaitedFor,
     /// An output is no value of the graph.
@@ -49,6 +54,7 @@ impl fmt::Display for Rule {
             Rule::ResultsRecorded => "results belong to their node",
             Rule::ResultType => "result types are the inferred ones",
             Rule::ArgumentsComplete => "arguments are complete and in order",
+            Rule::CopyOfArgument => "a copy has 16 bits and the shape of an earlier argument of f32",
             Rule::StartedIsWaitedFor => "what is only started is read by one wait",
             Rule::OutputExists => "outputs are values of the graph",
             Rule::AliasInRange => "aliases name parameters",
@@ -128,6 +134,18 @@ pub fn verify(graph: &Graph) -> Result<(), VerifyError> {
             );
         }
         *next += 1;
+        if let Op::Parameter {
+            ty,
+            copy_of: Some(of),
+            ..
+        } = &node.op
+            && !is_copy(graph, index, ty, *of)
+        {
+            return fail(
+                Rule::CopyOfArgument,
+                format!("it is called a copy of argument {of}"),
+            );
+        }
     }
     if next_value as usize != graph.num_values() {
         let value = graph.values.keys().nth(next_value as usize);
@@ -244,6 +262,13 @@ fn verify_outputs(graph: &Graph) -> Result<(), VerifyError> {
     Ok(())
 }
 
+/// Whether argument `index` of type `ty` may be a copy of argument `of`.
+fn is_copy(graph: &Graph, index: usize, ty: &TensorType, of: u32) -> bool {
+    let of = of as usize;
+    let earlier = graph.parameters.get(of).filter(|_| of < index);
+    earlier.is_some_and(|&earlier| may_be_copy(ty, graph.ty(earlier)))
+}
+
 fn error(graph: &Graph, rule: Rule, place: String, detail: String) -> VerifyError {
     VerifyError {
         graph: graph.name.clone(),
@@ -333,6 +358,15 @@ mod tests {
         );
         assert_eq!(broken(|g| g.parameters.swap(0, 1)), Rule::ArgumentsComplete);
         assert_eq!(broken(|g| g.scalars.push(value(2))), Rule::ArgumentsComplete);
+        for of in [0, 1, 7] {
+            let call_copy = |g: &mut Graph| {
+                let node = g.values[g.parameters[1]].node;
+                if let Op::Parameter { copy_of, .. } = &mut g.nodes[node].op {
+                    *copy_of = Some(of);
+                }
+            };
+            assert_eq!(broken(call_copy), Rule::CopyOfArgument, "argument {of}");
+        }
         assert_eq!(broken(|g| g.output(value(7), None)), Rule::OutputExists);
         assert_eq!(broken(|g| g.outputs[1].alias = Some(2)), Rule::AliasInRange);
         assert_eq!(broken(|g| g.output(value(3), Some(0))), Rule::AliasOnce);

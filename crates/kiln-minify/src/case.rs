@@ -76,7 +76,8 @@ impl Case {
         let mut case = Self {
             intervals: graph.parameters().iter().map(interval).collect(),
             scalars: graph.scalars().iter().enumerate().map(scalar).collect(),
-            graph,
+            // Arguments are drawn one by one.
+            graph: graph.without_copies(),
             seed,
         };
         case.fit_indices();

@@ -56,10 +56,14 @@ impl<'a> Rebuild<'a> {
     /// Copies a node as `op`; none if its operands do not fit that, or are gone.
     pub(crate) fn copy(&mut self, data: &NodeData, op: Op) -> Option<()> {
         let op = match op {
-            Op::Parameter { index, ty } => {
+            Op::Parameter { index, ty, .. } => {
                 self.intervals.push(self.old.intervals[index as usize]);
                 let index = self.graph.parameters().len() as u32;
-                Op::Parameter { index, ty }
+                Op::Parameter {
+                    index,
+                    ty,
+                    copy_of: None,
+                }
             }
             Op::Scalar { index, dtype } => {
                 self.scalars.push(self.old.scalars[index as usize]);
@@ -137,12 +141,13 @@ impl Case {
                 continue;
             }
             let op = match &data.op {
-                Op::Parameter { index, ty } => {
+                Op::Parameter { index, ty, .. } => {
                     intervals.push(self.intervals[*index as usize]);
                     let index = new.parameters().len() as u32;
                     Op::Parameter {
                         index,
                         ty: ty.clone(),
+                        copy_of: None,
                     }
                 }
                 Op::Scalar { index, dtype } => {

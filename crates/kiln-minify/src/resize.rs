@@ -62,12 +62,13 @@ impl Resize {
     /// An operation whose attributes hold the changed extents; `operand` is the shape of its first operand.
     fn op(self, op: &Op, operand: Option<&Shape>) -> Op {
         match op.clone() {
-            Op::Parameter { index, ty } => Op::Parameter {
+            Op::Parameter { index, ty, .. } => Op::Parameter {
                 index,
                 ty: TensorType {
                     dtype: ty.dtype,
                     shape: self.shape(&ty.shape),
                 },
+                copy_of: None,
             },
             Op::Iota { dtype, shape, axis } => Op::Iota {
                 dtype,

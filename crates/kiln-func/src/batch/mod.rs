@@ -146,6 +146,7 @@ impl Batch {
         let op = Op::Parameter {
             index: index as u32,
             ty: declared,
+            copy_of: None,
         };
         Ok(Lane {
             value: self.b.op(op, &[])?,

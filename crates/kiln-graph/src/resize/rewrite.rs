@@ -37,9 +37,10 @@ fn operation(solver: &Solver<'_>, users: &Users, node: Node, data: &NodeData) ->
     };
     let spatial = || Dims::from_slice(&result()[2..]);
     Ok(match data.op.clone() {
-        Op::Parameter { index, ty } => Op::Parameter {
+        Op::Parameter { index, ty, copy_of } => Op::Parameter {
             index,
             ty: TensorType::new(ty.dtype, result()),
+            copy_of,
         },
         Op::Iota { dtype, axis, .. } => Op::Iota {
             dtype,

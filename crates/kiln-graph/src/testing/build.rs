@@ -264,7 +264,12 @@ impl<'a> Builder<'a> {
     pub(super) fn parameter(&mut self, ty: TensorType) -> Fact {
         let bound = if ty.dtype.is_float() { 2.0 } else { 0.0 };
         let index = self.graph.parameters().len() as u32;
-        self.node(Op::Parameter { index, ty }, &[], &[(bound, 0.0)])[0]
+        let op = Op::Parameter {
+            index,
+            ty,
+            copy_of: None,
+        };
+        self.node(op, &[], &[(bound, 0.0)])[0]
     }
 
     pub(super) fn constant(&mut self, value: impl Into<Scalar>, dtype: DType) -> Fact {

@@ -64,7 +64,7 @@ macro_rules! forms {
 }
 
 forms! {
-    Parameter "parameter" { word index: index, result ty: ty }
+    Parameter "parameter" { word index: index, result ty: ty, opt copy_of: copy_of }
     Scalar "scalar" { word index: index, result dtype: dtype }
     Constant "constant" { word value: value, result dtype: dtype }
     Iota "iota" { key axis: axis, result dtype: dtype, result shape: shape }
@@ -248,6 +248,20 @@ impl Attribute for Option<DType> {
             Raw::Atom(text) => text.parse().ok().map(Some),
             _ => None,
         }
+    }
+}
+
+impl Attribute for Option<u32> {
+    const KIND: &'static str = "a non-negative integer";
+
+    fn write(&self, out: &mut String) {
+        if let Some(number) = self {
+            number.write(out);
+        }
+    }
+
+    fn read(raw: &Raw<'_>) -> Option<Self> {
+        u32::read(raw).map(Some)
     }
 }
 

@@ -28,7 +28,8 @@
 //!
 //! The pass runs after all patterns, which match f32 compositions, and before the partition, which then
 //! counts two bytes where two are stored. An argument that a contraction reads is cast by a kernel at the
-//! start of the step; all other casts are parts of kernels that run anyway. A graph whose contractions are
+//! start of the step, unless the caller has it in 16 bits as well ([`kiln_graph::Graph::note_copy`]): that
+//! copy is read then. All other casts are parts of kernels that run anyway. A graph whose contractions are
 //! all of 16 bits already, or marked [`full_precision`](kiln_graph::Provenance::full_precision), stays as
 //! it is.
 
@@ -39,7 +40,7 @@ mod widen;
 
 use kiln_graph::{DType, Graph, TypeError};
 
-pub use report::{AutocastReport, CastReport, Reason, StoredReport};
+pub use report::{AutocastReport, CastReport, CopyReport, Reason, StoredReport};
 
 use crate::policy::Policy;
 use facts::Facts;

@@ -17,6 +17,20 @@ pub struct AutocastReport {
     pub stored: Vec<StoredReport>,
     /// The casts, one entry for each value that is cast.
     pub casts: Vec<CastReport>,
+    /// The arguments that are read in place of a cast of another argument, whose copies they are.
+    #[serde(default)]
+    pub copies: Vec<CopyReport>,
+}
+
+/// An argument that holds the rounded elements of another ([`Graph::note_copy`]) and is read for them.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct CopyReport {
+    /// Its number.
+    pub argument: u32,
+    /// The number of the other.
+    pub of: u32,
+    /// Its element type and shape.
+    pub ty: String,
 }
 
 /// A value whose type was decided.
@@ -139,6 +153,7 @@ impl AutocastReport {
             dtype: dtype.to_string(),
             stored,
             casts,
+            copies: copies(graph, &users),
         }
     }
 
@@ -165,6 +180,23 @@ impl CastReport {
         }
         self.users = seen;
     }
+}
+
+/// The arguments of `graph` that are copies of others and are read.
+fn copies(graph: &Graph, users: &Users) -> Vec<CopyReport> {
+    let copy = |&value: &Value| match graph.def(value).op {
+        Op::Parameter {
+            index,
+            copy_of: Some(of),
+            ..
+        } if users.count(value) > 0 => Some(CopyReport {
+            argument: index,
+            of,
+            ty: graph.ty(value).to_string(),
+        }),
+        _ => None,
+    };
+    graph.parameters().iter().filter_map(copy).collect()
 }
 
 /// The operations that read `value`.
@@ -194,6 +226,12 @@ impl fmt::Display for AutocastReport {
                 cast.from,
                 cast.to,
                 users.join(", ")
+            )?;
+        }
+        for CopyReport { argument, of, ty } in &self.copies {
+            writeln!(
+                f,
+                "  {ty}: argument {argument}, a copy of argument {of} that the caller keeps"
             )?;
         }
         Ok(())

@@ -61,6 +61,7 @@ impl<'a> Rewrite<'a> {
             Op::Parameter { .. } | Op::Scalar { .. } => {
                 let copies = self.new.copy(node)?;
                 self.exact[data.outputs[0]] = copies[0].into();
+                self.note_copy(&data.op, copies[0]);
                 Ok(())
             }
             _ if self.facts.is_narrowed(node) => self.contraction(data),
@@ -87,6 +88,23 @@ impl<'a> Rewrite<'a> {
                 Ok(())
             }
             _ => self.plain(data),
+        }
+    }
+
+    /// Notes that `argument`, which `op` is, has the rounded elements of another argument: readers of these
+    /// take it as it is, and the cast at the start of the step is gone.
+    fn note_copy(&mut self, op: &Op, argument: Value) {
+        if let Op::Parameter {
+            ty,
+            copy_of: Some(of),
+            ..
+        } = op
+            && ty.dtype == self.narrow_type
+        {
+            let of = self.old.parameters()[*of as usize];
+            if self.narrow[of].is_none() {
+                self.narrow[of] = argument.into();
+            }
         }
     }
 
