@@ -26,6 +26,7 @@ mod precision;
 pub mod random;
 pub mod ranks;
 pub mod record;
+mod rounded;
 pub mod storage;
 pub mod stream;
 pub mod table;
@@ -42,3 +43,4 @@ pub use record::{
     BreakReason, Changed, CompileEvent, CompiledRegion, GraphBreak, Guards, Location, Mismatch, Recompile,
     RegionReport, StepReport,
 };
+pub use rounded::with_copy;

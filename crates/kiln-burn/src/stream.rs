@@ -121,6 +121,9 @@ pub fn name(operation: &OperationIr) -> String {
     if let Some(name) = crate::inlined::name(operation) {
         return name;
     }
+    if crate::rounded::is_with_copy(operation) {
+        return crate::rounded::WITH_COPY.to_owned();
+    }
     let described = describe(operation);
     format!("{}.{}", described.family, described.variant)
 }

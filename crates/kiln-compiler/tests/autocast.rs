@@ -260,11 +260,7 @@ fn with_copies(graph: &Graph, dtype: DType, tensors: &[HostTensor]) -> (Graph, V
                 "a parameter is no copy of its copy"
             );
             let elements = tensors[index as usize].to_f64s();
-            given.push(HostTensor::from_floats(
-                dtype,
-                ty.shape.clone(),
-                elements.into_iter(),
-            ));
+            given.push(HostTensor::from_floats(dtype, ty.shape.clone(), elements));
         }
     }
     (new.finish(), given)

@@ -46,7 +46,7 @@ use smallvec::SmallVec;
 
 use cast::float_cast;
 
-use crate::{custom, stream};
+use crate::{custom, rounded, stream};
 
 /// The store of an operation's operands and results.
 pub trait TensorStore {
@@ -148,6 +148,11 @@ pub fn run(
             for (ir, result) in op.outputs.iter().zip(custom::run(op, inputs)?) {
                 operands.put(ir, result);
             }
+        }
+        OperationIr::Custom(op) if rounded::is_with_copy(operation) => {
+            let inputs = op.inputs.iter().map(|ir| operands.take(ir));
+            let parameter = inputs.collect::<Result<Vec<_>, _>>()?.swap_remove(0);
+            operands.put(&op.outputs[0], parameter);
         }
         OperationIr::Custom(_) => {
             return Err(OperationError::unsupported(

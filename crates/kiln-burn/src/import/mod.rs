@@ -32,8 +32,8 @@ use burn_ir::{CustomOpIr, OperationIr, TensorId, TensorIr};
 use kiln_graph::{Graph, TensorType, TypeError};
 
 use crate::host_data::IOTA;
-use crate::inlined;
 use crate::record::Source;
+use crate::{inlined, rounded};
 use lower::{Fault, Lower};
 
 /// Recorded operations as a graph.
@@ -167,6 +167,12 @@ fn lower_operation(lower: &mut Lower, operation: &OperationIr) -> Result<(), Fau
                 let value = lower.iota(ty.dtype, &ty.shape, 0)?;
                 lower.define(out, value)
             })
+        }
+        OperationIr::Custom(op) if rounded::is_with_copy(operation) => {
+            let [parameter, copy] = [lower.input(&op.inputs[0])?, lower.input(&op.inputs[1])?];
+            // Of what the recording itself makes there is no promise to be noted: it is cast as ever.
+            lower.graph.note_copy(copy, parameter);
+            lower.define(&op.outputs[0], parameter)
         }
         OperationIr::Custom(_) if crate::custom::id(operation).is_some() => external::keep(lower, operation),
         OperationIr::Custom(op) if let Some(function) = inlined::find(operation) => {

@@ -68,6 +68,10 @@ pub struct State {
     /// divide is the model.)
     #[serde(default)]
     pub master_bytes: usize,
+    /// Bytes of the copies of 16 bits beside parameters of `f32`
+    /// ([`crate::TrainStepBuilder::with_kept_copies`], [`crate::Weights::with_master`]).
+    #[serde(default)]
+    pub copy_bytes: usize,
     /// Among how many ranks the optimizer's state and a master copy are divided; 1 if they are not.
     pub ranks: usize,
 }

@@ -92,6 +92,9 @@ fn write_replay(replay: &Replay, f: &mut Formatter<'_>) -> fmt::Result {
         if state.master_bytes > 0 {
             write!(f, " and {} KiB of a master copy", kib(state.master_bytes))?;
         }
+        if state.copy_bytes > 0 {
+            write!(f, " and {} KiB of copies in 16 bits", kib(state.copy_bytes))?;
+        }
         match state.ranks {
             1 => writeln!(f)?,
             ranks => writeln!(f, ", the share of one of {ranks} ranks")?,

@@ -138,8 +138,7 @@ impl Masters {
 
     /// Bytes of the shares.
     pub(super) fn bytes(&self) -> usize {
-        let of = |share: &KilnTensor| share.shape().num_elements() * share.dtype().size();
-        self.shares.values().map(of).sum()
+        weights::bytes_of(&self.shares)
     }
 }
 

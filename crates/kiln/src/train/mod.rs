@@ -64,6 +64,7 @@ pub use loss_scale::LossScale;
 use places::Cells;
 use shards::Shards;
 use variants::Variants;
+use weights::Copies;
 pub use weights::{Weights, cast_parameters};
 
 /// The backends a model can be trained on: `Autodiff<Kiln>`, with any checkpointing strategy.
@@ -169,6 +170,7 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     /// Where loss scaling begins, if the program says so.
     start_scale: Option<LossScale>,
     weights: Option<Weights>,
+    keeps_copies: bool,
     world: Option<World>,
     sharded: bool,
     synchronised: bool,
@@ -203,6 +205,21 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     /// Burn draws when they are first used are drawn then.
     pub fn with_weights(mut self, weights: Weights) -> Self {
         self.weights = Some(weights);
+        self
+    }
+
+    /// Whether a step under autocast ([`CompileOptions::autocast`]) keeps a copy of 16 bits of each parameter that
+    /// a product may read, one of two dimensions and more: the update writes it, and the next step reads it
+    /// instead of casting the parameter. It does by default. No number depends on that. The copies take two
+    /// bytes an element between steps; without them a step makes them at its start, and has them until its end.
+    ///
+    /// Parameters that Burn draws when they are first used have copies from the second call on, which is compiled
+    /// once more for that; [`TrainStep::freeze`] before that call leaves the step without. There are none where
+    /// the parameters themselves have 16 bits ([`Self::with_weights`]), where ranks divide the update
+    /// ([`Self::with_sharded_state`]), where a graph break cuts the step, and where two parameters of the model are
+    /// one tensor.
+    pub fn with_kept_copies(mut self, keeps: bool) -> Self {
+        self.keeps_copies = keeps;
         self
     }
 
@@ -298,6 +315,10 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         };
         let has_whole_master = master.is_some() && masters.is_none();
         let widened = self.weights.is_some() && !has_whole_master;
+        let rounded = self.options.autocast.filter(|_| {
+            let compiles = self.options.backend.compiles();
+            self.keeps_copies && compiles && self.weights.is_none() && shards.is_none()
+        });
         let variants = Variants::new(capacity, widened, shards.clone());
         Ok(TrainStep {
             replays: self.options.backend != CompileBackend::Eager,
@@ -316,7 +337,9 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
                 .unwrap_or_else(|| LossScale::start(&scaling.unwrap_or_default())),
             loss_scale: None,
             weights: self.weights,
+            rounded,
             copies: None,
+            keeps_copies: false,
             masters,
             variants,
             lent: AtomicBool::new(false),
@@ -372,8 +395,12 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     loss_scale: Option<loss_scale::State>,
     /// How parameters are stored, if in 16 bits.
     weights: Option<Weights>,
-    /// The copies of 16 bits beside a master; none before the first call, and after one that failed.
-    copies: Option<weights::Places>,
+    /// The type of the copies that products under autocast read, if the step keeps such.
+    rounded: Option<burn_tensor::DType>,
+    /// The copies of 16 bits beside parameters of f32; none before the first call, and after one that failed.
+    copies: Option<Copies>,
+    /// Whether a call was compiled with copies for autocast.
+    keeps_copies: bool,
     /// This rank's shares of the master, if ranks divide one; lost together with the model.
     masters: Option<Masters>,
     /// The recorded calls and plans of each signature.
@@ -432,6 +459,7 @@ where
             options,
             start_scale: None,
             weights: None,
+            keeps_copies: true,
             world: None,
             sharded: false,
             synchronised: false,
@@ -754,6 +782,7 @@ where
             model_bytes,
             optimizer_bytes,
             master_bytes: self.masters.as_ref().map_or(0, Masters::bytes),
+            copy_bytes: self.copies.as_ref().map_or(0, Copies::bytes),
             ranks: self.shards.as_ref().map_or(1, Shards::ranks),
         })
     }

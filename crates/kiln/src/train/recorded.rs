@@ -20,7 +20,7 @@ use super::places::{self, Cells, Found};
 use super::plan::{self, Obstacle, Plan, Scrutiny, Trace};
 use super::recording::{Recorded, Recording, Refused, Rehearsed};
 use super::variants::Variant;
-use super::weights::{self, Stored};
+use super::weights::{Stored, Storing};
 use super::{Cause, StepOutput, TrainBackend, TrainError, TrainStep};
 use crate::input::{KilnTensor, Signature, StepInput};
 
@@ -58,8 +58,10 @@ where
         let masters = self.masters.take();
         let backup = Backup::new(&model, &optim, &cells, masters.clone());
         let copies = self.copies.take();
-        let weights = self.weights;
-        let stored = weights.map(|weights| Stored::new::<B, M>(&model, &cells, weights, copies));
+        let stored = self
+            .storing(is_initialized)
+            .and_then(|storing| Stored::new::<B, M>(&model, &cells, storing, copies));
+        let keeps_copies = self.rounded.is_some() && stored.is_some();
         before.extend(match &masters {
             Some(masters) => masters.places::<B, M>(&model),
             None => stored
@@ -141,15 +143,24 @@ where
         let copies_after = copies
             .iter()
             .zip(&self.trained)
-            .flat_map(|(copies, (model, _))| weights::places_of::<B, M>(model, copies, weights::COPY))
+            .flat_map(|(copies, (model, _))| copies.places::<B, M>(model))
             .collect::<Vec<_>>();
         self.copies = copies;
+        self.keeps_copies |= keeps_copies;
         let masters_after = masters
             .iter()
             .zip(&self.trained)
             .flat_map(|(masters, (model, _))| masters.places::<B, M>(model))
             .collect::<Vec<_>>();
         self.masters = masters;
+        let is_cut = || {
+            let run = self.region.last_run();
+            run.is_some_and(|run| run.graph_break.is_some())
+        };
+        if keeps_copies && is_cut() && !self.region.is_frozen() {
+            // A graph break makes each parameter behind it a result of what is in front of it.
+            (self.rounded, self.copies) = (None, None);
+        }
         let scrutiny = match cause {
             Cause::Disturbed(_) => Scrutiny::Numbers,
             Cause::Optimizer | Cause::Input => Scrutiny::SameStep,
@@ -212,6 +223,17 @@ where
         self.take_possession()?;
         self.was_lent = was_lent;
         outcome.map(|()| output)
+    }
+
+    /// How the call to be recorded stores parameters of 16 bits, or copies of parameters. Copies for autocast
+    /// begin where nothing was compiled without them, or may be compiled once more.
+    fn storing(&self, is_initialized: bool) -> Option<Storing> {
+        let begins = || self.keeps_copies || self.history.calls() == 0 || !self.region.is_frozen();
+        let is_own = !record::is_nested() && !record::is_disabled();
+        let rounded = self.rounded.filter(|_| is_initialized && is_own && begins());
+        self.weights
+            .map(Storing::weights)
+            .or(rounded.map(Storing::rounded))
     }
 
     /// After a call that failed: what a backup has of it.

@@ -22,7 +22,7 @@ use super::places::{self, Cells, Found};
 use super::ranks;
 use super::rehearsal::{Rehearsal, trained_parameters};
 use super::shards::{Shapes, Shards};
-use super::weights::{self, Before, Stored};
+use super::weights::{Before, Copies, Stored};
 use super::{Start, StepOutput, TrainBackend};
 
 /// Why batch norms could not be synchronised: the payload with which a recording is given up.
@@ -83,8 +83,8 @@ pub(super) struct Recorded<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptim
     pub loss_scale: Option<loss_scale::State>,
     /// Where loss scaling stood before: its tensors outlive the step, as they do where a call fails.
     pub scale_before: Option<loss_scale::State>,
-    /// The copies of the parameters in 16 bits, if there are any.
-    pub copies: Option<weights::Places>,
+    /// The copies of parameters in 16 bits, if there are any.
+    pub copies: Option<Copies>,
     /// This rank's shares of the master copy, if ranks divide one.
     pub masters: Option<Masters>,
     /// What the optimizer's host code does, if the call is compared with another.
@@ -122,7 +122,7 @@ where
         // Loss and gradients are computed of one model; the optimizer updates the other.
         let (computed, model, narrow) = match self.stored.take() {
             Some(stored) => {
-                let (computed, updated, before) = stored.widened::<B, M>(model, self.cells);
+                let (computed, updated, before) = stored.computed::<B, M>(model, self.cells);
                 (Some(computed), updated, Some(before))
             }
             None => (None, model, None),

@@ -1,4 +1,4 @@
-//! Parameters that are stored in 16 bits.
+//! Parameters that are stored in 16 bits, and copies of parameters in 16 bits.
 //!
 //! Checkpoints of language models store `bf16`. A step that keeps them so has half the memory and half the
 //! traffic for its parameters. Loss and gradients are still computed from `f32`: a parameter is widened where
@@ -9,16 +9,21 @@
 //! without a master    widened parameters                the same                      narrowed
 //! with a master       widened copies                    f32 parameters                f32, and narrowed copies
 //! with divided ones   widened parameters                f32 shares                    narrowed, and f32 shares
+//! under autocast      f32 parameters, by products       f32 parameters                f32, and narrowed copies
+//!                     their copies
 //! ```
 //!
-//! The update writes the 16 bits, in the kernel that makes the new parameter. The copies of a step with a master
+//! The update writes the 16 bits, in the kernel that makes the new parameter. Copies beside parameters of `f32`
 //! are state of the step beside model and optimizer; they follow from the parameters alone, so no checkpoint
-//! has them.
+//! has them, and copies of tensors that the model does not have any more are made anew.
+//!
+//! Under autocast alone copies change no number: products would round the same parameters
+//! ([`kiln_burn::with_copy`]). Parameters of two dimensions and more have them, which products may read.
 //!
 //! Ranks that divide the optimizer's state divide the master as well: the model's parameters are the 16 bits
 //! then, and beside them each rank has its share of the master ([`super::shards`]).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{FloatDType, TensorMetadata};
@@ -131,9 +136,117 @@ pub(super) fn to(tensor: KilnTensor, dtype: DType) -> KilnTensor {
 /// Tensors by their position in the order of a model's map.
 pub(super) type Places = BTreeMap<usize, KilnTensor>;
 
+/// What tensors of 16 bits are to the parameters of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    /// They are the parameters.
+    Parameters,
+    /// Copies of parameters of f32, of which loss and gradients are computed.
+    Widened,
+    /// Copies of parameters of f32 that products under autocast read.
+    Rounded,
+}
+
+/// How the step keeps tensors of 16 bits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Storing {
+    dtype: DType,
+    role: Role,
+}
+
+impl Storing {
+    /// Parameters that are stored so.
+    pub(super) fn weights(weights: Weights) -> Self {
+        Self {
+            dtype: weights.dtype,
+            role: match weights.master {
+                true => Role::Widened,
+                false => Role::Parameters,
+            },
+        }
+    }
+
+    /// Copies of parameters for products under autocast to `dtype`.
+    pub(super) fn rounded(dtype: DType) -> Self {
+        Self {
+            dtype,
+            role: Role::Rounded,
+        }
+    }
+
+    /// Whether they are copies that autocast reads.
+    pub(super) fn is_rounded(self) -> bool {
+        self.role == Role::Rounded
+    }
+
+    fn are_copies(self) -> bool {
+        self.role != Role::Parameters
+    }
+
+    /// Whether a parameter, or what stands for it, is kept in 16 bits.
+    fn keeps(self, tensor: &KilnTensor) -> bool {
+        match self.role {
+            Role::Rounded => tensor.dtype() == DType::F32 && tensor.rank() > 1,
+            Role::Parameters | Role::Widened => is_cast(tensor.dtype()),
+        }
+    }
+}
+
+/// Copies of 16 bits beside the parameters of a model.
+pub(super) struct Copies {
+    tensors: Places,
+    /// The parameters that they are copies of.
+    of: Ids,
+}
+
+/// Ids of tensors by their position in the order of a model's map.
+type Ids = BTreeMap<usize, TensorId>;
+
+impl Copies {
+    /// Whether the parameters of `model` are those that these are copies of.
+    pub(super) fn belong_to<B: TrainBackend, M: AutodiffModule<B> + Clone>(
+        &self,
+        model: &M,
+        cells: &Cells,
+    ) -> bool {
+        ids_of::<B, M>(model, cells, |position, _| self.of.contains_key(&position)) == self.of
+    }
+
+    /// The copies as places of a step of `model`.
+    pub(super) fn places<B: TrainBackend, M: AutodiffModule<B>>(&self, model: &M) -> Vec<Found> {
+        places_of::<B, M>(model, &self.tensors, COPY)
+    }
+
+    /// Bytes of the copies.
+    pub(super) fn bytes(&self) -> usize {
+        bytes_of(&self.tensors)
+    }
+}
+
+/// Bytes of `tensors`.
+pub(super) fn bytes_of(tensors: &Places) -> usize {
+    let of = |tensor: &KilnTensor| tensor.shape().num_elements() * tensor.dtype().size();
+    tensors.values().map(of).sum()
+}
+
+/// The ids of those tensors of `model` outside cells for which `wanted` says so.
+fn ids_of<B: TrainBackend, M: AutodiffModule<B> + Clone>(
+    model: &M,
+    cells: &Cells,
+    wanted: impl Fn(usize, &KilnTensor) -> bool,
+) -> Ids {
+    let mut ids = Ids::new();
+    look_outside::<B, M>(model, cells, |position, tensor| {
+        if wanted(position, &tensor) {
+            ids.insert(position, tensor.into_ir().id);
+        }
+    });
+    ids
+}
+
 /// The parameters of 16 bits that a call begins with.
 pub(super) struct Stored {
-    weights: Weights,
+    storing: Storing,
     tensors: Places,
 }
 
@@ -142,33 +255,41 @@ pub(super) struct Before<M> {
     /// The model that was stored.
     pub model: M,
     stored: Stored,
-    ids: BTreeMap<usize, TensorId>,
+    ids: Ids,
 }
 
 impl Stored {
-    /// The stored parameters of `model`, or the `copies` of them that an earlier call has left.
+    /// The stored parameters of `model`, or the `copies` of them that an earlier call has left. None if two
+    /// parameters are one tensor, and copies would make it two.
     pub(super) fn new<B: TrainBackend, M: AutodiffModule<B> + Clone>(
         model: &M,
         cells: &Cells,
-        weights: Weights,
-        copies: Option<Places>,
-    ) -> Self {
-        let tensors = copies.unwrap_or_else(|| {
+        storing: Storing,
+        copies: Option<Copies>,
+    ) -> Option<Self> {
+        if storing.is_rounded() {
+            let ids = ids_of::<B, M>(model, cells, |_, _| true);
+            let different: BTreeSet<TensorId> = ids.values().copied().collect();
+            if different.len() < ids.len() {
+                return None;
+            }
+        }
+        let copies = copies.filter(|copies| copies.belong_to::<B, M>(model, cells));
+        let tensors = copies.map(|copies| copies.tensors).unwrap_or_else(|| {
             let mut tensors = Places::new();
             look_outside::<B, M>(model, cells, |position, tensor| {
-                if is_cast(tensor.dtype()) {
-                    tensors.insert(position, to(tensor, weights.dtype));
+                if storing.keeps(&tensor) {
+                    tensors.insert(position, to(tensor, storing.dtype));
                 }
             });
             tensors
         });
-        Self { weights, tensors }
+        Some(Self { storing, tensors })
     }
 
-    /// The copies as places of a step of `model`. Without a master the parameters are places of the model
-    /// itself.
+    /// The copies as places of a step of `model`. Without them the parameters are places of the model itself.
     pub(super) fn places<B: TrainBackend, M: AutodiffModule<B>>(&self, model: &M) -> Vec<Found> {
-        match self.weights.master {
+        match self.storing.are_copies() {
             true => places_of::<B, M>(model, &self.tensors, COPY),
             false => Vec::new(),
         }
@@ -176,27 +297,26 @@ impl Stored {
 
     /// The models of a call: the one of which loss and gradients are computed, and the one that the optimizer
     /// updates.
-    pub(super) fn widened<B: TrainBackend, M: AutodiffModule<B> + Clone>(
+    pub(super) fn computed<B: TrainBackend, M: AutodiffModule<B> + Clone>(
         self,
         model: M,
         cells: &Cells,
     ) -> (M, M, Before<M>) {
         let computed = map_outside(model.clone(), cells, |position, tensor| {
-            let stored = self.tensors.get(&position).cloned();
-            stored.map_or(tensor, |stored| to(stored, DType::F32))
+            match (self.tensors.get(&position).cloned(), self.storing.role) {
+                (None, _) => tensor,
+                (Some(stored), Role::Rounded) => kiln_burn::with_copy(tensor, stored),
+                (Some(stored), _) => to(stored, DType::F32),
+            }
         });
-        let updated = match self.weights.master {
+        let updated = match self.storing.are_copies() {
             true => model.clone(),
             false => computed.clone(),
         };
-        let mut ids = BTreeMap::new();
-        look_outside::<B, M>(&updated, cells, |position, tensor| {
-            ids.insert(position, tensor.into_ir().id);
-        });
         let before = Before {
+            ids: ids_of::<B, M>(&updated, cells, |_, _| true),
             model,
             stored: self,
-            ids,
         };
         (computed, updated, before)
     }
@@ -205,36 +325,38 @@ impl Stored {
 impl<M> Before<M> {
     /// The type of 16 bits.
     pub(super) fn dtype(&self) -> DType {
-        self.stored.weights.dtype
+        self.stored.storing.dtype
     }
 
-    /// The model that is stored after the optimizer has made `model`, and the copies beside it if there is a
-    /// master.
-    pub(super) fn narrowed<B: TrainBackend>(self, model: M, cells: &Cells) -> (M, Option<Places>)
+    /// The model that is stored after the optimizer has made `model`, and the copies beside it if there are
+    /// any.
+    pub(super) fn narrowed<B: TrainBackend>(self, model: M, cells: &Cells) -> (M, Option<Copies>)
     where
         M: AutodiffModule<B>,
     {
         let Self { stored, ids, .. } = self;
-        let Stored { weights, mut tensors } = stored;
-        let mut copies = Places::new();
+        let Stored { storing, mut tensors } = stored;
+        let (mut copies, mut of) = (Places::new(), Ids::new());
         let model = map_outside(model, cells, |position, tensor| {
             let Some(stored) = tensors.remove(&position) else {
                 return tensor;
             };
-            let was_updated = ids.get(&position) != Some(&tensor.clone().into_ir().id);
-            let narrow = match was_updated {
-                true => to(tensor.clone(), weights.dtype),
-                false => stored,
+            let id = tensor.clone().into_ir().id;
+            let narrow = match ids.get(&position) == Some(&id) {
+                true => stored,
+                false => to(tensor.clone(), storing.dtype),
             };
-            match weights.master {
+            match storing.are_copies() {
                 true => {
                     copies.insert(position, narrow);
+                    of.insert(position, id);
                     tensor
                 }
                 false => narrow,
             }
         });
-        (model, weights.master.then_some(copies))
+        let copies = Copies { tensors: copies, of };
+        (model, storing.are_copies().then_some(copies))
     }
 }
 

@@ -8,6 +8,7 @@
 mod attention;
 mod budgets;
 mod control;
+mod copies;
 mod flattened;
 mod functions;
 mod harness;
