@@ -758,3 +758,39 @@ fn a_disabled_part_on_a_lazy_device_runs_at_once() {
     assert_eq!(values(y), [3.0, 5.0]);
     assert_eq!(values(x), [2.0, 4.0]);
 }
+
+/// burn-flex would read beyond the end of the weight here, which is repeated for no matrix.
+#[test]
+fn a_product_of_an_empty_batch_is_empty() {
+    let ones = |shape: [usize; 3]| Tensor::<Kiln, 3>::ones(shape, &device());
+    let ints = |shape: [usize; 3]| Tensor::<Kiln, 3, Int>::ones(shape, &device());
+    let product = |batch: usize| {
+        let (x, w) = (ones([batch, 12, 6]), ones([1, 6, 5]));
+        let whole = ints([batch, 2, 3]).matmul(ints([1, 3, 4]));
+        (x.matmul(w.clone()), w.matmul(ones([batch, 5, 2])), whole)
+    };
+    let check = |(a, b, c): (Tensor<Kiln, 3>, Tensor<Kiln, 3>, Tensor<Kiln, 3, Int>), batch: usize| {
+        assert_eq!(a.dims(), [batch, 12, 5]);
+        assert_eq!(b.dims(), [batch, 6, 2]);
+        assert_eq!(c.dims(), [batch, 2, 4]);
+        assert_eq!(values(a), vec![6.0; batch * 60]);
+        assert_eq!(values(b), vec![5.0; batch * 12]);
+        assert_eq!(
+            c.into_data().iter::<i64>().collect::<Vec<_>>(),
+            vec![3; batch * 8]
+        );
+    };
+    check(product(0), 0);
+    for backend in [
+        CompileBackend::AotEager,
+        CompileBackend::Interpret,
+        CompileBackend::Cpu,
+    ] {
+        let mut region = kiln::compile(CompileOptions::default().with_backend(backend));
+        for batch in [2, 0, 3, 0] {
+            check(region.run(|| product(batch)).unwrap(), batch);
+        }
+    }
+    // A sum of nothing.
+    assert_eq!(values(ones([2, 3, 0]).matmul(ones([1, 0, 2]))), [0.0; 12]);
+}

@@ -1,10 +1,11 @@
 //! Operations of int tensors alone: bits, conversion, matrix product.
 
+use burn_backend::IntDType;
 use burn_backend::ops::IntTensorOps;
-use burn_flex::Flex;
+use burn_flex::{Flex, FlexDevice};
 use burn_ir::IntOperationIr;
 
-use super::float::unary;
+use super::float::{has_no_terms, unary};
 use super::numeric::{binary, scalar};
 use super::{Operands, OperationError, TensorStore, float_dtype};
 
@@ -32,7 +33,11 @@ pub(super) fn run_int<S: TensorStore>(
         Op::BitwiseRightShiftScalar(d) => scalar(Flex::bitwise_right_shift_scalar, d, s),
         Op::Matmul(d) => {
             let (lhs, rhs) = (s.take(&d.lhs)?, s.take(&d.rhs)?);
-            s.put(&d.out, Flex::int_matmul(lhs, rhs));
+            let tensor = match has_no_terms(d) {
+                true => Flex::int_zeros(d.out.shape.clone(), &FlexDevice, IntDType::from(d.out.dtype)),
+                false => Flex::int_matmul(lhs, rhs),
+            };
+            s.put(&d.out, tensor);
             Ok(())
         }
     }
