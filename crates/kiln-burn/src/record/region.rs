@@ -18,6 +18,7 @@ use super::deferred;
 use super::gradient::{self, Source};
 use super::guard;
 use super::history::{self, CompileEvent};
+use super::host_operations;
 use super::location::{Location, user_location};
 use super::marks::{self, MarkedInput};
 use super::recording::{Input, Recorded};
@@ -38,8 +39,18 @@ use crate::table;
 pub struct HostRead {
     /// Its type and shape.
     pub ty: String,
+    /// The method of Burn's tensors that runs on the host and reads it, such as `sort`; none if the program
+    /// itself does.
+    pub method: Option<&'static str>,
     /// The line that reads it, if it could be found.
     pub location: Option<Location>,
+}
+
+impl HostRead {
+    /// What to use in the place of the method of Burn's that reads; none if the program itself does.
+    pub fn counterpart(&self) -> Option<String> {
+        self.method.map(host_operations::remedy)
+    }
 }
 
 impl fmt::Display for HostRead {
@@ -156,6 +167,7 @@ impl Region {
         if (is_replayed || self.on_placeholders) && self.host_read.is_none() {
             self.host_read = Some(HostRead {
                 ty: type_text(tensor),
+                method: host_operations::running(),
                 location: user_location(),
             });
         }

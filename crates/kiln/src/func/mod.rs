@@ -29,7 +29,9 @@
 //! inside.
 //!
 //! - Tensors that the closure captures are constant: they have no derivative and are the same for all
-//!   elements of a batch.
+//!   elements of a batch. A result that Burn's autograd tracks because of one (a parameter of a model) is an
+//!   error, because that gradient would be lost: capture `model.valid()` or the tensor's `inner()`, or pass
+//!   what is to be differentiated as an argument.
 //! - The closure must not read a value, and tensors that it keeps elsewhere have no value afterwards.
 //! - Random operations take their streams at each call, as without Kiln, and are constant to derivatives;
 //!   [`Transformed::with_randomness`] says whether elements of a batch draw the same.
@@ -120,9 +122,10 @@ pub enum FuncError {
     },
     /// The closure read a value.
     #[error(
-        "`{function}` reads {}, and a function that is transformed has no values while it is recorded: move the read out of \
-         it, or choose with `mask_where`",
-        .read.as_ref().map_or_else(|| "a value".to_owned(), ToString::to_string)
+        "`{function}` reads {}, and a function that is transformed has no values while it is recorded: {}",
+        .read.as_ref().map_or_else(|| "a value".to_owned(), ToString::to_string),
+        .read.as_ref().and_then(HostRead::counterpart)
+            .unwrap_or_else(|| "move the read out of it, or choose with `mask_where`".to_owned())
     )]
     Reads {
         /// Name of the function.
@@ -135,6 +138,16 @@ pub enum FuncError {
         "an argument of `{function}` is tracked by autograd, which the result would not be: pass `Tensor::from_inner(x.inner())`"
     )]
     Tracked {
+        /// Name of the function.
+        function: String,
+    },
+    /// A result is part of an autograd graph of Burn's: the closure captures a tensor that is tracked.
+    #[error(
+        "a result of `{function}` depends on a tensor that autograd tracks, such as a parameter of a captured model, and its \
+         gradient would be lost: pass it as an argument (its `inner()`) and differentiate with `kiln::func`, or, if it is \
+         constant, capture it without its graph (`Tensor::from_inner(w.inner())`, `model.valid()`)"
+    )]
+    TrackedResult {
         /// Name of the function.
         function: String,
     },
@@ -232,7 +245,13 @@ where
         };
         let parameters = parameters.map(&mut |tensor: KilnTensor| stand_in(&mut trace.parameters, tensor));
         let rest = rest.map(&mut |tensor: KilnTensor| stand_in(&mut trace.rest, tensor));
-        let (result, found) = tensors(self(parameters, rest));
+        let (result, tracked) = tracked_tensors(self(parameters, rest));
+        // The placeholders are not tracked, so this gradient is by something else, and nobody would miss it.
+        if !tracked.is_empty() {
+            let function = trace.function.clone();
+            return Err(FuncError::TrackedResult { function });
+        }
+        let (result, found) = tensors(result);
         trace.results = found;
         Ok(result)
     }

@@ -134,9 +134,11 @@ impl From<ReplayError> for Obstacle {
 /// The action of a call's closure that a replay would not do; none if there was none.
 pub(super) fn host_obstacle(output: &impl StepInput, read: Option<HostRead>) -> Option<String> {
     if let Some(read) = read {
+        let remedy = read.counterpart().unwrap_or_else(|| {
+            "compute it with tensor operations, or pass the number as a plain value of the input".to_owned()
+        });
         return Some(format!(
-            "the closure reads {read} on the host, and what it does with the number cannot be replayed; compute it with tensor operations, or pass the \
-             number as a plain value of the input"
+            "the closure reads {read} on the host, and what it does with the number cannot be replayed; {remedy}"
         ));
     }
     let mut visitor = crate::input::InputVisitor::default();

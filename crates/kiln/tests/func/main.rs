@@ -444,6 +444,57 @@ fn what_cannot_be_transformed_says_so() {
     assert_close(&numbers(&(x() + x())), &numbers(&x().mul_scalar(2.0)), 0.0);
 }
 
+/// A parameter that the closure captures with its graph would lose its gradient: a penalty on the gradient of
+/// a captured model, say. What is constant is captured without its graph.
+#[test]
+fn a_captured_tensor_that_is_tracked_is_an_error() {
+    let w = Tensor::<B, 2>::from_inner(wide([3, 2], 0.3)).require_grad();
+    let x = || Tensor::<B, 2>::from_inner(wide([4, 3], 0.1));
+    let weight = w.clone();
+    let score = move |x: Tensor<B, 2>, (): ()| x.matmul(weight.clone()).tanh().sum();
+    let error = grad(score)
+        .with_options(options().with_name("score"))
+        .call(x(), ())
+        .unwrap_err();
+    assert!(matches!(error, FuncError::TrackedResult { .. }), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("`score` depends on a tensor that autograd tracks"),
+        "{error}"
+    );
+    // In a region the error is the call's, and the region goes on.
+    let weight = w.clone();
+    let penalty = move || {
+        let score = |x: Tensor<B, 2>, (): ()| x.matmul(weight.clone()).tanh().sum();
+        assert!(matches!(
+            grad(score).call(x(), ()),
+            Err(FuncError::TrackedResult { .. })
+        ));
+        x().matmul(weight.clone()).sum().inner()
+    };
+    let mut region = kiln::compile(options().with_fullgraph(true));
+    let found = region.run(&penalty).unwrap();
+    assert_close(&numbers(&found), &numbers(&penalty()), 1e-12);
+
+    let constant = Tensor::<B, 2>::from_inner(w.inner());
+    let score = move |x: Tensor<B, 2>, (): ()| x.matmul(constant.clone()).sum();
+    let gradient = grad(score).with_options(options()).call(x(), ()).unwrap();
+    let row = numbers(&wide([3, 2], 0.3).sum_dim(1));
+    assert_close(&numbers(&gradient.inner()), &row.repeat(4), 1e-12);
+}
+
+/// A method that Burn runs on the host is named with the function that is no read.
+#[test]
+fn a_sort_of_burns_names_its_counterpart() {
+    let ranks = |x: Tensor<Kiln, 1>, (): ()| x.argsort(0);
+    let error = vmap(ranks)
+        .with_options(options())
+        .call(wide([2, 3], 0.1), ())
+        .unwrap_err();
+    assert!(error.to_string().contains("use `kiln::ops::argsort`"), "{error}");
+}
+
 /// A tensor that the closure keeps elsewhere has no value, and says why.
 #[test]
 fn tensors_kept_elsewhere_have_no_value() {
