@@ -7,15 +7,17 @@
 //! this process has registered. Operations that run outside of compiled code are run here
 //! (`import/external.rs`), on every backend.
 
-use std::any::TypeId;
+use std::any::{Any, TypeId};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use burn_backend::TensorData;
 use burn_flex::FlexTensor;
-use burn_ir::{CustomOpIr, OperationIr};
+use burn_ir::{CustomOpIr, OperationIr, TensorIr};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::eager::OperationError;
+use crate::record::type_text;
 
 /// The beginning of the ids of these operations; the program's name follows.
 const PREFIX: &str = "custom ";
@@ -98,30 +100,55 @@ pub(crate) fn c_source(id: &str) -> Option<&'static str> {
 /// # Errors
 ///
 /// If its function is not known in this process, or gives other results than the operation has.
+///
+/// # Panics
+///
+/// If the function does, with its message behind the operation's name.
 pub(crate) fn run(op: &CustomOpIr, operands: Vec<FlexTensor>) -> Result<Vec<FlexTensor>, OperationError> {
-    let fails = |reason: String| OperationError::Unsupported {
+    let function = known().functions.get(&op.id).cloned();
+    let function = function.ok_or_else(|| OperationError::Unsupported {
+        operation: op.id.clone(),
+        reason: "this process knows no function of that name; `kiln::custom_op` makes it known".into(),
+    })?;
+    let fails = |reason: String| OperationError::Own {
         operation: op.id.clone(),
         reason,
     };
-    let function = known().functions.get(&op.id).cloned();
-    let function = function.ok_or_else(|| {
-        fails("this process knows no function of that name; `kiln::custom_op` makes it known".into())
-    })?;
     let operands: Vec<TensorData> = operands.into_iter().map(FlexTensor::into_data).collect();
-    let results = function(&operands);
+    let results = catch_unwind(AssertUnwindSafe(|| function(&operands)));
+    let results = results.unwrap_or_else(|payload| resume_unwind(named(payload, &op.id)));
     if results.len() != op.outputs.len() {
         let (found, wanted) = (results.len(), op.outputs.len());
         return Err(fails(format!(
-            "its function gave {found} results, the operation has {wanted}"
+            "returned {found} tensors instead of {wanted} (a gradient has one for each float input, in order)"
         )));
     }
     for (index, (result, ir)) in results.iter().zip(&op.outputs).enumerate() {
         if result.shape != ir.shape || result.dtype != ir.dtype {
+            let found = TensorIr {
+                shape: result.shape.clone(),
+                dtype: result.dtype,
+                ..ir.clone()
+            };
+            let (found, wanted) = (type_text(&found), type_text(ir));
             return Err(fails(format!(
-                "its function gave {:?} {:?} as result {index}, the operation has {:?} {:?}",
-                result.dtype, result.shape, ir.dtype, ir.shape
+                "returned {found} as result {index} instead of {wanted}"
             )));
         }
     }
     Ok(results.into_iter().map(FlexTensor::from_data).collect())
+}
+
+/// The payload of a panic with the name of the operation, if it is a message.
+fn named(payload: Box<dyn Any + Send>, id: &str) -> Box<dyn Any + Send> {
+    let message = match payload.downcast_ref::<&str>() {
+        Some(message) => Some((*message).to_owned()),
+        None => payload.downcast_ref::<String>().cloned(),
+    };
+    match message {
+        Some(message) => Box::new(format!(
+            "the function of the operation `{id}` panicked: {message}"
+        )),
+        None => payload,
+    }
 }

@@ -70,6 +70,14 @@ pub enum OperationError {
         /// The obstacle, and what to do instead.
         reason: String,
     },
+    /// The function of an operation of the program's own gave something else than it must.
+    #[error("the function of the operation `{operation}` {reason}")]
+    Own {
+        /// The operation, such as `custom cube, gradient`.
+        operation: String,
+        /// What it did.
+        reason: String,
+    },
     /// An index is out of range.
     #[error(transparent)]
     Index(Box<IndexError>),
